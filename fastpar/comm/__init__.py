@@ -1,0 +1,44 @@
+"""Collectives over one process group, and the autograd pairs that tensor and sequence parallelism are made of.
+
+    comm = Communicator(mesh.group("tp"))
+    y = comm.all_reduce(x)                  # waits
+    pending = comm.all_gather_async(x)      # does not; y = pending.wait()
+
+`Communicator` is the interface; what moves the bytes is a `Transport` (torch.distributed: gloo, NCCL). Importing this
+package touches no process group, and a group of one rank (or None) never does.
+"""
+
+from fastpar.comm.autograd import (
+    copy_to,
+    gather_from,
+    gather_sequence,
+    reduce_from,
+    reduce_scatter_sequence,
+    scatter_to,
+)
+from fastpar.comm.coalesce import all_reduce_coalesced
+from fastpar.comm.communicator import Communicator, GroupLike
+from fastpar.comm.errors import CommError
+from fastpar.comm.pending import Pending
+from fastpar.comm.recording import CommRecord, record
+from fastpar.comm.shards import shard_range, shard_sizes
+from fastpar.comm.transport import Transport
+
+__all__ = [
+    "CommError",
+    "CommRecord",
+    "Communicator",
+    "GroupLike",
+    "Pending",
+    "Transport",
+    "all_reduce_coalesced",
+    "copy_to",
+    "gather_from",
+    "gather_sequence",
+    "record",
+    "reduce_from",
+    "reduce_scatter_sequence",
+    "scatter_to",
+    "shard_range",
+    "shard_sizes",
+]

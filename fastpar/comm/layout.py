@@ -1,0 +1,65 @@
+"""Checks of tensors, and packing along any dim into the flat parts that transports move."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+
+def check_tensor(x: Tensor) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x must be a tensor, got {type(x).__name__}")
+    if isinstance(x, DTensor):
+        raise TypeError("x must be a plain tensor, got a DTensor: pass x.to_local()")
+    if x.layout != torch.strided:
+        raise TypeError(f"x must be a dense tensor, got layout {x.layout}")
+
+
+def check_out(out: Tensor, x: Tensor) -> None:
+    check_tensor(out)
+    if out.shape != x.shape or out.dtype != x.dtype or out.device != x.device:
+        raise ValueError(
+            f"out must have the shape, dtype and device of x: {tuple(x.shape)} {x.dtype} {x.device}, "
+            f"got {tuple(out.shape)} {out.dtype} {out.device}"
+        )
+
+
+def check_dim(dim: int, x: Tensor) -> int:
+    if x.ndim == 0:
+        raise ValueError("x must have at least one dim, got a scalar tensor: x.view(1) has one")
+    if not -x.ndim <= dim < x.ndim:
+        raise IndexError(f"dim must be in {-x.ndim}..{x.ndim - 1} for a tensor of shape {tuple(x.shape)}, got {dim}")
+    return dim % x.ndim
+
+
+def with_dim(shape: torch.Size, dim: int, size: int) -> torch.Size:
+    return torch.Size((*shape[:dim], size, *shape[dim + 1 :]))
+
+
+def row_numel(x: Tensor, dim: int) -> int:
+    """Elements of x per row along dim; right also where x has no rows."""
+    return with_dim(x.shape, dim, 1).numel()
+
+
+def pack(x: Tensor, dim: int, sizes: Sequence[int]) -> tuple[Tensor, list[int]]:
+    """The parts of x along dim one after another, flat, and their numbers of elements. Copies unless dim 0 of a
+    contiguous x.
+    """
+    row = row_numel(x, dim)
+    if all(size == 1 for size in x.shape[:dim]):
+        flat = x.contiguous().view(-1)
+    else:
+        flat = torch.cat([part.reshape(-1) for part in x.split(list(sizes), dim)])
+    return flat, [size * row for size in sizes]
+
+
+def unpack(flat: Tensor, shape: torch.Size, dim: int, sizes: Sequence[int]) -> Tensor:
+    """The inverse: parts of `shape` (but for dim) put side by side along dim. Copies unless they already are."""
+    if all(size == 1 for size in shape[:dim]):
+        return flat.view(with_dim(shape, dim, sum(sizes)))
+    row = with_dim(shape, dim, 1).numel()
+    parts = flat.split([size * row for size in sizes])
+    return torch.cat([part.view(with_dim(shape, dim, size)) for part, size in zip(parts, sizes, strict=True)], dim)

@@ -1,0 +1,88 @@
+"""The result of a collective that has been launched and not yet waited for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
+
+from fastpar.comm.errors import CommError
+
+T = TypeVar("T")
+
+
+class Work(Protocol):
+    """What a transport has in flight."""
+
+    def wait(self, seconds: float) -> None:
+        """Return when the operation is done (on CUDA: when the current stream is ordered after it); raise if it
+        failed or is late."""
+
+    def done(self) -> bool:
+        """Whether it is done, without waiting."""
+
+
+class Pending(Generic[T]):
+    """A launched collective. `wait()` returns its result.
+
+    Until `wait()` has returned, do not write to the tensors that were passed in, and do not read `out=`. Waiting is
+    local: ranks may wait in any order, but must launch in the same order.
+    """
+
+    def __init__(
+        self, work: Work | None, finish: Callable[[], T], *, describe: Callable[[], str], timeout: float
+    ) -> None:
+        self._work = work
+        self._finish: Callable[[], T] | None = finish  # unpacks; dropped with the buffers it holds when it has run
+        self._describe = describe
+        self._timeout = timeout
+        self._deadline = time.monotonic() + timeout
+        self._error: CommError | None = None
+        self._result: T
+
+    def done(self) -> bool:
+        """Whether `wait()` would return at once."""
+        return self._finish is None or self._work is None or self._work.done()
+
+    def wait(self, timeout: float | None = None) -> T:
+        """The result, the same object at every call.
+
+        The deadline is the communicator's timeout, counted from the launch, or `timeout` seconds from now.
+        Raises CommError when it passes or the collective fails. After an explicit `timeout` has passed the collective
+        is still in flight, and `wait` may be called again; any other error is final and raised again by every later
+        call.
+        """
+        if self._finish is None:
+            return self._result
+        if self._error is not None:
+            raise self._error
+        if timeout is not None and timeout <= 0:
+            raise ValueError(f"timeout must be positive (seconds), got {timeout}")
+        if self._work is not None:
+            self._wait_for(self._work, timeout)
+        self._result = self._finish()
+        self._finish = None
+        self._work = None
+        return self._result
+
+    def _wait_for(self, work: Work, timeout: float | None) -> None:
+        # The transport gives the operation up at the same deadline; a little grace lets its own, more telling, error
+        # come first.
+        seconds = max(self._deadline - time.monotonic(), 0.0) + 0.2 if timeout is None else timeout
+        started = time.monotonic()
+        try:
+            work.wait(seconds)
+        except RuntimeError as error:
+            waited = time.monotonic() - started
+            limit = (
+                f"{self._timeout:g} s after its launch"
+                if timeout is None
+                else f"{timeout:g} s after the call of wait()"
+            )
+            failure = CommError(
+                f"{self._describe()}: failed or not finished by its deadline ({limit}); waited {waited:.2f} s. "
+                f"Has every rank of the group called it, in the same order? Cause: {error}"
+            )
+            if timeout is None or waited < timeout:
+                self._error = failure
+            raise failure from error

@@ -1,0 +1,57 @@
+"""Reductions in rank order: checks, and the local part."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+OPS = ("sum", "avg", "max", "min")
+_LOW_PRECISION = (torch.bfloat16, torch.float16)
+
+
+def check_reduction(op: str, dtype: torch.dtype) -> None:
+    """Raise ValueError for an unknown op, TypeError for a dtype that it cannot be applied to."""
+    if op not in OPS:
+        raise ValueError(f"op must be one of {', '.join(OPS)}, got {op!r}")
+    if dtype.is_floating_point and dtype.itemsize >= 2:
+        return
+    if dtype.is_floating_point or dtype.is_complex:
+        raise TypeError(
+            f"cannot reduce {dtype}: convert it first (complex: torch.view_as_real; 8-bit floats: bfloat16)"
+        )
+    if op == "avg":
+        raise TypeError(f'op "avg" needs a floating-point tensor, got {dtype}')
+    if op == "sum" and dtype == torch.bool:
+        raise TypeError('op "sum" of torch.bool: use "max" for any, "min" for all, or convert to an integer type')
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that partial results are kept in: float32 for bfloat16 and float16, else the dtype itself."""
+    return torch.float32 if dtype in _LOW_PRECISION else dtype
+
+
+def reduce_in_order(parts: Sequence[Tensor], op: str, out: Tensor | None = None) -> Tensor:
+    """((parts[0] op parts[1]) op parts[2]) ..., accumulated in `accumulator(dtype)` and rounded once; NaN wins in max
+    and min.
+
+    The result is new, or `out` (same shape and dtype; may be none of the parts).
+    """
+    dtype = parts[0].dtype
+    if op in ("max", "min"):
+        pick = torch.maximum if op == "max" else torch.minimum
+        result = torch.empty_like(parts[0]) if out is None else out
+        result.copy_(parts[0])
+        for part in parts[1:]:
+            pick(result, part, out=result)
+        return result
+    in_place = out is not None and accumulator(dtype) == dtype
+    total = out.copy_(parts[0]) if in_place else parts[0].to(accumulator(dtype), copy=True)  # type: ignore[union-attr]
+    for part in parts[1:]:
+        total.add_(part)
+    if op == "avg":
+        total.div_(len(parts))
+    if in_place or (out is None and total.dtype == dtype):
+        return total
+    return total.to(dtype) if out is None else out.copy_(total)

@@ -1,0 +1,251 @@
+"""The ranks of a job as a grid with named dims, over torch's DeviceMesh.
+
+    mesh = init_mesh(dp_shard=2, tp=2)          # under torchrun --nproc-per-node 4
+    mesh.group("tp"), mesh.size("tp"), mesh.rank("tp"), mesh["tp"]
+
+Two views of the same ranks, slowest dim first:
+
+    dense   ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+    expert  ("pp", "dp_replicate", "efsdp", "ep")            efsdp * ep == dp_shard * cp * tp
+
+so the ranks of an expert group are neighbours: first those of one tp group, then of cp, then of dp_shard. Derived
+names: "dp" is dp_replicate x dp_shard flattened; "fsdp" is dp_shard.
+
+Decided: every group is made here, when all ranks are known to be present. Making a group is itself a collective of
+the whole job; made on first use, it would hang whenever only some ranks use it. The expert view costs nothing while
+ep == 1 and dp is flattened only where both of its dims are larger than 1.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+DENSE_DIMS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+EXPERT_DIMS = ("pp", "dp_replicate", "efsdp", "ep")
+_SYNONYMS = {"fsdp": "dp_shard"}
+_NAMES = (*DENSE_DIMS, "efsdp", "ep", "dp", "fsdp")
+
+
+def init_mesh(
+    *,
+    pp: int = 1,
+    dp_replicate: int = 1,
+    dp_shard: int = 1,
+    cp: int = 1,
+    tp: int = 1,
+    ep: int = 1,
+    device: str | torch.device | None = None,
+) -> Mesh:
+    """Lay the ranks of the job out as a mesh. Called by every rank, with the same sizes.
+
+    pp, dp_replicate, dp_shard, cp, tp   sizes whose product is the number of ranks; one of them may be -1: the rest
+    ep                                   size of an expert group; must divide dp_shard * cp * tp
+    device                               "cpu" or "cuda"; by default "cuda" where there is one
+
+    Under torchrun the default process group is initialised if it is not yet (gloo for CPU tensors, NCCL for CUDA
+    ones, on device LOCAL_RANK). In one process without a launcher every size must be 1 (or -1); the group is then an
+    in-process one.
+
+    Raises ValueError for sizes that do not fit; RuntimeError without a launcher for more than one rank, and where
+    there is no such device.
+    """
+    sizes = {"pp": pp, "dp_replicate": dp_replicate, "dp_shard": dp_shard, "cp": cp, "tp": tp}
+    _check_sizes(sizes, ep)
+    device_type = _device_type(device)
+    sizes = _fill_in(sizes, _world_size(sizes))
+    inner = sizes["dp_shard"] * sizes["cp"] * sizes["tp"]
+    if inner % ep:
+        raise ValueError(
+            f"ep ({ep}) must divide dp_shard * cp * tp ({sizes['dp_shard']} * {sizes['cp']} * {sizes['tp']} = {inner})"
+        )
+    owned = not dist.is_initialized()
+    if owned:
+        _init_process_group(device_type)
+    return Mesh(sizes, ep, device_type, owns_default_group=owned)
+
+
+class Mesh:
+    """Named groups of ranks; made by `init_mesh`. Names are those of the module docstring."""
+
+    def __init__(self, sizes: dict[str, int], ep: int, device_type: str, *, owns_default_group: bool) -> None:
+        self.device_type = device_type
+        self._owns_default_group = owns_default_group
+        inner = sizes["dp_shard"] * sizes["cp"] * sizes["tp"]
+        dp = sizes["dp_replicate"] * sizes["dp_shard"]
+        self._sizes = {**sizes, "efsdp": inner // ep, "ep": ep, "dp": dp}
+        before = set(_known_groups())
+        self._dense: DeviceMesh = init_device_mesh(
+            device_type, tuple(sizes[dim] for dim in DENSE_DIMS), mesh_dim_names=DENSE_DIMS
+        )
+        self._expert: DeviceMesh | None = None
+        if ep > 1:
+            shape = tuple(self._sizes[dim] for dim in EXPERT_DIMS)
+            self._expert = init_device_mesh(device_type, shape, mesh_dim_names=EXPERT_DIMS)
+        if sizes["dp_replicate"] > 1 and sizes["dp_shard"] > 1:
+            self._dense["dp_replicate", "dp_shard"]._flatten("dp")
+        self._made = [group for group in _known_groups() if group not in before]
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks in the mesh."""
+        return math.prod(self._sizes[dim] for dim in DENSE_DIMS)
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The dense view as torch's own five-dim DeviceMesh."""
+        return self._dense
+
+    @property
+    def coordinate(self) -> dict[str, int]:
+        """This rank's position along each dim of the dense view."""
+        return {dim: self.rank(dim) for dim in DENSE_DIMS}
+
+    def size(self, name: str) -> int:
+        """Ranks along the dim. Raises ValueError for an unknown name."""
+        return self._sizes[_resolve(name)]
+
+    def rank(self, name: str) -> int:
+        """This rank's index along the dim, 0..size-1. Raises ValueError for an unknown name."""
+        name = _resolve(name)
+        return 0 if self._sizes[name] == 1 else int(self[name].get_local_rank())
+
+    def group(self, name: str) -> ProcessGroup | None:
+        """The process group of this rank along the dim; None where it is the only rank. Raises ValueError for an
+        unknown name.
+        """
+        name = _resolve(name)
+        return None if self._sizes[name] == 1 else self[name].get_group()
+
+    def __getitem__(self, names: str | tuple[str, ...]) -> DeviceMesh:
+        """torch's DeviceMesh of one dim, or of several dims of one view in its order: mesh["tp"],
+        mesh["dp_replicate", "dp_shard"].
+
+        The expert view exists where ep > 1.
+        Raises ValueError for an unknown name, and for names of different views.
+        """
+        wanted = tuple(_resolve(name) for name in ((names,) if isinstance(names, str) else names))
+        if wanted == ("dp",):
+            return self._dp()
+        if all(name in DENSE_DIMS for name in wanted):
+            return self._dense[wanted if len(wanted) > 1 else wanted[0]]
+        if self._expert is None:
+            raise ValueError(f"mesh[{names!r}]: there is no expert view because ep is 1; use the dims {DENSE_DIMS}")
+        if all(name in EXPERT_DIMS for name in wanted):
+            return self._expert[wanted if len(wanted) > 1 else wanted[0]]
+        raise ValueError(f"mesh[{names!r}]: take all names from {DENSE_DIMS} or all from {EXPERT_DIMS} (dp alone)")
+
+    def _dp(self) -> DeviceMesh:
+        if self._sizes["dp_replicate"] == 1:
+            return self._dense["dp_shard"]
+        if self._sizes["dp_shard"] == 1:
+            return self._dense["dp_replicate"]
+        return self._dense["dp_replicate", "dp_shard"]._flatten("dp")  # made in __init__; this looks it up
+
+    def close(self) -> None:
+        """Destroy the process groups that `init_mesh` made, the default group only if it was made there too. The mesh
+        is then unusable.
+        """
+        if not dist.is_initialized():
+            return
+        if self._owns_default_group:
+            dist.destroy_process_group()
+        else:
+            for group in self._made:
+                dist.destroy_process_group(group)
+        self._made.clear()
+
+    def __repr__(self) -> str:
+        dims = [f"{dim}={self._sizes[dim]}" for dim in DENSE_DIMS if self._sizes[dim] > 1]
+        dims += [f"efsdp={self._sizes['efsdp']}", f"ep={self._sizes['ep']}"] if self._expert is not None else []
+        return f"Mesh({', '.join([*dims, f'world_size={self.world_size}', f'device_type={self.device_type!r}'])})"
+
+
+def _known_groups() -> list[ProcessGroup]:
+    """Every process group that this rank is in."""
+    return list(dist.distributed_c10d._world.pg_map)
+
+
+def _resolve(name: str) -> str:
+    if name in _NAMES:
+        return _SYNONYMS.get(name, name)
+    near = difflib.get_close_matches(str(name), _NAMES, n=3)
+    hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
+    raise ValueError(f"unknown mesh dim {name!r}: {hint}The dims are {', '.join(_NAMES)}")
+
+
+def _check_sizes(sizes: dict[str, int], ep: int) -> None:
+    for name, size in {**sizes, "ep": ep}.items():
+        if isinstance(size, bool) or not isinstance(size, int):
+            raise TypeError(f"{name} must be an int, got {size!r}")
+        if size < 1 and (size != -1 or name == "ep"):
+            raise ValueError(f"{name} must be at least 1{'' if name == 'ep' else ' (or -1: the rest)'}, got {size}")
+    rest = [name for name, size in sizes.items() if size == -1]
+    if len(rest) > 1:
+        raise ValueError(f"at most one size may be -1, got {' and '.join(rest)}")
+
+
+def _world_size(sizes: dict[str, int]) -> int:
+    """The number of ranks: of the process group, else of the launcher, else one."""
+    if dist.is_initialized():
+        return dist.get_world_size()
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        return int(os.environ["WORLD_SIZE"])
+    wanted = math.prod(size for size in sizes.values() if size != -1)
+    if wanted > 1:
+        raise RuntimeError(
+            f"this mesh needs {wanted} ranks, but no launcher started this process (no RANK, WORLD_SIZE) and "
+            f"torch.distributed is not initialised: run it with `torchrun --nproc-per-node {wanted} script.py`"
+        )
+    return 1
+
+
+def _fill_in(sizes: dict[str, int], world_size: int) -> dict[str, int]:
+    known = math.prod(size for size in sizes.values() if size != -1)
+    text = " * ".join(f"{name}={size}" for name, size in sizes.items() if size not in (1, -1)) or "1"
+    rest = next((name for name, size in sizes.items() if size == -1), None)
+    if rest is not None:
+        if world_size % known:
+            raise ValueError(
+                f"{rest}=-1: {world_size} ranks are not divisible by the other sizes ({text}, product {known})"
+            )
+        return {**sizes, rest: world_size // known}
+    if known != world_size:
+        raise ValueError(
+            f"the sizes must multiply to the number of ranks ({world_size}), got {text} (product {known}); "
+            "one of them may be -1: the rest"
+        )
+    return sizes
+
+
+def _device_type(device: str | torch.device | None) -> str:
+    if device is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    device_type = torch.device(device).type
+    if device_type not in ("cpu", "cuda"):
+        raise ValueError(f'device must be "cpu" or "cuda", got {device!r}')
+    if device_type == "cuda" and not torch.cuda.is_available():
+        raise RuntimeError('device="cuda", but torch sees no CUDA device: use device="cpu"')
+    return device_type
+
+
+def _init_process_group(device_type: str) -> None:
+    backend = "gloo"
+    if device_type == "cuda":
+        backend = "cpu:gloo,cuda:nccl"
+        local_rank, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+        if local_rank >= count:
+            raise RuntimeError(
+                f"LOCAL_RANK is {local_rank}, but this host has {count} CUDA devices: use fewer ranks or device='cpu'"
+            )
+        torch.cuda.set_device(local_rank)
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)

@@ -1,0 +1,118 @@
+"""What a process of the pool in `tests/dist.py` runs: take a task from the pipe, run it in a fresh process group,
+reply, clean up."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import gc
+import importlib
+import os
+import pickle
+import random
+import signal
+import sys
+import traceback
+import warnings
+from collections.abc import Iterator
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+STACK_SIGNAL = signal.SIGUSR1
+_PR_SET_PDEATHSIG = 1
+
+
+def serve(commands_fd: int, replies_fd: int, rank: int, stacks_path: str, parent: int) -> None:
+    """Run tasks until the parent closes the pipe."""
+    _die_with(parent)
+    stacks = open(stacks_path, "a")  # noqa: SIM115  (faulthandler needs it for as long as the process lives)
+    faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
+    faulthandler.enable(file=sys.stderr)
+    commands, replies = Connection(commands_fd, writable=False), Connection(replies_fd, readable=False)
+
+    import torch.distributed  # noqa: F401  (the slow part of starting; the pool is ready when it is done)
+
+    replies.send_bytes(b"ready")
+    while True:
+        try:
+            task = pickle.loads(commands.recv_bytes())
+        except EOFError:
+            return
+        replies.send_bytes(_reply(rank, *task))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        _clean_up()
+        replies.send_bytes(pickle.dumps(("idle", None)))
+
+
+def _die_with(parent: int) -> None:
+    """Get SIGKILL when the process that started the pool ends (Linux): a rank blocked inside a collective reads no
+    pipe.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it ended before the call above
+            os._exit(1)
+
+
+def _reply(
+    rank: int,
+    run: int,
+    port: int,
+    world_size: int,
+    backend: str,
+    timeout: float,
+    module: str,
+    qualname: str,
+    args: bytes,
+) -> bytes:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with _process_group(rank, run, port, world_size, backend, timeout):
+                result = getattr(importlib.import_module(module), qualname)(*pickle.loads(args))
+                return pickle.dumps(("returned", pickle.dumps(result)))
+    except BaseException:  # SystemExit and pytest's outcome exceptions included: the parent reports them all
+        return pickle.dumps(("raised", traceback.format_exc()))
+
+
+@contextlib.contextmanager
+def _process_group(rank: int, run: int, port: int, world_size: int, backend: str, timeout: float) -> Iterator[None]:
+    import numpy
+    import torch
+    import torch.distributed as dist
+
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        TORCHELASTIC_USE_AGENT_STORE="True",  # env:// connects to the parent's store, also on rank 0
+    )
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float32)
+    torch.set_grad_enabled(True)
+    torch.manual_seed(0)
+    numpy.random.seed(0)  # noqa: NPY002
+    random.seed(0)
+    limit = timedelta(seconds=timeout)
+    store = dist.PrefixStore(f"run{run}", dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit))
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
+    yield
+
+
+def _clean_up() -> None:
+    import torch.distributed as dist
+
+    gc.collect()  # modules and graphs of the run, which may hold groups
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def describe(value: Any) -> str:
+    """`repr` of a value, run on a rank: the smallest task there is, to start the pool ahead of time."""
+    return repr(value)
