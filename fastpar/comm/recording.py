@@ -17,10 +17,10 @@ class CommRecord:
 
     op      name of the Communicator method, without _async
     size    ranks of the group
-    numel   elements of the whole payload: the reduced tensor, the gathered tensor, everything this rank sends in an
-    all-to-all dtype   of the caller's tensor
-    nbytes  bytes this rank sends under the bandwidth-optimal algorithm (`algorithmic_bytes`), whatever the transport
-    really does
+    numel   elements of the whole payload: the reduced or gathered tensor, or all that this rank sends in an all-to-all
+    dtype   of the caller's tensor
+    nbytes  bytes that a rank sends under the bandwidth-optimal algorithm (`algorithmic_bytes`), whatever the transport
+            really does
     """
 
     op: str

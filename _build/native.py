@@ -1,0 +1,232 @@
+"""Compiles csrc/ into one plain shared library, fastpar/_C.so.
+
+The library is built against the LibTorch stable ABI and holds no CPython symbol, so one file serves every Python and
+every torch from TORCH_TARGET on. torch.utils.cpp_extension is of no use for that: it imports torch, and links against
+the CUDA libraries of the torch it finds. The compilers are called directly instead.
+
+Read from the environment, all at build time only:
+
+    FASTPAR_CUDA=0       leave the CUDA sources out even where nvcc is on PATH
+    FASTPAR_CUDA_ARCHS   comma-separated architectures (default "90a")
+    FASTPAR_TORCH_DIR    the installed torch package, where it is not in this environment's site-packages
+    CXX, MAX_JOBS        the C++ compiler (default g++) and the number of parallel compilations (default 2)
+
+Run as a program it builds into any place, for instance an instrumented library for the tests:
+
+    python _build/native.py --sanitize=address,undefined --output=build/sanitize/_C.so
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sysconfig
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TORCH_TARGET = (
+    "0x020B000000000000"  # 2.11: first with from_blob and a capturing deleter; fastpar/_ext.py checks the same
+)
+STABLE_HEADER = Path("include/torch/csrc/stable/library.h")
+
+# A source named *_<isa>.cpp is compiled for that instruction set; all others for the baseline of the platform.
+# gcc 12 warns about its own AVX-512 header, which leaves a register undefined on purpose (GCC bug 105593).
+_AVX2 = ("-mavx2", "-mfma", "-mf16c", "-mbmi2")
+_AVX512 = (
+    *_AVX2,
+    "-mavx512f",
+    "-mavx512bw",
+    "-mavx512vl",
+    "-mavx512dq",
+    "-Wno-uninitialized",
+    "-Wno-maybe-uninitialized",
+)
+ISA_FLAGS = {"avx2": _AVX2, "avx512": _AVX512, "avx512bf16": (*_AVX512, "-mavx512bf16")}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to build: `sanitize` is a value of -fsanitize= or empty, `cuda_archs` is empty for a CPU-only build."""
+
+    torch_dir: Path
+    cxx: str
+    cuda_archs: tuple[str, ...]
+    sanitize: str = ""
+    jobs: int = 2
+
+
+def find_torch() -> Path | None:
+    """The installed torch package with the stable headers, without importing it."""
+    candidates = [
+        os.environ.get("FASTPAR_TORCH_DIR"),
+        Path(sysconfig.get_path("purelib")) / "torch",
+        Path(sysconfig.get_path("platlib")) / "torch",
+    ]
+    spec = importlib.util.find_spec("torch")
+    if spec is not None and spec.submodule_search_locations:
+        candidates.append(spec.submodule_search_locations[0])
+    return next((Path(c) for c in candidates if c and (Path(c) / STABLE_HEADER).exists()), None)
+
+
+def options_from_environment(sanitize: str = "") -> Options:
+    torch_dir = find_torch()
+    if torch_dir is None:
+        raise SystemExit(
+            "fastpar: no torch >= 2.11 headers found. Install torch into this environment first (`pip install torch`), "
+            "or set FASTPAR_TORCH_DIR to an installed torch package."
+        )
+    if not (torch_dir / "include/torch/csrc/stable/c/shim.h").exists():
+        raise SystemExit(f"fastpar: the torch at {torch_dir} is older than 2.11, which the build needs.")
+    wants_cuda = os.environ.get("FASTPAR_CUDA", "auto") != "0" and shutil.which("nvcc") is not None
+    archs = tuple(os.environ.get("FASTPAR_CUDA_ARCHS", "90a").split(",")) if wants_cuda and not sanitize else ()
+    jobs = int(os.environ.get("MAX_JOBS", "2"))
+    return Options(torch_dir, os.environ.get("CXX", "g++"), archs, sanitize, jobs)
+
+
+def describe(options: Options) -> str:
+    """The one line that a build prints."""
+    if options.cuda_archs:
+        parts = "CPU + CUDA (" + ", ".join(f"sm_{arch}" for arch in options.cuda_archs) + ")"
+    elif options.sanitize:
+        parts = f"CPU only, instrumented with -fsanitize={options.sanitize}"
+    else:
+        parts = "CPU only (nvcc not found on PATH, or FASTPAR_CUDA=0)"
+    return f"fastpar: building {parts}; torch headers from {options.torch_dir}"
+
+
+def build(output: Path, options: Options, run: Callable[[Sequence[str]], None] | None = None) -> None:
+    """Compiles what changed and links `output`."""
+    run = run or _run
+    print(describe(options), flush=True)
+    sources = sorted(p for p in (ROOT / "csrc").rglob("*.cpp") if "emulation" not in p.parts)
+    if options.cuda_archs:
+        sources += sorted(p for p in (ROOT / "csrc").rglob("*.cu") if "emulation" not in p.parts)
+    key = json.dumps([str(ROOT), str(options.torch_dir), options.cxx, options.cuda_archs, options.sanitize])
+    object_dir = ROOT / "build" / f"objects-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
+    object_dir.mkdir(parents=True, exist_ok=True)
+
+    objects, stale = [], []
+    for source in sources:
+        target = object_dir / (str(source.relative_to(ROOT / "csrc")).replace(os.sep, "_") + ".o")
+        command = _compile_command(source, target, options)
+        objects.append(target)
+        if not _is_fresh(target, command):
+            stale.append((target, command))
+    with ThreadPoolExecutor(max_workers=max(1, options.jobs)) as pool:
+        for target, _ in stale:
+            target.with_suffix(".cmd").unlink(missing_ok=True)
+        list(pool.map(lambda item: _compile(item[0], item[1], run), stale))
+
+    if stale or not output.exists() or any(o.stat().st_mtime > output.stat().st_mtime for o in objects):
+        output.parent.mkdir(parents=True, exist_ok=True)
+        # Linked aside and renamed: a process that has the old library mapped keeps its file.
+        partial = output.with_suffix(".so.partial")
+        run(_link_command(objects, partial, options))
+        partial.replace(output)
+
+
+def _compile(target: Path, command: Sequence[str], run: Callable[[Sequence[str]], None]) -> None:
+    run(command)
+    target.with_suffix(".cmd").write_text("\n".join(command))
+
+
+def _compile_command(source: Path, target: Path, options: Options) -> list[str]:
+    is_x86 = platform.machine() in ("x86_64", "AMD64")
+    common = [
+        "-std=c++17",
+        f"-DTORCH_TARGET_VERSION={TORCH_TARGET}",
+        "-DUSE_CUDA",  # torch 2.11 declares the CUDA part of its C interface only with it
+        f'-DFASTPAR_CUDA_ARCHS="{",".join(options.cuda_archs)}"',
+        f"-DFASTPAR_X86={int(is_x86)}",
+        f"-I{ROOT / 'csrc'}",
+        f"-I{options.torch_dir / 'include'}",
+        "-MMD",
+        "-MF",
+        str(target.with_suffix(".d")),
+    ]
+    if source.suffix == ".cu":
+        archs = [f for a in options.cuda_archs for f in ("-gencode", f"arch=compute_{a},code=sm_{a}")]
+        host = ["-Xcompiler", "-fPIC,-fvisibility=hidden"]
+        return ["nvcc", "-O3", *common, *host, *archs, "-cudart", "static", "-c", str(source), "-o", str(target)]
+    flags = ["-O3", "-fPIC", "-fvisibility=hidden", "-fvisibility-inlines-hidden", "-Wall", "-Wextra"]
+    flags += ["-Wno-unused-parameter", "-isystem", str(options.torch_dir / "include")]
+    if options.sanitize:
+        flags += [
+            f"-fsanitize={options.sanitize}",
+            "-fno-sanitize-recover=all",
+            "-fno-omit-frame-pointer",
+            "-g1",
+            "-O1",
+        ]
+    if is_x86:
+        flags += ISA_FLAGS.get(source.stem.rpartition("_")[2], [])
+    common.remove(f"-I{options.torch_dir / 'include'}")
+    return [options.cxx, *flags, *common, "-c", str(source), "-o", str(target)]
+
+
+def _link_command(objects: Sequence[Path], output: Path, options: Options) -> list[str]:
+    command = [options.cxx, "-shared", "-o", str(output), *map(str, objects), f"-L{options.torch_dir / 'lib'}"]
+    # libtorch itself must stay in NEEDED: on CUDA builds of torch it pulls in libtorch_cuda, where the weak
+    # aoti_torch_get_current_cuda_stream is found. No RPATH: torch is always imported first.
+    command += [
+        "-Wl,--no-as-needed",
+        "-ltorch",
+        "-ltorch_cpu",
+        "-Wl,--as-needed",
+        "-Wl,--exclude-libs,ALL",
+        "-Wl,-z,now",
+    ]
+    if options.sanitize:
+        command.append(f"-fsanitize={options.sanitize}")
+    if options.cuda_archs:
+        top = _cuda_toolkit()
+        command += [f"-L{top / 'lib64'}", f"-L{top / 'lib'}", "-lcudart_static", "-lpthread", "-ldl", "-lrt"]
+    return command
+
+
+def _cuda_toolkit() -> Path:
+    """The toolkit's folder; asked of nvcc, because the one on PATH may be a wrapper script."""
+    probe = subprocess.run(
+        ["nvcc", "--dryrun", "-x", "cu", "-c", os.devnull], capture_output=True, text=True, check=True
+    )
+    top = next(line.split("=", 1)[1] for line in probe.stderr.splitlines() if line.startswith("#$ TOP="))
+    return Path(top.strip()).resolve()
+
+
+def _is_fresh(target: Path, command: Sequence[str]) -> bool:
+    """True when the object was made by the same command from files that have not changed since."""
+    record, depfile = target.with_suffix(".cmd"), target.with_suffix(".d")
+    if not (target.exists() and record.exists() and depfile.exists() and record.read_text() == "\n".join(command)):
+        return False
+    prerequisites = depfile.read_text().replace("\\\n", " ").split(":", 1)[1].split()
+    built = target.stat().st_mtime
+    return all(Path(p).exists() and Path(p).stat().st_mtime <= built for p in prerequisites)
+
+
+def _run(command: Sequence[str]) -> None:
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.stdout or result.stderr:
+        print(result.stdout + result.stderr, flush=True)
+    if result.returncode != 0:
+        raise SystemExit(f"fastpar: this command failed with status {result.returncode}:\n{' '.join(command)}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Build fastpar's compiled library.")
+    parser.add_argument("--output", type=Path, default=ROOT / "fastpar" / "_C.so")
+    parser.add_argument("--sanitize", default="", help="value for -fsanitize=, for instance address,undefined")
+    arguments = parser.parse_args()
+    build(arguments.output.resolve(), options_from_environment(arguments.sanitize))
+
+
+if __name__ == "__main__":
+    main()

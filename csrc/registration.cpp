@@ -1,0 +1,63 @@
+// Every op schema of fastpar, one line each, and the ops that describe the library itself.
+#include <dlfcn.h>
+#include <torch/csrc/stable/library.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "common/checks.h"
+#include "common/cpu_capability.h"
+#include "common/large_buffer.h"
+
+STABLE_TORCH_LIBRARY(fastpar, m) {
+  // the library itself
+  m.def("build_info() -> str");
+  m.def("cpu_capability() -> str");
+  m.def("set_cpu_capability(str name) -> ()");
+  m.def("large_buffer_stats() -> int[]");
+  m.def("large_buffer_release() -> ()");
+  // cross_entropy
+  m.def(
+      "vocab_parallel_cross_entropy_stats(Tensor logits, Tensor target, SymInt vocab_start, SymInt vocab_total, int ignore_index) -> Tensor");
+  m.def("vocab_parallel_cross_entropy_merge(Tensor gathered, Tensor target, int ignore_index) -> (Tensor, Tensor)");
+  m.def(
+      "vocab_parallel_cross_entropy_backward(Tensor logits, Tensor lse, Tensor target, Tensor grad_loss, SymInt vocab_start, int ignore_index) -> Tensor");
+  m.def(
+      "vocab_parallel_cross_entropy_backward_(Tensor(a!) logits, Tensor lse, Tensor target, Tensor grad_loss, SymInt vocab_start, int ignore_index) -> ()");
+  // dropout
+  m.def("sharded_dropout(Tensor x, float p, int seed, SymInt[] offset, SymInt[] global_shape) -> Tensor");
+}
+
+namespace fastpar {
+namespace {
+
+// The file that this code was loaded from.
+std::string library_path() {
+  Dl_info info;
+  if (dladdr(reinterpret_cast<const void*>(&library_path), &info) == 0 || info.dli_fname == nullptr) return "unknown";
+  return info.dli_fname;
+}
+
+// One `key=value` per line; fastpar/_ext.py makes a dict of it.
+std::string build_info() {
+  return concatenate("library=", library_path(), "\n", "compiler=", __VERSION__,
+                     "\ntorch_target=", FASTPAR_STRINGIZE(TORCH_TARGET_VERSION),
+                     "\ncpu_capabilities=", cpu_capabilities(), "\ncuda_archs=", FASTPAR_CUDA_ARCHS);
+}
+
+std::vector<int64_t> stats_of_large_buffers() {
+  const LargeBufferStats stats = large_buffer_stats();
+  return {stats.in_use_bytes, stats.cached_bytes, stats.reused, stats.mapped};
+}
+
+}  // namespace
+}  // namespace fastpar
+
+STABLE_TORCH_LIBRARY_IMPL(fastpar, CompositeExplicitAutograd, m) {
+  m.impl("build_info", TORCH_BOX(&fastpar::build_info));
+  m.impl("cpu_capability", TORCH_BOX(&fastpar::cpu_capability_name));
+  m.impl("set_cpu_capability", TORCH_BOX(&fastpar::set_cpu_capability));
+  m.impl("large_buffer_stats", TORCH_BOX(&fastpar::stats_of_large_buffers));
+  m.impl("large_buffer_release", TORCH_BOX(&fastpar::large_buffer_release));
+}

@@ -1,0 +1,69 @@
+"""Fused kernels and communication-hiding parallel layers for training large PyTorch models.
+
+    import fastpar as fp
+
+    mesh = fp.init_mesh(dp_shard=2, tp=2)                       # under torchrun
+    model = fp.parallelize(model, mesh)                         # swaps tensor-parallel layers in, in place
+    loss = fp.ops.vocab_parallel_cross_entropy(logits, target, group=mesh.group("tp"))
+
+Note: lazy names. Importing fastpar runs none of its modules: a public name is looked up in the tables below on first
+use and kept. That keeps the import cheap, leaves torch as it was (nothing is registered, no process group is touched),
+and lets all that needs no kernel work where the compiled extension is missing; the first use of an op then says how to
+build it.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from fastpar._version import __version__ as __version__
+
+if TYPE_CHECKING:
+    from fastpar import comm, ops, reference, tensor
+    from fastpar.comm import CommError, Communicator, Pending
+    from fastpar.mesh import Mesh, init_mesh
+    from fastpar.plan import Style
+    from fastpar.swap import explain, parallelize, unparallelize
+
+# A public function must not be named like a module of the package: importing that module would bind its name here.
+_MODULES = ("comm", "ops", "reference", "tensor")
+_HOME = {
+    "CommError": "fastpar.comm",
+    "Communicator": "fastpar.comm",
+    "Mesh": "fastpar.mesh",
+    "Pending": "fastpar.comm",
+    "Style": "fastpar.plan",
+    "explain": "fastpar.swap",
+    "init_mesh": "fastpar.mesh",
+    "parallelize": "fastpar.swap",
+    "unparallelize": "fastpar.swap",
+}
+__all__ = [
+    "CommError",
+    "Communicator",
+    "Mesh",
+    "Pending",
+    "Style",
+    "__version__",
+    "comm",
+    "explain",
+    "init_mesh",
+    "ops",
+    "parallelize",
+    "reference",
+    "tensor",
+    "unparallelize",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"fastpar.{name}")
+    if name in _HOME:
+        value = getattr(importlib.import_module(_HOME[name]), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module 'fastpar' has no attribute {name!r}; public names: {', '.join(__all__)}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
