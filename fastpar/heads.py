@@ -1,0 +1,115 @@
+"""How attention heads fall on ranks, with any number of key/value heads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from fastpar.plan import Style
+from fastpar.tensor.linear import linear_weights
+from fastpar.tensor.parameter import RowMap
+
+_QUERY_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
+_KEY_COUNTS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head")
+
+
+@dataclass
+class HeadSplit:
+    """Rows of the column-parallel linears under one module, and its attributes that count heads, made local."""
+
+    rows: dict[str, RowMap] = field(default_factory=dict)
+    attributes: dict[str, int] = field(default_factory=dict)
+    num_heads: int = 0  # query heads of the whole model; 0 where the module is no attention
+
+
+def key_value_heads(num_heads: int, num_kv_heads: int, size: int) -> list[list[int]]:
+    """Per rank, the key/value heads that its query heads read, when their number does not divide by the group.
+
+    Query head h reads key/value head h * num_kv_heads // num_heads. If on every rank the distinct ones serve equally
+    many query heads each, those are listed; otherwise one entry per query head, so that local attention has no groups.
+
+        key_value_heads(12, 2, 4) == [[0], [0], [1], [1]]
+        key_value_heads(12, 3, 2) == [[0, 0, 0, 0, 1, 1], [1, 1, 2, 2, 2, 2]]
+    """
+    local = num_heads // size
+    per_query = [[h * num_kv_heads // num_heads for h in range(r * local, (r + 1) * local)] for r in range(size)]
+    distinct = [sorted(set(heads)) for heads in per_query]
+    even = all(len({heads.count(k) for k in kinds}) == 1 for heads, kinds in zip(per_query, distinct, strict=True))
+    return distinct if even and len({len(kinds) for kinds in distinct}) == 1 else per_query
+
+
+def _heads_map(heads: list[list[int]], num_heads: int, unit: int) -> RowMap:
+    return RowMap(num_heads * unit, tuple(tuple((k * unit, (k + 1) * unit) for k in rank) for rank in heads))
+
+
+def split_heads(path: str, parent: nn.Module, linears: Mapping[str, tuple[nn.Module, Style]], size: int) -> HeadSplit:
+    """Row maps for the column-parallel linears directly under `parent`.
+
+    In an attention module (one with a `head_dim`, or styles with a `unit`) rows go by whole heads. The linear with the
+    most heads holds the queries; their number must divide by the group. Key/value heads that do not are shared: the
+    weights stay whole and each rank computes the heads that its queries read.
+    """
+    split = HeadSplit()
+    sections: dict[str, list[int]] = {}
+    units: dict[str, int] = {}
+    for name, (module, style) in linears.items():
+        weight, _, transposed = linear_weights(module)
+        features = weight.shape[1 if transposed else 0]
+        unit = style.unit or getattr(parent, "head_dim", None) or 1
+        sizes = list(style.sections) if isinstance(style.sections, tuple) else _equal(name, features, style.sections)
+        if sum(sizes) != features or any(s % unit for s in sizes):
+            raise ValueError(
+                f"{name}: sections {sizes} must add up to its {features} output features, each a multiple of {unit}"
+            )
+        sections[name], units[name] = sizes, unit
+    queries = max((s // units[n] for n, sizes in sections.items() for s in sizes if units[n] > 1), default=0)
+    if queries % size:
+        works = [d for d in range(1, queries + 1) if queries % d == 0]
+        raise ValueError(
+            f"{path}: the number of attention heads ({queries}) must be divisible by the tensor-parallel size "
+            f"({size}); sizes that work: {works}"
+        )
+    key_values = 0
+    for name, sizes in sections.items():
+        unit = units[name]
+        maps = []
+        for section in sizes:
+            heads = section // unit
+            if unit == 1 or heads % size == 0:
+                maps.append(RowMap.chunk(section, size))
+                key_values = max(key_values, heads // size) if unit > 1 and heads < queries else key_values
+            else:
+                per_rank = key_value_heads(queries, heads, size)
+                maps.append(_heads_map(per_rank, heads, unit))
+                key_values = len(per_rank[0])
+        split.rows[name] = maps[0] if len(maps) == 1 else RowMap.concat(maps)
+    split.num_heads = queries
+    if queries:
+        split.attributes = _local_counts(parent, queries, queries // size, key_values or queries // size)
+    packed = [sizes for sizes in sections.values() if len(sizes) > 1]
+    if packed and getattr(parent, "split_size", None) == packed[0][0]:
+        split.attributes["split_size"] = packed[0][0] // size
+    return split
+
+
+def _equal(name: str, features: int, parts: int) -> list[int]:
+    if features % parts:
+        raise ValueError(f"{name}: {features} output features do not form {parts} equal sections")
+    return [features // parts] * parts
+
+
+def _local_counts(parent: nn.Module, queries: int, local: int, local_kv: int) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    attributes: dict[str, Any] = vars(parent)
+    for name in _QUERY_COUNTS:
+        if attributes.get(name) == queries:
+            counts[name] = local
+    for name in _KEY_COUNTS:
+        if name in attributes:
+            counts[name] = local_kv
+    if "num_key_value_groups" in attributes:
+        counts["num_key_value_groups"] = local // local_kv
+    return counts

@@ -1,0 +1,170 @@
+"""Plans: which module is split how, as a dict from wildcard pattern to style.
+
+    {"layers.*.self_attn": "block", "layers.*.self_attn.q_proj": "colwise", "layers.*.self_attn.o_proj": "rowwise", ...}
+
+A pattern is a module path in which `*` stands for one path component. Styles are the words that torch and Hugging Face
+use, or an instance of `Style` for options that a word cannot say. Plans come from three places: a dict from the caller,
+the model's own `tp_plan` (Hugging Face), or the table of known architectures here.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Style:
+    """How one module is parallelised.
+
+    kind      one of `KINDS`
+    sections  colwise only: number of equal parts of a fused weight (3 for packed QKV, 2 for packed gate/up), or their
+              sizes in features; 1 = not fused
+    unit      colwise and rowwise: features that must stay together on one rank, usually the head dim; None = take
+              `head_dim` from the enclosing module if it has one, else 1
+    """
+
+    kind: str
+    sections: int | tuple[int, ...] = 1
+    unit: int | None = None
+
+
+KINDS: dict[str, str] = {
+    "colwise": "linear split by output features; its output stays split",
+    "colwise_gather_output": "linear split by output features; its output is gathered",
+    "rowwise": "linear split by input features, which arrive split; outputs are summed",
+    "rowwise_split_input": "linear split by input features of a full input; outputs are summed",
+    "vocab": "embedding, or output head, split over the vocabulary; logits stay split",
+    "replicate": "parameters whole on every rank, every rank computes the same gradient",
+    "partial": "parameters whole on every rank, each computes part of the gradient; they are summed",
+    "block": "module between two sums: its hidden input is gathered (sequence parallel) or copied, once for all inside",
+    "stream": "layers that pass the residual stream on; sequence parallelism splits it from the first to the last",
+    "dropout": "dropout on the residual stream, or wherever its tensor is whole",
+}
+
+WORDS: dict[str, Style] = {
+    **{kind: Style(kind) for kind in KINDS},
+    "packed_colwise": Style("colwise", sections=2),
+    "packed_qkv": Style("colwise", sections=3),
+    "sequence": Style("replicate"),
+    "sequence_parallel": Style("replicate"),
+    "embedding_rowwise": Style("vocab"),
+    "replicated_with_grad_allreduce": Style("partial"),
+}
+
+
+def parse_style(pattern: str, style: str | Style) -> Style:
+    """A `Style` from a word or a Style; ValueError lists the words."""
+    if isinstance(style, Style):
+        if style.kind not in KINDS:
+            raise ValueError(f"plan[{pattern!r}]: Style.kind {style.kind!r} is not one of {sorted(KINDS)}")
+        return style
+    if not isinstance(style, str):
+        raise TypeError(f"plan[{pattern!r}] must be a str or fastpar.Style, got {type(style).__name__}")
+    if style not in WORDS:
+        near = difflib.get_close_matches(style, WORDS, n=3)
+        hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+        raise ValueError(f"plan[{pattern!r}] is {style!r}, not one of {sorted(WORDS)}{hint}")
+    return WORDS[style]
+
+
+def match_plan(model: nn.Module, plan: Mapping[str, str | Style]) -> dict[str, Style]:
+    """Module path to style, in the model's order; later patterns win.
+
+    A pattern that matches no module is an error that lists near misses, since a typing error would otherwise leave a
+    layer silently unsplit.
+    """
+    paths = [path for path, _ in model.named_modules(remove_duplicate=False) if path]
+    chosen: dict[str, Style] = {}
+    for pattern, word in plan.items():
+        style = parse_style(pattern, word)
+        regex = re.compile(r"\.".join("[^.]+" if part == "*" else re.escape(part) for part in pattern.split(".")))
+        matched = [path for path in paths if regex.fullmatch(path)]
+        if not matched:
+            shown = sorted({re.sub(r"\.\d+(?=\.|$)", ".*", path) for path in paths})
+            near = difflib.get_close_matches(pattern, shown, n=3, cutoff=0.5) or shown[:3]
+            raise ValueError(f"plan pattern {pattern!r} matches no module; near misses: {near}")
+        chosen.update(dict.fromkeys(matched, style))
+    return {path: chosen[path] for path in paths if path in chosen}
+
+
+_LLAMA_LIKE: dict[str, str] = {
+    "layers.*": "stream",
+    "layers.*.self_attn": "block",
+    "layers.*.self_attn.q_proj": "colwise",
+    "layers.*.self_attn.k_proj": "colwise",
+    "layers.*.self_attn.v_proj": "colwise",
+    "layers.*.self_attn.o_proj": "rowwise",
+    "layers.*.mlp": "block",
+    "layers.*.mlp.gate_proj": "colwise",
+    "layers.*.mlp.up_proj": "colwise",
+    "layers.*.mlp.down_proj": "rowwise",
+    "embed_tokens": "vocab",
+}
+
+_GPT2: dict[str, str] = {
+    "wte": "vocab",
+    "drop": "dropout",
+    "h.*": "stream",
+    "h.*.attn": "block",
+    "h.*.attn.c_attn": "packed_qkv",
+    "h.*.attn.c_proj": "rowwise",
+    "h.*.attn.resid_dropout": "dropout",
+    "h.*.mlp": "block",
+    "h.*.mlp.c_fc": "colwise",
+    "h.*.mlp.c_proj": "rowwise",
+    "h.*.mlp.dropout": "dropout",
+}
+
+
+def auto_plan(model: nn.Module) -> dict[str, str | Style]:
+    """The plan for a model that is known, or that brings its own; ValueError says how to write one otherwise.
+
+    In order: Hugging Face's `base_model_tp_plan` of the configuration with what it leaves out (embedding, head, block
+    boundaries); the architectures of the table here, recognised by their module names.
+    """
+    paths = {re.sub(r"\.\d+(?=\.|$)", ".*", path) for path, _ in model.named_modules(remove_duplicate=False)}
+    base = getattr(model, "base_model_prefix", "")
+    prefix = f"{base}." if base and base in paths else ""
+    own: Any = getattr(getattr(model, "config", None), "base_model_tp_plan", None)
+    known = next((t for t in (_LLAMA_LIKE, _GPT2) if all(prefix + p in paths for p in t if "drop" not in p)), None)
+    plan: dict[str, str | Style]
+    if own:
+        plan = {prefix + pattern: word for pattern, word in _with_boundaries(own).items()}
+        if prefix + "embed_tokens" in paths:
+            plan[prefix + "embed_tokens"] = "vocab"
+    elif known is not None:
+        plan = {prefix + pattern: word for pattern, word in known.items() if prefix + pattern in paths}
+        plan |= _head_norms(paths, prefix)
+    else:
+        raise ValueError(
+            f'plan="auto" does not know {type(model).__name__}: it has no tp_plan, and its modules are named like none '
+            'of the known architectures. Pass a dict such as {"layers.*.mlp.up_proj": "colwise", '
+            '"layers.*.mlp.down_proj": "rowwise"}'
+        )
+    if "lm_head" in paths:
+        plan["lm_head"] = "vocab"
+    return plan
+
+
+def _with_boundaries(own: Mapping[str, str]) -> dict[str, str]:
+    """Hugging Face's plan lists the linears; the modules they sit in are the blocks, and the layers the stream."""
+    plan: dict[str, str] = {}
+    for pattern, word in own.items():
+        block = pattern.rpartition(".")[0]
+        plan.setdefault(block.partition(".*")[0] + ".*", "stream")
+        if word in ("colwise", "rowwise", "packed_colwise"):
+            plan.setdefault(block, "block")
+        plan[pattern] = word
+    return plan
+
+
+def _head_norms(paths: set[str], prefix: str) -> dict[str, str]:
+    """Norms on queries and keys see only this rank's heads."""
+    names = ("layers.*.self_attn.q_norm", "layers.*.self_attn.k_norm")
+    return {prefix + name: "partial" for name in names if prefix + name in paths}

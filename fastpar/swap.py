@@ -1,0 +1,437 @@
+"""Swap parallel layers into a model that exists, say what was done, and take them out again.
+
+`parallelize` works on instances: it changes the modules of this model in place and nothing else in the process. It
+checks the whole plan first, so that an error leaves the model untouched; `unparallelize` brings the ordinary model back
+with the trained weights.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from fastpar.comm import Communicator, copy_to
+from fastpar.heads import HeadSplit, split_heads
+from fastpar.mesh import Mesh
+from fastpar.plan import Style, auto_plan, match_plan
+from fastpar.tensor import (
+    Adoption,
+    ColumnParallelLinear,
+    LayoutDropout,
+    ParameterLayout,
+    RowMap,
+    RowParallelLinear,
+    SequenceRegion,
+    VocabParallelEmbedding,
+    VocabParallelHead,
+    adopt,
+    causal_lm_loss,
+    full_parameter,
+    layout_of,
+    replicate,
+)
+from fastpar.tensor.binding import GroupLike
+from fastpar.tensor.linear import linear_weights
+from fastpar.tensor.sequence import hook_input, hook_output
+
+M = TypeVar("M", bound=nn.Module)
+_STATE = "_fastpar_parallel"
+_ABSENT = object()
+_ATTENTION_DROPOUT = ("attention_dropout", "attn_dropout")
+
+
+@dataclass
+class Explanation:
+    """What `explain` returns: one row per module that fastpar changed; `print` shows them as a table."""
+
+    rows: list[dict[str, str]] = field(default_factory=list)
+
+    def add(self, module: str, style: str, stored: str, note: str = "") -> None:
+        self.rows.append({"module": module, "style": style, "stored": stored, "note": note})
+
+    def __str__(self) -> str:
+        if not self.rows:
+            return "no module was changed"
+        columns = list(self.rows[0])
+        widths = {c: max(len(c), *(len(row[c]) for row in self.rows)) for c in columns}
+        lines = ["  ".join(c.ljust(widths[c]) for c in columns), "  ".join("-" * widths[c] for c in columns)]
+        lines += ["  ".join(row[c].ljust(widths[c]) for c in columns).rstrip() for row in self.rows]
+        return "\n".join(lines)
+
+
+class _Swap:
+    """One model's swap: everything needed to explain it and to undo it."""
+
+    def __init__(self, model: nn.Module, mesh: Mesh | GroupLike, sequence_parallel: bool, gather_logits: bool):
+        self.model = model
+        self.group: Any = mesh["tp"] if isinstance(mesh, Mesh) else mesh
+        self.comm = Communicator.of(self.group)
+        self.batch = (mesh.rank("dp"), mesh.size("dp")) if isinstance(mesh, Mesh) else (0, 1)
+        self.sequence_parallel = sequence_parallel
+        self.gather_logits = gather_logits
+        self.explanation = Explanation()
+        self.adoptions: list[Adoption] = []
+        self.handles: list[Any] = []
+        self.attributes: list[tuple[nn.Module, str, Any]] = []
+        self.parameters: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # id(original) -> (original, parallel)
+
+    # Lookups over the plan, all before anything is changed.
+
+    def resolve(self, styles: dict[str, Style]) -> None:
+        self.styles = styles
+        self.modules = dict(self.model.named_modules(remove_duplicate=False))
+        self.blocks = [path for path, style in styles.items() if style.kind == "block"]
+        streams: dict[str, list[str]] = {}
+        for path, style in styles.items():
+            if style.kind == "stream":
+                streams.setdefault(path.rpartition(".")[0], []).append(path)
+        self.streams = streams
+        self.regions = {parent: SequenceRegion(self.comm) for parent in streams} if self.sequence_parallel else {}
+        if self.sequence_parallel and not streams:
+            raise ValueError(
+                "sequence_parallel=True needs to know where the residual stream is split: give the layers that pass it "
+                'on the style "stream", such as {"layers.*": "stream"}'
+            )
+
+    def children(self, parent: str) -> dict[str, tuple[nn.Module, Style]]:
+        """The column-parallel linears directly under a module."""
+        return {
+            path: (self.modules[path], style)
+            for path, style in self.styles.items()
+            if path.rpartition(".")[0] == parent and style.kind == "colwise"
+        }
+
+    def block_of(self, path: str) -> str | None:
+        return next((b for b in self.blocks if path.startswith(b + ".")), None)
+
+    def region_of(self, path: str) -> SequenceRegion | None:
+        for parent, paths in self.streams.items():
+            if any(path.startswith(p + ".") for p in paths):
+                return self.regions.get(parent)
+        return None
+
+    def rows_of(self, path: str) -> RowMap | None:
+        split: HeadSplit = self.head_splits[path.rpartition(".")[0]]
+        return split.rows.get(path)
+
+    def check(self) -> None:
+        """Everything that can be wrong with a plan for this model, before it is touched."""
+        kinds = {"colwise": nn.Linear, "colwise_gather_output": nn.Linear, "rowwise": nn.Linear}
+        for path, style in self.styles.items():
+            module = self.modules[path]
+            if style.kind in kinds or style.kind == "rowwise_split_input":
+                try:
+                    linear_weights(module)
+                except (TypeError, ValueError) as error:
+                    raise type(error)(f"{path} has style {style.kind!r}: {error}") from None
+            elif style.kind == "vocab" and not isinstance(module, nn.Linear | nn.Embedding):
+                raise TypeError(f"{path} has style 'vocab': expected nn.Embedding or nn.Linear, got {_name(module)}")
+            elif style.kind == "dropout" and not isinstance(module, nn.Dropout):
+                raise TypeError(f"{path} has style 'dropout': expected nn.Dropout, got {_name(module)}")
+        parents = dict.fromkeys(p.rpartition(".")[0] for p, s in self.styles.items() if s.kind == "colwise")
+        self.head_splits = {
+            path: split_heads(path, self.modules[path], self.children(path), self.comm.size) for path in parents
+        }
+        for path, module in self.modules.items():
+            self._check_meta(path, module)
+            self._check_undeclared(path, module)
+            self._check_attention_dropout(path, module)
+
+    def _check_meta(self, path: str, module: nn.Module) -> None:
+        for name, param in module._parameters.items():
+            if param is not None and param.device.type == "meta":
+                raise ValueError(
+                    f"{path or 'the model'}.{name} is on the meta device; materialise and initialise the model "
+                    "before it is parallelised"
+                )
+
+    def _check_undeclared(self, path: str, module: nn.Module) -> None:
+        block = self.block_of(path)
+        if block is None or path in self.styles or self.comm.size == 1:
+            return
+        leaf = path.rpartition(".")[2]
+        if any(p is not None for p in module._parameters.values()):
+            raise ValueError(
+                f"{path} ({_name(module)}) has parameters inside the block {block!r} but no style. Say 'partial' if it "
+                "runs between the block's column- and row-parallel layers (its gradient is a part to be summed), "
+                "'replicate' if it runs after the sum"
+            )
+        if isinstance(module, nn.Dropout) and module.p > 0 and leaf not in _ATTENTION_DROPOUT:
+            raise ValueError(
+                f"{path} is dropout (p={module.p}) inside the block {block!r} with no style. Say 'dropout' if it runs "
+                "on the block's summed output; set p=0 if it runs on split features"
+            )
+
+    def _check_attention_dropout(self, path: str, module: nn.Module) -> None:
+        if self.comm.size == 1 or path not in self.blocks:
+            return
+        for name in _ATTENTION_DROPOUT:
+            value = getattr(module, name, 0.0)
+            p = value.p if isinstance(value, nn.Dropout) else value
+            if isinstance(p, int | float) and p > 0 and not _uses_layout_attention(module):
+                raise ValueError(
+                    f"{path}.{name} is {p}: attention would draw its masks per rank, so heads on different ranks share "
+                    "them and they depend on the layout. Set it to 0, or choose attn_implementation='fastpar_eager' "
+                    "(fastpar.integrations.huggingface.register())"
+                )
+
+    # Changes, each recorded for undo.
+
+    def make(self, full: nn.Parameter, layout: ParameterLayout) -> nn.Parameter:
+        """The parallel parameter for an original one; a tied parameter is made once and shared again."""
+        if id(full) not in self.parameters:
+            self.parameters[id(full)] = (full, layout.parameter(full, requires_grad=full.requires_grad))
+        parallel = self.parameters[id(full)][1]
+        made = layout_of(parallel)
+        assert made is not None
+        if (made.kind, made.dim, made.rows) != (layout.kind, layout.dim, layout.rows):
+            raise ValueError(
+                f"a parameter of shape {tuple(full.shape)} is shared by modules that the plan splits differently "
+                f"({made.kind} along dim {made.dim} and {layout.kind} along dim {layout.dim})"
+            )
+        return parallel
+
+    def apply(self) -> None:
+        for path, style in self.styles.items():
+            self._apply_style(path, self.modules[path], style)
+        for path, module in self.modules.items():
+            if path not in self.styles or self.styles[path].kind in ("block", "stream"):
+                self._apply_default(path, module)
+        for parent, paths in self.streams.items():
+            if parent in self.regions:
+                self.handles.append(hook_input(self.modules[paths[0]], self.regions[parent].enter))
+                self.handles.append(hook_output(self.modules[paths[-1]], self.regions[parent].leave))
+        for path, split in self.head_splits.items():
+            for name, value in split.attributes.items():
+                self._set(self.modules[path], name, value)
+            if split.num_heads:  # which of how many heads, and share of the batch: read by layout-independent dropout
+                local = split.num_heads // self.comm.size
+                self._set(self.modules[path], "_fastpar_heads", (local * self.comm.rank, split.num_heads, self.batch))
+        self._set_loss()
+
+    def _apply_style(self, path: str, module: nn.Module, style: Style) -> None:
+        region, in_block = self.region_of(path), self.block_of(path) is not None
+        options: dict[str, Any] = {"parameters": self.make}
+        if style.kind in ("colwise", "colwise_gather_output"):
+            options |= {"input_prepared": in_block, "sequence": None if in_block else region}
+            options["gather_output"] = style.kind == "colwise_gather_output"
+            if style.kind == "colwise":
+                options["rows"] = self.rows_of(path)
+            self._adopt(path, module, ColumnParallelLinear, style, options)
+        elif style.kind in ("rowwise", "rowwise_split_input"):
+            options |= {"sequence": region, "input_is_parallel": style.kind == "rowwise"}
+            self._adopt(path, module, RowParallelLinear, style, options)
+        elif style.kind == "vocab" and isinstance(module, nn.Embedding):
+            self._adopt(path, module, VocabParallelEmbedding, style, options)
+        elif style.kind == "vocab":
+            options["gather_output"] = self.gather_logits
+            self._adopt(path, module, VocabParallelHead, style, options)
+        elif style.kind == "dropout":
+            self._dropout(path, module, region)
+        elif style.kind in ("replicate", "partial"):
+            self._replicate(path, module, style.kind == "partial" or (region is not None and not in_block))
+        elif style.kind == "block":
+            prepare = functools.partial(copy_to, comm=self.comm) if region is None else region.gather
+            self.handles.append(hook_input(module, prepare))
+            self.explanation.add(path, "block", "", "input gathered once" if region else "input gradient summed once")
+
+    def _apply_default(self, path: str, module: nn.Module) -> None:
+        """Modules that the plan leaves out stay whole; dropout outside blocks gets layout-independent masks."""
+        region, in_block = self.region_of(path), self.block_of(path) is not None
+        if type(module) is nn.Dropout and not in_block:
+            self._dropout(path, module, region)
+        elif any(p is not None for p in module._parameters.values()):
+            self._replicate(path, module, region is not None and not in_block)
+
+    def _adopt(self, path: str, module: nn.Module, cls: type[Any], style: Style, options: dict[str, Any]) -> None:
+        if isinstance(module, cls):
+            return  # reached a second time under another name
+        self.adoptions.append(adopt(module, cls, self.group, **options))
+        layout = layout_of(next(p for p in module.parameters(recurse=False)))
+        assert layout is not None
+        note = ""
+        if layout.kind == "whole":
+            note = f"kept whole, rank {self.comm.rank} uses {layout.rows.size(self.comm.rank)} of {layout.rows.total}"  # type: ignore[union-attr]
+        self.explanation.add(path, style.kind, _stored(layout), note)
+
+    def _replicate(self, path: str, module: nn.Module, sum_grad: bool) -> None:
+        if all(p is None or layout_of(p) is not None for p in module._parameters.values()):
+            return
+        self.adoptions.append(replicate(module, self.group, sum_grad=sum_grad, make=self.make))
+        self.explanation.add(path, "replicate", "whole", "gradient summed over the group" if sum_grad else "")
+
+    def _dropout(self, path: str, module: nn.Module, region: SequenceRegion | None) -> None:
+        assert isinstance(module, nn.Dropout)
+        adoption = Adoption(module, LayoutDropout)
+        module._configure(module.p, sequence=region, batch=self.batch)  # type: ignore[operator]
+        self.adoptions.append(adoption)
+        self.explanation.add(path, "dropout", "", "mask by global position")
+
+    def _set(self, module: nn.Module, name: str, value: Any) -> None:
+        self.attributes.append((module, name, getattr(module, name, _ABSENT)))
+        setattr(module, name, value)
+
+    def _set_loss(self) -> None:
+        """Hugging Face models compute their loss through an attribute; point it at sharded logits."""
+        head = next((m for m in self.modules.values() if isinstance(m, VocabParallelHead)), None)
+        if head is None or not hasattr(type(self.model), "loss_function"):
+            return
+
+        def loss_function(logits: Tensor, labels: Tensor, vocab_size: int | None = None, **kwargs: Any) -> Tensor:
+            known = {k: kwargs[k] for k in ("num_items_in_batch", "ignore_index", "shift_labels") if k in kwargs}
+            return causal_lm_loss(logits, labels, head=head, **known)
+
+        self._set(self.model, "loss_function", loss_function)
+        self.explanation.add("(loss)", "vocab", "", "vocab_parallel_cross_entropy on split logits")
+
+    def free_originals(self) -> None:
+        with torch.no_grad():
+            for original, _ in self.parameters.values():
+                original.grad = None
+                original.data = original.data.new_empty(0)
+
+    def undo(self, *, gather: bool) -> None:
+        for handle in self.handles:
+            handle.remove()
+        for module, name, value in reversed(self.attributes):
+            if value is _ABSENT:
+                delattr(module, name)
+            else:
+                setattr(module, name, value)
+        full = {}
+        if gather:  # in one order on all ranks, each parameter once
+            for key, (original, parallel) in self.parameters.items():
+                full[key] = (original, full_parameter(parallel))
+            with torch.no_grad():
+                for original, value in full.values():
+                    original.data = value
+        for adoption in reversed(self.adoptions):
+            adoption.undo()
+
+
+def _name(module: nn.Module) -> str:
+    return type(module).__name__
+
+
+def _stored(layout: ParameterLayout) -> str:
+    shape = list(layout.shape)
+    if layout.kind in ("contiguous", "packed"):
+        assert layout.rows is not None
+        shape[layout.dim] = layout.rows.size(layout.comm.rank)
+        return f"{list(layout.shape)} -> {shape}" + (" packed" if layout.kind == "packed" else "")
+    return f"{shape} whole"
+
+
+def _uses_layout_attention(module: nn.Module) -> bool:
+    return getattr(getattr(module, "config", None), "_attn_implementation", None) == "fastpar_eager"
+
+
+def parallelize(
+    model: M,
+    mesh: Mesh | GroupLike,
+    plan: str | Mapping[str, str | Style] = "auto",
+    *,
+    sequence_parallel: bool = False,
+    gather_logits: bool = False,
+    sync_weights: str = "check",
+) -> M:
+    """Split a model's layers over the tensor-parallel group, in place; returns the model.
+
+    mesh               an `fp.Mesh` (its "tp" dim is used; its data-parallel coordinates place dropout masks), a 1-D
+                       DeviceMesh or a ProcessGroup
+    plan               "auto" for known architectures and models with a Hugging Face `tp_plan`, or a dict from module
+                       pattern to style, such as {"layers.*.mlp.up_proj": "colwise"}; see `fastpar.plan`
+    sequence_parallel  split the residual stream along the sequence between blocks
+    gather_logits      let the head return all V logits (for sampling); by default [..., V_r] stays split and
+                       `vocab_parallel_cross_entropy(logits, target, group=mesh["tp"])` is the loss
+    sync_weights       "check" (default): ranks must hold the same weights before the split, else ValueError names the
+                       first parameter that differs; "broadcast": take rank 0's; "none"
+
+    Parameters become DTensors on the group's mesh, sharded or replicated, under their old names; so build the optimizer
+    afterwards. Every rank must call it with the same model and plan. Collectives per forward: 2 per transformer layer
+    (all-reduces; with `sequence_parallel` an all-gather and a reduce-scatter in the place of each), one for the
+    embedding, and one small one for the loss.
+
+    Raises ValueError for a pattern that matches nothing, heads that cannot be split, parameters inside a block with no
+    style, weights that differ; TypeError for a style on the wrong kind of module. The model is unchanged then.
+    """
+    if getattr(model, _STATE, None) is not None:
+        raise ValueError("the model is parallelised already; call fastpar.unparallelize(model) first")
+    if sync_weights not in ("check", "broadcast", "none"):
+        raise ValueError(f"sync_weights must be 'check', 'broadcast' or 'none', got {sync_weights!r}")
+    if isinstance(mesh, Mesh):
+        extra = {dim: mesh.size(dim) for dim in ("pp", "cp", "ep") if mesh.size(dim) > 1}
+        if extra:
+            raise ValueError(f"parallelize splits over tp and data-parallel dims only, but the mesh has {extra}")
+    if isinstance(plan, str):
+        if plan != "auto":
+            raise ValueError(f"plan must be 'auto' or a dict from pattern to style, got {plan!r}")
+        plan = auto_plan(model)
+    swap = _Swap(model, mesh, sequence_parallel, gather_logits)
+    swap.resolve(match_plan(model, plan))
+    swap.check()
+    if sync_weights != "none":
+        _sync_weights(model, swap.comm, broadcast=sync_weights == "broadcast")
+    try:
+        swap.apply()
+    except BaseException:
+        swap.undo(gather=False)
+        raise
+    swap.free_originals()
+    model.__dict__[_STATE] = swap
+    return model
+
+
+def explain(model: nn.Module) -> Explanation:
+    """What `parallelize` did to a model: per module the style, how its parameters are stored, and remarks."""
+    swap = getattr(model, _STATE, None)
+    if swap is None:
+        raise ValueError(f"this {_name(model)} has not been parallelised (fastpar.parallelize)")
+    return swap.explanation
+
+
+def unparallelize(model: M) -> M:
+    """Undo `parallelize` in place: ordinary modules with full weights on every rank (one all-gather per shard).
+
+    Parameters are the original objects again, with the trained values; gradients are dropped. Optimizers built on the
+    parallel parameters must be built anew.
+    """
+    swap = getattr(model, _STATE, None)
+    if swap is None:
+        raise ValueError(f"this {_name(model)} has not been parallelised (fastpar.parallelize)")
+    swap.undo(gather=True)
+    del model.__dict__[_STATE]
+    return model
+
+
+def _sync_weights(model: nn.Module, comm: Communicator, *, broadcast: bool) -> None:
+    """Compare (or broadcast) every parameter and buffer over the group before it is cut into shards."""
+    if comm.size == 1:
+        return
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    if broadcast:
+        for _, tensor in tensors:
+            with torch.no_grad():
+                tensor.copy_(comm.broadcast(tensor.detach(), src=0))
+        return
+    sums = torch.stack([_checksum(tensor.detach()) for _, tensor in tensors])
+    everyone = comm.all_gather(sums.unsqueeze(0), dim=0)
+    differs = (everyone != everyone[0]).any(0)
+    if differs.any():
+        name = tensors[int(differs.nonzero()[0])][0]
+        raise ValueError(
+            f"{name} differs between the ranks of the tensor-parallel group ({int(differs.sum())} of {len(tensors)} "
+            'tensors do). Seed every rank alike before building the model, or pass sync_weights="broadcast"'
+        )
+
+
+def _checksum(tensor: Tensor) -> Tensor:
+    """Wrap-around sum of the tensor's words as integers; exact, so that equal tensors give equal sums."""
+    data = tensor.contiguous().view(-1)
+    words = data.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[data.element_size()])
+    return words.to(torch.int64).sum().cpu()

@@ -1,0 +1,30 @@
+"""Tensor parallelism: layers split over a group, and sequence parallelism between them."""
+
+from fastpar.tensor.binding import Adoption, adopt
+from fastpar.tensor.dropout import LayoutDropout
+from fastpar.tensor.linear import ColumnParallelLinear, RowParallelLinear
+from fastpar.tensor.loss import causal_lm_loss
+from fastpar.tensor.parameter import ParameterLayout, RowMap, full_parameter, layout_of, local_tensor, unwrap
+from fastpar.tensor.replicated import replicate
+from fastpar.tensor.sequence import SequenceRegion
+from fastpar.tensor.vocab import VocabParallelEmbedding, VocabParallelHead, gather_vocab
+
+__all__ = [
+    "Adoption",
+    "ColumnParallelLinear",
+    "LayoutDropout",
+    "ParameterLayout",
+    "RowMap",
+    "RowParallelLinear",
+    "SequenceRegion",
+    "VocabParallelEmbedding",
+    "VocabParallelHead",
+    "adopt",
+    "causal_lm_loss",
+    "full_parameter",
+    "gather_vocab",
+    "layout_of",
+    "local_tensor",
+    "replicate",
+    "unwrap",
+]

@@ -1,0 +1,79 @@
+"""From what a caller passes as `group` to what a layer needs: a Communicator and a mesh for its DTensors."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from fastpar.comm import Communicator
+
+GroupLike = ProcessGroup | DeviceMesh | Communicator | None
+
+
+def bind(group: GroupLike, device_type: str) -> tuple[Communicator, DeviceMesh | None]:
+    """The communicator of `group`, and a one-dimensional mesh over the same ranks (None for a lone rank)."""
+    comm = Communicator.of(group)
+    if isinstance(group, DeviceMesh):
+        return comm, group
+    if comm.group is None:
+        return comm, None
+    return comm, DeviceMesh.from_group(comm.group, device_type)
+
+
+def blank(cls: type[Any]) -> Any:
+    """An instance of a module class with `nn.Module`'s own state and nothing else, for `from_...` constructors."""
+    layer = object.__new__(cls)
+    nn.Module.__init__(layer)
+    return layer
+
+
+class Adoption:
+    """Turns an existing module into a parallel one in place, and back.
+
+    The module object stays: its hooks, its place in the model and references to it survive. What changes is its class,
+    its parameters and the attributes that the parallel layer sets; `undo` restores all three. Swapping the object
+    instead would not do for `torch.distributed.tensor.parallel.parallelize_module`, which drops what a style returns.
+    """
+
+    def __init__(self, module: nn.Module, cls: type[nn.Module]):
+        self.module = module
+        self.original_class = module.__class__
+        self.original_dict = dict(module.__dict__)
+        self.original_parameters = dict(module._parameters)
+        self.handles: list[Any] = []
+        module.__class__ = cls
+
+    def undo(self) -> None:
+        """Give the module its class, its attributes and its original parameter objects back."""
+        module = self.module
+        for handle in self.handles:
+            handle.remove()
+        training = module.training
+        module.__class__ = self.original_class
+        for name in set(module.__dict__) - set(self.original_dict):
+            del module.__dict__[name]
+        module.__dict__.update(self.original_dict)
+        module.training = training
+        module._parameters.clear()
+        module._parameters.update(self.original_parameters)
+
+
+def adopt(module: nn.Module, cls: type[Any], group: GroupLike, **options: Any) -> Adoption:
+    """Turn `module` into the parallel layer `cls` in place; `options` are those of the layer's `from_...` constructor.
+
+    On an error the module is left as it was.
+    """
+    source = copy.copy(module)
+    source.__dict__["_parameters"] = dict(module._parameters)
+    adoption = Adoption(module, cls)
+    try:
+        module._configure(source, group, **options)  # type: ignore[operator]
+    except BaseException:
+        adoption.undo()
+        raise
+    adoption.handles.extend(getattr(module, "_state_handles", []))
+    return adoption

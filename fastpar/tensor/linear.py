@@ -1,0 +1,264 @@
+"""Column- and row-parallel linear layers (Shoeybi et al. 2019, "Megatron-LM"), with sequence parallelism.
+
+Both keep the parameter names, shapes and orientation of the layer they replace: `weight` and `bias` as in `nn.Linear`,
+or [in, out] as in the Conv1D of GPT-2 (`transposed=True`). Sizes need not divide by the group: shards follow
+`torch.chunk`'s rule and may differ or be empty.
+
+Tensors are suffixed by how they are sharded over the R ranks of the group: `_n` by output feature, `_k` by input
+feature, `_s` by sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fastpar.comm import copy_to, gather_from, reduce_from, scatter_to, shard_sizes
+from fastpar.tensor.binding import GroupLike, bind, blank
+from fastpar.tensor.parameter import ParameterLayout, RowMap, install_state_dict_hooks, unwrap
+from fastpar.tensor.sequence import SequenceRegion
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
+    return F.linear(x, weight.t() if transposed else weight, bias)
+
+
+def _split_rows(rows: RowMap | None, sections: Sequence[int] | None, features: int, parts: int, what: str) -> RowMap:
+    if rows is not None and sections is not None:
+        raise ValueError(f"pass either rows or sections, not both (sections={tuple(sections)})")
+    if sections is not None:
+        if sum(sections) != features:
+            raise ValueError(f"sections {tuple(sections)} add up to {sum(sections)}, but {what} is {features}")
+        return RowMap.packed(sections, parts)
+    rows = RowMap.chunk(features, parts) if rows is None else rows
+    if rows.total != features:
+        raise ValueError(f"rows describe {rows.total} features, but {what} is {features}")
+    return rows
+
+
+class ColumnParallelLinear(nn.Module):
+    """A linear layer whose output features are split over a group.
+
+        x       [..., K]     the same on every rank, or [B, S_s, K] with `sequence`
+        weight  [N_n, K]     stored as a DTensor of shape [N, K], Shard(0)
+        bias    [N_n]
+        out     [..., N_n]   or [..., N] with `gather_output`
+
+        forward  out_n = x @ weight_n.T + bias_n          sequence: x = all_gather(x_s) first
+        dgrad    dx    = all_reduce(dout_n @ weight_n)    sequence: reduce_scatter instead
+        wgrad    dweight_n = dout_n.T @ x                 local
+
+    Collectives: none in forward and one all-reduce of x's size in backward; with `sequence` one all-gather and one
+    reduce-scatter; `gather_output` adds an all-gather of the output.
+
+    `sections` splits a fused weight part by part: (I, I) for packed gate/up, (E, E, E) for packed QKV; the local output
+    is this rank's part of each, in the same order. `rows` gives any other `RowMap`, such as key/value heads shared by
+    several ranks. `input_prepared=True` says that the caller has applied `copy_to` or the gather to x already, once for
+    several layers. `init` runs `nn.Linear`'s initialisation of the full weight and keeps a shard, so that the same seed
+    gives the same weights under every layout.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        group: GroupLike = None,
+        gather_output: bool = False,
+        sequence: SequenceRegion | None = None,
+        sections: Sequence[int] | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        full = nn.Linear(in_features, out_features, bias, device=device, dtype=dtype)
+        self._configure(full, group, gather_output=gather_output, sequence=sequence, sections=sections)
+
+    @classmethod
+    def from_linear(
+        cls,
+        linear: nn.Module,
+        *,
+        group: GroupLike = None,
+        gather_output: bool = False,
+        sequence: SequenceRegion | None = None,
+        sections: Sequence[int] | None = None,
+        rows: RowMap | None = None,
+    ) -> ColumnParallelLinear:
+        """A parallel layer with the weights of `linear` (an `nn.Linear`, or Hugging Face's Conv1D)."""
+        layer: ColumnParallelLinear = blank(cls)
+        layer._configure(linear, group, gather_output=gather_output, sequence=sequence, sections=sections, rows=rows)
+        layer.train(linear.training)
+        return layer
+
+    def _configure(
+        self,
+        source: nn.Module,
+        group: GroupLike,
+        *,
+        gather_output: bool = False,
+        sequence: SequenceRegion | None = None,
+        sections: Sequence[int] | None = None,
+        rows: RowMap | None = None,
+        input_prepared: bool = False,
+        parameters: Any = None,
+    ) -> None:
+        weight, bias, self.transposed = linear_weights(source)
+        self.comm, mesh = bind(group, weight.device.type)
+        self.out_features, self.in_features = weight.shape[::-1] if self.transposed else weight.shape
+        self.rows = _split_rows(rows, sections, self.out_features, self.comm.size, "out_features")
+        if gather_output and self.rows.kind != "contiguous":
+            raise ValueError("gather_output is not available for a layer with sections or shared rows")
+        self.gather_output, self.sequence, self.input_prepared = gather_output, sequence, input_prepared
+        dim = 1 if self.transposed else 0
+        make = parameters or make_parameter
+        self.weight = make(weight, ParameterLayout(self.comm, mesh, weight.shape, dim, self.rows))
+        bias_layout = ParameterLayout(self.comm, mesh, torch.Size([self.out_features]), 0, self.rows)
+        self.register_parameter("bias", None if bias is None else make(bias, bias_layout))
+        self._state_handles = install_state_dict_hooks(self)
+
+    @property
+    def local_out_features(self) -> int:
+        return self.rows.size(self.comm.rank)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.input_prepared:
+            pass
+        elif self.sequence is not None:
+            x = self.sequence.gather(x)
+        else:
+            x = copy_to(x, self.comm)
+        bias = None if self.bias is None else unwrap(self.bias)
+        out = _linear(x, unwrap(self.weight), bias, self.transposed)
+        if self.gather_output:
+            out = gather_from(out, self.comm, dim=-1, sizes=shard_sizes(self.out_features, self.comm.size))
+        return out
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features} "
+            f"({self.local_out_features} on rank {self.comm.rank} of {self.comm.size}), bias={self.bias is not None}"
+        )
+
+
+class RowParallelLinear(nn.Module):
+    """A linear layer whose input features are split over a group.
+
+        x_k     [..., K_k]   this rank's features, as a ColumnParallelLinear leaves them
+        weight  [N, K_k]     stored as a DTensor of shape [N, K], Shard(1)
+        bias    [N]          replicated, added once after the sum
+        out     [..., N]     the same on every rank, or [B, S_s, N] with `sequence`
+
+        forward  out   = all_reduce(x_k @ weight_k.T) + bias     sequence: reduce_scatter instead
+        dgrad    dx_k  = dout @ weight_k                         sequence: dout = all_gather(dout_s) first
+        wgrad    dweight_k = dout.T @ x_k
+
+    Collectives: one all-reduce of the output's size in forward, none in backward; with `sequence` one reduce-scatter
+    and one all-gather, and the bias gradient, of which each rank sees its part of the sequence, is all-reduced.
+
+    `input_is_parallel=False` takes a full x and keeps this rank's features (backward: all-gather).
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        group: GroupLike = None,
+        input_is_parallel: bool = True,
+        sequence: SequenceRegion | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        full = nn.Linear(in_features, out_features, bias, device=device, dtype=dtype)
+        self._configure(full, group, input_is_parallel=input_is_parallel, sequence=sequence)
+
+    @classmethod
+    def from_linear(
+        cls,
+        linear: nn.Module,
+        *,
+        group: GroupLike = None,
+        input_is_parallel: bool = True,
+        sequence: SequenceRegion | None = None,
+    ) -> RowParallelLinear:
+        """A parallel layer with the weights of `linear` (an `nn.Linear`, or Hugging Face's Conv1D)."""
+        layer: RowParallelLinear = blank(cls)
+        layer._configure(linear, group, input_is_parallel=input_is_parallel, sequence=sequence)
+        layer.train(linear.training)
+        return layer
+
+    def _configure(
+        self,
+        source: nn.Module,
+        group: GroupLike,
+        *,
+        input_is_parallel: bool = True,
+        sequence: SequenceRegion | None = None,
+        parameters: Any = None,
+    ) -> None:
+        weight, bias, self.transposed = linear_weights(source)
+        self.comm, mesh = bind(group, weight.device.type)
+        self.out_features, self.in_features = weight.shape[::-1] if self.transposed else weight.shape
+        self.input_is_parallel, self.sequence = input_is_parallel, sequence
+        rows = RowMap.chunk(self.in_features, self.comm.size)
+        dim = 0 if self.transposed else 1
+        make = parameters or make_parameter
+        self.weight = make(weight, ParameterLayout(self.comm, mesh, weight.shape, dim, rows))
+        bias_layout = ParameterLayout(self.comm, mesh, torch.Size([self.out_features]))
+        self.register_parameter("bias", None if bias is None else make(bias, bias_layout))
+        self._state_handles = install_state_dict_hooks(self)
+
+    @property
+    def local_in_features(self) -> int:
+        return shard_sizes(self.in_features, self.comm.size)[self.comm.rank]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.input_is_parallel:
+            x = scatter_to(x, self.comm, dim=-1, sizes=shard_sizes(self.in_features, self.comm.size))
+        if x.size(-1) != self.local_in_features:
+            raise ValueError(
+                f"x has {x.size(-1)} features; rank {self.comm.rank} of {self.comm.size} holds "
+                f"{self.local_in_features} of the {self.in_features} input features"
+                + (" (pass input_is_parallel=False for a full x)" if x.size(-1) == self.in_features else "")
+            )
+        out = _linear(x, unwrap(self.weight), None, self.transposed)
+        out = reduce_from(out, self.comm) if self.sequence is None else self.sequence.reduce_scatter(out)
+        if self.bias is None:
+            return out
+        return out + unwrap(self.bias, sum_grad=self.sequence is not None).to(out.dtype)
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features} ({self.local_in_features} on rank {self.comm.rank} of {self.comm.size}), "
+            f"out_features={self.out_features}, bias={self.bias is not None}"
+        )
+
+
+def make_parameter(full: nn.Parameter, layout: ParameterLayout) -> nn.Parameter:
+    return layout.parameter(full, requires_grad=full.requires_grad)
+
+
+def linear_weights(module: nn.Module) -> tuple[nn.Parameter, nn.Parameter | None, bool]:
+    """(weight, bias, transposed) of an `nn.Linear`, or of GPT-2's Conv1D, whose weight is [in, out]."""
+    transposed = type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+    if not (isinstance(module, nn.Linear) or transposed):
+        raise TypeError(f"expected an nn.Linear or Conv1D, got {type(module).__name__}")
+    weight, bias = module._parameters["weight"], module._parameters.get("bias")
+    assert weight is not None
+    if weight.device.type == "meta":
+        raise ValueError("the layer is on the meta device; materialise and initialise it before it is sharded")
+    return weight, bias, transposed

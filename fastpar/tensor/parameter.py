@@ -1,0 +1,282 @@
+"""Sharded parameters: DTensors at rest, plain local tensors in the hot path.
+
+A parallel layer keeps its weight as a DTensor, so that torch optimizers, `torch.distributed.checkpoint` and
+`get_model_state_dict` understand it, and unwraps it once per forward with `unwrap`, a single autograd node that also
+sums the gradient over the group where every rank computed only a part of it.
+
+Note: row maps
+    Which indices along the sharded dim a rank uses is data, a `RowMap`. Three kinds occur:
+
+    * contiguous: the rank's chunk, stored as `Shard(dim)`. The rule is `torch.chunk`'s, which DTensor shares.
+    * packed: disjoint pieces of equal total size, one from each section of a fused weight ([q; k; v], [gate; up]).
+      Stored as `Shard(dim)` with the rows in rank-major order. `state_dict` hands out, and `load_state_dict` takes,
+      the canonical order, so that a checkpoint does not depend on the layout; `full_tensor()` of the DTensor would
+      give the rank-major order, `full_parameter` here gives the canonical one.
+    * whole: the ranks' rows overlap (fewer key/value heads than ranks) or sections do not divide evenly. The
+      parameter stays `Replicate()`, a rank picks its rows in forward, and the gradient is summed over the group.
+
+    Replicating key/value weights costs memory of the order of one head per rank and keeps a single definition of the
+    parameter; storing each rank's copy as a shard would give optimizers and norms more elements than the model has.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from fastpar.comm import Communicator, shard_range
+
+Range = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class RowMap:
+    """The indices along one dim of a parameter that each rank of a group uses.
+
+    `RowMap.packed((4, 4), 2)` describes [gate; up] with four rows each on two ranks: rank 0 uses rows 0-1 and 4-5,
+    rank 1 rows 2-3 and 6-7.
+    """
+
+    total: int
+    ranges: tuple[tuple[Range, ...], ...]
+
+    @staticmethod
+    def chunk(total: int, parts: int) -> RowMap:
+        """Contiguous chunks by `torch.chunk`'s rule: ceil(total / parts) each until used up."""
+        return RowMap(total, tuple((shard_range(total, parts, rank),) for rank in range(parts)))
+
+    @staticmethod
+    def packed(sections: Sequence[int], parts: int) -> RowMap:
+        """A fused weight: every section is chunked on its own, a rank uses its chunk of each."""
+        ranges: list[tuple[Range, ...]] = []
+        for rank in range(parts):
+            start, mine = 0, []
+            for size in sections:
+                lo, hi = shard_range(size, parts, rank)
+                mine.append((start + lo, start + hi))
+                start += size
+            ranges.append(_merge_adjacent(mine))
+        return RowMap(sum(sections), tuple(ranges))
+
+    @staticmethod
+    def concat(maps: Sequence[RowMap]) -> RowMap:
+        """The map of weights stacked along the sharded dim, such as [q; k; v] with fewer key/value heads."""
+        starts = [sum(m.total for m in maps[:i]) for i in range(len(maps))]
+        parts = len(maps[0].ranges)
+        ranges = tuple(
+            _merge_adjacent([(lo + s, hi + s) for m, s in zip(maps, starts, strict=True) for lo, hi in m.ranges[rank]])
+            for rank in range(parts)
+        )
+        return RowMap(sum(m.total for m in maps), ranges)
+
+    def size(self, rank: int) -> int:
+        return sum(hi - lo for lo, hi in self.ranges[rank])
+
+    @property
+    def kind(self) -> str:
+        """ "contiguous", "packed" or "whole"; see the note above."""
+        parts = len(self.ranges)
+        if all(len(r) == 1 and r[0] == shard_range(self.total, parts, rank) for rank, r in enumerate(self.ranges)):
+            return "contiguous"
+        sizes = {self.size(rank) for rank in range(parts)}
+        covered = sorted(r for rank in self.ranges for r in rank)
+        disjoint = all(a[1] <= b[0] for a, b in itertools.pairwise(covered))
+        return "packed" if disjoint and len(sizes) == 1 and sizes.pop() * parts == self.total else "whole"
+
+    def take(self, full: Tensor, dim: int, rank: int) -> Tensor:
+        """The rank's rows of `full`, in the order of its ranges (a view when they are contiguous)."""
+        pieces = [full.narrow(dim, lo, hi - lo) for lo, hi in self.ranges[rank]]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
+
+    def assemble(self, locals_: Sequence[Tensor], dim: int) -> Tensor:
+        """The inverse of `take` over all ranks: the full tensor from every rank's rows."""
+        shape = list(locals_[0].shape)
+        shape[dim] = self.total
+        full = locals_[0].new_empty(shape)
+        for ranges, local in zip(self.ranges, locals_, strict=True):
+            start = 0
+            for lo, hi in ranges:
+                full.narrow(dim, lo, hi - lo).copy_(local.narrow(dim, start, hi - lo))
+                start += hi - lo
+        return full
+
+
+def _merge_adjacent(ranges: Sequence[Range]) -> tuple[Range, ...]:
+    """The same indices in the same order with fewer ranges; on one rank all sections become one."""
+    merged: list[Range] = []
+    for lo, hi in ranges:
+        if merged and merged[-1][1] == lo:
+            merged[-1] = (merged[-1][0], hi)
+        else:
+            merged.append((lo, hi))
+    return tuple(merged)
+
+
+@dataclass(frozen=True)
+class ParameterLayout:
+    """How a parameter lies over a group. `rows is None`: replicated, every rank uses all of it."""
+
+    comm: Communicator
+    mesh: DeviceMesh | None  # None: a single rank without torch.distributed, the parameter is a plain tensor
+    shape: torch.Size
+    dim: int = 0
+    rows: RowMap | None = None
+
+    @staticmethod
+    def of_dtensor(param: DTensor, comm: Communicator, placement: Placement) -> ParameterLayout:
+        """The layout of a DTensor that somebody else made on the same group."""
+        if isinstance(placement, Shard):
+            dim = placement.dim % param.dim()
+            rows = RowMap.chunk(param.shape[dim], comm.size)
+            return ParameterLayout(comm, param.device_mesh, param.shape, dim, rows)
+        return ParameterLayout(comm, param.device_mesh, param.shape)
+
+    @property
+    def kind(self) -> str:
+        return "replicated" if self.rows is None else self.rows.kind
+
+    @property
+    def placement(self) -> Placement:
+        return Shard(self.dim) if self.kind in ("contiguous", "packed") else Replicate()
+
+    @property
+    def picks_rows(self) -> bool:
+        """Whether a rank selects its rows in forward from a parameter that is stored whole."""
+        return self.kind == "whole"
+
+    def local(self, full: Tensor) -> Tensor:
+        """What this rank stores of the full tensor."""
+        if self.placement.is_replicate():
+            return full
+        assert self.rows is not None
+        return self.rows.take(full, self.dim, self.comm.rank)
+
+    def full(self, local: Tensor) -> Tensor:
+        """The full tensor in canonical order from what the ranks store (one all-gather unless replicated)."""
+        if self.placement.is_replicate():
+            return local.clone()
+        assert self.rows is not None
+        sizes = [self.rows.size(rank) for rank in range(self.comm.size)]
+        gathered = self.comm.all_gather(local.contiguous(), dim=self.dim, sizes=sizes)
+        return self.rows.assemble(gathered.split(sizes, self.dim), self.dim)
+
+    def as_dtensor(self, local: Tensor) -> Tensor:
+        """`local` as a DTensor of the full shape; unchanged when there is no mesh."""
+        if self.mesh is None:
+            return local
+        stride = torch.empty(self.shape, device="meta").stride()
+        return DTensor.from_local(local, self.mesh, [self.placement], run_check=False, shape=self.shape, stride=stride)
+
+    def parameter(self, full: Tensor, *, requires_grad: bool = True) -> nn.Parameter:
+        """The parameter to register: this rank's rows, copied, so that the full tensor can be freed."""
+        local = self.local(full.detach()).clone(memory_format=torch.contiguous_format)
+        param = nn.Parameter(self.as_dtensor(local), requires_grad=requires_grad)
+        param.fastpar_layout = self  # type: ignore[attr-defined]
+        return param
+
+
+def layout_of(param: Tensor) -> ParameterLayout | None:
+    """The layout that fastpar gave a parameter, or None for a parameter it has not touched."""
+    return cast("ParameterLayout | None", getattr(param, "fastpar_layout", None))
+
+
+def local_tensor(x: Tensor) -> Tensor:
+    """The local part of a DTensor, or the tensor itself; outside autograd."""
+    return x._local_tensor if isinstance(x, DTensor) else x
+
+
+def full_parameter(param: Tensor, value: Tensor | None = None) -> Tensor:
+    """The unsharded parameter in canonical order, on every rank of its group (a collective).
+
+    `value` is something shaped like the parameter to gather in its place: its gradient or an optimizer state.
+    """
+    value = param.detach() if value is None else value
+    layout = layout_of(param)
+    return local_tensor(value).clone() if layout is None else layout.full(local_tensor(value))
+
+
+class _Unwrap(torch.autograd.Function):
+    """DTensor parameter to local tensor; the gradient goes back as a DTensor, summed over the group if asked."""
+
+    @staticmethod
+    def forward(ctx: Any, param: Tensor, layout: ParameterLayout, reduce: bool) -> Tensor:
+        ctx.layout, ctx.reduce = layout, reduce
+        local = local_tensor(param)
+        return local.view_as(local)  # a new tensor object: autograd must not write its history into the parameter's
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None]:
+        (grad,) = grads
+        if ctx.reduce:
+            grad = ctx.layout.comm.all_reduce(grad)
+        return ctx.layout.as_dtensor(grad), None, None
+
+
+def unwrap(param: Tensor, *, sum_grad: bool = False) -> Tensor:
+    """The rows of a parameter that this rank computes with, as a plain tensor.
+
+    forward   local rows of the parameter
+    dgrad     the local gradient as a DTensor; with `sum_grad`, or when the parameter is stored whole and each rank
+              uses only some rows, all_reduce(gradient) over the group first
+    """
+    layout = layout_of(param)
+    if layout is None:
+        return param
+    reduce = (sum_grad or layout.picks_rows) and layout.comm.size > 1
+    if param.requires_grad and torch.is_grad_enabled() and (reduce or isinstance(param, DTensor)):
+        local = cast(Tensor, _Unwrap.apply(param, layout, reduce))
+    else:
+        local = local_tensor(param)
+    if layout.picks_rows:
+        assert layout.rows is not None
+        local = layout.rows.take(local, layout.dim, layout.comm.rank)
+    return local
+
+
+def install_state_dict_hooks(module: nn.Module) -> list[Any]:
+    """Make `state_dict` and `load_state_dict` of one parallel module speak canonical layouts; returns hook handles.
+
+    state_dict       packed parameters are handed out as `Shard(dim)` DTensors in canonical row order (a collective)
+    load_state_dict  takes DTensors in canonical order and also plain tensors of the full shape, such as an ordinary
+                     unsharded checkpoint
+    """
+    return [
+        module.register_state_dict_post_hook(_canonical_state),
+        module.register_load_state_dict_pre_hook(_stored_state),
+    ]
+
+
+def _canonical_state(module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
+    for name, param in module._parameters.items():
+        layout = layout_of(param) if param is not None else None
+        if layout is None or layout.kind != "packed" or prefix + name not in state:
+            continue
+        canonical = _chunked(layout)
+        full = layout.full(local_tensor(state[prefix + name]))
+        state[prefix + name] = canonical.as_dtensor(canonical.local(full).contiguous())
+
+
+def _stored_state(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    for name, param in module._parameters.items():
+        layout = layout_of(param) if param is not None else None
+        value = state.get(prefix + name)
+        if layout is None or value is None:
+            continue
+        if isinstance(value, DTensor):
+            if layout.kind == "packed":
+                full = _chunked(layout).full(value._local_tensor)
+                state[prefix + name] = layout.as_dtensor(layout.local(full))
+        elif value.shape == layout.shape:
+            state[prefix + name] = layout.as_dtensor(layout.local(value))
+
+
+def _chunked(layout: ParameterLayout) -> ParameterLayout:
+    rows = RowMap.chunk(layout.shape[layout.dim], layout.comm.size)
+    return ParameterLayout(layout.comm, layout.mesh, layout.shape, layout.dim, rows)

@@ -1,0 +1,66 @@
+"""Modules that stay whole on every rank: norms, position embeddings, routers.
+
+Their parameters become `Replicate()` DTensors, so that an optimizer sees one kind of parameter throughout the model,
+and their code runs unchanged. Where a rank sees only part of the work (its part of the sequence, or its own heads, as
+the query/key norms of Qwen3 do), its gradient is a partial sum and is all-reduced when it is computed.
+
+Note: how the module's own forward gets plain tensors
+    `replicate` gives the instance a generated subclass with one property per parameter. `self.weight` inside the
+    module's forward then is the unwrapped local tensor, connected to the parameter by one autograd node. This is the
+    mechanism of `torch.nn.utils.parametrize`; it works for any module without knowing its formula, so that numerics
+    stay exactly those of the class that the user chose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from fastpar.tensor.binding import Adoption, GroupLike, bind
+from fastpar.tensor.linear import make_parameter
+from fastpar.tensor.parameter import ParameterLayout, install_state_dict_hooks, unwrap
+
+MakeParameter = Callable[[nn.Parameter, ParameterLayout], nn.Parameter]
+
+
+def _unwrapping_property(name: str) -> property:
+    def read(self: nn.Module) -> Tensor | None:
+        param = self._parameters[name]
+        return None if param is None else unwrap(param, sum_grad=self._fastpar_sum_grad)  # type: ignore[arg-type]
+
+    return property(read)
+
+
+def replicate(
+    module: nn.Module,
+    group: GroupLike = None,
+    *,
+    sum_grad: bool = False,
+    make: MakeParameter = make_parameter,
+) -> Adoption:
+    """Keep a module's own parameters whole on every rank of `group`; in place.
+
+    forward   the module's own code on the whole parameter
+    wgrad     the local gradient; with `sum_grad` its all_reduce over the group (one per parameter and backward),
+              for modules that see only this rank's part of the sequence or of the heads
+
+    Returns the `Adoption`, whose `undo` gives the module back. Parameters of child modules are left alone.
+    """
+    own = [name for name, param in module._parameters.items() if param is not None]
+    if not own:
+        raise ValueError(f"{type(module).__name__} has no parameters of its own to replicate")
+    device_type = next(p.device.type for p in module._parameters.values() if p is not None)
+    comm, mesh = bind(group, device_type)
+    original = type(module)
+    namespace: dict[str, Any] = {name: _unwrapping_property(name) for name in own}
+    namespace["__module__"], namespace["__doc__"] = original.__module__, original.__doc__
+    adoption = Adoption(module, type(f"Replicated{original.__name__}", (original,), namespace))
+    module._fastpar_sum_grad = sum_grad  # type: ignore[assignment]
+    for name in own:
+        full = adoption.original_parameters[name]
+        assert full is not None
+        module._parameters[name] = make(full, ParameterLayout(comm, mesh, full.shape))
+    adoption.handles.extend(install_state_dict_hooks(module))
+    return adoption

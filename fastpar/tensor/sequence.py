@@ -1,0 +1,135 @@
+"""Sequence parallelism: the stretch of a model in which activations are split along the sequence.
+
+Between two tensor-parallel blocks (attention, MLP) the residual stream, norms and dropout do the same work on every
+rank. Sequence parallelism gives each rank a part of the sequence there: the all-reduce after a block becomes a
+reduce-scatter and the identity before the next one an all-gather, the same bytes in total, and activation memory of the
+stretch falls by the group size (Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer
+Models", section 4.2).
+
+Note: uneven sequences
+    A sequence of S tokens is split by `torch.chunk`'s rule. A rank cannot tell S from its own part (129 of 257 or of
+    258 on two ranks), so the region notes S on entry and checks every later tensor against it. A tensor that does not
+    fit is an error that names both sizes, never a wrong result.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from fastpar.comm import Communicator, gather_from, gather_sequence, reduce_scatter_sequence, scatter_to, shard_sizes
+
+
+class SequenceRegion:
+    """One sequence-sharded stretch over a group; modules inside it share this object.
+
+    x        [B, S, H]     full, outside the region (`dim` is the sequence dim)
+    x_shard  [B, S_r, H]   this rank's part, S_r by `torch.chunk`'s rule
+    """
+
+    def __init__(self, comm: Communicator, dim: int = 1):
+        self.comm = comm
+        self.dim = dim
+        self._total: int | None = None
+
+    @property
+    def total(self) -> int:
+        """Full length of the sequence now in the region."""
+        if self._total is None:
+            raise RuntimeError("the sequence-parallel region is empty: no tensor has entered it (SequenceRegion.enter)")
+        return self._total
+
+    @property
+    def sizes(self) -> list[int]:
+        return shard_sizes(self.total, self.comm.size)
+
+    @property
+    def offset(self) -> int:
+        return sum(self.sizes[: self.comm.rank])
+
+    def set_total(self, total: int) -> None:
+        """Say how long the sequence is when its parts come from elsewhere, such as an earlier pipeline stage."""
+        self._total = total
+
+    def enter(self, x: Tensor) -> Tensor:
+        """Keep this rank's part.  forward: slice   backward: all-gather"""
+        self.set_total(x.size(self.dim))
+        return scatter_to(x, self.comm, dim=self.dim, sizes=self.sizes)
+
+    def leave(self, x_shard: Tensor) -> Tensor:
+        """The full sequence for replicated work.  forward: all-gather   backward: slice"""
+        self._check(x_shard)
+        return gather_from(x_shard, self.comm, dim=self.dim, sizes=self.sizes)
+
+    def gather(self, x_shard: Tensor) -> Tensor:
+        """The full sequence as input of a tensor-parallel block.  forward: all-gather   backward: reduce-scatter"""
+        self._check(x_shard)
+        return gather_sequence(x_shard, self.comm, dim=self.dim, sizes=self.sizes)
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """A block's partial sums to this rank's part.  forward: reduce-scatter   backward: all-gather"""
+        if x.size(self.dim) != self.total:
+            raise ValueError(
+                f"a tensor-parallel block returned {x.size(self.dim)} tokens along dim {self.dim}, but {self.total} "
+                "entered the sequence-parallel region"
+            )
+        return reduce_scatter_sequence(x, self.comm, dim=self.dim, sizes=self.sizes)
+
+    def _check(self, x_shard: Tensor) -> None:
+        expected = self.sizes[self.comm.rank]
+        if x_shard.size(self.dim) != expected:
+            raise ValueError(
+                f"rank {self.comm.rank} got {x_shard.size(self.dim)} tokens along dim {self.dim}; its part of the "
+                f"{self.total} in the sequence-parallel region is {expected}. Was the input already gathered, or the "
+                "sequence cut inside the region?"
+            )
+
+
+_HIDDEN_NAMES = ("hidden_states", "x", "input", "hidden", "inputs")
+
+
+def map_hidden(args: tuple[Any, ...], kwargs: dict[str, Any], fn: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Apply `fn` to the hidden states among a module's arguments: the first positional one, or a usual keyword."""
+    if args and isinstance(args[0], Tensor):
+        return (fn(args[0]), *args[1:]), kwargs
+    for name in _HIDDEN_NAMES:
+        if isinstance(kwargs.get(name), Tensor):
+            return args, {**kwargs, name: fn(kwargs[name])}
+    raise ValueError(
+        f"cannot find the hidden states in a call with {len(args)} positional arguments and keywords {sorted(kwargs)}; "
+        f"pass them first or as one of {list(_HIDDEN_NAMES)}"
+    )
+
+
+def map_output(output: Any, fn: Any) -> Any:
+    """Apply `fn` to the hidden states a module returns: the tensor itself or the first of a tuple."""
+    if isinstance(output, tuple):
+        return (fn(output[0]), *output[1:])
+    return fn(output)
+
+
+def hook_input(module: nn.Module, fn: Any) -> Any:
+    """Run `fn` on the hidden states that go into `module`; returns the hook's handle."""
+
+    def pre_hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return map_hidden(args, kwargs, fn)
+
+    return module.register_forward_pre_hook(pre_hook, with_kwargs=True)
+
+
+def hook_output(module: nn.Module, fn: Any) -> Any:
+    """Run `fn` on the hidden states that come out of `module`; returns the hook's handle."""
+
+    def hook(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
+        return map_output(output, fn)
+
+    return module.register_forward_hook(hook)
+
+
+def batch_share(device_batch: int, rank: int, size: int) -> tuple[int, int]:
+    """(offset, global size) of a batch of which each of `size` data-parallel ranks holds `device_batch` samples."""
+    return rank * device_batch, size * device_batch
+
+
+__all__ = ["SequenceRegion", "batch_share", "hook_input", "hook_output", "map_hidden", "map_output"]

@@ -1,0 +1,148 @@
+"""Embedding and output head split over the vocabulary.
+
+The head leaves the logits sharded: `fastpar.ops.vocab_parallel_cross_entropy` takes them as they are, with one
+collective of a few floats per token, and nothing of vocabulary size ever crosses the group unless asked for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fastpar.comm import gather_from, reduce_from, shard_range, shard_sizes
+from fastpar.tensor.binding import GroupLike, bind, blank
+from fastpar.tensor.linear import ColumnParallelLinear, make_parameter
+from fastpar.tensor.parameter import ParameterLayout, RowMap, install_state_dict_hooks, unwrap
+from fastpar.tensor.sequence import SequenceRegion
+
+
+class VocabParallelEmbedding(nn.Module):
+    """An embedding table whose rows are split over a group.
+
+        ids     [...]         int, the same on every rank, each in [0, V)
+        weight  [V_r, H]      stored as a DTensor of shape [V, H], Shard(0)
+        out     [..., H]      or this rank's part of the sequence with `sequence`
+
+        forward  out = all_reduce(rows of ids that this rank owns, else 0)     sequence: reduce_scatter instead
+        wgrad    dweight_r[id] += dout   for the ids it owns; local
+
+    One collective of the output's size in forward, none in backward. Since all but one rank contribute zeros, the sum
+    is exact. An id outside [0, V) is an IndexError with its position (on CUDA, an asynchronous device assertion).
+    """
+
+    weight: nn.Parameter
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        *,
+        group: GroupLike = None,
+        sequence: SequenceRegion | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        full = nn.Embedding(num_embeddings, embedding_dim, padding_idx, device=device, dtype=dtype)
+        self._configure(full, group, sequence=sequence)
+
+    @classmethod
+    def from_embedding(
+        cls, embedding: nn.Embedding, *, group: GroupLike = None, sequence: SequenceRegion | None = None
+    ) -> VocabParallelEmbedding:
+        """A parallel embedding with the weights of `embedding`."""
+        layer: VocabParallelEmbedding = blank(cls)
+        layer._configure(embedding, group, sequence=sequence)
+        layer.train(embedding.training)
+        return layer
+
+    def _configure(
+        self,
+        source: nn.Module,
+        group: GroupLike,
+        *,
+        sequence: SequenceRegion | None = None,
+        parameters: Any = None,
+    ) -> None:
+        if not isinstance(source, nn.Embedding):
+            raise TypeError(f"expected an nn.Embedding, got {type(source).__name__}")
+        for option in ("max_norm", "scale_grad_by_freq", "sparse"):
+            if getattr(source, option):
+                raise ValueError(
+                    f"nn.Embedding({option}={getattr(source, option)}) cannot be split over the vocabulary"
+                )
+        weight = source._parameters["weight"]
+        assert weight is not None
+        if weight.device.type == "meta":
+            raise ValueError("the embedding is on the meta device; materialise and initialise it before it is sharded")
+        self.comm, mesh = bind(group, weight.device.type)
+        self.num_embeddings, self.embedding_dim = weight.shape
+        self.padding_idx, self.sequence = source.padding_idx, sequence
+        rows = RowMap.chunk(self.num_embeddings, self.comm.size)
+        self.weight = (parameters or make_parameter)(weight, ParameterLayout(self.comm, mesh, weight.shape, 0, rows))
+        self._state_handles = install_state_dict_hooks(self)
+
+    @property
+    def vocab_range(self) -> tuple[int, int, int]:
+        """(first row, one past the last row, vocabulary size) of this rank."""
+        return (*shard_range(self.num_embeddings, self.comm.size, self.comm.rank), self.num_embeddings)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        check_ids(ids, self.num_embeddings)
+        start, stop, _ = self.vocab_range
+        weight = unwrap(self.weight)
+        if stop == start:  # more ranks than rows: nothing to look up, but the weight stays in the graph
+            out = weight.sum() * 0 + weight.new_zeros(*ids.shape, self.embedding_dim)
+        else:
+            local = ids - start
+            foreign = (local < 0) | (local >= stop - start)
+            padding = self.padding_idx
+            owned_padding = padding - start if padding is not None and start <= padding < stop else None
+            out = F.embedding(local.masked_fill(foreign, 0), weight, owned_padding)
+            out = out.masked_fill(foreign.unsqueeze(-1), 0)
+        return reduce_from(out, self.comm) if self.sequence is None else self.sequence.reduce_scatter(out)
+
+    def extra_repr(self) -> str:
+        start, stop, total = self.vocab_range
+        return f"{total} ({start} to {stop} on rank {self.comm.rank} of {self.comm.size}), {self.embedding_dim}"
+
+
+class VocabParallelHead(ColumnParallelLinear):
+    """The output projection onto a split vocabulary: a ColumnParallelLinear whose output features are token ids.
+
+    out  [..., V_r]  this rank's logits (`gather_output=True`: all V, for sampling)
+
+    To tie it to an embedding, give both the same parameter: `head.weight = embedding.weight`.
+    """
+
+    @property
+    def vocab_range(self) -> tuple[int, int, int]:
+        """(first id, one past the last id, vocabulary size) of this rank, as the cross-entropy takes it."""
+        return (*shard_range(self.out_features, self.comm.size, self.comm.rank), self.out_features)
+
+
+def gather_vocab(logits: Tensor, vocab_size: int, group: GroupLike) -> Tensor:
+    """Full logits [..., V] from each rank's [..., V_r]; one all-gather. Backward keeps this rank's part."""
+    comm, _ = bind(group, logits.device.type)
+    return gather_from(logits, comm, dim=-1, sizes=shard_sizes(vocab_size, comm.size))
+
+
+def check_ids(ids: Tensor, vocab_size: int) -> None:
+    """IndexError with the position of the first id outside [0, vocab_size)."""
+    if ids.is_floating_point() or ids.dtype == torch.bool:
+        raise TypeError(f"token ids must be integers, got {ids.dtype}")
+    if ids.numel() == 0:
+        return
+    if ids.is_cuda:
+        torch._assert_async(((ids >= 0) & (ids < vocab_size)).all())
+        return
+    low, high = torch.aminmax(ids)
+    if low >= 0 and high < vocab_size:
+        return
+    position = torch.nonzero((ids < 0) | (ids >= vocab_size))[0].tolist()
+    value = int(ids[tuple(position)])
+    raise IndexError(f"ids{position} is {value}, outside the vocabulary [0, {vocab_size})")
