@@ -1,0 +1,200 @@
+"""What the trainer shows: a progress bar while it runs; a table, a PNG and a JSON file at the end."""
+
+import json
+import os
+import platform
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+PLAIN_LINES = 10  # progress lines of a run whose stderr is not a terminal
+
+
+@dataclass
+class Run:
+    """What one training run measured."""
+
+    name: str
+    tokens_per_step: int
+    losses: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)  # of every step
+
+    @property
+    def wall_seconds(self) -> float:
+        return sum(self.seconds)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Mean over all steps but the first, which pays for warming up; over all if there is only one."""
+        timed = self.seconds[1:] or self.seconds
+        return self.tokens_per_step * len(timed) / sum(timed)
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "final_loss": self.losses[-1],
+            "tokens_per_second": round(self.tokens_per_second, 1),
+            "wall_seconds": round(self.wall_seconds, 3),
+            "losses": self.losses,
+        }
+
+
+class Meter:
+    """Context manager that times the steps of a run and shows its loss, speed and ETA on stderr: a bar on a terminal,
+    else a line now and then, or nothing if not `visible` (all ranks but one)."""
+
+    def __init__(self, name: str, steps: int, tokens_per_step: int, *, visible: bool = True) -> None:
+        self.run = Run(name, tokens_per_step)
+        self._steps = steps
+        self._console = Console(stderr=True)
+        self._bar: Progress | None = None
+        self._lines = visible and not self._console.is_terminal
+        if visible and self._console.is_terminal:
+            self._bar = Progress(
+                TextColumn("[bold]{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("loss {task.fields[loss]:.3f}"),
+                TextColumn("{task.fields[speed]:,.0f} tokens/s"),
+                TimeRemainingColumn(),
+                console=self._console,
+            )
+
+    def __enter__(self) -> "Meter":
+        if self._bar is not None:
+            self._bar.start()
+            self._bar.add_task(self.run.name, total=self._steps, loss=float("nan"), speed=0.0)
+        self._last = time.perf_counter()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def step_done(self, loss: float) -> None:
+        now = time.perf_counter()
+        self.run.losses.append(loss)
+        self.run.seconds.append(now - self._last)
+        self._last = now
+
+        done, speed = len(self.run.losses), self.run.tokens_per_second
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=done, loss=loss, speed=speed)
+        elif self._lines and (done in (1, self._steps) or done % max(1, self._steps // PLAIN_LINES) == 0):
+            left = (self._steps - done) * self.run.tokens_per_step / speed
+            line = (
+                f"{self.run.name}: step {done}/{self._steps}, loss {loss:.3f}, {speed:,.0f} tokens/s, {left:.0f} s left"
+            )
+            print(line, file=sys.stderr, flush=True)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The parallel run beside the single-process one. `tolerance` None: the difference is shown, not judged."""
+
+    parallel: Run
+    single: Run
+    tolerance: float | None
+
+    @property
+    def differences(self) -> list[float]:
+        pairs = zip(self.parallel.losses, self.single.losses, strict=True)
+        return [abs(parallel - single) for parallel, single in pairs]
+
+    @property
+    def passed(self) -> bool:
+        # `not <=` would let a NaN loss through as a pass if it were written as `>`.
+        return self.tolerance is None or all(difference <= self.tolerance for difference in self.differences)
+
+
+def print_table(parallel: Run, comparison: Comparison | None) -> None:
+    """Loss at some steps, then the totals; with a comparison, the single process and the difference beside it."""
+    single = comparison.single if comparison else None
+    runs = [run for run in (parallel, single) if run is not None]
+    # The threads belong beside the speeds: the parallel run has that many per rank, the single process in all.
+    threads = f"CPU threads per process: {torch.get_num_threads()}, CPUs: {os.cpu_count()}"
+    table = Table(title="loss, nats per byte", title_justify="left", caption=threads, caption_justify="left")
+    for column in ("step", *(run.name for run in runs), *(["|difference|"] if comparison else [])):
+        table.add_column(column, justify="right")
+    for step in _chosen_steps(len(parallel.losses)):
+        difference = [f"{comparison.differences[step - 1]:.1e}"] if comparison else []
+        table.add_row(str(step), *(f"{run.losses[step - 1]:.6f}" for run in runs), *difference)
+    table.add_section()
+    table.add_row("tokens/s", *(f"{run.tokens_per_second:,.0f}" for run in runs))
+    table.add_row("seconds", *(f"{run.wall_seconds:.1f}" for run in runs))
+
+    console = Console()
+    console.print(table)
+    if comparison is not None:
+        verdict = "not judged in this dtype"
+        if comparison.tolerance is not None:
+            word = "[green]ok[/]" if comparison.passed else "[bold red]TOO LARGE[/]"
+            verdict = f"at most {comparison.tolerance:.0e} allowed: {word}"
+        steps, largest = len(parallel.losses), max(comparison.differences)
+        console.print(f"largest difference over {steps} steps: {largest:.1e}; {verdict}")
+
+
+def _chosen_steps(count: int) -> list[int]:
+    """1-based steps worth a row: the first few and the last, where differences start and where they have grown."""
+    return sorted({step for step in (1, 2, 5, 10, 20, 40, 60, 80, count // 2, count) if 1 <= step <= count})
+
+
+def save_json(path: Path, settings: dict[str, Any], parallel: Run, comparison: Comparison | None) -> None:
+    """Write everything that was measured, with what it takes to measure it again."""
+    import fastpar
+
+    report: dict[str, Any] = {
+        "settings": settings,
+        "machine": {"cpus": os.cpu_count(), "platform": platform.platform(), "processor": platform.machine()},
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, "fastpar": fastpar.__version__},
+        "parallel": parallel.as_json(),
+    }
+    if comparison is not None:
+        report["single"] = comparison.single.as_json()
+        report["difference"] = {
+            "max": max(comparison.differences),
+            "tolerance": comparison.tolerance,
+            "passed": comparison.passed,
+            "per_step": comparison.differences,
+        }
+    path.write_text(json.dumps(report, indent=2) + "\n")
+
+
+def save_plot(path: Path, parallel: Run, comparison: Comparison | None) -> None:
+    """Draw the loss curves, and below them, on a log scale, how far apart they are."""
+    from matplotlib.figure import Figure  # no pyplot: it would pick a window system and keep global state
+
+    figure = Figure(figsize=(8, 6 if comparison else 4), layout="constrained")
+    steps = range(1, len(parallel.losses) + 1)
+    if comparison is None:
+        loss_axes = figure.subplots()
+        loss_axes.set_xlabel("step")
+    else:
+        loss_axes, difference_axes = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
+        loss_axes.plot(steps, comparison.single.losses, color="#eb6834", linewidth=4, label=comparison.single.name)
+        smallest = min((gap for gap in comparison.differences if gap > 0), default=1e-9)
+        # Equal losses have no logarithm: they are drawn at the bottom of the axis.
+        drawn = [max(gap, smallest / 2) for gap in comparison.differences]
+        difference_axes.plot(steps, drawn, color="#52514e", linewidth=1.5)
+        if comparison.tolerance is not None:
+            difference_axes.axhline(comparison.tolerance, color="#52514e", linestyle=":", linewidth=1)
+            difference_axes.annotate(
+                "allowed", (1, comparison.tolerance), xytext=(0, -4), textcoords="offset points", va="top", fontsize=8
+            )
+        difference_axes.set(yscale="log", xlabel="step", ylabel="|difference|")
+        difference_axes.grid(alpha=0.25)
+    loss_axes.plot(steps, parallel.losses, color="#2a78d6", linewidth=1.5, label=parallel.name)
+    loss_axes.set_ylabel("loss, nats per byte")
+    loss_axes.grid(alpha=0.25)
+    loss_axes.legend(frameon=False)
+    figure.savefig(path, dpi=150)

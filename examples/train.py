@@ -1,0 +1,239 @@
+"""Train a Llama-style model on real text with tensor and data parallelism, then check it against one process.
+
+    torchrun --nproc-per-node 4 examples/train.py                 # TP 2 x DP 2, on CPU
+    torchrun --nproc-per-node 4 examples/train.py --tp 4 --sequence-parallel
+    python examples/train.py --data my_texts/ --no-compare        # one process, no launcher
+
+`train_parallel` is the part to copy: an ordinary training loop, plus a mesh, `fp.parallelize`, a loss that takes logits
+split over the vocabulary, and the averaging of gradients over the data-parallel ranks. `train_single` is the same loop
+without fastpar. Both start from the same weights and read the same batches, so their losses differ by rounding only;
+the exit status is 1 if they differ by more than `TOLERANCE`. The figures go to --out: losses.png and report.json.
+"""
+
+import argparse
+import dataclasses
+import functools
+import math
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import report
+import torch
+import torch.distributed as dist
+from data import VOCAB_SIZE, Corpus, load_corpus
+from model import Llama, LlamaConfig
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+
+import fastpar as fp
+from fastpar.comm import Communicator, all_reduce_coalesced
+
+TOLERANCE = {"float32": 1e-4, "float64": 1e-9, "bfloat16": None}  # bfloat16 rounds too early for a bound worth having
+WARMUP_STEPS = 10
+FINAL_LR_FRACTION = 0.1
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How many ranks there are and how they share the work."""
+
+    tp: int
+    dp: int
+    sequence_parallel: bool
+
+    @staticmethod
+    def of_world(world_size: int, tp: int | None, dp: int | None, sequence_parallel: bool) -> "Layout":
+        """Fill in what was not asked for: data parallelism takes the ranks that tensor parallelism leaves, and tensor
+        parallelism is 2 where that divides them."""
+        if tp is None:
+            tp = (2 if world_size % 2 == 0 else 1) if dp is None else world_size // max(dp, 1)
+        if dp is None:
+            dp = world_size // max(tp, 1)
+        if min(tp, dp) < 1 or tp * dp != world_size:
+            raise ValueError(
+                f"--tp ({tp}) times --dp ({dp}) must be the number of processes ({world_size}); "
+                f"start them with: torchrun --nproc-per-node {max(tp * dp, 1)} examples/train.py"
+            )
+        return Layout(tp, dp, sequence_parallel)
+
+    @property
+    def name(self) -> str:
+        return f"TP {self.tp} x DP {self.dp}" + (" + SP" if self.sequence_parallel else "")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to train: everything that decides the losses, and nothing that depends on the layout."""
+
+    model: LlamaConfig
+    steps: int
+    batch: int  # samples per step, over all ranks
+    seq_len: int
+    lr: float
+    seed: int
+    dtype: str
+
+    def __post_init__(self) -> None:
+        if min(self.steps, self.batch) < 1 or self.lr <= 0:
+            raise ValueError(f"steps, batch and lr must be positive, got {self.steps}, {self.batch} and {self.lr}")
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.batch * self.seq_len
+
+    def build_model(self) -> Llama:
+        """The model with its initial weights: the same on every rank, as they come from the seed alone."""
+        torch.manual_seed(self.seed)
+        return Llama(self.model).to(getattr(torch, self.dtype))
+
+    def lr_factor(self, step: int) -> float:
+        """Linear warm-up, then a cosine down to `FINAL_LR_FRACTION`."""
+        decay = FINAL_LR_FRACTION + (1 - FINAL_LR_FRACTION) * (0.5 + 0.5 * math.cos(math.pi * step / self.steps))
+        return decay * min(1.0, (step + 1) / WARMUP_STEPS)
+
+
+def train_parallel(job: Job, layout: Layout, corpus: Corpus) -> report.Run:
+    """Train under `layout`, on all ranks; each returns the same losses."""
+    mesh = fp.init_mesh(dp_replicate=layout.dp, tp=layout.tp, device="cpu")
+    dp = Communicator(mesh.group("dp"))
+    model = fp.parallelize(job.build_model(), mesh, sequence_parallel=layout.sequence_parallel)
+    optimizer, schedule = build_optimizer(model, job)
+    per_rank = job.batch // layout.dp
+    mine = range(mesh.rank("dp") * per_rank, (mesh.rank("dp") + 1) * per_rank)  # of the global batch
+
+    with report.Meter(layout.name, job.steps, job.tokens_per_step, visible=rank() == 0) as meter:
+        for step in range(job.steps):
+            input_ids, targets = corpus.batch(step, mine)
+            logits = model(input_ids)  # [batch, seq, vocab / tp]
+            loss = fp.ops.vocab_parallel_cross_entropy(logits, targets, group=mesh["tp"], inplace_backward=True)
+            loss.backward()
+            loss = average_over(dp, model, loss.detach())
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            meter.step_done(loss.item())
+    return meter.run
+
+
+def average_over(dp: Communicator, model: nn.Module, loss: Tensor) -> Tensor:
+    """Replace every gradient by its mean over the data-parallel ranks, and return the mean loss.
+
+    All of them travel together, packed into buckets; this model fits into one.
+    """
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    shards = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+    all_reduce_coalesced([*shards, loss], dp, "avg")
+    return loss
+
+
+def train_single(job: Job, corpus: Corpus) -> report.Run:
+    """Train in this process with plain PyTorch."""
+    model = job.build_model()
+    optimizer, schedule = build_optimizer(model, job)
+
+    with report.Meter("single process", job.steps, job.tokens_per_step) as meter:
+        for step in range(job.steps):
+            input_ids, targets = corpus.batch(step, range(job.batch))
+            logits = model(input_ids)  # [batch, seq, vocab]
+            loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            meter.step_done(loss.item())
+    return meter.run
+
+
+def build_optimizer(model: nn.Module, job: Job) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=job.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, job.lr_factor)
+
+
+def rank() -> int:
+    """This process's rank under torchrun; 0 without a launcher."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = functools.partial(parser.add_argument, metavar="N", type=int)
+    add("--tp", help="tensor-parallel ranks (2 where the number of processes is even, else 1)")
+    add("--dp", help="data-parallel ranks (the rest)")
+    parser.add_argument("--sequence-parallel", action=argparse.BooleanOptionalAction, default=False)
+    add("--steps", default=80)
+    add("--batch", default=8, help="sequences per step, over all ranks (%(default)s)")
+    add("--seq-len", default=256, help="bytes per sequence (%(default)s)")
+    add("--lr", default=2e-3, type=float, metavar="LR", help="peak learning rate (%(default)s)")
+    add("--seed", default=0)
+    add("--hidden", default=256, help="hidden size (%(default)s)")
+    add("--layers", default=4)
+    add("--heads", default=8, help="query heads (%(default)s)")
+    add("--kv-heads", default=4, help="key/value heads (%(default)s)")
+    parser.add_argument("--dtype", choices=sorted(TOLERANCE), default="float32")
+    add("--data", default=None, type=Path, metavar="PATH", help="text file or folder (Python's standard library)")
+    add("--out", default=Path("runs/demo"), type=Path, metavar="DIR", help="for losses.png, report.json (%(default)s)")
+    parser.add_argument(
+        "--compare", action=argparse.BooleanOptionalAction, default=True, help="train a second time in one process"
+    )
+    add("--torch-threads", default=1, help="CPU threads of each process (%(default)s)")
+    return parser.parse_args(argv)
+
+
+def make_job(arguments: argparse.Namespace) -> tuple[Job, Layout, Corpus]:
+    """Everything the flags ask for, checked; ValueError or OSError says what is wrong with them."""
+    a = arguments
+    layout = Layout.of_world(int(os.environ.get("WORLD_SIZE", "1")), a.tp, a.dp, a.sequence_parallel)
+    model = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=a.hidden,
+        intermediate_size=-(-a.hidden * 8 // 3 // 64) * 64,  # SwiGLU's usual 8/3, rounded up to a multiple of 64
+        num_hidden_layers=a.layers,
+        num_attention_heads=a.heads,
+        num_key_value_heads=a.kv_heads,
+    )
+    job = Job(model, a.steps, a.batch, a.seq_len, a.lr, a.seed, a.dtype)
+    if a.batch % layout.dp:
+        raise ValueError(f"--batch ({a.batch}) must be a multiple of the data-parallel ranks ({layout.dp})")
+    if a.torch_threads < 1:
+        raise ValueError(f"--torch-threads must be at least 1, got {a.torch_threads}")
+    a.out.mkdir(parents=True, exist_ok=True)  # now, as it would be a pity to find out after training
+    return job, layout, load_corpus(a.data, a.seq_len, a.seed)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run, and return the exit status: 0, 1 if the two runs differ, 2 if the flags are wrong."""
+    arguments = parse_arguments(argv)
+    try:
+        job, layout, corpus = make_job(arguments)
+    except (ValueError, OSError) as error:
+        print(f"train.py: error: {error}", file=sys.stderr)
+        return 2
+
+    torch.set_num_threads(arguments.torch_threads)
+    parallel = train_parallel(job, layout, corpus)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    if rank() != 0:
+        return 0
+
+    comparison = None
+    if arguments.compare:
+        comparison = report.Comparison(parallel, train_single(job, corpus), TOLERANCE[job.dtype])
+
+    report.print_table(parallel, comparison)
+    settings = dataclasses.asdict(job) | {"layout": dataclasses.asdict(layout), "corpus": corpus.source}
+    settings["threads_per_process"] = arguments.torch_threads
+    report.save_json(arguments.out / "report.json", settings, parallel, comparison)
+    report.save_plot(arguments.out / "losses.png", parallel, comparison)
+    print(f"wrote {arguments.out}/report.json and losses.png")
+    return 0 if comparison is None or comparison.passed else 1
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:  # torchrun tells every rank: one line instead of a traceback from each
+        sys.exit("train.py: interrupted" if rank() == 0 else 130)
