@@ -362,3 +362,29 @@ def _clipped() -> tuple[float, float]:
 def test_gradient_norm_by_torch_is_that_of_the_unsharded_model() -> None:
     for norm, expected in run_ranks(2, _clipped):
         assert norm == pytest.approx(expected, rel=1e-10)
+
+
+def _mesh_step(dp: int, tp: int) -> dict[str, Tensor]:
+    """One step with dropout on a data- and tensor-parallel mesh: the averaged gradients, whole."""
+    mesh = fp.init_mesh(dp_replicate=dp, tp=tp, device="cpu")
+    model = fp.parallelize(build_model("example", torch.float64, dropout=0.3), mesh, sequence_parallel=True)
+    torch.manual_seed(4)
+    ids, labels = torch.randint(0, VOCAB, (2, 4, 9)).unbind(0)
+    share = slice(mesh.rank("dp") * 4 // dp, (mesh.rank("dp") + 1) * 4 // dp)
+    head = model.lm_head
+    torch.manual_seed(5)
+    loss = fp.ops.vocab_parallel_cross_entropy(
+        model(ids[share]), labels[share], group=head.comm, vocab_range=head.vocab_range
+    )
+    loss.backward()
+    average = fp.comm.Communicator(mesh.group("dp"))
+    grads = {n: average.all_reduce(full_parameter(p, p.grad), "avg") for n, p in model.named_parameters()}
+    mesh.close()
+    return grads
+
+
+def test_data_and_tensor_parallel_mesh_trains_like_one_rank_with_dropout() -> None:
+    (expected,) = run_ranks(1, _mesh_step, 1, 1)
+    for grads in run_ranks(4, _mesh_step, 2, 2):
+        for name, grad in grads.items():
+            torch.testing.assert_close(grad, expected[name], rtol=1e-9, atol=1e-11, msg=name)

@@ -1,0 +1,52 @@
+# fastpar: the commands people need. `make help` lists them.
+#
+# Variables: PYTHON (interpreter to use if it has torch, else to make .venv with), TORCH (default torch==2.13.0), TRITON, CXX, ARGS.
+SHELL := /bin/bash
+PY = "$$(tools/find_python.sh)"
+MARKERS := -m "not slow and not gpu"
+ARGS ?=
+
+.PHONY: help setup build demo test test-all gpu lint format bench asan abi clean
+
+help: ## this list
+	@grep -hE "^[a-z-]+:.*## " $(MAKEFILE_LIST) | sed -E "s/^([a-z-]+):.*## /  make \1\t/" | expand -t 20
+
+setup: ## create .venv (or use the active environment, if it has torch): torch, test tools, fastpar editable
+	@tools/setup_env.sh
+
+# Quick when nothing changed: only sources newer than the binary are compiled.
+build: setup
+	@$(PY) _build/native.py
+
+demo: build ## train a small Llama with TP 2 x DP 2 on 4 CPU processes and compare it with a single-process run
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m torch.distributed.run --nproc-per-node 4 examples/train.py --tp 2 --dp 2 $(ARGS)
+
+test: build ## everything CI runs: lint, types, C++ under sanitizers, tests
+	@tools/run_checks.sh $(MARKERS) $(ARGS)
+
+test-all: build ## the same with the exhaustive variants of the tests
+	@tools/run_checks.sh -m "not gpu" $(ARGS)
+
+gpu: build ## the tests that need a CUDA device
+	@$(PY) -m pytest -m gpu $(ARGS)
+
+lint: setup ## ruff, clang-format, mypy
+	@tools/run_checks.sh --lint
+
+format: setup ## rewrite Python and C++ sources in the project style
+	@tools/in_env.sh ruff check --fix-only --quiet .
+	@tools/in_env.sh ruff format .
+	@find csrc -name "*.cpp" -o -name "*.h" -o -name "*.cu" -o -name "*.cuh" | xargs -r tools/in_env.sh clang-format -i
+
+bench: build ## the microbenchmarks; rows go to bench/results/
+	@$(PY) -m fastpar.cli bench $(ARGS)
+
+asan: setup ## the C++ kernels under AddressSanitizer and UndefinedBehaviorSanitizer
+	@tools/run_asan.sh $(ARGS)
+
+abi: build ## the binary must use the LibTorch stable ABI only
+	@tools/in_env.sh torch-abi-audit --check torch fastpar/_C.so
+
+clean: ## remove build products and caches (not .venv)
+	rm -rf build dist runs *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis fastpar/*.so
+	find . -path ./.venv -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
