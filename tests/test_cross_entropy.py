@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -585,3 +586,30 @@ def test_every_rank_raises_the_same_errors() -> None:
     assert first == second
     assert "target[1] is 9, outside the vocabulary [0, 8)" in first[0]
     assert "need vocab_range" in first[1]
+
+
+def run_compiled() -> tuple[Tensor, Tensor]:
+    """Loss of one rank, eager and compiled with the collective in the graph."""
+    comm = Communicator(torch.distributed.group.WORLD)
+    logits, target = example(7, 64)
+    shard = logits.chunk(comm.size, dim=1)[comm.rank]
+
+    def step(x: Tensor) -> Tensor:
+        return cross_entropy(x * 2.0, target, group=comm)
+
+    x, y = shard.clone().requires_grad_(), shard.clone().requires_grad_()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*should not be instantiated", DeprecationWarning)  # Dynamo's own
+        compiled, eager = torch.compile(step, fullgraph=True, backend="aot_eager")(x), step(y)
+    compiled.backward()
+    eager.backward()
+    assert x.grad is not None
+    assert y.grad is not None
+    assert torch.equal(x.grad, y.grad)
+    return compiled.detach(), eager.detach()
+
+
+@pytest.mark.slow
+def test_compiled_fullgraph_with_a_communicator_equals_eager() -> None:
+    for compiled, eager in run_ranks(2, run_compiled):
+        assert torch.equal(compiled, eager)

@@ -1,13 +1,20 @@
 // The CPU kernels of vocab-parallel cross-entropy, written once over Vec and compiled per instruction set.
 //
-// stats:     one read of the logits. A row is taken in blocks that stay in the first-level cache: the block's maximum
-// first,
+// stats:     one read of the logits. A row is taken in blocks that stay in the first-level cache: the block's maximum,
 //            then the sum of exp(x - m) with the running maximum m, the earlier sum being rescaled when m rises.
 // backward:  one read, one write. grad = (exp(x - lse) - [column is the target]) * grad_loss.
 //
 // Numerics. x - m is taken before scaling to base 2, because folding the scale in (x * log2e - m * log2e) would put the
 // rounding error of m * log2e, 5e-4 at |m| = 1e4, on every term. The normaliser arrives in double for the same reason,
 // and is split into two floats. The target's entry is expm1(x - lse) in double: p - 1 would cancel as p approaches 1.
+//
+// Measured on one core of Zen 4 with 256 MiB of float32 logits, CPU time of the thread, milliseconds:
+//   stats     15.3 plain; 13.2 with the next block prefetched while this one is summed, since maximum and sum would
+//             otherwise take turns in waiting for memory; 11.5 with blocks of 4 KiB instead of 8 (12.8 with 2 KiB,
+//             13.6 with 32 KiB)
+//   backward  9.7 in place; 15 into other memory, 12 with stores past the caches
+// bfloat16 is bound by arithmetic: 24 and 22 for the same bytes. The backward took 26 with degree 5 and a separate
+// multiplication by grad_loss; in cache, the instruction for rounding gives 4.8 elements a nanosecond against 3.5.
 #pragma once
 
 #include "common/simd.h"

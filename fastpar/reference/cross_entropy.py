@@ -176,10 +176,11 @@ def exchange(local: Tensor, shard: Shard, comm: Communicator | None) -> Tensor:
     header = local.new_tensor([[shard.size, shard.start, shard.total]])
     packed = torch.cat([local, header])
     if torch.compiler.is_compiling():
-        import torch.distributed._functional_collectives as functional_collectives
-
         # A transport cannot be traced; this is the same collective as an op that can, without a deadline or the check.
-        gathered = functional_collectives.all_gather_tensor(packed, 0, comm.group).view(comm.size, -1, 3)
+        from torch.distributed._functional_collectives import all_gather_tensor
+
+        assert comm.group is not None  # a communicator of several ranks has one
+        gathered = all_gather_tensor(packed, 0, comm.group).view(comm.size, -1, 3)
         return gathered[:, :-1]
     gathered = comm.all_gather(packed, dim=0).view(comm.size, -1, 3)
     if gathered.device.type == "cpu":
