@@ -93,7 +93,7 @@ def options_from_environment(sanitize: str = "") -> Options:
 
 
 def describe(options: Options) -> str:
-    """The one line that a build prints."""
+    """The one line that a build prints when it has something to compile."""
     if options.cuda_archs:
         parts = "CPU + CUDA (" + ", ".join(f"sm_{arch}" for arch in options.cuda_archs) + ")"
     elif options.sanitize:
@@ -106,7 +106,6 @@ def describe(options: Options) -> str:
 def build(output: Path, options: Options, run: Callable[[Sequence[str]], None] | None = None) -> None:
     """Compiles what changed and links `output`."""
     run = run or _run
-    print(describe(options), flush=True)
     sources = sorted(p for p in (ROOT / "csrc").rglob("*.cpp") if "emulation" not in p.parts)
     if options.cuda_archs:
         sources += sorted(p for p in (ROOT / "csrc").rglob("*.cu") if "emulation" not in p.parts)
@@ -121,6 +120,8 @@ def build(output: Path, options: Options, run: Callable[[Sequence[str]], None] |
         objects.append(target)
         if not _is_fresh(target, command):
             stale.append((target, command))
+    if stale:
+        print(describe(options), flush=True)
     with ThreadPoolExecutor(max_workers=max(1, options.jobs)) as pool:
         for target, _ in stale:
             target.with_suffix(".cmd").unlink(missing_ok=True)

@@ -383,6 +383,7 @@ def parallelize(
         swap.undo(gather=False)
         raise
     swap.free_originals()
+    swap.group = None  # not needed any more, and in the way of copying the model
     model.__dict__[_STATE] = swap
     return model
 

@@ -388,3 +388,23 @@ def test_data_and_tensor_parallel_mesh_trains_like_one_rank_with_dropout() -> No
     for grads in run_ranks(4, _mesh_step, 2, 2):
         for name, grad in grads.items():
             torch.testing.assert_close(grad, expected[name], rtol=1e-9, atol=1e-11, msg=name)
+
+
+def _copies_and_conversions() -> None:
+    plain = build_model("gpt2", torch.float32)
+    model = fp.parallelize(copy.deepcopy(plain), dist.group.WORLD, sequence_parallel=True, gather_logits=True)
+    ids = torch.arange(18).view(2, 9)
+    twin = copy.deepcopy(model)
+    assert torch.equal(logits_of(twin, ids), logits_of(model, ids))
+    model.double()
+    torch.testing.assert_close(logits_of(model, ids), logits_of(plain.double(), ids), rtol=1e-9, atol=1e-9)
+    logits_of(model, ids).sum().backward()
+    for name, param in model.named_parameters():
+        assert full_parameter(param, param.grad).shape == dict(plain.named_parameters())[name].shape
+    fp.unparallelize(twin)
+    for (name, a), b in zip(twin.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(a.double(), b), name
+
+
+def test_parallel_model_can_be_copied_and_converted() -> None:
+    run_ranks(2, _copies_and_conversions)

@@ -59,7 +59,8 @@ Tensor sharded_dropout_cpu(const Tensor& x_in, double p, int64_t seed, std::vect
                            std::vector<int64_t> global_shape) {
   FASTPAR_CHECK(p >= 0.0 && p <= 1.0, "p must be between 0 and 1, got ", p);
   FASTPAR_CHECK(static_cast<int64_t>(offset.size()) == x_in.dim() && offset.size() == global_shape.size(),
-                "offset and global_shape need ", x_in.dim(), " entries, got ", offset.size(), " and ", global_shape.size());
+                "offset and global_shape need ", x_in.dim(), " entries, got ", offset.size(), " and ",
+                global_shape.size());
   const Tensor x = x_in.is_contiguous() ? x_in : torch::stable::contiguous(x_in);
   Tensor out = torch::stable::new_empty(x, {x.sizes().begin(), x.sizes().end()});
   const int64_t numel = x.numel();

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, Union
 
@@ -54,7 +53,7 @@ class Communicator:
         self.timeout = float(timeout)
         self.rank: int = 0 if self.group is None else self.group.rank()
         self.size: int = 1 if self.group is None else self.group.size()
-        self._sequence = itertools.count()
+        self._launched = 0
         self._transport: Transport | None = None
         if self.group is not None and self.size > 1:
             self._transport = TorchTransport(self.group, self.timeout)
@@ -63,6 +62,10 @@ class Communicator:
     def of(group: GroupLike) -> Communicator:
         """A communicator for `group`, which is returned unchanged where it already is one."""
         return group if isinstance(group, Communicator) else Communicator(group)
+
+    def __deepcopy__(self, memo: Any) -> Communicator:
+        """Itself: a copied model still runs on the same group."""
+        return self
 
     def __repr__(self) -> str:
         return f"Communicator(rank={self.rank}, size={self.size}, timeout={self.timeout:g})"
@@ -312,7 +315,7 @@ class Communicator:
         unpack: Callable[[Any], Any],
     ) -> Pending[Any]:
         assert self._transport is not None
-        sequence = next(self._sequence)
+        sequence, self._launched = self._launched, self._launched + 1
         shape, dtype = (None, torch.uint8) if x is None else (tuple(x.shape), x.dtype)
 
         def describe() -> str:

@@ -41,11 +41,9 @@ def _local(module: nn.Module, name: str, comm: Communicator, *, sum_grad: bool =
     param = module._parameters.get(name)
     if param is None:
         return None
-    if isinstance(param, DTensor) and not hasattr(param, "fastpar_layout"):
-        (placement,) = param.placements
-        layout = ParameterLayout.of_dtensor(param, comm, placement)
-        param.fastpar_layout = layout  # type: ignore[attr-defined]
-    return unwrap(param, sum_grad=sum_grad)
+    if not isinstance(param, DTensor):
+        return param
+    return unwrap(param, ParameterLayout.of_dtensor(param, comm), sum_grad=sum_grad)
 
 
 def _column_forward(module: nn.Module, comm: Communicator, gather_output: bool, x: Tensor) -> Tensor:

@@ -19,11 +19,12 @@ from torch import Tensor, nn
 
 from fastpar.comm import copy_to, gather_from, reduce_from, scatter_to, shard_sizes
 from fastpar.tensor.binding import GroupLike, bind, blank
-from fastpar.tensor.parameter import ParameterLayout, RowMap, install_state_dict_hooks, unwrap
+from fastpar.tensor.parameter import MakeParameter, ParallelModule, ParameterLayout, RowMap, install_state_dict_hooks
 from fastpar.tensor.sequence import SequenceRegion
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
+def _linear(x: Tensor, weight: Tensor | None, bias: Tensor | None, transposed: bool) -> Tensor:
+    assert weight is not None
     return F.linear(x, weight.t() if transposed else weight, bias)
 
 
@@ -40,7 +41,7 @@ def _split_rows(rows: RowMap | None, sections: Sequence[int] | None, features: i
     return rows
 
 
-class ColumnParallelLinear(nn.Module):
+class ColumnParallelLinear(ParallelModule):
     """A linear layer whose output features are split over a group.
 
         x       [..., K]     the same on every rank, or [B, S_s, K] with `sequence`
@@ -109,7 +110,7 @@ class ColumnParallelLinear(nn.Module):
         sections: Sequence[int] | None = None,
         rows: RowMap | None = None,
         input_prepared: bool = False,
-        parameters: Any = None,
+        parameters: MakeParameter | None = None,
     ) -> None:
         weight, bias, self.transposed = linear_weights(source)
         self.comm, mesh = bind(group, weight.device.type)
@@ -119,10 +120,11 @@ class ColumnParallelLinear(nn.Module):
             raise ValueError("gather_output is not available for a layer with sections or shared rows")
         self.gather_output, self.sequence, self.input_prepared = gather_output, sequence, input_prepared
         dim = 1 if self.transposed else 0
-        make = parameters or make_parameter
-        self.weight = make(weight, ParameterLayout(self.comm, mesh, weight.shape, dim, self.rows))
+        self._add_parameter(
+            "weight", weight, ParameterLayout(self.comm, mesh, weight.shape, dim, self.rows), parameters
+        )
         bias_layout = ParameterLayout(self.comm, mesh, torch.Size([self.out_features]), 0, self.rows)
-        self.register_parameter("bias", None if bias is None else make(bias, bias_layout))
+        self._add_parameter("bias", bias, bias_layout, parameters)
         self._state_handles = install_state_dict_hooks(self)
 
     @property
@@ -136,8 +138,7 @@ class ColumnParallelLinear(nn.Module):
             x = self.sequence.gather(x)
         else:
             x = copy_to(x, self.comm)
-        bias = None if self.bias is None else unwrap(self.bias)
-        out = _linear(x, unwrap(self.weight), bias, self.transposed)
+        out = _linear(x, self._local("weight"), self._local("bias"), self.transposed)
         if self.gather_output:
             out = gather_from(out, self.comm, dim=-1, sizes=shard_sizes(self.out_features, self.comm.size))
         return out
@@ -149,7 +150,7 @@ class ColumnParallelLinear(nn.Module):
         )
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(ParallelModule):
     """A linear layer whose input features are split over a group.
 
         x_k     [..., K_k]   this rank's features, as a ColumnParallelLinear leaves them
@@ -208,7 +209,7 @@ class RowParallelLinear(nn.Module):
         *,
         input_is_parallel: bool = True,
         sequence: SequenceRegion | None = None,
-        parameters: Any = None,
+        parameters: MakeParameter | None = None,
     ) -> None:
         weight, bias, self.transposed = linear_weights(source)
         self.comm, mesh = bind(group, weight.device.type)
@@ -216,10 +217,9 @@ class RowParallelLinear(nn.Module):
         self.input_is_parallel, self.sequence = input_is_parallel, sequence
         rows = RowMap.chunk(self.in_features, self.comm.size)
         dim = 0 if self.transposed else 1
-        make = parameters or make_parameter
-        self.weight = make(weight, ParameterLayout(self.comm, mesh, weight.shape, dim, rows))
+        self._add_parameter("weight", weight, ParameterLayout(self.comm, mesh, weight.shape, dim, rows), parameters)
         bias_layout = ParameterLayout(self.comm, mesh, torch.Size([self.out_features]))
-        self.register_parameter("bias", None if bias is None else make(bias, bias_layout))
+        self._add_parameter("bias", bias, bias_layout, parameters)
         self._state_handles = install_state_dict_hooks(self)
 
     @property
@@ -235,21 +235,16 @@ class RowParallelLinear(nn.Module):
                 f"{self.local_in_features} of the {self.in_features} input features"
                 + (" (pass input_is_parallel=False for a full x)" if x.size(-1) == self.in_features else "")
             )
-        out = _linear(x, unwrap(self.weight), None, self.transposed)
+        out = _linear(x, self._local("weight"), None, self.transposed)
         out = reduce_from(out, self.comm) if self.sequence is None else self.sequence.reduce_scatter(out)
-        if self.bias is None:
-            return out
-        return out + unwrap(self.bias, sum_grad=self.sequence is not None).to(out.dtype)
+        bias = self._local("bias", sum_grad=self.sequence is not None)
+        return out if bias is None else out + bias.to(out.dtype)
 
     def extra_repr(self) -> str:
         return (
             f"in_features={self.in_features} ({self.local_in_features} on rank {self.comm.rank} of {self.comm.size}), "
             f"out_features={self.out_features}, bias={self.bias is not None}"
         )
-
-
-def make_parameter(full: nn.Parameter, layout: ParameterLayout) -> nn.Parameter:
-    return layout.parameter(full, requires_grad=full.requires_grad)
 
 
 def linear_weights(module: nn.Module) -> tuple[nn.Parameter, nn.Parameter | None, bool]:

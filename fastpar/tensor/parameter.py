@@ -22,7 +22,7 @@ Note: row maps
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -34,6 +34,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from fastpar.comm import Communicator, shard_range
 
 Range = tuple[int, int]
+MakeParameter = Callable[[nn.Parameter, "ParameterLayout"], nn.Parameter]
 
 
 @dataclass(frozen=True)
@@ -129,9 +130,13 @@ class ParameterLayout:
     dim: int = 0
     rows: RowMap | None = None
 
+    def __deepcopy__(self, memo: Any) -> ParameterLayout:
+        return self  # describes a group, which a copied model shares
+
     @staticmethod
-    def of_dtensor(param: DTensor, comm: Communicator, placement: Placement) -> ParameterLayout:
+    def of_dtensor(param: DTensor, comm: Communicator) -> ParameterLayout:
         """The layout of a DTensor that somebody else made on the same group."""
+        (placement,) = param.placements
         if isinstance(placement, Shard):
             dim = placement.dim % param.dim()
             rows = RowMap.chunk(param.shape[dim], comm.size)
@@ -178,6 +183,10 @@ class ParameterLayout:
         """The parameter to register: this rank's rows, copied, so that the full tensor can be freed."""
         local = self.local(full.detach()).clone(memory_format=torch.contiguous_format)
         param = nn.Parameter(self.as_dtensor(local), requires_grad=requires_grad)
+        return self.tag(param)
+
+    def tag(self, param: nn.Parameter) -> nn.Parameter:
+        """Note the layout on the parameter, for `full_parameter`; its module knows it as well."""
         param.fastpar_layout = self  # type: ignore[attr-defined]
         return param
 
@@ -199,7 +208,9 @@ def full_parameter(param: Tensor, value: Tensor | None = None) -> Tensor:
     """
     value = param.detach() if value is None else value
     layout = layout_of(param)
-    return local_tensor(value).clone() if layout is None else layout.full(local_tensor(value))
+    if layout is not None:
+        return layout.full(local_tensor(value))
+    return value.full_tensor() if isinstance(value, DTensor) else value.clone()
 
 
 class _Unwrap(torch.autograd.Function):
@@ -219,16 +230,13 @@ class _Unwrap(torch.autograd.Function):
         return ctx.layout.as_dtensor(grad), None, None
 
 
-def unwrap(param: Tensor, *, sum_grad: bool = False) -> Tensor:
+def unwrap(param: Tensor, layout: ParameterLayout, *, sum_grad: bool = False) -> Tensor:
     """The rows of a parameter that this rank computes with, as a plain tensor.
 
     forward   local rows of the parameter
     dgrad     the local gradient as a DTensor; with `sum_grad`, or when the parameter is stored whole and each rank
               uses only some rows, all_reduce(gradient) over the group first
     """
-    layout = layout_of(param)
-    if layout is None:
-        return param
     reduce = (sum_grad or layout.picks_rows) and layout.comm.size > 1
     if param.requires_grad and torch.is_grad_enabled() and (reduce or isinstance(param, DTensor)):
         local = cast(Tensor, _Unwrap.apply(param, layout, reduce))
@@ -238,6 +246,46 @@ def unwrap(param: Tensor, *, sum_grad: bool = False) -> Tensor:
         assert layout.rows is not None
         local = layout.rows.take(local, layout.dim, layout.comm.rank)
     return local
+
+
+class ParallelModule(nn.Module):
+    """What all modules with sharded parameters share: the layout of each, and how it survives conversions and copies.
+
+    A conversion (`.to`, `.bfloat16()`) or a deep copy makes new tensors, which have lost their layout tag; the module
+    keeps the layouts and puts the tags back.
+    """
+
+    _layouts: dict[str, ParameterLayout]
+
+    def _add_parameter(
+        self, name: str, full: nn.Parameter | None, layout: ParameterLayout, make: MakeParameter | None = None
+    ) -> None:
+        """Register the parallel parameter for `full`; `make` may return one that exists already (tied weights)."""
+        self.__dict__.setdefault("_layouts", {})[name] = layout
+        self.register_parameter(name, None if full is None else (make or make_parameter)(full, layout))
+
+    def _local(self, name: str, *, sum_grad: bool = False) -> Tensor | None:
+        param = self._parameters[name]
+        return None if param is None else unwrap(param, self._layouts[name], sum_grad=sum_grad)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        result = super()._apply(fn, recurse)
+        self._tag_parameters()
+        return result
+
+    def __setstate__(self, state: Any) -> None:
+        super().__setstate__(state)
+        self._tag_parameters()
+
+    def _tag_parameters(self) -> None:
+        for name, layout in self._layouts.items():
+            param = self._parameters.get(name)
+            if param is not None:
+                layout.tag(param)
+
+
+def make_parameter(full: nn.Parameter, layout: ParameterLayout) -> nn.Parameter:
+    return layout.parameter(full, requires_grad=full.requires_grad)
 
 
 def install_state_dict_hooks(module: nn.Module) -> list[Any]:

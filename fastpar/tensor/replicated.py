@@ -13,22 +13,17 @@ Note: how the module's own forward gets plain tensors
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
 
 from fastpar.tensor.binding import Adoption, GroupLike, bind
-from fastpar.tensor.linear import make_parameter
-from fastpar.tensor.parameter import ParameterLayout, install_state_dict_hooks, unwrap
-
-MakeParameter = Callable[[nn.Parameter, ParameterLayout], nn.Parameter]
+from fastpar.tensor.parameter import MakeParameter, ParallelModule, ParameterLayout, install_state_dict_hooks
 
 
 def _unwrapping_property(name: str) -> property:
-    def read(self: nn.Module) -> Tensor | None:
-        param = self._parameters[name]
-        return None if param is None else unwrap(param, sum_grad=self._fastpar_sum_grad)  # type: ignore[arg-type]
+    def read(self: Any) -> Tensor | None:
+        return self._local(name, sum_grad=self._sum_grad)
 
     return property(read)
 
@@ -38,7 +33,7 @@ def replicate(
     group: GroupLike = None,
     *,
     sum_grad: bool = False,
-    make: MakeParameter = make_parameter,
+    make: MakeParameter | None = None,
 ) -> Adoption:
     """Keep a module's own parameters whole on every rank of `group`; in place.
 
@@ -56,11 +51,12 @@ def replicate(
     original = type(module)
     namespace: dict[str, Any] = {name: _unwrapping_property(name) for name in own}
     namespace["__module__"], namespace["__doc__"] = original.__module__, original.__doc__
-    adoption = Adoption(module, type(f"Replicated{original.__name__}", (original,), namespace))
-    module._fastpar_sum_grad = sum_grad  # type: ignore[assignment]
+    adoption = Adoption(module, type(f"Replicated{original.__name__}", (ParallelModule, original), namespace))
+    parallel: Any = module
+    parallel._sum_grad = sum_grad
     for name in own:
         full = adoption.original_parameters[name]
         assert full is not None
-        module._parameters[name] = make(full, ParameterLayout(comm, mesh, full.shape))
+        parallel._add_parameter(name, full, ParameterLayout(comm, mesh, full.shape), make)
     adoption.handles.extend(install_state_dict_hooks(module))
     return adoption

@@ -33,6 +33,10 @@ class SequenceRegion:
         self.dim = dim
         self._total: int | None = None
 
+    def __deepcopy__(self, memo: Any) -> SequenceRegion:
+        """Itself: hooks of a copied model keep pointing here, so its layers must as well."""
+        return self
+
     @property
     def total(self) -> int:
         """Full length of the sequence now in the region."""

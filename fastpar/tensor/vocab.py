@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from fastpar.comm import gather_from, reduce_from, shard_range, shard_sizes
 from fastpar.tensor.binding import GroupLike, bind, blank
-from fastpar.tensor.linear import ColumnParallelLinear, make_parameter
-from fastpar.tensor.parameter import ParameterLayout, RowMap, install_state_dict_hooks, unwrap
+from fastpar.tensor.linear import ColumnParallelLinear
+from fastpar.tensor.parameter import MakeParameter, ParallelModule, ParameterLayout, RowMap, install_state_dict_hooks
 from fastpar.tensor.sequence import SequenceRegion
 
 
-class VocabParallelEmbedding(nn.Module):
+class VocabParallelEmbedding(ParallelModule):
     """An embedding table whose rows are split over a group.
 
         ids     [...]         int, the same on every rank, each in [0, V)
@@ -66,7 +66,7 @@ class VocabParallelEmbedding(nn.Module):
         group: GroupLike,
         *,
         sequence: SequenceRegion | None = None,
-        parameters: Any = None,
+        parameters: MakeParameter | None = None,
     ) -> None:
         if not isinstance(source, nn.Embedding):
             raise TypeError(f"expected an nn.Embedding, got {type(source).__name__}")
@@ -83,7 +83,7 @@ class VocabParallelEmbedding(nn.Module):
         self.num_embeddings, self.embedding_dim = weight.shape
         self.padding_idx, self.sequence = source.padding_idx, sequence
         rows = RowMap.chunk(self.num_embeddings, self.comm.size)
-        self.weight = (parameters or make_parameter)(weight, ParameterLayout(self.comm, mesh, weight.shape, 0, rows))
+        self._add_parameter("weight", weight, ParameterLayout(self.comm, mesh, weight.shape, 0, rows), parameters)
         self._state_handles = install_state_dict_hooks(self)
 
     @property
@@ -94,7 +94,8 @@ class VocabParallelEmbedding(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         check_ids(ids, self.num_embeddings)
         start, stop, _ = self.vocab_range
-        weight = unwrap(self.weight)
+        weight = self._local("weight")
+        assert weight is not None
         if stop == start:  # more ranks than rows: nothing to look up, but the weight stays in the graph
             out = weight.sum() * 0 + weight.new_zeros(*ids.shape, self.embedding_dim)
         else:
