@@ -1,0 +1,1 @@
+"""Microbenchmarks: ``fastpar bench <name>``. The traps they avoid are listed in `bench.harness`."""

@@ -1,0 +1,318 @@
+"""``fastpar doctor``: what is installed here, whether it fits together, and whether every op computes the right thing.
+
+Each check is a function that returns findings and never raises: what it cannot find out is a finding, too. Nothing here
+needs the compiled extension to be there or to load. Every problem comes with a remedy.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from fastpar import _ext
+from fastpar._version import __version__
+
+BUILD_REMEDY = "build it: `pip install -e .` in the source checkout (or `make build`), or reinstall the package"
+SYMBOLS = {"ok": "ok", "info": "--", "warning": "!!", "problem": "XX"}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report.
+
+    status  "ok", "info" (a fact, neither good nor bad), "warning" (works, but you may want to know), or "problem"
+    remedy  what to do about it; every problem has one
+    """
+
+    topic: str
+    status: str
+    text: str
+    remedy: str = ""
+
+    def __post_init__(self) -> None:
+        if self.status == "problem" and not self.remedy:
+            raise ValueError(f"the problem {self.topic!r} needs a remedy")
+
+
+def examine() -> list[Finding]:
+    """All findings, in the order in which they are printed."""
+    binary = binary_path()
+    return [
+        *check_versions(),
+        *check_binary(binary),
+        *check_abi(binary),
+        *check_extension(),
+        *check_cpu(),
+        *check_cuda(),
+        *check_backends(),
+        *check_ops(),
+    ]
+
+
+def binary_path() -> Path:
+    """Where `fastpar._ext.load` looks for the library, whether it is there or not."""
+    return Path(os.environ.get("FASTPAR_LIBRARY") or Path(_ext.__file__).with_name("_C.so")).resolve()
+
+
+def healthy(findings: Sequence[Finding]) -> bool:
+    return all(finding.status != "problem" for finding in findings)
+
+
+# ------------------------------------------------------------------------------------------------ versions and binary
+
+
+def check_versions() -> list[Finding]:
+    """fastpar, Python, torch (new enough?) and triton (optional)."""
+    found = [Finding("fastpar", "info", f"{__version__} at {Path(__file__).resolve().parent}")]
+    found.append(Finding("python", "info", f"{platform.python_version()} at {sys.executable}"))
+    release = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
+    if release >= _ext.MIN_TORCH:
+        found.append(Finding("torch", "ok", torch.__version__))
+    else:
+        needed = ".".join(map(str, _ext.MIN_TORCH))
+        remedy = f"install torch {needed} or newer: `pip install 'torch>={needed}'`"
+        found.append(Finding("torch", "problem", f"{torch.__version__} is older than {needed}", remedy))
+    found.append(Finding("triton", "info", _version("triton") or "not installed (optional; the GPU kernels need it)"))
+    return found
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def check_binary(binary: Path) -> list[Finding]:
+    """Is the shared library there?"""
+    if not binary.is_file():
+        return [Finding("binary", "problem", f"{binary} does not exist", BUILD_REMEDY)]
+    return [Finding("binary", "ok", f"{binary} ({binary.stat().st_size / 1e6:.1f} MB)")]
+
+
+def check_abi(binary: Path) -> list[Finding]:
+    """Does the library use LibTorch's stable ABI only? By torch-abi-audit if installed, else from its symbol table."""
+    if not binary.is_file():
+        return [Finding("abi", "info", "not checked: there is no binary")]
+    audited = _audit(binary)
+    if audited is not None:
+        return [audited]
+    symbols = undefined_symbols(binary)
+    if symbols is None:
+        text = "not checked: the library cannot be read, or neither torch-abi-audit nor nm is there"
+        return [Finding("abi", "warning", text, "`pip install torch-abi-audit`")]
+    unstable = [name for name in symbols if is_unstable(name)]
+    if unstable:
+        return [_unstable(unstable)]
+    shims = sum(name.startswith(("aoti_torch_", "torch_")) for name in symbols)
+    return [Finding("abi", "ok", f"LibTorch stable ABI (nm: {shims} stable symbols, none unstable)")]
+
+
+def _unstable(names: Sequence[str]) -> Finding:
+    text = f"{len(names)} symbols outside LibTorch's stable ABI, such as {names[0]}: it fits one torch version only"
+    return Finding("abi", "problem", text, f"{BUILD_REMEDY}, from sources that use torch/csrc/stable only")
+
+
+def _audit(binary: Path) -> Finding | None:
+    if importlib.util.find_spec("torch_abi_audit") is None:
+        return None
+    program = "import sys; from torch_abi_audit.cli import main; sys.exit(main(['--json', sys.argv[1]]))"
+    output = _output(sys.executable, "-c", program, str(binary))
+    try:
+        verdict = json.loads(output or "")["bundled_libs"][0]["torch"]
+        unstable, minimum = verdict["unstable_symbols"], verdict["min_torch_version"]
+        stable, shims = verdict["stable"], verdict["stable_shim_count"]
+    except (ValueError, LookupError, TypeError):
+        return None  # another version of the tool: read the symbol table instead
+    if unstable:
+        return _unstable(unstable)
+    if not stable:
+        return None  # it could not read the file, or found nothing of torch in it
+    text = f"LibTorch stable ABI, needs torch >= {minimum} (torch-abi-audit: {shims} stable symbols, none unstable)"
+    return Finding("abi", "ok", text)
+
+
+def undefined_symbols(binary: Path) -> list[str] | None:
+    """Names that the library expects from others, without their versions; None where `nm` is missing or fails."""
+    output = _output("nm", "-D", "--undefined-only", str(binary)) if shutil.which("nm") else None
+    return None if output is None else [line.split()[-1].split("@")[0] for line in output.splitlines() if line.strip()]
+
+
+def is_unstable(symbol: str) -> bool:
+    """Whether a mangled name is a C++ symbol of torch or a symbol of CPython, both of which change between versions."""
+    return bool(re.match(r"_ZN?[A-Z]*\d*(2at|3c10|5torch)", symbol)) or symbol.startswith(("Py", "_Py"))
+
+
+def _output(*command: str) -> str | None:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def check_extension() -> list[Finding]:
+    """Does the library load, and how was it built?"""
+    try:
+        facts = _ext.build_info()
+    except Exception as error:  # whatever goes wrong while loading is what is to be reported
+        return [Finding("extension", "problem", f"does not load: {_one_line(error)}", BUILD_REMEDY)]
+    built = f"compiler {facts['compiler']}, CUDA {facts['cuda_archs'] or 'no'}"
+    return [Finding("extension", "ok", f"loads ({built}); CPU kernels: {facts['cpu_capabilities']}")]
+
+
+def _one_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+# ------------------------------------------------------------------------------------------------------------ devices
+
+
+def check_cpu() -> list[Finding]:
+    """Vector instructions, and the kernels that fastpar chose."""
+    text = f"torch uses {torch.backends.cpu.get_cpu_capability().lower()} and {torch.get_num_threads()} threads"
+    try:
+        text += f", fastpar {_ext.cpu_capability()}"
+    except ImportError:
+        text += "; fastpar's kernels are not loaded"
+    return [Finding("cpu", "info", text)]
+
+
+def check_cuda() -> list[Finding]:
+    """Devices and driver; a CUDA build of torch that sees no device on a machine that has one is a problem."""
+    driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") or ""
+    if torch.version.cuda is None:
+        if driver:
+            remedy = "install a CUDA build of torch: https://pytorch.org/get-started/locally"
+            return [Finding("cuda", "warning", "this machine has a GPU, but torch is a CPU build", remedy)]
+        return [Finding("cuda", "info", "torch is a CPU build; no NVIDIA driver found")]
+    if not torch.cuda.is_available():
+        if driver:
+            remedy = f"torch is built for CUDA {torch.version.cuda}; install a driver that supports it"
+            return [Finding("cuda", "problem", f"driver {driver.split()[0]} is there, but torch cannot use it", remedy)]
+        return [Finding("cuda", "info", f"torch is built for CUDA {torch.version.cuda}; this machine has no GPU")]
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    version = driver.split()[0] if driver else "unknown"
+    return [Finding("cuda", "ok", f"{', '.join(names)}; driver {version}, torch built for CUDA {torch.version.cuda}")]
+
+
+def check_backends() -> list[Finding]:
+    """torch.distributed and its transports."""
+    if not torch.distributed.is_available():
+        remedy = "install a torch build with USE_DISTRIBUTED (the official wheels have it)"
+        return [Finding("distributed", "problem", "this torch was built without torch.distributed", remedy)]
+    gloo, nccl = torch.distributed.is_gloo_available(), torch.distributed.is_nccl_available()
+    text = f"gloo {'yes' if gloo else 'no'}, NCCL {'yes' if nccl else 'no'}"
+    if not gloo and not nccl:
+        remedy = "install an official torch wheel, which has gloo"
+        return [Finding("distributed", "problem", text, remedy)]
+    return [Finding("distributed", "ok", text)]
+
+
+# ---------------------------------------------------------------------------------------------------------- self-tests
+
+
+def check_ops() -> list[Finding]:
+    """Run every op in one process on a small odd shape and compare it with a float64 computation in plain torch."""
+    try:
+        _ext.load()
+    except Exception:  # check_extension has reported it
+        return [Finding("ops", "info", "not tested: the extension does not load")]
+    return [_self_test(name, test, tolerance) for name, test, tolerance in SELF_TESTS]
+
+
+def _self_test(name: str, test: Callable[[], float], tolerance: float) -> Finding:
+    topic = f"op {name}"
+    try:
+        error = test()
+    except Exception as failure:  # a self-test must report, not crash
+        return Finding(topic, "problem", f"fails: {_one_line(failure)}", BUILD_REMEDY)
+    if not error <= tolerance:  # also for NaN
+        text = f"WRONG: largest error {error:.2e} against float64, allowed {tolerance:.0e}"
+        return Finding(topic, "problem", text, f"do not train with this build; {BUILD_REMEDY}, and report it")
+    return Finding(topic, "ok", f"largest error {error:.2e} against float64 (allowed {tolerance:.0e})")
+
+
+def _cross_entropy_error() -> float:
+    """Loss per token and gradient, fresh and in place, 37 x 1021 fp32 logits, some tokens ignored."""
+    from fastpar.ops import vocab_parallel_cross_entropy
+
+    generator = torch.Generator().manual_seed(0)
+    values = 3.0 * torch.randn(37, 1021, generator=generator)
+    target = torch.randint(1021, (37,), generator=generator)
+    target[::5] = -100
+    upstream = torch.rand(37, generator=generator)
+    exact = values.double().requires_grad_()
+    exact_loss = F.cross_entropy(exact, target, reduction="none")
+    (exact_grad,) = torch.autograd.grad(exact_loss, exact, upstream.double())
+    pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for in_place in (False, True):
+        logits = values.clone().requires_grad_()
+        loss = vocab_parallel_cross_entropy(logits, target, reduction="none", inplace_backward=in_place)
+        (grad,) = torch.autograd.grad(loss, logits, upstream)
+        assert isinstance(loss, torch.Tensor)  # return_lse was not asked for
+        pairs += [(loss, exact_loss), (grad, exact_grad)]
+    return _largest(pairs)
+
+
+def _dropout_error() -> float:
+    """Values and gradient of a 17 x 19 block of a 40 x 50 tensor, by the mask of `fastpar.reference`."""
+    from fastpar.ops import sharded_dropout
+    from fastpar.reference.dropout import keep_mask
+
+    offset, shape = [3, 11], [40, 50]
+    x = torch.randn(17, 19, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    out = sharded_dropout(x, 0.3, seed=5, offset=offset, global_shape=shape)
+    (grad,) = torch.autograd.grad(out.sum(), x)
+    factor = keep_mask(x.shape, 0.3, 5, offset, shape).double() / 0.7
+    return _largest([(out, x.double() * factor), (grad, factor)])
+
+
+def _largest(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> float:
+    """The largest absolute deviation of (found, exact) pairs; NaN if there is one anywhere."""
+    return torch.stack([(found.double() - exact).abs().max() for found, exact in pairs]).max().item()
+
+
+# Absolute errors in fp32; values are of the order of 10 (loss) and 1 (gradient, dropout).
+SELF_TESTS: list[tuple[str, Callable[[], float], float]] = [
+    ("vocab_parallel_cross_entropy", _cross_entropy_error, 1e-5),
+    ("sharded_dropout", _dropout_error, 1e-5),
+]
+
+
+# -------------------------------------------------------------------------------------------------------------- report
+
+
+def report(findings: Sequence[Finding]) -> str:
+    """The findings as text, a verdict last."""
+    width = max(len(finding.topic) for finding in findings)
+    lines = []
+    for finding in findings:
+        lines.append(f"{SYMBOLS[finding.status]}  {finding.topic.ljust(width)}  {finding.text}")
+        if finding.remedy:
+            lines.append(f"    {'':{width}}  -> {finding.remedy}")
+    problems = sum(finding.status == "problem" for finding in findings)
+    lines.append("healthy" if not problems else f"{problems} problem{'s' if problems > 1 else ''}")
+    return "\n".join(lines)
+
+
+def main(*, as_json: bool = False) -> int:
+    """Print the report; 0 when there is no problem, else 1."""
+    findings = examine()
+    if as_json:
+        print(json.dumps({"healthy": healthy(findings), "findings": [asdict(f) for f in findings]}, indent=1))
+    else:
+        print(report(findings))
+    return 0 if healthy(findings) else 1

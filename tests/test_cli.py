@@ -1,0 +1,172 @@
+"""The `fastpar` command: exit status and texts; the doctor on a healthy and on a broken installation."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench.rows import load
+from fastpar import _ext, cli, doctor
+from fastpar._version import __version__
+
+
+def test_version_and_usage_errors(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, status in ((["--version"], 0), (["--help"], 0), ([], 2), (["simulate"], 2), (["doctor", "--no"], 2)):
+        with pytest.raises(SystemExit) as stop:
+            cli.main(arguments)
+        assert stop.value.code == status, arguments
+    assert __version__ in capsys.readouterr().out
+
+
+def test_module_runs_as_the_command_without_importing_torch() -> None:
+    code = (
+        "import sys; from fastpar.cli import main; sys.exit(main(['bench', 'nothing']) + 10 * ('torch' in sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    done = subprocess.run([sys.executable, "-m", "fastpar", "--version"], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, f"fastpar {__version__}\n")
+
+
+def test_unknown_bench_names_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "crossentropy"]) == 2
+    assert "'crossentropy'; there are: cross_entropy, linear" in capsys.readouterr().err
+
+
+def test_bench_outside_a_checkout_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "CHECKOUT", tmp_path)
+    assert cli.main(["bench", "cross_entropy"]) == 1
+    error = capsys.readouterr().err
+    assert str(tmp_path) in error
+    assert "pip install -e ." in error
+
+
+def test_bench_help_lists_benches_and_their_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "--help"]) == 0
+    assert "cross_entropy,linear" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["bench", "linear", "--help"])
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    for flag in ("--dtype", "--ranks", "--threads", "--iters", "--blocks", "--tokens", "--json", "--no-save", "--plot"):
+        assert flag in text
+
+
+@pytest.mark.parametrize("flags", [["--dtype", "fp8"], ["--ranks", "0"], ["--settings", "fast"], ["--tokens", "x"]])
+def test_bad_bench_flags_exit_with_2_and_say_why(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["bench", "cross_entropy", *flags])
+    assert stop.value.code == 2
+    assert repr(flags[1]) in capsys.readouterr().err
+
+
+def test_quick_bench_checks_times_saves_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "rows.json"
+    flags = ["--quick", "--dtype", "fp32", "--ranks", "1", "--settings", "default", "--only", "fastpar", "--no-memory"]
+    assert cli.main(["bench", "cross_entropy", *flags, "--json", str(path), "--plot"]) == 0
+    data = load(path)
+    fresh = next(row for row in data["rows"] if row["provider"] == "fastpar fresh gradient")
+    assert fresh["ms"]["samples"] == 6
+    assert fresh["case"] == {"dtype": "fp32", "tokens": 256, "vocab": 8192, "ranks": 1, "threads": 1}
+    run = data["runs"][fresh["run"]]
+    assert run["command"] == f"fastpar bench cross_entropy {' '.join(flags)} --json {path} --plot"
+    assert run["versions"]["torch"] == torch.__version__
+    assert {"cpu", "cores", "memory_gib", "gpus"} <= set(run["machine"])
+    assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    assert "fastpar in place" in capsys.readouterr().out
+
+
+# -------------------------------------------------------------------------------------------------------------- doctor
+
+
+def test_doctor_finds_a_healthy_installation(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor"]) == 0
+    text = capsys.readouterr().out
+    assert text.splitlines()[-1] == "healthy"
+    for words in (
+        "LibTorch stable ABI",
+        torch.__version__,
+        "gloo yes",
+        "op vocab_parallel_cross_entropy",
+        "op sharded_dropout",
+    ):
+        assert words in text
+
+
+def test_every_public_op_has_a_self_test() -> None:
+    import fastpar as fp
+
+    assert {name for name, _, _ in doctor.SELF_TESTS} == set(fp.ops.__all__)
+
+
+@pytest.mark.parametrize("content", [None, "not a library"])
+def test_doctor_reports_a_missing_or_broken_binary_with_a_remedy(content: str | None, tmp_path: Path) -> None:
+    binary = tmp_path / "_C.so"
+    if content is not None:
+        binary.write_text(content)
+    environment = {**os.environ, "FASTPAR_LIBRARY": str(binary)}
+    command = [sys.executable, "-m", "fastpar", "doctor", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    assert done.returncode == 1, done.stderr
+    answer = json.loads(done.stdout)
+    assert answer["healthy"] is False
+    found = {f["topic"]: f for f in answer["findings"]}
+    assert found["binary"]["status"] == ("problem" if content is None else "ok")
+    assert found["extension"]["status"] == "problem"
+    assert str(binary) in found["extension"]["text"]
+    assert "pip install -e ." in found["extension"]["remedy"]
+    assert found["ops"]["text"].startswith("not tested")
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("error", [1e-3, float("nan")])
+def test_doctor_calls_a_wrong_op_a_problem(
+    error: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def raises() -> float:
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(doctor, "SELF_TESTS", [("bad", lambda: error, 1e-5), ("raises", raises, 1e-5)])
+    wrong, failing = doctor.check_ops()
+    assert wrong.status == failing.status == "problem"
+    assert wrong.text.startswith("WRONG")
+    assert "no such kernel" in failing.text
+    assert cli.main(["doctor"]) == 1
+    assert "2 problems" in capsys.readouterr().out
+
+
+def test_abi_verdict_without_the_audit_tool_reads_the_symbol_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    binary = Path(_ext.library_path())
+    monkeypatch.setattr(doctor, "_audit", lambda path: None)
+    (found,) = doctor.check_abi(binary)
+    assert found.status == "ok"
+    assert "nm:" in found.text
+    monkeypatch.setattr(doctor, "undefined_symbols", lambda path: ["aoti_torch_get_dim", "_ZNK2at10TensorBase4sizeEl"])
+    (found,) = doctor.check_abi(binary)
+    assert found.status == "problem"
+    assert "_ZNK2at10TensorBase4sizeEl" in found.text
+    monkeypatch.setattr(doctor, "undefined_symbols", lambda path: None)
+    assert doctor.check_abi(binary)[0].text.startswith("not checked")
+
+
+def test_unstable_symbols_are_those_of_torch_and_python() -> None:
+    unstable = [
+        "_ZN3c105ErrorC1Ev",
+        "_ZNK2at10TensorBase4sizeEl",
+        "_ZN5torch3jit4loadEv",
+        "_ZTIN3c105ErrorE",
+        "PyList_New",
+    ]
+    stable = ["aoti_torch_get_dim", "torch_parallel_for", "_ZNSt6vectorIiE4sizeEv", "memcpy", "__cxa_throw"]
+    assert [doctor.is_unstable(name) for name in unstable + stable] == [True] * 5 + [False] * 5
+
+
+def test_a_problem_without_a_remedy_is_not_allowed() -> None:
+    with pytest.raises(ValueError, match="needs a remedy"):
+        doctor.Finding("x", "problem", "broken")

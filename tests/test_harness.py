@@ -1,0 +1,376 @@
+"""The bench harness: what it computes from times, what it refuses to time, what it keeps, and its rank processes."""
+
+import builtins
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from bench.bench_cross_entropy import CrossEntropyCase, Problem, step_of
+from bench.bench_linear import MlpCase
+from bench.harness import (
+    SETTINGS,
+    Error,
+    LoadMeter,
+    Measurement,
+    Plan,
+    Provider,
+    ProviderError,
+    ProviderInfo,
+    Rank,
+    Setting,
+    Worker,
+    measure,
+    percentile,
+    slowest,
+    summary,
+)
+from bench.ranks import LaneError, ProcessLane
+from bench.report import load_note, plain_table, plot, print_table, table
+from bench.rows import load, machine_name, make_rows, save
+
+DEFAULT, TUNED = SETTINGS["default"], SETTINGS["tuned"]
+
+
+class FakeLane:
+    """Answers without doing anything, and notes the order of the samples."""
+
+    def __init__(self, setting: Setting, errors: dict[str, Any], log: list[tuple[str, str, tuple[int, int]]]) -> None:
+        self.setting, self.errors, self.log = setting, errors, log
+        self.world_size = self.threads = 1
+
+    def build(self, case: Any) -> list[ProviderInfo]:
+        return [ProviderInfo(name, "torch") for name in self.errors]
+
+    def check(self, name: str) -> dict[str, Error]:
+        if isinstance(self.errors[name], Exception):
+            raise self.errors[name]
+        return {"out": Error(self.errors[name], 1e-3)}
+
+    def sample(self, name: str, iters: int, lead: int = 0) -> tuple[list[float], float]:
+        self.log.append((self.setting.name, name, (lead, iters)))
+        return [1.0] * iters, 0.0
+
+
+class FakeClock:
+    """Time passes only where a provider says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def advance(self, seconds: float) -> Callable[[], None]:
+        def run() -> None:
+            self.now += seconds
+
+        return run
+
+
+@dataclass(frozen=True)
+class ListCase:
+    """A case with given providers, for a Worker in this process."""
+
+    providers: list[Provider] = field(default_factory=list)
+    calls: int = 1
+
+    def describe(self) -> dict[str, Any]:
+        return {"dtype": "fp32"}
+
+    def build(self, rank: Rank) -> list[Provider]:
+        return self.providers
+
+
+# ---------------------------------------------------------------------------------------------------------- statistics
+
+
+def test_percentile_interpolates_between_the_closest_samples() -> None:
+    values = [40.0, 10.0, 30.0, 20.0, 50.0]
+    assert [percentile(values, p) for p in (0, 10, 50, 90, 100)] == [10.0, 14.0, 30.0, 46.0, 50.0]
+    with pytest.raises(ValueError, match="must not be empty"):
+        percentile([], 50)
+    with pytest.raises(ValueError, match=r"percent \(101\)"):
+        percentile(values, 101)
+
+
+def test_summary_is_in_milliseconds() -> None:
+    assert summary([0.001, 0.002, 0.009]) == pytest.approx(
+        {"median": 2.0, "min": 1.0, "p10": 1.2, "p90": 7.6, "samples": 3}
+    )
+
+
+def test_a_sample_is_the_time_of_its_slowest_rank() -> None:
+    assert slowest([[1.0, 5.0, 2.0], [3.0, 4.0, 2.5]]) == [3.0, 5.0, 2.5]
+    with pytest.raises(ValueError, match="different numbers of samples"):
+        slowest([[1.0], [1.0, 2.0]])
+
+
+def test_load_meter_counts_what_others_used() -> None:
+    busy, clock = iter([10.0, 13.0, 20.0, 21.0]), FakeClock()
+    meter = LoadMeter(lambda: next(busy), clock)
+    for own_cpu in (2.0, 1.5):  # 3 s busy of which 2 ours; then 1 s busy, of which ours is overestimated
+        meter.start()
+        clock.now += 2.0
+        meter.stop(own_cpu)
+    assert meter.other_cores == pytest.approx(1.0 / 4.0)
+
+
+# ------------------------------------------------------------------------------------------------- order, and refusal
+
+
+def test_providers_of_all_lanes_take_turns_with_fixed_counts() -> None:
+    log: list[tuple[str, str, tuple[int, int]]] = []
+    lanes = [FakeLane(s, {"a": 0.0, "b": 0.0}, log) for s in (DEFAULT, TUNED)]
+    found = measure(ListCase(), lanes, Plan(blocks=4, iters=3, lead=2))
+    everyone = {(s, n) for s in ("default", "tuned") for n in "ab"}
+    rounds = [log[i : i + 4] for i in range(0, len(log), 4)]
+    assert len(rounds) == 4
+    assert all({entry[:2] for entry in turn} == everyone for turn in rounds)
+    assert {entry[2] for entry in log} == {(2, 3)}
+    assert len({turn[0][:2] for turn in rounds}) == 4  # another one begins each time
+    assert [len(m.seconds) for m in found] == [12] * 4
+
+
+@pytest.mark.parametrize("error", [2e-3, float("nan"), float("inf")])
+def test_a_wrong_provider_is_never_timed(error: float) -> None:
+    log: list[tuple[str, str, tuple[int, int]]] = []
+    good, wrong = measure(ListCase(), [FakeLane(DEFAULT, {"good": 1e-3, "wrong": error}, log)], Plan(2, 1))
+    assert {name for _, name, _ in log} == {"good"}
+    assert wrong.seconds == []
+    assert wrong.problem.startswith("wrong result, not timed: out error")
+    assert good.problem == ""
+
+
+def test_a_provider_that_raises_is_reported_and_the_others_are_timed() -> None:
+    log: list[tuple[str, str, tuple[int, int]]] = []
+    lane = FakeLane(DEFAULT, {"broken": ProviderError("no compiler"), "good": 0.0}, log)
+    broken, good = measure(ListCase(), [lane], Plan(1, 1))
+    assert broken.problem == "failed: no compiler"
+    assert len(good.seconds) == 1
+
+
+def test_only_keeps_named_providers_and_roofs() -> None:
+    lane = FakeLane(DEFAULT, {"fastpar": 0.0, "torch": 0.0}, [])
+    assert [m.provider.name for m in measure(ListCase(), [lane], Plan(1, 1), only=["fast"])] == ["fastpar"]
+
+
+def test_plan_rejects_counts_that_measure_nothing() -> None:
+    with pytest.raises(ValueError, match=r"blocks \(0\)"):
+        Plan(blocks=0)
+
+
+def test_worker_times_the_call_and_not_its_preparation() -> None:
+    clock = FakeClock()
+    provider = Provider("p", "torch", call=clock.advance(2.0), prepare=clock.advance(100.0))
+    assert Worker(ListCase([provider]), Rank(), clock).sample("p", 3)[0] == [2.0, 2.0, 2.0]
+    assert Worker(ListCase([provider], calls=5), Rank(), clock).sample("p", 1)[0] == [2.0]  # per call
+    assert clock.now == 3 * 102.0 + 110.0
+
+
+def test_worker_leaves_leading_samples_out() -> None:
+    clock, costs = FakeClock(), iter([9.0, 8.0, 1.0, 2.0])
+    provider = Provider("p", "torch", call=lambda: clock.advance(next(costs))())
+    assert Worker(ListCase([provider]), Rank(), clock).sample("p", 2, lead=2)[0] == [1.0, 2.0]
+
+
+# ------------------------------------------------------------------------------------------------------ rows and files
+
+
+def measured(name: str, kind: str, setting: str, ms: float, **work: Any) -> Measurement:
+    return Measurement(ProviderInfo(name, kind, **work), setting, {"out": Error(1e-6, 1e-3)}, [ms / 1e3] * 3, 0.01)
+
+
+def example_rows(run: str = "r1", fast: float = 10.0) -> list[dict[str, Any]]:
+    found = [
+        measured("fast", "fastpar", "default", fast, num_bytes=2e8, memory_bound=1000),
+        measured("peer", "torch", "default", 80.0, num_bytes=2e8),
+        measured("peer", "torch", "tuned", 40.0, num_bytes=2e8),
+        measured("no communication", "bound", "default", 8.0, num_bytes=2e8),
+        measured("copy", "roof", "tuned", 5.0, num_bytes=2e8),
+    ]
+    found[0].extra_bytes = 900
+    found.append(Measurement(ProviderInfo("bad", "torch"), "default", {"out": Error(1.0, 1e-3)}, problem="wrong: 1"))
+    return make_rows("toy", {"dtype": "fp32", "ranks": 1}, found, run)
+
+
+def test_rows_carry_rates_roof_fractions_and_ratios_to_every_peer() -> None:
+    fast, peer, *_, bad = example_rows()
+    assert fast["gb_s"] == pytest.approx(20.0)
+    assert fast["roof_fraction"] == pytest.approx(0.5)
+    assert fast["ratio"]["peer"] == pytest.approx({"default": 8.0, "tuned": 4.0})
+    assert peer["ratio"]["peer"] == pytest.approx({"default": 1.0, "tuned": 0.5})
+    assert fast["above_bound"] == pytest.approx(0.2)
+    assert fast["quiet"] is True
+    assert "ms" not in bad
+    assert bad["problem"]
+
+
+def test_saved_rows_come_back_and_replace_only_what_was_measured_again(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "toy.json"
+    first = example_rows("r1")
+    save(path, "r1", {"commit": "a"}, first)
+    assert load(path)["rows"] == first
+    save(path, "r2", {"commit": "b"}, example_rows("r2", fast=5.0)[:1])
+    data = load(path)
+    assert len(data["rows"]) == len(first)
+    assert {row["provider"]: row["run"] for row in data["rows"]}["fast"] == "r2"
+    assert set(data["runs"]) == {"r1", "r2"}
+    save(path, "r3", {"commit": "c"}, example_rows("r3"))
+    assert set(load(path)["runs"]) == {"r3"}  # no row names the others any more
+
+
+def test_a_file_of_another_schema_is_not_overwritten(tmp_path: Path) -> None:
+    path = tmp_path / "toy.json"
+    path.write_text('{"schema": 99}')
+    with pytest.raises(ValueError, match="schema 99"):
+        save(path, "r", {}, [])
+
+
+def test_plot_writes_a_picture(tmp_path: Path) -> None:
+    picture = plot(example_rows(), tmp_path / "toy.png")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ValueError, match="no timed rows"):
+        plot([], tmp_path / "none.png")
+
+
+def test_table_shows_ratios_memory_bound_and_refusals() -> None:
+    titles, lines = table(example_rows(), "peer")
+    fast = dict(zip(titles, lines[0], strict=True))
+    assert (fast["x same"], fast["x tuned"], fast["comm"]) == ("8.00", "4.00", "20%")
+    assert fast["extra MB"] == "0.00 (bound 0.00)"
+    assert lines[-1][2] == "wrong"
+    without = table(example_rows()[1:3], "peer")[0]
+    assert "extra MB" not in without  # a column in which nobody says anything is left out
+    text = plain_table("toy", titles, lines, load_note(example_rows()))
+    assert text.splitlines()[-1].endswith("quiet machine")
+
+
+def test_table_needs_no_rich(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    real = builtins.__import__
+
+    def without_rich(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.startswith("rich"):
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without_rich)
+    print_table(example_rows(), ["absent", "peer"])
+    assert 'times faster than "peer"' in capsys.readouterr().out
+
+
+def test_disturbed_rows_are_called_so() -> None:
+    rows = example_rows()
+    rows[0] |= {"other_cores": 0.9, "quiet": False}
+    assert "NOT QUIET: 1 of 5" in load_note(rows)
+
+
+def test_machine_name_is_a_folder_name() -> None:
+    facts = {
+        "cpu": "AMD EPYC (family 26, model 2)",
+        "cores": 2,
+        "memory_gib": 23,
+        "gpus": ["NVIDIA H100", "NVIDIA H100"],
+    }
+    assert machine_name(facts) == "amd-epyc-family-26-model-2-2c-23g-nvidia-h100"
+
+
+# ------------------------------------------------------------------------------------------------- the benches' checks
+
+
+def test_cross_entropy_providers_pass_their_check_and_a_wrong_one_does_not() -> None:
+    worker = Worker(CrossEntropyCase("fp32", 70, 1001), Rank())
+    for name in ("fastpar in place", "fastpar fresh gradient", "torch F.cross_entropy"):
+        errors = worker.check(name)
+        assert set(errors) == {"loss", "grad", "grad off target"}
+        assert all(e.ok for e in errors.values()), (name, errors)
+
+    def no_maximum_scale(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(logits * 1.01, target)
+
+    errors = Problem(CrossEntropyCase("fp32", 70, 1001), Rank()).errors(step_of(no_maximum_scale))
+    assert not errors["loss"].ok
+    assert not errors["grad off target"].ok
+
+
+def test_in_place_gradient_is_restored_before_every_sample() -> None:
+    worker = Worker(CrossEntropyCase("bf16", 70, 1001), Rank())
+    worker.sample("fastpar in place", 2)
+    assert all(e.ok for e in worker.check("fastpar in place").values())
+
+
+def test_linear_providers_pass_their_check() -> None:
+    worker = Worker(MlpCase("fp32", 33, 24, 40), Rank())
+    for name in ("fastpar", "fastpar + sequence", "plain torch"):
+        errors = worker.check(name)
+        assert set(errors) == {"y", "dx", "dup", "ddown"}
+        assert all(e.ok for e in errors.values()), (name, errors)
+
+
+# ------------------------------------------------------------------------------------------------------ rank processes
+
+
+@dataclass(frozen=True)
+class RealCase:
+    """Providers that show what the processes are."""
+
+    calls: int = 1
+
+    def describe(self) -> dict[str, Any]:
+        return {}
+
+    def build(self, rank: Rank) -> list[Provider]:
+        def facts() -> dict[str, Error]:
+            total = torch.tensor([float(rank.rank + 1)])
+            dist.all_reduce(total)
+            return {
+                "sum": Error(float(total), 0.0),
+                "huge pages": Error(float(os.environ["THP_MEM_ALLOC_ENABLE"]), 0.0),
+                "threads": Error(float(torch.get_num_threads()), 0.0),
+                "rank": Error(float(rank.rank), 0.0),
+            }
+
+        def sleep() -> None:
+            time.sleep(0.05 * rank.rank)
+
+        def fail_together() -> None:
+            raise OSError("no such luck")
+
+        def fail_alone() -> None:
+            if rank.rank == 1:
+                print("last words")
+                raise OSError("rank 1 only")
+
+        return [
+            Provider("facts", "torch", lambda: None, check=facts),
+            Provider("sleep", "torch", sleep),
+            Provider("64 MB", "torch", lambda: torch.ones(16 << 20), warm=lambda: torch.ones(8)),
+            Provider("fails", "torch", fail_together),
+            Provider("fails alone", "torch", fail_alone),
+        ]
+
+
+def test_process_lane_runs_ranks_under_a_setting_and_reports_failures() -> None:
+    before = dict(os.environ)
+    with ProcessLane(TUNED, world_size=2, threads=1, timeout=60.0) as lane:
+        assert dict(os.environ) == before
+        assert [info.name for info in lane.build(RealCase())][:2] == ["facts", "sleep"]
+        facts = {name: error.value for name, error in lane.check("facts").items()}
+        assert facts == {"sum": 3.0, "huge pages": 1.0, "threads": 1.0, "rank": 1.0}
+        seconds, cpu = lane.sample("sleep", 2)
+        assert all(0.05 <= s < 1.0 for s in seconds)  # rank 0 does not sleep; the slowest counts
+        assert 0.0 <= cpu < 2.0
+        assert 63 << 20 <= lane.memory("64 MB") < 70 << 20
+        with pytest.raises(ProviderError, match="no such luck"):
+            lane.sample("fails", 1)
+        lane.sample("sleep", 1)  # the lane is still usable
+        processes = list(lane._processes)
+        with pytest.raises(LaneError, match=r"(?s)ranks \[1\] failed.*rank 1 only.*last words"):
+            lane.sample("fails alone", 1)
+        assert not any(p.is_alive() for p in processes)
