@@ -30,6 +30,9 @@ machines, and bfloat16 and float16 may be rounded between hops. Uneven reduce_sc
 
 from __future__ import annotations
 
+import atexit
+import functools
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -88,6 +91,18 @@ def _wire(flat: Tensor) -> tuple[Tensor, int]:
     return flat.view(torch.uint8), flat.dtype.itemsize
 
 
+@functools.cache
+def let_gloo_finish_at_exit() -> None:
+    """Give gloo's threads a moment without the interpreter lock before the interpreter shuts down.
+
+    A gloo thread lets go of a collective's tensors after the caller's wait() has returned, and needs the interpreter
+    lock for those that Python has already let go of. A program that ends right after a collective (1 in 8, measured
+    on 2 ranks) then kills that thread inside a destructor: "terminate called without an active exception", exit
+    status -6. destroy_process_group does not wait for it. Seen with torch 2.13.
+    """
+    atexit.register(time.sleep, 0.05)
+
+
 class TorchTransport:
     """See `fastpar.comm.transport.Transport` and the module docstring."""
 
@@ -96,6 +111,7 @@ class TorchTransport:
         self._rank = group.rank()
         self._size = group.size()
         self._timeout = timedelta(seconds=timeout)
+        let_gloo_finish_at_exit()
         self._nccl_by_device: dict[str, bool] = {}
 
     def _is_nccl(self, x: Tensor) -> bool:
