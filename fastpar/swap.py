@@ -121,10 +121,9 @@ class _Swap:
 
     def check(self) -> None:
         """Everything that can be wrong with a plan for this model, before it is touched."""
-        kinds = {"colwise": nn.Linear, "colwise_gather_output": nn.Linear, "rowwise": nn.Linear}
         for path, style in self.styles.items():
             module = self.modules[path]
-            if style.kind in kinds or style.kind == "rowwise_split_input":
+            if style.kind in ("colwise", "colwise_gather_output", "rowwise", "rowwise_split_input"):
                 try:
                     linear_weights(module)
                 except (TypeError, ValueError) as error:
@@ -234,7 +233,8 @@ class _Swap:
         elif style.kind == "dropout":
             self._dropout(path, module, region)
         elif style.kind in ("replicate", "partial"):
-            self._replicate(path, module, style.kind == "partial" or (region is not None and not in_block))
+            # Inside a block, "replicate" runs after the sum: on this rank's part of the sequence, if it is split.
+            self._replicate(path, module, style.kind == "partial" or region is not None)
         elif style.kind == "block":
             prepare = functools.partial(copy_to, comm=self.comm) if region is None else region.gather
             self.handles.append(hook_input(module, prepare))

@@ -408,3 +408,42 @@ def _copies_and_conversions() -> None:
 
 def test_parallel_model_can_be_copied_and_converted() -> None:
     run_ranks(2, _copies_and_conversions)
+
+
+class PostNormStack(nn.Module):
+    """The norm runs inside the block, after the row-parallel sum."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mlp = nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 6), nn.LayerNorm(6))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.mlp(x)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(self.Layer() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def _post_norm_gradients(sequence_parallel: bool) -> None:
+    torch.manual_seed(0)
+    plain = PostNormStack().double()
+    plan = {"layers.*": "stream", "layers.*.mlp": "block", "layers.*.mlp.0": "colwise"}
+    plan |= {"layers.*.mlp.2": "rowwise", "layers.*.mlp.3": "replicate"}
+    parallel = fp.parallelize(copy.deepcopy(plain), dist.group.WORLD, plan, sequence_parallel=sequence_parallel)
+    x = torch.randn(2, 5, 6, dtype=torch.float64)
+    plain(x).square().sum().backward()
+    parallel(x).square().sum().backward()
+    for (name, p), q in zip(parallel.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(full_parameter(p, p.grad), q.grad, rtol=1e-10, atol=1e-10, msg=name)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
+def test_norm_after_the_sum_inside_a_block_has_the_gradient_of_the_whole_sequence(sequence_parallel: bool) -> None:
+    run_ranks(2, _post_norm_gradients, sequence_parallel)
