@@ -431,7 +431,6 @@ def test_opcheck_passes_for_every_op() -> None:
         torch.library.opcheck(op.default, arguments)
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's own, of any Function
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled_fullgraph_equals_eager(dynamic: bool) -> None:
     def step(x: Tensor, target: Tensor) -> Tensor:

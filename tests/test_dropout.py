@@ -62,6 +62,21 @@ def test_opcheck_passes() -> None:
     torch.library.opcheck(torch.ops.fastpar.sharded_dropout, (x, 0.3, 5, [0, 0], [4, 6]))
 
 
+def test_compiles_in_one_graph_with_equal_gradients() -> None:
+    def step(x: Tensor) -> Tensor:
+        return sharded_dropout(x * 2, 0.3, seed=9, offset=[2, 0], global_shape=[6, 6]).sin()
+
+    results = []
+    for fn in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
+        torch.manual_seed(0)
+        x = torch.randn(4, 6, requires_grad=True)
+        out = fn(x)
+        out.sum().backward()
+        results.append((out.detach(), x.grad))
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.equal(results[0][1], results[1][1])
+
+
 @pytest.mark.parametrize(
     ("error", "arguments", "message"),
     [
