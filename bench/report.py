@@ -130,7 +130,10 @@ def plain_table(title: str, titles: Sequence[str], lines: Sequence[Sequence[str]
 
 
 def plot(rows: Sequence[Row], path: Path) -> Path:
-    """Draw the median time of every provider (bars, log scale; whiskers p10 to p90), one panel per case, to a PNG."""
+    """Draw the median time of every provider (bars; whiskers p10 to p90), one panel per case, to a PNG.
+
+    A panel's axis begins at 0; it is logarithmic only where times differ by more than 20, since cut-off bars mislead.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -150,10 +153,11 @@ def plot(rows: Sequence[Row], path: Path) -> Path:
             whiskers = [[max(0.0, ms["median"] - ms["p10"])], [max(0.0, ms["p90"] - ms["median"])]]
             hatch = "//" if row["setting"] == "tuned" else None
             axes.barh(index, ms["median"], xerr=whiskers, color=colours[row["kind"]], hatch=hatch, edgecolor="white")
-            axes.text(ms["median"], index, f"  {ms['median']:.3g} ms", va="center", fontsize=7)
+            axes.text(max(ms["median"], ms["p90"]), index, f"  {ms['median']:.3g} ms", va="center", fontsize=7)
         axes.set_yticks(range(len(group)), [f"{row['provider']} ({row['setting']})" for row in group], fontsize=7)
         axes.invert_yaxis()
-        axes.set_xscale("log")
+        times = [row["ms"]["median"] for row in group]
+        axes.set_xscale("log" if max(times) > 20 * min(times) else "linear")
         axes.margins(x=0.15)
         axes.set_title(case_title(case), fontsize=8, loc="left")
         axes.tick_params(axis="x", labelsize=7)

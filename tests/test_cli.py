@@ -73,7 +73,7 @@ def test_quick_bench_checks_times_saves_and_draws(tmp_path: Path, capsys: pytest
     data = load(path)
     fresh = next(row for row in data["rows"] if row["provider"] == "fastpar fresh gradient")
     assert fresh["ms"]["samples"] == 6
-    assert fresh["case"] == {"dtype": "fp32", "tokens": 256, "vocab": 8192, "ranks": 1, "threads": 1}
+    assert fresh["case"] == {"dtype": "fp32", "tokens": 256, "vocab": 8192, "ranks": 1, "threads": 2}
     run = data["runs"][fresh["run"]]
     assert run["command"] == f"fastpar bench cross_entropy {' '.join(flags)} --json {path} --plot"
     assert run["versions"]["torch"] == torch.__version__

@@ -201,12 +201,13 @@ def example_rows(run: str = "r1", fast: float = 10.0) -> list[dict[str, Any]]:
 
 
 def test_rows_carry_rates_roof_fractions_and_ratios_to_every_peer() -> None:
-    fast, peer, *_, bad = example_rows()
+    fast, peer, _, bound, roof, bad = example_rows()
     assert fast["gb_s"] == pytest.approx(20.0)
     assert fast["roof_fraction"] == pytest.approx(0.5)
     assert fast["ratio"]["peer"] == pytest.approx({"default": 8.0, "tuned": 4.0})
     assert peer["ratio"]["peer"] == pytest.approx({"default": 1.0, "tuned": 0.5})
     assert fast["above_bound"] == pytest.approx(0.2)
+    assert bound["above_bound"] is roof["above_bound"] is None
     assert fast["quiet"] is True
     assert "ms" not in bad
     assert bad["problem"]
