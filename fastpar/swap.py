@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -255,8 +255,8 @@ class _Swap:
         layout = layout_of(next(p for p in module.parameters(recurse=False)))
         assert layout is not None
         note = ""
-        if layout.kind == "whole":
-            note = f"kept whole, rank {self.comm.rank} uses {layout.rows.size(self.comm.rank)} of {layout.rows.total}"  # type: ignore[union-attr]
+        if layout.rows is not None and layout.kind == "whole":
+            note = f"kept whole, rank {self.comm.rank} uses {layout.rows.size(self.comm.rank)} of {layout.rows.total}"
         self.explanation.add(path, style.kind, _stored(layout), note)
 
     def _replicate(self, path: str, module: nn.Module, sum_grad: bool) -> None:
@@ -267,9 +267,8 @@ class _Swap:
 
     def _dropout(self, path: str, module: nn.Module, region: SequenceRegion | None) -> None:
         assert isinstance(module, nn.Dropout)
-        adoption = Adoption(module, LayoutDropout)
-        module._configure(module.p, sequence=region, batch=self.batch)  # type: ignore[operator]
-        self.adoptions.append(adoption)
+        self.adoptions.append(Adoption(module, LayoutDropout))
+        cast(Any, module)._configure(module.p, sequence=region, batch=self.batch)
         self.explanation.add(path, "dropout", "", "mask by global position")
 
     def _set(self, module: nn.Module, name: str, value: Any) -> None:

@@ -31,45 +31,40 @@ from fastpar.comm import Communicator, copy_to, gather_from, reduce_from, scatte
 from fastpar.ops.dropout import sharded_dropout
 from fastpar.tensor.dropout import draw_seed
 from fastpar.tensor.parameter import ParameterLayout, unwrap
-from fastpar.tensor.vocab import check_ids
+from fastpar.tensor.vocab import check_ids, embed_owned
 
 MIN_TRANSFORMERS = (5, 20)  # the first whose styles hold DTensor parameters (`TensorParallelLayer.install_forward`)
 
 
-def _local(module: nn.Module, name: str, comm: Communicator, *, sum_grad: bool = False) -> Tensor | None:
+def _local(module: nn.Module, name: str, comm: Communicator) -> Any:
     """A parameter that transformers made, as a local tensor on the path of fastpar's own parameters."""
     param = module._parameters.get(name)
     if param is None:
         return None
     if not isinstance(param, DTensor):
         return param
-    return unwrap(param, ParameterLayout.of_dtensor(param, comm), sum_grad=sum_grad)
+    return unwrap(param, ParameterLayout.of_dtensor(param, comm))
 
 
-def _column_forward(module: nn.Module, comm: Communicator, gather_output: bool, x: Tensor) -> Tensor:
-    out = F.linear(copy_to(x, comm), _local(module, "weight", comm), _local(module, "bias", comm))  # type: ignore[arg-type]
+def _column_forward(module: Any, comm: Communicator, gather_output: bool, x: Tensor) -> Tensor:
+    out = F.linear(copy_to(x, comm), _local(module, "weight", comm), _local(module, "bias", comm))
     if gather_output:
-        out = gather_from(out, comm, dim=-1, sizes=shard_sizes(int(module.out_features), comm.size))  # type: ignore[arg-type]
+        out = gather_from(out, comm, dim=-1, sizes=shard_sizes(module.out_features, comm.size))
     return out
 
 
-def _row_forward(module: nn.Module, comm: Communicator, split_input: bool, x: Tensor) -> Tensor:
+def _row_forward(module: Any, comm: Communicator, split_input: bool, x: Tensor) -> Tensor:
     if split_input:
-        x = scatter_to(x, comm, dim=-1, sizes=shard_sizes(int(module.in_features), comm.size))  # type: ignore[arg-type]
-    out = reduce_from(F.linear(x, _local(module, "weight", comm)), comm)  # type: ignore[arg-type]
+        x = scatter_to(x, comm, dim=-1, sizes=shard_sizes(module.in_features, comm.size))
+    out = reduce_from(F.linear(x, _local(module, "weight", comm)), comm)
     bias = _local(module, "bias", comm)
     return out if bias is None else out + bias
 
 
-def _embedding_forward(module: nn.Module, comm: Communicator, ids: Tensor) -> Tensor:
-    total = int(module.num_embeddings)  # type: ignore[arg-type]
-    check_ids(ids, total)
-    start, stop = shard_range(total, comm.size, comm.rank)
-    weight = _local(module, "weight", comm)
-    assert weight is not None
-    foreign = (ids < start) | (ids >= stop)
-    rows = F.embedding((ids - start).masked_fill(foreign, 0), weight)
-    return reduce_from(rows.masked_fill(foreign.unsqueeze(-1), 0), comm)
+def _embedding_forward(module: Any, comm: Communicator, ids: Tensor) -> Tensor:
+    check_ids(ids, module.num_embeddings)
+    start, _ = shard_range(module.num_embeddings, comm.size, comm.rank)
+    return reduce_from(embed_owned(ids, _local(module, "weight", comm), start, module.padding_idx), comm)
 
 
 def _layout_attention(

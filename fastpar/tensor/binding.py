@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 from torch.distributed import ProcessGroup
@@ -71,7 +71,7 @@ def adopt(module: nn.Module, cls: type[Any], group: GroupLike, **options: Any) -
     source.__dict__["_parameters"] = dict(module._parameters)
     adoption = Adoption(module, cls)
     try:
-        module._configure(source, group, **options)  # type: ignore[operator]
+        cast(Any, module)._configure(source, group, **options)
     except BaseException:
         adoption.undo()
         raise

@@ -93,18 +93,9 @@ class VocabParallelEmbedding(ParallelModule):
 
     def forward(self, ids: Tensor) -> Tensor:
         check_ids(ids, self.num_embeddings)
-        start, stop, _ = self.vocab_range
         weight = self._local("weight")
         assert weight is not None
-        if stop == start:  # more ranks than rows: nothing to look up, but the weight stays in the graph
-            out = weight.sum() * 0 + weight.new_zeros(*ids.shape, self.embedding_dim)
-        else:
-            local = ids - start
-            foreign = (local < 0) | (local >= stop - start)
-            padding = self.padding_idx
-            owned_padding = padding - start if padding is not None and start <= padding < stop else None
-            out = F.embedding(local.masked_fill(foreign, 0), weight, owned_padding)
-            out = out.masked_fill(foreign.unsqueeze(-1), 0)
+        out = embed_owned(ids, weight, self.vocab_range[0], self.padding_idx)
         return reduce_from(out, self.comm) if self.sequence is None else self.sequence.reduce_scatter(out)
 
     def extra_repr(self) -> str:
@@ -130,6 +121,22 @@ def gather_vocab(logits: Tensor, vocab_size: int, group: GroupLike) -> Tensor:
     """Full logits [..., V] from each rank's [..., V_r]; one all-gather. Backward keeps this rank's part."""
     comm, _ = bind(group, logits.device.type)
     return gather_from(logits, comm, dim=-1, sizes=shard_sizes(vocab_size, comm.size))
+
+
+def embed_owned(ids: Tensor, weight: Tensor, start: int, padding_idx: int | None) -> Tensor:
+    """Rows of the ids that this rank owns, zeros for all others: [...] and [V_r, H] -> [..., H].
+
+    `weight` holds the rows from `start` on; `padding_idx`, a global id or None, gets no gradient.
+    """
+    if weight.size(0) == 0:  # more ranks than rows: nothing to look up, but the weight stays in the graph
+        return weight.sum() * 0 + weight.new_zeros(*ids.shape, weight.size(1))
+    local = ids - start
+    foreign = (local < 0) | (local >= weight.size(0))
+    owned_padding = None
+    if padding_idx is not None and start <= padding_idx < start + weight.size(0):
+        owned_padding = padding_idx - start
+    out = F.embedding(local.masked_fill(foreign, 0), weight, owned_padding)
+    return out.masked_fill(foreign.unsqueeze(-1), 0)
 
 
 def check_ids(ids: Tensor, vocab_size: int) -> None:
