@@ -35,7 +35,7 @@ from fastpar.tensor import (
     layout_of,
     replicate,
 )
-from fastpar.tensor.binding import GroupLike
+from fastpar.tensor.binding import GroupLike, bind
 from fastpar.tensor.linear import linear_weights
 from fastpar.tensor.sequence import hook_input, hook_output
 
@@ -69,8 +69,9 @@ class _Swap:
 
     def __init__(self, model: nn.Module, mesh: Mesh | GroupLike, sequence_parallel: bool, gather_logits: bool):
         self.model = model
-        self.group: Any = mesh["tp"] if isinstance(mesh, Mesh) else mesh
-        self.comm = Communicator.of(self.group)
+        device_type = next((p.device.type for p in model.parameters()), "cpu")
+        self.group = bind(mesh["tp"] if isinstance(mesh, Mesh) else mesh, device_type)
+        self.comm = self.group.comm
         self.batch = (mesh.rank("dp"), mesh.size("dp")) if isinstance(mesh, Mesh) else (0, 1)
         self.sequence_parallel = sequence_parallel
         self.gather_logits = gather_logits
@@ -347,7 +348,8 @@ def parallelize(
                        pattern to style, such as {"layers.*.mlp.up_proj": "colwise"}; see `fastpar.plan`
     sequence_parallel  split the residual stream along the sequence between blocks
     gather_logits      let the head return all V logits (for sampling); by default [..., V_r] stays split and
-                       `vocab_parallel_cross_entropy(logits, target, group=mesh["tp"])` is the loss
+                       `vocab_parallel_cross_entropy(logits, target, group=mesh["tp"])` is the loss (with
+                       `vocab_range=model.lm_head.vocab_range` where V does not divide by the group)
     sync_weights       "check" (default): ranks must hold the same weights before the split, else ValueError names the
                        first parameter that differs; "broadcast": take rank 0's; "none"
 
@@ -382,7 +384,6 @@ def parallelize(
         swap.undo(gather=False)
         raise
     swap.free_originals()
-    swap.group = None  # not needed any more, and in the way of copying the model
     model.__dict__[_STATE] = swap
     return model
 

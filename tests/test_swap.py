@@ -446,3 +446,12 @@ def _post_norm_gradients(sequence_parallel: bool) -> None:
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
 def test_norm_after_the_sum_inside_a_block_has_the_gradient_of_the_whole_sequence(sequence_parallel: bool) -> None:
     run_ranks(2, _post_norm_gradients, sequence_parallel)
+
+
+def _distinct_communicators() -> int:
+    model = fp.parallelize(build_model("llama", torch.float32), dist.group.WORLD, sequence_parallel=True)
+    return len({id(module.comm) for module in model.modules() if hasattr(module, "comm")})
+
+
+def test_layers_of_one_model_share_one_communicator() -> None:
+    assert run_ranks(2, _distinct_communicators) == [1, 1]

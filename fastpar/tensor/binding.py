@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from torch import nn
 from torch.distributed import ProcessGroup
@@ -11,17 +11,28 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fastpar.comm import Communicator
 
-GroupLike = ProcessGroup | DeviceMesh | Communicator | None
+
+class BoundGroup(NamedTuple):
+    """A group as layers use it. Layers of one model share one, so that its collectives are numbered in one sequence."""
+
+    comm: Communicator
+    mesh: DeviceMesh | None  # of the same ranks, for DTensors; None for a lone rank without torch.distributed
+
+    def __deepcopy__(self, memo: Any) -> BoundGroup:
+        return self  # a copied model runs on the same group
 
 
-def bind(group: GroupLike, device_type: str) -> tuple[Communicator, DeviceMesh | None]:
-    """The communicator of `group`, and a one-dimensional mesh over the same ranks (None for a lone rank)."""
+GroupLike = ProcessGroup | DeviceMesh | Communicator | BoundGroup | None
+
+
+def bind(group: GroupLike, device_type: str) -> BoundGroup:
+    """The communicator of `group`, and a one-dimensional mesh over the same ranks; unchanged if it is bound already."""
+    if isinstance(group, BoundGroup):
+        return group
     comm = Communicator.of(group)
     if isinstance(group, DeviceMesh):
-        return comm, group
-    if comm.group is None:
-        return comm, None
-    return comm, DeviceMesh.from_group(comm.group, device_type)
+        return BoundGroup(comm, group)
+    return BoundGroup(comm, None if comm.group is None else DeviceMesh.from_group(comm.group, device_type))
 
 
 def blank(cls: type[Any]) -> Any:

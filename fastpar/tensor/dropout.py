@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fastpar.ops.dropout import sharded_dropout
-from fastpar.tensor.sequence import SequenceRegion, batch_share
+from fastpar.tensor.sequence import SequenceRegion
 
 
 class LayoutDropout(nn.Module):
@@ -36,7 +36,8 @@ class LayoutDropout(nn.Module):
         if not self.training or self.p == 0.0:
             return x
         offset, shape = [0] * x.dim(), list(x.shape)
-        offset[0], shape[0] = batch_share(x.size(0), *self.batch)
+        rank, size = self.batch
+        offset[0], shape[0] = rank * x.size(0), size * x.size(0)
         if self.sequence is not None:
             offset[self.sequence.dim], shape[self.sequence.dim] = self.sequence.offset, self.sequence.total
         return sharded_dropout(x, self.p, seed=draw_seed(), offset=offset, global_shape=shape)

@@ -131,9 +131,4 @@ def hook_output(module: nn.Module, fn: Any) -> Any:
     return module.register_forward_hook(hook)
 
 
-def batch_share(device_batch: int, rank: int, size: int) -> tuple[int, int]:
-    """(offset, global size) of a batch of which each of `size` data-parallel ranks holds `device_batch` samples."""
-    return rank * device_batch, size * device_batch
-
-
-__all__ = ["SequenceRegion", "batch_share", "hook_input", "hook_output", "map_hidden", "map_output"]
+__all__ = ["SequenceRegion", "hook_input", "hook_output", "map_hidden", "map_output"]

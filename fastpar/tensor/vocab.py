@@ -119,7 +119,7 @@ class VocabParallelHead(ColumnParallelLinear):
 
 def gather_vocab(logits: Tensor, vocab_size: int, group: GroupLike) -> Tensor:
     """Full logits [..., V] from each rank's [..., V_r]; one all-gather. Backward keeps this rank's part."""
-    comm, _ = bind(group, logits.device.type)
+    comm = bind(group, logits.device.type).comm
     return gather_from(logits, comm, dim=-1, sizes=shard_sizes(vocab_size, comm.size))
 
 
