@@ -1,35 +1,46 @@
 """Vocab-parallel cross-entropy: softmax cross-entropy over logits whose vocabulary dim is split across ranks.
 
-For row n with target y, over the whole vocabulary:
+For row n with target y, over the whole vocabulary of V ids, with class weights w (1 by default; W is their sum),
+label smoothing a and z-loss coefficient k, from logits x:
 
-    lse_n  = log(sum_v exp(x_nv))
-    loss_n = lse_n - x_ny                                   0 where y is ignore_index
-    dx_nv  = (exp(x_nv - lse_n) - [v = y]) * dloss_n        0 in ignored rows
+    z      = softcap * tanh(logit_scale * x / softcap)      logit_scale * x without softcap
+    lse    = log(sum_v exp(z_v))
+    p_v    = exp(z_v - lse)
+    loss   = (1 - a) w_y (lse - z_y)  +  a / V sum_v w_v (lse - z_v)  +  k lse^2         0 where y is ignore_index
 
-Three ops. `stats` reads this rank's logits once and leaves three numbers a row: maximum m, sum s of exp(x - m), and the
-target's logit. All ranks' numbers travel in the one collective. `merge` combines them in rank order, so that every rank
-has the same bits. `backward` needs no other rank: it reads the logits again, recomputes the exponentials, and writes
-the gradient in the logits' dtype.
+    dz_v   = (gamma + delta) p_v - beta w_v - gamma [v = y]
+             gamma = (1 - a) w_y dloss      beta = a / V dloss      delta = (a W / V + 2 k lse) dloss + dlse
+    dx_v   = dz_v logit_scale (1 - (z_v / softcap)^2)
+
+Three ops. `stats` reads this rank's logits once and leaves three numbers a row: maximum m of z, sum s of exp(z - m),
+and the target's z; with smoothing also the sum of w z, as two float32 numbers. All ranks' numbers travel in the one
+collective. `merge` combines them in rank order, so that every rank has the same bits. `backward` needs no other rank:
+it reads the logits again, recomputes the exponentials, and writes the gradient in the logits' dtype. The target's entry
+is delta p_y + gamma expm1(z_y - lse) - beta w_y: p_y - 1 would cancel where the model is confident.
 
 What is saved for backward: the logits themselves (no copy), the targets, and lse, 8 bytes a row. Megatron-LM instead
-saves a float32 softmax, after three all-reduces; Liger does the same with one fewer read. Writing the gradient in the
-forward pass saves a read when there is one rank, but fixes the gradient of the loss to a scalar and costs a
-multiplication pass where it is not 1.
+saves a float32 softmax, after three all-reduces; Liger does the same with one fewer read.
 
 lse is float64: it is as large as the largest logit, and rounding it to float32 would put that rounding on every
 probability (5e-4 at 1e4).
+
+Note: the gradient in forward. Where one rank holds the whole vocabulary and the loss is reduced to a scalar, an op that
+visits every row once can leave the gradient for an upstream of 1 on its way, and spares the second read. Backward hands
+that buffer out, once; for any other upstream, and from the second time on, it runs `backward`. GPUs only, where the
+reads are what costs; not measured yet.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
 
 from fastpar import _ext
 from fastpar.reference import cross_entropy as reference
-from fastpar.reference.cross_entropy import Shard, compute_dtype
+from fastpar.reference.cross_entropy import LossOptions
+from fastpar.reference.vocab_shard import Shard, check_headers, compute_dtype, exchange
 
 if TYPE_CHECKING:
     from fastpar.comm import Communicator, GroupLike
@@ -41,73 +52,159 @@ _CUDA_ARCHS = tuple(filter(None, _ext.build_info()["cuda_archs"].split(",")))
 # ---- launchers -------------------------------------------------------------------------------------------------------
 
 
-def _implementation(x: Tensor) -> Any:
-    """The namespace that holds the three ops for this device: the library's, or the reference's where it has none."""
+_COMPILED = hasattr(torch.ops.fastpar, "cross_entropy_forward_backward")
+
+
+if _COMPILED:
+
+    class _kernels:
+        """The compiled ops under the names that the reference gives them."""
+
+        stats = torch.ops.fastpar.vocab_parallel_cross_entropy_stats
+        merge = torch.ops.fastpar.vocab_parallel_cross_entropy_merge
+        backward = torch.ops.fastpar.vocab_parallel_cross_entropy_backward
+        backward_ = torch.ops.fastpar.vocab_parallel_cross_entropy_backward_
+        stats_exp_ = torch.ops.fastpar.vocab_parallel_cross_entropy_stats_exp_
+        forward_backward = torch.ops.fastpar.cross_entropy_forward_backward
+        forward_backward_ = torch.ops.fastpar.cross_entropy_forward_backward_
+else:
+    _kernels = reference
+
+
+def implementation(x: Tensor) -> Any:
+    """The namespace that holds the ops for this device: compiled, Triton's, or the reference's where there are none."""
     if x.device.type == "cpu":
         return _kernels
-    if x.device.type == "cuda" and torch.cuda.get_device_capability(x.device) == (9, 0) and "90a" in _CUDA_ARCHS:
-        return _kernels
+    if x.device.type == "cuda":
+        if torch.cuda.get_device_capability(x.device) == (9, 0) and "90a" in _CUDA_ARCHS:
+            return _kernels
+        triton = _triton()
+        if triton is not None:
+            return triton
     return reference
 
 
-class _kernels:
-    """The compiled ops under the names that the reference gives them."""
-
-    stats = torch.ops.fastpar.vocab_parallel_cross_entropy_stats
-    merge = torch.ops.fastpar.vocab_parallel_cross_entropy_merge
-    backward = torch.ops.fastpar.vocab_parallel_cross_entropy_backward
-    backward_ = torch.ops.fastpar.vocab_parallel_cross_entropy_backward_
-
-
-def _stats(logits: Tensor, target: Tensor, shard: Shard, ignore_index: int) -> Tensor:
-    launch = _implementation(logits).stats
-    if torch.compiler.is_compiling():
-        return cast(Tensor, launch(logits, target, shard.start, shard.total, ignore_index))
+def _triton() -> Any:
     try:
-        return cast(Tensor, launch(logits, target, shard.start, shard.total, ignore_index))
-    except RuntimeError:
-        # The kernel checks the targets on its way; only if it found one is it worth finding out which.
-        reference.check_target_range(target, shard.total, ignore_index)
-        raise
+        from fastpar.kernels import cross_entropy
+    except ImportError:  # triton is optional
+        return None
+    return cross_entropy
 
 
-def _forward(
-    logits: Tensor, target: Tensor, shard: Shard, comm: Communicator | None, ignore_index: int
-) -> tuple[Tensor, Tensor]:
+class Problem(NamedTuple):
+    """The arguments of one call, checked, apart from the logits and the targets."""
+
+    shard: Shard
+    comm: Communicator | None
+    options: LossOptions
+    weight: Tensor | None
+    weight_sum: Tensor | None
+
+
+def forward(logits: Tensor, target: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
     """(loss [N], lse [N] float64), with one collective if there is a communicator."""
-    gathered = reference.exchange(_stats(logits, target, shard, ignore_index), shard, comm)
-    loss, lse = _implementation(logits).merge(gathered, target.reshape(-1), ignore_index)
+    ops, options, shard = implementation(logits), problem.options, problem.shard
+    local = ops.stats(
+        logits,
+        target,
+        problem.weight,
+        shard.start,
+        shard.total,
+        options.ignore_index,
+        options.smoothing,
+        options.softcap,
+        options.logit_scale,
+    )
+    return merge(exchange(local, problem.comm), target, problem)
+
+
+def merge(gathered: Tensor, target: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
+    """(loss [N], lse [N] float64) from every rank's statistics; raises what the ranks' headers say is wrong."""
+    options = problem.options
+    check_headers(gathered, target, options.ignore_index)
+    loss, lse = implementation(gathered).merge(
+        gathered,
+        target.reshape(-1),
+        problem.weight,
+        problem.weight_sum,
+        problem.shard.total,
+        options.ignore_index,
+        options.label_smoothing,
+        options.z_loss,
+    )
     return loss, lse
 
 
 # ---- fakes -----------------------------------------------------------------------------------------------------------
 
 
-@torch.library.register_fake("fastpar::vocab_parallel_cross_entropy_stats")
-def _(logits: Tensor, target: Tensor, vocab_start: int, vocab_total: int, ignore_index: int) -> Tensor:
-    return logits.new_empty((target.numel(), 3), dtype=compute_dtype(logits.dtype))
+def _register_fakes() -> None:
+
+    def _rows(logits: Tensor) -> Any:
+        return logits.numel() // logits.shape[-1] if logits.shape[-1] != 0 else logits[..., :1].numel()
+
+    @torch.library.register_fake("fastpar::vocab_parallel_cross_entropy_stats")
+    def _(
+        logits: Tensor,
+        target: Tensor,
+        weight: Tensor | None,
+        start: int,
+        total: int,
+        ignore: int,
+        smoothing: bool,
+        softcap: float,
+        scale: float,
+    ) -> Tensor:
+        return logits.new_empty((target.numel() + 3, 5 if smoothing else 3), dtype=compute_dtype(logits.dtype))
+
+    @torch.library.register_fake("fastpar::vocab_parallel_cross_entropy_stats_exp_")
+    def _(
+        logits: Tensor,
+        target: Tensor,
+        weight: Tensor | None,
+        start: int,
+        total: int,
+        ignore: int,
+        smoothing: bool,
+        softcap: float,
+        scale: float,
+    ) -> Tensor:
+        return logits.new_empty((target.numel() + 3, 5 if smoothing else 3), dtype=compute_dtype(logits.dtype))
+
+    @torch.library.register_fake("fastpar::vocab_parallel_cross_entropy_merge")
+    def _(gathered: Tensor, target: Tensor, *terms: Any) -> tuple[Tensor, Tensor]:
+        rows = target.numel()
+        return gathered.new_empty((rows,)), gathered.new_empty((rows,), dtype=torch.float64)
+
+    @torch.library.register_fake("fastpar::vocab_parallel_cross_entropy_backward")
+    def _(logits: Tensor, *arguments: Any) -> Tensor:
+        return torch.empty_like(logits, memory_format=torch.contiguous_format)
+
+    @torch.library.register_fake("fastpar::vocab_parallel_cross_entropy_backward_")
+    def _(logits: Tensor, *arguments: Any) -> None:
+        return None
+
+    @torch.library.register_fake("fastpar::cross_entropy_forward_backward_")
+    def _(logits: Tensor, target: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+        rows, dtype = target.numel(), compute_dtype(logits.dtype)
+        return logits.new_empty((rows,), dtype=dtype), logits.new_empty((rows,), dtype=torch.float64)
+
+    @torch.library.register_fake("fastpar::cross_entropy_forward_backward")
+    def _(logits: Tensor, target: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+        rows, dtype = target.numel(), compute_dtype(logits.dtype)
+        grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
+        return logits.new_empty((rows,), dtype=dtype), logits.new_empty((rows,), dtype=torch.float64), grad
 
 
-@torch.library.register_fake("fastpar::vocab_parallel_cross_entropy_merge")
-def _(gathered: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
-    rows = gathered.shape[1]
-    return gathered.new_empty((rows,)), gathered.new_empty((rows,), dtype=torch.float64)
-
-
-@torch.library.register_fake("fastpar::vocab_parallel_cross_entropy_backward")
-def _(logits: Tensor, lse: Tensor, target: Tensor, grad_loss: Tensor, vocab_start: int, ignore_index: int) -> Tensor:
-    return torch.empty_like(logits, memory_format=torch.contiguous_format)
-
-
-@torch.library.register_fake("fastpar::vocab_parallel_cross_entropy_backward_")
-def _(logits: Tensor, lse: Tensor, target: Tensor, grad_loss: Tensor, vocab_start: int, ignore_index: int) -> None:
-    return None
+if _COMPILED:
+    _register_fakes()
 
 
 # ---- autograd --------------------------------------------------------------------------------------------------------
 
 
-class _FirstDerivative(torch.autograd.Function):
+class FirstDerivative(torch.autograd.Function):
     """Identity on the gradient that stands between it and what it depends on, since the kernel has no derivative.
 
     once_differentiable would not do: it looks at the upstream gradient only, which is a constant when backward starts
@@ -115,15 +212,13 @@ class _FirstDerivative(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, grad: Tensor, logits: Tensor, grad_loss: Tensor) -> Tensor:
+    def forward(ctx: Any, grad: Tensor, op: str, *depends_on: Tensor | None) -> Tensor:
+        ctx.op = op
         return grad.view_as(grad)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        raise RuntimeError(
-            "vocab_parallel_cross_entropy has a first derivative only; torch.nn.functional."
-            "cross_entropy has a second one"
-        )
+        raise RuntimeError(f"{ctx.op} has a first derivative only; the functions of torch.nn.functional have a second")
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
@@ -134,42 +229,68 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         ctx: Any,
         logits: Tensor,
         target: Tensor,
-        shard: Shard,
-        comm: Communicator | None,
-        ignore_index: int,
+        divisor: Tensor | None,
+        problem: Problem,
         reduction: str,
         inplace: bool,
-    ) -> tuple[Tensor, Tensor]:
-        loss, lse = _forward(logits, target, shard, comm, ignore_index)
-        out, count = reference.reduce_loss(loss, target, ignore_index, reduction)
-        ctx.save_for_backward(logits, target, lse, count)
-        ctx.vocab_start, ctx.ignore_index, ctx.inplace = shard.start, ignore_index, inplace
-        lse_out = lse.to(loss.dtype).reshape(target.shape)
-        ctx.mark_non_differentiable(lse_out)
-        return out, lse_out
+        return_lse: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        ctx.set_materialize_grads(False)
+        ctx.in_forward = None
+        if _writes_gradient_in_forward(logits, problem, reduction, inplace):
+            one = torch.ones((), dtype=compute_dtype(logits.dtype), device=logits.device)
+            grad_loss = reference.expand_grad(one, divisor, target.numel(), one)
+            terms = (problem.weight, problem.weight_sum, grad_loss, *problem.options)
+            loss, lse, ctx.in_forward = implementation(logits).forward_backward(logits, target, *terms)
+        else:
+            loss, lse = forward(logits, target, problem)
+        ctx.save_for_backward(logits, target, lse, divisor, problem.weight, problem.weight_sum)
+        ctx.shard, ctx.options, ctx.inplace = problem.shard, problem.options, inplace
+        out = reference.reduce_loss(loss, target, reduction, divisor)
+        return out, lse.to(loss.dtype).reshape(target.shape) if return_lse else None
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         if ctx.inplace and getattr(ctx, "is_consumed", False):
             raise RuntimeError(
                 "this loss was computed with inplace_backward=True: its first backward wrote the gradient over the "
                 "logits, so it cannot run a second time. Use inplace_backward=False where backward runs more than once."
             )
-        logits, target, lse, count = ctx.saved_tensors
-        ops = _implementation(logits)
+        logits, target, lse, divisor, weight, weight_sum = ctx.saved_tensors
+        grad_out, grad_lse = grads[0], grads[1]
+        prepared, ctx.in_forward = ctx.in_forward, None
         with torch.no_grad():
-            grad_loss = reference.expand_grad(grads[0], count, target.numel(), compute_dtype(logits.dtype))
-            if ctx.inplace:
-                grad = logits.detach()
-                ops.backward_(grad, lse, target, grad_loss, ctx.vocab_start, ctx.ignore_index)
-                ctx.is_consumed = True
-                # Whoever else saved these logits must not compute with what is in them now.
-                torch.autograd.graph.increment_version(logits)
+            if prepared is not None and grad_out is not None and grad_lse is None:
+                grad = prepared.mul_(grad_out)
             else:
-                grad = ops.backward(logits, lse, target, grad_loss, ctx.vocab_start, ctx.ignore_index)
+                like = torch.empty((), dtype=compute_dtype(logits.dtype), device=logits.device)
+                grad_loss = reference.expand_grad(grad_out, divisor, target.numel(), like)
+                if grad_lse is not None:
+                    grad_lse = grad_lse.to(like.dtype).reshape(-1)
+                where = (ctx.shard.start, ctx.shard.total)
+                arguments = (lse, target, weight, weight_sum, grad_loss, grad_lse, *where, *ctx.options)
+                if ctx.inplace:
+                    grad = logits.detach()
+                    implementation(logits).backward_(grad, *arguments)
+                    ctx.is_consumed = True
+                    # Whoever else saved these logits must not compute with what is in them now.
+                    torch.autograd.graph.increment_version(logits)
+                else:
+                    grad = implementation(logits).backward(logits, *arguments)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
-            grad = _FirstDerivative.apply(grad, logits, grads[0])
+            grad = FirstDerivative.apply(grad, "vocab_parallel_cross_entropy", logits, *grads)
         return grad, None, None, None, None, None, None
+
+
+def _writes_gradient_in_forward(logits: Tensor, problem: Problem, reduction: str, inplace: bool) -> bool:
+    """See the module docstring."""
+    return (
+        logits.device.type == "cuda"
+        and problem.comm is None
+        and reduction != "none"
+        and not inplace
+        and not torch.compiler.is_compiling()
+    )
 
 
 # ---- public ----------------------------------------------------------------------------------------------------------
@@ -183,7 +304,14 @@ def vocab_parallel_cross_entropy(
     group: GroupLike = ...,
     vocab_range: tuple[int, int, int] | None = ...,
     ignore_index: int = ...,
+    label_smoothing: float = ...,
+    z_loss: float = ...,
+    softcap: float | None = ...,
+    logit_scale: float = ...,
+    weight: Tensor | None = ...,
+    shift: int = ...,
     reduction: str = ...,
+    denominator: float | Tensor | None = ...,
     inplace_backward: bool = ...,
     return_lse: Literal[False] = ...,
 ) -> Tensor: ...
@@ -195,7 +323,14 @@ def vocab_parallel_cross_entropy(
     group: GroupLike = ...,
     vocab_range: tuple[int, int, int] | None = ...,
     ignore_index: int = ...,
+    label_smoothing: float = ...,
+    z_loss: float = ...,
+    softcap: float | None = ...,
+    logit_scale: float = ...,
+    weight: Tensor | None = ...,
+    shift: int = ...,
     reduction: str = ...,
+    denominator: float | Tensor | None = ...,
     inplace_backward: bool = ...,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
@@ -206,7 +341,14 @@ def vocab_parallel_cross_entropy(
     group: GroupLike = None,
     vocab_range: tuple[int, int, int] | None = None,
     ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    weight: Tensor | None = None,
+    shift: int = 0,
     reduction: str = "mean",
+    denominator: float | Tensor | None = None,
     inplace_backward: bool = False,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -215,10 +357,11 @@ def vocab_parallel_cross_entropy(
         logits  [..., V_local]  this rank's columns; float32, bfloat16, float16 or float64, any strides
         target  [...]           global class ids, int64 or int32, the same on every rank
         out     [...] or []     the loss; float32, or float64 for float64 logits
-        lse     [...]           log of the sum of exponentials over the vocabulary, same dtype; has no gradient
+        lse     [...]           log of the sum of exponentials over the vocabulary, same dtype; differentiable
 
-        forward   one all-gather of 12 bytes a token (24 for float64); none if the group is None or one rank
-        backward  no collective; grad = (softmax - onehot) * grad_loss in the logits' dtype
+        forward   one all-gather of 12 bytes a token (20 with smoothing; twice that for float64), and 36 (60) bytes;
+                  none if the group is None or one rank
+        backward  no collective; the gradient is rounded once, to the logits' dtype
 
     Args:
         group: ProcessGroup, 1-D DeviceMesh, Communicator, or None for logits that hold the whole vocabulary. Under
@@ -227,8 +370,18 @@ def vocab_parallel_cross_entropy(
         vocab_range: (start, end, total) if this rank's columns are [start, end) of `total`. The default is equal
             shards in rank order; shards of unequal sizes must be given. Empty shards are allowed.
         ignore_index: targets with this value have loss 0 and gradient 0, and do not count in a mean.
-        reduction: "none", "sum", or "mean" over the targets that are not ignored; a mean over none of them is 0 (where
-            torch.nn.functional.cross_entropy gives NaN).
+        label_smoothing: a in [0, 1], over the whole vocabulary whatever the shards are, as torch.nn.functional has it:
+            a column masked with -inf makes the loss infinite.
+        z_loss: coefficient k >= 0 of lse^2, which keeps the normaliser near 1 (PaLM, arXiv:2204.02311, section 5).
+        softcap: bounds |z| (Gemma 2, arXiv:2408.00118); applied after logit_scale.
+        logit_scale: factor of the logits, the inverse of a temperature.
+        weight: class weights [V] of the whole vocabulary, any floating dtype; has no gradient.
+        shift: score position t of the last dim of target against target t + shift; the last `shift` positions are
+            ignored. The logits are not copied.
+        reduction: "none", "sum", or "mean" over the targets that are not ignored, each counted with its class weight;
+            a mean over none of them is 0 (where torch.nn.functional.cross_entropy gives NaN).
+        denominator: what a mean divides by instead: a number, or a scalar tensor (which costs no synchronisation), for
+            instance the number of tokens of all data-parallel ranks and accumulation steps.
         inplace_backward: write the gradient over the logits instead of into new memory. The logits are destroyed by
             backward, which can then run only once; anything else that saved them for its own backward raises. For
             logits that are an intermediate result. Under torch.compile, which plans memory itself, it has no effect.
@@ -238,23 +391,33 @@ def vocab_parallel_cross_entropy(
     and (log 3, 1, log 3); lse = log 4, loss = log(4 / 3), and the gradients are [[0.25]] and [[-0.25]].
 
     Raises:
-        IndexError: a target outside the vocabulary that is not ignore_index; names its position. Raised on every rank
-            before the collective. On CUDA, where looking would need a synchronisation, that row's loss is NaN instead.
-        ValueError, TypeError: shapes, dtypes, devices, reduction, vocab_range; shards that do not tile the
-            vocabulary (on CPU, after the collective, on every rank).
+        IndexError: a target outside the vocabulary that is not ignore_index; names its position. Raised on every rank,
+            after the collective. On CUDA, where looking would need a synchronisation, and in compiled code that row's
+            loss is NaN instead.
+        ValueError, TypeError: shapes, dtypes, devices, options, vocab_range; shards that do not tile the vocabulary
+            (on CPU, after the collective, on every rank).
         RuntimeError: a second backward after inplace_backward=True.
     """
-    reference.check_arguments(logits, target, ignore_index, reduction)
+    reference.check_logits_and_target(logits, target)
+    reference.check_reduction(reduction, denominator)
+    options = reference.check_options(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
     comm = reference.communicator(group)
-    shard = reference.resolve_shard(logits, vocab_range, comm)
-    target = target.long()
+    shard = reference.resolve_shard(logits.shape[-1], vocab_range, comm)
+    weight, weight_sum = reference.check_weight(weight, shard.total, logits, options)
+    problem = Problem(shard, comm, options, weight, weight_sum)
+    target = reference.shifted(target.long(), shift, ignore_index)
     if logits.shape[-1] > 1 and logits.stride(-1) != 1:
         logits = logits.contiguous()
+    divisor = None
+    if reduction == "mean":
+        like = torch.empty((), dtype=compute_dtype(logits.dtype), device=logits.device)
+        divisor = reference.mean_denominator(target, weight, options, denominator, like)
     if torch.is_grad_enabled() and logits.requires_grad:
         inplace = inplace_backward and not torch.compiler.is_compiling()
-        loss, lse = _VocabParallelCrossEntropy.apply(logits, target, shard, comm, ignore_index, reduction, inplace)
+        arguments = (problem, reduction, inplace, return_lse)
+        loss, lse = _VocabParallelCrossEntropy.apply(logits, target, divisor, *arguments)
     else:
-        rows, lse = _forward(logits, target, shard, comm, ignore_index)
-        loss, _ = reference.reduce_loss(rows, target, ignore_index, reduction)
+        rows, lse = forward(logits, target, problem)
+        loss = reference.reduce_loss(rows, target, reduction, divisor)
         lse = lse.to(loss.dtype).reshape(target.shape)
     return (loss, lse) if return_lse else loss

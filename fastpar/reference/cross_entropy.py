@@ -1,51 +1,87 @@
 """Vocab-parallel cross-entropy in plain PyTorch, and the argument checks that the fused version shares with it.
 
-The algebra is in fastpar.ops.cross_entropy. `stats`, `merge` and `backward` here have the signatures of the ops of the
-same names, and are what the public function falls back to on devices without kernels.
+The algebra is in fastpar.ops.cross_entropy. `stats`, `merge`, `backward`, ... here have the signatures of the ops of
+the same names, and are what the public function falls back to on devices without kernels. In all of them `weight` is
+the whole vocabulary's class weights [V] in the compute dtype or None, `weight_sum` their sum as a float64 scalar (or
+None without smoothing or weights), and a `softcap` of 0 means none.
 """
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from fastpar.reference.vocab_shard import (
+    Shard,
+    check_headers,
+    check_target_range,
+    communicator,
+    compute_dtype,
+    exchange,
+    resolve_shard,
+    with_header,
+)
+
 if TYPE_CHECKING:
-    from fastpar.comm import Communicator, GroupLike
+    from fastpar.comm import GroupLike
 
 LOGITS_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 REDUCTIONS = ("none", "mean", "sum")
 
 
-class Shard(NamedTuple):
-    """One rank's columns [start, start + size) of a vocabulary of `total` ids."""
-
-    start: int
-    size: int
-    total: int
-
-
-def compute_dtype(logits_dtype: torch.dtype) -> torch.dtype:
-    """float64 for float64 logits, float32 for all others."""
-    return torch.float64 if logits_dtype == torch.float64 else torch.float32
-
-
 # ---- arguments -------------------------------------------------------------------------------------------------------
 
 
-def communicator(group: GroupLike) -> Communicator | None:
-    """The group's communicator, or None where there is nobody to talk to."""
-    if group is None:
-        return None
-    from fastpar.comm import Communicator
+class LossOptions(NamedTuple):
+    """What changes the loss of a row, besides class weights; checked. softcap 0: none."""
 
-    comm = Communicator.of(group)
-    return comm if comm.size > 1 else None
+    ignore_index: int
+    label_smoothing: float
+    z_loss: float
+    softcap: float
+    logit_scale: float
+
+    @property
+    def smoothing(self) -> bool:
+        return self.label_smoothing > 0.0
 
 
-def check_arguments(logits: Tensor, target: Tensor, ignore_index: int, reduction: str) -> None:
-    """Raise TypeError or ValueError for what cannot be computed on."""
+def check_options(
+    ignore_index: int, label_smoothing: float, z_loss: float, softcap: float | None, logit_scale: float
+) -> LossOptions:
+    """The options as the ops take them; ValueError or TypeError for what makes no sense."""
+    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
+        raise TypeError(f"ignore_index must be an int, got {ignore_index!r}")
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ValueError(f"label_smoothing must be between 0 and 1, got {label_smoothing}")
+    if not (z_loss >= 0.0 and math.isfinite(z_loss)):
+        raise ValueError(f"z_loss must be a finite number >= 0, got {z_loss}")
+    if softcap is not None and not (softcap > 0.0 and math.isfinite(softcap)):
+        raise ValueError(f"softcap must be None or a finite number > 0, got {softcap}")
+    if not math.isfinite(logit_scale) or logit_scale == 0.0:
+        raise ValueError(f"logit_scale must be finite and not 0, got {logit_scale}")
+    return LossOptions(ignore_index, float(label_smoothing), float(z_loss), float(softcap or 0.0), float(logit_scale))
+
+
+def check_reduction(reduction: str, denominator: float | Tensor | None) -> None:
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction must be one of {REDUCTIONS}, got {reduction!r}")
+    if denominator is None:
+        return
+    if reduction != "mean":
+        raise ValueError(f"denominator is what a mean divides by; reduction is {reduction!r}")
+    if isinstance(denominator, Tensor):
+        if denominator.numel() != 1:
+            raise ValueError(f"denominator must be a number or a tensor of one, got shape {tuple(denominator.shape)}")
+    elif not denominator > 0:
+        raise ValueError(f"denominator must be > 0, got {denominator}")
+
+
+def check_logits_and_target(logits: Tensor, target: Tensor) -> None:
     if logits.dtype not in LOGITS_DTYPES:
         raise TypeError(f"logits must be one of {[str(d) for d in LOGITS_DTYPES]}, got {logits.dtype}")
     if target.dtype not in (torch.int64, torch.int32):
@@ -57,177 +93,280 @@ def check_arguments(logits: Tensor, target: Tensor, ignore_index: int, reduction
         )
     if target.device != logits.device:
         raise ValueError(f"logits and target must be on one device, got {logits.device} and {target.device}")
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"reduction must be one of {REDUCTIONS}, got {reduction!r}")
-    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
-        raise TypeError(f"ignore_index must be an int, got {ignore_index!r}")
 
 
-def resolve_shard(logits: Tensor, vocab_range: tuple[int, int, int] | None, comm: Communicator | None) -> Shard:
-    """The columns that this rank holds: `vocab_range`, or equal shards in rank order."""
-    size = logits.shape[-1]
-    if vocab_range is None:
-        rank, ranks = (comm.rank, comm.size) if comm is not None else (0, 1)
-        return Shard(rank * size, size, ranks * size)
-    start, end, total = vocab_range
-    if not 0 <= start <= end <= total:
-        raise ValueError(f"vocab_range is (start, end, total) with 0 <= start <= end <= total, got {vocab_range}")
-    if end - start != size:
-        raise ValueError(f"vocab_range {vocab_range} names {end - start} columns, but logits has {size}")
-    if comm is None and size != total:
-        raise ValueError(f"vocab_range {vocab_range} is a part of the vocabulary, which needs a group of several ranks")
-    return Shard(start, size, total)
+def check_weight(
+    weight: Tensor | None, total: int, like: Tensor, options: LossOptions
+) -> tuple[Tensor | None, Tensor | None]:
+    """Class weights as the ops take them, and their sum where smoothing needs it."""
+    if weight is None:
+        return None, None
+    if not weight.is_floating_point():
+        raise TypeError(f"weight must be floating point, got {weight.dtype}")
+    if weight.shape != (total,):
+        raise ValueError(
+            f"weight must have one entry per id of the whole vocabulary, ({total},), got {tuple(weight.shape)}"
+        )
+    if weight.device != like.device:
+        raise ValueError(f"weight must be on the device of the logits, {like.device}, got {weight.device}")
+    if weight.requires_grad:
+        raise ValueError("weight requires a gradient, and class weights have none here: pass weight.detach()")
+    weight = weight.to(compute_dtype(like.dtype)).contiguous()
+    return weight, weight.double().sum() if options.smoothing else None
 
 
-def check_target_range(target: Tensor, total: int, ignore_index: int) -> None:
-    """Raise IndexError that names the first target outside [0, total) other than `ignore_index`."""
-    outside = ((target < 0) | (target >= total)) & (target != ignore_index)
-    if not outside.any():
-        return
-    position = tuple(outside.nonzero()[0].tolist())
-    value = int(target[position])
-    where = ", ".join(map(str, position))
-    raise IndexError(
-        f"target[{where}] is {value}, outside the vocabulary [0, {total}) and not ignore_index ({ignore_index})"
-    )
+def shifted(target: Tensor, shift: int, ignore_index: int) -> Tensor:
+    """Target t + shift at position t of the last dim; `ignore_index` where there is none. The logits stay as they are.
 
-
-def check_shards(shards: list[list[float]]) -> None:
-    """Raise ValueError unless the ranks' (size, start, total) tile one vocabulary."""
-    end, total = 0.0, shards[0][2]
-    for rank, (size, start, rank_total) in enumerate(shards):
-        if rank_total != total or start != end:
-            sizes = [int(shard[0]) for shard in shards]
-            raise ValueError(
-                f"the ranks' vocabulary shards do not tile one vocabulary: rank {rank} holds {int(size)} columns from "
-                f"{int(start)} of {int(rank_total)}, expected to start at {int(end)} of {int(total)}. Shards of "
-                f"unequal sizes ({sizes}) need vocab_range=(start, end, total) on every rank."
-            )
-        end = start + size
-    if end != total:
-        raise ValueError(f"the ranks' vocabulary shards end at {int(end)}, but the vocabulary has {int(total)} ids")
-
-
-# ---- the op in three parts -------------------------------------------------------------------------------------------
-
-
-def stats(logits: Tensor, target: Tensor, vocab_start: int, vocab_total: int, ignore_index: int) -> Tensor:
-    """[N, 3] of every row: maximum, sum of exp(x - maximum), and the target's logit, 0 where another rank holds it.
-
-    A shard without a finite logit gives (-inf, 0, ...). On CPU a target out of range is an IndexError; on other
-    devices, where raising would need a synchronisation, it turns the target's logit into NaN.
+    shifted([5, 6, 7], 1, -100) is [6, 7, -100].
     """
-    size = logits.shape[-1]
-    x, ids = logits.reshape(target.numel(), size).to(compute_dtype(logits.dtype)), target.reshape(-1)
-    ignored = ids == ignore_index
+    if isinstance(shift, bool) or not isinstance(shift, int) or shift < 0:
+        raise ValueError(f"shift must be an int >= 0, got {shift!r}")
+    if shift == 0:
+        return target
+    if target.dim() == 0:
+        raise ValueError("shift needs a target with a sequence dim, its last one; got a target of no dims")
+    return F.pad(target, (0, shift), value=ignore_index)[..., shift:]
+
+
+# ---- the ops ---------------------------------------------------------------------------------------------------------
+
+
+def transform(logits: Tensor, rows: int, softcap: float, logit_scale: float) -> Tensor:
+    """z [rows, V] in the compute dtype: scaled and soft-capped logits."""
+    z = logits.reshape(rows, logits.shape[-1]).to(compute_dtype(logits.dtype))
+    if logit_scale != 1.0:
+        z = z * logit_scale
+    return z if softcap == 0.0 else softcap * torch.tanh(z / softcap)
+
+
+def stats(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    vocab_start: int,
+    vocab_total: int,
+    ignore_index: int,
+    smoothing: bool,
+    softcap: float,
+    logit_scale: float,
+) -> Tensor:
+    """[N + 3, 3] (5 with smoothing): of every row the maximum of z, the sum of exp(z - maximum), the target's z (0
+    where another rank holds it), and with smoothing the sum of w z in two parts; then the header.
+
+    A shard without a finite logit gives (-inf, 0, ...). A target out of range has z NaN; on CPU its row is named in
+    the header as well.
+    """
+    size, ids = logits.shape[-1], target.reshape(-1)
+    z = transform(logits, ids.numel(), softcap, logit_scale)
+    counted = ids != ignore_index
     column = ids - vocab_start
-    owned = (column >= 0) & (column < size) & ~ignored
+    owned = (column >= 0) & (column < size) & counted
     if size == 0:
-        maximum = x.new_full((x.shape[0],), float("-inf"))
+        maximum = z.new_full((z.shape[0],), -math.inf)
         picked = torch.zeros_like(maximum)
     else:
-        maximum = x.amax(dim=-1)
-        picked = x.gather(1, column.clamp(0, size - 1).unsqueeze(1)).squeeze(1).masked_fill(~owned, 0.0)
-    if logits.device.type == "cpu":
-        check_target_range(target, vocab_total, ignore_index)
-    else:
-        picked = picked.masked_fill(((ids < 0) | (ids >= vocab_total)) & ~ignored, float("nan"))
-    reference = maximum.masked_fill(maximum == float("-inf"), 0.0)
-    return torch.stack([maximum, (x - reference.unsqueeze(1)).exp().sum(dim=-1), picked], dim=-1)
+        maximum = z.amax(dim=-1)
+        picked = z.gather(1, column.clamp(0, size - 1).unsqueeze(1)).squeeze(1).masked_fill(~owned, 0.0)
+    outside = ((ids < 0) | (ids >= vocab_total)) & counted
+    picked = picked.masked_fill(outside, math.nan)
+    reference = maximum.masked_fill(maximum == -math.inf, 0.0)
+    columns = [maximum, (z - reference.unsqueeze(1)).exp().sum(dim=-1), picked]
+    if smoothing:
+        scaled = z.double() if weight is None else z.double() * weight[vocab_start : vocab_start + size]
+        total = scaled.sum(dim=-1)
+        high = total.to(z.dtype)
+        columns += [high, (total - high).masked_fill(~high.isfinite(), 0.0).to(z.dtype)]
+    bad_row = -1
+    if logits.device.type == "cpu" and bool(outside.any()):
+        bad_row = int(outside.nonzero()[0])
+    return with_header(torch.stack(columns, dim=-1), Shard(vocab_start, size, vocab_total), bad_row)
 
 
-def merge(gathered: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
-    """(loss [N], lse [N] float64) from every rank's statistics [ranks, N, 3]; ignored rows have loss 0."""
-    maximum, total, picked = gathered.double().unbind(dim=-1)
+def merge(
+    gathered: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    weight_sum: Tensor | None,
+    vocab_total: int,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+) -> tuple[Tensor, Tensor]:
+    """(loss [N], lse [N] float64) from every rank's statistics [ranks, N + 3, C]; ignored rows have loss 0."""
+    ids = target.reshape(-1)
+    columns = gathered[:, : ids.numel()].double().unbind(dim=-1)
+    maximum, total, picked = columns[:3]
     highest = maximum.amax(dim=0)
-    reference = highest.masked_fill(highest == float("-inf"), 0.0)
+    reference = highest.masked_fill(highest == -math.inf, 0.0)
     log_sum = (total * (maximum - reference).exp()).sum(dim=0).log()
-    loss = ((reference - picked.sum(dim=0)) + log_sum).masked_fill(target.reshape(-1) == ignore_index, 0.0)
-    return loss.to(gathered.dtype), reference + log_sum
+    lse = reference + log_sum
+    loss = torch.zeros_like(lse)
+    if label_smoothing < 1.0:
+        loss = (1.0 - label_smoothing) * ((reference - picked.sum(dim=0)) + log_sum)
+        if weight is not None:
+            loss = loss * target_weight(weight, ids).double()
+    if label_smoothing > 0.0:
+        all_weights = vocab_total if weight_sum is None else weight_sum
+        loss = loss + label_smoothing / vocab_total * (all_weights * lse - (columns[3] + columns[4]).sum(dim=0))
+    if z_loss > 0.0:
+        loss = loss + z_loss * lse.square()
+    return loss.masked_fill(ids == ignore_index, 0.0).to(gathered.dtype), lse
+
+
+def target_weight(weight: Tensor, ids: Tensor) -> Tensor:
+    """weight[id] of every row; NaN for ids outside the vocabulary, which may be ignored ones."""
+    total = weight.shape[0]
+    outside = (ids < 0) | (ids >= total)
+    if total == 0:
+        return weight.new_full(ids.shape, math.nan)
+    return weight[ids.masked_fill(outside, 0)].masked_fill(outside, math.nan)
 
 
 def backward(
-    logits: Tensor, lse: Tensor, target: Tensor, grad_loss: Tensor, vocab_start: int, ignore_index: int
+    logits: Tensor,
+    lse: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    weight_sum: Tensor | None,
+    grad_loss: Tensor,
+    grad_lse: Tensor | None,
+    vocab_start: int,
+    vocab_total: int,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float,
+    logit_scale: float,
 ) -> Tensor:
-    """(exp(logits - lse) - [column is the target]) * grad_loss in the logits' shape and dtype; ignored rows are 0."""
-    size = logits.shape[-1]
-    x, ids = logits.reshape(target.numel(), size).to(compute_dtype(logits.dtype)), target.reshape(-1)
-    log_probability = (x.double() - lse.unsqueeze(1)).to(x.dtype)
-    is_target = torch.arange(size, device=x.device) == (ids - vocab_start).unsqueeze(1)
-    grad = torch.where(is_target, log_probability.expm1(), log_probability.exp()) * grad_loss.unsqueeze(1)
-    return grad.masked_fill((ids == ignore_index).unsqueeze(1), 0.0).to(logits.dtype).reshape(logits.shape)
+    """Gradient by this rank's logits of sum_n grad_loss_n loss_n + grad_lse_n lse_n, in the logits' shape and dtype."""
+    size, ids = logits.shape[-1], target.reshape(-1)
+    z = transform(logits, ids.numel(), softcap, logit_scale)
+    ignored = ids == ignore_index
+    grad_loss = grad_loss.double().masked_fill(ignored, 0.0)
+    gamma = (1.0 - label_smoothing) * grad_loss
+    if weight is not None:
+        gamma = gamma * target_weight(weight, ids).double().masked_fill(ignored, 0.0)
+    beta = grad_loss * (label_smoothing / vocab_total)
+    delta = beta * (vocab_total if weight_sum is None else weight_sum)
+    if z_loss > 0.0:
+        delta = delta + grad_loss * 2.0 * z_loss * lse
+    log_probability = (z.double() - lse.unsqueeze(1)).to(z.dtype)
+    probability = log_probability.exp()
+    is_target = torch.arange(size, device=z.device) == (ids - vocab_start).unsqueeze(1)
+    spread = torch.where(is_target, log_probability.expm1(), probability)
+    grad = gamma.to(z.dtype).unsqueeze(1) * spread
+    if label_smoothing > 0.0 or z_loss > 0.0 or grad_lse is not None:
+        delta = delta if grad_lse is None else delta.masked_fill(ignored, 0.0) + grad_lse.double()
+        grad = grad + delta.to(z.dtype).unsqueeze(1) * probability
+    if label_smoothing > 0.0:
+        scale = beta.to(z.dtype).unsqueeze(1)
+        grad = grad - (scale if weight is None else scale * weight[vocab_start : vocab_start + size])
+    grad = grad * (logit_scale if softcap == 0.0 else logit_scale * (1.0 - (z / softcap).square()))
+    if grad_lse is None:
+        grad = grad.masked_fill(ignored.unsqueeze(1), 0.0)
+    return grad.to(logits.dtype).reshape(logits.shape)
 
 
-def backward_(
-    logits: Tensor, lse: Tensor, target: Tensor, grad_loss: Tensor, vocab_start: int, ignore_index: int
-) -> None:
+def backward_(logits: Tensor, *arguments: Any) -> None:
     """`backward`, written over the logits."""
-    logits.copy_(backward(logits, lse, target, grad_loss, vocab_start, ignore_index))
+    logits.copy_(backward(logits, *arguments))
 
 
-def exchange(local: Tensor, shard: Shard, comm: Communicator | None) -> Tensor:
-    """Every rank's statistics, [ranks, N, 3], by one all-gather of 12 (N + 1) bytes; none without a group.
+def stats_exp_(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    vocab_start: int,
+    vocab_total: int,
+    ignore_index: int,
+    smoothing: bool,
+    softcap: float,
+    logit_scale: float,
+) -> Tensor:
+    """`stats`, and E = exp(z - maximum) (times 1 - (z / softcap)^2) written over the logits.
 
-    One more row says which columns a rank holds, so that shards that do not fit together are an error and not a wrong
-    loss. It is looked at on CPU only: elsewhere that would be a synchronisation.
+    maximum is this rank's own. E is 0 in the target's column, whose entry of the gradient must not be computed from a
+    rounded probability, and in rows that are ignored or without a finite logit.
     """
-    if comm is None:
-        return local.unsqueeze(0)
-    header = local.new_tensor([[shard.size, shard.start, shard.total]])
-    packed = torch.cat([local, header])
-    if torch.compiler.is_compiling():
-        # A transport cannot be traced; this is the same collective as an op that can, without a deadline or the check.
-        from torch.distributed._functional_collectives import all_gather_tensor
-
-        assert comm.group is not None  # a communicator of several ranks has one
-        gathered = all_gather_tensor(packed, 0, comm.group).view(comm.size, -1, 3)
-        return gathered[:, :-1]
-    gathered = comm.all_gather(packed, dim=0).view(comm.size, -1, 3)
-    if gathered.device.type == "cpu":
-        check_shards(gathered[:, -1].tolist())
-    return gathered[:, :-1]
+    out = stats(logits, target, weight, vocab_start, vocab_total, ignore_index, smoothing, softcap, logit_scale)
+    size, ids = logits.shape[-1], target.reshape(-1)
+    z = transform(logits, ids.numel(), softcap, logit_scale)
+    maximum = out[: ids.numel(), 0].unsqueeze(1)
+    empty = (maximum == -math.inf) | (ids == ignore_index).unsqueeze(1)
+    is_target = torch.arange(size, device=z.device) == (ids - vocab_start).unsqueeze(1)
+    exp = (z - maximum).exp()
+    if softcap != 0.0:
+        exp = exp * (1.0 - (z / softcap).square())
+    logits.copy_(exp.masked_fill(is_target | empty, 0.0).reshape(logits.shape))
+    return out
 
 
-def reduce_loss(loss: Tensor, target: Tensor, ignore_index: int, reduction: str) -> tuple[Tensor, Tensor | None]:
-    """(reduced loss, number of rows that count or None). A mean over no row is 0."""
+def forward_backward(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    weight_sum: Tensor | None,
+    grad_loss: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float,
+    logit_scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(loss [N], lse [N], gradient of sum_n grad_loss_n loss_n) where one rank holds the whole vocabulary."""
+    total = logits.shape[-1]
+    if logits.device.type == "cpu":
+        check_target_range(target, total, ignore_index)
+    local = stats(logits, target, weight, 0, total, ignore_index, label_smoothing > 0.0, softcap, logit_scale)
+    loss, lse = merge(local[None], target, weight, weight_sum, total, ignore_index, label_smoothing, z_loss)
+    terms = (ignore_index, label_smoothing, z_loss, softcap, logit_scale)
+    return loss, lse, backward(logits, lse, target, weight, weight_sum, grad_loss, None, 0, total, *terms)
+
+
+def forward_backward_(logits: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    """`forward_backward`, with the gradient written over the logits."""
+    loss, lse, grad = forward_backward(logits, *arguments)
+    logits.copy_(grad)
+    return loss, lse
+
+
+# ---- reductions ------------------------------------------------------------------------------------------------------
+
+
+def mean_denominator(
+    target: Tensor, weight: Tensor | None, options: LossOptions, denominator: float | Tensor | None, like: Tensor
+) -> Tensor:
+    """What a mean divides by, as a scalar of like's dtype and device: `denominator`, or the (weighted) number of rows
+    that count; 1 where that is 0, so that a mean over nothing is 0.
+    """
+    if denominator is not None:
+        if isinstance(denominator, Tensor):
+            return denominator.detach().reshape(()).to(device=like.device, dtype=like.dtype)
+        return like.new_tensor(denominator)
+    counted = target != options.ignore_index
+    if weight is None:
+        return counted.sum().clamp(min=1).to(like.dtype)
+    total = target_weight(weight, target.reshape(-1)).masked_fill(~counted.reshape(-1), 0.0).sum().to(like.dtype)
+    return torch.where(total == 0, torch.ones_like(total), total)
+
+
+def reduce_loss(loss: Tensor, target: Tensor, reduction: str, divisor: Tensor | None) -> Tensor:
+    """The per-row losses [N] reduced; `divisor` belongs to a mean."""
     if reduction == "none":
-        return loss.reshape(target.shape), None
-    if reduction == "sum":
-        return loss.sum(), None
-    count = (target != ignore_index).sum().clamp(min=1).to(loss.dtype)
-    return loss.sum() / count, count
+        return loss.reshape(target.shape)
+    return loss.sum() if divisor is None else loss.sum() / divisor
 
 
-def expand_grad(grad: Tensor, count: Tensor | None, rows: int, dtype: torch.dtype) -> Tensor:
-    """Gradient of every row's loss, [rows], from the gradient of the reduced loss."""
-    scaled = grad.to(dtype) if count is None else grad.to(dtype) / count
-    return scaled.expand(rows) if scaled.dim() == 0 and rows != 1 else scaled.reshape(-1).expand(rows)
+def expand_grad(grad: Tensor | None, divisor: Tensor | None, rows: int, like: Tensor) -> Tensor:
+    """Gradient of every row's loss, [rows] of like's dtype, from the gradient of the reduced loss (None: zero)."""
+    if grad is None:
+        return like.new_zeros(()).expand(rows)
+    scaled = grad.to(like.dtype) if divisor is None else grad.to(like.dtype) / divisor
+    return scaled.reshape(-1).expand(rows)
 
 
 # ---- the public function ---------------------------------------------------------------------------------------------
-
-
-class _CrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, target: Tensor, shard: Shard, comm: Communicator | None, ignore: int, reduction: str
-    ) -> tuple[Tensor, Tensor]:
-        local = stats(logits, target, shard.start, shard.total, ignore)
-        loss, lse = merge(exchange(local, shard, comm), target, ignore)
-        out, count = reduce_loss(loss, target, ignore, reduction)
-        ctx.save_for_backward(logits, target, lse, count)
-        ctx.shard, ctx.ignore = shard, ignore
-        lse_out = lse.to(loss.dtype).reshape(target.shape)
-        ctx.mark_non_differentiable(lse_out)
-        return out, lse_out
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        logits, target, lse, count = ctx.saved_tensors
-        grad_loss = expand_grad(grads[0], count, target.numel(), compute_dtype(logits.dtype))
-        grad = backward(logits, lse, target, grad_loss, ctx.shard.start, ctx.ignore)
-        return grad, None, None, None, None, None
 
 
 @overload
@@ -238,7 +377,14 @@ def vocab_parallel_cross_entropy(
     group: GroupLike = ...,
     vocab_range: tuple[int, int, int] | None = ...,
     ignore_index: int = ...,
+    label_smoothing: float = ...,
+    z_loss: float = ...,
+    softcap: float | None = ...,
+    logit_scale: float = ...,
+    weight: Tensor | None = ...,
+    shift: int = ...,
     reduction: str = ...,
+    denominator: float | Tensor | None = ...,
     inplace_backward: bool = ...,
     return_lse: Literal[False] = ...,
 ) -> Tensor: ...
@@ -250,7 +396,14 @@ def vocab_parallel_cross_entropy(
     group: GroupLike = ...,
     vocab_range: tuple[int, int, int] | None = ...,
     ignore_index: int = ...,
+    label_smoothing: float = ...,
+    z_loss: float = ...,
+    softcap: float | None = ...,
+    logit_scale: float = ...,
+    weight: Tensor | None = ...,
+    shift: int = ...,
     reduction: str = ...,
+    denominator: float | Tensor | None = ...,
     inplace_backward: bool = ...,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
@@ -261,13 +414,61 @@ def vocab_parallel_cross_entropy(
     group: GroupLike = None,
     vocab_range: tuple[int, int, int] | None = None,
     ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    weight: Tensor | None = None,
+    shift: int = 0,
     reduction: str = "mean",
+    denominator: float | Tensor | None = None,
     inplace_backward: bool = False,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """fastpar.ops.vocab_parallel_cross_entropy in plain PyTorch; `inplace_backward` has no effect here."""
-    check_arguments(logits, target, ignore_index, reduction)
+    """fastpar.ops.vocab_parallel_cross_entropy in float64 and plain PyTorch, differentiated by autograd.
+
+    It shares no formula of the backward with the kernels. Several collectives; `inplace_backward` has no effect.
+    """
+    from fastpar.comm import reduce_from
+
+    check_logits_and_target(logits, target)
+    check_reduction(reduction, denominator)
+    options = check_options(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
     comm = communicator(group)
-    shard = resolve_shard(logits, vocab_range, comm)
-    loss, lse = _CrossEntropy.apply(logits, target.long(), shard, comm, ignore_index, reduction)
-    return (loss, lse) if return_lse else loss
+    shard = resolve_shard(logits.shape[-1], vocab_range, comm)
+    weight, weight_sum = check_weight(weight, shard.total, logits, options)
+    target = shifted(target.long(), shift, ignore_index)
+    ids = target.reshape(-1)
+    header = with_header(torch.zeros(0, 3), shard, 0 if bool(_outside(ids, shard, ignore_index).any()) else -1)
+    check_headers(exchange(header, comm), target, ignore_index)
+
+    z = transform(logits.double(), ids.numel(), options.softcap, options.logit_scale)
+    ignored = ids == ignore_index
+    if not return_lse:
+        z = z.masked_fill(ignored.unsqueeze(1), 0.0)  # whatever is there, its gradient is 0
+    maximum = z.detach().amax(dim=-1) if shard.size else z.new_full(ids.shape, -math.inf)
+    maximum = maximum if comm is None else comm.all_reduce(maximum, "max")
+    maximum = maximum.masked_fill(maximum == -math.inf, 0.0)
+    lse = maximum + reduce_from((z - maximum.unsqueeze(1)).exp().sum(dim=-1), comm).log()
+
+    column = ids - shard.start
+    owned = (column >= 0) & (column < shard.size) & ~ignored
+    picked = z.sum(dim=-1) * 0.0 if shard.size == 0 else z.gather(1, column.clamp(0, shard.size - 1).unsqueeze(1))
+    nll = lse - reduce_from(picked.reshape(-1).masked_fill(~owned, 0.0), comm)
+    loss = nll if weight is None else nll * target_weight(weight, ids).double().masked_fill(ignored, 0.0)
+    if options.smoothing:
+        local_weight = z.new_ones(shard.size) if weight is None else weight.double()[shard.start :][: shard.size]
+        all_weights = shard.total if weight_sum is None else weight_sum
+        spread = all_weights * lse - reduce_from((z * local_weight).sum(dim=-1), comm)
+        share = options.label_smoothing
+        loss = share / shard.total * spread + ((1.0 - share) * loss if share < 1.0 else 0.0)
+    loss = (loss + options.z_loss * lse.square()).masked_fill(ignored, 0.0)
+
+    divisor = mean_denominator(target, weight, options, denominator, loss) if reduction == "mean" else None
+    dtype = compute_dtype(logits.dtype)
+    out = reduce_loss(loss, target, reduction, divisor).to(dtype)
+    return (out, lse.to(dtype).reshape(target.shape)) if return_lse else out
+
+
+def _outside(ids: Tensor, shard: Shard, ignore_index: int) -> Tensor:
+    return ((ids < 0) | (ids >= shard.total)) & (ids != ignore_index)
