@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -264,7 +265,26 @@ def _cross_entropy_error() -> float:
         (grad,) = torch.autograd.grad(loss, logits, upstream)
         assert isinstance(loss, torch.Tensor)  # return_lse was not asked for
         pairs += [(loss, exact_loss), (grad, exact_grad)]
-    return _largest(pairs)
+    return _largest(pairs + _cross_entropy_with_options(values, target, upstream))
+
+
+def _cross_entropy_with_options(
+    values: torch.Tensor, target: torch.Tensor, upstream: torch.Tensor
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The same with every option, against the float64 reference, which autograd differentiates."""
+    from fastpar import ops, reference
+
+    weight = torch.linspace(0.5, 1.5, values.shape[1])
+    options: dict[str, Any] = {"label_smoothing": 0.1, "z_loss": 1e-3, "softcap": 20.0, "logit_scale": 1.3}
+    outputs: list[torch.Tensor] = []
+    for function, x in (
+        (ops.vocab_parallel_cross_entropy, values.clone()),
+        (reference.vocab_parallel_cross_entropy, values.double()),
+    ):
+        x.requires_grad_()
+        loss = function(x, target, reduction="none", weight=weight.to(x.dtype), **options)
+        outputs += [loss, *torch.autograd.grad(loss, x, upstream.to(loss.dtype))]
+    return [(outputs[0], outputs[2]), (outputs[1], outputs[3])]
 
 
 def _dropout_error() -> float:

@@ -208,7 +208,7 @@ def merge(
             loss = loss * target_weight(weight, ids).double()
     if label_smoothing > 0.0:
         all_weights = vocab_total if weight_sum is None else weight_sum
-        loss = loss + label_smoothing / vocab_total * (all_weights * lse - (columns[3] + columns[4]).sum(dim=0))
+        loss = loss + label_smoothing / max(vocab_total, 1) * (all_weights * lse - (columns[3] + columns[4]).sum(dim=0))
     if z_loss > 0.0:
         loss = loss + z_loss * lse.square()
     return loss.masked_fill(ids == ignore_index, 0.0).to(gathered.dtype), lse
@@ -247,7 +247,7 @@ def backward(
     gamma = (1.0 - label_smoothing) * grad_loss
     if weight is not None:
         gamma = gamma * target_weight(weight, ids).double().masked_fill(ignored, 0.0)
-    beta = grad_loss * (label_smoothing / vocab_total)
+    beta = grad_loss * (label_smoothing / max(vocab_total, 1))
     delta = beta * (vocab_total if weight_sum is None else weight_sum)
     if z_loss > 0.0:
         delta = delta + grad_loss * 2.0 * z_loss * lse
@@ -461,7 +461,7 @@ def vocab_parallel_cross_entropy(
         all_weights = shard.total if weight_sum is None else weight_sum
         spread = all_weights * lse - reduce_from((z * local_weight).sum(dim=-1), comm)
         share = options.label_smoothing
-        loss = share / shard.total * spread + ((1.0 - share) * loss if share < 1.0 else 0.0)
+        loss = share / max(shard.total, 1) * spread + ((1.0 - share) * loss if share < 1.0 else 0.0)
     loss = (loss + options.z_loss * lse.square()).masked_fill(ignored, 0.0)
 
     divisor = mean_denominator(target, weight, options, denominator, loss) if reduction == "mean" else None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from fastpar.ops.cross_entropy import vocab_parallel_cross_entropy
@@ -29,15 +28,9 @@ def causal_lm_loss(
     over tokens is divided by that number instead of the number of tokens that count here (gradient accumulation).
     One collective in forward, none in backward; logits are never gathered.
     """
-    if shift_labels is None:
-        shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     options: dict[str, Any] = {"ignore_index": ignore_index}
     if not head.gather_output:
         options |= {"group": head.comm, "vocab_range": head.vocab_range}
-    target = shift_labels.to(logits.device)
-    if num_items_in_batch is None:
-        return vocab_parallel_cross_entropy(logits, target, reduction="mean", **options)
-    total = vocab_parallel_cross_entropy(logits, target, reduction="sum", **options)
-    return total / (
-        num_items_in_batch.to(total.device) if isinstance(num_items_in_batch, Tensor) else num_items_in_batch
-    )
+    options["shift"] = 1 if shift_labels is None else 0
+    target = (labels if shift_labels is None else shift_labels).to(logits.device)
+    return vocab_parallel_cross_entropy(logits, target, denominator=num_items_in_batch, **options)
