@@ -10,11 +10,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastpar import ops, reference
 from fastpar.comm import Communicator, shard_range
-from fastpar.reference.vocab_shard import Shard, read_headers, with_header
+from fastpar.reference import vocab_shard
+from fastpar.reference.vocab_shard import read_headers, with_header
 from tests.cross_entropy_cases import (
     DTYPES,
     OPTIONS,
@@ -86,7 +89,7 @@ def test_targets_on_the_first_and_last_column_of_a_shard_are_found(capability: s
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("columns", [3, 5])
 def test_headers_keep_integers_that_no_float32_holds(dtype: torch.dtype, columns: int) -> None:
-    packed = with_header(torch.zeros(4, columns, dtype=dtype), Shard(2**40 + 1, 7, 2**41 + 3), 123456789)
+    packed = with_header(torch.zeros(4, columns, dtype=dtype), vocab_shard.Shard(2**40 + 1, 7, 2**41 + 3), 123456789)
     assert packed.shape == (7, columns)
     assert read_headers(torch.stack([packed, packed])) == [[7, 2**40 + 1, 2**41 + 3, 123456789]] * 2
 
@@ -152,6 +155,31 @@ def test_the_reference_is_the_same_function_on_ranks() -> None:
     (wanted_loss,), wanted_grad = expected_with(logits, target, [upstream(19)], reduction="none", **options)
     assert_loss_close(results[0]["loss"], wanted_loss, scale=30.0)
     assert_grad_close(torch.cat([r["grad"] for r in results], dim=1), wanted_grad, torch.float32)
+
+
+def run_dtensor() -> tuple[Tensor, Tensor]:
+    """Loss and local gradient of DTensor logits: rows over one dim of the mesh, an uneven vocabulary over the other."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    logits, target = example(8, 33)
+    x = distribute_tensor(logits, mesh, [Shard(0), Shard(1)]).requires_grad_()
+    rows = target.chunk(2)[mesh.get_local_rank(0)]
+    loss = cross_entropy(x, rows, reduction="none", label_smoothing=0.1)
+    loss.sum().backward()
+    with pytest.raises(ValueError, match="leave group and vocab_range out"):
+        cross_entropy(x, rows, group=mesh.get_group(1))
+    with pytest.raises(ValueError, match="have to be reduced first"):
+        cross_entropy(DTensor.from_local(logits, mesh, [Replicate(), Partial()]), target)
+    assert isinstance(x.grad, DTensor)
+    return loss.detach(), x.grad.full_tensor()
+
+
+def test_dtensor_logits_bring_their_group_and_range() -> None:
+    results = run_ranks(4, run_dtensor)
+    logits, target = example(8, 33)
+    (wanted,), wanted_grad = expected_with(logits, target, [torch.ones(8)], reduction="none", label_smoothing=0.1)
+    for rank, (loss, grad) in enumerate(results):
+        assert_loss_close(loss, wanted.chunk(2)[rank // 2], scale=30.0)
+        assert_grad_close(grad, wanted_grad, torch.float32)
 
 
 def run_errors() -> list[str]:

@@ -40,7 +40,7 @@ from torch import Tensor
 from fastpar import _ext
 from fastpar.reference import cross_entropy as reference
 from fastpar.reference.cross_entropy import LossOptions
-from fastpar.reference.vocab_shard import Shard, check_headers, compute_dtype, exchange
+from fastpar.reference.vocab_shard import Shard, check_headers, compute_dtype, exchange, local_tensor, unwrap
 
 if TYPE_CHECKING:
     from fastpar.comm import Communicator, GroupLike
@@ -354,7 +354,8 @@ def vocab_parallel_cross_entropy(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Softmax cross-entropy over a vocabulary that is split across the ranks of `group`.
 
-        logits  [..., V_local]  this rank's columns; float32, bfloat16, float16 or float64, any strides
+        logits  [..., V_local]  this rank's columns; float32, bfloat16, float16 or float64, any strides; or a DTensor,
+                                whose placements then say what `group` and `vocab_range` would
         target  [...]           global class ids, int64 or int32, the same on every rank
         out     [...] or []     the loss; float32, or float64 for float64 logits
         lse     [...]           log of the sum of exponentials over the vocabulary, same dtype; differentiable
@@ -398,6 +399,8 @@ def vocab_parallel_cross_entropy(
             (on CPU, after the collective, on every rank).
         RuntimeError: a second backward after inplace_backward=True.
     """
+    logits, group, vocab_range = unwrap(logits, group, vocab_range)
+    target = local_tensor(target)
     reference.check_logits_and_target(logits, target)
     reference.check_reduction(reduction, denominator)
     options = reference.check_options(ignore_index, label_smoothing, z_loss, softcap, logit_scale)

@@ -22,7 +22,9 @@ from fastpar.reference.vocab_shard import (
     communicator,
     compute_dtype,
     exchange,
+    local_tensor,
     resolve_shard,
+    unwrap,
     with_header,
 )
 
@@ -431,6 +433,8 @@ def vocab_parallel_cross_entropy(
     """
     from fastpar.comm import reduce_from
 
+    logits, group, vocab_range = unwrap(logits, group, vocab_range)
+    target = local_tensor(target)
     check_logits_and_target(logits, target)
     check_reduction(reduction, denominator)
     options = check_options(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
