@@ -19,12 +19,19 @@ STABLE_TORCH_LIBRARY(fastpar, m) {
   m.def("large_buffer_release() -> ()");
   // cross_entropy
   m.def(
-      "vocab_parallel_cross_entropy_stats(Tensor logits, Tensor target, SymInt vocab_start, SymInt vocab_total, int ignore_index) -> Tensor");
-  m.def("vocab_parallel_cross_entropy_merge(Tensor gathered, Tensor target, int ignore_index) -> (Tensor, Tensor)");
+      "vocab_parallel_cross_entropy_stats(Tensor logits, Tensor target, Tensor? weight, SymInt vocab_start, SymInt vocab_total, int ignore_index, bool smoothing, float softcap, float logit_scale) -> Tensor");
   m.def(
-      "vocab_parallel_cross_entropy_backward(Tensor logits, Tensor lse, Tensor target, Tensor grad_loss, SymInt vocab_start, int ignore_index) -> Tensor");
+      "vocab_parallel_cross_entropy_stats_exp_(Tensor(a!) logits, Tensor target, Tensor? weight, SymInt vocab_start, SymInt vocab_total, int ignore_index, bool smoothing, float softcap, float logit_scale) -> Tensor");
   m.def(
-      "vocab_parallel_cross_entropy_backward_(Tensor(a!) logits, Tensor lse, Tensor target, Tensor grad_loss, SymInt vocab_start, int ignore_index) -> ()");
+      "vocab_parallel_cross_entropy_merge(Tensor gathered, Tensor target, Tensor? weight, Tensor? weight_sum, SymInt vocab_total, int ignore_index, float label_smoothing, float z_loss) -> (Tensor, Tensor)");
+  m.def(
+      "vocab_parallel_cross_entropy_backward(Tensor logits, Tensor lse, Tensor target, Tensor? weight, Tensor? weight_sum, Tensor grad_loss, Tensor? grad_lse, SymInt vocab_start, SymInt vocab_total, int ignore_index, float label_smoothing, float z_loss, float softcap, float logit_scale) -> Tensor");
+  m.def(
+      "vocab_parallel_cross_entropy_backward_(Tensor(a!) logits, Tensor lse, Tensor target, Tensor? weight, Tensor? weight_sum, Tensor grad_loss, Tensor? grad_lse, SymInt vocab_start, SymInt vocab_total, int ignore_index, float label_smoothing, float z_loss, float softcap, float logit_scale) -> ()");
+  m.def(
+      "cross_entropy_forward_backward(Tensor logits, Tensor target, Tensor? weight, Tensor? weight_sum, Tensor grad_loss, int ignore_index, float label_smoothing, float z_loss, float softcap, float logit_scale) -> (Tensor, Tensor, Tensor)");
+  m.def(
+      "cross_entropy_forward_backward_(Tensor(a!) logits, Tensor target, Tensor? weight, Tensor? weight_sum, Tensor grad_loss, int ignore_index, float label_smoothing, float z_loss, float softcap, float logit_scale) -> (Tensor, Tensor)");
   // dropout
   m.def("sharded_dropout(Tensor x, float p, int seed, SymInt[] offset, SymInt[] global_shape) -> Tensor");
 }

@@ -141,7 +141,15 @@ struct Vec {
   Vec operator-(Vec o) const { return {_mm512_sub_ps(v, o.v)}; }
   Vec operator*(Vec o) const { return {_mm512_mul_ps(v, o.v)}; }
   static Vec fma(Vec a, Vec b, Vec c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+  Vec operator/(Vec o) const { return {_mm512_div_ps(v, o.v)}; }
+  // Where one is NaN, max and min give the second.
   static Vec max(Vec a, Vec b) { return {_mm512_max_ps(a.v, b.v)}; }
+  static Vec min(Vec a, Vec b) { return {_mm512_min_ps(a.v, b.v)}; }
+  Vec abs() const { return {_mm512_abs_ps(v)}; }
+  Vec with_sign_of(Vec o) const { return {_mm512_or_ps(v, _mm512_and_ps(o.v, _mm512_set1_ps(-0.0f)))}; }  // *this >= 0
+  static Vec select_less(Vec a, Vec b, Vec then, Vec otherwise) {
+    return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ), otherwise.v, then.v)};
+  }
 
   // n = round(t) and f = t - n.
   static void split(Vec t, Vec* n, Vec* f) {
@@ -221,7 +229,15 @@ struct Vec {
   Vec operator-(Vec o) const { return {_mm256_sub_ps(v, o.v)}; }
   Vec operator*(Vec o) const { return {_mm256_mul_ps(v, o.v)}; }
   static Vec fma(Vec a, Vec b, Vec c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }
+  Vec operator/(Vec o) const { return {_mm256_div_ps(v, o.v)}; }
+  // Where one is NaN, max and min give the second.
   static Vec max(Vec a, Vec b) { return {_mm256_max_ps(a.v, b.v)}; }
+  static Vec min(Vec a, Vec b) { return {_mm256_min_ps(a.v, b.v)}; }
+  Vec abs() const { return {_mm256_andnot_ps(_mm256_set1_ps(-0.0f), v)}; }
+  Vec with_sign_of(Vec o) const { return {_mm256_or_ps(v, _mm256_and_ps(o.v, _mm256_set1_ps(-0.0f)))}; }  // *this >= 0
+  static Vec select_less(Vec a, Vec b, Vec then, Vec otherwise) {
+    return {_mm256_blendv_ps(otherwise.v, then.v, _mm256_cmp_ps(a.v, b.v, _CMP_LT_OQ))};
+  }
 
   // n = round(t) and f = t - n, with t clamped to where 2^n is 0.
   static void split(Vec t, Vec* n, Vec* f) {
@@ -303,8 +319,24 @@ struct Vec {
     return make([&](int i) { return v[i] * o.v[i]; });
   }
   static Vec fma(Vec a, Vec b, Vec c) { return a * b + c; }
+  Vec operator/(Vec o) const {
+    return make([&](int i) { return v[i] / o.v[i]; });
+  }
+  // Where one is NaN, max and min give the second.
   static Vec max(Vec a, Vec b) {
     return make([&](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; });
+  }
+  static Vec min(Vec a, Vec b) {
+    return make([&](int i) { return a.v[i] < b.v[i] ? a.v[i] : b.v[i]; });
+  }
+  Vec abs() const {
+    return make([&](int i) { return __builtin_fabsf(v[i]); });
+  }
+  Vec with_sign_of(Vec o) const {  // *this >= 0
+    return make([&](int i) { return __builtin_copysignf(v[i], o.v[i]); });
+  }
+  static Vec select_less(Vec a, Vec b, Vec then, Vec otherwise) {
+    return make([&](int i) { return a.v[i] < b.v[i] ? then.v[i] : otherwise.v[i]; });
   }
 
   // n = round(t) and f = t - n, with t clamped to where 2^n is 0; NaN goes through.
@@ -360,6 +392,14 @@ inline float reduce_max(Vec x) {
   x.store(lanes);
   float result = lanes[0];
   for (int i = 1; i < Vec::kWidth; ++i) result = lanes[i] > result ? lanes[i] : result;
+  return result;
+}
+
+inline float reduce_min(Vec x) {
+  float lanes[Vec::kWidth];
+  x.store(lanes);
+  float result = lanes[0];
+  for (int i = 1; i < Vec::kWidth; ++i) result = lanes[i] < result ? lanes[i] : result;
   return result;
 }
 

@@ -6,6 +6,9 @@
 #include <torch/headeronly/core/ScalarType.h>
 
 #include <cstdint>
+#include <cstring>
+#include <optional>
+#include <string>
 #include <vector>
 
 #include "common/checks.h"
@@ -85,8 +88,8 @@ inline bool has_separate_rows(const Tensor& logits) {
 }
 
 inline void check_inplace(const Tensor& logits) {
-  FASTPAR_CHECK(has_contiguous_rows(logits), "the in-place backward needs logits whose last dim is contiguous");
-  FASTPAR_CHECK(has_separate_rows(logits), "the in-place backward needs logits whose rows do not share memory");
+  FASTPAR_CHECK(has_contiguous_rows(logits), "the in-place op needs logits whose last dim is contiguous");
+  FASTPAR_CHECK(has_separate_rows(logits), "the in-place op needs logits whose rows do not share memory");
 }
 
 inline Tensor as_contiguous(const Tensor& x) { return x.is_contiguous() ? x : torch::stable::contiguous(x); }
@@ -104,28 +107,83 @@ inline Tensor with_contiguous_rows(const Tensor& logits) {
   return has_contiguous_rows(logits) ? logits : torch::stable::contiguous(logits);
 }
 
-inline void check_backward(const Tensor& logits, const Tensor& lse, const Tensor& target, const Tensor& grad_loss) {
+// One number a row, in the dtype that the logits are computed in.
+inline void check_row_gradient(const char* name, const Tensor& gradient, const Tensor& logits, int64_t rows) {
+  FASTPAR_CHECK(
+      gradient.scalar_type() == stats_dtype(logits_type(logits)) && gradient.dim() == 1 && gradient.size(0) == rows,
+      name, " must be [", rows, "], float64 for float64 logits and float32 for others");
+}
+
+inline void check_backward(const Tensor& logits, const Tensor& lse, const Tensor& target, const Tensor& grad_loss,
+                           const std::optional<Tensor>& grad_lse) {
   check_logits_and_target(logits, target);
   const int64_t rows = target.numel();
   FASTPAR_CHECK(lse.scalar_type() == ScalarType::Double && lse.numel() == rows, "lse must be float64 [", rows, "]");
-  FASTPAR_CHECK(
-      grad_loss.scalar_type() == stats_dtype(logits_type(logits)) && grad_loss.dim() == 1 && grad_loss.size(0) == rows,
-      "grad_loss must be [", rows, "], float64 for float64 logits and float32 for others");
+  check_row_gradient("grad_loss", grad_loss, logits, rows);
+  if (grad_lse.has_value()) check_row_gradient("grad_lse", *grad_lse, logits, rows);
 }
 
-inline void check_merge(const Tensor& gathered, const Tensor& target) {
-  FASTPAR_CHECK(gathered.dim() == 3 && gathered.size(2) == 3, "gathered must be [ranks, rows, 3]");
-  FASTPAR_CHECK(gathered.size(1) == target.numel(), "gathered has ", gathered.size(1), " rows, target has ",
-                target.numel(), " elements");
+inline int64_t row_stride(const Tensor& x) { return x.size(0) == 1 ? 0 : x.stride(0); }
+
+// The tensors stay owned by the caller. `weight_dtype` is float64 for float64 logits and float32 for all others.
+inline LossTerms loss_terms(const std::optional<Tensor>& weight, const std::optional<Tensor>& weight_sum,
+                            ScalarType weight_dtype, int64_t vocab_total, double label_smoothing, double z_loss,
+                            double softcap, double logit_scale) {
+  FASTPAR_CHECK(softcap >= 0.0, "softcap must be positive, or 0 for none, got ", softcap);
+  FASTPAR_CHECK(label_smoothing >= 0.0 && label_smoothing <= 1.0, "label_smoothing must be in [0, 1], got ",
+                label_smoothing);
+  if (weight.has_value()) {
+    FASTPAR_CHECK(weight->scalar_type() == weight_dtype && weight->dim() == 1 && weight->size(0) == vocab_total &&
+                      weight->is_contiguous(),
+                  "weight must be contiguous [", vocab_total, "], float64 for float64 logits and float32 for others");
+  }
+  if (weight_sum.has_value()) {
+    FASTPAR_CHECK(weight_sum->scalar_type() == ScalarType::Double && weight_sum->numel() == 1,
+                  "weight_sum must be one float64");
+  }
+  FASTPAR_CHECK(label_smoothing == 0.0 || weight.has_value() == weight_sum.has_value(),
+                "label_smoothing with weight needs weight_sum, and only then");
+  return {label_smoothing,
+          z_loss,
+          softcap,
+          logit_scale,
+          weight.has_value() ? weight->const_data_ptr() : nullptr,
+          weight_sum.has_value() ? weight_sum->const_data_ptr<double>() : nullptr,
+          vocab_total};
+}
+
+inline void check_columns(int64_t vocab, int64_t vocab_start, int64_t vocab_total) {
+  FASTPAR_CHECK(vocab_start >= 0 && vocab_start + vocab <= vocab_total, "the columns [", vocab_start, ", ",
+                vocab_start + vocab, ") are not within the vocabulary [0, ", vocab_total, ")");
+}
+
+// Statistics are [rows + kHeaderRows, columns]: the last rows are not numbers but the header that travels with them.
+constexpr int64_t kHeaderRows = 3;
+
+inline int64_t stats_columns(bool smoothing) { return smoothing ? 5 : 3; }
+
+// (size, vocab_start, vocab_total, bad_row) as four int64, and zeros. A header row has at least 12 bytes.
+struct StatsHeader {
+  int64_t size;
+  int64_t vocab_start;
+  int64_t vocab_total;
+  int64_t bad_row;  // the first row whose target is no class and not ignored, or -1
+};
+static_assert(sizeof(StatsHeader) <= kHeaderRows * 3 * sizeof(float), "the header does not fit");
+
+inline void check_merge(const Tensor& gathered, const Tensor& target, bool smoothing) {
+  FASTPAR_CHECK(gathered.dim() == 3 && (gathered.size(2) == 5 || (gathered.size(2) == 3 && !smoothing)),
+                "gathered must be [ranks, rows + 3, 5], or 3 without label_smoothing");
+  FASTPAR_CHECK(gathered.size(1) == target.numel() + kHeaderRows, "gathered has ", gathered.size(1), " - 3 rows, ",
+                "target has ", target.numel(), " elements");
   FASTPAR_CHECK(target.scalar_type() == ScalarType::Long, "target must be int64");
   FASTPAR_CHECK(gathered.scalar_type() == ScalarType::Double || gathered.scalar_type() == ScalarType::Float,
                 "gathered must be float32 or float64");
 }
 
-// Every rank's [rows, 3] must be dense; the ranks may be any distance apart, since one more row may travel between
-// them.
+// Every rank's [rows + 3, columns] must be dense; the ranks may be any distance apart.
 inline Tensor with_dense_ranks(const Tensor& gathered) {
-  const bool is_dense = gathered.stride(2) == 1 && (gathered.size(1) <= 1 || gathered.stride(1) == 3);
+  const bool is_dense = gathered.stride(2) == 1 && gathered.stride(1) == gathered.size(2);
   return is_dense ? gathered : torch::stable::contiguous(gathered);
 }
 

@@ -1,4 +1,5 @@
-// What the op layer (cross_entropy.cpp) and the instruction-set versions (cross_entropy_<isa>.cpp) agree on.
+// What the op layers (cross_entropy.cpp, cross_entropy.cu) and the kernels (cross_entropy_<isa>.cpp,
+// cross_entropy.cuh) agree on.
 #pragma once
 
 #include <cstdint>
@@ -18,14 +19,31 @@ struct RowLayout {
   int64_t strides[kMaxLeadingDims];
 };
 
+// The options that change the loss of a row; the algebra is in row_terms.h.
+struct LossTerms {
+  double label_smoothing;
+  double z_loss;
+  double softcap;  // 0: none
+  double logit_scale;
+  const void* weight;        // [vocab_total] float, or double for float64 logits; may be null
+  const double* weight_sum;  // [1], or null where weight is
+  int64_t vocab_total;
+};
+
 struct StatsArguments {
   const void* logits;
   RowLayout rows;
+  int64_t num_rows;
   int64_t vocab;          // columns held here
   const int64_t* target;  // one global id per row
   int64_t vocab_start;    // global id of column 0
   int64_t ignore_index;
-  void* stats;  // [rows, 3] float, or double for float64 logits
+  LossTerms terms;
+  bool smoothing;   // the weighted sum of the logits is wanted too
+  void* stats;      // [num_rows, columns] float, or double for float64 logits; the header rows are the op layer's
+  int64_t columns;  // 3, or 5 with smoothing
+  void* exp_out;    // null, or the logits themselves, to be overwritten with exp(z - m)
+  RowLayout exp_rows;
 };
 
 struct BackwardArguments {
@@ -36,20 +54,43 @@ struct BackwardArguments {
   const int64_t* target;
   const void* grad_loss;  // float, or double for float64 logits
   int64_t grad_loss_stride;
+  const void* grad_lse;  // the same type, or null
+  int64_t grad_lse_stride;
   int64_t vocab_start;
   int64_t ignore_index;
+  LossTerms terms;
   void* grad;  // may be the logits themselves
   RowLayout grad_rows;
   bool stream;  // store past the caches
 };
 
+// Loss and gradient of rows that hold the whole vocabulary.
+struct FusedArguments {
+  const void* logits;
+  RowLayout rows;
+  int64_t vocab;
+  const int64_t* target;
+  const void* grad_loss;
+  int64_t grad_loss_stride;
+  int64_t ignore_index;
+  LossTerms terms;
+  void* loss;  // float, or double for float64 logits
+  double* lse;
+  void* grad;  // may be the logits themselves
+  RowLayout grad_rows;
+  bool stream;
+};
+
 using StatsKernel = void (*)(const StatsArguments&, int64_t row_begin, int64_t row_end);
 using BackwardKernel = void (*)(const BackwardArguments&, int64_t row_begin, int64_t row_end);
+// `scratch` holds a row of floats, or is null: then the exponentials are computed a second time.
+using FusedKernel = void (*)(const FusedArguments&, int64_t row_begin, int64_t row_end, float* scratch);
 
 // Entries may be null: float64 exists in the portable table only.
 struct CrossEntropyKernels {
   StatsKernel stats[kNumLogitsTypes];
   BackwardKernel backward[kNumLogitsTypes];
+  FusedKernel fused[kNumLogitsTypes];
 };
 
 extern const CrossEntropyKernels kCrossEntropyPortable;
