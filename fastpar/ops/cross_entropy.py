@@ -52,23 +52,16 @@ _CUDA_ARCHS = tuple(filter(None, _ext.build_info()["cuda_archs"].split(",")))
 # ---- launchers -------------------------------------------------------------------------------------------------------
 
 
-_COMPILED = hasattr(torch.ops.fastpar, "cross_entropy_forward_backward")
+class _kernels:
+    """The compiled ops under the names that the reference gives them."""
 
-
-if _COMPILED:
-
-    class _kernels:
-        """The compiled ops under the names that the reference gives them."""
-
-        stats = torch.ops.fastpar.vocab_parallel_cross_entropy_stats
-        merge = torch.ops.fastpar.vocab_parallel_cross_entropy_merge
-        backward = torch.ops.fastpar.vocab_parallel_cross_entropy_backward
-        backward_ = torch.ops.fastpar.vocab_parallel_cross_entropy_backward_
-        stats_exp_ = torch.ops.fastpar.vocab_parallel_cross_entropy_stats_exp_
-        forward_backward = torch.ops.fastpar.cross_entropy_forward_backward
-        forward_backward_ = torch.ops.fastpar.cross_entropy_forward_backward_
-else:
-    _kernels = reference
+    stats = torch.ops.fastpar.vocab_parallel_cross_entropy_stats
+    merge = torch.ops.fastpar.vocab_parallel_cross_entropy_merge
+    backward = torch.ops.fastpar.vocab_parallel_cross_entropy_backward
+    backward_ = torch.ops.fastpar.vocab_parallel_cross_entropy_backward_
+    stats_exp_ = torch.ops.fastpar.vocab_parallel_cross_entropy_stats_exp_
+    forward_backward = torch.ops.fastpar.cross_entropy_forward_backward
+    forward_backward_ = torch.ops.fastpar.cross_entropy_forward_backward_
 
 
 def implementation(x: Tensor) -> Any:
@@ -139,66 +132,67 @@ def merge(gathered: Tensor, target: Tensor, problem: Problem) -> tuple[Tensor, T
 # ---- fakes -----------------------------------------------------------------------------------------------------------
 
 
-def _register_fakes() -> None:
-
-    def _rows(logits: Tensor) -> Any:
-        return logits.numel() // logits.shape[-1] if logits.shape[-1] != 0 else logits[..., :1].numel()
-
-    @torch.library.register_fake("fastpar::vocab_parallel_cross_entropy_stats")
-    def _(
-        logits: Tensor,
-        target: Tensor,
-        weight: Tensor | None,
-        start: int,
-        total: int,
-        ignore: int,
-        smoothing: bool,
-        softcap: float,
-        scale: float,
-    ) -> Tensor:
-        return logits.new_empty((target.numel() + 3, 5 if smoothing else 3), dtype=compute_dtype(logits.dtype))
-
-    @torch.library.register_fake("fastpar::vocab_parallel_cross_entropy_stats_exp_")
-    def _(
-        logits: Tensor,
-        target: Tensor,
-        weight: Tensor | None,
-        start: int,
-        total: int,
-        ignore: int,
-        smoothing: bool,
-        softcap: float,
-        scale: float,
-    ) -> Tensor:
-        return logits.new_empty((target.numel() + 3, 5 if smoothing else 3), dtype=compute_dtype(logits.dtype))
-
-    @torch.library.register_fake("fastpar::vocab_parallel_cross_entropy_merge")
-    def _(gathered: Tensor, target: Tensor, *terms: Any) -> tuple[Tensor, Tensor]:
-        rows = target.numel()
-        return gathered.new_empty((rows,)), gathered.new_empty((rows,), dtype=torch.float64)
-
-    @torch.library.register_fake("fastpar::vocab_parallel_cross_entropy_backward")
-    def _(logits: Tensor, *arguments: Any) -> Tensor:
-        return torch.empty_like(logits, memory_format=torch.contiguous_format)
-
-    @torch.library.register_fake("fastpar::vocab_parallel_cross_entropy_backward_")
-    def _(logits: Tensor, *arguments: Any) -> None:
-        return None
-
-    @torch.library.register_fake("fastpar::cross_entropy_forward_backward_")
-    def _(logits: Tensor, target: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-        rows, dtype = target.numel(), compute_dtype(logits.dtype)
-        return logits.new_empty((rows,), dtype=dtype), logits.new_empty((rows,), dtype=torch.float64)
-
-    @torch.library.register_fake("fastpar::cross_entropy_forward_backward")
-    def _(logits: Tensor, target: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-        rows, dtype = target.numel(), compute_dtype(logits.dtype)
-        grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
-        return logits.new_empty((rows,), dtype=dtype), logits.new_empty((rows,), dtype=torch.float64), grad
+def _rows(logits: Tensor) -> Any:
+    return logits.numel() // logits.shape[-1] if logits.shape[-1] != 0 else logits[..., :1].numel()
 
 
-if _COMPILED:
-    _register_fakes()
+@torch.library.register_fake("fastpar::vocab_parallel_cross_entropy_stats")
+def _(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    start: int,
+    total: int,
+    ignore: int,
+    smoothing: bool,
+    softcap: float,
+    scale: float,
+) -> Tensor:
+    return logits.new_empty((target.numel() + 3, 5 if smoothing else 3), dtype=compute_dtype(logits.dtype))
+
+
+@torch.library.register_fake("fastpar::vocab_parallel_cross_entropy_stats_exp_")
+def _(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    start: int,
+    total: int,
+    ignore: int,
+    smoothing: bool,
+    softcap: float,
+    scale: float,
+) -> Tensor:
+    return logits.new_empty((target.numel() + 3, 5 if smoothing else 3), dtype=compute_dtype(logits.dtype))
+
+
+@torch.library.register_fake("fastpar::vocab_parallel_cross_entropy_merge")
+def _(gathered: Tensor, target: Tensor, *terms: Any) -> tuple[Tensor, Tensor]:
+    rows = target.numel()
+    return gathered.new_empty((rows,)), gathered.new_empty((rows,), dtype=torch.float64)
+
+
+@torch.library.register_fake("fastpar::vocab_parallel_cross_entropy_backward")
+def _(logits: Tensor, *arguments: Any) -> Tensor:
+    return torch.empty_like(logits, memory_format=torch.contiguous_format)
+
+
+@torch.library.register_fake("fastpar::vocab_parallel_cross_entropy_backward_")
+def _(logits: Tensor, *arguments: Any) -> None:
+    return None
+
+
+@torch.library.register_fake("fastpar::cross_entropy_forward_backward_")
+def _(logits: Tensor, target: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    rows, dtype = target.numel(), compute_dtype(logits.dtype)
+    return logits.new_empty((rows,), dtype=dtype), logits.new_empty((rows,), dtype=torch.float64)
+
+
+@torch.library.register_fake("fastpar::cross_entropy_forward_backward")
+def _(logits: Tensor, target: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    rows, dtype = target.numel(), compute_dtype(logits.dtype)
+    grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    return logits.new_empty((rows,), dtype=dtype), logits.new_empty((rows,), dtype=torch.float64), grad
 
 
 # ---- autograd --------------------------------------------------------------------------------------------------------
