@@ -162,12 +162,12 @@ constexpr int64_t kHeaderRows = 3;
 
 inline int64_t stats_columns(bool smoothing) { return smoothing ? 5 : 3; }
 
-// (size, vocab_start, vocab_total, bad_row) as four int64, and zeros. A header row has at least 12 bytes.
+// (size, vocab_start, vocab_total, 1 + bad row or 0) as four int64, and zeros. A header row has at least 12 bytes.
 struct StatsHeader {
   int64_t size;
   int64_t vocab_start;
   int64_t vocab_total;
-  int64_t bad_row;  // the first row whose target is no class and not ignored, or -1
+  int64_t bad_row;  // 1 + the first row whose target is no class and not ignored, or 0: never a NaN's bits
 };
 static_assert(sizeof(StatsHeader) <= kHeaderRows * 3 * sizeof(float), "the header does not fit");
 

@@ -89,7 +89,7 @@ Tensor launch_stats(const Tensor& logits, const Tensor& target_in, const Optiona
   const size_t row_bytes = static_cast<size_t>(columns) * static_cast<size_t>(stats.element_size());
   char* header = static_cast<char*>(arguments.stats) + static_cast<size_t>(rows) * row_bytes;
   memset(header, 0, static_cast<size_t>(kHeaderRows) * row_bytes);
-  const StatsHeader values{vocab, vocab_start, vocab_total, find_bad_row(ids, rows, vocab_total, ignore_index)};
+  const StatsHeader values{vocab, vocab_start, vocab_total, find_bad_row(ids, rows, vocab_total, ignore_index) + 1};
   memcpy(header, &values, sizeof values);
   const StatsKernel kernel = kernels(type).stats[static_cast<int>(type)];
   parallel_over_rows(rows, vocab, [&](int64_t begin, int64_t end) { kernel(arguments, begin, end); });

@@ -60,11 +60,11 @@ def check_options(
         raise TypeError(f"ignore_index must be an int, got {ignore_index!r}")
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"label_smoothing must be between 0 and 1, got {label_smoothing}")
-    if not (z_loss >= 0.0 and math.isfinite(z_loss)):
+    if not 0.0 <= z_loss < math.inf:
         raise ValueError(f"z_loss must be a finite number >= 0, got {z_loss}")
-    if softcap is not None and not (softcap > 0.0 and math.isfinite(softcap)):
+    if softcap is not None and not 0.0 < softcap < math.inf:
         raise ValueError(f"softcap must be None or a finite number > 0, got {softcap}")
-    if not math.isfinite(logit_scale) or logit_scale == 0.0:
+    if not -math.inf < logit_scale < math.inf or logit_scale == 0.0:
         raise ValueError(f"logit_scale must be finite and not 0, got {logit_scale}")
     return LossOptions(ignore_index, float(label_smoothing), float(z_loss), float(softcap or 0.0), float(logit_scale))
 

@@ -123,20 +123,20 @@ def check_shards(shards: list[list[int]]) -> None:
 # ---- the header ------------------------------------------------------------------------------------------------------
 
 # Note: the header. The last HEADER_ROWS rows of a rank's statistics are no statistics: their first 32 bytes are four
-# int64, (size, start, total, first bad row or -1), and the rest is zero. They are bits, not numbers, so that ids beyond
-# 2^24 survive in a float32 tensor; nothing ever computes with them.
+# int64, (size, start, total, 1 + first bad row or 0), and the rest is zero. They are bits, not numbers, so that ids
+# beyond 2^24 survive in a float32 tensor; nothing ever computes with them.
 
 
 def with_header(rows: Tensor, shard: Shard, bad_row: int = -1) -> Tensor:
     """`rows` [N, C] (C >= 3, float32 or float64) and the header below them: [N + 3, C]."""
-    words = torch.tensor([shard.size, shard.start, shard.total, bad_row], dtype=torch.int64).view(rows.dtype)
+    words = torch.tensor([shard.size, shard.start, shard.total, bad_row + 1], dtype=torch.int64).view(rows.dtype)
     header = torch.zeros(HEADER_ROWS * rows.shape[1], dtype=rows.dtype)
     header[: words.numel()] = words
     return torch.cat([rows, header.view(HEADER_ROWS, -1).to(rows.device)])
 
 
 def read_headers(gathered: Tensor) -> list[list[int]]:
-    """[size, start, total, bad row] of every rank, from [ranks, N + 3, C]; waits for the device."""
+    """[size, start, total, 1 + bad row] of every rank, from [ranks, N + 3, C]; waits for the device."""
     tail = gathered[:, -HEADER_ROWS:].flatten(1)[:, : 32 // gathered.element_size()]
     # A copy of its own begins at an even element, as the view demands.
     headers: list[list[int]] = tail.reshape(-1).clone().view(torch.int64).view(-1, 4).tolist()
@@ -166,5 +166,5 @@ def check_headers(gathered: Tensor, target: Tensor, ignore_index: int) -> None:
         return
     headers = read_headers(gathered)
     check_shards(headers)
-    if any(header[3] >= 0 for header in headers):
+    if any(header[3] for header in headers):
         check_target_range(target, headers[0][2], ignore_index)
