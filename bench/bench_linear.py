@@ -5,8 +5,8 @@
 What is timed: ``y = down(gelu(up(x)))`` and ``y.backward(dy)`` with gradients of x and both weights, no bias, fresh
 gradients every time (set to None inside the timed region, as `zero_grad` does). x and y are [1, tokens, hidden], the
 same on every rank; with sequence parallelism every rank holds its part of the tokens. "no communication" is the same
-block with the collectives left out: a lower bound with a wrong result, not a peer. The column "comm" is the part of a
-provider's time above it.
+block with the collectives left out: a lower bound with a wrong result, not a peer. The column "above bound" is
+the part of a provider's time above it.
 
 Flops model, all ranks together (two GEMMs forward, each twice again in backward):
 

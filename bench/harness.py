@@ -25,7 +25,7 @@ Measurement traps, and what is done about each:
 * **Threads.** Every rank sets its thread count; fastpar and torch get the same. More ranks than cores is a row of its
   own, never an average with the others.
 * **Inputs that do not survive.** `Provider.prepare` restores them before every sample, untimed.
-* **Warm caches.** Calls follow each other, so inputs that fit a cache are found there, by every provider alike.
+* **Warm caches.** On CPU calls follow each other, so inputs that fit a cache are found there, by every provider alike.
 * **Results kept or dropped.** The result of a call is released after the clock has stopped, for every provider;
   temporaries that a provider frees by itself are on its own time.
 * **Garbage collection** is off inside a block.
@@ -34,8 +34,10 @@ Measurement traps, and what is done about each:
 * **Other people's load.** Rows carry how many cores *others* used while they were measured (`LoadMeter`).
 * **Allocator state hides memory.** Peak memory is measured in fresh processes, one per provider, after a small call has
   loaded code and started threads (`Worker.memory`).
+* **Peers that are not there.** A provider whose package is missing or does not import is left out, named in the output
+  with the reason (`absent`), and is no failure.
 
-CPU tensors only: the clock is the host's.
+Clocks, caches and memory of CPU and CUDA are in `bench.device`, with the traps that are CUDA's own.
 """
 
 from __future__ import annotations
@@ -51,17 +53,22 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from bench.device import Device, copy_buffers, device_for
+
 QUIET_CORES = 0.15  # others used less than this while a quiet row was measured
 
 
 @dataclass(frozen=True)
 class Setting:
-    """How a process is started: its environment, and torch's fp32 matmul precision."""
+    """How a process is started: its environment, torch's fp32 matmul precision, and whether samples on CUDA find a cold
+    L2 cache.
+    """
 
     name: str
     environment: dict[str, str] = field(default_factory=dict)
     matmul_precision: str = "highest"
     note: str = ""
+    flush: bool = True
 
 
 SETTINGS = {
@@ -73,6 +80,10 @@ SETTINGS = {
         "THP_MEM_ALLOC_ENABLE=1 (huge pages) and fp32 matmul precision 'medium'",
     ),
 }
+CUDA_SETTINGS = {
+    "cold": Setting("cold", note="CUDA: the L2 cache is flushed before every sample"),
+    "hot": Setting("hot", note="CUDA: samples find what the one before left in the L2 cache", flush=False),
+}
 
 
 @dataclass(frozen=True)
@@ -83,6 +94,7 @@ class Rank:
     world_size: int = 1
     threads: int = 1
     setting: Setting = SETTINGS["default"]
+    device: str = "cpu"  # "cuda": the rank's current CUDA device, which is that of its number
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -119,6 +131,8 @@ class Provider:
     num_bytes   bytes read + written that the job needs at least, over all ranks (0: not a memory-bound job)
     flops       floating-point operations of the job, over all ranks (0: not a GEMM job)
     memory_bound  bytes per rank that it claims to need at most besides its inputs; None: claims nothing
+    result_bytes  bytes of results per rank that every provider of the job has to return; not counted as its memory
+    absent      why it cannot run here (see `absent`), or empty
     """
 
     name: str
@@ -130,9 +144,18 @@ class Provider:
     num_bytes: float = 0.0
     flops: float = 0.0
     memory_bound: int | None = None
+    result_bytes: int = 0
+    absent: str = ""
 
     def info(self) -> ProviderInfo:
-        return ProviderInfo(self.name, self.kind, self.num_bytes, self.flops, self.memory_bound)
+        return ProviderInfo(
+            self.name, self.kind, self.num_bytes, self.flops, self.memory_bound, self.result_bytes, self.absent
+        )
+
+
+def absent(name: str, reason: str) -> Provider:
+    """A peer that is not installed, or does not import: named in the output and not run."""
+    return Provider(name, "torch", call=lambda: None, absent=reason)
 
 
 @dataclass(frozen=True)
@@ -144,6 +167,8 @@ class ProviderInfo:
     num_bytes: float = 0.0
     flops: float = 0.0
     memory_bound: int | None = None
+    result_bytes: int = 0
+    absent: str = ""
 
 
 class Case(Protocol):
@@ -166,8 +191,11 @@ class Case(Protocol):
 class Worker:
     """Runs the commands of `measure` on one rank."""
 
-    def __init__(self, case: Case, rank: Rank, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.case, self.rank, self.clock = case, rank, clock
+    def __init__(
+        self, case: Case, rank: Rank, clock: Callable[[], float] = time.perf_counter, device: Device | None = None
+    ) -> None:
+        self.case, self.rank = case, rank
+        self.device = device or device_for(rank.device, rank.setting.flush, clock)
         self.providers = {p.name: p for p in case.build(rank)}
 
     def infos(self) -> list[ProviderInfo]:
@@ -193,49 +221,36 @@ class Worker:
             for _ in range(lead + iters):
                 if provider.prepare:
                     provider.prepare()
+                self.device.settle()
                 self.rank.barrier()
-                start = self.clock()
+                start = self.device.start()
                 for _ in range(calls):
                     result = provider.call()
-                times.append((self.clock() - start) / calls)
+                times.append(self.device.stop(start) / calls)
                 del result  # not timed: see the module docstring
         finally:
             gc.enable()
         return times[lead:], time.process_time() - cpu
 
     def memory(self, name: str) -> int:
-        """Peak resident bytes of two calls above what was resident before them. Meant for a fresh process.
+        """Peak bytes of two calls above what was in use before them, without the results that every provider returns.
+        On CPU resident bytes, and meant for a fresh process.
 
         The base is taken before the *first* full-size call, so a workspace that a provider keeps counts as extra
-        memory even though the second call finds it there. Resolution: about 0.3 MB, since the kernel keeps the resident
-        size in per-thread counters.
+        memory even though the second call finds it there (on CUDA, where the process is not fresh, it does not).
+        Resolution on CPU: about 0.3 MB, since the kernel keeps the resident size in per-thread counters.
         """
         provider = self.providers[name]
         (provider.warm or provider.call)()
         if provider.prepare:
             provider.prepare()
-        gc.collect()
-        reset_peak_memory()
-        base = resident_bytes("VmRSS")
+        base = self.device.track_memory()
         for _ in range(2):
             result = provider.call()
             del result
             if provider.prepare:
                 provider.prepare()
-        return max(0, resident_bytes("VmHWM") - base)
-
-
-def resident_bytes(field_name: str) -> int:
-    """VmRSS (now) or VmHWM (peak) of this process."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field_name + ":"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"/proc/self/status has no {field_name}; peak memory needs Linux")
-
-
-def reset_peak_memory() -> None:
-    """Make VmHWM start again from the present resident size (see proc(5), clear_refs)."""
-    Path("/proc/self/clear_refs").write_text("5")
+        return max(0, self.device.peak_memory() - base - provider.result_bytes)
 
 
 def local_tensor(x: torch.Tensor) -> torch.Tensor:
@@ -246,10 +261,9 @@ def local_tensor(x: torch.Tensor) -> torch.Tensor:
     return local
 
 
-def copy_roofs(num_bytes: int, world_size: int) -> list[Provider]:
+def copy_roofs(num_bytes: int, world_size: int, device: str = "cpu") -> list[Provider]:
     """Copy bandwidth in place and between two reused buffers of `num_bytes` per rank; bytes read + written count."""
-    source = torch.ones(max(1, num_bytes // 4))
-    target = torch.ones_like(source)
+    source, target = copy_buffers(num_bytes, device)
     traffic = 2.0 * source.numel() * 4 * world_size
     return [
         Provider("roof: scale in place", "roof", lambda: source.mul_(1.0), num_bytes=traffic),
@@ -257,9 +271,13 @@ def copy_roofs(num_bytes: int, world_size: int) -> list[Provider]:
     ]
 
 
-def gemm_roof(dtype: torch.dtype, world_size: int, size: int = 2048) -> Provider:
-    """Rate of `F.linear` on square matrices in `dtype`, at the setting's matmul precision."""
-    x, w = torch.randn(size, size).to(dtype), torch.randn(size, size).to(dtype)
+def gemm_roof(dtype: torch.dtype, world_size: int, size: int = 0, device: str = "cpu") -> Provider:
+    """Rate of `F.linear` on square matrices in `dtype`, at the setting's matmul precision.
+
+    size  0: 2048 on CPU, 8192 on CUDA, where smaller ones do not fill the device
+    """
+    size = size or (2048 if device == "cpu" else 8192)
+    x, w = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     flops = 2.0 * size**3 * world_size
     return Provider(f"roof: GEMM {size}^3", "roof", lambda: torch.nn.functional.linear(x, w), flops=flops)
 
@@ -312,7 +330,10 @@ def _busy_seconds() -> float:
 
 @dataclass
 class Measurement:
-    """What `measure` learned about one provider of one lane. `problem` is empty, or why there are no times."""
+    """What `measure` learned about one provider of one lane. `problem` is empty, or why there are no times.
+
+    Nothing was tried with a provider that is `provider.absent`.
+    """
 
     provider: ProviderInfo
     setting: str
@@ -347,9 +368,10 @@ def measure(case: Case, lanes: Sequence[Lane], plan: Plan, only: Iterable[str] =
         for info in lane.build(case):
             if not wanted or info.kind == "roof" or any(w in info.name for w in wanted):
                 entries.append((lane, Measurement(info, lane.setting.name), LoadMeter()))
-    for lane, found, _ in entries:
+    present = [entry for entry in entries if not entry[1].provider.absent]
+    for lane, found, _ in present:
         _check(lane, found)
-    timed = [entry for entry in entries if not entry[1].problem]
+    timed = [entry for entry in present if not entry[1].problem]
     for block in range(plan.blocks):
         shift = block % len(timed) if timed else 0
         for lane, found, meter in timed[shift:] + timed[:shift]:

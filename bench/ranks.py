@@ -34,9 +34,14 @@ class LaneError(RuntimeError):
 
 
 class ProcessLane:
-    """`world_size` processes with `threads` threads each, under `setting`. Use as a context manager."""
+    """`world_size` processes with `threads` threads each, under `setting`. Use as a context manager.
 
-    def __init__(self, setting: Setting, world_size: int = 1, threads: int = 1, *, timeout: float = 300.0) -> None:
+    With `device` "cuda" rank r has CUDA device r to itself, and collectives are NCCL's.
+    """
+
+    def __init__(
+        self, setting: Setting, world_size: int = 1, threads: int = 1, *, device: str = "cpu", timeout: float = 300.0
+    ) -> None:
         self.setting, self.world_size, self.threads, self.timeout = setting, world_size, threads, timeout
         self._folder = tempfile.TemporaryDirectory(prefix="fastpar_bench_")
         context = multiprocessing.get_context("spawn")
@@ -46,7 +51,7 @@ class ProcessLane:
         with _environment({**setting.environment, "TORCHINDUCTOR_COMPILE_THREADS": "1"}):
             for index in range(world_size):
                 ours, theirs = context.Pipe()
-                rank = Rank(index, world_size, threads, setting)
+                rank = Rank(index, world_size, threads, setting, device)
                 process = context.Process(
                     target=_serve, args=(theirs, rank, self._folder.name, timeout, os.getpid()), daemon=True
                 )
@@ -155,9 +160,11 @@ def _serve(pipe: Connection, rank: Rank, folder: str, timeout: float, parent: in
     os.dup2(output, 2)
     torch.set_num_threads(rank.threads)
     torch.set_float32_matmul_precision(rank.setting.matmul_precision)
+    if rank.device == "cuda":
+        torch.cuda.set_device(rank.rank)
     if rank.world_size > 1:
         dist.init_process_group(
-            "gloo",
+            "gloo" if rank.device == "cpu" else "nccl",
             init_method=f"file://{folder}/store",
             rank=rank.rank,
             world_size=rank.world_size,

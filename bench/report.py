@@ -18,7 +18,7 @@ COLUMNS = (
     "of roof",
     "x same",
     "x tuned",
-    "comm",
+    "above bound",
     "extra MB",
     "error",
 )
@@ -40,6 +40,7 @@ def cells(row: Row, baseline: str) -> list[str]:
     """One table line, a text per column of COLUMNS; "" where the row has nothing to say.
 
     "x same": times faster than `baseline` under the same setting; "x tuned": than `baseline` under the tuned one.
+    "above bound": the part of the time that the setting's bound, which does less than the job, does not need.
     """
     memory = "" if row["extra_bytes"] is None else f"{row['extra_bytes'] / 1e6:.2f}"
     if memory and row["memory_bound"] is not None:

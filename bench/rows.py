@@ -1,13 +1,14 @@
 """Rows: what was measured, where, on what, and the JSON file that keeps them.
 
-``bench/results/<machine>/<bench>.json`` holds ``{"schema": 1, "runs": {id: {...}}, "rows": [...]}``. A run is the
-machine, the versions, the commit, the date and the command; each row names its run. Saving *replaces* rows that
-measured the same thing (`identity`: bench, case, provider, setting) and keeps all others, so one provider or shape can
-be measured again by itself; runs that no row names any more are dropped.
+``bench/results/<machine>/<bench>.json``, and for CUDA ``bench/results/<gpu>/<bench>.json``, holds ``{"schema": 1,
+"runs": {id: {...}}, "rows": [...]}``. A run is the machine, the versions, the commit, the date and the command; each
+row names its run. Saving *replaces* rows that measured the same thing (`identity`: bench, case, provider, setting) and
+keeps all others, so one provider or shape can be measured again by itself; runs that no row names any more are dropped.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -17,12 +18,15 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as distribution_version
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from bench.harness import QUIET_CORES, Measurement, summary
+from bench.peers import PEER_DISTRIBUTIONS
 
 SCHEMA = 1
 ROOT = Path(__file__).resolve().parent.parent
@@ -32,9 +36,8 @@ Row = dict[str, Any]
 
 def machine() -> dict[str, Any]:
     """CPU model and core count, memory in GiB, and GPUs."""
-    gpus = (
-        [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
-    )
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = [torch.cuda.get_device_name(i) for i in range(count)]
     return {
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
@@ -64,16 +67,33 @@ def machine_name(facts: dict[str, Any]) -> str:
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 
 
+def gpu_name(facts: dict[str, Any]) -> str:
+    """A folder name: ``nvidia-h100-80gb-hbm3``, for rows measured on CUDA, where the host matters little.
+
+    Raises ValueError if the machine has no GPU.
+    """
+    if not facts["gpus"]:
+        raise ValueError("rows of a CUDA device are filed under its name, but this machine has no GPU")
+    return re.sub(r"[^a-z0-9]+", "-", " ".join(sorted(set(facts["gpus"]))).lower()).strip("-")
+
+
 def versions() -> dict[str, str]:
+    """Of fastpar, torch and what they run on, and of the peers that are installed."""
     from fastpar._version import __version__
 
-    return {
+    found = {
         "fastpar": __version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "blas": "mkl" if torch.backends.mkl.is_available() else "other",
         "kernel": platform.release(),
     }
+    if torch.cuda.is_available():
+        found["cuda"] = str(torch.version.cuda)
+    for name in ("triton", *PEER_DISTRIBUTIONS):
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = distribution_version(name)
+    return found
 
 
 def commit() -> str:
@@ -109,6 +129,7 @@ def make_rows(bench: str, case: dict[str, Any], found: Sequence[Measurement], ru
     ``ratio[peer][setting]`` is the peer's median time divided by this row's: above 1, this provider is faster.
     ``above_bound`` is the part of the time that the setting's bound (the job without its communication) does not need.
     """
+    found = [m for m in found if not m.provider.absent]
     times = {(m.provider.name, m.setting): summary(m.seconds) for m in found if m.seconds}
     bounds = {m.setting: times[_key(m)]["median"] for m in found if m.provider.kind == "bound" and m.seconds}
     peers = [m for m in found if m.provider.kind in ("torch", "bound") and m.seconds]
@@ -127,6 +148,7 @@ def make_rows(bench: str, case: dict[str, Any], found: Sequence[Measurement], ru
             "problem": m.problem,
             "extra_bytes": m.extra_bytes,
             "memory_bound": m.provider.memory_bound,
+            "result_bytes": m.provider.result_bytes,
         }
         if m.seconds:
             ms = times[_key(m)]
@@ -203,5 +225,6 @@ def save(path: Path, run_id: str, run: dict[str, Any], rows: Sequence[Row]) -> d
     return data
 
 
-def default_path(bench: str, facts: dict[str, Any]) -> Path:
-    return RESULTS / machine_name(facts) / f"{bench}.json"
+def default_path(bench: str, facts: dict[str, Any], device: str = "cpu") -> Path:
+    folder = machine_name(facts) if device == "cpu" else gpu_name(facts)
+    return RESULTS / folder / f"{bench}.json"

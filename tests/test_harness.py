@@ -244,7 +244,7 @@ def test_plot_writes_a_picture(tmp_path: Path) -> None:
 def test_table_shows_ratios_memory_bound_and_refusals() -> None:
     titles, lines = table(example_rows(), "peer")
     fast = dict(zip(titles, lines[0], strict=True))
-    assert (fast["x same"], fast["x tuned"], fast["comm"]) == ("8.00", "4.00", "20%")
+    assert (fast["x same"], fast["x tuned"], fast["above bound"]) == ("8.00", "4.00", "20%")
     assert fast["extra MB"] == "0.00 (bound 0.00)"
     assert lines[-1][2] == "wrong"
     without = table(example_rows()[1:3], "peer")[0]
