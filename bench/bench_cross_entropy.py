@@ -242,7 +242,7 @@ class Problem:
         generator = torch.Generator().manual_seed(1)  # the same targets on every rank
         self.target = torch.randint(self.total, (case.tokens,), generator=generator).to(rank.device)
         self.weight = torch.linspace(0.5, 1.5, self.total, device=rank.device)
-        self.master = _logits(case, self.start, end).to(rank.device)
+        self.master = _logits(case, self.start, end, rank.device)
         self.logits = self.master.clone().requires_grad_()
         self.group: GroupLike = rank.group
         self._others: list[torch.Tensor] = []  # reference terms of virtual ranks
@@ -255,7 +255,7 @@ class Problem:
         vocab, count = self.case.vocab, self.case.virtual_ranks
         for rank in range(1, count):
             start = rank * vocab
-            x = _logits(self.case, start, start + vocab).to(self.rank.device)
+            x = _logits(self.case, start, start + vocab, self.rank.device)
             self._others.append(self._local_terms(x, start))
             comm = VirtualRanks(rank, count)
             loss = partial(_fastpar_loss(self, comm, start), x, self.target)
@@ -380,12 +380,12 @@ class Problem:
         return self._terms
 
 
-def _logits(case: CrossEntropyCase, start: int, end: int) -> torch.Tensor:
+def _logits(case: CrossEntropyCase, start: int, end: int, device: str) -> torch.Tensor:
     """This rank's columns: 64 random rows, repeated, times a scale per row (see the module docstring)."""
     generator = torch.Generator().manual_seed(1000 + start)
-    rows = torch.randn(min(64, case.tokens), end - start, generator=generator)
-    logits = torch.empty(case.tokens, end - start, dtype=DTYPES[case.dtype])
-    scales = torch.linspace(0.5, 2.0, case.tokens)
+    rows = torch.randn(min(64, case.tokens), end - start, generator=generator).to(device)
+    logits = torch.empty(case.tokens, end - start, dtype=DTYPES[case.dtype], device=device)
+    scales = torch.linspace(0.5, 2.0, case.tokens, device=device)
     for piece, scale in zip(logits.split(rows.size(0)), scales.split(rows.size(0)), strict=True):
         piece.copy_(rows[: piece.size(0)] * scale[:, None])
     return logits

@@ -93,20 +93,27 @@ class Problem:
 
     def __init__(self, case: LinearCrossEntropyCase, rank: Rank) -> None:
         self.case, self.rank, self.options = case, rank, case.options
-        dtype = DTYPES[case.dtype]
-        generator = torch.Generator().manual_seed(0)
         self.start, self.end = shard_range(case.vocab, rank.world_size, rank.rank)
-        hidden = torch.randn(case.tokens, case.hidden, generator=generator)
+        generator = torch.Generator(rank.device).manual_seed(0)
+
+        def random(*shape: int, scale: float) -> Tensor:
+            x = torch.randn(*shape, generator=generator, device=rank.device)
+            return (x * scale).to(DTYPES[case.dtype])
+
         # Logits with a standard deviation of 2: probabilities that differ, and no row that is nearly one-hot.
-        self.whole_weight = torch.empty(case.vocab, case.hidden, dtype=dtype, device=rank.device)
-        for piece in self.whole_weight.split(4096):
-            piece.copy_(torch.randn(piece.shape, generator=generator) * (2 * case.hidden**-0.5))
-        self.hidden = hidden.to(rank.device, dtype).requires_grad_()
+        self.whole_weight = random(case.vocab, case.hidden, scale=2 * case.hidden**-0.5)
         self.weight = self.whole_weight[self.start : self.end].clone().requires_grad_()
-        self.target = torch.randint(case.vocab, (case.tokens,), generator=generator).to(rank.device)
-        self.bias = (torch.randn(case.vocab, generator=generator) * 0.1).to(rank.device, dtype)
+        self.hidden = random(case.tokens, case.hidden, scale=1.0).requires_grad_()
+        self.bias = random(case.vocab, scale=0.1)
+        self.target = torch.randint(case.vocab, (case.tokens,), generator=generator, device=rank.device)
         self.class_weight = torch.linspace(0.5, 1.5, case.vocab, device=rank.device)
-        self._lse: Tensor | None = None
+        self._float64: dict[LossOptions | None, Float64] = {}
+
+    def float64(self, options: LossOptions | None) -> Float64:
+        """Computed once: it needs all the logits."""
+        if options not in self._float64:
+            self._float64[options] = Float64(self, options)
+        return self._float64[options]
 
     def small(self, loss: LossFunction) -> None:
         """The same code over 8 tokens and 64 ids a rank."""
@@ -123,7 +130,7 @@ class Problem:
     def errors(self, loss_function: LossFunction, options: LossOptions | None) -> dict[str, Error]:
         """Relative errors of the loss, of sampled rows of dX and of sampled rows of this rank's dW."""
         loss, dx, dw = gradients(loss_function, self.hidden, self.weight, self.target)
-        reference = Float64(self, options)
+        reference = self.float64(options)
         rows = torch.linspace(0, self.case.tokens - 1, min(SAMPLED_ROWS, self.case.tokens)).long().to(dx.device)
         half = SAMPLED_ROWS // 2
         held = self.target[(self.target >= self.start) & (self.target < self.end)].unique()
@@ -213,6 +220,7 @@ class Maker:
         self.problem, self.rank, self.case = problem, problem.rank, problem.case
         self.providers: list[Provider] = []
         self.flops = 6.0 * self.case.tokens * self.case.hidden * self.case.vocab
+        self.gemms = self._gemms()
 
     def add(
         self, name: str, kind: str, loss: LossFunction, options: LossOptions | None = None, *, small: bool = True
@@ -272,7 +280,7 @@ class Maker:
             self.add(name, "torch", loss)
 
     def bare_gemms(self) -> None:
-        gemms = [call for _, call in self._gemms()]
+        gemms = [call for _, call in self.gemms]
 
         def three() -> None:
             for call in gemms:
@@ -282,25 +290,18 @@ class Maker:
         self.providers.append(Provider("three bare GEMMs", "bound", three, flops=self.flops, result_bytes=results))
 
     def gemm_roofs(self) -> list[Provider]:
-        return [Provider(f"roof: {name}", "roof", call, flops=self.flops / 3) for name, call in self._gemms()]
+        return [Provider(f"roof: {name}", "roof", call, flops=self.flops / 3) for name, call in self.gemms]
 
     def _gemms(self) -> list[tuple[str, Callable[[], object]]]:
         """The GEMMs of this rank, into memory that exists. The gradient of the logits stands in for them: same size."""
         x, w = self.problem.hidden.detach(), self.problem.weight.detach()
-        logits, dx, dw = _gemm_outputs(self.problem)
+        logits = x @ w.T  # GEMMs on zeros or garbage run at another speed
+        dx, dw = torch.empty_like(x), torch.empty_like(w)
         return [
             ("GEMM logits = X W^T", partial(torch.mm, x, w.T, out=logits)),
             ("GEMM dX = dZ W", partial(torch.mm, logits, w, out=dx)),
             ("GEMM dW = dZ^T X", partial(torch.mm, logits.T, x, out=dw)),
         ]
-
-
-@cache
-def _gemm_outputs(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
-    x, w = problem.hidden, problem.weight
-    logits = torch.empty(x.size(0), w.size(0), dtype=x.dtype, device=x.device)
-    torch.mm(x.detach(), w.detach().T, out=logits)  # GEMMs on zeros or garbage run at another speed
-    return logits, torch.empty_like(x), torch.empty_like(w)
 
 
 def fastpar_loss(problem: Problem, options: LossOptions | None) -> LossFunction:
