@@ -1,6 +1,7 @@
 # fastpar: the commands people need. `make help` lists them.
 #
-# Variables: PYTHON (interpreter to use if it has torch, else to make .venv with), TORCH (default torch==2.13.0), TRITON, CXX, ARGS.
+# Variables: PYTHON (interpreter to use if it has torch, else to make .venv with), TORCH (default torch==2.13.0), TRITON, CXX, ARGS;
+# for `make gpu`: PEERS, BUDGET (seconds), DRY_RUN.
 SHELL := /bin/bash
 PY = "$$(tools/find_python.sh)"
 MARKERS := -m "not slow and not gpu"
@@ -27,8 +28,9 @@ test: build ## everything CI runs: lint, types, C++ under sanitizers, tests
 test-all: build ## the same with the exhaustive variants of the tests
 	@tools/run_checks.sh -m "not gpu" $(ARGS)
 
-gpu: build ## the tests that need a CUDA device
-	@$(PY) -m pytest -m gpu $(ARGS)
+# Needs no network and installs nothing, so it does not go through `build`. DRY_RUN=1 prints the stages.
+gpu: ## on a machine with a GPU, in 8 minutes: build, GPU tests, compute-sanitizer, GPU benches (PEERS=folder of wheels)
+	@tools/run_gpu.sh $(if $(DRY_RUN),--dry-run) $(ARGS)
 
 lint: setup ## ruff, clang-format, mypy
 	@tools/run_checks.sh --lint

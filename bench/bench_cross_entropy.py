@@ -136,15 +136,15 @@ class Maker:
         *,
         bound: int | None = None,
         overwrites: bool = False,
-        compiled: bool = False,
+        small: bool = True,
         problem: Problem | None = None,
         tolerance: str = "",
     ) -> None:
-        """overwrites: the logits; compiled: a smaller call would compile again, and that would be measured;
+        """overwrites: the logits; small: False where a smaller call would compile again, and that would be measured;
         tolerance: of this dtype for the gradients, where it is not the case's.
         """
         problem = problem or self.problem
-        whole = compiled or self.case.virtual_ranks > 1  # what the virtual ranks bring is for all the tokens
+        small = small and self.case.virtual_ranks == 1  # what the virtual ranks bring is for all the tokens
         self.providers.append(
             Provider(
                 name,
@@ -152,7 +152,7 @@ class Maker:
                 call=lambda: step(problem.logits, problem.target),
                 check=lambda: problem.errors(step, tolerance or self.case.dtype),
                 prepare=problem.restore if overwrites else None,
-                warm=None if whole else lambda: problem.small(step),
+                warm=(lambda: problem.small(step)) if small else None,
                 num_bytes=3.0 * self.case.tokens * self.case.vocab * DTYPES[self.case.dtype].itemsize,
                 memory_bound=bound,
             )
@@ -175,12 +175,11 @@ class Maker:
         if self.rank.world_size == 1 and self.case.virtual_ranks == 1:
             loss = torch_loss_with(self.problem.weight, self.case.options)
             self.add("torch, all options", "torch", step_of(loss))
-            compiled = torch.compile(loss, dynamic=False)
-            self.add("torch.compile, all options", "torch", step_of(compiled), compiled=True)
+            self.add("torch.compile, all options", "torch", step_of(compiled(loss)), small=False)
 
     def whole_vocabulary_peers(self) -> None:
         self.add("torch F.cross_entropy", "torch", step_of(torch_loss))
-        self.add("torch.compile F.cross_entropy", "torch", step_of(compiled_loss), compiled=True)
+        self.add("torch.compile F.cross_entropy", "torch", step_of(compiled(torch_loss)), small=False)
         if self.rank.device == "cuda":
             self.optional("Liger", peers.liger_cross_entropy, lambda loss: loss)
             self.sharded_peer("flash-attn", peers.flash_attn_vocab_parallel)
@@ -196,7 +195,7 @@ class Maker:
             self.add("torch loss_parallel", "torch", loss_parallel_step(self.rank, self.case.vocab))
         if self.case.vocab % self.rank.world_size == 0:  # these know equal shards only
             self.sharded_peer("Megatron-Core", peers.megatron_unfused)
-            self.sharded_peer("Megatron-Core fused", peers.megatron_fused, compiled=True, tolerance="bf16")
+            self.sharded_peer("Megatron-Core fused", peers.megatron_fused, small=False, tolerance="bf16")
             if self.rank.device == "cuda":
                 self.sharded_peer("Liger vocab-parallel", peers.liger_vocab_parallel)
                 self.sharded_peer("flash-attn", peers.flash_attn_vocab_parallel)
@@ -425,13 +424,14 @@ def torch_loss(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits, target, reduction="none").float().mean()  # see the module docstring on bf16
 
 
-@cache
-def _compiled() -> Callable[..., torch.Tensor]:
-    return torch.compile(torch_loss, dynamic=False)
+def compiled(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """torch.compile of it, on first use: importing the compiler takes seconds."""
 
+    @cache
+    def made() -> Callable[..., torch.Tensor]:
+        return torch.compile(function, dynamic=False)
 
-def compiled_loss(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return _compiled()(logits, target)  # on first use: importing the compiler takes seconds
+    return lambda *arguments: made()(*arguments)
 
 
 def torch_loss_with(weight: torch.Tensor, o: LossOptions) -> Callable[..., torch.Tensor]:

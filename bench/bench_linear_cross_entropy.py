@@ -35,7 +35,7 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,7 +44,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench import peers
-from bench.bench_cross_entropy import BF16_LOSS, LossOptions, torch_loss, torch_loss_with, vocab_parallel_loss
+from bench.bench_cross_entropy import BF16_LOSS, LossOptions, compiled, torch_loss, torch_loss_with, vocab_parallel_loss
 from bench.harness import Case, Error, Provider, Rank, absent
 from bench.options import DTYPES, Bench, parser, positive_list, run
 from fastpar.comm import shard_range
@@ -266,7 +266,7 @@ class Maker:
             self.add("torch linear + three all-reduces", "torch", sharded_loss(self.problem))
             return
         self.add("torch linear + F.cross_entropy", "torch", plain_loss)
-        self.add("torch.compile of it", "torch", compiled_loss, small=False)
+        self.add("torch.compile of it", "torch", compiled(plain_loss), small=False)
         self.optional("torch F.linear_cross_entropy, chunked", peers.torch_chunked_linear_cross_entropy)
         if self.rank.device == "cuda":
             self.optional("Liger", peers.liger_linear_cross_entropy)
@@ -326,15 +326,6 @@ def fastpar_loss(problem: Problem, options: LossOptions | None) -> LossFunction:
 
 def plain_loss(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     return torch_loss(F.linear(hidden, weight), target)
-
-
-@cache
-def _compiled() -> LossFunction:
-    return torch.compile(plain_loss, dynamic=False)
-
-
-def compiled_loss(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    return _compiled()(hidden, weight, target)  # on first use: importing the compiler takes seconds
 
 
 def sharded_loss(problem: Problem) -> LossFunction:

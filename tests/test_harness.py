@@ -12,9 +12,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bench.bench_cross_entropy import CrossEntropyCase, Problem, step_of
+from bench import options, peers
+from bench.bench_cross_entropy import BENCH as CROSS_ENTROPY
+from bench.bench_cross_entropy import CrossEntropyCase, LossOptions, Problem, step_of, torch_loss_with
+from bench.bench_linear import BENCH as LINEAR
 from bench.bench_linear import MlpCase
+from bench.bench_linear_cross_entropy import LinearCrossEntropyCase, plain_loss
+from bench.bench_linear_cross_entropy import Problem as LinearProblem
+from bench.device import CudaDevice
 from bench.harness import (
+    CUDA_SETTINGS,
     SETTINGS,
     Error,
     LoadMeter,
@@ -26,6 +33,7 @@ from bench.harness import (
     Rank,
     Setting,
     Worker,
+    absent,
     measure,
     percentile,
     slowest,
@@ -33,7 +41,9 @@ from bench.harness import (
 )
 from bench.ranks import LaneError, ProcessLane
 from bench.report import load_note, plain_table, plot, print_table, table
-from bench.rows import load, machine_name, make_rows, save
+from bench.rows import default_path, gpu_name, load, machine_name, make_rows, save
+from bench.virtual import VirtualRanks
+from fastpar import ops, reference
 
 DEFAULT, TUNED = SETTINGS["default"], SETTINGS["tuned"]
 
@@ -180,6 +190,179 @@ def test_worker_leaves_leading_samples_out() -> None:
     assert Worker(ListCase([provider]), Rank(), clock).sample("p", 2, lead=2)[0] == [1.0, 2.0]
 
 
+def test_absent_peers_are_neither_run_nor_rows_nor_problems(capsys: pytest.CaptureFixture[str]) -> None:
+    def never() -> dict[str, Error]:
+        raise AssertionError("an absent provider was run")
+
+    class Lane(FakeLane):
+        def build(self, case: Any) -> list[ProviderInfo]:
+            return [*super().build(case), absent("peer", "ModuleNotFoundError: No module named 'peer'").info()]
+
+        def check(self, name: str) -> dict[str, Error]:
+            return super().check(name) if name != "peer" else never()
+
+    log: list[tuple[str, str, tuple[int, int]]] = []
+    lanes = [Lane(s, {"here": 0.0}, log) for s in (DEFAULT, TUNED)]
+    found = measure(ListCase(), lanes, Plan(1, 1))
+    assert {name for _, name, _ in log} == {"here"}
+    rows = make_rows("toy", {}, found, "r")
+    assert [row["provider"] for row in rows] == ["here", "here"]
+    options._name_absent(found, set())
+    assert capsys.readouterr().out == "left out: peer (ModuleNotFoundError: No module named 'peer')\n"
+
+
+def test_a_peer_that_breaks_on_import_gives_its_reason() -> None:
+    def load() -> Callable[..., torch.Tensor]:
+        import no_such_library
+
+        return no_such_library.loss
+
+    assert peers.find(load) == "ModuleNotFoundError: No module named 'no_such_library'"
+    assert peers.find(lambda: 7) == 7
+
+
+# ---------------------------------------------------------------------------------------------------------------- CUDA
+
+
+class FakeCuda:
+    """Behaves like torch.cuda: launches cost the host nothing, and time passes on the device in stream order."""
+
+    def __init__(self) -> None:
+        self.device_now = 0.0
+        self.log: list[str] = []
+        self.in_use = self.peak = 0
+
+    def launch(self, seconds: float, what: str = "kernel") -> Callable[[], None]:
+        def run() -> None:
+            self.device_now += seconds
+            self.log.append(what)
+
+        return run
+
+    def allocate(self, num_bytes: int) -> None:
+        self.in_use += num_bytes
+        self.peak = max(self.peak, self.in_use)
+
+    def synchronize(self) -> None:
+        self.log.append("synchronize")
+
+    def reset_peak_memory_stats(self) -> None:
+        self.peak = self.in_use
+
+    def memory_allocated(self) -> int:
+        return self.in_use
+
+    def max_memory_allocated(self) -> int:
+        return self.peak
+
+    def Event(self, enable_timing: bool) -> "FakeEvent":
+        assert enable_timing
+        return FakeEvent(self)
+
+
+class FakeEvent:
+    def __init__(self, cuda: FakeCuda) -> None:
+        self.cuda, self.synchronized = cuda, False
+
+    def record(self) -> None:
+        self.at = self.cuda.device_now
+        self.cuda.log.append("event")
+
+    def synchronize(self) -> None:
+        self.synchronized = True
+
+    def elapsed_time(self, later: "FakeEvent") -> float:
+        assert later.synchronized, "read before the device was there"
+        return (later.at - self.at) * 1e3
+
+
+def test_cuda_samples_are_device_time_after_a_flush_and_without_the_preparation() -> None:
+    cuda = FakeCuda()
+    provider = Provider("p", "torch", call=cuda.launch(2e-3), prepare=cuda.launch(5.0, "prepare"))
+    device = CudaDevice(cuda.launch(1.0, "flush"), cuda)
+    seconds, _ = Worker(ListCase([provider]), Rank(), device=device).sample("p", 2, lead=1)
+    assert seconds == pytest.approx([2e-3, 2e-3])
+    assert cuda.log == ["prepare", "synchronize", "flush", "event", "kernel", "event"] * 3
+    seconds, _ = Worker(ListCase([provider], calls=4), Rank(), device=device).sample("p", 1)
+    assert seconds == pytest.approx([2e-3])  # per call
+
+
+def test_hot_cuda_samples_have_no_flush() -> None:
+    cuda = FakeCuda()
+    provider = Provider("p", "torch", call=cuda.launch(2e-3))
+    Worker(ListCase([provider]), Rank(), device=CudaDevice(None, cuda)).sample("p", 1)
+    assert cuda.log == ["synchronize", "event", "kernel", "event"]
+
+
+def test_cuda_memory_is_the_allocators_peak_without_what_was_there_and_the_results() -> None:
+    cuda = FakeCuda()
+    cuda.allocate(10_000)  # the inputs
+
+    def call() -> None:
+        cuda.allocate(700)
+        cuda.allocate(-700)
+
+    provider = Provider("p", "torch", call=call, warm=lambda: cuda.allocate(50_000) or cuda.allocate(-50_000))
+    worker = Worker(ListCase([provider]), Rank(), device=CudaDevice(None, cuda))
+    assert worker.memory("p") == 700
+    with_results = Provider("p", "torch", call=call, result_bytes=600)
+    assert Worker(ListCase([with_results]), Rank(), device=CudaDevice(None, cuda)).memory("p") == 100
+
+
+def flags_for(bench: options.Bench, *argv: str) -> Any:
+    return options.parser(bench, "a test").parse_args(argv)
+
+
+def test_settings_follow_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    for argv, settings, ranks in (
+        ([], ["default", "tuned"], [1, 2]),
+        (["--device", "cuda"], ["cold"], [1]),  # a rank has a device to itself
+        (["--device", "cuda", "--settings", "hot,cold"], ["hot", "cold"], [1]),
+    ):
+        flags = flags_for(CROSS_ENTROPY, *argv)
+        options.apply_device(CROSS_ENTROPY, flags)
+        assert (flags.settings, flags.ranks) == (settings, ranks)
+    assert CUDA_SETTINGS["cold"].flush
+    assert not CUDA_SETTINGS["hot"].flush
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--device", "cuda", "--settings", "tuned"], "on cuda choose from cold, hot"),
+        (["--settings", "cold"], "on cpu choose from default, tuned"),
+        (["--device", "cuda", "--ranks", "2"], "1 CUDA devices"),
+    ],
+)
+def test_flags_that_do_not_fit_the_device_are_refused(
+    argv: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert options.run(CROSS_ENTROPY, flags_for(CROSS_ENTROPY, *argv), []) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_cuda_is_refused_without_a_device_and_by_benches_on_cpu_tensors(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert options.run(CROSS_ENTROPY, flags_for(CROSS_ENTROPY, "--device", "cuda"), []) == 2
+    assert "torch sees no CUDA device" in capsys.readouterr().err
+    assert options.run(LINEAR, flags_for(LINEAR, "--device", "cuda"), []) == 2
+    assert "'linear' runs on cpu only" in capsys.readouterr().err
+
+
+def test_rows_of_a_gpu_are_filed_under_its_name() -> None:
+    facts = {"cpu": "Xeon", "cores": 16, "memory_gib": 128, "gpus": ["NVIDIA H100 80GB HBM3"]}
+    assert gpu_name(facts) == "nvidia-h100-80gb-hbm3"
+    assert default_path("toy", facts, "cuda").parts[-2:] == ("nvidia-h100-80gb-hbm3", "toy.json")
+    with pytest.raises(ValueError, match="no GPU"):
+        gpu_name({**facts, "gpus": []})
+
+
 # ------------------------------------------------------------------------------------------------------ rows and files
 
 
@@ -225,6 +408,38 @@ def test_saved_rows_come_back_and_replace_only_what_was_measured_again(tmp_path:
     assert set(data["runs"]) == {"r1", "r2"}
     save(path, "r3", {"commit": "c"}, example_rows("r3"))
     assert set(load(path)["runs"]) == {"r3"}  # no row names the others any more
+
+
+def test_a_stopped_run_keeps_the_cases_it_has_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Lane(FakeLane):
+        def __init__(self, setting: Setting, *args: Any, **kwargs: Any) -> None:
+            super().__init__(setting, {"a": 0.0}, [])
+
+        def __enter__(self) -> "Lane":
+            return self
+
+        def __exit__(self, *args: object) -> None:
+            pass
+
+    @dataclass(frozen=True)
+    class NamedCase(ListCase):
+        name: str = ""
+
+        def describe(self) -> dict[str, Any]:
+            return {"name": self.name}
+
+    def measure_or_stop(case: NamedCase, *args: Any) -> list[Measurement]:
+        if case.name == "second":
+            raise LaneError("stopped")
+        return measure(case, *args)
+
+    monkeypatch.setattr(options, "ProcessLane", Lane)
+    monkeypatch.setattr(options, "measure", measure_or_stop)
+    cases = [NamedCase(name=name) for name in ("first", "second")]
+    toy = options.Bench("toy", (), lambda flags, world_size: cases, memory=False, quick={})
+    path = tmp_path / "toy.json"
+    assert options.run(toy, flags_for(toy, "--ranks", "1", "--json", str(path)), ["toy"]) == 1
+    assert [row["case"]["name"] for row in load(path)["rows"]] == ["first", "first"]  # in two settings
 
 
 def test_a_file_of_another_schema_is_not_overwritten(tmp_path: Path) -> None:
@@ -298,6 +513,95 @@ def test_cross_entropy_providers_pass_their_check_and_a_wrong_one_does_not() -> 
     errors = Problem(CrossEntropyCase("fp32", 70, 1001), Rank()).errors(step_of(no_maximum_scale))
     assert not errors["loss"].ok
     assert not errors["grad off target"].ok
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_cross_entropy_reference_agrees_with_torch_on_every_option(dtype: str) -> None:
+    chosen = LossOptions()
+    problem = Problem(CrossEntropyCase(dtype, 70, 1001, options=chosen), Rank())
+    assert all(e.ok for e in problem.errors(step_of(torch_loss_with(problem.weight, chosen))).values())
+    for wrong in (LossOptions(label_smoothing=0.11), LossOptions(z_loss=2e-4), LossOptions(softcap=29.0)):
+        assert not all(e.ok for e in problem.errors(step_of(torch_loss_with(problem.weight, wrong)), "fp32").values())
+    plain = problem.without_options()
+    assert all(e.ok for e in plain.errors(step_of(torch.nn.functional.cross_entropy), dtype).values())
+
+
+def test_option_providers_pass_their_check() -> None:
+    worker = Worker(CrossEntropyCase("fp32", 70, 1001, options=LossOptions()), Rank())
+    kinds = {info.name: info.kind for info in worker.infos()}
+    assert kinds["fastpar in place, no options"] == "bound"
+    for name in ("fastpar in place, no options", "fastpar in place, all options", "torch, all options"):
+        assert all(e.ok for e in worker.check(name).values()), name
+
+
+def test_virtual_ranks_replay_what_the_others_would_send() -> None:
+    logits = torch.randn(5, 12, dtype=torch.float64)
+    target = torch.tensor([0, 5, 11, -100, 4])
+    bounds = [(0, 4, 12), (4, 8, 12), (8, 12, 12)]
+
+    def loss(comm: VirtualRanks, x: torch.Tensor) -> torch.Tensor:
+        return ops.vocab_parallel_cross_entropy(x, target, group=comm, vocab_range=bounds[comm.rank])
+
+    sent = []
+    for rank in (0, 2):
+        comm = VirtualRanks(rank, 3)
+        sent.append(comm.captured(lambda comm=comm, rank=rank: loss(comm, logits[:, slice(*bounds[rank][:2])])))
+    x = logits[:, 4:8].clone().requires_grad_()
+    got = loss(VirtualRanks(1, 3, sent), x)
+    whole = logits.clone().requires_grad_()
+    wanted = torch.nn.functional.cross_entropy(whole, target)
+    torch.testing.assert_close(got, wanted)
+    (grad,), (wanted_grad,) = torch.autograd.grad(got, x), torch.autograd.grad(wanted, whole)
+    torch.testing.assert_close(grad, wanted_grad[:, 4:8])
+    with pytest.raises(RuntimeError, match="no all-gather"):
+        VirtualRanks(0, 2).captured(lambda: None)
+
+
+@pytest.mark.parametrize("options", [None, LossOptions()])
+def test_providers_of_a_virtual_rank_pass_their_check(options: LossOptions | None) -> None:
+    worker = Worker(CrossEntropyCase("fp32", 70, 501, virtual_ranks=3, options=options), Rank())
+    if dist.is_initialized():  # by the peers, for themselves alone; this is not their process
+        dist.destroy_process_group()
+    names = [info.name for info in worker.infos() if info.name.startswith("fastpar")]
+    assert len(names) == 2
+    for name in names:
+        assert all(e.ok for e in worker.check(name).values()), name
+
+
+def linear_cross_entropy_stub(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, **how: Any) -> Any:
+    """The op's signature over the plain version."""
+    logits = torch.nn.functional.linear(hidden, weight, how.pop("bias", None))
+    return reference.vocab_parallel_cross_entropy(logits, target, weight=how.pop("class_weight", None), **how)
+
+
+@pytest.mark.parametrize("chosen", [None, LossOptions()])
+def test_linear_cross_entropy_providers_pass_their_check(
+    chosen: LossOptions | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ops, "linear_cross_entropy", linear_cross_entropy_stub, raising=False)
+    worker = Worker(LinearCrossEntropyCase("fp32", 70, 24, 1001, options=chosen), Rank())
+    names = ["fastpar", "torch linear + F.cross_entropy"]
+    if chosen is not None:
+        names = ["fastpar, no options", "fastpar, all options", "torch, all options"]
+    for name in names:
+        errors = worker.check(name)
+        assert set(errors) == {"loss", "dx", "dw", "dw off target"}
+        assert all(e.ok for e in errors.values()), (name, errors)
+    for kind, name in (("roof", "roof: GEMM dX = dZ W"), *([("bound", "three bare GEMMs")] if chosen is None else [])):
+        assert worker.providers[name].kind == kind
+        worker.sample(name, 1)
+
+
+def test_linear_cross_entropy_check_sees_rows_of_the_weight_that_are_no_target() -> None:
+    problem = LinearProblem(LinearCrossEntropyCase("fp32", 70, 24, 1001), Rank())
+
+    def drops_improbable(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        used = torch.zeros(weight.size(0), 1).index_fill_(0, target, 1.0)
+        return plain_loss(hidden, weight * used + weight.detach() * (1 - used), target)
+
+    errors = problem.errors(drops_improbable, None)
+    assert errors["loss"].ok
+    assert not errors["dw off target"].ok
 
 
 def test_in_place_gradient_is_restored_before_every_sample() -> None:
