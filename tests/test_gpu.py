@@ -284,6 +284,7 @@ def test_inplace_backward_needs_a_few_bytes_a_token() -> None:
     assert extra <= 128 * rows + (1 << 20), f"{extra / rows:.0f} bytes a token beside the logits"
 
 
+@pytest.mark.filterwarnings("ignore")  # inductor's own, while it is imported
 def test_compiled_fullgraph_equals_eager() -> None:
     logits, target = example(33, 2049, torch.bfloat16)
 

@@ -578,7 +578,8 @@ def linear_cross_entropy_stub(hidden: torch.Tensor, weight: torch.Tensor, target
 def test_linear_cross_entropy_providers_pass_their_check(
     chosen: LossOptions | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ops, "linear_cross_entropy", linear_cross_entropy_stub, raising=False)
+    if not hasattr(ops, "linear_cross_entropy"):
+        monkeypatch.setattr(ops, "linear_cross_entropy", linear_cross_entropy_stub, raising=False)
     worker = Worker(LinearCrossEntropyCase("fp32", 70, 24, 1001, options=chosen), Rank())
     names = ["fastpar", "torch linear + F.cross_entropy"]
     if chosen is not None:

@@ -100,7 +100,7 @@ stage "tests" 150 "${pytest[@]}" "${gpu_tests[@]}" "$@"
 # allocator every tensor is an allocation of its own, so that a step past its end is seen.
 if command -v compute-sanitizer >/dev/null || [[ $dry_run == yes ]]; then
   sanitizer=(env PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exitcode 9 --print-limit 20)
-  stage "memcheck" 60 "${sanitizer[@]}" --tool memcheck "${pytest[@]}" -k small "${gpu_tests[@]}"
+  stage "memcheck" 75 "${sanitizer[@]}" --tool memcheck "${pytest[@]}" -k small "${gpu_tests[@]}"
   # Hazards in shared memory; only the compiled kernels, whose mangled names hold their namespace.
   stage "racecheck" 45 "${sanitizer[@]}" --tool racecheck --kernel-name kns=fastpar \
     "${pytest[@]}" -k small "${gpu_tests[@]}"
