@@ -179,6 +179,8 @@ def _serve(pipe: Connection, rank: Rank, folder: str, timeout: float, parent: in
         try:
             if command == "build":
                 worker = None  # lets go of the previous case's tensors before the next are made
+                if rank.device == "cuda":
+                    torch.cuda.empty_cache()  # blocks of the previous case's sizes
                 worker = Worker(args[0], rank)
                 answer: Any = worker.infos()
             else:
