@@ -1,0 +1,32 @@
+"""Runs tests of Triton kernels in Triton's interpreter, on CPU tensors.
+
+TRITON_INTERPRET is read when a kernel is decorated, so these tests need a process of their own. They stand in
+tests/interpreted/check_<stem>.py, a name that ordinary collection passes over, and one wrapper test per stem runs them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def run_interpreted(test_file: str) -> None:
+    """Run the tests of tests/interpreted/`test_file` in the interpreter; shows their output if one fails or none ran.
+
+    Skips where triton is not installed.
+    """
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("triton is not installed")
+    path = str(ROOT / "tests" / "interpreted" / test_file)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", path]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+    if result.returncode != 0:
+        pytest.fail(f"{test_file} failed in the Triton interpreter:\n{result.stdout}{result.stderr}", pytrace=False)
