@@ -32,6 +32,15 @@ STABLE_TORCH_LIBRARY(fastpar, m) {
       "cross_entropy_forward_backward(Tensor logits, Tensor target, Tensor? weight, Tensor? weight_sum, Tensor grad_loss, int ignore_index, float label_smoothing, float z_loss, float softcap, float logit_scale) -> (Tensor, Tensor, Tensor)");
   m.def(
       "cross_entropy_forward_backward_(Tensor(a!) logits, Tensor target, Tensor? weight, Tensor? weight_sum, Tensor grad_loss, int ignore_index, float label_smoothing, float z_loss, float softcap, float logit_scale) -> (Tensor, Tensor)");
+  // rms_norm
+  m.def("rms_norm(Tensor x, Tensor? weight, float eps, float weight_offset) -> (Tensor, Tensor)");
+  m.def(
+      "add_rms_norm(Tensor x, Tensor residual, Tensor? weight, float eps, float weight_offset) -> (Tensor, Tensor, Tensor)");
+  m.def(
+      "rms_norm_backward(Tensor grad_out, Tensor? grad_sum, Tensor x, Tensor rstd, Tensor? weight, float weight_offset, bool needs_grad_x, bool needs_grad_weight) -> (Tensor, Tensor)");
+  // swiglu
+  m.def("swiglu(Tensor gate, Tensor? up) -> Tensor");
+  m.def("swiglu_backward(Tensor grad_out, Tensor gate, Tensor? up) -> (Tensor, Tensor)");
   // dropout
   m.def("sharded_dropout(Tensor x, float p, int seed, SymInt[] offset, SymInt[] global_shape) -> Tensor");
 }

@@ -411,6 +411,14 @@ inline double reduce_sum(Vec x) {
   return result;
 }
 
+// Every lane rounded to T and back: what a load finds after a store.
+template <typename T>
+Vec rounded_to(Vec x) {
+  T lanes[Vec::kWidth];
+  x.store(lanes);
+  return Vec::load(lanes);
+}
+
 // Brings the cache line at `p` closer; any address will do.
 inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
 

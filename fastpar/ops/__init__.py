@@ -4,17 +4,34 @@ Names are looked up on first use, so that a part of fastpar that needs no kernel
 """
 
 import importlib
+import sys
+import types
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fastpar.ops.cross_entropy import vocab_parallel_cross_entropy
     from fastpar.ops.dropout import sharded_dropout
+    from fastpar.ops.rms_norm import rms_norm
+    from fastpar.ops.swiglu import swiglu
 
 _HOME = {
+    "rms_norm": "fastpar.ops.rms_norm",
     "sharded_dropout": "fastpar.ops.dropout",
+    "swiglu": "fastpar.ops.swiglu",
     "vocab_parallel_cross_entropy": "fastpar.ops.cross_entropy",
 }
-__all__ = ["sharded_dropout", "vocab_parallel_cross_entropy"]
+__all__ = ["rms_norm", "sharded_dropout", "swiglu", "vocab_parallel_cross_entropy"]
+
+
+class _Package(types.ModuleType):
+    """Importing fastpar.ops.swiglu binds `swiglu` here to the module; that must not hide the function of this name."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name in _HOME and isinstance(value, types.ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
 
 
 def __getattr__(name: str) -> Any:

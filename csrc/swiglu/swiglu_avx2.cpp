@@ -1,0 +1,14 @@
+#include "swiglu/swiglu_kernel.h"
+
+#if FASTPAR_X86
+
+namespace fastpar {
+
+extern const SwigluKernels kSwigluAvx2 = {
+    {swiglu_rows<float>, swiglu_rows<bfloat16>, swiglu_rows<float16>, nullptr},
+    {swiglu_backward_rows<float>, swiglu_backward_rows<bfloat16>, swiglu_backward_rows<float16>, nullptr},
+};
+
+}  // namespace fastpar
+
+#endif

@@ -1,0 +1,41 @@
+"""What the autograd functions of the ops share."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+
+def needs_grad(*tensors: Tensor | None) -> bool:
+    """Whether a call with these inputs has to leave something for backward."""
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def first_derivative_only(grad: Tensor, op: str, alternative: str, *inputs: Tensor | None) -> Tensor:
+    """`grad` as it is, except that its own derivative by any of `inputs` is an error naming `alternative`.
+
+    Call it in the backward of an autograd.Function whose kernel has no derivative, on every gradient that it returns.
+    Only backward with create_graph=True makes a graph; in all other cases this costs nothing.
+    """
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return grad
+    return cast(Tensor, _FirstDerivative.apply(grad, op, alternative, *inputs))
+
+
+class _FirstDerivative(torch.autograd.Function):
+    """Identity on the gradient that stands between it and what it depends on.
+
+    once_differentiable would not do: it looks at the upstream gradient only, which may be a constant when backward
+    starts at the output, and the second derivative by the inputs would be missing without a word.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, op: str, alternative: str, *inputs: Tensor | None) -> Tensor:
+        ctx.op, ctx.alternative = op, alternative
+        return grad.view_as(grad)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        raise RuntimeError(f"{ctx.op} has a first derivative only; {ctx.alternative} has a second one")

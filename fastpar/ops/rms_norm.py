@@ -1,0 +1,221 @@
+"""RMSNorm, with the addition of a residual stream fused in front of it.
+
+For every row of H elements:
+
+    h     = x + residual                         rounded to x's dtype; h = x without a residual
+    rstd  = 1 / sqrt(mean(h^2) + eps)
+    w     = weight_offset + weight               1 without a weight
+    out   = h * rstd * w                         rounded once
+    g     = dout * w
+    dh    = rstd * (g - h * rstd^2 * mean(g * h)) + dh_in        the gradient of x and of the residual alike
+    dw    = sum over rows of dout * h * rstd
+
+The statistics are those of the rounded h: backward reads h again, and what it differentiates is then what forward
+computed. dh_in is the gradient that arrives at h from the residual stream, added in the same pass instead of by a
+kernel of its own.
+
+Saved for backward: h (or x, which is no copy), rstd in float32, 4 bytes a row, and the weight. dw is a sum over all
+rows; its order is fixed by the shape alone, so its bits do not depend on the number of threads (on CUDA: they do not
+change on one kind of device).
+
+One rounding, at the end. Hugging Face's Llama rounds h * rstd to the input's dtype before it multiplies with the
+weight, which costs a rounding more and is not offered: it would not give the same bits anyway, since sums of squares in
+another order differ in their last bit.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast, overload
+
+import torch
+from torch import Tensor
+
+from fastpar import _ext
+from fastpar.ops._autograd import first_derivative_only, needs_grad
+from fastpar.ops._device import has_kernels
+from fastpar.reference.rms_norm import check_arguments, compute_dtype
+from fastpar.reference.rms_norm import rms_norm as reference_rms_norm
+
+_ext.load()
+_forward = torch.ops.fastpar.rms_norm
+_add_forward = torch.ops.fastpar.add_rms_norm
+_backward = torch.ops.fastpar.rms_norm_backward
+
+
+# ---- CUDA ------------------------------------------------------------------------------------------------------------
+
+
+@torch.library.impl("fastpar::rms_norm", "cuda")
+def _forward_cuda(x: Tensor, weight: Tensor | None, eps: float, weight_offset: float) -> tuple[Tensor, Tensor]:
+    from fastpar.kernels import rms_norm as kernels
+
+    out, _, rstd = kernels.forward(x, None, weight, eps, weight_offset)
+    return out, rstd
+
+
+@torch.library.impl("fastpar::add_rms_norm", "cuda")
+def _add_forward_cuda(
+    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, weight_offset: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    from fastpar.kernels import rms_norm as kernels
+
+    return cast("tuple[Tensor, Tensor, Tensor]", kernels.forward(x, residual, weight, eps, weight_offset))
+
+
+@torch.library.impl("fastpar::rms_norm_backward", "cuda")
+def _backward_cuda(
+    grad_out: Tensor,
+    grad_sum: Tensor | None,
+    x: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    weight_offset: float,
+    needs_grad_x: bool,
+    needs_grad_weight: bool,
+) -> tuple[Tensor, Tensor]:
+    from fastpar.kernels import rms_norm as kernels
+
+    num_programs = torch.cuda.get_device_properties(x.device).multi_processor_count
+    found = kernels.backward(
+        grad_out, grad_sum, x, rstd, weight, weight_offset, needs_grad_x, needs_grad_weight, num_programs
+    )
+    return cast("tuple[Tensor, Tensor]", found)
+
+
+# ---- fakes -----------------------------------------------------------------------------------------------------------
+
+
+def _rstd_fake(x: Tensor) -> Tensor:
+    return x.new_empty((x.shape[:-1].numel(),), dtype=compute_dtype(x.dtype))
+
+
+@torch.library.register_fake("fastpar::rms_norm")
+def _forward_fake(x: Tensor, weight: Tensor | None, eps: float, weight_offset: float) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), _rstd_fake(x)
+
+
+@torch.library.register_fake("fastpar::add_rms_norm")
+def _add_forward_fake(
+    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, weight_offset: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty(x.shape), _rstd_fake(x)
+
+
+@torch.library.register_fake("fastpar::rms_norm_backward")
+def _backward_fake(
+    grad_out: Tensor,
+    grad_sum: Tensor | None,
+    x: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    weight_offset: float,
+    needs_grad_x: bool,
+    needs_grad_weight: bool,
+) -> tuple[Tensor, Tensor]:
+    grad_x = x.new_empty(x.shape if needs_grad_x else (0,))
+    return grad_x, x.new_empty((x.shape[-1] if needs_grad_weight else 0,), dtype=compute_dtype(x.dtype))
+
+
+# ---- autograd --------------------------------------------------------------------------------------------------------
+
+
+class _RmsNorm(torch.autograd.Function):
+    """Outside the ops, so that a call without gradients costs nothing. Returns (out,) or (out, h)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, weight_offset: float
+    ) -> tuple[Tensor, ...]:
+        if residual is None:
+            out, rstd = _forward(x, weight, eps, weight_offset)
+            outputs, h = (out,), x
+        else:
+            out, h, rstd = _add_forward(x, residual, weight, eps, weight_offset)
+            outputs = (out, h)
+        ctx.save_for_backward(h, rstd, weight)
+        ctx.weight_offset = weight_offset
+        ctx.set_materialize_grads(False)  # where only one of the outputs is used
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        h, rstd, weight = ctx.saved_tensors
+        grad_out, grad_h = grads[0], grads[1] if len(grads) > 1 else None
+        if grad_out is None:  # out is not used: h is a sum like any other
+            return grad_h, grad_h, None, None, None
+        needs_x, needs_residual, needs_weight = ctx.needs_input_grad[:3]
+        needs_h = needs_x or needs_residual
+        with torch.no_grad():
+            grad, grad_weight = _backward(grad_out, grad_h, h, rstd, weight, ctx.weight_offset, needs_h, needs_weight)
+            grad_weight = grad_weight.to(weight.dtype) if needs_weight else None
+        inputs = (grad_out, grad_h, h, weight)
+        alternative = "torch.nn.functional.rms_norm"
+        if needs_h:
+            grad = first_derivative_only(grad, "rms_norm", alternative, *inputs)
+        if needs_weight:
+            grad_weight = first_derivative_only(grad_weight, "rms_norm", alternative, *inputs)
+        return grad if needs_x else None, grad if needs_residual else None, grad_weight, None, None
+
+
+# ---- public ----------------------------------------------------------------------------------------------------------
+
+
+@overload
+def rms_norm(
+    x: Tensor, weight: Tensor | None, *, eps: float = ..., residual: None = ..., weight_offset: float = ...
+) -> Tensor: ...
+@overload
+def rms_norm(
+    x: Tensor, weight: Tensor | None, *, eps: float = ..., residual: Tensor, weight_offset: float = ...
+) -> tuple[Tensor, Tensor]: ...
+def rms_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    *,
+    eps: float = 1e-6,
+    residual: Tensor | None = None,
+    weight_offset: float = 0.0,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Divide every row by its root mean square and scale it by a weight; with a residual, add that first.
+
+        x         [..., H]   float32, bfloat16, float16 or float64
+        weight    [H]        any of these dtypes, not necessarily x's; or None
+        residual  [..., H]   as x; optional
+        out       [..., H]   x's dtype, contiguous; with a residual the result is (out, h), h = x + residual
+
+        forward  h = x + residual; out = h * rstd * (weight_offset + weight), rstd = 1 / sqrt(mean(h^2) + eps)
+        dgrad    dx = dresidual = rstd * (g - h * rstd^2 * mean(g * h)) + dh,  g = dout * (weight_offset + weight)
+        wgrad    dweight = sum over rows of dout * h * rstd, summed in float32, rounded to the weight's dtype
+
+    h is rounded to x's dtype before it is normalised, everything else is computed in float32 (float64 for float64) and
+    rounded once. Rows may be any distance apart, as those of a slice are; a tensor whose last dim is not contiguous is
+    copied. No collective: where rows are split over ranks, dweight is this rank's share, to be summed like any gradient
+    of a replicated parameter. Saved for backward: h (or x) and 4 bytes a row.
+
+    On CPU a C++ kernel; on CUDA a Triton kernel, not measured yet; elsewhere, and on CUDA without Triton,
+    `fastpar.reference.rms_norm`.
+
+    Args:
+        eps: added to the mean of squares.
+        residual: the stream that x is added to. h, the sum, is what the next block adds to.
+        weight_offset: 1.0 for models that store the weight's deviation from one (Gemma).
+
+    Worked example: x [3, 4], weight [1, 2], eps 0: rstd = 0.282843, out = [0.848528, 2.262742]; with dout [1, 0]: dx =
+    [0.181019, -0.135765] and dweight = [0.848528, 0].
+
+    Raises:
+        TypeError: a dtype that is not floating, or a residual with a dtype that is not x's.
+        ValueError: shapes or devices that do not fit; a negative eps; a weight_offset without a weight.
+    """
+    check_arguments(x, weight, eps, residual, weight_offset)
+    if not has_kernels(x):
+        return cast(
+            "Tensor | tuple[Tensor, Tensor]",
+            reference_rms_norm(x, weight, eps=eps, residual=residual, weight_offset=weight_offset),
+        )
+    if needs_grad(x, weight, residual):
+        outputs = _RmsNorm.apply(x, residual, weight, eps, weight_offset)
+        return cast(Tensor, outputs[0]) if residual is None else cast("tuple[Tensor, Tensor]", outputs)
+    if residual is None:
+        return cast(Tensor, _forward(x, weight, eps, weight_offset)[0])
+    return cast("tuple[Tensor, Tensor]", _add_forward(x, residual, weight, eps, weight_offset)[:2])
