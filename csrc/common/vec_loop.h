@@ -1,7 +1,8 @@
 // Loops over a row, one register of elements at a time.
 //
-// The body is called as body(i, access): it reads with access.load(p + i) and writes with access.store(value, p + i),
-// and never sees whether it has a whole register, the first elements of one, or stores that bypass the caches.
+// The body is called as body(i, access, u): it reads with access.load(p + i) and writes with access.store(value, p +
+// i), and never sees whether it has a whole register, the first elements of one, or stores that bypass the caches. u in
+// [0, 4) tells the copies of the body in an unrolled loop apart, for sums that should not wait for each other.
 #pragma once
 
 #include "common/simd.h"
@@ -47,29 +48,32 @@ int64_t elements_to_alignment(const T* p) {
   return misaligned == 0 ? 0 : static_cast<int64_t>((kBytes - misaligned) / sizeof(T));
 }
 
+template <bool kStream, typename Body>
+inline void for_each_vec_from(int64_t i, int64_t count, const Body& body) {
+  constexpr int W = Vec::kWidth;
+  const WholeVec<kStream> whole;
+  for (; i + 4 * W <= count; i += 4 * W) {
+    body(i, whole, 0);
+    body(i + W, whole, 1);
+    body(i + 2 * W, whole, 2);
+    body(i + 3 * W, whole, 3);
+  }
+  for (; i + W <= count; i += W) body(i, whole, 0);
+  if (i < count) body(i, PartVec{static_cast<int>(count - i)}, 1);
+}
+
 template <typename Body>
 inline void for_each_vec(int64_t count, const Body& body) {
-  constexpr int W = Vec::kWidth;
-  int64_t i = 0;
-  for (; i + 4 * W <= count; i += 4 * W) {
-    for (int u = 0; u < 4; ++u) body(i + u * W, WholeVec<false>{});
-  }
-  for (; i + W <= count; i += W) body(i, WholeVec<false>{});
-  if (i < count) body(i, PartVec{static_cast<int>(count - i)});
+  for_each_vec_from<false>(0, count, body);
 }
 
 // With stores past the caches. `head` elements come first, after which every address that the body stores to is
 // aligned to a register's width in memory.
 template <typename Body>
 inline void for_each_streamed_vec(int64_t head, int64_t count, const Body& body) {
-  constexpr int W = Vec::kWidth;
-  int64_t i = head < count ? head : count;
-  if (i > 0) body(int64_t{0}, PartVec{static_cast<int>(i)});
-  for (; i + 4 * W <= count; i += 4 * W) {
-    for (int u = 0; u < 4; ++u) body(i + u * W, WholeVec<true>{});
-  }
-  for (; i + W <= count; i += W) body(i, WholeVec<true>{});
-  if (i < count) body(i, PartVec{static_cast<int>(count - i)});
+  if (head > count) head = count;
+  if (head > 0) body(int64_t{0}, PartVec{static_cast<int>(head)}, 0);
+  for_each_vec_from<true>(head, count, body);
 }
 
 }  // namespace

@@ -29,11 +29,10 @@ constexpr int64_t kRunRows = 64;
 
 inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
-// Four independent sums: i is the index of the element, so every register of a loop unrolled by four has its own.
+// Independent sums, one for each register of an unrolled loop.
 struct Sums {
   Vec parts[4] = {Vec::set(0.0f), Vec::set(0.0f), Vec::set(0.0f), Vec::set(0.0f)};
 
-  Vec& at(int64_t i) { return parts[(i / Vec::kWidth) % 4]; }
   double total() const { return reduce_sum(parts[0] + parts[1]) + reduce_sum(parts[2] + parts[3]); }
 };
 
@@ -51,9 +50,9 @@ void rms_norm_rows_as(const RmsNormArguments& a, int64_t row_begin, int64_t row_
       return kResidual ? rounded_to<T>(access.load(x + i) + access.load(residual + i)) : access.load(x + i);
     };
     Sums squares;
-    for_each_vec(a.hidden, [&](int64_t i, auto access) __attribute__((always_inline)) {
+    for_each_vec(a.hidden, [&](int64_t i, auto access, int u) __attribute__((always_inline)) {
       const Vec h = load(i, access);
-      squares.at(i) = Vec::fma(h, h, squares.at(i));
+      squares.parts[u] = Vec::fma(h, h, squares.parts[u]);
     });
     const double rstd = 1.0 / __builtin_sqrt(squares.total() / static_cast<double>(a.hidden) + a.eps);
     static_cast<float*>(a.rstd)[row] = static_cast<float>(rstd);
@@ -64,7 +63,7 @@ void rms_norm_rows_as(const RmsNormArguments& a, int64_t row_begin, int64_t row_
     const T* next_residual = residual_of(next);
     T* out = static_cast<T*>(a.out) + row * a.hidden;
     T* sum = static_cast<T*>(a.sum) + (kResidual ? row * a.hidden : 0);
-    const auto body = [&](int64_t i, auto access) __attribute__((always_inline)) {
+    const auto body = [&](int64_t i, auto access, int) __attribute__((always_inline)) {
       prefetch(next_x + i);
       if (kResidual) prefetch(next_residual + i);
       const Vec h = load(i, access);
@@ -109,10 +108,10 @@ struct BackwardRow {
 template <typename T, bool kWeight>
 double rms_norm_backward_sums(const BackwardRow<T>& r, const float* weight, int64_t hidden, float* grad_weight) {
   Sums products;
-  for_each_vec(hidden, [&](int64_t i, auto access) __attribute__((always_inline)) {
+  for_each_vec(hidden, [&](int64_t i, auto access, int u) __attribute__((always_inline)) {
     const Vec product = access.load(r.grad_out + i) * access.load(r.x + i);
     if (kWeight) access.store(Vec::fma(product, r.rstd, access.load(grad_weight + i)), grad_weight + i);
-    products.at(i) = Vec::fma(product, access.load(weight + i), products.at(i));
+    products.parts[u] = Vec::fma(product, access.load(weight + i), products.parts[u]);
   });
   return products.total();
 }
@@ -121,7 +120,7 @@ template <typename T, bool kStream, bool kSum>
 void rms_norm_grad_x(const BackwardRow<T>& r, const BackwardRow<T>& next, const float* weight, int64_t hidden, float c,
                      T* out) {
   const Vec minus_c = Vec::set(-c);
-  const auto body = [&](int64_t i, auto access) __attribute__((always_inline)) {
+  const auto body = [&](int64_t i, auto access, int) __attribute__((always_inline)) {
     prefetch(next.grad_out + i);
     prefetch(next.x + i);
     const Vec g = access.load(r.grad_out + i) * access.load(weight + i);
@@ -161,7 +160,7 @@ void rms_norm_backward_blocks_as(const RmsNormBackwardArguments& a, int64_t bloc
       }
       const bool ends_run = (row - row_begin) % kRunRows == kRunRows - 1 || row == row_end - 1;
       if (a.grad_weight != nullptr && ends_run) {
-        for_each_vec(a.hidden, [&](int64_t i, auto access) __attribute__((always_inline)) {
+        for_each_vec(a.hidden, [&](int64_t i, auto access, int) __attribute__((always_inline)) {
           access.store(access.load(result + i) + access.load(run + i), result + i);
         });
         memset(run, 0, bytes);

@@ -25,13 +25,13 @@ class Sigmoid {
  public:
   Vec operator()(Vec g) const {
     const Vec one = Vec::set(1.0f);
-    if (sizeof(T) == 2) return one / (one + exp2_(Vec::min(largest_, g * minus_log2e_)));
+    if (sizeof(T) == 2) return Vec::reciprocal(one + exp2_(Vec::min(largest_, g * minus_log2e_)));
     const Vec x = Vec::max(Vec::set(-128.0f), Vec::min(Vec::set(128.0f), g));  // this operand order lets NaN through
     const Vec t = x * minus_log2e_;
     const Vec dropped = Vec::fma(x, minus_log2e_, Vec::set(0.0f) - t);
     const Vec low = Vec::fma(x, Vec::set(kMinusLog2ELow), dropped);
     const Vec e = exp2_(Vec::min(largest_, t));
-    return one / (one + e * Vec::fma(low, Vec::set(kLn2), one));
+    return Vec::reciprocal(Vec::fma(e, Vec::fma(low, Vec::set(kLn2), one), one));
   }
 
  private:
@@ -49,7 +49,7 @@ void swiglu_rows_as(const SwigluArguments& a, int64_t row_begin, int64_t row_end
     const T* gate = static_cast<const T*>(a.gate) + row_start(a.gate_rows, row);
     const T* up = static_cast<const T*>(a.up) + row_start(a.up_rows, row);
     T* out = static_cast<T*>(a.out) + row * a.features;
-    const auto body = [&](int64_t i, auto access) __attribute__((always_inline)) {
+    const auto body = [&](int64_t i, auto access, int) __attribute__((always_inline)) {
       const Vec g = access.load(gate + i);
       access.store(g * sigmoid(g) * access.load(up + i), out + i);
     };
@@ -81,7 +81,7 @@ void swiglu_backward_rows_as(const SwigluBackwardArguments& a, int64_t row_begin
     const T* up = static_cast<const T*>(a.up) + row_start(a.up_rows, row);
     T* grad_gate = static_cast<T*>(a.grad_gate) + row * a.grad_stride;
     T* grad_up = static_cast<T*>(a.grad_up) + row * a.grad_stride;
-    const auto body = [&](int64_t i, auto access) __attribute__((always_inline)) {
+    const auto body = [&](int64_t i, auto access, int) __attribute__((always_inline)) {
       const Vec g = access.load(gate + i), dout = access.load(grad_out + i);
       const Vec s = sigmoid(g);
       const Vec dout_s = dout * s;

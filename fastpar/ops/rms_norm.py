@@ -75,7 +75,7 @@ def _backward_cuda(
 ) -> tuple[Tensor, Tensor]:
     from fastpar.kernels import rms_norm as kernels
 
-    num_programs = torch.cuda.get_device_properties(x.device).multi_processor_count
+    num_programs = 2 * torch.cuda.get_device_properties(x.device).multi_processor_count
     found = kernels.backward(
         grad_out, grad_sum, x, rstd, weight, weight_offset, needs_grad_x, needs_grad_weight, num_programs
     )
