@@ -300,15 +300,51 @@ def _dropout_error() -> float:
     return _largest([(out, x.double() * factor), (grad, factor)])
 
 
+def _rms_norm_error() -> float:
+    """Output, sum and all gradients, 37 x 1021 fp32 with a residual and a weight offset."""
+    from fastpar.ops import rms_norm
+
+    generator = torch.Generator().manual_seed(0)
+    x, residual, grad_out, grad_h = (torch.randn(37, 1021, generator=generator) for _ in range(4))
+    weight = torch.rand(1021, generator=generator).requires_grad_()
+    x.requires_grad_()
+    out, h = rms_norm(x, weight, residual=residual, eps=1e-5, weight_offset=1.0)
+    found = torch.autograd.grad((out, h), (x, weight), (grad_out, grad_h))
+    exact_h, exact_weight = (t.detach().double().requires_grad_() for t in (h, weight))
+    exact = F.rms_norm(exact_h, (1021,), exact_weight + 1.0, 1e-5)
+    exact_x, exact_w = torch.autograd.grad(exact, (exact_h, exact_weight), grad_out.double())
+    pairs = [(out, exact), (h, x.double() + residual.double())]
+    return _largest([*pairs, (found[0], exact_x + grad_h.double()), (found[1], exact_w)])
+
+
+def _swiglu_error() -> float:
+    """Output and gradient of a packed 37 x 2042 fp32 tensor, and of its halves."""
+    from fastpar.ops import swiglu
+
+    generator = torch.Generator().manual_seed(0)
+    values, upstream = torch.randn(37, 2042, generator=generator), torch.randn(37, 1021, generator=generator)
+    exact_x = values.double().requires_grad_()
+    gate, up = exact_x.chunk(2, -1)
+    exact = F.silu(gate) * up
+    (exact_grad,) = torch.autograd.grad(exact, exact_x, upstream.double())
+    x = values.requires_grad_()
+    pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for out in (swiglu(x), swiglu(*x.chunk(2, -1))):
+        pairs += [(out, exact), (torch.autograd.grad(out, x, upstream)[0], exact_grad)]
+    return _largest(pairs)
+
+
 def _largest(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> float:
     """The largest absolute deviation of (found, exact) pairs; NaN if there is one anywhere."""
     return torch.stack([(found.double() - exact).abs().max() for found, exact in pairs]).max().item()
 
 
-# Absolute errors in fp32; values are of the order of 10 (loss) and 1 (gradient, dropout).
+# Absolute errors in fp32; values are of the order of 10 (loss, swiglu, gradient of a weight) and 1 (others).
 SELF_TESTS: list[tuple[str, Callable[[], float], float]] = [
     ("vocab_parallel_cross_entropy", _cross_entropy_error, 1e-5),
     ("sharded_dropout", _dropout_error, 1e-5),
+    ("rms_norm", _rms_norm_error, 3e-5),
+    ("swiglu", _swiglu_error, 3e-5),
 ]
 
 

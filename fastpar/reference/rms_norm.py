@@ -24,9 +24,9 @@ def check_arguments(
         raise TypeError(f"x must be one of {', '.join(map(str, DTYPES))}, got {x.dtype}")
     if x.dim() == 0:
         raise ValueError("x must have at least one dim, the one that is normalised; got a scalar")
-    if not (math.isfinite(eps) and eps >= 0.0):
+    if not 0.0 <= eps < math.inf:
         raise ValueError(f"eps must be finite and not negative, got {eps}")
-    if not math.isfinite(weight_offset):
+    if not -math.inf < weight_offset < math.inf:
         raise ValueError(f"weight_offset must be finite, got {weight_offset}")
     if weight is None and weight_offset != 0.0:
         raise ValueError(f"weight_offset ({weight_offset}) is added to a weight, but weight is None")

@@ -58,7 +58,7 @@ def check(x: Tensor, residual: Tensor | None, weight: Tensor | None, offset: flo
 
 
 @pytest.mark.parametrize("dtype", list(ROUNDING))
-@pytest.mark.parametrize("hidden", [1, 127, 1030])
+@pytest.mark.parametrize("hidden", [1, 1030])
 def test_kernels_match_float64(dtype: torch.dtype, hidden: int) -> None:
     x, residual = (torch.randn(2, 3, hidden).to(dtype) for _ in range(2))
     weight = torch.randn(hidden).to(dtype)

@@ -28,7 +28,7 @@ def expected(grad_out: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor
 
 
 @pytest.mark.parametrize("dtype", list(ROUNDING))
-@pytest.mark.parametrize("features", [1, 129, 2051])
+@pytest.mark.parametrize("features", [1, 2051])
 def test_packed_and_separate_tensors_match_float64(dtype: torch.dtype, features: int) -> None:
     packed = (2 * torch.randn(2, 3, 2 * features)).to(dtype)
     grad_out = torch.randn(2, 3, features).to(dtype)
