@@ -59,7 +59,7 @@ def _add_forward_cuda(
 ) -> tuple[Tensor, Tensor, Tensor]:
     from fastpar.kernels import rms_norm as kernels
 
-    return cast("tuple[Tensor, Tensor, Tensor]", kernels.forward(x, residual, weight, eps, weight_offset))
+    return kernels.forward(x, residual, weight, eps, weight_offset)
 
 
 @torch.library.impl("fastpar::rms_norm_backward", "cuda")
@@ -76,10 +76,9 @@ def _backward_cuda(
     from fastpar.kernels import rms_norm as kernels
 
     num_programs = 2 * torch.cuda.get_device_properties(x.device).multi_processor_count
-    found = kernels.backward(
+    return kernels.backward(
         grad_out, grad_sum, x, rstd, weight, weight_offset, needs_grad_x, needs_grad_weight, num_programs
     )
-    return cast("tuple[Tensor, Tensor]", found)
 
 
 # ---- fakes -----------------------------------------------------------------------------------------------------------
@@ -128,14 +127,14 @@ class _RmsNorm(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         if residual is None:
             out, rstd = _forward(x, weight, eps, weight_offset)
-            outputs, h = (out,), x
+            h, outputs = x, [out]
         else:
             out, h, rstd = _add_forward(x, residual, weight, eps, weight_offset)
-            outputs = (out, h)
+            outputs = [out, h]
         ctx.save_for_backward(h, rstd, weight)
         ctx.weight_offset = weight_offset
         ctx.set_materialize_grads(False)  # where only one of the outputs is used
-        return outputs
+        return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -147,14 +146,21 @@ class _RmsNorm(torch.autograd.Function):
         needs_h = needs_x or needs_residual
         with torch.no_grad():
             grad, grad_weight = _backward(grad_out, grad_h, h, rstd, weight, ctx.weight_offset, needs_h, needs_weight)
-            grad_weight = grad_weight.to(weight.dtype) if needs_weight else None
+            if needs_weight:
+                grad_weight = grad_weight.to(weight.dtype)
         inputs = (grad_out, grad_h, h, weight)
         alternative = "torch.nn.functional.rms_norm"
         if needs_h:
             grad = first_derivative_only(grad, "rms_norm", alternative, *inputs)
         if needs_weight:
             grad_weight = first_derivative_only(grad_weight, "rms_norm", alternative, *inputs)
-        return grad if needs_x else None, grad if needs_residual else None, grad_weight, None, None
+        return (
+            grad if needs_x else None,
+            grad if needs_residual else None,
+            grad_weight if needs_weight else None,
+            None,
+            None,
+        )
 
 
 # ---- public ----------------------------------------------------------------------------------------------------------
@@ -209,10 +215,7 @@ def rms_norm(
     """
     check_arguments(x, weight, eps, residual, weight_offset)
     if not has_kernels(x):
-        return cast(
-            "Tensor | tuple[Tensor, Tensor]",
-            reference_rms_norm(x, weight, eps=eps, residual=residual, weight_offset=weight_offset),
-        )
+        return reference_rms_norm(x, weight, eps=eps, residual=residual, weight_offset=weight_offset)
     if needs_grad(x, weight, residual):
         outputs = _RmsNorm.apply(x, residual, weight, eps, weight_offset)
         return cast(Tensor, outputs[0]) if residual is None else cast("tuple[Tensor, Tensor]", outputs)

@@ -34,14 +34,14 @@ _backward = torch.ops.fastpar.swiglu_backward
 def _forward_cuda(gate: Tensor, up: Tensor | None) -> Tensor:
     from fastpar.kernels import swiglu as kernels
 
-    return cast(Tensor, kernels.forward(gate, up))
+    return kernels.forward(gate, up)
 
 
 @torch.library.impl("fastpar::swiglu_backward", "cuda")
 def _backward_cuda(grad_out: Tensor, gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
     from fastpar.kernels import swiglu as kernels
 
-    return cast("tuple[Tensor, Tensor]", kernels.backward(grad_out, gate, up))
+    return kernels.backward(grad_out, gate, up)
 
 
 # ---- fakes -----------------------------------------------------------------------------------------------------------

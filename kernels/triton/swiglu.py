@@ -1,3 +1,5 @@
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# (parameters of Triton kernels have no Python types)
 """SwiGLU for CUDA tensors; not measured yet. The algebra is in fastpar.ops.swiglu.
 
 One program takes BLOCK features of one row; gate and up may be the halves of one packed row, and the packed gradient is
