@@ -61,7 +61,7 @@ class RmsNormCase:
         return {"dtype": self.dtype, "tokens": self.tokens, "hidden": self.hidden, "residual": self.residual}
 
     def build(self, rank: Rank) -> list[Provider]:
-        problem = Problem(self)
+        problem = Problem(self, rank.device)
         elements = self.tokens * self.hidden
         size = DTYPES[self.dtype].itemsize
         claimed = (3 if self.residual else 2) * elements * size + 4 * self.tokens + 4 * 260 * self.hidden
@@ -81,18 +81,18 @@ class RmsNormCase:
             provider("fastpar", "fastpar", fastpar_rms_norm, claimed),
             provider("torch F.rms_norm", "torch", torch_rms_norm),
             provider("torch.compile F.rms_norm", "torch", compiled_rms_norm),
-            *copy_roofs(min(elements * size, 256 << 20), rank.world_size),
+            *copy_roofs(min(elements * size, 256 << 20), rank.world_size, rank.device),
         ]
 
 
 class Problem:
     """The tensors of a case."""
 
-    def __init__(self, case: RmsNormCase) -> None:
+    def __init__(self, case: RmsNormCase, device: str) -> None:
         generator = torch.Generator().manual_seed(0)
 
         def random(*shape: int) -> torch.Tensor:
-            return torch.randn(*shape, generator=generator).to(DTYPES[case.dtype])
+            return torch.randn(*shape, generator=generator).to(device, DTYPES[case.dtype])
 
         self.case = case
         self.x = random(case.tokens, case.hidden).requires_grad_()
@@ -173,6 +173,7 @@ BENCH = Bench(
     cases=cases,
     memory=True,
     quick={"tokens": [128], "hidden": [2048], "blocks": 3, "iters": 2},
+    devices=("cpu", "cuda"),
 )
 
 

@@ -54,7 +54,7 @@ class SwigluCase:
         return {"dtype": self.dtype, "tokens": self.tokens, "features": self.features}
 
     def build(self, rank: Rank) -> list[Provider]:
-        problem = Problem(self)
+        problem = Problem(self, rank.device)
         elements = self.tokens * self.features
         size = DTYPES[self.dtype].itemsize
 
@@ -73,19 +73,22 @@ class SwigluCase:
             provider("fastpar packed", "fastpar", fastpar_swiglu, 3 * elements * size),
             provider("torch silu(gate) * up", "torch", torch_swiglu),
             provider("torch.compile silu(gate) * up", "torch", compiled_swiglu),
-            *copy_roofs(min(2 * elements * size, 256 << 20), rank.world_size),
+            *copy_roofs(min(2 * elements * size, 256 << 20), rank.world_size, rank.device),
         ]
 
 
 class Problem:
     """The tensors of a case."""
 
-    def __init__(self, case: SwigluCase) -> None:
+    def __init__(self, case: SwigluCase, device: str) -> None:
         generator = torch.Generator().manual_seed(0)
-        dtype = DTYPES[case.dtype]
+
+        def random(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, generator=generator).to(device, DTYPES[case.dtype])
+
         self.case = case
-        self.gate_up = torch.randn(case.tokens, 2 * case.features, generator=generator).to(dtype).requires_grad_()
-        self.grad_out = torch.randn(case.tokens, case.features, generator=generator).to(dtype)
+        self.gate_up = random(case.tokens, 2 * case.features).requires_grad_()
+        self.grad_out = random(case.tokens, case.features)
 
     def step_of(self, function: Callable[..., torch.Tensor]) -> Step:
         def step(gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -99,7 +102,7 @@ class Problem:
         """Relative errors of the output and of the gradient against float64, over pieces of 64 rows."""
         with torch.enable_grad():
             found = [t.detach() for t in step(self.gate_up)]
-        deviation, size = torch.zeros(2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
+        deviation, size = self.grad_out.new_zeros(2, 2, dtype=torch.float64)
         for rows in torch.arange(self.case.tokens).split(64):
             exact_in = self.gate_up.detach()[rows].double().requires_grad_()
             out = torch_swiglu(exact_in)
@@ -148,6 +151,7 @@ BENCH = Bench(
     cases=cases,
     memory=True,
     quick={"tokens": [128], "features": [2048], "blocks": 3, "iters": 2},
+    devices=("cpu", "cuda"),
 )
 
 

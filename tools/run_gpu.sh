@@ -112,7 +112,7 @@ bench "one rank" 90 cross_entropy --tokens 8192 --vocab 32000,128256,262144
 bench "a rank of two" 90 cross_entropy --tokens 8192 --vocab 32768,131072,262144 --virtual-ranks 2
 bench "one rank" 75 linear_cross_entropy --tokens 8192 --hidden 4096 --vocab 128256
 bench "rows" 30 rms_norm --tokens 4096 --hidden 4096
-bench "packed" 30 swiglu --tokens 8192 --ffn 16384
+bench "packed" 30 swiglu --tokens 8192 --features 16384
 bench "options" 45 linear_cross_entropy --tokens 8192 --hidden 4096 --vocab 128256 --options --no-memory
 bench "options" 30 cross_entropy --tokens 8192 --vocab 131072 --options --no-memory
 
