@@ -17,6 +17,7 @@ STABLE_TORCH_LIBRARY(fastpar, m) {
   m.def("set_cpu_capability(str name) -> ()");
   m.def("large_buffer_stats() -> int[]");
   m.def("large_buffer_release() -> ()");
+  m.def("large_buffer_empty(SymInt[] size, ScalarType dtype) -> Tensor");
   // cross_entropy
   m.def(
       "vocab_parallel_cross_entropy_stats(Tensor logits, Tensor target, Tensor? weight, SymInt vocab_start, SymInt vocab_total, int ignore_index, bool smoothing, float softcap, float logit_scale) -> Tensor");
@@ -67,6 +68,11 @@ std::vector<int64_t> stats_of_large_buffers() {
   return {stats.in_use_bytes, stats.cached_bytes, stats.reused, stats.mapped};
 }
 
+// For scratch memory that Python code asks for; the sizes come as int64_t from a SymInt[].
+torch::stable::Tensor empty_large_buffer(std::vector<int64_t> sizes, torch::headeronly::ScalarType dtype) {
+  return empty_cpu(sizes, dtype);
+}
+
 }  // namespace
 }  // namespace fastpar
 
@@ -76,4 +82,5 @@ STABLE_TORCH_LIBRARY_IMPL(fastpar, CompositeExplicitAutograd, m) {
   m.impl("set_cpu_capability", TORCH_BOX(&fastpar::set_cpu_capability));
   m.impl("large_buffer_stats", TORCH_BOX(&fastpar::stats_of_large_buffers));
   m.impl("large_buffer_release", TORCH_BOX(&fastpar::large_buffer_release));
+  m.impl("large_buffer_empty", TORCH_BOX(&fastpar::empty_large_buffer));
 }

@@ -1,0 +1,173 @@
+"""linear_cross_entropy's forward and backward as torch.library ops: for torch.compile, which would otherwise trace
+the loop over chunks, keep many chunks' logits at once and refuse the collectives.
+
+Eager code calls the passes directly; the ops wrap the same functions. Gradients that are not asked for are empty.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from fastpar.ops._linear_passes import Grads, Inputs, Layout, Wants, gradients, losses, losses_and_gradients
+from fastpar.ops.cross_entropy import Problem
+from fastpar.reference.cross_entropy import LossOptions
+from fastpar.reference.vocab_shard import Shard, compute_dtype
+
+_COMMON = (
+    "Tensor? class_weight, Tensor? weight_sum, bool[] wants, SymInt vocab_start, SymInt vocab_total, int ignore_index, "
+    "float label_smoothing, float z_loss, float softcap, float logit_scale, str? group, float timeout, "
+    "int? sequence_dim, int? chunk_bytes, bool every_row"
+)
+torch.library.define(
+    "fastpar::linear_cross_entropy_forward",
+    f"(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? grad_loss, {_COMMON}) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+torch.library.define(
+    "fastpar::linear_cross_entropy_backward",
+    "(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor lse, Tensor grad_loss, Tensor? grad_lse, "
+    f"{_COMMON}) -> (Tensor, Tensor, Tensor)",
+)
+
+
+@torch.library.impl("fastpar::linear_cross_entropy_forward", "CompositeExplicitAutograd")
+def _forward(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, grad_loss: Tensor | None, *common: Any
+) -> tuple[Tensor, ...]:
+    inputs = Inputs(hidden, weight, bias, target)
+    problem, layout, wants = _unpack(weight, *common)
+    if grad_loss is None:
+        loss, lse = losses(inputs, problem, layout)
+        return loss, lse, *(hidden.new_empty(0) for _ in range(3))
+    loss, lse, grads = losses_and_gradients(inputs, problem, layout, grad_loss, wants)
+    return loss, lse, *_filled(hidden, grads)
+
+
+@torch.library.impl("fastpar::linear_cross_entropy_backward", "CompositeExplicitAutograd")
+def _backward(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    lse: Tensor,
+    grad_loss: Tensor,
+    grad_lse: Tensor | None,
+    *common: Any,
+) -> tuple[Tensor, ...]:
+    problem, layout, wants = _unpack(weight, *common)
+    inputs = Inputs(hidden, weight, bias, target)
+    return _filled(hidden, gradients(inputs, problem, layout, lse, grad_loss, grad_lse, wants))
+
+
+@torch.library.register_fake("fastpar::linear_cross_entropy_forward")
+def _(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    grad_loss: Tensor | None,
+    class_weight: Tensor | None,
+    weight_sum: Tensor | None,
+    wants: list[bool],
+    *rest: Any,
+) -> tuple[Tensor, ...]:
+    loss = hidden.new_empty((target.numel(),), dtype=compute_dtype(hidden.dtype))
+    asked = [False] * 3 if grad_loss is None else wants
+    return loss, torch.empty_like(loss, dtype=torch.float64), *_fake_grads(hidden, weight, asked)
+
+
+@torch.library.register_fake("fastpar::linear_cross_entropy_backward")
+def _(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    lse: Tensor,
+    grad_loss: Tensor,
+    grad_lse: Tensor | None,
+    class_weight: Tensor | None,
+    weight_sum: Tensor | None,
+    wants: list[bool],
+    *rest: Any,
+) -> tuple[Tensor, ...]:
+    return _fake_grads(hidden, weight, wants)
+
+
+def _fake_grads(hidden: Tensor, weight: Tensor, wants: list[bool]) -> tuple[Tensor, ...]:
+    shapes = (hidden.shape, weight.shape, weight.shape[:1])
+    return tuple(hidden.new_empty(shape if wanted else (0,)) for shape, wanted in zip(shapes, wants, strict=True))
+
+
+def _filled(hidden: Tensor, grads: Grads) -> tuple[Tensor, ...]:
+    return tuple(hidden.new_empty(0) if grad is None else grad for grad in grads)
+
+
+def _unpack(
+    weight: Tensor,
+    class_weight: Tensor | None,
+    weight_sum: Tensor | None,
+    wants: list[bool],
+    vocab_start: int,
+    vocab_total: int,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float,
+    logit_scale: float,
+    group: str | None,
+    timeout: float,
+    sequence_dim: int | None,
+    chunk_bytes: int | None,
+    every_row: bool,
+) -> tuple[Problem, Layout, Wants]:
+    comm = None
+    if group is not None:
+        from torch.distributed.distributed_c10d import _resolve_process_group
+
+        from fastpar.comm import Communicator
+
+        comm = Communicator(_resolve_process_group(group), timeout=timeout)
+    options = LossOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
+    shard = Shard(vocab_start, weight.shape[0], vocab_total)
+    problem = Problem(shard, comm, options, class_weight, weight_sum)
+    return problem, Layout(sequence_dim, chunk_bytes, every_row), Wants(*wants)
+
+
+def _pack(problem: Problem, layout: Layout, wants: Wants) -> tuple[Any, ...]:
+    """What `_unpack` takes, after the weight."""
+    comm = problem.comm
+    group, timeout = (None, 0.0) if comm is None or comm.group is None else (comm.group.group_name, comm.timeout)
+    where = (problem.shard.start, problem.shard.total)
+    terms = (problem.weight, problem.weight_sum, list(wants), *where, *problem.options)
+    return *terms, group, timeout, *layout
+
+
+def compiled_forward(
+    inputs: Inputs, problem: Problem, layout: Layout, grad_loss: Tensor | None, wants: Wants
+) -> tuple[Tensor, Tensor, Grads]:
+    """`losses` (grad_loss None) or `losses_and_gradients` as one op."""
+    op = torch.ops.fastpar.linear_cross_entropy_forward
+    loss, lse, *grads = op(*inputs, grad_loss, *_pack(problem, layout, wants))
+    return loss, lse, _asked(grads, wants if grad_loss is not None else Wants(False, False, False))
+
+
+def compiled_backward(
+    inputs: Inputs,
+    problem: Problem,
+    layout: Layout,
+    lse: Tensor,
+    grad_loss: Tensor,
+    grad_lse: Tensor | None,
+    wants: Wants,
+) -> Grads:
+    """`gradients` as one op."""
+    op = torch.ops.fastpar.linear_cross_entropy_backward
+    grads = op(*inputs, lse, grad_loss, grad_lse, *_pack(problem, layout, wants))
+    return _asked(cast("tuple[Tensor, ...]", grads), wants)
+
+
+def _asked(grads: Any, wants: Wants) -> Grads:
+    return Grads(*(grad if wanted else None for grad, wanted in zip(grads, wants, strict=True)))

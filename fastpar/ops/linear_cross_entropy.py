@@ -1,0 +1,495 @@
+"""Linear cross-entropy: the output projection and the cross-entropy over a sharded vocabulary as one op, which holds
+the logits of one chunk of tokens at a time.
+
+    x = hidden @ weight.T + bias                 [N, V]: never whole
+    loss, lse, dx as in fastpar.ops.cross_entropy
+
+    dgrad  dhidden = dx @ weight                 summed over the ranks
+    wgrad  dweight = dx.T @ hidden               dbias = column sums of dx
+
+Memory is that of hidden, weight and their gradients, a float32 sum of dweight, and one chunk of logits, where the plain
+computation holds the logits and their gradient for all tokens.
+
+Note: when gradients are computed. For a scalar loss (mean, sum) forward computes the gradients of all inputs chunk by
+chunk while it has the logits, three GEMMs (6 N K V floating-point operations); backward multiplies them by the upstream
+scalar and hands them out, once. For everything else the gradient of a row is not known in forward: reduction "none", a
+returned lse (whose gradient may come), float16 (whose gradients must be rounded after the loss scale, which arrives
+from upstream), and every backward after the first. Then forward keeps lse, 8 bytes a token, and backward computes the
+logits again: four GEMMs (8 N K V). A weight gradient put off by `wgrad_store` costs that fourth GEMM as well, in its
+own pass.
+
+Note: several ranks. Each rank has the logits of its own columns. The statistics travel while the GEMM for dhidden runs
+on exponentials that are not normalised yet (fastpar.ops._row_factors); dhidden is summed while the GEMM for dweight
+runs. Only softcap together with label smoothing has to wait for the statistics. A collective per chunk and direction:
+
+    forward   per chunk one all-gather of 12 bytes a token (20 with smoothing), and 36 (60) bytes
+    dgrad     per chunk one all-reduce of [n, K] in hidden's dtype, in the pass that computes it
+    sequence_parallel: per chunk and pass one all-gather of [n, K] in, and a reduce-scatter instead of the all-reduce
+
+Note: rounding. dx is rounded to hidden's dtype once, as input of the GEMMs. With several ranks, the exponentials and
+the rows that they are scaled with are rounded instead, and so is each rank's share of dhidden before it is summed.
+dweight is summed over the chunks in float32 and rounded once (what bfloat16 on CPU adds to that is said in
+fastpar.ops._weight_grad), so its last bits depend on how many chunks there are; they do not depend on the number of
+threads beyond what torch's GEMMs do, and nothing is added in an order that varies from run to run.
+
+Sources: the chunked loss with gradients in forward is Liger-Kernel's fused linear cross-entropy; see also Wijmans et
+al. 2024 (arXiv:2411.09009) and Yeung et al. 2024 (arXiv:2411.05288).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, overload
+
+import torch
+from torch import Tensor
+
+from fastpar.ops._linear_ops import compiled_backward, compiled_forward
+from fastpar.ops._linear_passes import Grads, Inputs, Layout, Wants, gradients, losses, losses_and_gradients
+from fastpar.ops.cross_entropy import FirstDerivative, Problem
+from fastpar.ops.wgrad_store import WeightGradStore
+from fastpar.reference import cross_entropy as reference
+from fastpar.reference.linear_cross_entropy import check_projection
+from fastpar.reference.vocab_shard import communicator, compute_dtype, resolve_shard
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from fastpar.comm import GroupLike
+
+_SCALE_BLOCK = 1 << 22  # elements
+
+
+class LinearLossOptions(TypedDict, total=False):
+    """The options of `linear_cross_entropy` that its two gradients take as well."""
+
+    bias: Tensor | None
+    group: GroupLike
+    vocab_range: tuple[int, int, int] | None
+    sequence_parallel: bool
+    sequence_dim: int
+    shift: int
+    ignore_index: int
+    label_smoothing: float
+    z_loss: float
+    softcap: float | None
+    logit_scale: float
+    class_weight: Tensor | None
+    chunk_bytes: int | None
+
+
+class _Deferred(NamedTuple):
+    """Where the weight's gradient goes when it is computed later."""
+
+    store: WeightGradStore
+    weight: Tensor
+    bias: Tensor | None
+
+
+class _Call(NamedTuple):
+    """A checked call, apart from the tensors with gradients."""
+
+    problem: Problem
+    layout: Layout
+    reduction: str
+    return_lse: bool
+    deferred: _Deferred | None
+
+
+# ---- autograd --------------------------------------------------------------------------------------------------------
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """See "when gradients are computed" in the module docstring."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        anchor: Tensor | None,
+        target: Tensor,
+        divisor: Tensor | None,
+        call: _Call,
+    ) -> tuple[Tensor, Tensor | None]:
+        ctx.set_materialize_grads(False)
+        ctx.call, ctx.wants = call, Wants(*ctx.needs_input_grad[:3])
+        inputs = Inputs(hidden, weight, bias, target)
+        is_compiling = torch.compiler.is_compiling()
+        grad_loss = None
+        if call.reduction != "none" and not call.return_lse and hidden.dtype != torch.float16:
+            one = torch.ones((), dtype=compute_dtype(hidden.dtype), device=hidden.device)
+            grad_loss = reference.expand_grad(one, divisor, target.numel(), one)
+        prepared = Grads(None, None, None)
+        if is_compiling:
+            loss, lse, prepared = compiled_forward(inputs, call.problem, call.layout, grad_loss, ctx.wants)
+        elif grad_loss is None:
+            loss, lse = losses(inputs, call.problem, call.layout)
+        else:
+            loss, lse, prepared = losses_and_gradients(inputs, call.problem, call.layout, grad_loss, ctx.wants)
+        ctx.is_prepared = grad_loss is not None
+        ctx.prepared = None if is_compiling or grad_loss is None else prepared
+        kept = prepared if is_compiling else (None, None, None)
+        ctx.save_for_backward(hidden, weight, bias, target, lse, divisor, *kept)
+        out = reference.reduce_loss(loss, target, call.reduction, divisor)
+        return out, lse.to(loss.dtype).reshape(target.shape) if call.return_lse else None
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        grad_out, grad_lse = grads
+        with torch.no_grad():
+            if torch.compiler.is_compiling():
+                result = _compiled_backward(ctx, grad_out, grad_lse)
+            elif ctx.prepared is not None and grad_out is not None:
+                prepared, ctx.prepared = ctx.prepared, None  # these buffers are handed out once
+                result = Grads(*(None if grad is None else _scale_(grad, grad_out) for grad in prepared))
+            else:
+                result = gradients(*_recompute_arguments(ctx, grad_out, grad_lse), ctx.wants)
+            if ctx.call.deferred is not None:
+                _defer(ctx, grad_out, grad_lse)
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
+            depends_on = (*ctx.saved_tensors[:3], *grads)
+            result = Grads(
+                *(
+                    None if grad is None else FirstDerivative.apply(grad, "linear_cross_entropy", *depends_on)
+                    for grad in result
+                )
+            )
+        return *result, None, None, None, None
+
+
+def _recompute_arguments(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
+    hidden, weight, bias, target, lse, divisor = ctx.saved_tensors[:6]
+    like = torch.empty((), dtype=compute_dtype(hidden.dtype), device=hidden.device)
+    grad_loss = reference.expand_grad(grad_out, divisor, target.numel(), like)
+    if grad_lse is not None:
+        grad_lse = grad_lse.to(like.dtype).reshape(-1)
+    inputs = Inputs(hidden, weight, bias, target)
+    return inputs, ctx.call.problem, ctx.call.layout, lse, grad_loss, grad_lse
+
+
+def _compiled_backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Grads:
+    """Compiled code plans its memory itself: nothing is written in place."""
+    if not ctx.is_prepared:
+        return compiled_backward(*_recompute_arguments(ctx, grad_out, grad_lse), ctx.wants)
+    assert grad_out is not None
+    factor = grad_out.to(compute_dtype(ctx.saved_tensors[0].dtype))
+    prepared = ctx.saved_tensors[6:]
+    return Grads(*(None if grad is None else (grad * factor.reshape(1)).to(grad.dtype) for grad in prepared))
+
+
+def _defer(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> None:
+    store, weight, bias = ctx.call.deferred
+    parameters = [p for p in (weight, bias) if p is not None and p.requires_grad]
+    if not parameters:
+        return
+    arguments = _recompute_arguments(ctx, grad_out, grad_lse)
+    wants = Wants(False, weight.requires_grad, bias is not None and bias.requires_grad)
+
+    def compute() -> None:
+        with torch.no_grad():
+            grads = gradients(*arguments, wants)
+        torch.autograd.backward(parameters, [grad for grad in grads if grad is not None])
+
+    store.put(compute)
+
+
+def _scale_(grad: Tensor, factor: Tensor) -> Tensor:
+    """grad *= factor, a scalar tensor, with one rounding and without a synchronisation."""
+    if factor.device.type == "cpu":
+        value = factor.item()
+        return grad if value == 1.0 else grad.mul_(value)
+    factor = factor.to(compute_dtype(grad.dtype))
+    for block in grad.view(-1).split(_SCALE_BLOCK):
+        block.copy_(block * factor.reshape(1))
+    return grad
+
+
+# ---- arguments -------------------------------------------------------------------------------------------------------
+
+
+def _prepare(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    every_row: bool,
+    bias: Tensor | None = None,
+    group: GroupLike = None,
+    vocab_range: tuple[int, int, int] | None = None,
+    sequence_parallel: bool = False,
+    sequence_dim: int = -2,
+    shift: int = 0,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    class_weight: Tensor | None = None,
+    chunk_bytes: int | None = None,
+) -> tuple[Inputs, Problem, Layout]:
+    """The arguments checked, the hidden states as a matrix, the targets shifted."""
+    weight, bias, group, vocab_range = _local_rows(weight, bias, group, vocab_range)
+    hidden, weight, bias = _autocast(hidden, weight, bias)
+    options = reference.check_options(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
+    if chunk_bytes is not None and (isinstance(chunk_bytes, bool) or not isinstance(chunk_bytes, int) or chunk_bytes <= 0):
+        raise ValueError(f"chunk_bytes must be None or an int > 0, got {chunk_bytes!r}")
+    comm = communicator(group)
+    dim = check_projection(hidden, weight, bias, target, comm, sequence_parallel, sequence_dim)
+    shard = resolve_shard(weight.shape[0], vocab_range, comm)
+    class_weight, weight_sum = reference.check_weight(class_weight, shard.total, hidden, options)
+    target = reference.shifted(target.long(), shift, ignore_index)
+    problem = Problem(shard, comm, options, class_weight, weight_sum)
+    inputs = Inputs(hidden.reshape(-1, hidden.shape[-1]), weight, bias, target)
+    return inputs, problem, Layout(dim, chunk_bytes, every_row)
+
+
+def _local_rows(
+    weight: Tensor, bias: Tensor | None, group: GroupLike, vocab_range: tuple[int, int, int] | None
+) -> tuple[Tensor, Tensor | None, GroupLike, tuple[int, int, int] | None]:
+    """This rank's rows of a weight that is a DTensor, and what they are of the vocabulary."""
+    if not hasattr(weight, "placements"):
+        return weight, bias, group, vocab_range
+    from torch.distributed.tensor import DTensor, Shard
+
+    from fastpar.comm import shard_range
+
+    assert isinstance(weight, DTensor)
+    mesh = weight.device_mesh
+    if tuple(weight.placements) != (Shard(0),):
+        raise ValueError(
+            f"a weight that is a DTensor must be split over the vocabulary on a 1-D mesh, (Shard(dim=0),), got "
+            f"{tuple(weight.placements)}"
+        )
+    if bias is not None and (not isinstance(bias, DTensor) or tuple(bias.placements) != (Shard(0),)):
+        raise ValueError("weight is a DTensor, so bias must be one with the same placements, (Shard(dim=0),)")
+    if vocab_range is None:
+        total = weight.shape[0]
+        vocab_range = (*shard_range(total, mesh.size(), mesh.get_local_rank()), total)
+    local_bias = bias.to_local() if isinstance(bias, DTensor) else None
+    return weight.to_local(), local_bias, mesh if group is None else group, vocab_range
+
+
+def _autocast(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """In the dtype that torch.nn.functional.linear would compute in."""
+    kind = hidden.device.type
+    if not torch.is_autocast_enabled(kind) or hidden.dtype == torch.float64:
+        return hidden, weight, bias
+    dtype = torch.get_autocast_dtype(kind)
+    return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+
+
+# ---- public ----------------------------------------------------------------------------------------------------------
+
+
+@overload
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    reduction: str = ...,
+    denominator: float | Tensor | None = ...,
+    return_lse: Literal[False] = ...,
+    wgrad_store: WeightGradStore | None = ...,
+    **options: Unpack[LinearLossOptions],
+) -> Tensor: ...
+@overload
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    reduction: str = ...,
+    denominator: float | Tensor | None = ...,
+    return_lse: Literal[True],
+    wgrad_store: WeightGradStore | None = ...,
+    **options: Unpack[LinearLossOptions],
+) -> tuple[Tensor, Tensor]: ...
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    bias: Tensor | None = None,
+    group: GroupLike = None,
+    vocab_range: tuple[int, int, int] | None = None,
+    sequence_parallel: bool = False,
+    sequence_dim: int = -2,
+    shift: int = 0,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    class_weight: Tensor | None = None,
+    reduction: str = "mean",
+    denominator: float | Tensor | None = None,
+    return_lse: bool = False,
+    chunk_bytes: int | None = None,
+    wgrad_store: WeightGradStore | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Cross-entropy of the logits hidden @ weight.T + bias, which are computed a chunk of tokens at a time.
+
+        hidden  [..., K]      the same on every rank, or with sequence_parallel this rank's tokens; float32, bfloat16,
+                              float16 or float64
+        weight  [V_local, K]  this rank's rows of the output projection, in hidden's dtype (torch.autocast converts, as
+                              for torch.nn.functional.linear), or a DTensor with Shard(0)
+        target  [...]         global class ids of all tokens, int64 or int32, the same on every rank
+        bias    [V_local]
+        out     [...] or []   the loss; float32, or float64 for float64 hidden; the same bits on every rank
+        lse     [...]         log of the sum of exponentials over the vocabulary, same dtype; differentiable
+
+        forward  x = hidden @ weight.T + bias; loss as fastpar.ops.vocab_parallel_cross_entropy
+        dgrad    dhidden = dx @ weight, summed over the ranks: hidden needs no `copy_to` before it
+        wgrad    dweight = dx.T @ hidden, dbias = dx.sum(0); local
+
+    Collectives, floating-point operations, memory and rounding are in the module docstring. A gradient that no input
+    asks for is not computed: a frozen weight or frozen hidden states save their GEMM. On CPU tokens whose target is
+    ignored are left out before the GEMMs, unless return_lse asks for their lse; on CUDA, where counting them would be a
+    synchronisation, they cost as much as the others.
+
+    Args:
+        group: ProcessGroup, 1-D DeviceMesh, Communicator, or None for a weight that holds the whole vocabulary. Under
+            torch.compile it has to be a Communicator made outside.
+        vocab_range: (start, end, total) if this rank's rows of the weight are [start, end) of `total`. The default is
+            equal shards in rank order, or what the DTensor says. Empty shards are allowed.
+        sequence_parallel: hidden holds this rank's part of the tokens along `sequence_dim`, by the rule of
+            `fastpar.comm.shard_sizes`; target holds all. Its gradient is this rank's part as well.
+        sequence_dim: a dim of hidden; -2 is the one before the features: dim 1 of [B, S_r, K], dim 0 of [N_r, K].
+        shift: score position t of the last dim of target against target t + shift; the last `shift` positions are
+            ignored. hidden is not copied, but for the rows of one chunk.
+        ignore_index, label_smoothing, z_loss, softcap, logit_scale: as for vocab_parallel_cross_entropy.
+        class_weight: class weights [V] of the whole vocabulary, any floating dtype; has no gradient.
+        reduction: "none", "sum", or "mean" over the targets that are not ignored, each counted with its class weight; a
+            mean over none of them is 0.
+        denominator: what a mean divides by instead: a number, or a scalar tensor (which costs no synchronisation).
+        return_lse: return (loss, lse).
+        chunk_bytes: budget for one chunk's logits, by default 64 MiB on CPU and 512 MiB on CUDA, for an even share of
+            the vocabulary; a chunk has at least 128 rows on CPU and 1024 on CUDA whatever the budget. Another number
+            of chunks changes the order in which dweight is summed, and so its last bits.
+        wgrad_store: leave the gradients of weight and bias to this store (see `WeightGradStore`); backward computes
+            that of hidden only. Not under torch.compile.
+
+    Worked example: hidden [[1.0]], weight [[0.0], [log 3]], target [1]: the logits are (0, log 3), lse is log 4, the
+    loss log(4 / 3); dx = (0.25, -0.25), so dhidden = -0.25 log 3 and dweight = [[0.25], [-0.25]].
+
+    Raises:
+        IndexError: a target outside the vocabulary that is not ignore_index; names its position among the shifted
+            targets. Raised on every rank. On CUDA that row's loss is NaN instead.
+        ValueError, TypeError: shapes, dtypes, devices, options, vocab_range; shards that do not tile the vocabulary
+            (on CPU, after the first collective, on every rank).
+        CommError: as `Communicator` raises it.
+    """
+    reference.check_reduction(reduction, denominator)
+    if wgrad_store is not None and torch.compiler.is_compiling():
+        raise ValueError("wgrad_store puts off work in eager code; leave it None under torch.compile")
+    inputs, problem, layout = _prepare(
+        hidden,
+        weight,
+        target,
+        every_row=return_lse,
+        bias=bias,
+        group=group,
+        vocab_range=vocab_range,
+        sequence_parallel=sequence_parallel,
+        sequence_dim=sequence_dim,
+        shift=shift,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        class_weight=class_weight,
+        chunk_bytes=chunk_bytes,
+    )
+    divisor = None
+    if reduction == "mean":
+        like = torch.empty((), dtype=compute_dtype(inputs.hidden.dtype), device=hidden.device)
+        divisor = reference.mean_denominator(inputs.target, problem.weight, problem.options, denominator, like)
+    needs_grad = any(x is not None and x.requires_grad for x in inputs[:3])
+    if not (torch.is_grad_enabled() and needs_grad):
+        if torch.compiler.is_compiling():
+            rows, lse, _ = compiled_forward(inputs, problem, layout, None, Wants(False, False, False))
+        else:
+            rows, lse = losses(inputs, problem, layout)
+        out = reference.reduce_loss(rows, inputs.target, reduction, divisor)
+        return (out, lse.to(out.dtype).reshape(target.shape)) if return_lse else out
+    projection, offset, deferred, anchor = inputs.weight, inputs.bias, None, None
+    if wgrad_store is not None:
+        deferred = _Deferred(wgrad_store, projection, offset)
+        projection, offset = projection.detach(), None if offset is None else offset.detach()
+        anchor = hidden.new_empty(0).requires_grad_()  # backward runs even where hidden needs no gradient
+    call = _Call(problem, layout, reduction, return_lse, deferred)
+    arguments = (inputs.hidden, projection, offset, anchor, inputs.target, divisor, call)
+    loss, lse_out = _LinearCrossEntropy.apply(*arguments)
+    return (loss, lse_out) if return_lse else loss
+
+
+def linear_cross_entropy_dgrad(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    lse: Tensor,
+    grad_loss: Tensor,
+    *,
+    grad_lse: Tensor | None = None,
+    **options: Unpack[LinearLossOptions],
+) -> Tensor:
+    """Gradient by hidden alone, of sum(grad_loss * loss) + sum(grad_lse * lse); two GEMMs.
+
+        hidden, weight, target, options   as `linear_cross_entropy`
+        lse        [...]  as it returned it; float64 keeps more digits where logits are beyond about 100
+        grad_loss  [...]  gradient of every token's loss
+        grad_lse   [...]  gradient of lse
+        out        like hidden; the sum over the ranks: per chunk one all-reduce (sequence_parallel: an all-gather and
+                   a reduce-scatter)
+
+    No autograd history. Raises what `linear_cross_entropy` raises for its arguments.
+    """
+    grads = _gradients(hidden, weight, target, lse, grad_loss, grad_lse, Wants(True, False, False), options)
+    assert grads.hidden is not None
+    return grads.hidden.view(hidden.shape)
+
+
+def linear_cross_entropy_wgrad(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    lse: Tensor,
+    grad_loss: Tensor,
+    *,
+    grad_lse: Tensor | None = None,
+    **options: Unpack[LinearLossOptions],
+) -> tuple[Tensor, Tensor | None]:
+    """Gradients by weight [V_local, K] and bias [V_local] (None without one); two GEMMs.
+
+    Arguments as `linear_cross_entropy_dgrad`. No collective, but for sequence_parallel, which gathers the hidden states
+    chunk by chunk. No autograd history.
+    """
+    wants = Wants(False, True, options.get("bias") is not None)
+    grads = _gradients(hidden, weight, target, lse, grad_loss, grad_lse, wants, options)
+    assert grads.weight is not None
+    return grads.weight, grads.bias
+
+
+@torch.no_grad()
+def _gradients(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    lse: Tensor,
+    grad_loss: Tensor,
+    grad_lse: Tensor | None,
+    wants: Wants,
+    options: LinearLossOptions,
+) -> Grads:
+    for name, value in (("lse", lse), ("grad_loss", grad_loss), ("grad_lse", grad_lse)):
+        if value is not None and value.shape != target.shape:
+            raise ValueError(f"{name} must have target's shape {tuple(target.shape)}, got {tuple(value.shape)}")
+    inputs, problem, layout = _prepare(hidden, weight, target, every_row=grad_lse is not None, **options)
+    dtype = compute_dtype(inputs.hidden.dtype)
+    rows = (lse.double().reshape(-1), grad_loss.to(dtype).reshape(-1))
+    upstream = None if grad_lse is None else grad_lse.to(dtype).reshape(-1)
+    run = compiled_backward if torch.compiler.is_compiling() else gradients
+    return run(inputs, problem, layout, *rows, upstream, wants)
