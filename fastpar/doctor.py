@@ -334,6 +334,35 @@ def _swiglu_error() -> float:
     return _largest(pairs)
 
 
+def _linear_cross_entropy_error(way: str) -> float:
+    """Loss and gradients of a 300 x 24 by 24 x 211 projection in two chunks, against float64 in plain PyTorch."""
+    from fastpar import ops, reference
+
+    generator = torch.Generator().manual_seed(0)
+    values = [torch.randn(*shape, generator=generator) for shape in ((300, 24), (211, 24), (211,))]
+    target = torch.randint(211, (300,), generator=generator)
+    target[::5] = -100
+    exact = [value.double().requires_grad_() for value in values]
+    exact_loss, exact_lse = reference.linear_cross_entropy(
+        exact[0], exact[1], target, bias=exact[2], reduction="sum", return_lse=True
+    )
+    wanted = torch.autograd.grad(exact_loss, exact)
+    hidden, weight, bias = (value.clone().requires_grad_() for value in values)
+    options: dict[str, Any] = {"bias": bias, "chunk_bytes": 1}
+    if way == "apart":
+        rows = (exact_lse.detach(), torch.ones(300))
+        found = [ops.linear_cross_entropy_dgrad(hidden, weight, target, *rows, **options)]
+        found += [g for g in ops.linear_cross_entropy_wgrad(hidden, weight, target, *rows, **options) if g is not None]
+        return _largest(list(zip(found, wanted, strict=True)))
+    store = ops.WeightGradStore()
+    options["wgrad_store"] = store if way == "deferred" else None
+    loss = ops.linear_cross_entropy(hidden, weight, target, reduction="sum", **options)
+    loss.backward()
+    store.run()
+    grads = [tensor.grad for tensor in (hidden, weight, bias) if tensor.grad is not None]
+    return _largest([(loss / 240.0, exact_loss / 240.0), *zip(grads, wanted, strict=True)])
+
+
 def _largest(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> float:
     """The largest absolute deviation of (found, exact) pairs; NaN if there is one anywhere."""
     return torch.stack([(found.double() - exact).abs().max() for found, exact in pairs]).max().item()
@@ -345,6 +374,10 @@ SELF_TESTS: list[tuple[str, Callable[[], float], float]] = [
     ("sharded_dropout", _dropout_error, 1e-5),
     ("rms_norm", _rms_norm_error, 3e-5),
     ("swiglu", _swiglu_error, 3e-5),
+    ("linear_cross_entropy", lambda: _linear_cross_entropy_error("whole"), 1e-4),
+    ("linear_cross_entropy_dgrad", lambda: _linear_cross_entropy_error("apart"), 1e-4),
+    ("linear_cross_entropy_wgrad", lambda: _linear_cross_entropy_error("apart"), 1e-4),
+    ("WeightGradStore", lambda: _linear_cross_entropy_error("deferred"), 1e-4),
 ]
 
 

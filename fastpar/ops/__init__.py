@@ -11,16 +11,31 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fastpar.ops.cross_entropy import vocab_parallel_cross_entropy
     from fastpar.ops.dropout import sharded_dropout
+    from fastpar.ops.linear_loss import linear_cross_entropy, linear_cross_entropy_dgrad, linear_cross_entropy_wgrad
     from fastpar.ops.rms_norm import rms_norm
     from fastpar.ops.swiglu import swiglu
+    from fastpar.ops.wgrad_store import WeightGradStore
 
 _HOME = {
+    "WeightGradStore": "fastpar.ops.wgrad_store",
+    "linear_cross_entropy": "fastpar.ops.linear_loss",
+    "linear_cross_entropy_dgrad": "fastpar.ops.linear_loss",
+    "linear_cross_entropy_wgrad": "fastpar.ops.linear_loss",
     "rms_norm": "fastpar.ops.rms_norm",
     "sharded_dropout": "fastpar.ops.dropout",
     "swiglu": "fastpar.ops.swiglu",
     "vocab_parallel_cross_entropy": "fastpar.ops.cross_entropy",
 }
-__all__ = ["rms_norm", "sharded_dropout", "swiglu", "vocab_parallel_cross_entropy"]
+__all__ = [
+    "WeightGradStore",
+    "linear_cross_entropy",
+    "linear_cross_entropy_dgrad",
+    "linear_cross_entropy_wgrad",
+    "rms_norm",
+    "sharded_dropout",
+    "swiglu",
+    "vocab_parallel_cross_entropy",
+]
 
 
 class _Package(types.ModuleType):

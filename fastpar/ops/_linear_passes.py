@@ -25,7 +25,7 @@ from fastpar.ops._row_chunks import RowChunk, put_rows, split_rows, split_sequen
 from fastpar.ops._row_factors import RowFactors, add_target_rows, row_factors, target_rows
 from fastpar.ops._weight_grad import WeightGrad, weighted_sum
 from fastpar.ops.cross_entropy import Problem
-from fastpar.reference.vocab_shard import compute_dtype
+from fastpar.reference.vocab_shard import check_headers, check_target_range, compute_dtype
 
 
 class Inputs(NamedTuple):
@@ -85,6 +85,8 @@ def losses_and_gradients(
     run = _Run(inputs, problem, layout)
     loss, lse = run.new_rows()
     if problem.comm is None:
+        if inputs.target.device.type == "cpu":
+            check_target_range(inputs.target, problem.shard.total, problem.options.ignore_index)
         sums: _Sums = _Sums(run, wants, corrected=False)
         step = _one_rank_step
     elif problem.options.softcap != 0.0 and problem.options.smoothing:
@@ -249,7 +251,7 @@ class _Run:
 
     def check(self, gathered: Tensor) -> None:
         """Raise, on every rank, what the ranks' headers say is wrong; the position is one in all of the target."""
-        family.check_headers(gathered, self.inputs.target, self.problem.options.ignore_index)
+        check_headers(gathered, self.inputs.target, self.problem.options.ignore_index)
 
     def merged(self, gathered: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         problem, options = self.problem, self.problem.options

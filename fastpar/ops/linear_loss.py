@@ -48,7 +48,7 @@ from fastpar.ops._linear_passes import Grads, Inputs, Layout, Wants, gradients, 
 from fastpar.ops.cross_entropy import FirstDerivative, Problem
 from fastpar.ops.wgrad_store import WeightGradStore
 from fastpar.reference import cross_entropy as reference
-from fastpar.reference.linear_cross_entropy import check_projection
+from fastpar.reference.linear_loss import check_projection
 from fastpar.reference.vocab_shard import communicator, compute_dtype, resolve_shard
 
 if TYPE_CHECKING:
