@@ -49,7 +49,7 @@ from fastpar.ops.cross_entropy import FirstDerivative, Problem
 from fastpar.ops.wgrad_store import WeightGradStore
 from fastpar.reference import cross_entropy as reference
 from fastpar.reference.linear_loss import check_projection
-from fastpar.reference.vocab_shard import communicator, compute_dtype, resolve_shard
+from fastpar.reference.vocab_shard import communicator, compute_dtype, local_tensor, resolve_shard
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -229,7 +229,10 @@ def _prepare(
     chunk_bytes: int | None = None,
 ) -> tuple[Inputs, Problem, Layout]:
     """The arguments checked, the hidden states as a matrix, the targets shifted."""
+    if hasattr(hidden, "device_mesh"):
+        raise TypeError("hidden must be a plain tensor (pass hidden.to_local(), and sequence_parallel=True where it fits)")
     weight, bias, group, vocab_range = _local_rows(weight, bias, group, vocab_range)
+    target = local_tensor(target)
     hidden, weight, bias = _autocast(hidden, weight, bias)
     options = reference.check_options(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
     if chunk_bytes is not None and (isinstance(chunk_bytes, bool) or not isinstance(chunk_bytes, int) or chunk_bytes <= 0):
