@@ -75,7 +75,7 @@ def test_any_number_of_chunks_gives_the_same_result(dtype: torch.dtype, chunks: 
     target[target == -100] = 5  # all 1040 rows
     budget = chunk_bytes_for(chunks, tuple(tensors), 1040)
     layout = Layout(None, budget, every_row=False)
-    assert len(split_rows(target, keep=None, row_bytes=67 * dtype.itemsize, chunk_bytes=layout.chunk_bytes)) == chunks
+    assert len(split_rows(target, None, 67 * dtype.itemsize, layout.chunk_bytes)) == chunks
     found = run(linear_cross_entropy, tensors, target, chunk_bytes=budget)
     exact = plain(tensors, target, torch.float64)
     rough = None if dtype == torch.float32 else plain(tensors, target, dtype)
@@ -188,19 +188,9 @@ def watched(call: Callable[[], Any]) -> _Allocations:
     return seen
 
 
-@pytest.fixture
-def kernels_or_skip() -> None:
-    from fastpar.ops.cross_entropy import implementation
-
-    if implementation(torch.empty(0)) is reference.cross_entropy:
-        pytest.skip("the compiled kernels are not there, and the reference makes temporaries")
-
-
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_no_tensor_is_larger_than_a_chunk_of_logits(
-    kernels_or_skip: None, dtype: torch.dtype, reduction: str
-) -> None:
+def test_no_tensor_is_larger_than_a_chunk_of_logits(dtype: torch.dtype, reduction: str) -> None:
     *tensors, target = example((2048,), 8, 4099, dtype)
     target.clamp_(min=0)
     chunk = 256 * 4099 * dtype.itemsize
@@ -289,7 +279,9 @@ def test_float16_gradients_are_rounded_after_the_loss_scale() -> None:
     found = run(linear_cross_entropy, tensors, target, grads, denominator=1e7)
     exact = plain(tensors, target, torch.float64, grads, denominator=1e7)
     assert torch.count_nonzero(run(linear_cross_entropy, tensors, target, denominator=1e9)[1]) == 0
-    assert_close_to_exact(found[1:], exact[1:], torch.float16, plain(tensors, target, torch.float16, grads, denominator=1e7)[1:])
+    assert_close_to_exact(
+        found[1:], exact[1:], torch.float16, plain(tensors, target, torch.float16, grads, denominator=1e7)[1:]
+    )
 
 
 # ---- gradients apart -------------------------------------------------------------------------------------------------
@@ -299,9 +291,14 @@ def test_float16_gradients_are_rounded_after_the_loss_scale() -> None:
 def test_dgrad_and_wgrad_are_the_parts_of_backward(dtype: torch.dtype) -> None:
     hidden, weight, bias, target = example((2, 150), 16, 40, dtype)
     options: dict[str, Any] = {"bias": bias, "shift": 1, "softcap": 5.0}
-    loss, lse = linear_cross_entropy(hidden, weight, target, reduction="none", return_lse=True, **options)
-    grads = [torch.linspace(-1.0, 2.0, 300, dtype=dtype).view(2, 150), torch.linspace(1.0, 0.0, 300, dtype=dtype).view(2, 150)]
-    exact = plain((hidden, weight, bias), target, torch.float64, grads, reduction="none", return_lse=True, shift=1, softcap=5.0)
+    _, lse = linear_cross_entropy(hidden, weight, target, reduction="none", return_lse=True, **options)
+    grads = [
+        torch.linspace(-1.0, 2.0, 300, dtype=dtype).view(2, 150),
+        torch.linspace(1.0, 0.0, 300, dtype=dtype).view(2, 150),
+    ]
+    exact = plain(
+        (hidden, weight, bias), target, torch.float64, grads, reduction="none", return_lse=True, shift=1, softcap=5.0
+    )
     arguments = (hidden, weight, target, lse, grads[0])
     dgrad = watched(lambda: ops.linear_cross_entropy_dgrad(*arguments, grad_lse=grads[1], **options))
     assert len(dgrad.products) == 2
@@ -387,7 +384,9 @@ def _dtensor_gradient() -> bool:
     return torch.equal(parameter.grad.to_local(), weight.grad)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("options", [{}, {"reduction": "none"}, {"shift": 1, "label_smoothing": 0.1}, {"return_lse": True}])
+@pytest.mark.parametrize(
+    "options", [{}, {"reduction": "none"}, {"shift": 1, "label_smoothing": 0.1}, {"return_lse": True}]
+)
 def test_compiled_in_one_graph_it_gives_the_eager_bits(options: dict[str, Any]) -> None:
     *tensors, target = example((3, 100), 16, 40)
 
@@ -448,9 +447,7 @@ def test_sequence_chunks_take_a_share_of_every_rank() -> None:
     target = torch.arange(3 * 301).view(3, 301)
     keep = target % 5 != 0
     seen: list[Tensor] = []
-    plans = [
-        split_sequence(target, dim=1, ranks=4, rank=r, keep=keep, row_bytes=1, chunk_bytes=1) for r in range(4)
-    ]
+    plans = [split_sequence(target, keep, 1, 1, dim=1, ranks=4, rank=r) for r in range(4)]
     for chunks in zip(*plans, strict=True):
         assert all(torch.equal(c.rows, chunks[0].rows) and c.parts == chunks[0].parts for c in chunks)
         start = 0
@@ -493,7 +490,11 @@ def test_a_weighted_sum_of_rows_has_no_rounding_but_the_sums_own(dtype: torch.dt
         ({"bias": torch.zeros(4)}, ValueError, r"bias must have one entry per row of weight, \(5,\), got \(4,\)"),
         ({"bias": torch.zeros(5).double()}, TypeError, "bias must have the dtype of hidden"),
         ({"target": torch.zeros(3)}, TypeError, "class ids as int64"),
-        ({"target": torch.zeros(4, dtype=torch.int64)}, ValueError, r"hidden must be \(4, 8\) to go with target \(4,\)"),
+        (
+            {"target": torch.zeros(4, dtype=torch.int64)},
+            ValueError,
+            r"hidden must be \(4, 8\) to go with target \(4,\)",
+        ),
         ({"reduction": "average"}, ValueError, "got 'average'"),
         ({"reduction": "sum", "denominator": 3}, ValueError, "reduction is 'sum'"),
         ({"label_smoothing": 1.5}, ValueError, "got 1.5"),

@@ -5,6 +5,7 @@ See tests.linear_loss_cases for the tolerances.
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from typing import Any
 
@@ -36,7 +37,7 @@ def sharded_run(
     options |= {"group": group, "vocab_range": (start, end, bounds[-1])}
     local = (hidden, weight[start:end], bias[start:end])
     *outputs, by_hidden, by_weight, by_bias = run(ops.linear_cross_entropy, local, target, grads, **options)
-    sizes = [b - a for a, b in zip(bounds, bounds[1:], strict=False)]
+    sizes = [b - a for a, b in itertools.pairwise(bounds)]
     if options.get("sequence_parallel"):
         whole = shard_sizes(tensors[0].shape[dim], group.size)
         by_hidden = group.all_gather(by_hidden, dim=dim, sizes=whole)
@@ -51,7 +52,9 @@ def _check_values(dtype: torch.dtype, names: list[str]) -> bool:
     *tensors, target = example(ROWS, FEATURES, VOCAB, dtype)
     for name in names:
         for reduction in ("mean", "none"):
-            grads = [torch.linspace(-1.0, 2.0, target.numel()).view(ROWS)] if reduction == "none" else [torch.tensor(0.75)]
+            grads = (
+                [torch.linspace(-1.0, 2.0, target.numel()).view(ROWS)] if reduction == "none" else [torch.tensor(0.75)]
+            )
             options = {"reduction": reduction, **options_for(name, VOCAB)}
             found = sharded_run(tensors, target, group, BOUNDS[group.size], grads, chunk_bytes=1, **options)
             exact = plain(tensors, target, torch.float64, grads, **options)

@@ -129,7 +129,7 @@ def _unpack(
 
         from fastpar.comm import Communicator
 
-        comm = Communicator(_resolve_process_group(group), timeout=timeout)
+        comm = Communicator(_resolve_process_group(cast(Any, group)), timeout=timeout)
     options = LossOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
     shard = Shard(vocab_start, weight.shape[0], vocab_total)
     problem = Problem(shard, comm, options, class_weight, weight_sum)

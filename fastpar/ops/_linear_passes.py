@@ -178,17 +178,18 @@ class _Run:
         comm, target = problem.comm, inputs.target
         # Every rank must make the same chunks, so they are sized for an even share of the vocabulary.
         share = -(-problem.shard.total // (1 if comm is None else comm.size))
-        sizes = {"row_bytes": share * inputs.hidden.element_size(), "chunk_bytes": layout.chunk_bytes}
+        budget = (share * inputs.hidden.element_size(), layout.chunk_bytes)
         is_cpu = target.device.type == "cpu"
         keep = target != problem.options.ignore_index if is_cpu and not layout.every_row else None
         self.is_sharded = layout.sequence_dim is not None and comm is not None
         if keep is not None and bool(keep.all()):
             keep = None
         if layout.sequence_dim is None or comm is None:
-            self.chunks = split_rows(target, keep=keep, **sizes)
+            self.chunks = split_rows(target, keep, *budget)
         else:
-            where = {"dim": layout.sequence_dim, "ranks": comm.size, "rank": comm.rank}
-            self.chunks = split_sequence(target, keep=keep, **where, **sizes)
+            self.chunks = split_sequence(
+                target, keep, *budget, dim=layout.sequence_dim, ranks=comm.size, rank=comm.rank
+            )
         self.covers_all = keep is None
         vocab = inputs.weight.shape[0]
         self._buffer = new_buffer(inputs.hidden, (max((c.size for c in self.chunks), default=0) * vocab,))

@@ -9,14 +9,14 @@ states together and one reduce-scatter takes their gradients home, and no rank e
 
 from __future__ import annotations
 
-from typing import NamedTuple, Union
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fastpar.comm.shards import shard_sizes
 
-Rows = Union[slice, Tensor]
+Rows = slice | Tensor
 
 # Logits of one chunk: large enough that reading the weight again and accumulating its gradient once per chunk costs
 # little against the GEMMs, small enough not to matter beside the weight.
@@ -52,9 +52,7 @@ def rows_per_chunk(num_rows: int, row_bytes: int, chunk_bytes: int | None, devic
     return min(num_rows, -(-num_rows // (chunks * multiple)) * multiple)
 
 
-def split_rows(
-    target: Tensor, *, keep: Tensor | None, row_bytes: int, chunk_bytes: int | None
-) -> list[RowChunk]:
+def split_rows(target: Tensor, keep: Tensor | None, row_bytes: int, chunk_bytes: int | None) -> list[RowChunk]:
     """Chunks of the rows of `target` [...] that `keep` (bool, same shape; None: all) selects."""
     num_rows, device = target.numel(), target.device
     kept = None if keep is None else keep.reshape(-1).nonzero().squeeze(1)
@@ -69,14 +67,7 @@ def split_rows(
 
 
 def split_sequence(
-    target: Tensor,
-    *,
-    dim: int,
-    ranks: int,
-    rank: int,
-    keep: Tensor | None,
-    row_bytes: int,
-    chunk_bytes: int | None,
+    target: Tensor, keep: Tensor | None, row_bytes: int, chunk_bytes: int | None, *, dim: int, ranks: int, rank: int
 ) -> list[RowChunk]:
     """The same where rank r holds the hidden states of the r-th part (`shard_sizes`) of dim `dim` of `target`."""
     positions = torch.arange(target.numel(), device=target.device).view(target.shape)

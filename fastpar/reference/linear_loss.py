@@ -3,7 +3,7 @@ shares with it."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 import torch.nn.functional as F
@@ -151,7 +151,8 @@ def linear_cross_entropy(
         hidden = gather_sequence(hidden, comm, dim=dim, sizes=shard_sizes(target.shape[dim], comm.size))
     elif comm is not None:
         hidden = copy_to(hidden, comm)
-    out: Tensor | tuple[Tensor, Tensor] = vocab_parallel_cross_entropy(  # type: ignore[call-overload]
+    loss: Any = vocab_parallel_cross_entropy  # its overloads want a literal return_lse
+    out: Tensor | tuple[Tensor, Tensor] = loss(
         F.linear(hidden, weight, bias),
         target,
         group=comm,

@@ -1,0 +1,153 @@
+"""The autograd of linear_cross_entropy: gradients that forward has computed, or that backward computes.
+
+When which happens is said in fastpar.ops.linear_loss.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastpar.ops._linear_ops import compiled_backward, compiled_forward
+from fastpar.ops._linear_passes import Grads, Inputs, Layout, Wants, gradients, losses, losses_and_gradients
+from fastpar.ops.cross_entropy import FirstDerivative, Problem
+from fastpar.ops.wgrad_store import WeightGradStore
+from fastpar.reference import cross_entropy as reference
+from fastpar.reference.vocab_shard import compute_dtype
+
+_SCALE_BLOCK = 1 << 26  # elements; 256 MiB of float32
+
+
+class Deferred(NamedTuple):
+    """Where the weight's gradient goes when it is computed later."""
+
+    store: WeightGradStore
+    weight: Tensor
+    bias: Tensor | None
+
+
+class Call(NamedTuple):
+    """A checked call, apart from the tensors with gradients."""
+
+    problem: Problem
+    layout: Layout
+    reduction: str
+    return_lse: bool
+    deferred: Deferred | None
+
+
+class LinearCrossEntropy(torch.autograd.Function):
+    """Outside the passes, so that a call without gradients costs nothing."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        anchor: Tensor | None,
+        target: Tensor,
+        divisor: Tensor | None,
+        call: Call,
+    ) -> tuple[Tensor, Tensor | None]:
+        ctx.set_materialize_grads(False)
+        ctx.call, ctx.wants = call, Wants(*ctx.needs_input_grad[:3])
+        inputs = Inputs(hidden, weight, bias, target)
+        is_compiling = torch.compiler.is_compiling()
+        grad_loss = None
+        if call.reduction != "none" and not call.return_lse and hidden.dtype != torch.float16:
+            one = torch.ones((), dtype=compute_dtype(hidden.dtype), device=hidden.device)
+            grad_loss = reference.expand_grad(one, divisor, target.numel(), one)
+        prepared = Grads(None, None, None)
+        if is_compiling:
+            loss, lse, prepared = compiled_forward(inputs, call.problem, call.layout, grad_loss, ctx.wants)
+        elif grad_loss is None:
+            loss, lse = losses(inputs, call.problem, call.layout)
+        else:
+            loss, lse, prepared = losses_and_gradients(inputs, call.problem, call.layout, grad_loss, ctx.wants)
+        ctx.is_prepared = grad_loss is not None
+        ctx.prepared = None if is_compiling or grad_loss is None else prepared
+        kept = prepared if is_compiling else (None, None, None)
+        ctx.save_for_backward(hidden, weight, bias, target, lse, divisor, *kept)
+        out = reference.reduce_loss(loss, target, call.reduction, divisor)
+        return out, lse.to(loss.dtype).reshape(target.shape) if call.return_lse else None
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        grad_out, grad_lse = grads
+        with torch.no_grad():
+            if torch.compiler.is_compiling():
+                result = _compiled_backward(ctx, grad_out, grad_lse)
+            elif ctx.prepared is not None and grad_out is not None:
+                prepared, ctx.prepared = ctx.prepared, None  # these buffers are handed out once
+                result = Grads(*(None if grad is None else _scale_(grad, grad_out) for grad in prepared))
+            else:
+                result = gradients(*_recompute_arguments(ctx, grad_out, grad_lse), ctx.wants)
+            if ctx.call.deferred is not None:
+                _defer(ctx, grad_out, grad_lse)
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
+            depends_on = (*ctx.saved_tensors[:3], *grads)
+            result = Grads(
+                *(
+                    None if grad is None else FirstDerivative.apply(grad, "linear_cross_entropy", *depends_on)
+                    for grad in result
+                )
+            )
+        return *result, None, None, None, None
+
+
+def _recompute_arguments(
+    ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None
+) -> tuple[Inputs, Problem, Layout, Tensor, Tensor, Tensor | None]:
+    """What `gradients` takes, but for `wants`."""
+    hidden, weight, bias, target, lse, divisor = ctx.saved_tensors[:6]
+    like = torch.empty((), dtype=compute_dtype(hidden.dtype), device=hidden.device)
+    grad_loss = reference.expand_grad(grad_out, divisor, target.numel(), like)
+    if grad_lse is not None:
+        grad_lse = grad_lse.to(like.dtype).reshape(-1)
+    inputs = Inputs(hidden, weight, bias, target)
+    return inputs, ctx.call.problem, ctx.call.layout, lse, grad_loss, grad_lse
+
+
+def _compiled_backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Grads:
+    """Compiled code plans its memory itself: nothing is written in place."""
+    if not ctx.is_prepared:
+        return compiled_backward(*_recompute_arguments(ctx, grad_out, grad_lse), ctx.wants)
+    assert grad_out is not None
+    factor = grad_out.to(compute_dtype(ctx.saved_tensors[0].dtype))
+    prepared = ctx.saved_tensors[6:]
+    return Grads(*(None if grad is None else (grad * factor.reshape(1)).to(grad.dtype) for grad in prepared))
+
+
+def _defer(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> None:
+    store, weight, bias = ctx.call.deferred
+    parameters = [p for p in (weight, bias) if p is not None and p.requires_grad]
+    if not parameters:
+        return
+    arguments = _recompute_arguments(ctx, grad_out, grad_lse)
+    wants = Wants(False, weight.requires_grad, bias is not None and bias.requires_grad)
+
+    def compute() -> None:
+        with torch.no_grad():
+            grads = gradients(*arguments, wants)
+        torch.autograd.backward(parameters, [grad for grad in grads if grad is not None])
+
+    store.put(compute)
+
+
+def _scale_(grad: Tensor, factor: Tensor) -> Tensor:
+    """grad *= factor, a scalar tensor, with one rounding and without a synchronisation."""
+    if factor.device.type == "cpu":
+        value = factor.item()
+        return grad if value == 1.0 else grad.mul_(value)
+    try:
+        from fastpar.kernels.cross_entropy import scale_unless_one_
+    except ImportError:  # triton is optional
+        factor = factor.to(compute_dtype(grad.dtype)).reshape(1)
+        for block in grad.view(-1).split(_SCALE_BLOCK):
+            block.copy_(block * factor)
+    else:
+        scale_unless_one_(grad, factor)
+    return grad
