@@ -285,6 +285,41 @@ def test_tied_embedding_and_head_match_unsharded(size: int, vocab: int, padding_
     run_ranks(size, _embedding_and_head_match, vocab, padding_idx)  # 3 words on 4 ranks: an empty shard
 
 
+def _head_loss_matches(vocab: int, sequence_parallel: bool, transposed: bool) -> None:
+    group = dist.group.WORLD
+    torch.manual_seed(0)
+    plain: nn.Module = nn.Linear(6, vocab).double()
+    if transposed:
+        plain = pytest.importorskip("transformers.pytorch_utils").Conv1D(vocab, 6).double()
+        with torch.no_grad():
+            plain.bias.normal_()
+    region = SequenceRegion(fp.Communicator(group)) if sequence_parallel else None
+    head = VocabParallelHead.from_linear(plain, group=group, sequence=region)
+    x, labels = torch.randn(2, 7, 6).double(), torch.randint(0, vocab, (2, 7))
+    a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
+    expected = F.cross_entropy(plain(a)[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    expected.backward()
+    loss = head.loss(b if region is None else region.enter(b), labels, shift=1)
+    loss.backward()
+    close(loss, expected)
+    close(b.grad, a.grad)
+    close(full_parameter(head.weight, head.weight.grad), plain.weight.grad)
+    close(full_parameter(head.bias, head.bias.grad), plain.bias.grad)
+    if region is not None:
+        with pytest.raises(ValueError, match="labels have 5 tokens along dim 1, but 7 entered"):
+            head.loss(b, labels[:, :5])
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(
+    ("vocab", "sequence_parallel", "transposed"), [(57, False, False), (3, True, False), (57, True, True)]
+)
+def test_head_loss_matches_the_logits_and_their_loss(
+    size: int, vocab: int, sequence_parallel: bool, transposed: bool
+) -> None:
+    run_ranks(size, _head_loss_matches, vocab, sequence_parallel, transposed)
+
+
 @pytest.mark.parametrize("bad", [-1, 11, 10**6])
 def test_token_id_outside_the_vocabulary_is_an_index_error_with_its_position(bad: int) -> None:
     table = VocabParallelEmbedding(11, 4)

@@ -1,7 +1,8 @@
 """Embedding and output head split over the vocabulary.
 
 The head leaves the logits sharded: `fastpar.ops.vocab_parallel_cross_entropy` takes them as they are, with one
-collective of a few floats per token, and nothing of vocabulary size ever crosses the group unless asked for.
+collective of a few floats per token, and nothing of vocabulary size ever crosses the group unless asked for. With
+`VocabParallelHead.loss` the logits are not even made: the projection and the loss run a chunk of tokens at a time.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastpar.comm import gather_from, reduce_from, shard_range, shard_sizes
+from fastpar.ops.linear_loss import linear_cross_entropy
 from fastpar.tensor.binding import GroupLike, bind, blank
 from fastpar.tensor.linear import ColumnParallelLinear
 from fastpar.tensor.parameter import MakeParameter, ParallelModule, ParameterLayout, RowMap, install_state_dict_hooks
@@ -115,6 +117,33 @@ class VocabParallelHead(ColumnParallelLinear):
     def vocab_range(self) -> tuple[int, int, int]:
         """(first id, one past the last id, vocabulary size) of this rank, as the cross-entropy takes it."""
         return (*shard_range(self.out_features, self.comm.size, self.comm.rank), self.out_features)
+
+    def loss(self, hidden: Tensor, labels: Tensor, **options: Any) -> Any:
+        """Cross-entropy of this head's logits without making them: fastpar.ops.linear_cross_entropy.
+
+            hidden  [..., K]  what forward takes; with `sequence` this rank's part
+            labels  [...]     ids of all tokens
+            out     the loss, or (loss, lse) with return_lse=True
+
+        `options` are those of the op, but for bias, group, vocab_range and sequence_parallel, which the layer knows;
+        `shift=1` scores next tokens. Wherever a model's forward ends in `head(hidden)` and a loss, this replaces both.
+        Where the layer's module is wrapped by hooks (FSDP's gathers among them), those run for `forward` only.
+        """
+        if self.input_prepared:
+            raise ValueError("the head's input is prepared by its caller, whose backward sums dhidden a second time")
+        weight, bias = self._local("weight"), self._local("bias")
+        assert weight is not None
+        where: dict[str, Any] = {"group": self.comm, "vocab_range": self.vocab_range}
+        if self.sequence is not None:
+            dim = self.sequence.dim
+            if labels.shape[dim] != self.sequence.total:
+                raise ValueError(
+                    f"labels have {labels.shape[dim]} tokens along dim {dim}, but {self.sequence.total} entered the "
+                    "sequence-parallel region"
+                )
+            where |= {"sequence_parallel": True, "sequence_dim": dim}
+        projection = weight.t() if self.transposed else weight
+        return linear_cross_entropy(hidden, projection, labels, bias=bias, **where, **options)
 
 
 def gather_vocab(logits: Tensor, vocab_size: int, group: GroupLike) -> Tensor:
