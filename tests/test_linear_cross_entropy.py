@@ -362,6 +362,18 @@ def test_autocast_computes_in_its_dtype_as_linear_does() -> None:
     assert all(torch.equal(a, b.float()) for a, b in zip(found, wanted, strict=True))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_around_backward_changes_nothing(dtype: torch.dtype) -> None:
+    *tensors, target = example((300,), 16, 40, dtype)
+    results = []
+    for enabled in (False, True):
+        hidden, weight, bias = (x.clone().requires_grad_() for x in tensors)
+        loss = linear_cross_entropy(hidden, weight, target, bias=bias, reduction="none", chunk_bytes=1)
+        with torch.autocast("cpu", dtype=torch.float16, enabled=enabled):
+            results.append(torch.autograd.grad(loss.sum(), (hidden, weight, bias)))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 def test_a_dtensor_weight_is_unwrapped() -> None:
     from tests.dist import run_ranks
 

@@ -13,6 +13,7 @@ waited for when what they bring is needed:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -64,41 +65,43 @@ class Grads(NamedTuple):
 
 def losses(inputs: Inputs, problem: Problem, layout: Layout) -> tuple[Tensor, Tensor]:
     """(loss [N], lse [N] float64); rows that were left out have 0 in both."""
-    run = _Run(inputs, problem, layout)
-    loss, lse = run.new_rows()
-    previous: tuple[RowChunk, Tensor, Callable[[], Tensor]] | None = None
-    for chunk, x in run.hidden_chunks():
-        ids = run.ids(chunk)
-        gathered = run.exchange(run.stats(run.project(x), ids))
+    with _own_dtypes(inputs):
+        run = _Run(inputs, problem, layout)
+        loss, lse = run.new_rows()
+        previous: tuple[RowChunk, Tensor, Callable[[], Tensor]] | None = None
+        for chunk, x in run.hidden_chunks():
+            ids = run.ids(chunk)
+            gathered = run.exchange(run.stats(run.project(x), ids))
+            if previous is not None:
+                run.merge(*previous, loss, lse)
+            previous = chunk, ids, gathered
         if previous is not None:
             run.merge(*previous, loss, lse)
-        previous = chunk, ids, gathered
-    if previous is not None:
-        run.merge(*previous, loss, lse)
-    return loss, lse
+        return loss, lse
 
 
 def losses_and_gradients(
     inputs: Inputs, problem: Problem, layout: Layout, grad_loss: Tensor, wants: Wants
 ) -> tuple[Tensor, Tensor, Grads]:
     """(loss, lse, gradients of sum_n grad_loss[n] loss[n])."""
-    run = _Run(inputs, problem, layout)
-    loss, lse = run.new_rows()
-    if problem.comm is None:
-        if inputs.target.device.type == "cpu":
-            check_target_range(inputs.target, problem.shard.total, problem.options.ignore_index)
-        sums: _Sums = _Sums(run, wants, corrected=False)
-        step = _one_rank_step
-    elif problem.options.softcap != 0.0 and problem.options.smoothing:
-        sums, step = _Sums(run, wants, corrected=False), _normalised_step
-    else:
-        sums, step = _UnnormalisedSums(run, wants), _unnormalised_step
-    for chunk, x in run.hidden_chunks():
-        ids = run.ids(chunk)
-        chunk_loss, chunk_lse = step(run, sums, chunk, x, ids, take_rows(grad_loss, chunk.rows))
-        put_rows(loss, chunk.rows, chunk_loss)
-        put_rows(lse, chunk.rows, chunk_lse)
-    return loss, lse, sums.result()
+    with _own_dtypes(inputs):
+        run = _Run(inputs, problem, layout)
+        loss, lse = run.new_rows()
+        if problem.comm is None:
+            if inputs.target.device.type == "cpu":
+                check_target_range(inputs.target, problem.shard.total, problem.options.ignore_index)
+            sums: _Sums = _Sums(run, wants, corrected=False)
+            step = _one_rank_step
+        elif problem.options.softcap != 0.0 and problem.options.smoothing:
+            sums, step = _Sums(run, wants, corrected=False), _normalised_step
+        else:
+            sums, step = _UnnormalisedSums(run, wants), _unnormalised_step
+        for chunk, x in run.hidden_chunks():
+            ids = run.ids(chunk)
+            chunk_loss, chunk_lse = step(run, sums, chunk, x, ids, take_rows(grad_loss, chunk.rows))
+            put_rows(loss, chunk.rows, chunk_loss)
+            put_rows(lse, chunk.rows, chunk_lse)
+        return loss, lse, sums.result()
 
 
 def gradients(
@@ -111,15 +114,16 @@ def gradients(
     wants: Wants,
 ) -> Grads:
     """Gradients of sum_n grad_loss[n] loss[n] + grad_lse[n] lse[n]; the logits are computed again."""
-    run = _Run(inputs, problem, layout)
-    sums = _Sums(run, wants, corrected=False)
-    for chunk, x in run.hidden_chunks():
-        rows = chunk.rows
-        logits = run.project(x)
-        chunk_grad_lse = None if grad_lse is None else take_rows(grad_lse, rows)
-        run.backward_(logits, run.ids(chunk), take_rows(lse, rows), take_rows(grad_loss, rows), chunk_grad_lse)
-        sums.add(logits, x, chunk)
-    return sums.result()
+    with _own_dtypes(inputs):
+        run = _Run(inputs, problem, layout)
+        sums = _Sums(run, wants, corrected=False)
+        for chunk, x in run.hidden_chunks():
+            rows = chunk.rows
+            logits = run.project(x)
+            chunk_grad_lse = None if grad_lse is None else take_rows(grad_lse, rows)
+            run.backward_(logits, run.ids(chunk), take_rows(lse, rows), take_rows(grad_loss, rows), chunk_grad_lse)
+            sums.add(logits, x, chunk)
+        return sums.result()
 
 
 # ---- one chunk of losses_and_gradients -------------------------------------------------------------------------------
@@ -165,6 +169,11 @@ def _unnormalised_step(
 
 
 # ---- what every pass needs -------------------------------------------------------------------------------------------
+
+
+def _own_dtypes(inputs: Inputs) -> AbstractContextManager[object]:
+    """Nothing here is for torch.autocast to convert: the inputs have its dtype, the sums must not."""
+    return torch.autocast(inputs.hidden.device.type, enabled=False)
 
 
 class _Run:

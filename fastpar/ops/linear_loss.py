@@ -247,7 +247,8 @@ def linear_cross_entropy(
             the vocabulary; a chunk has at least 128 rows on CPU and 1024 on CUDA whatever the budget. Another number
             of chunks changes the order in which dweight is summed, and so its last bits.
         wgrad_store: leave the gradients of weight and bias to this store (see `WeightGradStore`); backward computes
-            that of hidden only. Not under torch.compile.
+            that of hidden only. With sequence_parallel an entry gathers the hidden states again, so all ranks must run
+            theirs in the same order. Not under torch.compile.
 
     Worked example: hidden [[1.0]], weight [[0.0], [log 3]], target [1]: the logits are (0, log 3), lse is log 4, the
     loss log(4 / 3); dx = (0.25, -0.25), so dhidden = -0.25 log 3 and dweight = [[0.25], [-0.25]].
