@@ -132,6 +132,43 @@ def test_shift_denominators_masked_and_empty_batches_over_shards() -> None:
     assert all(run_ranks(3, _check_rows_left_out))
 
 
+def _check_without_counting() -> bool:
+    """The code for devices on which counting rows would be a wait, on the CPU."""
+    from fastpar.ops import _linear_passes as passes
+
+    replaced = {
+        "target_rows": lambda factors: (slice(None), factors.column, factors.peak),
+        "add_target_rows": lambda total, column, values: total.index_put_((column,), values, accumulate=True),
+    }
+    kept = {name: getattr(passes, name) for name in replaced}
+    try:
+        for name, function in replaced.items():
+            setattr(passes, name, function)
+        return _check_values(torch.float32, ["plain", "smoothing and weights", "softcap"])
+    finally:
+        for name, function in kept.items():
+            setattr(passes, name, function)
+
+
+def test_devices_that_cannot_count_rows_get_the_same_values() -> None:
+    assert all(run_ranks(3, _check_without_counting))
+
+
+def _check_equal_chunks() -> int:
+    group = Communicator(torch.distributed.group.WORLD)
+    *tensors, target = example((600,), FEATURES, VOCAB)
+    target[target == -100] = 7
+    budget = 300 * 66 * 4  # 296 rows of an even share, so 3 chunks; of their own shares 5 and 1
+    with comm.record() as log:
+        found = sharded_run(tensors, target, group, [0, 120, 131], chunk_bytes=budget)
+    assert_close_to_exact(found, plain(tensors, target, torch.float64), torch.float32)
+    return sum(entry.op == "all_reduce" for entry in log)
+
+
+def test_ranks_with_unequal_shards_make_the_same_chunks() -> None:
+    assert run_ranks(2, _check_equal_chunks) == [3, 3]
+
+
 # ---- sequence parallel -----------------------------------------------------------------------------------------------
 
 
