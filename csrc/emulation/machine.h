@@ -1,0 +1,87 @@
+// The emulated device: runs a grid cluster by cluster, with one fiber per thread, on one core.
+//
+// A thread runs until it has to wait (a barrier, a warp-wide operation, a cluster barrier) or ends. What it then waits
+// for is known exactly, so when no thread can run and some have not ended, that is a deadlock, and the report says who
+// waits where. Nothing depends on time: the same launch always runs in the same order. There are two such orders,
+// ascending and descending; a kernel that lacks a barrier rarely survives both.
+//
+// Stricter than the device on purpose: a warp-wide operation may only name lanes that exist and have not ended.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <stdexcept>
+
+#include "emulation/types.h"
+
+namespace fastpar {
+namespace emulation {
+
+// What would be a fault, a hang or an undefined result on the device.
+struct Error : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+constexpr unsigned kWarpSize = 32;
+constexpr unsigned kMaxThreads = 1024;
+constexpr unsigned kMaxClusterSize = 16;
+constexpr size_t kMaxSharedBytes = 227 << 10;  // a block's, on compute capability 9.0
+constexpr unsigned char kPoison = 0xff;        // NaN in every float type, -1 in every integer
+
+struct LaunchShape {
+  dim3 grid;
+  dim3 block;
+  size_t shared_bytes = 0;
+  unsigned cluster = 1;  // blocks along x
+};
+
+enum class Schedule { kAscending, kDescending };
+
+// Runs body() once per thread. Throws Error.
+void run_grid(const LaunchShape& shape, const std::function<void()>& body);
+
+// The order in which threads of a block, and blocks of a cluster, get their turns.
+void set_schedule(Schedule schedule);
+
+struct Place {
+  const char* file;
+  int line;
+};
+
+struct Position {
+  uint3 thread, block;
+  dim3 block_dim, grid_dim;
+  unsigned cluster_rank, cluster_size;
+};
+
+// Of the thread that runs now.
+const Position& position();
+
+// ---- waiting ----
+
+void sync_threads(Place place);
+void cluster_arrive(Place place);
+void cluster_wait(Place place);
+void sleep(Place place);  // lets the others run; an Error when all that is left to run keeps sleeping
+
+enum class WarpOperation { kSync, kShuffle, kBallot, kAll, kAny };
+
+// The value that `source` passed (kShuffle), or the lanes whose value is not zero (kBallot), or 0 / 1 (kAll, kAny).
+uint64_t warp_operation(WarpOperation operation, unsigned mask, uint64_t value, unsigned source, Place place);
+unsigned live_lanes();
+
+// ---- shared memory ----
+
+// The block's own instance of a variable; `key` tells variables apart. It holds poison when first asked for.
+void* static_shared(const void* key, size_t bytes, size_t alignment);
+unsigned char* dynamic_shared();
+
+// The address, in the block of that rank in the cluster, of what `address` is in this block.
+void* map_to_peer(const void* address, unsigned rank);
+
+// The device faults on a misaligned access; so does this.
+void check_alignment(const void* address, size_t alignment, const char* what);
+
+}  // namespace emulation
+}  // namespace fastpar

@@ -1,0 +1,39 @@
+// The Python module fastpar_emulation, for tests only.
+#include <string>
+
+#include "emulation/bindings.h"
+
+namespace fastpar {
+namespace emulation {
+namespace {
+
+void set_schedule_by_name(const std::string& name) {
+  if (name != "ascending" && name != "descending") {
+    throw py::value_error("schedule must be 'ascending' or 'descending', not '" + name + "'");
+  }
+  set_schedule(name == "ascending" ? Schedule::kAscending : Schedule::kDescending);
+}
+
+}  // namespace
+}  // namespace emulation
+}  // namespace fastpar
+
+PYBIND11_MODULE(fastpar_emulation, m) {
+  namespace py = pybind11;
+  using fastpar::device::LaunchConfig;
+  using fastpar::emulation::Buffer;
+  py::register_exception<fastpar::emulation::Error>(m, "Error", PyExc_RuntimeError);
+  m.def("set_schedule", &fastpar::emulation::set_schedule_by_name);
+  py::class_<LaunchConfig>(m, "LaunchConfig")
+      .def(py::init([](int64_t blocks, unsigned threads, size_t shared_bytes, unsigned cluster) {
+             return LaunchConfig{blocks, threads, shared_bytes, cluster};
+           }),
+           py::arg("blocks"), py::arg("threads"), py::arg("shared_bytes") = 0, py::arg("cluster") = 1);
+  py::class_<Buffer>(m, "Buffer", py::buffer_protocol())
+      .def(py::init<size_t, size_t>(), py::arg("bytes"), py::arg("offset") = 0)
+      .def_buffer([](Buffer& buffer) {
+        return py::buffer_info(buffer.data(), 1, "B", 1, {static_cast<py::ssize_t>(buffer.bytes())}, {1});
+      });
+  auto self_test = m.def_submodule("self_test");
+  fastpar::emulation::bind_self_test(self_test);
+}

@@ -1,0 +1,172 @@
+// Kernels that test the emulation itself. Each does one thing, right or wrong.
+#pragma once
+
+#include "common/device.cuh"
+
+namespace fastpar {
+namespace self_test {
+
+using device::cluster_arrive;
+using device::cluster_rank;
+using device::cluster_size;
+using device::cluster_wait;
+using device::load_packet;
+using device::map_to_peer;
+using device::store_packet;
+
+// out[i] = sum of in over the block: shuffles within warps, then shared memory across them.
+__global__ void block_sum(const float* in, float* out) {
+  FASTPAR_SHARED_ARRAY(float, warps, 32);
+  float value = in[threadIdx.x];
+  for (int distance = 16; distance > 0; distance /= 2) value += __shfl_down_sync(0xffffffffu, value, distance);
+  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = value;
+  __syncthreads();
+  float sum = 0.0f;
+  for (unsigned warp = 0; warp < blockDim.x / 32; ++warp) sum += warps[warp];
+  out[blockIdx.x * blockDim.x + threadIdx.x] = sum;
+}
+
+// Reads its neighbour's value without a barrier in between.
+__global__ void missing_barrier(const int* in, int* out) {
+  FASTPAR_SHARED_ARRAY(int, values, 1024);
+  values[threadIdx.x] = in[threadIdx.x];
+  out[threadIdx.x] = values[blockDim.x - 1 - threadIdx.x];
+}
+
+__global__ void shuffles(const int* in, int* out) {
+  const int lane = static_cast<int>(threadIdx.x);
+  const int value = in[lane];
+  int* row = out + 9 * lane;
+  row[0] = __shfl_sync(0xffffffffu, value, 5);
+  row[1] = __shfl_up_sync(0xffffffffu, value, 3);
+  row[2] = __shfl_down_sync(0xffffffffu, value, 3);
+  row[3] = __shfl_xor_sync(0xffffffffu, value, 6);
+  row[4] = __shfl_sync(0xffffffffu, value, 9, 8);
+  row[5] = __shfl_down_sync(0xffffffffu, value, 3, 8);
+  row[6] = static_cast<int>(__ballot_sync(0xffffffffu, value % 3 == 0));
+  row[7] = __all_sync(0xffffffffu, value >= 0);
+  row[8] = lane < 4 ? __any_sync(0x0000000fu, value == 2) : __any_sync(0xfffffff0u, value == 2);
+}
+
+__global__ void atomics(const int* in, int* sum, int* highest, unsigned* lowest, float* float_sum, int* winner) {
+  const int value = in[blockIdx.x * blockDim.x + threadIdx.x];
+  atomicAdd(sum, value);
+  atomicMax(highest, value);
+  atomicMin(lowest, static_cast<unsigned>(value));
+  atomicAdd(float_sum, static_cast<float>(value));
+  atomicCAS(winner, -1, value);
+}
+
+// out[rank] = what every block's number, read from its memory by all others, adds up to.
+__global__ void cluster_sum(const int* in, int* out) {
+  FASTPAR_SHARED(int, mine);
+  FASTPAR_DYNAMIC_SHARED(dynamic);
+  int* from_peers = reinterpret_cast<int*>(dynamic);
+  cluster_arrive();
+  if (threadIdx.x == 0) mine = in[blockIdx.x];
+  __syncthreads();
+  cluster_wait();
+  if (threadIdx.x < cluster_size()) map_to_peer(from_peers, threadIdx.x)[cluster_rank()] = mine;
+  cluster_arrive();
+  cluster_wait();
+  if (threadIdx.x == 0) {
+    int sum = 0;
+    for (unsigned rank = 0; rank < cluster_size(); ++rank) sum += from_peers[rank] + *map_to_peer(&mine, rank);
+    out[blockIdx.x] = sum;
+  }
+  cluster_arrive();  // nobody ends while a peer may read it
+  cluster_wait();
+}
+
+__global__ void read_dynamic(float* out, int index) {
+  FASTPAR_DYNAMIC_SHARED(dynamic);
+  if (threadIdx.x == 0) out[0] = reinterpret_cast<const float*>(dynamic)[index];
+}
+
+__global__ void read_static(float* out, int index) {
+  FASTPAR_SHARED_ARRAY(float, values, 8);
+  const float* first = values;
+  if (threadIdx.x == 0) out[0] = first[index];
+}
+
+__global__ void copy_packets(const unsigned char* in, unsigned char* out) {
+  store_packet(out + 16 * threadIdx.x, load_packet(in + 16 * threadIdx.x));
+}
+
+// ---- wrong on purpose -----------------------------------------------------------------------------------------------
+
+// Half of the threads never come: they wait for something else.
+__global__ void barrier_and_shuffle(int* out) {
+  if (threadIdx.x < 16) {
+    __syncthreads();
+  } else {
+    out[threadIdx.x] = __shfl_sync(0xffffffffu, 1, 0);
+  }
+}
+
+__global__ void divergent_barriers() {
+  if (threadIdx.x < 32) {
+    __syncthreads();
+  } else {
+    __syncthreads();
+  }
+}
+
+__global__ void early_exit_then_barrier(int* out) {
+  if (threadIdx.x >= 40) return;
+  __syncthreads();  // of those that are left, as on the device
+  out[threadIdx.x] = 1;
+}
+
+__global__ void shuffle_with_ended_lane(int* out) {
+  if (threadIdx.x == 7) return;
+  out[threadIdx.x] = __shfl_sync(0xffffffffu, 1, 0);
+}
+
+__global__ void shuffle_from_outside_the_mask(int* out) {
+  if (threadIdx.x < 8) out[threadIdx.x] = __shfl_sync(0x000000ffu, 1, 9);
+}
+
+__global__ void shuffle_without_itself() { __shfl_sync(0x0000ffffu, 1, 0); }
+
+__global__ void different_operations(int* out) {
+  out[threadIdx.x] = threadIdx.x < 16 ? __any_sync(0xffffffffu, 1) : __all_sync(0xffffffffu, 1);
+}
+
+__global__ void map_before_meeting(int* out) {
+  FASTPAR_SHARED(int, mine);
+  mine = 1;
+  out[0] = *map_to_peer(&mine, cluster_rank() + 1);
+}
+
+// The first block of the cluster ends, and the second looks into it.
+__global__ void read_ended_peer(int* out) {
+  FASTPAR_SHARED(int, mine);
+  mine = 1;
+  cluster_arrive();
+  cluster_wait();
+  const int* peer = map_to_peer(&mine, 0);
+  if (cluster_rank() == 0) return;
+  __nanosleep(1);
+  out[0] = *peer;
+}
+
+// Two threads a block; those of block 1 wait for each other in different ways.
+__global__ void one_block_never_comes() {
+  if (cluster_rank() == 1) {
+    if (threadIdx.x == 0) {
+      __syncwarp(3u);
+    } else {
+      __syncthreads();
+    }
+  }
+  cluster_arrive();
+  cluster_wait();
+}
+
+__global__ void sleep_until_set(const int* flag) {
+  while (*static_cast<const volatile int*>(flag) == 0) __nanosleep(20);
+}
+
+}  // namespace self_test
+}  // namespace fastpar
