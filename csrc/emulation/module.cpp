@@ -36,4 +36,6 @@ PYBIND11_MODULE(fastpar_emulation, m) {
       });
   auto self_test = m.def_submodule("self_test");
   fastpar::emulation::bind_self_test(self_test);
+  auto cross_entropy = m.def_submodule("cross_entropy");
+  fastpar::emulation::bind_cross_entropy(cross_entropy);
 }

@@ -1,0 +1,411 @@
+// One row of logits on the device: how threads share it, and the arithmetic that all kernels of cross-entropy have in
+// common.
+//
+// A row is an aligned run of 16-byte packets with up to 7 columns before it and up to 7 after it, whatever its address
+// and length. Packet p belongs to thread p mod (number of threads); the columns at the ends go to one thread each. A
+// thread that reads a column is the one that writes it, so that the output may be the row itself.
+//
+// Note: exact folding. exp(z - m) is 2^(z L - m L) with L = log2(e): one FMA and one MUFU instruction, if m L is
+// rounded to a float `offset` beforehand. That rounding, 5e-4 at |m| = 1e4, is the same for all z. So sums are kept
+// relative to 2^offset, and are multiplied once, at the end, by 2^(offset - m L), whose exponent an FMA gives exactly.
+// What remains is the error of L itself, 1e-8 of z - m.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#include "common/device.cuh"
+#include "cross_entropy/cross_entropy.h"
+
+namespace fastpar {
+namespace device {
+
+template <typename T>
+constexpr int kMaxThreads = sizeof(T) == 8 ? 256 : 512;  // float64 needs twice the registers
+constexpr int kUnroll = 4;  // packets that a thread asks for before it uses the first; half as many with options, which
+                            // need registers of their own
+constexpr unsigned kAllLanes = 0xffffffffu;
+constexpr float kLog2E = 1.44269504088896340736f;
+
+// ---- dtypes ---------------------------------------------------------------------------------------------------------
+
+__device__ inline float widen(float x) { return x; }
+__device__ inline float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
+__device__ inline float widen(__half x) { return __half2float(x); }
+__device__ inline double widen(double x) { return x; }
+
+__device__ inline void narrow(float x, float* out) { *out = x; }
+__device__ inline void narrow(float x, __nv_bfloat16* out) { *out = __float2bfloat16_rn(x); }
+__device__ inline void narrow(float x, __half* out) { *out = __float2half_rn(x); }
+__device__ inline void narrow(double x, double* out) { *out = x; }
+
+// C: the dtype that T is computed in.
+template <typename T>
+struct ComputeOf {
+  using Type = float;
+};
+template <>
+struct ComputeOf<double> {
+  using Type = double;
+};
+template <typename T>
+using Compute = typename ComputeOf<T>::Type;
+
+__device__ inline void widen_pair(uint32_t word, const __nv_bfloat16*, float* out) {
+  out[0] = __uint_as_float(word << 16);
+  out[1] = __uint_as_float(word & 0xffff0000u);
+}
+__device__ inline void widen_pair(uint32_t word, const __half*, float* out) {
+  __half2 pair;
+  memcpy(&pair, &word, sizeof word);
+  const float2 both = __half22float2(pair);
+  out[0] = both.x;
+  out[1] = both.y;
+}
+__device__ inline uint32_t narrow_pair(float x, float y, const __nv_bfloat16*) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(x, y);
+  uint32_t word;
+  memcpy(&word, &pair, sizeof word);
+  return word;
+}
+__device__ inline uint32_t narrow_pair(float x, float y, const __half*) {
+  const __half2 pair = __floats2half2_rn(x, y);
+  uint32_t word;
+  memcpy(&word, &pair, sizeof word);
+  return word;
+}
+
+template <typename T, typename C>
+__device__ inline void unpack(const uint4& packet, C* out) {
+  if constexpr (sizeof(T) == 2) {
+    const T* tag = nullptr;
+    widen_pair(packet.x, tag, out);
+    widen_pair(packet.y, tag, out + 2);
+    widen_pair(packet.z, tag, out + 4);
+    widen_pair(packet.w, tag, out + 6);
+  } else {
+    memcpy(out, &packet, sizeof packet);
+  }
+}
+
+template <typename T, typename C>
+__device__ inline uint4 pack(const C* values) {
+  uint4 packet;
+  if constexpr (sizeof(T) == 2) {
+    const T* tag = nullptr;
+    packet.x = narrow_pair(values[0], values[1], tag);
+    packet.y = narrow_pair(values[2], values[3], tag);
+    packet.z = narrow_pair(values[4], values[5], tag);
+    packet.w = narrow_pair(values[6], values[7], tag);
+  } else {
+    memcpy(&packet, values, sizeof packet);
+  }
+  return packet;
+}
+
+// ---- arithmetic -----------------------------------------------------------------------------------------------------
+
+template <typename C>
+__device__ inline C negative_infinity() {
+  return -static_cast<C>(INFINITY);
+}
+
+__device__ inline float maximum_of(float x, float y) { return fmaxf(x, y); }
+__device__ inline double maximum_of(double x, double y) { return fmax(x, y); }
+__device__ inline float exponential(float x) { return exp2_approx(x * kLog2E); }
+__device__ inline double exponential(double x) { return exp(x); }
+__device__ inline float exponential_minus_1(float x) { return expm1f(x); }
+__device__ inline double exponential_minus_1(double x) { return expm1(x); }
+__device__ inline float logarithm(float x) { return logf(x); }
+__device__ inline double logarithm(double x) { return log(x); }
+
+// exp(z - reference) = (*this)(z) * correction. See Note: exact folding; float64 needs none of it.
+template <typename C>
+struct Exponent {
+  C offset, correction;
+
+  __device__ Exponent() : offset(C(0)), correction(C(1)) {}
+  __device__ explicit Exponent(double reference) : offset(static_cast<C>(reference)), correction(C(1)) {
+    if constexpr (sizeof(C) == 4) {
+      const double product = reference * static_cast<double>(kLog2E);
+      offset = static_cast<C>(product);
+      correction = exp2_approx(static_cast<float>(static_cast<double>(offset) - product));
+    }
+  }
+  __device__ C operator()(C z) const {
+    if constexpr (sizeof(C) == 4) {
+      return exp2_approx(fmaf(z, kLog2E, -offset));
+    } else {
+      return exp(z - offset);
+    }
+  }
+};
+
+// The exponent of a float reference, with nothing but float arithmetic.
+template <typename C>
+__device__ inline Exponent<C> exponent_of(C reference) {
+  Exponent<C> result;
+  result.offset = reference;
+  if constexpr (sizeof(C) == 4) {
+    result.offset = reference * kLog2E;
+    result.correction = exp2_approx(-fmaf(reference, kLog2E, -result.offset));
+  }
+  return result;
+}
+
+// tanh(u) and its derivative from one exponential. 1 - tanh^2 would cancel where tanh is close to 1, and
+// (1 - e) / (1 + e) where u is close to 0: there the series is exact to 1e-8.
+__device__ inline void tanh_and_slope(float u, float* value, float* slope) {
+  const float magnitude = fabsf(u), e = exp2_approx(-2.0f * kLog2E * magnitude);
+  const float reciprocal = 1.0f / (1.0f + e), square = u * u;
+  const float series =
+      fmaf(square * u,
+           fmaf(square, fmaf(square, fmaf(square, 62.0f / 2835.0f, -17.0f / 315.0f), 2.0f / 15.0f), -1.0f / 3.0f), u);
+  *value = magnitude < 0.25f ? series : copysignf((1.0f - e) * reciprocal, u);
+  *slope = 4.0f * e * reciprocal * reciprocal;
+}
+__device__ inline void tanh_and_slope(double u, double* value, double* slope) {
+  const double e = exp(-2.0 * fabs(u));
+  *value = tanh(u);
+  *slope = 4.0 * e / ((1.0 + e) * (1.0 + e));
+}
+
+// z of a logit, and dz / d(logit_scale x). kPlain: z = x.
+template <typename C, bool kPlain>
+struct Transform {
+  C scale, cap, scale_over_cap;
+
+  __device__ explicit Transform(const LossTerms& terms)
+      : scale(static_cast<C>(terms.logit_scale)),
+        cap(static_cast<C>(terms.softcap)),
+        scale_over_cap(static_cast<C>(terms.softcap == 0.0 ? 0.0 : terms.logit_scale / terms.softcap)) {}
+
+  __device__ C operator()(C x, C* slope) const {
+    *slope = C(1);
+    if constexpr (kPlain) return x;
+    if (cap == C(0)) return x * scale;
+    C value;
+    tanh_and_slope(x * scale_over_cap, &value, slope);
+    return cap * value;
+  }
+  __device__ C operator()(C x) const {
+    C slope;
+    return (*this)(x, &slope);
+  }
+};
+
+// ---- the row and its threads ----------------------------------------------------------------------------------------
+
+__device__ inline int64_t row_offset(const RowLayout& rows, int64_t row) {
+  int64_t offset = 0;
+  for (int d = rows.num_dims - 1; d > 0; --d) {
+    offset += (row % rows.sizes[d]) * rows.strides[d];
+    row /= rows.sizes[d];
+  }
+  return rows.num_dims > 0 ? offset + row * rows.strides[0] : 0;
+}
+
+template <typename T>
+struct Row {
+  static constexpr int kPacket = kPacketSize<T>;
+
+  const T* columns;
+  int head;         // columns before the first packet
+  int packets;      // of the whole row
+  int first, last;  // packets of this block
+  int own_edge;     // the column outside of all packets that this thread takes, or -1
+
+  __device__ Row(const T* x, int64_t vocab, unsigned rank, unsigned num_blocks) : columns(x) {
+    const int count = static_cast<int>(vocab);
+    const int misaligned = static_cast<int>(reinterpret_cast<uintptr_t>(x) % kPacketBytes / sizeof(T));
+    head = misaligned == 0 ? 0 : kPacket - misaligned;
+    if (head > count) head = count;
+    packets = (count - head) / kPacket;
+    const int share = static_cast<int>((packets + num_blocks - 1) / num_blocks), begin = static_cast<int>(rank) * share;
+    first = begin < packets ? begin : packets;
+    last = first + share < packets ? first + share : packets;
+    const int thread = static_cast<int>(threadIdx.x), column = thread < head ? thread : thread + packets * kPacket;
+    own_edge = rank == 0 && column < count ? column : -1;
+  }
+
+  __device__ int column_of(int packet) const { return head + packet * kPacket; }
+
+  // body(packet, the 16 bytes), for the packets of this thread.
+  template <bool kPlain, typename F>
+  __device__ void for_each_packet(const F& body) const {
+    constexpr int kAhead = kPlain && sizeof(T) <= 4 ? kUnroll : kUnroll / 2;
+    const int stride = static_cast<int>(blockDim.x);
+    for (int packet = first + static_cast<int>(threadIdx.x); packet < last; packet += kAhead * stride) {
+      uint4 bytes[kAhead];
+#pragma unroll
+      for (int u = 0; u < kAhead; ++u) {
+        if (packet + u * stride < last) bytes[u] = load_packet(columns + column_of(packet + u * stride));
+      }
+#pragma unroll
+      for (int u = 0; u < kAhead; ++u) {
+        if (packet + u * stride < last) body(packet + u * stride, bytes[u]);
+      }
+    }
+  }
+};
+
+// Where a row's packets are written. The output's packets lie as the row's do, unless their addresses differ modulo 16.
+template <typename T>
+struct RowOut {
+  T* columns;
+  bool is_aligned;
+
+  __device__ RowOut(T* out, const T* x)
+      : columns(out),
+        is_aligned((reinterpret_cast<uintptr_t>(out) - reinterpret_cast<uintptr_t>(x)) % kPacketBytes == 0) {}
+
+  template <typename C>
+  __device__ void store(int column, const C* values) const {
+    if (is_aligned) {
+      store_packet(columns + column, pack<T>(values));
+    } else {
+#pragma unroll
+      for (int j = 0; j < kPacketSize<T>; ++j) narrow(values[j], columns + column + j);
+    }
+  }
+};
+
+// What a row's target means to this shard.
+struct Target {
+  int64_t id;
+  int column;  // -1 where this shard does not have it, or the row is ignored
+  bool is_ignored, is_outside;
+
+  __device__ Target(int64_t id_, int64_t ignore_index, int64_t vocab_start, int64_t vocab, int64_t vocab_total)
+      : id(id_), column(-1) {
+    is_ignored = id == ignore_index;
+    is_outside = !is_ignored && (id < 0 || id >= vocab_total);
+    const int64_t here = id - vocab_start;
+    if (!is_ignored && !is_outside && here >= 0 && here < vocab) column = static_cast<int>(here);
+  }
+
+  __device__ bool is_owned() const { return column >= 0; }
+};
+
+// ---- sums over a row ------------------------------------------------------------------------------------------------
+
+// The maximum and the sum of exp(z - maximum) of some columns. (-inf, 0) of none.
+template <typename C>
+struct Partial {
+  C maximum, sum;
+
+  __device__ void add(const Partial& other) {
+    const C highest = maximum_of(maximum, other.maximum);
+    const C reference = highest == negative_infinity<C>() ? C(0) : highest;
+    sum = sum * exponential(maximum - reference) + other.sum * exponential(other.maximum - reference);
+    maximum = highest;
+  }
+};
+
+// The same while it grows, packet by packet: `sum` is relative to the exponent's offset.
+template <typename C>
+struct Running {
+  C maximum, sum;
+  Exponent<C> exponent;
+
+  __device__ Running() : maximum(negative_infinity<C>()), sum(C(0)) {}
+
+  template <int kCount>
+  __device__ void add(const C (&z)[kCount]) {
+    C highest = z[0];
+#pragma unroll
+    for (int j = 1; j < kCount; ++j) highest = maximum_of(highest, z[j]);
+    if (highest > maximum) raise(highest);
+    C terms[kCount];
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) terms[j] = exponent(z[j]);
+#pragma unroll
+    for (int distance = kCount / 2; distance > 0; distance /= 2) {
+#pragma unroll
+      for (int j = 0; j < distance; ++j) terms[j] += terms[j + distance];
+    }
+    sum += terms[0];
+  }
+
+  __device__ void raise(C highest) {
+    Exponent<C> next;
+    if constexpr (sizeof(C) == 4) {
+      next.offset = highest * kLog2E;
+      sum *= maximum == negative_infinity<C>() ? C(0) : exp2_approx(exponent.offset - next.offset);
+    } else {
+      next.offset = highest;
+      sum *= maximum == negative_infinity<C>() ? C(0) : exp(exponent.offset - next.offset);
+    }
+    exponent = next;
+    maximum = highest;
+  }
+
+  __device__ Partial<C> finish() const {
+    return {maximum, maximum == negative_infinity<C>() ? sum : sum * exponent_of(maximum).correction};
+  }
+};
+
+// Of one packet, for label smoothing: the sum of w z in double. Without weights, differences from the packet's own
+// maximum are summed in the compute dtype, so that large logits keep their digits at one double operation a packet.
+template <typename C, int kCount>
+__device__ inline double weighted_sum(const C (&z)[kCount], const C* weight) {
+  if (weight != nullptr) {
+    double sum = 0.0;
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) sum += static_cast<double>(weight[j]) * static_cast<double>(z[j]);
+    return sum;
+  }
+  C highest = z[0];
+#pragma unroll
+  for (int j = 1; j < kCount; ++j) highest = maximum_of(highest, z[j]);
+  if (!(fabs(highest) < static_cast<C>(INFINITY))) highest = C(0);
+  C differences = C(0);
+#pragma unroll
+  for (int j = 0; j < kCount; ++j) differences += z[j] - highest;
+  return static_cast<double>(differences) + kCount * static_cast<double>(highest);
+}
+
+// ---- reductions, always in the same order, so that a row's result does not depend on the run ------------------------
+
+// What one block knows of its part of a row.
+template <typename C>
+struct Summary {
+  Partial<C> partial;
+  double weighted;  // sum of w z
+
+  __device__ static Summary none() { return {{negative_infinity<C>(), C(0)}, 0.0}; }
+
+  __device__ void add(const Summary& other) {
+    partial.add(other.partial);
+    weighted += other.weighted;
+  }
+};
+
+// Valid in lane 0.
+template <typename C>
+__device__ inline Summary<C> combine_over_warp(Summary<C> value, bool with_weighted) {
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2) {
+    Summary<C> other = Summary<C>::none();
+    other.partial.maximum = __shfl_down_sync(kAllLanes, value.partial.maximum, distance);
+    other.partial.sum = __shfl_down_sync(kAllLanes, value.partial.sum, distance);
+    if (with_weighted) other.weighted = __shfl_down_sync(kAllLanes, value.weighted, distance);
+    value.add(other);
+  }
+  return value;
+}
+
+// Of the first `count` <= 32 summaries in shared memory; every warp calls it, and every lane has the result.
+template <typename C>
+__device__ inline Summary<C> combine_shared(const Summary<C>* summaries, unsigned count, bool with_weighted) {
+  const unsigned lane = threadIdx.x % 32;
+  Summary<C> value = combine_over_warp(lane < count ? summaries[lane] : Summary<C>::none(), with_weighted);
+  value.partial.maximum = __shfl_sync(kAllLanes, value.partial.maximum, 0);
+  value.partial.sum = __shfl_sync(kAllLanes, value.partial.sum, 0);
+  if (with_weighted) value.weighted = __shfl_sync(kAllLanes, value.weighted, 0);
+  return value;
+}
+
+}  // namespace device
+}  // namespace fastpar
