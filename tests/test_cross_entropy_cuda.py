@@ -246,6 +246,18 @@ def test_the_targets_gradient_keeps_its_digits_as_its_probability_goes_to_1(gap:
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
 
 
+@emulated
+def test_a_softcap_keeps_the_digits_of_small_logits_and_of_small_slopes() -> None:
+    x = rounded(np.array([[1e-3, -2e-3, 5.0]]), "float32")
+    for column in (0, 1):  # (1 - e) / (1 + e) would be off by 2e-3 of z here
+        stats = run_stats(Rows.of(x, "float32"), np.array([column]), Loss(softcap=30.0), 0, 3)
+        np.testing.assert_allclose(stats[0, 2], 30 * np.tanh(x[0, column] / 30), rtol=1e-6)
+    x, target, loss = np.array([[12.0, 0.0, 11.875]]), np.array([1]), Loss(softcap=2.0)
+    _, lse = reference_loss(x, target, loss)  # 1 - tanh^2 of 6 is 2.5e-5, and would be off by 2e-3 of that
+    got = run_backward(Rows.of(x, "float32"), lse, target, loss, np.ones(1), Rows(x.shape, "float32"))
+    assert_gradient(got, reference_gradient(x, target, loss, np.ones(1)), "float32", loss)
+
+
 # ---- forward_backward ------------------------------------------------------------------------------------------------
 
 
