@@ -31,9 +31,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+import triton
 from torch import Tensor
 
-import triton
 from fastpar.kernels.cross_entropy_kernels import (
     backward_kernel,
     forward_backward_kernel,

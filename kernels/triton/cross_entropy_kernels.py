@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
 from fastpar.kernels.cross_entropy_row import (
     IDENTITY,
     LOG2E,

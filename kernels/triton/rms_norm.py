@@ -18,10 +18,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
-
 import triton
 import triton.language as tl
+from torch import Tensor
+
 from fastpar.kernels.rows import as_rows, compute_dtype
 
 # Elements of a row that one program holds. Backward keeps a float of the weight's gradient for each besides, and spills

@@ -14,10 +14,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
-
 import triton
 import triton.language as tl
+from torch import Tensor
+
 from fastpar.kernels.rows import as_rows, compute_dtype
 
 BLOCK = 2048
