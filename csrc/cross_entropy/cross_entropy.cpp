@@ -260,7 +260,7 @@ std::tuple<Tensor, Tensor> launch_fused(const Tensor& logits, const Tensor& targ
                                  row_layout(grad),
                                  should_stream(logits, grad)};
   const FusedKernel kernel = kernels(type).fused[static_cast<int>(type)];
-  parallel_over_rows(rows, vocab, [&](int64_t begin, int64_t end) { kernel(arguments, begin, end, nullptr); });
+  parallel_over_rows(rows, vocab, [&](int64_t begin, int64_t end) { kernel(arguments, begin, end); });
   return {loss, lse};
 }
 

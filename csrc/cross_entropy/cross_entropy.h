@@ -83,8 +83,7 @@ struct FusedArguments {
 
 using StatsKernel = void (*)(const StatsArguments&, int64_t row_begin, int64_t row_end);
 using BackwardKernel = void (*)(const BackwardArguments&, int64_t row_begin, int64_t row_end);
-// `scratch` holds a row of floats, or is null: then the exponentials are computed a second time.
-using FusedKernel = void (*)(const FusedArguments&, int64_t row_begin, int64_t row_end, float* scratch);
+using FusedKernel = void (*)(const FusedArguments&, int64_t row_begin, int64_t row_end);
 
 // Entries may be null: float64 exists in the portable table only.
 struct CrossEntropyKernels {

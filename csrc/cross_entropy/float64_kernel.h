@@ -123,7 +123,7 @@ inline void backward_rows_float64(const BackwardArguments& a, int64_t row_begin,
   }
 }
 
-inline void fused_rows_float64(const FusedArguments& a, int64_t row_begin, int64_t row_end, float*) {
+inline void fused_rows_float64(const FusedArguments& a, int64_t row_begin, int64_t row_end) {
   const double* weight = static_cast<const double*>(a.terms.weight);
   for (int64_t row = row_begin; row < row_end; ++row) {
     const double* x = static_cast<const double*>(a.logits) + row_offset(a.rows, row);
