@@ -42,6 +42,28 @@ STABLE_TORCH_LIBRARY(fastpar, m) {
   // swiglu
   m.def("swiglu(Tensor gate, Tensor? up) -> Tensor");
   m.def("swiglu_backward(Tensor grad_out, Tensor gate, Tensor? up) -> (Tensor, Tensor)");
+  // vocab_softmax: softmax, log-softmax, log-probabilities and entropy
+  m.def(
+      "vocab_softmax_stats(Tensor logits, Tensor? ids, SymInt vocab_start, SymInt vocab_total, int ignore_index, bool entropy, float softcap, float logit_scale) -> Tensor");
+  m.def("vocab_softmax_merge(Tensor gathered, Tensor? ids, int ignore_index) -> (Tensor, Tensor, Tensor)");
+  m.def(
+      "vocab_softmax_normalize(Tensor logits, Tensor lse, bool log, bool widen, float softcap, float logit_scale) -> Tensor");
+  m.def(
+      "vocab_softmax_dot(Tensor logits, Tensor lse, Tensor grad_out, bool log, float softcap, float logit_scale) -> Tensor");
+  m.def(
+      "vocab_softmax_backward(Tensor logits, Tensor lse, Tensor grad_out, Tensor? dot, bool log, float softcap, float logit_scale) -> Tensor");
+  m.def(
+      "vocab_log_prob_backward(Tensor logits, Tensor lse, Tensor? ids, Tensor? grad_log_prob, Tensor? entropy, Tensor? grad_entropy, SymInt vocab_start, int ignore_index, float softcap, float logit_scale) -> Tensor");
+  // vocab_filter: top-k, sampling filters, sampling
+  m.def("vocab_topk(Tensor logits, SymInt k, SymInt vocab_start) -> (Tensor, Tensor, Tensor)");
+  m.def("vocab_filter_histogram(Tensor logits, Tensor maximum, Tensor prefix, int digit, int mass_bits) -> Tensor");
+  m.def("vocab_filter_apply(Tensor logits, Tensor cut, Tensor ties, float filter_value) -> Tensor");
+  m.def(
+      "vocab_gumbel_argmax(Tensor logits, int seed, SymInt vocab_start, SymInt first_row, float temperature) -> (Tensor, Tensor)");
+  // embedding
+  m.def("vocab_embedding(Tensor ids, Tensor weight, SymInt vocab_start) -> Tensor");
+  m.def(
+      "vocab_embedding_backward(Tensor ids, Tensor grad_out, SymInt num_rows, SymInt vocab_start, int padding_idx) -> Tensor");
   // dropout
   m.def("sharded_dropout(Tensor x, float p, int seed, SymInt[] offset, SymInt[] global_shape) -> Tensor");
 }
