@@ -91,7 +91,7 @@ def unwrap(
     return local, mesh.get_group(dims[0]), (start, end, total)
 
 
-def check_target_range(target: Tensor, total: int, ignore_index: int) -> None:
+def check_target_range(target: Tensor, total: int, ignore_index: int, name: str = "target") -> None:
     """Raise IndexError that names the first target outside [0, total) other than `ignore_index`."""
     outside = ((target < 0) | (target >= total)) & (target != ignore_index)
     if not outside.any():
@@ -100,7 +100,7 @@ def check_target_range(target: Tensor, total: int, ignore_index: int) -> None:
     value = int(target[position])
     where = ", ".join(map(str, position))
     raise IndexError(
-        f"target[{where}] is {value}, outside the vocabulary [0, {total}) and not ignore_index ({ignore_index})"
+        f"{name}[{where}] is {value}, outside the vocabulary [0, {total}) and not ignore_index ({ignore_index})"
     )
 
 
@@ -156,7 +156,7 @@ def exchange(local: Tensor, comm: Communicator | None) -> Tensor:
     return comm.all_gather(local, dim=0).view(comm.size, *local.shape)
 
 
-def check_headers(gathered: Tensor, target: Tensor, ignore_index: int) -> None:
+def check_headers(gathered: Tensor, target: Tensor | None, ignore_index: int, name: str = "target") -> None:
     """Raise what the ranks' headers say is wrong, the same on every rank: ValueError, IndexError.
 
     On CPU only: elsewhere it would be a synchronisation, and in a graph a branch on data. There a target outside the
@@ -166,5 +166,5 @@ def check_headers(gathered: Tensor, target: Tensor, ignore_index: int) -> None:
         return
     headers = read_headers(gathered)
     check_shards(headers)
-    if any(header[3] for header in headers):
-        check_target_range(target, headers[0][2], ignore_index)
+    if target is not None and any(header[3] for header in headers):
+        check_target_range(target, headers[0][2], ignore_index, name)

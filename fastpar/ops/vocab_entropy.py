@@ -1,0 +1,205 @@
+"""Log-probabilities of given ids, and the entropy, over logits whose vocabulary dim is split across ranks.
+
+Reinforcement learning needs both from one read of the logits. With z and lse as in fastpar.ops.vocab_softmax:
+
+    log_prob_k = z_id(k) - lse                                 0 where id(k) is ignore_index
+    H          = lse - sum_v p_v z_v
+    dz_v       = sum_k dlog_prob_k ([v = id(k)] - p_v)  -  dH p_v (z_v - lse + H)
+
+`stats` leaves (m, s, e) and the ids' z: m = max z, s = sum exp(z - m), e = sum exp(z - m) (z - m). All ranks' numbers
+travel in the one collective. A rank's e moves from its own maximum m to the largest one M by
+exp(m - M) (e + (m - M) s); then H = log S - E / S, in which lse does not occur and large logits cancel nothing.
+Subtracting sum p z from lse instead loses all digits at logits of 1e7.
+
+Backward is one read and one write for both, no collective. p_v = 0 contributes 0 however small z_v is: -inf masks a
+column (0 * -inf would be NaN there, SkyRL issue 2259). A row whose upstream gradients are all zero, such as a prompt
+token that the loss masks, is not read at all and gets exact zeros.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+import torch
+from torch import Tensor
+
+from fastpar.ops.cross_entropy import FirstDerivative
+from fastpar.ops.vocab_softmax import implementation, statistics
+from fastpar.reference import vocab_entropy as reference
+from fastpar.reference.vocab_shard import Shard, communicator, local_tensor, resolve_shard, unwrap
+from fastpar.reference.vocab_softmax import Transform, check_logits, check_transform
+
+if TYPE_CHECKING:
+    from fastpar.comm import Communicator, GroupLike
+
+
+# ---- autograd --------------------------------------------------------------------------------------------------------
+
+
+class _LogProb(torch.autograd.Function):
+    """Log-probabilities [N, K] of ids [N, K] (None: K = 0) and, where it is asked for, the entropy [N]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        ids: Tensor | None,
+        shard: Shard,
+        comm: Communicator | None,
+        options: Transform,
+        ignore_index: int,
+        entropy: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        ctx.set_materialize_grads(False)
+        lse, entropies, log_prob = statistics(logits, ids, shard, comm, options, ignore_index, entropy)
+        ctx.save_for_backward(logits, lse, ids, entropies if entropy else None)
+        ctx.arguments = (shard.start, ignore_index, *options)
+        return log_prob, entropies.to(log_prob.dtype) if entropy else None
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        logits, lse, ids, entropies = ctx.saved_tensors
+        grad_log_prob = grads[0] if ids is not None else None
+        with torch.no_grad():
+            ops = implementation(logits)
+            grad = ops.log_prob_backward(logits, lse, ids, grad_log_prob, entropies, grads[1], *ctx.arguments)
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
+            name = "vocab_parallel_entropy" if ids is None else "vocab_parallel_log_prob"
+            grad = FirstDerivative.apply(grad, name, logits, *grads)
+        return grad, None, None, None, None, None, None
+
+
+def _evaluate(
+    logits: Tensor,
+    ids: Tensor | None,
+    shard: Shard,
+    comm: Communicator | None,
+    options: Transform,
+    ignore_index: int,
+    entropy: bool,
+) -> tuple[Tensor, Tensor | None]:
+    if torch.is_grad_enabled() and logits.requires_grad:
+        log_prob, entropies = _LogProb.apply(logits, ids, shard, comm, options, ignore_index, entropy)
+        return log_prob, entropies
+    _, exact, log_prob = statistics(logits, ids, shard, comm, options, ignore_index, entropy)
+    return log_prob, exact.to(log_prob.dtype) if entropy else None
+
+
+# ---- public ----------------------------------------------------------------------------------------------------------
+
+
+@overload
+def vocab_parallel_log_prob(
+    logits: Tensor,
+    ids: Tensor,
+    *,
+    group: GroupLike = ...,
+    vocab_range: tuple[int, int, int] | None = ...,
+    softcap: float | None = ...,
+    logit_scale: float = ...,
+    ignore_index: int = ...,
+    return_entropy: Literal[False] = ...,
+) -> Tensor: ...
+@overload
+def vocab_parallel_log_prob(
+    logits: Tensor,
+    ids: Tensor,
+    *,
+    group: GroupLike = ...,
+    vocab_range: tuple[int, int, int] | None = ...,
+    softcap: float | None = ...,
+    logit_scale: float = ...,
+    ignore_index: int = ...,
+    return_entropy: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+def vocab_parallel_log_prob(
+    logits: Tensor,
+    ids: Tensor,
+    *,
+    group: GroupLike = None,
+    vocab_range: tuple[int, int, int] | None = None,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    ignore_index: int = -100,
+    return_entropy: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Log-probabilities of ids over a vocabulary that is split across the ranks of `group`, and the entropy.
+
+        logits    [..., V_local]     this rank's columns; float32, bfloat16, float16 or float64, any strides; or a
+                                     DTensor, whose placements then say what `group` and `vocab_range` would
+        ids       [...] or [..., K]  global ids, int64 or int32, the same on every rank; one or K of each row
+        log_prob  as ids             float32, or float64 for float64 logits; the same bits on every rank
+        entropy   [...]              with return_entropy: in nats, same dtype; of every row, ignored ids or not
+
+        forward   one all-gather of 12 + 4K bytes a row (twice that for float64); none with one rank
+        backward  no collective; both gradients in one write of the logits' gradient, rounded once to their dtype
+
+    Args:
+        group: ProcessGroup, 1-D DeviceMesh, Communicator, or None for logits that hold the whole vocabulary. Under
+            torch.compile it has to be a Communicator made outside.
+        vocab_range: (start, end, total) if this rank's columns are [start, end) of `total`; default: equal shards in
+            rank order. Empty shards are allowed.
+        softcap, logit_scale: see fastpar.ops.vocab_parallel_cross_entropy; a temperature is 1 / logit_scale.
+        ignore_index: ids with this value have log-probability 0 and no gradient.
+        return_entropy: return (log_prob, entropy), both differentiable.
+
+    log_prob of one id is -vocab_parallel_cross_entropy(logits, id, reduction="none"). The log-probability of an id
+    masked with -inf is -inf; a row without a finite logit, or with NaN or +inf, has NaN in both results, as in torch.
+    Not twice differentiable.
+
+    Worked example, two ranks with one column each: logits [[0.0]] and [[log 3]], ids [1]: the ranks send (0, 1, 0, 0)
+    and (log 3, 1, 0, log 3); log_prob = log 0.75, entropy = log 4 - 0.75 log 3. The gradients of log_prob are
+    [[-0.25]] and [[0.25]]; those of the entropy 0.1875 log 3 and -0.1875 log 3.
+
+    Raises:
+        IndexError: an id outside the vocabulary that is not ignore_index; names its position. Raised on every rank,
+            after the collective. On CUDA and in compiled code that id's log-probability is NaN instead.
+        ValueError, TypeError: shapes, dtypes, devices, options, vocab_range; shards that do not tile the vocabulary
+            (on CPU, after the collective, on every rank).
+    """
+    logits, group, vocab_range = unwrap(logits, group, vocab_range)
+    check_logits(logits)
+    ids = local_tensor(ids)
+    reference.check_ids(ids, logits, ignore_index)
+    options = check_transform(softcap, logit_scale)
+    comm = communicator(group)
+    shard = resolve_shard(logits.shape[-1], vocab_range, comm)
+    rows = logits.shape[:-1]
+    per_row = 1 if ids.shape == rows else ids.shape[-1]
+    index = ids.long().reshape(rows.numel(), per_row)
+    log_prob, entropy = _evaluate(logits, index, shard, comm, options, ignore_index, return_entropy)
+    log_prob = log_prob.reshape(ids.shape)
+    return log_prob if entropy is None else (log_prob, entropy.reshape(rows))
+
+
+def vocab_parallel_entropy(
+    logits: Tensor,
+    *,
+    group: GroupLike = None,
+    vocab_range: tuple[int, int, int] | None = None,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+) -> Tensor:
+    """Entropy, in nats, of the softmax over a vocabulary that is split across the ranks of `group`.
+
+        logits   [..., V_local]  this rank's columns, or a DTensor
+        entropy  [...]           H = lse - sum_v p_v z_v; float32, or float64 for float64 logits; the same bits on
+                                 every rank
+
+        forward   one all-gather of 12 bytes a row (24 for float64) and 36 bytes; none with one rank
+        backward  no collective; dz_v = -dH p_v (z_v - lse + H)
+
+    Arguments and errors are those of `vocab_parallel_log_prob`, which gives the entropy as well. A column masked with
+    -inf contributes 0; a row without a finite logit has no distribution and gives NaN. Not twice differentiable.
+
+    Worked example, two ranks with one column each: logits [[0.0]] and [[log 3]]: the ranks send (0, 1, 0) and
+    (log 3, 1, 0). M = log 3, S = 1/3 + 1, E = 1/3 (0 - log 3), H = log(4/3) + log(3) / 4 = log 4 - 0.75 log 3.
+    """
+    logits, group, vocab_range = unwrap(logits, group, vocab_range)
+    check_logits(logits)
+    options = check_transform(softcap, logit_scale)
+    comm = communicator(group)
+    shard = resolve_shard(logits.shape[-1], vocab_range, comm)
+    _, entropy = _evaluate(logits, None, shard, comm, options, -100, True)
+    assert entropy is not None  # it was asked for
+    return entropy.reshape(logits.shape[:-1])

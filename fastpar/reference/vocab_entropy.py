@@ -1,0 +1,119 @@
+"""Log-probabilities of ids and entropy over a vocabulary that is split across ranks, in plain PyTorch.
+
+The algebra is in fastpar.ops.vocab_entropy; the ops behind it are in fastpar.reference.vocab_softmax.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, overload
+
+import torch
+from torch import Tensor
+
+from fastpar.reference.cross_entropy import transform
+from fastpar.reference.vocab_shard import communicator, compute_dtype, local_tensor, resolve_shard, unwrap
+from fastpar.reference.vocab_softmax import check_logits, check_transform, num_rows, whole_vocab
+
+if TYPE_CHECKING:
+    from fastpar.comm import GroupLike
+
+
+def check_ids(ids: Tensor, logits: Tensor, ignore_index: int) -> None:
+    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
+        raise TypeError(f"ignore_index must be an int, got {ignore_index!r}")
+    if ids.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"ids must be int64 (or int32), got {ids.dtype}")
+    rows = logits.shape[:-1]
+    if ids.shape != rows and (ids.dim() != logits.dim() or ids.shape[:-1] != rows):
+        raise ValueError(
+            f"ids must have the shape of logits without its last dim (the vocabulary), or one dim more (ids per row): "
+            f"logits is {tuple(logits.shape)}, ids is {tuple(ids.shape)}"
+        )
+    if ids.device != logits.device:
+        raise ValueError(f"logits and ids must be on one device, got {logits.device} and {ids.device}")
+
+
+def _masked_product(p: Tensor, log_p: Tensor) -> Tensor:
+    """p log p, 0 where p is 0."""
+    return p * log_p.masked_fill(p == 0.0, 0.0)
+
+
+@overload
+def vocab_parallel_log_prob(
+    logits: Tensor,
+    ids: Tensor,
+    *,
+    group: GroupLike = ...,
+    vocab_range: tuple[int, int, int] | None = ...,
+    softcap: float | None = ...,
+    logit_scale: float = ...,
+    ignore_index: int = ...,
+    return_entropy: Literal[False] = ...,
+) -> Tensor: ...
+@overload
+def vocab_parallel_log_prob(
+    logits: Tensor,
+    ids: Tensor,
+    *,
+    group: GroupLike = ...,
+    vocab_range: tuple[int, int, int] | None = ...,
+    softcap: float | None = ...,
+    logit_scale: float = ...,
+    ignore_index: int = ...,
+    return_entropy: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+def vocab_parallel_log_prob(
+    logits: Tensor,
+    ids: Tensor,
+    *,
+    group: GroupLike = None,
+    vocab_range: tuple[int, int, int] | None = None,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    ignore_index: int = -100,
+    return_entropy: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """fastpar.ops.vocab_parallel_log_prob by gathering the vocabulary, in float64, differentiated by autograd."""
+    from fastpar.comm import gather_from
+
+    logits, group, vocab_range = unwrap(logits, group, vocab_range)
+    check_logits(logits)
+    ids = local_tensor(ids)
+    check_ids(ids, logits, ignore_index)
+    options = check_transform(softcap, logit_scale)
+    comm = communicator(group)
+    shard = resolve_shard(logits.shape[-1], vocab_range, comm)
+    ids = ids.long()
+    x = gather_from(logits.double(), comm, dim=-1, sizes=whole_vocab(logits, shard, comm, ids, ignore_index))
+    log_p = transform(x, num_rows(x), *options).log_softmax(dim=-1)
+    index = ids.reshape(log_p.shape[0], -1)
+    ignored = index == ignore_index
+    picked = log_p.gather(1, index.masked_fill(ignored, 0)).masked_fill(ignored, 0.0)
+    dtype = compute_dtype(logits.dtype)
+    log_prob = picked.reshape(ids.shape).to(dtype)
+    if not return_entropy:
+        return log_prob
+    entropy = -_masked_product(log_p.exp(), log_p).sum(dim=-1)
+    return log_prob, entropy.reshape(logits.shape[:-1]).to(dtype)
+
+
+def vocab_parallel_entropy(
+    logits: Tensor,
+    *,
+    group: GroupLike = None,
+    vocab_range: tuple[int, int, int] | None = None,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+) -> Tensor:
+    """fastpar.ops.vocab_parallel_entropy by gathering the vocabulary, in float64, differentiated by autograd."""
+    from fastpar.comm import gather_from
+
+    logits, group, vocab_range = unwrap(logits, group, vocab_range)
+    check_logits(logits)
+    options = check_transform(softcap, logit_scale)
+    comm = communicator(group)
+    shard = resolve_shard(logits.shape[-1], vocab_range, comm)
+    x = gather_from(logits.double(), comm, dim=-1, sizes=whole_vocab(logits, shard, comm))
+    log_p = transform(x, num_rows(x), *options).log_softmax(dim=-1)
+    entropy = -_masked_product(log_p.exp(), log_p).sum(dim=-1)
+    return entropy.reshape(logits.shape[:-1]).to(compute_dtype(logits.dtype))
