@@ -29,9 +29,9 @@ from torch.distributed.tensor import DTensor
 
 from fastpar.comm import Communicator, copy_to, gather_from, reduce_from, scatter_to, shard_range, shard_sizes
 from fastpar.ops.dropout import sharded_dropout
+from fastpar.ops.embedding import vocab_parallel_embedding
 from fastpar.tensor.dropout import draw_seed
 from fastpar.tensor.parameter import ParameterLayout, unwrap
-from fastpar.tensor.vocab import check_ids, embed_owned
 
 MIN_TRANSFORMERS = (5, 20)  # the first whose styles hold DTensor parameters (`TensorParallelLayer.install_forward`)
 
@@ -62,9 +62,14 @@ def _row_forward(module: Any, comm: Communicator, split_input: bool, x: Tensor) 
 
 
 def _embedding_forward(module: Any, comm: Communicator, ids: Tensor) -> Tensor:
-    check_ids(ids, module.num_embeddings)
-    start, _ = shard_range(module.num_embeddings, comm.size, comm.rank)
-    return reduce_from(embed_owned(ids, _local(module, "weight", comm), start, module.padding_idx), comm)
+    total = module.num_embeddings
+    return vocab_parallel_embedding(
+        ids,
+        _local(module, "weight", comm),
+        group=comm,
+        vocab_range=(*shard_range(total, comm.size, comm.rank), total),
+        padding_idx=module.padding_idx,
+    )
 
 
 def _layout_attention(

@@ -10,10 +10,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastpar.comm import gather_from, reduce_from, shard_range, shard_sizes
+from fastpar.comm import gather_from, shard_range, shard_sizes
+from fastpar.ops.embedding import vocab_parallel_embedding
 from fastpar.ops.linear_loss import linear_cross_entropy
 from fastpar.tensor.binding import GroupLike, bind, blank
 from fastpar.tensor.linear import ColumnParallelLinear
@@ -94,11 +94,17 @@ class VocabParallelEmbedding(ParallelModule):
         return (*shard_range(self.num_embeddings, self.comm.size, self.comm.rank), self.num_embeddings)
 
     def forward(self, ids: Tensor) -> Tensor:
-        check_ids(ids, self.num_embeddings)
         weight = self._local("weight")
         assert weight is not None
-        out = embed_owned(ids, weight, self.vocab_range[0], self.padding_idx)
-        return reduce_from(out, self.comm) if self.sequence is None else self.sequence.reduce_scatter(out)
+        out = vocab_parallel_embedding(
+            ids,
+            weight,
+            group=self.comm,
+            vocab_range=self.vocab_range,
+            padding_idx=self.padding_idx,
+            reduce="all" if self.sequence is None else "none",
+        )
+        return out if self.sequence is None else self.sequence.reduce_scatter(out)
 
     def extra_repr(self) -> str:
         start, stop, total = self.vocab_range
@@ -150,36 +156,3 @@ def gather_vocab(logits: Tensor, vocab_size: int, group: GroupLike) -> Tensor:
     """Full logits [..., V] from each rank's [..., V_r]; one all-gather. Backward keeps this rank's part."""
     comm = bind(group, logits.device.type).comm
     return gather_from(logits, comm, dim=-1, sizes=shard_sizes(vocab_size, comm.size))
-
-
-def embed_owned(ids: Tensor, weight: Tensor, start: int, padding_idx: int | None) -> Tensor:
-    """Rows of the ids that this rank owns, zeros for all others: [...] and [V_r, H] -> [..., H].
-
-    `weight` holds the rows from `start` on; `padding_idx`, a global id or None, gets no gradient.
-    """
-    if weight.size(0) == 0:  # more ranks than rows: nothing to look up, but the weight stays in the graph
-        return weight.sum() * 0 + weight.new_zeros(*ids.shape, weight.size(1))
-    local = ids - start
-    foreign = (local < 0) | (local >= weight.size(0))
-    owned_padding = None
-    if padding_idx is not None and start <= padding_idx < start + weight.size(0):
-        owned_padding = padding_idx - start
-    out = F.embedding(local.masked_fill(foreign, 0), weight, owned_padding)
-    return out.masked_fill(foreign.unsqueeze(-1), 0)
-
-
-def check_ids(ids: Tensor, vocab_size: int) -> None:
-    """IndexError with the position of the first id outside [0, vocab_size)."""
-    if ids.is_floating_point() or ids.dtype == torch.bool:
-        raise TypeError(f"token ids must be integers, got {ids.dtype}")
-    if ids.numel() == 0:
-        return
-    if ids.is_cuda:
-        torch._assert_async(((ids >= 0) & (ids < vocab_size)).all())
-        return
-    low, high = torch.aminmax(ids)
-    if low >= 0 and high < vocab_size:
-        return
-    position = torch.nonzero((ids < 0) | (ids >= vocab_size))[0].tolist()
-    value = int(ids[tuple(position)])
-    raise IndexError(f"ids{position} is {value}, outside the vocabulary [0, {vocab_size})")
