@@ -363,6 +363,94 @@ def _linear_cross_entropy_error(way: str) -> float:
     return _largest([(loss / 240.0, exact_loss / 240.0), *zip(grads, wanted, strict=True)])
 
 
+def _softmax_error(log: bool) -> float:
+    """Values and gradient of 7 x 1021 fp32 logits."""
+    from fastpar.ops import vocab_parallel_log_softmax, vocab_parallel_softmax
+
+    function, exact_function = vocab_parallel_softmax, torch.softmax
+    if log:
+        function, exact_function = vocab_parallel_log_softmax, torch.log_softmax
+    logits, upstream = _normal(7, 1021).requires_grad_(), _normal(7, 1021)
+    exact = logits.detach().double().requires_grad_()
+    out, exact_out = function(logits), exact_function(exact, -1)
+    (grad,) = torch.autograd.grad(out, logits, upstream)
+    (exact_grad,) = torch.autograd.grad(exact_out, exact, upstream.double())
+    scale = exact_grad.abs().max().clamp(min=1.0)
+    return _largest([(out, exact_out), (grad / scale, exact_grad / scale)])
+
+
+def _entropy_error(with_ids: bool) -> float:
+    """Log-probabilities of two ids a row, entropy, and the gradient of both; 7 x 1021 fp32 logits."""
+    from fastpar.ops import vocab_parallel_entropy, vocab_parallel_log_prob
+
+    logits, ids = _normal(7, 1021).requires_grad_(), torch.arange(14).view(7, 2) * 70
+    exact = logits.detach().double().requires_grad_()
+    log_p = exact.log_softmax(-1)
+    exact_outputs = [-(log_p.exp() * log_p).sum(-1)]
+    outputs = [vocab_parallel_entropy(logits)]
+    if with_ids:
+        exact_outputs.append(log_p.gather(1, ids))
+        log_prob, entropy = vocab_parallel_log_prob(logits, ids, return_entropy=True)
+        outputs = [entropy, log_prob]
+    (grad,) = torch.autograd.grad([out.sum() for out in outputs], logits)
+    (exact_grad,) = torch.autograd.grad([out.sum() for out in exact_outputs], exact)
+    return _largest([*zip(outputs, exact_outputs, strict=True), (grad, exact_grad)])
+
+
+def _topk_error() -> float:
+    """The 20 largest of 7 x 1021 fp32 logits with many ties: values and ids."""
+    from fastpar.ops import vocab_parallel_topk
+
+    logits = _normal(7, 1021).round()
+    values, ids = vocab_parallel_topk(logits, 20)
+    wanted, wanted_ids = logits.sort(dim=-1, descending=True, stable=True)
+    return _largest([(values, wanted[:, :20].double()), (ids, wanted_ids[:, :20].double())])
+
+
+def _argmax_error() -> float:
+    from fastpar.ops import vocab_parallel_argmax
+
+    logits = _normal(7, 1021)
+    return _largest([(vocab_parallel_argmax(logits), logits.argmax(-1).double())])
+
+
+def _top_k_top_p_error() -> float:
+    """What top-p of 0.9 and top-k of 50 leave of 7 x 1021 fp32 logits."""
+    from fastpar import reference
+    from fastpar.ops import vocab_parallel_top_k_top_p
+
+    logits = _normal(7, 1021)
+    found = [vocab_parallel_top_k_top_p(logits, top_p=0.9, filter_value=0.0, top_k=k) for k in (None, 50)]
+    wanted = [reference.vocab_parallel_top_k_top_p(logits, top_p=0.9, filter_value=0.0, top_k=k) for k in (None, 50)]
+    return _largest([(a, b.double()) for a, b in zip(found, wanted, strict=True)])
+
+
+def _sample_error() -> float:
+    from fastpar import reference
+    from fastpar.ops import vocab_parallel_sample
+
+    logits = _normal(7, 1021)
+    wanted = reference.vocab_parallel_sample(logits, seed=1)
+    return _largest([(vocab_parallel_sample(logits, seed=1), wanted.double())])
+
+
+def _embedding_error() -> float:
+    """Rows and weight gradient of 100 ids in a table of 37 x 65 fp32."""
+    from fastpar.ops import vocab_parallel_embedding
+
+    weight, ids = _normal(37, 65).requires_grad_(), torch.arange(100) % 37
+    exact = weight.detach().double().requires_grad_()
+    out, exact_out = vocab_parallel_embedding(ids, weight), F.embedding(ids, exact)
+    upstream = _normal(100, 65)
+    (grad,) = torch.autograd.grad(out, weight, upstream)
+    (exact_grad,) = torch.autograd.grad(exact_out, exact, upstream.double())
+    return _largest([(out, exact_out), (grad, exact_grad)])
+
+
+def _normal(*shape: int) -> torch.Tensor:
+    return 3.0 * torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+
+
 def _largest(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> float:
     """The largest absolute deviation of (found, exact) pairs; NaN if there is one anywhere."""
     return torch.stack([(found.double() - exact).abs().max() for found, exact in pairs]).max().item()
@@ -378,6 +466,15 @@ SELF_TESTS: list[tuple[str, Callable[[], float], float]] = [
     ("linear_cross_entropy_dgrad", lambda: _linear_cross_entropy_error("apart"), 1e-4),
     ("linear_cross_entropy_wgrad", lambda: _linear_cross_entropy_error("apart"), 1e-4),
     ("WeightGradStore", lambda: _linear_cross_entropy_error("deferred"), 1e-4),
+    ("vocab_parallel_softmax", lambda: _softmax_error(log=False), 1e-5),
+    ("vocab_parallel_log_softmax", lambda: _softmax_error(log=True), 1e-5),
+    ("vocab_parallel_log_prob", lambda: _entropy_error(with_ids=True), 1e-5),
+    ("vocab_parallel_entropy", lambda: _entropy_error(with_ids=False), 1e-5),
+    ("vocab_parallel_topk", _topk_error, 0.0),
+    ("vocab_parallel_argmax", _argmax_error, 0.0),
+    ("vocab_parallel_top_k_top_p", _top_k_top_p_error, 0.0),
+    ("vocab_parallel_sample", _sample_error, 0.0),
+    ("vocab_parallel_embedding", _embedding_error, 1e-5),
 ]
 
 

@@ -11,9 +11,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fastpar.ops.cross_entropy import vocab_parallel_cross_entropy
     from fastpar.ops.dropout import sharded_dropout
+    from fastpar.ops.embedding import vocab_parallel_embedding
     from fastpar.ops.linear_loss import linear_cross_entropy, linear_cross_entropy_dgrad, linear_cross_entropy_wgrad
     from fastpar.ops.rms_norm import rms_norm
     from fastpar.ops.swiglu import swiglu
+    from fastpar.ops.vocab_entropy import vocab_parallel_entropy, vocab_parallel_log_prob
+    from fastpar.ops.vocab_filter import vocab_parallel_top_k_top_p
+    from fastpar.ops.vocab_sample import vocab_parallel_sample
+    from fastpar.ops.vocab_softmax import vocab_parallel_log_softmax, vocab_parallel_softmax
+    from fastpar.ops.vocab_topk import vocab_parallel_argmax, vocab_parallel_topk
     from fastpar.ops.wgrad_store import WeightGradStore
 
 _HOME = {
@@ -24,7 +30,16 @@ _HOME = {
     "rms_norm": "fastpar.ops.rms_norm",
     "sharded_dropout": "fastpar.ops.dropout",
     "swiglu": "fastpar.ops.swiglu",
+    "vocab_parallel_argmax": "fastpar.ops.vocab_topk",
     "vocab_parallel_cross_entropy": "fastpar.ops.cross_entropy",
+    "vocab_parallel_embedding": "fastpar.ops.embedding",
+    "vocab_parallel_entropy": "fastpar.ops.vocab_entropy",
+    "vocab_parallel_log_prob": "fastpar.ops.vocab_entropy",
+    "vocab_parallel_log_softmax": "fastpar.ops.vocab_softmax",
+    "vocab_parallel_sample": "fastpar.ops.vocab_sample",
+    "vocab_parallel_softmax": "fastpar.ops.vocab_softmax",
+    "vocab_parallel_top_k_top_p": "fastpar.ops.vocab_filter",
+    "vocab_parallel_topk": "fastpar.ops.vocab_topk",
 }
 __all__ = [
     "WeightGradStore",
@@ -34,7 +49,16 @@ __all__ = [
     "rms_norm",
     "sharded_dropout",
     "swiglu",
+    "vocab_parallel_argmax",
     "vocab_parallel_cross_entropy",
+    "vocab_parallel_embedding",
+    "vocab_parallel_entropy",
+    "vocab_parallel_log_prob",
+    "vocab_parallel_log_softmax",
+    "vocab_parallel_sample",
+    "vocab_parallel_softmax",
+    "vocab_parallel_top_k_top_p",
+    "vocab_parallel_topk",
 ]
 
 

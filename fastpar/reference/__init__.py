@@ -2,8 +2,29 @@
 
 from fastpar.reference.cross_entropy import vocab_parallel_cross_entropy
 from fastpar.reference.dropout import sharded_dropout
+from fastpar.reference.embedding import vocab_parallel_embedding
 from fastpar.reference.linear_loss import linear_cross_entropy
 from fastpar.reference.rms_norm import rms_norm
 from fastpar.reference.swiglu import swiglu
+from fastpar.reference.vocab_entropy import vocab_parallel_entropy, vocab_parallel_log_prob
+from fastpar.reference.vocab_filter import vocab_parallel_top_k_top_p
+from fastpar.reference.vocab_sample import vocab_parallel_sample
+from fastpar.reference.vocab_softmax import vocab_parallel_log_softmax, vocab_parallel_softmax
+from fastpar.reference.vocab_topk import vocab_parallel_argmax, vocab_parallel_topk
 
-__all__ = ["linear_cross_entropy", "rms_norm", "sharded_dropout", "swiglu", "vocab_parallel_cross_entropy"]
+__all__ = [
+    "linear_cross_entropy",
+    "rms_norm",
+    "sharded_dropout",
+    "swiglu",
+    "vocab_parallel_argmax",
+    "vocab_parallel_cross_entropy",
+    "vocab_parallel_embedding",
+    "vocab_parallel_entropy",
+    "vocab_parallel_log_prob",
+    "vocab_parallel_log_softmax",
+    "vocab_parallel_sample",
+    "vocab_parallel_softmax",
+    "vocab_parallel_top_k_top_p",
+    "vocab_parallel_topk",
+]
