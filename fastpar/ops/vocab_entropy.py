@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from fastpar.ops.cross_entropy import FirstDerivative
-from fastpar.ops.vocab_softmax import implementation, statistics
+from fastpar.ops.vocab_softmax import ids_by_row, implementation, statistics
 from fastpar.reference import vocab_entropy as reference
 from fastpar.reference.vocab_shard import Shard, communicator, local_tensor, resolve_shard, unwrap
 from fastpar.reference.vocab_softmax import Transform, check_logits, check_transform
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class _LogProb(torch.autograd.Function):
-    """Log-probabilities [N, K] of ids [N, K] (None: K = 0) and, where it is asked for, the entropy [N]."""
+    """Log-probabilities [N, K] of ids [...] or [..., K] (None: K = 0) and, where it is asked for, the entropy [N]."""
 
     @staticmethod
     def forward(
@@ -62,7 +62,8 @@ class _LogProb(torch.autograd.Function):
         grad_log_prob = grads[0] if ids is not None else None
         with torch.no_grad():
             ops = implementation(logits)
-            grad = ops.log_prob_backward(logits, lse, ids, grad_log_prob, entropies, grads[1], *ctx.arguments)
+            index = ids_by_row(ids, logits)
+            grad = ops.log_prob_backward(logits, lse, index, grad_log_prob, entropies, grads[1], *ctx.arguments)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
             name = "vocab_parallel_entropy" if ids is None else "vocab_parallel_log_prob"
             grad = FirstDerivative.apply(grad, name, logits, *grads)
@@ -164,12 +165,9 @@ def vocab_parallel_log_prob(
     options = check_transform(softcap, logit_scale)
     comm = communicator(group)
     shard = resolve_shard(logits.shape[-1], vocab_range, comm)
-    rows = logits.shape[:-1]
-    per_row = 1 if ids.shape == rows else ids.shape[-1]
-    index = ids.long().reshape(rows.numel(), per_row)
-    log_prob, entropy = _evaluate(logits, index, shard, comm, options, ignore_index, return_entropy)
+    log_prob, entropy = _evaluate(logits, ids.long(), shard, comm, options, ignore_index, return_entropy)
     log_prob = log_prob.reshape(ids.shape)
-    return log_prob if entropy is None else (log_prob, entropy.reshape(rows))
+    return log_prob if entropy is None else (log_prob, entropy.reshape(logits.shape[:-1]))
 
 
 def vocab_parallel_entropy(

@@ -65,6 +65,13 @@ def implementation(x: Tensor) -> Any:
     return _kernels if x.device.type == "cpu" else reference
 
 
+def ids_by_row(ids: Tensor | None, logits: Tensor) -> Tensor | None:
+    """ids [...] or [..., K] as the ops take them, [N, K]."""
+    if ids is None:
+        return None
+    return ids.reshape(reference.num_rows(logits), ids.shape[-1] if ids.dim() == logits.dim() else 1)
+
+
 def statistics(
     logits: Tensor,
     ids: Tensor | None,
@@ -74,13 +81,16 @@ def statistics(
     ignore_index: int = -100,
     entropy: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(lse [N], entropy [N], log-probability [N, K]) by one collective, if there is a communicator."""
-    ops = implementation(logits)
-    local = ops.stats(logits, ids, shard.start, shard.total, ignore_index, entropy, *options)
+    """(lse [N], entropy [N], log-probability [N, K]) by one collective, if there is a communicator.
+
+    ids are [...] (K = 1) or [..., K]; errors name a position in them.
+    """
+    ops, index = implementation(logits), ids_by_row(ids, logits)
+    local = ops.stats(logits, index, shard.start, shard.total, ignore_index, entropy, *options)
     gathered = exchange(local, comm)
     if comm is not None or ids is not None:
         check_headers(gathered, ids, ignore_index, "ids")
-    lse, entropies, log_prob = ops.merge(gathered, ids, ignore_index)
+    lse, entropies, log_prob = ops.merge(gathered, index, ignore_index)
     return lse, entropies, log_prob
 
 
