@@ -93,7 +93,7 @@ def vocab_parallel_sample(
             gathered = exchange(with_header(local, shard), comm)
             check_headers(gathered, None, -100)
             pairs = gathered[:, :-HEADER_ROWS]
-            best, rank = pairs[..., 0].max(dim=0)  # NaN wins; of equal ones any, which have the same noise by no chance
-            chosen = pairs[..., 1].contiguous().view(torch.int64).gather(0, rank.unsqueeze(0)).squeeze(0)
-            ids = chosen.masked_fill(best.isnan(), -1)
+            # A NaN is the largest, and its id is -1; of equal scores the first rank's wins, which has the lower ids.
+            rank = pairs[..., 0].max(dim=0, keepdim=True).indices
+            ids = pairs[..., 1].contiguous().view(torch.int64).gather(0, rank).squeeze(0)
     return ids.reshape(logits.shape[:-1])
