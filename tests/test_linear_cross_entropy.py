@@ -343,7 +343,8 @@ def test_a_store_works_with_frozen_hidden_states_and_keeps_the_order() -> None:
     assert weight.grad is None
     assert store.run(1) == 1
     first = run(linear_cross_entropy, (hidden[:50], weight, torch.zeros(40)), target[:50], reduction="sum")[2]
-    assert torch.equal(weight.grad, first)
+    # Forward takes exponentials and scales them, the store computes them again: they differ by a rounding.
+    torch.testing.assert_close(weight.grad, first, rtol=1e-5, atol=1e-5)
     with pytest.raises(ValueError, match="count must be None or >= 0, got -1"):
         store.run(-1)
     store.clear()

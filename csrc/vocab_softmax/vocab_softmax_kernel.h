@@ -179,7 +179,7 @@ void backward_row(const LogitsRow& row, const void* grad_out, double dot, bool l
   const T* x = static_cast<const T*>(row.x);
   const G* grad = static_cast<const G*>(grad_out);
   const Normalizer normalizer(row.lse);
-  const ScaledExp2<sizeof(T) == 2 ? 4 : 5> exp2(log ? -static_cast<float>(dot) : 1.0f);
+  const ScaledExp2<5> exp2(log ? -static_cast<float>(dot) : 1.0f);  // 1 exactly for a class that is certain
   const Vec subtracted = Vec::set(static_cast<float>(dot));
   choose(!is_identity(row.transform), [&](auto transformed) {
     constexpr bool kTransform = decltype(transformed)::value;

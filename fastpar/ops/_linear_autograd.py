@@ -10,14 +10,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fastpar.ops._autograd import first_derivative_only, scale_by_upstream_
 from fastpar.ops._linear_ops import compiled_backward, compiled_forward
 from fastpar.ops._linear_passes import Grads, Inputs, Layout, Wants, gradients, losses, losses_and_gradients
-from fastpar.ops.cross_entropy import FirstDerivative, Problem
+from fastpar.ops.cross_entropy import Problem
 from fastpar.ops.wgrad_store import WeightGradStore
 from fastpar.reference import cross_entropy as reference
 from fastpar.reference.vocab_shard import compute_dtype
-
-_SCALE_BLOCK = 1 << 26  # elements; 256 MiB of float32
 
 
 class Deferred(NamedTuple):
@@ -82,20 +81,20 @@ class LinearCrossEntropy(torch.autograd.Function):
                 result = _compiled_backward(ctx, grad_out, grad_lse)
             elif ctx.prepared is not None and grad_out is not None:
                 prepared, ctx.prepared = ctx.prepared, None  # these buffers are handed out once
-                result = Grads(*(None if grad is None else _scale_(grad, grad_out) for grad in prepared))
+                result = Grads(*(None if grad is None else scale_by_upstream_(grad, grad_out) for grad in prepared))
             else:
                 result = gradients(*_recompute_arguments(ctx, grad_out, grad_lse), ctx.wants)
             if ctx.call.deferred is not None:
                 _defer(ctx, grad_out, grad_lse)
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
-            depends_on = (*ctx.saved_tensors[:3], *grads)
-            result = Grads(
-                *(
-                    None if grad is None else FirstDerivative.apply(grad, "linear_cross_entropy", *depends_on)
-                    for grad in result
-                )
-            )
-        return *result, None, None, None, None
+        depends_on = (*ctx.saved_tensors[:3], *grads)
+        once = ("linear_cross_entropy", "torch.nn.functional.cross_entropy", *depends_on)
+        return (
+            *(None if grad is None else first_derivative_only(grad, *once) for grad in result),
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 def _recompute_arguments(
@@ -135,19 +134,3 @@ def _defer(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> None:
         torch.autograd.backward(parameters, [grad for grad in grads if grad is not None])
 
     store.put(compute)
-
-
-def _scale_(grad: Tensor, factor: Tensor) -> Tensor:
-    """grad *= factor, a scalar tensor, with one rounding and without a synchronisation."""
-    if factor.device.type == "cpu":
-        value = factor.item()
-        return grad if value == 1.0 else grad.mul_(value)
-    try:
-        from fastpar.kernels.cross_entropy import scale_unless_one_
-    except ImportError:  # triton is optional
-        factor = factor.to(compute_dtype(grad.dtype)).reshape(1)
-        for block in grad.view(-1).split(_SCALE_BLOCK):
-            block.copy_(block * factor)
-    else:
-        scale_unless_one_(grad, factor)
-    return grad

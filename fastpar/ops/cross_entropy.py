@@ -26,8 +26,8 @@ probability (5e-4 at 1e4).
 
 Note: the gradient in forward. Where one rank holds the whole vocabulary and the loss is reduced to a scalar, an op that
 visits every row once can leave the gradient for an upstream of 1 on its way, and spares the second read. Backward hands
-that buffer out, once; for any other upstream, and from the second time on, it runs `backward`. GPUs only, where the
-reads are what costs; not measured yet.
+that buffer out, once, multiplied by the upstream gradient where that is not 1; from the second time on it runs
+`backward`. GPUs only, where the reads are what costs; not measured yet.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ import torch
 from torch import Tensor
 
 from fastpar import _ext
+from fastpar.ops._autograd import first_derivative_only, scale_by_upstream_
 from fastpar.reference import cross_entropy as reference
 from fastpar.reference.cross_entropy import LossOptions
 from fastpar.reference.vocab_shard import Shard, check_headers, compute_dtype, exchange, local_tensor, unwrap
@@ -198,23 +199,6 @@ def _(logits: Tensor, target: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, 
 # ---- autograd --------------------------------------------------------------------------------------------------------
 
 
-class FirstDerivative(torch.autograd.Function):
-    """Identity on the gradient that stands between it and what it depends on, since the kernel has no derivative.
-
-    once_differentiable would not do: it looks at the upstream gradient only, which is a constant when backward starts
-    at the loss, and the second derivative by the logits would be missing without a word.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, grad: Tensor, op: str, *depends_on: Tensor | None) -> Tensor:
-        ctx.op = op
-        return grad.view_as(grad)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        raise RuntimeError(f"{ctx.op} has a first derivative only; the functions of torch.nn.functional have a second")
-
-
 class _VocabParallelCrossEntropy(torch.autograd.Function):
     """Outside the ops, so that a call without gradients costs nothing."""
 
@@ -255,7 +239,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         prepared, ctx.in_forward = ctx.in_forward, None
         with torch.no_grad():
             if prepared is not None and grad_out is not None and grad_lse is None:
-                grad = prepared.mul_(grad_out)
+                grad = scale_by_upstream_(prepared, grad_out)
             else:
                 like = torch.empty((), dtype=compute_dtype(logits.dtype), device=logits.device)
                 grad_loss = reference.expand_grad(grad_out, divisor, target.numel(), like)
@@ -271,8 +255,9 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
                     torch.autograd.graph.increment_version(logits)
                 else:
                     grad = implementation(logits).backward(logits, *arguments)
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
-            grad = FirstDerivative.apply(grad, "vocab_parallel_cross_entropy", logits, *grads)
+        grad = first_derivative_only(
+            grad, "vocab_parallel_cross_entropy", "torch.nn.functional.cross_entropy", logits, *grads
+        )
         return grad, None, None, None, None, None, None
 
 

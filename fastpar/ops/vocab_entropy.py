@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from torch import Tensor
 
-from fastpar.ops.cross_entropy import FirstDerivative
+from fastpar.ops._autograd import first_derivative_only
 from fastpar.ops.vocab_softmax import ids_by_row, implementation, statistics
 from fastpar.reference import vocab_entropy as reference
 from fastpar.reference.vocab_shard import Shard, communicator, local_tensor, resolve_shard, unwrap
@@ -64,9 +64,8 @@ class _LogProb(torch.autograd.Function):
             ops = implementation(logits)
             index = ids_by_row(ids, logits)
             grad = ops.log_prob_backward(logits, lse, index, grad_log_prob, entropies, grads[1], *ctx.arguments)
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
-            name = "vocab_parallel_entropy" if ids is None else "vocab_parallel_log_prob"
-            grad = FirstDerivative.apply(grad, name, logits, *grads)
+        name = "vocab_parallel_entropy" if ids is None else "vocab_parallel_log_prob"
+        grad = first_derivative_only(grad, name, "torch.log_softmax", logits, *grads)
         return grad, None, None, None, None, None, None
 
 

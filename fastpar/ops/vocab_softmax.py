@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from fastpar import _ext
-from fastpar.ops.cross_entropy import FirstDerivative
+from fastpar.ops._autograd import first_derivative_only
 from fastpar.reference import vocab_softmax as reference
 from fastpar.reference.vocab_shard import (
     Shard,
@@ -166,9 +166,8 @@ class _Normalize(torch.autograd.Function):
                 # Added in rank order: the same bits everywhere.
                 total = functools.reduce(torch.add, exchange(local, ctx.comm).unbind(0))
             grad: Tensor = ops.backward(logits, lse, grads[0], total, ctx.log, *ctx.options)
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
-            name = "vocab_parallel_log_softmax" if ctx.log else "vocab_parallel_softmax"
-            grad = FirstDerivative.apply(grad, name, logits, grads[0])
+        name = "log_softmax" if ctx.log else "softmax"
+        grad = first_derivative_only(grad, f"vocab_parallel_{name}", f"torch.{name}", logits, grads[0])
         return grad, None, None, None, None, None
 
 
