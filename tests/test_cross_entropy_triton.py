@@ -13,9 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests import triton_aot
 from tests.cross_entropy_cases import OPTIONS, upstream, with_weights
-from tests.triton_aot import HOPPER, LDS_LIMIT, MI300, SHARED_LIMIT
+from tests.triton_aot import HOPPER, LDS_LIMIT, MI300, SHARED_LIMIT, CompilingDriver, Target, compile_launch, loops
 from tests.triton_interpreter import run_interpreted
 
 triton = pytest.importorskip("triton")
@@ -25,7 +24,6 @@ from fastpar.kernels.cross_entropy import Rows, alignment, configuration, rows_o
 from fastpar.reference.cross_entropy import check_options, check_weight  # noqa: E402
 
 WRITERS = {"stats_exp_", "backward", "forward_backward"}
-Target = tuple[str, Any, int]
 
 
 @pytest.mark.timeout(600)
@@ -34,24 +32,6 @@ def test_kernels_match_float64_in_the_interpreter() -> None:
 
 
 # ---- ahead of time ---------------------------------------------------------------------------------------------------
-
-
-class CompilingDriver:
-    """What Triton asks of a driver before it launches."""
-
-    def __init__(self, target: Target) -> None:
-        self.target = target
-
-    def get_current_target(self) -> Any:
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget(*self.target)
-
-    def get_current_device(self) -> int:
-        return 1000 + self.target[2]  # no device of this machine: kernels are cached by device
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
 
 
 @pytest.fixture(params=[HOPPER, MI300], ids=["sm_90", "gfx942"])
@@ -71,12 +51,7 @@ def compile_ops(
     op = ""
 
     def launch(kernel: Any, programs: int, device: torch.device, *arguments: Any, **options: Any) -> None:
-        result = kernel.warmup(*arguments, grid=(programs,), **options)
-        if target[0] == "cuda":
-            usage = triton_aot._nvidia_usage(result.asm["ptx"], target[1])
-        else:
-            usage = triton_aot._amd_usage(result.asm["amdgcn"])
-        found[op] = {**usage, "shared": result.metadata.shared, "threads": result.metadata.num_warps * target[2]}
+        found[op] = compile_launch(kernel, target, programs, arguments, options)
 
     monkeypatch.setattr(kernels, "launch", launch)
     options = with_weights(OPTIONS[name], vocab, dtype)
@@ -100,16 +75,6 @@ def compile_ops(
     }
     for op in ops:
         getattr(kernels, op)(*arguments[op])
-    return found
-
-
-def loops(assembly: str) -> list[str]:
-    """The text of every loop in PTX: from a label to a later branch back to it."""
-    found = []
-    for label in re.finditer(r"^(\$L\w+):", assembly, re.MULTILINE):
-        back = re.search(rf"bra(?:\.uni)?\s+{re.escape(label[1])};", assembly[label.end() :])
-        if back:
-            found.append(assembly[label.end() : label.end() + back.start()])
     return found
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+
+Target = tuple[str, Any, int]  # arguments of triton.backends.compiler.GPUTarget
 
 HOPPER = ("cuda", 90, 32)
 MI300 = ("hip", "gfx942", 64)
@@ -46,11 +48,54 @@ def compile_for(
         if divisor:
             attributes[(position,)] = [["tt.divisibility", int(divisor)]]
     source = ASTSource(fn=fn, signature=types, constexprs=dict(constexprs), attrs=attributes)
-    kernel = triton.compile(source, target=GPUTarget(*target), options=dict(options or {}))
+    return _report(triton.compile(source, target=GPUTarget(*target), options=dict(options or {})), target)
+
+
+class CompilingDriver:
+    """What Triton asks of a driver before it launches; in place of triton.runtime.driver._active it names the target of
+    `compile_launch`."""
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget(*self.target)
+
+    def get_current_device(self) -> int:
+        return 1000 + self.target[2]  # no device of this machine: kernels are cached by device
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def compile_launch(
+    kernel: Any, target: Target, programs: int, arguments: Sequence[Any], options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Compile what kernel[(programs,)](*arguments, **options) would launch, and report as `compile_for`; and threads.
+
+    A CompilingDriver of the target has to be in place.
+    """
+    result = kernel.warmup(*arguments, grid=(programs,), **options)
+    return {**_report(result, target), "threads": result.metadata.num_warps * target[2]}
+
+
+def loops(assembly: str) -> list[str]:
+    """The text of every loop in PTX: from a label to a later branch back to it."""
+    found = []
+    for label in re.finditer(r"^(\$L\w+):", assembly, re.MULTILINE):
+        back = re.search(rf"bra(?:\.uni)?\s+{re.escape(label[1])};", assembly[label.end() :])
+        if back:
+            found.append(assembly[label.end() : label.end() + back.start()])
+    return found
+
+
+def _report(kernel: Any, target: Target) -> dict[str, Any]:
     if target[0] == "cuda":
         found = _nvidia_usage(kernel.asm["ptx"], int(target[1]))
-        found["wide_loads"] = len(re.findall(r"ld\.global\S*\.v4\.b32", found["ptx"]))
-        found["wide_stores"] = len(re.findall(r"st\.global\S*\.v4\.b32", found["ptx"]))
+        found["wide_loads"] = len(re.findall(r"ld\.global\S*\.(?:v4\.b32|v2\.b64)", found["ptx"]))
+        found["wide_stores"] = len(re.findall(r"st\.global\S*\.(?:v4\.b32|v2\.b64)", found["ptx"]))
     else:
         found = _amd_usage(kernel.asm["amdgcn"])
         found["wide_loads"] = len(re.findall(r"(?:global|buffer)_load_dwordx4", found["ptx"]))

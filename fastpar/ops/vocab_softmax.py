@@ -62,7 +62,18 @@ class _kernels:
 
 def implementation(x: Tensor) -> Any:
     """The namespace that holds the ops for this device."""
-    return _kernels if x.device.type == "cpu" else reference
+    if x.device.type == "cpu":
+        return _kernels
+    triton = _triton() if x.device.type == "cuda" else None
+    return reference if triton is None else triton
+
+
+def _triton() -> Any:
+    try:
+        from fastpar.kernels import vocab_softmax
+    except ImportError:  # triton is optional
+        return None
+    return vocab_softmax
 
 
 def ids_by_row(ids: Tensor | None, logits: Tensor) -> Tensor | None:
