@@ -60,7 +60,8 @@ def test_without_triton_cuda_tensors_go_to_plain_pytorch(monkeypatch: pytest.Mon
 @pytest.fixture(params=[HOPPER, MI300], ids=["sm_90", "gfx942"])
 def target(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Target:
     """What Triton compiles for until the test ends."""
-    monkeypatch.setattr(cross_entropy, "WARP_SIZE", request.param[2])
+    for module in (cross_entropy, embedding):
+        monkeypatch.setattr(module, "WARP_SIZE", request.param[2])
     monkeypatch.setattr(triton.runtime.driver, "_active", CompilingDriver(request.param))
     chosen: Target = request.param
     return chosen

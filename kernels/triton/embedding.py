@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastpar.kernels.cross_entropy import Rows, alignment, launch
+from fastpar.kernels.cross_entropy import WARP_SIZE, Rows, alignment, launch
 
 THREADS = 128
 LOADS_PER_THREAD = 4  # of 16 bytes, by a program of the lookup
@@ -120,8 +120,7 @@ def _shape(x: Tensor) -> tuple[int, tuple[int, int], dict[str, Any]]:
     hidden, itemsize = x.shape[1], x.element_size()
     align = alignment(hidden, Rows(1, 0, x.stride(0)), itemsize)
     block = min(triton.next_power_of_2(hidden), THREADS * 16 // itemsize)
-    num_warps = max(THREADS // 32, 1)
-    options = {"ALIGN": align, "HIDDEN": block, "num_warps": num_warps}
+    options = {"ALIGN": align, "HIDDEN": block, "num_warps": max(THREADS // WARP_SIZE, 1)}
     return triton.cdiv(hidden, block), (x.stride(0) // align, hidden // align), options
 
 

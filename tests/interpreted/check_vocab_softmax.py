@@ -9,6 +9,7 @@ interpreter cuts bfloat16 off where devices round to nearest: two roundings ther
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -74,7 +75,7 @@ def merged(
     """(lse, entropy, log-probabilities) from the statistics of the shards [bounds[i], bounds[i + 1])."""
     parts = [
         namespace.stats(logits[..., start:end], ids, start, bounds[-1], -100, entropy, *options)
-        for start, end in zip(bounds, bounds[1:], strict=False)
+        for start, end in itertools.pairwise(bounds)
     ]
     lse, entropies, log_prob = namespace.merge(torch.stack(parts), ids, -100)
     return lse, entropies, log_prob
