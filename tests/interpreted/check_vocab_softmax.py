@@ -217,9 +217,16 @@ def test_rows_with_nan_are_nan_and_others_are_not(value: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("option", "dtype"), [("plain", d) for d in DTYPES] + [("scale", torch.float32), ("softcap", torch.float32)]
+    ("option", "dtype", "num_ids", "with_entropy"),
+    [
+        ("plain", torch.float32, 1, False),
+        ("plain", torch.float32, 0, True),
+        *[("plain", dtype, 40, True) for dtype in DTYPES],
+        ("scale", torch.float32, 3, True),
+        ("softcap", torch.float32, 3, True),
+        ("softcap", torch.bfloat16, 1, False),
+    ],
 )
-@pytest.mark.parametrize(("num_ids", "with_entropy"), [(1, False), (40, True), (0, True)])
 def test_gradient_of_log_probabilities_and_entropy_matches_float64(
     option: str, dtype: torch.dtype, num_ids: int, with_entropy: bool
 ) -> None:
