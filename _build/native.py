@@ -169,7 +169,7 @@ def _compile_command(source: Path, target: Path, options: Options) -> list[str]:
             "-O1",
         ]
     if is_x86:
-        isa = ISA_FLAGS.get(source.stem.rpartition("_")[2], [])
+        isa: Sequence[str] = ISA_FLAGS.get(source.stem.rpartition("_")[2], ())
         # Kernels throw nothing, and the tables for unwinding would share a symbol with files for other processors.
         flags += [*isa, "-fno-exceptions"] if isa else []
     common.remove(f"-I{options.torch_dir / 'include'}")
