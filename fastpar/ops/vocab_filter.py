@@ -20,8 +20,7 @@ depend on their order and the result not on the number of ranks. One collective 
 of the dtype, of 2 KiB a row (4 KiB for the last): 3 for 16-bit logits, 5 for float32.
 
 Gathering the M best and doubling M until their mass suffices would take fewer rounds for peaked rows, but as many bytes
-as the vocabulary for flat ones. Sorting a row of 128256 floats, which Hugging Face's warper does twice, takes torch
-about five times as long as all four passes here.
+as the vocabulary for flat ones.
 """
 
 from __future__ import annotations
