@@ -383,6 +383,24 @@ def test_expanded_rows_are_rejected_by_the_inplace_op() -> None:
         implementation(x).backward_(x, lse, target, None, None, grad, None, 0, 5, -100, 0.0, 0.0, 0.0, 1.0)
 
 
+@pytest.mark.slow  # 4.3 GB
+def test_rows_beyond_2_to_the_31_elements_are_found() -> None:
+    rows, vocab = 32770, 65537
+    assert rows * vocab > 2**31
+    logits = torch.zeros(rows, vocab, dtype=torch.bfloat16)
+    logits[-1, 5] = 9.0
+    target = torch.full((rows,), -100)
+    target[-1] = 5
+    x = logits.clone().requires_grad_()
+    loss = cross_entropy(x, target, reduction="sum", inplace_backward=True)
+    wanted_loss, wanted_grad = expected(logits[-1:], target[-1:], "sum")
+    assert_loss_close(loss, wanted_loss, scale=10.0)
+    loss.backward()
+    grad = x.detach()  # in place
+    assert_grad_close(grad[-1:], wanted_grad, torch.bfloat16)
+    assert torch.count_nonzero(grad[:-1]) == 0
+
+
 @pytest.mark.parametrize("shape", [(0, 5), (2, 0, 5), (0, 0)])
 def test_no_tokens_give_an_empty_loss(shape: tuple[int, ...]) -> None:
     x = torch.randn(shape, requires_grad=True)
