@@ -41,7 +41,15 @@ from fastpar import _ext
 from fastpar.ops._autograd import first_derivative_only, scale_by_upstream_
 from fastpar.reference import cross_entropy as reference
 from fastpar.reference.cross_entropy import LossOptions
-from fastpar.reference.vocab_shard import Shard, check_headers, compute_dtype, exchange, local_tensor, unwrap
+from fastpar.reference.vocab_shard import (
+    HEADER_ROWS,
+    Shard,
+    check_headers,
+    compute_dtype,
+    exchange,
+    local_tensor,
+    unwrap,
+)
 
 if TYPE_CHECKING:
     from fastpar.comm import Communicator, GroupLike
@@ -133,38 +141,23 @@ def merge(gathered: Tensor, target: Tensor, problem: Problem) -> tuple[Tensor, T
 # ---- fakes -----------------------------------------------------------------------------------------------------------
 
 
-def _rows(logits: Tensor) -> Any:
-    return logits.numel() // logits.shape[-1] if logits.shape[-1] != 0 else logits[..., :1].numel()
-
-
-@torch.library.register_fake("fastpar::vocab_parallel_cross_entropy_stats")
-def _(
+def _fake_stats(
     logits: Tensor,
     target: Tensor,
     weight: Tensor | None,
-    start: int,
-    total: int,
-    ignore: int,
+    vocab_start: int,
+    vocab_total: int,
+    ignore_index: int,
     smoothing: bool,
     softcap: float,
-    scale: float,
+    logit_scale: float,
 ) -> Tensor:
-    return logits.new_empty((target.numel() + 3, 5 if smoothing else 3), dtype=compute_dtype(logits.dtype))
+    shape = (target.numel() + HEADER_ROWS, 5 if smoothing else 3)
+    return logits.new_empty(shape, dtype=compute_dtype(logits.dtype))
 
 
-@torch.library.register_fake("fastpar::vocab_parallel_cross_entropy_stats_exp_")
-def _(
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    start: int,
-    total: int,
-    ignore: int,
-    smoothing: bool,
-    softcap: float,
-    scale: float,
-) -> Tensor:
-    return logits.new_empty((target.numel() + 3, 5 if smoothing else 3), dtype=compute_dtype(logits.dtype))
+torch.library.register_fake("fastpar::vocab_parallel_cross_entropy_stats", _fake_stats)
+torch.library.register_fake("fastpar::vocab_parallel_cross_entropy_stats_exp_", _fake_stats)
 
 
 @torch.library.register_fake("fastpar::vocab_parallel_cross_entropy_merge")
