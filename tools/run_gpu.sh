@@ -82,7 +82,10 @@ print(f"gpu: {torch.cuda.get_device_name()}, torch {torch.__version__}, {sys.exe
     exit 2
   fi
   # What an install maps fastpar.kernels to; kernels/ itself must not be a package (see setup.py).
-  if [[ ! -e fastpar/kernels ]]; then ln -s ../kernels/triton fastpar/kernels; fi
+  if ! "$python" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("fastpar.kernels") is None)'; then
+    ln -s ../kernels/triton fastpar/kernels
+    trap 'rm -f fastpar/kernels' EXIT
+  fi
 fi
 
 mapfile -t gpu_tests < <(grep -l 'mark\.gpu' tests/test_*.py)
