@@ -12,7 +12,9 @@ from collections.abc import Callable, Sequence
 import torch
 
 from fastpar.comm import Communicator
-from fastpar.comm.transport import InFlight
+from fastpar.comm.launcher import Launcher
+from fastpar.comm.route import Route
+from fastpar.comm.transport import InFlight, Transport
 
 
 class _Captured(Exception):
@@ -37,18 +39,38 @@ class _Replay:
         return InFlight(None, lambda: torch.cat(parts))
 
 
+class _ReplayRoute(Route):
+    """Leads to a replay, whatever is launched."""
+
+    def __init__(self, rank: int, size: int, replay: _Replay) -> None:
+        super().__init__(None, timeout=60.0, transport="torch")
+        self.rank, self.size, self._replay = rank, size, replay
+
+    def launch(
+        self,
+        op: str,
+        device: torch.device | None,
+        dtype: torch.dtype,
+        start: Callable[[Transport], InFlight],
+        *,
+        blocking: bool,
+    ) -> InFlight:
+        return start(self._replay)  # type: ignore[arg-type]
+
+
 class VirtualRanks(Communicator):
     """Rank `rank` of `size`; see the module docstring for `others`."""
 
     def __init__(self, rank: int, size: int, others: Sequence[torch.Tensor] | None = None) -> None:
         super().__init__(None)
         self.rank, self.size = rank, size
-        self._transport = _Replay(rank, others)  # type: ignore[assignment]  # a loss calls nothing else
+        self._replay = _Replay(rank, others)  # a loss calls nothing else
+        self._blocking = Launcher(_ReplayRoute(rank, size, self._replay), blocking=True)
+        self._background = Launcher(_ReplayRoute(rank, size, self._replay), blocking=False)
 
     def captured(self, forward: Callable[[], object]) -> torch.Tensor:
         """What `forward`, a function that uses this communicator, hands to its first all-gather."""
-        replay = self._transport
-        assert isinstance(replay, _Replay)
+        replay = self._replay
         try:
             forward()
         except _Captured:

@@ -1,4 +1,6 @@
-"""Counts the collectives that torch.distributed is asked for, below and independent of `fastpar.comm.record`."""
+"""Counts the collectives that torch.distributed and the shared-memory library are asked for, below and independent of
+`fastpar.comm.record`.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +9,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from fastpar.comm.local_world import LocalWorld
 
 # Operator of the c10d or _c10d_functional namespace -> where its payload is among the arguments.
 _PAYLOAD = {
@@ -37,6 +42,10 @@ _PAYLOAD = {
     "all_to_all_single": 0,
     "broadcast": 0,
 }
+
+
+# csrc/comm's operations, by the low byte of a call's first argument.
+_SHARED = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "reduce", "barrier")
 
 
 @dataclass
@@ -80,5 +89,20 @@ def _nbytes(value: Any) -> int:
 def count_collectives() -> Iterator[Counts]:
     """Count every collective that this thread launches in the block, whoever asks for it, backward passes included."""
     counts = Counts()
-    with torch.autograd.set_multithreading_enabled(False), _Counter(counts):
+
+    def counted(method: Any) -> Any:
+        def call(world: LocalWorld, spec: int, element_bytes: int, *args: Any, **kwargs: Any) -> Any:
+            name, (_, _, count, sizes) = _SHARED[spec & 0xFF], args[:4]
+            counts.ops.append(name)
+            counts.nbytes.append((sizes[world.rank] if name == "all_gather" else count) * element_bytes)
+            return method(world, spec, element_bytes, *args, **kwargs)
+
+        return call
+
+    with (
+        mock.patch.object(LocalWorld, "run", counted(LocalWorld.run)),
+        mock.patch.object(LocalWorld, "submit", counted(LocalWorld.submit)),
+        torch.autograd.set_multithreading_enabled(False),
+        _Counter(counts),
+    ):
         yield counts

@@ -4,8 +4,9 @@
     y = comm.all_reduce(x)                  # waits
     pending = comm.all_gather_async(x)      # does not; y = pending.wait()
 
-`Communicator` is the interface; what moves the bytes is a `Transport` (torch.distributed: gloo, NCCL). Importing this
-package touches no process group, and a group of one rank (or None) never does.
+`Communicator` is the interface; what moves the bytes is a `Transport`: shared memory between CPU ranks of one host,
+torch.distributed (gloo, NCCL) for the rest. Importing this package touches no process group, and a group of one rank
+(or None) never does.
 """
 
 from fastpar.comm.autograd import (
@@ -18,7 +19,7 @@ from fastpar.comm.autograd import (
 )
 from fastpar.comm.coalesce import all_reduce_coalesced
 from fastpar.comm.communicator import Communicator, GroupLike
-from fastpar.comm.errors import CommError
+from fastpar.comm.errors import CommError, CommMismatchError, CommTimeoutError, PeerLostError
 from fastpar.comm.pending import Pending
 from fastpar.comm.recording import CommRecord, record
 from fastpar.comm.shards import shard_range, shard_sizes
@@ -26,9 +27,12 @@ from fastpar.comm.transport import Transport
 
 __all__ = [
     "CommError",
+    "CommMismatchError",
     "CommRecord",
+    "CommTimeoutError",
     "Communicator",
     "GroupLike",
+    "PeerLostError",
     "Pending",
     "Transport",
     "all_reduce_coalesced",

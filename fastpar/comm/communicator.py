@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Union
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from fastpar.comm.errors import CommError
 from fastpar.comm.group import resolve_group
-from fastpar.comm.layout import check_dim, check_out, check_tensor, pack, row_numel, unpack, with_dim
+from fastpar.comm.launcher import Launcher
+from fastpar.comm.local_world import LocalWorld
 from fastpar.comm.pending import Pending
-from fastpar.comm.recording import note
-from fastpar.comm.reduction import check_reduction
-from fastpar.comm.shards import shard_sizes
-from fastpar.comm.torch_transport import TorchTransport
-from fastpar.comm.transport import InFlight, Transport
+from fastpar.comm.route import Route
 
 GroupLike = Union[ProcessGroup, DeviceMesh, "Communicator", None]
 
@@ -27,8 +21,10 @@ GroupLike = Union[ProcessGroup, DeviceMesh, "Communicator", None]
 class Communicator:
     """The collectives of one process group.
 
-    group    a ProcessGroup, a 1-D DeviceMesh, a Communicator (its group), or None: one rank
-    timeout  seconds from the launch of a collective to its deadline
+    group      a ProcessGroup, a 1-D DeviceMesh, a Communicator (its group), or None: one rank
+    timeout    seconds from the launch of a collective to its deadline
+    transport  "auto": shared memory for CPU tensors where all ranks share a host, else torch.distributed (gloo, NCCL);
+               "torch": always that; "shared_memory": an error where "auto" would fall back for CPU tensors
 
     Every method has a twin `<name>_async` with the same arguments that returns a `Pending`; `name(...)` is
     `name_async(...).wait()`. All ranks of the group must launch the same collectives in the same order, with matching
@@ -36,27 +32,27 @@ class Communicator:
 
     Tensors may have any strides and any dtype (reductions: real floating point of at least 16 bits and integers; bool
     with max and min). Results are contiguous, never alias an input (except `out=x`), and carry no autograd history:
-    `fastpar.comm` has the differentiable pairs. What the order and precision of reductions are is said in
-    `fastpar.comm.torch_transport`. A group of one rank (or None) makes no call to torch.distributed and gives the
-    same results: new tensors.
+    `fastpar.comm` has the differentiable pairs. Over shared memory reductions add in the order of ranks, 16-bit
+    floats in float32 with one rounding; `fastpar.comm.torch_transport` says what holds for torch.distributed. A group
+    of one rank (or None) makes no call to torch.distributed and gives the same results: new tensors.
 
     `sizes` are rows along `dim`, one per rank, any of them 0. Ranks are ranks within the group.
 
-    Raises CommError when a collective fails or misses its deadline; ValueError and TypeError for arguments, before
-    anything is sent.
+    Raises CommError when a collective fails (CommTimeoutError: missed its deadline; over shared memory also
+    PeerLostError: a process has ended, CommMismatchError: the ranks called different things); ValueError and TypeError
+    for arguments, before anything is sent.
     """
 
-    def __init__(self, group: GroupLike = None, *, timeout: float = 60.0) -> None:
+    def __init__(self, group: GroupLike = None, *, timeout: float = 60.0, transport: str = "auto") -> None:
         if timeout <= 0:
             raise ValueError(f"timeout must be positive (seconds), got {timeout}")
         self.group: ProcessGroup | None = group.group if isinstance(group, Communicator) else resolve_group(group)
         self.timeout = float(timeout)
         self.rank: int = 0 if self.group is None else self.group.rank()
         self.size: int = 1 if self.group is None else self.group.size()
-        self._launched = 0
-        self._transport: Transport | None = None
-        if self.group is not None and self.size > 1:
-            self._transport = TorchTransport(self.group, self.timeout)
+        self._route = Route(self.group, self.timeout, transport)
+        self._blocking = Launcher(self._route, blocking=True)
+        self._background = Launcher(self._route, blocking=False)
 
     @staticmethod
     def of(group: GroupLike) -> Communicator:
@@ -70,102 +66,44 @@ class Communicator:
     def __repr__(self) -> str:
         return f"Communicator(rank={self.rank}, size={self.size}, timeout={self.timeout:g})"
 
-    # Note: the shape of every method. Check the arguments; where there is one rank or nothing to send, give the
-    # result at once; else hand flat tensors to the transport. Packing happens before the launch, unpacking in
-    # Pending.wait(), and neither communicates.
+    def local_world(self) -> LocalWorld | None:
+        """The ranks that share memory, all of the group's; None where CPU tensors go through torch.distributed.
+
+        The first call, and the first collective, wait until all ranks have come.
+        """
+        return self._route.world()
 
     def all_reduce_async(self, x: Tensor, op: str = "sum", *, out: Tensor | None = None) -> Pending[Tensor]:
-        check_tensor(x)
-        check_reduction(op, x.dtype)
-        if out is not None:
-            check_out(out, x)
-        source = x.detach()
-        target = None if out is None else out.detach()
-
-        def write(flat: Tensor) -> Tensor:
-            if out is None:
-                return flat.view(x.shape)
-            if target is not None and flat.data_ptr() != target.data_ptr():
-                target.copy_(flat.view(x.shape))
-            return out
-
-        if self.size == 1 or x.numel() == 0:
-            return self._ready(lambda: write(source.clone(memory_format=torch.contiguous_format).view(-1)))
-        flat = source.contiguous().view(-1)
-        flat_out = target.view(-1) if target is not None and target.is_contiguous() else None
-        return self._launch("all_reduce", x, x.numel(), lambda t: t.all_reduce(flat, op, flat_out), write)
+        return self._background.all_reduce(x, op, out=out)
 
     def all_reduce(self, x: Tensor, op: str = "sum", *, out: Tensor | None = None) -> Tensor:
         """x of every rank, reduced by op ("sum", "avg", "max", "min"): same shape and dtype. `out=x` works in place."""
-        return self.all_reduce_async(x, op, out=out).wait()
+        return self._blocking.all_reduce(x, op, out=out).wait()
 
     def reduce_scatter_async(
         self, x: Tensor, op: str = "sum", *, dim: int = 0, sizes: Sequence[int] | None = None
     ) -> Pending[Tensor]:
-        check_tensor(x)
-        check_reduction(op, x.dtype)
-        dim = check_dim(dim, x)
-        sizes = self._part_sizes(sizes, x.size(dim))
-        shape = with_dim(x.shape, dim, sizes[self.rank])
-        if self.size == 1 or x.numel() == 0:
-            return self._ready(
-                lambda: x.detach().narrow(dim, 0, shape[dim]).clone(memory_format=torch.contiguous_format)
-            )
-        flat, numels = pack(x.detach(), dim, sizes)
-        return self._launch(
-            "reduce_scatter", x, x.numel(), lambda t: t.reduce_scatter(flat, numels, op), lambda part: part.view(shape)
-        )
+        return self._background.reduce_scatter(x, op, dim=dim, sizes=sizes)
 
     def reduce_scatter(self, x: Tensor, op: str = "sum", *, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor:
         """This rank's rows along `dim` of x reduced over the ranks. `sizes`: rows of each rank, by default
         `shard_sizes`.
         """
-        return self.reduce_scatter_async(x, op, dim=dim, sizes=sizes).wait()
+        return self._blocking.reduce_scatter(x, op, dim=dim, sizes=sizes).wait()
 
     def all_gather_async(self, x: Tensor, *, dim: int = 0, sizes: Sequence[int] | None = None) -> Pending[Tensor]:
-        check_tensor(x)
-        dim = check_dim(dim, x)
-        sizes = self._own_sizes(sizes, x.size(dim))
-        if self.size == 1 or row_numel(x, dim) * sum(sizes) == 0:
-            shape = with_dim(x.shape, dim, sum(sizes))
-            return self._ready(lambda: x.detach().clone(memory_format=torch.contiguous_format).view(shape))
-        row = row_numel(x, dim)
-        numels = [size * row for size in sizes]
-        flat = x.detach().contiguous().view(-1)
-        return self._launch(
-            "all_gather",
-            x,
-            sum(numels),
-            lambda t: t.all_gather(flat, numels),
-            lambda gathered: unpack(gathered, x.shape, dim, sizes),
-        )
+        return self._background.all_gather(x, dim=dim, sizes=sizes)
 
     def all_gather(self, x: Tensor, *, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor:
         """The x of all ranks, concatenated along `dim` in rank order. `sizes`: rows of each rank, by default
         x.size(dim) on every rank.
         """
-        return self.all_gather_async(x, dim=dim, sizes=sizes).wait()
+        return self._blocking.all_gather(x, dim=dim, sizes=sizes).wait()
 
     def all_to_all_async(
         self, x: Tensor, *, input_sizes: Sequence[int] | None = None, output_sizes: Sequence[int] | None = None
     ) -> Pending[Tensor]:
-        check_tensor(x)
-        check_dim(0, x)
-        inputs, outputs = self._exchange_sizes(x.size(0), input_sizes, output_sizes)
-        if self.size == 1:
-            return self._ready(lambda: x.detach().clone(memory_format=torch.contiguous_format))
-        row = row_numel(x, 0)
-        shape = with_dim(x.shape, 0, sum(outputs))
-        if row == 0:
-            return self._ready(lambda: x.new_empty(shape))
-        flat = x.detach().contiguous().view(-1)
-        return self._launch(
-            "all_to_all",
-            x,
-            flat.numel() - inputs[self.rank] * row,
-            lambda t: t.all_to_all(flat, [size * row for size in inputs], [size * row for size in outputs]),
-            lambda received: received.view(shape),
-        )
+        return self._background.all_to_all(x, input_sizes=input_sizes, output_sizes=output_sizes)
 
     def all_to_all(
         self, x: Tensor, *, input_sizes: Sequence[int] | None = None, output_sizes: Sequence[int] | None = None
@@ -176,36 +114,21 @@ class Communicator:
         `input_sizes` defaults to equal parts, `output_sizes` to `input_sizes` where those are equal (else it must be
         given).
         """
-        return self.all_to_all_async(x, input_sizes=input_sizes, output_sizes=output_sizes).wait()
+        return self._blocking.all_to_all(x, input_sizes=input_sizes, output_sizes=output_sizes).wait()
 
     def broadcast_async(self, x: Tensor, src: int = 0) -> Pending[Tensor]:
-        check_tensor(x)
-        self._check_rank(src, "src")
-        if self.size == 1 or x.numel() == 0:
-            return self._ready(lambda: x.detach().clone(memory_format=torch.contiguous_format))
-        flat = x.detach().contiguous().view(-1)
-        return self._launch("broadcast", x, x.numel(), lambda t: t.broadcast(flat, src), lambda y: y.view(x.shape))
+        return self._background.broadcast(x, src)
 
     def broadcast(self, x: Tensor, src: int = 0) -> Tensor:
         """The x of rank src. On the other ranks x gives shape and dtype only."""
-        return self.broadcast_async(x, src).wait()
+        return self._blocking.broadcast(x, src).wait()
 
     def reduce_async(self, x: Tensor, dst: int = 0, op: str = "sum") -> Pending[Tensor | None]:
-        check_tensor(x)
-        check_reduction(op, x.dtype)
-        self._check_rank(dst, "dst")
-        if self.size == 1 or x.numel() == 0:
-            return self._ready(
-                lambda: x.detach().clone(memory_format=torch.contiguous_format) if self.rank == dst else None
-            )
-        flat = x.detach().contiguous().view(-1)
-        return self._launch(
-            "reduce", x, x.numel(), lambda t: t.reduce(flat, dst, op), lambda y: None if y is None else y.view(x.shape)
-        )
+        return self._background.reduce(x, dst, op)
 
     def reduce(self, x: Tensor, dst: int = 0, op: str = "sum") -> Tensor | None:
         """x of every rank reduced by op, on rank dst; None elsewhere."""
-        return self.reduce_async(x, dst, op).wait()
+        return self._blocking.reduce(x, dst, op).wait()
 
     def scatter_async(
         self,
@@ -216,33 +139,7 @@ class Communicator:
         sizes: Sequence[int] | None = None,
         like: Tensor | None = None,
     ) -> Pending[Tensor]:
-        self._check_rank(src, "src")
-        whole = x if x is not None else like
-        if whole is None or (x is None and self.rank == src):
-            raise ValueError(
-                "x must be a tensor on rank src; other ranks pass x, or like= (a tensor of its shape and dtype)"
-            )
-        check_tensor(whole)
-        dim = check_dim(dim, whole)
-        sizes = self._part_sizes(sizes, whole.size(dim))
-        shape = with_dim(whole.shape, dim, sizes[self.rank])
-        if self.size == 1:
-            return self._ready(lambda: whole.detach().clone(memory_format=torch.contiguous_format))
-        device = whole.device if whole.device.type != "meta" else self._default_device()
-        if whole.numel() == 0:
-            return self._ready(lambda: torch.empty(shape, dtype=whole.dtype, device=device))
-        is_src = self.rank == src
-        empty = torch.empty(0, dtype=whole.dtype, device=device)
-        flat, inputs = pack(whole.detach(), dim, sizes) if is_src else (empty, [0] * self.size)
-        mine = sizes[self.rank] * row_numel(whole, dim)
-        outputs = [mine if rank == src else 0 for rank in range(self.size)]
-        return self._launch(
-            "scatter",
-            whole,
-            whole.numel(),
-            lambda t: t.all_to_all(flat, inputs, outputs),
-            lambda part: part.view(shape),
-        )
+        return self._background.scatter(x, src, dim=dim, sizes=sizes, like=like)
 
     def scatter(
         self,
@@ -258,136 +155,20 @@ class Communicator:
         Ranks other than src may pass x=None and like=: a tensor with the shape, dtype and device of the whole x; a
         meta tensor will do.
         """
-        return self.scatter_async(x, src, dim=dim, sizes=sizes, like=like).wait()
+        return self._blocking.scatter(x, src, dim=dim, sizes=sizes, like=like).wait()
 
     def gather_async(
         self, x: Tensor, dst: int = 0, *, dim: int = 0, sizes: Sequence[int] | None = None
     ) -> Pending[Tensor | None]:
-        check_tensor(x)
-        dim = check_dim(dim, x)
-        self._check_rank(dst, "dst")
-        sizes = self._own_sizes(sizes, x.size(dim))
-        row, is_dst = row_numel(x, dim), self.rank == dst
-        if self.size == 1 or row * sum(sizes) == 0:
-            shape = with_dim(x.shape, dim, sum(sizes))
-            return self._ready(
-                lambda: x.detach().clone(memory_format=torch.contiguous_format).view(shape) if is_dst else None
-            )
-        flat = x.detach().contiguous().view(-1)
-        inputs = [flat.numel() if rank == dst else 0 for rank in range(self.size)]
-        outputs = [size * row if is_dst else 0 for size in sizes]
-        return self._launch(
-            "gather",
-            x,
-            row * sum(sizes),
-            lambda t: t.all_to_all(flat, inputs, outputs),
-            lambda gathered: unpack(gathered, x.shape, dim, sizes) if is_dst else None,
-        )
+        return self._background.gather(x, dst, dim=dim, sizes=sizes)
 
     def gather(self, x: Tensor, dst: int = 0, *, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor | None:
         """The x of all ranks concatenated along `dim`, on rank dst; None elsewhere. `sizes` as in `all_gather`."""
-        return self.gather_async(x, dst, dim=dim, sizes=sizes).wait()
+        return self._blocking.gather(x, dst, dim=dim, sizes=sizes).wait()
 
     def barrier_async(self) -> Pending[None]:
-        if self.size == 1:
-            return self._ready(lambda: None)
-        return self._launch("barrier", None, 0, lambda t: t.barrier(), lambda _: None)
+        return self._background.barrier()
 
     def barrier(self) -> None:
         """Return when every rank has entered."""
-        self.barrier_async().wait()
-
-    # ---- launching
-
-    def _ready(self, result: Callable[[], Any]) -> Pending[Any]:
-        """A pending that is done: nothing was sent. The result is computed here, so that later writes to the input do
-        not show.
-        """
-        value = result()
-        return Pending(None, lambda: value, describe=lambda: "", timeout=self.timeout)
-
-    def _launch(
-        self,
-        op: str,
-        x: Tensor | None,
-        numel: int,
-        start: Callable[[Transport], InFlight],
-        unpack: Callable[[Any], Any],
-    ) -> Pending[Any]:
-        assert self._transport is not None
-        sequence, self._launched = self._launched, self._launched + 1
-        shape, dtype = (None, torch.uint8) if x is None else (tuple(x.shape), x.dtype)
-
-        def describe() -> str:
-            ranks = dist.get_process_group_ranks(self.group) if dist.is_initialized() else "?"
-            what = "" if shape is None else f" of shape {shape} {dtype}"
-            return f"{op} #{sequence}{what} on rank {self.rank} of {self.size} (global ranks {ranks})"
-
-        try:
-            flight = start(self._transport)
-        except RuntimeError as error:
-            raise CommError(f"{describe()}: could not be launched. Cause: {error}") from error
-        note(op, self.size, numel, dtype)
-        return Pending(flight.work, lambda: unpack(flight.finish()), describe=describe, timeout=self.timeout)
-
-    # ---- checking
-
-    def _default_device(self) -> torch.device:
-        assert self.group is not None
-        kinds = [device.type for device in self.group._device_types]
-        return torch.device("cuda", torch.cuda.current_device()) if kinds == ["cuda"] else torch.device("cpu")
-
-    def _check_rank(self, rank: int, name: str) -> None:
-        if not 0 <= rank < self.size:
-            raise ValueError(f"{name} must be a rank of the group, 0..{self.size - 1}, got {rank}")
-
-    def _check_sizes(self, sizes: Sequence[int], name: str) -> list[int]:
-        sizes = [int(size) for size in sizes]
-        if len(sizes) != self.size:
-            raise ValueError(f"{name} must have one entry per rank ({self.size}), got {len(sizes)}: {sizes}")
-        if min(sizes) < 0:
-            raise ValueError(f"{name} must not be negative, got {sizes}")
-        return sizes
-
-    def _part_sizes(self, sizes: Sequence[int] | None, total: int) -> list[int]:
-        if sizes is None:
-            return shard_sizes(total, self.size)
-        sizes = self._check_sizes(sizes, "sizes")
-        if sum(sizes) != total:
-            raise ValueError(f"sizes must add up to the {total} rows of x along dim, got {sizes} (sum {sum(sizes)})")
-        return sizes
-
-    def _own_sizes(self, sizes: Sequence[int] | None, mine: int) -> list[int]:
-        if sizes is None:
-            return [mine] * self.size
-        sizes = self._check_sizes(sizes, "sizes")
-        if sizes[self.rank] != mine:
-            raise ValueError(
-                f"sizes[{self.rank}] must be the {mine} rows that x of rank {self.rank} has along dim, got {sizes}"
-            )
-        return sizes
-
-    def _exchange_sizes(
-        self, rows: int, input_sizes: Sequence[int] | None, output_sizes: Sequence[int] | None
-    ) -> tuple[list[int], list[int]]:
-        if input_sizes is None:
-            if rows % self.size:
-                raise ValueError(
-                    f"x has {rows} rows, not divisible by {self.size} ranks: give input_sizes and output_sizes"
-                )
-            inputs = [rows // self.size] * self.size
-        else:
-            inputs = self._check_sizes(input_sizes, "input_sizes")
-            if sum(inputs) != rows:
-                raise ValueError(f"input_sizes must add up to the {rows} rows of x, got {inputs} (sum {sum(inputs)})")
-        if output_sizes is None:
-            if input_sizes is not None and len(set(inputs)) > 1:
-                raise ValueError(f"output_sizes must be given when input_sizes are not all equal, got {inputs}")
-            return inputs, list(inputs)
-        outputs = self._check_sizes(output_sizes, "output_sizes")
-        if inputs[self.rank] != outputs[self.rank]:
-            raise ValueError(
-                f"input_sizes[{self.rank}] ({inputs[self.rank]}) and output_sizes[{self.rank}] ({outputs[self.rank]}) "
-                f"must agree: both are the rows that rank {self.rank} keeps"
-            )
-        return inputs, outputs
+        return self._blocking.barrier().wait()

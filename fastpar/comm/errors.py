@@ -1,10 +1,25 @@
-"""The error of a collective that failed or was not finished in time."""
+"""The errors of collectives that failed or were not finished in time."""
 
 
 class CommError(RuntimeError):
     """A collective failed or missed its deadline.
 
     The message names the operation, its sequence number, the ranks of the group, this rank, shape and dtype, and the
-    deadline. After a failure, or once an operation was given up by its transport, the group is in an unknown state:
-    make a new one.
+    cause. Unless a subclass says otherwise the group is in an unknown state afterwards: make a new one.
+    """
+
+
+class CommTimeoutError(CommError):
+    """The deadline passed; the message names the ranks that were missing."""
+
+
+class PeerLostError(CommError):
+    """The process of another rank has ended."""
+
+
+class CommMismatchError(CommError):
+    """The ranks called different collectives, or the same one with other shapes, dtypes or options.
+
+    Every rank gets this error, with what every rank called, before any data was touched. Over shared memory the group
+    can be used further.
     """

@@ -6,9 +6,13 @@ import time
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
-from fastpar.comm.errors import CommError
+from fastpar.comm.errors import CommError, CommTimeoutError
 
 T = TypeVar("T")
+
+
+class StillInFlightError(RuntimeError):
+    """What the work of a transport raises when it is not done within the seconds it was given."""
 
 
 class Work(Protocol):
@@ -73,16 +77,20 @@ class Pending(Generic[T]):
         try:
             work.wait(seconds)
         except RuntimeError as error:
+            if isinstance(error, CommError) and not isinstance(error, CommTimeoutError):
+                self._error = type(error)(f"{self._describe()}: {error}")
+                raise self._error from error
             waited = time.monotonic() - started
             limit = (
                 f"{self._timeout:g} s after its launch"
                 if timeout is None
                 else f"{timeout:g} s after the call of wait()"
             )
-            failure = CommError(
+            is_timeout = isinstance(error, (StillInFlightError, CommTimeoutError))
+            failure = (CommTimeoutError if is_timeout else CommError)(
                 f"{self._describe()}: failed or not finished by its deadline ({limit}); waited {waited:.2f} s. "
-                f"Has every rank of the group called it, in the same order? Cause: {error}"
+                f"Has every rank of the group called it, in the same order? Cause: {str(error) or 'still in flight'}"
             )
-            if timeout is None or waited < timeout:
+            if timeout is None or (not isinstance(error, StillInFlightError) and waited < timeout):
                 self._error = failure
             raise failure from error

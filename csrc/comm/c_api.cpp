@@ -1,0 +1,155 @@
+#include "comm/c_api.h"
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "comm/progress.h"
+#include "runtime/shared_segment.h"
+
+namespace {
+
+using fastpar::Call;
+using fastpar::CommFailure;
+using fastpar::CommStatus;
+using fastpar::Progress;
+using fastpar::SharedSegment;
+
+std::string& error_text() {
+  thread_local std::string text;
+  return text;
+}
+
+template <typename Action>
+int status_of(Action&& action) {
+  try {
+    action();
+    return 0;
+  } catch (const CommFailure& failure) {
+    error_text() = failure.what();
+    return static_cast<int>(failure.status());
+  } catch (const std::exception& error) {
+    error_text() = error.what();
+    return static_cast<int>(CommStatus::kError);
+  }
+}
+
+fastpar::InterruptCheck& interrupt_check() {
+  static fastpar::InterruptCheck check = nullptr;
+  return check;
+}
+
+Progress& progress(void* comm) { return *static_cast<Progress*>(comm); }
+
+Call call_of(int64_t spec, int64_t element_bytes, const void* input, void* output, int64_t count, const int64_t* sizes,
+             const int64_t* output_sizes, double timeout) {
+  return {static_cast<fastpar::CommOp>(spec & 0xff),
+          static_cast<uint8_t>(spec >> 8),
+          static_cast<fastpar::Reduction>(spec >> 16 & 0xff),
+          static_cast<int32_t>(spec >> 32),
+          element_bytes,
+          input,
+          output,
+          count,
+          sizes,
+          output_sizes,
+          timeout};
+}
+
+struct Region {
+  SharedSegment own;
+  std::vector<SharedSegment> peers;
+  std::vector<char*> addresses;
+  uint64_t id = 0;
+};
+
+Region& region_of(void* region) { return *static_cast<Region*>(region); }
+
+}  // namespace
+
+const char* fastpar_comm_error() { return error_text().c_str(); }
+
+void* fastpar_comm_create(int rank, int size, int ranks_on_host, int64_t slot_bytes) {
+  Progress* created = nullptr;
+  status_of([&] { created = new Progress({rank, size, ranks_on_host, static_cast<size_t>(slot_bytes)}); });
+  return created;
+}
+
+int64_t fastpar_comm_descriptor(void* comm) { return progress(comm).world().descriptor(); }
+uint64_t fastpar_comm_nonce(void* comm) { return progress(comm).world().nonce(); }
+
+int fastpar_comm_connect(void* comm, const int64_t* pids, const int64_t* descriptors, const uint64_t* nonces) {
+  return status_of([&] { progress(comm).world().connect(pids, descriptors, nonces); });
+}
+
+void fastpar_comm_seal(void* comm) { progress(comm).world().seal(); }
+void fastpar_comm_destroy(void* comm) { delete static_cast<Progress*>(comm); }
+void fastpar_comm_set_interrupt_check(bool (*check)()) { interrupt_check() = check; }
+
+int fastpar_comm_run(void* comm, int64_t spec, int64_t element_bytes, const void* input, void* output, int64_t count,
+                     const int64_t* sizes, const int64_t* output_sizes, double timeout) {
+  return status_of([&] {
+    progress(comm).run(call_of(spec, element_bytes, input, output, count, sizes, output_sizes, timeout),
+                       interrupt_check());
+  });
+}
+
+uint64_t fastpar_comm_submit(void* comm, int64_t spec, int64_t element_bytes, const void* input, void* output,
+                             int64_t count, const int64_t* sizes, const int64_t* output_sizes, double timeout) {
+  return progress(comm).submit(call_of(spec, element_bytes, input, output, count, sizes, output_sizes, timeout));
+}
+
+int fastpar_comm_wait(void* comm, uint64_t ticket, double seconds) {
+  bool is_done = false;
+  const int status = status_of([&] { is_done = progress(comm).wait(ticket, seconds); });
+  return status != 0 || is_done ? status : -1;
+}
+
+int fastpar_comm_done(void* comm, uint64_t ticket) { return progress(comm).done(ticket); }
+
+void* fastpar_region_create(int64_t bytes) {
+  Region* created = nullptr;
+  status_of([&] {
+    auto region = std::make_unique<Region>();
+    region->own = SharedSegment::create(static_cast<size_t>(bytes));
+    created = region.release();
+  });
+  return created;
+}
+
+int64_t fastpar_region_descriptor(void* region) { return region_of(region).own.descriptor(); }
+
+int fastpar_region_connect(void* handle, void* comm, const int64_t* pids, const int64_t* descriptors) {
+  return status_of([&] {
+    Region& region = region_of(handle);
+    progress(comm).exclusively([&](fastpar::World& world) {
+      std::vector<SharedSegment> peers(static_cast<size_t>(world.size()));
+      std::vector<char*> addresses;
+      for (int rank = 0; rank < world.size(); ++rank) {
+        if (rank != world.rank()) {
+          peers[static_cast<size_t>(rank)] = SharedSegment::open(
+              static_cast<pid_t>(pids[rank]), static_cast<int>(descriptors[rank]), region.own.bytes());
+        }
+        addresses.push_back(rank == world.rank() ? region.own.address() : peers[static_cast<size_t>(rank)].address());
+      }
+      region.peers = std::move(peers);
+      region.addresses = std::move(addresses);
+      region.id = world.add_region(region.addresses, region.own.bytes());
+    });
+  });
+}
+
+void fastpar_region_seal(void* region) { region_of(region).own.close_descriptor(); }
+void* fastpar_region_address(void* region, int rank) { return region_of(region).addresses[static_cast<size_t>(rank)]; }
+
+void fastpar_region_forget(void* handle, void* comm) {
+  const Region& region = region_of(handle);
+  progress(comm).exclusively([&](fastpar::World& world) { world.remove_region(region.id); });
+}
+
+void fastpar_region_destroy(void* region) { delete static_cast<Region*>(region); }
+
+void fastpar_comm_tune(int64_t one_shot_bytes, int64_t chunk_bytes) {
+  fastpar::tuning() = {one_shot_bytes, chunk_bytes};
+}

@@ -1,0 +1,55 @@
+// The shared-memory transport as C functions, for fastpar/comm/_shared_library.py.
+//
+// Not ops: a call through ctypes costs a microsecond, the dispatcher several, and a small collective takes less than
+// one. A status other than 0 (CommStatus) comes with a text in fastpar_comm_error().
+#pragma once
+
+#include <cstdint>
+
+#define FASTPAR_EXPORT __attribute__((visibility("default")))
+
+extern "C" {
+
+// The text that goes with the last status of this thread.
+FASTPAR_EXPORT const char* fastpar_comm_error();
+
+// ---- the ranks of a group on this host: create, tell the others pid, descriptor and nonce, connect, seal
+
+FASTPAR_EXPORT void* fastpar_comm_create(int rank, int size, int ranks_on_host, int64_t slot_bytes);
+FASTPAR_EXPORT int64_t fastpar_comm_descriptor(void* comm);
+FASTPAR_EXPORT uint64_t fastpar_comm_nonce(void* comm);
+FASTPAR_EXPORT int fastpar_comm_connect(void* comm, const int64_t* pids, const int64_t* descriptors,
+                                        const uint64_t* nonces);
+FASTPAR_EXPORT void fastpar_comm_seal(void* comm);
+FASTPAR_EXPORT void fastpar_comm_destroy(void* comm);
+
+// Asked by a blocking call that waits for long; not 0: give up.
+FASTPAR_EXPORT void fastpar_comm_set_interrupt_check(bool (*check)());
+
+// ---- calls. `spec`: op | dtype << 8 | reduction << 16 | root << 32. See `Call` for the rest.
+
+FASTPAR_EXPORT int fastpar_comm_run(void* comm, int64_t spec, int64_t element_bytes, const void* input, void* output,
+                                    int64_t count, const int64_t* sizes, const int64_t* output_sizes, double timeout);
+// The ticket.
+FASTPAR_EXPORT uint64_t fastpar_comm_submit(void* comm, int64_t spec, int64_t element_bytes, const void* input,
+                                            void* output, int64_t count, const int64_t* sizes,
+                                            const int64_t* output_sizes, double timeout);
+// 0: done; -1: not within `seconds`.
+FASTPAR_EXPORT int fastpar_comm_wait(void* comm, uint64_t ticket, double seconds);
+FASTPAR_EXPORT int fastpar_comm_done(void* comm, uint64_t ticket);
+
+// ---- regions: memory of the same size on every rank, which all of them map
+
+FASTPAR_EXPORT void* fastpar_region_create(int64_t bytes);
+FASTPAR_EXPORT int64_t fastpar_region_descriptor(void* region);
+FASTPAR_EXPORT int fastpar_region_connect(void* region, void* comm, const int64_t* pids, const int64_t* descriptors);
+FASTPAR_EXPORT void fastpar_region_seal(void* region);
+FASTPAR_EXPORT void* fastpar_region_address(void* region, int rank);
+// Collectives no longer know it; the memory stays.
+FASTPAR_EXPORT void fastpar_region_forget(void* region, void* comm);
+FASTPAR_EXPORT void fastpar_region_destroy(void* region);
+
+// ---- for tests and benches
+
+FASTPAR_EXPORT void fastpar_comm_tune(int64_t one_shot_bytes, int64_t chunk_bytes);
+}

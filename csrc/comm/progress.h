@@ -1,0 +1,72 @@
+// Runs the collectives of one World in the order in which they are called: on the caller's thread, or behind it.
+//
+// A blocking call that finds nothing under way runs where it is. A call that is submitted is run by a thread of its
+// own, which exists from the first such call on, so that it makes progress while the caller computes or waits for
+// something else. Ranks that interleave two groups in different orders therefore do not wait for each other for ever.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "comm/collectives.h"
+#include "comm/world.h"
+
+namespace fastpar {
+
+class Progress {
+ public:
+  explicit Progress(const WorldOptions& options) : world_(options) {}
+  ~Progress();
+  Progress(const Progress&) = delete;
+
+  // Not while a call is under way.
+  World& world() { return world_; }
+
+  // Returns when the call is done; throws CommFailure. `check` is asked now and then whether to give up.
+  void run(const Call& call, InterruptCheck check);
+
+  // Queues the call and gives its ticket; the call's buffers must live until it is done, its sizes are copied.
+  uint64_t submit(const Call& call);
+
+  // Whether the ticket's call is done within so many seconds. Throws its CommFailure, if it has one.
+  bool wait(uint64_t ticket, double seconds);
+  bool done(uint64_t ticket) const { return finished_.load(std::memory_order_acquire) >= ticket; }
+
+  // Calls of other threads stay out while `action` uses the world.
+  template <typename Action>
+  void exclusively(Action&& action) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    changed_.wait(lock, [this] { return !busy_; });
+    action(world_);
+  }
+
+ private:
+  struct Job {
+    Call call;
+    std::vector<int64_t> sizes, output_sizes;
+    uint64_t ticket;
+  };
+
+  uint64_t enqueue(const Call& call);
+  void work();
+
+  World world_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<Job> queue_;
+  bool busy_ = false;  // a call is under way
+  bool stopping_ = false;
+  uint64_t sequence_ = 0;  // calls so far
+  uint64_t submitted_ = 0;
+  std::atomic<uint64_t> finished_{0};  // tickets end in order
+  std::map<uint64_t, CommFailure> failures_;
+  std::thread thread_;
+};
+
+}  // namespace fastpar

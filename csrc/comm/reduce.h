@@ -1,0 +1,52 @@
+// The local half of a reduction over ranks: what World's collectives and the instruction-set versions agree on.
+#pragma once
+
+#include <cstdint>
+
+namespace fastpar {
+
+enum class CommType : uint8_t {
+  kFloat32,
+  kBFloat16,
+  kFloat16,
+  kFloat64,
+  kInt64,
+  kInt32,
+  kInt16,
+  kInt8,
+  kUInt8,  // bool too
+};
+constexpr int kNumCommTypes = 9;
+constexpr int kCommTypeBytes[kNumCommTypes] = {4, 2, 2, 8, 8, 4, 2, 1, 1};
+
+enum class Reduction : uint8_t { kSum, kAvg, kMax, kMin };
+
+constexpr int kMaxReduceSources = 256;
+
+// target_t[i] = (source_0[i] op source_1[i]) op source_2[i] ... for every target. The sum and average of 16-bit floats
+// accumulate in float32 and round once; integers wrap; NaN wins in max and min. A target may be one of the sources.
+struct ReduceArguments {
+  const void* const* sources;
+  int num_sources;
+  void* const* targets;
+  int num_targets;
+  int64_t count;
+  bool average;
+};
+
+using ReduceKernel = void (*)(const ReduceArguments&);
+
+struct ReduceKernels {
+  ReduceKernel sum[kNumCommTypes];  // and average
+  ReduceKernel max[kNumCommTypes];
+  ReduceKernel min[kNumCommTypes];
+  void (*copy_past_caches)(void* target, const void* source, int64_t bytes);
+};
+
+extern const ReduceKernels kReducePortable;
+#if FASTPAR_X86
+extern const ReduceKernels kReduceAvx2;
+extern const ReduceKernels kReduceAvx512;
+#endif
+
+}  // namespace fastpar

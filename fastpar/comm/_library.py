@@ -1,0 +1,96 @@
+"""The C functions of the shared-memory transport (csrc/comm/c_api.h), through ctypes.
+
+A call costs about a microsecond; the dispatcher's path to a stable-ABI op costs several, more than a small collective
+takes. ctypes releases the interpreter's lock during a call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import threading
+from ctypes import POINTER, c_bool, c_char_p, c_double, c_int, c_int64, c_uint64, c_void_p
+from typing import Any
+
+from fastpar import _ext
+from fastpar.comm.errors import CommError, CommMismatchError, CommTimeoutError, PeerLostError
+
+_INTERRUPTED = 4
+_ERRORS: dict[int, type[CommError]] = {1: CommTimeoutError, 2: PeerLostError, 3: CommMismatchError}
+
+_CALL = [c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64, POINTER(c_int64), POINTER(c_int64), c_double]
+_PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
+    "comm_error": (c_char_p, []),
+    "comm_create": (c_void_p, [c_int, c_int, c_int, c_int64]),
+    "comm_descriptor": (c_int64, [c_void_p]),
+    "comm_nonce": (c_uint64, [c_void_p]),
+    "comm_connect": (c_int, [c_void_p, POINTER(c_int64), POINTER(c_int64), POINTER(c_uint64)]),
+    "comm_seal": (None, [c_void_p]),
+    "comm_destroy": (None, [c_void_p]),
+    "comm_set_interrupt_check": (None, [c_void_p]),
+    "comm_run": (c_int, _CALL),
+    "comm_submit": (c_uint64, _CALL),
+    "comm_wait": (c_int, [c_void_p, c_uint64, c_double]),
+    "comm_done": (c_int, [c_void_p, c_uint64]),
+    "region_create": (c_void_p, [c_int64]),
+    "region_descriptor": (c_int64, [c_void_p]),
+    "region_connect": (c_int, [c_void_p, c_void_p, POINTER(c_int64), POINTER(c_int64)]),
+    "region_seal": (None, [c_void_p]),
+    "region_address": (c_void_p, [c_void_p, c_int]),
+    "region_forget": (None, [c_void_p, c_void_p]),
+    "region_destroy": (None, [c_void_p]),
+    "comm_tune": (None, [c_int64, c_int64]),
+}
+
+# What a signal handler raised while a collective waited: set by the check below, on the thread that waits.
+_raised = threading.local()
+
+
+@ctypes.CFUNCTYPE(c_bool)
+def _check_interrupt() -> bool:
+    """Runs a few times a second while a blocking collective waits. Being Python code, it gives signal handlers their
+    turn; an exception of theirs (KeyboardInterrupt) must not be lost in C, so it is kept for `check_status`."""
+    try:
+        for _ in range(1):  # the interpreter looks for signals on a backward jump
+            pass
+    except BaseException as error:
+        _raised.error = error
+        return True
+    return False
+
+
+class Library:
+    """The functions as attributes, without their prefix."""
+
+    def __init__(self, path: str) -> None:
+        handle = ctypes.CDLL(path)
+        for name, (result, arguments) in _PROTOTYPES.items():
+            function = getattr(handle, f"fastpar_{name}")
+            function.restype, function.argtypes = result, arguments
+            setattr(self, name, function)
+        self.comm_set_interrupt_check(_check_interrupt)
+
+    def __getattr__(self, name: str) -> Any:  # for type checkers: the attributes are set above
+        raise AttributeError(name)
+
+    def check_status(self, status: int) -> None:
+        """Raise the error that a status stands for."""
+        if status == 0:
+            return
+        error, _raised.error = getattr(_raised, "error", None), None
+        if status == _INTERRUPTED and error is not None:
+            raise error
+        raise _ERRORS.get(status, CommError)(self.error_text())
+
+    def error_text(self) -> str:
+        return str(self.comm_error().decode(errors="replace"))
+
+
+@functools.cache
+def library() -> Library:
+    """Raises ImportError where fastpar's compiled library is missing."""
+    return Library(str(_ext.load()))
+
+
+def int64_array(values: Any) -> Any:
+    return (c_int64 * len(values))(*values)

@@ -1,0 +1,150 @@
+"""How the ranks of a group come to share memory: when the first collective on CPU tensors asks for it, behind its back.
+
+Joining needs all ranks, and a rank that launches a collective must not wait for the others. So a thread meets them in
+the group's store, where nothing depends on the order of other collectives, and what is launched in the meantime waits
+in a queue. From then on, collectives go straight to the transport that was found.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from fastpar.comm.errors import CommError
+from fastpar.comm.local_world import LocalWorld, connect
+from fastpar.comm.pending import StillInFlightError, Work
+from fastpar.comm.transport import InFlight
+
+
+class _Queued:
+    """A collective that was launched before the ranks had met: the work of what it becomes."""
+
+    def __init__(self, start: Callable[[LocalWorld | None], InFlight]) -> None:
+        self._start = start
+        self._started = threading.Event()
+        self._flight: InFlight | None = None
+        self._error: CommError | None = None
+
+    def start(self, world: LocalWorld | None, error: CommError | None) -> None:
+        """On the thread of the connection."""
+        try:
+            if error is not None:
+                raise error
+            self._flight = self._start(world)
+        except CommError as failure:
+            self._error = failure
+        except Exception as failure:  # whatever it is, the caller must hear of it, and not wait for ever
+            self._error = CommError(f"could not be launched: {failure}")
+        self._started.set()
+
+    def wait(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        if not self._started.wait(seconds):
+            raise StillInFlightError
+        if self._error is not None:
+            raise self._error
+        work = self._inner()
+        if work is not None:
+            work.wait(max(deadline - time.monotonic(), 0.0))
+
+    def done(self) -> bool:
+        if not self._started.is_set():
+            return False
+        work = self._inner()
+        return self._error is not None or work is None or work.done()
+
+    def finish(self) -> Any:
+        assert self._flight is not None
+        return self._flight.finish()
+
+    def _inner(self) -> Work | None:
+        return None if self._flight is None else self._flight.work
+
+
+class Connection:
+    """The shared memory of one process group, or the knowledge that there is none."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = weakref.ref(group)
+        self._rank, self._size = group.rank(), group.size()
+        self._lock = threading.Lock()
+        self._queue: list[_Queued] | None = None  # None: not asked for yet
+        self._owner = os.getpid()
+        self.is_settled = False
+        self.error: CommError | None = None  # the ranks did not meet: for good
+        self.world: LocalWorld | None = None
+        self.problem = ""  # why there is no world
+
+    @staticmethod
+    def of(group: ProcessGroup) -> Connection:
+        """The connection of a group, which all its communicators share."""
+        with _LOCK:
+            connection = _CONNECTIONS.get(group)
+            if connection is None:
+                connection = _CONNECTIONS[group] = Connection(group)
+        if connection._owner != os.getpid():
+            raise CommError("this process was forked from a rank: it cannot take part in the collectives of its group")
+        return connection
+
+    def defer(self, start: Callable[[LocalWorld | None], InFlight], timeout: float) -> InFlight:
+        """Launch `start` when the ranks have met; at once where they have."""
+        queued = _Queued(start)
+        with self._lock:
+            if not self.is_settled:
+                if self._queue is None:
+                    self._queue = []
+                    group = self._group()
+                    assert group is not None
+                    store = store_of(group)
+                    threading.Thread(
+                        target=self._connect, args=(store, timeout), name="fastpar-connect", daemon=True
+                    ).start()
+                self._queue.append(queued)
+                return InFlight(queued, queued.finish)
+        if self.error is not None:
+            raise CommError(f"an earlier collective of this group failed ({self.error}): make a new group")
+        return start(self.world)
+
+    def _connect(self, store: dist.Store | None, timeout: float) -> None:
+        try:
+            if store is None:
+                raise NotImplementedError("the group has no store")
+            found = connect(store, self._rank, self._size, _ranks_on_host(self._size), timeout)
+            self.world, self.problem = (None, found) if isinstance(found, str) else (found, "")
+        except CommError as failure:
+            self.error = failure
+        except Exception as failure:
+            self.problem = f"{type(failure).__name__}: {failure}"
+        with self._lock:
+            assert self._queue is not None
+            for queued in self._queue:
+                queued.start(self.world, self.error)
+            self._queue = None
+            self.is_settled = True
+
+
+_CONNECTIONS: weakref.WeakKeyDictionary[ProcessGroup, Connection] = weakref.WeakKeyDictionary()
+_LOCK = threading.Lock()
+
+
+def store_of(group: ProcessGroup) -> dist.Store | None:
+    """The store that belongs to this group alone."""
+    get = getattr(group, "get_group_store", None)
+    if get is not None:
+        try:
+            return get()
+        except RuntimeError:
+            return None
+    return None
+
+
+def _ranks_on_host(group_size: int) -> int:
+    """How many ranks compete for this host's processors, as far as one can tell: it decides how long to spin."""
+    return max(group_size, int(os.environ.get("LOCAL_WORLD_SIZE") or dist.get_world_size()))

@@ -1,0 +1,303 @@
+"""From the arguments of a collective to flat tensors in the hands of a transport."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fastpar.comm.errors import CommError
+from fastpar.comm.layout import check_dim, check_out, check_tensor, pack, row_numel, unpack, with_dim
+from fastpar.comm.pending import Pending
+from fastpar.comm.recording import note
+from fastpar.comm.reduction import check_reduction
+from fastpar.comm.route import Route
+from fastpar.comm.shards import shard_sizes
+from fastpar.comm.transport import InFlight, Transport
+
+
+class Launcher:
+    """The collectives of `Communicator`, all of which return a `Pending`.
+
+    A blocking launcher may do all the work before it returns; the other one leaves it to the transport.
+
+    Note: the shape of every method. Check the arguments; where there is one rank or nothing to send, give the result
+    at once; else hand flat tensors to the transport. Packing happens before the launch, unpacking in Pending.wait(),
+    and neither communicates.
+    """
+
+    def __init__(self, route: Route, *, blocking: bool) -> None:
+        self.group, self.rank, self.size, self.timeout = route.group, route.rank, route.size, route.timeout
+        self._route = route
+        self._blocking = blocking
+
+    def all_reduce(self, x: Tensor, op: str = "sum", *, out: Tensor | None = None) -> Pending[Tensor]:
+        check_tensor(x)
+        check_reduction(op, x.dtype)
+        if out is not None:
+            check_out(out, x)
+        source = x.detach()
+        target = None if out is None else out.detach()
+
+        def write(flat: Tensor) -> Tensor:
+            if out is None:
+                return flat.view(x.shape)
+            if target is not None and flat is not flat_out:
+                target.copy_(flat.view(x.shape))
+            return out
+
+        flat_out = target.view(-1) if target is not None and target.is_contiguous() else None
+        if self.size == 1 or x.numel() == 0:
+            return self._ready(lambda: write(source.clone(memory_format=torch.contiguous_format).view(-1)))
+        flat = source.contiguous().view(-1)
+        return self._launch("all_reduce", x, x.numel(), lambda t: t.all_reduce(flat, op, flat_out), write)
+
+    def reduce_scatter(
+        self, x: Tensor, op: str = "sum", *, dim: int = 0, sizes: Sequence[int] | None = None
+    ) -> Pending[Tensor]:
+        check_tensor(x)
+        check_reduction(op, x.dtype)
+        dim = check_dim(dim, x)
+        sizes = self._part_sizes(sizes, x.size(dim))
+        shape = with_dim(x.shape, dim, sizes[self.rank])
+        if self.size == 1 or x.numel() == 0:
+            return self._ready(
+                lambda: x.detach().narrow(dim, 0, shape[dim]).clone(memory_format=torch.contiguous_format)
+            )
+        flat, numels = pack(x.detach(), dim, sizes)
+        return self._launch(
+            "reduce_scatter", x, x.numel(), lambda t: t.reduce_scatter(flat, numels, op), lambda part: part.view(shape)
+        )
+
+    def all_gather(self, x: Tensor, *, dim: int = 0, sizes: Sequence[int] | None = None) -> Pending[Tensor]:
+        check_tensor(x)
+        dim = check_dim(dim, x)
+        sizes = self._own_sizes(sizes, x.size(dim))
+        if self.size == 1 or row_numel(x, dim) * sum(sizes) == 0:
+            shape = with_dim(x.shape, dim, sum(sizes))
+            return self._ready(lambda: x.detach().clone(memory_format=torch.contiguous_format).view(shape))
+        row = row_numel(x, dim)
+        numels = [size * row for size in sizes]
+        flat = x.detach().contiguous().view(-1)
+        return self._launch(
+            "all_gather",
+            x,
+            sum(numels),
+            lambda t: t.all_gather(flat, numels),
+            lambda gathered: unpack(gathered, x.shape, dim, sizes),
+        )
+
+    def all_to_all(
+        self, x: Tensor, *, input_sizes: Sequence[int] | None = None, output_sizes: Sequence[int] | None = None
+    ) -> Pending[Tensor]:
+        check_tensor(x)
+        check_dim(0, x)
+        inputs, outputs = self._exchange_sizes(x.size(0), input_sizes, output_sizes)
+        if self.size == 1:
+            return self._ready(lambda: x.detach().clone(memory_format=torch.contiguous_format))
+        row = row_numel(x, 0)
+        shape = with_dim(x.shape, 0, sum(outputs))
+        if row == 0:
+            return self._ready(lambda: x.new_empty(shape))
+        flat = x.detach().contiguous().view(-1)
+        return self._launch(
+            "all_to_all",
+            x,
+            flat.numel() - inputs[self.rank] * row,
+            lambda t: t.all_to_all(flat, [size * row for size in inputs], [size * row for size in outputs]),
+            lambda received: received.view(shape),
+        )
+
+    def broadcast(self, x: Tensor, src: int = 0) -> Pending[Tensor]:
+        check_tensor(x)
+        self._check_rank(src, "src")
+        if self.size == 1 or x.numel() == 0:
+            return self._ready(lambda: x.detach().clone(memory_format=torch.contiguous_format))
+        flat = x.detach().contiguous().view(-1)
+        return self._launch("broadcast", x, x.numel(), lambda t: t.broadcast(flat, src), lambda y: y.view(x.shape))
+
+    def reduce(self, x: Tensor, dst: int = 0, op: str = "sum") -> Pending[Tensor | None]:
+        check_tensor(x)
+        check_reduction(op, x.dtype)
+        self._check_rank(dst, "dst")
+        if self.size == 1 or x.numel() == 0:
+            return self._ready(
+                lambda: x.detach().clone(memory_format=torch.contiguous_format) if self.rank == dst else None
+            )
+        flat = x.detach().contiguous().view(-1)
+        return self._launch(
+            "reduce", x, x.numel(), lambda t: t.reduce(flat, dst, op), lambda y: None if y is None else y.view(x.shape)
+        )
+
+    def scatter(
+        self,
+        x: Tensor | None,
+        src: int = 0,
+        *,
+        dim: int = 0,
+        sizes: Sequence[int] | None = None,
+        like: Tensor | None = None,
+    ) -> Pending[Tensor]:
+        self._check_rank(src, "src")
+        whole = x if x is not None else like
+        if whole is None or (x is None and self.rank == src):
+            raise ValueError(
+                "x must be a tensor on rank src; other ranks pass x, or like= (a tensor of its shape and dtype)"
+            )
+        check_tensor(whole)
+        dim = check_dim(dim, whole)
+        sizes = self._part_sizes(sizes, whole.size(dim))
+        shape = with_dim(whole.shape, dim, sizes[self.rank])
+        if self.size == 1:
+            return self._ready(lambda: whole.detach().clone(memory_format=torch.contiguous_format))
+        device = whole.device if whole.device.type != "meta" else self._default_device()
+        if whole.numel() == 0:
+            return self._ready(lambda: torch.empty(shape, dtype=whole.dtype, device=device))
+        is_src = self.rank == src
+        empty = torch.empty(0, dtype=whole.dtype, device=device)
+        flat, inputs = pack(whole.detach(), dim, sizes) if is_src else (empty, [0] * self.size)
+        mine = sizes[self.rank] * row_numel(whole, dim)
+        outputs = [mine if rank == src else 0 for rank in range(self.size)]
+        return self._launch(
+            "scatter",
+            whole,
+            whole.numel(),
+            lambda t: t.all_to_all(flat, inputs, outputs),
+            lambda part: part.view(shape),
+            device=device,
+        )
+
+    def gather(
+        self, x: Tensor, dst: int = 0, *, dim: int = 0, sizes: Sequence[int] | None = None
+    ) -> Pending[Tensor | None]:
+        check_tensor(x)
+        dim = check_dim(dim, x)
+        self._check_rank(dst, "dst")
+        sizes = self._own_sizes(sizes, x.size(dim))
+        row, is_dst = row_numel(x, dim), self.rank == dst
+        if self.size == 1 or row * sum(sizes) == 0:
+            shape = with_dim(x.shape, dim, sum(sizes))
+            return self._ready(
+                lambda: x.detach().clone(memory_format=torch.contiguous_format).view(shape) if is_dst else None
+            )
+        flat = x.detach().contiguous().view(-1)
+        inputs = [flat.numel() if rank == dst else 0 for rank in range(self.size)]
+        outputs = [size * row if is_dst else 0 for size in sizes]
+        return self._launch(
+            "gather",
+            x,
+            row * sum(sizes),
+            lambda t: t.all_to_all(flat, inputs, outputs),
+            lambda gathered: unpack(gathered, x.shape, dim, sizes) if is_dst else None,
+        )
+
+    def barrier(self) -> Pending[None]:
+        if self.size == 1:
+            return self._ready(lambda: None)
+        return self._launch("barrier", None, 0, lambda t: t.barrier(), lambda _: None)
+
+    # Note: the shape of every method. Check the arguments; where there is one rank or nothing to send, give the
+    # result at once; else hand flat tensors to the transport. Packing happens before the launch, unpacking in
+    # Pending.wait(), and neither communicates.
+
+    # ---- launching
+
+    def _ready(self, result: Callable[[], Any]) -> Pending[Any]:
+        """A pending that is done: nothing was sent. The result is computed here, so that later writes to the input do
+        not show.
+        """
+        value = result()
+        return Pending(None, lambda: value, describe=lambda: "", timeout=self.timeout)
+
+    def _launch(
+        self,
+        op: str,
+        x: Tensor | None,
+        numel: int,
+        start: Callable[[Transport], InFlight],
+        unpack: Callable[[Any], Any],
+        *,
+        device: torch.device | None = None,
+    ) -> Pending[Any]:
+        sequence = self._route.count()
+        shape, dtype = (None, torch.uint8) if x is None else (tuple(x.shape), x.dtype)
+
+        def describe() -> str:
+            ranks = dist.get_process_group_ranks(self.group) if dist.is_initialized() else "?"
+            what = "" if shape is None else f" of shape {shape} {dtype}"
+            return f"{op} #{sequence}{what} on rank {self.rank} of {self.size} (global ranks {ranks})"
+
+        try:
+            where = x.device if device is None and x is not None else device
+            flight = self._route.launch(op, where, dtype, start, blocking=self._blocking)
+        except CommError as error:
+            raise type(error)(f"{describe()}: {error}") from error
+        except RuntimeError as error:
+            raise CommError(f"{describe()}: could not be launched. Cause: {error}") from error
+        note(op, self.size, numel, dtype)
+        return Pending(flight.work, lambda: unpack(flight.finish()), describe=describe, timeout=self.timeout)
+
+    # ---- checking
+
+    def _default_device(self) -> torch.device:
+        assert self.group is not None
+        kinds = [device.type for device in self.group._device_types]
+        return torch.device("cuda", torch.cuda.current_device()) if kinds == ["cuda"] else torch.device("cpu")
+
+    def _check_rank(self, rank: int, name: str) -> None:
+        if not 0 <= rank < self.size:
+            raise ValueError(f"{name} must be a rank of the group, 0..{self.size - 1}, got {rank}")
+
+    def _check_sizes(self, sizes: Sequence[int], name: str) -> list[int]:
+        sizes = [int(size) for size in sizes]
+        if len(sizes) != self.size:
+            raise ValueError(f"{name} must have one entry per rank ({self.size}), got {len(sizes)}: {sizes}")
+        if min(sizes) < 0:
+            raise ValueError(f"{name} must not be negative, got {sizes}")
+        return sizes
+
+    def _part_sizes(self, sizes: Sequence[int] | None, total: int) -> list[int]:
+        if sizes is None:
+            return shard_sizes(total, self.size)
+        sizes = self._check_sizes(sizes, "sizes")
+        if sum(sizes) != total:
+            raise ValueError(f"sizes must add up to the {total} rows of x along dim, got {sizes} (sum {sum(sizes)})")
+        return sizes
+
+    def _own_sizes(self, sizes: Sequence[int] | None, mine: int) -> list[int]:
+        if sizes is None:
+            return [mine] * self.size
+        sizes = self._check_sizes(sizes, "sizes")
+        if sizes[self.rank] != mine:
+            raise ValueError(
+                f"sizes[{self.rank}] must be the {mine} rows that x of rank {self.rank} has along dim, got {sizes}"
+            )
+        return sizes
+
+    def _exchange_sizes(
+        self, rows: int, input_sizes: Sequence[int] | None, output_sizes: Sequence[int] | None
+    ) -> tuple[list[int], list[int]]:
+        if input_sizes is None:
+            if rows % self.size:
+                raise ValueError(
+                    f"x has {rows} rows, not divisible by {self.size} ranks: give input_sizes and output_sizes"
+                )
+            inputs = [rows // self.size] * self.size
+        else:
+            inputs = self._check_sizes(input_sizes, "input_sizes")
+            if sum(inputs) != rows:
+                raise ValueError(f"input_sizes must add up to the {rows} rows of x, got {inputs} (sum {sum(inputs)})")
+        if output_sizes is None:
+            if input_sizes is not None and len(set(inputs)) > 1:
+                raise ValueError(f"output_sizes must be given when input_sizes are not all equal, got {inputs}")
+            return inputs, list(inputs)
+        outputs = self._check_sizes(output_sizes, "output_sizes")
+        if inputs[self.rank] != outputs[self.rank]:
+            raise ValueError(
+                f"input_sizes[{self.rank}] ({inputs[self.rank]}) and output_sizes[{self.rank}] ({outputs[self.rank]}) "
+                f"must agree: both are the rows that rank {self.rank} keeps"
+            )
+        return inputs, outputs

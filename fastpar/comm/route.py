@@ -1,0 +1,112 @@
+"""Which transport a collective takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch.distributed import ProcessGroup
+
+from fastpar.comm.connection import Connection
+from fastpar.comm.errors import CommError
+from fastpar.comm.local_world import LocalWorld
+from fastpar.comm.shared_memory import SharedMemoryTransport, can_reduce
+from fastpar.comm.torch_transport import TorchTransport
+from fastpar.comm.traced import TracedTransport
+from fastpar.comm.transport import InFlight, Transport
+
+TRANSPORTS = ("auto", "torch", "shared_memory")
+_REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce")
+
+
+class Route:
+    """Chooses for one communicator, by what is equal on all ranks: device, dtype and where the ranks are.
+
+    auto           CPU tensors: shared memory where all ranks of the group can share it, else torch.distributed.
+                   All other tensors, and dtypes that csrc/comm cannot reduce: torch.distributed.
+    torch          always torch.distributed
+    shared_memory  as auto, but an error where the ranks cannot share memory
+    """
+
+    def __init__(self, group: ProcessGroup | None, timeout: float, transport: str) -> None:
+        if transport not in TRANSPORTS:
+            raise ValueError(f"transport must be one of {', '.join(TRANSPORTS)}, got {transport!r}")
+        self.group, self.timeout = group, timeout
+        self.rank = 0 if group is None else group.rank()
+        self.size = 1 if group is None else group.size()
+        self._is_required = transport == "shared_memory"
+        self._launched = 0
+        self._torch: Transport | None = None
+        self._connection: Connection | None = None
+        self._blocking: Transport | None = None  # these two once the ranks have met
+        self._background: Transport | None = None
+        if group is not None and self.size > 1:
+            self._torch = TorchTransport(group, timeout)
+            if transport != "torch" and _moves_cpu_tensors(group):
+                self._connection = Connection.of(group)
+                self._traced = TracedTransport(self, self.rank)
+
+    def count(self) -> int:
+        """The sequence number of the next collective."""
+        self._launched += 1
+        return self._launched - 1
+
+    def launch(
+        self,
+        op: str,
+        device: torch.device | None,
+        dtype: torch.dtype,
+        start: Callable[[Transport], InFlight],
+        *,
+        blocking: bool,
+    ) -> InFlight:
+        """Hand `start` its transport. A blocking launch may do all the work before it returns. `device` is None where
+        no tensor is involved.
+        """
+        assert self._torch is not None
+        if self._connection is None or not self._can_share(op, device, dtype):
+            return start(self._torch)
+        if torch.compiler.is_compiling():
+            return start(self._traced)
+        if self._blocking is None or self._background is None:
+            if not self._connection.is_settled:
+                return self._connection.defer(lambda world: start(self._through(world, blocking=False)), self.timeout)
+            if self._connection.error is not None:
+                raise CommError(
+                    f"an earlier collective of this group failed ({self._connection.error}): make a new group"
+                )
+            self._blocking = self._through(self._connection.world, blocking=True)
+            self._background = self._through(self._connection.world, blocking=False)
+        return start(self._blocking if blocking else self._background)
+
+    def world(self) -> LocalWorld | None:
+        """The ranks that share memory; waits until all have met. None: they cannot."""
+        if self._connection is None:
+            return None
+        if not self._connection.is_settled:
+            flight = self._connection.defer(lambda _: InFlight(None, lambda: None), self.timeout)
+            assert flight.work is not None
+            flight.work.wait(self.timeout)
+        return self._connection.world
+
+    def _through(self, world: LocalWorld | None, *, blocking: bool) -> Transport:
+        assert self._torch is not None
+        assert self._connection is not None
+        if world is not None:
+            return SharedMemoryTransport(world, self.timeout, background=not blocking)
+        if self._is_required:
+            raise CommError(f"the ranks of the group cannot share memory: {self._connection.problem}")
+        return self._torch
+
+    def _can_share(self, op: str, device: torch.device | None, dtype: torch.dtype) -> bool:
+        if device is None:  # a barrier
+            return True
+        return device.type == "cpu" and (op not in _REDUCTIONS or can_reduce(dtype))
+
+
+def _moves_cpu_tensors(group: ProcessGroup) -> bool:
+    """Whether gloo is what would move them: any other backend of a user's own is left alone."""
+    try:
+        return bool(group._get_backend(torch.device("cpu")).name() == "gloo")
+    except RuntimeError:
+        return False

@@ -1,0 +1,136 @@
+"""Collectives between CPU ranks of one host, through shared memory (csrc/comm).
+
+Reductions add in rank order, bfloat16 and float16 in float32 with one rounding, whatever the size and the algorithm:
+the same bits on every rank, from run to run, blocking or in the background, from ordinary memory or from a
+`SharedRegion`. NaN wins in max and min.
+
+A blocking call runs on the caller's thread. Others run, in order, on a thread that belongs to the group, so that they
+make progress while the caller computes; it competes with the caller for processors where there are no spare ones.
+
+Measurements are in bench/results (`fastpar bench comm`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fastpar.comm._library import int64_array
+from fastpar.comm.local_world import LocalWorld
+from fastpar.comm.pending import StillInFlightError
+from fastpar.comm.transport import InFlight
+
+# torch's ScalarType, which is what csrc/comm and its messages know dtypes by.
+_DTYPES = {
+    torch.uint8: 0,
+    torch.int8: 1,
+    torch.int16: 2,
+    torch.int32: 3,
+    torch.int64: 4,
+    torch.float16: 5,
+    torch.float32: 6,
+    torch.float64: 7,
+    torch.complex64: 9,
+    torch.complex128: 10,
+    torch.bool: 11,
+    torch.bfloat16: 15,
+}
+_OTHER_DTYPE = 255  # moved as bytes, never reduced
+_REDUCIBLE = frozenset(dtype for dtype in _DTYPES if not dtype.is_complex)
+_REDUCTIONS = {"sum": 0, "avg": 1, "max": 2, "min": 3}
+_ALL_REDUCE, _REDUCE_SCATTER, _ALL_GATHER, _ALL_TO_ALL, _BROADCAST, _REDUCE, _BARRIER = range(7)
+
+# Outputs from here on come from the pool of huge-page buffers: touching new pages costs more than a collective.
+_LARGE_BYTES = 8 << 20
+_LARGE_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64)
+
+
+def can_reduce(dtype: torch.dtype) -> bool:
+    return dtype in _REDUCIBLE
+
+
+@dataclass(frozen=True)
+class _Submitted:
+    """A call that the group's thread runs."""
+
+    world: LocalWorld
+    ticket: int
+
+    def wait(self, seconds: float) -> None:
+        if not self.world.wait(self.ticket, seconds):
+            raise StillInFlightError
+
+    def done(self) -> bool:
+        return self.world.done(self.ticket)
+
+
+class SharedMemoryTransport:
+    """See `fastpar.comm.transport.Transport` and the module docstring. `timeout` in seconds."""
+
+    def __init__(self, world: LocalWorld, timeout: float, *, background: bool) -> None:
+        self._world = world
+        self._timeout = timeout
+        self._background = background
+        self._rank, self._size = world.rank, world.size
+
+    def all_reduce(self, x: Tensor, op: str, out: Tensor | None) -> InFlight:
+        target = _new(x, x.numel()) if out is None else out
+        return self._call(_ALL_REDUCE | _REDUCTIONS[op] << 16, x, target, x.numel())
+
+    def reduce_scatter(self, x: Tensor, sizes: Sequence[int], op: str) -> InFlight:
+        target = _new(x, sizes[self._rank])
+        return self._call(_REDUCE_SCATTER | _REDUCTIONS[op] << 16, x, target, x.numel(), sizes)
+
+    def all_gather(self, x: Tensor, sizes: Sequence[int]) -> InFlight:
+        total = sum(sizes)
+        return self._call(_ALL_GATHER, x, _new(x, total), total, sizes)
+
+    def all_to_all(self, x: Tensor, input_sizes: Sequence[int], output_sizes: Sequence[int]) -> InFlight:
+        return self._call(_ALL_TO_ALL, x, _new(x, sum(output_sizes)), x.numel(), input_sizes, output_sizes)
+
+    def broadcast(self, x: Tensor, src: int) -> InFlight:
+        return self._call(_BROADCAST | src << 32, x, _new(x, x.numel()), x.numel())
+
+    def reduce(self, x: Tensor, dst: int, op: str) -> InFlight:
+        target = _new(x, x.numel()) if dst == self._rank else None
+        return self._call(_REDUCE | _REDUCTIONS[op] << 16 | dst << 32, x, target, x.numel())
+
+    def barrier(self) -> InFlight:
+        return self._call(_BARRIER, None, None, 0)
+
+    def _call(
+        self,
+        spec: int,
+        x: Tensor | None,
+        target: Tensor | None,
+        count: int,
+        sizes: Sequence[int] | None = None,
+        output_sizes: Sequence[int] | None = None,
+    ) -> InFlight:
+        source_address, element_bytes = (0, 1) if x is None else (x.data_ptr(), x.itemsize)
+        if x is not None:
+            spec |= _DTYPES.get(x.dtype, _OTHER_DTYPE) << 8
+        arguments = (
+            spec,
+            element_bytes,
+            source_address,
+            0 if target is None else target.data_ptr(),
+            count,
+            None if sizes is None else int64_array(sizes),
+            None if output_sizes is None else int64_array(output_sizes),
+            self._timeout,
+        )
+        if not self._background:
+            self._world.run(*arguments)
+            return InFlight(None, lambda: target)
+        ticket = self._world.submit(*arguments, keep=(x, target))
+        return InFlight(_Submitted(self._world, ticket), lambda: target)
+
+
+def _new(x: Tensor, numel: int) -> Tensor:
+    if numel * x.itemsize >= _LARGE_BYTES and x.dtype in _LARGE_DTYPES:
+        return torch.ops.fastpar.large_buffer_empty([numel], dtype=x.dtype)
+    return x.new_empty(numel)
