@@ -49,7 +49,7 @@ class _ReplayRoute(Route):
     def launch(
         self,
         op: str,
-        device: torch.device | None,
+        is_cpu: bool,
         dtype: torch.dtype,
         start: Callable[[Transport], InFlight],
         *,

@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastpar import ops, reference
 from fastpar.comm import Communicator, shard_range
 from fastpar.reference import vocab_shard
 from fastpar.reference.vocab_shard import read_headers, with_header
+from tests.counting import count_collectives
 from tests.cross_entropy_cases import (
     DTYPES,
     OPTIONS,
@@ -97,19 +97,6 @@ def test_headers_keep_integers_that_no_float32_holds(dtype: torch.dtype, columns
 # ---- real ranks ------------------------------------------------------------------------------------------------------
 
 
-class CountCollectives(TorchDispatchMode):
-    """Names of the c10d ops that run inside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace in ("c10d", "_c10d_functional"):
-            self.names.append(func.__name__)
-        return func(*args, **(kwargs or {}))
-
-
 def run_sharded(vocab: int, implementation: str, names: list[str]) -> list[dict[str, Any]]:
     """One rank of a forward and a backward over its DTensor-rule shard, for each set of options."""
     comm = Communicator(torch.distributed.group.WORLD)
@@ -120,11 +107,11 @@ def run_sharded(vocab: int, implementation: str, names: list[str]) -> list[dict[
     for name in names:
         x = logits[:, start:end].clone().requires_grad_()
         options = with_weights(OPTIONS[name], vocab)
-        with CountCollectives() as forward:
+        with count_collectives() as forward:
             loss = function(x, target, group=comm, vocab_range=(start, end, vocab), reduction="none", **options)
-        with CountCollectives() as backward:
+        with count_collectives() as backward:
             loss.backward(upstream(19).to(loss.dtype))
-        results.append({"loss": loss.detach(), "grad": x.grad, "forward": forward.names, "backward": backward.names})
+        results.append({"loss": loss.detach(), "grad": x.grad, "forward": forward.ops, "backward": backward.ops})
     return results
 
 

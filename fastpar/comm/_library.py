@@ -92,5 +92,11 @@ def library() -> Library:
     return Library(str(_ext.load()))
 
 
+@functools.lru_cache(maxsize=256)
+def size_array(values: tuple[int, ...]) -> Any:
+    """As `int64_array`, kept: collectives ask for the same sizes again and again."""
+    return int64_array(values)
+
+
 def int64_array(values: Any) -> Any:
     return (c_int64 * len(values))(*values)

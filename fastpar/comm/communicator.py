@@ -78,7 +78,8 @@ class Communicator:
 
     def all_reduce(self, x: Tensor, op: str = "sum", *, out: Tensor | None = None) -> Tensor:
         """x of every rank, reduced by op ("sum", "avg", "max", "min"): same shape and dtype. `out=x` works in place."""
-        return self._blocking.all_reduce(x, op, out=out).wait()
+        result = self._route.all_reduce_now(x, op, out)
+        return self._blocking.all_reduce(x, op, out=out).wait() if result is None else result
 
     def reduce_scatter_async(
         self, x: Tensor, op: str = "sum", *, dim: int = 0, sizes: Sequence[int] | None = None

@@ -6,10 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from fastpar.comm.errors import CommError
 from fastpar.comm.layout import check_dim, check_out, check_tensor, pack, row_numel, unpack, with_dim
 from fastpar.comm.pending import Pending
 from fastpar.comm.recording import note
@@ -39,7 +37,7 @@ class Launcher:
         check_reduction(op, x.dtype)
         if out is not None:
             check_out(out, x)
-        source = x.detach()
+        source = x.detach() if x.requires_grad else x
         target = None if out is None else out.detach()
 
         def write(flat: Tensor) -> Tensor:
@@ -81,7 +79,7 @@ class Launcher:
             return self._ready(lambda: x.detach().clone(memory_format=torch.contiguous_format).view(shape))
         row = row_numel(x, dim)
         numels = [size * row for size in sizes]
-        flat = x.detach().contiguous().view(-1)
+        flat = _flat(x)
         return self._launch(
             "all_gather",
             x,
@@ -102,7 +100,7 @@ class Launcher:
         shape = with_dim(x.shape, 0, sum(outputs))
         if row == 0:
             return self._ready(lambda: x.new_empty(shape))
-        flat = x.detach().contiguous().view(-1)
+        flat = _flat(x)
         return self._launch(
             "all_to_all",
             x,
@@ -116,7 +114,7 @@ class Launcher:
         self._check_rank(src, "src")
         if self.size == 1 or x.numel() == 0:
             return self._ready(lambda: x.detach().clone(memory_format=torch.contiguous_format))
-        flat = x.detach().contiguous().view(-1)
+        flat = _flat(x)
         return self._launch("broadcast", x, x.numel(), lambda t: t.broadcast(flat, src), lambda y: y.view(x.shape))
 
     def reduce(self, x: Tensor, dst: int = 0, op: str = "sum") -> Pending[Tensor | None]:
@@ -127,7 +125,7 @@ class Launcher:
             return self._ready(
                 lambda: x.detach().clone(memory_format=torch.contiguous_format) if self.rank == dst else None
             )
-        flat = x.detach().contiguous().view(-1)
+        flat = _flat(x)
         return self._launch(
             "reduce", x, x.numel(), lambda t: t.reduce(flat, dst, op), lambda y: None if y is None else y.view(x.shape)
         )
@@ -183,7 +181,7 @@ class Launcher:
             return self._ready(
                 lambda: x.detach().clone(memory_format=torch.contiguous_format).view(shape) if is_dst else None
             )
-        flat = x.detach().contiguous().view(-1)
+        flat = _flat(x)
         inputs = [flat.numel() if rank == dst else 0 for rank in range(self.size)]
         outputs = [size * row if is_dst else 0 for size in sizes]
         return self._launch(
@@ -199,18 +197,13 @@ class Launcher:
             return self._ready(lambda: None)
         return self._launch("barrier", None, 0, lambda t: t.barrier(), lambda _: None)
 
-    # Note: the shape of every method. Check the arguments; where there is one rank or nothing to send, give the
-    # result at once; else hand flat tensors to the transport. Packing happens before the launch, unpacking in
-    # Pending.wait(), and neither communicates.
-
     # ---- launching
 
     def _ready(self, result: Callable[[], Any]) -> Pending[Any]:
         """A pending that is done: nothing was sent. The result is computed here, so that later writes to the input do
         not show.
         """
-        value = result()
-        return Pending(None, lambda: value, describe=lambda: "", timeout=self.timeout)
+        return Pending.ready(result())
 
     def _launch(
         self,
@@ -223,22 +216,21 @@ class Launcher:
         device: torch.device | None = None,
     ) -> Pending[Any]:
         sequence = self._route.count()
-        shape, dtype = (None, torch.uint8) if x is None else (tuple(x.shape), x.dtype)
-
-        def describe() -> str:
-            ranks = dist.get_process_group_ranks(self.group) if dist.is_initialized() else "?"
-            what = "" if shape is None else f" of shape {shape} {dtype}"
-            return f"{op} #{sequence}{what} on rank {self.rank} of {self.size} (global ranks {ranks})"
-
+        shape, dtype = (None, torch.uint8) if x is None else (x.shape, x.dtype)
+        is_cpu = x is None or (x.is_cpu if device is None else device.type == "cpu")
         try:
-            where = x.device if device is None and x is not None else device
-            flight = self._route.launch(op, where, dtype, start, blocking=self._blocking)
-        except CommError as error:
-            raise type(error)(f"{describe()}: {error}") from error
+            flight = self._route.launch(op, is_cpu, dtype, start, blocking=self._blocking)
         except RuntimeError as error:
-            raise CommError(f"{describe()}: could not be launched. Cause: {error}") from error
+            raise self._route.failure(error, op, sequence, shape, dtype) from error
         note(op, self.size, numel, dtype)
-        return Pending(flight.work, lambda: unpack(flight.finish()), describe=describe, timeout=self.timeout)
+        if flight.work is None:
+            return Pending.ready(unpack(flight.finish()))
+        return Pending(
+            flight.work,
+            lambda: unpack(flight.finish()),
+            describe=lambda: self._route.describe(op, sequence, shape, dtype),
+            timeout=self.timeout,
+        )
 
     # ---- checking
 
@@ -301,3 +293,9 @@ class Launcher:
                 f"must agree: both are the rows that rank {self.rank} keeps"
             )
         return inputs, outputs
+
+
+def _flat(x: Tensor) -> Tensor:
+    if x.requires_grad:
+        x = x.detach()
+    return x if x.ndim == 1 and x.is_contiguous() else x.contiguous().view(-1)

@@ -44,6 +44,13 @@ class Pending(Generic[T]):
         self._error: CommError | None = None
         self._result: T
 
+    @classmethod
+    def ready(cls, result: T) -> Pending[T]:
+        """One that is done."""
+        pending = cls.__new__(cls)
+        pending._finish, pending._result = None, result
+        return pending
+
     def done(self) -> bool:
         """Whether `wait()` would return at once."""
         return self._finish is None or self._work is None or self._work.done()

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fastpar.comm.connection import Connection
 from fastpar.comm.errors import CommError
 from fastpar.comm.local_world import LocalWorld
-from fastpar.comm.shared_memory import SharedMemoryTransport, can_reduce
+from fastpar.comm.recording import note
+from fastpar.comm.shared_memory import SharedMemoryTransport, all_reduce_spec, can_reduce
 from fastpar.comm.torch_transport import TorchTransport
 from fastpar.comm.traced import TracedTransport
 from fastpar.comm.transport import InFlight, Transport
@@ -51,20 +54,59 @@ class Route:
         self._launched += 1
         return self._launched - 1
 
+    def describe(self, op: str, sequence: int, shape: torch.Size | None, dtype: torch.dtype) -> str:
+        ranks = dist.get_process_group_ranks(self.group) if dist.is_initialized() else "?"
+        what = "" if shape is None else f" of shape {tuple(shape)} {dtype}"
+        return f"{op} #{sequence}{what} on rank {self.rank} of {self.size} (global ranks {ranks})"
+
+    def failure(
+        self, error: RuntimeError, op: str, sequence: int, shape: torch.Size | None, dtype: torch.dtype
+    ) -> CommError:
+        """The error to raise for one that a launch has met."""
+        what = self.describe(op, sequence, shape, dtype)
+        if isinstance(error, CommError):
+            return type(error)(f"{what}: {error}")
+        return CommError(f"{what}: could not be launched. Cause: {error}")
+
+    def all_reduce_now(self, x: Tensor, op: str, out: Tensor | None) -> Tensor | None:
+        """The short way for a plain dense tensor over shared memory, blocking; None: take the long way.
+
+        It gives what the long way gives. A small all_reduce takes less than the generality of the launcher does.
+        """
+        shared = self._blocking
+        if (
+            type(shared) is not SharedMemoryTransport
+            or type(x) is not Tensor
+            or not x.is_cpu
+            or not x.is_contiguous()
+            or (out is not None and out is not x)
+            or torch.compiler.is_compiling()
+        ):
+            return None
+        numel = x.numel()
+        spec = all_reduce_spec(op, x.dtype)
+        if spec is None or numel == 0:
+            return None
+        sequence = self.count()
+        try:
+            result = shared.all_reduce_dense(spec, x, numel, out)
+        except RuntimeError as error:
+            raise self.failure(error, "all_reduce", sequence, x.shape, x.dtype) from error
+        note("all_reduce", self.size, numel, x.dtype)
+        return result
+
     def launch(
         self,
         op: str,
-        device: torch.device | None,
+        is_cpu: bool,
         dtype: torch.dtype,
         start: Callable[[Transport], InFlight],
         *,
         blocking: bool,
     ) -> InFlight:
-        """Hand `start` its transport. A blocking launch may do all the work before it returns. `device` is None where
-        no tensor is involved.
-        """
+        """Hand `start` its transport. A blocking launch may do all the work before it returns."""
         assert self._torch is not None
-        if self._connection is None or not self._can_share(op, device, dtype):
+        if self._connection is None or not is_cpu or (op in _REDUCTIONS and not can_reduce(dtype)):
             return start(self._torch)
         if torch.compiler.is_compiling():
             return start(self._traced)
@@ -97,11 +139,6 @@ class Route:
         if self._is_required:
             raise CommError(f"the ranks of the group cannot share memory: {self._connection.problem}")
         return self._torch
-
-    def _can_share(self, op: str, device: torch.device | None, dtype: torch.dtype) -> bool:
-        if device is None:  # a barrier
-            return True
-        return device.type == "cpu" and (op not in _REDUCTIONS or can_reduce(dtype))
 
 
 def _moves_cpu_tensors(group: ProcessGroup) -> bool:

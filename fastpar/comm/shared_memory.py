@@ -17,8 +17,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
-from fastpar.comm._library import int64_array
+from fastpar.comm._library import size_array
 from fastpar.comm.local_world import LocalWorld
 from fastpar.comm.pending import StillInFlightError
 from fastpar.comm.transport import InFlight
@@ -46,6 +47,19 @@ _ALL_REDUCE, _REDUCE_SCATTER, _ALL_GATHER, _ALL_TO_ALL, _BROADCAST, _REDUCE, _BA
 # Outputs from here on come from the pool of huge-page buffers: touching new pages costs more than a collective.
 _LARGE_BYTES = 8 << 20
 _LARGE_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64)
+
+
+_ALL_REDUCE_SPECS = {
+    (op, dtype): _DTYPES[dtype] << 8 | number << 16
+    for dtype in _REDUCIBLE
+    for op, number in _REDUCTIONS.items()
+    if not (op == "avg" and not dtype.is_floating_point) and not (op == "sum" and dtype == torch.bool)
+}
+
+
+def all_reduce_spec(op: str, dtype: torch.dtype) -> int | None:
+    """What `all_reduce_dense` takes; None where the op does not apply to the dtype."""
+    return _ALL_REDUCE_SPECS.get((op, dtype))
 
 
 def can_reduce(dtype: torch.dtype) -> bool:
@@ -79,6 +93,17 @@ class SharedMemoryTransport:
     def all_reduce(self, x: Tensor, op: str, out: Tensor | None) -> InFlight:
         target = _new(x, x.numel()) if out is None else out
         return self._call(_ALL_REDUCE | _REDUCTIONS[op] << 16, x, target, x.numel())
+
+    def all_reduce_dense(self, spec: int, x: Tensor, numel: int, out: Tensor | None) -> Tensor:
+        """Blocking; x is contiguous, of any shape. The result is new, or `out`, which is x itself."""
+        source = x.data_ptr()
+        if out is None:
+            result = _new(x, numel).view(x.shape) if x.nbytes >= _LARGE_BYTES else torch.empty_like(x)
+            self._world.run(spec, x.itemsize, source, result.data_ptr(), numel, None, None, self._timeout)
+            return result
+        self._world.run(spec, x.itemsize, source, source, numel, None, None, self._timeout)
+        increment_version(out)
+        return out
 
     def reduce_scatter(self, x: Tensor, sizes: Sequence[int], op: str) -> InFlight:
         target = _new(x, sizes[self._rank])
@@ -119,8 +144,8 @@ class SharedMemoryTransport:
             source_address,
             0 if target is None else target.data_ptr(),
             count,
-            None if sizes is None else int64_array(sizes),
-            None if output_sizes is None else int64_array(output_sizes),
+            None if sizes is None else size_array(tuple(sizes)),
+            None if output_sizes is None else size_array(tuple(output_sizes)),
             self._timeout,
         )
         if not self._background:
