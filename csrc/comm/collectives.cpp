@@ -122,11 +122,19 @@ class Collective {
     world_.wait_all(call_.timeout_seconds);
   }
 
-  // For loops over chunks, in which a first phase may have gone before.
-  void first_or_next_phase() {
-    if (phase_ != 0) return phase();
+  // For loops over chunks. False: in this first phase other ranks have only said that their data lies in a region;
+  // since not all do, the chunk has to be exchanged with them in the next phase.
+  bool exchange_chunk() {
+    if (phase_ != 0) {
+      phase();
+      return true;
+    }
     begin();
     check_headers();
+    for (int rank = 0; rank < size_; ++rank) {
+      if (header_of(rank).region != 0) return false;
+    }
+    return true;
   }
 
   const CallHeader& header_of(int rank) const { return world_.header(rank, phase_); }
@@ -245,13 +253,14 @@ class Collective {
     const int64_t chunk =
         std::max<int64_t>(1, std::min(tuning().chunk_bytes, world_.slot_bytes()) / kLine * kLine / call_.element_bytes);
     const int64_t num_chunks = (call_.count + chunk - 1) / chunk;
-    for (int64_t step = 0; step <= num_chunks; ++step) {
+    for (int64_t step = 0; step <= num_chunks;) {
       const uint64_t next = world_.next_phase();
       if (step < num_chunks) copy_in(step * chunk, std::min(chunk, call_.count - step * chunk), next);
       const int64_t begun = (step - 1) * chunk, count = std::min(chunk, call_.count - begun);
       if (step > 0) reduce_own_part(begun, count, next, root);
-      first_or_next_phase();
+      if (!exchange_chunk()) continue;
       if (step > 0 && collects) collect(begun, count);
+      ++step;
     }
   }
 
@@ -307,17 +316,18 @@ class Collective {
       }
     }
     const int64_t chunk = std::max<int64_t>(1, slot_elements() / size_);
-    for (int64_t done = 0; done == 0 || done < largest; done += chunk) {
+    for (int64_t done = 0; done == 0 || done < largest;) {
       char* slot = world_.exchange(rank_, world_.next_phase());
       for (int step = 1; step < size_; ++step) {
         const int owner = (rank_ + step) % size_;
         copy(slot + bytes(owner * chunk), input(offsets[owner] + done), std::min(chunk, call_.sizes[owner] - done));
       }
-      first_or_next_phase();
+      if (!exchange_chunk()) continue;
       for (int rank = 0; rank < size_; ++rank) sources[rank] = world_.exchange(rank, phase_) + bytes(rank_ * chunk);
       sources[rank_] = input(offsets[rank_] + done);
       target = output(done);
       reduce(sources, &target, 1, std::min(chunk, mine - done));
+      done += chunk;
     }
   }
 
@@ -342,15 +352,16 @@ class Collective {
       }
     }
     const int64_t chunk = slot_elements();
-    for (int64_t done = 0; done == 0 || done < largest; done += chunk) {
+    for (int64_t done = 0; done == 0 || done < largest;) {
       copy(world_.exchange(rank_, world_.next_phase()), input(done), std::min(chunk, mine - done));
-      first_or_next_phase();
+      if (!exchange_chunk()) continue;
       for (int step = 1; step < size_; ++step) {
         const int rank = (rank_ + step) % size_;
         copy_to_output(output(offsets[rank] + done), world_.exchange(rank, phase_),
                        std::min(chunk, call_.sizes[rank] - done));
       }
       copy_to_output(output(offsets[rank_] + done), input(done), std::min(chunk, mine - done));
+      done += chunk;
     }
   }
 
@@ -373,7 +384,7 @@ class Collective {
         const int to = (rank_ + step) % size_;
         copy(slot + bytes(to * chunk), input(inputs[to] + done), std::min(chunk, call_.sizes[to] - done));
       }
-      first_or_next_phase();
+      exchange_chunk();
       if (done == 0) largest = check_size_tables();
       for (int step = 1; step < size_; ++step) {
         const int from = (rank_ + step) % size_;
@@ -415,7 +426,7 @@ class Collective {
     for (int64_t done = 0; done == 0 || done < call_.count; done += chunk) {
       const int64_t count = std::min(chunk, call_.count - done);
       if (rank_ == call_.root) copy(world_.exchange(rank_, world_.next_phase()), input(done), count);
-      first_or_next_phase();
+      exchange_chunk();
       const char* from = rank_ == call_.root ? input(done) : world_.exchange(call_.root, phase_);
       copy_to_output(output(done), from, count);
     }

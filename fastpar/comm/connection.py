@@ -76,7 +76,6 @@ class Connection:
         self._rank, self._size = group.rank(), group.size()
         self._lock = threading.Lock()
         self._queue: list[_Queued] | None = None  # None: not asked for yet
-        self._owner = os.getpid()
         self.is_settled = False
         self.error: CommError | None = None  # the ranks did not meet: for good
         self.world: LocalWorld | None = None
@@ -89,8 +88,6 @@ class Connection:
             connection = _CONNECTIONS.get(group)
             if connection is None:
                 connection = _CONNECTIONS[group] = Connection(group)
-        if connection._owner != os.getpid():
-            raise CommError("this process was forked from a rank: it cannot take part in the collectives of its group")
         return connection
 
     def defer(self, start: Callable[[LocalWorld | None], InFlight], timeout: float) -> InFlight:

@@ -8,7 +8,7 @@ import json
 import os
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,22 @@ def _host() -> str:
     return f"{boot} {os.readlink('/proc/self/ns/pid')} {os.getuid()}"
 
 
+_WORLDS: weakref.WeakSet[LocalWorld] = weakref.WeakSet()
+
+
+def _forbid_in_child() -> None:
+    """A forked child has a rank's memory and none of its threads; a call of its would pass for one of its parent's."""
+    for world in _WORLDS:
+        world._run = world._submit = _refuse
+
+
+def _refuse(*_: Any) -> int:
+    raise CommError("this process was forked from a rank: it cannot take part in the collectives of its group")
+
+
+os.register_at_fork(after_in_child=_forbid_in_child)
+
+
 class LocalWorld:
     """`ranks[i]` is the group's rank of the i-th rank here; `rank` and `size` count those.
 
@@ -51,11 +67,12 @@ class LocalWorld:
     def __init__(self, handle: int, ranks: list[int], rank: int) -> None:
         self._library = library()
         self._handle = handle
-        self._run = self._library.comm_run
+        self._run: Callable[..., int] = self._library.comm_run
+        self._submit: Callable[..., int] = self._library.comm_submit
         self.ranks, self.rank, self.size = ranks, rank, len(ranks)
         self._kept: list[tuple[int, Any]] = []  # ticket, buffers
-        self._owner = os.getpid()
-        self._finalizer = weakref.finalize(self, _destroy, handle, self._owner)
+        self._finalizer = weakref.finalize(self, _destroy, handle, os.getpid())
+        _WORLDS.add(self)
 
     def run(
         self,
@@ -87,9 +104,7 @@ class LocalWorld:
         if self._kept and self.done(self._kept[0][0]):
             self._kept = [entry for entry in self._kept if not self.done(entry[0])]
         ticket = int(
-            self._library.comm_submit(
-                self._handle, spec, element_bytes, source, target, count, sizes, output_sizes, timeout
-            )
+            self._submit(self._handle, spec, element_bytes, source, target, count, sizes, output_sizes, timeout)
         )
         self._kept.append((ticket, keep))
         return ticket
