@@ -112,7 +112,7 @@ def check_algorithms():
         x = region.tensor((numel,), torch.bfloat16).copy_(xs[comm.rank])
         results.append(comm.all_reduce(x, out=x).clone())
         comm.barrier()
-    library().comm_tune(32 << 10, 512 << 10)
+    library().comm_tune(64 << 10, 1 << 20)
     for result in results:
         same_bits(result, wanted)
 

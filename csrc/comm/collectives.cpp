@@ -12,6 +12,8 @@ namespace {
 constexpr int64_t kLine = 64;
 // Outputs of at least this size are written past the caches, where they are not the input.
 constexpr int64_t kStreamBytes = 4 << 20;
+// Inputs smaller than this are copied even where they lie in a region: that takes one phase instead of two.
+constexpr int64_t kRegionBytes = 8 << 10;
 
 const ReduceKernels& reduce_kernels() {
 #if FASTPAR_X86
@@ -220,12 +222,17 @@ class Collective {
   // ---- all_reduce and reduce
 
   void all_reduce() {
+    if (call_.input == call_.output && bytes(call_.count) >= kRegionBytes) offer_region(call_.input, call_.count);
+    if (header_.region != 0) {
+      begin();
+      check_headers();
+      if (all_in_one_region()) return all_reduce_in_region();
+    }
     if (bytes(call_.count) <= std::min(tuning().one_shot_bytes, world_.slot_bytes())) return all_reduce_at_once();
-    if (call_.input == call_.output) offer_region(call_.input, call_.count);
-    if (header_.region == 0) return reduce_chunks(kEveryRank);
-    begin();
-    check_headers();
-    if (!all_in_one_region()) return reduce_chunks(kEveryRank);
+    reduce_chunks(kEveryRank);
+  }
+
+  void all_reduce_in_region() {
     const Part part = part_of(call_.count, rank_, size_, call_.element_bytes);
     void* buffers[kMaxReduceSources];
     for (int rank = 0; rank < size_; ++rank) buffers[rank] = in_region(rank) + bytes(part.begin);
@@ -234,9 +241,9 @@ class Collective {
   }
 
   void all_reduce_at_once() {
-    copy(world_.exchange(rank_, world_.next_phase()), input(0), call_.count);
-    begin();
-    check_headers();
+    do {
+      copy(world_.exchange(rank_, world_.next_phase()), input(0), call_.count);
+    } while (!exchange_chunk());
     const void* sources[kMaxReduceSources];
     for (int rank = 0; rank < size_; ++rank) sources[rank] = world_.exchange(rank, phase_);
     sources[rank_] = call_.input;

@@ -42,9 +42,9 @@ bool can_reduce(uint8_t dtype);
 
 // all_reduce: up to this many bytes every rank reduces everything. Set before the first call, and equal on all ranks:
 // for tests and benches.
-constexpr int64_t kOneShotBytes = 32 << 10;
+constexpr int64_t kOneShotBytes = 64 << 10;
 // Bytes of a chunk of a large all_reduce, of all ranks' parts.
-constexpr int64_t kChunkBytes = 512 << 10;
+constexpr int64_t kChunkBytes = 1 << 20;
 
 struct Tuning {
   int64_t one_shot_bytes = kOneShotBytes;
