@@ -59,6 +59,7 @@ def examine() -> list[Finding]:
         *check_cpu(),
         *check_cuda(),
         *check_backends(),
+        *check_shared_memory(),
         *check_ops(),
     ]
 
@@ -220,6 +221,22 @@ def check_backends() -> list[Finding]:
         remedy = "install an official torch wheel, which has gloo"
         return [Finding("distributed", "problem", text, remedy)]
     return [Finding("distributed", "ok", text)]
+
+
+def check_shared_memory() -> list[Finding]:
+    """What ranks on this host need to exchange CPU tensors through memory: see fastpar/comm/local_world.py."""
+    try:
+        descriptor = os.memfd_create("fastpar-doctor", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(descriptor, 1)
+            os.close(os.open(f"/proc/{os.getpid()}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC))
+            os.close(os.pidfd_open(os.getpid()))
+        finally:
+            os.close(descriptor)
+    except (AttributeError, OSError) as error:
+        remedy = "allow memfd_create and pidfd_open in the container's seccomp profile, and mount /proc"
+        return [Finding("shared memory", "warning", f"CPU collectives take gloo: {_one_line(error)}", remedy)]
+    return [Finding("shared memory", "ok", "CPU ranks of one host exchange through memory (memfd, pidfd)")]
 
 
 # ---------------------------------------------------------------------------------------------------------- self-tests

@@ -96,6 +96,7 @@ def test_doctor_finds_a_healthy_installation(capsys: pytest.CaptureFixture[str])
         "LibTorch stable ABI",
         torch.__version__,
         "gloo yes",
+        "exchange through memory",
         "op vocab_parallel_cross_entropy",
         "op sharded_dropout",
     ):
@@ -106,6 +107,17 @@ def test_every_public_op_has_a_self_test() -> None:
     import fastpar as fp
 
     assert {name for name, _, _ in doctor.SELF_TESTS} == set(fp.ops.__all__)
+
+
+def test_doctor_says_why_ranks_cannot_share_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> int:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "pidfd_open", refuse)
+    (finding,) = doctor.check_shared_memory()
+    assert finding.status == "warning"
+    assert "Operation not permitted" in finding.text
+    assert "seccomp" in finding.remedy
 
 
 @pytest.mark.parametrize("content", [None, "not a library"])
