@@ -78,7 +78,8 @@ class Communicator:
 
     def all_reduce(self, x: Tensor, op: str = "sum", *, out: Tensor | None = None) -> Tensor:
         """x of every rank, reduced by op ("sum", "avg", "max", "min"): same shape and dtype. `out=x` works in place."""
-        result = self._route.all_reduce_now(x, op, out)
+        express = self._route.express
+        result = None if express is None else express.all_reduce(x, op, out)
         return self._blocking.all_reduce(x, op, out=out).wait() if result is None else result
 
     def reduce_scatter_async(
@@ -90,7 +91,9 @@ class Communicator:
         """This rank's rows along `dim` of x reduced over the ranks. `sizes`: rows of each rank, by default
         `shard_sizes`.
         """
-        return self._blocking.reduce_scatter(x, op, dim=dim, sizes=sizes).wait()
+        express = self._route.express
+        result = None if express is None or dim != 0 or sizes is not None else express.reduce_scatter(x, op)
+        return self._blocking.reduce_scatter(x, op, dim=dim, sizes=sizes).wait() if result is None else result
 
     def all_gather_async(self, x: Tensor, *, dim: int = 0, sizes: Sequence[int] | None = None) -> Pending[Tensor]:
         return self._background.all_gather(x, dim=dim, sizes=sizes)
@@ -99,7 +102,9 @@ class Communicator:
         """The x of all ranks, concatenated along `dim` in rank order. `sizes`: rows of each rank, by default
         x.size(dim) on every rank.
         """
-        return self._blocking.all_gather(x, dim=dim, sizes=sizes).wait()
+        express = self._route.express
+        result = None if express is None or dim != 0 or sizes is not None else express.all_gather(x)
+        return self._blocking.all_gather(x, dim=dim, sizes=sizes).wait() if result is None else result
 
     def all_to_all_async(
         self, x: Tensor, *, input_sizes: Sequence[int] | None = None, output_sizes: Sequence[int] | None = None
@@ -115,14 +120,24 @@ class Communicator:
         `input_sizes` defaults to equal parts, `output_sizes` to `input_sizes` where those are equal (else it must be
         given).
         """
-        return self._blocking.all_to_all(x, input_sizes=input_sizes, output_sizes=output_sizes).wait()
+        express = self._route.express
+        result = (
+            None if express is None or input_sizes is not None or output_sizes is not None else express.all_to_all(x)
+        )
+        return (
+            self._blocking.all_to_all(x, input_sizes=input_sizes, output_sizes=output_sizes).wait()
+            if result is None
+            else result
+        )
 
     def broadcast_async(self, x: Tensor, src: int = 0) -> Pending[Tensor]:
         return self._background.broadcast(x, src)
 
     def broadcast(self, x: Tensor, src: int = 0) -> Tensor:
         """The x of rank src. On the other ranks x gives shape and dtype only."""
-        return self._blocking.broadcast(x, src).wait()
+        express = self._route.express
+        result = None if express is None else express.broadcast(x, src)
+        return self._blocking.broadcast(x, src).wait() if result is None else result
 
     def reduce_async(self, x: Tensor, dst: int = 0, op: str = "sum") -> Pending[Tensor | None]:
         return self._background.reduce(x, dst, op)
@@ -172,4 +187,6 @@ class Communicator:
 
     def barrier(self) -> None:
         """Return when every rank has entered."""
-        return self._blocking.barrier().wait()
+        express = self._route.express
+        if express is None or not express.barrier():
+            self._blocking.barrier().wait()

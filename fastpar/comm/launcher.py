@@ -50,7 +50,7 @@ class Launcher:
         flat_out = target.view(-1) if target is not None and target.is_contiguous() else None
         if self.size == 1 or x.numel() == 0:
             return self._ready(lambda: write(source.clone(memory_format=torch.contiguous_format).view(-1)))
-        flat = source.contiguous().view(-1)
+        flat = _flat(source)
         return self._launch("all_reduce", x, x.numel(), lambda t: t.all_reduce(flat, op, flat_out), write)
 
     def reduce_scatter(
@@ -298,4 +298,6 @@ class Launcher:
 def _flat(x: Tensor) -> Tensor:
     if x.requires_grad:
         x = x.detach()
+    if not torch.compiler.is_compiling() and (x.is_conj() or x.is_neg()):  # bits that no transport knows of
+        x = x.resolve_conj().resolve_neg()
     return x if x.ndim == 1 and x.is_contiguous() else x.contiguous().view(-1)

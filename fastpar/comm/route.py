@@ -6,14 +6,13 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fastpar.comm.connection import Connection
 from fastpar.comm.errors import CommError
+from fastpar.comm.express import Express
 from fastpar.comm.local_world import LocalWorld
-from fastpar.comm.recording import note
-from fastpar.comm.shared_memory import SharedMemoryTransport, all_reduce_spec, can_reduce
+from fastpar.comm.shared_memory import SharedMemoryTransport, can_reduce
 from fastpar.comm.torch_transport import TorchTransport
 from fastpar.comm.traced import TracedTransport
 from fastpar.comm.transport import InFlight, Transport
@@ -43,6 +42,7 @@ class Route:
         self._connection: Connection | None = None
         self._blocking: Transport | None = None  # these two once the ranks have met
         self._background: Transport | None = None
+        self.express: Express | None = None
         if group is not None and self.size > 1:
             self._torch = TorchTransport(group, timeout)
             if transport != "torch" and _moves_cpu_tensors(group):
@@ -68,33 +68,6 @@ class Route:
             return type(error)(f"{what}: {error}")
         return CommError(f"{what}: could not be launched. Cause: {error}")
 
-    def all_reduce_now(self, x: Tensor, op: str, out: Tensor | None) -> Tensor | None:
-        """The short way for a plain dense tensor over shared memory, blocking; None: take the long way.
-
-        It gives what the long way gives. A small all_reduce takes less than the generality of the launcher does.
-        """
-        shared = self._blocking
-        if (
-            type(shared) is not SharedMemoryTransport
-            or type(x) is not Tensor
-            or not x.is_cpu
-            or not x.is_contiguous()
-            or (out is not None and out is not x)
-            or torch.compiler.is_compiling()
-        ):
-            return None
-        numel = x.numel()
-        spec = all_reduce_spec(op, x.dtype)
-        if spec is None or numel == 0:
-            return None
-        sequence = self.count()
-        try:
-            result = shared.all_reduce_dense(spec, x, numel, out)
-        except RuntimeError as error:
-            raise self.failure(error, "all_reduce", sequence, x.shape, x.dtype) from error
-        note("all_reduce", self.size, numel, x.dtype)
-        return result
-
     def launch(
         self,
         op: str,
@@ -117,8 +90,11 @@ class Route:
                 raise CommError(
                     f"an earlier collective of this group failed ({self._connection.error}): make a new group"
                 )
-            self._blocking = self._through(self._connection.world, blocking=True)
-            self._background = self._through(self._connection.world, blocking=False)
+            world = self._connection.world
+            if world is not None:
+                self.express = Express(world, self)
+            self._blocking = self._through(world, blocking=True)
+            self._background = self._through(world, blocking=False)
         return start(self._blocking if blocking else self._background)
 
     def world(self) -> LocalWorld | None:

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
 from fastpar.comm._library import size_array
 from fastpar.comm.local_world import LocalWorld
@@ -42,14 +41,14 @@ _DTYPES = {
 _OTHER_DTYPE = 255  # moved as bytes, never reduced
 _REDUCIBLE = frozenset(dtype for dtype in _DTYPES if not dtype.is_complex)
 _REDUCTIONS = {"sum": 0, "avg": 1, "max": 2, "min": 3}
-_ALL_REDUCE, _REDUCE_SCATTER, _ALL_GATHER, _ALL_TO_ALL, _BROADCAST, _REDUCE, _BARRIER = range(7)
+ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, ALL_TO_ALL, BROADCAST, REDUCE, BARRIER = range(7)
 
 # Outputs from here on come from the pool of huge-page buffers: touching new pages costs more than a collective.
-_LARGE_BYTES = 8 << 20
+LARGE_BYTES = 8 << 20
 _LARGE_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64)
 
 
-_ALL_REDUCE_SPECS = {
+_REDUCTION_SPECS = {
     (op, dtype): _DTYPES[dtype] << 8 | number << 16
     for dtype in _REDUCIBLE
     for op, number in _REDUCTIONS.items()
@@ -57,9 +56,14 @@ _ALL_REDUCE_SPECS = {
 }
 
 
-def all_reduce_spec(op: str, dtype: torch.dtype) -> int | None:
-    """What `all_reduce_dense` takes; None where the op does not apply to the dtype."""
-    return _ALL_REDUCE_SPECS.get((op, dtype))
+def reduction_spec(operation: int, op: str, dtype: torch.dtype) -> int | None:
+    """What csrc/comm calls this reduction; None where the op does not apply to the dtype."""
+    spec = _REDUCTION_SPECS.get((op, dtype))
+    return None if spec is None else spec | operation
+
+
+def dtype_code(dtype: torch.dtype) -> int:
+    return _DTYPES.get(dtype, _OTHER_DTYPE) << 8
 
 
 def can_reduce(dtype: torch.dtype) -> bool:
@@ -91,40 +95,29 @@ class SharedMemoryTransport:
         self._rank, self._size = world.rank, world.size
 
     def all_reduce(self, x: Tensor, op: str, out: Tensor | None) -> InFlight:
-        target = _new(x, x.numel()) if out is None else out
-        return self._call(_ALL_REDUCE | _REDUCTIONS[op] << 16, x, target, x.numel())
-
-    def all_reduce_dense(self, spec: int, x: Tensor, numel: int, out: Tensor | None) -> Tensor:
-        """Blocking; x is contiguous, of any shape. The result is new, or `out`, which is x itself."""
-        source = x.data_ptr()
-        if out is None:
-            result = _new(x, numel).view(x.shape) if x.nbytes >= _LARGE_BYTES else torch.empty_like(x)
-            self._world.run(spec, x.itemsize, source, result.data_ptr(), numel, None, None, self._timeout)
-            return result
-        self._world.run(spec, x.itemsize, source, source, numel, None, None, self._timeout)
-        increment_version(out)
-        return out
+        target = new_output(x, x.numel()) if out is None else out
+        return self._call(ALL_REDUCE | _REDUCTIONS[op] << 16, x, target, x.numel())
 
     def reduce_scatter(self, x: Tensor, sizes: Sequence[int], op: str) -> InFlight:
-        target = _new(x, sizes[self._rank])
-        return self._call(_REDUCE_SCATTER | _REDUCTIONS[op] << 16, x, target, x.numel(), sizes)
+        target = new_output(x, sizes[self._rank])
+        return self._call(REDUCE_SCATTER | _REDUCTIONS[op] << 16, x, target, x.numel(), sizes)
 
     def all_gather(self, x: Tensor, sizes: Sequence[int]) -> InFlight:
         total = sum(sizes)
-        return self._call(_ALL_GATHER, x, _new(x, total), total, sizes)
+        return self._call(ALL_GATHER, x, new_output(x, total), total, sizes)
 
     def all_to_all(self, x: Tensor, input_sizes: Sequence[int], output_sizes: Sequence[int]) -> InFlight:
-        return self._call(_ALL_TO_ALL, x, _new(x, sum(output_sizes)), x.numel(), input_sizes, output_sizes)
+        return self._call(ALL_TO_ALL, x, new_output(x, sum(output_sizes)), x.numel(), input_sizes, output_sizes)
 
     def broadcast(self, x: Tensor, src: int) -> InFlight:
-        return self._call(_BROADCAST | src << 32, x, _new(x, x.numel()), x.numel())
+        return self._call(BROADCAST | src << 32, x, new_output(x, x.numel()), x.numel())
 
     def reduce(self, x: Tensor, dst: int, op: str) -> InFlight:
-        target = _new(x, x.numel()) if dst == self._rank else None
-        return self._call(_REDUCE | _REDUCTIONS[op] << 16 | dst << 32, x, target, x.numel())
+        target = new_output(x, x.numel()) if dst == self._rank else None
+        return self._call(REDUCE | _REDUCTIONS[op] << 16 | dst << 32, x, target, x.numel())
 
     def barrier(self) -> InFlight:
-        return self._call(_BARRIER, None, None, 0)
+        return self._call(BARRIER, None, None, 0)
 
     def _call(
         self,
@@ -137,7 +130,7 @@ class SharedMemoryTransport:
     ) -> InFlight:
         source_address, element_bytes = (0, 1) if x is None else (x.data_ptr(), x.itemsize)
         if x is not None:
-            spec |= _DTYPES.get(x.dtype, _OTHER_DTYPE) << 8
+            spec |= dtype_code(x.dtype)
         arguments = (
             spec,
             element_bytes,
@@ -155,7 +148,7 @@ class SharedMemoryTransport:
         return InFlight(_Submitted(self._world, ticket), lambda: target)
 
 
-def _new(x: Tensor, numel: int) -> Tensor:
-    if numel * x.itemsize >= _LARGE_BYTES and x.dtype in _LARGE_DTYPES:
+def new_output(x: Tensor, numel: int) -> Tensor:
+    if numel * x.itemsize >= LARGE_BYTES and x.dtype in _LARGE_DTYPES:
         return torch.ops.fastpar.large_buffer_empty([numel], dtype=x.dtype)
     return x.new_empty(numel)
