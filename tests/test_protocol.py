@@ -48,6 +48,7 @@ class Rules:
     wait_for         the peers that a rank waits for: "all", or the "next" one only
     check_headers    the peers whose header a rank looks at: "all", or the "next" one only
     publish_first    the phase is stored before what it publishes
+    start_again      who has shown chunk 0 in vain shows it again
     """
 
     slots: int = 2
@@ -57,6 +58,7 @@ class Rules:
     wait_for: str = "all"
     check_headers: str = "all"
     publish_first: bool = False
+    start_again: bool = True
 
 
 @dataclass
@@ -175,6 +177,19 @@ class Rank:
         self.exchange([*reads, *(Write(("X", r, self.rank), (self.call, "sum", self.rank)) for r in parts)])
         self.ops += [Read(("X", self.rank, q), (self.call, "sum", q)) for q in parts]
 
+    def partly_in_a_region(self, chunks: int = 2) -> None:
+        """All-gather in which only rank 0's data lies in a region: it shows its header and waits to hear of the others,
+        who have shown chunk 0 already. They start again with it."""
+        phase = self.begin()
+        hopes = self.rank == 0
+        chunk_0 = [] if hopes else [Write(self.slot("A", self.rank, phase), (self.call, 0, self.rank))]
+        self.exchange([*chunk_0, self.header("region" if hopes else "")])
+        self.read_headers(lambda rank: "region" if rank == 0 else "")
+        for chunk in range(0 if hopes or self.rules.start_again else 1, chunks):
+            phase = self.phase + 1
+            self.exchange([Write(self.slot("A", self.rank, phase), (self.call, chunk, self.rank))])
+            self.ops += [Read(self.slot("A", r, phase), (self.call, chunk, r)) for r in self.peers]
+
     def mismatch(self) -> None:
         """Rank 0 calls something else than the others. Who sees it stops after the first phase."""
         phase = self.begin()
@@ -224,7 +239,16 @@ def run(size: int, calls: Sequence[str], rules: Rules | None = None) -> Result:
 # ---- the protocol is right
 
 
-COLLECTIVES = ("one_shot", "two_shot", "all_gather", "broadcast", "symmetric", "barrier", "mismatch")
+COLLECTIVES = (
+    "one_shot",
+    "two_shot",
+    "all_gather",
+    "broadcast",
+    "symmetric",
+    "partly_in_a_region",
+    "barrier",
+    "mismatch",
+)
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -277,6 +301,7 @@ MUTATIONS = {
     "phases that start again with every call": (Rules(restart=True), ["one_shot"] * 2),
     "waiting for the next rank only": (Rules(wait_for="next"), ["one_shot"] * 2),
     "the phase stored before what it publishes": (Rules(publish_first=True), ["one_shot"]),
+    "going on with chunk 1 beside a rank in a region": (Rules(start_again=False), ["partly_in_a_region"]),
     "looking at one header only": (Rules(check_headers="next"), ["mismatch", "one_shot"]),
 }
 
