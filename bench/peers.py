@@ -10,6 +10,7 @@ unzip: its Python files run on 3.11.) Each loader imports on call, and `find` tu
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -18,7 +19,13 @@ import torch
 import torch.distributed as dist
 
 T = TypeVar("T")
-PEER_DISTRIBUTIONS = ("megatron-core", "liger-kernel", "cut-cross-entropy", "flash-attn")  # versions go into rows
+PEER_DISTRIBUTIONS = (
+    "megatron-core",
+    "liger-kernel",
+    "cut-cross-entropy",
+    "flash-attn",
+    "deepspeed",
+)  # versions go into rows
 
 
 def find(load: Callable[[], T]) -> T | str:
@@ -142,3 +149,33 @@ def torch_chunked_linear_cross_entropy() -> LinearLoss:
         return mean
 
     return loss
+
+
+# Collectives.
+
+
+def deepspeed_all_reduce(group: dist.ProcessGroup) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Its shared-memory all_reduce, in place, compiled on first use. Its segments stay in /dev/shm when it ends."""
+    from deepspeed.comm.torch import build_shm_op
+
+    module = build_shm_op()
+    if module is None:
+        raise ImportError("deepspeed cannot build its shared-memory operator")
+    # The name of its segments, which two lanes must not share; without LOCAL_SIZE it reduces nothing.
+    name = torch.tensor([os.getpid()])
+    dist.broadcast(name, 0, group=group)
+    variables = {"LOCAL_SIZE": str(group.size()), "MASTER_ADDR": "fastpar_bench", "MASTER_PORT": str(int(name))}
+    before = {key: os.environ.get(key) for key in variables}
+    os.environ.update(variables)
+    module.initialize(group.size(), group.rank())
+    for key, value in before.items():
+        if value is None:
+            del os.environ[key]
+        else:
+            os.environ[key] = value
+
+    def all_reduce(x: torch.Tensor) -> torch.Tensor:
+        torch.ops.deepspeed.inference_all_reduce_(x)
+        return x
+
+    return all_reduce

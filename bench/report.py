@@ -56,9 +56,9 @@ def cells(row: Row, baseline: str) -> list[str]:
     same, tuned = (f"{ratios[s]:.2f}" if s in ratios else "" for s in (row["setting"], "tuned"))
     return [
         *head,
-        f"{ms['median']:.2f}",
-        f"{ms['min']:.2f}",
-        f"{ms['p10']:.2f} - {ms['p90']:.2f}",
+        _ms(ms["median"]),
+        _ms(ms["min"]),
+        f"{_ms(ms['p10'])} - {_ms(ms['p90'])}",
         rate,
         _percent(row["roof_fraction"]),
         same,
@@ -67,6 +67,11 @@ def cells(row: Row, baseline: str) -> list[str]:
         memory,
         worst,
     ]
+
+
+def _ms(value: float) -> str:
+    """Microseconds show below 1 ms."""
+    return f"{value:.2f}" if value >= 1 else f"{value:.4f}"
 
 
 def _percent(value: float | None) -> str:
