@@ -80,7 +80,10 @@ class CommCase:
 
 
 class Problem:
-    """The tensors of a case on one rank, and its providers. Inputs are small whole numbers that every rank can compute for all."""
+    """The tensors of a case on one rank, and its providers.
+
+    Inputs are small whole numbers, which every rank can compute for all.
+    """
 
     def __init__(self, case: CommCase, rank: Rank) -> None:
         self.case, self.rank, self.size = case, rank.rank, rank.world_size
@@ -201,17 +204,20 @@ class Problem:
     def torch_call(self, x: Tensor) -> Callable[[], Any]:
         """As a user of torch.distributed writes it: outputs are made once."""
         op, out, part, group = self.case.op, self.out, self.out_part, self.comm.group
+        # torch 2.13 renamed these two.
+        gather_into: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        scatter_into: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
         def all_reduce() -> Tensor:
             dist.all_reduce(x, group=group)
             return x
 
         def reduce_scatter() -> Tensor:
-            dist.reduce_scatter_tensor(part, x, group=group)
+            scatter_into(part, x, group=group)
             return part
 
         def all_gather() -> Tensor:
-            dist.all_gather_into_tensor(out, x, group=group)
+            gather_into(out, x, group=group)
             return out
 
         def all_to_all() -> Tensor:
