@@ -1,0 +1,120 @@
+"""csrc/comm under ThreadSanitizer, with threads as ranks: see tests/tsan/transport.cpp.
+
+The program is built into build/tsan when a source is newer than it. Broken copies of the sources show that it finds
+what it is there to find.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+CSRC = ROOT / "csrc"
+BUILD = ROOT / "build" / "tsan"
+# The reduction is the portable one: what instruction set adds numbers makes no difference to who waits for whom.
+SOURCES = [CSRC / f"comm/{name}.cpp" for name in ("world", "collectives", "progress", "reduce_portable")]
+SOURCES.append(ROOT / "tests/tsan/transport.cpp")
+FLAGS = ["-std=c++17", "-O1", "-g", "-fsanitize=thread", "-DFASTPAR_X86=0"]
+REPORTED = 66  # ThreadSanitizer's exit status
+
+
+def compiler() -> str:
+    cxx = os.environ.get("CXX", "g++")
+    found = shutil.which(cxx) and subprocess.run(
+        [cxx, "-print-file-name=libtsan.so"], capture_output=True, text=True, check=True
+    ).stdout.startswith("/")
+    if not found:
+        pytest.skip(f"{cxx} has no libtsan.so")
+    return cxx
+
+
+def build(overlay: Path | None = None) -> Path:
+    """The program; with `overlay`, a folder of changed copies of files in csrc, from those where there are some."""
+    cxx, folder = compiler(), overlay or BUILD
+    folder.mkdir(parents=True, exist_ok=True)
+    headers = max(path.stat().st_mtime for name in ("comm", "common", "runtime") for path in (CSRC / name).glob("*.h"))
+    changed_headers = overlay is not None and any(overlay.rglob("*.h"))
+    objects = []
+    for source in SOURCES:
+        copy = overlay / source.relative_to(CSRC) if overlay and source.is_relative_to(CSRC) else source
+        is_changed = overlay is not None and (changed_headers or (copy.exists() and copy != source))
+        target = (folder if is_changed else BUILD) / f"{source.stem}.o"
+        if not target.exists() or target.stat().st_mtime < max(headers, source.stat().st_mtime):
+            includes = [f"-I{overlay}"] * bool(overlay) + [f"-I{CSRC}"]
+            file = copy if copy.exists() else source
+            subprocess.run([cxx, *FLAGS, *includes, "-c", str(file), "-o", str(target)], check=True)
+        objects.append(str(target))
+    program = folder / "transport"
+    subprocess.run([cxx, "-fsanitize=thread", *objects, "-o", str(program)], check=True)
+    return program
+
+
+def run(program: Path, rounds: int, seed: int = 1) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([str(program), str(rounds), str(seed)], capture_output=True, text=True, timeout=240)
+
+
+@pytest.fixture(scope="module")
+def program() -> Path:
+    return build()
+
+
+def check_quiet(done: subprocess.CompletedProcess[str], rounds: int) -> None:
+    assert done.returncode == 0, done.stderr[-6000:]
+    assert done.stderr == ""
+    assert done.stdout.splitlines() == [f"{n} ranks: {rounds} rounds" for n in (2, 3, 4)]
+
+
+def test_no_data_race_and_no_wrong_result_in_random_collectives(program):
+    check_quiet(run(program, 300), 300)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2, 12))
+def test_no_data_race_in_many_more(program, seed):
+    check_quiet(run(program, 2000, seed), 2000)
+
+
+MUTATIONS = {
+    "the phase is published without release order": (
+        "comm/world.cpp",
+        "own.phase.store(phase_, std::memory_order_seq_cst)",
+        "own.phase.store(phase_, std::memory_order_relaxed)",
+    ),
+    "waits have no acquire order": (
+        "comm/world.cpp",
+        "if (theirs.load(std::memory_order_acquire) >= phase) return;",
+        "if (theirs.load(std::memory_order_relaxed) >= phase) return;",
+    ),
+    "the last peer is not waited for": (
+        "comm/world.cpp",
+        "for (int step = 1; step < size(); ",
+        "for (int step = 2; step < size(); ",
+    ),
+    "one exchange buffer instead of two": (
+        "comm/world.h",
+        "slots_offset_ + (phase & 1) * slot_stride_",
+        "slots_offset_",
+    ),
+    "one header instead of two": ("comm/world.h", "control(rank).header[phase & 1]", "control(rank).header[0]"),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [name if i == 0 else pytest.param(name, marks=pytest.mark.slow) for i, name in enumerate(MUTATIONS)]
+)
+def test_a_broken_transport_is_found(program, name, tmp_path):
+    file, right, wrong = MUTATIONS[name]
+    text = (CSRC / file).read_text()
+    assert text.count(right) == 1, f"{file} no longer says {right!r}"
+    (tmp_path / file).parent.mkdir()
+    (tmp_path / file).write_text(text.replace(right, wrong))
+    done = run(build(tmp_path), 100)
+    assert done.returncode != 0, "not found"
+    if "order" in name:  # x86 orders the accesses all the same: only the sanitizer sees it
+        assert done.returncode == REPORTED
+        assert "data race" in done.stderr
