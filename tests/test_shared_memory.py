@@ -6,6 +6,7 @@ Faults and determinism under delays are in tests/test_comm_faults.py.
 
 from __future__ import annotations
 
+import mmap
 import os
 import time
 
@@ -265,6 +266,28 @@ def check_region():
     x.fill_(1.0)
     del region
     assert torch.equal(comm.all_reduce(x, out=x), torch.full_like(x, float(size)))
+
+
+def check_forgotten():
+    """New memory at the address of a region that nobody has closed is ordinary memory."""
+    comm = shared()
+    addresses = set()
+    for step in range(5):
+        region = SharedRegion(comm, 1 << 16)
+        x = region.tensor((1 << 14,), torch.float32).fill_(1.0)
+        comm.all_reduce(x, out=x)
+        addresses.add(x.data_ptr())
+        pending = comm.all_reduce_async(x, out=x)
+        del region, x, pending
+        comm.barrier()  # in order after it
+        memory = mmap.mmap(-1, 1 << 16)  # lands where the region was, as a rule
+        y = torch.frombuffer(memory, dtype=torch.float32).fill_(1.0 + step)
+        comm.all_reduce(y, out=y)
+        assert torch.equal(y, torch.full_like(y, comm.size * (1.0 + step)))
+
+
+def test_memory_where_a_region_was_is_ordinary_memory():
+    run_ranks(2, check_forgotten)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

@@ -123,30 +123,27 @@ int64_t fastpar_region_descriptor(void* region) { return region_of(region).own.d
 int fastpar_region_connect(void* handle, void* comm, const int64_t* pids, const int64_t* descriptors) {
   return status_of([&] {
     Region& region = region_of(handle);
-    progress(comm).exclusively([&](fastpar::World& world) {
-      std::vector<SharedSegment> peers(static_cast<size_t>(world.size()));
-      std::vector<char*> addresses;
-      for (int rank = 0; rank < world.size(); ++rank) {
-        if (rank != world.rank()) {
-          peers[static_cast<size_t>(rank)] = SharedSegment::open(
-              static_cast<pid_t>(pids[rank]), static_cast<int>(descriptors[rank]), region.own.bytes());
-        }
-        addresses.push_back(rank == world.rank() ? region.own.address() : peers[static_cast<size_t>(rank)].address());
+    fastpar::World& world = progress(comm).world();
+    std::vector<SharedSegment> peers(static_cast<size_t>(world.size()));
+    std::vector<char*> addresses;
+    for (int rank = 0; rank < world.size(); ++rank) {
+      SharedSegment& peer = peers[static_cast<size_t>(rank)];
+      if (rank != world.rank()) {
+        peer = SharedSegment::open(static_cast<pid_t>(pids[rank]), static_cast<int>(descriptors[rank]),
+                                   region.own.bytes());
       }
-      region.peers = std::move(peers);
-      region.addresses = std::move(addresses);
-      region.id = world.add_region(region.addresses, region.own.bytes());
-    });
+      addresses.push_back(rank == world.rank() ? region.own.address() : peer.address());
+    }
+    region.peers = std::move(peers);
+    region.addresses = std::move(addresses);
+    region.id = world.add_region(region.addresses, region.own.bytes());
   });
 }
 
 void fastpar_region_seal(void* region) { region_of(region).own.close_descriptor(); }
 void* fastpar_region_address(void* region, int rank) { return region_of(region).addresses[static_cast<size_t>(rank)]; }
 
-void fastpar_region_forget(void* handle, void* comm) {
-  const Region& region = region_of(handle);
-  progress(comm).exclusively([&](fastpar::World& world) { world.remove_region(region.id); });
-}
+void fastpar_region_forget(void* handle, void* comm) { progress(comm).world().remove_region(region_of(handle).id); }
 
 void fastpar_region_destroy(void* region) { delete static_cast<Region*>(region); }
 

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <cstring>
+#include <memory>
+#include <utility>
 
 #include "common/checks.h"
 #include "common/cpu_capability.h"
@@ -160,11 +162,11 @@ class Collective {
 
   // Notes where `data` lies if it is in a region, and whether it is worth telling.
   void offer_region(const void* data, int64_t elements) {
-    const World::Region* region = world_.find_region(data, elements * call_.element_bytes);
+    std::shared_ptr<const World::Region> region = world_.find_region(data, elements * call_.element_bytes);
     if (region == nullptr) return;
     header_.region = region->id;
     header_.offset = static_cast<uint64_t>(static_cast<const char*>(data) - region->addresses[rank_]);
-    region_ = region;
+    region_ = std::move(region);
   }
 
   bool all_in_one_region() const {
@@ -444,7 +446,7 @@ class Collective {
   const ReduceKernels& kernels_;
   const int rank_, size_;
   CallHeader header_{};
-  const World::Region* region_ = nullptr;
+  std::shared_ptr<const World::Region> region_;
   uint64_t phase_ = 0;  // of this collective, the last one; 0: none yet
   bool streams_;
 };

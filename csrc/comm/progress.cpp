@@ -27,7 +27,15 @@ void Progress::run(const Call& call, InterruptCheck check) {
     const uint64_t ticket = enqueue(call);
     lock.unlock();
     while (!wait(ticket, 0.1)) {
-      if (check != nullptr && check()) throw CommFailure(CommStatus::kInterrupted, "interrupted");
+      if (check == nullptr || !check()) continue;
+      // The caller's buffers must not be written any more once this has returned, so the call has to end first.
+      world_.close();
+      try {
+        while (!wait(ticket, 0.1)) {
+        }
+      } catch (const CommFailure&) {
+      }
+      throw CommFailure(CommStatus::kInterrupted, "interrupted");
     }
     return;
   }

@@ -25,7 +25,7 @@ class Progress {
   ~Progress();
   Progress(const Progress&) = delete;
 
-  // Not while a call is under way.
+  // While a call is under way, for its regions only.
   World& world() { return world_; }
 
   // Returns when the call is done; throws CommFailure. `check` is asked now and then whether to give up.
@@ -37,14 +37,6 @@ class Progress {
   // Whether the ticket's call is done within so many seconds. Throws its CommFailure, if it has one.
   bool wait(uint64_t ticket, double seconds);
   bool done(uint64_t ticket) const { return finished_.load(std::memory_order_acquire) >= ticket; }
-
-  // Calls of other threads stay out while `action` uses the world.
-  template <typename Action>
-  void exclusively(Action&& action) {
-    std::unique_lock<std::mutex> lock(mutex_);
-    changed_.wait(lock, [this] { return !busy_; });
-    action(world_);
-  }
 
  private:
   struct Job {

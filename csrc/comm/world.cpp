@@ -192,21 +192,24 @@ void World::look_for_trouble(int peer, uint64_t phase, double started, double ti
 // ---- regions
 
 uint64_t World::add_region(std::vector<char*> addresses, size_t bytes) {
-  regions_.push_back({++num_regions_, std::move(addresses), bytes});
+  const std::lock_guard<std::mutex> lock(regions_mutex_);
+  regions_.push_back(std::make_shared<const Region>(Region{++num_regions_, std::move(addresses), bytes}));
   return num_regions_;
 }
 
 void World::remove_region(uint64_t id) {
-  regions_.erase(
-      std::remove_if(regions_.begin(), regions_.end(), [id](const Region& region) { return region.id == id; }),
-      regions_.end());
+  const std::lock_guard<std::mutex> lock(regions_mutex_);
+  regions_.erase(std::remove_if(regions_.begin(), regions_.end(),
+                                [id](const std::shared_ptr<const Region>& region) { return region->id == id; }),
+                 regions_.end());
 }
 
-const World::Region* World::find_region(const void* address, int64_t bytes) const {
+std::shared_ptr<const World::Region> World::find_region(const void* address, int64_t bytes) const {
   const char* start = static_cast<const char*>(address);
-  for (const Region& region : regions_) {
-    const char* own = region.addresses[static_cast<size_t>(rank())];
-    if (start >= own && start + bytes <= own + region.bytes) return &region;
+  const std::lock_guard<std::mutex> lock(regions_mutex_);
+  for (const std::shared_ptr<const Region>& region : regions_) {
+    const char* own = region->addresses[static_cast<size_t>(rank())];
+    if (start >= own && start + bytes <= own + region->bytes) return region;
   }
   return nullptr;
 }

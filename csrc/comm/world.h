@@ -19,6 +19,8 @@
 
 #include <atomic>
 #include <cstdint>
+#include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -110,6 +112,8 @@ class World {
 
   // ---- regions: other memory that all ranks have mapped, at addresses of their own
 
+  // From any thread, also while a collective is under way. Who removes a region keeps its memory until the collectives
+  // that were launched on it are done.
   uint64_t add_region(std::vector<char*> addresses, size_t bytes);
   void remove_region(uint64_t id);
 
@@ -119,7 +123,7 @@ class World {
     size_t bytes;
   };
   // The region that [address, address + bytes) lies in, or null.
-  const Region* find_region(const void* address, int64_t bytes) const;
+  std::shared_ptr<const Region> find_region(const void* address, int64_t bytes) const;
 
   // ---- failure
 
@@ -149,7 +153,8 @@ class World {
   uint64_t phase_ = 0;
   int spins_, yields_;
   double first_wait_ = 0.0;  // when the collective under way first had to wait for long; 0: not yet
-  std::vector<Region> regions_;
+  mutable std::mutex regions_mutex_;
+  std::vector<std::shared_ptr<const Region>> regions_;
   uint64_t num_regions_ = 0;
   InterruptCheck interrupt_check_ = nullptr;
   std::string (*describe_)(const void*) = nullptr;

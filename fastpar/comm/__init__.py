@@ -23,6 +23,7 @@ from fastpar.comm.errors import CommError, CommMismatchError, CommTimeoutError, 
 from fastpar.comm.pending import Pending
 from fastpar.comm.recording import CommRecord, record
 from fastpar.comm.shards import shard_range, shard_sizes
+from fastpar.comm.shared_region import SharedRegion
 from fastpar.comm.transport import Transport
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "GroupLike",
     "PeerLostError",
     "Pending",
+    "SharedRegion",
     "Transport",
     "all_reduce_coalesced",
     "copy_to",

@@ -128,10 +128,6 @@ class LocalWorld:
     def handle(self) -> int:
         return self._handle
 
-    def close(self) -> None:
-        """Ends waits of other threads with an error, and lets go of the memory."""
-        self._finalizer()
-
 
 def _destroy(handle: int, owner: int) -> None:
     if os.getpid() == owner:  # a forked child has the memory, but not the thread

@@ -15,13 +15,20 @@ from torch import Tensor
 from fastpar.comm._library import int64_array, library
 from fastpar.comm.communicator import Communicator
 from fastpar.comm.errors import CommError
+from fastpar.comm.local_world import LocalWorld
 
 
 class _Memory:
-    """Owns the mapping; every tensor over it keeps it alive."""
+    """Owns the mapping; every tensor over it keeps it alive, and a collective under way keeps its tensors."""
 
-    def __init__(self, handle: int) -> None:
-        self._finalizer = weakref.finalize(self, library().region_destroy, handle)
+    def __init__(self, handle: int, world: LocalWorld) -> None:
+        self._finalizer = weakref.finalize(self, _release, handle, world)
+
+
+def _release(handle: int, world: LocalWorld) -> None:
+    """What comes to lie at the same address must not be taken for a part of the region."""
+    library().region_forget(handle, world.handle)
+    library().region_destroy(handle)
 
 
 class SharedRegion:
@@ -36,8 +43,8 @@ class SharedRegion:
     all_gather then read the other ranks' memory where it is. Nothing else orders accesses to another rank's memory:
     use a barrier.
 
-    Raises CommError where the ranks cannot share memory. `close()` ends its part in collectives (a collective call:
-    every rank, at the same place); the memory itself lives as long as tensors over it.
+    Raises CommError where the ranks cannot share memory. `close()` ends its part in collectives; the memory itself
+    lives as long as tensors over it.
     """
 
     def __init__(self, comm: Communicator, nbytes: int) -> None:
@@ -71,7 +78,7 @@ class SharedRegion:
             error = ValueError if "nbytes" in problem else CommError
             raise error(problem or "another rank could not open the memory of its peers")
         library().region_seal(self._handle)
-        self._memory = _Memory(self._handle)
+        self._memory = _Memory(self._handle, world)
 
     def address(self, rank: int) -> int:
         """Where rank's memory begins in this process."""
