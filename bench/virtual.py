@@ -53,7 +53,7 @@ class _ReplayRoute(Route):
         dtype: torch.dtype,
         start: Callable[[Transport], InFlight],
         *,
-        blocking: bool,
+        mode: str,
     ) -> InFlight:
         return start(self._replay)  # type: ignore[arg-type]
 
@@ -65,8 +65,8 @@ class VirtualRanks(Communicator):
         super().__init__(None)
         self.rank, self.size = rank, size
         self._replay = _Replay(rank, others)  # a loss calls nothing else
-        self._blocking = Launcher(_ReplayRoute(rank, size, self._replay), blocking=True)
-        self._background = Launcher(_ReplayRoute(rank, size, self._replay), blocking=False)
+        self._blocking = Launcher(_ReplayRoute(rank, size, self._replay), "blocking")
+        self._background = Launcher(_ReplayRoute(rank, size, self._replay), "background")
 
     def captured(self, forward: Callable[[], object]) -> torch.Tensor:
         """What `forward`, a function that uses this communicator, hands to its first all-gather."""

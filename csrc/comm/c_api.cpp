@@ -100,6 +100,19 @@ uint64_t fastpar_comm_submit(void* comm, int64_t spec, int64_t element_bytes, co
   return progress(comm).submit(call_of(spec, element_bytes, input, output, count, sizes, output_sizes, timeout));
 }
 
+uint64_t fastpar_comm_begin(void* comm, int64_t spec, int64_t element_bytes, const void* input, void* output,
+                            int64_t count, const int64_t* sizes, const int64_t* output_sizes, double timeout) {
+  uint64_t ticket = 0;
+  status_of([&] {
+    ticket = progress(comm).begin(call_of(spec, element_bytes, input, output, count, sizes, output_sizes, timeout));
+  });
+  return ticket;
+}
+
+int fastpar_comm_finish(void* comm, uint64_t ticket) {
+  return status_of([&] { progress(comm).finish(ticket, interrupt_check()); });
+}
+
 int fastpar_comm_wait(void* comm, uint64_t ticket, double seconds) {
   bool is_done = false;
   const int status = status_of([&] { is_done = progress(comm).wait(ticket, seconds); });

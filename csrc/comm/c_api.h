@@ -34,6 +34,11 @@ FASTPAR_EXPORT int fastpar_comm_run(void* comm, int64_t spec, int64_t element_by
 FASTPAR_EXPORT uint64_t fastpar_comm_submit(void* comm, int64_t spec, int64_t element_bytes, const void* input,
                                             void* output, int64_t count, const int64_t* sizes,
                                             const int64_t* output_sizes, double timeout);
+// The first half of a call, and the second: see Progress::begin. The ticket, or 0 for an error with a text.
+FASTPAR_EXPORT uint64_t fastpar_comm_begin(void* comm, int64_t spec, int64_t element_bytes, const void* input,
+                                           void* output, int64_t count, const int64_t* sizes,
+                                           const int64_t* output_sizes, double timeout);
+FASTPAR_EXPORT int fastpar_comm_finish(void* comm, uint64_t ticket);
 // 0: done; -1: not within `seconds`.
 FASTPAR_EXPORT int fastpar_comm_wait(void* comm, uint64_t ticket, double seconds);
 FASTPAR_EXPORT int fastpar_comm_done(void* comm, uint64_t ticket);

@@ -79,6 +79,22 @@ Part part_of(int64_t count, int rank, int size, int64_t element_bytes) {
   return {std::min(count, units * rank / size * unit), std::min(count, units * (rank + 1) / size * unit)};
 }
 
+// How a collective proceeds: in steps, each of which shows something to the other ranks (`fill`), publishes it and
+// waits for theirs, and takes what it wants from what they show (`take`). Between the two halves of a step the rank may
+// do something else.
+enum class Plan {
+  kBarrier,
+  kAtOnce,         // all_reduce: everybody reduces everything
+  kChunks,         // all_reduce, reduce: step s copies chunk s, reduces the own part of chunk s - 1, and collects it
+  kInRegion,       // all_reduce, reduce_scatter, all_gather: read where it lies; a second step ends the reading
+  kReduceScatter,  // the rest: a chunk of every part a step
+  kAllGather,
+  kAllToAll,
+  kBroadcast,
+};
+
+}  // namespace
+
 class Collective {
  public:
   Collective(World& world, uint64_t sequence, const Call& call)
@@ -87,59 +103,47 @@ class Collective {
     if (call.op == CommOp::kReduceScatter || call.op == CommOp::kAllGather) header_.sizes = hash_of(call.sizes, size_);
     if (call.op == CommOp::kAllToAll) header_.count = 0;
     streams_ = call.input != call.output && call.count * call.element_bytes >= kStreamBytes;
+    lay_out();
   }
 
   const CallHeader& header() const { return header_; }
 
-  void run() {
-    switch (call_.op) {
-      case CommOp::kAllReduce:
-        return all_reduce();
-      case CommOp::kReduceScatter:
-        return reduce_scatter();
-      case CommOp::kAllGather:
-        return all_gather();
-      case CommOp::kAllToAll:
-        return all_to_all();
-      case CommOp::kBroadcast:
-        return broadcast();
-      case CommOp::kReduce:
-        return reduce_chunks(call_.root);
-      case CommOp::kBarrier:
-        begin();
-        return check_headers();
+  void start() {
+    offer_region();
+    choose(header_.region != 0);
+    fill(0);
+    world_.header(rank_, world_.next_phase()) = header_;
+    publish();
+  }
+
+  void finish() {
+    wait();
+    check_headers();
+    int64_t step = 0;
+    if (anybody_offered_a_region() && !all_in_one_region()) {
+      // Some have shown data in this step and others where theirs lies; now all show data.
+      choose(false);
+      step = -1;
+    } else {
+      take(0);
+    }
+    while (++step < num_steps_) {
+      fill(step);
+      publish();
+      wait();
+      take(step);
     }
   }
 
  private:
   // ---- phases
 
-  // Publishes the header with the first phase of the collective.
-  void begin() {
-    world_.header(rank_, world_.next_phase()) = header_;
-    phase();
-  }
-
-  void phase() {
+  void publish() {
     phase_ = world_.next_phase();
     world_.publish();
-    world_.wait_all(call_.timeout_seconds);
   }
 
-  // For loops over chunks. False: in this first phase other ranks have only said that their data lies in a region;
-  // since not all do, the chunk has to be exchanged with them in the next phase.
-  bool exchange_chunk() {
-    if (phase_ != 0) {
-      phase();
-      return true;
-    }
-    begin();
-    check_headers();
-    for (int rank = 0; rank < size_; ++rank) {
-      if (header_of(rank).region != 0) return false;
-    }
-    return true;
-  }
+  void wait() { world_.wait_all(call_.timeout_seconds); }
 
   const CallHeader& header_of(int rank) const { return world_.header(rank, phase_); }
 
@@ -160,13 +164,27 @@ class Collective {
     throw CommFailure(CommStatus::kMismatch, text);
   }
 
-  // Notes where `data` lies if it is in a region, and whether it is worth telling.
-  void offer_region(const void* data, int64_t elements) {
-    std::shared_ptr<const World::Region> region = world_.find_region(data, elements * call_.element_bytes);
-    if (region == nullptr) return;
-    header_.region = region->id;
-    header_.offset = static_cast<uint64_t>(static_cast<const char*>(data) - region->addresses[rank_]);
-    region_ = std::move(region);
+  // ---- regions
+
+  // Says in the header where the data lies, if that is in a region and of use.
+  void offer_region() {
+    const bool in_place = call_.op == CommOp::kAllReduce && call_.input == call_.output;
+    if (!(in_place && bytes(call_.count) >= kRegionBytes) && call_.op != CommOp::kReduceScatter &&
+        call_.op != CommOp::kAllGather) {
+      return;
+    }
+    const int64_t elements = call_.op == CommOp::kAllGather ? call_.sizes[rank_] : call_.count;
+    region_ = world_.find_region(call_.input, bytes(elements));
+    if (region_ == nullptr) return;
+    header_.region = region_->id;
+    header_.offset = static_cast<uint64_t>(static_cast<const char*>(call_.input) - region_->addresses[rank_]);
+  }
+
+  bool anybody_offered_a_region() const {
+    for (int rank = 0; rank < size_; ++rank) {
+      if (header_of(rank).region != 0) return true;
+    }
+    return false;
   }
 
   bool all_in_one_region() const {
@@ -186,7 +204,6 @@ class Collective {
   }
   char* output(int64_t element) const { return static_cast<char*>(call_.output) + element * call_.element_bytes; }
   int64_t bytes(int64_t elements) const { return elements * call_.element_bytes; }
-  int64_t slot_elements() const { return world_.slot_bytes() / call_.element_bytes; }
 
   void copy(char* to, const char* from, int64_t elements) const {
     if (to != from && elements > 0) memcpy(to, from, static_cast<size_t>(bytes(elements)));
@@ -221,187 +238,193 @@ class Collective {
     return 0;  // can_reduce was asked first
   }
 
-  // ---- all_reduce and reduce
+  // ---- the plan
 
-  void all_reduce() {
-    if (call_.input == call_.output && bytes(call_.count) >= kRegionBytes) offer_region(call_.input, call_.count);
-    if (header_.region != 0) {
-      begin();
-      check_headers();
-      if (all_in_one_region()) return all_reduce_in_region();
+  // Where the parts of the ranks begin.
+  void lay_out() {
+    if (call_.sizes == nullptr) return;
+    for (int64_t rank = 0, in = 0, out = 0; rank < size_; ++rank) {
+      starts_[rank] = in;
+      in += call_.sizes[rank];
+      largest_ = std::max(largest_, call_.sizes[rank]);
+      if (call_.output_sizes == nullptr) continue;
+      output_starts_[rank] = out;
+      out += call_.output_sizes[rank];
     }
-    if (bytes(call_.count) <= std::min(tuning().one_shot_bytes, world_.slot_bytes())) return all_reduce_at_once();
-    reduce_chunks(kEveryRank);
   }
 
-  void all_reduce_in_region() {
-    const Part part = part_of(call_.count, rank_, size_, call_.element_bytes);
-    void* buffers[kMaxReduceSources];
-    for (int rank = 0; rank < size_; ++rank) buffers[rank] = in_region(rank) + bytes(part.begin);
-    reduce(buffers, buffers, size_, part.count());
-    phase();
+  // The same on every rank, but for whether it begins with regions.
+  void choose(bool with_regions) {
+    const int64_t slot = world_.slot_bytes() / call_.element_bytes, part = std::max<int64_t>(1, slot / size_);
+    const auto in_chunks = [this](Plan plan, int64_t total, int64_t chunk) {
+      plan_ = plan;
+      chunk_ = chunk;
+      num_steps_ = std::max<int64_t>(1, (total + chunk - 1) / chunk);
+    };
+    if (with_regions) {
+      plan_ = Plan::kInRegion;
+      num_steps_ = 2;
+      return;
+    }
+    switch (call_.op) {
+      case CommOp::kAllReduce:
+        if (bytes(call_.count) <= std::min(tuning().one_shot_bytes, world_.slot_bytes())) {
+          return in_chunks(Plan::kAtOnce, 1, 1);
+        }
+        [[fallthrough]];
+      case CommOp::kReduce: {
+        const int64_t chunk = std::min(tuning().chunk_bytes, world_.slot_bytes()) / kLine * kLine / call_.element_bytes;
+        in_chunks(Plan::kChunks, call_.count, std::max<int64_t>(1, chunk));
+        ++num_steps_;
+        return;
+      }
+      case CommOp::kReduceScatter:
+        return in_chunks(Plan::kReduceScatter, largest_, part);
+      case CommOp::kAllGather:
+        return in_chunks(Plan::kAllGather, largest_, slot);
+      case CommOp::kAllToAll:  // how many steps is known when all have shown their sizes
+        return in_chunks(Plan::kAllToAll, 1, part);
+      case CommOp::kBroadcast:
+        return in_chunks(Plan::kBroadcast, call_.count, slot);
+      case CommOp::kBarrier:
+        return in_chunks(Plan::kBarrier, 1, 1);
+    }
   }
 
-  void all_reduce_at_once() {
-    do {
-      copy(world_.exchange(rank_, world_.next_phase()), input(0), call_.count);
-    } while (!exchange_chunk());
+  void fill(int64_t step) {
+    const uint64_t next = world_.next_phase();
+    char* const slot = world_.exchange(rank_, next);
+    const int64_t done = step * chunk_;
+    switch (plan_) {
+      case Plan::kBarrier:
+      case Plan::kInRegion:
+        return;
+      case Plan::kAtOnce:
+        return copy(slot, input(0), call_.count);
+      case Plan::kChunks:
+        if (step + 1 < num_steps_) copy_for_owners(slot, done);
+        if (step > 0) reduce_own_part(done - chunk_, next);
+        return;
+      case Plan::kAllToAll:
+        if (step == 0) {
+          int64_t* table = world_.size_table(rank_, next);
+          std::copy(call_.sizes, call_.sizes + size_, table);
+          std::copy(call_.output_sizes, call_.output_sizes + size_, table + size_);
+        }
+        [[fallthrough]];
+      case Plan::kReduceScatter:
+        for (int i = 1; i < size_; ++i) {
+          const int to = (rank_ + i) % size_;
+          copy(slot + bytes(to * chunk_), input(starts_[to] + done), std::min(chunk_, call_.sizes[to] - done));
+        }
+        return;
+      case Plan::kAllGather:
+        return copy(slot, input(done), std::min(chunk_, call_.sizes[rank_] - done));
+      case Plan::kBroadcast:
+        if (rank_ == call_.root) copy(slot, input(done), std::min(chunk_, call_.count - done));
+        return;
+    }
+  }
+
+  void take(int64_t step) {
+    const int64_t done = step * chunk_;
+    switch (plan_) {
+      case Plan::kBarrier:
+        return;
+      case Plan::kInRegion:
+        if (step == 0) take_from_region();
+        return;
+      case Plan::kAtOnce:
+        return reduce_exchanged(0, call_.output, 0, call_.count);
+      case Plan::kChunks:
+        if (step > 0 && (call_.op == CommOp::kAllReduce || rank_ == call_.root)) collect(done - chunk_);
+        return;
+      case Plan::kReduceScatter:
+        return reduce_exchanged(rank_ * chunk_, output(done), starts_[rank_] + done,
+                                std::min(chunk_, call_.sizes[rank_] - done));
+      case Plan::kAllGather:
+        for (int i = 0; i < size_; ++i) {
+          const int from = (rank_ + i) % size_;
+          const char* source = from == rank_ ? input(done) : world_.exchange(from, phase_);
+          copy_to_output(output(starts_[from] + done), source, std::min(chunk_, call_.sizes[from] - done));
+        }
+        return;
+      case Plan::kAllToAll:
+        if (step == 0) {
+          num_steps_ = (check_size_tables() + chunk_ - 1) / chunk_;
+          copy_to_output(output(output_starts_[rank_]), input(starts_[rank_]), call_.sizes[rank_]);
+        }
+        for (int i = 1; i < size_; ++i) {
+          const int from = (rank_ + i) % size_;
+          copy_to_output(output(output_starts_[from] + done), world_.exchange(from, phase_) + bytes(rank_ * chunk_),
+                         std::min(chunk_, call_.output_sizes[from] - done));
+        }
+        return;
+      case Plan::kBroadcast:
+        return copy_to_output(output(done), rank_ == call_.root ? input(done) : world_.exchange(call_.root, phase_),
+                              std::min(chunk_, call_.count - done));
+    }
+  }
+
+  // Reduces what all show from element `offset` of their buffers on; the own part is input(own).
+  void reduce_exchanged(int64_t offset, void* target, int64_t own, int64_t count) const {
     const void* sources[kMaxReduceSources];
-    for (int rank = 0; rank < size_; ++rank) sources[rank] = world_.exchange(rank, phase_);
-    sources[rank_] = call_.input;
-    void* target = call_.output;
-    reduce(sources, &target, 1, call_.count);
+    for (int rank = 0; rank < size_; ++rank) sources[rank] = world_.exchange(rank, phase_) + bytes(offset);
+    sources[rank_] = input(own);
+    reduce(sources, &target, 1, count);
   }
 
-  static constexpr int kEveryRank = -1;
-
-  // Step s copies chunk s to where its owners find it, while the parts of chunk s - 1 are reduced; after the phase
-  // those who want the result collect it. May follow a first phase in which headers were exchanged already.
-  void reduce_chunks(int root) {
-    const bool collects = root == kEveryRank || root == rank_;
-    const int64_t chunk =
-        std::max<int64_t>(1, std::min(tuning().chunk_bytes, world_.slot_bytes()) / kLine * kLine / call_.element_bytes);
-    const int64_t num_chunks = (call_.count + chunk - 1) / chunk;
-    for (int64_t step = 0; step <= num_chunks;) {
-      const uint64_t next = world_.next_phase();
-      if (step < num_chunks) copy_in(step * chunk, std::min(chunk, call_.count - step * chunk), next);
-      const int64_t begun = (step - 1) * chunk, count = std::min(chunk, call_.count - begun);
-      if (step > 0) reduce_own_part(begun, count, next, root);
-      if (!exchange_chunk()) continue;
-      if (step > 0 && collects) collect(begun, count);
-      ++step;
+  void take_from_region() {
+    void* buffers[kMaxReduceSources];
+    if (call_.op == CommOp::kAllReduce) {
+      const Part part = part_of(call_.count, rank_, size_, call_.element_bytes);
+      for (int rank = 0; rank < size_; ++rank) buffers[rank] = in_region(rank) + bytes(part.begin);
+      return reduce(buffers, buffers, size_, part.count());
+    }
+    if (call_.op == CommOp::kReduceScatter) {
+      for (int rank = 0; rank < size_; ++rank) buffers[rank] = in_region(rank) + bytes(starts_[rank_]);
+      void* target = call_.output;
+      return reduce(buffers, &target, 1, call_.sizes[rank_]);
+    }
+    for (int i = 0; i < size_; ++i) {
+      const int rank = (rank_ + i) % size_;
+      copy_to_output(output(starts_[rank]), in_region(rank), call_.sizes[rank]);
     }
   }
 
-  void copy_in(int64_t begin, int64_t count, uint64_t next) const {
-    const Part own = part_of(count, rank_, size_, call_.element_bytes);
-    char* slot = world_.exchange(rank_, next);
-    copy(slot, input(begin), own.begin);
-    copy(slot + bytes(own.end), input(begin + own.end), count - own.end);
+  // ---- chunks of all_reduce and reduce, of which every rank owns a part
+
+  int64_t chunk_count(int64_t begin) const { return std::min(chunk_, call_.count - begin); }
+  Part part_of_chunk(int64_t begin, int rank) const {
+    return part_of(chunk_count(begin), rank, size_, call_.element_bytes);
   }
 
-  void reduce_own_part(int64_t begin, int64_t count, uint64_t next, int root) const {
-    const Part own = part_of(count, rank_, size_, call_.element_bytes);
+  void copy_for_owners(char* slot, int64_t begin) const {
+    const Part own = part_of_chunk(begin, rank_);
+    copy(slot, input(begin), own.begin);
+    copy(slot + bytes(own.end), input(begin + own.end), chunk_count(begin) - own.end);
+  }
+
+  // The chunk was shown in the phase before `next`.
+  void reduce_own_part(int64_t begin, uint64_t next) const {
+    const Part own = part_of_chunk(begin, rank_);
     const void* sources[kMaxReduceSources];
     for (int rank = 0; rank < size_; ++rank) sources[rank] = world_.exchange(rank, next - 1) + bytes(own.begin);
     sources[rank_] = input(begin + own.begin);
-    char* const result = world_.result(rank_, next);
-    if (root == rank_) {
-      void* const target = output(begin + own.begin);
-      return reduce(sources, &target, 1, own.count());
-    }
-    void* const targets[] = {result, root == kEveryRank ? output(begin + own.begin) : nullptr};
-    reduce(sources, targets, root == kEveryRank ? 2 : 1, own.count());
+    void* targets[2];
+    int num_targets = 0;
+    const bool is_rooted = call_.op == CommOp::kReduce;
+    if (!is_rooted || rank_ == call_.root) targets[num_targets++] = output(begin + own.begin);
+    if (!is_rooted || rank_ != call_.root) targets[num_targets++] = world_.result(rank_, next);
+    reduce(sources, targets, num_targets, own.count());
   }
 
-  void collect(int64_t begin, int64_t count) const {
-    for (int step = 1; step < size_; ++step) {
-      const int owner = (rank_ + step) % size_;
-      const Part part = part_of(count, owner, size_, call_.element_bytes);
+  void collect(int64_t begin) const {
+    for (int i = 1; i < size_; ++i) {
+      const int owner = (rank_ + i) % size_;
+      const Part part = part_of_chunk(begin, owner);
       copy_to_output(output(begin + part.begin), world_.result(owner, phase_), part.count());
     }
-  }
-
-  // ---- the others
-
-  void reduce_scatter() {
-    int64_t offsets[kMaxReduceSources], largest = 0, total = 0;
-    for (int rank = 0; rank < size_; ++rank) {
-      offsets[rank] = total;
-      total += call_.sizes[rank];
-      largest = std::max(largest, call_.sizes[rank]);
-    }
-    const int64_t mine = call_.sizes[rank_];
-    const void* sources[kMaxReduceSources];
-    void* target = call_.output;
-    offer_region(call_.input, call_.count);
-    if (header_.region != 0) {
-      begin();
-      check_headers();
-      if (all_in_one_region()) {
-        for (int rank = 0; rank < size_; ++rank) sources[rank] = in_region(rank) + bytes(offsets[rank_]);
-        reduce(sources, &target, 1, mine);
-        return phase();
-      }
-    }
-    const int64_t chunk = std::max<int64_t>(1, slot_elements() / size_);
-    for (int64_t done = 0; done == 0 || done < largest;) {
-      char* slot = world_.exchange(rank_, world_.next_phase());
-      for (int step = 1; step < size_; ++step) {
-        const int owner = (rank_ + step) % size_;
-        copy(slot + bytes(owner * chunk), input(offsets[owner] + done), std::min(chunk, call_.sizes[owner] - done));
-      }
-      if (!exchange_chunk()) continue;
-      for (int rank = 0; rank < size_; ++rank) sources[rank] = world_.exchange(rank, phase_) + bytes(rank_ * chunk);
-      sources[rank_] = input(offsets[rank_] + done);
-      target = output(done);
-      reduce(sources, &target, 1, std::min(chunk, mine - done));
-      done += chunk;
-    }
-  }
-
-  void all_gather() {
-    int64_t offsets[kMaxReduceSources], largest = 0, total = 0;
-    for (int rank = 0; rank < size_; ++rank) {
-      offsets[rank] = total;
-      total += call_.sizes[rank];
-      largest = std::max(largest, call_.sizes[rank]);
-    }
-    const int64_t mine = call_.sizes[rank_];
-    offer_region(call_.input, mine);
-    if (header_.region != 0) {
-      begin();
-      check_headers();
-      if (all_in_one_region()) {
-        for (int step = 0; step < size_; ++step) {
-          const int rank = (rank_ + step) % size_;
-          copy_to_output(output(offsets[rank]), in_region(rank), call_.sizes[rank]);
-        }
-        return phase();
-      }
-    }
-    const int64_t chunk = slot_elements();
-    for (int64_t done = 0; done == 0 || done < largest;) {
-      copy(world_.exchange(rank_, world_.next_phase()), input(done), std::min(chunk, mine - done));
-      if (!exchange_chunk()) continue;
-      for (int step = 1; step < size_; ++step) {
-        const int rank = (rank_ + step) % size_;
-        copy_to_output(output(offsets[rank] + done), world_.exchange(rank, phase_),
-                       std::min(chunk, call_.sizes[rank] - done));
-      }
-      copy_to_output(output(offsets[rank_] + done), input(done), std::min(chunk, mine - done));
-      done += chunk;
-    }
-  }
-
-  void all_to_all() {
-    const int64_t chunk = std::max<int64_t>(1, slot_elements() / size_);
-    int64_t inputs[kMaxReduceSources], outputs[kMaxReduceSources];
-    for (int64_t rank = 0, in = 0, out = 0; rank < size_; ++rank) {
-      inputs[rank] = in;
-      outputs[rank] = out;
-      in += call_.sizes[rank];
-      out += call_.output_sizes[rank];
-    }
-    int64_t* table = world_.size_table(rank_, world_.next_phase());
-    std::copy(call_.sizes, call_.sizes + size_, table);
-    std::copy(call_.output_sizes, call_.output_sizes + size_, table + size_);
-    int64_t largest = 0;
-    for (int64_t done = 0; done == 0 || done < largest; done += chunk) {
-      char* slot = world_.exchange(rank_, world_.next_phase());
-      for (int step = 1; step < size_; ++step) {
-        const int to = (rank_ + step) % size_;
-        copy(slot + bytes(to * chunk), input(inputs[to] + done), std::min(chunk, call_.sizes[to] - done));
-      }
-      exchange_chunk();
-      if (done == 0) largest = check_size_tables();
-      for (int step = 1; step < size_; ++step) {
-        const int from = (rank_ + step) % size_;
-        copy_to_output(output(outputs[from] + done), world_.exchange(from, phase_) + bytes(rank_ * chunk),
-                       std::min(chunk, call_.output_sizes[from] - done));
-      }
-    }
-    copy_to_output(output(outputs[rank_]), input(inputs[rank_]), call_.sizes[rank_]);
   }
 
   // Every rank reads the tables of all, so that all come to the same verdict. Gives the largest part of all.
@@ -430,28 +453,19 @@ class Collective {
     return largest;
   }
 
-  void broadcast() {
-    const int64_t chunk = slot_elements();
-    for (int64_t done = 0; done == 0 || done < call_.count; done += chunk) {
-      const int64_t count = std::min(chunk, call_.count - done);
-      if (rank_ == call_.root) copy(world_.exchange(rank_, world_.next_phase()), input(done), count);
-      exchange_chunk();
-      const char* from = rank_ == call_.root ? input(done) : world_.exchange(call_.root, phase_);
-      copy_to_output(output(done), from, count);
-    }
-  }
-
   World& world_;
   const Call& call_;
   const ReduceKernels& kernels_;
   const int rank_, size_;
   CallHeader header_{};
   std::shared_ptr<const World::Region> region_;
-  uint64_t phase_ = 0;  // of this collective, the last one; 0: none yet
   bool streams_;
+  int64_t starts_[kMaxReduceSources], output_starts_[kMaxReduceSources];  // elements; of input and output, by rank
+  int64_t largest_ = 0;
+  Plan plan_ = Plan::kBarrier;
+  int64_t chunk_ = 1, num_steps_ = 1;
+  uint64_t phase_ = 0;  // published last
 };
-
-}  // namespace
 
 bool can_reduce(uint8_t dtype) {
   return std::any_of(std::begin(kTypes), std::end(kTypes),
@@ -463,16 +477,44 @@ Tuning& tuning() {
   return values;
 }
 
+namespace {
+
+std::vector<int64_t> copy_of(const int64_t* sizes, int count) {
+  return sizes == nullptr ? std::vector<int64_t>() : std::vector<int64_t>(sizes, sizes + count);
+}
+
+std::string describe_collective(const void* what) {
+  const CallHeader& header = static_cast<const Collective*>(what)->header();
+  return concatenate(describe(header), ", call #", header.sequence);
+}
+
+}  // namespace
+
+StartedCall::StartedCall(World& world, uint64_t sequence, const Call& call)
+    : world_(world),
+      call_(call),
+      sizes_(copy_of(call.sizes, world.size())),
+      output_sizes_(copy_of(call.output_sizes, world.size())) {
+  world.check_usable();
+  if (call.sizes != nullptr) call_.sizes = sizes_.data();
+  if (call.output_sizes != nullptr) call_.output_sizes = output_sizes_.data();
+  collective_ = std::make_unique<Collective>(world, sequence, call_);
+  collective_->start();
+}
+
+StartedCall::~StartedCall() = default;
+
+void StartedCall::finish() {
+  world_.set_activity(describe_collective, collective_.get());
+  collective_->finish();
+}
+
 void run_collective(World& world, uint64_t sequence, const Call& call) {
   world.check_usable();
   Collective collective(world, sequence, call);
-  world.set_activity(
-      [](const void* what) {
-        const CallHeader& header = static_cast<const Collective*>(what)->header();
-        return concatenate(describe(header), ", call #", header.sequence);
-      },
-      &collective);
-  collective.run();
+  world.set_activity(describe_collective, &collective);
+  collective.start();
+  collective.finish();
 }
 
 }  // namespace fastpar

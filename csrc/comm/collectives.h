@@ -14,7 +14,8 @@
 #pragma once
 
 #include <cstdint>
-#include <string>
+#include <memory>
+#include <vector>
 
 #include "comm/world.h"
 
@@ -36,6 +37,24 @@ struct Call {
 
 // Throws CommFailure. After kMismatch no data was touched and the world can be used further.
 void run_collective(World& world, uint64_t sequence, const Call& call);
+
+class Collective;
+
+// A collective in two halves, for a caller who computes something in between: the constructor shows the first of the
+// data to the other ranks, finish() does the rest on the caller's thread. In between nothing else may happen in the
+// world, and nothing that waits for other ranks: they may wait for the rest.
+class StartedCall {
+ public:
+  StartedCall(World& world, uint64_t sequence, const Call& call);  // copies the sizes
+  ~StartedCall();
+  void finish();
+
+ private:
+  World& world_;
+  Call call_;
+  std::vector<int64_t> sizes_, output_sizes_;
+  std::unique_ptr<Collective> collective_;
+};
 
 // Whether this dtype can be reduced here.
 bool can_reduce(uint8_t dtype);

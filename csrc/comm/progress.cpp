@@ -23,21 +23,11 @@ Progress::~Progress() {
 
 void Progress::run(const Call& call, InterruptCheck check) {
   std::unique_lock<std::mutex> lock(mutex_);
+  finish_begun(lock, check);
   if (busy_ || !queue_.empty()) {
     const uint64_t ticket = enqueue(call);
     lock.unlock();
-    while (!wait(ticket, 0.1)) {
-      if (check == nullptr || !check()) continue;
-      // The caller's buffers must not be written any more once this has returned, so the call has to end first.
-      world_.close();
-      try {
-        while (!wait(ticket, 0.1)) {
-        }
-      } catch (const CommFailure&) {
-      }
-      throw CommFailure(CommStatus::kInterrupted, "interrupted");
-    }
-    return;
+    return wait_for(ticket, check);
   }
   busy_ = true;
   const uint64_t sequence = sequence_++;
@@ -61,8 +51,61 @@ void Progress::run(const Call& call, InterruptCheck check) {
   release();
 }
 
+uint64_t Progress::begin(const Call& call) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  finish_begun(lock, nullptr);
+  if (busy_ || !queue_.empty()) return enqueue(call);
+  begun_ = std::make_unique<StartedCall>(world_, sequence_, call);  // throws where the world cannot be used
+  ++sequence_;
+  busy_ = true;
+  return begun_ticket_ = ++submitted_;
+}
+
+void Progress::finish(uint64_t ticket, InterruptCheck check) {
+  {
+    std::unique_lock<std::mutex> lock(mutex_);
+    if (begun_ != nullptr && begun_ticket_ == ticket) finish_begun(lock, check);
+  }
+  wait_for(ticket, check);
+}
+
+// With the mutex held, which it lets go of meanwhile. A failure is kept for the ticket.
+void Progress::finish_begun(std::unique_lock<std::mutex>& lock, InterruptCheck check) {
+  if (begun_ == nullptr) return;
+  const std::unique_ptr<StartedCall> call = std::move(begun_);
+  const uint64_t ticket = begun_ticket_;
+  lock.unlock();
+  world_.set_interrupt_check(check);
+  try {
+    call->finish();
+    lock.lock();
+  } catch (const CommFailure& failure) {
+    lock.lock();
+    failures_.emplace(ticket, failure);
+  }
+  world_.set_interrupt_check(nullptr);
+  busy_ = false;
+  finished_.store(ticket, std::memory_order_release);
+  changed_.notify_all();
+}
+
+void Progress::wait_for(uint64_t ticket, InterruptCheck check) {
+  while (!wait(ticket, 0.1)) {
+    if (check == nullptr || !check()) continue;
+    // The caller's buffers must not be written any more once this has returned, so the call has to end first.
+    world_.close();
+    try {
+      while (!wait(ticket, 0.1)) {
+      }
+    } catch (const CommFailure&) {
+    }
+    throw CommFailure(CommStatus::kInterrupted, "interrupted");
+  }
+}
+
 uint64_t Progress::submit(const Call& call) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  std::unique_lock<std::mutex> lock(mutex_);
+  finish_begun(lock, nullptr);
   return enqueue(call);
 }
 
@@ -83,8 +126,14 @@ bool Progress::wait(uint64_t ticket, double seconds) {
   std::unique_lock<std::mutex> lock(mutex_);
   const auto limit = std::chrono::duration<double>(seconds);
   if (!changed_.wait_for(lock, limit, [&] { return done(ticket); })) return false;
+  throw_failure_of(ticket);
+  return true;
+}
+
+// With the mutex held.
+void Progress::throw_failure_of(uint64_t ticket) {
   const auto failure = failures_.find(ticket);
-  if (failure == failures_.end()) return true;
+  if (failure == failures_.end()) return;
   const CommFailure copy = failure->second;
   failures_.erase(failure);
   throw copy;

@@ -1,8 +1,10 @@
 // Runs the collectives of one World in the order in which they are called: on the caller's thread, or behind it.
 //
-// A blocking call that finds nothing under way runs where it is. A call that is submitted is run by a thread of its
-// own, which exists from the first such call on, so that it makes progress while the caller computes or waits for
-// something else. Ranks that interleave two groups in different orders therefore do not wait for each other for ever.
+// A blocking call that finds nothing under way runs where it is. A call that is begun runs in two halves on the threads
+// of those who begin and finish it; whatever is called in between finishes it first. A call that is submitted is run by
+// a thread of its own, which exists from the first such call on, so that it makes progress while the caller computes or
+// waits for something else. Ranks that interleave two groups in different orders therefore do not wait for each other
+// for ever.
 #pragma once
 
 #include <atomic>
@@ -10,6 +12,7 @@
 #include <cstdint>
 #include <deque>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -31,6 +34,12 @@ class Progress {
   // Returns when the call is done; throws CommFailure. `check` is asked now and then whether to give up.
   void run(const Call& call, InterruptCheck check);
 
+  // The first half of the call, on this thread; its ticket is for finish(). Between the two the caller must not wait
+  // for other ranks by other means. What is queued already goes first, and the call then runs behind it.
+  uint64_t begin(const Call& call);
+  // The second half. Throws CommFailure.
+  void finish(uint64_t ticket, InterruptCheck check);
+
   // Queues the call and gives its ticket; the call's buffers must live until it is done, its sizes are copied.
   uint64_t submit(const Call& call);
 
@@ -46,13 +55,18 @@ class Progress {
   };
 
   uint64_t enqueue(const Call& call);
+  void finish_begun(std::unique_lock<std::mutex>& lock, InterruptCheck check);
+  void wait_for(uint64_t ticket, InterruptCheck check);
+  void throw_failure_of(uint64_t ticket);
   void work();
 
   World world_;
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<Job> queue_;
-  bool busy_ = false;  // a call is under way
+  bool busy_ = false;                   // a call is under way
+  std::unique_ptr<StartedCall> begun_;  // it has been begun, and is this one
+  uint64_t begun_ticket_ = 0;
   bool stopping_ = false;
   uint64_t sequence_ = 0;  // calls so far
   uint64_t submitted_ = 0;

@@ -30,6 +30,8 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "comm_set_interrupt_check": (None, [c_void_p]),
     "comm_run": (c_int, _CALL),
     "comm_submit": (c_uint64, _CALL),
+    "comm_begin": (c_uint64, _CALL),
+    "comm_finish": (c_int, [c_void_p, c_uint64]),
     "comm_wait": (c_int, [c_void_p, c_uint64, c_double]),
     "comm_done": (c_int, [c_void_p, c_uint64]),
     "region_create": (c_void_p, [c_int64]),

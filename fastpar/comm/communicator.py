@@ -51,8 +51,9 @@ class Communicator:
         self.rank: int = 0 if self.group is None else self.group.rank()
         self.size: int = 1 if self.group is None else self.group.size()
         self._route = Route(self.group, self.timeout, transport)
-        self._blocking = Launcher(self._route, blocking=True)
-        self._background = Launcher(self._route, blocking=False)
+        self._blocking = Launcher(self._route, "blocking")
+        self._background = Launcher(self._route, "background")
+        self._halves = Launcher(self._route, "halves")
 
     @staticmethod
     def of(group: GroupLike) -> Communicator:
@@ -72,6 +73,21 @@ class Communicator:
         The first call, and the first collective, wait until all ranks have come.
         """
         return self._route.world()
+
+    @property
+    def in_halves(self) -> Launcher:
+        """The collectives for one who computes between launch and wait, and waits for nothing else there.
+
+            pending = comm.in_halves.reduce_scatter(partial)
+            dweight = dout.T @ x
+            dx = pending.wait()
+
+        Over shared memory the launch shows the data to the other ranks and `wait` does the rest, on the caller's
+        thread: no dearer than a blocking call, and hiding the wait for the others. Another collective of the group
+        finishes the one before first. Between launch and wait a rank must not wait for other ranks by other means.
+        Over torch.distributed these are the `_async` twins.
+        """
+        return self._halves
 
     def all_reduce_async(self, x: Tensor, op: str = "sum", *, out: Tensor | None = None) -> Pending[Tensor]:
         return self._background.all_reduce(x, op, out=out)

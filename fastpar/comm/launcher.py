@@ -20,17 +20,17 @@ from fastpar.comm.transport import InFlight, Transport
 class Launcher:
     """The collectives of `Communicator`, all of which return a `Pending`.
 
-    A blocking launcher may do all the work before it returns; the other one leaves it to the transport.
+    `mode` says who does the work, and when: see `Route.launch`.
 
     Note: the shape of every method. Check the arguments; where there is one rank or nothing to send, give the result
     at once; else hand flat tensors to the transport. Packing happens before the launch, unpacking in Pending.wait(),
     and neither communicates.
     """
 
-    def __init__(self, route: Route, *, blocking: bool) -> None:
+    def __init__(self, route: Route, mode: str) -> None:
         self.group, self.rank, self.size, self.timeout = route.group, route.rank, route.size, route.timeout
         self._route = route
-        self._blocking = blocking
+        self._mode = mode
 
     def all_reduce(self, x: Tensor, op: str = "sum", *, out: Tensor | None = None) -> Pending[Tensor]:
         check_tensor(x)
@@ -219,7 +219,7 @@ class Launcher:
         shape, dtype = (None, torch.uint8) if x is None else (x.shape, x.dtype)
         is_cpu = x is None or (x.is_cpu if device is None else device.type == "cpu")
         try:
-            flight = self._route.launch(op, is_cpu, dtype, start, blocking=self._blocking)
+            flight = self._route.launch(op, is_cpu, dtype, start, mode=self._mode)
         except RuntimeError as error:
             raise self._route.failure(error, op, sequence, shape, dtype) from error
         note(op, self.size, numel, dtype)

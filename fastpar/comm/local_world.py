@@ -47,7 +47,7 @@ _WORLDS: weakref.WeakSet[LocalWorld] = weakref.WeakSet()
 def _forbid_in_child() -> None:
     """A forked child has a rank's memory and none of its threads; a call of its would pass for one of its parent's."""
     for world in _WORLDS:
-        world._run = world._submit = _refuse
+        world._run = world._submit = world._begin = _refuse
 
 
 def _refuse(*_: Any) -> int:
@@ -60,8 +60,9 @@ os.register_at_fork(after_in_child=_forbid_in_child)
 class LocalWorld:
     """`ranks[i]` is the group's rank of the i-th rank here; `rank` and `size` count those.
 
-    `run` blocks; `submit` gives a ticket for `wait` and `done`. Buffers of a submitted call must live until it is done:
-    `submit` keeps what it is given until then.
+    `run` blocks; `submit` gives a ticket for `wait` and `done`; `begin` does the first half of a call and gives a
+    ticket for `finish`, which does the second. Buffers must live until a call is done: `submit` and `begin` keep what
+    they are given until then.
     """
 
     def __init__(self, handle: int, ranks: list[int], rank: int) -> None:
@@ -69,6 +70,7 @@ class LocalWorld:
         self._handle = handle
         self._run: Callable[..., int] = self._library.comm_run
         self._submit: Callable[..., int] = self._library.comm_submit
+        self._begin: Callable[..., int] = self._library.comm_begin
         self.ranks, self.rank, self.size = ranks, rank, len(ranks)
         self._kept: list[tuple[int, Any]] = []  # ticket, buffers
         self._finalizer = weakref.finalize(self, _destroy, handle, os.getpid())
@@ -101,12 +103,33 @@ class LocalWorld:
         timeout: float,
         keep: Any,
     ) -> int:
+        ticket = self._submit(self._handle, spec, element_bytes, source, target, count, sizes, output_sizes, timeout)
+        return self._keep(ticket, keep)
+
+    def begin(
+        self,
+        spec: int,
+        element_bytes: int,
+        source: int,
+        target: int,
+        count: int,
+        sizes: Any,
+        output_sizes: Any,
+        timeout: float,
+        keep: Any,
+    ) -> int:
+        ticket = self._begin(self._handle, spec, element_bytes, source, target, count, sizes, output_sizes, timeout)
+        if not ticket:
+            raise CommError(self._library.error_text())
+        return self._keep(ticket, keep)
+
+    def finish(self, ticket: int) -> None:
+        self._library.check_status(self._library.comm_finish(self._handle, ticket))
+
+    def _keep(self, ticket: int, buffers: Any) -> int:
         if self._kept and self.done(self._kept[0][0]):
             self._kept = [entry for entry in self._kept if not self.done(entry[0])]
-        ticket = int(
-            self._submit(self._handle, spec, element_bytes, source, target, count, sizes, output_sizes, timeout)
-        )
-        self._kept.append((ticket, keep))
+        self._kept.append((ticket, buffers))
         return ticket
 
     def wait(self, ticket: int, seconds: float) -> bool:

@@ -18,6 +18,7 @@ from fastpar.comm.traced import TracedTransport
 from fastpar.comm.transport import InFlight, Transport
 
 TRANSPORTS = ("auto", "torch", "shared_memory")
+MODES = ("blocking", "background", "halves")
 _REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce")
 
 
@@ -40,8 +41,7 @@ class Route:
         self._launched = 0
         self._torch: Transport | None = None
         self._connection: Connection | None = None
-        self._blocking: Transport | None = None  # these two once the ranks have met
-        self._background: Transport | None = None
+        self._by_mode: dict[str, Transport] = {}  # once the ranks have met
         self.express: Express | None = None
         if group is not None and self.size > 1:
             self._torch = TorchTransport(group, timeout)
@@ -75,17 +75,21 @@ class Route:
         dtype: torch.dtype,
         start: Callable[[Transport], InFlight],
         *,
-        blocking: bool,
+        mode: str,
     ) -> InFlight:
-        """Hand `start` its transport. A blocking launch may do all the work before it returns."""
+        """Hand `start` its transport.
+
+        mode  "blocking": may do all the work before it returns; "background": makes progress whatever the caller does;
+              "halves": may leave work to the one who waits, if the caller waits for nothing else in between
+        """
         assert self._torch is not None
         if self._connection is None or not is_cpu or (op in _REDUCTIONS and not can_reduce(dtype)):
             return start(self._torch)
         if torch.compiler.is_compiling():
             return start(self._traced)
-        if self._blocking is None or self._background is None:
+        if not self._by_mode:
             if not self._connection.is_settled:
-                return self._connection.defer(lambda world: start(self._through(world, blocking=False)), self.timeout)
+                return self._connection.defer(lambda world: start(self._through(world, "background")), self.timeout)
             if self._connection.error is not None:
                 raise CommError(
                     f"an earlier collective of this group failed ({self._connection.error}): make a new group"
@@ -93,9 +97,8 @@ class Route:
             world = self._connection.world
             if world is not None:
                 self.express = Express(world, self)
-            self._blocking = self._through(world, blocking=True)
-            self._background = self._through(world, blocking=False)
-        return start(self._blocking if blocking else self._background)
+            self._by_mode = {name: self._through(world, name) for name in MODES}
+        return start(self._by_mode[mode])
 
     def world(self) -> LocalWorld | None:
         """The ranks that share memory; waits until all have met. None: they cannot."""
@@ -107,11 +110,11 @@ class Route:
             flight.work.wait(self.timeout)
         return self._connection.world
 
-    def _through(self, world: LocalWorld | None, *, blocking: bool) -> Transport:
+    def _through(self, world: LocalWorld | None, mode: str) -> Transport:
         assert self._torch is not None
         assert self._connection is not None
         if world is not None:
-            return SharedMemoryTransport(world, self.timeout, background=not blocking)
+            return SharedMemoryTransport(world, self.timeout, mode)
         if self._is_required:
             raise CommError(f"the ranks of the group cannot share memory: {self._connection.problem}")
         return self._torch

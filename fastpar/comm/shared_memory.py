@@ -4,8 +4,11 @@ Reductions add in rank order, bfloat16 and float16 in float32 with one rounding,
 the same bits on every rank, from run to run, blocking or in the background, from ordinary memory or from a
 `SharedRegion`. NaN wins in max and min.
 
-A blocking call runs on the caller's thread. Others run, in order, on a thread that belongs to the group, so that they
-make progress while the caller computes; it competes with the caller for processors where there are no spare ones.
+A blocking call runs on the caller's thread. One in halves does too: it shows its data to the other ranks when it is
+launched, and does the rest when it is waited for; it costs no more than a blocking one, and does not wait for the
+others if they have come in the meantime. One in the background runs, in order, on a thread that belongs to the group,
+so that it makes progress while the caller computes; it competes with the caller for processors where there are no
+spare ones.
 
 Measurements are in bench/results (`fastpar bench comm`).
 """
@@ -85,13 +88,27 @@ class _Submitted:
         return self.world.done(self.ticket)
 
 
-class SharedMemoryTransport:
-    """See `fastpar.comm.transport.Transport` and the module docstring. `timeout` in seconds."""
+@dataclass(frozen=True)
+class _Begun:
+    """A call whose second half the waiting thread does."""
 
-    def __init__(self, world: LocalWorld, timeout: float, *, background: bool) -> None:
+    world: LocalWorld
+    ticket: int
+
+    def wait(self, seconds: float) -> None:
+        self.world.finish(self.ticket)
+
+    def done(self) -> bool:
+        return self.world.done(self.ticket)
+
+
+class SharedMemoryTransport:
+    """See `fastpar.comm.transport.Transport` and the module docstring. `timeout` in seconds, `mode` as in `Route`."""
+
+    def __init__(self, world: LocalWorld, timeout: float, mode: str) -> None:
         self._world = world
         self._timeout = timeout
-        self._background = background
+        self._mode = mode
         self._rank, self._size = world.rank, world.size
 
     def all_reduce(self, x: Tensor, op: str, out: Tensor | None) -> InFlight:
@@ -141,9 +158,12 @@ class SharedMemoryTransport:
             None if output_sizes is None else size_array(tuple(output_sizes)),
             self._timeout,
         )
-        if not self._background:
+        if self._mode == "blocking":
             self._world.run(*arguments)
             return InFlight(None, lambda: target)
+        if self._mode == "halves":
+            ticket = self._world.begin(*arguments, keep=(x, target))
+            return InFlight(_Begun(self._world, ticket), lambda: target)
         ticket = self._world.submit(*arguments, keep=(x, target))
         return InFlight(_Submitted(self._world, ticket), lambda: target)
 

@@ -46,7 +46,7 @@ def _collective(
             return transport.reduce(x, root, op)
         return transport.barrier()
 
-    flight = owner.launch(name, True, x.dtype, start, blocking=True)
+    flight = owner.launch(name, True, x.dtype, start, mode="blocking")
     if flight.work is not None:
         flight.work.wait(owner.timeout)
     result = flight.finish()
