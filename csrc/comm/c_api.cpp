@@ -1,5 +1,8 @@
 #include "comm/c_api.h"
 
+#include <sys/syscall.h>
+#include <unistd.h>
+
 #include <memory>
 #include <string>
 #include <utility>
@@ -90,8 +93,10 @@ void fastpar_comm_set_interrupt_check(bool (*check)()) { interrupt_check() = che
 int fastpar_comm_run(void* comm, int64_t spec, int64_t element_bytes, const void* input, void* output, int64_t count,
                      const int64_t* sizes, const int64_t* output_sizes, double timeout) {
   return status_of([&] {
+    // Signals are handled on the main thread only, and two threads must not be in the check at once.
+    const bool is_main_thread = syscall(SYS_gettid) == getpid();
     progress(comm).run(call_of(spec, element_bytes, input, output, count, sizes, output_sizes, timeout),
-                       interrupt_check());
+                       is_main_thread ? interrupt_check() : nullptr);
   });
 }
 

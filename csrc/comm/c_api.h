@@ -23,7 +23,7 @@ FASTPAR_EXPORT int fastpar_comm_connect(void* comm, const int64_t* pids, const i
 FASTPAR_EXPORT void fastpar_comm_seal(void* comm);
 FASTPAR_EXPORT void fastpar_comm_destroy(void* comm);
 
-// Asked by a blocking call that waits for long; not 0: give up.
+// Asked by a blocking call of the main thread that waits for long; true: give up.
 FASTPAR_EXPORT void fastpar_comm_set_interrupt_check(bool (*check)());
 
 // ---- calls. `spec`: op | dtype << 8 | reduction << 16 | root << 32. See `Call` for the rest.

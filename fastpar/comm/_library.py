@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import threading
+from collections.abc import Generator
 from ctypes import POINTER, c_bool, c_char_p, c_double, c_int, c_int64, c_uint64, c_void_p
 from typing import Any
 
@@ -44,21 +45,33 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "comm_tune": (None, [c_int64, c_int64]),
 }
 
-# What a signal handler raised while a collective waited: set by the check below, on the thread that waits.
+# What a signal handler raised while a collective waited: set by the watch below, on the thread that waits.
 _raised = threading.local()
 
 
-@ctypes.CFUNCTYPE(c_bool)
-def _check_interrupt() -> bool:
-    """Runs a few times a second while a blocking collective waits. Being Python code, it gives signal handlers their
-    turn; an exception of theirs (KeyboardInterrupt) must not be lost in C, so it is kept for `check_status`."""
-    try:
-        for _ in range(1):  # the interpreter looks for signals on a backward jump
-            pass
-    except BaseException as error:
-        _raised.error = error
-        return True
-    return False
+def _signal_watch() -> Generator[bool, None, None]:
+    """Resumed a few times a second while a blocking collective waits on the main thread. Being Python code, it gives
+    signal handlers their turn; an exception of theirs (KeyboardInterrupt) must not be lost in C, so it is kept for
+    `check_status`, and True says that there is one.
+
+    A generator, and not a function: the interpreter runs handlers where a function begins, which is outside of every
+    try block in it. Resuming is inside of this one.
+    """
+    interrupted = False
+    while True:
+        try:
+            yield interrupted
+            interrupted = False
+        except GeneratorExit:
+            return
+        except BaseException as error:
+            _raised.error = error
+            interrupted = True
+
+
+_SIGNAL_WATCH = _signal_watch()
+next(_SIGNAL_WATCH)  # into the try block
+_check_interrupt = ctypes.CFUNCTYPE(c_bool)(_SIGNAL_WATCH.__next__)
 
 
 class Library:
