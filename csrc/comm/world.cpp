@@ -224,7 +224,7 @@ void World::set_activity(std::string (*describe)(const void*), const void* call)
 
 void World::fail(CommStatus status, const std::string& text) {
   const std::string what = describe_ == nullptr ? text : concatenate(describe_(call_), ": ", text);
-  broken_ = true;
+  broken_ = status;
   broken_by_ = what;
   ControlBlock& own = control(rank());
   strncpy(own.failure, what.c_str(), sizeof own.failure - 1);
@@ -234,8 +234,8 @@ void World::fail(CommStatus status, const std::string& text) {
 
 void World::check_usable() const {
   if (closed_.load(std::memory_order_relaxed)) throw CommFailure(CommStatus::kClosed, "the communicator was closed");
-  if (broken_) {
-    throw CommFailure(CommStatus::kError,
+  if (is_broken()) {
+    throw CommFailure(broken_,
                       concatenate("an earlier collective of this group failed (", broken_by_, "): make a new group"));
   }
 }

@@ -132,7 +132,7 @@ class World {
   void set_activity(std::string (*describe)(const void*), const void* call);
   // Makes every wait of this rank, now and later, throw kClosed; from any thread.
   void close() { closed_.store(true, std::memory_order_relaxed); }
-  bool is_broken() const { return broken_; }
+  bool is_broken() const { return broken_ != CommStatus::kOk; }
   // Says to all that this rank has given up, and throws.
   [[noreturn]] void fail(CommStatus status, const std::string& text);
   void check_usable() const;
@@ -160,7 +160,7 @@ class World {
   std::string (*describe_)(const void*) = nullptr;
   const void* call_ = nullptr;
   std::atomic<bool> closed_{false};
-  bool broken_ = false;
+  CommStatus broken_ = CommStatus::kOk;  // what broke it, which later calls repeat
   std::string broken_by_;
 };
 

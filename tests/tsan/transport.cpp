@@ -350,7 +350,7 @@ class RankThread {
       finish(made);
       EXPECT(false, "a broken world was used");
     } catch (const CommFailure& failure) {
-      EXPECT(failure.status() == CommStatus::kError, failure.what());
+      EXPECT(failure.status() == CommStatus::kTimeout, failure.what());
     }
   }
 
