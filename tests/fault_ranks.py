@@ -175,8 +175,8 @@ def rank_main(rank: int, size: int, op: str, folder: str, pipe: int, timeout: fl
     leaves = []
     signal.signal(signal.SIGUSR2, lambda *_: leaves.append(1))
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", size), rank=rank, world_size=size)
+    Communicator(dist.group.WORLD).barrier()  # meets the others, however late they start
     comm = Communicator(dist.group.WORLD, timeout=timeout, transport="shared_memory")
-    comm.barrier()
     calls = Calls(comm, op)
     comm.barrier()
     say(pipe, state="met")

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from tests.explorer import (
+    Add,
     Await,
     Faults,
     Fence,
@@ -396,27 +397,27 @@ def test_using_the_world_after_a_deadline_is_found():
 # ---- sleeping
 
 
-def sleepy(rank: int, size: int, phases: int, *, announce=True, fences=(True, True), late_look=True) -> list[Op]:
-    """One-phase calls whose waits sleep at once, on the peer's phase, after they have said so in their own segment."""
+def sleepy(
+    rank: int, size: int, phases: int, *, announce: str = "atomic", fence: bool = True, late_look: bool = True
+) -> list[Op]:
+    """One-phase calls whose waits sleep at once, on the peer's phase. Sleepers are counted beside it; whoever publishes
+    looks at that count when the phase can be seen (in C++: both sides sequentially consistent)."""
     ops: list[Op] = []
     peers = [r for r in range(size) if r != rank]
     for phase in range(1, phases + 1):
         ops += [Write(("A", rank, phase & 1), (phase, rank)), Publish(("phase", rank), phase)]
-        ops += [Fence()] * fences[0]
-        ops += [WakeIf(("sleeps", peer, rank), ("bed", peer, rank)) for peer in peers]
+        ops += [Fence()] * fence
+        ops += [WakeIf(("sleepers", rank), ("bed", peer, rank)) for peer in peers]
         for peer in peers:
-            ops += [Write(("sleeps", rank, peer), 1)] * announce + [Fence()] * fences[1]
-            ops += [Sleep(("phase", peer), phase if late_look else 10**9, ("bed", rank, peer))]
-            ops += [
-                Await(("bed", rank, peer), 0, "equal"),
-                Write(("sleeps", rank, peer), 0),
-                Await(("phase", peer), phase),
-            ]
-            ops += [Read(("A", peer, phase & 1), (phase, peer))]
+            sleepers, bed = ("sleepers", peer), ("bed", rank, peer)
+            ops += {"atomic": [Add(sleepers, 1)], "plain": [Write(sleepers, 1)], "never": []}[announce]
+            ops += [Sleep(("phase", peer), phase if late_look else 10**9, bed), Await(bed, 0, "equal")]
+            ops += {"atomic": [Add(sleepers, -1)], "plain": [Write(sleepers, 0)], "never": []}[announce]
+            ops += [Await(("phase", peer), phase), Read(("A", peer, phase & 1), (phase, peer))]
     return ops
 
 
-def explore_sleep(size: int = 2, phases: int = 3, **changes) -> Result:
+def explore_sleep(size: int = 2, phases: int = 3, **changes: Any) -> Result:
     return explore({f"rank {r}": sleepy(r, size, phases, **changes) for r in range(size)})
 
 
@@ -428,11 +429,12 @@ def test_no_wake_up_is_lost():
 @pytest.mark.parametrize(
     "changes",
     [
-        {"fences": (False, True)},  # the publisher looks for sleepers before its phase can be seen
-        {"fences": (True, False)},  # the sleeper looks at the phase before its announcement can be seen
-        {"announce": False},
+        {"fence": False},  # the publisher looks for sleepers before its phase can be seen
+        {"announce": "plain"},  # the sleeper looks at the phase before its announcement can be seen
+        {"announce": "never"},
         {"late_look": False},  # futex_wait without a look at the phase
     ],
+    ids=str,
 )
 def test_a_lost_wake_up_is_found(changes):
     assert explore_sleep(**changes).wrong.startswith("deadlock")
