@@ -6,6 +6,7 @@ Tests with a killed rank fork their own ranks (`tests.fault_ranks`); the others 
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import re
@@ -21,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from fastpar.comm import CommError, CommMismatchError, CommTimeoutError, Communicator
+from fastpar.comm.shared_region import SharedRegion
 from tests.dist import run_ranks
 from tests.fault_ranks import OPS, FaultRanks, Outcome
 
@@ -247,3 +249,42 @@ def out_of_order() -> int:
 
 def test_50_collectives_out_of_order_are_errors_on_every_rank():
     assert run_ranks(3, out_of_order) == [MISMATCHES] * 3
+
+
+# ---- what is left when groups go
+
+
+def held() -> tuple[int, int, int]:
+    """Open files, threads and mappings of shared memory of this process."""
+    maps = Path("/proc/self/maps").read_text()
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), maps.count("memfd:fastpar")
+
+
+def use_a_group() -> None:
+    group = dist.new_group([0, 1])
+    comm = Communicator(group, transport="shared_memory")
+    comm.all_reduce(torch.ones(300_000))
+    comm.all_gather_async(torch.ones(3)).wait()
+    region = SharedRegion(comm, 1 << 20)
+    inside = region.tensor((1000,), torch.float32)
+    comm.all_reduce(inside, out=inside)
+    assert held()[2] > 0
+    region.close()
+    comm.barrier()
+    dist.destroy_process_group(group)
+
+
+def use_many_groups() -> list[tuple[int, int, int]]:
+    found = []
+    for _ in range(6):
+        use_a_group()
+        gc.collect()
+        dist.barrier()  # of the default group, over gloo
+        found.append(held())
+    return found
+
+
+def test_a_group_that_is_destroyed_leaves_no_file_thread_or_mapping():
+    for found in run_ranks(2, use_many_groups):
+        assert found[0][2] == 0
+        assert set(found[1:]) == {found[1]}
