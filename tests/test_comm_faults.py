@@ -268,23 +268,23 @@ def use_a_group() -> None:
     region = SharedRegion(comm, 1 << 20)
     inside = region.tensor((1000,), torch.float32)
     comm.all_reduce(inside, out=inside)
-    assert held()[2] > 0
     region.close()
     comm.barrier()
     dist.destroy_process_group(group)
 
 
-def use_many_groups() -> list[tuple[int, int, int]]:
-    found = []
+def use_many_groups() -> tuple[int, list[tuple[int, int, int]]]:
+    gc.collect()
+    before, found = held()[2], []  # other tests of the pool may have left groups that something of theirs still holds
     for _ in range(6):
         use_a_group()
         gc.collect()
         dist.barrier()  # of the default group, over gloo
         found.append(held())
-    return found
+    return before, found
 
 
 def test_a_group_that_is_destroyed_leaves_no_file_thread_or_mapping():
-    for found in run_ranks(2, use_many_groups):
-        assert found[0][2] == 0
+    for before, found in run_ranks(2, use_many_groups):
+        assert found[0][2] == before
         assert set(found[1:]) == {found[1]}

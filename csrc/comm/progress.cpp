@@ -82,6 +82,9 @@ void Progress::finish_begun(std::unique_lock<std::mutex>& lock, InterruptCheck c
   } catch (const CommFailure& failure) {
     lock.lock();
     failures_.emplace(ticket, failure);
+  } catch (const std::exception& error) {
+    lock.lock();
+    failures_.emplace(ticket, CommFailure(CommStatus::kError, error.what()));
   }
   world_.set_interrupt_check(nullptr);
   busy_ = false;
@@ -157,6 +160,9 @@ void Progress::work() {
     } catch (const CommFailure& failure) {
       lock.lock();
       failures_.emplace(job.ticket, failure);
+    } catch (const std::exception& error) {
+      lock.lock();
+      failures_.emplace(job.ticket, CommFailure(CommStatus::kError, error.what()));
     }
     busy_ = false;
     finished_.store(job.ticket, std::memory_order_release);

@@ -8,6 +8,7 @@ along dim 0. Every method gives what the long way gives, or None: take the long 
 from __future__ import annotations
 
 import functools
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,7 +41,8 @@ class Express:
     def __init__(self, world: LocalWorld, route: Route) -> None:
         self._world = world
         self.rank, self.size = world.rank, world.size
-        self._route, self._timeout = route, route.timeout
+        self._route: Route = weakref.proxy(route)  # which owns this: no cycle, so that a group goes at once
+        self._timeout = route.timeout
 
     def all_reduce(self, x: Tensor, op: str, out: Tensor | None) -> Tensor | None:
         spec = reduction_spec(ALL_REDUCE, op, x.dtype) if _is_plain(x) else None

@@ -6,9 +6,9 @@
 // owner's address instead of a mapping of their own, because ThreadSanitizer tells locations apart by address and would
 // see neither the races nor the synchronisation between two mappings of one page.
 //
-// Every round all ranks call a few random collectives, blocking or not, with random delays, and look at every element
-// of the results, which are whole numbers. What the rounds are is drawn from one seed, what a rank makes of them
-// (delays, blocking or not, data in a region or not) from one of its own.
+// Every round all ranks call a few random collectives, blocking, in halves or not, with random delays, and look at
+// every element of the results, which are whole numbers. What the rounds are is drawn from one seed, what a rank makes
+// of them (delays, which way to call, data in a region or not) from one of its own.
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -201,7 +201,13 @@ class RankThread {
 
   void finish(const Call& call) {
     dawdle();
-    if (pick(own_, 2) == 0) return progress_.run(call, nullptr);
+    const int way = static_cast<int>(pick(own_, 3));
+    if (way == 0) return progress_.run(call, nullptr);
+    if (way == 1) {
+      const uint64_t begun = progress_.begin(call);
+      dawdle();
+      return progress_.finish(begun, nullptr);
+    }
     const uint64_t ticket = progress_.submit(call);
     dawdle();
     while (!progress_.wait(ticket, 0.05)) {
