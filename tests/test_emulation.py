@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,16 @@ def failure_of(name: str, *arguments: Any, **config: int) -> str:
     with pytest.raises(emulation.Error) as caught:
         launch(name, *arguments, **config)
     return str(caught.value)
+
+
+def schedules(seeds: int) -> Iterator[str]:
+    """Sets one schedule after the other, and gives its name."""
+    import fastpar_emulation as emulation
+
+    for name in ("ascending", "descending", *(f"random {seed}" for seed in range(seeds))):
+        emulation.set_schedule(*name.split()[:1], seed=int(name.split()[1]) if " " in name else 0)
+        yield name
+    emulation.set_schedule("ascending")
 
 
 def ints(count: int) -> DeviceArray:
@@ -166,6 +177,95 @@ def test_a_launch_of_4_rows_and_512_threads_is_quick() -> None:
     for _ in range(5):
         launch("block_sum", values, DeviceArray((4 * 512,), np.float32), blocks=4, threads=512)
     assert time.process_time() - started < 1.0
+
+
+# ---- blocks and grids that wait for each other -----------------------------------------------------------------------
+
+
+def zeros(count: int) -> DeviceArray:
+    return DeviceArray.of(np.zeros(count, np.uint64))
+
+
+@emulated
+def test_blocks_of_a_cooperative_launch_can_wait_for_each_other() -> None:
+    for name in schedules(5):
+        flags = zeros(2)
+        launch("meet", flags, 0, blocks=2, cooperative=True)
+        assert flags.array.tolist() == [1, 1], name
+
+
+@emulated
+def test_blocks_of_any_other_launch_cannot() -> None:
+    text = failure_of("meet", zeros(2), 0, blocks=2)
+    assert "livelock: threads only sleep, thread 0 of block (0, 0, 0)" in text
+    assert "block (1, 0, 0)" not in text  # it has not begun
+
+
+@emulated
+def test_grids_of_different_streams_run_side_by_side_and_those_of_one_in_order() -> None:
+    import fastpar_emulation as emulation
+
+    config = emulation.LaunchConfig(blocks=1, threads=32)
+    for name in schedules(5):
+        first, second = zeros(2), zeros(2)
+        streams = [emulation.Stream(), emulation.Stream()]
+        for flags in (first, second):
+            for rank, stream in enumerate(streams):
+                emulation.self_test.meet(config, flags.buffer, rank, stream=stream)
+        assert first.array.tolist() == [0, 0], "a launch on a stream ran before synchronize"
+        emulation.synchronize(streams)
+        assert first.array.tolist() == second.array.tolist() == [1, 1], name
+
+
+@emulated
+def test_grids_of_one_stream_do_not_run_side_by_side() -> None:
+    import fastpar_emulation as emulation
+
+    stream, flags = emulation.Stream(), zeros(2)
+    config = emulation.LaunchConfig(blocks=1, threads=32)
+    for rank in range(2):
+        emulation.self_test.meet(config, flags.buffer, rank, stream=stream)
+    with pytest.raises(emulation.Error, match="livelock"):
+        emulation.synchronize([stream])
+    emulation.synchronize([stream])  # nothing is left in it
+    assert flags.array.tolist() == [1, 0]
+
+
+def packets_that_arrive(has_barrier: bool, has_release: bool) -> dict[str, bool]:
+    """Schedule -> whether all of what block 0 handed over was there when block 1 had seen its flag."""
+    given = np.arange(64 * 16, dtype=np.uint8)
+    found = {}
+    for name in schedules(20):
+        memory, out = DeviceArray((64 * 16,), np.uint8), DeviceArray((64 * 16,), np.uint8)
+        arguments = (DeviceArray.of(given), memory, zeros(1), out, has_barrier, has_release)
+        launch("hand_over", *arguments, blocks=2, threads=64, cooperative=True)
+        found[name] = bool((out.array == given).all())
+        np.testing.assert_array_equal(memory.array, given)  # all stores have landed when the grid has ended
+    return found
+
+
+@emulated
+def test_what_a_block_stored_before_a_barrier_and_a_release_is_seen_after_an_acquire() -> None:
+    assert all(packets_that_arrive(has_barrier=True, has_release=True).values())
+
+
+@emulated
+@pytest.mark.parametrize(("has_barrier", "has_release"), [(False, True), (True, False), (False, False)])
+def test_a_missing_barrier_or_release_shows_as_stale_memory(has_barrier: bool, has_release: bool) -> None:
+    found = packets_that_arrive(has_barrier, has_release)
+    assert not found["descending"]
+    assert sum(not arrived for arrived in found.values()) >= 10, found
+
+
+@emulated
+def test_the_words_of_a_relaxed_packet_arrive_one_by_one() -> None:
+    torn = []
+    for _ in schedules(20):
+        memory, out = DeviceArray((4,), np.uint32), ints(2)
+        launch("hand_over_words", memory, out, blocks=2, threads=1, cooperative=True)
+        assert memory.array.tolist() == [1, 2, 3, 4]
+        torn.append(out.array[0] != -1)
+    assert any(torn)
 
 
 # ---- what it reports -------------------------------------------------------------------------------------------------

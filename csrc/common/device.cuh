@@ -75,6 +75,89 @@ __device__ inline uint4 load_packet(const void* address) {
 
 __device__ inline void store_packet(void* address, uint4 packet) { __stcs(static_cast<uint4*>(address), packet); }
 
+// ---- memory that other ranks write and read -------------------------------------------------------------------------
+//
+// "System" is the scope of the memory model that holds all devices of the host. A weak store to a peer is seen by it
+// once it has acquired what this thread, or after a barrier another of its block, has released since.
+
+__device__ inline uint64_t load_acquire_system(const uint64_t* address) {
+#if defined(FASTPAR_EMULATION)
+  emulation::may_pause({__FILE__, __LINE__});
+  return __ldg(address);
+#else
+  uint64_t value;
+  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
+  return value;
+#endif
+}
+
+__device__ inline void store_release_system(uint64_t* address, uint64_t value) {
+#if defined(FASTPAR_EMULATION)
+  emulation::may_pause({__FILE__, __LINE__});
+  emulation::land_released();
+  __stcg(address, value);
+#else
+  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
+#endif
+}
+
+// A weak store of 16 bytes, as of any other memory.
+__device__ inline void store_peer_packet(void* address, uint4 packet) {
+#if defined(FASTPAR_EMULATION)
+  emulation::may_pause({__FILE__, __LINE__});
+  emulation::check_alignment(address, sizeof packet, "store");
+  emulation::store_late(address, &packet, sizeof packet);
+#else
+  __stcg(static_cast<uint4*>(address), packet);
+#endif
+}
+
+// 16 bytes that a peer polls without a flag, as four words: each is seen whole, at some time, in any order.
+__device__ inline void store_relaxed_system(void* address, uint4 packet) {
+#if defined(FASTPAR_EMULATION)
+  emulation::may_pause({__FILE__, __LINE__});
+  emulation::check_alignment(address, sizeof packet, "store");
+  const unsigned words[] = {packet.x, packet.y, packet.z, packet.w};
+  for (int w = 0; w < 4; ++w) emulation::store_late(static_cast<unsigned*>(address) + w, &words[w], sizeof words[w]);
+#else
+  asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(packet.x), "r"(packet.y),
+               "r"(packet.z), "r"(packet.w)
+               : "memory");
+#endif
+}
+
+__device__ inline uint4 load_relaxed_system(const void* address) {
+#if defined(FASTPAR_EMULATION)
+  emulation::may_pause({__FILE__, __LINE__});
+  return __ldg(static_cast<const uint4*>(address));
+#else
+  uint4 packet;
+  asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(packet.x), "=r"(packet.y), "=r"(packet.z), "=r"(packet.w)
+               : "l"(address)
+               : "memory");
+  return packet;
+#endif
+}
+
+// Between two looks at what another thread may have written.
+#if defined(FASTPAR_EMULATION)
+inline void pause_spinning(FASTPAR_EMULATION_PLACE) { emulation::sleep({file, line}); }
+#else
+__device__ inline void pause_spinning() {}
+#endif
+
+// A clock that all of a device share; it ticks every 32 ns to 1 us.
+__device__ inline uint64_t clock_nanoseconds() {
+#if defined(FASTPAR_EMULATION)
+  return emulation::clock_nanoseconds();
+#else
+  uint64_t now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+  return now;
+#endif
+}
+
 // ---- thread block clusters ------------------------------------------------------------------------------------------
 
 __device__ inline unsigned cluster_rank() {
@@ -129,8 +212,9 @@ constexpr unsigned kPortableClusterSize = 8;
 struct LaunchConfig {
   int64_t blocks;
   unsigned threads;
-  size_t shared_bytes = 0;  // dynamic
-  unsigned cluster = 1;     // blocks; divides `blocks`
+  size_t shared_bytes = 0;      // dynamic
+  unsigned cluster = 1;         // blocks; divides `blocks`
+  bool is_cooperative = false;  // its blocks wait for each other: all are resident at once, or the launch fails
 };
 
 template <typename... Parameters, typename... Arguments>
@@ -138,13 +222,17 @@ void launch(void (*kernel)(Parameters...), const LaunchConfig& config, cudaStrea
             const Arguments&... arguments) {
   FASTPAR_CHECK(config.blocks > 0 && config.blocks <= 0x7fffffff, "cannot launch ", config.blocks, " blocks");
 #if defined(FASTPAR_EMULATION)
-  (void)stream;
   emulation::LaunchShape shape;
   shape.grid = dim3(static_cast<unsigned>(config.blocks));
   shape.block = dim3(config.threads);
   shape.shared_bytes = config.shared_bytes;
   shape.cluster = config.cluster;
-  emulation::run_grid(shape, [&] { kernel(arguments...); });
+  shape.is_cooperative = config.is_cooperative;
+  if (stream == nullptr) {
+    emulation::run_grid(shape, [&] { kernel(arguments...); });
+  } else {
+    emulation::enqueue(stream, shape, [=] { kernel(arguments...); });
+  }
 #else
   const auto check = [](cudaError_t status, const char* what) {
     FASTPAR_CHECK(status == cudaSuccess, what, ": ", cudaGetErrorString(status));
@@ -159,18 +247,27 @@ void launch(void (*kernel)(Parameters...), const LaunchConfig& config, cudaStrea
     check(cudaFuncSetAttribute(function, cudaFuncAttributeNonPortableClusterSizeAllowed, 1),
           "allowing a cluster of 16 blocks");
   }
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim.x = config.cluster;
-  attribute.val.clusterDim.y = 1;
-  attribute.val.clusterDim.z = 1;
+  cudaLaunchAttribute attributes[2] = {};
+  unsigned num_attributes = 0;
+  if (config.cluster > 1) {
+    cudaLaunchAttribute& attribute = attributes[num_attributes++];
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = config.cluster;
+    attribute.val.clusterDim.y = 1;
+    attribute.val.clusterDim.z = 1;
+  }
+  if (config.is_cooperative) {
+    cudaLaunchAttribute& attribute = attributes[num_attributes++];
+    attribute.id = cudaLaunchAttributeCooperative;
+    attribute.val.cooperative = 1;
+  }
   cudaLaunchConfig_t launch_config{};
   launch_config.gridDim = dim3(static_cast<unsigned>(config.blocks));
   launch_config.blockDim = dim3(config.threads);
   launch_config.dynamicSmemBytes = config.shared_bytes;
   launch_config.stream = stream;
-  launch_config.attrs = &attribute;
-  launch_config.numAttrs = config.cluster > 1 ? 1 : 0;
+  launch_config.attrs = attributes;
+  launch_config.numAttrs = num_attributes;
   check(cudaLaunchKernelEx(&launch_config, kernel, static_cast<Parameters>(arguments)...), "launching a kernel");
 #endif
 }

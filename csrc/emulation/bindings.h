@@ -48,12 +48,15 @@ struct FromPython<T*> {
   static T* get(const Buffer* buffer) { return buffer == nullptr ? nullptr : reinterpret_cast<T*>(buffer->data()); }
 };
 
-// m.name(config, arguments...) launches the kernel.
+// m.name(config, arguments...) launches the kernel; with stream=, `synchronize` does.
 template <typename... P>
 void bind_kernel(py::module_& m, const char* name, void (*kernel)(P...)) {
-  m.def(name, [kernel](const device::LaunchConfig& config, typename FromPython<P>::Type... arguments) {
-    device::launch(kernel, config, nullptr, FromPython<P>::get(arguments)...);
-  });
+  m.def(
+      name,
+      [kernel](const device::LaunchConfig& config, typename FromPython<P>::Type... arguments, Stream* stream) {
+        device::launch(kernel, config, stream, FromPython<P>::get(arguments)...);
+      },
+      py::arg(), (static_cast<void>(sizeof(P)), py::arg())..., py::arg("stream") = nullptr);
 }
 
 // One function per file of bindings; module.cpp calls them.

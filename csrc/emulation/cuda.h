@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "emulation/late_stores.h"
 #include "emulation/machine.h"
 #include "emulation/types.h"
 
@@ -31,7 +32,7 @@
 #define gridDim (::fastpar::emulation::position().grid_dim)
 constexpr int warpSize = 32;
 
-using cudaStream_t = void*;
+using cudaStream_t = fastpar::emulation::Stream*;  // null: run at once, and wait
 
 #define FASTPAR_EMULATION_PLACE const char *file = __builtin_FILE(), int line = __builtin_LINE()
 
@@ -39,9 +40,9 @@ using cudaStream_t = void*;
 
 inline void __syncthreads(FASTPAR_EMULATION_PLACE) { fastpar::emulation::sync_threads({file, line}); }
 inline void __nanosleep(unsigned, FASTPAR_EMULATION_PLACE) { fastpar::emulation::sleep({file, line}); }
-inline void __threadfence() {}  // one thread runs at a time, and sees what the others wrote
-inline void __threadfence_block() {}
-inline void __threadfence_system() {}
+inline void __threadfence() { fastpar::emulation::land_released(); }
+inline void __threadfence_block() {}  // one thread runs at a time, and sees what the others of its block wrote
+inline void __threadfence_system() { fastpar::emulation::land_released(); }
 
 inline void __syncwarp(unsigned mask = 0xffffffffu, FASTPAR_EMULATION_PLACE) {
   fastpar::emulation::warp_operation(fastpar::emulation::WarpOperation::kSync, mask, 0, 0, {file, line});

@@ -1,16 +1,20 @@
 #include "emulation/machine.h"
 
+#include <algorithm>
 #include <cstring>
 #include <deque>
 #include <exception>
 #include <map>
 #include <memory>
 #include <new>
+#include <random>
 #include <sstream>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "emulation/fiber.h"
+#include "emulation/late_stores.h"
 
 namespace fastpar {
 namespace emulation {
@@ -18,6 +22,9 @@ namespace {
 
 // Turns that threads may spend asleep while no thread gets anywhere, before it is called a livelock.
 constexpr int64_t kSleepLimit = 1000000;
+
+// Turns asleep after which late stores land: what nobody releases is seen at some time too.
+constexpr int64_t kPatience = 10000;
 
 enum class Wait { kNothing, kBarrier, kWarp, kCluster, kEnded };
 
@@ -68,6 +75,9 @@ struct Block {
   uint3 index;
   std::deque<Thread> threads;
   unsigned live = 0, at_barrier = 0;
+  int64_t grid = 0, number = 0;  // which of all so far
+  int64_t barriers = 0;          // that its threads have passed
+  unsigned slowness = 1;         // kRandom: gets one turn in so many
   bool has_started = false;
   std::unique_ptr<SharedMemory> dynamic;
   std::map<const void*, std::unique_ptr<SharedMemory>> statics;
@@ -84,12 +94,30 @@ struct Cluster {
   std::vector<std::unique_ptr<Block>> blocks;
   std::exception_ptr failure;
   unsigned live = 0, arrived = 0;
-  int64_t phase = 0, sleeps = 0;
+  int64_t phase = 0;
+};
+
+// A launch that has begun.
+struct Grid {
+  const Launch* launch;
+  std::vector<std::unique_ptr<Cluster>> resident;
+  int64_t number;  // which of all so far
+  uint64_t num_blocks, next_block = 0;
+
+  Grid(const Launch* launch_, int64_t number_) : launch(launch_), number(number_) {
+    const dim3& grid = launch->shape.grid;
+    num_blocks = uint64_t{grid.x} * grid.y * grid.z;
+  }
 };
 
 struct Machine {
   Thread* running = nullptr;
   Schedule schedule = Schedule::kAscending;
+  std::mt19937_64 random;
+  std::vector<std::unique_ptr<Grid>> grids;  // that run now
+  int64_t sleeps = 0, rounds = 0, num_grids = 0, num_blocks = 0;
+
+  bool one_in(unsigned count) { return random() % count == 0; }
 };
 
 Machine& machine() {
@@ -189,10 +217,19 @@ std::string who_waits_where(const Cluster& cluster) {
   return text.str();
 }
 
+std::string who_waits_where() {
+  std::string text;
+  for (const auto& grid : machine().grids) {
+    if (!grid) continue;
+    if (machine().grids.size() > 1) text += "\n stream " + std::to_string(&grid - machine().grids.data()) + ":";
+    for (const auto& cluster : grid->resident) text += who_waits_where(*cluster);
+  }
+  return text;
+}
+
 void wait_for(Wait what) {
-  Thread& thread = running();
-  thread.wait = what;
-  thread.block->cluster->sleeps = 0;
+  running().wait = what;
+  machine().sleeps = 0;
   suspend();
 }
 
@@ -212,6 +249,7 @@ void complete_block_barrier(Block* block) {
     if (thread.wait == Wait::kBarrier) thread.wait = Wait::kNothing;
   }
   block->at_barrier = 0;
+  ++block->barriers;
 }
 
 void complete_cluster_barrier(Cluster* cluster) {
@@ -293,7 +331,7 @@ void end_thread(Thread* thread) {
   Block* block = thread->block;
   Cluster* cluster = block->cluster;
   thread->wait = Wait::kEnded;
-  cluster->sleeps = 0;
+  machine().sleeps = 0;
   --block->live;
   --cluster->live;
   if (thread->is_in_cluster_barrier && thread->cluster_phase == cluster->phase) --cluster->arrived;
@@ -322,11 +360,15 @@ void thread_main(void* argument) {
   }
 }
 
-void add_block(Cluster* cluster, const LaunchShape& shape, uint3 index, unsigned rank) {
+void add_block(Cluster* cluster, const Grid& grid, uint3 index, unsigned rank) {
+  const LaunchShape& shape = grid.launch->shape;
   cluster->blocks.push_back(std::make_unique<Block>());
   Block* block = cluster->blocks.back().get();
   block->cluster = cluster;
   block->index = index;
+  block->grid = grid.number;
+  block->number = machine().num_blocks++;
+  if (machine().schedule == Schedule::kRandom && machine().one_in(4)) block->slowness = 1u << machine().random() % 7;
   block->dynamic = std::make_unique<SharedMemory>(shape.shared_bytes, 1024);
   block->live = shape.block.x * shape.block.y * shape.block.z;
   cluster->live += block->live;
@@ -340,43 +382,101 @@ void add_block(Cluster* cluster, const LaunchShape& shape, uint3 index, unsigned
   }
 }
 
-// One turn for every thread that can run; false if there was none.
-bool run_turns(Cluster* cluster) {
-  const bool is_descending = machine().schedule == Schedule::kDescending;
-  const size_t num_blocks = cluster->blocks.size();
+// One turn for every thread of the block that can run; false if there was none.
+bool run_block(Block* block) {
+  const Schedule schedule = machine().schedule;
+  const size_t num_threads = block->threads.size();
+  const size_t first = schedule == Schedule::kRandom ? machine().random() % num_threads : 0;
   bool any = false;
-  for (size_t b = 0; b < num_blocks; ++b) {
-    Block& block = *cluster->blocks[is_descending ? num_blocks - 1 - b : b];
-    const size_t num_threads = block.threads.size();
-    for (size_t t = 0; t < num_threads; ++t) {
-      Thread& thread = block.threads[is_descending ? num_threads - 1 - t : t];
-      if (thread.wait != Wait::kNothing) continue;
-      any = true;
-      block.has_started = true;
-      machine().running = &thread;
-      resume(&thread.fiber);
-      machine().running = nullptr;
-      if (cluster->failure) std::rethrow_exception(cluster->failure);
-    }
+  for (size_t t = 0; t < num_threads; ++t) {
+    Thread& thread =
+        block->threads[schedule == Schedule::kDescending ? num_threads - 1 - t : (first + t) % num_threads];
+    if (thread.wait != Wait::kNothing) continue;
+    any = true;
+    block->has_started = true;
+    machine().running = &thread;
+    resume(&thread.fiber);
+    machine().running = nullptr;
+    if (block->cluster->failure) std::rethrow_exception(block->cluster->failure);
   }
   return any;
 }
 
-void run_cluster(Cluster* cluster) {
-  const auto release_all = [cluster](bool abandoned) {
-    for (auto& block : cluster->blocks) {
-      for (Thread& thread : block->threads) release(&thread.fiber, abandoned);
-    }
-  };
-  try {
-    while (cluster->live > 0) {
-      if (!run_turns(cluster)) fail("deadlock: no thread can run", who_waits_where(*cluster));
-    }
-  } catch (...) {
-    release_all(true);
-    throw;
+bool has_thread_that_can_run(const Block& block) {
+  for (const Thread& thread : block.threads) {
+    if (thread.wait == Wait::kNothing) return true;
   }
-  release_all(false);
+  return false;
+}
+
+// A turn for every block of every grid, but under kRandom only for some; false if no thread can run.
+bool run_round() {
+  std::vector<Block*> blocks;
+  for (const auto& grid : machine().grids) {
+    if (!grid) continue;
+    for (const auto& cluster : grid->resident) {
+      for (const auto& block : cluster->blocks) blocks.push_back(block.get());
+    }
+  }
+  if (machine().schedule == Schedule::kDescending) std::reverse(blocks.begin(), blocks.end());
+  if (machine().schedule == Schedule::kRandom) std::shuffle(blocks.begin(), blocks.end(), machine().random);
+  bool any = false;
+  for (Block* block : blocks) {
+    const bool is_skipped = block->slowness > 1 && !machine().one_in(block->slowness);
+    any |= is_skipped ? has_thread_that_can_run(*block) : run_block(block);
+  }
+  ++machine().rounds;
+  if (machine().schedule == Schedule::kRandom) land_some(machine().random);
+  if (machine().sleeps > kPatience) land_all();
+  return any;
+}
+
+void release_fibers(Cluster* cluster, bool abandoned) {
+  for (auto& block : cluster->blocks) {
+    for (Thread& thread : block->threads) release(&thread.fiber, abandoned);
+  }
+}
+
+// Gives the grid the clusters that come next; false when all have ended.
+bool keep_resident(Grid* grid) {
+  auto& resident = grid->resident;
+  for (size_t i = resident.size(); i-- > 0;) {
+    if (resident[i]->live > 0) continue;
+    release_fibers(resident[i].get(), false);
+    resident.erase(resident.begin() + static_cast<std::ptrdiff_t>(i));
+  }
+  const LaunchShape& shape = grid->launch->shape;
+  while (grid->next_block < grid->num_blocks && (resident.empty() || shape.is_cooperative)) {
+    resident.push_back(std::make_unique<Cluster>());
+    resident.back()->body = &grid->launch->body;
+    for (unsigned rank = 0; rank < shape.cluster; ++rank, ++grid->next_block) {
+      const uint64_t block = grid->next_block;
+      add_block(
+          resident.back().get(), *grid,
+          {static_cast<unsigned>(block % shape.grid.x), static_cast<unsigned>(block / shape.grid.x % shape.grid.y),
+           static_cast<unsigned>(block / shape.grid.x / shape.grid.y)},
+          rank);
+    }
+  }
+  return !resident.empty();
+}
+
+// Begins the next launch of every stream whose last one has ended; false when all streams are empty.
+bool begin_launches(const std::vector<Stream*>& streams) {
+  bool any = false;
+  auto& grids = machine().grids;
+  grids.resize(streams.size());
+  for (size_t s = 0; s < streams.size(); ++s) {
+    while (!streams[s]->launches.empty()) {
+      if (!grids[s]) grids[s] = std::make_unique<Grid>(&streams[s]->launches.front(), machine().num_grids++);
+      if (keep_resident(grids[s].get())) break;
+      land_grid(grids[s]->number);
+      grids[s].reset();
+      streams[s]->launches.pop_front();
+    }
+    any |= !streams[s]->launches.empty();
+  }
+  return any;
 }
 
 void check_shape(const LaunchShape& shape) {
@@ -394,21 +494,54 @@ void check_shape(const LaunchShape& shape) {
 
 }  // namespace
 
-void run_grid(const LaunchShape& shape, const std::function<void()>& body) {
-  check_shape(shape);
-  for (unsigned z = 0; z < shape.grid.z; ++z) {
-    for (unsigned y = 0; y < shape.grid.y; ++y) {
-      for (unsigned x = 0; x < shape.grid.x; x += shape.cluster) {
-        Cluster cluster{};
-        cluster.body = &body;
-        for (unsigned rank = 0; rank < shape.cluster; ++rank) add_block(&cluster, shape, {x + rank, y, z}, rank);
-        run_cluster(&cluster);
-      }
+void synchronize(const std::vector<Stream*>& streams) {
+  auto& grids = machine().grids;
+  const auto stop = [&](bool abandoned) {
+    for (const auto& grid : grids) {
+      if (!grid) continue;
+      for (const auto& cluster : grid->resident) release_fibers(cluster.get(), abandoned);
     }
+    grids.clear();
+    for (Stream* stream : streams) stream->launches.clear();
+    land_all();
+  };
+  machine().sleeps = 0;
+  try {
+    while (begin_launches(streams)) {
+      if (!run_round()) fail("deadlock: no thread can run", who_waits_where());
+    }
+  } catch (...) {
+    stop(true);
+    throw;
   }
+  stop(false);
 }
 
-void set_schedule(Schedule schedule) { machine().schedule = schedule; }
+void run_grid(const LaunchShape& shape, const std::function<void()>& body) {
+  check_shape(shape);
+  Stream stream;
+  stream.launches.push_back({shape, body});
+  synchronize({&stream});
+}
+
+void enqueue(Stream* stream, const LaunchShape& shape, std::function<void()> body) {
+  check_shape(shape);
+  stream->launches.push_back({shape, std::move(body)});
+}
+
+void set_schedule(Schedule schedule, uint64_t seed) {
+  machine().schedule = schedule;
+  machine().random.seed(seed);
+}
+
+Schedule schedule() { return machine().schedule; }
+
+uint64_t clock_nanoseconds() { return 1000 * static_cast<uint64_t>(machine().rounds); }
+
+Writer writer() {
+  const Thread& thread = running();
+  return {thread.block->grid, thread.block->number, thread.index, thread.block->barriers};
+}
 
 const Position& position() { return running().position; }
 
@@ -445,12 +578,16 @@ void cluster_wait(Place place) {
 
 void sleep(Place place) {
   Thread& thread = running();
-  Cluster* cluster = thread.block->cluster;
   thread.place = place;
-  if (++cluster->sleeps > kSleepLimit) {
-    fail("livelock: threads only sleep, ", describe(thread), " at ", describe(place), who_waits_where(*cluster));
+  if (++machine().sleeps > kSleepLimit) {
+    fail("livelock: threads only sleep, ", describe(thread), " at ", describe(place), who_waits_where());
   }
   suspend();
+}
+
+void may_pause(Place place) {
+  running().place = place;
+  if (machine().schedule == Schedule::kRandom && machine().one_in(8)) suspend();
 }
 
 uint64_t warp_operation(WarpOperation operation, unsigned mask, uint64_t value, unsigned source, Place place) {

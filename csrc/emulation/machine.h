@@ -1,17 +1,23 @@
-// The emulated device: runs a grid cluster by cluster, with one fiber per thread, on one core.
+// The emulated device: runs grids with one fiber per thread, on one core.
 //
 // A thread runs until it has to wait (a barrier, a warp-wide operation, a cluster barrier) or ends. What it then waits
 // for is known exactly, so when no thread can run and some have not ended, that is a deadlock, and the report says who
-// waits where. Nothing depends on time: the same launch always runs in the same order. There are two such orders,
-// ascending and descending; a kernel that lacks a barrier rarely survives both.
+// waits where. Nothing depends on time: the same launch always runs in the same order. Two such orders are ascending
+// and descending; a kernel that lacks a barrier rarely survives both. The third is drawn from a seed: for kernels that
+// wait for each other through memory (see late_stores.h).
+//
+// A grid runs cluster by cluster, one at a time: nothing else is certain on a device either. All clusters of a
+// cooperative launch are there at once, and so are the grids at the heads of several streams.
 //
 // Stricter than the device on purpose: a warp-wide operation may only name lanes that exist and have not ended.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <functional>
 #include <stdexcept>
+#include <vector>
 
 #include "emulation/types.h"
 
@@ -33,16 +39,32 @@ struct LaunchShape {
   dim3 grid;
   dim3 block;
   size_t shared_bytes = 0;
-  unsigned cluster = 1;  // blocks along x
+  unsigned cluster = 1;         // blocks along x
+  bool is_cooperative = false;  // all blocks are resident at once
 };
 
-enum class Schedule { kAscending, kDescending };
+struct Launch {
+  LaunchShape shape;
+  std::function<void()> body;  // run once per thread
+};
 
-// Runs body() once per thread. Throws Error.
-void run_grid(const LaunchShape& shape, const std::function<void()>& body);
+// Launches that run one after the other.
+struct Stream {
+  std::deque<Launch> launches;
+};
 
-// The order in which threads of a block, and blocks of a cluster, get their turns.
-void set_schedule(Schedule schedule);
+// kAscending, kDescending: in this order of blocks and threads, each as far as it gets. kRandom: in any order, with
+// some blocks much slower than others, and threads that stop between two steps of a protocol.
+enum class Schedule { kAscending, kDescending, kRandom };
+
+void set_schedule(Schedule schedule, uint64_t seed = 0);
+Schedule schedule();
+
+void run_grid(const LaunchShape& shape, const std::function<void()>& body);  // throws Error
+void enqueue(Stream* stream, const LaunchShape& shape, std::function<void()> body);
+
+// Runs what is in the streams, their grids side by side, until they are empty. Throws Error, with the streams emptied.
+void synchronize(const std::vector<Stream*>& streams);
 
 struct Place {
   const char* file;
@@ -63,7 +85,11 @@ const Position& position();
 void sync_threads(Place place);
 void cluster_arrive(Place place);
 void cluster_wait(Place place);
-void sleep(Place place);  // lets the others run; an Error when all that is left to run keeps sleeping
+void sleep(Place place);      // lets the others run; an Error when all that is left to run keeps sleeping
+void may_pause(Place place);  // a point where kRandom may let others run first
+
+// A clock for time-outs: a microsecond for each time that every thread could have had a turn.
+uint64_t clock_nanoseconds();
 
 enum class WarpOperation { kSync, kShuffle, kBallot, kAll, kAny };
 

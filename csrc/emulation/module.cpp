@@ -1,4 +1,6 @@
 // The Python module fastpar_emulation, for tests only.
+#include <pybind11/stl.h>
+
 #include <string>
 
 #include "emulation/bindings.h"
@@ -7,11 +9,11 @@ namespace fastpar {
 namespace emulation {
 namespace {
 
-void set_schedule_by_name(const std::string& name) {
-  if (name != "ascending" && name != "descending") {
-    throw py::value_error("schedule must be 'ascending' or 'descending', not '" + name + "'");
-  }
-  set_schedule(name == "ascending" ? Schedule::kAscending : Schedule::kDescending);
+void set_schedule_by_name(const std::string& name, uint64_t seed) {
+  if (name == "ascending") return set_schedule(Schedule::kAscending);
+  if (name == "descending") return set_schedule(Schedule::kDescending);
+  if (name == "random") return set_schedule(Schedule::kRandom, seed);
+  throw py::value_error("schedule must be 'ascending', 'descending' or 'random', not '" + name + "'");
 }
 
 }  // namespace
@@ -22,13 +24,17 @@ PYBIND11_MODULE(fastpar_emulation, m) {
   namespace py = pybind11;
   using fastpar::device::LaunchConfig;
   using fastpar::emulation::Buffer;
+  using fastpar::emulation::Stream;
   py::register_exception<fastpar::emulation::Error>(m, "Error", PyExc_RuntimeError);
-  m.def("set_schedule", &fastpar::emulation::set_schedule_by_name);
+  m.def("set_schedule", &fastpar::emulation::set_schedule_by_name, py::arg("name"), py::arg("seed") = 0);
+  py::class_<Stream>(m, "Stream").def(py::init<>());
+  m.def("synchronize", &fastpar::emulation::synchronize);
   py::class_<LaunchConfig>(m, "LaunchConfig")
-      .def(py::init([](int64_t blocks, unsigned threads, size_t shared_bytes, unsigned cluster) {
-             return LaunchConfig{blocks, threads, shared_bytes, cluster};
+      .def(py::init([](int64_t blocks, unsigned threads, size_t shared_bytes, unsigned cluster, bool cooperative) {
+             return LaunchConfig{blocks, threads, shared_bytes, cluster, cooperative};
            }),
-           py::arg("blocks"), py::arg("threads"), py::arg("shared_bytes") = 0, py::arg("cluster") = 1);
+           py::arg("blocks"), py::arg("threads"), py::arg("shared_bytes") = 0, py::arg("cluster") = 1,
+           py::arg("cooperative") = false);
   py::class_<Buffer>(m, "Buffer", py::buffer_protocol())
       .def(py::init<size_t, size_t>(), py::arg("bytes"), py::arg("offset") = 0)
       .def_buffer([](Buffer& buffer) {

@@ -10,9 +10,17 @@ using device::cluster_arrive;
 using device::cluster_rank;
 using device::cluster_size;
 using device::cluster_wait;
+using device::load_acquire_system;
 using device::load_packet;
+using device::load_relaxed_system;
 using device::map_to_peer;
+using device::pause_spinning;
 using device::store_packet;
+using device::store_peer_packet;
+using device::store_relaxed_system;
+using device::store_release_system;
+
+constexpr unsigned kUntouched = 0xffffffffu;
 
 // out[i] = sum of in over the block: shuffles within warps, then shared memory across them.
 __global__ void block_sum(const float* in, float* out) {
@@ -91,6 +99,54 @@ __global__ void read_static(float* out, int index) {
 
 __global__ void copy_packets(const unsigned char* in, unsigned char* out) {
   store_packet(out + 16 * threadIdx.x, load_packet(in + 16 * threadIdx.x));
+}
+
+// Two blocks, or two grids of one: each raises its own flag and waits for the other's.
+__global__ void meet(uint64_t* flags, int first) {
+  const int me = first + static_cast<int>(blockIdx.x);
+  if (threadIdx.x != 0) return;
+  store_release_system(flags + me, 1);
+  while (load_acquire_system(flags + 1 - me) == 0) pause_spinning();
+}
+
+// Block 0 gives block 1 a packet a thread, and a flag. out: what block 1 finds. Only with the barrier and the release
+// is that what was given.
+__global__ void hand_over(const unsigned char* in, unsigned char* memory, uint64_t* flag, unsigned char* out,
+                          bool has_barrier, bool has_release) {
+  const unsigned offset = 16 * threadIdx.x;
+  if (blockIdx.x == 0) {
+    store_peer_packet(memory + offset, load_packet(in + offset));
+    if (has_barrier) __syncthreads();
+    if (threadIdx.x != blockDim.x - 1) return;
+    if (has_release) {
+      store_release_system(flag, 1);
+    } else {
+      atomicExch(flag, 1);
+    }
+  } else {
+    if (threadIdx.x == 0) {
+      while (load_acquire_system(flag) == 0) pause_spinning();
+    }
+    __syncthreads();
+    store_packet(out + offset, load_packet(memory + offset));
+  }
+}
+
+// Block 0 gives block 1 a packet without a flag: block 1 waits until no word of it is what the memory held before.
+// out: the number of times it had to look.
+__global__ void hand_over_words(unsigned char* memory, int* out) {
+  if (blockIdx.x == 0) {
+    store_relaxed_system(memory, make_uint4(1, 2, 3, 4));
+    return;
+  }
+  for (out[1] = 0;; ++out[1]) {
+    const uint4 packet = load_relaxed_system(memory);
+    const int arrived =
+        (packet.x != kUntouched) + (packet.y != kUntouched) + (packet.z != kUntouched) + (packet.w != kUntouched);
+    if (arrived > 0 && arrived < 4) out[0] = arrived;
+    if (arrived == 4) return;
+    pause_spinning();
+  }
 }
 
 // ---- wrong on purpose -----------------------------------------------------------------------------------------------

@@ -47,6 +47,9 @@ void bind_self_test(py::module_& m) {
   bind_kernel(m, "map_before_meeting", &self_test::map_before_meeting);
   bind_kernel(m, "read_ended_peer", &self_test::read_ended_peer);
   bind_kernel(m, "one_block_never_comes", &self_test::one_block_never_comes);
+  bind_kernel(m, "meet", &self_test::meet);
+  bind_kernel(m, "hand_over", &self_test::hand_over);
+  bind_kernel(m, "hand_over_words", &self_test::hand_over_words);
   bind_kernel(m, "sleep_until_set", &self_test::sleep_until_set);
 }
 
