@@ -13,6 +13,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 
 #include "common/checks.h"
 
@@ -139,6 +140,60 @@ __device__ inline uint4 load_relaxed_system(const void* address) {
   return packet;
 #endif
 }
+
+// Multicast addresses: one stands for the same place in the memory of every rank of a group, behind NVLink's switch.
+// multimem_add: the packets there, added by the switch: float32 arithmetic for all types, its own order of the ranks,
+// rounded once. The emulation adds in rank order.
+#if defined(FASTPAR_EMULATION)
+template <typename T>
+uint4 multimem_add(const void* address, float (*widen)(T), T (*narrow)(float)) {
+  constexpr int kCount = kPacketSize<T>;
+  float sum[kCount] = {};
+  for (const unsigned char* rank : emulation::multicast_addresses(address)) {
+    for (int j = 0; j < kCount; ++j) sum[j] += widen(__ldg(reinterpret_cast<const T*>(rank) + j));
+  }
+  T rounded[kCount];
+  for (int j = 0; j < kCount; ++j) rounded[j] = narrow(sum[j]);
+  uint4 packet;
+  std::memcpy(&packet, rounded, sizeof packet);
+  return packet;
+}
+inline uint4 multimem_add(const void* address, const float*) {
+  return multimem_add<float>(address, [](float x) { return x; }, [](float x) { return x; });
+}
+inline uint4 multimem_add(const void* address, const __nv_bfloat16*) {
+  return multimem_add<__nv_bfloat16>(address, __bfloat162float, __float2bfloat16_rn);
+}
+inline uint4 multimem_add(const void* address, const __half*) {
+  return multimem_add<__half>(address, __half2float, __float2half_rn);
+}
+inline void multimem_store(void* address, uint4 packet) {
+  emulation::may_pause({__FILE__, __LINE__});
+  for (unsigned char* rank : emulation::multicast_addresses(address)) {
+    emulation::check_alignment(rank, sizeof packet, "store");
+    emulation::store_late(rank, &packet, sizeof packet);
+  }
+}
+#else
+#define FASTPAR_MULTIMEM_ADD(type, variant)                                                     \
+  __device__ inline uint4 multimem_add(const void* address, const type*) {                      \
+    uint4 packet;                                                                               \
+    asm volatile("multimem.ld_reduce.relaxed.sys.global.add" variant " {%0, %1, %2, %3}, [%4];" \
+                 : "=r"(packet.x), "=r"(packet.y), "=r"(packet.z), "=r"(packet.w)               \
+                 : "l"(address)                                                                 \
+                 : "memory");                                                                   \
+    return packet;                                                                              \
+  }
+FASTPAR_MULTIMEM_ADD(float, ".v4.f32")
+FASTPAR_MULTIMEM_ADD(__nv_bfloat16, ".acc::f32.v4.bf16x2")
+FASTPAR_MULTIMEM_ADD(__half, ".acc::f32.v4.f16x2")
+#undef FASTPAR_MULTIMEM_ADD
+__device__ inline void multimem_store(void* address, uint4 packet) {
+  asm volatile("multimem.st.relaxed.sys.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(packet.x),
+               "r"(packet.y), "r"(packet.z), "r"(packet.w)
+               : "memory");
+}
+#endif
 
 // Between two looks at what another thread may have written.
 #if defined(FASTPAR_EMULATION)

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstring>
 #include <map>
+#include <unordered_map>
 #include <utility>
 
 #include "emulation/machine.h"
@@ -20,30 +21,43 @@ struct LateStore {
   Writer writer;
 
   void land() const { std::memcpy(address, value, bytes); }
-  bool overlaps(const LateStore& other) const {
-    return address < other.address + other.bytes && other.address < address + bytes;
+};
+
+// In the order of the program. Those that have landed stay, without bytes, until there are many of them.
+struct Pending {
+  std::vector<LateStore> stores;
+  size_t landed = 0;
+  std::unordered_map<const void*, int> at_address;  // how many have not landed
+
+  void add(const LateStore& store) {
+    stores.push_back(store);
+    ++at_address[store.address];
+  }
+  void land(LateStore* store) {
+    store->land();
+    if (--at_address[store->address] == 0) at_address.erase(store->address);
+    store->bytes = 0;
+    ++landed;
+  }
+  void forget_landed() {
+    if (2 * landed < stores.size()) return;
+    stores.erase(std::remove_if(stores.begin(), stores.end(), [](const LateStore& s) { return s.bytes == 0; }),
+                 stores.end());
+    landed = 0;
   }
 };
 
-// In the order of the program.
-std::vector<LateStore>& pending() {
-  static std::vector<LateStore> stores;
-  return stores;
+Pending& pending() {
+  static Pending instance;
+  return instance;
 }
 
-// Lands those that `is_due`, and keeps the others.
 template <typename F>
 void land_if(const F& is_due) {
-  auto& stores = pending();
-  size_t kept = 0;
-  for (const LateStore& store : stores) {
-    if (is_due(store)) {
-      store.land();
-    } else {
-      stores[kept++] = store;
-    }
+  for (LateStore& store : pending().stores) {
+    if (store.bytes > 0 && is_due(store)) pending().land(&store);
   }
-  stores.resize(kept);
+  pending().forget_landed();
 }
 
 struct Range {
@@ -58,6 +72,7 @@ std::map<unsigned char*, Range>& multicasts() {
 
 }  // namespace
 
+// Two stores to one place have one address: nothing here writes the same bytes as parts of different packets.
 void store_late(void* address, const void* value, size_t bytes) {
   LateStore store{static_cast<unsigned char*>(address), bytes, {}, writer()};
   if (bytes > sizeof store.value) throw Error("a store has at most 16 bytes");
@@ -65,7 +80,7 @@ void store_late(void* address, const void* value, size_t bytes) {
   if (schedule() == Schedule::kAscending) {
     store.land();
   } else {
-    pending().push_back(store);
+    pending().add(store);
   }
 }
 
@@ -78,16 +93,19 @@ void land_released() {
 }
 
 void land_some(std::mt19937_64& random) {
-  auto& stores = pending();
   constexpr size_t kMost = 64;
+  auto& stores = pending().stores;
   for (size_t draws = random() % (1 + std::min(stores.size(), kMost)); draws > 0; --draws) {
-    size_t chosen = random() % stores.size();
-    for (size_t i = 0; i < chosen; ++i) {
-      if (stores[i].overlaps(stores[chosen])) chosen = i;
+    LateStore* chosen = &stores[random() % stores.size()];
+    if (chosen->bytes == 0) continue;
+    if (pending().at_address[chosen->address] > 1) {  // the oldest first
+      chosen = &*std::find_if(stores.begin(), stores.end(), [&](const LateStore& store) {
+        return store.bytes > 0 && store.address == chosen->address;
+      });
     }
-    stores[chosen].land();
-    stores.erase(stores.begin() + static_cast<std::ptrdiff_t>(chosen));
+    pending().land(chosen);
   }
+  pending().forget_landed();
 }
 
 void land_grid(int64_t grid) {

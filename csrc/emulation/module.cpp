@@ -44,4 +44,6 @@ PYBIND11_MODULE(fastpar_emulation, m) {
   fastpar::emulation::bind_self_test(self_test);
   auto cross_entropy = m.def_submodule("cross_entropy");
   fastpar::emulation::bind_cross_entropy(cross_entropy);
+  auto symmetric = m.def_submodule("symmetric");
+  fastpar::emulation::bind_symmetric(symmetric);
 }
