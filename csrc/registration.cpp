@@ -64,6 +64,15 @@ STABLE_TORCH_LIBRARY(fastpar, m) {
   m.def("vocab_embedding(Tensor ids, Tensor weight, SymInt vocab_start) -> Tensor");
   m.def(
       "vocab_embedding_backward(Tensor ids, Tensor grad_out, SymInt num_rows, SymInt vocab_start, int padding_idx) -> Tensor");
+  // symmetric memory: collectives of a group's kernels; group = [first_rank, region_bytes, mailbox_bytes, timeout_ns]
+  m.def(
+      "symmetric_all_reduce(Tensor x, Tensor(a!) out, Tensor buffers, Tensor signals, Tensor(b!) states, Tensor(c!) report, int[] group, int multicast, int algorithm, bool average) -> ()");
+  m.def(
+      "symmetric_reduce_scatter(Tensor x, Tensor(a!) out, Tensor buffers, Tensor signals, Tensor(b!) states, Tensor(c!) report, int[] group, SymInt[] counts, bool average) -> ()");
+  m.def(
+      "symmetric_all_gather(Tensor x, Tensor(a!) out, Tensor buffers, Tensor signals, Tensor(b!) states, Tensor(c!) report, int[] group, SymInt[] counts) -> ()");
+  m.def(
+      "symmetric_all_reduce_rms_norm(Tensor x, Tensor? residual, Tensor? weight, Tensor(a!) out, Tensor(b!) sum, Tensor(c!) rstd, Tensor buffers, Tensor signals, Tensor(d!) states, Tensor(e!) report, int[] group, SymInt hidden, float eps, float weight_offset) -> ()");
   // dropout
   m.def("sharded_dropout(Tensor x, float p, int seed, SymInt[] offset, SymInt[] global_shape) -> Tensor");
 }

@@ -413,10 +413,20 @@ def test_few_bytes_get_few_blocks() -> None:
     import fastpar_emulation as emulation
 
     plan = emulation.symmetric.plan
-    assert plan(8, 1, True) == (1, 512)
-    assert plan(8, 4096, True) == (8, 512)  # 64 KiB
-    assert plan(8, 1 << 20, True) == (8, 512)
-    assert plan(8, 1 << 20, False) == (32, 512)
+    assert plan(8, 1, 1, True) == (1, 512)
+    assert plan(8, 1, 4096, True) == (8, 512)  # 64 KiB
+    assert plan(8, 1, 1 << 20, True) == (8, 512)
+    assert plan(8, 1, 1 << 20, False) == (32, 512)
+
+
+@emulated
+def test_the_blocks_of_all_ranks_of_a_device_are_resident_at_once() -> None:
+    import fastpar_emulation as emulation
+
+    for ranks in (2, 3, 4, 8, 64):
+        blocks, _ = emulation.symmetric.plan(ranks, ranks, 1 << 20, False)
+        assert blocks % ranks == 0
+        assert blocks <= 128
 
 
 @emulated

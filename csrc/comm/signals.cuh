@@ -8,6 +8,7 @@
 namespace fastpar {
 namespace device {
 
+constexpr int kCollectiveThreads = 512;        // of a block, at most
 constexpr unsigned kPoisonWord = 0xffffffffu;  // NaN in every float type
 
 // ---- waiting --------------------------------------------------------------------------------------------------------

@@ -22,8 +22,8 @@ struct RankTensor {
 //
 //   rank 0 has [1, 2], rank 1 has [10, 20]: inbox of 0 <- [10, 20], of 1 <- [1, 2]; both give [11, 22]
 template <typename T>
-__global__ void all_reduce_one_shot(PeerGroup group, RankTensor<const T> x, RankTensor<T> out, int64_t count,
-                                    bool average) {
+__global__ void __launch_bounds__(kCollectiveThreads)
+    all_reduce_one_shot(PeerGroup group, RankTensor<const T> x, RankTensor<T> out, int64_t count, bool average) {
   const Block block(group, Collective::kAllReduceOneShot);
   const Span<const T> in(x.of(block), count);
   const Span<T> result(out.of(block), count);
@@ -49,8 +49,8 @@ __global__ void all_reduce_one_shot(PeerGroup group, RankTensor<const T> x, Rank
 //
 //   rank 0 has [1, 2], rank 1 has [10, 20]: inbox of 0 <- [10], of 1 <- [2]; 0 sends 11 and 1 sends 22
 template <typename T>
-__global__ void all_reduce_two_shot(PeerGroup group, RankTensor<const T> x, RankTensor<T> out, int64_t count,
-                                    bool average) {
+__global__ void __launch_bounds__(kCollectiveThreads)
+    all_reduce_two_shot(PeerGroup group, RankTensor<const T> x, RankTensor<T> out, int64_t count, bool average) {
   const Block block(group, Collective::kAllReduceTwoShot);
   const Span<const T> in(x.of(block), count);
   const Span<T> result(out.of(block), count);
@@ -98,7 +98,8 @@ __global__ void all_reduce_two_shot(PeerGroup group, RankTensor<const T> x, Rank
 //
 //   parts of 1 and 2 elements, rank 0 has [1, 2, 3], rank 1 has [10, 20, 30]: 0 gives [11], 1 gives [22, 33]
 template <typename T>
-__global__ void reduce_scatter(PeerGroup group, RankTensor<const T> x, RankTensor<T> out, Parts parts, bool average) {
+__global__ void __launch_bounds__(kCollectiveThreads)
+    reduce_scatter(PeerGroup group, RankTensor<const T> x, RankTensor<T> out, Parts parts, bool average) {
   const Block block(group, Collective::kReduceScatter);
   const T* in = x.of(block);
   const auto part_of = [&](int rank) { return Span<const T>(in + parts.begin[rank], parts.count[rank]); };
@@ -126,7 +127,8 @@ __global__ void reduce_scatter(PeerGroup group, RankTensor<const T> x, RankTenso
 // out: the x of all ranks, in their order; parts says where each goes, and how long it is. T: any type of the size of
 // what is moved.
 template <typename T>
-__global__ void all_gather(PeerGroup group, RankTensor<const T> x, RankTensor<T> out, Parts parts) {
+__global__ void __launch_bounds__(kCollectiveThreads)
+    all_gather(PeerGroup group, RankTensor<const T> x, RankTensor<T> out, Parts parts) {
   const Block block(group, Collective::kAllGather);
   const Span<const T> in(x.of(block), parts.count[block.rank]);
   if (!block.is_broken) {

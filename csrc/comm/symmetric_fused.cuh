@@ -20,16 +20,16 @@ __device__ inline bool has_poison(const uint4& packet) {
 // One exchange, in which the data are their own flags: a word that is still poison has not come. See Note: without
 // flags, in peer_group.h. NaNs stay NaNs, with other bits.
 template <typename T>
-__global__ void all_reduce_mailbox(PeerGroup group, RankTensor<const T> x, RankTensor<T> out, int64_t count,
-                                   bool average) {
+__global__ void __launch_bounds__(kCollectiveThreads)
+    all_reduce_mailbox(PeerGroup group, RankTensor<const T> x, RankTensor<T> out, int64_t count, bool average) {
   const Block block(group, Collective::kAllReduceMailbox);
   const Span<const T> in(x.of(block), count);
   const Span<T> result(out.of(block), count);
   const uint64_t turn = block.state->turn + 1;
   const int now = static_cast<int>(turn % kNumTurns), before = static_cast<int>((turn + kNumTurns - 1) % kNumTurns);
   const auto mailbox = [&](int of_rank, int which, int source) {
-    return block.buffer(of_rank) + inbox_bytes(group.size, group.region_bytes) +
-           (int64_t{which} * group.size + source) * group.mailbox_bytes;
+    const int64_t inboxes = int64_t{2 * kNumPhases} * group.size * group.region_bytes;
+    return block.buffer(of_rank) + inboxes + (int64_t{which} * group.size + source) * group.mailbox_bytes;
   };
   bool is_lost = block.is_broken;
   if (!is_lost) {
@@ -72,8 +72,8 @@ __global__ void all_reduce_mailbox(PeerGroup group, RankTensor<const T> x, RankT
 // Two exchanges, through `multicast`: the address that stands for every rank's buffer. Rank p asks the switch for part
 // p of all, added, and has it sent to all. All ranks have the same bits; which ones depends on the switch's order.
 template <typename T>
-__global__ void all_reduce_multimem(PeerGroup group, uint64_t multicast, RankTensor<const T> x, RankTensor<T> out,
-                                    int64_t count) {
+__global__ void __launch_bounds__(kCollectiveThreads)
+    all_reduce_multimem(PeerGroup group, uint64_t multicast, RankTensor<const T> x, RankTensor<T> out, int64_t count) {
   const Block block(group, Collective::kAllReduceMultimem);
   const Span<const T> in(x.of(block), count);
   const Span<T> result(out.of(block), count);
@@ -143,7 +143,8 @@ struct NormArguments {
 // h = all_reduce(x) + residual, rounded after each; out = h * rstd * (weight_offset + weight). A block has whole rows:
 // block b takes rows b, b + num_blocks, ...
 template <typename T>
-__global__ void all_reduce_rms_norm(PeerGroup group, RankTensor<const T> x, NormArguments<T> a) {
+__global__ void __launch_bounds__(kCollectiveThreads)
+    all_reduce_rms_norm(PeerGroup group, RankTensor<const T> x, NormArguments<T> a) {
   constexpr int kPacket = kPacketSize<T>;
   const Block block(group, Collective::kAllReduceRmsNorm);
   const int64_t row_packets = packets_of<T>(a.hidden), threads = blockDim.x;

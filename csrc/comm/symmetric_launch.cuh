@@ -16,15 +16,19 @@ struct LaunchLimits {
   int blocks;
   int threads;
 };
-constexpr LaunchLimits kLatencyLimits{8, 512};
-constexpr LaunchLimits kBandwidthLimits{kMaxBlocks, 512};
+constexpr LaunchLimits kLatencyLimits{8, kCollectiveThreads};
+constexpr LaunchLimits kBandwidthLimits{kMaxBlocks, kCollectiveThreads};
+
+// Of all ranks of a launch, at once: one on each multiprocessor of the smallest device.
+constexpr int kResidentBlocks = 128;
 
 inline LaunchConfig plan(const PeerGroup& group, int64_t packets, const LaunchLimits& limits) {
-  FASTPAR_CHECK(limits.threads % 32 == 0 && limits.threads >= group.size,
-                "a block needs a thread for each rank, and whole warps: ", limits.threads, " threads, ", group.size,
-                " ranks");
+  FASTPAR_CHECK(limits.threads % 32 == 0 && limits.threads >= group.size && limits.threads <= kCollectiveThreads,
+                "a block needs a thread for each rank, whole warps, and at most ", kCollectiveThreads, ": ",
+                limits.threads, " threads, ", group.size, " ranks");
+  const int64_t most = std::min({limits.blocks, kMaxBlocks, kResidentBlocks / group.local_ranks});
   const int64_t needed = (packets + limits.threads - 1) / limits.threads;
-  const int64_t blocks = std::max<int64_t>(1, std::min<int64_t>({needed, limits.blocks, kMaxBlocks}));
+  const int64_t blocks = std::max<int64_t>(1, std::min(needed, most));
   LaunchConfig config{blocks * group.local_ranks, static_cast<unsigned>(limits.threads)};
   config.is_cooperative = group.local_ranks > 1;
   return config;

@@ -151,11 +151,11 @@ void all_reduce_rms_norm(Group& group, int rank, const std::string& dtype, const
                                      stream);
 }
 
-// (blocks, threads) of a launch for one rank
-py::tuple plan(int size, int64_t packets, bool is_latency) {
+// (blocks of all local ranks, threads)
+py::tuple plan(int size, int local_ranks, int64_t packets, bool is_latency) {
   PeerGroup group{};
   group.size = size;
-  group.local_ranks = 1;
+  group.local_ranks = local_ranks;
   const auto config = device::plan(group, packets, is_latency ? device::kLatencyLimits : device::kBandwidthLimits);
   return py::make_tuple(config.blocks, config.threads);
 }
