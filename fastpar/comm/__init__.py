@@ -24,6 +24,8 @@ from fastpar.comm.pending import Pending
 from fastpar.comm.recording import CommRecord, record
 from fastpar.comm.shards import shard_range, shard_sizes
 from fastpar.comm.shared_region import SharedRegion
+from fastpar.comm.symmetric import SymmetricBuffer
+from fastpar.comm.symmetric_collectives import SymmetricCollectives
 from fastpar.comm.transport import Transport
 
 __all__ = [
@@ -36,6 +38,8 @@ __all__ = [
     "PeerLostError",
     "Pending",
     "SharedRegion",
+    "SymmetricBuffer",
+    "SymmetricCollectives",
     "Transport",
     "all_reduce_coalesced",
     "copy_to",
