@@ -334,6 +334,22 @@ def _rms_norm_error() -> float:
     return _largest([*pairs, (found[0], exact_x + grad_h.double()), (found[1], exact_w)])
 
 
+def _all_reduce_rms_norm_error() -> float:
+    """Output, sum and all gradients, 37 x 1021 fp32 with a residual, one rank."""
+    from fastpar.ops import all_reduce_rms_norm
+
+    x, residual, grad_out, grad_h = _normal(4, 37, 1021)
+    weight = torch.linspace(0.5, 1.5, 1021)
+    leaves = [t.clone().requires_grad_() for t in (x, weight)]
+    outputs = all_reduce_rms_norm(leaves[0], leaves[1], group=None, residual=residual, eps=1e-5)
+    found = torch.autograd.grad(outputs, leaves, (grad_out, grad_h))
+    exact = [t.double().requires_grad_() for t in (x, weight)]
+    h = exact[0] + residual.double()
+    out = F.rms_norm(h, (1021,), exact[1], 1e-5)
+    wanted = torch.autograd.grad((out, h), exact, (grad_out.double(), grad_h.double()))
+    return _largest([(outputs[0], out), (outputs[1], h), *zip(found, wanted, strict=True)])
+
+
 def _swiglu_error() -> float:
     """Output and gradient of a packed 37 x 2042 fp32 tensor, and of its halves."""
     from fastpar.ops import swiglu
@@ -478,6 +494,7 @@ SELF_TESTS: list[tuple[str, Callable[[], float], float]] = [
     ("vocab_parallel_cross_entropy", _cross_entropy_error, 1e-5),
     ("sharded_dropout", _dropout_error, 1e-5),
     ("rms_norm", _rms_norm_error, 3e-5),
+    ("all_reduce_rms_norm", _all_reduce_rms_norm_error, 3e-5),
     ("swiglu", _swiglu_error, 3e-5),
     ("linear_cross_entropy", lambda: _linear_cross_entropy_error("whole"), 1e-4),
     ("linear_cross_entropy_dgrad", lambda: _linear_cross_entropy_error("apart"), 1e-4),

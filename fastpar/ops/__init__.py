@@ -9,6 +9,7 @@ import types
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fastpar.ops.all_reduce_rms_norm import all_reduce_rms_norm
     from fastpar.ops.cross_entropy import vocab_parallel_cross_entropy
     from fastpar.ops.dropout import sharded_dropout
     from fastpar.ops.embedding import vocab_parallel_embedding
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "WeightGradStore": "fastpar.ops.wgrad_store",
+    "all_reduce_rms_norm": "fastpar.ops.all_reduce_rms_norm",
     "linear_cross_entropy": "fastpar.ops.linear_loss",
     "linear_cross_entropy_dgrad": "fastpar.ops.linear_loss",
     "linear_cross_entropy_wgrad": "fastpar.ops.linear_loss",
@@ -43,6 +45,7 @@ _HOME = {
 }
 __all__ = [
     "WeightGradStore",
+    "all_reduce_rms_norm",
     "linear_cross_entropy",
     "linear_cross_entropy_dgrad",
     "linear_cross_entropy_wgrad",

@@ -1,5 +1,6 @@
 """Plain-PyTorch versions of the ops, same signatures: for debugging, for tests, and for devices without kernels."""
 
+from fastpar.reference.all_reduce_rms_norm import all_reduce_rms_norm
 from fastpar.reference.cross_entropy import vocab_parallel_cross_entropy
 from fastpar.reference.dropout import sharded_dropout
 from fastpar.reference.embedding import vocab_parallel_embedding
@@ -13,6 +14,7 @@ from fastpar.reference.vocab_softmax import vocab_parallel_log_softmax, vocab_pa
 from fastpar.reference.vocab_topk import vocab_parallel_argmax, vocab_parallel_topk
 
 __all__ = [
+    "all_reduce_rms_norm",
     "linear_cross_entropy",
     "rms_norm",
     "sharded_dropout",
