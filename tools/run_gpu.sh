@@ -115,6 +115,8 @@ bench "one rank" 90 cross_entropy --tokens 8192 --vocab 32000,128256,262144
 bench "a rank of two" 90 cross_entropy --tokens 8192 --vocab 32768,131072,262144 --virtual-ranks 2
 bench "one rank" 75 linear_cross_entropy --tokens 8192 --hidden 4096 --vocab 128256
 bench "rows" 30 rms_norm --tokens 4096 --hidden 4096
+bench "virtual ranks" 60 symmetric --virtual-ranks 2,4,8 --kib 1,16,64,1024,16384 --settings hot
+bench "virtual ranks, norm" 30 symmetric --norm --virtual-ranks 8 --kib 64,1024 --settings hot
 bench "packed" 30 swiglu --tokens 8192 --features 16384
 bench "options" 45 linear_cross_entropy --tokens 8192 --hidden 4096 --vocab 128256 --options --no-memory
 bench "options" 30 cross_entropy --tokens 8192 --vocab 131072 --options --no-memory
