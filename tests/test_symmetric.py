@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory as torchs
 from torch import Tensor
 
-from fastpar.comm import CommTimeoutError, Communicator, shard_sizes
+from fastpar.comm import CommTimeoutError, Communicator, shard_sizes, symmetric
 from fastpar.comm import symmetric_collectives as module
 from fastpar.comm.reduction import reduce_in_order
 from fastpar.comm.symmetric import SymmetricBuffer, footprint, virtual_ranks
@@ -140,8 +141,8 @@ class StandIns:
         h.copy_(total if residual is None else total + residual)
         rows = h.view(*rstd.shape, hidden)
         rstd.copy_(rows.float().pow(2).mean(-1).add(eps).rsqrt())
-        scaled = rows * rstd[..., None]
-        out.copy_((scaled if weight is None else scaled * (offset + weight)).view(h.shape))
+        scaled = rows.float() * rstd[..., None]
+        out.copy_((scaled if weight is None else scaled * (offset + weight.float())).view(h.shape))
 
 
 @pytest.fixture
@@ -272,3 +273,10 @@ def test_the_header_and_python_agree_on_the_layout() -> None:
 def test_the_kernels_are_cudas() -> None:
     with pytest.raises(ValueError, match="these kernels are CUDA's"):
         SymmetricCollectives.virtual(2, "cpu")
+
+
+def test_a_torch_without_the_functions_that_are_used_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert symmetric._torch_symmetric_memory() is torchs
+    monkeypatch.delattr(torchs, "rendezvous")
+    with pytest.raises(RuntimeError, match=r"lacks rendezvous; fastpar knows it as it is in torch 2\.11 to 2\.13"):
+        symmetric._torch_symmetric_memory()
