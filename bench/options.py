@@ -31,6 +31,7 @@ class Bench:
     memory    whether peak memory is measured unless ``--no-memory`` says otherwise
     quick     flag values that ``--quick`` replaces
     devices   what ``--device`` may be; a bench whose cases honour `Rank.device` names "cuda"
+    figures   what else to print below the table of a case, from its rows
     """
 
     name: str
@@ -39,6 +40,7 @@ class Bench:
     memory: bool
     quick: dict[str, Any]
     devices: tuple[str, ...] = ("cpu",)
+    figures: Callable[[Sequence[Row]], str] | None = None
 
 
 def parser(bench: Bench, description: str, **defaults: Any) -> argparse.ArgumentParser:
@@ -154,6 +156,8 @@ def run(bench: Bench, flags: argparse.Namespace, command: Sequence[str]) -> int:
             for threads in flags.threads if world_size == 1 and flags.device == "cpu" else [flags.rank_threads]:
                 for new in _measure_lanes(bench, flags, world_size, threads, run_id):
                     print_table(new, bench.baselines)
+                    if bench.figures is not None:
+                        print(bench.figures(new))
                     rows += new
                     if saves:
                         save(path, run_id, facts, new)

@@ -47,6 +47,8 @@ def test_dry_run_lists_every_stage_and_runs_none() -> None:
         "bench rms_norm",
         "bench swiglu",
         "bench symmetric --device cuda --dtype bf16 --ranks 1 --blocks 5 --iters 4 --virtual-ranks 2,4,8",
+        "bench overlap_gpu --device cuda",
+        "--op gather --link pcie",
         "all of them within 480 s",
     ):
         assert any(words in line for line in lines), words

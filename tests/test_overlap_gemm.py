@@ -5,6 +5,7 @@ Compiled is what the public functions would launch with the configurations that 
 
 from __future__ import annotations
 
+import argparse
 import re
 from pathlib import Path
 from typing import Any
@@ -224,3 +225,37 @@ def test_blocks_do_not_depend_on_what_ranks_may_disagree_on() -> None:
         for dtype in (torch.bfloat16, torch.float32):
             assert len({configuration(rows, cols, dtype, cuda).block_m for cols in (1, 64, 128, 129, 8192)}) == 1
             assert len({configuration(rows, cols, dtype, cuda).block_k for cols in (1, 64, 128, 129, 8192)}) == 1
+
+
+# ---- the bench -------------------------------------------------------------------------------------------------------
+
+
+def test_bench_figures_say_what_the_communication_costs() -> None:
+    from bench.bench_overlap_gpu import figures
+
+    def row(provider: str, kind: str, ms: float) -> dict[str, Any]:
+        return {"provider": provider, "kind": kind, "ms": {"median": ms}}
+
+    bounds = [row("communication alone", "bound", 4.0), row("GEMM alone", "bound", 10.0)]
+    text = figures([row("fastpar", "fastpar", 10.4), row("plain", "torch", 14.0), *bounds, row("roof", "roof", 1.0)])
+    assert re.search(r"fastpar +over max +1\.040 +hidden +90\.0 %", text)
+    assert re.search(r"plain +over max +1\.400 +hidden +0\.0 %", text)
+    assert "roof" not in text
+    assert figures([row("fastpar", "fastpar", 1.0)]) == ""
+
+
+def test_bench_refuses_what_it_cannot_measure() -> None:
+    from bench.bench_overlap_gpu import cases, main
+
+    flags = argparse.Namespace(
+        dtype=["bf16"], link=["device", "pcie"], op=["gather", "reduce"], shapes=[(64, 8, 8)], virtual_ranks=[2, 4]
+    )
+    made = [case.describe() for case in cases(flags, 1)]
+    assert len(made) == 6
+    assert all(case["op"] == "gather" for case in made if case["link"] == "pcie")
+    flags.virtual_ranks = [3]
+    with pytest.raises(SystemExit, match="64 rows do not divide by 3 ranks"):
+        cases(flags, 1)
+    for arguments in (["--op", "scatter,all"], ["--shapes", "8192x2048"], ["--link", "wire"]):
+        with pytest.raises(SystemExit):
+            main(arguments)

@@ -127,7 +127,8 @@ def all_gather_gemm(x_shard: Tensor, weight: Any, bias: Any = None, *, buffer: O
     have another N_r on every rank.
 
     Options: sizes         rows of every rank, where they differ
-             transport     "copy": copies and 4-byte flag copies on a stream; "kernel": programs of push_kernel
+             transport     "copy": copies and 4-byte flag copies on a stream; "kernel": programs of push_kernel; or a
+                           function (target, source) that enqueues the copy of a chunk on the current stream
              chunks        parts of a shard that are announced one by one; the same on all ranks
              num_programs  multiprocessors that the GEMM takes; None: all
              config        a Configuration, with the same block_m on all ranks

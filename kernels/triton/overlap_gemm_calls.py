@@ -111,6 +111,10 @@ def loadable(t: Tensor, *, transposed: bool = False, unit: int = 0) -> Tensor:
     return t.clone(memory_format=torch.contiguous_format)
 
 
+def _copy(target: Tensor, source: Tensor) -> None:
+    target.copy_(source, non_blocking=True)
+
+
 def _as_list(value: Any) -> list[Any]:
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
@@ -135,7 +139,7 @@ class AllGatherGemm:
         *,
         buffer: OverlapBuffer,
         sizes: Any = None,
-        transport: str = "copy",
+        transport: Any = "copy",
         chunks: int = 1,
         num_programs: int | None = None,
         config: Configuration | None = None,
@@ -147,8 +151,8 @@ class AllGatherGemm:
             raise ValueError(f"{len(self.weights)} weights came with {len(self.biases)} biases")
         for w, b in zip(self.weights, self.biases, strict=True):
             check_operands(x_shard, w, b, buffer.device)
-        if transport not in ("copy", "kernel"):
-            raise ValueError(f"transport must be 'copy' or 'kernel', not {transport!r}")
+        if transport not in ("copy", "kernel") and not callable(transport):
+            raise ValueError(f"transport must be 'copy', 'kernel' or a function, not {transport!r}")
         if not 1 <= chunks <= buffer.flag_capacity:
             raise ValueError(f"chunks ({chunks}) must be in [1, flag_capacity ({buffer.flag_capacity})]")
         self.buffer, self.transport = buffer, transport
@@ -215,6 +219,7 @@ class AllGatherGemm:
     def _send_by_copies(self) -> None:
         """Chunk after chunk and its flag, to rank - 1 first: rank r needs the shard of r + 1 right after its own."""
         buffer, rank = self.buffer, self.buffer.rank
+        copy = self.transport if callable(self.transport) else _copy
         first = sum(self.sizes[:rank])
         chunks = range(0, self.sizes[rank], self.chunk_rows)
         for step in range(1, buffer.size):
@@ -226,7 +231,7 @@ class AllGatherGemm:
             )
             for chunk, start in enumerate(chunks):
                 rows = slice(start, start + self.chunk_rows)
-                target[rows].copy_(self.x[rows], non_blocking=True)
+                copy(target[rows], self.x[rows])
                 flags[rank, chunk : chunk + 1].copy_(self.channel.state, non_blocking=True)
 
     def _push_arguments(self) -> dict[str, Any]:

@@ -380,12 +380,15 @@ def test_a_peer_that_is_two_calls_late_is_named_before_its_memory_is_trusted(tmp
     for _ in range(2):
         og.all_gather_gemm(x, weight, buffer=buffers[0], sizes=[5, 0])
     buffers[0].check()
-    og.all_gather_gemm(x, weight, buffer=buffers[0], sizes=[5, 0])
-    with pytest.raises(TimeoutError, match=r"rank 0 waited .* for rank 1 to finish the call before the last one"):
-        buffers[0].check()
+    third = AllGatherGemm(x, weight, buffer=buffers[0], sizes=[5, 0])
+    third.start()
     og.all_gather_gemm(x[:0], weight, buffer=buffers[1], sizes=[5, 0])
     with pytest.raises(TimeoutError, match="a wait of rank 0 has failed"):
         buffers[1].check()
+    third.compute()
+    third.finish()
+    with pytest.raises(TimeoutError, match=r"rank 0 waited .* for rank 1 to finish the call before the last one"):
+        buffers[0].check()
 
 
 def test_a_failed_rank_does_not_wait_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -427,7 +430,7 @@ def test_impossible_arguments_are_explained(tmp_path: Path) -> None:
         og.gemm_reduce_scatter(x, weight, buffer=buffer, sizes=[5, 1])
     with pytest.raises(TypeError, match="gemm_all_reduce has no sizes"):
         og.gemm_all_reduce(x, weight, buffer=buffer, sizes=[5, 0])
-    with pytest.raises(ValueError, match="transport must be 'copy' or 'kernel', not 'pigeon'"):
+    with pytest.raises(ValueError, match="transport must be 'copy', 'kernel' or a function, not 'pigeon'"):
         og.all_gather_gemm(x, weight, buffer=buffer, transport="pigeon")
     with pytest.raises(ValueError, match="2 weights came with 1 biases"):
         og.all_gather_gemm(x, [weight, weight], [None], buffer=buffer)
@@ -447,3 +450,21 @@ def test_a_buffer_that_is_too_small_says_how_much_is_missing(tmp_path: Path) -> 
         ValueError, match=r"needs 800 bytes in each of the 2 channels, but the buffer has 256; .* 1088 "
     ):
         og.all_gather_gemm(torch.ones(5, 20), torch.ones(4, 20), buffer=buffer)
+
+
+# ---- the bench -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", ["gather", "scatter", "reduce"])
+def test_bench_providers_pass_their_check_and_bounds_run(op: str) -> None:
+    pytest.importorskip("fastpar.comm.symmetric")
+    from bench.bench_overlap_gpu import OverlapCase
+    from bench.harness import Rank
+
+    providers = OverlapCase(op, "fp32", (64, 40, 48), 2).build(Rank(device="cpu"))
+    checked = {p.name: p.check() for p in providers if p.kind in ("fastpar", "torch")}
+    assert {"fastpar", "one after the other"} <= set(checked)
+    for name, errors in checked.items():
+        assert errors["out"].ok, (name, errors)
+    for provider in providers:
+        provider.call()
