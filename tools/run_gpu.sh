@@ -118,8 +118,8 @@ bench "rows" 30 rms_norm --tokens 4096 --hidden 4096
 bench "virtual ranks" 60 symmetric --virtual-ranks 2,4,8 --kib 1,16,64,1024,16384 --settings hot
 bench "virtual ranks, norm" 30 symmetric --norm --virtual-ranks 8 --kib 64,1024 --settings hot
 bench "packed" 30 swiglu --tokens 8192 --features 16384
-bench "link is memory" 60 overlap_gpu --shapes 8192x2048x8192 --no-memory
-bench "link is PCIe" 30 overlap_gpu --shapes 8192x16384x8192 --virtual-ranks 2 --op gather --link pcie --no-memory
+bench "link is memory" 90 overlap_gpu --shapes 8192x2048x8192 --no-memory
+bench "link is PCIe" 45 overlap_gpu --shapes 8192x16384x8192 --virtual-ranks 2 --op gather --link pcie --no-memory
 bench "options" 45 linear_cross_entropy --tokens 8192 --hidden 4096 --vocab 128256 --options --no-memory
 bench "options" 30 cross_entropy --tokens 8192 --vocab 131072 --options --no-memory
 

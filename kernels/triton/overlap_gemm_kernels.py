@@ -22,6 +22,10 @@ Note: signals
     A program stores its data, passes a barrier (which orders all its threads' stores before what the first thread does
     next), and exchanges the epoch into the peer's flag with release semantics at system scope.
 
+Note: offsets
+    Where a tile begins is an int64 scalar, added to the pointer; offsets within a tile are int32. A tile of int64
+    offsets takes twice the registers, and the GEMM spills.
+
 A worked example of `wait_flag`: epoch 3, flag 2. Polls read 2, 2, ..., and 3 once the peer has stored its data; the
 wait returns True. A peer that is one call ahead raises the flag to 4 at some time, which is fine as well.
 """
@@ -272,7 +276,7 @@ def gather_gemm_kernel(
         if bias is not None:
             acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
         acc = tl.where(ok, acc, float("nan"))
-        target = out + row * N + m[:, None] * N + n[None, :]
+        target = out + row * N + (m[:, None] * N + n[None, :])  # `Note: offsets`
         tl.store(target, acc.to(out.dtype.element_ty), mask=(m[:, None] < rows) & (n[None, :] < N))
 
 
@@ -394,12 +398,13 @@ def reduce_kernel(
                 acc += tl.load(bias + col + n, mask=inside, other=0.0).to(tl.float32)[None, :]
             value = tl.where(ok, acc, float("nan")).to(staging.dtype.element_ty)
             mask = (m[:, None] < rows) & inside[None, :]
-            place = (row - first_row) * N + m[:, None] * N + (col + n)[None, :]
+            place = m[:, None] * N + (col + n)[None, :]
             if PUSH:
                 for target in tl.static_range(W):
-                    tl.store(peer_pointer(peers, target, result_offset, staging) + place, value, mask=mask)
+                    result = peer_pointer(peers, target, result_offset, staging) + row * N
+                    tl.store(result + place, value, mask=mask)
             else:
-                tl.store(out + place, value, mask=mask)
+                tl.store(out + (row - first_row) * N + place, value, mask=mask)
         if PUSH:
             tl.debug_barrier()
             for peer in range(W):
@@ -435,7 +440,7 @@ def collect_kernel(
         n = tl.load(entry + 2) * BLOCK_N + tl.arange(0, BLOCK_N)
         for start in range(0, rows, SUB_M):
             m = start + tl.arange(0, SUB_M)
-            place = row * N + m[:, None] * N + n[None, :]
+            place = m[:, None] * N + n[None, :]
             mask = (m[:, None] < rows) & (n[None, :] < N)
-            value = tl.where(ok, tl.load(result + place, mask=mask).to(tl.float32), float("nan"))
-            tl.store(out + place, value.to(out.dtype.element_ty), mask=mask)
+            value = tl.where(ok, tl.load(result + row * N + place, mask=mask).to(tl.float32), float("nan"))
+            tl.store(out + row * N + place, value.to(out.dtype.element_ty), mask=mask)

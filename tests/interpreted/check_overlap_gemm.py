@@ -16,7 +16,7 @@ from triton.runtime.interpreter import InterpreterBuilder
 
 from fastpar.kernels import overlap_gemm as og
 from fastpar.kernels import overlap_gemm_schedule as schedule
-from fastpar.kernels.overlap_gemm_buffer import Channel, OverlapBuffer
+from fastpar.kernels.overlap_gemm_buffer import Channel, OverlapBuffer, Symmetric
 from fastpar.kernels.overlap_gemm_calls import AllGatherGemm, Configuration, GemmReduce, configuration
 from tests.dist import run_ranks
 from tests.overlap_gemm_cases import MappedBuffer, create_files, integers, product, rounded_sum
@@ -223,15 +223,15 @@ def in_phases(call: AllGatherGemm | GemmReduce, sleep: bool) -> Tensor:
     return out
 
 
-def repeat_calls(paths: list[Path], rank: int, ops: list[str], calls: int, delay: str, sizes: list[int]) -> list[str]:
+def repeat_calls(symmetric: Symmetric, ops: list[str], calls: int, delay: str, sizes: list[int]) -> list[str]:
     """The ops in turn, with other data and other shapes every time; returns what was wrong.
 
     Nothing but the ops keeps the ranks in step, not even when they open their buffers.
     """
-    size = len(paths)
+    rank, size = symmetric.rank, symmetric.size
     if late(0, rank, size, delay):
         time.sleep(0.3)
-    buffer = OverlapBuffer(MappedBuffer(paths, rank, NBYTES), flag_capacity=CAPACITY, timeout=40.0)
+    buffer = OverlapBuffer(symmetric, flag_capacity=CAPACITY, timeout=40.0)
     wrong = []
     for call in range(calls):
         op, sleep = ops[call % len(ops)], late(call, rank, size, delay)
@@ -264,7 +264,18 @@ def repeat_calls(paths: list[Path], rank: int, ops: list[str], calls: int, delay
 
 
 def on_rank(paths: list[Path], *args: object) -> list[str]:
-    return repeat_calls(paths, torch.distributed.get_rank(), *args)  # type: ignore[arg-type]
+    symmetric = MappedBuffer(paths, torch.distributed.get_rank(), NBYTES)
+    return repeat_calls(symmetric, *args)  # type: ignore[arg-type]
+
+
+def on_symmetric_memory(*args: object) -> list[str]:
+    from fastpar.comm.symmetric import SymmetricBuffer
+
+    symmetric = SymmetricBuffer.create(torch.distributed.group.WORLD, NBYTES)
+    wrong = repeat_calls(symmetric, *args)  # type: ignore[arg-type]
+    torch.distributed.barrier()
+    symmetric.close()
+    return wrong
 
 
 ALL_OPS = ["gather copy", "scatter", "reduce", "gather kernel"]
@@ -289,6 +300,11 @@ def test_processes_agree_call_after_call(
     assert run_ranks(size, on_rank, paths, ops, 8, delay, sizes, timeout=120.0) == [[]] * size
 
 
+def test_processes_agree_over_symmetric_memory() -> None:
+    pytest.importorskip("fastpar.comm.symmetric")
+    assert run_ranks(2, on_symmetric_memory, ALL_OPS, 8, "turns", [33, 20], timeout=120.0) == [[], []]
+
+
 @pytest.mark.parametrize("op", ["gather copy", "gather kernel", "scatter"])
 def test_a_rank_that_waits_for_nobody_is_kept_from_running_two_calls_ahead(tmp_path: Path, op: str) -> None:
     """Rank 0 alone has data to send in all-gather, and rank 1 alone owns rows in reduce-scatter: rank 0 never waits for
@@ -307,7 +323,7 @@ def one_channel_only(paths: list[Path], ops: list[str]) -> list[str]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tests.interpreted.check_overlap_gemm.OverlapBuffer", OneChannel)
-        return repeat_calls(paths, torch.distributed.get_rank(), ops, 6, "turns", [20, 21])
+        return on_rank(paths, ops, 6, "turns", [20, 21])
 
 
 @pytest.mark.parametrize("ops", [["gather copy"], ["scatter", "reduce"]])
