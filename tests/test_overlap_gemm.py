@@ -152,6 +152,23 @@ def test_kernels_compile_without_spills_to_tensor_core_loops_that_do_not_wait(
             assert usage["registers"] <= table.get(name, 255), (name, usage["registers"])
 
 
+@pytest.mark.timeout(600)
+def test_transposed_weights_are_loaded_as_wide_as_others(monkeypatch: pytest.MonkeyPatch, target: Target) -> None:
+    """As in a gradient of the input, dout @ weight; with columns that no block divides."""
+    found: list[dict[str, Any]] = []
+
+    def launch(kernel: Any, programs: int, device: torch.device, arguments: dict[str, Any]) -> None:
+        found.append(compile_launch(kernel, target, programs, (), arguments))
+
+    monkeypatch.setattr(og, "launch", launch)
+    dout, weight = torch.zeros(256, 512, dtype=torch.bfloat16), torch.zeros(512, 4000, dtype=torch.bfloat16)
+    og.gemm(dout, weight.T, config=configuration(256, 4000, torch.bfloat16, torch.device("cuda")))
+    if target == HOPPER:
+        check_hopper("gather_gemm_kernel", found[0], torch.bfloat16)
+    else:
+        check_mi300("gather_gemm_kernel", found[0])
+
+
 # ---- schedules -------------------------------------------------------------------------------------------------------
 
 

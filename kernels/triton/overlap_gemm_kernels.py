@@ -116,23 +116,25 @@ def matmul_tile(
 ):
     """float32 [BLOCK_M, BLOCK_N]: x [rows, K] @ weight [cols, K].T, from pointers to the first row and column.
 
-    Rows and columns past the end repeat the last one: their sums are never looked at, and the loads need no masks.
+    Rows past the end repeat the last one: their sums are never looked at, and the loads need no mask. Columns past the
+    end are masked: a weight may be contiguous along them, and repeated ones would be loaded one by one.
     """
     m = tl.minimum(tl.arange(0, BLOCK_M), rows - 1)
     n = tl.arange(0, BLOCK_N)
-    if not EVEN_N:
-        n = tl.minimum(n, cols - 1)
     k = tl.arange(0, BLOCK_K)
     x_block = x + m[:, None] * stride_x + k[None, :]
     weight_block = weight + n[None, :] * stride_n + k[:, None] * stride_k
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in range(0, K, BLOCK_K):
-        if EVEN_K:
-            a = tl.load(x_block)
+        a = tl.load(x_block) if EVEN_K else tl.load(x_block, mask=k[None, :] < K - start, other=0.0)
+        if EVEN_K and EVEN_N:
             b = tl.load(weight_block)
-        else:
-            a = tl.load(x_block, mask=k[None, :] < K - start, other=0.0)
+        elif EVEN_K:
+            b = tl.load(weight_block, mask=n[None, :] < cols, other=0.0)
+        elif EVEN_N:
             b = tl.load(weight_block, mask=k[:, None] < K - start, other=0.0)
+        else:
+            b = tl.load(weight_block, mask=(k[:, None] < K - start) & (n[None, :] < cols), other=0.0)
         if INTERPRETED:
             a, b = a.to(tl.float32), b.to(tl.float32)
         acc = tl.dot(a, b, acc, input_precision=PRECISION)
