@@ -13,7 +13,19 @@ if TYPE_CHECKING:
     from fastpar.ops.cross_entropy import vocab_parallel_cross_entropy
     from fastpar.ops.dropout import sharded_dropout
     from fastpar.ops.embedding import vocab_parallel_embedding
+    from fastpar.ops.linear import all_gather_linear, copy_to_linear, linear_all_reduce, linear_reduce_scatter
+    from fastpar.ops.linear_grads import (
+        all_gather_linear_dgrad,
+        all_gather_linear_wgrad,
+        copy_to_linear_dgrad,
+        copy_to_linear_wgrad,
+        linear_all_reduce_dgrad,
+        linear_all_reduce_wgrad,
+        linear_reduce_scatter_dgrad,
+        linear_reduce_scatter_wgrad,
+    )
     from fastpar.ops.linear_loss import linear_cross_entropy, linear_cross_entropy_dgrad, linear_cross_entropy_wgrad
+    from fastpar.ops.overlap import Overlap, measure_overlap
     from fastpar.ops.rms_norm import rms_norm
     from fastpar.ops.swiglu import swiglu
     from fastpar.ops.vocab_entropy import vocab_parallel_entropy, vocab_parallel_log_prob
@@ -24,11 +36,25 @@ if TYPE_CHECKING:
     from fastpar.ops.wgrad_store import WeightGradStore
 
 _HOME = {
+    "Overlap": "fastpar.ops.overlap",
     "WeightGradStore": "fastpar.ops.wgrad_store",
     "all_reduce_rms_norm": "fastpar.ops.all_reduce_rms_norm",
+    "all_gather_linear": "fastpar.ops.linear",
+    "all_gather_linear_dgrad": "fastpar.ops.linear_grads",
+    "all_gather_linear_wgrad": "fastpar.ops.linear_grads",
+    "copy_to_linear": "fastpar.ops.linear",
+    "copy_to_linear_dgrad": "fastpar.ops.linear_grads",
+    "copy_to_linear_wgrad": "fastpar.ops.linear_grads",
+    "linear_all_reduce": "fastpar.ops.linear",
+    "linear_all_reduce_dgrad": "fastpar.ops.linear_grads",
+    "linear_all_reduce_wgrad": "fastpar.ops.linear_grads",
     "linear_cross_entropy": "fastpar.ops.linear_loss",
     "linear_cross_entropy_dgrad": "fastpar.ops.linear_loss",
     "linear_cross_entropy_wgrad": "fastpar.ops.linear_loss",
+    "linear_reduce_scatter": "fastpar.ops.linear",
+    "linear_reduce_scatter_dgrad": "fastpar.ops.linear_grads",
+    "linear_reduce_scatter_wgrad": "fastpar.ops.linear_grads",
+    "measure_overlap": "fastpar.ops.overlap",
     "rms_norm": "fastpar.ops.rms_norm",
     "sharded_dropout": "fastpar.ops.dropout",
     "swiglu": "fastpar.ops.swiglu",
@@ -44,11 +70,25 @@ _HOME = {
     "vocab_parallel_topk": "fastpar.ops.vocab_topk",
 }
 __all__ = [
+    "Overlap",
     "WeightGradStore",
+    "all_gather_linear",
+    "all_gather_linear_dgrad",
+    "all_gather_linear_wgrad",
     "all_reduce_rms_norm",
+    "copy_to_linear",
+    "copy_to_linear_dgrad",
+    "copy_to_linear_wgrad",
+    "linear_all_reduce",
+    "linear_all_reduce_dgrad",
+    "linear_all_reduce_wgrad",
     "linear_cross_entropy",
     "linear_cross_entropy_dgrad",
     "linear_cross_entropy_wgrad",
+    "linear_reduce_scatter",
+    "linear_reduce_scatter_dgrad",
+    "linear_reduce_scatter_wgrad",
+    "measure_overlap",
     "rms_norm",
     "sharded_dropout",
     "swiglu",

@@ -4,6 +4,7 @@ from fastpar.reference.all_reduce_rms_norm import all_reduce_rms_norm
 from fastpar.reference.cross_entropy import vocab_parallel_cross_entropy
 from fastpar.reference.dropout import sharded_dropout
 from fastpar.reference.embedding import vocab_parallel_embedding
+from fastpar.reference.linear import all_gather_linear, copy_to_linear, linear_all_reduce, linear_reduce_scatter
 from fastpar.reference.linear_loss import linear_cross_entropy
 from fastpar.reference.rms_norm import rms_norm
 from fastpar.reference.swiglu import swiglu
@@ -14,8 +15,12 @@ from fastpar.reference.vocab_softmax import vocab_parallel_log_softmax, vocab_pa
 from fastpar.reference.vocab_topk import vocab_parallel_argmax, vocab_parallel_topk
 
 __all__ = [
+    "all_gather_linear",
     "all_reduce_rms_norm",
+    "copy_to_linear",
+    "linear_all_reduce",
     "linear_cross_entropy",
+    "linear_reduce_scatter",
     "rms_norm",
     "sharded_dropout",
     "swiglu",

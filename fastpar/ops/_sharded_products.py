@@ -1,0 +1,205 @@
+"""Products with a collective before or after them, in one piece or in chunks of rows.
+
+    gathered_product           all_gather(a) @ B          for several B from one gather
+    product_reduce_scattered   reduce_scatter(sum_j a_j @ B_j)
+    product_all_reduced        all_reduce(sum_j a_j @ B_j)
+
+With `chunks` > 1 the rows are cut, and the collective of one chunk travels while the product of another is computed.
+Every rank cuts alike, since the cut depends only on the shapes that all ranks share. What is computed does not depend
+on `concurrent`: without it, the same products are computed and each collective is waited for as soon as it is launched,
+so the bits are the same.
+
+Note: where the rows are cut. A tensor is seen as [L, M, T, features], M the dim that is split over the ranks. Where
+L > 1 the chunks are slices of L: a slice of every tensor is contiguous, and each collective is the whole one in small.
+Otherwise chunk i takes the i-th piece of every rank's rows, so that all ranks send and receive in every chunk.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastpar.comm import Communicator, Pending, shard_sizes
+from fastpar.ops._buffers import new_buffer
+
+
+class Rows(NamedTuple):
+    """Which rows of a tensor [..., features] belong to whom, and in how many chunks they are computed.
+
+    dim         the dim that is split over the ranks, counted from the front; unused by the all-reduce
+    sizes       rows of every rank along dim
+    chunks      pieces in which product and collective alternate; 1: one product, one collective
+    concurrent  whether a collective may be in flight during other work
+    """
+
+    dim: int
+    sizes: tuple[int, ...]
+    chunks: int
+    concurrent: bool
+
+
+def launched(pending: Pending[Tensor], concurrent: bool) -> Pending[Tensor]:
+    """The pending itself; one that has been waited for where nothing may be in flight."""
+    if not concurrent:
+        pending.wait()
+    return pending
+
+
+def as_matrix(x: Tensor) -> Tensor:
+    """[..., features] as [rows, features]; either may be 0."""
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def product(a: Sequence[Tensor], b: Sequence[Tensor], bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """sum_j a_j @ b_j (+ bias): a_j [..., K_j], b_j [K_j, N] -> [..., N]; `out` is contiguous."""
+    rows, features = a[0].shape[:-1], b[0].shape[1]
+    matrices = [as_matrix(x) for x in a]
+    result = as_matrix(new_buffer(a[0], (*rows, features)) if out is None else out)
+    if bias is None:
+        torch.mm(matrices[0], b[0], out=result)
+    else:
+        torch.addmm(bias, matrices[0], b[0], out=result)
+    for x, matrix in zip(matrices[1:], b[1:], strict=True):
+        torch.addmm(result, x, matrix, out=result)
+    return result.view(*rows, features)
+
+
+class _Piece(NamedTuple):
+    """One chunk: `lead` is its slice of L; from each rank's rows, `lengths[r]` of them beginning at `starts[r]`."""
+
+    lead: slice
+    starts: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+
+def _folded(x: Tensor, dim: int) -> Tensor:
+    """x as [L, M, T, features]; a view of a contiguous x."""
+    shape = x.shape
+    return x.reshape(math.prod(shape[:dim]), shape[dim], math.prod(shape[dim + 1 : -1]), shape[-1])
+
+
+def _pieces(leading: int, rows: Rows) -> list[_Piece]:
+    """At most `chunks` pieces; see the note above."""
+    whole = (0,) * len(rows.sizes)
+    if leading > 1:
+        bounds = list(itertools.accumulate(shard_sizes(leading, min(rows.chunks, leading)), initial=0))
+        return [_Piece(slice(a, b), whole, rows.sizes) for a, b in itertools.pairwise(bounds) if a < b]
+    chunks = max(1, min(rows.chunks, max(rows.sizes)))
+    lengths = [shard_sizes(size, chunks) for size in rows.sizes]
+    starts = [list(itertools.accumulate(parts, initial=0)) for parts in lengths]
+    return [_Piece(slice(0, 1), tuple(s[i] for s in starts), tuple(part[i] for part in lengths)) for i in range(chunks)]
+
+
+def _places(piece: _Piece, rows: Rows) -> list[tuple[slice, slice]]:
+    """For every rank: where its rows of this piece are in the whole tensor, and where in the piece."""
+    firsts = itertools.accumulate(rows.sizes, initial=0)
+    inside = itertools.accumulate(piece.lengths, initial=0)
+    return [
+        (slice(first + start, first + start + length), slice(at, at + length))
+        for first, at, start, length in zip(firsts, inside, piece.starts, piece.lengths, strict=False)
+    ]
+
+
+def gathered_product(
+    x: Tensor,
+    matrices: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    comm: Communicator,
+    rows: Rows,
+    *,
+    keep: bool,
+) -> tuple[list[Tensor], Tensor | None]:
+    """([all_gather(x) @ B_j + bias_j, ...], all_gather(x) if `keep` else None); x [.., M_r, .., K], B_j [K, N_j]."""
+    if rows.chunks == 1:
+        gathered = comm.all_gather(x, dim=rows.dim, sizes=rows.sizes)
+        outs = [product([gathered], [b], bias) for b, bias in zip(matrices, biases, strict=True)]
+        return outs, gathered if keep else None
+    shape = [*x.shape[: rows.dim], sum(rows.sizes), *x.shape[rows.dim + 1 : -1]]
+    outs = [new_buffer(x, [*shape, b.shape[1]]) for b in matrices]
+    whole = new_buffer(x, [*shape, x.shape[-1]]) if keep else None
+    mine = _folded(x, rows.dim)
+    pieces, me = _pieces(mine.shape[0], rows), comm.rank
+
+    def fetch(piece: _Piece) -> Pending[Tensor]:
+        own = mine[piece.lead, piece.starts[me] : piece.starts[me] + piece.lengths[me]]
+        return launched(comm.all_gather_async(own, dim=1, sizes=piece.lengths), rows.concurrent)
+
+    targets = [_folded(out, rows.dim) for out in outs]
+    pending = fetch(pieces[0])
+    for i, piece in enumerate(pieces):
+        arrived = pending.wait()
+        if i + 1 < len(pieces):
+            pending = fetch(pieces[i + 1])
+        # A slice of L is contiguous in the output; pieces of the ranks' rows (L = 1) are so one by one.
+        places = [(slice(None), slice(None))] if piece.lengths == rows.sizes else _places(piece, rows)
+        for place, inside in places:
+            part = arrived[:, inside]
+            if whole is not None:
+                _folded(whole, rows.dim)[piece.lead, place] = part
+            for target, b, bias in zip(targets, matrices, biases, strict=True):
+                product([part], [b], bias, out=target[piece.lead, place])
+    return outs, whole
+
+
+def product_reduce_scattered(
+    a: Sequence[Tensor], matrices: Sequence[Tensor], comm: Communicator, rows: Rows
+) -> Callable[[], Tensor]:
+    """Launch reduce_scatter(sum_j a_j @ B_j); call the result for this rank's rows.
+
+    a_j [.., M, .., K_j] and B_j [K_j, N] -> [.., M_r, .., N].
+    """
+    if rows.chunks == 1:
+        partial = product(a, matrices)
+        return launched(comm.reduce_scatter_async(partial, dim=rows.dim, sizes=rows.sizes), rows.concurrent).wait
+    folded, features = [_folded(x, rows.dim) for x in a], matrices[0].shape[1]
+    pending = []
+    for piece in _pieces(folded[0].shape[0], rows):
+        if piece.lengths == rows.sizes:
+            partial = product([x[piece.lead] for x in folded], matrices)
+        else:
+            partial = new_buffer(a[0], (1, sum(piece.lengths), folded[0].shape[2], features))
+            for place, inside in _places(piece, rows):
+                product([x[:, place] for x in folded], matrices, out=partial[:, inside])
+        launch = comm.reduce_scatter_async(partial, dim=1, sizes=piece.lengths)
+        pending.append((piece, launched(launch, rows.concurrent)))
+    shape = [*a[0].shape[: rows.dim], rows.sizes[comm.rank], *a[0].shape[rows.dim + 1 : -1], features]
+
+    def finish() -> Tensor:
+        result = new_buffer(a[0], shape)
+        target = _folded(result, rows.dim)
+        for piece, part in pending:
+            start = piece.starts[comm.rank]
+            target[piece.lead, start : start + piece.lengths[comm.rank]] = part.wait()
+        return result
+
+    return finish
+
+
+def product_all_reduced(
+    a: Sequence[Tensor], matrices: Sequence[Tensor], comm: Communicator, rows: Rows
+) -> Callable[[], Tensor]:
+    """Launch all_reduce(sum_j a_j @ B_j); call the result for it. a_j [..., K_j] and B_j [K_j, N] -> [..., N]."""
+    shape, features = a[0].shape[:-1], matrices[0].shape[1]
+    flat = [as_matrix(x) for x in a]
+    total = new_buffer(a[0], (math.prod(shape), features))
+    pending = []
+    for place in _row_slices(total.shape[0], rows.chunks):
+        part = product([x[place] for x in flat], matrices, out=total[place])
+        pending.append(launched(comm.all_reduce_async(part, out=part), rows.concurrent))
+
+    def finish() -> Tensor:
+        for part in pending:
+            part.wait()
+        return total.view(*shape, features)
+
+    return finish
+
+
+def _row_slices(count: int, chunks: int) -> list[slice]:
+    bounds = list(itertools.accumulate(shard_sizes(count, max(1, min(chunks, count))), initial=0))
+    return [slice(a, b) for a, b in itertools.pairwise(bounds)]

@@ -1,0 +1,352 @@
+"""Linear layers whose weights are split over a group, with their collectives overlapped, forward and backward.
+
+    column-parallel   weight [N_r, K]   all_gather_linear       x split by token
+                                        copy_to_linear          x the same on every rank
+    row-parallel      weight [N, K_r]   linear_reduce_scatter   out split by token
+                                        linear_all_reduce       out the same on every rank
+
+                            forward                       dgrad                             wgrad
+    all_gather_linear       all_gather(x) @ W.T           reduce_scatter(dout @ W)          dout.T @ all_gather(x)
+    copy_to_linear          x @ W.T                       all_reduce(dout @ W)              dout.T @ x
+    linear_reduce_scatter   reduce_scatter(x @ W.T)       all_gather(dout) @ W              all_gather(dout).T @ x
+    linear_all_reduce       all_reduce(x @ W.T)           dout @ W                          dout.T @ x
+
+x of all_gather_linear is gathered again in backward, not kept: a rank holds its own tokens only. One gather of dout
+serves dgrad, wgrad and dbias of linear_reduce_scatter.
+
+What overlaps. In backward, the gather of x travels during the product for dx, and the sum of dx over the ranks during
+the product for the weight; this costs no extra kernel and is always done. A product can further be cut into chunks of
+rows whose collectives travel during the next chunk's product, which is done where it was measured to be faster; see
+`fastpar.ops.overlap`, also for how ranks agree. `overlap=False` waits for every collective where it is launched. The
+products are the same then, and so are the bits.
+
+Several weights of a column-parallel layer, as of queries, keys and values or gate and up, may be passed as a sequence:
+they share one gather of x, and their shares of dx are added before one collective.
+
+Rounding: every rank's partial sums are rounded to the dtype of x before they are added; the sum over the ranks is what
+`fastpar.comm.Communicator` says (float32 accumulation, one rounding).
+
+Sources: Shoeybi et al. 2019 (arXiv:1909.08053); Korthikanti et al. 2022 (arXiv:2205.05198), who gather again in
+backward and hide the sum of dx behind the weight's gradient, as Megatron-LM does. Gradients apart: Qi et al. 2023
+(arXiv:2401.10241).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, overload
+
+import torch
+from torch import Tensor
+
+from fastpar.ops import _parallel_linear as passes
+from fastpar.ops._parallel_linear import ALL_GATHER, ALL_REDUCE, COPY, REDUCE_SCATTER, Call
+from fastpar.ops._sharded_products import Rows
+from fastpar.ops.overlap import Overlap
+from fastpar.ops.wgrad_store import WeightGradStore
+from fastpar.reference import linear as reference
+from fastpar.reference.linear import Weights
+from fastpar.reference.vocab_shard import communicator
+
+if TYPE_CHECKING:
+    from fastpar.comm import Communicator, GroupLike
+
+# The product with a collective in forward and in backward of each kind, by the name under which it is measured.
+_FORWARD = {ALL_GATHER: "all_gather_linear", REDUCE_SCATTER: "linear_reduce_scatter", ALL_REDUCE: "linear_all_reduce"}
+_BACKWARD = {ALL_GATHER: "linear_reduce_scatter", REDUCE_SCATTER: "all_gather_linear", COPY: "linear_all_reduce"}
+
+
+# ---- arguments -------------------------------------------------------------------------------------------------------
+
+
+def _autocast(x: Tensor, given: Weights) -> tuple[Tensor, Weights]:
+    """In the dtype that torch.nn.functional.linear would compute in."""
+    dtype = reference.autocast_dtype(x)
+    if dtype is None:
+        return x, given
+    weights = tuple(w.to(dtype) for w in given.weights)
+    biases = tuple(None if b is None else b.to(dtype) for b in given.biases)
+    return x.to(dtype), Weights(weights, biases, given.several)
+
+
+def make_call(
+    kind: str,
+    x: Tensor,
+    comm: Communicator,
+    dim: int,
+    sizes: Sequence[int],
+    width: int,
+    features: int | None,
+    overlap: bool | Overlap,
+) -> Call:
+    """The call with its chunks chosen. `x` gives device and dtype, and with `sizes` the number of tokens of all."""
+    overlap = Overlap.of(overlap)
+    rows = math.prod(x.shape[:-1])
+    if sizes:
+        rows = math.prod(x.shape[:dim]) * sum(sizes) * math.prod(x.shape[dim + 1 : -1])
+
+    def chunks(products: dict[str, str]) -> int:
+        name = products.get(kind)
+        return 1 if name is None else overlap.chunks(name, comm, x, rows, width, features)
+
+    where = Rows(dim, tuple(sizes), chunks(_FORWARD), overlap.enabled)
+    return Call(kind, comm, where, chunks(_BACKWARD))
+
+
+def _local(x: Tensor, given: Weights, store: WeightGradStore | None) -> tuple[Tensor, ...]:
+    """Without a group. A call on one rank gives the same results, and puts off the same gradients."""
+    if store is None:
+        pairs = zip(given.weights, given.biases, strict=True)
+        return tuple(torch.nn.functional.linear(x, weight, bias) for weight, bias in pairs)
+    from fastpar.comm import Communicator
+
+    call = Call(COPY, Communicator(None), Rows(0, (), 1, False), 1)
+    return passes.apply(call, x, given.weights, given.biases, store=store)[0]
+
+
+def _check_store(store: WeightGradStore | None) -> None:
+    if store is not None and torch.compiler.is_compiling():
+        raise ValueError("wgrad_store puts off work in eager code; leave it None under torch.compile")
+
+
+def _unpacked(outs: Sequence[Tensor], given: Weights) -> Tensor | tuple[Tensor, ...]:
+    return tuple(outs) if given.several else outs[0]
+
+
+# ---- public ----------------------------------------------------------------------------------------------------------
+
+
+@overload
+def all_gather_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = ...,
+    *,
+    group: GroupLike,
+    overlap: bool | Overlap = ...,
+    sizes: Sequence[int] | None = ...,
+    dim: int = ...,
+    transposed: bool = ...,
+    features: int | None = ...,
+    wgrad_store: WeightGradStore | None = ...,
+) -> Tensor: ...
+@overload
+def all_gather_linear(
+    x: Tensor,
+    weight: Sequence[Tensor],
+    bias: Sequence[Tensor | None] | None = ...,
+    *,
+    group: GroupLike,
+    overlap: bool | Overlap = ...,
+    sizes: Sequence[int] | None = ...,
+    dim: int = ...,
+    transposed: bool = ...,
+    features: int | None = ...,
+    wgrad_store: WeightGradStore | None = ...,
+) -> tuple[Tensor, ...]: ...
+def all_gather_linear(
+    x: Tensor,
+    weight: Tensor | Sequence[Tensor],
+    bias: Tensor | Sequence[Tensor | None] | None = None,
+    *,
+    group: GroupLike,
+    overlap: bool | Overlap = True,
+    sizes: Sequence[int] | None = None,
+    dim: int = -2,
+    transposed: bool = False,
+    features: int | None = None,
+    wgrad_store: WeightGradStore | None = None,
+) -> Tensor | tuple[Tensor, ...]:
+    """Gather tokens from the group, then apply a column-parallel weight.
+
+        x       [.., M_r, K]   this rank's tokens along `dim`; any floating dtype
+        weight  [N_r, K]       this rank's output features, in the dtype of x (torch.autocast converts), or several
+        bias    [N_r]
+        out     [.., M, N_r]   M the sum of all M_r; a tuple for several weights
+
+        forward  out = all_gather(x) @ weight.T + bias
+        dgrad    dx  = reduce_scatter(dout @ weight), the shares of several weights added first
+        wgrad    dweight = dout.T @ all_gather(x), dbias = dout.sum(0): gathered again, not saved
+
+    Collectives: one all-gather of x in forward; in backward one reduce-scatter of the same size if x needs a gradient,
+    and one all-gather if a weight does. (size - 1) / size of M K elements each.
+
+    Args:
+        group: ProcessGroup, 1-D DeviceMesh, Communicator, or None for a weight and an x that are whole. Under
+            torch.compile it has to be a Communicator made outside.
+        overlap: True, False or an `Overlap`; never changes a bit of the result as long as the table is the same.
+        sizes: M_r of every rank, any of them 0; the default is as many as here on every rank.
+        dim: a dim of x other than its last.
+        transposed: weights are [K, N_r], as in GPT-2's Conv1D; their gradients are too.
+        features: output features of all ranks and weights together, for a measured table; None: do not look there.
+        wgrad_store: leave the gradients of weights and biases to this store (see `WeightGradStore`); an entry gathers x
+            again, so all ranks must run theirs in the same order. Not under torch.compile.
+
+    Worked example, two ranks: x [[1]] and [[2]], weights [[10]] and [[20]]: rank 0 has out [[10], [20]], rank 1
+    [[20], [40]]; for dout of ones dx is [[30]] on both, dweight [[3]].
+
+    Raises:
+        ValueError, TypeError: shapes, dtypes, devices, sizes, dim, overlap.
+        CommError: as `Communicator` raises it.
+    """
+    _check_store(wgrad_store)
+    comm, given = communicator(group), reference.as_weights(weight, bias, transposed)
+    x, given = _checked(x, given)
+    dim = reference.check_sequence_dim(x, dim)
+    sizes = reference.gathered_sizes(x, dim, sizes, comm)
+    if comm is None:
+        return _unpacked(_local(x, given, wgrad_store), given)
+    call = make_call(ALL_GATHER, x, comm, dim, sizes, x.shape[-1], features, overlap)
+    outs, _ = passes.apply(call, x, given.weights, given.biases, store=wgrad_store)
+    return _unpacked(outs, given)
+
+
+@overload
+def copy_to_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = ...,
+    *,
+    group: GroupLike,
+    overlap: bool | Overlap = ...,
+    transposed: bool = ...,
+    features: int | None = ...,
+    wgrad_store: WeightGradStore | None = ...,
+) -> Tensor: ...
+@overload
+def copy_to_linear(
+    x: Tensor,
+    weight: Sequence[Tensor],
+    bias: Sequence[Tensor | None] | None = ...,
+    *,
+    group: GroupLike,
+    overlap: bool | Overlap = ...,
+    transposed: bool = ...,
+    features: int | None = ...,
+    wgrad_store: WeightGradStore | None = ...,
+) -> tuple[Tensor, ...]: ...
+def copy_to_linear(
+    x: Tensor,
+    weight: Tensor | Sequence[Tensor],
+    bias: Tensor | Sequence[Tensor | None] | None = None,
+    *,
+    group: GroupLike,
+    overlap: bool | Overlap = True,
+    transposed: bool = False,
+    features: int | None = None,
+    wgrad_store: WeightGradStore | None = None,
+) -> Tensor | tuple[Tensor, ...]:
+    """Apply a column-parallel weight to tokens that every rank has.
+
+        x       [..., K]     the same on every rank
+        weight  [N_r, K]     this rank's output features, or several
+        bias    [N_r]
+        out     [..., N_r]   a tuple for several weights
+
+        forward  out = x @ weight.T + bias, local
+        dgrad    dx  = all_reduce(dout @ weight), the shares of several weights added first
+        wgrad    dweight = dout.T @ x, dbias = dout.sum(0), local
+
+    Collectives: one all-reduce of x's size in backward, if x needs a gradient; it travels while dweight is computed.
+    Arguments and errors as `all_gather_linear`.
+
+    Worked example, two ranks: x [[2]] on both, weights [[10]] and [[20]]: out is [[20]] and [[40]]; for dout of ones dx
+    is [[30]] on both, dweight [[2]].
+    """
+    _check_store(wgrad_store)
+    comm, given = communicator(group), reference.as_weights(weight, bias, transposed)
+    x, given = _checked(x, given)
+    if comm is None:
+        return _unpacked(_local(x, given, wgrad_store), given)
+    call = make_call(COPY, x, comm, 0, (), x.shape[-1], features, overlap)
+    outs, _ = passes.apply(call, x, given.weights, given.biases, store=wgrad_store)
+    return _unpacked(outs, given)
+
+
+def linear_reduce_scatter(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    group: GroupLike,
+    overlap: bool | Overlap = True,
+    sizes: Sequence[int] | None = None,
+    dim: int = -2,
+    transposed: bool = False,
+    features: int | None = None,
+    wgrad_store: WeightGradStore | None = None,
+) -> Tensor:
+    """Apply a row-parallel weight, then add over the ranks and keep this rank's tokens.
+
+        x       [.., M, K_r]   this rank's input features of all tokens
+        weight  [N, K_r]
+        bias    [N]            the same on every rank, added once
+        out     [.., M_r, N]   this rank's tokens along `dim`
+
+        forward  out = reduce_scatter(x @ weight.T) + bias
+        dgrad    dx  = all_gather(dout) @ weight
+        wgrad    dweight = all_gather(dout).T @ x, dbias = all_gather(dout).sum(0): whole on every rank, equal bits
+
+    Collectives: one reduce-scatter of [M, N] in forward, one all-gather of the same size in backward.
+
+    `sizes` are M_r, by default `fastpar.comm.shard_sizes`; `features` are the input features of all ranks together. An
+    entry of `wgrad_store` gathers dout again. Other arguments and errors as `all_gather_linear`.
+
+    Worked example, two ranks: x [[1], [2]] and [[3], [4]], weights [[10]] and [[20]]: out is [[70]] and [[100]]; for
+    dout of ones dx is [[10], [10]] and [[20], [20]], dweight [[3]] and [[7]].
+    """
+    _check_store(wgrad_store)
+    comm, given = communicator(group), reference.as_weights(weight, bias, transposed)
+    x, given = _checked(x, given)
+    dim = reference.check_sequence_dim(x, dim)
+    sizes = reference.scattered_sizes(x.shape[dim], sizes, comm)
+    if comm is None:
+        return _local(x, given, wgrad_store)[0]
+    call = make_call(REDUCE_SCATTER, x, comm, dim, sizes, given.weights[0].shape[0], features, overlap)
+    return passes.apply(call, x, given.weights, given.biases, store=wgrad_store)[0][0]
+
+
+def linear_all_reduce(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    group: GroupLike,
+    overlap: bool | Overlap = True,
+    transposed: bool = False,
+    features: int | None = None,
+    wgrad_store: WeightGradStore | None = None,
+) -> Tensor:
+    """Apply a row-parallel weight, then add over the ranks.
+
+        x       [..., K_r]   this rank's input features
+        weight  [N, K_r]
+        bias    [N]          the same on every rank, added once
+        out     [..., N]     the same on every rank
+
+        forward  out = all_reduce(x @ weight.T) + bias
+        dgrad    dx  = dout @ weight                              local
+        wgrad    dweight = dout.T @ x, dbias = dout.sum(0)        local
+
+    Collectives: one all-reduce of out's size in forward, none in backward. Arguments and errors as
+    `linear_reduce_scatter`.
+
+    Worked example, two ranks: x [[1]] and [[3]], weights [[10]] and [[20]]: out is [[70]]; for dout of ones dx is
+    [[10]] and [[20]], dweight [[1]] and [[3]].
+    """
+    _check_store(wgrad_store)
+    comm, given = communicator(group), reference.as_weights(weight, bias, transposed)
+    x, given = _checked(x, given)
+    if comm is None:
+        return _local(x, given, wgrad_store)[0]
+    call = make_call(ALL_REDUCE, x, comm, 0, (), given.weights[0].shape[0], features, overlap)
+    return passes.apply(call, x, given.weights, given.biases, store=wgrad_store)[0][0]
+
+
+def _checked(x: Tensor, given: Weights) -> tuple[Tensor, Weights]:
+    """In the dtype of autocast, and fitting together."""
+    if isinstance(x, Tensor) and x.is_floating_point():
+        x, given = _autocast(x, given)
+    reference.check_linear(x, given)
+    return x, given
