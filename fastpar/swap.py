@@ -7,7 +7,6 @@ with the trained weights.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
@@ -15,9 +14,10 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from fastpar.comm import Communicator, copy_to
+from fastpar.comm import Communicator
 from fastpar.heads import HeadSplit, split_heads
 from fastpar.mesh import Mesh
+from fastpar.ops.overlap import Overlap
 from fastpar.plan import Style, auto_plan, match_plan
 from fastpar.tensor import (
     Adoption,
@@ -27,6 +27,7 @@ from fastpar.tensor import (
     RowMap,
     RowParallelLinear,
     SequenceRegion,
+    SharedInput,
     VocabParallelEmbedding,
     VocabParallelHead,
     adopt,
@@ -37,10 +38,11 @@ from fastpar.tensor import (
 )
 from fastpar.tensor.binding import GroupLike, bind
 from fastpar.tensor.linear import linear_weights
-from fastpar.tensor.sequence import hook_input, hook_output
+from fastpar.tensor.sequence import hook_input, hook_output, map_hidden
 
 M = TypeVar("M", bound=nn.Module)
 _STATE = "_fastpar_parallel"
+_SHARED = "_fastpar_shared_input"
 _ABSENT = object()
 _ATTENTION_DROPOUT = ("attention_dropout", "attn_dropout")
 
@@ -75,6 +77,7 @@ class _Swap:
         self.batch = (mesh.rank("dp"), mesh.size("dp")) if isinstance(mesh, Mesh) else (0, 1)
         self.sequence_parallel = sequence_parallel
         self.gather_logits = gather_logits
+        self.overlap = Overlap()
         self.explanation = Explanation()
         self.adoptions: list[Adoption] = []
         self.handles: list[Any] = []
@@ -202,6 +205,8 @@ class _Swap:
         for path, module in self.modules.items():
             if path not in self.styles or self.styles[path].kind in ("block", "stream"):
                 self._apply_default(path, module)
+        for path in self.blocks:
+            self._share_input(path)
         for parent, paths in self.streams.items():
             if parent in self.regions:
                 self.handles.append(hook_input(self.modules[paths[0]], self.regions[parent].enter))
@@ -218,18 +223,18 @@ class _Swap:
         region, in_block = self.region_of(path), self.block_of(path) is not None
         options: dict[str, Any] = {"parameters": self.make}
         if style.kind in ("colwise", "colwise_gather_output"):
-            options |= {"input_prepared": in_block, "sequence": None if in_block else region}
+            options |= {"input_prepared": in_block, "sequence": None if in_block else region, "overlap": self.overlap}
             options["gather_output"] = style.kind == "colwise_gather_output"
             if style.kind == "colwise":
                 options["rows"] = self.rows_of(path)
             self._adopt(path, module, ColumnParallelLinear, style, options)
         elif style.kind in ("rowwise", "rowwise_split_input"):
-            options |= {"sequence": region, "input_is_parallel": style.kind == "rowwise"}
+            options |= {"sequence": region, "input_is_parallel": style.kind == "rowwise", "overlap": self.overlap}
             self._adopt(path, module, RowParallelLinear, style, options)
         elif style.kind == "vocab" and isinstance(module, nn.Embedding):
             self._adopt(path, module, VocabParallelEmbedding, style, options)
         elif style.kind == "vocab":
-            options["gather_output"] = self.gather_logits
+            options |= {"gather_output": self.gather_logits, "overlap": self.overlap}
             self._adopt(path, module, VocabParallelHead, style, options)
         elif style.kind == "dropout":
             self._dropout(path, module, region)
@@ -237,9 +242,20 @@ class _Swap:
             # Inside a block, "replicate" runs after the sum: on this rank's part of the sequence, if it is split.
             self._replicate(path, module, style.kind == "partial" or region is not None)
         elif style.kind == "block":
-            prepare = functools.partial(copy_to, comm=self.comm) if region is None else region.gather
-            self.handles.append(hook_input(module, prepare))
             self.explanation.add(path, "block", "", "input gathered once" if region else "input gradient summed once")
+
+    def _share_input(self, path: str) -> None:
+        """Gather or copy a block's input once for the column-parallel layers that are called with it."""
+        module = self.modules[path]
+        inside = [child for name, child in self.modules.items() if self.block_of(name) == path]
+        layers = [child for child in dict.fromkeys(inside) if isinstance(child, ColumnParallelLinear)]
+        for layer in layers:
+            self._set(layer, "shared_input", None)
+        shared = SharedInput(self.comm, layers, sequence=self.region_of(path), overlap=self.overlap)
+        self._set(module, _SHARED, shared)
+        # Through the module and not bound to `shared`: a copied model has a SharedInput of its own layers.
+        self.handles.append(module.register_forward_pre_hook(_enter, with_kwargs=True))
+        self.handles.append(module.register_forward_hook(_leave, always_call=True))
 
     def _apply_default(self, path: str, module: nn.Module) -> None:
         """Modules that the plan leaves out stay whole; dropout outside blocks gets layout-independent masks."""
@@ -314,6 +330,14 @@ class _Swap:
             adoption.undo()
 
 
+def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return map_hidden(args, kwargs, getattr(module, _SHARED).enter)
+
+
+def _leave(module: nn.Module, _args: tuple[Any, ...], _output: Any) -> None:
+    getattr(module, _SHARED).leave()
+
+
 def _name(module: nn.Module) -> str:
     return type(module).__name__
 
@@ -339,6 +363,7 @@ def parallelize(
     sequence_parallel: bool = False,
     gather_logits: bool = False,
     sync_weights: str = "check",
+    overlap: bool | Overlap = True,
 ) -> M:
     """Split a model's layers over the tensor-parallel group, in place; returns the model.
 
@@ -352,6 +377,8 @@ def parallelize(
                        `vocab_range=model.lm_head.vocab_range` where V does not divide by the group)
     sync_weights       "check" (default): ranks must hold the same weights before the split, else ValueError names the
                        first parameter that differs; "broadcast": take rank 0's; "none"
+    overlap            let the layers' collectives travel during their products (see `fastpar.ops.linear`), as measured
+                       earlier on rank 0's machine (`fastpar.ops.measure_overlap`); False: not, with the same numbers
 
     Parameters become DTensors on the group's mesh, sharded or replicated, under their old names; so build the optimizer
     afterwards. Every rank must call it with the same model and plan. Collectives per forward: 2 per transformer layer
@@ -378,6 +405,9 @@ def parallelize(
     swap.check()
     if sync_weights != "none":
         _sync_weights(model, swap.comm, broadcast=sync_weights == "broadcast")
+    swap.overlap = overlap if isinstance(overlap, Overlap) else Overlap.load(swap.comm)
+    if not Overlap.of(overlap).enabled:
+        swap.overlap = swap.overlap.disabled()
     try:
         swap.apply()
     except BaseException:

@@ -48,6 +48,7 @@ class Communicator:
             raise ValueError(f"timeout must be positive (seconds), got {timeout}")
         self.group: ProcessGroup | None = group.group if isinstance(group, Communicator) else resolve_group(group)
         self.timeout = float(timeout)
+        self.transport = transport
         self.rank: int = 0 if self.group is None else self.group.rank()
         self.size: int = 1 if self.group is None else self.group.size()
         self._route = Route(self.group, self.timeout, transport)

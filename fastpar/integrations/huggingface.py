@@ -22,14 +22,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fastpar.comm import Communicator, copy_to, gather_from, reduce_from, scatter_to, shard_range, shard_sizes
+from fastpar.comm import Communicator, gather_from, scatter_to, shard_range, shard_sizes
 from fastpar.ops.dropout import sharded_dropout
 from fastpar.ops.embedding import vocab_parallel_embedding
+from fastpar.ops.linear import copy_to_linear, linear_all_reduce
 from fastpar.tensor.dropout import draw_seed
 from fastpar.tensor.parameter import ParameterLayout, unwrap
 
@@ -47,7 +47,7 @@ def _local(module: nn.Module, name: str, comm: Communicator) -> Any:
 
 
 def _column_forward(module: Any, comm: Communicator, gather_output: bool, x: Tensor) -> Tensor:
-    out = F.linear(copy_to(x, comm), _local(module, "weight", comm), _local(module, "bias", comm))
+    out = copy_to_linear(x, _local(module, "weight", comm), _local(module, "bias", comm), group=comm)
     if gather_output:
         out = gather_from(out, comm, dim=-1, sizes=shard_sizes(module.out_features, comm.size))
     return out
@@ -56,9 +56,7 @@ def _column_forward(module: Any, comm: Communicator, gather_output: bool, x: Ten
 def _row_forward(module: Any, comm: Communicator, split_input: bool, x: Tensor) -> Tensor:
     if split_input:
         x = scatter_to(x, comm, dim=-1, sizes=shard_sizes(module.in_features, comm.size))
-    out = reduce_from(F.linear(x, _local(module, "weight", comm)), comm)
-    bias = _local(module, "bias", comm)
-    return out if bias is None else out + bias
+    return linear_all_reduce(x, _local(module, "weight", comm), _local(module, "bias", comm), group=comm)
 
 
 def _embedding_forward(module: Any, comm: Communicator, ids: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from fastpar.ops._sharded_products import (
     Rows,
     as_matrix,
     gathered_product,
-    launched,
+    launch,
     product,
     product_all_reduced,
     product_reduce_scattered,
@@ -82,8 +82,8 @@ def forward(
         return gathered_product(x, matrices, biases, call.comm, call.rows, keep=keep)
     if call.kind == COPY:
         return [product([x], [b], bias) for b, bias in zip(matrices, biases, strict=True)], None
-    launch = product_reduce_scattered if call.kind == REDUCE_SCATTER else product_all_reduced
-    out = launch([x], matrices, call.comm, call.rows)()
+    summed = product_reduce_scattered if call.kind == REDUCE_SCATTER else product_all_reduced
+    out = summed([x], matrices, call.comm, call.rows, busy=False)()
     (bias,) = biases
     return [out if bias is None else out.add_(bias)], None
 
@@ -101,17 +101,19 @@ def _column_backward(
     call: Call, x: Tensor | None, weights: Sequence[Tensor], grads: Sequence[Tensor | None], wants: Wants
 ) -> Grads:
     """The gather of x travels during the product for dx, and the sum of dx during those for the weights."""
-    comm, rows, arriving, receive = call.comm, call.backward_rows, None, None
-    if any(wants.weights) and call.kind == ALL_GATHER:
+    comm, rows, wants_weights = call.comm, call.backward_rows, any(wants.weights)
+    gathered, summed = None, None
+    if wants_weights and call.kind == ALL_GATHER:
         assert x is not None
-        arriving = launched(comm.all_gather_async(x, dim=rows.dim, sizes=rows.sizes), rows.concurrent)
+        concurrent = rows.concurrent and wants.x
+        gathered = launch(comm, "all_gather", x, concurrent=concurrent, dim=rows.dim, sizes=rows.sizes)
     if wants.x:
         given = [(grad, weight) for grad, weight in zip(grads, weights, strict=True) if grad is not None]
-        launch = product_reduce_scattered if call.kind == ALL_GATHER else product_all_reduced
-        receive = launch([grad for grad, _ in given], [weight for _, weight in given], comm, rows)
-    whole = x if arriving is None else arriving.wait()
-    by_weights, by_biases = _parameter_grads(whole, weights, grads, wants)
-    return Grads(None if receive is None else receive(), by_weights, by_biases)
+        sum_over_ranks = product_reduce_scattered if call.kind == ALL_GATHER else product_all_reduced
+        operands = [grad for grad, _ in given], [weight for _, weight in given]
+        summed = sum_over_ranks(*operands, comm, rows, busy=wants_weights)
+    by_parameters = _parameter_grads(x if gathered is None else gathered(), weights, grads, wants)
+    return Grads(None if summed is None else summed(), *by_parameters)
 
 
 def _row_backward(call: Call, x: Tensor | None, weight: Tensor, grad: Tensor | None, wants: Wants) -> Grads:

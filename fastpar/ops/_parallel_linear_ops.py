@@ -16,8 +16,8 @@ from fastpar.ops._parallel_linear import ALL_GATHER, REDUCE_SCATTER, Call, Grads
 from fastpar.ops._sharded_products import Rows
 
 _CALL = (
-    "str kind, str group, float timeout, int rank, int dim, SymInt[] sizes, int chunks, bool concurrent, "
-    "int backward_chunks"
+    "str kind, str group, float timeout, str transport, int rank, int dim, SymInt[] sizes, int chunks, "
+    "bool concurrent, int backward_chunks"
 )
 torch.library.define(
     "fastpar::parallel_linear_forward",
@@ -61,6 +61,7 @@ def _(
     kind: str,
     group: str,
     timeout: float,
+    transport: str,
     rank: int,
     dim: int,
     sizes: list[int],
@@ -86,6 +87,7 @@ def _(
     kind: str,
     group: str,
     timeout: float,
+    transport: str,
     rank: int,
     dim: int,
     sizes: list[int],
@@ -113,6 +115,7 @@ def _unpack(
     kind: str,
     group: str,
     timeout: float,
+    transport: str,
     rank: int,
     dim: int,
     sizes: list[int],
@@ -122,14 +125,14 @@ def _unpack(
 ) -> Call:
     from torch.distributed.distributed_c10d import _resolve_process_group
 
-    comm = Communicator(_resolve_process_group(cast(Any, group)), timeout=timeout)
+    comm = Communicator(_resolve_process_group(cast(Any, group)), timeout=timeout, transport=transport)
     return Call(kind, comm, Rows(dim, tuple(sizes), chunks, concurrent), backward_chunks)
 
 
 def _pack(call: Call) -> tuple[Any, ...]:
     comm, rows = call.comm, call.rows
     assert comm.group is not None
-    where = (comm.group.group_name, comm.timeout, comm.rank)
+    where = (comm.group.group_name, comm.timeout, comm.transport, comm.rank)
     return (call.kind, *where, rows.dim, list(rows.sizes), rows.chunks, rows.concurrent, call.backward_chunks)
 
 

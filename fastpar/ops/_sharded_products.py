@@ -19,7 +19,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,11 +43,13 @@ class Rows(NamedTuple):
     concurrent: bool
 
 
-def launched(pending: Pending[Tensor], concurrent: bool) -> Pending[Tensor]:
-    """The pending itself; one that has been waited for where nothing may be in flight."""
-    if not concurrent:
-        pending.wait()
-    return pending
+def launch(comm: Communicator, name: str, x: Tensor, *, concurrent: bool, **arguments: Any) -> Callable[[], Tensor]:
+    """Launch a collective and give what waits for its result; without `concurrent` it is done on return."""
+    if concurrent:
+        pending: Pending[Tensor] = getattr(comm, f"{name}_async")(x, **arguments)
+        return pending.wait
+    result: Tensor = getattr(comm, name)(x, **arguments)
+    return lambda: result
 
 
 def as_matrix(x: Tensor) -> Tensor:
@@ -125,16 +127,16 @@ def gathered_product(
     mine = _folded(x, rows.dim)
     pieces, me = _pieces(mine.shape[0], rows), comm.rank
 
-    def fetch(piece: _Piece) -> Pending[Tensor]:
+    def fetch(piece: _Piece, *, concurrent: bool) -> Callable[[], Tensor]:
         own = mine[piece.lead, piece.starts[me] : piece.starts[me] + piece.lengths[me]]
-        return launched(comm.all_gather_async(own, dim=1, sizes=piece.lengths), rows.concurrent)
+        return launch(comm, "all_gather", own, concurrent=concurrent, dim=1, sizes=piece.lengths)
 
     targets = [_folded(out, rows.dim) for out in outs]
-    pending = fetch(pieces[0])
+    receive = fetch(pieces[0], concurrent=False)
     for i, piece in enumerate(pieces):
-        arrived = pending.wait()
+        arrived = receive()
         if i + 1 < len(pieces):
-            pending = fetch(pieces[i + 1])
+            receive = fetch(pieces[i + 1], concurrent=rows.concurrent)
         # A slice of L is contiguous in the output; pieces of the ranks' rows (L = 1) are so one by one.
         places = [(slice(None), slice(None))] if piece.lengths == rows.sizes else _places(piece, rows)
         for place, inside in places:
@@ -147,54 +149,61 @@ def gathered_product(
 
 
 def product_reduce_scattered(
-    a: Sequence[Tensor], matrices: Sequence[Tensor], comm: Communicator, rows: Rows
+    a: Sequence[Tensor], matrices: Sequence[Tensor], comm: Communicator, rows: Rows, *, busy: bool
 ) -> Callable[[], Tensor]:
     """Launch reduce_scatter(sum_j a_j @ B_j); call the result for this rank's rows.
 
-    a_j [.., M, .., K_j] and B_j [K_j, N] -> [.., M_r, .., N].
+    a_j [.., M, .., K_j] and B_j [K_j, N] -> [.., M_r, .., N]. `busy`: the caller computes something before it calls.
     """
     if rows.chunks == 1:
-        partial = product(a, matrices)
-        return launched(comm.reduce_scatter_async(partial, dim=rows.dim, sizes=rows.sizes), rows.concurrent).wait
+        partial, concurrent = product(a, matrices), rows.concurrent and busy
+        return launch(comm, "reduce_scatter", partial, concurrent=concurrent, dim=rows.dim, sizes=rows.sizes)
     folded, features = [_folded(x, rows.dim) for x in a], matrices[0].shape[1]
-    pending = []
-    for piece in _pieces(folded[0].shape[0], rows):
+    received: list[tuple[_Piece, Callable[[], Tensor]]] = []
+    pieces = _pieces(folded[0].shape[0], rows)
+    for i, piece in enumerate(pieces):
         if piece.lengths == rows.sizes:
             partial = product([x[piece.lead] for x in folded], matrices)
         else:
             partial = new_buffer(a[0], (1, sum(piece.lengths), folded[0].shape[2], features))
             for place, inside in _places(piece, rows):
                 product([x[:, place] for x in folded], matrices, out=partial[:, inside])
-        launch = comm.reduce_scatter_async(partial, dim=1, sizes=piece.lengths)
-        pending.append((piece, launched(launch, rows.concurrent)))
+        concurrent = rows.concurrent and (busy or i + 1 < len(pieces))
+        part = launch(comm, "reduce_scatter", partial, concurrent=concurrent, dim=1, sizes=piece.lengths)
+        received.append((piece, part))
     shape = [*a[0].shape[: rows.dim], rows.sizes[comm.rank], *a[0].shape[rows.dim + 1 : -1], features]
 
     def finish() -> Tensor:
         result = new_buffer(a[0], shape)
         target = _folded(result, rows.dim)
-        for piece, part in pending:
+        for piece, part in received:
             start = piece.starts[comm.rank]
-            target[piece.lead, start : start + piece.lengths[comm.rank]] = part.wait()
+            target[piece.lead, start : start + piece.lengths[comm.rank]] = part()
         return result
 
     return finish
 
 
 def product_all_reduced(
-    a: Sequence[Tensor], matrices: Sequence[Tensor], comm: Communicator, rows: Rows
+    a: Sequence[Tensor], matrices: Sequence[Tensor], comm: Communicator, rows: Rows, *, busy: bool
 ) -> Callable[[], Tensor]:
-    """Launch all_reduce(sum_j a_j @ B_j); call the result for it. a_j [..., K_j] and B_j [K_j, N] -> [..., N]."""
+    """Launch all_reduce(sum_j a_j @ B_j); call the result for it. a_j [..., K_j] and B_j [K_j, N] -> [..., N].
+
+    `busy` as for `product_reduce_scattered`.
+    """
     shape, features = a[0].shape[:-1], matrices[0].shape[1]
     flat = [as_matrix(x) for x in a]
     total = new_buffer(a[0], (math.prod(shape), features))
-    pending = []
-    for place in _row_slices(total.shape[0], rows.chunks):
+    received = []
+    places = _row_slices(total.shape[0], rows.chunks)
+    for i, place in enumerate(places):
         part = product([x[place] for x in flat], matrices, out=total[place])
-        pending.append(launched(comm.all_reduce_async(part, out=part), rows.concurrent))
+        concurrent = rows.concurrent and (busy or i + 1 < len(places))
+        received.append(launch(comm, "all_reduce", part, concurrent=concurrent, out=part))
 
     def finish() -> Tensor:
-        for part in pending:
-            part.wait()
+        for part in received:
+            part()
         return total.view(*shape, features)
 
     return finish

@@ -202,6 +202,33 @@ def all_gather_linear(
     return _unpacked(outs, given)
 
 
+def gathered_and_linear(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    *,
+    group: GroupLike,
+    dim: int,
+    sizes: Sequence[int],
+    overlap: bool | Overlap = True,
+    features: int | None = None,
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """(all_gather(x), outputs of `all_gather_linear`) from one gather, for callers that need the tokens as well.
+
+    The gathered x is differentiable: where a gradient comes back to it, backward has one more reduce-scatter.
+    """
+    comm, given = communicator(group), reference.as_weights(tuple(weights), tuple(biases), False)
+    x, given = _checked(x, given)
+    dim = reference.check_sequence_dim(x, dim)
+    sizes = reference.gathered_sizes(x, dim, sizes, comm)
+    if comm is None:
+        return x, _local(x, given, None)
+    call = make_call(ALL_GATHER, x, comm, dim, sizes, x.shape[-1], features, overlap)
+    outs, gathered = passes.apply(call, x, given.weights, given.biases, keep=True)
+    assert gathered is not None
+    return gathered, outs
+
+
 @overload
 def copy_to_linear(
     x: Tensor,

@@ -98,7 +98,8 @@ class Overlap:
 def key(product: str, comm: Communicator, device: str, dtype: torch.dtype, rows: int, width: int, features: int) -> str:
     """The table's key: sizes to the nearest power of two, everything else exactly."""
     sizes = "x".join(str(_bucket(size)) for size in (rows, width, features))
-    return f"{product} {device} {str(dtype).removeprefix('torch.')} ranks={comm.size} {_transport(comm)} {sizes}"
+    transport = _transport(comm, device)
+    return f"{product} {device} {str(dtype).removeprefix('torch.')} ranks={comm.size} {transport} {sizes}"
 
 
 def _bucket(size: int) -> int:
@@ -109,8 +110,8 @@ def _bucket(size: int) -> int:
     return below if size * size <= 2 * below * below else 2 * below
 
 
-def _transport(comm: Communicator) -> str:
-    return type(comm._transport).__name__
+def _transport(comm: Communicator, device: str) -> str:
+    return "shared_memory" if device == "cpu" and comm.local_world() is not None else "torch"
 
 
 # ---- measuring -------------------------------------------------------------------------------------------------------
@@ -189,7 +190,7 @@ def _call(comm: Communicator, shape: Shape, device: torch.device, chunks: int) -
     x = torch.randn(shape.rows, share, device=device).to(shape.dtype)
     matrix = torch.randn(shape.width, share, device=device).to(shape.dtype).t()
     launch = product_reduce_scattered if shape.product == "linear_reduce_scatter" else product_all_reduced
-    return lambda: launch([x], [matrix], comm, rows)()
+    return lambda: launch([x], [matrix], comm, rows, busy=False)()
 
 
 def _synchronise(device: torch.device) -> None:
@@ -232,9 +233,16 @@ def _write(path: Path, table: Mapping[str, int]) -> None:
     Path(file.name).replace(path)
 
 
+def default_device(comm: Communicator) -> torch.device:
+    """Where a tensor must be that any backend of the group can send."""
+    assert comm.group is not None
+    kinds = [device.type for device in comm.group._device_types]
+    return torch.device("cuda", torch.cuda.current_device()) if kinds == ["cuda"] else torch.device("cpu")
+
+
 def _broadcast(table: Mapping[str, int], comm: Communicator) -> dict[str, int]:
     """Rank 0's table: its length, then its bytes."""
-    device = comm._default_device()
+    device = default_device(comm)
     text = json.dumps(table).encode()
     length = int(comm.broadcast(torch.tensor([len(text)], device=device)).item())
     data = torch.zeros(length, dtype=torch.uint8, device=device)

@@ -7,6 +7,7 @@ from fastpar.tensor.loss import causal_lm_loss
 from fastpar.tensor.parameter import ParameterLayout, RowMap, full_parameter, layout_of, local_tensor, unwrap
 from fastpar.tensor.replicated import replicate
 from fastpar.tensor.sequence import SequenceRegion
+from fastpar.tensor.shared_input import SharedInput
 from fastpar.tensor.vocab import VocabParallelEmbedding, VocabParallelHead, gather_vocab
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "RowMap",
     "RowParallelLinear",
     "SequenceRegion",
+    "SharedInput",
     "VocabParallelEmbedding",
     "VocabParallelHead",
     "adopt",

@@ -17,15 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastpar.comm import copy_to, gather_from, reduce_from, scatter_to, shard_sizes
+from fastpar.comm import gather_from, scatter_to, shard_sizes
+from fastpar.ops.linear import all_gather_linear, copy_to_linear, linear_all_reduce, linear_reduce_scatter
+from fastpar.ops.overlap import Overlap
 from fastpar.tensor.binding import GroupLike, bind, blank
 from fastpar.tensor.parameter import MakeParameter, ParallelModule, ParameterLayout, RowMap, install_state_dict_hooks
 from fastpar.tensor.sequence import SequenceRegion
-
-
-def _linear(x: Tensor, weight: Tensor | None, bias: Tensor | None, transposed: bool) -> Tensor:
-    assert weight is not None
-    return F.linear(x, weight.t() if transposed else weight, bias)
+from fastpar.tensor.shared_input import SharedInput
 
 
 def _split_rows(rows: RowMap | None, sections: Sequence[int] | None, features: int, parts: int, what: str) -> RowMap:
@@ -53,18 +51,21 @@ class ColumnParallelLinear(ParallelModule):
         dgrad    dx    = all_reduce(dout_n @ weight_n)    sequence: reduce_scatter instead
         wgrad    dweight_n = dout_n.T @ x                 local
 
-    Collectives: none in forward and one all-reduce of x's size in backward; with `sequence` one all-gather and one
-    reduce-scatter; `gather_output` adds an all-gather of the output.
+    Collectives: none in forward and one all-reduce of x's size in backward; with `sequence` one all-gather in forward
+    and in backward a reduce-scatter and, if the weight needs a gradient, the all-gather again; `gather_output` adds an
+    all-gather of the output. They overlap the products as `fastpar.ops.linear` says, unless `overlap=False`; the
+    numbers are the same either way.
 
     `sections` splits a fused weight part by part: (I, I) for packed gate/up, (E, E, E) for packed QKV; the local output
     is this rank's part of each, in the same order. `rows` gives any other `RowMap`, such as key/value heads shared by
     several ranks. `input_prepared=True` says that the caller has applied `copy_to` or the gather to x already, once for
-    several layers. `init` runs `nn.Linear`'s initialisation of the full weight and keeps a shard, so that the same seed
-    gives the same weights under every layout.
+    several layers; `fastpar.tensor.SharedInput` does so. `init` runs `nn.Linear`'s initialisation of the full weight
+    and keeps a shard, so that the same seed gives the same weights under every layout.
     """
 
     weight: nn.Parameter
     bias: nn.Parameter | None
+    shared_input: SharedInput | None
 
     def __init__(
         self,
@@ -76,12 +77,14 @@ class ColumnParallelLinear(ParallelModule):
         gather_output: bool = False,
         sequence: SequenceRegion | None = None,
         sections: Sequence[int] | None = None,
+        overlap: bool | Overlap = True,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
         full = nn.Linear(in_features, out_features, bias, device=device, dtype=dtype)
-        self._configure(full, group, gather_output=gather_output, sequence=sequence, sections=sections)
+        options: dict[str, Any] = {"gather_output": gather_output, "sequence": sequence, "sections": sections}
+        self._configure(full, group, overlap=overlap, **options)
 
     @classmethod
     def from_linear(
@@ -93,10 +96,12 @@ class ColumnParallelLinear(ParallelModule):
         sequence: SequenceRegion | None = None,
         sections: Sequence[int] | None = None,
         rows: RowMap | None = None,
+        overlap: bool | Overlap = True,
     ) -> ColumnParallelLinear:
         """A parallel layer with the weights of `linear` (an `nn.Linear`, or Hugging Face's Conv1D)."""
         layer: ColumnParallelLinear = blank(cls)
-        layer._configure(linear, group, gather_output=gather_output, sequence=sequence, sections=sections, rows=rows)
+        options: dict[str, Any] = {"gather_output": gather_output, "sequence": sequence, "sections": sections}
+        layer._configure(linear, group, rows=rows, overlap=overlap, **options)
         layer.train(linear.training)
         return layer
 
@@ -110,8 +115,10 @@ class ColumnParallelLinear(ParallelModule):
         sections: Sequence[int] | None = None,
         rows: RowMap | None = None,
         input_prepared: bool = False,
+        overlap: bool | Overlap = True,
         parameters: MakeParameter | None = None,
     ) -> None:
+        self.overlap, self.shared_input = Overlap.of(overlap), None
         weight, bias, self.transposed = linear_weights(source)
         self.comm, mesh = bind(group, weight.device.type)
         self.out_features, self.in_features = weight.shape[::-1] if self.transposed else weight.shape
@@ -132,16 +139,25 @@ class ColumnParallelLinear(ParallelModule):
         return self.rows.size(self.comm.rank)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.input_prepared:
-            pass
-        elif self.sequence is not None:
-            x = self.sequence.gather(x)
-        else:
-            x = copy_to(x, self.comm)
-        out = _linear(x, self._local("weight"), self._local("bias"), self.transposed)
+        out = self._project(x)
         if self.gather_output:
             out = gather_from(out, self.comm, dim=-1, sizes=shard_sizes(self.out_features, self.comm.size))
         return out
+
+    def _project(self, x: Tensor) -> Tensor:
+        prepared = None if self.shared_input is None else self.shared_input.take(self, x)
+        if prepared is not None:
+            return prepared
+        weight, bias = self._local("weight"), self._local("bias")
+        assert weight is not None
+        options: dict[str, Any] = {"group": self.comm, "overlap": self.overlap, "features": self.out_features}
+        if self.input_prepared:
+            return F.linear(x, weight.t() if self.transposed else weight, bias)
+        if self.sequence is None:
+            return copy_to_linear(x, weight, bias, transposed=self.transposed, **options)
+        self.sequence.check_shard(x)
+        options |= {"dim": self.sequence.dim, "sizes": self.sequence.sizes}
+        return all_gather_linear(x, weight, bias, transposed=self.transposed, **options)
 
     def extra_repr(self) -> str:
         return (
@@ -160,10 +176,10 @@ class RowParallelLinear(ParallelModule):
 
         forward  out   = all_reduce(x_k @ weight_k.T) + bias     sequence: reduce_scatter instead
         dgrad    dx_k  = dout @ weight_k                         sequence: dout = all_gather(dout_s) first
-        wgrad    dweight_k = dout.T @ x_k
+        wgrad    dweight_k = dout.T @ x_k, dbias = dout.sum(0): the same on every rank
 
     Collectives: one all-reduce of the output's size in forward, none in backward; with `sequence` one reduce-scatter
-    and one all-gather, and the bias gradient, of which each rank sees its part of the sequence, is all-reduced.
+    and one all-gather. `overlap` as for `ColumnParallelLinear`.
 
     `input_is_parallel=False` takes a full x and keeps this rank's features (backward: all-gather).
     """
@@ -180,12 +196,13 @@ class RowParallelLinear(ParallelModule):
         group: GroupLike = None,
         input_is_parallel: bool = True,
         sequence: SequenceRegion | None = None,
+        overlap: bool | Overlap = True,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
         full = nn.Linear(in_features, out_features, bias, device=device, dtype=dtype)
-        self._configure(full, group, input_is_parallel=input_is_parallel, sequence=sequence)
+        self._configure(full, group, input_is_parallel=input_is_parallel, sequence=sequence, overlap=overlap)
 
     @classmethod
     def from_linear(
@@ -195,10 +212,11 @@ class RowParallelLinear(ParallelModule):
         group: GroupLike = None,
         input_is_parallel: bool = True,
         sequence: SequenceRegion | None = None,
+        overlap: bool | Overlap = True,
     ) -> RowParallelLinear:
         """A parallel layer with the weights of `linear` (an `nn.Linear`, or Hugging Face's Conv1D)."""
         layer: RowParallelLinear = blank(cls)
-        layer._configure(linear, group, input_is_parallel=input_is_parallel, sequence=sequence)
+        layer._configure(linear, group, input_is_parallel=input_is_parallel, sequence=sequence, overlap=overlap)
         layer.train(linear.training)
         return layer
 
@@ -209,8 +227,10 @@ class RowParallelLinear(ParallelModule):
         *,
         input_is_parallel: bool = True,
         sequence: SequenceRegion | None = None,
+        overlap: bool | Overlap = True,
         parameters: MakeParameter | None = None,
     ) -> None:
+        self.overlap = Overlap.of(overlap)
         weight, bias, self.transposed = linear_weights(source)
         self.comm, mesh = bind(group, weight.device.type)
         self.out_features, self.in_features = weight.shape[::-1] if self.transposed else weight.shape
@@ -235,10 +255,15 @@ class RowParallelLinear(ParallelModule):
                 f"{self.local_in_features} of the {self.in_features} input features"
                 + (" (pass input_is_parallel=False for a full x)" if x.size(-1) == self.in_features else "")
             )
-        out = _linear(x, self._local("weight"), None, self.transposed)
-        out = reduce_from(out, self.comm) if self.sequence is None else self.sequence.reduce_scatter(out)
-        bias = self._local("bias", sum_grad=self.sequence is not None)
-        return out if bias is None else out + bias.to(out.dtype)
+        weight, bias = self._local("weight"), self._local("bias")
+        assert weight is not None
+        bias = None if bias is None else bias.to(weight.dtype)
+        options: dict[str, Any] = {"group": self.comm, "overlap": self.overlap, "features": self.in_features}
+        if self.sequence is None:
+            return linear_all_reduce(x, weight, bias, transposed=self.transposed, **options)
+        self.sequence.check_whole(x)
+        options |= {"dim": self.sequence.dim, "sizes": self.sequence.sizes}
+        return linear_reduce_scatter(x, weight, bias, transposed=self.transposed, **options)
 
     def extra_repr(self) -> str:
         return (

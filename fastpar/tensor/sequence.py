@@ -63,24 +63,29 @@ class SequenceRegion:
 
     def leave(self, x_shard: Tensor) -> Tensor:
         """The full sequence for replicated work.  forward: all-gather   backward: slice"""
-        self._check(x_shard)
+        self.check_shard(x_shard)
         return gather_from(x_shard, self.comm, dim=self.dim, sizes=self.sizes)
 
     def gather(self, x_shard: Tensor) -> Tensor:
         """The full sequence as input of a tensor-parallel block.  forward: all-gather   backward: reduce-scatter"""
-        self._check(x_shard)
+        self.check_shard(x_shard)
         return gather_sequence(x_shard, self.comm, dim=self.dim, sizes=self.sizes)
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         """A block's partial sums to this rank's part.  forward: reduce-scatter   backward: all-gather"""
+        self.check_whole(x)
+        return reduce_scatter_sequence(x, self.comm, dim=self.dim, sizes=self.sizes)
+
+    def check_whole(self, x: Tensor) -> None:
+        """ValueError unless x has all tokens."""
         if x.size(self.dim) != self.total:
             raise ValueError(
                 f"a tensor-parallel block returned {x.size(self.dim)} tokens along dim {self.dim}, but {self.total} "
                 "entered the sequence-parallel region"
             )
-        return reduce_scatter_sequence(x, self.comm, dim=self.dim, sizes=self.sizes)
 
-    def _check(self, x_shard: Tensor) -> None:
+    def check_shard(self, x_shard: Tensor) -> None:
+        """ValueError unless x has this rank's tokens."""
         expected = self.sizes[self.comm.rank]
         if x_shard.size(self.dim) != expected:
             raise ValueError(
