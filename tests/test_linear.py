@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastpar import comm, ops, reference
@@ -419,3 +421,135 @@ def _check_second_derivative(kind: str) -> bool:
 @pytest.mark.parametrize("kind", KINDS)
 def test_second_derivatives_match_the_unsharded_layer(kind: str) -> None:
     assert all(run_ranks(3, _check_second_derivative, kind))
+
+
+# ---- compiled --------------------------------------------------------------------------------------------------------
+
+
+def _check_compiled(kind: str) -> int:
+    """Eager bits from one graph, with the collectives of the docstring in it."""
+    group = world()
+    problem = Problem(kind, (2, 8, 6), 10, dim=1, dtype=torch.float32, transposed=True)
+    where = options(problem, group) | {"overlap": Forced(count=2)}
+
+    def function(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return getattr(ops, kind)(x * 2.0, weight, bias, **where) * 3.0
+
+    results = []
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*should not be instantiated", DeprecationWarning)  # Dynamo's own
+        for call in (function, torch.compile(function, fullgraph=True, backend="aot_eager")):
+            *leaves, dout = shards(problem, group)
+            with comm.record() as log:
+                out = call(*(leaf.requires_grad_() for leaf in leaves))
+                out.backward(dout)
+            results.append((out.detach(), *(leaf.grad for leaf in leaves)))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    return len(log)
+
+
+@pytest.mark.parametrize(("kind", "launched"), list(zip(KINDS, (5, 2, 4, 2), strict=True)))
+def test_compiled_it_gives_the_eager_bits(kind: str, launched: int) -> None:
+    assert run_ranks(2, _check_compiled, kind) == [launched] * 2
+
+
+def _check_registered_ops() -> bool:
+    """What torch.compile relies on: schemas, fakes with the shapes and strides of the results, no aliasing."""
+    import fastpar.ops._parallel_linear_ops as registered
+
+    group = world()
+    for kind in KINDS:
+        problem = Problem(kind, (2, 8, 6), 10, dim=1, dtype=torch.float32)
+        x, weight, bias, dout = shards(problem, group)
+        columns = weight.t().contiguous().t()
+        sizes = problem.sizes(group) if problem.splits_tokens else []
+        where = [kind_of(kind), group.group.group_name, 60.0, "auto", group.rank, 1, sizes, 2, True, 2]
+        keep = kind == "all_gather_linear"
+        weights, biases, douts = [weight], [bias], [dout]
+        if problem.is_column:
+            weights, biases, douts = [weight, columns, weight], [bias, None, bias], [dout, dout, None]
+        flags = [True] * len(weights)
+        tests = ("test_schema", "test_faketensor")
+        forward, backward = (
+            getattr(torch.ops.fastpar, f"parallel_linear_{name}").default for name in ("forward", "backward")
+        )
+        torch.library.opcheck(forward, (x, weights, biases, keep, *where), test_utils=tests)
+        torch.library.opcheck(backward, (x, weights, douts, True, flags, flags, *where), test_utils=tests)
+        nothing = [False] * len(weights)
+        torch.library.opcheck(backward, (None, weights, douts, True, nothing, nothing, *where), test_utils=tests)
+    return registered is not None
+
+
+def kind_of(name: str) -> str:
+    return {"copy_to_linear": "copy"}.get(name, name.removesuffix("_linear").removeprefix("linear_"))
+
+
+def test_registered_ops_pass_opcheck() -> None:
+    assert all(run_ranks(2, _check_registered_ops))
+
+
+# ---- autocast and arguments ------------------------------------------------------------------------------------------
+
+
+def _check_autocast(kind: str) -> bool:
+    group = world()
+    problem = Problem(kind, (8, 6), 10, dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16), comm.record() as log:
+        found = run_op_in_autocast(problem, group)
+    assert all(entry.dtype == torch.bfloat16 for entry in log)
+    assert [t.dtype for t in found] == [torch.bfloat16, torch.float32, torch.float32, torch.float32]
+    for ours, exact in zip(found, expected(problem, group), strict=True):
+        assert float((ours.double() - exact).abs().max()) <= 2.0**-6 * float(exact.abs().max())
+    return True
+
+
+def run_op_in_autocast(problem: Problem, group: Communicator) -> list[Tensor]:
+    *leaves, dout = shards(problem, group)
+    out = getattr(ops, problem.kind)(*(leaf.requires_grad_() for leaf in leaves), **options(problem, group))
+    return [out.detach(), *torch.autograd.grad(out, leaves, dout.to(out.dtype))]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_autocast_converts_before_anything_is_sent(kind: str) -> None:
+    assert all(run_ranks(2, _check_autocast, kind))
+
+
+X, W = torch.zeros(4, 6), torch.zeros(5, 6)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: ops.linear_all_reduce(X, W.t(), group=None), ValueError, r"must agree in K, got x \(4, 6\)"),
+        (lambda: ops.linear_all_reduce(X, W.bfloat16(), group=None), TypeError, "weight must have the dtype of x"),
+        (lambda: ops.linear_all_reduce(X.int(), W, group=None), TypeError, "x must have a floating dtype"),
+        (lambda: ops.linear_all_reduce(X, W, W[0], group=None), ValueError, r"one entry per output feature, \(5,\)"),
+        (lambda: ops.copy_to_linear(X, [W], W[:, 0], group=None), TypeError, "two tensors or two sequences"),
+        (lambda: ops.copy_to_linear(X, [W, W], [None], group=None), ValueError, "got 2 weights and 1 biases"),
+        (lambda: ops.copy_to_linear(X, [], group=None), ValueError, "at least one weight"),
+        (lambda: ops.all_gather_linear(X, W, group=None, dim=1), ValueError, "other than its last"),
+        (lambda: ops.all_gather_linear(X, W, group=None, sizes=[5]), ValueError, r"sizes\[0\] the 4 that x has"),
+        (lambda: ops.linear_reduce_scatter(X, W, group=None, sizes=[2, 2]), ValueError, "1 numbers >= 0 that add up"),
+        (lambda: ops.linear_all_reduce_wgrad(X, W), ValueError, "grad and x must agree in all dims but the last"),
+        (lambda: ops.copy_to_linear_dgrad([X, X], [W], group=None), ValueError, "as many, got 2 and 1"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_clear_errors(call: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()
+
+
+def _errors() -> bool:
+    group = world()
+    with pytest.raises(TypeError, match="overlap must be a bool or an Overlap, got str"):
+        ops.linear_all_reduce(X, W, group=group, overlap="yes")
+    with pytest.raises(ValueError, match=r"sizes must be 2 numbers >= 0"):
+        ops.all_gather_linear(X, W, group=group, sizes=[4])
+    weight = torch.distributed.tensor.DTensor.from_local(W, dist.device_mesh.DeviceMesh("cpu", [0, 1]))
+    with pytest.raises(TypeError, match=r"weight must be a plain tensor, got a DTensor: pass weight.to_local\(\)"):
+        ops.linear_all_reduce(X, weight, group=group)
+    return True
+
+
+def test_errors_come_before_anything_is_sent() -> None:
+    assert all(run_ranks(2, _errors))

@@ -78,6 +78,16 @@ def _dgrad(
     return found
 
 
+def _whole_shape(kind: str, call: Call | None, x: Tensor) -> tuple[int, ...]:
+    """The dims of grad that go with x, but for its features."""
+    rows = list(x.shape[:-1])
+    if call is not None and kind == ALL_GATHER:
+        rows[call.rows.dim] = sum(call.rows.sizes)
+    elif call is not None and kind == REDUCE_SCATTER:
+        rows[call.rows.dim] = call.rows.sizes[call.comm.rank]
+    return tuple(rows)
+
+
 @torch.no_grad()
 def _wgrad(
     kind: str,
@@ -89,13 +99,18 @@ def _wgrad(
     transposed: bool,
     overlap: bool | Overlap,
 ) -> tuple[Tensor, Tensor]:
-    if grad.dtype != x.dtype or grad.device != x.device or grad.dim() != x.dim():
-        raise ValueError(
-            f"grad and x must have one dtype, device and number of dims, got {grad.dtype} {grad.device} "
-            f"{tuple(grad.shape)} and {x.dtype} {x.device} {tuple(x.shape)}"
+    if grad.dtype != x.dtype or grad.device != x.device:
+        raise TypeError(
+            f"grad and x must have one dtype and device, got {grad.dtype} {grad.device} and {x.dtype} {x.device}"
         )
     is_column = kind in (ALL_GATHER, COPY)
     call = _call(kind, x, group, sizes, dim, x.shape[-1], None, overlap, is_whole=not is_column)
+    whole = _whole_shape(kind, call, x)
+    if grad.shape[:-1] != whole:
+        raise ValueError(
+            f"grad and x must agree in all dims but the last, got {tuple(grad.shape)} and {tuple(x.shape)}, which goes "
+            f"with {(*whole, 'N')}"
+        )
     like = x.new_empty(x.shape[-1], grad.shape[-1]).t() if transposed else x.new_empty(grad.shape[-1], x.shape[-1])
     if call is None:
         by_weight, by_bias = passes.weight_grad(grad, x, like), passes.bias_grad(grad)
