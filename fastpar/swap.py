@@ -390,6 +390,7 @@ def parallelize(
     """
     if getattr(model, _STATE, None) is not None:
         raise ValueError("the model is parallelised already; call fastpar.unparallelize(model) first")
+    Overlap.of(overlap)
     if sync_weights not in ("check", "broadcast", "none"):
         raise ValueError(f"sync_weights must be 'check', 'broadcast' or 'none', got {sync_weights!r}")
     if isinstance(mesh, Mesh):
@@ -405,9 +406,11 @@ def parallelize(
     swap.check()
     if sync_weights != "none":
         _sync_weights(model, swap.comm, broadcast=sync_weights == "broadcast")
-    swap.overlap = overlap if isinstance(overlap, Overlap) else Overlap.load(swap.comm)
-    if not Overlap.of(overlap).enabled:
-        swap.overlap = swap.overlap.disabled()
+    if isinstance(overlap, Overlap):
+        swap.overlap = overlap
+    else:
+        loaded = Overlap.load(swap.comm)
+        swap.overlap = loaded if overlap else loaded.disabled()
     try:
         swap.apply()
     except BaseException:

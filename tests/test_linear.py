@@ -161,6 +161,24 @@ def test_several_weights_share_one_gather_and_one_sum(kind: str, launched: list[
     assert run_ranks(3, _check_several, kind) == [launched] * 3
 
 
+def _check_in_place(kind: str) -> bool:
+    """What a caller may do with the output of F.linear it may do with these."""
+    group = world()
+    for chunks in (1, 2):
+        problem = Problem(kind, (2, 7, 6), 5, dim=1)
+        *leaves, dout = shards(problem, group)
+        where = {**options(problem, group), "overlap": Forced(count=chunks)}
+        getattr(ops, kind)(*(leaf.requires_grad_() for leaf in leaves), **where).mul_(2.0).backward(dout / 2.0)
+        for leaf, exact in zip(leaves, expected(problem, group)[1:], strict=True):
+            torch.testing.assert_close(leaf.grad, exact, rtol=1e-12, atol=1e-12)
+    return True
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_outputs_may_be_written_to(kind: str) -> None:
+    assert all(run_ranks(2, _check_in_place, kind))
+
+
 # ---- bits ------------------------------------------------------------------------------------------------------------
 
 

@@ -61,14 +61,15 @@ def product(a: Sequence[Tensor], b: Sequence[Tensor], bias: Tensor | None = None
     """sum_j a_j @ b_j (+ bias): a_j [..., K_j], b_j [K_j, N] -> [..., N]; `out` is contiguous."""
     rows, features = a[0].shape[:-1], b[0].shape[1]
     matrices = [as_matrix(x) for x in a]
-    result = as_matrix(new_buffer(a[0], (*rows, features)) if out is None else out)
+    whole = new_buffer(a[0], (*rows, features)) if out is None else out
+    result = as_matrix(whole)
     if bias is None:
         torch.mm(matrices[0], b[0], out=result)
     else:
         torch.addmm(bias, matrices[0], b[0], out=result)
     for x, matrix in zip(matrices[1:], b[1:], strict=True):
         torch.addmm(result, x, matrix, out=result)
-    return result.view(*rows, features)
+    return whole
 
 
 class _Piece(NamedTuple):
@@ -193,7 +194,8 @@ def product_all_reduced(
     """
     shape, features = a[0].shape[:-1], matrices[0].shape[1]
     flat = [as_matrix(x) for x in a]
-    total = new_buffer(a[0], (math.prod(shape), features))
+    whole = new_buffer(a[0], (*shape, features))
+    total = as_matrix(whole)
     received = []
     places = _row_slices(total.shape[0], rows.chunks)
     for i, place in enumerate(places):
@@ -204,7 +206,7 @@ def product_all_reduced(
     def finish() -> Tensor:
         for part in received:
             part()
-        return total.view(*shape, features)
+        return whole
 
     return finish
 

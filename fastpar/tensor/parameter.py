@@ -219,12 +219,16 @@ class _Unwrap(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, param: Tensor, layout: ParameterLayout, reduce: bool) -> Tensor:
         ctx.layout, ctx.reduce = layout, reduce
+        # What was prepared for a block and never used has no gradient; a sum over the group needs one on every rank.
+        ctx.set_materialize_grads(reduce)
         local = local_tensor(param)
         return local.view_as(local)  # a new tensor object: autograd must not write its history into the parameter's
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None]:
         (grad,) = grads
+        if grad is None:
+            return None, None, None
         if ctx.reduce:
             grad = ctx.layout.comm.all_reduce(grad)
         return ctx.layout.as_dtensor(grad), None, None
