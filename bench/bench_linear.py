@@ -1,19 +1,23 @@
 """A tensor-parallel MLP block, forward + backward: column-parallel linear -> GELU -> row-parallel linear.
 
     fastpar bench linear [--quick] [--tokens 1024,64] [--hidden 1024] [--ffn 4096] [--dtype fp32,bf16] [--ranks 2]
+    fastpar bench linear --many [--dtype fp32] ...                  20 shapes instead
 
 What is timed: ``y = down(gelu(up(x)))`` and ``y.backward(dy)`` with gradients of x and both weights, no bias, fresh
 gradients every time (set to None inside the timed region, as `zero_grad` does). x and y are [1, tokens, hidden], the
-same on every rank; with sequence parallelism every rank holds its part of the tokens. "no communication" is the same
-block with the collectives left out: a lower bound with a wrong result, not a peer. The column "above bound" is
-the part of a provider's time above it.
+same on every rank; with sequence parallelism every rank holds its part of the tokens. "no communication" is fastpar's
+block with the collectives left out: a lower bound with a wrong result, not a peer. The column "above bound" is the
+part of a provider's time above it: communication, and waiting for it and for the other ranks.
+
+"in turn" is `F.linear` and fastpar's own collectives one after the other, what overlap must never be slower than;
+"overlap off" is fastpar's block with the same products and no collective in flight during any.
 
 Flops model, all ranks together (two GEMMs forward, each twice again in backward):
 
     12 * tokens * hidden * ffn
 
 Collectives of a TP block: one all-reduce of [tokens, hidden] forward and one backward; with sequence parallelism an
-all-gather and a reduce-scatter each way, the same bytes.
+all-gather and a reduce-scatter each way, the same bytes, and fastpar gathers x once more in backward.
 
 Traps besides those of `bench.harness`:
 
@@ -38,8 +42,20 @@ from torch import Tensor, nn
 
 from bench.harness import Case, Error, Provider, Rank, gemm_roof, local_tensor
 from bench.options import DTYPES, Bench, parser, positive_list, run
-from fastpar.comm import shard_range
+from fastpar.comm import (
+    Communicator,
+    Pending,
+    copy_to,
+    gather_sequence,
+    reduce_from,
+    reduce_scatter_sequence,
+    shard_range,
+    shard_sizes,
+)
 
+# 20 shapes: few to many tokens through MLPs of four widths.
+MANY_TOKENS = (16, 64, 256, 1024, 2048)
+MANY_WIDTHS = ((256, 1024), (768, 3072), (1024, 2816), (1024, 4096))
 # Relative errors in the L2 norm. fp32: sums of up to 4096 products in any order. bf16: activations rounded to 8 bits.
 TOLERANCES = {"fp32": 1e-5, "bf16": 2e-2}
 
@@ -72,7 +88,10 @@ class MlpCase:
             makers += [
                 ("torch parallelize_module", "torch", torch_block),
                 ("torch parallelize_module + sequence", "torch", partial(torch_block, sequence=True)),
-                ("no communication", "bound", partial(plain_block, communicate=False)),
+                ("overlap off", "fastpar", partial(fastpar_block, overlap=False)),
+                ("in turn", "torch", in_turn_block),
+                ("in turn + sequence", "torch", partial(in_turn_block, sequence=True)),
+                ("no communication", "bound", partial(fastpar_block, silent=True)),
             ]
         providers = []
         for name, kind, make in makers:
@@ -169,23 +188,46 @@ class Problem:
 # ---------------------------------------------------------------------------------------------------------- providers
 
 
-def fastpar_block(problem: Problem, *, sequence: bool = False) -> Block:
-    from fastpar.comm import Communicator
+class _Silent(Communicator):
+    """Sends nothing: what is left is the work around an all-reduce."""
+
+    def all_reduce(self, x: Tensor, op: str = "sum", *, out: Tensor | None = None) -> Tensor:
+        return x if out is None else out
+
+    def all_reduce_async(self, x: Tensor, op: str = "sum", *, out: Tensor | None = None) -> Pending[Tensor]:
+        return Pending(None, lambda: self.all_reduce(x, op, out=out), describe=lambda: "", timeout=self.timeout)
+
+
+def fastpar_block(problem: Problem, *, sequence: bool = False, overlap: bool = True, silent: bool = False) -> Block:
     from fastpar.tensor import ColumnParallelLinear, RowParallelLinear, SequenceRegion
 
-    comm = Communicator.of(problem.rank.group)
+    comm = _Silent(problem.rank.group) if silent else Communicator.of(problem.rank.group)
     region = SequenceRegion(comm) if sequence else None
     if region is not None:
         region.set_total(problem.case.tokens)
     first, second = problem.linears()
-    up = ColumnParallelLinear.from_linear(first, group=comm, sequence=region)
-    down = RowParallelLinear.from_linear(second, group=comm, sequence=region)
+    up = ColumnParallelLinear.from_linear(first, group=comm, sequence=region, overlap=overlap)
+    down = RowParallelLinear.from_linear(second, group=comm, sequence=region, overlap=overlap)
     return Block(lambda x: down(F.gelu(up(x))), *problem.inputs(sequence), up.weight, down.weight, sequence)
 
 
-def plain_block(problem: Problem, *, communicate: bool = True) -> Block:
+def in_turn_block(problem: Problem, *, sequence: bool = False) -> Block:
+    """Sharded weights, `F.linear`, and fastpar's blocking collectives between the products."""
+    comm = Communicator.of(problem.rank.group)
+    up, down = (problem.shard(w, dim).requires_grad_() for w, dim in ((problem.up, 0), (problem.down, 1)))
+    sizes = shard_sizes(problem.case.tokens, comm.size)
+
+    def forward(x: Tensor) -> Tensor:
+        x = gather_sequence(x, comm, dim=1, sizes=sizes) if sequence else copy_to(x, comm)
+        y = F.linear(F.gelu(F.linear(x, up)), down)
+        return reduce_scatter_sequence(y, comm, dim=1, sizes=sizes) if sequence else reduce_from(y, comm)
+
+    return Block(forward, *problem.inputs(sequence), up, down, sequence)
+
+
+def plain_block(problem: Problem) -> Block:
     """Sharded weights, `F.linear`, and `dist.all_reduce` in two autograd functions, as tutorials write it."""
-    group = problem.rank.group if communicate else None
+    group = problem.rank.group
     up, down = (problem.shard(w, dim).requires_grad_() for w, dim in ((problem.up, 0), (problem.down, 1)))
 
     def forward(x: Tensor) -> Tensor:
@@ -252,6 +294,8 @@ def torch_block(problem: Problem, *, sequence: bool = False) -> Block:
 
 
 def cases(flags: argparse.Namespace, world_size: int) -> Sequence[Case]:
+    if flags.many:
+        return [MlpCase(d, t, h, f) for d in flags.dtype for h, f in MANY_WIDTHS for t in MANY_TOKENS]
     return [MlpCase(d, t, h, f) for d in flags.dtype for t in flags.tokens for h in flags.hidden for f in flags.ffn]
 
 
@@ -269,6 +313,7 @@ def main(argv: Sequence[str]) -> int:
     made.add_argument("--tokens", type=positive_list, default=[1024, 64], metavar="LIST", help="tokens in the block")
     made.add_argument("--hidden", type=positive_list, default=[1024], metavar="LIST", help="width of x and y")
     made.add_argument("--ffn", type=positive_list, default=[4096], metavar="LIST", help="width inside the block")
+    made.add_argument("--many", action="store_true", help="20 shapes in place of tokens, hidden and ffn")
     return run(BENCH, made.parse_args(argv), ["fastpar", "bench", "linear", *argv])
 
 

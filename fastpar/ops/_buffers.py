@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import cast
 
@@ -12,6 +13,14 @@ from fastpar import _ext
 
 _ext.load()
 
+_LARGE_BYTES = 8 << 20  # kLargeBufferBytes of csrc/common/large_buffer.h, below which its pool does nothing
+
+
+def is_large(like: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None) -> bool:
+    """Whether `new_buffer` takes its memory from the pool."""
+    itemsize = (like.dtype if dtype is None else dtype).itemsize
+    return like.device.type == "cpu" and math.prod(shape) * itemsize >= _LARGE_BYTES
+
 
 def new_buffer(like: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
     """An uninitialised contiguous tensor on like's device, of like's dtype unless another is given.
@@ -20,6 +29,6 @@ def new_buffer(like: Tensor, shape: Sequence[int], dtype: torch.dtype | None = N
     system, and touching new pages costs more than filling them. On CUDA torch keeps a pool itself.
     """
     dtype = like.dtype if dtype is None else dtype
-    if like.device.type == "cpu":
+    if is_large(like, shape, dtype):
         return cast(Tensor, torch.ops.fastpar.large_buffer_empty(list(shape), dtype))
     return torch.empty(shape, dtype=dtype, device=like.device)

@@ -19,7 +19,6 @@ from fastpar.comm import (
     reduce_from,
     reduce_scatter_sequence,
 )
-from fastpar.ops._buffers import new_buffer
 from fastpar.ops._sharded_products import (
     Rows,
     as_matrix,
@@ -147,9 +146,9 @@ def _parameter_grads(
 def weight_grad(grad: Tensor, x: Tensor, like: Tensor) -> Tensor:
     """grad.T @ x [N, K] from grad [..., N] and x [..., K], stored the way `like` is: rows or columns first."""
     grad, x = as_matrix(grad), as_matrix(x)
-    if like.is_contiguous() or not like.t().is_contiguous():
-        return torch.mm(grad.t(), x, out=new_buffer(like, like.shape))
-    return torch.mm(x.t(), grad, out=new_buffer(like, like.shape[::-1])).t()
+    if not like.is_contiguous() and like.t().is_contiguous():
+        return product([x.t()], [grad]).t()
+    return product([grad.t()], [x])
 
 
 def bias_grad(grad: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ Otherwise chunk i takes the i-th piece of every rank's rows, so that all ranks s
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -25,7 +26,7 @@ import torch
 from torch import Tensor
 
 from fastpar.comm import Communicator, Pending, shard_sizes
-from fastpar.ops._buffers import new_buffer
+from fastpar.ops._buffers import is_large, new_buffer
 
 
 class Rows(NamedTuple):
@@ -54,12 +55,14 @@ def launch(comm: Communicator, name: str, x: Tensor, *, concurrent: bool, **argu
 
 def as_matrix(x: Tensor) -> Tensor:
     """[..., features] as [rows, features]; either may be 0."""
-    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    return x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def product(a: Sequence[Tensor], b: Sequence[Tensor], bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     """sum_j a_j @ b_j (+ bias): a_j [..., K_j], b_j [K_j, N] -> [..., N]; `out` is contiguous."""
     rows, features = a[0].shape[:-1], b[0].shape[1]
+    if out is None and len(a) == 1 and not is_large(a[0], (*rows, features)):
+        return product_of_two(a[0], b[0], bias)
     matrices = [as_matrix(x) for x in a]
     whole = new_buffer(a[0], (*rows, features)) if out is None else out
     result = as_matrix(whole)
@@ -70,6 +73,15 @@ def product(a: Sequence[Tensor], b: Sequence[Tensor], bias: Tensor | None = None
     for x, matrix in zip(matrices[1:], b[1:], strict=True):
         torch.addmm(result, x, matrix, out=result)
     return whole
+
+
+def product_of_two(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+    """a @ b (+ bias) with the fewest calls: a product of few rows takes no longer than a handful of them."""
+    with torch.autocast(a.device.type, enabled=False) if torch.is_autocast_enabled(a.device.type) else _NOTHING:
+        return torch.nn.functional.linear(a, b.t(), bias)
+
+
+_NOTHING = contextlib.nullcontext()
 
 
 class _Piece(NamedTuple):
@@ -192,6 +204,9 @@ def product_all_reduced(
 
     `busy` as for `product_reduce_scattered`.
     """
+    if rows.chunks == 1:
+        total = product(a, matrices)
+        return launch(comm, "all_reduce", total, concurrent=rows.concurrent and busy, out=total)
     shape, features = a[0].shape[:-1], matrices[0].shape[1]
     flat = [as_matrix(x) for x in a]
     whole = new_buffer(a[0], (*shape, features))
