@@ -6,6 +6,7 @@ needs the compiled extension to be there or to load. Every problem comes with a 
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import importlib.util
 import json
@@ -396,6 +397,33 @@ def _linear_cross_entropy_error(way: str) -> float:
     return _largest([(loss / 240.0, exact_loss / 240.0), *zip(grads, wanted, strict=True)])
 
 
+def _linear_error(kind: str, way: str) -> float:
+    """Output and gradients of a 17 x 24 by 24 x 31 linear with bias, against float64."""
+    from fastpar import ops
+
+    x, weight, bias, upstream = _normal(17, 24), _normal(31, 24), _normal(31), _normal(17, 31)
+    exact = [value.double().requires_grad_() for value in (x, weight, bias)]
+    exact_out = F.linear(*exact)
+    wanted = [exact_out, *torch.autograd.grad(exact_out, exact, upstream.double())]
+    if way == "apart":
+        by_x = getattr(ops, f"{kind}_dgrad")(upstream, weight, group=None)
+        found = [by_x, *getattr(ops, f"{kind}_wgrad")(upstream, x, group=None)]
+        pairs = list(zip(found, wanted[1:], strict=True))
+    else:
+        leaves = [value.requires_grad_() for value in (x, weight, bias)]
+        out = getattr(ops, kind)(*leaves, group=None)
+        pairs = list(zip([out, *torch.autograd.grad(out, leaves, upstream)], wanted, strict=True))
+    return _largest([(a / b.abs().max(), b / b.abs().max()) for a, b in pairs])
+
+
+def _overlap_error() -> float:
+    """Without a group there is nothing to overlap: an empty table."""
+    from fastpar import ops
+
+    shape = ops.OverlapShape("linear_all_reduce", 8, 8, 8)
+    return float(len(ops.measure_overlap(None, [shape]).table) + len(ops.Overlap.load(None).table))
+
+
 def _softmax_error(log: bool) -> float:
     """Values and gradient of 7 x 1021 fp32 logits."""
     from fastpar.ops import vocab_parallel_log_softmax, vocab_parallel_softmax
@@ -509,6 +537,14 @@ SELF_TESTS: list[tuple[str, Callable[[], float], float]] = [
     ("vocab_parallel_top_k_top_p", _top_k_top_p_error, 0.0),
     ("vocab_parallel_sample", _sample_error, 0.0),
     ("vocab_parallel_embedding", _embedding_error, 1e-5),
+    *(
+        (f"{kind}{suffix}", functools.partial(_linear_error, kind, "apart" if suffix else "whole"), 1e-5)
+        for kind in ("all_gather_linear", "copy_to_linear", "linear_reduce_scatter", "linear_all_reduce")
+        for suffix in ("", "_dgrad", "_wgrad")
+    ),
+    ("Overlap", _overlap_error, 0.0),
+    ("OverlapShape", _overlap_error, 0.0),
+    ("measure_overlap", _overlap_error, 0.0),
 ]
 
 

@@ -17,7 +17,7 @@ import fastpar as fp
 from fastpar import ops
 from fastpar.comm import Communicator, record
 from fastpar.ops import overlap as module
-from fastpar.ops.overlap import Overlap, Shape, key, measure_overlap
+from fastpar.ops.overlap import Overlap, OverlapShape, key, measure_overlap
 from fastpar.tensor import ColumnParallelLinear, RowParallelLinear, SequenceRegion, SharedInput, full_parameter
 from tests.dist import run_ranks
 from tests.linear_cases import Forced
@@ -72,7 +72,7 @@ def _measured(folder: str, times: list[float]) -> list[Any]:
     mine = Path(folder) / str(group.rank)  # a cache of its own for every rank: only rank 0's counts
     kept, module._times = module._times, lambda *_: dict(zip((1, 2, 4), times, strict=True))
     try:
-        shape = Shape("linear_all_reduce", ROWS, WIDTH, FEATURES)
+        shape = OverlapShape("linear_all_reduce", ROWS, WIDTH, FEATURES)
         found = measure_overlap(group, [shape], candidates=(1, 2, 4), folder=mine)
     finally:
         module._times = kept
@@ -93,8 +93,8 @@ def test_more_chunks_are_chosen_only_where_clearly_faster(tmp_path: Path, times:
 
 
 def _really_measured(folder: str) -> list[Any]:
-    shapes = [Shape(product, 64, 32, 48, torch.bfloat16) for product in module.PRODUCTS]
-    shapes.append(Shape("linear_all_reduce", 3, 5, 1))  # fewer features than ranks
+    shapes = [OverlapShape(product, 64, 32, 48, torch.bfloat16) for product in module.PRODUCTS]
+    shapes.append(OverlapShape("linear_all_reduce", 3, 5, 1))  # fewer features than ranks
     found = measure_overlap(dist.group.WORLD, shapes, samples=2, folder=folder)
     return [found, *(Overlap.load(dist.group.WORLD, folder=folder) for _ in range(2))]
 
@@ -146,7 +146,7 @@ def test_the_cache_is_in_the_users_cache_folder(monkeypatch: pytest.MonkeyPatch,
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: measure_overlap(None, [Shape("linear", 1, 1, 1)]), r"product must be one of .* got 'linear'"),
+        (lambda: measure_overlap(None, [OverlapShape("linear", 1, 1, 1)]), r"product must be one of .* got 'linear'"),
         (lambda: measure_overlap(None, [], candidates=(2, 4)), r"include 1, samples >= 1, got \[2, 4\] and 7"),
     ],
 )
@@ -156,7 +156,7 @@ def test_wrong_arguments_of_a_measurement_are_clear_errors(call: Any, message: s
 
 
 def test_one_rank_has_nothing_to_measure() -> None:
-    assert measure_overlap(None, [Shape("linear_all_reduce", 1, 1, 1)]) == Overlap.load(None) == Overlap()
+    assert measure_overlap(None, [OverlapShape("linear_all_reduce", 1, 1, 1)]) == Overlap.load(None) == Overlap()
 
 
 # ---- the layers ------------------------------------------------------------------------------------------------------

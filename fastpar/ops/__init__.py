@@ -25,7 +25,7 @@ if TYPE_CHECKING:
         linear_reduce_scatter_wgrad,
     )
     from fastpar.ops.linear_loss import linear_cross_entropy, linear_cross_entropy_dgrad, linear_cross_entropy_wgrad
-    from fastpar.ops.overlap import Overlap, measure_overlap
+    from fastpar.ops.overlap import Overlap, OverlapShape, measure_overlap
     from fastpar.ops.rms_norm import rms_norm
     from fastpar.ops.swiglu import swiglu
     from fastpar.ops.vocab_entropy import vocab_parallel_entropy, vocab_parallel_log_prob
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "Overlap": "fastpar.ops.overlap",
+    "OverlapShape": "fastpar.ops.overlap",
     "WeightGradStore": "fastpar.ops.wgrad_store",
     "all_reduce_rms_norm": "fastpar.ops.all_reduce_rms_norm",
     "all_gather_linear": "fastpar.ops.linear",
@@ -71,6 +72,7 @@ _HOME = {
 }
 __all__ = [
     "Overlap",
+    "OverlapShape",
     "WeightGradStore",
     "all_gather_linear",
     "all_gather_linear_dgrad",

@@ -38,7 +38,7 @@ CANDIDATES = (1, 2, 4, 8)
 _MARGIN = 0.98
 
 
-class Shape(NamedTuple):
+class OverlapShape(NamedTuple):
     """A product to measure; every number is the whole layer's, the same on all ranks.
 
     product   one of `PRODUCTS`
@@ -89,7 +89,7 @@ class Overlap:
         return replace(self, enabled=False)
 
     def chunks(self, product: str, comm: Communicator, x: Tensor, rows: int, width: int, features: int | None) -> int:
-        """Chunks of one product; `rows`, `width` and `features` as in `Shape`, None: not known to be equal on all."""
+        """Chunks of one product; sizes as in `OverlapShape`, `features` None where ranks may not agree on it."""
         if not self.table or features is None:
             return 1
         return self.table.get(key(product, comm, x.device.type, x.dtype, rows, width, features), 1)
@@ -119,7 +119,7 @@ def _transport(comm: Communicator, device: str) -> str:
 
 def measure_overlap(
     group: GroupLike,
-    shapes: Iterable[Shape],
+    shapes: Iterable[OverlapShape],
     *,
     device: str | torch.device = "cpu",
     candidates: Iterable[int] = CANDIDATES,
@@ -158,7 +158,9 @@ def measure_overlap(
     return Overlap(table=table)
 
 
-def _times(comm: Communicator, shape: Shape, device: torch.device, counts: list[int], samples: int) -> dict[int, float]:
+def _times(
+    comm: Communicator, shape: OverlapShape, device: torch.device, counts: list[int], samples: int
+) -> dict[int, float]:
     """Seconds by number of chunks, the same on every rank."""
     calls = {count: _call(comm, shape, device, count) for count in counts}
     rows: list[list[float]] = []
@@ -179,7 +181,7 @@ def _times(comm: Communicator, shape: Shape, device: torch.device, counts: list[
 
 
 @torch.no_grad()
-def _call(comm: Communicator, shape: Shape, device: torch.device, chunks: int) -> Callable[[], Any]:
+def _call(comm: Communicator, shape: OverlapShape, device: torch.device, chunks: int) -> Callable[[], Any]:
     sizes = tuple(shard_sizes(shape.rows, comm.size))
     share = shard_sizes(shape.features, comm.size)[comm.rank]
     rows = Rows(0, sizes, chunks, True)
