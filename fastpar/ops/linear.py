@@ -15,10 +15,10 @@ x of all_gather_linear is gathered again in backward, not kept: a rank holds its
 serves dgrad, wgrad and dbias of linear_reduce_scatter.
 
 What overlaps. In backward, the gather of x travels during the product for dx, and the sum of dx over the ranks during
-the product for the weight; this costs no extra kernel and is always done. A product can further be cut into chunks of
-rows whose collectives travel during the next chunk's product, which is done where it was measured to be faster; see
-`fastpar.ops.overlap`, also for how ranks agree. `overlap=False` waits for every collective where it is launched. The
-products are the same then, and so are the bits.
+the product for the weight; this costs no extra kernel and is always done, but for small tensors on CPU. A product can
+further be cut into chunks of rows whose collectives travel during the next chunk's product, which is done where it was
+measured to be faster; see `fastpar.ops.overlap`, also for how ranks agree. `overlap=False` waits for every collective
+where it is launched. The products are the same then, and so are the bits.
 
 Several weights of a column-parallel layer, as of queries, keys and values or gate and up, may be passed as a sequence:
 they share one gather of x, and their shares of dx are added before one collective.
@@ -90,7 +90,8 @@ def make_call(
         name = products.get(kind)
         return 1 if name is None else overlap.chunks(name, comm, x, rows, width, features)
 
-    where = Rows(dim, tuple(sizes), chunks(_FORWARD), overlap.enabled)
+    concurrent = overlap.concurrent(x, rows * width * x.itemsize)
+    where = Rows(dim, tuple(sizes), chunks(_FORWARD), concurrent)
     return Call(kind, comm, where, chunks(_BACKWARD))
 
 
