@@ -66,7 +66,7 @@ class VirtualRanks(Communicator):
         self.rank, self.size = rank, size
         self._replay = _Replay(rank, others)  # a loss calls nothing else
         self._blocking = Launcher(_ReplayRoute(rank, size, self._replay), "blocking")
-        self._background = Launcher(_ReplayRoute(rank, size, self._replay), "background")
+        self._background = self._halves = self._blocking
 
     def captured(self, forward: Callable[[], object]) -> torch.Tensor:
         """What `forward`, a function that uses this communicator, hands to its first all-gather."""

@@ -24,12 +24,9 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2.0**-7}
 
 @dataclass(frozen=True)
 class Forced(Overlap):
-    """Every product in `count` chunks, and collectives in flight whatever their size."""
+    """Every product in `count` chunks."""
 
     count: int = 1
-
-    def concurrent(self, *_: Any) -> bool:
-        return self.enabled
 
     def chunks(self, *_: Any) -> int:
         return self.count

@@ -159,19 +159,6 @@ def test_one_rank_has_nothing_to_measure() -> None:
     assert measure_overlap(None, [OverlapShape("linear_all_reduce", 1, 1, 1)]) == Overlap.load(None) == Overlap()
 
 
-@pytest.mark.parametrize(
-    ("overlap", "device", "nbytes", "is_concurrent"),
-    [
-        (Overlap(), "cpu", (256 << 10) - 1, False),
-        (Overlap(), "cpu", 256 << 10, True),
-        (Overlap(), "meta", 1, True),
-        (Overlap(enabled=False), "cpu", 1 << 30, False),
-    ],
-)
-def test_small_cpu_tensors_are_sent_at_once(overlap: Overlap, device: str, nbytes: int, is_concurrent: bool) -> None:
-    assert overlap.concurrent(torch.empty(0, device=device), nbytes) == is_concurrent
-
-
 # ---- the layers ------------------------------------------------------------------------------------------------------
 
 

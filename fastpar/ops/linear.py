@@ -90,8 +90,7 @@ def make_call(
         name = products.get(kind)
         return 1 if name is None else overlap.chunks(name, comm, x, rows, width, features)
 
-    concurrent = overlap.concurrent(x, rows * width * x.itemsize)
-    where = Rows(dim, tuple(sizes), chunks(_FORWARD), concurrent)
+    where = Rows(dim, tuple(sizes), chunks(_FORWARD), overlap.enabled)
     return Call(kind, comm, where, chunks(_BACKWARD))
 
 

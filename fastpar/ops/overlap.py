@@ -36,7 +36,6 @@ PRODUCTS = ("all_gather_linear", "linear_reduce_scatter", "linear_all_reduce")
 CANDIDATES = (1, 2, 4, 8)
 # Cutting has to win by this much before it is preferred: a decision should not hang on the noise of one measurement.
 _MARGIN = 0.98
-_BACKGROUND_BYTES = 256 << 10
 
 
 class OverlapShape(NamedTuple):
@@ -88,14 +87,6 @@ class Overlap:
     def disabled(self) -> Overlap:
         """The same products with no collective in flight during any."""
         return replace(self, enabled=False)
-
-    def concurrent(self, x: Tensor, nbytes: int) -> bool:
-        """Whether a collective of so many bytes may be in flight during a product.
-
-        On CPU small ones are not: waking the thread that would move them costs more than moving them (measured in CPU
-        time on two busy cores: up to 0.3 ms a training step of an MLP below 128 KB, nothing above 256 KB).
-        """
-        return self.enabled and (x.device.type != "cpu" or nbytes >= _BACKGROUND_BYTES)
 
     def chunks(self, product: str, comm: Communicator, x: Tensor, rows: int, width: int, features: int | None) -> int:
         """Chunks of one product; sizes as in `OverlapShape`, `features` None where ranks may not agree on it."""
