@@ -28,6 +28,7 @@ PYBIND11_MODULE(fastpar_emulation, m) {
   py::register_exception<fastpar::emulation::Error>(m, "Error", PyExc_RuntimeError);
   m.def("set_schedule", &fastpar::emulation::set_schedule_by_name, py::arg("name"), py::arg("seed") = 0);
   py::class_<Stream>(m, "Stream").def(py::init<>());
+  m.def("clock_nanoseconds", &fastpar::emulation::clock_nanoseconds);
   m.def("synchronize", &fastpar::emulation::synchronize);
   py::class_<LaunchConfig>(m, "LaunchConfig")
       .def(py::init([](int64_t blocks, unsigned threads, size_t shared_bytes, unsigned cluster, bool cooperative) {
