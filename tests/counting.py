@@ -102,6 +102,7 @@ def count_collectives() -> Iterator[Counts]:
     with (
         mock.patch.object(LocalWorld, "run", counted(LocalWorld.run)),
         mock.patch.object(LocalWorld, "submit", counted(LocalWorld.submit)),
+        mock.patch.object(LocalWorld, "begin", counted(LocalWorld.begin)),
         torch.autograd.set_multithreading_enabled(False),
         _Counter(counts),
     ):

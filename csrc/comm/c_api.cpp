@@ -43,6 +43,12 @@ fastpar::InterruptCheck& interrupt_check() {
   return check;
 }
 
+// Signals are handled on the main thread only, and two threads must not be in the check at once.
+fastpar::InterruptCheck interrupt_check_here() {
+  thread_local const bool is_main_thread = syscall(SYS_gettid) == getpid();
+  return is_main_thread ? interrupt_check() : nullptr;
+}
+
 Progress& progress(void* comm) { return *static_cast<Progress*>(comm); }
 
 Call call_of(int64_t spec, int64_t element_bytes, const void* input, void* output, int64_t count, const int64_t* sizes,
@@ -93,10 +99,8 @@ void fastpar_comm_set_interrupt_check(bool (*check)()) { interrupt_check() = che
 int fastpar_comm_run(void* comm, int64_t spec, int64_t element_bytes, const void* input, void* output, int64_t count,
                      const int64_t* sizes, const int64_t* output_sizes, double timeout) {
   return status_of([&] {
-    // Signals are handled on the main thread only, and two threads must not be in the check at once.
-    const bool is_main_thread = syscall(SYS_gettid) == getpid();
     progress(comm).run(call_of(spec, element_bytes, input, output, count, sizes, output_sizes, timeout),
-                       is_main_thread ? interrupt_check() : nullptr);
+                       interrupt_check_here());
   });
 }
 
@@ -115,7 +119,7 @@ uint64_t fastpar_comm_begin(void* comm, int64_t spec, int64_t element_bytes, con
 }
 
 int fastpar_comm_finish(void* comm, uint64_t ticket) {
-  return status_of([&] { progress(comm).finish(ticket, interrupt_check()); });
+  return status_of([&] { progress(comm).finish(ticket, interrupt_check_here()); });
 }
 
 int fastpar_comm_wait(void* comm, uint64_t ticket, double seconds) {
