@@ -92,6 +92,7 @@ int fastpar_comm_connect(void* comm, const int64_t* pids, const int64_t* descrip
   return status_of([&] { progress(comm).world().connect(pids, descriptors, nonces); });
 }
 
+void fastpar_comm_name_ranks(void* comm, const int64_t* names) { progress(comm).world().name_ranks(names); }
 void fastpar_comm_seal(void* comm) { progress(comm).world().seal(); }
 void fastpar_comm_destroy(void* comm) { delete static_cast<Progress*>(comm); }
 void fastpar_comm_set_interrupt_check(bool (*check)()) { interrupt_check() = check; }

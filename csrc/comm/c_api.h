@@ -20,6 +20,8 @@ FASTPAR_EXPORT int64_t fastpar_comm_descriptor(void* comm);
 FASTPAR_EXPORT uint64_t fastpar_comm_nonce(void* comm);
 FASTPAR_EXPORT int fastpar_comm_connect(void* comm, const int64_t* pids, const int64_t* descriptors,
                                         const uint64_t* nonces);
+// What messages call the ranks (array by rank), where that is not 0, 1, 2, ...
+FASTPAR_EXPORT void fastpar_comm_name_ranks(void* comm, const int64_t* names);
 FASTPAR_EXPORT void fastpar_comm_seal(void* comm);
 FASTPAR_EXPORT void fastpar_comm_destroy(void* comm);
 

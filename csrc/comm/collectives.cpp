@@ -160,7 +160,8 @@ class Collective {
 
   [[noreturn]] void mismatch(const char* what) const {
     std::string text = concatenate("call #", header_.sequence, ": ", what);
-    for (int rank = 0; rank < size_; ++rank) text += concatenate("; rank ", rank, ": ", describe(header_of(rank)));
+    for (int rank = 0; rank < size_; ++rank)
+      text += concatenate("; rank ", world_.name(rank), ": ", describe(header_of(rank)));
     throw CommFailure(CommStatus::kMismatch, text);
   }
 
@@ -443,7 +444,7 @@ class Collective {
           concatenate("call #", header_.sequence, ": what ranks send is not what ranks expect in all_to_all");
       for (int rank = 0; rank < size_; ++rank) {
         const int64_t* table = world_.size_table(rank, phase_);
-        text += concatenate("; rank ", rank, " sends");
+        text += concatenate("; rank ", world_.name(rank), " sends");
         for (int to = 0; to < size_; ++to) text += concatenate(" ", table[to]);
         text += " and expects";
         for (int from = 0; from < size_; ++from) text += concatenate(" ", table[size_ + from]);

@@ -99,7 +99,7 @@ void World::connect(const int64_t* pids, const int64_t* descriptors, const uint6
     SharedSegment segment = SharedSegment::open(pid, static_cast<int>(descriptors[peer]), own_.bytes());
     base_[static_cast<size_t>(peer)] = segment.address();
     peers_[static_cast<size_t>(peer)] = std::move(segment);
-    FASTPAR_CHECK(control(peer).nonce == nonces[peer], "process ", pid, " is not rank ", peer,
+    FASTPAR_CHECK(control(peer).nonce == nonces[peer], "process ", pid, " is not rank ", name(peer),
                   " (another process namespace?)");
     watches_[static_cast<size_t>(peer)] = ProcessWatch(pid);
   }
@@ -167,25 +167,25 @@ void World::look_for_trouble(int peer, uint64_t phase, double started, double ti
     if (other == rank()) continue;
     const uint32_t status = control(other).failed.load(std::memory_order_acquire);
     if (status != 0 && !arrived(other)) {
-      fail(static_cast<CommStatus>(status), concatenate("rank ", other, " gave up: ", control(other).failure));
+      fail(static_cast<CommStatus>(status), concatenate("rank ", name(other), " gave up: ", control(other).failure));
     }
   }
   const double time = now();
   if (time - started > kDeathCheckSeconds) {
     for (int other = 0; other < size(); ++other) {
       if (other != rank() && watches_[static_cast<size_t>(other)].has_ended() && !arrived(other)) {
-        fail(CommStatus::kPeerLost,
-             concatenate("the process of rank ", other, " (pid ", pids_[static_cast<size_t>(other)], ") has ended"));
+        fail(CommStatus::kPeerLost, concatenate("the process of rank ", name(other), " (pid ",
+                                                pids_[static_cast<size_t>(other)], ") has ended"));
       }
     }
   }
   if (time - first_wait_ > timeout_seconds) {
     std::string missing;
     for (int other = 0; other < size(); ++other) {
-      if (other != rank() && !arrived(other)) missing += concatenate(missing.empty() ? "" : ", ", other);
+      if (other != rank() && !arrived(other)) missing += concatenate(missing.empty() ? "" : ", ", name(other));
     }
-    fail(CommStatus::kTimeout, concatenate("rank ", rank(), " waited ", timeout_seconds, " s for rank(s) ",
-                                           missing.empty() ? std::to_string(peer) : missing));
+    fail(CommStatus::kTimeout, concatenate("rank ", name(rank()), " waited ", timeout_seconds, " s for rank(s) ",
+                                           missing.empty() ? std::to_string(name(peer)) : missing));
   }
 }
 

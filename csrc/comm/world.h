@@ -86,6 +86,10 @@ class World {
   int size() const { return options_.size; }
   int64_t slot_bytes() const { return static_cast<int64_t>(options_.slot_bytes); }
 
+  // What messages call the ranks: the numbers that the user's group gives them (array by rank). At first, 0, 1, 2, ...
+  void name_ranks(const int64_t* names) { names_.assign(names, names + size()); }
+  int64_t name(int rank) const { return names_.empty() ? rank : names_[static_cast<size_t>(rank)]; }
+
   // Descriptor of the own segment, and what peers find in it if they have opened the right one.
   int descriptor() const { return own_.descriptor(); }
   uint64_t nonce() const { return control(rank()).nonce; }
@@ -149,6 +153,7 @@ class World {
   std::vector<SharedSegment> peers_;
   std::vector<ProcessWatch> watches_;
   std::vector<int64_t> pids_;
+  std::vector<int64_t> names_;
   std::vector<char*> base_;
   uint64_t phase_ = 0;
   int spins_, yields_;
