@@ -38,15 +38,18 @@ int status_of(Action&& action) {
   }
 }
 
-fastpar::InterruptCheck& interrupt_check() {
-  static fastpar::InterruptCheck check = nullptr;
-  return check;
+struct InterruptChecks {
+  fastpar::InterruptCheck on_main_thread, on_other_threads;
+};
+InterruptChecks& interrupt_checks() {
+  static InterruptChecks checks{};
+  return checks;
 }
 
-// Signals are handled on the main thread only, and two threads must not be in the check at once.
+// Signals are handled on the main thread only, and two threads must not be in its check at once.
 fastpar::InterruptCheck interrupt_check_here() {
   thread_local const bool is_main_thread = syscall(SYS_gettid) == getpid();
-  return is_main_thread ? interrupt_check() : nullptr;
+  return is_main_thread ? interrupt_checks().on_main_thread : interrupt_checks().on_other_threads;
 }
 
 Progress& progress(void* comm) { return *static_cast<Progress*>(comm); }
@@ -95,7 +98,9 @@ int fastpar_comm_connect(void* comm, const int64_t* pids, const int64_t* descrip
 void fastpar_comm_name_ranks(void* comm, const int64_t* names) { progress(comm).world().name_ranks(names); }
 void fastpar_comm_seal(void* comm) { progress(comm).world().seal(); }
 void fastpar_comm_destroy(void* comm) { delete static_cast<Progress*>(comm); }
-void fastpar_comm_set_interrupt_check(bool (*check)()) { interrupt_check() = check; }
+void fastpar_comm_set_interrupt_checks(bool (*on_main_thread)(), bool (*on_other_threads)()) {
+  interrupt_checks() = {on_main_thread, on_other_threads};
+}
 
 int fastpar_comm_run(void* comm, int64_t spec, int64_t element_bytes, const void* input, void* output, int64_t count,
                      const int64_t* sizes, const int64_t* output_sizes, double timeout) {

@@ -25,8 +25,8 @@ FASTPAR_EXPORT void fastpar_comm_name_ranks(void* comm, const int64_t* names);
 FASTPAR_EXPORT void fastpar_comm_seal(void* comm);
 FASTPAR_EXPORT void fastpar_comm_destroy(void* comm);
 
-// Asked by a blocking call of the main thread that waits for long; true: give up.
-FASTPAR_EXPORT void fastpar_comm_set_interrupt_check(bool (*check)());
+// Asked by a blocking call of the main thread for long, on the main thread and on others; true: give up.
+FASTPAR_EXPORT void fastpar_comm_set_interrupt_checks(bool (*on_main_thread)(), bool (*on_other_threads)());
 
 // ---- calls. `spec`: op | dtype << 8 | reduction << 16 | root << 32. See `Call` for the rest.
 

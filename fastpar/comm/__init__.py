@@ -5,8 +5,8 @@
     pending = comm.all_gather_async(x)      # does not; y = pending.wait()
 
 `Communicator` is the interface; what moves the bytes is a `Transport`: shared memory between CPU ranks of one host,
-torch.distributed (gloo, NCCL) for the rest. Importing this package touches no process group, and a group of one rank
-(or None) never does.
+that and gloo between the leaders of several hosts, torch.distributed (gloo, NCCL) for the rest. Importing this package
+touches no process group, and a group of one rank (or None) never does.
 """
 
 from fastpar.comm.autograd import (

@@ -6,10 +6,11 @@ takes. ctypes releases the interpreter's lock during a call.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import threading
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Iterator
 from ctypes import POINTER, c_bool, c_char_p, c_double, c_int, c_int64, c_uint64, c_void_p
 from typing import Any
 
@@ -26,9 +27,10 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "comm_descriptor": (c_int64, [c_void_p]),
     "comm_nonce": (c_uint64, [c_void_p]),
     "comm_connect": (c_int, [c_void_p, POINTER(c_int64), POINTER(c_int64), POINTER(c_uint64)]),
+    "comm_name_ranks": (None, [c_void_p, POINTER(c_int64)]),
     "comm_seal": (None, [c_void_p]),
     "comm_destroy": (None, [c_void_p]),
-    "comm_set_interrupt_check": (None, [c_void_p]),
+    "comm_set_interrupt_checks": (None, [c_void_p, c_void_p]),
     "comm_run": (c_int, _CALL),
     "comm_submit": (c_uint64, _CALL),
     "comm_begin": (c_uint64, _CALL),
@@ -45,8 +47,26 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "comm_tune": (None, [c_int64, c_int64]),
 }
 
-# What a signal handler raised while a collective waited: set by the watch below, on the thread that waits.
+# What a signal handler or a check raised while a collective waited: set by the watches below, on the thread that waits.
+# And what else to ask there, see `interrupted_by`.
 _raised = threading.local()
+
+
+@contextlib.contextmanager
+def interrupted_by(check: Callable[[], None]) -> Iterator[None]:
+    """While this thread waits in a blocking collective it calls `check` now and then, and gives up if that raises."""
+    _raised.check = check
+    try:
+        yield
+    finally:
+        del _raised.check
+
+
+def check_interrupt() -> None:
+    """What `interrupted_by` asks of this thread; for waits outside of the library."""
+    check = getattr(_raised, "check", None)
+    if check is not None:
+        check()
 
 
 def _signal_watch() -> Generator[bool, None, None]:
@@ -62,6 +82,7 @@ def _signal_watch() -> Generator[bool, None, None]:
         try:
             yield interrupted
             interrupted = False
+            check_interrupt()
         except GeneratorExit:
             return
         except BaseException as error:
@@ -71,7 +92,18 @@ def _signal_watch() -> Generator[bool, None, None]:
 
 _SIGNAL_WATCH = _signal_watch()
 next(_SIGNAL_WATCH)  # into the try block
-_check_interrupt = ctypes.CFUNCTYPE(c_bool)(_SIGNAL_WATCH.__next__)
+_check_on_main_thread = ctypes.CFUNCTYPE(c_bool)(_SIGNAL_WATCH.__next__)
+
+
+@ctypes.CFUNCTYPE(c_bool)
+def _check_on_other_thread() -> bool:
+    """The same for a wait on any other thread, where no signals are handled."""
+    try:
+        check_interrupt()
+    except BaseException as error:
+        _raised.error = error
+        return True
+    return False
 
 
 class Library:
@@ -83,7 +115,7 @@ class Library:
             function = getattr(handle, f"fastpar_{name}")
             function.restype, function.argtypes = result, arguments
             setattr(self, name, function)
-        self.comm_set_interrupt_check(_check_interrupt)
+        self.comm_set_interrupt_checks(_check_on_main_thread, _check_on_other_thread)
 
     def __getattr__(self, name: str) -> Any:  # for type checkers: the attributes are set above
         raise AttributeError(name)

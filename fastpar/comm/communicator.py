@@ -23,7 +23,8 @@ class Communicator:
 
     group      a ProcessGroup, a 1-D DeviceMesh, a Communicator (its group), or None: one rank
     timeout    seconds from the launch of a collective to its deadline
-    transport  "auto": shared memory for CPU tensors where all ranks share a host, else torch.distributed (gloo, NCCL);
+    transport  "auto": shared memory for CPU tensors where all ranks share a host; shared memory within hosts and gloo
+               between them where some do; else torch.distributed (gloo, NCCL);
                "torch": always that; "shared_memory": an error where "auto" would fall back for CPU tensors
 
     Every method has a twin `<name>_async` with the same arguments that returns a `Pending`; `name(...)` is
@@ -33,8 +34,9 @@ class Communicator:
     Tensors may have any strides and any dtype (reductions: real floating point of at least 16 bits and integers; bool
     with max and min). Results are contiguous, never alias an input (except `out=x`), and carry no autograd history:
     `fastpar.comm` has the differentiable pairs. Over shared memory reductions add in the order of ranks, 16-bit
-    floats in float32 with one rounding; `fastpar.comm.torch_transport` says what holds for torch.distributed. A group
-    of one rank (or None) makes no call to torch.distributed and gives the same results: new tensors.
+    floats in float32 with one rounding; `fastpar.comm.hierarchical` says what holds for several hosts, and
+    `fastpar.comm.torch_transport` what holds for torch.distributed. A group of one rank (or None) makes no call to
+    torch.distributed and gives the same results: new tensors.
 
     `sizes` are rows along `dim`, one per rank, any of them 0. Ranks are ranks within the group.
 
@@ -69,7 +71,7 @@ class Communicator:
         return f"Communicator(rank={self.rank}, size={self.size}, timeout={self.timeout:g})"
 
     def local_world(self) -> LocalWorld | None:
-        """The ranks that share memory, all of the group's; None where CPU tensors go through torch.distributed.
+        """The ranks that share memory, all of the group's; None where they cannot, or are on several hosts.
 
         The first call, and the first collective, wait until all ranks have come.
         """

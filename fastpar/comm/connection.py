@@ -18,7 +18,9 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from fastpar.comm.errors import CommError
-from fastpar.comm.local_world import LocalWorld, connect
+from fastpar.comm.hierarchy import Hierarchy
+from fastpar.comm.leaders import join_leaders
+from fastpar.comm.local_world import SEVERAL_HOSTS, LocalWorld, Meeting, connect
 from fastpar.comm.pending import StillInFlightError, Work
 from fastpar.comm.transport import InFlight
 
@@ -26,18 +28,18 @@ from fastpar.comm.transport import InFlight
 class _Queued:
     """A collective that was launched before the ranks had met: the work of what it becomes."""
 
-    def __init__(self, start: Callable[[LocalWorld | None], InFlight]) -> None:
+    def __init__(self, start: Callable[[], InFlight]) -> None:
         self._start = start
         self._started = threading.Event()
         self._flight: InFlight | None = None
         self._error: CommError | None = None
 
-    def start(self, world: LocalWorld | None, error: CommError | None) -> None:
+    def start(self, error: CommError | None) -> None:
         """On the thread of the connection."""
         try:
             if error is not None:
                 raise error
-            self._flight = self._start(world)
+            self._flight = self._start()
         except CommError as failure:
             self._error = failure
         except Exception as failure:  # whatever it is, the caller must hear of it, and not wait for ever
@@ -69,7 +71,8 @@ class _Queued:
 
 
 class Connection:
-    """The shared memory of one process group, or the knowledge that there is none."""
+    """What the ranks of one process group share, once they have met: `world` where all are on one host, `hierarchy`
+    where some are, neither where none are or where they cannot; `problem` says why there is no `world`."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = weakref.ref(group)
@@ -79,7 +82,8 @@ class Connection:
         self.is_settled = False
         self.error: CommError | None = None  # the ranks did not meet: for good
         self.world: LocalWorld | None = None
-        self.problem = ""  # why there is no world
+        self.hierarchy: Hierarchy | None = None
+        self.problem = ""
 
     @staticmethod
     def of(group: ProcessGroup) -> Connection:
@@ -90,7 +94,7 @@ class Connection:
                 connection = _CONNECTIONS[group] = Connection(group)
         return connection
 
-    def defer(self, start: Callable[[LocalWorld | None], InFlight], timeout: float) -> InFlight:
+    def defer(self, start: Callable[[], InFlight], timeout: float) -> InFlight:
         """Launch `start` when the ranks have met; at once where they have."""
         queued = _Queued(start)
         with self._lock:
@@ -107,14 +111,20 @@ class Connection:
                 return InFlight(queued, queued.finish)
         if self.error is not None:
             raise CommError(f"an earlier collective of this group failed ({self.error}): make a new group")
-        return start(self.world)
+        return start()
 
     def _connect(self, store: dist.Store | None, timeout: float) -> None:
         try:
             if store is None:
                 raise NotImplementedError("the group has no store")
-            found = connect(store, self._rank, self._size, _ranks_on_host(self._size), timeout)
-            self.world, self.problem = (None, found) if isinstance(found, str) else (found, "")
+            deadline = time.monotonic() + timeout
+            found = connect(store, self._rank, self._size, _ranks_on_host(), timeout)
+            if isinstance(found, str):
+                self.problem = found
+            elif len(found.hosts) == 1:
+                self.world = found.world
+            else:
+                self._join_hosts(store, found, deadline)
         except CommError as failure:
             self.error = failure
         except Exception as failure:
@@ -122,9 +132,15 @@ class Connection:
         with self._lock:
             assert self._queue is not None
             for queued in self._queue:
-                queued.start(self.world, self.error)
+                queued.start(self.error)
             self._queue = None
             self.is_settled = True
+
+    def _join_hosts(self, store: dist.Store, meeting: Meeting, deadline: float) -> None:
+        leaders = join_leaders(store, self._rank, meeting.hosts, deadline)
+        self.problem = leaders if isinstance(leaders, str) else SEVERAL_HOSTS
+        if not isinstance(leaders, str):
+            self.hierarchy = Hierarchy(self._rank, meeting.hosts, meeting.world, leaders)
 
 
 _CONNECTIONS: weakref.WeakKeyDictionary[ProcessGroup, Connection] = weakref.WeakKeyDictionary()
@@ -142,6 +158,6 @@ def store_of(group: ProcessGroup) -> dist.Store | None:
     return None
 
 
-def _ranks_on_host(group_size: int) -> int:
+def _ranks_on_host() -> int:
     """How many ranks compete for this host's processors, as far as one can tell: it decides how long to spin."""
-    return max(group_size, int(os.environ.get("LOCAL_WORLD_SIZE") or dist.get_world_size()))
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or dist.get_world_size())

@@ -20,6 +20,6 @@ class PeerLostError(CommError):
 class CommMismatchError(CommError):
     """The ranks called different collectives, or the same one with other shapes, dtypes or options.
 
-    Every rank gets this error, with what every rank called, before any data was touched. Over shared memory the group
-    can be used further.
+    Every rank gets this error, with what every rank called, before any data was touched. Over shared memory, and
+    across hosts where they go the hierarchical way, the group can be used further.
     """

@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 from fastpar.comm.connection import Connection
 from fastpar.comm.errors import CommError
 from fastpar.comm.express import Express
+from fastpar.comm.hierarchical import HierarchicalTransport
 from fastpar.comm.local_world import LocalWorld
 from fastpar.comm.shared_memory import SharedMemoryTransport, can_reduce
 from fastpar.comm.torch_transport import TorchTransport
@@ -25,7 +26,8 @@ _REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce")
 class Route:
     """Chooses for one communicator, by what is equal on all ranks: device, dtype and where the ranks are.
 
-    auto           CPU tensors: shared memory where all ranks of the group can share it, else torch.distributed.
+    auto           CPU tensors: shared memory where all ranks of the group can share it; within hosts and gloo between
+                   them where some can; else torch.distributed.
                    All other tensors, and dtypes that csrc/comm cannot reduce: torch.distributed.
     torch          always torch.distributed
     shared_memory  as auto, but an error where the ranks cannot share memory
@@ -89,7 +91,7 @@ class Route:
             return start(self._traced)
         if not self._by_mode:
             if not self._connection.is_settled:
-                return self._connection.defer(lambda world: start(self._through(world, "background")), self.timeout)
+                return self._connection.defer(lambda: start(self._through("background")), self.timeout)
             if self._connection.error is not None:
                 raise CommError(
                     f"an earlier collective of this group failed ({self._connection.error}): make a new group"
@@ -97,26 +99,32 @@ class Route:
             world = self._connection.world
             if world is not None:
                 self.express = Express(world, self)
-            self._by_mode = {name: self._through(world, name) for name in MODES}
+            self._by_mode = {name: self._through(name) for name in MODES}
         return start(self._by_mode[mode])
 
     def world(self) -> LocalWorld | None:
-        """The ranks that share memory; waits until all have met. None: they cannot."""
+        """The ranks of the group, sharing memory; waits until all have met. None: not all can."""
         if self._connection is None:
             return None
         if not self._connection.is_settled:
-            flight = self._connection.defer(lambda _: InFlight(None, lambda: None), self.timeout)
+            flight = self._connection.defer(lambda: InFlight(None, lambda: None), self.timeout)
             assert flight.work is not None
             flight.work.wait(self.timeout)
         return self._connection.world
 
-    def _through(self, world: LocalWorld | None, mode: str) -> Transport:
+    def _through(self, mode: str) -> Transport:
+        """What moves CPU tensors, now that the ranks have met."""
         assert self._torch is not None
         assert self._connection is not None
-        if world is not None:
-            return SharedMemoryTransport(world, self.timeout, mode)
+        found = self._connection
+        if found.world is not None:
+            return SharedMemoryTransport(found.world, self.timeout, mode)
         if self._is_required:
-            raise CommError(f"the ranks of the group cannot share memory: {self._connection.problem}")
+            raise CommError(f"the ranks of the group cannot share memory: {found.problem}")
+        if found.hierarchy is not None:
+            return HierarchicalTransport(
+                found.hierarchy, self.rank, self._torch, self.timeout, background=mode != "blocking"
+            )
         return self._torch
 
 
