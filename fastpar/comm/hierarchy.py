@@ -78,7 +78,7 @@ class Collective:
         raise NotImplementedError
 
     def take(self, result: Tensor) -> Tensor | None:
-        """This rank's result from its host's, which is memory that does not last."""
+        """This rank's result from its host's, which is a piece of a larger buffer: copied."""
         raise NotImplementedError
 
     # ---- much data
