@@ -19,7 +19,7 @@ too, minima of turns. There the network costs nothing: what counts is the number
                           2 + 2 ranks     3 + 3 ranks     4 + 4 ranks
     all_reduce  64 B      1.1 | 0.7       1.9 | 1.5       2.6 | 2.1
                 8 KB      1.0 | 0.7       1.7 | 1.6       2.3 | 2.6
-                64 KB     1.6 | 1.0       2.4 | 1.7       2.9 | 3.0
+                64 KB     1.8 | 1.0       2.4 | 1.7       2.9 | 3.0
                 1 MB      7.0 | 4.5       7.3 | 7.9       11 | 17
                 16 MB     52 | 50
     all_gather  64 B      1.2 | 0.6       1.4 | 1.0       2.5 | 2.4

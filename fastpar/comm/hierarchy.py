@@ -101,7 +101,7 @@ class Local:
 
     def __init__(self, world: LocalWorld | None, seconds: float) -> None:
         self.rank, self.size = (0, 1) if world is None else (world.rank, world.size)
-        self._shared = None if world is None else SharedMemoryTransport(world, seconds, background=False)
+        self._shared = None if world is None else SharedMemoryTransport(world, seconds, mode="blocking")
 
     def all_gather(self, x: Tensor) -> Tensor:
         return x if self._shared is None else self._shared.all_gather(x, [x.numel()] * self.size).finish()
