@@ -22,7 +22,7 @@ struct RankTensor {
 //
 //   rank 0 has [1, 2], rank 1 has [10, 20]: inbox of 0 <- [10, 20], of 1 <- [1, 2]; both give [11, 22]
 template <typename T>
-__global__ void __launch_bounds__(kCollectiveThreads)
+__global__ void __launch_bounds__(kCollectiveThreads, 1)
     all_reduce_one_shot(PeerGroup group, RankTensor<const T> x, RankTensor<T> out, int64_t count, bool average) {
   const Block block(group, Collective::kAllReduceOneShot);
   const Span<const T> in(x.of(block), count);
@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(kCollectiveThreads)
 //
 //   rank 0 has [1, 2], rank 1 has [10, 20]: inbox of 0 <- [10], of 1 <- [2]; 0 sends 11 and 1 sends 22
 template <typename T>
-__global__ void __launch_bounds__(kCollectiveThreads)
+__global__ void __launch_bounds__(kCollectiveThreads, 1)
     all_reduce_two_shot(PeerGroup group, RankTensor<const T> x, RankTensor<T> out, int64_t count, bool average) {
   const Block block(group, Collective::kAllReduceTwoShot);
   const Span<const T> in(x.of(block), count);
@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(kCollectiveThreads)
 //
 //   parts of 1 and 2 elements, rank 0 has [1, 2, 3], rank 1 has [10, 20, 30]: 0 gives [11], 1 gives [22, 33]
 template <typename T>
-__global__ void __launch_bounds__(kCollectiveThreads)
+__global__ void __launch_bounds__(kCollectiveThreads, 1)
     reduce_scatter(PeerGroup group, RankTensor<const T> x, RankTensor<T> out, Parts parts, bool average) {
   const Block block(group, Collective::kReduceScatter);
   const T* in = x.of(block);
@@ -127,7 +127,7 @@ __global__ void __launch_bounds__(kCollectiveThreads)
 // out: the x of all ranks, in their order; parts says where each goes, and how long it is. T: any type of the size of
 // what is moved.
 template <typename T>
-__global__ void __launch_bounds__(kCollectiveThreads)
+__global__ void __launch_bounds__(kCollectiveThreads, 1)
     all_gather(PeerGroup group, RankTensor<const T> x, RankTensor<T> out, Parts parts) {
   const Block block(group, Collective::kAllGather);
   const Span<const T> in(x.of(block), parts.count[block.rank]);

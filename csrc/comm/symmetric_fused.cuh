@@ -20,7 +20,7 @@ __device__ inline bool has_poison(const uint4& packet) {
 // One exchange, in which the data are their own flags: a word that is still poison has not come. See Note: without
 // flags, in peer_group.h. NaNs stay NaNs, with other bits.
 template <typename T>
-__global__ void __launch_bounds__(kCollectiveThreads)
+__global__ void __launch_bounds__(kCollectiveThreads, 1)
     all_reduce_mailbox(PeerGroup group, RankTensor<const T> x, RankTensor<T> out, int64_t count, bool average) {
   const Block block(group, Collective::kAllReduceMailbox);
   const Span<const T> in(x.of(block), count);
@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(kCollectiveThreads)
 // Two exchanges, through `multicast`: the address that stands for every rank's buffer. Rank p asks the switch for part
 // p of all, added, and has it sent to all. All ranks have the same bits; which ones depends on the switch's order.
 template <typename T>
-__global__ void __launch_bounds__(kCollectiveThreads)
+__global__ void __launch_bounds__(kCollectiveThreads, 1)
     all_reduce_multimem(PeerGroup group, uint64_t multicast, RankTensor<const T> x, RankTensor<T> out, int64_t count) {
   const Block block(group, Collective::kAllReduceMultimem);
   const Span<const T> in(x.of(block), count);
@@ -143,7 +143,7 @@ struct NormArguments {
 // h = all_reduce(x) + residual, rounded after each; out = h * rstd * (weight_offset + weight). A block has whole rows:
 // block b takes rows b, b + num_blocks, ...
 template <typename T>
-__global__ void __launch_bounds__(kCollectiveThreads)
+__global__ void __launch_bounds__(kCollectiveThreads, 1)
     all_reduce_rms_norm(PeerGroup group, RankTensor<const T> x, NormArguments<T> a) {
   constexpr int kPacket = kPacketSize<T>;
   const Block block(group, Collective::kAllReduceRmsNorm);
