@@ -200,10 +200,13 @@ class Collective {
 
   // ---- memory
 
+  // Null for an empty tensor, whatever the element.
   const char* input(int64_t element) const {
-    return static_cast<const char*>(call_.input) + element * call_.element_bytes;
+    return call_.input == nullptr ? nullptr : static_cast<const char*>(call_.input) + bytes(element);
   }
-  char* output(int64_t element) const { return static_cast<char*>(call_.output) + element * call_.element_bytes; }
+  char* output(int64_t element) const {
+    return call_.output == nullptr ? nullptr : static_cast<char*>(call_.output) + bytes(element);
+  }
   int64_t bytes(int64_t elements) const { return elements * call_.element_bytes; }
 
   void copy(char* to, const char* from, int64_t elements) const {
