@@ -23,10 +23,12 @@ constexpr size_t kPage = 4096;
 constexpr long kSliceNanoseconds = 5'000'000;  // how long a rank sleeps before it looks around
 constexpr double kDeathCheckSeconds = 0.05;
 
-// The bounds of the first two stages of waiting, in iterations: the spin takes some 30 us with a processor for every
-// rank, well under one without.
+// The bounds of the first two stages of waiting. The spin takes some 30 us with a processor for every rank, well under
+// one without. Yielding goes on for longer than a chunk of a large collective takes, because a rank that is woken from the
+// futex is 50 us or more late. It is bounded by time: a yield returns at once, or after a time slice of somebody else's.
 constexpr int kSpins = 1000, kSpinsCrowded = 20;
-constexpr int kYields = 200, kYieldsCrowded = 100;
+constexpr double kYieldSeconds = 0.002, kYieldSecondsCrowded = 0.001;
+constexpr int kYieldsPerLookAtTheClock = 8;
 
 size_t rounded_up(size_t value, size_t unit) { return (value + unit - 1) / unit * unit; }
 
@@ -86,7 +88,7 @@ World::World(const WorldOptions& options) : options_(options), base_(static_cast
   control(rank()).nonce = nonce;
   const bool crowded = options.ranks_on_host > processors();
   spins_ = crowded ? kSpinsCrowded : kSpins;
-  yields_ = crowded ? kYieldsCrowded : kYields;
+  yield_seconds_ = crowded ? kYieldSecondsCrowded : kYieldSeconds;
 }
 
 void World::connect(const int64_t* pids, const int64_t* descriptors, const uint64_t* nonces) {
@@ -135,11 +137,11 @@ inline void World::wait_for(int peer, uint64_t phase, double timeout_seconds) {
 
 void World::wait_for_long(int peer, uint64_t phase, double timeout_seconds) {
   ControlBlock& theirs = control(peer);
-  for (int i = 0; i < yields_; ++i) {
+  const double started = now();
+  for (int i = 1; i % kYieldsPerLookAtTheClock != 0 || now() - started < yield_seconds_; ++i) {
     if (theirs.phase.load(std::memory_order_acquire) >= phase) return;
     sched_yield();
   }
-  const double started = now();
   if (first_wait_ == 0.0) first_wait_ = started;
   theirs.sleepers.fetch_add(1, std::memory_order_seq_cst);
   try {

@@ -156,7 +156,8 @@ class World {
   std::vector<int64_t> names_;
   std::vector<char*> base_;
   uint64_t phase_ = 0;
-  int spins_, yields_;
+  int spins_;
+  double yield_seconds_;
   double first_wait_ = 0.0;  // when the collective under way first had to wait for long; 0: not yet
   mutable std::mutex regions_mutex_;
   std::vector<std::shared_ptr<const Region>> regions_;
