@@ -24,8 +24,9 @@ constexpr long kSliceNanoseconds = 5'000'000;  // how long a rank sleeps before 
 constexpr double kDeathCheckSeconds = 0.05;
 
 // The bounds of the first two stages of waiting. The spin takes some 30 us with a processor for every rank, well under
-// one without. Yielding goes on for longer than a chunk of a large collective takes, because a rank that is woken from the
-// futex is 50 us or more late. It is bounded by time: a yield returns at once, or after a time slice of somebody else's.
+// one without. Yielding goes on for longer than a chunk of a large collective takes, because a rank that is woken from
+// the futex is 50 us or more late. It is bounded by time: a yield returns at once, or after a time slice of somebody
+// else's.
 constexpr int kSpins = 1000, kSpinsCrowded = 20;
 constexpr double kYieldSeconds = 0.002, kYieldSecondsCrowded = 0.001;
 constexpr int kYieldsPerLookAtTheClock = 8;
