@@ -115,26 +115,32 @@ class Connection:
 
     def _connect(self, store: dist.Store | None, timeout: float) -> None:
         try:
-            if store is None:
-                raise NotImplementedError("the group has no store")
-            deadline = time.monotonic() + timeout
-            found = connect(store, self._rank, self._size, _ranks_on_host(), timeout)
-            if isinstance(found, str):
-                self.problem = found
-            elif len(found.hosts) == 1:
-                self.world = found.world
-            else:
-                self._join_hosts(store, found, deadline)
+            self._meet(store, timeout)
         except CommError as failure:
             self.error = failure
-        except Exception as failure:
-            self.problem = f"{type(failure).__name__}: {failure}"
+        except NotImplementedError as failure:  # a store of another kind, which is so on every rank
+            self.problem = f"the group's store cannot do what is needed: {failure}"
+        except Exception as failure:  # maybe on this rank alone, so there is no falling back
+            self.error = CommError(f"the ranks could not meet: {type(failure).__name__}: {failure}")
         with self._lock:
             assert self._queue is not None
             for queued in self._queue:
                 queued.start(self.error)
             self._queue = None
             self.is_settled = True
+
+    def _meet(self, store: dist.Store | None, timeout: float) -> None:
+        if store is None:
+            self.problem = "this version of torch does not give out the group's store"
+            return
+        deadline = time.monotonic() + timeout
+        found = connect(store, self._rank, self._size, _ranks_on_host(), timeout)
+        if isinstance(found, str):
+            self.problem = found
+        elif len(found.hosts) == 1:
+            self.world = found.world
+        else:
+            self._join_hosts(store, found, deadline)
 
     def _join_hosts(self, store: dist.Store, meeting: Meeting, deadline: float) -> None:
         leaders = join_leaders(store, self._rank, meeting.hosts, deadline)

@@ -283,9 +283,14 @@ class _Broadcast(Collective):
 
 
 class _Barrier(Collective):
+    """Nothing, brought and handed on: the headers alone make ranks wait for each other."""
+
     x = None
     header = header_of("barrier", None)
     is_little = True
+
+    def numel_of(self, rank: int) -> int:
+        return 0
 
     def value_of(self, host: int) -> tuple[int, torch.dtype]:
         return 0, torch.uint8
@@ -293,10 +298,22 @@ class _Barrier(Collective):
     def result_of(self, host: int) -> tuple[int, torch.dtype]:
         return 0, torch.uint8
 
+    def combine_ranks(self, xs: list[Tensor]) -> Tensor:
+        return torch.empty(0, dtype=torch.uint8)
+
     def combine_hosts(self, values: list[Tensor], host: int) -> Tensor:
         return values[host]
 
     def take(self, result: Tensor) -> None:
+        return None
+
+    def bring(self, local: Local) -> None:
+        return None
+
+    def exchange(self, leaders: Leaders, value: Tensor, deadline: float) -> Tensor:
+        return value
+
+    def hand_on(self, local: Local, result: Tensor | None) -> None:
         return None
 
 

@@ -18,6 +18,7 @@ it happened by shared memory, or with the leader's outcome, and other hosts by t
 
 from __future__ import annotations
 
+import abc
 import os
 import struct
 import time
@@ -45,7 +46,7 @@ _KINDS: tuple[type[CommError] | None, ...] = (None, CommError, CommMismatchError
 _TELL_S = 1.0  # for the ranks of a host, which wait for it, to hear of an error
 
 
-class Collective:
+class Collective(abc.ABC):
     """One collective on one rank: what `Hierarchy.run` asks. The host's value is what its ranks bring to the leader,
     the host's result what the leader has for them in the end; both flat. `x` is this rank's data (flat, not empty on
     every rank), None where no rank has any.
@@ -55,45 +56,45 @@ class Collective:
     header: bytes
     is_little: bool
 
+    @abc.abstractmethod
     def numel_of(self, rank: int) -> int:
         """Elements of that rank's x."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def value_of(self, host: int) -> tuple[int, torch.dtype]:
         """Elements and dtype of that host's value."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def result_of(self, host: int) -> tuple[int, torch.dtype]:
         """Elements and dtype of that host's result."""
-        raise NotImplementedError
 
     # ---- little data
 
+    @abc.abstractmethod
     def combine_ranks(self, xs: list[Tensor]) -> Tensor:
         """The host's value from the x of its ranks; on the leader."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def combine_hosts(self, values: list[Tensor], host: int) -> Tensor:
         """That host's result from the values of all hosts; on leaders."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def take(self, result: Tensor) -> Tensor | None:
         """This rank's result from its host's, which is a piece of a larger buffer: copied."""
-        raise NotImplementedError
 
     # ---- much data
 
+    @abc.abstractmethod
     def bring(self, local: Local) -> Tensor | None:
         """The host's value on the leader; None on others."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def exchange(self, leaders: Leaders, value: Tensor, deadline: float) -> Tensor:
         """The host's result; on leaders."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def hand_on(self, local: Local, result: Tensor | None) -> Tensor | None:
         """This rank's result; `result` on the leader only."""
-        raise NotImplementedError
 
 
 class Local:

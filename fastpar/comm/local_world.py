@@ -84,49 +84,18 @@ class LocalWorld:
         self._finalizer = weakref.finalize(self, _destroy, handle, os.getpid())
         _WORLDS.add(self)
 
-    def run(
-        self,
-        spec: int,
-        element_bytes: int,
-        source: int,
-        target: int,
-        count: int,
-        sizes: Any,
-        output_sizes: Any,
-        timeout: float,
-    ) -> None:
-        status = self._run(self._handle, spec, element_bytes, source, target, count, sizes, output_sizes, timeout)
+    # `call` is what csrc/comm/c_api.h takes: spec, element_bytes, source, target, count, sizes, output_sizes, timeout.
+
+    def run(self, *call: Any) -> None:
+        status = self._run(self._handle, *call)
         if status:
             self._library.check_status(status)
 
-    def submit(
-        self,
-        spec: int,
-        element_bytes: int,
-        source: int,
-        target: int,
-        count: int,
-        sizes: Any,
-        output_sizes: Any,
-        timeout: float,
-        keep: Any,
-    ) -> int:
-        ticket = self._submit(self._handle, spec, element_bytes, source, target, count, sizes, output_sizes, timeout)
-        return self._keep(ticket, keep)
+    def submit(self, *call: Any, keep: Any) -> int:
+        return self._keep(self._submit(self._handle, *call), keep)
 
-    def begin(
-        self,
-        spec: int,
-        element_bytes: int,
-        source: int,
-        target: int,
-        count: int,
-        sizes: Any,
-        output_sizes: Any,
-        timeout: float,
-        keep: Any,
-    ) -> int:
-        ticket = self._begin(self._handle, spec, element_bytes, source, target, count, sizes, output_sizes, timeout)
+    def begin(self, *call: Any, keep: Any) -> int:
+        ticket = self._begin(self._handle, *call)
         if not ticket:
             raise CommError(self._library.error_text())
         return self._keep(ticket, keep)
