@@ -5,30 +5,44 @@ weight gradients are computed, what is sent where. It can be generated, searched
 simulated, drawn and run; what is drawn is what runs.
 """
 
+from fastpar.pipeline.costs import Costs
+from fastpar.pipeline.evaluate import Evaluator
 from fastpar.pipeline.flush import eager_1f1b, gpipe, interleaved_1f1b, looped_bfs, naive, one_f_one_b
 from fastpar.pipeline.generators import make_schedule, schedule_names
 from fastpar.pipeline.lowering import add_communication, add_reduce_grad, add_unshard, merge_backward, split_backward
 from fastpar.pipeline.schedule import Action, ActionType, Chain, Schedule, ScheduleError
+from fastpar.pipeline.simulate import Simulation, activation_peaks, measured_costs, simulate
+from fastpar.pipeline.timeline import Comparison, Event, Timeline, compare
 from fastpar.pipeline.zero_bubble import zb_h1
 
 __all__ = [
     "Action",
     "ActionType",
     "Chain",
+    "Comparison",
+    "Costs",
+    "Evaluator",
+    "Event",
     "Schedule",
     "ScheduleError",
+    "Simulation",
+    "Timeline",
+    "activation_peaks",
     "add_communication",
     "add_reduce_grad",
     "add_unshard",
+    "compare",
     "eager_1f1b",
     "gpipe",
     "interleaved_1f1b",
     "looped_bfs",
     "make_schedule",
+    "measured_costs",
     "merge_backward",
     "naive",
     "one_f_one_b",
     "schedule_names",
+    "simulate",
     "split_backward",
     "zb_h1",
 ]
