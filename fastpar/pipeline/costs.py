@@ -57,10 +57,11 @@ class Costs:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name == "serial" or value is None or (field.name == "overlap" and value in ("sum", "max")):
+            if field.name == "serial" or (field.name, value) in (*_WORDS, ("bandwidth", None)):
                 continue
             if isinstance(value, str):
-                raise ValueError(f"{field.name} must be a number{_OVERLAPS.get(field.name, '')}, got {value!r}")
+                words = ', "sum" or "max"' if field.name == "overlap" else ""
+                raise ValueError(f"{field.name} must be a number{words}, got {value!r}")
             if isinstance(value, Sequence):
                 if field.name in ("hop", "overlap", "bandwidth"):
                     raise TypeError(f"{field.name} is one number for all parts, got {value!r}")
@@ -125,7 +126,7 @@ FIELDS = {
     ActionType.UNSHARD: "unshard",
     ActionType.REDUCE_GRAD: "reduce_grad",
 }
-_OVERLAPS = {"overlap": ', "sum" or "max"'}
+_WORDS = (("overlap", "sum"), ("overlap", "max"))
 
 
 def simplest(value: Number) -> Number:

@@ -17,8 +17,8 @@ Worked example: 1F1B of two ranks and two microbatches with F = 1, I + W = 2,
     rank 0: 0F0 0F1 0B0 0B1
     rank 1: 1F0 1B0 1F1 1B1
 
-    rank 0  F0 F1 ·· ·· B0━━━ ·· B1━━━
-    rank 1  ·· F0 B0━━━ F1 B1━━━ ·· ··
+    rank 0  F0 F1 ····· B0━━━ ·· B1━━━
+    rank 1  ·· F0 B0━━━ F1 B1━━━ ·····
 
 ends after 9: 6 of work and (p - 1) * 3 idle on either rank. Rank 0 keeps the activations of two microbatches, rank 1 of
 one.

@@ -1,7 +1,7 @@
 """Timelines as text, for terminals and documents.
 
-    rank 0  F0 F1 ·· ·· B0━━━ ·· B1━━━
-    rank 1  ·· F0 B0━━━ F1 B1━━━ ·· ··
+    rank 0  F0 F1 ····· B0━━━ ·· B1━━━
+    rank 1  ·· F0 B0━━━ F1 B1━━━ ·····
 
 Every action is as wide as it is long: its letter (F, B; I and W for the halves of a B) and its microbatch, then a line
 to its end, light for F, heavy for B and I, dashed for W. Dots are idle time. On a rank with several stages the actions
@@ -25,8 +25,8 @@ _IDLE = "·"
 def draw(timeline: Timeline, width: int = 160) -> str:
     """The picture, at most `width` columns of time. Transfers, and what takes no time, are left out."""
     labels = _labels(timeline)
-    scale = _exact_scale(timeline, labels)
-    if scale is None or scale * timeline.makespan > width:
+    scale = _exact_scale(timeline, labels, width)
+    if scale is None:
         scale = Fraction(width) / Fraction(timeline.makespan) if timeline.makespan else Fraction(1)
     head = len(f"rank {timeline.num_ranks - 1}")
     columns = _column(timeline, scale, timeline.end)
@@ -39,7 +39,7 @@ def draw(timeline: Timeline, width: int = 160) -> str:
                 cells += _box(_IDLE, _IDLE, first - len(cells))
                 cells += _box(labels[event.action], _LINES.get(event.action.type, "━"), last - first)
         cells += _box(_IDLE, _IDLE, columns - len(cells))
-        lines.append(f"{f'rank {rank}':{head}}  {cells.rstrip()}")
+        lines.append(f"{f'rank {rank}':{head}}  {cells}".rstrip())
     return "\n".join(lines)
 
 
@@ -69,9 +69,9 @@ def _label(action: Action, chunk: int) -> str:
     return f"{action.type.value}{microbatch}{chr(39) * chunk}"
 
 
-def _exact_scale(timeline: Timeline, labels: dict[Action, str]) -> Fraction | None:
-    """Columns per unit of time, the fewest at which every boundary falls on a column and every label fits with a gap;
-    None for floats."""
+def _exact_scale(timeline: Timeline, labels: dict[Action, str], width: int) -> Fraction | None:
+    """Columns per unit of time: the fewest at which every boundary falls on a column and every label fits with a gap,
+    or as many as there is room for. None for floats, and where not every boundary can have a column."""
     boxes = [event for event in timeline.events if event.occupies_rank and event.duration]
     if any(isinstance(time, float) for event in boxes for time in (event.start, event.end)):
         return None
@@ -79,7 +79,8 @@ def _exact_scale(timeline: Timeline, labels: dict[Action, str]) -> Fraction | No
     if not step:
         return None
     columns = max((math.ceil((len(labels[e.action]) + 1) * step / Fraction(e.duration)) for e in boxes), default=1)
-    return columns / step
+    columns = min(columns, math.floor(width * step / Fraction(timeline.makespan)))
+    return columns / step if columns else None
 
 
 def _common_divisor(values: list[Fraction]) -> Fraction:
