@@ -51,7 +51,9 @@ class Weights:
 class Run:
     def __init__(self, schedule: Schedule, edges: Collection[tuple[int, int]], limit: int | None, until: str) -> None:
         self.schedule, self.limit, self.until = schedule, limit, until
-        chain_edges = [(a, b) for chain in schedule.chains for a, b in zip(chain.stages, chain.stages[1:], strict=False)]
+        chain_edges = [
+            (a, b) for chain in schedule.chains for a, b in zip(chain.stages, chain.stages[1:], strict=False)
+        ]
         self.edges = chain_edges + [(c.stages[i], c.stages[j]) for c in schedule.chains for i, j in edges]
         self.transfers = schedule.has_transfers
         self.saved: dict[tuple[int, int], Saved] = {}
@@ -95,6 +97,11 @@ class Run:
         kind = action.type
         if kind.is_compute and stage in self.shards and not self.weights[stage].gathered:
             raise Wrong("computes with sharded parameters")
+        saved = self.saved.get((stage, mb)) if kind.is_compute else None
+        if kind.is_compute and kind is not T.FORWARD and saved is None:
+            raise Wrong("no activations")  # here and not in `compute`: another part of an overlap cannot make them
+        if kind is T.BACKWARD_WEIGHT and saved.gy is None:
+            raise Wrong("no gradient")
         if kind is T.FORWARD:
             return self.arrivals("F", stage, mb, [a for a, b in self.edges if b == stage], self.outputs)
         if kind in (T.BACKWARD, T.BACKWARD_INPUT):
@@ -201,7 +208,7 @@ class Run:
             return
         saved = self.saved.get(key)
         if saved is None or saved.version != version:
-            raise Wrong("no activations, or those of other weights")
+            raise Wrong("activations of other weights, or none any more")
         if kind in (T.BACKWARD, T.BACKWARD_INPUT):
             if saved.gy is not None:
                 raise Wrong("backward again")

@@ -13,6 +13,7 @@ from fastpar.pipeline.lowering import add_communication, add_reduce_grad, add_un
 from fastpar.pipeline.schedule import Action, ActionType, Chain, Schedule, ScheduleError
 from fastpar.pipeline.simulate import Simulation, activation_peaks, measured_costs, simulate
 from fastpar.pipeline.timeline import Comparison, Event, Timeline, compare
+from fastpar.pipeline.validate import Problem, check, validate
 from fastpar.pipeline.zero_bubble import zb_h1
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "Costs",
     "Evaluator",
     "Event",
+    "Problem",
     "Schedule",
     "ScheduleError",
     "Simulation",
@@ -31,6 +33,7 @@ __all__ = [
     "add_communication",
     "add_reduce_grad",
     "add_unshard",
+    "check",
     "compare",
     "eager_1f1b",
     "gpipe",
@@ -44,5 +47,6 @@ __all__ = [
     "schedule_names",
     "simulate",
     "split_backward",
+    "validate",
     "zb_h1",
 ]

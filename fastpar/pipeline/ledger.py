@@ -160,10 +160,11 @@ class Ledger:
 
     def _checked_edges(self, edges: Iterable[tuple[int, int]]) -> set[tuple[int, int]]:
         checked = set(edges)
+        last = self.schedule.num_parts - 1
         for source, destination in checked:
-            if not 0 <= source < destination - 1 < self.schedule.num_parts - 1:
+            if not 0 <= source < destination - 1 < last:
                 raise ValueError(
-                    f"a skip connection goes from a part to one behind the next, of 0 to {self.schedule.num_parts - 1}, "
+                    f"a skip connection goes from a part to one behind the next, of 0 to {last}, "
                     f"got ({source}, {destination})"
                 )
         return checked
@@ -193,6 +194,7 @@ class Ledger:
     def _other_form(self, action: Action) -> Placed | None:
         """B is I and W in one."""
         assert action.microbatch is not None
+        halves: tuple[ActionType, ...]
         if action.type is _T.BACKWARD:
             halves = (_T.BACKWARD_INPUT, _T.BACKWARD_WEIGHT)
         elif action.type in (_T.BACKWARD_INPUT, _T.BACKWARD_WEIGHT):

@@ -36,6 +36,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
+from itertools import product
 
 from fastpar.pipeline.ledger import COUNTERPARTS, Ledger, Placed, Problem
 from fastpar.pipeline.schedule import Action, ActionType, Schedule, ScheduleError
@@ -47,44 +48,50 @@ _SHOWN = 20
 Size = int | float | Fraction
 
 
+_BACKWARDS = (_T.BACKWARD, _T.BACKWARD_INPUT, _T.BACKWARD_WEIGHT)
+
+
 def _missing(ledger: Ledger) -> list[Problem]:
-    """Compute and transfers that every stage owes to every microbatch of its chain."""
+    """Compute and transfers that every stage owes to every microbatch of its chain, and does not do."""
+    backwards = any(placed.action.type in _BACKWARDS for placed in ledger.placed)
+    problems = _missing_compute(ledger, backwards=backwards)
+    if not backwards and not ledger.forward_only:  # once, instead of for every stage and microbatch
+        text = "no action is a backward; add them, or check it with forward_only=True"
+        problems.append(Problem("missing", ledger.schedule.stage_ranks[0], None, Action(_T.BACKWARD, 0, 0), text))
+    return problems + (_missing_transfers(ledger, backwards=backwards) if ledger.with_transfers else [])
+
+
+def _missing_compute(ledger: Ledger, *, backwards: bool) -> list[Problem]:
     schedule, find = ledger.schedule, ledger.find
     problems = []
+    for stage, rank in enumerate(schedule.stage_ranks):
+        for microbatch in schedule.chain_of_stage(stage).microbatches:
+            owed = [] if find(_T.FORWARD, stage, microbatch) else [_T.FORWARD]
+            if backwards and not find(_T.BACKWARD, stage, microbatch):
+                halves = [half for half in _BACKWARDS[1:] if find(half, stage, microbatch) is None]
+                owed += [_T.BACKWARD] if len(halves) == 2 else halves
+            for kind in owed:
+                text = f"stage {stage} never does {kind.value} of microbatch {microbatch}; add it"
+                problems.append(Problem("missing", rank, None, Action(kind, stage, microbatch), text))
+    return problems
 
-    def miss(stage: int, action: Action, what: str) -> None:
-        problems.append(Problem("missing", schedule.stage_ranks[stage], None, action, what))
 
-    backward_types = (_T.BACKWARD, _T.BACKWARD_INPUT, _T.BACKWARD_WEIGHT)
-    backwards = not ledger.forward_only and any(placed.action.type in backward_types for placed in ledger.placed)
-    if not backwards and not ledger.forward_only:
-        miss(0, Action(_T.BACKWARD, 0, 0), "no action is a backward; forward_only=True checks a schedule without them")
-    for chain in schedule.chains:
-        for stage in chain.stages:
-            for microbatch in chain.microbatches:
-                owed = [] if find(_T.FORWARD, stage, microbatch) else [_T.FORWARD]
-                if backwards and not find(_T.BACKWARD, stage, microbatch):
-                    halves = [h for h in backward_types[1:] if find(h, stage, microbatch) is None]
-                    owed += [_T.BACKWARD] if len(halves) == 2 else halves
-                for kind in owed:
-                    action = Action(kind, stage, microbatch)
-                    miss(stage, action, f"stage {stage} never does {kind.value} of microbatch {microbatch}; add it")
-    if not ledger.with_transfers:
-        return problems
-    directions = [_T.SEND_F, _T.RECV_F, _T.SEND_B, _T.RECV_B][: 4 if backwards else 2]
-    for source, destination in ledger.edges():
-        if not ledger.crosses(source, destination):
-            continue
-        for kind in directions:
-            stage, peer = (source, destination) if kind in (_T.SEND_F, _T.RECV_B) else (destination, source)
-            near = schedule.next_stage(source) == destination
-            for microbatch in schedule.chain_of_stage(stage).microbatches:
-                if find(kind, stage, microbatch, peer) is None:
-                    action = Action(kind, stage, microbatch, None if near else peer)
-                    other = find(COUNTERPARTS[kind], peer, microbatch, stage)
-                    partner = f"; its partner is {other}" if other else ""
-                    what = "activations" if kind in (_T.SEND_F, _T.RECV_F) else "gradient"
-                    miss(stage, action, f"the {what} of microbatch {microbatch} must cross to stage {peer}{partner}")
+def _missing_transfers(ledger: Ledger, *, backwards: bool) -> list[Problem]:
+    schedule, find = ledger.schedule, ledger.find
+    problems = []
+    kinds = [_T.SEND_F, _T.RECV_F, _T.SEND_B, _T.RECV_B] if backwards else [_T.SEND_F, _T.RECV_F]
+    crossing = [edge for edge in ledger.edges() if ledger.crosses(*edge)]
+    for kind, (source, destination) in product(kinds, crossing):
+        stage, peer = (source, destination) if kind in (_T.SEND_F, _T.RECV_B) else (destination, source)
+        named = None if schedule.next_stage(source) == destination else peer
+        what = "activations" if kind in (_T.SEND_F, _T.RECV_F) else "gradient"
+        for microbatch in schedule.chain_of_stage(stage).microbatches:
+            if find(kind, stage, microbatch, peer) is None:
+                other = find(COUNTERPARTS[kind], peer, microbatch, stage)
+                partner = f"; its partner is {other}" if other else ""
+                text = f"the {what} of microbatch {microbatch} must cross between stages {stage} and {peer}{partner}"
+                action = Action(kind, stage, microbatch, named)
+                problems.append(Problem("missing", schedule.stage_ranks[stage], None, action, text))
     return problems
 
 
@@ -216,7 +223,8 @@ def _accumulation(ledger: Ledger) -> list[Problem]:
     for placed in ledger.placed:
         if placed.action.type in (_T.BACKWARD, _T.BACKWARD_WEIGHT):
             before = last.setdefault(placed.action.stage, placed)
-            assert before.action.microbatch is not None and placed.action.microbatch is not None
+            assert before.action.microbatch is not None
+            assert placed.action.microbatch is not None
             if before.action.microbatch > placed.action.microbatch:
                 text = f"adds its gradient after {before}: the sum rounds differently from a sequential run's"
                 problems.append(placed.problem("accumulation", text))
@@ -261,7 +269,9 @@ def validate(
     order, waits = _order(ledger)
     problems = [*ledger.problems, *_missing(ledger), *order, *_deadlock(ledger, waits)]
     if max_activations is not None:
-        problems += _memory(ledger, one_each(max_activations, schedule.num_ranks, "max_activations", "rank"), until, sizes)
+        problems += _memory(
+            ledger, one_each(max_activations, schedule.num_ranks, "max_activations", "rank"), until, sizes
+        )
     return problems + weight_problems(ledger, same_version=same_version) + _accumulation(ledger)
 
 
