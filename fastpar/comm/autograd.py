@@ -29,6 +29,7 @@ from torch import Tensor
 
 from fastpar.comm.communicator import Communicator, GroupLike
 from fastpar.comm.layout import check_dim
+from fastpar.comm.replay import kept
 from fastpar.comm.shards import shard_sizes
 
 
@@ -47,7 +48,7 @@ class _ReduceFrom(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, comm: Communicator) -> Tensor:
         ctx.comm = comm
-        return comm.all_reduce(x)
+        return kept(lambda: comm.all_reduce(x))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -58,7 +59,7 @@ class _GatherFrom(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, comm: Communicator, dim: int, sizes: list[int]) -> Tensor:
         ctx.args = comm, dim, sizes
-        return comm.all_gather(x, dim=dim, sizes=sizes)
+        return kept(lambda: comm.all_gather(x, dim=dim, sizes=sizes))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
@@ -83,7 +84,7 @@ class _GatherSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, comm: Communicator, dim: int, sizes: list[int]) -> Tensor:
         ctx.args = comm, dim, sizes
-        return comm.all_gather(x, dim=dim, sizes=sizes)
+        return kept(lambda: comm.all_gather(x, dim=dim, sizes=sizes))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
@@ -95,7 +96,7 @@ class _ReduceScatterSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, comm: Communicator, dim: int, sizes: list[int]) -> Tensor:
         ctx.args = comm, dim, sizes
-        return comm.reduce_scatter(x, dim=dim, sizes=sizes)
+        return kept(lambda: comm.reduce_scatter(x, dim=dim, sizes=sizes))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:

@@ -19,6 +19,7 @@ from fastpar.comm import (
     reduce_from,
     reduce_scatter_sequence,
 )
+from fastpar.comm.replay import kept
 from fastpar.ops._sharded_products import (
     Rows,
     as_matrix,
@@ -223,7 +224,7 @@ def run_forward(
         from fastpar.ops._parallel_linear_ops import compiled_forward
 
         return compiled_forward(call, x, weights, biases, keep=keep)
-    outs, gathered = forward(call, x, weights, biases, keep=keep)
+    outs, gathered = kept(lambda: forward(call, x, weights, biases, keep=keep))
     # Not as views: autograd refuses in-place operations on a view that a Function returns.
     return [torch.ops.aten._unsafe_view(out, out.shape) if out._is_view() else out for out in outs], gathered
 

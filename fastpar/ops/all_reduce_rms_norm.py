@@ -23,6 +23,7 @@ from torch import Tensor
 from fastpar import _ext
 from fastpar.comm.autograd import reduce_from
 from fastpar.comm.communicator import GroupLike
+from fastpar.comm.replay import kept
 from fastpar.comm.symmetric_collectives import DTYPES, SymmetricCollectives
 from fastpar.ops._autograd import first_derivative_only
 from fastpar.ops.rms_norm import rms_norm
@@ -47,7 +48,8 @@ class _Fused(torch.autograd.Function):
         eps: float,
         weight_offset: float,
     ) -> tuple[Tensor, Tensor]:
-        out, h, rstd = group.all_reduce_rms_norm(x, weight, residual=residual, eps=eps, weight_offset=weight_offset)
+        options: dict[str, Any] = {"residual": residual, "eps": eps, "weight_offset": weight_offset}
+        out, h, rstd = kept(lambda: group.all_reduce_rms_norm(x, weight, **options))
         ctx.save_for_backward(h, rstd, weight)
         ctx.weight_offset = weight_offset
         ctx.set_materialize_grads(False)
@@ -85,7 +87,7 @@ class _AllReduce(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: SymmetricCollectives) -> Tensor:
-        return group.all_reduce(x)
+        return kept(lambda: group.all_reduce(x))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:

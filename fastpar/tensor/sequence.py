@@ -14,6 +14,8 @@ Note: uneven sequences
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -55,6 +57,21 @@ class SequenceRegion:
     def set_total(self, total: int) -> None:
         """Say how long the sequence is when its parts come from elsewhere, such as an earlier pipeline stage."""
         self._total = total
+
+    def capture(self) -> Callable[[], AbstractContextManager[None]]:
+        """What brings the length of now back while a layer in the region is recomputed, when the region may hold
+        another sequence already (`fastpar.recompute`)."""
+        total = self._total
+
+        @contextmanager
+        def restored() -> Iterator[None]:
+            before, self._total = self._total, total
+            try:
+                yield
+            finally:
+                self._total = before
+
+        return restored
 
     def enter(self, x: Tensor) -> Tensor:
         """Keep this rank's part.  forward: slice   backward: all-gather"""

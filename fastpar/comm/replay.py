@@ -1,0 +1,114 @@
+"""Results that outlive the forward that computed them, so that a second run of it need not communicate again.
+
+Recomputing a layer repeats its collectives, unless what they brought was kept. The functions here that communicate, and
+fastpar's linears, which hide collectives behind products, compute their forward through `kept`:
+
+    out = kept(lambda: comm.all_reduce(x))
+
+That is a plain call, except within `recording(tape)`, which puts a copy of the reference on the tape, and within
+`replaying(tape)`, which takes it from there instead of calling. Both are of the current thread and end with the block.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+class Tape:
+    """What `kept` calls have returned, in order; their tensors must not change in between."""
+
+    def __init__(self) -> None:
+        self.results: list[Any] = []
+        self.versions: list[list[int]] = []
+
+
+class _Head(threading.local):
+    """Where this thread is on which tape."""
+
+    tape: Tape | None = None
+    position = 0
+    is_replaying = False
+
+
+_head = _Head()
+
+
+def kept(compute: Callable[[], T]) -> T:
+    """`compute()`, or what it returned when the tape was recorded. A tensor, or tuples and lists of tensors and None."""
+    if torch.compiler.is_compiling() or _head.tape is None:
+        return compute()
+    tape = _head.tape
+    if not _head.is_replaying:
+        with _at(None):
+            result = compute()
+        tape.results.append(map_tensors(result, _without_history))
+        tape.versions.append([tensor._version for tensor in tensors_of(result)])
+        return result
+    position = _head.position
+    _head.position += 1
+    if position >= len(tape.results):
+        raise RuntimeError(
+            f"a recomputed forward asks for a collective's result number {position + 1}, but its first run had "
+            f"{len(tape.results)}; both must run the same operations"
+        )
+    result = tape.results[position]
+    if [tensor._version for tensor in tensors_of(result)] != tape.versions[position]:
+        raise RuntimeError(
+            "the result of a collective or of a linear layer was kept for recomputation and then modified in place; "
+            "write x = x + y in the place of x += y, or recompute everything"
+        )
+    replayed: T = map_tensors(result, _without_history)
+    return replayed
+
+
+def _without_history(x: Tensor) -> Tensor:
+    """The same memory as a tensor that autograd knows nothing of; changes in place show in the versions of both."""
+    # Within a TorchDispatchMode the key that counts versions is excluded, as if this were a kernel.
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return x.detach()
+
+
+@contextmanager
+def _at(tape: Tape | None, *, is_replaying: bool = False) -> Iterator[None]:
+    before = _head.tape, _head.position, _head.is_replaying
+    _head.tape, _head.position, _head.is_replaying = tape, 0, is_replaying
+    try:
+        yield
+    finally:
+        _head.tape, _head.position, _head.is_replaying = before
+
+
+def recording(tape: Tape) -> AbstractContextManager[None]:
+    """Within the block, what `kept` computes is put on the tape as well."""
+    return _at(tape)
+
+
+def replaying(tape: Tape) -> AbstractContextManager[None]:
+    """Within the block, `kept` calls take the tape's results, from its beginning, and compute nothing."""
+    return _at(tape, is_replaying=True)
+
+
+def map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
+    """The value with the function applied to each tensor in it, through tuples and lists."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, (tuple, list)):
+        return type(value)(map_tensors(item, function) for item in value)
+    return value
+
+
+def tensors_of(value: Any) -> Iterator[Tensor]:
+    """The tensors in the value, through tuples and lists, in order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors_of(item)

@@ -1,0 +1,219 @@
+"""Chains of layers under a policy: applied to a model's own layers, or to functions called in a row."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from fastpar.recompute.ambient import Capture
+from fastpar.recompute.plan import Drop, Plan
+from fastpar.recompute.policy import Full, Policy, Selective
+from fastpar.recompute.segment import Segment, Setting, leaves, link_of
+from fastpar.recompute.selective import check_ops, default_ops
+
+M = TypeVar("M", nn.Module, Sequence[nn.Module])
+_STATE = "_fastpar_recompute"
+
+
+class Chain:
+    """The plan of some layers and how their calls are run. Knows nothing of any call."""
+
+    def __init__(self, plan: Plan, setting: Setting):
+        self.plan, self.setting = plan, setting
+        self.steps = [plan.step_of(layer) for layer in range(plan.num_layers)]
+
+    def call(self, layer: int, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a layer's function as the plan says."""
+        step = self.steps[layer]
+        if not isinstance(step, Drop):
+            return function(*args, **kwargs)
+        segment = None
+        for leaf in leaves((args, kwargs)) if layer > step.start else ():
+            link = link_of(leaf) if isinstance(leaf, Tensor) else None
+            found = None if link is None else link.segment()
+            if found is not None and found.step is step and found.stop == layer:
+                segment = found
+                break
+        return (segment or Segment(step, self.setting, layer)).run(function, args, kwargs)
+
+
+def _setting(policy: Policy, captures: Sequence[Capture], preserve_rng: bool, early_stop: bool) -> Setting:
+    keep = None
+    if isinstance(policy, Selective):
+        keep = default_ops() if policy.keep is None else check_ops(policy.keep)
+    return Setting(keep, (*_ambient_captures(), *captures), preserve_rng, early_stop)
+
+
+def _ambient_captures() -> tuple[Capture, ...]:
+    return ()
+
+
+# ---- functions -------------------------------------------------------------------------------------------------------
+
+
+def checkpoint(
+    function: Callable[..., Any] | Sequence[Callable[..., Any]],
+    *args: Any,
+    policy: Policy | None = None,
+    captures: Sequence[Capture] = (),
+    preserve_rng: bool = True,
+    early_stop: bool = True,
+    **kwargs: Any,
+) -> Any:
+    """Call a function, or several in a row, and recompute its activations in backward.
+
+        y = checkpoint(block, x, mask=mask)                             # function(*args, **kwargs)
+        y = checkpoint([f, g, h], x, mask=mask, policy=Segments(2))     # h(g(f(x, mask=mask), mask=mask), mask=mask)
+
+    Each function of a sequence (an nn.Sequential and an nn.ModuleList are sequences) gets the output of the one before
+    in the place of the first argument. `policy` is by default Full(). Arguments may be anything; tensors within tuples,
+    lists and dicts are found. Gradients are those of a plain call, bit for bit, if the functions do the same when they
+    are called again. Without gradients (torch.no_grad) it is a plain call. No collectives of its own.
+
+    captures      surroundings of the call to bring back beside random states and autocast (`fastpar.recompute.Capture`)
+    preserve_rng  False: leave random states alone, for functions that draw nothing
+    early_stop    False: let each recomputation run to its end
+
+    Raises RecomputeError (RuntimeError) in backward, if the functions save other tensors than the first time.
+    """
+    functions = list(function) if isinstance(function, (Sequence, nn.Sequential, nn.ModuleList)) else [function]
+    if not functions:
+        raise ValueError("there is no function to call")
+    policy = Full() if policy is None else policy
+    if not torch.is_grad_enabled():
+        run: Callable[..., Any] = _plain
+    else:
+        run = Chain(policy.plan(len(functions)), _setting(policy, captures, preserve_rng, early_stop)).call
+    out = run(0, functions[0], args, kwargs)
+    for layer, next_function in enumerate(functions[1:], start=1):
+        out = run(layer, next_function, (out, *args[1:]), kwargs)
+    return out
+
+
+def _plain(_: int, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return function(*args, **kwargs)
+
+
+# ---- models ----------------------------------------------------------------------------------------------------------
+
+
+class _State:
+    """What a module under recomputation knows: its place in its chain, and how to undo it."""
+
+    def __init__(self, chain: Chain, layer: int, previous: Callable[..., Any] | None):
+        self.chain, self.layer, self.previous = chain, layer, previous
+
+
+def apply_recompute(
+    model: M,
+    policy: Policy | None = None,
+    *,
+    captures: Sequence[Capture] = (),
+    preserve_rng: bool = True,
+    early_stop: bool = True,
+) -> M:
+    """Have a model's layers recompute their activations in backward, in place; returns the model.
+
+        fp.apply_recompute(model)                                       # every layer of the model
+        fp.apply_recompute(model.layers, fp.recompute.Segments())       # an nn.ModuleList, nn.Sequential or list
+
+    model   the layers, or a module that has them: its outermost nn.ModuleLists and nn.Sequentials of modules of one
+            class are the chains (the decoder layers of Hugging Face models)
+    policy  `Full()` by default; see `fastpar.recompute`
+
+    Names, parameters, state_dict and hooks stay as they are; only these instances are changed, and `remove_recompute`
+    brings them back. A layer's hooks run once, outside of what is recomputed. Apply it after `fastpar.parallelize`,
+    whose sequence-parallel regions it then brings back for each microbatch; a plain call under torch.no_grad. Weights are
+    read again when they are recomputed, so they must have in backward the values that they had in forward.
+
+    A layer of transformers that is called with a key/value cache gets none while it trains, as under transformers' own
+    gradient checkpointing, and is not recomputed while it does not.
+
+    Other arguments and errors as `checkpoint`. ValueError if no layers are found or a policy does not fit their number.
+    """
+    policy = Full() if policy is None else policy
+    chains = _chains_of(model)
+    plans = [policy.plan(len(layers)) for layers in chains]
+    for layers in chains:
+        taken = next((layer for layer in layers if _STATE in layer.__dict__), None)
+        if taken is not None:
+            raise ValueError(f"{type(taken).__name__} is recomputed already; call remove_recompute first")
+        if len({id(layer) for layer in layers}) < len(layers):
+            raise ValueError("a chain holds the same layer more than once; use fastpar.recompute.checkpoint for it")
+    for layers, plan in zip(chains, plans, strict=True):
+        found = [capture for layer in layers for capture in _captures_of(layer)]
+        every = (*dict.fromkeys(found), *captures)
+        chain = Chain(plan, _setting(policy, every, preserve_rng, early_stop))
+        for index, layer in enumerate(layers):
+            layer.__dict__[_STATE] = _State(chain, index, layer.__dict__.get("forward"))
+            # Bound to the layer, so that a deep copy of the layer has a forward of its own.
+            layer.__dict__["forward"] = types.MethodType(_forward, layer)
+    return model
+
+
+def remove_recompute(model: M) -> M:
+    """Undo `apply_recompute` in place, for all layers in the model; returns the model."""
+    modules = list(model.modules()) if isinstance(model, nn.Module) else [m for top in model for m in top.modules()]
+    found = [module for module in modules if _STATE in module.__dict__]
+    if not found:
+        raise ValueError("no layer in it is under recomputation (fastpar.apply_recompute)")
+    for module in found:
+        state = module.__dict__.pop(_STATE)
+        del module.__dict__["forward"]
+        if state.previous is not None:
+            module.__dict__["forward"] = state.previous
+    return model
+
+
+def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    state: _State = self.__dict__[_STATE]
+    function = state.previous or types.MethodType(type(self).forward, self)
+    if not torch.is_grad_enabled() or not isinstance(state.chain.steps[state.layer], Drop):
+        return function(*args, **kwargs)
+    if any(_is_cache(leaf) for leaf in (*args, *kwargs.values())):
+        if not self.training:
+            return function(*args, **kwargs)
+        args, kwargs = tuple(_without_cache(arg) for arg in args), {k: _without_cache(v) for k, v in kwargs.items()}
+        kwargs |= {"use_cache": False} if "use_cache" in kwargs else {}
+    return state.chain.call(state.layer, function, args, kwargs)
+
+
+def _is_cache(value: Any) -> bool:
+    return any(cls.__name__ == "Cache" and cls.__module__.startswith("transformers") for cls in type(value).__mro__)
+
+
+def _without_cache(value: Any) -> Any:
+    return None if _is_cache(value) else value
+
+
+def _chains_of(model: nn.Module | Sequence[nn.Module]) -> list[list[nn.Module]]:
+    if isinstance(model, (nn.ModuleList, nn.Sequential)) or not isinstance(model, nn.Module):
+        chains = [list(model)]
+    else:
+        chains = list(_outermost(model))
+    if not chains or not all(chains):
+        raise ValueError(
+            f"no layers found in this {type(model).__name__}: pass an nn.ModuleList, nn.Sequential or list of layers, or "
+            "a module that has one with layers of one class"
+        )
+    return chains
+
+
+def _outermost(module: nn.Module) -> Any:
+    for child in module.children():
+        is_list = isinstance(child, (nn.ModuleList, nn.Sequential))
+        if is_list and len(child) > 1 and len({type(layer) for layer in child}) == 1:
+            yield list(child)
+        else:
+            yield from _outermost(child)
+
+
+def _captures_of(layer: nn.Module) -> list[Capture]:
+    """Captures of what the modules in the layer read beside their arguments: objects among their attributes that say so
+    by a method `capture`, such as sequence-parallel regions."""
+    values = (value for module in layer.modules() for value in vars(module).values())
+    return [value.capture for value in values if callable(getattr(type(value), "capture", None))]
