@@ -208,8 +208,33 @@ def _parameters_at_rest() -> None:
     out = column(torch.randn(2, 6))
     assert type(out) is Tensor
     out.sum().backward()
-    assert isinstance(column.weight.grad, DTensor)
-    assert column.weight.grad.placements == (Shard(0),)
+    row(out.detach()).sum().backward()
+    for param in (column.weight, column.bias, row.weight, row.bias):
+        grad = param.grad
+        assert isinstance(grad, DTensor)
+        assert not grad.requires_grad
+        assert grad._spec == param._spec  # mesh, placements, and shape and strides of the whole, uneven as it is
+        assert grad.to_local().shape == param.to_local().shape
+        with torch.no_grad():
+            param.sub_(grad)  # as optimizers do
+
+
+def _second_derivatives() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    plain = nn.Linear(6, 5).double()
+    column, x = ColumnParallelLinear.from_linear(plain, group=dist.group.WORLD), torch.randn(3, 6, dtype=torch.float64)
+    penalties = []
+    for layer in (plain, column):
+        (grad,) = torch.autograd.grad(layer(x).pow(2).sum(), layer.weight, create_graph=True)
+        local = grad.to_local() if isinstance(grad, DTensor) else grad
+        local.pow(2).sum().backward()
+        penalties.append(full_parameter(layer.weight, layer.weight.grad))
+    return penalties[0], penalties[1]
+
+
+def test_gradients_of_parameters_can_be_differentiated_again() -> None:
+    for expected, found in run_ranks(2, _second_derivatives):
+        close(found, expected)
 
 
 def test_parameters_are_dtensors_at_rest_and_activations_plain() -> None:

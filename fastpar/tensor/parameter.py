@@ -21,6 +21,7 @@ Note: row maps
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -80,7 +81,7 @@ class RowMap:
     def size(self, rank: int) -> int:
         return sum(hi - lo for lo, hi in self.ranges[rank])
 
-    @property
+    @functools.cached_property
     def kind(self) -> str:
         """ "contiguous", "packed" or "whole"; see the note above."""
         parts = len(self.ranges)
@@ -143,7 +144,7 @@ class ParameterLayout:
             return ParameterLayout(comm, param.device_mesh, param.shape, dim, rows)
         return ParameterLayout(comm, param.device_mesh, param.shape)
 
-    @property
+    @functools.cached_property
     def kind(self) -> str:
         return "replicated" if self.rows is None else self.rows.kind
 
@@ -151,7 +152,7 @@ class ParameterLayout:
     def placement(self) -> Placement:
         return Shard(self.dim) if self.kind in ("contiguous", "packed") else Replicate()
 
-    @property
+    @functools.cached_property
     def picks_rows(self) -> bool:
         """Whether a rank selects its rows in forward from a parameter that is stored whole."""
         return self.kind == "whole"
@@ -219,6 +220,7 @@ class _Unwrap(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, param: Tensor, layout: ParameterLayout, reduce: bool) -> Tensor:
         ctx.layout, ctx.reduce = layout, reduce
+        ctx.spec = param._spec if isinstance(param, DTensor) else None
         # What was prepared for a block and never used has no gradient; a sum over the group needs one on every rank.
         ctx.set_materialize_grads(reduce)
         local = local_tensor(param)
@@ -231,7 +233,10 @@ class _Unwrap(torch.autograd.Function):
             return None, None, None
         if ctx.reduce:
             grad = ctx.layout.comm.all_reduce(grad)
-        return ctx.layout.as_dtensor(grad), None, None
+        if ctx.spec is None or torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return ctx.layout.as_dtensor(grad), None, None
+        # As FSDP2 makes its gradients: `from_local` is a node of autograd itself, and takes as long as a small product.
+        return DTensor(grad, ctx.spec, requires_grad=False), None, None
 
 
 def unwrap(param: Tensor, layout: ParameterLayout, *, sum_grad: bool = False) -> Tensor:
