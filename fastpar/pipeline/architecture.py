@@ -1,0 +1,132 @@
+"""Which modules of a model run before its layers, which are the layers, and which run after them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from fastpar.pipeline.absent import Absent, AbsentAddend, AbsentEmbedding
+
+
+class Unit(NamedTuple):
+    """A module that belongs to one part. kind "E", "t", "N" or "H" (see `Layout`), `index` counts the layers."""
+
+    kind: str
+    index: int
+    path: str
+    absent: type[Absent] = Absent
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """Module paths of a layered model, in the order in which they run.
+
+    embedding  called with the ids; later parts give it the hidden states instead (or pass them as `inputs_embeds`)
+    added      its output is added to the embedding's (position embeddings): nothing on later parts
+    before     runs on that sum (dropout, norm): passes it on, on later parts
+    layers     an nn.ModuleList or nn.ModuleDict whose modules are called with the hidden states first
+    norm       after the last layer; passes on, where absent
+    head       after the norm; passes on, where absent
+    shared     used by several parts, each of which keeps a copy of its own, parameters included. Modules without
+               parameters that are named nowhere (rotary tables) are shared as well
+
+        Architecture(embedding="tok", added=("pos",), layers="blocks", norm="ln", head="out")
+    """
+
+    layers: str
+    embedding: str | None = None
+    added: tuple[str, ...] = ()
+    before: tuple[str, ...] = ()
+    norm: str | None = None
+    head: str | None = None
+    shared: tuple[str, ...] = ()
+
+    def units(self, model: nn.Module) -> list[Unit]:
+        """Every module named here, in running order, with what stands for it on other parts."""
+        layers = model.get_submodule(self.layers)._modules  # named_children would leave out a layer that is used twice
+        units = [Unit("E", 0, self.embedding, AbsentEmbedding)] if self.embedding is not None else []
+        units += [Unit("E", 0, path, AbsentAddend) for path in self.added]
+        units += [Unit("E", 0, path) for path in self.before]
+        units += [Unit("t", index, f"{self.layers}.{name}") for index, name in enumerate(layers)]
+        units += [Unit("N", 0, self.norm)] if self.norm is not None else []
+        units += [Unit("H", 0, self.head)] if self.head is not None else []
+        return units
+
+    def check(self, model: nn.Module) -> None:
+        """ValueError for names that the model does not have, and for modules that nothing is said about."""
+        paths = dict(model.named_modules(remove_duplicate=False))
+        named = [self.layers, *self.added, *self.before, *self.shared]
+        named += [path for path in (self.embedding, self.norm, self.head) if path is not None]
+        for path in named:
+            if path not in paths:
+                raise ValueError(f"the architecture names {path!r}, which {type(model).__name__} does not have")
+        if not isinstance(paths[self.layers], nn.ModuleList | nn.ModuleDict) or not len(paths[self.layers]):
+            raise ValueError(
+                f"layers={self.layers!r} must be an nn.ModuleList or nn.ModuleDict that is not empty, got "
+                f"{type(paths[self.layers]).__name__}"
+            )
+        for path, module in paths.items():
+            if any(path == name or path.startswith(name + ".") for name in named):
+                continue
+            for name, _ in module.named_parameters(recurse=False):
+                full = f"{path}.{name}" if path else name
+                if not path or any(other.startswith(path + ".") for other in named):
+                    raise ValueError(
+                        f"{full} is a parameter of a module whose own forward runs on every part; put it into a module "
+                        "of its own, or list the model's parts as modules (Partition.of_modules)"
+                    )
+                raise ValueError(f"{full}: say in the architecture where {path!r} runs (added, before, ..., shared)")
+            if isinstance(module, nn.Dropout) and module.p > 0:
+                raise ValueError(
+                    f"{path} is dropout (p={module.p}) and would run on every part; say in the architecture where it "
+                    "runs: 'before' the layers, or in the place of the 'norm' or 'head'"
+                )
+
+
+_KNOWN = (
+    Architecture(embedding="embed_tokens", layers="layers", norm="norm", head="lm_head"),  # Llama, Qwen, Mistral, ...
+    Architecture(embedding="wte", added=("wpe",), before=("drop",), layers="h", norm="ln_f", head="lm_head"),  # GPT-2
+)
+
+
+def known_architecture(model: nn.Module) -> Architecture:
+    """The architecture of a model with the module names of Hugging Face's; ValueError says how to describe another."""
+    paths = {path for path, _ in model.named_modules(remove_duplicate=False)}
+    base = getattr(model, "base_model_prefix", "")
+    prefix = f"{base}." if base and base in paths else ""
+
+    def here(path: str | None) -> str | None:
+        return prefix + path if path is not None and prefix + path in paths else None
+
+    for known in _KNOWN:
+        if here(known.layers) and here(known.embedding):
+            found: Any = {name: tuple(filter(None, map(here, getattr(known, name)))) for name in ("added", "before")}
+            head = known.head if known.head in paths else None
+            return replace(
+                known,
+                layers=prefix + known.layers,
+                embedding=here(known.embedding),
+                norm=here(known.norm),
+                head=head,
+                **found,
+            )
+    lists = [(p, len(m)) for p, m in model.named_modules() if isinstance(m, nn.ModuleList | nn.ModuleDict)]
+    longest = max(lists, key=lambda item: item[1], default=("blocks", 0))[0]
+    raise ValueError(
+        f"{type(model).__name__} has module names of no known architecture. Describe it: partition(model, ..., "
+        f"architecture=Architecture(embedding=..., layers={longest!r}, norm=..., head=...)), or list its parts as "
+        "modules: Partition.of_modules([...])"
+    )
+
+
+def sequential_units(model: nn.Sequential, prefix: str = "") -> list[Unit]:
+    """The modules of an nn.Sequential in running order, those of nested ones included."""
+    units: list[Unit] = []
+    for name, module in model._modules.items():
+        if type(module) is nn.Sequential:
+            units += sequential_units(module, f"{prefix}{name}.")
+        else:
+            units.append(Unit("t", 0, f"{prefix}{name}"))
+    return [unit._replace(index=index) for index, unit in enumerate(units)]

@@ -1,0 +1,283 @@
+"""Models cut into parts for a pipeline.
+
+    whole = partition(model, num_parts=4)                         # cut where the parts cost the same
+    whole = partition(model, layout="E,t*7|t*8|t*8|t*7,H")
+    stages = whole.stages([0, 3])                                 # what this rank runs; the rest is freed
+
+Three kinds of models are cut. A *layered* model (embedding, layers, norm, head; see `Architecture`) stays one model
+object whose own forward runs on every part; `absent` says what stands for the modules that are elsewhere. So does an
+`nn.Sequential`. A list of modules, called one after another, may pass tuples and dicts, and tensors that skip modules.
+In all of them the full names of parameters are those of the whole model, whatever the layout: the state dicts of all
+parts together are the model's, with tied parameters on every part that uses them.
+
+Models on the meta device are cut the same way; nothing here touches data.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from fastpar.pipeline.architecture import Architecture, Unit, known_architecture, sequential_units
+from fastpar.pipeline.balance import balance
+from fastpar.pipeline.calling import Convention, Keywords
+from fastpar.pipeline.carve import carve
+from fastpar.pipeline.chain import Chain, Edge
+from fastpar.pipeline.unit_costs import Costs, group_costs, groups_of
+from fastpar.pipeline.layout import Layout
+from fastpar.pipeline.stage import Stage, Tied
+
+
+class Partition:
+    """A whole model and which part holds what; made by `partition` or `Partition.of_modules`.
+
+    num_parts  number of parts
+    layout     which units each part holds; str(layout) can be given to `partition` again
+    edges      (source part, destination part, name) of tensors that go there besides the main stream
+    tied       parameters that several parts use
+    """
+
+    def __init__(self, model: nn.Module, units: Sequence[Unit], layout: Layout, convention: Convention | None):
+        self._model: nn.Module | None = model
+        self._name, self._units, self._convention = type(model).__name__, list(units), convention
+        self.layout, self.num_parts = layout, layout.num_parts
+        self._owners = {unit.path: layout.part_of(unit.kind, unit.index) for unit in units}
+        self.edges = _part_edges(model, self._owners)
+        self.tied = _tied(model, self._owners, self.num_parts)
+        self._keywords = [self._keywords_of(model, part) for part in range(self.num_parts)]
+        self._rows = [self._row(model, part) for part in range(self.num_parts)]
+
+    @staticmethod
+    def of_modules(
+        parts: Sequence[nn.Module | Sequence[nn.Module]], *, edges: Iterable[tuple[int, int, str]] = ()
+    ) -> Partition:
+        """A model given as one module per part, or a list of modules per part.
+
+        Each module is called with what the one before it returned: a tensor, the elements of a tuple by position, or a
+        dict by name. Modules are named by their position in the flat list ("0.weight"), wherever they are.
+
+        edges  (source, destination, name) by position in the flat list: module `source` returns `StageOutput(output,
+               skips={name: tensor})` and the forward of `destination` takes the keyword `name`
+        """
+        grouped = [[part] if isinstance(part, nn.Module) else list(part) for part in parts]
+        chain = Chain([module for group in grouped for module in group], [Edge(*edge) for edge in edges])
+        units = [Unit("t", index, name) for index, name in enumerate(chain._modules)]
+        counts = [len(group) for group in grouped]
+        return Partition(chain, units, _counts(counts, units), None)
+
+    def keywords(self, part: int) -> Keywords:
+        """The keyword inputs of a batch that the part takes."""
+        return self._keywords[part]
+
+    def check_keywords(self, names: Iterable[str]) -> None:
+        """ValueError for a keyword input that no part would get."""
+        for name in names:
+            if not any(name in keywords for keywords in self._keywords):
+                hint = "; with loss=True the last part computes the loss" if name == "labels" else ""
+                raise ValueError(f"no part of {self._name} takes the keyword input {name!r}{hint}")
+
+    def units(self, part: int) -> tuple[str, ...]:
+        """Paths of the modules that the part alone holds, in running order."""
+        return tuple(path for path, owner in self._owners.items() if owner == part)
+
+    def stages(self, parts: Iterable[int]) -> list[Stage]:
+        """The given parts, for this rank; modules of other parts are taken out of the model, which frees their memory.
+
+        The first of them is the model object itself, changed in place; each further one has copies of what it shares
+        with the others and nothing else. To be called once.
+        """
+        kept = list(parts)
+        if self._model is None:
+            raise RuntimeError("the stages of this partition were taken already, and the rest of the model is gone")
+        if not kept or len(set(kept)) < len(kept) or not set(kept) <= set(range(self.num_parts)):
+            raise ValueError(
+                f"parts must be different numbers from 0 to {self.num_parts - 1}, at least one; got {kept}"
+            )
+        makers = {unit.path: unit.absent for unit in self._units}
+        modules = carve(self._model, self._owners, makers, kept)
+        self._model = None
+        return [self._stage(part, modules[part]) for part in kept]
+
+    def _stage(self, part: int, module: nn.Module) -> Stage:
+        if self._convention is not None:
+            self._convention.install(module, has_embedding=part == 0, has_head=part == self.num_parts - 1)
+        sends: dict[str, tuple[int, ...]] = {}
+        for edge in self.edges:
+            if edge.source == part:
+                sends[edge.name] = (*sends.get(edge.name, ()), edge.destination)
+        return Stage(
+            part=part,
+            num_parts=self.num_parts,
+            module=module,
+            units=self.units(part),
+            keywords=self._keywords[part],
+            sends=sends,
+            receives={edge.name: edge.source for edge in self.edges if edge.destination == part},
+            tied=tuple(tied for tied in self.tied if part in tied.names),
+        )
+
+    def _keywords_of(self, model: nn.Module, part: int) -> Keywords:
+        if self._convention is not None:
+            return self._convention.keywords_of(has_embedding=part == 0, has_head=part == self.num_parts - 1)
+        if isinstance(model, Chain):
+            return model.keywords_of(int(path) for path in self.units(part))
+        return Keywords(frozenset())
+
+    def _row(self, model: nn.Module, part: int) -> dict[str, str]:
+        named = model.named_parameters(remove_duplicate=False)
+        found = {id(p): p for name, p in named if _part_of(name, self._owners) in (part, None)}.values()
+        trainable = sum(p.numel() for p in found if p.requires_grad)
+        units = self.units(part)
+        text = units[0] if len(units) == 1 else f"{units[0]} to {units[-1]}" if units else "nothing"
+        tied = [" = ".join(t.names[part]) for t in self.tied if part in t.names]
+        return {
+            "part": str(part),
+            "layout": str(self.layout).split("|")[part],
+            "modules": text,
+            "parameters": f"{sum(p.numel() for p in found):,}",
+            "trainable": f"{trainable:,}",
+            "tied": ", ".join(tied),
+        }
+
+    def describe(self) -> str:
+        """A table: what each part holds, its parameters, and which of them other parts hold as well."""
+        columns = list(self._rows[0])
+        widths = {c: max(len(c), *(len(row[c]) for row in self._rows)) for c in columns}
+        lines = ["  ".join(c.ljust(widths[c]) for c in columns).rstrip()]
+        lines += ["  ".join(row[c].ljust(widths[c]) for c in columns).rstrip() for row in self._rows]
+        lines += [f"tied: {tied}" for tied in self.tied]
+        lines += [f"edge: {e.name} from part {e.source} to part {e.destination}" for e in self.edges]
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return f"Partition({self._name}, layout={str(self.layout)!r})"
+
+
+def partition(
+    model: nn.Module | Sequence[nn.Module],
+    num_parts: int | None = None,
+    *,
+    layout: str | Sequence[int] | None = None,
+    split_points: Sequence[str] | None = None,
+    costs: Costs = "flops",
+    stage_ranks: Sequence[int] | None = None,
+    architecture: Architecture | None = None,
+    loss: bool = False,
+) -> Partition:
+    """Cut a model into consecutive parts, by exactly one of `num_parts`, `layout` and `split_points`.
+
+    model         a layered model, an nn.Sequential, or a list of modules that are called one after another
+    num_parts     cut so that the costliest rank costs as little as possible (`balance`), by `costs`: "flops",
+                  "parameters", or measured times of embedding, layers and head (`group_costs`); `stage_ranks` is the
+                  rank of each part where a rank holds several (`Schedule.stage_ranks`)
+    layout        such as "E,t*3|t*3|t*2,H" (`Layout`), or layers per part, such as [3, 3, 2]
+    split_points  paths of the units at which the second part and all after it begin: ["layers.3", "layers.6"]
+    architecture  which modules are the embedding, layers, norm and head; None: by the names of known architectures
+    loss          let the last part return the model's own loss from the keyword input `labels`, where it computes one
+
+    Every layer is placed exactly once; a layout that leaves layers out is an error that names them. The model is not
+    touched before `Partition.stages`.
+    """
+    given = {"num_parts": num_parts, "layout": layout, "split_points": split_points}
+    ways = [name for name, value in given.items() if value is not None]
+    if len(ways) != 1:
+        raise TypeError(f"pass exactly one of num_parts, layout and split_points, got {ways or 'none'}")
+    if num_parts is None and (stage_ranks is not None or costs != "flops"):
+        raise TypeError(f"costs and stage_ranks choose the cut for num_parts, but {ways[0]} fixes it")
+    convention: Convention | None = None
+    if not isinstance(model, nn.Module):
+        model = Chain(model)
+        units = [Unit("t", index, name) for index, name in enumerate(model._modules)]
+    elif type(model) is nn.Sequential and architecture is None:
+        units = sequential_units(model)
+    else:
+        architecture = known_architecture(model) if architecture is None else architecture
+        architecture.check(model)
+        units, convention = architecture.units(model), Convention(model, loss=loss)
+    if loss and convention is None:
+        raise ValueError(f"loss=True: {type(model).__name__} computes no loss of its own")
+    if num_parts is not None:
+        cut = _balanced(model, units, num_parts, costs, stage_ranks)
+    elif split_points is not None:
+        cut = _split(units, split_points)
+    elif isinstance(layout, str):
+        names = [unit.path for unit in units if unit.kind == "t"]
+        cut = Layout.parse(layout, num_layers=len(names), names=names, **_ends(units))
+    else:
+        assert layout is not None
+        cut = _counts(layout, units)
+    return Partition(model, units, cut, convention)
+
+
+def _ends(units: Sequence[Unit]) -> dict[str, bool]:
+    kinds = {unit.kind for unit in units}
+    return {"embedding": "E" in kinds, "norm": "N" in kinds, "head": "H" in kinds}
+
+
+def _counts(counts: Sequence[int], units: Sequence[Unit]) -> Layout:
+    return Layout.of_counts(counts, num_layers=sum(unit.kind == "t" for unit in units), **_ends(units))
+
+
+def _balanced(
+    model: nn.Module, units: Sequence[Unit], num_parts: int, costs: Costs, stage_ranks: Sequence[int] | None
+) -> Layout:
+    groups = groups_of(units)
+    bounds = balance(group_costs(model, groups, costs), num_parts, stage_ranks)
+    kinds = [group.kind for group in groups]
+    layout = Layout(tuple(tuple(kinds[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)))
+    return layout.with_norm() if _ends(units)["norm"] else layout
+
+
+def _split(units: Sequence[Unit], split_points: Sequence[str]) -> Layout:
+    steps = [unit for i, unit in enumerate(units) if unit.kind != "E" or i == 0]  # the embedding is not cut
+    paths = [unit.path for unit in steps]
+    starts = [0]
+    for path in split_points:
+        if path not in paths:
+            near = difflib.get_close_matches(path, paths, n=3) or paths[:3]
+            raise ValueError(f"split point {path!r} is no unit of this model; near misses: {near}")
+        if paths.index(path) <= starts[-1]:
+            raise ValueError(
+                f"split points must follow each other in the model; {path!r} does not: {list(split_points)}"
+            )
+        starts.append(paths.index(path))
+    ends = [*starts[1:], len(steps)]
+    return Layout(tuple(tuple(u.kind for u in steps[a:b]) for a, b in zip(starts, ends, strict=True)))
+
+
+def _part_of(name: str, owners: Mapping[str, int]) -> int | None:
+    """The part that holds a parameter or module; None: all parts."""
+    path = name
+    while path:
+        if path in owners:
+            return owners[path]
+        path = path.rpartition(".")[0]
+    return None
+
+
+def _part_edges(model: nn.Module, owners: Mapping[str, int]) -> tuple[Edge, ...]:
+    if not isinstance(model, Chain):
+        return ()
+    edges = {
+        Edge(owners[str(e.source)], owners[str(e.destination)], f"{e.source}.{e.name}")
+        for e in model.edges
+        if owners[str(e.source)] != owners[str(e.destination)]
+    }
+    return tuple(sorted(edges))
+
+
+def _tied(model: nn.Module, owners: Mapping[str, int], num_parts: int) -> tuple[Tied, ...]:
+    """Parameters, by identity, that more than one part uses."""
+    users: dict[int, dict[int, tuple[str, ...]]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owner = _part_of(name, owners)
+        for part in range(num_parts) if owner is None else [owner]:
+            names: dict[int, tuple[str, ...]] = users.setdefault(id(parameter), {})
+            names[part] = (*names.get(part, ()), name)
+    return tuple(Tied(names) for names in users.values() if len(names) > 1)
+
+
+__all__ = ["Partition", "partition"]

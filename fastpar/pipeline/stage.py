@@ -1,0 +1,91 @@
+"""One part of a model on the rank that holds it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from fastpar.pipeline.calling import Keywords, StageOutput, call
+from fastpar.pipeline.chain import Chain
+
+
+@dataclass(frozen=True)
+class Tied:
+    """One parameter that several parts use; each of them has its own copy, and their gradients belong together.
+
+    names  part to the parameter's full names on that part: Tied({0: ("embed_tokens.weight",), 3: ("lm_head.weight",)})
+    """
+
+    names: Mapping[int, tuple[str, ...]]
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        return tuple(sorted(self.names))
+
+    def parameter(self, stage: Stage) -> nn.Parameter:
+        """The copy of one of its parts."""
+        return stage.module.get_parameter(self.names[stage.part][0])
+
+    def __str__(self) -> str:
+        return ", ".join(f"{' = '.join(self.names[part])} on part {part}" for part in self.parts)
+
+
+@dataclass
+class Stage:
+    """One part of a model.
+
+    part, num_parts  which part of how many
+    module           module(*inputs, **keywords) -> tensor, tuple or dict (or a StageOutput); see `run`
+    units            paths of the modules that this part alone holds, in the order in which they run
+    keywords         keyword inputs of the batch that it takes: `name in stage.keywords`
+    sends            skip tensors that it returns besides its output: name to the parts that receive it
+    receives         skip tensors that it takes: name to the part that sends it
+    tied             parameters of this part that others use as well
+    """
+
+    part: int
+    num_parts: int
+    module: nn.Module
+    units: tuple[str, ...]
+    keywords: Keywords
+    sends: Mapping[str, tuple[int, ...]]
+    receives: Mapping[str, int]
+    tied: tuple[Tied, ...]
+
+    @property
+    def is_first(self) -> bool:
+        return self.part == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.part == self.num_parts - 1
+
+    @property
+    def trainable(self) -> bool:
+        """Whether any parameter here needs a gradient."""
+        return any(p.requires_grad for p in self.module.parameters())
+
+    def run(
+        self, received: Any, keywords: Mapping[str, Any] | None = None, skips: Mapping[str, Tensor] | None = None
+    ) -> tuple[Any, dict[str, Tensor]]:
+        """Forward of one microbatch: (what the next part receives, skip tensors to send).
+
+        received  what the part before returned (a tensor, tuple or dict); for part 0 the positional inputs, as a tuple,
+                  which may be empty
+        keywords  the batch's keyword inputs; the part takes those it knows
+        skips     one tensor for each name in `receives`
+        """
+        if set(skips or ()) != set(self.receives):
+            raise ValueError(f"part {self.part} receives skips {sorted(self.receives)}, but got {sorted(skips or ())}")
+        named = {**self.keywords.select(keywords or {}), **(skips or {})}
+        if isinstance(self.module, Chain | nn.Sequential) and not self.is_first:
+            output = self.module(received, **named)  # their own rule for tuples and dicts holds between parts as well
+        else:
+            output = call(self.module, received, named)
+        sent = output.skips if isinstance(output, StageOutput) else {}
+        if set(sent) != set(self.sends):
+            raise ValueError(f"part {self.part} sends skips {sorted(self.sends)}, but returned {sorted(sent)}")
+        return (output.output if isinstance(output, StageOutput) else output), sent
