@@ -92,7 +92,7 @@ def test_wrong_costs_and_counts_are_errors(arguments: tuple, message: str) -> No
         balance(*arguments)
 
 
-# -------------------------------------------------------------------------------------------------------- layout strings
+# ------------------------------------------------------------------------------------------------------- layout strings
 
 MODEL = {"num_layers": 4, "embedding": True, "norm": True, "head": True, "names": [f"layers.{i}" for i in range(4)]}
 

@@ -11,10 +11,10 @@ from fastpar.pipeline.absent import Absent, AbsentAddend, AbsentEmbedding
 
 
 class Unit(NamedTuple):
-    """A module that belongs to one part. kind "E", "t", "N" or "H" (see `Layout`), `index` counts the layers."""
+    """A module that belongs to one part. kind "E", "t", "N" or "H" (see `Layout`), `number` counts the layers."""
 
     kind: str
-    index: int
+    number: int
     path: str
     absent: type[Absent] = Absent
 
@@ -129,4 +129,4 @@ def sequential_units(model: nn.Sequential, prefix: str = "") -> list[Unit]:
             units += sequential_units(module, f"{prefix}{name}.")
         else:
             units.append(Unit("t", 0, f"{prefix}{name}"))
-    return [unit._replace(index=index) for index, unit in enumerate(units)]
+    return [unit._replace(number=number) for number, unit in enumerate(units)]

@@ -190,12 +190,8 @@ def _rank_by_rank(cut: _Cut, middle: int, limit: int, backwards: bool, *, even: 
         return None
     path = min(states.values(), key=lambda state: (state[0], [-i for i, _ in state[1]]))[1]
     seconds = [j for _, j in path]
-    return [
-        0,
-        *(i for i, _ in path),
-        *(reversed(seconds[:-1]) if backwards else seconds),
-        *([cut.num_units] * backwards),
-    ]
+    seconds = [*reversed(seconds[:-1]), cut.num_units] if backwards else seconds
+    return [0, *(i for i, _ in path), *seconds]
 
 
 def _steps(cut: _Cut, i: int, j: int, left: int, middle: int, limit: int, backwards: bool) -> Iterator[tuple[int, int]]:

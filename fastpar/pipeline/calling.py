@@ -73,8 +73,8 @@ def call(module: nn.Module, received: Any, keywords: Mapping[str, Any]) -> Any:
 class Convention:
     """How parts of one layered model are called, by its signature.
 
-    `has_embedding`, `has_head` say what is on the part; with `loss`, the part with the head returns the model's own loss
-    from `labels`.
+    `has_embedding`, `has_head` say what is on the part; with `loss`, the part with the head returns the model's own
+    loss from `labels`.
     """
 
     def __init__(self, model: nn.Module, *, loss: bool = False):

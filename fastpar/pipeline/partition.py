@@ -16,8 +16,8 @@ Models on the meta device are cut the same way; nothing here touches data.
 from __future__ import annotations
 
 import difflib
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 from torch import nn
 
@@ -44,7 +44,7 @@ class Partition:
         self._model: nn.Module | None = model
         self._name, self._units, self._convention = type(model).__name__, list(units), convention
         self.layout, self.num_parts = layout, layout.num_parts
-        self._owners = {unit.path: layout.part_of(unit.kind, unit.index) for unit in units}
+        self._owners = {unit.path: layout.part_of(unit.kind, unit.number) for unit in units}
         self.edges = _part_edges(model, self._owners)
         self.tied = _tied(model, self._owners, self.num_parts)
         self._keywords = [self._keywords_of(model, part) for part in range(self.num_parts)]
@@ -227,7 +227,7 @@ def _balanced(
     groups = groups_of(units)
     bounds = balance(group_costs(model, groups, costs), num_parts, stage_ranks)
     kinds = [group.kind for group in groups]
-    layout = Layout(tuple(tuple(kinds[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)))
+    layout = Layout(tuple(tuple(kinds[a:b]) for a, b in itertools.pairwise(bounds)))
     return layout.with_norm() if _ends(units)["norm"] else layout
 
 
