@@ -128,9 +128,7 @@ def _defer(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> None:
     arguments = _recompute_arguments(ctx, grad_out, grad_lse)
     wants = Wants(False, weight.requires_grad, bias is not None and bias.requires_grad)
 
-    def compute() -> None:
-        with torch.no_grad():
-            grads = gradients(*arguments, wants)
-        torch.autograd.backward(parameters, [grad for grad in grads if grad is not None])
+    def compute() -> list[Tensor]:
+        return [grad for grad in gradients(*arguments, wants) if grad is not None]
 
-    store.put(compute)
+    store.put(compute, parameters, sequence_nr=ctx._sequence_nr(), is_fresh=True)

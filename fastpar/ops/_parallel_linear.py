@@ -29,7 +29,7 @@ from fastpar.ops._sharded_products import (
     product_all_reduced,
     product_reduce_scattered,
 )
-from fastpar.ops.wgrad_store import WeightGradStore
+from fastpar.ops.wgrad_store import WeightGradStore, current_store
 
 ALL_GATHER, COPY, REDUCE_SCATTER, ALL_REDUCE = "all_gather", "copy", "reduce_scatter", "all_reduce"
 
@@ -181,7 +181,9 @@ class _ParallelLinear(torch.autograd.Function):
         needs = ctx.needs_input_grad[4:]
         ctx.wants = Wants(needs[0], tuple(needs[1 : 1 + count]), tuple(needs[1 + count :]))
         ctx.call, ctx.deferred = call, deferred
-        needs_x = any(ctx.wants.weights) or deferred is not None
+        given = weights if deferred is None else deferred.weights
+        needs_x = any(weight.requires_grad for weight in given)
+        # The same tensors with and without a store, since a recomputation may run without it.
         ctx.save_for_backward(x if needs_x else None, *weights)
         outs, gathered = run_forward(call, x, weights, biases, keep=keep)
         if gathered is None:
@@ -198,7 +200,7 @@ class _ParallelLinear(torch.autograd.Function):
         else:
             found = run_backward(ctx.call, x, weights, grads, ctx.wants)
         if ctx.deferred is not None:
-            _defer(ctx.call, ctx.deferred, x, grads)
+            _defer(ctx, x, grads)
         return None, None, None, None, found.x, *found.weights, *found.biases
 
 
@@ -249,13 +251,17 @@ def apply(
     keep: bool = False,
     store: WeightGradStore | None = None,
 ) -> tuple[tuple[Tensor, ...], Tensor | None]:
-    """The outputs by weight and, with `keep` (kind all_gather), the gathered x; all differentiable."""
+    """The outputs by weight and, with `keep` (kind all_gather), the gathered x; all differentiable.
+
+    Without a `store`, that of the innermost `WeightGradStore.deferring()` is used.
+    """
     needs_grad = any(t is not None and t.requires_grad for t in (x, *weights, *biases))
     if not (torch.is_grad_enabled() and needs_grad):
         with torch.no_grad():
             outs, gathered = run_forward(call, x, weights, biases, keep=keep)
         return tuple(outs), gathered
     deferred, anchor = None, None
+    store = current_store() if store is None else store
     if store is not None:
         deferred = Deferred(store, weights, biases)
         weights = tuple(weight.detach() for weight in weights)
@@ -268,21 +274,20 @@ def apply(
     return tuple(outs), _AsGathered.apply(x, gathered, call) if x.requires_grad else gathered
 
 
-def _defer(call: Call, deferred: Deferred, x: Tensor, grads: Sequence[Tensor | None]) -> None:
-    store, weights, biases = deferred
+def _defer(ctx: Any, x: Tensor | None, grads: Sequence[Tensor | None]) -> None:
+    call, (store, weights, biases) = ctx.call, ctx.deferred
     parameters = [p for p in (*weights, *biases) if p is not None and p.requires_grad]
     if not parameters:
         return
-    needs = (tuple(w.requires_grad for w in weights), tuple(b is not None and b.requires_grad for b in biases))
+    wants = Wants(False, *(tuple(p is not None and p.requires_grad for p in each) for each in (weights, biases)))
+    likes = [weight.detach() for weight in weights]
 
-    def compute() -> None:
-        with torch.no_grad():
-            found = backward(call, x, [weight.detach() for weight in weights], grads, Wants(False, *needs))
-        pairs = zip((*weights, *biases), (*found.weights, *found.biases), strict=True)
-        given = [(parameter, grad) for parameter, grad in pairs if parameter is not None and grad is not None]
-        torch.autograd.backward([parameter for parameter, _ in given], [grad for _, grad in given])
+    def compute() -> list[Tensor | None]:
+        found = backward(call, x, likes, grads, wants)
+        pairs = zip((*found.weights, *found.biases), (*wants.weights, *wants.biases), strict=True)
+        return [grad for grad, wanted in pairs if wanted]
 
-    store.put(compute)
+    store.put(compute, parameters, sequence_nr=ctx._sequence_nr(), is_fresh=True)
 
 
 def _differentiable_backward(

@@ -1,48 +1,320 @@
-"""Weight gradients put off: what a pipeline schedule with separate backward-input and backward-weight actions runs."""
+"""Weight gradients put off: what a pipeline schedule with separate backward-input and backward-weight actions runs.
+
+    forward   y  = f(x, W)
+    I         dx = the gradient by a stage's inputs; frees what forward has saved, but for (x, dout) of each product
+    W         dW = x.T @ dout of each product, and what I has computed anyway; every parameter's .grad
+
+I and W together do what an undivided backward does: no product is computed twice, no function runs its backward twice,
+nothing is recomputed twice, and the gradients have the same bits. How a graph is cut is said in
+fastpar.ops._split_graph; forward runs as it always does, and pays nothing.
+
+torch.distributed.pipelining (2.13) runs parts of the autograd graph twice for this, I with retain_graph=True. A custom
+autograd.Function then runs all of its backward in both passes, a checkpoint is recomputed in both, weights used twice
+cost a product more, and what forward has saved stays until W. Qi et al. 2023 (arXiv:2401.10241) and DeepSeek's DualPipe
+replace the linear layers by ones that put closures into a queue, which needs one's own layers. Intercepting
+torch.nn.functional.linear and its kin while forward runs would serve any model, but costs 1-2 us at every call of
+anything, and has to repeat what each function does with its arguments.
+"""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
+import contextlib
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastpar.ops._split_graph import (
+    Captured,
+    Cut,
+    Edge,
+    capture_products,
+    captured_last,
+    edge_of,
+    find_cut,
+    parameter_of,
+)
+
+_CURRENT: ContextVar[WeightGradStore | None] = ContextVar("fastpar_wgrad_store", default=None)
+_FLUSH_BYTES = 32 << 20  # of gradients that wait for their turn to be accumulated
+
+
+class Undivided(NamedTuple):
+    """A use of a parameter whose gradient I computes, and W only hands to it.
+
+    function   the autograd node that uses it
+    parameter
+    """
+
+    function: str
+    parameter: Tensor
 
 
 class WeightGradStore:
-    """A queue of weight gradients that are still to be computed.
-
-    An op that was given a store returns no weight gradient from its backward. It puts a function here instead, which
-    computes the gradient and hands it to autograd at the weight, so that it ends in `.grad` with all its hooks, as if
-    backward had returned it. One entry per call of the op whose backward has run, in that order:
+    """The weight gradients of one microbatch of one stage that are still to be computed.
 
         store = WeightGradStore()
-        loss = linear_cross_entropy(hidden, weight, target, wgrad_store=store)
-        loss.backward()         # B: hidden.grad
-        store.run()             # W: weight.grad
+        with store.deferring():
+            out = module(x)                                 # F, an ordinary forward
+        (dx,) = store.backward([out], [dout], [x])          # I
+        ...                                                 # send dx, run something else
+        store.run()                                         # W: every parameter's .grad, with its hooks
 
-    A store belongs to one stage; a schedule that runs the weight gradients of a microbatch calls `run(1)`, oldest
-    first, or keeps a store per microbatch.
+    After I no parameter has got a gradient yet. W adds up the uses of a parameter first and accumulates once, as an
+    undivided backward does, in the same order: the bits of .grad are the same.
+
+    fastpar's linears put off their own weight gradients within `deferring()`; all other modules need no more than
+    `backward`. Entries of tensor-parallel linears run collectives, so ranks must run the W of their stages in the same
+    order. Instead of `deferring()` an op can be given the store as `wgrad_store`; then a plain `loss.backward()` leaves
+    its weight gradient here, and those of all other parameters where they belong.
+
+    Worked example: x [[1, 2]], W [[3, 4]], y = x @ W.T = [[11]], and dy = [[10]]: `backward` returns dx [[30, 40]], and
+    W.grad is None; `run` makes it [[10, 20]].
     """
 
     def __init__(self) -> None:
-        self._entries: deque[Callable[[], None]] = deque()
+        self._entries: deque[Captured] = deque()
+        self._whole: list[Undivided] = []
 
     def __len__(self) -> int:
         """Entries that have not run."""
         return len(self._entries)
 
-    def put(self, compute: Callable[[], None]) -> None:
-        """Add an entry; it runs once."""
-        self._entries.append(compute)
+    @property
+    def whole(self) -> tuple[Undivided, ...]:
+        """The uses of parameters that could not wait in the last `backward`: norms and scales, functions that torch
+        does not know, compiled modules, and products with a parameter that has such a use too. Their gradients were
+        computed in I, once; this is of interest where a large weight is among them.
+        """
+        return tuple(self._whole)
+
+    @contextlib.contextmanager
+    def deferring(self) -> Iterator[WeightGradStore]:
+        """Around the forward of a microbatch: ops that can put off their weight gradients do so, into this store.
+
+        Holds for the calling thread (or task), and may be nested: the innermost store counts.
+        """
+        token = _CURRENT.set(self)
+        try:
+            yield self
+        finally:
+            _CURRENT.reset(token)
+
+    def put(
+        self,
+        compute: Callable[[], Sequence[Tensor | None] | None],
+        parameters: Sequence[Tensor] = (),
+        *,
+        sequence_nr: int = -1,
+        is_fresh: bool = False,
+    ) -> None:
+        """Add an entry; it runs once. `compute` returns the gradients of `parameters`, None for one that has none.
+
+        For ops of one's own: put this in the backward of an autograd.Function that was given detached parameters.
+        `sequence_nr` is that of the function's node, by which the order of sums is restored; `is_fresh` says that
+        nobody else has the memory of the gradients, so that one of them may become `.grad` as it is.
+        """
+        edges = [edge_of(parameter) for parameter in parameters]
+        self._entries.append(Captured(edges, lambda: compute() or (), sequence_nr, is_fresh))
+
+    def backward(
+        self,
+        outputs: Sequence[Tensor],
+        grad_outputs: Sequence[Tensor | None],
+        inputs: Sequence[Tensor],
+    ) -> tuple[Tensor | None, ...]:
+        """The gradients of `inputs` from those of `outputs` (I); the parameters' are left to `run`.
+
+        Args:
+            outputs: of a stage; those that need no gradient are skipped.
+            grad_outputs: one for each output; None: one, for a scalar loss.
+            inputs: of a stage, leaves or not. Those that need no gradient, or that no output depends on, have None in
+                the result. Every other leaf that needs a gradient counts as a parameter.
+
+        Runs once, as any backward without retain_graph. The hooks of parameters run in W, those of other tensors here.
+        Checkpoints (use_reentrant=False) are recomputed here, once, and not in W. May be called within the backward of
+        an autograd.Function, for a graph that it has made anew.
+
+        Raises:
+            ValueError: numbers of outputs and gradients that differ.
+            RuntimeError: what torch.autograd.grad raises; torch.utils.checkpoint with use_reentrant=True among it.
+        """
+        if len(outputs) != len(grad_outputs):
+            raise ValueError(f"{len(outputs)} outputs need as many gradients, got {len(grad_outputs)}")
+        given = [(out, grad) for out, grad in zip(outputs, grad_outputs, strict=True) if out.requires_grad]
+        asked = [x for x in inputs if x.requires_grad]
+        cut = find_cut([edge_of(out)[0] for out, _ in given], asked)
+        direct = [node.variable for node in cut.direct]
+        last = [torch.autograd.graph.GradientEdge(node, 0) for node, _ in cut.last]
+        targets = [*asked, *direct, *last]
+        found: Sequence[Tensor | None] = ()
+        before = len(self._entries)
+        if given and targets:
+            capture_products(cut, self._entries.append)
+            with _without_hooks(direct):
+                found = torch.autograd.grad(
+                    [out for out, _ in given], targets, [grad for _, grad in given], allow_unused=True
+                )
+            self._hold(cut, found[len(asked) :], before)
+        self._whole = [Undivided(function, node.variable) for function, node in cut.whole]
+        by_input = iter(found)
+        return tuple(next(by_input, None) if x.requires_grad else None for x in inputs)
+
+    def _hold(self, cut: Cut, grads: Sequence[Tensor | None], before: int) -> None:
+        """Add what the engine has returned to the entries that its hooks have made since `before`."""
+        direct, last = grads[: len(cut.direct)], grads[len(cut.direct) :]
+        for (node, edges), dout in zip(cut.last, last, strict=True):
+            if dout is not None:
+                entry = captured_last(node, edges, dout)
+                place = before  # where it would have run
+                while place < len(self._entries) and self._entries[place].sequence_nr > entry.sequence_nr:
+                    place += 1
+                self._entries.insert(place, entry)
+        held = [(node, grad) for node, grad in zip(cut.direct, direct, strict=True) if grad is not None]
+        if held:
+            sums = [grad for _, grad in held]
+            self._entries.append(Captured([(node, 0) for node, _ in held], lambda: sums, -1, False))
 
     def run(self, count: int | None = None) -> int:
-        """Run the `count` oldest entries (None: all) and return how many ran. An entry that raises is gone."""
+        """Run the `count` oldest entries (None: all) and return how many ran (W).
+
+        Uses of one parameter are summed over the entries of one call. An entry that raises is gone, and with it the
+        gradients of this call that were not accumulated yet.
+        """
         if count is not None and count < 0:
             raise ValueError(f"count must be None or >= 0, got {count}")
-        ran = 0
-        while self._entries and (count is None or ran < count):
-            self._entries.popleft()()
-            ran += 1
+        ran = len(self._entries) if count is None else min(count, len(self._entries))
+        entries = [self._entries.popleft() for _ in range(ran)]
+        entries.reverse()
+        _Accumulation(entries).run(entries)
         return ran
 
     def clear(self) -> None:
         """Forget what has not run, with the memory that it holds."""
         self._entries.clear()
+
+
+def current_store() -> WeightGradStore | None:
+    """The store of the innermost `deferring()`; None outside of it, and in compiled code, which cannot be cut."""
+    return None if torch.compiler.is_compiling() else _CURRENT.get()
+
+
+@contextlib.contextmanager
+def _without_hooks(leaves: Sequence[Tensor]) -> Iterator[None]:
+    """The engine runs the hooks of a leaf where its gradient is asked for, and again where it is accumulated."""
+    hooked = [(leaf._backward_hooks, dict(leaf._backward_hooks)) for leaf in leaves if leaf._backward_hooks]
+    for hooks, _ in hooked:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, kept in hooked:
+            hooks.update(kept)
+
+
+@contextlib.contextmanager
+def _without_autocast() -> Iterator[None]:
+    """The dtypes were chosen in forward."""
+    with contextlib.ExitStack() as stack:
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
+
+
+class _Accumulation:
+    """Sums of gradients on their way to the parameters.
+
+    Gradients of one view or cast are added here, in the order of the entries. The engine takes them from there to the
+    parameter, where it adds up, latest use first, and accumulates. All that leads to a parameter is given to it in one
+    call; a few megabytes of gradients are collected first, since a call costs as much as a small product.
+    """
+
+    def __init__(self, entries: Sequence[Captured]) -> None:
+        known: dict[Any, Any] = {}
+        self.parameters: dict[Any, Any] = {}
+        self.left: Counter[Any] = Counter()
+        for entry in entries:
+            for node, _ in entry.edges:
+                parameter = self.parameters[node] = parameter_of(node, known)
+                self.left[parameter] += 1
+        # A weight that is computed from several parameters: then all go together, at the end.
+        self.is_entangled = None in self.left
+        self.sums: dict[Any, _Sums] = {}  # by parameter
+        self.ready: list[_Sums] = []
+        self.ready_bytes = 0
+
+    def run(self, entries: list[Captured]) -> None:
+        """Run the entries, the last of the list first, and forget each as soon as it has run."""
+        with torch.no_grad(), _without_autocast():
+            while entries:
+                entry = entries.pop()
+                grads = entry.compute()
+                for edge, grad in zip(entry.edges, grads, strict=bool(entry.edges)):
+                    self.add(edge, grad, entry)
+            self.ready.extend(self.sums.values())
+            self.flush()
+
+    def add(self, edge: Edge, grad: Tensor | None, entry: Captured) -> None:
+        parameter = self.parameters[edge[0]]
+        if grad is not None:
+            self.sums.setdefault(parameter, _Sums()).add(edge, grad, entry)
+        self.left[parameter] -= 1
+        if self.left[parameter] == 0 and parameter in self.sums and not self.is_entangled:
+            self.ready.append(self.sums.pop(parameter))
+            self.ready_bytes += self.ready[-1].nbytes
+            if self.ready_bytes >= _FLUSH_BYTES:
+                self.flush()
+
+    def flush(self) -> None:
+        roots, grads = [], []
+        for sums in self.ready:
+            for root, grad in sums.roots():
+                roots.append(root)
+                grads.append(grad)
+        if roots:
+            torch.autograd.backward(roots, grads)
+        self.ready, self.ready_bytes = [], 0
+
+
+class _Sums:
+    """The gradients on their way to one parameter: sums by edge, and those that go to the parameter itself."""
+
+    def __init__(self) -> None:
+        self.by_edge: dict[Edge, Tensor] = {}
+        self.at_leaf: list[tuple[Any, Tensor, Captured]] = []
+
+    @property
+    def nbytes(self) -> int:
+        return sum(grad.nbytes for grad in (*self.by_edge.values(), *(grad for _, grad, _ in self.at_leaf)))
+
+    def add(self, edge: Edge, grad: Tensor, entry: Captured) -> None:
+        if type(edge[0]).__name__ == "AccumulateGrad":
+            self.at_leaf.append((edge[0].variable, grad, entry))
+        else:
+            self.by_edge[edge] = self.by_edge[edge] + grad if edge in self.by_edge else grad
+
+    def roots(self) -> Iterator[tuple[Any, Tensor]]:
+        """What torch.autograd.backward starts at, and with what."""
+        for leaf, grad, entry in self.at_leaf:
+            yield _leaf_root(leaf, grad, entry)
+        for edge, grad in self.by_edge.items():
+            yield torch.autograd.graph.GradientEdge(*edge), grad
+
+
+def _leaf_root(leaf: Tensor, grad: Tensor, entry: Captured) -> tuple[Tensor, Tensor]:
+    """The leaf itself, or a view of it whose node takes the place of the entry's in the engine's order.
+
+    A view saves a copy as well: the engine copies a first gradient that it is given for a leaf, since its caller has it
+    too, but may keep what a node returns.
+    """
+    if entry.sequence_nr < 0 or grad.layout != torch.strided:
+        return leaf, grad
+    with torch.enable_grad():
+        view = leaf.view_as(leaf)
+    node: Any = view.grad_fn
+    node._set_sequence_nr(entry.sequence_nr)
+    return view, grad if entry.is_fresh or leaf.grad is not None else grad.clone()
