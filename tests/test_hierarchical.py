@@ -27,7 +27,7 @@ from fastpar.comm import (
     CommTimeoutError,
     Communicator,
     PeerLostError,
-    local_world,
+    meeting,
 )
 from fastpar.comm.connection import Connection
 from fastpar.comm.hierarchical import _FLAT_BYTES, _FLAT_RANKS, _WHOLE_BYTES
@@ -51,7 +51,7 @@ SIX = 6
 def on_hosts(layout):
     """What this rank (of the default group) takes for its host, for groups whose ranks meet inside of the block."""
     host = next(index for index, ranks in enumerate(layout) if dist.get_rank() in ranks)
-    with mock.patch.object(local_world, "_host", return_value=f"host {host}"):
+    with mock.patch.object(meeting, "_host", return_value=f"host {host}"):
         yield
 
 

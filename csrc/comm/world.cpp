@@ -1,14 +1,9 @@
 #include "comm/world.h"
 
-#include <linux/futex.h>
 #include <sched.h>
 #include <sys/random.h>
-#include <sys/syscall.h>
-#include <time.h>
-#include <unistd.h>
 
 #include <algorithm>
-#include <climits>
 #include <cstring>
 #include <new>
 #include <utility>
@@ -20,53 +15,8 @@ namespace {
 
 constexpr size_t kLine = 64;
 constexpr size_t kPage = 4096;
-constexpr long kSliceNanoseconds = 5'000'000;  // how long a rank sleeps before it looks around
-constexpr double kDeathCheckSeconds = 0.05;
-
-// The bounds of the first two stages of waiting. The spin takes some 30 us with a processor for every rank, well under
-// one without. Yielding goes on for longer than a chunk of a large collective takes, because a rank that is woken from
-// the futex is 50 us or more late. It is bounded by time: a yield returns at once, or after a time slice of somebody
-// else's.
-constexpr int kSpins = 1000, kSpinsCrowded = 20;
-constexpr double kYieldSeconds = 0.002, kYieldSecondsCrowded = 0.001;
-constexpr int kYieldsPerLookAtTheClock = 8;
 
 size_t rounded_up(size_t value, size_t unit) { return (value + unit - 1) / unit * unit; }
-
-double now() {
-  timespec time{};
-  clock_gettime(CLOCK_MONOTONIC, &time);
-  return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
-}
-
-int processors() {
-  cpu_set_t set;
-  return sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : 1;
-}
-
-inline void pause() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
-
-// A futex is 32 bits: the low half of a phase, which is what changes.
-uint32_t* futex_word(std::atomic<uint64_t>& phase) {
-  static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the low half is taken to come first");
-  static_assert(std::atomic<uint64_t>::is_always_lock_free, "phases are shared between processes");
-  return reinterpret_cast<uint32_t*>(&phase);
-}
-
-void futex_wait(std::atomic<uint64_t>& phase, uint64_t seen, long nanoseconds) {
-  const timespec limit{0, nanoseconds};
-  syscall(SYS_futex, futex_word(phase), FUTEX_WAIT, static_cast<uint32_t>(seen), &limit, nullptr, 0);
-}
-
-void futex_wake_all(std::atomic<uint64_t>& phase) {
-  syscall(SYS_futex, futex_word(phase), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
-}
 
 }  // namespace
 
@@ -87,9 +37,7 @@ World::World(const WorldOptions& options) : options_(options), base_(static_cast
   uint64_t nonce = 0;
   FASTPAR_CHECK(getrandom(&nonce, sizeof nonce, 0) == sizeof nonce, "no random numbers");
   control(rank()).nonce = nonce;
-  const bool crowded = options.ranks_on_host > processors();
-  spins_ = crowded ? kSpinsCrowded : kSpins;
-  yield_seconds_ = crowded ? kYieldSecondsCrowded : kYieldSeconds;
+  patience_ = Patience::of(options.ranks_on_host);
 }
 
 void World::connect(const int64_t* pids, const int64_t* descriptors, const uint64_t* nonces) {
@@ -129,7 +77,7 @@ void World::wait_all(double timeout_seconds) {
 
 inline void World::wait_for(int peer, uint64_t phase, double timeout_seconds) {
   const std::atomic<uint64_t>& theirs = control(peer).phase;
-  for (int spin = 0; spin < spins_; ++spin) {
+  for (int spin = 0; spin < patience_.spins; ++spin) {
     if (theirs.load(std::memory_order_acquire) >= phase) return;
     pause();
   }
@@ -139,7 +87,7 @@ inline void World::wait_for(int peer, uint64_t phase, double timeout_seconds) {
 void World::wait_for_long(int peer, uint64_t phase, double timeout_seconds) {
   ControlBlock& theirs = control(peer);
   const double started = now();
-  for (int i = 1; i % kYieldsPerLookAtTheClock != 0 || now() - started < yield_seconds_; ++i) {
+  for (int i = 1; i % kYieldsPerLookAtTheClock != 0 || now() - started < patience_.yield_seconds; ++i) {
     if (theirs.phase.load(std::memory_order_acquire) >= phase) return;
     sched_yield();
   }

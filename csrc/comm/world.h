@@ -24,24 +24,12 @@
 #include <string>
 #include <vector>
 
+#include "comm/failure.h"
 #include "comm/reduce.h"
+#include "comm/waiting.h"
 #include "runtime/shared_segment.h"
 
 namespace fastpar {
-
-enum class CommStatus : int32_t { kOk, kTimeout, kPeerLost, kMismatch, kInterrupted, kClosed, kError };
-
-// Why a collective did not succeed. After a mismatch the world can be used further, after anything else it cannot.
-class CommFailure : public std::exception {
- public:
-  CommFailure(CommStatus status, std::string text) : status_(status), text_(std::move(text)) {}
-  CommStatus status() const { return status_; }
-  const char* what() const noexcept override { return text_.c_str(); }
-
- private:
-  CommStatus status_;
-  std::string text_;
-};
 
 enum class CommOp : uint8_t { kAllReduce, kReduceScatter, kAllGather, kAllToAll, kBroadcast, kReduce, kBarrier };
 
@@ -67,9 +55,6 @@ struct ControlBlock {
   char failure[232];
   alignas(64) CallHeader header[2];
 };
-
-// Called now and then by a rank that waits for long; true means give up (a signal has come).
-using InterruptCheck = bool (*)();
 
 struct WorldOptions {
   int rank;
@@ -156,8 +141,7 @@ class World {
   std::vector<int64_t> names_;
   std::vector<char*> base_;
   uint64_t phase_ = 0;
-  int spins_;
-  double yield_seconds_;
+  Patience patience_;
   double first_wait_ = 0.0;  // when the collective under way first had to wait for long; 0: not yet
   mutable std::mutex regions_mutex_;
   std::vector<std::shared_ptr<const Region>> regions_;

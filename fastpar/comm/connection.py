@@ -7,7 +7,7 @@ in a queue. From then on, collectives go straight to the transport that was foun
 
 from __future__ import annotations
 
-import os
+import itertools
 import threading
 import time
 import weakref
@@ -20,7 +20,8 @@ from torch.distributed import ProcessGroup
 from fastpar.comm.errors import CommError
 from fastpar.comm.hierarchy import Hierarchy
 from fastpar.comm.leaders import join_leaders
-from fastpar.comm.local_world import SEVERAL_HOSTS, LocalWorld, Meeting, connect
+from fastpar.comm.local_world import LocalWorld, Meeting, connect
+from fastpar.comm.meeting import SEVERAL_HOSTS, ranks_on_host
 from fastpar.comm.pending import StillInFlightError, Work
 from fastpar.comm.transport import InFlight
 
@@ -134,7 +135,7 @@ class Connection:
             self.problem = "this version of torch does not give out the group's store"
             return
         deadline = time.monotonic() + timeout
-        found = connect(store, self._rank, self._size, _ranks_on_host(), timeout)
+        found = connect(store, self._rank, self._size, ranks_on_host(), timeout)
         if isinstance(found, str):
             self.problem = found
         elif len(found.hosts) == 1:
@@ -149,6 +150,7 @@ class Connection:
             self.hierarchy = Hierarchy(self._rank, meeting.hosts, meeting.world, leaders)
 
 
+_MEETINGS: weakref.WeakKeyDictionary[ProcessGroup, itertools.count[int]] = weakref.WeakKeyDictionary()
 _CONNECTIONS: weakref.WeakKeyDictionary[ProcessGroup, Connection] = weakref.WeakKeyDictionary()
 _LOCK = threading.Lock()
 
@@ -164,6 +166,8 @@ def store_of(group: ProcessGroup) -> dist.Store | None:
     return None
 
 
-def _ranks_on_host() -> int:
-    """How many ranks compete for this host's processors, as far as one can tell: it decides how long to spin."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE") or dist.get_world_size())
+def name_meeting(group: ProcessGroup) -> str:
+    """A name for a meeting in the group's store that no earlier one has: the same on all ranks, which call this in the
+    same order."""
+    with _LOCK:
+        return f"fastpar/meeting{next(_MEETINGS.setdefault(group, itertools.count()))}"

@@ -26,7 +26,7 @@ from torch.distributed.distributed_c10d import AllToAllOptions, BroadcastOptions
 
 from fastpar.comm._library import check_interrupt
 from fastpar.comm.errors import CommError, CommMismatchError, CommTimeoutError, PeerLostError
-from fastpar.comm.local_world import collect, read_all
+from fastpar.comm.meeting import collect, read_all
 
 _SLICE_S = 0.02  # between two looks at the bad news
 _NEWS_S = 0.4  # for the others to say what they know, once gloo has failed

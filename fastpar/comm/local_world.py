@@ -2,51 +2,30 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import json
 import os
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 
-from fastpar._version import __version__
 from fastpar.comm._library import int64_array, library
-from fastpar.comm.errors import CommError, CommTimeoutError
+from fastpar.comm.errors import CommError
+from fastpar.comm.meeting import (
+    SEVERAL_HOSTS,
+    Hosts,
+    Memory,
+    Rendezvous,
+    Share,
+    addresses_of,
+    find_hosts,
+    share_memory,
+)
 
 SLOT_BYTES = 1 << 20  # of each of the four exchange buffers of a rank
-SEVERAL_HOSTS = "the ranks are on several hosts, or in several containers"
-_GAVE_UP = "gave up:"
 _WAIT_SLICE_S = 0.1  # between two looks at signals while a submitted call is awaited
-
-
-@dataclass(frozen=True)
-class _Place:
-    """What a rank first tells the others of its group, through the group's store: where it is."""
-
-    host: str  # equal where memory can be shared: machine, boot, process namespace, user
-    version: str
-    problem: str  # why this rank cannot share memory at all
-
-
-@dataclass(frozen=True)
-class _Memory:
-    """And then, knowing who shares its host, where its part of their memory is."""
-
-    pid: int
-    descriptor: int  # -1: there is none
-    nonce: int
-    problem: str
-
-
-def _host() -> str:
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot} {os.readlink('/proc/self/ns/pid')} {os.getuid()}"
 
 
 _WORLDS: weakref.WeakSet[LocalWorld] = weakref.WeakSet()
@@ -142,122 +121,46 @@ class Meeting:
     world   the ranks of this host; None where this rank is alone on it, and then of several hosts
     """
 
-    hosts: tuple[tuple[int, ...], ...]
+    hosts: Hosts
     world: LocalWorld | None
 
 
 def connect(store: dist.Store, rank: int, size: int, ranks_on_host: int, timeout: float) -> Meeting | str:
     """Join the ranks of each host; or say why nothing can be shared, the same answer on every rank.
 
-    `ranks_on_host`: of the whole job, as far as one can tell; it decides how long to spin. The ranks meet in the store,
-    which they poll: a blocking wait would keep other users of the store waiting. A store serves one meeting. Raises
-    CommTimeoutError naming the ranks that have not come within `timeout` seconds, CommError where another rank has
-    given up.
+    `ranks_on_host`: of the whole job, as far as one can tell; it decides how long to spin. A store serves one meeting.
+    Raises CommTimeoutError naming the ranks that have not come within `timeout` seconds, CommError where another rank
+    has given up.
     """
-    deadline = time.monotonic() + timeout
-    handle = 0
+    meeting = Rendezvous(store, "fastpar", rank, size, timeout)
+    hosts = find_hosts(meeting)
+    if isinstance(hosts, str):
+        return hosts
+    if len(hosts) == size:
+        return f"{SEVERAL_HOSTS}, no two on the same"
+    here = next(ranks for ranks in hosts if rank in ranks)
 
-    def exchange(what: str, mine: str) -> list[str]:
-        store.set(f"fastpar/{what}{rank}", mine)
-        answers = collect(store, [f"fastpar/{what}{other}" for other in range(size)], deadline, timeout)
-        given_up = [f"rank {other} {text}" for other, text in enumerate(answers) if text.startswith(_GAVE_UP)]
-        if given_up:
-            raise CommError("; ".join(given_up))
-        return answers
+    def create(here: Sequence[int]) -> tuple[int, Memory]:
+        return _create(here, rank, max(ranks_on_host, len(here)))
 
-    try:
-        places = [_Place(**json.loads(text)) for text in exchange("place", json.dumps(asdict(_place())))]
-        problem = _problem(places)
-        if problem:
-            return problem
-        hosts = _by_host(places)
-        if len(hosts) == size:
-            return f"{SEVERAL_HOSTS}, no two on the same"
-        here = next(ranks for ranks in hosts if rank in ranks)
-        handle, memory = _create(here, rank, max(ranks_on_host, len(here)))
-        memories = [_Memory(**json.loads(text)) for text in exchange("memory", json.dumps(asdict(memory)))]
-        problem = memory.problem
-        if handle and not any(memories[other].problem for other in here):
-            problem = _connect(handle, [memories[other] for other in here])
-        answers = exchange("connected", problem or "yes")
-    except BaseException as error:
-        for what in ("memory", "connected"):
-            store.set(f"fastpar/{what}{rank}", f"{_GAVE_UP} {error}")
-        if handle:
-            library().comm_destroy(handle)
-        raise
-    for other, answer in enumerate(answers):
-        if answer != "yes":
-            if handle:
-                library().comm_destroy(handle)
-            return f"rank {other} has no shared memory: {answer}"
-    if not handle:
-        return Meeting(hosts, None)
-    library().comm_seal(handle)
-    return Meeting(hosts, LocalWorld(handle, list(here), here.index(rank)))
+    handle = share_memory(meeting, here, Share(create, _connect, library().comm_seal, library().comm_destroy))
+    if isinstance(handle, str):
+        return handle
+    return Meeting(hosts, LocalWorld(handle, list(here), here.index(rank)) if handle else None)
 
 
-def _place() -> _Place:
-    try:
-        host = _host()
-        library()
-    except (ImportError, OSError) as error:
-        return _Place("", __version__, str(error) or type(error).__name__)
-    return _Place(host, __version__, "")
-
-
-def _problem(places: Sequence[_Place]) -> str:
-    for rank, place in enumerate(places):
-        if place.problem:
-            return f"rank {rank} has no shared memory: {place.problem}"
-    if len({place.version for place in places}) > 1:
-        return f"the ranks run different versions of fastpar: {[place.version for place in places]}"
-    return ""
-
-
-def _by_host(places: Sequence[_Place]) -> tuple[tuple[int, ...], ...]:
-    ranks: dict[str, list[int]] = {}
-    for rank, place in enumerate(places):
-        ranks.setdefault(place.host, []).append(rank)
-    return tuple(tuple(here) for here in ranks.values())
-
-
-def _create(here: Sequence[int], rank: int, ranks_on_host: int) -> tuple[int, _Memory]:
-    """This rank's part of the memory of its host; none where it is alone."""
-    if len(here) == 1:
-        return 0, _Memory(os.getpid(), -1, 0, "")
+def _create(here: Sequence[int], rank: int, ranks_on_host: int) -> tuple[int, Memory]:
+    """This rank's part of the memory of its host."""
     handle = library().comm_create(here.index(rank), len(here), ranks_on_host, SLOT_BYTES) or 0
     if not handle:
-        return 0, _Memory(os.getpid(), -1, 0, library().error_text() or "unknown")
+        return 0, Memory.none(library().error_text() or "unknown")
     library().comm_name_ranks(handle, int64_array(here))
-    return handle, _Memory(os.getpid(), library().comm_descriptor(handle), library().comm_nonce(handle), "")
+    return handle, Memory(os.getpid(), library().comm_descriptor(handle), library().comm_nonce(handle), "")
 
 
-def _connect(handle: int, memories: Sequence[_Memory]) -> str:
-    pids, descriptors = int64_array([m.pid for m in memories]), int64_array([m.descriptor for m in memories])
-    nonces = (ctypes.c_uint64 * len(memories))(*[m.nonce for m in memories])
+def _connect(handle: int, memories: Sequence[Memory]) -> str:
     try:
-        library().check_status(library().comm_connect(handle, pids, descriptors, nonces))
+        library().check_status(library().comm_connect(handle, *addresses_of(memories)))
     except CommError as error:
         return str(error)
     return ""
-
-
-def collect(store: dist.Store, keys: list[str], deadline: float, timeout: float) -> list[str]:
-    """The values of keys, each of which ends in the rank that sets it, when all are there."""
-    pause = 0.0002
-    while not store.check(keys):
-        if time.monotonic() > deadline:
-            missing = [key for key in keys if not store.check([key])]
-            ranks = ", ".join("".join(filter(str.isdigit, key)) for key in missing)
-            raise CommTimeoutError(f"rank(s) {ranks} of the group did not come to share memory within {timeout:g} s")
-        time.sleep(pause)
-        pause = min(2 * pause, 0.005)
-    return read_all(store, keys)
-
-
-def read_all(store: dist.Store, keys: list[str]) -> list[str]:
-    """The values of keys that are there."""
-    with contextlib.suppress(NotImplementedError, RuntimeError):
-        return [value.decode() for value in store.multi_get(keys)]
-    return [store.get(key).decode() for key in keys]
