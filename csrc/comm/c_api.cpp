@@ -8,6 +8,8 @@
 #include <utility>
 #include <vector>
 
+#include "comm/dlpack.h"
+#include "comm/mailbox.h"
 #include "comm/progress.h"
 #include "runtime/shared_segment.h"
 
@@ -77,6 +79,18 @@ struct Region {
 };
 
 Region& region_of(void* region) { return *static_cast<Region*>(region); }
+
+fastpar::Mailbox& mailbox(void* mail) { return *static_cast<fastpar::Mailbox*>(mail); }
+
+// What the last fastpar_mail_receive() of this thread has given out.
+struct Received {
+  std::string note;
+  std::vector<fastpar::DlManagedTensor*> tensors;
+};
+Received& received_here() {
+  thread_local Received received;
+  return received;
+}
 
 }  // namespace
 
@@ -174,6 +188,73 @@ void* fastpar_region_address(void* region, int rank) { return region_of(region).
 void fastpar_region_forget(void* handle, void* comm) { progress(comm).world().remove_region(region_of(handle).id); }
 
 void fastpar_region_destroy(void* region) { delete static_cast<Region*>(region); }
+
+void* fastpar_mail_create(int rank, int size, int ranks_on_host, int64_t arena_bytes) {
+  fastpar::Mailbox* created = nullptr;
+  status_of([&] { created = new fastpar::Mailbox({rank, size, ranks_on_host, static_cast<size_t>(arena_bytes)}); });
+  return created;
+}
+
+int64_t fastpar_mail_descriptor(void* mail) { return mailbox(mail).descriptor(); }
+uint64_t fastpar_mail_nonce(void* mail) { return mailbox(mail).nonce(); }
+
+int fastpar_mail_connect(void* mail, const int64_t* pids, const int64_t* descriptors, const uint64_t* nonces) {
+  return status_of([&] { mailbox(mail).connect(pids, descriptors, nonces); });
+}
+
+void fastpar_mail_seal(void* mail) { mailbox(mail).seal(); }
+void fastpar_mail_destroy(void* mail) { delete static_cast<fastpar::Mailbox*>(mail); }
+
+int fastpar_mail_send(void* mail, int peer, int64_t tag, int64_t kind, const char* note, int64_t note_bytes,
+                      const int64_t* spec, int64_t num_tensors) {
+  return status_of([&] {
+    std::vector<fastpar::Enclosure> tensors(static_cast<size_t>(num_tensors));
+    for (fastpar::Enclosure& tensor : tensors) {
+      tensor.address = reinterpret_cast<const void*>(spec[0]);
+      tensor.dtype = static_cast<uint8_t>(spec[1] & 0xff);
+      tensor.dims = static_cast<int>(spec[1] >> 8);
+      tensor.sizes = spec + 2;
+      tensor.bytes = fastpar::dl_type(tensor.dtype).bits / 8;
+      for (int dim = 0; dim < tensor.dims; ++dim) tensor.bytes *= tensor.sizes[dim];
+      spec += 2 + tensor.dims;
+    }
+    mailbox(mail).send(peer, tag, kind, std::string(note, static_cast<size_t>(note_bytes)), tensors);
+  });
+}
+
+int fastpar_mail_receive(void* mail, int peer, int64_t tag, double timeout, int64_t* out) {
+  return status_of([&] {
+    fastpar::Mail letter = mailbox(mail).receive(peer, tag, timeout, interrupt_check_here());
+    Received& received = received_here();
+    received.note = std::move(letter.note);
+    received.tensors.clear();
+    for (auto& loan : letter.tensors) received.tensors.push_back(fastpar::to_dlpack(std::move(loan)));
+    out[0] = letter.kind;
+    out[1] = static_cast<int64_t>(received.tensors.size());
+    out[2] = static_cast<int64_t>(received.note.size());
+    out[3] = reinterpret_cast<int64_t>(received.note.data());
+    out[4] = reinterpret_cast<int64_t>(received.tensors.data());
+  });
+}
+
+int fastpar_mail_ready(void* mail, int peer, int64_t tag) {
+  bool is_ready = false;
+  const int status = status_of([&] { is_ready = mailbox(mail).is_ready(peer, tag); });
+  return status != 0 ? -status : is_ready;
+}
+
+int fastpar_mail_abort(void* mail, const char* reason) {
+  return status_of([&] { mailbox(mail).abort(reason); });
+}
+
+void fastpar_mail_close(void* mail) { mailbox(mail).close(); }
+int fastpar_mail_failed_rank() { return fastpar::Mailbox::failed_rank(); }
+
+void fastpar_mail_stats(void* mail, int64_t* out) {
+  const fastpar::MailboxStats stats = mailbox(mail).stats();
+  out[0] = static_cast<int64_t>(stats.used_bytes);
+  out[1] = static_cast<int64_t>(stats.touched_bytes);
+}
 
 void fastpar_comm_tune(int64_t one_shot_bytes, int64_t chunk_bytes) {
   fastpar::tuning() = {one_shot_bytes, chunk_bytes};

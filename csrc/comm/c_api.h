@@ -56,6 +56,31 @@ FASTPAR_EXPORT void* fastpar_region_address(void* region, int rank);
 FASTPAR_EXPORT void fastpar_region_forget(void* region, void* comm);
 FASTPAR_EXPORT void fastpar_region_destroy(void* region);
 
+// ---- messages between two ranks of this host: create, tell the others pid, descriptor and nonce, connect, seal
+
+FASTPAR_EXPORT void* fastpar_mail_create(int rank, int size, int ranks_on_host, int64_t arena_bytes);
+FASTPAR_EXPORT int64_t fastpar_mail_descriptor(void* mail);
+FASTPAR_EXPORT uint64_t fastpar_mail_nonce(void* mail);
+FASTPAR_EXPORT int fastpar_mail_connect(void* mail, const int64_t* pids, const int64_t* descriptors,
+                                        const uint64_t* nonces);
+FASTPAR_EXPORT void fastpar_mail_seal(void* mail);
+FASTPAR_EXPORT void fastpar_mail_destroy(void* mail);
+
+// `spec`: for every tensor its address, its dtype (torch's number) | dims << 8, and its sizes.
+FASTPAR_EXPORT int fastpar_mail_send(void* mail, int peer, int64_t tag, int64_t kind, const char* note,
+                                     int64_t note_bytes, const int64_t* spec, int64_t num_tensors);
+// `out` takes kind, number of tensors, bytes and address of the note, and the address of the tensors, which are
+// DLManagedTensor* that the caller has to take over. What is at the addresses stays until the thread's next call.
+FASTPAR_EXPORT int fastpar_mail_receive(void* mail, int peer, int64_t tag, double timeout, int64_t* out);
+// 1, 0, or the negative of a status.
+FASTPAR_EXPORT int fastpar_mail_ready(void* mail, int peer, int64_t tag);
+FASTPAR_EXPORT int fastpar_mail_abort(void* mail, const char* reason);
+FASTPAR_EXPORT void fastpar_mail_close(void* mail);
+// Who has given up, after status kPeerFailed.
+FASTPAR_EXPORT int fastpar_mail_failed_rank();
+// Bytes of the own memory that are in use, and that ever were at once.
+FASTPAR_EXPORT void fastpar_mail_stats(void* mail, int64_t* out);
+
 // ---- for tests and benches
 
 FASTPAR_EXPORT void fastpar_comm_tune(int64_t one_shot_bytes, int64_t chunk_bytes);

@@ -19,8 +19,9 @@ from fastpar.comm.autograd import (
 )
 from fastpar.comm.coalesce import all_reduce_coalesced
 from fastpar.comm.communicator import Communicator, GroupLike
-from fastpar.comm.errors import CommError, CommMismatchError, CommTimeoutError, PeerLostError
+from fastpar.comm.errors import CommError, CommMismatchError, CommTimeoutError, PeerFailedError, PeerLostError
 from fastpar.comm.pending import Pending
+from fastpar.comm.point_to_point import PointToPoint
 from fastpar.comm.recording import CommRecord, record
 from fastpar.comm.shards import shard_range, shard_sizes
 from fastpar.comm.shared_region import SharedRegion
@@ -35,8 +36,10 @@ __all__ = [
     "CommTimeoutError",
     "Communicator",
     "GroupLike",
+    "PeerFailedError",
     "PeerLostError",
     "Pending",
+    "PointToPoint",
     "SharedRegion",
     "SymmetricBuffer",
     "SymmetricCollectives",

@@ -15,9 +15,9 @@ from ctypes import POINTER, c_bool, c_char_p, c_double, c_int, c_int64, c_uint64
 from typing import Any
 
 from fastpar import _ext
-from fastpar.comm.errors import CommError, CommMismatchError, CommTimeoutError, PeerLostError
+from fastpar.comm.errors import CommError, CommMismatchError, CommTimeoutError, PeerFailedError, PeerLostError
 
-_INTERRUPTED = 4
+_INTERRUPTED, _PEER_FAILED = 4, 7
 _ERRORS: dict[int, type[CommError]] = {1: CommTimeoutError, 2: PeerLostError, 3: CommMismatchError}
 
 _CALL = [c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64, POINTER(c_int64), POINTER(c_int64), c_double]
@@ -44,6 +44,19 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "region_address": (c_void_p, [c_void_p, c_int]),
     "region_forget": (None, [c_void_p, c_void_p]),
     "region_destroy": (None, [c_void_p]),
+    "mail_create": (c_void_p, [c_int, c_int, c_int, c_int64]),
+    "mail_descriptor": (c_int64, [c_void_p]),
+    "mail_nonce": (c_uint64, [c_void_p]),
+    "mail_connect": (c_int, [c_void_p, POINTER(c_int64), POINTER(c_int64), POINTER(c_uint64)]),
+    "mail_seal": (None, [c_void_p]),
+    "mail_destroy": (None, [c_void_p]),
+    "mail_send": (c_int, [c_void_p, c_int, c_int64, c_int64, c_char_p, c_int64, c_char_p, c_int64]),
+    "mail_receive": (c_int, [c_void_p, c_int, c_int64, c_double, POINTER(c_int64)]),
+    "mail_ready": (c_int, [c_void_p, c_int, c_int64]),
+    "mail_abort": (c_int, [c_void_p, c_char_p]),
+    "mail_close": (None, [c_void_p]),
+    "mail_failed_rank": (c_int, []),
+    "mail_stats": (None, [c_void_p, POINTER(c_int64)]),
     "comm_tune": (None, [c_int64, c_int64]),
 }
 
@@ -127,6 +140,8 @@ class Library:
         error, _raised.error = getattr(_raised, "error", None), None
         if status == _INTERRUPTED and error is not None:
             raise error
+        if status == _PEER_FAILED:
+            raise PeerFailedError(self.mail_failed_rank(), self.error_text())
         raise _ERRORS.get(status, CommError)(self.error_text())
 
     def error_text(self) -> str:

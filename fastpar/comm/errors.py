@@ -1,5 +1,7 @@
 """The errors of collectives that failed or were not finished in time."""
 
+from __future__ import annotations
+
 
 class CommError(RuntimeError):
     """A collective failed or missed its deadline.
@@ -15,6 +17,17 @@ class CommTimeoutError(CommError):
 
 class PeerLostError(CommError):
     """The process of another rank has ended."""
+
+
+class PeerFailedError(CommError):
+    """Another rank has given up and said why: `rank` (of the group) and `reason`."""
+
+    def __init__(self, rank: int, reason: str) -> None:
+        super().__init__(f"rank {rank} gave up: {reason}")
+        self.rank, self.reason = rank, reason
+
+    def __reduce__(self) -> tuple[type[PeerFailedError], tuple[int, str]]:  # the arguments are not those of the base
+        return type(self), (self.rank, self.reason)
 
 
 class CommMismatchError(CommError):

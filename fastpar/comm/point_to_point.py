@@ -1,0 +1,141 @@
+"""Messages between two ranks of a group: tensors of any shapes and dtypes, with a tag and a note.
+
+p2p = PointToPoint(mesh.group("pp"))            # all ranks of the group
+p2p.send(1, tag, [hidden], note=b"...")         # on rank 0; never waits for rank 1
+(hidden,), note = p2p.recv(0, tag)              # on rank 1; shapes and dtypes come with the message
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from fastpar.comm import shared_mailbox
+from fastpar.comm.connection import name_meeting, store_of
+from fastpar.comm.errors import CommError
+from fastpar.comm.group import resolve_group
+from fastpar.comm.meeting import SEVERAL_HOSTS, Rendezvous, find_hosts, ranks_on_host
+from fastpar.comm.route import TRANSPORTS
+from fastpar.comm.shared_mailbox import DTYPE_NUMBERS
+
+_MAX_TAG = (1 << 62) - 1
+
+
+class Channel(Protocol):
+    """What moves messages of CPU tensors. Peers and tensors have been checked; `kind` is the caller's."""
+
+    def send(self, peer: int, tag: int, tensors: Sequence[Tensor], note: bytes, kind: int) -> None: ...
+    def receive(self, peer: int, tag: int, timeout: float) -> tuple[list[Tensor], bytes, int]: ...
+    def ready(self, peer: int, tag: int) -> bool: ...
+    def abort(self, reason: str) -> None: ...
+    def close(self) -> None: ...
+
+
+class PointToPoint:
+    """Messages between the ranks of `group` (a ProcessGroup or a 1-D DeviceMesh; None: one rank, and no peers).
+
+    timeout     seconds that `recv` waits
+    transport   "auto", "torch" or "shared_memory"
+
+    Made by all ranks of the group, several in the same order. Raises CommTimeoutError naming ranks that have not come
+    within `timeout`, CommError where transport="shared_memory" and the ranks cannot share memory.
+    """
+
+    def __init__(
+        self, group: ProcessGroup | DeviceMesh | None, *, timeout: float = 60.0, transport: str = "auto"
+    ) -> None:
+        if transport not in TRANSPORTS:
+            raise ValueError(f"transport must be one of {', '.join(TRANSPORTS)}, got {transport!r}")
+        if timeout <= 0:
+            raise ValueError(f"timeout must be positive (seconds), got {timeout}")
+        found = resolve_group(group)
+        self.timeout = timeout
+        self.rank = 0 if found is None else found.rank()
+        self.size = 1 if found is None else found.size()
+        self._channel: Channel | None = None
+        if found is not None and self.size > 1:
+            self._channel = _join(found, timeout, transport)
+
+    def send(self, peer: int, tag: int, tensors: Sequence[Tensor], note: bytes = b"") -> None:
+        """Send a message: never waits for the receiver. The tensors may be overwritten or freed afterwards.
+
+        Raises PeerLostError or PeerFailedError where the peer is known to be gone; ValueError for tensors that cannot
+        be sent (other devices and layouts, subclasses, dtypes that are not in DLPack).
+        """
+        self._open(peer, tag).send(peer, tag, [_sendable(x) for x in tensors], note, 0)
+
+    def recv(self, peer: int, tag: int) -> tuple[list[Tensor], bytes]:
+        """The next message of that peer with that tag; waits for it.
+
+        Raises CommTimeoutError after `timeout` seconds (the message may still come, and be received), PeerLostError
+        when the process of a rank has ended, PeerFailedError when a rank has called `abort`.
+        """
+        tensors, note, _ = self._open(peer, tag).receive(peer, tag, self.timeout)
+        return tensors, note
+
+    def ready(self, peer: int, tag: int) -> bool:
+        """Whether `recv` would return at once. A hint: never waits, and does not tell of failures."""
+        return self._open(peer, tag).ready(peer, tag)
+
+    def abort(self, reason: str) -> None:
+        """Give up: waits of every other rank raise PeerFailedError(this rank, reason), now or later."""
+        if self._channel is not None:
+            self._channel.abort(reason)
+
+    def close(self) -> None:
+        """No more messages either way. What was sent can still be received; received tensors stay."""
+        if self._channel is not None:
+            self._channel.close()
+
+    def __repr__(self) -> str:
+        return f"PointToPoint(rank={self.rank}, size={self.size}, timeout={self.timeout:g})"
+
+    def _open(self, peer: int, tag: int) -> Channel:
+        if peer == self.rank or not 0 <= peer < self.size or self._channel is None:
+            others = "there is no other rank" if self.size == 1 else f"another rank of 0..{self.size - 1}"
+            raise ValueError(f"peer must be another rank ({others}), got {peer} on rank {self.rank}")
+        if not 0 <= tag <= _MAX_TAG:
+            raise ValueError(f"tag must be in 0..2**62 - 1, got {tag}")
+        return self._channel
+
+
+def _join(group: ProcessGroup, timeout: float, transport: str) -> Channel:
+    store = store_of(group)
+    if store is None:
+        raise CommError("this version of torch does not give out the group's store, where the ranks would meet")
+    meeting = Rendezvous(store, name_meeting(group), group.rank(), group.size(), timeout)
+    problem = "transport is 'torch'"
+    if transport != "torch":
+        hosts = find_hosts(meeting)
+        if isinstance(hosts, str):
+            problem = hosts
+        elif len(hosts) > 1:
+            problem = SEVERAL_HOSTS
+        else:
+            found = shared_mailbox.join(meeting, hosts, ranks_on_host())
+            if not isinstance(found, str):
+                return found
+            problem = found
+    raise CommError(f"the ranks of the group cannot share memory: {problem}")
+
+
+def _sendable(x: Tensor) -> Tensor:
+    """x as something that can be copied byte by byte."""
+    if type(x) is Tensor and x.is_cpu and x.dtype in DTYPE_NUMBERS and x.is_contiguous():
+        if x.is_conj() or x.is_neg():
+            return x.resolve_conj().resolve_neg()
+        return x
+    if not isinstance(x, Tensor):
+        raise TypeError(f"tensors must be a sequence of Tensors, got {type(x).__name__} in it")
+    if type(x) not in (Tensor, torch.nn.Parameter):
+        raise ValueError(f"a {type(x).__name__} cannot be sent: send the plain tensors that it is made of")
+    if x.layout != torch.strided or x.is_quantized or x.dtype not in DTYPE_NUMBERS:
+        raise ValueError(f"only dense tensors of ordinary dtypes can be sent, got {x.layout} {x.dtype}")
+    if not x.is_cpu:
+        raise ValueError(f"only CPU tensors can be sent over shared memory, got one on {x.device}")
+    return x.detach().contiguous().resolve_conj().resolve_neg()
