@@ -93,9 +93,7 @@ class Partition:
         if self._model is None:
             raise RuntimeError("the stages of this partition were taken already, and the rest of the model is gone")
         if not kept or len(set(kept)) < len(kept) or not set(kept) <= set(range(self.num_parts)):
-            raise ValueError(
-                f"parts must be different numbers from 0 to {self.num_parts - 1}, at least one; got {kept}"
-            )
+            raise ValueError(f"parts must be one or more different numbers below {self.num_parts}, got {kept}")
         makers = {unit.path: unit.absent for unit in self._units}
         modules = carve(self._model, self._owners, makers, kept)
         self._model = None
@@ -241,7 +239,7 @@ def _split(units: Sequence[Unit], split_points: Sequence[str]) -> Layout:
             raise ValueError(f"split point {path!r} is no unit of this model; near misses: {near}")
         if paths.index(path) <= starts[-1]:
             raise ValueError(
-                f"split points must follow each other in the model; {path!r} does not: {list(split_points)}"
+                f"split points must be in the model's order, but {path!r} comes too late in {list(split_points)}"
             )
         starts.append(paths.index(path))
     ends = [*starts[1:], len(steps)]
