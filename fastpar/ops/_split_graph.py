@@ -64,9 +64,9 @@ class Captured(NamedTuple):
     is_fresh: bool
 
 
-def edge_of(tensor: Tensor) -> Edge:
+def edge_of(tensor: Tensor | torch.autograd.graph.GradientEdge) -> Edge:
     """Where the gradient of a tensor goes."""
-    edge = torch.autograd.graph.get_gradient_edge(tensor)
+    edge = torch.autograd.graph.get_gradient_edge(tensor) if isinstance(tensor, Tensor) else tensor
     return edge.node, edge.output_nr
 
 

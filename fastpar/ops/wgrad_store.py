@@ -122,14 +122,14 @@ class WeightGradStore:
 
     def backward(
         self,
-        outputs: Sequence[Tensor],
+        outputs: Sequence[Tensor | torch.autograd.graph.GradientEdge],
         grad_outputs: Sequence[Tensor | None],
         inputs: Sequence[Tensor],
     ) -> tuple[Tensor | None, ...]:
         """The gradients of `inputs` from those of `outputs` (I); the parameters' are left to `run`.
 
         Args:
-            outputs: of a stage; those that need no gradient are skipped.
+            outputs: of a stage, or their edges (so that the tensors may be freed); what needs no gradient is skipped.
             grad_outputs: one for each output; None: one, for a scalar loss.
             inputs: of a stage, leaves or not. Those that need no gradient, or that no output depends on, have None in
                 the result. Every other leaf that needs a gradient counts as a parameter.
@@ -144,7 +144,8 @@ class WeightGradStore:
         """
         if len(outputs) != len(grad_outputs):
             raise ValueError(f"{len(outputs)} outputs need as many gradients, got {len(grad_outputs)}")
-        given = [(out, grad) for out, grad in zip(outputs, grad_outputs, strict=True) if out.requires_grad]
+        pairs = zip(outputs, grad_outputs, strict=True)
+        given = [(out, grad) for out, grad in pairs if not isinstance(out, Tensor) or out.requires_grad]
         asked = [x for x in inputs if x.requires_grad]
         cut = find_cut([edge_of(out)[0] for out, _ in given], asked)
         direct = [node.variable for node in cut.direct]

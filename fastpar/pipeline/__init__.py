@@ -5,13 +5,18 @@ weight gradients are computed, what is sent where. It can be generated, searched
 simulated, drawn and run; what is drawn is what runs.
 """
 
+from fastpar.pipeline.batch import Microbatches
+from fastpar.pipeline.calling import StageOutput
 from fastpar.pipeline.costs import Costs
 from fastpar.pipeline.evaluate import Evaluator
 from fastpar.pipeline.flush import eager_1f1b, gpipe, interleaved_1f1b, looped_bfs, naive, one_f_one_b
 from fastpar.pipeline.generators import make_schedule, schedule_names
 from fastpar.pipeline.lowering import add_communication, add_reduce_grad, add_unshard, merge_backward, split_backward
+from fastpar.pipeline.partition import Partition, partition
+from fastpar.pipeline.runtime import Pipeline, PipelineError
 from fastpar.pipeline.schedule import Action, ActionType, Chain, Schedule, ScheduleError
 from fastpar.pipeline.simulate import Simulation, activation_peaks, measured_costs, simulate
+from fastpar.pipeline.stage import Stage
 from fastpar.pipeline.timeline import Comparison, Event, Timeline, compare
 from fastpar.pipeline.validate import Problem, check, validate
 from fastpar.pipeline.zero_bubble import zb_h1
@@ -24,10 +29,16 @@ __all__ = [
     "Costs",
     "Evaluator",
     "Event",
+    "Microbatches",
+    "Partition",
+    "Pipeline",
+    "PipelineError",
     "Problem",
     "Schedule",
     "ScheduleError",
     "Simulation",
+    "Stage",
+    "StageOutput",
     "Timeline",
     "activation_peaks",
     "add_communication",
@@ -44,6 +55,7 @@ __all__ = [
     "merge_backward",
     "naive",
     "one_f_one_b",
+    "partition",
     "schedule_names",
     "simulate",
     "split_backward",

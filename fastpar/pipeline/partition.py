@@ -26,9 +26,9 @@ from fastpar.pipeline.balance import balance
 from fastpar.pipeline.calling import Convention, Keywords
 from fastpar.pipeline.carve import carve
 from fastpar.pipeline.chain import Chain, Edge
-from fastpar.pipeline.unit_costs import Costs, group_costs, groups_of
 from fastpar.pipeline.layout import Layout
 from fastpar.pipeline.stage import Stage, Tied
+from fastpar.pipeline.unit_costs import Costs, group_costs, groups_of
 
 
 class Partition:

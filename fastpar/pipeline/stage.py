@@ -44,6 +44,7 @@ class Stage:
     sends            skip tensors that it returns besides its output: name to the parts that receive it
     receives         skip tensors that it takes: name to the part that sends it
     tied             parameters of this part that others use as well
+    prefix           of the names of its parameters, where the module does not hold them under their full names
     """
 
     part: int
@@ -54,6 +55,13 @@ class Stage:
     sends: Mapping[str, tuple[int, ...]]
     receives: Mapping[str, int]
     tied: tuple[Tied, ...]
+    prefix: str = ""
+
+    @staticmethod
+    def of_module(module: nn.Module, part: int, num_parts: int) -> Stage:
+        """A module that is a part by itself, called by the signature of its forward; its parameters are named as in
+        `nn.ModuleList(parts)`."""
+        return Stage(part, num_parts, module, (), Keywords.of(module), {}, {}, (), prefix=str(part))
 
     @property
     def is_first(self) -> bool:

@@ -1,0 +1,378 @@
+"""Running a schedule: `Pipeline`.
+
+    schedule = make_schedule("1f1b", num_ranks=4, num_microbatches=8)
+    pipe = Pipeline([module], schedule, mesh["pp"], loss=loss)      # this rank's part of the model
+    loss = pipe.step(input_ids, target=labels)                      # forward and backward of all microbatches
+    optimizer.step()
+
+What runs is the schedule's list of actions, one after the other; nothing is reordered, and what a rank did and when is
+kept as a timeline that can be drawn beside the simulated one. Gradients equal those of
+
+    for x, y in microbatches:
+        (loss(model(x), y) / num_microbatches).backward()
+
+bit for bit, for every schedule that keeps the microbatches of each stage in order, as all generated ones do.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from fastpar.comm import CommError, PointToPoint
+from fastpar.pipeline.batch import Microbatches, split, split_call
+from fastpar.pipeline.chain import Edge
+from fastpar.pipeline.exchange import Exchange
+from fastpar.pipeline.lowering import add_communication
+from fastpar.pipeline.schedule import Action, ActionType, Schedule, ScheduleError
+from fastpar.pipeline.shared_grads import SharedGrads, find_shared
+from fastpar.pipeline.stage import Stage
+from fastpar.pipeline.stage_run import StageRun
+from fastpar.pipeline.timeline import Event, Timeline
+from fastpar.pipeline.validate import check
+from fastpar.pipeline.versions import WeightVersions
+
+Loss = Callable[[Any, Any], Tensor]
+MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+_E = TypeVar("_E", bound=BaseException)
+
+_WHOLE, _INPUT, _WEIGHT = ActionType.BACKWARD, ActionType.BACKWARD_INPUT, ActionType.BACKWARD_WEIGHT
+_FORWARD_ONLY = (ActionType.FORWARD, ActionType.SEND_F, ActionType.RECV_F)
+
+
+class PipelineError(RuntimeError):
+    """An action failed; the message names rank, stage, microbatch and action, and the cause is chained."""
+
+
+class Pipeline:
+    """This rank's stages of a model, and the schedule that runs them with those of the other ranks.
+
+    stages     this rank's stages, in the order of `schedule.stages_of(rank)`: modules, or `Stage`s of a `Partition`
+    schedule   what to run; transfers are added where it has none
+    group      the ranks of the pipeline: a ProcessGroup, a 1-D DeviceMesh; None: one rank that holds all stages
+    loss       loss(output, target) -> scalar Tensor, on the last stage; None: the last module returns the loss
+    reduction  "mean": every microbatch's loss counts 1 / num_microbatches (for schedules that update the weights on
+               their way, 1 / microbatches per update); "sum": as it is
+    optimizer  for such schedules: makes the optimizer of a list of parameters, as `partial(torch.optim.SGD, lr=0.1)`
+    edges      skip connections between parts that are not neighbours: `Partition.edges`
+    timeout    seconds until a wait for another rank fails
+
+    Every rank of the group makes its Pipeline, with the same schedule. Raises ScheduleError for a schedule that cannot
+    be run, ValueError for stages that do not fit it and for shared parameters that differ between ranks.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[nn.Module | Stage],
+        schedule: Schedule,
+        group: ProcessGroup | DeviceMesh | None = None,
+        *,
+        loss: Loss | None = None,
+        reduction: str = "mean",
+        optimizer: MakeOptimizer | None = None,
+        edges: Iterable[Edge] = (),
+        timeout: float = 60.0,
+        transport: str = "auto",
+    ) -> None:
+        if reduction not in ("mean", "sum"):
+            raise ValueError(f"reduction must be 'mean' or 'sum', got {reduction!r}")
+        self.schedule = (
+            schedule if schedule.has_transfers else add_communication(schedule, _stage_edges(schedule, edges))
+        )
+        check(self.schedule)
+        self._p2p = PointToPoint(group, timeout=timeout, transport=transport)
+        self.rank = self._p2p.rank
+        if schedule.num_ranks != self._p2p.size:
+            raise ValueError(f"the schedule is for {schedule.num_ranks} ranks, but the group has {self._p2p.size}")
+        own = schedule.stages_of(self.rank)
+        if len(stages) != len(own):
+            raise ValueError(f"rank {self.rank} runs stages {own} of the schedule, but {len(stages)} were given")
+        self.stages = {s: _as_stage(stage, schedule, s) for s, stage in zip(own, stages, strict=True)}
+        self._loss, self._reduction = loss, reduction
+        steps = [a.type is ActionType.STEP and a.stage == 0 for a in schedule.flat(schedule.stage_ranks[0])]
+        self._updates = sum(steps)  # of every stage, during one step() of a schedule that updates on its way
+        self._divisor = schedule.num_microbatches // max(self._updates, 1) if reduction == "mean" else 1
+        self.optimizers = self._make_optimizers(optimizer)
+        self._exchange = Exchange(self.schedule, self.rank, self._p2p)
+        self._runs = {s: self._stage_run(s, stage) for s, stage in self.stages.items()}
+        tags = 2 * schedule.num_stages**2 * schedule.num_microbatches
+        self._loss_tag, shared_tag = tags, tags + 1
+        shared = find_shared(schedule, self.rank, self.stages)
+        self._shared = SharedGrads(shared, self.rank, self._p2p, shared_tag)
+        self._shared.check_equal()
+        self._handlers: dict[ActionType, Callable[[Action], None]] = {
+            ActionType.FORWARD: self._forward,
+            _WHOLE: partial(self._backward, how=StageRun.backward),
+            _INPUT: partial(self._backward, how=StageRun.backward_input),
+            _WEIGHT: self._backward_weight,
+            ActionType.OVERLAP_F_B: self._overlap,
+            ActionType.STASH: self._change_weights,
+            ActionType.DROP: self._change_weights,
+            ActionType.STEP: self._change_weights,
+            ActionType.UNSHARD: self._change_sharding,
+            ActionType.RESHARD: self._change_sharding,
+            ActionType.REDUCE_GRAD: self._ready_to_reduce,
+            **dict.fromkeys((t for t in ActionType if t.is_transfer), self._exchange.run),
+        }
+        self._training = self._program(self.schedule.actions[self.rank])
+        self._forward_only = self._program(a for a in self.schedule.flat(self.rank) if a.type in _FORWARD_ONLY)
+        self._times: list[tuple[float, float]] = []
+        self._executed: Sequence[Action] = ()
+        self._failure: str | None = None
+
+    # What users call
+
+    def step(self, *args: Any, target: Any = None, **kwargs: Any) -> Tensor:
+        """Forward and backward of one batch; gradients are added to `.grad`. Returns the batch's loss on every rank.
+
+        args    inputs of the first stage    target   what the loss compares with, on the last stage
+        kwargs  go to every stage whose forward takes the name
+
+        Each is cut into microbatches along dim 0 (see `Microbatches` for other ways); a rank may leave out what its
+        stages do not need. Schedules that update the weights on their way also step their optimizers.
+        Raises PipelineError where a stage fails, on that rank; on the others CommError: PeerFailedError with its
+        message, PeerLostError where a process has died, CommTimeoutError. The pipeline cannot be used afterwards.
+        """
+        self._begin(args, kwargs, target)
+        self._shared.begin()
+        for run in self._runs.values():
+            if run.versions is not None:
+                run.versions.restart()
+        self._run(self._training, loss=True)
+        self._finish("summing the gradients of shared parameters", self._shared.finish)
+        return self._total_loss()
+
+    def evaluate(self, *args: Any, target: Any = None, **kwargs: Any) -> Tensor:
+        """The loss of a batch, on every rank, without gradients; arguments and errors as for `step`."""
+        self._begin(args, kwargs, target)
+        with torch.no_grad():
+            self._run(self._forward_only, loss=True)
+        return self._total_loss()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Microbatches | None:
+        """The outputs of the last stage, one per microbatch, on the rank that holds it (DualPipe: None for the
+        microbatches of the other chain); None on all others. No gradients.
+        """
+        self._begin(args, kwargs, None)
+        with torch.no_grad():
+            self._run(self._forward_only, loss=False)
+        if not self._results:
+            return None
+        return Microbatches(self._results.get(index) for index in range(self.schedule.num_microbatches))
+
+    @property
+    def timeline(self) -> Timeline:
+        """What this rank did in its last run, in seconds of the clock that all processes of a host share."""
+        times = zip(self._executed, self._times, strict=False)
+        events = tuple(Event(self.rank, action, start, end) for action, (start, end) in times)
+        return Timeline(events, unit="s", name=self.schedule.name)
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters of this rank's stages under the names that they have in the whole model."""
+        for stage in self.stages.values():
+            yield from stage.module.named_parameters(prefix=stage.prefix)
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        for _, parameter in self.named_parameters():
+            yield parameter
+
+    def close(self) -> None:
+        """Give back the memory shared with other ranks."""
+        self._p2p.close()
+
+    # Running
+
+    def _program(self, actions: Iterable[Action]) -> list[tuple[Callable[[Action], None], Action]]:
+        return [(self._handlers[action.type], action) for action in actions]
+
+    def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> None:
+        if self._failure is not None:
+            raise RuntimeError(f"this pipeline has failed and cannot be used any more: {self._failure}")
+        count = self.schedule.num_microbatches
+        self._inputs, self._kwargs = split_call(args, kwargs, count)
+        self._targets = split(target, count, "target")
+        self._results: dict[int, Any] = {}
+
+    def _run(self, program: list[tuple[Callable[[Action], None], Action]], *, loss: bool) -> None:
+        self._wants_loss = loss
+        self._executed = [action for _, action in program]
+        self._times = times = []
+        clock = time.perf_counter
+        action: Action | None = None
+        try:
+            for handler, action in program:
+                begin = clock()
+                handler(action)
+                times.append((begin, clock()))
+        except BaseException as error:
+            self._fail(error, f"action {action} ({len(times) + 1} of {len(program)})", action)
+
+    def _finish(self, what: str, function: Callable[[], Any]) -> Any:
+        try:
+            return function()
+        except BaseException as error:
+            self._fail(error, what, None)
+
+    def _fail(self, error: BaseException, doing: str, action: Action | None) -> None:
+        """Tell the other ranks, and raise what says where it happened."""
+        where = f"rank {self.rank} of the pipeline"
+        if action is not None and not action.parts:
+            where += f", stage {action.stage} (part {self.schedule.part_of(action.stage)} of the model)"
+            where += "" if action.microbatch is None else f", microbatch {action.microbatch}"
+        text = f"{where}, {doing}: {error if isinstance(error, CommError) else f'{type(error).__name__}: {error}'}"
+        self._failure = text
+        for run in self._runs.values():
+            run.clear()
+        self._exchange.clear()
+        self._p2p.abort(text)
+        if isinstance(error, CommError):
+            raise _with_message(error, text) from error
+        if isinstance(error, Exception):
+            raise PipelineError(text) from error
+        raise error
+
+    # Actions
+
+    def _forward(self, action: Action) -> None:
+        stage, microbatch = action.stage, _microbatch(action)
+        run, take = self._runs[stage], self._exchange.take_activations
+        received = {source: take(source, stage, microbatch) for source in run.sources}
+        inputs = self._inputs[microbatch] if run.previous is None else ()
+        loss_of = partial(self._loss_of, microbatch) if self._wants_loss else None
+        packets, result = run.forward(microbatch, received, inputs, self._kwargs[microbatch], action.version, loss_of)
+        for destination, packet in packets.items():
+            self._exchange.post_activations(stage, destination, microbatch, packet)
+        if run.following is None:
+            self._results[microbatch] = result
+
+    def _loss_of(self, microbatch: int, output: Any) -> Tensor:
+        loss = output if self._loss is None else self._loss(output, self._targets[microbatch])
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            which = "the last stage's module (no loss= was given)" if self._loss is None else "the loss"
+            raise ValueError(f"{which} must return a tensor with one element, got {what}")
+        return loss.reshape(()) if self._divisor == 1 else loss.reshape(()) / self._divisor
+
+    def _backward(self, action: Action, how: Callable[..., dict[int, list[Tensor | None]]]) -> None:
+        stage, microbatch = action.stage, _microbatch(action)
+        run, take = self._runs[stage], self._exchange.take_gradients
+        grads = {destination: take(stage, destination, microbatch) for destination in run.destinations}
+        for source, own in how(run, microbatch, grads).items():
+            self._exchange.post_gradients(source, stage, microbatch, own)
+
+    def _backward_weight(self, action: Action) -> None:
+        self._runs[action.stage].backward_weight(_microbatch(action))
+
+    def _overlap(self, action: Action) -> None:
+        for part in action.parts:
+            self._handlers[part.type](part)
+
+    def _change_weights(self, action: Action) -> None:
+        versions = self._runs[action.stage].versions
+        if versions is None:
+            return  # a stage without trainable parameters has one version for ever
+        if action.type is ActionType.STEP:
+            versions.step()
+        else:
+            assert action.version is not None
+            (versions.stash if action.type is ActionType.STASH else versions.drop)(action.version)
+
+    def _change_sharding(self, action: Action) -> None:
+        module = self.stages[action.stage].module
+        method = getattr(module, action.type.value.lower(), None)
+        if method is None:
+            raise ScheduleError(
+                f"{action}: the module of stage {action.stage} ({type(module).__name__}) has no such method; apply "
+                "torch.distributed.fsdp.fully_shard to it, or take UNSHARD and RESHARD out of the schedule"
+            )
+        method()
+
+    def _ready_to_reduce(self, action: Action) -> None:
+        self._shared.contribute(self.schedule.part_of(action.stage))
+
+    def _total_loss(self) -> Tensor:
+        """The sum of the microbatches' losses in their order; the ranks with the last stages send theirs to all."""
+        losses = dict(self._results)
+        ends = {self.schedule.stage_ranks[chain.stages[-1]]: chain.microbatches for chain in self.schedule.chains}
+
+        def collect() -> None:
+            if self._results:
+                own = torch.stack([losses[index] for index in ends[self.rank]])
+                for peer in set(range(self._p2p.size)) - {self.rank}:
+                    self._p2p.send(peer, self._loss_tag, [own])
+            for rank in sorted(set(ends) - {self.rank}):
+                (theirs,), _ = self._p2p.recv(rank, self._loss_tag)
+                losses.update(zip(ends[rank], theirs.clone().unbind(), strict=True))
+
+        self._finish("collecting the loss", collect)
+        total = losses[0].clone()
+        for index in range(1, self.schedule.num_microbatches):
+            total += losses[index]
+        return total / self._updates if self._updates and self._reduction == "mean" else total
+
+    # Construction
+
+    def _stage_run(self, s: int, stage: Stage) -> StageRun:
+        schedule, chain = self.schedule, self.schedule.chain_of_stage(s).stages
+        skips_from: dict[int, tuple[str, ...]] = {}
+        for name, part in stage.receives.items():
+            skips_from[chain[part]] = (*skips_from.get(chain[part], ()), name)
+        halved = {a.microbatch for a in schedule.flat(self.rank) if a.stage == s and a.type is _INPUT}
+        return StageRun(
+            stage,
+            previous=schedule.previous_stage(s),
+            following=schedule.next_stage(s),
+            skips_to={name: tuple(chain[part] for part in parts) for name, parts in stage.sends.items()},
+            skips_from=skips_from,
+            is_split=halved.__contains__,
+            versions=WeightVersions(stage.module, self.optimizers[s].step) if s in self.optimizers else None,
+        )
+
+    def _make_optimizers(self, make: MakeOptimizer | None) -> dict[int, torch.optim.Optimizer]:
+        if (make is not None) != (self._updates > 0):
+            has = "updates" if self._updates else "does not update"
+            raise ValueError(
+                f"the schedule {self.schedule.name!r} {has} the weights on its way, so optimizer= "
+                + ("must be given" if self._updates else "must be None: call your optimizer after step()")
+            )
+        if make is None:
+            return {}
+        trained = {s: [p for p in stage.module.parameters() if p.requires_grad] for s, stage in self.stages.items()}
+        return {s: make(parameters) for s, parameters in trained.items() if parameters}
+
+
+def _microbatch(action: Action) -> int:
+    assert action.microbatch is not None
+    return action.microbatch
+
+
+def _as_stage(stage: nn.Module | Stage, schedule: Schedule, s: int) -> Stage:
+    part, num_parts = schedule.part_of(s), schedule.num_parts
+    if isinstance(stage, nn.Module):
+        return Stage.of_module(stage, part, num_parts)
+    if (stage.part, stage.num_parts) != (part, num_parts):
+        raise ValueError(
+            f"stage {s} of the schedule is part {part} of {num_parts}, but got part {stage.part} of {stage.num_parts}"
+        )
+    return stage
+
+
+def _stage_edges(schedule: Schedule, edges: Iterable[Edge]) -> list[tuple[int, int]]:
+    """Skip connections between parts as pairs of stages, in every chain."""
+    pairs = [(chain.stages[e.source], chain.stages[e.destination]) for chain in schedule.chains for e in edges]
+    return list(dict.fromkeys(pairs))
+
+
+def _with_message(error: _E, text: str) -> _E:
+    """An error of the same type with another message."""
+    try:
+        return type(error)(text)
+    except TypeError:  # a type with arguments of its own: keep it as it is
+        return error

@@ -1,0 +1,97 @@
+"""What travels between stages: tensors inside tuples, lists and dicts, beside plain Python values.
+
+A stage may return a tensor, or a tuple, list or dict of tensors, None and anything that can be pickled. `pack` takes
+the tensors out, and `unpack` puts others in their places. The structure travels with every message as a few dozen
+bytes, so it may change from one microbatch to the next.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_TENSOR, _VALUE, _TUPLE, _LIST, _DICT = "tensor", "value", "tuple", "list", "dict"
+_ONE_TENSOR = (_TENSOR, True)
+
+Structure = tuple[Any, ...]
+
+
+def pack(value: Any) -> tuple[list[Tensor], Structure]:
+    """(tensors, structure): the tensors of `value` in order, and what `unpack` needs to put them back."""
+    if isinstance(value, Tensor):
+        return [value], (_TENSOR, value.requires_grad)
+    tensors: list[Tensor] = []
+    return tensors, _pack(value, tensors)
+
+
+def _pack(value: Any, tensors: list[Tensor]) -> Structure:
+    kind = type(value)
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return (_TENSOR, value.requires_grad)
+    if kind is tuple or kind is list:
+        return (_TUPLE if kind is tuple else _LIST, tuple(_pack(item, tensors) for item in value))
+    if kind is dict:
+        return (_DICT, tuple((key, _pack(item, tensors)) for key, item in value.items()))
+    if _holds_tensors(value):
+        raise TypeError(
+            f"a stage returned a {kind.__name__} that holds tensors; return tensors, tuples, lists or dicts "
+            "(for output objects: one of their fields)"
+        )
+    return (_VALUE, value)
+
+
+def unpack(tensors: Sequence[Tensor], structure: Structure) -> Any:
+    """The inverse of `pack`."""
+    return _unpack(iter(tensors).__next__, structure)
+
+
+def _unpack(take: Callable[[], Tensor], structure: Structure) -> Any:
+    kind, content = structure
+    if kind == _TENSOR:
+        return take()
+    if kind == _VALUE:
+        return content
+    if kind == _DICT:
+        return {key: _unpack(take, item) for key, item in content}
+    items = [_unpack(take, item) for item in content]
+    return tuple(items) if kind == _TUPLE else items
+
+
+def grad_flags(structure: Structure) -> list[bool]:
+    """For each tensor, whether it required a gradient where it was packed."""
+    kind, content = structure
+    if kind == _TENSOR:
+        return [content]
+    if kind == _VALUE:
+        return []
+    items = [item for _, item in content] if kind == _DICT else content
+    return [flag for item in items for flag in grad_flags(item)]
+
+
+def encode(structure: Structure) -> bytes:
+    """The structure as bytes; empty for a single tensor that requires a gradient, by far the most common."""
+    if structure == _ONE_TENSOR:
+        return b""
+    try:
+        return pickle.dumps(structure, protocol=pickle.HIGHEST_PROTOCOL)
+    except Exception as error:
+        raise TypeError(f"what a stage returns must be tensors or values that can be pickled: {error}") from error
+
+
+def decode(note: bytes) -> Structure:
+    """The inverse of `encode`. Messages come from the ranks of this job only, as torch's object collectives do."""
+    return pickle.loads(note) if note else _ONE_TENSOR
+
+
+def _holds_tensors(value: Any) -> bool:
+    """Whether an object that is not understood has tensors in it, which must not be pickled."""
+    if isinstance(value, str | bytes | int | float | bool | None.__class__ | torch.dtype | torch.Size):
+        return False
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, tuple | list | set) else ()
+    fields = vars(value).values() if hasattr(value, "__dict__") and not isinstance(value, type) else ()
+    return any(isinstance(item, Tensor) for item in (*items, *fields))
