@@ -5,7 +5,9 @@ weight gradients are computed, what is sent where. It can be generated, searched
 simulated, drawn and run; what is drawn is what runs.
 """
 
+from fastpar.pipeline.asynchronous import pipedream, pipedream_2bw
 from fastpar.pipeline.batch import Microbatches
+from fastpar.pipeline.bidirectional import dualpipe, dualpipev
 from fastpar.pipeline.calling import StageOutput
 from fastpar.pipeline.costs import Costs
 from fastpar.pipeline.evaluate import Evaluator
@@ -18,8 +20,9 @@ from fastpar.pipeline.schedule import Action, ActionType, Chain, Schedule, Sched
 from fastpar.pipeline.simulate import Simulation, activation_peaks, measured_costs, simulate
 from fastpar.pipeline.stage import Stage
 from fastpar.pipeline.timeline import Comparison, Event, Timeline, compare
+from fastpar.pipeline.v_shape import v_half, v_min, zbv
 from fastpar.pipeline.validate import Problem, check, validate
-from fastpar.pipeline.zero_bubble import zb_h1
+from fastpar.pipeline.zero_bubble import zb_h1, zb_h2
 
 __all__ = [
     "Action",
@@ -46,6 +49,8 @@ __all__ = [
     "add_unshard",
     "check",
     "compare",
+    "dualpipe",
+    "dualpipev",
     "eager_1f1b",
     "gpipe",
     "interleaved_1f1b",
@@ -56,9 +61,15 @@ __all__ = [
     "naive",
     "one_f_one_b",
     "partition",
+    "pipedream",
+    "pipedream_2bw",
     "schedule_names",
     "simulate",
     "split_backward",
+    "v_half",
+    "v_min",
     "validate",
     "zb_h1",
+    "zb_h2",
+    "zbv",
 ]

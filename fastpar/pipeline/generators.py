@@ -8,9 +8,12 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from fastpar.pipeline.asynchronous import pipedream, pipedream_2bw
+from fastpar.pipeline.bidirectional import dualpipe, dualpipev
 from fastpar.pipeline.flush import eager_1f1b, gpipe, interleaved_1f1b, looped_bfs, naive, one_f_one_b
 from fastpar.pipeline.schedule import Schedule
-from fastpar.pipeline.zero_bubble import zb_h1
+from fastpar.pipeline.v_shape import v_half, v_min, zbv
+from fastpar.pipeline.zero_bubble import zb_h1, zb_h2
 
 _GENERATORS: dict[str, Callable[..., Schedule]] = {
     "naive": naive,
@@ -20,6 +23,14 @@ _GENERATORS: dict[str, Callable[..., Schedule]] = {
     "interleaved_1f1b": interleaved_1f1b,
     "looped_bfs": looped_bfs,
     "zb_h1": zb_h1,
+    "zb_h2": zb_h2,
+    "zbv": zbv,
+    "v_half": v_half,
+    "v_min": v_min,
+    "dualpipe": dualpipe,
+    "dualpipev": dualpipev,
+    "pipedream": pipedream,
+    "pipedream_2bw": pipedream_2bw,
 }
 
 # Spellings of others, without case, punctuation and the word "schedule": torch, Megatron-LM, DeepSpeed, the papers.
@@ -44,6 +55,11 @@ _ALIASES: dict[str, tuple[str, dict[str, Any]]] = {
     "breadthfirst": ("looped_bfs", {}),
     "zb1p": ("zb_h1", {}),
     "interleavedzerobubble": ("zb_h1", {"stages_per_rank": 2}),
+    "zb2p": ("zb_h2", {}),
+    "zbvzerobubble": ("zbv", {}),
+    "vzb": ("zbv", {}),
+    "2bw": ("pipedream_2bw", {}),
+    "doublebuffered": ("pipedream_2bw", {}),
 }
 
 
