@@ -2,6 +2,7 @@
 
     fastpar doctor [--json]             is this installation healthy? exit status 0 or 1
     fastpar bench [<name>] [flags]      the microbenchmarks of a source checkout; without a name, all of them
+    fastpar simulate [flags]            what pipeline schedules would take, as a table, pictures and traces
 
 Exit status: 0 fine; 1 something is wrong, and the output says what; 2 the command line is not understood.
 """
@@ -57,8 +58,9 @@ def _parser() -> argparse.ArgumentParser:
     commands = made.add_subparsers(dest="command", required=True, metavar="command")
     doctor = commands.add_parser("doctor", help="check this installation; exit status 0 if it is healthy, else 1")
     doctor.add_argument("--json", action="store_true", help="print the findings as JSON")
-    # The bench parses its own flags, --help included: see main().
+    # These parse their own flags, --help included: see main().
     commands.add_parser("bench", help="run a microbenchmark (in a source checkout)", add_help=False)
+    commands.add_parser("simulate", help="simulate pipeline schedules, draw and trace them", add_help=False)
     return made
 
 
@@ -67,6 +69,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if arguments[:1] == ["bench"]:
         return run_bench(arguments[1:], CHECKOUT)
+    if arguments[:1] == ["simulate"]:
+        from fastpar.pipeline import command
+
+        return command.main(arguments[1:])
     flags = _parser().parse_args(arguments)
     from fastpar import doctor
 
