@@ -17,6 +17,8 @@ from typing import Any
 
 from torch import nn
 
+from fastpar.pipeline.absent import Absent
+
 
 @dataclass(frozen=True)
 class Style:
@@ -58,6 +60,16 @@ WORDS: dict[str, Style] = {
 }
 
 
+def _module_paths(model: nn.Module) -> list[str]:
+    """Paths of all modules of the whole model, those on other parts of a pipeline included."""
+    paths = []
+    for path, module in model.named_modules(remove_duplicate=False):
+        paths.append(path)
+        if isinstance(module, Absent):
+            paths += [f"{path}.{name}" for name in module.absent_modules]
+    return paths
+
+
 def parse_style(pattern: str, style: str | Style) -> Style:
     """A `Style` from a word or a Style; ValueError lists the words."""
     if isinstance(style, Style):
@@ -77,9 +89,9 @@ def match_plan(model: nn.Module, plan: Mapping[str, str | Style]) -> dict[str, S
     """Module path to style, in the model's order; later patterns win.
 
     A pattern that matches no module is an error that lists near misses, since a typing error would otherwise leave a
-    layer silently unsplit.
+    layer silently unsplit. Modules that another part of a pipeline holds are matched as if they were here.
     """
-    paths = [path for path, _ in model.named_modules(remove_duplicate=False) if path]
+    paths = [path for path in _module_paths(model) if path]
     chosen: dict[str, Style] = {}
     for pattern, word in plan.items():
         style = parse_style(pattern, word)
@@ -128,7 +140,7 @@ def auto_plan(model: nn.Module) -> dict[str, str | Style]:
     In order: Hugging Face's `base_model_tp_plan` of the configuration with what it leaves out (embedding, head, block
     boundaries); the architectures of the table here, recognised by their module names.
     """
-    paths = {re.sub(r"\.\d+(?=\.|$)", ".*", path) for path, _ in model.named_modules(remove_duplicate=False)}
+    paths = {re.sub(r"\.\d+(?=\.|$)", ".*", path) for path in _module_paths(model)}
     base = getattr(model, "base_model_prefix", "")
     prefix = f"{base}." if base and base in paths else ""
     own: Any = getattr(getattr(model, "config", None), "base_model_tp_plan", None)

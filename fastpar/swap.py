@@ -18,6 +18,7 @@ from fastpar.comm import Communicator
 from fastpar.heads import HeadSplit, split_heads
 from fastpar.mesh import Mesh
 from fastpar.ops.overlap import Overlap
+from fastpar.pipeline.absent import Absent
 from fastpar.plan import Style, auto_plan, match_plan
 from fastpar.tensor import (
     Adoption,
@@ -87,16 +88,17 @@ class _Swap:
     # Lookups over the plan, all before anything is changed.
 
     def resolve(self, styles: dict[str, Style]) -> None:
-        self.styles = styles
         self.modules = dict(self.model.named_modules(remove_duplicate=False))
-        self.blocks = [path for path, style in styles.items() if style.kind == "block"]
+        absent = {path for path, module in self.modules.items() if isinstance(module, Absent)}  # on another part
+        self.styles = {path: style for path, style in styles.items() if path in self.modules and path not in absent}
+        self.blocks = [path for path, style in self.styles.items() if style.kind == "block"]
         streams: dict[str, list[str]] = {}
-        for path, style in styles.items():
+        for path, style in self.styles.items():
             if style.kind == "stream":
                 streams.setdefault(path.rpartition(".")[0], []).append(path)
         self.streams = streams
         self.regions = {parent: SequenceRegion(self.comm) for parent in streams} if self.sequence_parallel else {}
-        if self.sequence_parallel and not streams:
+        if self.sequence_parallel and not any(style.kind == "stream" for style in styles.values()):
             raise ValueError(
                 "sequence_parallel=True needs to know where the residual stream is split: give the layers that pass it "
                 'on the style "stream", such as {"layers.*": "stream"}'
@@ -448,6 +450,8 @@ def _sync_weights(model: nn.Module, comm: Communicator, *, broadcast: bool) -> N
     if comm.size == 1:
         return
     tensors = [*model.named_parameters(), *model.named_buffers()]
+    if not tensors:
+        return  # a part of a pipeline without parameters
     if broadcast:
         for _, tensor in tensors:
             with torch.no_grad():
