@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -86,6 +87,117 @@ def test_quick_bench_checks_times_saves_and_draws(tmp_path: Path, capsys: pytest
     assert {"cpu", "cores", "memory_gib", "gpus"} <= set(run["machine"])
     assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     assert "fastpar in place" in capsys.readouterr().out
+
+
+# ------------------------------------------------------------------------------------------------------------ simulate
+
+
+def test_simulate_prints_a_row_per_schedule(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["simulate", "--schedule", "1f1b,gpipe,zb_h1", "-p", "4", "-m", "8", "--costs", "10,20,6", "--memory", "4"]
+    assert cli.main(flags) == 0
+    assert capsys.readouterr().out == (
+        "4 ranks, 8 microbatches; F, I, W = 10, 20, 6; hop 0\n"
+        "\n"
+        "schedule  makespan  idle   bubble  kept until I  kept until W  messages  fits 4\n"
+        "1f1b           396   108  27.27 %             4             4        48     yes\n"
+        "gpipe          396   108  27.27 %             8             8        48      no\n"
+        "zb_h1          360    72  20.00 %             4             4        48     yes\n"
+    )
+
+
+def test_simulate_divides_costs_and_activations_among_the_stages_of_a_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    """Interleaving v stages divides the bubble of 1F1B, (p-1)(F+I+W), by v."""
+    flags = ["simulate", "-s", "1f1b,interleaved", "-p", "4", "-m", "8", "-v", "3", "--hop", "1/3"]
+    assert cli.main(flags[:-2]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[3:]]
+    assert rows[0][:3] == ["1f1b", "33", "9"]
+    assert rows[1][1:3] == ["27", "3"]
+    assert rows[1][5:7] == ["5", "5"]  # (2 * 4 + 2 * 3 + 1) / 3
+    assert cli.main(flags) == 0
+    assert "hop 0.333333" in capsys.readouterr().out
+
+
+def test_simulate_writes_pictures_traces_and_schedules_and_reads_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from fastpar.pipeline import Schedule, Timeline, make_schedule, simulate
+
+    schedule = make_schedule("zb_h1", 3, 4)
+    names = {flag: str(tmp_path / f"out.{flag}") for flag in ("png", "svg", "trace", "csv")}
+    flags = ["-s", "zb_h1", "-p", "3", "-m", "4", "--text", "--arrows", "--png", names["png"], "--svg", names["svg"]]
+    assert cli.main(["simulate", *flags, "--trace", names["trace"], "--save-csv", names["csv"]]) == 0
+    assert capsys.readouterr().out.endswith(f"\nzb_h1\n{simulate(schedule).timeline.to_text()}\n")
+    assert Path(names["png"]).read_bytes().startswith(b"\x89PNG")
+    assert ">zb_h1</text>" in Path(names["svg"]).read_text()
+    assert Timeline.from_chrome_trace(names["trace"]) == simulate(schedule).timeline
+    assert Schedule.from_csv(Path(names["csv"])).actions == schedule.actions
+    assert cli.main(["simulate", "--csv", names["csv"], "-s", "naive"]) == 0
+    read, naive = (line.split() for line in capsys.readouterr().out.splitlines()[3:])
+    assert read[:2] == ["out", str(simulate(schedule).makespan)]
+    assert naive[:2] == ["naive", str(3 * 4 * 3)]
+
+
+def test_simulate_all_has_every_schedule_or_says_why_not(capsys: pytest.CaptureFixture[str]) -> None:
+    from fastpar.pipeline import schedule_names
+
+    assert cli.main(["simulate", "-s", "all", "-p", "4", "-m", "7"]) == 0
+    text = capsys.readouterr().out
+    for name in schedule_names():
+        assert re.search(rf"^({name}\b.*%|left out: {name}: \w)", text, re.MULTILINE), name
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ([], "--schedule or --csv is needed"),
+        (["-s", "1f1b"], "--schedule needs -p and -m"),
+        (["-s", "1f2b", "-p", "2", "-m", "2"], "did you mean 1f1b"),
+        (["-s", "1f1b", "-p", "0", "-m", "2"], "'0' is not a whole number from 1 on"),
+        (["-s", "1f1b", "-p", "2", "-m", "2", "-v", "2"], "-v 2: 1f1b has one stage per rank"),
+        (["-s", "1f1b", "-p", "2", "-m", "2", "--costs", "1,2"], "three numbers, of F, I and W, got 2"),
+        (["-s", "1f1b", "-p", "2", "-m", "2", "--costs", "1,2,x"], "'x' is not a number"),
+        (["-s", "1f1b", "-p", "2", "-m", "2", "--hop", "-1"], "'-1' is negative"),
+        (["-s", "1f1b", "-p", "2", "-m", "2", "--overlap", "min"], "'min' is not a number"),
+        (["-s", "1f1b", "-p", "2", "-m", "2", "--png", "a.jpg"], "ends in .png, got 'a.jpg'"),
+        (["-s", "1f1b", "-p", "2", "-m", "2", "--arrows"], "--arrows needs --png or --svg"),
+        (["-s", "1f1b,gpipe", "-p", "2", "-m", "2", "--trace", "a.json"], "--trace takes one schedule, got 2"),
+        (["-s", "1f1b,gpipe", "-p", "2", "-m", "2", "--save-csv", "a"], "--save-csv takes one schedule, got 2"),
+        (["--csv", "/nowhere/a.csv"], "No such file"),
+        (["--speed"], "--speed"),
+    ],
+)
+def test_bad_simulate_flags_exit_with_2_and_say_why(
+    flags: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["simulate", *flags])
+    assert stop.value.code == 2
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("0F0,0B0\n1F0,oops\n", "line 2, column 2: 'oops'"),
+        ("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n", "rank 1 at 1F1 waits"),
+    ],
+)
+def test_simulate_exits_with_1_where_a_file_holds_no_schedule_that_runs(
+    text: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "bad.csv").write_text(text)
+    try:
+        status = cli.main(["simulate", "--csv", str(tmp_path / "bad.csv")])
+    except SystemExit as stop:
+        status = stop.code
+    assert status == 1
+    assert says in capsys.readouterr().err
+
+
+def test_simulate_needs_no_torch() -> None:
+    flags = ["simulate", "-s", "1f1b", "-p", "2", "-m", "2"]
+    code = f"import sys; from fastpar.cli import main; main({flags}); sys.exit(10 * ('torch' in sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60).returncode == 0
 
 
 # -------------------------------------------------------------------------------------------------------------- doctor

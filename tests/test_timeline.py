@@ -19,6 +19,7 @@ from fastpar.pipeline import (
     make_schedule,
     simulate,
 )
+from fastpar.pipeline.plot import boxes, plot
 
 
 def of_words(words: dict[str, tuple], unit: str = "unit") -> Timeline:
@@ -221,3 +222,118 @@ def test_makespans_of_different_units_have_no_error_and_ranks_must_match() -> No
     assert found.ranks[0].shares == {ActionType.FORWARD: (1, 0), ActionType.BACKWARD_WEIGHT: (0, 1)}
     with pytest.raises(ValueError, match="1 ranks were predicted and 2 measured"):
         compare(one, of_words(SMALL))
+
+
+# ------------------------------------------------------------------------------------------------------------- pictures
+
+
+def bars(figure) -> list:  # type: ignore[no-untyped-def]
+    from matplotlib.collections import PolyCollection
+
+    return [
+        (path.get_extents(), tuple(colour))
+        for axes in figure.axes
+        for drawn in axes.collections
+        if isinstance(drawn, PolyCollection)
+        for path, colour in zip(drawn.get_paths(), drawn.get_facecolors(), strict=True)
+    ]
+
+
+def test_a_picture_has_one_bar_per_action_where_it_happened() -> None:
+    timeline = simulate(make_schedule("zb_h1", 3, 4), Costs(2, 3, 1, hop=1)).timeline.shifted(100)
+    drawn = bars(plot(timeline))
+    assert len(drawn) == len(timeline.events) == 3 * 4 * 3
+    for event, (box, _) in zip(timeline.events, drawn, strict=True):
+        assert (box.x0 + 100, box.x1 + 100) == (event.start, event.end)
+        assert event.rank < box.y0 < box.y1 < event.rank + 1
+    assert len({colour for _, colour in drawn}) == 3
+
+
+def test_a_picture_says_which_microbatch_makespan_and_bubble() -> None:
+    axes = plot(simulate(make_schedule("1f1b", 2, 12)).timeline).axes[0]
+    assert sorted(int(text.get_text()) for text in axes.texts) == sorted(4 * [*range(12)])
+    assert axes.get_title("left") == "1f1b"
+    assert axes.get_title("right") == "makespan 39, bubble 7.7 %"
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["rank 0", "rank 1"]
+    assert axes.yaxis_inverted()
+    assert plot(simulate(make_schedule("1f1b", 2, 12)).timeline, titles=["mine"]).axes[0].get_title("left") == "mine"
+
+
+def test_numbers_that_do_not_fit_are_left_out() -> None:
+    timeline = simulate(make_schedule("1f1b", 4, 100)).timeline
+    few, all_of_them = (len(plot(timeline, width=inches).axes[0].texts) for inches in (4, 200))
+    assert all_of_them == 4 * 2 * 100
+    assert few < all_of_them / 4
+
+
+def test_an_overlap_shares_its_row_and_transfers_have_no_bar() -> None:
+    timeline = of_words({"0 0RECV_F0": (0, 1), "0 (0F0;1B3)OVERLAP_F_B": (1, 3), "0 0STEP": (3, 3)})
+    (upper, _), (lower, _) = bars(plot(timeline))
+    assert (upper.x0, upper.x1, lower.x0, lower.x1) == (1, 3, 1, 3)
+    assert upper.y1 == lower.y0
+    ticks = [line for line in plot(timeline).axes[0].lines if line.get_marker() == "v"]
+    assert list(ticks[0].get_xdata()) == [3]
+
+
+def test_backwards_are_darker_than_forwards_and_later_stages_paler() -> None:
+    schedule = make_schedule("interleaved_1f1b", 2, 4, stages_per_rank=3)
+    shades: dict[tuple[str, int], float] = {}
+    for box in boxes(simulate(schedule).timeline):
+        red, green, blue = box.colour
+        shades[box.action.type.value, box.action.stage // 2] = 0.299 * red + 0.587 * green + 0.114 * blue
+    assert len(set(shades.values())) == 6
+    for chunk in range(3):
+        assert shades["B", chunk] < shades["F", chunk] - 0.2
+    for kind in "FB":
+        assert shades[kind, 0] < shades[kind, 1] < shades[kind, 2]
+
+
+def test_timelines_of_one_unit_share_their_axis_and_others_do_not() -> None:
+    short, long = (simulate(make_schedule(name, 3, 6)).timeline for name in ("zb_h1", "naive"))
+    figure = plot([short, long])
+    assert [axes.get_xlim() for axes in figure.axes] == [(0, float(long.makespan))] * 2
+    assert len(bars(figure)) == len(short.events) + len(long.events)
+    seconds = Timeline(long.events, "s")
+    assert [axes.get_xlim()[1] for axes in plot([short, seconds]).axes] == [float(short.makespan), float(long.makespan)]
+    assert plot(seconds).axes[0].get_xlabel() == "time [s]"
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+def test_arrows_are_drawn_on_request(explicit: bool) -> None:
+    from matplotlib.collections import LineCollection
+
+    schedule = make_schedule("1f1b", 3, 4)
+    found = simulate(add_communication(schedule) if explicit else schedule, Costs(hop=2))
+    (lines,) = (
+        drawn for drawn in plot(found.timeline, arrows=True).axes[0].collections if isinstance(drawn, LineCollection)
+    )
+    segments = lines.get_segments()
+    assert len(segments) == found.num_messages
+    # drawn from when a message leaves to when it is there, or (without a RECV) to when it is used
+    assert min(end[0] - start[0] for start, end in segments) == 2
+    assert not any(isinstance(drawn, LineCollection) for drawn in plot(found.timeline).axes[0].collections)
+
+
+def test_pictures_are_files_that_do_not_change_from_run_to_run(tmp_path: Path) -> None:
+    timeline = simulate(make_schedule("1f1b", 2, 3)).timeline
+    for name in ("a.svg", "b.svg", "a.png", "a.pdf"):
+        plot(timeline, tmp_path / name)
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "a.pdf").read_bytes().startswith(b"%PDF")
+    assert (tmp_path / "a.svg").read_text() == (tmp_path / "b.svg").read_text()
+    assert ">rank 1</text>" in (tmp_path / "a.svg").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (([], None, None), "there is no timeline"),
+        ((Timeline(()), None, None), "or nothing in it"),
+        ((of_words(SMALL), "a.gif", None), "written as .png, .svg, .pdf, got 'a.gif'"),
+        ((of_words(SMALL), None, ["a", "b"]), "1 timelines need as many titles, got 2"),
+    ],
+)
+def test_pictures_that_cannot_be_drawn_are_refused(arguments: tuple, says: str) -> None:
+    timelines, path, titles = arguments
+    with pytest.raises(ValueError, match=says):
+        plot(timelines, path, titles=titles)

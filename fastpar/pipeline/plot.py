@@ -81,8 +81,8 @@ def plot(
     Returns matplotlib's Figure. Raises ValueError for another kind of file, ImportError without matplotlib.
     """
     several = [timelines] if isinstance(timelines, Timeline) else list(timelines)
-    if not several:
-        raise ValueError("there is no timeline to draw")
+    if not several or not all(timeline.events for timeline in several):
+        raise ValueError("there is no timeline to draw, or nothing in it")
     if titles is not None and len(titles) != len(several):
         raise ValueError(f"{len(several)} timelines need as many titles, got {len(titles)}")
     if path is not None and Path(path).suffix not in _FORMATS:
@@ -238,11 +238,11 @@ def _draw_legend(figure: Figure, timelines: Sequence[Timeline]) -> None:
 
 
 def _readable_width(timeline: Timeline) -> float:
-    """Inches at which all but the narrowest tenth of the boxes have room for their labels; 6.5 (a page) to 24."""
+    """Inches at which every box has room for its label that is not far narrower than most; 6.5 (a page) to 24."""
     needed = sorted(box.width / (0.09 + 0.062 * len(box.label)) for box in boxes(timeline))
     if not needed:
         return 6.5
-    time_per_inch = needed[len(needed) // 10]
+    time_per_inch = max(needed[0], needed[len(needed) // 2] / 4)
     return min(24.0, max(6.5, float(timeline.makespan) / time_per_inch + _MARGIN_LEFT + _MARGIN_RIGHT))
 
 
