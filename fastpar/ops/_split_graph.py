@@ -21,9 +21,16 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from fastpar.ops._split_products import PRODUCTS, Compute, can_read, has_hooks
-
-Edge = tuple[Any, int]  # an autograd node and the number of its input
+from fastpar.ops._split_products import (
+    PRODUCTS,
+    STRAIGHT,
+    THROUGH_NODES,
+    TRANSPOSED,
+    Entry,
+    Target,
+    can_read,
+    has_hooks,
+)
 
 # Nodes that take a parameter to what is multiplied: they have one input that needs gradients, save no tensor and cost
 # next to nothing in backward.
@@ -31,63 +38,66 @@ _VIEWS = """
     Alias AsStrided Clone Expand Narrow Permute Reshape ReshapeAlias Select Slice Split SplitWithSizes Squeeze T ToCopy
     Transpose Unbind UnsafeSplit UnsafeSplitWithSizes UnsafeView Unsqueeze View ViewAs
 """
-_LINKS = frozenset(
-    (*(f"{name}Backward{version}" for name in _VIEWS.split() for version in range(3)),)
-    + ("_UnwrapBackward", "_ToTorchTensorBackward", "_FromTorchTensorBackward")
-)
+_UNWRAPPING = ("_UnwrapBackward", "_ToTorchTensorBackward", "_FromTorchTensorBackward")  # of DTensors, by functions
+_LINKS = frozenset((*(f"{name}Backward{version}" for name in _VIEWS.split() for version in range(3)), *_UNWRAPPING))
 
 _TABLES = frozenset({"EmbeddingBackward0"})
 _UNDIVIDED = frozenset({"CompiledFunctionBackward", "CheckpointFunctionBackward"})  # run when their turn comes
 
 
+class Waiting(NamedTuple):
+    """Uses of parameters that can wait: some edges of a node. `is_last`: all that it has, so it need not run."""
+
+    node: Any
+    edges: list[int]
+    targets: list[Target]
+    is_last: bool
+
+
 class Cut(NamedTuple):
     """What can wait in one graph.
 
-    products  nodes that run with a hook, and which of their edges wait
-    last      nodes that do not run, and which of their edges wait (all that they have)
+    products  nodes that run with a hook
+    last      nodes that do not run
     direct    the parameters (nodes that accumulate their gradients) with a direct use
-    whole     (name of the node, the parameter's node) for the uses that do not wait
+    whole     (name of a node, node of a parameter) for the uses that do not wait
     """
 
-    products: list[tuple[Any, tuple[int, ...]]]
-    last: list[tuple[Any, tuple[int, ...]]]
+    products: list[Waiting]
+    last: list[Waiting]
     direct: list[Any]
     whole: list[tuple[str, Any]]
 
 
-class Captured(NamedTuple):
-    """Gradients along `edges`, still to be computed. `is_fresh`: their memory belongs to nobody else."""
-
-    edges: list[Edge]
-    compute: Callable[[], Sequence[Tensor | None]]
-    sequence_nr: int
-    is_fresh: bool
-
-
-def edge_of(tensor: Tensor | torch.autograd.graph.GradientEdge) -> Edge:
-    """Where the gradient of a tensor goes."""
-    edge = torch.autograd.graph.get_gradient_edge(tensor) if isinstance(tensor, Tensor) else tensor
+def edge_of(tensor: Tensor) -> tuple[Any, int]:
+    """Where the gradient of a tensor goes: a node of the autograd graph, and which of its inputs."""
+    edge = torch.autograd.graph.get_gradient_edge(tensor)
     return edge.node, edge.output_nr
 
 
-def parameter_of(node: Any, known: dict[Any, Any]) -> Any:
+def parameter_of(node: Any) -> Any:
     """The AccumulateGrad node that a chain of links leads to from `node`; None if it is anything else."""
-    passed = []
-    while node not in known:
-        passed.append(node)
+    while True:
         name = type(node).__name__
         if name == "AccumulateGrad":
-            known[node] = node
-            break
-        following = [function for function, _ in node.next_functions if function is not None] if name in _LINKS else ()
+            return node
+        if name not in _LINKS:
+            return None
+        following = [function for function, _ in node.next_functions if function is not None]
         if len(following) != 1:
-            known[node] = None
-            break
-        node = following[0]
-    found = known[node]
-    for each in passed:
-        known[each] = found
-    return found
+            return None
+        (node,) = following
+
+
+def target_of(node: Any, index: int, parameter: Any) -> Target:
+    """The target at an edge that leads to `parameter`."""
+    if node is parameter:
+        way = STRAIGHT
+    elif type(node).__name__ == "TBackward0" and node.next_functions[0][0] is parameter:
+        way = TRANSPOSED
+    else:
+        way = THROUGH_NODES
+    return Target(node, index, parameter, way)
 
 
 # ---- the search ------------------------------------------------------------------------------------------------------
@@ -99,8 +109,8 @@ class _Search:
     def __init__(self, inputs: Iterable[Tensor]) -> None:
         self.known: dict[Any, Any] = {}
         self.stops = {edge_of(x)[0] for x in inputs}
-        self.direct: dict[Any, str] = {}
-        self.waiting: list[tuple[Any, list[int], list[Any], bool]] = []  # node, edges, parameters, nothing else
+        self.direct: dict[Any, None] = {}
+        self.waiting: list[Waiting] = []
         self.whole: list[tuple[str, Any]] = []
 
     def walk(self, roots: Iterable[Any]) -> None:
@@ -108,79 +118,85 @@ class _Search:
         seen = set(self.stops)
         while stack:
             node, user = stack.pop()
+            if node in seen:
+                continue
             name = type(node).__name__
             if name == "AccumulateGrad":
-                if node not in self.stops:
-                    self.use_directly(node, user)
-                continue
-            if node in seen:
+                self.use_directly(node, user)
                 continue
             seen.add(node)
             following = node.next_functions
             waiting = self.waiting_edges(node, name, following)
-            # What a parameter goes through is not what uses it.
-            user = user if name in _LINKS else name
+            user = user if name in _LINKS else name  # what a parameter goes through is not what uses it
             for i, (function, _) in enumerate(following):
                 if function is not None and i not in waiting:
                     stack.append((function, user))
 
     def waiting_edges(self, node: Any, name: str, following: Any) -> Sequence[int]:
-        product = PRODUCTS.get(name)
-        if product is None:
-            if name not in _TABLES and not (
-                isinstance(node, BackwardCFunction) and name not in _LINKS and name not in _UNDIVIDED
-            ):
-                return ()
-            edges = [i for i, (function, _) in enumerate(following) if function is not None]
-            parameters = [self.parameter(following[i][0]) for i in edges]
-            if not edges or None in parameters or len(node._input_metadata) != 1 or has_hooks(node):
-                return ()
-            self.waiting.append((node, edges, parameters, True))
-            return edges
-        edges, parameters, is_last = [], [], True
-        for i, (function, _) in enumerate(following):
+        """The edges of a node that can wait, for the time being."""
+        kind = PRODUCTS.get(name)
+        if kind is None and not _may_be_last(node, name):
+            return ()
+        edges, targets, is_last = [], [], True
+        for i, (function, index) in enumerate(following):
             if function is None:
                 continue
-            parameter = self.parameter(function) if i in product.operands else None
+            parameter = self.parameter(function) if kind is None or i in kind.reads else None
             if parameter is None:
                 is_last = False
-            else:
-                saved = product.operands[i]
-                if saved is not None and not can_read(node, saved):
-                    return ()
-                edges.append(i)
-                parameters.append(parameter)
-        if not edges or (is_last and has_hooks(node)):
+                continue
+            edges.append(i)
+            targets.append(target_of(function, index, parameter))
+        if not edges:
             return ()
-        self.waiting.append((node, edges, parameters, is_last))
+        if kind is None or is_last:
+            if not is_last or len(node._input_metadata) != 1 or has_hooks(node):
+                return ()
+        elif not all(can_read(node, name) for name in map(kind.reads.get, edges) if name is not None):
+            return ()
+        self.waiting.append(Waiting(node, edges, targets, is_last))
         return edges
 
     def parameter(self, node: Any) -> Any:
         """What a chain leads to; not an input of the stage, nor a tensor that is there to make a function run."""
-        found = parameter_of(node, self.known)
-        return None if found is None or found in self.stops or found.variable.numel() == 0 else found
+        if node not in self.known:
+            found = parameter_of(node)
+            if found is not None and (found in self.stops or found.variable.numel() == 0):
+                found = None
+            self.known[node] = found
+        return self.known[node]
 
     def use_directly(self, parameter: Any, user: str) -> None:
-        self.direct.setdefault(parameter, user)
+        self.direct[parameter] = None
         if parameter.variable.numel() > 0:
             self.whole.append((user, parameter))
 
     def result(self) -> Cut:
-        while True:  # until nothing that has become direct is left to wait
-            stuck = [each for each in self.waiting if any(parameter in self.direct for parameter in each[2])]
-            if not stuck:
-                break
+        stuck = self.waiting if self.direct else []
+        while stuck:  # until nothing waits for a parameter that has become direct
+            stuck = [each for each in self.waiting if any(t.parameter in self.direct for t in each.targets)]
             self.waiting = [each for each in self.waiting if each not in stuck]
-            for node, edges, parameters, _ in stuck:
-                keep = [(i, p) for i, p in zip(edges, parameters, strict=True) if p not in self.direct]
-                if type(node).__name__ in PRODUCTS and keep:
-                    self.waiting.append((node, [i for i, _ in keep], [p for _, p in keep], False))
-                    parameters = [p for p in parameters if p in self.direct]
-                for parameter in parameters:
-                    self.use_directly(parameter, type(node).__name__)
-        products = [(node, tuple(edges)) for node, edges, _, is_last in self.waiting if not is_last]
-        last = [(node, tuple(edges)) for node, edges, _, is_last in self.waiting if is_last]
-        return Cut(products, last, list(self.direct), self.whole)
+            for each in stuck:
+                self.withdraw(each)
+        products = [each for each in self.waiting if not each.is_last]
+        return Cut(products, [each for each in self.waiting if each.is_last], list(self.direct), self.whole)
+
+    def withdraw(self, each: Waiting) -> None:
+        """Run a node after all; a product can still wait for its other operands."""
+        name = type(each.node).__name__
+        pairs = list(zip(each.edges, each.targets, strict=True))
+        if name in PRODUCTS:
+            left = [(i, target) for i, target in pairs if target.parameter not in self.direct]
+            if left:
+                self.waiting.append(Waiting(each.node, [i for i, _ in left], [t for _, t in left], False))
+            pairs = [(i, target) for i, target in pairs if target.parameter in self.direct]
+        for _, target in pairs:
+            self.use_directly(target.parameter, name)
+
+
+def _may_be_last(node: Any, name: str) -> bool:
+    """Nodes with a backward worth putting off when nothing but parameters hangs on them."""
+    return name in _TABLES or (isinstance(node, BackwardCFunction) and name not in _LINKS and name not in _UNDIVIDED)
 
 
 def find_cut(roots: Iterable[Any], inputs: Iterable[Tensor]) -> Cut:
@@ -193,50 +209,65 @@ def find_cut(roots: Iterable[Any], inputs: Iterable[Tensor]) -> Cut:
 # ---- what is kept ----------------------------------------------------------------------------------------------------
 
 
-def capture_products(cut: Cut, keep: Callable[[Captured], None]) -> None:
-    """Have each product of the cut hand over what its weight gradient takes when it runs."""
+class Capture:
+    """The hook on a product: hands over what its weight gradient takes.
 
-    def hook(node: Any, edges: tuple[int, ...]) -> None:
-        def before(grads: tuple[Tensor | None, ...]) -> None:
-            (dout,) = grads
-            if dout is not None:
-                keep(_product(node, edges, dout))
+    It holds its node until then: a cycle that the collector of Python does not see as a whole, so `release` is called
+    in any case.
+    """
 
-        node.register_prehook(before)
+    __slots__ = ("keep", "waiting")
 
-    for node, edges in cut.products:
-        hook(node, edges)
+    def __init__(self, waiting: Waiting, keep: Callable[[Entry], None]) -> None:
+        self.waiting: Waiting | None = waiting
+        self.keep = keep
+        waiting.node.register_prehook(self)
+
+    def __call__(self, grads: tuple[Tensor | None, ...]) -> None:
+        waiting, dout = self.waiting, grads[0]
+        self.waiting = None
+        if waiting is not None and dout is not None:
+            node = waiting.node
+            self.keep(PRODUCTS[type(node).__name__].entry(node, waiting.edges, waiting.targets, dout))
+
+    def release(self) -> None:
+        self.waiting = None
 
 
-def captured_last(node: Any, edges: tuple[int, ...], dout: Tensor) -> Captured:
-    """For a node that did not run."""
-    if type(node).__name__ in PRODUCTS:
-        return _product(node, edges, dout)
-    targets = [node.next_functions[i] for i in edges]
+class _LastNode(Entry):
+    """A node that did not run, and what it was to run with."""
 
-    def compute() -> list[Tensor | None]:
-        if isinstance(node, BackwardCFunction):
-            found = cast(Any, node).apply(dout)
-            found = found if isinstance(found, tuple) else (found,)
-            grads = [grad for grad, needs in zip(found, node.needs_input_grad, strict=False) if needs]
+    __slots__ = ("dout", "edges", "node")
+
+    def __init__(self, waiting: Waiting, dout: Tensor) -> None:
+        self.node, self.edges, self.dout = waiting.node, waiting.edges, dout
+        super().__init__(waiting.targets, self.node._sequence_nr(), not isinstance(self.node, BackwardCFunction))
+
+    def compute(self) -> list[Tensor | None]:
+        if isinstance(self.node, BackwardCFunction):
+            found = _as_tuple(cast(Any, self.node).apply(self.dout))
+            grads = [grad for grad, needs in zip(found, self.node.needs_input_grad, strict=False) if needs]
         else:
-            found = node(dout)
-            found = found if isinstance(found, tuple) else (found,)
-            grads = [found[i] for i in edges]
-        return [_fitted(grad, *target) for grad, target in zip(grads, targets, strict=True)]
-
-    return Captured(targets, compute, node._sequence_nr(), not isinstance(node, BackwardCFunction))
+            found = _as_tuple(self.node(self.dout))
+            grads = [found[i] for i in self.edges]
+        return [_fitted(grad, target) for grad, target in zip(grads, self.targets, strict=True)]
 
 
-def _fitted(grad: Tensor | None, node: Any, index: int) -> Tensor | None:
+def entry_of_last(waiting: Waiting, dout: Tensor) -> Entry:
+    """For a node that did not run."""
+    kind = PRODUCTS.get(type(waiting.node).__name__)
+    if kind is None:
+        return _LastNode(waiting, dout)
+    return kind.entry(waiting.node, waiting.edges, waiting.targets, dout)
+
+
+def _as_tuple(found: Any) -> tuple[Tensor | None, ...]:
+    return found if isinstance(found, tuple) else (found,)
+
+
+def _fitted(grad: Tensor | None, target: Target) -> Tensor | None:
     """As the engine fits what a function has returned to what was its input."""
     if grad is None:
         return None
-    shape = node._input_metadata[index].shape
+    shape = target.node._input_metadata[target.index].shape
     return grad if grad.shape == shape else grad.sum_to_size(shape)
-
-
-def _product(node: Any, edges: tuple[int, ...], dout: Tensor) -> Captured:
-    compute: Compute = PRODUCTS[type(node).__name__].read(node, edges)
-    following = node.next_functions
-    return Captured([following[i] for i in edges], lambda: compute(dout), node._sequence_nr(), True)

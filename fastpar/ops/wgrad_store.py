@@ -27,16 +27,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastpar.ops._split_graph import (
-    Captured,
-    Cut,
-    Edge,
-    capture_products,
-    captured_last,
-    edge_of,
-    find_cut,
-    parameter_of,
-)
+from fastpar.ops._split_graph import Capture, Cut, edge_of, entry_of_last, find_cut, parameter_of, target_of
+from fastpar.ops._split_products import STRAIGHT, THROUGH_NODES, TRANSPOSED, Entry, Target
 
 _CURRENT: ContextVar[WeightGradStore | None] = ContextVar("fastpar_wgrad_store", default=None)
 _FLUSH_BYTES = 32 << 20  # of gradients that wait for their turn to be accumulated
@@ -76,7 +68,7 @@ class WeightGradStore:
     """
 
     def __init__(self) -> None:
-        self._entries: deque[Captured] = deque()
+        self._entries: deque[Entry] = deque()
         self._whole: list[Undivided] = []
 
     def __len__(self) -> int:
@@ -118,7 +110,8 @@ class WeightGradStore:
         nobody else has the memory of the gradients, so that one of them may become `.grad` as it is.
         """
         edges = [edge_of(parameter) for parameter in parameters]
-        self._entries.append(Captured(edges, lambda: compute() or (), sequence_nr, is_fresh))
+        targets = [target_of(node, index, parameter_of(node)) for node, index in edges]
+        self._entries.append(_Given(targets, sequence_nr, is_fresh, compute))
 
     def backward(
         self,
@@ -149,16 +142,20 @@ class WeightGradStore:
         asked = [x for x in inputs if x.requires_grad]
         cut = find_cut([edge_of(out)[0] for out, _ in given], asked)
         direct = [node.variable for node in cut.direct]
-        last = [torch.autograd.graph.GradientEdge(node, 0) for node, _ in cut.last]
+        last = [torch.autograd.graph.GradientEdge(each.node, 0) for each in cut.last]
         targets = [*asked, *direct, *last]
         found: Sequence[Tensor | None] = ()
         before = len(self._entries)
         if given and targets:
-            capture_products(cut, self._entries.append)
-            with _without_hooks(direct):
-                found = torch.autograd.grad(
-                    [out for out, _ in given], targets, [grad for _, grad in given], allow_unused=True
-                )
+            captures = [Capture(each, self._entries.append) for each in cut.products]
+            try:
+                with _without_hooks(direct):
+                    found = torch.autograd.grad(
+                        [out for out, _ in given], targets, [grad for _, grad in given], allow_unused=True
+                    )
+            finally:
+                for capture in captures:
+                    capture.release()
             self._hold(cut, found[len(asked) :], before)
         self._whole = [Undivided(function, node.variable) for function, node in cut.whole]
         by_input = iter(found)
@@ -167,17 +164,17 @@ class WeightGradStore:
     def _hold(self, cut: Cut, grads: Sequence[Tensor | None], before: int) -> None:
         """Add what the engine has returned to the entries that its hooks have made since `before`."""
         direct, last = grads[: len(cut.direct)], grads[len(cut.direct) :]
-        for (node, edges), dout in zip(cut.last, last, strict=True):
+        for each, dout in zip(cut.last, last, strict=True):
             if dout is not None:
-                entry = captured_last(node, edges, dout)
+                entry = entry_of_last(each, dout)
                 place = before  # where it would have run
                 while place < len(self._entries) and self._entries[place].sequence_nr > entry.sequence_nr:
                     place += 1
                 self._entries.insert(place, entry)
         held = [(node, grad) for node, grad in zip(cut.direct, direct, strict=True) if grad is not None]
         if held:
-            sums = [grad for _, grad in held]
-            self._entries.append(Captured([(node, 0) for node, _ in held], lambda: sums, -1, False))
+            targets, sums = [Target(node, 0, node, STRAIGHT) for node, _ in held], [grad for _, grad in held]
+            self._entries.append(_Given(targets, -1, False, lambda: sums))
 
     def run(self, count: int | None = None) -> int:
         """Run the `count` oldest entries (None: all) and return how many ran (W).
@@ -226,75 +223,128 @@ def _without_autocast() -> Iterator[None]:
         yield
 
 
-class _Accumulation:
-    """Sums of gradients on their way to the parameters.
+class _Given(Entry):
+    """An entry from outside."""
 
-    Gradients of one view or cast are added here, in the order of the entries. The engine takes them from there to the
-    parameter, where it adds up, latest use first, and accumulates. All that leads to a parameter is given to it in one
-    call; a few megabytes of gradients are collected first, since a call costs as much as a small product.
+    __slots__ = ("function",)
+
+    def __init__(
+        self,
+        targets: Sequence[Target],
+        sequence_nr: int,
+        is_fresh: bool,
+        function: Callable[[], Sequence[Tensor | None] | None],
+    ) -> None:
+        super().__init__(targets, sequence_nr, is_fresh)
+        self.function = function
+
+    def compute(self) -> Sequence[Tensor | None]:
+        return self.function() or ()
+
+
+# ---- on the way to the parameters ------------------------------------------------------------------------------------
+
+
+class _Accumulation:
+    """Runs entries and adds up what they give, parameter by parameter.
+
+    The engine takes the sums from here: it runs the hooks and accumulates. All that leads to a parameter is given to it
+    in one call; a few megabytes of gradients are collected first, since a call costs as much as a small product.
     """
 
-    def __init__(self, entries: Sequence[Captured]) -> None:
-        known: dict[Any, Any] = {}
-        self.parameters: dict[Any, Any] = {}
-        self.left: Counter[Any] = Counter()
-        for entry in entries:
-            for node, _ in entry.edges:
-                parameter = self.parameters[node] = parameter_of(node, known)
-                self.left[parameter] += 1
-        # A weight that is computed from several parameters: then all go together, at the end.
-        self.is_entangled = None in self.left
-        self.sums: dict[Any, _Sums] = {}  # by parameter
-        self.ready: list[_Sums] = []
+    def __init__(self, entries: Sequence[Entry]) -> None:
+        self.left = Counter(target.parameter for entry in entries for target in entry.targets)
+        self.by_nodes = {
+            target.parameter for entry in entries for target in entry.targets if target.way == THROUGH_NODES
+        }
+        self.sums: dict[Any, Tensor] = {}
+        self.paths: dict[Any, _Paths] = {}  # for the parameters in by_nodes
+        self.ready: list[Any] = []
         self.ready_bytes = 0
 
-    def run(self, entries: list[Captured]) -> None:
+    def run(self, entries: list[Entry]) -> None:
         """Run the entries, the last of the list first, and forget each as soon as it has run."""
         with torch.no_grad(), _without_autocast():
             while entries:
                 entry = entries.pop()
                 grads = entry.compute()
-                for edge, grad in zip(entry.edges, grads, strict=bool(entry.edges)):
-                    self.add(edge, grad, entry)
-            self.ready.extend(self.sums.values())
+                for target, grad in zip(entry.targets, grads, strict=bool(entry.targets)):
+                    self.add(target, grad, entry)
+            self.ready = [*self.sums, *self.paths]
             self.flush()
 
-    def add(self, edge: Edge, grad: Tensor | None, entry: Captured) -> None:
-        parameter = self.parameters[edge[0]]
-        if grad is not None:
-            self.sums.setdefault(parameter, _Sums()).add(edge, grad, entry)
+    def add(self, target: Target, grad: Tensor | None, entry: Entry) -> None:
+        parameter = target.parameter
+        if grad is None:
+            pass
+        elif parameter in self.by_nodes:
+            self.paths.setdefault(parameter, _Paths()).add(target, grad, entry)
+        else:
+            if target.way == TRANSPOSED:
+                grad = grad.t()
+            before = self.sums.get(parameter)
+            if before is not None:
+                grad = before + grad
+            elif not entry.is_fresh and parameter.variable.grad is None:
+                grad = grad.clone()
+            self.sums[parameter] = grad
         self.left[parameter] -= 1
-        if self.left[parameter] == 0 and parameter in self.sums and not self.is_entangled:
-            self.ready.append(self.sums.pop(parameter))
-            self.ready_bytes += self.ready[-1].nbytes
+        # A weight that was computed from several parameters keeps all of them waiting for the end.
+        if grad is not None and self.left[parameter] == 0 and None not in self.left:
+            self.ready.append(parameter)
+            self.ready_bytes += grad.nbytes
             if self.ready_bytes >= _FLUSH_BYTES:
                 self.flush()
 
     def flush(self) -> None:
-        roots, grads = [], []
-        for sums in self.ready:
-            for root, grad in sums.roots():
-                roots.append(root)
-                grads.append(grad)
+        straight = [parameter for parameter in self.ready if parameter in self.sums]
+        roots: list[Any] = []
+        grads: list[Tensor | None] = []
+        if straight:
+            box = [self.sums.pop(parameter) for parameter in straight]
+            with torch.enable_grad():
+                roots.append(_Deliver.apply(box, *(parameter.variable for parameter in straight)))
+            grads.append(None)
+        for parameter in self.ready:
+            if parameter in self.paths:
+                for root, grad in self.paths.pop(parameter).roots():
+                    roots.append(root)
+                    grads.append(grad)
         if roots:
             torch.autograd.backward(roots, grads)
         self.ready, self.ready_bytes = [], 0
 
 
-class _Sums:
-    """The gradients on their way to one parameter: sums by edge, and those that go to the parameter itself."""
+class _Deliver(torch.autograd.Function):
+    """Gives each of its inputs a gradient that is there already.
+
+    As the root of a backward it costs a tenth of what a root for each of them does. A gradient that a function returns
+    becomes `.grad` as it is; one that is given to torch.autograd.backward is copied, since its caller has it as well.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, box: list[Tensor], *parameters: Tensor) -> Tensor:
+        ctx.box = box
+        return torch.empty((), device=parameters[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        found = (None, *ctx.box)
+        ctx.box.clear()
+        return found
+
+
+class _Paths:
+    """Gradients on several ways to one parameter (or to several: None), through nodes that the engine has to run."""
 
     def __init__(self) -> None:
-        self.by_edge: dict[Edge, Tensor] = {}
-        self.at_leaf: list[tuple[Any, Tensor, Captured]] = []
+        self.by_edge: dict[tuple[Any, int], Tensor] = {}
+        self.at_leaf: list[tuple[Any, Tensor, Entry]] = []
 
-    @property
-    def nbytes(self) -> int:
-        return sum(grad.nbytes for grad in (*self.by_edge.values(), *(grad for _, grad, _ in self.at_leaf)))
-
-    def add(self, edge: Edge, grad: Tensor, entry: Captured) -> None:
-        if type(edge[0]).__name__ == "AccumulateGrad":
-            self.at_leaf.append((edge[0].variable, grad, entry))
+    def add(self, target: Target, grad: Tensor, entry: Entry) -> None:
+        edge = target.node, target.index
+        if target.way == STRAIGHT:
+            self.at_leaf.append((target.node.variable, grad, entry))
         else:
             self.by_edge[edge] = self.by_edge[edge] + grad if edge in self.by_edge else grad
 
@@ -306,12 +356,8 @@ class _Sums:
             yield torch.autograd.graph.GradientEdge(*edge), grad
 
 
-def _leaf_root(leaf: Tensor, grad: Tensor, entry: Captured) -> tuple[Tensor, Tensor]:
-    """The leaf itself, or a view of it whose node takes the place of the entry's in the engine's order.
-
-    A view saves a copy as well: the engine copies a first gradient that it is given for a leaf, since its caller has it
-    too, but may keep what a node returns.
-    """
+def _leaf_root(leaf: Tensor, grad: Tensor, entry: Entry) -> tuple[Tensor, Tensor]:
+    """A view of the leaf whose node takes the place of the entry's in the order in which the engine adds."""
     if entry.sequence_nr < 0 or grad.layout != torch.strided:
         return leaf, grad
     with torch.enable_grad():
