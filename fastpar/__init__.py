@@ -18,23 +18,26 @@ from typing import TYPE_CHECKING, Any
 from fastpar._version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from fastpar import comm, ops, reference, tensor
+    from fastpar import comm, ops, recompute, reference, tensor
     from fastpar.comm import CommError, Communicator, Pending
     from fastpar.mesh import Mesh, init_mesh
     from fastpar.plan import Style
+    from fastpar.recompute import apply_recompute, remove_recompute
     from fastpar.swap import explain, parallelize, unparallelize
 
 # A public function must not be named like a module of the package: importing that module would bind its name here.
-_MODULES = ("comm", "ops", "reference", "tensor")
+_MODULES = ("comm", "ops", "recompute", "reference", "tensor")
 _HOME = {
     "CommError": "fastpar.comm",
     "Communicator": "fastpar.comm",
     "Mesh": "fastpar.mesh",
     "Pending": "fastpar.comm",
     "Style": "fastpar.plan",
+    "apply_recompute": "fastpar.recompute",
     "explain": "fastpar.swap",
     "init_mesh": "fastpar.mesh",
     "parallelize": "fastpar.swap",
+    "remove_recompute": "fastpar.recompute",
     "unparallelize": "fastpar.swap",
 }
 __all__ = [
@@ -44,12 +47,15 @@ __all__ = [
     "Pending",
     "Style",
     "__version__",
+    "apply_recompute",
     "comm",
     "explain",
     "init_mesh",
     "ops",
     "parallelize",
+    "recompute",
     "reference",
+    "remove_recompute",
     "tensor",
     "unparallelize",
 ]

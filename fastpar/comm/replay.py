@@ -42,7 +42,7 @@ _head = _Head()
 
 
 def kept(compute: Callable[[], T]) -> T:
-    """`compute()`, or what it returned when the tape was recorded. A tensor, or tuples and lists of tensors and None."""
+    """`compute()`, or what it returned when the tape was recorded: a tensor, or tuples and lists of them."""
     if torch.compiler.is_compiling() or _head.tape is None:
         return compute()
     tape = _head.tape

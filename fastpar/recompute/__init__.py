@@ -1,8 +1,8 @@
 """Activation recomputation: run layers again in backward instead of keeping what they computed.
 
-    fp.apply_recompute(model)                                                       # every layer, from its input
-    fp.apply_recompute(model, fp.recompute.Selective())                             # but no matrix product, no collective
-    fp.apply_recompute(model.layers, fp.recompute.Budget(8 << 30, costs))           # the fastest plan that fits
+    fp.apply_recompute(model)                                               # every layer, from its input
+    fp.apply_recompute(model, fp.recompute.Selective())                     # but no matrix product, no collective
+    fp.apply_recompute(model.layers, fp.recompute.Budget(8 << 30, costs))   # the fastest plan that fits
     y = fp.recompute.checkpoint(block, x, mask=mask)
 
 | policy | kept until backward, n layers | layer forwards beyond the first |
@@ -22,6 +22,7 @@ Gradients are bit-equal to those without recomputation, dropout included. How pl
 from fastpar.recompute.ambient import Capture
 from fastpar.recompute.budget import least_memory_plan, optimal_plan
 from fastpar.recompute.chain import apply_recompute, checkpoint, remove_recompute
+from fastpar.recompute.measure import measure_layers
 from fastpar.recompute.plan import Drop, Keep, LayerCost, Plan
 from fastpar.recompute.policy import (
     Binomial,
@@ -53,6 +54,7 @@ __all__ = [
     "apply_recompute",
     "checkpoint",
     "least_memory_plan",
+    "measure_layers",
     "optimal_plan",
     "remove_recompute",
 ]

@@ -1,18 +1,20 @@
 """The surroundings of a layer's forward, taken down when it runs and brought back when it is recomputed.
 
 Random states (torch's CPU generator, from which fastpar's dropout seeds come too, and those of the devices of the
-layer's tensors), autocast, the default device; and whatever else the layer reads that is neither argument nor parameter,
-through *captures*: functions that are called in forward and return what makes a context manager in recompute.
+layer's tensors), autocast, the default device, and all of Python's context variables: a `WeightGradStore` that was
+deferring in forward is deferring again, in whatever thread backward runs (on CUDA, one of the engine's).
+
+Whatever else a layer reads beside arguments and parameters comes back through *captures*: functions that are called in
+forward and return what makes a context manager in recomputation.
 
     capture() -> restore;   with restore(): recompute
-
-Backward may run in another thread (on CUDA it does), so a restore has to set what is local to a thread.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextvars import Context, copy_context
 from typing import Any, NamedTuple
 
 import torch
@@ -60,6 +62,7 @@ class Ambient(NamedTuple):
     autocast: tuple[Autocast, ...]
     default_device: torch.device
     restores: tuple[Restore, ...]
+    variables: Context
 
     @staticmethod
     def now(devices: Sequence[torch.device], captures: Sequence[Capture], *, preserve_rng: bool) -> Ambient:
@@ -69,11 +72,19 @@ class Ambient(NamedTuple):
             tuple(Autocast.now(kind) for kind in types if torch.amp.is_autocast_available(kind)),
             torch.get_default_device(),
             tuple(capture() for capture in captures),
+            copy_context(),
         )
 
+    def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """`function(*args, **kwargs)` in these surroundings; random states stay as they are left (`random_preserved`)."""
+        return self.variables.copy().run(self._call, function, args, kwargs)
+
+    def _call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with self._restored():
+            return function(*args, **kwargs)
+
     @contextmanager
-    def restored(self) -> Iterator[None]:
-        """The surroundings of the call; random states stay as they are left, see `random_preserved`."""
+    def _restored(self) -> Iterator[None]:
         with ExitStack() as stack:
             for saved in self.autocast:
                 if saved.enabled or torch.is_autocast_enabled(saved.device_type):

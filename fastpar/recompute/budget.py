@@ -110,9 +110,7 @@ def least_memory_plan(costs: Sequence[LayerCost]) -> Plan:
             t = s + length
             bytes_if: dict[int, int] = {_KEEP: costs[s].saved + costs[s].output + least.get((s + 1, t), 0)}
             for j in range(s + 1, t):
-                bytes_if[j] = max(
-                    transient_bytes(costs, s, j), least[s, j], costs[j - 1].output + least[j, t]
-                )
+                bytes_if[j] = max(transient_bytes(costs, s, j), least[s, j], costs[j - 1].output + least[j, t])
             choice[s, t] = min(bytes_if, key=lambda j: bytes_if[j])
             least[s, t] = bytes_if[choice[s, t]]
 

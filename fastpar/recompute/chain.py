@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -25,6 +25,7 @@ class Chain:
     def __init__(self, plan: Plan, setting: Setting):
         self.plan, self.setting = plan, setting
         self.steps = [plan.step_of(layer) for layer in range(plan.num_layers)]
+        self.recomputes = any(isinstance(step, Drop) for step in plan.steps)
 
     def call(self, layer: int, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a layer's function as the plan says."""
@@ -45,11 +46,7 @@ def _setting(policy: Policy, captures: Sequence[Capture], preserve_rng: bool, ea
     keep = None
     if isinstance(policy, Selective):
         keep = default_ops() if policy.keep is None else check_ops(policy.keep)
-    return Setting(keep, (*_ambient_captures(), *captures), preserve_rng, early_stop)
-
-
-def _ambient_captures() -> tuple[Capture, ...]:
-    return ()
+    return Setting(keep, tuple(captures), preserve_rng, early_stop)
 
 
 # ---- functions -------------------------------------------------------------------------------------------------------
@@ -127,8 +124,8 @@ def apply_recompute(
 
     Names, parameters, state_dict and hooks stay as they are; only these instances are changed, and `remove_recompute`
     brings them back. A layer's hooks run once, outside of what is recomputed. Apply it after `fastpar.parallelize`,
-    whose sequence-parallel regions it then brings back for each microbatch; a plain call under torch.no_grad. Weights are
-    read again when they are recomputed, so they must have in backward the values that they had in forward.
+    whose sequence-parallel regions it then brings back for each microbatch. Under torch.no_grad a call is a plain one.
+    Recomputation reads the weights again: in backward they must have the values that they had in forward.
 
     A layer of transformers that is called with a key/value cache gets none while it trains, as under transformers' own
     gradient checkpointing, and is not recomputed while it does not.
@@ -139,13 +136,12 @@ def apply_recompute(
     chains = _chains_of(model)
     plans = [policy.plan(len(layers)) for layers in chains]
     for layers in chains:
-        taken = next((layer for layer in layers if _STATE in layer.__dict__), None)
-        if taken is not None:
-            raise ValueError(f"{type(taken).__name__} is recomputed already; call remove_recompute first")
+        if any(_STATE in layer.__dict__ for layer in layers):
+            raise ValueError("the layers are under recomputation already; call fastpar.remove_recompute first")
         if len({id(layer) for layer in layers}) < len(layers):
             raise ValueError("a chain holds the same layer more than once; use fastpar.recompute.checkpoint for it")
     for layers, plan in zip(chains, plans, strict=True):
-        found = [capture for layer in layers for capture in _captures_of(layer)]
+        found: list[Capture] = [capture for layer in layers for capture in _captures_of(layer)]
         every = (*dict.fromkeys(found), *captures)
         chain = Chain(plan, _setting(policy, every, preserve_rng, early_stop))
         for index, layer in enumerate(layers):
@@ -172,7 +168,7 @@ def remove_recompute(model: M) -> M:
 def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     state: _State = self.__dict__[_STATE]
     function = state.previous or types.MethodType(type(self).forward, self)
-    if not torch.is_grad_enabled() or not isinstance(state.chain.steps[state.layer], Drop):
+    if not (torch.is_grad_enabled() and state.chain.recomputes):
         return function(*args, **kwargs)
     if any(_is_cache(leaf) for leaf in (*args, *kwargs.values())):
         if not self.training:
@@ -197,17 +193,18 @@ def _chains_of(model: nn.Module | Sequence[nn.Module]) -> list[list[nn.Module]]:
         chains = list(_outermost(model))
     if not chains or not all(chains):
         raise ValueError(
-            f"no layers found in this {type(model).__name__}: pass an nn.ModuleList, nn.Sequential or list of layers, or "
-            "a module that has one with layers of one class"
+            f"no layers found in this {type(model).__name__}: pass an nn.ModuleList, nn.Sequential or list of layers, "
+            "or a module that has one with layers of one class"
         )
     return chains
 
 
-def _outermost(module: nn.Module) -> Any:
+def _outermost(module: nn.Module) -> Iterator[list[nn.Module]]:
+    """The lists of more than one layer of one class that are in no other such list."""
     for child in module.children():
-        is_list = isinstance(child, (nn.ModuleList, nn.Sequential))
-        if is_list and len(child) > 1 and len({type(layer) for layer in child}) == 1:
-            yield list(child)
+        layers = list(child.children()) if isinstance(child, (nn.ModuleList, nn.Sequential)) else []
+        if len(layers) > 1 and len({type(layer) for layer in layers}) == 1:
+            yield layers
         else:
             yield from _outermost(child)
 

@@ -3,8 +3,8 @@
 A plan of layers [start, stop) is a sequence of steps that cover them in order:
 
     Keep(i)              run layer i and keep what its backward needs
-    Drop(a, b, inner)    run layers a..b-1 and keep nothing but the input of a; when their backward comes, run them again
-                         from there by `inner`, a plan of the same layers
+    Drop(a, b, inner)    run layers a..b-1 and keep nothing but the input of a; when their backward comes, run them
+                         again from there by `inner`, a plan of the same layers
 
 So a plan says how the layers are run the first time, and, nested in it, how they are run every later time. It always
 keeps the input of a stretch until the stretch's backward is over ("persistent" schedules).
@@ -17,6 +17,7 @@ runs two layers twice, and holds at most three activations beside the input.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -107,7 +108,7 @@ def _check(steps: Steps, start: int, stop: int) -> None:
     position = start
     for step in steps:
         if step.start != position or step.stop <= step.start:
-            raise ValueError(f"the steps of layers {start}..{stop - 1} must follow each other without gaps, got {steps}")
+            raise ValueError(f"the steps of layers {start}..{stop - 1} must follow each other, got {steps}")
         if isinstance(step, Drop):
             _check(step.inner, step.start, step.stop)
         position = step.stop
@@ -183,7 +184,7 @@ def segments(num_layers: int, count: int) -> Plan:
         raise ValueError(f"a chain of {num_layers} layers has 1 to {num_layers} segments, got {count}")
     base, longer = divmod(num_layers, count)
     bounds = [segment * base + min(segment, longer) for segment in range(count + 1)]
-    stretches = [Drop(a, b, keep_all(a, b)) for a, b in zip(bounds[:-2], bounds[1:-1], strict=True)]
+    stretches = [Drop(a, b, keep_all(a, b)) for a, b in itertools.pairwise(bounds[:-1])]
     return Plan(num_layers, (*stretches, *keep_all(bounds[-2], num_layers)))
 
 
@@ -218,7 +219,7 @@ def _binomial_steps(start: int, stop: int, slots: int) -> Steps:
     return (*steps, Keep(start))
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _binomial_split(length: int, slots: int) -> int:
     """How many layers to run from the chain's input before the next input is stored."""
 

@@ -1,9 +1,9 @@
 """Runs stretches of a chain of layers without keeping their activations, and runs them again when backward needs them.
 
-A layer is called by the model's own code, one after the other, with whatever arguments. What autograd would save during
-the call is replaced by a `_Holder`, a note of its place (segment, layer, number), through saved-tensor hooks; the graph
-itself stays, as in torch's non-reentrant checkpoint, so that hooks, `.grad`, frozen parameters, several uses of an output
-and parts of a backward work as ever. The first holder that autograd asks for has the segment run again, by its plan.
+The model's own code calls the layers, one after the other, with whatever arguments. What autograd would save during the
+call is replaced by a `_Holder`, a note of its place (segment and layer), through saved-tensor hooks; the graph itself
+stays, as in torch's non-reentrant checkpoint, so that hooks, `.grad`, frozen parameters, several uses of an output and
+parts of a backward work as ever. The first holder that autograd asks for has the segment run again, by its plan.
 
 Note: how layers find their segment
     Outputs of a layer carry a `_Link` to their segment. A layer that is called with such a tensor, unchanged, and whose
@@ -93,7 +93,7 @@ class _Input(NamedTuple):
 class _Argument(NamedTuple):
     """A tensor argument that was kept."""
 
-    index: int
+    position: int
     requires_grad: bool
 
 
@@ -279,15 +279,9 @@ class Segment:
         steps, inputs = clip(source.steps, first, last + 1), source.inputs
         for step in steps:
             if isinstance(step, Drop):
-                self._sources.append(_Source(step.inner, self._storable(step.start, inputs)))
+                self._sources.append(_Source(step.inner, inputs))
             for i in range(step.start, step.stop):
                 inputs = self._call_again(i, inputs, keep=isinstance(step, Keep), is_last=i == last)
-
-    def _storable(self, layer: int, inputs: dict[int, Tensor]) -> dict[int, Tensor]:
-        """Inputs that outlive the layer's next run."""
-        if not self.calls[layer - self.start].changes_input:
-            return dict(inputs)
-        return {slot: tensor.detach().clone().requires_grad_(tensor.requires_grad) for slot, tensor in inputs.items()}
 
     def _call_again(self, layer: int, inputs: dict[int, Tensor], *, keep: bool, is_last: bool) -> dict[int, Tensor]:
         """Make a call again, and fill its holders if `keep`. Returns the outputs that the next call takes."""
@@ -296,8 +290,9 @@ class Segment:
 
         def argument(leaf: Any) -> Any:
             if isinstance(leaf, (_Input, _Argument)):
-                tensor = inputs[leaf.slot] if isinstance(leaf, _Input) else kept[leaf.index]
-                return tensor.detach().requires_grad_(leaf.requires_grad)
+                tensor = inputs[leaf.slot] if isinstance(leaf, _Input) else kept[leaf.position]
+                tensor = tensor.detach().requires_grad_(leaf.requires_grad)
+                return tensor.clone() if call.changes_input else tensor  # others may run from it, too
             return leaf
 
         args, kwargs = rebuilt(call.arguments, argument)
@@ -306,8 +301,8 @@ class Segment:
         ops = nullcontext() if call.tape is None else KeepOps(self.setting.keep or frozenset())
         hooks = saved_tensors_hooks(filler.pack, filler.unpack) if keep else saved_tensors_hooks(_drop, _refuse)
         try:
-            with call.ambient.restored(), hooks, tape, ops:
-                out = call.function(*args, **kwargs)
+            with hooks, tape, ops:
+                out = call.ambient.call(call.function, args, kwargs)
         except _Stop:
             return {}
         if keep:
@@ -352,8 +347,8 @@ class _Filler:
     def check(self) -> None:
         if self.count != len(self.call.holders) and self.call.is_complete:
             raise RecomputeError(
-                f"layer {self.layer} saved {self.count} tensors for backward, but {len(self.call.holders)} in its first "
-                "run. Does it do the same at every call, or depend on something that has changed since?"
+                f"layer {self.layer} saved {self.count} tensors for backward, but {len(self.call.holders)} in its "
+                "first run. Does it do the same at every call, or depend on something that has changed since?"
             )
 
 
