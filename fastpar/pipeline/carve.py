@@ -21,6 +21,7 @@ from typing import Any
 from torch import Tensor, nn
 
 MakeAbsent = Callable[[nn.Module, str, int], nn.Module]
+_Change = tuple[dict[str, Any], str, Any]
 
 
 def carve(
@@ -31,80 +32,101 @@ def carve(
     owners  unit path to the part that holds it
     absent  unit path to what makes its stand-in: (original, path, part that holds it) -> module
     """
-    taken: dict[int, tuple[int, Any]] = {}  # id of a module or tensor -> (the part that has the original, the object)
+    shares = Shares()
     carved: dict[int, nn.Module] = {}
-    pending: list[tuple[nn.Module, dict[str, nn.Module | None]]] = []
     for number, part in enumerate(parts):
-        carver = _Part(part, owners, absent, taken, pending if number == 0 else None)
+        carver = _Carver(owners, absent, shares.of_part(part), shares if number == 0 else None)
         carved[part] = carver.rebuild(model, "")
-    for module, children in pending:
-        module._modules.clear()
-        module._modules.update(children)
+    shares.finish()
     return carved
 
 
-class _Part:
-    """The objects of one part. `pending`: where children of original containers are noted (they are needed as they are
-    until every part is built); None: containers are copied.
+class Shares:
+    """Which part has the original of each module and tensor, over all kept parts.
+
+    Originals change only in `finish`: until then every part is built from the model as it was.
     """
 
-    def __init__(
-        self,
-        part: int,
-        owners: Mapping[str, int],
-        absent: Mapping[str, MakeAbsent],
-        taken: dict[int, tuple[int, Any]],
-        pending: list[tuple[nn.Module, dict[str, nn.Module | None]]] | None,
-    ):
-        self.part, self.owners, self.absent, self.taken, self.pending = part, owners, absent, taken, pending
+    def __init__(self) -> None:
+        self.taken: dict[int, tuple[int, Any]] = {}  # id of a module or tensor -> (part, the object, to keep the id)
+        self.changes: list[_Change] = []
+
+    def of_part(self, part: int) -> PartShare:
+        return PartShare(self, part)
+
+    def finish(self) -> None:
+        for target, name, value in self.changes:
+            target[name] = value
+
+
+class PartShare:
+    """The modules and tensors of one part: originals where it is the first to use them, else copies."""
+
+    def __init__(self, shares: Shares, part: int):
+        self.shares, self.part = shares, part
         self.mine: dict[int, Any] = {}  # id of an object of the model -> the object that this part has for it
 
-    def rebuild(self, module: nn.Module, path: str) -> nn.Module:
-        owner = self.owners.get(path)
-        if owner is not None and owner != self.part:
-            return self.absent[path](module, path, owner)
-        if owner is not None or not any(unit.startswith(path + "." if path else "") for unit in self.owners):
-            return self._whole(module)
-        if id(module) not in self.mine:
-            around = module if self.pending is not None else _shallow(module)
-            self.mine[id(module)] = around
-            self._take_tensors(module, around)
-            children = {
-                name: None if child is None else self.rebuild(child, f"{path}.{name}" if path else name)
-                for name, child in module._modules.items()
-            }
-            if self.pending is not None:
-                self.pending.append((module, children))
-            else:
-                around._modules.update(children)
-        return self.mine[id(module)]
-
-    def _whole(self, module: nn.Module) -> nn.Module:
+    def module(self, module: nn.Module) -> nn.Module:
         """A module with all that is in it: the original, or a deep copy where another part has any module of it."""
         if id(module) in self.mine:
             return self.mine[id(module)]
-        inside = list(module.modules())
-        if any(self.taken.get(id(m), (self.part,))[0] != self.part for m in inside):
+        inside, taken = list(module.modules()), self.shares.taken
+        if any(taken.get(id(m), (self.part,))[0] != self.part for m in inside):
             for tensor in (*module.parameters(), *module.buffers()):
-                self._tensor(tensor)
+                self.tensor(tensor)
             self.mine[id(module)] = copy.deepcopy(module, self.mine)
             return self.mine[id(module)]
         for m in inside:
-            self.taken[id(m)] = (self.part, m)
+            taken[id(m)] = (self.part, m)
             self.mine[id(m)] = m
-            self._take_tensors(m, m)
+            self.shares.changes += self.tensors_of(m, m)
         return module
 
-    def _take_tensors(self, source: nn.Module, target: nn.Module) -> None:
-        for tensors, new in ((source._parameters, target._parameters), (source._buffers, target._buffers)):
-            for name, tensor in list(tensors.items()):
-                new[name] = None if tensor is None else self._tensor(tensor)
+    def tensors_of(self, source: nn.Module, target: nn.Module) -> list[_Change]:
+        """The assignments that give `target` this part's parameters and buffers of `source`."""
+        pairs = ((source._parameters, target._parameters), (source._buffers, target._buffers))
+        return [(new, name, self.tensor(t)) for old, new in pairs for name, t in old.items() if t is not None]
 
-    def _tensor(self, tensor: Tensor) -> Any:
+    def tensor(self, tensor: Tensor) -> Any:
         if id(tensor) not in self.mine:
-            owner, _ = self.taken.setdefault(id(tensor), (self.part, tensor))
+            owner, _ = self.shares.taken.setdefault(id(tensor), (self.part, tensor))
             self.mine[id(tensor)] = tensor if owner == self.part else copy.deepcopy(tensor)
         return self.mine[id(tensor)]
+
+
+class _Carver:
+    """Builds one part. `original`: the containers are the model's own, and change when all is built; None: copies."""
+
+    def __init__(
+        self,
+        owners: Mapping[str, int],
+        absent: Mapping[str, MakeAbsent],
+        share: PartShare,
+        original: Shares | None,
+    ):
+        self.owners, self.absent, self.share, self.original = owners, absent, share, original
+        self.containers: dict[int, nn.Module] = {}
+
+    def rebuild(self, module: nn.Module, path: str) -> nn.Module:
+        owner = self.owners.get(path)
+        if owner is not None and owner != self.share.part:
+            return self.absent[path](module, path, owner)
+        if owner is not None or not any(unit.startswith(path + "." if path else "") for unit in self.owners):
+            return self.share.module(module)
+        if id(module) not in self.containers:
+            container = module if self.original is not None else _shallow(module)
+            self.containers[id(module)] = container
+            changes = self.share.tensors_of(module, container)
+            for name, child in module._modules.items():
+                if child is not None:
+                    rebuilt = self.rebuild(child, f"{path}.{name}" if path else name)
+                    changes.append((container._modules, name, rebuilt))
+            if self.original is not None:
+                self.original.changes += changes
+            else:
+                for target, name, value in changes:
+                    target[name] = value
+        return self.containers[id(module)]
 
 
 def _shallow(module: nn.Module) -> nn.Module:
