@@ -69,9 +69,9 @@ class Cut(NamedTuple):
     whole: list[tuple[str, Any]]
 
 
-def edge_of(tensor: Tensor) -> tuple[Any, int]:
+def edge_of(tensor: Tensor | torch.autograd.graph.GradientEdge) -> tuple[Any, int]:
     """Where the gradient of a tensor goes: a node of the autograd graph, and which of its inputs."""
-    edge = torch.autograd.graph.get_gradient_edge(tensor)
+    edge = torch.autograd.graph.get_gradient_edge(tensor) if isinstance(tensor, Tensor) else tensor
     return edge.node, edge.output_nr
 
 
