@@ -28,7 +28,8 @@ def pipedream(num_ranks: int, num_microbatches: int, *, vertical_sync: bool = Fa
 
         idle        (p-1)(F+B+W) per stream
         in flight   min(m, p-k) microbatches
-        weights     min(m, p-k) versions at stage k with the current one; with vertical sync min(m, p) on every stage
+        weights     p-k versions at stage k with the current one, p on every stage with vertical sync (fewer in streams
+                    of few microbatches)
         use it      where throughput counts and stale gradients are acceptable
 
     pipedream(2, 3):

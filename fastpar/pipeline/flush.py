@@ -40,6 +40,7 @@ def gpipe(num_ranks: int, num_microbatches: int) -> Schedule:
         idle        (p-1)(F+B+W), for any F, B, W
         makespan    sum F + (m-1) max F + sum(B+W) + (m-1) max(B+W) for unequal stages
         in flight   m
+        hops        hop latency c adds 2c(p-1)
         use it      with few microbatches, with recomputed activations, or over slow links
 
     gpipe(2, 3):
@@ -58,7 +59,7 @@ def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
 
         idle        (p-1)(F+B+W) for equal stages; >= for unequal ones
         in flight   min(m, p-r)
-        hops        each round trip between neighbours waits for two hops: about 2c per microbatch of hop latency c
+        hops        hop latency c adds 2c (p-1 + m-1 - ceil((m-1)/p)) for equal stages: nearly 2c per microbatch
         use it      as the default where links are fast
 
     one_f_one_b(2, 3):
@@ -75,7 +76,8 @@ def eager_1f1b(num_ranks: int, num_microbatches: int) -> Schedule:
 
     A microbatch that waits at each rank absorbs the latency of the hops, which plain 1F1B pays for every microbatch.
 
-        idle        (p-1)(F+B+W), and hop latency c adds only 2c(p-1) while it is below the time of a stage
+        idle        (p-1)(F+B+W)
+        hops        hop latency c adds only 2c(p-1), as long as 2c <= F+B+W
         in flight   min(m, 2(p-1-r)+1)
         use it      over slow links, when the memory is there
 
@@ -96,13 +98,13 @@ def interleaved_1f1b(num_ranks: int, num_microbatches: int, *, stages_per_rank: 
     Stage s is on rank s mod p. Microbatches pass in rounds, each through all stages of a rank before the next round
     starts. Fill and drain last only as long as a stage, which is v times shorter; there are v times more transfers.
 
-        idle        (p-1)(F+B+W)/v, for any F, B, W, from p microbatches on
+        idle        (p-1)(F+B+W)/v, for any F, B, W, from p microbatches on; (p-1 + (v-1)(p-m))(F+B+W)/v for fewer
         in flight   min(m v, (v-1) g + 2(p-1-r) + 1) stage inputs, with rounds of g microbatches
         use it      with few microbatches per rank, when links are fast
 
     The paper needs m to be a multiple of p and has rounds of p. Here m is cut into floor(m/p) rounds as equal as
     possible, larger ones first: a round shorter than p would leave ranks idle in each of its v passes. Fewer than p
-    microbatches are one round; then p-m ranks wait in every pass.
+    microbatches are one round.
 
     interleaved_1f1b(2, 2):
         rank 0: 0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1
@@ -124,7 +126,7 @@ def looped_bfs(num_ranks: int, num_microbatches: int, *, stages_per_rank: int = 
     GPipe over a model that winds around the ranks v times. Each stage is used in one stretch per direction, so sharded
     parameters are gathered twice per step, however many microbatches there are.
 
-        idle        (p-1)(F+B+W)/v from p microbatches on
+        idle        (p-1)(F+B+W)/v from p microbatches on; (p-1 + (v-1)(p-m))(F+B+W)/v for fewer
         in flight   m v stage inputs
         use it      together with sharded parameters
 

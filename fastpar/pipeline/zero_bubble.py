@@ -59,7 +59,7 @@ def zb_h2(num_ranks: int, num_microbatches: int, *, extra: int | None = None) ->
     gradients by as many microbatches as later ranks run forwards less. All ranks then compute without a pause, each
     beginning and ending a little later than the one before.
 
-        inner idle  max(0, (p-1)(F+B-2W)) from 2p-1 microbatches on: 0 at F = B = W
+        inner idle  max(0, (p-1)(F+B-2W)) for W <= F, from 2p-1 microbatches on: 0 at F = B = W
         idle        (p-1) F at F = B = W: ranks begin one F after each other and end so
         in flight   min(m, 2(p-r)-1) until I, min(m, 2p-1) until W
         use it      when memory for twice the microbatches of 1F1B is there, and steps follow without a global pause
