@@ -158,6 +158,10 @@ def test_an_overlap_waits_for_all_its_parts_need_and_hands_on_all_they_make() ->
     assert found["(3F1;0B0)OVERLAP_F_B"] == (8, 12)
     assert found["3B1"] == (12, 14)
     assert found["2B1"] == (15, 17)
+    # stages 1 and 3 are the same part
+    uneven = spans(schedule, Costs([2, 5], 1, [1, 3]))
+    assert uneven["1F0"] == (2, 7)
+    assert uneven["(3F1;0B0)OVERLAP_F_B"] == (11, 18)
 
 
 # ---------------------------------------------------------------------------------------------------------- activations
@@ -228,6 +232,13 @@ def test_skip_connections_are_waited_for() -> None:
     assert found.makespan == 12
     assert found.messages_per_link == {(0, 1): 1, (1, 2): 1, (0, 2): 1}
     assert found.bytes_per_link == {(0, 1): 5, (1, 2): 3, (0, 2): 5}
+
+
+def test_a_receive_after_its_consumer_is_a_deadlock_over_skip_connections_too() -> None:
+    sender = "0F0 0SEND_F0 0SEND_F0>2"
+    for last in ("2RECV_F0 2F0 2RECV_F0>0", "2RECV_F0>0 2F0 2RECV_F0"):
+        with pytest.raises(ScheduleError, match="rank 2 at 2F0 waits for 2RECV_F0(>0)? of rank 2, which comes later"):
+            simulate(of_text(sender, "1RECV_F0 1F0 1SEND_F0", last))
 
 
 def test_explicit_sends_queue_for_their_link() -> None:
