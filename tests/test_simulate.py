@@ -2,13 +2,16 @@
 
 import doctest
 import random
+import re
 import sys
 import time
 from collections.abc import Sequence
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
 
+from fastpar import cli
 from fastpar.pipeline import (
     Action,
     Chain,
@@ -237,7 +240,7 @@ def test_skip_connections_are_waited_for() -> None:
 def test_a_receive_after_its_consumer_is_a_deadlock_over_skip_connections_too() -> None:
     sender = "0F0 0SEND_F0 0SEND_F0>2"
     for last in ("2RECV_F0 2F0 2RECV_F0>0", "2RECV_F0>0 2F0 2RECV_F0"):
-        with pytest.raises(ScheduleError, match="rank 2 at 2F0 waits for 2RECV_F0(>0)? of rank 2, which comes later"):
+        with pytest.raises(ScheduleError, match=r"rank 2 at 2F0 waits for 2RECV_F0(>0)? of rank 2, which comes later"):
             simulate(of_text(sender, "1RECV_F0 1F0 1SEND_F0", last))
 
 
@@ -460,3 +463,16 @@ def test_the_median_of_a_part_counts_and_a_part_without_record_is_named() -> Non
     assert (found.forward, found.backward_input, found.backward_weight, found.step) == ((2, 3), (4, 5), 0, 7)
     with pytest.raises(ValueError, match="no F of part 1 was recorded"):
         measured_costs(schedule, Timeline(tuple(events[:6])))
+
+
+# ------------------------------------------------------------------------------------------------------------- the docs
+
+
+def test_the_examples_of_the_documentation_are_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    page = Path(__file__).parents[1] / "docs" / "pipeline.md"
+    done = doctest.testfile(str(page), module_relative=False)
+    assert done.attempted > 5
+    assert done.failed == 0
+    ((command, output),) = re.findall(r"```\n\$ fastpar (simulate .*)\n((?:.*\n)*?)```", page.read_text())
+    assert cli.main(command.split()) == 0
+    assert capsys.readouterr().out == output

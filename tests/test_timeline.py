@@ -142,8 +142,9 @@ def test_slices_of_a_thread_never_overlap() -> None:
 
 
 @pytest.mark.parametrize("explicit", [False, True])
-def test_arrows_lead_from_every_message_to_who_needs_it(explicit: bool) -> None:
-    schedule = make_schedule("interleaved_1f1b", 4, 8)
+@pytest.mark.parametrize("name", ["interleaved_1f1b", "zbv"])
+def test_arrows_lead_from_every_message_to_who_needs_it(name: str, explicit: bool) -> None:
+    schedule = make_schedule(name, 4, 8)
     found = simulate(add_communication(schedule) if explicit else schedule, Costs(1, 1, 1, hop=1))
     flows = found.timeline.flows
     assert len(flows) == found.num_messages

@@ -41,6 +41,7 @@ _NAMES = {
 _INK: _Rgb = (0.10, 0.10, 0.12)
 _PALEST = 0.62  # how far the last stage of a rank goes towards white
 _FORMATS = (".png", ".svg", ".pdf")
+_FONTS = ["DejaVu Sans", "Arial"]  # an SVG names them at every number
 
 # Inches and points.
 _ROW, _MARGIN_TOP, _MARGIN_BOTTOM, _MARGIN_LEFT, _MARGIN_RIGHT = 0.30, 0.34, 0.26, 0.66, 0.15
@@ -116,7 +117,7 @@ def plot(
         top += heights[index]
     _draw_legend(figure, several)
     if path is not None:
-        with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "fastpar"}):
+        with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "fastpar", "font.sans-serif": _FONTS}):
             dated = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
             figure.savefig(path, metadata=dated.get(Path(path).suffix, {}))
     return figure
