@@ -84,6 +84,8 @@ def test_a_long_picture_is_squeezed_and_keeps_letters() -> None:
     assert lines[3] == "rank 3  ····· F0B0━ F1B1━ F2B2━ F3B3━ F4B4━ F5B5━ F6B6━ F7B7━ ···········"
     assert timeline.to_text(width=33).splitlines()[3] == "rank 3  ·· FB0FB1FB2FB3FB4FB5FB6FB7·····"
     assert timeline.to_text(width=20).splitlines()[3] == "rank 3  ·FBFBFBB3BFBFBFB···"
+    # never the first digit alone
+    assert of_words({"0 0F10": (0, 2), "0 0B10": (2, 4)}).to_text(width=4) == "rank 0  FFBB"
 
 
 def test_measured_times_are_drawn_too() -> None:
