@@ -39,15 +39,19 @@ def generated(num_ranks: int, num_microbatches: int) -> Iterator[Schedule]:
 
 
 def lowered(schedule: Schedule, *, edges: tuple[tuple[int, int], ...] = (), sharded: bool = False) -> Schedule:
-    """The schedule as it is executed."""
-    if sharded:
+    """The schedule as it is executed; what updates its weights on the way is never sharded."""
+    if sharded and not has_steps(schedule):
         schedule = with_steps(add_reduce_grad(add_unshard(schedule), data_parallel=True))
     return add_communication(schedule, edges or None)
 
 
+def has_steps(schedule: Schedule) -> bool:
+    return any(action.type is T.STEP for own in schedule.actions for action in own)
+
+
 def with_steps(schedule: Schedule) -> Schedule:
     """A STEP of every stage in the end, unless the schedule has its own."""
-    if any(action.type is T.STEP for own in schedule.actions for action in own):
+    if has_steps(schedule):
         return schedule
     steps = [[Action(T.STEP, stage) for stage in schedule.stages_of(rank)] for rank in range(schedule.num_ranks)]
     return replace(schedule, actions=tuple((*own, *more) for own, more in zip(schedule.actions, steps, strict=True)))
