@@ -6,7 +6,7 @@
 A rank that starts from nothing costs seconds of a core; a fork of a process that has imported torch, and done nothing
 with it, a few milliseconds. That process is a child of the test's own, so that what is forked has one thread.
 
-A rank of a run joins a group, calls one collective again and again (with sizes around all thresholds, the same on all
+A rank of a run joins a group, calls one collective (or sends a message round the ring) again and again (with sizes around all thresholds, the same on all
 ranks), and reports the first error. `Outcome.seconds`: from the moment of the fault to the error.
 """
 
@@ -27,6 +27,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 OPS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "reduce", "barrier", "async", "region")
+MESSAGES = ("messages over shared_memory", "messages over torch")
 NUMELS = (1, 1000, 20_000, 300_000, 1_500_000)  # of float32: one-shot, two-shot, several chunks, beyond the buffers
 
 
@@ -201,12 +202,15 @@ class Calls:
     def __init__(self, comm: Any, op: str) -> None:
         import torch
 
+        from fastpar.comm.point_to_point import PointToPoint
         from fastpar.comm.shared_region import SharedRegion
 
         self.comm, self.op = comm, op
         self.random = random.Random(1)
         if op == "region":
             self.region = SharedRegion(comm, 4 * NUMELS[-1])
+        if op in MESSAGES:
+            self.messages = PointToPoint(comm.group, timeout=comm.timeout, transport=op.split()[-1])
         self.inputs = {numel: torch.ones(numel * comm.size) for numel in NUMELS}
 
     def next(self) -> None:
@@ -223,6 +227,9 @@ class Calls:
         elif self.op == "region":
             inside = self.region.tensor((numel,), torch.float32)
             comm.all_reduce(inside, out=inside)
+        elif self.op in MESSAGES:
+            self.messages.send((comm.rank + 1) % comm.size, 0, [x])
+            self.messages.recv((comm.rank - 1) % comm.size, 0)
         else:
             getattr(comm, self.op)(x)
 

@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -90,6 +91,18 @@ struct Received {
 Received& received_here() {
   thread_local Received received;
   return received;
+}
+
+void give_out(fastpar::Mail&& mail, int64_t* out) {
+  Received& received = received_here();
+  received.note = std::move(mail.note);
+  received.tensors.clear();
+  for (auto& loan : mail.tensors) received.tensors.push_back(fastpar::to_dlpack(std::move(loan)));
+  out[0] = mail.kind;
+  out[1] = static_cast<int64_t>(received.tensors.size());
+  out[2] = static_cast<int64_t>(received.note.size());
+  out[3] = reinterpret_cast<int64_t>(received.note.data());
+  out[4] = reinterpret_cast<int64_t>(received.tensors.data());
 }
 
 }  // namespace
@@ -223,18 +236,17 @@ int fastpar_mail_send(void* mail, int peer, int64_t tag, int64_t kind, const cha
 }
 
 int fastpar_mail_receive(void* mail, int peer, int64_t tag, double timeout, int64_t* out) {
-  return status_of([&] {
-    fastpar::Mail letter = mailbox(mail).receive(peer, tag, timeout, interrupt_check_here());
-    Received& received = received_here();
-    received.note = std::move(letter.note);
-    received.tensors.clear();
-    for (auto& loan : letter.tensors) received.tensors.push_back(fastpar::to_dlpack(std::move(loan)));
-    out[0] = letter.kind;
-    out[1] = static_cast<int64_t>(received.tensors.size());
-    out[2] = static_cast<int64_t>(received.note.size());
-    out[3] = reinterpret_cast<int64_t>(received.note.data());
-    out[4] = reinterpret_cast<int64_t>(received.tensors.data());
+  return status_of([&] { give_out(mailbox(mail).receive(peer, tag, timeout, interrupt_check_here()), out); });
+}
+
+int fastpar_mail_receive_now(void* mail, int peer, int64_t tag, int64_t* out) {
+  bool is_there = false;
+  const int status = status_of([&] {
+    std::optional<fastpar::Mail> found = mailbox(mail).receive_now(peer, tag);
+    is_there = found.has_value();
+    if (is_there) give_out(std::move(*found), out);
   });
+  return status != 0 || is_there ? status : -1;
 }
 
 int fastpar_mail_ready(void* mail, int peer, int64_t tag) {

@@ -72,6 +72,8 @@ FASTPAR_EXPORT int fastpar_mail_send(void* mail, int peer, int64_t tag, int64_t 
 // `out` takes kind, number of tensors, bytes and address of the note, and the address of the tensors, which are
 // DLManagedTensor* that the caller has to take over. What is at the addresses stays until the thread's next call.
 FASTPAR_EXPORT int fastpar_mail_receive(void* mail, int peer, int64_t tag, double timeout, int64_t* out);
+// Does not wait; -1: it is not there.
+FASTPAR_EXPORT int fastpar_mail_receive_now(void* mail, int peer, int64_t tag, int64_t* out);
 // 1, 0, or the negative of a status.
 FASTPAR_EXPORT int fastpar_mail_ready(void* mail, int peer, int64_t tag);
 FASTPAR_EXPORT int fastpar_mail_abort(void* mail, const char* reason);

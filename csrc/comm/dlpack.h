@@ -69,6 +69,12 @@ inline DlType dl_type(uint8_t dtype) {
       return {kFloat8E5m2fnuz, 8, 1};
     case 26:
       return {kFloat8E4m3fnuz, 8, 1};
+    case 27:
+      return {kUInt, 16, 1};
+    case 28:
+      return {kUInt, 32, 1};
+    case 29:
+      return {kUInt, 64, 1};
     default:
       FASTPAR_CHECK(false, "dtype number ", int{dtype}, " cannot be sent");
   }

@@ -106,6 +106,7 @@ uint64_t Arena::allocate(uint64_t bytes, bool may_grow) {
   if (begin == 0 && may_grow && bytes <= end_ - top_) {
     begin = top_;
     top_ += bytes;
+    touched_ = std::max(touched_, top_ - begin_);
   }
   if (begin == 0) return 0;
   used_ += bytes;
@@ -323,6 +324,13 @@ Mail Mailbox::receive(int peer, int64_t tag, double timeout_seconds, InterruptCh
     }
     wait_for_more(peer, tag, seen, started, timeout_seconds, check);
   }
+}
+
+std::optional<Mail> Mailbox::receive_now(int peer, int64_t tag) {
+  check_usable();
+  Inbox& inbox = inboxes_[static_cast<size_t>(peer)];
+  const std::lock_guard<std::mutex> lock(inbox.mutex);
+  return take(inbox, peer, tag);
 }
 
 bool Mailbox::is_ready(int peer, int64_t tag) {

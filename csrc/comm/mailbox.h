@@ -71,7 +71,7 @@ class Arena {
   void free(uint64_t block);
 
   uint64_t used_bytes() const { return used_; }
-  uint64_t touched_bytes() const { return top_ - begin_; }
+  uint64_t touched_bytes() const { return touched_; }
 
  private:
   uint64_t take_range(uint64_t bytes);
@@ -80,7 +80,7 @@ class Arena {
 
   char* base_;
   uint64_t begin_, top_, end_;
-  uint64_t used_ = 0;
+  uint64_t used_ = 0, touched_ = 0;
   std::unordered_map<uint64_t, std::vector<uint64_t>> free_blocks_;  // by size
   std::map<uint64_t, uint64_t> ranges_;                              // free ranges: begin -> bytes, no two adjacent
   std::set<std::pair<uint64_t, uint64_t>> ranges_by_size_;           // (bytes, begin)
@@ -148,6 +148,8 @@ class Mailbox {
   void send(int peer, int64_t tag, int64_t kind, const std::string& note, const std::vector<Enclosure>& tensors);
   // The first message of that peer with that tag that was not received yet. Throws CommFailure.
   Mail receive(int peer, int64_t tag, double timeout_seconds, InterruptCheck check);
+  // The same without waiting.
+  std::optional<Mail> receive_now(int peer, int64_t tag);
   // Whether receive() would return at once.
   bool is_ready(int peer, int64_t tag);
 

@@ -1,7 +1,8 @@
 """The C functions of the shared-memory transport (csrc/comm/c_api.h), through ctypes.
 
 A call costs about a microsecond; the dispatcher's path to a stable-ABI op costs several, more than a small collective
-takes. ctypes releases the interpreter's lock during a call.
+takes. ctypes releases the interpreter's lock during a call, which may take 5 ms to get back where other threads compute:
+short calls that wait for nothing keep it (`Library.keeping_lock`).
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "mail_destroy": (None, [c_void_p]),
     "mail_send": (c_int, [c_void_p, c_int, c_int64, c_int64, c_char_p, c_int64, c_char_p, c_int64]),
     "mail_receive": (c_int, [c_void_p, c_int, c_int64, c_double, POINTER(c_int64)]),
+    "mail_receive_now": (c_int, [c_void_p, c_int, c_int64, POINTER(c_int64)]),
     "mail_ready": (c_int, [c_void_p, c_int, c_int64]),
     "mail_abort": (c_int, [c_void_p, c_char_p]),
     "mail_close": (None, [c_void_p]),
@@ -119,19 +121,27 @@ def _check_on_other_thread() -> bool:
     return False
 
 
+def _prototyped(handle: ctypes.CDLL, name: str) -> Any:
+    function = getattr(handle, f"fastpar_{name}")
+    function.restype, function.argtypes = _PROTOTYPES[name]
+    return function
+
+
 class Library:
     """The functions as attributes, without their prefix."""
 
     def __init__(self, path: str) -> None:
-        handle = ctypes.CDLL(path)
-        for name, (result, arguments) in _PROTOTYPES.items():
-            function = getattr(handle, f"fastpar_{name}")
-            function.restype, function.argtypes = result, arguments
-            setattr(self, name, function)
+        handle, self._keeping_lock = ctypes.CDLL(path), ctypes.PyDLL(path)
+        for name in _PROTOTYPES:
+            setattr(self, name, _prototyped(handle, name))
         self.comm_set_interrupt_checks(_check_on_main_thread, _check_on_other_thread)
 
     def __getattr__(self, name: str) -> Any:  # for type checkers: the attributes are set above
         raise AttributeError(name)
+
+    def keeping_lock(self, name: str) -> Any:
+        """The function of that name, called with the interpreter's lock held."""
+        return _prototyped(self._keeping_lock, name)
 
     def check_status(self, status: int) -> None:
         """Raise the error that a status stands for."""

@@ -77,8 +77,8 @@ class Rendezvous:
     def exchange(self, what: str, mine: str) -> list[str]:
         """What every rank says. Raises CommTimeoutError naming the ranks that have not come by the deadline, CommError
         where another rank has given up."""
-        self.store.set(self._key(what, self.rank), mine)
-        keys = [self._key(what, other) for other in range(self.size)]
+        self.store.set(self.key(what, self.rank), mine)
+        keys = [self.key(what, other) for other in range(self.size)]
         answers = collect(self.store, keys, self._deadline, self._timeout)
         given_up = [f"rank {other} {text}" for other, text in enumerate(answers) if text.startswith(_GAVE_UP)]
         if given_up:
@@ -88,10 +88,11 @@ class Rendezvous:
     def give_up(self, error: BaseException, *exchanges: str) -> None:
         """Say so wherever others may still expect this rank."""
         for what in exchanges:
-            self.store.set(self._key(what, self.rank), f"{_GAVE_UP} {error}")
+            self.store.set(self.key(what, self.rank), f"{_GAVE_UP} {error}")
 
-    def _key(self, what: str, rank: int) -> str:
-        return f"{self._name}/{what}{rank}"
+    def key(self, what: str, rank: int | None = None) -> str:
+        """For something of this meeting in the store."""
+        return f"{self._name}/{what}{'' if rank is None else rank}"
 
 
 def find_hosts(meeting: Rendezvous) -> Hosts | str:

@@ -15,13 +15,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from fastpar.comm import shared_mailbox
+from fastpar.comm import gloo_mailbox, shared_mailbox
 from fastpar.comm.connection import name_meeting, store_of
 from fastpar.comm.errors import CommError
 from fastpar.comm.group import resolve_group
 from fastpar.comm.meeting import SEVERAL_HOSTS, Rendezvous, find_hosts, ranks_on_host
 from fastpar.comm.route import TRANSPORTS
-from fastpar.comm.shared_mailbox import DTYPE_NUMBERS
+from fastpar.comm.shared_mailbox import DTYPE_NUMBERS, SharedMailbox
 
 _MAX_TAG = (1 << 62) - 1
 
@@ -67,7 +67,12 @@ class PointToPoint:
         Raises PeerLostError or PeerFailedError where the peer is known to be gone; ValueError for tensors that cannot
         be sent (other devices and layouts, subclasses, dtypes that are not in DLPack).
         """
-        self._open(peer, tag).send(peer, tag, [_sendable(x) for x in tensors], note, 0)
+        channel = self._open(peer, tag)
+        if isinstance(tensors, Tensor):
+            raise TypeError("tensors must be a sequence of Tensors, got Tensor")
+        if not isinstance(note, bytes):
+            raise TypeError(f"note must be bytes, got {type(note).__name__}")
+        channel.send(peer, tag, [_sendable(x) for x in tensors], note, 0)
 
     def recv(self, peer: int, tag: int) -> tuple[list[Tensor], bytes]:
         """The next message of that peer with that tag; waits for it.
@@ -109,19 +114,21 @@ def _join(group: ProcessGroup, timeout: float, transport: str) -> Channel:
     if store is None:
         raise CommError("this version of torch does not give out the group's store, where the ranks would meet")
     meeting = Rendezvous(store, name_meeting(group), group.rank(), group.size(), timeout)
-    problem = "transport is 'torch'"
-    if transport != "torch":
-        hosts = find_hosts(meeting)
-        if isinstance(hosts, str):
-            problem = hosts
-        elif len(hosts) > 1:
-            problem = SEVERAL_HOSTS
-        else:
-            found = shared_mailbox.join(meeting, hosts, ranks_on_host())
-            if not isinstance(found, str):
-                return found
-            problem = found
-    raise CommError(f"the ranks of the group cannot share memory: {problem}")
+    if transport == "torch":
+        return gloo_mailbox.join(meeting, timeout)
+    found: SharedMailbox | str
+    hosts = find_hosts(meeting)
+    if isinstance(hosts, str):
+        found = hosts
+    elif len(hosts) > 1:
+        found = SEVERAL_HOSTS
+    else:
+        found = shared_mailbox.join(meeting, hosts, ranks_on_host())
+    if not isinstance(found, str):
+        return found
+    if transport == "shared_memory":
+        raise CommError(f"the ranks of the group cannot share memory: {found}")
+    return gloo_mailbox.join(meeting, timeout)
 
 
 def _sendable(x: Tensor) -> Tensor:
@@ -137,5 +144,5 @@ def _sendable(x: Tensor) -> Tensor:
     if x.layout != torch.strided or x.is_quantized or x.dtype not in DTYPE_NUMBERS:
         raise ValueError(f"only dense tensors of ordinary dtypes can be sent, got {x.layout} {x.dtype}")
     if not x.is_cpu:
-        raise ValueError(f"only CPU tensors can be sent over shared memory, got one on {x.device}")
+        raise ValueError(f"only CPU tensors can be sent here, got one on {x.device}")
     return x.detach().contiguous().resolve_conj().resolve_neg()

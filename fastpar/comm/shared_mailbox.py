@@ -23,9 +23,10 @@ from fastpar.comm._library import library
 from fastpar.comm.errors import CommError
 from fastpar.comm.meeting import Hosts, Memory, Rendezvous, Share, addresses_of, share_memory
 
+_SMALL_BYTES = 64 << 10  # copied in a few microseconds, for which the interpreter's lock need not be given up
 _MAX_ADDRESS_BYTES = 1 << 44  # of the arenas of all ranks, in the address space of each (of 1 << 47)
 
-# torch's ScalarType, and what it is in DLPack is in csrc/comm/dlpack.h
+# torch's ScalarType; what that is in DLPack is in csrc/comm/dlpack.h.
 DTYPE_NUMBERS = {
     torch.uint8: 0,
     torch.int8: 1,
@@ -43,6 +44,9 @@ DTYPE_NUMBERS = {
     torch.float8_e4m3fn: 24,
     torch.float8_e5m2fnuz: 25,
     torch.float8_e4m3fnuz: 26,
+    torch.uint16: 27,
+    torch.uint32: 28,
+    torch.uint64: 29,
 }
 
 _new_capsule = ctypes.pythonapi.PyCapsule_New
@@ -58,21 +62,28 @@ class SharedMailbox:
         self._handle = handle
         self._library = library()
         self._send, self._receive = self._library.mail_send, self._library.mail_receive
+        self._send_small = self._library.keeping_lock("mail_send")
+        self._receive_now = self._library.keeping_lock("mail_receive_now")
         self._finalizer = weakref.finalize(self, _destroy, handle, os.getpid())
 
     def send(self, peer: int, tag: int, tensors: Sequence[Tensor], note: bytes, kind: int) -> None:
         words: list[int] = []
+        num_bytes = 0
         for x in tensors:
             shape = x.shape
             words += (x.data_ptr(), DTYPE_NUMBERS[x.dtype] | len(shape) << 8, *shape)
+            num_bytes += x.nbytes
         spec = _words(len(words)).pack(*words)
-        status = self._send(self._handle, peer, tag, kind, note, len(note), spec, len(tensors))
+        send = self._send_small if num_bytes <= _SMALL_BYTES else self._send
+        status = send(self._handle, peer, tag, kind, note, len(note), spec, len(tensors))
         if status:
             self._library.check_status(status)
 
     def receive(self, peer: int, tag: int, timeout: float) -> tuple[list[Tensor], bytes, int]:
         out = _OutArray()
-        status = self._receive(self._handle, peer, tag, timeout, out)
+        status = self._receive_now(self._handle, peer, tag, out)
+        if status < 0:
+            status = self._receive(self._handle, peer, tag, timeout, out)
         if status:
             self._library.check_status(status)
         kind, num_tensors, note_bytes, note, tensors = out
