@@ -269,5 +269,5 @@ def _fitted(grad: Tensor | None, target: Target) -> Tensor | None:
     """As the engine fits what a function has returned to what was its input."""
     if grad is None:
         return None
-    shape = target.node._input_metadata[target.index].shape
+    shape = target.node._input_metadata[target.input_nr].shape
     return grad if grad.shape == shape else grad.sum_to_size(shape)

@@ -35,13 +35,13 @@ STRAIGHT, TRANSPOSED, THROUGH_NODES = range(3)
 class Target(NamedTuple):
     """Where a gradient goes.
 
-    node, index  an edge of the autograd graph
-    parameter    the node that accumulates the gradient of the parameter; None: there are several
-    way          from the edge to the parameter
+    node, input_nr  an edge of the autograd graph
+    parameter       the node that accumulates the gradient of the parameter; None: there are several
+    way             from the edge to the parameter
     """
 
     node: Any
-    index: int
+    input_nr: int
     parameter: Any
     way: int
 
@@ -155,7 +155,7 @@ def _of_right_batch(dout: Tensor, left: Tensor, _: bool) -> Tensor:
 def _of_added(dout: Tensor, target: Target, beta: Any) -> Tensor:
     """The gradient of something added, which may have been broadcast."""
     grad = dout if beta == 1 else dout * beta
-    summed = grad.sum_to_size(target.node._input_metadata[target.index].shape)
+    summed = grad.sum_to_size(target.node._input_metadata[target.input_nr].shape)
     return summed.clone() if summed is dout else summed
 
 

@@ -266,12 +266,17 @@ class _Accumulation:
         """Run the entries, the last of the list first, and forget each as soon as it has run."""
         with torch.no_grad(), _without_autocast():
             while entries:
-                entry = entries.pop()
-                grads = entry.compute()
-                for target, grad in zip(entry.targets, grads, strict=bool(entry.targets)):
-                    self.add(target, grad, entry)
+                self.take(entries.pop())
+                if self.ready_bytes >= _FLUSH_BYTES:
+                    self.flush()
             self.ready = [*self.sums, *self.paths]
             self.flush()
+
+    def take(self, entry: Entry) -> None:
+        """Run one entry. Nobody holds on to its gradients: one that is held elsewhere would be copied."""
+        grads = entry.compute()
+        for target, grad in zip(entry.targets, grads, strict=bool(entry.targets)):
+            self.add(target, grad, entry)
 
     def add(self, target: Target, grad: Tensor | None, entry: Entry) -> None:
         parameter = target.parameter
@@ -293,8 +298,6 @@ class _Accumulation:
         if grad is not None and self.left[parameter] == 0 and None not in self.left:
             self.ready.append(parameter)
             self.ready_bytes += grad.nbytes
-            if self.ready_bytes >= _FLUSH_BYTES:
-                self.flush()
 
     def flush(self) -> None:
         straight = [parameter for parameter in self.ready if parameter in self.sums]
@@ -342,7 +345,7 @@ class _Paths:
         self.at_leaf: list[tuple[Any, Tensor, Entry]] = []
 
     def add(self, target: Target, grad: Tensor, entry: Entry) -> None:
-        edge = target.node, target.index
+        edge = target.node, target.input_nr
         if target.way == STRAIGHT:
             self.at_leaf.append((target.node.variable, grad, entry))
         else:
