@@ -6,6 +6,7 @@ FLOPs are those of torch.utils.flop_counter, which counts matrix products, convo
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
 from collections.abc import Callable, Sequence
@@ -19,7 +20,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
+import fastpar as fp
+from fastpar import comm, ops
+from fastpar.comm import Communicator
 from fastpar.ops import WeightGradStore
+from fastpar.tensor import local_tensor
+from tests.dist import run_ranks
 from tests.models import VOCAB, build_model
 
 
@@ -131,7 +137,7 @@ STAGES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], float]] = {
     "matmul": (lambda: Calls(lambda x, w: x @ w, (16, 8)), (2, 3, 16), 0.5),
     "weight_on_the_left": (lambda: Calls(lambda x, w: w @ x.mT, (8, 16)), (2, 3, 16), 0.5),
     "transposed": (lambda: Calls(lambda x, w: F.linear(x, w.t()) + x @ w, (16, 8)), (2, 3, 16), 0.5),
-    "chunks": (lambda: Calls(lambda x, w: F.linear(x, w.chunk(3)[0]) * (x @ w.chunk(3)[2].t()), (12, 16)), (5, 16), 0.5),
+    "chunks": (lambda: Calls(lambda x, w: F.linear(x, w.chunk(3)[0]) * (x @ w[8:].t()), (12, 16)), (5, 16), 0.5),
     "packed": (lambda: Calls(lambda x, w: sum(F.linear(x, p).sin() for p in w.split(4)), (12, 16)), (5, 16), 0.5),
     "slices": (lambda: Calls(lambda x, w: F.linear(x, w[:4]) + F.linear(x, w[4:8]), (9, 16)), (5, 16), 0.5),
     "einsum": (lambda: Calls(lambda x, w: torch.einsum("bsk,khd->bhsd", x, w), (16, 2, 4)), (2, 3, 16), 0.5),
@@ -143,7 +149,9 @@ STAGES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], float]] = {
     "baddbmm": (lambda: Calls(lambda x, w, b: torch.baddbmm(b, x, w, alpha=3), (2, 16, 8), (8,)), (2, 6, 16), 0.5),
     "cast": (lambda: Calls(lambda x, w: F.linear(x.bfloat16(), w.bfloat16()), (8, 16)), (6, 16), 0.5),
     "convolutions": (
-        lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3, groups=2, bias=False), nn.ConvTranspose2d(8, 4, 2)),
+        lambda: nn.Sequential(
+            nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3, groups=2, bias=False), nn.ConvTranspose2d(8, 4, 2)
+        ),
         (2, 3, 9, 9),
         0.573,
     ),
@@ -652,3 +660,117 @@ def test_large_gradients_are_accumulated_as_they_come() -> None:
     finally:
         kinds.compute = compute  # type: ignore[method-assign]
     assert before == [0, 0, 2, 2]
+
+
+# ---- tensor parallelism ----------------------------------------------------------------------------------------------
+
+
+def _logits(out: Any) -> Tensor:
+    return getattr(out, "logits", out)
+
+
+def _local_grads(model: nn.Module) -> dict[str, Tensor]:
+    return {name: local_tensor(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+
+
+def _check_parallel_model(architecture: str, sequence_parallel: bool) -> tuple[list[str], list[str], list[str]]:
+    """Names of the collectives of a whole backward, of I and of W."""
+    import torch.distributed as dist
+
+    model = build_model(architecture, torch.float32)
+    fp.parallelize(model, dist.group.WORLD, sequence_parallel=sequence_parallel)
+    ids = torch.randint(0, VOCAB, (2, 8))
+    out = _logits(model(ids))
+    dout = torch.randn_like(out)
+    with comm.record() as whole:
+        out.backward(dout)
+    expected = _local_grads(model)
+    model.zero_grad()
+    store = WeightGradStore()
+    with store.deferring():
+        out = _logits(model(ids))
+    with comm.record() as inputs:
+        store.backward([out], [dout], [])
+    assert not _local_grads(model)
+    with comm.record() as weights:
+        store.run()
+    found = _local_grads(model)
+    assert found.keys() == expected.keys()
+    for name, grad in expected.items():
+        assert torch.equal(found[name], grad), name
+    assert all(use.parameter.dim() == 1 for use in store.whole), store.whole
+    return tuple(sorted(entry.op for entry in entries) for entries in (whole, inputs, weights))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("architecture", ["example", "gpt2"])
+def test_parallel_models_have_the_bits_of_one_backward(architecture: str) -> None:
+    if architecture != "example":
+        pytest.importorskip("transformers")
+    for whole, inputs, weights in run_ranks(2, _check_parallel_model, architecture, False):
+        assert inputs == whole
+        assert weights == []
+
+
+def test_sequence_parallel_linears_gather_again_in_w() -> None:
+    for whole, inputs, weights in run_ranks(2, _check_parallel_model, "example", True):
+        # A row-parallel linear gathers dout for dx and once more for dW; a column-parallel one x for dW alone.
+        assert set(weights) == {"all_gather"}
+        rows = len(inputs) + len(weights) - len(whole)
+        assert rows == 4  # two layers
+        assert inputs.count("reduce_scatter") == whole.count("reduce_scatter") > 0
+
+
+def _check_linears_in_a_checkpoint() -> tuple[list[str], list[str]]:
+    import torch.distributed as dist
+
+    group = Communicator(dist.group.WORLD)
+    torch.manual_seed(group.rank)
+    weights = [torch.randn(4, 8, requires_grad=True), torch.randn(8, 4), torch.randn(4, 8, requires_grad=True)]
+    biases = [torch.randn(4, requires_grad=True), torch.randn(8, requires_grad=True), None]
+
+    def block(x: Tensor) -> Tensor:
+        h = ops.copy_to_linear(x, weights[0], biases[0], group=group).tanh()
+        h = ops.linear_all_reduce(h, weights[1], biases[1], group=group)  # a frozen weight
+        return ops.copy_to_linear(h, weights[2], group=group)
+
+    leaves = [t for t in (*weights, *biases) if t is not None and t.requires_grad]
+    torch.manual_seed(5)
+    given, dout = torch.randn(3, 8), torch.randn(3, 4)
+    x = _leaf(given)
+    exact = torch.autograd.grad(block(x), [x, *leaves], dout)
+    x, store = _leaf(given), WeightGradStore()
+    with store.deferring():
+        out = checkpoint(block, x, use_reentrant=False)
+    with comm.record() as first:
+        (dx,) = store.backward([out], [dout], [x])
+    with comm.record() as second:
+        store.run()
+    assert all(torch.equal(a, b) for a, b in zip((dx, *(t.grad for t in leaves)), exact, strict=True))
+    for t in leaves:
+        t.grad = None
+    with store.deferring():  # a first stage: nothing but the store makes its backward run
+        out = ops.copy_to_linear(given, weights[0].detach().requires_grad_(False), biases[0], group=group)
+    assert store.backward([out], [dout], []) == ()
+    assert biases[0].grad is None
+    store.run()
+    assert torch.equal(biases[0].grad, dout.sum(0))
+    return [entry.op for entry in first], [entry.op for entry in second]
+
+
+def test_parallel_linears_in_a_checkpoint_communicate_once_more_and_in_i() -> None:
+    # One all-reduce of the recomputed forward, two of the gradients of the column-parallel linears' inputs.
+    assert run_ranks(2, _check_linears_in_a_checkpoint) == [(["all_reduce"] * 3, [])] * 2
+
+
+def test_the_innermost_store_counts_and_none_outside() -> None:
+    from fastpar.ops.wgrad_store import current_store
+
+    a, b = WeightGradStore(), WeightGradStore()
+    assert current_store() is None
+    with a.deferring() as outer:
+        assert outer is a
+        with contextlib.suppress(KeyError), b.deferring():
+            assert current_store() is b
+            raise KeyError
+        assert current_store() is a
+    assert current_store() is None
