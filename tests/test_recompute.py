@@ -12,11 +12,13 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import fastpar as fp
+from fastpar.ops.wgrad_store import WeightGradStore
 from fastpar.recompute import (
     Binomial,
     Budget,
@@ -580,6 +582,69 @@ def test_a_forward_that_is_not_the_same_again_is_an_error() -> None:
     calls.clear()
     with pytest.raises(RecomputeError, match=r"\[2\] torch.float32 on cpu as its tensor number 0, but \[3\]"):
         checkpoint(other_shape, x).backward()
+
+
+# ---- backward in two halves ------------------------------------------------------------------------------------------
+
+
+def halves(module: Any, inputs: list[Tensor], order: str, call: Callable[[Tensor], Tensor]) -> list[Tensor | None]:
+    """Gradients of the inputs and parameters by F, I and W of several microbatches, in the order given."""
+    module.zero_grad()
+    torch.manual_seed(7)
+    outs: dict[int, Tensor] = {}
+    stores = [WeightGradStore() for _ in inputs]
+    by_input: dict[int, Tensor | None] = {}
+    for action, index in ((each[0], int(each[1:])) for each in order.split()):
+        if action == "F":
+            with stores[index].deferring():
+                outs[index] = call(inputs[index])
+        elif action == "I":
+            out = outs.pop(index)
+            (by_input[index],) = stores[index].backward([out], [out.detach().cos()], [inputs[index]])
+        else:
+            stores[index].run()
+    return [*(by_input[index] for index in range(len(inputs))), *(p.grad for p in module.parameters())]
+
+
+@pytest.mark.parametrize("policy", POLICIES[:-1], ids=repr)
+@pytest.mark.parametrize("order", ["F0 I0 W0 F1 I1 W1", "F0 F1 I0 I1 W0 W1", "F0 F1 I1 W1 I0 W0"])
+def test_layers_are_recomputed_in_i_and_not_in_w(policy: Any, order: str) -> None:
+    layers = blocks()
+    inputs = [torch.randn(size, 8, requires_grad=True) for size in (3, 5)]
+    expected = [None if g is None else g.clone() for g in halves(layers, inputs, order, lambda x: in_a_row(layers, x))]
+    runs(layers)
+    fp.apply_recompute(layers, policy)
+    assert_equal(halves(layers, inputs, order, lambda x: in_a_row(layers, x)), expected)
+    assert runs(layers) == [2 * count for count in policy.plan(LAYERS).forwards()]
+
+
+def run_parallel_halves(sequence_parallel: bool) -> list[Any]:
+    """[collectives of F, I and W, gradients] without and with recomputation, I and W outside of `deferring`."""
+    found: list[Any] = []
+    torch.manual_seed(0)
+    inputs = [torch.randn(2, length, 48, requires_grad=True) for length in (9, 6)]
+    for policy in (None, Full(), Selective(), ConstantMemory()):
+        model = build_model("example", torch.float32, dropout=0.2, num_hidden_layers=3)
+        fp.parallelize(model, torch.distributed.group.WORLD, sequence_parallel=sequence_parallel)
+        if policy is not None:
+            fp.apply_recompute(model, policy)
+        model.embed_tokens.forward = lambda x: x  # inputs are hidden states
+        with count_collectives() as counts:
+            grads = halves(model, inputs, "F0 F1 I0 I1 W0 W1", lambda x, model=model: model(x))
+        grads = [g.full_tensor() if isinstance(g, DTensor) else g for g in grads]
+        found.append((counts.total, counts.ops, grads))
+    return found
+
+
+@pytest.mark.parametrize("sequence_parallel", [False])
+def test_tensor_parallel_layers_are_recomputed_as_they_were_run_while_deferring(sequence_parallel: bool) -> None:
+    ranks = run_ranks(2, run_parallel_halves, sequence_parallel)
+    plain, expected = ranks[0][0][0], ranks[0][0][2]
+    for index, layers_again in enumerate((0, 6, 0, 6)):
+        total, ops, grads = ranks[0][index]
+        assert_equal(grads, expected)
+        assert ranks[1][index][1] == ops
+        assert total == plain + 2 * layers_again
 
 
 # ---- together with other users of saved tensors ----------------------------------------------------------------------

@@ -76,7 +76,7 @@ class Ambient(NamedTuple):
         )
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """`function(*args, **kwargs)` in these surroundings; random states stay as they are left (`random_preserved`)."""
+        """`function(*args, **kwargs)` in these surroundings. Leaves random states changed; see `random_preserved`."""
         return self.variables.copy().run(self._call, function, args, kwargs)
 
     def _call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
