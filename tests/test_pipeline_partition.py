@@ -80,8 +80,9 @@ def forward_backward(
                 incoming.append(gradient)
         for name in stage.sends:
             tensor, received_tensor = waiting[name]
-            tensors.append(tensor)
-            incoming.append(received_tensor.grad)
+            if tensor.requires_grad and received_tensor.grad is not None:
+                tensors.append(tensor)
+                incoming.append(received_tensor.grad)
         if tensors:
             torch.autograd.backward(tensors, incoming)
     return result
@@ -610,6 +611,15 @@ def test_a_module_that_stands_in_the_list_twice_is_tied() -> None:
     stages = cut.stages([0, 1])
     assert torch.equal(forward_backward(stages, (x,), None, grad), expected)
     assert_same(gradients(stages, cut.tied), full_gradients(full))
+
+
+def test_a_module_of_two_parts_that_is_tied_to_a_third_gives_each_a_copy() -> None:
+    first, twice = nn.Linear(6, 6), nn.Linear(6, 6)
+    twice.weight = first.weight
+    stages = Partition.of_modules([first, twice, twice]).stages(range(3))
+    weights = [group.parameter(stage) for stage in stages for group in stage.tied if "weight" in str(group)]
+    assert len({weight.data_ptr() for weight in weights}) == len(weights) == 3
+    assert all(torch.equal(weight, weights[0]) for weight in weights)
 
 
 def test_lists_of_modules_can_be_balanced() -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import nn
 
@@ -91,8 +91,8 @@ _KNOWN = (
 )
 
 
-def known_architecture(model: nn.Module) -> Architecture:
-    """The architecture of a model with the module names of Hugging Face's; ValueError says how to describe another."""
+def find_architecture(model: nn.Module) -> Architecture | None:
+    """The architecture of a model with the module names of Hugging Face's, or None."""
     paths = {path for path, _ in model.named_modules(remove_duplicate=False)}
     base = getattr(model, "base_model_prefix", "")
     prefix = f"{base}." if base and base in paths else ""
@@ -102,22 +102,28 @@ def known_architecture(model: nn.Module) -> Architecture:
 
     for known in _KNOWN:
         if here(known.layers) and here(known.embedding):
-            found: Any = {name: tuple(filter(None, map(here, getattr(known, name)))) for name in ("added", "before")}
-            head = known.head if known.head in paths else None
-            return replace(
-                known,
+            return Architecture(
                 layers=prefix + known.layers,
                 embedding=here(known.embedding),
+                added=tuple(filter(None, map(here, known.added))),
+                before=tuple(filter(None, map(here, known.before))),
                 norm=here(known.norm),
-                head=head,
-                **found,
+                head=known.head if known.head in paths else None,
             )
+    return None
+
+
+def known_architecture(model: nn.Module) -> Architecture:
+    """`find_architecture`, or a ValueError that says how to describe another."""
+    found = find_architecture(model)
+    if found is not None:
+        return found
     lists = [(p, len(m)) for p, m in model.named_modules() if isinstance(m, nn.ModuleList | nn.ModuleDict)]
     longest = max(lists, key=lambda item: item[1], default=("blocks", 0))[0]
     raise ValueError(
         f"{type(model).__name__} has module names of no known architecture. Describe it: partition(model, ..., "
-        f"architecture=Architecture(embedding=..., layers={longest!r}, norm=..., head=...)), or list its parts as "
-        "modules: Partition.of_modules([...])"
+        f"architecture=Architecture(embedding=..., layers={longest!r}, norm=..., head=...)); cut it at any modules: "
+        "partition(model, split_points=[...]); or list its parts as modules: Partition.of_modules([...])"
     )
 
 

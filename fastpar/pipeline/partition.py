@@ -18,37 +18,82 @@ from __future__ import annotations
 import difflib
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
 
 from torch import nn
 
-from fastpar.pipeline.architecture import Architecture, Unit, known_architecture, sequential_units
+from fastpar.pipeline.architecture import Architecture, Unit, find_architecture, known_architecture, sequential_units
 from fastpar.pipeline.balance import balance
 from fastpar.pipeline.calling import Convention, Keywords
 from fastpar.pipeline.carve import carve
 from fastpar.pipeline.chain import Chain, Edge
 from fastpar.pipeline.layout import Layout
 from fastpar.pipeline.stage import Stage, Tied
+from fastpar.pipeline.traced import TracedModel
 from fastpar.pipeline.unit_costs import Costs, group_costs, groups_of
+
+
+class Source(Protocol):
+    """A model that can be cut, and how: what `Partition` asks of `UnitModel` and `TracedModel`.
+
+    owners  path of a module (or tensor) to the parts that use it; what is under no such path is used by all
+    """
+
+    model: nn.Module
+    layout: Layout
+    owners: Mapping[str, tuple[int, ...]]
+    edges: tuple[Edge, ...]
+
+    def keywords(self, part: int) -> Keywords: ...
+
+    def build(self, parts: Sequence[int]) -> dict[int, nn.Module]: ...
+
+
+class UnitModel:
+    """A layered model, nn.Sequential or Chain: units in a row, each on one part."""
+
+    def __init__(self, model: nn.Module, units: Sequence[Unit], layout: Layout, convention: Convention | None):
+        self.model, self.layout, self.convention = model, layout, convention
+        self._absent = {unit.path: unit.absent for unit in units}
+        self._part = {unit.path: layout.part_of(unit.kind, unit.number) for unit in units}
+        self.owners: Mapping[str, tuple[int, ...]] = {path: (part,) for path, part in self._part.items()}
+        self.edges = _part_edges(model, self._part) if isinstance(model, Chain) else ()
+
+    def keywords(self, part: int) -> Keywords:
+        if self.convention is not None:
+            return self.convention.keywords_of(has_embedding=part == 0, has_head=self._is_last(part))
+        if isinstance(self.model, Chain):
+            return self.model.keywords_of(int(path) for path, owner in self._part.items() if owner == part)
+        return Keywords(frozenset())
+
+    def build(self, parts: Sequence[int]) -> dict[int, nn.Module]:
+        modules = carve(self.model, self._part, self._absent, parts)
+        for part, module in modules.items():
+            if self.convention is not None:
+                self.convention.install(module, has_embedding=part == 0, has_head=self._is_last(part))
+        return modules
+
+    def _is_last(self, part: int) -> bool:
+        return part == self.layout.num_parts - 1
 
 
 class Partition:
     """A whole model and which part holds what; made by `partition` or `Partition.of_modules`.
 
     num_parts  number of parts
-    layout     which units each part holds; str(layout) can be given to `partition` again
+    layout     which units each part holds; for a model of units, str(layout) can be given to `partition` again
     edges      (source part, destination part, name) of tensors that go there besides the main stream
     tied       parameters that several parts use
     """
 
-    def __init__(self, model: nn.Module, units: Sequence[Unit], layout: Layout, convention: Convention | None):
-        self._model: nn.Module | None = model
-        self._name, self._units, self._convention = type(model).__name__, list(units), convention
-        self.layout, self.num_parts = layout, layout.num_parts
-        self._owners = {unit.path: layout.part_of(unit.kind, unit.number) for unit in units}
-        self.edges = _part_edges(model, self._owners)
-        self.tied = _tied(model, self._owners, self.num_parts)
-        self._keywords = [self._keywords_of(model, part) for part in range(self.num_parts)]
-        self._rows = [self._row(model, part) for part in range(self.num_parts)]
+    def __init__(self, source: Source):
+        self._source: Source | None = source
+        self._name = type(source.model).__name__
+        self.layout, self.num_parts, self.edges = source.layout, source.layout.num_parts, source.edges
+        self._owners = dict(source.owners)
+        self.tied = self._tied(source.model)
+        self._keywords = [source.keywords(part) for part in range(self.num_parts)]
+        self._rows = [self._row(source.model, part) for part in range(self.num_parts)]
 
     @staticmethod
     def of_modules(
@@ -66,7 +111,7 @@ class Partition:
         chain = Chain([module for group in grouped for module in group], [Edge(*edge) for edge in edges])
         units = [Unit("t", index, name) for index, name in enumerate(chain._modules)]
         counts = [len(group) for group in grouped]
-        return Partition(chain, units, _counts(counts, units), None)
+        return Partition(UnitModel(chain, units, _counts(counts, units), None))
 
     def keywords(self, part: int) -> Keywords:
         """The keyword inputs of a batch that the part takes."""
@@ -80,8 +125,8 @@ class Partition:
                 raise ValueError(f"no part of {self._name} takes the keyword input {name!r}{hint}")
 
     def units(self, part: int) -> tuple[str, ...]:
-        """Paths of the modules that the part alone holds, in running order."""
-        return tuple(path for path, owner in self._owners.items() if owner == part)
+        """Paths of the modules that belong to the part, in running order."""
+        return tuple(path for path, owners in self._owners.items() if part in owners)
 
     def stages(self, parts: Iterable[int]) -> list[Stage]:
         """The given parts, for this rank; modules of other parts are taken out of the model, which frees their memory.
@@ -90,18 +135,15 @@ class Partition:
         with the others and nothing else. To be called once.
         """
         kept = list(parts)
-        if self._model is None:
+        if self._source is None:
             raise RuntimeError("the stages of this partition were taken already, and the rest of the model is gone")
         if not kept or len(set(kept)) < len(kept) or not set(kept) <= set(range(self.num_parts)):
             raise ValueError(f"parts must be one or more different numbers below {self.num_parts}, got {kept}")
-        makers = {unit.path: unit.absent for unit in self._units}
-        modules = carve(self._model, self._owners, makers, kept)
-        self._model = None
+        modules = self._source.build(kept)
+        self._source = None
         return [self._stage(part, modules[part]) for part in kept]
 
     def _stage(self, part: int, module: nn.Module) -> Stage:
-        if self._convention is not None:
-            self._convention.install(module, has_embedding=part == 0, has_head=part == self.num_parts - 1)
         sends: dict[str, tuple[int, ...]] = {}
         for edge in self.edges:
             if edge.source == part:
@@ -117,16 +159,9 @@ class Partition:
             tied=tuple(tied for tied in self.tied if part in tied.names),
         )
 
-    def _keywords_of(self, model: nn.Module, part: int) -> Keywords:
-        if self._convention is not None:
-            return self._convention.keywords_of(has_embedding=part == 0, has_head=part == self.num_parts - 1)
-        if isinstance(model, Chain):
-            return model.keywords_of(int(path) for path in self.units(part))
-        return Keywords(frozenset())
-
     def _row(self, model: nn.Module, part: int) -> dict[str, str]:
         named = model.named_parameters(remove_duplicate=False)
-        found = {id(p): p for name, p in named if _part_of(name, self._owners) in (part, None)}.values()
+        found = {id(p): p for name, p in named if part in self._parts_of(name)}.values()
         trainable = sum(p.numel() for p in found if p.requires_grad)
         units = self.units(part)
         text = units[0] if len(units) == 1 else f"{units[0]} to {units[-1]}" if units else "nothing"
@@ -139,6 +174,24 @@ class Partition:
             "trainable": f"{trainable:,}",
             "tied": ", ".join(tied),
         }
+
+    def _parts_of(self, name: str) -> tuple[int, ...]:
+        """The parts that use a parameter or module."""
+        path = name
+        while path:
+            if path in self._owners:
+                return self._owners[path]
+            path = path.rpartition(".")[0]
+        return tuple(range(self.num_parts))
+
+    def _tied(self, model: nn.Module) -> tuple[Tied, ...]:
+        """Parameters, by identity, that more than one part uses."""
+        users: dict[int, dict[int, tuple[str, ...]]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            for part in self._parts_of(name):
+                names: dict[int, tuple[str, ...]] = users.setdefault(id(parameter), {})
+                names[part] = (*names.get(part, ()), name)
+        return tuple(Tied(names) for names in users.values() if len(names) > 1)
 
     def describe(self) -> str:
         """A table: what each part holds, its parameters, and which of them other parts hold as well."""
@@ -172,7 +225,8 @@ def partition(
                   "parameters", or measured times of embedding, layers and head (`group_costs`); `stage_ranks` is the
                   rank of each part where a rank holds several (`Schedule.stage_ranks`)
     layout        such as "E,t*3|t*3|t*2,H" (`Layout`), or layers per part, such as [3, 3, 2]
-    split_points  paths of the units at which the second part and all after it begin: ["layers.3", "layers.6"]
+    split_points  paths of the units at which the second part and all after it begin: ["layers.3", "layers.6"]. A model
+                  of no known architecture may have any shape: it is traced between the modules (`TracedModel`)
     architecture  which modules are the embedding, layers, norm and head; None: by the names of known architectures
     loss          let the last part return the model's own loss from the keyword input `labels`, where it computes one
 
@@ -192,6 +246,10 @@ def partition(
     elif type(model) is nn.Sequential and architecture is None:
         units = sequential_units(model)
     else:
+        if split_points is not None and architecture is None and find_architecture(model) is None:
+            if loss:
+                raise ValueError("loss=True is not available for a model that is traced")
+            return Partition(TracedModel(model, list(split_points)))
         architecture = known_architecture(model) if architecture is None else architecture
         architecture.check(model)
         units, convention = architecture.units(model), Convention(model, loss=loss)
@@ -207,7 +265,7 @@ def partition(
     else:
         assert layout is not None
         cut = _counts(layout, units)
-    return Partition(model, units, cut, convention)
+    return Partition(UnitModel(model, units, cut, convention))
 
 
 def _ends(units: Sequence[Unit]) -> dict[str, bool]:
@@ -246,36 +304,9 @@ def _split(units: Sequence[Unit], split_points: Sequence[str]) -> Layout:
     return Layout(tuple(tuple(u.kind for u in steps[a:b]) for a, b in zip(starts, ends, strict=True)))
 
 
-def _part_of(name: str, owners: Mapping[str, int]) -> int | None:
-    """The part that holds a parameter or module; None: all parts."""
-    path = name
-    while path:
-        if path in owners:
-            return owners[path]
-        path = path.rpartition(".")[0]
-    return None
-
-
-def _part_edges(model: nn.Module, owners: Mapping[str, int]) -> tuple[Edge, ...]:
-    if not isinstance(model, Chain):
-        return ()
-    edges = {
-        Edge(owners[str(e.source)], owners[str(e.destination)], f"{e.source}.{e.name}")
-        for e in model.edges
-        if owners[str(e.source)] != owners[str(e.destination)]
-    }
-    return tuple(sorted(edges))
-
-
-def _tied(model: nn.Module, owners: Mapping[str, int], num_parts: int) -> tuple[Tied, ...]:
-    """Parameters, by identity, that more than one part uses."""
-    users: dict[int, dict[int, tuple[str, ...]]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        owner = _part_of(name, owners)
-        for part in range(num_parts) if owner is None else [owner]:
-            names: dict[int, tuple[str, ...]] = users.setdefault(id(parameter), {})
-            names[part] = (*names.get(part, ()), name)
-    return tuple(Tied(names) for names in users.values() if len(names) > 1)
+def _part_edges(chain: Chain, part: Mapping[str, int]) -> tuple[Edge, ...]:
+    ends = [(part[str(e.source)], part[str(e.destination)], f"{e.source}.{e.name}") for e in chain.edges]
+    return tuple(sorted({Edge(*end) for end in ends if end[0] != end[1]}))
 
 
 __all__ = ["Partition", "partition"]
