@@ -495,6 +495,22 @@ def test_sequential_parts_equal_the_model(options: dict[str, Any]) -> None:
     assert_same(united, full.state_dict())  # running statistics of the batch norm included
 
 
+class Twice(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, x * 2
+
+
+class Both(nn.Module):
+    def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+        return pair[0] * pair[1]
+
+
+def test_a_tuple_inside_a_sequential_arrives_as_one_argument_on_the_next_part_as_well() -> None:
+    x = torch.randn(2, 3)
+    stages = partition(nn.Sequential(Twice(), Both()), layout=[1, 1]).stages([0, 1])
+    assert torch.equal(forward_backward(stages, (x,)), x * (x * 2))
+
+
 class Split(nn.Module):
     """Returns a tuple and a skip."""
 

@@ -113,6 +113,13 @@ def forward_backward_dict(stages: Any, args: Any, keywords: Any) -> dict[str, Te
     return outputs
 
 
+def test_optional_inputs_are_refused_by_position() -> None:
+    stages = partition(net(), split_points=POINTS).stages(range(4))
+    args, keywords = inputs()
+    with pytest.raises(TypeError, match=r"got 3 positional inputs; pass all but \['input', 'gate'\] by name"):
+        stages[0].run((*args, keywords["mask"]))
+
+
 def test_another_batch_size_needs_no_new_trace() -> None:
     model = net()
     outputs, _ = run(copy.deepcopy(model), batch=3)
