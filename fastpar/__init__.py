@@ -18,15 +18,16 @@ from typing import TYPE_CHECKING, Any
 from fastpar._version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from fastpar import comm, ops, recompute, reference, tensor
+    from fastpar import comm, ops, pipeline, recompute, reference, tensor
     from fastpar.comm import CommError, Communicator, Pending
+    from fastpar.compose import parallelize_pipeline
     from fastpar.mesh import Mesh, init_mesh
     from fastpar.plan import Style
     from fastpar.recompute import apply_recompute, remove_recompute
     from fastpar.swap import explain, parallelize, unparallelize
 
 # A public function must not be named like a module of the package: importing that module would bind its name here.
-_MODULES = ("comm", "ops", "recompute", "reference", "tensor")
+_MODULES = ("comm", "ops", "pipeline", "recompute", "reference", "tensor")
 _HOME = {
     "CommError": "fastpar.comm",
     "Communicator": "fastpar.comm",
@@ -37,6 +38,7 @@ _HOME = {
     "explain": "fastpar.swap",
     "init_mesh": "fastpar.mesh",
     "parallelize": "fastpar.swap",
+    "parallelize_pipeline": "fastpar.compose",
     "remove_recompute": "fastpar.recompute",
     "unparallelize": "fastpar.swap",
 }
@@ -53,6 +55,8 @@ __all__ = [
     "init_mesh",
     "ops",
     "parallelize",
+    "parallelize_pipeline",
+    "pipeline",
     "recompute",
     "reference",
     "remove_recompute",

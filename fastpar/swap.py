@@ -396,9 +396,13 @@ def parallelize(
     if sync_weights not in ("check", "broadcast", "none"):
         raise ValueError(f"sync_weights must be 'check', 'broadcast' or 'none', got {sync_weights!r}")
     if isinstance(mesh, Mesh):
-        extra = {dim: mesh.size(dim) for dim in ("pp", "cp", "ep") if mesh.size(dim) > 1}
+        is_part = any(isinstance(module, Absent) for module in model.modules())
+        extra = {
+            dim: mesh.size(dim) for dim in ("pp", "cp", "ep") if mesh.size(dim) > 1 and not (dim == "pp" and is_part)
+        }
         if extra:
-            raise ValueError(f"parallelize splits over tp and data-parallel dims only, but the mesh has {extra}")
+            hint = "; fastpar.parallelize_pipeline cuts a model over pp" if "pp" in extra else ""
+            raise ValueError(f"parallelize splits over tp and data-parallel dims only, but the mesh has {extra}{hint}")
     if isinstance(plan, str):
         if plan != "auto":
             raise ValueError(f"plan must be 'auto' or a dict from pattern to style, got {plan!r}")

@@ -30,12 +30,13 @@ LAYERS = {
     "plan": 6,
     "heads": 7,
     "swap": 8,
+    "compose": 9,
     "checkpoint": 8,
     "planner": 8,
-    "integrations": 9,
-    "doctor": 9,
-    "cli": 10,
-    "__main__": 11,
+    "integrations": 10,
+    "doctor": 10,
+    "cli": 11,
+    "__main__": 12,
 }
 OPTIONAL_PACKAGES = {"triton", "transformers", "rich", "matplotlib", "safetensors"}
 ALLOWED_AT_IMPORT = {"kernels": {"triton"}, "integrations": {"transformers", "safetensors"}}

@@ -1,0 +1,108 @@
+"""A whole model on a mesh: pipeline stages, and tensor parallelism within each of them.
+
+    mesh = fp.init_mesh(pp=2, dp_replicate=2, tp=2)
+    pipe = fp.parallelize_pipeline(model, mesh, "zbv", num_microbatches=8, loss=loss)
+    optimizer = torch.optim.AdamW(pipe.parameters())
+    loss = pipe.step(input_ids, target=labels)
+
+The model is cut first, so that a rank holds no more than its stages when their layers are split over its
+tensor-parallel group. Ranks that differ in their pipeline coordinate only form a pipeline; ranks of one stage that
+differ in their data-parallel coordinate see different batches, and averaging their gradients is the caller's, as
+without a pipeline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from fastpar.mesh import Mesh
+from fastpar.ops.overlap import Overlap
+from fastpar.pipeline import Pipeline, Schedule, make_schedule, partition
+from fastpar.pipeline.calling import Keywords
+from fastpar.pipeline.runtime import Loss, MakeOptimizer
+from fastpar.pipeline.unit_costs import Costs
+from fastpar.plan import Style
+from fastpar.swap import parallelize
+
+
+def parallelize_pipeline(
+    model: nn.Module | Sequence[nn.Module],
+    mesh: Mesh,
+    schedule: str | Schedule = "1f1b",
+    *,
+    num_microbatches: int | None = None,
+    schedule_options: Mapping[str, Any] | None = None,
+    layout: str | Sequence[int] | None = None,
+    costs: Costs = "flops",
+    loss: Loss | None = None,
+    reduction: str = "mean",
+    optimizer: MakeOptimizer | None = None,
+    plan: str | Mapping[str, str | Style] | None = "auto",
+    sequence_parallel: bool = False,
+    gather_logits: bool = False,
+    sync_weights: str = "check",
+    overlap: bool | Overlap = True,
+    timeout: float = 60.0,
+) -> Pipeline:
+    """Cut a model over the mesh's "pp" dim, split the layers of this rank's stages over "tp", and return the pipeline.
+
+    model             as for `fastpar.pipeline.partition`: a layered model such as Hugging Face's, an nn.Sequential, or
+                      a list of modules. It is changed in place; the parts of other ranks are freed
+    schedule          a name (`fastpar.pipeline.schedule_names()`), made for `num_microbatches` with `schedule_options`
+                      such as {"stages_per_rank": 2}; or a Schedule for as many ranks as the "pp" dim has
+    layout, costs     how layers fall on parts: by default so that the costliest rank costs least
+                      (`fastpar.pipeline.partition`)
+    loss, reduction, optimizer, timeout    as for `Pipeline`; without a loss, a model that takes `labels` (all of
+                      Hugging Face's) computes its own from that keyword input, and any other must return the loss.
+                      With tp > 1 the loss gets logits that are split over the vocabulary
+    plan, sequence_parallel, gather_logits, sync_weights, overlap    as for `fastpar.parallelize`; plan=None: layers
+                      stay whole, as they do where the mesh has no "tp" and the plan is "auto"
+
+    Every rank of the mesh calls it with the same model. Raises what `make_schedule`, `partition`, `parallelize` and
+    `Pipeline` raise: all of it before anything runs.
+    """
+    size = mesh.size("pp")
+    if isinstance(schedule, str):
+        if num_microbatches is None:
+            raise TypeError(f"schedule {schedule!r} needs num_microbatches")
+        schedule = make_schedule(schedule, size, num_microbatches, **(schedule_options or {}))
+    elif num_microbatches is not None or schedule_options:
+        raise TypeError(
+            "num_microbatches and schedule_options go with the name of a schedule; this one is made already"
+        )
+    if schedule.num_ranks != size:
+        raise ValueError(f"the schedule is for {schedule.num_ranks} ranks, but the mesh has pp={size}")
+    chain = schedule.chains[0]
+    cut: dict[str, Any] = {"layout": layout}
+    if layout is None:
+        ranks = [schedule.stage_ranks[stage] for stage in chain.stages]
+        cut = {"num_parts": schedule.num_parts, "costs": costs, "stage_ranks": ranks}
+    computes_loss = loss is None and isinstance(model, nn.Module) and "labels" in Keywords.of(model).names
+    whole = partition(model, **cut, loss=computes_loss)
+    if whole.num_parts != schedule.num_parts:
+        raise ValueError(f"layout {layout!r} has {whole.num_parts} parts, but the schedule needs {schedule.num_parts}")
+    stages = whole.stages(schedule.part_of(stage) for stage in schedule.stages_of(mesh.rank("pp")))
+    if plan is not None and (mesh.size("tp") > 1 or plan != "auto"):
+        stages = [
+            replace(
+                stage,
+                module=parallelize(
+                    stage.module,
+                    mesh,
+                    plan,
+                    sequence_parallel=sequence_parallel,
+                    gather_logits=gather_logits,
+                    sync_weights=sync_weights,
+                    overlap=overlap,
+                ),
+            )
+            for stage in stages
+        ]
+    group = mesh.group("pp")
+    return Pipeline(
+        stages, schedule, group, loss=loss, reduction=reduction, optimizer=optimizer, edges=whole.edges, timeout=timeout
+    )
