@@ -121,6 +121,7 @@ def test_simulate_writes_pictures_traces_and_schedules_and_reads_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from fastpar.pipeline import Schedule, Timeline, make_schedule, simulate
+    from fastpar.pipeline.plot import plot
 
     schedule = make_schedule("zb_h1", 3, 4)
     names = {flag: str(tmp_path / f"out.{flag}") for flag in ("png", "svg", "trace", "csv")}
@@ -128,7 +129,11 @@ def test_simulate_writes_pictures_traces_and_schedules_and_reads_them(
     assert cli.main(["simulate", *flags, "--trace", names["trace"], "--save-csv", names["csv"]]) == 0
     assert capsys.readouterr().out.endswith(f"\nzb_h1\n{simulate(schedule).timeline.to_text()}\n")
     assert Path(names["png"]).read_bytes().startswith(b"\x89PNG")
-    assert ">zb_h1</text>" in Path(names["svg"]).read_text()
+    for arrows in (True, False):
+        plot(simulate(schedule).timeline, tmp_path / "want.svg", arrows=arrows)
+        assert Path(names["svg"]).read_text() == (tmp_path / "want.svg").read_text()
+        assert cli.main(["simulate", "-s", "zb_h1", "-p", "3", "-m", "4", "--svg", names["svg"]]) == 0
+    capsys.readouterr()
     assert Timeline.from_chrome_trace(names["trace"]) == simulate(schedule).timeline
     assert Schedule.from_csv(Path(names["csv"])).actions == schedule.actions
     assert cli.main(["simulate", "--csv", names["csv"], "-s", "naive"]) == 0

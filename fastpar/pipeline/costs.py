@@ -19,9 +19,9 @@ PerPart = Number | Sequence[Number]
 class Costs:
     """Time of every action, and what else a simulation counts.
 
-    Where `PerPart` is written, one number holds for every part of the model, and a sequence has one number per part (the
-    replicas of a part cost the same). The unit of time is yours. With ints and Fractions every result is exact, and
-    never a float; with a float among them, results are floats.
+    Where `PerPart` is written, one number holds for every part of the model, and a sequence has one number per part
+    (the replicas of a part cost the same). The unit of time is yours. With ints and Fractions every result is exact,
+    and never a float; with a float among them, results are floats.
 
     forward          F of one microbatch through one part
     backward_input   I
@@ -161,7 +161,7 @@ def _at(value: PerPart, part: int) -> Number:
 def _number(name: str, value: object) -> Number:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be a number or one per part, got {value!r}")
-    if not 0 <= value < math.inf:
+    if not 0 <= float(value) < math.inf:
         raise ValueError(f"{name} must be finite and not negative, got {value}")
     if isinstance(value, numbers.Integral):
         return int(value)

@@ -39,8 +39,8 @@ class Evaluator:
             raise ValueError("messages that queue for a link need `simulate`; or use Costs(serial=False)")
         self.schedule = schedule
         self.num_stages, self.num_microbatches = schedule.num_stages, schedule.num_microbatches
-        # Places of the ends of actions: one per code, F, I and W; a B ends where an I would; last, what is always there.
-        self._ends: list[Number] = [-1] * (3 * self.num_stages * self.num_microbatches) + [0]
+        # Ends of actions by the codes of F, I and W; a B ends where an I would; last, what is always there.
+        self._ends: list[Number] = [*[-1] * (3 * self.num_stages * self.num_microbatches), 0]
         self._writes: list[int] = []
         self._duration: list[Number] = []
         self._own: list[int] = []  # what an action needs from its own rank,
@@ -106,7 +106,9 @@ class Evaluator:
     def makespan(self, orders: Sequence[Sequence[int]]) -> Number | None:
         """When the last action ends; None if the orders deadlock or need what is in none of them."""
         ends = self.ends(orders)
-        return None if ends is None else simplest(Fraction(max(ends), self._scale)) if self._scale > 1 else max(ends)
+        if ends is None:
+            return None
+        return max(ends) if self._scale == 1 else simplest(Fraction(int(max(ends)), self._scale))
 
     def ends(self, orders: Sequence[Sequence[int]]) -> list[Number] | None:
         """When every F, I and W ends, by code (a B as an I), in units of 1 / (common denominator of the costs); -1 for

@@ -126,9 +126,15 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
             end = program.arrival(index, ends) if node.action.type in _SENDS else ends[index]
             events.append(Event(rank, node.action, start, end))
             clock = ends[index]
-    peaks = [activation_peaks(schedule, costs, until=until) for until in ("input", "weight")]
-    timeline = Timeline(tuple(events), name=schedule.name)
-    return Simulation(schedule, costs, timeline, *peaks, program.messages_per_link, program.bytes_per_link)
+    return Simulation(
+        schedule,
+        costs,
+        Timeline(tuple(events), name=schedule.name),
+        activation_peaks(schedule, costs, until="input"),
+        activation_peaks(schedule, costs, until="weight"),
+        program.messages_per_link,
+        program.bytes_per_link,
+    )
 
 
 def measured_costs(schedule: Schedule, timeline: Timeline, **others: Any) -> Costs:
@@ -140,7 +146,7 @@ def measured_costs(schedule: Schedule, timeline: Timeline, **others: Any) -> Cos
     Whole backwards count as I, with W = 0, unless the run has I and W as well. Overlapped actions cannot be told apart
     and are left out. Raises ValueError for a part of which nothing was recorded.
     """
-    times: dict[tuple[ActionType, int], list[Number]] = {}
+    times: dict[tuple[ActionType, int], list[Any]] = {}
     for event in timeline.events:
         if event.occupies_rank and not event.action.parts:
             key = (event.action.type, schedule.part_of(event.action.stage))

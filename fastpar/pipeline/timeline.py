@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -179,7 +180,7 @@ class Timeline:
         flows = []
         for passes in (*forward.values(), *backward.values()):
             passes.sort(key=lambda item: item[:2])
-            flows += [(a[2], b[2]) for a, b in zip(passes, passes[1:], strict=False) if a[2].rank != b[2].rank]
+            flows += [(a[2], b[2]) for a, b in pairwise(passes) if a[2].rank != b[2].rank]
         return tuple(flows)
 
 

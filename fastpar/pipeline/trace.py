@@ -59,8 +59,7 @@ def _trace_events(timeline: Timeline, factor: float) -> Iterator[dict[str, Any]]
         yield {"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}}
         yield {"ph": "M", "pid": rank, "name": "process_sort_index", "args": {"sort_index": rank}}
         for thread in sorted({_COMPUTE_THREAD, *(threads[id(event)] for event in timeline.by_rank[rank])}):
-            number = f" {thread}" if thread > 1 else ""
-            name = "compute" if thread == _COMPUTE_THREAD else f"communication{number}"
+            name = "compute" if thread == _COMPUTE_THREAD else f"communication {thread}"
             yield {"ph": "M", "pid": rank, "tid": thread, "name": "thread_name", "args": {"name": name}}
     for event in timeline.events:
         yield {
