@@ -2,121 +2,29 @@
 //
 //   transport [rounds] [seed]        0: all well; ThreadSanitizer prints what is not, and makes the exit status 66
 //
-// csrc/comm is compiled as it is. Only csrc/runtime/shared_segment.cpp is replaced, by the class below: peers get the
-// owner's address instead of a mapping of their own, because ThreadSanitizer tells locations apart by address and would
-// see neither the races nor the synchronisation between two mappings of one page.
+// csrc/comm is compiled as it is, but for what ranks.h replaces.
 //
 // Every round all ranks call a few random collectives, blocking, in halves or not, with random delays, and look at
 // every element of the results, which are whole numbers. What the rounds are is drawn from one seed, what a rank makes
 // of them (delays, which way to call, data in a region or not) from one of its own.
-#include <sys/mman.h>
 #include <unistd.h>
 
-#include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
-#include <map>
-#include <mutex>
 #include <random>
 #include <thread>
 #include <vector>
 
 #include "comm/progress.h"
 #include "common/checks.h"
+#include "ranks.h"
 
 namespace fastpar {
-namespace {
-
-// Addresses by made-up descriptor, and how many segments share each.
-struct Registry {
-  std::mutex mutex;
-  std::map<int, void*> addresses;
-  std::map<void*, int> uses;
-};
-Registry& registry() {
-  static Registry* const made = new Registry;
-  return *made;
-}
-
-}  // namespace
-
-SharedSegment::SharedSegment(SharedSegment&& other) noexcept { *this = std::move(other); }
-
-SharedSegment& SharedSegment::operator=(SharedSegment&& other) noexcept {
-  std::swap(descriptor_, other.descriptor_);
-  std::swap(address_, other.address_);
-  std::swap(bytes_, other.bytes_);
-  return *this;
-}
-
-SharedSegment::~SharedSegment() {
-  if (address_ == nullptr) return;
-  const std::lock_guard<std::mutex> lock(registry().mutex);
-  if (--registry().uses[address_] == 0) munmap(address_, bytes_);
-}
-
-SharedSegment SharedSegment::create(size_t bytes) {
-  SharedSegment segment;
-  segment.address_ = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  segment.bytes_ = bytes;
-  const std::lock_guard<std::mutex> lock(registry().mutex);
-  segment.descriptor_ = static_cast<int>(registry().addresses.size());
-  registry().addresses[segment.descriptor_] = segment.address_;
-  registry().uses[segment.address_] = 1;
-  return segment;
-}
-
-SharedSegment SharedSegment::open(pid_t, int fd, size_t bytes) {
-  SharedSegment segment;
-  segment.bytes_ = bytes;
-  const std::lock_guard<std::mutex> lock(registry().mutex);
-  segment.address_ = registry().addresses.at(fd);
-  ++registry().uses[segment.address_];
-  return segment;
-}
-
-void SharedSegment::close_descriptor() { descriptor_ = -1; }
-
-ProcessWatch::ProcessWatch(pid_t) {}
-ProcessWatch::ProcessWatch(ProcessWatch&&) noexcept {}
-ProcessWatch& ProcessWatch::operator=(ProcessWatch&&) noexcept { return *this; }
-ProcessWatch::~ProcessWatch() = default;
-bool ProcessWatch::has_ended() const { return false; }
-
 namespace {
 
 constexpr uint8_t kFloat = 6, kInt64 = 4;  // torch's numbers
 constexpr size_t kSlotBytes = 4096;        // small: most calls take several chunks
 constexpr int64_t kMaxCount = 5000;
-
-#define EXPECT(condition, ...)                                                                      \
-  do {                                                                                              \
-    if (!(condition)) {                                                                             \
-      std::fprintf(stderr, "line %d: %s\n", __LINE__, ::fastpar::concatenate(__VA_ARGS__).c_str()); \
-      std::abort();                                                                                 \
-    }                                                                                               \
-  } while (0)
-
-class Barrier {
- public:
-  explicit Barrier(int size) : size_(size) {}
-  void wait() {
-    std::unique_lock<std::mutex> lock(mutex_);
-    const int turn = turn_;
-    if (++waiting_ == size_) {
-      waiting_ = 0;
-      ++turn_;
-      changed_.notify_all();
-    } else {
-      changed_.wait(lock, [&] { return turn != turn_; });
-    }
-  }
-
- private:
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  int size_, waiting_ = 0, turn_ = 0;
-};
 
 // What the threads share to find each other, as processes do through a store.
 struct Meeting {
@@ -173,7 +81,6 @@ class RankThread {
   }
 
  private:
-  static int pick(std::minstd_rand& random, int choices) { return static_cast<int>(random() / 7 % choices); }
   int64_t any_count() { return 1 + pick(common_, pick(common_, 2) == 0 ? 40 : kMaxCount); }
 
   void join() {
