@@ -29,8 +29,10 @@ from fastpar.comm import (
     PointToPoint,
     meeting,
 )
+from fastpar.comm.description import DTYPE_NUMBERS
+from fastpar.comm.device_lanes import DeviceLanes
 from fastpar.comm.gloo_mailbox import GlooMailbox
-from fastpar.comm.shared_mailbox import DTYPE_NUMBERS, SharedMailbox
+from fastpar.comm.shared_mailbox import SharedMailbox
 from tests.dist import run_ranks
 from tests.fault_ranks import MESSAGES, FaultRanks
 from tests.test_comm_faults import KILLED_WITHIN_S, held
@@ -108,6 +110,35 @@ def check_large(transport):
 @BOTH
 def test_a_message_of_64_mb_arrives_whole(transport):
     run_ranks(2, check_large, transport)
+
+
+def check_lanes(transport):
+    """Tensors of float32 pass for such that lie on devices, and go by the group's backend."""
+    with mock.patch("fastpar.comm.point_to_point._device_type", return_value="cpu"):
+        p2p = made(transport)
+    is_float = mock.patch.object(DeviceLanes, "is_on_device", lambda self, x: x.dtype == torch.float32)
+    peers = [peer for peer in range(p2p.size) if peer != p2p.rank]
+    with is_float:
+        for number in range(20):
+            for peer in peers:
+                tensors = [torch.full((number, 3), float(number)), torch.tensor(number), torch.ones(2).expand(3, 2)]
+                p2p.send(peer, number % 4, tensors[: number % 5], b"%d" % number)
+    for tag in (3, 1, 0, 2):
+        for peer in peers:
+            for number in range(tag, 20, 4):
+                received, note = p2p.recv(peer, tag)
+                tensors = [torch.full((number, 3), float(number)), torch.tensor(number), torch.ones(2).expand(3, 2)]
+                assert note == b"%d" % number
+                for actual, wanted in zip(received, tensors[: number % 5], strict=True):
+                    same(actual, wanted)
+    dist.barrier()
+    p2p.close()
+
+
+@BOTH
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_tensors_on_devices_go_by_the_groups_backend(world_size, transport):
+    run_ranks(world_size, check_lanes, transport)
 
 
 # ---- order

@@ -31,16 +31,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fastpar.comm._library import check_interrupt
+from fastpar.comm.description import describe, flat_bytes, parse
 from fastpar.comm.errors import CommError, CommTimeoutError, PeerFailedError, PeerLostError
 from fastpar.comm.meeting import Rendezvous
-from fastpar.comm.shared_mailbox import DTYPE_NUMBERS
 from fastpar.comm.torch_transport import let_gloo_finish_at_exit
 
 _HEADER_BYTES = 256
 _PREFIX = struct.Struct("<qqqq")  # what, tag, kind, bytes of the description
 _ROOM = _HEADER_BYTES - _PREFIX.size
 _MESSAGE, _CLOSE, _ABORT = range(3)
-_DTYPES = {number: dtype for dtype, number in DTYPE_NUMBERS.items()}
 _FOREVER = timedelta(days=365)
 _SLICE_S = 0.1  # between two looks at signals
 _FLUSH_S = 2.0  # for what was sent to leave, when this end closes
@@ -54,23 +53,6 @@ class _Letter:
     tensors: list[Tensor]
     note: bytes
     kind: int
-
-
-def _describe(tensors: Sequence[Tensor], note: bytes) -> bytes:
-    words = [len(tensors)]
-    for x in tensors:
-        words += (DTYPE_NUMBERS[x.dtype], x.ndim, *x.shape)
-    return struct.pack(f"<{len(words)}q", *words) + note
-
-
-def _parse(description: bytes) -> tuple[list[tuple[torch.dtype, tuple[int, ...]]], bytes]:
-    (num_tensors,) = struct.unpack_from("<q", description)
-    at, specs = 8, []
-    for _ in range(num_tensors):
-        number, dims = struct.unpack_from("<qq", description, at)
-        specs.append((_DTYPES[number], struct.unpack_from(f"<{dims}q", description, at + 16)))
-        at += 16 + 8 * dims
-    return specs, description[at:]
 
 
 def _as_tensor(data: bytes) -> Tensor:
@@ -151,7 +133,7 @@ class _Wire:
         if size > _ROOM:
             description += self._bytes_from(peer, size - _ROOM)
         if what == _MESSAGE:
-            specs, note = _parse(description)
+            specs, note = parse(description)
             letter = _Letter([self._tensor_from(peer, *spec) for spec in specs], note, kind)
         with self.changed:
             if what == _MESSAGE:
@@ -200,8 +182,8 @@ class GlooMailbox:
             raise PeerFailedError(peer, wire.failure.reason)
         if peer in wire.closed or peer in wire.lost:
             raise PeerLostError(self._how_lost(peer))
-        payload = [x.clone().view(-1).view(torch.uint8) for x in tensors if x.numel() > 0]
-        wire.post(peer, [*_parcel(_MESSAGE, tag, kind, _describe(tensors, note)), *payload])
+        payload = [flat_bytes(x.clone()) for x in tensors if x.numel() > 0]
+        wire.post(peer, [*_parcel(_MESSAGE, tag, kind, describe(tensors, note)), *payload])
 
     def receive(self, peer: int, tag: int, timeout: float) -> tuple[list[Tensor], bytes, int]:
         wire = self._wire

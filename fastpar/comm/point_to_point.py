@@ -17,13 +17,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fastpar.comm import gloo_mailbox, shared_mailbox
 from fastpar.comm.connection import name_meeting, store_of
+from fastpar.comm.description import DTYPE_NUMBERS
+from fastpar.comm.device_lanes import ANNOUNCEMENTS, PLAIN, DeviceLanes
 from fastpar.comm.errors import CommError
 from fastpar.comm.group import resolve_group
 from fastpar.comm.meeting import SEVERAL_HOSTS, Rendezvous, find_hosts, ranks_on_host
 from fastpar.comm.route import TRANSPORTS
-from fastpar.comm.shared_mailbox import DTYPE_NUMBERS, SharedMailbox
+from fastpar.comm.shared_mailbox import SharedMailbox
 
-_MAX_TAG = (1 << 62) - 1
+_MAX_TAG = ANNOUNCEMENTS - 1
 
 
 class Channel(Protocol):
@@ -58,8 +60,12 @@ class PointToPoint:
         self.rank = 0 if found is None else found.rank()
         self.size = 1 if found is None else found.size()
         self._channel: Channel | None = None
+        self._lanes: DeviceLanes | None = None
         if found is not None and self.size > 1:
             self._channel = _join(found, timeout, transport)
+            device_type = _device_type(found)
+            if device_type:
+                self._lanes = DeviceLanes(found, device_type, timeout)
 
     def send(self, peer: int, tag: int, tensors: Sequence[Tensor], note: bytes = b"") -> None:
         """Send a message: never waits for the receiver. The tensors may be overwritten or freed afterwards.
@@ -72,7 +78,11 @@ class PointToPoint:
             raise TypeError("tensors must be a sequence of Tensors, got Tensor")
         if not isinstance(note, bytes):
             raise TypeError(f"note must be bytes, got {type(note).__name__}")
-        channel.send(peer, tag, [_sendable(x) for x in tensors], note, 0)
+        checked = [_sendable(x, self._lanes) for x in tensors]
+        if self._lanes is not None and any(self._lanes.is_on_device(x) for x in checked):
+            self._lanes.send(channel, peer, tag, checked, note)
+        else:
+            channel.send(peer, tag, checked, note, PLAIN)
 
     def recv(self, peer: int, tag: int) -> tuple[list[Tensor], bytes]:
         """The next message of that peer with that tag; waits for it.
@@ -80,8 +90,12 @@ class PointToPoint:
         Raises CommTimeoutError after `timeout` seconds (the message may still come, and be received), PeerLostError
         when the process of a rank has ended, PeerFailedError when a rank has called `abort`.
         """
-        tensors, note, _ = self._open(peer, tag).receive(peer, tag, self.timeout)
-        return tensors, note
+        channel = self._open(peer, tag)
+        tensors, note, kind = channel.receive(peer, tag, self.timeout)
+        if kind == PLAIN:
+            return tensors, note
+        assert self._lanes is not None
+        return self._lanes.receive(channel, peer, tensors, note, self.timeout)
 
     def ready(self, peer: int, tag: int) -> bool:
         """Whether `recv` would return at once. A hint: never waits, and does not tell of failures."""
@@ -96,6 +110,8 @@ class PointToPoint:
         """No more messages either way. What was sent can still be received; received tensors stay."""
         if self._channel is not None:
             self._channel.close()
+        if self._lanes is not None:
+            self._lanes.close()
 
     def __repr__(self) -> str:
         return f"PointToPoint(rank={self.rank}, size={self.size}, timeout={self.timeout:g})"
@@ -131,7 +147,19 @@ def _join(group: ProcessGroup, timeout: float, transport: str) -> Channel:
     return gloo_mailbox.join(meeting, timeout)
 
 
-def _sendable(x: Tensor) -> Tensor:
+def _device_type(group: ProcessGroup) -> str:
+    """The devices that this group has a backend for, besides the CPU; empty where there are none."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or torch.accelerator.device_count() == 0:
+        return ""
+    try:
+        group._get_backend(torch.device(accelerator.type))
+    except RuntimeError:
+        return ""
+    return accelerator.type
+
+
+def _sendable(x: Tensor, lanes: DeviceLanes | None) -> Tensor:
     """x as something that can be copied byte by byte."""
     if type(x) is Tensor and x.is_cpu and x.dtype in DTYPE_NUMBERS and x.is_contiguous():
         if x.is_conj() or x.is_neg():
@@ -143,6 +171,6 @@ def _sendable(x: Tensor) -> Tensor:
         raise ValueError(f"a {type(x).__name__} cannot be sent: send the plain tensors that it is made of")
     if x.layout != torch.strided or x.is_quantized or x.dtype not in DTYPE_NUMBERS:
         raise ValueError(f"only dense tensors of ordinary dtypes can be sent, got {x.layout} {x.dtype}")
-    if not x.is_cpu:
-        raise ValueError(f"only CPU tensors can be sent here, got one on {x.device}")
+    if not x.is_cpu and not (lanes is not None and lanes.is_on_device(x)):
+        raise ValueError(f"the group has no backend for tensors on {x.device}")
     return x.detach().contiguous().resolve_conj().resolve_neg()

@@ -20,34 +20,12 @@ import torch
 from torch import Tensor
 
 from fastpar.comm._library import library
+from fastpar.comm.description import DTYPE_NUMBERS
 from fastpar.comm.errors import CommError
 from fastpar.comm.meeting import Hosts, Memory, Rendezvous, Share, addresses_of, share_memory
 
 _SMALL_BYTES = 64 << 10  # copied in a few microseconds, for which the interpreter's lock need not be given up
 _MAX_ADDRESS_BYTES = 1 << 44  # of the arenas of all ranks, in the address space of each (of 1 << 47)
-
-# torch's ScalarType; what that is in DLPack is in csrc/comm/dlpack.h.
-DTYPE_NUMBERS = {
-    torch.uint8: 0,
-    torch.int8: 1,
-    torch.int16: 2,
-    torch.int32: 3,
-    torch.int64: 4,
-    torch.float16: 5,
-    torch.float32: 6,
-    torch.float64: 7,
-    torch.complex64: 9,
-    torch.complex128: 10,
-    torch.bool: 11,
-    torch.bfloat16: 15,
-    torch.float8_e5m2: 23,
-    torch.float8_e4m3fn: 24,
-    torch.float8_e5m2fnuz: 25,
-    torch.float8_e4m3fnuz: 26,
-    torch.uint16: 27,
-    torch.uint32: 28,
-    torch.uint64: 29,
-}
 
 _new_capsule = ctypes.pythonapi.PyCapsule_New
 _new_capsule.restype, _new_capsule.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
