@@ -143,6 +143,7 @@ STAGES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], float]] = {
     "einsum": (lambda: Calls(lambda x, w: torch.einsum("bsk,khd->bhsd", x, w), (16, 2, 4)), (2, 3, 16), 0.5),
     "bmm": (lambda: Calls(torch.bmm, (2, 16, 4)), (2, 3, 16), 0.5),
     "broadcast_weight": (lambda: Calls(lambda x, w: x @ w, (2, 1, 16, 4)), (2, 5, 3, 16), 0.5),
+    "transposed_left": (lambda: Calls(lambda x, w: torch.mm(w.t(), x.t()), (16, 8)), (6, 16), 0.5),
     "addmm": (lambda: Calls(lambda x, w, b: torch.addmm(b, x, w, beta=0.5, alpha=3), (16, 8), (8,)), (6, 16), 0.5),
     "addmm_left": (lambda: Calls(lambda x, w, b: torch.addmm(b, w, x.t()), (8, 16), (8, 1)), (6, 16), 0.5),
     "addmm_of_a_matrix": (lambda: Calls(lambda x, w, b: torch.addmm(b, x, w), (16, 8), (6, 8)), (6, 16), 0.5),
@@ -179,6 +180,11 @@ def test_weights_used_several_times_are_summed_in_autograds_order() -> None:
         return F.linear(x, w) + (2 * x) @ w + F.linear(x + 1, w) + parts + x.cos() @ w
 
     assert_same(Calls(mixed, (16, 16)), torch.randn(6, 16))
+
+    def late_lookup(x: Tensor, w: Tensor) -> Tensor:  # whose node does not run in I, and would have run first
+        return (x @ w).sin() @ w + F.embedding(torch.tensor([1, 5, 2, 1, 9, 5]), w)
+
+    assert_same(Calls(late_lookup, (16, 16)), torch.randn(6, 16))
 
 
 def test_a_norm_used_twice_is_held_back() -> None:
@@ -302,6 +308,29 @@ def test_a_custom_function_that_nothing_else_hangs_on_waits() -> None:
     assert torch.equal(module.weights[0].grad, x.detach().t() @ torch.ones_like(out))
 
 
+class _Broadcast(torch.autograd.Function):
+    """w + 0 * x, whose backward leaves it to autograd to sum over what was broadcast."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        return weight + 0 * x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
+        return None, grads[0]
+
+
+def test_what_a_custom_function_returns_is_fitted_as_autograd_does() -> None:
+    assert_same(Calls(lambda x, w: _Broadcast.apply(x.detach(), w[None]), (16,)), torch.randn(6, 16))
+
+
+def test_weights_made_of_several_parameters_run_undivided() -> None:
+    work, _ = assert_same(
+        Calls(lambda x, v, w: F.linear(x, v + w) + F.linear(x, w), *[(8, 16)] * 2), torch.randn(6, 16)
+    )
+    assert work.weights == 0
+
+
 def test_a_first_stage_computes_no_weight_gradient_in_i() -> None:
     layers = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16))
     work, _ = assert_same(Calls(lambda x: layers(x.detach()), layers=layers), torch.randn(6, 16))
@@ -324,6 +353,10 @@ def test_a_compiled_module_runs_undivided() -> None:
     work, store = assert_same(module, torch.randn(6, 16))
     assert "CompiledFunctionBackward" in {use.function for use in store.whole}
     assert 3 * work.weights == work.inputs
+    compiled = module[1]
+    work, store = assert_same(Calls(lambda x: compiled(x.detach()), compiled=compiled), torch.randn(6, 16))
+    assert work.weights == 0
+    assert {use.function for use in store.whole} == {"CompiledFunctionBackward"}
     torch._dynamo.reset()
 
 
@@ -492,8 +525,8 @@ def test_a_first_gradient_is_not_copied() -> None:
 def test_a_gradient_that_others_have_is_copied() -> None:
     scale = torch.ones(4, 8, requires_grad=True)
     x = torch.randn(4, 8, requires_grad=True)
-    store, out = WeightGradStore(), x + scale
-    (dx,) = store.backward([out], [torch.ones_like(out)], [x])
+    store, out = WeightGradStore(), x.view(-1) + scale.view(-1)
+    (dx,) = store.backward([out], [torch.ones_like(out)], [x])  # both gradients are views of that one
     store.run()
     assert scale.grad.data_ptr() != dx.data_ptr()
 
@@ -774,3 +807,20 @@ def test_the_innermost_store_counts_and_none_outside() -> None:
             raise KeyError
         assert current_store() is a
     assert current_store() is None
+
+
+def test_a_large_weight_is_accumulated_once() -> None:
+    linear, other = nn.Linear(2048, 2048, bias=False), torch.zeros(2048, 2048, requires_grad=True)  # 16 MiB
+    seen: list[int] = []
+    linear.weight.register_post_accumulate_grad_hook(lambda _: seen.append(1))
+    x = torch.randn(1, 2048, requires_grad=True)
+    store, out = WeightGradStore(), linear(linear(linear(x)))
+    store.backward([out], [torch.ones_like(out)], [x])
+    store.run()
+    assert len(seen) == 1
+    grad = torch.ones(2048, 2048)
+    store.put(lambda: [grad, grad], [linear.weight, other])
+    store.put(lambda: [grad], [linear.weight + other])
+    store.run()
+    assert len(seen) == 2
+    assert torch.equal(other.grad, 2 * grad)

@@ -212,8 +212,7 @@ def find_cut(roots: Iterable[Any], inputs: Iterable[Tensor]) -> Cut:
 class Capture:
     """The hook on a product: hands over what its weight gradient takes.
 
-    It holds its node until then: a cycle that the collector of Python does not see as a whole, so `release` is called
-    in any case.
+    It and its node hold each other, a cycle that the collector of Python does not see as a whole: `release` it.
     """
 
     __slots__ = ("keep", "waiting")
@@ -225,7 +224,6 @@ class Capture:
 
     def __call__(self, grads: tuple[Tensor | None, ...]) -> None:
         waiting, dout = self.waiting, grads[0]
-        self.waiting = None
         if waiting is not None and dout is not None:
             node = waiting.node
             self.keep(PRODUCTS[type(node).__name__].entry(node, waiting.edges, waiting.targets, dout))
