@@ -362,6 +362,28 @@ def test_a_compiled_module_runs_undivided() -> None:
     torch._dynamo.reset()
 
 
+def test_a_fused_loss_computes_its_weight_gradient_with_its_value() -> None:
+    """Putting it off would cost a product more, so that is done for those who ask for it by `wgrad_store`."""
+    weight, target = torch.randn(30, 16), torch.randint(0, 30, (12,))
+    found = []
+    for is_split in (False, True):
+        hidden, projection, store = torch.randn(12, 16).mul_(0).add_(weight[:12]), _leaf(weight), WeightGradStore()
+        hidden = _leaf(hidden)
+        with store.deferring():
+            loss, forward = _run(lambda a=hidden, w=projection: ops.linear_cross_entropy(a, w, target), True)
+        if is_split:
+            (dx,), first = _run(lambda loss=loss, a=hidden, s=store: s.backward([loss], [None], [a]), True)
+            assert projection.grad is None
+            _, second = _run(store.run, True)
+            assert (forward, first, second) == (3 * 2 * 12 * 16 * 30, 0, 0)
+            assert [use.function for use in store.whole] == ["LinearCrossEntropyBackward"]
+            found.append((dx, projection.grad))
+        else:
+            loss.backward()
+            found.append((hidden.grad, projection.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 # ---- inputs and outputs ----------------------------------------------------------------------------------------------
 
 

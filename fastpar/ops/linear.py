@@ -180,8 +180,9 @@ def all_gather_linear(
         dim: a dim of x other than its last.
         transposed: weights are [K, N_r], as in GPT-2's Conv1D; their gradients are too.
         features: output features of all ranks and weights together, for a measured table; None: do not look there.
-        wgrad_store: leave the gradients of weights and biases to this store (see `WeightGradStore`); an entry gathers x
-            again, so all ranks must run theirs in the same order. Not under torch.compile.
+        wgrad_store: leave the gradients of weights and biases to this store (see `WeightGradStore`); by default that of
+            the innermost `WeightGradStore.deferring()`, if there is one. An entry gathers x again, so all ranks must
+            run theirs in the same order. Not under torch.compile.
 
     Worked example, two ranks: x [[1]] and [[2]], weights [[10]] and [[20]]: rank 0 has out [[10], [20]], rank 1
     [[20], [40]]; for dout of ones dx is [[30]] on both, dweight [[3]].

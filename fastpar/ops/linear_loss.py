@@ -248,7 +248,8 @@ def linear_cross_entropy(
             of chunks changes the order in which dweight is summed, and so its last bits.
         wgrad_store: leave the gradients of weight and bias to this store (see `WeightGradStore`); backward computes
             that of hidden only. With sequence_parallel an entry gathers the hidden states again, so all ranks must run
-            theirs in the same order. Not under torch.compile.
+            theirs in the same order. Not under torch.compile. Within `WeightGradStore.deferring()` without this, the
+            gradients are computed as ever and held back: putting them off costs a GEMM, as the module docstring says.
 
     Worked example: hidden [[1.0]], weight [[0.0], [log 3]], target [1]: the logits are (0, log 3), lse is log 4, the
     loss log(4 / 3); dx = (0.25, -0.25), so dhidden = -0.25 log 3 and dweight = [[0.25], [-0.25]].
