@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from fastpar.recompute.ambient import Capture
 from fastpar.recompute.plan import Drop, Plan
@@ -127,7 +129,8 @@ def apply_recompute(
     whose sequence-parallel regions it then brings back for each microbatch. Under torch.no_grad a call is a plain one.
     Recomputation reads the weights again: in backward they must have the values that they had in forward.
 
-    A layer of transformers that is called with a key/value cache gets none while it trains, as under transformers' own
+    Within torch.compile a layer that is not kept runs under torch.utils.checkpoint, whatever the policy keeps of it. A
+    layer of transformers that is called with a key/value cache gets none while it trains, as under transformers' own
     gradient checkpointing, and is not recomputed while it does not.
 
     Other arguments and errors as `checkpoint`. ValueError if no layers are found or a policy does not fit their number.
@@ -167,7 +170,11 @@ def remove_recompute(model: M) -> M:
 
 def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     state: _State = self.__dict__[_STATE]
-    function = state.previous or types.MethodType(type(self).forward, self)
+    function = state.previous or functools.partial(type(self).forward, self)
+    if torch.compiler.is_compiling():  # torch's own is the one that its compiler knows
+        if isinstance(state.chain.steps[state.layer], Drop):
+            return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
+        return function(*args, **kwargs)
     if not (torch.is_grad_enabled() and state.chain.recomputes):
         return function(*args, **kwargs)
     if any(_is_cache(leaf) for leaf in (*args, *kwargs.values())):
