@@ -14,6 +14,8 @@ namespace {
 constexpr int64_t kLine = 64;
 // Outputs of at least this size are written past the caches, where they are not the input.
 constexpr int64_t kStreamBytes = 4 << 20;
+// What is shown to the other ranks is written past the caches from here on; see the note in the header.
+constexpr int64_t kShowBytes = 8 << 10;
 // Inputs smaller than this are copied even where they lie in a region: that takes one phase instead of two.
 constexpr int64_t kRegionBytes = 8 << 10;
 
@@ -212,6 +214,15 @@ class Collective {
   void copy(char* to, const char* from, int64_t elements) const {
     if (to != from && elements > 0) memcpy(to, from, static_cast<size_t>(bytes(elements)));
   }
+  // Into this rank's buffers, for the others to read.
+  void show(char* to, const char* from, int64_t elements) const {
+    if (elements <= 0) return;
+    if (bytes(elements) >= kShowBytes) {
+      kernels_.copy_past_caches(to, from, bytes(elements));
+    } else {
+      copy(to, from, elements);
+    }
+  }
   void copy_to_output(char* to, const char* from, int64_t elements) const {
     if (streams_ && elements > 0) {
       kernels_.copy_past_caches(to, from, bytes(elements));
@@ -220,10 +231,12 @@ class Collective {
     }
   }
 
-  void reduce(const void* const* sources, void* const* targets, int num_targets, int64_t count) const {
+  void reduce(const void* const* sources, void* const* targets, int num_targets, int64_t count,
+              void* shown = nullptr) const {
     if (count <= 0) return;
     const int type = type_index();
-    const ReduceArguments arguments{sources, size_, targets, num_targets, count, call_.reduction == Reduction::kAvg};
+    const ReduceArguments arguments{sources, size_, targets, num_targets, count, call_.reduction == Reduction::kAvg,
+                                    shown};
     switch (call_.reduction) {
       case Reduction::kSum:
       case Reduction::kAvg:
@@ -304,7 +317,7 @@ class Collective {
       case Plan::kInRegion:
         return;
       case Plan::kAtOnce:
-        return copy(slot, input(0), call_.count);
+        return show(slot, input(0), call_.count);
       case Plan::kChunks:
         if (step + 1 < num_steps_) copy_for_owners(slot, done);
         if (step > 0) reduce_own_part(done - chunk_, next);
@@ -319,13 +332,13 @@ class Collective {
       case Plan::kReduceScatter:
         for (int i = 1; i < size_; ++i) {
           const int to = (rank_ + i) % size_;
-          copy(slot + bytes(to * chunk_), input(starts_[to] + done), std::min(chunk_, call_.sizes[to] - done));
+          show(slot + bytes(to * chunk_), input(starts_[to] + done), std::min(chunk_, call_.sizes[to] - done));
         }
         return;
       case Plan::kAllGather:
-        return copy(slot, input(done), std::min(chunk_, call_.sizes[rank_] - done));
+        return show(slot, input(done), std::min(chunk_, call_.sizes[rank_] - done));
       case Plan::kBroadcast:
-        if (rank_ == call_.root) copy(slot, input(done), std::min(chunk_, call_.count - done));
+        if (rank_ == call_.root) show(slot, input(done), std::min(chunk_, call_.count - done));
         return;
     }
   }
@@ -405,8 +418,8 @@ class Collective {
 
   void copy_for_owners(char* slot, int64_t begin) const {
     const Part own = part_of_chunk(begin, rank_);
-    copy(slot, input(begin), own.begin);
-    copy(slot + bytes(own.end), input(begin + own.end), chunk_count(begin) - own.end);
+    show(slot, input(begin), own.begin);
+    show(slot + bytes(own.end), input(begin + own.end), chunk_count(begin) - own.end);
   }
 
   // The chunk was shown in the phase before `next`.
@@ -415,12 +428,10 @@ class Collective {
     const void* sources[kMaxReduceSources];
     for (int rank = 0; rank < size_; ++rank) sources[rank] = world_.exchange(rank, next - 1) + bytes(own.begin);
     sources[rank_] = input(begin + own.begin);
-    void* targets[2];
-    int num_targets = 0;
-    const bool is_rooted = call_.op == CommOp::kReduce;
-    if (!is_rooted || rank_ == call_.root) targets[num_targets++] = output(begin + own.begin);
-    if (!is_rooted || rank_ != call_.root) targets[num_targets++] = world_.result(rank_, next);
-    reduce(sources, targets, num_targets, own.count());
+    const bool is_rooted = call_.op == CommOp::kReduce, is_root = rank_ == call_.root;
+    void* target = is_rooted && !is_root ? nullptr : output(begin + own.begin);
+    reduce(sources, &target, target == nullptr ? 0 : 1, own.count(),
+           is_rooted && is_root ? nullptr : world_.result(rank_, next));
   }
 
   void collect(int64_t begin) const {

@@ -25,6 +25,7 @@ constexpr int kMaxReduceSources = 256;
 
 // target_t[i] = (source_0[i] op source_1[i]) op source_2[i] ... for every target. The sum and average of 16-bit floats
 // accumulate in float32 and round once; integers wrap; NaN wins in max and min. A target may be one of the sources.
+// `shown` is one target more, or null: memory that other ranks read, aligned to 64 bytes, written past the caches.
 struct ReduceArguments {
   const void* const* sources;
   int num_sources;
@@ -32,6 +33,7 @@ struct ReduceArguments {
   int num_targets;
   int64_t count;
   bool average;
+  void* shown;
 };
 
 using ReduceKernel = void (*)(const ReduceArguments&);

@@ -17,7 +17,7 @@ namespace {
 // ---- sums of 32- and 16-bit floats ----------------------------------------------------------------------------------
 
 // The numbers of sources and targets are template arguments where they are small (0: read from `a`).
-template <typename T, int kSources, int kTargets>
+template <typename T, int kSources, int kTargets, bool kShown>
 void sum_vec_as(const ReduceArguments& a) {
   const int num_sources = kSources > 0 ? kSources : a.num_sources,
             num_targets = kTargets > 0 ? kTargets : a.num_targets;
@@ -25,6 +25,7 @@ void sum_vec_as(const ReduceArguments& a) {
   T* targets[kTargets > 0 ? kTargets : kMaxReduceSources];
   for (int s = 0; s < num_sources; ++s) sources[s] = static_cast<const T*>(a.sources[s]);
   for (int t = 0; t < num_targets; ++t) targets[t] = static_cast<T*>(a.targets[t]);
+  T* const shown = static_cast<T*>(a.shown);
   const bool average = a.average;
   const Vec divisor = Vec::set(static_cast<float>(num_sources));
   for_each_vec(a.count, [&](int64_t i, auto access, int) __attribute__((always_inline)) {
@@ -32,17 +33,25 @@ void sum_vec_as(const ReduceArguments& a) {
     for (int s = 1; s < num_sources; ++s) total = total + access.load(sources[s] + i);
     if (average) total = total / divisor;
     for (int t = 0; t < num_targets; ++t) access.store(total, targets[t] + i);
+    if (kShown) access.stream(total, shown + i);
   });
+  if (kShown) fence_streamed_stores();
 }
 
 template <typename T, int kSources>
 void sum_vec_from(const ReduceArguments& a) {
-  if (a.num_targets == 1) {
-    sum_vec_as<T, kSources, 1>(a);
+  if (a.shown != nullptr) {
+    if (a.num_targets == 1) {
+      sum_vec_as<T, kSources, 1, true>(a);
+    } else {
+      sum_vec_as<T, kSources, 0, true>(a);
+    }
+  } else if (a.num_targets == 1) {
+    sum_vec_as<T, kSources, 1, false>(a);
   } else if (a.num_targets == 2) {
-    sum_vec_as<T, kSources, 2>(a);
+    sum_vec_as<T, kSources, 2, false>(a);
   } else {
-    sum_vec_as<T, kSources, 0>(a);
+    sum_vec_as<T, kSources, 0, false>(a);
   }
 }
 
@@ -55,6 +64,39 @@ void sum_vec(const ReduceArguments& a) {
   } else {
     sum_vec_from<T, 0>(a);
   }
+}
+
+// ---- copies ---------------------------------------------------------------------------------------------------------
+
+// For memory that is not read again soon, or not by this rank: stores past the caches do not fetch the lines that they
+// overwrite. The caller fences.
+void copy_streamed(void* target, const void* source, int64_t bytes) {
+  char* to = static_cast<char*>(target);
+  const char* from = static_cast<const char*>(source);
+  const int64_t misaligned = static_cast<int64_t>(reinterpret_cast<uintptr_t>(to) % 64);
+  const int64_t head = misaligned == 0 ? 0 : (64 - misaligned < bytes ? 64 - misaligned : bytes);
+  memcpy(to, from, static_cast<size_t>(head));
+  int64_t i = head;
+#if defined(__AVX512F__)
+  for (; i + 256 <= bytes; i += 256) {
+    for (int part = 0; part < 256; part += 64) {
+      _mm512_stream_si512(reinterpret_cast<__m512i*>(to + i + part), _mm512_loadu_si512(from + i + part));
+    }
+  }
+#elif defined(__AVX2__)
+  for (; i + 128 <= bytes; i += 128) {
+    for (int part = 0; part < 128; part += 32) {
+      _mm256_stream_si256(reinterpret_cast<__m256i*>(to + i + part),
+                          _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i + part)));
+    }
+  }
+#endif
+  memcpy(to + i, from + i, static_cast<size_t>(bytes - i));
+}
+
+void copy_past_caches(void* target, const void* source, int64_t bytes) {
+  copy_streamed(target, source, bytes);
+  fence_streamed_stores();
 }
 
 // ---- everything else ------------------------------------------------------------------------------------------------
@@ -126,35 +168,13 @@ void reduce_blocks(const ReduceArguments& a) {
       T* target = static_cast<T*>(a.targets[t]) + begin;
       for (int64_t i = 0; i < count; ++i) narrowed(block[i], target + i);
     }
-  }
-}
-
-// ---- copies ---------------------------------------------------------------------------------------------------------
-
-// For memory that is not read again soon: stores past the caches do not fetch the lines that they overwrite.
-void copy_past_caches(void* target, const void* source, int64_t bytes) {
-  char* to = static_cast<char*>(target);
-  const char* from = static_cast<const char*>(source);
-  const int64_t misaligned = static_cast<int64_t>(reinterpret_cast<uintptr_t>(to) % 64);
-  const int64_t head = misaligned == 0 ? 0 : (64 - misaligned < bytes ? 64 - misaligned : bytes);
-  memcpy(to, from, static_cast<size_t>(head));
-  int64_t i = head;
-#if defined(__AVX512F__)
-  for (; i + 256 <= bytes; i += 256) {
-    for (int part = 0; part < 256; part += 64) {
-      _mm512_stream_si512(reinterpret_cast<__m512i*>(to + i + part), _mm512_loadu_si512(from + i + part));
+    if (a.shown != nullptr) {
+      T rounded[kBlock];
+      for (int64_t i = 0; i < count; ++i) narrowed(block[i], rounded + i);
+      copy_streamed(static_cast<T*>(a.shown) + begin, rounded, count * static_cast<int64_t>(sizeof(T)));
     }
   }
-#elif defined(__AVX2__)
-  for (; i + 128 <= bytes; i += 128) {
-    for (int part = 0; part < 128; part += 32) {
-      _mm256_stream_si256(reinterpret_cast<__m256i*>(to + i + part),
-                          _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i + part)));
-    }
-  }
-#endif
-  memcpy(to + i, from + i, static_cast<size_t>(bytes - i));
-  fence_streamed_stores();
+  if (a.shown != nullptr) fence_streamed_stores();
 }
 
 // By CommType.

@@ -1,8 +1,9 @@
 // Loops over a row, one register of elements at a time.
 //
 // The body is called as body(i, access, u): it reads with access.load(p + i) and writes with access.store(value, p +
-// i), and never sees whether it has a whole register, the first elements of one, or stores that bypass the caches. u in
-// [0, 4) tells the copies of the body in an unrolled loop apart, for sums that should not wait for each other.
+// i), and never sees whether it has a whole register, the first elements of one, or stores that bypass the caches; with
+// access.stream a single store bypasses them, where the address is aligned to a register's width in memory. u in [0, 4)
+// tells the copies of the body in an unrolled loop apart, for sums that should not wait for each other.
 #pragma once
 
 #include "common/simd.h"
@@ -24,6 +25,10 @@ struct WholeVec {
       value.store(p);
     }
   }
+  template <typename T>
+  static void stream(Vec value, T* p) {
+    value.stream(p);
+  }
 };
 
 // The first `count` elements; the others read as 0.
@@ -36,6 +41,10 @@ struct PartVec {
   }
   template <typename T>
   void store(Vec value, T* p) const {
+    value.store_first(p, count);
+  }
+  template <typename T>
+  void stream(Vec value, T* p) const {
     value.store_first(p, count);
   }
 };
