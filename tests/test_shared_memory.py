@@ -156,6 +156,26 @@ def test_tensors_around_and_beyond_the_exchange_buffers_arrive_whole(world_size)
     run_ranks(world_size, check_sizes)
 
 
+def check_large_results():
+    _ext.load()
+    comm, buffers = shared(), torch.ops.fastpar.large_buffer_stats
+    x = torch.ones(3 << 19)  # 6 MB: a gathered pair is large, one is not
+    for _ in range(2):  # the long way, and then the short one
+        in_use = buffers()[0]
+        gathered = comm.all_gather(x)
+        assert buffers()[0] >= in_use + gathered.nbytes
+        assert torch.equal(gathered, torch.ones(3 << 20))
+        in_use = buffers()[0]
+        assert torch.equal(comm.broadcast(gathered), gathered)
+        copy = comm.all_to_all(gathered)
+        assert buffers()[0] >= in_use + copy.nbytes
+        del gathered, copy
+
+
+def test_large_results_come_from_the_pool_of_buffers():
+    run_ranks(2, check_large_results)
+
+
 # ---- groups, order, background
 
 
