@@ -226,7 +226,7 @@ def test_modules_of_other_parts_are_freed_though_the_caller_holds_the_model() ->
     alive = {name for name, ref in refs.items() if ref() is not None}
     assert alive == {name for name in refs if name.startswith(("model.layers.2.", "model.layers.3."))}
     assert stages[0].module is model
-    assert [type(m).__name__ for m in model.model.layers][:3] == ["Absent", "Absent", "LlamaDecoderLayer"]
+    assert [type(m).__name__ for m in model.model.layers][:3] == ["AbsentLayer", "AbsentLayer", "LlamaDecoderLayer"]
     with pytest.raises(AttributeError, match=r"lm_head.weight: lm_head is on part 2 of the pipeline"):
         _ = model.lm_head.weight
 
@@ -439,6 +439,17 @@ def test_own_architecture_with_shared_and_repeated_modules() -> None:
     assert_same(gradients(stages, cut.tied), full_gradients(full))
 
 
+def test_layers_that_return_tuples_undeclared_are_found() -> None:
+    model = Own()
+    for block in model.blocks.values():
+        block.forward = lambda hidden, bias: (hidden + bias, None)
+    stages = partition(model, layout="E,t|t|t,H", architecture=OWN).stages([1])
+    with pytest.raises(
+        TypeError, match=r"blocks.b returned a tuple, unlike .* write `-> tuple\[...\]` at that of Block"
+    ):
+        stages[0].run(torch.randn(3, 5, 8))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -577,12 +588,13 @@ def test_modules_in_a_list_pass_tuples_dicts_and_skips_whatever_the_parts(groups
     cut.check_keywords(["mask"])
 
 
-def test_edges_between_parts_are_reported_and_those_inside_are_not() -> None:
+def test_edges_past_a_part_are_reported_and_others_are_not() -> None:
     def edges(*parts: Any) -> list[tuple[int, int, str]]:
         return [tuple(edge) for edge in Partition.of_modules(parts, edges=EDGES).edges]
 
     assert edges(Split(), Add(), Take(), Join()) == [(0, 2, "0.gate"), (0, 3, "0.early"), (0, 3, "0.gate")]
-    assert edges([Split(), Add(), Take()], Join()) == [(0, 1, "0.early"), (0, 1, "0.gate")]
+    assert edges([Split(), Add()], [Take()], Join()) == [(0, 2, "0.early"), (0, 2, "0.gate")]
+    assert edges([Split(), Add(), Take()], Join()) == [], "neighbours pass them along with the output"
     assert edges([Split(), Add(), Take(), Join()]) == []
     stages = Partition.of_modules([Split(), Add(), Take(), Join()], edges=EDGES).stages(range(4))
     assert stages[0].sends == {"0.early": (3,), "0.gate": (2, 3)}
@@ -652,7 +664,5 @@ def test_describe_shows_who_holds_what() -> None:
     assert lines[2].split()[-1] == "lm_head.weight"
     assert lines[3] == "tied: model.embed_tokens.weight on part 0, lm_head.weight on part 1"
     assert repr(cut) == "Partition(Qwen3ForCausalLM, layout='E,t*2|t*3,H')"
-    assert (
-        "edge: 0.gate from part 0 to part 1"
-        in Partition.of_modules([[Split(), Add()], [Take(), Join()]], edges=EDGES).describe()
-    )
+    listed = Partition.of_modules([[Split(), Add()], Take(), Join()], edges=EDGES).describe()
+    assert "edge: 0.gate from part 0 to part 2" in listed

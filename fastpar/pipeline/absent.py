@@ -31,15 +31,14 @@ class Absent(nn.Module):
         self.__dict__.update(plain)  # what a model reads off its layers, such as `attention_type` or `layer_idx`
         self.path, self.part, self.original_name = path, part, type(original).__name__
         self.absent_modules = tuple(name for name, _ in original.named_modules(remove_duplicate=False) if name)
-        self._first, self._returns_tuple = _convention(original)
+        self._first = next(iter(inspect.signature(original.forward).parameters), "")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not args and self._first not in kwargs:
             raise TypeError(
                 f"{self.path} is on part {self.part}; here it passes {self._first!r} on, but was called without it"
             )
-        hidden = args[0] if args else kwargs[self._first]
-        return (hidden,) if self._returns_tuple else hidden
+        return args[0] if args else kwargs[self._first]
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -52,6 +51,18 @@ class Absent(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.original_name} on part {self.part}"
+
+
+class AbsentLayer(Absent):
+    """A layer: passes the hidden states on, in a tuple where its forward is declared to return one."""
+
+    def __init__(self, original: nn.Module, path: str, part: int):
+        super().__init__(original, path, part)
+        self._returns_tuple = _declares_tuple(original)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        hidden = super().forward(*args, **kwargs)
+        return (hidden,) if self._returns_tuple else hidden
 
 
 class AbsentEmbedding(Absent):
@@ -76,9 +87,25 @@ class AbsentAddend(Absent):
         return torch.full((), -0.0, device=None if given is None else given.device)
 
 
-def _convention(module: nn.Module) -> tuple[str, bool]:
-    """(name of forward's first parameter, whether forward is declared to return a tuple)."""
-    signature = inspect.signature(module.forward)
-    annotation = signature.return_annotation
+def _declares_tuple(layer: nn.Module) -> bool:
+    annotation = inspect.signature(layer.forward).return_annotation
     text = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", str(annotation))
-    return next(iter(signature.parameters), ""), text.lower().startswith("tuple")
+    return text.lower().startswith("tuple")
+
+
+class ReturnCheck:
+    """A forward hook on a layer that is here: TypeError if it returns otherwise than its stand-ins elsewhere do.
+
+    A model that takes element 0 of what a layer returns would take the first sample of a stand-in's bare tensor.
+    """
+
+    def __init__(self, layer: nn.Module, path: str):
+        self.path, self.declared = path, _declares_tuple(layer)
+
+    def __call__(self, layer: nn.Module, args: Any, output: Any) -> None:
+        if isinstance(output, tuple) != self.declared:
+            returned, wanted = ("a tuple", "-> tuple[...]") if not self.declared else ("no tuple", "-> Tensor")
+            raise TypeError(
+                f"{self.path} returned {returned}, unlike its stand-ins on other parts, which go by the annotation of "
+                f"forward: write `{wanted}` at that of {type(layer).__name__}"
+            )

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from fastpar.pipeline.absent import Absent, AbsentAddend, AbsentEmbedding
+from fastpar.pipeline.absent import Absent, AbsentAddend, AbsentEmbedding, AbsentLayer
 
 
 class Unit(NamedTuple):
@@ -26,7 +26,8 @@ class Architecture:
     embedding  called with the ids; later parts give it the hidden states instead (or pass them as `inputs_embeds`)
     added      its output is added to the embedding's (position embeddings): nothing on later parts
     before     runs on that sum (dropout, norm): passes it on, on later parts
-    layers     an nn.ModuleList or nn.ModuleDict whose modules are called with the hidden states first
+    layers     an nn.ModuleList or nn.ModuleDict whose modules are called with the hidden states first; those whose
+               forward is declared to return a tuple (`-> tuple[...]`) return them first in it, the others alone
     norm       after the last layer; passes on, where absent
     head       after the norm; passes on, where absent
     shared     used by several parts, each of which keeps a copy of its own, parameters included. Modules without
@@ -49,7 +50,7 @@ class Architecture:
         units = [Unit("E", 0, self.embedding, AbsentEmbedding)] if self.embedding is not None else []
         units += [Unit("E", 0, path, AbsentAddend) for path in self.added]
         units += [Unit("E", 0, path) for path in self.before]
-        units += [Unit("t", index, f"{self.layers}.{name}") for index, name in enumerate(layers)]
+        units += [Unit("t", index, f"{self.layers}.{name}", AbsentLayer) for index, name in enumerate(layers)]
         units += [Unit("N", 0, self.norm)] if self.norm is not None else []
         units += [Unit("H", 0, self.head)] if self.head is not None else []
         return units

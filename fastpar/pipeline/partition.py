@@ -22,6 +22,7 @@ from typing import Protocol
 
 from torch import nn
 
+from fastpar.pipeline.absent import AbsentLayer, ReturnCheck
 from fastpar.pipeline.architecture import Architecture, Unit, find_architecture, known_architecture, sequential_units
 from fastpar.pipeline.balance import balance
 from fastpar.pipeline.calling import Convention, Keywords
@@ -69,6 +70,10 @@ class UnitModel:
     def build(self, parts: Sequence[int]) -> dict[int, nn.Module]:
         modules = carve(self.model, self._part, self._absent, parts)
         for part, module in modules.items():
+            layers = [p for p, own in self._part.items() if own == part and self._absent[p] is AbsentLayer]
+            for path in layers[:1]:
+                layer = module.get_submodule(path)
+                layer.register_forward_hook(ReturnCheck(layer, path))
             if self.convention is not None:
                 self.convention.install(module, has_embedding=part == 0, has_head=self._is_last(part))
         return modules
@@ -82,14 +87,15 @@ class Partition:
 
     num_parts  number of parts
     layout     which units each part holds; for a model of units, str(layout) can be given to `partition` again
-    edges      (source part, destination part, name) of tensors that go there besides the main stream
+    edges      (source part, destination part, name) of tensors that go past the part between them
     tied       parameters that several parts use
     """
 
     def __init__(self, source: Source):
         self._source: Source | None = source
         self._name = type(source.model).__name__
-        self.layout, self.num_parts, self.edges = source.layout, source.layout.num_parts, source.edges
+        self.layout, self.num_parts, self._skips = source.layout, source.layout.num_parts, source.edges
+        self.edges = tuple(edge for edge in source.edges if edge.destination > edge.source + 1)
         self._owners = dict(source.owners)
         self.tied = self._tied(source.model)
         self._keywords = [source.keywords(part) for part in range(self.num_parts)]
@@ -148,6 +154,7 @@ class Partition:
         for edge in self.edges:
             if edge.source == part:
                 sends[edge.name] = (*sends.get(edge.name, ()), edge.destination)
+        along = [edge for edge in self._skips if edge.destination == edge.source + 1]
         return Stage(
             part=part,
             num_parts=self.num_parts,
@@ -157,6 +164,8 @@ class Partition:
             sends=sends,
             receives={edge.name: edge.source for edge in self.edges if edge.destination == part},
             tied=tuple(tied for tied in self.tied if part in tied.names),
+            passes=tuple(edge.name for edge in along if edge.source == part),
+            takes=tuple(edge.name for edge in along if edge.destination == part),
         )
 
     def _row(self, model: nn.Module, part: int) -> dict[str, str]:

@@ -41,8 +41,9 @@ class Stage:
     module           module(*inputs, **keywords) -> tensor, tuple or dict (or a StageOutput); see `run`
     units            paths of the modules that this part alone holds, in the order in which they run
     keywords         keyword inputs of the batch that it takes: `name in stage.keywords`
-    sends            skip tensors that it returns besides its output: name to the parts that receive it
-    receives         skip tensors that it takes: name to the part that sends it
+    sends            skip tensors that go past the next part: name to the parts that receive them
+    receives         skip tensors from before the previous part: name to the part that sends them
+    passes, takes    skip tensors to the next and from the previous part, which go along with the output
     tied             parameters of this part that others use as well
     prefix           of the names of its parameters, where the module does not hold them under their full names
     """
@@ -56,6 +57,8 @@ class Stage:
     receives: Mapping[str, int]
     tied: tuple[Tied, ...]
     prefix: str = ""
+    passes: tuple[str, ...] = ()
+    takes: tuple[str, ...] = ()
 
     @staticmethod
     def of_module(module: nn.Module, part: int, num_parts: int) -> Stage:
@@ -81,19 +84,26 @@ class Stage:
     ) -> tuple[Any, dict[str, Tensor]]:
         """Forward of one microbatch: (what the next part receives, skip tensors to send).
 
-        received  what the part before returned (a tensor, tuple or dict); for part 0 the positional inputs, as a tuple,
-                  which may be empty
+        received  what `run` of the part before returned; for part 0 the positional inputs, as a tuple, which may be
+                  empty
         keywords  the batch's keyword inputs; the part takes those it knows
         skips     one tensor for each name in `receives`
         """
         if set(skips or ()) != set(self.receives):
             raise ValueError(f"part {self.part} receives skips {sorted(self.receives)}, but got {sorted(skips or ())}")
         named = {**self.keywords.select(keywords or {}), **(skips or {})}
+        if self.takes:
+            received, taken = received
+            named |= taken
         if isinstance(self.module, Chain | nn.Sequential) and not self.is_first:
             output = self.module(received, **named)  # their own rule for tuples and dicts holds between parts as well
         else:
             output = call(self.module, received, named)
-        sent = output.skips if isinstance(output, StageOutput) else {}
-        if set(sent) != set(self.sends):
-            raise ValueError(f"part {self.part} sends skips {sorted(self.sends)}, but returned {sorted(sent)}")
-        return (output.output if isinstance(output, StageOutput) else output), sent
+        found = output.skips if isinstance(output, StageOutput) else {}
+        if set(found) != {*self.sends, *self.passes}:
+            declared = sorted({*self.sends, *self.passes})
+            raise ValueError(f"part {self.part} sends skips {declared}, but returned {sorted(found)}")
+        value = output.output if isinstance(output, StageOutput) else output
+        if self.passes:
+            value = (value, {name: found[name] for name in self.passes})
+        return value, {name: found[name] for name in self.sends}

@@ -5,9 +5,9 @@ with its own forward, names and hooks. A tensor that the next part uses is passe
 goes there directly, as a skip tensor. Inputs of the model that have a default (masks) are keyword inputs of the parts
 that use them; the others come in at part 0 and are sent on to where they are used.
 
-The traced code may not branch on values of tensors, on optional inputs or on `training`, and what crosses from one part
-to another must be tensors, not sizes read off them. torch.distributed.pipelining traces with torch.export instead,
-which fixes the shapes as well and dissolves modules into operators, so that no plan for tensor parallelism fits them.
+The traced code may not branch on values of tensors, on optional inputs or on `training`, and hooks of traced modules do
+not run. torch.distributed.pipelining traces with torch.export instead, which fixes the shapes as well and dissolves
+modules into operators, so that no plan for tensor parallelism fits them.
 """
 
 from __future__ import annotations
