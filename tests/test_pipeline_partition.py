@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from fastpar.pipeline.absent import Absent
 from fastpar.pipeline.architecture import Architecture
 from fastpar.pipeline.calling import StageOutput
 from fastpar.pipeline.chain import Edge
@@ -389,6 +390,7 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.fc = nn.Linear(8, 8)
+        self.power = 1  # read by the model, also of blocks that are elsewhere
 
     def forward(self, hidden: Tensor, bias: Tensor) -> tuple[Tensor, None]:
         return hidden + torch.tanh(self.fc(hidden) + bias), None
@@ -408,7 +410,7 @@ class Own(nn.Module):
         hidden = self.drop(self.ln0(self.tok(ids) + self.pos(ids)))
         bias = self.bias(ids)
         for block in self.blocks.values():
-            hidden = block(hidden=hidden, bias=bias if scale is None else bias * scale)[0]
+            hidden = block(hidden=hidden, bias=bias if scale is None else bias * scale**block.power)[0]
         return self.out(self.ln(hidden))
 
 
@@ -471,6 +473,75 @@ def test_parameters_of_the_model_itself_are_refused() -> None:
     model.register_parameter("cls", nn.Parameter(torch.zeros(8)))
     with pytest.raises(ValueError, match="cls is a parameter of a module whose own forward runs on every part"):
         partition(model, num_parts=2, architecture=OWN)
+
+
+class Scaled(Own):
+    """Scales the hidden states before the layers, outside of any module."""
+
+    def forward(self, ids: Tensor, scale: Tensor | None = None) -> Tensor:
+        hidden = self.drop(self.ln0(self.tok(ids) + self.pos(ids))) * 2
+        for block in self.blocks.values():
+            hidden = block(hidden=hidden, bias=self.bias(ids))[0]
+        return self.out(self.ln(hidden))
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_code_between_modules_that_would_run_on_every_part_is_found(device: str) -> None:
+    with torch.device(device):
+        model, fine = Scaled(), Own()
+    message = "operations MulBackward0" if device == "meta" else "other values come out than went in"
+    with pytest.raises(ValueError, match=rf"the forward of Scaled changes the hidden states \({message}\)"):
+        partition(model, layout="E,t|t|t,H", architecture=OWN)
+    assert partition(model, layout="E,t*3,H", architecture=OWN).num_parts == 1
+    assert partition(fine, layout="E,t|t|t,H", architecture=OWN).num_parts == 3
+    assert not any(isinstance(m, Absent) for m in (*model.modules(), *fine.modules())), "the model was not touched"
+
+
+class OnIds(Own):
+    """Looks at ids outside of its modules."""
+
+    def forward(self, ids: Tensor, scale: Tensor | None = None) -> Tensor:
+        return super().forward(torch.bincount(ids.flatten()) if ids.dim() == 1 else ids | 0, scale)
+
+
+def test_models_that_cannot_run_on_hidden_states_are_warned_of() -> None:
+    with pytest.warns(UserWarning, match="could not check that OnIds leaves hidden states alone"):
+        partition(OnIds(), layout="E,t|t|t,H", architecture=OWN)
+
+
+SMALL = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 70,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+
+
+@pytest.mark.parametrize("name", ["Granite", "Cohere"])
+def test_models_that_scale_outside_of_modules_are_refused(name: str) -> None:
+    import transformers
+
+    options = {"Granite": {"logits_scaling": 8.0}, "Cohere": {}}[name]
+    model = getattr(transformers, f"{name}ForCausalLM")(
+        getattr(transformers, f"{name}Config")(**SMALL, pad_token_id=0, **options)
+    )
+    with pytest.raises(ValueError, match=f"the forward of {name}ForCausalLM changes the hidden states"):
+        partition(model, num_parts=2)
+
+
+@pytest.mark.parametrize("name", ["GPTNeoX", "Phi3"])
+def test_architectures_of_other_models_come_from_their_own_plan(name: str) -> None:
+    import transformers
+
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**SMALL, pad_token_id=0)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    ids, keywords = batch_of("llama")
+    expected = whole_logits(model, ids, keywords)
+    cut = partition(model, layout="E,t|t|t,H")
+    assert torch.equal(forward_backward(cut.stages(range(3)), (ids,), keywords), expected)
 
 
 def test_unknown_architecture_says_how_to_describe_it() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -93,7 +93,7 @@ _KNOWN = (
 
 
 def find_architecture(model: nn.Module) -> Architecture | None:
-    """The architecture of a model with the module names of Hugging Face's, or None."""
+    """The architecture of a model with the module names of Hugging Face's Llama or GPT-2, or with a plan; or None."""
     paths = {path for path, _ in model.named_modules(remove_duplicate=False)}
     base = getattr(model, "base_model_prefix", "")
     prefix = f"{base}." if base and base in paths else ""
@@ -101,7 +101,7 @@ def find_architecture(model: nn.Module) -> Architecture | None:
     def here(path: str | None) -> str | None:
         return prefix + path if path is not None and prefix + path in paths else None
 
-    for known in _KNOWN:
+    for known in (*_KNOWN, *_planned(model, prefix)):
         if here(known.layers) and here(known.embedding):
             return Architecture(
                 layers=prefix + known.layers,
@@ -112,6 +112,19 @@ def find_architecture(model: nn.Module) -> Architecture | None:
                 head=known.head if known.head in paths else None,
             )
     return None
+
+
+def _planned(model: nn.Module, prefix: str) -> list[Architecture]:
+    """The architecture in a Hugging Face model's own plan for pipelines, whose modules stand in running order."""
+    plan: Any = getattr(getattr(model, "config", None), "base_model_pp_plan", None) or {}
+    paths = dict(model.named_modules())
+    names = [name for name in plan if prefix + name in paths]
+    lists = [i for i, name in enumerate(names) if isinstance(paths[prefix + name], nn.ModuleList)]
+    if len(lists) != 1 or lists[0] == 0 or len(names) > lists[0] + 2:
+        return []
+    head = next((name for name in getattr(type(model), "_pp_plan", None) or {} if name in paths), None)
+    norm = names[-1] if len(names) == lists[0] + 2 else None
+    return [Architecture(names[lists[0]], names[0], (), tuple(names[1 : lists[0]]), norm, head)]
 
 
 def known_architecture(model: nn.Module) -> Architecture:

@@ -79,7 +79,9 @@ class Convention:
 
     def __init__(self, model: nn.Module, *, loss: bool = False):
         self.keywords = Keywords.of(model)
-        self.first = next(iter(inspect.signature(model.forward).parameters), "")
+        parameters = inspect.signature(model.forward).parameters
+        self.first = next(iter(parameters), "")
+        self.required = [p.name for p in parameters.values() if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
         self.by_embeddings = "inputs_embeds" in self.keywords.names
         self.loss = loss
         if loss and "labels" not in self.keywords.names:
@@ -87,6 +89,11 @@ class Convention:
                 f"loss=True needs a model whose forward takes `labels`; {type(model).__name__} takes "
                 f"{sorted(self.keywords.names)}"
             )
+
+    @property
+    def runs_on_hidden_states(self) -> bool:
+        """Whether nothing but the hidden states must be given."""
+        return self.by_embeddings or len(self.required) <= 1
 
     def keywords_of(self, *, has_embedding: bool, has_head: bool) -> Keywords:
         """A later part takes no ids, and only the part with the head what is about the output."""

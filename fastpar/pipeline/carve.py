@@ -41,6 +41,11 @@ def carve(
     return carved
 
 
+def carve_around(model: nn.Module, owners: Mapping[str, int], absent: Mapping[str, MakeAbsent]) -> nn.Module:
+    """A part that holds no unit, beside the model, which stays as it is; what parts share is the model's own."""
+    return _Carver(owners, absent, Shares().of_part(-1), None).rebuild(model, "")
+
+
 class Shares:
     """Which part has the original of each module and tensor, over all kept parts.
 

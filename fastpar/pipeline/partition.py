@@ -20,7 +20,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
-from torch import nn
+from torch import Tensor, nn
 
 from fastpar.pipeline.absent import AbsentLayer, ReturnCheck
 from fastpar.pipeline.architecture import Architecture, Unit, find_architecture, known_architecture, sequential_units
@@ -29,6 +29,7 @@ from fastpar.pipeline.calling import Convention, Keywords
 from fastpar.pipeline.carve import carve
 from fastpar.pipeline.chain import Chain, Edge
 from fastpar.pipeline.layout import Layout
+from fastpar.pipeline.probe import check_transparent
 from fastpar.pipeline.stage import Stage, Tied
 from fastpar.pipeline.traced import TracedModel
 from fastpar.pipeline.unit_costs import Costs, group_costs, groups_of
@@ -59,6 +60,10 @@ class UnitModel:
         self._part = {unit.path: layout.part_of(unit.kind, unit.number) for unit in units}
         self.owners: Mapping[str, tuple[int, ...]] = {path: (part,) for path, part in self._part.items()}
         self.edges = _part_edges(model, self._part) if isinstance(model, Chain) else ()
+        if convention is not None and layout.num_parts > 1:
+            width = _hidden_size(model, units)
+            if width is not None and convention.runs_on_hidden_states:
+                check_transparent(model, self._absent, convention, width)
 
     def keywords(self, part: int) -> Keywords:
         if self.convention is not None:
@@ -229,7 +234,8 @@ def partition(
 ) -> Partition:
     """Cut a model into consecutive parts, by exactly one of `num_parts`, `layout` and `split_points`.
 
-    model         a layered model, an nn.Sequential, or a list of modules that are called one after another
+    model         a layered model, an nn.Sequential, or a list of modules that are called one after another (a `Chain`,
+                  where tensors skip some of them)
     num_parts     cut so that the costliest rank costs as little as possible (`balance`), by `costs`: "flops",
                   "parameters", or measured times of embedding, layers and head (`group_costs`); `stage_ranks` is the
                   rank of each part where a rank holds several (`Schedule.stage_ranks`)
@@ -251,9 +257,10 @@ def partition(
     convention: Convention | None = None
     if not isinstance(model, nn.Module):
         model = Chain(model)
-        units = [Unit("t", index, name) for index, name in enumerate(model._modules)]
-    elif type(model) is nn.Sequential and architecture is None:
+    if type(model) is nn.Sequential and architecture is None:
         units = sequential_units(model)
+    elif isinstance(model, Chain):
+        units = [Unit("t", index, name) for index, name in enumerate(model._modules)]
     else:
         if split_points is not None and architecture is None and find_architecture(model) is None:
             if loss:
@@ -275,6 +282,16 @@ def partition(
         assert layout is not None
         cut = _counts(layout, units)
     return Partition(UnitModel(model, units, cut, convention))
+
+
+def _hidden_size(model: nn.Module, units: Sequence[Unit]) -> int | None:
+    """Features of the hidden states: those of the embedding, or of the final norm."""
+    for kind in "EN":
+        for unit in units:
+            weight = getattr(model.get_submodule(unit.path), "weight", None)
+            if unit.kind == kind and isinstance(weight, Tensor):
+                return weight.shape[-1]
+    return None
 
 
 def _ends(units: Sequence[Unit]) -> dict[str, bool]:
