@@ -1,7 +1,8 @@
-"""Train a Llama-style model on real text with tensor and data parallelism, then check it against one process.
+"""Train a Llama-style model on real text with tensor, pipeline and data parallelism, then check it against one process.
 
     torchrun --nproc-per-node 4 examples/train.py                 # TP 2 x DP 2, on CPU
     torchrun --nproc-per-node 4 examples/train.py --tp 4 --sequence-parallel
+    torchrun --nproc-per-node 4 examples/train.py --pp 2 --schedule zbv --microbatches 8
     python examples/train.py --data my_texts/ --no-compare        # one process, no launcher
 
 `train_parallel` is the part to copy: an ordinary training loop, plus a mesh, `fp.parallelize`, a loss that takes logits
@@ -16,8 +17,10 @@ import functools
 import math
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import report
 import torch
@@ -40,28 +43,36 @@ FINAL_LR_FRACTION = 0.1
 class Layout:
     """How many ranks there are and how they share the work."""
 
+    pp: int
     tp: int
     dp: int
     sequence_parallel: bool
+    schedule: str = "1f1b"  # of the pipeline, and what follows: for pp > 1
+    microbatches: int = 4
+    parts: str | None = None
 
     @staticmethod
-    def of_world(world_size: int, tp: int | None, dp: int | None, sequence_parallel: bool) -> "Layout":
-        """Fill in what was not asked for: data parallelism takes the ranks that tensor parallelism leaves, and tensor
+    def of_world(
+        world_size: int, pp: int, tp: int | None, dp: int | None, sequence_parallel: bool, **pipeline: Any
+    ) -> "Layout":
+        """Fill in what was not asked for: data parallelism takes the ranks that the others leave, and tensor
         parallelism is 2 where that divides them."""
+        rest = world_size // max(pp, 1)
         if tp is None:
-            tp = (2 if world_size % 2 == 0 else 1) if dp is None else world_size // max(dp, 1)
+            tp = (2 if rest % 2 == 0 else 1) if dp is None else rest // max(dp, 1)
         if dp is None:
-            dp = world_size // max(tp, 1)
-        if min(tp, dp) < 1 or tp * dp != world_size:
+            dp = rest // max(tp, 1)
+        if min(pp, tp, dp) < 1 or pp * tp * dp != world_size:
             raise ValueError(
-                f"--tp ({tp}) times --dp ({dp}) must be the number of processes ({world_size}); "
-                f"start them with: torchrun --nproc-per-node {max(tp * dp, 1)} examples/train.py"
+                f"--pp ({pp}) times --tp ({tp}) times --dp ({dp}) must be the number of processes ({world_size}); "
+                f"start them with: torchrun --nproc-per-node {max(pp * tp * dp, 1)} examples/train.py"
             )
-        return Layout(tp, dp, sequence_parallel)
+        return Layout(pp, tp, dp, sequence_parallel, **pipeline)
 
     @property
     def name(self) -> str:
-        return f"TP {self.tp} x DP {self.dp}" + (" + SP" if self.sequence_parallel else "")
+        pipeline = f"PP {self.pp} ({self.schedule}) x " if self.pp > 1 else ""
+        return f"{pipeline}TP {self.tp} x DP {self.dp}" + (" + SP" if self.sequence_parallel else "")
 
 
 @dataclass(frozen=True)
@@ -97,9 +108,14 @@ class Job:
 
 def train_parallel(job: Job, layout: Layout, corpus: Corpus) -> report.Run:
     """Train under `layout`, on all ranks; each returns the same losses."""
-    mesh = fp.init_mesh(dp_replicate=layout.dp, tp=layout.tp, device="cpu")
+    mesh = fp.init_mesh(pp=layout.pp, dp_replicate=layout.dp, tp=layout.tp, device="cpu")
     dp = Communicator(mesh.group("dp"))
-    model = fp.parallelize(job.build_model(), mesh, sequence_parallel=layout.sequence_parallel)
+    loss_of = functools.partial(fp.ops.vocab_parallel_cross_entropy, group=mesh["tp"], inplace_backward=True)
+    model: nn.Module | fp.pipeline.Pipeline
+    if layout.pp > 1:
+        model = build_pipeline(job, layout, mesh, loss_of)
+    else:
+        model = fp.parallelize(job.build_model(), mesh, sequence_parallel=layout.sequence_parallel)
     optimizer, schedule = build_optimizer(model, job)
     per_rank = job.batch // layout.dp
     mine = range(mesh.rank("dp") * per_rank, (mesh.rank("dp") + 1) * per_rank)  # of the global batch
@@ -107,9 +123,12 @@ def train_parallel(job: Job, layout: Layout, corpus: Corpus) -> report.Run:
     with report.Meter(layout.name, job.steps, job.tokens_per_step, visible=rank() == 0) as meter:
         for step in range(job.steps):
             input_ids, targets = corpus.batch(step, mine)
-            logits = model(input_ids)  # [batch, seq, vocab / tp]
-            loss = fp.ops.vocab_parallel_cross_entropy(logits, targets, group=mesh["tp"], inplace_backward=True)
-            loss.backward()
+            if isinstance(model, fp.pipeline.Pipeline):
+                loss = model.step(input_ids, target=targets)  # forward and backward of all microbatches
+            else:
+                logits = model(input_ids)  # [batch, seq, vocab / tp]
+                loss = loss_of(logits, targets)
+                loss.backward()
             loss = average_over(dp, model, loss.detach())
             optimizer.step()
             schedule.step()
@@ -118,7 +137,21 @@ def train_parallel(job: Job, layout: Layout, corpus: Corpus) -> report.Run:
     return meter.run
 
 
-def average_over(dp: Communicator, model: nn.Module, loss: Tensor) -> Tensor:
+def build_pipeline(job: Job, layout: Layout, mesh: fp.Mesh, loss: Callable[..., Tensor]) -> fp.pipeline.Pipeline:
+    """This rank's stages, their layers split over the tensor-parallel ranks, and the schedule that runs them."""
+    return fp.parallelize_pipeline(
+        job.build_model(),
+        mesh,
+        layout.schedule,
+        num_microbatches=layout.microbatches,
+        layout=layout.parts,
+        loss=loss,
+        plan="auto",
+        sequence_parallel=layout.sequence_parallel,
+    )
+
+
+def average_over(dp: Communicator, model: nn.Module | fp.pipeline.Pipeline, loss: Tensor) -> Tensor:
     """Replace every gradient by its mean over the data-parallel ranks, and return the mean loss.
 
     All of them travel together, packed into buckets; this model fits into one.
@@ -147,7 +180,9 @@ def train_single(job: Job, corpus: Corpus) -> report.Run:
     return meter.run
 
 
-def build_optimizer(model: nn.Module, job: Job) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+def build_optimizer(
+    model: nn.Module | fp.pipeline.Pipeline, job: Job
+) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=job.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, job.lr_factor)
 
@@ -162,6 +197,10 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add = functools.partial(parser.add_argument, metavar="N", type=int)
     add("--tp", help="tensor-parallel ranks (2 where the number of processes is even, else 1)")
     add("--dp", help="data-parallel ranks (the rest)")
+    add("--pp", default=1, help="pipeline ranks (%(default)s)")
+    add("--schedule", default="1f1b", type=str, metavar="NAME", help="of the pipeline: `fastpar simulate` lists them")
+    add("--microbatches", default=4, help="of a pipeline's step, on every data-parallel rank (%(default)s)")
+    add("--parts", type=str, metavar="LAYOUT", help="which layers go where, such as E,t|t*3,H (balanced by cost)")
     parser.add_argument("--sequence-parallel", action=argparse.BooleanOptionalAction, default=False)
     add("--steps", default=80)
     add("--batch", default=8, help="sequences per step, over all ranks (%(default)s)")
@@ -185,7 +224,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 def make_job(arguments: argparse.Namespace) -> tuple[Job, Layout, Corpus]:
     """Everything the flags ask for, checked; ValueError or OSError says what is wrong with them."""
     a = arguments
-    layout = Layout.of_world(int(os.environ.get("WORLD_SIZE", "1")), a.tp, a.dp, a.sequence_parallel)
+    pipeline = {"schedule": a.schedule, "microbatches": a.microbatches, "parts": a.parts}
+    layout = Layout.of_world(int(os.environ.get("WORLD_SIZE", "1")), a.pp, a.tp, a.dp, a.sequence_parallel, **pipeline)
     model = LlamaConfig(
         vocab_size=VOCAB_SIZE,
         hidden_size=a.hidden,
@@ -197,6 +237,13 @@ def make_job(arguments: argparse.Namespace) -> tuple[Job, Layout, Corpus]:
     job = Job(model, a.steps, a.batch, a.seq_len, a.lr, a.seed, a.dtype)
     if a.batch % layout.dp:
         raise ValueError(f"--batch ({a.batch}) must be a multiple of the data-parallel ranks ({layout.dp})")
+    if layout.pp > 1:
+        fp.pipeline.make_schedule(layout.schedule, layout.pp, layout.microbatches)
+        if a.batch // layout.dp < layout.microbatches:
+            raise ValueError(
+                f"--batch ({a.batch}) gives each data-parallel rank {a.batch // layout.dp} sequences, which cannot be "
+                f"cut into {layout.microbatches} --microbatches"
+            )
     if a.torch_threads < 1:
         raise ValueError(f"--torch-threads must be at least 1, got {a.torch_threads}")
     a.out.mkdir(parents=True, exist_ok=True)  # now, as it would be a pity to find out after training
