@@ -16,6 +16,7 @@ bit for bit, for every schedule that keeps the microbatches of each stage in ord
 
 from __future__ import annotations
 
+import pickle
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -103,7 +104,7 @@ class Pipeline:
         self._exchange = Exchange(self.schedule, self.rank, self._p2p)
         self._runs = {s: self._stage_run(s, stage) for s, stage in self.stages.items()}
         tags = 2 * schedule.num_stages**2 * schedule.num_microbatches
-        self._loss_tag, shared_tag = tags, tags + 1
+        self._loss_tag, shared_tag, self._control_tag = tags, tags + 1, tags + 2
         shared = find_shared(schedule, self.rank, self.stages)
         self._shared = SharedGrads(shared, self.rank, self._p2p, shared_tag)
         self._shared.check_equal()
@@ -173,6 +174,19 @@ class Pipeline:
         times = zip(self._executed, self._times, strict=False)
         events = tuple(Event(self.rank, action, start, end) for action, (start, end) in times)
         return Timeline(events, unit="s", name=self.schedule.name)
+
+    def gather_timeline(self) -> Timeline:
+        """The timelines of all ranks in one; called by all ranks, and returned on each. Ranks of several hosts have
+        clocks of their own: see `Timeline.merge` for offsets.
+        """
+        return self._finish("gathering the timelines", self._gather_timeline)
+
+    def _gather_timeline(self) -> Timeline:
+        others = [rank for rank in range(self._p2p.size) if rank != self.rank]
+        for peer in others:
+            self._p2p.send(peer, self._control_tag, [], pickle.dumps(self.timeline))
+        received = {peer: pickle.loads(self._p2p.recv(peer, self._control_tag)[1]) for peer in others}
+        return Timeline.merge([received.get(rank, self.timeline) for rank in range(self._p2p.size)])
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters of this rank's stages under the names that they have in the whole model."""
