@@ -6,8 +6,9 @@
 A rank that starts from nothing costs seconds of a core; a fork of a process that has imported torch, and done nothing
 with it, a few milliseconds. That process is a child of the test's own, so that what is forked has one thread.
 
-A rank of a run joins a group, calls one collective (or sends a message round the ring) again and again (with sizes around all thresholds, the same on all
-ranks), and reports the first error. `Outcome.seconds`: from the moment of the fault to the error.
+A rank of a run joins a group, calls one collective again and again (with sizes around all thresholds, the same on all
+ranks; or sends messages round a ring, or trains a pipeline), and reports the first error. `Outcome.seconds`: from the
+moment of the fault to the error.
 """
 
 from __future__ import annotations
@@ -86,7 +87,8 @@ def serve() -> None:
     import torch
 
     import fastpar.comm
-    import fastpar.comm.shared_region  # noqa: F401  (ranks find it loaded)
+    import fastpar.comm.shared_region
+    import fastpar.pipeline  # noqa: F401  (ranks find it loaded)
 
     torch.set_num_threads(1)
     answers = os.fdopen(os.dup(1), "w")
@@ -196,6 +198,18 @@ def say(pipe: int, **message: Any) -> None:
     os.write(pipe, (json.dumps(message) + "\n").encode())
 
 
+def build_pipeline(comm: Any) -> Any:
+    """A small stage on every rank, under 1F1B with 8 microbatches."""
+    import torch
+
+    from fastpar.pipeline import Pipeline, make_schedule
+
+    torch.manual_seed(0)
+    stage = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(8)))
+    schedule = make_schedule("1f1b", comm.size, 8)
+    return Pipeline([stage], schedule, comm.group, loss=torch.nn.functional.mse_loss, timeout=comm.timeout)
+
+
 class Calls:
     """The same collective with one size after the other."""
 
@@ -211,6 +225,8 @@ class Calls:
             self.region = SharedRegion(comm, 4 * NUMELS[-1])
         if op in MESSAGES:
             self.messages = PointToPoint(comm.group, timeout=comm.timeout, transport=op.split()[-1])
+        if op == "pipeline":
+            self.pipe = build_pipeline(comm)
         self.inputs = {numel: torch.ones(numel * comm.size) for numel in NUMELS}
 
     def next(self) -> None:
@@ -227,6 +243,8 @@ class Calls:
         elif self.op == "region":
             inside = self.region.tensor((numel,), torch.float32)
             comm.all_reduce(inside, out=inside)
+        elif self.op == "pipeline":
+            self.pipe.step(torch.ones(8, 64), target=torch.zeros(8, 64))
         elif self.op in MESSAGES:
             self.messages.send((comm.rank + 1) % comm.size, 0, [x])
             self.messages.recv((comm.rank - 1) % comm.size, 0)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fastpar.comm.errors import CommTimeoutError, PeerFailedError
 from fastpar.pipeline import Microbatches, Pipeline, PipelineError, Schedule, make_schedule
 from tests.dist import run_ranks
+from tests.fault_ranks import FaultRanks
 from tests.pipeline_models import (
     WIDTH,
     Block,
@@ -342,6 +343,20 @@ def test_a_rank_that_does_not_come_is_named() -> None:
     message = run_ranks(2, run_missing_rank)[1]
     assert "action 1RECV_F0" in message
     assert "rank 0" in message
+
+
+@pytest.mark.timeout(90)
+def test_a_killed_rank_is_named_on_the_others_within_two_seconds() -> None:
+    """The first to notice raises PeerLostError and tells the others, which may learn it from the process, too."""
+    with FaultRanks() as ranks:
+        for victim, after in ((1, 0.05), (0, 0.11), (2, 0.03)):
+            outcomes = ranks.run(3, "pipeline", fault="kill", victim=victim, after=after)
+            assert len(outcomes) == 2
+            for outcome in outcomes:
+                assert outcome.error in ("PeerLostError", "PeerFailedError"), outcome
+                assert f"rank {victim}" in outcome.text, outcome
+                assert "of the pipeline" in outcome.text, outcome
+                assert outcome.seconds < 2.0, outcome
 
 
 def one_rank(**options: Any) -> Pipeline:
