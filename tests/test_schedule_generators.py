@@ -188,6 +188,8 @@ def test_v_half_and_v_min_idle_within_half_and_two_thirds_of_1f1b(p: int) -> Non
         half, least = run(v_half(p, m)).idle, run(v_min(p, m)).idle
         assert len(set(half)) == len(set(least)) == 1
         assert half[0] <= Fraction(3, 2) * (p - 1)
+        if p % 2 and m > p:
+            assert half[0] == Fraction(3, 2) * (p - 2)
         assert least[0] == 2 * (p - 1) - (Fraction(1, 2) if p % 3 else Fraction(3, 2))
 
 
