@@ -24,8 +24,10 @@ from fastpar.ops.overlap import Overlap
 from fastpar.pipeline import Pipeline, Schedule, make_schedule, partition
 from fastpar.pipeline.calling import Keywords
 from fastpar.pipeline.runtime import Loss, MakeOptimizer
+from fastpar.pipeline.stage import Stage
 from fastpar.pipeline.unit_costs import Costs
 from fastpar.plan import Style
+from fastpar.recompute import Policy, apply_recompute
 from fastpar.swap import parallelize
 
 
@@ -46,6 +48,7 @@ def parallelize_pipeline(
     gather_logits: bool = False,
     sync_weights: str = "check",
     overlap: bool | Overlap = True,
+    recompute: Policy | None = None,
     timeout: float = 60.0,
 ) -> Pipeline:
     """Cut a model over the mesh's "pp" dim, split the layers of this rank's stages over "tp", and return the pipeline.
@@ -61,6 +64,8 @@ def parallelize_pipeline(
                       With tp > 1 the loss gets logits that are split over the vocabulary
     plan, sequence_parallel, gather_logits, sync_weights, overlap    as for `fastpar.parallelize`; plan=None: layers
                       stay whole, as they do where the mesh has no "tp" and the plan is "auto"
+    recompute         which activations of a stage's layers to compute again in backward, such as
+                      `fp.recompute.Full()`: `fastpar.apply_recompute` on every stage
 
     Every rank of the mesh calls it with the same model. Raises what `make_schedule`, `partition`, `parallelize` and
     `Pipeline` raise: all of it before anything runs.
@@ -102,7 +107,21 @@ def parallelize_pipeline(
             )
             for stage in stages
         ]
+    if recompute is not None:
+        for stage in stages:
+            _recompute_layers(stage, recompute)
     group = mesh.group("pp")
     return Pipeline(
         stages, schedule, group, loss=loss, reduction=reduction, optimizer=optimizer, edges=whole.edges, timeout=timeout
     )
+
+
+def _recompute_layers(stage: Stage, policy: Policy) -> None:
+    """The layers are the units that are numbered; those of other parts are not among a stage's units."""
+    chains: dict[str, list[nn.Module]] = {}
+    for path in stage.units:
+        parent, _, name = path.rpartition(".")
+        if name.isdigit():
+            chains.setdefault(parent, []).append(stage.module.get_submodule(path))
+    for layers in chains.values():
+        apply_recompute(layers, policy)

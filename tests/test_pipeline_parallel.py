@@ -103,6 +103,8 @@ CASES = [
     ("qwen3", {"pp": 2, "tp": 2}, "interleaved_1f1b", False, {"schedule_options": {"stages_per_rank": 2}}),
     ("gpt2", {"pp": 4}, "1f1b", True, {"layout": "E,t*2|t|t|H"}),
     ("mistral", {"pp": 2, "tp": 2}, "gpipe", False, {"layout": [3, 1]}),
+    ("llama", {"pp": 2, "tp": 2}, "zbv", False, {"recompute": fp.recompute.Full(), "sequence_parallel": True}),
+    ("example", {"pp": 4}, "1f1b", False, {"recompute": fp.recompute.Selective()}),
 ]
 
 
