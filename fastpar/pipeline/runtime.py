@@ -84,9 +84,8 @@ class Pipeline:
     ) -> None:
         if reduction not in ("mean", "sum"):
             raise ValueError(f"reduction must be 'mean' or 'sum', got {reduction!r}")
-        self.schedule = (
-            schedule if schedule.has_transfers else add_communication(schedule, _stage_edges(schedule, edges))
-        )
+        pairs = list(dict.fromkeys((edge.source, edge.destination) for edge in edges))
+        self.schedule = schedule if schedule.has_transfers else add_communication(schedule, pairs)
         check(self.schedule)
         self._p2p = PointToPoint(group, timeout=timeout, transport=transport)
         self.rank = self._p2p.rank
@@ -376,12 +375,6 @@ def _as_stage(stage: nn.Module | Stage, schedule: Schedule, s: int) -> Stage:
             f"stage {s} of the schedule is part {part} of {num_parts}, but got part {stage.part} of {stage.num_parts}"
         )
     return stage
-
-
-def _stage_edges(schedule: Schedule, edges: Iterable[Edge]) -> list[tuple[int, int]]:
-    """Skip connections between parts as pairs of stages, in every chain."""
-    pairs = [(chain.stages[e.source], chain.stages[e.destination]) for chain in schedule.chains for e in edges]
-    return list(dict.fromkeys(pairs))
 
 
 def _with_message(error: _E, text: str) -> _E:
