@@ -17,6 +17,7 @@ from fastpar.pipeline.lowering import add_communication, add_reduce_grad, add_un
 from fastpar.pipeline.partition import Partition, partition
 from fastpar.pipeline.runtime import Pipeline, PipelineError
 from fastpar.pipeline.schedule import Action, ActionType, Chain, Schedule, ScheduleError
+from fastpar.pipeline.search import find_schedule
 from fastpar.pipeline.simulate import Simulation, activation_peaks, measured_costs, simulate
 from fastpar.pipeline.stage import Stage
 from fastpar.pipeline.timeline import Comparison, Event, Timeline, compare
@@ -52,6 +53,7 @@ __all__ = [
     "dualpipe",
     "dualpipev",
     "eager_1f1b",
+    "find_schedule",
     "gpipe",
     "interleaved_1f1b",
     "looped_bfs",

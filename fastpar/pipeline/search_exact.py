@@ -153,17 +153,28 @@ class _BranchAndBound:
         return False
 
 
-def shortest_orders(model: Model, upper: Number, *, max_nodes: int) -> tuple[Plan | None, bool]:
-    """Complete orders (codes of `search_model`) that are shorter than `upper`, or None; and whether that is final.
+@dataclass(frozen=True)
+class Exact:
+    """What branch and bound found.
 
-    Final: no schedule with microbatches in ascending order per stage is shorter than what is returned (or than
-    `upper`). Not final: `max_nodes` were not enough. One stage per rank.
+    orders    complete orders (codes of `search_model`) that are shorter than what was known; None: there are none
+    makespan  theirs, or of what was known
+    is_final  nothing is shorter, of all schedules with microbatches in ascending order per stage; False: there were
+              not enough nodes to say so
     """
-    assert model.num_stages == model.num_ranks, "one stage per rank"
-    search = _BranchAndBound(model, upper, max_nodes)
+
+    orders: Plan | None
+    makespan: Number
+    is_final: bool
+
+
+def branch_and_bound(model: Model, known: Number, *, max_nodes: int) -> Exact:
+    """Look for orders shorter than `known`, with one stage per rank. Recurses once per action."""
+    if model.num_stages != model.num_ranks:
+        raise ValueError(f"branch and bound takes one stage per rank, got {model.num_stages} on {model.num_ranks}")
+    search = _BranchAndBound(model, known, max_nodes)
     search.run()
-    final = search.nodes_left > 0
-    if search.best_orders is None:
-        return None, final
-    p = model.num_ranks
-    return [[kind * p + rank for kind in own] for rank, own in enumerate(search.best_orders)], final
+    orders = search.best_orders and [
+        [kind * model.num_ranks + rank for kind in own] for rank, own in enumerate(search.best_orders)
+    ]
+    return Exact(orders, search.best, search.nodes_left > 0)

@@ -14,6 +14,7 @@ import heapq
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from fastpar.pipeline.costs import Costs, Number, common_denominator
 from fastpar.pipeline.schedule import Action, ActionType, Chain, Schedule
@@ -200,6 +201,66 @@ def fill(model: Model, plan: Plan, slack: Sequence[Number]) -> Filled:
         clocks[rank] += sum(weight[stage] for stage in waiting)
         out[rank] += [2 * n + stage for stage in waiting]
     return Filled(max(clocks), out)
+
+
+def critical_positions(model: Model, orders: Plan) -> list[tuple[int, int]]:
+    """(rank, position in the plan) of the F and I that decide the makespan of complete orders.
+
+    Backwards from what ends last: what starts as its rank becomes free was decided by the action before it, everything
+    else by the message that it waited for.
+    """
+    n, m = model.num_stages, model.num_microbatches
+    durations = [*model.forward, *model.backward, *model.weight]
+    counts = [0] * (3 * n)
+    places: dict[int, tuple[int, int]] = {}  # code * m + microbatch -> where
+    names: list[list[int]] = [[] for _ in orders]
+    for rank, own in enumerate(orders):
+        for position, code in enumerate(own):
+            names[rank].append(code * m + counts[code])
+            places[names[rank][-1]] = (rank, position)
+            counts[code] += 1
+    ends: dict[int, Number] = {}
+    by_message: set[int] = set()
+    at, clocks = [0] * len(orders), [cast(Number, 0)] * len(orders)
+    while any(i < len(own) for i, own in zip(at, names, strict=True)):
+        for rank, own in enumerate(names):
+            while at[rank] < len(own):
+                name = own[at[rank]]
+                source = _source(model, name)
+                if source is not None:
+                    if source[0] not in ends:
+                        break
+                    arrival = ends[source[0]] + source[1]
+                    if arrival > clocks[rank]:
+                        clocks[rank] = arrival
+                        by_message.add(name)
+                clocks[rank] += durations[name // m]
+                ends[name] = clocks[rank]
+                at[rank] += 1
+    critical = []
+    rank = max(range(len(orders)), key=clocks.__getitem__)
+    position = len(orders[rank]) - 1
+    while position >= 0:
+        name = names[rank][position]
+        if name // m < 2 * n:
+            critical.append((rank, sum(code < 2 * n for code in orders[rank][:position])))
+        source = _source(model, name)
+        if name in by_message and source is not None:
+            rank, position = places[source[0]]
+        else:
+            position -= 1
+    return critical
+
+
+def _source(model: Model, name: int) -> tuple[int, Number] | None:
+    """What sends the input of an action, and how long that is on its way; None for W and at the ends of the chain."""
+    n, m = model.num_stages, model.num_microbatches
+    code = name // m
+    if 0 < code < n:
+        return name - m, model.latency[code - 1]
+    if n <= code < 2 * n - 1:
+        return name + m, model.latency[code - n]
+    return None
 
 
 @dataclass(frozen=True)
