@@ -113,6 +113,12 @@ def test_search_without_proof_reaches_the_exact_optimum(num_ranks: int, num_micr
         assert exact.makespan >= model.lower_bound()
 
 
+def test_moves_of_weight_gradients_reach_the_optimum_that_priorities_miss() -> None:
+    costs = Costs(10, 8, 12)
+    found = find_schedule(3, 6, costs, max_activations=2, exact=False)
+    assert makespan(found, costs) == branch_and_bound(model_of(3, 6, costs, 2), 1000, max_nodes=20_000).makespan == 236
+
+
 SIZES = [(1, 3, 1), (2, 5, 1), (4, 8, 1), (4, 3, 1), (2, 4, 2), (4, 8, 2), (3, 6, 3)]
 
 

@@ -281,6 +281,21 @@ def test_replicas_that_reduce_in_opposite_orders_deadlock() -> None:
     assert kinds(both_ways("0STEP 3STEP", "2STEP 1STEP")) == ["reduce"]
 
 
+def test_replicas_on_one_rank_step_after_both_have_reduced() -> None:
+    def halves(*orders: str) -> Schedule:
+        chains = (Chain((0, 1), (0,)), Chain((2, 3), (1,)))
+        computes = "0F0 2F1 0B0 2B1", "1F0 3F1 1B0 3B1"
+        return Schedule("halves", (0, 1, 0, 1), chains, parsed(*map(" ".join, zip(computes, orders, strict=True))))
+
+    together = "1REDUCE_GRAD 3REDUCE_GRAD 1STEP 3STEP"
+    assert validate(halves("0REDUCE_GRAD 2REDUCE_GRAD 0STEP 2STEP", together)) == []
+    early = halves("0REDUCE_GRAD 0STEP 2REDUCE_GRAD 2STEP", together)
+    assert not execute(early).is_right
+    (problem,) = validate(early)
+    assert (problem.kind, str(problem.action)) == ("reduce", "0STEP")
+    assert "2REDUCE_GRAD (rank 0, position 6) adds the gradients of its replica only later" in problem.message
+
+
 def test_the_shortest_circle_is_shown() -> None:
     ranks = ["0RECV_B0 0F0 0SEND_F0 0B0", "1RECV_F0 1F0 1RECV_B0 1SEND_F0 1B0 1SEND_B0"]
     schedule = straight(1, *ranks, "2RECV_F0 2F0 2B0 2SEND_B0")

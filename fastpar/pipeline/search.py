@@ -9,8 +9,9 @@ from the best so far, and stops early where a lower bound proves that nothing is
     fixed     every fixed schedule with this placement that is within the limit: the result is never worse
     list      list scheduling by priorities: how many microbatches each stage may have under way, what goes first, how
               long a weight gradient may delay what arrives meanwhile; over a grid, then at random, then around the best
-    moves     local search: an F or I somewhere else in a rank's order, with weight gradients filled in anew; what is
-              a little worse may be kept for a while (simulated annealing)
+    moves     local search: an F or I somewhere else in a rank's order, with weight gradients filled in anew, or a
+              weight gradient somewhere else; mostly of what is on the critical path. What is a little worse may be
+              kept for a while (simulated annealing)
     exact     branch and bound, for one stage per rank and few enough actions
 
 Microbatches ascend on every stage, so that gradients are sums in the order of a sequential run.
@@ -29,7 +30,7 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
+from itertools import accumulate, product
 
 from fastpar.pipeline.costs import Costs, Number
 from fastpar.pipeline.generators import make_schedule, schedule_names
@@ -53,6 +54,7 @@ _T = ActionType
 _EXACT_ACTIONS = 200  # branch and bound recurses once per action, and cannot end with more of them anyway
 _EXACT_NODES = 20_000
 _SHARES = (0, 0.25, 0.5, 0.75, 1)
+_ROUNDS = 4  # of annealing
 
 
 def placements(num_ranks: int, stages_per_rank: int) -> dict[str, list[int]]:
@@ -139,11 +141,11 @@ class _Search:
         tried: list[tuple[Number, int, Priorities]] = []
         evaluations = self.evaluations
         for priorities in self._candidates():
-            if self.is_over or self.evaluations < evaluations // 2:
+            if self.is_over or self.evaluations < evaluations * 2 // 3:
                 break
             tried.append((self._try(priorities), len(tried), priorities))
         for makespan, _, priorities in sorted(tried, key=lambda each: each[:2])[:3]:
-            self._climb(priorities, makespan, evaluations // 12)
+            self._climb(priorities, makespan, evaluations // 18)
 
     def _try(self, priorities: Priorities) -> Number:
         plan = list_plan(self.model, priorities)
@@ -191,23 +193,35 @@ class _Search:
     # Moves
 
     def move(self) -> None:
-        """Simulated annealing over plans, from the best one; mostly on what is critical."""
-        if self.is_over:
-            return
+        """Simulated annealing: over plans, then with weight gradients moved as everything else, and again."""
+        model = self.model
+        for left in range(2 * _ROUNDS, 0, -1):
+            if self.is_over:
+                return
+            plan, slack = self.orders, [-math.inf] * model.num_ranks
+            if left % 2 == 0:
+                plan = [[code for code in own if code < 2 * model.num_stages] for own in plan]
+                slack = self.slack if min(self.slack) >= 0 else self.shares(0)
+            self._anneal(plan, slack, math.ceil(self.evaluations / left))
+
+    def _anneal(self, plan: Plan, slack: list[Number], evaluations: int) -> None:
+        """From a plan; mostly at what is critical."""
         model, rng = self.model, self.rng
-        plan, slack, makespan = self.plan, self.slack, self.best
-        critical = critical_positions(model, self.orders)
-        total = self.evaluations
+        filled = self.evaluate(plan, slack)
+        if not filled.orders:
+            return  # weight gradients as late as this do not fit into the memory
+        makespan, critical = filled.makespan, self._critical(filled.orders, plan)
         warmth = 0.5 * float(max(*model.weight, min(model.forward), 1e-12))
-        while not self.is_over:
-            temperature = warmth * self.evaluations / total
+        end = self.evaluations - evaluations
+        while not self.is_over and self.evaluations > end:
+            temperature = warmth * (self.evaluations - end) / evaluations
             changed, changed_slack = list(plan), list(slack)
             for _ in range(rng.choice((1, 1, 1, 2, 3))):
                 rank, position = rng.choice(critical)
                 if rng.random() < 0.3:
                     rank = rng.randrange(model.num_ranks)
                     position = rng.randrange(len(changed[rank]))
-                if rng.random() < 0.1:
+                if rng.random() < 0.1 and slack[rank] >= 0:
                     changed_slack[rank] = rng.choice(_SHARES) * max(model.weight[s] for s in model.stages_of(rank))
                 else:
                     changed[rank] = self._moved(changed[rank], position)
@@ -218,7 +232,15 @@ class _Search:
             worse = float(filled.makespan - makespan)
             if worse <= 0 or (temperature > 0 and rng.random() < math.exp(-worse / temperature)):
                 plan, slack, makespan = changed, changed_slack, filled.makespan
-                critical = critical_positions(model, filled.orders)
+                critical = self._critical(filled.orders, plan)
+
+    def _critical(self, orders: Plan, plan: Plan) -> list[tuple[int, int]]:
+        """Places in a plan of what is critical in its complete orders."""
+        critical = critical_positions(self.model, orders)
+        if len(plan[0]) == len(orders[0]):
+            return critical
+        counts = [[0, *accumulate(code < 2 * self.model.num_stages for code in own)] for own in orders]
+        return [(rank, min(counts[rank][position], len(plan[rank]) - 1)) for rank, position in critical]
 
     def _moved(self, own: list[int], position: int) -> list[int]:
         """One F or I somewhere else, mostly near."""

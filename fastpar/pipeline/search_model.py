@@ -125,7 +125,10 @@ INFEASIBLE = Filled(float("inf"), [])
 
 def fill(model: Model, plan: Plan, slack: Sequence[Number]) -> Filled:
     """Run a plan. A rank that would wait does the oldest weight gradient, if that delays what comes next by at most
-    `slack[rank]`; a rank that lacks memory does as many as it takes; what is left is done in the end."""
+    `slack[rank]`; a rank that lacks memory does as many as it takes; what is left is done in the end.
+
+    Complete orders are plans too. With a slack of -infinity their weight gradients stay where they are.
+    """
     n = model.num_stages
     forward, backward, weight, latency, sizes = (
         model.forward, model.backward, model.weight, model.latency, model.sizes,
@@ -147,6 +150,17 @@ def fill(model: Model, plan: Plan, slack: Sequence[Number]) -> Filled:
             patience = slack[rank]
             while i < len(own):
                 code = own[i]
+                if code >= 2 * n:
+                    stage = code - 2 * n
+                    if stage not in waiting:
+                        return INFEASIBLE
+                    waiting.remove(stage)
+                    clock += weight[stage]
+                    if not free_early:
+                        held[rank] -= sizes[stage]
+                    written.append(code)
+                    i += 1
+                    continue
                 if code < n:
                     done = ends_f[code]
                     arrival: Number = 0
@@ -204,7 +218,7 @@ def fill(model: Model, plan: Plan, slack: Sequence[Number]) -> Filled:
 
 
 def critical_positions(model: Model, orders: Plan) -> list[tuple[int, int]]:
-    """(rank, position in the plan) of the F and I that decide the makespan of complete orders.
+    """(rank, position) of the actions that decide the makespan of complete orders.
 
     Backwards from what ends last: what starts as its rank becomes free was decided by the action before it, everything
     else by the message that it waited for.
@@ -242,8 +256,7 @@ def critical_positions(model: Model, orders: Plan) -> list[tuple[int, int]]:
     position = len(orders[rank]) - 1
     while position >= 0:
         name = names[rank][position]
-        if name // m < 2 * n:
-            critical.append((rank, sum(code < 2 * n for code in orders[rank][:position])))
+        critical.append((rank, position))
         source = _source(model, name)
         if name in by_message and source is not None:
             rank, position = places[source[0]]
