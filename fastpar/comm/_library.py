@@ -1,7 +1,7 @@
 """The C functions of the shared-memory transport (csrc/comm/c_api.h), through ctypes.
 
 A call costs about a microsecond; the dispatcher's path to a stable-ABI op costs several, more than a small collective
-takes. ctypes releases the interpreter's lock during a call, and may need 5 ms to get it back where other threads compute:
+takes. ctypes releases the interpreter's lock during a call, and may need 5 ms to get it back where other threads run:
 short calls that wait for nothing keep it (`Library.keeping_lock`).
 """
 

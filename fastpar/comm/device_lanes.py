@@ -162,7 +162,7 @@ class DeviceLanes:
         if device.type == "cpu":
             while (item := outbox.get()) is not None:
                 for copy in item[0]:
-                    dist.isend(copy, group=group, group_dst=peer).wait()
+                    dist.send(copy, group=group, group_dst=peer)
             return
         module = torch.get_device_module(device.type)
         module.set_device(device)
@@ -172,7 +172,7 @@ class DeviceLanes:
             while (item := outbox.get()) is not None:
                 copies, ready = item
                 side.wait_event(ready)
-                works = [dist.isend(copy, group=group, group_dst=peer) for copy in copies]
+                works: list[Any] = [dist.isend(copy, group=group, group_dst=peer) for copy in copies]
                 for work, copy in zip(works, copies, strict=True):
                     work.wait()  # orders `side`, and blocks nobody
                     copy.record_stream(side)  # its memory is not used again before `side` has come here

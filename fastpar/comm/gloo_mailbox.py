@@ -42,7 +42,7 @@ _ROOM = _HEADER_BYTES - _PREFIX.size
 _MESSAGE, _CLOSE, _ABORT = range(3)
 _FOREVER = timedelta(days=365)
 _SLICE_S = 0.1  # between two looks at signals
-_FLUSH_S = 2.0  # for what was sent to leave, when this end closes
+_FLUSH_S = 10.0  # for what was sent to leave, when this end closes
 _FLUSH_ABORT_S = 0.5
 _END_S = 1.0
 _ANY_TAG, _CLOSING_TAG = 0, 1
@@ -157,7 +157,7 @@ class _Wire:
     def _lose(self, peer: int, error: RuntimeError) -> None:
         with self.changed:
             if not self.is_closing and peer not in self.closed:
-                self.lost.setdefault(peer, str(error))
+                self.lost.setdefault(peer, str(error).split(". This is typically")[0])
                 self.changed.notify_all()
 
 
