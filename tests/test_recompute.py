@@ -6,6 +6,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import fastpar as fp
+from fastpar import comm
 from fastpar.ops.wgrad_store import WeightGradStore
 from fastpar.recompute import (
     Binomial,
@@ -121,6 +123,9 @@ def test_a_transformers_layer_that_trains_gets_no_cache_and_one_that_does_not_ke
     expected = gradients(model, lambda: logits_of(model, ids))
     fp.apply_recompute(model)
     assert_equal(gradients(model, lambda: logits_of(model, ids)), expected)
+    out = model(ids)
+    out.logits.sum().backward()
+    assert out.past_key_values.get_seq_length() == 0  # and not 16, as if each token had come twice
     model.eval()
     assert model(ids).past_key_values.get_seq_length() == 8
 
@@ -195,7 +200,7 @@ def test_an_output_used_twice_costs_one_recomputation(policy: Any) -> None:
 
 
 def test_a_layer_called_twice_is_recomputed_once_per_call() -> None:
-    layers = blocks(2)
+    layers = blocks(4)
 
     def forward() -> Tensor:
         x = torch.randn(3, 8)
@@ -205,7 +210,7 @@ def test_a_layer_called_twice_is_recomputed_once_per_call() -> None:
     runs(layers)
     fp.apply_recompute(layers, ConstantMemory())
     assert_equal(gradients(layers, forward), expected)
-    assert runs(layers) == [4, 4]
+    assert runs(layers) == [2 * 4, 2 * 3 + 2 * 2, 2 * 2, 2 * 1]
 
 
 @pytest.mark.parametrize("policy", [Full(), Segments(2), ConstantMemory(), Selective()], ids=repr)
@@ -301,6 +306,14 @@ def test_the_last_operations_of_a_layer_do_not_run_again() -> None:
         ran.clear()
         loss.backward()
         assert ran == expected
+
+
+def test_hooks_that_always_run_do_so_when_a_recomputation_stops_early() -> None:
+    inner, left = nn.Linear(8, 8), []
+    inner.register_forward_hook(lambda *_: left.append(1), always_call=True)
+    loss = checkpoint(lambda x: inner(x.exp()), torch.randn(2, 8, requires_grad=True)).sum()
+    loss.backward()
+    assert len(left) == 2
 
 
 # ---- what models do --------------------------------------------------------------------------------------------------
@@ -416,6 +429,14 @@ def test_a_kept_input_that_was_written_to_is_an_error() -> None:
     x.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
+
+
+def test_inference_tensors_among_the_arguments_are_taken_as_they_are() -> None:
+    with torch.inference_mode():
+        table = torch.tensor(3)
+    x = torch.ones(4, requires_grad=True)
+    checkpoint(lambda x, table: (x * int(table)).exp().sum(), x, table).backward()
+    assert torch.equal(x.grad, 3 * (3 * torch.ones(4)).exp())
 
 
 def test_a_forward_that_differentiates_within_itself() -> None:
@@ -563,6 +584,24 @@ def test_captures_bring_back_what_a_layer_reads_beside_its_arguments() -> None:
     assert not torch.equal(x.grad, 2 * expected)
 
 
+FACTOR = ContextVar("factor", default=1.0)
+
+
+def test_context_variables_of_forward_are_those_of_the_recomputation() -> None:
+    def function(x: Tensor) -> Tensor:
+        return (x.exp() * FACTOR.get()).sin()
+
+    for backward in (Tensor.backward, backward_elsewhere):
+        x = torch.tensor([0.3], requires_grad=True)
+        token = FACTOR.set(2.0)
+        (expected,) = torch.autograd.grad(function(x), x)
+        out = checkpoint(function, x)
+        FACTOR.reset(token)
+        backward(out)
+        assert torch.equal(x.grad, expected)
+        assert FACTOR.get() == 1.0
+
+
 def test_a_forward_that_is_not_the_same_again_is_an_error() -> None:
     calls: list[int] = []
 
@@ -582,6 +621,31 @@ def test_a_forward_that_is_not_the_same_again_is_an_error() -> None:
     calls.clear()
     with pytest.raises(RecomputeError, match=r"\[2\] torch.float32 on cpu as its tensor number 0, but \[3\]"):
         checkpoint(other_shape, x).backward()
+
+
+def run_pairs(policy: Any) -> tuple[list[str], list[Tensor]]:
+    """Collectives in backward, and the gradient, of a function of all differentiable collectives."""
+    x = torch.arange(4.0).requires_grad_()
+
+    def function(x: Tensor) -> Tensor:
+        group = torch.distributed.group.WORLD
+        x = comm.reduce_from(x.exp(), group).sin()
+        x = comm.gather_sequence(x, group, dim=0).sin()
+        x = comm.reduce_scatter_sequence(x, group, dim=0).sin()
+        return comm.gather_from(x, group, dim=0).sin()
+
+    out = checkpoint(function, x, policy=policy)
+    with count_collectives() as counts:
+        out.sum().backward()
+    return counts.ops, [x.grad]
+
+
+def test_selective_repeats_no_differentiable_collective() -> None:
+    plain, full, selective = (run_ranks(2, run_pairs, policy)[0] for policy in (NoRecompute(), Full(), Selective()))
+    assert len(full[0]) == len(plain[0]) + 4
+    assert selective[0] == plain[0]
+    assert_equal(selective[1], plain[1])
+    assert_equal(full[1], plain[1])
 
 
 # ---- backward in two halves ------------------------------------------------------------------------------------------

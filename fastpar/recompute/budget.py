@@ -5,13 +5,13 @@ f, b, saved and out for a layer's costs. Layer s is either kept, or run with tho
 
     T(s, s+1, m) = f(s) + b(s)                                                     if saved(s) + out(s) <= m
     T(s, t, m)   = min of  f(s) + b(s) + T(s+1, t, m - saved(s) - out(s))
-                           f(s) + .. + f(j-1) + T(j, t, m - out(j-1)) + T(s, j, m)    for s < j < t, if the inputs
-                                                                                      and outputs on the way fit into m
+                           f(s) + .. + f(j-1) + T(j, t, m - out(j-1)) + T(s, j, m)    for s < j < t
 
-The minimum is over all plans of fastpar.recompute.plan, the persistent schedules. n^3 / 6 steps, each on a vector of
-budgets: 64 layers take a second. Sizes are in units of their greatest common divisor where the budget has at most
-`resolution` of those, and the result is exact. Otherwise the unit is budget / resolution and sizes are rounded up: the
-plan fits, and is the best of a budget that is smaller by up to n / resolution.
+The inputs and outputs of layers that keep nothing need no condition: T(s, j, m) runs the same layers, each at last with
+its input and output held. The minimum is over all plans of fastpar.recompute.plan, the persistent schedules. n^3 / 6
+steps, each on a vector of budgets: 64 layers take a second. Sizes are in units of their greatest common divisor where
+the budget has at most `resolution` of those, and the result is exact. Otherwise the unit is budget / resolution and
+sizes are rounded up: the plan fits, and is the best of a budget that is smaller by up to n / resolution.
 
 Source: Beaumont, Eyraud-Dubois, Herrmann, Joly, Shilova 2019, "Optimal checkpointing for heterogeneous chains: how to
 train deep neural networks with limited memory" (arXiv:1911.13214), known as Rotor.
@@ -24,7 +24,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from fastpar.recompute.plan import Drop, Keep, LayerCost, Plan, Steps, keep_all, transient_bytes
+from fastpar.recompute.plan import Drop, Keep, LayerCost, Plan, Steps, keep_all
 
 _KEEP = -1  # a choice; the others are the layer up to which nothing is kept
 _NONE = -2
@@ -70,7 +70,6 @@ def _fastest(costs: Sequence[LayerCost], budget: int, unit: int) -> Plan | None:
             for j in range(s + 1, t):
                 forward += rounded[j - 1].forward
                 other = forward + _with_less(best[j, t], rounded[j - 1].output) + best[s, j]
-                other[: transient_bytes(rounded, s, j)] = np.inf
                 is_less = other < time
                 time, chosen = np.where(is_less, other, time), np.where(is_less, j, chosen)
             best[s, t], choice[s, t] = time, chosen
@@ -110,7 +109,7 @@ def least_memory_plan(costs: Sequence[LayerCost]) -> Plan:
             t = s + length
             bytes_if: dict[int, int] = {_KEEP: costs[s].saved + costs[s].output + least.get((s + 1, t), 0)}
             for j in range(s + 1, t):
-                bytes_if[j] = max(transient_bytes(costs, s, j), least[s, j], costs[j - 1].output + least[j, t])
+                bytes_if[j] = max(least[s, j], costs[j - 1].output + least[j, t])
             choice[s, t] = min(bytes_if, key=lambda j: bytes_if[j])
             least[s, t] = bytes_if[choice[s, t]]
 

@@ -132,16 +132,10 @@ def _peak(steps: Steps, costs: Sequence[LayerCost]) -> int:
         if isinstance(step, Keep):
             held += costs[step.start].saved + handed_on
             peak = max(peak, held)
-        else:  # run again when what follows has been freed
-            peak = max(peak, held + transient_bytes(costs, step.start, step.stop), held + _peak(step.inner, costs))
+        else:  # run again when what follows has been freed, and at no time with less than in the first run
+            peak = max(peak, held + _peak(step.inner, costs))
             held += handed_on
     return peak
-
-
-def transient_bytes(costs: Sequence[LayerCost], start: int, stop: int) -> int:
-    """Inputs and outputs while layers run that keep nothing, beyond the first input."""
-    inputs = (costs[layer - 1].output if layer > start else 0 for layer in range(start, stop))
-    return max(x + costs[layer].output for x, layer in zip(inputs, range(start, stop), strict=True))
 
 
 def clip(steps: Steps, start: int, stop: int) -> Steps:

@@ -50,9 +50,9 @@ class RecomputeError(RuntimeError):
     """A layer's second run did not save what its first run did."""
 
 
-class _Stop(BaseException):
-    """Ends a layer's forward when all that is wanted of it has been saved. Not an Exception, so that model code which
-    handles those does not catch it."""
+class _Stop(Exception):
+    """Ends a layer's forward when all that is wanted of it has been saved. An Exception, since those are what nn.Module
+    runs the hooks after that always run, such as the ones that end a tensor-parallel block."""
 
 
 class Setting(NamedTuple):
@@ -173,7 +173,7 @@ class Segment:
         tensors: list[Tensor] = []
 
         def note(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor):
+            if not isinstance(leaf, Tensor) or leaf.is_inference():  # nobody can save those, nor see them change
                 return leaf
             link = link_of(leaf)
             if link is not None and link.segment() is self and link.layer == self.stop - 1:
@@ -181,7 +181,7 @@ class Segment:
             tensors.append(leaf.detach())  # shares the count of changes in place
             return _Argument(len(tensors) - 1, leaf.requires_grad)
 
-        given = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        given = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor) and not leaf.is_inference()]
         versions = [tensor._version for tensor in given]
         devices = dict.fromkeys(tensor.device for tensor in given if tensor.device.type not in ("cpu", "meta"))
         setting = self.setting
