@@ -223,6 +223,20 @@ def test_readme_swap_examples_run_on_two_ranks() -> None:
     assert 6.0 < losses[0] < 8.0  # log(1000) = 6.9 for a model that knows nothing
 
 
+def run_pipeline_example(code: str) -> float:
+    names: dict[str, Any] = {}
+    exec(code, names)
+    names["pipe"].close()
+    return float(names["loss"])
+
+
+def test_readme_pipeline_example_runs_on_two_ranks() -> None:
+    pytest.importorskip("transformers")
+    losses = run_ranks(2, run_pipeline_example, readme_examples()["Cut it over pipeline ranks"])
+    assert losses[0] == losses[1]
+    assert 6.0 < losses[0] < 8.0
+
+
 def test_readme_kernel_example_runs() -> None:
     names: dict[str, Any] = {}
     exec(readme_examples()["Call a kernel"], names)
