@@ -53,12 +53,15 @@ def test_no_other_cut_has_a_smaller_largest_rank_or_is_more_even(placement: str)
 
 
 @pytest.mark.parametrize("ranks", [[0, 1] * 3, [0, 1, 2] * 3, [0, 1, 1, 0, 0, 1, 1, 0]], ids=str)
-def test_more_parts_per_rank_come_within_one_unit_of_the_optimum(ranks: list[int]) -> None:
+def test_more_parts_per_rank_nearly_always_reach_the_optimum(ranks: list[int]) -> None:
     generator = random.Random(1)
+    excess = []
     for _ in range(20):
         costs = [generator.choice([1, 1, 2, 3]) for _ in range(generator.randint(len(ranks), 12))]
         found = max(loads(costs, balance(costs, len(ranks), ranks), ranks))
-        assert found <= best_by_enumeration(costs, ranks)[0] + 3  # the largest unit
+        excess.append(found - best_by_enumeration(costs, ranks)[0])
+    assert max(excess) <= 1  # the smallest unit
+    assert excess.count(0) >= 18  # the optimum of the parts alone: 8 to 13 of 20
 
 
 @pytest.mark.parametrize("num_layers", [30, 32, 61, 80])
@@ -75,6 +78,7 @@ def test_every_layer_is_placed_whether_or_not_the_count_divides(num_layers: int,
 def test_measured_times_are_compared_exactly() -> None:
     assert balance([0.1, 0.2, 0.3], 2) == [0, 2, 3]  # 0.1 + 0.2 > 0.3 as floats, and still the best
     assert balance([1e-9, 1.0, 1.0, 1e300], 2) == [0, 3, 4]
+    assert balance([1.0, 1.0, 1.0 - 1e-12], 2) == [0, 1, 3]
 
 
 @pytest.mark.parametrize(

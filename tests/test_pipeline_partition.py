@@ -705,6 +705,8 @@ def test_a_module_that_stands_in_the_list_twice_is_tied() -> None:
     x, grad = torch.randn(2, 6), torch.randn(2, 6)
     expected = full(x)
     expected.backward(grad)
+    (alone,) = Partition.of_modules([[layer, other, layer]]).stages([0])
+    assert torch.equal(forward_backward([alone], (x,)), expected)
     cut = Partition.of_modules([layer, [other, layer]])
     assert [group.names for group in cut.tied] == [{0: (f"0.{n}",), 1: (f"2.{n}",)} for n in ("weight", "bias")]
     stages = cut.stages([0, 1])
@@ -719,6 +721,16 @@ def test_a_module_of_two_parts_that_is_tied_to_a_third_gives_each_a_copy() -> No
     weights = [group.parameter(stage) for stage in stages for group in stage.tied if "weight" in str(group)]
     assert len({weight.data_ptr() for weight in weights}) == len(weights) == 3
     assert all(torch.equal(weight, weights[0]) for weight in weights)
+
+
+def test_copies_of_a_shared_module_are_tied_to_the_others_of_their_part() -> None:
+    shared, own = nn.Linear(6, 6), nn.Linear(6, 6)
+    own.weight = shared.weight
+    first, second = Partition.of_modules([shared, [own, shared]]).stages([0, 1])
+    copied = second.module.get_submodule("2")
+    assert copied is not shared
+    assert copied.weight is own.weight
+    assert copied.weight is not first.module.get_submodule("0").weight
 
 
 def test_lists_of_modules_can_be_balanced() -> None:

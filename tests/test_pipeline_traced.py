@@ -140,8 +140,15 @@ def test_leaf_modules_keep_their_objects_and_others_are_freed() -> None:
     assert set(stage.module.state_dict()) == {
         name for name in net().state_dict() if name.startswith(("encoder.up.2.", "encoder.norm.", "head."))
     }
-    assert stage.module.eval().training is False
-    copy.deepcopy(stage.module)
+    assert torch.equal(copy.deepcopy(stage.module).head.weight, head.weight)
+
+
+def test_parts_of_a_model_in_eval_mode_are_in_eval_mode() -> None:
+    model = net().eval()
+    model.encoder.up[2].train()  # as a user who tunes some statistics has it
+    modes = {name: module.training for name, module in model.named_modules()}
+    for stage in partition(model, split_points=POINTS).stages(range(4)):
+        assert all(module.training == modes[name] for name, module in stage.module.named_modules())
 
 
 class Reads(nn.Module):
