@@ -77,7 +77,7 @@ def check_order(capability):
     try:
         for dtype in DTYPES:
             for op in ("sum", "max", "min", "avg")[: 4 if dtype.is_floating_point else 3]:
-                for numel in (1, 63, 1031, 40_000):  # the last one beyond one-shot, for 16-bit and wider
+                for numel in (1, 63, 1031, 40_003):  # the last beyond one-shot, for 16-bit and wider, and with a tail
                     xs = noise(comm.size, numel, dtype)
                     wanted = reduce_in_order(xs, op)
                     same_bits(comm.all_reduce(xs[comm.rank], op), wanted)
