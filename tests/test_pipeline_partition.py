@@ -441,15 +441,20 @@ def test_own_architecture_with_shared_and_repeated_modules() -> None:
     assert_same(gradients(stages, cut.tied), full_gradients(full))
 
 
+class NeedsScale(Own):
+    def forward(self, ids: Tensor, scale: Tensor) -> Tensor:
+        return super().forward(ids, scale)
+
+
 def test_layers_that_return_tuples_undeclared_are_found() -> None:
-    model = Own()
+    model = NeedsScale()  # cannot be tried on hidden states alone
     for block in model.blocks.values():
         block.forward = lambda hidden, bias: (hidden + bias, None)
     stages = partition(model, layout="E,t|t|t,H", architecture=OWN).stages([1])
     with pytest.raises(
         TypeError, match=r"blocks.b returned a tuple, unlike .* write `-> tuple\[...\]` at that of Block"
     ):
-        stages[0].run(torch.randn(3, 5, 8))
+        stages[0].run(torch.randn(3, 5, 8), {"scale": torch.ones(())})
 
 
 @pytest.mark.parametrize(

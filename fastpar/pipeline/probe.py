@@ -44,9 +44,12 @@ def check_transparent(
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(2, 3, width, generator=generator).to(device=like.device, dtype=like.dtype).requires_grad_()
     name = type(model).__name__
+    keywords = {}
+    if hidden.device.type == "meta" and convention.by_embeddings:
+        keywords = {"attention_mask": hidden.new_zeros(2, 1, 3, 3)}  # Hugging Face reads numbers to make one
     try:
         with torch.random.fork_rng(devices=[]):
-            out: Any = hollow(hidden)
+            out: Any = hollow(hidden, **keywords)
     except Exception as error:
         warnings.warn(
             f"could not check that {name} leaves hidden states alone outside of its modules: {error}", stacklevel=4
@@ -57,7 +60,8 @@ def check_transparent(
         raise ValueError(
             f"outside of its modules, the forward of {name} changes the hidden states ({problem}), which would happen "
             "on every part. Move that computation into the embedding, a layer or the head, name all modules that run "
-            "before the layers in the Architecture, or list the model's parts as modules (Partition.of_modules)"
+            "before the layers in the Architecture, annotate the forward of layers that return tuples, or list the "
+            "model's parts as modules (Partition.of_modules)"
         )
 
 
