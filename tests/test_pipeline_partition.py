@@ -18,7 +18,7 @@ from fastpar.pipeline.absent import Absent
 from fastpar.pipeline.architecture import Architecture
 from fastpar.pipeline.calling import StageOutput
 from fastpar.pipeline.chain import Edge
-from fastpar.pipeline.partition import Partition, partition
+from fastpar.pipeline.partitioning import Partition, partition
 from fastpar.pipeline.stage import Stage
 from tests.models import ARCHITECTURES, VOCAB, build_model
 

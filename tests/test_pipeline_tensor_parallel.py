@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 import fastpar as fp
 from fastpar.pipeline.absent import Absent
-from fastpar.pipeline.partition import partition
+from fastpar.pipeline.partitioning import partition
 from fastpar.plan import auto_plan, match_plan
 from fastpar.tensor import VocabParallelEmbedding, VocabParallelHead, full_parameter
 from tests.dist import run_ranks

@@ -3,28 +3,45 @@
 A `Schedule` says what each rank does, in order: which microbatch goes forward or backward through which stage, when
 weight gradients are computed, what is sent where. It can be generated, searched for, read from a file, checked,
 simulated, drawn and run; what is drawn is what runs.
+
+Schedules and what is made of them need no torch. Names that do are looked up on first use, as in `fastpar` itself.
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from fastpar.pipeline.asynchronous import pipedream, pipedream_2bw
-from fastpar.pipeline.batch import Microbatches
 from fastpar.pipeline.bidirectional import dualpipe, dualpipev
-from fastpar.pipeline.calling import StageOutput
 from fastpar.pipeline.costs import Costs
 from fastpar.pipeline.evaluate import Evaluator
 from fastpar.pipeline.flush import eager_1f1b, gpipe, interleaved_1f1b, looped_bfs, naive, one_f_one_b
 from fastpar.pipeline.generators import make_schedule, schedule_names
 from fastpar.pipeline.lowering import add_communication, add_reduce_grad, add_unshard, merge_backward, split_backward
-from fastpar.pipeline.partition import Partition, partition
-from fastpar.pipeline.runtime import Pipeline, PipelineError
 from fastpar.pipeline.schedule import Action, ActionType, Chain, Schedule, ScheduleError
 from fastpar.pipeline.search import find_schedule
 from fastpar.pipeline.simulate import Simulation, activation_peaks, measured_costs, simulate
-from fastpar.pipeline.stage import Stage
 from fastpar.pipeline.timeline import Comparison, Event, Timeline, compare
 from fastpar.pipeline.v_shape import v_half, v_min, zbv
 from fastpar.pipeline.validate import Problem, check, validate
 from fastpar.pipeline.zero_bubble import zb_h1, zb_h2
 
+if TYPE_CHECKING:
+    from fastpar.pipeline.batch import Microbatches
+    from fastpar.pipeline.calling import StageOutput
+    from fastpar.pipeline.partitioning import Partition, partition
+    from fastpar.pipeline.runtime import Pipeline, PipelineError
+    from fastpar.pipeline.stage import Stage
+
+# None of these names may be that of a module of the package: importing that module would bind its name here.
+_HOME = {
+    "Microbatches": "fastpar.pipeline.batch",
+    "Partition": "fastpar.pipeline.partitioning",
+    "Pipeline": "fastpar.pipeline.runtime",
+    "PipelineError": "fastpar.pipeline.runtime",
+    "Stage": "fastpar.pipeline.stage",
+    "StageOutput": "fastpar.pipeline.calling",
+    "partition": "fastpar.pipeline.partitioning",
+}
 __all__ = [
     "Action",
     "ActionType",
@@ -75,3 +92,11 @@ __all__ = [
     "zb_h2",
     "zbv",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'fastpar.pipeline' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
