@@ -25,7 +25,7 @@ from fastpar.pipeline import Pipeline, Schedule, make_schedule, partition
 from fastpar.pipeline.calling import Keywords
 from fastpar.pipeline.runtime import Loss, MakeOptimizer
 from fastpar.pipeline.stage import Stage
-from fastpar.pipeline.unit_costs import Costs
+from fastpar.pipeline.unit_costs import UnitCosts
 from fastpar.plan import Style
 from fastpar.recompute import Policy, apply_recompute
 from fastpar.swap import parallelize
@@ -39,7 +39,7 @@ def parallelize_pipeline(
     num_microbatches: int | None = None,
     schedule_options: Mapping[str, Any] | None = None,
     layout: str | Sequence[int] | None = None,
-    costs: Costs = "flops",
+    costs: UnitCosts = "flops",
     loss: Loss | None = None,
     reduction: str = "mean",
     optimizer: MakeOptimizer | None = None,

@@ -137,7 +137,7 @@ class WeightGradStore:
         """
         if len(outputs) != len(grad_outputs):
             raise ValueError(f"{len(outputs)} outputs need as many gradients, got {len(grad_outputs)}")
-        pairs = zip(outputs, grad_outputs, strict=True)
+        pairs: Iterator[tuple[Any, Tensor | None]] = zip(outputs, grad_outputs, strict=True)
         given = [(out, grad) for out, grad in pairs if not isinstance(out, Tensor) or out.requires_grad]
         asked = [x for x in inputs if x.requires_grad]
         cut = find_cut([edge_of(out)[0] for out, _ in given], asked)

@@ -19,7 +19,7 @@ class Edge(NamedTuple):
     name: str
 
 
-class Chain(nn.Module):
+class ModuleChain(nn.Module):
     """Modules that are called one after another, each with what the one before it returned; see `calling`. What comes
     from another part may be given whole: a tuple or dict as the only positional input.
 

@@ -27,12 +27,12 @@ from fastpar.pipeline.architecture import Architecture, Unit, find_architecture,
 from fastpar.pipeline.balance import balance
 from fastpar.pipeline.calling import Convention, Keywords
 from fastpar.pipeline.carve import carve
-from fastpar.pipeline.chain import Chain, Edge
+from fastpar.pipeline.chain import Edge, ModuleChain
 from fastpar.pipeline.layout import Layout
 from fastpar.pipeline.probe import check_transparent
 from fastpar.pipeline.stage import Stage, Tied
 from fastpar.pipeline.traced import TracedModel
-from fastpar.pipeline.unit_costs import Costs, group_costs, groups_of
+from fastpar.pipeline.unit_costs import UnitCosts, group_costs, groups_of
 
 
 class Source(Protocol):
@@ -52,14 +52,14 @@ class Source(Protocol):
 
 
 class UnitModel:
-    """A layered model, nn.Sequential or Chain: units in a row, each on one part."""
+    """A layered model, nn.Sequential or ModuleChain: units in a row, each on one part."""
 
     def __init__(self, model: nn.Module, units: Sequence[Unit], layout: Layout, convention: Convention | None):
         self.model, self.layout, self.convention = model, layout, convention
         self._absent = {unit.path: unit.absent for unit in units}
         self._part = {unit.path: layout.part_of(unit.kind, unit.number) for unit in units}
         self.owners: Mapping[str, tuple[int, ...]] = {path: (part,) for path, part in self._part.items()}
-        self.edges = _part_edges(model, self._part) if isinstance(model, Chain) else ()
+        self.edges = _part_edges(model, self._part) if isinstance(model, ModuleChain) else ()
         if convention is not None and layout.num_parts > 1:
             width = _hidden_size(model, units)
             if width is not None and convention.runs_on_hidden_states:
@@ -68,7 +68,7 @@ class UnitModel:
     def keywords(self, part: int) -> Keywords:
         if self.convention is not None:
             return self.convention.keywords_of(has_embedding=part == 0, has_head=self._is_last(part))
-        if isinstance(self.model, Chain):
+        if isinstance(self.model, ModuleChain):
             return self.model.keywords_of(int(path) for path, owner in self._part.items() if owner == part)
         return Keywords(frozenset())
 
@@ -119,7 +119,7 @@ class Partition:
                skips={name: tensor})` and the forward of `destination` takes the keyword `name`
         """
         grouped = [[part] if isinstance(part, nn.Module) else list(part) for part in parts]
-        chain = Chain([module for group in grouped for module in group], [Edge(*edge) for edge in edges])
+        chain = ModuleChain([module for group in grouped for module in group], [Edge(*edge) for edge in edges])
         units = [Unit("t", index, name) for index, name in enumerate(chain._modules)]
         counts = [len(group) for group in grouped]
         return Partition(UnitModel(chain, units, _counts(counts, units), None))
@@ -227,15 +227,15 @@ def partition(
     *,
     layout: str | Sequence[int] | None = None,
     split_points: Sequence[str] | None = None,
-    costs: Costs = "flops",
+    costs: UnitCosts = "flops",
     stage_ranks: Sequence[int] | None = None,
     architecture: Architecture | None = None,
     loss: bool = False,
 ) -> Partition:
     """Cut a model into consecutive parts, by exactly one of `num_parts`, `layout` and `split_points`.
 
-    model         a layered model, an nn.Sequential, or a list of modules that are called one after another (a `Chain`,
-                  where tensors skip some of them)
+    model         a layered model, an nn.Sequential, or a list of modules that are called one after another (a
+                  `ModuleChain`, where tensors skip some of them)
     num_parts     cut so that the costliest rank costs as little as possible (`balance`), by `costs`: "flops",
                   "parameters", or measured times of embedding, layers and head (`group_costs`); `stage_ranks` is the
                   rank of each part where a rank holds several (`Schedule.stage_ranks`)
@@ -256,10 +256,10 @@ def partition(
         raise TypeError(f"costs and stage_ranks choose the cut for num_parts, but {ways[0]} fixes it")
     convention: Convention | None = None
     if not isinstance(model, nn.Module):
-        model = Chain(model)
+        model = ModuleChain(model)
     if type(model) is nn.Sequential and architecture is None:
         units = sequential_units(model)
-    elif isinstance(model, Chain):
+    elif isinstance(model, ModuleChain):
         units = [Unit("t", index, name) for index, name in enumerate(model._modules)]
     else:
         if split_points is not None and architecture is None and find_architecture(model) is None:
@@ -304,7 +304,7 @@ def _counts(counts: Sequence[int], units: Sequence[Unit]) -> Layout:
 
 
 def _balanced(
-    model: nn.Module, units: Sequence[Unit], num_parts: int, costs: Costs, stage_ranks: Sequence[int] | None
+    model: nn.Module, units: Sequence[Unit], num_parts: int, costs: UnitCosts, stage_ranks: Sequence[int] | None
 ) -> Layout:
     groups = groups_of(units)
     bounds = balance(group_costs(model, groups, costs), num_parts, stage_ranks)
@@ -330,7 +330,7 @@ def _split(units: Sequence[Unit], split_points: Sequence[str]) -> Layout:
     return Layout(tuple(tuple(u.kind for u in steps[a:b]) for a, b in zip(starts, ends, strict=True)))
 
 
-def _part_edges(chain: Chain, part: Mapping[str, int]) -> tuple[Edge, ...]:
+def _part_edges(chain: ModuleChain, part: Mapping[str, int]) -> tuple[Edge, ...]:
     ends = [(part[str(e.source)], part[str(e.destination)], f"{e.source}.{e.name}") for e in chain.edges]
     return tuple(sorted({Edge(*end) for end in ends if end[0] != end[1]}))
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fastpar.pipeline.calling import Keywords, StageOutput, call
-from fastpar.pipeline.chain import Chain
+from fastpar.pipeline.chain import ModuleChain
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Stage:
         if self.takes:
             received, taken = received
             named |= taken
-        if isinstance(self.module, Chain | nn.Sequential) and not self.is_first:
+        if isinstance(self.module, ModuleChain | nn.Sequential) and not self.is_first:
             output = self.module(received, **named)  # their own rule for tuples and dicts holds between parts as well
         else:
             output = call(self.module, received, named)

@@ -10,7 +10,7 @@ from torch import nn
 from fastpar.pipeline.architecture import Unit
 from fastpar.pipeline.balance import Number
 
-Costs = str | Sequence[Number]
+UnitCosts = str | Sequence[Number]
 
 
 class Group(NamedTuple):
@@ -37,7 +37,7 @@ def groups_of(units: Sequence[Unit]) -> list[Group]:
     return groups
 
 
-def group_costs(model: nn.Module, groups: Sequence[Group], costs: Costs) -> list[Number]:
+def group_costs(model: nn.Module, groups: Sequence[Group], costs: UnitCosts) -> list[Number]:
     """One number per group.
 
     "flops"       floating-point operations of forward for one token: 2 for every element of a weight with two dims or
