@@ -132,12 +132,12 @@ def small() -> list[Schedule]:
 
 # Schedules, and how many positions of each to change in the quick run
 SUITES: dict[str, tuple[Callable[[], list[Schedule]], int]] = {
-    "compute": (small, 5),
-    "executed": (lambda: [lowered(s) for s in small()], 5),
-    "stepped": (lambda: [with_steps(s) for s in small() if len(s.chains) == 1], 3),
-    "sharded": (lambda: [lowered(s, sharded=True) for s in small()], 5),
-    "skip connections": (lambda: [with_skip(s) for s in generated(3, 3) if s.num_parts > 2], 5),
-    "larger": (lambda: [form for s in generated(4, 8) for form in (s, lowered(s))], 2),
+    "compute": (small, 3),
+    "executed": (lambda: [lowered(s) for s in small()], 3),
+    "stepped": (lambda: [with_steps(s) for s in small() if len(s.chains) == 1], 2),
+    "sharded": (lambda: [lowered(s, sharded=True) for s in small()], 3),
+    "skip connections": (lambda: [with_skip(s) for s in generated(3, 3) if s.num_parts > 2], 4),
+    "larger": (lambda: [form for s in generated(4, 8) for form in (s, lowered(s))], 1),
 }
 
 

@@ -198,7 +198,8 @@ class _Search:
         for left in range(2 * _ROUNDS, 0, -1):
             if self.is_over:
                 return
-            plan, slack = self.orders, [-math.inf] * model.num_ranks
+            plan = self.orders
+            slack: list[Number] = [-math.inf] * model.num_ranks
             if left % 2 == 0:
                 plan = [[code for code in own if code < 2 * model.num_stages] for own in plan]
                 slack = self.slack if min(self.slack) >= 0 else self.shares(0)
@@ -328,7 +329,7 @@ def find_schedule(
         found += [*fixed, to_schedule(model, search.orders, name)]
     best = min(found, key=lambda schedule: simulate(schedule, costs).makespan)
     sizes = [costs.activation_of(part) for part in range(best.num_parts)]
-    check(best, max_activations=None if max_activations is None else limits, until=until, activation_size=sizes)  # type: ignore[arg-type]
+    check(best, max_activations=max_activations, until=until, activation_size=sizes)
     return best
 
 

@@ -35,20 +35,16 @@ faults: actions in the wrong place are left out of the later checks, so that one
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from fractions import Fraction
 from itertools import product
 
+from fastpar.pipeline.costs import Number
 from fastpar.pipeline.ledger import COUNTERPARTS, Ledger, Placed, Problem
 from fastpar.pipeline.schedule import Action, ActionType, Schedule, ScheduleError
 from fastpar.pipeline.weight_rules import weight_problems
 
 _T = ActionType
-_SHOWN = 20
-
-Size = int | float | Fraction
-
-
 _BACKWARDS = (_T.BACKWARD, _T.BACKWARD_INPUT, _T.BACKWARD_WEIGHT)
+_SHOWN = 20  # problems in an error message
 
 
 def _missing(ledger: Ledger) -> list[Problem]:
@@ -183,14 +179,14 @@ def _shortest_circle(stuck: dict[int, dict[int, int]], start: int) -> list[int] 
     return None
 
 
-def _memory(ledger: Ledger, limits: Sequence[Size], until: str, sizes: Sequence[Size]) -> list[Problem]:
+def _memory(ledger: Ledger, limits: Sequence[Number], until: str, sizes: Sequence[Number]) -> list[Problem]:
     """Peak of live activations per rank; forwards of an overlap start before its backwards end."""
     freeing = {_T.BACKWARD, _T.BACKWARD_WEIGHT if until == "weight" else _T.BACKWARD_INPUT}
     schedule = ledger.schedule
-    held: list[Size] = [0] * schedule.num_ranks
-    peaks: dict[int, tuple[Size, Placed]] = {}
+    held: list[Number] = [0] * schedule.num_ranks
+    peaks: dict[int, tuple[Number, Placed]] = {}
     first: dict[int, Placed] = {}
-    freed: list[tuple[int, int, Size]] = []
+    freed: list[tuple[int, int, Number]] = []
     for placed in ledger.placed:
         if freed and freed[-1][:2] != (placed.rank, placed.position):
             for rank, _, size in freed:
@@ -232,7 +228,7 @@ def _accumulation(ledger: Ledger) -> list[Problem]:
     return problems
 
 
-def one_each(value: Size | Sequence[Size], count: int, name: str, unit: str) -> list[Size]:
+def one_each(value: Number | Sequence[Number], count: int, name: str, unit: str) -> list[Number]:
     """`count` numbers out of one for all or one for each; ValueError for any other number of them."""
     values = list(value) if isinstance(value, Sequence) else [value] * count
     if len(values) != count:
@@ -243,9 +239,9 @@ def one_each(value: Size | Sequence[Size], count: int, name: str, unit: str) -> 
 def validate(
     schedule: Schedule,
     *,
-    max_activations: Size | Sequence[Size] | None = None,
+    max_activations: Number | Sequence[Number] | None = None,
     until: str = "weight",
-    activation_size: Size | Sequence[Size] = 1,
+    activation_size: Number | Sequence[Number] = 1,
     forward_only: bool = False,
     edges: Iterable[tuple[int, int]] | None = None,
     same_version: bool = True,
@@ -278,9 +274,9 @@ def validate(
 def check(
     schedule: Schedule,
     *,
-    max_activations: Size | Sequence[Size] | None = None,
+    max_activations: Number | Sequence[Number] | None = None,
     until: str = "weight",
-    activation_size: Size | Sequence[Size] = 1,
+    activation_size: Number | Sequence[Number] = 1,
     forward_only: bool = False,
     edges: Iterable[tuple[int, int]] | None = None,
     same_version: bool = True,
