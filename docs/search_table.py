@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import argparse
 import math
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import product
+from multiprocessing import get_context
 from pathlib import Path
 
 from fastpar.pipeline import Costs, Schedule, find_schedule, simulate
@@ -31,7 +34,8 @@ the costs. The bound is a length that no schedule with this placement and memory
 it is printed bold, and nothing is shorter.
 
 Fixed schedules that were candidates: all of `schedule_names()` but the asynchronous ones and DualPipe, which holds all
-parameters twice; "-" where none keeps the limit (`naive` always does, and is left out).
+parameters twice; ZB-H2 with every number of extra microbatches. "-" where none keeps the limit (`naive` always does,
+and is left out).
 
 Written by `python docs/search_table.py --evaluations {evaluations}`.
 """
@@ -82,12 +86,11 @@ def row(case: tuple[int, int, int, int], memory: int, until: str, evaluations: i
     return f"| {' | '.join(cells)} |"
 
 
-def table(case: tuple[int, int, int, int], evaluations: int) -> str:
+def table(rows: list[str]) -> str:
     columns = ["memory", "until"]
     for name in ("straight", "looped", "V"):
         columns += [f"{name}: fixed", "searched"]
     columns.append("best: fixed to searched")
-    rows = [row(case, memory, until, evaluations) for memory in MEMORIES for until in ("weight", "input")]
     return "\n".join([f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}", *rows])
 
 
@@ -96,12 +99,14 @@ def main() -> None:
     parser.add_argument("--evaluations", type=int, default=1000, help="schedules to look at in each search")
     evaluations = parser.parse_args().evaluations
     parts = [HEAD.format(evaluations=evaluations)]
+    grid = list(product(CASES.values(), MEMORIES, ("weight", "input")))
+    with ProcessPoolExecutor(2, get_context("spawn")) as pool:
+        rows = list(pool.map(row, *zip(*grid, strict=True), [evaluations] * len(grid)))
     for name, case in CASES.items():
-        print(name)
         busy = NUM_MICROBATCHES * sum(case[:3])
-        parts.append(
-            f"## {name}\n\nEvery rank works for {busy}; the rest of a length is idle.\n\n{table(case, evaluations)}\n"
-        )
+        parts.append(f"## {name}\n\nEvery rank works for {busy}; the rest of a length is idle time.\n")
+        own = [text for (other, *_), text in zip(grid, rows, strict=True) if other == case]
+        parts.append(table(own) + "\n")
     Path(__file__).with_name("pipeline_search.md").write_text("\n".join(parts))
 
 

@@ -72,7 +72,8 @@ def fixed_schedules(
     """The fixed schedules with these stages that update once, in the end, and are within the limits."""
     num_ranks = max(stage_ranks) + 1
     stages_per_rank = len(stage_ranks) // num_ranks
-    options_of_all: tuple[dict[str, int], ...] = ({}, {"stages_per_rank": stages_per_rank})
+    extras = [{"extra": extra} for extra in range(num_ranks)]  # ZB-H2 in between 1F1B's memory and its own
+    options_of_all: list[dict[str, int]] = [{}, {"stages_per_rank": stages_per_rank}, *extras]
     yielded = set()
     for name, options in product(schedule_names(), options_of_all):
         try:
