@@ -11,11 +11,11 @@ WIDTH, ROW, GAP, LEFT, BOX_GAP = 920, 46, 12, 190, 8
 PYTHON = [
     ("commands", [("cli", True), ("doctor", True)]),
     ("other libraries", [("integrations", True)]),
-    ("whole models", [("swap", True), ("checkpoint", False), ("planner", False)]),
+    ("whole models", [("compose", True), ("swap", True), ("checkpoint", False), ("planner", False)]),
     ("what is split how", [("plan, heads", True)]),
     (
         "strategies (never import each other)",
-        [("tensor", True), ("pipeline", False), ("zero", False), ("expert", False), ("context", False)],
+        [("tensor", True), ("pipeline", True), ("recompute", True), ("zero", False), ("expert", False), ("context", False)],
     ),
     ("ops: check, choose, launch", [("ops", True)]),
     ("plain-PyTorch versions", [("reference", True)]),

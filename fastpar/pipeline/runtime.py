@@ -271,7 +271,8 @@ class Pipeline:
             what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             which = "the last stage's module (no loss= was given)" if self._loss is None else "the loss"
             raise ValueError(f"{which} must return a tensor with one element, got {what}")
-        return loss.reshape(()) if self._divisor == 1 else loss.reshape(()) / self._divisor
+        loss = loss.reshape(()) if loss.dim() else loss
+        return loss if self._divisor == 1 else loss / self._divisor
 
     def _backward(self, action: Action, how: Callable[..., dict[int, list[Tensor | None]]]) -> None:
         stage, microbatch = action.stage, _microbatch(action)

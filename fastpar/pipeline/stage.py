@@ -89,21 +89,23 @@ class Stage:
         keywords  the batch's keyword inputs; the part takes those it knows
         skips     one tensor for each name in `receives`
         """
-        if set(skips or ()) != set(self.receives):
-            raise ValueError(f"part {self.part} receives skips {sorted(self.receives)}, but got {sorted(skips or ())}")
-        named = {**self.keywords.select(keywords or {}), **(skips or {})}
+        skips = skips or {}
+        if skips.keys() != self.receives.keys():
+            raise ValueError(f"part {self.part} receives skips {sorted(self.receives)}, but got {sorted(skips)}")
+        named = {**(self.keywords.select(keywords) if keywords else {}), **skips}
         if self.takes:
             received, taken = received
             named |= taken
-        if isinstance(self.module, ModuleChain | nn.Sequential) and not self.is_first:
+        if isinstance(self.module, (ModuleChain, nn.Sequential)) and self.part:
             output = self.module(received, **named)  # their own rule for tuples and dicts holds between parts as well
         else:
             output = call(self.module, received, named)
-        found = output.skips if isinstance(output, StageOutput) else {}
+        value, found = (output.output, output.skips) if isinstance(output, StageOutput) else (output, {})
+        if not (found or self.sends or self.passes):
+            return value, found
         if set(found) != {*self.sends, *self.passes}:
             declared = sorted({*self.sends, *self.passes})
             raise ValueError(f"part {self.part} sends skips {declared}, but returned {sorted(found)}")
-        value = output.output if isinstance(output, StageOutput) else output
         if self.passes:
             value = (value, {name: found[name] for name in self.passes})
         return value, {name: found[name] for name in self.sends}

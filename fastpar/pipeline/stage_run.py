@@ -21,9 +21,10 @@ from fastpar.pipeline.values import Structure, grad_flags, pack, unpack
 from fastpar.pipeline.versions import WeightVersions
 
 Grads = list[Tensor | None]
+_NOTHING = nullcontext()
 
 
-@dataclass
+@dataclass(slots=True)
 class Packet:
     """A value between two stages: its tensors, without history, and its structure."""
 
@@ -31,7 +32,7 @@ class Packet:
     structure: Structure
 
 
-@dataclass
+@dataclass(slots=True)
 class _Flight:
     """A microbatch between its forward and the end of its backward.
 
@@ -114,7 +115,7 @@ class StageRun:
                 skips |= value
         if is_training and self._is_split(microbatch):
             flight.store = WeightGradStore()
-        with self._weights(version), nullcontext() if flight.store is None else flight.store.deferring():
+        with self._weights(version), _NOTHING if flight.store is None else flight.store.deferring():
             output, sent = self.stage.run(content, kwargs, skips)
             if loss_of is not None and self.following is None:
                 output = loss_of(output)
@@ -189,7 +190,7 @@ class StageRun:
         return {source: [None if leaf is None else next(rest) for leaf in own] for source, own in leaves.items()}
 
     def _weights(self, version: int | None) -> AbstractContextManager[None]:
-        return nullcontext() if self.versions is None else self.versions.use(version)
+        return _NOTHING if self.versions is None else self.versions.use(version)
 
     def _collect(self, flight: _Flight) -> None:
         if self.versions is not None:
