@@ -8,8 +8,6 @@
 // order what was sent to it. It looks at every byte, writes some of them, and hands most of the tensors to a thread
 // that looks at them again, some time later, and lets go of them. What the rounds are is drawn from one seed, the order
 // of receiving and all delays from one of each rank's own.
-#include "comm/mailbox.h"
-
 #include <unistd.h>
 
 #include <algorithm>
@@ -22,6 +20,7 @@
 #include <thread>
 #include <vector>
 
+#include "comm/mailbox.h"
 #include "common/checks.h"
 #include "ranks.h"
 
