@@ -15,7 +15,14 @@ PYTHON = [
     ("what is split how", [("plan, heads", True)]),
     (
         "strategies (never import each other)",
-        [("tensor", True), ("pipeline", True), ("recompute", True), ("zero", False), ("expert", False), ("context", False)],
+        [
+            ("tensor", True),
+            ("pipeline", True),
+            ("recompute", True),
+            ("zero", False),
+            ("expert", False),
+            ("context", False),
+        ],
     ),
     ("ops: check, choose, launch", [("ops", True)]),
     ("plain-PyTorch versions", [("reference", True)]),
