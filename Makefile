@@ -19,8 +19,11 @@ setup: ## create .venv (or use the active environment, if it has torch): torch, 
 build: setup
 	@$(PY) _build/native.py
 
-demo: build ## train a small Llama with TP 2 x DP 2 on 4 CPU processes and compare it with a single-process run
-	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m torch.distributed.run --nproc-per-node 4 examples/train.py --tp 2 --dp 2 $(ARGS)
+TRAIN = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m torch.distributed.run --nproc-per-node 4 examples/train.py
+
+demo: build ## train a small Llama on 4 CPU processes, TP 2 x DP 2, then PP 2 x TP 2, and compare each with a single process
+	@$(TRAIN) --tp 2 --dp 2 $(ARGS)
+	@$(TRAIN) --pp 2 --tp 2 --schedule zbv --steps 30 --out runs/demo-pipeline $(ARGS)
 
 test: build ## everything CI runs: lint, types, C++ under sanitizers, tests
 	@tools/run_checks.sh $(MARKERS) $(ARGS)

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -183,15 +184,18 @@ def test_impossible_model_sizes_are_errors(change: dict[str, int], message: str)
 
 
 def test_layout_takes_two_tensor_parallel_ranks_and_leaves_the_rest_to_data():
-    def shape(world: int, tp: int | None = None, dp: int | None = None) -> tuple[int, int]:
-        layout = train.Layout.of_world(world, tp, dp, False)
+    def shape(world: int, tp: int | None = None, dp: int | None = None, pp: int = 1) -> tuple[int, int]:
+        layout = train.Layout.of_world(world, pp, tp, dp, False)
         return layout.tp, layout.dp
 
     assert [shape(1), shape(2), shape(3), shape(4)] == [(1, 1), (2, 1), (1, 3), (2, 2)]
     assert [shape(4, tp=4), shape(4, dp=4), shape(6, tp=3, dp=2)] == [(4, 1), (1, 4), (3, 2)]
+    assert [shape(4, pp=2), shape(8, pp=2), shape(4, pp=4), shape(4, pp=2, dp=2)] == [(2, 1), (2, 2), (1, 1), (1, 2)]
     for tp, dp in ((3, None), (2, 1), (0, None), (None, 0), (8, None)):
         with pytest.raises(ValueError, match=r"must be the number of processes \(4\)"):
-            train.Layout.of_world(4, tp, dp, False)
+            train.Layout.of_world(4, 1, tp, dp, False)
+    with pytest.raises(ValueError, match=r"--pp \(3\)"):
+        train.Layout.of_world(4, 3, None, None, False)
 
 
 def test_learning_rate_warms_up_then_falls_to_a_tenth():
@@ -239,6 +243,7 @@ def test_comparison_passes_up_to_the_tolerance_and_never_with_nan():
         ("--kv-heads 3", "num_key_value_heads (3)"),
         ("--data no_such_file", "no_such_file"),
         ("--steps 0", "must be positive"),
+        ("--pp 2", "--pp (2)"),
         ("--out README.md", "README.md"),
     ],
 )
@@ -253,13 +258,27 @@ def test_wrong_flags_are_one_line_and_status_2(
     assert error.count("\n") == 1
 
 
-def test_two_ranks_match_a_single_process_under_torchrun(text: Path, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("flags", "name", "layout"),
+    [
+        (["--sequence-parallel"], "TP 2 x DP 1 + SP", {"tp": 2, "pp": 1, "sequence_parallel": True}),
+        (
+            ["--pp=2", "--schedule=zbv", "--microbatches=2", "--parts=E|t|t|H"],
+            "PP 2 (zbv) x TP 1 x DP 1",
+            {"tp": 1, "pp": 2, "schedule": "zbv", "microbatches": 2, "parts": "E|t|t|H"},
+        ),
+    ],
+    ids=["tensor", "pipeline"],
+)
+def test_two_ranks_match_a_single_process_under_torchrun(
+    flags: list[str], name: str, layout: dict[str, Any], text: Path, tmp_path: Path
+):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "examples/train.py"]
     command += [
         *TINY_FLAGS,
         "--steps=6",
         "--lr=1e-2",
-        "--sequence-parallel",
+        *flags,
         "--data",
         str(text),
         "--out",
@@ -274,10 +293,10 @@ def test_two_ranks_match_a_single_process_under_torchrun(text: Path, tmp_path: P
         timeout=60,
     )
     assert done.returncode == 0, done.stderr
-    assert "TP 2 x DP 1 + SP" in done.stdout
+    assert name in done.stdout
 
     figures = json.loads((tmp_path / "report.json").read_text())
-    assert figures["settings"]["layout"] == {"tp": 2, "dp": 1, "sequence_parallel": True}
+    assert figures["settings"]["layout"].items() >= {"dp": 1, **layout}.items()
     parallel, single = figures["parallel"]["losses"], figures["single"]["losses"]
     assert len(parallel) == len(single) == 6
     assert parallel[-1] < parallel[0] - 0.1

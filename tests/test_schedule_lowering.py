@@ -24,6 +24,7 @@ from fastpar.pipeline import (
     pipedream,
     simulate,
     split_backward,
+    validate,
     zb_h1,
     zb_h2,
     zbv,
@@ -250,3 +251,14 @@ def test_all_passes_together() -> None:
     schedule = add_communication(add_reduce_grad(add_unshard(merge_backward(zbv(2, 3))), data_parallel=True))
     assert simulate(schedule).makespan >= simulate(zbv(2, 3)).makespan
     assert Schedule.from_csv(schedule.to_csv(), name="zbv").actions == schedule.actions
+
+
+@pytest.mark.parametrize("name", ["pipedream", "pipedream_2bw"])
+def test_parameters_are_gathered_again_after_an_update(name: str) -> None:
+    schedule = add_unshard(make_schedule(name, 3, 6))
+    assert validate(schedule) == []
+    for own in schedule.actions:
+        for action in (a for a in own if a.type is ActionType.STEP):
+            before = [a.type for a in own[: own.index(action)] if a.stage == action.stage]
+            gathers = [t for t in before if t in (ActionType.UNSHARD, ActionType.RESHARD)]
+            assert gathers[-1] is ActionType.RESHARD

@@ -85,7 +85,9 @@ def add_unshard(schedule: Schedule, *, lookahead: int = 1) -> Schedule:
     def gather(own: Sequence[Action]) -> list[Action]:
         out: list[Action] = []
         held: list[int] = []
-        for action, wanted in zip(own, _stages_ahead(own, lookahead), strict=True):
+        for action, ahead in zip(own, _stages_ahead(own, lookahead), strict=True):
+            # What was gathered before an update is stale after it.
+            wanted = [s for s in ahead if action.type is not ActionType.STEP or s != action.stage]
             out += [Action(ActionType.RESHARD, stage) for stage in held if stage not in wanted]
             out += [Action(ActionType.UNSHARD, stage) for stage in wanted if stage not in held]
             held = wanted

@@ -107,6 +107,8 @@ class Pipeline:
         shared = find_shared(schedule, self.rank, self.stages)
         self._shared = SharedGrads(shared, self.rank, self._p2p, shared_tag)
         self._shared.check_equal()
+        own_keywords = [stage.keywords for stage in self.stages.values()]
+        self._keywords = [each for rank in self._gather(own_keywords) for each in rank]  # of the stages of all ranks
         self._handlers: dict[ActionType, Callable[[Action], None]] = {
             ActionType.FORWARD: self._forward,
             _WHOLE: partial(self._backward, how=StageRun.backward),
@@ -178,14 +180,15 @@ class Pipeline:
         """The timelines of all ranks in one; called by all ranks, and returned on each. Ranks of several hosts have
         clocks of their own: see `Timeline.merge` for offsets.
         """
-        return self._finish("gathering the timelines", self._gather_timeline)
+        return Timeline.merge(self._finish("gathering the timelines", partial(self._gather, self.timeline)))
 
-    def _gather_timeline(self) -> Timeline:
+    def _gather(self, value: Any) -> list[Any]:
+        """The values of all ranks, in their order."""
         others = [rank for rank in range(self._p2p.size) if rank != self.rank]
         for peer in others:
-            self._p2p.send(peer, self._control_tag, [], pickle.dumps(self.timeline))
+            self._p2p.send(peer, self._control_tag, [], pickle.dumps(value))
         received = {peer: pickle.loads(self._p2p.recv(peer, self._control_tag)[1]) for peer in others}
-        return Timeline.merge([received.get(rank, self.timeline) for rank in range(self._p2p.size)])
+        return [received.get(rank, value) for rank in range(self._p2p.size)]
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters of this rank's stages under the names that they have in the whole model."""
@@ -208,6 +211,10 @@ class Pipeline:
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> None:
         if self._failure is not None:
             raise RuntimeError(f"this pipeline has failed and cannot be used any more: {self._failure}")
+        for name in kwargs:
+            if not any(name in keywords for keywords in self._keywords):
+                hint = "; what the loss compares with is target=" if name in ("targets", "labels", "y") else ""
+                raise ValueError(f"no stage takes the keyword input {name!r}{hint}")
         count = self.schedule.num_microbatches
         self._inputs, self._kwargs = split_call(args, kwargs, count)
         self._targets = split(target, count, "target")
