@@ -18,6 +18,7 @@ from fastpar.pipeline import (
     gpipe,
     interleaved_1f1b,
     looped_bfs,
+    make_schedule,
     merge_backward,
     naive,
     one_f_one_b,
