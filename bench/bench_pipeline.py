@@ -43,7 +43,15 @@ from torch.nn import functional as F
 from bench.harness import Case, Error, Provider, Rank, gemm_roof
 from bench.options import Bench, parser, positive, run
 from bench.rows import Row
-from fastpar.pipeline import ActionType, Pipeline, Schedule, make_schedule, measured_costs, simulate
+from fastpar.pipeline import (
+    ActionType,
+    Pipeline,
+    Schedule,
+    add_communication,
+    make_schedule,
+    measured_costs,
+    simulate,
+)
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zbv")
 OPTIONS: dict[str, dict[str, Any]] = {"interleaved_1f1b": {"stages_per_rank": 2}, "looped_bfs": {"stages_per_rank": 2}}
@@ -286,25 +294,30 @@ def ideal_factor(schedule: Schedule) -> float:
 
 
 def figures(rows: Sequence[Row]) -> str:
-    """The ideal of the case and how far each provider is from it; for empty stages, the cost of an action."""
+    """Per setting the ideal and how far each provider is from it; for empty stages, the cost of an action."""
+    settings = dict.fromkeys(row["setting"] for row in rows)
+    lines = [_figures(setting, [row for row in rows if row["setting"] == setting]) for setting in settings]
+    return "\n".join(line for line in lines if line)
+
+
+def _figures(setting: str, rows: Sequence[Row]) -> str:
     case = rows[0]["case"]
     times = {row["provider"]: row["ms"]["median"] for row in rows if "ms" in row}
     if "compute only" not in times:
         return ""
-    name, count = case["schedule"], case["microbatches"]
-    schedule = make_schedule(name, case["ranks"], count, **OPTIONS.get(name, {}))
+    name, bound = case["schedule"], times.pop("compute only")
+    schedule = make_schedule(name, case["ranks"], case["microbatches"], **OPTIONS.get(name, {}))
     if case.get("empty"):
-        from fastpar.pipeline import add_communication
-
         actions = max(len(own) for own in add_communication(schedule).actions)
-        costs = {p: (times[p] - times["compute only"]) * 1e3 / actions for p in ("fastpar", "torch") if p in times}
-        return "  per action besides torch's work: " + ", ".join(f"{p} {us:.1f} us" for p, us in costs.items())
-    ideal = times["compute only"] * ideal_factor(schedule)
-    lines = [f"  ideal {ideal:.0f} ms"]
-    lines += [f"{p} {times[p] / ideal:.3f} x ideal" for p in ("fastpar", "torch") if p in times]
-    prediction = [row["errors"]["prediction"]["value"] for row in rows if "prediction" in row["errors"]]
-    lines += [f"predicted within {error:.1%}" for error in prediction]
-    return ", ".join(lines)
+        costs = {p: (times[p] - bound) * 1e3 / actions for p in ("fastpar", "torch") if p in times}
+        return f"  {setting}: per action besides torch's work: " + ", ".join(
+            f"{p} {us:.1f} us" for p, us in costs.items()
+        )
+    ideal = bound * ideal_factor(schedule)
+    parts = [f"  {setting}: ideal {ideal:.0f} ms"]
+    parts += [f"{p} {times[p] / ideal:.3f} x ideal" for p in ("fastpar", "torch") if p in times]
+    predictions = [row["errors"]["prediction"]["value"] for row in rows if "prediction" in row["errors"]]
+    return ", ".join([*parts, *(f"predicted within {error:.1%}" for error in predictions)])
 
 
 def cases(flags: argparse.Namespace, world_size: int) -> Sequence[Case]:
