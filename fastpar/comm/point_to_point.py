@@ -13,13 +13,13 @@ Which way they go:
 
 Note: views. Over shared memory, received tensors are views of the sender's memory: ordinary tensors, to read and write
 as one likes, whose block goes back to the sender when the last view of it dies, on whatever thread; they may outlive
-both ends. The other way is to copy into memory of one's own. Measured, one way of a round trip, two ranks on a shared
-machine of two cores, minimum of 40:
+both ends. The other way is to copy into memory of one's own. Round trips of `fastpar bench p2p --settings tuned`,
+medians, two ranks on two cores (bench/results has the rows):
 
                             1 MB       16 MB
-    views                   0.07 ms    2.8 ms
-    a copy, new tensor      0.13 ms    7.9 ms      new pages cost more than the copy
-    a copy, kept buffer     0.13 ms    10.3 ms     one more pass through the caches
+    views                   0.10 ms    2.6 ms
+    a copy, new tensor      0.18 ms    9.3 ms      new pages cost more than the copy
+    a copy, kept buffer     0.16 ms    5.7 ms      one more pass through the caches
 
 A copy into a pool would cost a pass and a pool on each side, and win nothing but that a receiver which keeps tensors
 for long keeps its own memory instead of the sender's. That memory is on the sender's NUMA node. A process forked from
