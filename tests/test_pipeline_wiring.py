@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -152,6 +153,19 @@ def run_over_torch() -> None:
 
 def test_stages_exchange_over_torch_distributed_where_they_share_no_memory() -> None:
     run_ranks(2, run_over_torch)
+
+
+def run_tied_updates() -> None:
+    mesh = fp.init_mesh(pp=2, device="cpu")
+    model = build_model("llama", torch.float32, num_hidden_layers=2, tie_word_embeddings=True)
+    sgd = partial(torch.optim.SGD, lr=0.1)
+    with pytest.raises(ValueError, match=r"embed_tokens.weight .* is shared by stages that update .* 'pipedream'"):
+        fp.parallelize_pipeline(model, mesh, "pipedream", num_microbatches=2, loss=F.mse_loss, optimizer=sgd)
+    dist.barrier()
+
+
+def test_tied_weights_that_would_drift_apart_are_refused() -> None:
+    run_ranks(2, run_tied_updates)
 
 
 def torch_schedule() -> str:

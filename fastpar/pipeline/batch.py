@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -21,7 +21,7 @@ def split(value: Any, count: int, name: str) -> list[Any]:
     A tensor [B, ...] is cut along dim 0, as evenly as it goes (the first B % count microbatches get one row more), in
     views; tuples, lists and dicts item by item; `Microbatches` are taken as they are; anything else, and a tensor
     without dims, goes to every microbatch.
-    Raises ValueError where there are fewer rows than microbatches.
+    Raises ValueError where there are fewer rows than microbatches, TypeError for tensors in other containers.
     """
     if isinstance(value, Microbatches):
         if len(value) != count:
@@ -40,6 +40,11 @@ def split(value: Any, count: int, name: str) -> list[Any]:
     if type(value) is dict:
         named = {key: split(item, count, f"{name}[{key!r}]") for key, item in value.items()}
         return [{key: item[i] for key, item in named.items()} for i in range(count)]
+    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, tuple | list) else ()
+    if any(isinstance(item, Tensor) for item in items):
+        raise TypeError(
+            f"{name}: the tensors of a {type(value).__name__} are not cut; give a tuple, list or dict, or Microbatches"
+        )
     return [value] * count
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -105,6 +105,11 @@ class Pipeline:
         tags = 2 * schedule.num_stages**2 * schedule.num_microbatches
         self._loss_tag, shared_tag, self._control_tag = tags, tags + 1, tags + 2
         shared = find_shared(schedule, self.rank, self.stages)
+        if shared and self._updates:
+            raise ValueError(
+                f"{shared[0].name} is shared by stages that update their weights on their way, each at other times "
+                f"({schedule.name!r}): untie it, or take a schedule without updates"
+            )
         self._shared = SharedGrads(shared, self.rank, self._p2p, shared_tag)
         self._shared.check_equal()
         own_keywords = [stage.keywords for stage in self.stages.values()]
@@ -142,6 +147,8 @@ class Pipeline:
         Raises PipelineError where a stage fails, on that rank; on the others CommError: PeerFailedError with its
         message, PeerLostError where a process has died, CommTimeoutError. The pipeline cannot be used afterwards.
         """
+        if not torch.is_grad_enabled():
+            raise RuntimeError("step() computes gradients, but they are switched off here; evaluate() needs none")
         self._begin(args, kwargs, target)
         self._shared.begin()
         for run in self._runs.values():
@@ -165,9 +172,8 @@ class Pipeline:
         self._begin(args, kwargs, None)
         with torch.no_grad():
             self._run(self._forward_only, loss=False)
-        if not self._results:
-            return None
-        return Microbatches(self._results.get(index) for index in range(self.schedule.num_microbatches))
+        outputs, self._results = self._results, {}
+        return Microbatches(outputs.get(index) for index in range(self.schedule.num_microbatches)) if outputs else None
 
     @property
     def timeline(self) -> Timeline:
@@ -191,13 +197,54 @@ class Pipeline:
         return [received.get(rank, value) for rank in range(self._p2p.size)]
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters of this rank's stages under the names that they have in the whole model."""
+        """The parameters of this rank's stages, each once, under the names that they have in the whole model."""
+        seen: set[nn.Parameter] = set()
         for stage in self.stages.values():
-            yield from stage.module.named_parameters(prefix=stage.prefix)
+            for name, parameter in stage.module.named_parameters(prefix=stage.prefix):
+                if parameter not in seen:
+                    seen.add(parameter)
+                    yield name, parameter
 
     def parameters(self) -> Iterator[nn.Parameter]:
         for _, parameter in self.named_parameters():
             yield parameter
+
+    def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        for stage in self.stages.values():
+            yield from stage.module.named_buffers(prefix=stage.prefix)
+
+    def train(self, mode: bool = True) -> Pipeline:
+        """Put this rank's stages into training mode."""
+        for stage in self.stages.values():
+            stage.module.train(mode)
+        return self
+
+    def eval(self) -> Pipeline:
+        return self.train(False)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this rank's stages hold, under the names that it has in the whole model."""
+        state: dict[str, Any] = {}
+        for stage in self.stages.values():
+            state |= stage.module.state_dict(prefix=f"{stage.prefix}." if stage.prefix else "")
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take this rank's part of a state dict, which may be that of the whole model.
+
+        Raises RuntimeError where something is missing, or has another shape.
+        """
+        for stage in self.stages.values():
+            prefix = f"{stage.prefix}." if stage.prefix else ""
+            names = stage.module.state_dict()
+            stage.module.load_state_dict({n: state_dict[prefix + n] for n in names if prefix + n in state_dict})
+
+    def __repr__(self) -> str:
+        s = self.schedule
+        stages = ", ".join(f"{i} (part {stage.part})" for i, stage in self.stages.items())
+        return f"Pipeline({s.name}, rank {self.rank} of {s.num_ranks}, stages {stages} of {s.num_stages}, " + (
+            f"{s.num_microbatches} microbatches)"
+        )
 
     def close(self) -> None:
         """Give back the memory shared with other ranks."""
@@ -233,6 +280,8 @@ class Pipeline:
                 times.append((begin, clock()))
         except BaseException as error:
             self._fail(error, f"action {action} ({len(times) + 1} of {len(program)})", action)
+        finally:
+            self._inputs, self._kwargs, self._targets = [], [], []  # the batch is the caller's to keep
 
     def _finish(self, what: str, function: Callable[[], Any]) -> Any:
         try:
@@ -278,6 +327,8 @@ class Pipeline:
             what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             which = "the last stage's module (no loss= was given)" if self._loss is None else "the loss"
             raise ValueError(f"{which} must return a tensor with one element, got {what}")
+        if isinstance(output, Tensor) and output.requires_grad and not loss.requires_grad:
+            raise ValueError("the loss does not depend on the output: it requires no gradient, but the output does")
         loss = loss.reshape(()) if loss.dim() else loss
         return loss if self._divisor == 1 else loss / self._divisor
 
@@ -321,10 +372,14 @@ class Pipeline:
     def _total_loss(self) -> Tensor:
         """The sum of the microbatches' losses in their order; the ranks with the last stages send theirs to all."""
         losses = dict(self._results)
-        ends = {self.schedule.stage_ranks[chain.stages[-1]]: chain.microbatches for chain in self.schedule.chains}
+        self._results = {}
+        ends: dict[int, tuple[int, ...]] = {}  # by rank: the microbatches that end there
+        for chain in self.schedule.chains:
+            rank = self.schedule.stage_ranks[chain.stages[-1]]
+            ends[rank] = (*ends.get(rank, ()), *chain.microbatches)
 
         def collect() -> None:
-            if self._results:
+            if losses:
                 own = torch.stack([losses[index] for index in ends[self.rank]])
                 for peer in set(range(self._p2p.size)) - {self.rank}:
                     self._p2p.send(peer, self._loss_tag, [own])
@@ -353,7 +408,7 @@ class Pipeline:
             skips_to={name: tuple(chain[part] for part in parts) for name, parts in stage.sends.items()},
             skips_from=skips_from,
             is_split=halved.__contains__,
-            versions=WeightVersions(stage.module, self.optimizers[s].step) if s in self.optimizers else None,
+            versions=WeightVersions(stage.module, lambda: self.optimizers[s].step()) if s in self.optimizers else None,
         )
 
     def _make_optimizers(self, make: MakeOptimizer | None) -> dict[int, torch.optim.Optimizer]:

@@ -115,7 +115,8 @@ class StageRun:
                 skips |= value
         if is_training and self._is_split(microbatch):
             flight.store = WeightGradStore()
-        with self._weights(version), _NOTHING if flight.store is None else flight.store.deferring():
+        weights = self._weights(version) if is_training else _NOTHING  # without updates there is one version
+        with weights, _NOTHING if flight.store is None else flight.store.deferring():
             output, sent = self.stage.run(content, kwargs, skips)
             if loss_of is not None and self.following is None:
                 output = loss_of(output)

@@ -88,10 +88,13 @@ def decode(note: bytes) -> Structure:
     return pickle.loads(note) if note else _ONE_TENSOR
 
 
-def _holds_tensors(value: Any) -> bool:
-    """Whether an object that is not understood has tensors in it, which must not be pickled."""
+def _holds_tensors(value: Any, depth: int = 3) -> bool:
+    """Whether an object that is not understood has tensors in it, which must not be pickled: `depth` levels of it."""
     if isinstance(value, str | bytes | int | float | bool | None.__class__ | torch.dtype | torch.Size):
         return False
     items = value.values() if isinstance(value, dict) else value if isinstance(value, tuple | list | set) else ()
     fields = vars(value).values() if hasattr(value, "__dict__") and not isinstance(value, type) else ()
-    return any(isinstance(item, Tensor) for item in (*items, *fields))
+    inner = (*items, *fields)
+    return any(isinstance(item, Tensor) for item in inner) or (
+        depth > 1 and any(_holds_tensors(item, depth - 1) for item in inner)
+    )
