@@ -159,7 +159,7 @@ def run_tied_updates() -> None:
     mesh = fp.init_mesh(pp=2, device="cpu")
     model = build_model("llama", torch.float32, num_hidden_layers=2, tie_word_embeddings=True)
     sgd = partial(torch.optim.SGD, lr=0.1)
-    with pytest.raises(ValueError, match=r"embed_tokens.weight .* is shared by stages that update .* 'pipedream'"):
+    with pytest.raises(ValueError, match=r"embed_tokens.weight .* is shared by stages that update"):
         fp.parallelize_pipeline(model, mesh, "pipedream", num_microbatches=2, loss=F.mse_loss, optimizer=sgd)
     dist.barrier()
 
