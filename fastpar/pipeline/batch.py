@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -40,8 +40,10 @@ def split(value: Any, count: int, name: str) -> list[Any]:
     if type(value) is dict:
         named = {key: split(item, count, f"{name}[{key!r}]") for key, item in value.items()}
         return [{key: item[i] for key, item in named.items()} for i in range(count)]
-    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, tuple | list) else ()
-    if any(isinstance(item, Tensor) for item in items):
+    inner: Iterable[Any] = (
+        value.values() if isinstance(value, Mapping) else value if isinstance(value, tuple | list) else ()
+    )
+    if any(isinstance(item, Tensor) for item in inner):
         raise TypeError(
             f"{name}: the tensors of a {type(value).__name__} are not cut; give a tuple, list or dict, or Microbatches"
         )

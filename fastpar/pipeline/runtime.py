@@ -130,6 +130,7 @@ class Pipeline:
         }
         self._training = self._program(self.schedule.actions[self.rank])
         self._forward_only = self._program(a for a in self.schedule.flat(self.rank) if a.type in _FORWARD_ONLY)
+        self._results: dict[int, Any] = {}  # by microbatch: losses or outputs of the last stage
         self._times: list[tuple[float, float]] = []
         self._executed: Sequence[Action] = ()
         self._failure: str | None = None
@@ -265,7 +266,7 @@ class Pipeline:
         count = self.schedule.num_microbatches
         self._inputs, self._kwargs = split_call(args, kwargs, count)
         self._targets = split(target, count, "target")
-        self._results: dict[int, Any] = {}
+        self._results = {}
 
     def _run(self, program: list[tuple[Callable[[Action], None], Action]], *, loss: bool) -> None:
         self._wants_loss = loss
