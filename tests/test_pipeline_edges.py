@@ -13,7 +13,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fastpar.pipeline import Microbatches, Pipeline, PipelineError, Schedule, make_schedule, split_backward
+from fastpar.pipeline import (
+    Action,
+    Chain,
+    Microbatches,
+    Pipeline,
+    PipelineError,
+    Schedule,
+    make_schedule,
+    split_backward,
+)
 from fastpar.pipeline.batch import split
 from fastpar.pipeline.values import decode, encode, pack, unpack
 from fastpar.pipeline.versions import WeightVersions
@@ -120,6 +129,14 @@ def test_batches_are_cut_in_order_the_first_ones_larger() -> None:
     pieces = split({"a": torch.arange(5), "b": (torch.tensor(7), "text")}, 3, "x")
     assert [piece["a"].tolist() for piece in pieces] == [[0, 1], [2, 3], [4]]
     assert all(piece["b"] == (torch.tensor(7), "text") for piece in pieces)
+
+
+def test_two_replicas_of_a_part_on_one_rank_are_refused() -> None:
+    """Their gradients would belong together, and nobody would sum them."""
+    actions = tuple(Action.parse(text) for text in ("0F0", "0B0", "1F1", "1B1"))
+    schedule = Schedule("twins", (0, 0), (Chain((0,), (0,)), Chain((1,), (1,))), (actions,))
+    with pytest.raises(ValueError, match=r"hold a part of the model twice: its stages are \(0, 1\)"):
+        Pipeline([*build_parts(1), *build_parts(1)], schedule, loss=loss_fn)
 
 
 # Around step()

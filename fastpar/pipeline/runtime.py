@@ -94,6 +94,8 @@ class Pipeline:
         own = schedule.stages_of(self.rank)
         if len(stages) != len(own):
             raise ValueError(f"rank {self.rank} runs stages {own} of the schedule, but {len(stages)} were given")
+        if len({schedule.part_of(s) for s in own}) < len(own):
+            raise ValueError(f"rank {self.rank} would hold a part of the model twice: its stages are {own}")
         self.stages = {s: _as_stage(stage, schedule, s) for s, stage in zip(own, stages, strict=True)}
         self._loss, self._reduction = loss, reduction
         steps = [a.type is ActionType.STEP and a.stage == 0 for a in schedule.flat(schedule.stage_ranks[0])]
@@ -374,10 +376,7 @@ class Pipeline:
         """The sum of the microbatches' losses in their order; the ranks with the last stages send theirs to all."""
         losses = dict(self._results)
         self._results = {}
-        ends: dict[int, tuple[int, ...]] = {}  # by rank: the microbatches that end there
-        for chain in self.schedule.chains:
-            rank = self.schedule.stage_ranks[chain.stages[-1]]
-            ends[rank] = (*ends.get(rank, ()), *chain.microbatches)
+        ends = {self.schedule.stage_ranks[chain.stages[-1]]: chain.microbatches for chain in self.schedule.chains}
 
         def collect() -> None:
             if losses:
