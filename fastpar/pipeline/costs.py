@@ -35,6 +35,9 @@ class Costs:
                      STEP, STASH, UNSHARD, REDUCE_GRAD of one part, which occupy the rank; RESHARD and DROP cost nothing
     activation       what a part keeps for the backward of a microbatch: 1 counts (stage, microbatch) pairs, bytes give
                      bytes
+    head_forward, head_weight
+                     S and T of a sharded head on one rank
+    head_activation  what a rank keeps of a microbatch from its S to its T
 
     >>> Costs(10, 20, 6).of(ActionType.BACKWARD, part=0)
     26
@@ -53,6 +56,9 @@ class Costs:
     unshard: PerPart = 0
     reduce_grad: PerPart = 0
     activation: PerPart = 1
+    head_forward: Number = 1
+    head_weight: Number = 1
+    head_activation: Number = 0
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -63,7 +69,7 @@ class Costs:
                 words = ', "sum" or "max"' if field.name == "overlap" else ""
                 raise ValueError(f"{field.name} must be a number{words}, got {value!r}")
             if isinstance(value, Sequence):
-                if field.name in ("hop", "overlap", "bandwidth"):
+                if field.name in ("hop", "overlap", "bandwidth") or field.name.startswith("head_"):
                     raise TypeError(f"{field.name} is one number for all parts, got {value!r}")
                 object.__setattr__(self, field.name, tuple(_number(field.name, each) for each in value))
             else:
@@ -125,6 +131,8 @@ FIELDS = {
     ActionType.STASH: "stash",
     ActionType.UNSHARD: "unshard",
     ActionType.REDUCE_GRAD: "reduce_grad",
+    ActionType.HEAD_FORWARD: "head_forward",
+    ActionType.HEAD_WEIGHT: "head_weight",
 }
 _WORDS = (("overlap", "sum"), ("overlap", "max"))
 

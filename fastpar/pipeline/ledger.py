@@ -14,7 +14,7 @@ from fastpar.pipeline.schedule import Action, ActionType, Schedule
 _T = ActionType
 _DOWNSTREAM = {_T.SEND_F, _T.RECV_B}
 COUNTERPARTS = {_T.SEND_F: _T.RECV_F, _T.RECV_F: _T.SEND_F, _T.SEND_B: _T.RECV_B, _T.RECV_B: _T.SEND_B}
-_FORWARD_ONLY = {_T.FORWARD, _T.SEND_F, _T.RECV_F, _T.UNSHARD, _T.RESHARD, _T.STASH, _T.DROP}
+_FORWARD_ONLY = {_T.FORWARD, _T.SEND_F, _T.RECV_F, _T.UNSHARD, _T.RESHARD, _T.STASH, _T.DROP, _T.HEAD_FORWARD}
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,8 @@ class Need:
     why: str
 
 
-Key = tuple[ActionType, int, int | None, int]  # type, stage, peer (transfers), microbatch
+# type, stage, peer (of transfers; of S and T the rank that they are on), microbatch
+Key = tuple[ActionType, int, int | None, int]
 
 
 class Ledger:
@@ -101,6 +102,10 @@ class Ledger:
         """What makes the gradient of the stage's input: B or I."""
         return self.find(_T.BACKWARD, stage, microbatch) or self.find(_T.BACKWARD_INPUT, stage, microbatch)
 
+    def in_head(self, kind: ActionType, rank: int, microbatch: int) -> Placed | None:
+        """S or T of a rank."""
+        return self.find(kind, self.schedule.num_stages, microbatch, rank)
+
     def edges(self) -> Iterator[tuple[int, int]]:
         """(source, destination) of all activations: neighbours, then skip connections."""
         for stage in range(self.schedule.num_stages):
@@ -115,7 +120,10 @@ class Ledger:
         return self.with_transfers and ranks[stage] != ranks[other]
 
     def needs(self, placed: Placed) -> Iterator[Need]:
-        """What must have happened before a compute action or a transfer."""
+        """What must have happened before a compute action, a transfer, S or T.
+
+        What S and T exchange with the last stage they send and receive themselves: no SEND or RECV stands for it.
+        """
         action, find = placed.action, self.find
         kind, stage, microbatch = action.type, action.stage, action.microbatch
         if microbatch is None:
@@ -134,6 +142,16 @@ class Ledger:
                     yield Need(arrival, f"the gradient from stage {destination}")
                 else:
                     yield Need(self.backward(destination, microbatch), f"the gradient from stage {destination}")
+            if self.schedule.sharded_head and stage == self.schedule.last_stage:
+                for rank in range(self.schedule.num_ranks):
+                    yield Need(self.in_head(_T.HEAD_FORWARD, rank, microbatch), f"the head's results of rank {rank}")
+        elif kind is _T.HEAD_FORWARD:
+            last = self.schedule.last_stage
+            yield Need(find(_T.FORWARD, last, microbatch), f"the hidden states of stage {last}")
+        elif kind is _T.HEAD_WEIGHT:
+            last = self.schedule.last_stage
+            yield Need(self.in_head(_T.HEAD_FORWARD, placed.rank, microbatch), "what its S keeps")
+            yield Need(self.backward(last, microbatch), f"the normalisers, which the backward of stage {last} combines")
         elif kind is _T.BACKWARD_WEIGHT:
             yield Need(find(_T.BACKWARD_INPUT, stage, microbatch), "what the first half of the backward keeps")
         elif kind is _T.SEND_F:
@@ -182,6 +200,7 @@ class Ledger:
             return
         if action.microbatch is not None:
             peer = self.schedule.peer_of(action) if action.type.is_transfer else None
+            peer = placed.rank if action.type.is_head else peer
             key = (action.type, action.stage, peer, action.microbatch)
             first = self._by_key.get(key) or self._other_form(action)
             if first is not None:
@@ -205,10 +224,14 @@ class Ledger:
 
     def _misplaced(self, placed: Placed) -> Problem | None:
         schedule, action = self.schedule, placed.action
-        if action.stage >= schedule.num_stages:
+        if action.type.is_head:
+            if schedule.head is None:
+                return placed.problem("stage", "the schedule has no sharded head; see shard_head")
+            if action.stage != schedule.head:
+                return placed.problem("stage", f"S and T have the stage number {schedule.head}")
+        elif action.stage >= schedule.num_stages:
             return placed.problem("stage", f"there are stages 0 to {schedule.num_stages - 1}")
-        home = schedule.stage_ranks[action.stage]
-        if home != placed.rank:
+        elif (home := schedule.stage_ranks[action.stage]) != placed.rank:
             return placed.problem("rank", f"stage {action.stage} lives on rank {home}; move the action there")
         if self.forward_only and action.type not in _FORWARD_ONLY:
             return placed.problem("unexpected", f"{action.type.value} has no place in a forward-only schedule")
@@ -217,7 +240,7 @@ class Ledger:
         if action.microbatch >= schedule.num_microbatches:
             return placed.problem("microbatch", f"there are microbatches 0 to {schedule.num_microbatches - 1}")
         chain = schedule.chain_of(action.microbatch)
-        if action.stage not in chain.stages:
+        if not action.type.is_head and action.stage not in chain.stages:
             stages = ", ".join(map(str, chain.stages))
             return placed.problem("microbatch", f"microbatch {action.microbatch} passes stages {stages} only")
         return None

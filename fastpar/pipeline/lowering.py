@@ -4,6 +4,7 @@ Generators write compute actions only. These passes add what follows from them:
 
     merge_backward      I directly followed by its W becomes B: one backward instead of two halves
     split_backward      the opposite
+    shard_head          a head with a shard on every rank instead of one on the last stage (`head_schedule`)
     add_unshard         gather sharded parameters before they are used, free them afterwards
     add_reduce_grad     sum gradients over replicas when a stage has its last one
     add_communication   send and receive between ranks
@@ -211,6 +212,9 @@ def _stages_ahead(own: Sequence[Action], lookahead: int) -> list[list[int]]:
     wanted: list[list[int]] = []
     coming: list[int] = []  # stages in the order of their next use
     for action in reversed(own):
+        if action.type.is_head:  # is no stage, and is never sharded in this sense
+            wanted.append(wanted[-1] if wanted else [])
+            continue
         now = list(dict.fromkeys(part.stage for part in action.flat()))
         coming = now + [stage for stage in coming if stage not in now]
         wanted.append(coming[: len(now) + lookahead])

@@ -25,18 +25,24 @@ _Rgb = tuple[float, float, float]
 _FORWARD: _Rgb = (0.533, 0.800, 0.933)
 _BACKWARD: _Rgb = (0.200, 0.133, 0.533)
 _WEIGHT: _Rgb = (0.867, 0.800, 0.467)
+_HEAD: _Rgb = (0.800, 0.400, 0.467)
+_HEAD_WEIGHT: _Rgb = (0.267, 0.667, 0.600)
 _OTHER: _Rgb = (0.60, 0.60, 0.60)
 _COLOURS = {
     ActionType.FORWARD: _FORWARD,
     ActionType.BACKWARD: _BACKWARD,
     ActionType.BACKWARD_INPUT: _BACKWARD,
     ActionType.BACKWARD_WEIGHT: _WEIGHT,
+    ActionType.HEAD_FORWARD: _HEAD,
+    ActionType.HEAD_WEIGHT: _HEAD_WEIGHT,
 }
 _NAMES = {
     ActionType.FORWARD: "forward",
     ActionType.BACKWARD: "backward",
     ActionType.BACKWARD_INPUT: "gradients of inputs",
     ActionType.BACKWARD_WEIGHT: "gradients of weights",
+    ActionType.HEAD_FORWARD: "head",
+    ActionType.HEAD_WEIGHT: "gradients of the head",
 }
 _INK: _Rgb = (0.10, 0.10, 0.12)
 _PALEST = 0.62  # how far the last stage of a rank goes towards white
@@ -127,14 +133,16 @@ def boxes(timeline: Timeline) -> Iterator[Box]:
     """What `plot` draws, in units of time from the first event on, and in rows from the top."""
     origin = float(timeline.start)
     for rank, own in enumerate(timeline.by_rank):
-        stages = sorted({part.stage for event in own for part in event.action.flat()})
+        stages = sorted({p.stage for event in own for p in event.action.flat() if not p.type.is_head})
         for event in own:
             parts = event.action.flat()
             if not event.occupies_rank or not event.duration:
                 continue
             height = _HEIGHT / len(parts)
             for place, part in enumerate(parts):
-                colour = _pale(_COLOURS.get(part.type, _OTHER), stages.index(part.stage), len(stages))
+                colour = _COLOURS.get(part.type, _OTHER)
+                if not part.type.is_head:
+                    colour = _pale(colour, stages.index(part.stage), len(stages))
                 label = part.type.value if part.microbatch is None else str(part.microbatch)
                 bottom = rank + (1 - _HEIGHT) / 2 + place * height
                 yield Box(float(event.start) - origin, float(event.duration), bottom, height, colour, label, part)

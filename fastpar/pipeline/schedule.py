@@ -18,8 +18,9 @@ An action is written as torch.distributed.pipelining writes it, stage first, the
     0STASH@2        keep a copy of the weights as version 2        0DROP@2    forget it
     0F3@2           forward with version 2 of the weights          0B3@2      backward with the same
     (0F3;1B1)OVERLAP_F_B   a forward and a backward at the same time
+    4S3  4T3        a sharded head after stages 0 to 3: this rank's shard of it, forward and gradients of its weights
 
-Actions of torch's files mean the same here; `>` and `@` are additions. Version v of a stage's weights is what they are
+Actions of torch's files mean the same here; `>`, `@`, S and T are additions. Version v of a stage's weights is what they are
 after v STEPs; an action without a version uses the current weights.
 
 Sends are buffered: they wait for nobody. Everything else on a rank happens in the order of its list. Gradients
@@ -34,7 +35,7 @@ import enum
 import io
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -61,10 +62,18 @@ class ActionType(enum.Enum):
     DROP = "DROP"
     STEP = "STEP"
     OVERLAP_F_B = "OVERLAP_F_B"
+    HEAD_FORWARD = "S"
+    HEAD_WEIGHT = "T"
 
     @property
     def is_compute(self) -> bool:
+        """F, B, I or W: what a stage does."""
         return self in _COMPUTE
+
+    @property
+    def is_head(self) -> bool:
+        """S or T: what every rank does with its shard of the head."""
+        return self in _HEAD
 
     @property
     def is_transfer(self) -> bool:
@@ -72,11 +81,12 @@ class ActionType(enum.Enum):
 
     @property
     def has_microbatch(self) -> bool:
-        return self in _COMPUTE or self in _TRANSFER
+        return self in _COMPUTE or self in _TRANSFER or self in _HEAD
 
 
 _COMPUTE = {ActionType.FORWARD, ActionType.BACKWARD, ActionType.BACKWARD_INPUT, ActionType.BACKWARD_WEIGHT}
 _TRANSFER = {ActionType.SEND_F, ActionType.RECV_F, ActionType.SEND_B, ActionType.RECV_B}
+_HEAD = {ActionType.HEAD_FORWARD, ActionType.HEAD_WEIGHT}
 _VERSIONED = _COMPUTE | {ActionType.STASH, ActionType.DROP}
 
 _WORDS = "|".join(sorted((t.value for t in ActionType if t is not ActionType.OVERLAP_F_B), key=len, reverse=True))
@@ -89,8 +99,8 @@ class Action:
     """One step of one rank.
 
     type        what is done
-    stage       on which stage; the first part's for an OVERLAP_F_B
-    microbatch  for F, B, I, W, SEND_*, RECV_*; None for all others
+    stage       on which stage; the first part's for an OVERLAP_F_B; for S and T the number after the last stage's
+    microbatch  for F, B, I, W, S, T, SEND_*, RECV_*; None for all others
     peer        SEND_* and RECV_*: the stage at the other end; None: the neighbour in the chain
     version     F, B, I, W: the version of the weights to use (None: the current one); STASH and DROP: the version kept
     parts       OVERLAP_F_B: the actions that run together
@@ -173,6 +183,7 @@ class Schedule:
     stage_ranks  the rank on which stage s lives
     chains       which microbatches pass which stages; together they hold every stage and every microbatch once
     actions      per rank, in order
+    sharded_head whether the model ends with a head that is no stage but has a shard on every rank, which S and T run
 
     Construction checks what the fields say about each other. Whether the actions can be executed, and add up to a
     training step, is for `fastpar.pipeline.validate`.
@@ -182,6 +193,7 @@ class Schedule:
     stage_ranks: tuple[int, ...]
     chains: tuple[Chain, ...]
     actions: tuple[tuple[Action, ...], ...]
+    sharded_head: bool = False
 
     def __post_init__(self) -> None:
         if not self.actions or not self.stage_ranks or not self.chains:
@@ -197,6 +209,8 @@ class Schedule:
         microbatches = sorted(index for chain in self.chains for index in chain.microbatches)
         if microbatches != list(range(len(microbatches))) or not microbatches:
             raise ScheduleError(f"the chains must hold each microbatch from 0 on once, got {microbatches}")
+        if self.sharded_head and len(self.chains) > 1:
+            raise ScheduleError(f"a sharded head needs a schedule with one chain, got {len(self.chains)}")
 
     @staticmethod
     def of_one_chain(
@@ -219,12 +233,22 @@ class Schedule:
         """Parts that the model is cut into: the length of a chain."""
         return len(self.chains[0].stages)
 
+    @property
+    def head(self) -> int | None:
+        """The stage number of S and T, where the head is sharded."""
+        return self.num_stages if self.sharded_head else None
+
+    @property
+    def last_stage(self) -> int:
+        """The stage that a sharded head follows (of one chain: the last)."""
+        return self.chains[0].stages[-1]
+
     @cached_property
     def num_microbatches(self) -> int:
         return sum(len(chain.microbatches) for chain in self.chains)
 
     def part_of(self, stage: int) -> int:
-        """Which part of the model a stage is: its position in its chain."""
+        """Which part of the model a stage is: its position in its chain. A sharded head comes after all parts."""
         return self._places[stage][1]
 
     def chain_of_stage(self, stage: int) -> Chain:
@@ -312,8 +336,12 @@ class Schedule:
     def _of_actions(name: str, actions: list[list[Action]]) -> Schedule:
         stage_ranks: dict[int, int] = {}
         microbatches: set[int] = set()
+        heads: set[int] = set()
         for rank, own in enumerate(actions):
             for action in (part for either in own for part in either.flat()):
+                if action.type.is_head:
+                    heads.add(action.stage)
+                    continue
                 other = stage_ranks.setdefault(action.stage, rank)
                 if other != rank:
                     raise ScheduleError(f"{action}: stage {action.stage} has actions on ranks {other} and {rank}")
@@ -323,14 +351,20 @@ class Schedule:
         if missing or not stage_ranks or not microbatches:
             raise ScheduleError(f"stages without actions: {sorted(missing)}" if missing else "there are no actions")
         ranks = [stage_ranks[stage] for stage in range(len(stage_ranks))]
-        return Schedule.of_one_chain(name, ranks, max(microbatches) + 1, actions)
+        if heads - {len(ranks)}:
+            raise ScheduleError(
+                f"S and T have the stage number {len(ranks)}, after the last stage, got {sorted(heads)}"
+            )
+        made = Schedule.of_one_chain(name, ranks, max(microbatches) + 1, actions)
+        return replace(made, sharded_head=bool(heads))
 
     # Places, computed once
 
     @cached_property
     def _places(self) -> dict[int, tuple[int, int]]:
         """Stage -> (index of its chain, position in it)."""
-        return {s: (c, at) for c, chain in enumerate(self.chains) for at, s in enumerate(chain.stages)}
+        places = {s: (c, at) for c, chain in enumerate(self.chains) for at, s in enumerate(chain.stages)}
+        return places if self.head is None else {**places, self.head: (0, self.num_parts)}
 
     @cached_property
     def _chain_of_microbatch(self) -> dict[int, int]:

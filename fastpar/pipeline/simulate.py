@@ -6,10 +6,12 @@ Every rank executes its list in order, and an action starts as soon as its rank 
     I or B          F of the same stage, and I or B of the next stage
     W               I of the same stage
     SEND, RECV      what is to be sent; the SEND
+    S of a rank     F of the last stage; I or B of the last stage needs S of every rank; T needs both
 
 What comes from another rank arrives `Costs.hop` later (and after its bytes, where a bandwidth is given); both ranks may
 compute meanwhile. Without SEND and RECV in the schedule the messages leave as soon as they exist; with them, when the
-rank gets to the SEND, which waits for nobody. As every order is fixed, links included, start times follow from one pass
+rank gets to the SEND, which waits for nobody. What S and T exchange with the last stage leaves as soon as it exists in either case
+(the hidden states, results of their size, and normalisers, whose bytes are not counted). As every order is fixed, links included, start times follow from one pass
 over the actions; nothing is sampled, and no queue of events is needed.
 
 Worked example: 1F1B of two ranks and two microbatches with F = 1, I + W = 2,
@@ -44,12 +46,13 @@ _F, _B, _I, _W = (
     ActionType.BACKWARD_WEIGHT,
 )
 # What a transfer carries: the output of F, or of I (the key of whole backwards too).
+_S, _HEAD_WEIGHT = ActionType.HEAD_FORWARD, ActionType.HEAD_WEIGHT
 _SENDS = {ActionType.SEND_F: _F, ActionType.SEND_B: _I}
 _RECEIVES = {ActionType.RECV_F: _F, ActionType.RECV_B: _I}
 _SEND_OF = {ActionType.RECV_F: ActionType.SEND_F, ActionType.RECV_B: ActionType.SEND_B}
 _RECEIVE_OF = {send: receive for receive, send in _SEND_OF.items()}
 _Link = tuple[int, int]
-# (kind, stage, microbatch, peer or -1)
+# (kind, stage, microbatch, peer or -1); of S, T, and what they send: the rank that they are on instead of a peer
 _Key = tuple[ActionType, int, int, int]
 _T = TypeVar("_T")
 
@@ -159,8 +162,11 @@ def measured_costs(schedule: Schedule, timeline: Timeline, **others: Any) -> Cos
             continue
         recorded = kind if kind in kinds else _B
         missing = [part for part in range(schedule.num_parts) if (recorded, part) not in times]
-        if missing:
+        if missing and not kind.is_head:
             raise ValueError(f"no {recorded.value} of part {missing[0]} was recorded")
+        if kind.is_head:
+            found[name] = statistics.median(times[kind, schedule.num_parts])
+            continue
         found[name] = tuple(statistics.median(times[recorded, part]) for part in range(schedule.num_parts))
     return Costs(**{**found, **others})
 
@@ -168,20 +174,22 @@ def measured_costs(schedule: Schedule, timeline: Timeline, **others: Any) -> Cos
 def activation_peaks(schedule: Schedule, costs: Costs | None = None, *, until: str = "input") -> tuple[Number, ...]:
     """Per rank, the most activations kept at once: from F to I or B (until="input"), or to W or B (until="weight").
 
-    They depend on the order of the actions alone. The parts of an OVERLAP_F_B keep theirs until both are done.
+    They depend on the order of the actions alone. A sharded head keeps `Costs.head_activation` from S to T. The parts of an OVERLAP_F_B keep theirs until both are done.
     """
     if until not in ("input", "weight"):
         raise ValueError(f'until must be "input" or "weight", got {until!r}')
     costs = costs or Costs()
     sizes = [costs.activation_of(schedule.part_of(stage)) for stage in range(schedule.num_stages)]
-    frees = (_B, _I) if until == "input" else (_B, _W)
+    sizes.append(costs.head_activation)
+    keeps = (_F, _S)
+    frees = (_B, _I, _HEAD_WEIGHT) if until == "input" else (_B, _W, _HEAD_WEIGHT)
     peaks = []
     for own in schedule.actions:
         kept: Number = 0
         peak: Number = 0
         for action in own:
             parts = action.flat()
-            kept += sum(sizes[part.stage] for part in parts if part.type is _F)
+            kept += sum(sizes[part.stage] for part in parts if part.type in keeps)
             peak = max(peak, kept)
             kept -= sum(sizes[part.stage] for part in parts if part.type in frees)
         peaks.append(peak)
@@ -242,9 +250,12 @@ class _Program:
     def _produce(self, index: int, part: Action, microbatch: int) -> None:
         schedule, kind, stage = self.schedule, part.type, part.stage
         peer = schedule.peer_of(part) if kind.is_transfer else -1
+        rank = self.nodes[index].resource
+        if kind.is_head:
+            peer = rank
         made = (_I if kind is _B else kind, stage, microbatch, peer)
         if made in self._made:
-            raise ScheduleError(f"rank {self.nodes[index].resource}: {part} is there twice")
+            raise ScheduleError(f"rank {rank}: {part} is there twice")
         self._made[made] = index
         if kind in _SENDS:
             arrival = self._message(index, stage, peer, _SENDS[kind] is _F)
@@ -254,20 +265,37 @@ class _Program:
             self._received.setdefault((what, stage, microbatch, -1), []).append(index)
             if peer == self._source(stage, what is _F):
                 self._arrives[what, stage, microbatch, -1] = (index, 0)
-        elif kind is not _W:
+        elif kind is _S:
+            last = schedule.last_stage
+            link = rank, schedule.stage_ranks[last]
+            self._arrives[_I, last, microbatch, rank] = self._travel(index, link, schedule.num_parts - 1)
+        elif kind in (_F, _B, _I):
+            if schedule.head is not None and stage == schedule.last_stage:
+                self._to_shards(index, rank, made[0], microbatch)
             to = schedule.next_stage(stage) if kind is _F else schedule.previous_stage(stage)
             if to is not None and not self._is_received(stage, to):
                 self._arrives[made[0], to, microbatch, -1] = self._message(index, stage, to, kind is _F)
 
+    def _to_shards(self, index: int, rank: int, made: ActionType, microbatch: int) -> None:
+        """F of the last stage sends the hidden states to every S; its I (or B) the normalisers to every T."""
+        head = self.schedule.num_stages
+        kind, part = (_S, self.schedule.num_parts - 1) if made is _F else (_HEAD_WEIGHT, None)
+        for to in range(self.schedule.num_ranks):
+            self._arrives[kind, head, microbatch, to] = self._travel(index, (rank, to), part)
+
     def _message(self, index: int, stage: int, to: int, is_forward: bool) -> tuple[int, Number]:
         """When what node `index` made on one stage is there on another: (node, how long after its end)."""
         link = (self.schedule.stage_ranks[stage], self.schedule.stage_ranks[to])
+        return self._travel(index, link, self.schedule.part_of(stage if is_forward else to))
+
+    def _travel(self, index: int, link: _Link, part: int | None) -> tuple[int, Number]:
+        """The same between two ranks, of what is as large as the output of a part (None: of no size)."""
         if link[0] == link[1]:
             return index, 0
-        part = self.schedule.part_of(stage if is_forward else to)
+        size = 0 if part is None else self.costs.bytes_of(part)
         self.messages_per_link[link] = self.messages_per_link.get(link, 0) + 1
-        self.bytes_per_link[link] = self.bytes_per_link.get(link, 0) + self.costs.bytes_of(part)
-        time = self.costs.transfer_time(part)
+        self.bytes_per_link[link] = self.bytes_per_link.get(link, 0) + size
+        time = 0 if part is None else self.costs.transfer_time(part)
         if not time or not self.costs.serial:
             return index, self.costs.hop + time
         if link not in self._links:
@@ -277,11 +305,12 @@ class _Program:
 
     def _consume(self, rank: int, part: Action, microbatch: int) -> list[tuple[int, Number]]:
         kind, stage = part.type, part.stage
+        needs: list[tuple[int, Number]]
 
         def find(table: dict[_Key, _T], key: _Key, missing: _Key) -> _T:
             if key in table:
                 return table[key]
-            name = Action(*missing[:3], peer=missing[3] if missing[3] >= 0 else None)
+            name = Action(*missing[:3], peer=missing[3] if missing[0].is_transfer and missing[3] >= 0 else None)
             raise ScheduleError(f"rank {rank}: {part} needs {name}, which is in the list of no rank")
 
         def own(what: ActionType) -> tuple[int, Number]:
@@ -295,11 +324,22 @@ class _Program:
             return [own(_SENDS[kind])]
         if kind is _W:
             return [own(_I)]
+        if kind.is_head:
+            key, made = (kind, stage, microbatch, rank), _F if kind is _S else _I
+            needs = [find(self._arrives, key, (made, self.schedule.last_stage, microbatch, -1))]
+            if kind is _HEAD_WEIGHT:
+                kept = (_S, stage, microbatch, rank)
+                needs.append((find(self._made, kept, kept), 0))
+            return needs
         what = _F if kind is _F else _I
         key = (what, stage, microbatch, -1)
-        needs: list[tuple[int, Number]] = [(index, 0) for index in self._received.get(key, ())]
+        needs = [(index, 0) for index in self._received.get(key, ())]
         if kind is not _F:
             needs.append(own(_F))
+            if self.schedule.head is not None and stage == self.schedule.last_stage:
+                for r in range(self.schedule.num_ranks):
+                    shard = (_S, self.schedule.head, microbatch, r)
+                    needs.append(find(self._arrives, (_I, stage, microbatch, r), shard))
         source = self._source(stage, kind is _F)
         if source is not None:
             receive = ActionType.RECV_F if kind is _F else ActionType.RECV_B

@@ -4,7 +4,7 @@
     rank 1  ·· F0 B0━━━ F1 B1━━━ ·····
 
 Every action is as wide as it is long: its letter (F, B; I and W for the halves of a B) and its microbatch, then a line
-to its end, light for F, heavy for B and I, dashed for W. Dots are idle time. On a rank with several stages the actions
+to its end, light for F and S, heavy for B and I, dashed for W and T (S and T: a sharded head). Dots are idle time. On a rank with several stages the actions
 of the second are marked with one prime (F0'), those of the third with two. Where a label does not fit, its letter is
 repeated.
 """
@@ -18,7 +18,12 @@ from fastpar.pipeline.costs import Number
 from fastpar.pipeline.schedule import Action, ActionType
 from fastpar.pipeline.timeline import Timeline
 
-_LINES = {ActionType.FORWARD: "─", ActionType.BACKWARD_WEIGHT: "╌"}
+_LINES = {
+    ActionType.FORWARD: "─",
+    ActionType.HEAD_FORWARD: "─",
+    ActionType.BACKWARD_WEIGHT: "╌",
+    ActionType.HEAD_WEIGHT: "╌",
+}
 _IDLE = "·"
 
 
@@ -66,7 +71,8 @@ def _labels(timeline: Timeline) -> dict[Action, str]:
 
 def _label(action: Action, chunk: int) -> str:
     microbatch = "" if action.microbatch is None else action.microbatch
-    return f"{action.type.value}{microbatch}{chr(39) * chunk}"
+    primes = "" if action.type.is_head else chr(39) * chunk
+    return f"{action.type.value}{microbatch}{primes}"
 
 
 def _exact_scale(timeline: Timeline, labels: dict[Action, str], width: int) -> Fraction | None:

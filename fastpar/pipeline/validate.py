@@ -7,7 +7,8 @@ What is checked, by the `kind` of the Problem that it gives:
 
     stage, rank, microbatch     every action names a stage that lives on its rank, and a microbatch that passes it
     missing, duplicate          each stage does F and B (or I and W) of each of its microbatches once, and sends and
-                                receives each activation and gradient that crosses ranks once
+                                receives each activation and gradient that crosses ranks once; where the head is
+                                sharded, each rank does S and T of each microbatch once
     order                       on a rank, everything stands behind what it needs (F before B, RECV_F before F, ...)
     overlap                     the parts of an OVERLAP_F_B do not need each other
     deadlock                    no ranks wait for each other in a circle; the message walks the circle. Sends are
@@ -50,7 +51,7 @@ _SHOWN = 20  # problems in an error message
 def _missing(ledger: Ledger) -> list[Problem]:
     """Compute and transfers that every stage owes to every microbatch of its chain, and does not do."""
     backwards = any(placed.action.type in _BACKWARDS for placed in ledger.placed)
-    problems = _missing_compute(ledger, backwards=backwards)
+    problems = _missing_compute(ledger, backwards=backwards) + _missing_head(ledger, backwards=backwards)
     if not backwards and not ledger.forward_only:  # once, instead of for every stage and microbatch
         text = "no action is a backward; add them, or check it with forward_only=True"
         problems.append(Problem("missing", ledger.schedule.stage_ranks[0], None, Action(_T.BACKWARD, 0, 0), text))
@@ -70,6 +71,20 @@ def _missing_compute(ledger: Ledger, *, backwards: bool) -> list[Problem]:
                 text = f"stage {stage} never does {kind.value} of microbatch {microbatch}; add it"
                 problems.append(Problem("missing", rank, None, Action(kind, stage, microbatch), text))
     return problems
+
+
+def _missing_head(ledger: Ledger, *, backwards: bool) -> list[Problem]:
+    """S and T that a rank owes to a microbatch where the head is sharded."""
+    schedule = ledger.schedule
+    if schedule.head is None:
+        return []
+    kinds = (_T.HEAD_FORWARD, _T.HEAD_WEIGHT) if backwards else (_T.HEAD_FORWARD,)
+    text = "rank {} never does {} of microbatch {}, and the head has a shard on every rank; add it"
+    return [
+        Problem("missing", rank, None, Action(kind, schedule.head, mb), text.format(rank, kind.value, mb))
+        for rank, mb, kind in product(range(schedule.num_ranks), range(schedule.num_microbatches), kinds)
+        if ledger.in_head(kind, rank, mb) is None
+    ]
 
 
 def _missing_transfers(ledger: Ledger, *, backwards: bool) -> list[Problem]:
@@ -192,6 +207,8 @@ def _memory(ledger: Ledger, limits: Sequence[Number], until: str, sizes: Sequenc
             for rank, _, size in freed:
                 held[rank] -= size
             freed = []
+        if placed.action.type.is_head:
+            continue
         size = sizes[schedule.part_of(placed.action.stage)]
         if placed.action.type is _T.FORWARD:
             held[placed.rank] += size
@@ -215,16 +232,17 @@ def _memory(ledger: Ledger, limits: Sequence[Number], until: str, sizes: Sequenc
 def _accumulation(ledger: Ledger) -> list[Problem]:
     """Weight gradients of a stage out of the order of microbatches."""
     problems = []
-    last: dict[int, Placed] = {}
+    last: dict[tuple[int, int], Placed] = {}  # by rank and stage: of the head every rank has a shard
     for placed in ledger.placed:
-        if placed.action.type in (_T.BACKWARD, _T.BACKWARD_WEIGHT):
-            before = last.setdefault(placed.action.stage, placed)
+        if placed.action.type in (_T.BACKWARD, _T.BACKWARD_WEIGHT, _T.HEAD_WEIGHT):
+            where = placed.rank, placed.action.stage
+            before = last.setdefault(where, placed)
             assert before.action.microbatch is not None
             assert placed.action.microbatch is not None
             if before.action.microbatch > placed.action.microbatch:
                 text = f"adds its gradient after {before}: the sum rounds differently from a sequential run's"
                 problems.append(placed.problem("accumulation", text))
-            last[placed.action.stage] = placed
+            last[where] = placed
     return problems
 
 

@@ -230,6 +230,8 @@ def weight_problems(ledger: Ledger, *, same_version: bool) -> list[Problem]:
     ]
     problems = []
     for placed in ledger.placed:
+        if placed.action.type.is_head:
+            continue  # its shards have one version, and are never gathered
         for kind, message in stages[placed.action.stage].visit(placed):
             if message is not None:
                 problems.append(placed.problem(kind, message))
