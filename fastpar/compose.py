@@ -21,7 +21,8 @@ from torch import nn
 
 from fastpar.mesh import Mesh
 from fastpar.ops.overlap import Overlap
-from fastpar.pipeline import Pipeline, Schedule, make_schedule, partition
+from fastpar.pipeline import CrossEntropy, Pipeline, Schedule, ShardedHead, make_schedule, partition
+from fastpar.pipeline import shard_head as with_sharded_head
 from fastpar.pipeline.calling import Keywords
 from fastpar.pipeline.runtime import Loss, MakeOptimizer
 from fastpar.pipeline.stage import Stage
@@ -42,6 +43,7 @@ def parallelize_pipeline(
     costs: UnitCosts = "flops",
     loss: Loss | None = None,
     reduction: str = "mean",
+    shard_head: bool = False,
     optimizer: MakeOptimizer | None = None,
     plan: str | Mapping[str, str | Style] | None = "auto",
     sequence_parallel: bool = False,
@@ -62,6 +64,10 @@ def parallelize_pipeline(
     loss, reduction, optimizer, timeout    as for `Pipeline`; without a loss, a model that takes `labels` (all of
                       Hugging Face's) computes its own from that keyword input, and any other must return the loss.
                       With tp > 1 the loss gets logits that are split over the vocabulary
+    shard_head        split the head over the vocabulary, and over all ranks of the pipeline, so that none is slower
+                      than the others (`fastpar.pipeline.shard_head`); not with tp > 1, nor tied embeddings. The loss is
+                      `CrossEntropy()` or one with options, from target=; a layout does not name the head. A Schedule
+                      may have its sharded head already
     plan, sequence_parallel, gather_logits, sync_weights, overlap    as for `fastpar.parallelize`; plan=None: layers
                       stay whole, as they do where the mesh has no "tp" and the plan is "auto"
     recompute         which activations of a stage's layers to compute again in backward, such as
@@ -81,15 +87,33 @@ def parallelize_pipeline(
         )
     if schedule.num_ranks != size:
         raise ValueError(f"the schedule is for {schedule.num_ranks} ranks, but the mesh has pp={size}")
+    if shard_head and mesh.size("tp") > 1:
+        raise ValueError(f"shard_head splits the head over pp, and cannot with tp={mesh.size('tp')}: leave it out")
+    if shard_head and not isinstance(loss, CrossEntropy | None):
+        raise ValueError(
+            f"a sharded head computes its loss by itself: pass loss=fastpar.pipeline.CrossEntropy(...), or none, got "
+            f"{loss!r}"
+        )
+    if shard_head and not schedule.sharded_head:
+        schedule = with_sharded_head(schedule)
     chain = schedule.chains[0]
     cut: dict[str, Any] = {"layout": layout}
     if layout is None:
         ranks = [schedule.stage_ranks[stage] for stage in chain.stages]
         cut = {"num_parts": schedule.num_parts, "costs": costs, "stage_ranks": ranks}
-    computes_loss = loss is None and isinstance(model, nn.Module) and "labels" in Keywords.of(model).names
-    whole = partition(model, **cut, loss=computes_loss)
+    computes_loss = (
+        loss is None and not shard_head and isinstance(model, nn.Module) and "labels" in Keywords.of(model).names
+    )
+    whole = partition(model, **cut, loss=computes_loss, shard_head=shard_head)
     if whole.num_parts != schedule.num_parts:
         raise ValueError(f"layout {layout!r} has {whole.num_parts} parts, but the schedule needs {schedule.num_parts}")
+    head: ShardedHead | None = None
+    if shard_head:
+        assert whole.head is not None
+        device_mesh = mesh["pp"] if size > 1 else None
+        whole_head, loss, head_loss = whole.head_module(), None, loss
+        head = ShardedHead(whole_head, mesh.rank("pp"), size, mesh=device_mesh, name=whole.head, loss=head_loss)
+        del whole_head
     stages = whole.stages(schedule.part_of(stage) for stage in schedule.stages_of(mesh.rank("pp")))
     if plan is not None and (mesh.size("tp") > 1 or plan != "auto"):
         stages = [
@@ -112,7 +136,15 @@ def parallelize_pipeline(
             _recompute_layers(stage, recompute)
     group = mesh.group("pp")
     return Pipeline(
-        stages, schedule, group, loss=loss, reduction=reduction, optimizer=optimizer, edges=whole.edges, timeout=timeout
+        stages,
+        schedule,
+        group,
+        loss=loss,
+        reduction=reduction,
+        optimizer=optimizer,
+        head=head,
+        edges=whole.edges,
+        timeout=timeout,
     )
 
 

@@ -16,6 +16,7 @@ from fastpar.pipeline.costs import Costs
 from fastpar.pipeline.evaluate import Evaluator
 from fastpar.pipeline.flush import eager_1f1b, gpipe, interleaved_1f1b, looped_bfs, naive, one_f_one_b
 from fastpar.pipeline.generators import make_schedule, schedule_names
+from fastpar.pipeline.head_schedule import shard_head
 from fastpar.pipeline.lowering import add_communication, add_reduce_grad, add_unshard, merge_backward, split_backward
 from fastpar.pipeline.schedule import Action, ActionType, Chain, Schedule, ScheduleError
 from fastpar.pipeline.search import find_schedule
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from fastpar.pipeline.calling import StageOutput
     from fastpar.pipeline.partitioning import Partition, partition
     from fastpar.pipeline.runtime import Pipeline, PipelineError
+    from fastpar.pipeline.sharded_head import CrossEntropy, ShardedHead
     from fastpar.pipeline.stage import Stage
 
 # None of these names may be that of a module of the package: importing that module would bind its name here.
@@ -38,6 +40,8 @@ _HOME = {
     "Partition": "fastpar.pipeline.partitioning",
     "Pipeline": "fastpar.pipeline.runtime",
     "PipelineError": "fastpar.pipeline.runtime",
+    "CrossEntropy": "fastpar.pipeline.sharded_head",
+    "ShardedHead": "fastpar.pipeline.sharded_head",
     "Stage": "fastpar.pipeline.stage",
     "StageOutput": "fastpar.pipeline.calling",
     "partition": "fastpar.pipeline.partitioning",
@@ -48,6 +52,7 @@ __all__ = [
     "Chain",
     "Comparison",
     "Costs",
+    "CrossEntropy",
     "Evaluator",
     "Event",
     "Microbatches",
@@ -57,6 +62,7 @@ __all__ = [
     "Problem",
     "Schedule",
     "ScheduleError",
+    "ShardedHead",
     "Simulation",
     "Stage",
     "StageOutput",
@@ -83,6 +89,7 @@ __all__ = [
     "pipedream",
     "pipedream_2bw",
     "schedule_names",
+    "shard_head",
     "simulate",
     "split_backward",
     "v_half",

@@ -54,10 +54,23 @@ class Source(Protocol):
 class UnitModel:
     """A layered model, nn.Sequential or ModuleChain: units in a row, each on one part."""
 
-    def __init__(self, model: nn.Module, units: Sequence[Unit], layout: Layout, convention: Convention | None):
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Sequence[Unit],
+        layout: Layout,
+        convention: Convention | None,
+        *,
+        sharded_head: bool = False,
+    ):
         self.model, self.layout, self.convention = model, layout, convention
         self._absent = {unit.path: unit.absent for unit in units}
-        self._part = {unit.path: layout.part_of(unit.kind, unit.number) for unit in units}
+        # A sharded head comes after all parts, and so is absent from each of them.
+        self._part = {
+            unit.path: layout.num_parts if sharded_head and unit.kind == "H" else layout.part_of(unit.kind, unit.number)
+            for unit in units
+        }
+        self.head = next((unit.path for unit in units if unit.kind == "H"), None) if sharded_head else None
         self.owners: Mapping[str, tuple[int, ...]] = {path: (part,) for path, part in self._part.items()}
         self.edges = _part_edges(model, self._part) if isinstance(model, ModuleChain) else ()
         if convention is not None and layout.num_parts > 1:
@@ -94,10 +107,12 @@ class Partition:
     layout     which units each part holds; for a model of units, str(layout) can be given to `partition` again
     edges      (source part, destination part, name) of tensors that go past the part between them
     tied       parameters that several parts use
+    head       path of a head that is on no part (`partition(shard_head=True)`); None: there is none such
     """
 
     def __init__(self, source: Source):
         self._source: Source | None = source
+        self.head: str | None = getattr(source, "head", None)
         self._name = type(source.model).__name__
         self.layout, self.num_parts, self._skips = source.layout, source.layout.num_parts, source.edges
         self.edges = tuple(edge for edge in source.edges if edge.destination > edge.source + 1)
@@ -138,6 +153,12 @@ class Partition:
     def units(self, part: int) -> tuple[str, ...]:
         """Paths of the modules that belong to the part, in running order."""
         return tuple(path for path, owners in self._owners.items() if part in owners)
+
+    def head_module(self) -> nn.Module:
+        """The whole head that is on no part, to be called before `stages`."""
+        if self._source is None or self.head is None:
+            raise RuntimeError("there is no head beside the parts, or the stages of this partition were taken already")
+        return self._source.model.get_submodule(self.head)
 
     def stages(self, parts: Iterable[int]) -> list[Stage]:
         """The given parts, for this rank; modules of other parts are taken out of the model, which frees their memory.
@@ -231,6 +252,7 @@ def partition(
     stage_ranks: Sequence[int] | None = None,
     architecture: Architecture | None = None,
     loss: bool = False,
+    shard_head: bool = False,
 ) -> Partition:
     """Cut a model into consecutive parts, by exactly one of `num_parts`, `layout` and `split_points`.
 
@@ -244,6 +266,8 @@ def partition(
                   of no known architecture may have any shape: it is traced between the modules (`TracedModel`)
     architecture  which modules are the embedding, layers, norm and head; None: by the names of known architectures
     loss          let the last part return the model's own loss from the keyword input `labels`, where it computes one
+    shard_head    leave the head of a layered model to all ranks (`ShardedHead`): no part has it, and the layout does
+                  not name it; the last part returns hidden states
 
     Every layer is placed exactly once; a layout that leaves layers out is an error that names them. The model is not
     touched before `Partition.stages`.
@@ -263,25 +287,42 @@ def partition(
         units = [Unit("t", index, name) for index, name in enumerate(model._modules)]
     else:
         if split_points is not None and architecture is None and find_architecture(model) is None:
-            if loss:
-                raise ValueError("loss=True is not available for a model that is traced")
+            if loss or shard_head:
+                what = "loss" if loss else "shard_head"
+                raise ValueError(f"{what}=True is not available for a model that is traced")
             return Partition(TracedModel(model, list(split_points)))
         architecture = known_architecture(model) if architecture is None else architecture
         architecture.check(model)
         units, convention = architecture.units(model), Convention(model, loss=loss)
-    if loss and convention is None:
+    placed = _without_head(model, units) if shard_head else units
+    if loss and (convention is None or shard_head):
         raise ValueError(f"loss=True: {type(model).__name__} computes no loss of its own")
     if num_parts is not None:
-        cut = _balanced(model, units, num_parts, costs, stage_ranks)
+        cut = _balanced(model, placed, num_parts, costs, stage_ranks)
     elif split_points is not None:
-        cut = _split(units, split_points)
+        cut = _split(placed, split_points)
     elif isinstance(layout, str):
-        names = [unit.path for unit in units if unit.kind == "t"]
-        cut = Layout.parse(layout, num_layers=len(names), names=names, **_ends(units))
+        names = [unit.path for unit in placed if unit.kind == "t"]
+        cut = Layout.parse(layout, num_layers=len(names), names=names, **_ends(placed))
     else:
         assert layout is not None
-        cut = _counts(layout, units)
-    return Partition(UnitModel(model, units, cut, convention))
+        cut = _counts(layout, placed)
+    return Partition(UnitModel(model, units, cut, convention, sharded_head=shard_head))
+
+
+def _without_head(model: nn.Module, units: Sequence[Unit]) -> list[Unit]:
+    """The units that parts share among them where the head has a shard on every rank."""
+    heads = [unit.path for unit in units if unit.kind == "H"]
+    if not heads:
+        raise ValueError(f"shard_head=True needs a layered model with a head; {type(model).__name__} has none")
+    own = {id(p) for p in model.get_submodule(heads[0]).parameters()}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) in own and not name.startswith(f"{heads[0]}."):
+            raise ValueError(
+                f"{heads[0]} is tied to {name}: a head that is sharded over the ranks of the pipeline needs weights of "
+                "its own (tie_word_embeddings=False)"
+            )
+    return [unit for unit in units if unit.kind != "H"]
 
 
 def _hidden_size(model: nn.Module, units: Sequence[Unit]) -> int | None:

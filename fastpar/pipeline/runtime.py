@@ -31,8 +31,10 @@ from fastpar.comm import CommError, PointToPoint
 from fastpar.pipeline.batch import Microbatches, split, split_call
 from fastpar.pipeline.chain import Edge
 from fastpar.pipeline.exchange import Exchange
+from fastpar.pipeline.head_run import HeadRun, Purpose
 from fastpar.pipeline.lowering import add_communication
 from fastpar.pipeline.schedule import Action, ActionType, Schedule, ScheduleError
+from fastpar.pipeline.sharded_head import ShardedHead
 from fastpar.pipeline.shared_grads import SharedGrads, find_shared
 from fastpar.pipeline.stage import Stage
 from fastpar.pipeline.stage_run import StageRun
@@ -45,7 +47,7 @@ MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 _E = TypeVar("_E", bound=BaseException)
 
 _WHOLE, _INPUT, _WEIGHT = ActionType.BACKWARD, ActionType.BACKWARD_INPUT, ActionType.BACKWARD_WEIGHT
-_FORWARD_ONLY = (ActionType.FORWARD, ActionType.SEND_F, ActionType.RECV_F)
+_FORWARD_ONLY = (ActionType.FORWARD, ActionType.SEND_F, ActionType.RECV_F, ActionType.HEAD_FORWARD)
 
 
 class PipelineError(RuntimeError):
@@ -62,6 +64,8 @@ class Pipeline:
     reduction  "mean": every microbatch's loss counts 1 / num_microbatches (for schedules that update the weights on
                their way, 1 / microbatches per update); "sum": as it is
     optimizer  for such schedules: makes the optimizer of a list of parameters, as `partial(torch.optim.SGD, lr=0.1)`
+    head       this rank's shard of the head, for a schedule that has it on every rank (`shard_head`); it computes the
+               loss, and `target` goes to it
     edges      skip connections between parts that are not neighbours: `Partition.edges`
     timeout    seconds until a wait for another rank fails
 
@@ -78,6 +82,7 @@ class Pipeline:
         loss: Loss | None = None,
         reduction: str = "mean",
         optimizer: MakeOptimizer | None = None,
+        head: ShardedHead | None = None,
         edges: Iterable[Edge] = (),
         timeout: float = 60.0,
         transport: str = "auto",
@@ -104,8 +109,10 @@ class Pipeline:
         self.optimizers = self._make_optimizers(optimizer)
         self._exchange = Exchange(self.schedule, self.rank, self._p2p)
         self._runs = {s: self._stage_run(s, stage) for s, stage in self.stages.items()}
+        self.head = head
         tags = 2 * schedule.num_stages**2 * schedule.num_microbatches
         self._loss_tag, shared_tag, self._control_tag = tags, tags + 1, tags + 2
+        self._head = self._make_head(head, loss, self._control_tag + 1)
         shared = find_shared(schedule, self.rank, self.stages)
         if shared and self._updates:
             raise ValueError(
@@ -122,6 +129,8 @@ class Pipeline:
             _INPUT: partial(self._backward, how=StageRun.backward_input),
             _WEIGHT: self._backward_weight,
             ActionType.OVERLAP_F_B: self._overlap,
+            ActionType.HEAD_FORWARD: self._head_action(HeadRun.forward),
+            ActionType.HEAD_WEIGHT: self._head_action(HeadRun.backward_weight),
             ActionType.STASH: self._change_weights,
             ActionType.DROP: self._change_weights,
             ActionType.STEP: self._change_weights,
@@ -152,7 +161,7 @@ class Pipeline:
         """
         if not torch.is_grad_enabled():
             raise RuntimeError("step() computes gradients, but they are switched off here; evaluate() needs none")
-        self._begin(args, kwargs, target)
+        self._begin(args, kwargs, target, Purpose.TRAIN)
         self._shared.begin()
         for run in self._runs.values():
             if run.versions is not None:
@@ -163,18 +172,20 @@ class Pipeline:
 
     def evaluate(self, *args: Any, target: Any = None, **kwargs: Any) -> Tensor:
         """The loss of a batch, on every rank, without gradients; arguments and errors as for `step`."""
-        self._begin(args, kwargs, target)
+        self._begin(args, kwargs, target, Purpose.LOSS)
         with torch.no_grad():
             self._run(self._forward_only, loss=True)
+        self._collect_head(HeadRun.loss)
         return self._total_loss()
 
     def forward(self, *args: Any, **kwargs: Any) -> Microbatches | None:
         """The outputs of the last stage, one per microbatch, on the rank that holds it (DualPipe: None for the
         microbatches of the other chain); None on all others. No gradients.
         """
-        self._begin(args, kwargs, None)
+        self._begin(args, kwargs, None, Purpose.LOGITS)
         with torch.no_grad():
             self._run(self._forward_only, loss=False)
+        self._collect_head(HeadRun.logits)
         outputs, self._results = self._results, {}
         return Microbatches(outputs.get(index) for index in range(self.schedule.num_microbatches)) if outputs else None
 
@@ -200,10 +211,12 @@ class Pipeline:
         return [received.get(rank, value) for rank in range(self._p2p.size)]
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters of this rank's stages, each once, under the names that they have in the whole model."""
+        """The parameters of this rank's stages and its shard of the head, each once, under the names that they have in
+        the whole model.
+        """
         seen: set[nn.Parameter] = set()
-        for stage in self.stages.values():
-            for name, parameter in stage.module.named_parameters(prefix=stage.prefix):
+        for module, prefix in self._named_modules():
+            for name, parameter in module.named_parameters(prefix=prefix):
                 if parameter not in seen:
                     seen.add(parameter)
                     yield name, parameter
@@ -213,34 +226,40 @@ class Pipeline:
             yield parameter
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        for stage in self.stages.values():
-            yield from stage.module.named_buffers(prefix=stage.prefix)
+        for module, prefix in self._named_modules():
+            yield from module.named_buffers(prefix=prefix)
 
     def train(self, mode: bool = True) -> Pipeline:
         """Put this rank's stages into training mode."""
-        for stage in self.stages.values():
-            stage.module.train(mode)
+        for module, _ in self._named_modules():
+            module.train(mode)
         return self
 
     def eval(self) -> Pipeline:
         return self.train(False)
 
     def state_dict(self) -> dict[str, Any]:
-        """What this rank's stages hold, under the names that it has in the whole model."""
+        """What this rank holds, under the names that it has in the whole model."""
         state: dict[str, Any] = {}
-        for stage in self.stages.values():
-            state |= stage.module.state_dict(prefix=f"{stage.prefix}." if stage.prefix else "")
+        for module, prefix in self._named_modules():
+            state |= module.state_dict(prefix=f"{prefix}." if prefix else "")
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take this rank's part of a state dict, which may be that of the whole model.
+        """Take this rank's part of a state dict, which may be that of the whole model (but for a sharded head, which
+        takes its own shard).
 
         Raises RuntimeError where something is missing, or has another shape.
         """
-        for stage in self.stages.values():
-            prefix = f"{stage.prefix}." if stage.prefix else ""
-            names = stage.module.state_dict()
-            stage.module.load_state_dict({n: state_dict[prefix + n] for n in names if prefix + n in state_dict})
+        for module, prefix in self._named_modules():
+            dotted = f"{prefix}." if prefix else ""
+            names = module.state_dict()
+            module.load_state_dict({n: state_dict[dotted + n] for n in names if dotted + n in state_dict})
+
+    def _named_modules(self) -> list[tuple[nn.Module, str]]:
+        """This rank's stages and its shard of the head, each with the prefix of its names."""
+        heads = [] if self.head is None else [(self.head, self.head.name)]
+        return [*((stage.module, stage.prefix) for stage in self.stages.values()), *heads]
 
     def __repr__(self) -> str:
         s = self.schedule
@@ -258,7 +277,7 @@ class Pipeline:
     def _program(self, actions: Iterable[Action]) -> list[tuple[Callable[[Action], None], Action]]:
         return [(self._handlers[action.type], action) for action in actions]
 
-    def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> None:
+    def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, purpose: Purpose) -> None:
         if self._failure is not None:
             raise RuntimeError(f"this pipeline has failed and cannot be used any more: {self._failure}")
         for name in kwargs:
@@ -269,6 +288,8 @@ class Pipeline:
         self._inputs, self._kwargs = split_call(args, kwargs, count)
         self._targets = split(target, count, "target")
         self._results = {}
+        if self._head is not None:
+            self._head.begin(purpose)
 
     def _run(self, program: list[tuple[Callable[[Action], None], Action]], *, loss: bool) -> None:
         self._wants_loss = loss
@@ -296,12 +317,15 @@ class Pipeline:
         """Tell the other ranks, and raise what says where it happened."""
         where = f"rank {self.rank} of the pipeline"
         if action is not None and not action.parts:
-            where += f", stage {action.stage} (part {self.schedule.part_of(action.stage)} of the model)"
+            part = "the head" if action.type.is_head else f"part {self.schedule.part_of(action.stage)} of the model"
+            where += f", stage {action.stage} ({part})"
             where += "" if action.microbatch is None else f", microbatch {action.microbatch}"
         text = f"{where}, {doing}: {error if isinstance(error, CommError) else f'{type(error).__name__}: {error}'}"
         self._failure = text
         for run in self._runs.values():
             run.clear()
+        if self._head is not None:
+            self._head.clear()
         self._exchange.clear()
         self._p2p.abort(text)
         if isinstance(error, CommError):
@@ -323,6 +347,10 @@ class Pipeline:
             self._exchange.post_activations(stage, destination, microbatch, packet)
         if run.following is None:
             self._results[microbatch] = result
+        elif self._head is not None and run.following == self.schedule.head:
+            packet = take(stage, run.following, microbatch)
+            hidden = packet.tensors[0] if len(packet.tensors) == 1 else packet.tensors
+            self._head.offer(microbatch, hidden, self._targets[microbatch])
 
     def _loss_of(self, microbatch: int, output: Any) -> Tensor:
         loss = output if self._loss is None else self._loss(output, self._targets[microbatch])
@@ -338,12 +366,29 @@ class Pipeline:
     def _backward(self, action: Action, how: Callable[..., dict[int, list[Tensor | None]]]) -> None:
         stage, microbatch = action.stage, _microbatch(action)
         run, take = self._runs[stage], self._exchange.take_gradients
+        if self._head is not None and run.following == self.schedule.head:
+            self._results[microbatch], gradient = self._head.combine(microbatch)
+            self._exchange.post_gradients(stage, run.following, microbatch, [gradient])
         grads = {destination: take(stage, destination, microbatch) for destination in run.destinations}
         for source, own in how(run, microbatch, grads).items():
             self._exchange.post_gradients(source, stage, microbatch, own)
 
     def _backward_weight(self, action: Action) -> None:
         self._runs[action.stage].backward_weight(_microbatch(action))
+
+    def _head_action(self, do: Callable[[HeadRun, int], None]) -> Callable[[Action], None]:
+        def handle(action: Action) -> None:
+            assert self._head is not None
+            do(self._head, _microbatch(action))
+
+        return handle
+
+    def _collect_head(self, how: Callable[[HeadRun, int], Tensor]) -> None:
+        """Beside the last stage of a sharded head: the results of a run without backward."""
+        head = self._head
+        if head is not None and self.rank == self.schedule.stage_ranks[self.schedule.last_stage]:
+            for microbatch in range(self.schedule.num_microbatches):
+                self._results[microbatch] = self._finish("combining the head's shards", partial(how, head, microbatch))
 
     def _overlap(self, action: Action) -> None:
         for part in action.parts:
@@ -404,12 +449,29 @@ class Pipeline:
         return StageRun(
             stage,
             previous=schedule.previous_stage(s),
-            following=schedule.next_stage(s),
+            following=schedule.head if s == schedule.last_stage else schedule.next_stage(s),
             skips_to={name: tuple(chain[part] for part in parts) for name, parts in stage.sends.items()},
             skips_from=skips_from,
             is_split=halved.__contains__,
             versions=WeightVersions(stage.module, lambda: self.optimizers[s].step()) if s in self.optimizers else None,
         )
+
+    def _make_head(self, head: ShardedHead | None, loss: Loss | None, tags: int) -> HeadRun | None:
+        schedule = self.schedule
+        if (head is not None) != schedule.sharded_head:
+            has = "has a sharded head" if schedule.sharded_head else "has no sharded head"
+            needs = "head= must be this rank's shard" if schedule.sharded_head else "head= needs shard_head(schedule)"
+            raise ValueError(f"the schedule {schedule.name!r} {has}: {needs}")
+        if head is None:
+            return None
+        if loss is not None:
+            raise ValueError("a sharded head computes the loss: leave loss= out, and say there which (CrossEntropy)")
+        if (head.rank, head.num_ranks) != (self.rank, schedule.num_ranks):
+            raise ValueError(
+                f"this is rank {self.rank} of {schedule.num_ranks}, but got the head's shard of rank {head.rank} of "
+                f"{head.num_ranks}"
+            )
+        return HeadRun(head, schedule, self.rank, self._p2p, tags, self._divisor)
 
     def _make_optimizers(self, make: MakeOptimizer | None) -> dict[int, torch.optim.Optimizer]:
         if (make is not None) != (self._updates > 0):

@@ -20,8 +20,8 @@ An action is written as torch.distributed.pipelining writes it, stage first, the
     (0F3;1B1)OVERLAP_F_B   a forward and a backward at the same time
     4S3  4T3        a sharded head after stages 0 to 3: this rank's shard of it, forward and gradients of its weights
 
-Actions of torch's files mean the same here; `>`, `@`, S and T are additions. Version v of a stage's weights is what they are
-after v STEPs; an action without a version uses the current weights.
+Actions of torch's files mean the same here; `>`, `@`, S and T are additions. Version v of a stage's weights is what
+they are after v STEPs; an action without a version uses the current weights.
 
 Sends are buffered: they wait for nobody. Everything else on a rank happens in the order of its list. Gradients
 accumulate in that order too, so a schedule whose backwards ascend in the microbatches of each stage sums as a

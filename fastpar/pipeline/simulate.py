@@ -10,9 +10,10 @@ Every rank executes its list in order, and an action starts as soon as its rank 
 
 What comes from another rank arrives `Costs.hop` later (and after its bytes, where a bandwidth is given); both ranks may
 compute meanwhile. Without SEND and RECV in the schedule the messages leave as soon as they exist; with them, when the
-rank gets to the SEND, which waits for nobody. What S and T exchange with the last stage leaves as soon as it exists in either case
-(the hidden states, results of their size, and normalisers, whose bytes are not counted). As every order is fixed, links included, start times follow from one pass
-over the actions; nothing is sampled, and no queue of events is needed.
+rank gets to the SEND, which waits for nobody. What S and T exchange with the last stage leaves as soon as it exists in
+either case (hidden states, results of their size, and normalisers, whose bytes are not counted). As every order is
+fixed, links included, start times follow from one pass over the actions; nothing is sampled, and no queue of events is
+needed.
 
 Worked example: 1F1B of two ranks and two microbatches with F = 1, I + W = 2,
 
@@ -174,7 +175,8 @@ def measured_costs(schedule: Schedule, timeline: Timeline, **others: Any) -> Cos
 def activation_peaks(schedule: Schedule, costs: Costs | None = None, *, until: str = "input") -> tuple[Number, ...]:
     """Per rank, the most activations kept at once: from F to I or B (until="input"), or to W or B (until="weight").
 
-    They depend on the order of the actions alone. A sharded head keeps `Costs.head_activation` from S to T. The parts of an OVERLAP_F_B keep theirs until both are done.
+    They depend on the order of the actions alone. A sharded head keeps `Costs.head_activation` from S to T. The parts
+    of an OVERLAP_F_B keep theirs until both are done.
     """
     if until not in ("input", "weight"):
         raise ValueError(f'until must be "input" or "weight", got {until!r}')

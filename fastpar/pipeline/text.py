@@ -4,9 +4,9 @@
     rank 1  ·· F0 B0━━━ F1 B1━━━ ·····
 
 Every action is as wide as it is long: its letter (F, B; I and W for the halves of a B) and its microbatch, then a line
-to its end, light for F and S, heavy for B and I, dashed for W and T (S and T: a sharded head). Dots are idle time. On a rank with several stages the actions
-of the second are marked with one prime (F0'), those of the third with two. Where a label does not fit, its letter is
-repeated.
+to its end, light for F and S, heavy for B and I, dashed for W and T (S and T: a sharded head). Dots are idle time. On a
+rank with several stages the actions of the second are marked with one prime (F0'), those of the third with two. Where a
+label does not fit, its letter is repeated.
 """
 
 from __future__ import annotations
