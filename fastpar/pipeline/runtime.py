@@ -347,8 +347,8 @@ class Pipeline:
             self._exchange.post_activations(stage, destination, microbatch, packet)
         if run.following is None:
             self._results[microbatch] = result
-        elif self._head is not None and run.following == self.schedule.head:
-            packet = take(stage, run.following, microbatch)
+        elif self._head is not None and stage == self.schedule.last_stage:
+            packet = take(stage, self.schedule.num_stages, microbatch)
             hidden = packet.tensors[0] if len(packet.tensors) == 1 else packet.tensors
             self._head.offer(microbatch, hidden, self._targets[microbatch])
 
@@ -366,9 +366,9 @@ class Pipeline:
     def _backward(self, action: Action, how: Callable[..., dict[int, list[Tensor | None]]]) -> None:
         stage, microbatch = action.stage, _microbatch(action)
         run, take = self._runs[stage], self._exchange.take_gradients
-        if self._head is not None and run.following == self.schedule.head:
+        if self._head is not None and stage == self.schedule.last_stage:
             self._results[microbatch], gradient = self._head.combine(microbatch)
-            self._exchange.post_gradients(stage, run.following, microbatch, [gradient])
+            self._exchange.post_gradients(stage, self.schedule.num_stages, microbatch, [gradient])
         grads = {destination: take(stage, destination, microbatch) for destination in run.destinations}
         for source, own in how(run, microbatch, grads).items():
             self._exchange.post_gradients(source, stage, microbatch, own)
