@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fastpar.comm import PointToPoint
 from fastpar.pipeline import (
     Action,
     Chain,
@@ -24,6 +25,7 @@ from fastpar.pipeline import (
     split_backward,
 )
 from fastpar.pipeline.batch import split
+from fastpar.pipeline.shared_grads import SharedGrads, SharedParameter
 from fastpar.pipeline.values import decode, encode, pack, unpack
 from fastpar.pipeline.versions import WeightVersions
 from tests.pipeline_models import CLASSES, WIDTH, Block, build_batch, build_parts, loss_fn, run_parts, sequential_step
@@ -334,6 +336,24 @@ def test_a_step_moves_no_memory_unless_an_old_version_is_read() -> None:
     versions.stash(1)
     versions.step()
     assert module.weight.data_ptr() != before
+
+
+# Gradients of shared parameters
+
+
+def test_copies_on_one_rank_get_the_sum_on_top_of_what_they_had() -> None:
+    """Two tied copies and an unused pair, over two steps; only the step's own part is summed."""
+    a, b, unused = (nn.Parameter(torch.zeros(2)) for _ in range(3))
+    tied = SharedParameter("tied", (0, 1), (0,), (a, b))
+    grads = SharedGrads([tied, SharedParameter("unused", (0,), (0,), (unused,))], 0, PointToPoint(None), tag=0)
+    unused.grad = torch.full((2,), 5.0)
+    for total in (3.0, 6.0):
+        grads.begin()
+        a.grad, b.grad = torch.full((2,), 1.0), torch.full((2,), 2.0)
+        grads.finish()
+        assert a.grad.tolist() == b.grad.tolist() == [total, total]
+        assert unused.grad.tolist() == [5.0, 5.0]
+    assert a.grad.data_ptr() != b.grad.data_ptr()
 
 
 # What one expects of something with parameters

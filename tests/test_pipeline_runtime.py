@@ -97,6 +97,10 @@ def run_dualpipe(num_microbatches: int) -> None:
     for part in {schedule.part_of(stage) for stage in schedule.stages_of(rank)}:
         for p, a, b in zip(*(m[part].parameters() for m in (parts, *halves)), strict=True):
             assert torch.equal(p.grad, a.grad + b.grad)
+    pipe.step(x, target=target)  # adds the same once more: doubling is exact
+    for part in {schedule.part_of(stage) for stage in schedule.stages_of(rank)}:
+        for p, a, b in zip(*(m[part].parameters() for m in (parts, *halves)), strict=True):
+            assert torch.equal(p.grad, 2 * (a.grad + b.grad))
     pipe.close()
 
 
