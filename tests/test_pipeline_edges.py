@@ -154,6 +154,7 @@ def test_reduction_sum_adds_the_losses_as_they_are() -> None:
         own.backward()
         total = total + own.detach()
     assert torch.equal(loss, total)
+    assert not loss.requires_grad
     assert_same_grads(parts, expected)
 
 
@@ -325,6 +326,27 @@ def test_versions_of_tied_weights_stay_tied() -> None:
         versions.drop(0)
     with pytest.raises(ValueError, match="only the current weights \\(version 1\\) can be kept, got version 0"):
         versions.stash(0)
+
+
+def test_the_current_version_is_what_the_parameters_hold() -> None:
+    """After a step that moved them, and after somebody else has; frozen ones stay frozen; gradients add up."""
+    module = nn.Linear(2, 2)
+    weight = module.weight
+    module.bias.requires_grad_(False)
+    versions = WeightVersions(module, lambda: None)
+    versions.stash(0)
+    versions.step()
+    for _ in range(2):
+        with versions.use(None):
+            assert module.weight.data_ptr() == weight.data_ptr()
+            assert not module.bias.requires_grad
+            module(torch.ones(1, 2)).sum().backward()
+        versions.collect(None)
+    assert module.weight.grad.tolist() == [[2.0, 2.0], [2.0, 2.0]]
+    module.weight.data = torch.zeros(2, 2)
+    versions.restart()
+    with versions.use(0):
+        assert module.weight.tolist() == [[0.0, 0.0], [0.0, 0.0]]
 
 
 def test_a_step_moves_no_memory_unless_an_old_version_is_read() -> None:
