@@ -36,8 +36,8 @@ def test_module_runs_as_the_command_without_importing_torch() -> None:
 def test_unknown_bench_names_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", "crossentropy"]) == 2
     assert (
-        "'crossentropy'; there are: comm, cross_entropy, linear, linear_cross_entropy, overlap_gpu, p2p, pipeline, rms_norm, "
-        "swiglu, symmetric" in capsys.readouterr().err
+        "'crossentropy'; there are: comm, cross_entropy, linear, linear_cross_entropy, overlap_gpu, p2p, pipeline, "
+        "rms_norm, swiglu, symmetric" in capsys.readouterr().err
     )
 
 
