@@ -22,25 +22,13 @@ import torch
 from torch import Tensor
 
 from fastpar.comm._library import size_array
+from fastpar.comm.description import DTYPE_NUMBERS
 from fastpar.comm.local_world import LocalWorld
 from fastpar.comm.pending import StillInFlightError
 from fastpar.comm.transport import InFlight
 
-# torch's ScalarType, which is what csrc/comm and its messages know dtypes by.
-_DTYPES = {
-    torch.uint8: 0,
-    torch.int8: 1,
-    torch.int16: 2,
-    torch.int32: 3,
-    torch.int64: 4,
-    torch.float16: 5,
-    torch.float32: 6,
-    torch.float64: 7,
-    torch.complex64: 9,
-    torch.complex128: 10,
-    torch.bool: 11,
-    torch.bfloat16: 15,
-}
+# What csrc/comm knows dtypes by: torch's ScalarType, up to bfloat16.
+_DTYPES = {dtype: number for dtype, number in DTYPE_NUMBERS.items() if number <= DTYPE_NUMBERS[torch.bfloat16]}
 _OTHER_DTYPE = 255  # moved as bytes, never reduced
 _REDUCIBLE = frozenset(dtype for dtype in _DTYPES if not dtype.is_complex)
 _REDUCTIONS = {"sum": 0, "avg": 1, "max": 2, "min": 3}
