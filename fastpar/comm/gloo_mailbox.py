@@ -3,7 +3,9 @@
 Note: threads. A gloo receive cannot be waited for in slices: a wait that times out closes all connections of the
 backend. So for every peer a thread receives whatever that peer sends, and keeps it until it is asked for; that is also
 what makes sends wait for nobody. A thread per peer that is sent to waits until a message has left. Callers wait on a
-condition, with their deadline. The receiving threads see at once when the process of a peer ends, whoever is awaited.
+condition, with their deadline. The receiving threads see at once when the process of a peer ends, whoever is awaited;
+but for one case: gloo (of torch 2.13) does not tell a receive whose message has come in part. So a second thread for
+every peer waits for a message that never comes, which gloo does end. The thread with the partial message stays.
 
 Note: wire. A message is a header of `_HEADER_BYTES`, the rest of the description where that is longer, and the bytes of
 every tensor that has any; all in order, so that nothing needs a tag of gloo's. The receiver learns from the header what
@@ -45,7 +47,8 @@ _SLICE_S = 0.1  # between two looks at signals
 _FLUSH_S = 10.0  # for what was sent to leave, when this end closes
 _FLUSH_ABORT_S = 0.5
 _END_S = 1.0
-_ANY_TAG, _CLOSING_TAG = 0, 1
+_LAST_WORDS_S = 0.5  # for the receiving thread to go through what came before a connection ended
+_ANY_TAG, _CLOSING_TAG, _WATCH_TAG = range(3)
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,8 @@ class _Wire:
         self.is_closing = False
         self._outboxes: dict[int, queue.SimpleQueue[list[Tensor] | None]] = {}
         self._senders: list[threading.Thread] = []
-        self._receivers = [self._start(self._receive_from, peer) for peer in self.peers]
+        self._receivers = {peer: self._start(self._receive_from, peer) for peer in self.peers}
+        self._watchers = [self._start(self._watch, peer) for peer in self.peers]
 
     def post(self, peer: int, parcel: list[Tensor] | None) -> None:
         """Send this, behind what was posted before; None: that was all."""
@@ -103,7 +107,7 @@ class _Wire:
         with contextlib.suppress(RuntimeError):  # a wait that times out closes all connections
             buffer = torch.empty(1, dtype=torch.uint8)
             self.backend.recv([buffer], self.peers[0], _CLOSING_TAG).wait(timedelta(milliseconds=1))
-        _join([*self._receivers, *self._senders], _END_S)
+        _join([*self._receivers.values(), *self._watchers, *self._senders], _END_S)
 
     def _start(self, work: Any, peer: int) -> threading.Thread:
         thread = threading.Thread(target=work, args=(peer,), name=f"fastpar-mail-{peer}", daemon=True)
@@ -124,6 +128,15 @@ class _Wire:
             while self._receive_one(peer):
                 pass
         except RuntimeError as error:
+            self._lose(peer, error)
+
+    def _watch(self, peer: int) -> None:
+        """See the end of a peer that left in the middle of a message: see the module docstring."""
+        try:
+            self.backend.recv([torch.empty(1, dtype=torch.uint8)], peer, _WATCH_TAG).wait(_FOREVER)
+        except RuntimeError as error:
+            if not self.is_closing:
+                self._receivers[peer].join(_LAST_WORDS_S)
             self._lose(peer, error)
 
     def _receive_one(self, peer: int) -> bool:
