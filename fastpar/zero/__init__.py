@@ -1,0 +1,1 @@
+"""Data parallelism: replicated (stage 0), and with optimizer states, gradients and parameters sharded (ZeRO 1 to 3)."""

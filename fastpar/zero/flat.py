@@ -1,0 +1,220 @@
+"""Tensors split by rows over ranks: where the rows lie, and how they come together.
+
+    layout = FlatLayout([(5, 3), (2,)], size=2)
+    layout.counts                  # (10, 7): elements of each rank: rows 0-2 and 0, rows 3-4 and 1
+    shards = FlatShards(comm, tensors)
+    shards.shards                  # this rank's rows of every tensor, views of one buffer
+    shards.gather(outs)            # all rows of all ranks, into whole tensors
+
+Rows (dim 0) go to ranks by `fastpar.comm.shard_sizes`, the rule of `torch.chunk` and of DTensor's Shard(0): trailing
+ranks may have none. A tensor without dimensions belongs to rank 0.
+
+Note: shared memory. Where the ranks share memory, a shard lies where the others can read it, and gathering is a copy
+out of their memory: one pass, no staging buffer, and no waiting. The price is two rules, which `published` and
+`released` make visible: between a write to shards and a gather, and between a gather and the next write, all ranks
+must have passed one of them. Otherwise shards travel by `Communicator.all_gather`, which needs neither.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fastpar.comm import Communicator, shard_range
+from fastpar.comm.errors import CommError
+from fastpar.comm.pending import Pending
+from fastpar.comm.recording import note
+from fastpar.comm.shared_region import SharedRegion
+
+
+class FlatLayout:
+    """Where the rows of tensors of these shapes lie, sorted by the rank that owns them.
+
+    `counts` are the elements of every rank. A rank's part holds its rows of the first tensor, then those of the
+    second, and so on, without gaps.
+    """
+
+    def __init__(self, shapes: Sequence[Sequence[int]], size: int) -> None:
+        self.size = size
+        self.shapes = [tuple(shape) for shape in shapes]
+        self._rows = [
+            [shard_range(shape[0] if shape else 1, size, rank) for shape in self.shapes] for rank in range(size)
+        ]
+        numels = [
+            [(hi - lo) * math.prod(shape[1:]) for (lo, hi), shape in zip(rows, self.shapes, strict=True)]
+            for rows in self._rows
+        ]
+        self._offsets = [list(itertools.accumulate(numel, initial=0)) for numel in numels]
+        self.counts = tuple(offsets[-1] for offsets in self._offsets)
+        self.total = sum(self.counts)
+
+    def rows(self, index: int, rank: int) -> tuple[int, int]:
+        """First row and one past the last row that `rank` has of a tensor."""
+        return self._rows[rank][index]
+
+    def rows_of(self, x: Tensor, index: int, rank: int) -> Tensor:
+        """The rows that `rank` has of x, which has the shape of tensor `index`."""
+        lo, hi = self._rows[rank][index]
+        return (x if x.ndim else x.view(1)).narrow(0, lo, hi - lo)
+
+    def views(self, part: Tensor, rank: int) -> list[Tensor]:
+        """A rank's rows of every tensor, out of its flat part."""
+        found = []
+        for index, shape in enumerate(self.shapes):
+            (lo, hi), start = self._rows[rank][index], self._offsets[rank][index]
+            end = self._offsets[rank][index + 1]
+            found.append(part[start:end].view(hi - lo, *shape[1:]))
+        return found
+
+    def parts(self, flat: Tensor) -> list[Tensor]:
+        """The parts of all ranks, out of a flat tensor that holds them in the order of ranks."""
+        return list(flat.split(self.counts))
+
+
+class PeerMemory:
+    """A flat tensor on every rank (`mine`), of `counts[rank]` elements; `of(rank)` is another rank's, where the ranks
+    share memory: `is_shared`."""
+
+    def __init__(self, comm: Communicator, counts: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
+        self._region: SharedRegion | None = None
+        most = max(counts) * dtype.itemsize
+        if comm.size > 1 and device.type == "cpu" and most > 0 and comm.local_world() is not None:
+            try:
+                self._region = SharedRegion(comm, most)
+            except CommError:  # on all ranks or none
+                self._region = None
+        count = counts[comm.rank]
+        if self._region is None:
+            self.mine = torch.zeros(count, dtype=dtype, device=device)
+        else:
+            self.mine = self._region.tensor((count,), dtype)
+        self._counts, self._dtype = counts, dtype
+
+    @property
+    def is_shared(self) -> bool:
+        return self._region is not None
+
+    def of(self, rank: int) -> Tensor:
+        assert self._region is not None
+        return self._region.tensor((self._counts[rank],), self._dtype, rank=rank)
+
+
+class FlatShards:
+    """The rows of `tensors` (of one dtype and device, the same shapes on all ranks) that belong to each rank.
+
+    Collective: all ranks of `comm` make one, with tensors of the same shapes. Memory: this rank's rows. The tensors
+    may be freed afterwards; `shards` start with their rows, in `dtype` (by default theirs).
+    """
+
+    def __init__(self, comm: Communicator, tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> None:
+        if not tensors:
+            raise ValueError("there must be at least one tensor")
+        self.comm = comm
+        self.layout = FlatLayout([x.shape for x in tensors], comm.size)
+        self.dtype = dtype or tensors[0].dtype
+        self._memory = PeerMemory(comm, self.layout.counts, self.dtype, tensors[0].device)
+        self.flat = self._memory.mine
+        self.shards = self.layout.views(self.flat, comm.rank)
+        for index, (shard, x) in enumerate(zip(self.shards, tensors, strict=True)):
+            shard.copy_(self.layout.rows_of(x.detach(), index, comm.rank))
+        self._sources: list[list[Tensor]] | None = None
+        if self._memory.is_shared:
+            self._sources = [
+                self.layout.views(self.flat if rank == comm.rank else self._memory.of(rank), rank)
+                for rank in range(comm.size)
+            ]
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether the ranks read each other's shards: see `published`."""
+        return self._sources is not None
+
+    def published(self) -> None:
+        """After a write to shards, before the next gather: returns when all ranks have written. Collective."""
+        if self.is_shared:
+            self.comm.barrier()
+
+    released = published  # the other way round: after a gather, before the next write
+
+    def gather(self, outs: Sequence[Tensor]) -> None:
+        """Write the rows of all ranks to `outs`: whole tensors of any floating dtype, which is rounded to."""
+        self.gather_async(outs).wait()
+
+    def gather_async(self, outs: Sequence[Tensor]) -> Pending[None]:
+        """`gather` in two steps. Over shared memory the copying is done at once, as it waits for nobody."""
+        if self._sources is not None:
+            note("all_gather", self.comm.size, self.layout.total, self.dtype)
+            for rank, source in enumerate(self._sources):
+                self._write(outs, source, rank)
+            return Pending.ready(None)
+        pending = self.comm.all_gather_async(self.flat, sizes=self.layout.counts)
+
+        def finish() -> None:
+            for rank, part in enumerate(self.layout.parts(pending.wait())):
+                self._write(outs, self.layout.views(part, rank), rank)
+
+        return Pending(None, finish, describe=lambda: "gathering shards", timeout=self.comm.timeout)
+
+    def _write(self, outs: Sequence[Tensor], source: Sequence[Tensor], rank: int) -> None:
+        for index, (out, rows) in enumerate(zip(outs, source, strict=True)):
+            if rows.numel() > 0:
+                self.layout.rows_of(out.detach(), index, rank).copy_(rows)
+
+
+class FlatGradients:
+    """Gradients of whole tensors, to be averaged over the ranks and split like their `layout`.
+
+        gradients.put(0, grad)                 # any order; what is not put counts as zero
+        pending = gradients.reduce()           # all ranks
+        rows = pending.wait()                  # this rank's rows of every tensor's mean, views of a new flat tensor
+
+    `buffer`: memory to lay them out in (`Staging.take`), which may be used again after `wait`.
+    """
+
+    def __init__(self, comm: Communicator, layout: FlatLayout, buffer: Tensor, *, mode: str = "background") -> None:
+        self.comm, self.layout = comm, layout
+        self.flat = buffer[: layout.total]
+        self._views = [layout.views(part, rank) for rank, part in enumerate(layout.parts(self.flat))]
+        self._is_put = [False] * len(layout.shapes)
+        self._collectives = {"background": comm._background, "halves": comm._halves, "blocking": comm._blocking}[mode]
+
+    def put(self, index: int, grad: Tensor) -> None:
+        self._is_put[index] = True
+        for rank, views in enumerate(self._views):
+            if views[index].numel() > 0:
+                views[index].copy_(self.layout.rows_of(grad, index, rank))
+
+    def reduce(self) -> Pending[list[Tensor]]:
+        for index, is_put in enumerate(self._is_put):
+            if not is_put:
+                for views in self._views:
+                    views[index].zero_()
+        pending = self._collectives.reduce_scatter(self.flat, "avg", sizes=self.layout.counts)
+        return Pending(
+            None,
+            lambda: self.layout.views(pending.wait(), self.comm.rank),
+            describe=lambda: "reducing gradients",
+            timeout=self.comm.timeout,
+        )
+
+
+class Staging:
+    """Buffers to lay gradients out in: at most `count` at a time, of `numel` elements, that peers can read."""
+
+    def __init__(
+        self, comm: Communicator, numel: int, dtype: torch.dtype, device: torch.device, *, count: int = 2
+    ) -> None:
+        self._free = [PeerMemory(comm, [numel] * comm.size, dtype, device) for _ in range(count)]
+        self.nbytes = count * numel * dtype.itemsize
+
+    def take(self) -> PeerMemory:
+        if not self._free:
+            raise RuntimeError("all staging buffers are in use: wait for a reduction first")
+        return self._free.pop(0)
+
+    def give_back(self, memory: PeerMemory) -> None:
+        self._free.append(memory)
