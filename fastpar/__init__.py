@@ -19,10 +19,12 @@ from fastpar._version import __version__ as __version__
 
 if TYPE_CHECKING:
     from fastpar import comm, ops, pipeline, recompute, reference, tensor
+    from fastpar.clip import GradSum
     from fastpar.comm import CommError, Communicator, Pending
     from fastpar.compose import parallelize_pipeline
     from fastpar.mesh import Mesh, init_mesh
     from fastpar.plan import Style
+    from fastpar.precision import Precision
     from fastpar.recompute import apply_recompute, remove_recompute
     from fastpar.swap import explain, parallelize, unparallelize
 
@@ -31,8 +33,10 @@ _MODULES = ("comm", "ops", "pipeline", "recompute", "reference", "tensor")
 _HOME = {
     "CommError": "fastpar.comm",
     "Communicator": "fastpar.comm",
+    "GradSum": "fastpar.clip",
     "Mesh": "fastpar.mesh",
     "Pending": "fastpar.comm",
+    "Precision": "fastpar.precision",
     "Style": "fastpar.plan",
     "apply_recompute": "fastpar.recompute",
     "explain": "fastpar.swap",
@@ -45,8 +49,10 @@ _HOME = {
 __all__ = [
     "CommError",
     "Communicator",
+    "GradSum",
     "Mesh",
     "Pending",
+    "Precision",
     "Style",
     "__version__",
     "apply_recompute",

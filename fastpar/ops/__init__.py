@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from fastpar.ops.linear_loss import linear_cross_entropy, linear_cross_entropy_dgrad, linear_cross_entropy_wgrad
     from fastpar.ops.overlap import Overlap, OverlapShape, measure_overlap
     from fastpar.ops.rms_norm import rms_norm
+    from fastpar.ops.square_sum import exact_square_sum, square_sum_norm
     from fastpar.ops.swiglu import swiglu
     from fastpar.ops.vocab_entropy import vocab_parallel_entropy, vocab_parallel_log_prob
     from fastpar.ops.vocab_filter import vocab_parallel_top_k_top_p
@@ -46,6 +47,7 @@ _HOME = {
     "copy_to_linear": "fastpar.ops.linear",
     "copy_to_linear_dgrad": "fastpar.ops.linear_grads",
     "copy_to_linear_wgrad": "fastpar.ops.linear_grads",
+    "exact_square_sum": "fastpar.ops.square_sum",
     "linear_all_reduce": "fastpar.ops.linear",
     "linear_all_reduce_dgrad": "fastpar.ops.linear_grads",
     "linear_all_reduce_wgrad": "fastpar.ops.linear_grads",
@@ -58,6 +60,7 @@ _HOME = {
     "measure_overlap": "fastpar.ops.overlap",
     "rms_norm": "fastpar.ops.rms_norm",
     "sharded_dropout": "fastpar.ops.dropout",
+    "square_sum_norm": "fastpar.ops.square_sum",
     "swiglu": "fastpar.ops.swiglu",
     "vocab_parallel_argmax": "fastpar.ops.vocab_topk",
     "vocab_parallel_cross_entropy": "fastpar.ops.cross_entropy",
@@ -81,6 +84,7 @@ __all__ = [
     "copy_to_linear",
     "copy_to_linear_dgrad",
     "copy_to_linear_wgrad",
+    "exact_square_sum",
     "linear_all_reduce",
     "linear_all_reduce_dgrad",
     "linear_all_reduce_wgrad",
@@ -93,6 +97,7 @@ __all__ = [
     "measure_overlap",
     "rms_norm",
     "sharded_dropout",
+    "square_sum_norm",
     "swiglu",
     "vocab_parallel_argmax",
     "vocab_parallel_cross_entropy",

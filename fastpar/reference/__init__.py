@@ -7,6 +7,7 @@ from fastpar.reference.embedding import vocab_parallel_embedding
 from fastpar.reference.linear import all_gather_linear, copy_to_linear, linear_all_reduce, linear_reduce_scatter
 from fastpar.reference.linear_loss import linear_cross_entropy
 from fastpar.reference.rms_norm import rms_norm
+from fastpar.reference.square_sum import exact_square_sum, square_sum_norm
 from fastpar.reference.swiglu import swiglu
 from fastpar.reference.vocab_entropy import vocab_parallel_entropy, vocab_parallel_log_prob
 from fastpar.reference.vocab_filter import vocab_parallel_top_k_top_p
@@ -18,11 +19,13 @@ __all__ = [
     "all_gather_linear",
     "all_reduce_rms_norm",
     "copy_to_linear",
+    "exact_square_sum",
     "linear_all_reduce",
     "linear_cross_entropy",
     "linear_reduce_scatter",
     "rms_norm",
     "sharded_dropout",
+    "square_sum_norm",
     "swiglu",
     "vocab_parallel_argmax",
     "vocab_parallel_cross_entropy",
