@@ -209,7 +209,7 @@ class Staging:
         self, comm: Communicator, numel: int, dtype: torch.dtype, device: torch.device, *, count: int = 2
     ) -> None:
         self._free = [PeerMemory(comm, [numel] * comm.size, dtype, device) for _ in range(count)]
-        self.nbytes = count * numel * dtype.itemsize
+        self.numel = numel
 
     def take(self) -> PeerMemory:
         if not self._free:

@@ -1,0 +1,120 @@
+"""Which ranks share what: the groups that data parallelism runs over, and DTensors of shards."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from fastpar.comm import Communicator
+from fastpar.mesh import Mesh
+
+GroupsLike = Mesh | DeviceMesh | ProcessGroup | Communicator | None
+
+
+class Groups:
+    """The ranks among which parameters are sharded (`shard`), and among which shards are replicated (`replicate`).
+
+    group      a Mesh (its dims dp_shard and dp_replicate), a DeviceMesh of one dim (shard) or two (replicate, shard),
+               a ProcessGroup, a Communicator, or None: one rank
+    is_sharded False: nothing is sharded, all of those ranks are replicas
+    """
+
+    def __init__(self, group: GroupsLike, *, is_sharded: bool) -> None:
+        self._mesh: DeviceMesh | None = None  # of (replicate,) shard, where there is one
+        self._whole = group if isinstance(group, Mesh) else None
+        if isinstance(group, Mesh):
+            names = [name for name in ("dp_replicate", "dp_shard") if group.size(name) > 1]
+            replicate, shard = group.group("dp_replicate"), group.group("dp_shard")
+            if not is_sharded:
+                replicate, shard = group.group("dp"), None
+            if names:
+                self._mesh = group[tuple(names) if len(names) > 1 else names[0]]
+        elif isinstance(group, DeviceMesh) and group.ndim == 2:
+            self._mesh, replicate, shard = group, group.get_group(0), group.get_group(1)
+            if not is_sharded:
+                replicate, shard = group._flatten().get_group(), None
+        elif isinstance(group, DeviceMesh) and group.ndim > 2:
+            raise ValueError(f"a DeviceMesh must have one dim (shard) or two (replicate, shard), got {group}")
+        else:
+            found = Communicator.of(group).group
+            if isinstance(group, DeviceMesh):
+                self._mesh = group
+            elif found is not None and is_sharded:
+                self._mesh = DeviceMesh.from_group(found, found._device_types[0].type)
+            replicate, shard = (None, found) if is_sharded else (found, None)
+        self.shard, self.replicate = Communicator(shard), Communicator(replicate)
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        # Halves need that nobody waits for other groups in between: see `Communicator.in_halves`.
+        self.mode = "halves" if self.shard.size * self.replicate.size == world else "background"
+
+    @property
+    def size(self) -> int:
+        """Ranks that average gradients."""
+        return self.shard.size * self.replicate.size
+
+    def everyone(self) -> list[Communicator]:
+        """Groups whose reductions, one after the other, reach all ranks that average gradients."""
+        return [comm for comm in (self.shard, self.replicate) if comm.size > 1]
+
+    def row_spec(self, parameter: Tensor) -> DTensorSpec | None:
+        """How a parameter looks that has this one's rows split over the shard group; None where nothing is split."""
+        if self.shard.size == 1:
+            return None
+        outer: list[Placement] = [Replicate()] if self._mesh is not None and self._mesh.ndim == 2 else []
+        if not isinstance(parameter, DTensor):
+            assert self._mesh is not None
+            return _spec(self._mesh, [*outer, Shard(0)], parameter)
+        if self._whole is None:
+            raise ValueError(
+                "a model with parameters that are DTensors already (tensor parallelism) needs the fastpar Mesh as "
+                "group=, not only the ranks of data parallelism"
+            )
+        inner = parameter.device_mesh
+        outer_names = () if self._mesh is None else self._mesh.mesh_dim_names or ()
+        names = [*outer_names, *(inner.mesh_dim_names or ())]
+        pieces = math.prod(
+            inner.size(dim) for dim, placement in enumerate(parameter.placements) if placement.is_shard(0)
+        )
+        rows: Placement = _StridedShard(0, split_factor=pieces) if pieces > 1 else Shard(0)
+        return _spec(self._whole[tuple(names)], [*outer, rows, *parameter.placements], parameter)
+
+
+def _spec(mesh: DeviceMesh, placements: Sequence[Placement], x: Tensor) -> DTensorSpec:
+    shape = x.shape if x.ndim else torch.Size([1])  # DTensor shards dims, and a scalar has none
+    return DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(shape, contiguous_stride(shape), x.dtype))
+
+
+def as_dtensor(rows: Tensor, spec: DTensorSpec | None) -> Tensor:
+    """These rows as the tensor that they are a part of."""
+    if spec is None:
+        return rows
+    meta = spec.tensor_meta
+    assert meta is not None
+    if meta.dtype != rows.dtype:
+        spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=TensorMeta(meta.shape, meta.stride, rows.dtype))
+    make: Any = DTensor  # the constructor takes the parts; `from_local` would check them with collectives
+    made: Tensor = make(rows, spec, requires_grad=False)
+    return made
+
+
+def as_parameter(rows: Tensor, spec: DTensorSpec | None) -> nn.Parameter:
+    return nn.Parameter(as_dtensor(rows, spec))
+
+
+def local(x: Tensor) -> Tensor:
+    """What this rank has of x, without history."""
+    return x.detach()._local_tensor if isinstance(x, DTensor) else x.detach()
+
+
+def contiguous_stride(shape: torch.Size) -> tuple[int, ...]:
+    return torch.empty(shape, device="meta").stride()

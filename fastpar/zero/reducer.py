@@ -1,0 +1,423 @@
+"""Averages gradients over data-parallel ranks while backward runs: in buckets, whole or split by rows.
+
+Note: order. All ranks must launch the same buckets in the same order, so a bucket is launched when its gradients are
+there and all buckets before it have been launched. Buckets are first filled in reverse order of registration; after
+the first reduction they are filled anew in the order in which rank 0's gradients came. Small buckets let communication
+begin early, large ones have less overhead: 25 MB is torch's choice too.
+
+Note: copies. A gradient is copied once, from where autograd made it to its bucket: where ranks share memory, the
+others read it there. Letting autograd add into zeroed buckets instead costs a pass over the bucket more.
+
+Note: accumulation. Between `no_sync` and a reduction, gradients are summed where autograd puts them (in the wire's
+dtype where that is wider than the parameter's), and travel once. A reduction takes what has been summed and not yet
+been sent, and adds its mean to what the optimizer's parameters have as gradient already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+from fastpar.comm.pending import Pending
+from fastpar.zero.flat import FlatGradients, FlatLayout, PeerMemory, Staging
+from fastpar.zero.groups import Groups, as_dtensor, local
+
+BUCKET_BYTES = 25 << 20
+FIRST_BUCKET_BYTES = 1 << 20
+
+
+@dataclass(eq=False)
+class Slot:
+    """A trainable parameter of the model, and the parameter that the optimizer has instead of it.
+
+    `owner` may be the parameter itself; else it has this rank's rows, or another dtype (master weights), or both.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    owner: nn.Parameter
+    spec: DTensorSpec | None = None  # of the owner, where it is a DTensor
+    wire: torch.dtype = torch.float32  # what gradients travel in
+    target: Tensor | None = field(default=None, repr=False)  # the parameter's rows, which the owner is rounded to
+    summed: Tensor | None = field(default=None, repr=False)  # in the wire's dtype: see the module docstring
+    kept: Tensor | None = field(default=None, repr=False)  # the owner's gradient, while another pass is reduced
+
+    def keep_sum(self) -> None:
+        """Move what autograd has added up to `summed`, where the wire's dtype is another."""
+        grad = self.parameter.grad
+        if grad is None or grad.dtype == self.wire:
+            return
+        rows = local(grad)
+        if self.summed is None:
+            self.summed = rows.to(self.wire)
+        else:
+            self.summed.add_(rows)
+        self.parameter.grad = None
+
+    def take(self) -> Tensor | None:
+        """What has been summed and not been sent; forgotten here."""
+        self.keep_sum()
+        taken = self.summed
+        if taken is None and self.parameter.grad is not None:
+            taken = local(self.parameter.grad)
+        self.summed = self.parameter.grad = None
+        return taken
+
+
+class Bucket(Protocol):
+    """Gradients that travel together: `open`, then `add` some of them, `launch`, and `finish`, which hands the results
+    to the owners (zero for what was not added)."""
+
+    slots: Sequence[Slot]
+
+    def open(self) -> None: ...
+    def add(self, position: int, gradient: Tensor) -> None: ...
+    def launch(self) -> None: ...
+    def finish(self) -> None: ...
+    def set_aside(self) -> None:
+        """A pass begins whose gradients are to be reduced for themselves and then added to the owners'."""
+
+    def is_result(self, position: int) -> bool:
+        """Whether what the parameter has as gradient came out of a reduction."""
+
+
+class WholeBucket:
+    """Every rank gets the mean of all gradients (stage 0). They lie in this bucket's memory from then on."""
+
+    def __init__(self, slots: Sequence[Slot], groups: Groups) -> None:
+        self.slots, self._groups = slots, groups
+        shapes = [local(slot.parameter).shape for slot in slots]
+        numels = [shape.numel() for shape in shapes]
+        comm = groups.replicate
+        self._memory = PeerMemory(comm, [sum(numels)] * comm.size, slots[0].wire, slots[0].parameter.device)
+        self._flat = self._memory.mine
+        self._views = [part.view(shape) for part, shape in zip(self._flat.split(numels), shapes, strict=True)]
+        self._is_added = [False] * len(slots)
+        self._pending: Pending[Tensor] | None = None
+
+    def set_aside(self) -> None:
+        for slot, view in zip(self.slots, self._views, strict=True):
+            if slot.owner.grad is not None and _is_same(local(slot.owner.grad), view):
+                slot.kept = view.clone()
+                slot.owner.grad = None
+
+    def is_result(self, position: int) -> bool:
+        grad = self.slots[position].parameter.grad
+        return grad is not None and _is_same(local(grad), self._views[position])
+
+    def open(self) -> None:
+        self._is_added = [False] * len(self.slots)
+
+    def add(self, position: int, gradient: Tensor) -> None:
+        view = self._views[position]
+        if not _is_same(gradient, view):
+            view.copy_(gradient)
+        self._is_added[position] = True
+
+    def launch(self) -> None:
+        for view, is_added in zip(self._views, self._is_added, strict=True):
+            if not is_added:
+                view.zero_()
+        comm = self._groups.replicate
+        collectives = comm._halves if self._groups.mode == "halves" else comm._background
+        self._pending = collectives.all_reduce(self._flat, "avg", out=self._flat)
+
+    def finish(self) -> None:
+        assert self._pending is not None
+        self._pending.wait()
+        self._pending = None
+        for slot, view in zip(self.slots, self._views, strict=True):
+            if slot.kept is not None:
+                view.add_(slot.kept)
+                slot.kept = None
+            slot.owner.grad = as_dtensor(view, slot.spec)
+
+
+class RowBucket:
+    """Every rank gets its rows of the mean (stages 1 and 2)."""
+
+    def __init__(self, slots: Sequence[Slot], groups: Groups, staging: Callable[[], Staging]) -> None:
+        self.slots, self._groups = slots, groups
+        self.layout = FlatLayout([local(slot.parameter).shape for slot in slots], groups.shard.size)
+        self._staging = staging
+        self._memory: PeerMemory | None = None
+        self._gradients: FlatGradients | None = None
+        self._pending: Pending[list[Tensor]] | None = None
+
+    def set_aside(self) -> None:
+        pass  # the owners' gradients lie elsewhere
+
+    def is_result(self, position: int) -> bool:
+        return False
+
+    def open(self) -> None:
+        self._memory = self._staging().take()
+        self._gradients = FlatGradients(self._groups.shard, self.layout, self._memory.mine, mode=self._groups.mode)
+
+    def add(self, position: int, gradient: Tensor) -> None:
+        assert self._gradients is not None
+        self._gradients.put(position, gradient)
+
+    def launch(self) -> None:
+        assert self._gradients is not None
+        self._pending = self._gradients.reduce()
+
+    def finish(self) -> None:
+        assert self._pending is not None
+        assert self._memory is not None
+        rows = self._pending.wait()
+        self._staging().give_back(self._memory)
+        self._memory = self._gradients = self._pending = None
+        replicate = self._groups.replicate
+        if replicate.size > 1:
+            flat = _flat_of(rows)
+            replicate.all_reduce(flat, "avg", out=flat)
+        for slot, mine in zip(self.slots, rows, strict=True):
+            if slot.owner.grad is None:
+                slot.owner.grad = as_dtensor(mine.to(slot.owner.dtype), slot.spec)
+            else:
+                local(slot.owner.grad).add_(mine)
+
+
+def _is_same(x: Tensor, view: Tensor) -> bool:
+    return x.data_ptr() == view.data_ptr() and x.stride() == view.stride()
+
+
+def _flat_of(rows: Sequence[Tensor]) -> Tensor:
+    """The flat tensor that these are views of, one after the other."""
+    numel = sum(x.numel() for x in rows)
+    return rows[0].as_strided((numel,), (1,), rows[0].storage_offset()) if numel else rows[0].view(-1)
+
+
+class Reducer:
+    """Reduces the gradients of `slots` in the course of backward passes: see the module docstring.
+
+    make_bucket   slots of one dtype -> Bucket
+    accumulate    every how many backward passes gradients are reduced
+    """
+
+    def __init__(
+        self,
+        slots: Sequence[Slot],
+        groups: Groups,
+        make_bucket: Callable[[Sequence[Slot]], Bucket],
+        *,
+        accumulate: int = 1,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        self.slots, self.groups, self._make_bucket = list(slots), groups, make_bucket
+        self._accumulate, self._bucket_bytes = accumulate, bucket_bytes
+        self.is_syncing = True
+        self.buckets: list[Bucket] = []
+        self.members: list[list[int]] = []  # the slots of each bucket
+        self.place: dict[int, tuple[int, int]] = {}  # of a slot: its bucket and its position there
+        self._passes = 0  # that have ended since gradients were last reduced
+        self._is_inside = False
+        self._round: _Round | None = None
+        self._order: list[int] | None = []  # in which gradients come, until the buckets follow it
+        self._fill(list(reversed(range(len(self.slots)))))
+        self._hooks = [
+            slot.parameter.register_post_accumulate_grad_hook(self._hook(index))
+            for index, slot in enumerate(self.slots)
+        ]
+
+    def begin_forward(self) -> None:
+        """The model is about to run with gradients."""
+        if self._is_inside:
+            self.forget()  # the backward pass before has failed
+        if self._will_reduce():
+            for bucket in self.buckets:
+                bucket.set_aside()
+
+    def reduce_now(self) -> None:
+        """Reduce what has been summed and not been sent. Collective: one small reduction, and all where any rank has
+        such gradients."""
+        if self._is_inside:
+            self.forget()
+        for slot in self.slots:
+            if slot.kept is not None and slot.owner.grad is None:  # a forward pass without a backward pass
+                slot.owner.grad, slot.kept = as_dtensor(slot.kept, slot.spec), None
+        is_any = any(self._is_unsent(index) for index in range(len(self.slots)))
+        if _agree([is_any], self.groups)[0]:
+            for bucket in self.buckets:
+                bucket.set_aside()
+            _Round(self).finish()
+        self._passes = 0
+
+    def forget(self) -> None:
+        """Drop what a backward pass that did not end has left. Reductions under way are waited for."""
+        self._is_inside = False
+        if self._round is not None:
+            self._round.abandon()
+            self._round = None
+
+    def forget_sums(self) -> None:
+        """Drop gradients that were summed and not sent."""
+        self.forget()
+        self._passes = 0
+        for slot in self.slots:
+            slot.summed = slot.kept = slot.parameter.grad = None
+
+    def follow_order(self) -> None:
+        """Fill the buckets anew in the order in which gradients came, once that is known; forgets gradients.
+        Collective."""
+        if not self._order:
+            return
+        seen = set(self._order)
+        agreed = torch.tensor(self._order + [i for i in reversed(range(len(self.slots))) if i not in seen])
+        for comm in self.groups.everyone():
+            agreed = comm.broadcast(agreed, 0)
+        self._order = None
+        for slot in self.slots:  # may lie in memory of the buckets that go
+            slot.owner.grad = None
+        self._fill(agreed.tolist())
+
+    def detach(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _fill(self, order: Sequence[int]) -> None:
+        """Sort the slots into buckets in this order; the first one is small, so that communication begins early."""
+        limit = min(FIRST_BUCKET_BYTES, self._bucket_bytes)
+        groups: list[list[int]] = []
+        held = 0
+        for index in order:
+            slot = self.slots[index]
+            nbytes = local(slot.parameter).numel() * slot.wire.itemsize
+            kind = slot.wire, slot.parameter.device
+            before = self.slots[groups[-1][-1]] if groups else None
+            if before is None or held + nbytes > limit or kind != (before.wire, before.parameter.device):
+                if groups:
+                    limit = self._bucket_bytes
+                groups.append([])
+                held = 0
+            groups[-1].append(index)
+            held += nbytes
+        self.buckets = [self._make_bucket([self.slots[index] for index in group]) for group in groups]
+        self.place = {
+            index: (number, position) for number, group in enumerate(groups) for position, index in enumerate(group)
+        }
+        self.members = groups
+
+    def _is_unsent(self, index: int) -> bool:
+        """Whether a slot has gradients that only this rank knows of."""
+        slot = self.slots[index]
+        number, position = self.place[index]
+        return slot.summed is not None or (
+            slot.parameter.grad is not None and not self.buckets[number].is_result(position)
+        )
+
+    # ---- within a backward pass
+
+    def _will_reduce(self) -> bool:
+        return self.is_syncing and self._passes + 1 >= self._accumulate
+
+    def _hook(self, index: int) -> Callable[[Tensor], None]:
+        return lambda _: self._came(index)
+
+    def _came(self, index: int) -> None:
+        if not self._is_inside:
+            self._is_inside = True
+            self._round = _Round(self) if self._will_reduce() else None
+            torch.autograd.Variable._execution_engine.queue_callback(self._end)  # type: ignore[no-untyped-call]
+        self.slots[index].keep_sum()
+        if self._round is not None:
+            if self._order is not None:
+                self._order.append(index)
+            self._round.came(index)
+
+    def _end(self) -> None:
+        self._passes += 1
+        reduction, self._round = self._round, None
+        self._is_inside = False
+        if reduction is not None:
+            self._passes = 0
+            reduction.finish()
+
+
+class _Round:
+    """One reduction of all buckets."""
+
+    def __init__(self, reducer: Reducer) -> None:
+        self._reducer, self._buckets = reducer, reducer.buckets
+        count = len(reducer.slots)
+        self._has_come = [False] * count
+        self._is_used = [False] * count
+        self._had_none = [
+            slot.kept is None and (slot.owner.grad is None or slot.owner is slot.parameter) for slot in reducer.slots
+        ]
+        self._missing = [len(bucket.slots) for bucket in self._buckets]
+        self._current = -1  # the bucket that is open
+        self._in_flight: list[Bucket] = []
+
+    def came(self, index: int) -> None:
+        """The gradient of a slot is there."""
+        if self._has_come[index]:
+            raise RuntimeError(
+                f"the gradient of {self._reducer.slots[index].name} came twice in one backward pass; reentrant "
+                "checkpoints do that: give them use_reentrant=False"
+            )
+        self._has_come[index] = True
+        number, _ = self._reducer.place[index]
+        self._missing[number] -= 1
+        if self._current < 0:
+            self._open_next()
+        elif number == self._current:
+            self._add(index)
+        while self._current < len(self._buckets) and not self._missing[self._current]:
+            self._launch()
+            self._open_next()
+
+    def finish(self) -> None:
+        """Launch what is left, with gradients that were summed earlier, and wait for all."""
+        if self._current < 0:
+            self._open_next()
+        while self._current < len(self._buckets):
+            for index in self._reducer.members[self._current]:
+                if not self._has_come[index]:
+                    self._add(index)
+            self._launch()
+            self._open_next()
+        self.abandon()
+        everyone = _agree(self._is_used, self._reducer.groups)
+        for slot, is_used, had_none in zip(self._reducer.slots, everyone, self._had_none, strict=True):
+            if not is_used and had_none:
+                slot.owner.grad = None  # as without data parallelism
+
+    def abandon(self) -> None:
+        while self._in_flight:
+            self._in_flight.pop(0).finish()
+
+    def _open_next(self) -> None:
+        self._current += 1
+        while len(self._in_flight) >= 2:  # as many as there are staging buffers
+            self._in_flight.pop(0).finish()
+        if self._current < len(self._buckets):
+            self._buckets[self._current].open()
+            for index in self._reducer.members[self._current]:
+                if self._has_come[index]:
+                    self._add(index)
+
+    def _add(self, index: int) -> None:
+        gradient = self._reducer.slots[index].take()
+        if gradient is not None:
+            self._is_used[index] = True
+            self._buckets[self._current].add(self._reducer.place[index][1], gradient)
+
+    def _launch(self) -> None:
+        bucket = self._buckets[self._current]
+        bucket.launch()
+        self._in_flight.append(bucket)
+
+
+def _agree(flags: Sequence[bool], groups: Groups) -> list[bool]:
+    """Which flags are set on any rank."""
+    agreed = torch.tensor(flags, dtype=torch.int32)
+    for comm in groups.everyone():
+        comm.all_reduce(agreed, "max", out=agreed)
+    return [bool(flag) for flag in agreed.tolist()]

@@ -1,0 +1,136 @@
+"""The optimizer's step, in phases, on the object that the user has.
+
+Note: hooks. All of it happens in a step pre-hook, which then takes the gradients away: torch's optimizers leave
+parameters without a gradient alone, so that the step proper finds nothing to do. That keeps the object (LR schedulers
+wrap its `step`, GradScaler calls it, others hold it), lets a step be skipped, and lets it be taken in pieces.
+
+Note: plain tensors. The optimizers of torch that work on every element for itself get the rows of this rank as plain
+tensors, since DTensor's dispatch costs more than the update of a small tensor, and fused kernels refuse lists of both.
+Others (Adafactor, Muon, one's own) get the DTensors, and see whole matrices in their means and norms.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fastpar.zero.groups import as_dtensor
+
+ELEMENTWISE = ("Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+
+
+class Stepper:
+    """Puts `phases` into the place of an optimizer's step.
+
+    phases   called by optimizer.step(), without gradient mode; calls `update` with what to update, or not at all
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, phases: Callable[[], None]) -> None:
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ValueError("LBFGS evaluates the model several times in a step, which cannot be sharded")
+        self.optimizer, self._phases = optimizer, phases
+        self._is_stepping = False
+        self._raw = inspect.unwrap(type(optimizer).step)
+        kind = type(optimizer)
+        self._is_elementwise = (kind.__module__.startswith("torch.optim") and kind.__name__ in ELEMENTWISE) or getattr(
+            optimizer, "is_elementwise", False
+        )
+        self._hook = optimizer.register_step_pre_hook(self._before)
+
+    def detach(self) -> None:
+        self._hook.remove()
+
+    def update(self, parameters: Sequence[nn.Parameter] | None = None) -> None:
+        """The optimizer's own step, on these parameters (None: all that it has)."""
+        groups = self.optimizer.param_groups
+        before = [group["params"] for group in groups]
+        wanted = None if parameters is None else {id(parameter) for parameter in parameters}
+        try:
+            for group in groups:
+                group["params"] = [p for p in group["params"] if wanted is None or id(p) in wanted]
+            with torch.no_grad(), self._as_plain_tensors() if self._is_elementwise else _nothing():
+                self._raw(self.optimizer)
+        finally:
+            for group, params in zip(groups, before, strict=True):
+                group["params"] = params
+
+    def _before(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._is_stepping:
+            return None
+        self._is_stepping = True
+        try:
+            closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
+            loss = None
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            with torch.no_grad():
+                self._phases()
+        finally:
+            self._is_stepping = False
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+        return None if closure is None else ((args[0], lambda: loss), {})
+
+    @contextmanager
+    def _as_plain_tensors(self) -> Iterator[None]:
+        """param_groups and state with local tensors in the place of DTensors."""
+        groups, state = self.optimizer.param_groups, self.optimizer.state
+        before = [group["params"] for group in groups]
+        plain: list[tuple[nn.Parameter, Tensor]] = []
+        try:
+            for group in groups:
+                params = []
+                for parameter in group["params"]:
+                    params.append(_plain(parameter, state))
+                    if params[-1] is not parameter:
+                        plain.append((parameter, params[-1]))
+                group["params"] = params
+            yield
+        finally:
+            for group, params in zip(groups, before, strict=True):
+                group["params"] = params
+            for parameter, rows in plain:
+                _restore(parameter, rows, state)
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+def _plain(parameter: Any, state: dict[Any, Any]) -> Tensor:
+    """The rows of a DTensor parameter, with their gradient and state; its DTensor states stay with it."""
+    if not isinstance(parameter, DTensor):
+        return parameter  # type: ignore[no-any-return]
+    rows: Tensor = parameter._local_tensor
+    grad = parameter.grad
+    rows.grad = grad._local_tensor if isinstance(grad, DTensor) else grad
+    if parameter in state:
+        state[rows] = {
+            key: value._local_tensor if isinstance(value, DTensor) else value for key, value in state[parameter].items()
+        }
+    return rows
+
+
+def _restore(parameter: Any, rows: Tensor, state: dict[Any, Any]) -> None:
+    rows.grad = None
+    if rows not in state:
+        return
+    found = state.pop(rows)
+    kept = state[parameter]
+    for key in [key for key in kept if key not in found]:
+        del kept[key]
+    for key, value in found.items():
+        old = kept.get(key)
+        if isinstance(old, DTensor) and old._local_tensor is value:
+            continue
+        is_rows = isinstance(value, Tensor) and value.shape == rows.shape
+        kept[key] = as_dtensor(value, parameter._spec) if is_rows else value

@@ -1,0 +1,72 @@
+"""Parameters that every rank has whole, and whose rows are updated by one rank each (stages 0 to 2)."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fastpar.comm import Communicator
+from fastpar.comm.recording import note
+from fastpar.zero.flat import FlatLayout, PeerMemory
+
+
+class WholeParameters:
+    """Tensors of one dtype and device, replicated over `comm`, of which this rank changes its rows (`rows`) only.
+
+    Where the ranks share memory, the tensors are moved to where the others can read them (`values`), and `gather`
+    copies changed rows from there: one pass. Else rows are packed, gathered and unpacked.
+    """
+
+    def __init__(self, comm: Communicator, tensors: Sequence[Tensor]) -> None:
+        self.comm, self.dtype = comm, tensors[0].dtype
+        self.layout = FlatLayout([x.shape for x in tensors], comm.size)
+        numels = [x.numel() for x in tensors]
+        self.values = list(tensors)
+        self._peers: list[list[Tensor]] = []
+        if comm.size > 1:
+            memory = PeerMemory(comm, [sum(numels)] * comm.size, self.dtype, tensors[0].device)
+            if memory.is_shared:
+                self.values = self._cut(memory.mine, numels)
+                for value, x in zip(self.values, tensors, strict=True):
+                    value.copy_(x)
+                self._peers = [
+                    [] if rank == comm.rank else self._cut(memory.of(rank), numels) for rank in range(comm.size)
+                ]
+        self.rows = [self.layout.rows_of(value, index, comm.rank) for index, value in enumerate(self.values)]
+
+    @property
+    def is_shared(self) -> bool:
+        return bool(self._peers)
+
+    def gather(self) -> None:
+        """Bring the other ranks' rows in. Collective; nobody writes to its rows again before all have returned from
+        another collective."""
+        if self.comm.size == 1:
+            return
+        if not self._peers:
+            mine = torch.cat([rows.reshape(-1) for rows in self.rows])
+            flat = self.comm.all_gather(mine, sizes=self.layout.counts)
+            for rank, part in enumerate(self.layout.parts(flat)):
+                if rank != self.comm.rank:
+                    self._write(rank, self.layout.views(part, rank))
+            return
+        note("all_gather", self.comm.size, self.layout.total, self.dtype)
+        self.comm.barrier()
+        for rank, values in enumerate(self._peers):
+            if rank != self.comm.rank:
+                self._write(rank, [self.layout.rows_of(value, i, rank) for i, value in enumerate(values)])
+
+    def _cut(self, flat: Tensor, numels: Sequence[int]) -> list[Tensor]:
+        ends = list(itertools.accumulate(numels))
+        return [
+            flat[end - numel : end].view(shape)
+            for end, numel, shape in zip(ends, numels, self.layout.shapes, strict=True)
+        ]
+
+    def _write(self, rank: int, rows: Sequence[Tensor]) -> None:
+        for index, (value, source) in enumerate(zip(self.values, rows, strict=True)):
+            if source.numel() > 0:
+                self.layout.rows_of(value, index, rank).copy_(source)
