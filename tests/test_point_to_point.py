@@ -440,7 +440,10 @@ def check_leaves_nothing(transport):
         use_and_close(transport)
         gc.collect()
         dist.barrier()
-        time.sleep(0.05)  # threads that have been joined may still be listed for a moment
+        deadline = time.monotonic() + 5.0  # threads that have been joined may still be listed for a moment
+        time.sleep(0.05)
+        while found[1:] and held() != found[1] and time.monotonic() < deadline:
+            time.sleep(0.05)
         found.append(held())
     return found
 
