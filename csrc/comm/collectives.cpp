@@ -31,7 +31,7 @@ const ReduceKernels& reduce_kernels() {
 
 constexpr const char* kOpNames[] = {"all_reduce", "reduce_scatter", "all_gather", "all_to_all",
                                     "broadcast",  "reduce",         "barrier"};
-constexpr const char* kReductionNames[] = {"sum", "avg", "max", "min"};
+constexpr const char* kReductionNames[] = {"sum", "avg", "max", "min", "float32 sum", "float32 avg"};
 constexpr const char* kDtypeNames[] = {"uint8",   "int8",    "int16",     "int32",     "int64",      "float16",
                                        "float32", "float64", "complex32", "complex64", "complex128", "bool",
                                        "qint8",   "quint8",  "qint32",    "bfloat16"};
@@ -104,6 +104,8 @@ class Collective {
     header_ = {sequence, call.op, call.dtype, call.reduction, 0, call.root, call.count, 0, 0, 0};
     if (call.op == CommOp::kReduceScatter || call.op == CommOp::kAllGather) header_.sizes = hash_of(call.sizes, size_);
     if (call.op == CommOp::kAllToAll) header_.count = 0;
+    const bool is_wide = call.reduction == Reduction::kWideSum || call.reduction == Reduction::kWideAvg;
+    output_bytes_ = is_wide ? static_cast<int64_t>(sizeof(float)) : call.element_bytes;
     streams_ = call.input != call.output && call.count * call.element_bytes >= kStreamBytes;
     lay_out();
   }
@@ -207,7 +209,7 @@ class Collective {
     return call_.input == nullptr ? nullptr : static_cast<const char*>(call_.input) + bytes(element);
   }
   char* output(int64_t element) const {
-    return call_.output == nullptr ? nullptr : static_cast<char*>(call_.output) + bytes(element);
+    return call_.output == nullptr ? nullptr : static_cast<char*>(call_.output) + element * output_bytes_;
   }
   int64_t bytes(int64_t elements) const { return elements * call_.element_bytes; }
 
@@ -235,8 +237,8 @@ class Collective {
               void* shown = nullptr) const {
     if (count <= 0) return;
     const int type = type_index();
-    const ReduceArguments arguments{sources, size_, targets, num_targets, count, call_.reduction == Reduction::kAvg,
-                                    shown};
+    const bool average = call_.reduction == Reduction::kAvg || call_.reduction == Reduction::kWideAvg;
+    const ReduceArguments arguments{sources, size_, targets, num_targets, count, average, shown};
     switch (call_.reduction) {
       case Reduction::kSum:
       case Reduction::kAvg:
@@ -245,6 +247,9 @@ class Collective {
         return kernels_.max[type](arguments);
       case Reduction::kMin:
         return kernels_.min[type](arguments);
+      case Reduction::kWideSum:
+      case Reduction::kWideAvg:
+        return kernels_.wide_sum[type](arguments);
     }
   }
 
@@ -475,6 +480,7 @@ class Collective {
   CallHeader header_{};
   std::shared_ptr<const World::Region> region_;
   bool streams_;
+  int64_t output_bytes_;                                                  // of an element
   int64_t starts_[kMaxReduceSources], output_starts_[kMaxReduceSources];  // elements; of input and output, by rank
   int64_t largest_ = 0;
   Plan plan_ = Plan::kBarrier;

@@ -4,6 +4,7 @@
 //                    large: every rank reduces a part of each chunk  chunks + 1 phases, copies overlap the reduction
 //                    in a region, in place: the same without copies  two phases
 //   reduce_scatter   every rank reduces its own part                 a phase a chunk; one more from a region
+//                    (of 16-bit floats also to float32, not rounded)
 //   all_gather       every rank reads all parts                      likewise
 //   all_to_all, broadcast                                            a phase a chunk
 //   reduce           as a large all_reduce, but only the root collects

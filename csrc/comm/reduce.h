@@ -19,7 +19,8 @@ enum class CommType : uint8_t {
 constexpr int kNumCommTypes = 9;
 constexpr int kCommTypeBytes[kNumCommTypes] = {4, 2, 2, 8, 8, 4, 2, 1, 1};
 
-enum class Reduction : uint8_t { kSum, kAvg, kMax, kMin };
+// The wide ones give the sum or average of 16-bit floats as it was accumulated, in float32: reduce_scatter only.
+enum class Reduction : uint8_t { kSum, kAvg, kMax, kMin, kWideSum, kWideAvg };
 
 constexpr int kMaxReduceSources = 256;
 
@@ -42,6 +43,7 @@ struct ReduceKernels {
   ReduceKernel sum[kNumCommTypes];  // and average
   ReduceKernel max[kNumCommTypes];
   ReduceKernel min[kNumCommTypes];
+  ReduceKernel wide_sum[kNumCommTypes];  // and average, to one float32 target; null but for 16-bit floats
   void (*copy_past_caches)(void* target, const void* source, int64_t bytes);
 };
 

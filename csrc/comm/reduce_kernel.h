@@ -17,15 +17,15 @@ namespace {
 // ---- sums of 32- and 16-bit floats ----------------------------------------------------------------------------------
 
 // The numbers of sources and targets are template arguments where they are small (0: read from `a`).
-template <typename T, int kSources, int kTargets, bool kShown>
+template <typename T, typename Out, int kSources, int kTargets, bool kShown>
 void sum_vec_as(const ReduceArguments& a) {
   const int num_sources = kSources > 0 ? kSources : a.num_sources,
             num_targets = kTargets > 0 ? kTargets : a.num_targets;
   const T* sources[kSources > 0 ? kSources : kMaxReduceSources];
-  T* targets[kTargets > 0 ? kTargets : kMaxReduceSources];
+  Out* targets[kTargets > 0 ? kTargets : kMaxReduceSources];
   for (int s = 0; s < num_sources; ++s) sources[s] = static_cast<const T*>(a.sources[s]);
-  for (int t = 0; t < num_targets; ++t) targets[t] = static_cast<T*>(a.targets[t]);
-  T* const shown = static_cast<T*>(a.shown);
+  for (int t = 0; t < num_targets; ++t) targets[t] = static_cast<Out*>(a.targets[t]);
+  Out* const shown = static_cast<Out*>(a.shown);
   const bool average = a.average;
   const Vec divisor = Vec::set(static_cast<float>(num_sources));
   for_each_vec(a.count, [&](int64_t i, auto access, int) __attribute__((always_inline)) {
@@ -42,16 +42,16 @@ template <typename T, int kSources>
 void sum_vec_from(const ReduceArguments& a) {
   if (a.shown != nullptr) {
     if (a.num_targets == 1) {
-      sum_vec_as<T, kSources, 1, true>(a);
+      sum_vec_as<T, T, kSources, 1, true>(a);
     } else {
-      sum_vec_as<T, kSources, 0, true>(a);
+      sum_vec_as<T, T, kSources, 0, true>(a);
     }
   } else if (a.num_targets == 1) {
-    sum_vec_as<T, kSources, 1, false>(a);
+    sum_vec_as<T, T, kSources, 1, false>(a);
   } else if (a.num_targets == 2) {
-    sum_vec_as<T, kSources, 2, false>(a);
+    sum_vec_as<T, T, kSources, 2, false>(a);
   } else {
-    sum_vec_as<T, kSources, 0, false>(a);
+    sum_vec_as<T, T, kSources, 0, false>(a);
   }
 }
 
@@ -63,6 +63,17 @@ void sum_vec(const ReduceArguments& a) {
     sum_vec_from<T, 4>(a);
   } else {
     sum_vec_from<T, 0>(a);
+  }
+}
+
+template <typename T>
+void wide_sum(const ReduceArguments& a) {
+  if (a.num_sources == 2) {
+    sum_vec_as<T, float, 2, 1, false>(a);
+  } else if (a.num_sources == 4) {
+    sum_vec_as<T, float, 4, 1, false>(a);
+  } else {
+    sum_vec_as<T, float, 0, 1, false>(a);
   }
 }
 
@@ -185,6 +196,7 @@ void reduce_blocks(const ReduceArguments& a) {
   {{sum_vec<float>, sum_vec<bfloat16>, sum_vec<float16>, FASTPAR_REDUCE_BLOCKS(Sum)},                                  \
    {reduce_blocks<float, Max>, reduce_blocks<bfloat16, Max>, reduce_blocks<float16, Max>, FASTPAR_REDUCE_BLOCKS(Max)}, \
    {reduce_blocks<float, Min>, reduce_blocks<bfloat16, Min>, reduce_blocks<float16, Min>, FASTPAR_REDUCE_BLOCKS(Min)}, \
+   {nullptr, wide_sum<bfloat16>, wide_sum<float16>},                                                                   \
    copy_past_caches}
 
 }  // namespace

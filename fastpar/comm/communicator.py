@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Union
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -102,17 +103,35 @@ class Communicator:
         return self._blocking.all_reduce(x, op, out=out).wait() if result is None else result
 
     def reduce_scatter_async(
-        self, x: Tensor, op: str = "sum", *, dim: int = 0, sizes: Sequence[int] | None = None
+        self,
+        x: Tensor,
+        op: str = "sum",
+        *,
+        dim: int = 0,
+        sizes: Sequence[int] | None = None,
+        dtype: torch.dtype | None = None,
     ) -> Pending[Tensor]:
-        return self._background.reduce_scatter(x, op, dim=dim, sizes=sizes)
+        return self._background.reduce_scatter(x, op, dim=dim, sizes=sizes, dtype=dtype)
 
-    def reduce_scatter(self, x: Tensor, op: str = "sum", *, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor:
+    def reduce_scatter(
+        self,
+        x: Tensor,
+        op: str = "sum",
+        *,
+        dim: int = 0,
+        sizes: Sequence[int] | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
         """This rank's rows along `dim` of x reduced over the ranks. `sizes`: rows of each rank, by default
-        `shard_sizes`.
+        `shard_sizes`. `dtype`: of the result; torch.float32 gives the sum or average of 16-bit floats as it was
+        accumulated, not rounded, for the same bytes sent.
         """
         express = self._route.express
-        result = None if express is None or dim != 0 or sizes is not None else express.reduce_scatter(x, op)
-        return self._blocking.reduce_scatter(x, op, dim=dim, sizes=sizes).wait() if result is None else result
+        is_plain = dim == 0 and sizes is None and dtype is None
+        result = express.reduce_scatter(x, op) if is_plain and express is not None else None
+        if result is not None:
+            return result
+        return self._blocking.reduce_scatter(x, op, dim=dim, sizes=sizes, dtype=dtype).wait()
 
     def all_gather_async(self, x: Tensor, *, dim: int = 0, sizes: Sequence[int] | None = None) -> Pending[Tensor]:
         return self._background.all_gather(x, dim=dim, sizes=sizes)

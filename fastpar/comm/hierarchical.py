@@ -41,7 +41,7 @@ from torch import Tensor
 
 from fastpar.comm.hierarchy import INLINE_BYTES, Collective, Hierarchy, Local, header_of
 from fastpar.comm.leaders import Leaders
-from fastpar.comm.reduction import accumulator, reduce_in_order
+from fastpar.comm.reduction import accumulator, reduce_in_order, widen
 from fastpar.comm.shards import shard_sizes
 from fastpar.comm.transport import InFlight, Transport
 
@@ -345,6 +345,7 @@ class HierarchicalTransport:
     def reduce_scatter(self, x: Tensor, sizes: Sequence[int], op: str) -> InFlight:
         if self._is_flat(x.numel(), x.dtype):
             return self._flat.reduce_scatter(x, sizes, op)
+        x, op = widen(x, op)  # hosts send float32 sums in any case
         return self._launch(_ReduceScatter(self._layout, self._rank, x, sizes, op))
 
     def all_gather(self, x: Tensor, sizes: Sequence[int]) -> InFlight:

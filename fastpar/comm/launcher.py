@@ -11,7 +11,7 @@ from torch import Tensor
 from fastpar.comm.layout import check_dim, check_out, check_tensor, pack, row_numel, unpack, with_dim
 from fastpar.comm.pending import Pending
 from fastpar.comm.recording import note
-from fastpar.comm.reduction import check_reduction
+from fastpar.comm.reduction import check_reduction, widened
 from fastpar.comm.route import Route
 from fastpar.comm.shards import shard_sizes
 from fastpar.comm.transport import InFlight, Transport
@@ -54,20 +54,35 @@ class Launcher:
         return self._launch("all_reduce", x, x.numel(), lambda t: t.all_reduce(flat, op, flat_out), write)
 
     def reduce_scatter(
-        self, x: Tensor, op: str = "sum", *, dim: int = 0, sizes: Sequence[int] | None = None
+        self,
+        x: Tensor,
+        op: str = "sum",
+        *,
+        dim: int = 0,
+        sizes: Sequence[int] | None = None,
+        dtype: torch.dtype | None = None,
     ) -> Pending[Tensor]:
         check_tensor(x)
         check_reduction(op, x.dtype)
+        name = widened(op, x.dtype, dtype)
         dim = check_dim(dim, x)
         sizes = self._part_sizes(sizes, x.size(dim))
         shape = with_dim(x.shape, dim, sizes[self.rank])
         if self.size == 1 or x.numel() == 0:
             return self._ready(
-                lambda: x.detach().narrow(dim, 0, shape[dim]).clone(memory_format=torch.contiguous_format)
+                lambda: (
+                    x.detach()
+                    .narrow(dim, 0, shape[dim])
+                    .to(x.dtype if dtype is None else dtype, copy=True, memory_format=torch.contiguous_format)
+                )
             )
         flat, numels = pack(x.detach(), dim, sizes)
         return self._launch(
-            "reduce_scatter", x, x.numel(), lambda t: t.reduce_scatter(flat, numels, op), lambda part: part.view(shape)
+            "reduce_scatter",
+            x,
+            x.numel(),
+            lambda t: t.reduce_scatter(flat, numels, name),
+            lambda part: part.view(shape),
         )
 
     def all_gather(self, x: Tensor, *, dim: int = 0, sizes: Sequence[int] | None = None) -> Pending[Tensor]:

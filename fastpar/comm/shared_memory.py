@@ -25,6 +25,7 @@ from fastpar.comm._library import size_array
 from fastpar.comm.description import DTYPE_NUMBERS
 from fastpar.comm.local_world import LocalWorld
 from fastpar.comm.pending import StillInFlightError
+from fastpar.comm.reduction import WIDE_OPS
 from fastpar.comm.transport import InFlight
 
 # What csrc/comm knows dtypes by: torch's ScalarType, up to bfloat16.
@@ -32,6 +33,7 @@ _DTYPES = {dtype: number for dtype, number in DTYPE_NUMBERS.items() if number <=
 _OTHER_DTYPE = 255  # moved as bytes, never reduced
 _REDUCIBLE = frozenset(dtype for dtype in _DTYPES if not dtype.is_complex)
 _REDUCTIONS = {"sum": 0, "avg": 1, "max": 2, "min": 3}
+_WIDE_REDUCTIONS = {WIDE_OPS["sum"]: 4, WIDE_OPS["avg"]: 5}
 ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, ALL_TO_ALL, BROADCAST, REDUCE, BARRIER = range(7)
 
 # Outputs from here on come from the pool of huge-page buffers: touching new pages costs more than a collective.
@@ -104,6 +106,9 @@ class SharedMemoryTransport:
         return self._call(ALL_REDUCE | _REDUCTIONS[op] << 16, x, target, x.numel())
 
     def reduce_scatter(self, x: Tensor, sizes: Sequence[int], op: str) -> InFlight:
+        if op in _WIDE_REDUCTIONS:
+            target = new_output(x, sizes[self._rank], torch.float32)
+            return self._call(REDUCE_SCATTER | _WIDE_REDUCTIONS[op] << 16, x, target, x.numel(), sizes)
         target = new_output(x, sizes[self._rank])
         return self._call(REDUCE_SCATTER | _REDUCTIONS[op] << 16, x, target, x.numel(), sizes)
 
@@ -156,7 +161,8 @@ class SharedMemoryTransport:
         return InFlight(_Submitted(self._world, ticket), lambda: target)
 
 
-def new_output(x: Tensor, numel: int) -> Tensor:
-    if numel * x.itemsize >= LARGE_BYTES and x.dtype in _LARGE_DTYPES:
-        return torch.ops.fastpar.large_buffer_empty([numel], dtype=x.dtype)
-    return x.new_empty(numel)
+def new_output(x: Tensor, numel: int, dtype: torch.dtype | None = None) -> Tensor:
+    dtype = x.dtype if dtype is None else dtype
+    if numel * dtype.itemsize >= LARGE_BYTES and dtype in _LARGE_DTYPES:
+        return torch.ops.fastpar.large_buffer_empty([numel], dtype=dtype)
+    return x.new_empty(numel, dtype=dtype)

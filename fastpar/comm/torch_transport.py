@@ -176,7 +176,7 @@ class TorchTransport:
 
     def reduce_scatter(self, x: Tensor, sizes: Sequence[int], op: str) -> InFlight:
         mine = sizes[self._rank]
-        if self._is_nccl(x) and all(size == mine for size in sizes) and x.dtype != torch.bool:
+        if self._is_nccl(x) and all(size == mine for size in sizes) and x.dtype != torch.bool and op in _REDUCE_OPS:
             part = x.new_empty(mine)
             options = self._options(ReduceScatterOptions, reduceOp=_REDUCE_OPS[op])
             work = _TorchWork(self._group._reduce_scatter_base(part, x, options), blocks_host=False)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from fastpar.comm.reduction import widen
 from fastpar.comm.transport import InFlight, Transport
 
 if TYPE_CHECKING:
@@ -77,6 +78,7 @@ class TracedTransport:
         return InFlight(None, lambda: result if out is None else out.copy_(result))
 
     def reduce_scatter(self, x: Tensor, sizes: Sequence[int], op: str) -> InFlight:
+        x, op = widen(x, op)
         return self._done(self._call(x, "reduce_scatter", sizes[self._rank], op=op, sizes=sizes))
 
     def all_gather(self, x: Tensor, sizes: Sequence[int]) -> InFlight:

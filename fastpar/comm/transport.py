@@ -34,7 +34,8 @@ class Transport(Protocol):
         """Gives the reduced tensor: `out` (flat, may be x itself) where given, else a new one."""
 
     def reduce_scatter(self, x: Tensor, sizes: Sequence[int], op: str) -> InFlight:
-        """x is the concatenation of a part for every rank; gives this rank's part reduced over the ranks."""
+        """x is the concatenation of a part for every rank; gives this rank's part reduced over the ranks. `op` may be
+        one of `reduction.WIDE_OPS` too."""
 
     def all_gather(self, x: Tensor, sizes: Sequence[int]) -> InFlight:
         """Gives the concatenation of the x of all ranks; sizes[r] is what rank r brings."""
