@@ -28,8 +28,10 @@ from fastpar.comm.shared_region import SharedRegion
 from fastpar.comm.symmetric import SymmetricBuffer
 from fastpar.comm.symmetric_collectives import SymmetricCollectives
 from fastpar.comm.transport import Transport
+from fastpar.comm.wire import CastWire, PlainWire, Wire
 
 __all__ = [
+    "CastWire",
     "CommError",
     "CommMismatchError",
     "CommRecord",
@@ -39,11 +41,13 @@ __all__ = [
     "PeerFailedError",
     "PeerLostError",
     "Pending",
+    "PlainWire",
     "PointToPoint",
     "SharedRegion",
     "SymmetricBuffer",
     "SymmetricCollectives",
     "Transport",
+    "Wire",
     "all_reduce_coalesced",
     "copy_to",
     "gather_from",

@@ -9,6 +9,7 @@ from typing import Generic, Protocol, TypeVar
 from fastpar.comm.errors import CommError, CommTimeoutError
 
 T = TypeVar("T")
+U = TypeVar("U")
 
 
 class StillInFlightError(RuntimeError):
@@ -76,6 +77,10 @@ class Pending(Generic[T]):
         self._work = None
         return self._result
 
+    def then(self, step: Callable[[T], U]) -> Pending[U]:
+        """One whose first `wait()` calls `step` with this one's result, and gives what that returns."""
+        return _Continued(self, step)
+
     def _wait_for(self, work: Work, timeout: float | None) -> None:
         # The transport gives the operation up at the same deadline; a little grace lets its own, more telling, error
         # come first.
@@ -101,3 +106,20 @@ class Pending(Generic[T]):
             if timeout is None or (not isinstance(error, StillInFlightError) and waited < timeout):
                 self._error = failure
             raise failure from error
+
+
+class _Continued(Pending[U], Generic[T, U]):
+    """See `Pending.then`. `done()` tells of the collective, not of the step."""
+
+    def __init__(self, first: Pending[T], step: Callable[[T], U]) -> None:
+        self._first: Pending[T] | None = first
+        self._step: Callable[[T], U] | None = step
+
+    def done(self) -> bool:
+        return self._first is None or self._first.done()
+
+    def wait(self, timeout: float | None = None) -> U:
+        if self._first is not None and self._step is not None:
+            self._result = self._step(self._first.wait(timeout))
+            self._first = self._step = None
+        return self._result
