@@ -1,0 +1,7 @@
+#include "runtime/checksum_kernel.h"
+
+namespace fastpar {
+
+extern const ChecksumKernels kChecksumPortable = {checksum_of, copy_and_checksum};
+
+}  // namespace fastpar
