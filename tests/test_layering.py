@@ -17,6 +17,7 @@ LAYERS = {
     "kernels": 1,
     "mesh": 1,
     "comm": 2,
+    "storage": 2,
     "reference": 3,
     "ops": 4,
     "tensor": 5,

@@ -21,7 +21,7 @@ from tests.dist import run_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
 PUBLIC_MODULES = ["fastpar", "fastpar.comm", "fastpar.mesh", "fastpar.ops", "fastpar.plan", "fastpar.reference"]
-PUBLIC_MODULES += ["fastpar.recompute", "fastpar.swap", "fastpar.tensor"]
+PUBLIC_MODULES += ["fastpar.recompute", "fastpar.storage", "fastpar.swap", "fastpar.tensor"]
 IMPORT_BUDGET_SECONDS = 0.3
 
 

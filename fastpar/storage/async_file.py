@@ -1,0 +1,172 @@
+"""Transfers between tensors and a file that run while the caller computes (csrc/runtime/async_file.h)."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import threading
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastpar.storage._library import library
+from fastpar.storage.backing import BackingFile
+from fastpar.storage.errors import ChecksumError, StorageError
+
+_ENDED, _CORRUPT = -1, -2  # FileCode in csrc/runtime/async_file.h
+_SLICE = 0.1  # seconds within C at most, so that Ctrl-C is heard
+BACKENDS = ("auto", "io_uring", "threads")
+
+
+class Transfer:
+    """A write or a read that has been launched. `wait()` returns its tensor.
+
+    Until it has returned do not write to a tensor that is being written to the file, and do not touch one that is being
+    read into. The tensor's memory is kept until then, whether or not anybody waits.
+    """
+
+    def __init__(self, file: AsyncFile, ticket: int, tensor: Tensor, memory: Any, subject: str) -> None:
+        self._file, self.ticket, self._tensor, self._memory = file, ticket, tensor, memory
+        self._subject = subject
+        self._lock = threading.Lock()
+        self._is_done = False
+        self.error: StorageError | None = None  # why it failed; known once `done()` is true
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not: `wait()` would return, or raise, at once."""
+        if self._is_done:
+            return True
+        if not self._lock.acquire(blocking=False):
+            return False  # somebody waits for it
+        try:
+            return self._poll(0.0)
+        finally:
+            self._lock.release()
+
+    def wait(self, timeout: float | None = None) -> Tensor:
+        """The tensor, once it is written or read.
+
+        timeout  seconds; None: the store's
+
+        Raises StorageError (the same at every call) if it failed, ChecksumError if what was read is not what was
+        written, and TimeoutError when time is up: it is still in flight then, and may be waited for again.
+        """
+        seconds = self._file.timeout if timeout is None else timeout
+        deadline = time.monotonic() + seconds
+        with self._lock:
+            while not self._poll(max(0.0, min(_SLICE, deadline - time.monotonic()))):
+                if time.monotonic() >= deadline:
+                    raise TimeoutError(
+                        f"{self._file.path}: {self._subject} has not ended within {seconds:g} s. The disk is slower "
+                        "than that, or hangs (see the kernel's log)."
+                    )
+        if self.error is not None:
+            raise self.error
+        return self._tensor
+
+    def _poll(self, seconds: float) -> bool:
+        if not self._is_done:
+            ended, self.error = self._file._wait(self.ticket, seconds, self._subject)
+            if ended:
+                self._memory = None
+                self._is_done = True
+        return self._is_done
+
+
+class AsyncFile:
+    """A nameless file in a folder, with transfers at offsets that are multiples of 4096."""
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        backend: str,
+        direct: bool | str,
+        depth: int,
+        block_bytes: int,
+        timeout: float,
+    ) -> None:
+        if backend not in BACKENDS:
+            raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+        self.backing = BackingFile(folder, direct)
+        self.path, self.timeout, self.block_bytes = self.backing.path, timeout, block_bytes
+        self.refusal = ""  # why io_uring is not used, where it was wanted
+        try:
+            self.backend, self._handle = self._create(backend, depth)
+        except BaseException:
+            self.backing.close()
+            raise
+
+    def _create(self, backend: str, depth: int) -> tuple[str, int]:
+        number = ctypes.c_int64()
+        for is_ring in {"auto": (1, 0), "io_uring": (1,), "threads": (0,)}[backend]:
+            handle = library().file_create(
+                self.backing.descriptor, self.backing.direct, is_ring, depth, self.block_bytes, number
+            )
+            if handle:
+                return ("threads", "io_uring")[is_ring], handle
+            self.refusal = os.strerror(number.value)
+        cause = f"no {backend}: {self.refusal}"
+        raise StorageError(number.value, self.path, "open", cause=cause)
+
+    def num_blocks(self, num_bytes: int) -> int:
+        return -(-num_bytes // self.block_bytes)
+
+    def submit(
+        self,
+        is_write: bool,
+        offset: int,
+        tensor: Tensor,
+        *,
+        checksums: Any,
+        after: int,
+        subject: str,
+        result: Tensor | None = None,
+    ) -> Transfer:
+        """tensor is contiguous; `checksums` a ctypes array of num_blocks() uint32, or None; `after` a ticket or 0."""
+        ticket = library().file_submit(
+            self._handle, is_write, offset, tensor.data_ptr(), tensor.nbytes, checksums, after
+        )
+        if ticket == 0:
+            raise MemoryError(f"no memory for another transfer of {self.path}")
+        return Transfer(self, ticket, tensor if result is None else result, (tensor, checksums), subject)
+
+    def _wait(self, ticket: int, seconds: float, subject: str) -> tuple[bool, StorageError | None]:
+        failure = (ctypes.c_int64 * 4)()
+        status = library().file_wait(self._handle, ticket, seconds, failure)
+        if status <= 0:
+            return status == 0, None
+        code, offset, num_bytes, is_write = failure
+        place: dict[str, Any] = {"offset": offset, "num_bytes": num_bytes, "subject": subject}
+        operation = "write" if is_write else "read"
+        if code == _CORRUPT:
+            cause = "the checksum is not that of what was written"
+            return True, ChecksumError(errno.EBADMSG, self.path, operation, cause=cause, **place)
+        if code == _ENDED:
+            return True, StorageError(errno.ENODATA, self.path, operation, cause="the file has become shorter", **place)
+        return True, StorageError(code, self.path, operation, **place)
+
+    def close(self) -> None:
+        """Waits for what is in flight, and ends the threads."""
+        if self._handle:
+            library().file_destroy(self._handle)
+            self.backing.close()
+        self._handle = 0
+
+
+def empty_aligned(num_bytes: int) -> Tensor:
+    """Uninitialised bytes at a page of their own, which O_DIRECT can read and write without a copy."""
+    page = 4096
+    memory = torch.empty(num_bytes + page, dtype=torch.uint8)
+    start = -memory.data_ptr() % page
+    return memory[start : start + num_bytes]
+
+
+def settle(transfer: Transfer) -> None:
+    """Wait for the end of it, be it a failure, which `transfer.error` keeps. Raises TimeoutError."""
+    with contextlib.suppress(StorageError):
+        transfer.wait()

@@ -1,0 +1,93 @@
+"""The file behind a store: without a name, so that nothing stays behind however a process ends.
+
+O_TMPFILE makes a file that never had a name. Where a file system has no such files, one is made and unlinked at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+import tempfile
+from collections.abc import Iterator
+
+from fastpar.storage._library import library
+from fastpar.storage.errors import StorageError
+
+ALIGNMENT = 4096  # kFileAlignment in csrc/runtime/async_file.h
+
+# The kernel does not know O_TMPFILE (it then opens the folder itself), or the file system does not.
+_NO_NAMELESS_FILES = (errno.EISDIR, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
+
+
+class BackingFile:
+    """An open file without a name in `folder`, and whether its `descriptor` passes the page cache by (`direct`)."""
+
+    def __init__(self, folder: str | os.PathLike[str], direct: bool | str) -> None:
+        if direct not in (True, False, "auto"):
+            raise ValueError(f'direct must be True, False or "auto", got {direct!r}')
+        self.path = os.fspath(folder)
+        self.direct = False
+        with self._errors("open"):
+            self.descriptor = _open_nameless(self.path)
+        if direct is not False:
+            try:
+                self._go_direct(is_required=direct is True)
+            except BaseException:
+                self.close()
+                raise
+
+    def _go_direct(self, is_required: bool) -> None:
+        self.reserve(0, ALIGNMENT)
+        opened = -1
+        try:
+            opened = os.open(f"/proc/self/fd/{self.descriptor}", os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT)
+            _try_direct(opened)
+        except OSError as error:
+            if opened >= 0:
+                os.close(opened)
+            if is_required:
+                cause = f"direct=True, but O_DIRECT is refused there: {error.strerror}"
+                raise StorageError(error.errno or 0, self.path, "open", cause=cause) from error
+            return
+        os.close(self.descriptor)
+        self.descriptor, self.direct = opened, True
+
+    def reserve(self, offset: int, num_bytes: int) -> None:
+        """Room on the disk, now, so that a full disk shows here and not in the middle of a write."""
+        number = library().file_reserve(self.descriptor, offset, num_bytes)
+        if number != 0:
+            raise StorageError(number, self.path, "reserve", offset=offset, num_bytes=num_bytes)
+
+    def close(self) -> None:
+        """Gives the room on the disk back: the file has no name."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+        self.descriptor = -1
+
+    @contextlib.contextmanager
+    def _errors(self, operation: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise StorageError(error.errno or 0, self.path, operation) from error
+
+
+def _open_nameless(folder: str) -> int:
+    flags = os.O_RDWR | os.O_CLOEXEC
+    try:
+        return os.open(folder, flags | os.O_TMPFILE, 0o600)
+    except OSError as error:
+        if error.errno not in _NO_NAMELESS_FILES or not os.path.isdir(folder):
+            raise
+    descriptor, name = tempfile.mkstemp(prefix=".fastpar-", dir=folder)
+    os.unlink(name)
+    return descriptor
+
+
+def _try_direct(descriptor: int) -> None:
+    """One aligned block written and read: some file systems open a file with O_DIRECT and refuse its transfers."""
+    with mmap.mmap(-1, ALIGNMENT) as page:
+        os.pwritev(descriptor, [page], 0)
+        os.preadv(descriptor, [page], 0)

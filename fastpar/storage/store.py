@@ -1,0 +1,284 @@
+"""TensorStore: tensors by name in a file, written and read while the caller computes."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastpar.storage.async_file import AsyncFile, Transfer, empty_aligned, settle
+from fastpar.storage.backing import ALIGNMENT
+from fastpar.storage.extents import Extents
+
+
+@dataclass
+class _Entry:
+    """Where a tensor lies, and the transfer of it that was launched last."""
+
+    offset: int
+    room: int  # bytes of the file that are its own
+    dtype: torch.dtype
+    shape: torch.Size
+    checksums: Any  # ctypes array of one uint32 per block, or None
+    last: Transfer | None = None
+    last_write: Transfer | None = None
+
+
+class TensorStore:
+    """Tensors in a file on a local disk.
+
+        store = fp.storage.TensorStore("/nvme/scratch")
+        pending = store.write("exp_avg", exp_avg)        # returns at once
+        ...                                              # compute; exp_avg may be read, not written
+        pending.wait()
+        store.read("exp_avg", out).wait()
+
+    folder       where the file is made. It has no name, so several stores and processes may use one folder, and nothing
+                 is left there when a process ends, killed ones included
+    backend      "io_uring"; "threads" (a pool of `depth` threads with pread and pwrite); "auto": the first where the
+                 kernel allows it. `repr(store)` says which, and why not the first
+    direct       O_DIRECT, past the page cache: True; False: through it (memory is used twice until the kernel takes it
+                 back); "auto": where the file system can. Tensors made by `empty` are then read and written in place,
+                 others are copied through a buffer of a block
+    checksums    of every block of `block_bytes`, kept in memory (4 bytes each), verified by every read
+    depth        blocks in flight at once
+    timeout      seconds that a `wait()` takes at most
+
+    Transfers of one name run in the order in which they were launched; those of different names in any. Room on the
+    disk is reserved when a name is first written: a full disk raises StorageError in `write`, before anything is
+    overwritten. Methods may be called from any thread.
+
+    A failed write makes its name unreadable (`read` raises its error) until a later write of it succeeds; what other
+    names hold is not affected.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        backend: str = "auto",
+        direct: bool | str = "auto",
+        checksums: bool = True,
+        depth: int = 8,
+        block_bytes: int = 1 << 20,
+        timeout: float = 600.0,
+    ) -> None:
+        if block_bytes <= 0 or block_bytes % ALIGNMENT != 0:
+            raise ValueError(f"block_bytes must be a positive multiple of {ALIGNMENT}, got {block_bytes}")
+        if not 1 <= depth <= 256:
+            raise ValueError(f"depth must be between 1 and 256, got {depth}")
+        self._file = AsyncFile(
+            folder, backend=backend, direct=direct, depth=depth, block_bytes=block_bytes, timeout=timeout
+        )
+        self._checksums = checksums
+        self._lock = threading.RLock()
+        self._extents = Extents()
+        self._entries: dict[str, _Entry] = {}
+        self._leaving: list[_Entry] = []  # deleted, with a transfer in flight
+        self._in_flight: deque[Transfer] = deque()
+        self._buffers: list[Tensor] = []
+        # Without a close() the memory of what is in flight has to stay until the file's threads have ended.
+        self._finalizer = weakref.finalize(self, _close, self._file, self._in_flight)
+
+    # ---- transfers
+
+    def write(self, name: str, tensor: Tensor) -> Transfer:
+        """Write the tensor under `name`, which it may have already, with any dtype and shape.
+
+        tensor  on the CPU. One that is not contiguous is copied first.
+
+        Raises StorageError if there is no room on the disk.
+        """
+        source = _on_cpu(name, tensor).detach().contiguous()
+        with self._lock:
+            entry = self._entry_for_write(name, source)
+            transfer = self._launch(name, entry, source, is_write=True)
+            entry.last_write = transfer
+        return transfer
+
+    def read(self, name: str, out: Tensor | None = None) -> Transfer:
+        """Read the tensor of that name into `out`, or into a new one.
+
+        out  on the CPU, contiguous, with the dtype and the shape that were written
+
+        Raises KeyError if nothing was written under that name, StorageError if writing it failed.
+        """
+        with self._lock:
+            entry = self._entry(name)
+            if out is None:
+                out = self.empty(entry.shape, entry.dtype)
+            _check_out(name, entry, out)
+            written = entry.last_write
+            if written is not None and written.done() and written.error is not None:
+                raise written.error
+            return self._launch(name, entry, out.detach(), is_write=False, result=out)
+
+    def _launch(
+        self, name: str, entry: _Entry, memory: Tensor, *, is_write: bool, result: Tensor | None = None
+    ) -> Transfer:
+        while self._in_flight and self._in_flight[0].done():
+            self._in_flight.popleft()
+        after = 0 if entry.last is None or entry.last.done() else entry.last.ticket
+        entry.last = self._file.submit(
+            is_write,
+            entry.offset,
+            memory,
+            checksums=entry.checksums,
+            after=after,
+            subject=f"tensor {name!r}",
+            result=result,
+        )
+        self._in_flight.append(entry.last)
+        return entry.last
+
+    # ---- names
+
+    def delete(self, name: str) -> None:
+        """Forget the name; its part of the file is used again. What is in flight ends undisturbed."""
+        with self._lock:
+            self._entry(name)
+            self._leaving.append(self._entries.pop(name))
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries
+
+    def names(self) -> list[str]:
+        """In the order in which they were first written."""
+        return list(self._entries)
+
+    def spec(self, name: str) -> tuple[torch.dtype, torch.Size]:
+        """(dtype, shape) of what `name` holds."""
+        entry = self._entry(name)
+        return entry.dtype, entry.shape
+
+    def _entry(self, name: str) -> _Entry:
+        self._check_open()
+        if name not in self._entries:
+            raise KeyError(f"{self._file.path}: nothing was written under {name!r}")
+        return self._entries[name]
+
+    def _entry_for_write(self, name: str, source: Tensor) -> _Entry:
+        self._check_open()
+        room = -(-source.nbytes // ALIGNMENT) * ALIGNMENT
+        entry = self._entries.get(name)
+        if entry is not None and entry.room == room:
+            entry.dtype, entry.shape = source.dtype, source.shape
+            return entry
+        made = _Entry(self._reserve(room), room, source.dtype, source.shape, self._new_checksums(source.nbytes))
+        if entry is not None:
+            self._leaving.append(entry)
+        self._entries[name] = made
+        return made
+
+    def _new_checksums(self, num_bytes: int) -> Any:
+        return (ctypes.c_uint32 * self._file.num_blocks(num_bytes))() if self._checksums else None
+
+    def _reserve(self, room: int) -> int:
+        still_leaving = []
+        for entry in self._leaving:
+            if entry.last is not None and not entry.last.done():
+                still_leaving.append(entry)
+            else:
+                self._extents.give_back(entry.offset, entry.room)
+        self._leaving = still_leaving
+        end = self._extents.end
+        offset = self._extents.take(room)
+        if self._extents.end > end:
+            try:
+                self._file.backing.reserve(offset, room)
+            except BaseException:
+                self._extents.give_back(offset, room)
+                raise
+        return offset
+
+    # ---- memory
+
+    @staticmethod
+    def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """An uninitialised tensor that begins at a page, so that O_DIRECT needs no copy of it."""
+        num_bytes = math.prod(shape) * dtype.itemsize
+        return empty_aligned(num_bytes).view(dtype).view(torch.Size(shape))
+
+    def buffers(self, count: int, num_bytes: int) -> list[Tensor]:
+        """`count` aligned buffers of at least `num_bytes` each, the same ones at every call; freed by `close`."""
+        with self._lock:
+            self._check_open()
+            if len(self._buffers) < count or any(buffer.nbytes < num_bytes for buffer in self._buffers):
+                self._buffers = []  # the old ones go before there are new ones
+                self._buffers = [empty_aligned(num_bytes) for _ in range(count)]
+            return self._buffers[:count]
+
+    # ---- the whole
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of the disk that are taken."""
+        return self._extents.end
+
+    def flush(self) -> None:
+        """Wait for everything in flight. Raises the first error of a write that nothing has been written over."""
+        with self._lock:
+            while self._in_flight:
+                settle(self._in_flight[0])
+                self._in_flight.popleft()
+            for entry in self._entries.values():
+                if entry.last_write is not None and entry.last_write.error is not None:
+                    raise entry.last_write.error
+
+    def close(self) -> None:
+        """Wait for what is in flight, and give the disk and the buffers back. May be called twice."""
+        with self._lock:
+            self._buffers = []
+            self._finalizer()
+
+    def _check_open(self) -> None:
+        if not self._finalizer.alive:
+            raise ValueError(f"{self._file.path}: the store is closed")
+
+    def __enter__(self) -> TensorStore:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        file = self._file
+        refusal = f" (io_uring is refused: {file.refusal})" if file.refusal else ""
+        past = "O_DIRECT" if file.backing.direct else "page cache"
+        held = f"{len(self._entries)} tensors, {self.file_bytes} bytes"
+        return f"TensorStore({file.path!r}, {file.backend}{refusal}, {past}, {held})"
+
+
+def _close(file: AsyncFile, in_flight: deque[Transfer]) -> None:
+    while in_flight:
+        settle(in_flight[0])
+        in_flight.popleft()
+    file.close()
+
+
+def _on_cpu(name: str, tensor: Tensor) -> Tensor:
+    if tensor.device.type != "cpu":
+        raise ValueError(f"{name!r} is on {tensor.device}: a store takes CPU tensors; copy it (to pinned memory) first")
+    return tensor
+
+
+def _check_out(name: str, entry: _Entry, out: Tensor) -> None:
+    _on_cpu(name, out)
+    if out.dtype != entry.dtype or out.shape != entry.shape:
+        raise ValueError(
+            f"{name!r} holds {entry.dtype} {list(entry.shape)}, and is read into {out.dtype} {list(out.shape)}"
+        )
+    if not out.is_contiguous():
+        raise ValueError(f"{name!r} is read into a tensor that is not contiguous (strides {list(out.stride())})")
