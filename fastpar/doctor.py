@@ -368,6 +368,16 @@ def _swiglu_error() -> float:
     return _largest(pairs)
 
 
+def _newton_schulz_error() -> float:
+    """A 37 x 65 fp32 matrix orthogonalized in five steps."""
+    from fastpar import reference
+    from fastpar.ops import newton_schulz
+
+    x = _normal(37, 65)
+    wanted = reference.newton_schulz(x.double(), dtype=torch.float64)
+    return _largest([(newton_schulz(x, dtype=torch.float32), wanted)])
+
+
 def _linear_cross_entropy_error(way: str) -> float:
     """Loss and gradients of a 300 x 24 by 24 x 211 projection in two chunks, against float64 in plain PyTorch."""
     from fastpar import ops, reference
@@ -524,6 +534,7 @@ SELF_TESTS: list[tuple[str, Callable[[], float], float]] = [
     ("rms_norm", _rms_norm_error, 3e-5),
     ("all_reduce_rms_norm", _all_reduce_rms_norm_error, 3e-5),
     ("swiglu", _swiglu_error, 3e-5),
+    ("newton_schulz", _newton_schulz_error, 3e-5),
     ("linear_cross_entropy", lambda: _linear_cross_entropy_error("whole"), 1e-4),
     ("linear_cross_entropy_dgrad", lambda: _linear_cross_entropy_error("apart"), 1e-4),
     ("linear_cross_entropy_wgrad", lambda: _linear_cross_entropy_error("apart"), 1e-4),

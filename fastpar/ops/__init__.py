@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         linear_reduce_scatter_wgrad,
     )
     from fastpar.ops.linear_loss import linear_cross_entropy, linear_cross_entropy_dgrad, linear_cross_entropy_wgrad
+    from fastpar.ops.newton_schulz import newton_schulz
     from fastpar.ops.overlap import Overlap, OverlapShape, measure_overlap
     from fastpar.ops.rms_norm import rms_norm
     from fastpar.ops.square_sum import exact_square_sum, square_sum_norm
@@ -58,6 +59,7 @@ _HOME = {
     "linear_reduce_scatter_dgrad": "fastpar.ops.linear_grads",
     "linear_reduce_scatter_wgrad": "fastpar.ops.linear_grads",
     "measure_overlap": "fastpar.ops.overlap",
+    "newton_schulz": "fastpar.ops.newton_schulz",
     "rms_norm": "fastpar.ops.rms_norm",
     "sharded_dropout": "fastpar.ops.dropout",
     "square_sum_norm": "fastpar.ops.square_sum",
@@ -95,6 +97,7 @@ __all__ = [
     "linear_reduce_scatter_dgrad",
     "linear_reduce_scatter_wgrad",
     "measure_overlap",
+    "newton_schulz",
     "rms_norm",
     "sharded_dropout",
     "square_sum_norm",

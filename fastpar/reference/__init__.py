@@ -6,6 +6,7 @@ from fastpar.reference.dropout import sharded_dropout
 from fastpar.reference.embedding import vocab_parallel_embedding
 from fastpar.reference.linear import all_gather_linear, copy_to_linear, linear_all_reduce, linear_reduce_scatter
 from fastpar.reference.linear_loss import linear_cross_entropy
+from fastpar.reference.newton_schulz import newton_schulz
 from fastpar.reference.rms_norm import rms_norm
 from fastpar.reference.square_sum import exact_square_sum, square_sum_norm
 from fastpar.reference.swiglu import swiglu
@@ -23,6 +24,7 @@ __all__ = [
     "linear_all_reduce",
     "linear_cross_entropy",
     "linear_reduce_scatter",
+    "newton_schulz",
     "rms_norm",
     "sharded_dropout",
     "square_sum_norm",
