@@ -26,7 +26,6 @@ over tensor-parallel ranks is also how Megatron-LM's "distributed" mode begins, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
@@ -156,8 +155,8 @@ def newton_schulz(
     so results agree up to rounding: some 1e-6 in float32, some 0.02 in bfloat16, which the steps amplify. Matrices of a
     stack are treated one after the other. A matrix of zeros stays zero; a NaN spreads over its matrix.
 
-    With k <= l the sides of the whole matrix and R ranks, a rank takes part in an all-reduce of one number, and per step
-    in an all-reduce and (from k = 256 on, on CPU) an all-gather of k^2 numbers, and computes 1 / R of the
+    With k <= l the sides of the whole matrix and R ranks, a rank takes part in an all-reduce of one number, and per
+    step in an all-reduce and (from k = 256 on, on CPU) an all-gather of k^2 numbers, and computes 1 / R of the
     4 k^2 l + 2 k^3 operations. If the short side is split, two all-to-all of k l / R numbers come on top.
     The result has no gradient.
 

@@ -1,0 +1,5 @@
+"""Optimizers for plain and sharded parameters."""
+
+from fastpar.optim.muon import Muon
+
+__all__ = ["Muon"]
