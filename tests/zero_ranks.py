@@ -64,7 +64,7 @@ def train_sharded(
     for step in range(steps):
         for microbatch in range(accumulate):
             x, y = batch(step, microbatch, comm.rank, 4)
-            (nn.functional.mse_loss(model(x), y) / accumulate).backward()
+            (nn.functional.mse_loss(model(x).float(), y) / accumulate).backward()
         optimizer.step()
         optimizer.zero_grad()
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}

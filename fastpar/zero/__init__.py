@@ -1,5 +1,6 @@
 """Data parallelism: replicated (stage 0), and with optimizer states, gradients and parameters sharded (ZeRO 1 to 3)."""
 
+from fastpar.zero.offload import Offload
 from fastpar.zero.sharding import Zero, shard
 
-__all__ = ["Zero", "shard"]
+__all__ = ["Offload", "Zero", "shard"]

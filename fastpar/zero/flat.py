@@ -170,7 +170,7 @@ class FlatGradients:
 
         gradients.put(0, grad)                 # any order; what is not put counts as zero
         pending = gradients.reduce()           # all ranks
-        rows = pending.wait()                  # this rank's rows of every tensor's mean, views of a new flat tensor
+            rows = pending.wait()              # this rank's rows of every tensor's mean, views of a new flat tensor
 
     `buffer`: memory to lay them out in (`Staging.take`), which may be used again after `wait`.
     """
@@ -193,7 +193,8 @@ class FlatGradients:
             if not is_put:
                 for views in self._views:
                     views[index].zero_()
-        pending = self._collectives.reduce_scatter(self.flat, "avg", sizes=self.layout.counts)
+        wide = torch.float32 if self.flat.dtype.itemsize < 4 else None  # as they were added up
+        pending = self._collectives.reduce_scatter(self.flat, "avg", sizes=self.layout.counts, dtype=wide)
         return Pending(
             None,
             lambda: self.layout.views(pending.wait(), self.comm.rank),

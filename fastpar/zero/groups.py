@@ -116,5 +116,22 @@ def local(x: Tensor) -> Tensor:
     return x.detach()._local_tensor if isinstance(x, DTensor) else x.detach()
 
 
+def set_local(x: Any, value: Tensor) -> None:
+    """Let this rank's part of x lie where value does."""
+    (x._local_tensor if isinstance(x, DTensor) else x).data = value
+
+
+def cast_parameter(parameter: Any, dtype: torch.dtype) -> None:
+    """Give a parameter another dtype, in place."""
+    if parameter.dtype == dtype:
+        return
+    if isinstance(parameter, DTensor):
+        made = nn.Parameter(parameter.detach().to(dtype), requires_grad=parameter.requires_grad)
+        made.__dict__.update(parameter.__dict__)
+        torch.utils.swap_tensors(parameter, made)
+    else:
+        parameter.data = parameter.data.to(dtype)
+
+
 def contiguous_stride(shape: torch.Size) -> tuple[int, ...]:
     return torch.empty(shape, device="meta").stride()

@@ -102,8 +102,10 @@ class WholeBucket:
 
     def set_aside(self) -> None:
         for slot, view in zip(self.slots, self._views, strict=True):
-            if slot.owner.grad is not None and _is_same(local(slot.owner.grad), view):
-                slot.kept = view.clone()
+            if slot.owner.grad is not None and (
+                slot.owner is not slot.parameter or _is_same(local(slot.owner.grad), view)
+            ):
+                slot.kept = local(slot.owner.grad).clone()
                 slot.owner.grad = None
 
     def is_result(self, position: int) -> bool:
@@ -132,10 +134,12 @@ class WholeBucket:
         self._pending.wait()
         self._pending = None
         for slot, view in zip(self.slots, self._views, strict=True):
+            mine = local(slot.owner)  # of another dtype or device, where these are master weights
+            grad = view.to(mine.device, mine.dtype).view(mine.shape)
             if slot.kept is not None:
-                view.add_(slot.kept)
+                grad.add_(slot.kept)
                 slot.kept = None
-            slot.owner.grad = as_dtensor(view, slot.spec)
+            slot.owner.grad = as_dtensor(grad, slot.spec)
 
 
 class RowBucket:
@@ -179,9 +183,9 @@ class RowBucket:
             replicate.all_reduce(flat, "avg", out=flat)
         for slot, mine in zip(self.slots, rows, strict=True):
             if slot.owner.grad is None:
-                slot.owner.grad = as_dtensor(mine.to(slot.owner.dtype), slot.spec)
+                slot.owner.grad = as_dtensor(mine.to(slot.owner.device, slot.owner.dtype), slot.spec)
             else:
-                local(slot.owner.grad).add_(mine)
+                local(slot.owner.grad).add_(mine.to(slot.owner.device))
 
 
 def _is_same(x: Tensor, view: Tensor) -> bool:
@@ -199,6 +203,7 @@ class Reducer:
 
     make_bucket   slots of one dtype -> Bucket
     accumulate    every how many backward passes gradients are reduced
+    began         called when a backward pass brings its first gradient
     """
 
     def __init__(
@@ -209,7 +214,9 @@ class Reducer:
         *,
         accumulate: int = 1,
         bucket_bytes: int = BUCKET_BYTES,
+        began: Callable[[], None] = lambda: None,
     ) -> None:
+        self._began = began
         self.slots, self.groups, self._make_bucket = list(slots), groups, make_bucket
         self._accumulate, self._bucket_bytes = accumulate, bucket_bytes
         self.is_syncing = True
@@ -277,6 +284,12 @@ class Reducer:
             slot.owner.grad = None
         self._fill(agreed.tolist())
 
+    def name_nonfinite(self) -> str:
+        """Which parameters' gradients are not finite: one text, the same on all ranks. Collective."""
+        bad = [slot.owner.grad is not None and not local(slot.owner.grad).isfinite().all() for slot in self.slots]
+        names = [slot.name for slot, is_bad in zip(self.slots, _agree(bad, self.groups), strict=True) if is_bad]
+        return f"gradients that are not finite: {', '.join(names[:8])}" + (", ..." if len(names) > 8 else "")
+
     def detach(self) -> None:
         for hook in self._hooks:
             hook.remove()
@@ -323,6 +336,7 @@ class Reducer:
     def _came(self, index: int) -> None:
         if not self._is_inside:
             self._is_inside = True
+            self._began()
             self._round = _Round(self) if self._will_reduce() else None
             torch.autograd.Variable._execution_engine.queue_callback(self._end)  # type: ignore[no-untyped-call]
         self.slots[index].keep_sum()

@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map
 
 from fastpar.clip import GradSum
 from fastpar.precision import Precision
-from fastpar.zero.flat import Staging
-from fastpar.zero.groups import Groups, GroupsLike, as_parameter, local
+from fastpar.zero.flat import FlatLayout, Staging
+from fastpar.zero.groups import Groups, GroupsLike, as_dtensor, as_parameter, cast_parameter, local, set_local
+from fastpar.zero.offload import DiskStates, Offload
 from fastpar.zero.reducer import BUCKET_BYTES, Bucket, Reducer, RowBucket, Slot, WholeBucket
 from fastpar.zero.step import Stepper
 from fastpar.zero.whole import WholeParameters
@@ -24,13 +25,16 @@ STAGING_BUFFERS = 2
 
 def shard(
     model: nn.Module | Iterable[nn.Parameter] | Iterable[tuple[str, nn.Parameter]],
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     *,
     group: GroupsLike = None,
     stage: int = 1,
     precision: Precision | None = None,
     accumulate: int = 1,
     max_norm: float | None = None,
+    skip_nonfinite: bool = True,
+    offload: Offload | str | None = None,
+    overlap: bool = True,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> Zero:
     """Make `model` and `optimizer` data-parallel over `group`, in place. Collective.
@@ -43,32 +47,49 @@ def shard(
             optimizer.zero_grad()
 
     model       a module, or parameters (with names, or without)
-    optimizer   any of torch.optim but LBFGS, of fp.optim, or one's own: all trainable parameters of the model must be
-                in it. It stays the same object; from now on param_groups hold what this rank updates
+    optimizer   any of torch.optim but LBFGS, of fp.optim, or one's own, or several that divide the parameters between
+                them: all trainable parameters must be in one. They stay the same objects (LR schedulers, GradScaler and
+                state_dict work); from now on param_groups hold what this rank updates
     group       a Mesh (dims dp_shard and dp_replicate), a DeviceMesh of one dim, or two (replicate, shard), a
                 ProcessGroup, or a Communicator: the ranks, which all have the same parameters (rank 0's are taken)
     stage       0: parameters, gradients and optimizer states on every rank (DDP)
                 1: every rank updates its rows (dim 0) of each parameter, and has states for those only
                 2: and gradients of those only, from microbatch to microbatch
                 3: and parameters, which are gathered for the layer that runs
-    precision   dtypes: see `Precision`
+    precision   dtypes: see `Precision`. Floating-point inputs of a module are cast to its parameters' dtype
     accumulate  backward passes per step. Stages 0 and 1 sum gradients locally and reduce them in the last pass; 2 and 3
                 reduce in every pass, and sum what is left of them
-    max_norm    clip gradients to this global norm in every step (`Zero.norm` has it)
+    max_norm    clip gradients to this global norm in every step (`Zero.norm` has it). The norm is exact, so that it has
+                the same bits in every stage
+    skip_nonfinite
+                a NaN or an infinity in a gradient of any rank: all ranks skip the step, nothing changes, `Zero.skipped`
+                counts it and `Zero.report` says where it came from
+    offload     "cpu", "nvme:FOLDER" or an Offload: master weights and optimizer states in the host's memory or a file
+    overlap     False: reduce in optimizer.step() and not during backward, as for the many passes of a pipeline
 
     Gradients are means over the ranks: scale the loss by 1 / accumulate, as always. Reductions begin during backward
     and have ended when it returns. Parameters that no rank used have no gradient, as without.
 
     Raises ValueError and TypeError for what does not fit, before anything is changed.
     """
+    optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+    _check(stage, accumulate, max_norm, bucket_bytes)
+    named = _named_parameters(model)
+    _check_optimizers(named, optimizers)
+    precision = precision or Precision()
+    precision.check_names(list(named))
     return Zero(
-        model,
-        optimizer,
-        group=group,
+        model if isinstance(model, nn.Module) else None,
+        named,
+        optimizers,
+        Groups(group, is_sharded=stage > 0),
         stage=stage,
-        precision=precision or Precision(),
+        precision=precision,
         accumulate=accumulate,
         max_norm=max_norm,
+        skip_nonfinite=skip_nonfinite,
+        offload=Offload.of(offload),
+        overlap=overlap,
         bucket_bytes=bucket_bytes,
     )
 
@@ -78,39 +99,45 @@ class Zero:
 
     def __init__(
         self,
-        model: Any,
-        optimizer: torch.optim.Optimizer,
+        model: nn.Module | None,
+        named: dict[str, nn.Parameter],
+        optimizers: Sequence[torch.optim.Optimizer],
+        groups: Groups,
         *,
-        group: GroupsLike,
         stage: int,
         precision: Precision,
         accumulate: int,
         max_norm: float | None,
+        skip_nonfinite: bool,
+        offload: Offload | None,
+        overlap: bool,
         bucket_bytes: int,
     ) -> None:
-        _check(stage, accumulate, max_norm, bucket_bytes)
-        self.model = model if isinstance(model, nn.Module) else None
-        self.optimizer, self.stage, self.precision, self.max_norm = optimizer, stage, precision, max_norm
-        named = _named_parameters(model)
-        _check_optimizer(named, optimizer)
-        precision.check_names(list(named))
-        self.groups = Groups(group, is_sharded=stage > 0)
+        self.model, self.optimizers, self.groups = model, list(optimizers), groups
+        self.stage, self.precision, self.max_norm, self.offload = stage, precision, max_norm, offload
         self.norm: Tensor | None = None
         self.skipped = 0
-        self._bucket_bytes = bucket_bytes
+        self.report = ""
+        self._skip_nonfinite, self._bucket_bytes = skip_nonfinite, bucket_bytes
         self._synchronise(named)
         self.slots, self._whole = self._make_slots(named)
         self._staging: dict[tuple[torch.dtype, torch.device], Staging] = {}
+        self._waiting: list[Stepper] = []  # that have not taken the step whose gradients have been prepared
+        self._is_going = True  # and whether it is not skipped
         self._reducer = Reducer(
             self.slots,
-            self.groups,
+            groups,
             self._make_bucket,
             accumulate=accumulate if stage < 2 else 1,
             bucket_bytes=bucket_bytes,
+            began=lambda: self._waiting.clear(),
         )
+        self._reducer.is_syncing = overlap
+        self._steppers = [Stepper(optimizer, self._phases) for optimizer in self.optimizers]
+        self._factor: Tensor | None = None
         self._adopt()
-        self._stepper = Stepper(optimizer, self._phases)
-        self._handles = self._hook_model()
+        self._disks = self._make_disks()
+        self._handles = self._hook()
 
     # ---- what users call
 
@@ -130,46 +157,73 @@ class Zero:
     def detach(self) -> None:
         """Remove all hooks; parameters, gradients and states stay as they are."""
         self._reducer.detach()
-        self._stepper.detach()
+        for stepper in self._steppers:
+            stepper.detach()
+        for owner in [*self.optimizers, *([self.model] if self.model is not None else [])]:
+            del owner.zero_grad
         for handle in self._handles:
             handle.remove()
 
     # ---- the step
 
-    def _phases(self) -> None:
-        """Reduce, check and clip, update, gather."""
-        self._reducer.reduce_now()
-        owners = [slot.owner for slot in self.slots if slot.owner.grad is not None]
-        if self.max_norm is not None and not self._clip(owners):
-            self.skipped += 1
+    def _phases(self, stepper: Stepper) -> None:
+        """Reduce, check and clip (once for all optimizers), update, gather."""
+        if stepper not in self._waiting:
+            self._is_going = self._prepare()
+            self._waiting = list(self._steppers)
+        self._waiting.remove(stepper)
+        if not self._is_going:
             return
         for comm in self.groups.everyone():
             comm.barrier()  # nobody reads rows any more
-        self._stepper.update()
-        self._write_back()
-        for whole in self._whole:
-            whole.gather()
-        self._reducer.follow_order()
+        owners = stepper.with_gradient()
+        rounded = self._hand_over(stepper.optimizer)
+        disk = self._disks.get(id(stepper))
+        if disk is None:
+            stepper.update()
+            self._write_back(owners, rounded)
+        else:
+            disk.update(lambda some: (stepper.update(some), self._write_back(some, rounded)))
+        if not self._waiting:
+            for whole in self._whole:
+                whole.gather()
+            self._reducer.follow_order()
 
-    def _clip(self, owners: Sequence[nn.Parameter]) -> bool:
-        """Clip to max_norm; False, and nothing is changed, where a gradient is not finite."""
-        assert self.max_norm is not None
-        rank, size = self.groups.replicate.rank, self.groups.replicate.size
-        total = GradSum().add([local(owner.grad) for owner in owners if owner.grad is not None], share=(rank, size))
-        total.combine(*self.groups.everyone())
+    def _prepare(self) -> bool:
+        """Reduce, and see by how much gradients are to be clipped; False where the step is to be skipped."""
+        self._reducer.reduce_now()
+        self._factor, self.report = None, ""
+        if self.max_norm is None and not self._skip_nonfinite:
+            return True
+        gradients = [local(slot.owner.grad) for slot in self.slots if slot.owner.grad is not None]
+        replicas = self.groups.replicate
+        total = GradSum().add(gradients, share=(replicas.rank, replicas.size)).combine(*self.groups.everyone())
         self.norm = total.norm()
-        if total.nonfinite:
+        if self._skip_nonfinite and total.nonfinite:
+            self.skipped += 1
+            self.report = self._reducer.name_nonfinite()
             return False
-        factor = total.clip_factor(self.max_norm)
-        if factor < 1.0:
-            torch._foreach_mul_([local(owner.grad) for owner in owners if owner.grad is not None], factor)
+        if self.max_norm is not None:
+            self._factor = total.clip_factor(self.max_norm)
         return True
 
-    def _write_back(self) -> None:
+    def _hand_over(self, optimizer: Any) -> bool:
+        """Clip: in the update's own pass where the optimizer can do that. Whether it rounds to the parameters, too."""
+        if not hasattr(optimizer, "grad_factor"):
+            if self._factor is not None and self._factor < 1.0:
+                held = {id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
+                gradients = [local(slot.owner.grad) for slot in self.slots if id(slot.owner) in held]
+                torch._foreach_mul_(gradients, self._factor)
+            return False
+        optimizer.grad_factor = self._factor
+        return True
+
+    def _write_back(self, owners: Sequence[nn.Parameter], is_rounded: bool) -> None:
         """Round updated master weights to the parameters."""
-        for slot in self.slots:
-            if slot.target is not None:
-                slot.target.copy_(local(slot.owner))
+        for owner in owners:
+            target = self._slot_of[id(owner)].target
+            if target is not None and not (is_rounded and target.dtype != owner.dtype):
+                target.copy_(local(owner), non_blocking=True)
 
     # ---- building
 
@@ -183,51 +237,44 @@ class Zero:
                 x.copy_(comm.broadcast(x, 0))
 
     def _make_slots(self, named: dict[str, nn.Parameter]) -> tuple[list[Slot], list[WholeParameters]]:
-        """Move parameters to where they will stay, and make what the optimizer is to have."""
+        """Move parameters to where they will stay, and make what the optimizers are to have."""
+        policy = self.precision
         trainable = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
-        masters = {
-            name: local(parameter).clone()
-            for name, parameter in trainable.items()
-            if self.precision.master_dtype(name, parameter.dtype) != self.precision.param_dtype(name, parameter.dtype)
-        }
+        originals = {}
+        for name, parameter in trainable.items():
+            own = parameter.dtype
+            if self.offload is not None or policy.master_dtype(name, own) != policy.param_dtype(name, own):
+                originals[name] = local(parameter).to(policy.master_dtype(name, own))
+        wires = {name: policy.reduce_dtype(name, parameter.dtype) for name, parameter in trainable.items()}
         for name, parameter in named.items():
-            wanted = self.precision.param_dtype(name, parameter.dtype)
-            if wanted != parameter.dtype:
-                parameter.data = parameter.data.to(wanted)
+            cast_parameter(parameter, policy.param_dtype(name, parameter.dtype))
         kinds: dict[tuple[torch.dtype, torch.device], list[str]] = {}
         for name, parameter in trainable.items():
             kinds.setdefault((parameter.dtype, parameter.device), []).append(name)
         slots: dict[str, Slot] = {}
         everything = []
         for names in kinds.values():
-            parameters = [trainable[name] for name in names]
-            whole = WholeParameters(self.groups.shard, [local(parameter) for parameter in parameters])
+            whole = WholeParameters(self.groups.shard, [local(trainable[name]) for name in names])
             everything.append(whole)
             if whole.is_shared:
-                for parameter, value in zip(parameters, whole.values, strict=True):
-                    inner: Any = parameter
-                    (inner._local_tensor if isinstance(inner, DTensor) else inner).data = value
+                for name, value in zip(names, whole.values, strict=True):
+                    set_local(trainable[name], value)
             for index, (name, rows) in enumerate(zip(names, whole.rows, strict=True)):
-                slots[name] = self._make_slot(name, trainable[name], rows, masters.get(name), whole, index)
+                original = originals.pop(name, None)
+                if original is not None:
+                    original = whole.layout.rows_of(original, index, self.groups.shard.rank).clone()
+                slots[name] = self._make_slot(name, trainable[name], rows, original, wires[name])
         return [slots[name] for name in trainable], everything
 
     def _make_slot(
-        self,
-        name: str,
-        parameter: nn.Parameter,
-        rows: Tensor,
-        master: Tensor | None,
-        whole: WholeParameters,
-        index: int,
+        self, name: str, parameter: nn.Parameter, rows: Tensor, master: Tensor | None, wire: torch.dtype
     ) -> Slot:
-        own = parameter.dtype
-        wire = self.precision.reduce_dtype(name, own)
         row_spec = self.groups.row_spec(parameter)
         spec = row_spec or getattr(parameter, "_spec", None)
         if master is not None:
-            mine = whole.layout.rows_of(master, index, self.groups.shard.rank)
-            mine = mine.to(self.precision.master_dtype(name, own), copy=True)
-            return Slot(name, parameter, as_parameter(mine, spec), spec, wire, target=rows)
+            if self.offload is not None and master.device.type != "cpu":
+                master = master.cpu().pin_memory()
+            return Slot(name, parameter, as_parameter(master, spec), spec, wire, target=rows)
         if row_spec is None:
             return Slot(name, parameter, parameter, spec, wire)
         return Slot(name, parameter, as_parameter(rows, spec), spec, wire)
@@ -252,38 +299,102 @@ class Zero:
         return found
 
     def _adopt(self) -> None:
-        """Give the optimizer the slots' owners in the place of the model's parameters, and cut what states it has."""
-        owners = {id(slot.parameter): slot for slot in self.slots}
-        state = self.optimizer.state
-        for group in self.optimizer.param_groups:
-            for index, parameter in enumerate(group["params"]):
-                slot = owners.get(id(parameter))
-                if slot is None or slot.owner is parameter:
-                    continue
-                group["params"][index] = slot.owner
-                if parameter in state:
-                    state[slot.owner] = self._cut_state(state.pop(parameter), slot)
+        """Give the optimizers the slots' owners in the place of the parameters, with their part of the states."""
+        slots = {id(slot.parameter): slot for slot in self.slots}
+        self._slot_of = {id(slot.owner): slot for slot in self.slots}
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                for index, parameter in enumerate(group["params"]):
+                    slot = slots.get(id(parameter))
+                    if slot is None or slot.owner is parameter:
+                        continue
+                    group["params"][index] = slot.owner
+                    if parameter in optimizer.state:
+                        optimizer.state[slot.owner] = self._cut_state(optimizer.state.pop(parameter), slot)
+            if hasattr(optimizer, "outputs"):
+                optimizer.outputs.update(
+                    {
+                        slot.owner: slot.target
+                        for slot in self.slots
+                        if slot.target is not None and slot.target.dtype != slot.owner.dtype
+                    }
+                )
 
     def _cut_state(self, state: dict[str, Any], slot: Slot) -> dict[str, Any]:
-        raise NotImplementedError("shard the optimizer before its first step")
+        """This rank's rows of states that have the parameter's shape."""
+        rank, size = self.groups.shard.rank, self.groups.shard.size
+        shape = local(slot.parameter).shape
+        layout = FlatLayout([shape], size)
+        cut: dict[str, Any] = {}
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.ndim > 0 and local(value).shape == shape:
+                rows = layout.rows_of(local(value), 0, rank).to(local(slot.owner).device).clone()
+                cut[key] = as_dtensor(rows, slot.spec)
+            else:
+                cut[key] = value
+        return cut
 
-    def _hook_model(self) -> list[Any]:
-        optimizer = self.optimizer
-        plain_zero_grad = optimizer.zero_grad
+    def _make_disks(self) -> dict[int, DiskStates]:
+        if self.offload is None or self.offload.path is None:
+            return {}
+        return {
+            id(stepper): DiskStates(self.offload, stepper.parameters(), stepper.optimizer) for stepper in self._steppers
+        }
 
-        def zero_grad(_: Any, set_to_none: bool = True) -> None:
-            self._reducer.forget_sums()
-            plain_zero_grad(set_to_none)
-
-        optimizer.zero_grad = types.MethodType(zero_grad, optimizer)  # type: ignore[method-assign]
+    def _hook(self) -> list[Any]:
+        for optimizer in self.optimizers:
+            self._hook_zero_grad(optimizer, optimizer.zero_grad)
         if self.model is None:
             return []
+        self._hook_zero_grad(self.model, self.model.zero_grad)
+        handles: list[Any] = []
 
         def before_forward(*_: Any) -> None:
             if torch.is_grad_enabled():
                 self._reducer.begin_forward()
 
-        return [self.model.register_forward_pre_hook(before_forward)]
+        handles.append(self.model.register_forward_pre_hook(before_forward))
+        if self.precision.param is not None:
+            handles.append(self.model.register_forward_pre_hook(self._cast_inputs, with_kwargs=True))
+        if self.precision.compute is not None:
+            handles += autocast_forward(self.model, self.precision)
+        return handles
+
+    def _cast_inputs(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Floating-point inputs of the model, in the dtype of its parameters."""
+        dtype = self.precision.param
+
+        def cast(x: Any) -> Any:
+            return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
+
+        return tree_map(cast, args), tree_map(cast, kwargs)
+
+    def _hook_zero_grad(self, owner: Any, plain: Any) -> None:
+        def zero_grad(_: Any, set_to_none: bool = True) -> None:
+            self._waiting.clear()
+            self._reducer.forget_sums()
+            plain(set_to_none)
+            for slot in self.slots:  # of a module these are not the parameters
+                if slot.owner.grad is not None:
+                    slot.owner.grad = None
+
+        owner.zero_grad = types.MethodType(zero_grad, owner)
+
+
+def autocast_forward(model: nn.Module, precision: Precision) -> list[Any]:
+    """Run the model's forward under autocast."""
+    device_type = next((parameter.device.type for parameter in model.parameters()), "cpu")
+    entered: list[Any] = []
+
+    def enter(*_: Any) -> None:
+        entered.append(precision.autocast(device_type))
+        entered[-1].__enter__()
+
+    def leave(*_: Any) -> None:
+        if entered:
+            entered.pop().__exit__(None, None, None)
+
+    return [model.register_forward_pre_hook(enter), model.register_forward_hook(leave, always_call=True)]
 
 
 def _check(stage: int, accumulate: int, max_norm: float | None, bucket_bytes: int) -> None:
@@ -310,12 +421,16 @@ def _named_parameters(model: Any) -> dict[str, nn.Parameter]:
     return named
 
 
-def _check_optimizer(named: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    missing = [name for name, parameter in named.items() if parameter.requires_grad and id(parameter) not in held]
+def _check_optimizers(named: dict[str, nn.Parameter], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    held = [
+        id(parameter) for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]
+    ]
+    missing = [name for name, parameter in named.items() if parameter.requires_grad and id(parameter) not in set(held)]
     if missing:
         shown = ", ".join(missing[:4]) + (", ..." if len(missing) > 4 else "")
         raise ValueError(f"{len(missing)} trainable parameters are not in the optimizer: {shown}")
-    strange = len(held - {id(parameter) for parameter in named.values()})
+    if len(held) != len(set(held)):
+        raise ValueError(f"{len(held) - len(set(held))} parameters are in the optimizers more than once")
+    strange = len(set(held) - {id(parameter) for parameter in named.values()})
     if strange:
         raise ValueError(f"the optimizer has {strange} parameters that the model does not have")

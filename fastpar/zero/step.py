@@ -28,10 +28,10 @@ ELEMENTWISE = ("Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "NAdam"
 class Stepper:
     """Puts `phases` into the place of an optimizer's step.
 
-    phases   called by optimizer.step(), without gradient mode; calls `update` with what to update, or not at all
+    phases   called with this object by optimizer.step(), without gradient mode; calls `update`, or not
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, phases: Callable[[], None]) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, phases: Callable[[Stepper], None]) -> None:
         if isinstance(optimizer, torch.optim.LBFGS):
             raise ValueError("LBFGS evaluates the model several times in a step, which cannot be sharded")
         self.optimizer, self._phases = optimizer, phases
@@ -45,6 +45,12 @@ class Stepper:
 
     def detach(self) -> None:
         self._hook.remove()
+
+    def parameters(self) -> list[nn.Parameter]:
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+
+    def with_gradient(self) -> list[nn.Parameter]:
+        return [parameter for parameter in self.parameters() if parameter.grad is not None]
 
     def update(self, parameters: Sequence[nn.Parameter] | None = None) -> None:
         """The optimizer's own step, on these parameters (None: all that it has)."""
@@ -71,12 +77,11 @@ class Stepper:
                 with torch.enable_grad():
                     loss = closure()
             with torch.no_grad():
-                self._phases()
+                self._phases(self)
         finally:
             self._is_stepping = False
-        for group in self.optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = None
+        for parameter in self.parameters():
+            parameter.grad = None
         return None if closure is None else ((args[0], lambda: loss), {})
 
     @contextmanager
