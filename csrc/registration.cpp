@@ -73,6 +73,10 @@ STABLE_TORCH_LIBRARY(fastpar, m) {
       "symmetric_all_gather(Tensor x, Tensor(a!) out, Tensor buffers, Tensor signals, Tensor(b!) states, Tensor(c!) report, int[] group, SymInt[] counts) -> ()");
   m.def(
       "symmetric_all_reduce_rms_norm(Tensor x, Tensor? residual, Tensor? weight, Tensor(a!) out, Tensor(b!) sum, Tensor(c!) rstd, Tensor buffers, Tensor signals, Tensor(d!) states, Tensor(e!) report, int[] group, SymInt hidden, float eps, float weight_offset) -> ()");
+  // quantize: gradients as blocks of 8-bit codes; seed < 0: rounded to nearest
+  m.def("quantize_blocks(Tensor x, Tensor(a!)? residual, SymInt[] sizes, int block, int format, int seed) -> Tensor");
+  m.def("sum_quantized(Tensor message, SymInt count, SymInt parts, int block, int format, bool average) -> Tensor");
+  m.def("dequantize_parts(Tensor message, SymInt[] sizes, int block, int format) -> Tensor");
   // dropout
   m.def("sharded_dropout(Tensor x, float p, int seed, SymInt[] offset, SymInt[] global_shape) -> Tensor");
 }

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fastpar.comm import CastWire, Communicator, PlainWire, meeting, record, shard_sizes
+from fastpar.comm import BlockWire, CastWire, Communicator, PlainWire, meeting, record, shard_sizes
+from fastpar.comm.block_codes import BlockCodes
 from fastpar.comm.reduction import reduce_in_order
 from tests.dist import run_ranks
 
@@ -248,7 +249,7 @@ def test_a_compiled_graph_gives_the_wide_bits() -> None:
 @pytest.mark.parametrize("wire", [PlainWire(), CastWire(torch.bfloat16)])
 def test_a_wire_refuses_what_is_no_flat_gradient(wire: PlainWire | CastWire) -> None:
     comm = Communicator(None)
-    with pytest.raises(TypeError, match="x must be a float32, bfloat16 or float16 tensor, got torch.int64"):
+    with pytest.raises(TypeError, match=r"x must be a float32, bfloat16 or float16 tensor, got torch\.int64"):
         wire.reduce_scatter(comm, torch.ones(3, dtype=torch.int64))
     with pytest.raises(ValueError, match=r"x must be flat and contiguous, got shape \(3, 2\)"):
         wire.all_reduce(comm, torch.ones(3, 2))
@@ -264,3 +265,151 @@ def test_a_wire_refuses_what_is_no_flat_gradient(wire: PlainWire | CastWire) -> 
 def test_a_cast_wire_is_of_sixteen_bit_floats(dtype: torch.dtype) -> None:
     with pytest.raises(ValueError, match=r"dtype must be torch\.bfloat16 or torch\.float16"):
         CastWire(dtype)
+
+
+# ---- blocks of 8-bit codes
+
+
+def block_sum(xs: list[Tensor], sizes: list[int], codes: BlockCodes, op: str) -> Tensor:
+    """What each rank's parts become, added in rank order."""
+    sent = [codes.quantize_in_torch(x, sizes, seed=None, residual=None) for x in xs]
+    total = reduce_in_order([codes.dequantize_in_torch(message, sizes) for message in sent], "sum")
+    return total / len(xs) if op == "avg" else total
+
+
+def check_blocks(transport: str) -> None:
+    comm = communicator(transport)
+    for format, dtype, op in itertools.product(("int8", "float8_e4m3fn"), FLOATS, ("avg", "sum")):
+        wire, codes = BlockWire(format, 64), BlockCodes(format, 64)
+        for numel in NUMELS[:3] if dtype != torch.float32 else NUMELS:
+            xs = gradients(comm.size, numel, dtype)
+            x = xs[comm.rank]
+            for sizes in cuts(numel, comm.size):
+                mine = block_sum(xs, sizes, codes, op).split(sizes)[comm.rank]
+                same_bits(wire.reduce_scatter(comm, x, sizes, op), mine)
+                same_bits(wire.reduce_scatter_async(comm, x, sizes, op).wait(), mine)
+            whole = [numel]  # parts are cut at blocks, so the blocks are those of the whole
+            total = block_sum(xs, whole, codes, op)
+            wanted = codes.dequantize_in_torch(codes.quantize_in_torch(total, whole, seed=None, residual=None), whole)
+            same_bits(wire.all_reduce(comm, x, op), wanted)
+            same_bits(wire.all_reduce_async(comm, x, op).wait(), wanted)
+            same_bits(x, xs[comm.rank])
+
+
+@pytest.mark.parametrize(("size", "transport"), [(1, "auto"), (2, "torch"), (3, "torch"), (4, "shared_memory")])
+def test_a_block_wire_adds_quantised_values_in_rank_order(size: int, transport: str) -> None:
+    run_ranks(size, check_blocks, transport)
+
+
+def stochastic_steps(seed: int) -> list[Tensor]:
+    comm = communicator()
+    wire, x = BlockWire(rounding="stochastic", seed=seed), torch.linspace(-1, 1, 3000)
+    return [wire.all_reduce(comm, x), wire.all_reduce_async(comm, x).wait(), wire.reduce_scatter(comm, x, [0, 3000])]
+
+
+def test_stochastic_rounding_is_repeated_by_its_seed_and_differs_between_steps() -> None:
+    (first, second, _), (other_first, other_second, part) = run_ranks(2, stochastic_steps, 1)
+    same_bits(first, other_first)  # on every rank
+    same_bits(second, other_second)
+    assert not torch.equal(first, second)
+    again = run_ranks(2, stochastic_steps, 1)
+    same_bits(again[0][0], first)
+    same_bits(again[1][2], part)
+    assert not torch.equal(run_ranks(2, stochastic_steps, 2)[0][0], first)
+
+
+def equal_gradients() -> Tensor:
+    comm = communicator()
+    return BlockWire(rounding="stochastic").reduce_scatter(comm, torch.linspace(1, 0, 256), [256, 0], "sum")
+
+
+def test_ranks_draw_different_random_numbers() -> None:
+    """Were they the same, both ranks' codes would be, and their sum even."""
+    steps = (run_ranks(2, equal_gradients)[0] * 127).round()  # the scale is 1 / 127
+    assert (steps % 2 == 1).any()
+
+
+def accumulated(feedback: bool, reduction: str) -> tuple[float, int]:
+    """How far the sum of 50 steps' results is off, in steps of the code; and how many residuals are kept."""
+    comm = communicator()
+    wire = BlockWire("int8", 64, error_feedback=feedback)
+    x = torch.linspace(-1, 1, 640) * (1 + comm.rank)
+    mean, total = torch.linspace(-1, 1, 640) * (1 + comm.size) / 2, torch.zeros(640)
+    for _ in range(50):
+        if reduction == "all_reduce":
+            total += wire.all_reduce(comm, x, key="bucket 0")
+        else:
+            part = wire.reduce_scatter_async(comm, x, key="bucket 0").wait()
+            total += comm.all_gather(part, sizes=shard_sizes(640, comm.size))
+    return ((total - 50 * mean).abs().max() / (mean.abs().max() / 127)).item(), len(wire._residuals)
+
+
+@pytest.mark.parametrize("reduction", ["all_reduce", "reduce_scatter"])
+def test_error_feedback_keeps_the_error_of_many_steps_at_that_of_one(reduction: str) -> None:
+    for off, kept in run_ranks(2, accumulated, True, reduction):
+        assert off <= 2.5  # half a step of every rank's message, and of the result's
+        assert kept == (2 if reduction == "all_reduce" else 1)
+    for off, kept in run_ranks(2, accumulated, False, reduction):
+        assert off >= 10
+        assert kept == 0
+
+
+def overflow_and_recovery(bad: float) -> tuple[Tensor, Tensor, Tensor]:
+    comm = communicator()
+    wire = BlockWire("int8", 64, error_feedback=True)
+    x = torch.ones(300)
+    first = wire.all_reduce(comm, x, key=0)
+    x[70] = bad if comm.rank == comm.size - 1 else 1.0
+    second = wire.all_reduce(comm, x, key=0)
+    x[70] = 1.0
+    return first, second, wire.all_reduce(comm, x, key=0)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_block_with_what_is_not_finite_is_nan_on_every_rank_and_the_next_step_is_whole(bad: float) -> None:
+    block = torch.zeros(300, dtype=torch.bool)
+    block[64:128] = True
+    for first, second, third in run_ranks(3, overflow_and_recovery, bad):
+        torch.testing.assert_close(first, torch.ones(300), rtol=1e-6, atol=0)
+        assert torch.equal(second.isnan(), block)
+        torch.testing.assert_close(third, torch.ones(300), rtol=1e-6, atol=0)
+
+
+def block_bytes(numel: int) -> tuple[int, int]:
+    comm, wire = communicator(), BlockWire()
+    x = torch.ones(numel)
+    with record() as scattered:
+        wire.reduce_scatter(comm, x)
+    with record() as reduced:
+        wire.all_reduce(comm, x)
+    return sum(entry.nbytes for entry in scattered), sum(entry.nbytes for entry in reduced)
+
+
+def test_a_block_wire_sends_a_byte_an_element_and_four_a_block() -> None:
+    for size in (2, 3):
+        unit = 3 * 4096 * 260 // 256 * (size - 1) // size
+        assert run_ranks(size, block_bytes, 3 * 4096) == [(unit, 2 * unit)] * size
+
+
+def refused_by_blocks() -> None:
+    comm = communicator()
+    wire = BlockWire(error_feedback=True)
+    with pytest.raises(ValueError, match="error feedback needs a key"):
+        wire.reduce_scatter(comm, torch.ones(4))
+    wire.reduce_scatter(comm, torch.ones(4), key=1)
+    with pytest.raises(ValueError, match="key 1 was for 4 elements before, got 5"):
+        wire.reduce_scatter(comm, torch.ones(5), key=1)
+    with pytest.raises(ValueError, match=r"sizes must be 2 numbers, one per rank, that add up to the 4 elements"):
+        BlockWire().reduce_scatter(comm, torch.ones(4), [4])
+    with pytest.raises(TypeError, match="x must be a float32"):
+        BlockWire().all_reduce(comm, torch.ones(4, dtype=torch.float64))
+
+
+def test_a_block_wire_refuses_calls_that_it_cannot_serve() -> None:
+    run_ranks(2, refused_by_blocks)
+    with pytest.raises(ValueError, match="rounding must be one of nearest, stochastic, got 'up'"):
+        BlockWire(rounding="up")
+    with pytest.raises(ValueError, match="seed must be in"):
+        BlockWire(seed=-1)
+    with pytest.raises(ValueError, match="format must be one of int8, float8_e4m3fn"):
+        BlockWire("fp8")

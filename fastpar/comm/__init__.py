@@ -28,9 +28,10 @@ from fastpar.comm.shared_region import SharedRegion
 from fastpar.comm.symmetric import SymmetricBuffer
 from fastpar.comm.symmetric_collectives import SymmetricCollectives
 from fastpar.comm.transport import Transport
-from fastpar.comm.wire import CastWire, PlainWire, Wire
+from fastpar.comm.wire import BlockWire, CastWire, PlainWire, Wire
 
 __all__ = [
+    "BlockWire",
     "CastWire",
     "CommError",
     "CommMismatchError",

@@ -1,0 +1,51 @@
+// What the op layer (quantize.cpp) and the instruction-set versions (quantize_<isa>.cpp) agree on.
+#pragma once
+
+#include <cstdint>
+
+namespace fastpar {
+
+enum class CodeFormat { kInt8 = 0, kFloat8E4M3 = 1 };
+constexpr int kNumCodeFormats = 2;
+
+constexpr int64_t kBlockUnit = 64;  // sizes of blocks are multiples of it
+constexpr int64_t kMaxBlock = 4096;
+constexpr int64_t kMaxParts = 1024;
+
+// One part: `count` elements in blocks of `block`, the last of which may have fewer.
+struct QuantizeArguments {
+  const void* x;
+  float* residual;  // of the same elements, or null; read and written
+  int64_t count, block;
+  float* scales;   // of each block
+  uint8_t* codes;  // of each element
+  bool stochastic;
+  uint64_t seed;
+  int64_t seed_offset;  // of the first block: its random numbers are those of (seed, seed_offset)
+};
+
+struct DequantizeArguments {
+  const float* const* scales;  // by source
+  const uint8_t* const* codes;
+  int num_sources;
+  int64_t count, block;
+  bool average;
+  float* out;
+};
+
+using QuantizeKernel = void (*)(const QuantizeArguments&, int64_t block_begin, int64_t block_end);
+using DequantizeKernel = void (*)(const DequantizeArguments&, int64_t block_begin, int64_t block_end);
+
+// By CodeFormat, and FloatType up to float16.
+struct QuantizeKernels {
+  QuantizeKernel quantize[kNumCodeFormats][3];
+  DequantizeKernel sum[kNumCodeFormats];
+};
+
+extern const QuantizeKernels kQuantizePortable;
+#if FASTPAR_X86
+extern const QuantizeKernels kQuantizeAvx2;
+extern const QuantizeKernels kQuantizeAvx512;
+#endif
+
+}  // namespace fastpar

@@ -1,0 +1,11 @@
+#include "quantize/quantize_kernel.h"
+
+#if FASTPAR_X86
+
+namespace fastpar {
+
+extern const QuantizeKernels kQuantizeAvx512 = FASTPAR_QUANTIZE_KERNELS;
+
+}  // namespace fastpar
+
+#endif

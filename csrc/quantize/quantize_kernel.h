@@ -1,0 +1,228 @@
+// Symmetric quantisation of blocks to 8-bit codes, and sums of what was quantised, written once over Vec and compiled
+// per instruction set. fastpar/comm/block_codes.py has the same in PyTorch, bit for bit.
+//
+//   v       = x + residual                             (residual: 0 where there is none)
+//   scale   = max(largest |v| / L, 2^-126)             L = 127 for int8, 448 for float8_e4m3fn; NaN if any v is not
+//   finite code    = round(clamp(v * (1 / scale), -L, L))     0 where scale is NaN value   = code * scale residual = v
+//   - value                               0 where scale is NaN sum     = (value_0 + value_1) + value_2 ...        every
+//   product and sum rounded to float32; divided last
+//
+// Rounding is to nearest even, or stochastic: up with the probability of what would be dropped, to 2^-16 of a step. The
+// random numbers are a hash of (seed, block, element in the block), so they do not depend on the number of threads.
+//
+// Worked example, int8: the block [1, -0.5, 0.25, 127] has scale 1 and codes [1, 0, 0, 127] (-0.5 and 0.25 round to
+// 0); its residual is [0, -0.5, 0.25, 0]. float8_e4m3fn: scale 127/448; 1 is 3.5276 steps, of which there is 3.5:
+// codes [0x46, 0xbe, 0x36, 0x7e].
+//
+// A block is read once from memory: its values stay in the first-level cache between the search for the largest and the
+// rounding. Products are kept apart from sums (`rounded`), since an FMA would round once, and only where there is one.
+#pragma once
+
+#include "common/dtypes.h"
+#include "common/vec_loop.h"
+#include "quantize/integer_vec.h"
+#include "quantize/quantize.h"
+
+namespace fastpar {
+namespace {
+
+constexpr float kSmallestScale = 0x1p-126f;  // its reciprocal is finite
+
+// ---- random numbers -------------------------------------------------------------------------------------------------
+
+// splitmix64 of (seed, block).
+inline uint32_t block_key(uint64_t seed, int64_t block) {
+  uint64_t z = seed + (static_cast<uint64_t>(block) + 1) * 0x9e3779b97f4a7c15u;
+  z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+  z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+  return static_cast<uint32_t>((z ^ (z >> 31)) >> 32);
+}
+
+// 16 random bits a lane, for the elements from `first` on.
+inline IntegerVec random_bits(uint32_t key, int64_t first) {
+  IntegerVec h = IntegerVec::count_from(key + static_cast<uint32_t>(first));
+  h = (h ^ h.shifted_right<16>()) * IntegerVec::set(0x7feb352du);
+  h = (h ^ h.shifted_right<15>()) * IntegerVec::set(0x846ca68bu);
+  return h.shifted_right<16>();
+}
+
+// In (0, 1), never so close to 1 that a whole number would go up.
+inline Vec fraction(IntegerVec bits) { return ((bits.to_float() + Vec::set(0.5f)) * Vec::set(0x1p-16f)).rounded(); }
+
+// ---- formats: |q| <= kLargest ---------------------------------------------------------------------------------------
+
+struct Int8 {
+  static constexpr float kLargest = 127.0f;
+
+  static IntegerVec nearest(Vec q) { return IntegerVec::nearest(q); }
+  static IntegerVec stochastic(Vec q, IntegerVec bits) { return IntegerVec::floor(q + fraction(bits)); }
+  static Vec value_of(IntegerVec code) { return code.to_float(); }
+  static Vec load(const uint8_t* codes) { return IntegerVec::load_signed(codes).to_float(); }
+};
+
+struct Float8E4M3 {
+  static constexpr float kLargest = 448.0f;
+  static constexpr float kSmallestNormal = 0x1p-6f;
+
+  // Normal numbers drop 20 bits of float32's significand; subnormal ones are multiples of 2^-9.
+  static IntegerVec nearest(Vec q) {
+    const Vec size = q.abs();
+    const IntegerVec bits = IntegerVec::bits_of(size);
+    const IntegerVec odd = bits.shifted_right<20>() & IntegerVec::set(1);
+    const IntegerVec normal = (bits + IntegerVec::set(0x7ffff) + odd).shifted_right<20>() - rebias();
+    // The last bit of this sum is worth 2^-9.
+    const IntegerVec small = IntegerVec::bits_of(size + Vec::set(0x1p14f)) - IntegerVec::bits_of(Vec::set(0x1p14f));
+    return join(q, size, small, normal);
+  }
+  static IntegerVec stochastic(Vec q, IntegerVec bits) {
+    const Vec size = q.abs();
+    const IntegerVec dropped = bits.shifted_left<4>() + IntegerVec::set(8);
+    const IntegerVec normal = (IntegerVec::bits_of(size) + dropped).shifted_right<20>() - rebias();
+    const IntegerVec small = IntegerVec::floor((size * Vec::set(0x1p9f)).rounded() + fraction(bits));
+    return join(q, size, small, normal);
+  }
+  static Vec value_of(IntegerVec code) {
+    const IntegerVec size = code & IntegerVec::set(0x7f);
+    const Vec normal = (size.shifted_left<20>() + rebias().shifted_left<20>()).as_float_bits();
+    const Vec small = size.to_float() * Vec::set(0x1p-9f);
+    const Vec value = Vec::select_less(size.to_float(), Vec::set(8.0f), small, normal);
+    return value.with_sign_of((code & IntegerVec::set(0x80)).shifted_left<24>().as_float_bits());
+  }
+  static Vec load(const uint8_t* codes) { return value_of(IntegerVec::load_unsigned(codes)); }
+
+ private:
+  static IntegerVec rebias() { return IntegerVec::set((127 - 7) << 3); }
+  static IntegerVec join(Vec q, Vec size, IntegerVec small, IntegerVec normal) {
+    const IntegerVec sign = IntegerVec::bits_of(q).shifted_right<31>().shifted_left<7>();
+    return select_less(size, Vec::set(kSmallestNormal), small, normal) | sign;
+  }
+};
+
+// ---- quantise -------------------------------------------------------------------------------------------------------
+
+// v of one block into `values`, zeros up to a whole register; gives the scale.
+template <typename T, typename Format>
+float load_block(const T* x, const float* residual, int64_t count, float* values) {
+  constexpr int W = Vec::kWidth;
+  Vec largest[4], nothing[4];  // 0 * v is 0, or NaN
+  for (int u = 0; u < 4; ++u) largest[u] = nothing[u] = Vec::set(0.0f);
+  if (count % W != 0) Vec::set(0.0f).store(values + count / W * W);
+  for_each_vec(count, [&](int64_t i, auto access, int u) __attribute__((always_inline)) {
+    Vec v = access.load(x + i);
+    if (residual != nullptr) v = v + access.load(residual + i);
+    access.store(v, values + i);
+    largest[u] = Vec::max(v.abs(), largest[u]);
+    nothing[u] = Vec::fma(v, Vec::set(0.0f), nothing[u]);
+  });
+  if (!(reduce_sum(nothing[0] + nothing[1] + nothing[2] + nothing[3]) == 0.0)) return __builtin_nanf("");
+  const float most = reduce_max(Vec::max(Vec::max(largest[0], largest[1]), Vec::max(largest[2], largest[3])));
+  const float scale = most / Format::kLargest;
+  return scale > kSmallestScale ? scale : kSmallestScale;
+}
+
+template <typename Format, bool kStochastic, bool kResidual>
+void encode_block(float* values, int64_t count, float scale, uint32_t key, uint8_t* codes) {
+  const Vec step = Vec::set(scale), inverse = Vec::set(1.0f / scale);
+  const Vec most = Vec::set(Format::kLargest), least = Vec::set(-Format::kLargest);
+  for (int64_t i = 0; i < count; i += Vec::kWidth) {
+    const Vec v = Vec::load(values + i);
+    const Vec q = Vec::max(least, Vec::min(most, (v * inverse).rounded()));
+    const IntegerVec code = kStochastic ? Format::stochastic(q, random_bits(key, i)) : Format::nearest(q);
+    code.store_bytes(codes + i);
+    if (kResidual) (v - (Format::value_of(code) * step).rounded()).store(values + i);
+  }
+}
+
+template <typename Format>
+void encode(const QuantizeArguments& a, float* values, int64_t count, float scale, uint32_t key, uint8_t* codes) {
+  if (a.stochastic) {
+    if (a.residual != nullptr) return encode_block<Format, true, true>(values, count, scale, key, codes);
+    return encode_block<Format, true, false>(values, count, scale, key, codes);
+  }
+  if (a.residual != nullptr) return encode_block<Format, false, true>(values, count, scale, key, codes);
+  return encode_block<Format, false, false>(values, count, scale, key, codes);
+}
+
+template <typename T, typename Format>
+void quantize_blocks(const QuantizeArguments& a, int64_t begin, int64_t end) {
+  alignas(64) float values[kMaxBlock];
+  alignas(64) uint8_t tail[kMaxBlock];  // the last block's codes, which may not end with a register
+  for (int64_t block = begin; block < end; ++block) {
+    const int64_t first = block * a.block, count = a.block < a.count - first ? a.block : a.count - first;
+    float* const residual = a.residual == nullptr ? nullptr : a.residual + first;
+    uint8_t* const codes = count == a.block ? a.codes + first : tail;
+    const float scale = load_block<T, Format>(static_cast<const T*>(a.x) + first, residual, count, values);
+    a.scales[block] = scale;
+    if (scale != scale) {
+      memset(codes, 0, static_cast<size_t>(count));
+      memset(values, 0, sizeof(float) * static_cast<size_t>(count));
+    } else {
+      encode<Format>(a, values, count, scale, block_key(a.seed, a.seed_offset + block), codes);
+    }
+    if (residual != nullptr) memcpy(residual, values, sizeof(float) * static_cast<size_t>(count));
+    if (codes == tail) memcpy(a.codes + first, tail, static_cast<size_t>(count));
+  }
+}
+
+// ---- sum ------------------------------------------------------------------------------------------------------------
+
+template <typename Format, bool kAverage>
+void sum_block(const DequantizeArguments& a, int64_t block, const uint8_t* const* codes, int64_t count, float* out) {
+  const Vec divisor = Vec::set(static_cast<float>(a.num_sources));
+  for (int64_t i = 0; i < count; i += Vec::kWidth) {
+    Vec total = (Format::load(codes[0] + i) * Vec::set(a.scales[0][block])).rounded();
+    for (int s = 1; s < a.num_sources; ++s) {
+      total = total + (Format::load(codes[s] + i) * Vec::set(a.scales[s][block])).rounded();
+    }
+    if (kAverage) total = total / divisor;
+    total.store(out + i);
+  }
+}
+
+template <typename Format, bool kAverage>
+void sum_blocks_as(const DequantizeArguments& a, int64_t begin, int64_t end) {
+  constexpr int W = Vec::kWidth;
+  const uint8_t* codes[kMaxParts];
+  for (int64_t block = begin; block < end; ++block) {
+    const int64_t first = block * a.block, count = a.block < a.count - first ? a.block : a.count - first;
+    const int64_t whole = count / W * W;
+    for (int s = 0; s < a.num_sources; ++s) codes[s] = a.codes[s] + first;
+    sum_block<Format, kAverage>(a, block, codes, whole, a.out + first);
+    for (int64_t i = first + whole; i < first + count; ++i) {
+      // One lane of a register that has the element in all.
+      float lanes[W];
+      uint8_t copies[W];
+      Vec total = Vec::set(0.0f);
+      for (int s = 0; s < a.num_sources; ++s) {
+        memset(copies, a.codes[s][i], sizeof copies);
+        const Vec value = (Format::load(copies) * Vec::set(a.scales[s][block])).rounded();
+        total = s == 0 ? value : total + value;
+      }
+      if (kAverage) total = total / Vec::set(static_cast<float>(a.num_sources));
+      total.store(lanes);
+      a.out[i] = lanes[0];
+    }
+  }
+}
+
+template <typename Format>
+void sum_blocks(const DequantizeArguments& a, int64_t begin, int64_t end) {
+  if (a.average) {
+    sum_blocks_as<Format, true>(a, begin, end);
+  } else {
+    sum_blocks_as<Format, false>(a, begin, end);
+  }
+}
+
+#define FASTPAR_QUANTIZE_KERNELS                                                                      \
+  {                                                                                                   \
+    {{quantize_blocks<float, Int8>, quantize_blocks<bfloat16, Int8>, quantize_blocks<float16, Int8>}, \
+     {quantize_blocks<float, Float8E4M3>, quantize_blocks<bfloat16, Float8E4M3>,                      \
+      quantize_blocks<float16, Float8E4M3>}},                                                         \
+    {                                                                                                 \
+      sum_blocks<Int8>, sum_blocks<Float8E4M3>                                                        \
+    }                                                                                                 \
+  }
+
+}  // namespace
+}  // namespace fastpar
