@@ -40,6 +40,9 @@ struct IntegerVec {
   IntegerVec operator&(IntegerVec o) const { return {_mm512_and_si512(v, o.v)}; }
   IntegerVec operator|(IntegerVec o) const { return {_mm512_or_si512(v, o.v)}; }
   IntegerVec operator^(IntegerVec o) const { return {_mm512_xor_si512(v, o.v)}; }
+  // As signed integers.
+  static IntegerVec max(IntegerVec a, IntegerVec b) { return {_mm512_max_epi32(a.v, b.v)}; }
+  uint32_t largest() const { return static_cast<uint32_t>(_mm512_reduce_max_epi32(v)); }
   template <int kBits>
   IntegerVec shifted_left() const {
     return {_mm512_slli_epi32(v, kBits)};
@@ -88,6 +91,13 @@ struct IntegerVec {
   IntegerVec operator&(IntegerVec o) const { return {_mm256_and_si256(v, o.v)}; }
   IntegerVec operator|(IntegerVec o) const { return {_mm256_or_si256(v, o.v)}; }
   IntegerVec operator^(IntegerVec o) const { return {_mm256_xor_si256(v, o.v)}; }
+  // As signed integers.
+  static IntegerVec max(IntegerVec a, IntegerVec b) { return {_mm256_max_epi32(a.v, b.v)}; }
+  uint32_t largest() const {
+    __m128i m = _mm_max_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
+    m = _mm_max_epi32(m, _mm_shuffle_epi32(m, 0x4e));
+    return static_cast<uint32_t>(_mm_cvtsi128_si32(_mm_max_epi32(m, _mm_shuffle_epi32(m, 0xb1))));
+  }
   template <int kBits>
   IntegerVec shifted_left() const {
     return {_mm256_slli_epi32(v, kBits)};
@@ -165,6 +175,15 @@ struct IntegerVec {
   }
   IntegerVec operator^(IntegerVec o) const {
     return make([&](int i) { return v[i] ^ o.v[i]; });
+  }
+  // As signed integers.
+  static IntegerVec max(IntegerVec a, IntegerVec b) {
+    return make([&](int i) { return static_cast<int32_t>(a.v[i]) > static_cast<int32_t>(b.v[i]) ? a.v[i] : b.v[i]; });
+  }
+  uint32_t largest() const {
+    int32_t most = static_cast<int32_t>(v[0]);
+    for (int i = 1; i < Vec::kWidth; ++i) most = static_cast<int32_t>(v[i]) > most ? static_cast<int32_t>(v[i]) : most;
+    return static_cast<uint32_t>(most);
   }
   template <int kBits>
   IntegerVec shifted_left() const {

@@ -14,7 +14,7 @@
 // 0); its residual is [0, -0.5, 0.25, 0]. float8_e4m3fn: scale 127/448; 1 is 3.5276 steps, of which there is 3.5:
 // codes [0x46, 0xbe, 0x36, 0x7e].
 //
-// A block is read once from memory: its values stay in the first-level cache between the search for the largest and the
+// A block is read once from memory: it stays in the first-level cache between the search for the largest and the
 // rounding. Products are kept apart from sums (`rounded`), since an FMA would round once, and only where there is one.
 #pragma once
 
@@ -27,6 +27,7 @@ namespace fastpar {
 namespace {
 
 constexpr float kSmallestScale = 0x1p-126f;  // its reciprocal is finite
+constexpr uint32_t kInfinityBits = 0x7f800000u;
 
 // ---- random numbers -------------------------------------------------------------------------------------------------
 
@@ -100,67 +101,86 @@ struct Float8E4M3 {
 
 // ---- quantise -------------------------------------------------------------------------------------------------------
 
-// v of one block into `values`, zeros up to a whole register; gives the scale.
+// The scale of one block. v goes into `values`, with zeros up to a whole register, where that is not null.
 template <typename T, typename Format>
-float load_block(const T* x, const float* residual, int64_t count, float* values) {
+float scale_of_block(const T* x, const float* residual, int64_t count, float* values) {
   constexpr int W = Vec::kWidth;
-  Vec largest[4], nothing[4];  // 0 * v is 0, or NaN
-  for (int u = 0; u < 4; ++u) largest[u] = nothing[u] = Vec::set(0.0f);
+  // Without their sign, float32's bits are ordered as the numbers are, and infinity and NaN come last.
+  IntegerVec largest[4];
+  for (int u = 0; u < 4; ++u) largest[u] = IntegerVec::set(0);
   if (count % W != 0) Vec::set(0.0f).store(values + count / W * W);
   for_each_vec(count, [&](int64_t i, auto access, int u) __attribute__((always_inline)) {
     Vec v = access.load(x + i);
     if (residual != nullptr) v = v + access.load(residual + i);
-    access.store(v, values + i);
-    largest[u] = Vec::max(v.abs(), largest[u]);
-    nothing[u] = Vec::fma(v, Vec::set(0.0f), nothing[u]);
+    if (values != nullptr) access.store(v, values + i);
+    largest[u] = IntegerVec::max(largest[u], IntegerVec::bits_of(v.abs()));
   });
-  if (!(reduce_sum(nothing[0] + nothing[1] + nothing[2] + nothing[3]) == 0.0)) return __builtin_nanf("");
-  const float most = reduce_max(Vec::max(Vec::max(largest[0], largest[1]), Vec::max(largest[2], largest[3])));
-  const float scale = most / Format::kLargest;
+  const uint32_t bits =
+      IntegerVec::max(IntegerVec::max(largest[0], largest[1]), IntegerVec::max(largest[2], largest[3])).largest();
+  if (bits >= kInfinityBits) return __builtin_nanf("");
+  const float scale = bits_float(bits) / Format::kLargest;
   return scale > kSmallestScale ? scale : kSmallestScale;
 }
 
+// Whole registers: of `values`, to `codes` and, where that is not null, `residual`.
 template <typename Format, bool kStochastic, bool kResidual>
-void encode_block(float* values, int64_t count, float scale, uint32_t key, uint8_t* codes) {
+void encode_block(const float* values, int64_t count, float scale, uint32_t key, uint8_t* codes, float* residual) {
   const Vec step = Vec::set(scale), inverse = Vec::set(1.0f / scale);
   const Vec most = Vec::set(Format::kLargest), least = Vec::set(-Format::kLargest);
   for (int64_t i = 0; i < count; i += Vec::kWidth) {
     const Vec v = Vec::load(values + i);
-    const Vec q = Vec::max(least, Vec::min(most, (v * inverse).rounded()));
+    Vec q = (v * inverse).rounded();
+    // Two roundings may leave q a little beyond the largest; only what goes up cannot have that.
+    if (kStochastic) q = Vec::max(least, Vec::min(most, q));
     const IntegerVec code = kStochastic ? Format::stochastic(q, random_bits(key, i)) : Format::nearest(q);
     code.store_bytes(codes + i);
-    if (kResidual) (v - (Format::value_of(code) * step).rounded()).store(values + i);
+    if (kResidual) (v - (Format::value_of(code) * step).rounded()).store(residual + i);
   }
 }
 
 template <typename Format>
-void encode(const QuantizeArguments& a, float* values, int64_t count, float scale, uint32_t key, uint8_t* codes) {
-  if (a.stochastic) {
-    if (a.residual != nullptr) return encode_block<Format, true, true>(values, count, scale, key, codes);
-    return encode_block<Format, true, false>(values, count, scale, key, codes);
+void encode(bool stochastic, const float* values, int64_t count, float scale, uint32_t key, uint8_t* codes,
+            float* residual) {
+  if (stochastic) {
+    if (residual != nullptr) return encode_block<Format, true, true>(values, count, scale, key, codes, residual);
+    return encode_block<Format, true, false>(values, count, scale, key, codes, nullptr);
   }
-  if (a.residual != nullptr) return encode_block<Format, false, true>(values, count, scale, key, codes);
-  return encode_block<Format, false, false>(values, count, scale, key, codes);
+  if (residual != nullptr) return encode_block<Format, false, true>(values, count, scale, key, codes, residual);
+  return encode_block<Format, false, false>(values, count, scale, key, codes, nullptr);
+}
+
+inline const float* as_floats(const float* x) { return x; }
+template <typename T>
+const float* as_floats(const T*) {
+  return nullptr;
 }
 
 template <typename T, typename Format>
 void quantize_blocks(const QuantizeArguments& a, int64_t begin, int64_t end) {
-  alignas(64) float values[kMaxBlock];
-  alignas(64) uint8_t tail[kMaxBlock];  // the last block's codes, which may not end with a register
+  alignas(64) float values[kMaxBlock], rest[kMaxBlock];
+  alignas(64) uint8_t tail[kMaxBlock];  // the last block's codes, which may not end with a register; so with `rest`
   for (int64_t block = begin; block < end; ++block) {
     const int64_t first = block * a.block, count = a.block < a.count - first ? a.block : a.count - first;
+    const bool is_whole = count == a.block;
+    const T* const x = static_cast<const T*>(a.x) + first;
     float* const residual = a.residual == nullptr ? nullptr : a.residual + first;
-    uint8_t* const codes = count == a.block ? a.codes + first : tail;
-    const float scale = load_block<T, Format>(static_cast<const T*>(a.x) + first, residual, count, values);
+    const float* const as_they_are = is_whole && residual == nullptr ? as_floats(x) : nullptr;
+    const float scale = scale_of_block<T, Format>(x, residual, count, as_they_are == nullptr ? values : nullptr);
     a.scales[block] = scale;
     if (scale != scale) {
-      memset(codes, 0, static_cast<size_t>(count));
-      memset(values, 0, sizeof(float) * static_cast<size_t>(count));
-    } else {
-      encode<Format>(a, values, count, scale, block_key(a.seed, a.seed_offset + block), codes);
+      memset(a.codes + first, 0, static_cast<size_t>(count));
+      if (residual != nullptr) memset(residual, 0, sizeof(float) * static_cast<size_t>(count));
+      continue;
     }
-    if (residual != nullptr) memcpy(residual, values, sizeof(float) * static_cast<size_t>(count));
-    if (codes == tail) memcpy(a.codes + first, tail, static_cast<size_t>(count));
+    const uint32_t key = block_key(a.seed, a.seed_offset + block);
+    const float* const from = as_they_are == nullptr ? values : as_they_are;
+    if (is_whole) {
+      encode<Format>(a.stochastic, from, count, scale, key, a.codes + first, residual);
+    } else {
+      encode<Format>(a.stochastic, from, count, scale, key, tail, residual == nullptr ? nullptr : rest);
+      memcpy(a.codes + first, tail, static_cast<size_t>(count));
+      if (residual != nullptr) memcpy(residual, rest, sizeof(float) * static_cast<size_t>(count));
+    }
   }
 }
 
