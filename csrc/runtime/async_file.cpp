@@ -66,7 +66,7 @@ struct AsyncFile::Buffer {
 AsyncFile::AsyncFile(const FileOptions& options) : options_(options) {
   if (options_.ring) {
     ring_ = IoRing::create(static_cast<unsigned>(options_.depth));
-    lanes_.emplace_back([this] { run_ring_lane(*ring_); });
+    lanes_.emplace_back([this] { run_ring_lane(); });
     return;
   }
   for (int lane = 0; lane < options_.depth; ++lane) lanes_.emplace_back([this] { run_thread_lane(); });
@@ -258,7 +258,28 @@ void AsyncFile::run_thread_lane() {
   }
 }
 
-void AsyncFile::run_ring_lane(IoRing& ring) {
+// Keeps up to `depth` blocks in flight; the thread sleeps in the kernel until one of them has ended, and looks for new
+// ones then.
+class AsyncFile::RingLane {
+ public:
+  RingLane(AsyncFile& file, IoRing& ring) : file_(file), ring_(ring), slots_(static_cast<size_t>(file.options_.depth)) {
+    for (size_t index = 0; index < slots_.size(); ++index) idle_.push_back(index);
+  }
+
+  void run() {
+    while (fill()) {
+      if (is_idle()) continue;  // what was taken has failed
+      try {
+        ring_.submit(1);
+      } catch (const std::system_error& error) {
+        fail_everything(error.code().value());
+        continue;
+      }
+      reap();
+    }
+  }
+
+ private:
   struct Slot {
     Buffer buffer;
     Block block;
@@ -266,71 +287,83 @@ void AsyncFile::run_ring_lane(IoRing& ring) {
     Progress progress{};
     bool is_busy = false;
   };
-  std::vector<Slot> slots(static_cast<size_t>(options_.depth));
-  std::vector<size_t> idle;
-  for (size_t slot = 0; slot < slots.size(); ++slot) idle.push_back(slot);
 
-  const auto push = [&](size_t index) {
-    Slot& slot = slots[index];
-    const int64_t moved = slot.progress.moved;
-    ring.push({slot.block.is_write(), options_.descriptor, slot.move.address + moved,
-               static_cast<uint32_t>(slot.move.bytes - moved), slot.block.offset + moved, index});
-  };
-  const auto finish_slot = [&](size_t index, int64_t code) {
-    slots[index].is_busy = false;
-    idle.push_back(index);
-    finish(slots[index].block, code);
-    slots[index].block = {};
-  };
-  // Whatever goes wrong with the ring itself is the failure of all that is in it, and of all that comes later.
-  int64_t broken = kFileOk;
-  while (true) {
-    bool is_first = idle.size() == slots.size();
-    while (!idle.empty()) {
+  bool is_idle() const { return idle_.size() == slots_.size(); }
+
+  // Begins blocks while there are some and room for them. False: there will never be one again.
+  bool fill() {
+    bool waits = is_idle();
+    while (!idle_.empty()) {
       Block block;
-      if (!take(is_first, &block)) break;
-      is_first = false;
-      if (block.is_dropped || broken != kFileOk) {
-        finish(block, broken);
-        continue;
-      }
-      const size_t index = idle.back();
-      try {
-        Slot& slot = slots[index];
-        slot.move = begin(block, slot.buffer);
-        slot.progress = {block.is_write() ? slot.move.bytes : block.bytes};
-        slot.block = std::move(block);
-        slot.is_busy = true;
-        idle.pop_back();
-        push(index);
-      } catch (const std::bad_alloc&) {
-        finish(block, ENOMEM);
+      if (!file_.take(waits, &block)) return !waits;
+      waits = false;
+      if (block.is_dropped || broken_ != kFileOk) {
+        file_.finish(block, broken_);
+      } else {
+        begin(block);
       }
     }
-    if (idle.size() == slots.size()) {
-      if (is_first) return;
-      continue;
-    }
+    return true;
+  }
+
+  void begin(const Block& block) {
+    const size_t index = idle_.back();
+    Slot& slot = slots_[index];
     try {
-      ring.submit(1);
-    } catch (const std::system_error& error) {
-      broken = error.code().value();
-      for (size_t index = 0; index < slots.size(); ++index) {
-        if (slots[index].is_busy) finish_slot(index, broken);
-      }
-      continue;
+      slot.move = file_.begin(block, slot.buffer);
+    } catch (const std::bad_alloc&) {
+      file_.finish(block, ENOMEM);
+      return;
     }
+    slot.progress = {block.is_write() ? slot.move.bytes : block.bytes};
+    slot.block = block;
+    slot.is_busy = true;
+    idle_.pop_back();
+    push(index);
+  }
+
+  void push(size_t index) {
+    const Slot& slot = slots_[index];
+    const int64_t moved = slot.progress.moved;
+    ring_.push({slot.block.is_write(), file_.options_.descriptor, slot.move.address + moved,
+                static_cast<uint32_t>(slot.move.bytes - moved), slot.block.offset + moved, index});
+  }
+
+  void reap() {
     uint64_t index = 0;
     int32_t result = 0;
-    while (ring.pop(&index, &result)) {
-      Slot& slot = slots[index];
-      if (!slot.progress.advance(result, options_.direct)) {
+    while (ring_.pop(&index, &result)) {
+      Slot& slot = slots_[index];
+      if (!slot.progress.advance(result, file_.options_.direct)) {
         push(index);
       } else {
-        finish_slot(index, slot.progress.code == kFileOk ? end(slot.block, slot.move) : slot.progress.code);
+        end(index, slot.progress.code == kFileOk ? file_.end(slot.block, slot.move) : slot.progress.code);
       }
     }
   }
-}
+
+  void end(size_t index, int64_t code) {
+    Slot& slot = slots_[index];
+    slot.is_busy = false;
+    idle_.push_back(index);
+    file_.finish(std::exchange(slot.block, {}), code);
+  }
+
+  // The ring itself does not work any more: the failure of all that is in it, and of all that comes later.
+  void fail_everything(int64_t code) {
+    broken_ = code;
+    for (size_t index = 0; index < slots_.size(); ++index) {
+      if (slots_[index].is_busy) end(index, code);
+    }
+  }
+
+  AsyncFile& file_;
+  IoRing& ring_;
+  std::vector<Slot> slots_;
+  std::vector<size_t> idle_;
+  int64_t broken_ = kFileOk;
+};
+
+void AsyncFile::run_ring_lane() { RingLane(*this, *ring_).run(); }
 
 }  // namespace fastpar

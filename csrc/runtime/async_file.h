@@ -24,6 +24,8 @@
 
 namespace fastpar {
 
+class IoRing;
+
 constexpr int64_t kFileAlignment = 4096;  // of addresses, offsets and sizes under O_DIRECT
 
 struct FileOptions {
@@ -73,6 +75,7 @@ class AsyncFile {
   struct Request;
   struct Block;
   struct Buffer;
+  class RingLane;
 
   // The next block to move. False: there is none, or (`waits`) there will never be one.
   bool take(bool waits, Block* block);
@@ -91,7 +94,7 @@ class AsyncFile {
   int64_t end(const Block& block, const Move& move) const;
 
   void run_thread_lane();
-  void run_ring_lane(class IoRing& ring);
+  void run_ring_lane();
 
   const FileOptions options_;
   std::mutex mutex_;
@@ -101,7 +104,7 @@ class AsyncFile {
   bool closing_ = false;
   uint64_t last_ticket_ = 0;
   std::unordered_map<uint64_t, std::shared_ptr<Request>> requests_;
-  std::unique_ptr<class IoRing> ring_;
+  std::unique_ptr<IoRing> ring_;
   std::vector<std::thread> lanes_;
 };
 
