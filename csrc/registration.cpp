@@ -77,6 +77,9 @@ STABLE_TORCH_LIBRARY(fastpar, m) {
   m.def("quantize_blocks(Tensor x, Tensor(a!)? residual, SymInt[] sizes, int block, int format, int seed) -> Tensor");
   m.def("sum_quantized(Tensor message, SymInt count, SymInt parts, int block, int format, bool average) -> Tensor");
   m.def("dequantize_parts(Tensor message, SymInt[] sizes, int block, int format) -> Tensor");
+  // square_sum: the exact sum of squares as an integer, and its root
+  m.def("exact_square_sum(Tensor[] tensors) -> Tensor");
+  m.def("square_sum_norm(Tensor sums, ScalarType dtype) -> Tensor");
   // dropout
   m.def("sharded_dropout(Tensor x, float p, int seed, SymInt[] offset, SymInt[] global_shape) -> Tensor");
 }

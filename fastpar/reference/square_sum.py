@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 # The sum as an integer in units of 2^LOWEST, cut into digits of DIGIT_BITS bits. 2^-298 is the square of the smallest
-# float32, and 18 digits reach to 2^278; the last one has 31 bits more in an int64.
+# float32, and 19 digits reach to 2^310, which is more than 2^53 squares of the largest.
 DIGIT_BITS = 32
-DIGITS = 18
+DIGITS = 19
 LOWEST = -298
 COUNTS = 2  # NaN, infinities
 LENGTH = COUNTS + DIGITS
