@@ -80,6 +80,14 @@ STABLE_TORCH_LIBRARY(fastpar, m) {
   // square_sum: the exact sum of squares as an integer, and its root
   m.def("exact_square_sum(Tensor[] tensors) -> Tensor");
   m.def("square_sum_norm(Tensor sums, ScalarType dtype) -> Tensor");
+  // optimizer: grad_factor and found_inf are float32 scalars; outputs[k] belongs to params[output_of[k]];
+  // rounding = [seed, key and first index of every tensor in turn], or empty
+  m.def(
+      "adamw_step(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, Tensor(d!)[] exp_avg_scales, Tensor(e!)[] exp_avg_sq_scales, Tensor(f!)[] outputs, Tensor(g!)[] remainders, Tensor? grad_factor, Tensor? found_inf, Tensor? step_tensor, int[] output_of, int[] rounding, float factor, int step, float lr, float beta1, float beta2, float eps, float weight_decay) -> ()");
+  m.def(
+      "sgd_step(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] momentum_buffers, Tensor(c!)[] momentum_scales, Tensor(d!)[] outputs, Tensor(e!)[] remainders, Tensor? grad_factor, Tensor? found_inf, int[] output_of, int[] rounding, float factor, float lr, float momentum, float dampening, float weight_decay, bool nesterov, bool first) -> ()");
+  m.def(
+      "lion_step(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_scales, Tensor(d!)[] outputs, Tensor(e!)[] remainders, Tensor? grad_factor, Tensor? found_inf, int[] output_of, int[] rounding, float factor, float lr, float beta1, float beta2, float weight_decay) -> ()");
   // dropout
   m.def("sharded_dropout(Tensor x, float p, int seed, SymInt[] offset, SymInt[] global_shape) -> Tensor");
 }

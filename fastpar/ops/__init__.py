@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     )
     from fastpar.ops.linear_loss import linear_cross_entropy, linear_cross_entropy_dgrad, linear_cross_entropy_wgrad
     from fastpar.ops.newton_schulz import newton_schulz
+    from fastpar.ops.optimizer import StochasticRounding, adamw_step, lion_step, sgd_step
     from fastpar.ops.overlap import Overlap, OverlapShape, measure_overlap
     from fastpar.ops.rms_norm import rms_norm
     from fastpar.ops.square_sum import exact_square_sum, square_sum_norm
@@ -40,7 +41,9 @@ if TYPE_CHECKING:
 _HOME = {
     "Overlap": "fastpar.ops.overlap",
     "OverlapShape": "fastpar.ops.overlap",
+    "StochasticRounding": "fastpar.ops.optimizer",
     "WeightGradStore": "fastpar.ops.wgrad_store",
+    "adamw_step": "fastpar.ops.optimizer",
     "all_reduce_rms_norm": "fastpar.ops.all_reduce_rms_norm",
     "all_gather_linear": "fastpar.ops.linear",
     "all_gather_linear_dgrad": "fastpar.ops.linear_grads",
@@ -58,9 +61,11 @@ _HOME = {
     "linear_reduce_scatter": "fastpar.ops.linear",
     "linear_reduce_scatter_dgrad": "fastpar.ops.linear_grads",
     "linear_reduce_scatter_wgrad": "fastpar.ops.linear_grads",
+    "lion_step": "fastpar.ops.optimizer",
     "measure_overlap": "fastpar.ops.overlap",
     "newton_schulz": "fastpar.ops.newton_schulz",
     "rms_norm": "fastpar.ops.rms_norm",
+    "sgd_step": "fastpar.ops.optimizer",
     "sharded_dropout": "fastpar.ops.dropout",
     "square_sum_norm": "fastpar.ops.square_sum",
     "swiglu": "fastpar.ops.swiglu",
@@ -78,7 +83,9 @@ _HOME = {
 __all__ = [
     "Overlap",
     "OverlapShape",
+    "StochasticRounding",
     "WeightGradStore",
+    "adamw_step",
     "all_gather_linear",
     "all_gather_linear_dgrad",
     "all_gather_linear_wgrad",
@@ -96,9 +103,11 @@ __all__ = [
     "linear_reduce_scatter",
     "linear_reduce_scatter_dgrad",
     "linear_reduce_scatter_wgrad",
+    "lion_step",
     "measure_overlap",
     "newton_schulz",
     "rms_norm",
+    "sgd_step",
     "sharded_dropout",
     "square_sum_norm",
     "swiglu",

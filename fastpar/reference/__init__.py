@@ -7,6 +7,7 @@ from fastpar.reference.embedding import vocab_parallel_embedding
 from fastpar.reference.linear import all_gather_linear, copy_to_linear, linear_all_reduce, linear_reduce_scatter
 from fastpar.reference.linear_loss import linear_cross_entropy
 from fastpar.reference.newton_schulz import newton_schulz
+from fastpar.reference.optimizer import adamw_step, lion_step, sgd_step
 from fastpar.reference.rms_norm import rms_norm
 from fastpar.reference.square_sum import exact_square_sum, square_sum_norm
 from fastpar.reference.swiglu import swiglu
@@ -17,6 +18,7 @@ from fastpar.reference.vocab_softmax import vocab_parallel_log_softmax, vocab_pa
 from fastpar.reference.vocab_topk import vocab_parallel_argmax, vocab_parallel_topk
 
 __all__ = [
+    "adamw_step",
     "all_gather_linear",
     "all_reduce_rms_norm",
     "copy_to_linear",
@@ -24,8 +26,10 @@ __all__ = [
     "linear_all_reduce",
     "linear_cross_entropy",
     "linear_reduce_scatter",
+    "lion_step",
     "newton_schulz",
     "rms_norm",
+    "sgd_step",
     "sharded_dropout",
     "square_sum_norm",
     "swiglu",

@@ -1,0 +1,278 @@
+"""Optimizer steps over many tensors in one pass: AdamW, SGD with momentum, Lion.
+
+One call reads every gradient, parameter and state once and writes what changes once: the gradient is multiplied by a
+factor (unscaling and clipping), the float32 maths is done in registers, states and parameters are narrowed to what they
+are stored in, and a low-precision copy of a float32 master is written on the way. torch does each of these in a pass of
+its own, and its fused AdamW wants parameters and states in one dtype.
+
+Note: results per element. An element's result depends on its own values, on the arguments, and (stochastic rounding) on
+its index; 8-bit states add the other elements of its block of 256. It does not depend on where a tensor is cut, on
+alignment, neighbours or threads: the last elements of a tensor go through the same instructions as the others, in a
+padded register. So the shards of a tensor give the bits of the whole. 8-bit blocks begin with a tensor's first element:
+shards keep the bits where they are cut at multiples of 256 elements.
+
+Note: formats. fastpar/reference/optimizer_formats.py defines stochastic rounding, bfloat16 with a remainder, and 8-bit
+blocks.
+
+All is multi-tensor: thousands of tensors of any sizes, empty ones and those above 2^31 elements too. On CPU the work is
+divided by elements, not by tensors. Nothing here is differentiable: the ops change their arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastpar import _ext
+from fastpar.reference import optimizer as reference
+from fastpar.reference.optimizer import Step
+from fastpar.reference.optimizer import StochasticRounding as StochasticRounding
+
+_ext.load()
+_adamw = torch.ops.fastpar.adamw_step
+_sgd = torch.ops.fastpar.sgd_step
+_lion = torch.ops.fastpar.lion_step
+
+
+# ---- launchers -------------------------------------------------------------------------------------------------------
+
+
+def _has_kernels(params: Sequence[Tensor]) -> bool:
+    return params[0].device.type == "cpu"
+
+
+class _Dense:
+    """Contiguous versions of lists of tensors, whose contents are copied back when the step is done."""
+
+    def __init__(self) -> None:
+        self._back: list[tuple[Tensor, Tensor]] = []
+
+    def of(self, tensors: Sequence[Tensor], *, written: bool = True) -> list[Tensor]:
+        if all(x.is_contiguous() for x in tensors):
+            return list(tensors)
+        dense = [x.contiguous() for x in tensors]
+        if written:
+            self._back += [(x, d) for x, d in zip(tensors, dense, strict=True) if d is not x]
+        return dense
+
+    def finish(self) -> None:
+        for x, dense in self._back:
+            x.copy_(dense)
+
+
+def _launch(op: Callable[..., None], step: Step, *between: Any, numbers: tuple[Any, ...]) -> None:
+    """Calls `op` with the lists of `step`, then grad_factor, found_inf, `between`, and the numbers."""
+    dense = _Dense()
+    outputs = [(i, x) for i, x in enumerate(step.outputs or ()) if x is not None]
+    rounding: list[int] = []
+    if step.stochastic is not None:
+        rounding = [step.stochastic.seed]
+        for key, start in zip(step.stochastic.keys, step.stochastic.starts, strict=True):
+            rounding += (key, start)
+    factor = step.grad_factor
+    is_tensor = isinstance(factor, Tensor)
+    op(
+        dense.of(step.params),
+        dense.of(step.grads, written=False),
+        *(dense.of(states) for states in step.states or ((),)),
+        *(dense.of(scales) for scales in step.scales or ((),)),
+        dense.of([x for _, x in outputs]),
+        dense.of(step.remainders or ()),
+        factor if is_tensor else None,
+        step.found_inf,
+        *between,
+        [i for i, _ in outputs],
+        rounding,
+        1.0 if is_tensor else factor,
+        *numbers,
+    )
+    dense.finish()
+
+
+# ---- fakes -----------------------------------------------------------------------------------------------------------
+
+
+def _changes_its_arguments(*arguments: Any) -> None:
+    """The fake of every op here: there is no result."""
+
+
+for _name in ("adamw_step", "sgd_step", "lion_step"):
+    torch.library.register_fake(f"fastpar::{_name}", _changes_its_arguments)
+
+# ---- public ----------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def adamw_step(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    *,
+    step: int | Tensor,
+    lr: float,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.01,
+    grad_factor: Tensor | float = 1.0,
+    found_inf: Tensor | None = None,
+    outputs: Sequence[Tensor | None] | None = None,
+    remainders: Sequence[Tensor] | None = None,
+    stochastic: StochasticRounding | None = None,
+    exp_avg_scales: Sequence[Tensor] = (),
+    exp_avg_sq_scales: Sequence[Tensor] = (),
+) -> None:
+    """One step of AdamW (Loshchilov and Hutter 2019) on many tensors, in place, in one pass.
+
+        params             float32, bfloat16 or float16, in any mix
+        grads              float32, bfloat16 or float16, of their shapes; need not have their dtypes
+        exp_avgs           m, all float32, all bfloat16, or all uint8 codes of 8-bit blocks
+        exp_avg_sqs        v, of the same dtype
+        exp_avg_scales     float32 [ceil(numel / 256)] each, for uint8 codes; exp_avg_sq_scales likewise
+        step               number of this step, from 1; a Tensor (one element) is read on the device
+        grad_factor        multiplied into the gradients in float32: unscaling times clipping, -1 to maximise; a Tensor
+                           (one float32) is read on the device, without synchronising the host
+        found_inf          one float32: if it is not zero nothing changes at all
+        outputs            bfloat16 or float16 (or None) per float32 parameter: gets it, rounded to nearest
+        remainders         int16 per parameter, which must be bfloat16: the float32 master that is updated is
+                           (bits of the parameter << 16) + remainder, exactly
+        stochastic         round bfloat16 parameters (without remainders) and states stochastically; others to nearest
+
+        g = grad * grad_factor                       all in float32, bias corrections in float64
+        m = m + (1 - beta1) * (g - m)
+        v = beta2 * v + (1 - beta2) * g * g
+        p = p * (1 - lr * weight_decay) - lr / (1 - beta1^step) * m / (sqrt(v) / sqrt(1 - beta2^step) + eps)
+
+    No collective. Bytes per element: those of the gradient and outputs, and twice those of parameter, remainder and
+    states; 28 in float32, 10.03 with bfloat16 parameters and gradients and 8-bit states. Non-contiguous tensors are
+    copied there and back.
+
+    On CPU a C++ kernel; elsewhere `fastpar.reference`.
+
+    Worked example: p = 1, g = 0.5, m = v = 0, step 1, lr = 0.1, betas (0.9, 0.999), eps = 0, weight_decay = 0.1:
+    m = 0.05, v = 0.00025, and since m / 0.1 = 0.5 = sqrt(v / 0.001), p = 1 * 0.99 - 0.1 = 0.89.
+
+    Raises:
+        TypeError: a dtype that is not named above.
+        ValueError: lists of different lengths, shapes or devices that differ, numbers out of range.
+    """
+    states, scales = (exp_avgs, exp_avg_sqs), (exp_avg_scales, exp_avg_sq_scales)
+    arguments = Step(
+        params,
+        grads,
+        states,
+        scales,
+        grad_factor,
+        found_inf,
+        outputs,
+        remainders,
+        stochastic,
+        ("exp_avgs", "exp_avg_sqs"),
+    )
+    reference.check_step(arguments, lr=lr, eps=eps, weight_decay=weight_decay)
+    reference.check_betas(betas)
+    if not params:
+        return
+    if not _has_kernels(params):
+        return reference.run_adamw(arguments, step, lr, betas, eps, weight_decay)
+    step_tensor = step if isinstance(step, Tensor) else None
+    count = 1 if step_tensor is not None else reference.step_number(step)
+    _launch(_adamw, arguments, step_tensor, numbers=(count, lr, *betas, eps, weight_decay))
+
+
+@torch.no_grad()
+def sgd_step(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    momentum_buffers: Sequence[Tensor] = (),
+    *,
+    lr: float,
+    momentum: float = 0.0,
+    dampening: float = 0.0,
+    weight_decay: float = 0.0,
+    nesterov: bool = False,
+    first: bool = False,
+    grad_factor: Tensor | float = 1.0,
+    found_inf: Tensor | None = None,
+    outputs: Sequence[Tensor | None] | None = None,
+    remainders: Sequence[Tensor] | None = None,
+    stochastic: StochasticRounding | None = None,
+    momentum_scales: Sequence[Tensor] = (),
+) -> None:
+    """One step of stochastic gradient descent on many tensors, in place, in one pass; conventions of torch.optim.SGD.
+
+        momentum_buffers   b: one per parameter, or none where momentum is 0; momentum_scales as in `adamw_step`
+        first              the buffers are new: they are written and not read
+
+        g = grad * grad_factor + weight_decay * p
+        b = momentum * b + (1 - dampening) * g            or g, the first time
+        p = p - lr * b      nesterov: p - lr * (g + momentum * b)      without momentum: p - lr * g
+
+    Everything else is as in `adamw_step`.
+
+    Worked example: p = 1, g = 0.5, b = 1, lr = 0.5, momentum = 0.5, weight_decay = 0.5: g becomes 1, b = 1.5, p = 0.25;
+    with nesterov p = 1 - 0.5 * (1 + 0.75) = 0.125.
+    """
+    reference.check_momentum(momentum, momentum_buffers, nesterov)
+    states, scales = ((momentum_buffers,), (momentum_scales,)) if momentum else ((), ())
+    arguments = Step(
+        params, grads, states, scales, grad_factor, found_inf, outputs, remainders, stochastic, ("momentum_buffers",)
+    )
+    reference.check_step(arguments, lr=lr, momentum=momentum, weight_decay=weight_decay)
+    if not params:
+        return
+    if not _has_kernels(params):
+        return reference.run_sgd(arguments, lr, momentum, dampening, weight_decay, nesterov, first)
+    numbers = (lr, momentum, dampening, weight_decay, nesterov, first)
+    _launch(_sgd, arguments, numbers=numbers)
+
+
+@torch.no_grad()
+def lion_step(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    *,
+    lr: float,
+    betas: tuple[float, float] = (0.9, 0.99),
+    weight_decay: float = 0.0,
+    grad_factor: Tensor | float = 1.0,
+    found_inf: Tensor | None = None,
+    outputs: Sequence[Tensor | None] | None = None,
+    remainders: Sequence[Tensor] | None = None,
+    stochastic: StochasticRounding | None = None,
+    exp_avg_scales: Sequence[Tensor] = (),
+) -> None:
+    """One step of Lion (Chen et al. 2023) on many tensors, in place, in one pass.
+
+        g = grad * grad_factor
+        p = p * (1 - lr * weight_decay) - lr * sign(beta1 * m + (1 - beta1) * g)
+        m = m + (1 - beta2) * (g - m)
+
+    sign(0) is 0. Everything else is as in `adamw_step`.
+
+    Worked example: p = 1, g = -2, m = 0.1, lr = 0.25, betas (0.5, 0.5), weight_decay = 1: the sign is that of -0.95, so
+    p = 0.75 + 0.25 = 1, and m = -0.95.
+    """
+    arguments = Step(
+        params,
+        grads,
+        (exp_avgs,),
+        (exp_avg_scales,),
+        grad_factor,
+        found_inf,
+        outputs,
+        remainders,
+        stochastic,
+        ("exp_avgs",),
+    )
+    reference.check_step(arguments, lr=lr, weight_decay=weight_decay)
+    reference.check_betas(betas)
+    if not params:
+        return
+    if not _has_kernels(params):
+        return reference.run_lion(arguments, lr, betas, weight_decay)
+    _launch(_lion, arguments, numbers=(lr, *betas, weight_decay))
