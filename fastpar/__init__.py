@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from fastpar._version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from fastpar import comm, ops, pipeline, recompute, reference, storage, tensor, zero
+    from fastpar import comm, ops, optim, pipeline, recompute, reference, storage, tensor, zero
     from fastpar.clip import GradSum
     from fastpar.comm import CommError, Communicator, Pending
     from fastpar.compose import parallelize_pipeline
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from fastpar.swap import explain, parallelize, unparallelize
 
 # A public function must not be named like a module of the package: importing that module would bind its name here.
-_MODULES = ("comm", "ops", "pipeline", "recompute", "reference", "storage", "tensor", "zero")
+_MODULES = ("comm", "ops", "optim", "pipeline", "recompute", "reference", "storage", "tensor", "zero")
 _HOME = {
     "CommError": "fastpar.comm",
     "Communicator": "fastpar.comm",
@@ -60,6 +60,7 @@ __all__ = [
     "explain",
     "init_mesh",
     "ops",
+    "optim",
     "parallelize",
     "parallelize_pipeline",
     "pipeline",
