@@ -29,7 +29,6 @@ LAYERS = {
     "recompute": 5,
     "clip": 5,
     "optim": 5,
-    "storage": 2,
     "plan": 6,
     "heads": 7,
     "swap": 8,

@@ -15,7 +15,7 @@ ROWS = 12  # samples of a step, for 1, 2, 3 or 4 ranks and 1 or ... microbatches
 
 
 class Net(nn.Module):
-    """Awkward shapes: rows that do not divide, fewer rows than ranks, a scalar, a frozen one, one that is used twice."""
+    """Awkward: rows that do not divide, fewer than ranks, a scalar, one that is frozen, one used twice, one never."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -43,10 +43,10 @@ def batch(step: int, microbatch: int, rank: int, rows: int) -> tuple[torch.Tenso
 
 def make_optimizer(name: str, parameters: Any) -> torch.optim.Optimizer:
     kinds = {
+        "ours": lambda: fp.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1),
         "adamw": lambda: torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1),
         "fused": lambda: torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1, fused=True),
         "sgd": lambda: torch.optim.SGD(parameters, lr=1e-1, momentum=0.9, nesterov=True),
-        "adafactor": lambda: torch.optim.Adafactor(parameters, lr=1e-2),
     }
     return kinds[name]()
 

@@ -27,9 +27,10 @@ class Groups:
     group      a Mesh (its dims dp_shard and dp_replicate), a DeviceMesh of one dim (shard) or two (replicate, shard),
                a ProcessGroup, a Communicator, or None: one rank
     is_sharded False: nothing is sharded, all of those ranks are replicas
+    device_type of the parameters
     """
 
-    def __init__(self, group: GroupsLike, *, is_sharded: bool) -> None:
+    def __init__(self, group: GroupsLike, *, is_sharded: bool, device_type: str = "cpu") -> None:
         self._mesh: DeviceMesh | None = None  # of (replicate,) shard, where there is one
         self._whole = group if isinstance(group, Mesh) else None
         if isinstance(group, Mesh):
@@ -50,7 +51,7 @@ class Groups:
             if isinstance(group, DeviceMesh):
                 self._mesh = group
             elif found is not None and is_sharded:
-                self._mesh = DeviceMesh.from_group(found, found._device_types[0].type)
+                self._mesh = DeviceMesh.from_group(found, device_type)
             replicate, shard = (None, found) if is_sharded else (found, None)
         self.shard, self.replicate = Communicator(shard), Communicator(replicate)
         world = dist.get_world_size() if dist.is_initialized() else 1

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map
 
 from fastpar.clip import GradSum
 from fastpar.precision import Precision
+from fastpar.zero import state
 from fastpar.zero.flat import FlatLayout, Staging
 from fastpar.zero.groups import Groups, GroupsLike, as_dtensor, as_parameter, cast_parameter, local, set_local
 from fastpar.zero.offload import DiskStates, Offload
@@ -75,6 +76,8 @@ def shard(
     optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
     _check(stage, accumulate, max_norm, bucket_bytes)
     named = _named_parameters(model)
+    if not named:
+        raise ValueError("model has no parameters")
     _check_optimizers(named, optimizers)
     precision = precision or Precision()
     precision.check_names(list(named))
@@ -82,7 +85,7 @@ def shard(
         model if isinstance(model, nn.Module) else None,
         named,
         optimizers,
-        Groups(group, is_sharded=stage > 0),
+        Groups(group, is_sharded=stage > 0, device_type=next(iter(named.values())).device.type),
         stage=stage,
         precision=precision,
         accumulate=accumulate,
@@ -121,6 +124,7 @@ class Zero:
         self._skip_nonfinite, self._bucket_bytes = skip_nonfinite, bucket_bytes
         self._synchronise(named)
         self.slots, self._whole = self._make_slots(named)
+        self._frozen = {name: parameter.detach() for name, parameter in named.items() if not parameter.requires_grad}
         self._staging: dict[tuple[torch.dtype, torch.device], Staging] = {}
         self._waiting: list[Stepper] = []  # that have not taken the step whose gradients have been prepared
         self._is_going = True  # and whether it is not skipped
@@ -133,7 +137,7 @@ class Zero:
             began=lambda: self._waiting.clear(),
         )
         self._reducer.is_syncing = overlap
-        self._steppers = [Stepper(optimizer, self._phases) for optimizer in self.optimizers]
+        self.steppers = [Stepper(optimizer, self._phases) for optimizer in self.optimizers]
         self._factor: Tensor | None = None
         self._adopt()
         self._disks = self._make_disks()
@@ -154,10 +158,36 @@ class Zero:
         """Reduce what has not been reduced yet, as `optimizer.step()` does. Collective."""
         self._reducer.reduce_now()
 
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint is to hold, for torch.distributed.checkpoint: see `fastpar.zero.state`. Collective."""
+        for disk in self._disks.values():
+            disk.load()
+        return state.collect(self)
+
+    def load_state_dict(self, loaded: dict[str, Any]) -> None:
+        """Go on from a state that `state_dict` has given, and a checkpoint may have been loaded into. Collective."""
+        for disk in self._disks.values():
+            disk.load()
+        state.restore(self, loaded)
+        self._write_back([slot.owner for slot in self.slots], False)
+        for whole in self._whole:
+            whole.gather()
+        for disk in self._disks.values():
+            disk.put_away()
+
+    def others(self) -> Iterator[tuple[str, Tensor]]:
+        """Frozen parameters and buffers that a checkpoint holds, by name."""
+        yield from self._frozen.items()
+        if self.model is not None:
+            persistent = self.model.state_dict(keep_vars=True)
+            for name, buffer in self.model.named_buffers():
+                if name in persistent:
+                    yield name, buffer
+
     def detach(self) -> None:
         """Remove all hooks; parameters, gradients and states stay as they are."""
         self._reducer.detach()
-        for stepper in self._steppers:
+        for stepper in self.steppers:
             stepper.detach()
         for owner in [*self.optimizers, *([self.model] if self.model is not None else [])]:
             del owner.zero_grad
@@ -169,8 +199,8 @@ class Zero:
     def _phases(self, stepper: Stepper) -> None:
         """Reduce, check and clip (once for all optimizers), update, gather."""
         if stepper not in self._waiting:
-            self._is_going = self._prepare()
-            self._waiting = list(self._steppers)
+            self._is_going = self._prepare(stepper.optimizer)
+            self._waiting = list(self.steppers)
         self._waiting.remove(stepper)
         if not self._is_going:
             return
@@ -189,22 +219,24 @@ class Zero:
                 whole.gather()
             self._reducer.follow_order()
 
-    def _prepare(self) -> bool:
+    def _prepare(self, optimizer: Any) -> bool:
         """Reduce, and see by how much gradients are to be clipped; False where the step is to be skipped."""
         self._reducer.reduce_now()
         self._factor, self.report = None, ""
+        loss_scale = getattr(optimizer, "grad_scale", None)  # by a GradScaler that leaves unscaling to the update
+        unscale = 1.0 if loss_scale is None else 1.0 / float(loss_scale)
         if self.max_norm is None and not self._skip_nonfinite:
             return True
         gradients = [local(slot.owner.grad) for slot in self.slots if slot.owner.grad is not None]
         replicas = self.groups.replicate
         total = GradSum().add(gradients, share=(replicas.rank, replicas.size)).combine(*self.groups.everyone())
-        self.norm = total.norm()
+        self.norm = total.norm() * unscale
         if self._skip_nonfinite and total.nonfinite:
             self.skipped += 1
             self.report = self._reducer.name_nonfinite()
             return False
         if self.max_norm is not None:
-            self._factor = total.clip_factor(self.max_norm)
+            self._factor = total.clip_factor(self.max_norm, scale=unscale) / unscale
         return True
 
     def _hand_over(self, optimizer: Any) -> bool:
@@ -320,13 +352,13 @@ class Zero:
                     }
                 )
 
-    def _cut_state(self, state: dict[str, Any], slot: Slot) -> dict[str, Any]:
+    def _cut_state(self, states: dict[str, Any], slot: Slot) -> dict[str, Any]:
         """This rank's rows of states that have the parameter's shape."""
         rank, size = self.groups.shard.rank, self.groups.shard.size
         shape = local(slot.parameter).shape
         layout = FlatLayout([shape], size)
         cut: dict[str, Any] = {}
-        for key, value in state.items():
+        for key, value in states.items():
             if isinstance(value, Tensor) and value.ndim > 0 and local(value).shape == shape:
                 rows = layout.rows_of(local(value), 0, rank).to(local(slot.owner).device).clone()
                 cut[key] = as_dtensor(rows, slot.spec)
@@ -338,7 +370,7 @@ class Zero:
         if self.offload is None or self.offload.path is None:
             return {}
         return {
-            id(stepper): DiskStates(self.offload, stepper.parameters(), stepper.optimizer) for stepper in self._steppers
+            id(stepper): DiskStates(self.offload, stepper.parameters(), stepper.optimizer) for stepper in self.steppers
         }
 
     def _hook(self) -> list[Any]:

@@ -6,7 +6,8 @@ wrap its `step`, GradScaler calls it, others hold it), lets a step be skipped, a
 
 Note: plain tensors. The optimizers of torch that work on every element for itself get the rows of this rank as plain
 tensors, since DTensor's dispatch costs more than the update of a small tensor, and fused kernels refuse lists of both.
-Others (Adafactor, Muon, one's own) get the DTensors, and see whole matrices in their means and norms.
+Others (torch's Muon, one's own) get the DTensors, and see whole matrices in their means and norms, as far as DTensor
+implements what they call (torch 2.13 does not for Adafactor). One with `is_elementwise = True` gets plain rows.
 """
 
 from __future__ import annotations

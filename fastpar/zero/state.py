@@ -1,0 +1,131 @@
+"""What a checkpoint holds: parameters and optimizer states by name, whole in meaning and sharded in fact.
+
+    torch.distributed.checkpoint.save({"training": zero}, checkpoint_id=folder)
+    torch.distributed.checkpoint.load({"training": zero}, checkpoint_id=folder)      # any stage, any number of ranks
+
+    model.<name>                values, in the optimizer's precision (master weights where there are some); buffers
+    optimizer.<name>.<state>    such as exp_avg, with the placements of the values
+    groups                      options of the optimizers' groups, with the names of their parameters
+    has_state                   names of the parameters that have been updated
+
+Tensors are DTensors where they are sharded, so that torch.distributed.checkpoint writes every element once and reads
+those that a rank has. A tensor without dims is shown with one of size 1, since it may be sharded.
+
+Note: states that do not exist yet. What is loaded must have tensors to be loaded into, so states are made here by a
+step with zero gradients and a learning rate of zero, after which the values are put back; those of parameters that have
+never been updated are taken away again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from fastpar.zero.groups import local
+from fastpar.zero.step import Stepper
+
+if TYPE_CHECKING:
+    from fastpar.zero.sharding import Zero
+
+
+def collect(zero: Zero) -> dict[str, Any]:
+    """The state of `zero`: its tensors share memory with what is trained, but for those of parameters without state."""
+    names = {id(slot.owner): slot.name for slot in zero.slots}
+    state: dict[str, Any] = {"model": {}, "optimizer": {}, "groups": [], "has_state": [], "skipped": zero.skipped}
+    for slot in zero.slots:
+        state["model"][slot.name] = _shown(slot.owner.detach())
+    for name, x in zero.others():
+        state["model"][name] = _shown(x)
+    for stepper in zero.steppers:
+        optimizer = stepper.optimizer
+        missing = [owner for owner in stepper.parameters() if not optimizer.state.get(owner)]
+        make_states(stepper, missing)
+        for owner in stepper.parameters():
+            for key, value in optimizer.state.get(owner, {}).items():
+                state["optimizer"].setdefault(names[id(owner)], {})[key] = _shown(value)
+        without = {id(owner) for owner in missing}
+        for owner in missing:
+            optimizer.state.pop(owner, None)
+        state["has_state"] += [names[id(owner)] for owner in stepper.parameters() if id(owner) not in without]
+        for group in optimizer.param_groups:
+            options = {key: value for key, value in group.items() if key != "params"}
+            state["groups"].append({"params": [names[id(owner)] for owner in group["params"]], **options})
+    return state
+
+
+def restore(zero: Zero, state: dict[str, Any]) -> None:
+    """Take over what `collect` gave and a checkpoint has been loaded into."""
+    names = {id(slot.owner): slot.name for slot in zero.slots}
+    groups = {tuple(sorted(group["params"])): group for group in state["groups"]}
+    has_state = set(state["has_state"])
+    for stepper in zero.steppers:
+        optimizer = stepper.optimizer
+        for group in optimizer.param_groups:
+            key = tuple(sorted(names[id(owner)] for owner in group["params"]))
+            if key not in groups:
+                raise ValueError(
+                    f"the checkpoint has no parameter group of {', '.join(key[:4])}{', ...' if len(key) > 4 else ''}: "
+                    "build the optimizer with the groups that were saved"
+                )
+            group.update({option: value for option, value in groups[key].items() if option != "params"})
+        make_states(
+            stepper, [p for p in stepper.parameters() if names[id(p)] in has_state and not optimizer.state.get(p)]
+        )
+        for owner in stepper.parameters():
+            name = names[id(owner)]
+            if name not in has_state:
+                optimizer.state.pop(owner, None)
+                continue
+            for key, value in state["optimizer"].get(name, {}).items():
+                _put(optimizer.state[owner], key, value)
+    for slot in zero.slots:
+        _copy(slot.owner, state["model"][slot.name])
+    for name, x in zero.others():
+        _copy(x, state["model"][name])
+    zero.skipped = state["skipped"]
+
+
+@torch.no_grad()
+def make_states(stepper: Stepper, owners: Sequence[nn.Parameter]) -> None:
+    """Give the owners the states that the optimizer's first step gives them."""
+    if not owners:
+        return
+    values = [local(owner).clone() for owner in owners]
+    grads = [owner.grad for owner in owners]
+    groups = stepper.optimizer.param_groups
+    rates = [group.get("lr") for group in groups]
+    try:
+        for group in groups:
+            if "lr" in group:
+                group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
+        for owner in owners:
+            owner.grad = torch.zeros_like(owner)
+        stepper.update(owners)
+    finally:
+        for group, rate in zip(groups, rates, strict=True):
+            if rate is not None:
+                group["lr"] = rate
+        for owner, value, grad in zip(owners, values, grads, strict=True):
+            local(owner).copy_(value)
+            owner.grad = grad
+
+
+def _shown(x: Any) -> Any:
+    return x.detach().view(1) if isinstance(x, Tensor) and x.ndim == 0 else x
+
+
+def _copy(target: Tensor, value: Tensor) -> None:
+    mine, loaded = local(target), local(value)
+    if loaded.data_ptr() != mine.data_ptr():
+        mine.copy_(loaded.view(mine.shape))
+
+
+def _put(states: dict[str, Any], key: str, value: Any) -> None:
+    held = states.get(key)
+    if isinstance(held, Tensor) and isinstance(value, Tensor):
+        _copy(held, value)
+    else:
+        states[key] = value
