@@ -86,10 +86,15 @@ def _from_bits(bits: Tensor) -> Tensor:
     return torch.where(bits >= 1 << 31, bits - (1 << 32), bits).to(torch.int32).view(torch.float32)
 
 
+def _upper_half(bits: Tensor) -> Tensor:
+    """bfloat16 with these bits; torch's conversion has bits of its own for NaN."""
+    high = (bits >> 16) & 0xFFFF
+    return torch.where(high >= 1 << 15, high - (1 << 16), high).to(torch.int16).view(torch.bfloat16)
+
+
 def round_stochastically(x: Tensor, random: Tensor) -> Tensor:
     """float32 to bfloat16 with 16 random bits per element (int64); infinities stay, NaN stays NaN."""
-    rounded = _from_bits((_bits(x) + random) & 0xFFFF0000).to(torch.bfloat16)
-    return torch.where(x.isnan(), torch.full_like(rounded, torch.nan), rounded)
+    return _upper_half(torch.where(x.isnan(), 0x7FC00000, _bits(x) + random))
 
 
 # ---- bfloat16 and a remainder ----------------------------------------------------------------------------------------
@@ -104,13 +109,12 @@ def split_master(master: Tensor) -> tuple[Tensor, Tensor]:
     bits = torch.where(master.isnan(), 0x7FC00000, _bits(master))
     low = bits & 0xFFFF
     remainder = torch.where(low >= 0x8000, low - 0x10000, low)
-    param = _from_bits((bits - remainder) & 0xFFFFFFFF).to(torch.bfloat16)
-    return param, remainder.to(torch.int16)
+    return _upper_half(bits - remainder), remainder.to(torch.int16)
 
 
 def join_master(param: Tensor, remainder: Tensor) -> Tensor:
     """The float32 master of a bfloat16 parameter and its int16 remainder."""
-    return _from_bits((_bits(param.float()) + remainder.to(torch.int64)) & 0xFFFFFFFF)
+    return _from_bits(((param.view(torch.int16).to(torch.int64) << 16) + remainder.to(torch.int64)) & 0xFFFFFFFF)
 
 
 # ---- 8-bit blocks ----------------------------------------------------------------------------------------------------
