@@ -6,7 +6,7 @@ they are first needed, and they are sorted into batches that one call of an op c
 
 Note: the scalars of a step. `grad_factor` (unscaling, clipping) and `found_inf` are attributes that whoever drives the
 optimizer sets before step(), as torch.amp.GradScaler does with `grad_scale` and `found_inf`; step() reads them and sets
-them back to None. With found_inf on CPU a skipped step returns at once. On CUDA the host does not wait: the kernels
+the two back to None. With found_inf on CPU a skipped step returns at once. On CUDA the host does not wait: the kernels
 skip by themselves, the steps are counted, and the next step() or state_dict() takes back a count that was wrong (the
 copy of found_inf has arrived by then, without draining the queue of kernels).
 
@@ -84,7 +84,6 @@ class FusedOptimizer(Optimizer):
     _signed: tuple[bool, ...]
 
     grad_factor: Tensor | float | None = None
-    grad_scale: Tensor | None = None
     found_inf: Tensor | None = None
 
     def __init__(
@@ -166,9 +165,10 @@ class FusedOptimizer(Optimizer):
         return False
 
     def _take_scalars(self) -> tuple[Tensor | float, Tensor | None]:
-        factor, scale, found_inf = self.grad_factor, self.grad_scale, self.found_inf
-        self.grad_factor = self.grad_scale = self.found_inf = None
+        factor, found_inf = self.grad_factor, self.found_inf
+        self.grad_factor = self.found_inf = None
         factor = 1.0 if factor is None else factor
+        scale = getattr(self, "grad_scale", None)  # torch.amp.GradScaler makes it before step() and deletes it after
         if scale is not None:
             factor = scale.float().reciprocal() * factor
         return factor, found_inf
