@@ -182,4 +182,4 @@ def newton_schulz(
     with torch.no_grad():
         if x.dim() == 2:
             return orthogonalized(x).contiguous()
-        return torch.stack([orthogonalized(m) for m in x.reshape(-1, *x.shape[-2:]).unbind()]).view(x.shape)
+        return torch.stack([orthogonalized(m) for m in x.flatten(0, -3).unbind()]).view(x.shape)

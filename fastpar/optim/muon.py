@@ -96,7 +96,7 @@ class Muon(torch.optim.Optimizer):
                       stay split along an axis, and Newton-Schulz runs on the parts; "auto": owners, except for the
                       matrices that would keep their owner busy while others wait, by a model of flops and bytes
 
-    Bits. Replicas of a parameter have the same bits always, also where gradients differ by rounding. With "owners",
+    Bits. Replicas of a parameter whose gradients have the same bits keep the same bits. With "owners",
     float32 parameters have the bits that one rank gives them with as many threads, under every layout (but for packed
     tensor-parallel weights, whose rows lie in another order), and these are the bits of torch.optim.Muon. Matrices that
     stay split agree up to rounding of the products: some 1e-6 of an update in float32, some 0.02 in bfloat16.
