@@ -19,12 +19,12 @@ from fastpar._version import __version__ as __version__
 
 if TYPE_CHECKING:
     from fastpar import comm, ops, optim, pipeline, recompute, reference, storage, tensor, zero
-    from fastpar.clip import GradSum
+    from fastpar.clip import GradSum, clip_grad_norm_, grad_norm
     from fastpar.comm import CommError, Communicator, Pending
     from fastpar.compose import parallelize_pipeline
     from fastpar.mesh import Mesh, init_mesh
     from fastpar.plan import Style
-    from fastpar.precision import Precision
+    from fastpar.precision import LossScaler, Precision
     from fastpar.recompute import apply_recompute, remove_recompute
     from fastpar.swap import explain, parallelize, unparallelize
 
@@ -34,12 +34,15 @@ _HOME = {
     "CommError": "fastpar.comm",
     "Communicator": "fastpar.comm",
     "GradSum": "fastpar.clip",
+    "LossScaler": "fastpar.precision",
     "Mesh": "fastpar.mesh",
     "Pending": "fastpar.comm",
     "Precision": "fastpar.precision",
     "Style": "fastpar.plan",
     "apply_recompute": "fastpar.recompute",
+    "clip_grad_norm_": "fastpar.clip",
     "explain": "fastpar.swap",
+    "grad_norm": "fastpar.clip",
     "init_mesh": "fastpar.mesh",
     "parallelize": "fastpar.swap",
     "parallelize_pipeline": "fastpar.compose",
@@ -50,14 +53,17 @@ __all__ = [
     "CommError",
     "Communicator",
     "GradSum",
+    "LossScaler",
     "Mesh",
     "Pending",
     "Precision",
     "Style",
     "__version__",
     "apply_recompute",
+    "clip_grad_norm_",
     "comm",
     "explain",
+    "grad_norm",
     "init_mesh",
     "ops",
     "optim",

@@ -1,43 +1,103 @@
-"""The exact norm of gradients, and clipping by it."""
+"""The exact norm of all gradients of a model, and clipping by it.
+
+    norm = clip_grad_norm_(model.parameters(), 1.0)                 # DTensors say by themselves what is sharded
+    norm = clip_grad_norm_(pipe.parameters(), 1.0, mesh=mesh)       # with pipeline stages
+
+The sum of squares is an integer (`fastpar.ops.exact_square_sum`), and the norm its square root, rounded once. So norm
+and factor have the same bits under every layout: any mix of tensor, pipeline, expert and data parallelism and ZeRO, any
+number of ranks and threads. Sums of floats do not: summed in another order under pipeline parallelism, a norm differs
+in its last bit, and two runs drift apart from the first step that clips.
+
+Every element is counted once:
+
+    DTensor          summed over the dims of its mesh along which it is sharded. What several ranks hold alike is cut:
+                     each reads a part of it, and the sum goes over these dims as well.
+    plain tensor     alike on all ranks but those of other pipeline stages, unless `groups` says that it is split
+    shared by stages parameters that a `fastpar.pipeline.Pipeline` holds on several of its ranks (tied embeddings) count
+                     once; they carry their share as the attribute `pipeline_share`
+
+One all-reduce of 168 bytes per distinct group that is summed over, and none where nothing is.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping
+from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fastpar import ops
 from fastpar.comm import Communicator
 from fastpar.comm.communicator import GroupLike
+from fastpar.mesh import Mesh, named_groups
+from fastpar.reference.square_sum import LENGTH
+
+Parameters = Tensor | Iterable[Tensor] | nn.Module | torch.optim.Optimizer
+Groups = Mapping[ProcessGroup | DeviceMesh, Iterable[Tensor] | None]
 
 
 class GradSum:
     """The exact sum of squares of gradients, collected in pieces and over ranks.
 
         total = GradSum(device)
-        total.add(grads)                     # this rank's part, in any pieces
-        total.combine(comm)                  # one all-reduce of 160 bytes; the same sum on every rank
-        factor = total.clip_factor(max_norm) # float32 scalar, for the update to multiply gradients with
+        total.add(grads)                      # this rank's part, in any pieces
+        total.combine(comm)                   # one all-reduce of 168 bytes; the same sum on every rank
+        factor = total.clip_factor(max_norm)  # float32 scalar, for the update to multiply gradients with
 
     Sums are integers, so the result has the same bits however the elements are spread over calls and ranks. Every
-    element must be added on exactly one rank of those that are combined.
+    element must be added on exactly one of the ranks that are combined; `GradSum.of` sees to that for parameters.
     """
 
     def __init__(self, device: torch.device | str | None = None) -> None:
-        self.sums = ops.exact_square_sum([]).to(device or "cpu")
+        self.sums = torch.zeros(LENGTH, dtype=torch.int64, device=device)
+
+    @staticmethod
+    def of(
+        params: Parameters,
+        *,
+        mesh: Mesh | DeviceMesh | None = None,
+        groups: Groups | None = None,
+        grads: Iterable[Tensor | None] | None = None,
+    ) -> GradSum:
+        """The sum over all gradients of a model; a collective of all ranks that hold a part of it.
+
+        params  as for `clip_grad_norm_`, as are mesh and groups
+        grads   the gradients where they are not `.grad`: one for each parameter, local parts or DTensors
+
+        Raises as `clip_grad_norm_` does.
+        """
+        layout = _Layout(mesh, groups)
+        listed = _parameters(params)
+        found = [p.grad for p in listed] if grads is None else list(grads)
+        if len(found) != len(listed):
+            raise ValueError(f"grads must have one entry for each parameter ({len(listed)}), got {len(found)}")
+        device = next((g.device for g in found if g is not None), None)
+        parts: dict[tuple[str, ...], GradSum] = {}
+        by_share: dict[tuple[tuple[str, ...], tuple[int, int]], list[Tensor]] = {}
+        for parameter, grad in zip(listed, found, strict=True):
+            names, share = layout.place(parameter, grad)
+            parts.setdefault(names, GradSum(device))  # also where this rank has no gradient: others may
+            if grad is not None and share is not None:
+                by_share.setdefault((names, share), []).append(_local(grad))
+        for (names, share), tensors in by_share.items():
+            parts[names].add(tensors, share=share)
+        return layout.combine(parts, GradSum(device))
 
     def add(self, tensors: Iterable[Tensor | None], *, share: tuple[int, int] = (0, 1)) -> GradSum:
         """Add all elements of `tensors` (local parts of DTensors; None is left out); `self` is returned.
 
-        share  (index, count): add only the index'th of `count` equal parts of every tensor, for tensors that `count`
-               ranks hold alike: each reads a part.
+        share  (index, count): add only the index'th of `count` parts of every tensor, for tensors that `count` ranks
+               hold alike: each reads a part.
         """
         index, count = share
         if not 0 <= index < count:
             raise ValueError(f"share must be (index, count) with 0 <= index < count, got {share}")
-        local = [x.to_local() if isinstance(x, DTensor) else x for x in tensors if x is not None]
+        local = [_local(x) for x in tensors if x is not None]
         if count > 1:
             local = [_part(x, index, count) for x in local]
         self.sums = self.sums + ops.exact_square_sum(local).to(self.sums.device)
@@ -73,12 +133,213 @@ class GradSum:
 
         Where the norm is not finite the result is `scale` alone: nothing is clipped.
         """
-        norm = self.norm() * scale
-        factor = (max_norm / (norm + eps)).clamp(max=1.0)
-        return torch.where(norm.isfinite(), factor, 1.0) * scale
+        return scale * _factor(self.norm() * scale, max_norm, eps)
+
+
+def grad_norm(
+    params: Parameters,
+    *,
+    mesh: Mesh | DeviceMesh | None = None,
+    groups: Groups | None = None,
+    norm_type: float = 2.0,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """The norm of all gradients, without changing any: a scalar tensor, the same bits on every rank and layout.
+
+    Arguments, collectives and errors as for `clip_grad_norm_`; dtype is float32 or float64, rounded to once.
+    """
+    if norm_type == 2.0:
+        return GradSum.of(params, mesh=mesh, groups=groups).norm(dtype)
+    if norm_type == math.inf:
+        return _largest(params, mesh, groups).to(dtype)
+    raise ValueError(f"norm_type must be 2.0 or inf, got {norm_type}: torch.nn.utils.get_total_norm has others")
+
+
+def clip_grad_norm_(
+    params_or_optimizer: Parameters,
+    max_norm: float,
+    *,
+    mesh: Mesh | DeviceMesh | None = None,
+    groups: Groups | None = None,
+    error_if_nonfinite: bool = False,
+    norm_type: float = 2.0,
+) -> Tensor:
+    """Scale all gradients so that their common norm is at most max_norm; return the norm they had.
+
+        norm     sqrt of the sum of squares over all ranks, exact and rounded once to float32
+        factor   min(1, max_norm / (norm + 1e-6)), as torch.nn.utils.clip_grad_norm_ has it
+        grad     grad * factor; untouched where the factor is 1
+
+    A norm that is not finite clips nothing: multiplied with it, every gradient would turn into NaN or 0. It is returned
+    as it is, NaN or inf; ask for an error, or skip the step (`fastpar.LossScaler` does, on all ranks at once).
+
+    Called by all ranks of the model, with the same parameters in the same order (those of a pipeline stage on its
+    ranks). One all-reduce of 168 bytes per distinct group that parameters are split over, and one read of the
+    gradients, of which ranks that hold the same each read a part.
+
+    Args:
+        params_or_optimizer: parameters, a module, or an optimizer. An optimizer with an attribute `grad_factor` (those
+            of fastpar.optim) gets the factor there and multiplies in its step, which saves a pass over the gradients;
+            what is set there already (1 / loss_scale) counts into the norm. One with a method `finish_gradients` (as
+            ZeRO adds) has it called first.
+        mesh: a `fastpar.Mesh` or DeviceMesh of all ranks of the model. Needed for pipelines, whose dim is "pp"; along
+            its other dims plain parameters are alike.
+        groups: further groups, each with the parameters that are split over its ranks although they are plain tensors,
+            as experts are: {mesh["ep"].get_group(): expert_parameters}. None instead of parameters: the ranks hold
+            different parameters altogether, as those of pipeline stages.
+        error_if_nonfinite: raise RuntimeError instead of returning NaN or inf, on all ranks, before anything changes.
+        norm_type: 2.0, or inf for the largest magnitude.
+
+    Raises ValueError for partial gradients (`Partial` placements), which have no norm before they are summed, and for
+    other norm types.
+    """
+    if math.isnan(max_norm) or max_norm < 0:
+        raise ValueError(f"max_norm must be at least 0, got {max_norm}")
+    if isinstance(params_or_optimizer, torch.optim.Optimizer):
+        finish = getattr(params_or_optimizer, "finish_gradients", None)
+        if finish is not None:
+            finish()
+    listed = _parameters(params_or_optimizer)
+    takes_factor = hasattr(params_or_optimizer, "grad_factor")
+    pending = getattr(params_or_optimizer, "grad_factor", None) if takes_factor else None
+    norm = grad_norm(listed, mesh=mesh, groups=groups, norm_type=norm_type)
+    if pending is not None:
+        norm = norm * pending
+    if error_if_nonfinite and not bool(norm.isfinite()):
+        raise RuntimeError(
+            f"the norm of the gradients is {norm.item()}: clipping by it would spread it. Nothing was changed; skip "
+            "the step, or pass error_if_nonfinite=False to leave the gradients as they are"
+        )
+    factor = _factor(norm, max_norm)
+    if takes_factor:
+        cast(torch.optim.Optimizer, params_or_optimizer).grad_factor = (  # type: ignore[attr-defined]
+            factor if pending is None else pending * factor
+        )
+    elif factor.device.type != "cpu" or factor.item() != 1.0:  # elsewhere looking would be a synchronisation
+        scaled = [_local(p.grad) for p in listed if p.grad is not None]
+        if scaled:
+            torch._foreach_mul_(scaled, factor)
+    return norm
+
+
+# ---- layouts ---------------------------------------------------------------------------------------------------------
+
+
+class _Layout:
+    """Which groups the squares of a parameter are summed over, and which part of it this rank reads."""
+
+    def __init__(self, mesh: Mesh | DeviceMesh | None, groups: Groups | None) -> None:
+        self._groups: dict[str, ProcessGroup] = {}  # by name, in the order in which they are reduced over
+        self._everything: list[str] = []  # over which the total is summed in the end
+        self._split: dict[int, tuple[str, ...]] = {}  # plain parameters that are split: id to groups
+        self._alike: tuple[tuple[str, ...], tuple[int, int]] = ((), (0, 1))  # for plain parameters
+        if mesh is not None:
+            self._take_mesh(mesh)
+        for key, members in (groups or {}).items():
+            name = self._name(key.get_group() if isinstance(key, DeviceMesh) else key)
+            if members is None:
+                self._everything.append(name)
+                continue
+            for member in members:
+                self._split[id(member)] = (*self._split.get(id(member), ()), name)
+
+    def _take_mesh(self, mesh: Mesh | DeviceMesh) -> None:
+        names, index, count = [], 0, 1
+        for dim, group in named_groups(mesh):
+            if dim == "pp":
+                self._everything.append(self._name(group))
+            else:
+                names.append(self._name(group))
+                index, count = index * group.size() + group.rank(), count * group.size()
+        self._alike = (tuple(names), (index, count))
+
+    def _name(self, group: ProcessGroup) -> str:
+        self._groups.setdefault(group.group_name, group)
+        return group.group_name
+
+    def place(self, parameter: Tensor, grad: Tensor | None) -> tuple[tuple[str, ...], tuple[int, int] | None]:
+        """(names of the groups to sum over, (index, count) of the part to read; None: nothing)"""
+        names, (index, count) = self._placed(grad if isinstance(grad, DTensor) else parameter, id(parameter))
+        if self._everything and hasattr(parameter, "pipeline_share"):
+            if parameter.pipeline_share is None:
+                return names, None
+            stage, stages = parameter.pipeline_share
+            index, count = index * stages + stage, count * stages
+        return names, (index, count)
+
+    def _placed(self, x: Tensor, key: int) -> tuple[tuple[str, ...], tuple[int, int]]:
+        if not isinstance(x, DTensor):
+            return (self._split[key], (0, 1)) if key in self._split else self._alike
+        names, index, count = [], 0, 1
+        for dim, placement in enumerate(x.placements):
+            if placement.is_partial():
+                raise ValueError(
+                    f"a gradient of shape {tuple(x.shape)} has the placements {x.placements}: a Partial gradient has "
+                    "no norm before it is summed; redistribute it to Shard or Replicate"
+                )
+            if x.device_mesh.size(dim) == 1:
+                continue
+            group = x.device_mesh.get_group(dim)
+            names.append(self._name(group))
+            if placement.is_replicate():
+                index, count = index * group.size() + group.rank(), count * group.size()
+        return tuple(names), (index, count)
+
+    def combine(self, parts: Mapping[tuple[str, ...], GradSum], total: GradSum) -> GradSum:
+        """Sum each part over its groups, with one all-reduce a group for all parts, and all of them over everything."""
+        for name, group in self._groups.items():
+            together = [part for names, part in parts.items() if name in names]
+            if together:
+                summed = Communicator.of(group).all_reduce(torch.stack([part.sums for part in together]))
+                for part, sums in zip(together, summed, strict=True):
+                    part.sums = sums
+        for part in parts.values():
+            total.sums = total.sums + part.sums
+        return total.combine(*(self._groups[name] for name in self._everything))
+
+    def largest(self, parts: Mapping[tuple[str, ...], Tensor]) -> Tensor:
+        """The maximum of all parts over all ranks."""
+        total = torch.stack(list(parts.values())).amax()
+        names = dict.fromkeys(name for each in parts for name in each)
+        for name in dict.fromkeys([*(n for n in self._groups if n in names), *self._everything]):
+            total = Communicator.of(self._groups[name]).all_reduce(total, "max")
+        return total
+
+
+def _parameters(params: Parameters) -> list[Tensor]:
+    if isinstance(params, Tensor):
+        return [params]
+    if isinstance(params, nn.Module):
+        return list(params.parameters())
+    if isinstance(params, torch.optim.Optimizer):
+        return [p for group in params.param_groups for p in group["params"]]
+    return list(dict.fromkeys(params))
+
+
+def _local(x: Tensor) -> Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x
 
 
 def _part(x: Tensor, index: int, count: int) -> Tensor:
     """Elements index * n / count to (index + 1) * n / count of x, in the order of a contiguous tensor."""
-    flat, n = x.reshape(-1), x.numel()
+    flat, n = x.detach().reshape(-1), x.numel()
     return flat[index * n // count : (index + 1) * n // count]
+
+
+def _factor(norm: Tensor, max_norm: float, eps: float = 1e-6) -> Tensor:
+    return torch.where(norm.isfinite(), (max_norm / (norm + eps)).clamp(max=1.0), 1.0)
+
+
+def _largest(params: Parameters, mesh: Mesh | DeviceMesh | None, groups: Groups | None) -> Tensor:
+    """The largest magnitude; NaN where there is one. Ordered as integers, so that NaN is the largest everywhere."""
+    layout, listed = _Layout(mesh, groups), _parameters(params)
+    device = next((p.grad.device for p in listed if p.grad is not None), None)
+    parts: dict[tuple[str, ...], Tensor] = {}
+    for parameter in listed:
+        names, _ = layout.place(parameter, parameter.grad)
+        parts.setdefault(names, torch.zeros((), dtype=torch.int64, device=device))
+        local = None if parameter.grad is None else _local(parameter.grad)
+        if local is not None and local.numel():
+            largest = torch.linalg.vector_norm(local, math.inf, dtype=torch.float64).abs()  # no sign on a NaN
+            parts[names] = parts[names].maximum(largest.view(torch.int64))
+    return layout.largest(parts or {(): torch.zeros((), dtype=torch.int64)}).view(torch.float64)

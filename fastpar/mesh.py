@@ -167,6 +167,18 @@ class Mesh:
         return f"Mesh({', '.join([*dims, f'world_size={self.world_size}', f'device_type={self.device_type!r}'])})"
 
 
+def named_groups(mesh: Mesh | DeviceMesh) -> list[tuple[str, ProcessGroup]]:
+    """The dims of more than one rank (of a Mesh: of its dense view), each with its group that this rank is in.
+
+    Together the groups join all ranks of the mesh. A DeviceMesh without names has its dims' numbers.
+    """
+    if isinstance(mesh, Mesh):
+        found = [(dim, mesh.group(dim)) for dim in DENSE_DIMS]
+        return [(dim, group) for dim, group in found if group is not None]
+    names = mesh.mesh_dim_names or [str(dim) for dim in range(mesh.ndim)]
+    return [(name, mesh.get_group(dim)) for dim, name in enumerate(names) if mesh.size(dim) > 1]
+
+
 def _known_groups() -> list[ProcessGroup]:
     """Every process group that this rank is in."""
     return list(dist.distributed_c10d._world.pg_map)

@@ -6,12 +6,25 @@ LossScaler()         dynamic loss scaling whose decisions all ranks share
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from fastpar import ops
+from fastpar.comm import Communicator
+from fastpar.comm.communicator import GroupLike
+from fastpar.comm.group import resolve_group
+from fastpar.mesh import Mesh, named_groups
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -105,3 +118,274 @@ class Precision:
         if self.compute is None:
             return nullcontext()
         return torch.autocast(device_type, dtype=self.compute)
+
+
+class LossScaler:
+    """Dynamic loss scaling for float16, with the interface of torch.amp.GradScaler and decisions that all ranks share.
+
+        scaler = LossScaler(mesh=mesh)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)             # only where something comes in between, as clipping
+        clip_grad_norm_(model.parameters(), 1.0, mesh=mesh)
+        scaler.step(optimizer)                 # skipped where any rank has a gradient that is not finite
+        scaler.update()
+
+    The loss is multiplied with a scale, so that small gradients do not vanish in float16, and gradients are divided by
+    it before the step. A gradient that is NaN or infinite on one rank skips the step on every rank, which leaves
+    parameters and optimizer states as they are, bit for bit; `update` then multiplies the scale with `backoff`. After
+    `growth_interval` steps in a row without one it multiplies it with `growth`.
+
+    skipped  steps skipped so far
+    report   of the last skipped step: which parameters on which ranks, one text that is equal on all ranks; else None
+
+    The ranks that decide together are those of `mesh` (a fastpar.Mesh or DeviceMesh), of `group`, and of the meshes of
+    parameters that are DTensors. Without any of them a rank is on its own: with torch's DDP that is enough, since
+    averaging has spread what is not finite before. One all-reduce of 4 bytes per group and step; where something was
+    found, also one all-gather of 512 bytes a rank for the report.
+
+    An optimizer with a method `finish_gradients` (as ZeRO adds) has it called before its gradients are read; one with
+    an attribute `grad_factor` (those of fastpar.optim) gets 1 / scale there, and divides in its step, unless `unscale_`
+    is called. Scaling is done by a float32 tensor, so that a float16 loss does not overflow.
+
+    Args:
+        init, growth, backoff, growth_interval, enabled: as torch.amp.GradScaler has them. Not enabled, every method
+            passes on what it gets.
+        names: a module, or pairs of names and parameters, for the report; else the optimizer's own names or numbers.
+
+    Raises ValueError for factors that would not grow or back off.
+    """
+
+    def __init__(
+        self,
+        init: float = 2.0**16,
+        growth: float = 2.0,
+        backoff: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        *,
+        mesh: Mesh | DeviceMesh | None = None,
+        group: GroupLike = None,
+        names: nn.Module | Iterable[tuple[str, Tensor]] | None = None,
+    ) -> None:
+        if growth <= 1.0:
+            raise ValueError(f"growth must be above 1, got {growth}")
+        if not 0.0 < backoff < 1.0:
+            raise ValueError(f"backoff must be between 0 and 1, got {backoff}")
+        if init <= 0.0 or growth_interval < 1:
+            raise ValueError(f"init and growth_interval must be positive, got {init} and {growth_interval}")
+        self.skipped = 0
+        self.report: str | None = None
+        self._scale, self._growth, self._backoff, self._interval = float(init), growth, backoff, growth_interval
+        self._enabled, self._streak = enabled, 0
+        self._groups = _groups_of(mesh, group)
+        named = names.named_parameters() if isinstance(names, nn.Module) else names or ()
+        self._names = {id(parameter): name for name, parameter in named}
+        self._found: dict[int, bool] = {}  # by optimizer, since the last update: whether anything was not finite
+        self._stepped: set[int] = set()
+
+    def scale(self, outputs: Any) -> Any:
+        """A tensor, or an iterable of them (of any depth), multiplied with the scale."""
+        if not self._enabled:
+            return outputs
+        if isinstance(outputs, Tensor):
+            return outputs * torch.tensor(self._scale, dtype=torch.float32, device=outputs.device)
+        if isinstance(outputs, (list, tuple)):
+            return type(outputs)(self.scale(each) for each in outputs)
+        if isinstance(outputs, Iterable):
+            return map(self.scale, outputs)
+        raise TypeError(f"outputs must be a tensor or an iterable of tensors, got {type(outputs).__name__}")
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide the gradients of the optimizer by the scale, and find out whether all of all ranks are finite.
+
+        Raises RuntimeError for a second call before `update`.
+        """
+        if not self._enabled:
+            return
+        if id(optimizer) in self._found:
+            raise RuntimeError(
+                "unscale_() or step() has already been called for this optimizer since the last update()"
+            )
+        grads = self._gradients(optimizer)
+        kinds = _by_kind(grads)
+        if any(dtype == torch.float16 for _, dtype in kinds):
+            if not hasattr(optimizer, "grad_factor"):
+                raise ValueError(
+                    "gradients in float16 would be rounded again where they are divided by the scale: keep float32 "
+                    "copies for the optimizer (Precision.fp16()), or use autocast, or an optimizer of fastpar.optim"
+                )
+            self._leave_to(optimizer, grads, kinds)
+            return
+        found = False
+        for (device, _), tensors in kinds.items():
+            here = torch.zeros((), dtype=torch.float32, device=device)
+            inverse = torch.full((), 1.0 / self._scale, dtype=torch.float32, device=device)
+            torch._amp_foreach_non_finite_check_and_unscale_(tensors, here, inverse)
+            found |= bool(here)
+        self._found[id(optimizer)] = self._agree(optimizer, grads, found)
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """`optimizer.step(*args, **kwargs)` where all gradients of all ranks are finite, else None and nothing at all.
+
+        Raises RuntimeError for a second call before `update`, ValueError for a closure, which would need gradients of
+        its own.
+        """
+        if not self._enabled:
+            return optimizer.step(*args, **kwargs)
+        if "closure" in kwargs or any(callable(each) for each in args):
+            raise ValueError("LossScaler.step takes no closure: its gradients would not be unscaled")
+        if id(optimizer) in self._stepped:
+            raise RuntimeError("step() has already been called for this optimizer since the last update()")
+        if id(optimizer) not in self._found:
+            if hasattr(optimizer, "grad_factor"):
+                grads = self._gradients(optimizer)
+                self._leave_to(optimizer, grads, _by_kind(grads))
+            else:
+                self.unscale_(optimizer)
+        self._stepped.add(id(optimizer))
+        if self._found[id(optimizer)]:
+            self.skipped += 1
+            if hasattr(optimizer, "grad_factor"):
+                optimizer.grad_factor = None
+            return None
+        return optimizer.step(*args, **kwargs)
+
+    def update(self, new_scale: float | None = None) -> None:
+        """Adjust the scale after the steps of an iteration, or set it.
+
+        Raises RuntimeError where no gradient was looked at since the last call.
+        """
+        if not self._enabled:
+            return
+        if new_scale is not None:
+            self._scale = float(new_scale)
+        elif not self._found:
+            raise RuntimeError("update() needs a step() or unscale_() before it, which look at the gradients")
+        elif any(self._found.values()):
+            self._scale, self._streak = _float32(self._scale * self._backoff), 0
+        else:
+            self._streak += 1
+            if self._streak == self._interval:
+                grown = _float32(self._scale * self._growth)
+                self._scale, self._streak = grown if math.isfinite(grown) else self._scale, 0
+        self._found.clear()
+        self._stepped.clear()
+
+    def get_scale(self) -> float:
+        """The scale; 1.0 where scaling is not enabled."""
+        return self._scale if self._enabled else 1.0
+
+    def is_enabled(self) -> bool:
+        return self._enabled
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch.amp.GradScaler's entries, which it can load, and `skipped`; empty where scaling is not enabled."""
+        if not self._enabled:
+            return {}
+        return {
+            "scale": self._scale,
+            "growth_factor": self._growth,
+            "backoff_factor": self._backoff,
+            "growth_interval": self._interval,
+            "_growth_tracker": self._streak,
+            "skipped": self.skipped,
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take the state of a LossScaler or a torch.amp.GradScaler. Raises ValueError for an empty one."""
+        if not self._enabled:
+            return
+        if not state_dict:
+            raise ValueError("the state is empty, as one that is not enabled saves it: nothing to load")
+        self._scale, self._streak = float(state_dict["scale"]), int(state_dict["_growth_tracker"])
+        self._growth, self._backoff = float(state_dict["growth_factor"]), float(state_dict["backoff_factor"])
+        self._interval, self.skipped = int(state_dict["growth_interval"]), int(state_dict.get("skipped", 0))
+
+    def _gradients(self, optimizer: torch.optim.Optimizer) -> list[_Gradient]:
+        finish = getattr(optimizer, "finish_gradients", None)
+        if finish is not None:
+            finish()
+        found = []
+        for number, group in enumerate(optimizer.param_groups):
+            own = group.get("param_names") or [f"parameter {i} of group {number}" for i in range(len(group["params"]))]
+            for name, parameter in zip(own, group["params"], strict=True):
+                if parameter.grad is not None:
+                    grad = parameter.grad
+                    local = grad.to_local() if isinstance(grad, DTensor) else grad
+                    found.append(_Gradient(self._names.get(id(parameter), name), local))
+        return found
+
+    def _leave_to(self, optimizer: Any, grads: Sequence[_Gradient], kinds: _Kinds) -> None:
+        """Look at gradients that the optimizer divides by the scale in its own step."""
+        found = any(bool(ops.exact_square_sum(tensors)[:2].any()) for tensors in kinds.values())
+        self._found[id(optimizer)] = self._agree(optimizer, grads, found)
+        pending = 1.0 if optimizer.grad_factor is None else optimizer.grad_factor
+        optimizer.grad_factor = pending * (1.0 / self._scale)
+
+    def _agree(self, optimizer: torch.optim.Optimizer, grads: Sequence[_Gradient], found: bool) -> bool:
+        """Whether any rank has found something; writes the report."""
+        groups = dict(self._groups)  # those that all ranks have come first, so that all reduce in one order
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            if isinstance(parameter, DTensor):
+                for _, group in named_groups(parameter.device_mesh):
+                    groups.setdefault(group.group_name, group)
+        comms = [Communicator.of(group) for group in groups.values()]
+        flag = torch.full((), float(found), device=grads[0].local.device if grads else None)
+        for comm in comms:
+            flag = comm.all_reduce(flag, "max")
+        if not bool(flag):
+            return False
+        notes = torch.tensor(list(_note(grads)), dtype=torch.uint8, device=flag.device)[None]
+        for comm in comms:
+            notes = comm.all_gather(notes)
+        lines = [bytes(row).rstrip(b"\0").decode(errors="ignore") for row in notes.tolist()]
+        lines = [line for line in lines if line]
+        more = f"; and on {len(lines) - _NOTES} more ranks" if len(lines) > _NOTES else ""
+        self.report = f"gradients that are not finite: {'; '.join(lines[:_NOTES])}{more}"
+        return True
+
+
+class _Gradient(NamedTuple):
+    name: str
+    local: Tensor  # as this rank holds it
+
+
+_Kinds = Mapping[tuple[torch.device, torch.dtype], list[Tensor]]
+_NOTES = 4  # ranks that a report names
+_NOTE_BYTES = 512
+
+
+def _by_kind(grads: Iterable[_Gradient]) -> _Kinds:
+    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for gradient in grads:
+        if gradient.local.numel():
+            kinds.setdefault((gradient.local.device, gradient.local.dtype), []).append(gradient.local)
+    return kinds
+
+
+def _note(grads: Iterable[_Gradient]) -> bytes:
+    """What this rank has to say, in _NOTE_BYTES bytes; zeros where all is well."""
+    found = []
+    for gradient in grads:
+        nans, infinities = ops.exact_square_sum([gradient.local])[:2].tolist()
+        if nans or infinities:
+            counts = [f"{n} {what}" for n, what in ((nans, "NaN"), (infinities, "infinite")) if n]
+            found.append(f"{gradient.name} ({' and '.join(counts)} of {gradient.local.numel()})")
+    if not found:
+        return bytes(_NOTE_BYTES)
+    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+    text = f"rank {rank}: {', '.join(found[:3])}{more}".encode()[:_NOTE_BYTES]
+    return text.ljust(_NOTE_BYTES, b"\0")
+
+
+def _groups_of(mesh: Mesh | DeviceMesh | None, group: GroupLike) -> dict[str, ProcessGroup]:
+    groups = [] if mesh is None else [each for _, each in named_groups(mesh)]
+    given = group.group if isinstance(group, Communicator) else resolve_group(group)
+    if given is not None:
+        groups.append(given)
+    return {each.group_name: each for each in groups}
+
+
+def _float32(value: float) -> float:
+    return torch.tensor(value, dtype=torch.float32).item()

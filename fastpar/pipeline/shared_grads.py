@@ -4,6 +4,9 @@ Every rank that holds such a parameter sends what its own stages have added duri
 all add the contributions in the order of ranks: the sums have the same bits everywhere, so equal weights stay equal
 under equal optimizers. Contributions are taken apart from what `.grad` held before the step, so gradients may be
 accumulated over several steps.
+
+So that a norm over all stages counts such a parameter once, its tensors carry the attribute `pipeline_share`: (index,
+count) where the holders are `count` ranks and this is the index'th, None for a further tensor on the same rank.
 """
 
 from __future__ import annotations
@@ -76,6 +79,9 @@ class SharedGrads:
         self._groups: dict[tuple[int, ...], list[SharedParameter]] = {}
         for parameter in parameters:
             self._groups.setdefault(parameter.ranks, []).append(parameter)
+            for i, own in enumerate(parameter.own):
+                share = (parameter.ranks.index(rank), len(parameter.ranks)) if i == 0 else None
+                own.pipeline_share = share  # type: ignore[attr-defined]
         self._before: dict[nn.Parameter, Tensor | None] = {}
         self._ready: set[int] = set()  # parts whose backward has ended
         self._sent: set[tuple[int, ...]] = set()  # groups whose contributions are on their way
