@@ -91,17 +91,19 @@ class ParameterServer:
         some workers go on and others have left. All workers are told, and raise PeerFailedError.
         """
         try:
-            self._greet()
-            if self.staleness is None:
-                self._serve_steps()
-            else:
+            self.greet()
+            if self.staleness is not None:
                 _Asynchronous(self, self.staleness).run()
+            else:
+                while self.step():
+                    pass
         except BaseException as error:
             self._p2p.abort(f"the parameter server failed: {type(error).__name__}: {error}")
             raise
         self._p2p.close()
 
-    def _greet(self) -> None:
+    def greet(self) -> None:
+        """Wait for all workers, and give them the parameters; the first thing that `serve` does."""
         own = _describe(self.parameters)
         for worker in self.workers:
             _, theirs = self._p2p.recv(worker, _HELLO)
@@ -110,27 +112,26 @@ class ParameterServer:
         for worker in self.workers:
             self.send_parameters(worker)
 
-    def _serve_steps(self) -> None:
-        step = 0
-        while True:
-            mean, left = _Mean(self.parameters, len(self.workers)), []
-            for worker in self.workers:
-                gradients = self.receive_gradients(worker)
-                if gradients is None:
-                    left.append(worker)
-                else:
-                    mean.add(gradients)
-            if len(left) == len(self.workers):
-                return
-            if left:
-                raise ValueError(
-                    f"ranks {left} have left after {step} steps and others go on: synchronous workers take equally "
-                    "many steps"
-                )
-            self.update(mean.result())
-            step += 1
-            for worker in self.workers:
-                self.send_parameters(worker)
+    def step(self) -> bool:
+        """One synchronous step; False where all workers have left instead."""
+        mean, left = _Mean(self.parameters, len(self.workers)), []
+        for worker in self.workers:
+            gradients = self.receive_gradients(worker)
+            if gradients is None:
+                left.append(worker)
+            else:
+                mean.add(gradients)
+        if len(left) == len(self.workers):
+            return False
+        if left:
+            raise ValueError(
+                f"ranks {left} have left after {self.updates} steps and others go on: synchronous workers take equally "
+                "many steps"
+            )
+        self.update(mean.result())
+        for worker in self.workers:
+            self.send_parameters(worker)
+        return True
 
     def receive_gradients(self, worker: int) -> list[Tensor | None] | None:
         """The next gradients of a worker; None where it has left."""
