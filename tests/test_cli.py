@@ -37,7 +37,7 @@ def test_unknown_bench_names_the_known_ones(capsys: pytest.CaptureFixture[str]) 
     assert cli.main(["bench", "crossentropy"]) == 2
     assert (
         "'crossentropy'; there are: comm, cross_entropy, linear, linear_cross_entropy, overlap_gpu, p2p, pipeline, "
-        "rms_norm, swiglu, symmetric" in capsys.readouterr().err
+        "rms_norm, storage, swiglu, symmetric" in capsys.readouterr().err
     )
 
 
@@ -54,7 +54,7 @@ def test_bench_outside_a_checkout_says_what_to_do(
 def test_bench_help_lists_benches_and_their_flags(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", "--help"]) == 0
     assert (
-        "comm,cross_entropy,linear,linear_cross_entropy,overlap_gpu,p2p,pipeline,rms_norm,swiglu,symmetric"
+        "comm,cross_entropy,linear,linear_cross_entropy,overlap_gpu,p2p,pipeline,rms_norm,storage,swiglu,symmetric"
         in capsys.readouterr().out
     )
     with pytest.raises(SystemExit) as stop:

@@ -17,6 +17,8 @@
 namespace fastpar {
 namespace {
 
+constexpr int kRingLanes = 2;
+
 int64_t round_up(int64_t bytes) { return (bytes + kFileAlignment - 1) / kFileAlignment * kFileAlignment; }
 
 }  // namespace
@@ -65,8 +67,16 @@ struct AsyncFile::Buffer {
 
 AsyncFile::AsyncFile(const FileOptions& options) : options_(options) {
   if (options_.ring) {
-    ring_ = IoRing::create(static_cast<unsigned>(options_.depth));
-    lanes_.emplace_back([this] { run_ring_lane(); });
+    std::vector<int> depths;
+    for (int left = options_.depth, lane = std::min(kRingLanes, options_.depth); lane > 0; --lane) {
+      const int depth = left / lane;
+      left -= depth;
+      depths.push_back(depth);
+      rings_.push_back(IoRing::create(static_cast<unsigned>(depth)));
+    }
+    for (size_t lane = 0; lane < rings_.size(); ++lane) {
+      lanes_.emplace_back([this, lane, depth = depths[lane]] { run_ring_lane(*rings_[lane], depth); });
+    }
     return;
   }
   for (int lane = 0; lane < options_.depth; ++lane) lanes_.emplace_back([this] { run_thread_lane(); });
@@ -258,11 +268,11 @@ void AsyncFile::run_thread_lane() {
   }
 }
 
-// Keeps up to `depth` blocks in flight; the thread sleeps in the kernel until one of them has ended, and looks for new
+// Keeps up to `depth` blocks in flight; its thread sleeps in the kernel until one of them has ended, and looks for new
 // ones then.
 class AsyncFile::RingLane {
  public:
-  RingLane(AsyncFile& file, IoRing& ring) : file_(file), ring_(ring), slots_(static_cast<size_t>(file.options_.depth)) {
+  RingLane(AsyncFile& file, IoRing& ring, int depth) : file_(file), ring_(ring), slots_(static_cast<size_t>(depth)) {
     for (size_t index = 0; index < slots_.size(); ++index) idle_.push_back(index);
   }
 
@@ -364,6 +374,6 @@ class AsyncFile::RingLane {
   int64_t broken_ = kFileOk;
 };
 
-void AsyncFile::run_ring_lane() { RingLane(*this, *ring_).run(); }
+void AsyncFile::run_ring_lane(IoRing& ring, int depth) { RingLane(*this, ring, depth).run(); }
 
 }  // namespace fastpar

@@ -1,9 +1,10 @@
 // Reads and writes of a file that run while the caller computes.
 //
-// A transfer (one tensor, say) is cut into blocks. Lanes, which are threads, take blocks and move them: one lane with
-// an io_uring that keeps `depth` blocks in flight, or `depth` lanes that call pread and pwrite. With O_DIRECT the disk
-// reads and writes the caller's memory itself where that is aligned, and a block is copied through a buffer of the lane
-// where it is not. Checksums of blocks are taken and verified on the way, in the pass that copies where there is one.
+// A transfer (one tensor, say) is cut into blocks. Lanes, which are threads, take blocks and move them: two lanes with
+// an io_uring each, which keep `depth` blocks in flight together, or `depth` lanes that call pread and pwrite. With
+// O_DIRECT the disk reads and writes the caller's memory itself where that is aligned, and a block is copied through a
+// buffer of the lane where it is not. Checksums of blocks are taken and verified on the way, in the pass that copies
+// where there is one; so that this takes place while the disk works there is more than one lane with a ring.
 //
 // Transfers are served first come, first served, reads and writes in turns, so that neither waits behind all of the
 // other. A transfer may be ordered after another one (`after`).
@@ -94,7 +95,7 @@ class AsyncFile {
   int64_t end(const Block& block, const Move& move) const;
 
   void run_thread_lane();
-  void run_ring_lane();
+  void run_ring_lane(IoRing& ring, int depth);
 
   const FileOptions options_;
   std::mutex mutex_;
@@ -104,7 +105,7 @@ class AsyncFile {
   bool closing_ = false;
   uint64_t last_ticket_ = 0;
   std::unordered_map<uint64_t, std::shared_ptr<Request>> requests_;
-  std::unique_ptr<IoRing> ring_;
+  std::vector<std::unique_ptr<IoRing>> rings_;
   std::vector<std::thread> lanes_;
 };
 
