@@ -1,26 +1,18 @@
 // CPU op layer of the optimizer steps: gather what the lists say about every tensor, choose the kernel, launch.
 // The algebra is in fastpar/ops/optimizer.py, which checks the arguments; here is checked what memory safety needs.
-#include "optimizer/optimizer.h"
-
 #include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
 
 #include <algorithm>
-#include <cmath>
-#include <optional>
-#include <vector>
 
-#include "common/checks.h"
 #include "common/cpu_capability.h"
-#include "common/tensor_rows.h"
+#include "optimizer/arguments.h"
 
 namespace fastpar {
 namespace {
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
-using Tensors = std::vector<Tensor>;
+using Tensors = OptimizerTensors;
 
 constexpr int64_t kGrainElements = 32768;
 
@@ -33,134 +25,10 @@ const OptimizerKernels& kernels() {
   return kOptimizerPortable;
 }
 
-// The lists that all steps have.
-struct Lists {
-  const Tensors &params, &grads;
-  std::vector<const Tensors*> states, scales;
-  const Tensors &outputs, &remainders;
-  const std::vector<int64_t>&output_of, &rounding;
-};
-
-// A call, as the kernels want it. `starts[i]` elements come before tensors[i].
-struct Call {
-  std::vector<OptimizerTensor> tensors;
-  std::vector<int64_t> starts;
-  StateType state_type;
-  bool stochastic;
-};
-
-void check_matches(const Tensor& x, const Tensor& param, const char* name, size_t i) {
-  FASTPAR_CHECK(x.numel() == param.numel(), name, "[", i, "] must have the shape of params[", i, "]");
-  FASTPAR_CHECK(x.is_contiguous(), name, "[", i, "] must be contiguous");
-}
-
-void check_count(const Tensors& list, size_t count, const char* name) {
-  FASTPAR_CHECK(list.size() == count, name, " must have ", count, " tensors, got ", list.size());
-}
-
-StateType state_type(const Tensors& states) {
-  if (states.empty()) return StateType::kFloat32;
-  switch (states[0].scalar_type()) {
-    case ScalarType::Float:
-      return StateType::kFloat32;
-    case ScalarType::BFloat16:
-      return StateType::kBFloat16;
-    case ScalarType::Byte:
-      return StateType::k8Bit;
-    default:
-      FASTPAR_CHECK(false, "states must be float32, bfloat16 or uint8");
-  }
-  return StateType::kFloat32;
-}
-
-void add_states(const Lists& lists, size_t i, StateType type, OptimizerTensor* t) {
-  for (size_t k = 0; k < lists.states.size(); ++k) {
-    const Tensor& state = (*lists.states[k])[i];
-    check_matches(state, lists.params[i], "states", i);
-    FASTPAR_CHECK(state.scalar_type() == lists.states[0]->front().scalar_type(), "states must have one dtype");
-    t->states[k] = state.mutable_data_ptr();
-    if (type != StateType::k8Bit) continue;
-    const Tensor& scale = (*lists.scales[k])[i];
-    FASTPAR_CHECK(scale.scalar_type() == ScalarType::Float && scale.is_contiguous() &&
-                      scale.numel() == (state.numel() + kOptimizerBlock - 1) / kOptimizerBlock,
-                  "scales[", i, "] must be float32, one per ", kOptimizerBlock, " elements");
-    t->scales[k] = scale.mutable_data_ptr<float>();
-  }
-}
-
-OptimizerTensor describe(const Lists& lists, size_t i, StateType type) {
-  const Tensor &param = lists.params[i], &grad = lists.grads[i];
-  OptimizerTensor t{};
-  FASTPAR_CHECK(param.is_contiguous(), "params[", i, "] must be contiguous");
-  check_matches(grad, param, "grads", i);
-  t.count = param.numel();
-  const FloatType param_type = float_type(param, "params"), grad_type = float_type(grad, "grads");
-  FASTPAR_CHECK(param_type != FloatType::kFloat64 && grad_type != FloatType::kFloat64, "float64 has no kernel");
-  t.param_type = static_cast<ParamType>(param_type);
-  t.grad_type = static_cast<GradType>(grad_type);
-  t.param = param.mutable_data_ptr();
-  t.grad = grad.const_data_ptr();
-  if (!lists.remainders.empty()) {
-    const Tensor& remainder = lists.remainders[i];
-    check_matches(remainder, param, "remainders", i);
-    FASTPAR_CHECK(param_type == FloatType::kBFloat16 && remainder.scalar_type() == ScalarType::Short,
-                  "remainders must be int16, beside bfloat16 params");
-    t.param_type = ParamType::kSplit;
-    t.remainder = remainder.mutable_data_ptr<int16_t>();
-  }
-  add_states(lists, i, type, &t);
-  if (!lists.rounding.empty()) {
-    const uint64_t seed = static_cast<uint64_t>(lists.rounding[0]);
-    t.rounding_key = splitmix64(splitmix64(seed) + static_cast<uint64_t>(lists.rounding[1 + 2 * i]));
-    t.first_index = static_cast<uint64_t>(lists.rounding[2 + 2 * i]);
-  }
-  return t;
-}
-
-void add_output(const Tensor& output, const Tensor& param, size_t i, OptimizerTensor* t) {
-  check_matches(output, param, "outputs", i);
-  const FloatType type = float_type(output, "outputs");
-  FASTPAR_CHECK(type == FloatType::kBFloat16 || type == FloatType::kFloat16, "outputs must be bfloat16 or float16");
-  t->output_type = type == FloatType::kBFloat16 ? OutputType::kBFloat16 : OutputType::kFloat16;
-  t->output = output.mutable_data_ptr();
-}
-
-Call describe_call(const Lists& lists) {
-  const size_t count = lists.params.size();
-  check_count(lists.grads, count, "grads");
-  Call call{};
-  for (const Tensors* states : lists.states) check_count(*states, count, "states");
-  call.state_type = lists.states.empty() ? StateType::kFloat32 : state_type(*lists.states[0]);
-  if (call.state_type == StateType::k8Bit) {
-    for (const Tensors* scales : lists.scales) check_count(*scales, count, "scales");
-  }
-  if (!lists.remainders.empty()) check_count(lists.remainders, count, "remainders");
-  FASTPAR_CHECK(lists.outputs.size() == lists.output_of.size(), "output_of must have an entry per output");
-  FASTPAR_CHECK(lists.rounding.empty() || lists.rounding.size() == 1 + 2 * count, "rounding must have ", 1 + 2 * count,
-                " entries, got ", lists.rounding.size());
-  call.stochastic = !lists.rounding.empty();
-  call.tensors.reserve(count);
-  call.starts.reserve(count + 1);
-  int64_t total = 0;
-  for (size_t i = 0; i < count; ++i) {
-    call.tensors.push_back(describe(lists, i, call.state_type));
-    call.starts.push_back(total);
-    total += call.tensors.back().count;
-  }
-  call.starts.push_back(total);
-  for (size_t j = 0; j < lists.outputs.size(); ++j) {
-    const size_t i = static_cast<size_t>(lists.output_of[j]);
-    FASTPAR_CHECK(i < count, "output_of has ", lists.output_of[j], " of ", count, " parameters");
-    add_output(lists.outputs[j], lists.params[i], i, &call.tensors[i]);
-    call.tensors[i].stream_output = total * 2 > kStreamedOutputBytes;
-  }
-  return call;
-}
-
 // Runs `kernel` on all elements of the call, a share of them per thread. Where a share ends inside a tensor, it ends at
 // a multiple of kOptimizerBlock of that tensor's elements, the same for the share that begins there.
 template <typename Numbers>
-void launch(const Call& call, OptimizerKernel<Numbers> kernel, const Numbers& numbers, float factor) {
+void launch(const OptimizerCall& call, OptimizerKernel<Numbers> kernel, const Numbers& numbers, float factor) {
   const auto inside = [](int64_t position, int64_t start, int64_t count) {
     const int64_t rounded = (position - start + kOptimizerBlock - 1) / kOptimizerBlock * kOptimizerBlock;
     return std::clamp<int64_t>(rounded, 0, count);
@@ -201,22 +69,15 @@ void adamw_step_cpu(Tensors params, Tensors grads, Tensors exp_avgs, Tensors exp
                     std::vector<int64_t> rounding, double factor, int64_t step, double lr, double beta1, double beta2,
                     double eps, double weight_decay) {
   if (params.empty() || is_skipped(found_inf)) return;
-  const Call call = describe_call({params,
-                                   grads,
-                                   {&exp_avgs, &exp_avg_sqs},
-                                   {&exp_avg_scales, &exp_avg_sq_scales},
-                                   outputs,
-                                   remainders,
-                                   output_of,
-                                   rounding});
-  const double count = step_number(step_tensor, step);
-  const AdamwNumbers numbers{static_cast<float>(1.0 - lr * weight_decay),
-                             static_cast<float>(1.0 - beta1),
-                             static_cast<float>(beta2),
-                             static_cast<float>(1.0 - beta2),
-                             static_cast<float>(1.0 / std::sqrt(1.0 - std::pow(beta2, count))),
-                             static_cast<float>(eps),
-                             static_cast<float>(lr / (1.0 - std::pow(beta1, count)))};
+  const OptimizerCall call = describe_optimizer_call({params,
+                                                      grads,
+                                                      {&exp_avgs, &exp_avg_sqs},
+                                                      {&exp_avg_scales, &exp_avg_sq_scales},
+                                                      outputs,
+                                                      remainders,
+                                                      output_of,
+                                                      rounding});
+  const AdamwNumbers numbers = adamw_numbers(step_number(step_tensor, step), lr, beta1, beta2, eps, weight_decay);
   launch(call, kernels().adamw.kernels[static_cast<int>(call.state_type)][call.stochastic], numbers,
          scalar_or(grad_factor, factor));
 }
@@ -226,19 +87,14 @@ void sgd_step_cpu(Tensors params, Tensors grads, Tensors momentum_buffers, Tenso
                   std::vector<int64_t> output_of, std::vector<int64_t> rounding, double factor, double lr,
                   double momentum, double dampening, double weight_decay, bool nesterov, bool first) {
   if (params.empty() || is_skipped(found_inf)) return;
-  Lists lists{params, grads, {}, {}, outputs, remainders, output_of, rounding};
+  OptimizerLists lists{params, grads, {}, {}, outputs, remainders, output_of, rounding};
   const bool has_momentum = momentum != 0.0;
   if (has_momentum) {
     lists.states = {&momentum_buffers};
     lists.scales = {&momentum_scales};
   }
-  const Call call = describe_call(lists);
-  const SgdNumbers numbers{static_cast<float>(lr),
-                           static_cast<float>(momentum),
-                           static_cast<float>(1.0 - dampening),
-                           static_cast<float>(weight_decay),
-                           nesterov,
-                           first};
+  const OptimizerCall call = describe_optimizer_call(lists);
+  const SgdNumbers numbers = sgd_numbers(lr, momentum, dampening, weight_decay, nesterov, first);
   launch(call,
          has_momentum ? kernels().sgd.kernels[static_cast<int>(call.state_type)][call.stochastic]
                       : kernels().plain_sgd[call.stochastic],
@@ -250,10 +106,9 @@ void lion_step_cpu(Tensors params, Tensors grads, Tensors exp_avgs, Tensors exp_
                    std::vector<int64_t> output_of, std::vector<int64_t> rounding, double factor, double lr,
                    double beta1, double beta2, double weight_decay) {
   if (params.empty() || is_skipped(found_inf)) return;
-  const Call call =
-      describe_call({params, grads, {&exp_avgs}, {&exp_avg_scales}, outputs, remainders, output_of, rounding});
-  const LionNumbers numbers{static_cast<float>(1.0 - lr * weight_decay), static_cast<float>(beta1),
-                            static_cast<float>(1.0 - beta1), static_cast<float>(1.0 - beta2), static_cast<float>(lr)};
+  const OptimizerCall call = describe_optimizer_call(
+      {params, grads, {&exp_avgs}, {&exp_avg_scales}, outputs, remainders, output_of, rounding});
+  const LionNumbers numbers = lion_numbers(lr, beta1, beta2, weight_decay);
   launch(call, kernels().lion.kernels[static_cast<int>(call.state_type)][call.stochastic], numbers,
          scalar_or(grad_factor, factor));
 }
