@@ -1,0 +1,248 @@
+"""One unit of stage 3: its parameters as shards, and whole while they are used.
+
+Note: memory that comes and goes. A whole parameter is the model's own nn.Parameter, one object for ever; its memory is
+one storage for the whole unit, which is resized to nothing and back. Autograd saves the parameter, or views of it like
+a transposed weight, and these see the memory come back, since they share the storage. So nothing of what a forward has
+saved keeps a unit in memory, and nothing has to be patched before backward: it is enough to gather in time.
+
+Note: freed parameters say so. Reading a storage without memory would crash the process. While a unit is freed, its
+parameters have another version than they had when autograd saved them, so that a backward pass that comes to one of
+them raises ("modified by an inplace operation", at version 1000000 or more) instead of reading it. Gathering brings the
+version back; after an update of the shards it goes up by one, as it would have for a parameter changed in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+from fastpar.comm.pending import Pending
+from fastpar.precision import Precision
+from fastpar.zero.flat import FlatShards
+from fastpar.zero.groups import Groups, as_parameter, contiguous_stride, local
+from fastpar.zero.reducer import Slot
+
+Places = Sequence[tuple[nn.Module, str]]
+_FREED = 1_000_000  # added to the versions of parameters whose memory is gone
+_ALIGNMENT = 64  # bytes
+
+
+class Part:
+    """The parameters of a unit that have one dtype and device: their shards, and the memory for them whole."""
+
+    def __init__(self, groups: Groups, parameters: Sequence[nn.Parameter]) -> None:
+        values = [local(parameter) for parameter in parameters]
+        self.shards = FlatShards(groups.shard, values)
+        step = _ALIGNMENT // values[0].itemsize
+        starts = [0]
+        for value in values:
+            starts.append(starts[-1] + -(-value.numel() // step) * step)
+        flat = torch.empty(starts[-1], dtype=values[0].dtype, device=values[0].device)
+        self._targets = [
+            flat.as_strided(x.shape, contiguous_stride(x.shape), start) for x, start in zip(values, starts, strict=False)
+        ]
+        self.versioned = tuple(_move(p, target) for p, target in zip(parameters, self._targets, strict=True))
+        self._storage = flat.untyped_storage()
+        self.nbytes = self._storage.nbytes()
+        self._storage.resize_(0)
+        self._pending: Pending[None] | None = None
+
+    def launch(self) -> None:
+        """Begin to gather."""
+        self._storage.resize_(self.nbytes)
+        self._pending = self.shards.gather_async(self._targets)
+
+    def wait(self) -> None:
+        assert self._pending is not None
+        self._pending.wait()
+        self._pending = None
+
+    def free(self) -> None:
+        if self._pending is not None:  # its result would be written to memory that is gone
+            self.wait()
+        self._storage.resize_(0)
+
+
+class Unit:
+    """The parameters that are gathered together.
+
+    At rest a module's parameter is a DTensor with this rank's rows, which the optimizer has as well (or a master weight
+    for it); between `launch` and `free` it is the whole one. `resident` parameters have their memory always, as
+    Replicate() DTensors at rest.
+
+    slots    of the trainable parameters: what is reduced and updated
+    nbytes   of the memory that comes and goes
+    """
+
+    def __init__(
+        self,
+        name: str,
+        places: Mapping[str, Places],
+        groups: Groups,
+        precision: Precision,
+        resident: frozenset[str],
+    ) -> None:
+        self.name = name
+        self.is_whole = self.is_launched = False
+        self.epoch = 0  # of the shards that were gathered last
+        self.slots: list[Slot] = []
+        self.resident_slots: list[Slot] = []
+        self._places = list(places.values())
+        self.owners = {module for found in self._places for module, _ in found}
+        self.wholes = [_parameter_at(found) for found in self._places]
+        masters = [_prepare(x, parameter, precision) for x, parameter in zip(places, self.wholes, strict=True)]
+        kinds: dict[Any, list[int]] = {}
+        for index, (each, parameter) in enumerate(zip(places, self.wholes, strict=True)):
+            if each not in resident:
+                kinds.setdefault((parameter.dtype, parameter.device), []).append(index)
+        specs = [groups.row_spec(parameter) for parameter in self.wholes]
+        self.parts = []
+        rows = [local(parameter) for parameter in self.wholes]  # of residents: all of them
+        for members in kinds.values():
+            part = Part(groups, [self.wholes[index] for index in members])
+            self.parts.append(part)
+            for position, index in enumerate(members):
+                rows[index] = part.shards.shards[position]
+                masters[index] = _rows_of(masters[index], part.shards, position, groups)
+        self.nbytes = sum(part.nbytes for part in self.parts)
+        self._versioned = tuple(x for part in self.parts for x in part.versioned)
+        self._versions = [x._version for x in self._versioned]
+        self.sharded: list[nn.Parameter] = []
+        for index, (each, parameter) in enumerate(zip(places, self.wholes, strict=True)):
+            spec = _replicated(specs[index], parameter) if each in resident else specs[index]
+            sharded = as_parameter(rows[index], spec).requires_grad_(parameter.requires_grad)
+            tags = {key: value for key, value in vars(parameter).items() if key != "fastpar_layout"}
+            vars(sharded).update(tags)
+            self.sharded.append(sharded)
+            if parameter.requires_grad:
+                slot = _slot(each, parameter, sharded, masters[index], spec, precision)
+                (self.resident_slots if each in resident else self.slots).append(slot)
+        self._mark_freed()
+        self._register(self.sharded)
+
+    def launch(self) -> None:
+        """Begin to gather; collective."""
+        self.is_launched = True
+        for part in self.parts:
+            part.launch()
+
+    def install(self, epoch: int) -> None:
+        """Wait for the gather, and give the modules their whole parameters. `epoch`: of the shards' values."""
+        for part in self.parts:
+            part.wait()
+        if epoch != self.epoch:
+            self.epoch = epoch
+            self._versions = [version + 1 for version in self._versions]
+        if self._versioned:
+            _set_versions(self._versioned, self._versions)
+        for whole, sharded in zip(self.wholes, self.sharded, strict=True):
+            if whole.requires_grad != sharded.requires_grad:
+                whole.requires_grad_(sharded.requires_grad)
+        self._check()
+        self._register(self.wholes)
+        self.is_whole = True
+
+    def free(self) -> None:
+        """Give the modules their shards back, and the memory to the system."""
+        if self.is_whole:
+            self._register(self.sharded)
+            self._versions = [x._version for x in self._versioned]
+            self._mark_freed()
+        for part in self.parts:
+            part.free()
+        self.is_whole = self.is_launched = False
+
+    def restore(self) -> None:
+        """Leave the modules with whole parameters and memory of their own, as they were before."""
+        if not self.is_launched:
+            self.launch()
+        if not self.is_whole:
+            self.install(self.epoch)
+
+    def _mark_freed(self) -> None:
+        if self._versioned:
+            _set_versions(self._versioned, [version + _FREED for version in self._versions])
+
+    def _check(self) -> None:
+        for places, sharded in zip(self._places, self.sharded, strict=True):
+            for module, attribute in places:
+                if module._parameters.get(attribute) is not sharded:
+                    raise RuntimeError(
+                        f"{attribute!r} of a {type(module).__name__} in unit {self.name!r} is not the parameter that "
+                        "stage 3 has sharded: it was replaced (load_state_dict with assign=True does that). Replace "
+                        "parameters before fastpar.zero.shard, or copy into them"
+                    )
+
+    def _register(self, parameters: Sequence[nn.Parameter]) -> None:
+        for places, parameter in zip(self._places, parameters, strict=True):
+            for module, attribute in places:
+                if type(module).__setattr__ is nn.Module.__setattr__:
+                    module._parameters[attribute] = parameter
+                else:  # torch's recurrent layers keep a list of their weights
+                    setattr(module, attribute, parameter)
+
+
+def _parameter_at(places: Places) -> nn.Parameter:
+    module, attribute = places[0]
+    parameter = module._parameters[attribute]
+    assert parameter is not None
+    return parameter
+
+
+def _prepare(name: str, parameter: nn.Parameter, precision: Precision) -> Tensor | None:
+    """Convert a parameter to the dtype of computation; returns what it was where the optimizer needs it."""
+    own, value = parameter.dtype, local(parameter)
+    wanted = precision.param_dtype(name, own)
+    if wanted != own:
+        parameter.data = parameter.data.to(wanted)
+    needs_master = parameter.requires_grad and precision.master_dtype(name, own) != wanted
+    return value.to(precision.master_dtype(name, own), copy=True) if needs_master else None
+
+
+def _rows_of(master: Tensor | None, shards: FlatShards, index: int, groups: Groups) -> Tensor | None:
+    return None if master is None else shards.layout.rows_of(master, index, groups.shard.rank).clone()
+
+
+def _slot(
+    name: str,
+    parameter: nn.Parameter,
+    sharded: nn.Parameter,
+    master: Tensor | None,
+    spec: DTensorSpec | None,
+    precision: Precision,
+) -> Slot:
+    spec = spec or getattr(parameter, "_spec", None)
+    wire = precision.reduce_dtype(name, parameter.dtype)
+    if master is None:
+        return Slot(name, parameter, sharded, spec, wire)
+    return Slot(name, parameter, as_parameter(master, spec), spec, wire, target=local(sharded))
+
+
+def _replicated(spec: DTensorSpec | None, parameter: nn.Parameter) -> DTensorSpec | None:
+    """`Groups.row_spec` of a parameter whose rows are not split."""
+    if spec is None:
+        return None
+    inner = len(parameter.placements) if isinstance(parameter, DTensor) else 0
+    placements = list(spec.placements)
+    placements[len(placements) - inner - 1] = Replicate()
+    return DTensorSpec(spec.mesh, tuple(placements), tensor_meta=spec.tensor_meta)
+
+
+def _move(parameter: nn.Parameter, memory: Tensor) -> Tensor:
+    """Give a parameter other memory; returns the tensor whose version autograd looks at."""
+    if isinstance(parameter, DTensor):
+        inner: Any = parameter
+        inner._local_tensor = memory.data
+        found: Tensor = inner._local_tensor
+        return found
+    parameter.data = memory
+    return parameter
+
+
+def _set_versions(tensors: tuple[Tensor, ...], versions: Sequence[int]) -> None:
+    torch._C._autograd._unsafe_set_version_counter(tensors, tuple(versions))

@@ -1,0 +1,373 @@
+"""ZeRO stage 3: parameters are sharded, and gathered for the layers that run.
+
+    stage3 = Stage3(model, groups, precision)       # done by fastpar.zero.shard(stage=3)
+
+| moment | what happens |
+|---|---|
+| before a unit's forward | gather it, unless that was begun earlier; begin the next one's |
+| after it | free it (`reshard_after_forward`) |
+| before its backward: the gradient of an output is there | gather it again; begin the one's before |
+| after its backward: the gradient of its input is there | begin to reduce its gradients to rows, free it |
+| at the end of backward | reduce what is left (units whose inputs need no gradient), and resident parameters |
+
+Words per rank and microbatch, of Psi parameters on N ranks: 3 Psi (N - 1) / N (gather twice, reduce-scatter), or 2 with
+reshard_after_forward=False; resident parameters 2 (all-reduce). Memory: rows of everything, and at most two units
+whole: one that runs, and the next (`Stage3.budget`; units that run inside each other are whole together).
+
+Note: order. Which unit comes next is known from the last forward pass (in the first: from the order of modules), and in
+backward from the calls themselves, each of which knows the one before it. A guess that was wrong costs time: the unit
+is freed when room is needed. Over shared memory a gather is a copy that waits for nobody, so there is nothing to begin
+early, and nothing is.
+
+Note: equal on all ranks. Gathers and reductions are collectives, so all ranks must run the same units in the same
+order. Within a unit they may differ: a parameter without a gradient on this rank counts as zero, and one that no rank
+has used gets none. Therefore a unit is reduced when its last call of a pass has got the gradient of its inputs, not
+when its gradients happen to be complete.
+
+Note: failures. A forward or backward that raises leaves units whole; the next forward frees them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from fastpar.precision import Precision
+from fastpar.zero.gathered import Unit
+from fastpar.zero.groups import Groups, local
+from fastpar.zero.reducer import Slot
+from fastpar.zero.unit_calls import Call, Order
+from fastpar.zero.unit_reducer import UnitReducer
+from fastpar.zero.units import UnitPlan, UnitsLike, owners_of, plan_units, small_names
+
+RESIDENT_SHARE = 1 / 256
+
+
+class _Frame(NamedTuple):
+    """A call that is running."""
+
+    module: nn.Module | None
+    call: Call | None  # with gradients
+
+
+class _State:
+    """What is going on in a unit."""
+
+    def __init__(self) -> None:
+        self.running: list[_Frame] = []
+        self.in_backward: set[Call] = set()
+        self.is_pinned = False
+        self.open_calls: weakref.WeakSet[Call] = weakref.WeakSet()  # whose backward has not ended
+
+    @property
+    def is_used(self) -> bool:
+        return bool(self.running or self.in_backward or self.is_pinned)
+
+
+class _Guard:
+    """Keeps a unit whole while a layer of it is recomputed, whose hooks lie outside of what is run again: what
+    fastpar.recompute calls a capture."""
+
+    def __init__(self, stage3: Stage3, unit: Unit) -> None:
+        self._stage3, self._unit = stage3, unit
+
+    def capture(self) -> Callable[[], AbstractContextManager[None]]:
+        return partial(self._stage3.kept_whole, self._unit)
+
+
+class Stage3:
+    """A model whose parameters are sharded, in place. Collective.
+
+    model                  its parameters are on their device, with the same values on all ranks
+    groups                 sharded: the ranks among which rows are split, and replicas of those
+    precision              dtypes of parameters, of gradients on the wire and of what the optimizer updates
+    units                  what is gathered together: see `plan_units`
+    reshard_after_forward  False: units stay whole from forward to backward, and are gathered once
+    resident_share         the smallest parameters are kept whole on every rank, at most this share of all elements
+    budget                 bytes that may be whole at a time when something is gathered early; by default those of the
+                           two largest units. What runs is gathered in any case
+
+    slots   of the trainable parameters: what is reduced, and what the optimizer is to update
+    units   in the order of the model's modules
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        groups: Groups,
+        precision: Precision | None = None,
+        *,
+        units: UnitsLike = None,
+        reshard_after_forward: bool = True,
+        resident_share: float = RESIDENT_SHARE,
+        budget: int | None = None,
+    ) -> None:
+        if not 0.0 <= resident_share <= 1.0:
+            raise ValueError(f"resident_share must be between 0 and 1, got {resident_share}")
+        self.model, self.groups = model, groups
+        self.reshard_after_forward = reshard_after_forward
+        numels = {name: local(parameter).numel() for name, parameter in model.named_parameters()}
+        self.resident = frozenset(small_names(numels, resident_share))
+        plans = plan_units(model, units)
+        owners = owners_of(model, list(numels))
+        self.units = [
+            Unit(plan.name, {name: owners[name] for name in plan.names}, groups, precision or Precision(), self.resident)
+            for plan in plans
+        ]
+        sizes = sorted((unit.nbytes for unit in self.units), reverse=True)
+        self.budget = sum(sizes[:2]) if budget is None else budget
+        self.reducer = UnitReducer(self.units, groups)
+        by_name = {slot.name: slot for slot in self.reducer.slots}
+        self.slots: list[Slot] = [by_name[name] for name in numels if name in by_name]
+        self.whole_bytes = self.peak_bytes = 0
+        self._epoch = 0  # counts updates of the shards
+        self._states = {unit: _State() for unit in self.units}
+        self._spare: list[Unit] = []  # gathered early, or kept for what may follow: the oldest first
+        self._order = Order(self.units)
+        self._passes = 0
+        self._open: set[int] = set()  # backward passes that have begun and not ended, by torch's number
+        self._handles: list[Any] = []
+        self._last_call: Call | None = None
+        self._install_hooks(plans)
+        self.published()
+
+    @property
+    def can_prefetch(self) -> bool:
+        """Whether a gather takes time that can be hidden: not where ranks copy out of each other's memory."""
+        return not any(part.shards.is_shared for unit in self.units for part in unit.parts)
+
+    # ---- what fastpar.zero.shard calls
+
+    def released(self) -> None:
+        """Before shards are written to: frees all units, and waits until no rank reads shards any more. Collective."""
+        self.reshard()
+        self.groups.shard.barrier()
+
+    def published(self) -> None:
+        """After shards were written to: waits until all ranks have. Collective."""
+        self._epoch += 1
+        self.groups.shard.barrier()
+
+    def begin_forward(self) -> None:
+        """The model is about to run: forget what a pass that has failed left."""
+        if _in_backward():  # of a checkpoint
+            return
+        if self._open:
+            self._open.clear()
+            self.reducer.forget()
+        for unit, state in self._states.items():
+            if state.running or state.in_backward:
+                state.running.clear()
+                state.in_backward.clear()
+                self._free_if_unused(unit)
+        self._passes += 1
+        self._last_call = None
+        self._order.begin()
+
+    def detach(self) -> None:
+        """Give the model its whole parameters for good, and remove all hooks. Collective."""
+        self.reshard()
+        for handle in self._handles:
+            handle.remove()
+        for module in self.model.modules():
+            for name in [n for n in vars(module) if n in ("unshard", "reshard") or n.startswith("_fastpar_unit_")]:
+                del vars(module)[name]
+        for unit in self.units:
+            unit.restore()
+
+    # ---- by hand
+
+    def unshard(self, module: nn.Module | None = None) -> None:
+        """Gather the units of a module and of those in it (None: the model), until `reshard`. Collective."""
+        for unit in self._units_in(module):
+            self._need(unit)
+            self._states[unit].is_pinned = True
+
+    def reshard(self, module: nn.Module | None = None) -> None:
+        """Free the units of a module and of those in it (None: the model), whatever has gathered them."""
+        for unit in self._units_in(module):
+            state = self._states[unit]
+            state.is_pinned = False
+            state.in_backward.clear()
+            self._free_if_unused(unit)
+
+    @contextmanager
+    def kept_whole(self, unit: Unit) -> Iterator[None]:
+        """A unit is whole in the block."""
+        running = self._states[unit].running
+        frame = _Frame(None, None)
+        running.append(frame)
+        try:
+            self._need(unit)
+            yield
+        finally:
+            running.remove(frame)
+            self._free_if_unused(unit, keep=_in_backward())
+
+    # ---- gathering and freeing
+
+    def _need(self, unit: Unit) -> None:
+        """Make a unit whole."""
+        if unit.is_whole and unit.epoch != self._epoch and not self._states[unit].is_used:
+            self._free(unit)  # gathered before an update
+        if unit in self._spare:
+            self._spare.remove(unit)
+        if not unit.is_launched:
+            self._launch(unit)
+        if not unit.is_whole:
+            unit.install(self._epoch)
+
+    def _prefetch(self, unit: Unit | None) -> None:
+        """Begin to gather what probably comes next."""
+        if unit is not None and not unit.is_launched and self.can_prefetch:
+            if self.whole_bytes + unit.nbytes <= self.budget:
+                self._launch(unit)
+                self._spare.append(unit)
+
+    def _launch(self, unit: Unit) -> None:
+        while self._spare and self.whole_bytes + unit.nbytes > self.budget:
+            self._free(self._spare[0])
+        unit.launch()
+        self.whole_bytes += unit.nbytes
+        self.peak_bytes = max(self.peak_bytes, self.whole_bytes)
+
+    def _free_if_unused(self, unit: Unit, *, keep: bool = False) -> None:
+        """`keep`: until room is needed."""
+        if not unit.is_launched or self._states[unit].is_used:
+            return
+        if keep:
+            self._spare.append(unit)
+        else:
+            self._free(unit)
+
+    def _free(self, unit: Unit) -> None:
+        if unit in self._spare:
+            self._spare.remove(unit)
+        unit.free()
+        self.whole_bytes -= unit.nbytes
+
+    # ---- forward
+
+    def _before(self, unit: Unit, is_part: bool, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Before a module of a unit runs; `is_part`: one within those, which may be called alone."""
+        state = self._states[unit]
+        if is_part and state.is_used and unit.is_whole:
+            return None
+        state.running.append(_Frame(module, None))
+        self._need(unit)
+        if len(state.running) > 1:
+            return None
+        if not (is_part or _in_backward()):
+            self._prefetch(self._order.next_after(unit))
+        if not torch.is_grad_enabled():
+            return None
+        previous = None if _in_backward() else self._last_call
+        call = Call(unit, self._passes, previous, self._begin_backward, self._end_backward)
+        state.running[-1] = _Frame(module, call)
+        return call.watch_inputs(args, kwargs)
+
+    def _after(self, unit: Unit, is_part: bool, module: nn.Module, _: Any, output: Any) -> None:
+        """After it has run, or raised."""
+        state = self._states[unit]
+        if not state.running or state.running[-1].module is not module:
+            return
+        call = state.running.pop().call
+        if call is not None:
+            state.open_calls.add(call)
+            if not _in_backward():
+                self._last_call = call
+            call.watch_outputs(output)
+        if self.reshard_after_forward or call is None:
+            self._free_if_unused(unit, keep=is_part or _in_backward())
+
+    # ---- backward
+
+    def _begin_backward(self, call: Call) -> None:
+        """The gradient of an output is there."""
+        self._enter_backward()
+        state = self._states[call.unit]
+        if call in state.in_backward:
+            return
+        self._need(call.unit)
+        state.in_backward.add(call)
+        previous = call.previous
+        self._prefetch(None if previous is None else previous.unit)
+
+    def _end_backward(self, call: Call) -> None:
+        """The gradients of all inputs are there."""
+        state = self._states[call.unit]
+        if call not in state.in_backward:
+            return
+        state.in_backward.remove(call)
+        state.open_calls.discard(call)
+        is_last = all(other.number != call.number for other in state.open_calls)
+        if is_last and self.reducer.is_syncing:
+            self.reducer.reduce(call.unit)
+        self._free_if_unused(call.unit)
+
+    def _enter_backward(self) -> None:
+        number = torch._C._current_graph_task_id()
+        if number not in self._open:
+            self._open.add(number)
+            engine: Any = torch.autograd.Variable._execution_engine
+            engine.queue_callback(partial(self._leave_backward, number))
+
+    def _leave_backward(self, number: int) -> None:
+        """A backward pass has ended; it may be one within another (reentrant checkpoints)."""
+        self._open.discard(number)
+        if self._open:
+            return
+        if self.reducer.is_syncing:
+            self.reducer.finish()
+        for unit, state in self._states.items():
+            state.in_backward.clear()
+            self._free_if_unused(unit)
+
+    def _came(self, slot: Slot, _: Any) -> None:
+        """The gradient of a parameter is there."""
+        self._enter_backward()
+        slot.keep_sum()
+
+    # ---- hooks
+
+    def _install_hooks(self, plans: Sequence[UnitPlan]) -> None:
+        for number, (plan, unit) in enumerate(zip(plans, self.units, strict=True)):
+            guard = _Guard(self, unit)
+            for module in plan.modules:
+                self._hook(module, unit, is_part=False)
+                vars(module).update(unshard=partial(self.unshard, module), reshard=partial(self.reshard, module))
+                vars(module)[f"_fastpar_unit_{number}"] = guard
+            for module in unit.owners - set(plan.modules):
+                self._hook(module, unit, is_part=True)
+        vars(self.model).update(unshard=self.unshard, reshard=self.reshard)
+        self._handles += [
+            self.model.register_forward_pre_hook(lambda *_: self.begin_forward(), prepend=True),
+            self.model.register_forward_hook(lambda *_: self._order.end()),
+            self.model.register_state_dict_pre_hook(lambda *_: self.reshard()),
+            self.model.register_load_state_dict_pre_hook(lambda *_: self.released()),
+            self.model.register_load_state_dict_post_hook(lambda *_: self.published()),
+        ]
+        for slot in self.slots:
+            hook = partial(self._came, slot)
+            self._handles.append(slot.parameter.register_post_accumulate_grad_hook(hook))
+
+    def _hook(self, module: nn.Module, unit: Unit, *, is_part: bool) -> None:
+        before, after = partial(self._before, unit, is_part), partial(self._after, unit, is_part)
+        self._handles += [
+            module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
+            module.register_forward_hook(after, always_call=True),
+        ]
+
+    def _units_in(self, module: nn.Module | None) -> list[Unit]:
+        inside = set((module or self.model).modules())
+        return [unit for unit in self.units if unit.owners & inside]
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1

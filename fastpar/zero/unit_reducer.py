@@ -1,0 +1,172 @@
+"""Averages gradients unit by unit (stage 3): rows of what is sharded, whole ones of what is resident.
+
+Note: two kinds of moments. `reduce` is called in the course of a backward pass, for the same units in the same order on
+all ranks, whatever gradients a rank has. `finish`, at its end, first lets the ranks agree (one small all-reduce) on
+which units still have gradients anywhere and on which parameters had any, and reduces those units.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from fastpar.zero.flat import Staging
+from fastpar.zero.gathered import Unit
+from fastpar.zero.groups import Groups, as_dtensor, local
+from fastpar.zero.reducer import RowBucket, Slot, _agree
+
+STAGING_BUFFERS = 2  # one that travels, one that is filled
+
+
+class ReplicaBucket:
+    """Every rank gets the mean of all gradients, of resident parameters: few and small."""
+
+    def __init__(self, slots: Sequence[Slot], groups: Groups) -> None:
+        self.slots, self._groups = slots, groups
+        self._numels = [local(slot.parameter).numel() for slot in slots]
+        self._flat: Tensor | None = None
+
+    def open(self) -> None:
+        first = self.slots[0]
+        self._flat = torch.zeros(sum(self._numels), dtype=first.wire, device=first.parameter.device)
+
+    def add(self, position: int, gradient: Tensor) -> None:
+        assert self._flat is not None
+        self._flat.split(self._numels)[position].view(gradient.shape).copy_(gradient)
+
+    def launch(self) -> None:
+        assert self._flat is not None
+        for comm in self._groups.everyone():
+            comm.all_reduce(self._flat, "avg", out=self._flat)
+
+    def finish(self) -> None:
+        assert self._flat is not None
+        for slot, mine in zip(self.slots, self._flat.split(self._numels), strict=True):
+            mean = mine.view(local(slot.parameter).shape)
+            if slot.owner.grad is None:
+                slot.owner.grad = as_dtensor(mean.to(slot.owner.dtype), slot.spec)
+            else:
+                local(slot.owner.grad).add_(mean)
+        self._flat = None
+
+
+class UnitReducer:
+    """Reduces the gradients of `units` and hands the means to the owners of their slots.
+
+    is_syncing   False: gradients stay where autograd sums them
+    """
+
+    def __init__(self, units: Sequence[Unit], groups: Groups) -> None:
+        self._groups = groups
+        self.is_syncing = True
+        self.slots = [slot for unit in units for slot in (*unit.slots, *unit.resident_slots)]
+        self._buckets: dict[Unit, list[RowBucket]] = {
+            unit: [RowBucket(slots, groups, partial(self._staging_of, *kind)) for kind, slots in _by_kind(unit.slots)]
+            for unit in units
+        }
+        resident = [slot for unit in units for slot in unit.resident_slots]
+        self._replicas = [ReplicaBucket(slots, groups) for _, slots in _by_kind(resident)]
+        self._staging: dict[tuple[torch.dtype, torch.device], Staging] = {}
+        self._in_flight: deque[RowBucket] = deque()
+        self._used: set[Slot] = set()  # had a gradient here since the last `finish`
+        self._had_none: dict[Slot, bool] = {}  # of those that were reduced since: whether the owner had no gradient
+
+    @property
+    def staging_bytes(self) -> int:
+        """Of the buffers in which gradients travel, which are made in the first backward pass."""
+        return sum(
+            STAGING_BUFFERS * staging.numel * dtype.itemsize for (dtype, _), staging in self._staging.items()
+        )
+
+    def reduce(self, unit: Unit) -> None:
+        """Begin to reduce what a unit has of gradients; zero where it has none. Collective."""
+        for bucket in self._buckets[unit]:
+            while len(self._in_flight) >= STAGING_BUFFERS or bucket in self._in_flight:
+                self._in_flight.popleft().finish()
+            self._launch(bucket)
+            self._in_flight.append(bucket)
+
+    def finish(self) -> None:
+        """Reduce all that is left, and wait for everything. Collective."""
+        units = list(self._buckets)
+        pending = [any(_has_gradient(slot) for slot in unit.slots) for unit in units]
+        used = [slot in self._used or _has_gradient(slot) for slot in self.slots]
+        agreed = _agree([*pending, *used], self._groups)
+        for unit, is_pending in zip(units, agreed, strict=False):
+            if is_pending:
+                self.reduce(unit)
+        for bucket in self._replicas:
+            self._launch(bucket)
+            bucket.finish()
+        self._drain()
+        for slot, is_used in zip(self.slots, agreed[len(units) :], strict=True):
+            if is_used:
+                for hook in (getattr(slot.owner, "_post_accumulate_grad_hooks", None) or {}).values():
+                    hook(slot.owner)
+            elif self._had_none.get(slot, False):
+                slot.owner.grad = None  # as without data parallelism
+        self._forget_pass()
+
+    def reduce_now(self) -> None:
+        """Reduce what has been summed and not been sent, if any rank has such gradients. Collective."""
+        if _agree([any(_has_gradient(slot) for slot in self.slots)], self._groups)[0]:
+            self.finish()
+
+    def forget(self) -> None:
+        """Forget the pass that has not ended; reductions under way are waited for, and what they bring is kept."""
+        self._drain()
+        self._forget_pass()
+
+    def forget_sums(self) -> None:
+        """Drop gradients that were summed and not sent."""
+        self.forget()
+        for slot in self.slots:
+            slot.summed = slot.parameter.grad = None
+
+    def _staging_of(self, dtype: torch.dtype, device: torch.device) -> Staging:
+        """Buffers for the largest bucket of this kind."""
+        found = self._staging.get((dtype, device))
+        if found is None:
+            numels = [
+                sum(local(slot.parameter).numel() for slot in bucket.slots)
+                for buckets in self._buckets.values()
+                for bucket in buckets
+                if (bucket.slots[0].wire, bucket.slots[0].parameter.device) == (dtype, device)
+            ]
+            found = Staging(self._groups.shard, max(numels), dtype, device, count=STAGING_BUFFERS)
+            self._staging[dtype, device] = found
+        return found
+
+    def _launch(self, bucket: RowBucket | ReplicaBucket) -> None:
+        bucket.open()
+        for position, slot in enumerate(bucket.slots):
+            self._had_none.setdefault(slot, slot.owner.grad is None)
+            gradient = slot.take()
+            if gradient is not None:
+                self._used.add(slot)
+                bucket.add(position, gradient)
+        bucket.launch()
+
+    def _drain(self) -> None:
+        while self._in_flight:
+            self._in_flight.popleft().finish()
+
+    def _forget_pass(self) -> None:
+        self._used.clear()
+        self._had_none.clear()
+
+
+def _has_gradient(slot: Slot) -> bool:
+    return slot.summed is not None or slot.parameter.grad is not None
+
+
+def _by_kind(slots: Sequence[Slot]) -> list[tuple[tuple[torch.dtype, torch.device], list[Slot]]]:
+    """Slots that may travel together: by the dtype of the wire, and device."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[Slot]] = {}
+    for slot in slots:
+        kinds.setdefault((slot.wire, slot.parameter.device), []).append(slot)
+    return list(kinds.items())

@@ -1,0 +1,154 @@
+"""Which parameters are gathered together (stage 3): a model's layers, and what stands beside them.
+
+Note: tied parameters. A parameter that several units would have is taken out of them, into a unit of its own that is
+gathered whenever one of the modules that hold it runs: the weight that an embedding and a head share is one unit with
+two modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+
+UnitsLike = Sequence[str | nn.Module | Sequence[str | nn.Module]] | None
+
+
+@dataclass
+class UnitPlan:
+    """Parameters that are gathered together, and the modules that compute with them.
+
+    name     for messages: the path of the first module, "" for the model itself
+    modules  while one of them runs, the parameters are whole
+    names    of the parameters (first names in the model)
+    """
+
+    name: str
+    modules: list[nn.Module]
+    names: list[str] = field(default_factory=list)
+
+
+def plan_units(model: nn.Module, units: UnitsLike = None) -> list[UnitPlan]:
+    """Every parameter of the model in one unit, in the order of the modules.
+
+        model.embed, model.layers (an nn.ModuleList of 8), model.norm, model.position (a parameter that model.forward
+        itself reads)  ->  "" (position; whole as long as the model runs), embed, layers.0, ..., layers.7, norm
+
+    units  None: each entry of the outermost nn.ModuleList, nn.Sequential and nn.ModuleDict of several modules of one
+           class; then the largest other modules without such lists in them; parameters of a module around lists are a
+           unit that stays whole while that module runs.
+           Else modules, their paths, or sequences of those, each a unit, of which an inner one has its own parameters;
+           what is left is a unit that stays whole while the model runs.
+
+    Raises ValueError for a path that is not there, a module that is not the model's, and a unit given twice.
+    """
+    paths = {module: path for path, module in model.named_modules()}
+    plans = list(_default(model, "")) if units is None else _given(model, units, paths)
+    claims: dict[nn.Parameter, list[int]] = {}
+    for index, plan in enumerate(plans):
+        for parameter in _claimed(plan, plans):
+            claims.setdefault(parameter, []).append(index)
+    tied: dict[tuple[int, ...], UnitPlan] = {}
+    for name, parameter in model.named_parameters():
+        found = claims[parameter]
+        if len(found) == 1:
+            plans[found[0]].names.append(name)
+            continue
+        owners = [module for module in model.modules() if any(p is parameter for p in module._parameters.values())]
+        unit = tied.setdefault(tuple(found), UnitPlan(paths[owners[0]], []))
+        unit.modules += [owner for owner in owners if owner not in unit.modules]
+        unit.names.append(name)
+    order = {module: number for number, module in enumerate(model.modules())}
+    kept = [plan for plan in [*plans, *tied.values()] if plan.names]
+    return sorted(kept, key=lambda plan: order[plan.modules[0]])
+
+
+def owners_of(model: nn.Module, names: Sequence[str]) -> dict[str, list[tuple[nn.Module, str]]]:
+    """Where parameters are registered: name -> modules and what they call it. Tied ones are at several places."""
+    by_parameter = {id(model.get_parameter(name)): name for name in names}
+    found: dict[str, list[tuple[nn.Module, str]]] = {name: [] for name in names}
+    for module in model.modules():
+        for attribute, parameter in module._parameters.items():
+            name = by_parameter.get(id(parameter))
+            if name is not None:
+                found[name].append((module, attribute))
+    return found
+
+
+def small_names(numels: dict[str, int], share: float) -> set[str]:
+    """The smallest parameters, as many as have at most `share` of all elements together; and all of one element."""
+    left = share * sum(numels.values())
+    found = set()
+    for name, numel in sorted(numels.items(), key=lambda item: (item[1], item[0])):
+        left -= numel
+        if left < 0 and numel > 1:
+            break
+        found.add(name)
+    return found
+
+
+def _is_chain(module: nn.Module) -> bool:
+    children = list(module.children())
+    is_list = isinstance(module, (nn.ModuleList, nn.Sequential, nn.ModuleDict))
+    return is_list and len(children) > 1 and len({type(child) for child in children}) == 1
+
+
+def _default(module: nn.Module, path: str) -> Iterator[UnitPlan]:
+    if _is_chain(module):
+        for name, layer in module.named_children():
+            yield UnitPlan(_join(path, name), [layer])
+    elif not any(_is_chain(inner) for inner in module.modules()):
+        yield UnitPlan(path, [module])
+    else:
+        if any(parameter is not None for parameter in module._parameters.values()):
+            yield UnitPlan(path, [module])
+        for name, child in module.named_children():
+            yield from _default(child, _join(path, name))
+
+
+def _given(
+    model: nn.Module, units: Sequence[str | nn.Module | Sequence[str | nn.Module]], paths: dict[nn.Module, str]
+) -> list[UnitPlan]:
+    plans = []
+    seen: dict[nn.Module, str] = {}
+    for unit in units:
+        members = [unit] if isinstance(unit, (str, nn.Module)) else list(unit)
+        modules = []
+        for member in members:
+            try:
+                module = model.get_submodule(member) if isinstance(member, str) else member
+            except AttributeError:
+                raise ValueError(f"units: the model has no module {member!r}") from None
+            if module not in paths:
+                raise ValueError(f"units: this {type(module).__name__} is not a module of the model")
+            if module in seen:
+                raise ValueError(f"units: {paths[module]!r} is in two units; make them one")
+            seen[module] = paths[module]
+            modules.append(module)
+        plans.append(UnitPlan(paths[modules[0]], modules))
+    if model not in seen:
+        plans.append(UnitPlan("", [model]))
+    return plans
+
+
+def _claimed(plan: UnitPlan, plans: Sequence[UnitPlan]) -> Iterator[nn.Parameter]:
+    """The parameters in the plan's modules, without those in modules of other plans; each once."""
+    others = {module for other in plans if other is not plan for module in other.modules}
+    seen: set[nn.Parameter] = set()
+    stack = list(plan.modules)
+    visited: set[nn.Module] = set()
+    while stack:
+        module = stack.pop()
+        if module in visited:
+            continue
+        visited.add(module)
+        for parameter in module._parameters.values():
+            if parameter is not None and parameter not in seen:
+                seen.add(parameter)
+                yield parameter
+        stack += [child for child in module.children() if child not in others]
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
