@@ -64,9 +64,10 @@ def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
 
 
 def make(model: nn.Module, transport: str = "auto", **options: Any) -> Stage3:
-    comm = Communicator(dist.group.WORLD, transport=transport) if dist.is_initialized() else None
+    groups = Groups(dist.group.WORLD, is_sharded=True)
+    groups.shard = Communicator(dist.group.WORLD, transport=transport)
     options.setdefault("resident_share", 0.02)
-    return Stage3(model, Groups(comm, is_sharded=True), **options)
+    return Stage3(model, groups, **options)
 
 
 def optimizer_of(parameters: Any) -> torch.optim.Optimizer:
@@ -150,3 +151,227 @@ def test_gradients_summed_before_they_travel_are_those_of_one_backward() -> None
     for found in run_ranks(2, sharded_run, 3, 3, "auto", {}):
         for name in expected:
             torch.testing.assert_close(found[name], expected[name], rtol=0, atol=0, msg=name)
+
+
+# ---- memory and words
+
+
+def allocated(stage3: Stage3) -> int:
+    """Bytes of whole parameters that exist now, by the storages themselves."""
+    return sum(
+        local_of(part.versioned[0]).untyped_storage().nbytes()  # which is all of the part's
+        for unit in stage3.units
+        for part in unit.parts
+    )
+
+
+def local_of(x: Tensor) -> Tensor:
+    return x._local_tensor if isinstance(x, DTensor) else x
+
+
+def watch_memory(stage3: Stage3) -> list[int]:
+    """Notes what exists before and after every module's forward, and whenever a gradient is there."""
+    seen: list[int] = []
+
+    def look(*_: Any) -> None:
+        seen.append(allocated(stage3))
+
+    for module in stage3.model.modules():
+        module.register_forward_pre_hook(look)
+        module.register_forward_hook(look)
+    for slot in stage3.slots:
+        slot.parameter.register_hook(look)
+    return seen
+
+
+class Stack(nn.Module):
+    """Layers and nothing beside them."""
+
+    def __init__(self, layers: int = 5, width: int = 16) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(width, width) for _ in range(layers)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def memory_run(transport: str) -> tuple[int, int, int, int, int]:
+    model = Stack()
+    stage3 = make(model, transport, resident_share=0.0)
+    seen = watch_memory(stage3)
+    x = torch.randn(3, 16)
+    for _ in range(3):
+        model(x).sum().backward()
+    rows = sum(local_of(parameter).numel() for parameter in model.parameters())
+    return max(seen), stage3.peak_bytes, stage3.units[0].nbytes, allocated(stage3), rows
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_at_most_two_units_are_whole_and_none_at_rest(transport: str) -> None:
+    for most, peak, unit, at_rest, rows in run_ranks(2, memory_run, transport):
+        assert unit == 1088  # 16 x 16 weights and 16 biases, whose places begin at multiples of 64 bytes
+        assert most == peak == (unit if transport == "auto" else 2 * unit)
+        assert at_rest == 0
+        assert rows == 5 * (16 * 16 + 16) // 2
+
+
+def words_run(reshard: bool, transport: str) -> dict[str, int]:
+    model = Stack()
+    stage3 = make(model, transport, resident_share=0.0, reshard_after_forward=reshard)
+    words: dict[str, int] = {}
+    with record() as log:
+        model(torch.randn(3, 16)).sum().backward()
+    for entry in log:
+        if entry.dtype == torch.float32:
+            words[entry.op] = words.get(entry.op, 0) + entry.numel
+    words["calls"] = sum(entry.op == "all_gather" and entry.dtype == torch.float32 for entry in log)
+    words["resident"] = len(stage3.resident)
+    return words
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_parameters_travel_twice_and_gradients_once(transport: str) -> None:
+    numel = 5 * (16 * 16 + 16)
+    for words in run_ranks(2, words_run, True, transport):
+        assert words == {"all_gather": 2 * numel, "reduce_scatter": numel, "calls": 10, "resident": 0}
+    for words in run_ranks(2, words_run, False, transport):
+        assert words == {"all_gather": numel, "reduce_scatter": numel, "calls": 5, "resident": 0}
+
+
+def order_run() -> tuple[list[str], list[str]]:
+    """What is begun when, with layers that run in another order than they are registered in."""
+    model = Stack(4)
+    stage3 = make(model, "torch", resident_share=0.0)
+    events: list[str] = []
+    for unit in stage3.units:
+        launch = unit.launch
+        unit.launch = lambda launch=launch, unit=unit: (events.append("begin " + unit.name[-1]), launch())[1]
+        stage3.model.get_submodule(unit.name).register_forward_hook(
+            lambda *_, unit=unit: events.append("end " + unit.name[-1])
+        )
+    order = [model.layers[index] for index in (2, 0, 3, 1)]
+
+    def forward(x: Tensor) -> Tensor:
+        for layer in order:
+            x = layer(x)
+        return x
+
+    model.forward = forward
+    x = torch.randn(3, 16)
+    model(x).sum().backward()
+    first = list(events)
+    events.clear()
+    model(x).sum().backward()
+    return first, events
+
+
+def test_the_next_unit_is_begun_before_one_runs_in_the_order_of_the_last_pass() -> None:
+    for _, second in run_ranks(2, order_run):
+        forward = ["begin 2", "begin 0", "end 2", "begin 3", "end 0", "begin 1", "end 3", "end 1"]
+        assert second == [*forward, "begin 1", "begin 3", "begin 0", "begin 2"]
+
+
+# ---- what models do
+
+
+def equal_to_plain(make_model: Any, run: Any, options: dict[str, Any] | None = None, passes: int = 2) -> list[str]:
+    """Names of parameters whose gradient is another than that of the whole model on the same data. `run(model, step)`
+    does forward and backward."""
+    plain, model = make_model(), make_model()
+    stage3 = make(model, **(options or {}))
+    for step in range(passes):
+        run(plain, step)
+        run(model, step)
+    assert stage3.whole_bytes == 0
+    wrong = []
+    for (name, expected), parameter in zip(plain.named_parameters(), model.parameters(), strict=True):
+        found = parameter.grad
+        if isinstance(found, DTensor):
+            found = found.full_tensor()
+        if (found is None) != (expected.grad is None) or (found is not None and not torch.equal(found, expected.grad)):
+            wrong.append(name)
+    return wrong
+
+
+class Two(nn.Module):
+    """Several inputs, outputs in containers, a value that every layer reads, layers used twice, frozen ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.source = nn.Linear(8, 8)
+        self.layers = nn.ModuleList([Cross() for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        memory = self.source(x)
+        total = x.new_zeros(())
+        for layer in (*self.layers, self.layers[0]):
+            found = layer(x, memory=memory)
+            x, total = found["x"], total + found["aux"][0]
+        return x.sum() + total
+
+
+class Cross(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8))
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.a.weight.requires_grad_(False)
+
+    def forward(self, x: Tensor, *, memory: Tensor) -> dict[str, Any]:
+        x = torch.tanh(self.a(x) + self.b(memory)) * self.scale
+        return {"x": x, "aux": (x.square().mean(),)}
+
+
+def backward_of_two(model: nn.Module, step: int) -> None:
+    x = torch.randn(3, 8, generator=torch.Generator().manual_seed(step))
+    model(x).backward()
+
+
+def two_forwards(model: nn.Module, step: int) -> None:
+    losses = [loss_of(model, ids_of(step, 0, microbatch)) for microbatch in range(3)]
+    with torch.no_grad():
+        model(ids_of(9, 0))
+    for loss in losses:
+        loss.backward()
+
+
+def twice_through_one_graph(model: nn.Module, step: int) -> None:
+    loss = loss_of(model, ids_of(step, 0))
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def model_run(transport: str) -> dict[str, list[str]]:
+    options = {"transport": transport}
+    return {
+        "containers, frozen parameters, layers used twice": equal_to_plain(Two, backward_of_two, options),
+        "several forwards before their backwards": equal_to_plain(Text, two_forwards, options),
+        "a graph that is kept": equal_to_plain(Text, twice_through_one_graph, options),
+        "frozen layers first": equal_to_plain(frozen_text, lambda m, s: loss_of(m, ids_of(s, 0)).backward(), options),
+        "a parameter that nothing uses": equal_to_plain(
+            spare_text, lambda m, s: loss_of(m, ids_of(s, 0)).backward(), options
+        ),
+    }
+
+
+def frozen_text() -> Text:
+    model = Text()
+    for module in (model.embed, model.layers[0], model.layers[2].up):
+        module.requires_grad_(False)
+    return model
+
+
+def spare_text() -> Text:
+    model = Text()
+    model.layers[1].spare = nn.Parameter(torch.ones(13, 4))
+    return model
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_gradients_are_those_of_the_whole_model(transport: str) -> None:
+    for wrong in run_ranks(2, model_run, transport):
+        assert wrong == {name: [] for name in wrong}
