@@ -67,6 +67,8 @@ def train_sharded(
             (nn.functional.mse_loss(model(x).float(), y) / accumulate).backward()
         optimizer.step()
         optimizer.zero_grad()
+    if stage == 3:
+        model.unshard()
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 

@@ -24,7 +24,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from fastpar.comm.pending import Pending
 from fastpar.precision import Precision
 from fastpar.zero.flat import FlatShards
-from fastpar.zero.groups import Groups, as_parameter, contiguous_stride, local
+from fastpar.zero.groups import Groups, as_parameter, cast_parameter, contiguous_stride, local
 from fastpar.zero.reducer import Slot
 
 Places = Sequence[tuple[nn.Module, str]]
@@ -44,7 +44,8 @@ class Part:
             starts.append(starts[-1] + -(-value.numel() // step) * step)
         flat = torch.empty(starts[-1], dtype=values[0].dtype, device=values[0].device)
         self._targets = [
-            flat.as_strided(x.shape, contiguous_stride(x.shape), start) for x, start in zip(values, starts, strict=False)
+            flat.as_strided(x.shape, contiguous_stride(x.shape), start)
+            for x, start in zip(values, starts, strict=False)
         ]
         self.versioned = tuple(_move(p, target) for p, target in zip(parameters, self._targets, strict=True))
         self._storage = flat.untyped_storage()
@@ -86,8 +87,10 @@ class Unit:
         groups: Groups,
         precision: Precision,
         resident: frozenset[str],
+        *,
+        has_copies: bool = False,
     ) -> None:
-        self.name = name
+        self.name, self.names = name, list(places)
         self.is_whole = self.is_launched = False
         self.epoch = 0  # of the shards that were gathered last
         self.slots: list[Slot] = []
@@ -95,14 +98,16 @@ class Unit:
         self._places = list(places.values())
         self.owners = {module for found in self._places for module, _ in found}
         self.wholes = [_parameter_at(found) for found in self._places]
-        masters = [_prepare(x, parameter, precision) for x, parameter in zip(places, self.wholes, strict=True)]
+        masters = [
+            _prepare(x, parameter, precision, has_copies) for x, parameter in zip(places, self.wholes, strict=True)
+        ]
         kinds: dict[Any, list[int]] = {}
         for index, (each, parameter) in enumerate(zip(places, self.wholes, strict=True)):
             if each not in resident:
                 kinds.setdefault((parameter.dtype, parameter.device), []).append(index)
         specs = [groups.row_spec(parameter) for parameter in self.wholes]
         self.parts = []
-        rows = [local(parameter) for parameter in self.wholes]  # of residents: all of them
+        rows = [local(x) if x.ndim else local(x).view(1) for x in self.wholes]  # of residents: all of them
         for members in kinds.values():
             part = Part(groups, [self.wholes[index] for index in members])
             self.parts.append(part)
@@ -124,6 +129,11 @@ class Unit:
                 (self.resident_slots if each in resident else self.slots).append(slot)
         self._mark_freed()
         self._register(self.sharded)
+
+    @property
+    def frozen(self) -> dict[str, Tensor]:
+        """Shards of the parameters that are not trained."""
+        return {name: x.detach() for name, x in zip(self.names, self.sharded, strict=True) if not x.requires_grad}
 
     def launch(self) -> None:
         """Begin to gather; collective."""
@@ -194,14 +204,17 @@ def _parameter_at(places: Places) -> nn.Parameter:
     return parameter
 
 
-def _prepare(name: str, parameter: nn.Parameter, precision: Precision) -> Tensor | None:
+def _prepare(name: str, parameter: nn.Parameter, precision: Precision, has_copies: bool) -> Tensor | None:
     """Convert a parameter to the dtype of computation; returns what it was where the optimizer needs it."""
     own, value = parameter.dtype, local(parameter)
     wanted = precision.param_dtype(name, own)
-    if wanted != own:
-        parameter.data = parameter.data.to(wanted)
-    needs_master = parameter.requires_grad and precision.master_dtype(name, own) != wanted
-    return value.to(precision.master_dtype(name, own), copy=True) if needs_master else None
+    cast_parameter(parameter, wanted)
+    needs_master = parameter.requires_grad and (has_copies or precision.master_dtype(name, own) != wanted)
+    return (
+        value.to("cpu" if has_copies else value.device, precision.master_dtype(name, own), copy=True)
+        if needs_master
+        else None
+    )
 
 
 def _rows_of(master: Tensor | None, shards: FlatShards, index: int, groups: Groups) -> Tensor | None:
@@ -220,7 +233,8 @@ def _slot(
     wire = precision.reduce_dtype(name, parameter.dtype)
     if master is None:
         return Slot(name, parameter, sharded, spec, wire)
-    return Slot(name, parameter, as_parameter(master, spec), spec, wire, target=local(sharded))
+    target = local(sharded)
+    return Slot(name, parameter, as_parameter(master.view(target.shape), spec), spec, wire, target=target)
 
 
 def _replicated(spec: DTensorSpec | None, parameter: nn.Parameter) -> DTensorSpec | None:

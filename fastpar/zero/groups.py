@@ -32,7 +32,7 @@ class Groups:
 
     def __init__(self, group: GroupsLike, *, is_sharded: bool, device_type: str = "cpu") -> None:
         self._mesh: DeviceMesh | None = None  # of (replicate,) shard, where there is one
-        self._whole = group if isinstance(group, Mesh) else None
+        self.mesh = group if isinstance(group, Mesh) else None  # of all ranks, where it is known
         if isinstance(group, Mesh):
             names = [name for name in ("dp_replicate", "dp_shard") if group.size(name) > 1]
             replicate, shard = group.group("dp_replicate"), group.group("dp_shard")
@@ -75,7 +75,7 @@ class Groups:
         if not isinstance(parameter, DTensor):
             assert self._mesh is not None
             return _spec(self._mesh, [*outer, Shard(0)], parameter)
-        if self._whole is None:
+        if self.mesh is None:
             raise ValueError(
                 "a model with parameters that are DTensors already (tensor parallelism) needs the fastpar Mesh as "
                 "group=, not only the ranks of data parallelism"
@@ -87,7 +87,7 @@ class Groups:
             inner.size(dim) for dim, placement in enumerate(parameter.placements) if placement.is_shard(0)
         )
         rows: Placement = _StridedShard(0, split_factor=pieces) if pieces > 1 else Shard(0)
-        return _spec(self._whole[tuple(names)], [*outer, rows, *parameter.placements], parameter)
+        return _spec(self.mesh[tuple(names)], [*outer, rows, *parameter.placements], parameter)
 
 
 def _spec(mesh: DeviceMesh, placements: Sequence[Placement], x: Tensor) -> DTensorSpec:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
@@ -46,6 +47,8 @@ class Slot:
     target: Tensor | None = field(default=None, repr=False)  # the parameter's rows, which the owner is rounded to
     summed: Tensor | None = field(default=None, repr=False)  # in the wire's dtype: see the module docstring
     kept: Tensor | None = field(default=None, repr=False)  # the owner's gradient, while another pass is reduced
+    is_traced: bool = False  # whether `trace` is kept: the sum of what this rank has sent, which a NaN shows in
+    trace: Tensor | None = field(default=None, repr=False)
 
     def keep_sum(self) -> None:
         """Move what autograd has added up to `summed`, where the wire's dtype is another."""
@@ -66,6 +69,7 @@ class Slot:
         if taken is None and self.parameter.grad is not None:
             taken = local(self.parameter.grad)
         self.summed = self.parameter.grad = None
+        self.trace = taken.sum() if self.is_traced and taken is not None else None
         return taken
 
 
@@ -250,7 +254,7 @@ class Reducer:
             if slot.kept is not None and slot.owner.grad is None:  # a forward pass without a backward pass
                 slot.owner.grad, slot.kept = as_dtensor(slot.kept, slot.spec), None
         is_any = any(self._is_unsent(index) for index in range(len(self.slots)))
-        if _agree([is_any], self.groups)[0]:
+        if agree([is_any], self.groups)[0]:
             for bucket in self.buckets:
                 bucket.set_aside()
             _Round(self).finish()
@@ -283,12 +287,6 @@ class Reducer:
         for slot in self.slots:  # may lie in memory of the buckets that go
             slot.owner.grad = None
         self._fill(agreed.tolist())
-
-    def name_nonfinite(self) -> str:
-        """Which parameters' gradients are not finite: one text, the same on all ranks. Collective."""
-        bad = [slot.owner.grad is not None and not local(slot.owner.grad).isfinite().all() for slot in self.slots]
-        names = [slot.name for slot, is_bad in zip(self.slots, _agree(bad, self.groups), strict=True) if is_bad]
-        return f"gradients that are not finite: {', '.join(names[:8])}" + (", ..." if len(names) > 8 else "")
 
     def detach(self) -> None:
         for hook in self._hooks:
@@ -398,7 +396,7 @@ class _Round:
             self._launch()
             self._open_next()
         self.abandon()
-        everyone = _agree(self._is_used, self._reducer.groups)
+        everyone = agree(self._is_used, self._reducer.groups)
         for slot, is_used, had_none in zip(self._reducer.slots, everyone, self._had_none, strict=True):
             if not is_used and had_none:
                 slot.owner.grad = None  # as without data parallelism
@@ -429,9 +427,26 @@ class _Round:
         self._in_flight.append(bucket)
 
 
-def _agree(flags: Sequence[bool], groups: Groups) -> list[bool]:
+def agree(flags: Sequence[bool], groups: Groups) -> list[bool]:
     """Which flags are set on any rank."""
     agreed = torch.tensor(flags, dtype=torch.int32)
     for comm in groups.everyone():
         comm.all_reduce(agreed, "max", out=agreed)
     return [bool(flag) for flag in agreed.tolist()]
+
+
+def name_nonfinite(slots: Sequence[Slot], groups: Groups) -> str:
+    """Which gradients are not finite, and on which ranks they became so before they were averaged: one text, the same
+    on all ranks that average. Collective."""
+    flags = [slot.trace is not None and not slot.trace.isfinite() for slot in slots]
+    flags += [slot.owner.grad is not None and not local(slot.owner.grad).isfinite().all() for slot in slots]
+    rows = torch.tensor([[dist.get_rank() if dist.is_initialized() else 0, *flags]], dtype=torch.int32)
+    for comm in groups.everyone():
+        rows = comm.all_gather(rows)
+    ranks, sources, results = rows[:, 0].tolist(), rows[:, 1 : len(slots) + 1], rows[:, len(slots) + 1 :].any(0)
+    found = []
+    for index, slot in enumerate(slots):
+        if results[index]:
+            where = [str(rank) for rank, is_source in zip(ranks, sources[:, index].tolist(), strict=True) if is_source]
+            found.append(f"{slot.name} (rank {', '.join(where)})" if where else slot.name)
+    return f"gradients that are not finite: {', '.join(found[:8])}" + (", ..." if len(found) > 8 else "")

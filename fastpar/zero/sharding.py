@@ -14,14 +14,14 @@ from torch.utils._pytree import tree_map
 from fastpar.clip import GradSum
 from fastpar.precision import Precision
 from fastpar.zero import state
-from fastpar.zero.flat import FlatLayout, Staging
-from fastpar.zero.groups import Groups, GroupsLike, as_dtensor, as_parameter, cast_parameter, local, set_local
+from fastpar.zero.flat import FlatLayout
+from fastpar.zero.groups import Groups, GroupsLike, as_dtensor, local
 from fastpar.zero.offload import DiskStates, Offload
-from fastpar.zero.reducer import BUCKET_BYTES, Bucket, Reducer, RowBucket, Slot, WholeBucket
+from fastpar.zero.reducer import BUCKET_BYTES, Reducer, Slot, name_nonfinite
+from fastpar.zero.replicas import Replicas
+from fastpar.zero.stage3 import RESIDENT_SHARE, Stage3
 from fastpar.zero.step import Stepper
-from fastpar.zero.whole import WholeParameters
-
-STAGING_BUFFERS = 2
+from fastpar.zero.units import UnitsLike
 
 
 def shard(
@@ -37,6 +37,9 @@ def shard(
     offload: Offload | str | None = None,
     overlap: bool = True,
     bucket_bytes: int = BUCKET_BYTES,
+    units: UnitsLike = None,
+    reshard_after_forward: bool = True,
+    resident_share: float = RESIDENT_SHARE,
 ) -> Zero:
     """Make `model` and `optimizer` data-parallel over `group`, in place. Collective.
 
@@ -67,6 +70,11 @@ def shard(
                 counts it and `Zero.report` says where it came from
     offload     "cpu", "nvme:FOLDER" or an Offload: master weights and optimizer states in the host's memory or a file
     overlap     False: reduce in optimizer.step() and not during backward, as for the many passes of a pipeline
+    bucket_bytes
+                of gradients that travel together in stages 0 to 2
+    units, reshard_after_forward, resident_share
+                of stage 3: what is gathered together, whether it is freed between forward and backward, and what share
+                of the elements, in the smallest parameters, stays on every rank: see `fastpar.zero.stage3.Stage3`
 
     Gradients are means over the ranks: scale the loss by 1 / accumulate, as always. Reductions begin during backward
     and have ended when it returns. Parameters that no rank used have no gradient, as without.
@@ -78,6 +86,8 @@ def shard(
     named = _named_parameters(model)
     if not named:
         raise ValueError("model has no parameters")
+    if stage == 3 and not isinstance(model, nn.Module):
+        raise TypeError(f"stage 3 gathers parameters for modules: model must be one, got {type(model).__name__}")
     _check_optimizers(named, optimizers)
     precision = precision or Precision()
     precision.check_names(list(named))
@@ -94,6 +104,7 @@ def shard(
         offload=Offload.of(offload),
         overlap=overlap,
         bucket_bytes=bucket_bytes,
+        units={"units": units, "reshard_after_forward": reshard_after_forward, "resident_share": resident_share},
     )
 
 
@@ -115,27 +126,34 @@ class Zero:
         offload: Offload | None,
         overlap: bool,
         bucket_bytes: int,
+        units: dict[str, Any] | None,
     ) -> None:
         self.model, self.optimizers, self.groups = model, list(optimizers), groups
         self.stage, self.precision, self.max_norm, self.offload = stage, precision, max_norm, offload
         self.norm: Tensor | None = None
         self.skipped = 0
         self.report = ""
-        self._skip_nonfinite, self._bucket_bytes = skip_nonfinite, bucket_bytes
+        self._skip_nonfinite = skip_nonfinite
         self._synchronise(named)
-        self.slots, self._whole = self._make_slots(named)
-        self._frozen = {name: parameter.detach() for name, parameter in named.items() if not parameter.requires_grad}
-        self._staging: dict[tuple[torch.dtype, torch.device], Staging] = {}
         self._waiting: list[Stepper] = []  # that have not taken the step whose gradients have been prepared
         self._is_going = True  # and whether it is not skipped
-        self._reducer = Reducer(
-            self.slots,
-            groups,
-            self._make_bucket,
-            accumulate=accumulate if stage < 2 else 1,
-            bucket_bytes=bucket_bytes,
-            began=lambda: self._waiting.clear(),
-        )
+        self._storage: Replicas | Stage3
+        if stage == 3:
+            assert model is not None
+            self._storage = Stage3(model, groups, precision, has_copies=offload is not None, **(units or {}))
+        else:
+            self._storage = Replicas(
+                named,
+                groups,
+                precision,
+                has_copies=offload is not None,
+                accumulate=accumulate if stage < 2 else 1,
+                bucket_bytes=bucket_bytes,
+                began=self._waiting.clear,
+            )
+        self.slots, self._reducer = self._storage.slots, self._storage.reducer
+        for slot in self.slots:
+            slot.is_traced = skip_nonfinite
         self._reducer.is_syncing = overlap
         self.steppers = [Stepper(optimizer, self._phases) for optimizer in self.optimizers]
         self._factor: Tensor | None = None
@@ -169,15 +187,15 @@ class Zero:
         for disk in self._disks.values():
             disk.load()
         state.restore(self, loaded)
+        self._storage.released()
         self._write_back([slot.owner for slot in self.slots], False)
-        for whole in self._whole:
-            whole.gather()
+        self._storage.published()
         for disk in self._disks.values():
             disk.put_away()
 
     def others(self) -> Iterator[tuple[str, Tensor]]:
         """Frozen parameters and buffers that a checkpoint holds, by name."""
-        yield from self._frozen.items()
+        yield from self._storage.frozen.items()
         if self.model is not None:
             persistent = self.model.state_dict(keep_vars=True)
             for name, buffer in self.model.named_buffers():
@@ -186,11 +204,12 @@ class Zero:
 
     def detach(self) -> None:
         """Remove all hooks; parameters, gradients and states stay as they are."""
-        self._reducer.detach()
+        self._storage.detach()
         for stepper in self.steppers:
             stepper.detach()
         for owner in [*self.optimizers, *([self.model] if self.model is not None else [])]:
             del owner.zero_grad
+            vars(owner).pop("finish_gradients", None)
         for handle in self._handles:
             handle.remove()
 
@@ -204,8 +223,7 @@ class Zero:
         self._waiting.remove(stepper)
         if not self._is_going:
             return
-        for comm in self.groups.everyone():
-            comm.barrier()  # nobody reads rows any more
+        self._storage.released()
         owners = stepper.with_gradient()
         rounded = self._hand_over(stepper.optimizer)
         disk = self._disks.get(id(stepper))
@@ -215,25 +233,20 @@ class Zero:
         else:
             disk.update(lambda some: (stepper.update(some), self._write_back(some, rounded)))
         if not self._waiting:
-            for whole in self._whole:
-                whole.gather()
-            self._reducer.follow_order()
+            self._storage.published()
 
     def _prepare(self, optimizer: Any) -> bool:
         """Reduce, and see by how much gradients are to be clipped; False where the step is to be skipped."""
         self._reducer.reduce_now()
         self._factor, self.report = None, ""
-        loss_scale = getattr(optimizer, "grad_scale", None)  # by a GradScaler that leaves unscaling to the update
-        unscale = 1.0 if loss_scale is None else 1.0 / float(loss_scale)
         if self.max_norm is None and not self._skip_nonfinite:
             return True
-        gradients = [local(slot.owner.grad) for slot in self.slots if slot.owner.grad is not None]
-        replicas = self.groups.replicate
-        total = GradSum().add(gradients, share=(replicas.rank, replicas.size)).combine(*self.groups.everyone())
+        unscale = _unscaling(optimizer)
+        total = GradSum.of([slot.owner for slot in self.slots], mesh=self.groups.mesh)
         self.norm = total.norm() * unscale
         if self._skip_nonfinite and total.nonfinite:
             self.skipped += 1
-            self.report = self._reducer.name_nonfinite()
+            self.report = name_nonfinite(self.slots, self.groups)
             return False
         if self.max_norm is not None:
             self._factor = total.clip_factor(self.max_norm, scale=unscale) / unscale
@@ -247,7 +260,9 @@ class Zero:
                 gradients = [local(slot.owner.grad) for slot in self.slots if id(slot.owner) in held]
                 torch._foreach_mul_(gradients, self._factor)
             return False
-        optimizer.grad_factor = self._factor
+        if self._factor is not None:
+            pending = 1.0 if optimizer.grad_factor is None else optimizer.grad_factor
+            optimizer.grad_factor = self._factor * pending
         return True
 
     def _write_back(self, owners: Sequence[nn.Parameter], is_rounded: bool) -> None:
@@ -267,68 +282,6 @@ class Zero:
         for comm in self.groups.everyone():
             for x in tensors:
                 x.copy_(comm.broadcast(x, 0))
-
-    def _make_slots(self, named: dict[str, nn.Parameter]) -> tuple[list[Slot], list[WholeParameters]]:
-        """Move parameters to where they will stay, and make what the optimizers are to have."""
-        policy = self.precision
-        trainable = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
-        originals = {}
-        for name, parameter in trainable.items():
-            own = parameter.dtype
-            if self.offload is not None or policy.master_dtype(name, own) != policy.param_dtype(name, own):
-                originals[name] = local(parameter).to(policy.master_dtype(name, own))
-        wires = {name: policy.reduce_dtype(name, parameter.dtype) for name, parameter in trainable.items()}
-        for name, parameter in named.items():
-            cast_parameter(parameter, policy.param_dtype(name, parameter.dtype))
-        kinds: dict[tuple[torch.dtype, torch.device], list[str]] = {}
-        for name, parameter in trainable.items():
-            kinds.setdefault((parameter.dtype, parameter.device), []).append(name)
-        slots: dict[str, Slot] = {}
-        everything = []
-        for names in kinds.values():
-            whole = WholeParameters(self.groups.shard, [local(trainable[name]) for name in names])
-            everything.append(whole)
-            if whole.is_shared:
-                for name, value in zip(names, whole.values, strict=True):
-                    set_local(trainable[name], value)
-            for index, (name, rows) in enumerate(zip(names, whole.rows, strict=True)):
-                original = originals.pop(name, None)
-                if original is not None:
-                    original = whole.layout.rows_of(original, index, self.groups.shard.rank).clone()
-                slots[name] = self._make_slot(name, trainable[name], rows, original, wires[name])
-        return [slots[name] for name in trainable], everything
-
-    def _make_slot(
-        self, name: str, parameter: nn.Parameter, rows: Tensor, master: Tensor | None, wire: torch.dtype
-    ) -> Slot:
-        row_spec = self.groups.row_spec(parameter)
-        spec = row_spec or getattr(parameter, "_spec", None)
-        if master is not None:
-            if self.offload is not None and master.device.type != "cpu":
-                master = master.cpu().pin_memory()
-            return Slot(name, parameter, as_parameter(master, spec), spec, wire, target=rows)
-        if row_spec is None:
-            return Slot(name, parameter, parameter, spec, wire)
-        return Slot(name, parameter, as_parameter(rows, spec), spec, wire)
-
-    def _make_bucket(self, slots: Sequence[Slot]) -> Bucket:
-        if self.groups.shard.size == 1:
-            return WholeBucket(slots, self.groups)
-        kind = slots[0].wire, slots[0].parameter.device
-        return RowBucket(slots, self.groups, lambda: self._staging_of(*kind))
-
-    def _staging_of(self, dtype: torch.dtype, device: torch.device) -> Staging:
-        """Two buffers for the largest bucket of this kind."""
-        most = max(
-            sum(local(slot.parameter).numel() for slot in bucket.slots)
-            for bucket in self._reducer.buckets
-            if bucket.slots[0].wire == dtype and bucket.slots[0].parameter.device == device
-        )
-        found = self._staging.get((dtype, device))
-        if found is None or found.numel < most:
-            found = Staging(self.groups.shard, most, dtype, device, count=STAGING_BUFFERS)
-            self._staging[dtype, device] = found
-        return found
 
     def _adopt(self) -> None:
         """Give the optimizers the slots' owners in the place of the parameters, with their part of the states."""
@@ -376,6 +329,7 @@ class Zero:
     def _hook(self) -> list[Any]:
         for optimizer in self.optimizers:
             self._hook_zero_grad(optimizer, optimizer.zero_grad)
+            vars(optimizer)["finish_gradients"] = self.reduce_gradients  # for LossScaler
         if self.model is None:
             return []
         self._hook_zero_grad(self.model, self.model.zero_grad)
@@ -383,7 +337,9 @@ class Zero:
 
         def before_forward(*_: Any) -> None:
             if torch.is_grad_enabled():
-                self._reducer.begin_forward()
+                self._waiting.clear()
+                if isinstance(self._reducer, Reducer):
+                    self._reducer.begin_forward()
 
         handles.append(self.model.register_forward_pre_hook(before_forward))
         if self.precision.param is not None:
@@ -411,6 +367,14 @@ class Zero:
                     slot.owner.grad = None
 
         owner.zero_grad = types.MethodType(zero_grad, owner)
+
+
+def _unscaling(optimizer: Any) -> float | Tensor:
+    """What the optimizer will multiply gradients with: a scaler may leave unscaling to the update."""
+    if getattr(optimizer, "grad_scale", None) is not None:
+        return 1.0 / optimizer.grad_scale.float()  # type: ignore[no-any-return]
+    factor = getattr(optimizer, "grad_factor", None)
+    return 1.0 if factor is None else factor
 
 
 def autocast_forward(model: nn.Module, precision: Precision) -> list[Any]:

@@ -36,7 +36,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fastpar.precision import Precision
 from fastpar.zero.gathered import Unit
@@ -90,6 +90,7 @@ class Stage3:
     units                  what is gathered together: see `plan_units`
     reshard_after_forward  False: units stay whole from forward to backward, and are gathered once
     resident_share         the smallest parameters are kept whole on every rank, at most this share of all elements
+    has_copies             whether the optimizer is to have copies, in the host's memory, even where dtypes agree
     budget                 bytes that may be whole at a time when something is gathered early; by default those of the
                            two largest units. What runs is gathered in any case
 
@@ -107,6 +108,7 @@ class Stage3:
         reshard_after_forward: bool = True,
         resident_share: float = RESIDENT_SHARE,
         budget: int | None = None,
+        has_copies: bool = False,
     ) -> None:
         if not 0.0 <= resident_share <= 1.0:
             raise ValueError(f"resident_share must be between 0 and 1, got {resident_share}")
@@ -117,7 +119,14 @@ class Stage3:
         plans = plan_units(model, units)
         owners = owners_of(model, list(numels))
         self.units = [
-            Unit(plan.name, {name: owners[name] for name in plan.names}, groups, precision or Precision(), self.resident)
+            Unit(
+                plan.name,
+                {name: owners[name] for name in plan.names},
+                groups,
+                precision or Precision(),
+                self.resident,
+                has_copies=has_copies,
+            )
             for plan in plans
         ]
         sizes = sorted((unit.nbytes for unit in self.units), reverse=True)
@@ -136,6 +145,11 @@ class Stage3:
         self._last_call: Call | None = None
         self._install_hooks(plans)
         self.published()
+
+    @property
+    def frozen(self) -> dict[str, Tensor]:
+        """Shards of the parameters that are not trained, by name."""
+        return {name: x for unit in self.units for name, x in unit.frozen.items()}
 
     @property
     def can_prefetch(self) -> bool:
@@ -225,10 +239,11 @@ class Stage3:
 
     def _prefetch(self, unit: Unit | None) -> None:
         """Begin to gather what probably comes next."""
-        if unit is not None and not unit.is_launched and self.can_prefetch:
-            if self.whole_bytes + unit.nbytes <= self.budget:
-                self._launch(unit)
-                self._spare.append(unit)
+        if unit is None or unit.is_launched or not self.can_prefetch:
+            return
+        if self.whole_bytes + unit.nbytes <= self.budget:
+            self._launch(unit)
+            self._spare.append(unit)
 
     def _launch(self, unit: Unit) -> None:
         while self._spare and self.whole_bytes + unit.nbytes > self.budget:

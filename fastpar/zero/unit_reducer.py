@@ -17,7 +17,7 @@ from torch import Tensor
 from fastpar.zero.flat import Staging
 from fastpar.zero.gathered import Unit
 from fastpar.zero.groups import Groups, as_dtensor, local
-from fastpar.zero.reducer import RowBucket, Slot, _agree
+from fastpar.zero.reducer import RowBucket, Slot, agree
 
 STAGING_BUFFERS = 2  # one that travels, one that is filled
 
@@ -46,7 +46,7 @@ class ReplicaBucket:
     def finish(self) -> None:
         assert self._flat is not None
         for slot, mine in zip(self.slots, self._flat.split(self._numels), strict=True):
-            mean = mine.view(local(slot.parameter).shape)
+            mean = mine.view(local(slot.owner).shape)
             if slot.owner.grad is None:
                 slot.owner.grad = as_dtensor(mean.to(slot.owner.dtype), slot.spec)
             else:
@@ -78,9 +78,7 @@ class UnitReducer:
     @property
     def staging_bytes(self) -> int:
         """Of the buffers in which gradients travel, which are made in the first backward pass."""
-        return sum(
-            STAGING_BUFFERS * staging.numel * dtype.itemsize for (dtype, _), staging in self._staging.items()
-        )
+        return sum(STAGING_BUFFERS * staging.numel * dtype.itemsize for (dtype, _), staging in self._staging.items())
 
     def reduce(self, unit: Unit) -> None:
         """Begin to reduce what a unit has of gradients; zero where it has none. Collective."""
@@ -95,7 +93,7 @@ class UnitReducer:
         units = list(self._buckets)
         pending = [any(_has_gradient(slot) for slot in unit.slots) for unit in units]
         used = [slot in self._used or _has_gradient(slot) for slot in self.slots]
-        agreed = _agree([*pending, *used], self._groups)
+        agreed = agree([*pending, *used], self._groups)
         for unit, is_pending in zip(units, agreed, strict=False):
             if is_pending:
                 self.reduce(unit)
@@ -113,7 +111,7 @@ class UnitReducer:
 
     def reduce_now(self) -> None:
         """Reduce what has been summed and not been sent, if any rank has such gradients. Collective."""
-        if _agree([any(_has_gradient(slot) for slot in self.slots)], self._groups)[0]:
+        if agree([any(_has_gradient(slot) for slot in self.slots)], self._groups)[0]:
             self.finish()
 
     def forget(self) -> None:

@@ -1,0 +1,120 @@
+"""A model of which every rank has all parameters (stages 0 to 2): where they lie, and what is reduced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from fastpar.precision import Precision
+from fastpar.zero.flat import Staging
+from fastpar.zero.groups import Groups, as_parameter, cast_parameter, local, set_local
+from fastpar.zero.reducer import Bucket, Reducer, RowBucket, Slot, WholeBucket
+from fastpar.zero.whole import WholeParameters
+
+STAGING_BUFFERS = 2  # one that travels, one that is filled
+
+
+class Replicas:
+    """Whole parameters, and what the optimizer has instead of them: the same, rows of them, or copies.
+
+    named           the parameters, which get the precision's dtypes and may be moved to where other ranks can read them
+    has_copies      whether the optimizer is to have copies even where dtypes agree
+    accumulate, bucket_bytes, began     as `Reducer`'s
+    """
+
+    def __init__(
+        self,
+        named: Mapping[str, nn.Parameter],
+        groups: Groups,
+        precision: Precision,
+        *,
+        has_copies: bool,
+        accumulate: int,
+        bucket_bytes: int,
+        began: Callable[[], None],
+    ) -> None:
+        self._groups, self._precision, self._has_copies = groups, precision, has_copies
+        self.slots, self._whole = self._make_slots(named)
+        self._staging: dict[tuple[torch.dtype, torch.device], Staging] = {}
+        self.reducer = Reducer(
+            self.slots, groups, self._make_bucket, accumulate=accumulate, bucket_bytes=bucket_bytes, began=began
+        )
+        self.frozen = {name: parameter.detach() for name, parameter in named.items() if not parameter.requires_grad}
+
+    def released(self) -> None:
+        """Before rows are written to: waits until no rank reads them any more. Collective."""
+        for comm in self._groups.everyone():
+            comm.barrier()
+
+    def published(self) -> None:
+        """After rows were written to: brings those of the other ranks in. Collective."""
+        for whole in self._whole:
+            whole.gather()
+        self.reducer.follow_order()
+
+    def detach(self) -> None:
+        self.reducer.detach()
+
+    def _make_slots(self, named: Mapping[str, nn.Parameter]) -> tuple[list[Slot], list[WholeParameters]]:
+        """Move parameters to where they will stay, and make what the optimizers are to have."""
+        policy = self._precision
+        trainable = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
+        originals = {}
+        for name, parameter in trainable.items():
+            own = parameter.dtype
+            if self._has_copies or policy.master_dtype(name, own) != policy.param_dtype(name, own):
+                originals[name] = local(parameter).to(policy.master_dtype(name, own))
+        wires = {name: policy.reduce_dtype(name, parameter.dtype) for name, parameter in trainable.items()}
+        for name, parameter in named.items():
+            cast_parameter(parameter, policy.param_dtype(name, parameter.dtype))
+        kinds: dict[tuple[torch.dtype, torch.device], list[str]] = {}
+        for name, parameter in trainable.items():
+            kinds.setdefault((parameter.dtype, parameter.device), []).append(name)
+        slots: dict[str, Slot] = {}
+        everything = []
+        for names in kinds.values():
+            whole = WholeParameters(self._groups.shard, [local(trainable[name]) for name in names])
+            everything.append(whole)
+            if whole.is_shared:
+                for name, value in zip(names, whole.values, strict=True):
+                    set_local(trainable[name], value)
+            for index, (name, rows) in enumerate(zip(names, whole.rows, strict=True)):
+                original = originals.pop(name, None)
+                if original is not None:
+                    original = whole.layout.rows_of(original, index, self._groups.shard.rank).clone()
+                slots[name] = self._make_slot(name, trainable[name], rows, original, wires[name])
+        return [slots[name] for name in trainable], everything
+
+    def _make_slot(
+        self, name: str, parameter: nn.Parameter, rows: Tensor, master: Tensor | None, wire: torch.dtype
+    ) -> Slot:
+        row_spec = self._groups.row_spec(parameter)
+        spec = row_spec or getattr(parameter, "_spec", None)
+        if master is not None:
+            if self._has_copies and master.device.type != "cpu":
+                master = master.cpu().pin_memory()
+            return Slot(name, parameter, as_parameter(master, spec), spec, wire, target=rows)
+        if row_spec is None:
+            return Slot(name, parameter, parameter, spec, wire)
+        return Slot(name, parameter, as_parameter(rows, spec), spec, wire)
+
+    def _make_bucket(self, slots: Sequence[Slot]) -> Bucket:
+        if self._groups.shard.size == 1:
+            return WholeBucket(slots, self._groups)
+        kind = slots[0].wire, slots[0].parameter.device
+        return RowBucket(slots, self._groups, lambda: self._staging_of(*kind))
+
+    def _staging_of(self, dtype: torch.dtype, device: torch.device) -> Staging:
+        """Two buffers for the largest bucket of this kind."""
+        most = max(
+            sum(local(slot.parameter).numel() for slot in bucket.slots)
+            for bucket in self.reducer.buckets
+            if bucket.slots[0].wire == dtype and bucket.slots[0].parameter.device == device
+        )
+        found = self._staging.get((dtype, device))
+        if found is None or found.numel < most:
+            found = Staging(self._groups.shard, most, dtype, device, count=STAGING_BUFFERS)
+            self._staging[dtype, device] = found
+        return found
