@@ -28,7 +28,7 @@ from torch import Tensor
 
 from fastpar import _ext
 from fastpar.reference import optimizer as reference
-from fastpar.reference.optimizer import Step
+from fastpar.reference.optimizer import Step as Step
 from fastpar.reference.optimizer import StochasticRounding as StochasticRounding
 
 _ext.load()
@@ -102,6 +102,40 @@ def _changes_its_arguments(*arguments: Any) -> None:
 for _name in ("adamw_step", "sgd_step", "lion_step"):
     torch.library.register_fake(f"fastpar::{_name}", _changes_its_arguments)
 
+
+# ---- steps without checks, for `fastpar.optim`, whose tensors fit together -------------------------------------------
+
+
+def run_adamw(
+    arguments: Step, step: int | Tensor, lr: float, betas: tuple[float, float], eps: float, weight_decay: float
+) -> None:
+    if not arguments.params:
+        return
+    if not _has_kernels(arguments.params):
+        return reference.run_adamw(arguments, step, lr, betas, eps, weight_decay)
+    step_tensor = step if isinstance(step, Tensor) else None
+    count = 1 if step_tensor is not None else reference.step_number(step)
+    _launch(_adamw, arguments, step_tensor, numbers=(count, lr, *betas, eps, weight_decay))
+
+
+def run_sgd(
+    arguments: Step, lr: float, momentum: float, dampening: float, weight_decay: float, nesterov: bool, first: bool
+) -> None:
+    if not arguments.params:
+        return
+    if not _has_kernels(arguments.params):
+        return reference.run_sgd(arguments, lr, momentum, dampening, weight_decay, nesterov, first)
+    _launch(_sgd, arguments, numbers=(lr, momentum, dampening, weight_decay, nesterov, first))
+
+
+def run_lion(arguments: Step, lr: float, betas: tuple[float, float], weight_decay: float) -> None:
+    if not arguments.params:
+        return
+    if not _has_kernels(arguments.params):
+        return reference.run_lion(arguments, lr, betas, weight_decay)
+    _launch(_lion, arguments, numbers=(lr, *betas, weight_decay))
+
+
 # ---- public ----------------------------------------------------------------------------------------------------------
 
 
@@ -174,13 +208,7 @@ def adamw_step(
     )
     reference.check_step(arguments, lr=lr, eps=eps, weight_decay=weight_decay)
     reference.check_betas(betas)
-    if not params:
-        return
-    if not _has_kernels(params):
-        return reference.run_adamw(arguments, step, lr, betas, eps, weight_decay)
-    step_tensor = step if isinstance(step, Tensor) else None
-    count = 1 if step_tensor is not None else reference.step_number(step)
-    _launch(_adamw, arguments, step_tensor, numbers=(count, lr, *betas, eps, weight_decay))
+    run_adamw(arguments, step, lr, betas, eps, weight_decay)
 
 
 @torch.no_grad()
@@ -222,12 +250,7 @@ def sgd_step(
         params, grads, states, scales, grad_factor, found_inf, outputs, remainders, stochastic, ("momentum_buffers",)
     )
     reference.check_step(arguments, lr=lr, momentum=momentum, weight_decay=weight_decay)
-    if not params:
-        return
-    if not _has_kernels(params):
-        return reference.run_sgd(arguments, lr, momentum, dampening, weight_decay, nesterov, first)
-    numbers = (lr, momentum, dampening, weight_decay, nesterov, first)
-    _launch(_sgd, arguments, numbers=numbers)
+    run_sgd(arguments, lr, momentum, dampening, weight_decay, nesterov, first)
 
 
 @torch.no_grad()
@@ -271,8 +294,4 @@ def lion_step(
     )
     reference.check_step(arguments, lr=lr, weight_decay=weight_decay)
     reference.check_betas(betas)
-    if not params:
-        return
-    if not _has_kernels(params):
-        return reference.run_lion(arguments, lr, betas, weight_decay)
-    _launch(_lion, arguments, numbers=(lr, *betas, weight_decay))
+    run_lion(arguments, lr, betas, weight_decay)

@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from fastpar.ops.optimizer import StochasticRounding
+from fastpar.ops.optimizer import Step, StochasticRounding
 from fastpar.reference import optimizer_formats as formats
 
 PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -105,7 +105,7 @@ class FusedOptimizer(Optimizer):
         self.master, self.state_dtype = master, state_dtype
         self.stochastic_rounding, self.seed = stochastic_rounding, seed
         self.outputs: dict[Tensor, Tensor] = {}
-        self._origins: dict[Tensor, tuple[int, int]] = {}
+        self._origins: dict[int, tuple[Tensor, int, int]] = {}  # by id: to hash a tensor takes a microsecond
         self._deferred: list[_Deferred] = []
         super().__init__(params, defaults)
 
@@ -142,19 +142,24 @@ class FusedOptimizer(Optimizer):
             for batch in self._collect(group):
                 device = batch.params[0].device
                 found_here = None if found_inf is None else found_inf.to(device, non_blocking=True)
-                options: dict[str, Any] = {
-                    "grad_factor": scale.to(device, non_blocking=True) if isinstance(scale, Tensor) else scale,
-                    "found_inf": found_here,
-                    "outputs": batch.outputs if any(x is not None for x in batch.outputs) else None,
-                    "remainders": batch.remainders or None,
-                    "stochastic": self._rounding(batch),
-                }
-                self._update(group, batch, options)
+                arguments = Step(
+                    batch.params,
+                    batch.grads,
+                    batch.states,
+                    batch.scales,
+                    scale.to(device, non_blocking=True) if isinstance(scale, Tensor) else scale,
+                    found_here,
+                    batch.outputs,
+                    batch.remainders or None,
+                    self._rounding(batch),
+                    self._states,
+                )
+                self._update(group, batch, arguments)
                 self._count(batch.steps, found_here)
         return loss
 
-    def _update(self, group: dict[str, Any], batch: Batch, options: dict[str, Any]) -> None:
-        """Calls the op."""
+    def _update(self, group: dict[str, Any], batch: Batch, arguments: Step) -> None:
+        """Runs the op."""
         raise NotImplementedError
 
     def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
@@ -195,48 +200,48 @@ class FusedOptimizer(Optimizer):
     def _collect(self, group: dict[str, Any]) -> Iterable[Batch]:
         batches: dict[tuple[Any, ...], Batch] = {}
         names = self._state_names(group)
-        is_8bit = self.state_dtype == "8bit"
         for param in group["params"]:
             if param.grad is None:
                 continue
             state = self.state[param]
             is_new = self._is_new(state)
             self._make_state(param, state, names)
-            number = int(state["step"]) + 1
-            has_remainder = "remainder" in state
-            batch = batches.get((param.device, number, has_remainder, is_new))
+            kind = (param.device, int(state["step"]) + 1, "remainder" in state, is_new)
+            batch = batches.get(kind)
             if batch is None:
-                batch = Batch(number, is_new, states=[[] for _ in names], scales=[[] for _ in names])
-                batches[param.device, number, has_remainder, is_new] = batch
-            output = self.outputs.get(param)
-            if "master" in state:
-                batch.params.append(local(state["master"]))
-                output = param
-            else:
-                batch.params.append(local(param))
-            batch.grads.append(self._gradient(param))
-            batch.outputs.append(None if output is None else local(output))
-            if has_remainder:
-                batch.remainders.append(local(state["remainder"]))
-            for k, name in enumerate(names):
-                batch.states[k].append(local(state[name]))
-                if is_8bit:
-                    batch.scales[k].append(state[f"{name}_scale"])
-            batch.steps.append(state["step"])
-            if self.stochastic_rounding:
-                key, start = self._origin(param)
-                batch.keys.append(key)
-                batch.starts.append(start)
+                batch = batches[kind] = Batch(kind[1], is_new, states=[[] for _ in names], scales=[[] for _ in names])
+            self._add(batch, param, state, names)
         return batches.values()
+
+    def _add(self, batch: Batch, param: Tensor, state: dict[str, Any], names: Sequence[str]) -> None:
+        output = self.outputs.get(param) if self.outputs else None
+        if "master" in state:
+            batch.params.append(local(state["master"]))
+            output = param
+        else:
+            batch.params.append(local(param))
+        batch.grads.append(self._gradient(param))
+        batch.outputs.append(output if output is None else local(output))
+        if "remainder" in state:
+            batch.remainders.append(local(state["remainder"]))
+        for k, name in enumerate(names):
+            batch.states[k].append(local(state[name]))
+            if self.state_dtype == "8bit":
+                batch.scales[k].append(state[f"{name}_scale"])
+        batch.steps.append(state["step"])
+        if self.stochastic_rounding:
+            key, start = self._origin(param)
+            batch.keys.append(key)
+            batch.starts.append(start)
 
     def _gradient(self, param: Tensor) -> Tensor:
         grad = param.grad
         assert grad is not None
-        if grad.is_sparse:
+        if grad.layout != torch.strided:
             raise ValueError(
                 f"{type(self).__name__} does not take sparse gradients; use torch.optim.SparseAdam for them"
             )
-        if isinstance(grad, DTensor) and isinstance(param, DTensor) and grad.placements != param.placements:
+        if isinstance(param, DTensor) and isinstance(grad, DTensor) and grad.placements != param.placements:
             raise ValueError(
                 f"the gradient of a parameter {tuple(param.shape)} has placements {grad.placements}, the parameter has "
                 f"{param.placements}: redistribute the gradient first"
@@ -245,6 +250,9 @@ class FusedOptimizer(Optimizer):
 
     def _make_state(self, param: Tensor, state: dict[str, Any], names: Sequence[str]) -> None:
         """Makes what is missing: everything at first, a master where the checkpoint of another optimizer had none."""
+        has_master = self.master is None or param.dtype == torch.float32 or "master" in state or "remainder" in state
+        if has_master and "step" in state and all(state.get(name) is not None for name in names):
+            return
         mine = local(param)
         if "step" not in state:
             state["step"] = torch.tensor(0.0)
@@ -268,10 +276,12 @@ class FusedOptimizer(Optimizer):
 
     def _origin(self, param: Tensor) -> tuple[int, int]:
         """(number of the parameter in this optimizer, index of its first local element in the whole)."""
-        if param not in self._origins:
+        known = self._origins.get(id(param))
+        if known is None or known[0] is not param:
             every = [p for group in self.param_groups for p in group["params"]]
-            self._origins = {p: (i, _first_index(p)) for i, p in enumerate(every)}
-        return self._origins[param]
+            self._origins = {id(p): (p, i, _first_index(p)) for i, p in enumerate(every)}
+            known = self._origins[id(param)]
+        return known[1:]
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from fastpar.ops.optimizer import adamw_step, lion_step, sgd_step
+from fastpar.ops.optimizer import Step, run_adamw, run_lion, run_sgd
 from fastpar.optim.fused import Batch, FusedOptimizer
 
 
@@ -81,20 +81,8 @@ class AdamW(FusedOptimizer):
             seed=seed,
         )
 
-    def _update(self, group: dict[str, Any], batch: Batch, options: dict[str, Any]) -> None:
-        adamw_step(
-            batch.params,
-            batch.grads,
-            *batch.states,
-            step=batch.number,
-            lr=float(group["lr"]),
-            betas=group["betas"],
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
-            exp_avg_scales=batch.scales[0],
-            exp_avg_sq_scales=batch.scales[1],
-            **options,
-        )
+    def _update(self, group: dict[str, Any], batch: Batch, arguments: Step) -> None:
+        run_adamw(arguments, batch.number, float(group["lr"]), group["betas"], group["eps"], group["weight_decay"])
 
 
 class SGD(FusedOptimizer):
@@ -147,20 +135,9 @@ class SGD(FusedOptimizer):
     def _is_new(self, state: dict[str, Any]) -> bool:
         return state.get("momentum_buffer") is None
 
-    def _update(self, group: dict[str, Any], batch: Batch, options: dict[str, Any]) -> None:
-        sgd_step(
-            batch.params,
-            batch.grads,
-            *batch.states,
-            lr=float(group["lr"]),
-            momentum=group["momentum"],
-            dampening=group["dampening"],
-            weight_decay=group["weight_decay"],
-            nesterov=group["nesterov"],
-            first=batch.is_new,
-            momentum_scales=batch.scales[0] if batch.scales else (),
-            **options,
-        )
+    def _update(self, group: dict[str, Any], batch: Batch, arguments: Step) -> None:
+        momentum, dampening, nesterov = group["momentum"], group["dampening"], group["nesterov"]
+        run_sgd(arguments, float(group["lr"]), momentum, dampening, group["weight_decay"], nesterov, batch.is_new)
 
 
 class Lion(FusedOptimizer):
@@ -198,14 +175,5 @@ class Lion(FusedOptimizer):
             seed=seed,
         )
 
-    def _update(self, group: dict[str, Any], batch: Batch, options: dict[str, Any]) -> None:
-        lion_step(
-            batch.params,
-            batch.grads,
-            *batch.states,
-            lr=float(group["lr"]),
-            betas=group["betas"],
-            weight_decay=group["weight_decay"],
-            exp_avg_scales=batch.scales[0],
-            **options,
-        )
+    def _update(self, group: dict[str, Any], batch: Batch, arguments: Step) -> None:
+        run_lion(arguments, float(group["lr"]), group["betas"], group["weight_decay"])
