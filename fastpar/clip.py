@@ -180,8 +180,8 @@ def clip_grad_norm_(
     Args:
         params_or_optimizer: parameters, a module, or an optimizer. An optimizer with an attribute `grad_factor` (those
             of fastpar.optim) gets the factor there and multiplies in its step, which saves a pass over the gradients;
-            what is set there already (1 / loss_scale) counts into the norm. One with a method `finish_gradients` (as
-            ZeRO adds) has it called first.
+            a factor that is set there already counts into the norm. One with a method `finish_gradients` has it called
+            first.
         mesh: a `fastpar.Mesh` or DeviceMesh of all ranks of the model. Needed for pipelines, whose dim is "pp"; along
             its other dims plain parameters are alike.
         groups: further groups, each with the parameters that are split over its ranks although they are plain tensors,

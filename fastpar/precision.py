@@ -7,8 +7,8 @@ LossScaler()         dynamic loss scaling whose decisions all ranks share
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
@@ -143,9 +143,10 @@ class LossScaler:
     averaging has spread what is not finite before. One all-reduce of 4 bytes per group and step; where something was
     found, also one all-gather of 512 bytes a rank for the report.
 
-    An optimizer with a method `finish_gradients` (as ZeRO adds) has it called before its gradients are read; one with
-    an attribute `grad_factor` (those of fastpar.optim) gets 1 / scale there, and divides in its step, unless `unscale_`
-    is called. Scaling is done by a float32 tensor, so that a float16 loss does not overflow.
+    Optimizers that divide by the scale themselves (torch's fused ones, those of fastpar.optim: they say so as torch
+    asks of them, with `_step_supports_amp_scaling`) get it as `grad_scale`, unless `unscale_` has divided before; that
+    saves a pass over the gradients. An optimizer with a method `finish_gradients` has it called before its gradients
+    are read. Scaling is done by a float32 tensor, so that a float16 loss does not overflow.
 
     Args:
         init, growth, backoff, growth_interval, enabled: as torch.amp.GradScaler has them. Not enabled, every method
@@ -198,7 +199,8 @@ class LossScaler:
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the gradients of the optimizer by the scale, and find out whether all of all ranks are finite.
 
-        Raises RuntimeError for a second call before `update`.
+        Raises RuntimeError for a second call before `update`, ValueError for gradients in float16, which would lose
+        again what scaling has saved.
         """
         if not self._enabled:
             return
@@ -209,13 +211,11 @@ class LossScaler:
         grads = self._gradients(optimizer)
         kinds = _by_kind(grads)
         if any(dtype == torch.float16 for _, dtype in kinds):
-            if not hasattr(optimizer, "grad_factor"):
-                raise ValueError(
-                    "gradients in float16 would be rounded again where they are divided by the scale: keep float32 "
-                    "copies for the optimizer (Precision.fp16()), or use autocast, or an optimizer of fastpar.optim"
-                )
-            self._leave_to(optimizer, grads, kinds)
-            return
+            raise ValueError(
+                "gradients in float16 divided by the scale would be rounded again: keep float32 copies for the "
+                "optimizer (Precision.fp16()), use autocast, or leave the division to an optimizer of fastpar.optim "
+                "by calling step() alone"
+            )
         found = False
         for (device, _), tensors in kinds.items():
             here = torch.zeros((), dtype=torch.float32, device=device)
@@ -236,19 +236,19 @@ class LossScaler:
             raise ValueError("LossScaler.step takes no closure: its gradients would not be unscaled")
         if id(optimizer) in self._stepped:
             raise RuntimeError("step() has already been called for this optimizer since the last update()")
-        if id(optimizer) not in self._found:
-            if hasattr(optimizer, "grad_factor"):
-                grads = self._gradients(optimizer)
-                self._leave_to(optimizer, grads, _by_kind(grads))
-            else:
-                self.unscale_(optimizer)
+        divides = id(optimizer) not in self._found and getattr(optimizer, "_step_supports_amp_scaling", False)
+        if divides:
+            grads = self._gradients(optimizer)
+            found = any(bool(ops.exact_square_sum(tensors)[:2].any()) for tensors in _by_kind(grads).values())
+            self._found[id(optimizer)] = self._agree(optimizer, grads, found)
+        elif id(optimizer) not in self._found:
+            self.unscale_(optimizer)
         self._stepped.add(id(optimizer))
         if self._found[id(optimizer)]:
             self.skipped += 1
-            if hasattr(optimizer, "grad_factor"):
-                optimizer.grad_factor = None
             return None
-        return optimizer.step(*args, **kwargs)
+        with _grad_scale(optimizer, self._scale) if divides else nullcontext():
+            return optimizer.step(*args, **kwargs)
 
     def update(self, new_scale: float | None = None) -> None:
         """Adjust the scale after the steps of an iteration, or set it.
@@ -315,13 +315,6 @@ class LossScaler:
                     found.append(_Gradient(self._names.get(id(parameter), name), local))
         return found
 
-    def _leave_to(self, optimizer: Any, grads: Sequence[_Gradient], kinds: _Kinds) -> None:
-        """Look at gradients that the optimizer divides by the scale in its own step."""
-        found = any(bool(ops.exact_square_sum(tensors)[:2].any()) for tensors in kinds.values())
-        self._found[id(optimizer)] = self._agree(optimizer, grads, found)
-        pending = 1.0 if optimizer.grad_factor is None else optimizer.grad_factor
-        optimizer.grad_factor = pending * (1.0 / self._scale)
-
     def _agree(self, optimizer: torch.optim.Optimizer, grads: Sequence[_Gradient], found: bool) -> bool:
         """Whether any rank has found something; writes the report."""
         groups = dict(self._groups)  # those that all ranks have come first, so that all reduce in one order
@@ -361,6 +354,18 @@ def _by_kind(grads: Iterable[_Gradient]) -> _Kinds:
         if gradient.local.numel():
             kinds.setdefault((gradient.local.device, gradient.local.dtype), []).append(gradient.local)
     return kinds
+
+
+@contextmanager
+def _grad_scale(optimizer: Any, scale: float) -> Iterator[None]:
+    """What torch's own scaler sets for such optimizers."""
+    device = next((p.device for group in optimizer.param_groups for p in group["params"]), None)
+    optimizer.grad_scale = torch.full((), scale, dtype=torch.float32, device=device)
+    optimizer.found_inf = torch.zeros((), dtype=torch.float32, device=device)
+    try:
+        yield
+    finally:
+        del optimizer.grad_scale, optimizer.found_inf
 
 
 def _note(grads: Iterable[_Gradient]) -> bytes:

@@ -1,4 +1,4 @@
-"""The exact sum of squares: every CPU instruction set against integers, and its root against the definition of rounding.
+"""The exact sum of squares: every CPU instruction set against integers, and its root against what rounding means.
 
 No tolerances: a sum is right or wrong. What is expected comes from Python's integers and fractions.
 """
