@@ -70,6 +70,7 @@ class Problem:
     def __init__(self, case: ServerCase, rank: Rank) -> None:
         self.case, self.rank, self.size = case, rank.rank, rank.world_size
         group = rank.group or dist.group.WORLD
+        assert group is not None
         dtype = DTYPES[case.dtype]
         self.numel = case.num_bytes // dtype.itemsize // self.size * self.size
         self.parameter = nn.Parameter(torch.zeros(self.numel, dtype=dtype))
@@ -97,7 +98,7 @@ class Problem:
         return [
             Provider(
                 name,
-                "fastpar",
+                "torch" if name == "parameter server" else "fastpar",  # the peer that ratios refer to
                 call=call,
                 check=partial(self.errors, call, workers),
                 num_bytes=3.0 * len(workers) * self.case.num_bytes,
@@ -130,7 +131,7 @@ class Problem:
         call()
         if self.rank not in workers:
             return {}
-        mean = sum(self.gradient_of(rank).double() for rank in workers) / len(workers)
+        mean = torch.stack([self.gradient_of(rank).double() for rank in workers]).mean(0)
         off = (self.parameter.detach().double() + LR * mean).abs().max().item()
         return {"parameters": Error(off, 1e-6 if self.case.dtype == "fp32" else 1e-2)}
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 from unittest import mock
 
 import pytest
@@ -121,6 +123,15 @@ def test_a_cast_wire_keeps_what_is_not_finite_visible(kind: str, too_large: floa
     wanted = torch.tensor([2.0, torch.inf, 2.0, torch.nan, 2.0, too_large])
     for result in run_ranks(2, non_finite, kind):
         torch.testing.assert_close(result, wanted, rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_large_cast_loads_the_library_that_it_needs() -> None:
+    code = (
+        "import torch; from fastpar.comm import CastWire, Communicator;"
+        "print(CastWire(torch.bfloat16).all_reduce(Communicator(None), torch.ones(5 << 20)).sum().item())"
+    )
+    result = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=120)
+    assert result.stdout == f"{float(5 << 20)}\n", result.stderr
 
 
 # ---- plain

@@ -25,6 +25,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from fastpar import _ext
 from fastpar.comm.block_codes import BlockCodes, mixed
 from fastpar.comm.communicator import Communicator
 from fastpar.comm.pending import Pending
@@ -178,7 +179,10 @@ class CastWire:
     def _cast(self, x: Tensor) -> Tensor:
         if x.dtype == self.dtype:
             return x
-        return new_output(x, x.numel(), self.dtype).copy_(x) if x.is_cpu else x.to(self.dtype)
+        if not x.is_cpu:
+            return x.to(self.dtype)
+        _ext.load()  # which has the pool of large outputs
+        return new_output(x, x.numel(), self.dtype).copy_(x)
 
 
 class BlockWire:
