@@ -286,6 +286,7 @@ def equal_to_plain(make_model: Any, run: Any, options: dict[str, Any] | None = N
         run(plain, step)
         run(model, step)
     assert stage3.whole_bytes == 0
+    assert stage3.peak_bytes <= stage3.budget + max(unit.nbytes for unit in stage3.units)
     wrong = []
     for (name, expected), parameter in zip(plain.named_parameters(), model.parameters(), strict=True):
         found = parameter.grad
@@ -331,6 +332,10 @@ def backward_of_two(model: nn.Module, step: int) -> None:
     model(x).backward()
 
 
+def step_of_text(model: nn.Module, step: int) -> None:
+    loss_of(model, ids_of(step, 0)).backward()
+
+
 def two_forwards(model: nn.Module, step: int) -> None:
     losses = [loss_of(model, ids_of(step, 0, microbatch)) for microbatch in range(3)]
     with torch.no_grad():
@@ -351,10 +356,8 @@ def model_run(transport: str) -> dict[str, list[str]]:
         "containers, frozen parameters, layers used twice": equal_to_plain(Two, backward_of_two, options),
         "several forwards before their backwards": equal_to_plain(Text, two_forwards, options),
         "a graph that is kept": equal_to_plain(Text, twice_through_one_graph, options),
-        "frozen layers first": equal_to_plain(frozen_text, lambda m, s: loss_of(m, ids_of(s, 0)).backward(), options),
-        "a parameter that nothing uses": equal_to_plain(
-            spare_text, lambda m, s: loss_of(m, ids_of(s, 0)).backward(), options
-        ),
+        "frozen layers first": equal_to_plain(frozen_text, step_of_text, options),
+        "a parameter that nothing uses": equal_to_plain(spare_text, step_of_text, options),
     }
 
 
@@ -374,4 +377,76 @@ def spare_text() -> Text:
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_gradients_are_those_of_the_whole_model(transport: str) -> None:
     for wrong in run_ranks(2, model_run, transport):
+        assert wrong == {name: [] for name in wrong}
+
+
+class Raw(nn.Module):
+    """A layer whose own forward reads its parameters: no module within it is called."""
+
+    def __init__(self, width: int = 13) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width, width) / 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(x @ self.weight)
+
+
+def raw_text() -> Text:
+    model = Text()
+    model.layers = nn.ModuleList([Raw() for _ in range(4)])
+    return model
+
+
+class Checkpointed(Text):
+    """torch's own recomputation, around the layers."""
+
+    reentrant = False
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids) + self.position
+        for layer in self.layers:
+            x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=self.reentrant)
+        return self.head(self.norm(x))
+
+
+class Reentrant(Checkpointed):
+    reentrant = True
+
+
+def under(policy: Any) -> Any:
+    def run(model: nn.Module, step: int) -> None:
+        if step == 0:
+            fp.apply_recompute(model, policy)
+        step_of_text(model, step)
+
+    return run
+
+
+def recomputed_first() -> Text:
+    return fp.apply_recompute(Text(), fp.recompute.Segments(1))
+
+
+def recompute_run(transport: str) -> dict[str, list[str]]:
+    options = {"transport": transport}
+    policies = {
+        "full": fp.recompute.Full(),
+        "segments": fp.recompute.Segments(2),
+        "one segment": fp.recompute.Segments(1),
+        "selective": fp.recompute.Selective(),
+        "binomial": fp.recompute.Binomial(2),
+    }
+    found = {
+        f"{name}, {kind.__name__}": equal_to_plain(kind, under(policy), options)
+        for name, policy in policies.items()
+        for kind in (Text, raw_text)
+    }
+    found["recompute, then stage 3"] = equal_to_plain(recomputed_first, step_of_text, options)
+    for kind in (Checkpointed, Reentrant):
+        found[kind.__name__] = equal_to_plain(kind, step_of_text, options)
+    return found
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_recomputed_layers_are_gathered_again(transport: str) -> None:
+    for wrong in run_ranks(2, recompute_run, transport):
         assert wrong == {name: [] for name in wrong}

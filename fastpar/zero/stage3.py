@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -78,7 +78,8 @@ class _Guard:
         self._stage3, self._unit = stage3, unit
 
     def capture(self) -> Callable[[], AbstractContextManager[None]]:
-        return partial(self._stage3.kept_whole, self._unit)
+        """Called while a layer runs; layers of one chain have their captures in common."""
+        return partial(self._stage3.kept_whole, self._unit) if self._stage3.is_running(self._unit) else nullcontext
 
 
 class Stage3:
@@ -210,6 +211,10 @@ class Stage3:
             state.is_pinned = False
             state.in_backward.clear()
             self._free_if_unused(unit)
+
+    def is_running(self, unit: Unit) -> bool:
+        """Whether a module of the unit is in its forward."""
+        return bool(self._states[unit].running)
 
     @contextmanager
     def kept_whole(self, unit: Unit) -> Iterator[None]:
