@@ -450,3 +450,196 @@ def recompute_run(transport: str) -> dict[str, list[str]]:
 def test_recomputed_layers_are_gathered_again(transport: str) -> None:
     for wrong in run_ranks(2, recompute_run, transport):
         assert wrong == {name: [] for name in wrong}
+
+
+# ---- what goes wrong, and what is done by hand
+
+
+class Choosing(nn.Module):
+    """A layer of which each rank uses another part, and one part no rank uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.ModuleList([nn.Linear(8, 8) for _ in range(3)]) for _ in range(2)])
+        for layer in self.layers:
+            layer.forward = lambda x, rank, layer=layer: torch.tanh(layer[rank](x))
+
+    def forward(self, x: Tensor, rank: int) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, rank)
+        return x
+
+
+def choosing_run(transport: str) -> dict[str, Tensor | None]:
+    model = Choosing()
+    make(model, transport)
+    for _ in range(2):
+        model(torch.ones(3, 8), dist.get_rank()).sum().backward()
+    return {name: None if p.grad is None else p.grad.full_tensor() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_ranks_may_use_different_parameters_of_a_unit(transport: str) -> None:
+    expected: dict[str, Tensor] = {}
+    for rank in range(2):
+        model = Choosing()
+        for _ in range(2):
+            model(torch.ones(3, 8), rank).sum().backward()
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                expected[name] = parameter.grad / 2
+    assert len(expected) == 8
+    for found in run_ranks(2, choosing_run, transport):
+        assert {name for name, grad in found.items() if grad is None} == found.keys() - expected.keys()
+        for name, grad in expected.items():
+            torch.testing.assert_close(found[name], grad, rtol=0, atol=0, msg=name)
+
+
+def failing_run(transport: str) -> tuple[list[str], list[int], list[str]]:
+    """A forward that raises in a layer, and a backward that raises in a hook; then a step that goes well."""
+    plain, model = Text(), Text()
+    stage3 = make(model, transport)
+    messages, whole_bytes = [], []
+
+    def fail(*_: Any) -> None:
+        raise ArithmeticError("on purpose")
+
+    handle = model.layers[1].down.register_forward_hook(fail)
+    try:
+        model(ids_of(0, 0))
+    except ArithmeticError as error:
+        messages.append(str(error))
+    whole_bytes.append(stage3.whole_bytes)
+    handle.remove()
+    loss = loss_of(model, ids_of(0, 0))
+    handle = stage3.slots[5].parameter.register_hook(fail)
+    try:
+        loss.backward()
+    except ArithmeticError as error:
+        messages.append(str(error))
+    handle.remove()
+    stage3.reducer.forget_sums()
+    for parameter in model.parameters():
+        parameter.grad = None
+    del loss
+    step_of_text(model, 1)
+    step_of_text(plain, 1)
+    whole_bytes.append(stage3.whole_bytes)
+    wrong = [
+        name
+        for (name, parameter), expected in zip(model.named_parameters(), plain.parameters(), strict=True)
+        if not torch.equal(parameter.grad.full_tensor(), expected.grad)
+    ]
+    return messages, whole_bytes, wrong
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_failed_forward_or_backward_leaves_nothing_behind(transport: str) -> None:
+    for messages, whole_bytes, wrong in run_ranks(2, failing_run, transport):
+        assert messages == ["on purpose", "on purpose"]
+        assert whole_bytes[1] == 0
+        assert wrong == []
+
+
+def test_reading_freed_parameters_in_backward_is_an_error() -> None:
+    """Backward of a graph that no hook watches: the layer's output is hidden in an object that nobody can look into."""
+
+    class Box:
+        def __init__(self, value: Tensor) -> None:
+            self.value = value
+
+    class Hiding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Box:
+            return Box(self.inner(x))
+
+    model = nn.Sequential(Hiding(), Hiding())
+    model.forward = lambda x: model[1](model[0](x).value).value.sum()
+    make_alone(model, units=["0", "1"])
+    x = torch.randn(2, 4, requires_grad=True)
+    loss = model(x)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation.* version 100000"):
+        loss.backward()
+
+
+def make_alone(model: nn.Module, **options: Any) -> Stage3:
+    return Stage3(model, Groups(None, is_sharded=True), resident_share=0.0, **options)
+
+
+def test_an_update_between_forward_and_backward_is_an_error() -> None:
+    model = Stack(2)
+    stage3 = make_alone(model)
+    loss = model(torch.randn(3, 16, requires_grad=True)).sum()
+    stage3.released()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2)
+    stage3.published()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_values_written_to_shards_are_used_by_the_next_forward() -> None:
+    model, other = Stack(2), Stack(2)
+    make_alone(model)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(3)
+    model.load_state_dict(other.state_dict())
+    x = torch.randn(3, 16)
+    assert torch.equal(model(x), other(x))
+
+
+def test_a_replaced_parameter_is_an_error() -> None:
+    model = Stack(2)
+    make_alone(model)
+    model.layers[1].weight = nn.Parameter(torch.zeros(16, 16))
+    with pytest.raises(RuntimeError, match="'weight' of a Linear in unit 'layers.1'.*was replaced"):
+        model(torch.randn(3, 16))
+
+
+def by_hand_run(transport: str) -> tuple[list[int], list[bool], int, bool]:
+    """A pipeline's UNSHARD, several microbatches, RESHARD."""
+    plain, model = Text(), Text()
+    stage3 = make(model, transport)
+    sizes = [stage3.whole_bytes]
+    model.unshard()
+    sizes.append(stage3.whole_bytes)
+    is_plain = [not isinstance(parameter, DTensor) for parameter in model.parameters()]
+    with record() as log:
+        for microbatch in range(2):
+            step_of_text(model, microbatch)
+            step_of_text(plain, microbatch)
+    gathers = sum(entry.op == "all_gather" and entry.dtype == torch.float32 for entry in log)
+    model.layers[0].reshard()
+    sizes.append(stage3.whole_bytes)
+    model.reshard()
+    sizes.append(stage3.whole_bytes)
+    equal = all(torch.equal(p.grad.full_tensor(), q.grad) for p, q in zip(model.parameters(), plain.parameters()))
+    return sizes, is_plain, gathers, equal
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_units_that_are_unsharded_by_hand_stay_whole(transport: str) -> None:
+    for sizes, is_plain, gathers, equal in run_ranks(2, by_hand_run, transport):
+        assert sizes[0] == sizes[3] == 0
+        assert sizes[1] > sizes[2] > 0
+        assert all(is_plain)
+        assert gathers == 0
+        assert equal
+
+
+def test_detach_gives_the_whole_model_back() -> None:
+    model, plain = Text(), Text()
+    stage3 = make_alone(model)
+    step_of_text(model, 0)
+    stage3.detach()
+    assert not hasattr(model, "unshard")
+    assert all(not module._forward_pre_hooks and not module._forward_hooks for module in model.modules())
+    for (name, parameter), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(parameter, expected), name
+    model(ids_of(0, 0))
