@@ -150,10 +150,11 @@ class Problem:
             call()
             return {"tensors": Error(float(not torch.equal(load_from_disk(path), self.x)), 0.0)}
 
-        if self.case.job == "write":
-            name, call = "torch.save, fsync", partial(save_and_flush, self.x, path)
-        else:
-            name, call = "torch.load", partial(load_from_disk, path)
+        jobs: dict[str, tuple[str, Callable[[], object]]] = {
+            "write": ("torch.save, fsync", partial(save_and_flush, self.x, path)),
+            "read": ("torch.load", partial(load_from_disk, path)),
+        }
+        name, call = jobs[self.case.job]
         return [self.provider(name, "torch", call, check)]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import os
@@ -22,22 +21,18 @@ _SLICE = 0.1  # seconds within C at most, so that Ctrl-C is heard
 BACKENDS = ("auto", "io_uring", "threads")
 
 
-class Transfer:
-    """A write or a read that has been launched. `wait()` returns its tensor.
+class Flight:
+    """A transfer as its file knows it. Holds the memory until it has ended, and no longer."""
 
-    Until it has returned do not write to a tensor that is being written to the file, and do not touch one that is being
-    read into. The tensor's memory is kept until then, whether or not anybody waits.
-    """
-
-    def __init__(self, file: AsyncFile, ticket: int, tensor: Tensor, memory: Any, subject: str) -> None:
-        self._file, self.ticket, self._tensor, self._memory = file, ticket, tensor, memory
-        self._subject = subject
+    def __init__(self, file: AsyncFile, ticket: int, memory: Any, subject: str) -> None:
+        self.ticket = ticket
+        self.error: StorageError | None = None  # why it failed; known once `done()` is true
+        self._file, self._memory, self._subject = file, memory, subject
         self._lock = threading.Lock()
         self._is_done = False
-        self.error: StorageError | None = None  # why it failed; known once `done()` is true
 
     def done(self) -> bool:
-        """Whether it has ended, well or not: `wait()` would return, or raise, at once."""
+        """Whether it has ended, well or not."""
         if self._is_done:
             return True
         if not self._lock.acquire(blocking=False):
@@ -47,14 +42,8 @@ class Transfer:
         finally:
             self._lock.release()
 
-    def wait(self, timeout: float | None = None) -> Tensor:
-        """The tensor, once it is written or read.
-
-        timeout  seconds; None: the store's
-
-        Raises StorageError (the same at every call) if it failed, ChecksumError if what was read is not what was
-        written, and TimeoutError when time is up: it is still in flight then, and may be waited for again.
-        """
+    def settle(self, timeout: float | None = None) -> None:
+        """Wait until it has ended, well or not. Raises TimeoutError."""
         seconds = self._file.timeout if timeout is None else timeout
         deadline = time.monotonic() + seconds
         with self._lock:
@@ -64,9 +53,6 @@ class Transfer:
                         f"{self._file.path}: {self._subject} has not ended within {seconds:g} s. The disk is slower "
                         "than that, or hangs (see the kernel's log)."
                     )
-        if self.error is not None:
-            raise self.error
-        return self._tensor
 
     def _poll(self, seconds: float) -> bool:
         if not self._is_done:
@@ -75,6 +61,34 @@ class Transfer:
                 self._memory = None
                 self._is_done = True
         return self._is_done
+
+
+class Transfer:
+    """A write or a read that has been launched. `wait()` returns its tensor.
+
+    Until it has returned do not write to a tensor that is being written to the file, and do not touch one that is being
+    read into. The tensor's memory is kept until then, whether or not anybody waits.
+    """
+
+    def __init__(self, flight: Flight, tensor: Tensor) -> None:
+        self._flight, self._tensor = flight, tensor
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not: `wait()` would return, or raise, at once."""
+        return self._flight.done()
+
+    def wait(self, timeout: float | None = None) -> Tensor:
+        """The tensor, once it is written or read.
+
+        timeout  seconds; None: the store's
+
+        Raises StorageError (the same at every call) if it failed, ChecksumError if what was read is not what was
+        written, and TimeoutError when time is up: it is still in flight then, and may be waited for again.
+        """
+        self._flight.settle(timeout)
+        if self._flight.error is not None:
+            raise self._flight.error
+        return self._tensor
 
 
 class AsyncFile:
@@ -117,23 +131,15 @@ class AsyncFile:
         return -(-num_bytes // self.block_bytes)
 
     def submit(
-        self,
-        is_write: bool,
-        offset: int,
-        tensor: Tensor,
-        *,
-        checksums: Any,
-        after: int,
-        subject: str,
-        result: Tensor | None = None,
-    ) -> Transfer:
+        self, is_write: bool, offset: int, tensor: Tensor, *, checksums: Any, after: int, subject: str
+    ) -> Flight:
         """tensor is contiguous; `checksums` a ctypes array of num_blocks() uint32, or None; `after` a ticket or 0."""
         ticket = library().file_submit(
             self._handle, is_write, offset, tensor.data_ptr(), tensor.nbytes, checksums, after
         )
         if ticket == 0:
             raise MemoryError(f"no memory for another transfer of {self.path}")
-        return Transfer(self, ticket, tensor if result is None else result, (tensor, checksums), subject)
+        return Flight(self, ticket, (tensor, checksums), subject)
 
     def _wait(self, ticket: int, seconds: float, subject: str) -> tuple[bool, StorageError | None]:
         failure = (ctypes.c_int64 * 4)()
@@ -164,9 +170,3 @@ def empty_aligned(num_bytes: int) -> Tensor:
     memory = torch.empty(num_bytes + page, dtype=torch.uint8)
     start = -memory.data_ptr() % page
     return memory[start : start + num_bytes]
-
-
-def settle(transfer: Transfer) -> None:
-    """Wait for the end of it, be it a failure, which `transfer.error` keeps. Raises TimeoutError."""
-    with contextlib.suppress(StorageError):
-        transfer.wait()

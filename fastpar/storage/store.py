@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastpar.storage.async_file import AsyncFile, Transfer, empty_aligned, settle
+from fastpar.storage.async_file import AsyncFile, Flight, Transfer, empty_aligned
 from fastpar.storage.backing import ALIGNMENT
 from fastpar.storage.extents import Extents
 
@@ -30,8 +30,8 @@ class _Entry:
     dtype: torch.dtype
     shape: torch.Size
     checksums: Any  # ctypes array of one uint32 per block, or None
-    last: Transfer | None = None
-    last_write: Transfer | None = None
+    last: Flight | None = None
+    last_write: Flight | None = None
 
 
 class TensorStore:
@@ -85,7 +85,8 @@ class TensorStore:
         self._extents = Extents()
         self._entries: dict[str, _Entry] = {}
         self._leaving: list[_Entry] = []  # deleted, with a transfer in flight
-        self._in_flight: deque[Transfer] = deque()
+        self._in_flight: deque[Flight] = deque()
+        self._discarded: deque[str] = deque()
         self._buffers: list[Tensor] = []
         # Without a close() the memory of what is in flight has to stay until the file's threads have ended.
         self._finalizer = weakref.finalize(self, _close, self._file, self._in_flight)
@@ -102,9 +103,8 @@ class TensorStore:
         source = _on_cpu(name, tensor).detach().contiguous()
         with self._lock:
             entry = self._entry_for_write(name, source)
-            transfer = self._launch(name, entry, source, is_write=True)
-            entry.last_write = transfer
-        return transfer
+            entry.last_write = self._launch(name, entry, source, is_write=True)
+            return Transfer(entry.last_write, tensor)
 
     def read(self, name: str, out: Tensor | None = None) -> Transfer:
         """Read the tensor of that name into `out`, or into a new one.
@@ -121,11 +121,9 @@ class TensorStore:
             written = entry.last_write
             if written is not None and written.done() and written.error is not None:
                 raise written.error
-            return self._launch(name, entry, out.detach(), is_write=False, result=out)
+            return Transfer(self._launch(name, entry, out.detach(), is_write=False), out)
 
-    def _launch(
-        self, name: str, entry: _Entry, memory: Tensor, *, is_write: bool, result: Tensor | None = None
-    ) -> Transfer:
+    def _launch(self, name: str, entry: _Entry, memory: Tensor, *, is_write: bool) -> Flight:
         while self._in_flight and self._in_flight[0].done():
             self._in_flight.popleft()
         after = 0 if entry.last is None or entry.last.done() else entry.last.ticket
@@ -136,7 +134,6 @@ class TensorStore:
             checksums=entry.checksums,
             after=after,
             subject=f"tensor {name!r}",
-            result=result,
         )
         self._in_flight.append(entry.last)
         return entry.last
@@ -149,6 +146,10 @@ class TensorStore:
             self._entry(name)
             self._leaving.append(self._entries.pop(name))
 
+    def discard(self, name: str) -> None:
+        """`delete` it at the store's next call, if it exists. For finalizers, which may run anywhere."""
+        self._discarded.append(name)
+
     def __contains__(self, name: object) -> bool:
         return name in self._entries
 
@@ -158,17 +159,18 @@ class TensorStore:
 
     def spec(self, name: str) -> tuple[torch.dtype, torch.Size]:
         """(dtype, shape) of what `name` holds."""
-        entry = self._entry(name)
-        return entry.dtype, entry.shape
+        with self._lock:
+            entry = self._entry(name)
+            return entry.dtype, entry.shape
 
     def _entry(self, name: str) -> _Entry:
-        self._check_open()
+        self._begin()
         if name not in self._entries:
             raise KeyError(f"{self._file.path}: nothing was written under {name!r}")
         return self._entries[name]
 
     def _entry_for_write(self, name: str, source: Tensor) -> _Entry:
-        self._check_open()
+        self._begin()
         room = -(-source.nbytes // ALIGNMENT) * ALIGNMENT
         entry = self._entries.get(name)
         if entry is not None and entry.room == room:
@@ -212,7 +214,7 @@ class TensorStore:
     def buffers(self, count: int, num_bytes: int) -> list[Tensor]:
         """`count` aligned buffers of at least `num_bytes` each, the same ones at every call; freed by `close`."""
         with self._lock:
-            self._check_open()
+            self._begin()
             if len(self._buffers) < count or any(buffer.nbytes < num_bytes for buffer in self._buffers):
                 self._buffers = []  # the old ones go before there are new ones
                 self._buffers = [empty_aligned(num_bytes) for _ in range(count)]
@@ -229,7 +231,7 @@ class TensorStore:
         """Wait for everything in flight. Raises the first error of a write that nothing has been written over."""
         with self._lock:
             while self._in_flight:
-                settle(self._in_flight[0])
+                self._in_flight[0].settle()
                 self._in_flight.popleft()
             for entry in self._entries.values():
                 if entry.last_write is not None and entry.last_write.error is not None:
@@ -241,9 +243,14 @@ class TensorStore:
             self._buffers = []
             self._finalizer()
 
-    def _check_open(self) -> None:
+    def _begin(self) -> None:
+        """Of every call that touches names, with the lock held."""
         if not self._finalizer.alive:
             raise ValueError(f"{self._file.path}: the store is closed")
+        while self._discarded:
+            entry = self._entries.pop(self._discarded.popleft(), None)
+            if entry is not None:
+                self._leaving.append(entry)
 
     def __enter__(self) -> TensorStore:
         return self
@@ -261,9 +268,9 @@ class TensorStore:
         return f"TensorStore({file.path!r}, {file.backend}{refusal}, {past}, {held})"
 
 
-def _close(file: AsyncFile, in_flight: deque[Transfer]) -> None:
+def _close(file: AsyncFile, in_flight: deque[Flight]) -> None:
     while in_flight:
-        settle(in_flight[0])
+        in_flight[0].settle()
         in_flight.popleft()
     file.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -9,8 +10,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from fastpar.storage.async_file import Transfer, settle
+from fastpar.storage.async_file import Transfer
 from fastpar.storage.backing import ALIGNMENT
+from fastpar.storage.errors import StorageError
 from fastpar.storage.store import TensorStore
 
 Names = str | Sequence[str]
@@ -60,7 +62,8 @@ def stream(
             writing[i] = [store.write(name, tensor) for name, tensor in tensors[i].items() if written(name)]
     except BaseException:
         for transfer in itertools.chain(*reading.values(), *writing.values()):
-            settle(transfer)
+            with contextlib.suppress(StorageError):
+                transfer.wait()
         raise
     for transfers in writing.values():
         _wait(transfers)
