@@ -1,6 +1,7 @@
 """Data parallelism: replicated (stage 0), and with optimizer states, gradients and parameters sharded (ZeRO 1 to 3)."""
 
+from fastpar.zero.activations import ActivationOffload, offload_activations
 from fastpar.zero.offload import Offload
 from fastpar.zero.sharding import Zero, shard
 
-__all__ = ["Offload", "Zero", "shard"]
+__all__ = ["ActivationOffload", "Offload", "Zero", "offload_activations", "shard"]
