@@ -26,6 +26,7 @@ class Run:
     tokens_per_step: int
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)  # of every step
+    memory: dict[str, int] = field(default_factory=dict)  # peak bytes of a step by kind, of the rank that has most
 
     @property
     def wall_seconds(self) -> float:
@@ -43,6 +44,7 @@ class Run:
             "final_loss": self.losses[-1],
             "tokens_per_second": round(self.tokens_per_second, 1),
             "wall_seconds": round(self.wall_seconds, 3),
+            "bytes_per_rank": self.memory,
             "losses": self.losses,
         }
 
@@ -122,8 +124,10 @@ def print_table(parallel: Run, comparison: Comparison | None) -> None:
     single = comparison.single if comparison else None
     runs = [run for run in (parallel, single) if run is not None]
     # The threads belong beside the speeds: the parallel run has that many per rank, the single process in all.
-    threads = f"CPU threads per process: {torch.get_num_threads()}, CPUs: {os.cpu_count()}"
-    table = Table(title="loss, nats per byte", title_justify="left", caption=threads, caption_justify="left")
+    notes = f"CPU threads per process: {torch.get_num_threads()}, CPUs: {os.cpu_count()}"
+    if parallel.memory:
+        notes += "\nMB of the rank that has most, at the worst moment of a step for each kind"
+    table = Table(title="loss, nats per byte", title_justify="left", caption=notes, caption_justify="left")
     for column in ("step", *(run.name for run in runs), *(["|difference|"] if comparison else [])):
         table.add_column(column, justify="right")
     for step in _chosen_steps(len(parallel.losses)):
@@ -132,6 +136,10 @@ def print_table(parallel: Run, comparison: Comparison | None) -> None:
     table.add_section()
     table.add_row("tokens/s", *(f"{run.tokens_per_second:,.0f}" for run in runs))
     table.add_row("seconds", *(f"{run.wall_seconds:.1f}" for run in runs))
+    if parallel.memory:
+        table.add_section()
+        for kind in parallel.memory:
+            table.add_row(f"MB: {kind}", *(f"{run.memory[kind] / 1e6:.2f}" for run in runs))
 
     console = Console()
     console.print(table)

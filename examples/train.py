@@ -3,12 +3,15 @@
     torchrun --nproc-per-node 4 examples/train.py                 # TP 2 x DP 2, on CPU
     torchrun --nproc-per-node 4 examples/train.py --tp 4 --sequence-parallel
     torchrun --nproc-per-node 4 examples/train.py --pp 2 --schedule zbv --microbatches 8
+    torchrun --nproc-per-node 4 examples/train.py --tp 1 --zero 3 --precision bf16 --accumulate 2
     python examples/train.py --data my_texts/ --no-compare        # one process, no launcher
 
 `train_parallel` is the part to copy: an ordinary training loop, plus a mesh, `fp.parallelize`, a loss that takes logits
-split over the vocabulary, and the averaging of gradients over the data-parallel ranks. `train_single` is the same loop
-without fastpar. Both start from the same weights and read the same batches, so their losses differ by rounding only;
-the exit status is 1 if they differ by more than `TOLERANCE`. The figures go to --out: losses.png and report.json.
+split over the vocabulary, and `fp.zero.shard`, which makes the optimizer data-parallel: with --zero 0 gradients are
+averaged over the ranks, 1, 2 and 3 also split optimizer states, gradients and parameters. `train_single` is the same
+loop in float32, without fastpar. Both start from the same weights and read the same batches, so their losses differ by
+rounding only; the exit status is 1 if they differ by more than `TOLERANCE`. The figures go to --out: losses.png and
+report.json. The bytes of the table are measured in the second step (see memory.py).
 """
 
 import argparse
@@ -26,17 +29,19 @@ import report
 import torch
 import torch.distributed as dist
 from data import VOCAB_SIZE, Corpus, load_corpus
+from memory import KINDS, MemoryMeter
 from model import Llama, LlamaConfig
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 import fastpar as fp
-from fastpar.comm import Communicator, all_reduce_coalesced
+from fastpar.comm import Communicator
 
 TOLERANCE = {"float32": 1e-4, "float64": 1e-9, "bfloat16": None}  # bfloat16 rounds too early for a bound worth having
+PRECISION = {"fp32": None, "bf16": fp.Precision.bf16(), "fp16": fp.Precision.fp16()}
 WARMUP_STEPS = 10
 FINAL_LR_FRACTION = 0.1
+MEASURED_STEP = 1  # the first one has no optimizer states yet
 
 
 @dataclass(frozen=True)
@@ -50,10 +55,13 @@ class Layout:
     schedule: str = "1f1b"  # of the pipeline, and what follows: for pp > 1
     microbatches: int = 4
     parts: str | None = None
+    zero: int = 0
+    offload: str = "none"
+    accumulate: int = 1  # forward and backward passes per step; of the whole pipeline, where there is one
 
     @staticmethod
     def of_world(
-        world_size: int, pp: int, tp: int | None, dp: int | None, sequence_parallel: bool, **pipeline: Any
+        world_size: int, pp: int, tp: int | None, dp: int | None, sequence_parallel: bool, **rest_of_it: Any
     ) -> "Layout":
         """Fill in what was not asked for: data parallelism takes the ranks that the others leave, and tensor
         parallelism is 2 where that divides them."""
@@ -67,12 +75,20 @@ class Layout:
                 f"--pp ({pp}) times --tp ({tp}) times --dp ({dp}) must be the number of processes ({world_size}); "
                 f"start them with: torchrun --nproc-per-node {max(pp * tp * dp, 1)} examples/train.py"
             )
-        return Layout(pp, tp, dp, sequence_parallel, **pipeline)
+        return Layout(pp, tp, dp, sequence_parallel, **rest_of_it)
 
     @property
     def name(self) -> str:
         pipeline = f"PP {self.pp} ({self.schedule}) x " if self.pp > 1 else ""
-        return f"{pipeline}TP {self.tp} x DP {self.dp}" + (" + SP" if self.sequence_parallel else "")
+        zero = f" (ZeRO-{self.zero})" if self.zero else ""
+        offload = "" if self.offload == "none" else f", states on {self.offload.partition(':')[0]}"
+        return f"{pipeline}TP {self.tp} x DP {self.dp}{zero}" + (" + SP" if self.sequence_parallel else "") + offload
+
+    def share(self, batch: int, dp_rank: int) -> list[range]:
+        """Which samples of a global batch a rank reads, one forward pass after the other."""
+        size = batch // self.dp // self.accumulate
+        first = dp_rank * self.accumulate
+        return [range(size * part, size * (part + 1)) for part in range(first, first + self.accumulate)]
 
 
 @dataclass(frozen=True)
@@ -86,10 +102,20 @@ class Job:
     lr: float
     seed: int
     dtype: str
+    precision: str = "fp32"
 
     def __post_init__(self) -> None:
         if min(self.steps, self.batch) < 1 or self.lr <= 0:
             raise ValueError(f"steps, batch and lr must be positive, got {self.steps}, {self.batch} and {self.lr}")
+        if self.precision != "fp32" and self.dtype != "float32":
+            raise ValueError(
+                f"--precision {self.precision} keeps float32 master weights, but --dtype is {self.dtype}: leave one out"
+            )
+
+    @property
+    def tolerance(self) -> float | None:
+        """How far the losses may be from those of the single process; None: too far to be judged."""
+        return TOLERANCE[self.dtype] if self.precision == "fp32" else None
 
     @property
     def tokens_per_step(self) -> int:
@@ -108,33 +134,60 @@ class Job:
 
 def train_parallel(job: Job, layout: Layout, corpus: Corpus) -> report.Run:
     """Train under `layout`, on all ranks; each returns the same losses."""
-    mesh = fp.init_mesh(pp=layout.pp, dp_replicate=layout.dp, tp=layout.tp, device="cpu")
+    mesh = fp.init_mesh(pp=layout.pp, dp_shard=layout.dp, tp=layout.tp, device="cpu")
     dp = Communicator(mesh.group("dp"))
-    loss_of = functools.partial(fp.ops.vocab_parallel_cross_entropy, group=mesh["tp"], inplace_backward=True)
+    scaler = fp.LossScaler(enabled=job.precision == "fp16")
+
+    def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+        """Of one forward pass, as its part of the step's loss; scaled up where float16 would lose its gradients."""
+        loss = fp.ops.vocab_parallel_cross_entropy(logits, targets, group=mesh["tp"], inplace_backward=True)
+        return scaler.scale(loss / layout.accumulate)
+
     model: nn.Module | fp.pipeline.Pipeline
     if layout.pp > 1:
         model = build_pipeline(job, layout, mesh, loss_of)
     else:
         model = fp.parallelize(job.build_model(), mesh, sequence_parallel=layout.sequence_parallel)
     optimizer, schedule = build_optimizer(model, job)
-    per_rank = job.batch // layout.dp
-    mine = range(mesh.rank("dp") * per_rank, (mesh.rank("dp") + 1) * per_rank)  # of the global batch
+    memory = MemoryMeter(model, optimizer)
+    memory.zero = shard(model, optimizer, mesh, job, layout)
 
     with report.Meter(layout.name, job.steps, job.tokens_per_step, visible=rank() == 0) as meter:
         for step in range(job.steps):
-            input_ids, targets = corpus.batch(step, mine)
-            if isinstance(model, fp.pipeline.Pipeline):
-                loss = model.step(input_ids, target=targets)  # forward and backward of all microbatches
-            else:
-                logits = model(input_ids)  # [batch, seq, vocab / tp]
-                loss = loss_of(logits, targets)
-                loss.backward()
-            loss = average_over(dp, model, loss.detach())
-            optimizer.step()
+            with memory.watching(step == min(MEASURED_STEP, job.steps - 1)):
+                total = torch.zeros(())
+                for samples in layout.share(job.batch, mesh.rank("dp")):
+                    input_ids, targets = corpus.batch(step, samples)
+                    if isinstance(model, fp.pipeline.Pipeline):
+                        loss = model.step(input_ids, target=targets)  # forward and backward of all microbatches
+                    else:
+                        logits = model(input_ids)  # [batch, seq, vocab / tp]
+                        loss = loss_of(logits, targets)
+                        loss.backward()
+                    total += loss.detach() / scaler.get_scale()
+                scaler.step(optimizer)
+                scaler.update()
             schedule.step()
             optimizer.zero_grad()
-            meter.step_done(loss.item())
+            meter.step_done(dp.all_reduce(total, "avg").item())
+    meter.run.memory = most_of_all_ranks(memory)
     return meter.run
+
+
+def shard(
+    model: nn.Module | fp.pipeline.Pipeline, optimizer: torch.optim.Optimizer, mesh: fp.Mesh, job: Job, layout: Layout
+) -> fp.zero.Zero:
+    """Make the optimizer data-parallel. A pipeline runs backward once for each of its microbatches."""
+    is_pipeline = isinstance(model, fp.pipeline.Pipeline)
+    return fp.zero.shard(
+        model.parameters() if is_pipeline else model,
+        optimizer,
+        group=mesh,
+        stage=layout.zero,
+        precision=PRECISION[job.precision],
+        accumulate=layout.accumulate * (layout.microbatches if is_pipeline else 1),
+        offload=None if layout.offload == "none" else layout.offload,
+    )
 
 
 def build_pipeline(job: Job, layout: Layout, mesh: fp.Mesh, loss: Callable[..., Tensor]) -> fp.pipeline.Pipeline:
@@ -151,32 +204,32 @@ def build_pipeline(job: Job, layout: Layout, mesh: fp.Mesh, loss: Callable[..., 
     )
 
 
-def average_over(dp: Communicator, model: nn.Module | fp.pipeline.Pipeline, loss: Tensor) -> Tensor:
-    """Replace every gradient by its mean over the data-parallel ranks, and return the mean loss.
-
-    All of them travel together, packed into buckets; this model fits into one.
-    """
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    shards = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
-    all_reduce_coalesced([*shards, loss], dp, "avg")
-    return loss
+def most_of_all_ranks(memory: MemoryMeter) -> dict[str, int]:
+    """Peak bytes by kind, of the rank that has most of it."""
+    peaks = torch.tensor([*(memory.peaks[kind] for kind in KINDS), memory.together])
+    if dist.is_initialized():
+        dist.all_reduce(peaks, dist.ReduceOp.MAX)
+    return dict(zip([*KINDS, "all together"], peaks.tolist(), strict=True))
 
 
 def train_single(job: Job, corpus: Corpus) -> report.Run:
     """Train in this process with plain PyTorch."""
     model = job.build_model()
     optimizer, schedule = build_optimizer(model, job)
+    memory = MemoryMeter(model, optimizer)
 
     with report.Meter("single process", job.steps, job.tokens_per_step) as meter:
         for step in range(job.steps):
-            input_ids, targets = corpus.batch(step, range(job.batch))
-            logits = model(input_ids)  # [batch, seq, vocab]
-            loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-            loss.backward()
-            optimizer.step()
+            with memory.watching(step == min(MEASURED_STEP, job.steps - 1)):
+                input_ids, targets = corpus.batch(step, range(job.batch))
+                logits = model(input_ids)  # [batch, seq, vocab]
+                loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+                loss.backward()
+                optimizer.step()
             schedule.step()
             optimizer.zero_grad()
             meter.step_done(loss.item())
+    meter.run.memory = most_of_all_ranks(memory)
     return meter.run
 
 
@@ -202,6 +255,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--microbatches", default=4, help="of a pipeline's step, on every data-parallel rank (%(default)s)")
     add("--parts", type=str, metavar="LAYOUT", help="which layers go where, such as E,t|t*3,H (balanced by cost)")
     parser.add_argument("--sequence-parallel", action=argparse.BooleanOptionalAction, default=False)
+    add("--zero", default=0, choices=(0, 1, 2, 3), metavar="STAGE", help="what data-parallel ranks split (%(default)s)")
+    add("--offload", default="none", type=str, metavar="WHERE", help="optimizer states: none, cpu or nvme:FOLDER")
+    add("--accumulate", default=1, help="forward and backward passes per step (%(default)s)")
     add("--steps", default=80)
     add("--batch", default=8, help="sequences per step, over all ranks (%(default)s)")
     add("--seq-len", default=256, help="bytes per sequence (%(default)s)")
@@ -212,6 +268,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--heads", default=8, help="query heads (%(default)s)")
     add("--kv-heads", default=4, help="key/value heads (%(default)s)")
     parser.add_argument("--dtype", choices=sorted(TOLERANCE), default="float32")
+    parser.add_argument("--precision", choices=sorted(PRECISION), default="fp32", help="with float32 master weights")
     add("--data", default=None, type=Path, metavar="PATH", help="text file or folder (Python's standard library)")
     add("--out", default=Path("runs/demo"), type=Path, metavar="DIR", help="for losses.png, report.json (%(default)s)")
     parser.add_argument(
@@ -224,8 +281,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 def make_job(arguments: argparse.Namespace) -> tuple[Job, Layout, Corpus]:
     """Everything the flags ask for, checked; ValueError or OSError says what is wrong with them."""
     a = arguments
-    pipeline = {"schedule": a.schedule, "microbatches": a.microbatches, "parts": a.parts}
-    layout = Layout.of_world(int(os.environ.get("WORLD_SIZE", "1")), a.pp, a.tp, a.dp, a.sequence_parallel, **pipeline)
+    names = ("schedule", "microbatches", "parts", "zero", "offload", "accumulate")
+    rest = {name: getattr(a, name) for name in names}
+    layout = Layout.of_world(int(os.environ.get("WORLD_SIZE", "1")), a.pp, a.tp, a.dp, a.sequence_parallel, **rest)
     model = LlamaConfig(
         vocab_size=VOCAB_SIZE,
         hidden_size=a.hidden,
@@ -234,15 +292,22 @@ def make_job(arguments: argparse.Namespace) -> tuple[Job, Layout, Corpus]:
         num_attention_heads=a.heads,
         num_key_value_heads=a.kv_heads,
     )
-    job = Job(model, a.steps, a.batch, a.seq_len, a.lr, a.seed, a.dtype)
-    if a.batch % layout.dp:
-        raise ValueError(f"--batch ({a.batch}) must be a multiple of the data-parallel ranks ({layout.dp})")
+    job = Job(model, a.steps, a.batch, a.seq_len, a.lr, a.seed, a.dtype, a.precision)
+    if a.accumulate < 1 or a.batch % (layout.dp * a.accumulate):
+        raise ValueError(
+            f"--batch ({a.batch}) must be a multiple of the data-parallel ranks ({layout.dp}) times --accumulate "
+            f"({a.accumulate})"
+        )
+    where, _, folder = a.offload.partition(":")
+    if a.offload not in ("none", "cpu") and not (where == "nvme" and folder):
+        raise ValueError(f"--offload must be none, cpu or nvme:FOLDER, got {a.offload!r}")
     if layout.pp > 1:
         fp.pipeline.make_schedule(layout.schedule, layout.pp, layout.microbatches)
-        if a.batch // layout.dp < layout.microbatches:
+        each = a.batch // layout.dp // a.accumulate
+        if each < layout.microbatches:
             raise ValueError(
-                f"--batch ({a.batch}) gives each data-parallel rank {a.batch // layout.dp} sequences, which cannot be "
-                f"cut into {layout.microbatches} --microbatches"
+                f"--batch ({a.batch}) gives each data-parallel rank {each} sequences at a time, which cannot be cut "
+                f"into {layout.microbatches} --microbatches"
             )
     if a.torch_threads < 1:
         raise ValueError(f"--torch-threads must be at least 1, got {a.torch_threads}")
@@ -268,7 +333,7 @@ def main(argv: list[str] | None = None) -> int:
 
     comparison = None
     if arguments.compare:
-        comparison = report.Comparison(parallel, train_single(job, corpus), TOLERANCE[job.dtype])
+        comparison = report.Comparison(parallel, train_single(job, corpus), job.tolerance)
 
     report.print_table(parallel, comparison)
     settings = dataclasses.asdict(job) | {"layout": dataclasses.asdict(layout), "corpus": corpus.source}
