@@ -279,8 +279,9 @@ class Reducer:
         Collective."""
         if not self._order:
             return
-        seen = set(self._order)
-        agreed = torch.tensor(self._order + [i for i in reversed(range(len(self.slots))) if i not in seen])
+        order = [*dict.fromkeys(self._order)]  # several passes may have been reduced before the first step
+        seen = set(order)
+        agreed = torch.tensor(order + [i for i in reversed(range(len(self.slots))) if i not in seen])
         for comm in self.groups.everyone():
             agreed = comm.broadcast(agreed, 0)
         self._order = None
