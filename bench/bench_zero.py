@@ -53,6 +53,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -333,7 +334,9 @@ class RedundancyRun(DdpRun):
     """The same around torch's ZeroRedundancyOptimizer, which shards the states by whole parameters."""
 
     def make_optimizer(self) -> torch.optim.Optimizer:
-        from torch.distributed.optim import ZeroRedundancyOptimizer
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # importing it compiles something with torch.jit, which warns
+            from torch.distributed.optim import ZeroRedundancyOptimizer
 
         return ZeroRedundancyOptimizer(
             self.model.parameters(), torch.optim.AdamW, parameters_as_bucket_view=True, lr=LR, fused=True

@@ -186,7 +186,7 @@ def shard(
         stage=layout.zero,
         precision=PRECISION[job.precision],
         accumulate=layout.accumulate * (layout.microbatches if is_pipeline else 1),
-        offload=None if layout.offload == "none" else layout.offload,
+        **({} if layout.offload == "none" else {"offload": layout.offload}),
     )
 
 

@@ -198,6 +198,14 @@ def test_layout_takes_two_tensor_parallel_ranks_and_leaves_the_rest_to_data():
         train.Layout.of_world(4, 3, None, None, False)
 
 
+def test_ranks_and_their_passes_read_the_global_batch_in_order():
+    layout = train.Layout(pp=1, tp=1, dp=2, sequence_parallel=False, accumulate=3)
+    assert [layout.share(12, dp_rank) for dp_rank in (0, 1)] == [
+        [range(2), range(2, 4), range(4, 6)],
+        [range(6, 8), range(8, 10), range(10, 12)],
+    ]
+
+
 def test_learning_rate_warms_up_then_falls_to_a_tenth():
     job = train.Job(TINY, steps=100, batch=1, seq_len=8, lr=1.0, seed=0, dtype="float32")
     factors = [job.lr_factor(step) for step in range(100)]
@@ -245,6 +253,10 @@ def test_comparison_passes_up_to_the_tolerance_and_never_with_nan():
         ("--steps 0", "must be positive"),
         ("--pp 2", "--pp (2)"),
         ("--out README.md", "README.md"),
+        ("--accumulate 3", "--batch (8) must be a multiple of the data-parallel ranks (1) times --accumulate (3)"),
+        ("--accumulate 0", "--accumulate (0)"),
+        ("--offload nvme", "--offload must be none, cpu or nvme:FOLDER, got 'nvme'"),
+        ("--precision bf16 --dtype float64", "--precision bf16 keeps float32 master weights, but --dtype is float64"),
     ],
 )
 def test_wrong_flags_are_one_line_and_status_2(
@@ -263,12 +275,17 @@ def test_wrong_flags_are_one_line_and_status_2(
     [
         (["--sequence-parallel"], "TP 2 x DP 1 + SP", {"tp": 2, "pp": 1, "sequence_parallel": True}),
         (
+            ["--tp=1", "--zero=2", "--accumulate=2"],
+            "TP 1 x DP 2 (ZeRO-2)",
+            {"tp": 1, "dp": 2, "zero": 2, "accumulate": 2},
+        ),
+        (
             ["--pp=2", "--schedule=zbv", "--microbatches=2", "--parts=E|t|t|H"],
             "PP 2 (zbv) x TP 1 x DP 1",
             {"tp": 1, "pp": 2, "schedule": "zbv", "microbatches": 2, "parts": "E|t|t|H"},
         ),
     ],
-    ids=["tensor", "pipeline"],
+    ids=["tensor", "zero", "pipeline"],
 )
 def test_two_ranks_match_a_single_process_under_torchrun(
     flags: list[str], name: str, layout: dict[str, Any], text: Path, tmp_path: Path
@@ -297,6 +314,13 @@ def test_two_ranks_match_a_single_process_under_torchrun(
 
     figures = json.loads((tmp_path / "report.json").read_text())
     assert figures["settings"]["layout"].items() >= {"dp": 1, **layout}.items()
+    parts, whole = figures["parallel"]["bytes_per_rank"], figures["single"]["bytes_per_rank"]
+    if "zero" in layout:
+        assert parts["parameters"] == whole["parameters"]
+        assert parts["states"] == pytest.approx(whole["states"] / 2, rel=0.02)
+    else:
+        assert parts["parameters"] < 0.8 * whole["parameters"]
+    assert parts["activations"] < 0.8 * whole["activations"]
     parallel, single = figures["parallel"]["losses"], figures["single"]["losses"]
     assert len(parallel) == len(single) == 6
     assert parallel[-1] < parallel[0] - 0.1
