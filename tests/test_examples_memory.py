@@ -15,7 +15,7 @@ from tests.dist import run_ranks
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))  # as `python examples/train.py` does
 
-from memory import MemoryMeter, num_bytes, reachable_tensors, span, union  # noqa: E402
+from memory import MemoryMeter, num_bytes, reachable_tensors, span, union
 
 
 def test_spans_that_overlap_or_touch_are_one_and_empty_ones_none() -> None:
