@@ -186,7 +186,7 @@ def shard(
         stage=layout.zero,
         precision=PRECISION[job.precision],
         accumulate=layout.accumulate * (layout.microbatches if is_pipeline else 1),
-        **({} if layout.offload == "none" else {"offload": layout.offload}),
+        offload=None if layout.offload == "none" else layout.offload,
     )
 
 
