@@ -8,8 +8,8 @@ begin early, large ones have less overhead: 25 MB is torch's choice too.
 Note: copies. A gradient is copied once, from where autograd made it to its bucket: where ranks share memory, the
 others read it there. Letting autograd add into zeroed buckets instead costs a pass over the bucket more.
 
-Note: accumulation. Between `no_sync` and a reduction, gradients are summed where autograd puts them (in the wire's
-dtype where that is wider than the parameter's), and travel once. A reduction takes what has been summed and not yet
+Note: accumulation. Between `no_sync` and a reduction, gradients are summed where autograd puts them, those of 16 bits
+in float32, and travel once. A reduction takes what has been summed and not yet
 been sent, and adds its mean to what the optimizer's parameters have as gradient already.
 """
 
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from fastpar.comm.pending import Pending
+from fastpar.comm.wire import CastWire
 from fastpar.zero.flat import FlatGradients, FlatLayout, PeerMemory, Staging
 from fastpar.zero.groups import Groups, as_dtensor, local
 
@@ -45,26 +46,27 @@ class Slot:
     spec: DTensorSpec | None = None  # of the owner, where it is a DTensor
     wire: torch.dtype = torch.float32  # what gradients travel in
     target: Tensor | None = field(default=None, repr=False)  # the parameter's rows, which the owner is rounded to
-    summed: Tensor | None = field(default=None, repr=False)  # in the wire's dtype: see the module docstring
+    summed: Tensor | None = field(default=None, repr=False)  # in float32: see the module docstring
     kept: Tensor | None = field(default=None, repr=False)  # the owner's gradient, while another pass is reduced
     is_traced: bool = False  # whether `trace` is kept: the sum of what this rank has sent, which a NaN shows in
     trace: Tensor | None = field(default=None, repr=False)
 
     def keep_sum(self) -> None:
-        """Move what autograd has added up to `summed`, where the wire's dtype is another."""
+        """Move a gradient of 16 bits to `summed`, as another is going to be added to it."""
         grad = self.parameter.grad
-        if grad is None or grad.dtype == self.wire:
+        if grad is None or grad.dtype.itemsize >= 4:
             return
         rows = local(grad)
         if self.summed is None:
-            self.summed = rows.to(self.wire)
+            self.summed = rows.float()
         else:
             self.summed.add_(rows)
         self.parameter.grad = None
 
     def take(self) -> Tensor | None:
         """What has been summed and not been sent; forgotten here."""
-        self.keep_sum()
+        if self.summed is not None:
+            self.keep_sum()
         taken = self.summed
         if taken is None and self.parameter.grad is not None:
             taken = local(self.parameter.grad)
@@ -100,9 +102,16 @@ class WholeBucket:
         comm = groups.replicate
         self._memory = PeerMemory(comm, [sum(numels)] * comm.size, slots[0].wire, slots[0].parameter.device)
         self._flat = self._memory.mine
-        self._views = [part.view(shape) for part, shape in zip(self._flat.split(numels), shapes, strict=True)]
+        self._shapes = shapes
+        self._views = self._cut(self._flat)
+        # Master weights get the sum as it was taken, in float32, as rows of it do in other stages.
+        self._is_widened = comm.size > 1 and self._flat.dtype.itemsize < 4 and slots[0].owner.dtype == torch.float32
         self._is_added = [False] * len(slots)
         self._pending: Pending[Tensor] | None = None
+
+    def _cut(self, flat: Tensor) -> list[Tensor]:
+        numels = [shape.numel() for shape in self._shapes]
+        return [part.view(shape) for part, shape in zip(flat.split(numels), self._shapes, strict=True)]
 
     def set_aside(self) -> None:
         for slot, view in zip(self.slots, self._views, strict=True):
@@ -130,14 +139,16 @@ class WholeBucket:
             if not is_added:
                 view.zero_()
         comm = self._groups.replicate
-        collectives = comm._halves if self._groups.mode == "halves" else comm._background
-        self._pending = collectives.all_reduce(self._flat, "avg", out=self._flat)
+        if self._is_widened:
+            self._pending = CastWire(self._flat.dtype).all_reduce_async(comm, self._flat)
+        else:
+            collectives = comm._halves if self._groups.mode == "halves" else comm._background
+            self._pending = collectives.all_reduce(self._flat, "avg", out=self._flat)
 
     def finish(self) -> None:
         assert self._pending is not None
-        self._pending.wait()
-        self._pending = None
-        for slot, view in zip(self.slots, self._views, strict=True):
+        mean, self._pending = self._pending.wait(), None
+        for slot, view in zip(self.slots, self._cut(mean), strict=True):
             mine = local(slot.owner)  # of another dtype or device, where these are master weights
             grad = view.to(mine.device, mine.dtype).view(mine.shape)
             if slot.kept is not None:
@@ -301,9 +312,13 @@ class Reducer:
         for index in order:
             slot = self.slots[index]
             nbytes = local(slot.parameter).numel() * slot.wire.itemsize
-            kind = slot.wire, slot.parameter.device
+            kind = slot.wire, slot.parameter.device, slot.owner.dtype
             before = self.slots[groups[-1][-1]] if groups else None
-            if before is None or held + nbytes > limit or kind != (before.wire, before.parameter.device):
+            if (
+                before is None
+                or held + nbytes > limit
+                or kind != (before.wire, before.parameter.device, before.owner.dtype)
+            ):
                 if groups:
                     limit = self._bucket_bytes
                 groups.append([])
@@ -338,8 +353,9 @@ class Reducer:
             self._began()
             self._round = _Round(self) if self._will_reduce() else None
             torch.autograd.Variable._execution_engine.queue_callback(self._end)  # type: ignore[no-untyped-call]
-        self.slots[index].keep_sum()
-        if self._round is not None:
+        if self._round is None:
+            self.slots[index].keep_sum()
+        else:
             if self._order is not None:
                 self._order.append(index)
             self._round.came(index)

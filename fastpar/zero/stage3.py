@@ -352,7 +352,8 @@ class Stage3:
     def _came(self, slot: Slot, _: Any) -> None:
         """The gradient of a parameter is there."""
         self._enter_backward()
-        slot.keep_sum()
+        if not self.reducer.is_syncing or slot.summed is not None:
+            slot.keep_sum()
 
     # ---- hooks
 
