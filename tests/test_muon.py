@@ -193,6 +193,8 @@ def test_gradient_factor_non_finite_flag_and_outputs() -> None:
     optimizer.step()
     plain.step()
     assert_equal([p.detach() for p in scaled], [p.detach() for p in params])
+    for a, b in zip(params, scaled, strict=True):  # the update does not depend on the gradient's scale, the buffer does
+        assert torch.equal(plain.state[a]["momentum_buffer"], optimizer.state[b]["momentum_buffer"])
     for param, copied in low.items():
         assert torch.equal(copied, param.detach().bfloat16())
     assert optimizer.grad_factor is None
@@ -311,8 +313,9 @@ def names_for(ranks: int) -> list[str]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_owners_give_the_bits_of_one_rank_under_every_layout(ranks: int, dtype: torch.dtype) -> None:
-    (wanted,) = run_ranks(1, run_one_rank, dtype, torch.bfloat16)
-    for found in run_ranks(ranks, run_all, names_for(ranks), "owners", dtype, torch.bfloat16):
+    # Products in float32 for float32: rounding to bfloat16 would hide rows that are put together in a wrong order.
+    (wanted,) = run_ranks(1, run_one_rank, dtype, dtype)
+    for found in run_ranks(ranks, run_all, names_for(ranks), "owners", dtype, dtype):
         for name in found:
             assert_equal(found[name], wanted)
 
@@ -342,7 +345,7 @@ def _stacked_gradients(step: int) -> list[Tensor]:
 
 def _strided_plain() -> list[Tensor]:
     params = [nn.Parameter(p) for p in _stacked_parameters()]
-    optimizer = Muon(params, lr=LR)
+    optimizer = Muon(params, lr=LR, ns_dtype=torch.float32)
     for step in range(2):
         for param, grad in zip(params, _stacked_gradients(step), strict=True):
             param.grad = grad
@@ -363,7 +366,7 @@ def _strided(distribute: str) -> list[Tensor]:
     parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
     fully_shard(model, mesh=mesh["dp"])
     params = list(model.parameters())
-    optimizer = Muon(params, lr=LR, distribute=distribute)
+    optimizer = Muon(params, lr=LR, ns_dtype=torch.float32, distribute=distribute)
     for step in range(2):
         for param, grad in zip(params, _stacked_gradients(step), strict=True):
             param.grad = _like_parameter(param, grad)  # type: ignore[arg-type]
@@ -390,7 +393,7 @@ def test_fsdp_over_tensor_parallel_shards(distribute: str) -> None:
             if distribute == "owners":
                 assert torch.equal(a, b)
             else:
-                torch.testing.assert_close(a, b, rtol=0, atol=0.05 * LR * 3)
+                torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
 
 
 def _experts(distribute: str) -> list[Tensor]:
@@ -594,9 +597,10 @@ def test_one_large_matrix_stays_split_unless_owners_are_asked_for() -> None:
 
 
 def test_small_matrices_are_not_worth_a_collective_each_step() -> None:
-    (place,) = assign([spec(16, 16, "rows")], [4], CPU, 2)
+    # A quarter of 21 MFLOP is saved, and eleven times 20 us waited.
+    (place,) = assign([spec(32, 1024, "columns")], [4], CPU, 2)
     assert place.split is None
-    (place,) = assign([spec(16, 16, "rows")], [4], CPU, 2, "shards")
+    (place,) = assign([spec(32, 1024, "columns")], [4], CPU, 2, "shards")
     assert place.split == 0
 
 
