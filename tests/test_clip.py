@@ -197,7 +197,7 @@ def clip_on_two_dims() -> None:
         [Replicate(), Replicate()],
     ]
     for layout in layouts:
-        fits = [g.dim() > 1 and (g.size(0) >= 4 or not isinstance(layout[0], _StridedShard)) for g in grads]
+        fits = [g.dim() > 1 and (g.size(0) % 4 == 0 or not isinstance(layout[0], _StridedShard)) for g in grads]
         placed = [layout if fit else [Replicate(), Shard(0)] for fit in fits]
         assert_clipped([distributed(g, mesh, each) for g, each in zip(grads, placed, strict=True)])
     mixed = [distributed(g, mesh, layouts[i]) for i, g in enumerate(grads[:2])]
