@@ -352,11 +352,20 @@ def test_a_name_keeps_its_value_when_there_is_no_room_for_a_larger_one(store: Te
     assert torch.equal(store.read("x").wait(), values(600_000))
 
 
+@pytest.mark.usefixtures("file_limit")
+def test_room_that_could_not_be_had_is_not_given_out_later(store: TensorStore) -> None:
+    store.write("kept", values(700_000))
+    for size in (402_000, 350_000):
+        with pytest.raises(StorageError, match="reserve"):
+            store.write("x", values(size))
+
+
 def store_on(
     path: str, monkeypatch: pytest.MonkeyPatch, backend: str, *, flags: int = os.O_RDWR, **options: int
 ) -> TensorStore:
     """A store whose file is that special one."""
     monkeypatch.setattr(backing, "_open_nameless", lambda folder: os.open(path, flags | os.O_CLOEXEC))
+    monkeypatch.setattr(os.path, "isfile", lambda path: False)
     monkeypatch.setattr(backing.BackingFile, "reserve", lambda *arguments: None)
     return TensorStore(path, backend=backend, direct=False, block_bytes=BLOCK, **options)
 
@@ -485,7 +494,7 @@ def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match=r"missing: open failed: No such file or directory \(ENOENT\)"):
         TensorStore(tmp_path / "missing")
     (tmp_path / "file").touch()
-    with pytest.raises(StorageError, match="ENOTDIR"):
+    with pytest.raises(StorageError, match=r"file: open failed: it is not a file that TensorStore.keep\(\) has left"):
         TensorStore(tmp_path / "file")
     with pytest.raises(StorageError) as caught:
         TensorStore("/proc")
@@ -493,7 +502,7 @@ def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path) -> None:
 
 
 def test_direct_is_an_error_where_it_cannot_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(descriptor: int) -> None:
+    def refuse(descriptor: int, is_readonly: bool) -> None:
         raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
     monkeypatch.setattr(backing, "_try_direct", refuse)
@@ -558,6 +567,75 @@ def test_an_error_survives_pickling() -> None:
     assert type(copy) is ChecksumError
     assert str(copy) == str(error)
     assert (copy.errno, copy.offset, copy.num_bytes, copy.filename) == (errno.EBADMSG, 4096, 100, "/nvme")
+
+
+# ---- kept files
+
+
+def test_a_kept_file_holds_what_the_store_held(store: TensorStore, tmp_path: Path) -> None:
+    written = {
+        "a": torch.randn(3, 700).bfloat16(),
+        "b": torch.tensor(7),
+        "empty": torch.zeros(0, 5),
+        "ä/1": values(30_000),
+    }
+    for name, tensor in written.items():
+        store.write(name, torch.zeros(9 * BLOCK))
+        store.write(name, tensor)
+    store.keep(tmp_path / "kept")
+    assert os.listdir(tmp_path) == ["kept"]
+    with pytest.raises(ValueError, match="store is closed"):
+        store.read("a")
+    for backend, direct in KINDS:
+        if backend == "io_uring" and ring_refusal():
+            continue
+        with TensorStore(tmp_path / "kept", backend=backend, direct=direct, block_bytes=1 << 20) as kept:
+            assert kept.names() == list(written)
+            for name, tensor in written.items():
+                found = kept.read(name).wait()
+                assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape)
+                assert torch.equal(found, tensor)
+            for call in (lambda kept=kept: kept.write("a", written["a"]), lambda kept=kept: kept.delete("a")):
+                with pytest.raises(ValueError, match="kept: a kept file can only be read"):
+                    call()
+
+
+def test_a_name_that_exists_is_not_overwritten(store: TensorStore, tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("mine")
+    store.write("x", values(100))
+    with pytest.raises(StorageError, match=r"keep failed: File exists \(EEXIST\)"):
+        store.keep(tmp_path / "taken")
+    assert (tmp_path / "taken").read_text() == "mine"
+    assert torch.equal(store.read("x").wait(), values(100))
+    store.write("y", values(BLOCK))  # over the index
+    store.keep(tmp_path / "other")
+    with TensorStore(tmp_path / "other") as kept:
+        assert torch.equal(kept.read("y").wait(), values(BLOCK))
+
+
+def test_damage_of_a_kept_file_is_found(store: TensorStore, tmp_path: Path) -> None:
+    store.write("x", values(3 * BLOCK)).wait()
+    store.keep(tmp_path / "kept")
+    whole = bytearray((tmp_path / "kept").read_bytes())
+    for place, message in (
+        (2 * BLOCK + 9, f"offset {2 * BLOCK} for tensor 'x'"),
+        (3 * BLOCK + 5, "the index is not what"),
+    ):
+        damaged = bytes(whole[:place]) + bytes([whole[place] ^ 1]) + bytes(whole[place + 1 :])
+        (tmp_path / "kept").write_bytes(damaged)
+        with pytest.raises(ChecksumError, match=message), TensorStore(tmp_path / "kept") as kept:
+            kept.read("x").wait()
+    (tmp_path / "kept").write_bytes(whole[:-1])
+    with pytest.raises(StorageError, match=r"not a file that TensorStore\.keep"):
+        TensorStore(tmp_path / "kept")
+
+
+def test_a_store_with_a_failed_write_is_not_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with store_on("/dev/full", monkeypatch, "threads") as store:
+        store.write("x", values(100))
+        with pytest.raises(StorageError, match="ENOSPC"):
+            store.keep(tmp_path / "kept")
+    assert os.listdir(tmp_path) == []
 
 
 # ---- the stream

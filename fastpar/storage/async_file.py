@@ -92,11 +92,11 @@ class Transfer:
 
 
 class AsyncFile:
-    """A nameless file in a folder, with transfers at offsets that are multiples of 4096."""
+    """A file (see `BackingFile`) with transfers at offsets that are multiples of 4096."""
 
     def __init__(
         self,
-        folder: str | os.PathLike[str],
+        path: str | os.PathLike[str],
         *,
         backend: str,
         direct: bool | str,
@@ -106,10 +106,14 @@ class AsyncFile:
     ) -> None:
         if backend not in BACKENDS:
             raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
-        self.backing = BackingFile(folder, direct)
+        self.backing = BackingFile(path, direct)
         self.path, self.timeout, self.block_bytes = self.backing.path, timeout, block_bytes
         self.refusal = ""  # why io_uring is not used, where it was wanted
+        self.tensors: dict[str, Any] = {}  # of a kept file: see fastpar/storage/index.py
         try:
+            if self.backing.is_readonly:
+                index = self.backing.index()
+                self.block_bytes, self.tensors = index["block_bytes"], index["tensors"]
             self.backend, self._handle = self._create(backend, depth)
         except BaseException:
             self.backing.close()

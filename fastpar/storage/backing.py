@@ -1,4 +1,4 @@
-"""The file behind a store: without a name, so that nothing stays behind however a process ends.
+"""The file behind a store: without a name unless it is kept, so that nothing stays behind however a process ends.
 
 O_TMPFILE makes a file that never had a name. Where a file system has no such files, one is made and unlinked at once.
 """
@@ -11,9 +11,11 @@ import mmap
 import os
 import tempfile
 from collections.abc import Iterator
+from typing import Any
 
 from fastpar.storage._library import library
 from fastpar.storage.errors import StorageError
+from fastpar.storage.index import append_index, read_index
 
 ALIGNMENT = 4096  # kFileAlignment in csrc/runtime/async_file.h
 
@@ -22,15 +24,22 @@ _NO_NAMELESS_FILES = (errno.EISDIR, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS
 
 
 class BackingFile:
-    """An open file without a name in `folder`, and whether its `descriptor` passes the page cache by (`direct`)."""
+    """An open file, and whether its `descriptor` passes the page cache by (`direct`).
 
-    def __init__(self, folder: str | os.PathLike[str], direct: bool | str) -> None:
+    path  a folder: the file is a new one in it, without a name; a file: it is that one, for reading (`is_readonly`)
+    """
+
+    def __init__(self, path: str | os.PathLike[str], direct: bool | str) -> None:
         if direct not in (True, False, "auto"):
             raise ValueError(f'direct must be True, False or "auto", got {direct!r}')
-        self.path = os.fspath(folder)
+        self.path = os.fspath(path)
         self.direct = False
+        self.is_readonly = os.path.isfile(self.path)
         with self._errors("open"):
-            self.descriptor = _open_nameless(self.path)
+            if self.is_readonly:
+                self.descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            else:
+                self.descriptor = _open_nameless(self.path)
         if direct is not False:
             try:
                 self._go_direct(is_required=direct is True)
@@ -39,11 +48,12 @@ class BackingFile:
                 raise
 
     def _go_direct(self, is_required: bool) -> None:
-        self.reserve(0, ALIGNMENT)
+        if not self.is_readonly:
+            self.reserve(0, ALIGNMENT)
         opened = -1
         try:
-            opened = os.open(f"/proc/self/fd/{self.descriptor}", os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT)
-            _try_direct(opened)
+            opened = self._reopen(os.O_DIRECT)
+            _try_direct(opened, self.is_readonly)
         except OSError as error:
             if opened >= 0:
                 os.close(opened)
@@ -54,6 +64,30 @@ class BackingFile:
         os.close(self.descriptor)
         self.descriptor, self.direct = opened, True
 
+    def _reopen(self, flags: int) -> int:
+        access = os.O_RDONLY if self.is_readonly else os.O_RDWR
+        return os.open(f"/proc/self/fd/{self.descriptor}", access | os.O_CLOEXEC | flags)
+
+    def keep(self, path: str, end: int, index: dict[str, Any]) -> None:
+        """Give the file a name, once all of it is on the disk. What has that name already is an error."""
+        with self._errors("keep"):
+            descriptor = self._reopen(0)
+            try:
+                append_index(descriptor, end, index)
+                # Python follows the link in /proc only where it is told of a folder (which an absolute path ignores).
+                os.link(f"/proc/self/fd/{descriptor}", path, src_dir_fd=descriptor)
+                _flush_folder(os.path.dirname(path) or ".")
+            finally:
+                os.close(descriptor)
+
+    def index(self) -> dict[str, Any]:
+        """Of a kept file."""
+        descriptor = self._reopen(0)
+        try:
+            return read_index(descriptor, self.path)
+        finally:
+            os.close(descriptor)
+
     def reserve(self, offset: int, num_bytes: int) -> None:
         """Room on the disk, now, so that a full disk shows here and not in the middle of a write."""
         number = library().file_reserve(self.descriptor, offset, num_bytes)
@@ -61,7 +95,7 @@ class BackingFile:
             raise StorageError(number, self.path, "reserve", offset=offset, num_bytes=num_bytes)
 
     def close(self) -> None:
-        """Gives the room on the disk back: the file has no name."""
+        """Gives the room on the disk back, unless the file has a name."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
         self.descriptor = -1
@@ -86,8 +120,18 @@ def _open_nameless(folder: str) -> int:
     return descriptor
 
 
-def _try_direct(descriptor: int) -> None:
+def _flush_folder(path: str) -> None:
+    """A name is on the disk when its folder is."""
+    folder = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _try_direct(descriptor: int, is_readonly: bool) -> None:
     """One aligned block written and read: some file systems open a file with O_DIRECT and refuse its transfers."""
     with mmap.mmap(-1, ALIGNMENT) as page:
-        os.pwritev(descriptor, [page], 0)
+        if not is_readonly:
+            os.pwritev(descriptor, [page], 0)
         os.preadv(descriptor, [page], 0)

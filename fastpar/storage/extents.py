@@ -27,6 +27,10 @@ class Extents:
         self.end += num_bytes
         return offset
 
+    def retract(self, num_bytes: int) -> None:
+        """Undo the last `take`, which has let the file grow by that."""
+        self.end -= num_bytes
+
     def give_back(self, offset: int, num_bytes: int) -> None:
         if num_bytes == 0:
             return

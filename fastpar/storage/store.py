@@ -8,7 +8,7 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -43,8 +43,9 @@ class TensorStore:
         pending.wait()
         store.read("exp_avg", out).wait()
 
-    folder       where the file is made. It has no name, so several stores and processes may use one folder, and nothing
-                 is left there when a process ends, killed ones included
+    path         a folder on a local disk: where the file is made. It has no name, so several stores and processes may
+                 use one folder, and nothing is left there when a process ends, killed ones included. Or a file that
+                 `keep` has left, for reading; its `block_bytes` and checksums are what they were
     backend      "io_uring"; "threads" (a pool of `depth` threads with pread and pwrite); "auto": the first where the
                  kernel allows it. `repr(store)` says which, and why not the first
     direct       O_DIRECT, past the page cache: True; False: through it (memory is used twice until the kernel takes it
@@ -64,7 +65,7 @@ class TensorStore:
 
     def __init__(
         self,
-        folder: str | os.PathLike[str],
+        path: str | os.PathLike[str],
         *,
         backend: str = "auto",
         direct: bool | str = "auto",
@@ -78,7 +79,7 @@ class TensorStore:
         if not 1 <= depth <= 256:
             raise ValueError(f"depth must be between 1 and 256, got {depth}")
         self._file = AsyncFile(
-            folder, backend=backend, direct=direct, depth=depth, block_bytes=block_bytes, timeout=timeout
+            path, backend=backend, direct=direct, depth=depth, block_bytes=block_bytes, timeout=timeout
         )
         self._checksums = checksums
         self._lock = threading.RLock()
@@ -88,6 +89,7 @@ class TensorStore:
         self._in_flight: deque[Flight] = deque()
         self._discarded: deque[str] = deque()
         self._buffers: list[Tensor] = []
+        self._take_over(self._file.tensors)
         # Without a close() the memory of what is in flight has to stay until the file's threads have ended.
         self._finalizer = weakref.finalize(self, _close, self._file, self._in_flight)
 
@@ -144,6 +146,7 @@ class TensorStore:
         """Forget the name; its part of the file is used again. What is in flight ends undisturbed."""
         with self._lock:
             self._entry(name)
+            self._check_writable()
             self._leaving.append(self._entries.pop(name))
 
     def discard(self, name: str) -> None:
@@ -171,6 +174,7 @@ class TensorStore:
 
     def _entry_for_write(self, name: str, source: Tensor) -> _Entry:
         self._begin()
+        self._check_writable()
         room = -(-source.nbytes // ALIGNMENT) * ALIGNMENT
         entry = self._entries.get(name)
         if entry is not None and entry.room == room:
@@ -199,7 +203,7 @@ class TensorStore:
             try:
                 self._file.backing.reserve(offset, room)
             except BaseException:
-                self._extents.give_back(offset, room)
+                self._extents.retract(room)
                 raise
         return offset
 
@@ -236,6 +240,41 @@ class TensorStore:
             for entry in self._entries.values():
                 if entry.last_write is not None and entry.last_write.error is not None:
                     raise entry.last_write.error
+
+    def keep(self, path: str | os.PathLike[str]) -> None:
+        """Give the file that name, on its own disk, with all that was written, and close. TensorStore(path) reads it.
+
+        Raises StorageError if a write has failed, if that name exists, or if it is on another file system; the store is
+        as it was then. The name appears when everything is on the disk: there is never half a file under it.
+        """
+        with self._lock:
+            self._begin()
+            self._check_writable()
+            self.flush()
+            tensors = {
+                name: [
+                    str(entry.dtype).removeprefix("torch."),
+                    list(entry.shape),
+                    entry.offset,
+                    None if entry.checksums is None else list(entry.checksums),
+                ]
+                for name, entry in self._entries.items()
+            }
+            index = {"block_bytes": self._file.block_bytes, "tensors": tensors}
+            self._file.backing.keep(os.fspath(path), self._extents.end, index)
+            self.close()
+
+    def _take_over(self, tensors: Mapping[str, Any]) -> None:
+        """What the index of a kept file says."""
+        for name, (dtype, shape, offset, checksums) in tensors.items():
+            sums = checksums if checksums is None else (ctypes.c_uint32 * len(checksums))(*checksums)
+            entry = _Entry(offset, 0, getattr(torch, dtype), torch.Size(shape), sums)
+            self._entries[name] = entry
+            self._extents.end = max(self._extents.end, offset + math.prod(shape) * entry.dtype.itemsize)
+
+    def _check_writable(self) -> None:
+        if self._file.backing.is_readonly:
+            raise ValueError(f"{self._file.path}: a kept file can only be read")
 
     def close(self) -> None:
         """Wait for what is in flight, and give the disk and the buffers back. May be called twice."""
