@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import resource
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import fastpar as fp
@@ -264,6 +266,29 @@ def test_recomputed_layers_keep_only_their_inputs_away(store: TensorStore) -> No
             return model(x * 1).square().mean()
 
     assert same(gradients(model, loss), expected)
+
+
+def test_weights_that_stage_3_gathers_and_frees_stay(store: TensorStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = model_and_input()
+    model[1].requires_grad_(False)  # type: ignore[operator]
+    plain = copy.deepcopy(model)
+    expected = gradients(plain, lambda: plain(x).square().mean())
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    fp.zero.shard(model, optimizer, stage=3)
+    moved = []
+    send = ActivationOffload._send
+    monkeypatch.setattr(
+        ActivationOffload, "_send", lambda self, tensor: (moved.append(tensor.numel()), send(self, tensor))[1]
+    )
+    offload = offload_activations(store, min_bytes=1, window_bytes=1)
+    torch.manual_seed(1)
+    with offload:
+        loss = model(x).square().mean()
+    loss.backward()
+    found = [p.grad.full_tensor() for p in model.parameters() if isinstance(p.grad, DTensor)]
+    assert same(found, expected)
+    assert moved
+    assert not set(moved) & {p.numel() for p in plain.parameters() if p.dim() == 2}
 
 
 def test_a_full_disk_is_said_by_forward(store: TensorStore) -> None:
