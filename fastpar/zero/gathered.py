@@ -120,7 +120,7 @@ class Unit:
         self.sharded: list[nn.Parameter] = []
         for index, (each, parameter) in enumerate(zip(places, self.wholes, strict=True)):
             spec = _replicated(specs[index], parameter) if each in resident else specs[index]
-            sharded = as_parameter(rows[index], spec).requires_grad_(parameter.requires_grad)
+            sharded = as_parameter(rows[index], spec, requires_grad=parameter.requires_grad)
             tags = {key: value for key, value in vars(parameter).items() if key != "fastpar_layout"}
             vars(sharded).update(tags)
             self.sharded.append(sharded)

@@ -108,13 +108,15 @@ def as_dtensor(rows: Tensor, spec: DTensorSpec | None) -> Tensor:
     return made
 
 
-def as_parameter(rows: Tensor, spec: DTensorSpec | None) -> nn.Parameter:
-    return nn.Parameter(as_dtensor(rows, spec))
+def as_parameter(rows: Tensor, spec: DTensorSpec | None, *, requires_grad: bool = True) -> nn.Parameter:
+    return nn.Parameter(as_dtensor(rows, spec), requires_grad)
 
 
 def local(x: Tensor) -> Tensor:
     """What this rank has of x, without history."""
-    return x.detach()._local_tensor if isinstance(x, DTensor) else x.detach()
+    inner: Any = x.detach()
+    found: Tensor = inner._local_tensor if isinstance(x, DTensor) else inner
+    return found
 
 
 def set_local(x: Any, value: Tensor) -> None:

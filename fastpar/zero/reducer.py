@@ -352,7 +352,7 @@ class Reducer:
             self._is_inside = True
             self._began()
             self._round = _Round(self) if self._will_reduce() else None
-            torch.autograd.Variable._execution_engine.queue_callback(self._end)  # type: ignore[no-untyped-call]
+            torch.autograd.Variable._execution_engine.queue_callback(self._end)
         if self._round is None:
             self.slots[index].keep_sum()
         else:

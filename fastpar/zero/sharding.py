@@ -207,7 +207,8 @@ class Zero:
         self._storage.detach()
         for stepper in self.steppers:
             stepper.detach()
-        for owner in [*self.optimizers, *([self.model] if self.model is not None else [])]:
+        hooked: list[Any] = [*self.optimizers, *([self.model] if self.model is not None else [])]
+        for owner in hooked:
             del owner.zero_grad
             vars(owner).pop("finish_gradients", None)
         for handle in self._handles:
@@ -231,7 +232,12 @@ class Zero:
             stepper.update()
             self._write_back(owners, rounded)
         else:
-            disk.update(lambda some: (stepper.update(some), self._write_back(some, rounded)))
+
+            def update(some: Sequence[nn.Parameter]) -> None:
+                stepper.update(some)
+                self._write_back(some, rounded)
+
+            disk.update(update)
         if not self._waiting:
             self._storage.published()
 
@@ -257,7 +263,8 @@ class Zero:
         if not hasattr(optimizer, "grad_factor"):
             if self._factor is not None and self._factor < 1.0:
                 held = {id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
-                gradients = [local(slot.owner.grad) for slot in self.slots if id(slot.owner) in held]
+                grads = [slot.owner.grad for slot in self.slots if id(slot.owner) in held]
+                gradients = [local(grad) for grad in grads if grad is not None]
                 torch._foreach_mul_(gradients, self._factor)
             return False
         if self._factor is not None:
@@ -372,7 +379,8 @@ class Zero:
 def _unscaling(optimizer: Any) -> float | Tensor:
     """What the optimizer will multiply gradients with: a scaler may leave unscaling to the update."""
     if getattr(optimizer, "grad_scale", None) is not None:
-        return 1.0 / optimizer.grad_scale.float()  # type: ignore[no-any-return]
+        scale: Tensor = optimizer.grad_scale
+        return 1.0 / scale.float()
     factor = getattr(optimizer, "grad_factor", None)
     return 1.0 if factor is None else factor
 

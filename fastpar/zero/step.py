@@ -115,7 +115,7 @@ def _nothing() -> Iterator[None]:
 def _plain(parameter: Any, state: dict[Any, Any]) -> Tensor:
     """The rows of a DTensor parameter, with their gradient and state; its DTensor states stay with it."""
     if not isinstance(parameter, DTensor):
-        return parameter  # type: ignore[no-any-return]
+        return parameter
     rows: Tensor = parameter._local_tensor
     grad = parameter.grad
     rows.grad = grad._local_tensor if isinstance(grad, DTensor) else grad
