@@ -527,6 +527,52 @@ def _largest(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> float:
     return torch.stack([(found.double() - exact).abs().max() for found, exact in pairs]).max().item()
 
 
+def _torch_optimizer_error(name: str) -> float:
+    """Five steps of AdamW or of SGD with momentum on two tensors, against torch.optim in float64."""
+    from fastpar.ops import adamw_step, sgd_step
+
+    generator = torch.Generator().manual_seed(0)
+    params = [torch.randn(shape, generator=generator) for shape in ((37, 19), (5,))]
+    exact = [p.double().requires_grad_() for p in params]
+    states = [[torch.zeros_like(p) for p in params] for _ in range(2)]
+    theirs: torch.optim.Optimizer = torch.optim.AdamW(exact, lr=0.1)
+    if name == "sgd":
+        theirs = torch.optim.SGD(exact, lr=0.1, momentum=0.9)
+    for step in range(1, 6):
+        grads = [torch.randn(p.shape, generator=generator) for p in params]
+        for e, g in zip(exact, grads, strict=True):
+            e.grad = g.double()
+        theirs.step()
+        if name == "sgd":
+            sgd_step(params, grads, states[0], lr=0.1, momentum=0.9, first=step == 1)
+        else:
+            adamw_step(params, grads, *states, step=step, lr=0.1)
+    return _largest([(p, e) for p, e in zip(params, exact, strict=True)])
+
+
+def _lion_error() -> float:
+    """One step of Lion on 703 values, against its formula in float64."""
+    from fastpar.ops import lion_step
+
+    generator = torch.Generator().manual_seed(0)
+    p, g, m = (torch.randn(703, generator=generator) for _ in range(3))
+    direction = (0.9 * m.double() + 0.1 * g.double()).sign()
+    exact = [p.double() * 0.99 - 0.1 * direction, 0.99 * m.double() + 0.01 * g.double()]
+    lion_step([p], [g], [m], lr=0.1, weight_decay=0.1)
+    return _largest(list(zip((p, m), exact, strict=True)))
+
+
+def _stochastic_rounding_error() -> float:
+    """703 values rounded to bfloat16 by a step from 0, against `fastpar.reference`, whose bits they have to be."""
+    from fastpar.ops import StochasticRounding, sgd_step
+    from fastpar.reference.optimizer_formats import random_bits, round_stochastically
+
+    values = torch.randn(703, generator=torch.Generator().manual_seed(0))
+    param = torch.zeros(703, dtype=torch.bfloat16)
+    sgd_step([param], [-values], lr=1.0, stochastic=StochasticRounding(1, [2], [3]))
+    return _largest([(param, round_stochastically(values, random_bits(1, 2, 3, 703)[0]))])
+
+
 # Absolute errors in fp32; values are of the order of 10 (loss, swiglu, gradient of a weight) and 1 (others).
 SELF_TESTS: list[tuple[str, Callable[[], float], float]] = [
     ("vocab_parallel_cross_entropy", _cross_entropy_error, 1e-5),
@@ -556,6 +602,10 @@ SELF_TESTS: list[tuple[str, Callable[[], float], float]] = [
     ("Overlap", _overlap_error, 0.0),
     ("OverlapShape", _overlap_error, 0.0),
     ("measure_overlap", _overlap_error, 0.0),
+    ("adamw_step", lambda: _torch_optimizer_error("adamw"), 1e-5),
+    ("sgd_step", lambda: _torch_optimizer_error("sgd"), 1e-5),
+    ("lion_step", _lion_error, 1e-5),
+    ("StochasticRounding", _stochastic_rounding_error, 0.0),
 ]
 
 
