@@ -27,21 +27,38 @@ import torch
 from torch import Tensor
 
 from fastpar import _ext
+from fastpar.ops._device import _HAS_TRITON
 from fastpar.reference import optimizer as reference
 from fastpar.reference.optimizer import Step as Step
 from fastpar.reference.optimizer import StochasticRounding as StochasticRounding
 
 _ext.load()
-_adamw = torch.ops.fastpar.adamw_step
-_sgd = torch.ops.fastpar.sgd_step
-_lion = torch.ops.fastpar.lion_step
+_CUDA_ARCHS = tuple(filter(None, _ext.build_info()["cuda_archs"].split(",")))
+_STEPS = ("adamw_step", "sgd_step", "lion_step")
 
 
 # ---- launchers -------------------------------------------------------------------------------------------------------
 
 
-def _has_kernels(params: Sequence[Tensor]) -> bool:
-    return params[0].device.type == "cpu"
+def _triton() -> Any:
+    """fastpar.kernels.optimizer, or None where triton is not installed."""
+    if not _HAS_TRITON:
+        return None
+    from fastpar.kernels import optimizer
+
+    return optimizer
+
+
+def _kernels(device: torch.device) -> Any:
+    """The namespace of the steps on a device: compiled ops or Triton's functions; None where there are neither."""
+    if device.type == "cpu":
+        return torch.ops.fastpar
+    if device.type != "cuda":
+        return None
+    if "90a" in _CUDA_ARCHS and torch.cuda.get_device_capability(device) == (9, 0):
+        return torch.ops.fastpar
+    # without CUDA in the compiled library, the ops themselves are Triton's for CUDA tensors
+    return torch.ops.fastpar if _HAS_TRITON and not _CUDA_ARCHS else _triton()
 
 
 class _Dense:
@@ -99,8 +116,10 @@ def _changes_its_arguments(*arguments: Any) -> None:
     """The fake of every op here: there is no result."""
 
 
-for _name in ("adamw_step", "sgd_step", "lion_step"):
+for _name in _STEPS:
     torch.library.register_fake(f"fastpar::{_name}", _changes_its_arguments)
+    if _HAS_TRITON and not _CUDA_ARCHS:
+        torch.library.impl(f"fastpar::{_name}", "cuda", lambda *x, name=_name: getattr(_triton(), name)(*x))
 
 
 # ---- steps without checks, for `fastpar.optim`, whose tensors fit together -------------------------------------------
@@ -111,11 +130,12 @@ def run_adamw(
 ) -> None:
     if not arguments.params:
         return
-    if not _has_kernels(arguments.params):
+    kernels = _kernels(arguments.params[0].device)
+    if kernels is None:
         return reference.run_adamw(arguments, step, lr, betas, eps, weight_decay)
     step_tensor = step if isinstance(step, Tensor) else None
     count = 1 if step_tensor is not None else reference.step_number(step)
-    _launch(_adamw, arguments, step_tensor, numbers=(count, lr, *betas, eps, weight_decay))
+    _launch(kernels.adamw_step, arguments, step_tensor, numbers=(count, lr, *betas, eps, weight_decay))
 
 
 def run_sgd(
@@ -123,17 +143,19 @@ def run_sgd(
 ) -> None:
     if not arguments.params:
         return
-    if not _has_kernels(arguments.params):
+    kernels = _kernels(arguments.params[0].device)
+    if kernels is None:
         return reference.run_sgd(arguments, lr, momentum, dampening, weight_decay, nesterov, first)
-    _launch(_sgd, arguments, numbers=(lr, momentum, dampening, weight_decay, nesterov, first))
+    _launch(kernels.sgd_step, arguments, numbers=(lr, momentum, dampening, weight_decay, nesterov, first))
 
 
 def run_lion(arguments: Step, lr: float, betas: tuple[float, float], weight_decay: float) -> None:
     if not arguments.params:
         return
-    if not _has_kernels(arguments.params):
+    kernels = _kernels(arguments.params[0].device)
+    if kernels is None:
         return reference.run_lion(arguments, lr, betas, weight_decay)
-    _launch(_lion, arguments, numbers=(lr, *betas, weight_decay))
+    _launch(kernels.lion_step, arguments, numbers=(lr, *betas, weight_decay))
 
 
 # ---- public ----------------------------------------------------------------------------------------------------------
@@ -184,7 +206,8 @@ def adamw_step(
     states; 28 in float32, 10.03 with bfloat16 parameters and gradients and 8-bit states. Non-contiguous tensors are
     copied there and back.
 
-    On CPU a C++ kernel; elsewhere `fastpar.reference`.
+    On CPU a C++ kernel; on CUDA a kernel compiled for sm_90a, or Triton's on other devices, not measured yet; elsewhere
+    `fastpar.reference`.
 
     Worked example: p = 1, g = 0.5, m = v = 0, step 1, lr = 0.1, betas (0.9, 0.999), eps = 0, weight_decay = 0.1:
     m = 0.05, v = 0.00025, and since m / 0.1 = 0.5 = sqrt(v / 0.001), p = 1 * 0.99 - 0.1 = 0.89.

@@ -13,7 +13,7 @@ COUNT, KEY, FIRST_INDEX, FIRST_CHUNK = (tl.constexpr(i) for i in range(8, 12))
 FIELDS = tl.constexpr(12)
 STATE_BLOCK = tl.constexpr(256)  # elements that share a scale
 
-# What a step does; `tensors of states` is in NUM_STATES.
+# The rules, and how many states each has.
 ADAMW, SGD, PLAIN_SGD, LION = (tl.constexpr(i) for i in range(4))
 NUM_STATES = (2, 1, 0, 1)
 
@@ -135,10 +135,8 @@ def _encode_block(x, inside, SIGNED: tl.constexpr):
     ratio = (_bits(tl.abs(x) * inverse[:, None]) & 0x7FFFFFFF).to(tl.int32)
     code = ((ratio + 0x7FFFF + ((ratio >> 20) & 1)) >> 20) - lowest
     code = tl.minimum(tl.maximum(code, 0), most)
-    if SIGNED:
-        code = code | (((_bits(x) >> 31) << 7).to(tl.int32))
-    else:
-        code = tl.maximum(code, tl.minimum(ratio, 1))  # what is not zero stays so
+    # a sign; or else what is not zero stays so
+    code = code | (_bits(x) >> 31 << 7).to(tl.int32) if SIGNED else tl.maximum(code, tl.minimum(ratio, 1))
     return code.to(tl.uint8), scale
 
 
@@ -193,7 +191,7 @@ def _load_state(
     entry, scale_place, at, count, WHICH: tl.constexpr, STATE: tl.constexpr, ALIGNED: tl.constexpr, MASKED: tl.constexpr
 ):
     x = _load(_address(entry, STATE0 + WHICH, STATE, ALIGNED), at, count, MASKED)
-    if STATE == tl.uint8:
+    if tl.uint8 == STATE:
         scales = tl.load(entry + SCALE0 + WHICH).to(tl.pointer_type(tl.float32))
         scale = _load(scales, scale_place, (count + STATE_BLOCK - 1) // STATE_BLOCK, MASKED)
         return _decode_block(x, scale[:, None], WHICH == 0)
@@ -214,7 +212,7 @@ def _store_state(
     MASKED: tl.constexpr,
 ):
     address = _address(entry, STATE0 + WHICH, STATE, ALIGNED)
-    if STATE == tl.uint8:
+    if tl.uint8 == STATE:
         codes, scale = _encode_block(x, at < count, WHICH == 0)
         scales = tl.load(entry + SCALE0 + WHICH).to(tl.pointer_type(tl.float32))
         _store(address, at, count, codes, MASKED)
@@ -275,11 +273,11 @@ def _update_chunk(
         first = tl.load(entry + FIRST_INDEX).to(tl.uint64) + begin.to(tl.uint64)
         key = _splitmix(seed_key + tl.load(entry + KEY).to(tl.uint64))
         a, b = _random_bits(key, first + (at - begin).to(tl.uint64), first)
-        if PARAM_DTYPE == tl.bfloat16 and not SPLIT:
+        if tl.bfloat16 == PARAM_DTYPE and not SPLIT:
             p = _round_stochastically(p, a & 0xFFFF)
-        if STATE == tl.bfloat16 and RULE != PLAIN_SGD:
+        if tl.bfloat16 == STATE and RULE != PLAIN_SGD:
             s0 = _round_stochastically(s0, a >> 16)
-        if STATE == tl.bfloat16 and RULE == ADAMW:
+        if tl.bfloat16 == STATE and RULE == ADAMW:
             s1 = _round_stochastically(s1, b & 0xFFFF)
 
     if RULE != PLAIN_SGD:
@@ -320,13 +318,13 @@ def optimizer_kernel(
     BLOCKS: tl.constexpr,
 ):
     """Updates one chunk, BLOCKS * 256 elements of one of the tensors in `table` [num_tensors, FIELDS]."""
-    if found_inf is not None:
+    if found_inf is not None:  # noqa: SIM102 (known when the kernel is compiled, unlike the next)
         if tl.load(found_inf) != 0.0:
             return
     if grad_factor is not None:
         factor = tl.load(grad_factor)
     if corrections is not None:
-        numbers = numbers[:4] + (tl.load(corrections), numbers[5], tl.load(corrections + 1))
+        numbers = numbers[:4] + (tl.load(corrections), numbers[5], tl.load(corrections + 1))  # noqa: RUF005
     chunk = tl.program_id(0).to(tl.int64)
     low = 0
     high = num_tensors

@@ -1,4 +1,4 @@
-"""The Triton kernel of the optimizer steps, bit for bit against the model in numpy that the CUDA kernels are tested with;
+"""The Triton kernel of the optimizer steps, bit for bit against the model in numpy that tests the CUDA kernels too;
 run by tests/test_optimizer_triton.py in Triton's interpreter.
 
 The interpreter rounds a multiply-add twice and cuts bfloat16 off, where devices do neither: the model does the same.

@@ -1,0 +1,171 @@
+"""The Triton kernel of the optimizer steps where there is no GPU: in the interpreter, and compiled ahead of time.
+
+Compiled is what the functions of fastpar.kernels.optimizer would launch: a stand-in for Triton's driver names the
+target, and launches end with the compilation.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from tests.triton_aot import HOPPER, MI300, CompilingDriver, Target, compile_launch
+from tests.triton_interpreter import run_interpreted
+
+triton = pytest.importorskip("triton")
+
+from fastpar.kernels import optimizer as kernels  # noqa: E402  (triton is optional)
+from fastpar.kernels.optimizer_kernels import NUM_STATES  # noqa: E402
+
+F32, BF16, F16, U8 = torch.float32, torch.bfloat16, torch.float16, torch.uint8
+
+
+@pytest.mark.timeout(600)
+def test_kernels_match_the_model_in_the_interpreter() -> None:
+    run_interpreted("check_optimizer.py")
+
+
+class Kind(NamedTuple):
+    """A call: its rule (a key of RULES), dtypes, and whether it rounds stochastically."""
+
+    rule: str
+    param: torch.dtype = F32
+    grad: torch.dtype = F32
+    state: torch.dtype = F32
+    output: torch.dtype | None = None
+    is_split: bool = False
+    is_stochastic: bool = False
+    count: int = 5000
+
+
+RULES = {"adamw": 0, "sgd": 1, "plain_sgd": 2, "lion": 3}
+# with the registers of a thread on Hopper that each may have: 65536 over two programs of 512 threads, or of 256
+KINDS = {
+    Kind("adamw"): 48,
+    Kind("adamw", F32, BF16, F32, BF16): 52,
+    Kind("adamw", BF16, BF16, F32, is_split=True): 56,
+    Kind("adamw", BF16, BF16, BF16, is_stochastic=True): 128,
+    Kind("adamw", BF16, BF16, U8, is_split=True): 96,
+    Kind("adamw", F32, F16, U8, F16): 64,
+    Kind("lion", BF16, BF16, BF16, is_stochastic=True): 84,
+    Kind("sgd", F32, F32, F32, BF16): 36,
+    Kind("plain_sgd"): 28,
+}
+
+
+@pytest.fixture(params=[HOPPER, MI300], ids=["sm_90", "gfx942"])
+def target(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Target:
+    """What Triton compiles for until the test ends."""
+    monkeypatch.setattr(kernels, "WARP_SIZE", request.param[2])
+    monkeypatch.setattr(triton.runtime.driver, "_active", CompilingDriver(request.param))
+    chosen: Target = request.param
+    return chosen
+
+
+def compiled(monkeypatch: pytest.MonkeyPatch, target: Target, kind: Kind, offset: int = 0) -> dict[str, Any]:
+    """Registers, spills, ... of a call with one tensor that begins `offset` elements past an aligned address."""
+    found: list[dict[str, Any]] = []
+    kernel = kernels.optimizer_kernel
+
+    class Launcher:
+        def __getitem__(self, grid: tuple[int]) -> Any:
+            return lambda *arguments, **options: found.append(
+                compile_launch(kernel, target, grid[0], arguments, options)
+            )
+
+    def one(dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(kind.count + 16, dtype=dtype)[offset : offset + kind.count]
+
+    states = [[one(kind.state)] for _ in range(NUM_STATES[RULES[kind.rule]])]
+    scales = [[torch.zeros(-(-kind.count // 256))] if kind.state == U8 else [] for _ in states]
+    lists = ([one(kind.param)], [one(kind.grad)], *states, *scales)
+    outputs = [] if kind.output is None else [one(kind.output)]
+    remainders = [one(torch.int16)] if kind.is_split else []
+    rounding = [5, 1, 2] if kind.is_stochastic else []
+    scalars, tail = (torch.ones(1), torch.ones(1)), (list(range(len(outputs))), rounding, 1.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(kernels, "optimizer_kernel", Launcher())
+        if kind.rule == "adamw":
+            numbers = (1, 0.1, 0.9, 0.99, 1e-8, 0.1)
+            kernels.adamw_step(*lists, outputs, remainders, *scalars, None, *tail, *numbers)
+        elif kind.rule == "lion":
+            kernels.lion_step(*lists, outputs, remainders, *scalars, *tail, 0.1, 0.9, 0.99, 0.1)
+        elif kind.rule == "sgd":
+            kernels.sgd_step(*lists, outputs, remainders, *scalars, *tail, 0.1, 0.9, 0.0, 0.1, False, False)
+        else:
+            kernels.sgd_step(*lists, [], [], outputs, remainders, *scalars, *tail, 0.1, 0.0, 0.0, 0.1, False, False)
+    (report,) = found
+    return report
+
+
+def num_wide(dtypes: list[torch.dtype | None], widest: int) -> int:
+    """How many of the tensors are moved 16 bytes at a time."""
+    return sum(dtype is not None and dtype.itemsize == widest for dtype in dtypes)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("kind", list(KINDS), ids=lambda kind: "-".join(str(part) for part in kind))
+def test_kernels_compile_without_spills_and_with_wide_accesses(
+    monkeypatch: pytest.MonkeyPatch, target: Target, kind: Kind
+) -> None:
+    found = compiled(monkeypatch, target, kind)
+    assert found["spills"] == 0
+    assert found["shared"] <= 64, "operands are exchanged through shared memory"
+    states = [kind.state] * NUM_STATES[RULES[kind.rule]]
+    remainder = torch.int16 if kind.is_split else None
+    written = [kind.param, *states, kind.output, remainder]
+    widest = 4 if F32 in (kind.param, kind.grad, kind.output, *states) else 2
+    assert found["threads"] == kernels.CHUNK // (4 if widest == 4 else 8)
+    assert found["wide_loads"] >= num_wide([kind.param, kind.grad, *states, remainder], widest)
+    assert found["wide_stores"] >= num_wide(written, widest)
+    if target != HOPPER:
+        return
+    assert found["registers"] <= KINDS[kind]
+    assembly = found["ptx"]
+    assert ".approx" not in assembly
+    assert ".ftz" not in assembly
+    assert not re.search(r"^\s*call", assembly, re.MULTILINE)
+    # every multiply-add is one that the source names, for every element of a thread, with masks and without
+    per_element = {"adamw": 4, "lion": 2, "sgd": 3, "plain_sgd": 2}[kind.rule]
+    assert len(re.findall(r"fma\.rn\.f32", assembly)) == 2 * per_element * kernels.CHUNK // found["threads"]
+
+
+def test_addresses_that_are_not_aligned_are_not_read_wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton.runtime.driver, "_active", CompilingDriver(HOPPER))
+    found = compiled(monkeypatch, HOPPER, Kind("adamw"), offset=1)
+    assert (found["wide_loads"], found["wide_stores"], found["spills"]) == (0, 0, 0)
+
+
+# ---- the choice of kernels -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("archs", "capability", "has_triton", "expected"),
+    [
+        (("90a",), (9, 0), True, "compiled"),
+        (("90a",), (9, 0), False, "compiled"),
+        (("90a",), (8, 0), True, "triton"),
+        (("90a",), (8, 0), False, "reference"),
+        ((), (9, 0), True, "compiled"),  # the op, whose kernel for CUDA is Triton's
+        ((), (9, 0), False, "reference"),
+    ],
+)
+def test_every_device_has_its_kernels(
+    monkeypatch: pytest.MonkeyPatch,
+    archs: tuple[str, ...],
+    capability: tuple[int, int],
+    has_triton: bool,
+    expected: str,
+) -> None:
+    from fastpar.ops import optimizer as ops
+
+    monkeypatch.setattr(ops, "_CUDA_ARCHS", archs)
+    monkeypatch.setattr(ops, "_HAS_TRITON", has_triton)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    wanted = {"compiled": torch.ops.fastpar, "triton": kernels, "reference": None}[expected]
+    assert ops._kernels(torch.device("cuda")) is wanted
+    assert ops._kernels(torch.device("cpu")) is torch.ops.fastpar
+    assert ops._kernels(torch.device("meta")) is None
