@@ -85,6 +85,7 @@ class LayoutReader:
     def __init__(self, replicas: Communicator | None) -> None:
         self._replicas = replicas if replicas is not None and replicas.size > 1 else None
         self._comms: dict[tuple[DeviceMesh, int], Communicator] = {}
+        self._outside: dict[DeviceMesh, bool] = {}  # whether the replicas are an axis of their own beside the mesh
 
     def read(self, param: Tensor, batch_dims: int, steps: int) -> Layout:
         """Raises ValueError for a layout that does not cut the parameter into matrices, rows or columns."""
@@ -129,19 +130,20 @@ class LayoutReader:
 
     def _replicates(self, param: Tensor) -> bool:
         """Whether the replicas are an axis of their own; not where the DTensor's own mesh has those ranks."""
-        assert self._replicas is not None
         if not isinstance(param, DTensor):
             return True
-        replicas = set(dist.get_process_group_ranks(self._replicas.group))
-        in_mesh = replicas & set(param.device_mesh.mesh.flatten().tolist())
-        if in_mesh == replicas:
-            return False
-        if in_mesh == {dist.get_rank()}:
-            return True
-        raise ValueError(
-            f"replicas has the ranks {sorted(replicas)}, of which only {sorted(in_mesh)} are in the mesh "
-            f"{param.device_mesh} of a parameter: it must have all of its ranks there, or this rank only"
-        )
+        mesh = param.device_mesh
+        if mesh not in self._outside:
+            assert self._replicas is not None
+            replicas = set(dist.get_process_group_ranks(self._replicas.group))
+            in_mesh = replicas & set(mesh.mesh.flatten().tolist())
+            if in_mesh not in (replicas, {dist.get_rank()}):
+                raise ValueError(
+                    f"replicas has the ranks {sorted(replicas)}, of which only {sorted(in_mesh)} are in the mesh "
+                    f"{mesh} of a parameter: it must have all of its ranks there, or this rank only"
+                )
+            self._outside[mesh] = in_mesh != replicas
+        return self._outside[mesh]
 
 
 def _kind(param: DTensor, mesh_dim: int, batch_dims: int) -> str:
