@@ -518,6 +518,17 @@ def _embedding_error() -> float:
     return _largest([(out, exact_out), (grad, exact_grad)])
 
 
+def _square_sum_error() -> float:
+    """Of the integer itself, and of the root relative to float64's: 7 x 1021 fp32 numbers and as many in bf16."""
+    from fastpar import reference
+    from fastpar.ops import exact_square_sum, square_sum_norm
+
+    x = _normal(7, 1021)
+    sums, wanted = exact_square_sum([x, x.bfloat16()]), reference.exact_square_sum([x, x.bfloat16()])
+    exact = torch.linalg.vector_norm(torch.cat([x.double(), x.bfloat16().double()]))
+    return _largest([(sums, wanted.double()), (square_sum_norm(sums, torch.float64) / exact, torch.ones(()).double())])
+
+
 def _normal(*shape: int) -> torch.Tensor:
     return 3.0 * torch.randn(*shape, generator=torch.Generator().manual_seed(0))
 
@@ -580,6 +591,8 @@ SELF_TESTS: list[tuple[str, Callable[[], float], float]] = [
     ("rms_norm", _rms_norm_error, 3e-5),
     ("all_reduce_rms_norm", _all_reduce_rms_norm_error, 3e-5),
     ("swiglu", _swiglu_error, 3e-5),
+    ("exact_square_sum", _square_sum_error, 1e-15),
+    ("square_sum_norm", _square_sum_error, 1e-15),
     ("newton_schulz", _newton_schulz_error, 3e-5),
     ("linear_cross_entropy", lambda: _linear_cross_entropy_error("whole"), 1e-4),
     ("linear_cross_entropy_dgrad", lambda: _linear_cross_entropy_error("apart"), 1e-4),
