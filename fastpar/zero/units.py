@@ -66,7 +66,8 @@ def plan_units(model: nn.Module, units: UnitsLike = None) -> list[UnitPlan]:
 
 def owners_of(model: nn.Module, names: Sequence[str]) -> dict[str, list[tuple[nn.Module, str]]]:
     """Where parameters are registered: name -> modules and what they call it. Tied ones are at several places."""
-    by_parameter = {id(model.get_parameter(name)): name for name in names}
+    named = dict(model.named_parameters())  # get_parameter trips over properties with a parameter's name
+    by_parameter = {id(named[name]): name for name in names}
     found: dict[str, list[tuple[nn.Module, str]]] = {name: [] for name in names}
     for module in model.modules():
         for attribute, parameter in module._parameters.items():
