@@ -658,7 +658,8 @@ def precision_run(full: tuple[str, ...]) -> tuple[dict[str, Tensor], list[str]]:
         update(stage3, optimizer)
     masters = {slot.name: slot.owner.detach().full_tensor() for slot in stage3.slots}
     wrong = [
-        name for name, parameter in model.named_parameters()
+        name
+        for name, parameter in model.named_parameters()
         if not torch.equal(parameter.detach().full_tensor(), masters[name].to(parameter.dtype))
     ]
     return masters, wrong
@@ -679,9 +680,8 @@ def test_masters_are_updated_and_rounded_to_the_parameters(full: tuple[str, ...]
             model.zero_grad()
             loss_of(model, ids_of(step, rank)).backward()
             grads.append({name: parameter.grad.clone() for name, parameter in model.named_parameters()})
-        for name, parameter in model.named_parameters():
-            mean = ((grads[0][name].float() + grads[1][name].float()) / 2).to(parameter.dtype)
-            masters[name].grad = mean.float()
+        for name in masters:
+            masters[name].grad = (grads[0][name].float() + grads[1][name].float()) / 2
         optimizer.step()
         for name, parameter in model.named_parameters():
             parameter.data.copy_(masters[name])

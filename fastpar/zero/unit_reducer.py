@@ -23,7 +23,7 @@ STAGING_BUFFERS = 2  # one that travels, one that is filled
 
 
 class ReplicaBucket:
-    """Every rank gets the mean of all gradients, of resident parameters: few and small."""
+    """Every rank gets the mean of all gradients, of resident parameters: few and small, so they travel in float32."""
 
     def __init__(self, slots: Sequence[Slot], groups: Groups) -> None:
         self.slots, self._groups = slots, groups
@@ -32,7 +32,8 @@ class ReplicaBucket:
 
     def open(self) -> None:
         first = self.slots[0]
-        self._flat = torch.zeros(sum(self._numels), dtype=first.wire, device=first.parameter.device)
+        wide = torch.promote_types(first.wire, torch.float32)
+        self._flat = torch.zeros(sum(self._numels), dtype=wide, device=first.parameter.device)
 
     def add(self, position: int, gradient: Tensor) -> None:
         assert self._flat is not None
