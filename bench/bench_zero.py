@@ -180,7 +180,7 @@ class Problem:
         """Inputs and targets of the microbatches of a rank."""
         case, generator = self.case, torch.Generator().manual_seed(rank)
         shape = (2 * case.accumulate, case.batch, case.tokens)
-        return list(torch.randint(case.vocab, shape, generator=generator).split(2))  # type: ignore[arg-type]
+        return list(torch.randint(case.vocab, shape, generator=generator).split(2))
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         return torch.autocast("cpu", torch.bfloat16, enabled=self.case.dtype == "bf16")

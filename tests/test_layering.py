@@ -42,7 +42,7 @@ LAYERS = {
 }
 OPTIONAL_PACKAGES = {"triton", "transformers", "rich", "matplotlib", "safetensors"}
 ALLOWED_AT_IMPORT = {"kernels": {"triton"}, "integrations": {"transformers", "safetensors"}}
-KERNEL_PACKAGES = {"torch", "triton", "__future__", "math", "typing"}
+KERNEL_PACKAGES = {"torch", "triton", "__future__", "collections", "dataclasses", "math", "typing"}
 
 # C++: a folder may include headers of lower layers and its own; the op families never include each other.
 CSRC_FOUNDATION = {"common": 0, "runtime": 1, "comm": 2}

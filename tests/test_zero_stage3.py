@@ -15,7 +15,6 @@ from fastpar.comm import Communicator, record
 from fastpar.precision import Precision
 from fastpar.zero.groups import Groups
 from fastpar.zero.stage3 import Stage3
-from fastpar.zero.units import plan_units, small_names
 from tests.dist import run_ranks
 
 TRANSPORTS = ("auto", "torch")  # gathers that copy at once, and gathers that are begun early

@@ -127,7 +127,7 @@ class FusedOptimizer(Optimizer):
     # ---- the step ----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step. `closure`, if given, computes the loss again and returns it."""
         loss = None
         if closure is not None:
