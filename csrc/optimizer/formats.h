@@ -28,25 +28,8 @@ class RandomSource {
   // For elements first + i and the following ones.
   RandomBits at(int64_t i) {
     const uint64_t index = first_ + static_cast<uint64_t>(i);
-    const uint64_t last = index + Vec::kWidth - 1;
-    if (index >> 32 == high_ && last >> 32 == high_) return of(Lanes::count_from(static_cast<uint32_t>(index)));
-    if (index >> 32 == last >> 32) {
-      set_high(index >> 32);
-      return of(Lanes::count_from(static_cast<uint32_t>(index)));
-    }
-    // The upper half of the index changes within the register.
-    set_high(index >> 32);
-    const RandomBits low = of(Lanes::count_from(static_cast<uint32_t>(index)));
-    set_high(last >> 32);
-    const RandomBits high = of(Lanes::count_from(static_cast<uint32_t>(index)));
-    const Lanes lane = Lanes::count_from(0);
-    const Lanes wraps_at = Lanes::set(static_cast<uint32_t>(-static_cast<uint32_t>(index)) - 1u);  // last lane before
-    RandomBits out;
-    out.param = Lanes::select_greater(lane, wraps_at, high.param, low.param);
-    for (int k = 0; k < kMaxOptimizerStates; ++k) {
-      out.states[k] = Lanes::select_greater(lane, wraps_at, high.states[k], low.states[k]);
-    }
-    return out;
+    if (index >> 32 != high_ || (index + Vec::kWidth - 1) >> 32 != high_) return across(index);
+    return of(Lanes::count_from(static_cast<uint32_t>(index)));
   }
 
  private:
@@ -56,6 +39,23 @@ class RandomSource {
     k0_ = static_cast<uint32_t>(k);
     k1_ = static_cast<uint32_t>(k >> 32);
     k2_ = static_cast<uint32_t>(splitmix64(k));
+  }
+  // The upper half of the index is another one than before, perhaps not the same in all lanes.
+  __attribute__((noinline)) RandomBits across(uint64_t index) {
+    const Lanes lanes = Lanes::count_from(static_cast<uint32_t>(index));
+    set_high(index >> 32);
+    RandomBits out = of(lanes);
+    const uint64_t next = (index >> 32) + 1;
+    if ((index + Vec::kWidth - 1) >> 32 != next) return out;
+    set_high(next);
+    const RandomBits behind = of(lanes);
+    const Lanes lane = Lanes::count_from(0);
+    const Lanes last_before = Lanes::set(~static_cast<uint32_t>(index));
+    out.param = Lanes::select_greater(lane, last_before, behind.param, out.param);
+    for (int k = 0; k < kMaxOptimizerStates; ++k) {
+      out.states[k] = Lanes::select_greater(lane, last_before, behind.states[k], out.states[k]);
+    }
+    return out;
   }
   RandomBits of(Lanes low) const {
     const Lanes a = mix_lanes(mix_lanes(low ^ Lanes::set(k0_)) + Lanes::set(k1_));

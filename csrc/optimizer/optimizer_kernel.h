@@ -92,6 +92,9 @@ struct LionRule {
   }
 };
 
+// Inlined without fail: a call would store every register that the loop keeps.
+#define FASTPAR_INLINE inline __attribute__((always_inline))
+
 // ---- loads and stores -----------------------------------------------------------------------------------------------
 
 // Where a piece of a tensor is.
@@ -109,7 +112,7 @@ struct Piece {
   int64_t first;  // its first element's index in the tensor
 };
 
-inline Vec load_param(const Piece& a, int64_t i) {
+FASTPAR_INLINE Vec load_param(const Piece& a, int64_t i) {
   switch (a.param_type) {
     case ParamType::kFloat32:
       return Vec::load(reinterpret_cast<const float*>(a.param) + i);
@@ -123,7 +126,7 @@ inline Vec load_param(const Piece& a, int64_t i) {
 }
 
 template <bool kStochastic>
-void store_param(const Piece& a, Vec p, const RandomBits& random, int64_t i) {
+FASTPAR_INLINE void store_param(const Piece& a, Vec p, const RandomBits& random, int64_t i) {
   switch (a.param_type) {
     case ParamType::kFloat32:
       p.store(reinterpret_cast<float*>(a.param) + i);
@@ -145,7 +148,7 @@ void store_param(const Piece& a, Vec p, const RandomBits& random, int64_t i) {
   }
 }
 
-inline Vec load_grad(const Piece& a, int64_t i) {
+FASTPAR_INLINE Vec load_grad(const Piece& a, int64_t i) {
   switch (a.grad_type) {
     case GradType::kFloat32:
       return Vec::load(reinterpret_cast<const float*>(a.grad) + i);
@@ -157,7 +160,7 @@ inline Vec load_grad(const Piece& a, int64_t i) {
 }
 
 template <typename T>
-void store_output_as(const Piece& a, Vec p, int64_t i) {
+FASTPAR_INLINE void store_output_as(const Piece& a, Vec p, int64_t i) {
   T* out = reinterpret_cast<T*>(a.output) + i;
   if (a.stream_output) {
     p.stream(out);
@@ -166,7 +169,7 @@ void store_output_as(const Piece& a, Vec p, int64_t i) {
   }
 }
 
-inline void store_output(const Piece& a, Vec p, int64_t i) {
+FASTPAR_INLINE void store_output(const Piece& a, Vec p, int64_t i) {
   if (a.output_type == OutputType::kBFloat16) store_output_as<bfloat16>(a, p, i);
   if (a.output_type == OutputType::kFloat16) store_output_as<float16>(a, p, i);
 }
@@ -175,7 +178,7 @@ inline void store_output(const Piece& a, Vec p, int64_t i) {
 
 // The k-th state of register i of the piece, as it is stored or, for 8-bit blocks, in the block's scale.
 template <typename Rule, StateType kType>
-Vec load_state(const Piece& a, int k, Vec scale, int64_t i) {
+FASTPAR_INLINE Vec load_state(const Piece& a, int k, Vec scale, int64_t i) {
   if (kType == StateType::kFloat32) return Vec::load(reinterpret_cast<const float*>(a.states[k]) + i);
   if (kType == StateType::kBFloat16) return Vec::load(reinterpret_cast<const bfloat16*>(a.states[k]) + i);
   const uint8_t* codes = reinterpret_cast<const uint8_t*>(a.states[k]) + i;
