@@ -168,7 +168,18 @@ def test_a_split_master_loses_nothing() -> None:
 
 
 @emulated
-@pytest.mark.parametrize("bad", [np.inf, np.nan])
+def test_a_second_moment_that_is_not_zero_stays_so() -> None:
+    kinds = Kinds("float32", "float32", "uint8")
+    tensor = Tensor.example(300, kinds, 2)
+    tensor.grad[:4] = [2.0**20, 2.0**-20, 0.0, 2.0**-60]  # the last one's square is nothing beside the first one's
+    tensor.states[1][:4] = 0
+    (found,) = run("adamw", ADAMW, [tensor])
+    assert_same(found, expected("adamw", ADAMW, tensor), kinds)
+    assert (found["state1"][:4] > 0).tolist() == [True, True, False, False]
+
+
+@emulated
+@pytest.mark.parametrize("bad", [np.inf, np.nan, np.uint32(0x7FFFFFFF).view(F32)])
 def test_a_value_that_is_not_finite_stays_in_its_block(bad: float) -> None:
     kinds = Kinds("split", "float32", "uint8")
     tensor = Tensor.example(3 * BLOCK, kinds, 2)

@@ -106,8 +106,19 @@ def num_wide(dtypes: list[torch.dtype | None], widest: int) -> int:
     return sum(dtype is not None and dtype.itemsize == widest for dtype in dtypes)
 
 
+def cases() -> list[Any]:
+    """Every kind; the most common ones in every run."""
+    common = (
+        Kind("adamw"),
+        Kind("adamw", BF16, BF16, F32, is_split=True),
+        Kind("adamw", BF16, BF16, U8, is_split=True),
+    )
+    marks = {kind: () if kind in common else (pytest.mark.slow,) for kind in KINDS}
+    return [pytest.param(kind, marks=marks[kind], id="-".join(map(str, kind))) for kind in KINDS]
+
+
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("kind", list(KINDS), ids=lambda kind: "-".join(str(part) for part in kind))
+@pytest.mark.parametrize("kind", cases())
 def test_kernels_compile_without_spills_and_with_wide_accesses(
     monkeypatch: pytest.MonkeyPatch, target: Target, kind: Kind
 ) -> None:

@@ -52,15 +52,14 @@ __device__ inline void decode_blocks(const Words& words, float scale, bool is_si
   for (int j = 0; j < kLaneElements; ++j) values[j] = decode_block(codes[j], scale, is_signed);
 }
 
-// The lanes of a warp share the scale of their tile.
+// The lanes of a warp share the scale of their tile; beyond the end of the tensor there are zeros.
 template <bool kPacked>
 __device__ inline void store_blocks(const OptimizerTensor& t, int s, bool is_signed, const Place& at,
                                     const float (&values)[kLaneElements]) {
   uint32_t largest = 0;
 #pragma unroll
   for (int j = 0; j < kLaneElements; ++j) {
-    const bool is_inside = kPacked || element_of<kPacked>(at.lane, j) < at.count;
-    const uint32_t magnitude = is_inside ? __float_as_uint(values[j]) & 0x7fffffffu : 0u;
+    const uint32_t magnitude = __float_as_uint(values[j]) & 0x7fffffffu;
     largest = largest > magnitude ? largest : magnitude;
   }
   const float scale = scale_of_block(warp_maximum(largest)), inverse = __fdiv_rn(1.0f, scale);

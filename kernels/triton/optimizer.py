@@ -11,10 +11,7 @@ The kernels' multiply-adds are all written out, and Triton is told to fuse no ot
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
@@ -48,8 +45,7 @@ def num_warps(*dtypes: torch.dtype | None) -> int:
 # ---- tables ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Group:
+class Group(NamedTuple):
     """Tensors of one launch: rows [begin, begin + num_tensors) of the table."""
 
     begin: int
@@ -61,8 +57,7 @@ class Group:
     is_aligned: bool
 
 
-@dataclass(frozen=True)
-class Table:
+class Table(NamedTuple):
     rows: Tensor  # [num_tensors, FIELDS] int64 on the device
     groups: list[Group]
     staging: Tensor  # what `rows` is a copy of; a captured graph may read it again
@@ -72,19 +67,16 @@ class Tables:
     """The tables of the last calls, by what they hold."""
 
     def __init__(self) -> None:
-        self._tables: OrderedDict[Any, Table] = OrderedDict()
+        self._tables: dict[Any, Table] = {}  # the last used is the last
         self._captured: list[Table] = []  # read by graphs whenever those are replayed
 
-    def find(self, entries: Sequence[tuple[Any, ...]], device: torch.device) -> Table:
+    def find(self, entries: list[tuple[Any, ...]], device: torch.device) -> Table:
         """`entries`: per tensor (param dtype, grad dtype, output dtype or None, fields but FIRST_CHUNK)."""
         key = (device, tuple(entries))
-        table = self._tables.get(key)
-        if table is None:
-            table = make_table(entries, device)
-            self._tables[key] = table
-            if len(self._tables) > MAX_TABLES:
-                self._tables.popitem(last=False)
-        self._tables.move_to_end(key)
+        table = self._tables.pop(key, None) or make_table(entries, device)
+        self._tables[key] = table
+        if len(self._tables) > MAX_TABLES:
+            del self._tables[next(iter(self._tables))]
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             self._captured.append(table)
         return table
@@ -93,7 +85,7 @@ class Tables:
 _tables = Tables()
 
 
-def make_table(entries: Sequence[tuple[Any, ...]], device: torch.device) -> Table:
+def make_table(entries: list[tuple[Any, ...]], device: torch.device) -> Table:
     of_kind: dict[Any, list[tuple[int, ...]]] = {}
     for *dtypes, fields in entries:
         if fields[kernels.COUNT.value] > 0:
@@ -115,14 +107,14 @@ def make_table(entries: Sequence[tuple[Any, ...]], device: torch.device) -> Tabl
 
 
 def _entries(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    states: Sequence[Sequence[Tensor]],
-    scales: Sequence[Sequence[Tensor]],
-    outputs: Sequence[Tensor],
-    remainders: Sequence[Tensor],
-    output_of: Sequence[int],
-    rounding: Sequence[int],
+    params: list[Tensor],
+    grads: list[Tensor],
+    states: list[list[Tensor]],
+    scales: list[list[Tensor]],
+    outputs: list[Tensor],
+    remainders: list[Tensor],
+    output_of: list[int],
+    rounding: list[int],
 ) -> list[tuple[Any, ...]]:
     output_at: dict[int, Tensor] = dict(zip(output_of, outputs, strict=True))
     entries = []
@@ -145,16 +137,16 @@ def _entries(
 
 def _step(
     rule: int,
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    states: Sequence[Sequence[Tensor]],
-    scales: Sequence[Sequence[Tensor]],
-    outputs: Sequence[Tensor],
-    remainders: Sequence[Tensor],
+    params: list[Tensor],
+    grads: list[Tensor],
+    states: list[list[Tensor]],
+    scales: list[list[Tensor]],
+    outputs: list[Tensor],
+    remainders: list[Tensor],
     grad_factor: Tensor | None,
     found_inf: Tensor | None,
-    output_of: Sequence[int],
-    rounding: Sequence[int],
+    output_of: list[int],
+    rounding: list[int],
     factor: float,
     numbers: tuple[float, ...],
     *,
@@ -198,19 +190,19 @@ def _step(
 
 
 def adamw_step(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    exp_avgs: Sequence[Tensor],
-    exp_avg_sqs: Sequence[Tensor],
-    exp_avg_scales: Sequence[Tensor],
-    exp_avg_sq_scales: Sequence[Tensor],
-    outputs: Sequence[Tensor],
-    remainders: Sequence[Tensor],
+    params: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    exp_avg_scales: list[Tensor],
+    exp_avg_sq_scales: list[Tensor],
+    outputs: list[Tensor],
+    remainders: list[Tensor],
     grad_factor: Tensor | None,
     found_inf: Tensor | None,
     step_tensor: Tensor | None,
-    output_of: Sequence[int],
-    rounding: Sequence[int],
+    output_of: list[int],
+    rounding: list[int],
     factor: float,
     step: int,
     lr: float,
@@ -227,7 +219,7 @@ def adamw_step(
         count = step_tensor.double().view(())
         corrections = torch.stack([(1.0 - beta2**count).sqrt().reciprocal(), lr / (1.0 - beta1**count)]).float()
     numbers = (1.0 - lr * weight_decay, 1.0 - beta1, beta2, 1.0 - beta2, inverse_root, eps, step_size)
-    lists = (params, grads, (exp_avgs, exp_avg_sqs), (exp_avg_scales, exp_avg_sq_scales), outputs, remainders)
+    lists = (params, grads, [exp_avgs, exp_avg_sqs], [exp_avg_scales, exp_avg_sq_scales], outputs, remainders)
     _step(
         kernels.ADAMW.value,
         *lists,
@@ -242,16 +234,16 @@ def adamw_step(
 
 
 def sgd_step(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    momentum_buffers: Sequence[Tensor],
-    momentum_scales: Sequence[Tensor],
-    outputs: Sequence[Tensor],
-    remainders: Sequence[Tensor],
+    params: list[Tensor],
+    grads: list[Tensor],
+    momentum_buffers: list[Tensor],
+    momentum_scales: list[Tensor],
+    outputs: list[Tensor],
+    remainders: list[Tensor],
     grad_factor: Tensor | None,
     found_inf: Tensor | None,
-    output_of: Sequence[int],
-    rounding: Sequence[int],
+    output_of: list[int],
+    rounding: list[int],
     factor: float,
     lr: float,
     momentum: float,
@@ -263,24 +255,24 @@ def sgd_step(
     """The op fastpar::sgd_step."""
     numbers = (lr, momentum, 1.0 - dampening, weight_decay)
     is_plain = momentum == 0.0
-    states, scales = ((), ()) if is_plain else ((momentum_buffers,), (momentum_scales,))
+    states, scales = ([], []) if is_plain else ([momentum_buffers], [momentum_scales])
     rule = kernels.PLAIN_SGD.value if is_plain else kernels.SGD.value
     lists = (params, grads, states, scales, outputs, remainders)
-    flags = {"nesterov": nesterov, "first": first}
-    _step(rule, *lists, grad_factor, found_inf, output_of, rounding, factor, numbers, **flags)
+    scalars = (grad_factor, found_inf, output_of, rounding, factor, numbers)
+    _step(rule, *lists, *scalars, nesterov=nesterov, first=first)
 
 
 def lion_step(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    exp_avgs: Sequence[Tensor],
-    exp_avg_scales: Sequence[Tensor],
-    outputs: Sequence[Tensor],
-    remainders: Sequence[Tensor],
+    params: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_scales: list[Tensor],
+    outputs: list[Tensor],
+    remainders: list[Tensor],
     grad_factor: Tensor | None,
     found_inf: Tensor | None,
-    output_of: Sequence[int],
-    rounding: Sequence[int],
+    output_of: list[int],
+    rounding: list[int],
     factor: float,
     lr: float,
     beta1: float,
@@ -289,5 +281,5 @@ def lion_step(
 ) -> None:
     """The op fastpar::lion_step."""
     numbers = (1.0 - lr * weight_decay, beta1, 1.0 - beta1, 1.0 - beta2, lr)
-    lists = (params, grads, (exp_avgs,), (exp_avg_scales,), outputs, remainders)
+    lists = (params, grads, [exp_avgs], [exp_avg_scales], outputs, remainders)
     _step(kernels.LION.value, *lists, grad_factor, found_inf, output_of, rounding, factor, numbers)

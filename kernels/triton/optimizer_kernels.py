@@ -123,12 +123,11 @@ def _decode_block(code, scale, SIGNED: tl.constexpr):
 
 
 @triton.jit
-def _encode_block(x, inside, SIGNED: tl.constexpr):
-    """(codes [blocks, 256], scales [blocks]) of float32 values; those that are not `inside` do not count."""
+def _encode_block(x, SIGNED: tl.constexpr):
+    """(codes [blocks, 256], scales [blocks]) of float32 values; beyond the end of a tensor they are zeros."""
     lowest: tl.constexpr = 1016 - (127 if SIGNED else 255)
     most: tl.constexpr = 127 if SIGNED else 255
-    magnitude = tl.where(inside, (_bits(x) & 0x7FFFFFFF).to(tl.int32), 0)
-    largest = tl.max(magnitude, axis=1)  # as integers, in whose order NaN is last
+    largest = tl.max((_bits(x) & 0x7FFFFFFF).to(tl.int32), axis=1)  # as integers, in whose order NaN is last
     bits = tl.where(largest >= 0x7F800000, 0x7FC00000, tl.maximum(largest, 0x00800000))
     scale = bits.to(tl.float32, bitcast=True)
     inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
@@ -213,7 +212,7 @@ def _store_state(
 ):
     address = _address(entry, STATE0 + WHICH, STATE, ALIGNED)
     if tl.uint8 == STATE:
-        codes, scale = _encode_block(x, at < count, WHICH == 0)
+        codes, scale = _encode_block(x, WHICH == 0)
         scales = tl.load(entry + SCALE0 + WHICH).to(tl.pointer_type(tl.float32))
         _store(address, at, count, codes, MASKED)
         _store(scales, scale_place, (count + STATE_BLOCK - 1) // STATE_BLOCK, scale, MASKED)
@@ -326,14 +325,14 @@ def optimizer_kernel(
     if corrections is not None:
         numbers = numbers[:4] + (tl.load(corrections), numbers[5], tl.load(corrections + 1))  # noqa: RUF005
     chunk = tl.program_id(0).to(tl.int64)
-    low = 0
-    high = num_tensors
+    low = tl.cast(0, tl.int64)
+    high = tl.cast(num_tensors, tl.int64)
     while high - low > 1:
         middle = (low + high) // 2
-        is_later = tl.load(table + middle.to(tl.int64) * FIELDS + FIRST_CHUNK) <= chunk
+        is_later = tl.load(table + middle * FIELDS + FIRST_CHUNK) <= chunk
         low = tl.where(is_later, middle, low)
         high = tl.where(is_later, high, middle)
-    entry = table + low.to(tl.int64) * FIELDS
+    entry = table + low * FIELDS
     count = tl.load(entry + COUNT)
     begin = (chunk - tl.load(entry + FIRST_CHUNK)) * (BLOCKS * STATE_BLOCK)
     seed_key = _splitmix(seed.to(tl.uint64))
