@@ -96,27 +96,30 @@ def test_a_synchronous_server_gives_the_bits_of_an_all_reduce(
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, wanted, strict=True))
 
 
-def partly_used() -> list[Tensor]:
+def partly_used() -> list[tuple[Tensor, Tensor]]:
+    """Every parameter before and after a step with a weight decay of 1/4."""
     torch.manual_seed(0)
     net = Branches()
     before = copy.deepcopy(net)
     if dist.get_rank() == 0:
-        ParameterServer(net.parameters(), torch.optim.SGD(net.parameters(), lr=1.0), group=dist.group.WORLD).serve()
+        optimizer = torch.optim.SGD(net.parameters(), lr=1.0, weight_decay=0.25)
+        ParameterServer(net.parameters(), optimizer, group=dist.group.WORLD).serve()
     else:
         worker = Worker(net.parameters(), group=dist.group.WORLD)
         net(torch.ones(1, 5)).sum().backward()
         worker.step()
         worker.close()
-    return [before_p - p for before_p, p in zip(values(before), values(net), strict=True)]
+    return list(zip(values(before), values(net), strict=True))
 
 
 def test_a_parameter_that_no_worker_used_is_left_alone_and_others_get_the_mean() -> None:
     """Every element's gradient is 1 where it is used: by both workers, by one, by none."""
     for frozen, *rest in run_ranks(3, partly_used):
-        used, sometimes, never = rest[0:2], rest[2:4], rest[4:6]
-        for found, wanted in ((used, 1.0), (sometimes, 0.5), (never, 0.0), ([frozen], 0.0)):
-            for difference in found:
-                torch.testing.assert_close(difference, torch.full_like(difference, wanted))
+        for gradient, parameters in ((1.0, rest[0:2]), (0.5, rest[2:4])):
+            for before, after in parameters:
+                torch.testing.assert_close(after, before - gradient - before / 4)
+        for before, after in (frozen, *rest[4:6]):
+            assert torch.equal(after, before)
 
 
 def words() -> tuple[int, int, int]:

@@ -12,7 +12,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fastpar.comm import BlockWire, CastWire, Communicator, PlainWire, meeting, record, shard_sizes
+from fastpar.comm import (
+    BlockWire,
+    CastWire,
+    CommError,
+    Communicator,
+    Pending,
+    PlainWire,
+    meeting,
+    record,
+    shard_sizes,
+)
 from fastpar.comm.block_codes import BlockCodes
 from fastpar.comm.reduction import reduce_in_order
 from tests.dist import run_ranks
@@ -107,6 +117,43 @@ def overlapping() -> bool:
 
 def test_reductions_in_flight_together_may_be_waited_for_in_any_order() -> None:
     assert all(run_ranks(3, overlapping))
+
+
+class Late:
+    """Work that is done when it has been waited for once."""
+
+    def __init__(self) -> None:
+        self.is_done = False
+
+    def done(self) -> bool:
+        return self.is_done
+
+    def wait(self, seconds: float) -> None:
+        self.is_done = True
+
+
+def test_what_follows_a_collective_is_done_once_by_the_first_who_waits() -> None:
+    calls: list[int] = []
+    first = Pending(Late(), lambda: 20, describe=lambda: "a call", timeout=5.0)
+    second = first.then(lambda value: calls.append(value) or [value + 1])  # type: ignore[func-returns-value]
+    assert not second.done()
+    assert calls == []
+    result = second.wait()
+    assert result == [21]
+    assert second.wait(timeout=1.0) is result
+    assert second.done()
+    assert calls == [20]
+
+
+def test_what_follows_a_collective_that_failed_is_never_done() -> None:
+    class Broken(Late):
+        def wait(self, seconds: float) -> None:
+            raise RuntimeError("the cable is out")
+
+    second = Pending(Broken(), lambda: 1, describe=lambda: "a call", timeout=5.0).then(pytest.fail)
+    for _ in range(2):
+        with pytest.raises(CommError, match="the cable is out"):
+            second.wait()
 
 
 def non_finite(kind: str) -> Tensor:
