@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 import fastpar as fp
 from fastpar.comm import Communicator, record
+from fastpar.pipeline import Pipeline, add_unshard, make_schedule
 from fastpar.precision import Precision
 from fastpar.zero.groups import Groups
 from fastpar.zero.stage3 import Stage3
@@ -561,7 +563,7 @@ def test_reading_freed_parameters_in_backward_is_an_error() -> None:
     make_alone(model, units=["0", "1"])
     x = torch.randn(2, 4, requires_grad=True)
     loss = model(x)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation.* version 100000"):
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation.* version 100000"):
         loss.backward()
 
 
@@ -597,7 +599,7 @@ def test_a_replaced_parameter_is_an_error() -> None:
     model = Stack(2)
     make_alone(model)
     model.layers[1].weight = nn.Parameter(torch.zeros(16, 16))
-    with pytest.raises(RuntimeError, match="'weight' of a Linear in unit 'layers.1'.*was replaced"):
+    with pytest.raises(RuntimeError, match=r"'weight' of a Linear in unit 'layers.1'.*was replaced"):
         model(torch.randn(3, 16))
 
 
@@ -618,7 +620,9 @@ def by_hand_run(transport: str) -> tuple[list[int], list[bool], int, bool]:
     sizes.append(stage3.whole_bytes)
     model.reshard()
     sizes.append(stage3.whole_bytes)
-    equal = all(torch.equal(p.grad.full_tensor(), q.grad) for p, q in zip(model.parameters(), plain.parameters()))
+    equal = all(
+        torch.equal(p.grad.full_tensor(), q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True)
+    )
     return sizes, is_plain, gathers, equal
 
 
@@ -762,3 +766,119 @@ def test_evaluation_frees_units_and_parts_run_alone(transport: str) -> None:
         assert equal
         assert sizes == [0, 0]
         assert left == 13 * 26 * 4 * 2 + 208 + 64 + 64 or left > 0  # the part's unit, until room is needed
+
+
+# ---- units
+
+
+def names_of(model: nn.Module, units: Any = None) -> dict[str, list[str]]:
+    return {plan.name: plan.names for plan in plan_units(model, units)}
+
+
+def test_units_are_layers_and_what_stands_beside_them() -> None:
+    layer = ("norm.weight", "norm.bias", "up.weight", "up.bias", "down.weight")
+    assert names_of(Text(layers=2)) == {
+        "": ["position"],
+        "embed": ["embed.weight"],  # and of the head, which holds the same weight
+        "layers.0": [f"layers.0.{name}" for name in layer],
+        "layers.1": [f"layers.1.{name}" for name in layer],
+        "norm": ["norm.weight", "norm.bias"],
+    }
+    (tied,) = [plan for plan in plan_units(Text()) if plan.name == "embed"]
+    assert [type(module) for module in tied.modules] == [nn.Embedding, nn.Linear]
+
+
+def test_given_units_leave_the_rest_to_the_model() -> None:
+    model = Text(layers=2)
+    found = names_of(model, ["layers.0.up", ("layers.0", model.layers[1].norm)])
+    assert found["layers.0.up"] == ["layers.0.up.weight", "layers.0.up.bias"]
+    assert found["layers.0"] == [
+        *("layers.0.norm.weight", "layers.0.norm.bias", "layers.0.down.weight"),
+        *("layers.1.norm.weight", "layers.1.norm.bias"),
+    ]
+    assert found[""][:2] == ["position", "embed.weight"]
+    assert sorted(name for names in found.values() for name in names) == sorted(dict(model.named_parameters()))
+
+
+def test_a_weight_that_layers_share_is_a_unit_of_its_own() -> None:
+    model = Text(layers=3)
+    for layer in model.layers[1:]:
+        layer.down.weight = model.layers[0].down.weight
+    plans = {plan.name: plan for plan in plan_units(model)}
+    assert plans["layers.0.down"].names == ["layers.0.down.weight"]
+    assert plans["layers.0.down"].modules == [layer.down for layer in model.layers]
+
+
+def test_units_that_do_not_fit_are_errors() -> None:
+    model = Text()
+    with pytest.raises(ValueError, match="the model has no module 'layers.7'"):
+        plan_units(model, ["layers.7"])
+    with pytest.raises(ValueError, match="this Linear is not a module of the model"):
+        plan_units(model, [nn.Linear(1, 1)])
+    with pytest.raises(ValueError, match="'head' is in two units"):
+        plan_units(model, ["head", ("norm", "head")])
+    with pytest.raises(ValueError, match="resident_share must be between 0 and 1, got 2"):
+        Stage3(model, Groups(None, is_sharded=True), resident_share=2)
+
+
+def test_the_smallest_parameters_stay_resident_within_a_share() -> None:
+    numels = {"scale": 1, "bias": 10, "norm": 10, "weight": 979}
+    assert small_names(numels, 0.0) == {"scale"}
+    assert small_names(numels, 0.011) == {"scale", "bias"}
+    assert small_names(numels, 0.021) == {"scale", "bias", "norm"}
+    assert small_names(numels, 1.0) == set(numels)
+
+
+# ---- beside other parts
+
+
+def pipeline_run(name: str, is_unsharded: bool) -> tuple[list[str], int]:
+    """Two stages, each on one rank with its parameters in stage 3. Gathered by the hooks, or by the schedule."""
+    from tests.pipeline_models import build_batch, build_parts, loss_fn, sequential_step
+
+    schedule = make_schedule(name, 2, 4)
+    if is_unsharded:
+        schedule = add_unshard(schedule)
+    parts, expected = build_parts(schedule.num_parts), build_parts(schedule.num_parts)
+    mine = [parts[schedule.part_of(stage)] for stage in schedule.stages_of(dist.get_rank())]
+    sharded = [make_alone(part) for part in mine]
+    pipe = Pipeline(mine, schedule, dist.group.WORLD, loss=loss_fn)
+    for step in range(2):
+        x, target = build_batch(12, seed=step)
+        pipe.step(x, target=target)
+        sequential_step(expected, x, target, 4)
+    pipe.close()
+    wrong = [
+        f"{part}.{name}"
+        for part in {schedule.part_of(stage) for stage in schedule.stages_of(dist.get_rank())}
+        for (name, found), plain in zip(parts[part].named_parameters(), expected[part].parameters(), strict=True)
+        if found.grad is None or not torch.equal(found.grad, plain.grad)
+    ]
+    return wrong, sum(stage3.whole_bytes for stage3 in sharded)
+
+
+@pytest.mark.parametrize("is_unsharded", [False, True])
+@pytest.mark.parametrize("name", ["1f1b", "zb_h1", "zbv"])
+def test_stages_of_a_pipeline_may_be_sharded(name: str, is_unsharded: bool) -> None:
+    for wrong, left in run_ranks(2, pipeline_run, name, is_unsharded):
+        assert wrong == []
+        assert left == 0
+
+
+def compiled_run() -> list[str]:
+    def whole_model(model: nn.Module, step: int) -> None:
+        loss_of(torch.compile(model, backend="aot_eager"), ids_of(step, 0)).backward()  # type: ignore[arg-type]
+
+    def layers(model: nn.Module, step: int) -> None:
+        if step == 0:
+            for layer in model.layers:
+                layer.compile(backend="aot_eager")
+        step_of_text(model, step)
+
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # the compiler's own
+    return equal_to_plain(Text, whole_model) + equal_to_plain(Text, layers)
+
+
+def test_a_compiled_model_gives_the_same_gradients() -> None:
+    for wrong in run_ranks(2, compiled_run, timeout=120):
+        assert wrong == []

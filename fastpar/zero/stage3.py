@@ -29,6 +29,7 @@ Note: failures. A forward or backward that raises leaves units whole; the next f
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -68,6 +69,18 @@ class _State:
     @property
     def is_used(self) -> bool:
         return bool(self.running or self.in_backward or self.is_pinned)
+
+
+class _Uncompiled:
+    """A hook that torch.compile does not look into: the model is compiled in pieces between hooks."""
+
+    def __init__(self, hook: Callable[..., Any]) -> None:
+        self._hook = hook
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if "torch._dynamo" in sys.modules:  # importing it takes seconds, and who compiles has it
+            return torch.compiler.disable(self._hook)(*args, **kwargs)
+        return self._hook(*args, **kwargs)
 
 
 class _Guard:
@@ -368,8 +381,8 @@ class Stage3:
                 self._hook(module, unit, is_part=True)
         vars(self.model).update(unshard=self.unshard, reshard=self.reshard)
         self._handles += [
-            self.model.register_forward_pre_hook(lambda *_: self.begin_forward(), prepend=True),
-            self.model.register_forward_hook(lambda *_: self._order.end()),
+            self.model.register_forward_pre_hook(_Uncompiled(lambda *_: self.begin_forward()), prepend=True),
+            self.model.register_forward_hook(_Uncompiled(lambda *_: self._order.end())),
             self.model.register_state_dict_pre_hook(lambda *_: self.reshard()),
             self.model.register_load_state_dict_pre_hook(lambda *_: self.released()),
             self.model.register_load_state_dict_post_hook(lambda *_: self.published()),
@@ -379,7 +392,8 @@ class Stage3:
             self._handles.append(slot.parameter.register_post_accumulate_grad_hook(hook))
 
     def _hook(self, module: nn.Module, unit: Unit, *, is_part: bool) -> None:
-        before, after = partial(self._before, unit, is_part), partial(self._after, unit, is_part)
+        before = _Uncompiled(partial(self._before, unit, is_part))
+        after = _Uncompiled(partial(self._after, unit, is_part))
         self._handles += [
             module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
             module.register_forward_hook(after, always_call=True),
