@@ -26,8 +26,9 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fastpar import _ext
-from fastpar.storage import ChecksumError, StorageError, TensorStore, backing, stream
+from fastpar.storage import ChecksumError, StorageError, TensorStore, Transfer, backing, stream
 from fastpar.storage._library import library
+from fastpar.storage.async_file import Flight
 from fastpar.storage.extents import Extents
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -269,6 +270,20 @@ def test_rewriting_and_deleting_reuse_the_file(store: TensorStore) -> None:
     assert store.file_bytes == taken  # "a" went where "b" had been, and "c" where "a" had been
 
 
+def test_a_range_with_a_transfer_in_flight_is_not_given_out(
+    store: TensorStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.write("a", values(BLOCK))
+    monkeypatch.setattr(Flight, "done", lambda self: False)  # as if the disk were slow
+    store.delete("a")
+    store.write("b", values(BLOCK))
+    assert store.file_bytes == 2 * BLOCK
+    monkeypatch.undo()
+    store.flush()
+    store.write("c", values(BLOCK))
+    assert store.file_bytes == 2 * BLOCK
+
+
 def test_nothing_has_a_name_in_the_folder(store: TensorStore, tmp_path: Path) -> None:
     store.write("x", values(BLOCK)).wait()
     assert os.listdir(tmp_path) == []
@@ -397,6 +412,31 @@ def test_what_was_not_written_cannot_be_read(backend: str, monkeypatch: pytest.M
             store.read("x")
         with pytest.raises(StorageError, match="tensor 'x'"):
             store.flush()
+
+
+@backends
+def test_a_read_that_waits_for_a_write_fails_with_it(
+    backend: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = tmp_path / "file"
+    path.touch()
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with store_on(str(path), monkeypatch, backend) as store:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4 << 20, limit[1]))
+        try:
+            x, after, flights = values(400 * BLOCK), 0, []
+            # 100 MB, one after the other; then what is beyond the limit; then a read of what is there.
+            for is_write, offset in [*[(True, 0)] * 30, (True, 8 << 20), (False, 0)]:
+                flights.append(store._file.submit(is_write, offset, x, checksums=None, after=after, subject="x"))
+                after = flights[-1].ticket
+            for flight in flights:
+                flight.settle()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert [flight.error for flight in flights[:-2]] == [None] * 30
+    for flight in flights[-2:]:
+        assert flight.error is not None
+        assert (flight.error.operation, flight.error.errno) == ("write", errno.EFBIG)
 
 
 @backends
@@ -670,18 +710,30 @@ def test_a_stream_reads_the_next_item_and_writes_the_last_one_during_work(
         store.write(f"{n}", torch.zeros(10)).wait()
     log: list[str] = []
 
-    def logged(letter: str, method: Any) -> Any:
-        def call(self: TensorStore, name: str, *tensors: torch.Tensor) -> Any:
-            log.append(letter + name)
-            return method(self, name, *tensors)
+    class Logged:
+        def __init__(self, name: str, transfer: Transfer) -> None:
+            log.append(name)
+            self.name, self.transfer = name, transfer
 
-        return call
+        def wait(self) -> torch.Tensor:
+            log.append(f"wait-{self.name}")
+            return self.transfer.wait()
+
+    def logged(letter: str, method: Any) -> Any:
+        return lambda self, name, *tensors: Logged(letter + name, method(self, name, *tensors))
 
     monkeypatch.setattr(TensorStore, "read", logged("r", TensorStore.read))
     monkeypatch.setattr(TensorStore, "write", logged("w", TensorStore.write))
     stream(store, [str(n) for n in range(5)], lambda i, tensors: log.append(f"work{i}"))
-    # r(i+1) and w(i-1) are launched before work(i), and waited for after it.
-    assert " ".join(log) == "r0 r1 work0 w0 r2 work1 w1 r3 work2 w2 r4 work3 w3 work4 w4"
+    # r(i+1) and w(i-1) are launched before work(i) and waited for after it; r(i+1) needs the buffer of w(i-2).
+    assert " ".join(log).split(" wait-r") == [
+        "r0",
+        "0 r1 work0 w0",
+        "1 r2 work1 w1",
+        "2 wait-w0 r3 work2 w2",
+        "3 wait-w1 r4 work3 w3",
+        "4 work4 w4 wait-w2 wait-w3 wait-w4",
+    ]
 
 
 def test_a_stream_takes_three_buffers_of_the_largest_item_and_keeps_them(store: TensorStore) -> None:

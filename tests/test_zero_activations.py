@@ -163,10 +163,12 @@ def test_a_tensor_that_is_changed_before_it_is_away_is_an_error(store: TensorSto
 
 def test_a_graph_can_be_used_twice(store: TensorStore) -> None:
     model, x = model_and_input(2)
-    with offload_activations(store, min_bytes=1, window_bytes=1):
+    offload = offload_activations(store, min_bytes=1, window_bytes=1)
+    with offload:
         loss = model(x).square().mean()
     model.zero_grad()
     loss.backward(retain_graph=True)
+    assert offload.fetched_bytes == 0
     once = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
     loss.backward()
     assert same(
