@@ -359,7 +359,8 @@ class FullyShardRun(Run):
         model = problem.build_model()
         for layer in model.layers:
             fully_shard(layer, **options)
-        self.model = self.sharded = fully_shard(model, **options)
+        self.sharded: Any = fully_shard(model, **options)
+        self.model = model
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LR, fused=True)
 
     def loss(self, x: Tensor, target: Tensor) -> Tensor:
@@ -476,8 +477,8 @@ def _figures(setting: str, rows: Sequence[Row]) -> list[str]:
 
 def cases(flags: argparse.Namespace, world_size: int) -> Sequence[Case]:
     shape = {name: getattr(flags, name) for name in ("hidden", "layers", "vocab", "tokens", "batch", "accumulate")}
-    chosen = {"stages": tuple(flags.stages), "optimizers": tuple(flags.optimizers)}
-    return [ZeroCase(dtype, **shape, **chosen) for dtype in flags.dtype]
+    stages, optimizers = tuple(flags.stages), tuple(flags.optimizers)
+    return [ZeroCase(dtype, **shape, stages=stages, optimizers=optimizers) for dtype in flags.dtype]
 
 
 BENCH = Bench(

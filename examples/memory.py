@@ -11,7 +11,7 @@ that several tensors share counts once, and to the first of these kinds. Activat
 backward and not freed yet (`torch.autograd.graph.saved_tensors_hooks`), but for parameters.
 
 Samples are taken whenever autograd saves or reads a tensor, and before the optimizer's step. Scratch memory inside one
-operator is in none of them.
+operator is in none of them, nor is what an optimizer's step reads from a disk and writes back.
 """
 
 from __future__ import annotations
@@ -106,6 +106,7 @@ class MemoryMeter:
         self.peaks = dict.fromkeys(KINDS, 0)
         self.together = 0
         self._saved: dict[Span, int] = {}  # how many times each storage has been saved and not freed
+        self._at_rest: list[Tensor] = []  # parameters; while stage 3 has gathered some, the model has those instead
         self._is_watching = False
         optimizer.register_step_pre_hook(lambda *_: self.sample())
 
@@ -115,6 +116,7 @@ class MemoryMeter:
             yield
             return
         self._is_watching = True
+        self._at_rest = list(self.model.parameters())
         with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
             yield
         self.sample()
@@ -135,7 +137,7 @@ class MemoryMeter:
 
     def _spans(self) -> dict[str, list[Span]]:
         """By kind, in the order in which shared memory is counted."""
-        parameters = list(self.model.parameters())
+        parameters = [*self._at_rest, *self.model.parameters()]
         owned = [p for group in self.optimizer.param_groups for p in group["params"]]
         states = [x for state in self.optimizer.state.values() for x in state.values() if isinstance(x, Tensor)]
         grads = [p.grad for p in (*parameters, *owned) if p.grad is not None]

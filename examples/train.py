@@ -136,7 +136,7 @@ def train_parallel(job: Job, layout: Layout, corpus: Corpus) -> report.Run:
     """Train under `layout`, on all ranks; each returns the same losses."""
     mesh = fp.init_mesh(pp=layout.pp, dp_shard=layout.dp, tp=layout.tp, device="cpu")
     dp = Communicator(mesh.group("dp"))
-    scaler = fp.LossScaler(enabled=job.precision == "fp16")
+    scaler = fp.LossScaler(mesh=mesh, enabled=job.precision == "fp16")
 
     def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
         """Of one forward pass, as its part of the step's loss; scaled up where float16 would lose its gradients."""
@@ -177,16 +177,17 @@ def train_parallel(job: Job, layout: Layout, corpus: Corpus) -> report.Run:
 def shard(
     model: nn.Module | fp.pipeline.Pipeline, optimizer: torch.optim.Optimizer, mesh: fp.Mesh, job: Job, layout: Layout
 ) -> fp.zero.Zero:
-    """Make the optimizer data-parallel. A pipeline runs backward once for each of its microbatches."""
-    is_pipeline = isinstance(model, fp.pipeline.Pipeline)
+    """Make the optimizer data-parallel. A pipeline runs backward once for each of its microbatches, and its gradients
+    are reduced after the last."""
     return fp.zero.shard(
-        model.parameters() if is_pipeline else model,
+        model if isinstance(model, nn.Module) else model.parameters(),
         optimizer,
         group=mesh,
         stage=layout.zero,
         precision=PRECISION[job.precision],
-        accumulate=layout.accumulate * (layout.microbatches if is_pipeline else 1),
-        offload=None if layout.offload == "none" else layout.offload,
+        accumulate=layout.accumulate,
+        overlap=isinstance(model, nn.Module),
+        offload=layout.offload,
     )
 
 
@@ -301,6 +302,8 @@ def make_job(arguments: argparse.Namespace) -> tuple[Job, Layout, Corpus]:
     where, _, folder = a.offload.partition(":")
     if a.offload not in ("none", "cpu") and not (where == "nvme" and folder):
         raise ValueError(f"--offload must be none, cpu or nvme:FOLDER, got {a.offload!r}")
+    if layout.pp > 1 and layout.zero == 3:
+        raise ValueError("--zero 3 gathers the parameters of whole models, not of --pp stages: take --zero 2")
     if layout.pp > 1:
         fp.pipeline.make_schedule(layout.schedule, layout.pp, layout.microbatches)
         each = a.batch // layout.dp // a.accumulate

@@ -275,9 +275,9 @@ def test_wrong_flags_are_one_line_and_status_2(
     [
         (["--sequence-parallel"], "TP 2 x DP 1 + SP", {"tp": 2, "pp": 1, "sequence_parallel": True}),
         (
-            ["--tp=1", "--zero=2", "--accumulate=2"],
-            "TP 1 x DP 2 (ZeRO-2)",
-            {"tp": 1, "dp": 2, "zero": 2, "accumulate": 2},
+            ["--tp=1", "--zero=3", "--accumulate=2"],
+            "TP 1 x DP 2 (ZeRO-3)",
+            {"tp": 1, "dp": 2, "zero": 3, "accumulate": 2},
         ),
         (
             ["--pp=2", "--schedule=zbv", "--microbatches=2", "--parts=E|t|t|H"],
@@ -316,7 +316,7 @@ def test_two_ranks_match_a_single_process_under_torchrun(
     assert figures["settings"]["layout"].items() >= {"dp": 1, **layout}.items()
     parts, whole = figures["parallel"]["bytes_per_rank"], figures["single"]["bytes_per_rank"]
     if "zero" in layout:
-        assert parts["parameters"] == whole["parameters"]
+        assert parts["parameters"] > 0.5 * whole["parameters"]  # this rank's half, and the layer that runs
         assert parts["states"] == pytest.approx(whole["states"] / 2, rel=0.02)
     else:
         assert parts["parameters"] < 0.8 * whole["parameters"]

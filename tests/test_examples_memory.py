@@ -115,7 +115,14 @@ WORDS = 64 * 256 + 256 + 256 * 64 + 64
 
 @pytest.mark.parametrize(
     ("stage", "dtype", "parameters", "states"),
-    [(0, "fp32", 4, 8), (1, "fp32", 4, 8 / 2), (2, "fp32", 4, 8 / 2), (0, "bf16", 2, 12), (2, "bf16", 2, 12 / 2)],
+    [
+        (0, "fp32", 4, 8),
+        (1, "fp32", 4, 8 / 2),
+        (2, "fp32", 4, 8 / 2),
+        (3, "fp32", 4 / 2 + 4, 8 / 2),  # without repeated layers the model is one unit, whole while it runs
+        (0, "bf16", 2, 12),
+        (2, "bf16", 2, 12 / 2),
+    ],
 )
 def test_parameters_and_states_of_a_stage_follow_the_formula(
     stage: int, dtype: str, parameters: float, states: float
