@@ -80,13 +80,18 @@ class LocalWorld:
         return self._keep(ticket, keep)
 
     def finish(self, ticket: int) -> None:
-        self._library.check_status(self._library.comm_finish(self._handle, ticket))
+        status = self._library.comm_finish(self._handle, ticket)
+        self._let_go(ticket)
+        self._library.check_status(status)
 
     def _keep(self, ticket: int, buffers: Any) -> int:
         if self._kept and self.done(self._kept[0][0]):
             self._kept = [entry for entry in self._kept if not self.done(entry[0])]
         self._kept.append((ticket, buffers))
         return ticket
+
+    def _let_go(self, ticket: int) -> None:
+        self._kept = [entry for entry in self._kept if entry[0] != ticket]
 
     def wait(self, ticket: int, seconds: float) -> bool:
         """Whether the ticket's call is done within so many seconds; raises its error."""
@@ -95,6 +100,7 @@ class LocalWorld:
             left = deadline - time.monotonic()
             status = self._library.comm_wait(self._handle, ticket, min(max(left, 0.0), _WAIT_SLICE_S))
             if status >= 0:
+                self._let_go(ticket)
                 self._library.check_status(status)
                 return True
             if left <= _WAIT_SLICE_S:

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 
 from fastpar.clip import GradSum
 from fastpar.precision import Precision
-from fastpar.zero import state
+from fastpar.zero import memory, state
 from fastpar.zero.flat import FlatLayout
 from fastpar.zero.groups import Groups, GroupsLike, as_dtensor, local
 from fastpar.zero.offload import DiskStates, Offload
@@ -137,12 +137,12 @@ class Zero:
         self._synchronise(named)
         self._waiting: list[Stepper] = []  # that have not taken the step whose gradients have been prepared
         self._is_going = True  # and whether it is not skipped
-        self._storage: Replicas | Stage3
+        self.storage: Replicas | Stage3
         if stage == 3:
             assert model is not None
-            self._storage = Stage3(model, groups, precision, has_copies=offload is not None, **(units or {}))
+            self.storage = Stage3(model, groups, precision, has_copies=offload is not None, **(units or {}))
         else:
-            self._storage = Replicas(
+            self.storage = Replicas(
                 named,
                 groups,
                 precision,
@@ -151,7 +151,7 @@ class Zero:
                 bucket_bytes=bucket_bytes,
                 began=self._waiting.clear,
             )
-        self.slots, self._reducer = self._storage.slots, self._storage.reducer
+        self.slots, self._reducer = self.storage.slots, self.storage.reducer
         for slot in self.slots:
             slot.is_traced = skip_nonfinite
         self._reducer.is_syncing = overlap
@@ -176,6 +176,24 @@ class Zero:
         """Reduce what has not been reduced yet, as `optimizer.step()` does. Collective."""
         self._reducer.reduce_now()
 
+    def expected_memory(self, state_bytes: float = 8.0) -> dict[str, int]:
+        """Bytes that this rank holds between backward and the step, by formula: "parameters", "gradients" (with the
+        buffers in which they travel) and "states" (with master weights). Activations, and in stage 3 the units that are
+        whole meanwhile, come on top.
+
+        state_bytes  of the optimizer per element that it updates: 8 for Adam's two moments in float32
+        """
+        return memory.expected(self, state_bytes)
+
+    @property
+    def resident(self) -> frozenset[str]:
+        """Parameters that stage 3 keeps on every rank."""
+        return self.storage.resident if isinstance(self.storage, Stage3) else frozenset()
+
+    def frozen(self) -> dict[str, Tensor]:
+        """Parameters that are not trained, as they are at rest, by name."""
+        return self.storage.frozen
+
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint is to hold, for torch.distributed.checkpoint: see `fastpar.zero.state`. Collective."""
         for disk in self._disks.values():
@@ -187,15 +205,15 @@ class Zero:
         for disk in self._disks.values():
             disk.load()
         state.restore(self, loaded)
-        self._storage.released()
+        self.storage.released()
         self._write_back([slot.owner for slot in self.slots], False)
-        self._storage.published()
+        self.storage.published()
         for disk in self._disks.values():
             disk.put_away()
 
     def others(self) -> Iterator[tuple[str, Tensor]]:
         """Frozen parameters and buffers that a checkpoint holds, by name."""
-        yield from self._storage.frozen.items()
+        yield from self.frozen().items()
         if self.model is not None:
             persistent = self.model.state_dict(keep_vars=True)
             for name, buffer in self.model.named_buffers():
@@ -204,7 +222,7 @@ class Zero:
 
     def detach(self) -> None:
         """Remove all hooks; parameters, gradients and states stay as they are."""
-        self._storage.detach()
+        self.storage.detach()
         for stepper in self.steppers:
             stepper.detach()
         hooked: list[Any] = [*self.optimizers, *([self.model] if self.model is not None else [])]
@@ -224,7 +242,7 @@ class Zero:
         self._waiting.remove(stepper)
         if not self._is_going:
             return
-        self._storage.released()
+        self.storage.released()
         owners = stepper.with_gradient()
         rounded = self._hand_over(stepper.optimizer)
         disk = self._disks.get(id(stepper))
@@ -239,7 +257,7 @@ class Zero:
 
             disk.update(update)
         if not self._waiting:
-            self._storage.published()
+            self.storage.published()
 
     def _prepare(self, optimizer: Any) -> bool:
         """Reduce, and see by how much gradients are to be clipped; False where the step is to be skipped."""

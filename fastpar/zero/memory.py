@@ -1,0 +1,75 @@
+"""What the stages keep in memory, by formula: see the table in docs/zero.md."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+
+from fastpar.zero.groups import local
+from fastpar.zero.reducer import Reducer, Slot
+from fastpar.zero.stage3 import Stage3
+
+if TYPE_CHECKING:
+    from fastpar.zero.sharding import Zero
+
+STAGING_BUFFERS = 2
+
+
+def expected(zero: Zero, state_bytes: float) -> dict[str, int]:
+    """Bytes of this rank by kind, between backward and the step: see `Zero.expected_memory`."""
+    kept = sum(_numel(slot) * slot.parameter.dtype.itemsize for slot in zero.slots if not _is_sharded(zero, slot))
+    at_rest = sum(
+        local(slot.owner).numel() * slot.parameter.dtype.itemsize for slot in zero.slots if _is_sharded(zero, slot)
+    )
+    frozen = sum(local(x).nbytes for x in zero.frozen().values())
+    owners = [slot.owner for slot in zero.slots]
+    copies = sum(local(slot.owner).nbytes for slot in zero.slots if slot.target is not None)
+    return {
+        "parameters": kept + at_rest + frozen,
+        "gradients": sum(_gradient_bytes(zero, slot) for slot in zero.slots) + _staging_bytes(zero),
+        "states": copies + int(state_bytes * sum(local(owner).numel() for owner in owners)),
+    }
+
+
+def _numel(slot: Slot) -> int:
+    return local(slot.parameter).numel()
+
+
+def _is_sharded(zero: Zero, slot: Slot) -> bool:
+    """Whether a rank has only its rows of the parameter, at rest."""
+    return zero.stage == 3 and slot.name not in zero.resident
+
+
+def _gradient_bytes(zero: Zero, slot: Slot) -> int:
+    """What is left of a gradient: the mean in the owner's dtype; in stage 0 the bucket that it lies in, and beside it
+    the mean where that is wider."""
+    mean = local(slot.owner).numel() * slot.owner.dtype.itemsize
+    if zero.groups.shard.size > 1 or zero.stage == 3:
+        return mean
+    in_bucket = _numel(slot) * slot.wire.itemsize
+    return (
+        in_bucket if slot.wire == slot.owner.dtype and slot.owner.device == slot.parameter.device else in_bucket + mean
+    )
+
+
+def _staging_bytes(zero: Zero) -> int:
+    """Two buffers, of the largest bucket or unit of each kind."""
+    most: dict[tuple[torch.dtype, torch.device], int] = {}
+    for slots in _buckets(zero):
+        kind = slots[0].wire, slots[0].parameter.device
+        most[kind] = max(most.get(kind, 0), sum(map(_numel, slots)))
+    return sum(STAGING_BUFFERS * numel * dtype.itemsize for (dtype, _), numel in most.items())
+
+
+def _buckets(zero: Zero) -> Iterable[list[Slot]]:
+    if isinstance(zero.storage, Stage3):
+        for unit in zero.storage.units:
+            kinds: dict[torch.dtype, list[Slot]] = {}
+            for slot in unit.slots:
+                kinds.setdefault(slot.wire, []).append(slot)
+            yield from kinds.values()
+    elif zero.groups.shard.size > 1:
+        assert isinstance(zero.storage.reducer, Reducer)
+        yield from (list(bucket.slots) for bucket in zero.storage.reducer.buckets)
