@@ -137,7 +137,22 @@ def test_a_shard_gets_the_bits_of_the_whole() -> None:
     assert_same({k: np.concatenate([p[k] for p in parts]) for k in wanted}, wanted, whole.kinds)
 
 
-@pytest.mark.parametrize("bad", [np.inf, np.nan])
+def test_lion_where_the_direction_is_zero_or_nan() -> None:
+    tensor = model.Tensor(Kinds(), np.ones(3, F32), np.array([0, np.nan, 1], F32), [np.zeros(3, F32)])
+    (found,) = run("lion", [tensor])
+    assert_same(found, expected("lion", RULES["lion"], tensor), Kinds())
+
+
+def test_a_second_moment_that_is_not_zero_stays_so() -> None:
+    (tensor,) = examples("adamw", Kinds("float32", "float32", "uint8"), 300)
+    tensor.grad[:4] = [2.0**20, 2.0**-20, 0.0, 2.0**-60]  # the last one's square is nothing beside the first one's
+    tensor.states[1][:4] = 0
+    check("adamw", [tensor])
+    (found,) = run("adamw", [tensor])
+    assert (found["state1"][:4] > 0).tolist() == [True, True, False, False]
+
+
+@pytest.mark.parametrize("bad", [np.inf, np.nan, np.uint32(0x7FFFFFFF).view(F32)])
 def test_a_value_that_is_not_finite_stays_in_its_block(bad: float) -> None:
     (tensor,) = examples("adamw", Kinds("split", "float32", "uint8"), 768)
     tensor.grad[300] = bad
