@@ -123,6 +123,16 @@ def test_what_has_a_code_is_kept_by_stochastic_rounding(format: str) -> None:
         assert torch.equal(codes.dequantize(codes.quantize(x, [len(x)], seed=seed, residual=None), [len(x)]), x)
 
 
+def test_the_largest_of_a_block_never_goes_up_beyond_the_last_code(capability: str) -> None:
+    """Rounded twice, v / (v / 127) may be more than 127; one random number in 2^16 would then make it 128, which a byte
+    takes for -128."""
+    candidates = torch.linspace(1, 2, 1000)
+    v = candidates[candidates * (candidates / 127).reciprocal() > 127][0]
+    codes, count = BlockCodes("int8", 64), 1 << 20
+    found = codes.dequantize(codes.quantize(v.repeat(count), [count], seed=5, residual=None), [count])
+    torch.testing.assert_close(found, v.repeat(count), rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_what_is_not_finite_makes_its_block_nan_and_no_other(capability: str, format: str, bad: float) -> None:
