@@ -1,6 +1,6 @@
 // Reads and writes of a file that run while the caller computes.
 //
-// A transfer (one tensor, say) is cut into blocks. Lanes, which are threads, take blocks and move them: two lanes with
+// A transfer (one tensor, say) is cut into blocks. Lanes, which are threads, take blocks and move them: four lanes with
 // an io_uring each, which keep `depth` blocks in flight together, or `depth` lanes that call pread and pwrite. With
 // O_DIRECT the disk reads and writes the caller's memory itself where that is aligned, and a block is copied through a
 // buffer of the lane where it is not. Checksums of blocks are taken and verified on the way, in the pass that copies
