@@ -134,6 +134,7 @@ class Zero:
         self.skipped = 0
         self.report = ""
         self._skip_nonfinite = skip_nonfinite
+        self._names = {id(parameter): name for name, parameter in named.items()}
         self._synchronise(named)
         self._waiting: list[Stepper] = []  # that have not taken the step whose gradients have been prepared
         self._is_going = True  # and whether it is not skipped
@@ -189,6 +190,10 @@ class Zero:
     def resident(self) -> frozenset[str]:
         """Parameters that stage 3 keeps on every rank."""
         return self.storage.resident if isinstance(self.storage, Stage3) else frozenset()
+
+    def owner_names(self) -> dict[int, str]:
+        """The names of the parameters that the optimizers have, by id."""
+        return {**self._names, **{id(slot.owner): slot.name for slot in self.slots}}
 
     def frozen(self) -> dict[str, Tensor]:
         """Parameters that are not trained, as they are at rest, by name."""

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 def collect(zero: Zero) -> dict[str, Any]:
     """The state of `zero`: its tensors share memory with what is trained, but for those of parameters without state."""
-    names = {id(slot.owner): slot.name for slot in zero.slots}
+    names = zero.owner_names()
     state: dict[str, Any] = {"model": {}, "optimizer": {}, "groups": [], "has_state": [], "skipped": zero.skipped}
     for slot in zero.slots:
         state["model"][slot.name] = _shown(slot.owner.detach())
@@ -41,7 +41,7 @@ def collect(zero: Zero) -> dict[str, Any]:
         state["model"][name] = _shown(x)
     for stepper in zero.steppers:
         optimizer = stepper.optimizer
-        missing = [owner for owner in stepper.parameters() if not optimizer.state.get(owner)]
+        missing = [owner for owner in stepper.parameters() if owner.requires_grad and not optimizer.state.get(owner)]
         make_states(stepper, missing)
         for owner in stepper.parameters():
             for key, value in optimizer.state.get(owner, {}).items():
@@ -49,7 +49,9 @@ def collect(zero: Zero) -> dict[str, Any]:
         without = {id(owner) for owner in missing}
         for owner in missing:
             optimizer.state.pop(owner, None)
-        state["has_state"] += [names[id(owner)] for owner in stepper.parameters() if id(owner) not in without]
+        state["has_state"] += [
+            names[id(owner)] for owner in stepper.parameters() if owner.requires_grad and id(owner) not in without
+        ]
         for group in optimizer.param_groups:
             options = {key: value for key, value in group.items() if key != "params"}
             state["groups"].append({"params": [names[id(owner)] for owner in group["params"]], **options})
@@ -58,7 +60,7 @@ def collect(zero: Zero) -> dict[str, Any]:
 
 def restore(zero: Zero, state: dict[str, Any]) -> None:
     """Take over what `collect` gave and a checkpoint has been loaded into."""
-    names = {id(slot.owner): slot.name for slot in zero.slots}
+    names = zero.owner_names()
     groups = {tuple(sorted(group["params"])): group for group in state["groups"]}
     has_state = set(state["has_state"])
     for stepper in zero.steppers:
