@@ -5,9 +5,9 @@
 // elements (tile.cuh), a block eight times four of them, and the tensors of a call come in one table
 // (tensor_table.cuh).
 //
-// Bytes per element, read and written, of AdamW: 28 in float32; 28 with a float32 master and states, a bfloat16 gradient
-// and a bfloat16 copy to write; 26 with a master split into bfloat16 and remainder; 14 in bfloat16; 10.06 with 8-bit
-// states beside bfloat16 parameters and gradients.
+// Bytes per element, read and written, of AdamW: 28 in float32; 28 with a float32 master and states, a bfloat16
+// gradient and a bfloat16 copy to write; 26 with a master split into bfloat16 and remainder; 14 in bfloat16; 10.06 with
+// 8-bit states beside bfloat16 parameters and gradients.
 //
 // Worked example, AdamW: parameter 1, gradient 2 times the factor 0.5, states 0, step 1, lr 0.1, no weight decay, eps
 // 0: exp_avg 0.1, exp_avg_sq 0.001; corrected both are 1, and the parameter is 0.9.
