@@ -214,10 +214,14 @@ def test_a_root_between_two_floats_goes_to_the_even_one_and_the_least_bit_more_g
 def test_root_of_digits_that_have_not_been_carried() -> None:
     sums = exact_square_sum([torch.tensor([3.0])])
     many = sums * 2**30  # as an all-reduce of 2^30 ranks would leave it
-    many[5] -= 1  # and borrowed
-    many[4] += 1 << DIGIT_BITS
     assert square_sum_norm(many).item() == 3.0 * 2**15
     assert reference.square_sum_norm(many).item() == 3.0 * 2**15
+    split, borrowed = torch.zeros_like(sums), torch.zeros_like(sums)  # 25600 at digit 9, which is 25
+    split[2 + 9], split[2 + 8] = 1, 25599 << DIGIT_BITS
+    borrowed[2 + 9], borrowed[2 + 8] = 25601, -(1 << DIGIT_BITS)
+    for each in (split, borrowed):
+        assert square_sum_norm(each, torch.float64).item() == 5.0
+        assert reference.square_sum_norm(each, torch.float64).item() == 5.0
 
 
 def test_extreme_roots() -> None:

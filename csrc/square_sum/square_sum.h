@@ -19,7 +19,7 @@ struct SquareSum {
 constexpr int kSquareSumLength = 2 + SquareSum::kDigits;
 static_assert(sizeof(SquareSum) == sizeof(int64_t) * kSquareSumLength, "a SquareSum is copied from and to a tensor");
 
-// Elements that a kernel treats at once; see square_sum_kernel.h.
+// Elements of a task; kernels cut them into blocks of their own.
 constexpr int64_t kSquareSumBlock = 4096;
 
 // Adds the squares of `count` elements. The thread must not flush subnormal numbers to zero.

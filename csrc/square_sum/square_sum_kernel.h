@@ -10,10 +10,14 @@
 // Nothing is lost where the last accumulator's 2^u divides all squares. (Demmel and Nguyen 2013, Fast reproducible
 // floating-point summation, keep a fixed number of accumulators and the rounding error of the last.) A block of
 // elements is looked at first: the largest magnitude gives the u of the first accumulator, the smallest (but 0) says
-// how many are needed. With n elements to an accumulator, each has kStep = 51 - log2(n) bits that the one before has
-// not. One accumulator holds bfloat16 squares of magnitudes that differ by up to 2^13, two hold float32 squares of
-// magnitudes that differ by 2^18 (a block of normally distributed numbers: 2^14), three by 2^40. Blocks of wider ranges
-// are gone through several times, a window of magnitudes at a time.
+// how many are needed. With n elements to an accumulator, each has 51 - log2(n) bits that the one before has not. One
+// accumulator holds bfloat16 squares of magnitudes that differ by up to 2^13, two hold float32 squares of magnitudes
+// that differ by 2^18 (a block of normally distributed numbers: 2^14), three by 2^40. Blocks of wider ranges are gone
+// through several times, a window of magnitudes at a time.
+//
+// Measured on Zen 4, one thread, from memory, while other processes ran: float32 20 GB/s where a plain read gets 24;
+// with three accumulators 14. bfloat16 13, half of its conversion to doubles. Prefetching the next block while this one
+// is added up is worth a quarter.
 //
 // An accumulator's value is an integer times 2^u, read from its bits. Integers are added without an error, so nothing
 // depends on how elements are spread over accumulators, blocks and threads.
