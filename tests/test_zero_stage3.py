@@ -16,7 +16,9 @@ from fastpar.comm import Communicator, record
 from fastpar.pipeline import Pipeline, add_unshard, make_schedule
 from fastpar.precision import Precision
 from fastpar.zero.groups import Groups
+from fastpar.zero.pool import Pool
 from fastpar.zero.stage3 import Stage3
+from fastpar.zero.units import plan_units, small_names
 from tests.dist import run_ranks
 
 TRANSPORTS = ("auto", "torch")  # gathers that copy at once, and gathers that are begun early
@@ -207,6 +209,7 @@ def memory_run(transport: str) -> tuple[int, int, int, int, int]:
     for _ in range(3):
         model(x).sum().backward()
     rows = sum(local_of(parameter).numel() for parameter in model.parameters())
+    assert stage3.pool.peak == stage3.peak_bytes  # what is kept included
     return max(seen), stage3.peak_bytes, stage3.units[0].nbytes, allocated(stage3), rows
 
 
@@ -249,7 +252,7 @@ def order_run() -> tuple[list[str], list[str]]:
     events: list[str] = []
     for unit in stage3.units:
         launch = unit.launch
-        unit.launch = lambda launch=launch, unit=unit: (events.append("begin " + unit.name[-1]), launch())[1]
+        unit.launch = lambda pool, launch=launch, unit=unit: (events.append("begin " + unit.name[-1]), launch(pool))[1]
         stage3.model.get_submodule(unit.name).register_forward_hook(
             lambda *_, unit=unit: events.append("end " + unit.name[-1])
         )
@@ -768,6 +771,23 @@ def test_evaluation_frees_units_and_parts_run_alone(transport: str) -> None:
         assert left == 13 * 26 * 4 * 2 + 208 + 64 + 64 or left > 0  # the part's unit, until room is needed
 
 
+def test_kept_memory_goes_to_the_next_of_its_size_and_never_beyond_the_limit() -> None:
+    pool = Pool(limit=300)
+    first, second = torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8)
+    pool.lend(first.untyped_storage(), 200)
+    address = first.untyped_storage().data_ptr()
+    pool.take_back(first.untyped_storage())
+    assert (first.untyped_storage().nbytes(), pool.nbytes) == (0, 200)
+    pool.lend(second.untyped_storage(), 200)
+    assert second.untyped_storage().data_ptr() == address
+    pool.take_back(second.untyped_storage())
+    pool.lend(first.untyped_storage(), 150)  # the 200 that are kept would make it 350
+    assert (pool.nbytes, pool.peak) == (150, 200)
+    pool.take_back(first.untyped_storage())
+    pool.release()
+    assert pool.nbytes == 0
+
+
 # ---- units
 
 
@@ -811,7 +831,7 @@ def test_a_weight_that_layers_share_is_a_unit_of_its_own() -> None:
 
 def test_units_that_do_not_fit_are_errors() -> None:
     model = Text()
-    with pytest.raises(ValueError, match="the model has no module 'layers.7'"):
+    with pytest.raises(ValueError, match=r"the model has no module 'layers.7'"):
         plan_units(model, ["layers.7"])
     with pytest.raises(ValueError, match="this Linear is not a module of the model"):
         plan_units(model, [nn.Linear(1, 1)])

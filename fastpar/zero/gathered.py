@@ -1,7 +1,7 @@
 """One unit of stage 3: its parameters as shards, and whole while they are used.
 
 Note: memory that comes and goes. A whole parameter is the model's own nn.Parameter, one object for ever; its memory is
-one storage for the whole unit, which is resized to nothing and back. Autograd saves the parameter, or views of it like
+one storage for the whole unit, whose memory is taken away and given back. Autograd saves the parameter, or views of it like
 a transposed weight, and these see the memory come back, since they share the storage. So nothing of what a forward has
 saved keeps a unit in memory, and nothing has to be patched before backward: it is enough to gather in time.
 
@@ -25,6 +25,7 @@ from fastpar.comm.pending import Pending
 from fastpar.precision import Precision
 from fastpar.zero.flat import FlatShards
 from fastpar.zero.groups import Groups, as_parameter, cast_parameter, contiguous_stride, local
+from fastpar.zero.pool import Pool
 from fastpar.zero.reducer import Slot
 
 Places = Sequence[tuple[nn.Module, str]]
@@ -53,9 +54,9 @@ class Part:
         self._storage.resize_(0)
         self._pending: Pending[None] | None = None
 
-    def launch(self) -> None:
-        """Begin to gather."""
-        self._storage.resize_(self.nbytes)
+    def launch(self, pool: Pool) -> None:
+        """Begin to gather, into memory of the pool."""
+        pool.lend(self._storage, self.nbytes)
         self._pending = self.shards.gather_async(self._targets)
 
     def wait(self) -> None:
@@ -63,10 +64,10 @@ class Part:
         self._pending.wait()
         self._pending = None
 
-    def free(self) -> None:
+    def free(self, pool: Pool) -> None:
         if self._pending is not None:  # its result would be written to memory that is gone
             self.wait()
-        self._storage.resize_(0)
+        pool.take_back(self._storage)
 
 
 class Unit:
@@ -135,11 +136,11 @@ class Unit:
         """Shards of the parameters that are not trained."""
         return {name: x.detach() for name, x in zip(self.names, self.sharded, strict=True) if not x.requires_grad}
 
-    def launch(self) -> None:
+    def launch(self, pool: Pool) -> None:
         """Begin to gather; collective."""
         self.is_launched = True
         for part in self.parts:
-            part.launch()
+            part.launch(pool)
 
     def install(self, epoch: int) -> None:
         """Wait for the gather, and give the modules their whole parameters. `epoch`: of the shards' values."""
@@ -157,20 +158,20 @@ class Unit:
         self._register(self.wholes)
         self.is_whole = True
 
-    def free(self) -> None:
-        """Give the modules their shards back, and the memory to the system."""
+    def free(self, pool: Pool) -> None:
+        """Give the modules their shards back, and the memory to the pool."""
         if self.is_whole:
             self._register(self.sharded)
             self._versions = [x._version for x in self._versioned]
             self._mark_freed()
         for part in self.parts:
-            part.free()
+            part.free(pool)
         self.is_whole = self.is_launched = False
 
-    def restore(self) -> None:
-        """Leave the modules with whole parameters and memory of their own, as they were before."""
+    def restore(self, pool: Pool) -> None:
+        """Leave the modules with whole parameters, as they were before."""
         if not self.is_launched:
-            self.launch()
+            self.launch(pool)
         if not self.is_whole:
             self.install(self.epoch)
 

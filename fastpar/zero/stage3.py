@@ -29,7 +29,6 @@ Note: failures. A forward or backward that raises leaves units whole; the next f
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -42,6 +41,7 @@ from torch import Tensor, nn
 from fastpar.precision import Precision
 from fastpar.zero.gathered import Unit
 from fastpar.zero.groups import Groups, local
+from fastpar.zero.pool import Pool
 from fastpar.zero.reducer import Slot
 from fastpar.zero.unit_calls import Call, Order
 from fastpar.zero.unit_reducer import UnitReducer
@@ -78,7 +78,8 @@ class _Uncompiled:
         self._hook = hook
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if "torch._dynamo" in sys.modules:  # importing it takes seconds, and who compiles has it
+        # In traced code, and in what runs between its pieces. (Always disabling would cost 20 us at every call.)
+        if torch.compiler.is_compiling() or torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None:
             return torch.compiler.disable(self._hook)(*args, **kwargs)
         return self._hook(*args, **kwargs)
 
@@ -145,6 +146,7 @@ class Stage3:
         ]
         sizes = sorted((unit.nbytes for unit in self.units), reverse=True)
         self.budget = sum(sizes[:2]) if budget is None else budget
+        self.pool = Pool(self.budget)
         self.reducer = UnitReducer(self.units, groups)
         by_name = {slot.name: slot for slot in self.reducer.slots}
         self.slots: list[Slot] = [by_name[name] for name in numels if name in by_name]
@@ -207,7 +209,7 @@ class Stage3:
             for name in [n for n in vars(module) if n in ("unshard", "reshard") or n.startswith("_fastpar_unit_")]:
                 del vars(module)[name]
         for unit in self.units:
-            unit.restore()
+            unit.restore(self.pool)
 
     # ---- by hand
 
@@ -266,7 +268,7 @@ class Stage3:
     def _launch(self, unit: Unit) -> None:
         while self._spare and self.whole_bytes + unit.nbytes > self.budget:
             self._free(self._spare[0])
-        unit.launch()
+        unit.launch(self.pool)
         self.whole_bytes += unit.nbytes
         self.peak_bytes = max(self.peak_bytes, self.whole_bytes)
 
@@ -282,7 +284,7 @@ class Stage3:
     def _free(self, unit: Unit) -> None:
         if unit in self._spare:
             self._spare.remove(unit)
-        unit.free()
+        unit.free(self.pool)
         self.whole_bytes -= unit.nbytes
 
     # ---- forward
