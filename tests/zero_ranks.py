@@ -63,7 +63,7 @@ class Case:
     dtype     of parameters and gradients; below float32 with float32 masters, and float16 with a LossScaler
     reduces   how often gradients travel: once a step ("once"), after every microbatch ("each"), or as the stage does
               by itself when it is told `accumulate` ("stage")
-    options   of fp.zero.shard, and `transport` of the Communicator
+    options   of fp.zero.shard, and `transport` of the Communicator or `mesh`: the sizes of a Mesh
     """
 
     stage: int = 0
@@ -105,9 +105,10 @@ def train_sharded(case: Case) -> Parameters:
     model = Net()
     optimizer = make_optimizer(case.kind, model.parameters())
     comm = Communicator(dist.group.WORLD, transport=options.pop("transport", "auto"))
+    group = fp.init_mesh(**options.pop("mesh"), device="cpu") if "mesh" in options else comm
     told = case.accumulate if case.reduces == "stage" else 1
     zero = fp.zero.shard(
-        model, optimizer, group=comm, stage=case.stage, precision=case.precision, accumulate=told, **options
+        model, optimizer, group=group, stage=case.stage, precision=case.precision, accumulate=told, **options
     )
     scaler = make_scaler(case, dist.group.WORLD)
     for step in range(case.steps):
@@ -128,9 +129,9 @@ def train_sharded(case: Case) -> Parameters:
     return found | {"skipped": torch.tensor(scaler.skipped)}
 
 
-def train_plain(case: Case, size: int) -> Parameters:
-    """The same arithmetic in one process: gradients of all ranks in turn, their mean in float32 in the order of ranks,
-    and an optimizer on whole float32 parameters."""
+def train_plain(case: Case, size: int, replicas: int = 1) -> Parameters:
+    """The same arithmetic in one process: gradients of all ranks in turn, their mean in float32 in the order of ranks
+    (within each of the replicas, and then of those), and an optimizer on whole float32 parameters."""
     model = Net()
     masters = {name: nn.Parameter(p.detach().clone()) for name, p in model.named_parameters() if p.requires_grad}
     model.to(case.dtype)
@@ -139,7 +140,9 @@ def train_plain(case: Case, size: int) -> Parameters:
     for step in range(case.steps):
         passes = [[microbatch] for microbatch in range(case.accumulate)]
         for microbatches in passes if case.travels == "each" else [[*range(case.accumulate)]]:
-            total = _mean([_gradients(model, case, scaler, step, microbatches, rank) for rank in range(size)])
+            gradients = [_gradients(model, case, scaler, step, microbatches, rank) for rank in range(size)]
+            within = size // replicas
+            total = _mean([_mean(gradients[at : at + within]) for at in range(0, size, within)])
             for name, gradient in total.items():
                 held = masters[name].grad
                 masters[name].grad = gradient if held is None else held + gradient
