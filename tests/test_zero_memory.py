@@ -150,3 +150,28 @@ def test_a_hybrid_step_sends_shards_across_replicas():
     for inside, across in run_ranks(4, check_hybrid):
         assert inside == pytest.approx(3 * 4 * PSI / 2, rel=1e-3)
         assert across == pytest.approx(2 * 4 * (PSI / 2) / 2, rel=0.02)  # rows of 37 do not divide evenly
+
+
+def check_wire(stage):
+    model = Stack()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    comm = Communicator(dist.group.WORLD)
+    wire = fp.comm.BlockWire("int8", error_feedback=True)
+    fp.zero.shard(model, optimizer, group=comm, stage=stage, wire=wire)
+    losses = []
+    for _ in range(4):
+        torch.manual_seed(comm.rank)
+        loss = model(torch.randn(4, WIDTH)).square().mean()
+        with record() as sent:
+            loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, sum(entry.nbytes for entry in sent if entry.numel >= 64)
+
+
+@pytest.mark.parametrize(("stage", "share"), [(0, 2), (2, 1), (3, 1)])
+def test_gradients_of_8_bits_train_and_send_a_quarter(stage, share):
+    for losses, nbytes in run_ranks(2, check_wire, stage):
+        assert losses[-1] < losses[0]
+        gathered = 4 * PSI / 2 if stage == 3 else 0  # parameters, before backward
+        assert nbytes - gathered < 1.1 * share * PSI / 2

@@ -2,6 +2,7 @@
 
 from fastpar.zero.activations import ActivationOffload, offload_activations
 from fastpar.zero.offload import Offload
+from fastpar.zero.parameter_server import ParameterServer, Worker
 from fastpar.zero.sharding import Zero, shard
 
-__all__ = ["ActivationOffload", "Offload", "Zero", "offload_activations", "shard"]
+__all__ = ["ActivationOffload", "Offload", "ParameterServer", "Worker", "Zero", "offload_activations", "shard"]

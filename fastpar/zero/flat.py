@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ from fastpar.comm.errors import CommError
 from fastpar.comm.pending import Pending
 from fastpar.comm.recording import note
 from fastpar.comm.shared_region import SharedRegion
+from fastpar.comm.wire import Wire
 
 
 class FlatLayout:
@@ -188,13 +189,17 @@ class FlatGradients:
             if views[index].numel() > 0:
                 views[index].copy_(self.layout.rows_of(grad, index, rank))
 
-    def reduce(self) -> Pending[list[Tensor]]:
+    def reduce(self, wire: Wire | None = None, *, key: Hashable = None) -> Pending[list[Tensor]]:
+        """Begin to average, in the format of `wire` (None: as they are, summed in float32)."""
         for index, is_put in enumerate(self._is_put):
             if not is_put:
                 for views in self._views:
                     views[index].zero_()
-        wide = torch.float32 if self.flat.dtype.itemsize < 4 else None  # as they were added up
-        pending = self._collectives.reduce_scatter(self.flat, "avg", sizes=self.layout.counts, dtype=wide)
+        if wire is not None:
+            pending = wire.reduce_scatter_async(self.comm, self.flat, self.layout.counts, key=key)
+        else:
+            wide = torch.float32 if self.flat.dtype.itemsize < 4 else None  # as they were added up
+            pending = self._collectives.reduce_scatter(self.flat, "avg", sizes=self.layout.counts, dtype=wide)
         return Pending(
             None,
             lambda: self.layout.views(pending.wait(), self.comm.rank),

@@ -1,8 +1,8 @@
 """One unit of stage 3: its parameters as shards, and whole while they are used.
 
 Note: memory that comes and goes. A whole parameter is the model's own nn.Parameter, one object for ever; its memory is
-one storage for the whole unit, whose memory is taken away and given back. Autograd saves the parameter, or views of it like
-a transposed weight, and these see the memory come back, since they share the storage. So nothing of what a forward has
+one storage for the whole unit, which is taken away and given back. Autograd saves the parameter, or views of it like a
+transposed weight, and these see the memory come back, since they share the storage. So nothing of what a forward has
 saved keeps a unit in memory, and nothing has to be patched before backward: it is enough to gather in time.
 
 Note: freed parameters say so. Reading a storage without memory would crash the process. While a unit is freed, its

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from fastpar.comm.pending import Pending
-from fastpar.comm.wire import CastWire
+from fastpar.comm.wire import CastWire, Wire
 from fastpar.zero.flat import FlatGradients, FlatLayout, PeerMemory, Staging
 from fastpar.zero.groups import Groups, as_dtensor, local
 
@@ -95,7 +95,7 @@ class Bucket(Protocol):
 class WholeBucket:
     """Every rank gets the mean of all gradients (stage 0). They lie in this bucket's memory from then on."""
 
-    def __init__(self, slots: Sequence[Slot], groups: Groups) -> None:
+    def __init__(self, slots: Sequence[Slot], groups: Groups, wire: Wire | None = None) -> None:
         self.slots, self._groups = slots, groups
         shapes = [local(slot.parameter).shape for slot in slots]
         numels = [shape.numel() for shape in shapes]
@@ -104,8 +104,10 @@ class WholeBucket:
         self._flat = self._memory.mine
         self._shapes = shapes
         self._views = self._cut(self._flat)
-        # Master weights get the sum as it was taken, in float32, as rows of it do in other stages.
-        self._is_widened = comm.size > 1 and self._flat.dtype.itemsize < 4 and slots[0].owner.dtype == torch.float32
+        self._wire = wire
+        if wire is None and comm.size > 1 and self._flat.dtype.itemsize < 4 and slots[0].owner.dtype == torch.float32:
+            # Master weights get the sum as it was taken, in float32, as rows of it do in other stages.
+            self._wire = CastWire(self._flat.dtype)
         self._is_added = [False] * len(slots)
         self._pending: Pending[Tensor] | None = None
 
@@ -139,8 +141,8 @@ class WholeBucket:
             if not is_added:
                 view.zero_()
         comm = self._groups.replicate
-        if self._is_widened:
-            self._pending = CastWire(self._flat.dtype).all_reduce_async(comm, self._flat)
+        if self._wire is not None and comm.size > 1:
+            self._pending = self._wire.all_reduce_async(comm, self._flat, key=self.slots[0].name)
         else:
             collectives = comm._halves if self._groups.mode == "halves" else comm._background
             self._pending = collectives.all_reduce(self._flat, "avg", out=self._flat)
@@ -160,8 +162,10 @@ class WholeBucket:
 class RowBucket:
     """Every rank gets its rows of the mean (stages 1 and 2)."""
 
-    def __init__(self, slots: Sequence[Slot], groups: Groups, staging: Callable[[], Staging]) -> None:
-        self.slots, self._groups = slots, groups
+    def __init__(
+        self, slots: Sequence[Slot], groups: Groups, staging: Callable[[], Staging], wire: Wire | None = None
+    ) -> None:
+        self.slots, self._groups, self._wire = slots, groups, wire
         self.layout = FlatLayout([local(slot.parameter).shape for slot in slots], groups.shard.size)
         self._staging = staging
         self._memory: PeerMemory | None = None
@@ -184,7 +188,7 @@ class RowBucket:
 
     def launch(self) -> None:
         assert self._gradients is not None
-        self._pending = self._gradients.reduce()
+        self._pending = self._gradients.reduce(self._wire, key=self.slots[0].name)
 
     def finish(self) -> None:
         assert self._pending is not None

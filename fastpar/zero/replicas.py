@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from fastpar.comm.wire import Wire
 from fastpar.precision import Precision
 from fastpar.zero.flat import Staging
 from fastpar.zero.groups import Groups, as_parameter, cast_parameter, local, set_local
@@ -22,6 +23,7 @@ class Replicas:
     named           the parameters, which get the precision's dtypes and may be moved to where other ranks can read them
     has_copies      whether the optimizer is to have copies even where dtypes agree
     accumulate, bucket_bytes, began     as `Reducer`'s
+    wire            format of gradients that travel: see `fastpar.comm.wire`
     """
 
     def __init__(
@@ -34,7 +36,9 @@ class Replicas:
         accumulate: int,
         bucket_bytes: int,
         began: Callable[[], None],
+        wire: Wire | None,
     ) -> None:
+        self._wire = wire
         self._groups, self._precision, self._has_copies = groups, precision, has_copies
         self.slots, self._whole = self._make_slots(named)
         self._staging: dict[tuple[torch.dtype, torch.device], Staging] = {}
@@ -102,9 +106,9 @@ class Replicas:
 
     def _make_bucket(self, slots: Sequence[Slot]) -> Bucket:
         if self._groups.shard.size == 1:
-            return WholeBucket(slots, self._groups)
+            return WholeBucket(slots, self._groups, self._wire)
         kind = slots[0].wire, slots[0].parameter.device
-        return RowBucket(slots, self._groups, lambda: self._staging_of(*kind))
+        return RowBucket(slots, self._groups, lambda: self._staging_of(*kind), self._wire)
 
     def _staging_of(self, dtype: torch.dtype, device: torch.device) -> Staging:
         """Two buffers for the largest bucket of this kind."""

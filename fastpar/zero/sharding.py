@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from fastpar.clip import GradSum
+from fastpar.comm.wire import Wire
 from fastpar.precision import Precision
 from fastpar.zero import memory, state
 from fastpar.zero.flat import FlatLayout
@@ -37,6 +38,7 @@ def shard(
     offload: Offload | str | None = None,
     overlap: bool = True,
     bucket_bytes: int = BUCKET_BYTES,
+    wire: Wire | None = None,
     units: UnitsLike = None,
     reshard_after_forward: bool = True,
     resident_share: float = RESIDENT_SHARE,
@@ -72,6 +74,8 @@ def shard(
     overlap     False: reduce in optimizer.step() and not during backward, as for the many passes of a pipeline
     bucket_bytes
                 of gradients that travel together in stages 0 to 2
+    wire        how gradients travel within the group that shards, or in stage 0: a `fastpar.comm.BlockWire` (8 bits), a
+                CastWire; None: in precision's dtype
     units, reshard_after_forward, resident_share
                 of stage 3: what is gathered together, whether it is freed between forward and backward, and what share
                 of the elements, in the smallest parameters, stays on every rank: see `fastpar.zero.stage3.Stage3`
@@ -104,6 +108,7 @@ def shard(
         offload=Offload.of(offload),
         overlap=overlap,
         bucket_bytes=bucket_bytes,
+        wire=wire,
         units={"units": units, "reshard_after_forward": reshard_after_forward, "resident_share": resident_share},
     )
 
@@ -126,6 +131,7 @@ class Zero:
         offload: Offload | None,
         overlap: bool,
         bucket_bytes: int,
+        wire: Wire | None,
         units: dict[str, Any] | None,
     ) -> None:
         self.model, self.optimizers, self.groups = model, list(optimizers), groups
@@ -141,7 +147,7 @@ class Zero:
         self.storage: Replicas | Stage3
         if stage == 3:
             assert model is not None
-            self.storage = Stage3(model, groups, precision, has_copies=offload is not None, **(units or {}))
+            self.storage = Stage3(model, groups, precision, has_copies=offload is not None, wire=wire, **(units or {}))
         else:
             self.storage = Replicas(
                 named,
@@ -151,6 +157,7 @@ class Zero:
                 accumulate=accumulate if stage < 2 else 1,
                 bucket_bytes=bucket_bytes,
                 began=self._waiting.clear,
+                wire=wire,
             )
         self.slots, self._reducer = self.storage.slots, self.storage.reducer
         for slot in self.slots:

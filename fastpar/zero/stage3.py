@@ -38,6 +38,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fastpar.comm.wire import Wire
 from fastpar.precision import Precision
 from fastpar.zero.gathered import Unit
 from fastpar.zero.groups import Groups, local
@@ -106,6 +107,7 @@ class Stage3:
     reshard_after_forward  False: units stay whole from forward to backward, and are gathered once
     resident_share         the smallest parameters are kept whole on every rank, at most this share of all elements
     has_copies             whether the optimizer is to have copies, in the host's memory, even where dtypes agree
+    wire                   of gradients of sharded parameters: see `fastpar.comm.wire`
     budget                 bytes that may be whole at a time when something is gathered early; by default those of the
                            two largest units. What runs is gathered in any case
 
@@ -124,6 +126,7 @@ class Stage3:
         resident_share: float = RESIDENT_SHARE,
         budget: int | None = None,
         has_copies: bool = False,
+        wire: Wire | None = None,
     ) -> None:
         if not 0.0 <= resident_share <= 1.0:
             raise ValueError(f"resident_share must be between 0 and 1, got {resident_share}")
@@ -147,7 +150,7 @@ class Stage3:
         sizes = sorted((unit.nbytes for unit in self.units), reverse=True)
         self.budget = sum(sizes[:2]) if budget is None else budget
         self.pool = Pool(self.budget)
-        self.reducer = UnitReducer(self.units, groups)
+        self.reducer = UnitReducer(self.units, groups, wire)
         by_name = {slot.name: slot for slot in self.reducer.slots}
         self.slots: list[Slot] = [by_name[name] for name in numels if name in by_name]
         self.whole_bytes = self.peak_bytes = 0

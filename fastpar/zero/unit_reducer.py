@@ -14,6 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from fastpar.comm.wire import Wire
 from fastpar.zero.flat import Staging
 from fastpar.zero.gathered import Unit
 from fastpar.zero.groups import Groups, as_dtensor, local
@@ -61,12 +62,14 @@ class UnitReducer:
     is_syncing   False: gradients stay where autograd sums them
     """
 
-    def __init__(self, units: Sequence[Unit], groups: Groups) -> None:
+    def __init__(self, units: Sequence[Unit], groups: Groups, wire: Wire | None = None) -> None:
         self._groups = groups
         self.is_syncing = True
         self.slots = [slot for unit in units for slot in (*unit.slots, *unit.resident_slots)]
         self._buckets: dict[Unit, list[RowBucket]] = {
-            unit: [RowBucket(slots, groups, partial(self._staging_of, *kind)) for kind, slots in _by_kind(unit.slots)]
+            unit: [
+                RowBucket(slots, groups, partial(self._staging_of, *kind), wire) for kind, slots in _by_kind(unit.slots)
+            ]
             for unit in units
         }
         resident = [slot for unit in units for slot in unit.resident_slots]
