@@ -213,18 +213,18 @@ def test_bits_are_equal_under_two_dims_of_shards() -> None:
 
 
 def clip_stages(pp: int, tp: int) -> None:
-    """Stages hold different parameters; the first parameter is shared by the first and the last stage."""
+    """Stages hold different parameters; the last, by far the largest, is shared by the first and the last stage."""
     mesh = fp.init_mesh(pp=pp, tp=tp, device="cpu")
     stage, grads = mesh.rank("pp"), whole_gradients()
-    own = [i for i in range(1, len(grads)) if i % pp == stage]
+    own = [i for i in range(len(grads) - 1) if i % pp == stage]
     shared = stage in (0, pp - 1)
     parameters = [distributed(g, mesh["tp"], [Shard(0)]) if tp > 1 else as_parameters([g])[0] for g in grads]
     kept = [parameters[i] for i in own]
     if shared:
-        parameters[0].pipeline_share = (0 if stage == 0 else 1, 2)
-        second = as_parameters([whole_gradients()[0]])[0]  # another copy on the same rank
+        parameters[-1].pipeline_share = (0 if stage == 0 else 1, 2)
+        second = as_parameters([whole_gradients()[-1]])[0]  # another copy on the same rank
         second.pipeline_share = None
-        kept += [parameters[0], second]
+        kept += [parameters[-1], second]
     norm, clipped = expected()
     assert torch.equal(clip_grad_norm_(kept, MAX_NORM, mesh=mesh), norm)
     for i in own:
