@@ -320,7 +320,7 @@ def test_two_ranks_match_a_single_process_under_torchrun(
         assert parts["states"] == pytest.approx(whole["states"] / 2, rel=0.02)
     else:
         assert parts["parameters"] < 0.8 * whole["parameters"]
-    assert parts["activations"] < 0.8 * whole["activations"]
+    assert parts["activations"] < 0.9 * whole["activations"]
     parallel, single = figures["parallel"]["losses"], figures["single"]["losses"]
     assert len(parallel) == len(single) == 6
     assert parallel[-1] < parallel[0] - 0.1
