@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from fastpar.comm.wire import Wire
 from fastpar.precision import Precision
@@ -99,10 +100,10 @@ class Replicas:
         if master is not None:
             if self._has_copies and master.device.type != "cpu":
                 master = master.cpu().pin_memory()
-            return Slot(name, parameter, as_parameter(master, spec), spec, wire, target=rows)
+            return Slot(name, parameter, _owner_of(parameter, master, spec), spec, wire, target=rows)
         if row_spec is None:
             return Slot(name, parameter, parameter, spec, wire)
-        return Slot(name, parameter, as_parameter(rows, spec), spec, wire)
+        return Slot(name, parameter, _owner_of(parameter, rows, spec), spec, wire)
 
     def _make_bucket(self, slots: Sequence[Slot]) -> Bucket:
         if self._groups.shard.size == 1:
@@ -122,3 +123,10 @@ class Replicas:
             found = Staging(self._groups.shard, most, dtype, device, count=STAGING_BUFFERS)
             self._staging[dtype, device] = found
         return found
+
+
+def _owner_of(parameter: nn.Parameter, rows: Tensor, spec: DTensorSpec | None) -> nn.Parameter:
+    """What the optimizer has instead of a parameter, with its attributes: pipelines mark what stages share."""
+    owner = as_parameter(rows, spec)
+    vars(owner).update({key: value for key, value in vars(parameter).items() if key != "fastpar_layout"})
+    return owner
