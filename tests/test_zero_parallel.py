@@ -112,7 +112,13 @@ def tensor_parallel_run(tp: int, dtype: torch.dtype, accumulate: int) -> None:
 
 @pytest.mark.parametrize(
     ("tp", "dtype", "accumulate"),
-    [(1, torch.float32, 1), (2, torch.float32, 1), (2, torch.float32, 4), (2, torch.bfloat16, 1), (2, torch.bfloat16, 4)],
+    [
+        (1, torch.float32, 1),
+        (2, torch.float32, 1),
+        (2, torch.float32, 4),
+        (2, torch.bfloat16, 1),
+        (2, torch.bfloat16, 4),
+    ],
     ids=str,
 )
 def test_stages_on_a_mesh_equal_plain_averaging_on_it(tp: int, dtype: torch.dtype, accumulate: int) -> None:
@@ -134,3 +140,77 @@ def test_replicas_of_shards_average_within_and_then_across() -> None:
     for found in run_ranks(4, replicated_runs, cases, timeout=120):
         for case, parameters, wanted in zip(cases, found, expected, strict=True):
             assert_same(parameters, wanted, case)
+
+
+def pipeline(mesh: fp.Mesh) -> fp.pipeline.Pipeline:
+    """Two stages that share the embedding, which is the head's weight as well."""
+
+    def loss(logits: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+    model = build_model("example", torch.float32, **SMALL, tie_word_embeddings=True)
+    return fp.parallelize_pipeline(model, mesh, "1f1b", num_microbatches=2, loss=loss)
+
+
+def averaged_pipeline(mesh: fp.Mesh) -> tuple[Parameters, list[float]]:
+    pipe, comm = pipeline(mesh), Communicator(mesh.group("dp"))
+    optimizer = adamw(pipe.parameters())
+    norms = []
+    for step in range(STEPS):
+        pipe.step(*tokens(step, 0, mesh.rank("dp"))[:1], target=tokens(step, 0, mesh.rank("dp"))[1])
+        for p in pipe.parameters():
+            p.grad.copy_(comm.all_reduce(p.grad, "avg"))
+        norms.append(fp.clip_grad_norm_(pipe.parameters(), MAX_NORM, mesh=mesh).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    found = {name: p.detach().clone() for name, p in pipe.named_parameters()}
+    pipe.close()
+    return found, norms
+
+
+def sharded_pipeline(
+    mesh: fp.Mesh, stage: int, precision: fp.Precision | None = None
+) -> tuple[Parameters, list[float]]:
+    pipe = pipeline(mesh)
+    optimizer = adamw(pipe.parameters())
+    zero = fp.zero.shard(
+        pipe.named_parameters(),
+        optimizer,
+        group=mesh,
+        stage=stage,
+        precision=precision,
+        max_norm=MAX_NORM,
+        overlap=False,
+    )
+    norms = []
+    for step in range(STEPS):
+        ids, targets = tokens(step, 0, mesh.rank("dp"))
+        pipe.step(ids, target=targets)
+        optimizer.step()
+        norms.append(zero.norm.item())
+        optimizer.zero_grad()
+    found = {name: p.detach().clone() for name, p in pipe.named_parameters()}
+    pipe.close()
+    return found, norms
+
+
+def pipeline_run() -> list[tuple[Parameters, list[float]]]:
+    mesh = fp.init_mesh(pp=2, dp_shard=2, device="cpu")
+    expected, expected_norms = averaged_pipeline(mesh)
+    for stage in (0, 1, 2):
+        found, norms = sharded_pipeline(mesh, stage)
+        assert_same(found, expected, f"stage {stage}")
+        assert norms == expected_norms
+    return [sharded_pipeline(mesh, stage, fp.Precision.bf16()) for stage in (0, 2)]
+
+
+def test_pipelines_train_as_with_plain_averaging_tied_weights_included() -> None:
+    """In float32 with its bits; in bfloat16 the copies of a tied weight stay equal, which they do if both have got the
+    gradients of both stages."""
+    found = run_ranks(4, pipeline_run, timeout=120)
+    for number in range(2):
+        (first, first_norms), (last, last_norms) = found[0][number], found[2][number]
+        assert first_norms == last_norms
+        assert torch.equal(first["embed_tokens.weight"], last["lm_head.weight"])
+        assert_same(found[0][number][0], found[1][number][0])
+    assert_same(found[0][0][0], found[0][1][0], "stages 0 and 2 in bfloat16")

@@ -9,8 +9,9 @@ Note: copies. A gradient is copied once, from where autograd made it to its buck
 others read it there. Letting autograd add into zeroed buckets instead costs a pass over the bucket more.
 
 Note: accumulation. Between `no_sync` and a reduction, gradients are summed where autograd puts them, those of 16 bits
-in float32, and travel once. A reduction takes what has been summed and not yet
-been sent, and adds its mean to what the optimizer's parameters have as gradient already.
+in float32, and travel once. A reduction takes what has been summed and not yet been sent, and adds its mean to what the
+optimizer's parameters have as gradient already. Gradients of what pipeline stages share stay where autograd puts them
+in 16 bits too, as the pipeline adds them up from there.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Slot:
     def keep_sum(self) -> None:
         """Move a gradient of 16 bits to `summed`, as another is going to be added to it."""
         grad = self.parameter.grad
-        if grad is None or grad.dtype.itemsize >= 4:
+        if grad is None or grad.dtype.itemsize >= 4 or hasattr(self.parameter, "pipeline_share"):
             return
         rows = local(grad)
         if self.summed is None:
