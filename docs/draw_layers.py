@@ -12,28 +12,29 @@ PYTHON = [
     ("commands", [("cli", True), ("doctor", True)]),
     ("other libraries", [("integrations", True)]),
     ("whole models", [("compose", True), ("swap", True), ("checkpoint", False), ("planner", False)]),
-    ("what is split how", [("plan, heads", True)]),
+    ("what is split how", [("plan, heads", True), ("zero (stands on clip, precision)", True)]),
     (
         "strategies (never import each other)",
         [
             ("tensor", True),
             ("pipeline", True),
             ("recompute", True),
-            ("zero", False),
+            ("optim", True),
+            ("clip, precision", True),
             ("expert", False),
             ("context", False),
         ],
     ),
     ("ops: check, choose, launch", [("ops", True)]),
     ("plain-PyTorch versions", [("reference", True)]),
-    ("collectives", [("comm", True)]),
+    ("collectives, files", [("comm", True), ("storage", True)]),
     ("foundations", [("mesh", True), ("_ext (loads _C.so)", True), ("kernels (Triton)", False)]),
 ]
 CPP = [
     ("schemas", [("registration.cpp", True)]),
     (
         "kernels (never include each other)",
-        [("cross_entropy", True), ("dropout", True), ("linear", False), ("moe", False), ("optimizer", False)],
+        [("cross_entropy", True), ("dropout", True), ("linear", False), ("moe", False), ("optimizer", True), ("square_sum", True)],
     ),
     ("shared memory", [("comm", False), ("runtime", False)]),
     ("checks, vector maths, dispatch", [("common", True)]),

@@ -53,7 +53,7 @@ class Groups:
             elif found is not None and is_sharded:
                 self._mesh = DeviceMesh.from_group(found, device_type)
             replicate, shard = (None, found) if is_sharded else (found, None)
-        like = {"timeout": group.timeout, "transport": group.transport} if isinstance(group, Communicator) else {}
+        like: dict[str, Any] = {"timeout": group.timeout, "transport": group.transport} if isinstance(group, Communicator) else {}
         self.shard, self.replicate = Communicator(shard, **like), Communicator(replicate, **like)
         world = dist.get_world_size() if dist.is_initialized() else 1
         # Halves need that nobody waits for other groups in between: see `Communicator.in_halves`.
