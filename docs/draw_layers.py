@@ -34,7 +34,7 @@ CPP = [
     ("schemas", [("registration.cpp", True)]),
     (
         "kernels (never include each other)",
-        [("cross_entropy", True), ("dropout", True), ("linear", False), ("moe", False), ("optimizer", True), ("square_sum", True)],
+        [("cross_entropy", True), ("dropout", True), ("optimizer", True), ("linear", False), ("moe", False)],
     ),
     ("shared memory", [("comm", False), ("runtime", False)]),
     ("checks, vector maths, dispatch", [("common", True)]),
