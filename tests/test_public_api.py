@@ -24,6 +24,7 @@ PUBLIC_MODULES = ["fastpar", "fastpar.comm", "fastpar.mesh", "fastpar.ops", "fas
 PUBLIC_MODULES += ["fastpar.optim", "fastpar.recompute", "fastpar.storage", "fastpar.swap", "fastpar.tensor"]
 PUBLIC_MODULES += ["fastpar.clip", "fastpar.precision", "fastpar.zero"]
 IMPORT_BUDGET_SECONDS = 0.3
+SHARD_HEADING = "Shard the rest over data-parallel ranks"
 
 
 def run_python(code: str) -> str:
@@ -229,6 +230,21 @@ def run_pipeline_example(code: str) -> float:
     exec(code, names)
     names["pipe"].close()
     return float(names["loss"])
+
+
+def run_zero_example(code: str) -> tuple[float, int]:
+    names: dict[str, Any] = {}
+    exec(code, names)
+    names["mesh"].close()
+    return names["loss"].item(), names["zero"].skipped
+
+
+def test_readme_data_parallel_example_runs_on_two_ranks() -> None:
+    pytest.importorskip("transformers")
+    (first, skipped), (second, _) = run_ranks(2, run_zero_example, readme_examples()[SHARD_HEADING])
+    assert 6.0 < first < 8.0
+    assert first != second  # each reads a batch of its own
+    assert skipped == 0
 
 
 def test_readme_pipeline_example_runs_on_two_ranks() -> None:
