@@ -92,9 +92,10 @@ def test_tensors_are_found_in_closures_and_containers_but_not_in_memory_of_peers
     assert {len(x) for x in reachable_tensors([(staging,)])} == {3, 4}
 
 
-def measure(stage: int, passes: int, dtype: str) -> dict[str, int]:
-    torch.manual_seed(0)
+def measure(stage: int, passes: int, dtype: str, num_equal_layers: int = 0) -> dict[str, int]:
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
+    if num_equal_layers:
+        model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(num_equal_layers)))
     optimizer = torch.optim.AdamW(model.parameters())
     meter = MemoryMeter(model, optimizer)
     precision = fp.Precision.bf16() if dtype == "bf16" else None
@@ -131,5 +132,12 @@ def test_parameters_and_states_of_a_stage_follow_the_formula(
     for peaks in run_ranks(2, measure, stage, 1, dtype):
         assert peaks["parameters"] == pytest.approx(parameters * WORDS, rel=0.02)
         assert peaks["states"] == pytest.approx(states * WORDS, rel=0.02)
-        # The inputs of both layers; not the weights, which autograd saves too, and which stage 3 has freed meanwhile.
+        # The inputs of both layers, and not their weights, which autograd saves too.
         assert peaks["activations"] == (64 + 256) * 2 * (2 if dtype == "bf16" else 4)
+
+
+def test_layers_that_stage_3_has_freed_are_neither_parameters_nor_activations() -> None:
+    layer = 64 * 64 * 4
+    for peaks in run_ranks(2, measure, 3, 1, "fp32", 6):
+        assert 6 * layer / 2 + layer <= peaks["parameters"] <= 6 * layer / 2 + 2 * layer
+        assert peaks["activations"] == 6 * 2 * 64 * 4
