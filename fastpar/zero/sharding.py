@@ -262,8 +262,12 @@ class Zero:
             stepper.update()
             self._write_back(owners, rounded)
         else:
+            optimizer: Any = stepper.optimizer
+            factor = getattr(optimizer, "grad_factor", None)
 
             def update(some: Sequence[nn.Parameter]) -> None:
+                if factor is not None:
+                    optimizer.grad_factor = factor  # which an update resets
                 stepper.update(some)
                 self._write_back(some, rounded)
 
