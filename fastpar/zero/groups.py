@@ -16,7 +16,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from fastpar.comm import Communicator
-from fastpar.mesh import Mesh
+from fastpar.mesh import Mesh, named_groups
 
 GroupsLike = Mesh | DeviceMesh | ProcessGroup | Communicator | None
 
@@ -67,6 +67,12 @@ class Groups:
     def everyone(self) -> list[Communicator]:
         """Groups whose reductions, one after the other, reach all ranks that average gradients."""
         return [comm for comm in (self.shard, self.replicate) if comm.size > 1]
+
+    def others(self) -> list[Communicator]:
+        """Groups that join the ranks of one data-parallel position: of tensor and pipeline parallelism, where the mesh
+        is known."""
+        found = [] if self.mesh is None else named_groups(self.mesh)
+        return [Communicator(group) for dim, group in found if dim not in ("dp_replicate", "dp_shard")]
 
     def row_spec(self, parameter: Tensor) -> DTensorSpec | None:
         """How a parameter looks that has this one's rows split over the shard group; None where nothing is split."""

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
+from fastpar.comm import Communicator
 from fastpar.comm.pending import Pending
 from fastpar.comm.wire import CastWire, Wire
 from fastpar.zero.flat import FlatGradients, FlatLayout, PeerMemory, Staging
@@ -32,6 +33,8 @@ from fastpar.zero.groups import Groups, as_dtensor, local
 
 BUCKET_BYTES = 25 << 20
 FIRST_BUCKET_BYTES = 1 << 20
+_NAMES = 8  # in a report
+_NOTE_BYTES = 1024
 
 
 @dataclass(eq=False)
@@ -459,7 +462,7 @@ def agree(flags: Sequence[bool], groups: Groups) -> list[bool]:
 
 def name_nonfinite(slots: Sequence[Slot], groups: Groups) -> str:
     """Which gradients are not finite, and on which ranks they became so before they were averaged: one text, the same
-    on all ranks that average. Collective."""
+    on all ranks that average, and on all of the mesh where it is known. Collective."""
     flags = [slot.trace is not None and not slot.trace.isfinite() for slot in slots]
     flags += [slot.owner.grad is not None and not local(slot.owner.grad).isfinite().all() for slot in slots]
     rows = torch.tensor([[dist.get_rank() if dist.is_initialized() else 0, *flags]], dtype=torch.int32)
@@ -471,4 +474,14 @@ def name_nonfinite(slots: Sequence[Slot], groups: Groups) -> str:
         if results[index]:
             where = [str(rank) for rank, is_source in zip(ranks, sources[:, index].tolist(), strict=True) if is_source]
             found.append(f"{slot.name} (rank {', '.join(where)})" if where else slot.name)
-    return f"gradients that are not finite: {', '.join(found[:8])}" + (", ..." if len(found) > 8 else "")
+    for comm in groups.others():
+        found = _union(found, comm)
+    return f"gradients that are not finite: {', '.join(found[:_NAMES])}" + (", ..." if len(found) > _NAMES else "")
+
+
+def _union(lines: Sequence[str], comm: Communicator) -> list[str]:
+    """The first lines of all ranks, each once. Collective: one all-gather of 1 KB a rank."""
+    note = "\n".join(lines[: _NAMES + 1]).encode()[:_NOTE_BYTES].ljust(_NOTE_BYTES, b"\0")
+    notes = comm.all_gather(torch.tensor(list(note), dtype=torch.uint8)[None])
+    texts = [bytes(each).rstrip(b"\0").decode(errors="ignore") for each in notes.tolist()]
+    return list(dict.fromkeys(line for text in texts for line in text.split("\n") if line))
