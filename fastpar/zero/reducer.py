@@ -81,7 +81,7 @@ class Slot:
 
 class Bucket(Protocol):
     """Gradients that travel together: `open`, then `add` some of them, `launch`, and `finish`, which hands the results
-    to the owners (zero for what was not added)."""
+    to the owners (zero for what was not added); `close` instead of `launch` where a pass has failed."""
 
     slots: Sequence[Slot]
 
@@ -89,6 +89,7 @@ class Bucket(Protocol):
     def add(self, position: int, gradient: Tensor) -> None: ...
     def launch(self) -> None: ...
     def finish(self) -> None: ...
+    def close(self) -> None: ...
     def set_aside(self) -> None:
         """A pass begins whose gradients are to be reduced for themselves and then added to the owners'."""
 
@@ -140,6 +141,9 @@ class WholeBucket:
             view.copy_(gradient)
         self._is_added[position] = True
 
+    def close(self) -> None:
+        pass  # the next pass writes all of it
+
     def launch(self) -> None:
         for view, is_added in zip(self._views, self._is_added, strict=True):
             if not is_added:
@@ -189,6 +193,11 @@ class RowBucket:
     def add(self, position: int, gradient: Tensor) -> None:
         assert self._gradients is not None
         self._gradients.put(position, gradient)
+
+    def close(self) -> None:
+        assert self._memory is not None
+        self._staging().give_back(self._memory)
+        self._memory = self._gradients = None
 
     def launch(self) -> None:
         assert self._gradients is not None
@@ -420,13 +429,19 @@ class _Round:
                     self._add(index)
             self._launch()
             self._open_next()
-        self.abandon()
+        self._drain()
         everyone = agree(self._is_used, self._reducer.groups)
         for slot, is_used, had_none in zip(self._reducer.slots, everyone, self._had_none, strict=True):
             if not is_used and had_none:
                 slot.owner.grad = None  # as without data parallelism
 
     def abandon(self) -> None:
+        """The pass has failed."""
+        self._drain()
+        if 0 <= self._current < len(self._buckets):
+            self._buckets[self._current].close()
+
+    def _drain(self) -> None:
         while self._in_flight:
             self._in_flight.pop(0).finish()
 

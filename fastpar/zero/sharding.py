@@ -80,6 +80,10 @@ def shard(
                 of stage 3: what is gathered together, whether it is freed between forward and backward, and what share
                 of the elements, in the smallest parameters, stays on every rank: see `fastpar.zero.stage3.Stage3`
 
+    For float16 use `fastpar.LossScaler`. torch.amp.GradScaler works up to stage 2; in stage 3 its ranks may decide
+    differently whether to skip a step, as torch looks at the first gradient only to see whether gradients are sharded,
+    and resident ones are not.
+
     Gradients are means over the ranks: scale the loss by 1 / accumulate, as always. Reductions begin during backward
     and have ended when it returns. Parameters that no rank used have no gradient, as without.
 
