@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 
 from fastpar import ops
 from fastpar.comm import Communicator
@@ -81,7 +81,8 @@ class GradSum:
         by_share: dict[tuple[tuple[str, ...], tuple[int, int]], list[Tensor]] = {}
         for parameter, grad in zip(listed, found, strict=True):
             names, share = layout.place(parameter, grad)
-            parts.setdefault(names, GradSum(device))  # also where this rank has no gradient: others may
+            if names not in parts:  # also where this rank has no gradient: others may
+                parts[names] = GradSum(device)
             if grad is not None and share is not None:
                 by_share.setdefault((names, share), []).append(_local(grad))
         for (names, share), tensors in by_share.items():
@@ -233,6 +234,7 @@ class _Layout:
         self._everything: list[str] = []  # over which the total is summed in the end
         self._split: dict[int, tuple[str, ...]] = {}  # plain parameters that are split: id to groups
         self._alike: tuple[tuple[str, ...], tuple[int, int]] = ((), (0, 1))  # for plain parameters
+        self._seen: dict[tuple[int, tuple[Placement, ...]], tuple[tuple[str, ...], tuple[int, int]]] = {}
         if mesh is not None:
             self._take_mesh(mesh)
         for key, members in (groups or {}).items():
@@ -270,6 +272,13 @@ class _Layout:
     def _placed(self, x: Tensor, key: int) -> tuple[tuple[str, ...], tuple[int, int]]:
         if not isinstance(x, DTensor):
             return (self._split[key], (0, 1)) if key in self._split else self._alike
+        layout = id(x.device_mesh), x.placements
+        found = self._seen.get(layout)
+        if found is None:
+            found = self._seen[layout] = self._placed_dtensor(x)
+        return found
+
+    def _placed_dtensor(self, x: DTensor) -> tuple[tuple[str, ...], tuple[int, int]]:
         names, index, count = [], 0, 1
         for dim, placement in enumerate(x.placements):
             if placement.is_partial():

@@ -53,7 +53,9 @@ class Groups:
             elif found is not None and is_sharded:
                 self._mesh = DeviceMesh.from_group(found, device_type)
             replicate, shard = (None, found) if is_sharded else (found, None)
-        like: dict[str, Any] = {"timeout": group.timeout, "transport": group.transport} if isinstance(group, Communicator) else {}
+        like: dict[str, Any] = (
+            {"timeout": group.timeout, "transport": group.transport} if isinstance(group, Communicator) else {}
+        )
         self.shard, self.replicate = Communicator(shard, **like), Communicator(replicate, **like)
         world = dist.get_world_size() if dist.is_initialized() else 1
         # Halves need that nobody waits for other groups in between: see `Communicator.in_halves`.
@@ -121,9 +123,8 @@ def as_parameter(rows: Tensor, spec: DTensorSpec | None, *, requires_grad: bool 
 
 def local(x: Tensor) -> Tensor:
     """What this rank has of x, without history."""
-    inner: Any = x.detach()
-    found: Tensor = inner._local_tensor if isinstance(x, DTensor) else inner
-    return found
+    found: Tensor = x._local_tensor if isinstance(x, DTensor) else x
+    return found.detach() if found.requires_grad else found  # to detach a DTensor costs ten times as much
 
 
 def set_local(x: Any, value: Tensor) -> None:
