@@ -64,8 +64,8 @@ def check_reduce(transport, mode):
         grads = [torch.randn(shape, generator=generator) for shape in SHAPES]
         memory = staging.take()
         gradients = FlatGradients(comm, layout, memory.mine, mode=mode)
-        for index in (3, 0, 2):  # the others count as zero
-            gradients.put(index, grads[index])
+        for indices in ([3, 0], [2]):  # the others count as zero
+            gradients.put(indices, [grads[index] for index in indices])
         rows = gradients.reduce().wait()
         staging.give_back(memory)
         for index, grad in enumerate(grads):

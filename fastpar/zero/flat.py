@@ -49,13 +49,17 @@ class FlatLayout:
             [(hi - lo) * math.prod(shape[1:]) for (lo, hi), shape in zip(rows, self.shapes, strict=True)]
             for rows in self._rows
         ]
-        self._offsets = [list(itertools.accumulate(numel, initial=0)) for numel in numels]
-        self.counts = tuple(offsets[-1] for offsets in self._offsets)
+        self.numels = list(itertools.chain.from_iterable(numels))  # of all tensors, rank by rank
+        self.counts = tuple(map(sum, numels))
         self.total = sum(self.counts)
 
     def rows(self, index: int, rank: int) -> tuple[int, int]:
         """First row and one past the last row that `rank` has of a tensor."""
         return self._rows[rank][index]
+
+    def numels_of(self, index: int) -> list[int]:
+        """Elements of a tensor that each rank has; they lie in the tensor in this order."""
+        return self.numels[index :: len(self.shapes)]
 
     def rows_of(self, x: Tensor, index: int, rank: int) -> Tensor:
         """The rows that `rank` has of x, which has the shape of tensor `index`."""
@@ -64,12 +68,12 @@ class FlatLayout:
 
     def views(self, part: Tensor, rank: int) -> list[Tensor]:
         """A rank's rows of every tensor, out of its flat part."""
-        found = []
-        for index, shape in enumerate(self.shapes):
-            (lo, hi), start = self._rows[rank][index], self._offsets[rank][index]
-            end = self._offsets[rank][index + 1]
-            found.append(part[start:end].view(hi - lo, *shape[1:]))
-        return found
+        count = len(self.shapes)
+        rows = part.split(self.numels[rank * count : (rank + 1) * count])
+        return [
+            x if len(shape) < 2 else x.view(hi - lo, *shape[1:])
+            for x, shape, (lo, hi) in zip(rows, self.shapes, self._rows[rank], strict=True)
+        ]
 
     def parts(self, flat: Tensor) -> list[Tensor]:
         """The parts of all ranks, out of a flat tensor that holds them in the order of ranks."""
@@ -169,7 +173,7 @@ class FlatShards:
 class FlatGradients:
     """Gradients of whole tensors, to be averaged over the ranks and split like their `layout`.
 
-        gradients.put(0, grad)                 # any order; what is not put counts as zero
+        gradients.put([0], [grad])             # any order; what is not put counts as zero
         pending = gradients.reduce()           # all ranks
             rows = pending.wait()              # this rank's rows of every tensor's mean, views of a new flat tensor
 
@@ -179,22 +183,37 @@ class FlatGradients:
     def __init__(self, comm: Communicator, layout: FlatLayout, buffer: Tensor, *, mode: str = "background") -> None:
         self.comm, self.layout = comm, layout
         self.flat = buffer[: layout.total]
-        self._views = [layout.views(part, rank) for rank, part in enumerate(layout.parts(self.flat))]
+        self._pieces = self.flat.split(layout.numels)  # of all tensors, rank by rank
         self._is_put = [False] * len(layout.shapes)
         self._collectives = {"background": comm._background, "halves": comm._halves, "blocking": comm._blocking}[mode]
 
-    def put(self, index: int, grad: Tensor) -> None:
-        self._is_put[index] = True
-        for rank, views in enumerate(self._views):
-            if views[index].numel() > 0:
-                views[index].copy_(self.layout.rows_of(grad, index, rank))
+    def put(self, indices: Sequence[int], grads: Sequence[Tensor]) -> None:
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
+        for index, grad in zip(indices, grads, strict=True):
+            self._is_put[index] = True
+            targets += self._pieces_of(index)
+            sources += grad.reshape(-1).split(self.layout.numels_of(index))
+        if targets:
+            torch._foreach_copy_(targets, sources)
+
+    def fill(self) -> None:
+        """Zero what has not been put."""
+        for index, is_put in enumerate(self._is_put):
+            if not is_put:
+                torch._foreach_zero_(self._pieces_of(index))
+                self._is_put[index] = True
+
+    def pieces(self) -> list[Sequence[Tensor]]:
+        """Each tensor's elements, in one piece for each rank that gets some."""
+        return [self._pieces_of(index) for index in range(len(self._is_put))]
+
+    def _pieces_of(self, index: int) -> Sequence[Tensor]:
+        return self._pieces[index :: len(self._is_put)]
 
     def reduce(self, wire: Wire | None = None, *, key: Hashable = None) -> Pending[list[Tensor]]:
         """Begin to average, in the format of `wire` (None: as they are, summed in float32)."""
-        for index, is_put in enumerate(self._is_put):
-            if not is_put:
-                for views in self._views:
-                    views[index].zero_()
+        self.fill()
         if wire is not None:
             pending = wire.reduce_scatter_async(self.comm, self.flat, self.layout.counts, key=key)
         else:

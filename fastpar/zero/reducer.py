@@ -16,7 +16,8 @@ in 16 bits too, as the pipeline adds them up from there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -31,6 +32,7 @@ from fastpar.comm.wire import CastWire, Wire
 from fastpar.zero.flat import FlatGradients, FlatLayout, PeerMemory, Staging
 from fastpar.zero.groups import Groups, as_dtensor, local
 
+BATCH_BYTES = 256 << 10  # of gradients that are copied to their bucket together: what a cache holds
 BUCKET_BYTES = 25 << 20
 FIRST_BUCKET_BYTES = 1 << 20
 _NAMES = 8  # in a report
@@ -52,8 +54,8 @@ class Slot:
     target: Tensor | None = field(default=None, repr=False)  # the parameter's rows, which the owner is rounded to
     summed: Tensor | None = field(default=None, repr=False)  # in float32: see the module docstring
     kept: Tensor | None = field(default=None, repr=False)  # the owner's gradient, while another pass is reduced
-    is_traced: bool = False  # whether `trace` is kept: the sum of what this rank has sent, which a NaN shows in
-    trace: Tensor | None = field(default=None, repr=False)
+    is_traced: bool = False  # whether `traces` are kept: norms of what this rank has sent, which a NaN shows in
+    traces: Sequence[Tensor] = field(default=(), repr=False)  # on CPUs only where they are not finite
 
     def keep_sum(self) -> None:
         """Move a gradient of 16 bits to `summed`, as another is going to be added to it."""
@@ -75,7 +77,6 @@ class Slot:
         if taken is None and self.parameter.grad is not None:
             taken = local(self.parameter.grad)
         self.summed = self.parameter.grad = None
-        self.trace = taken.sum() if self.is_traced and taken is not None else None
         return taken
 
 
@@ -86,7 +87,7 @@ class Bucket(Protocol):
     slots: Sequence[Slot]
 
     def open(self) -> None: ...
-    def add(self, position: int, gradient: Tensor) -> None: ...
+    def add(self, positions: Sequence[int], gradients: Sequence[Tensor]) -> None: ...
     def launch(self) -> None: ...
     def finish(self) -> None: ...
     def close(self) -> None: ...
@@ -135,11 +136,15 @@ class WholeBucket:
     def open(self) -> None:
         self._is_added = [False] * len(self.slots)
 
-    def add(self, position: int, gradient: Tensor) -> None:
-        view = self._views[position]
-        if not _is_same(gradient, view):
-            view.copy_(gradient)
-        self._is_added[position] = True
+    def add(self, positions: Sequence[int], gradients: Sequence[Tensor]) -> None:
+        targets, sources = [], []
+        for position, gradient in zip(positions, gradients, strict=True):
+            self._is_added[position] = True
+            if not _is_same(gradient, self._views[position]):
+                targets.append(self._views[position])
+                sources.append(gradient)
+        if targets:
+            torch._foreach_copy_(targets, sources)
 
     def close(self) -> None:
         pass  # the next pass writes all of it
@@ -148,6 +153,7 @@ class WholeBucket:
         for view, is_added in zip(self._views, self._is_added, strict=True):
             if not is_added:
                 view.zero_()
+        keep_traces(self.slots, self._flat, lambda: [[view] for view in self._views])
         comm = self._groups.replicate
         if self._wire is not None and comm.size > 1:
             self._pending = self._wire.all_reduce_async(comm, self._flat, key=self.slots[0].name)
@@ -158,9 +164,11 @@ class WholeBucket:
     def finish(self) -> None:
         assert self._pending is not None
         mean, self._pending = self._pending.wait(), None
-        for slot, view in zip(self.slots, self._cut(mean), strict=True):
+        for slot, view in zip(self.slots, self._views if mean is self._flat else self._cut(mean), strict=True):
             mine = local(slot.owner)  # of another dtype or device, where these are master weights
-            grad = view.to(mine.device, mine.dtype).view(mine.shape)
+            grad = view if _is_alike(view, mine) else view.to(mine.device, mine.dtype)
+            if grad.shape != mine.shape:  # a scalar as one row
+                grad = grad.view(mine.shape)
             if slot.kept is not None:
                 grad.add_(slot.kept)
                 slot.kept = None
@@ -190,9 +198,9 @@ class RowBucket:
         self._memory = self._staging().take()
         self._gradients = FlatGradients(self._groups.shard, self.layout, self._memory.mine, mode=self._groups.mode)
 
-    def add(self, position: int, gradient: Tensor) -> None:
+    def add(self, positions: Sequence[int], gradients: Sequence[Tensor]) -> None:
         assert self._gradients is not None
-        self._gradients.put(position, gradient)
+        self._gradients.put(positions, gradients)
 
     def close(self) -> None:
         assert self._memory is not None
@@ -201,6 +209,8 @@ class RowBucket:
 
     def launch(self) -> None:
         assert self._gradients is not None
+        self._gradients.fill()
+        keep_traces(self.slots, self._gradients.flat, self._gradients.pieces)
         self._pending = self._gradients.reduce(self._wire, key=self.slots[0].name)
 
     def finish(self) -> None:
@@ -214,10 +224,25 @@ class RowBucket:
             flat = _flat_of(rows)
             replicate.all_reduce(flat, "avg", out=flat)
         for slot, mine in zip(self.slots, rows, strict=True):
-            if slot.owner.grad is None:
-                slot.owner.grad = as_dtensor(mine.to(slot.owner.device, slot.owner.dtype), slot.spec)
+            owner = slot.owner
+            if owner.grad is None:
+                own = mine if _is_alike(mine, owner) else mine.to(owner.device, owner.dtype)
+                owner.grad = as_dtensor(own, slot.spec)
             else:
-                local(slot.owner.grad).add_(mine.to(slot.owner.device))
+                local(owner.grad).add_(mine.to(owner.device))
+
+
+def keep_traces(slots: Sequence[Slot], flat: Tensor, pieces: Callable[[], Iterable[Sequence[Tensor]]]) -> None:
+    """Keep what `name_nonfinite` needs about gradients that this rank sends: `flat`, and the pieces of each slot."""
+    if not slots[0].is_traced or (flat.device.type == "cpu" and math.isfinite(flat.sum().item())):
+        return
+    for slot, of_slot in zip(slots, pieces(), strict=True):
+        some = [x for x in of_slot if x.numel() > 0]
+        slot.traces = torch._foreach_norm(some, math.inf) if some else ()
+
+
+def _is_alike(x: Tensor, like: Tensor) -> bool:
+    return x.dtype == like.dtype and x.device == like.device
 
 
 def _is_same(x: Tensor, view: Tensor) -> bool:
@@ -254,6 +279,7 @@ class Reducer:
         self.is_syncing = True
         self.buckets: list[Bucket] = []
         self.members: list[list[int]] = []  # the slots of each bucket
+        self.nbytes = [local(slot.parameter).nbytes for slot in slots]  # of gradients
         self.place: dict[int, tuple[int, int]] = {}  # of a slot: its bucket and its position there
         self._passes = 0  # that have ended since gradients were last reduced
         self._is_inside = False
@@ -301,6 +327,7 @@ class Reducer:
         self._passes = 0
         for slot in self.slots:
             slot.summed = slot.kept = slot.parameter.grad = None
+            slot.traces = ()
 
     def follow_order(self) -> None:
         """Fill the buckets anew in the order in which gradients came, once that is known; forgets gradients.
@@ -400,6 +427,8 @@ class _Round:
         self._missing = [len(bucket.slots) for bucket in self._buckets]
         self._current = -1  # the bucket that is open
         self._in_flight: list[Bucket] = []
+        self._batch: list[int] = []  # have come for the open bucket, and have not been added
+        self._batch_bytes = 0
 
     def came(self, index: int) -> None:
         """The gradient of a slot is there."""
@@ -414,7 +443,10 @@ class _Round:
         if self._current < 0:
             self._open_next()
         elif number == self._current:
-            self._add(index)
+            self._batch.append(index)
+            self._batch_bytes += self._reducer.nbytes[index]
+            if self._batch_bytes >= BATCH_BYTES:
+                self._add_batch()
         while self._current < len(self._buckets) and not self._missing[self._current]:
             self._launch()
             self._open_next()
@@ -424,9 +456,7 @@ class _Round:
         if self._current < 0:
             self._open_next()
         while self._current < len(self._buckets):
-            for index in self._reducer.members[self._current]:
-                if not self._has_come[index]:
-                    self._add(index)
+            self._batch += [index for index in self._reducer.members[self._current] if not self._has_come[index]]
             self._launch()
             self._open_next()
         self._drain()
@@ -451,17 +481,22 @@ class _Round:
             self._in_flight.pop(0).finish()
         if self._current < len(self._buckets):
             self._buckets[self._current].open()
-            for index in self._reducer.members[self._current]:
-                if self._has_come[index]:
-                    self._add(index)
+            self._batch = [index for index in self._reducer.members[self._current] if self._has_come[index]]
+            self._add_batch()
 
-    def _add(self, index: int) -> None:
-        gradient = self._reducer.slots[index].take()
-        if gradient is not None:
-            self._is_used[index] = True
-            self._buckets[self._current].add(self._reducer.place[index][1], gradient)
+    def _add_batch(self) -> None:
+        positions, gradients = [], []
+        for index in self._batch:
+            gradient = self._reducer.slots[index].take()
+            if gradient is not None:
+                self._is_used[index] = True
+                positions.append(self._reducer.place[index][1])
+                gradients.append(gradient)
+        self._buckets[self._current].add(positions, gradients)
+        self._batch, self._batch_bytes = [], 0
 
     def _launch(self) -> None:
+        self._add_batch()
         bucket = self._buckets[self._current]
         bucket.launch()
         self._in_flight.append(bucket)
@@ -478,7 +513,9 @@ def agree(flags: Sequence[bool], groups: Groups) -> list[bool]:
 def name_nonfinite(slots: Sequence[Slot], groups: Groups) -> str:
     """Which gradients are not finite, and on which ranks they became so before they were averaged: one text, the same
     on all ranks that average, and on all of the mesh where it is known. Collective."""
-    flags = [slot.trace is not None and not slot.trace.isfinite() for slot in slots]
+    flags = [any(not trace.isfinite() for trace in slot.traces) for slot in slots]
+    for slot in slots:
+        slot.traces = ()
     flags += [slot.owner.grad is not None and not local(slot.owner.grad).isfinite().all() for slot in slots]
     rows = torch.tensor([[dist.get_rank() if dist.is_initialized() else 0, *flags]], dtype=torch.int32)
     for comm in groups.everyone():

@@ -18,7 +18,7 @@ from fastpar.comm.wire import Wire
 from fastpar.zero.flat import Staging
 from fastpar.zero.gathered import Unit
 from fastpar.zero.groups import Groups, as_dtensor, local
-from fastpar.zero.reducer import RowBucket, Slot, agree
+from fastpar.zero.reducer import RowBucket, Slot, agree, keep_traces
 
 STAGING_BUFFERS = 2  # one that travels, one that is filled
 
@@ -36,12 +36,16 @@ class ReplicaBucket:
         wide = torch.promote_types(first.wire, torch.float32)
         self._flat = torch.zeros(sum(self._numels), dtype=wide, device=first.parameter.device)
 
-    def add(self, position: int, gradient: Tensor) -> None:
+    def add(self, positions: Sequence[int], gradients: Sequence[Tensor]) -> None:
         assert self._flat is not None
-        self._flat.split(self._numels)[position].view(gradient.shape).copy_(gradient)
+        pieces = self._flat.split(self._numels)
+        if positions:
+            torch._foreach_copy_([pieces[position] for position in positions], [x.reshape(-1) for x in gradients])
 
     def launch(self) -> None:
         assert self._flat is not None
+        flat = self._flat
+        keep_traces(self.slots, flat, lambda: [[piece] for piece in flat.split(self._numels)])
         for comm in self._groups.everyone():
             comm.all_reduce(self._flat, "avg", out=self._flat)
 
@@ -128,6 +132,7 @@ class UnitReducer:
         self.forget()
         for slot in self.slots:
             slot.summed = slot.parameter.grad = None
+            slot.traces = ()
 
     def _staging_of(self, dtype: torch.dtype, device: torch.device) -> Staging:
         """Buffers for the largest bucket of this kind."""
@@ -145,12 +150,15 @@ class UnitReducer:
 
     def _launch(self, bucket: RowBucket | ReplicaBucket) -> None:
         bucket.open()
+        positions, gradients = [], []
         for position, slot in enumerate(bucket.slots):
             self._had_none.setdefault(slot, slot.owner.grad is None)
             gradient = slot.take()
             if gradient is not None:
                 self._used.add(slot)
-                bucket.add(position, gradient)
+                positions.append(position)
+                gradients.append(gradient)
+        bucket.add(positions, gradients)
         bucket.launch()
 
     def _drain(self) -> None:
