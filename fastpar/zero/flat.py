@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -129,7 +129,7 @@ class FlatShards:
         self._sources: list[list[Tensor]] | None = None
         if self._memory.is_shared:
             self._sources = [
-                self.layout.views(self.flat if rank == comm.rank else self._memory.of(rank), rank)
+                filled(self.layout.views(self.flat if rank == comm.rank else self._memory.of(rank), rank))
                 for rank in range(comm.size)
             ]
 
@@ -151,23 +151,36 @@ class FlatShards:
 
     def gather_async(self, outs: Sequence[Tensor]) -> Pending[None]:
         """`gather` in two steps. Over shared memory the copying is done at once, as it waits for nobody."""
+        return self.gather_rows_async(self.rows_in(outs))
+
+    def rows_in(self, outs: Sequence[Tensor]) -> list[list[Tensor]]:
+        """The rows of each rank in whole tensors, without those that are empty: where `gather_rows_async` writes to."""
+        everyone = range(self.comm.size)
+        return [filled(self.layout.rows_of(x.detach(), i, rank) for i, x in enumerate(outs)) for rank in everyone]
+
+    def gather_rows_async(self, rows: Sequence[Sequence[Tensor]]) -> Pending[None]:
+        """`gather_async` into rows, which one may have kept: to cut tensors takes longer than to copy small ones."""
         if self._sources is not None:
             note("all_gather", self.comm.size, self.layout.total, self.dtype)
-            for rank, source in enumerate(self._sources):
-                self._write(outs, source, rank)
+            for targets, sources in zip(rows, self._sources, strict=True):
+                copy_rows(targets, sources)
             return Pending.ready(None)
         pending = self.comm.all_gather_async(self.flat, sizes=self.layout.counts)
 
         def finish() -> None:
             for rank, part in enumerate(self.layout.parts(pending.wait())):
-                self._write(outs, self.layout.views(part, rank), rank)
+                copy_rows(rows[rank], filled(self.layout.views(part, rank)))
 
         return Pending(None, finish, describe=lambda: "gathering shards", timeout=self.comm.timeout)
 
-    def _write(self, outs: Sequence[Tensor], source: Sequence[Tensor], rank: int) -> None:
-        for index, (out, rows) in enumerate(zip(outs, source, strict=True)):
-            if rows.numel() > 0:
-                self.layout.rows_of(out.detach(), index, rank).copy_(rows)
+
+def filled(rows: Iterable[Tensor]) -> list[Tensor]:
+    return [x for x in rows if x.numel() > 0]
+
+
+def copy_rows(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    if targets:
+        torch._foreach_copy_(targets, sources)
 
 
 class FlatGradients:

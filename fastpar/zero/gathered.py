@@ -44,11 +44,12 @@ class Part:
         for value in values:
             starts.append(starts[-1] + -(-value.numel() // step) * step)
         flat = torch.empty(starts[-1], dtype=values[0].dtype, device=values[0].device)
-        self._targets = [
+        targets = [
             flat.as_strided(x.shape, contiguous_stride(x.shape), start)
             for x, start in zip(values, starts, strict=False)
         ]
-        self.versioned = tuple(_move(p, target) for p, target in zip(parameters, self._targets, strict=True))
+        self._rows = self.shards.rows_in(targets)
+        self.versioned = tuple(_move(p, target) for p, target in zip(parameters, targets, strict=True))
         self._storage = flat.untyped_storage()
         self.nbytes = self._storage.nbytes()
         self._storage.resize_(0)
@@ -57,7 +58,7 @@ class Part:
     def launch(self, pool: Pool) -> None:
         """Begin to gather, into memory of the pool."""
         pool.lend(self._storage, self.nbytes)
-        self._pending = self.shards.gather_async(self._targets)
+        self._pending = self.shards.gather_rows_async(self._rows)
 
     def wait(self) -> None:
         assert self._pending is not None

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastpar.comm import Communicator
 from fastpar.comm.recording import note
-from fastpar.zero.flat import FlatLayout, PeerMemory
+from fastpar.zero.flat import FlatLayout, PeerMemory, copy_rows, filled
 
 
 class WholeParameters:
@@ -25,39 +25,38 @@ class WholeParameters:
         self.layout = FlatLayout([x.shape for x in tensors], comm.size)
         numels = [x.numel() for x in tensors]
         self.values = list(tensors)
-        self._peers: list[list[Tensor]] = []
+        self._mirrored: list[Tensor] = []  # rows of other ranks, here,
+        self._peers: list[Tensor] = []  # and where those ranks write them
+        self.is_shared = False
         if comm.size > 1:
             memory = PeerMemory(comm, [sum(numels)] * comm.size, self.dtype, tensors[0].device)
             if memory.is_shared:
                 self.values = self._cut(memory.mine, numels)
                 for value, x in zip(self.values, tensors, strict=True):
                     value.copy_(x)
-                self._peers = [
-                    [] if rank == comm.rank else self._cut(memory.of(rank), numels) for rank in range(comm.size)
-                ]
+                self.is_shared = True
+                for rank in range(comm.size):
+                    if rank != comm.rank:
+                        self._mirrored += self._rows(self.values, rank)
+                        self._peers += self._rows(self._cut(memory.of(rank), numels), rank)
         self.rows = [self.layout.rows_of(value, index, comm.rank) for index, value in enumerate(self.values)]
-
-    @property
-    def is_shared(self) -> bool:
-        return bool(self._peers)
 
     def gather(self) -> None:
         """Bring the other ranks' rows in. Collective; nobody writes to its rows again before all have returned from
         another collective."""
         if self.comm.size == 1:
             return
-        if not self._peers:
+        if not self.is_shared:
             mine = torch.cat([rows.reshape(-1) for rows in self.rows])
             flat = self.comm.all_gather(mine, sizes=self.layout.counts)
             for rank, part in enumerate(self.layout.parts(flat)):
                 if rank != self.comm.rank:
-                    self._write(rank, self.layout.views(part, rank))
+                    sources = filled(self.layout.views(part, rank))
+                    copy_rows(self._rows(self.values, rank), sources)
             return
         note("all_gather", self.comm.size, self.layout.total, self.dtype)
         self.comm.barrier()
-        for rank, values in enumerate(self._peers):
-            if rank != self.comm.rank:
-                self._write(rank, [self.layout.rows_of(value, i, rank) for i, value in enumerate(values)])
+        copy_rows(self._mirrored, self._peers)
 
     def _cut(self, flat: Tensor, numels: Sequence[int]) -> list[Tensor]:
         ends = list(itertools.accumulate(numels))
@@ -66,7 +65,7 @@ class WholeParameters:
             for end, numel, shape in zip(ends, numels, self.layout.shapes, strict=True)
         ]
 
-    def _write(self, rank: int, rows: Sequence[Tensor]) -> None:
-        for index, (value, source) in enumerate(zip(self.values, rows, strict=True)):
-            if source.numel() > 0:
-                self.layout.rows_of(value, index, rank).copy_(source)
+    def _rows(self, values: Sequence[Tensor], rank: int) -> list[Tensor]:
+        """The rows of a rank, of those tensors of which it has some."""
+        rows = [self.layout.rows_of(value, index, rank) for index, value in enumerate(values)]
+        return filled(rows)
