@@ -168,6 +168,39 @@ def test_muon_and_adamw_divide_a_model_between_them() -> None:
     run_ranks(SIZE, several_run)
 
 
+def late_run() -> None:
+    """Two steps on one's own with the same data everywhere, then sharded."""
+    expected: Parameters = {}
+    for kind in ("adamw", "ours", "sgd"):
+        for stage in STAGES:
+            model = Net()
+            optimizer = make_optimizer(kind, model.parameters())
+            for step in range(2):
+                optimizer.zero_grad()
+                nn.functional.mse_loss(model(batch(step, 0, 0)[0]), torch.ones(4, 2)).backward()
+                optimizer.step()
+            optimizer.zero_grad()
+            zero = shard(model, optimizer, stage)
+            for step in range(2, 4):  # equal gradients, of which the mean over two ranks is exact
+                nn.functional.mse_loss(model(batch(step, 0, 0)[0]), torch.ones(4, 2)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            expected[f"{kind} {stage}"] = torch.cat([x.flatten() for x in optimizer_values(zero).values()])
+        model = Net()
+        optimizer = make_optimizer(kind, model.parameters())
+        for step in range(4):
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(batch(step, 0, 0)[0]), torch.ones(4, 2)).backward()
+            optimizer.step()
+        plain = torch.cat([p.detach().flatten() for p in model.parameters() if p.requires_grad])
+        for stage in STAGES:
+            assert torch.equal(expected[f"{kind} {stage}"], plain), (kind, stage)
+
+
+def test_an_optimizer_that_has_made_steps_keeps_its_states() -> None:
+    run_ranks(2, late_run)
+
+
 def closure_run() -> None:
     results = {}
     for stage in STAGES:

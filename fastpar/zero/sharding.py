@@ -24,6 +24,8 @@ from fastpar.zero.stage3 import RESIDENT_SHARE, Stage3
 from fastpar.zero.step import Stepper
 from fastpar.zero.units import UnitsLike
 
+_SCALARS = ("step", "eta", "mu", "mu_product")  # states of torch's optimizers that are one number for any parameter
+
 
 def shard(
     model: nn.Module | Iterable[nn.Parameter] | Iterable[tuple[str, nn.Parameter]],
@@ -353,13 +355,15 @@ class Zero:
     def _cut_state(self, states: dict[str, Any], slot: Slot) -> dict[str, Any]:
         """This rank's rows of states that have the parameter's shape."""
         rank, size = self.groups.shard.rank, self.groups.shard.size
-        shape = local(slot.parameter).shape
+        shape, mine = local(slot.parameter).shape, local(slot.owner)
         layout = FlatLayout([shape], size)
         cut: dict[str, Any] = {}
         for key, value in states.items():
-            if isinstance(value, Tensor) and value.ndim > 0 and local(value).shape == shape:
-                rows = layout.rows_of(local(value), 0, rank).to(local(slot.owner).device).clone()
-                cut[key] = as_dtensor(rows, slot.spec)
+            if isinstance(value, Tensor) and local(value).shape == shape and key not in _SCALARS:
+                rows = local(value)
+                if mine.numel() != rows.numel():  # resident parameters are whole
+                    rows = layout.rows_of(rows, 0, rank)
+                cut[key] = as_dtensor(rows.to(mine.device).clone().view(mine.shape), slot.spec)
             else:
                 cut[key] = value
         return cut
