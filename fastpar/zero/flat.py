@@ -69,7 +69,7 @@ class FlatLayout:
     def views(self, part: Tensor, rank: int) -> list[Tensor]:
         """A rank's rows of every tensor, out of its flat part."""
         count = len(self.shapes)
-        rows = part.split(self.numels[rank * count : (rank + 1) * count])
+        rows = part.split_with_sizes(self.numels[rank * count : (rank + 1) * count])
         return [
             x if len(shape) < 2 else x.view(hi - lo, *shape[1:])
             for x, shape, (lo, hi) in zip(rows, self.shapes, self._rows[rank], strict=True)
@@ -158,7 +158,7 @@ class FlatShards:
         everyone = range(self.comm.size)
         return [filled(self.layout.rows_of(x.detach(), i, rank) for i, x in enumerate(outs)) for rank in everyone]
 
-    def gather_rows_async(self, rows: Sequence[Sequence[Tensor]]) -> Pending[None]:
+    def gather_rows_async(self, rows: Sequence[list[Tensor]]) -> Pending[None]:
         """`gather_async` into rows, which one may have kept: to cut tensors takes longer than to copy small ones."""
         if self._sources is not None:
             note("all_gather", self.comm.size, self.layout.total, self.dtype)
@@ -178,7 +178,7 @@ def filled(rows: Iterable[Tensor]) -> list[Tensor]:
     return [x for x in rows if x.numel() > 0]
 
 
-def copy_rows(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+def copy_rows(targets: list[Tensor], sources: list[Tensor]) -> None:
     if targets:
         torch._foreach_copy_(targets, sources)
 
@@ -196,7 +196,7 @@ class FlatGradients:
     def __init__(self, comm: Communicator, layout: FlatLayout, buffer: Tensor, *, mode: str = "background") -> None:
         self.comm, self.layout = comm, layout
         self.flat = buffer[: layout.total]
-        self._pieces = self.flat.split(layout.numels)  # of all tensors, rank by rank
+        self._pieces = self.flat.split_with_sizes(layout.numels)  # of all tensors, rank by rank
         self._is_put = [False] * len(layout.shapes)
         self._collectives = {"background": comm._background, "halves": comm._halves, "blocking": comm._blocking}[mode]
 
@@ -206,7 +206,7 @@ class FlatGradients:
         for index, grad in zip(indices, grads, strict=True):
             self._is_put[index] = True
             targets += self._pieces_of(index)
-            sources += grad.reshape(-1).split(self.layout.numels_of(index))
+            sources += grad.reshape(-1).split_with_sizes(self.layout.numels_of(index))
         if targets:
             torch._foreach_copy_(targets, sources)
 
@@ -217,12 +217,12 @@ class FlatGradients:
                 torch._foreach_zero_(self._pieces_of(index))
                 self._is_put[index] = True
 
-    def pieces(self) -> list[Sequence[Tensor]]:
+    def pieces(self) -> list[tuple[Tensor, ...]]:
         """Each tensor's elements, in one piece for each rank that gets some."""
         return [self._pieces_of(index) for index in range(len(self._is_put))]
 
-    def _pieces_of(self, index: int) -> Sequence[Tensor]:
-        return self._pieces[index :: len(self._is_put)]
+    def _pieces_of(self, index: int) -> tuple[Tensor, ...]:
+        return tuple(self._pieces[index :: len(self._is_put)])
 
     def reduce(self, wire: Wire | None = None, *, key: Hashable = None) -> Pending[list[Tensor]]:
         """Begin to average, in the format of `wire` (None: as they are, summed in float32)."""

@@ -314,6 +314,8 @@ class Zero:
 
     def _write_back(self, owners: Sequence[nn.Parameter], is_rounded: bool) -> None:
         """Round updated master weights to the parameters."""
+        if not self._has_targets:
+            return
         for owner in owners:
             target = self._slot_of[id(owner)].target
             if target is not None and not (is_rounded and target.dtype != owner.dtype):
@@ -334,6 +336,7 @@ class Zero:
         """Give the optimizers the slots' owners in the place of the parameters, with their part of the states."""
         slots = {id(slot.parameter): slot for slot in self.slots}
         self._slot_of = {id(slot.owner): slot for slot in self.slots}
+        self._has_targets = any(slot.target is not None for slot in self.slots)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 for index, parameter in enumerate(group["params"]):
