@@ -203,7 +203,7 @@ def adamw_step(
         p = p * (1 - lr * weight_decay) - lr / (1 - beta1^step) * m / (sqrt(v) / sqrt(1 - beta2^step) + eps)
 
     No collective. Bytes per element: those of the gradient and outputs, and twice those of parameter, remainder and
-    states; 28 in float32, 10.03 with bfloat16 parameters and gradients and 8-bit states. Non-contiguous tensors are
+    states; 28 in float32, 10.06 with bfloat16 parameters and gradients and 8-bit states. Non-contiguous tensors are
     copied there and back.
 
     On CPU a C++ kernel; on CUDA a kernel compiled for sm_90a, or Triton's on other devices, not measured yet; elsewhere
