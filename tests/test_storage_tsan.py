@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_transport_tsan import FLAGS, REPORTED, ROOT, compiler
+from tests.test_transport_tsan import FLAGS, ROOT, compiler
 
 CSRC = ROOT / "csrc"
 SOURCES = ["runtime/async_file", "runtime/io_ring", "runtime/checksum", "runtime/checksum_portable"]
@@ -83,5 +83,4 @@ def test_a_broken_file_is_found(name: str, tmp_path: Path) -> None:
     done = run(build(tmp_path, tmp_path), 50)
     assert done.returncode != 0, "not found"
     if "without the lock" in name:
-        assert done.returncode == REPORTED
-        assert "data race" in done.stderr
+        assert "data race" in done.stderr  # whatever then came of it: a lost count also keeps a transfer from ending
