@@ -1,0 +1,191 @@
+"""Where every row of a dispatch comes from and goes to.
+
+Experts are numbered over the group: rank r has those from r * E / size on. A *pair* is a token and one of its choices.
+Every pair that goes somewhere has a row on the rank of its expert. Rows lie by expert, within an expert by the rank
+that they come from, then by token, then by choice: an order that does not depend on the transport.
+
+What the ranks tell each other before anything is sent is one header each (`Header`), in one all-gather; all else
+follows from them on every rank alike.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastpar.comm import Communicator
+from fastpar.ops.moe_rows import sort_pairs
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@dataclass(frozen=True)
+class DispatchPlan:
+    """The way of the rows of one dispatch, for `moe_combine` and for both backwards.
+
+    tokens, top_k   of this rank's indices
+    num_experts     of the group; this rank has those of `experts`
+    counts          int64 [len(experts)]: rows of each of this rank's experts
+    splits          where the rows of each expert begin, and where the last end: len(experts) + 1 numbers. More room
+                    than `counts` says where rows are padded
+    loads           int64 [size, num_experts]: pairs of each rank for each expert
+    source          int64 [num_rows]: which of the sent tokens each row is, as `Exchange.send` gives them; -1: padding
+    row_weights     float32 [num_rows]: what the pair's weight is; 0: padding
+    pair_weights    float32 [T, K]
+    way             what the exchange keeps for itself
+    exchange        the exchange that it is a plan of
+    """
+
+    tokens: int
+    top_k: int
+    num_experts: int
+    experts: range
+    counts: Tensor
+    splits: tuple[int, ...]
+    loads: Tensor
+    source: Tensor
+    row_weights: Tensor
+    pair_weights: Tensor
+    way: Any
+    exchange: Any
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of this rank's experts, padding included."""
+        return self.splits[-1]
+
+
+@dataclass(frozen=True)
+class Padding:
+    """Room for rows: `align` rounds every expert's rows up to a multiple; `capacity` gives each room for so many.
+
+    Padding rows are zeros. They come into no output and no gradient.
+    """
+
+    align: int = 1
+    capacity: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.align < 1:
+            raise ValueError(f"align must be at least 1, got {self.align}")
+        if self.capacity is not None and self.capacity < 0:
+            raise ValueError(f"capacity must not be negative, got {self.capacity}")
+
+    def room(self, counts: Tensor) -> Tensor:
+        """Rows that experts with so many pairs have room for."""
+        wanted = counts if self.capacity is None else torch.full_like(counts, self.capacity)
+        room = (wanted + self.align - 1) // self.align * self.align
+        if bool((room < counts).any()):
+            raise ValueError(f"capacity is {self.capacity} rows for each expert, but one gets {int(counts.max())}")
+        return room
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the rows of all ranks lie.
+
+    first      int64 [size, E]: the row, on its expert's rank, of the first pair of this source rank for this expert
+    starts     int64 [E]: where an expert's rows begin on its rank
+    rank_rows  rows on each rank
+    """
+
+    first: Tensor
+    starts: Tensor
+    rank_rows: tuple[int, ...]
+
+    @classmethod
+    def of(cls, loads: Tensor, padding: Padding) -> Placement:
+        size = len(loads)
+        room = padding.room(loads.sum(0)).view(size, -1)
+        starts = (room.cumsum(1) - room).flatten()
+        return cls(starts + loads.cumsum(0) - loads, starts, tuple(room.sum(1).tolist()))
+
+
+def spread(first: Tensor, counts: Tensor) -> Tensor:
+    """first[0], first[0] + 1, ... counts[0] of them, then the same of the next: int64 [sum of counts]."""
+    ends = counts.cumsum(0)
+    return torch.repeat_interleave(first - ends + counts, counts) + torch.arange(int(counts.sum()))
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """This rank's pairs, sorted: `order` and `counts` of `sort_pairs`."""
+
+    indices: Tensor
+    num_experts: int
+    order: Tensor
+    counts: Tensor
+
+    @classmethod
+    def of(cls, indices: Tensor, num_experts: int) -> Pairs:
+        return cls(indices, num_experts, *sort_pairs(indices, num_experts))
+
+    @classmethod
+    def nowhere(cls, num_experts: int) -> Pairs:
+        """Those of a rank with wrong arguments, which takes part in the exchange that tells the others so."""
+        return cls.of(torch.empty((0, 1), dtype=torch.int64), num_experts)
+
+    @property
+    def top_k(self) -> int:
+        return self.indices.shape[1]
+
+    def slots(self, first: Tensor) -> Tensor:
+        """[T, K]: where the row of each pair lies if those of each expert begin at `first` [E]; -1: it has none."""
+        slots = torch.full((self.indices.numel(),), -1, dtype=torch.int64)
+        slots[self.order] = spread(first, self.counts)
+        return slots.view(self.indices.shape)
+
+
+def check_arguments(x: Tensor, indices: Tensor, weights: Tensor | None, num_experts: int, comm: Communicator) -> str:
+    """What is wrong with this rank's arguments, or nothing. Not raised here: the other ranks have to raise it too."""
+    if num_experts < 1 or num_experts % comm.size:
+        near = [n for n in range(1, num_experts + 1) if num_experts % n == 0]
+        return f"num_experts ({num_experts}) must be divisible by the ranks of the group ({comm.size}); it is by {near}"
+    if x.ndim != 2 or indices.ndim != 2 or len(indices) != len(x):
+        return f"x must be [T, H] and indices [T, K], got {tuple(x.shape)} and {tuple(indices.shape)}"
+    if indices.dtype not in (torch.int64, torch.int32):
+        return f"indices must be int64 or int32, got {indices.dtype}"
+    if weights is not None and weights.shape != indices.shape:
+        return f"weights must have the shape of indices, {tuple(indices.shape)}, got {tuple(weights.shape)}"
+    if x.dtype not in _DTYPES:
+        return f"x must be one of {', '.join(map(str, _DTYPES))}, got {x.dtype}"
+    if indices.numel():
+        low, high = (int(value) for value in torch.aminmax(indices))
+        if low < -1 or high > num_experts:
+            return (
+                f"indices must be in 0..{num_experts - 1}, or -1 or {num_experts} for a choice that goes nowhere; "
+                f"they are in {low}..{high}"
+            )
+    return ""
+
+
+_BAD_ARGUMENTS = 1
+
+
+def exchange_headers(
+    comm: Communicator, problem: str, x: Tensor, top_k: int, counts: Tensor | None, extra: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What every rank has: tokens [size], loads [size, E], extra [size, n]. Raises on all ranks what is wrong on one.
+
+    One all-gather of int64: a status, T, K, H, dtype, the counts of experts, and `extra`.
+    """
+    status = [_BAD_ARGUMENTS, 0, 0, 0, 0] if problem else [0, len(x), top_k, x.shape[1], _DTYPES.index(x.dtype)]
+    parts = [torch.tensor(status)]
+    parts += [part for part in (counts, extra) if part is not None]
+    own = torch.cat(parts)
+    everyone = own[None] if comm.size == 1 else comm.all_gather(own[None])
+    bad = everyone[:, 0].nonzero().flatten().tolist()
+    if problem:
+        raise ValueError(problem)
+    if bad:
+        raise ValueError(f"moe_dispatch: wrong arguments on rank {bad[0]} of the group: see its error")
+    for column, name in ((2, "top_k"), (3, "hidden size"), (4, "dtype")):
+        values = everyone[:, column].tolist()
+        if len(set(values)) > 1:
+            shown = [_DTYPES[value] for value in values] if name == "dtype" else values
+            raise ValueError(f"moe_dispatch: {name} must be equal on all ranks of the group, got {shown}")
+    num_counts = 0 if counts is None else len(counts)
+    return everyone[:, 1], everyone[:, 5 : 5 + num_counts], everyone[:, 5 + num_counts :]

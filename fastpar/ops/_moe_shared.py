@@ -1,0 +1,136 @@
+"""Rows of tokens between CPU ranks of one host: nobody sends, everybody reads.
+
+Each rank lays its tokens, sorted pairs and weights where all can read them (`SharedRegion`). After one barrier the
+ranks of the experts gather rows from there, and after the experts' work every rank sums its tokens' rows out of the
+other ranks' results. A row is copied once on its way to an expert and not at all on its way back, so a token that goes
+to several experts of a rank costs no more than it must, and sums go over a token's choices in their order: the bits of
+one rank.
+
+Note: two halves. Regions are written in turns: a rank writes half h after the barrier that ends the use of half 1 - h,
+and all reads of what half h held before came before that barrier. So one barrier a call suffices, as long as what a
+call gives is used up before the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fastpar.comm import Communicator
+from fastpar.comm.shared_region import SharedRegion
+from fastpar.ops._moe_exchange import Tables, make_plan, take_values
+from fastpar.ops._moe_plan import DispatchPlan, Padding, Pairs, Placement, check_arguments, exchange_headers, spread
+from fastpar.ops.moe_rows import sum_rows
+
+_ALIGNMENT = 64  # bytes
+_GROWTH = 1.25  # room for more than is needed, so that steps that differ a little do not meet to grow
+
+
+class SharedExchange:
+    """See `fastpar.ops._moe_exchange.Exchange`."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self.comm = comm
+        self._halves: list[SharedRegion | None] = [None, None]
+        self._half = 0  # that is written next
+
+    def dispatch(
+        self, x: Tensor, indices: Tensor, weights: Tensor | None, num_experts: int, padding: Padding
+    ) -> tuple[DispatchPlan, Tables]:
+        problem = check_arguments(x, indices, weights, num_experts, self.comm)
+        pairs = Pairs.nowhere(num_experts) if problem else Pairs.of(indices, num_experts)
+        tokens, loads, _ = exchange_headers(self.comm, problem, x, pairs.top_k, pairs.counts)
+        place = Placement.of(loads, padding)
+        sorted_weights = torch.ones(len(pairs.order)) if weights is None else weights.reshape(-1)[pairs.order].float()
+        tables, orders, pair_weights = self._show(
+            (x, tokens), (pairs.order.int()[:, None], loads.sum(1)), (sorted_weights.detach()[:, None], loads.sum(1))
+        )
+        rank, size = self.comm.rank, self.comm.size
+        mine = loads.view(size, size, -1)[:, rank].T.flatten()  # pairs by expert, then by rank
+        begins = loads.cumsum(1) - loads  # of an expert in a rank's sorted pairs
+        begins = (begins + (loads.sum(1).cumsum(0) - loads.sum(1))[:, None]).view(size, size, -1)[:, rank].T.flatten()
+        position = spread(begins, mine)
+        rows = spread(place.first.view(size, size, -1)[:, rank].T.flatten(), mine)
+        sender = torch.repeat_interleave(torch.arange(size).repeat(num_experts // size), mine)
+        token = take_values(orders, position) // pairs.top_k
+        source = torch.full((place.rank_rows[rank],), -1, dtype=torch.int64)
+        source[rows] = token + (tokens.cumsum(0) - tokens)[sender]
+        row_weights = torch.zeros(place.rank_rows[rank])
+        row_weights[rows] = take_values(pair_weights, position)
+        base = torch.tensor([0, *place.rank_rows[:-1]]).cumsum(0).repeat_interleave(num_experts // size)
+        slots = pairs.slots(place.first[rank] + base)
+        way = _Way(tokens, place.rank_rows, slots)
+        return make_plan(self, pairs, loads, place, source, row_weights, weights, way), tables
+
+    def send(self, plan: DispatchPlan, *tensors: Tensor) -> list[Tables]:
+        return self._show(*((x, plan.way.tokens) for x in tensors))
+
+    def empty_rows(self, plan: DispatchPlan, width: int, dtype: torch.dtype) -> Tensor:
+        self._reserve(_bytes(max(plan.way.rank_rows), width, dtype))
+        return self._part(self.comm.rank, (plan.num_rows, width), dtype, 0)
+
+    def give_back(
+        self,
+        plan: DispatchPlan,
+        rows: Tensor,
+        *,
+        weighted: bool,
+        add: Tensor | None = None,
+        values: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        counts = torch.tensor(plan.way.rank_rows)
+        shown = [(rows, counts)] if values is None else [(rows, counts), (values.view(-1, 1), counts)]
+        tables = self._show(*shown)
+        slots, weights = plan.way.slots, plan.pair_weights if weighted else None
+        out = sum_rows(tables[0], slots, weights=weights, add=add)
+        return out, None if values is None else take_values(tables[1], slots)
+
+    # ---- memory
+
+    def _show(self, *parts: tuple[Tensor, Tensor]) -> list[Tables]:
+        """Of each tensor [n, w] those of all ranks, which have as many rows as its counts [size] say."""
+        widths = [(x.shape[1], x.dtype) for x, _ in parts]
+        sizes = [_bytes(int(counts.max()), *width) for (_, counts), width in zip(parts, widths, strict=True)]
+        self._reserve(sum(sizes))
+        offset = 0
+        for (x, _), size in zip(parts, sizes, strict=True):
+            target = self._part(self.comm.rank, tuple(x.shape), x.dtype, offset)
+            if target.data_ptr() != x.data_ptr():  # else it was written there: see `empty_rows`
+                target.copy_(x)
+            offset += size
+        self.comm.barrier()
+        found: list[Tables] = []
+        offset = 0
+        for (x, counts), size in zip(parts, sizes, strict=True):
+            found.append(
+                [self._part(rank, (rows, x.shape[1]), x.dtype, offset) for rank, rows in enumerate(counts.tolist())]
+            )
+            offset += size
+        self._half = 1 - self._half
+        return found
+
+    def _reserve(self, nbytes: int) -> None:
+        """Have a region of so many bytes, the same on all ranks: a collective call where it has to be made."""
+        region = self._halves[self._half]
+        if region is None or region.nbytes < nbytes:
+            if region is not None:
+                region.close()
+            self._halves[self._half] = SharedRegion(self.comm, max(int(nbytes * _GROWTH), 1 << 16))
+
+    def _part(self, rank: int, shape: Sequence[int], dtype: torch.dtype, offset: int) -> Tensor:
+        region = self._halves[self._half]
+        assert region is not None
+        return region.tensor(shape, dtype, offset=offset, rank=rank)
+
+
+class _Way:
+    """tokens [size] and rows of every rank; slots [T, K]: the row of each pair among those of all ranks, or -1."""
+
+    def __init__(self, tokens: Tensor, rank_rows: tuple[int, ...], slots: Tensor) -> None:
+        self.tokens, self.rank_rows, self.slots = tokens, rank_rows, slots
+
+
+def _bytes(rows: int, width: int, dtype: torch.dtype) -> int:
+    return -(-rows * width * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
