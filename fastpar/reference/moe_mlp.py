@@ -1,0 +1,112 @@
+"""Feed-forward experts in plain PyTorch: each expert on the tokens that chose it, one expert after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+ACTIVATIONS = ("swiglu", "geglu", "clamped_swiglu", "gelu", "relu", "relu2", "silu")
+_GATED = ("swiglu", "geglu", "clamped_swiglu")
+WEIGH = ("after", "before", "input")
+
+
+@dataclass(frozen=True)
+class ExpertRule:
+    """What an expert computes, and how its weights lie.
+
+    activation    gated: "swiglu" silu(gate) * up, "geglu" gelu(gate) * up, "clamped_swiglu" as in gpt-oss: gate at most
+                  `limit`, up within it, (up + 1) * gate * sigmoid(alpha * gate); else "gelu", "relu", "relu2", "silu"
+    weigh         where a choice's weight comes in: "after" the last product, "before" it (on the activation),
+                  "input": on the token
+    transposed    weights are [E, in, out] and not [E, out, in]
+    interleaved   gate and up alternate along the features; else first all of gate, then all of up
+    limit, alpha  of clamped_swiglu
+    """
+
+    activation: str = "swiglu"
+    weigh: str = "after"
+    transposed: bool = False
+    interleaved: bool = False
+    limit: float = 7.0
+    alpha: float = 1.702
+
+    def __post_init__(self) -> None:
+        if self.activation not in ACTIVATIONS:
+            raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {self.activation!r}")
+        if self.weigh not in WEIGH:
+            raise ValueError(f"weigh must be one of {', '.join(WEIGH)}, got {self.weigh!r}")
+        if self.interleaved and not self.is_gated:
+            raise ValueError(f"interleaved is for gated activations, not {self.activation!r}")
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether the first product has twice the features of the second's input."""
+        return self.activation in _GATED
+
+
+def activate(hidden: Tensor, rule: ExpertRule) -> Tensor:
+    """[.., 2 I] (gated) or [.., I] to [.., I]."""
+    if not rule.is_gated:
+        functions: dict[str, Callable[[Tensor], Tensor]] = {
+            "gelu": functional.gelu,
+            "relu": functional.relu,
+            "relu2": lambda x: functional.relu(x).square(),
+            "silu": functional.silu,
+        }
+        return functions[rule.activation](hidden)
+    gate, up = (hidden[..., ::2], hidden[..., 1::2]) if rule.interleaved else hidden.chunk(2, -1)
+    if rule.activation == "swiglu":
+        return functional.silu(gate) * up
+    if rule.activation == "geglu":
+        return functional.gelu(gate) * up
+    gate, up = gate.clamp(max=rule.limit), up.clamp(-rule.limit, rule.limit)
+    return (up + 1) * gate * torch.sigmoid(rule.alpha * gate)
+
+
+def expert_mlp(
+    x: Tensor,
+    first: Tensor,
+    second: Tensor,
+    first_bias: Tensor | None,
+    second_bias: Tensor | None,
+    row_weights: Tensor,
+    rule: ExpertRule,
+) -> Tensor:
+    """One expert on rows x [n, H]; first [2I or I, H], second [H, I], unless transposed. Not yet weighed "after"."""
+    scale = row_weights[:, None].to(x.dtype)
+    if rule.transposed:
+        first, second = first.T, second.T
+    hidden = functional.linear(x * scale if rule.weigh == "input" else x, first, first_bias)
+    activation = activate(hidden, rule)
+    return functional.linear(activation * scale if rule.weigh == "before" else activation, second, second_bias)
+
+
+def moe_mlp(
+    x: Tensor,
+    indices: Tensor,
+    weights: Tensor,
+    first: Tensor,
+    second: Tensor,
+    *,
+    first_bias: Tensor | None = None,
+    second_bias: Tensor | None = None,
+    rule: ExpertRule | None = None,
+    add: Tensor | None = None,
+) -> Tensor:
+    """The experts of one process, token by token's choice, in the dtype of x. See `fastpar.ops.moe_mlp`."""
+    rule = rule or ExpertRule()
+    out = torch.zeros_like(x) if add is None else add
+    for k in range(indices.shape[1]):
+        for expert in range(len(first)):
+            tokens = (indices[:, k] == expert).nonzero().flatten()
+            biases = (None if b is None else b[expert] for b in (first_bias, second_bias))
+            chosen = weights[tokens, k]
+            rows = expert_mlp(x[tokens], first[expert], second[expert], *biases, chosen, rule)
+            if rule.weigh == "after":
+                rows = rows * chosen[:, None].to(x.dtype)
+            out = out.index_add(0, tokens, rows)
+    return out
