@@ -6,14 +6,16 @@
 Two views of the same ranks, slowest dim first:
 
     dense   ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-    expert  ("pp", "dp_replicate", "efsdp", "ep")            efsdp * ep == dp_shard * cp * tp
+    expert  ("pp", "dp_replicate", "efsdp", "ep", "etp")     efsdp * ep * etp == dp_shard * cp * tp
 
-so the ranks of an expert group are neighbours: first those of one tp group, then of cp, then of dp_shard. Derived
-names: "dp" is dp_replicate x dp_shard flattened; "fsdp" is dp_shard.
+so the ranks of an expert group are neighbours: first those of one tp group, then of cp, then of dp_shard. etp splits
+every expert, ep the set of them, and efsdp holds copies: how experts are laid out does not follow from tp. Derived
+names: "dp" is dp_replicate x dp_shard flattened; "fsdp" is dp_shard; "edp" is dp_replicate x efsdp flattened: the
+ranks with the same part of the experts.
 
 Decided: every group is made here, when all ranks are known to be present. Making a group is itself a collective of
 the whole job; made on first use, it would hang whenever only some ranks use it. The expert view costs nothing while
-ep == 1 and dp is flattened only where both of its dims are larger than 1.
+ep == etp == 1 and dp is flattened only where both of its dims are larger than 1.
 """
 
 from __future__ import annotations
@@ -28,9 +30,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 DENSE_DIMS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-EXPERT_DIMS = ("pp", "dp_replicate", "efsdp", "ep")
+EXPERT_DIMS = ("pp", "dp_replicate", "efsdp", "ep", "etp")
 _SYNONYMS = {"fsdp": "dp_shard"}
-_NAMES = (*DENSE_DIMS, "efsdp", "ep", "dp", "fsdp")
+_NAMES = (*DENSE_DIMS, "efsdp", "ep", "etp", "dp", "fsdp", "edp")
 
 
 def init_mesh(
@@ -41,12 +43,14 @@ def init_mesh(
     cp: int = 1,
     tp: int = 1,
     ep: int = 1,
+    etp: int = 1,
     device: str | torch.device | None = None,
 ) -> Mesh:
     """Lay the ranks of the job out as a mesh. Called by every rank, with the same sizes.
 
     pp, dp_replicate, dp_shard, cp, tp   sizes whose product is the number of ranks; one of them may be -1: the rest
-    ep                                   size of an expert group; must divide dp_shard * cp * tp
+    ep, etp                              ranks that share the experts, and ranks that share each expert; their product
+                                         must divide dp_shard * cp * tp
     device                               "cpu" or "cuda"; by default "cuda" where there is one
 
     Under torchrun the default process group is initialised if it is not yet (gloo for CPU tensors, NCCL for CUDA
@@ -57,39 +61,46 @@ def init_mesh(
     there is no such device.
     """
     sizes = {"pp": pp, "dp_replicate": dp_replicate, "dp_shard": dp_shard, "cp": cp, "tp": tp}
-    _check_sizes(sizes, ep)
+    _check_sizes(sizes, ep, etp)
     device_type = _device_type(device)
     sizes = _fill_in(sizes, _world_size(sizes))
     inner = sizes["dp_shard"] * sizes["cp"] * sizes["tp"]
-    if inner % ep:
+    if inner % (ep * etp):
         raise ValueError(
-            f"ep ({ep}) must divide dp_shard * cp * tp ({sizes['dp_shard']} * {sizes['cp']} * {sizes['tp']} = {inner})"
+            f"ep * etp ({ep} * {etp}) must divide dp_shard * cp * tp "
+            f"({sizes['dp_shard']} * {sizes['cp']} * {sizes['tp']} = {inner})"
         )
     owned = not dist.is_initialized()
     if owned:
         _init_process_group(device_type)
-    return Mesh(sizes, ep, device_type, owns_default_group=owned)
+    return Mesh(sizes, ep, device_type, etp=etp, owns_default_group=owned)
 
 
 class Mesh:
     """Named groups of ranks; made by `init_mesh`. Names are those of the module docstring."""
 
-    def __init__(self, sizes: dict[str, int], ep: int, device_type: str, *, owns_default_group: bool) -> None:
+    def __init__(
+        self, sizes: dict[str, int], ep: int, device_type: str, *, etp: int = 1, owns_default_group: bool
+    ) -> None:
         self.device_type = device_type
         self._owns_default_group = owns_default_group
         inner = sizes["dp_shard"] * sizes["cp"] * sizes["tp"]
         dp = sizes["dp_replicate"] * sizes["dp_shard"]
-        self._sizes = {**sizes, "efsdp": inner // ep, "ep": ep, "dp": dp}
+        efsdp = inner // (ep * etp)
+        edp = sizes["dp_replicate"] * efsdp
+        self._sizes = {**sizes, "efsdp": efsdp, "ep": ep, "etp": etp, "dp": dp, "edp": edp}
         before = set(_known_groups())
         self._dense: DeviceMesh = init_device_mesh(
             device_type, tuple(sizes[dim] for dim in DENSE_DIMS), mesh_dim_names=DENSE_DIMS
         )
         self._expert: DeviceMesh | None = None
-        if ep > 1:
+        if ep * etp > 1:
             shape = tuple(self._sizes[dim] for dim in EXPERT_DIMS)
             self._expert = init_device_mesh(device_type, shape, mesh_dim_names=EXPERT_DIMS)
         if sizes["dp_replicate"] > 1 and sizes["dp_shard"] > 1:
             self._dense["dp_replicate", "dp_shard"]._flatten("dp")
+        if self._expert is not None and sizes["dp_replicate"] > 1 and efsdp > 1:
+            self._expert["dp_replicate", "efsdp"]._flatten("edp")
         self._made = [group for group in _known_groups() if group not in before]
 
     @property
@@ -127,26 +138,31 @@ class Mesh:
         """torch's DeviceMesh of one dim, or of several dims of one view in its order: mesh["tp"],
         mesh["dp_replicate", "dp_shard"].
 
-        The expert view exists where ep > 1.
+        The expert view exists where ep or etp is more than 1.
         Raises ValueError for an unknown name, and for names of different views.
         """
         wanted = tuple(_resolve(name) for name in ((names,) if isinstance(names, str) else names))
         if wanted == ("dp",):
-            return self._dp()
+            return self._flattened(self._dense, "dp", "dp_shard")
         if all(name in DENSE_DIMS for name in wanted):
             return self._dense[wanted if len(wanted) > 1 else wanted[0]]
         if self._expert is None:
-            raise ValueError(f"mesh[{names!r}]: there is no expert view because ep is 1; use the dims {DENSE_DIMS}")
+            raise ValueError(
+                f"mesh[{names!r}]: there is no expert view because ep and etp are 1; use the dims {DENSE_DIMS}"
+            )
+        if wanted == ("edp",):
+            return self._flattened(self._expert, "edp", "efsdp")
         if all(name in EXPERT_DIMS for name in wanted):
             return self._expert[wanted if len(wanted) > 1 else wanted[0]]
-        raise ValueError(f"mesh[{names!r}]: take all names from {DENSE_DIMS} or all from {EXPERT_DIMS} (dp alone)")
+        raise ValueError(f"mesh[{names!r}]: take all names from {DENSE_DIMS} or all from {EXPERT_DIMS} (dp, edp alone)")
 
-    def _dp(self) -> DeviceMesh:
+    def _flattened(self, view: DeviceMesh, name: str, inner: str) -> DeviceMesh:
+        """dp_replicate x inner, as the view's dim `name`."""
         if self._sizes["dp_replicate"] == 1:
-            return self._dense["dp_shard"]
-        if self._sizes["dp_shard"] == 1:
-            return self._dense["dp_replicate"]
-        return self._dense["dp_replicate", "dp_shard"]._flatten("dp")  # made in __init__; this looks it up
+            return view[inner]
+        if self._sizes[inner] == 1:
+            return view["dp_replicate"]
+        return view["dp_replicate", inner]._flatten(name)  # made in __init__; this looks it up
 
     def close(self) -> None:
         """Destroy the process groups that `init_mesh` made, the default group only if it was made there too. The mesh
@@ -163,7 +179,10 @@ class Mesh:
 
     def __repr__(self) -> str:
         dims = [f"{dim}={self._sizes[dim]}" for dim in DENSE_DIMS if self._sizes[dim] > 1]
-        dims += [f"efsdp={self._sizes['efsdp']}", f"ep={self._sizes['ep']}"] if self._expert is not None else []
+        if self._expert is not None:
+            dims += [
+                f"{dim}={self._sizes[dim]}" for dim in ("efsdp", "ep", "etp") if dim != "etp" or self._sizes[dim] > 1
+            ]
         return f"Mesh({', '.join([*dims, f'world_size={self.world_size}', f'device_type={self.device_type!r}'])})"
 
 
@@ -192,12 +211,13 @@ def _resolve(name: str) -> str:
     raise ValueError(f"unknown mesh dim {name!r}: {hint}The dims are {', '.join(_NAMES)}")
 
 
-def _check_sizes(sizes: dict[str, int], ep: int) -> None:
-    for name, size in {**sizes, "ep": ep}.items():
+def _check_sizes(sizes: dict[str, int], ep: int, etp: int) -> None:
+    for name, size in {**sizes, "ep": ep, "etp": etp}.items():
+        may_be_rest = name in sizes
         if isinstance(size, bool) or not isinstance(size, int):
             raise TypeError(f"{name} must be an int, got {size!r}")
-        if size < 1 and (size != -1 or name == "ep"):
-            raise ValueError(f"{name} must be at least 1{'' if name == 'ep' else ' (or -1: the rest)'}, got {size}")
+        if size < 1 and not (size == -1 and may_be_rest):
+            raise ValueError(f"{name} must be at least 1{' (or -1: the rest)' if may_be_rest else ''}, got {size}")
     rest = [name for name, size in sizes.items() if size == -1]
     if len(rest) > 1:
         raise ValueError(f"at most one size may be -1, got {' and '.join(rest)}")

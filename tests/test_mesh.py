@@ -28,8 +28,11 @@ def describe(sizes):
         assert groups[name][mesh.rank(name)] == dist.get_rank()
         x = Communicator(group).all_gather(torch.tensor([dist.get_rank()]))
         assert x.tolist() == groups[name]
-    if sizes.get("ep", 1) > 1:
-        groups["efsdp"] = dist.get_process_group_ranks(mesh.group("efsdp"))
+    if sizes.get("ep", 1) * sizes.get("etp", 1) > 1:
+        for name in ("efsdp", "etp", "edp"):
+            group = mesh.group(name)
+            groups[name] = [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
+            assert len(groups[name]) == mesh.size(name) == mesh[name].size()
     dims = [mesh[name].size() for name in (*DENSE_DIMS, "dp")]
     assert dims == [mesh.size(name) for name in (*DENSE_DIMS, "dp")]
     result = groups, mesh.coordinate, repr(mesh), mesh.world_size, mesh.device_type
@@ -65,6 +68,20 @@ def test_expert_groups_are_neighbours_within_dp_shard_cp_and_tp():
         assert text == "Mesh(dp_shard=2, tp=2, efsdp=2, ep=2, world_size=4, device_type='cpu')"
 
 
+def test_an_expert_is_split_over_neighbours_and_copied_over_edp():
+    for rank, (groups, _, text, *_) in enumerate(run_ranks(4, describe, {"dp_shard": 2, "tp": 2, "ep": 2, "etp": 2})):
+        assert groups["etp"] == [rank // 2 * 2, rank // 2 * 2 + 1]
+        assert groups["ep"] == [rank % 2, rank % 2 + 2]
+        assert groups["efsdp"] == groups["edp"] == [rank]
+        assert "efsdp=1, ep=2, etp=2" in text
+    sizes = {"dp_replicate": 2, "dp_shard": 2, "etp": 2}
+    for rank, (groups, *_) in enumerate(run_ranks(4, describe, sizes)):
+        assert groups["etp"] == [rank // 2 * 2, rank // 2 * 2 + 1]
+        assert groups["edp"] == [rank % 2, rank % 2 + 2]
+    for groups, *_ in run_ranks(4, describe, {"dp_replicate": 2, "tp": 2, "ep": 1, "etp": 2}):
+        assert len(groups["edp"]) == 2
+
+
 def refuse():
     bad = [
         ({"tp": 3}, r"multiply to the number of ranks \(2\), got tp=3 \(product 3\)"),
@@ -73,7 +90,7 @@ def refuse():
         ({"tp": -1, "cp": -1}, "at most one size may be -1, got cp and tp"),
         ({"tp": 2, "pp": 0}, "pp must be at least 1"),
         ({"tp": 2, "ep": -1}, "ep must be at least 1"),
-        ({"tp": 2, "ep": 3}, r"ep \(3\) must divide dp_shard \* cp \* tp \(1 \* 1 \* 2 = 2\)"),
+        ({"tp": 2, "ep": 3}, r"ep \* etp \(3 \* 1\) must divide dp_shard \* cp \* tp \(1 \* 1 \* 2 = 2\)"),
         ({"tp": 2, "device": "meta"}, "device must be"),
     ]
     for sizes, words in bad:
@@ -85,7 +102,7 @@ def refuse():
     for call in (mesh.size, mesh.rank, mesh.group, mesh.__getitem__):
         with pytest.raises(ValueError, match=r"unknown mesh dim 'tpp': did you mean 'tp'"):
             call("tpp")
-    with pytest.raises(ValueError, match=r"no expert view because ep is 1"):
+    with pytest.raises(ValueError, match=r"no expert view because ep and etp are 1"):
         mesh["ep"]
 
 

@@ -103,9 +103,9 @@ def moe_mlp(
     for k in range(indices.shape[1]):
         for expert in range(len(first)):
             tokens = (indices[:, k] == expert).nonzero().flatten()
-            biases = (None if b is None else b[expert] for b in (first_bias, second_bias))
+            first_b, second_b = (None if b is None else b[expert] for b in (first_bias, second_bias))
             chosen = weights[tokens, k]
-            rows = expert_mlp(x[tokens], first[expert], second[expert], *biases, chosen, rule)
+            rows = expert_mlp(x[tokens], first[expert], second[expert], first_b, second_b, chosen, rule)
             if rule.weigh == "after":
                 rows = rows * chosen[:, None].to(x.dtype)
             out = out.index_add(0, tokens, rows)

@@ -1,0 +1,122 @@
+"""What the ranks of the tests of MoELayer run."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+import fastpar as fp
+from fastpar.comm import Communicator
+from fastpar.expert.layer import Experts, MoELayer, SharedExpert
+from fastpar.mesh import Mesh, init_mesh
+from fastpar.ops.moe_mlp import ExpertRule
+
+HIDDEN, INNER, NUM_EXPERTS, TOP_K, TOKENS, BATCH = 8, 12, 4, 2, 5, 4
+
+
+class SoftmaxRouter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(NUM_EXPERTS, HIDDEN))
+
+    def forward(self, x: Tensor) -> Any:
+        probs = torch.softmax(x.float() @ self.weight.float().T, -1)
+        weights, indices = probs.topk(TOP_K)
+        return SimpleNamespace(indices=indices, weights=weights / weights.sum(-1, keepdim=True))
+
+
+class Block(nn.Module):
+    """A norm, the layer, and the residual: gradients of x are checked through `scale`."""
+
+    def __init__(self, mesh: Mesh | None, rule: ExpertRule, **options: Any) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.scale = nn.Parameter(torch.rand(HIDDEN) + 0.5)
+        router = SoftmaxRouter()
+        experts = Experts(
+            HIDDEN, INNER, NUM_EXPERTS, rule=rule, bias=True, mesh=mesh, transport=options.pop("transport", "auto")
+        )
+        shared = SharedExpert(HIDDEN, INNER, rule=ExpertRule(rule.activation), gated=True)
+        self.moe = MoELayer(router, experts, shared, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.moe(x * self.scale)
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(11)
+    x, target = torch.randn(2, BATCH, TOKENS, HIDDEN, generator=generator)
+    return x, target
+
+
+def average_gradients(model: nn.Module, mesh: Mesh) -> None:
+    for name, p in model.named_parameters():
+        is_expert = ".experts." in name and mesh.size("ep") * mesh.size("etp") > 1
+        comm = Communicator(mesh.group("edp" if is_expert else "dp"))
+        grad = p.grad._local_tensor if isinstance(p.grad, DTensor) else p.grad
+        grad.copy_(comm.all_reduce(grad, "avg"))
+
+
+def whole(x: Tensor, mesh: Mesh | None) -> Tensor:
+    """All of a parameter or gradient. Not full_tensor(): torch remembers groups of meshes that are closed."""
+    if isinstance(x, DTensor):
+        assert mesh is not None
+        local = x._local_tensor
+        for name, placement in reversed(list(zip(("ep", "etp"), x.placements, strict=True))):
+            if placement.is_shard():
+                local = Communicator(mesh.group(name)).all_gather(local, dim=placement.dim)
+        return local.detach()
+    return x.detach().clone()
+
+
+def train(mesh: Mesh | None, rule: ExpertRule, **options: Any) -> dict[str, Tensor]:
+    """Loss, gradients, their norm, and the parameters after a step, of one batch split over data parallelism."""
+    model = Block(mesh, rule, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    x, target = batch()
+    if mesh is not None:
+        rows = slice(mesh.rank("dp") * BATCH // mesh.size("dp"), (mesh.rank("dp") + 1) * BATCH // mesh.size("dp"))
+        x, target = x[rows], target[rows]
+    found: dict[str, Tensor] = {}
+    x.requires_grad_()
+    loss = (model(x) - target).square().mean()
+    loss.backward()
+    if mesh is None:
+        found["loss"], found["dx"] = loss.detach(), x.grad
+    else:
+        dp = Communicator(mesh.group("dp"))
+        average_gradients(model, mesh)
+        found["loss"] = dp.all_reduce(loss.detach(), "avg")
+        found["dx"] = dp.all_gather(x.grad) / dp.size
+    found.update({f"grad of {name}": whole(p.grad, mesh) for name, p in model.named_parameters()})
+    found["norm"] = fp.grad_norm(list(model.parameters()))
+    optimizer.step()
+    found.update({name: whole(p, mesh) for name, p in model.named_parameters()})
+    return found
+
+
+def layouts(world: int) -> list[dict[str, int]]:
+    sizes = [size for size in (1, 2, 4) if world % size == 0]
+    return [
+        {"tp": tp, "ep": ep, "etp": etp, "dp_shard": world // tp}
+        for tp, ep, etp in itertools.product(sizes, sizes, sizes)
+        if world % (ep * etp) == 0
+    ]
+
+
+def all_layouts(rules: list[ExpertRule]) -> list[tuple[dict[str, Any], dict[str, Tensor]]]:
+    found = []
+    for sizes in layouts(dist.get_world_size()):
+        mesh = init_mesh(**sizes, device="cpu")
+        for rule in rules:
+            found.append(({**sizes, "rule": rule}, train(mesh, rule)))
+        mesh.close()
+        _clear_sharding_prop_cache()  # else DTensor takes the next mesh of this shape for the one that is closed
+    return found
