@@ -120,3 +120,27 @@ def all_layouts(rules: list[ExpertRule]) -> list[tuple[dict[str, Any], dict[str,
         mesh.close()
         _clear_sharding_prop_cache()  # else DTensor takes the next mesh of this shape for the one that is closed
     return found
+
+
+def few_tokens() -> list[tuple[Tensor, Tensor]]:
+    """(of two ranks, of one): outputs and gradients for 3 tokens, cut by the layer and cut before it."""
+    mesh = init_mesh(tp=2, ep=2, device="cpu")
+    tp = Communicator(mesh.group("tp"))
+    found = []
+    x = batch()[0].view(-1, HIDDEN)[:3]
+    for sequence_parallel in (False, True):
+        alone, split = Block(None, ExpertRule()), Block(mesh, ExpertRule(), sequence_parallel=sequence_parallel)
+        results = []
+        for model, rows in ((alone, slice(None)), (split, slice(2 * tp.rank, 2 * tp.rank + 2))):
+            part = x[rows if model is split and sequence_parallel else slice(None)].clone().requires_grad_()
+            out = model(part)
+            out.square().sum().backward()
+            grads = [whole(p.grad, mesh) for p in (model.moe.experts.down_proj, model.moe.router.weight)]
+            values = [out.detach(), part.grad]
+            if model is split and sequence_parallel:
+                values = [tp.all_gather(value, sizes=[2, 1]) for value in values]
+            results.append([*values, *grads])
+        found += zip(*reversed(results), strict=True)
+    mesh.close()
+    _clear_sharding_prop_cache()
+    return found

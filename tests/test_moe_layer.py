@@ -2,12 +2,39 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
 from fastpar.ops.moe_mlp import ExpertRule
+from fastpar.reference.moe_mlp import activate
 from tests.dist import run_ranks
-from tests.moe_layer_ranks import all_layouts, train
+from tests.moe_layer_ranks import TOP_K, Block, all_layouts, batch, few_tokens, train
+
+
+def reference(block, x, rule):
+    """The block token by token in float64."""
+    moe = block.moe
+    h = (x * block.scale).reshape(-1, x.shape[-1])
+    gate_up, down = moe.experts.gate_up_proj.flatten(1, 2), moe.experts.down_proj
+    biases = moe.experts.gate_up_bias.flatten(1), moe.experts.down_bias
+    shared = moe.shared
+    out = []
+    for token in h:
+        probs = torch.softmax(moe.router.weight @ token, 0)
+        chosen = probs.argsort(descending=True, stable=True)[:TOP_K]
+        weights = probs[chosen] / probs[chosen].sum()
+        total = shared.down_proj(activate(shared.gate_up_proj(token), shared.rule)) * torch.sigmoid(shared.gate(token))
+        for expert, weight in zip(chosen.tolist(), weights, strict=True):
+            entered = token * weight if rule.weigh == "input" else token
+            hidden = activate(gate_up[expert] @ entered + biases[0][expert], rule)
+            hidden = hidden * weight if rule.weigh == "before" else hidden
+            row = down[expert] @ hidden + biases[1][expert]
+            total = total + (row * weight if rule.weigh == "after" else row)
+        out.append(total)
+    return x + torch.stack(out).view(x.shape)
+
 
 RULES = [ExpertRule(), ExpertRule("gelu", weigh="before"), ExpertRule("clamped_swiglu", weigh="input")]
 
@@ -23,5 +50,42 @@ def test_every_layout_equals_one_process(world):
             assert values.keys() == want.keys()
             for name, value in values.items():
                 torch.testing.assert_close(
-                    value, want[name], rtol=1e-6, atol=1e-6, msg=lambda m: f"{layout}, {name}: {m}"
+                    value, want[name], rtol=1e-6, atol=1e-6, msg=lambda m, where=f"{layout}, {name}": f"{where}: {m}"
                 )
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: f"{rule.activation}, {rule.weigh}")
+def test_output_and_every_gradient_match_a_loop_over_tokens_in_float64(rule):
+    block = Block(None, rule)
+    wide = copy.deepcopy(block).double()
+    x, target = batch()
+    wide_x = x.double().requires_grad_()
+    x.requires_grad_()
+    out, want = block(x), reference(wide, wide_x, rule)
+    torch.testing.assert_close(out.double(), want, rtol=1e-5, atol=1e-6)
+    (out - target).square().mean().backward()
+    (want - target).square().mean().backward()
+    for (name, p), q in zip(block.named_parameters(), wide.parameters(), strict=True):
+        torch.testing.assert_close(
+            p.grad.double(), q.grad, rtol=1e-4, atol=1e-7, msg=lambda m, name=name: f"{name}: {m}"
+        )
+    torch.testing.assert_close(x.grad.double(), wide_x.grad, rtol=1e-4, atol=1e-7)
+
+
+def test_tokens_that_tp_does_not_divide_and_sequence_parallelism_equal_one_process():
+    for found in run_ranks(2, few_tokens):
+        for got, want in found:
+            torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
+
+
+def test_load_counts_the_choices_of_training():
+    block = Block(None, ExpertRule())
+    x, _ = batch()
+    routing = block.moe.router((x * block.scale).reshape(-1, x.shape[-1]))
+    block(x)
+    block(x)
+    assert block.moe.load.tolist() == (2 * routing.indices.flatten().bincount(minlength=4)).tolist()
+    block.eval()(x)
+    assert block.moe.load.sum() == 2 * routing.indices.numel()
+    block.moe.reset_load()
+    assert block.moe.load.sum() == 0
