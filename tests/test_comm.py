@@ -5,6 +5,7 @@ Inputs are small integers, so that sums are exact in every dtype and compared fo
 
 from __future__ import annotations
 
+import json
 import time
 
 import pytest
@@ -26,6 +27,7 @@ from fastpar.comm import (
     scatter_to,
     shard_range,
     shard_sizes,
+    trace,
 )
 from fastpar.comm.recording import algorithmic_bytes
 from tests.counting import count_collectives
@@ -378,6 +380,42 @@ def record_and_count():
         ("barrier", 0),
     ]
     return counts.by_op
+
+
+def traced() -> tuple[list, list, float, float]:
+    comm = Communicator(dist.group.WORLD)
+    x = torch.ones(1000)
+    comm.barrier()
+    with trace() as found:
+        time.sleep(0.05 if dist.get_rank() else 0)
+        with found.phase("launch"):
+            pending = comm.all_reduce_async(x)
+        with found.phase("wait"):
+            pending.wait()
+            pending.wait()
+        comm.all_gather(x)
+    comm.barrier()
+    spans = [(s.op, s.size, s.nbytes, s.launched <= s.returned <= s.done, len(s.waits)) for s in found.spans]
+    return (
+        spans,
+        [name for name, *_ in found.phases],
+        found.waited("wait"),
+        found.spans[0].done - found.spans[0].launched,
+    )
+
+
+def test_a_trace_has_every_collective_with_the_time_that_it_was_waited_for(tmp_path):
+    for rank, (spans, phases, waited, lasted) in enumerate(run_ranks(2, traced)):
+        assert spans == [("all_reduce", 2, 4000, True, 1), ("all_gather", 2, 4000, True, spans[1][4])]
+        assert phases == ["launch", "wait"]
+        assert 0 < waited <= lasted
+        assert rank or waited >= 0.02  # rank 0 waits for the one that sleeps
+    with trace() as found, found.phase("alone"):
+        Communicator(None).all_reduce(torch.ones(3))
+    assert found.spans == []  # one rank sends nothing
+    found.to_chrome_trace(tmp_path / "trace.json")
+    (event,) = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert (event["name"], event["ph"], event["tid"]) == ("alone", "X", "phases")
 
 
 def test_record_and_the_independent_counter_agree_and_see_the_backward_pass():

@@ -11,11 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch.nn import functional as F
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "examples"))  # as `python examples/train.py` does
 
+import overlap  # noqa: E402
 import report  # noqa: E402
 import train  # noqa: E402
 from data import Corpus, load_corpus  # noqa: E402
@@ -327,3 +329,17 @@ def test_two_ranks_match_a_single_process_under_torchrun(
     assert max(abs(a - b) for a, b in zip(parallel, single, strict=True)) == figures["difference"]["max"] <= 1e-4
     assert figures["difference"]["passed"]
     assert (tmp_path / "losses.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_step_of_every_stage_is_drawn_with_its_waits(tmp_path: Path):
+    if dist.is_initialized():
+        pytest.fail("a test before left its process group")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        traces = {stage: overlap.traced_step(stage, hidden=8, layers=2) for stage in range(4)}
+    finally:
+        dist.destroy_process_group()
+    for found in traces.values():
+        assert [name for name, *_ in found.phases] == ["forward", "backward", "step"]
+    overlap.draw(traces, tmp_path / "overlap.png")
+    assert (tmp_path / "overlap.png").stat().st_size > 10_000

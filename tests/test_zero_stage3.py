@@ -795,6 +795,12 @@ def names_of(model: nn.Module, units: Any = None) -> dict[str, list[str]]:
     return {plan.name: plan.names for plan in plan_units(model, units)}
 
 
+def test_a_sequence_of_layers_between_others_is_cut_too():
+    model = nn.Sequential(nn.Embedding(17, 13), Layer(), nn.Identity(), Layer(), nn.Linear(13, 17))
+    assert [plan.name for plan in plan_units(model)] == ["0", "1", "3", "4"]
+    assert [plan.name for plan in plan_units(nn.Sequential(nn.Embedding(17, 13), nn.Linear(13, 17)))] == [""]
+
+
 def test_units_are_layers_and_what_stands_beside_them() -> None:
     layer = ("norm.weight", "norm.bias", "up.weight", "up.bias", "down.weight")
     assert names_of(Text(layers=2)) == {

@@ -27,6 +27,7 @@ from fastpar.comm.shards import shard_range, shard_sizes
 from fastpar.comm.shared_region import SharedRegion
 from fastpar.comm.symmetric import SymmetricBuffer
 from fastpar.comm.symmetric_collectives import SymmetricCollectives
+from fastpar.comm.tracing import CommSpan, CommTrace, trace
 from fastpar.comm.transport import Transport
 from fastpar.comm.wire import BlockWire, CastWire, PlainWire, Wire
 
@@ -36,7 +37,9 @@ __all__ = [
     "CommError",
     "CommMismatchError",
     "CommRecord",
+    "CommSpan",
     "CommTimeoutError",
+    "CommTrace",
     "Communicator",
     "GroupLike",
     "PeerFailedError",
@@ -59,4 +62,5 @@ __all__ = [
     "scatter_to",
     "shard_range",
     "shard_sizes",
+    "trace",
 ]

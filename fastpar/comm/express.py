@@ -30,6 +30,7 @@ from fastpar.comm.shared_memory import (
     new_output,
     reduction_spec,
 )
+from fastpar.comm.tracing import open_spans
 
 if TYPE_CHECKING:
     from fastpar.comm.route import Route
@@ -92,12 +93,14 @@ class Express:
     def barrier(self) -> bool:
         if torch.compiler.is_compiling():
             return False
-        sequence = self._route.count()
+        sequence, spans = self._route.count(), open_spans()
         try:
             self._world.run(BARRIER, 1, 0, 0, 0, None, None, self._timeout)
         except RuntimeError as error:
             raise self._route.failure(error, "barrier", sequence, None, torch.uint8) from error
         note("barrier", self.size, 0, torch.uint8)
+        if spans is not None:
+            spans.launched("barrier", self.size, 0, torch.uint8)
         return True
 
     def _call(
@@ -111,7 +114,7 @@ class Express:
         sizes: Any = None,
         output_sizes: Any = None,
     ) -> None:
-        sequence = self._route.count()
+        sequence, spans = self._route.count(), open_spans()
         try:
             self._world.run(
                 spec, x.itemsize, x.data_ptr(), target.data_ptr(), count, sizes, output_sizes, self._timeout
@@ -119,6 +122,8 @@ class Express:
         except RuntimeError as error:
             raise self._route.failure(error, name, sequence, x.shape, x.dtype) from error
         note(name, self.size, payload, x.dtype)
+        if spans is not None:
+            spans.launched(name, self.size, payload, x.dtype)
 
 
 def _is_plain(x: Tensor) -> bool:

@@ -14,6 +14,7 @@ from fastpar.comm.recording import note
 from fastpar.comm.reduction import check_reduction, widened
 from fastpar.comm.route import Route
 from fastpar.comm.shards import shard_sizes
+from fastpar.comm.tracing import open_spans
 from fastpar.comm.transport import InFlight, Transport
 
 
@@ -230,7 +231,7 @@ class Launcher:
         *,
         device: torch.device | None = None,
     ) -> Pending[Any]:
-        sequence = self._route.count()
+        sequence, spans = self._route.count(), open_spans()
         shape, dtype = (None, torch.uint8) if x is None else (x.shape, x.dtype)
         is_cpu = x is None or (x.is_cpu if device is None else device.type == "cpu")
         try:
@@ -238,6 +239,8 @@ class Launcher:
         except RuntimeError as error:
             raise self._route.failure(error, op, sequence, shape, dtype) from error
         note(op, self.size, numel, dtype)
+        if spans is not None:
+            spans.launched(op, self.size, numel, dtype)
         if flight.work is None:
             return Pending.ready(unpack(flight.finish()))
         return Pending(
@@ -245,6 +248,7 @@ class Launcher:
             lambda: unpack(flight.finish()),
             describe=lambda: self._route.describe(op, sequence, shape, dtype),
             timeout=self.timeout,
+            spans=spans,
         )
 
     # ---- checking

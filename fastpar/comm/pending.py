@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
 from fastpar.comm.errors import CommError, CommTimeoutError
+from fastpar.comm.tracing import OpenSpans
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -35,7 +36,13 @@ class Pending(Generic[T]):
     """
 
     def __init__(
-        self, work: Work | None, finish: Callable[[], T], *, describe: Callable[[], str], timeout: float
+        self,
+        work: Work | None,
+        finish: Callable[[], T],
+        *,
+        describe: Callable[[], str],
+        timeout: float,
+        spans: OpenSpans | None = None,
     ) -> None:
         self._work = work
         self._finish: Callable[[], T] | None = finish  # unpacks; dropped with the buffers it holds when it has run
@@ -43,6 +50,7 @@ class Pending(Generic[T]):
         self._timeout = timeout
         self._deadline = time.monotonic() + timeout
         self._error: CommError | None = None
+        self._spans = spans
         self._result: T
 
     @classmethod
@@ -70,9 +78,12 @@ class Pending(Generic[T]):
             raise self._error
         if timeout is not None and timeout <= 0:
             raise ValueError(f"timeout must be positive (seconds), got {timeout}")
+        began = 0.0 if self._spans is None else time.perf_counter()
         if self._work is not None:
             self._wait_for(self._work, timeout)
         self._result = self._finish()
+        if self._spans is not None:
+            self._spans.waited(began)
         self._finish = None
         self._work = None
         return self._result

@@ -35,9 +35,9 @@ def plan_units(model: nn.Module, units: UnitsLike = None) -> list[UnitPlan]:
         model.embed, model.layers (an nn.ModuleList of 8), model.norm, model.position (a parameter that model.forward
         itself reads)  ->  "" (position; whole as long as the model runs), embed, layers.0, ..., layers.7, norm
 
-    units  None: each entry of the outermost nn.ModuleList, nn.Sequential and nn.ModuleDict of several modules of one
-           class; then the largest other modules without such lists in them; parameters of a module around lists are a
-           unit that stays whole while that module runs.
+    units  None: each entry of the outermost nn.ModuleList, nn.Sequential and nn.ModuleDict with several modules of
+           one class that has parameters; then the largest other modules without such lists in them; parameters of a
+           module around lists are a unit that stays whole while that module runs.
            Else modules, their paths, or sequences of those, each a unit, of which an inner one has its own parameters;
            what is left is a unit that stays whole while the model runs.
 
@@ -90,9 +90,10 @@ def small_names(numels: dict[str, int], share: float) -> set[str]:
 
 
 def _is_chain(module: nn.Module) -> bool:
-    children = list(module.children())
-    is_list = isinstance(module, (nn.ModuleList, nn.Sequential, nn.ModuleDict))
-    return is_list and len(children) > 1 and len({type(child) for child in children}) == 1
+    if not isinstance(module, (nn.ModuleList, nn.Sequential, nn.ModuleDict)):
+        return False
+    classes = [type(child) for child in module.children() if next(child.parameters(), None) is not None]
+    return len(set(classes)) < len(classes)
 
 
 def _default(module: nn.Module, path: str) -> Iterator[UnitPlan]:
