@@ -26,7 +26,7 @@ from fastpar.precision import Precision
 from fastpar.zero.flat import FlatShards
 from fastpar.zero.groups import Groups, as_parameter, cast_parameter, contiguous_stride, local
 from fastpar.zero.pool import Pool
-from fastpar.zero.reducer import Slot
+from fastpar.zero.slots import Slot
 
 Places = Sequence[tuple[nn.Module, str]]
 _FREED = 1_000_000  # added to the versions of parameters whose memory is gone

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from fastpar.zero.groups import local
-from fastpar.zero.reducer import Reducer, Slot
+from fastpar.zero.reducer import Reducer
+from fastpar.zero.slots import Slot
 from fastpar.zero.stage3 import Stage3
 
 if TYPE_CHECKING:

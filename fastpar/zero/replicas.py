@@ -10,9 +10,11 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from fastpar.comm.wire import Wire
 from fastpar.precision import Precision
+from fastpar.zero.buckets import Bucket, RowBucket, WholeBucket
 from fastpar.zero.flat import Staging
 from fastpar.zero.groups import Groups, as_parameter, cast_parameter, local, set_local
-from fastpar.zero.reducer import Bucket, Reducer, RowBucket, Slot, WholeBucket
+from fastpar.zero.reducer import Reducer
+from fastpar.zero.slots import Slot
 from fastpar.zero.whole import WholeParameters
 
 STAGING_BUFFERS = 2  # one that travels, one that is filled

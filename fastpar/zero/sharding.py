@@ -18,8 +18,9 @@ from fastpar.zero import memory, state
 from fastpar.zero.flat import FlatLayout
 from fastpar.zero.groups import Groups, GroupsLike, as_dtensor, local
 from fastpar.zero.offload import DiskStates, Offload
-from fastpar.zero.reducer import BUCKET_BYTES, Reducer, Slot, name_nonfinite
+from fastpar.zero.reducer import BUCKET_BYTES, Reducer
 from fastpar.zero.replicas import Replicas
+from fastpar.zero.slots import Slot, name_nonfinite
 from fastpar.zero.stage3 import RESIDENT_SHARE, Stage3
 from fastpar.zero.step import Stepper
 from fastpar.zero.units import UnitsLike

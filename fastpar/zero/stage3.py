@@ -43,7 +43,7 @@ from fastpar.precision import Precision
 from fastpar.zero.gathered import Unit
 from fastpar.zero.groups import Groups, local
 from fastpar.zero.pool import Pool
-from fastpar.zero.reducer import Slot
+from fastpar.zero.slots import Slot
 from fastpar.zero.unit_calls import Call, Order
 from fastpar.zero.unit_reducer import UnitReducer
 from fastpar.zero.units import UnitPlan, UnitsLike, owners_of, plan_units, small_names

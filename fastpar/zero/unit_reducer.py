@@ -15,10 +15,12 @@ import torch
 from torch import Tensor
 
 from fastpar.comm.wire import Wire
+from fastpar.zero.buckets import RowBucket
 from fastpar.zero.flat import Staging
 from fastpar.zero.gathered import Unit
 from fastpar.zero.groups import Groups, as_dtensor, local
-from fastpar.zero.reducer import RowBucket, Slot, agree, keep_traces
+from fastpar.zero.reducer import agree
+from fastpar.zero.slots import Slot, keep_traces
 
 STAGING_BUFFERS = 2  # one that travels, one that is filled
 
