@@ -35,6 +35,7 @@ def serve(commands_fd: int, replies_fd: int, rank: int, stacks_path: str, parent
     import torch.distributed  # noqa: F401  (the slow part of starting; the pool is ready when it is done)
 
     replies.send_bytes(b"ready")
+    loaded = 0
     while True:
         try:
             task = pickle.loads(commands.recv_bytes())
@@ -44,6 +45,10 @@ def serve(commands_fd: int, replies_fd: int, rank: int, stacks_path: str, parent
         sys.stdout.flush()
         sys.stderr.flush()
         _clean_up()
+        if loaded != len(sys.modules):
+            # What modules hold is left out of the collections to come: going through it takes a quarter of a second.
+            loaded = len(sys.modules)
+            gc.freeze()
         replies.send_bytes(pickle.dumps(("idle", None)))
 
 
