@@ -24,6 +24,7 @@ import importlib.util
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sysconfig
@@ -50,6 +51,7 @@ _AVX512 = (
     "-Wno-uninitialized",
     "-Wno-maybe-uninitialized",
 )
+_PTXAS_INFO = re.compile(r"ptxas info +:| +\d+ bytes stack frame,")
 ISA_FLAGS = {"avx2": _AVX2, "avx512": _AVX512, "avx512bf16": (*_AVX512, "-mavx512bf16")}
 
 
@@ -103,19 +105,16 @@ def describe(options: Options) -> str:
     return f"fastpar: building {parts}; torch headers from {options.torch_dir}"
 
 
-def build(output: Path, options: Options, run: Callable[[Sequence[str]], None] | None = None) -> None:
-    """Compiles what changed and links `output`."""
+def build(output: Path, options: Options, run: Callable[[Sequence[str]], str] | None = None) -> None:
+    """Compiles what changed and links `output`. `run` runs a command and returns what it printed."""
     run = run or _run
     sources = sorted(p for p in (ROOT / "csrc").rglob("*.cpp") if "emulation" not in p.parts)
     if options.cuda_archs:
         sources += sorted(p for p in (ROOT / "csrc").rglob("*.cu") if "emulation" not in p.parts)
-    key = json.dumps([str(ROOT), str(options.torch_dir), options.cxx, options.cuda_archs, options.sanitize])
-    object_dir = ROOT / "build" / f"objects-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
-    object_dir.mkdir(parents=True, exist_ok=True)
-
     objects, stale = [], []
     for source in sources:
-        target = object_dir / (str(source.relative_to(ROOT / "csrc")).replace(os.sep, "_") + ".o")
+        target = object_of(source, options)
+        target.parent.mkdir(parents=True, exist_ok=True)
         command = _compile_command(source, target, options)
         objects.append(target)
         if not _is_fresh(target, command):
@@ -135,8 +134,24 @@ def build(output: Path, options: Options, run: Callable[[Sequence[str]], None] |
         partial.replace(output)
 
 
-def _compile(target: Path, command: Sequence[str], run: Callable[[Sequence[str]], None]) -> None:
-    run(command)
+def object_of(source: Path, options: Options) -> Path:
+    key = json.dumps([str(ROOT), str(options.torch_dir), options.cxx, options.cuda_archs, options.sanitize])
+    folder = ROOT / "build" / f"objects-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
+    return folder / (str(source.relative_to(ROOT / "csrc")).replace(os.sep, "_") + ".o")
+
+
+def compiler_report(source: Path, options: Options) -> str:
+    """What the compiler said of a source; compiles it if it has changed since it was built."""
+    target = object_of(source, options)
+    command = _compile_command(source, target, options)
+    if not _is_fresh(target, command):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _compile(target, command, _run)
+    return target.with_suffix(".log").read_text()
+
+
+def _compile(target: Path, command: Sequence[str], run: Callable[[Sequence[str]], str]) -> None:
+    target.with_suffix(".log").write_text(run(command))
     target.with_suffix(".cmd").write_text("\n".join(command))
 
 
@@ -157,7 +172,8 @@ def _compile_command(source: Path, target: Path, options: Options) -> list[str]:
     if source.suffix == ".cu":
         archs = [f for a in options.cuda_archs for f in ("-gencode", f"arch=compute_{a},code=sm_{a}")]
         host = ["-Xcompiler", "-fPIC,-fvisibility=hidden"]
-        return ["nvcc", "-O3", *common, *host, *archs, "-cudart", "static", "-c", str(source), "-o", str(target)]
+        more = ["-Xptxas", "-v", "-cudart", "static"]  # how many registers a kernel takes, and what it spills
+        return ["nvcc", "-O3", *common, *host, *archs, *more, "-c", str(source), "-o", str(target)]
     flags = ["-O3", "-fPIC", "-fvisibility=hidden", "-fvisibility-inlines-hidden", "-Wall", "-Wextra"]
     flags += ["-Wno-unused-parameter", "-isystem", str(options.torch_dir / "include")]
     if options.sanitize:
@@ -215,12 +231,14 @@ def _is_fresh(target: Path, command: Sequence[str]) -> bool:
     return all(Path(p).exists() and Path(p).stat().st_mtime <= built for p in prerequisites)
 
 
-def _run(command: Sequence[str]) -> None:
+def _run(command: Sequence[str]) -> str:
     result = subprocess.run(command, capture_output=True, text=True)
-    if result.stdout or result.stderr:
-        print(result.stdout + result.stderr, flush=True)
+    output = result.stdout + result.stderr
+    if worth_reading := "".join(line for line in output.splitlines(True) if not _PTXAS_INFO.match(line)):
+        print(worth_reading, flush=True)
     if result.returncode != 0:
         raise SystemExit(f"fastpar: this command failed with status {result.returncode}:\n{' '.join(command)}")
+    return output
 
 
 def main() -> None:

@@ -120,9 +120,10 @@ def test_only_what_changed_is_compiled_again(
     options = native.Options(options.torch_dir, options.cxx, ())
     compiled: list[str] = []
 
-    def run(command: list[str]) -> None:
+    def run(command: list[str]) -> str:
         compiled.extend(Path(part).name for part in command if part.endswith(".cpp"))
-        native._run(command)
+        output: str = native._run(command)
+        return output
 
     output = tmp_path / "_C.so"
     native.build(output, options, run)
