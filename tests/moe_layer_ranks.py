@@ -144,3 +144,68 @@ def few_tokens() -> list[tuple[Tensor, Tensor]]:
     mesh.close()
     _clear_sharding_prop_cache()
     return found
+
+
+ZERO_LAYOUTS = {
+    2: [{"dp_shard": 2, "ep": 2}, {"tp": 2, "ep": 2}, {"dp_shard": 2, "etp": 2}],
+    4: [
+        {"dp_shard": 4, "ep": 2},
+        {"dp_shard": 2, "tp": 2, "ep": 2},
+        {"dp_replicate": 2, "dp_shard": 2, "ep": 2},
+        {"dp_shard": 4, "ep": 2, "etp": 2},
+    ],
+}
+
+
+def zero_train(mesh: Mesh | None, stage: int) -> dict[str, Tensor]:
+    """Parameters after three steps of AdamW with clipping, and the norm and the number of the last step."""
+    model = Block(mesh, ExpertRule())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, eps=1e-3)  # a small eps makes signs of tiny gradients
+    zero = fp.zero.shard(model, optimizer, group=mesh, stage=stage, max_norm=0.1)
+    x, target = batch()
+    if mesh is not None:
+        rows = slice(mesh.rank("dp") * BATCH // mesh.size("dp"), (mesh.rank("dp") + 1) * BATCH // mesh.size("dp"))
+        x, target = x[rows], target[rows]
+    for _ in range(3):
+        (model(x) - target).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert zero.norm is not None
+    found = {name: whole(p, mesh) for name, p in model.named_parameters()}
+    expected = zero.expected_memory()
+    states = sum(
+        value._local_tensor.nbytes if isinstance(value, DTensor) else value.nbytes
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, Tensor) and value.ndim > 0
+    )
+    assert states == expected["states"], (states, expected)
+    return {**found, "norm": zero.norm}
+
+
+def zero_layouts() -> list[tuple[dict[str, int], int, dict[str, Tensor]]]:
+    found = []
+    for sizes in ZERO_LAYOUTS[dist.get_world_size()]:
+        for stage in (0, 1, 2):
+            mesh = init_mesh(**sizes, device="cpu")
+            found.append((sizes, stage, zero_train(mesh, stage)))
+            mesh.close()
+            _clear_sharding_prop_cache()
+    return found
+
+
+def refused_by_zero() -> list[str]:
+    mesh = init_mesh(dp_shard=2, ep=2, device="cpu")
+    model = Block(mesh, ExpertRule())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = []
+    for group, stage, message in ((dist.group.WORLD, 1, "fastpar Mesh"), (mesh, 3, "stage must be 0, 1 or 2")):
+        try:
+            fp.zero.shard(model, optimizer, group=group, stage=stage)
+        except ValueError as error:
+            found.append(message if message in str(error) else "")
+        else:
+            found.append("")
+    mesh.close()
+    _clear_sharding_prop_cache()
+    return found

@@ -10,7 +10,18 @@ import torch
 from fastpar.ops.moe_mlp import ExpertRule
 from fastpar.reference.moe_mlp import activate
 from tests.dist import run_ranks
-from tests.moe_layer_ranks import TOP_K, Block, all_layouts, batch, few_tokens, train
+from tests.moe_layer_ranks import (
+    TOP_K,
+    ZERO_LAYOUTS,
+    Block,
+    all_layouts,
+    batch,
+    few_tokens,
+    refused_by_zero,
+    train,
+    zero_layouts,
+    zero_train,
+)
 
 
 def reference(block, x, rule):
@@ -89,3 +100,19 @@ def test_load_counts_the_choices_of_training():
     assert block.moe.load.sum() == 2 * routing.indices.numel()
     block.moe.reset_load()
     assert block.moe.load.sum() == 0
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_zero_stages_train_experts_as_one_process_does(world):
+    want = zero_train(None, 0)
+    for found in run_ranks(world, zero_layouts):
+        assert len(found) == 3 * len(ZERO_LAYOUTS[world])
+        for sizes, stage, values in found:
+            for name, value in values.items():
+                where = f"{sizes}, stage {stage}, {name}"
+                torch.testing.assert_close(value, want[name], rtol=1e-5, atol=2e-6, msg=lambda m, w=where: f"{w}: {m}")
+
+
+def test_experts_without_a_mesh_and_stage_3_are_refused():
+    for message in run_ranks(2, refused_by_zero)[0]:
+        assert message

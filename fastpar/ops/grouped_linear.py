@@ -14,10 +14,10 @@ def grouped_linear(
 ) -> Tensor:
     """Rows splits[e] to splits[e + 1] of x times the weight of expert e.
 
-        x       [N, K]
-        weight  [E, F, K]   or [E, K, F] if transposed
-        bias    [E, F]
-        out     [N, F]
+    x       [N, K]
+    weight  [E, F, K]   or [E, K, F] if transposed
+    bias    [E, F]
+    out     [N, F]
     """
     parts = []
     for expert, (begin, end) in enumerate(zip(splits[:-1], splits[1:], strict=True)):

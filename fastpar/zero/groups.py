@@ -28,16 +28,20 @@ class Groups:
                a ProcessGroup, a Communicator, or None: one rank
     is_sharded False: nothing is sharded, all of those ranks are replicas
     device_type of the parameters
+    of_experts for parameters split over the mesh's ep or etp: dims efsdp and dp_replicate
     """
 
-    def __init__(self, group: GroupsLike, *, is_sharded: bool, device_type: str = "cpu") -> None:
+    def __init__(
+        self, group: GroupsLike, *, is_sharded: bool, device_type: str = "cpu", of_experts: bool = False
+    ) -> None:
         self._mesh: DeviceMesh | None = None  # of (replicate,) shard, where there is one
         self.mesh = group if isinstance(group, Mesh) else None  # of all ranks, where it is known
+        self._dims = ("dp_replicate", "efsdp" if of_experts else "dp_shard")
         if isinstance(group, Mesh):
-            names = [name for name in ("dp_replicate", "dp_shard") if group.size(name) > 1]
-            replicate, shard = group.group("dp_replicate"), group.group("dp_shard")
+            names = [name for name in self._dims if group.size(name) > 1]
+            replicate, shard = (group.group(name) for name in self._dims)
             if not is_sharded:
-                replicate, shard = group.group("dp"), None
+                replicate, shard = group.group("edp" if of_experts else "dp"), None
             if names:
                 self._mesh = group[tuple(names) if len(names) > 1 else names[0]]
         elif isinstance(group, DeviceMesh) and group.ndim == 2:
@@ -58,8 +62,10 @@ class Groups:
         )
         self.shard, self.replicate = Communicator(shard, **like), Communicator(replicate, **like)
         world = dist.get_world_size() if dist.is_initialized() else 1
-        # Halves need that nobody waits for other groups in between: see `Communicator.in_halves`.
-        self.mode = "halves" if self.shard.size * self.replicate.size == world else "background"
+        # Halves need that nobody waits for other groups in between, as experts do: see `Communicator.in_halves`.
+        has_experts = self.mesh is not None and self.mesh.size("ep") * self.mesh.size("etp") > 1
+        is_all = self.shard.size * self.replicate.size == world
+        self.mode = "halves" if is_all and not has_experts else "background"
 
     @property
     def size(self) -> int:
@@ -74,7 +80,7 @@ class Groups:
         """Groups that join the ranks of one data-parallel position: of tensor and pipeline parallelism, where the mesh
         is known."""
         found = [] if self.mesh is None else named_groups(self.mesh)
-        return [Communicator(group) for dim, group in found if dim not in ("dp_replicate", "dp_shard")]
+        return [Communicator(group) for dim, group in found if dim not in self._dims]
 
     def row_spec(self, parameter: Tensor) -> DTensorSpec | None:
         """How a parameter looks that has this one's rows split over the shard group; None where nothing is split."""
@@ -119,6 +125,12 @@ def as_dtensor(rows: Tensor, spec: DTensorSpec | None) -> Tensor:
 
 def as_parameter(rows: Tensor, spec: DTensorSpec | None, *, requires_grad: bool = True) -> nn.Parameter:
     return nn.Parameter(as_dtensor(rows, spec), requires_grad)
+
+
+def is_expert(parameter: Tensor) -> bool:
+    """Whether a parameter is split over a mesh's ep or etp."""
+    names = (parameter.device_mesh.mesh_dim_names or ()) if isinstance(parameter, DTensor) else ()
+    return "ep" in names or "etp" in names
 
 
 def local(x: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from fastpar.zero.groups import local
-from fastpar.zero.reducer import Reducer
+from fastpar.zero.replicas import Replicas
 from fastpar.zero.slots import Slot
 from fastpar.zero.stage3 import Stage3
 
@@ -47,7 +47,7 @@ def _gradient_bytes(zero: Zero, slot: Slot) -> int:
     """What is left of a gradient: the mean in the owner's dtype; in stage 0 the bucket that it lies in, and beside it
     the mean where that is wider."""
     mean = local(slot.owner).numel() * slot.owner.dtype.itemsize
-    if zero.groups.shard.size > 1 or zero.stage == 3:
+    if zero.groups_of(slot).shard.size > 1 or zero.stage == 3:
         return mean
     in_bucket = _numel(slot) * slot.wire.itemsize
     return (
@@ -57,20 +57,22 @@ def _gradient_bytes(zero: Zero, slot: Slot) -> int:
 
 def _staging_bytes(zero: Zero) -> int:
     """Two buffers, of the largest bucket or unit of each kind."""
-    most: dict[tuple[torch.dtype, torch.device], int] = {}
-    for slots in _buckets(zero):
-        kind = slots[0].wire, slots[0].parameter.device
-        most[kind] = max(most.get(kind, 0), sum(map(_numel, slots)))
-    return sum(STAGING_BUFFERS * numel * dtype.itemsize for (dtype, _), numel in most.items())
+    total = 0
+    for storage in zero.storages:
+        most: dict[tuple[torch.dtype, torch.device], int] = {}
+        for slots in _buckets(zero, storage):
+            kind = slots[0].wire, slots[0].parameter.device
+            most[kind] = max(most.get(kind, 0), sum(map(_numel, slots)))
+        total += sum(STAGING_BUFFERS * numel * dtype.itemsize for (dtype, _), numel in most.items())
+    return total
 
 
-def _buckets(zero: Zero) -> Iterable[list[Slot]]:
-    if isinstance(zero.storage, Stage3):
-        for unit in zero.storage.units:
+def _buckets(zero: Zero, storage: Replicas | Stage3) -> Iterable[list[Slot]]:
+    if isinstance(storage, Stage3):
+        for unit in storage.units:
             kinds: dict[torch.dtype, list[Slot]] = {}
             for slot in unit.slots:
                 kinds.setdefault(slot.wire, []).append(slot)
             yield from kinds.values()
-    elif zero.groups.shard.size > 1:
-        assert isinstance(zero.storage.reducer, Reducer)
-        yield from (list(bucket.slots) for bucket in zero.storage.reducer.buckets)
+    elif storage.slots and zero.groups_of(storage.slots[0]).shard.size > 1:
+        yield from (list(bucket.slots) for bucket in storage.reducer.buckets)

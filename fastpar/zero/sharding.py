@@ -13,10 +13,11 @@ from torch.utils._pytree import tree_map
 
 from fastpar.clip import GradSum
 from fastpar.comm.wire import Wire
+from fastpar.mesh import Mesh
 from fastpar.precision import Precision
 from fastpar.zero import memory, state
 from fastpar.zero.flat import FlatLayout
-from fastpar.zero.groups import Groups, GroupsLike, as_dtensor, local
+from fastpar.zero.groups import Groups, GroupsLike, as_dtensor, is_expert, local
 from fastpar.zero.offload import DiskStates, Offload
 from fastpar.zero.reducer import BUCKET_BYTES, Reducer
 from fastpar.zero.replicas import Replicas
@@ -59,7 +60,8 @@ def shard(
     optimizer   any of torch.optim but LBFGS, of fp.optim, or one's own, or several that divide the parameters between
                 them: all trainable parameters must be in one. They stay the same objects (LR schedulers, GradScaler and
                 state_dict work); from now on param_groups hold what this rank updates
-    group       a Mesh (dims dp_shard and dp_replicate), a DeviceMesh of one dim, or two (replicate, shard), a
+    group       a Mesh (dims dp_shard and dp_replicate; efsdp and dp_replicate for experts split over its ep or etp, in
+                stages 0 to 2), a DeviceMesh of one dim, or two (replicate, shard), a
                 ProcessGroup, or a Communicator: the ranks, which all have the same parameters (rank 0's are taken)
     stage       0: parameters, gradients and optimizer states on every rank (DDP)
                 1: every rank updates its rows (dim 0) of each parameter, and has states for those only
@@ -102,11 +104,14 @@ def shard(
     _check_optimizers(named, optimizers)
     precision = precision or Precision()
     precision.check_names(list(named))
+    like: dict[str, Any] = {"is_sharded": stage > 0, "device_type": next(iter(named.values())).device.type}
+    experts = _check_experts(named, group, stage)
     return Zero(
         model if isinstance(model, nn.Module) else None,
         named,
         optimizers,
-        Groups(group, is_sharded=stage > 0, device_type=next(iter(named.values())).device.type),
+        Groups(group, **like),
+        Groups(group, **like, of_experts=True) if experts else None,
         stage=stage,
         precision=precision,
         accumulate=accumulate,
@@ -129,6 +134,7 @@ class Zero:
         named: dict[str, nn.Parameter],
         optimizers: Sequence[torch.optim.Optimizer],
         groups: Groups,
+        expert_groups: Groups | None,
         *,
         stage: int,
         precision: Precision,
@@ -148,28 +154,41 @@ class Zero:
         self.report = ""
         self._skip_nonfinite = skip_nonfinite
         self._names = {id(parameter): name for name, parameter in named.items()}
-        self._synchronise(named)
+        parts = _parts(named, groups, expert_groups)
+        self._synchronise(parts)
         self._waiting: list[Stepper] = []  # that have not taken the step whose gradients have been prepared
         self._is_going = True  # and whether it is not skipped
-        self.storage: Replicas | Stage3
+        self.storages: list[Replicas | Stage3]
         if stage == 3:
             assert model is not None
-            self.storage = Stage3(model, groups, precision, has_copies=offload is not None, wire=wire, **(units or {}))
+            stage3 = Stage3(model, groups, precision, has_copies=offload is not None, wire=wire, **(units or {}))
+            self.storages = [stage3]
         else:
-            self.storage = Replicas(
-                named,
-                groups,
-                precision,
-                has_copies=offload is not None,
-                accumulate=accumulate if stage < 2 else 1,
-                bucket_bytes=bucket_bytes,
-                began=self._waiting.clear,
-                wire=wire,
-            )
-        self.slots, self._reducer = self.storage.slots, self.storage.reducer
+            self.storages = [
+                Replicas(
+                    part,
+                    part_groups,
+                    precision,
+                    has_copies=offload is not None,
+                    accumulate=accumulate if stage < 2 else 1,
+                    bucket_bytes=bucket_bytes,
+                    began=self._waiting.clear,
+                    wire=wire,
+                )
+                for part, part_groups in parts
+            ]
+        self._reducers = [storage.reducer for storage in self.storages]
+        self._groups_of = {
+            id(slot): part_groups
+            for storage, (_, part_groups) in zip(self.storages, parts, strict=True)
+            for slot in storage.slots
+        }
+        order = {name: number for number, name in enumerate(named)}
+        self.slots = sorted((slot for s in self.storages for slot in s.slots), key=lambda slot: order[slot.name])
         for slot in self.slots:
             slot.is_traced = skip_nonfinite
-        self._reducer.is_syncing = overlap
+        for reducer in self._reducers:
+            reducer.is_syncing = overlap
         self.steppers = [Stepper(optimizer, self._phases) for optimizer in self.optimizers]
         self._factor: Tensor | None = None
         self._adopt()
@@ -181,15 +200,19 @@ class Zero:
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backward passes in here add to local gradients; the next one outside, or the step, reduces them all."""
-        before, self._reducer.is_syncing = self._reducer.is_syncing, False
+        before = [reducer.is_syncing for reducer in self._reducers]
+        for reducer in self._reducers:
+            reducer.is_syncing = False
         try:
             yield
         finally:
-            self._reducer.is_syncing = before
+            for reducer, was_syncing in zip(self._reducers, before, strict=True):
+                reducer.is_syncing = was_syncing
 
     def reduce_gradients(self) -> None:
         """Reduce what has not been reduced yet, as `optimizer.step()` does. Collective."""
-        self._reducer.reduce_now()
+        for reducer in self._reducers:
+            reducer.reduce_now()
 
     def expected_memory(self, state_bytes: float = 8.0) -> dict[str, int]:
         """Bytes that this rank holds between backward and the step, by formula: "parameters", "gradients" (with the
@@ -203,7 +226,7 @@ class Zero:
     @property
     def resident(self) -> frozenset[str]:
         """Parameters that stage 3 keeps on every rank."""
-        return self.storage.resident if isinstance(self.storage, Stage3) else frozenset()
+        return frozenset().union(*(s.resident for s in self.storages if isinstance(s, Stage3)))
 
     def owner_names(self) -> dict[int, str]:
         """The names of the parameters that the optimizers have, by id."""
@@ -211,7 +234,7 @@ class Zero:
 
     def frozen(self) -> dict[str, Tensor]:
         """Parameters that are not trained, as they are at rest, by name."""
-        return self.storage.frozen
+        return {name: parameter for storage in self.storages for name, parameter in storage.frozen.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint is to hold, for torch.distributed.checkpoint: see `fastpar.zero.state`. Collective."""
@@ -224,9 +247,9 @@ class Zero:
         for disk in self._disks.values():
             disk.load()
         state.restore(self, loaded)
-        self.storage.released()
+        self._release()
         self._write_back([slot.owner for slot in self.slots], False)
-        self.storage.published()
+        self._publish()
         for disk in self._disks.values():
             disk.put_away()
 
@@ -241,7 +264,8 @@ class Zero:
 
     def detach(self) -> None:
         """Remove all hooks; parameters, gradients and states stay as they are."""
-        self.storage.detach()
+        for storage in self.storages:
+            storage.detach()
         for stepper in self.steppers:
             stepper.detach()
         hooked: list[Any] = [*self.optimizers, *([self.model] if self.model is not None else [])]
@@ -251,7 +275,19 @@ class Zero:
         for handle in self._handles:
             handle.remove()
 
+    def groups_of(self, slot: Slot) -> Groups:
+        """The ranks that a parameter is averaged over: those of data parallelism, or of its experts."""
+        return self._groups_of[id(slot)]
+
     # ---- the step
+
+    def _release(self) -> None:
+        for storage in self.storages:
+            storage.released()
+
+    def _publish(self) -> None:
+        for storage in self.storages:
+            storage.published()
 
     def _phases(self, stepper: Stepper) -> None:
         """Reduce, check and clip (once for all optimizers), update, gather."""
@@ -261,7 +297,7 @@ class Zero:
         self._waiting.remove(stepper)
         if not self._is_going:
             return
-        self.storage.released()
+        self._release()
         owners = stepper.with_gradient()
         rounded = self._hand_over(stepper.optimizer)
         disk = self._disks.get(id(stepper))
@@ -280,11 +316,11 @@ class Zero:
 
             disk.update(update)
         if not self._waiting:
-            self.storage.published()
+            self._publish()
 
     def _prepare(self, optimizer: Any) -> bool:
         """Reduce, and see by how much gradients are to be clipped; False where the step is to be skipped."""
-        self._reducer.reduce_now()
+        self.reduce_gradients()
         self._factor, self.report = None, ""
         if self.max_norm is None and not self._skip_nonfinite:
             return True
@@ -324,14 +360,15 @@ class Zero:
 
     # ---- building
 
-    def _synchronise(self, named: dict[str, nn.Parameter]) -> None:
-        """Rank 0's values on all ranks, for buffers too."""
-        tensors: list[Tensor] = [local(parameter) for parameter in named.values()]
+    def _synchronise(self, parts: Sequence[tuple[dict[str, nn.Parameter], Groups]]) -> None:
+        """The values of each group's rank 0 on all of its ranks, for buffers too."""
+        tensors = [[local(parameter) for parameter in named.values()] for named, _ in parts]
         if self.model is not None:
-            tensors += [local(buffer) for buffer in self.model.buffers() if buffer.numel() > 0]
-        for comm in self.groups.everyone():
-            for x in tensors:
-                x.copy_(comm.broadcast(x, 0))
+            tensors[0] += [local(buffer) for buffer in self.model.buffers() if buffer.numel() > 0]
+        for values, (_, groups) in zip(tensors, parts, strict=True):
+            for comm in groups.everyone():
+                for x in values:
+                    x.copy_(comm.broadcast(x, 0))
 
     def _adopt(self) -> None:
         """Give the optimizers the slots' owners in the place of the parameters, with their part of the states."""
@@ -358,7 +395,8 @@ class Zero:
 
     def _cut_state(self, states: dict[str, Any], slot: Slot) -> dict[str, Any]:
         """This rank's rows of states that have the parameter's shape."""
-        rank, size = self.groups.shard.rank, self.groups.shard.size
+        groups = self.groups_of(slot)
+        rank, size = groups.shard.rank, groups.shard.size
         shape, mine = local(slot.parameter).shape, local(slot.owner)
         layout = FlatLayout([shape], size)
         cut: dict[str, Any] = {}
@@ -391,8 +429,9 @@ class Zero:
         def before_forward(*_: Any) -> None:
             if torch.is_grad_enabled():
                 self._waiting.clear()
-                if isinstance(self._reducer, Reducer):
-                    self._reducer.begin_forward()
+                for reducer in self._reducers:
+                    if isinstance(reducer, Reducer):
+                        reducer.begin_forward()
 
         handles.append(self.model.register_forward_pre_hook(before_forward))
         if self.precision.param is not None:
@@ -413,7 +452,8 @@ class Zero:
     def _hook_zero_grad(self, owner: Any, plain: Any) -> None:
         def zero_grad(_: Any, set_to_none: bool = True) -> None:
             self._waiting.clear()
-            self._reducer.forget_sums()
+            for reducer in self._reducers:
+                reducer.forget_sums()
             plain(set_to_none)
             for slot in self.slots:  # of a module these are not the parameters
                 if slot.owner.grad is not None:
@@ -469,6 +509,31 @@ def _named_parameters(model: Any) -> dict[str, nn.Parameter]:
             raise TypeError(f"model must be a module or parameters, got {type(parameter).__name__} at {name!r}")
         named[name] = parameter
     return named
+
+
+def _check_experts(named: dict[str, nn.Parameter], group: GroupsLike, stage: int) -> bool:
+    """Whether there are parameters split over ep or etp, for which the mesh must be known."""
+    names = [name for name, parameter in named.items() if is_expert(parameter)]
+    if names and not isinstance(group, Mesh):
+        raise ValueError(
+            f"group must be the fastpar Mesh for experts split over its ep or etp ({names[0]}), got {group}"
+        )
+    if names and stage == 3:
+        raise ValueError(
+            f"stage must be 0, 1 or 2 for experts split over ep or etp ({names[0]}): stage 3 gathers over dp_shard only"
+        )
+    return bool(names)
+
+
+def _parts(
+    named: dict[str, nn.Parameter], groups: Groups, expert_groups: Groups | None
+) -> list[tuple[dict[str, nn.Parameter], Groups]]:
+    """The parameters by the ranks that they are averaged over."""
+    if expert_groups is None:
+        return [(named, groups)]
+    experts = {name: parameter for name, parameter in named.items() if is_expert(parameter)}
+    others = {name: parameter for name, parameter in named.items() if name not in experts}
+    return [(others, groups), (experts, expert_groups)]
 
 
 def _check_optimizers(named: dict[str, nn.Parameter], optimizers: Sequence[torch.optim.Optimizer]) -> None:
