@@ -64,6 +64,14 @@ STABLE_TORCH_LIBRARY(fastpar, m) {
   m.def("vocab_embedding(Tensor ids, Tensor weight, SymInt vocab_start) -> Tensor");
   m.def(
       "vocab_embedding_backward(Tensor ids, Tensor grad_out, SymInt num_rows, SymInt vocab_start, int padding_idx) -> Tensor");
+  // moe: rows of tokens on their way to experts and back; tables lie one below the other
+  m.def("moe_sort_pairs(Tensor indices, SymInt num_experts) -> (Tensor, Tensor)");
+  m.def("moe_pair_slots(Tensor order, Tensor counts, Tensor first, SymInt num_pairs) -> Tensor");
+  m.def(
+      "moe_row_sources(Tensor[] orders, Tensor[] weights, Tensor runs, SymInt top_k, SymInt num_rows) -> (Tensor, Tensor)");
+  m.def("moe_gather_rows(Tensor[] tables, Tensor index, Tensor? scale, Tensor(a!) out) -> ()");
+  m.def("moe_sum_rows(Tensor[] tables, Tensor index, Tensor? weights, Tensor? add, Tensor(a!) out) -> ()");
+  m.def("moe_dot_rows(Tensor rows, Tensor[] tables, Tensor index) -> Tensor");
   // symmetric memory: collectives of a group's kernels; group = [first_rank, region_bytes, mailbox_bytes, timeout_ns]
   m.def(
       "symmetric_all_reduce(Tensor x, Tensor(a!) out, Tensor buffers, Tensor signals, Tensor(b!) states, Tensor(c!) report, int[] group, int multicast, int algorithm, bool average) -> ()");

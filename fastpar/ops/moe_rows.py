@@ -1,7 +1,158 @@
-"""Rows of tokens on their way to experts and back. See `fastpar.reference.moe_rows`, whose functions these are."""
+"""Rows of tokens on their way to experts and back: permute, unpermute and what goes with them.
+
+On CPU these are kernels of csrc/moe/; elsewhere, and for dtypes that the kernels do not take, they are the functions of
+`fastpar.reference.moe_rows`, whose docstrings have shapes, rules and worked examples.
+
+    sort_pairs    a counting sort, stable                     reads the indices twice
+    pair_slots    where each pair's row lies
+    row_sources   which token each row is of
+    gather_rows   permute: rows by expert                     reads and writes N rows
+    sum_rows      unpermute: weighted sums at the tokens      reads N K rows, writes N
+    dot_rows      gradients of weights                        reads 2 N rows
+
+No autograd: `fastpar.ops.moe` and `fastpar.ops.moe_mlp` differentiate them. No collective. Results have the same bits
+for any number of threads; those of `sum_rows` and `dot_rows` on every instruction set, too, and those of `sum_rows` are
+the reference's. RuntimeError for an index beyond the tables.
+"""
 
 from __future__ import annotations
 
-from fastpar.reference.moe_rows import dot_rows, gather_rows, sort_pairs, sum_rows
+from collections.abc import Sequence
 
-__all__ = ["dot_rows", "gather_rows", "sort_pairs", "sum_rows"]
+import torch
+from torch import Tensor
+
+from fastpar import _ext
+from fastpar.ops._buffers import new_buffer
+from fastpar.reference import moe_rows as reference
+
+_ext.load()
+_kernels = torch.ops.fastpar
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _fits(*dtypes: torch.dtype) -> bool:
+    """Whether the kernels that compute take these together: float64 goes with itself only."""
+    return all(dtype in _FLOATS for dtype in dtypes) or all(dtype == torch.float64 for dtype in dtypes)
+
+
+def _factors(factors: Tensor | None, table: Tensor) -> Tensor | None:
+    return None if factors is None else factors.to(torch.promote_types(table.dtype, torch.float32))
+
+
+# ---- fakes -----------------------------------------------------------------------------------------------------------
+
+
+@torch.library.register_fake("fastpar::moe_sort_pairs")
+def _(indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    pairs = torch.library.get_ctx().new_dynamic_size()
+    return indices.new_empty((pairs,), dtype=torch.int64), indices.new_empty((num_experts,), dtype=torch.int64)
+
+
+@torch.library.register_fake("fastpar::moe_pair_slots")
+def _(order: Tensor, counts: Tensor, first: Tensor, num_pairs: int) -> Tensor:
+    return order.new_empty((num_pairs,))
+
+
+@torch.library.register_fake("fastpar::moe_row_sources")
+def _(orders: list[Tensor], weights: list[Tensor], runs: Tensor, top_k: int, num_rows: int) -> tuple[Tensor, Tensor]:
+    return runs.new_empty((num_rows,)), runs.new_empty((num_rows,), dtype=torch.float32)
+
+
+@torch.library.register_fake("fastpar::moe_gather_rows")
+def _(tables: list[Tensor], index: Tensor, scale: Tensor | None, out: Tensor) -> None:
+    return None
+
+
+@torch.library.register_fake("fastpar::moe_sum_rows")
+def _(tables: list[Tensor], index: Tensor, weights: Tensor | None, add: Tensor | None, out: Tensor) -> None:
+    return None
+
+
+@torch.library.register_fake("fastpar::moe_dot_rows")
+def _(rows: Tensor, tables: list[Tensor], index: Tensor) -> Tensor:
+    return rows.new_empty((len(index),), dtype=torch.promote_types(rows.dtype, torch.float32))
+
+
+# ---- public ----------------------------------------------------------------------------------------------------------
+
+
+def sort_pairs(indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """(order, counts): see `fastpar.reference.moe_rows.sort_pairs`."""
+    if indices.device.type != "cpu":
+        return reference.sort_pairs(indices, num_experts)
+    order, counts = _kernels.moe_sort_pairs(indices, num_experts)
+    return order, counts
+
+
+def pair_slots(order: Tensor, counts: Tensor, first: Tensor, shape: Sequence[int]) -> Tensor:
+    """[T, K]: see `fastpar.reference.moe_rows.pair_slots`."""
+    if order.device.type != "cpu":
+        return reference.pair_slots(order, counts, first, shape)
+    slots: Tensor = _kernels.moe_pair_slots(order, counts, first, shape[0] * shape[1])
+    return slots.view(tuple(shape))
+
+
+def row_sources(
+    orders: Sequence[Tensor], weights: Sequence[Tensor] | None, runs: Tensor, top_k: int, num_rows: int
+) -> tuple[Tensor, Tensor]:
+    """(source, row_weights): see `fastpar.reference.moe_rows.row_sources`."""
+    if runs.device.type != "cpu":
+        return reference.row_sources(orders, weights, runs, top_k, num_rows)
+    source, row_weights = _kernels.moe_row_sources(list(orders), list(weights or ()), runs, top_k, num_rows)
+    return source, row_weights
+
+
+def gather_rows(
+    tables: Sequence[Tensor],
+    index: Tensor,
+    *,
+    scale: Tensor | None = None,
+    out: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """out[i] = scale[i] * table[index[i]]: see `fastpar.reference.moe_rows.gather_rows`.
+
+    A plain copy where there is no scale and no other dtype. Large results are stored past the caches.
+    """
+    table = tables[0]
+    wanted = (dtype or table.dtype) if out is None else out.dtype
+    copies = scale is None and wanted == table.dtype
+    if table.device.type != "cpu" or not (copies or _fits(table.dtype, wanted)):
+        return reference.gather_rows(tables, index, scale=scale, out=out, dtype=dtype)
+    if out is None:
+        out = new_buffer(table, (len(index), table.shape[1]), wanted)
+    _kernels.moe_gather_rows(list(tables), index, _factors(scale, table), out)
+    return out
+
+
+def sum_rows(
+    tables: Sequence[Tensor],
+    index: Tensor,
+    *,
+    weights: Tensor | None = None,
+    add: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """out[i] = add[i] + sum over k of weights[i, k] * table[index[i, k]]: see `fastpar.reference.moe_rows.sum_rows`."""
+    table = tables[0]
+    wanted = table.dtype if out is None else out.dtype
+    if table.device.type != "cpu" or not _fits(table.dtype, wanted):
+        return reference.sum_rows(tables, index, weights=weights, add=add, out=out)
+    if add is not None and not _fits(table.dtype, add.dtype):
+        add = add.to(torch.promote_types(table.dtype, torch.float32))
+    if out is None:
+        out = new_buffer(table, (len(index), table.shape[1]), wanted)
+    _kernels.moe_sum_rows(list(tables), index, _factors(weights, table), add, out)
+    return out
+
+
+def dot_rows(rows: Tensor, tables: Sequence[Tensor], index: Tensor) -> Tensor:
+    """dots[i] = <rows[i], table[index[i]]>: see `fastpar.reference.moe_rows.dot_rows`."""
+    if rows.device.type != "cpu" or not _fits(rows.dtype, tables[0].dtype):
+        return reference.dot_rows(rows, tables, index)
+    dots: Tensor = _kernels.moe_dot_rows(rows, list(tables), index)
+    return dots
+
+
+__all__ = ["dot_rows", "gather_rows", "pair_slots", "row_sources", "sort_pairs", "sum_rows"]

@@ -1,6 +1,8 @@
-"""Rows of tokens on their way to experts and back: gathered, summed, compared. Plain PyTorch.
+"""Rows of tokens on their way to experts and back: sorted, gathered, summed, compared. Plain PyTorch.
 
 Tables are tensors [n_s, H] that count as one, lying one below the other; an index is a row of that one, or -1.
+
+A *pair* is a token and one of its choices, numbered t * K + k.
 """
 
 from __future__ import annotations
@@ -10,12 +12,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+# ---- pairs -----------------------------------------------------------------------------------------------------------
+
 
 def sort_pairs(indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     """Pairs of token and choice in the order of experts.
 
         indices  [T, K]   int64 or int32; a value outside 0..num_experts - 1 is a choice that goes nowhere
-        order    [n]      int64: the pairs t * K + k that go somewhere, by expert, then by pair
+        order    [n]      int64: the pairs that go somewhere, by expert, then by pair
         counts   [E]      int64: how many there are of each expert
 
     Worked example: indices [[1, 0], [0, -1]], 2 experts: order [1, 2, 0], counts [2, 1].
@@ -26,27 +30,83 @@ def sort_pairs(indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     return torch.argsort(flat, stable=True)[: int(counts.sum())], counts
 
 
+def pair_slots(order: Tensor, counts: Tensor, first: Tensor, shape: Sequence[int]) -> Tensor:
+    """Where the row of each pair lies if those of expert e are first[e], first[e] + 1, ...
+
+        order, counts       of `sort_pairs`
+        first    [E]        int64
+        slots    `shape`    [T, K], int64; -1: the pair has no row
+
+    Worked example: order [1, 2, 0], counts [2, 1], first [4, 8], shape (2, 2): slots [[8, 4], [5, -1]].
+    """
+    slots = torch.full((shape[0] * shape[1],), -1, dtype=torch.int64, device=order.device)
+    slots[order] = _runs(first, counts)
+    return slots.view(tuple(shape))
+
+
+def row_sources(
+    orders: Sequence[Tensor], weights: Sequence[Tensor] | None, runs: Tensor, top_k: int, num_rows: int
+) -> tuple[Tensor, Tensor]:
+    """Token and weight of every row, from runs of sorted pairs.
+
+        orders       [n_s]   int64 or int32: of `sort_pairs`, of several ranks
+        weights      [n_s]   float32, in the same order; None: 1
+        runs         [R, 5]  int64: the table, its first pair that is meant, how many, the first of their rows, and what
+                             is added to the numbers of their tokens. No two runs have the same rows
+        source       [num_rows]  int64: t of the pair t * top_k + k of each row; -1: the row is of no run
+        row_weights  [num_rows]  float32; 0 where source is -1
+
+    Worked example: orders [[1, 2, 0]], weights [[5, 6, 7]], runs [[0, 0, 2, 1, 10], [0, 2, 1, 3, 10]], top_k 2, 5 rows:
+    source [-1, 10, 11, 10, -1], row_weights [0, 5, 6, 7, 0].
+    """
+    device = runs.device
+    source = torch.full((num_rows,), -1, dtype=torch.int64, device=device)
+    row_weights = torch.zeros(num_rows, device=device)
+    sizes = torch.tensor([len(order) for order in orders], device=device)
+    table, begin, count, row, token = runs.unbind(1)
+    pairs = _runs(begin + (sizes.cumsum(0) - sizes)[table], count)
+    rows = _runs(row, count)
+    tokens = torch.cat([order.reshape(-1).long() for order in orders])[pairs] // top_k
+    source[rows] = tokens + torch.repeat_interleave(token, count)
+    row_weights[rows] = 1.0 if weights is None else torch.cat([w.reshape(-1) for w in weights])[pairs]
+    return source, row_weights
+
+
+def _runs(first: Tensor, counts: Tensor) -> Tensor:
+    """first[0], first[0] + 1, ... counts[0] of them, then the same of the next."""
+    begins = counts.cumsum(0) - counts
+    return torch.repeat_interleave(first - begins, counts) + torch.arange(int(counts.sum()), device=first.device)
+
+
+# ---- rows ------------------------------------------------------------------------------------------------------------
+
+
 def gather_rows(
     tables: Sequence[Tensor],
     index: Tensor,
     *,
     scale: Tensor | None = None,
     out: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """out[i] = scale[i] * table[index[i]]; zeros where index[i] is -1.
+    """out[i] = scale[i] * table[index[i]]; zeros where index[i] is negative.
 
-    tables   [n_s, H]   of one dtype
-    index    [N]        int64
-    scale    [N]        float32; the product is rounded once
-    out      [N, H]     in the tables' dtype
+        tables   [n_s, H]   of one dtype: any without `scale` and another dtype, else a floating one
+        index    [N]        int64
+        scale    [N]        float32; the product is one of float32 (float64 for float64), then rounded to out's dtype
+        out      [N, H]     of any dtype and distance of rows; None: a new one in `dtype`, or the tables' dtype
+
+    Worked example: tables [[1, 2]] and [[3, 4]], index [1, -1, 0], scale [2, 7, 1]: out [[6, 8], [0, 0], [1, 2]].
     """
     table = torch.cat(list(tables)) if len(tables) > 1 else tables[0]
+    if len(index) and int(index.max()) >= len(table):
+        raise RuntimeError(f"index has {int(index.max())}, but the tables have {len(table)} rows")
     rows = table.index_select(0, index.clamp_min(0)) if len(table) else table.new_zeros((len(index), table.shape[1]))
     if scale is not None:
         wide = torch.promote_types(rows.dtype, torch.float32)
-        rows = (rows.to(wide) * scale.to(wide)[:, None]).to(table.dtype)
+        rows = rows.to(wide) * scale.to(wide)[:, None]
     rows = torch.where((index < 0)[:, None], rows.new_zeros(()), rows)
-    return rows if out is None else out.copy_(rows)
+    return rows.to(dtype or table.dtype) if out is None else out.copy_(rows)
 
 
 def sum_rows(
@@ -57,16 +117,19 @@ def sum_rows(
     add: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """out[i] = add[i] + sum over k of weights[i, k] * table[index[i, k]]; a -1 contributes nothing.
+    """out[i] = add[i] + sum over k of weights[i, k] * table[index[i, k]]; a negative index contributes nothing.
 
         tables   [n_s, H]   of one dtype
         index    [N, K]     int64
         weights  [N, K]     float32
         add      [N, H]     in any floating dtype
-        out      [N, H]     in the tables' dtype
+        out      [N, H]     of any floating dtype and distance of rows; None: a new one in the tables' dtype
 
-    In float32 (float64 for float64), `add` first, then k = 0, 1, ... by fused multiply-adds or not, but the same
-    everywhere; one rounding.
+    In float32 (float64 for float64): from `add` or 0 on, k = 0, 1, ... in turn, each product rounded and then added;
+    the sum is rounded once to out's dtype. The same bits everywhere.
+
+    Worked example: tables [[1, 2]] and [[3, 4]], index [[1, 0], [0, -1]], weights [[0.5, 2], [1, 7]]: out
+    [[3.5, 6], [1, 2]].
     """
     table = torch.cat(list(tables)) if len(tables) > 1 else tables[0]
     wide = torch.promote_types(table.dtype, torch.float32)
@@ -74,16 +137,19 @@ def sum_rows(
     for k in range(index.shape[1]):
         rows = gather_rows([table], index[:, k]).to(wide)
         if weights is not None:
-            rows = rows * torch.where(index[:, k] < 0, 0.0, weights[:, k].to(wide))[:, None]
-        total += rows
+            rows = rows * weights[:, k].to(wide)[:, None]
+        total = torch.where((index[:, k] < 0)[:, None], total, total + rows)
     return total.to(table.dtype) if out is None else out.copy_(total)
 
 
 def dot_rows(rows: Tensor, tables: Sequence[Tensor], index: Tensor) -> Tensor:
-    """dots[i] = <rows[i], table[index[i]]>, 0 where index[i] is -1.
+    """dots[i] = <rows[i], table[index[i]]>, 0 where index[i] is negative.
 
-    rows   [N, H]
-    dots   [N]      float32 (float64 for float64), accumulated so
+        rows   [N, H]
+        dots   [N]      float32 (float64 for float64), accumulated so
+
+    Worked example: rows [[1, 1], [1, 2]], tables [[1, 2]] and [[3, 4]], index [1, -1]: dots [7, 0].
     """
-    wide = torch.promote_types(rows.dtype, torch.float32)
-    return (rows.to(wide) * gather_rows(tables, index).to(wide)).sum(-1)
+    wide = torch.promote_types(tables[0].dtype, torch.float32)
+    found = gather_rows(tables, index).to(wide)
+    return torch.where(index < 0, found.new_zeros(()), (rows.to(wide) * found).sum(-1))
