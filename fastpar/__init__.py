@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from fastpar._version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from fastpar import comm, ops, optim, pipeline, recompute, reference, storage, tensor, zero
+    from fastpar import comm, expert, ops, optim, pipeline, recompute, reference, storage, tensor, zero
     from fastpar.clip import GradSum, clip_grad_norm_, grad_norm
     from fastpar.comm import CommError, Communicator, Pending
     from fastpar.compose import parallelize_pipeline
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from fastpar.swap import explain, parallelize, unparallelize
 
 # A public function must not be named like a module of the package: importing that module would bind its name here.
-_MODULES = ("comm", "ops", "optim", "pipeline", "recompute", "reference", "storage", "tensor", "zero")
+_MODULES = ("comm", "expert", "ops", "optim", "pipeline", "recompute", "reference", "storage", "tensor", "zero")
 _HOME = {
     "CommError": "fastpar.comm",
     "Communicator": "fastpar.comm",
@@ -62,6 +62,7 @@ __all__ = [
     "apply_recompute",
     "clip_grad_norm_",
     "comm",
+    "expert",
     "explain",
     "grad_norm",
     "init_mesh",

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         linear_reduce_scatter_wgrad,
     )
     from fastpar.ops.linear_loss import linear_cross_entropy, linear_cross_entropy_dgrad, linear_cross_entropy_wgrad
+    from fastpar.ops.moe_route import RouteRule, Routing, expert_choice_route, moe_route, router_logits
     from fastpar.ops.newton_schulz import newton_schulz
     from fastpar.ops.optimizer import StochasticRounding, adamw_step, lion_step, sgd_step
     from fastpar.ops.overlap import Overlap, OverlapShape, measure_overlap
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
 _HOME = {
     "Overlap": "fastpar.ops.overlap",
     "OverlapShape": "fastpar.ops.overlap",
+    "RouteRule": "fastpar.ops.moe_route",
+    "Routing": "fastpar.ops.moe_route",
     "StochasticRounding": "fastpar.ops.optimizer",
     "WeightGradStore": "fastpar.ops.wgrad_store",
     "adamw_step": "fastpar.ops.optimizer",
@@ -52,6 +55,7 @@ _HOME = {
     "copy_to_linear_dgrad": "fastpar.ops.linear_grads",
     "copy_to_linear_wgrad": "fastpar.ops.linear_grads",
     "exact_square_sum": "fastpar.ops.square_sum",
+    "expert_choice_route": "fastpar.ops.moe_route",
     "linear_all_reduce": "fastpar.ops.linear",
     "linear_all_reduce_dgrad": "fastpar.ops.linear_grads",
     "linear_all_reduce_wgrad": "fastpar.ops.linear_grads",
@@ -63,8 +67,10 @@ _HOME = {
     "linear_reduce_scatter_wgrad": "fastpar.ops.linear_grads",
     "lion_step": "fastpar.ops.optimizer",
     "measure_overlap": "fastpar.ops.overlap",
+    "moe_route": "fastpar.ops.moe_route",
     "newton_schulz": "fastpar.ops.newton_schulz",
     "rms_norm": "fastpar.ops.rms_norm",
+    "router_logits": "fastpar.ops.moe_route",
     "sgd_step": "fastpar.ops.optimizer",
     "sharded_dropout": "fastpar.ops.dropout",
     "square_sum_norm": "fastpar.ops.square_sum",
@@ -83,6 +89,8 @@ _HOME = {
 __all__ = [
     "Overlap",
     "OverlapShape",
+    "RouteRule",
+    "Routing",
     "StochasticRounding",
     "WeightGradStore",
     "adamw_step",
@@ -94,6 +102,7 @@ __all__ = [
     "copy_to_linear_dgrad",
     "copy_to_linear_wgrad",
     "exact_square_sum",
+    "expert_choice_route",
     "linear_all_reduce",
     "linear_all_reduce_dgrad",
     "linear_all_reduce_wgrad",
@@ -105,8 +114,10 @@ __all__ = [
     "linear_reduce_scatter_wgrad",
     "lion_step",
     "measure_overlap",
+    "moe_route",
     "newton_schulz",
     "rms_norm",
+    "router_logits",
     "sgd_step",
     "sharded_dropout",
     "square_sum_norm",

@@ -6,6 +6,7 @@ from fastpar.reference.dropout import sharded_dropout
 from fastpar.reference.embedding import vocab_parallel_embedding
 from fastpar.reference.linear import all_gather_linear, copy_to_linear, linear_all_reduce, linear_reduce_scatter
 from fastpar.reference.linear_loss import linear_cross_entropy
+from fastpar.reference.moe_route import expert_choice_route, moe_route
 from fastpar.reference.newton_schulz import newton_schulz
 from fastpar.reference.optimizer import adamw_step, lion_step, sgd_step
 from fastpar.reference.rms_norm import rms_norm
@@ -23,10 +24,12 @@ __all__ = [
     "all_reduce_rms_norm",
     "copy_to_linear",
     "exact_square_sum",
+    "expert_choice_route",
     "linear_all_reduce",
     "linear_cross_entropy",
     "linear_reduce_scatter",
     "lion_step",
+    "moe_route",
     "newton_schulz",
     "rms_norm",
     "sgd_step",

@@ -1,0 +1,85 @@
+"""Mixture of experts: routers, what keeps their loads even, and presets that pin the conventions of known models.
+
+    router = fp.expert.preset("qwen3_moe").router(hidden=2048, num_experts=128)
+    routing = router(x)                                         # .indices, .weights, .counts
+    out = fp.ops.moe_mlp(x, routing.indices, routing.weights, ...)
+
+Names are looked up on first use.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fastpar.expert.bias import BiasRule, expert_loads, update_biases, update_biases_with
+    from fastpar.expert.losses import (
+        LossRule,
+        TokenCounts,
+        attach_loss,
+        aux_loss,
+        collected_losses,
+        global_batch_aux_loss,
+        sequence_aux_loss,
+        set_loss_scale,
+        z_loss,
+    )
+    from fastpar.expert.presets import PRESETS, RouterPreset, preset
+    from fastpar.expert.replay import balance_routes, record_routes, replay_routes
+    from fastpar.expert.router import Router
+
+_HOME = {
+    "PRESETS": "fastpar.expert.presets",
+    "BiasRule": "fastpar.expert.bias",
+    "LossRule": "fastpar.expert.losses",
+    "Router": "fastpar.expert.router",
+    "RouterPreset": "fastpar.expert.presets",
+    "TokenCounts": "fastpar.expert.losses",
+    "attach_loss": "fastpar.expert.losses",
+    "aux_loss": "fastpar.expert.losses",
+    "balance_routes": "fastpar.expert.replay",
+    "collected_losses": "fastpar.expert.losses",
+    "expert_loads": "fastpar.expert.bias",
+    "global_batch_aux_loss": "fastpar.expert.losses",
+    "preset": "fastpar.expert.presets",
+    "record_routes": "fastpar.expert.replay",
+    "replay_routes": "fastpar.expert.replay",
+    "sequence_aux_loss": "fastpar.expert.losses",
+    "set_loss_scale": "fastpar.expert.losses",
+    "update_biases": "fastpar.expert.bias",
+    "update_biases_with": "fastpar.expert.bias",
+    "z_loss": "fastpar.expert.losses",
+}
+__all__ = [
+    "PRESETS",
+    "BiasRule",
+    "LossRule",
+    "Router",
+    "RouterPreset",
+    "TokenCounts",
+    "attach_loss",
+    "aux_loss",
+    "balance_routes",
+    "collected_losses",
+    "expert_loads",
+    "global_batch_aux_loss",
+    "preset",
+    "record_routes",
+    "replay_routes",
+    "sequence_aux_loss",
+    "set_loss_scale",
+    "update_biases",
+    "update_biases_with",
+    "z_loss",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'fastpar.expert' has no attribute {name!r}; public names: {', '.join(__all__)}")
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,322 @@
+"""Which experts a token goes to and with what weight. Plain PyTorch, differentiable in the logits.
+
+    scores   softmax(logits) over all experts, or sigmoid(logits), or sqrt(softplus(logits))
+    choice   the top_k experts by score + bias (rule.when "after": by logit + bias), within the best groups of experts
+    weights  the scores of the chosen experts, without the bias; normalised over them, scaled
+
+Ties go to the lowest expert, whatever the device. `fastpar.expert.presets` has the rules of known models.
+
+Note: sums of scores are taken in logarithms where epsilon is 0. s_i / sum(s) of sigmoids whose logits are all below -90
+is 0 / 0 in float32; the softmax of the logarithms of the same scores is right for any logits, and it is the same number
+elsewhere. An epsilon, as other libraries add to the sum, is kept where a rule names one: at logits of -60 an epsilon of
+1e-20 makes weights that sum to 1e-6.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
+WHEN = ("before", "after")
+GROUP_SCORES = ("top2", "top_k_over_groups", "max")
+NOISE = ("none", "learned", "normal", "gumbel")
+_FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_TABLE_ROWS = 4096  # of a hash table that are drawn at once
+
+Top = Callable[[Tensor, int], Tensor]
+
+
+@dataclass(frozen=True)
+class RouteRule:
+    """How experts are chosen and weighed.
+
+    top_k        experts of a token
+    score        "softmax", "sigmoid", "sqrtsoftplus"
+    when         scores come "before" the choice, which is by score (softmax over all experts), or "after" it, which
+                 then is by logit (softmax over the chosen ones)
+    normalize    weights of a token sum to 1
+    epsilon      added to their sum
+    scale        of the weights
+    num_groups   experts are in so many groups of neighbours, of which the best top_groups are chosen from
+    group_score  "top2": the sum of a group's two best; "top_k_over_groups": of its best top_k / top_groups; "max"
+    noise        for training: "learned", normal noise times a softplus of the token (Shazeer et al. 2017); "normal",
+                 of deviation noise_scale; "gumbel", times noise_scale, in the choice only: with softmax and a scale
+                 of 1, experts are drawn by their probabilities
+    """
+
+    top_k: int
+    score: str = "softmax"
+    when: str = "before"
+    normalize: bool = False
+    epsilon: float = 0.0
+    scale: float = 1.0
+    num_groups: int = 1
+    top_groups: int = 1
+    group_score: str = "top2"
+    noise: str = "none"
+    noise_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name, value, known in (
+            ("score", self.score, SCORES),
+            ("when", self.when, WHEN),
+            ("group_score", self.group_score, GROUP_SCORES),
+            ("noise", self.noise, NOISE),
+        ):
+            if value not in known:
+                raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
+        if self.top_k < 1:
+            raise ValueError(f"top_k must be at least 1, got {self.top_k}")
+        if self.epsilon < 0:
+            raise ValueError(f"epsilon must not be negative, got {self.epsilon}")
+        if self.epsilon and not self.normalize:
+            raise ValueError(f"epsilon ({self.epsilon}) is for normalize=True")
+        if not 1 <= self.top_groups <= self.num_groups:
+            raise ValueError(f"top_groups must be between 1 and num_groups ({self.num_groups}), got {self.top_groups}")
+
+    def check_experts(self, num_experts: int) -> None:
+        """Raises ValueError if the rule does not fit so many experts."""
+        if self.top_k > num_experts:
+            raise ValueError(f"top_k ({self.top_k}) must be at most the number of experts ({num_experts})")
+        if num_experts % self.num_groups:
+            raise ValueError(f"num_experts ({num_experts}) must be divisible by num_groups ({self.num_groups})")
+        open_to = num_experts // self.num_groups * self.top_groups
+        if self.top_k > open_to:
+            raise ValueError(
+                f"top_k ({self.top_k}) must be at most the experts of the top groups ({self.top_groups} groups of "
+                f"{num_experts // self.num_groups}: {open_to})"
+            )
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Where the tokens go.
+
+    indices  int64 [T, K]      experts, best first; -1: nowhere
+    weights  float32 [T, K]    (float64 for float64 logits); 0 where the index is -1
+    counts   int64 [E]         tokens of each expert
+    logits   float32 [T, E]    as they came, without noise
+    score    the rule's
+    """
+
+    indices: Tensor
+    weights: Tensor
+    counts: Tensor
+    logits: Tensor
+    score: str
+
+    @cached_property
+    def scores(self) -> Tensor:
+        """[T, E]: the scores over all experts, of sum 1, for balance losses. Computed when asked for."""
+        return log_scores(self.logits, self.score).softmax(-1)
+
+
+def log_scores(logits: Tensor, score: str) -> Tensor:
+    """Logarithms of the scores, for softmax but for a summand per token. Finite, with gradients, for finite logits."""
+    if score == "softmax":
+        return logits
+    if score == "sigmoid":
+        return functional.logsigmoid(logits)
+    # log(softplus(x)) is x - exp(x) / 2 + ..., so x to the last bit where softplus would lose or underflow
+    small = logits < -20.0
+    return 0.5 * torch.where(small, logits, functional.softplus(logits.masked_fill(small, 0.0)).log())
+
+
+def score_of(logits: Tensor, score: str) -> Tensor:
+    """[.., E]: what experts are chosen by."""
+    if score == "softmax":
+        return logits.softmax(-1)
+    return torch.sigmoid(logits) if score == "sigmoid" else log_scores(logits, score).exp()
+
+
+def stable_top(values: Tensor, k: int) -> Tensor:
+    """int64 [.., k]: where the largest values are, largest first, the first of equal ones; NaN is the smallest."""
+    ordered = values.masked_fill(values.isnan(), -math.inf)
+    return torch.sort(ordered, dim=-1, descending=True, stable=True).indices[..., :k]
+
+
+def limit_to_groups(values: Tensor, rule: RouteRule, top: Top) -> Tensor:
+    """values [T, E], -inf outside the best groups."""
+    if rule.top_groups == rule.num_groups:
+        return values
+    grouped = values.masked_fill(values.isnan(), -math.inf).unflatten(-1, (rule.num_groups, -1))
+    best = {"top2": 2, "top_k_over_groups": max(1, rule.top_k // rule.top_groups), "max": 1}[rule.group_score]
+    group_scores = grouped.topk(min(best, grouped.shape[-1]), dim=-1).values.sum(-1)
+    closed = torch.ones_like(group_scores, dtype=torch.bool).scatter_(-1, top(group_scores, rule.top_groups), False)
+    return grouped.masked_fill(closed[..., None], -math.inf).flatten(-2)
+
+
+def choose(logits: Tensor, rule: RouteRule, bias: Tensor | None, top: Top) -> Tensor:
+    """int64 [T, K]: the experts of each token."""
+    with torch.no_grad():
+        values = logits if rule.when == "after" else score_of(logits, rule.score)
+        if bias is not None:
+            values = values + bias.to(values.dtype)
+        return top(limit_to_groups(values, rule, top), rule.top_k)
+
+
+def weigh(logits: Tensor, indices: Tensor, rule: RouteRule) -> Tensor:
+    """[T, K]: the weights of choices; 0 of those that go nowhere, NaN of the others of a token with a NaN logit."""
+    nowhere = (indices < 0) | (indices >= logits.shape[-1])
+    index = indices.masked_fill(nowhere, 0)
+    is_share = rule.score == "softmax" and rule.when == "after"
+    if is_share or (rule.normalize and rule.epsilon == 0.0):
+        chosen = log_scores(logits.gather(-1, index), rule.score)
+        weights = chosen.masked_fill(nowhere, -math.inf).softmax(-1)
+    elif rule.score == "softmax":
+        weights = logits.softmax(-1).gather(-1, index)
+    else:
+        weights = score_of(logits.gather(-1, index), rule.score)
+    weights = weights.masked_fill(nowhere, 0.0)
+    if rule.normalize and rule.epsilon:
+        weights = weights / (weights.sum(-1, keepdim=True) + rule.epsilon)
+    bad = logits.isnan().any(-1, keepdim=True) & ~nowhere
+    return (weights * rule.scale).masked_fill(bad, math.nan)
+
+
+def count(indices: Tensor, num_experts: int) -> Tensor:
+    """int64 [E]: how often each expert stands in indices."""
+    flat = indices.reshape(-1).long()
+    flat = torch.where((flat < 0) | (flat >= num_experts), num_experts, flat)
+    counts = flat.new_zeros(num_experts + 1)
+    return counts.scatter_add_(0, flat, torch.ones_like(flat))[:num_experts]
+
+
+def check_arguments(
+    logits: Tensor, bias: Tensor | None, indices: Tensor | None, noise: Tensor | None, mask: Tensor | None
+) -> None:
+    """Raises TypeError or ValueError with the values if the tensors do not fit `moe_route`."""
+    if logits.dtype not in _FLOATS:
+        raise TypeError(f"logits must be one of {', '.join(map(str, _FLOATS))}, got {logits.dtype}")
+    if logits.dim() != 2:
+        raise ValueError(f"logits must be [tokens, experts], got shape {tuple(logits.shape)}")
+    if bias is not None and bias.shape != logits.shape[1:]:
+        raise ValueError(f"bias must have shape {tuple(logits.shape[1:])}, got {tuple(bias.shape)}")
+    if noise is not None and noise.shape != logits.shape:
+        raise ValueError(f"noise must have the shape of logits, {tuple(logits.shape)}, got {tuple(noise.shape)}")
+    if mask is not None and (mask.dtype != torch.bool or mask.shape != logits.shape[:1]):
+        raise ValueError(
+            f"mask must be bool of shape {tuple(logits.shape[:1])}, got {mask.dtype} of {tuple(mask.shape)}"
+        )
+    if indices is None:
+        return
+    if indices.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"indices must be int64 or int32, got {indices.dtype}")
+    if indices.dim() != 2 or len(indices) != len(logits):
+        raise ValueError(f"indices must be [{len(logits)}, K], got shape {tuple(indices.shape)}")
+
+
+def route(
+    logits: Tensor,
+    rule: RouteRule,
+    *,
+    bias: Tensor | None = None,
+    indices: Tensor | None = None,
+    noise: Tensor | None = None,
+    mask: Tensor | None = None,
+    top: Top = stable_top,
+) -> Routing:
+    """`moe_route` with a given way to find the largest."""
+    check_arguments(logits, bias, indices, noise, mask)
+    num_experts = logits.shape[1]
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    noisy = logits if noise is None else logits + noise
+    if indices is None:
+        rule.check_experts(num_experts)
+        indices = choose(noisy, rule, bias, top)
+    else:
+        indices = indices.long()
+        indices = indices.masked_fill((indices < 0) | (indices >= num_experts), -1)
+    if mask is not None:
+        indices = indices.masked_fill(~mask[:, None], -1)
+    weights = weigh(logits if rule.noise == "gumbel" else noisy, indices, rule)
+    return Routing(indices, weights, count(indices, num_experts), logits, rule.score)
+
+
+def moe_route(
+    logits: Tensor,
+    rule: RouteRule,
+    *,
+    bias: Tensor | None = None,
+    indices: Tensor | None = None,
+    noise: Tensor | None = None,
+    mask: Tensor | None = None,
+) -> Routing:
+    """See `fastpar.ops.moe_route`."""
+    return route(logits, rule, bias=bias, indices=indices, noise=noise, mask=mask)
+
+
+def route_by_experts(
+    logits: Tensor,
+    capacity: int,
+    *,
+    score: str = "softmax",
+    mask: Tensor | None = None,
+    width: int | None = None,
+    top: Top = stable_top,
+) -> Routing:
+    """`expert_choice_route` with a given way to find the largest."""
+    check_arguments(logits, None, None, None, mask)
+    if score not in SCORES:
+        raise ValueError(f"score must be one of {', '.join(SCORES)}, got {score!r}")
+    if capacity < 0:
+        raise ValueError(f"capacity must not be negative, got {capacity}")
+    num_tokens, num_experts = logits.shape
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    scores = score_of(logits, score)
+    chosen = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
+    if capacity and num_tokens:
+        ranked = scores.detach() if mask is None else scores.detach().masked_fill(~mask[:, None], -math.inf)
+        tokens = top(ranked.T.contiguous(), min(capacity, num_tokens))
+        chosen.scatter_(0, tokens.T.contiguous(), True)
+    if mask is not None:
+        chosen &= mask[:, None]
+    most = int(chosen.sum(-1).max()) if num_tokens else 0
+    if width is not None and width < most:
+        raise ValueError(f"width ({width}) must be at least the most experts of a token ({most})")
+    experts = torch.sort(chosen, dim=-1, descending=True, stable=True).indices[:, : most if width is None else width]
+    indices = experts.masked_fill(~chosen.gather(-1, experts), -1)
+    weights = scores.gather(-1, experts).masked_fill(indices < 0, 0.0)
+    bad = logits.isnan().any(-1, keepdim=True) & (indices >= 0)
+    return Routing(indices, weights.masked_fill(bad, math.nan), count(indices, num_experts), logits, score)
+
+
+def expert_choice_route(
+    logits: Tensor, capacity: int, *, score: str = "softmax", mask: Tensor | None = None, width: int | None = None
+) -> Routing:
+    """See `fastpar.ops.expert_choice_route`."""
+    return route_by_experts(logits, capacity, score=score, mask=mask, width=width)
+
+
+def hash_table(vocab_size: int, num_experts: int, top_k: int = 1, *, seed: int = 0) -> Tensor:
+    """int64 [vocab_size, top_k]: different experts for every token id, drawn by the seed alone.
+
+    Routing by hash (Roller et al. 2021) is `moe_route(logits, rule, indices=table[ids])`.
+    """
+    if not 1 <= top_k <= num_experts:
+        raise ValueError(f"top_k must be between 1 and num_experts ({num_experts}), got {top_k}")
+    generator = torch.Generator().manual_seed(seed)
+    table = torch.empty((vocab_size, top_k), dtype=torch.int64)
+    for rows in table.split(_TABLE_ROWS):
+        rows.copy_(torch.rand(len(rows), num_experts, generator=generator).argsort(dim=-1, stable=True)[:, :top_k])
+    return table
+
+
+def balanced_indices(
+    num_tokens: int, num_experts: int, top_k: int, *, start: int = 0, device: torch.device | str = "cpu"
+) -> Tensor:
+    """int64 [num_tokens, top_k]: all experts in turn from `start` on, so that none has one pair more than another.
+
+    Give every rank another start: if all began at one expert, they would all send to its rank first.
+    """
+    if not 1 <= top_k <= num_experts:
+        raise ValueError(f"top_k must be between 1 and num_experts ({num_experts}), got {top_k}")
+    pairs = torch.arange(start, start + num_tokens * top_k, device=device)
+    return (pairs % num_experts).view(num_tokens, top_k)
