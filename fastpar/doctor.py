@@ -585,6 +585,40 @@ def _stochastic_rounding_error() -> float:
 
 
 # Absolute errors in fp32; values are of the order of 10 (loss, swiglu, gradient of a weight) and 1 (others).
+def _route_error() -> float:
+    """Weights, choices and gradient of 4 of 24 experts, sigmoid with a bias, groups and ties, against the reference."""
+    from fastpar import ops, reference
+
+    logits, bias = _normal(37, 24).round(decimals=1), _normal(24)
+    rule = ops.RouteRule(4, "sigmoid", normalize=True, scale=2.5, num_groups=6, top_groups=3)
+    upstream = _normal(37, 4)
+    outputs: list[torch.Tensor] = []
+    for function, x in ((ops.moe_route, logits.clone()), (reference.moe_route, logits.double())):
+        routing = function(x.requires_grad_(), rule, bias=bias)
+        outputs += [routing.weights, routing.indices, *torch.autograd.grad(routing.weights, x, upstream.to(x.dtype))]
+    return _largest([(found, exact.double()) for found, exact in zip(outputs[:3], outputs[3:], strict=True)])
+
+
+def _expert_choice_error() -> float:
+    """Weights and choices of 8 experts that take 5 of 37 tokens each, against the reference."""
+    from fastpar import ops, reference
+
+    logits = _normal(37, 8)
+    found, exact = ops.expert_choice_route(logits, 5), reference.expert_choice_route(logits.double(), 5)
+    return _largest([(found.weights, exact.weights), (found.indices, exact.indices.double())])
+
+
+def _router_logits_error() -> float:
+    """Logits of 16-bit operands, and the gradient of their sum by x; of integers, so that no rounding is allowed."""
+    from fastpar.ops import router_logits
+
+    x, weight = _normal(37, 64).round().bfloat16().requires_grad_(), _normal(5, 64).round().bfloat16()
+    logits = router_logits(x, weight)
+    (grad,) = torch.autograd.grad(logits.sum(), x)
+    exact = weight.double().sum(0).expand(37, 64)
+    return _largest([(logits, F.linear(x.double(), weight.double())), (grad, exact)])
+
+
 SELF_TESTS: list[tuple[str, Callable[[], float], float]] = [
     ("vocab_parallel_cross_entropy", _cross_entropy_error, 1e-5),
     ("sharded_dropout", _dropout_error, 1e-5),
@@ -612,6 +646,11 @@ SELF_TESTS: list[tuple[str, Callable[[], float], float]] = [
         for kind in ("all_gather_linear", "copy_to_linear", "linear_reduce_scatter", "linear_all_reduce")
         for suffix in ("", "_dgrad", "_wgrad")
     ),
+    ("RouteRule", _route_error, 1e-5),
+    ("Routing", _route_error, 1e-5),
+    ("moe_route", _route_error, 1e-5),
+    ("expert_choice_route", _expert_choice_error, 1e-5),
+    ("router_logits", _router_logits_error, 0.0),
     ("Overlap", _overlap_error, 0.0),
     ("OverlapShape", _overlap_error, 0.0),
     ("measure_overlap", _overlap_error, 0.0),
