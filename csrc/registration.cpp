@@ -42,6 +42,9 @@ STABLE_TORCH_LIBRARY(fastpar, m) {
   // swiglu
   m.def("swiglu(Tensor gate, Tensor? up) -> Tensor");
   m.def("swiglu_backward(Tensor grad_out, Tensor gate, Tensor? up) -> (Tensor, Tensor)");
+  m.def("swiglu_weighted(Tensor gate_up, Tensor? weights, Tensor(a!) out) -> ()");
+  m.def(
+      "swiglu_weighted_backward(Tensor grad_out, Tensor gate_up, Tensor? weights, Tensor(a!) out, Tensor(b!) grad_gate_up, Tensor(c!)? dots) -> ()");
   // vocab_softmax: softmax, log-softmax, log-probabilities and entropy
   m.def(
       "vocab_softmax_stats(Tensor logits, Tensor? ids, SymInt vocab_start, SymInt vocab_total, int ignore_index, bool entropy, float softcap, float logit_scale) -> Tensor");

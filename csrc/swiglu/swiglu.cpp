@@ -16,20 +16,23 @@
 #include "common/tensor_rows.h"
 
 namespace fastpar {
-namespace {
 
-using torch::stable::Tensor;
-
-const SwigluKernels& kernels(FloatType type) {
+const SwigluKernels& swiglu_kernels(int float_type) {
 #if FASTPAR_X86
-  if (type != FloatType::kFloat64) {
+  if (float_type != static_cast<int>(FloatType::kFloat64)) {
     if (cpu_capability() == CpuCapability::kAvx512Bf16) return kSwigluAvx512Bf16;
     if (cpu_capability() == CpuCapability::kAvx512) return kSwigluAvx512;
     if (cpu_capability() == CpuCapability::kAvx2) return kSwigluAvx2;
   }
+#else
+  (void)float_type;
 #endif
   return kSwigluPortable;
 }
+
+namespace {
+
+using torch::stable::Tensor;
 
 // Gate and up as rows, from two tensors or from the halves of the rows of one.
 struct Operands {
@@ -67,13 +70,13 @@ Operands operands_of(const Tensor& gate_in, const std::optional<Tensor>& up_in) 
 }
 
 Tensor swiglu_cpu(const Tensor& gate, const std::optional<Tensor>& up) {
-  const FloatType type = float_type(gate, "gate");
+  const int type = static_cast<int>(float_type(gate, "gate"));
   const Operands x = operands_of(gate, up);
   Tensor out = empty_cpu(x.out_shape, gate.scalar_type());
   if (out.numel() == 0) return out;
   const bool stream = out.numel() * static_cast<int64_t>(out.element_size()) > kStreamedOutputBytes;
   const SwigluArguments arguments{x.gate, x.gate_rows, x.up, x.up_rows, x.features, out.mutable_data_ptr(), stream};
-  const SwigluKernel kernel = kernels(type).forward[static_cast<int>(type)];
+  const SwigluKernel kernel = swiglu_kernels(type).forward[type];
   torch::stable::parallel_for(0, x.rows, row_grain(x.features),
                               [&](int64_t begin, int64_t end) { kernel(arguments, begin, end); });
   return out;
@@ -82,7 +85,7 @@ Tensor swiglu_cpu(const Tensor& gate, const std::optional<Tensor>& up) {
 // (gradient of the packed tensor, an empty tensor), or those of gate and up.
 std::tuple<Tensor, Tensor> swiglu_backward_cpu(const Tensor& grad_out_in, const Tensor& gate,
                                                const std::optional<Tensor>& up) {
-  const FloatType type = float_type(gate, "gate");
+  const int type = static_cast<int>(float_type(gate, "gate"));
   const Operands x = operands_of(gate, up);
   FASTPAR_CHECK(grad_out_in.scalar_type() == gate.scalar_type(), "grad_out must have the dtype of gate");
   FASTPAR_CHECK(shape_of(grad_out_in) == x.out_shape, "grad_out must have the shape of the output");
@@ -105,7 +108,7 @@ std::tuple<Tensor, Tensor> swiglu_backward_cpu(const Tensor& grad_out_in, const 
       is_packed ? first + x.features * element : static_cast<char*>(grad_up.mutable_data_ptr()),
       is_packed ? 2 * x.features : x.features,
       2 * x.rows * x.features * element > kStreamedOutputBytes};
-  const SwigluBackwardKernel kernel = kernels(type).backward[static_cast<int>(type)];
+  const SwigluBackwardKernel kernel = swiglu_kernels(type).backward[type];
   torch::stable::parallel_for(0, x.rows, row_grain(x.features),
                               [&](int64_t begin, int64_t end) { kernel(arguments, begin, end); });
   return {grad_gate, grad_up};

@@ -1,5 +1,6 @@
 // The version for any processor, and float64, which exists for tests and small checks and uses the C library's exp.
 #include "swiglu/swiglu_kernel.h"
+#include "swiglu/swiglu_weighted_kernel.h"
 
 namespace fastpar {
 namespace {
@@ -34,6 +35,9 @@ extern const SwigluKernels kSwigluPortable = {
     {swiglu_rows<float>, swiglu_rows<bfloat16>, swiglu_rows<float16>, swiglu_rows_float64},
     {swiglu_backward_rows<float>, swiglu_backward_rows<bfloat16>, swiglu_backward_rows<float16>,
      swiglu_backward_rows_float64},
+    {swiglu_weighted_rows<float>, swiglu_weighted_rows<bfloat16>, swiglu_weighted_rows<float16>},
+    {swiglu_weighted_backward_rows<float>, swiglu_weighted_backward_rows<bfloat16>,
+     swiglu_weighted_backward_rows<float16>},
 };
 
 }  // namespace fastpar
