@@ -1,0 +1,95 @@
+"""Products of rows that lie by expert with the matrices of the experts: forward, dgrad and wgrad.
+
+Matrices are [E, F, K] or, transposed, [E, K, F]. Rows come with `rows`, the slice of each expert's: what lies between
+the slices is padding, which is neither read nor, unless it is said, written.
+
+On CPU one product an expert, written where it belongs. On CUDA `torch.nn.functional.grouped_mm` where it takes the
+shapes: one launch for all experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fastpar.ops._buffers import new_buffer
+
+_GROUPED_ALIGNMENT = 16  # bytes, of every row that grouped_mm reads or writes
+
+
+def matmul(a: Tensor, b: Tensor, out: Tensor, *, bias: Tensor | None = None, alpha: float = 1.0) -> Tensor:
+    """out = alpha * a @ b (+ bias) for matrices. Unlike torch.mm(a, b), never touched by autocast."""
+    if bias is not None:
+        return torch.addmm(bias, a, b, alpha=alpha, out=out)
+    if alpha != 1.0:
+        return torch.addmm(out, a, b, beta=0, alpha=alpha, out=out)  # beta = 0: `out` is not read
+    return torch.mm(a, b, out=out)
+
+
+def forward(x: Tensor, weight: Tensor, rows: Sequence[slice], bias: Tensor | None, *, transposed: bool) -> Tensor:
+    """out [N, F]: the rows of x through their expert's matrix; padding rows are zeros."""
+    matrices = weight if transposed else weight.transpose(1, 2)  # [E, K, F]
+    if bias is None and _takes_grouped(x, rows, *matrices.shape[1:]):
+        return torch.nn.functional.grouped_mm(x, matrices, offs=_ends(rows, x.device))
+    out = new_buffer(x, (len(x), matrices.shape[2]))
+    _zero_padding(out, rows)
+    for expert, mine in enumerate(rows):
+        if mine.start < mine.stop:
+            matmul(x[mine], matrices[expert], out[mine], bias=None if bias is None else bias[expert])
+    return out
+
+
+def dgrad(dout: Tensor, weight: Tensor, rows: Sequence[slice], *, transposed: bool) -> Tensor:
+    """dx [N, K] from dout [N, F]; padding rows are zeros."""
+    return forward(dout, weight, rows, None, transposed=not transposed)
+
+
+def wgrad(dout: Tensor, x: Tensor, like: Tensor, rows: Sequence[slice], *, transposed: bool) -> Tensor:
+    """dweight in the shape of `like`, zeros for an expert without rows."""
+    left, right = (x, dout) if transposed else (dout, x)
+    if _takes_grouped(x, rows, *like.shape[1:]):
+        out = torch.nn.functional.grouped_mm(left.t(), right, offs=_ends(rows, x.device))
+    else:
+        out = new_buffer(like, like.shape)
+        for expert, mine in enumerate(rows):
+            wgrad_of(left[mine], right[mine], out[expert])
+    for expert, mine in enumerate(rows):
+        if mine.start == mine.stop:
+            out[expert].zero_()  # a product of nothing need not write
+    return out
+
+
+def wgrad_of(left: Tensor, right: Tensor, out: Tensor, *, alpha: float = 1.0) -> None:
+    """out = alpha * left.T @ right for one expert; without rows nothing is written."""
+    if len(left):
+        matmul(left.t(), right, out, alpha=alpha)
+
+
+def bias_grad(dout: Tensor, like: Tensor, rows: Sequence[slice]) -> Tensor:
+    """dbias [E, F], zeros for an expert without rows."""
+    out = new_buffer(like, like.shape)
+    for expert, mine in enumerate(rows):
+        torch.sum(dout[mine], 0, out=out[expert])
+    return out
+
+
+def _zero_padding(out: Tensor, rows: Sequence[slice]) -> None:
+    starts = [mine.start for mine in rows[1:]] + [len(out)]
+    for mine, following in zip(rows, starts, strict=True):
+        if mine.stop < following:
+            out[mine.stop : following].zero_()
+
+
+def _takes_grouped(x: Tensor, rows: Sequence[slice], *sizes: int) -> bool:
+    """Whether grouped_mm computes this: on CUDA, bfloat16, rows of 16 bytes, no padding between the experts."""
+    if x.device.type != "cuda" or x.dtype != torch.bfloat16 or not hasattr(torch.nn.functional, "grouped_mm"):
+        return False
+    is_dense = len(x) > 0 and sum(mine.stop - mine.start for mine in rows) == len(x)
+    is_aligned = all(size * x.element_size() % _GROUPED_ALIGNMENT == 0 for size in sizes)
+    return is_dense and is_aligned and x.is_contiguous() and x.data_ptr() % _GROUPED_ALIGNMENT == 0
+
+
+def _ends(rows: Sequence[slice], device: torch.device) -> Tensor:
+    return torch.tensor([mine.stop for mine in rows], dtype=torch.int32, device=device)
