@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+from typing import Any
+
+import torch
 from torch import Tensor
 
 from fastpar.comm import GroupLike
+from fastpar.ops._autograd import needs_grad
+from fastpar.ops._moe_exchange import Exchange
+from fastpar.ops._moe_mlp import Call, Experts, MoeMlp, forward
 from fastpar.ops._moe_plan import Padding
 from fastpar.ops.grouped_linear import grouped_linear
-from fastpar.ops.moe import moe_combine, moe_dispatch
-from fastpar.reference.moe_mlp import ExpertRule, activate
+from fastpar.ops.moe import exchange_of, moe_combine, moe_dispatch
+from fastpar.reference.linear import autocast_dtype
+from fastpar.reference.moe_mlp import ExpertRule, activate, check_experts
 
 
 def moe_mlp(
@@ -26,6 +34,7 @@ def moe_mlp(
     padding: Padding | None = None,
     transport: str = "auto",
     exact: bool = False,
+    grad_scale: float = 1.0,
 ) -> Tensor:
     """Every token through the experts that it has chosen, which lie on the ranks of `group`.
 
@@ -33,30 +42,108 @@ def moe_mlp(
         indices  [T, K]      see `moe_dispatch`
         weights  [T, K]
         first    [E_r, 2I, H]  this rank's experts: gate and up in one ([E_r, I, H] without gate; transposed:
-                               [E_r, H, 2I])
+                               [E_r, H, 2I]); all in the dtype of x (torch.autocast converts)
         second   [E_r, H, I]   (transposed: [E_r, I, H])
         first_bias [E_r, 2I], second_bias [E_r, H]
         add      [T, H]      added in the combine's sum: a shared expert's output, a residual
         out      [T, H]
 
-    The number of experts is E_r times the ranks of the group.
+        forward  h = x W1' + b1, a = f(h), y = a W2' + b2 of each row, out = add + sum over k of w y
+        dgrad    da = dout W2, dh = w f'(h) da, dx = sum over k of dh W1, dw = <da, a> + <dout, b2>
+        wgrad    dW2 = (dout)' (w a), dW1 = dh' x; times grad_scale; zeros for an expert without rows
+
+    That is for rule.weigh "after"; see `ExpertRule`. The number of experts is E_r times the ranks of the group. Saved
+    for backward: x and h. Backward computes a again, and dispatches x and dout in one exchange.
+
+    Collectives: those of `moe_dispatch` and `moe_combine`, once each way. On all ranks the same inputs have to need
+    gradients. What needs none costs no product.
+
+    Args:
+        padding, transport, exact: see `moe_dispatch`.
+        grad_scale: a factor of the gradients of the experts' parameters, for a mean over data-parallel ranks where
+            tokens of more ranks meet in an expert than in other parameters.
+
+    Worked example: x [[2]], indices [[0, 1]], weights [[0.5, 0.25]], two experts with relu, first [[[1]], [[3]]],
+    second [[[10]], [[20]]]: y 20 and 120, out [[40]]; for dout 1: dx [[20]], dweights [[20, 120]], dfirst [[[10]],
+    [[10]]], dsecond [[[1]], [[1.5]]].
+
+    Under torch.compile and on devices other than the CPU this is `moe_dispatch`, PyTorch's operations and
+    `moe_combine`, which save more.
+
+    Raises ValueError and TypeError on every rank for what is wrong on one; CommError as `Communicator` does.
     """
-    rule = rule or ExpertRule()
-    num_experts = len(first) * (1 if group is None else _size(group))
+    rule, padding = rule or ExpertRule(), padding or Padding()
+    dtype = autocast_dtype(x) if x.is_floating_point() else None
+    experts = Experts(first, second, first_bias, second_bias)
+    if dtype is not None:
+        x, experts = x.to(dtype), Experts(*(None if p is None else p.to(dtype) for p in experts))
+    exchange = exchange_of(group, transport=transport, exact=exact)
+    call = Call(exchange, len(first) * exchange.comm.size, rule, padding, grad_scale)
+    problem = check_experts(x, weights, *experts, rule)
+    if problem is not None:
+        _refuse(problem, exchange, x, call.num_experts)
+    if torch.compiler.is_compiling() or x.device.type != "cpu":
+        return composed(call, x, indices, weights, experts, add, group=group, transport=transport, exact=exact)
+    x = x.contiguous()
+    if needs_grad(x, weights, add, *experts):
+        return MoeMlp.apply(call, indices, x, weights, add, *experts)  # type: ignore[no-any-return]
+    with torch.no_grad():
+        return forward(call, x, indices, weights, experts, add, keep=False)[0]
+
+
+def composed(
+    call: Call,
+    x: Tensor,
+    indices: Tensor,
+    weights: Tensor,
+    experts: Experts,
+    add: Tensor | None,
+    *,
+    group: GroupLike,
+    transport: str,
+    exact: bool,
+) -> Tensor:
+    """The same of operations that autograd knows one by one."""
+    rule = call.rule
+    if call.grad_scale != 1.0:
+        experts = Experts(*(None if p is None else _ScaledGrad.apply(p, call.grad_scale) for p in experts))
     rows, row_weights, plan = moe_dispatch(
-        x, indices, weights, num_experts=num_experts, group=group, padding=padding, transport=transport, exact=exact
+        x,
+        indices,
+        weights,
+        num_experts=call.num_experts,
+        group=group,
+        padding=call.padding,
+        transport=transport,
+        exact=exact,
     )
+    where: dict[str, Any] = {"counts": plan.counts, "transposed": rule.transposed}
     scale = row_weights[:, None].to(x.dtype)
     if rule.weigh == "input":
         rows = rows * scale
-    hidden = activate(grouped_linear(rows, first, plan.splits, first_bias, transposed=rule.transposed), rule)
+    hidden = activate(grouped_linear(rows, experts.first, plan.splits, experts.first_bias, **where), rule)
     if rule.weigh == "before":
         hidden = hidden * scale
-    results = grouped_linear(hidden, second, plan.splits, second_bias, transposed=rule.transposed)
+    results = grouped_linear(hidden, experts.second, plan.splits, experts.second_bias, **where)
     return moe_combine(results, plan, row_weights if rule.weigh == "after" else None, add=add)
 
 
-def _size(group: GroupLike) -> int:
-    from fastpar.comm import Communicator
+class _ScaledGrad(torch.autograd.Function):
+    """The parameter as it is, and its gradient times a factor."""
 
-    return Communicator.of(group).size
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0] * ctx.factor, None
+
+
+def _refuse(problem: Exception, exchange: Exchange, x: Tensor, num_experts: int) -> None:
+    """Raise here, and on the other ranks what says that this one did: they wait for its tokens."""
+    nothing = torch.empty(0)  # no indices at all: the exchange tells so
+    with contextlib.suppress(ValueError):
+        exchange.dispatch(x, nothing, None, num_experts, Padding())
+    raise problem

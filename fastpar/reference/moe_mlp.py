@@ -48,6 +48,50 @@ class ExpertRule:
         return self.activation in _GATED
 
 
+def check_experts(
+    x: Tensor,
+    weights: Tensor,
+    first: Tensor,
+    second: Tensor,
+    first_bias: Tensor | None,
+    second_bias: Tensor | None,
+    rule: ExpertRule,
+) -> Exception | None:
+    """What is wrong with the experts' parameters, if anything. Not raised here: other ranks may have to be told."""
+    named = {"first": first, "second": second, "first_bias": first_bias, "second_bias": second_bias}
+    for name, tensor in named.items():
+        if tensor is None:
+            continue
+        if hasattr(tensor, "device_mesh"):
+            return TypeError(f"{name} must be a plain tensor, got a DTensor: pass {name}.to_local()")
+        if tensor.dtype != x.dtype:
+            return TypeError(
+                f"{name} must have the dtype of x ({x.dtype}; torch.autocast converts), got {tensor.dtype}"
+            )
+        if tensor.device != x.device:
+            return ValueError(f"{name} must be on the device of x, {x.device}, got {tensor.device}")
+    if not weights.is_floating_point():
+        return TypeError(f"weights must have a floating dtype, got {weights.dtype}")
+    if first.ndim != 3 or second.ndim != 3:
+        return ValueError(f"first and second must be [E, .., ..], got {tuple(first.shape)} and {tuple(second.shape)}")
+    num_experts, hidden = len(first), x.shape[-1] if x.ndim else 0
+    inner = second.shape[1 if rule.transposed else 2]
+    outer = 2 * inner if rule.is_gated else inner
+    shapes = {
+        "first": (num_experts, hidden, outer) if rule.transposed else (num_experts, outer, hidden),
+        "second": (num_experts, inner, hidden) if rule.transposed else (num_experts, hidden, inner),
+        "first_bias": (num_experts, outer),
+        "second_bias": (num_experts, hidden),
+    }
+    for name, tensor in named.items():
+        if tensor is not None and tensor.shape != shapes[name]:
+            return ValueError(
+                f"{name} must be {shapes[name]} for x {tuple(x.shape)}, second {tuple(second.shape)} and {rule}, "
+                f"got {tuple(tensor.shape)}"
+            )
+    return None
+
+
 def activate(hidden: Tensor, rule: ExpertRule) -> Tensor:
     """[.., 2 I] (gated) or [.., I] to [.., I]."""
     if not rule.is_gated:

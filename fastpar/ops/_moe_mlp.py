@@ -1,0 +1,255 @@
+"""The experts of one rank between dispatch and combine, as one node of the autograd graph.
+
+Composed of autograd's nodes, an expert keeps its rows of x, H and the activation, and its output for the gradient of
+the weights: with top-8, eight copies of x and of the output. Here x [T, H] and the first products H [N, 2I] are kept,
+nothing else of their size. Backward sends x and dout together again, gathers an expert's rows anew, and computes the
+activation a second time.
+
+The gradient of a choice's weight w needs no output y of the expert: with y = W2 a + b2 and da = W2' dout,
+
+    <dout, y> = <da, a> + <dout, b2>
+
+and da is computed anyway, if dout is not multiplied by w before the product but a and dhidden are (Guo et al. 2025,
+SonicMoE, arXiv:2512.14080). So "after" and "before" differ in little more than the bias.
+
+Note: memory. Experts run one after the other, and rows of one expert go through buffers that the next one uses again:
+they stay in the caches, where matrices of all rows would not. Results are written where the exchange wants them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastpar.ops._autograd import first_derivative_only
+from fastpar.ops._buffers import new_buffer
+from fastpar.ops._expert_products import matmul, wgrad_of
+from fastpar.ops._moe_activation import activate_rows, activate_rows_backward
+from fastpar.ops._moe_exchange import Exchange, Tables
+from fastpar.ops._moe_plan import DispatchPlan, Padding
+from fastpar.ops._weight_grad import weighted_sum
+from fastpar.ops.moe_rows import dot_rows, gather_rows
+from fastpar.reference.moe_mlp import ExpertRule
+
+
+class Call(NamedTuple):
+    """A checked call, apart from its tensors."""
+
+    exchange: Exchange
+    num_experts: int
+    rule: ExpertRule
+    padding: Padding
+    grad_scale: float
+
+
+class Experts(NamedTuple):
+    """The parameters of this rank's experts, or their gradients."""
+
+    first: Any
+    second: Any
+    first_bias: Any
+    second_bias: Any
+
+    def matrices(self, rule: ExpertRule) -> tuple[Tensor, Tensor]:
+        """Both as [E, in, out]."""
+        if rule.transposed:
+            return self.first, self.second
+        return self.first.transpose(1, 2), self.second.transpose(1, 2)
+
+
+class _Scratch:
+    """Buffers with room for the rows of any one expert."""
+
+    def __init__(self, like: Tensor, plan: DispatchPlan) -> None:
+        self.like, self.most = like, max(plan.counts.tolist(), default=0)
+        self._buffers: dict[str, Tensor] = {}
+
+    def __call__(self, name: str, rows: int, width: int) -> Tensor:
+        """The same memory for the same name."""
+        if name not in self._buffers:
+            self._buffers[name] = new_buffer(self.like, (self.most, width))
+        return self._buffers[name][:rows]
+
+
+def _expert_rows(plan: DispatchPlan) -> list[tuple[int, slice]]:
+    """The experts that have rows, and where."""
+    pairs = zip(plan.splits, plan.counts.tolist(), strict=False)
+    return [(expert, slice(begin, begin + count)) for expert, (begin, count) in enumerate(pairs) if count]
+
+
+def forward(
+    call: Call, x: Tensor, indices: Tensor, weights: Tensor, experts: Experts, add: Tensor | None, *, keep: bool
+) -> tuple[Tensor, DispatchPlan, Tensor | None]:
+    """out [T, H], the plan, and with `keep` the first products of all rows."""
+    rule = call.rule
+    plan, tables = call.exchange.dispatch(x, indices, weights, call.num_experts, call.padding)
+    first, second = experts.matrices(rule)
+    kept = new_buffer(x, (plan.num_rows, first.shape[2])) if keep else None
+    results = call.exchange.empty_rows(plan, second.shape[2], x.dtype)
+    scratch = _Scratch(x, plan)
+    for expert, rows in _expert_rows(plan):
+        count = rows.stop - rows.start
+        row_weights = plan.row_weights[rows]
+        inputs = gather_rows(
+            tables,
+            plan.source[rows],
+            scale=row_weights if rule.weigh == "input" else None,
+            out=scratch("inputs", count, x.shape[1]),
+        )
+        hidden = scratch("hidden", count, first.shape[2]) if kept is None else kept[rows]
+        matmul(inputs, first[expert], hidden, bias=_of(experts.first_bias, expert))
+        activation = activate_rows(
+            hidden,
+            rule,
+            row_weights if rule.weigh == "before" else None,
+            scratch("activation", count, second.shape[1]),
+        )
+        matmul(activation, second[expert], results[rows], bias=_of(experts.second_bias, expert))
+    out, _ = call.exchange.give_back(plan, results, weighted=rule.weigh == "after", add=add)
+    return out, plan, kept
+
+
+class Wants(NamedTuple):
+    """Which gradients are asked for: of x, of the choices' weights, of each parameter."""
+
+    x: bool
+    weights: bool
+    experts: Experts
+
+
+class Grads(NamedTuple):
+    """Gradients; None: not asked for."""
+
+    x: Tensor | None
+    weights: Tensor | None
+    experts: Experts
+
+
+def backward(
+    call: Call, plan: DispatchPlan, x: Tensor, hidden: Tensor, experts: Experts, dout: Tensor, wants: Wants
+) -> Grads:
+    """The gradients; one exchange there, and one back if one of x or of the weights is asked for."""
+    work = _Backward(call, plan, hidden, experts, wants, x.shape[1])
+    needs_inputs = wants.experts.first or (wants.weights and call.rule.weigh == "input")
+    inputs: Tables = ()
+    if needs_inputs:
+        inputs, douts = call.exchange.send(plan, x, dout)
+    else:
+        (douts,) = call.exchange.send(plan, dout)
+    if wants.x:
+        work.drows = call.exchange.empty_rows(plan, x.shape[1], x.dtype)
+    for expert, rows in _expert_rows(plan):
+        work.run(expert, rows, inputs, douts)
+    dx = dweights = None
+    if wants.x or wants.weights:
+        weighted = call.rule.weigh == "input"
+        rows_back = x.new_zeros((plan.num_rows, 1)) if work.drows is None else work.drows
+        dx, dweights = call.exchange.give_back(plan, rows_back, weighted=weighted, values=work.dots)
+    return Grads(dx if wants.x else None, dweights, work.grads)
+
+
+class _Backward:
+    """Expert by expert."""
+
+    def __init__(
+        self, call: Call, plan: DispatchPlan, hidden: Tensor, experts: Experts, wants: Wants, width: int
+    ) -> None:
+        self.call, self.plan, self.hidden, self.experts, self.wants = call, plan, hidden, experts, wants
+        self.width = width
+        self.drows: Tensor | None = None
+        self.dots = torch.zeros_like(plan.row_weights) if wants.weights else None
+        self.scratch = _Scratch(hidden, plan)
+        pairs = zip(experts, wants.experts, strict=True)
+        self.grads = Experts(*(new_buffer(p, p.shape) if wanted else None for p, wanted in pairs))
+        for expert, count in enumerate(plan.counts.tolist()):
+            if count == 0:
+                for grad in self.grads:
+                    if grad is not None:
+                        grad[expert].zero_()
+
+    def run(self, expert: int, rows: slice, inputs: Tables, douts: Tables) -> None:
+        """The gradients of one expert's parameters and rows."""
+        rule, plan, scratch, grads = self.call.rule, self.plan, self.scratch, self.grads
+        first, second = self.experts.matrices(rule)
+        count, source, row_weights = rows.stop - rows.start, plan.source[rows], plan.row_weights[rows]
+        dots = None if self.dots is None or rule.weigh == "input" else self.dots[rows]
+
+        dout = gather_rows(douts, source, out=scratch("dout", count, self.width))
+        dactivation = matmul(dout, second[expert].t(), scratch("dactivation", count, second.shape[1]))
+        activation = scratch("activation", count, second.shape[1])
+        dhidden = scratch("dhidden", count, first.shape[2])
+        scale = None if rule.weigh == "input" else row_weights
+        activate_rows_backward(dactivation, self.hidden[rows], rule, scale, activation, dhidden, dots)
+        self._second(expert, dout, activation, row_weights, dots)
+
+        if grads.first is not None:
+            # What it read last is free: the rows of dout.
+            x = gather_rows(inputs, source, scale=row_weights if rule.weigh == "input" else None, out=dout)
+            self._weight(x, dhidden, grads.first[expert])
+        if grads.first_bias is not None:
+            self._bias(dhidden, None, grads.first_bias[expert])
+        if self.drows is not None or (self.dots is not None and rule.weigh == "input"):
+            target = dout if self.drows is None else self.drows[rows]
+            drows = matmul(dhidden, first[expert].t(), target)
+            if self.dots is not None and rule.weigh == "input":
+                self.dots[rows] = dot_rows(drows, inputs, source)
+
+    def _second(self, expert: int, dout: Tensor, activation: Tensor, row_weights: Tensor, dots: Tensor | None) -> None:
+        """What depends on the second product: its parameters' gradients, and the bias' share of the weights'."""
+        is_after = self.call.rule.weigh == "after"
+        if self.grads.second is not None:
+            self._weight(activation, dout, self.grads.second[expert])
+        if self.grads.second_bias is not None:
+            self._bias(dout, row_weights if is_after else None, self.grads.second_bias[expert])
+        if dots is not None and is_after and self.experts.second_bias is not None:
+            bias = self.experts.second_bias[expert][None]
+            dots += dot_rows(dout, [bias], torch.zeros(len(dout), dtype=torch.int64, device=dout.device))
+
+    def _weight(self, inputs: Tensor, grads: Tensor, out: Tensor) -> None:
+        left, right = (inputs, grads) if self.call.rule.transposed else (grads, inputs)
+        wgrad_of(left, right, out, alpha=self.call.grad_scale)
+
+    def _bias(self, grads: Tensor, row_weights: Tensor | None, out: Tensor) -> None:
+        out.copy_(weighted_sum(grads, row_weights) * self.call.grad_scale)
+
+
+def _of(bias: Tensor | None, expert: int) -> Tensor | None:
+    return None if bias is None else bias[expert]
+
+
+class MoeMlp(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        call: Call,
+        indices: Tensor,
+        x: Tensor,
+        weights: Tensor,
+        add: Tensor | None,
+        *parameters: Tensor | None,
+    ) -> Tensor:
+        experts = Experts(*parameters)
+        out, plan, hidden = forward(call, x, indices, weights, experts, add, keep=True)
+        needs = ctx.needs_input_grad
+        ctx.call, ctx.plan = call, plan
+        ctx.wants = Wants(needs[2], needs[3], Experts(*needs[5:]))
+        ctx.weights_dtype, ctx.add_dtype = weights.dtype, None if add is None else add.dtype
+        ctx.save_for_backward(x, hidden, *parameters)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        x, hidden, *parameters = ctx.saved_tensors
+        wants: Wants = ctx.wants
+        found = Grads(None, None, Experts(None, None, None, None))
+        with torch.no_grad():
+            if wants.x or wants.weights or any(wants.experts):
+                dout = grads[0].contiguous()
+                found = backward(ctx.call, ctx.plan, x, hidden, Experts(*parameters), dout, wants)
+            dweights = None if found.weights is None else found.weights.to(ctx.weights_dtype)
+            dadd = grads[0].to(ctx.add_dtype) if ctx.needs_input_grad[4] else None
+        once = ("moe_mlp", "moe_dispatch, PyTorch's operations and moe_combine", grads[0], x, *parameters)
+        result = (found.x, dweights, dadd, *found.experts)
+        return None, None, *(None if grad is None else first_derivative_only(grad, *once) for grad in result)
