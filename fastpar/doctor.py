@@ -529,6 +529,73 @@ def _square_sum_error() -> float:
     return _largest([(sums, wanted.double()), (square_sum_norm(sums, torch.float64) / exact, torch.ones(()).double())])
 
 
+def _moe_rows_error() -> float:
+    """37 tokens to two of five experts that double their rows, and back with weights: results and gradients. Half of
+    the experts have padding rows."""
+    from fastpar.ops import Padding, moe_combine, moe_dispatch
+
+    x, indices, weights = _normal(37, 24).requires_grad_(), _choices(37, 5), _normal(37, 2).requires_grad_()
+    rows, row_weights, plan = moe_dispatch(x, indices, weights, num_experts=5, padding=Padding(align=4))
+    out = moe_combine(2.0 * rows, plan, row_weights)
+    upstream = _normal(37, 24)
+    grads = torch.autograd.grad(out, (x, weights), upstream)
+    wide, scale = x.detach().double(), 2.0 * weights.detach().double()
+    wanted = scale.sum(1, keepdim=True) * wide
+    by_weights = 2.0 * (upstream.double() * wide).sum(1, keepdim=True).expand(-1, 2)
+    off_grid = torch.tensor(plan.splits) % 4
+    return _largest(
+        [
+            (out / 100.0, wanted / 100.0),
+            (grads[0] / 100.0, scale.sum(1, keepdim=True) * upstream.double() / 100.0),
+            (grads[1] / 1000.0, by_weights / 1000.0),
+            (off_grid, torch.zeros_like(off_grid).double()),
+        ]
+    )
+
+
+def _moe_mlp_error() -> float:
+    """Output and gradients of five SwiGLU experts 24 -> 16 -> 24 on 37 tokens, against float64 in plain PyTorch."""
+    from fastpar import reference
+    from fastpar.ops import moe_mlp
+
+    indices = _choices(37, 5)
+    values = [_normal(37, 24), _normal(37, 2) / 3.0, _normal(5, 32, 24) / 12.0, _normal(5, 24, 16) / 12.0]
+    exact = [value.double().requires_grad_() for value in values]
+    values = [value.requires_grad_() for value in values]
+    out = moe_mlp(values[0], indices, *values[1:])
+    exact_out = reference.moe_mlp(exact[0], indices, *exact[1:])
+    upstream = _normal(37, 24)
+    grads = torch.autograd.grad(out, values, upstream)
+    exact_grads = torch.autograd.grad(exact_out, exact, upstream.double())
+    pairs = [(out, exact_out), *zip(grads, exact_grads, strict=True)]
+    return _largest([(found / wanted.abs().max(), wanted / wanted.abs().max()) for found, wanted in pairs])
+
+
+def _grouped_linear_error() -> float:
+    """Three experts, one of them without rows, on 37 rows."""
+    from fastpar.ops import grouped_linear
+
+    x, weight, splits = _normal(37, 24), _normal(3, 31, 24), (0, 20, 20, 37)
+    wanted = [F.linear(x[a:b].double(), w.double()) for a, b, w in zip(splits[:-1], splits[1:], weight, strict=True)]
+    return _largest([(grouped_linear(x, weight, splits) / 100.0, torch.cat(wanted) / 100.0)])
+
+
+def _capacity_error() -> float:
+    """Four tokens, of which an expert with room for 2 gets the best."""
+    from fastpar.ops import expert_capacity, moe_capacity
+
+    indices, weights = torch.tensor([[0], [0], [1], [0]]), torch.tensor([[0.5], [0.9], [0.8], [0.7]])
+    capacity = expert_capacity(4, 1, 2, factor=1.0)
+    found = moe_capacity(indices, weights, num_experts=2, tokens=capacity)
+    return _largest([(found, torch.tensor([[-1.0], [0.0], [1.0], [0.0]], dtype=torch.float64))])
+
+
+def _choices(tokens: int, num_experts: int) -> torch.Tensor:
+    """Two different experts for each token."""
+    first = torch.arange(tokens) % num_experts
+    return torch.stack([first, (first + 1 + torch.arange(tokens) % (num_experts - 1)) % num_experts], 1)
+
+
 def _normal(*shape: int) -> torch.Tensor:
     return 3.0 * torch.randn(*shape, generator=torch.Generator().manual_seed(0))
 
@@ -654,6 +721,15 @@ SELF_TESTS: list[tuple[str, Callable[[], float], float]] = [
     ("Overlap", _overlap_error, 0.0),
     ("OverlapShape", _overlap_error, 0.0),
     ("measure_overlap", _overlap_error, 0.0),
+    ("moe_dispatch", _moe_rows_error, 1e-5),
+    ("moe_combine", _moe_rows_error, 1e-5),
+    ("DispatchPlan", _moe_rows_error, 1e-5),
+    ("Padding", _moe_rows_error, 1e-5),
+    ("moe_mlp", _moe_mlp_error, 1e-5),
+    ("ExpertRule", _moe_mlp_error, 1e-5),
+    ("grouped_linear", _grouped_linear_error, 1e-5),
+    ("moe_capacity", _capacity_error, 0.0),
+    ("expert_capacity", _capacity_error, 0.0),
     ("adamw_step", lambda: _torch_optimizer_error("adamw"), 1e-5),
     ("sgd_step", lambda: _torch_optimizer_error("sgd"), 1e-5),
     ("lion_step", _lion_error, 1e-5),

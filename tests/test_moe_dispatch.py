@@ -6,13 +6,8 @@ import pytest
 import torch
 
 from tests.dist import run_ranks
-from tests.moe_ranks import exchange_rank, through_experts, tokens_of
+from tests.moe_ranks import TRANSPORTS, exchange_rank, through_experts, tokens_of
 
-TRANSPORTS = {
-    "shared memory": {"transport": "shared_memory"},
-    "all-to-all": {"transport": "all_to_all"},
-    "all-to-all, exact": {"transport": "all_to_all", "exact": True},
-}
 SIZES = {1: (23,), 2: (17, 6), 3: (0, 5, 18), 4: (9, 0, 13, 1)}
 
 

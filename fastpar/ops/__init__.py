@@ -9,10 +9,12 @@ import types
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fastpar.ops._moe_plan import DispatchPlan, Padding
     from fastpar.ops.all_reduce_rms_norm import all_reduce_rms_norm
     from fastpar.ops.cross_entropy import vocab_parallel_cross_entropy
     from fastpar.ops.dropout import sharded_dropout
     from fastpar.ops.embedding import vocab_parallel_embedding
+    from fastpar.ops.grouped_linear import grouped_linear
     from fastpar.ops.linear import all_gather_linear, copy_to_linear, linear_all_reduce, linear_reduce_scatter
     from fastpar.ops.linear_grads import (
         all_gather_linear_dgrad,
@@ -25,6 +27,9 @@ if TYPE_CHECKING:
         linear_reduce_scatter_wgrad,
     )
     from fastpar.ops.linear_loss import linear_cross_entropy, linear_cross_entropy_dgrad, linear_cross_entropy_wgrad
+    from fastpar.ops.moe import moe_combine, moe_dispatch
+    from fastpar.ops.moe_capacity import expert_capacity, moe_capacity
+    from fastpar.ops.moe_mlp import moe_mlp
     from fastpar.ops.moe_route import RouteRule, Routing, expert_choice_route, moe_route, router_logits
     from fastpar.ops.newton_schulz import newton_schulz
     from fastpar.ops.optimizer import StochasticRounding, adamw_step, lion_step, sgd_step
@@ -38,24 +43,30 @@ if TYPE_CHECKING:
     from fastpar.ops.vocab_softmax import vocab_parallel_log_softmax, vocab_parallel_softmax
     from fastpar.ops.vocab_topk import vocab_parallel_argmax, vocab_parallel_topk
     from fastpar.ops.wgrad_store import WeightGradStore
+    from fastpar.reference.moe_mlp import ExpertRule
 
 _HOME = {
+    "DispatchPlan": "fastpar.ops._moe_plan",
+    "ExpertRule": "fastpar.reference.moe_mlp",
     "Overlap": "fastpar.ops.overlap",
     "OverlapShape": "fastpar.ops.overlap",
+    "Padding": "fastpar.ops._moe_plan",
     "RouteRule": "fastpar.ops.moe_route",
     "Routing": "fastpar.ops.moe_route",
     "StochasticRounding": "fastpar.ops.optimizer",
     "WeightGradStore": "fastpar.ops.wgrad_store",
     "adamw_step": "fastpar.ops.optimizer",
-    "all_reduce_rms_norm": "fastpar.ops.all_reduce_rms_norm",
     "all_gather_linear": "fastpar.ops.linear",
     "all_gather_linear_dgrad": "fastpar.ops.linear_grads",
     "all_gather_linear_wgrad": "fastpar.ops.linear_grads",
+    "all_reduce_rms_norm": "fastpar.ops.all_reduce_rms_norm",
     "copy_to_linear": "fastpar.ops.linear",
     "copy_to_linear_dgrad": "fastpar.ops.linear_grads",
     "copy_to_linear_wgrad": "fastpar.ops.linear_grads",
     "exact_square_sum": "fastpar.ops.square_sum",
+    "expert_capacity": "fastpar.ops.moe_capacity",
     "expert_choice_route": "fastpar.ops.moe_route",
+    "grouped_linear": "fastpar.ops.grouped_linear",
     "linear_all_reduce": "fastpar.ops.linear",
     "linear_all_reduce_dgrad": "fastpar.ops.linear_grads",
     "linear_all_reduce_wgrad": "fastpar.ops.linear_grads",
@@ -67,6 +78,10 @@ _HOME = {
     "linear_reduce_scatter_wgrad": "fastpar.ops.linear_grads",
     "lion_step": "fastpar.ops.optimizer",
     "measure_overlap": "fastpar.ops.overlap",
+    "moe_capacity": "fastpar.ops.moe_capacity",
+    "moe_combine": "fastpar.ops.moe",
+    "moe_dispatch": "fastpar.ops.moe",
+    "moe_mlp": "fastpar.ops.moe_mlp",
     "moe_route": "fastpar.ops.moe_route",
     "newton_schulz": "fastpar.ops.newton_schulz",
     "rms_norm": "fastpar.ops.rms_norm",
@@ -87,8 +102,11 @@ _HOME = {
     "vocab_parallel_topk": "fastpar.ops.vocab_topk",
 }
 __all__ = [
+    "DispatchPlan",
+    "ExpertRule",
     "Overlap",
     "OverlapShape",
+    "Padding",
     "RouteRule",
     "Routing",
     "StochasticRounding",
@@ -102,7 +120,9 @@ __all__ = [
     "copy_to_linear_dgrad",
     "copy_to_linear_wgrad",
     "exact_square_sum",
+    "expert_capacity",
     "expert_choice_route",
+    "grouped_linear",
     "linear_all_reduce",
     "linear_all_reduce_dgrad",
     "linear_all_reduce_wgrad",
@@ -114,6 +134,10 @@ __all__ = [
     "linear_reduce_scatter_wgrad",
     "lion_step",
     "measure_overlap",
+    "moe_capacity",
+    "moe_combine",
+    "moe_dispatch",
+    "moe_mlp",
     "moe_route",
     "newton_schulz",
     "rms_norm",

@@ -4,8 +4,12 @@ A dispatch is one all-gather of headers and one all-to-all of packed rows: the t
 on that rank, and their weights. On the way back a rank sums each token's rows, in float32 with one rounding, and sends
 one row a token; `exact` sends every pair's row instead, and the sum over a token's choices has the bits of one rank.
 
-Bytes, H of 2 bytes, top-8 of 256 experts on 8 ranks chosen at random: a token goes to 5.29 ranks and not 8, so 1.51
-times fewer than with a row for each choice.
+Bytes, top-8 of 256 experts on 8 ranks chosen at random: a token goes to 8 (1 - C(224, 8) / C(256, 8)) = 5.29 ranks and
+not to 8. With H = 7168 in bfloat16 that is 1.51 times fewer than a row for each choice, with rows in 8 bits 2.91 times
+(`fastpar.ops._moe_payload`), the 48 bytes a token of numbers and weights included.
+
+Across hosts rows go as the `Communicator` sends an all-to-all there: through torch.distributed (gloo, NCCL), from each
+rank to each, also where several ranks of one host get the same token.
 """
 
 from __future__ import annotations
@@ -19,14 +23,25 @@ from torch import Tensor
 
 from fastpar.comm import Communicator
 from fastpar.ops._buffers import new_buffer
-from fastpar.ops._moe_exchange import Tables, make_plan, rows_of_pairs, take_values
-from fastpar.ops._moe_plan import DispatchPlan, Padding, Pairs, Placement, check_arguments, exchange_headers, spread
+from fastpar.ops._moe_exchange import GroupBound, Tables, float_weights, make_plan, rows_of_pairs, take_values
+from fastpar.ops._moe_payload import decode, encode
+from fastpar.ops._moe_plan import (
+    DispatchPlan,
+    Padding,
+    Pairs,
+    Placement,
+    Terms,
+    check_arguments,
+    exchange_headers,
+    spread,
+)
 from fastpar.ops.moe_rows import gather_rows, sum_rows
 
 _ALIGNMENT = 8  # bytes; of every field of a packed row
+_INT16_MAX = 32767
 
 
-class AllToAllExchange:
+class AllToAllExchange(GroupBound):
     """See `fastpar.ops._moe_exchange.Exchange`.
 
     exact  send every pair's row back, and sum at the token: the bits of one rank
@@ -36,32 +51,49 @@ class AllToAllExchange:
         self.comm, self.exact = comm, exact
 
     def dispatch(
-        self, x: Tensor, indices: Tensor, weights: Tensor | None, num_experts: int, padding: Padding
+        self,
+        x: Tensor,
+        indices: Tensor,
+        weights: Tensor | None,
+        num_experts: int,
+        padding: Padding,
+        *,
+        payload: str | None = None,
+        differentiable: bool = False,
     ) -> tuple[DispatchPlan, Tables]:
         comm = self.comm
-        problem = check_arguments(x, indices, weights, num_experts, comm)
+        terms = Terms(padding, payload, differentiable)
+        problem = check_arguments(x, indices, weights, num_experts, terms, comm)
         pairs = Pairs.nowhere(num_experts) if problem else Pairs.of(indices, num_experts)
         per_rank = max(num_experts // comm.size, 1)
         sent = _Sent.of(pairs, comm.size, per_rank)
-        _, loads, sizes = exchange_headers(comm, problem, x, pairs.top_k, pairs.counts, sent.sizes)
+        headers = exchange_headers(comm, problem, x, pairs, terms, sent.sizes)
+        loads, sizes = headers.loads, headers.extra
+        assert sizes is not None
         place = Placement.of(loads, padding)
 
-        pair_weights = torch.ones(indices.shape) if weights is None else weights.detach().float()
-        fields = [_Field(x, sent.tokens), _Field(sent.experts.short()), _Field(pair_weights, sent.tokens)]
+        numbers = sent.experts.to(torch.int16 if per_rank <= _INT16_MAX else torch.int32)
+        pair_weights = float_weights(weights, indices)
+        fields = [*_tokens(x, sent, payload), _Field(numbers), _Field(pair_weights, sent.tokens)]
         to, back = sizes[comm.rank].tolist(), sizes[:, comm.rank].tolist()
-        table, experts, received_weights = self._swap(fields, to, back)
+        *columns, experts, received_weights = self._swap(fields, to, back)
         received = Pairs.of(experts, per_rank)
         mine = slice(comm.rank * per_rank, (comm.rank + 1) * per_rank)
         slots = received.slots(place.starts[mine])
-        source, row_weights = rows_of_pairs(received, slots, received_weights, place.rank_rows[comm.rank])
+        rows = rows_of_pairs(received, slots, received_weights, place.rank_rows[comm.rank])
         way = _Way(sent, to, back, slots, received_weights)
         if self.exact:
             way.pairs = _PairRows.of(pairs, loads, place.first[:, mine], comm.rank)
-        return make_plan(self, pairs, loads, place, source, row_weights, weights, way), [table]
+        table = _received(columns, x.dtype, payload)
+        return make_plan(self, pairs, headers, place, rows, weights, way), [table]
 
-    def send(self, plan: DispatchPlan, *tensors: Tensor) -> list[Tables]:
-        fields = [_Field(x, plan.way.sent.tokens) for x in tensors]
-        return [[table] for table in self._swap(fields, plan.way.to, plan.way.back)]
+    def send(self, plan: DispatchPlan, *tensors: Tensor, again: Tensor | None = None) -> list[Tables]:
+        sent = plan.way.sent
+        first = [] if again is None else _tokens(again, sent, plan.payload)
+        found = self._swap([*first, *(_Field(x, sent.tokens) for x in tensors)], plan.way.to, plan.way.back)
+        if again is not None:
+            found = [_received(found[: len(first)], again.dtype, plan.payload), *found[len(first) :]]
+        return [[table] for table in found]
 
     def empty_rows(self, plan: DispatchPlan, width: int, dtype: torch.dtype) -> Tensor:
         return new_buffer(plan.row_weights, (plan.num_rows, width), dtype)
@@ -90,15 +122,22 @@ class AllToAllExchange:
 
     def _swap(self, fields: Sequence[_Field], to: Sequence[int], back: Sequence[int]) -> list[Tensor]:
         """What the ranks have sent, field by field: one all-to-all of the fields' rows, packed side by side."""
-        ends, width = [], 0
-        for field in fields:
-            ends.append(width + field.x.shape[1] * field.x.dtype.itemsize)
-            width = -(-ends[-1] // _ALIGNMENT) * _ALIGNMENT
+        ends, width = _layout(fields)
         packed = new_buffer(fields[0].x, (sum(to), width), torch.uint8)
         for field, end in zip(fields, ends, strict=True):
             field.write(_columns(packed, field.x, end))
         received = self.comm.all_to_all(packed, input_sizes=to, output_sizes=back)
         return [_columns(received, field.x, end) for field, end in zip(fields, ends, strict=True)]
+
+
+def _tokens(x: Tensor, sent: _Sent, payload: str | None) -> list[_Field]:
+    """The tokens of a dispatch as they travel."""
+    return [_Field(part, sent.tokens) for part in ([x] if payload is None else encode(x, payload))]
+
+
+def _received(columns: Sequence[Tensor], dtype: torch.dtype, payload: str | None) -> Tensor:
+    """Them on arrival."""
+    return columns[0] if payload is None else decode(columns[0], columns[1], dtype, payload)
 
 
 class _Field(NamedTuple):
@@ -112,6 +151,15 @@ class _Field(NamedTuple):
             out.copy_(self.x)
         else:
             gather_rows([self.x], self.rows, out=out)
+
+
+def _layout(fields: Sequence[_Field]) -> tuple[list[int], int]:
+    """Bytes of a packed row before each field's end, and of all of it."""
+    ends, width = [], 0
+    for field in fields:
+        ends.append(width + field.x.shape[1] * field.x.dtype.itemsize)
+        width = -(-ends[-1] // _ALIGNMENT) * _ALIGNMENT
+    return ends, width
 
 
 def _columns(packed: Tensor, like: Tensor, end: int) -> Tensor:
@@ -137,20 +185,22 @@ class _Sent(NamedTuple):
 
     @classmethod
     def of(cls, pairs: Pairs, size: int, per_rank: int) -> _Sent:
-        indices, top_k = pairs.indices.long(), pairs.top_k
+        indices, top_k, device = pairs.indices.long(), pairs.top_k, pairs.indices.device
         goes = (indices >= 0) & (indices < pairs.num_experts)
         rank_of = torch.where(goes, indices // per_rank, size)
-        goes_to = torch.zeros((len(indices), size + 1), dtype=torch.bool).scatter_(1, rank_of, True)[:, :size]
+        goes_to = torch.zeros((len(indices), size + 1), dtype=torch.bool, device=device)
+        goes_to = goes_to.scatter_(1, rank_of, True)[:, :size]
         ranks, tokens = goes_to.T.nonzero(as_tuple=True)
         experts = torch.where(rank_of[tokens] == ranks[:, None], indices[tokens] - (ranks * per_rank)[:, None], -1)
-        row = torch.full((len(indices), size + 1), -1, dtype=torch.int64)
-        row[tokens, ranks] = torch.arange(len(tokens))
+        number = torch.arange(len(tokens), device=device)
+        row = torch.full((len(indices), size + 1), -1, dtype=torch.int64, device=device)
+        row[tokens, ranks] = number
         width = min(top_k, size)
         nth = goes_to.cumsum(1) - 1
-        rows_of_token = torch.full((len(indices), width), -1, dtype=torch.int64)
-        rows_of_token[tokens, nth[tokens, ranks]] = torch.arange(len(tokens))
+        rows_of_token = torch.full((len(indices), width), -1, dtype=torch.int64, device=device)
+        rows_of_token[tokens, nth[tokens, ranks]] = number
         of_pair = row.gather(1, rank_of)
-        values = torch.where(of_pair < 0, -1, of_pair * top_k + torch.arange(top_k))
+        values = torch.where(of_pair < 0, -1, of_pair * top_k + torch.arange(top_k, device=device))
         return cls(tokens, experts, goes_to.sum(0), rows_of_token, values)
 
 
@@ -168,7 +218,7 @@ class _PairRows(NamedTuple):
         mine = loads.view(size, size, -1)[:, rank]  # by source, of this rank's experts
         back = loads[rank].view(size, -1).sum(1)
         return cls(
-            spread(first.reshape(-1), mine.reshape(-1)),
+            spread(first.reshape(-1), mine.reshape(-1)).to(pairs.order.device),
             mine.sum(1).tolist(),
             back.tolist(),
             pairs.slots(pairs.counts.cumsum(0) - pairs.counts),

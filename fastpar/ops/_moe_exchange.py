@@ -12,14 +12,15 @@ backward of `give_back` is `send` with the same plan, and that of `dispatch` is 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
 
 from fastpar.comm import Communicator
 from fastpar.ops._buffers import new_buffer
-from fastpar.ops._moe_plan import DispatchPlan, Padding, Pairs, Placement, check_arguments, exchange_headers, spread
+from fastpar.ops._moe_payload import through
+from fastpar.ops._moe_plan import DispatchPlan, Headers, Padding, Pairs, Placement, Terms, check_arguments
 from fastpar.ops.moe_rows import gather_rows, sum_rows
 
 Tables = Sequence[Tensor]  # as if they lay one below the other
@@ -35,16 +36,29 @@ class Exchange(Protocol):
     comm: Communicator
 
     def dispatch(
-        self, x: Tensor, indices: Tensor, weights: Tensor | None, num_experts: int, padding: Padding
+        self,
+        x: Tensor,
+        indices: Tensor,
+        weights: Tensor | None,
+        num_experts: int,
+        padding: Padding,
+        *,
+        payload: str | None = None,
+        differentiable: bool = False,
     ) -> tuple[DispatchPlan, Tables]:
         """Send x [T, H] to the ranks of its experts. `gather_rows(tables, plan.source)` are the experts' rows.
+
+        payload         see `moe_dispatch`
+        differentiable  whether this rank will call for a backward: all must, or none
 
         Raises ValueError on every rank for what is wrong on one.
         """
         ...
 
-    def send(self, plan: DispatchPlan, *tensors: Tensor) -> list[Tables]:
-        """The same for other tensors [T, n] over the same tokens."""
+    def send(self, plan: DispatchPlan, *tensors: Tensor, again: Tensor | None = None) -> list[Tables]:
+        """The same for other tensors [T, n] over the same tokens. `again`: the x of the dispatch, which travels as it
+        did then (see `DispatchPlan.payload`), and is the first of the results.
+        """
         ...
 
     def empty_rows(self, plan: DispatchPlan, width: int, dtype: torch.dtype) -> Tensor:
@@ -66,28 +80,50 @@ class Exchange(Protocol):
         ...
 
 
-class LocalExchange:
+class GroupBound:
+    """An exchange is its group's: a copied module still runs on the same, and no file can hold it."""
+
+    def __deepcopy__(self, memo: Any) -> GroupBound:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"{type(self).__name__} cannot be pickled, nor can a DispatchPlan: it belongs to the process group that it "
+            "moves rows in. Save indices and weights, and dispatch again"
+        )
+
+
+class LocalExchange(GroupBound):
     """One rank: nothing is sent and nothing is copied."""
 
     def __init__(self) -> None:
         self.comm = Communicator(None)
 
     def dispatch(
-        self, x: Tensor, indices: Tensor, weights: Tensor | None, num_experts: int, padding: Padding
+        self,
+        x: Tensor,
+        indices: Tensor,
+        weights: Tensor | None,
+        num_experts: int,
+        padding: Padding,
+        *,
+        payload: str | None = None,
+        differentiable: bool = False,
     ) -> tuple[DispatchPlan, Tables]:
-        problem = check_arguments(x, indices, weights, num_experts, self.comm)
+        terms = Terms(padding, payload, differentiable)
+        problem = check_arguments(x, indices, weights, num_experts, terms, self.comm)
         if problem:
             raise ValueError(problem)
         pairs = Pairs.of(indices, num_experts)
-        loads = pairs.counts[None]
-        place = Placement.of(loads, padding)
+        header = Headers(torch.tensor([len(x)]), pairs.counts[None].cpu(), terms)
+        place = Placement.of(header.loads, padding)
         slots = pairs.slots(place.first[0])
-        source, row_weights = rows_of_pairs(pairs, slots, weights, place.rank_rows[0])
-        plan = make_plan(self, pairs, loads, place, source, row_weights, weights, way=slots)
-        return plan, [x]
+        rows = rows_of_pairs(pairs, slots, weights, place.rank_rows[0])
+        return make_plan(self, pairs, header, place, rows, weights, way=slots), [through(x, payload)]
 
-    def send(self, plan: DispatchPlan, *tensors: Tensor) -> list[Tables]:
-        return [[x] for x in tensors]
+    def send(self, plan: DispatchPlan, *tensors: Tensor, again: Tensor | None = None) -> list[Tables]:
+        first = [] if again is None else [through(again, plan.payload)]
+        return [[x] for x in (*first, *tensors)]
 
     def empty_rows(self, plan: DispatchPlan, width: int, dtype: torch.dtype) -> Tensor:
         return new_buffer(plan.row_weights, (plan.num_rows, width), dtype)
@@ -107,8 +143,8 @@ class LocalExchange:
 
 def rows_of_pairs(pairs: Pairs, slots: Tensor, weights: Tensor | None, num_rows: int) -> tuple[Tensor, Tensor]:
     """Token and weight of every row of one rank, from its own pairs' rows."""
-    source = torch.full((num_rows,), -1, dtype=torch.int64)
-    row_weights = torch.zeros(num_rows)
+    source = torch.full((num_rows,), -1, dtype=torch.int64, device=slots.device)
+    row_weights = torch.zeros(num_rows, device=slots.device)
     rows = slots.view(-1)[pairs.order]
     source[rows] = pairs.order // pairs.top_k
     row_weights[rows] = 1.0 if weights is None else weights.reshape(-1)[pairs.order].float()
@@ -123,38 +159,39 @@ def take_values(tables: Tables, index: Tensor) -> Tensor:
 def make_plan(
     exchange: Exchange,
     pairs: Pairs,
-    loads: Tensor,
+    headers: Headers,
     place: Placement,
-    source: Tensor,
-    row_weights: Tensor,
+    rows: tuple[Tensor, Tensor],
     weights: Tensor | None,
     way: object,
 ) -> DispatchPlan:
-    comm = exchange.comm
+    """`rows`: source and weight of each of this rank's rows."""
+    comm, loads, indices = exchange.comm, headers.loads, pairs.indices
     per_rank = pairs.num_experts // comm.size
     experts = range(comm.rank * per_rank, (comm.rank + 1) * per_rank)
     return DispatchPlan(
-        tokens=len(pairs.indices),
+        tokens=len(indices),
         top_k=pairs.top_k,
         num_experts=pairs.num_experts,
         experts=experts,
         counts=loads[:, experts.start : experts.stop].sum(0),
         splits=(*place.starts[experts.start : experts.stop].tolist(), place.rank_rows[comm.rank]),
         loads=loads,
-        source=source,
-        row_weights=row_weights,
-        pair_weights=torch.ones(pairs.indices.shape) if weights is None else weights.detach().float(),
+        source=rows[0],
+        row_weights=rows[1],
+        pair_weights=float_weights(weights, indices),
+        payload=headers.terms.payload,
+        tokens_per_rank=tuple(headers.tokens.tolist()),
         way=way,
         exchange=exchange,
     )
 
 
-__all__ = [
-    "DispatchPlan",
-    "Exchange",
-    "LocalExchange",
-    "Padding",
-    "Tables",
-    "exchange_headers",
-    "spread",
-]
+def float_weights(weights: Tensor | None, indices: Tensor) -> Tensor:
+    """[T, K] in float32, contiguous: 1 without weights."""
+    if weights is None:
+        return torch.ones(indices.shape, device=indices.device)
+    return weights.detach().float().contiguous()
+
+
+__all__ = ["DispatchPlan", "Exchange", "LocalExchange", "Padding", "Tables"]

@@ -4,7 +4,7 @@ Experts are numbered over the group: rank r has those from r * E / size on. A *p
 Every pair that goes somewhere has a row on the rank of its expert. Rows lie by expert, within an expert by the rank
 that they come from, then by token, then by choice: an order that does not depend on the transport.
 
-What the ranks tell each other before anything is sent is one header each (`Header`), in one all-gather; all else
+What the ranks tell each other before anything is sent is one header each (`Headers`), in one all-gather; all else
 follows from them on every rank alike.
 """
 
@@ -16,13 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastpar.comm import Communicator
+from fastpar.comm import CommMismatchError, Communicator
+from fastpar.ops._moe_payload import PAYLOADS
 from fastpar.ops.moe_rows import sort_pairs
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class DispatchPlan:
     """The way of the rows of one dispatch, for `moe_combine` and for both backwards.
 
@@ -35,8 +36,13 @@ class DispatchPlan:
     source          int64 [num_rows]: which of the sent tokens each row is, as `Exchange.send` gives them; -1: padding
     row_weights     float32 [num_rows]: what the pair's weight is; 0: padding
     pair_weights    float32 [T, K]
+    payload         what x travelled as; None: as it is
+    tokens_per_rank tokens that each rank has brought
     way             what the exchange keeps for itself
     exchange        the exchange that it is a plan of
+
+    `counts` and `loads` are in host memory, where every rank has them anyway, so that to look at loads waits for no
+    device; the others are where x is.
     """
 
     tokens: int
@@ -49,6 +55,8 @@ class DispatchPlan:
     source: Tensor
     row_weights: Tensor
     pair_weights: Tensor
+    payload: str | None
+    tokens_per_rank: tuple[int, ...]
     way: Any
     exchange: Any
 
@@ -57,12 +65,37 @@ class DispatchPlan:
         """Rows of this rank's experts, padding included."""
         return self.splits[-1]
 
+    @property
+    def rows_per_expert(self) -> Tensor:
+        """int64 [num_experts]: rows of every expert of the group, without padding."""
+        return self.loads.sum(0)
+
+    @property
+    def rows_per_rank(self) -> Tensor:
+        """int64 [size]: rows of the experts of every rank, without padding."""
+        return self.loads.view(len(self.loads), len(self.loads), -1).sum((0, 2))
+
+    @property
+    def dropped(self) -> int:
+        """Choices of this rank's tokens that go nowhere: masked ones, and those that `moe_capacity` took away."""
+        return self.tokens * self.top_k - int(self.loads[self.exchange.comm.rank].sum())
+
+    @property
+    def dropped_per_rank(self) -> tuple[int, ...]:
+        """The same of every rank's tokens."""
+        return tuple(
+            tokens * self.top_k - pairs
+            for tokens, pairs in zip(self.tokens_per_rank, self.loads.sum(1).tolist(), strict=True)
+        )
+
 
 @dataclass(frozen=True)
 class Padding:
     """Room for rows: `align` rounds every expert's rows up to a multiple; `capacity` gives each room for so many.
 
-    Padding rows are zeros. They come into no output and no gradient.
+    Padding rows are zeros. They come into no output and no gradient. Nothing is dropped for a capacity: an expert that
+    gets more rows is a ValueError on every rank. `moe_capacity` is what drops, on each rank by itself, so an expert may
+    get its capacity from each: `Padding(capacity=size * expert_capacity(...))`.
     """
 
     align: int = 1
@@ -107,7 +140,8 @@ class Placement:
 def spread(first: Tensor, counts: Tensor) -> Tensor:
     """first[0], first[0] + 1, ... counts[0] of them, then the same of the next: int64 [sum of counts]."""
     ends = counts.cumsum(0)
-    return torch.repeat_interleave(first - ends + counts, counts) + torch.arange(int(counts.sum()))
+    offsets = torch.repeat_interleave(first - ends + counts, counts)
+    return offsets + torch.arange(len(offsets), device=first.device)
 
 
 @dataclass(frozen=True)
@@ -121,12 +155,13 @@ class Pairs:
 
     @classmethod
     def of(cls, indices: Tensor, num_experts: int) -> Pairs:
+        indices = indices.contiguous()
         return cls(indices, num_experts, *sort_pairs(indices, num_experts))
 
     @classmethod
     def nowhere(cls, num_experts: int) -> Pairs:
         """Those of a rank with wrong arguments, which takes part in the exchange that tells the others so."""
-        return cls.of(torch.empty((0, 1), dtype=torch.int64), num_experts)
+        return cls.of(torch.empty((0, 1), dtype=torch.int64), max(num_experts, 0))
 
     @property
     def top_k(self) -> int:
@@ -134,13 +169,31 @@ class Pairs:
 
     def slots(self, first: Tensor) -> Tensor:
         """[T, K]: where the row of each pair lies if those of each expert begin at `first` [E]; -1: it has none."""
-        slots = torch.full((self.indices.numel(),), -1, dtype=torch.int64)
-        slots[self.order] = spread(first, self.counts)
+        slots = torch.full((self.indices.numel(),), -1, dtype=torch.int64, device=self.indices.device)
+        slots[self.order] = spread(first.to(self.counts.device), self.counts)
         return slots.view(self.indices.shape)
 
 
-def check_arguments(x: Tensor, indices: Tensor, weights: Tensor | None, num_experts: int, comm: Communicator) -> str:
+@dataclass(frozen=True)
+class Terms:
+    """What all ranks of a dispatch have to agree on, besides the shape of a token.
+
+    differentiable  whether there will be a backward, in which every rank has to take part
+    """
+
+    padding: Padding
+    payload: str | None = None
+    differentiable: bool = False
+
+
+def check_arguments(
+    x: Tensor, indices: Tensor, weights: Tensor | None, num_experts: int, terms: Terms, comm: Communicator
+) -> str:
     """What is wrong with this rank's arguments, or nothing. Not raised here: the other ranks have to raise it too."""
+    if not (isinstance(x, Tensor) and isinstance(indices, Tensor) and isinstance(weights, (Tensor, type(None)))):
+        return (
+            f"x, indices and weights must be tensors, got {', '.join(type(t).__name__ for t in (x, indices, weights))}"
+        )
     if num_experts < 1 or num_experts % comm.size:
         near = [n for n in range(1, num_experts + 1) if num_experts % n == 0]
         return f"num_experts ({num_experts}) must be divisible by the ranks of the group ({comm.size}); it is by {near}"
@@ -148,10 +201,18 @@ def check_arguments(x: Tensor, indices: Tensor, weights: Tensor | None, num_expe
         return f"x must be [T, H] and indices [T, K], got {tuple(x.shape)} and {tuple(indices.shape)}"
     if indices.dtype not in (torch.int64, torch.int32):
         return f"indices must be int64 or int32, got {indices.dtype}"
-    if weights is not None and weights.shape != indices.shape:
-        return f"weights must have the shape of indices, {tuple(indices.shape)}, got {tuple(weights.shape)}"
+    if weights is not None and (weights.shape != indices.shape or not weights.is_floating_point()):
+        return (
+            f"weights must have the shape of indices, {tuple(indices.shape)}, and a floating dtype, "
+            f"got {tuple(weights.shape)} {weights.dtype}"
+        )
+    devices = [t.device for t in (x, indices, weights) if t is not None]
+    if len(set(devices)) > 1:
+        return f"x, indices and weights must be on one device, got {', '.join(map(str, devices))}"
     if x.dtype not in _DTYPES:
         return f"x must be one of {', '.join(map(str, _DTYPES))}, got {x.dtype}"
+    if terms.payload is not None and (terms.payload not in PAYLOADS or x.dtype == torch.float64):
+        return f"payload must be None or {', '.join(PAYLOADS)} (for x of at most 32 bits), got {terms.payload!r}"
     if indices.numel():
         low, high = (int(value) for value in torch.aminmax(indices))
         if low < -1 or high > num_experts:
@@ -162,30 +223,67 @@ def check_arguments(x: Tensor, indices: Tensor, weights: Tensor | None, num_expe
     return ""
 
 
+@dataclass(frozen=True)
+class Headers:
+    """What every rank knows of all: tokens [size], loads [size, E], extra [size, n], in host memory: they say how large
+    memory and messages are."""
+
+    tokens: Tensor
+    loads: Tensor
+    terms: Terms
+    extra: Tensor | None = None
+
+
 _BAD_ARGUMENTS = 1
+_EQUAL_ON_ALL = ("top_k", "the hidden size", "the dtype of x", "padding.align", "padding.capacity", "payload")
+_GRADIENT = "whether x or weights require gradients (else a backward would wait for ranks that have none)"
 
 
 def exchange_headers(
-    comm: Communicator, problem: str, x: Tensor, top_k: int, counts: Tensor | None, extra: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """What every rank has: tokens [size], loads [size, E], extra [size, n]. Raises on all ranks what is wrong on one.
+    comm: Communicator,
+    problem: str,
+    x: Tensor,
+    pairs: Pairs,
+    terms: Terms,
+    extra: Tensor | None = None,
+) -> Headers:
+    """Raises on all ranks what is wrong on one.
 
-    One all-gather of int64: a status, T, K, H, dtype, the counts of experts, and `extra`.
+    One all-gather of int64, on the device of x: a status, T, what has to be equal, the counts of experts, and `extra`.
     """
-    status = [_BAD_ARGUMENTS, 0, 0, 0, 0] if problem else [0, len(x), top_k, x.shape[1], _DTYPES.index(x.dtype)]
-    parts = [torch.tensor(status)]
-    parts += [part for part in (counts, extra) if part is not None]
-    own = torch.cat(parts)
-    everyone = own[None] if comm.size == 1 else comm.all_gather(own[None])
+    names = (*_EQUAL_ON_ALL, _GRADIENT)
+    status = [_BAD_ARGUMENTS, *[0] * (1 + len(names))] if problem else [0, len(x), *_terms(x, pairs, terms)]
+    device = x.device if isinstance(x, Tensor) else torch.device("cpu")
+    own = torch.cat([t.to(device) for t in (torch.tensor(status), pairs.counts, extra) if t is not None])
+    try:
+        everyone = (own[None] if comm.size == 1 else comm.all_gather(own[None])).cpu()
+    except CommMismatchError:  # num_experts differs
+        if problem:
+            raise ValueError(problem) from None
+        raise
     bad = everyone[:, 0].nonzero().flatten().tolist()
     if problem:
         raise ValueError(problem)
     if bad:
         raise ValueError(f"moe_dispatch: wrong arguments on rank {bad[0]} of the group: see its error")
-    for column, name in ((2, "top_k"), (3, "hidden size"), (4, "dtype")):
+    for column, name in enumerate(names, start=2):
         values = everyone[:, column].tolist()
         if len(set(values)) > 1:
-            shown = [_DTYPES[value] for value in values] if name == "dtype" else values
+            shown = [str(_DTYPES[value]) for value in values] if "dtype" in name else values
             raise ValueError(f"moe_dispatch: {name} must be equal on all ranks of the group, got {shown}")
-    num_counts = 0 if counts is None else len(counts)
-    return everyone[:, 1], everyone[:, 5 : 5 + num_counts], everyone[:, 5 + num_counts :]
+    begin = 2 + len(names)
+    end = begin + len(pairs.counts)
+    return Headers(everyone[:, 1], everyone[:, begin:end], terms, everyone[:, end:])
+
+
+def _terms(x: Tensor, pairs: Pairs, terms: Terms) -> list[int]:
+    padding = terms.padding
+    return [
+        pairs.top_k,
+        x.shape[1],
+        _DTYPES.index(x.dtype),
+        padding.align,
+        -1 if padding.capacity is None else padding.capacity,
+        0 if terms.payload is None else 1 + PAYLOADS.index(terms.payload),
+        int(terms.differentiable),
+    ]

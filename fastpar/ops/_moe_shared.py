@@ -20,32 +20,60 @@ from torch import Tensor
 
 from fastpar.comm import Communicator
 from fastpar.comm.shared_region import SharedRegion
-from fastpar.ops._moe_exchange import Tables, make_plan, take_values
-from fastpar.ops._moe_plan import DispatchPlan, Padding, Pairs, Placement, check_arguments, exchange_headers, spread
+from fastpar.ops._moe_exchange import GroupBound, Tables, make_plan, take_values
+from fastpar.ops._moe_payload import through
+from fastpar.ops._moe_plan import (
+    DispatchPlan,
+    Padding,
+    Pairs,
+    Placement,
+    Terms,
+    check_arguments,
+    exchange_headers,
+    spread,
+)
 from fastpar.ops.moe_rows import sum_rows
 
 _ALIGNMENT = 64  # bytes
 _GROWTH = 1.25  # room for more than is needed, so that steps that differ a little do not meet to grow
 
 
-class SharedExchange:
+class SharedHalves:
+    """The memory of a group, for all its exchanges. Holds no reference to the group, which may end before it."""
+
+    def __init__(self) -> None:
+        self.regions: list[SharedRegion | None] = [None, None]
+        self.turn = 0  # that is written next
+
+
+class SharedExchange(GroupBound):
     """See `fastpar.ops._moe_exchange.Exchange`."""
 
-    def __init__(self, comm: Communicator) -> None:
-        self.comm = comm
-        self._halves: list[SharedRegion | None] = [None, None]
-        self._half = 0  # that is written next
+    def __init__(self, comm: Communicator, halves: SharedHalves) -> None:
+        self.comm, self._halves = comm, halves
 
     def dispatch(
-        self, x: Tensor, indices: Tensor, weights: Tensor | None, num_experts: int, padding: Padding
+        self,
+        x: Tensor,
+        indices: Tensor,
+        weights: Tensor | None,
+        num_experts: int,
+        padding: Padding,
+        *,
+        payload: str | None = None,
+        differentiable: bool = False,
     ) -> tuple[DispatchPlan, Tables]:
-        problem = check_arguments(x, indices, weights, num_experts, self.comm)
+        terms = Terms(padding, payload, differentiable)
+        problem = check_arguments(x, indices, weights, num_experts, terms, self.comm)
         pairs = Pairs.nowhere(num_experts) if problem else Pairs.of(indices, num_experts)
-        tokens, loads, _ = exchange_headers(self.comm, problem, x, pairs.top_k, pairs.counts)
+        headers = exchange_headers(self.comm, problem, x, pairs, terms)
+        tokens, loads = headers.tokens, headers.loads
         place = Placement.of(loads, padding)
         sorted_weights = torch.ones(len(pairs.order)) if weights is None else weights.reshape(-1)[pairs.order].float()
         tables, orders, pair_weights = self._show(
-            (x, tokens), (pairs.order.int()[:, None], loads.sum(1)), (sorted_weights.detach()[:, None], loads.sum(1))
+            (through(x, payload), tokens),
+            (pairs.order.int()[:, None], loads.sum(1)),
+            (sorted_weights.detach()[:, None], loads.sum(1)),
         )
         rank, size = self.comm.rank, self.comm.size
         mine = loads.view(size, size, -1)[:, rank].T.flatten()  # pairs by expert, then by rank
@@ -62,10 +90,11 @@ class SharedExchange:
         base = torch.tensor([0, *place.rank_rows[:-1]]).cumsum(0).repeat_interleave(num_experts // size)
         slots = pairs.slots(place.first[rank] + base)
         way = _Way(tokens, place.rank_rows, slots)
-        return make_plan(self, pairs, loads, place, source, row_weights, weights, way), tables
+        return make_plan(self, pairs, headers, place, (source, row_weights), weights, way), tables
 
-    def send(self, plan: DispatchPlan, *tensors: Tensor) -> list[Tables]:
-        return self._show(*((x, plan.way.tokens) for x in tensors))
+    def send(self, plan: DispatchPlan, *tensors: Tensor, again: Tensor | None = None) -> list[Tables]:
+        first = [] if again is None else [through(again, plan.payload)]
+        return self._show(*((x, plan.way.tokens) for x in (*first, *tensors)))
 
     def empty_rows(self, plan: DispatchPlan, width: int, dtype: torch.dtype) -> Tensor:
         self._reserve(_bytes(max(plan.way.rank_rows), width, dtype))
@@ -108,19 +137,20 @@ class SharedExchange:
                 [self._part(rank, (rows, x.shape[1]), x.dtype, offset) for rank, rows in enumerate(counts.tolist())]
             )
             offset += size
-        self._half = 1 - self._half
+        self._halves.turn = 1 - self._halves.turn
         return found
 
     def _reserve(self, nbytes: int) -> None:
         """Have a region of so many bytes, the same on all ranks: a collective call where it has to be made."""
-        region = self._halves[self._half]
+        halves = self._halves
+        region = halves.regions[halves.turn]
         if region is None or region.nbytes < nbytes:
             if region is not None:
                 region.close()
-            self._halves[self._half] = SharedRegion(self.comm, max(int(nbytes * _GROWTH), 1 << 16))
+            halves.regions[halves.turn] = SharedRegion(self.comm, max(int(nbytes * _GROWTH), 1 << 16))
 
     def _part(self, rank: int, shape: Sequence[int], dtype: torch.dtype, offset: int) -> Tensor:
-        region = self._halves[self._half]
+        region = self._halves.regions[self._halves.turn]
         assert region is not None
         return region.tensor(shape, dtype, offset=offset, rank=rank)
 

@@ -18,18 +18,24 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fastpar.comm import Communicator, GroupLike
+from fastpar.ops._autograd import first_derivative_only, needs_grad
 from fastpar.ops._moe_all_to_all import AllToAllExchange
 from fastpar.ops._moe_exchange import Exchange, LocalExchange
 from fastpar.ops._moe_plan import DispatchPlan, Padding
-from fastpar.ops._moe_shared import SharedExchange
+from fastpar.ops._moe_shared import SharedExchange, SharedHalves
 from fastpar.ops.moe_rows import dot_rows, gather_rows
 
 _TRANSPORTS = ("auto", "shared_memory", "all_to_all")
-_EXCHANGES: weakref.WeakKeyDictionary[ProcessGroup, dict[Any, Exchange]] = weakref.WeakKeyDictionary()
+_TWICE = "fastpar.reference.moe_mlp, in one process,"
+
+# Note: what is kept for a group is its memory, not its exchange, which refers to the group: nothing would ever end.
+_HALVES: weakref.WeakKeyDictionary[ProcessGroup, SharedHalves] = weakref.WeakKeyDictionary()
 
 
-def exchange_of(group: GroupLike, *, transport: str = "auto", exact: bool = False) -> Exchange:
-    """The exchange of a group, the same whenever it is asked for; see `moe_dispatch` for the arguments.
+def exchange_of(
+    group: GroupLike, *, transport: str = "auto", exact: bool = False, device: torch.device | None = None
+) -> Exchange:
+    """The exchange of a group for tensors on `device` (None: CPU); see `moe_dispatch` for the other arguments.
 
     The first call for a group waits until all its ranks have come.
     """
@@ -38,54 +44,61 @@ def exchange_of(group: GroupLike, *, transport: str = "auto", exact: bool = Fals
     comm = Communicator.of(group)
     if comm.group is None or comm.size == 1:
         return LocalExchange()
-    known = _EXCHANGES.setdefault(comm.group, {})
-    key = (transport, exact, comm.timeout, comm.transport)
-    if key not in known:
-        world = None if transport == "all_to_all" else comm.local_world()
-        shares = world is not None and world.size == comm.size
-        if transport == "shared_memory" and not shares:
-            raise ValueError(f"transport='shared_memory': the ranks of {comm!r} cannot share memory")
-        known[key] = SharedExchange(comm) if shares else AllToAllExchange(comm, exact=exact)
-    return known[key]
+    is_cpu = device is None or device.type == "cpu"
+    world = comm.local_world() if is_cpu and transport != "all_to_all" else None
+    shares = world is not None and world.size == comm.size
+    if transport == "shared_memory" and not shares:
+        where = "" if is_cpu else f" on {device}"
+        raise ValueError(f"transport='shared_memory': the ranks of {comm!r} cannot share memory{where}")
+    if not shares:
+        return AllToAllExchange(comm, exact=exact)
+    return SharedExchange(comm, _HALVES.setdefault(comm.group, SharedHalves()))
 
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, exchange: Exchange, plan_box: list[DispatchPlan], padding: Padding, num_experts: int,
+    def forward(ctx: Any, exchange: Exchange, plan_box: list[DispatchPlan], num_experts: int, options: dict[str, Any],
                 x: Tensor, indices: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:  # fmt: skip
-        plan, tables = exchange.dispatch(x, indices, weights, num_experts, padding)
+        x = x.contiguous() if isinstance(x, Tensor) else x
+        plan, tables = exchange.dispatch(x, indices, weights, num_experts, **options)
         plan_box.append(plan)
-        ctx.exchange, ctx.plan = exchange, plan
+        ctx.plan = plan
         ctx.weights_dtype = None if weights is None else weights.dtype
         return gather_rows(tables, plan.source), plan.row_weights.clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        drows, dweights = grads
-        dx, values = ctx.exchange.give_back(ctx.plan, drows.contiguous(), weighted=False, values=dweights.contiguous())
-        dpairs = None if ctx.weights_dtype is None else values.to(ctx.weights_dtype)
+        plan: DispatchPlan = ctx.plan
+        drows, dweights = (grad.contiguous() for grad in grads)
+        dx, values = plan.exchange.give_back(plan, drows, weighted=False, values=dweights)
+        dx = first_derivative_only(dx, "moe_dispatch", _TWICE, *grads)
+        if ctx.weights_dtype is None:
+            return None, None, None, None, dx, None, None
+        dpairs = first_derivative_only(values.to(ctx.weights_dtype), "moe_dispatch", _TWICE, *grads)
         return None, None, None, None, dx, None, dpairs
 
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, exchange: Exchange, plan: DispatchPlan, rows: Tensor, row_weights: Tensor | None,
+    def forward(ctx: Any, plan: DispatchPlan, rows: Tensor, row_weights: Tensor | None,
                 add: Tensor | None) -> Tensor:  # fmt: skip
-        out, _ = exchange.give_back(plan, rows, weighted=row_weights is not None, add=add)
-        ctx.exchange, ctx.plan, ctx.has_add = exchange, plan, add is not None
-        ctx.save_for_backward(rows, row_weights)
+        rows = rows.contiguous()
+        out, _ = plan.exchange.give_back(plan, rows, weighted=row_weights is not None, add=add)
+        ctx.plan, ctx.has_add = plan, add is not None
+        ctx.save_for_backward(rows if ctx.needs_input_grad[2] else None, row_weights)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        plan: DispatchPlan = ctx.plan
         (dout,) = grads
         rows, row_weights = ctx.saved_tensors
-        (tables,) = ctx.exchange.send(ctx.plan, dout.contiguous())
-        drows = gather_rows(tables, ctx.plan.source, scale=row_weights)
-        dweights = None
-        if row_weights is not None and ctx.needs_input_grad[3]:
-            dweights = dot_rows(rows, tables, ctx.plan.source)
-        return None, None, drows, dweights, dout if ctx.has_add else None
+        (tables,) = plan.exchange.send(plan, dout.contiguous())
+        found = [gather_rows(tables, plan.source, scale=row_weights)]
+        if rows is not None:
+            found.append(dot_rows(rows, tables, plan.source))
+        drows, *dweights = (first_derivative_only(g, "moe_combine", _TWICE, dout, rows, row_weights) for g in found)
+        return None, drows, dweights[0] if dweights else None, dout if ctx.has_add else None
 
 
 def moe_dispatch(
@@ -98,6 +111,7 @@ def moe_dispatch(
     padding: Padding | None = None,
     transport: str = "auto",
     exact: bool = False,
+    payload: str | None = None,
 ) -> tuple[Tensor, Tensor, DispatchPlan]:
     """Send every token to the experts it has chosen.
 
@@ -112,21 +126,37 @@ def moe_dispatch(
         backward dx = the sum of drows over each token's choices; dweights = those of the row weights, sent back
 
     Rank r of the group has the experts from r * num_experts / size on. Dropless: every choice has its row, in as much
-    memory as that takes.
+    memory as that takes; `moe_capacity` is for those who want less.
 
     Args:
         padding: room for rows beyond those there are; see `Padding`.
-        transport: "shared_memory", "all_to_all", or "auto": the first where the ranks are on one host.
+        transport: "shared_memory", "all_to_all", or "auto": the first for CPU tensors where the ranks are on one host.
         exact: give results the bits that one rank has, also over all_to_all, which then sends more.
+        payload: "float8_e4m3fn": tokens travel in 8 bits, and experts see what arrives (`fastpar.ops._moe_payload`);
+            gradients and results travel as they are.
 
-    Collectives: shared memory: one all-gather of num_experts + 5 numbers and a barrier; all_to_all: one all-gather and
-    one all-to-all of each token once for every rank that it goes to.
+    Collectives: shared memory: one all-gather of num_experts + 9 numbers and a barrier, and a barrier for the backward;
+    all_to_all: one all-gather, one all-to-all of each token once for every rank that it goes to, and one for the
+    backward. The same in `moe_combine`, without all-gathers. Regions of shared memory grow when a step needs more than
+    any before: two more all-gathers.
 
-    Raises ValueError on every rank of the group for what is wrong on one; CommError as `Communicator` does.
+    Raises ValueError on every rank of the group for what is wrong on one, after which the group can be used further;
+    CommError as `Communicator` does. Under torch.compile it is a graph break.
     """
-    exchange = exchange_of(group, transport=transport, exact=exact)
+    if torch.compiler.is_compiling():
+        return torch.compiler.disable(moe_dispatch)(  # type: ignore[no-any-return]
+            x, indices, weights, num_experts=num_experts, group=group, padding=padding, transport=transport,
+            exact=exact, payload=payload,
+        )  # fmt: skip
+    device = x.device if isinstance(x, Tensor) else None
+    exchange = exchange_of(group, transport=transport, exact=exact, device=device)
+    options = {
+        "padding": padding or Padding(),
+        "payload": payload,
+        "differentiable": needs_grad(*(t for t in (x, weights) if isinstance(t, Tensor))),
+    }
     box: list[DispatchPlan] = []
-    rows, row_weights = _Dispatch.apply(exchange, box, padding or Padding(), num_experts, x, indices, weights)
+    rows, row_weights = _Dispatch.apply(exchange, box, num_experts, options, x, indices, weights)
     return rows, row_weights, box[0]
 
 
@@ -143,4 +173,12 @@ def moe_combine(
     forward  out[t] = add[t] + sum over k of weights[t, k] * rows[row of (t, k)]     float32, in the order of k
     backward drows[i] = row_weights[i] * dout[source of i]; drow_weights[i] = <dout[source of i], rows[i]>
     """
-    return _Combine.apply(plan.exchange, plan, rows, row_weights, add)
+    if torch.compiler.is_compiling():
+        return torch.compiler.disable(moe_combine)(rows, plan, row_weights, add=add)  # type: ignore[no-any-return]
+    if rows.ndim != 2 or len(rows) != plan.num_rows:
+        raise ValueError(f"rows must be [{plan.num_rows}, H], as the dispatch gave them, got {tuple(rows.shape)}")
+    if row_weights is not None and row_weights.shape != rows.shape[:1]:
+        raise ValueError(f"row_weights must be [{plan.num_rows}], got {tuple(row_weights.shape)}")
+    if add is not None and add.shape != (plan.tokens, rows.shape[1]):
+        raise ValueError(f"add must be [{plan.tokens}, {rows.shape[1]}], got {tuple(add.shape)}")
+    return _Combine.apply(plan, rows, row_weights, add)

@@ -6,6 +6,7 @@ from fastpar.reference.dropout import sharded_dropout
 from fastpar.reference.embedding import vocab_parallel_embedding
 from fastpar.reference.linear import all_gather_linear, copy_to_linear, linear_all_reduce, linear_reduce_scatter
 from fastpar.reference.linear_loss import linear_cross_entropy
+from fastpar.reference.moe_mlp import ExpertRule, moe_mlp
 from fastpar.reference.moe_route import expert_choice_route, moe_route
 from fastpar.reference.newton_schulz import newton_schulz
 from fastpar.reference.optimizer import adamw_step, lion_step, sgd_step
@@ -19,6 +20,7 @@ from fastpar.reference.vocab_softmax import vocab_parallel_log_softmax, vocab_pa
 from fastpar.reference.vocab_topk import vocab_parallel_argmax, vocab_parallel_topk
 
 __all__ = [
+    "ExpertRule",
     "adamw_step",
     "all_gather_linear",
     "all_reduce_rms_norm",
@@ -29,6 +31,7 @@ __all__ = [
     "linear_cross_entropy",
     "linear_reduce_scatter",
     "lion_step",
+    "moe_mlp",
     "moe_route",
     "newton_schulz",
     "rms_norm",
