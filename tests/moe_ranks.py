@@ -36,7 +36,7 @@ def tokens_of(
 
 def multiply(rows: Tensor, plan: Any) -> Tensor:
     """Experts that multiply by their number + 1; padding rows become NaN, which must not matter."""
-    factors = torch.full((plan.num_rows, 1), torch.nan)
+    factors = torch.full((plan.num_rows, 1), torch.nan, device=rows.device)
     for expert, begin, count in zip(plan.experts, plan.splits[:-1], plan.counts.tolist(), strict=True):
         factors[begin : begin + count] = expert + 1
     return rows * factors.to(rows.dtype)
@@ -74,10 +74,12 @@ def check_step(parts: Parts, num_experts: int, name: object = "", **options: Any
 
 
 def exchange_rank(sizes, hidden, top_k, num_experts, dtype, options) -> tuple[Tensor, ...]:
+    """Buffers are used again; in the end under a default device that is not that of the tokens."""
     found = ()
-    for _ in range(3):  # buffers are used again
-        parts = tokens_of(dist.get_rank(), sizes, hidden, top_k, num_experts, dtype)
-        again = through_experts(*parts, num_experts=num_experts, group=dist.group.WORLD, **options)
+    parts = tokens_of(dist.get_rank(), sizes, hidden, top_k, num_experts, dtype)
+    for default in ("cpu", "cpu", "meta"):
+        with torch.device(default):
+            again = through_experts(*parts, num_experts=num_experts, group=dist.group.WORLD, **options)
         assert not found or all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
         found = again
     return found

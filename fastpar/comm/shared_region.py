@@ -95,7 +95,7 @@ class SharedRegion:
                 f"(offset must be a multiple of {dtype.itemsize})"
             )
         if count == 0:
-            return torch.empty(tuple(shape), dtype=dtype)
+            return torch.empty(tuple(shape), dtype=dtype, device="cpu")
         start = self.address(self.rank if rank is None else rank) + offset
         memory: Any = (ctypes.c_char * (count * dtype.itemsize)).from_address(start)
         memory.owner = self._memory  # the tensor keeps `memory` alive, and that the mapping

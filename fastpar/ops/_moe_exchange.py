@@ -115,7 +115,7 @@ class LocalExchange(GroupBound):
         if problem:
             raise ValueError(problem)
         pairs = Pairs.of(indices, num_experts)
-        header = Headers(torch.tensor([len(x)]), pairs.counts[None].cpu(), terms)
+        header = Headers(torch.tensor([len(x)], device="cpu"), pairs.counts[None].cpu(), terms)
         place = Placement.of(header.loads, padding)
         slots = pairs.slots(place.first[0])
         rows = rows_of_pairs(pairs, slots, weights, place.rank_rows[0])

@@ -161,7 +161,7 @@ class Pairs:
     @classmethod
     def nowhere(cls, num_experts: int) -> Pairs:
         """Those of a rank with wrong arguments, which takes part in the exchange that tells the others so."""
-        return cls.of(torch.empty((0, 1), dtype=torch.int64), max(num_experts, 0))
+        return cls.of(torch.empty((0, 1), dtype=torch.int64, device="cpu"), max(num_experts, 0))
 
     @property
     def top_k(self) -> int:
@@ -254,7 +254,8 @@ def exchange_headers(
     names = (*_EQUAL_ON_ALL, _GRADIENT)
     status = [_BAD_ARGUMENTS, *[0] * (1 + len(names))] if problem else [0, len(x), *_terms(x, pairs, terms)]
     device = x.device if isinstance(x, Tensor) else torch.device("cpu")
-    own = torch.cat([t.to(device) for t in (torch.tensor(status), pairs.counts, extra) if t is not None])
+    parts = [torch.tensor(status, device=device), pairs.counts, *([] if extra is None else [extra])]
+    own = torch.cat([part.to(device) for part in parts])
     try:
         everyone = (own[None] if comm.size == 1 else comm.all_gather(own[None])).cpu()
     except CommMismatchError:  # num_experts differs

@@ -69,7 +69,9 @@ class SharedExchange(GroupBound):
         headers = exchange_headers(self.comm, problem, x, pairs, terms)
         tokens, loads = headers.tokens, headers.loads
         place = Placement.of(loads, padding)
-        sorted_weights = torch.ones(len(pairs.order)) if weights is None else weights.reshape(-1)[pairs.order].float()
+        sorted_weights = (
+            torch.ones(len(pairs.order), device="cpu") if weights is None else weights.reshape(-1)[pairs.order].float()
+        )
         tables, orders, pair_weights = self._show(
             (through(x, payload), tokens),
             (pairs.order.int()[:, None], loads.sum(1)),
@@ -81,13 +83,13 @@ class SharedExchange(GroupBound):
         begins = (begins + (loads.sum(1).cumsum(0) - loads.sum(1))[:, None]).view(size, size, -1)[:, rank].T.flatten()
         position = spread(begins, mine)
         rows = spread(place.first.view(size, size, -1)[:, rank].T.flatten(), mine)
-        sender = torch.repeat_interleave(torch.arange(size).repeat(num_experts // size), mine)
+        sender = torch.repeat_interleave(torch.arange(size, device="cpu").repeat(num_experts // size), mine)
         token = take_values(orders, position) // pairs.top_k
-        source = torch.full((place.rank_rows[rank],), -1, dtype=torch.int64)
+        source = torch.full((place.rank_rows[rank],), -1, dtype=torch.int64, device="cpu")
         source[rows] = token + (tokens.cumsum(0) - tokens)[sender]
-        row_weights = torch.zeros(place.rank_rows[rank])
+        row_weights = torch.zeros(place.rank_rows[rank], device="cpu")
         row_weights[rows] = take_values(pair_weights, position)
-        base = torch.tensor([0, *place.rank_rows[:-1]]).cumsum(0).repeat_interleave(num_experts // size)
+        base = torch.tensor([0, *place.rank_rows[:-1]], device="cpu").cumsum(0).repeat_interleave(num_experts // size)
         slots = pairs.slots(place.first[rank] + base)
         way = _Way(tokens, place.rank_rows, slots)
         return make_plan(self, pairs, headers, place, (source, row_weights), weights, way), tables
@@ -109,7 +111,7 @@ class SharedExchange(GroupBound):
         add: Tensor | None = None,
         values: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        counts = torch.tensor(plan.way.rank_rows)
+        counts = torch.tensor(plan.way.rank_rows, device="cpu")
         shown = [(rows, counts)] if values is None else [(rows, counts), (values.view(-1, 1), counts)]
         tables = self._show(*shown)
         slots, weights = plan.way.slots, plan.pair_weights if weighted else None
