@@ -144,7 +144,7 @@ def moe_dispatch(
     CommError as `Communicator` does. Under torch.compile it is a graph break.
     """
     if torch.compiler.is_compiling():
-        return torch.compiler.disable(moe_dispatch)(  # type: ignore[no-any-return]
+        return torch.compiler.disable(moe_dispatch)(
             x, indices, weights, num_experts=num_experts, group=group, padding=padding, transport=transport,
             exact=exact, payload=payload,
         )  # fmt: skip
@@ -174,7 +174,7 @@ def moe_combine(
     backward drows[i] = row_weights[i] * dout[source of i]; drow_weights[i] = <dout[source of i], rows[i]>
     """
     if torch.compiler.is_compiling():
-        return torch.compiler.disable(moe_combine)(rows, plan, row_weights, add=add)  # type: ignore[no-any-return]
+        return torch.compiler.disable(moe_combine)(rows, plan, row_weights, add=add)
     if rows.ndim != 2 or len(rows) != plan.num_rows:
         raise ValueError(f"rows must be [{plan.num_rows}, H], as the dispatch gave them, got {tuple(rows.shape)}")
     if row_weights is not None and row_weights.shape != rows.shape[:1]:

@@ -97,4 +97,5 @@ def _capacity(indices: Tensor, num_experts: int, factor: float | None, tokens: i
             raise ValueError(f"tokens must not be negative, got {tokens}")
         return max(tokens, minimum)
     assert factor is not None
-    return expert_capacity(*indices.shape, num_experts, factor=factor, minimum=minimum)
+    num_tokens, top_k = indices.shape
+    return expert_capacity(num_tokens, top_k, num_experts, factor=factor, minimum=minimum)
