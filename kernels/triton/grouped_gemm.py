@@ -1,0 +1,340 @@
+"""Products with several experts' weights on GPUs, in Triton: rows gathered where they lie, nothing permuted.
+
+    grouped_linear          out[i] = x[index[i]] @ weight[e].T + bias[e]
+    grouped_linear_act      hidden the same, and act = activation(hidden)      the first product of an expert
+    grouped_linear_dact     dhidden, act again, dots for row weights           dgrad of the second and the activation
+    grouped_wgrad           dweight[e] = dout[rows of e].T @ x[rows of e]
+    grouped_bias_grad       dbias[e] = sum of dout[rows of e]
+
+e is the expert of row i: rows splits[e] to splits[e + 1]. The splits lie on the device, and no call reads them on the
+host, so a step can be captured in a CUDA graph and replayed with another routing. A dgrad is `grouped_linear` with
+the weight transposed, which is a matter of strides. The features of a token's experts are summed by
+`fastpar.kernels.moe_rows.sum_rows` from the plain rows of the second product: adding them in its epilogue would take
+atomics, whose order changes from run to run.
+
+`grouped_gemm_kernels.py` has the kernels. Blocks are chosen by a table, from shapes alone.
+Gathering rows in the first operand is ScatterMoE's idea (arXiv:2403.08245), the backward that keeps x and hidden only
+SonicMoE's (arXiv:2512.14080).
+
+Not measured yet. Compiled for sm_90 by Triton 3.7.1, bfloat16; registers a thread at most:
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from fastpar.kernels import grouped_gemm_kernels as kernels
+
+GROUP = 8  # tiles of rows that share the columns of a weight
+TILES = 64  # entries of the table of tiles that one program writes
+GATED = ("swiglu", "geglu", "clamped_swiglu")
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class Configuration(NamedTuple):
+    """Rows, columns and terms of a block, warps of a program, stages of the loads' pipeline."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+def configuration(rows: int, cols: int, dtype: torch.dtype, device: torch.device, *, sums: int = 1) -> Configuration:
+    """For experts of about `rows` rows each and an output of `cols` columns; `sums` tiles of it in one program."""
+    if device.type == "cpu":
+        return Configuration(16, 16 if cols <= 16 else 32, 32, 4, 1)
+    if dtype == torch.float32:
+        return Configuration(64, 64 // sums, 32, 4, 2 if torch.version.hip else 3)
+    if torch.version.hip:
+        return Configuration(64 if rows <= 64 else 128, 64 if cols <= 64 else 128 // sums, 64, 8, 2)
+    if rows <= 64:
+        return Configuration(64, 64 if cols <= 64 else 128 // sums, 64, 4, 4)
+    block_n = 64 if cols <= 64 else 128 if cols <= 128 else 256
+    return Configuration(128, block_n // sums if block_n > 64 else 64, 64, 8 if block_n == 256 else 4, 4)
+
+
+def launch(kernel: Any, programs: int, device: torch.device, arguments: dict[str, Any]) -> None:
+    """On the tensors' device, which need not be the current one."""
+    if device.type != "cuda":
+        kernel[(programs,)](**arguments)
+        return
+    with torch.cuda.device(device):
+        kernel[(programs,)](**arguments)
+
+
+class Groups:
+    """Which rows belong to which expert, and the tables of tiles that follow from it.
+
+    splits    int32 or int64 [E + 1] on the device, or numbers: rows splits[e] to splits[e + 1] are those of expert e
+    num_rows  at least splits[E]: rows of what is computed
+    """
+
+    def __init__(self, splits: Tensor | Sequence[int], num_rows: int, device: torch.device) -> None:
+        self.splits = torch.as_tensor(splits, device=device)
+        self.num_rows, self.num_experts = num_rows, len(self.splits) - 1
+        self._tiles: dict[int, Tensor] = {}
+
+    @property
+    def rows_per_expert(self) -> int:
+        """What an expert has on average, if all of `num_rows` are in use."""
+        return -(-self.num_rows // max(self.num_experts, 1))
+
+    def tiles(self, block_m: int) -> Tensor:
+        """int32 [num_tiles, 4]: `Note: tiles` of grouped_gemm_kernels.py."""
+        if block_m not in self._tiles:
+            count = min(-(-self.num_rows // block_m) + self.num_experts, self.num_rows)
+            tiles = torch.empty((count, 4), dtype=torch.int32, device=self.splits.device)
+            launch(kernels.tile_table_kernel, triton.cdiv(count, TILES), tiles.device, {
+                "splits": self.splits, "tiles": tiles, "num_experts": self.num_experts, "num_tiles": count,
+                "BLOCK_M": block_m, "EXPERTS": triton.next_power_of_2(self.num_experts), "TILES": TILES,
+            })  # fmt: skip
+            self._tiles[block_m] = tiles
+        return self._tiles[block_m]
+
+
+# ---- launchers -------------------------------------------------------------------------------------------------------
+
+
+def _rows(x: Tensor) -> Tensor:
+    """x [n, K] with contiguous rows."""
+    return x if x.shape[1] <= 1 or x.stride(1) == 1 else x.contiguous()
+
+
+def _check(x: Tensor, weight: Tensor, groups: Groups, index: Tensor | None, terms: int) -> None:
+    """ValueError or TypeError for what the kernels do not take."""
+    if x.dtype not in DTYPES or weight.dtype != x.dtype:
+        raise TypeError(f"rows and weights must both be bfloat16, float16 or float32, not {x.dtype} and {weight.dtype}")
+    if x.ndim != 2 or weight.ndim != 3 or x.shape[1] != terms:
+        raise ValueError(
+            f"rows {tuple(x.shape)} do not fit weights {tuple(weight.shape)}: they have to have {terms} features"
+        )
+    if len(weight) != groups.num_experts:
+        raise ValueError(f"there are weights of {len(weight)} experts, but splits of {groups.num_experts}")
+    rows = len(x) if index is None else len(index)
+    if rows != groups.num_rows:
+        raise ValueError(f"there are {rows} rows, but the splits are those of {groups.num_rows}")
+
+
+def _product(x: Tensor, weight: Tensor, cols: int, groups: Groups, config: Configuration) -> dict[str, Any]:
+    """What all products over features are told: of rows x [.., K], weight [E, >= cols, K] and the tiles."""
+    terms, tiles = x.shape[1], groups.tiles(config.block_m)
+    stride_e, stride_n, stride_k = weight.stride()
+    return {
+        "weight": weight, "stride_e": stride_e, "stride_n": stride_n, "stride_k": stride_k,
+        "tiles": tiles, "num_tiles": len(tiles), "N": cols, "K": terms, "GROUP": GROUP,
+        "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k,
+        "EVEN_N": cols % config.block_n == 0, "EVEN_K": terms % config.block_k == 0, "PRECISION": "ieee",
+        "num_warps": config.num_warps, "num_stages": config.num_stages,
+    }  # fmt: skip
+
+
+def _programs(groups: Groups, cols: int, config: Configuration) -> int:
+    return len(groups.tiles(config.block_m)) * triton.cdiv(cols, config.block_n)
+
+
+class _Halves(NamedTuple):
+    """Where gate and up lie along the features of the first product, of `features` each."""
+
+    gated: bool
+    features: int
+    step: int  # columns from one feature of the gate to the next
+    second: int  # columns from a feature of the gate to that of up
+
+    @classmethod
+    def of(cls, total: int, activation: str, interleaved: bool) -> _Halves:
+        if activation not in GATED:
+            return cls(False, total, 1, 0)
+        return cls(True, total // 2, 2, 1) if interleaved else cls(True, total // 2, 1, total // 2)
+
+
+# ---- the ops ---------------------------------------------------------------------------------------------------------
+
+
+def grouped_linear(
+    x: Tensor,
+    weight: Tensor,
+    groups: Groups,
+    bias: Tensor | None = None,
+    *,
+    index: Tensor | None = None,
+    scale: Tensor | None = None,
+    transposed: bool = False,
+    out: Tensor | None = None,
+    config: Configuration | None = None,
+) -> Tensor:
+    """out[i] = scale[i] * x[index[i]] @ weight[e].T + bias[e].
+
+    x       [N, K], or with an index [T, K]      weight  [E, F, K], transposed: [E, K, F]; any strides
+    index   [N] int64 or int32; -1: zeros        bias    [E, F]
+    scale   [N] float32                          out     [N, F] in the dtype of x; rows past splits[E] are not written
+
+    dgrad   dx[i] = dout[i] @ weight[e]: the same with `transposed` turned over
+    """
+    weight = weight.transpose(1, 2) if transposed else weight
+    _check(x, weight, groups, index, weight.shape[2])
+    x, cols = _rows(x), weight.shape[1]
+    out = x.new_empty((groups.num_rows, cols)) if out is None else out
+    if out.numel() == 0:
+        return out
+    config = config or configuration(groups.rows_per_expert, cols, x.dtype, x.device)
+    launch(kernels.grouped_gemm_kernel, _programs(groups, cols, config), x.device, {
+        "x": x, "stride_x": x.stride(0), "index": index, "bias": None if bias is None else bias.contiguous(),
+        "scale": scale, "out": out, **_product(x, weight, cols, groups, config),
+    })  # fmt: skip
+    return out
+
+
+def grouped_linear_act(
+    x: Tensor,
+    weight: Tensor,
+    groups: Groups,
+    bias: Tensor | None = None,
+    *,
+    activation: str,
+    interleaved: bool = False,
+    limit: float = 7.0,
+    alpha: float = 1.702,
+    index: Tensor | None = None,
+    scale: Tensor | None = None,
+    row_weights: Tensor | None = None,
+    transposed: bool = False,
+    config: Configuration | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(hidden, act): `grouped_linear` of the first weight, and the activation of it times `row_weights`.
+
+    x       [N, H] or [T, H]             weight  [E, 2I, H] ([E, I, H] without a gate), transposed: [E, H, 2I]
+    hidden  [N, 2I] or [N, I]            act     [N, I]
+
+    Gate and up come out of one pass over x; the activation is that of the hidden features as they are rounded.
+    """
+    weight = weight.transpose(1, 2) if transposed else weight
+    _check(x, weight, groups, index, weight.shape[2])
+    x, total = _rows(x), weight.shape[1]
+    halves = _Halves.of(total, activation, interleaved)
+    hidden, act = x.new_empty((groups.num_rows, total)), x.new_empty((groups.num_rows, halves.features))
+    if act.numel() == 0:
+        return hidden, act
+    cols = halves.features
+    config = config or configuration(groups.rows_per_expert, cols, x.dtype, x.device, sums=2 if halves.gated else 1)
+    product = _product(x, weight, cols, groups, config)
+    product["stride_n"] *= halves.step
+    launch(kernels.grouped_gemm_act_kernel, _programs(groups, cols, config), x.device, {
+        "x": x, "stride_x": x.stride(0), "index": index, "second": halves.second * weight.stride(1),
+        "bias": None if bias is None else bias.contiguous(), "scale": scale, "row_weights": row_weights,
+        "hidden": hidden, "act": act, "stride_hidden": total, "step": halves.step, "second_hidden": halves.second,
+        "limit": limit, "alpha": alpha, "ACTIVATION": activation, "GATED": halves.gated, **product,
+    })  # fmt: skip
+    return hidden, act
+
+
+def grouped_linear_dact(
+    dout: Tensor,
+    weight: Tensor,
+    groups: Groups,
+    hidden: Tensor,
+    *,
+    activation: str,
+    interleaved: bool = False,
+    limit: float = 7.0,
+    alpha: float = 1.702,
+    index: Tensor | None = None,
+    row_weights: Tensor | None = None,
+    transposed: bool = False,
+    config: Configuration | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dhidden, act, dots): the gradient of the hidden features, and what other gradients need of the activation.
+
+    dout    [N, H], or with an index [T, H]      weight  [E, H, I], the second one; transposed: [E, I, H]
+    hidden  [N, 2I] or [N, I]
+
+    with p[i] = dout[index[i]] @ weight[e]:
+    dhidden [N, 2I] or [N, I]   row_weights[i] * activation'(hidden[i]) applied to p[i]
+    act     [N, I]              row_weights[i] * activation(hidden[i])
+    dots    [N] float32         <p[i], activation(hidden[i])>: the gradient of row_weights[i], less <dout, bias>
+
+    So weights that come in on the activation and ones that come in on the result have the same backward, and neither
+    needs the results of the forward.
+    """
+    weight = weight if transposed else weight.transpose(1, 2)
+    _check(dout, weight, groups, index, weight.shape[2])
+    dout, hidden = _rows(dout), hidden.contiguous()
+    halves = _Halves.of(hidden.shape[1], activation, interleaved)
+    cols = halves.features
+    if weight.shape[1] != cols:
+        raise ValueError(
+            f"hidden {tuple(hidden.shape)} does not fit weights of {weight.shape[1]} features with {activation}"
+        )
+    dhidden, act = torch.empty_like(hidden), hidden.new_empty((groups.num_rows, cols))
+    if act.numel() == 0:
+        return dhidden, act, hidden.new_zeros(groups.num_rows, dtype=torch.float32)
+    config = config or configuration(groups.rows_per_expert, cols, dout.dtype, dout.device, sums=2)
+    dots = hidden.new_empty((triton.cdiv(cols, config.block_n), groups.num_rows), dtype=torch.float32)
+    launch(kernels.grouped_gemm_dact_kernel, _programs(groups, cols, config), dout.device, {
+        "dout": dout, "stride_dout": dout.stride(0), "index": index, "row_weights": row_weights, "hidden": hidden,
+        "dhidden": dhidden, "act": act, "dots": dots, "stride_hidden": hidden.shape[1], "step": halves.step,
+        "second_hidden": halves.second, "limit": limit, "alpha": alpha, "num_rows": groups.num_rows,
+        "ACTIVATION": activation, "GATED": halves.gated, **_product(dout, weight, cols, groups, config),
+    })  # fmt: skip
+    return dhidden, act, dots.sum(0)
+
+
+def grouped_wgrad(
+    left: Tensor,
+    right: Tensor,
+    groups: Groups,
+    *,
+    left_index: Tensor | None = None,
+    right_index: Tensor | None = None,
+    config: Configuration | None = None,
+) -> Tensor:
+    """[E, F, K]: left[rows of e].T @ right[rows of e]; exact zeros for an expert without rows.
+
+    left   [N, F], or with an index [T, F]     right  [N, K], or with an index [T, K]
+
+    Rows whose index is -1 add nothing. dweight of `grouped_linear` is (dout, x), or (x, dout) where it is transposed.
+    """
+    for x, index in ((left, left_index), (right, right_index)):
+        rows = len(x) if index is None else len(index)
+        if x.ndim != 2 or rows != groups.num_rows:
+            raise ValueError(f"there are {rows} rows {tuple(x.shape)}, but the splits are those of {groups.num_rows}")
+    if left.dtype not in DTYPES or right.dtype != left.dtype:
+        raise TypeError(f"rows must be bfloat16, float16 or float32, not {left.dtype} and {right.dtype}")
+    left, right = _rows(left), _rows(right)
+    features, terms = left.shape[1], right.shape[1]
+    out = left.new_empty((groups.num_experts, features, terms))
+    if out.numel() == 0:
+        return out
+    config = config or configuration(features, terms, left.dtype, left.device)
+    programs = groups.num_experts * triton.cdiv(features, config.block_m) * triton.cdiv(terms, config.block_n)
+    launch(kernels.grouped_wgrad_kernel, programs, left.device, {
+        "left": left, "stride_left": left.stride(0), "left_index": left_index,
+        "right": right, "stride_right": right.stride(0), "right_index": right_index,
+        "splits": groups.splits, "out": out, "F": features, "K": terms, "GROUP": GROUP,
+        "BLOCK_F": config.block_m, "BLOCK_K": config.block_n, "BLOCK_R": config.block_k, "PRECISION": "ieee",
+        "num_warps": config.num_warps, "num_stages": config.num_stages,
+    })  # fmt: skip
+    return out
+
+
+def grouped_bias_grad(
+    dout: Tensor, groups: Groups, *, index: Tensor | None = None, scale: Tensor | None = None
+) -> Tensor:
+    """[E, F]: the sum of scale[i] * dout[index[i]] over the rows i of each expert; zeros for one without rows."""
+    dout = _rows(dout)
+    features = dout.shape[1]
+    out = dout.new_empty((groups.num_experts, features))
+    if out.numel() == 0:
+        return out
+    block = min(triton.next_power_of_2(features), 16 if dout.device.type == "cpu" else 256)
+    launch(kernels.grouped_bias_grad_kernel, groups.num_experts * triton.cdiv(features, block), dout.device, {
+        "dout": dout, "stride": dout.stride(0), "index": index, "scale": scale, "splits": groups.splits, "out": out,
+        "F": features, "BLOCK_F": block, "BLOCK_R": 32, "num_warps": 8,
+    })  # fmt: skip
+    return out

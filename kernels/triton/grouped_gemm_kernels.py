@@ -1,0 +1,488 @@
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+"""Triton kernels of products with several experts' weights; `grouped_gemm.py` has the algebra and launches them.
+
+Note: tiles
+    Rows lie by expert, and how many each has is known on the device alone. A table of tiles, (expert, first row, rows,
+    0) of int32, is written there too: none crosses from one expert to the next. As many programs are launched as there
+    can be tiles at most, ceil(rows / BLOCK_M) + experts; entries that are too many have 0 rows, and their programs
+    return at once.
+
+Note: gathered rows
+    With an index, row i of an operand is x[index[i]], read where it lies: no permuted copy exists. -1 is padding, a row
+    of zeros. A product over features reads row 0 in its place and writes 0; a product over rows masks its loads.
+
+Note: bits
+    A sum runs in one program in one order, in float32, and is rounded once. There are no atomics. So a row's bits
+    depend on the row, the expert's weight and the blocks, and not on what other rows there are.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# Triton's interpreter multiplies bfloat16 as if its bits were integers.
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+# ---- device functions ------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def tile_of_program(tiles, num_tiles, num_cols, GROUP: tl.constexpr):
+    """(expert, first row, rows, column tile). GROUP tiles of rows take a column after the other together: their weight
+    is read from the cache."""
+    program = tl.program_id(0)
+    group = program // (GROUP * num_cols)
+    members = tl.minimum(num_tiles - group * GROUP, GROUP)
+    place = program - group * (GROUP * num_cols)
+    entry = tiles + (group * GROUP + place % members) * 4
+    return tl.load(entry), tl.load(entry + 1).to(tl.int64), tl.load(entry + 2), place // members
+
+
+@triton.jit
+def source_rows(index, row, rows, m):
+    """int64 [BLOCK_M]: where rows `row` + m of an operand lie; -1: padding, or past the end of the tile."""
+    if index is None:
+        return tl.where(m < rows, row + m, -1)
+    else:  # Triton compiles what stands behind a return
+        return tl.load(index + row + m, mask=m < rows, other=-1).to(tl.int64)
+
+
+@triton.jit
+def load_block(pointers, inside_k, inside_n, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr):
+    """Zeros past the ends that the blocks do not divide."""
+    if EVEN_K and EVEN_N:
+        block = tl.load(pointers)
+    elif EVEN_K:
+        block = tl.load(pointers, mask=inside_n, other=0.0)
+    elif EVEN_N:
+        block = tl.load(pointers, mask=inside_k, other=0.0)
+    else:
+        block = tl.load(pointers, mask=inside_k & inside_n, other=0.0)
+    return block
+
+
+@triton.jit
+def multiply(a, b, acc, PRECISION: tl.constexpr):
+    if INTERPRETED:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def gathered_matmul(
+    x,
+    stride_x,
+    source,
+    weight,
+    stride_n,
+    stride_k,
+    second,
+    col,
+    N,
+    K,
+    GATED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """float32 [BLOCK_M, BLOCK_N]: x[source] @ weight[col..].T; with GATED also that of the weight `second` further on.
+
+    Without GATED the second result is the first.
+    """
+    k = tl.arange(0, BLOCK_K)
+    n = col + tl.arange(0, BLOCK_N)
+    inside_n = (n < N)[None, :]
+    rows = x + tl.maximum(source, 0) * stride_x
+    x_block = rows[:, None] + k[None, :]
+    weight_block = (
+        weight + col.to(tl.int64) * stride_n + (tl.arange(0, BLOCK_N)[None, :] * stride_n + k[:, None] * stride_k)
+    )
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    acc_second = acc
+    for start in range(0, K, BLOCK_K):
+        a = tl.load(x_block) if EVEN_K else tl.load(x_block, mask=k[None, :] < K - start, other=0.0)
+        inside_k = k[:, None] < K - start
+        acc = multiply(a, load_block(weight_block, inside_k, inside_n, EVEN_K, EVEN_N), acc, PRECISION)
+        if GATED:
+            b = load_block(weight_block + second, inside_k, inside_n, EVEN_K, EVEN_N)
+            acc_second = multiply(a, b, acc_second, PRECISION)
+        x_block += BLOCK_K
+        weight_block += BLOCK_K * stride_k
+    return acc, acc_second if GATED else acc
+
+
+@triton.jit
+def sigmoid(x):
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def normal_cdf(x):
+    return 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
+
+
+@triton.jit
+def normal_density(x):
+    return 0.3989422804014327 * tl.exp(-0.5 * x * x)
+
+
+@triton.jit
+def activate(gate, up, limit, alpha, ACTIVATION: tl.constexpr):
+    """`fastpar.reference.moe_mlp.activate`; `up` is of no interest without a gate."""
+    if ACTIVATION == "swiglu":
+        act = gate * sigmoid(gate) * up
+    elif ACTIVATION == "geglu":
+        act = gate * normal_cdf(gate) * up
+    elif ACTIVATION == "clamped_swiglu":
+        gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.clamp(up, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
+        act = (up + 1.0) * gate * sigmoid(alpha * gate)
+    elif ACTIVATION == "gelu":
+        act = gate * normal_cdf(gate)
+    elif ACTIVATION == "silu":
+        act = gate * sigmoid(gate)
+    else:
+        act = tl.maximum(gate, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        if ACTIVATION == "relu2":
+            act *= act
+    return act
+
+
+@triton.jit
+def activate_backward(dact, gate, up, limit, alpha, ACTIVATION: tl.constexpr):
+    """(dgate, dup) of `activate`; without a gate dup is dgate."""
+    if ACTIVATION == "swiglu":
+        s = sigmoid(gate)
+        dgate, dup = dact * up * s * (1.0 + gate * (1.0 - s)), dact * gate * s
+    elif ACTIVATION == "geglu":
+        cdf = normal_cdf(gate)
+        dgate, dup = dact * up * (cdf + gate * normal_density(gate)), dact * gate * cdf
+    elif ACTIVATION == "clamped_swiglu":
+        low = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
+        within = tl.clamp(up, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
+        s = sigmoid(alpha * low)
+        dgate = tl.where(gate > limit, 0.0, dact * (within + 1.0) * s * (1.0 + alpha * low * (1.0 - s)))
+        dup = tl.where(tl.abs(up) > limit, 0.0, dact * low * s)
+    else:
+        if ACTIVATION == "gelu":
+            dgate = dact * (normal_cdf(gate) + gate * normal_density(gate))
+        elif ACTIVATION == "silu":
+            s = sigmoid(gate)
+            dgate = dact * s * (1.0 + gate * (1.0 - s))
+        elif ACTIVATION == "relu2":
+            dgate = dact * 2.0 * tl.maximum(gate, 0.0)
+        else:
+            dgate = tl.where(gate > 0.0, dact, 0.0)
+        dup = dgate
+    return dgate, dup
+
+
+# ---- kernels ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["num_experts", "num_tiles"])
+def tile_table_kernel(
+    splits, tiles, num_experts, num_tiles, BLOCK_M: tl.constexpr, EXPERTS: tl.constexpr, TILES: tl.constexpr
+):
+    """`Note: tiles`. TILES of them by each program.
+
+    splits [0, 3, 3, 8], blocks of 4 rows, 5 tiles: (0, 0, 3), (2, 3, 4), (2, 7, 1), and twice no rows.
+    """
+    e = tl.arange(0, EXPERTS)
+    is_expert = e < num_experts
+    begin = tl.load(splits + e, mask=is_expert, other=0).to(tl.int32)
+    end = tl.load(splits + e + 1, mask=is_expert, other=0).to(tl.int32)
+    needed = (end - begin + BLOCK_M - 1) // BLOCK_M
+    up_to = tl.cumsum(needed, 0)
+    t = tl.program_id(0) * TILES + tl.arange(0, TILES)
+    is_before = up_to[None, :] <= t[:, None]
+    expert = tl.sum(is_before.to(tl.int32), 1)
+    exists = expert < num_experts
+    nth = t - tl.sum(tl.where(is_before, needed[None, :], 0), 1)
+    row = tl.load(splits + expert, mask=exists, other=0).to(tl.int32) + nth * BLOCK_M
+    stop = tl.load(splits + expert + 1, mask=exists, other=0).to(tl.int32)
+    entry = tiles + t * 4
+    tl.store(entry, tl.where(exists, expert, 0), mask=t < num_tiles)
+    tl.store(entry + 1, tl.where(exists, row, 0), mask=t < num_tiles)
+    tl.store(entry + 2, tl.where(exists, tl.minimum(stop - row, BLOCK_M), 0), mask=t < num_tiles)
+    tl.store(entry + 3, tl.zeros_like(t), mask=t < num_tiles)
+
+
+@triton.jit(do_not_specialize=["num_tiles"])
+def grouped_gemm_kernel(
+    x,
+    stride_x,
+    index,
+    weight,
+    stride_e,
+    stride_n,
+    stride_k,
+    bias,
+    scale,
+    out,
+    tiles,
+    num_tiles,
+    N,
+    K,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """out[i] = scale[i] * x[index[i]] @ weight[expert of i].T + bias[expert of i]; bias alone where index[i] is -1.
+
+    weight [[[2]], [[3]]], tiles (0, 0, 1) and (1, 1, 2), index [1, 0, -1], x [[10], [20]]: out [[40], [30], [0]].
+    """
+    expert, row, rows, tile_n = tile_of_program(tiles, num_tiles, tl.cdiv(N, BLOCK_N), GROUP)
+    if rows == 0:
+        return
+    m = tl.arange(0, BLOCK_M)
+    source = source_rows(index, row, rows, m)
+    col = tile_n * BLOCK_N
+    acc, _ = gathered_matmul(
+        x, stride_x, source, weight + expert.to(tl.int64) * stride_e, stride_n, stride_k, 0, col, N, K, False,
+        BLOCK_M, BLOCK_N, BLOCK_K, EVEN_N, EVEN_K, PRECISION,
+    )  # fmt: skip
+    n = col + tl.arange(0, BLOCK_N)
+    if scale is not None:
+        acc *= tl.load(scale + row + m, mask=m < rows, other=0.0)[:, None]
+    acc = tl.where((source < 0)[:, None], 0.0, acc)
+    if bias is not None:
+        acc += tl.load(bias + expert * N + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    place = out + row * N + (m[:, None] * N + n[None, :])
+    tl.store(place, acc.to(out.dtype.element_ty), mask=(m < rows)[:, None] & (n < N)[None, :])
+
+
+@triton.jit(do_not_specialize=["num_tiles", "limit", "alpha"])
+def grouped_gemm_act_kernel(
+    x,
+    stride_x,
+    index,
+    weight,
+    stride_e,
+    stride_n,
+    stride_k,
+    second,
+    bias,
+    scale,
+    row_weights,
+    hidden,
+    act,
+    stride_hidden,
+    step,
+    second_hidden,
+    limit,
+    alpha,
+    tiles,
+    num_tiles,
+    N,
+    K,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """hidden[i] = scale[i] * x[index[i]] @ weight[e].T + bias[e], act[i] = row_weights[i] * activation(hidden[i]).
+
+    act     [rows, N]
+    hidden  [rows, stride_hidden]: feature j of the gate (or of all) in column step * j, that of up `second_hidden`
+            further; in the weight `second` elements further
+
+    The activation is that of the rounded hidden features: a backward that reads these computes the same.
+    """
+    expert, row, rows, tile_n = tile_of_program(tiles, num_tiles, tl.cdiv(N, BLOCK_N), GROUP)
+    if rows == 0:
+        return
+    m = tl.arange(0, BLOCK_M)
+    source = source_rows(index, row, rows, m)
+    col = tile_n * BLOCK_N
+    gate, up = gathered_matmul(
+        x, stride_x, source, weight + expert.to(tl.int64) * stride_e, stride_n, stride_k, second, col, N, K, GATED,
+        BLOCK_M, BLOCK_N, BLOCK_K, EVEN_N, EVEN_K, PRECISION,
+    )  # fmt: skip
+    n = col + tl.arange(0, BLOCK_N)
+    mask = (m < rows)[:, None] & (n < N)[None, :]
+    factor = tl.where(source < 0, 0.0, 1.0)
+    if scale is not None:
+        factor *= tl.load(scale + row + m, mask=m < rows, other=0.0)
+    place = hidden + row * stride_hidden + (m[:, None] * stride_hidden + n[None, :] * step)
+    gate = tl.where((source < 0)[:, None], 0.0, gate * factor[:, None])
+    if bias is not None:
+        feature = bias + expert * stride_hidden + n * step
+        gate += tl.load(feature, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    rounded_gate = gate.to(hidden.dtype.element_ty)
+    tl.store(place, rounded_gate, mask=mask)
+    gate = rounded_gate.to(tl.float32)
+    if GATED:
+        up = tl.where((source < 0)[:, None], 0.0, up * factor[:, None])
+        if bias is not None:
+            feature = bias + expert * stride_hidden + n * step + second_hidden
+            up += tl.load(feature, mask=n < N, other=0.0).to(tl.float32)[None, :]
+        rounded_up = up.to(hidden.dtype.element_ty)
+        tl.store(place + second_hidden, rounded_up, mask=mask)
+        up = rounded_up.to(tl.float32)
+    value = activate(gate, up, limit, alpha, ACTIVATION)
+    if row_weights is not None:
+        value *= tl.load(row_weights + row + m, mask=m < rows, other=0.0)[:, None]
+    tl.store(act + row * N + (m[:, None] * N + n[None, :]), value.to(act.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_tiles", "num_rows", "limit", "alpha"])
+def grouped_gemm_dact_kernel(
+    dout,
+    stride_dout,
+    index,
+    weight,
+    stride_e,
+    stride_n,
+    stride_k,
+    row_weights,
+    hidden,
+    dhidden,
+    act,
+    dots,
+    stride_hidden,
+    step,
+    second_hidden,
+    limit,
+    alpha,
+    tiles,
+    num_tiles,
+    num_rows,
+    N,
+    K,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """The gradient through the second product and the activation, in one pass over the hidden features.
+
+    p[i]       = dout[index[i]] @ weight[e].T          weight: the second one as [features, outputs]
+    dhidden[i] = activation'(hidden[i]) * row_weights[i] * p[i]
+    act[i]     = row_weights[i] * activation(hidden[i])     what the weight gradient of the second product needs
+    dots[c, i] = <p[i], activation(hidden[i])> over column tile c: summed over c, the gradient of row_weights[i]
+    """
+    expert, row, rows, tile_n = tile_of_program(tiles, num_tiles, tl.cdiv(N, BLOCK_N), GROUP)
+    if rows == 0:
+        return
+    m = tl.arange(0, BLOCK_M)
+    source = source_rows(index, row, rows, m)
+    col = tile_n * BLOCK_N
+    acc, _ = gathered_matmul(
+        dout, stride_dout, source, weight + expert.to(tl.int64) * stride_e, stride_n, stride_k, 0, col, N, K, False,
+        BLOCK_M, BLOCK_N, BLOCK_K, EVEN_N, EVEN_K, PRECISION,
+    )  # fmt: skip
+    acc = tl.where((source < 0)[:, None], 0.0, acc)
+    n = col + tl.arange(0, BLOCK_N)
+    mask = (m < rows)[:, None] & (n < N)[None, :]
+    place = row * stride_hidden + (m[:, None] * stride_hidden + n[None, :] * step)
+    gate = tl.load(hidden + place, mask=mask, other=0.0).to(tl.float32)
+    up = gate
+    if GATED:
+        up = tl.load(hidden + place + second_hidden, mask=mask, other=0.0).to(tl.float32)
+    value = activate(gate, up, limit, alpha, ACTIVATION)
+    if dots is not None:
+        tl.store(dots + tile_n.to(tl.int64) * num_rows + row + m, tl.sum(acc * value, 1), mask=m < rows)
+    if row_weights is not None:
+        factor = tl.load(row_weights + row + m, mask=m < rows, other=0.0)[:, None]
+        acc *= factor
+        value *= factor
+    tl.store(act + row * N + (m[:, None] * N + n[None, :]), value.to(act.dtype.element_ty), mask=mask)
+    dgate, dup = activate_backward(acc, gate, up, limit, alpha, ACTIVATION)
+    tl.store(dhidden + place, dgate.to(dhidden.dtype.element_ty), mask=mask)
+    if GATED:
+        tl.store(dhidden + place + second_hidden, dup.to(dhidden.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def grouped_wgrad_kernel(
+    left,
+    stride_left,
+    left_index,
+    right,
+    stride_right,
+    right_index,
+    splits,
+    out,
+    F,
+    K,
+    GROUP: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """out[e] = left[rows of e].T @ right[rows of e]: [F, K] for every expert; zeros for one without rows.
+
+    splits [0, 2, 2], left [[1], [2]], right [[10], [20]]: out [[[50]], [[0]]].
+    """
+    tiles_f, tiles_k = tl.cdiv(F, BLOCK_F), tl.cdiv(K, BLOCK_K)
+    program = tl.program_id(0)
+    expert = program // (tiles_f * tiles_k)
+    program -= expert * tiles_f * tiles_k
+    group = program // (GROUP * tiles_k)
+    members = tl.minimum(tiles_f - group * GROUP, GROUP)
+    place = program - group * (GROUP * tiles_k)
+    f = (group * GROUP + place % members) * BLOCK_F + tl.arange(0, BLOCK_F)
+    k = place // members * BLOCK_K + tl.arange(0, BLOCK_K)
+    begin, end = tl.load(splits + expert).to(tl.int32), tl.load(splits + expert + 1).to(tl.int32)
+    r = tl.arange(0, BLOCK_R)
+    acc = tl.zeros((BLOCK_F, BLOCK_K), tl.float32)
+    for start in range(begin, end, BLOCK_R):
+        row = (start + r).to(tl.int64)
+        left_row = row if left_index is None else tl.load(left_index + row, mask=row < end, other=-1).to(tl.int64)
+        right_row = row if right_index is None else tl.load(right_index + row, mask=row < end, other=-1).to(tl.int64)
+        inside = (row < end) & (left_row >= 0) & (right_row >= 0)
+        a = tl.load(
+            left + (left_row * stride_left)[:, None] + f[None, :], mask=inside[:, None] & (f < F)[None, :], other=0.0
+        )
+        b = tl.load(
+            right + (right_row * stride_right)[:, None] + k[None, :], mask=inside[:, None] & (k < K)[None, :], other=0.0
+        )
+        acc = multiply(tl.trans(a), b, acc, PRECISION)
+    target = out + expert.to(tl.int64) * F * K + (f.to(tl.int64)[:, None] * K + k[None, :])
+    tl.store(target, acc.to(out.dtype.element_ty), mask=(f < F)[:, None] & (k < K)[None, :])
+
+
+@triton.jit
+def grouped_bias_grad_kernel(dout, stride, index, scale, splits, out, F, BLOCK_F: tl.constexpr, BLOCK_R: tl.constexpr):
+    """out[e] = sum of scale[i] * dout[index[i]] over the rows i of expert e: [E, F].
+
+    splits [0, 2, 2], dout [[1, 2], [3, 4]], scale [1, 10]: out [[31, 42], [0, 0]].
+    """
+    tiles = tl.cdiv(F, BLOCK_F)
+    expert = tl.program_id(0) // tiles
+    f = tl.program_id(0) % tiles * BLOCK_F + tl.arange(0, BLOCK_F)
+    begin, end = tl.load(splits + expert).to(tl.int32), tl.load(splits + expert + 1).to(tl.int32)
+    r = tl.arange(0, BLOCK_R)
+    total = tl.zeros((BLOCK_R, BLOCK_F), tl.float32)
+    for start in range(begin, end, BLOCK_R):
+        row = (start + r).to(tl.int64)
+        source = row if index is None else tl.load(index + row, mask=row < end, other=-1).to(tl.int64)
+        inside = (row < end) & (source >= 0)
+        value = tl.load(
+            dout + (source * stride)[:, None] + f[None, :], mask=inside[:, None] & (f < F)[None, :], other=0.0
+        ).to(tl.float32)
+        if scale is not None:
+            value *= tl.load(scale + row, mask=inside, other=0.0)[:, None]
+        total += value
+    tl.store(out + expert * F + f, tl.sum(total, 0).to(out.dtype.element_ty), mask=f < F)

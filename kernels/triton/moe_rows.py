@@ -1,0 +1,296 @@
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+"""Rows of tokens on their way to experts and back, on GPUs in Triton: signatures of fastpar.reference.moe_rows.
+
+    gather_rows     out[i] = scale[i] * table[index[i]]
+    sum_rows        out[i] = add[i] + sum over k of weights[i, k] * table[index[i, k]]
+    dot_rows        dots[i] = <rows[i], table[index[i]]>
+
+Tables are one or several tensors that count as one, lying one below the other; they may be in other ranks' memory.
+Kernels find a row of several through `Places`, a table of their addresses.
+
+Every row is read once and every row of the output written once; there are no atomics, and sums run in one order: over k
+by fused multiply-adds in float32 (float64 for float64), from `add` on, and one rounding. A program takes ROWS rows of
+COLS columns, with 16 bytes a thread where the width allows it. Nothing synchronises with the host but the making of a
+`Places`, which is of use until the tables move. Not measured yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastpar.kernels.cross_entropy import WARP_SIZE, launch
+
+THREADS = 128
+LOADS_PER_THREAD = 4  # of 16 bytes, by a program
+NO_ROW = tl.constexpr(1 << 62)
+
+
+# ---- device functions ------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def row_pointers(table, stride, places, index, TABLES: tl.constexpr, PADDED: tl.constexpr, ALIGN: tl.constexpr):
+    """Where rows `index` [ROWS] begin. With several tables, in `places` [3, TABLES]: addresses, first rows, strides.
+
+    First rows [0, 2, 2]: row 1 lies in table 0, and row 2 in table 2, since table 1 has none.
+    """
+    if TABLES == 1:
+        return table + index * stride * ALIGN
+    else:  # Triton compiles what stands behind a return
+        t = tl.arange(0, PADDED)
+        first = tl.load(places + TABLES + t, mask=t < TABLES, other=NO_ROW)
+        which = tl.sum((first[None, :] <= index[:, None]).to(tl.int32), 1) - 1
+        inside = index - tl.load(places + TABLES + which)
+        address = tl.load(places + which).to(tl.pointer_type(table.dtype.element_ty))
+        address = tl.multiple_of(address, ALIGN * (table.dtype.element_ty.primitive_bitwidth // 8))
+        return address + inside * tl.load(places + 2 * TABLES + which) * ALIGN
+
+
+# ---- kernels ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def gather_rows_kernel(
+    table,
+    stride,
+    places,
+    index,
+    scale,
+    out,
+    out_stride,
+    num_rows,
+    width,
+    TABLES: tl.constexpr,
+    PADDED: tl.constexpr,
+    ALIGN: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    """out[i] = scale[i] * table[index[i]]; zeros where index[i] is -1. Grid: row blocks * column blocks.
+
+    table [[1, 2], [3, 4]], index [1, -1], scale [10, 10]: out [[30, 40], [0, 0]].
+    """
+    COMPUTE: tl.constexpr = tl.float64 if table.dtype.element_ty == tl.float64 else tl.float32
+    width = width * ALIGN
+    blocks = tl.cdiv(width, COLS)
+    program = tl.program_id(0)
+    i = (program // blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    cols = (program % blocks * COLS + tl.arange(0, COLS))[None, :]
+    exists = i < num_rows
+    row = tl.load(index + i, mask=exists, other=-1).to(tl.int64)
+    start = row_pointers(table, stride, places, tl.maximum(row, 0), TABLES, PADDED, ALIGN)
+    value = tl.load(start[:, None] + cols, mask=(row >= 0)[:, None] & (cols < width), other=0.0)
+    if scale is not None:
+        factor = tl.load(scale + i, mask=row >= 0, other=0.0).to(COMPUTE)
+        value = tl.where((row >= 0)[:, None], value.to(COMPUTE) * factor[:, None], 0.0)
+    target = out + (i * out_stride * ALIGN)[:, None] + cols
+    tl.store(target, value.to(out.dtype.element_ty), mask=exists[:, None] & (cols < width))
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def sum_rows_kernel(
+    table,
+    stride,
+    places,
+    index,
+    weights,
+    add,
+    add_stride,
+    out,
+    out_stride,
+    num_rows,
+    width,
+    TOP_K: tl.constexpr,
+    TABLES: tl.constexpr,
+    PADDED: tl.constexpr,
+    ALIGN: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    """out[i] = add[i] + sum over k of weights[i, k] * table[index[i, k]]; a -1 adds nothing. Grid as above.
+
+    table [[1], [2], [4]], index [[2, 0], [1, -1]], weights [[1, 3], [5, 9]], add [[10], [20]]: out [[17], [30]].
+    """
+    COMPUTE: tl.constexpr = tl.float64 if table.dtype.element_ty == tl.float64 else tl.float32
+    width = width * ALIGN
+    blocks = tl.cdiv(width, COLS)
+    program = tl.program_id(0)
+    i = (program // blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    cols = (program % blocks * COLS + tl.arange(0, COLS))[None, :]
+    exists = i < num_rows
+    inside = exists[:, None] & (cols < width)
+    total = tl.zeros((ROWS, COLS), COMPUTE)
+    if add is not None:
+        total = tl.load(add + (i * add_stride * ALIGN)[:, None] + cols, mask=inside, other=0.0).to(COMPUTE)
+    for k in tl.static_range(TOP_K):
+        row = tl.load(index + i * TOP_K + k, mask=exists, other=-1).to(tl.int64)
+        start = row_pointers(table, stride, places, tl.maximum(row, 0), TABLES, PADDED, ALIGN)
+        value = tl.load(start[:, None] + cols, mask=(row >= 0)[:, None] & (cols < width), other=0.0).to(COMPUTE)
+        if weights is not None:
+            factor = tl.load(weights + i * TOP_K + k, mask=row >= 0, other=0.0).to(COMPUTE)
+            total = tl.fma(value, tl.broadcast_to(factor[:, None], (ROWS, COLS)), total)
+        else:
+            total += value
+    tl.store(out + (i * out_stride * ALIGN)[:, None] + cols, total.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def dot_rows_kernel(
+    rows,
+    rows_stride,
+    table,
+    stride,
+    places,
+    index,
+    dots,
+    num_rows,
+    width,
+    TABLES: tl.constexpr,
+    PADDED: tl.constexpr,
+    ALIGN: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    """dots[i] = <rows[i], table[index[i]]>, 0 where index[i] is -1. Grid: row blocks.
+
+    rows [[1, 2], [3, 4]], table [[10, 1]], index [0, -1]: dots [12, 0].
+    """
+    COMPUTE: tl.constexpr = tl.float64 if table.dtype.element_ty == tl.float64 else tl.float32
+    width = width * ALIGN
+    i = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    row = tl.load(index + i, mask=i < num_rows, other=-1).to(tl.int64)
+    start = row_pointers(table, stride, places, tl.maximum(row, 0), TABLES, PADDED, ALIGN)
+    own = rows + i * rows_stride * ALIGN
+    total = tl.zeros((ROWS, COLS), COMPUTE)
+    for first in range(0, width, COLS):
+        cols = (first + tl.arange(0, COLS))[None, :]
+        inside = (row >= 0)[:, None] & (cols < width)
+        left = tl.load(own[:, None] + cols, mask=inside, other=0.0).to(COMPUTE)
+        total += left * tl.load(start[:, None] + cols, mask=inside, other=0.0).to(COMPUTE)
+    tl.store(dots + i, tl.sum(total, 1), mask=i < num_rows)
+
+
+# ---- launchers -------------------------------------------------------------------------------------------------------
+
+
+class Places(NamedTuple):
+    """Several tables as kernels see them.
+
+    like     one of them that has rows, if any has: what says their dtype and width
+    stride   of its rows
+    align    a power of two of elements, up to 16 bytes: what addresses, strides and width are multiples of
+    table    int64 [3, n] on the device: addresses, first rows, strides in units of `align`; None for one table
+    """
+
+    like: Tensor
+    stride: int
+    align: int
+    table: Tensor | None
+
+    @classmethod
+    def of(cls, tables: Sequence[Tensor], *others: Tensor) -> Places:
+        """`others`: what else is accessed in steps of `align`."""
+        dense = [t if t.shape[1] <= 1 or t.stride(1) == 1 else t.contiguous() for t in tables]
+        like = dense[0]
+        align = 16 // like.element_size()
+        operands = [t for t in (*dense, *others) if t.numel()]
+        while any(
+            t.shape[1] % align or t.stride(0) % align or t.data_ptr() % (align * t.element_size()) for t in operands
+        ):
+            align //= 2
+        if len(dense) == 1:
+            return cls(like, like.stride(0) // align, align, None)
+        sizes = [len(t) for t in dense]
+        firsts = [sum(sizes[:n]) for n in range(len(sizes))]
+        parts = [[t.data_ptr() for t in dense], firsts, [t.stride(0) // align for t in dense]]
+        return cls(like, 0, align, torch.tensor(parts, dtype=torch.int64).to(like.device, non_blocking=True))
+
+    def options(self, *, rows: int) -> dict[str, Any]:
+        """Blocks of a launch over so many rows."""
+        width, itemsize = self.like.shape[1], self.like.element_size()
+        cols = min(triton.next_power_of_2(width), THREADS * 16 // itemsize)
+        block = min(max(THREADS * LOADS_PER_THREAD * 16 // itemsize // cols, 1), triton.next_power_of_2(rows))
+        count = 1 if self.table is None else self.table.shape[1]
+        return {
+            "TABLES": count, "PADDED": triton.next_power_of_2(count), "ALIGN": self.align,
+            "ROWS": block, "COLS": cols, "num_warps": max(THREADS // WARP_SIZE, 1),
+        }  # fmt: skip
+
+
+def _output(out: Tensor | None, like: Tensor, rows: int) -> Tensor:
+    return like.new_empty((rows, like.shape[1])) if out is None else out
+
+
+def _dense(x: Tensor) -> Tensor:
+    return x if x.shape[1] <= 1 or x.stride(1) == 1 else x.contiguous()
+
+
+# ---- the ops ---------------------------------------------------------------------------------------------------------
+
+
+def gather_rows(
+    tables: Sequence[Tensor], index: Tensor, *, scale: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
+    """`fastpar.reference.moe_rows.gather_rows`; `out` has contiguous rows and may have another dtype."""
+    out = _output(out, tables[0], len(index))
+    if out.numel() == 0:
+        return out
+    places = Places.of(tables, out)
+    options = places.options(rows=len(index))
+    width, align = out.shape[1], places.align
+    programs = triton.cdiv(len(index), options["ROWS"]) * triton.cdiv(width, options["COLS"])
+    launch(
+        gather_rows_kernel, programs, out.device,
+        places.like, places.stride, places.table, index.contiguous(), None if scale is None else scale.contiguous(),
+        out, out.stride(0) // align, len(index), width // align, **options,
+    )  # fmt: skip
+    return out
+
+
+def sum_rows(
+    tables: Sequence[Tensor],
+    index: Tensor,
+    *,
+    weights: Tensor | None = None,
+    add: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """`fastpar.reference.moe_rows.sum_rows`; `out` has contiguous rows and may have another dtype."""
+    out = _output(out, tables[0], len(index))
+    if out.numel() == 0:
+        return out
+    add = None if add is None else _dense(add)
+    places = Places.of(tables, out) if add is None else Places.of(tables, out, add)
+    options = places.options(rows=len(index))
+    width, align = out.shape[1], places.align
+    programs = triton.cdiv(len(index), options["ROWS"]) * triton.cdiv(width, options["COLS"])
+    launch(
+        sum_rows_kernel, programs, out.device,
+        places.like, places.stride, places.table, index.contiguous(), None if weights is None else weights.contiguous(),
+        add, 0 if add is None else add.stride(0) // align, out, out.stride(0) // align, len(index), width // align,
+        TOP_K=index.shape[1], **options,
+    )  # fmt: skip
+    return out
+
+
+def dot_rows(rows: Tensor, tables: Sequence[Tensor], index: Tensor) -> Tensor:
+    """`fastpar.reference.moe_rows.dot_rows`."""
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    dots = rows.new_empty(len(rows), dtype=wide)
+    if rows.numel() == 0:
+        return dots.zero_()
+    rows = _dense(rows)
+    places = Places.of(tables, rows)
+    options = places.options(rows=len(rows))
+    launch(
+        dot_rows_kernel, triton.cdiv(len(rows), options["ROWS"]), rows.device,
+        rows, rows.stride(0) // places.align, places.like, places.stride, places.table, index.contiguous(), dots,
+        len(rows), rows.shape[1] // places.align, **options,
+    )  # fmt: skip
+    return dots

@@ -1,0 +1,145 @@
+"""The Triton kernels of mixture of experts where there is no GPU: in the interpreter, and compiled ahead of time.
+
+Compiled is what the public functions would launch with the blocks that they choose on a GPU.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.triton_aot import HOPPER, LDS_LIMIT, MI300, SHARED_LIMIT, CompilingDriver, Target, compile_launch, loops
+from tests.triton_interpreter import run_interpreted
+
+triton = pytest.importorskip("triton")
+
+from fastpar.kernels import grouped_gemm, moe_rows, moe_sort  # noqa: E402  (triton is optional)
+
+CUDA = torch.device("cuda")
+EXPERTS, TOKENS, ROWS, HIDDEN, FEATURES = 8, 512, 1024, 1024, 768
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("stem", ["moe_rows", "grouped_gemm"])
+def test_kernels_match_the_reference_in_the_interpreter(stem: str) -> None:
+    run_interpreted(f"check_{stem}.py")
+
+
+# ---- ahead of time ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=[HOPPER, MI300], ids=["sm_90", "gfx942"])
+def target(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Target:
+    """What Triton compiles for until the test ends."""
+    monkeypatch.setattr(torch.version, "hip", None if request.param == HOPPER else "6.4")
+    monkeypatch.setattr(moe_rows, "WARP_SIZE", request.param[2])
+    monkeypatch.setattr(triton.runtime.driver, "_active", CompilingDriver(request.param))
+    chosen: Target = request.param
+    return chosen
+
+
+class Compiled:
+    """In place of a module's `launch`: compiles, and keeps what the compiler reports by kernel."""
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+        self.found: dict[str, dict[str, Any]] = {}
+
+    def __call__(self, kernel: Any, programs: int, device: torch.device, *arguments: Any, **options: Any) -> None:
+        if arguments and isinstance(arguments[0], dict):
+            arguments, options = (), arguments[0]
+        self.found[kernel.__name__] = compile_launch(kernel, self.target, programs, arguments, options)
+
+
+def check(name: str, found: dict[str, Any], target: Target) -> None:
+    assert found["spills"] == 0, (name, found["spills"])
+    assert found["shared"] <= (SHARED_LIMIT if target == HOPPER else LDS_LIMIT), (name, found["shared"])
+    limit = 65536 // found["threads"] if target == HOPPER else 512 * 256 // found["threads"]
+    assert found["registers"] <= limit, (name, found["registers"])
+
+
+def products(dtype: torch.dtype) -> dict[str, Callable[[], object]]:
+    """Calls of every function of grouped_gemm, with and without what they need not be given."""
+    config = grouped_gemm.configuration
+    groups = grouped_gemm.Groups(range(0, ROWS + 1, ROWS // EXPERTS), ROWS, torch.device("cpu"))
+    x, rows = torch.zeros(TOKENS, HIDDEN, dtype=dtype), torch.zeros(ROWS, FEATURES, dtype=dtype)
+    first, second = (torch.zeros(EXPERTS, *s, dtype=dtype) for s in ((2 * FEATURES, HIDDEN), (HIDDEN, FEATURES)))
+    index, weights = torch.zeros(ROWS, dtype=torch.int64), torch.zeros(ROWS)
+    bias, hidden = torch.zeros(EXPERTS, 2 * FEATURES, dtype=dtype), torch.zeros(ROWS, 2 * FEATURES, dtype=dtype)
+    mean = groups.rows_per_expert
+    one, two = config(mean, FEATURES, dtype, CUDA), config(mean, FEATURES, dtype, CUDA, sums=2)
+    act = {"activation": "swiglu", "index": index, "row_weights": weights}
+    return {
+        "gathered": lambda: grouped_gemm.grouped_linear(x, first, groups, bias, index=index, scale=weights, config=one),
+        "act": lambda: grouped_gemm.grouped_linear_act(x, first, groups, **act, config=two),
+        "plain": lambda: grouped_gemm.grouped_linear(rows, second, groups, config=one),
+        "dact": lambda: grouped_gemm.grouped_linear_dact(x, second, groups, hidden, **act, config=two),
+        "dgrad": lambda: grouped_gemm.grouped_linear(hidden, first, groups, transposed=True, config=one),
+        "wgrad": lambda: grouped_gemm.grouped_wgrad(hidden, x, groups, right_index=index, config=one),
+        "bias_grad": lambda: grouped_gemm.grouped_bias_grad(hidden, groups),
+    }
+
+
+def check_product(name: str, found: dict[str, Any], target: Target, dtype: torch.dtype) -> None:
+    text = found["ptx"]
+    if target == MI300:
+        assert "v_mfma" in text, name
+        assert re.search(r"(?:global|buffer)_load_dwordx4", text), name
+        return
+    assert re.search(r"cp\.async\.c[ag]\.shared\.global \[.*?\], \[.*?\], 0x10\b", text), f"{name}: narrow loads"
+    products_in = [loop for loop in loops(text) if "wgmma" in loop or "fma.rn.f32" in loop]
+    assert products_in, name
+    assert any("wgmma.mma_async" in loop for loop in products_in) == (dtype != torch.float32), name
+    assert found["wide_stores"] > 0, name
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.bfloat16,
+        pytest.param(torch.float16, marks=pytest.mark.slow),
+        pytest.param(torch.float32, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_products_compile_without_spills_to_tensor_core_loops(
+    monkeypatch: pytest.MonkeyPatch, target: Target, dtype: torch.dtype
+) -> None:
+    for name, call in products(dtype).items():
+        compiled = Compiled(target)
+        monkeypatch.setattr(grouped_gemm, "launch", compiled)
+        call()
+        for kernel, found in compiled.found.items():
+            check(f"{name}: {kernel}", found, target)
+            if kernel not in ("tile_table_kernel", "grouped_bias_grad_kernel"):
+                check_product(name, found, target, dtype)
+
+
+@pytest.mark.parametrize("num_tables", [1, 8])
+def test_rows_are_moved_16_bytes_at_a_time(monkeypatch: pytest.MonkeyPatch, target: Target, num_tables: int) -> None:
+    compiled = Compiled(target)
+    monkeypatch.setattr(moe_rows, "launch", compiled)
+    tables = [torch.zeros(16, HIDDEN, dtype=torch.bfloat16) for _ in range(num_tables)]
+    index, weights = torch.zeros(64, 2, dtype=torch.int64), torch.zeros(64, 2)
+    moe_rows.gather_rows(tables, index[:, 0], scale=weights[:, 0])
+    moe_rows.sum_rows(tables, index, weights=weights, add=torch.zeros(64, HIDDEN, dtype=torch.bfloat16))
+    moe_rows.dot_rows(torch.zeros(64, HIDDEN, dtype=torch.bfloat16), tables, index[:, 0])
+    assert len(compiled.found) == 3
+    for name, found in compiled.found.items():
+        check(name, found, target)
+        assert found["wide_loads"] > 0, name
+        assert found["wide_stores"] > 0 or name == "dot_rows_kernel", name
+
+
+def test_placing_kernels_compile_without_spills(monkeypatch: pytest.MonkeyPatch, target: Target) -> None:
+    compiled = Compiled(target)
+    monkeypatch.setattr(moe_sort, "launch", compiled)
+    moe_sort.place_pairs(torch.zeros(4096, 8, dtype=torch.int64), 256, torch.zeros(4096, 8))
+    assert len(compiled.found) == 3
+    for name, found in compiled.found.items():
+        check(name, found, target)
