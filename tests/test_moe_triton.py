@@ -24,7 +24,7 @@ EXPERTS, TOKENS, ROWS, HIDDEN, FEATURES = 8, 512, 1024, 1024, 768
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("stem", ["moe_rows", "grouped_gemm"])
+@pytest.mark.parametrize("stem", ["moe_rows", "grouped_gemm", "moe_mlp"])
 def test_kernels_match_the_reference_in_the_interpreter(stem: str) -> None:
     run_interpreted(f"check_{stem}.py")
 
@@ -71,6 +71,7 @@ def products(dtype: torch.dtype) -> dict[str, Callable[[], object]]:
     index, weights = torch.zeros(ROWS, dtype=torch.int64), torch.zeros(ROWS)
     bias, hidden = torch.zeros(EXPERTS, 2 * FEATURES, dtype=dtype), torch.zeros(ROWS, 2 * FEATURES, dtype=dtype)
     mean = groups.rows_per_expert
+    grad = grouped_gemm.wgrad_configuration(2 * FEATURES, HIDDEN, dtype, CUDA, gathers=True)
     one, two = config(mean, FEATURES, dtype, CUDA), config(mean, FEATURES, dtype, CUDA, sums=2)
     act = {"activation": "swiglu", "index": index, "row_weights": weights}
     return {
@@ -79,7 +80,7 @@ def products(dtype: torch.dtype) -> dict[str, Callable[[], object]]:
         "plain": lambda: grouped_gemm.grouped_linear(rows, second, groups, config=one),
         "dact": lambda: grouped_gemm.grouped_linear_dact(x, second, groups, hidden, **act, config=two),
         "dgrad": lambda: grouped_gemm.grouped_linear(hidden, first, groups, transposed=True, config=one),
-        "wgrad": lambda: grouped_gemm.grouped_wgrad(hidden, x, groups, right_index=index, config=one),
+        "wgrad": lambda: grouped_gemm.grouped_wgrad(hidden, x, groups, right_index=index, config=grad),
         "bias_grad": lambda: grouped_gemm.grouped_bias_grad(hidden, groups),
     }
 

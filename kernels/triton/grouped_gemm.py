@@ -60,6 +60,16 @@ def configuration(rows: int, cols: int, dtype: torch.dtype, device: torch.device
     return Configuration(128, block_n // sums if block_n > 64 else 64, 64, 8 if block_n == 256 else 4, 4)
 
 
+def wgrad_configuration(
+    features: int, terms: int, dtype: torch.dtype, device: torch.device, *, gathers: bool
+) -> Configuration:
+    """The same for gradients [features, terms] of weights. Loads through an index wait for that of the index, which
+    takes two of the pipeline's stages: six leave blocks of three under way."""
+    config = configuration(features, terms, dtype, device)
+    deepens = gathers and config.num_stages == 4
+    return config._replace(num_stages=6) if deepens else config
+
+
 def launch(kernel: Any, programs: int, device: torch.device, arguments: dict[str, Any]) -> None:
     """On the tensors' device, which need not be the current one."""
     if device.type != "cuda":
@@ -311,7 +321,8 @@ def grouped_wgrad(
     out = left.new_empty((groups.num_experts, features, terms))
     if out.numel() == 0:
         return out
-    config = config or configuration(features, terms, left.dtype, left.device)
+    gathers = left_index is not None or right_index is not None
+    config = config or wgrad_configuration(features, terms, left.dtype, left.device, gathers=gathers)
     programs = groups.num_experts * triton.cdiv(features, config.block_m) * triton.cdiv(terms, config.block_n)
     launch(kernels.grouped_wgrad_kernel, programs, left.device, {
         "left": left, "stride_left": left.stride(0), "left_index": left_index,

@@ -182,6 +182,45 @@ def activate_backward(dact, gate, up, limit, alpha, ACTIVATION: tl.constexpr):
     return dgate, dup
 
 
+@triton.jit
+def dact_columns(
+    acc,
+    factor,
+    hidden,
+    dhidden,
+    act,
+    stride_hidden,
+    step,
+    second_hidden,
+    limit,
+    alpha,
+    m,
+    rows,
+    col,
+    N,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    """Write COLS columns of dhidden and act from `col` on; <acc, activation> of each row."""
+    n = col + tl.arange(0, COLS)
+    mask = (m < rows)[:, None] & (n < N)[None, :]
+    place = m[:, None] * stride_hidden + n[None, :] * step
+    gate = tl.load(hidden + place, mask=mask, other=0.0).to(tl.float32)
+    up = gate
+    if GATED:
+        up = tl.load(hidden + place + second_hidden, mask=mask, other=0.0).to(tl.float32)
+    value = activate(gate, up, limit, alpha, ACTIVATION)
+    dot = tl.sum(acc * value, 1)
+    target = act + (m[:, None] * N + n[None, :])
+    tl.store(target, (value * factor[:, None]).to(act.dtype.element_ty), mask=mask)
+    dgate, dup = activate_backward(acc * factor[:, None], gate, up, limit, alpha, ACTIVATION)
+    tl.store(dhidden + place, dgate.to(dhidden.dtype.element_ty), mask=mask)
+    if GATED:
+        tl.store(dhidden + place + second_hidden, dup.to(dhidden.dtype.element_ty), mask=mask)
+    return dot
+
+
 # ---- kernels ---------------------------------------------------------------------------------------------------------
 
 
@@ -392,25 +431,23 @@ def grouped_gemm_dact_kernel(
         BLOCK_M, BLOCK_N, BLOCK_K, EVEN_N, EVEN_K, PRECISION,
     )  # fmt: skip
     acc = tl.where((source < 0)[:, None], 0.0, acc)
-    n = col + tl.arange(0, BLOCK_N)
-    mask = (m < rows)[:, None] & (n < N)[None, :]
-    place = row * stride_hidden + (m[:, None] * stride_hidden + n[None, :] * step)
-    gate = tl.load(hidden + place, mask=mask, other=0.0).to(tl.float32)
-    up = gate
-    if GATED:
-        up = tl.load(hidden + place + second_hidden, mask=mask, other=0.0).to(tl.float32)
-    value = activate(gate, up, limit, alpha, ACTIVATION)
-    if dots is not None:
-        tl.store(dots + tile_n.to(tl.int64) * num_rows + row + m, tl.sum(acc * value, 1), mask=m < rows)
+    factor = tl.full((BLOCK_M,), 1.0, tl.float32)
     if row_weights is not None:
-        factor = tl.load(row_weights + row + m, mask=m < rows, other=0.0)[:, None]
-        acc *= factor
-        value *= factor
-    tl.store(act + row * N + (m[:, None] * N + n[None, :]), value.to(act.dtype.element_ty), mask=mask)
-    dgate, dup = activate_backward(acc, gate, up, limit, alpha, ACTIVATION)
-    tl.store(dhidden + place, dgate.to(dhidden.dtype.element_ty), mask=mask)
-    if GATED:
-        tl.store(dhidden + place + second_hidden, dup.to(dhidden.dtype.element_ty), mask=mask)
+        factor = tl.load(row_weights + row + m, mask=m < rows, other=0.0)
+    # In halves of the columns: five tiles of float32 do not fit the registers.
+    left, right = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
+    hidden += row * stride_hidden
+    dhidden += row * stride_hidden
+    act += row * N
+    dot = dact_columns(
+        left, factor, hidden, dhidden, act, stride_hidden, step, second_hidden, limit, alpha, m, rows, col, N,
+        ACTIVATION, GATED, BLOCK_N // 2,
+    )  # fmt: skip
+    dot += dact_columns(
+        right, factor, hidden, dhidden, act, stride_hidden, step, second_hidden, limit, alpha, m, rows,
+        col + BLOCK_N // 2, N, ACTIVATION, GATED, BLOCK_N // 2,
+    )  # fmt: skip
+    tl.store(dots + tile_n.to(tl.int64) * num_rows + row + m, dot, mask=m < rows)
 
 
 @triton.jit

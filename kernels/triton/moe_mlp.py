@@ -1,0 +1,129 @@
+"""Feed-forward experts of one rank on GPUs, in Triton: from tokens and their choices to their sums, in seven launches.
+
+    place_pairs          which rows there are                            3 launches, and 1 for the table of tiles
+    grouped_linear_act   hidden = x[token] @ first.T, act = activation(hidden)
+    grouped_linear       rows = act @ second.T
+    sum_rows             out = the sum over each token's rows
+
+Tokens are read where they lie, through the places of their rows; permuted copies of x and of dout do not exist. Kept
+for backward are x, hidden and the places; the activation is computed again, in the epilogue of the product that gives
+its gradient. Gradients of the pairs' weights are <p, activation>, p = dout @ second, whether the weight came in before
+or after the second product: results need not be kept (SonicMoE, arXiv:2512.14080).
+
+How many rows there are is known on the device alone: no call waits for it, and everything can be captured in a CUDA
+graph and replayed with another routing. Sums run in one order, so results are the same bits from run to run. Not
+measured yet.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from fastpar.kernels.grouped_gemm import (
+    Groups,
+    grouped_bias_grad,
+    grouped_linear,
+    grouped_linear_act,
+    grouped_linear_dact,
+    grouped_wgrad,
+)
+from fastpar.kernels.moe_rows import dot_rows, gather_rows, sum_rows
+from fastpar.kernels.moe_sort import Placed, place_pairs
+
+
+class Rule(Protocol):
+    """What is used of a fastpar.reference.moe_mlp.ExpertRule."""
+
+    activation: str
+    weigh: str
+    transposed: bool
+    interleaved: bool
+    limit: float
+    alpha: float
+
+
+class Experts(NamedTuple):
+    """Weights of the experts of this rank, as `fastpar.ops.moe_mlp.moe_mlp` takes them, or their gradients."""
+
+    first: Tensor
+    second: Tensor
+    first_bias: Tensor | None = None
+    second_bias: Tensor | None = None
+
+
+class Saved(NamedTuple):
+    """What backward needs besides the inputs: where rows lie, and their hidden features [rows, 2I or I]."""
+
+    placed: Placed
+    hidden: Tensor
+
+
+class Grads(NamedTuple):
+    x: Tensor
+    weights: Tensor
+    experts: Experts
+
+
+def _activation(rule: Rule) -> dict[str, Any]:
+    return {
+        "activation": rule.activation, "interleaved": rule.interleaved, "limit": rule.limit, "alpha": rule.alpha,
+        "transposed": rule.transposed,
+    }  # fmt: skip
+
+
+def forward(
+    x: Tensor, indices: Tensor, weights: Tensor, experts: Experts, rule: Rule, add: Tensor | None = None
+) -> tuple[Tensor, Saved]:
+    """out [T, H] of x [T, H], indices and weights [T, K]; `add` [T, H] comes into the sum."""
+    placed = place_pairs(indices, len(experts.first), weights)
+    groups = Groups(placed.splits, len(placed.source), x.device)
+    hidden, act = grouped_linear_act(
+        x, experts.first, groups, experts.first_bias, index=placed.source, **_activation(rule),
+        scale=placed.row_weights if rule.weigh == "input" else None,
+        row_weights=placed.row_weights if rule.weigh == "before" else None,
+    )  # fmt: skip
+    rows = grouped_linear(act, experts.second, groups, experts.second_bias, transposed=rule.transposed)
+    out = sum_rows([rows], placed.slots, weights=weights if rule.weigh == "after" else None, add=add)
+    return out, Saved(placed, hidden)
+
+
+def backward(
+    dout: Tensor, x: Tensor, indices: Tensor, weights: Tensor, experts: Experts, rule: Rule, saved: Saved
+) -> Grads:
+    """Gradients of everything but `add`, whose gradient is dout."""
+    placed, hidden = saved
+    groups = Groups(placed.splits, len(placed.source), x.device)
+    dhidden, act, dots = grouped_linear_dact(
+        dout, experts.second, groups, hidden, index=placed.source, **_activation(rule),
+        row_weights=None if rule.weigh == "input" else placed.row_weights,
+    )  # fmt: skip
+    dsecond = _wgrad(dout, act, groups, rule.transposed, left_index=placed.source)
+    dsecond_bias = None
+    if experts.second_bias is not None:
+        scale = placed.row_weights if rule.weigh == "after" else None
+        dsecond_bias = grouped_bias_grad(dout, groups, index=placed.source, scale=scale)
+    dfirst_bias = None if experts.first_bias is None else grouped_bias_grad(dhidden, groups)
+    rows = grouped_linear(dhidden, experts.first, groups, transposed=not rule.transposed)
+    if rule.weigh == "input":
+        dots = dot_rows(rows, [x], placed.source)
+        every_row = torch.arange(len(dhidden), device=x.device)
+        dhidden = gather_rows([dhidden], every_row, scale=placed.row_weights)
+    dx = sum_rows([rows], placed.slots, weights=weights if rule.weigh == "input" else None)
+    dfirst = _wgrad(dhidden, x, groups, rule.transposed, right_index=placed.source)
+    dweights = torch.where(placed.slots < 0, 0.0, dots[placed.slots.clamp_min(0)]) if dots.numel() else dots.view(weights.shape)
+    if rule.weigh == "after" and experts.second_bias is not None:
+        products = dout.float() @ experts.second_bias.float().T  # [T, E]
+        chosen = products.gather(1, indices.long().clamp(0, len(experts.first) - 1))
+        dweights += torch.where(placed.slots < 0, 0.0, chosen)
+    return Grads(dx, dweights.to(weights.dtype), Experts(dfirst, dsecond, dfirst_bias, dsecond_bias))
+
+
+def _wgrad(dout: Tensor, x: Tensor, groups: Groups, transposed: bool, **index: Tensor) -> Tensor:
+    """The gradient of a weight [E, out, in] ([E, in, out]) from rows [.., out] and [.., in]; one of them gathered."""
+    if not transposed:
+        return grouped_wgrad(dout, x, groups, **index)
+    names = {"left_index": "right_index", "right_index": "left_index"}
+    return grouped_wgrad(x, dout, groups, **{names[name]: value for name, value in index.items()})
