@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fastpar.comm import GroupLike
+from fastpar.ops import _moe_triton
 from fastpar.ops._autograd import needs_grad
 from fastpar.ops._moe_exchange import Exchange
 from fastpar.ops._moe_mlp import Call, Experts, MoeMlp, forward
@@ -67,8 +68,8 @@ def moe_mlp(
     second [[[10]], [[20]]]: y 20 and 120, out [[40]]; for dout 1: dx [[20]], dweights [[20, 120]], dfirst [[[10]],
     [[10]]], dsecond [[[1]], [[1.5]]].
 
-    Under torch.compile and on devices other than the CPU this is `moe_dispatch`, PyTorch's operations and
-    `moe_combine`, which save more.
+    On one CUDA rank Triton kernels do all of it (not measured yet; see `fastpar.kernels.moe_mlp`). Under torch.compile
+    and on other devices this is `moe_dispatch`, PyTorch's operations and `moe_combine`, which save more.
 
     Raises ValueError and TypeError on every rank for what is wrong on one; CommError as `Communicator` does.
     """
@@ -82,6 +83,8 @@ def moe_mlp(
     problem = check_experts(x, weights, *experts, rule)
     if problem is not None:
         _refuse(problem, exchange, x, call.num_experts)
+    if grad_scale == 1.0 and _moe_triton.applies(x, first, size=exchange.comm.size, padding=padding):
+        return _moe_triton.moe_mlp(x, indices, weights, *experts, rule, add)
     if torch.compiler.is_compiling() or x.device.type != "cpu":
         return composed(call, x, indices, weights, experts, add, group=group, transport=transport, exact=exact)
     x = x.contiguous()

@@ -62,9 +62,11 @@ class Saved(NamedTuple):
 
 
 class Grads(NamedTuple):
-    x: Tensor
+    """None: was not asked for."""
+
+    x: Tensor | None
     weights: Tensor
-    experts: Experts
+    experts: Experts | None
 
 
 def _activation(rule: Rule) -> dict[str, Any]:
@@ -91,34 +93,62 @@ def forward(
 
 
 def backward(
-    dout: Tensor, x: Tensor, indices: Tensor, weights: Tensor, experts: Experts, rule: Rule, saved: Saved
+    dout: Tensor,
+    x: Tensor,
+    indices: Tensor,
+    weights: Tensor,
+    experts: Experts,
+    rule: Rule,
+    saved: Saved,
+    *,
+    for_x: bool = True,
+    for_experts: bool = True,
 ) -> Grads:
-    """Gradients of everything but `add`, whose gradient is dout."""
+    """Gradients of everything but `add`, whose gradient is dout; those of x and of the experts only if wanted."""
     placed, hidden = saved
     groups = Groups(placed.splits, len(placed.source), x.device)
     dhidden, act, dots = grouped_linear_dact(
         dout, experts.second, groups, hidden, index=placed.source, **_activation(rule),
         row_weights=None if rule.weigh == "input" else placed.row_weights,
     )  # fmt: skip
-    dsecond = _wgrad(dout, act, groups, rule.transposed, left_index=placed.source)
-    dsecond_bias = None
-    if experts.second_bias is not None:
-        scale = placed.row_weights if rule.weigh == "after" else None
-        dsecond_bias = grouped_bias_grad(dout, groups, index=placed.source, scale=scale)
-    dfirst_bias = None if experts.first_bias is None else grouped_bias_grad(dhidden, groups)
-    rows = grouped_linear(dhidden, experts.first, groups, transposed=not rule.transposed)
+    rows = dx = None
+    if for_x or rule.weigh == "input":
+        rows = grouped_linear(dhidden, experts.first, groups, transposed=not rule.transposed)
     if rule.weigh == "input":
         dots = dot_rows(rows, [x], placed.source)
-        every_row = torch.arange(len(dhidden), device=x.device)
-        dhidden = gather_rows([dhidden], every_row, scale=placed.row_weights)
-    dx = sum_rows([rows], placed.slots, weights=weights if rule.weigh == "input" else None)
-    dfirst = _wgrad(dhidden, x, groups, rule.transposed, right_index=placed.source)
-    dweights = torch.where(placed.slots < 0, 0.0, dots[placed.slots.clamp_min(0)]) if dots.numel() else dots.view(weights.shape)
+    if for_x:
+        dx = sum_rows([rows], placed.slots, weights=weights if rule.weigh == "input" else None)
+    dweights = torch.where(placed.slots < 0, 0.0, dots[placed.slots.clamp_min(0)]) if dots.numel() else weights.float()
     if rule.weigh == "after" and experts.second_bias is not None:
         products = dout.float() @ experts.second_bias.float().T  # [T, E]
         chosen = products.gather(1, indices.long().clamp(0, len(experts.first) - 1))
-        dweights += torch.where(placed.slots < 0, 0.0, chosen)
-    return Grads(dx, dweights.to(weights.dtype), Experts(dfirst, dsecond, dfirst_bias, dsecond_bias))
+        dweights = dweights + torch.where(placed.slots < 0, 0.0, chosen)
+    grads = _expert_grads(dout, x, act, dhidden, experts, rule, placed, groups) if for_experts else None
+    return Grads(dx, dweights.to(weights.dtype), grads)
+
+
+def _expert_grads(
+    dout: Tensor,
+    x: Tensor,
+    act: Tensor,
+    dhidden: Tensor,
+    experts: Experts,
+    rule: Rule,
+    placed: Placed,
+    groups: Groups,
+) -> Experts:
+    """From the weighted activations and the gradient of the hidden features."""
+    dsecond = _wgrad(dout, act, groups, rule.transposed, left_index=placed.source)
+    second_bias = first_bias = None
+    if experts.second_bias is not None:
+        scale = placed.row_weights if rule.weigh == "after" else None
+        second_bias = grouped_bias_grad(dout, groups, index=placed.source, scale=scale)
+    if experts.first_bias is not None:
+        first_bias = grouped_bias_grad(dhidden, groups)
+    if rule.weigh == "input":  # weigh one of the two factors; this copy is the only one there is
+        dhidden = gather_rows([dhidden], torch.arange(len(dhidden), device=x.device), scale=placed.row_weights)
+    dfirst = _wgrad(dhidden, x, groups, rule.transposed, right_index=placed.source)
+    return Experts(dfirst, dsecond, first_bias, second_bias)
 
 
 def _wgrad(dout: Tensor, x: Tensor, groups: Groups, transposed: bool, **index: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ Sums are float32, of 10 to 100 terms of size 1. Memory that is not initialised h
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from torch import Tensor
 
 from fastpar.kernels import moe_mlp as kernels
 from fastpar.kernels.moe_mlp import Experts
+from fastpar.ops import _moe_triton
+from fastpar.ops._moe_plan import Padding
 from fastpar.reference import moe_mlp as reference
 from fastpar.reference.moe_mlp import ExpertRule
 
@@ -69,6 +72,8 @@ def test_outputs_and_all_gradients_match_float64(rule: ExpertRule, biases: bool)
     wanted = torch.autograd.grad(exact, leaves, dout.double())
     torch.testing.assert_close(out.double(), exact.detach(), rtol=1e-5, atol=1e-5)
     names = ("x", "weights", *(name for name, t in experts._asdict().items() if t is not None))
+    assert found.x is not None
+    assert found.experts is not None
     grads = [found.x, found.weights, *(t for t in found.experts if t is not None)]
     for name, grad, value in zip(names, grads, wanted, strict=True):
         assert grad.shape == value.shape
@@ -86,6 +91,8 @@ def test_odd_routing_is_right_too(kind: str) -> None:
         indices = torch.full_like(indices, -1 if kind == "nowhere" else 2)
     out, saved = kernels.forward(x, indices, weights, experts, rule)
     grads = kernels.backward(dout, x, indices, weights, experts, rule, saved)
+    assert grads.x is not None
+    assert grads.experts is not None
     wanted = reference.moe_mlp(x, indices, weights, experts.first, experts.second)
     torch.testing.assert_close(out, wanted, rtol=1e-4, atol=1e-5)
     for e in range(EXPERTS):
@@ -94,3 +101,49 @@ def test_odd_routing_is_right_too(kind: str) -> None:
         assert bool(grads.experts.second[e].count_nonzero()) == used
     assert torch.isfinite(grads.x).all()
     assert torch.isfinite(grads.weights).all()
+
+
+def test_autograd_runs_the_kernels_and_skips_what_is_frozen() -> None:
+    rule = ExpertRule(weigh="before")
+    (x, indices, weights, add, dout), experts = problem(rule, False)
+    leaves = [t.clone().requires_grad_() for t in (x, weights, add, experts.first, experts.second)]
+    out = _moe_triton.moe_mlp(leaves[0], indices, leaves[1], *leaves[3:], None, None, rule, leaves[2])
+    found = torch.autograd.grad(out, leaves, dout)
+    exact = [t.clone().requires_grad_() for t in (x, weights, add, experts.first, experts.second)]
+    wanted = reference.moe_mlp(exact[0], indices, exact[1], *exact[3:], rule=rule, add=exact[2])
+    for grad, value in zip(found, torch.autograd.grad(wanted, exact, dout), strict=True):
+        torch.testing.assert_close(grad, value, rtol=1e-4, atol=1e-4)
+    calls: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("grouped_wgrad", "sum_rows"):
+            original = getattr(kernels, name)
+            patch.setattr(kernels, name, lambda *a, name=name, f=original, **k: (calls.append(name), f(*a, **k))[1])
+        frozen = _moe_triton.moe_mlp(x, indices, leaves[1], *experts, rule, None)
+        frozen.backward(dout)
+    assert calls == ["sum_rows"], "frozen experts and a frozen input take no products"
+    torch.testing.assert_close(leaves[1].grad, found[1])
+
+
+def test_a_second_derivative_is_refused() -> None:
+    rule = ExpertRule()
+    (x, indices, weights, _, dout), experts = problem(rule, False)
+    x.requires_grad_()
+    out = _moe_triton.moe_mlp(x, indices, weights, *experts, rule, None)
+    (grad,) = torch.autograd.grad(out, x, dout, create_graph=True)
+    with pytest.raises(RuntimeError, match="moe_mlp has a first derivative only"):
+        grad.sum().backward()
+
+
+def test_only_what_the_kernels_take_goes_to_them() -> None:
+    class On:
+        def __init__(self, device: str, dtype: torch.dtype = torch.bfloat16) -> None:
+            self.device, self.dtype = torch.device(device), dtype
+
+    cuda: Any = On("cuda")
+    assert _moe_triton.applies(cuda, cuda, size=1, padding=Padding())
+    assert not _moe_triton.applies(cuda, cuda, size=2, padding=None)
+    assert not _moe_triton.applies(cuda, cuda, size=1, padding=Padding(align=8))
+    others: list[Any] = [On("cpu"), On("cuda", torch.float64)]
+    for other in others:
+        assert not _moe_triton.applies(other, other, size=1, padding=None)
+    assert not _moe_triton.applies(cuda, others[1], size=1, padding=None)
