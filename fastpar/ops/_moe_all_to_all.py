@@ -77,7 +77,7 @@ class AllToAllExchange(GroupBound):
         fields = [*_tokens(x, sent, payload), _Field(numbers), _Field(pair_weights, sent.tokens)]
         to, back = sizes[comm.rank].tolist(), sizes[:, comm.rank].tolist()
         *columns, experts, received_weights = self._swap(fields, to, back)
-        received = Pairs.of(experts, per_rank)
+        received = Pairs.of(experts.int(), per_rank)
         mine = slice(comm.rank * per_rank, (comm.rank + 1) * per_rank)
         slots = received.slots(place.starts[mine])
         rows = rows_of_pairs(received, slots, received_weights, place.rank_rows[comm.rank])

@@ -58,7 +58,7 @@ class _Experts(torch.autograd.Function):
             )
 
         dadd = None if ctx.add_dtype is None else grads[0].to(ctx.add_dtype)
-        dexperts = found.experts or kernels.Experts(*[None] * 4)  # type: ignore[list-item]
+        dexperts = found.experts or kernels.Experts(*[None] * 4)
         return None, once(found.x), None, once(found.weights), dadd, *map(once, dexperts)
 
 

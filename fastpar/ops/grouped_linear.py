@@ -145,11 +145,11 @@ def grouped_linear(
         return products.forward(x, weight, call.rows, bias, transposed=transposed)
     store = current_store() if wgrad_store is None else wgrad_store
     if store is None:
-        return _GroupedLinear.apply(call, None, None, x, weight, bias)  # type: ignore[no-any-return]
+        return _GroupedLinear.apply(call, None, None, x, weight, bias)
     deferred = _Deferred(store, weight, bias)
     anchor = x.new_empty(0).requires_grad_()  # backward runs even where x needs no gradient
     detached = None if bias is None else bias.detach()
-    return _GroupedLinear.apply(call, deferred, anchor, x, weight.detach(), detached)  # type: ignore[no-any-return]
+    return _GroupedLinear.apply(call, deferred, anchor, x, weight.detach(), detached)
 
 
 @torch.no_grad()

@@ -89,7 +89,7 @@ def moe_mlp(
         return composed(call, x, indices, weights, experts, add, group=group, transport=transport, exact=exact)
     x = x.contiguous()
     if needs_grad(x, weights, add, *experts):
-        return MoeMlp.apply(call, indices, x, weights, add, *experts)  # type: ignore[no-any-return]
+        return MoeMlp.apply(call, indices, x, weights, add, *experts)
     with torch.no_grad():
         return forward(call, x, indices, weights, experts, add, keep=False)[0]
 
