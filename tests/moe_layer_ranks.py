@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -206,6 +207,30 @@ def refused_by_zero() -> list[str]:
             found.append(message if message in str(error) else "")
         else:
             found.append("")
+    mesh.close()
+    _clear_sharding_prop_cache()
+    return found
+
+
+def losses_over_tp() -> list[tuple[Tensor, Tensor]]:
+    """(of two ranks, of one): gradients of router and input by the losses of the router."""
+    mesh = init_mesh(tp=2, ep=2, device="cpu")
+    x = batch()[0][:2]
+    found = []
+    for preset in ("switch", "deepseek_v3", "mixtral"):
+        changes = {"num_groups": 1, "top_groups": 1, "top_k": 2} if preset == "deepseek_v3" else {}
+        results = []
+        for where in (mesh, None):
+            torch.manual_seed(5)
+            options = {"mesh": where, "router": {"jitter": 0.0}, **changes}
+            layer = fp.expert.MoELayer.from_preset(preset, HIDDEN, INNER, NUM_EXPERTS, **options)
+            layer.router.losses = replace(layer.router.losses, coeff=1.0, z_coeff=0.5)
+            part = x.clone().requires_grad_()
+            (layer(part) * 0.1).square().mean().backward()
+            load = layer.router.load
+            load = load if where is None else Communicator(mesh.group("tp")).all_reduce(load)
+            results.append([part.grad, layer.router.weight.grad, load])
+        found += zip(*results, strict=True)
     mesh.close()
     _clear_sharding_prop_cache()
     return found

@@ -7,6 +7,8 @@ import copy
 import pytest
 import torch
 
+import fastpar as fp
+from fastpar.expert import Capacity, LossRule
 from fastpar.ops.moe_mlp import ExpertRule
 from fastpar.reference.moe_mlp import activate
 from tests.dist import run_ranks
@@ -17,6 +19,7 @@ from tests.moe_layer_ranks import (
     all_layouts,
     batch,
     few_tokens,
+    losses_over_tp,
     refused_by_zero,
     train,
     zero_layouts,
@@ -89,17 +92,28 @@ def test_tokens_that_tp_does_not_divide_and_sequence_parallelism_equal_one_proce
             torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
 
 
-def test_load_counts_the_choices_of_training():
-    block = Block(None, ExpertRule())
-    x, _ = batch()
-    routing = block.moe.router((x * block.scale).reshape(-1, x.shape[-1]))
-    block(x)
-    block(x)
-    assert block.moe.load.tolist() == (2 * routing.indices.flatten().bincount(minlength=4)).tolist()
-    block.eval()(x)
-    assert block.moe.load.sum() == 2 * routing.indices.numel()
-    block.moe.reset_load()
-    assert block.moe.load.sum() == 0
+def test_a_preset_gives_a_layer_that_counts_drops_and_adds_losses():
+    torch.manual_seed(0)
+    layer = fp.expert.MoELayer.from_preset(
+        "switch", 8, 12, 4, shared_inner=6, capacity=Capacity(0.5, minimum=1), router={"jitter": 0.0}
+    )
+    x = torch.randn(2, 6, 8)
+    plain = copy.deepcopy(layer)
+    plain.router.losses = LossRule()
+    for one in (layer, plain):
+        one(x).sum().backward()
+    capacity = 2  # ceil(12 / 4 * 0.5)
+    loads = layer.router.load
+    assert loads.sum() == 12
+    assert layer.dropped == (loads - capacity).clamp_min(0).sum() > 0
+    assert not torch.equal(layer.router.weight.grad, plain.router.weight.grad)
+    assert torch.equal(layer.experts.down_proj.grad, plain.experts.down_proj.grad)
+
+
+def test_losses_of_a_layer_do_not_depend_on_tp():
+    for found in run_ranks(2, losses_over_tp):
+        for got, want in found:
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("world", [2, 4])

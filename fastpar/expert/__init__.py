@@ -1,6 +1,9 @@
 """Mixture of experts: routers, what keeps their loads even, and presets that pin the conventions of known models.
 
-    router = fp.expert.preset("qwen3_moe").router(hidden=2048, num_experts=128)
+    layer = fp.expert.MoELayer.from_preset("qwen3_moe", 2048, 768, 128, mesh=mesh)      # over mesh's ep, etp and tp
+    out = layer(x)
+
+    router = fp.expert.preset("qwen3_moe").router(hidden=2048, num_experts=128)         # or piece by piece
     routing = router(x)                                         # .indices, .weights, .counts
     out = fp.ops.moe_mlp(x, routing.indices, routing.weights, ...)
 
@@ -12,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fastpar.expert.bias import BiasRule, expert_loads, update_biases, update_biases_with
+    from fastpar.expert.layer import Capacity, Experts, MoELayer, SharedExpert
     from fastpar.expert.losses import (
         LossRule,
         TokenCounts,
@@ -30,9 +34,13 @@ if TYPE_CHECKING:
 _HOME = {
     "PRESETS": "fastpar.expert.presets",
     "BiasRule": "fastpar.expert.bias",
+    "Capacity": "fastpar.expert.layer",
+    "Experts": "fastpar.expert.layer",
     "LossRule": "fastpar.expert.losses",
+    "MoELayer": "fastpar.expert.layer",
     "Router": "fastpar.expert.router",
     "RouterPreset": "fastpar.expert.presets",
+    "SharedExpert": "fastpar.expert.layer",
     "TokenCounts": "fastpar.expert.losses",
     "attach_loss": "fastpar.expert.losses",
     "aux_loss": "fastpar.expert.losses",
@@ -52,9 +60,13 @@ _HOME = {
 __all__ = [
     "PRESETS",
     "BiasRule",
+    "Capacity",
+    "Experts",
     "LossRule",
+    "MoELayer",
     "Router",
     "RouterPreset",
+    "SharedExpert",
     "TokenCounts",
     "attach_loss",
     "aux_loss",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,8 +20,12 @@ from fastpar.comm import (
     scatter_to,
     shard_sizes,
 )
+from fastpar.expert.presets import RouterPreset
+from fastpar.expert.presets import preset as find_preset
+from fastpar.expert.router import Router
 from fastpar.expert.weights import ExpertGroups, make_expert_weight, unwrap
 from fastpar.mesh import Mesh
+from fastpar.ops.moe_capacity import moe_capacity
 from fastpar.ops.moe_mlp import moe_mlp
 from fastpar.reference.moe_mlp import ExpertRule, activate
 
@@ -77,7 +82,12 @@ class Experts(nn.Module):
         second = unwrap(self.down_proj, self.groups)
         first_bias = None if self.gate_up_bias is None else unwrap(self.gate_up_bias, self.groups).flatten(1)
         second_bias = None if self.down_bias is None else unwrap(self.down_bias, self.groups)
-        options: dict[str, Any] = {"group": self.groups.ep, "transport": self.transport, "exact": self.exact}
+        options: dict[str, Any] = {
+            "group": self.groups.ep,
+            "transport": self.transport,
+            "exact": self.exact,
+            "grad_scale": self.groups.grad_scale,
+        }
         if etp.size == 1:
             return moe_mlp(
                 x, indices, weights, first, second,
@@ -143,27 +153,39 @@ class SharedExpert(nn.Module):
         return out if self.gate is None else out * functional.sigmoid(self.gate(x))
 
 
+@dataclass(frozen=True)
+class Capacity:
+    """A limit to the tokens of an expert: the arguments of `fastpar.ops.moe_capacity`. Choices over it go nowhere."""
+
+    factor: float
+    policy: str = "probability"
+    minimum: int = 0
+
+
 class MoELayer(nn.Module):
     """out = shared(x) + sum over a token's experts of weight * expert(x), whatever ranks the experts are on.
 
         x    [..., H]   with tp: the same on all ranks of tp, or with `sequence_parallel` this rank's tokens
         out  [..., H]   likewise
 
-    router   a module: [T, H] -> something with `indices` [T, K] and `weights` [T, K], as `fastpar.expert.Router`
+    router   a `Router` (whose `group` is tp: see `from_preset`), or a module [T, H] -> something with `indices` and
+             `weights`, [T, K]
     experts  `Experts`
     shared   a module [T, H] -> [T, H], as `SharedExpert`, or None
+    capacity None: no choice is dropped
 
     Every token is routed and computed on one rank of tp. Without sequence parallelism a rank takes its part of the
     tokens, and the outputs are gathered: one all-gather in forward and one in backward. Parameters of router and shared
     expert are the same on all ranks of tp; their gradients are summed there, one all-reduce each in backward.
 
     Gradients of all parameters are those of the mean over data parallelism: average the experts' over mesh["edp"] (the
-    ranks with the same part of them; mesh["dp"] where ep and etp are 1), all others over mesh["dp"].
+    ranks with the same part of them; mesh["dp"] where ep and etp are 1), all others over mesh["dp"], as `fp.zero` does.
 
-    `load` int64 [E] counts the choices of each expert on this rank since `reset_load()`, in forward passes of training.
+    `dropped` int64 counts the choices of this rank's tokens that were over capacity since it was last zeroed;
+    `router.load` those of each expert, before that.
     """
 
-    load: Tensor
+    dropped: Tensor
 
     def __init__(
         self,
@@ -171,12 +193,55 @@ class MoELayer(nn.Module):
         experts: Experts,
         shared: nn.Module | None = None,
         *,
+        capacity: Capacity | None = None,
         sequence_parallel: bool = False,
     ) -> None:
         super().__init__()
         self.router, self.experts, self.shared = router, experts, shared
-        self.sequence_parallel = sequence_parallel
-        self.register_buffer("load", torch.zeros(experts.num_experts, dtype=torch.int64), persistent=False)
+        self.capacity, self.sequence_parallel = capacity, sequence_parallel
+        self.register_buffer("dropped", torch.zeros((), dtype=torch.int64), persistent=False)
+
+    @classmethod
+    def from_preset(
+        cls,
+        preset: str | RouterPreset,
+        hidden: int,
+        inner: int,
+        num_experts: int,
+        *,
+        mesh: Mesh | None = None,
+        activation: str = "swiglu",
+        bias: bool = False,
+        shared_inner: int = 0,
+        shared_gated: bool = False,
+        router: dict[str, Any] | None = None,
+        capacity: Capacity | None = None,
+        sequence_parallel: bool = False,
+        transport: str = "auto",
+        exact: bool = False,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        **routing: Any,
+    ) -> MoELayer:
+        """A layer that routes as a known model does.
+
+            layer = MoELayer.from_preset("qwen3_moe", 2048, 768, 128, mesh=mesh, top_k=8)
+
+        preset    a name of `fastpar.expert.PRESETS`, or a `RouterPreset`
+        shared_inner, shared_gated  of a `SharedExpert`; 0: there is none
+        router    further arguments of `Router`
+        routing   fields of the preset's rule to change, such as top_k
+        """
+        chosen = find_preset(preset) if isinstance(preset, str) else preset
+        chosen = chosen.routing(**routing) if routing else chosen
+        like: dict[str, Any] = {"dtype": dtype, "device": device}
+        rule = ExpertRule(activation, weigh=chosen.weigh)
+        experts = Experts(
+            hidden, inner, num_experts, rule=rule, bias=bias, mesh=mesh, transport=transport, exact=exact, **like
+        )
+        made = chosen.router(hidden, num_experts, **{"group": experts.groups.tp, **like, **(router or {})})
+        shared = SharedExpert(hidden, shared_inner, rule=rule, gated=shared_gated, **like) if shared_inner else None
+        return cls(made, experts, shared, capacity=capacity, sequence_parallel=sequence_parallel)
 
     def forward(self, x: Tensor) -> Tensor:
         tp = self.experts.groups.tp
@@ -186,32 +251,41 @@ class MoELayer(nn.Module):
         is_cut = tp.size > 1 and not self.sequence_parallel
         if is_cut:
             tokens = scatter_to(tokens, tp, dim=0)
-        routing = _on_part_of_tokens(self.router, tokens, tp)
-        if self.training:
-            self._count(routing.indices)
+        routing = _on_part_of_tokens(self.router, tokens, tp, **self._sequences(x, sizes if is_cut else None))
+        indices = routing.indices
+        if self.capacity is not None:
+            limit = self.capacity
+            indices = moe_capacity(
+                indices,
+                routing.weights,
+                num_experts=self.experts.num_experts,
+                factor=limit.factor,
+                policy=limit.policy,
+                minimum=limit.minimum,
+            )
+            self.dropped += (indices != routing.indices).sum()
         shared = None if self.shared is None else _on_part_of_tokens(self.shared, tokens, tp)
-        out = self.experts(tokens, routing.indices, routing.weights, shared)
+        out = self.experts(tokens, indices, routing.weights, shared)
         if is_cut:
             out = gather_from(out, tp, dim=0, sizes=sizes)
         return out.view(shape)
 
-    @torch.no_grad()
-    def _count(self, indices: Tensor) -> None:
-        """Without a synchronisation, and without what goes nowhere."""
-        bins = torch.zeros(len(self.load) + 2, dtype=torch.int64, device=indices.device)
-        flat = indices.reshape(-1).long() + 1  # -1 and E have bins of their own
-        self.load += bins.scatter_add_(0, flat, torch.ones_like(flat))[1:-1]
+    def _sequences(self, x: Tensor, sizes: list[int] | None) -> dict[str, Any]:
+        """For a `Router`: which sequence of x [B, S, H] each of this rank's tokens is of."""
+        if x.dim() != 3 or not isinstance(self.router, Router):
+            return {}
+        sequences = torch.arange(len(x), device=x.device).repeat_interleave(x.shape[1])
+        if sizes is not None:
+            sequences = sequences.split(sizes)[self.experts.groups.tp.rank]
+        return {"sequences": sequences, "num_sequences": len(x)}
 
-    def reset_load(self) -> None:
-        self.load.zero_()
 
-
-def _on_part_of_tokens(module: nn.Module, tokens: Tensor, tp: Communicator) -> Any:
+def _on_part_of_tokens(module: nn.Module, tokens: Tensor, tp: Communicator, **arguments: Any) -> Any:
     """The module on this rank's tokens, its parameters' gradients summed over tp."""
     if tp.size == 1:
-        return module(tokens)
+        return module(tokens, **arguments)
     parameters = {name: copy_to(p, tp) for name, p in module.named_parameters() if p.requires_grad}
-    return torch.func.functional_call(module, parameters, (tokens,))
+    return torch.func.functional_call(module, parameters, (tokens,), arguments)
 
 
 def _sizes(rows: int, comm: Communicator) -> list[int]:

@@ -23,8 +23,8 @@ class ExpertGroups:
 
     Note: the scale of gradients. A loss is a mean over the ranks of data parallelism, so gradients are averaged over
     them. The tokens of an expert come from all ranks of an expert group, ep * etp / tp of which belong to different
-    losses. Its gradient, summed over those, is divided by that number here, in backward; the mean over the ranks that
-    hold the same part of it (mesh dim "edp") then makes the mean over all.
+    losses. Its gradient, summed over those, is divided by that number in backward (`grad_scale`); the mean over the
+    ranks that hold the same part of it (mesh dim "edp") then makes the mean over all.
     """
 
     def __init__(self, mesh: Mesh | None) -> None:
@@ -90,24 +90,19 @@ def make_expert_weight(
 
 class _Unwrap(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, param: Tensor, scale: float) -> Tensor:
-        ctx.spec, ctx.scale = (param._spec if isinstance(param, DTensor) else None), scale
+    def forward(ctx: Any, param: Tensor) -> Tensor:
+        ctx.spec = param._spec if isinstance(param, DTensor) else None
         local = param._local_tensor if isinstance(param, DTensor) else param
         return local.view_as(local)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        grad = grads[0] if ctx.scale == 1.0 else grads[0] * ctx.scale
-        if ctx.spec is None:
-            return grad, None
-        return DTensor(grad, ctx.spec, requires_grad=False), None
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0] if ctx.spec is None else DTensor(grads[0], ctx.spec, requires_grad=False)
 
 
 def unwrap(param: Tensor, groups: ExpertGroups) -> Tensor:
-    """This rank's part as a plain tensor. Its gradient is scaled as `ExpertGroups` says, and goes back as a DTensor.
+    """This rank's part as a plain tensor, whose gradient goes back as a DTensor.
 
     Experts that every rank of tp holds whole, and computes on its part of the tokens, get the sum over tp.
     """
-    if not groups.is_split:
-        return copy_to(param, groups.tp)
-    return cast(Tensor, _Unwrap.apply(param, groups.grad_scale))
+    return cast(Tensor, _Unwrap.apply(param)) if groups.is_split else copy_to(param, groups.tp)
