@@ -16,6 +16,7 @@ from fastpar.expert import (
     aux_loss,
     collected_losses,
     expert_loads,
+    load_balance,
     preset,
     sequence_aux_loss,
     set_loss_scale,
@@ -247,6 +248,14 @@ def test_loads_are_counted_in_training_and_without_gradients_in_front_too():
     assert torch.equal(expert_loads(model)["gate"], counts)
     assert torch.equal(expert_loads(model, reset=True)["gate"], counts)
     assert not expert_loads(model)["gate"].any()
+
+
+def test_the_balance_of_loads():
+    balance = load_balance(torch.tensor([[6, 2, 0, 0], [5, 5, 5, 5], [0, 0, 0, 0]]))
+    entropy = -(0.75 * math.log(0.75) + 0.25 * math.log(0.25)) / math.log(4)
+    torch.testing.assert_close(balance["max_over_mean"], torch.tensor([3.0, 1.0, 0.0]))
+    torch.testing.assert_close(balance["entropy"], torch.tensor([entropy, 1.0, 0.0]))
+    torch.testing.assert_close(balance["idle"], torch.tensor([0.5, 0.0, 0.0]))
 
 
 def test_the_sequence_loss_takes_the_rows_of_a_batch_for_sequences():

@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional
 
 from fastpar import ops, reference
-from fastpar.expert import BiasRule, Router, balance_routes, preset, record_routes, replay_routes
+from fastpar.expert import BiasRule, LossRule, Router, balance_routes, preset, record_routes, replay_routes
 from fastpar.ops.moe_route import (
     RouteRule,
     balanced_indices,
@@ -214,6 +214,7 @@ def test_experts_choose_tokens():
     assert routing.counts.tolist() == [3, 3, 3, 3]
     assert expert_choice_route(logits, 99, mask=mask).counts.tolist() == [7] * 4
     assert expert_choice_route(logits, 3, width=4).indices.shape == (9, 4)
+    assert (expert_choice_route(logits, 2, score="sigmoid").weights <= 1).all()
     with pytest.raises(ValueError, match=r"width \(1\) must be at least"):
         expert_choice_route(logits, 9, width=1)
     assert torch.autograd.gradcheck(
@@ -221,6 +222,24 @@ def test_experts_choose_tokens():
         (normal(5, 4, dtype=torch.float64).requires_grad_(),),
         fast_mode=True,
     )
+
+
+def test_a_router_whose_experts_choose_has_even_loads():
+    router = Router(8, 6, RouteRule(2), expert_choice=True)
+    x = normal(10, 8)
+    routing = router(x)
+    assert routing.counts.tolist() == [4] * 6  # ceil(10 * 2 / 6)
+    with record_routes(router) as routes:
+        router(x)
+    with replay_routes(router, routes):
+        again = router(x)
+    assert torch.equal(again.indices, routing.indices)
+    torch.testing.assert_close(again.weights, routing.weights)
+    for options in ({"bias_rule": BiasRule()}, {"rule": RouteRule(2, normalize=True)}):
+        with pytest.raises(ValueError, match="expert_choice goes with top_k and score alone"):
+            Router(8, 6, **{"rule": RouteRule(2), **options}, expert_choice=True)
+    with pytest.raises(ValueError, match="expert_choice has even loads"):
+        Router(8, 6, RouteRule(2), expert_choice=True, losses=LossRule("switch", coeff=0.1))
 
 
 def test_a_hash_gives_every_id_different_experts_and_all_experts_work():

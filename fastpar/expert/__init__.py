@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fastpar.expert.bias import BiasRule, expert_loads, update_biases, update_biases_with
     from fastpar.expert.layer import Capacity, Experts, MoELayer, SharedExpert
+    from fastpar.expert.loads import expert_loads, load_balance
     from fastpar.expert.losses import (
         LossRule,
         TokenCounts,
@@ -46,8 +47,9 @@ _HOME = {
     "aux_loss": "fastpar.expert.losses",
     "balance_routes": "fastpar.expert.replay",
     "collected_losses": "fastpar.expert.losses",
-    "expert_loads": "fastpar.expert.bias",
+    "expert_loads": "fastpar.expert.loads",
     "global_batch_aux_loss": "fastpar.expert.losses",
+    "load_balance": "fastpar.expert.loads",
     "preset": "fastpar.expert.presets",
     "record_routes": "fastpar.expert.replay",
     "replay_routes": "fastpar.expert.replay",
@@ -74,6 +76,7 @@ __all__ = [
     "collected_losses",
     "expert_loads",
     "global_batch_aux_loss",
+    "load_balance",
     "preset",
     "record_routes",
     "replay_routes",

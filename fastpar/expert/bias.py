@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from fastpar.comm import Communicator, GroupLike
+from fastpar.expert.loads import routers_of
 
 
 @dataclass(frozen=True)
@@ -26,24 +26,6 @@ class BiasRule:
 
     rate: float = 1e-3
     centered: bool = False
-
-
-def _routers(model: nn.Module) -> list[tuple[str, Any]]:
-    from fastpar.expert.router import Router
-
-    return [(name, module) for name, module in model.named_modules() if isinstance(module, Router)]
-
-
-def expert_loads(model: nn.Module, *, reset: bool = False) -> dict[str, Tensor]:
-    """int64 [E] by router: choices of each expert on this rank since the last reset, by forwards that were trained on.
-
-    `update_biases` resets those of the routers that it updates.
-    """
-    loads = {name: router.load.clone() for name, router in _routers(model)}
-    if reset:
-        for _, router in _routers(model):
-            router.load.zero_()
-    return loads
 
 
 @torch.no_grad()
@@ -56,7 +38,7 @@ def update_biases(model: nn.Module, *, groups: Sequence[GroupLike] = ()) -> None
     Call it once per optimizer step, on all ranks. One all-reduce of all routers' counts, int64, for each group: every
     rank computes the same biases. A router that saw nothing keeps its own.
     """
-    routers = [router for _, router in _routers(model) if router.bias_rule is not None]
+    routers = [router for router in routers_of(model).values() if router.bias_rule is not None]
     if not routers:
         return
     loads = torch.cat([router.load for router in routers])

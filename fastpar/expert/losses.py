@@ -35,6 +35,7 @@ from torch import Tensor, nn
 
 from fastpar.comm import Communicator, GroupLike
 from fastpar.comm.replay import kept
+from fastpar.expert.loads import routers_of
 from fastpar.reference.moe_route import count
 
 BALANCE = ("none", "switch", "huggingface", "sequence", "global_batch")
@@ -327,8 +328,5 @@ def collected_losses(model: nn.Module) -> dict[str, Tensor]:
 
 def set_loss_scale(model: nn.Module, scale: float | Tensor) -> None:
     """What the main loss is scaled by from now on, for the losses that the model's routers attach."""
-    from fastpar.expert.router import Router
-
-    for module in model.modules():
-        if isinstance(module, Router):
-            module.loss_scale = scale
+    for router in routers_of(model).values():
+        router.loss_scale = scale

@@ -19,12 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from fastpar.comm import Communicator, GroupLike
+from fastpar.expert.loads import routers_of
 from fastpar.expert.router import Router
 from fastpar.ops.moe_route import balanced_indices
 
 
 def _routers(model: nn.Module) -> dict[str, Router]:
-    found = {name: module for name, module in model.named_modules() if isinstance(module, Router)}
+    found = routers_of(model)
     if not found:
         raise ValueError(f"{type(model).__name__} has no fastpar.expert.Router")
     return found

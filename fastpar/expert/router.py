@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -23,7 +24,7 @@ from fastpar.expert.losses import (
     when_it_counts,
     z_loss,
 )
-from fastpar.ops.moe_route import RouteRule, Routing, moe_route, router_logits, top_experts
+from fastpar.ops.moe_route import RouteRule, Routing, expert_choice_route, moe_route, router_logits, top_experts
 
 
 class Router(nn.Module):
@@ -46,6 +47,8 @@ class Router(nn.Module):
         rule: how experts are chosen and weighed.
         losses: which losses, in which convention.
         bias_rule: keep a selection bias; `update_biases` moves it by this rule.
+        expert_choice: experts choose tokens; each takes as many as it would get if loads were even. See
+            `expert_choice_route`; of the rule, top_k and score are what there is to say. Each rank's tokens apart.
         jitter: in training, x is multiplied by uniform numbers from 1 - jitter to 1 + jitter.
         group: the ranks that a microbatch's tokens are split over (tp with a split sequence, cp).
         batch_groups: those that different microbatches lie on, for "global_batch".
@@ -65,6 +68,7 @@ class Router(nn.Module):
         losses: LossRule | None = None,
         bias_rule: BiasRule | None = None,
         bias: bool = False,
+        expert_choice: bool = False,
         jitter: float = 0.0,
         group: GroupLike = None,
         batch_groups: Sequence[GroupLike] = (),
@@ -76,7 +80,13 @@ class Router(nn.Module):
         rule.check_experts(num_experts)
         if not 0.0 <= jitter < 1.0:
             raise ValueError(f"jitter must be at least 0 and less than 1, got {jitter}")
-        self.hidden, self.num_experts, self.rule = hidden, num_experts, rule
+        if expert_choice and (rule != RouteRule(rule.top_k, rule.score) or bias_rule is not None):
+            raise ValueError(
+                f"expert_choice goes with top_k and score alone and without a bias, got {rule}, {bias_rule}"
+            )
+        if expert_choice and losses is not None and losses.coeff:
+            raise ValueError(f"expert_choice has even loads and no balance loss, got {losses}")
+        self.hidden, self.num_experts, self.rule, self.expert_choice = hidden, num_experts, rule, expert_choice
         self.losses, self.bias_rule, self.jitter, self.collect = losses or LossRule(), bias_rule, jitter, collect
         self.comm = Communicator.of(group)
         self.batch_comms = [Communicator.of(one) for one in batch_groups]
@@ -157,9 +167,13 @@ class Router(nn.Module):
         noise = self._noise(tokens, logits) if self.training else None
         if indices is None and self._given is not None:
             indices = self._given(len(tokens))
-        routing = moe_route(
-            logits, self.rule, bias=self.e_score_correction_bias, indices=indices, noise=noise, mask=mask
-        )
+        if self.expert_choice and indices is None:
+            capacity = math.ceil(len(tokens) * self.rule.top_k / self.num_experts)
+            routing = expert_choice_route(logits, capacity, score=self.rule.score, mask=mask)
+        else:
+            routing = moe_route(
+                logits, self.rule, bias=self.e_score_correction_bias, indices=indices, noise=noise, mask=mask
+            )
         if self._seen is not None and not in_backward():
             self._seen(routing.indices)
         if not self.training or not torch.is_grad_enabled():
@@ -207,12 +221,12 @@ class Router(nn.Module):
         rule, found = self.losses, []
         if not rule.coeff and not rule.z_coeff:
             return []
-        indices = routing.indices
+        indices, scores = routing.indices, routing.scores
         if rule.counted == "top_scores":
-            indices = top_experts(routing.scores.detach(), indices.shape[1])
+            indices = top_experts(scores.detach(), indices.shape[1])
         counts = TokenCounts.of(indices, self.num_experts, mask=mask, group=self.comm)
         if rule.coeff:
-            loss = self._balance_loss(routing.scores, indices, counts, mask, sequences, num_sequences)
+            loss = self._balance_loss(scores, indices, counts, mask, sequences, num_sequences)
             found.append(("aux", rule.coeff, loss))
         if rule.z_coeff:
             found.append(("z", rule.z_coeff, z_loss(routing.logits, mask=mask, tokens=counts.tokens)))

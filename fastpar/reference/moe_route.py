@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -112,9 +111,9 @@ class Routing:
     logits: Tensor
     score: str
 
-    @cached_property
+    @property
     def scores(self) -> Tensor:
-        """[T, E]: the scores over all experts, of sum 1, for balance losses. Computed when asked for."""
+        """[T, E]: the scores over all experts, of sum 1, for balance losses. Computed whenever asked for."""
         return log_scores(self.logits, self.score).softmax(-1)
 
 
