@@ -25,6 +25,7 @@ PEER_DISTRIBUTIONS = (
     "cut-cross-entropy",
     "flash-attn",
     "deepspeed",
+    "transformers",
 )  # versions go into rows
 
 
