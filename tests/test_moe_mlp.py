@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from fastpar.ops import _moe_mlp
+from fastpar.ops._moe_payload import through
 from fastpar.ops._moe_plan import Padding
 from fastpar.ops.moe_mlp import moe_mlp
 from fastpar.reference.moe_mlp import ACTIVATIONS, WEIGH, ExpertRule
@@ -66,8 +67,8 @@ def test_bfloat16_is_the_rounded_result(weigh):
 def test_the_composition_of_autograd_nodes_is_the_same_function(rule, monkeypatch):
     given = problem(torch.float32, rule)
     fused = gradients(moe_mlp, given, rule=rule, grad_scale=0.25, padding=Padding(align=4))
-    calls = []
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: calls.append(1) or True)  # what decides for it
+    calls: list[int] = []
+    monkeypatch.setattr(sys.modules["fastpar.ops.moe_mlp"], "_is_fused", lambda _: bool(calls.append(1)))
     apart = gradients(moe_mlp, given, rule=rule, grad_scale=0.25, padding=Padding(align=4))
     assert calls
     assert_close(fused, apart, TOLERANCE[torch.float32])
@@ -203,6 +204,19 @@ def test_autocast_computes_in_its_dtype_and_gives_gradients_in_theirs():
     assert_close(found, exact(given, rule), TOLERANCE[torch.bfloat16])
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch, tracing on after it
+def test_a_compiled_model_runs_the_experts_between_its_graphs():
+    rule = ExpertRule()
+    given = problem(torch.float32, rule)
+
+    def model(*args: Tensor, **options: object) -> Tensor:
+        return moe_mlp(*args, **options) * 2
+
+    compiled = torch.compile(model, backend="eager")
+    found, wanted = gradients(compiled, given, rule=rule), gradients(model, given, rule=rule)
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
 def test_a_second_derivative_is_refused_with_an_alternative():
     given = problem(torch.float32, ExpertRule(), biased=False)
     dout = given.pop("dout").requires_grad_()
@@ -210,6 +224,15 @@ def test_a_second_derivative_is_refused_with_an_alternative():
     (dx,) = torch.autograd.grad(moe_mlp(**given), given["x"], dout, create_graph=True)
     with pytest.raises(RuntimeError, match="moe_mlp has a first derivative only; moe_dispatch"):
         dx.sum().backward()
+
+
+def test_tokens_in_8_bits_arrive_rounded_in_backward_too():
+    rule = ExpertRule()
+    given = problem(torch.float32, rule)
+    rounded = through(given["x"], "float8_e4m3fn")
+    assert not torch.equal(rounded, given["x"])
+    found, wanted = gradients(moe_mlp, given, payload="float8_e4m3fn"), gradients(moe_mlp, given | {"x": rounded})
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
 # ---- ranks -----------------------------------------------------------------------------------------------------------

@@ -41,6 +41,7 @@ class Call(NamedTuple):
     num_experts: int
     rule: ExpertRule
     padding: Padding
+    payload: str | None
     grad_scale: float
 
 
@@ -84,7 +85,9 @@ def forward(
 ) -> tuple[Tensor, DispatchPlan, Tensor | None]:
     """out [T, H], the plan, and with `keep` the first products of all rows."""
     rule = call.rule
-    plan, tables = call.exchange.dispatch(x, indices, weights, call.num_experts, call.padding)
+    plan, tables = call.exchange.dispatch(
+        x, indices, weights, call.num_experts, call.padding, payload=call.payload, differentiable=keep
+    )
     first, second = experts.matrices(rule)
     kept = new_buffer(x, (plan.num_rows, first.shape[2])) if keep else None
     results = call.exchange.empty_rows(plan, second.shape[2], x.dtype)
@@ -135,7 +138,7 @@ def backward(
     needs_inputs = wants.experts.first or (wants.weights and call.rule.weigh == "input")
     inputs: Tables = ()
     if needs_inputs:
-        inputs, douts = call.exchange.send(plan, x, dout)
+        inputs, douts = call.exchange.send(plan, dout, again=x)
     else:
         (douts,) = call.exchange.send(plan, dout)
     if wants.x:

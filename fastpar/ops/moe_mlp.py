@@ -35,6 +35,7 @@ def moe_mlp(
     padding: Padding | None = None,
     transport: str = "auto",
     exact: bool = False,
+    payload: str | None = None,
     grad_scale: float = 1.0,
 ) -> Tensor:
     """Every token through the experts that it has chosen, which lie on the ranks of `group`.
@@ -60,7 +61,7 @@ def moe_mlp(
     gradients. What needs none costs no product.
 
     Args:
-        padding, transport, exact: see `moe_dispatch`.
+        padding, transport, exact, payload: see `moe_dispatch`.
         grad_scale: a factor of the gradients of the experts' parameters, for a mean over data-parallel ranks where
             tokens of more ranks meet in an expert than in other parameters.
 
@@ -68,30 +69,40 @@ def moe_mlp(
     second [[[10]], [[20]]]: y 20 and 120, out [[40]]; for dout 1: dx [[20]], dweights [[20, 120]], dfirst [[[10]],
     [[10]]], dsecond [[[1]], [[1.5]]].
 
-    On one CUDA rank Triton kernels do all of it (not measured yet; see `fastpar.kernels.moe_mlp`). Under torch.compile
-    and on other devices this is `moe_dispatch`, PyTorch's operations and `moe_combine`, which save more.
+    On one CUDA rank Triton kernels do all of it (not measured yet; see `fastpar.kernels.moe_mlp`). On other devices this
+    is `moe_dispatch`, PyTorch's operations and `moe_combine`, which save more. Under torch.compile it runs as it is,
+    between two graphs.
 
     Raises ValueError and TypeError on every rank for what is wrong on one; CommError as `Communicator` does.
     """
+    if torch.compiler.is_compiling():  # a graph cannot hold an exchange
+        return torch.compiler.disable(moe_mlp)(  # type: ignore[no-any-return]
+            x, indices, weights, first, second, first_bias=first_bias, second_bias=second_bias, rule=rule, add=add,
+            group=group, padding=padding, transport=transport, exact=exact, payload=payload, grad_scale=grad_scale,
+        )  # fmt: skip
     rule, padding = rule or ExpertRule(), padding or Padding()
     dtype = autocast_dtype(x) if x.is_floating_point() else None
     experts = Experts(first, second, first_bias, second_bias)
     if dtype is not None:
         x, experts = x.to(dtype), Experts(*(None if p is None else p.to(dtype) for p in experts))
-    exchange = exchange_of(group, transport=transport, exact=exact)
-    call = Call(exchange, len(first) * exchange.comm.size, rule, padding, grad_scale)
+    exchange = exchange_of(group, transport=transport, exact=exact, device=x.device)
+    call = Call(exchange, len(first) * exchange.comm.size, rule, padding, payload, grad_scale)
     problem = check_experts(x, weights, *experts, rule)
     if problem is not None:
         _refuse(problem, exchange, x, call.num_experts)
     if grad_scale == 1.0 and _moe_triton.applies(x, first, size=exchange.comm.size, padding=padding):
         return _moe_triton.moe_mlp(x, indices, weights, *experts, rule, add)
-    if torch.compiler.is_compiling() or x.device.type != "cpu":
+    if not _is_fused(x):
         return composed(call, x, indices, weights, experts, add, group=group, transport=transport, exact=exact)
     x = x.contiguous()
     if needs_grad(x, weights, add, *experts):
         return MoeMlp.apply(call, indices, x, weights, add, *experts)
     with torch.no_grad():
         return forward(call, x, indices, weights, experts, add, keep=False)[0]
+
+
+def _is_fused(x: Tensor) -> bool:
+    return x.device.type == "cpu"
 
 
 def composed(
@@ -119,6 +130,7 @@ def composed(
         padding=call.padding,
         transport=transport,
         exact=exact,
+        payload=call.payload,
     )
     where: dict[str, Any] = {"counts": plan.counts, "transposed": rule.transposed}
     scale = row_weights[:, None].to(x.dtype)
