@@ -80,7 +80,7 @@ class AllToAllExchange(GroupBound):
         received = Pairs.of(experts.int(), per_rank)
         mine = slice(comm.rank * per_rank, (comm.rank + 1) * per_rank)
         slots = received.slots(place.starts[mine])
-        rows = rows_of_pairs(received, slots, received_weights, place.rank_rows[comm.rank])
+        rows = rows_of_pairs(received, place.starts[mine], received_weights, place.rank_rows[comm.rank])
         way = _Way(sent, to, back, slots, received_weights)
         if self.exact:
             way.pairs = _PairRows.of(pairs, loads, place.first[:, mine], comm.rank)

@@ -21,7 +21,7 @@ from fastpar.comm import Communicator
 from fastpar.ops._buffers import new_buffer
 from fastpar.ops._moe_payload import through
 from fastpar.ops._moe_plan import DispatchPlan, Headers, Padding, Pairs, Placement, Terms, check_arguments
-from fastpar.ops.moe_rows import gather_rows, sum_rows
+from fastpar.ops.moe_rows import gather_rows, row_sources, sum_rows
 
 Tables = Sequence[Tensor]  # as if they lay one below the other
 
@@ -118,7 +118,7 @@ class LocalExchange(GroupBound):
         header = Headers(torch.tensor([len(x)], device="cpu"), pairs.counts[None].cpu(), terms)
         place = Placement.of(header.loads, padding)
         slots = pairs.slots(place.first[0])
-        rows = rows_of_pairs(pairs, slots, weights, place.rank_rows[0])
+        rows = rows_of_pairs(pairs, place.first[0], weights, place.rank_rows[0])
         return make_plan(self, pairs, header, place, rows, weights, way=slots), [through(x, payload)]
 
     def send(self, plan: DispatchPlan, *tensors: Tensor, again: Tensor | None = None) -> list[Tables]:
@@ -141,14 +141,13 @@ class LocalExchange(GroupBound):
         return out, None if values is None else take_values([values], plan.way)
 
 
-def rows_of_pairs(pairs: Pairs, slots: Tensor, weights: Tensor | None, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Token and weight of every row of one rank, from its own pairs' rows."""
-    source = torch.full((num_rows,), -1, dtype=torch.int64, device=slots.device)
-    row_weights = torch.zeros(num_rows, device=slots.device)
-    rows = slots.view(-1)[pairs.order]
-    source[rows] = pairs.order // pairs.top_k
-    row_weights[rows] = 1.0 if weights is None else weights.reshape(-1)[pairs.order].float()
-    return source, row_weights
+def rows_of_pairs(pairs: Pairs, first: Tensor, weights: Tensor | None, num_rows: int) -> tuple[Tensor, Tensor]:
+    """Token and weight of every row of one rank, from its own pairs and where those of each expert begin."""
+    counts = pairs.counts
+    nothing = torch.zeros_like(counts)
+    runs = torch.stack([nothing, counts.cumsum(0) - counts, counts, first.to(counts.device), nothing], 1)
+    in_order = None if weights is None else [weights.detach().reshape(-1)[pairs.order].float()]
+    return row_sources([pairs.order], in_order, runs, max(pairs.top_k, 1), num_rows)
 
 
 def take_values(tables: Tables, index: Tensor) -> Tensor:
@@ -188,10 +187,10 @@ def make_plan(
 
 
 def float_weights(weights: Tensor | None, indices: Tensor) -> Tensor:
-    """[T, K] in float32, contiguous: 1 without weights."""
+    """[T, K] in float32, contiguous and the plan's own, whatever becomes of the caller's: 1 without weights."""
     if weights is None:
         return torch.ones(indices.shape, device=indices.device)
-    return weights.detach().float().contiguous()
+    return weights.detach().to(torch.float32, copy=True, memory_format=torch.contiguous_format)
 
 
 __all__ = ["DispatchPlan", "Exchange", "LocalExchange", "Padding", "Tables"]

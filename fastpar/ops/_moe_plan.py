@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fastpar.comm import CommMismatchError, Communicator
 from fastpar.ops._moe_payload import PAYLOADS
-from fastpar.ops.moe_rows import sort_pairs
+from fastpar.ops.moe_rows import pair_slots, sort_pairs
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -169,9 +169,7 @@ class Pairs:
 
     def slots(self, first: Tensor) -> Tensor:
         """[T, K]: where the row of each pair lies if those of each expert begin at `first` [E]; -1: it has none."""
-        slots = torch.full((self.indices.numel(),), -1, dtype=torch.int64, device=self.indices.device)
-        slots[self.order] = spread(first.to(self.counts.device), self.counts)
-        return slots.view(self.indices.shape)
+        return pair_slots(self.order, self.counts, first.to(self.counts.device), self.indices.shape)
 
 
 @dataclass(frozen=True)

@@ -30,9 +30,8 @@ from fastpar.ops._moe_plan import (
     Terms,
     check_arguments,
     exchange_headers,
-    spread,
 )
-from fastpar.ops.moe_rows import sum_rows
+from fastpar.ops.moe_rows import row_sources, sum_rows
 
 _ALIGNMENT = 64  # bytes
 _GROWTH = 1.25  # room for more than is needed, so that steps that differ a little do not meet to grow
@@ -78,21 +77,15 @@ class SharedExchange(GroupBound):
             (sorted_weights.detach()[:, None], loads.sum(1)),
         )
         rank, size = self.comm.rank, self.comm.size
-        mine = loads.view(size, size, -1)[:, rank].T.flatten()  # pairs by expert, then by rank
-        begins = loads.cumsum(1) - loads  # of an expert in a rank's sorted pairs
-        begins = (begins + (loads.sum(1).cumsum(0) - loads.sum(1))[:, None]).view(size, size, -1)[:, rank].T.flatten()
-        position = spread(begins, mine)
-        rows = spread(place.first.view(size, size, -1)[:, rank].T.flatten(), mine)
-        sender = torch.repeat_interleave(torch.arange(size, device="cpu").repeat(num_experts // size), mine)
-        token = take_values(orders, position) // pairs.top_k
-        source = torch.full((place.rank_rows[rank],), -1, dtype=torch.int64, device="cpu")
-        source[rows] = token + (tokens.cumsum(0) - tokens)[sender]
-        row_weights = torch.zeros(place.rank_rows[rank], device="cpu")
-        row_weights[rows] = take_values(pair_weights, position)
+        ranks = torch.arange(size, device="cpu")[:, None].expand(size, num_experts // size)
+        first_tokens = (tokens.cumsum(0) - tokens)[:, None].expand(ranks.shape)
+        by_rank = (t.view(size, size, -1)[:, rank] for t in (loads.cumsum(1) - loads, loads, place.first))
+        runs = torch.stack([ranks, *by_rank, first_tokens], -1).view(-1, 5)
+        rows = row_sources(_flat(orders), _flat(pair_weights), runs, max(pairs.top_k, 1), place.rank_rows[rank])
         base = torch.tensor([0, *place.rank_rows[:-1]], device="cpu").cumsum(0).repeat_interleave(num_experts // size)
         slots = pairs.slots(place.first[rank] + base)
         way = _Way(tokens, place.rank_rows, slots)
-        return make_plan(self, pairs, headers, place, (source, row_weights), weights, way), tables
+        return make_plan(self, pairs, headers, place, rows, weights, way), tables
 
     def send(self, plan: DispatchPlan, *tensors: Tensor, again: Tensor | None = None) -> list[Tables]:
         first = [] if again is None else [through(again, plan.payload)]
@@ -166,3 +159,7 @@ class _Way:
 
 def _bytes(rows: int, width: int, dtype: torch.dtype) -> int:
     return -(-rows * width * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+
+
+def _flat(tables: Tables) -> list[Tensor]:
+    return [table.view(-1) for table in tables]
