@@ -7,24 +7,32 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.overlap_gemm_cases import MappedBuffer, create_files
 from tests.triton_aot import HOPPER, LDS_LIMIT, MI300, SHARED_LIMIT, CompilingDriver, Target, compile_launch, loops
 from tests.triton_interpreter import run_interpreted
 
 triton = pytest.importorskip("triton")
 
-from fastpar.kernels import grouped_gemm, moe_rows, moe_sort  # noqa: E402  (triton is optional)
+from fastpar.kernels import (  # noqa: E402  (triton is optional)
+    grouped_gemm,
+    moe_push,
+    moe_rows,
+    moe_sort,
+    overlap_gemm_buffer,
+)
 
 CUDA = torch.device("cuda")
 EXPERTS, TOKENS, ROWS, HIDDEN, FEATURES = 8, 512, 1024, 1024, 768
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("stem", ["moe_rows", "grouped_gemm", "moe_mlp"])
+@pytest.mark.parametrize("stem", ["moe_rows", "grouped_gemm", "moe_mlp", "moe_push"])
 def test_kernels_match_the_reference_in_the_interpreter(stem: str) -> None:
     run_interpreted(f"check_{stem}.py")
 
@@ -144,3 +152,45 @@ def test_placing_kernels_compile_without_spills(monkeypatch: pytest.MonkeyPatch,
     assert len(compiled.found) == 3
     for name, found in compiled.found.items():
         check(name, found, target)
+
+
+WAITING = {"plan_kernel", "await_kernel"}
+SIGNALLING = {"announce_kernel", "push_kernel", "show_kernel"}
+
+
+def test_pushed_rows_are_written_wide_and_signalled_after_they_are_stored(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, target: Target
+) -> None:
+    compiled = Compiled(target)
+    for module in (moe_push, moe_rows, moe_sort, overlap_gemm_buffer):
+        monkeypatch.setattr(module, "launch", compiled)
+    nbytes = 1 << 24
+    symmetric = MappedBuffer(create_files(tmp_path, 2, nbytes), 0, nbytes)
+    exchange = moe_push.PushExchange(
+        overlap_gemm_buffer.OverlapBuffer(symmetric, flag_capacity=4),
+        num_experts=EXPERTS, width=HIDDEN, dtype=torch.bfloat16, capacity=ROWS,
+    )  # fmt: skip
+    x, indices, weights = torch.zeros(64, HIDDEN).bfloat16(), torch.zeros(64, 2).long(), torch.zeros(64, 2)
+    pushed = exchange.dispatch(x, indices, weights)
+    exchange.give_back(pushed, exchange.empty_rows(), weights=weights)
+    assert {*WAITING, *SIGNALLING, "slot_kernel"} <= set(compiled.found)
+    for name, found in compiled.found.items():
+        check(name, found, target)
+        text = found["ptx"]
+        if target == MI300:
+            assert name not in WAITING or "buffer_inv sc0 sc1" in text, "reads after a wait may find stale lines"
+            assert name not in SIGNALLING or "buffer_wbl2 sc0 sc1" in text, "a signal may overtake the data"
+            continue
+        if name in WAITING:
+            assert re.search(r"(?:ld|atom)\.global\.(?:acquire\.sys|sys\.acquire)", text), name
+        if name in SIGNALLING:
+            signals = list(re.finditer(r"atom\.global\.(?:release\.sys|sys\.release)\.exch", text))
+            assert signals, name
+            if name != "show_kernel":  # whose data are those of earlier launches
+                before = text[: signals[0].start()]
+                assert before.rfind("bar.sync") > before.rfind("st.global"), "a signal may overtake the data"
+    assert compiled.found["push_kernel"]["wide_loads"] > 0
+    assert compiled.found["push_kernel"]["wide_stores"] > 0
+    if target == HOPPER:
+        counted = re.search(r"atom\.global\.(?:acq_rel\.sys|sys\.acq_rel)\.add", compiled.found["push_kernel"]["ptx"])
+        assert counted, "the last program may not have seen what the others have stored"

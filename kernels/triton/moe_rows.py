@@ -102,6 +102,7 @@ def sum_rows_kernel(
     weights,
     add,
     add_stride,
+    poison,
     out,
     out_stride,
     num_rows,
@@ -137,6 +138,8 @@ def sum_rows_kernel(
             total = tl.fma(value, tl.broadcast_to(factor[:, None], (ROWS, COLS)), total)
         else:
             total += value
+    if poison is not None:
+        total += tl.load(poison)
     tl.store(out + (i * out_stride * ALIGN)[:, None] + cols, total.to(out.dtype.element_ty), mask=inside)
 
 
@@ -260,8 +263,12 @@ def sum_rows(
     weights: Tensor | None = None,
     add: Tensor | None = None,
     out: Tensor | None = None,
+    poison: Tensor | None = None,
 ) -> Tensor:
-    """`fastpar.reference.moe_rows.sum_rows`; `out` has contiguous rows and may have another dtype."""
+    """`fastpar.reference.moe_rows.sum_rows`; `out` has contiguous rows and may have another dtype.
+
+    poison  float32 [1], added to all: 0, or NaN where a kernel has found that rows are missing
+    """
     out = _output(out, tables[0], len(index))
     if out.numel() == 0:
         return out
@@ -273,8 +280,8 @@ def sum_rows(
     launch(
         sum_rows_kernel, programs, out.device,
         places.like, places.stride, places.table, index.contiguous(), None if weights is None else weights.contiguous(),
-        add, 0 if add is None else add.stride(0) // align, out, out.stride(0) // align, len(index), width // align,
-        TOP_K=index.shape[1], **options,
+        add, 0 if add is None else add.stride(0) // align, poison, out, out.stride(0) // align,
+        len(index), width // align, TOP_K=index.shape[1], **options,
     )  # fmt: skip
     return out
 

@@ -136,6 +136,15 @@ def place_kernel(
 # ---- the ops ---------------------------------------------------------------------------------------------------------
 
 
+class Ranked(NamedTuple):
+    """ranks [T, K], before [blocks, E]: how many pairs before each have its expert, in its block and in those before;
+    counts [E]: all of them. int32."""
+
+    ranks: Tensor
+    before: Tensor
+    counts: Tensor
+
+
 class Placed(NamedTuple):
     """Rows by expert, then by token, then by choice.
 
@@ -153,6 +162,27 @@ class Placed(NamedTuple):
     row_weights: Tensor
 
 
+def rank_pairs(indices: Tensor, num_experts: int) -> Ranked:
+    """Of each pair of indices [T, K], how many before it have the same expert."""
+    num_pairs, device = indices.numel(), indices.device
+    blocks = triton.cdiv(num_pairs, BLOCK)
+    ranks = torch.empty(indices.shape, dtype=torch.int32, device=device)
+    block_counts = torch.zeros((blocks, num_experts), dtype=torch.int32, device=device)
+    before = torch.empty_like(block_counts)
+    counts = torch.zeros(num_experts, dtype=torch.int32, device=device)
+    if num_pairs == 0:
+        return Ranked(ranks, before, counts)
+    launch(
+        rank_kernel, blocks, device, indices.contiguous(), ranks, block_counts, num_pairs, num_experts,
+        BLOCK=BLOCK, STEP=STEP, num_warps=4,
+    )  # fmt: skip
+    launch(
+        scan_kernel, triton.cdiv(num_experts, SCAN_EXPERTS), device, block_counts, before, counts, blocks, num_experts,
+        SCAN_EXPERTS=SCAN_EXPERTS, SCAN_BLOCKS=SCAN_BLOCKS, num_warps=4,
+    )  # fmt: skip
+    return Ranked(ranks, before, counts)
+
+
 def place_pairs(indices: Tensor, num_experts: int, weights: Tensor | None = None, *, align: int = 1) -> Placed:
     """The rows of a dispatch to experts of one rank: as many as there can be, T * K + num_experts * (align - 1).
 
@@ -160,31 +190,20 @@ def place_pairs(indices: Tensor, num_experts: int, weights: Tensor | None = None
     weights  [T, K]   or None: 1
     align    rows of an expert are padded to a multiple
     """
-    num_pairs, top_k, device = indices.numel(), max(indices.shape[1], 1), indices.device
+    num_pairs, device = indices.numel(), indices.device
     rows = num_pairs + num_experts * (align - 1)
-    blocks = triton.cdiv(num_pairs, BLOCK)
-    ranks, slots = (torch.empty(indices.shape, dtype=d, device=device) for d in (torch.int32, torch.int64))
-    block_counts = torch.zeros((blocks, num_experts), dtype=torch.int32, device=device)
-    before = torch.empty_like(block_counts)
-    counts = torch.zeros(num_experts, dtype=torch.int32, device=device)
+    ranks, before, counts = rank_pairs(indices, num_experts)
+    slots = torch.empty(indices.shape, dtype=torch.int64, device=device)
     splits = torch.zeros(num_experts + 1, dtype=torch.int32, device=device)
     source = torch.full((rows,), -1, dtype=torch.int64, device=device)
     row_weights = torch.zeros(rows, dtype=torch.float32, device=device)
-    if num_pairs == 0:
-        return Placed(counts, splits, slots, source, row_weights)
-    indices, weights = indices.contiguous(), None if weights is None else weights.contiguous()
-    launch(
-        rank_kernel, blocks, device, indices, ranks, block_counts, num_pairs, num_experts, BLOCK=BLOCK, STEP=STEP,
-        num_warps=4,
-    )  # fmt: skip
-    launch(
-        scan_kernel, triton.cdiv(num_experts, SCAN_EXPERTS), device, block_counts, before, counts, blocks, num_experts,
-        SCAN_EXPERTS=SCAN_EXPERTS, SCAN_BLOCKS=SCAN_BLOCKS, num_warps=4,
-    )  # fmt: skip
-    launch(
-        place_kernel, blocks, device, indices, ranks, before, counts, weights, splits, slots, source, row_weights,
-        num_pairs, num_experts, top_k, align, BLOCK=BLOCK, STEP=STEP, EXPERTS=triton.next_power_of_2(num_experts), num_warps=4,
-    )  # fmt: skip
+    if num_pairs:
+        launch(
+            place_kernel, len(before), device, indices.contiguous(), ranks, before, counts,
+            None if weights is None else weights.contiguous(), splits, slots, source, row_weights,
+            num_pairs, num_experts, indices.shape[1], align, BLOCK=BLOCK, STEP=STEP,
+            EXPERTS=triton.next_power_of_2(num_experts), num_warps=4,
+        )  # fmt: skip
     return Placed(counts, splits, slots, source, row_weights)
 
 

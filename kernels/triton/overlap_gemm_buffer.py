@@ -20,6 +20,9 @@ WAITED_FOR = {
     kernels.GATHERED.value: "to send rows (chunk {index} of its shard) for all_gather_gemm",
     kernels.PARTIAL.value: "to send its partial tile {index} for gemm_reduce_scatter or gemm_all_reduce",
     kernels.REDUCED.value: "to send its finished tile {index} for gemm_all_reduce",
+    kernels.COUNTED.value: "to say how many rows it has for each expert",
+    kernels.PUSHED.value: "to send its rows to the experts of this rank",
+    kernels.SHOWN.value: "to show its experts' results",
 }
 
 
@@ -141,16 +144,26 @@ class OverlapBuffer:
             "state": channel.state, "signals": self.symmetric.signals, "done_offset": channel.done,
             "failed_offset": self.failed, "record": self.record, "rank": self.rank, "W": self.size, "num_warps": 1,
         })  # fmt: skip
+        self.note_failures()
+
+    def note_failures(self) -> None:
+        """Let `check` know of what has failed in the launches up to here, once they have run."""
         self._record_seen.copy_(self.record, non_blocking=True)
 
     def check(self) -> None:
         """Raise TimeoutError if a wait of this rank, or of a peer, has failed; the buffer is of no use after that.
+        RuntimeError if rows did not fit (`moe_push.py`).
 
         Every call begins with it. On a GPU it knows of calls that have run to their end, and waits for none.
         """
         what, peer, index, wanted, found = self._record_seen[:5].tolist()
         if what == kernels.PEER_FAILED.value:
             raise TimeoutError(f"rank {self.rank}: a wait of rank {peer} has failed; its own error says for whom")
+        if what == kernels.OVERFLOWED.value:
+            raise RuntimeError(
+                f"rank {peer} would have got {index} rows for its experts, but there is room for {wanted}; make the "
+                "exchange with a larger capacity. The call's result is NaN"
+            )
         if what:
             raise TimeoutError(
                 f"rank {self.rank} waited about {self.timeout} s for rank {peer} "

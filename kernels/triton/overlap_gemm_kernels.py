@@ -44,6 +44,10 @@ GATHERED = tl.constexpr(2)  # rows of a peer's shard
 PARTIAL = tl.constexpr(3)  # a peer's partial tile
 REDUCED = tl.constexpr(4)  # an owner's finished tile
 PEER_FAILED = tl.constexpr(5)  # nothing: a peer said that one of its waits had failed
+COUNTED = tl.constexpr(6)  # how many rows a peer has for every expert
+PUSHED = tl.constexpr(7)  # a peer's rows
+SHOWN = tl.constexpr(8)  # a peer's results
+OVERFLOWED = tl.constexpr(9)  # nothing: a rank has no room for the rows that it would get
 
 # Words of a record.
 RECORD_WHAT = tl.constexpr(0)
