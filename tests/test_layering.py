@@ -31,6 +31,7 @@ LAYERS = {
     "optim": 5,
     "plan": 6,
     "heads": 7,
+    "stacked_experts": 6,
     "swap": 8,
     "compose": 9,
     "checkpoint": 8,

@@ -10,9 +10,10 @@ named module's forward is fastpar's, on plain local tensors. `fastpar.paralleliz
 model that has been loaded, and it can do more (sequence parallelism, shared key/value heads, the loss on split logits).
 
 Also registered is the attention function "fastpar_eager" (`attn_implementation="fastpar_eager"`): attention with
-dropout whose masks are those of the unsharded model, whichever heads this rank has.
+dropout whose masks are those of the unsharded model, whichever heads this rank has; and `experts_implementation` and
+`ep_implementation` "fastpar" for mixture-of-experts models: see `huggingface_moe`.
 
-transformers moves fast. All of fastpar that touches it is in this module, behind the version guard below.
+transformers moves fast. All of fastpar that touches it is in these two modules, behind the version guard below.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fastpar.comm import Communicator, gather_from, scatter_to, shard_range, shard_sizes
+from fastpar.integrations.huggingface_moe import register_experts
 from fastpar.ops.dropout import sharded_dropout
 from fastpar.ops.embedding import vocab_parallel_embedding
 from fastpar.ops.linear import copy_to_linear, linear_all_reduce
@@ -101,10 +103,11 @@ def _layout_attention(
 
 
 def register() -> None:
-    """Register the parallel styles and the attention function; calling it again changes nothing.
+    """Register the parallel styles, the attention function and the experts; calling it again changes nothing.
 
     Styles: fastpar_colwise, fastpar_colwise_gather_output, fastpar_rowwise, fastpar_rowwise_split_input,
-    fastpar_vocab (embedding). ImportError when transformers is missing or older than the guard.
+    fastpar_vocab (embedding). Attention: fastpar_eager. experts_implementation and ep_implementation: fastpar.
+    ImportError when transformers is missing or older than the guard.
     """
     try:
         import transformers
@@ -124,6 +127,7 @@ def register() -> None:
         ALL_PARALLEL_STYLES.register(name, style)
     ALL_ATTENTION_FUNCTIONS.register("fastpar_eager", _layout_attention)
     ALL_MASK_ATTENTION_FUNCTIONS.register("fastpar_eager", eager_mask)
+    register_experts()
 
 
 @functools.cache
