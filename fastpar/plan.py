@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +47,7 @@ KINDS: dict[str, str] = {
     "block": "module between two sums: its hidden input is gathered (sequence parallel) or copied, once for all inside",
     "stream": "layers that pass the residual stream on; sequence parallelism splits it from the first to the last",
     "dropout": "dropout on the residual stream, or wherever its tensor is whole",
+    "expert": "stacked experts, spread over the expert group; tokens are sent to those that they have chosen",
 }
 
 WORDS: dict[str, Style] = {
@@ -57,6 +58,8 @@ WORDS: dict[str, Style] = {
     "sequence_parallel": Style("replicate"),
     "embedding_rowwise": Style("vocab"),
     "replicated_with_grad_allreduce": Style("partial"),
+    "moe_tp_experts": Style("expert"),
+    "ep_dispatch_experts": Style("expert"),
 }
 
 
@@ -95,14 +98,18 @@ def match_plan(model: nn.Module, plan: Mapping[str, str | Style]) -> dict[str, S
     chosen: dict[str, Style] = {}
     for pattern, word in plan.items():
         style = parse_style(pattern, word)
-        regex = re.compile(r"\.".join("[^.]+" if part == "*" else re.escape(part) for part in pattern.split(".")))
-        matched = [path for path in paths if regex.fullmatch(path)]
+        matched = _matching(pattern, paths)
         if not matched:
             shown = sorted({re.sub(r"\.\d+(?=\.|$)", ".*", path) for path in paths})
             near = difflib.get_close_matches(pattern, shown, n=3, cutoff=0.5) or shown[:3]
             raise ValueError(f"plan pattern {pattern!r} matches no module; near misses: {near}")
         chosen.update(dict.fromkeys(matched, style))
     return {path: chosen[path] for path in paths if path in chosen}
+
+
+def _matching(pattern: str, paths: Iterable[str]) -> list[str]:
+    regex = re.compile(r"\.".join("[^.]+" if part == "*" else re.escape(part) for part in pattern.split(".")))
+    return [path for path in paths if regex.fullmatch(path)]
 
 
 _LLAMA_LIKE: dict[str, str] = {
@@ -138,16 +145,20 @@ def auto_plan(model: nn.Module) -> dict[str, str | Style]:
     """The plan for a model that is known, or that brings its own; ValueError says how to write one otherwise.
 
     In order: Hugging Face's `base_model_tp_plan` of the configuration with what it leaves out (embedding, head, block
-    boundaries); the architectures of the table here, recognised by their module names.
+    boundaries), and of its `base_model_ep_plan` the experts; the architectures of the table here, recognised by their
+    module names.
     """
-    paths = {re.sub(r"\.\d+(?=\.|$)", ".*", path) for path in _module_paths(model)}
+    every = _module_paths(model)
+    paths = {re.sub(r"\.\d+(?=\.|$)", ".*", path) for path in every}
+    own = _own_plan(getattr(model, "config", None))
     base = getattr(model, "base_model_prefix", "")
     prefix = f"{base}." if base and base in paths else ""
-    own: Any = getattr(getattr(model, "config", None), "base_model_tp_plan", None)
+    if own and not any(prefix + pattern in paths for pattern in own):  # one that the class inherits and does not use
+        prefix = next((f"{name}." for name, _ in model.named_children() if f"{name}.{next(iter(own))}" in paths), "")
     known = next((t for t in (_LLAMA_LIKE, _GPT2) if all(prefix + p in paths for p in t if "drop" not in p)), None)
     plan: dict[str, str | Style]
     if own:
-        plan = {prefix + pattern: word for pattern, word in _with_boundaries(own).items()}
+        plan = dict(_with_boundaries({prefix + pattern: word for pattern, word in own.items()}, paths, every))
         if prefix + "embed_tokens" in paths:
             plan[prefix + "embed_tokens"] = "vocab"
     elif known is not None:
@@ -164,14 +175,32 @@ def auto_plan(model: nn.Module) -> dict[str, str | Style]:
     return plan
 
 
-def _with_boundaries(own: Mapping[str, str]) -> dict[str, str]:
-    """Hugging Face's plan lists the linears; the modules they sit in are the blocks, and the layers the stream."""
+def _own_plan(config: Any) -> dict[str, str]:
+    """What a Hugging Face configuration says of its model: linears and experts, without the experts' parameters."""
+    tensor: dict[str, str] = getattr(config, "base_model_tp_plan", None) or {}
+    expert: dict[str, str] = getattr(config, "base_model_ep_plan", None) or {}
+    experts = {p: w for p, w in (tensor | expert).items() if w in ("moe_tp_experts", "ep_dispatch_experts")}
+    return {p: w for p, w in tensor.items() if p.rpartition(".")[0] not in experts} | dict.fromkeys(experts, "expert")
+
+
+def _with_boundaries(own: Mapping[str, str], wildcards: set[str], every: Iterable[str]) -> dict[str, str]:
+    """Hugging Face's plan lists the linears; the modules they sit in are the blocks, and the layers the stream.
+
+    Where dense and expert layers alternate, a block's pattern would take in the expert layers as well: those of the
+    dense layers are named one by one. Patterns for layers that this model has not are left out.
+    """
     plan: dict[str, str] = {}
+    has_experts = "expert" in own.values()
     for pattern, word in own.items():
+        if has_experts and pattern not in wildcards:
+            continue
         block = pattern.rpartition(".")[0]
         plan.setdefault(block.partition(".*")[0] + ".*", "stream")
         if word in ("colwise", "rowwise", "packed_colwise"):
-            plan.setdefault(block, "block")
+            around = any(other.startswith(block + ".") for other, kind in own.items() if kind == "expert")
+            names = [path.rpartition(".")[0] for path in _matching(pattern, every)] if around else [block]
+            for name in names:
+                plan.setdefault(name, "block")
         plan[pattern] = word
     return plan
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fastpar.comm import Communicator
+from fastpar.expert_style import check_experts, route_tokens, spread_experts, takes_scaled_tokens
 from fastpar.heads import HeadSplit, split_heads
 from fastpar.mesh import Mesh
 from fastpar.ops.overlap import Overlap
@@ -37,7 +38,7 @@ from fastpar.tensor import (
     layout_of,
     replicate,
 )
-from fastpar.tensor.binding import GroupLike, bind
+from fastpar.tensor.binding import BoundGroup, GroupLike, bind
 from fastpar.tensor.linear import linear_weights
 from fastpar.tensor.sequence import hook_input, hook_output, map_hidden
 
@@ -75,6 +76,10 @@ class _Swap:
         device_type = next((p.device.type for p in model.parameters()), "cpu")
         self.group = bind(mesh["tp"] if isinstance(mesh, Mesh) else mesh, device_type)
         self.comm = self.group.comm
+        self.experts = self.group  # over which experts are spread
+        if isinstance(mesh, Mesh):
+            alone = BoundGroup(Communicator(None), None)  # every rank has all experts
+            self.experts = bind(mesh["ep"], device_type) if mesh.size("ep") > 1 else alone
         self.batch = (mesh.rank("dp"), mesh.size("dp")) if isinstance(mesh, Mesh) else (0, 1)
         self.sequence_parallel = sequence_parallel
         self.gather_logits = gather_logits
@@ -112,6 +117,9 @@ class _Swap:
             if path.rpartition(".")[0] == parent and style.kind == "colwise"
         }
 
+    def parent_of(self, path: str) -> nn.Module:
+        return self.modules[path.rpartition(".")[0]]
+
     def block_of(self, path: str) -> str | None:
         return next((b for b in self.blocks if path.startswith(b + ".")), None)
 
@@ -138,6 +146,8 @@ class _Swap:
                 raise TypeError(f"{path} has style 'vocab': expected nn.Embedding or nn.Linear, got {_name(module)}")
             elif style.kind == "dropout" and not isinstance(module, nn.Dropout):
                 raise TypeError(f"{path} has style 'dropout': expected nn.Dropout, got {_name(module)}")
+            elif style.kind == "expert":
+                self._check_experts(path, module)
         parents = dict.fromkeys(p.rpartition(".")[0] for p, s in self.styles.items() if s.kind == "colwise")
         self.head_splits = {
             path: split_heads(path, self.modules[path], self.children(path), self.comm.size) for path in parents
@@ -146,6 +156,12 @@ class _Swap:
             self._check_meta(path, module)
             self._check_undeclared(path, module)
             self._check_attention_dropout(path, module)
+
+    def _check_experts(self, path: str, module: nn.Module) -> None:
+        check_experts(path, module, self.parent_of(path), self.experts.comm.size)
+        block = self.block_of(path)
+        if block is not None:
+            raise ValueError(f"{path} has style 'expert' inside the block {block!r}, whose inputs' gradients are parts")
 
     def _check_meta(self, path: str, module: nn.Module) -> None:
         for name, param in module._parameters.items():
@@ -240,6 +256,8 @@ class _Swap:
             self._adopt(path, module, VocabParallelHead, style, options)
         elif style.kind == "dropout":
             self._dropout(path, module, region)
+        elif style.kind == "expert":
+            self._spread_experts(path, module)
         elif style.kind in ("replicate", "partial"):
             # Inside a block, "replicate" runs after the sum: on this rank's part of the sequence, if it is split.
             self._replicate(path, module, style.kind == "partial" or region is not None)
@@ -283,6 +301,19 @@ class _Swap:
             return
         self.adoptions.append(replicate(module, self.group, sum_grad=sum_grad, make=self.make))
         self.explanation.add(path, "replicate", "whole", "gradient summed over the group" if sum_grad else "")
+
+    def _spread_experts(self, path: str, module: nn.Module) -> None:
+        ep, tp = self.experts.comm.size, self.comm.size
+        scale = tp / ep if ep > 1 else 1.0
+        if takes_scaled_tokens(module):
+            self.adoptions.append(route_tokens(self.parent_of(path)))
+        together = self.region_of(path) is None
+        options: dict[str, Any] = {"same_tokens": together, "grad_scale": scale, "make": self.make}
+        self.adoptions.append(spread_experts(module, self.experts, tp=self.group, **options))
+        layout = layout_of(next(module.parameters(recurse=False)))
+        assert layout is not None
+        note = f"experts of rank {self.experts.comm.rank} of {ep}" if ep > 1 else "gradient summed over the group"
+        self.explanation.add(path, "expert", _stored(layout), note)
 
     def _dropout(self, path: str, module: nn.Module, region: SequenceRegion | None) -> None:
         assert isinstance(module, nn.Dropout)
@@ -369,8 +400,8 @@ def parallelize(
 ) -> M:
     """Split a model's layers over the tensor-parallel group, in place; returns the model.
 
-    mesh               an `fp.Mesh` (its "tp" dim is used; its data-parallel coordinates place dropout masks), a 1-D
-                       DeviceMesh or a ProcessGroup
+    mesh               an `fp.Mesh` (its "tp" dim is used, and "ep" for experts; its data-parallel coordinates place
+                       dropout masks), a 1-D DeviceMesh or a ProcessGroup (experts are spread over the same ranks)
     plan               "auto" for known architectures and models with a Hugging Face `tp_plan`, or a dict from module
                        pattern to style, such as {"layers.*.mlp.up_proj": "colwise"}; see `fastpar.plan`
     sequence_parallel  split the residual stream along the sequence between blocks
@@ -398,20 +429,27 @@ def parallelize(
     if isinstance(mesh, Mesh):
         is_part = any(isinstance(module, Absent) for module in model.modules())
         extra = {
-            dim: mesh.size(dim) for dim in ("pp", "cp", "ep") if mesh.size(dim) > 1 and not (dim == "pp" and is_part)
+            dim: mesh.size(dim) for dim in ("pp", "cp", "etp") if mesh.size(dim) > 1 and not (dim == "pp" and is_part)
         }
         if extra:
             hint = "; fastpar.parallelize_pipeline cuts a model over pp" if "pp" in extra else ""
-            raise ValueError(f"parallelize splits over tp and data-parallel dims only, but the mesh has {extra}{hint}")
+            raise ValueError(
+                f"parallelize splits over tp, ep and data-parallel dims only, but the mesh has {extra}{hint}"
+            )
     if isinstance(plan, str):
         if plan != "auto":
             raise ValueError(f"plan must be 'auto' or a dict from pattern to style, got {plan!r}")
         plan = auto_plan(model)
     swap = _Swap(model, mesh, sequence_parallel, gather_logits)
-    swap.resolve(match_plan(model, plan))
+    styles = match_plan(model, plan)
+    if isinstance(mesh, Mesh) and mesh.size("ep") > 1 and not any(style.kind == "expert" for style in styles.values()):
+        raise ValueError(f"the mesh has ep={mesh.size('ep')}, but the plan gives no module the style 'expert'")
+    swap.resolve(styles)
     swap.check()
     if sync_weights != "none":
         _sync_weights(model, swap.comm, broadcast=sync_weights == "broadcast")
+        if swap.experts.comm.size > swap.comm.size:  # else among the same ranks
+            _sync_weights(model, swap.experts.comm, broadcast=sync_weights == "broadcast")
     if isinstance(overlap, Overlap):
         swap.overlap = overlap
     else:
@@ -467,7 +505,7 @@ def _sync_weights(model: nn.Module, comm: Communicator, *, broadcast: bool) -> N
     if differs.any():
         name = tensors[int(differs.nonzero()[0])][0]
         raise ValueError(
-            f"{name} differs between the ranks of the tensor-parallel group ({int(differs.sum())} of {len(tensors)} "
+            f"{name} differs between the ranks that share the model ({int(differs.sum())} of {len(tensors)} "
             'tensors do). Seed every rank alike before building the model, or pass sync_weights="broadcast"'
         )
 

@@ -32,6 +32,7 @@ LAYERS = {
     "plan": 6,
     "heads": 7,
     "stacked_experts": 6,
+    "expert_style": 7,
     "swap": 8,
     "compose": 9,
     "checkpoint": 8,

@@ -1,0 +1,146 @@
+"""The style "expert" of `fastpar.parallelize`: stacked experts spread over the ranks of an expert group.
+
+Rank r of the group keeps experts r * E / size on, as `Shard(0)` DTensors under their old names, and the module's
+forward sends tokens to them (`fastpar.stacked_experts.run_experts`). Router and shared experts stay what they are.
+
+Note: the scale of gradients
+    As in `fastpar.expert.MoELayer`. The tokens of an expert come from all ranks of its group, ep / tp of which belong
+    to different losses, so the sum that it gets is multiplied by tp / ep: the gradient of a mean over losses. What is
+    left is to average over the ranks that hold the same experts, mesh["edp"]; other parameters over mesh["dp"], as
+    ever. Where ep is 1, experts are whole on every rank, are summed over tp, and count among the others.
+
+Note: Llama 4
+    Its experts are called with every token once for each expert, times its score, which is 0 for most; what chooses
+    is the module around them. So this module is adopted as well: it routes as its router does, and sends each token
+    to the experts it has chosen, weighed on the way in.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from fastpar.comm import Communicator
+from fastpar.stacked_experts import is_stacked, num_experts_of, own_parameters, rule_of, run_experts
+from fastpar.tensor.binding import Adoption, BoundGroup
+from fastpar.tensor.parameter import MakeParameter, ParallelModule, ParameterLayout, RowMap, install_state_dict_hooks
+
+
+class _ScaleGrad(torch.autograd.Function):
+    """y = x; dx = scale * dy."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
+        ctx.scale = scale
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0] * ctx.scale, None
+
+
+def check_experts(path: str, module: nn.Module, parent: nn.Module | None, size: int) -> None:
+    """Raise what is wrong with the style "expert" on this module, on a group of so many ranks."""
+    if not is_stacked(module):
+        raise TypeError(
+            f"{path} has style 'expert': expected a module with gate_up_proj [E, 2I, H] (or up_proj [E, I, H]) and "
+            f"down_proj [E, H, I], got {type(module).__name__}"
+        )
+    own_parameters(module)
+    experts = num_experts_of(module)
+    if experts % size:
+        near = [n for n in range(1, experts + 1) if experts % n == 0]
+        raise ValueError(f"{path} has {experts} experts, which {size} ranks cannot share evenly; these can: {near}")
+    if takes_scaled_tokens(module) and (rule_of(module) is None or parent is None or not _routes_itself(parent)):
+        raise TypeError(
+            f"{path} ({type(module).__name__}) is called without its tokens' choices; the style 'expert' knows that "
+            "only inside a module with `router`, `experts`, `shared_expert` and `top_k`, as Llama 4 has"
+        )
+
+
+def takes_scaled_tokens(module: nn.Module) -> bool:
+    """Whether experts are called with all tokens for all experts, as those of Llama 4, and not with the choices."""
+    return len(inspect.signature(type(module).forward).parameters) == 2 and not hasattr(module, "is_concatenated")
+
+
+def _routes_itself(parent: nn.Module) -> bool:
+    return all(hasattr(parent, name) for name in ("router", "experts", "shared_expert", "top_k"))
+
+
+class ParallelExperts(ParallelModule):
+    """What `spread_experts` makes a module of stacked experts into, together with its own class."""
+
+    _expert_group: BoundGroup
+    _same_tokens: Communicator | None
+    _grad_scale: float
+    _sum_grad: bool
+
+    def _weight(self, name: str) -> Tensor | None:
+        local = self._local(name, sum_grad=self._sum_grad)
+        if local is None or self._grad_scale == 1.0 or not local.requires_grad:
+            return local
+        return cast(Tensor, _ScaleGrad.apply(local, self._grad_scale))
+
+    def _run(self, x: Tensor, indices: Tensor, weights: Tensor, **options: Any) -> Tensor:
+        group = self._expert_group.comm
+        return run_experts(self, x, indices, weights, group=group, same_tokens=self._same_tokens, **options)
+
+
+def _weight_property(name: str) -> property:
+    return property(lambda self: self._weight(name))
+
+
+def _forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    return cast(Tensor, self._run(hidden_states, top_k_index, top_k_weights))
+
+
+def spread_experts(
+    module: nn.Module,
+    ep: BoundGroup,
+    *,
+    tp: BoundGroup | None = None,
+    same_tokens: bool = False,
+    grad_scale: float = 1.0,
+    make: MakeParameter | None = None,
+) -> Adoption:
+    """Spread the experts of a module over `ep`, in place; returns the `Adoption`, whose `undo` gives it back.
+
+    tp           the tensor-parallel group; same_tokens: its ranks hold the same tokens, so each takes a part of them
+    grad_scale   multiplied into the experts' gradients: see the note above
+
+    Where `ep` is one rank, every rank of `tp` keeps all experts, and their gradients are summed over it.
+    """
+    original = type(module)
+    names = own_parameters(module)
+    namespace: dict[str, Any] = {name: _weight_property(name) for name in names}
+    namespace |= {"forward": _forward, "__module__": original.__module__, "__doc__": original.__doc__}
+    adoption = Adoption(module, type(f"Parallel{original.__name__}", (ParallelExperts, original), namespace))
+    parallel = cast(ParallelExperts, module)
+    alone = ep.comm.size == 1 and tp is not None
+    owner = cast(BoundGroup, tp) if alone else ep
+    parallel._expert_group, parallel._grad_scale, parallel._sum_grad = ep, grad_scale, alone
+    parallel._same_tokens = tp.comm if tp is not None and same_tokens else None
+    for name in names:
+        full = cast(nn.Parameter, adoption.original_parameters[name])
+        rows = None if alone else RowMap.chunk(len(full), owner.comm.size)
+        parallel._add_parameter(name, full, ParameterLayout(owner.comm, owner.mesh, full.shape, 0, rows), make)
+    adoption.handles.extend(install_state_dict_hooks(module))
+    return adoption
+
+
+def _routing_forward(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+    x = hidden_states.reshape(-1, hidden_states.shape[-1])
+    scores, logits = self.router(x)
+    indices = logits.detach().topk(self.top_k, dim=1).indices
+    out = self.experts._run(x, indices, scores.gather(1, indices), weigh="input", add=self.shared_expert(x))
+    return out, logits
+
+
+def route_tokens(parent: nn.Module) -> Adoption:
+    """Let the module around Llama 4's experts send each token to those it has chosen alone; in place."""
+    original = type(parent)
+    namespace = {"forward": _routing_forward, "__module__": original.__module__, "__doc__": original.__doc__}
+    return Adoption(parent, type(f"Routing{original.__name__}", (original,), namespace))

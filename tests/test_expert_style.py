@@ -1,0 +1,78 @@
+"""`fastpar.parallelize` with experts: Hugging Face's models on meshes with ep, against one process."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fastpar as fp
+from fastpar.expert_style import check_experts
+from tests.dist import run_ranks
+from tests.expert_style_ranks import parallelized_steps, refusals
+from tests.moe_models import assert_equal_steps, batch, build, experts_of, mean_step, step
+
+ON_TWO: list[tuple[str, dict[str, int], dict[str, Any]]] = [
+    ("mixtral", {"tp": 2}, {}),
+    ("olmoe", {"tp": 2, "ep": 2}, {}),
+    ("qwen3_moe", {"tp": 2, "ep": 2}, {"sequence_parallel": True}),
+    ("qwen2_moe", {"dp_shard": 2, "ep": 2}, {}),
+    ("deepseek_v3", {"tp": 2, "ep": 2}, {}),
+    ("gpt_oss", {"dp_shard": 2, "ep": 2}, {}),
+    ("llama4", {"tp": 2, "ep": 2}, {}),
+]
+ON_FOUR: list[tuple[str, dict[str, int], dict[str, Any]]] = [
+    ("mixtral", {"dp_shard": 2, "tp": 2, "ep": 4}, {}),
+    ("llama4", {"dp_shard": 4, "ep": 2}, {}),
+    ("qwen3_moe", {"dp_replicate": 2, "tp": 2, "ep": 2}, {"sequence_parallel": True}),
+    ("olmoe", {"tp": 4, "ep": 2}, {}),
+]
+
+
+def check_parallelized(cases: list[tuple[str, dict[str, int], dict[str, Any]]], world_size: int) -> None:
+    found = run_ranks(world_size, parallelized_steps, cases, timeout=180)
+    for index, (name, sizes, _) in enumerate(cases):
+        dp = sizes.get("dp_shard", 1) * sizes.get("dp_replicate", 1)
+        logits, grads = mean_step(name, dp)
+        experts = sum(p.numel() for key, p in build(name).named_parameters() if ".experts." in key)
+        for rank, steps in enumerate(found):
+            of_rank, averaged, stored = steps[index]
+            assert_equal_steps((of_rank, averaged), (logits[rank * dp // world_size], grads))
+            assert stored == experts // sizes.get("ep", 1)
+
+
+def test_parallelize_on_two_ranks_matches_one_process() -> None:
+    check_parallelized(ON_TWO, 2)
+
+
+@pytest.mark.slow
+def test_parallelize_on_four_ranks_matches_one_process() -> None:
+    check_parallelized(ON_FOUR, 4)
+
+
+def test_llama4_in_one_process_computes_only_what_was_chosen() -> None:
+    """It runs no product over the tokens' other experts, and gives the same."""
+    plain = build("llama4")
+    model = fp.parallelize(copy.deepcopy(plain), None, {"model.layers.*.feed_forward.experts": "expert"})
+    assert_equal_steps(step(model, batch()), step(plain, batch()))
+
+
+def test_wrong_plans_are_refused() -> None:
+    for found in run_ranks(2, refusals):
+        (first, second, third) = found
+        assert first[0] is TypeError
+        assert "expected a module with gate_up_proj" in first[1]
+        assert "inside the block 'model.layers.0.mlp'" in second[1]
+        assert "ep=2, but the plan gives no module the style 'expert'" in third[1]
+
+
+def test_experts_that_ranks_cannot_share_are_refused() -> None:
+    experts = experts_of("qwen3_moe.Qwen3MoeExperts", {})
+    with pytest.raises(ValueError, match=r"has 3 experts, which 2 ranks cannot share evenly; these can: \[1, 3\]"):
+        check_experts("experts", experts, None, 2)
+    experts.register_parameter("scale", nn.Parameter(torch.ones(3)))
+    with pytest.raises(TypeError, match=r"has the parameters \['scale'\] beside those of stacked experts"):
+        check_experts("experts", experts, None, 1)
