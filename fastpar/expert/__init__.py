@@ -14,7 +14,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fastpar.expert.bias import BiasRule, expert_loads, update_biases, update_biases_with
+    from fastpar.expert.bias import BiasRule, update_biases, update_biases_with
     from fastpar.expert.layer import Capacity, Experts, MoELayer, SharedExpert
     from fastpar.expert.loads import expert_loads, load_balance
     from fastpar.expert.losses import (
