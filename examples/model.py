@@ -1,6 +1,7 @@
 """A small Llama-style decoder in plain PyTorch, with the module names of Hugging Face's Llama.
 
-The model knows nothing about parallelism; `fastpar.parallelize` swaps its linear and embedding layers in place. Two
+The model knows nothing about parallelism; `fastpar.parallelize` swaps its linear and embedding layers in place, and
+spreads its experts where it has some (`num_experts`; Mixtral's routing, `fastpar.expert.Router`). Two
 habits make that possible, and are all that a model of yours needs:
 
 - attention reads its number of heads off the projections' output (`view(batch, seq, -1, head_dim)`), so a projection
@@ -15,6 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from fastpar.expert import LossRule, Router, preset
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,9 @@ class LlamaConfig:
     rms_norm_eps: float = 1e-5
     dropout: float = 0.0
     tie_word_embeddings: bool = False
+    num_experts: int = 0  # in every layer; 0: one dense MLP
+    num_experts_per_tok: int = 2
+    router_aux_loss_coef: float = 0.01
 
     def __post_init__(self) -> None:
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
@@ -41,6 +47,10 @@ class LlamaConfig:
             raise ValueError(
                 f"hidden_size ({self.hidden_size}) must be num_attention_heads ({heads}) times an even number: "
                 "rotary embedding turns the features of a head in pairs"
+            )
+        if self.num_experts and not 1 <= self.num_experts_per_tok <= self.num_experts:
+            raise ValueError(
+                f"num_experts_per_tok ({self.num_experts_per_tok}) must be 1 to num_experts ({self.num_experts})"
             )
         if heads % kv_heads:
             raise ValueError(f"num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({kv_heads})")
@@ -106,6 +116,44 @@ class MLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(hidden_states)) * self.up_proj(hidden_states))
 
 
+class Experts(nn.Module):
+    """Stacked SwiGLU experts, under Hugging Face's names: gate_up_proj [E, 2I, H], down_proj [E, H, I]."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        experts, hidden, inner = config.num_experts, config.hidden_size, config.intermediate_size
+        self.gate_up_proj = nn.Parameter(torch.empty(experts, 2 * inner, hidden))
+        self.down_proj = nn.Parameter(torch.empty(experts, hidden, inner))
+        self.act_fn = nn.SiLU()
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """hidden_states [T, H], the experts of each token and their weights [T, K] -> [T, H]."""
+        out = torch.zeros_like(hidden_states)
+        for expert, (gate_up, down) in enumerate(zip(self.gate_up_proj, self.down_proj, strict=True)):
+            tokens, choice = torch.where(top_k_index == expert)
+            gate, up = F.linear(hidden_states[tokens], gate_up).chunk(2, -1)
+            rows = F.linear(self.act_fn(gate) * up, down) * top_k_weights[tokens, choice, None].to(out.dtype)
+            out = out.index_add(0, tokens, rows)
+        return out
+
+
+class MoE(nn.Module):
+    """A router and the experts that it sends each token to."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        rule = preset("mixtral").routing(top_k=config.num_experts_per_tok).rule
+        coeff = config.router_aux_loss_coef
+        losses = LossRule("global_batch", coeff) if coeff else None
+        self.gate = Router(config.hidden_size, config.num_experts, rule, losses=losses)
+        self.experts = Experts(config)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        tokens = hidden_states.flatten(0, 1)
+        routing = self.gate(tokens)
+        return self.experts(tokens, routing.indices, routing.weights).view_as(hidden_states)
+
+
 class DecoderLayer(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
@@ -114,7 +162,7 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.self_attn = Attention(config)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.mlp = MLP(config)
+        self.mlp = MoE(config) if config.num_experts else MLP(config)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, hidden_states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -151,8 +199,8 @@ class Llama(nn.Module):
         for name, parameter in self.named_parameters():
             if parameter.dim() < 2:
                 continue  # norms stay at one
-            std = parameter.size(1) ** -0.5
-            if name.endswith(("o_proj.weight", "down_proj.weight")):
+            std = parameter.size(-1) ** -0.5
+            if name.endswith(("o_proj.weight", "down_proj.weight", "down_proj")):
                 std /= math.sqrt(2 * self.config.num_hidden_layers)
             elif not self.config.tie_word_embeddings:
                 std = {"embed_tokens.weight": 1.0, "lm_head.weight": 0.02}.get(name, std)

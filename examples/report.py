@@ -27,6 +27,7 @@ class Run:
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)  # of every step
     memory: dict[str, int] = field(default_factory=dict)  # peak bytes of a step by kind, of the rank that has most
+    loads: list[list[list[int]]] = field(default_factory=list)  # tokens of each expert, by step and layer
 
     @property
     def wall_seconds(self) -> float:
@@ -46,6 +47,7 @@ class Run:
             "wall_seconds": round(self.wall_seconds, 3),
             "bytes_per_rank": self.memory,
             "losses": self.losses,
+            **({"expert_loads": self.loads} if self.loads else {}),
         }
 
 
@@ -83,9 +85,11 @@ class Meter:
         if self._bar is not None:
             self._bar.stop()
 
-    def step_done(self, loss: float) -> None:
+    def step_done(self, loss: float, loads: list[list[int]] | None = None) -> None:
         now = time.perf_counter()
         self.run.losses.append(loss)
+        if loads:
+            self.run.loads.append(loads)
         self.run.seconds.append(now - self._last)
         self._last = now
 
@@ -205,4 +209,23 @@ def save_plot(path: Path, parallel: Run, comparison: Comparison | None) -> None:
     loss_axes.set_ylabel("loss, nats per byte")
     loss_axes.grid(alpha=0.25)
     loss_axes.legend(frameon=False)
+    figure.savefig(path, dpi=150)
+
+
+def save_loads(path: Path, run: Run) -> None:
+    """Draw the share of tokens of each expert over the steps, a row per layer: an even load is one colour."""
+    from matplotlib.figure import Figure
+
+    shares = torch.tensor(run.loads, dtype=torch.float32)  # [steps, layers, experts]
+    shares = shares / shares.sum(-1, keepdim=True).clamp_min(1) * shares.size(-1)
+    figure = Figure(figsize=(8, 1 + 1.2 * shares.size(1)), layout="constrained")
+    all_axes = figure.subplots(shares.size(1), 1, sharex=True, squeeze=False)[:, 0]
+    for layer, axes in enumerate(all_axes):
+        extent = (0.5, len(shares) + 0.5, shares.size(-1) - 0.5, -0.5)
+        image = axes.imshow(
+            shares[:, layer].T, aspect="auto", cmap="RdBu_r", vmin=0, vmax=2, extent=extent, interpolation="nearest"
+        )
+        axes.set_ylabel(f"layer {layer}\nexpert")
+    all_axes[-1].set_xlabel("step")
+    figure.colorbar(image, ax=all_axes, label="load, 1 where it is even")
     figure.savefig(path, dpi=150)

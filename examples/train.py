@@ -4,6 +4,7 @@
     torchrun --nproc-per-node 4 examples/train.py --tp 4 --sequence-parallel
     torchrun --nproc-per-node 4 examples/train.py --pp 2 --schedule zbv --microbatches 8
     torchrun --nproc-per-node 4 examples/train.py --tp 1 --zero 3 --precision bf16 --accumulate 2
+    torchrun --nproc-per-node 4 examples/train.py --experts 8 --top-k 2 --ep 2
     python examples/train.py --data my_texts/ --no-compare        # one process, no launcher
 
 `train_parallel` is the part to copy: an ordinary training loop, plus a mesh, `fp.parallelize`, a loss that takes logits
@@ -58,6 +59,7 @@ class Layout:
     zero: int = 0
     offload: str = "none"
     accumulate: int = 1  # forward and backward passes per step; of the whole pipeline, where there is one
+    ep: int = 1  # ranks that the experts are spread over
 
     @staticmethod
     def of_world(
@@ -82,7 +84,9 @@ class Layout:
         pipeline = f"PP {self.pp} ({self.schedule}) x " if self.pp > 1 else ""
         zero = f" (ZeRO-{self.zero})" if self.zero else ""
         offload = "" if self.offload == "none" else f", states on {self.offload.partition(':')[0]}"
-        return f"{pipeline}TP {self.tp} x DP {self.dp}{zero}" + (" + SP" if self.sequence_parallel else "") + offload
+        experts = f", EP {self.ep}" if self.ep > 1 else ""
+        sequence = " + SP" if self.sequence_parallel else ""
+        return f"{pipeline}TP {self.tp} x DP {self.dp}{zero}{sequence}{experts}{offload}"
 
     def share(self, batch: int, dp_rank: int) -> list[range]:
         """Which samples of a global batch a rank reads, one forward pass after the other."""
@@ -134,7 +138,7 @@ class Job:
 
 def train_parallel(job: Job, layout: Layout, corpus: Corpus) -> report.Run:
     """Train under `layout`, on all ranks; each returns the same losses."""
-    mesh = fp.init_mesh(pp=layout.pp, dp_shard=layout.dp, tp=layout.tp, device="cpu")
+    mesh = fp.init_mesh(pp=layout.pp, dp_shard=layout.dp, tp=layout.tp, ep=layout.ep, device="cpu")
     dp = Communicator(mesh.group("dp"))
     scaler = fp.LossScaler(mesh=mesh, enabled=job.precision == "fp16")
 
@@ -148,6 +152,8 @@ def train_parallel(job: Job, layout: Layout, corpus: Corpus) -> report.Run:
         model = build_pipeline(job, layout, mesh, loss_of)
     else:
         model = fp.parallelize(job.build_model(), mesh, sequence_parallel=layout.sequence_parallel)
+    if isinstance(model, nn.Module):
+        tell_routers(model, mesh, layout)
     optimizer, schedule = build_optimizer(model, job)
     memory = MemoryMeter(model, optimizer)
     memory.zero = shard(model, optimizer, mesh, job, layout)
@@ -156,6 +162,8 @@ def train_parallel(job: Job, layout: Layout, corpus: Corpus) -> report.Run:
         for step in range(job.steps):
             with memory.watching(step == min(MEASURED_STEP, job.steps - 1)):
                 total = torch.zeros(())
+                if isinstance(model, nn.Module):  # the balance losses of routers are scaled as the others
+                    fp.expert.set_loss_scale(model, scaler.get_scale() / layout.accumulate)
                 for samples in layout.share(job.batch, mesh.rank("dp")):
                     input_ids, targets = corpus.batch(step, samples)
                     if isinstance(model, fp.pipeline.Pipeline):
@@ -169,9 +177,32 @@ def train_parallel(job: Job, layout: Layout, corpus: Corpus) -> report.Run:
                 scaler.update()
             schedule.step()
             optimizer.zero_grad()
-            meter.step_done(dp.all_reduce(total, "avg").item())
+            meter.step_done(dp.all_reduce(total, "avg").item(), loads_of(model, mesh, layout))
     meter.run.memory = most_of_all_ranks(memory)
     return meter.run
+
+
+def tell_routers(model: nn.Module, mesh: fp.Mesh, layout: Layout) -> None:
+    """Which ranks have other tokens of the batch: what "balance" means is then the same in every layout."""
+    for module in model.modules():
+        if isinstance(module, fp.expert.Router):
+            module.batch_comms = [Communicator(mesh.group("dp"))]
+            if layout.sequence_parallel:
+                module.comm = Communicator(mesh.group("tp"))
+
+
+def loads_of(model: nn.Module | fp.pipeline.Pipeline, mesh: fp.Mesh | None, layout: Layout | None) -> list[list[int]]:
+    """How many tokens each expert got since the last call, by layer."""
+    if not isinstance(model, nn.Module):
+        return []
+    loads = [*fp.expert.expert_loads(model, reset=True).values()]
+    if not loads:
+        return []
+    total = torch.stack(loads)
+    if mesh is not None and layout is not None:
+        for dim in ("dp", "tp") if layout.sequence_parallel else ("dp",):
+            total = Communicator(mesh.group(dim)).all_reduce(total)
+    return total.tolist()
 
 
 def shard(
@@ -229,7 +260,7 @@ def train_single(job: Job, corpus: Corpus) -> report.Run:
                 optimizer.step()
             schedule.step()
             optimizer.zero_grad()
-            meter.step_done(loss.item())
+            meter.step_done(loss.item(), loads_of(model, None, None))
     meter.run.memory = most_of_all_ranks(memory)
     return meter.run
 
@@ -259,6 +290,10 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--zero", default=0, choices=(0, 1, 2, 3), metavar="STAGE", help="what data-parallel ranks split (%(default)s)")
     add("--offload", default="none", type=str, metavar="WHERE", help="optimizer states: none, cpu or nvme:FOLDER")
     add("--accumulate", default=1, help="forward and backward passes per step (%(default)s)")
+    add("--experts", default=0, help="in every layer, in the place of its MLP (%(default)s: none)")
+    add("--top-k", default=2, help="experts of a token (%(default)s)")
+    add("--ep", default=1, help="ranks that the experts are spread over (%(default)s)")
+    add("--balance", default=0.01, type=float, metavar="C", help="coefficient of the balance loss (%(default)s)")
     add("--steps", default=80)
     add("--batch", default=8, help="sequences per step, over all ranks (%(default)s)")
     add("--seq-len", default=256, help="bytes per sequence (%(default)s)")
@@ -282,7 +317,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 def make_job(arguments: argparse.Namespace) -> tuple[Job, Layout, Corpus]:
     """Everything the flags ask for, checked; ValueError or OSError says what is wrong with them."""
     a = arguments
-    names = ("schedule", "microbatches", "parts", "zero", "offload", "accumulate")
+    names = ("schedule", "microbatches", "parts", "zero", "offload", "accumulate", "ep")
     rest = {name: getattr(a, name) for name in names}
     layout = Layout.of_world(int(os.environ.get("WORLD_SIZE", "1")), a.pp, a.tp, a.dp, a.sequence_parallel, **rest)
     model = LlamaConfig(
@@ -292,7 +327,11 @@ def make_job(arguments: argparse.Namespace) -> tuple[Job, Layout, Corpus]:
         num_hidden_layers=a.layers,
         num_attention_heads=a.heads,
         num_key_value_heads=a.kv_heads,
+        num_experts=a.experts,
+        num_experts_per_tok=a.top_k,
+        router_aux_loss_coef=a.balance,
     )
+    check_experts(a, layout)
     job = Job(model, a.steps, a.batch, a.seq_len, a.lr, a.seed, a.dtype, a.precision)
     if a.accumulate < 1 or a.batch % (layout.dp * a.accumulate):
         raise ValueError(
@@ -316,6 +355,26 @@ def make_job(arguments: argparse.Namespace) -> tuple[Job, Layout, Corpus]:
         raise ValueError(f"--torch-threads must be at least 1, got {a.torch_threads}")
     a.out.mkdir(parents=True, exist_ok=True)  # now, as it would be a pity to find out after training
     return job, layout, load_corpus(a.data, a.seq_len, a.seed)
+
+
+def check_experts(a: argparse.Namespace, layout: Layout) -> None:
+    """Raise ValueError for what does not go together with --experts."""
+    if not a.experts:
+        if a.ep > 1:
+            raise ValueError(f"--ep ({a.ep}) spreads experts: say how many with --experts")
+        return
+    if layout.pp > 1:
+        raise ValueError("--experts is for --pp 1: pipelines of this trainer have dense layers")
+    if a.ep < 1 or (layout.tp * layout.dp) % a.ep or a.experts % a.ep:
+        raise ValueError(
+            f"--ep ({a.ep}) must divide --tp ({layout.tp}) times --dp ({layout.dp}), and --experts ({a.experts})"
+        )
+    if a.ep > 1 and layout.zero == 3:
+        raise ValueError("--zero 3 gathers parameters over all data-parallel ranks: with --ep take --zero 2")
+    if a.balance and a.accumulate > 1:
+        raise ValueError(
+            "--balance is over all tokens of a forward pass, which --accumulate makes fewer: add --balance 0"
+        )
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -343,7 +402,11 @@ def main(argv: list[str] | None = None) -> int:
     settings["threads_per_process"] = arguments.torch_threads
     report.save_json(arguments.out / "report.json", settings, parallel, comparison)
     report.save_plot(arguments.out / "losses.png", parallel, comparison)
-    print(f"wrote {arguments.out}/report.json and losses.png")
+    pictures = "losses.png"
+    if parallel.loads:
+        report.save_loads(arguments.out / "loads.png", parallel)
+        pictures += ", loads.png"
+    print(f"wrote {arguments.out}/report.json and {pictures}")
     return 0 if comparison is None or comparison.passed else 1
 
 

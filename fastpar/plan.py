@@ -126,6 +126,11 @@ _LLAMA_LIKE: dict[str, str] = {
     "embed_tokens": "vocab",
 }
 
+_LLAMA_WITH_EXPERTS: dict[str, str] = {
+    **{pattern: word for pattern, word in _LLAMA_LIKE.items() if ".mlp" not in pattern},
+    "layers.*.mlp.experts": "expert",
+}
+
 _GPT2: dict[str, str] = {
     "wte": "vocab",
     "drop": "dropout",
@@ -155,7 +160,14 @@ def auto_plan(model: nn.Module) -> dict[str, str | Style]:
     prefix = f"{base}." if base and base in paths else ""
     if own and not any(prefix + pattern in paths for pattern in own):  # one that the class inherits and does not use
         prefix = next((f"{name}." for name, _ in model.named_children() if f"{name}.{next(iter(own))}" in paths), "")
-    known = next((t for t in (_LLAMA_LIKE, _GPT2) if all(prefix + p in paths for p in t if "drop" not in p)), None)
+    known = next(
+        (
+            t
+            for t in (_LLAMA_LIKE, _LLAMA_WITH_EXPERTS, _GPT2)
+            if all(prefix + p in paths for p in t if "drop" not in p)
+        ),
+        None,
+    )
     plan: dict[str, str | Style]
     if own:
         plan = dict(_with_boundaries({prefix + pattern: word for pattern, word in own.items()}, paths, every))

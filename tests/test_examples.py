@@ -258,6 +258,10 @@ def test_comparison_passes_up_to_the_tolerance_and_never_with_nan():
         ("--accumulate 3", "--batch (8) must be a multiple of the data-parallel ranks (1) times --accumulate (3)"),
         ("--accumulate 0", "--accumulate (0)"),
         ("--offload nvme", "--offload must be none, cpu or nvme:FOLDER, got 'nvme'"),
+        ("--ep 2", "--ep (2) spreads experts"),
+        ("--experts 4 --ep 3", "--ep (3) must divide --tp (1) times --dp (1), and --experts (4)"),
+        ("--experts 4 --top-k 5", "num_experts_per_tok (5) must be 1 to num_experts (4)"),
+        ("--experts 4 --accumulate 2", "add --balance 0"),
         ("--precision bf16 --dtype float64", "--precision bf16 keeps float32 master weights, but --dtype is float64"),
     ],
 )
@@ -286,8 +290,9 @@ def test_wrong_flags_are_one_line_and_status_2(
             "PP 2 (zbv) x TP 1 x DP 1",
             {"tp": 1, "pp": 2, "schedule": "zbv", "microbatches": 2, "parts": "E|t|t|H"},
         ),
+        (["--tp=2", "--ep=2", "--experts=4"], "TP 2 x DP 1, EP 2", {"tp": 2, "ep": 2}),
     ],
-    ids=["tensor", "zero", "pipeline"],
+    ids=["tensor", "zero", "pipeline", "experts"],
 )
 def test_two_ranks_match_a_single_process_under_torchrun(
     flags: list[str], name: str, layout: dict[str, Any], text: Path, tmp_path: Path
@@ -329,6 +334,11 @@ def test_two_ranks_match_a_single_process_under_torchrun(
     assert max(abs(a - b) for a, b in zip(parallel, single, strict=True)) == figures["difference"]["max"] <= 1e-4
     assert figures["difference"]["passed"]
     assert (tmp_path / "losses.png").read_bytes().startswith(b"\x89PNG")
+    if "ep" in layout:
+        loads = figures["parallel"]["expert_loads"]
+        assert loads[0] == figures["single"]["expert_loads"][0]
+        assert [sum(layer) for layer in loads[-1]] == [2 * 4 * 32] * 2  # two of four experts for every token
+        assert (tmp_path / "loads.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_step_of_every_stage_is_drawn_with_its_waits(tmp_path: Path):

@@ -191,7 +191,9 @@ def test_rows_without_room_are_an_error_on_every_rank(tmp_path: Path) -> None:
     for exchange, found in zip(exchanges, pushed, strict=True):
         assert torch.isnan(found.poison).all()
         assert int(found.slots.max()) < 8
-        with pytest.raises(RuntimeError, match=r"rank 0 would have got 18 rows for its experts, .* there is room for 8"):
+        with pytest.raises(
+            RuntimeError, match=r"rank 0 would have got 18 rows for its experts, .* there is room for 8"
+        ):
             exchange.empty_rows()
 
 
