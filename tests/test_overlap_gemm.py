@@ -44,6 +44,12 @@ def test_kernels_and_protocol_in_the_interpreter() -> None:
     run_interpreted("check_overlap_gemm.py")
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_more_ranks_and_delays_in_the_interpreter() -> None:
+    run_interpreted("check_overlap_gemm.py", "slow")
+
+
 # ---- ahead of time ---------------------------------------------------------------------------------------------------
 
 

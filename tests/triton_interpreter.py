@@ -1,7 +1,8 @@
 """Runs tests of Triton kernels in Triton's interpreter, on CPU tensors.
 
 TRITON_INTERPRET is read when a kernel is decorated, so these tests need a process of their own. They stand in
-tests/interpreted/check_<stem>.py, a name that ordinary collection passes over, and one wrapper test per stem runs them.
+tests/interpreted/check_<stem>.py, a name that ordinary collection passes over, and one wrapper test per stem runs them;
+another one, which is slow itself, those that are marked slow.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def run_interpreted(test_file: str) -> None:
+def run_interpreted(test_file: str, markers: str = "not slow") -> None:
     """Run the tests of tests/interpreted/`test_file` in the interpreter; shows their output if one fails or none ran.
 
     Skips where triton is not installed.
@@ -25,7 +26,7 @@ def run_interpreted(test_file: str) -> None:
     if importlib.util.find_spec("triton") is None:
         pytest.skip("triton is not installed")
     path = str(ROOT / "tests" / "interpreted" / test_file)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", path]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", markers, path]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
     if result.returncode != 0:

@@ -284,12 +284,12 @@ ALL_OPS = ["gather copy", "scatter", "reduce", "gather kernel"]
 @pytest.mark.parametrize(
     ("size", "ops", "delay", "sizes"),
     [
-        (2, ALL_OPS, "nobody", [33, 33]),
+        pytest.param(2, ALL_OPS, "nobody", [33, 33], marks=pytest.mark.slow),
         (2, ["gather copy", "gather kernel"], "turns", [40, 1]),
         (2, ["scatter"], "turns", [1, 40]),
         (2, ["reduce"], "turns", [20, 21]),
         (3, ALL_OPS, "last", [17, 0, 33]),
-        (4, ALL_OPS, "turns", [16, 1, 20, 5]),
+        pytest.param(4, ALL_OPS, "turns", [16, 1, 20, 5], marks=pytest.mark.slow),
     ],
 )
 def test_processes_agree_call_after_call(
