@@ -54,6 +54,18 @@ _AVX512 = (
 _PTXAS_INFO = re.compile(r"ptxas info +:| +\d+ bytes stack frame,")
 ISA_FLAGS = {"avx2": _AVX2, "avx512": _AVX512, "avx512bf16": (*_AVX512, "-mavx512bf16")}
 
+# Checks that AddressSanitizer's signal and red zones make again, or that need virtual functions, are left out, and
+# accesses are checked by a call instead of in place: that halves the time to compile.
+_SANITIZE_FLAGS = (
+    "-fno-sanitize-recover=all",
+    "-fno-sanitize=null,object-size,vptr",
+    "--param",
+    "asan-instrumentation-with-call-threshold=0",
+    "-fno-omit-frame-pointer",
+    "-g1",
+    "-O1",
+)
+
 
 @dataclass(frozen=True)
 class Options:
@@ -177,13 +189,7 @@ def _compile_command(source: Path, target: Path, options: Options) -> list[str]:
     flags = ["-O3", "-fPIC", "-fvisibility=hidden", "-fvisibility-inlines-hidden", "-Wall", "-Wextra"]
     flags += ["-Wno-unused-parameter", "-isystem", str(options.torch_dir / "include")]
     if options.sanitize:
-        flags += [
-            f"-fsanitize={options.sanitize}",
-            "-fno-sanitize-recover=all",
-            "-fno-omit-frame-pointer",
-            "-g1",
-            "-O1",
-        ]
+        flags += [f"-fsanitize={options.sanitize}", *_SANITIZE_FLAGS]
     if is_x86:
         isa: Sequence[str] = ISA_FLAGS.get(source.stem.rpartition("_")[2], ())
         # Kernels throw nothing, and the tables for unwinding would share a symbol with files for other processors.
