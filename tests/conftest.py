@@ -1,18 +1,53 @@
-"""Session-wide set-up: the rank pool ends with the session, and `gpu` tests skip without a GPU."""
+"""Session-wide set-up: the rank pool ends with the session, `gpu` tests skip without a GPU, and parts of the tests can
+be run apart.
+
+    --part device    device code without a device: compiled, emulated, interpreted; and programs under ThreadSanitizer
+    --part alone     whatever starts ranks, reads the clock or gives a process a deadline: needs the machine for itself
+    --part plain     the others
+"""
 
 from __future__ import annotations
+
+import functools
+import re
+from pathlib import Path
 
 import pytest
 import torch
 
 from tests import dist
 
+_DEVICE = re.compile(r"test_(gpu|build|emulation|overlap_gemm|protocol_gpu)|_(triton|cuda|cuda_build|tsan)\.py$")
+_ALONE = re.compile(r"run_ranks|fault_ranks|ProcessLane|monotonic|perf_counter|RLIMIT|timeout=")
+
+
+@functools.cache
+def part_of(file: Path) -> str:
+    """The part that a test file belongs to."""
+    if _DEVICE.search(file.name):
+        return "device"
+    return "alone" if _ALONE.search(file.read_text()) else "plain"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", choices=["device", "alone", "plain"], help="run only that part of the tests")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    part = config.getoption("part")
+    is_test = part and collection_path.match("test_*.py")
+    return True if is_test and part_of(collection_path) != part else None
+
 
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(2)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if part := config.getoption("part"):  # pytest ignores no file that is named on the command line
+        others = [item for item in items if part_of(item.path) != part]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if part_of(item.path) == part]
     if torch.cuda.is_available():
         return
     for item in items:

@@ -2,6 +2,7 @@
 # The tests of the C++ kernels against a library built with AddressSanitizer and UndefinedBehaviorSanitizer.
 #
 #   tools/run_asan.sh [pytest arguments]        default: the op tests, without their slow variants and without torch.compile
+#   tools/run_asan.sh --build                   the library alone
 #
 # The sanitizer's runtime has to be in the process before Python itself, hence LD_PRELOAD. Leaks are not looked for: an
 # interpreter and a torch that exit without freeing everything would drown ours.
@@ -16,6 +17,7 @@ if [[ $(runtime libasan.so) != /* ]]; then
   exit 1
 fi
 "$python" _build/native.py --sanitize=address,undefined --output="$library"
+if [[ ${1:-} == --build ]]; then exit; fi
 if (($# == 0)); then
   set -- -q -m "not slow and not gpu" -k "not compile and not triton" tests/test_cross_entropy.py \
     tests/test_cross_entropy_kernels.py tests/test_dropout.py tests/test_rms_norm.py tests/test_swiglu.py \

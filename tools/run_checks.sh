@@ -6,14 +6,19 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-names=() verdicts=() seconds=()
+summary=$(mktemp) closing=$(mktemp) beside=$(mktemp) beside_pid=
+cleanup() {
+  if [[ -n $beside_pid ]]; then kill -- -"$beside_pid" 2>/dev/null || true; fi
+  rm -f "$summary" "$closing" "$beside"
+}
+trap cleanup EXIT
+
 check() { # name, command...
-  local name=$1 started=$SECONDS
+  local name=$1 started=$SECONDS verdict=ok
   shift
   printf '\n--- %s\n' "$name"
-  if "$@"; then verdicts+=(ok); else verdicts+=(FAILED); fi
-  names+=("$name")
-  seconds+=($((SECONDS - started)))
+  "$@" || verdict=FAILED
+  printf '%-7s %4d s  %s\n' "$verdict" $((SECONDS - started)) "$name" >>"$summary"
 }
 
 clang_format() {
@@ -22,24 +27,42 @@ clang_format() {
   tools/in_env.sh clang-format --dry-run -Werror "${files[@]}"
 }
 
-log=$(mktemp)
-trap 'rm -f "$log"' EXIT
-run_pytest() { "$(tools/find_python.sh)" -m pytest "$@" 2>&1 | tee "$log"; }
+# One part of the tests (see tests/conftest.py). That a part has none of those that were asked for is no failure.
+run_pytest() { # part, pytest arguments...
+  local part=$1 log code=0
+  shift
+  log=$(mktemp)
+  "$(tools/find_python.sh)" -m pytest --part "$part" "$@" 2>&1 | tee "$log" || code=$?
+  printf '%s: %s\n' "$part" "$(tail -n 1 "$log")" >>"$closing"
+  rm -f "$log"
+  return $((code == 5 ? 0 : code))
+}
+
+run_beside() { # pytest arguments...
+  check "mypy" tools/in_env.sh mypy
+  check "build of the C++ kernels under ASan and UBSan" env MAX_JOBS=1 tools/run_asan.sh --build
+  check "pytest, plain" run_pytest plain "$@"
+}
 
 check "ruff check" tools/in_env.sh ruff check .
 check "ruff format" tools/in_env.sh ruff format --check --diff .
 check "clang-format" clang_format
-check "mypy" tools/in_env.sh mypy
-if [[ ${1:-} != --lint ]]; then
+if [[ ${1:-} == --lint ]]; then
+  check "mypy" tools/in_env.sh mypy
+else
+  # What keeps one core busy and does not look at the clock runs beside something of the same kind; the rest alone.
+  set -m # a process group of its own, which can be ended as a whole
+  run_beside "$@" </dev/null >"$beside" 2>&1 &
+  beside_pid=$!
+  set +m
+  check "pytest, device code" run_pytest device "$@"
+  wait "$beside_pid" || true
+  beside_pid=
+  cat "$beside"
   check "C++ kernels under ASan and UBSan" tools/run_asan.sh
-  check "pytest" run_pytest "$@"
+  check "pytest, alone" run_pytest alone "$@"
 fi
 
 printf '\n--- summary\n'
-status=0
-for i in "${!names[@]}"; do
-  printf '%-7s %4d s  %s\n' "${verdicts[i]}" "${seconds[i]}" "${names[i]}"
-  if [[ ${verdicts[i]} != ok ]]; then status=1; fi
-done
-tail -n 1 "$log" # pytest's closing line
-exit "$status"
+cat "$summary" "$closing"
+! grep -q '^FAILED' "$summary"
