@@ -38,7 +38,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -317,3 +317,24 @@ class _Run:
             if output := worker.output_tail():
                 parts.append(f"--- rank {rank} printed\n{output}")
         return "\n".join(parts)
+
+
+# ---- the side of a rank
+
+
+def say_done() -> None:
+    """To ranks that stay away."""
+    import torch.distributed as dist
+
+    _default_store().set(f"done {dist.get_rank()}", "")
+
+
+def stay_away_until_done(ranks: Sequence[int]) -> None:
+    """Take part in nothing until these ranks are done: no longer than they need, and no less."""
+    _default_store().wait([f"done {rank}" for rank in ranks])
+
+
+def _default_store() -> Any:
+    import torch.distributed as dist
+
+    return dist.distributed_c10d._get_default_store()

@@ -31,7 +31,7 @@ from fastpar.comm import (
 )
 from fastpar.comm.recording import algorithmic_bytes
 from tests.counting import count_collectives
-from tests.dist import run_ranks
+from tests.dist import run_ranks, say_done, stay_away_until_done
 
 SHAPES = [(1,), (257,), (5, 7), (0, 3)]
 FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -328,7 +328,7 @@ def test_one_rank_needs_no_process_group_and_still_gives_new_tensors():
 def nobody_else_calls(waiter):
     comm = Communicator(dist.group.WORLD, timeout=1.0)
     if comm.rank != waiter:
-        time.sleep(2.0)
+        stay_away_until_done([waiter])
         return None
     started = time.monotonic()
     pending = comm.all_reduce_async(torch.ones(3, dtype=torch.float64))
@@ -340,6 +340,7 @@ def nobody_else_calls(waiter):
     took = time.monotonic() - started
     with pytest.raises(CommError):
         pending.wait()
+    say_done()
     return took, str(early.value), str(late.value)
 
 

@@ -35,7 +35,7 @@ from fastpar.comm.hierarchy import INLINE_BYTES
 from fastpar.comm.local_world import SLOT_BYTES
 from fastpar.comm.shared_region import SharedRegion
 from tests import test_comm
-from tests.dist import run_ranks
+from tests.dist import run_ranks, say_done, stay_away_until_done
 from tests.test_shared_memory import noise, same_bits
 
 PAIRS = [[0, 1], [2, 3]]
@@ -388,12 +388,14 @@ def test_a_mismatch_within_a_host_or_across_hosts_is_an_error_on_every_rank_and_
 
 
 def check_absent(absent, mode):
+    communicator().barrier()  # meets the others, however late they start
     comm = communicator(timeout=0.8)
     for _ in range(SIX):
         comm.all_reduce(torch.ones(3))
     x = torch.ones(3 if mode == "little" else INLINE_BYTES)
+    others = [rank for rank in range(comm.size) if rank != absent]
     if comm.rank == absent:
-        time.sleep(2.5)
+        stay_away_until_done(others)
         return None
     started = time.monotonic()
     with pytest.raises(CommTimeoutError) as caught:
@@ -401,9 +403,9 @@ def check_absent(absent, mode):
     took = time.monotonic() - started
     with pytest.raises(CommError, match=r"an earlier collective of this group failed .*: make a new group"):
         comm.all_reduce(x)
-    others = [rank for rank in range(comm.size) if rank != absent]
     again = communicator(group=dist.new_group(others, use_local_synchronization=True))
     test_comm.same(again.all_reduce(torch.ones(2)), torch.full((2,), comm.size - 1.0))
+    say_done()
     return took, str(caught.value)
 
 
@@ -428,13 +430,14 @@ def test_a_rank_that_never_calls_is_named_on_the_ranks_of_all_hosts_at_the_deadl
 
 
 def check_host_absent():
+    communicator().barrier()
     comm = communicator(timeout=0.8)
-    comm.barrier()
     if comm.rank in (1, 3):
-        time.sleep(2.0)
+        stay_away_until_done([0, 2])
         return None
     with pytest.raises(CommTimeoutError) as caught:
         comm.all_reduce(torch.ones(3))
+    say_done()
     return str(caught.value)
 
 

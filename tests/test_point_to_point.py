@@ -36,6 +36,7 @@ from fastpar.comm.shared_mailbox import SharedMailbox
 from tests.dist import run_ranks
 from tests.fault_ranks import MESSAGES, FaultRanks
 from tests.test_comm_faults import KILLED_WITHIN_S, held
+from tests.timing import assert_within
 
 BOTH = pytest.mark.parametrize("transport", ["shared_memory", "torch"])
 MB = 1 << 20
@@ -173,27 +174,29 @@ def test_messages_of_one_tag_come_in_order_and_tags_in_any(world_size, transport
 
 
 def check_outstanding(transport):
+    """How long rank 0 took to send what rank 1 does not even look at before that."""
     p2p = made(transport)
     started = time.monotonic()
+    took = 0.0
     if p2p.rank == 0:
         buffer = torch.empty(1000)
         for number in range(1000):
             p2p.send(1, 0, [buffer.fill_(number)])
         p2p.send(1, 1, [])
-        assert time.monotonic() - started < 1.0  # rank 1 does not even look for that long
+        took = time.monotonic() - started
         dist.barrier()
     else:
-        time.sleep(1.5)
         dist.barrier()
         p2p.recv(0, 1)
         for number in range(1000):
             (x,), _ = p2p.recv(0, 0)
             assert torch.equal(x, torch.full((1000,), float(number)))
+    return took
 
 
 @BOTH
 def test_1000_sends_wait_for_nobody_and_keep_what_was_sent(transport):
-    run_ranks(2, check_outstanding, transport)
+    assert_within(1.0, lambda: max(run_ranks(2, check_outstanding, transport)))
 
 
 def check_objects(transport):
@@ -504,6 +507,7 @@ def test_one_rank_has_no_peers():
 
 def check_timeout(transport):
     p2p = made(transport)
+    took = 0.0
     p2p.timeout = 0.3
     if p2p.rank == 0:
         p2p.send(1, 8, [])
@@ -515,16 +519,18 @@ def check_timeout(transport):
         started = time.monotonic()
         with pytest.raises(CommTimeoutError, match=r"rank 1 waited 0.3 s for a message with tag 9 of rank 0;.* 8"):
             p2p.recv(0, 9)
-        assert 0.3 <= time.monotonic() - started < 0.6
+        took = time.monotonic() - started
+        assert took >= 0.3
         dist.barrier()
         assert p2p.recv(0, 9)[0][0].tolist() == [1.0] * 3
         assert p2p.recv(0, 8) == ([], b"")
     dist.barrier()
+    return took
 
 
 @BOTH
 def test_a_late_message_is_named_and_can_still_be_received(transport):
-    run_ranks(2, check_timeout, transport)
+    assert_within(0.6, lambda: max(run_ranks(2, check_timeout, transport)))
 
 
 def check_abort(transport):
@@ -558,11 +564,12 @@ def check_abort(transport):
 
 @BOTH
 def test_the_reason_of_a_rank_that_gives_up_reaches_every_wait(transport):
-    late = []
-    for _ in range(3):  # where other processes keep the processors busy, a rank that is told may not run at once
+    def seconds_to_tell() -> float:
         told = run_ranks(4, check_abort, transport)
-        late.append(max(told[0], told[2]) - told[1])
-    assert 0 < min(late) < 0.1
+        assert min(told[0], told[2]) > told[1]
+        return max(told[0], told[2]) - told[1]
+
+    assert_within(0.1, seconds_to_tell)
 
 
 def test_a_failure_of_a_peer_can_be_pickled():
@@ -588,16 +595,17 @@ def check_interrupt(transport):
             p2p.recv(1 - p2p.rank, 0)
     finally:
         signal.signal(signal.SIGALRM, before)
-    assert time.monotonic() - started < 0.8
+    took = time.monotonic() - started
     dist.barrier()
     p2p.send(1 - p2p.rank, 0, [torch.ones(1)])  # nothing is broken
     assert p2p.recv(1 - p2p.rank, 0)[0][0].item() == 1.0
     dist.barrier()
+    return took
 
 
 @BOTH
 def test_a_signal_ends_a_wait(transport):
-    run_ranks(2, check_interrupt, transport)
+    assert_within(0.8, lambda: max(run_ranks(2, check_interrupt, transport)))
 
 
 def check_absent(transport):
