@@ -96,22 +96,26 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-CASES = [
+QUICK = [
     ("example", {"pp": 2, "tp": 2}, "1f1b", False, {}),
     ("example", {"pp": 2, "tp": 2}, "zbv", False, {"sequence_parallel": True}),
     ("llama", {"pp": 4}, "zb_h1", False, {}),
-    ("llama", {"pp": 2, "tp": 2}, "zb_h1", True, {}),
     ("qwen3", {"pp": 2, "tp": 2}, "interleaved_1f1b", False, {"schedule_options": {"stages_per_rank": 2}}),
     ("gpt2", {"pp": 4}, "1f1b", True, {"layout": "E,t*2|t|t|H"}),
-    ("mistral", {"pp": 2, "tp": 2}, "gpipe", False, {"layout": [3, 1]}),
     ("llama", {"pp": 2, "tp": 2}, "zbv", False, {"recompute": fp.recompute.Full(), "sequence_parallel": True}),
+]
+SLOW = [
+    ("llama", {"pp": 2, "tp": 2}, "zb_h1", True, {}),
+    ("mistral", {"pp": 2, "tp": 2}, "gpipe", False, {"layout": [3, 1]}),
     ("example", {"pp": 4}, "1f1b", False, {"recompute": fp.recompute.Selective()}),
 ]
 
 
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(
-    ("architecture", "dims", "schedule", "tied", "options"), CASES, ids=[f"{c[0]}-{c[1]}-{c[2]}" for c in CASES]
+    ("architecture", "dims", "schedule", "tied", "options"),
+    [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
+    ids=[f"{c[0]}-{c[1]}-{c[2]}" for c in (*QUICK, *SLOW)],
 )
 def test_twenty_steps_equal_one_process(architecture, dims, schedule, tied, options) -> None:
     """One process accumulates the same microbatches. Without tp even the bits are the same, but for the sum of tied

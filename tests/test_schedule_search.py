@@ -156,10 +156,10 @@ def test_fixed_schedules_are_those_with_the_placement_and_within_the_limit() -> 
 # F, I, W and hop; memory in microbatches, until when; best fixed; what the V-shaped search reaches, and how soon
 WINS = [
     ((10, 20, 6, 0), 8, "weight", 1250, 1247, 30),
-    ((10, 20, 6, 0), 8, "input", 1250, 1222, 600),
+    pytest.param((10, 20, 6, 0), 8, "input", 1250, 1222, 600, marks=pytest.mark.slow),
     ((10, 10, 10, 5), 8, "weight", 1170, 1165, 30),
     ((10, 10, 10, 5), 8, "input", 1170, 1100, 600),
-    ((10, 10, 10, 5), 16, "weight", 1065, 1035, 600),
+    pytest.param((10, 10, 10, 5), 16, "weight", 1065, 1035, 600, marks=pytest.mark.slow),
 ]
 
 

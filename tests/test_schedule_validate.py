@@ -31,7 +31,7 @@ GRID = [
     (4, 10),
     (6, 12),
     (8, 8),
-    (8, 32),
+    pytest.param(8, 32, marks=pytest.mark.slow),
 ]
 
 

@@ -66,7 +66,7 @@ def skip_run(stage: int, dtype: torch.dtype, kind: str, bad: float | None) -> tu
         is_bad = step == BAD_STEP
         if is_bad and bad is None:
             continue
-        before = bits(zero)
+        before = bits(zero) if is_bad else {}
         x, y = batch(step, 0, dist.get_rank())
         factor = bad if is_bad and bad is not None and dist.get_rank() == BAD_RANK else 1.0
         nn.functional.mse_loss(model(x, factor).float(), y).backward()
