@@ -15,6 +15,7 @@ from fastpar.expert import (
     LossRule,
     Router,
     aux_loss,
+    balance_routes,
     global_batch_aux_loss,
     sequence_aux_loss,
     update_biases,
@@ -96,8 +97,10 @@ def router_gradient(sizes: tuple[int, ...]) -> tuple[Tensor, int]:
     return layer.weight.grad, len(log)
 
 
-def moved_biases(sizes: tuple[int, ...], steps: int) -> tuple[Tensor, Tensor, int]:
-    """The biases of two routers after some steps with the tokens split over tp and dp; collectives of a step."""
+def moved_biases(sizes: tuple[int, ...], steps: int) -> tuple[Tensor, Tensor, int, int]:
+    """The biases of two routers after some steps with the tokens split over tp and dp; collectives of a step; the
+    first expert of this rank's first token when all are chosen in turn.
+    """
     mesh = fp.init_mesh(dp_shard=2, tp=2)
     start = sum(sizes[: dist.get_rank()])
     model = torch.nn.ModuleList(router(bias_rule=BiasRule(0.1)) for _ in range(2))
@@ -107,5 +110,7 @@ def moved_biases(sizes: tuple[int, ...], steps: int) -> tuple[Tensor, Tensor, in
         with record() as log:
             update_biases(model, groups=(mesh.group("tp"), mesh.group("dp_shard")))
     mesh.close()
+    with balance_routes(model, dist.group.WORLD):
+        first = int(model[0](tokens(1)).indices[0, 0])
     biases = [layer.e_score_correction_bias for layer in model]
-    return biases[0], biases[1], len(log)
+    return biases[0], biases[1], len(log), first

@@ -18,6 +18,7 @@ from fastpar.expert import (
     expert_loads,
     load_balance,
     preset,
+    record_routes,
     sequence_aux_loss,
     set_loss_scale,
     update_biases,
@@ -89,6 +90,15 @@ def test_the_balance_loss_has_its_gradient_through_the_scores_alone():
     indices = moe_route(logits, RouteRule(2)).indices
     assert torch.autograd.gradcheck(lambda x: aux_loss(x.softmax(-1), indices), (logits,), fast_mode=True)
     assert torch.autograd.gradcheck(z_loss, (logits,), fast_mode=True)
+
+
+def test_sequences_without_tokens_are_left_out():
+    logits, mask, sequences = batch(23)
+    routing = moe_route(logits.nan_to_num(), RouteRule(2), mask=mask & (sequences > 0))
+    found = sequence_aux_loss(routing.scores, routing.indices, sequences, NUM_SEQUENCES, mask=mask & (sequences > 0))
+    kept = mask & (sequences > 0)
+    wanted = sequence_aux_loss(routing.scores[kept], routing.indices[kept], sequences[kept] - 1, NUM_SEQUENCES - 1)
+    torch.testing.assert_close(found, wanted)
 
 
 def test_no_tokens_cost_nothing():
@@ -232,10 +242,22 @@ def test_losses_and_loads_are_counted_once_under_recomputation(name, collect):
         return  # its first forward has no gradients, as losses.py says
     rule = LossRule("huggingface", coeff=0.5, z_coeff=0.1)
     wanted_grad, wanted_load = step(router(losses=rule))
-    grad, load = step(router(losses=rule, collect=collect), RECOMPUTATIONS[name])
+    layer = router(losses=rule, collect=collect)
+    with record_routes(layer) as routes:
+        grad, load = step(layer, RECOMPUTATIONS[name])
+    assert len(routes) == 1
+    assert collected_losses(layer) == {}  # none of the second forward
     torch.testing.assert_close(grad, wanted_grad)
     assert torch.equal(load, wanted_load)
     assert load.sum() == 13 * 2
+
+
+def test_a_second_backward_through_the_same_forward_counts_no_load():
+    layer = router()
+    loss = layer(tokens(5)).weights.sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    assert layer.load.sum() == 10
 
 
 def test_loads_are_counted_in_training_and_without_gradients_in_front_too():
@@ -301,8 +323,7 @@ def test_biases_move_against_the_load():
     assert bias_after([5, 1, 3, 3], BiasRule(0.5)) == [-0.5, 0.5, 0.0, 0.0]
     assert bias_after([9, 1, 1, 1], BiasRule(0.5, centered=True)) == [-0.75, 0.25, 0.25, 0.25]
     assert bias_after([0, 0, 0, 0], BiasRule(0.5)) == [0.0] * 4
-    big = 2**40 + 1  # where float32 has no odd numbers
-    assert bias_after([big, big, big], BiasRule(0.5)) == [0.0] * 3
+    assert bias_after([2**26 + 1, 2**26 - 1], BiasRule(0.5)) == [-0.5, 0.5]  # one number in float32
 
 
 def test_biases_are_the_same_on_all_ranks_and_for_any_split_of_the_batch():
@@ -313,7 +334,8 @@ def test_biases_are_the_same_on_all_ranks_and_for_any_split_of_the_batch():
         model[0](tokens(sum(sizes))).weights.sum().backward()
         update_biases(model)
     assert model[0].e_score_correction_bias.any()
-    for first, second, collectives in found:
+    for rank, (first, second, collectives, starts_at) in enumerate(found):
+        assert starts_at == rank * 6 // 4
         assert torch.equal(first, model[0].e_score_correction_bias)
         assert torch.equal(second, first)
         assert collectives == 2  # one for each group, for all routers
