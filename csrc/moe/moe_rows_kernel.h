@@ -34,7 +34,9 @@ inline void prefetch_row(const void* p) { __builtin_prefetch(p, 0, 2); }
 
 class RowFinder {
  public:
-  explicit RowFinder(const RowTables& tables) : tables_(tables), rows_(tables.begins[tables.count]) {}
+  explicit RowFinder(const RowTables& tables) : tables_(tables), rows_(tables.begins[tables.count]) {
+    while (2 * step_ < tables.count) step_ *= 2;
+  }
 
   // Null for a negative number, and for one beyond the tables.
   const char* operator()(int64_t row) {
@@ -42,10 +44,14 @@ class RowFinder {
       all_within_ = all_within_ && row < 0;
       return nullptr;
     }
-    // Neighbours are often of one table. Tables without rows are passed over.
-    while (row < tables_.begins[at_]) --at_;
-    while (row >= tables_.begins[at_ + 1]) ++at_;
-    return tables_.data[at_] + (row - tables_.begins[at_]) * tables_.strides[at_];
+    // The last table that begins at or before the row, so none without rows. In steps of 2^n without a branch: rows of
+    // neighbours in an index are of any table, and a wrong guess costs more than all steps.
+    int at = 0;
+    for (int step = step_; step > 0; step /= 2) {
+      const int next = at + step < tables_.count ? at + step : tables_.count;
+      at = tables_.begins[next] <= row ? next : at;
+    }
+    return tables_.data[at] + (row - tables_.begins[at]) * tables_.strides[at];
   }
 
   bool all_within() const { return all_within_; }
@@ -53,7 +59,7 @@ class RowFinder {
  private:
   const RowTables& tables_;
   const int64_t rows_;
-  int at_ = 0;
+  int step_ = 1;
   bool all_within_ = true;
 };
 
