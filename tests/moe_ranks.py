@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fastpar.comm import Communicator
 from fastpar.ops import Padding, moe_combine, moe_dispatch
 
 TRANSPORTS: dict[str, dict[str, Any]] = {
@@ -73,13 +74,15 @@ def check_step(parts: Parts, num_experts: int, name: object = "", **options: Any
         )
 
 
-def exchange_rank(sizes, hidden, top_k, num_experts, dtype, options) -> tuple[Tensor, ...]:
-    """Buffers are used again; in the end under a default device that is not that of the tokens."""
+def exchange_rank(sizes, hidden, top_k, num_experts, dtype, options, transport="auto") -> tuple[Tensor, ...]:
+    """Buffers are used again; in the end under a default device that is not that of the tokens. `transport` is the
+    communicator's."""
     found = ()
+    group = Communicator(dist.group.WORLD, transport=transport)
     parts = tokens_of(dist.get_rank(), sizes, hidden, top_k, num_experts, dtype)
     for default in ("cpu", "cpu", "meta"):
         with torch.device(default):
-            again = through_experts(*parts, num_experts=num_experts, group=dist.group.WORLD, **options)
+            again = through_experts(*parts, num_experts=num_experts, group=group, **options)
         assert not found or all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
         found = again
     return found

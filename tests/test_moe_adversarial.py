@@ -74,7 +74,7 @@ DIFFERENT = {
     "padding.align": ({"padding": Padding(align=8)}, r"got \[1, 8\]"),
     "padding.capacity": ({"padding": Padding(capacity=8)}, r"got \[-1, 8\]"),
     "payload": ({"payload": "float8_e4m3fn"}, r"got \[0, 1\]"),
-    "require gradients": ({"x": torch.zeros(3, 5, requires_grad=True)}, r"got \[0, 1\]"),
+    "what requires gradients": ({"x": torch.zeros(3, 5, requires_grad=True)}, r"got \[0, 1\]"),
 }
 
 

@@ -15,6 +15,7 @@ from fastpar.ops.moe import exchange_of
 from fastpar.ops.moe_rows import gather_rows
 from tests.dist import run_ranks
 from tests.moe_ranks import TRANSPORTS, exchange_rank, through_experts, tokens_of
+from tests.test_hierarchical import MIXED, run_on
 
 FP8 = "float8_e4m3fn"
 SIZES = {1: (23,), 2: (17, 6), 3: (0, 5, 18), 4: (9, 0, 13, 1)}
@@ -55,6 +56,29 @@ def test_ranks_match_one(size, transport, dtype):
             torch.testing.assert_close(torch.cat(got), want, rtol=0.02 if dtype == torch.bfloat16 else 1e-6, atol=0.05)
         else:
             assert torch.equal(torch.cat(got), want)
+
+
+def test_ranks_that_share_no_memory_match_one():
+    found = run_ranks(2, exchange_rank, SIZES[2], 9, 3, 12, torch.bfloat16, {"exact": True}, "torch")
+    whole = through_experts(*tokens_of(0, (sum(SIZES[2]),), 9, 3, 12, torch.bfloat16), num_experts=12)
+    assert all(torch.equal(torch.cat(got), want) for got, want in zip(zip(*found, strict=True), whole, strict=True))
+
+
+def test_ranks_on_several_hosts_match_one():
+    found = run_on(MIXED, exchange_rank, SIZES[4], 9, 3, 12, torch.float32, {"exact": True})
+    whole = through_experts(*tokens_of(0, (sum(SIZES[4]),), 9, 3, 12, torch.float32), num_experts=12)
+    assert all(torch.equal(torch.cat(got), want) for got, want in zip(zip(*found, strict=True), whole, strict=True))
+
+
+def memory_across_hosts() -> str:
+    with pytest.raises(ValueError, match="transport='shared_memory'") as error:
+        exchange_of(dist.group.WORLD, transport="shared_memory")
+    return str(error.value)
+
+
+def test_memory_that_is_not_shared_is_an_error():
+    for text in run_on(MIXED, memory_across_hosts):
+        assert "cannot share memory" in text
 
 
 def test_a_plan_tells_what_every_rank_and_expert_gets():

@@ -59,7 +59,7 @@ class AllToAllExchange(GroupBound):
         padding: Padding,
         *,
         payload: str | None = None,
-        differentiable: bool = False,
+        differentiable: int = 0,
     ) -> tuple[DispatchPlan, Tables]:
         comm = self.comm
         terms = Terms(padding, payload, differentiable)
@@ -109,18 +109,17 @@ class AllToAllExchange(GroupBound):
     ) -> tuple[Tensor, Tensor | None]:
         way: _Way = plan.way
         if way.pairs is not None:
-            fields = [_Field(rows, way.pairs.rows)]
-            fields += [] if values is None else [_Field(values.view(-1, 1), way.pairs.rows)]
-            found = self._swap(fields, way.pairs.to, way.pairs.back)
+            columns = [rows] if values is None else [rows, values.view(-1, 1)]
+            found = self._swap([_Field(x, way.pairs.rows) for x in columns], way.pairs.to, way.pairs.back)
             out = sum_rows(found[:1], way.pairs.slots, weights=plan.pair_weights if weighted else None, add=add)
             return out, None if values is None else take_values(found[1:], way.pairs.slots)
-        partial = sum_rows([rows], way.slots, weights=way.weights if weighted else None)
-        fields = [_Field(partial)] + ([] if values is None else [_Field(take_values([values], way.slots))])
+        fields: list[_Field | _Sums] = [_Sums(rows, way.slots, way.weights if weighted else None)]
+        fields += [] if values is None else [_Field(take_values([values], way.slots))]
         found = self._swap(fields, way.back, way.to)
         out = sum_rows(found[:1], way.sent.rows_of_token, add=add)
         return out, None if values is None else take_values(found[1:], way.sent.values_of_pair)
 
-    def _swap(self, fields: Sequence[_Field], to: Sequence[int], back: Sequence[int]) -> list[Tensor]:
+    def _swap(self, fields: Sequence[_Field | _Sums], to: Sequence[int], back: Sequence[int]) -> list[Tensor]:
         """What the ranks have sent, field by field: one all-to-all of the fields' rows, packed side by side."""
         ends, width = _layout(fields)
         packed = new_buffer(fields[0].x, (sum(to), width), torch.uint8)
@@ -153,7 +152,18 @@ class _Field(NamedTuple):
             gather_rows([self.x], self.rows, out=out)
 
 
-def _layout(fields: Sequence[_Field]) -> tuple[list[int], int]:
+class _Sums(NamedTuple):
+    """`sum_rows` of x [n, w] at slots [S, K], added up where it is sent from."""
+
+    x: Tensor
+    slots: Tensor
+    weights: Tensor | None
+
+    def write(self, out: Tensor) -> None:
+        sum_rows([self.x], self.slots, weights=self.weights, out=out)
+
+
+def _layout(fields: Sequence[_Field | _Sums]) -> tuple[list[int], int]:
     """Bytes of a packed row before each field's end, and of all of it."""
     ends, width = [], 0
     for field in fields:

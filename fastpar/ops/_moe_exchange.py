@@ -44,12 +44,12 @@ class Exchange(Protocol):
         padding: Padding,
         *,
         payload: str | None = None,
-        differentiable: bool = False,
+        differentiable: int = 0,
     ) -> tuple[DispatchPlan, Tables]:
         """Send x [T, H] to the ranks of its experts. `gather_rows(tables, plan.source)` are the experts' rows.
 
         payload         see `moe_dispatch`
-        differentiable  whether this rank will call for a backward: all must, or none
+        differentiable  what the backward will exchange, as a number that all ranks have to have alike; 0: there is none
 
         Raises ValueError on every rank for what is wrong on one.
         """
@@ -108,7 +108,7 @@ class LocalExchange(GroupBound):
         padding: Padding,
         *,
         payload: str | None = None,
-        differentiable: bool = False,
+        differentiable: int = 0,
     ) -> tuple[DispatchPlan, Tables]:
         terms = Terms(padding, payload, differentiable)
         problem = check_arguments(x, indices, weights, num_experts, terms, self.comm)

@@ -176,12 +176,12 @@ class Pairs:
 class Terms:
     """What all ranks of a dispatch have to agree on, besides the shape of a token.
 
-    differentiable  whether there will be a backward, in which every rank has to take part
+    differentiable  what the backward will exchange, in which every rank has to take part; 0: there is none
     """
 
     padding: Padding
     payload: str | None = None
-    differentiable: bool = False
+    differentiable: int = 0
 
 
 def check_arguments(
@@ -234,7 +234,7 @@ class Headers:
 
 _BAD_ARGUMENTS = 1
 _EQUAL_ON_ALL = ("top_k", "the hidden size", "the dtype of x", "padding.align", "padding.capacity", "payload")
-_GRADIENT = "whether x or weights require gradients (else a backward would wait for ranks that have none)"
+_GRADIENT = "what requires gradients (else a backward would wait for ranks that have none)"
 
 
 def exchange_headers(

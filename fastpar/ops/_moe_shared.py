@@ -60,7 +60,7 @@ class SharedExchange(GroupBound):
         padding: Padding,
         *,
         payload: str | None = None,
-        differentiable: bool = False,
+        differentiable: int = 0,
     ) -> tuple[DispatchPlan, Tables]:
         terms = Terms(padding, payload, differentiable)
         problem = check_arguments(x, indices, weights, num_experts, terms, self.comm)
