@@ -109,7 +109,8 @@ class Block:
 
     def results(self) -> dict[str, Tensor]:
         out = self.step()
-        return dict(zip(NAMES, (out.detach(), *(leaf.grad for leaf in self.leaves())), strict=True))
+        grads = [leaf.grad for leaf in self.leaves() if leaf.grad is not None]
+        return dict(zip(NAMES, (out.detach(), *grads), strict=True))
 
 
 NAMES = ("out", "dx", "dweights", "dfirst", "dsecond")

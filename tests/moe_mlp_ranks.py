@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fastpar.comm import record
 from fastpar.ops.moe_mlp import moe_mlp
 from fastpar.reference.moe_mlp import ExpertRule
 
@@ -69,6 +70,24 @@ def run_experts(sizes, dtype, rule, options) -> dict[str, Tensor]:
         again = gradients(moe_mlp, given, rule=rule, group=dist.group.WORLD, **options)
         assert not found or all(torch.equal(found[name], again[name]) for name in found)
         found = again
+    return found
+
+
+def run_chunks(sizes, rule, options, counts) -> list[dict[str, Tensor]]:
+    given = part(problem(torch.float32, rule), sizes, dist.get_rank())
+    options = {"rule": rule, "group": dist.group.WORLD, **options}
+    return [gradients(moe_mlp, given, chunks=chunks, **options) for chunks in counts]
+
+
+def record_chunks(sizes, options, counts) -> list[tuple[list[str], int]]:
+    """By number of chunks: the collectives of a forward and a backward, and the bytes that they send."""
+    rule = ExpertRule()
+    given = part(problem(torch.float32, rule), sizes, dist.get_rank())
+    found = []
+    for chunks in counts:
+        with record() as log:
+            gradients(moe_mlp, given, rule=rule, group=dist.group.WORLD, chunks=chunks, **options)
+        found.append(([entry.op for entry in log], sum(entry.nbytes for entry in log)))
     return found
 
 

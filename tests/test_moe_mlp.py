@@ -8,20 +8,31 @@ from __future__ import annotations
 
 import re
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from fastpar.ops import _moe_mlp
+from fastpar.ops import _moe_chunks, _moe_mlp
 from fastpar.ops._moe_payload import through
 from fastpar.ops._moe_plan import Padding
 from fastpar.ops.moe_mlp import moe_mlp
 from fastpar.reference.moe_mlp import ACTIVATIONS, WEIGH, ExpertRule
 from fastpar.reference.moe_mlp import moe_mlp as reference_moe_mlp
 from tests.dist import run_ranks
-from tests.moe_mlp_ranks import EXPERTS, HIDDEN, INNER, gradients, problem, run_experts, wrong_on_one_rank
+from tests.moe_mlp_ranks import (
+    EXPERTS,
+    HIDDEN,
+    INNER,
+    gradients,
+    problem,
+    record_chunks,
+    run_chunks,
+    run_experts,
+    wrong_on_one_rank,
+)
 
 RULES = {
     **{name: ExpertRule(name) for name in ACTIVATIONS},
@@ -260,6 +271,34 @@ def test_two_ranks_match_one(transport, weigh):
 )
 def test_four_ranks_of_which_one_has_no_tokens_match_one(options):
     assert_ranks_match_one(4, torch.bfloat16, ExpertRule("geglu"), options)
+
+
+@pytest.mark.parametrize(("size", "payload"), [(2, None), (4, "float8_e4m3fn")])
+def test_any_number_of_chunks_gives_the_same_bits(size, payload):
+    rule = ExpertRule(weigh="input")
+    options = {"transport": "all_to_all", "payload": payload}
+    for whole, *chunked in run_ranks(size, run_chunks, SIZES[size], rule, options, (1, 2, 3, 9)):
+        for found in chunked:
+            assert found.keys() == whole.keys()
+            assert all(torch.equal(found[name], whole[name]) for name in whole)
+
+
+def test_chunks_are_exchanges_of_their_own_and_send_no_byte_more():
+    options = {"transport": "all_to_all"}
+    for records in run_ranks(2, record_chunks, SIZES[2], options, (1, 3)):
+        (whole, whole_bytes), (chunked, nbytes) = records
+        assert whole == ["all_gather"] + ["all_to_all"] * 4
+        assert chunked == ["all_gather"] + ["all_to_all"] * (1 + 3 + 1 + 3 + 1)  # numbers, x, out; x and dout, dx
+        assert nbytes == whole_bytes
+
+
+def test_worked_example_of_chunks():
+    rows = torch.tensor([[-1, 2], [0, 3], [1, -1]])
+    plan = SimpleNamespace(way=SimpleNamespace(sent=SimpleNamespace(experts=rows), back=[3]))
+    plan.splits, plan.source = (0, 1, 2, 3, 4), torch.tensor([1, 2, 0, 1])
+    group_of = torch.tensor([0, 0, 1, 1])
+    assert _moe_chunks._first_sent(plan, group_of, 2).tolist() == [1, 0, 0]
+    assert _moe_chunks._first_received(plan, group_of, 2).tolist() == [1, 0, 0]
 
 
 def test_wrong_parameters_on_one_rank_are_an_error_on_all_and_the_next_call_is_right():

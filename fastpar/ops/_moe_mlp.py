@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fastpar.ops import _moe_chunks
 from fastpar.ops._autograd import first_derivative_only
 from fastpar.ops._buffers import new_buffer
 from fastpar.ops._expert_products import matmul, wgrad_of
@@ -43,6 +44,7 @@ class Call(NamedTuple):
     padding: Padding
     payload: str | None
     grad_scale: float
+    chunks: int
 
 
 class Experts(NamedTuple):
@@ -58,6 +60,24 @@ class Experts(NamedTuple):
         if rule.transposed:
             return self.first, self.second
         return self.first.transpose(1, 2), self.second.transpose(1, 2)
+
+
+class Wants(NamedTuple):
+    """Which gradients are asked for: of x, of the choices' weights, of each parameter."""
+
+    x: bool
+    weights: bool
+    experts: Experts
+
+    def inputs(self, rule: ExpertRule) -> bool:
+        """Whether they take x."""
+        return bool(self.experts.first) or (self.weights and rule.weigh == "input")
+
+    def exchanged(self, rule: ExpertRule) -> int:
+        """A number for what backward exchanges; 0: nothing."""
+        if not (self.x or self.weights or any(self.experts)):
+            return 0
+        return 1 + 2 * self.x + 4 * self.weights + 8 * self.inputs(rule)
 
 
 class _Scratch:
@@ -81,23 +101,37 @@ def _expert_rows(plan: DispatchPlan) -> list[tuple[int, slice]]:
 
 
 def forward(
-    call: Call, x: Tensor, indices: Tensor, weights: Tensor, experts: Experts, add: Tensor | None, *, keep: bool
+    call: Call,
+    x: Tensor,
+    indices: Tensor,
+    weights: Tensor,
+    experts: Experts,
+    add: Tensor | None,
+    wants: Wants | None = None,
 ) -> tuple[Tensor, DispatchPlan, Tensor | None]:
-    """out [T, H], the plan, and with `keep` the first products of all rows."""
+    """out [T, H], the plan, and the first products of all rows if there will be a backward, for what it `wants`."""
     rule = call.rule
-    plan, tables = call.exchange.dispatch(
-        x, indices, weights, call.num_experts, call.padding, payload=call.payload, differentiable=keep
+    plan, arrivals = _moe_chunks.dispatch(
+        call.exchange,
+        call.chunks,
+        x,
+        indices,
+        weights,
+        call.num_experts,
+        padding=call.padding,
+        payload=call.payload,
+        differentiable=0 if wants is None else wants.exchanged(rule),
     )
     first, second = experts.matrices(rule)
-    kept = new_buffer(x, (plan.num_rows, first.shape[2])) if keep else None
+    kept = new_buffer(x, (plan.num_rows, first.shape[2])) if wants is not None else None
     results = call.exchange.empty_rows(plan, second.shape[2], x.dtype)
     scratch = _Scratch(x, plan)
     for expert, rows in _expert_rows(plan):
         count = rows.stop - rows.start
         row_weights = plan.row_weights[rows]
         inputs = gather_rows(
-            tables,
-            plan.source[rows],
+            arrivals.tables(expert)[0],
+            arrivals.source[rows],
             scale=row_weights if rule.weigh == "input" else None,
             out=scratch("inputs", count, x.shape[1]),
         )
@@ -110,16 +144,9 @@ def forward(
             scratch("activation", count, second.shape[1]),
         )
         matmul(activation, second[expert], results[rows], bias=_of(experts.second_bias, expert))
+    arrivals.finish()
     out, _ = call.exchange.give_back(plan, results, weighted=rule.weigh == "after", add=add)
     return out, plan, kept
-
-
-class Wants(NamedTuple):
-    """Which gradients are asked for: of x, of the choices' weights, of each parameter."""
-
-    x: bool
-    weights: bool
-    experts: Experts
 
 
 class Grads(NamedTuple):
@@ -135,16 +162,14 @@ def backward(
 ) -> Grads:
     """The gradients; one exchange there, and one back if one of x or of the weights is asked for."""
     work = _Backward(call, plan, hidden, experts, wants, x.shape[1])
-    needs_inputs = wants.experts.first or (wants.weights and call.rule.weigh == "input")
-    inputs: Tables = ()
-    if needs_inputs:
-        inputs, douts = call.exchange.send(plan, dout, again=x)
-    else:
-        (douts,) = call.exchange.send(plan, dout)
+    again = x if wants.inputs(call.rule) else None
+    arrivals = _moe_chunks.send(plan, call.chunks, dout, again=again)
     if wants.x:
         work.drows = call.exchange.empty_rows(plan, x.shape[1], x.dtype)
     for expert, rows in _expert_rows(plan):
-        work.run(expert, rows, inputs, douts)
+        *inputs, douts = arrivals.tables(expert)
+        work.run(expert, rows, arrivals.source[rows], douts, inputs[0] if inputs else ())
+    arrivals.finish()
     dx = dweights = None
     if wants.x or wants.weights:
         weighted = call.rule.weigh == "input"
@@ -172,11 +197,11 @@ class _Backward:
                     if grad is not None:
                         grad[expert].zero_()
 
-    def run(self, expert: int, rows: slice, inputs: Tables, douts: Tables) -> None:
-        """The gradients of one expert's parameters and rows."""
+    def run(self, expert: int, rows: slice, source: Tensor, douts: Tables, inputs: Tables) -> None:
+        """The gradients of one expert's parameters and rows, which are those of `source` in the tables."""
         rule, plan, scratch, grads = self.call.rule, self.plan, self.scratch, self.grads
         first, second = self.experts.matrices(rule)
-        count, source, row_weights = rows.stop - rows.start, plan.source[rows], plan.row_weights[rows]
+        count, row_weights = rows.stop - rows.start, plan.row_weights[rows]
         dots = None if self.dots is None or rule.weigh == "input" else self.dots[rows]
 
         dout = gather_rows(douts, source, out=scratch("dout", count, self.width))
@@ -234,10 +259,10 @@ class MoeMlp(torch.autograd.Function):
         *parameters: Tensor | None,
     ) -> Tensor:
         experts = Experts(*parameters)
-        out, plan, hidden = forward(call, x, indices, weights, experts, add, keep=True)
         needs = ctx.needs_input_grad
-        ctx.call, ctx.plan = call, plan
         ctx.wants = Wants(needs[2], needs[3], Experts(*needs[5:]))
+        out, plan, hidden = forward(call, x, indices, weights, experts, add, ctx.wants)
+        ctx.call, ctx.plan = call, plan
         ctx.weights_dtype, ctx.add_dtype = weights.dtype, None if add is None else add.dtype
         ctx.save_for_backward(x, hidden, *parameters)
         return out
@@ -248,7 +273,7 @@ class MoeMlp(torch.autograd.Function):
         wants: Wants = ctx.wants
         found = Grads(None, None, Experts(None, None, None, None))
         with torch.no_grad():
-            if wants.x or wants.weights or any(wants.experts):
+            if wants.exchanged(ctx.call.rule):
                 dout = grads[0].contiguous()
                 found = backward(ctx.call, ctx.plan, x, hidden, Experts(*parameters), dout, wants)
             dweights = None if found.weights is None else found.weights.to(ctx.weights_dtype)

@@ -37,6 +37,7 @@ def moe_mlp(
     exact: bool = False,
     payload: str | None = None,
     grad_scale: float = 1.0,
+    chunks: int = 1,
 ) -> Tensor:
     """Every token through the experts that it has chosen, which lie on the ranks of `group`.
 
@@ -64,6 +65,9 @@ def moe_mlp(
         padding, transport, exact, payload: see `moe_dispatch`.
         grad_scale: a factor of the gradients of the experts' parameters, for a mean over data-parallel ranks where
             tokens of more ranks meet in an expert than in other parameters.
+        chunks: let tokens travel in so many parts, the same number on all ranks, the first experts' first: those
+            compute while the others' tokens come. Changes no bit; nothing at all where ranks share memory, or on
+            devices other than the CPU.
 
     Worked example: x [[2]], indices [[0, 1]], weights [[0.5, 0.25]], two experts with relu, first [[[1]], [[3]]],
     second [[[10]], [[20]]]: y 20 and 120, out [[40]]; for dout 1: dx [[20]], dweights [[20, 120]], dfirst [[[10]],
@@ -76,9 +80,10 @@ def moe_mlp(
     Raises ValueError and TypeError on every rank for what is wrong on one; CommError as `Communicator` does.
     """
     if torch.compiler.is_compiling():  # a graph cannot hold an exchange
-        return torch.compiler.disable(moe_mlp)(  # type: ignore[no-any-return]
+        return torch.compiler.disable(moe_mlp)(
             x, indices, weights, first, second, first_bias=first_bias, second_bias=second_bias, rule=rule, add=add,
-            group=group, padding=padding, transport=transport, exact=exact, payload=payload, grad_scale=grad_scale,
+            group=group, padding=padding, transport=transport, exact=exact, payload=payload,
+            grad_scale=grad_scale, chunks=chunks,
         )  # fmt: skip
     rule, padding = rule or ExpertRule(), padding or Padding()
     dtype = autocast_dtype(x) if x.is_floating_point() else None
@@ -86,11 +91,14 @@ def moe_mlp(
     if dtype is not None:
         x, experts = x.to(dtype), Experts(*(None if p is None else p.to(dtype) for p in experts))
     exchange = exchange_of(group, transport=transport, exact=exact, device=x.device)
-    call = Call(exchange, len(first) * exchange.comm.size, rule, padding, payload, grad_scale)
+    call = Call(exchange, len(first) * exchange.comm.size, rule, padding, payload, grad_scale, chunks)
     problem = check_experts(x, weights, *experts, rule)
+    if chunks < 1:
+        problem = ValueError(f"chunks must be at least 1, got {chunks}")
     if problem is not None:
         _refuse(problem, exchange, x, call.num_experts)
-    if grad_scale == 1.0 and _moe_triton.applies(x, first, size=exchange.comm.size, padding=padding):
+    is_plain = grad_scale == 1.0 and payload is None
+    if is_plain and _moe_triton.applies(x, first, size=exchange.comm.size, padding=padding):
         return _moe_triton.moe_mlp(x, indices, weights, *experts, rule, add)
     if not _is_fused(x):
         return composed(call, x, indices, weights, experts, add, group=group, transport=transport, exact=exact)
@@ -98,7 +106,7 @@ def moe_mlp(
     if needs_grad(x, weights, add, *experts):
         return MoeMlp.apply(call, indices, x, weights, add, *experts)
     with torch.no_grad():
-        return forward(call, x, indices, weights, experts, add, keep=False)[0]
+        return forward(call, x, indices, weights, experts, add)[0]
 
 
 def _is_fused(x: Tensor) -> bool:

@@ -1,0 +1,153 @@
+"""Tokens that come in chunks, so that the first experts compute while the others' tokens are on their way.
+
+The experts of every rank are cut into as many groups as there are chunks, and a token travels to a rank once, with the
+first group that has one of its experts. So expert e finds its tokens in the chunks up to that of its group, and no
+token is sent twice. Which rows an expert computes, and in which order, does not depend on the number of chunks: nor
+does any bit of a result.
+
+    dispatch   one all-gather and one all-to-all for what `moe_dispatch` sends besides the tokens, then one all-to-all
+               a chunk
+    send       one all-to-all a chunk
+
+All are launched at once and carried out by the group's thread, one after the other. Only rows that are sent have
+something to gain: ranks that share memory, or a single one, have one chunk whatever is asked for.
+
+Worked example: experts 0..3 of a rank in two chunks, and three tokens that come to it for the experts {2}, {0, 3} and
+{1}: the second and the third travel in the first chunk, the first in the second; expert 3 finds its token in the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastpar.ops._buffers import new_buffer
+from fastpar.ops._moe_all_to_all import AllToAllExchange, _columns, _Field, _layout, _received
+from fastpar.ops._moe_exchange import Exchange, Tables
+from fastpar.ops._moe_payload import encode
+from fastpar.ops._moe_plan import DispatchPlan
+
+_Chunk = list[Tensor]  # what came of every tensor that was sent
+
+
+class Arrivals:
+    """Rows of tokens for the experts of this rank, some of them on their way.
+
+    source  int64 [num_rows]: as `DispatchPlan.source`, for `tables`
+    """
+
+    def __init__(
+        self,
+        source: Tensor,
+        tables: Sequence[Tables],
+        coming: Sequence[Callable[[], _Chunk]] = (),
+        chunk_of: Sequence[int] = (),
+    ) -> None:
+        """`tables` of every tensor that was sent, to which the chunks that are `coming` are added as they come; by
+        expert, `chunk_of` says up to which it has to wait.
+        """
+        self.source = source
+        self._tables = [list(parts) for parts in tables]
+        self._coming, self._chunk_of = list(coming), chunk_of
+        self._came = 0
+
+    def tables(self, expert: int) -> Sequence[Tables]:
+        """Of every tensor that was sent, the tables in which the rows of this expert are; waits for them."""
+        if self._coming:
+            self._wait(self._chunk_of[expert] + 1)
+        return self._tables
+
+    def finish(self) -> None:
+        """Wait for what no expert here has asked for: the exchange is called again only after that."""
+        self._wait(len(self._coming))
+
+    def _wait(self, count: int) -> None:
+        for wait in self._coming[self._came : count]:
+            for parts, chunk in zip(self._tables, wait(), strict=True):
+                parts.append(chunk)
+        self._came = max(self._came, count)
+
+
+def dispatch(
+    exchange: Exchange, chunks: int, x: Tensor, indices: Tensor, weights: Tensor, num_experts: int, **options: Any
+) -> tuple[DispatchPlan, Arrivals]:
+    """`Exchange.dispatch` in chunks."""
+    if _count(exchange, chunks, num_experts) == 1:
+        plan, tables = exchange.dispatch(x, indices, weights, num_experts, **options)
+        return plan, Arrivals(plan.source, [tables])
+    plan, _ = exchange.dispatch(x[:, :0], indices, weights, num_experts, **options)
+    return plan, _launch(plan, chunks, [], x)
+
+
+def send(plan: DispatchPlan, chunks: int, *tensors: Tensor, again: Tensor | None = None) -> Arrivals:
+    """`Exchange.send` in chunks."""
+    if _count(plan.exchange, chunks, plan.num_experts) == 1:
+        return Arrivals(plan.source, plan.exchange.send(plan, *tensors, again=again))
+    return _launch(plan, chunks, tensors, again)
+
+
+def _count(exchange: Exchange, chunks: int, num_experts: int) -> int:
+    """How many chunks there are: not more than a rank has experts."""
+    per_rank = num_experts // exchange.comm.size
+    return max(1, min(chunks, per_rank)) if isinstance(exchange, AllToAllExchange) else 1
+
+
+def _launch(plan: DispatchPlan, chunks: int, tensors: Sequence[Tensor], again: Tensor | None) -> Arrivals:
+    way, per_rank = plan.way, len(plan.experts)
+    count = _count(plan.exchange, chunks, plan.num_experts)
+    group_of = torch.arange(per_rank, device=plan.source.device) * count // per_rank
+    sent_in, came_in = _first_sent(plan, group_of, count), _first_received(plan, group_of, count)
+    parts: list[Tensor] = []
+    if again is not None:
+        parts += [again] if plan.payload is None else encode(again, plan.payload)
+    num_parts = len(parts)
+    parts += tensors
+
+    def launch(chunk: int) -> Callable[[], _Chunk]:
+        sent, came = sent_in == chunk, came_in == chunk
+        tokens = way.sent.tokens[sent]
+        to, back = _by_rank(sent, way.to), _by_rank(came, way.back)
+        ends, width = _layout([_Field(x) for x in parts])
+        packed = new_buffer(parts[0], (len(tokens), width), torch.uint8)
+        for x, end in zip(parts, ends, strict=True):
+            _Field(x, tokens).write(_columns(packed, x, end))
+        pending = plan.exchange.comm.all_to_all_async(packed, input_sizes=to, output_sizes=back)
+
+        def wait() -> _Chunk:
+            received = pending.wait()
+            found = [_columns(received, x, end) for x, end in zip(parts, ends, strict=True)]
+            if again is None:
+                return found
+            return [_received(found[:num_parts], again.dtype, plan.payload), *found[num_parts:]]
+
+        return wait
+
+    order = came_in.argsort(stable=True)
+    place = torch.empty_like(order)
+    place[order] = torch.arange(len(order), device=order.device)
+    source = torch.where(plan.source < 0, plan.source, place[plan.source]) if len(place) else plan.source
+    tables: list[Tables] = [[] for _ in range(len(tensors) + (again is not None))]
+    return Arrivals(source, tables, [launch(chunk) for chunk in range(count)], group_of.tolist())
+
+
+def _by_rank(rows: Tensor, sizes: Sequence[int]) -> list[int]:
+    """How many of each rank's rows are true."""
+    return [int(mine.sum()) for mine in rows.split(list(sizes))]
+
+
+def _first_sent(plan: DispatchPlan, group_of: Tensor, count: int) -> Tensor:
+    """The chunk of every row that this rank sends."""
+    experts = plan.way.sent.experts.long()  # -1: on another rank
+    return torch.where(experts < 0, count, group_of[experts.clamp_min(0)]).amin(1)
+
+
+def _first_received(plan: DispatchPlan, group_of: Tensor, count: int) -> Tensor:
+    """The chunk of every row that comes here."""
+    room = torch.tensor(plan.splits, device=group_of.device).diff()
+    groups = group_of.repeat_interleave(room)
+    rows = plan.source >= 0
+    first = torch.full((sum(plan.way.back),), count, device=group_of.device)
+    return first.scatter_reduce_(0, plan.source[rows], groups[rows], "amin")
