@@ -14,8 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fastpar.comm import CommMismatchError, CommTimeoutError, Communicator
+from fastpar.comm import CommMismatchError, CommTimeoutError, Communicator, record
 from fastpar.ops import Padding, moe_combine, moe_dispatch
+from fastpar.recompute import Selective, checkpoint
 from tests.dist import run_ranks
 from tests.moe_ranks import (
     TRANSPORTS,
@@ -261,6 +262,40 @@ def test_a_plan_can_be_copied_and_not_pickled():
 
 
 # ---- autograd and compilation
+
+
+def recomputed(options: dict) -> list[list[str]]:
+    """The collectives of a step: plain, computed twice, and computed twice without collectives and products."""
+    x, indices, weights, dout = routed(torch.tensor([[0, 3], [1, 2]] if dist.get_rank() else [[0, 0]]))
+
+    def block(x, weights):
+        rows, row_weights, plan = moe_dispatch(
+            x.sin(), indices, weights, num_experts=4, group=dist.group.WORLD, **options
+        )
+        return moe_combine(multiply(rows.tanh(), plan), plan, row_weights, add=x).cos()
+
+    def twice(*args):
+        return checkpoint(block, *args)
+
+    def selective(*args):
+        return checkpoint(block, *args, policy=Selective())
+
+    logs, found = [], []
+    for run in (block, block, twice, selective):  # in the first one regions are made
+        leaves = [t.clone().requires_grad_() for t in (x, weights)]
+        with record() as log:
+            out = run(*leaves)
+            found.append([out.detach(), *torch.autograd.grad(out, leaves, dout)])
+        logs.append([entry.op for entry in log])
+        assert all(torch.equal(a, b) for a, b in zip(found[0], found[-1], strict=True))
+    return logs[1:]
+
+
+@pytest.mark.parametrize("transport", ["shared memory", "all-to-all"])
+def test_recomputation_gives_the_same_bits_and_repeats_what_it_was_told_to(transport):
+    for plain, full, selective in run_ranks(2, recomputed, TRANSPORTS[transport]):
+        assert selective == plain
+        assert len(full) == len(plain) + 3  # headers and rows again, and results, of which the cosine needs the input
 
 
 def test_a_second_derivative_is_an_error_that_names_what_has_one():

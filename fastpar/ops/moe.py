@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fastpar.comm import Communicator, GroupLike
+from fastpar.comm.replay import kept
 from fastpar.ops._autograd import first_derivative_only, needs_grad
 from fastpar.ops._moe_all_to_all import AllToAllExchange
 from fastpar.ops._moe_exchange import Exchange, LocalExchange
@@ -59,12 +60,16 @@ class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, exchange: Exchange, plan_box: list[DispatchPlan], num_experts: int, options: dict[str, Any],
                 x: Tensor, indices: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:  # fmt: skip
-        x = x.contiguous() if isinstance(x, Tensor) else x
-        plan, tables = exchange.dispatch(x, indices, weights, num_experts, **options)
+        def run() -> tuple[Tensor, Tensor, DispatchPlan]:
+            contiguous = x.contiguous() if isinstance(x, Tensor) else x
+            plan, tables = exchange.dispatch(contiguous, indices, weights, num_experts, **options)
+            return gather_rows(tables, plan.source), plan.row_weights.clone(), plan
+
+        rows, row_weights, plan = kept(run)
         plan_box.append(plan)
         ctx.plan = plan
         ctx.weights_dtype = None if weights is None else weights.dtype
-        return gather_rows(tables, plan.source), plan.row_weights.clone()
+        return rows, row_weights
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
@@ -83,7 +88,7 @@ class _Combine(torch.autograd.Function):
     def forward(ctx: Any, plan: DispatchPlan, rows: Tensor, row_weights: Tensor | None,
                 add: Tensor | None) -> Tensor:  # fmt: skip
         rows = rows.contiguous()
-        out, _ = plan.exchange.give_back(plan, rows, weighted=row_weights is not None, add=add)
+        out: Tensor = kept(lambda: plan.exchange.give_back(plan, rows, weighted=row_weights is not None, add=add)[0])
         ctx.plan, ctx.has_add = plan, add is not None
         ctx.save_for_backward(rows if ctx.needs_input_grad[2] else None, row_weights)
         return out
