@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from fastpar.comm import CommMismatchError, CommTimeoutError, Communicator, record
-from fastpar.ops import Padding, moe_combine, moe_dispatch
+from fastpar.ops import ExpertRule, Padding, moe_combine, moe_dispatch, moe_mlp
 from fastpar.recompute import Selective, checkpoint
 from tests.dist import run_ranks
 from tests.moe_ranks import (
@@ -118,6 +118,22 @@ def test_arguments_are_checked_on_one_rank_too():
         moe_combine(rows, plan, weights[:1])
     with pytest.raises(ValueError, match=r"add must be \[2, 3\], got \(3,\)"):
         moe_combine(rows, plan, add=torch.zeros(3))
+
+
+def frozen() -> None:
+    """Backward of rank 1 would send no x again, and the others' would read something else in its place."""
+    x, indices, weights, _ = routed(torch.tensor([[0, 3], [1, 2]]))
+    first = torch.randn(2, 8, 5, requires_grad=dist.get_rank() == 0)
+    second = torch.randn(2, 5, 8, requires_grad=True)
+    for options in TRANSPORTS.values():
+        with pytest.raises(
+            ValueError, match=r"what requires gradients .*equal on all ranks of the group, got \[3, 1\]"
+        ):
+            moe_mlp(x, indices, weights, first, second, rule=ExpertRule("relu"), group=dist.group.WORLD, **options)
+
+
+def test_parameters_that_are_frozen_on_one_rank_only_are_an_error():
+    run_ranks(2, frozen)
 
 
 def indivisible() -> None:
@@ -264,11 +280,15 @@ def test_a_plan_can_be_copied_and_not_pickled():
 # ---- autograd and compilation
 
 
-def recomputed(options: dict) -> list[list[str]]:
+def recomputed(options: dict, fused: bool) -> list[list[str]]:
     """The collectives of a step: plain, computed twice, and computed twice without collectives and products."""
+    first, second = (torch.randn(2, 5, 5, generator=torch.Generator().manual_seed(e)) for e in (0, 1))
     x, indices, weights, dout = routed(torch.tensor([[0, 3], [1, 2]] if dist.get_rank() else [[0, 0]]))
 
     def block(x, weights):
+        if fused:
+            where = {"rule": ExpertRule("relu"), "group": dist.group.WORLD, **options}
+            return moe_mlp(x.sin(), indices, weights, first, second, add=x, **where).cos()
         rows, row_weights, plan = moe_dispatch(
             x.sin(), indices, weights, num_experts=4, group=dist.group.WORLD, **options
         )
@@ -291,9 +311,10 @@ def recomputed(options: dict) -> list[list[str]]:
     return logs[1:]
 
 
+@pytest.mark.parametrize("fused", [False, True], ids=["parts", "moe_mlp"])
 @pytest.mark.parametrize("transport", ["shared memory", "all-to-all"])
-def test_recomputation_gives_the_same_bits_and_repeats_what_it_was_told_to(transport):
-    for plain, full, selective in run_ranks(2, recomputed, TRANSPORTS[transport]):
+def test_recomputation_gives_the_same_bits_and_repeats_what_it_was_told_to(transport, fused):
+    for plain, full, selective in run_ranks(2, recomputed, TRANSPORTS[transport], fused):
         assert selective == plain
         assert len(full) == len(plain) + 3  # headers and rows again, and results, of which the cosine needs the input
 

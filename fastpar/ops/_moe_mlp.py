@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fastpar.comm.replay import kept
 from fastpar.ops import _moe_chunks
 from fastpar.ops._autograd import first_derivative_only
 from fastpar.ops._buffers import new_buffer
@@ -123,7 +124,7 @@ def forward(
         differentiable=0 if wants is None else wants.exchanged(rule),
     )
     first, second = experts.matrices(rule)
-    kept = new_buffer(x, (plan.num_rows, first.shape[2])) if wants is not None else None
+    products = new_buffer(x, (plan.num_rows, first.shape[2])) if wants is not None else None
     results = call.exchange.empty_rows(plan, second.shape[2], x.dtype)
     scratch = _Scratch(x, plan)
     for expert, rows in _expert_rows(plan):
@@ -135,7 +136,7 @@ def forward(
             scale=row_weights if rule.weigh == "input" else None,
             out=scratch("inputs", count, x.shape[1]),
         )
-        hidden = scratch("hidden", count, first.shape[2]) if kept is None else kept[rows]
+        hidden = scratch("hidden", count, first.shape[2]) if products is None else products[rows]
         matmul(inputs, first[expert], hidden, bias=_of(experts.first_bias, expert))
         activation = activate_rows(
             hidden,
@@ -146,7 +147,7 @@ def forward(
         matmul(activation, second[expert], results[rows], bias=_of(experts.second_bias, expert))
     arrivals.finish()
     out, _ = call.exchange.give_back(plan, results, weighted=rule.weigh == "after", add=add)
-    return out, plan, kept
+    return out, plan, products
 
 
 class Grads(NamedTuple):
@@ -261,7 +262,7 @@ class MoeMlp(torch.autograd.Function):
         experts = Experts(*parameters)
         needs = ctx.needs_input_grad
         ctx.wants = Wants(needs[2], needs[3], Experts(*needs[5:]))
-        out, plan, hidden = forward(call, x, indices, weights, experts, add, ctx.wants)
+        out, plan, hidden = kept(lambda: forward(call, x, indices, weights, experts, add, ctx.wants))
         ctx.call, ctx.plan = call, plan
         ctx.weights_dtype, ctx.add_dtype = weights.dtype, None if add is None else add.dtype
         ctx.save_for_backward(x, hidden, *parameters)
