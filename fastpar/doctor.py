@@ -571,13 +571,22 @@ def _moe_mlp_error() -> float:
     return _largest([(found / wanted.abs().max(), wanted / wanted.abs().max()) for found, wanted in pairs])
 
 
-def _grouped_linear_error() -> float:
-    """Three experts, one of them without rows, on 37 rows."""
-    from fastpar.ops import grouped_linear
+def _grouped_linear_error(way: str) -> float:
+    """Output and gradients of three experts, one of them without rows, on 37 rows."""
+    from fastpar import ops, reference
 
-    x, weight, splits = _normal(37, 24), _normal(3, 31, 24), (0, 20, 20, 37)
-    wanted = [F.linear(x[a:b].double(), w.double()) for a, b, w in zip(splits[:-1], splits[1:], weight, strict=True)]
-    return _largest([(grouped_linear(x, weight, splits) / 100.0, torch.cat(wanted) / 100.0)])
+    splits, upstream = (0, 20, 20, 37), _normal(37, 31)
+    x, weight = _normal(37, 24).requires_grad_(), _normal(3, 31, 24).requires_grad_()
+    exact = [value.detach().double().requires_grad_() for value in (x, weight)]
+    exact_out = reference.grouped_linear(*exact, splits)
+    wanted = [exact_out, *torch.autograd.grad(exact_out, exact, upstream.double())]
+    if way == "apart":
+        by_x = ops.grouped_linear_dgrad(upstream, weight, splits)
+        found, wanted = [by_x, ops.grouped_linear_wgrad(upstream, x, weight, splits)], wanted[1:]
+    else:
+        out = ops.grouped_linear(x, weight, splits)
+        found = [out, *torch.autograd.grad(out, (x, weight), upstream)]
+    return _largest([(a / b.abs().max(), b / b.abs().max()) for a, b in zip(found, wanted, strict=True)])
 
 
 def _capacity_error() -> float:
@@ -727,7 +736,9 @@ SELF_TESTS: list[tuple[str, Callable[[], float], float]] = [
     ("Padding", _moe_rows_error, 1e-5),
     ("moe_mlp", _moe_mlp_error, 1e-5),
     ("ExpertRule", _moe_mlp_error, 1e-5),
-    ("grouped_linear", _grouped_linear_error, 1e-5),
+    ("grouped_linear", lambda: _grouped_linear_error("whole"), 1e-5),
+    ("grouped_linear_dgrad", lambda: _grouped_linear_error("apart"), 1e-5),
+    ("grouped_linear_wgrad", lambda: _grouped_linear_error("apart"), 1e-5),
     ("moe_capacity", _capacity_error, 0.0),
     ("expert_capacity", _capacity_error, 0.0),
     ("adamw_step", lambda: _torch_optimizer_error("adamw"), 1e-5),

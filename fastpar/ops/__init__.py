@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from fastpar.ops.cross_entropy import vocab_parallel_cross_entropy
     from fastpar.ops.dropout import sharded_dropout
     from fastpar.ops.embedding import vocab_parallel_embedding
-    from fastpar.ops.grouped_linear import grouped_linear
+    from fastpar.ops.grouped_linear import grouped_linear, grouped_linear_dgrad, grouped_linear_wgrad
     from fastpar.ops.linear import all_gather_linear, copy_to_linear, linear_all_reduce, linear_reduce_scatter
     from fastpar.ops.linear_grads import (
         all_gather_linear_dgrad,
@@ -67,6 +67,8 @@ _HOME = {
     "expert_capacity": "fastpar.ops.moe_capacity",
     "expert_choice_route": "fastpar.ops.moe_route",
     "grouped_linear": "fastpar.ops.grouped_linear",
+    "grouped_linear_dgrad": "fastpar.ops.grouped_linear",
+    "grouped_linear_wgrad": "fastpar.ops.grouped_linear",
     "linear_all_reduce": "fastpar.ops.linear",
     "linear_all_reduce_dgrad": "fastpar.ops.linear_grads",
     "linear_all_reduce_wgrad": "fastpar.ops.linear_grads",
@@ -123,6 +125,8 @@ __all__ = [
     "expert_capacity",
     "expert_choice_route",
     "grouped_linear",
+    "grouped_linear_dgrad",
+    "grouped_linear_wgrad",
     "linear_all_reduce",
     "linear_all_reduce_dgrad",
     "linear_all_reduce_wgrad",

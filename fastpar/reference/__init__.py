@@ -4,6 +4,7 @@ from fastpar.reference.all_reduce_rms_norm import all_reduce_rms_norm
 from fastpar.reference.cross_entropy import vocab_parallel_cross_entropy
 from fastpar.reference.dropout import sharded_dropout
 from fastpar.reference.embedding import vocab_parallel_embedding
+from fastpar.reference.grouped_linear import grouped_linear
 from fastpar.reference.linear import all_gather_linear, copy_to_linear, linear_all_reduce, linear_reduce_scatter
 from fastpar.reference.linear_loss import linear_cross_entropy
 from fastpar.reference.moe_mlp import ExpertRule, moe_mlp
@@ -27,6 +28,7 @@ __all__ = [
     "copy_to_linear",
     "exact_square_sum",
     "expert_choice_route",
+    "grouped_linear",
     "linear_all_reduce",
     "linear_cross_entropy",
     "linear_reduce_scatter",
