@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from fastpar.comm import Communicator, record
+from fastpar.expert import MoELayer
 from fastpar.ops import moe_dispatch
 from fastpar.ops._moe_all_to_all import AllToAllExchange, _Field, _layout, _Sent, _tokens
 from fastpar.ops._moe_payload import decode, encode, through
@@ -184,6 +185,15 @@ def test_a_payload_has_the_same_numbers_over_every_transport(transport):
             torch.testing.assert_close(torch.cat(got), want, rtol=0.02, atol=0.3)
         else:
             assert torch.equal(torch.cat(got), want)
+
+
+def test_a_layer_hands_its_payload_on_and_routes_by_what_was_not_rounded():
+    layer = MoELayer.from_preset("mixtral", 16, 8, 4, top_k=2, payload=FP8)
+    x, experts = torch.randn(5, 16), layer.experts
+    out, routing = layer(x), layer.router(x)
+    experts.payload = None
+    assert torch.equal(out, experts(through(x, FP8), routing.indices, routing.weights))
+    assert not torch.equal(out, experts(x, routing.indices, routing.weights))
 
 
 def send_again(options: dict) -> bool:

@@ -40,7 +40,8 @@ class Experts(nn.Module):
     Parameters are DTensors where the mesh has ep or etp: E over ep, I over etp.
 
     forward(x [T, H], indices [T, K], weights [T, K], add [T, H] or None) -> [T, H], each rank with tokens of its own.
-    With etp, one all-gather of tokens before and one reduce-scatter after, over etp.
+    With etp, one all-gather of tokens before and one reduce-scatter after, over etp. `transport`, `exact` and `payload`
+    are those of `fastpar.ops.moe_dispatch`.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class Experts(nn.Module):
         mesh: Mesh | None = None,
         transport: str = "auto",
         exact: bool = False,
+        payload: str | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -63,7 +65,7 @@ class Experts(nn.Module):
             raise ValueError("Experts keeps its weights as [E, 2, I, H]: rule.transposed and interleaved must be False")
         self.hidden, self.inner, self.num_experts = hidden, inner, num_experts
         self.groups = ExpertGroups(mesh)
-        self.transport, self.exact = transport, exact
+        self.transport, self.exact, self.payload = transport, exact, payload
         products = 2 if self.rule.is_gated else 1
 
         def weight(shape: tuple[int, ...], split: int | None, fan_in: int) -> nn.Parameter:
@@ -86,6 +88,7 @@ class Experts(nn.Module):
             "group": self.groups.ep,
             "transport": self.transport,
             "exact": self.exact,
+            "payload": self.payload,
             "grad_scale": self.groups.grad_scale,
         }
         if etp.size == 1:
@@ -219,6 +222,7 @@ class MoELayer(nn.Module):
         sequence_parallel: bool = False,
         transport: str = "auto",
         exact: bool = False,
+        payload: str | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         **routing: Any,
@@ -236,9 +240,8 @@ class MoELayer(nn.Module):
         chosen = chosen.routing(**routing) if routing else chosen
         like: dict[str, Any] = {"dtype": dtype, "device": device}
         rule = ExpertRule(activation, weigh=chosen.weigh)
-        experts = Experts(
-            hidden, inner, num_experts, rule=rule, bias=bias, mesh=mesh, transport=transport, exact=exact, **like
-        )
+        way: dict[str, Any] = {"transport": transport, "exact": exact, "payload": payload}
+        experts = Experts(hidden, inner, num_experts, rule=rule, bias=bias, mesh=mesh, **way, **like)
         made = chosen.router(hidden, num_experts, **{"group": experts.groups.tp, **like, **(router or {})})
         shared = SharedExpert(hidden, shared_inner, rule=rule, gated=shared_gated, **like) if shared_inner else None
         return cls(made, experts, shared, capacity=capacity, sequence_parallel=sequence_parallel)
