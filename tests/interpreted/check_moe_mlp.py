@@ -16,8 +16,8 @@ from fastpar.kernels import moe_mlp as kernels
 from fastpar.kernels.moe_mlp import Experts
 from fastpar.ops import _moe_triton
 from fastpar.ops._moe_plan import Padding
-from fastpar.reference import moe_mlp as reference
 from fastpar.reference.moe_mlp import ExpertRule
+from fastpar.reference.moe_mlp import moe_mlp as reference_mlp
 
 TOKENS, TOP_K, EXPERTS, HIDDEN, FEATURES = 19, 3, 5, 24, 20
 
@@ -65,7 +65,7 @@ def test_outputs_and_all_gradients_match_float64(rule: ExpertRule, biases: bool)
     out, saved = kernels.forward(x, indices, weights, experts, rule, add)
     found = kernels.backward(dout, x, indices, weights, experts, rule, saved)
     leaves = [t.double().requires_grad_() for t in (x, weights, *experts) if t is not None]
-    exact = reference.moe_mlp(
+    exact = reference_mlp(
         leaves[0], indices, leaves[1], leaves[2], leaves[3], rule=rule, add=add.double(),
         **dict(zip(("first_bias", "second_bias"), leaves[4:], strict=False)),
     )  # fmt: skip
@@ -93,7 +93,7 @@ def test_odd_routing_is_right_too(kind: str) -> None:
     grads = kernels.backward(dout, x, indices, weights, experts, rule, saved)
     assert grads.x is not None
     assert grads.experts is not None
-    wanted = reference.moe_mlp(x, indices, weights, experts.first, experts.second)
+    wanted = reference_mlp(x, indices, weights, experts.first, experts.second)
     torch.testing.assert_close(out, wanted, rtol=1e-4, atol=1e-5)
     for e in range(EXPERTS):
         used = kind == "one expert" and e == 2
@@ -110,7 +110,7 @@ def test_autograd_runs_the_kernels_and_skips_what_is_frozen() -> None:
     out = _moe_triton.moe_mlp(leaves[0], indices, leaves[1], *leaves[3:], None, None, rule, leaves[2])
     found = torch.autograd.grad(out, leaves, dout)
     exact = [t.clone().requires_grad_() for t in (x, weights, add, experts.first, experts.second)]
-    wanted = reference.moe_mlp(exact[0], indices, exact[1], *exact[3:], rule=rule, add=exact[2])
+    wanted = reference_mlp(exact[0], indices, exact[1], *exact[3:], rule=rule, add=exact[2])
     for grad, value in zip(found, torch.autograd.grad(wanted, exact, dout), strict=True):
         torch.testing.assert_close(grad, value, rtol=1e-4, atol=1e-4)
     calls: list[str] = []

@@ -18,8 +18,8 @@ from fastpar.kernels import moe_push_kernels as kernels
 from fastpar.kernels.grouped_gemm import Groups, grouped_linear, grouped_linear_act
 from fastpar.kernels.moe_push import PushExchange, run_together
 from fastpar.kernels.overlap_gemm_buffer import OverlapBuffer
-from fastpar.reference import moe_mlp as reference
 from fastpar.reference import moe_rows
+from fastpar.reference.moe_mlp import moe_mlp as reference_mlp
 from tests.dist import run_ranks
 from tests.overlap_gemm_cases import MappedBuffer, create_files, integers
 
@@ -119,7 +119,7 @@ def test_experts_of_several_ranks_give_what_one_process_gives(tmp_path: Path) ->
         rows = grouped_linear(act, second[mine], groups, out=exchange.empty_rows())
         calls.append(exchange.give_back_phases(found, rows, weights=part[2]))
     out = torch.cat([out for out, _ in run_together(calls)])
-    wanted = reference.moe_mlp(x, indices, weights, first, second)
+    wanted = reference_mlp(x, indices, weights, first, second)
     torch.testing.assert_close(out, wanted, rtol=1e-4, atol=1e-4)
 
 
