@@ -1,7 +1,8 @@
 """Rows of tokens on their way to experts and back: permute, unpermute and what goes with them.
 
-On CPU these are kernels of csrc/moe/; elsewhere, and for dtypes that the kernels do not take, they are the functions of
-`fastpar.reference.moe_rows`, whose docstrings have shapes, rules and worked examples.
+On CPU these are kernels of csrc/moe/, on CUDA those of `fastpar.kernels.moe_rows` in Triton (not measured yet);
+elsewhere, and for dtypes that the kernels do not take, they are the functions of `fastpar.reference.moe_rows`, whose
+docstrings have shapes, rules and worked examples.
 
     sort_pairs    a counting sort, stable                     reads the indices twice
     pair_slots    where each pair's row lies
@@ -18,12 +19,14 @@ the reference's. RuntimeError for an index beyond the tables.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastpar import _ext
 from fastpar.ops._buffers import new_buffer
+from fastpar.ops._device import has_kernels
 from fastpar.reference import moe_rows as reference
 
 _ext.load()
@@ -34,6 +37,15 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 def _fits(*dtypes: torch.dtype) -> bool:
     """Whether the kernels that compute take these together: float64 goes with itself only."""
     return all(dtype in _FLOATS for dtype in dtypes) or all(dtype == torch.float64 for dtype in dtypes)
+
+
+def _elsewhere(x: Tensor, takes: bool = True) -> Any:
+    """The functions for a device that is no CPU, or for what its kernels do not take."""
+    if x.device.type != "cuda" or not takes or not has_kernels(x) or torch.compiler.is_compiling():
+        return reference
+    from fastpar.kernels import moe_rows as kernels
+
+    return kernels
 
 
 def _factors(factors: Tensor | None, table: Tensor) -> Tensor | None:
@@ -119,7 +131,9 @@ def gather_rows(
     wanted = (dtype or table.dtype) if out is None else out.dtype
     copies = scale is None and wanted == table.dtype
     if table.device.type != "cpu" or not (copies or _fits(table.dtype, wanted)):
-        return reference.gather_rows(tables, index, scale=scale, out=out, dtype=dtype)
+        takes = copies or _fits(table.dtype, wanted)
+        rows: Tensor = _elsewhere(table, takes).gather_rows(tables, index, scale=scale, out=out, dtype=dtype)
+        return rows
     if out is None:
         out = new_buffer(table, (len(index), table.shape[1]), wanted)
     _kernels.moe_gather_rows(list(tables), index, _factors(scale, table), out)
@@ -138,7 +152,9 @@ def sum_rows(
     table = tables[0]
     wanted = table.dtype if out is None else out.dtype
     if table.device.type != "cpu" or not _fits(table.dtype, wanted):
-        return reference.sum_rows(tables, index, weights=weights, add=add, out=out)
+        takes = _fits(table.dtype, wanted)
+        rows: Tensor = _elsewhere(table, takes).sum_rows(tables, index, weights=weights, add=add, out=out)
+        return rows
     if add is not None and not _fits(table.dtype, add.dtype):
         add = add.to(torch.promote_types(table.dtype, torch.float32))
     if out is None:
@@ -150,7 +166,9 @@ def sum_rows(
 def dot_rows(rows: Tensor, tables: Sequence[Tensor], index: Tensor) -> Tensor:
     """dots[i] = <rows[i], table[index[i]]>: see `fastpar.reference.moe_rows.dot_rows`."""
     if rows.device.type != "cpu" or not _fits(rows.dtype, tables[0].dtype):
-        return reference.dot_rows(rows, tables, index)
+        takes = _fits(rows.dtype, tables[0].dtype)
+        found: Tensor = _elsewhere(rows, takes).dot_rows(rows, tables, index)
+        return found
     dots: Tensor = _kernels.moe_dot_rows(rows, list(tables), index)
     return dots
 

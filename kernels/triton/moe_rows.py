@@ -226,8 +226,17 @@ class Places(NamedTuple):
         }  # fmt: skip
 
 
-def _output(out: Tensor | None, like: Tensor, rows: int) -> Tensor:
-    return like.new_empty((rows, like.shape[1])) if out is None else out
+def _output(out: Tensor | None, like: Tensor, rows: int, dtype: torch.dtype | None = None) -> Tensor:
+    """`out`, or a new one. The kernels step over its rows; a tensor whose columns are apart is not written in place."""
+    if out is None:
+        return like.new_empty((rows, like.shape[1]), dtype=dtype)
+    return (
+        out if out.shape[1] <= 1 or out.stride(1) == 1 else torch.empty_like(out, memory_format=torch.contiguous_format)
+    )
+
+
+def _given(out: Tensor | None, result: Tensor) -> Tensor:
+    return result if out is None or out is result else out.copy_(result)
 
 
 def _dense(x: Tensor) -> Tensor:
@@ -238,22 +247,29 @@ def _dense(x: Tensor) -> Tensor:
 
 
 def gather_rows(
-    tables: Sequence[Tensor], index: Tensor, *, scale: Tensor | None = None, out: Tensor | None = None
+    tables: Sequence[Tensor],
+    index: Tensor,
+    *,
+    scale: Tensor | None = None,
+    out: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """`fastpar.reference.moe_rows.gather_rows`; `out` has contiguous rows and may have another dtype."""
-    out = _output(out, tables[0], len(index))
-    if out.numel() == 0:
-        return out
-    places = Places.of(tables, out)
+    """`fastpar.reference.moe_rows.gather_rows`; tables of 8-bit floats only as they are."""
+    result = _output(out, tables[0], len(index), dtype)
+    if result.numel() == 0:
+        return _given(out, result)
+    places, target = Places.of(tables, result), result
+    if places.like.element_size() == 1 and result.dtype == places.like.dtype:
+        places, target = places._replace(like=places.like.view(torch.uint8)), result.view(torch.uint8)
     options = places.options(rows=len(index))
-    width, align = out.shape[1], places.align
+    width, align = result.shape[1], places.align
     programs = triton.cdiv(len(index), options["ROWS"]) * triton.cdiv(width, options["COLS"])
     launch(
-        gather_rows_kernel, programs, out.device,
+        gather_rows_kernel, programs, result.device,
         places.like, places.stride, places.table, index.contiguous(), None if scale is None else scale.contiguous(),
-        out, out.stride(0) // align, len(index), width // align, **options,
+        target, result.stride(0) // align, len(index), width // align, **options,
     )  # fmt: skip
-    return out
+    return _given(out, result)
 
 
 def sum_rows(
@@ -265,25 +281,25 @@ def sum_rows(
     out: Tensor | None = None,
     poison: Tensor | None = None,
 ) -> Tensor:
-    """`fastpar.reference.moe_rows.sum_rows`; `out` has contiguous rows and may have another dtype.
+    """`fastpar.reference.moe_rows.sum_rows`.
 
     poison  float32 [1], added to all: 0, or NaN where a kernel has found that rows are missing
     """
-    out = _output(out, tables[0], len(index))
-    if out.numel() == 0:
-        return out
+    result = _output(out, tables[0], len(index))
+    if result.numel() == 0:
+        return _given(out, result)
     add = None if add is None else _dense(add)
-    places = Places.of(tables, out) if add is None else Places.of(tables, out, add)
+    places = Places.of(tables, result) if add is None else Places.of(tables, result, add)
     options = places.options(rows=len(index))
-    width, align = out.shape[1], places.align
+    width, align = result.shape[1], places.align
     programs = triton.cdiv(len(index), options["ROWS"]) * triton.cdiv(width, options["COLS"])
     launch(
-        sum_rows_kernel, programs, out.device,
+        sum_rows_kernel, programs, result.device,
         places.like, places.stride, places.table, index.contiguous(), None if weights is None else weights.contiguous(),
-        add, 0 if add is None else add.stride(0) // align, poison, out, out.stride(0) // align,
+        add, 0 if add is None else add.stride(0) // align, poison, result, result.stride(0) // align,
         len(index), width // align, TOP_K=index.shape[1], **options,
     )  # fmt: skip
-    return out
+    return _given(out, result)
 
 
 def dot_rows(rows: Tensor, tables: Sequence[Tensor], index: Tensor) -> Tensor:

@@ -72,6 +72,20 @@ def test_outputs_may_be_columns_of_packed_rows_and_of_another_dtype() -> None:
     assert (packed == 7.0).all()
 
 
+def test_columns_apart_and_8_bit_rows_are_gathered_too() -> None:
+    table, index = normal(5, 12, seed=0), torch.tensor([4, -1, 1])
+    out = torch.empty(12, 3).T
+    assert kernels.gather_rows([table], index, out=out) is out
+    assert torch.equal(out, reference.gather_rows([table], index))
+    kernels.sum_rows([table], index[:, None], out=out)
+    assert torch.equal(out, reference.sum_rows([table], index[:, None]))
+    codes = table.to(torch.float8_e4m3fn)
+    found = kernels.gather_rows([codes], index)
+    assert found.dtype == codes.dtype
+    assert torch.equal(found.float(), reference.gather_rows([codes.float()], index))
+    assert kernels.gather_rows([table.bfloat16()], index, dtype=torch.float32).dtype == torch.float32
+
+
 def test_nan_beside_and_behind_padding_is_not_read() -> None:
     table = torch.full((2, 8), float("nan"))
     table[1] = 1.0
