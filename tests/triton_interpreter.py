@@ -18,16 +18,18 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def run_interpreted(test_file: str, markers: str = "not slow") -> None:
-    """Run the tests of tests/interpreted/`test_file` in the interpreter; shows their output if one fails or none ran.
+def run_interpreted(*test_files: str, markers: str = "not slow") -> None:
+    """Run the tests of files in tests/interpreted/ in the interpreter; shows their output if one fails or none ran.
 
     Skips where triton is not installed.
     """
     if importlib.util.find_spec("triton") is None:
         pytest.skip("triton is not installed")
-    path = str(ROOT / "tests" / "interpreted" / test_file)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", markers, path]
+    paths = [str(ROOT / "tests" / "interpreted" / name) for name in test_files]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", markers, *paths]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
     if result.returncode != 0:
-        pytest.fail(f"{test_file} failed in the Triton interpreter:\n{result.stdout}{result.stderr}", pytrace=False)
+        pytest.fail(
+            f"{', '.join(test_files)} failed in the Triton interpreter:\n{result.stdout}{result.stderr}", pytrace=False
+        )

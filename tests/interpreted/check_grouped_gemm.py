@@ -70,8 +70,11 @@ def test_tiles_cover_every_row_once_and_stay_within_an_expert(splits: tuple[int,
     assert all(rows <= block_m for _, _, rows, _ in tiles)
 
 
-@pytest.mark.parametrize("dtype", gg.DTYPES, ids=str)
-@pytest.mark.parametrize(("cols", "terms"), [(33, 70), (64, 32)])
+@pytest.mark.parametrize(
+    ("cols", "terms", "dtype"),
+    [(33, 70, torch.bfloat16), (64, 32, torch.float16), (33, 32, torch.float32), (64, 70, torch.float32)],
+    ids=str,
+)
 def test_gathered_rows_times_their_experts_weights_are_exact(cols: int, terms: int, dtype: torch.dtype) -> None:
     groups, tokens = groups_of(), 9
     x, weight = integers(tokens, terms, seed=0, dtype=dtype), integers(4, cols, terms, seed=1, dtype=dtype)
@@ -159,8 +162,7 @@ def test_biases_come_before_the_activation_and_the_backward_sees_rounded_feature
 # ---- products over rows ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", gg.DTYPES, ids=str)
-@pytest.mark.parametrize("gather", ["left", "right"])
+@pytest.mark.parametrize(("gather", "dtype"), [("left", torch.bfloat16), ("right", torch.float32)], ids=str)
 def test_weight_gradients_are_exact_and_those_without_rows_zero(gather: str, dtype: torch.dtype) -> None:
     groups, rows = groups_of(), SPLITS[-1] + PADDED
     index = gathered(9)

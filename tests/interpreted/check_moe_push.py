@@ -149,7 +149,8 @@ def repeat_calls(paths: list[Path], delay: str) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize(("size", "delay"), [(2, "turns"), pytest.param(3, "before combine", marks=pytest.mark.slow)])
+@pytest.mark.slow  # ranks cost seconds to start
+@pytest.mark.parametrize(("size", "delay"), [(2, "turns"), (3, "before combine")])
 def test_processes_agree_call_after_call(tmp_path: Path, size: int, delay: str) -> None:
     paths = create_files(tmp_path, size, NBYTES)
     assert run_ranks(size, repeat_calls, paths, delay, timeout=120.0) == [[]] * size
