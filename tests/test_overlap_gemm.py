@@ -47,7 +47,7 @@ def test_kernels_and_protocol_in_the_interpreter() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_more_ranks_and_delays_in_the_interpreter() -> None:
-    run_interpreted("check_overlap_gemm.py", "slow")
+    run_interpreted("check_overlap_gemm.py", markers="slow")
 
 
 # ---- ahead of time ---------------------------------------------------------------------------------------------------
