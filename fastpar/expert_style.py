@@ -20,26 +20,12 @@ from __future__ import annotations
 import inspect
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 
 from fastpar.comm import Communicator
 from fastpar.stacked_experts import is_stacked, num_experts_of, own_parameters, rule_of, run_experts
 from fastpar.tensor.binding import Adoption, BoundGroup
 from fastpar.tensor.parameter import MakeParameter, ParallelModule, ParameterLayout, RowMap, install_state_dict_hooks
-
-
-class _ScaleGrad(torch.autograd.Function):
-    """y = x; dx = scale * dy."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
-        ctx.scale = scale
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0] * ctx.scale, None
 
 
 def check_experts(path: str, module: nn.Module, parent: nn.Module | None, size: int) -> None:
@@ -79,14 +65,11 @@ class ParallelExperts(ParallelModule):
     _sum_grad: bool
 
     def _weight(self, name: str) -> Tensor | None:
-        local = self._local(name, sum_grad=self._sum_grad)
-        if local is None or self._grad_scale == 1.0 or not local.requires_grad:
-            return local
-        return cast(Tensor, _ScaleGrad.apply(local, self._grad_scale))
+        return self._local(name, sum_grad=self._sum_grad)
 
     def _run(self, x: Tensor, indices: Tensor, weights: Tensor, **options: Any) -> Tensor:
-        group = self._expert_group.comm
-        return run_experts(self, x, indices, weights, group=group, same_tokens=self._same_tokens, **options)
+        options |= {"same_tokens": self._same_tokens, "grad_scale": self._grad_scale}
+        return run_experts(self, x, indices, weights, group=self._expert_group.comm, **options)
 
 
 def _weight_property(name: str) -> property:

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from fastpar.comm import Communicator, gather_from, scatter_to, shard_range, shard_sizes
 from fastpar.comm.communicator import GroupLike
+from fastpar.ops._autograd import scale_grad
 from fastpar.ops.grouped_linear import grouped_linear
 from fastpar.ops.moe import moe_combine, moe_dispatch
 from fastpar.ops.moe_mlp import moe_mlp
@@ -165,6 +166,7 @@ def run_experts(
     same_tokens: GroupLike = None,
     weigh: str = "after",
     add: Tensor | None = None,
+    grad_scale: float = 1.0,
 ) -> Tensor:
     """Every token through the experts of `module` that it has chosen.
 
@@ -175,6 +177,7 @@ def run_experts(
         out      [T, H]   in the dtype of x
 
     group        over whose ranks the experts are spread; the module then has this rank's, as plain tensors
+    grad_scale   a factor of the experts' gradients
     same_tokens  ranks that hold the same tokens, and the same losses: each takes its part of them to the experts, and
                  outputs are gathered, so that nothing is computed twice. Gradients come out as if it were one rank.
 
@@ -186,21 +189,21 @@ def run_experts(
         begin, end = shard_range(len(x), comm.size, comm.rank)
         x, weights = (scatter_to(tensor, comm, dim=0, sizes=sizes) for tensor in (x, weights))
         add = None if add is None else scatter_to(add, comm, dim=0, sizes=sizes)
-        out = run_experts(module, x, indices[begin:end], weights, group=group, weigh=weigh, add=add)
+        parts = x, indices[begin:end], weights
+        out = run_experts(module, *parts, group=group, weigh=weigh, add=add, grad_scale=grad_scale)
         return gather_from(out, comm, dim=0, sizes=sizes)
-    first_name = _first_name(module)
-    first, second = getattr(module, first_name), getattr(module, _SECOND)
-    first_bias, second_bias = (getattr(module, name + "_bias", None) for name in (first_name, _SECOND))
+    parameters = _parameters(module)
     rule = rule_of(module)
     if rule is not None:
-        rule = rule if rule.weigh == weigh else dataclasses.replace(rule, weigh=weigh)
+        first, first_bias, second, second_bias = parameters
         out = moe_mlp(
-            x, indices, weights, first, second,
-            first_bias=first_bias, second_bias=second_bias, rule=rule, add=add, group=group,
+            x, indices, weights, first, second, first_bias=first_bias, second_bias=second_bias,
+            rule=dataclasses.replace(rule, weigh=weigh), add=add, group=group, grad_scale=grad_scale,
         )  # fmt: skip
         return out.to(x.dtype)
     if weigh != "after":
         raise TypeError(f"{type(module).__name__}: weigh={weigh!r} is for experts with a known activation")
+    first, first_bias, second, second_bias = (None if p is None else scale_grad(p, grad_scale) for p in parameters)
     transposed, num_experts = is_transposed(module), len(first) * Communicator.of(group).size
     rows, row_weights, plan = moe_dispatch(x, indices, weights, num_experts=num_experts, group=group)
     hidden = _between(module)(grouped_linear(rows, first, plan.splits, first_bias, transposed=transposed))
@@ -208,3 +211,8 @@ def run_experts(
     if getattr(module, "has_post_expert_norm", False):
         results = cast(Any, module).post_expert_norm(results)
     return moe_combine(results, plan, row_weights, add=add).to(x.dtype)
+
+
+def _parameters(module: nn.Module) -> list[Any]:
+    """First weight and bias, second weight and bias; None where a bias is missing."""
+    return [getattr(module, name + suffix, None) for name in (_first_name(module), _SECOND) for suffix in ("", "_bias")]

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 import fastpar as fp
-from tests.moe_models import batch, build, step
+from fastpar.tensor import full_parameter
+from tests.moe_models import batch, build, loss_of, step
 
 
 def parallelized_steps(cases: list[tuple[str, dict[str, int], dict[str, Any]]]) -> list[Any]:
@@ -41,6 +42,22 @@ def parallelized_step(name: str, sizes: dict[str, int], options: dict[str, Any])
     assert all(torch.equal(restored[key], value) for key, value in plain.state_dict().items())
     mesh.close()
     return logits, grads, stored
+
+
+def trained_step(name: str, sizes: dict[str, int], stage: int) -> tuple[float, dict[str, Any]]:
+    """The gradients' norm, and all parameters after a step of SGD in a stage of ZeRO, each rank on its own batch."""
+    mesh = fp.init_mesh(**sizes, device="cpu")
+    model = fp.parallelize(build(name), mesh, gather_logits=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    zero = fp.zero.shard(model, optimizer, group=mesh, stage=stage, max_norm=1e9)
+    ids = batch(mesh.rank("dp"))
+    loss_of(model(ids).logits, ids).backward()
+    optimizer.step()
+    assert zero.norm is not None
+    norm = float(zero.norm)
+    full = {key: full_parameter(param) for key, param in model.named_parameters()}
+    mesh.close()
+    return norm, full
 
 
 def refusals() -> list[tuple[type[Exception], str]]:

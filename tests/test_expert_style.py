@@ -12,7 +12,7 @@ from torch import nn
 import fastpar as fp
 from fastpar.expert_style import check_experts
 from tests.dist import run_ranks
-from tests.expert_style_ranks import parallelized_steps, refusals
+from tests.expert_style_ranks import parallelized_steps, refusals, trained_step
 from tests.moe_models import assert_equal_steps, batch, build, experts_of, mean_step, step
 
 ON_TWO: list[tuple[str, dict[str, int], dict[str, Any]]] = [
@@ -51,6 +51,18 @@ def test_parallelize_on_two_ranks_matches_one_process() -> None:
 @pytest.mark.slow
 def test_parallelize_on_four_ranks_matches_one_process() -> None:
     check_parallelized(ON_FOUR, 4)
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_zero_averages_experts_over_those_who_hold_them(stage: int) -> None:
+    """A step of SGD: parameters move by the mean gradient, and the norm counts every expert once."""
+    plain = build("qwen3_moe")
+    _, grads = mean_step("qwen3_moe", 2)
+    norm = float(torch.stack([grad.square().sum() for grad in grads.values()]).sum().sqrt())
+    for found, parameters in run_ranks(2, trained_step, "qwen3_moe", {"dp_shard": 2, "ep": 2}, stage):
+        assert found == pytest.approx(norm, rel=1e-5)
+        for key, param in plain.named_parameters():
+            torch.testing.assert_close(parameters[key], param.detach() - 0.5 * grads[key], rtol=1e-4, atol=1e-5)
 
 
 def test_llama4_in_one_process_computes_only_what_was_chosen() -> None:

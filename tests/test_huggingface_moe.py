@@ -113,10 +113,12 @@ EP = {"ep_size": 2, "ep_implementation": "fastpar"}
 TRANSFORMERS_ON_TWO: list[tuple[str, dict[str, Any], str]] = [
     ("mixtral", {"tp_size": 2, **EP}, "eager"),
     ("gpt_oss", {"fsdp_size": 2, **EP}, "fastpar"),
-    ("deepseek_v3", {"tp_size": 2, **EP}, "eager"),
     ("olmoe", {"tp_size": 2, **EP, "ep_implementation": "all_reduce"}, "fastpar"),
-    ("qwen3_moe", {"fsdp_size": 2, **EP, "ep_implementation": "all_to_all"}, "fastpar"),
     ("qwen2_moe", {"tp_size": 2}, "fastpar"),
+]
+MORE_ON_TWO: list[tuple[str, dict[str, Any], str]] = [
+    ("deepseek_v3", {"tp_size": 2, **EP}, "eager"),
+    ("qwen3_moe", {"fsdp_size": 2, **EP, "ep_implementation": "all_to_all"}, "fastpar"),
 ]
 TRANSFORMERS_ON_FOUR: list[tuple[str, dict[str, Any], str]] = [
     ("mixtral", {"fsdp_size": 4, **EP}, "eager"),
@@ -139,6 +141,11 @@ def check_transformers(cases: list[tuple[str, dict[str, Any], str]], world_size:
 
 def test_transformers_layouts_on_two_ranks_match_one_process(tmp_path: Path) -> None:
     check_transformers(TRANSFORMERS_ON_TWO, 2, tmp_path)
+
+
+@pytest.mark.slow
+def test_more_transformers_layouts_on_two_ranks_match_one_process(tmp_path: Path) -> None:
+    check_transformers(MORE_ON_TWO, 2, tmp_path)
 
 
 @pytest.mark.slow

@@ -45,6 +45,22 @@ def scale_by_upstream_(grad: Tensor, upstream: Tensor) -> Tensor:
     return grad
 
 
+def scale_grad(x: Tensor, factor: float) -> Tensor:
+    """x as it is, and its gradient times a factor."""
+    return x if factor == 1.0 else cast(Tensor, _ScaledGrad.apply(x, factor))
+
+
+class _ScaledGrad(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0] * ctx.factor, None
+
+
 class _FirstDerivative(torch.autograd.Function):
     """Identity on the gradient that stands between it and what it depends on.
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastpar.comm import GroupLike
 from fastpar.ops import _moe_triton
-from fastpar.ops._autograd import needs_grad
+from fastpar.ops._autograd import needs_grad, scale_grad
 from fastpar.ops._moe_exchange import Exchange
 from fastpar.ops._moe_mlp import Call, Experts, MoeMlp, forward
 from fastpar.ops._moe_plan import Padding
@@ -127,8 +127,7 @@ def composed(
 ) -> Tensor:
     """The same of operations that autograd knows one by one."""
     rule = call.rule
-    if call.grad_scale != 1.0:
-        experts = Experts(*(None if p is None else _ScaledGrad.apply(p, call.grad_scale) for p in experts))
+    experts = Experts(*(None if p is None else scale_grad(p, call.grad_scale) for p in experts))
     rows, row_weights, plan = moe_dispatch(
         x,
         indices,
@@ -149,19 +148,6 @@ def composed(
         hidden = hidden * scale
     results = grouped_linear(hidden, experts.second, plan.splits, experts.second_bias, **where)
     return moe_combine(results, plan, row_weights if rule.weigh == "after" else None, add=add)
-
-
-class _ScaledGrad(torch.autograd.Function):
-    """The parameter as it is, and its gradient times a factor."""
-
-    @staticmethod
-    def forward(ctx: Any, parameter: Tensor, factor: float) -> Tensor:
-        ctx.factor = factor
-        return parameter.view_as(parameter)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0] * ctx.factor, None
 
 
 def _refuse(problem: Exception, exchange: Exchange, x: Tensor, num_experts: int) -> None:
