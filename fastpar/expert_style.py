@@ -64,16 +64,13 @@ class ParallelExperts(ParallelModule):
     _grad_scale: float
     _sum_grad: bool
 
-    def _weight(self, name: str) -> Tensor | None:
-        return self._local(name, sum_grad=self._sum_grad)
-
     def _run(self, x: Tensor, indices: Tensor, weights: Tensor, **options: Any) -> Tensor:
         options |= {"same_tokens": self._same_tokens, "grad_scale": self._grad_scale}
         return run_experts(self, x, indices, weights, group=self._expert_group.comm, **options)
 
 
 def _weight_property(name: str) -> property:
-    return property(lambda self: self._weight(name))
+    return property(lambda self: self._local(name, sum_grad=self._sum_grad))
 
 
 def _forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

@@ -203,7 +203,8 @@ def run_experts(
         return out.to(x.dtype)
     if weigh != "after":
         raise TypeError(f"{type(module).__name__}: weigh={weigh!r} is for experts with a known activation")
-    first, first_bias, second, second_bias = (None if p is None else scale_grad(p, grad_scale) for p in parameters)
+    scaled: list[Any] = [None if p is None else scale_grad(p, grad_scale) for p in parameters]
+    first, first_bias, second, second_bias = scaled
     transposed, num_experts = is_transposed(module), len(first) * Communicator.of(group).size
     rows, row_weights, plan = moe_dispatch(x, indices, weights, num_experts=num_experts, group=group)
     hidden = _between(module)(grouped_linear(rows, first, plan.splits, first_bias, transposed=transposed))

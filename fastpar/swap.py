@@ -155,6 +155,7 @@ class _Swap:
         for path, module in self.modules.items():
             self._check_meta(path, module)
             self._check_undeclared(path, module)
+            self._check_sees_sequence(path)
             self._check_attention_dropout(path, module)
 
     def _check_experts(self, path: str, module: nn.Module) -> None:
@@ -186,6 +187,16 @@ class _Swap:
             raise ValueError(
                 f"{path} is dropout (p={module.p}) inside the block {block!r} with no style. Say 'dropout' if it runs "
                 "on the block's summed output; set p=0 if it runs on split features"
+            )
+
+    def _check_sees_sequence(self, path: str) -> None:
+        """Attention needs all positions; a plan that leaves it whole has nothing that would gather them."""
+        is_attention = path.rpartition(".")[2] in ("self_attn", "attn", "attention")
+        is_gathered = path in self.blocks or self.block_of(path) is not None
+        if is_attention and self.comm.size > 1 and self.region_of(path) is not None and not is_gathered:
+            raise ValueError(
+                f"{path} is not split by the plan, and with sequence_parallel=True would see a part of the sequence "
+                "only. Leave it out, or give this the style 'block' and its linears 'colwise' and 'rowwise'"
             )
 
     def _check_attention_dropout(self, path: str, module: nn.Module) -> None:

@@ -29,6 +29,7 @@ ON_FOUR: list[tuple[str, dict[str, int], dict[str, Any]]] = [
     ("llama4", {"dp_shard": 4, "ep": 2}, {}),
     ("qwen3_moe", {"dp_replicate": 2, "tp": 2, "ep": 2}, {"sequence_parallel": True}),
     ("olmoe", {"tp": 4, "ep": 2}, {}),
+    ("gpt_oss", {"dp_shard": 2, "tp": 2, "ep": 2}, {}),
 ]
 
 
@@ -74,7 +75,8 @@ def test_llama4_in_one_process_computes_only_what_was_chosen() -> None:
 
 def test_wrong_plans_are_refused() -> None:
     for found in run_ranks(2, refusals):
-        (first, second, third) = found
+        (attention, first, second, third) = found
+        assert "layers.0.self_attn is not split by the plan, and with sequence_parallel=True" in attention[1]
         assert first[0] is TypeError
         assert "expected a module with gate_up_proj" in first[1]
         assert "inside the block 'model.layers.0.mlp'" in second[1]
