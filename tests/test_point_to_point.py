@@ -620,11 +620,16 @@ def test_a_rank_that_does_not_come_is_named(transport):
     run_ranks(3, check_absent, transport)
 
 
+@pytest.fixture(scope="module")
+def fault_ranks():
+    with FaultRanks() as made:
+        yield made
+
+
 @pytest.mark.parametrize("op", MESSAGES)
 @pytest.mark.parametrize("fault", ["kill", "leave"])
-def test_a_lost_rank_becomes_an_error_of_every_wait(op, fault):
-    with FaultRanks() as ranks:
-        outcomes = ranks.run(4, op, fault=fault, victim=1, after=0.05)
+def test_a_lost_rank_becomes_an_error_of_every_wait(fault_ranks, op, fault):
+    outcomes = fault_ranks.run(4, op, fault=fault, victim=1, after=0.05)
     assert len(outcomes) == 3
     for outcome in outcomes:
         assert outcome.error == "PeerLostError", outcome
