@@ -51,11 +51,12 @@ if [[ ${1:-} == --lint ]]; then
   check "mypy" tools/in_env.sh mypy
 else
   # What keeps one core busy and does not look at the clock runs beside something of the same kind; the rest alone.
+  # Threads that wait for others sleep meanwhile: spinning, they would take the core from those.
   set -m # a process group of its own, which can be ended as a whole
-  run_beside "$@" </dev/null >"$beside" 2>&1 &
+  OMP_WAIT_POLICY=passive run_beside "$@" </dev/null >"$beside" 2>&1 &
   beside_pid=$!
   set +m
-  check "pytest, device code" run_pytest device "$@"
+  OMP_WAIT_POLICY=passive check "pytest, device code" run_pytest device "$@"
   wait "$beside_pid" || true
   beside_pid=
   cat "$beside"
