@@ -48,6 +48,8 @@ def update_biases(model: nn.Module, *, groups: Sequence[GroupLike] = ()) -> None
             loads = comm.all_reduce(loads)
     for router, load in zip(routers, loads.split([router.num_experts for router in routers]), strict=True):
         bias, rule = router.e_score_correction_bias, router.bias_rule
+        assert bias is not None
+        assert rule is not None
         # In integers: a mean in float32 would not be exact, and equal loads would move.
         move = torch.sign(load.sum() - load * len(load)).to(bias.dtype)
         if rule.centered:
