@@ -578,7 +578,7 @@ def _grouped_linear_error(way: str) -> float:
     splits, upstream = (0, 20, 20, 37), _normal(37, 31)
     x, weight = _normal(37, 24).requires_grad_(), _normal(3, 31, 24).requires_grad_()
     exact = [value.detach().double().requires_grad_() for value in (x, weight)]
-    exact_out = reference.grouped_linear(*exact, splits)
+    exact_out = reference.grouped_linear(exact[0], exact[1], splits)
     wanted = [exact_out, *torch.autograd.grad(exact_out, exact, upstream.double())]
     if way == "apart":
         by_x = ops.grouped_linear_dgrad(upstream, weight, splits)
