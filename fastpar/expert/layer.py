@@ -56,6 +56,7 @@ class Experts(nn.Module):
         transport: str = "auto",
         exact: bool = False,
         payload: str | None = None,
+        chunks: int = 1,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -65,7 +66,7 @@ class Experts(nn.Module):
             raise ValueError("Experts keeps its weights as [E, 2, I, H]: rule.transposed and interleaved must be False")
         self.hidden, self.inner, self.num_experts = hidden, inner, num_experts
         self.groups = ExpertGroups(mesh)
-        self.transport, self.exact, self.payload = transport, exact, payload
+        self.transport, self.exact, self.payload, self.chunks = transport, exact, payload, chunks
         products = 2 if self.rule.is_gated else 1
 
         def weight(shape: tuple[int, ...], split: int | None, fan_in: int) -> nn.Parameter:
@@ -89,6 +90,7 @@ class Experts(nn.Module):
             "transport": self.transport,
             "exact": self.exact,
             "payload": self.payload,
+            "chunks": self.chunks,
             "grad_scale": self.groups.grad_scale,
         }
         if etp.size == 1:
@@ -223,6 +225,7 @@ class MoELayer(nn.Module):
         transport: str = "auto",
         exact: bool = False,
         payload: str | None = None,
+        chunks: int = 1,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         **routing: Any,
@@ -240,7 +243,7 @@ class MoELayer(nn.Module):
         chosen = chosen.routing(**routing) if routing else chosen
         like: dict[str, Any] = {"dtype": dtype, "device": device}
         rule = ExpertRule(activation, weigh=chosen.weigh)
-        way: dict[str, Any] = {"transport": transport, "exact": exact, "payload": payload}
+        way: dict[str, Any] = {"transport": transport, "exact": exact, "payload": payload, "chunks": chunks}
         experts = Experts(hidden, inner, num_experts, rule=rule, bias=bias, mesh=mesh, **way, **like)
         made = chosen.router(hidden, num_experts, **{"group": experts.groups.tp, **like, **(router or {})})
         shared = SharedExpert(hidden, shared_inner, rule=rule, gated=shared_gated, **like) if shared_inner else None
