@@ -13,6 +13,7 @@ moment of the fault to the error.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
@@ -91,6 +92,7 @@ def serve() -> None:
     import fastpar.pipeline  # noqa: F401  (ranks find it loaded)
 
     torch.set_num_threads(1)
+    gc.freeze()  # a collection in a rank would copy all of the pages that it has in common with this process
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     print(json.dumps("ready"), file=answers, flush=True)

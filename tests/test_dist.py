@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
@@ -9,13 +10,15 @@ import subprocess
 import sys
 import time
 import warnings
+import weakref
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.dist import RankError, run_ranks, worker_pids
+from tests.dist import RankError, run_ranks, say_done, stay_away_until_done, worker_pids
+from tests.timing import assert_within
 
 
 def rank_and_sum(value):
@@ -77,6 +80,53 @@ def test_workers_are_reused_and_every_run_starts_from_the_same_state():
     assert first[0][0] == first[1][0]
     assert [(r[1], r[2], r[3]) for r in first] == [(1, "0", "2"), (1, "1", "2")]
     assert run_ranks(2, default_dtype) == [(torch.float32, 1)] * 2
+
+
+class Ring:
+    """Only a collection frees it."""
+
+    def __init__(self):
+        self.itself = self
+
+
+LEFT = []
+
+
+def leave_garbage():
+    """Whether what the run before left is gone, and how many objects no collection looks at."""
+    is_gone = [left() is None for left in LEFT]
+    LEFT[:] = [weakref.ref(Ring())]
+    return is_gone, gc.get_freeze_count()
+
+
+def test_garbage_of_a_run_is_collected_and_modules_are_passed_over():
+    run_ranks(2, leave_garbage)
+    for is_gone, frozen in run_ranks(2, leave_garbage):
+        assert is_gone == [True]
+        assert frozen > 50_000  # torch alone has more; a collection would look at each after every run
+
+
+def test_a_bound_holds_for_the_best_of_a_few_tries():
+    late = iter([3.0, 2.0, 0.5, 4.0])
+    assert_within(1.0, lambda: next(late))
+    assert list(late) == [4.0]
+    with pytest.raises(AssertionError, match=r"took 2.000, 2.000 s, never less than 1 s"):
+        assert_within(1.0, lambda: 2.0, tries=2)
+
+
+def stay_or_work():
+    if dist.get_rank() == 0:
+        stay_away_until_done([1, 2])
+        return time.monotonic()
+    time.sleep(0.1 * dist.get_rank())
+    at = time.monotonic()
+    say_done()
+    return at
+
+
+def test_a_rank_stays_away_until_the_last_of_the_others_is_done():
+    away, *others = run_ranks(3, stay_or_work)
+    assert away > max(others)
 
 
 @pytest.mark.parametrize(
