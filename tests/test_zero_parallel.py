@@ -115,7 +115,7 @@ def tensor_parallel_run(tp: int, dtype: torch.dtype, accumulate: int) -> None:
     [
         (1, torch.float32, 1),
         (2, torch.float32, 1),
-        (2, torch.float32, 4),
+        pytest.param(2, torch.float32, 4, marks=pytest.mark.slow),
         (2, torch.bfloat16, 1),
         (2, torch.bfloat16, 4),
     ],
