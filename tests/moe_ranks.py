@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fastpar.comm import Communicator
-from fastpar.ops import Padding, moe_combine, moe_dispatch
+from fastpar.ops import ExpertRule, Padding, moe_combine, moe_dispatch, moe_mlp
 
 TRANSPORTS: dict[str, dict[str, Any]] = {
     "shared memory": {"transport": "shared_memory"},
@@ -127,6 +127,26 @@ def adversarial_rank() -> int:
     for transport, options in TRANSPORTS.items():
         for name, (indices, num_experts) in cases.items():
             check_step(routed(indices), num_experts, (transport, name), **options)
+    return len(cases)
+
+
+def chunked_rank() -> int:
+    """Every case through `moe_mlp` in chunks: the bits of one."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    cases = adversarial_cases(rank, size)
+    for name, (indices, num_experts) in cases.items():
+        generator = torch.Generator().manual_seed(1)
+        x, _, weights, dout = routed(indices)
+        first, second = (torch.randn(num_experts // size, 5, 5, generator=generator) for _ in range(2))
+        found = []
+        for chunks in (1, 2):
+            leaves = [t.clone().requires_grad_() for t in (x, weights, first, second)]
+            out = moe_mlp(
+                leaves[0], indices, *leaves[1:], rule=ExpertRule("relu"), group=dist.group.WORLD,
+                transport="all_to_all", chunks=chunks,
+            )  # fmt: skip
+            found.append([out.detach(), *torch.autograd.grad(out, leaves, dout)])
+        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True)), name
     return len(cases)
 
 

@@ -22,6 +22,7 @@ from tests.moe_ranks import (
     TRANSPORTS,
     adversarial_rank,
     check_step,
+    chunked_rank,
     multiply,
     random_steps_rank,
     routed,
@@ -34,6 +35,10 @@ from tests.moe_ranks import (
 @pytest.mark.parametrize("size", [2, 3])
 def test_any_routing_gives_the_sum_over_choices(size):
     assert set(run_ranks(size, adversarial_rank)) == {14}
+
+
+def test_any_routing_gives_the_same_in_chunks():
+    assert set(run_ranks(2, chunked_rank)) == {14}
 
 
 def test_steps_that_have_nothing_in_common_all_end():
@@ -130,6 +135,24 @@ def frozen() -> None:
             ValueError, match=r"what requires gradients .*equal on all ranks of the group, got \[9, 1\]"
         ):
             moe_mlp(x, indices, weights, first, second, rule=ExpertRule("relu"), group=dist.group.WORLD, **options)
+
+
+def chunked() -> None:
+    x, indices, weights, _ = routed(torch.tensor([[0, 3], [1, 2]]))
+    matrices = torch.randn(2, 2, 5, 5)
+    where = {"rule": ExpertRule("relu"), "group": dist.group.WORLD, "transport": "all_to_all"}
+    for counts in ((1, 2), (2, 3)):
+        chunks = counts[dist.get_rank()]
+        with pytest.raises(ValueError, match=rf"chunks must be equal on all ranks .*got \[{counts[0]}, {counts[1]}\]"):
+            moe_mlp(x, indices, weights, *matrices, chunks=chunks, **where)
+    other = torch.randn(2, 2, 6, 6) if dist.get_rank() else matrices
+    x = torch.randn(2, 5 + dist.get_rank())
+    with pytest.raises(ValueError, match=r"the hidden size must be equal on all ranks of the group, got \[5, 6\]"):
+        moe_mlp(x, indices, weights, *other, chunks=2, **where)
+
+
+def test_chunks_that_differ_are_an_error():
+    run_ranks(2, chunked)
 
 
 def test_parameters_that_are_frozen_on_one_rank_only_are_an_error():

@@ -60,9 +60,10 @@ class AllToAllExchange(GroupBound):
         *,
         payload: str | None = None,
         differentiable: int = 0,
+        chunks: tuple[int, int] | None = None,
     ) -> tuple[DispatchPlan, Tables]:
         comm = self.comm
-        terms = Terms(padding, payload, differentiable)
+        terms = Terms(padding, payload, differentiable, chunks)
         problem = check_arguments(x, indices, weights, num_experts, terms, comm)
         pairs = Pairs.nowhere(num_experts) if problem else Pairs.of(indices, num_experts)
         per_rank = max(num_experts // comm.size, 1)
@@ -174,6 +175,8 @@ def _layout(fields: Sequence[_Field | _Sums]) -> tuple[list[int], int]:
 
 def _columns(packed: Tensor, like: Tensor, end: int) -> Tensor:
     """The bytes before `end` of every row that hold a row like those of `like`."""
+    if like.shape[1] == 0:
+        return packed.new_empty((len(packed), 0), dtype=like.dtype)
     return packed[:, end - like.shape[1] * like.dtype.itemsize : end].view(like.dtype)
 
 

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from fastpar.ops._buffers import new_buffer
 from fastpar.ops._moe_all_to_all import AllToAllExchange, _columns, _Field, _layout, _received
@@ -78,7 +79,8 @@ def dispatch(
     if _count(exchange, chunks, num_experts) == 1:
         plan, tables = exchange.dispatch(x, indices, weights, num_experts, **options)
         return plan, Arrivals(plan.source, [tables])
-    plan, _ = exchange.dispatch(x[:, :0], indices, weights, num_experts, **options)
+    of = chunks, x.shape[-1]
+    plan, _ = exchange.dispatch(x[..., :0], indices, weights, num_experts, chunks=of, **options)
     return plan, _launch(plan, chunks, [], x)
 
 
@@ -141,7 +143,8 @@ def _by_rank(rows: Tensor, sizes: Sequence[int]) -> list[int]:
 def _first_sent(plan: DispatchPlan, group_of: Tensor, count: int) -> Tensor:
     """The chunk of every row that this rank sends."""
     experts = plan.way.sent.experts.long()  # -1: on another rank
-    return torch.where(experts < 0, count, group_of[experts.clamp_min(0)]).amin(1)
+    groups = torch.where(experts < 0, count, group_of[experts.clamp_min(0)])
+    return functional.pad(groups, (0, 1), value=count).amin(1)  # also without choices
 
 
 def _first_received(plan: DispatchPlan, group_of: Tensor, count: int) -> Tensor:

@@ -45,10 +45,12 @@ class Exchange(Protocol):
         *,
         payload: str | None = None,
         differentiable: int = 0,
+        chunks: tuple[int, int] | None = None,
     ) -> tuple[DispatchPlan, Tables]:
         """Send x [T, H] to the ranks of its experts. `gather_rows(tables, plan.source)` are the experts' rows.
 
         payload         see `moe_dispatch`
+        chunks          number and width of the chunks of tokens that follow an x without columns
         differentiable  what the backward will exchange, as a number that all ranks have to have alike; 0: there is none
 
         Raises ValueError on every rank for what is wrong on one.
@@ -109,8 +111,9 @@ class LocalExchange(GroupBound):
         *,
         payload: str | None = None,
         differentiable: int = 0,
+        chunks: tuple[int, int] | None = None,
     ) -> tuple[DispatchPlan, Tables]:
-        terms = Terms(padding, payload, differentiable)
+        terms = Terms(padding, payload, differentiable, chunks)
         problem = check_arguments(x, indices, weights, num_experts, terms, self.comm)
         if problem:
             raise ValueError(problem)

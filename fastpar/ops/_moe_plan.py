@@ -177,11 +177,13 @@ class Terms:
     """What all ranks of a dispatch have to agree on, besides the shape of a token.
 
     differentiable  what the backward will exchange, in which every rank has to take part; 0: there is none
+    chunks          number and width of the chunks of tokens that follow an x without columns
     """
 
     padding: Padding
     payload: str | None = None
     differentiable: int = 0
+    chunks: tuple[int, int] | None = None
 
 
 def check_arguments(
@@ -233,7 +235,7 @@ class Headers:
 
 
 _BAD_ARGUMENTS = 1
-_EQUAL_ON_ALL = ("top_k", "the hidden size", "the dtype of x", "padding.align", "padding.capacity", "payload")
+_EQUAL_ON_ALL = ("top_k", "the hidden size", "the dtype of x", "padding.align", "padding.capacity", "payload", "chunks")
 _GRADIENT = "what requires gradients (else a backward would wait for ranks that have none)"
 
 
@@ -277,12 +279,14 @@ def exchange_headers(
 
 def _terms(x: Tensor, pairs: Pairs, terms: Terms) -> list[int]:
     padding = terms.padding
+    chunks, hidden = terms.chunks or (1, x.shape[1])
     return [
         pairs.top_k,
-        x.shape[1],
+        hidden,
         _DTYPES.index(x.dtype),
         padding.align,
         -1 if padding.capacity is None else padding.capacity,
         0 if terms.payload is None else 1 + PAYLOADS.index(terms.payload),
+        chunks,
         int(terms.differentiable),
     ]

@@ -61,8 +61,9 @@ class SharedExchange(GroupBound):
         *,
         payload: str | None = None,
         differentiable: int = 0,
+        chunks: tuple[int, int] | None = None,
     ) -> tuple[DispatchPlan, Tables]:
-        terms = Terms(padding, payload, differentiable)
+        terms = Terms(padding, payload, differentiable, chunks)
         problem = check_arguments(x, indices, weights, num_experts, terms, self.comm)
         pairs = Pairs.nowhere(num_experts) if problem else Pairs.of(indices, num_experts)
         headers = exchange_headers(self.comm, problem, x, pairs, terms)
