@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+import torch.utils.checkpoint
 
 import fastpar as fp
 from fastpar.expert import Capacity, LossRule
@@ -106,6 +107,11 @@ def test_a_preset_gives_a_layer_that_counts_drops_and_adds_losses():
     loads = layer.router.load
     assert loads.sum() == 12
     assert layer.dropped == (loads - capacity).clamp_min(0).sum() > 0
+    before = layer.dropped.clone()
+    torch.utils.checkpoint.checkpoint(layer, x.requires_grad_(), use_reentrant=False).sum().backward()
+    assert layer.dropped == 2 * before
+    layer.zero_grad()
+    layer(x).sum().backward()
     assert not torch.equal(layer.router.weight.grad, plain.router.weight.grad)
     assert torch.equal(layer.experts.down_proj.grad, plain.experts.down_proj.grad)
 

@@ -20,6 +20,7 @@ from fastpar.comm import (
     scatter_to,
     shard_sizes,
 )
+from fastpar.expert.losses import in_backward
 from fastpar.expert.presets import RouterPreset
 from fastpar.expert.presets import preset as find_preset
 from fastpar.expert.router import Router
@@ -269,7 +270,8 @@ class MoELayer(nn.Module):
                 policy=limit.policy,
                 minimum=limit.minimum,
             )
-            self.dropped += (indices != routing.indices).sum()
+            if not in_backward():  # a recomputation drops no more
+                self.dropped += (indices != routing.indices).sum()
         shared = None if self.shared is None else _on_part_of_tokens(self.shared, tokens, tp)
         out = self.experts(tokens, indices, routing.weights, shared)
         if is_cut:
