@@ -136,6 +136,16 @@ def test_what_is_frozen_costs_no_product(monkeypatch):
         assert all(torch.equal(grad, everything[name]) for name, grad in zip(names, found, strict=True))
 
 
+def test_a_gradient_of_what_is_added_alone_sends_nothing(monkeypatch):
+    given = problem(torch.float32, ExpertRule())
+    dout = given.pop("dout")
+    given["add"].requires_grad_()
+    out = moe_mlp(**given)
+    monkeypatch.setattr(_moe_chunks, "send", None)
+    (found,) = torch.autograd.grad(out, given["add"], dout)
+    assert torch.equal(found, dout)
+
+
 def test_without_gradients_the_bits_are_the_same():
     rule = ExpertRule()
     given = problem(torch.float32, rule)
