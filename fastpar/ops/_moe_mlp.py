@@ -35,6 +35,8 @@ from fastpar.ops._weight_grad import weighted_sum
 from fastpar.ops.moe_rows import dot_rows, gather_rows
 from fastpar.reference.moe_mlp import ExpertRule
 
+_ROOM = 256
+
 
 class Call(NamedTuple):
     """A checked call, apart from its tensors."""
@@ -82,17 +84,20 @@ class Wants(NamedTuple):
 
 
 class _Scratch:
-    """Buffers with room for the rows of any one expert."""
+    """Named buffers [n, width] with room for the rows of any one expert.
 
-    def __init__(self, like: Tensor, plan: DispatchPlan) -> None:
-        self.like, self.most = like, max(plan.counts.tolist(), default=0)
-        self._buffers: dict[str, Tensor] = {}
+    One piece of memory: buffers of a few megabytes each would be new pages every time (see `new_buffer`). Room in steps
+    of 256 rows, so that it is as large when the next batch has a few rows more for its busiest expert.
+    """
 
-    def __call__(self, name: str, rows: int, width: int) -> Tensor:
+    def __init__(self, like: Tensor, plan: DispatchPlan, **widths: int) -> None:
+        most = -(-max(plan.counts.tolist(), default=0) // _ROOM) * _ROOM
+        parts = new_buffer(like, (most * sum(widths.values()),)).split([most * width for width in widths.values()])
+        self._parts = {name: part.view(most, widths[name]) for name, part in zip(widths, parts, strict=True)}
+
+    def __call__(self, name: str, rows: int) -> Tensor:
         """The same memory for the same name."""
-        if name not in self._buffers:
-            self._buffers[name] = new_buffer(self.like, (self.most, width))
-        return self._buffers[name][:rows]
+        return self._parts[name][:rows]
 
 
 def _expert_rows(plan: DispatchPlan) -> list[tuple[int, slice]]:
@@ -126,7 +131,8 @@ def forward(
     first, second = experts.matrices(rule)
     products = new_buffer(x, (plan.num_rows, first.shape[2])) if wants is not None else None
     results = call.exchange.empty_rows(plan, second.shape[2], x.dtype)
-    scratch = _Scratch(x, plan)
+    outer = first.shape[2] if products is None else 0
+    scratch = _Scratch(x, plan, inputs=x.shape[1], hidden=outer, activation=second.shape[1])
     for expert, rows in _expert_rows(plan):
         count = rows.stop - rows.start
         row_weights = plan.row_weights[rows]
@@ -134,16 +140,12 @@ def forward(
             arrivals.tables(expert)[0],
             arrivals.source[rows],
             scale=row_weights if rule.weigh == "input" else None,
-            out=scratch("inputs", count, x.shape[1]),
+            out=scratch("inputs", count),
         )
-        hidden = scratch("hidden", count, first.shape[2]) if products is None else products[rows]
+        hidden = scratch("hidden", count) if products is None else products[rows]
         matmul(inputs, first[expert], hidden, bias=_of(experts.first_bias, expert))
-        activation = activate_rows(
-            hidden,
-            rule,
-            row_weights if rule.weigh == "before" else None,
-            scratch("activation", count, second.shape[1]),
-        )
+        scale = row_weights if rule.weigh == "before" else None
+        activation = activate_rows(hidden, rule, scale, scratch("activation", count))
         matmul(activation, second[expert], results[rows], bias=_of(experts.second_bias, expert))
     arrivals.finish()
     out, _ = call.exchange.give_back(plan, results, weighted=rule.weigh == "after", add=add)
@@ -186,10 +188,10 @@ class _Backward:
         self, call: Call, plan: DispatchPlan, hidden: Tensor, experts: Experts, wants: Wants, width: int
     ) -> None:
         self.call, self.plan, self.hidden, self.experts, self.wants = call, plan, hidden, experts, wants
-        self.width = width
         self.drows: Tensor | None = None
         self.dots = torch.zeros_like(plan.row_weights) if wants.weights else None
-        self.scratch = _Scratch(hidden, plan)
+        inner, outer = experts.matrices(call.rule)[1].shape[1], hidden.shape[1]
+        self.scratch = _Scratch(hidden, plan, dout=width, dactivation=inner, activation=inner, dhidden=outer)
         pairs = zip(experts, wants.experts, strict=True)
         self.grads = Experts(*(new_buffer(p, p.shape) if wanted else None for p, wanted in pairs))
         for expert, count in enumerate(plan.counts.tolist()):
@@ -205,10 +207,10 @@ class _Backward:
         count, row_weights = rows.stop - rows.start, plan.row_weights[rows]
         dots = None if self.dots is None or rule.weigh == "input" else self.dots[rows]
 
-        dout = gather_rows(douts, source, out=scratch("dout", count, self.width))
-        dactivation = matmul(dout, second[expert].t(), scratch("dactivation", count, second.shape[1]))
-        activation = scratch("activation", count, second.shape[1])
-        dhidden = scratch("dhidden", count, first.shape[2])
+        dout = gather_rows(douts, source, out=scratch("dout", count))
+        dactivation = matmul(dout, second[expert].t(), scratch("dactivation", count))
+        activation = scratch("activation", count)
+        dhidden = scratch("dhidden", count)
         scale = None if rule.weigh == "input" else row_weights
         activate_rows_backward(dactivation, self.hidden[rows], rule, scale, activation, dhidden, dots)
         self._second(expert, dout, activation, row_weights, dots)
