@@ -72,6 +72,7 @@ STABLE_TORCH_LIBRARY(fastpar, m) {
   m.def("moe_pair_slots(Tensor order, Tensor counts, Tensor first, SymInt num_pairs) -> Tensor");
   m.def(
       "moe_row_sources(Tensor[] orders, Tensor[] weights, Tensor runs, SymInt top_k, SymInt num_rows) -> (Tensor, Tensor)");
+  m.def("moe_tokens_by_rank(Tensor indices, SymInt size, SymInt per_rank) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
   m.def("moe_gather_rows(Tensor[] tables, Tensor index, Tensor? scale, Tensor(a!) out) -> ()");
   m.def("moe_sum_rows(Tensor[] tables, Tensor index, Tensor? weights, Tensor? add, Tensor(a!) out) -> ()");
   m.def("moe_dot_rows(Tensor rows, Tensor[] tables, Tensor index) -> Tensor");

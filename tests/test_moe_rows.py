@@ -83,6 +83,14 @@ def test_worked_examples_of_the_docstrings(capability: str, module: Any) -> None
     runs = torch.tensor([[0, 0, 2, 1, 10], [0, 2, 1, 3, 10]])
     source, row_weights = module.row_sources([order], [torch.tensor([5.0, 6.0, 7.0])], runs, 2, 5)
     assert (source.tolist(), row_weights.tolist()) == ([-1, 10, 11, 10, -1], [0, 5, 6, 7, 0])
+    sent = module.tokens_by_rank(torch.tensor([[3, 0], [0, 1]]), 2, 2)
+    assert [t.tolist() for t in sent] == [
+        [0, 1, 0],
+        [[-1, 0], [0, 1], [1, -1]],
+        [2, 1],
+        [[0, 2], [1, -1]],
+        [[4, 1], [2, 3]],
+    ]
     rows = module.gather_rows(TABLES, torch.tensor([1, -1, 0]), scale=torch.tensor([2.0, 7.0, 1.0]))
     assert rows.tolist() == [[6, 8], [0, 0], [1, 2]]
     index, weights = torch.tensor([[1, 0], [0, -1]]), torch.tensor([[0.5, 2.0], [1.0, 7.0]])
@@ -252,6 +260,20 @@ def test_pairs_are_sorted_and_placed_as_by_the_reference(
         assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
+@pytest.mark.parametrize(
+    ("tokens", "top_k", "size", "per_rank"), [(0, 2, 4, 1), (90, 1, 3, 2), (90, 5, 3, 4), (50, 3, 8, 1)]
+)
+def test_tokens_for_each_rank_are_those_of_the_reference(
+    tokens: int, top_k: int, size: int, per_rank: int, dtype: torch.dtype
+) -> None:
+    # With the same expert twice, and tokens that go nowhere.
+    indices = some_index(tokens + 1, top_k, rows=size * per_rank + 1)[1:].to(dtype)
+    indices[::7] = -1
+    found, wanted = (m.tokens_by_rank(indices, size, per_rank) for m in (ops, reference))
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
 def test_strided_indices_are_sorted_as_they_are() -> None:
     indices = some_index(3, 50, rows=9).T[::2]
     assert all(map(torch.equal, ops.sort_pairs(indices, 8), reference.sort_pairs(indices, 8)))
@@ -308,6 +330,7 @@ def test_opcheck_passes_for_every_op() -> None:
     torch.library.opcheck(K.moe_sum_rows.default, (tables, pairs, random(3, 2), random(3, 5), torch.empty(3, 5)))
     torch.library.opcheck(K.moe_dot_rows.default, (random(3, 5), tables, index))
     torch.library.opcheck(K.moe_sort_pairs.default, (pairs, 5))
+    torch.library.opcheck(K.moe_tokens_by_rank.default, (pairs, 3, 2))
     order, counts = ops.sort_pairs(pairs, 5)
     torch.library.opcheck(K.moe_pair_slots.default, (order, counts, counts.cumsum(0) - counts, 6))
     runs = torch.tensor([[0, 0, 2, 1, 0]])

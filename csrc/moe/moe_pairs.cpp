@@ -1,4 +1,4 @@
-// Pairs of token and choice: sorted by expert, given their rows, and listed row by row. See
+// Pairs of token and choice: sorted by expert, given their rows, listed row by row, and as tokens for each rank. See
 // fastpar/reference/moe_rows.py.
 //
 // The sort is a counting sort in two passes over blocks of pairs: each block counts its pairs of every expert; the sums
@@ -11,8 +11,8 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <optional>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "common/checks.h"
@@ -170,6 +170,81 @@ std::tuple<Tensor, Tensor> row_sources_cpu(std::vector<Tensor> orders, std::vect
   return {source, row_weights};
 }
 
+// ---- tokens by rank -----------------------------------------------------------------------------------------------
+
+// Calls body(token, choice, rank, number) for every choice that goes somewhere: `number` of the expert on its rank.
+template <typename Index, typename Body>
+void for_each_choice(const Tensor& indices, int64_t size, int64_t per_rank, const Body& body) {
+  const Index* data = indices.const_data_ptr<Index>();
+  const int64_t top_k = indices.size(1), num_experts = size * per_rank;
+  std::vector<int64_t> rank_of(static_cast<size_t>(num_experts));  // a division costs more than looking it up
+  for (int64_t expert = 0; expert < num_experts; ++expert) rank_of[static_cast<size_t>(expert)] = expert / per_rank;
+  for (int64_t token = 0; token < indices.size(0); ++token) {
+    for_each_pair(data, token * top_k, (token + 1) * top_k, num_experts, [&](int64_t pair, int64_t expert) {
+      const int64_t rank = rank_of[static_cast<size_t>(expert)];
+      body(token, pair - token * top_k, rank, expert - rank * per_rank);
+    });
+  }
+}
+
+template <typename Index>
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> tokens_by_rank_as(const Tensor& indices, int64_t size,
+                                                                     int64_t per_rank) {
+  const int64_t tokens = indices.size(0), top_k = indices.size(1), width = std::min(top_k, size);
+  Tensor sizes = empty_cpu({size}, ScalarType::Long);
+  int64_t* count = sizes.mutable_data_ptr<int64_t>();
+  std::fill(count, count + size, int64_t{0});
+  std::vector<int64_t> last(static_cast<size_t>(size), -1);  // the last token that goes to each rank
+  for_each_choice<Index>(indices, size, per_rank, [&](int64_t token, int64_t, int64_t rank, int64_t) {
+    count[rank] += last[static_cast<size_t>(rank)] != token;
+    last[static_cast<size_t>(rank)] = token;
+  });
+  std::vector<int64_t> next(static_cast<size_t>(size), 0);
+  int64_t total = 0;
+  for (int64_t rank = 0; rank < size; ++rank) {
+    next[static_cast<size_t>(rank)] = total;
+    total += count[rank];
+  }
+
+  Tensor sent = empty_cpu({total}, ScalarType::Long), experts = empty_cpu({total, top_k}, ScalarType::Long);
+  Tensor rows_of_token = empty_cpu({tokens, width}, ScalarType::Long);
+  Tensor values_of_pair = empty_cpu({tokens, top_k}, ScalarType::Long);
+  int64_t* token_of = sent.mutable_data_ptr<int64_t>();
+  int64_t* number_of = experts.mutable_data_ptr<int64_t>();
+  int64_t* rows = rows_of_token.mutable_data_ptr<int64_t>();
+  int64_t* value = values_of_pair.mutable_data_ptr<int64_t>();
+  std::fill(number_of, number_of + experts.numel(), int64_t{-1});
+  std::fill(rows, rows + rows_of_token.numel(), int64_t{-1});
+  std::fill(value, value + values_of_pair.numel(), int64_t{-1});
+  std::fill(last.begin(), last.end(), int64_t{-1});
+  for_each_choice<Index>(indices, size, per_rank, [&](int64_t token, int64_t k, int64_t rank, int64_t number) {
+    const size_t r = static_cast<size_t>(rank);
+    if (last[r] != token) {
+      last[r] = token;
+      const int64_t row = next[r]++;
+      token_of[row] = token;
+      // Into its place among the token's rows, of which there are few: those of higher ranks are larger numbers.
+      int64_t* at = rows + token * width;
+      while (*at >= 0 && *at < row) ++at;
+      for (int64_t moved = row; moved >= 0; ++at) std::swap(*at, moved);
+    }
+    const int64_t row = next[r] - 1;
+    number_of[row * top_k + k] = number;
+    value[token * top_k + k] = row * top_k + k;
+  });
+  return {sent, experts, sizes, rows_of_token, values_of_pair};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> tokens_by_rank_cpu(const Tensor& indices_in, int64_t size,
+                                                                      int64_t per_rank) {
+  FASTPAR_CHECK(indices_in.dim() == 2, "indices must be [T, K], got ", indices_in.dim(), " dims");
+  FASTPAR_CHECK(size >= 1 && per_rank >= 1, "size and per_rank must be at least 1, got ", size, " and ", per_rank);
+  const Tensor indices = dense(indices_in);
+  if (indices.scalar_type() == ScalarType::Int) return tokens_by_rank_as<int32_t>(indices, size, per_rank);
+  FASTPAR_CHECK(indices.scalar_type() == ScalarType::Long, "indices must be int64 or int32");
+  return tokens_by_rank_as<int64_t>(indices, size, per_rank);
+}
+
 }  // namespace
 }  // namespace fastpar
 
@@ -177,4 +252,5 @@ STABLE_TORCH_LIBRARY_IMPL(fastpar, CPU, m) {
   m.impl("moe_sort_pairs", TORCH_BOX(&fastpar::sort_pairs_cpu));
   m.impl("moe_pair_slots", TORCH_BOX(&fastpar::pair_slots_cpu));
   m.impl("moe_row_sources", TORCH_BOX(&fastpar::row_sources_cpu));
+  m.impl("moe_tokens_by_rank", TORCH_BOX(&fastpar::tokens_by_rank_cpu));
 }

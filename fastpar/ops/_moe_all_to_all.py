@@ -35,7 +35,7 @@ from fastpar.ops._moe_plan import (
     exchange_headers,
     spread,
 )
-from fastpar.ops.moe_rows import gather_rows, sum_rows
+from fastpar.ops.moe_rows import gather_rows, sum_rows, tokens_by_rank
 
 _ALIGNMENT = 8  # bytes; of every field of a packed row
 _INT16_MAX = 32767
@@ -67,7 +67,7 @@ class AllToAllExchange(GroupBound):
         problem = check_arguments(x, indices, weights, num_experts, terms, comm)
         pairs = Pairs.nowhere(num_experts) if problem else Pairs.of(indices, num_experts)
         per_rank = max(num_experts // comm.size, 1)
-        sent = _Sent.of(pairs, comm.size, per_rank)
+        sent = _Sent(*tokens_by_rank(pairs.indices, comm.size, per_rank))
         headers = exchange_headers(comm, problem, x, pairs, terms, sent.sizes)
         loads, sizes = headers.loads, headers.extra
         assert sizes is not None
@@ -181,40 +181,13 @@ def _columns(packed: Tensor, like: Tensor, end: int) -> Tensor:
 
 
 class _Sent(NamedTuple):
-    """What this rank sends: a row for each token and rank that it goes to, by rank, then by token.
-
-    tokens          int64 [S]
-    experts         int64 [S, K]: number on that rank of each choice's expert, -1 where it is on another
-    sizes           int64 [size]: rows for each rank
-    rows_of_token   int64 [T, min(K, size)]: rows of each token, by rank, then -1
-    values_of_pair  int64 [T, K]: s * K + k for the row s that has the pair; -1: none
-    """
+    """What this rank sends: a row for each token and rank that it goes to. See `tokens_by_rank`."""
 
     tokens: Tensor
     experts: Tensor
     sizes: Tensor
     rows_of_token: Tensor
     values_of_pair: Tensor
-
-    @classmethod
-    def of(cls, pairs: Pairs, size: int, per_rank: int) -> _Sent:
-        indices, top_k, device = pairs.indices.long(), pairs.top_k, pairs.indices.device
-        goes = (indices >= 0) & (indices < pairs.num_experts)
-        rank_of = torch.where(goes, indices // per_rank, size)
-        goes_to = torch.zeros((len(indices), size + 1), dtype=torch.bool, device=device)
-        goes_to = goes_to.scatter_(1, rank_of, True)[:, :size]
-        ranks, tokens = goes_to.T.nonzero(as_tuple=True)
-        experts = torch.where(rank_of[tokens] == ranks[:, None], indices[tokens] - (ranks * per_rank)[:, None], -1)
-        number = torch.arange(len(tokens), device=device)
-        row = torch.full((len(indices), size + 1), -1, dtype=torch.int64, device=device)
-        row[tokens, ranks] = number
-        width = min(top_k, size)
-        nth = goes_to.cumsum(1) - 1
-        rows_of_token = torch.full((len(indices), width), -1, dtype=torch.int64, device=device)
-        rows_of_token[tokens, nth[tokens, ranks]] = number
-        of_pair = row.gather(1, rank_of)
-        values = torch.where(of_pair < 0, -1, of_pair * top_k + torch.arange(top_k, device=device))
-        return cls(tokens, experts, goes_to.sum(0), rows_of_token, values)
 
 
 class _PairRows(NamedTuple):

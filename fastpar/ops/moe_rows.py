@@ -7,6 +7,7 @@ docstrings have shapes, rules and worked examples.
     sort_pairs    a counting sort, stable                     reads the indices twice
     pair_slots    where each pair's row lies
     row_sources   which token each row is of
+    tokens_by_rank  the rows that a rank sends, a token once to each rank
     gather_rows   permute: rows by expert                     reads and writes N rows
     sum_rows      unpermute: weighted sums at the tokens      reads N K rows, writes N
     dot_rows      gradients of weights                        reads 2 N rows
@@ -71,6 +72,15 @@ def _(orders: list[Tensor], weights: list[Tensor], runs: Tensor, top_k: int, num
     return runs.new_empty((num_rows,)), runs.new_empty((num_rows,), dtype=torch.float32)
 
 
+@torch.library.register_fake("fastpar::moe_tokens_by_rank")
+def _(indices: Tensor, size: int, per_rank: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    rows = torch.library.get_ctx().new_dynamic_size()
+    tokens, top_k = indices.shape
+    shapes = ((rows,), (rows, top_k), (size,), (tokens, min(top_k, size)), (tokens, top_k))
+    a, b, c, d, e = (indices.new_empty(shape, dtype=torch.int64) for shape in shapes)
+    return a, b, c, d, e
+
+
 @torch.library.register_fake("fastpar::moe_gather_rows")
 def _(tables: list[Tensor], index: Tensor, scale: Tensor | None, out: Tensor) -> None:
     return None
@@ -113,6 +123,14 @@ def row_sources(
         return reference.row_sources(orders, weights, runs, top_k, num_rows)
     source, row_weights = _kernels.moe_row_sources(list(orders), list(weights or ()), runs, top_k, num_rows)
     return source, row_weights
+
+
+def tokens_by_rank(indices: Tensor, size: int, per_rank: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """What a rank sends: see `fastpar.reference.moe_rows.tokens_by_rank`."""
+    if indices.device.type != "cpu":
+        return reference.tokens_by_rank(indices, size, per_rank)
+    tokens, experts, sizes, rows_of_token, values_of_pair = _kernels.moe_tokens_by_rank(indices, size, per_rank)
+    return tokens, experts, sizes, rows_of_token, values_of_pair
 
 
 def gather_rows(
@@ -173,4 +191,4 @@ def dot_rows(rows: Tensor, tables: Sequence[Tensor], index: Tensor) -> Tensor:
     return dots
 
 
-__all__ = ["dot_rows", "gather_rows", "pair_slots", "row_sources", "sort_pairs", "sum_rows"]
+__all__ = ["dot_rows", "gather_rows", "pair_slots", "row_sources", "sort_pairs", "sum_rows", "tokens_by_rank"]

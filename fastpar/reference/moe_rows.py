@@ -72,6 +72,38 @@ def row_sources(
     return source, row_weights
 
 
+def tokens_by_rank(indices: Tensor, size: int, per_rank: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The rows that a rank sends if each token goes once to every rank that has an expert of it.
+
+        indices         [T, K]   int64 or int32; rank r of `size` has the `per_rank` experts from r * per_rank on; a
+                                 value outside all ranks' is a choice that goes nowhere
+        tokens          [S]      int64: the token of each row, by rank, then by token
+        experts         [S, K]   int64: number on that rank of each choice's expert; -1: it is on another, or nowhere
+        sizes           [size]   int64: rows for each rank
+        rows_of_token   [T, min(K, size)]  int64: rows of each token, by rank, then -1
+        values_of_pair  [T, K]   int64: s * K + k for the row s that has the pair; -1: none
+
+    Worked example: indices [[3, 0], [0, 1]], 2 ranks with 2 experts each: tokens [0, 1, 0], experts
+    [[-1, 0], [0, 1], [1, -1]], sizes [2, 1], rows_of_token [[0, 2], [1, -1]], values_of_pair [[4, 1], [2, 3]].
+    """
+    indices, top_k, device = indices.long(), indices.shape[1], indices.device
+    goes = (indices >= 0) & (indices < size * per_rank)
+    rank_of = torch.where(goes, indices // per_rank, size)
+    goes_to = torch.zeros((len(indices), size + 1), dtype=torch.bool, device=device)
+    goes_to = goes_to.scatter_(1, rank_of, True)[:, :size]
+    ranks, tokens = goes_to.T.nonzero(as_tuple=True)
+    experts = torch.where(rank_of[tokens] == ranks[:, None], indices[tokens] - (ranks * per_rank)[:, None], -1)
+    number = torch.arange(len(tokens), device=device)
+    row = torch.full((len(indices), size + 1), -1, dtype=torch.int64, device=device)
+    row[tokens, ranks] = number
+    nth = goes_to.cumsum(1) - 1
+    rows_of_token = torch.full((len(indices), min(top_k, size)), -1, dtype=torch.int64, device=device)
+    rows_of_token[tokens, nth[tokens, ranks]] = number
+    of_pair = row.gather(1, rank_of)
+    values = torch.where(of_pair < 0, -1, of_pair * top_k + torch.arange(top_k, device=device))
+    return tokens, experts, goes_to.sum(0), rows_of_token, values
+
+
 def _runs(first: Tensor, counts: Tensor) -> Tensor:
     """first[0], first[0] + 1, ... counts[0] of them, then the same of the next."""
     begins = counts.cumsum(0) - counts
