@@ -26,6 +26,7 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,9 +51,8 @@ class PermuteCase:
     calls: int = 1
 
     def describe(self) -> dict[str, Any]:
-        names = ("job", "dtype", "tokens", "hidden", "top_k", "experts")
-        if self.job == "plan":
-            names = ("job", "tokens", "top_k", "experts")
+        without = ("dtype", "hidden") if self.job == "plan" else ()
+        names = [n for n in ("job", "dtype", "tokens", "hidden", "top_k", "experts") if n not in without]
         return {name: getattr(self, name) for name in names}
 
     def build(self, rank: Rank) -> list[Provider]:
@@ -64,7 +64,7 @@ class PermuteCase:
         moved = (2 * rows if self.job == "permute" else rows + self.tokens) * self.hidden * size
         functions = problem.permutes() if self.job == "permute" else problem.unpermutes()
         providers = [
-            Provider(name, kind, call, check=lambda call=call: problem.errors(call), num_bytes=float(moved))
+            Provider(name, kind, call, check=partial(problem.errors, call), num_bytes=float(moved))
             for name, kind, call in functions
         ]
         return [*providers, *copy_roofs(min(rows * self.hidden * size, 256 << 20), rank.world_size, rank.device)]

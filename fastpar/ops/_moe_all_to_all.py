@@ -67,7 +67,7 @@ class AllToAllExchange(GroupBound):
         problem = check_arguments(x, indices, weights, num_experts, terms, comm)
         pairs = Pairs.nowhere(num_experts) if problem else Pairs.of(indices, num_experts)
         per_rank = max(num_experts // comm.size, 1)
-        sent = _Sent(*tokens_by_rank(pairs.indices, comm.size, per_rank))
+        sent = _Sent.of(pairs, comm.size, per_rank)
         headers = exchange_headers(comm, problem, x, pairs, terms, sent.sizes)
         loads, sizes = headers.loads, headers.extra
         assert sizes is not None
@@ -188,6 +188,10 @@ class _Sent(NamedTuple):
     sizes: Tensor
     rows_of_token: Tensor
     values_of_pair: Tensor
+
+    @classmethod
+    def of(cls, pairs: Pairs, size: int, per_rank: int) -> _Sent:
+        return cls(*tokens_by_rank(pairs.indices, size, per_rank))
 
 
 class _PairRows(NamedTuple):
