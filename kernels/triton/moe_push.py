@@ -58,7 +58,7 @@ class Pushed(NamedTuple):
     row_weights  float32 [capacity] the weight of each row's choice; as valid
     splits       int32 [E / size + 1]: rows of each of this rank's experts
     slots        int64 [T, K]: rank * capacity + row of each pair, -1: it has none
-    poison       float32 [1]: NaN if rows are missing, else 0
+    poison       float32 [1]: NaN if rows are missing, or anything has failed before; else 0
     """
 
     rows: Tensor
@@ -183,7 +183,7 @@ class PushExchange:
         self._push(channel, x, pushed.slots, None)
         self._release(channel)
         yield
-        pushed.poison.add_(self._await(channel, kernels.ROWS_FLAG, PUSHED))
+        self._await(channel, kernels.ROWS_FLAG, PUSHED)  # what fails makes the next sum NaN
         return self._rows(channel, x.shape[1], x.dtype)
 
     def give_back_phases(
@@ -211,7 +211,6 @@ class PushExchange:
         self._release(channel)
         yield
         poison = self._await(channel, kernels.RESULTS_FLAG, SHOWN)
-        poison += pushed.poison
         tables = self._tables(channel, width, dtype, self._rows_offset)
         out = moe_rows.sum_rows(tables, pushed.slots, weights=weights, add=add, poison=poison)
         if values is None:
