@@ -29,12 +29,12 @@ def applies(x: Tensor, first: Tensor, *, size: int, padding: Padding | None) -> 
 class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rule: ExpertRule, x: Tensor, indices: Tensor, weights: Tensor, add: Tensor | None,
-                *experts: Tensor | None) -> Tensor:  # fmt: skip
+                first: Tensor, second: Tensor, *biases: Tensor | None) -> Tensor:  # fmt: skip
         from fastpar.kernels import moe_mlp as kernels
 
-        out, saved = kernels.forward(x, indices, weights, kernels.Experts(*experts), rule, add)
+        out, saved = kernels.forward(x, indices, weights, kernels.Experts(first, second, *biases), rule, add)
         ctx.rule, ctx.add_dtype = rule, None if add is None else add.dtype
-        ctx.save_for_backward(x, indices, weights, *experts, *saved.placed, saved.hidden)
+        ctx.save_for_backward(x, indices, weights, first, second, *biases, *saved.placed, saved.hidden)
         return out
 
     @staticmethod
@@ -58,8 +58,8 @@ class _Experts(torch.autograd.Function):
             )
 
         dadd = None if ctx.add_dtype is None else grads[0].to(ctx.add_dtype)
-        dexperts = found.experts or kernels.Experts(*[None] * 4)
-        return None, once(found.x), None, once(found.weights), dadd, *map(once, dexperts)
+        dexperts = [None] * 4 if found.experts is None else [once(grad) for grad in found.experts]
+        return None, once(found.x), None, once(found.weights), dadd, *dexperts
 
 
 def moe_mlp(

@@ -37,12 +37,18 @@ from fastpar.kernels.moe_sort import Placed, place_pairs
 class Rule(Protocol):
     """What is used of a fastpar.reference.moe_mlp.ExpertRule."""
 
-    activation: str
-    weigh: str
-    transposed: bool
-    interleaved: bool
-    limit: float
-    alpha: float
+    @property
+    def activation(self) -> str: ...
+    @property
+    def weigh(self) -> str: ...
+    @property
+    def transposed(self) -> bool: ...
+    @property
+    def interleaved(self) -> bool: ...
+    @property
+    def limit(self) -> float: ...
+    @property
+    def alpha(self) -> float: ...
 
 
 class Experts(NamedTuple):
@@ -111,13 +117,13 @@ def backward(
         dout, experts.second, groups, hidden, index=placed.source, **_activation(rule),
         row_weights=None if rule.weigh == "input" else placed.row_weights,
     )  # fmt: skip
-    rows = dx = None
+    dx = None
     if for_x or rule.weigh == "input":
         rows = grouped_linear(dhidden, experts.first, groups, transposed=not rule.transposed)
-    if rule.weigh == "input":
-        dots = dot_rows(rows, [x], placed.source)
-    if for_x:
-        dx = sum_rows([rows], placed.slots, weights=weights if rule.weigh == "input" else None)
+        if rule.weigh == "input":
+            dots = dot_rows(rows, [x], placed.source)
+        if for_x:
+            dx = sum_rows([rows], placed.slots, weights=weights if rule.weigh == "input" else None)
     dweights = torch.where(placed.slots < 0, 0.0, dots[placed.slots.clamp_min(0)]) if dots.numel() else weights.float()
     if rule.weigh == "after" and experts.second_bias is not None:
         products = dout.float() @ experts.second_bias.float().T  # [T, E]
@@ -138,7 +144,7 @@ def _expert_grads(
     groups: Groups,
 ) -> Experts:
     """From the weighted activations and the gradient of the hidden features."""
-    dsecond = _wgrad(dout, act, groups, rule.transposed, left_index=placed.source)
+    dsecond = _wgrad(dout, act, groups, rule.transposed, dout_index=placed.source)
     second_bias = first_bias = None
     if experts.second_bias is not None:
         scale = placed.row_weights if rule.weigh == "after" else None
@@ -147,13 +153,20 @@ def _expert_grads(
         first_bias = grouped_bias_grad(dhidden, groups)
     if rule.weigh == "input":  # weigh one of the two factors; this copy is the only one there is
         dhidden = gather_rows([dhidden], torch.arange(len(dhidden), device=x.device), scale=placed.row_weights)
-    dfirst = _wgrad(dhidden, x, groups, rule.transposed, right_index=placed.source)
+    dfirst = _wgrad(dhidden, x, groups, rule.transposed, x_index=placed.source)
     return Experts(dfirst, dsecond, first_bias, second_bias)
 
 
-def _wgrad(dout: Tensor, x: Tensor, groups: Groups, transposed: bool, **index: Tensor) -> Tensor:
+def _wgrad(
+    dout: Tensor,
+    x: Tensor,
+    groups: Groups,
+    transposed: bool,
+    *,
+    dout_index: Tensor | None = None,
+    x_index: Tensor | None = None,
+) -> Tensor:
     """The gradient of a weight [E, out, in] ([E, in, out]) from rows [.., out] and [.., in]; one of them gathered."""
-    if not transposed:
-        return grouped_wgrad(dout, x, groups, **index)
-    names = {"left_index": "right_index", "right_index": "left_index"}
-    return grouped_wgrad(x, dout, groups, **{names[name]: value for name, value in index.items()})
+    if transposed:
+        return grouped_wgrad(x, dout, groups, left_index=x_index, right_index=dout_index)
+    return grouped_wgrad(dout, x, groups, left_index=dout_index, right_index=x_index)
