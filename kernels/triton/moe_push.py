@@ -9,7 +9,7 @@
 What `fastpar.ops._moe_exchange` describes, for ranks whose GPUs reach each other's memory (NVLink, PCIe): dispatch and
 permutation are one copy, and the combine reads each row once, out of the memory of its expert's rank. Backward of
 `give_back` is `send` with the same plan, and that of `dispatch` is `give_back`. Nothing synchronises with the host, so
-that a step can be captured in a CUDA graph; how many rows came is a number on the device.
+that a step can be captured in a CUDA graph, after one outside; how many rows came is a number on the device.
 
 `capacity` is the rows that a rank has room for. Dropless is size * tokens * min(top_k, experts of a rank), where tokens
 are those of the rank with the most. Rows that do not fit are an error, of which the host hears late: results are NaN on
@@ -104,6 +104,7 @@ class PushExchange:
         self._rows_offset = self._values_offset + aligned(4 * capacity)
         buffer.require(self._rows_offset + capacity * width * dtype.itemsize, f"{capacity} rows of {width} {dtype}")
         self._done = torch.zeros(1, dtype=torch.int32, device=buffer.device)
+        self._known: dict[tuple[Any, ...], Places] = {}
         self._used: Channel | None = None  # of the last call: to be finished
         self._begun: Channel | None = None  # of the next call, if it has begun
 
@@ -211,12 +212,12 @@ class PushExchange:
         self._release(channel)
         yield
         poison = self._await(channel, kernels.RESULTS_FLAG, SHOWN)
-        tables = self._tables(channel, width, dtype, self._rows_offset)
-        out = moe_rows.sum_rows(tables, pushed.slots, weights=weights, add=add, poison=poison)
+        places = self._places(channel, width, dtype, self._rows_offset)
+        out = moe_rows.sum_rows(places, pushed.slots, weights=weights, add=add, poison=poison)
         if values is None:
             return out, None
-        tables = self._tables(channel, 1, torch.float32, self._values_offset)
-        return out, moe_rows.gather_rows(tables, pushed.slots.view(-1)).view(pushed.slots.shape)
+        places = self._places(channel, 1, torch.float32, self._values_offset)
+        return out, moe_rows.gather_rows(places, pushed.slots.view(-1)).view(pushed.slots.shape)
 
     # ---- parts of calls
 
@@ -271,9 +272,16 @@ class PushExchange:
     def _rows(self, channel: Channel, width: int, dtype: torch.dtype) -> Tensor:
         return self.buffer.view(channel, (self.capacity, width), dtype, offset=self._rows_offset)
 
-    def _tables(self, channel: Channel, width: int, dtype: torch.dtype, offset: int) -> list[Tensor]:
-        shape = (self.capacity, width)
-        return [self.buffer.view(channel, shape, dtype, offset=offset, rank=rank) for rank in range(self.buffer.size)]
+    def _places(self, channel: Channel, width: int, dtype: torch.dtype, offset: int) -> Places:
+        """Of what all ranks have there; made once, since that waits for the device."""
+        key = (channel.data + offset, width, dtype)
+        if key not in self._known:
+            shape = (self.capacity, width)
+            ranks = range(self.buffer.size)
+            self._known[key] = Places.of(
+                [self.buffer.view(channel, shape, dtype, offset=offset, rank=r) for r in ranks]
+            )
+        return self._known[key]
 
     # ---- arguments
 

@@ -6,7 +6,8 @@
     dot_rows        dots[i] = <rows[i], table[index[i]]>
 
 Tables are one or several tensors that count as one, lying one below the other; they may be in other ranks' memory.
-Kernels find a row of several through `Places`, a table of their addresses.
+Kernels find a row of several through a table of their addresses, `Places`, which whoever uses the same tables again
+keeps and gives in their stead.
 
 Every row is read once and every row of the output written once; there are no atomics, and sums run in one order: over k
 by fused multiply-adds in float32 (float64 for float64), from `add` on, and one rounding. A program takes ROWS rows of
@@ -182,6 +183,14 @@ def dot_rows_kernel(
 # ---- launchers -------------------------------------------------------------------------------------------------------
 
 
+def _is_aligned(x: Tensor, align: int) -> bool:
+    """Whether rows of x begin and end at multiples of `align` elements."""
+    is_multiple = (
+        x.shape[1] % align == 0 and x.stride(0) % align == 0 and x.data_ptr() % (align * x.element_size()) == 0
+    )
+    return is_multiple or x.numel() == 0
+
+
 class Places(NamedTuple):
     """Several tables as kernels see them.
 
@@ -189,30 +198,33 @@ class Places(NamedTuple):
     stride   of its rows
     align    a power of two of elements, up to 16 bytes: what addresses, strides and width are multiples of
     table    int64 [3, n] on the device: addresses, first rows, strides in units of `align`; None for one table
+    tables   themselves, which have to live as long as their addresses are used
     """
 
     like: Tensor
     stride: int
     align: int
     table: Tensor | None
+    tables: tuple[Tensor, ...]
 
     @classmethod
-    def of(cls, tables: Sequence[Tensor], *others: Tensor) -> Places:
-        """`others`: what else is accessed in steps of `align`."""
+    def of(cls, tables: Tables, *others: Tensor) -> Places:
+        """`others`: what else is accessed in steps of `align`. Places that fit them are used as they are."""
+        if isinstance(tables, Places):
+            if all(_is_aligned(t, tables.align) for t in others):
+                return tables
+            tables = tables.tables
         dense = [t if t.shape[1] <= 1 or t.stride(1) == 1 else t.contiguous() for t in tables]
         like = dense[0]
         align = 16 // like.element_size()
-        operands = [t for t in (*dense, *others) if t.numel()]
-        while any(
-            t.shape[1] % align or t.stride(0) % align or t.data_ptr() % (align * t.element_size()) for t in operands
-        ):
+        while not all(_is_aligned(t, align) for t in (*dense, *others)):
             align //= 2
         if len(dense) == 1:
-            return cls(like, like.stride(0) // align, align, None)
+            return cls(like, like.stride(0) // align, align, None, tuple(dense))
         sizes = [len(t) for t in dense]
         firsts = [sum(sizes[:n]) for n in range(len(sizes))]
         parts = [[t.data_ptr() for t in dense], firsts, [t.stride(0) // align for t in dense]]
-        return cls(like, 0, align, torch.tensor(parts, dtype=torch.int64).to(like.device, non_blocking=True))
+        return cls(like, 0, align, torch.tensor(parts, dtype=torch.int64).to(like.device), tuple(dense))
 
     def options(self, *, rows: int) -> dict[str, Any]:
         """Blocks of a launch over so many rows."""
@@ -224,6 +236,13 @@ class Places(NamedTuple):
             "TABLES": count, "PADDED": triton.next_power_of_2(count), "ALIGN": self.align,
             "ROWS": block, "COLS": cols, "num_warps": max(THREADS // WARP_SIZE, 1),
         }  # fmt: skip
+
+
+Tables = Sequence[Tensor] | Places
+
+
+def _like(tables: Tables) -> Tensor:
+    return tables.like if isinstance(tables, Places) else tables[0]
 
 
 def _output(out: Tensor | None, like: Tensor, rows: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -247,7 +266,7 @@ def _dense(x: Tensor) -> Tensor:
 
 
 def gather_rows(
-    tables: Sequence[Tensor],
+    tables: Tables,
     index: Tensor,
     *,
     scale: Tensor | None = None,
@@ -255,7 +274,7 @@ def gather_rows(
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """`fastpar.reference.moe_rows.gather_rows`; tables of 8-bit floats only as they are."""
-    result = _output(out, tables[0], len(index), dtype)
+    result = _output(out, _like(tables), len(index), dtype)
     if result.numel() == 0:
         return _given(out, result)
     places, target = Places.of(tables, result), result
@@ -273,7 +292,7 @@ def gather_rows(
 
 
 def sum_rows(
-    tables: Sequence[Tensor],
+    tables: Tables,
     index: Tensor,
     *,
     weights: Tensor | None = None,
@@ -285,7 +304,7 @@ def sum_rows(
 
     poison  float32 [1], added to all: 0, or NaN where a kernel has found that rows are missing
     """
-    result = _output(out, tables[0], len(index))
+    result = _output(out, _like(tables), len(index))
     if result.numel() == 0:
         return _given(out, result)
     add = None if add is None else _dense(add)
@@ -302,7 +321,7 @@ def sum_rows(
     return _given(out, result)
 
 
-def dot_rows(rows: Tensor, tables: Sequence[Tensor], index: Tensor) -> Tensor:
+def dot_rows(rows: Tensor, tables: Tables, index: Tensor) -> Tensor:
     """`fastpar.reference.moe_rows.dot_rows`."""
     wide = torch.promote_types(rows.dtype, torch.float32)
     dots = rows.new_empty(len(rows), dtype=wide)
