@@ -26,6 +26,8 @@ from fastpar.kernels import (  # noqa: E402  (triton is optional)
     moe_sort,
     overlap_gemm_buffer,
 )
+from fastpar.ops import moe_rows as row_ops  # noqa: E402
+from fastpar.reference import moe_rows as row_reference  # noqa: E402
 
 STEMS = ("moe_rows", "grouped_gemm", "moe_mlp", "moe_push")
 CUDA = torch.device("cuda")
@@ -36,6 +38,21 @@ EXPERTS, TOKENS, ROWS, HIDDEN, FEATURES = 8, 512, 1024, 1024, 768
 @pytest.mark.parametrize("slow", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "slow"])
 def test_kernels_match_the_reference_in_the_interpreter(slow: bool) -> None:
     run_interpreted(*(f"check_{stem}.py" for stem in STEMS), markers="slow" if slow else "not slow")
+
+
+class _On:
+    """What is looked at of a tensor on a device that this machine need not have."""
+
+    def __init__(self, device: str) -> None:
+        self.device = torch.device(device)
+
+
+def test_rows_of_cuda_tensors_go_to_triton_and_those_of_other_devices_to_plain_pytorch() -> None:
+    cuda: Any = _On("cuda")
+    meta: Any = _On("meta")
+    assert row_ops._elsewhere(cuda) is moe_rows
+    assert row_ops._elsewhere(cuda, takes=False) is row_reference
+    assert row_ops._elsewhere(meta) is row_reference
 
 
 # ---- ahead of time ---------------------------------------------------------------------------------------------------
