@@ -53,7 +53,7 @@ def parallelize_pipeline(
     recompute: Policy | None = None,
     timeout: float = 60.0,
 ) -> Pipeline:
-    """Cut a model over the mesh's "pp" dim, split the layers of this rank's stages over "tp", and return the pipeline.
+    """Cut a model over the mesh's "pp" dim, split the layers of its stages over "tp" and "ep", and return the pipeline.
 
     model             as for `fastpar.pipeline.partition`: a layered model such as Hugging Face's, an nn.Sequential, or
                       a list of modules. It is changed in place; the parts of other ranks are freed
@@ -69,7 +69,7 @@ def parallelize_pipeline(
                       `CrossEntropy()` or one with options, from target=; a layout does not name the head. A Schedule
                       may have its sharded head already
     plan, sequence_parallel, gather_logits, sync_weights, overlap    as for `fastpar.parallelize`; plan=None: layers
-                      stay whole, as they do where the mesh has no "tp" and the plan is "auto"
+                      stay whole, as they do where the mesh has neither "tp" nor "ep" and the plan is "auto"
     recompute         which activations of a stage's layers to compute again in backward, such as
                       `fp.recompute.Full()`: `fastpar.apply_recompute` on every stage
 
@@ -115,7 +115,8 @@ def parallelize_pipeline(
         head = ShardedHead(whole_head, mesh.rank("pp"), size, mesh=device_mesh, name=whole.head, loss=head_loss)
         del whole_head
     stages = whole.stages(schedule.part_of(stage) for stage in schedule.stages_of(mesh.rank("pp")))
-    if plan is not None and (mesh.size("tp") > 1 or plan != "auto"):
+    splits_layers = any(mesh.size(dim) > 1 for dim in ("tp", "ep", "etp"))
+    if plan is not None and (splits_layers or plan != "auto"):
         stages = [
             replace(
                 stage,

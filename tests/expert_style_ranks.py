@@ -60,6 +60,25 @@ def trained_step(name: str, sizes: dict[str, int], stage: int) -> tuple[float, d
     return norm, full
 
 
+def pipelined_gradients(name: str, sizes: dict[str, int], options: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The averaged gradients of this rank's stage of a pipeline, each data-parallel rank on its own batch.
+
+    With options the head is split, and the loss given its targets.
+    """
+    mesh = fp.init_mesh(**sizes, device="cpu")
+    pipe = fp.parallelize_pipeline(build(name), mesh, "1f1b", num_microbatches=2, **options)
+    ids = batch(mesh.rank("dp"))
+    shifted = torch.cat([ids[:, 1:], torch.full_like(ids[:, :1], -100)], 1)
+    pipe.step(ids, **({"target": shifted} if options else {"labels": ids}))
+    grads = {}
+    for key, param in pipe.named_parameters():
+        over = fp.comm.Communicator(mesh.group("edp" if ".experts." in key else "dp"))
+        full = full_parameter(param, param.grad)
+        grads[key] = over.all_reduce(full, "avg") if over.size > 1 else full
+    mesh.close()
+    return grads
+
+
 def refusals() -> list[tuple[type[Exception], str]]:
     """On two ranks: what is refused, with its message. The model is left as it was."""
     found = []

@@ -12,7 +12,7 @@ from torch import nn
 import fastpar as fp
 from fastpar.expert_style import check_experts
 from tests.dist import run_ranks
-from tests.expert_style_ranks import parallelized_steps, refusals, trained_step
+from tests.expert_style_ranks import parallelized_steps, pipelined_gradients, refusals, trained_step
 from tests.moe_models import assert_equal_steps, batch, build, experts_of, mean_step, step
 
 ON_TWO: list[tuple[str, dict[str, int], dict[str, Any]]] = [
@@ -52,6 +52,28 @@ def test_parallelize_on_two_ranks_matches_one_process() -> None:
 @pytest.mark.slow
 def test_parallelize_on_four_ranks_matches_one_process() -> None:
     check_parallelized(ON_FOUR, 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [
+        ({"pp": 2, "dp_shard": 2, "ep": 2}, {}),
+        ({"pp": 2, "dp_shard": 2, "ep": 2}, {"shard_head": True}),
+        ({"pp": 2, "tp": 2, "ep": 2}, {}),
+    ],
+    ids=str,
+)
+def test_pipeline_stages_spread_their_experts(sizes: dict[str, int], options: dict[str, Any]) -> None:
+    plain, dp = build("mixtral"), sizes.get("dp_shard", 1)
+    for index in range(dp):
+        (plain(batch(index), labels=batch(index)).loss / dp).backward()
+    wanted = {key: param.grad for key, param in plain.named_parameters()}
+    found = run_ranks(4, pipelined_gradients, "mixtral", sizes, options)
+    assert {key for grads in found for key in grads} == set(wanted)
+    for grads in found:
+        for key, grad in grads.items():
+            torch.testing.assert_close(grad, wanted[key], rtol=1e-4, atol=1e-5, msg=key)
 
 
 @pytest.mark.parametrize("stage", [0, 2])
