@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from fastpar.integrations import huggingface, huggingface_moe
 from fastpar.stacked_experts import is_stacked, run_experts
@@ -146,4 +147,5 @@ def transformers_steps(jobs: list[tuple[str, dict[str, Any], str]]) -> list[Any]
             warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # transformers' tp in its fsdp, not ours
             found.append(step(model, batch(dist.get_rank() // options.get("tp_size", 1))))
         assert ran.call_count == sum(is_stacked(module) for module in model.modules()) > 0
+        _clear_sharding_prop_cache()  # else DTensor takes a later mesh of this shape for this one
     return found
