@@ -41,8 +41,8 @@ class Experts(nn.Module):
     Parameters are DTensors where the mesh has ep or etp: E over ep, I over etp.
 
     forward(x [T, H], indices [T, K], weights [T, K], add [T, H] or None) -> [T, H], each rank with tokens of its own.
-    With etp, one all-gather of tokens before and one reduce-scatter after, over etp. `transport`, `exact`, `payload` and
-    `chunks` are those of `fastpar.ops.moe_mlp`.
+    With etp, one all-gather of tokens before and one reduce-scatter after, over etp. `transport`, `exact`, `payload`
+    and `chunks` are those of `fastpar.ops.moe_mlp`.
     """
 
     def __init__(

@@ -140,7 +140,7 @@ def moe_dispatch(
         payload: "float8_e4m3fn": tokens travel in 8 bits, and experts see what arrives (`fastpar.ops._moe_payload`);
             gradients and results travel as they are.
 
-    Collectives: shared memory: one all-gather of num_experts + 10 numbers and a barrier, and a barrier for the backward;
+    Collectives: shared memory: one all-gather of num_experts + 10 numbers and a barrier, and one for the backward;
     all_to_all: one all-gather, one all-to-all of each token once for every rank that it goes to, and one for the
     backward. The same in `moe_combine`, without all-gathers. Regions of shared memory grow when a step needs more than
     any before: two more all-gathers.
