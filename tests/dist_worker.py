@@ -48,6 +48,7 @@ def serve(commands_fd: int, replies_fd: int, rank: int, stacks_path: str, parent
         if loaded != len(sys.modules):
             # What modules hold is left out of the collections to come: going through it takes a quarter of a second.
             loaded = len(sys.modules)
+            gc.collect()  # groups that hung on to each other until they were destroyed: their threads would stay
             gc.freeze()
         replies.send_bytes(pickle.dumps(("idle", None)))
 

@@ -13,6 +13,7 @@ in 16 bits too, as the pipeline adds them up from there.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch
@@ -161,7 +162,16 @@ class Reducer:
         return self.is_syncing and self._passes + 1 >= self._accumulate
 
     def _hook(self, index: int) -> Callable[[Tensor], None]:
-        return lambda _: self._came(index)
+        """Weak: Python's collector does not see what a hook of a tensor holds, and groups would stay for ever. The
+        optimizer's hooks keep this."""
+        itself = weakref.ref(self)
+
+        def came(_: Tensor) -> None:
+            reducer = itself()
+            if reducer is not None:
+                reducer._came(index)
+
+        return came
 
     def _came(self, index: int) -> None:
         if not self._is_inside:

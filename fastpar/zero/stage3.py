@@ -392,9 +392,15 @@ class Stage3:
             self.model.register_load_state_dict_pre_hook(lambda *_: self.released()),
             self.model.register_load_state_dict_post_hook(lambda *_: self.published()),
         ]
-        for slot in self.slots:
-            hook = partial(self._came, slot)
-            self._handles.append(slot.parameter.register_post_accumulate_grad_hook(hook))
+        itself = weakref.ref(self)  # see `fastpar.zero.reducer.Reducer._hook`
+
+        def came(index: int, gradient: Tensor) -> None:
+            stage3 = itself()
+            if stage3 is not None:
+                stage3._came(stage3.slots[index], gradient)
+
+        for index, slot in enumerate(self.slots):
+            self._handles.append(slot.parameter.register_post_accumulate_grad_hook(partial(came, index)))
 
     def _hook(self, module: nn.Module, unit: Unit, *, is_part: bool) -> None:
         before = _Uncompiled(partial(self._before, unit, is_part))
