@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -72,7 +72,7 @@ class Experts(nn.Module):
 
         def weight(shape: tuple[int, ...], split: int | None, fan_in: int) -> nn.Parameter:
             bound = 1 / math.sqrt(fan_in)  # nn.Linear's
-            draw: Callable[[Tensor], Any] = lambda x: nn.init.uniform_(x, -bound, bound)  # noqa: E731
+            draw = partial(nn.init.uniform_, a=-bound, b=bound)
             return make_expert_weight(shape, self.groups, split, draw, dtype=dtype, device=device)
 
         self.gate_up_proj = weight((num_experts, products, inner, hidden), 2, hidden)
