@@ -120,7 +120,7 @@ WORDS = 64 * 256 + 256 + 256 * 64 + 64
         (0, "fp32", 4, 8),
         (1, "fp32", 4, 8 / 2),
         (2, "fp32", 4, 8 / 2),
-        (3, "fp32", 4 / 2 + 4, 8 / 2),  # without repeated layers the model is one unit, whole while it runs
+        (3, "fp32", 4 / 2 + 4 / 2, 8 / 2),  # and one of two layers, whole while it runs
         (0, "bf16", 2, 12),
         (2, "bf16", 2, 12 / 2),
     ],
