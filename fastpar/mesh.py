@@ -23,6 +23,7 @@ from __future__ import annotations
 import difflib
 import math
 import os
+import sys
 
 import torch
 import torch.distributed as dist
@@ -166,8 +167,10 @@ class Mesh:
 
     def close(self) -> None:
         """Destroy the process groups that `init_mesh` made, the default group only if it was made there too. The mesh
-        is then unusable.
+        is then unusable, and DTensor forgets what it remembers of meshes: it would take a new one of the same shape for
+        this, and would keep the groups alive.
         """
+        _forget_meshes()
         if not dist.is_initialized():
             return
         if self._owns_default_group:
@@ -196,6 +199,24 @@ def named_groups(mesh: Mesh | DeviceMesh) -> list[tuple[str, ProcessGroup]]:
         return [(dim, group) for dim, group in found if group is not None]
     names = mesh.mesh_dim_names or [str(dim) for dim in range(mesh.ndim)]
     return [(name, mesh.get_group(dim)) for dim, name in enumerate(names) if mesh.size(dim) > 1]
+
+
+def _forget_meshes() -> None:
+    """Empty DTensor's caches of what operations do to layouts: their keys hold meshes, and these their groups."""
+    if "torch.distributed.tensor" not in sys.modules:
+        return
+    from torch.distributed.tensor import _collective_utils, _redistribute, _sharding_prop, debug
+
+    debug._clear_sharding_prop_cache()
+    for owner, name in (
+        (_sharding_prop.ShardingPropagator, "_propagate_tensor_meta_cached"),
+        (_redistribute, "_gen_transform_infos"),
+        (_collective_utils.MeshTopoInfo, "build_from_mesh"),
+    ):
+        if hasattr(owner, name):  # torch's own matter: other versions may have others
+            getattr(owner, name).cache_clear()
+    if hasattr(_redistribute, "clear_redistribute_planner_cache"):
+        _redistribute.clear_redistribute_planner_cache()
 
 
 def _known_groups() -> list[ProcessGroup]:

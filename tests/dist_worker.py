@@ -114,6 +114,8 @@ def _process_group(rank: int, run: int, port: int, world_size: int, backend: str
 def _clean_up() -> None:
     import torch.distributed as dist
 
+    if "fastpar.mesh" in sys.modules:
+        sys.modules["fastpar.mesh"]._forget_meshes()  # DTensor's caches, of meshes that a test has made by itself
     gc.collect()  # modules and graphs of the run, which may hold groups
     if dist.is_initialized():
         dist.destroy_process_group()

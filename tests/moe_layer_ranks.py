@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 import fastpar as fp
 from fastpar.comm import Communicator
@@ -119,7 +118,6 @@ def all_layouts(rules: list[ExpertRule]) -> list[tuple[dict[str, Any], dict[str,
         for rule in rules:
             found.append(({**sizes, "rule": rule}, train(mesh, rule)))
         mesh.close()
-        _clear_sharding_prop_cache()  # else DTensor takes the next mesh of this shape for the one that is closed
     return found
 
 
@@ -143,7 +141,6 @@ def few_tokens() -> list[tuple[Tensor, Tensor]]:
             results.append([*values, *grads])
         found += zip(*reversed(results), strict=True)
     mesh.close()
-    _clear_sharding_prop_cache()
     return found
 
 
@@ -191,7 +188,6 @@ def zero_layouts() -> list[tuple[dict[str, int], int, dict[str, Tensor]]]:
             mesh = init_mesh(**sizes, device="cpu")
             found.append((sizes, stage, zero_train(mesh, stage)))
             mesh.close()
-            _clear_sharding_prop_cache()
     return found
 
 
@@ -208,7 +204,6 @@ def refused_by_zero() -> list[str]:
         else:
             found.append("")
     mesh.close()
-    _clear_sharding_prop_cache()
     return found
 
 
@@ -232,5 +227,4 @@ def losses_over_tp() -> list[tuple[Tensor, Tensor]]:
             results.append([part.grad, layer.router.weight.grad, load])
         found += zip(*results, strict=True)
     mesh.close()
-    _clear_sharding_prop_cache()
     return found

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
+import weakref
 
 import pytest
 import torch
@@ -108,6 +110,26 @@ def refuse():
 
 def test_sizes_and_names_that_do_not_fit_are_refused():
     run_ranks(2, refuse)
+
+
+def use_and_close() -> weakref.ref:
+    mesh = init_mesh(dp_shard=2, tp=2, device="cpu")
+    x = distribute_tensor(torch.arange(12.0).view(4, 3), mesh["tp"], [Shard(0)])
+    assert torch.equal((x @ x.T).full_tensor(), x.full_tensor() @ x.full_tensor().T)
+    assert x.redistribute(placements=[Shard(1)]).to_local().shape == (4, 2 - mesh.rank("tp"))
+    group = weakref.ref(mesh.group("tp"))
+    mesh.close()
+    return group
+
+
+def use_two_meshes_of_one_shape() -> list[bool]:
+    refs = [use_and_close(), use_and_close()]  # the second would wait for groups of the first, and fail
+    gc.collect()
+    return [ref() is None for ref in refs]
+
+
+def test_a_closed_mesh_is_not_taken_for_a_later_one_and_its_groups_go():
+    assert run_ranks(4, use_two_meshes_of_one_shape) == [[True, True]] * 4
 
 
 def test_one_process_without_a_launcher_gets_a_mesh_that_dtensors_can_use(monkeypatch):
