@@ -171,6 +171,39 @@ class RowBucket:
                 local(owner.grad).add_(mine.to(owner.device))
 
 
+class OwnBucket:
+    """Gradients that no other rank averages, of experts that nobody else has: handed over without a buffer, rounded to
+    what the others' travel in."""
+
+    def __init__(self, slots: Sequence[Slot]) -> None:
+        self.slots = slots
+        self._gradients: dict[int, Tensor] = {}
+
+    def open(self) -> None:
+        self._gradients = {}
+
+    def add(self, positions: Sequence[int], gradients: Sequence[Tensor]) -> None:
+        self._gradients.update(zip(positions, gradients, strict=True))
+
+    def launch(self) -> None:
+        for position, gradient in self._gradients.items():
+            _keep_trace(self.slots[position], gradient)
+
+    def finish(self) -> None:
+        for position, slot in enumerate(self.slots):
+            mine, gradient = local(slot.owner), self._gradients.pop(position, None)
+            if gradient is not None:
+                gradient = gradient.to(mine.device, slot.wire).to(mine.dtype).contiguous().view(mine.shape)
+            if slot.owner.grad is None:
+                slot.owner.grad = as_dtensor(torch.zeros_like(mine) if gradient is None else gradient, slot.spec)
+            elif gradient is not None:
+                local(slot.owner.grad).add_(gradient)
+
+
+def _keep_trace(slot: Slot, gradient: Tensor) -> None:
+    keep_traces([slot], gradient, lambda: [[gradient]])
+
+
 def _is_alike(x: Tensor, like: Tensor) -> bool:
     return x.dtype == like.dtype and x.device == like.device
 

@@ -34,7 +34,8 @@ _ALIGNMENT = 64  # bytes
 
 
 class Part:
-    """The parameters of a unit that have one dtype and device: their shards, and the memory for them whole."""
+    """The parameters of a unit that have one dtype, device and group of ranks: their shards, and the memory for them
+    whole."""
 
     def __init__(self, groups: Groups, parameters: Sequence[nn.Parameter]) -> None:
         values = [local(parameter) for parameter in parameters]
@@ -76,7 +77,7 @@ class Unit:
 
     At rest a module's parameter is a DTensor with this rank's rows, which the optimizer has as well (or a master weight
     for it); between `launch` and `free` it is the whole one. `resident` parameters have their memory always, as
-    Replicate() DTensors at rest.
+    Replicate() DTensors at rest; so have experts that no other rank has a copy of, as there is nothing to gather.
 
     slots    of the trainable parameters: what is reduced and updated
     nbytes   of the memory that comes and goes
@@ -105,23 +106,22 @@ class Unit:
         ]
         kinds: dict[Any, list[int]] = {}
         for index, (each, parameter) in enumerate(zip(places, self.wholes, strict=True)):
-            if each not in resident:
-                kinds.setdefault((parameter.dtype, parameter.device), []).append(index)
-        specs = [groups.row_spec(parameter) for parameter in self.wholes]
+            if each not in resident and not _is_whole_anyway(parameter, groups):
+                kinds.setdefault((parameter.dtype, parameter.device, groups.of(parameter)), []).append(index)
         self.parts = []
         rows = [local(x) if x.ndim else local(x).view(1) for x in self.wholes]  # of residents: all of them
-        for members in kinds.values():
-            part = Part(groups, [self.wholes[index] for index in members])
+        for (_, _, of_part), members in kinds.items():
+            part = Part(of_part, [self.wholes[index] for index in members])
             self.parts.append(part)
             for position, index in enumerate(members):
                 rows[index] = part.shards.shards[position]
-                masters[index] = _rows_of(masters[index], part.shards, position, groups)
+                masters[index] = _rows_of(masters[index], part.shards, position, of_part)
         self.nbytes = sum(part.nbytes for part in self.parts)
         self._versioned = tuple(x for part in self.parts for x in part.versioned)
         self._versions = [x._version for x in self._versioned]
         self.sharded: list[nn.Parameter] = []
         for index, (each, parameter) in enumerate(zip(places, self.wholes, strict=True)):
-            spec = _replicated(specs[index], parameter) if each in resident else specs[index]
+            spec = _spec_at_rest(parameter, groups, is_resident=each in resident)
             sharded = as_parameter(rows[index], spec, requires_grad=parameter.requires_grad)
             tags = {key: value for key, value in vars(parameter).items() if key != "fastpar_layout"}
             vars(sharded).update(tags)
@@ -239,10 +239,21 @@ def _slot(
     return Slot(name, parameter, as_parameter(master.view(target.shape), spec), spec, wire, target=target)
 
 
-def _replicated(spec: DTensorSpec | None, parameter: nn.Parameter) -> DTensorSpec | None:
+def _is_whole_anyway(parameter: nn.Parameter, groups: Groups) -> bool:
+    """Whether this rank has all there is to gather: experts that no other rank has a copy of."""
+    found = groups.of(parameter)
+    return found is not groups and found.shard.size == 1
+
+
+def _spec_at_rest(parameter: nn.Parameter, groups: Groups, *, is_resident: bool) -> DTensorSpec | None:
+    found = groups.of(parameter).row_spec(parameter)
+    if found is not None and is_resident:
+        found = _replicated(found, parameter)
+    return found or getattr(parameter, "_spec", None)
+
+
+def _replicated(spec: DTensorSpec, parameter: nn.Parameter) -> DTensorSpec:
     """`Groups.row_spec` of a parameter whose rows are not split."""
-    if spec is None:
-        return None
     inner = len(parameter.placements) if isinstance(parameter, DTensor) else 0
     placements = list(spec.placements)
     placements[len(placements) - inner - 1] = Replicate()

@@ -29,11 +29,19 @@ class Groups:
     is_sharded False: nothing is sharded, all of those ranks are replicas
     device_type of the parameters
     of_experts for parameters split over the mesh's ep or etp: dims efsdp and dp_replicate
+    experts    the groups of such parameters, where a model has some beside others: see `of`
     """
 
     def __init__(
-        self, group: GroupsLike, *, is_sharded: bool, device_type: str = "cpu", of_experts: bool = False
+        self,
+        group: GroupsLike,
+        *,
+        is_sharded: bool,
+        device_type: str = "cpu",
+        of_experts: bool = False,
+        experts: Groups | None = None,
     ) -> None:
+        self.experts = experts
         self._mesh: DeviceMesh | None = None  # of (replicate,) shard, where there is one
         self.mesh = group if isinstance(group, Mesh) else None  # of all ranks, where it is known
         self._dims = ("dp_replicate", "efsdp" if of_experts else "dp_shard")
@@ -72,9 +80,29 @@ class Groups:
         """Ranks that average gradients."""
         return self.shard.size * self.replicate.size
 
+    def of(self, parameter: Tensor) -> Groups:
+        """The ranks that a parameter is averaged over: those of data parallelism, or of its experts."""
+        return self.experts if self.experts is not None and is_expert(parameter) else self
+
+    def with_experts(self) -> list[Groups]:
+        """These, and those of experts."""
+        return [self] if self.experts is None else [self, self.experts]
+
     def everyone(self) -> list[Communicator]:
         """Groups whose reductions, one after the other, reach all ranks that average gradients."""
         return [comm for comm in (self.shard, self.replicate) if comm.size > 1]
+
+    def joined(self) -> list[Communicator]:
+        """`everyone`, and on to the ranks that share experts with those: all that run the same units.
+
+        Note: in one round. Ranks that differ by multiples of cp * tp share a dense parameter, by multiples of ep * etp
+        an expert's; so one reduction over each reaches every sum of such multiples. Without cp and tp the first has
+        reached all.
+        """
+        experts, mesh = self.experts, self.mesh
+        if experts is None or mesh is None or mesh.size("cp") * mesh.size("tp") == 1 or experts.shard.size == 1:
+            return self.everyone()
+        return [*self.everyone(), experts.shard]
 
     def others(self) -> list[Communicator]:
         """Groups that join the ranks of one data-parallel position: of tensor and pipeline parallelism, where the mesh

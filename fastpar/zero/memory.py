@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fastpar.zero.groups import local
+from fastpar.zero.groups import Groups, local
 from fastpar.zero.replicas import Replicas
 from fastpar.zero.slots import Slot
 from fastpar.zero.stage3 import Stage3
@@ -59,20 +59,14 @@ def _staging_bytes(zero: Zero) -> int:
     """Two buffers, of the largest bucket or unit of each kind."""
     total = 0
     for storage in zero.storages:
-        most: dict[tuple[torch.dtype, torch.device], int] = {}
+        most: dict[tuple[torch.dtype, torch.device, Groups], int] = {}
         for slots in _buckets(zero, storage):
-            kind = slots[0].wire, slots[0].parameter.device
+            kind = slots[0].wire, slots[0].parameter.device, zero.groups_of(slots[0])
             most[kind] = max(most.get(kind, 0), sum(map(_numel, slots)))
-        total += sum(STAGING_BUFFERS * numel * dtype.itemsize for (dtype, _), numel in most.items())
+        total += sum(STAGING_BUFFERS * numel * dtype.itemsize for (dtype, _, _), numel in most.items())
     return total
 
 
 def _buckets(zero: Zero, storage: Replicas | Stage3) -> Iterable[list[Slot]]:
-    if isinstance(storage, Stage3):
-        for unit in storage.units:
-            kinds: dict[torch.dtype, list[Slot]] = {}
-            for slot in unit.slots:
-                kinds.setdefault(slot.wire, []).append(slot)
-            yield from kinds.values()
-    elif storage.slots and zero.groups_of(storage.slots[0]).shard.size > 1:
-        yield from (list(bucket.slots) for bucket in storage.reducer.buckets)
+    is_by_rows = isinstance(storage, Stage3) or (storage.slots and zero.groups_of(storage.slots[0]).shard.size > 1)
+    return [list(bucket.slots) for bucket in storage.reducer.buckets] if is_by_rows else []

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from fastpar.comm import Communicator
 from fastpar.zero.buckets import Bucket
 from fastpar.zero.groups import Groups, as_dtensor, local
 from fastpar.zero.slots import Slot
@@ -81,7 +82,7 @@ class Reducer:
             if slot.kept is not None and slot.owner.grad is None:  # a forward pass without a backward pass
                 slot.owner.grad, slot.kept = as_dtensor(slot.kept, slot.spec), None
         is_any = any(self._is_unsent(index) for index in range(len(self.slots)))
-        if agree([is_any], self.groups)[0]:
+        if agree([is_any], self.groups.everyone())[0]:
             for bucket in self.buckets:
                 bucket.set_aside()
             _Round(self).finish()
@@ -242,7 +243,7 @@ class _Round:
             self._launch()
             self._open_next()
         self._drain()
-        everyone = agree(self._is_used, self._reducer.groups)
+        everyone = agree(self._is_used, self._reducer.groups.everyone())
         for slot, is_used, had_none in zip(self._reducer.slots, everyone, self._had_none, strict=True):
             if not is_used and had_none:
                 slot.owner.grad = None  # as without data parallelism
@@ -284,9 +285,9 @@ class _Round:
         self._in_flight.append(bucket)
 
 
-def agree(flags: Sequence[bool], groups: Groups) -> list[bool]:
-    """Which flags are set on any rank."""
+def agree(flags: Sequence[bool], comms: Sequence[Communicator]) -> list[bool]:
+    """Which flags are set on any rank that these groups reach one after the other."""
     agreed = torch.tensor(flags, dtype=torch.int32)
-    for comm in groups.everyone():
+    for comm in comms:
         comm.all_reduce(agreed, "max", out=agreed)
     return [bool(flag) for flag in agreed.tolist()]

@@ -60,9 +60,9 @@ def shard(
     optimizer   any of torch.optim but LBFGS, of fp.optim, or one's own, or several that divide the parameters between
                 them: all trainable parameters must be in one. They stay the same objects (LR schedulers, GradScaler and
                 state_dict work); from now on param_groups hold what this rank updates
-    group       a Mesh (dims dp_shard and dp_replicate; efsdp and dp_replicate for experts split over its ep or etp, in
-                stages 0 to 2), a DeviceMesh of one dim, or two (replicate, shard), a
-                ProcessGroup, or a Communicator: the ranks, which all have the same parameters (rank 0's are taken)
+    group       a Mesh (dims dp_shard and dp_replicate; efsdp and dp_replicate for experts split over its ep or etp), a
+                DeviceMesh of one dim, or two (replicate, shard), a ProcessGroup, or a Communicator: the ranks, which
+                all have the same parameters (rank 0's are taken)
     stage       0: parameters, gradients and optimizer states on every rank (DDP)
                 1: every rank updates its rows (dim 0) of each parameter, and has states for those only
                 2: and gradients of those only, from microbatch to microbatch
@@ -105,13 +105,12 @@ def shard(
     precision = precision or Precision()
     precision.check_names(list(named))
     like: dict[str, Any] = {"is_sharded": stage > 0, "device_type": next(iter(named.values())).device.type}
-    experts = _check_experts(named, group, stage)
+    experts = Groups(group, **like, of_experts=True) if _has_experts(named, group) else None
     return Zero(
         model if isinstance(model, nn.Module) else None,
         named,
         optimizers,
-        Groups(group, **like),
-        Groups(group, **like, of_experts=True) if experts else None,
+        Groups(group, **like, experts=experts),
         stage=stage,
         precision=precision,
         accumulate=accumulate,
@@ -134,7 +133,6 @@ class Zero:
         named: dict[str, nn.Parameter],
         optimizers: Sequence[torch.optim.Optimizer],
         groups: Groups,
-        expert_groups: Groups | None,
         *,
         stage: int,
         precision: Precision,
@@ -154,7 +152,7 @@ class Zero:
         self.report = ""
         self._skip_nonfinite = skip_nonfinite
         self._names = {id(parameter): name for name, parameter in named.items()}
-        parts = _parts(named, groups, expert_groups)
+        parts = _parts(named, groups)
         self._synchronise(parts)
         self._waiting: list[Stepper] = []  # that have not taken the step whose gradients have been prepared
         self._is_going = True  # and whether it is not skipped
@@ -178,11 +176,6 @@ class Zero:
                 for part, part_groups in parts
             ]
         self._reducers = [storage.reducer for storage in self.storages]
-        self._groups_of = {
-            id(slot): part_groups
-            for storage, (_, part_groups) in zip(self.storages, parts, strict=True)
-            for slot in storage.slots
-        }
         order = {name: number for number, name in enumerate(named)}
         self.slots = sorted((slot for s in self.storages for slot in s.slots), key=lambda slot: order[slot.name])
         for slot in self.slots:
@@ -277,7 +270,7 @@ class Zero:
 
     def groups_of(self, slot: Slot) -> Groups:
         """The ranks that a parameter is averaged over: those of data parallelism, or of its experts."""
-        return self._groups_of[id(slot)]
+        return self.groups.of(slot.parameter)
 
     # ---- the step
 
@@ -511,29 +504,22 @@ def _named_parameters(model: Any) -> dict[str, nn.Parameter]:
     return named
 
 
-def _check_experts(named: dict[str, nn.Parameter], group: GroupsLike, stage: int) -> bool:
+def _has_experts(named: dict[str, nn.Parameter], group: GroupsLike) -> bool:
     """Whether there are parameters split over ep or etp, for which the mesh must be known."""
     names = [name for name, parameter in named.items() if is_expert(parameter)]
     if names and not isinstance(group, Mesh):
         raise ValueError(
             f"group must be the fastpar Mesh for experts split over its ep or etp ({names[0]}), got {group}"
         )
-    if names and stage == 3:
-        raise ValueError(
-            f"stage must be 0, 1 or 2 for experts split over ep or etp ({names[0]}): stage 3 gathers over dp_shard only"
-        )
     return bool(names)
 
 
-def _parts(
-    named: dict[str, nn.Parameter], groups: Groups, expert_groups: Groups | None
-) -> list[tuple[dict[str, nn.Parameter], Groups]]:
+def _parts(named: dict[str, nn.Parameter], groups: Groups) -> list[tuple[dict[str, nn.Parameter], Groups]]:
     """The parameters by the ranks that they are averaged over."""
-    if expert_groups is None:
-        return [(named, groups)]
-    experts = {name: parameter for name, parameter in named.items() if is_expert(parameter)}
-    others = {name: parameter for name, parameter in named.items() if name not in experts}
-    return [(others, groups), (experts, expert_groups)]
+    return [
+        ({name: parameter for name, parameter in named.items() if groups.of(parameter) is each}, each)
+        for each in groups.with_experts()
+    ]
 
 
 def _check_optimizers(named: dict[str, nn.Parameter], optimizers: Sequence[torch.optim.Optimizer]) -> None:

@@ -24,6 +24,12 @@ order. Within a unit they may differ: a parameter without a gradient on this ran
 has used gets none. Therefore a unit is reduced when its last call of a pass has got the gradient of its inputs, not
 when its gradients happen to be complete.
 
+Note: experts. Those that the mesh's ep or etp splits are gathered and reduced over efsdp and dp_replicate, in the
+same units, at the same moments. The exchange of tokens waits for other ranks in between. So collectives of both kinds
+of groups are launched in one order on all ranks, that of the unit's parameters, and none of them needs a rank's
+computing thread to go on ("halves" would: see `Groups.mode`). Where every rank has experts of
+its own (efsdp of 1) nothing is gathered: they stay whole, and without replicas nothing of them travels at all.
+
 Note: failures. A forward or backward that raises leaves units whole; the next forward frees them.
 """
 
@@ -101,7 +107,8 @@ class Stage3:
     """A model whose parameters are sharded, in place. Collective.
 
     model                  its parameters are on their device, with the same values on all ranks
-    groups                 sharded: the ranks among which rows are split, and replicas of those
+    groups                 sharded: the ranks among which rows are split, and replicas of those; `groups.experts` has
+                           those of parameters that are split over the mesh's ep or etp
     precision              dtypes of parameters, of gradients on the wire and of what the optimizer updates
     units                  what is gathered together: see `plan_units`
     reshard_after_forward  False: units stay whole from forward to backward, and are gathered once
@@ -180,12 +187,14 @@ class Stage3:
     def released(self) -> None:
         """Before shards are written to: frees all units, and waits until no rank reads shards any more. Collective."""
         self.reshard()
-        self.groups.shard.barrier()
+        for groups in self.groups.with_experts():
+            groups.shard.barrier()
 
     def published(self) -> None:
         """After shards were written to: waits until all ranks have. Collective."""
         self._epoch += 1
-        self.groups.shard.barrier()
+        for groups in self.groups.with_experts():
+            groups.shard.barrier()
 
     def begin_forward(self) -> None:
         """The model is about to run: forget what a pass that has failed left."""

@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fastpar.comm.wire import Wire
-from fastpar.zero.buckets import RowBucket
+from fastpar.zero.buckets import OwnBucket, RowBucket
 from fastpar.zero.flat import Staging
 from fastpar.zero.gathered import Unit
 from fastpar.zero.groups import Groups, as_dtensor, local
@@ -23,6 +24,14 @@ from fastpar.zero.reducer import agree
 from fastpar.zero.slots import Slot, keep_traces
 
 STAGING_BUFFERS = 2  # one that travels, one that is filled
+
+
+class _Kind(NamedTuple):
+    """What the gradients of a bucket have in common."""
+
+    wire: torch.dtype
+    device: torch.device
+    groups: Groups
 
 
 class ReplicaBucket:
@@ -72,15 +81,13 @@ class UnitReducer:
         self._groups = groups
         self.is_syncing = True
         self.slots = [slot for unit in units for slot in (*unit.slots, *unit.resident_slots)]
-        self._buckets: dict[Unit, list[RowBucket]] = {
-            unit: [
-                RowBucket(slots, groups, partial(self._staging_of, *kind), wire) for kind, slots in _by_kind(unit.slots)
-            ]
-            for unit in units
+        self._wire = wire
+        self._buckets: dict[Unit, list[RowBucket | OwnBucket]] = {
+            unit: [self._make_bucket(kind, slots) for kind, slots in _by_kind(unit.slots, groups)] for unit in units
         }
         resident = [slot for unit in units for slot in unit.resident_slots]
-        self._replicas = [ReplicaBucket(slots, groups) for _, slots in _by_kind(resident)]
-        self._staging: dict[tuple[torch.dtype, torch.device], Staging] = {}
+        self._replicas = [ReplicaBucket(slots, kind.groups) for kind, slots in _by_kind(resident, groups)]
+        self._staging: dict[_Kind, Staging] = {}
         self._in_flight: deque[RowBucket] = deque()
         self._used: set[Slot] = set()  # had a gradient here since the last `finish`
         self._had_none: dict[Slot, bool] = {}  # of those that were reduced since: whether the owner had no gradient
@@ -88,12 +95,21 @@ class UnitReducer:
     @property
     def staging_bytes(self) -> int:
         """Of the buffers in which gradients travel, which are made in the first backward pass."""
-        return sum(STAGING_BUFFERS * staging.numel * dtype.itemsize for (dtype, _), staging in self._staging.items())
+        return sum(STAGING_BUFFERS * staging.numel * kind.wire.itemsize for kind, staging in self._staging.items())
+
+    @property
+    def buckets(self) -> list[RowBucket]:
+        """Whose gradients travel by rows."""
+        return [bucket for buckets in self._buckets.values() for bucket in buckets if isinstance(bucket, RowBucket)]
 
     def reduce(self, unit: Unit) -> None:
         """Begin to reduce what a unit has of gradients; zero where it has none. Collective."""
         for bucket in self._buckets[unit]:
-            while len(self._in_flight) >= STAGING_BUFFERS or bucket in self._in_flight:
+            if isinstance(bucket, OwnBucket):
+                self._launch(bucket)
+                bucket.finish()
+                continue
+            while self._is_waiting_for(bucket):
                 self._in_flight.popleft().finish()
             self._launch(bucket)
             self._in_flight.append(bucket)
@@ -103,7 +119,7 @@ class UnitReducer:
         units = list(self._buckets)
         pending = [any(_has_gradient(slot) for slot in unit.slots) for unit in units]
         used = [slot in self._used or _has_gradient(slot) for slot in self.slots]
-        agreed = agree([*pending, *used], self._groups)
+        agreed = agree([*pending, *used], self._groups.joined())
         for unit, is_pending in zip(units, agreed, strict=False):
             if is_pending:
                 self.reduce(unit)
@@ -121,7 +137,7 @@ class UnitReducer:
 
     def reduce_now(self) -> None:
         """Reduce what has been summed and not been sent, if any rank has such gradients. Collective."""
-        if agree([any(_has_gradient(slot) for slot in self.slots)], self._groups)[0]:
+        if agree([any(_has_gradient(slot) for slot in self.slots)], self._groups.joined())[0]:
             self.finish()
 
     def forget(self) -> None:
@@ -136,21 +152,32 @@ class UnitReducer:
             slot.summed = slot.parameter.grad = None
             slot.traces = ()
 
-    def _staging_of(self, dtype: torch.dtype, device: torch.device) -> Staging:
+    def _make_bucket(self, kind: _Kind, slots: Sequence[Slot]) -> RowBucket | OwnBucket:
+        if kind.groups is not self._groups and kind.groups.size == 1:
+            return OwnBucket(slots)
+        wire = self._wire if kind.groups.shard.size > 1 else None
+        return RowBucket(slots, kind.groups, partial(self._staging_of, kind), wire)
+
+    def _is_waiting_for(self, bucket: RowBucket) -> bool:
+        """Whether something in flight has to end before a bucket can be filled."""
+        kind = _kind_of(bucket.slots[0], self._groups)
+        alike = sum(_kind_of(other.slots[0], self._groups) == kind for other in self._in_flight)
+        return alike >= STAGING_BUFFERS or bucket in self._in_flight
+
+    def _staging_of(self, kind: _Kind) -> Staging:
         """Buffers for the largest bucket of this kind."""
-        found = self._staging.get((dtype, device))
+        found = self._staging.get(kind)
         if found is None:
             numels = [
                 sum(local(slot.parameter).numel() for slot in bucket.slots)
-                for buckets in self._buckets.values()
-                for bucket in buckets
-                if (bucket.slots[0].wire, bucket.slots[0].parameter.device) == (dtype, device)
+                for bucket in self.buckets
+                if _kind_of(bucket.slots[0], self._groups) == kind
             ]
-            found = Staging(self._groups.shard, max(numels), dtype, device, count=STAGING_BUFFERS)
-            self._staging[dtype, device] = found
+            found = Staging(kind.groups.shard, max(numels), kind.wire, kind.device, count=STAGING_BUFFERS)
+            self._staging[kind] = found
         return found
 
-    def _launch(self, bucket: RowBucket | ReplicaBucket) -> None:
+    def _launch(self, bucket: RowBucket | OwnBucket | ReplicaBucket) -> None:
         bucket.open()
         positions, gradients = [], []
         for position, slot in enumerate(bucket.slots):
@@ -176,9 +203,13 @@ def _has_gradient(slot: Slot) -> bool:
     return slot.summed is not None or slot.parameter.grad is not None
 
 
-def _by_kind(slots: Sequence[Slot]) -> list[tuple[tuple[torch.dtype, torch.device], list[Slot]]]:
-    """Slots that may travel together: by the dtype of the wire, and device."""
-    kinds: dict[tuple[torch.dtype, torch.device], list[Slot]] = {}
+def _kind_of(slot: Slot, groups: Groups) -> _Kind:
+    return _Kind(slot.wire, slot.parameter.device, groups.of(slot.parameter))
+
+
+def _by_kind(slots: Sequence[Slot], groups: Groups) -> list[tuple[_Kind, list[Slot]]]:
+    """Slots that may travel together."""
+    kinds: dict[_Kind, list[Slot]] = {}
     for slot in slots:
-        kinds.setdefault((slot.wire, slot.parameter.device), []).append(slot)
+        kinds.setdefault(_kind_of(slot, groups), []).append(slot)
     return list(kinds.items())
