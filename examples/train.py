@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 4 examples/train.py --tp 4 --sequence-parallel
     torchrun --nproc-per-node 4 examples/train.py --pp 2 --schedule zbv --microbatches 8
     torchrun --nproc-per-node 4 examples/train.py --tp 1 --zero 3 --precision bf16 --accumulate 2
-    torchrun --nproc-per-node 4 examples/train.py --experts 8 --top-k 2 --ep 2
+    torchrun --nproc-per-node 4 examples/train.py --experts 8 --top-k 2 --ep 2 --zero 3
     python examples/train.py --data my_texts/ --no-compare        # one process, no launcher
 
 `train_parallel` is the part to copy: an ordinary training loop, plus a mesh, `fp.parallelize`, a loss that takes logits
@@ -369,8 +369,6 @@ def check_experts(a: argparse.Namespace, layout: Layout) -> None:
         raise ValueError(
             f"--ep ({a.ep}) must divide --tp ({layout.tp}) times --dp ({layout.dp}), and --experts ({a.experts})"
         )
-    if a.ep > 1 and layout.zero == 3:
-        raise ValueError("--zero 3 gathers parameters over all data-parallel ranks: with --ep take --zero 2")
     if a.balance and a.accumulate > 1:
         raise ValueError(
             "--balance is over all tokens of a forward pass, which --accumulate makes fewer: add --balance 0"

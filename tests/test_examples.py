@@ -291,8 +291,13 @@ def test_wrong_flags_are_one_line_and_status_2(
             {"tp": 1, "pp": 2, "schedule": "zbv", "microbatches": 2, "parts": "E|t|t|H"},
         ),
         (["--tp=2", "--ep=2", "--experts=4"], "TP 2 x DP 1, EP 2", {"tp": 2, "ep": 2}),
+        (
+            ["--tp=1", "--ep=2", "--experts=4", "--zero=3"],
+            "TP 1 x DP 2 (ZeRO-3), EP 2",
+            {"tp": 1, "dp": 2, "ep": 2, "zero": 3},
+        ),
     ],
-    ids=["tensor", "zero", "pipeline", "experts"],
+    ids=["tensor", "zero", "pipeline", "experts", "experts_zero"],
 )
 def test_two_ranks_match_a_single_process_under_torchrun(
     flags: list[str], name: str, layout: dict[str, Any], text: Path, tmp_path: Path
