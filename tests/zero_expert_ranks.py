@@ -19,7 +19,8 @@ from torch.utils.checkpoint import checkpoint
 import fastpar as fp
 from fastpar.comm import Communicator, record
 from fastpar.expert.layer import Experts, MoELayer, SharedExpert
-from fastpar.zero.groups import is_expert, local
+from fastpar.zero.groups import Groups, is_expert, local
+from fastpar.zero.reducer import agree
 from fastpar.zero.stage3 import Stage3
 from tests.moe_layer_ranks import whole
 
@@ -170,6 +171,18 @@ def forget(mesh: fp.Mesh) -> None:
     _clear_sharding_prop_cache()  # else DTensor takes the next mesh of this shape for the one that is closed
 
 
+def agreements(sizes: dict[str, int]) -> tuple[list[bool], set[int]]:
+    """Of each rank: whether this one learns that it has set a flag; the ranks that this one shares parameters with."""
+    mesh = fp.init_mesh(**sizes, device="cpu")
+    groups = Groups(mesh, is_sharded=True, experts=Groups(mesh, is_sharded=True, of_experts=True))
+    flags = [dist.get_rank() == rank for rank in range(dist.get_world_size())]
+    comms = [comm for each in groups.with_experts() for comm in each.everyone()]
+    partners = {rank for comm in comms for rank in dist.get_process_group_ranks(comm.group)}
+    found = agree(flags, groups.joined())
+    forget(mesh)
+    return found, partners | {dist.get_rank()}
+
+
 def words(sizes: dict[str, int]) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
     """What a forward and backward pass sends for parameters: (op, elements) found, and expected."""
     mesh = fp.init_mesh(**sizes, device="cpu")
@@ -190,8 +203,8 @@ def words(sizes: dict[str, int]) -> tuple[list[tuple[str, int]], list[tuple[str,
     return sorted(found), sorted(expected)
 
 
-def memory(sizes: dict[str, int], dtype: torch.dtype) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
-    """Bytes by kind: measured, by `expected_memory`, and elements of the whole model."""
+def memory(sizes: dict[str, int], dtype: torch.dtype) -> tuple[dict[str, int], dict[str, int], dict[str, int], int]:
+    """Bytes by kind: measured, and by `expected_memory`; elements of the whole model; bytes of two units."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
     from memory import MemoryMeter
 
@@ -221,7 +234,7 @@ def memory(sizes: dict[str, int], dtype: torch.dtype) -> tuple[dict[str, int], d
     assert isinstance(stage3, Stage3)
     assert stage3.peak_bytes <= stage3.budget
     forget(mesh)
-    return found, expected, numels
+    return found, expected, numels, stage3.budget
 
 
 def spoiled(sizes: dict[str, int], bad_rank: int) -> tuple[int, str, list[str], list[str]]:
