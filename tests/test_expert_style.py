@@ -76,7 +76,7 @@ def test_pipeline_stages_spread_their_experts(sizes: dict[str, int], options: di
             torch.testing.assert_close(grad, wanted[key], rtol=1e-4, atol=1e-5, msg=key)
 
 
-@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("stage", [0, 2, 3])
 def test_zero_averages_experts_over_those_who_hold_them(stage: int) -> None:
     """A step of SGD: parameters move by the mean gradient, and the norm counts every expert once."""
     plain = build("qwen3_moe")
