@@ -51,6 +51,13 @@ def test_accumulated_and_frozen_and_recomputed_experts_too(world: int) -> None:
     check(world, [Case(accumulate=2), Case(frozen=True), Case(recomputes=True), Case(torch.bfloat16, frozen=True)])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4])
+def test_offloaded_masters_and_ranks_without_a_row_of_the_experts_too(world: int) -> None:
+    """With two experts and ep=2 a rank has one, and the second rank of efsdp none of its rows."""
+    check(world, [Case(offload="cpu"), Case(torch.bfloat16, offload="cpu"), Case(num_experts=2)])
+
+
 def test_gathers_begun_early_cross_with_the_exchange_of_tokens() -> None:
     """Gathers and reductions are on their way in the background while ranks exchange tokens, over other groups."""
     cases = [Case(prefetches=True), Case(prefetches=True, recomputes=True)]

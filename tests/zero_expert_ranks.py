@@ -82,7 +82,7 @@ class Model(nn.Module):
 @dataclass(frozen=True)
 class Case:
     """A training run: `frozen` experts' first weights, layers that are computed again in backward, gathers that are
-    begun early (`prefetches`) and an exchange of tokens that waits for others' threads."""
+    begun early (`prefetches`) beside an exchange of tokens by all-to-all."""
 
     dtype: torch.dtype = torch.float32
     accumulate: int = 1
@@ -90,6 +90,8 @@ class Case:
     frozen: bool = False
     recomputes: bool = False
     prefetches: bool = False
+    num_experts: int = NUM_EXPERTS
+    offload: str | None = None
 
 
 def batch(step: int, microbatch: int, mesh: fp.Mesh | None, hidden: int = HIDDEN) -> tuple[Tensor, Tensor]:
@@ -124,7 +126,7 @@ def train(mesh: fp.Mesh | None, stage: int, case: Case = Case()) -> Found:
         if case.prefetches:
             stack.enter_context(mock.patch("fastpar.zero.groups.Communicator", Through))
         options = {"transport": "all_to_all"} if case.prefetches else {}
-        model = Model(mesh, recomputes=case.recomputes, **options)
+        model = Model(mesh, num_experts=case.num_experts, recomputes=case.recomputes, **options)
         if case.frozen:
             for layer in model.layers:
                 layer.moe.experts.gate_up_proj.requires_grad_(False)
@@ -138,6 +140,7 @@ def train(mesh: fp.Mesh | None, stage: int, case: Case = Case()) -> Found:
             precision=fp.Precision.bf16() if case.dtype == torch.bfloat16 else None,
             max_norm=0.1,
             resident_share=case.resident_share,
+            offload=case.offload,
         )
         norms = []
         for step in range(3):
