@@ -212,7 +212,7 @@ def check_arguments(
         raise ValueError(f"indices must be [{len(logits)}, K], got shape {tuple(indices.shape)}")
 
 
-def _wide(logits: Tensor, mask: Tensor | None) -> Tensor:
+def widen(logits: Tensor, mask: Tensor | None) -> Tensor:
     """In float32 at least; zeros for padding, whose NaN would come back in the gradient of a softmax as 0 * NaN."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return logits if mask is None else logits.masked_fill(~mask[:, None], 0.0)
@@ -231,7 +231,7 @@ def route(
     """`moe_route` with a given way to find the largest."""
     check_arguments(logits, bias, indices, noise, mask)
     num_experts = logits.shape[1]
-    logits = _wide(logits, mask)
+    logits = widen(logits, mask)
     noisy = logits if noise is None else logits + noise
     if indices is None:
         rule.check_experts(num_experts)
@@ -274,7 +274,7 @@ def route_by_experts(
     if capacity < 0:
         raise ValueError(f"capacity must not be negative, got {capacity}")
     num_tokens, num_experts = logits.shape
-    logits = _wide(logits, mask)
+    logits = widen(logits, mask)
     scores = score_of(logits, score)
     chosen = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
     if capacity and num_tokens:
