@@ -1,12 +1,15 @@
 """Experts of a mixture, forward and backward: tokens to their experts, the feed-forward blocks, and back.
 
     fastpar bench moe [--quick] [--tokens 4096] [--hidden 1024] [--ffn 2048] [--experts 8] [--top-k 2] [--ranks 1,2]
+    fastpar bench moe --device cuda --dtype bf16 --ranks 1 --passes forward,both
+                      --tokens 32768 --hidden 2048 --ffn 768 --experts 128 --top-k 8
 
 What is timed: ``out = experts(x, indices, weights)`` and ``out.backward(dout)`` with gradients of x, of the choices'
 weights and of both matrices of every expert, fresh every time (set to None inside the timed region, as `zero_grad`
-does). SwiGLU, gate and up in one matrix, no bias. Routing is given: `top_k` different experts for each token, chosen at
-random, the same for every provider; weights are float32, as Mixtral's router gives them. With several ranks each has
-its part of the tokens and of the experts.
+does); with ``--passes forward`` the first of the two, which keeps what backward needs. SwiGLU, gate and up in one
+matrix, no bias. Routing is given: `top_k` different experts for each token, chosen at random, the same for every
+provider; weights are float32, as Mixtral's router gives them. With several ranks each has its part of the tokens and of
+the experts.
 
 "GEMMs alone" are the products of the experts that a rank has, at their sizes, into memory that is there: what remains
 of the job without routing, activation and communication. It is a lower bound with a wrong result, not a peer, and the
@@ -14,7 +17,7 @@ column "above bound" is the part of a provider's time above it.
 
 Flops model, all ranks together, for three matrices of hidden x ffn in an expert, each once forward and twice backward:
 
-    18 * tokens * top_k * hidden * ffn
+    18 * tokens * top_k * hidden * ffn          6 of them forward
 
 Traps besides those of `bench.harness`:
 
@@ -22,6 +25,9 @@ Traps besides those of `bench.harness`:
   matrices for every choice of a token, which is left out where it does not fit into the memory.
 * Ranks wait for the one whose experts have most tokens, with every provider alike.
 * Results are compared with float64 over the whole batch, so every rank computes all experts once, before the timing.
+* On CUDA there are two more peers: what one would write with torch's `grouped_mm` (sort, gather, two products, weighted
+  `index_add`) without a synchronisation with the host, and Liger's fused experts, which take int32 indices; these are
+  cast beforehand. Triton's autotuning, of those who do it, is over after the check.
 """
 
 from __future__ import annotations
@@ -59,21 +65,25 @@ class MoeCase:
     ffn: int
     experts: int
     top_k: int
+    passes: str = "both"
     calls: int = 1
 
     def describe(self) -> dict[str, Any]:
         names = ("dtype", "tokens", "hidden", "ffn", "experts", "top_k")
-        return {name: getattr(self, name) for name in names}
+        found = {name: getattr(self, name) for name in names}
+        return found if self.passes == "both" else {**found, "passes": self.passes}
 
     def build(self, rank: Rank) -> list[Provider]:
         problem = Problem(self, rank)
-        flops = 18.0 * self.tokens * self.top_k * self.hidden * self.ffn
+        flops = (18.0 if self.passes == "both" else 6.0) * self.tokens * self.top_k * self.hidden * self.ffn
         makers: list[tuple[str, str, Callable[[Problem], Block]]] = [("fastpar", "fastpar", fastpar_block)]
         if rank.world_size > 1:
             makers.append(("fastpar all_to_all", "fastpar", partial(fastpar_block, transport="all_to_all")))
             names = {"eager": "all_to_all, eager", "grouped_mm": "all_to_all, grouped_mm"}
         else:
             names = {"eager": "eager", "grouped_mm": "grouped_mm", "batched_mm": "batched_mm"}
+        if rank.world_size == 1 and rank.device == "cuda":
+            makers += [("torch grouped_mm", "torch", grouped_block), ("Liger fused experts", "torch", liger_block)]
         makers += [(f"Hugging Face {n}", "torch", partial(peer_block, implementation=i)) for i, n in names.items()]
         providers = []
         for name, kind, make in makers:
@@ -82,9 +92,9 @@ class MoeCase:
                 providers.append(absent(name, block))
             else:
                 check = partial(problem.errors, block)
-                providers.append(Provider(name, kind, call=block.step, check=check, flops=flops))
+                providers.append(Provider(name, kind, call=block.run, check=check, flops=flops))
         gemms = Provider("GEMMs alone", "bound", call=problem.gemms(), flops=flops)
-        return [*providers, gemms, gemm_roof(DTYPES[self.dtype], rank.world_size)]
+        return [*providers, gemms, gemm_roof(DTYPES[self.dtype], rank.world_size, device=rank.device)]
 
 
 @dataclass
@@ -99,21 +109,24 @@ class Block:
     def leaves(self) -> tuple[Tensor, ...]:
         return self.problem.x, self.problem.weights, self.first, self.second
 
-    def step(self) -> Tensor:
+    def run(self) -> Tensor:
         """The timed region."""
         for leaf in self.leaves():
             leaf.grad = None
         out = self.layer(self.problem.x, self.problem.indices, self.problem.weights)
-        out.backward(self.problem.dout)
+        if self.problem.case.passes == "both":
+            out.backward(self.problem.dout)
         return out
 
     def results(self) -> dict[str, Tensor]:
-        out = self.step()
+        out = self.run()
         grads = [leaf.grad for leaf in self.leaves() if leaf.grad is not None]
-        return dict(zip(NAMES, (out.detach(), *grads), strict=True))
+        names = NAMES if self.problem.case.passes == "both" else NAMES[:1]
+        return dict(zip(names, (out.detach(), *grads), strict=True))
 
 
 NAMES = ("out", "dx", "dweights", "dfirst", "dsecond")
+PASSES = ("both", "forward")
 
 
 class Problem:
@@ -123,13 +136,13 @@ class Problem:
         if case.tokens % rank.world_size or case.experts % rank.world_size:
             raise ValueError(f"{rank.world_size} ranks need tokens ({case.tokens}) and experts ({case.experts}) alike")
         self.case, self.rank = case, rank
-        generator = torch.Generator().manual_seed(0)
+        generator = torch.Generator(rank.device).manual_seed(0)
 
         def random(*shape: int, scale: float = 1.0) -> Tensor:
-            return (torch.randn(*shape, generator=generator) * scale).to(DTYPES[case.dtype])
+            return (torch.randn(*shape, generator=generator, device=rank.device) * scale).to(DTYPES[case.dtype])
 
         self.all_x, self.all_dout = random(case.tokens, case.hidden), random(case.tokens, case.hidden)
-        scores = torch.randn(case.tokens, case.experts, generator=generator)
+        scores = torch.randn(case.tokens, case.experts, generator=generator, device=rank.device)
         values, self.all_indices = scores.topk(case.top_k)
         self.all_weights = values.softmax(1)
         self.all_first = random(case.experts, 2 * case.ffn, case.hidden, scale=case.hidden**-0.5)
@@ -148,7 +161,7 @@ class Problem:
         return first, second
 
     def gemms(self) -> Callable[[], None]:
-        """Every product of this rank's experts, forward and backward."""
+        """Every product of this rank's experts in the passes of the case."""
         first, second = self.mine(self.all_first), self.mine(self.all_second)
         counts = self.mine(torch.bincount(self.all_indices.flatten(), minlength=self.case.experts)).tolist()
         rows = max(counts)
@@ -161,7 +174,7 @@ class Problem:
             for expert, n in enumerate(counts):
                 torch.mm(x[:n], first[expert].t(), out=hidden[:n])
                 torch.mm(inner[:n], second[expert].t(), out=y[:n])
-            for expert, n in enumerate(counts):
+            for expert, n in enumerate(counts if self.case.passes == "both" else ()):
                 torch.mm(dout[:n], second[expert], out=dinner[:n])
                 torch.mm(dout[:n].t(), inner[:n], out=dsecond[expert])
                 torch.mm(dhidden[:n].t(), x[:n], out=dfirst[expert])
@@ -190,7 +203,8 @@ class Problem:
                 gate, up = F.linear(x[tokens], first[expert]).chunk(2, -1)
                 rows = F.linear(F.silu(gate) * up, second[expert])
                 out = out.index_add(0, tokens, rows * weights[tokens, choice, None])
-            grads = torch.autograd.grad(out, leaves, self.all_dout.double())
+            backward = self.case.passes == "both"
+            grads = torch.autograd.grad(out, leaves, self.all_dout.double()) if backward else leaves
             self._expected = dict(zip(NAMES, (out.detach(), *grads), strict=True))
         return self._expected
 
@@ -205,6 +219,39 @@ def fastpar_block(problem: Problem, *, transport: str = "auto") -> Block:
 
     def layer(x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
         return moe_mlp(x, indices, weights, first, second, group=problem.rank.group, transport=transport)
+
+    return Block(layer, problem, first, second)
+
+
+def grouped_block(problem: Problem) -> Block:
+    """Torch alone, without a synchronisation: as many rows as there are pairs."""
+    grouped_mm: Any = getattr(F, "grouped_mm", None)
+    if grouped_mm is None:
+        raise ImportError(f"torch {torch.__version__} has no torch.nn.functional.grouped_mm")
+    first, second = problem.parameters()
+    experts, top_k = problem.case.experts, problem.case.top_k
+
+    def layer(x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        pairs = indices.reshape(-1)
+        order = pairs.argsort(stable=True)
+        counts = torch.zeros(experts, dtype=torch.int32, device=x.device)
+        ends = counts.scatter_add_(0, pairs, torch.ones_like(pairs, dtype=torch.int32)).cumsum(0, dtype=torch.int32)
+        tokens = order // top_k
+        gate, up = grouped_mm(x.index_select(0, tokens), first.transpose(1, 2), offs=ends).chunk(2, -1)
+        rows = grouped_mm(F.silu(gate) * up, second.transpose(1, 2), offs=ends)
+        rows = rows * weights.reshape(-1)[order, None].to(x.dtype)
+        return torch.zeros_like(x).index_add(0, tokens, rows)
+
+    return Block(layer, problem, first, second)
+
+
+def liger_block(problem: Problem) -> Block:
+    fused = peers.liger_experts()
+    first, second = problem.parameters()
+    indices = problem.indices.int()
+
+    def layer(x: Tensor, _: Tensor, weights: Tensor) -> Tensor:
+        return fused(x, first, second, indices, weights)
 
     return Block(layer, problem, first, second)
 
@@ -229,7 +276,7 @@ def peer_block(problem: Problem, *, implementation: str) -> Block:
         from torch.distributed.device_mesh import init_device_mesh
         from transformers.distributed.expert_parallel import AllToAllEP
 
-        mesh = init_device_mesh("cpu", (size, 1), mesh_dim_names=("ep", "tp"))
+        mesh = init_device_mesh(problem.rank.device, (size, 1), mesh_dim_names=("ep", "tp"))
         layer = AllToAllEP(experts, mesh["ep"], mesh["tp"])
     return Block(layer, problem, experts.gate_up_proj, experts.down_proj)
 
@@ -239,22 +286,33 @@ def peer_block(problem: Problem, *, implementation: str) -> Block:
 
 def cases(flags: argparse.Namespace, world_size: int) -> Sequence[Case]:
     return [
-        MoeCase(dtype, tokens, hidden, ffn, experts, top_k)
+        MoeCase(dtype, tokens, hidden, ffn, experts, top_k, passes)
         for dtype in flags.dtype
         for tokens in flags.tokens
         for hidden in flags.hidden
         for ffn in flags.ffn
         for experts in flags.experts
         for top_k in flags.top_k
+        for passes in flags.passes
     ]
+
+
+def passes(text: str) -> list[str]:
+    """Names of PASSES, separated by commas."""
+    found = [part.strip() for part in text.split(",") if part.strip()]
+    unknown = [name for name in found if name not in PASSES]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"unknown passes {unknown[0]!r}; choose from {', '.join(PASSES)}")
+    return found
 
 
 BENCH = Bench(
     name="moe",
-    baselines=("Hugging Face grouped_mm", "Hugging Face all_to_all, grouped_mm"),
+    baselines=("torch grouped_mm", "Hugging Face grouped_mm", "Hugging Face all_to_all, grouped_mm"),
     cases=cases,
     memory=False,
     quick={"tokens": [128], "hidden": [128], "ffn": [256], "blocks": 3, "iters": 2},
+    devices=("cpu", "cuda"),
 )
 
 
@@ -265,6 +323,7 @@ def main(argv: Sequence[str]) -> int:
     made.add_argument("--ffn", type=positive_list, default=[2048], metavar="LIST", help="width inside an expert")
     made.add_argument("--experts", type=positive_list, default=[8], metavar="LIST", help="of all ranks")
     made.add_argument("--top-k", type=positive_list, default=[2], metavar="LIST", help="experts of each token")
+    made.add_argument("--passes", type=passes, default=["both"], metavar="LIST", help=", ".join(PASSES))
     return run(BENCH, made.parse_args(argv), ["fastpar", "bench", "moe", *argv])
 
 

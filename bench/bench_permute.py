@@ -1,6 +1,7 @@
 """Permute and unpermute: rows of tokens by expert, and weighted sums of the experts' results at their tokens.
 
     fastpar bench permute [--quick] [--tokens 4096] [--hidden 1024,4096,7168] [--top-k 2,8] [--jobs permute,unpermute]
+    fastpar bench permute --device cuda --dtype bf16 --tokens 4096 --hidden 7168 --top-k 8
 
 What is timed, on one process (nothing is sent), with indices of `--experts` experts drawn at random and the plan made
 before:
@@ -18,6 +19,7 @@ Traps besides those of `bench.harness`:
   buffer" is the same call with `out=`, for both.
 * torch's weighted sum gathers, multiplies and sums in the dtype: its bf16 results are rounded in between, which the
   tolerance allows.
+* On CUDA fastpar's plan is `fastpar.kernels.moe_sort.place_pairs`, which synchronises with nobody, nor does torch's.
 * The roofs are those of memory, of buffers beyond any cache: a row of small results, which the cache holds in part, may
   be above them.
 """
@@ -59,7 +61,7 @@ class PermuteCase:
         return {name: getattr(self, name) for name in names}
 
     def build(self, rank: Rank) -> list[Provider]:
-        problem = Problem(self)
+        problem = Problem(self, rank.device)
         if self.job == "plan":
             return problem.plan_providers()
         size = DTYPES[self.dtype].itemsize
@@ -70,28 +72,29 @@ class PermuteCase:
             Provider(name, kind, call, check=partial(problem.errors, call), num_bytes=float(moved))
             for name, kind, call in functions
         ]
-        return [*providers, *copy_roofs(min(max(_ROOF_BYTES, rows * self.hidden * size), 256 << 20), 1)]
+        return [*providers, *copy_roofs(min(max(_ROOF_BYTES, rows * self.hidden * size), 256 << 20), 1, rank.device)]
 
 
 class Problem:
     """The tensors of a case."""
 
-    def __init__(self, case: PermuteCase) -> None:
+    def __init__(self, case: PermuteCase, device: str = "cpu") -> None:
         from fastpar.ops import moe_rows
 
         generator = torch.Generator().manual_seed(0)
-        self.case, self.ops = case, moe_rows
-        self.indices = torch.rand(case.tokens, case.experts, generator=generator).topk(case.top_k, 1).indices
-        self.weights = torch.rand(case.tokens, case.top_k, generator=generator)
+        self.case, self.ops, self.device = case, moe_rows, device
+        chosen = torch.rand(case.tokens, case.experts, generator=generator).topk(case.top_k, 1).indices
+        self.indices = chosen.to(device)
+        self.weights = torch.rand(case.tokens, case.top_k, generator=generator).to(device)
         if case.job == "plan":
             return
         self.order, counts = moe_rows.sort_pairs(self.indices, case.experts)
         self.source = self.order // case.top_k
         self.slots = moe_rows.pair_slots(self.order, counts, counts.cumsum(0) - counts, self.indices.shape)
         table_rows = case.tokens if case.job == "permute" else len(self.order)
-        self.table = torch.randn(table_rows, case.hidden, generator=generator).to(DTYPES[case.dtype])
+        self.table = torch.randn(table_rows, case.hidden, generator=generator).to(device, DTYPES[case.dtype])
         out_rows = len(self.order) if case.job == "permute" else case.tokens
-        self.out = torch.empty(out_rows, case.hidden, dtype=self.table.dtype)
+        self.out = torch.empty(out_rows, case.hidden, dtype=self.table.dtype, device=device)
 
     def permutes(self) -> list[tuple[str, str, Callable[[], torch.Tensor]]]:
         gather, x, source, out = self.ops.gather_rows, self.table, self.source, self.out
@@ -118,10 +121,10 @@ class Problem:
         ]
 
     def errors(self, call: Callable[[], torch.Tensor]) -> dict[str, Error]:
-        """Relative error of the result against float64, over pieces of 64 rows."""
+        """Relative error of the result against float64, over pieces of 64 rows (4096 on CUDA)."""
         found = call()
-        deviation = size = torch.zeros((), dtype=torch.float64)
-        for part in torch.arange(len(found)).split(64):
+        deviation = size = torch.zeros((), dtype=torch.float64, device=self.device)
+        for part in torch.arange(len(found), device=self.device).split(64 if self.device == "cpu" else 4096):
             if self.case.job == "permute":
                 exact = self.table[self.source[part]].double()
             else:
@@ -134,6 +137,11 @@ class Problem:
         ops, indices, experts, top_k = self.ops, self.indices, self.case.experts, self.case.top_k
 
         def fastpar_plan() -> tuple[torch.Tensor, ...]:
+            if self.device == "cuda":
+                from fastpar.kernels.moe_sort import place_pairs
+
+                placed = place_pairs(indices, experts)
+                return placed.counts, placed.slots, placed.source
             order, counts = ops.sort_pairs(indices, experts)
             first = counts.cumsum(0) - counts
             runs = torch.stack([torch.zeros_like(counts), first, counts, first, torch.zeros_like(counts)], 1)
@@ -144,8 +152,13 @@ class Problem:
             flat = indices.view(-1)
             order = flat.argsort(stable=True)
             slots = torch.empty_like(order)
-            slots[order] = torch.arange(len(order))
-            return torch.bincount(flat, minlength=experts), slots.view(indices.shape), order // top_k
+            slots[order] = torch.arange(len(order), device=order.device)
+            if self.device == "cpu":
+                counts = torch.bincount(flat, minlength=experts)
+            else:  # bincount would wait for the largest index
+                counts = torch.zeros(experts, dtype=torch.int64, device=order.device)
+                counts.scatter_add_(0, flat, torch.ones_like(flat))
+            return counts, slots.view(indices.shape), order // top_k
 
         def check() -> dict[str, Error]:
             pairs = zip(fastpar_plan(), torch_plan(), strict=True)
@@ -195,6 +208,7 @@ BENCH = Bench(
     cases=cases,
     memory=False,
     quick={"tokens": [256], "hidden": [1024], "blocks": 3, "iters": 2},
+    devices=("cpu", "cuda"),
 )
 
 

@@ -152,6 +152,17 @@ def torch_chunked_linear_cross_entropy() -> LinearLoss:
     return loss
 
 
+# Experts from (x [T, H], gate and up [E, 2 I, H], down [E, H, I], indices int32 [T, K], weights [T, K]).
+
+
+def liger_experts() -> Callable[..., torch.Tensor]:
+    """Synchronises with the host once in forward, for the number of tiles."""
+    from liger_kernel.ops.fused_moe import LigerFusedMoEFunction
+
+    experts: Callable[..., torch.Tensor] = LigerFusedMoEFunction.apply
+    return experts
+
+
 # Collectives.
 
 

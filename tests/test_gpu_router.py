@@ -106,6 +106,13 @@ def test_small_batch_with_nan_has_valid_indices_and_spoils_its_token_alone() -> 
     assert grad[[0, 2, 4]].isfinite().all()
 
 
+def test_small_weights_of_far_logits_keep_their_relative_precision() -> None:
+    """The product of -60 and log2(e), rounded, would make 3e-6 of it."""
+    logits = torch.tensor([[0.0, -20.3, -40.7, -60.1]])
+    found = ops.moe_route(logits.to(DEVICE), RouteRule(4))
+    torch.testing.assert_close(found.weights.cpu().double(), logits.double().softmax(-1), rtol=1e-6, atol=0.0)
+
+
 def test_routing_waits_for_nothing_and_a_graph_follows_the_logits() -> None:
     rule = PRESETS["deepseek_v3"].rule
     logits, bias = torch.randn(512, 256, device=DEVICE), torch.randn(256, device=DEVICE) / 8

@@ -24,8 +24,8 @@ from fastpar.kernels import moe_route as kernels  # noqa: E402  (triton is optio
 
 
 @pytest.mark.timeout(600)
-def test_kernels_match_the_cpu_in_the_interpreter() -> None:
-    run_interpreted("check_moe_route.py")
+def test_kernels_match_the_cpu_and_their_benches_run_in_the_interpreter() -> None:
+    run_interpreted("check_moe_route.py", "check_bench_moe.py")
 
 
 # ---- which way -------------------------------------------------------------------------------------------------------
@@ -140,8 +140,8 @@ def test_routing_compiles_without_spills_to_wide_accesses(
         assert found["wide_stores"] > 0 or kernel == "route_kernel", kernel
         if target == HOPPER and kernel == "route_kernel":
             assert re.search(r"(?:red|atom)\.global\S*\.relaxed\S*\.add\.u64", found["ptx"]), "counts in 64 bits"
-            is_one_warp = 32 <= experts <= 512
-            for reduction in ("redux.sync.max.s32", "redux.sync.min.s32") if is_one_warp else ():
+            for reduction in ("redux.sync.max.s32", "redux.sync.min.s32") if 32 <= experts <= 512 else ():
+                assert found["threads"] == 32, "a row is one warp's"
                 assert reduction in found["ptx"], "the best expert is found by reductions in hardware"
 
 

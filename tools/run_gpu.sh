@@ -120,6 +120,12 @@ bench "virtual ranks, norm" 30 symmetric --norm --virtual-ranks 8 --kib 64,1024 
 bench "packed" 30 swiglu --tokens 8192 --features 16384
 bench "link is memory" 90 overlap_gpu --shapes 8192x2048x8192 --no-memory
 bench "link is PCIe" 45 overlap_gpu --shapes 8192x16384x8192 --virtual-ranks 2 --op gather --link pcie --no-memory
+experts=(moe --tokens 32768 --hidden 2048 --ffn 768 --experts 128 --top-k 8 --passes forward,both)
+bench "experts" 75 "${experts[@]}" --only fastpar,torch,GEMMs
+bench "experts, Liger" 120 "${experts[@]}" --only fastpar,Liger # which tunes its kernels first
+bench "rows of tokens" 30 permute --tokens 4096 --hidden 7168 --top-k 8 --experts 256
+bench "router" 45 moe_route --dtype fp32 --presets deepseek_v3 --tokens 4096 --experts 256
+bench "virtual ranks" 45 moe_push --virtual-ranks 8 --tokens 4096 --hidden 7168 --top-k 8
 bench "options" 45 linear_cross_entropy --tokens 8192 --hidden 4096 --vocab 128256 --options --no-memory
 bench "options" 30 cross_entropy --tokens 8192 --vocab 131072 --options --no-memory
 

@@ -206,8 +206,7 @@ def route_kernel(
     if GROUPS > 1:
         group, inside = column // PADDED_WIDTH, column % PADDED_WIDTH
         is_expert = (group < GROUPS) & (inside < WIDTH)
-        if WIDTH < PADDED_WIDTH:
-            expert = group * WIDTH + inside
+        expert = group * WIDTH + inside
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     exists = row < num_tokens
     x, is_nan, bad = load_rows(logits, row, exists, expert, is_expert, GROUPS * WIDTH)

@@ -89,6 +89,17 @@ def test_every_size_of_tokens_and_experts(tokens: int, experts: int, rule: Route
     compare(logits_of(tokens, experts), rule)
 
 
+def test_zeros_of_both_signs_and_groups_of_one_sum_are_ties() -> None:
+    logits = torch.tensor([[-0.0, 0.0, -1.0, 0.0, -1.0, -0.0]])
+    for rule, wanted in (
+        (RouteRule(3, when="after"), [0, 1, 3]),
+        (RouteRule(2, when="after", num_groups=3, top_groups=1), [0, 1]),
+        (RouteRule(3, when="after", num_groups=3, top_groups=2, group_score="max"), [0, 1, 3]),
+    ):
+        assert kernels.forward(logits, rule).indices.tolist() == [wanted]
+        assert ops.moe_route(logits, rule).indices.tolist() == [wanted]
+
+
 def test_masked_tokens_go_nowhere_and_their_nan_nowhere_either() -> None:
     logits = logits_of(6, 10)
     logits[4] = math.nan
@@ -161,8 +172,7 @@ def test_the_worked_examples() -> None:
 def test_no_tokens_columns_apart_and_16_bits() -> None:
     rule = RouteRule(2, "sigmoid")
     compare(logits_of(0, 6), rule)
-    wide = logits_of(4, 12)
-    for logits in (wide[:, ::2], wide.bfloat16()):
+    for logits in (logits_of(12, 4).T, logits_of(4, 12).bfloat16()):
         compare(logits, rule)
 
 
