@@ -104,7 +104,7 @@ def forward(logits: Tensor, rule: Rule, bias: Tensor | None = None, mask: Tensor
             route_kernel, triton.cdiv(num_tokens, options["ROWS"]), logits.device,
             logits.contiguous(), None if bias is None else bias.contiguous(),
             None if mask is None else mask.contiguous().view(torch.uint8), indices, weights, counts,
-            num_tokens, rule.epsilon, rule.scale, AFTER=rule.when == "after", TOP_K=rule.top_k,
+            num_tokens, float(rule.epsilon), float(rule.scale), AFTER=rule.when == "after", TOP_K=rule.top_k,
             **_weighing(rule), **grouping, **options,
         )  # fmt: skip
     return Routed(indices, weights, counts)
@@ -119,8 +119,9 @@ def backward(grad_weights: Tensor, logits: Tensor, indices: Tensor, rule: Rule) 
         options = _options(padded, num_tokens)
         launch(
             route_backward_kernel, triton.cdiv(num_tokens, options["ROWS"]), logits.device,
-            logits.contiguous(), indices, grad_weights.contiguous(), grad, num_tokens, rule.epsilon, rule.scale,
-            TOP_K=rule.top_k, NUM_EXPERTS=num_experts, PADDED=padded, **_weighing(rule), **options,
+            logits.contiguous(), indices, grad_weights.contiguous(), grad,
+            num_tokens, float(rule.epsilon), float(rule.scale), TOP_K=rule.top_k, NUM_EXPERTS=num_experts,
+            PADDED=padded, **_weighing(rule), **options,
         )  # fmt: skip
     return grad
 
