@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
 import fastpar as fp
 from fastpar.optim import SGD, AdamW, Lion
+from fastpar.optim._state_formats import blocks_of, values_of
 from fastpar.reference import optimizer_formats as formats
 from tests.dist import run_ranks
 
@@ -285,6 +286,76 @@ def test_a_loaded_optimizer_continues_bit_for_bit(make: Any, format_name: str) -
     assert_same_bits(all_state(copied, copied_params), all_state(optimizer, params))
 
 
+@pytest.mark.parametrize("signed", [True, False])
+def test_8_bit_states_come_back_from_their_values_as_the_same_codes_and_scales(signed: bool) -> None:
+    """A block of every code, under scales of every exponent with awkward and random mantissas."""
+    mantissas = torch.cat([torch.tensor([1.0, 1.0 + 2.0**-23, 1.5, 2.0 - 2.0**-23]), 1.0 + torch.rand(12)])
+    scales = (torch.exp2(torch.arange(-126.0, 128.0)).outer(mantissas)).flatten()
+    codes = torch.arange(256, dtype=torch.uint8).repeat(len(scales))
+    values = values_of(codes, scales, signed=signed)
+    again, scales_again = blocks_of(values, signed=signed)
+    assert torch.equal(scales_again, scales)
+    exact = scales.repeat_interleave(256) >= 2.0**-112  # below, a code may become another of the same value
+    assert torch.equal(again[exact], codes[exact])
+    if signed:
+        assert torch.equal(again, codes)
+    assert torch.equal(values_of(again, scales, signed=signed), values)
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_8_bit_blocks_of_nothing_of_tiny_values_and_of_nan_come_back(signed: bool) -> None:
+    codes = torch.zeros(3 * 256 + 5, dtype=torch.uint8)
+    codes[256:306] = torch.arange(50)  # less than the smallest scale, which no value has
+    scales = torch.tensor([formats.SMALLEST_SCALE, formats.SMALLEST_SCALE, torch.nan, 1.0])
+    codes[-1] = 127 if signed else 255
+    values = values_of(codes, scales, signed=signed)
+    again, scales_again = blocks_of(values, signed=signed)
+    torch.testing.assert_close(scales_again, scales, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(values_of(again, scales, signed=signed), values, rtol=0, atol=0, equal_nan=True)
+    assert values[512:768].isnan().all()
+    assert not values[:512].isnan().any()
+
+
+@pytest.mark.parametrize("numel", [0, 1, (1 << 20) + 300])
+def test_long_states_are_converted_piece_by_piece_to_the_same_values(numel: int) -> None:
+    x = torch.randn(numel)
+    codes, scales = blocks_of(x, signed=True)
+    wanted = formats.quantise(x, signed=True)
+    assert torch.equal(codes, wanted[0])
+    assert torch.equal(scales, wanted[1])
+    assert torch.equal(values_of(codes, scales, signed=True), formats.dequantise(codes, scales, signed=True))
+
+
+def test_a_state_dict_has_8_bit_states_as_values_that_torch_loads() -> None:
+    params = parameters()
+    optimizer = AdamW(params, state_dtype="8bit")
+    take_steps(optimizer, params, range(3))
+    saved = optimizer.state_dict()
+    assert {x.dtype for state in saved["state"].values() for x in state.values()} == {torch.float32}
+    assert saved["state"][0].keys() == {"step", "exp_avg", "exp_avg_sq"}
+    assert optimizer.state[params[0]]["exp_avg"].dtype == torch.uint8  # what is trained stays as it is
+    theirs = torch.optim.AdamW(params)
+    theirs.load_state_dict(saved)
+    for i, param in enumerate(params):
+        held = optimizer.state[param]
+        values = formats.dequantise(held["exp_avg_sq"], held["exp_avg_sq_scale"], signed=False)
+        assert torch.equal(theirs.state[param]["exp_avg_sq"], values)
+        assert torch.equal(saved["state"][i]["exp_avg_sq"], values)
+
+
+def test_codes_and_scales_of_a_state_dict_load_as_they_are() -> None:
+    params = parameters()
+    optimizer = AdamW(params, state_dtype="8bit")
+    take_steps(optimizer, params, range(3))
+    state = {i: dict(optimizer.state[param]) for i, param in enumerate(params)}
+    for wanted in ("8bit", torch.float32):
+        loaded = AdamW(params, state_dtype=wanted)
+        loaded.load_state_dict({**optimizer.state_dict(), "state": state})
+        for param in params:
+            values = [o.to_checkpoint(o.state[param])["exp_avg"] for o in (optimizer, loaded)]
+            assert torch.equal(*values)
+
+
 @pytest.mark.parametrize("pair", PAIRS)
 def test_state_dicts_go_to_torch_and_back(pair: str) -> None:
     ours, theirs, options = PAIRS[pair]
@@ -387,26 +458,65 @@ class Model(nn.Module):
         self.b = nn.Parameter(distribute_tensor(torch.randn(2, 5, generator=generator).bfloat16(), mesh, [Shard(0)]))
 
 
-def _checkpoint(folder: str, load: bool, options: dict[str, Any]) -> dict[str, Any]:
-    model = Model()
-    optimizer = AdamW(model.parameters(), lr=0.01, **options)
-    params = list(model.parameters())
-    if load:
-        state = {"optimizer": get_optimizer_state_dict(model, optimizer), "model": model.state_dict()}
-        dcp.load(state, checkpoint_id=folder)
-        set_optimizer_state_dict(model, optimizer, state["optimizer"])
-    for step in range(3, 5) if load else range(3):
-        for i, param in enumerate(params):
+def _sharded_steps(model: Model, optimizer: AdamW, steps: range) -> None:
+    for step in steps:
+        for i, param in enumerate(model.parameters()):
             mesh = param.device_mesh  # type: ignore[attr-defined]
             whole = torch.empty(*param.shape, dtype=param.dtype)
             param.grad = distribute_tensor(gradient(whole, i, step), mesh, [Shard(0)])
         optimizer.step()
+
+
+def _straight(options: dict[str, Any], steps: int) -> dict[str, Any]:
+    model = Model()
+    optimizer = AdamW(model.parameters(), lr=0.01, **options)
+    _sharded_steps(model, optimizer, range(steps))
+    found = {"a": model.a.detach(), **optimizer.to_checkpoint(optimizer.state[model.a])}
+    return {k: gathered(v) for k, v in found.items()}
+
+
+def _checkpoint(folder: str, load: bool, options: dict[str, Any]) -> dict[str, Any]:
+    model = Model()
+    optimizer = AdamW(model.parameters(), lr=0.01, **options)
+    if load:
+        state = {"optimizer": get_optimizer_state_dict(model, optimizer), "model": model.state_dict()}
+        dcp.load(state, checkpoint_id=folder)
+        set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    _sharded_steps(model, optimizer, range(3, 5) if load else range(3))
     if not load:
         state = {"optimizer": get_optimizer_state_dict(model, optimizer), "model": model.state_dict()}
         dcp.save(state, checkpoint_id=folder)
         return {}
-    found = {"a": model.a.detach(), **optimizer.state[model.a]}
+    found = {"a": model.a.detach(), **optimizer.to_checkpoint(optimizer.state[model.a])}
     return {k: gathered(v) for k, v in found.items()}
+
+
+def _load_8_bit(folder: str) -> dict[str, Tensor]:
+    """What the next step reads, whole."""
+    model = Model()
+    optimizer = AdamW(model.parameters(), state_dtype="8bit")
+    state = {"optimizer": get_optimizer_state_dict(model, optimizer)}
+    dcp.load(state, checkpoint_id=folder)
+    saved = {name: gathered(state["optimizer"]["state"]["a"][name]) for name in ("exp_avg", "exp_avg_sq")}
+    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    held = optimizer.to_checkpoint(optimizer.state[model.a])
+    return {**{f"saved {name}": x for name, x in saved.items()}, **{k: gathered(v) for k, v in held.items()}}
+
+
+def test_8_bit_states_load_on_another_number_of_ranks(tmp_path: Path) -> None:
+    options = FORMATS["8-bit states"]
+    run_ranks(2, _checkpoint, str(tmp_path), False, options)
+    for world in (1, 2, 3):
+        loaded = run_ranks(world, _load_8_bit, str(tmp_path))[0]
+        assert int(loaded["step"]) == 3
+        for name, signed in (("exp_avg", True), ("exp_avg_sq", False)):
+            shards = loaded[f"saved {name}"].chunk(world)  # every rank cuts blocks of its rows
+            wanted = torch.cat([values_of(*blocks_of(x, signed=signed), signed=signed) for x in shards])
+            assert torch.equal(loaded[name], wanted)
+            assert torch.equal(loaded[name], loaded[f"saved {name}"]) == (world == 2)
+    straight = run_ranks(2, _straight, options, 5)[0]
+    resumed = run_ranks(2, _checkpoint, str(tmp_path), True, options)[0]
+    assert all(torch.equal(resumed[name], x) for name, x in straight.items())
 
 
 @pytest.mark.parametrize("format_name", ["bfloat16 states", "float32 master", "split master"])

@@ -11,15 +11,14 @@ skip by themselves, the steps are counted, and the next step() or state_dict() t
 copy of found_inf has arrived by then, without draining the queue of kernels).
 
 Note: states and checkpoints. A state of a parameter's shape is a DTensor with the placements of its parameter, so
-torch.distributed.checkpoint reshards it. torch casts what it loads to the parameter's dtype, which would ruin float32
-states of bfloat16 parameters; here they come back in the dtype in which this optimizer keeps them, whatever the
-checkpoint had. Scales of 8-bit states are plain tensors, since blocks are cut per shard: such states load into the same
-layout only.
+torch.distributed.checkpoint reshards it; 8-bit states, whose blocks are cut per shard, are float32 values there (see
+`fastpar.optim._state_formats`). torch casts what it loads to the parameter's dtype, which would ruin float32 states of
+bfloat16 parameters; here they come back in the dtype in which this optimizer keeps them, whatever the checkpoint had.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -30,6 +29,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from fastpar.ops.optimizer import Step, StochasticRounding
+from fastpar.optim._state_formats import blocks_of, like, values_of
 from fastpar.reference import optimizer_formats as formats
 
 PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -65,15 +65,6 @@ class _Deferred:
 
 def local(x: Tensor) -> Tensor:
     return x._local_tensor if isinstance(x, DTensor) else x
-
-
-def _like(param: Tensor, value: Tensor) -> Tensor:
-    """`value`, of the shape of the local part of `param`, as a DTensor if that is one."""
-    if not isinstance(param, DTensor):
-        return value
-    return DTensor.from_local(
-        value, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
-    )
 
 
 class FusedOptimizer(Optimizer):
@@ -257,14 +248,14 @@ class FusedOptimizer(Optimizer):
         if "step" not in state:
             state["step"] = torch.tensor(0.0)
         if self.master == "float32" and mine.dtype != torch.float32 and "master" not in state:
-            state["master"] = _like(param, mine.float().contiguous())
+            state["master"] = like(param, mine.float().contiguous())
         if self.master == "split" and mine.dtype == torch.bfloat16 and "remainder" not in state:
-            state["remainder"] = _like(param, torch.zeros_like(mine, dtype=torch.int16))
+            state["remainder"] = like(param, torch.zeros_like(mine, dtype=torch.int16))
         dtype = torch.uint8 if self.state_dtype == "8bit" else cast(torch.dtype, self.state_dtype)
         for name in names:
             if state.get(name) is not None:
                 continue
-            state[name] = _like(param, torch.zeros_like(mine, dtype=dtype))
+            state[name] = like(param, torch.zeros_like(mine, dtype=dtype))
             if dtype == torch.uint8:
                 blocks = formats.num_blocks(mine.numel())
                 state[f"{name}_scale"] = torch.full((blocks,), formats.SMALLEST_SCALE, device=mine.device)
@@ -286,9 +277,22 @@ class FusedOptimizer(Optimizer):
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch.optim's; moments have the keys that torch gives them."""
+        """As torch.optim's, with the keys that torch gives moments; 8-bit states as the float32 values they mean."""
         self._settle()
-        return super().state_dict()
+        found = super().state_dict()
+        if self.state_dtype == "8bit":
+            found["state"] = {key: self.to_checkpoint(state) for key, state in found["state"].items()}
+        return found
+
+    def to_checkpoint(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """The states of a parameter as checkpoints have them: those of 8 bits as new float32 tensors, without scales;
+        the others themselves."""
+        shown = dict(state)
+        for name, sign in zip(self._states, self._signed, strict=True):
+            scale = shown.pop(f"{name}_scale", None)
+            if scale is not None:
+                shown[name] = values_of(shown[name], scale, signed=sign)
+        return shown
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what `state_dict` of this class or of torch's optimizer of the same name returned.
@@ -301,9 +305,10 @@ class FusedOptimizer(Optimizer):
         for saved_id, param in zip(saved_ids, params, strict=True):
             saved = state_dict["state"].get(saved_id)
             if saved is not None:
-                self.state[param] = self._restored(param, saved)
+                self.state[param] = self.from_checkpoint(param, saved)
 
-    def _restored(self, param: Tensor, saved: dict[str, Any]) -> dict[str, Any]:
+    def from_checkpoint(self, param: Tensor, saved: Mapping[str, Any]) -> dict[str, Any]:
+        """New states of a parameter, in the formats of this optimizer, from those of a checkpoint in any other."""
         state: dict[str, Any] = {}
         for name, value in saved.items():
             if name in self._states and isinstance(value, Tensor):
@@ -331,11 +336,11 @@ class FusedOptimizer(Optimizer):
             scale = scale.to(param.device)
             if wanted == torch.uint8:
                 return {name: value.clone(), f"{name}_scale": scale.clone()}
-            return {name: _like(param, formats.dequantise(local(value), scale, signed=signed).to(wanted))}
+            return {name: values_of(value, scale, signed=signed).to(wanted)}
         if wanted != torch.uint8:
             return {name: value.to(wanted)}
-        codes, scale = formats.quantise(local(value).float(), signed=signed)
-        return {name: _like(param, codes), f"{name}_scale": scale}
+        codes, scale = blocks_of(value, signed=signed)
+        return {name: codes, f"{name}_scale": scale}
 
 
 def _first_index(param: Tensor) -> int:

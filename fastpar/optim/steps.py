@@ -48,8 +48,9 @@ class AdamW(FusedOptimizer):
         outputs            {parameter: bfloat16 or float16 tensor that gets the float32 parameter, rounded to nearest}
 
     torch.amp.GradScaler sets its own grad_scale and found_inf, and nothing is unscaled in a pass of its own. State
-    dictionaries have torch's keys ("step", "exp_avg", "exp_avg_sq"; beside them "master" or "remainder", and
-    "exp_avg_scale" and "exp_avg_sq_scale" of 8-bit states), load from torch's AdamW, and convert between state dtypes.
+    dictionaries have torch's keys ("step", "exp_avg", "exp_avg_sq"; beside them "master" or "remainder"), load from
+    torch's AdamW, and convert between state dtypes. 8-bit states are in them as float32, which is exact and fits any
+    layout, but takes 8 bytes per parameter (`fastpar.optim._state_formats` has the proof).
     """
 
     _states = ("exp_avg", "exp_avg_sq")

@@ -9,7 +9,9 @@
     has_state                   names of the parameters that have been updated
 
 Tensors are DTensors where they are sharded, so that torch.distributed.checkpoint writes every element once and reads
-those that a rank has. A tensor without dims is shown with one of size 1, since it may be sharded.
+those that a rank has. A tensor without dims is shown with one of size 1, since it may be sharded. Blocks of 8-bit
+states belong to a layout, so an optimizer that has some gives and takes them as values (`to_checkpoint`,
+`from_checkpoint` of fp.optim).
 
 Note: states that do not exist yet. What is loaded must have tensors to be loaded into, so states are made here by a
 step with zero gradients and a learning rate of zero, after which the values are put back; those of parameters that have
@@ -18,7 +20,7 @@ never been updated are taken away again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,7 +34,8 @@ if TYPE_CHECKING:
 
 
 def collect(zero: Zero) -> dict[str, Any]:
-    """The state of `zero`: its tensors share memory with what is trained, but for those of parameters without state."""
+    """The state of `zero`: its tensors share memory with what is trained, but for 8-bit states, which are float32 here,
+    and those of parameters without state."""
     names = zero.owner_names()
     state: dict[str, Any] = {"model": {}, "optimizer": {}, "groups": [], "has_state": [], "skipped": zero.skipped}
     for slot in zero.slots:
@@ -44,7 +47,7 @@ def collect(zero: Zero) -> dict[str, Any]:
         missing = [owner for owner in stepper.parameters() if owner.requires_grad and not optimizer.state.get(owner)]
         make_states(stepper, missing)
         for owner in stepper.parameters():
-            for key, value in optimizer.state.get(owner, {}).items():
+            for key, value in _saved(optimizer, owner).items():
                 state["optimizer"].setdefault(names[id(owner)], {})[key] = _shown(value)
         without = {id(owner) for owner in missing}
         for owner in missing:
@@ -81,8 +84,8 @@ def restore(zero: Zero, state: dict[str, Any]) -> None:
             if name not in has_state:
                 optimizer.state.pop(owner, None)
                 continue
-            for key, value in state["optimizer"].get(name, {}).items():
-                _put(optimizer.state[owner], key, value)
+            for entry, value in _loaded(optimizer, owner, state["optimizer"].get(name, {})).items():
+                _put(optimizer.state[owner], entry, value)
     for slot in zero.slots:
         _copy(slot.owner, state["model"][slot.name])
     for name, x in zero.others():
@@ -113,6 +116,17 @@ def make_states(stepper: Stepper, owners: Sequence[nn.Parameter]) -> None:
         for owner, value, grad in zip(owners, values, grads, strict=True):
             local(owner).copy_(value)
             owner.grad = grad
+
+
+def _saved(optimizer: Any, owner: nn.Parameter) -> Mapping[str, Any]:
+    """The states of an owner in the form that any layout loads: fp.optim has formats that belong to one."""
+    states: Mapping[str, Any] = optimizer.state.get(owner, {})
+    return optimizer.to_checkpoint(states) if hasattr(optimizer, "to_checkpoint") else states
+
+
+def _loaded(optimizer: Any, owner: nn.Parameter, states: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The reverse of `_saved`, for this layout."""
+    return optimizer.from_checkpoint(owner, states) if hasattr(optimizer, "from_checkpoint") else states
 
 
 def _shown(x: Any) -> Any:
