@@ -1,6 +1,7 @@
 """One optimizer step, AdamW: the update alone, and unscaling, clipping, update and low-precision copy together.
 
-    fastpar bench optimizer [--quick] [--job update,wide,step] [--elements 20000000] [--tensors 50] [--threads 1,2]
+    fastpar bench optimizer [--quick] [--job update,wide,step,small] [--elements 20000000] [--tensors 50]
+                            [--threads 1,2]
 
 What is timed, by job; sizes in bytes per element are the least traffic, everything read once and written once:
 
@@ -9,6 +10,8 @@ What is timed, by job; sizes in bytes per element are the least traffic, everyth
     step    bf16 parameters with fp32 masters and moments, bf16 gradients scaled by 2^12: unscale, check for values
             that are not finite, clip to a global norm, update, write the bf16 copies.
             Least traffic: 2 for the norm, and 28 for the step with its copy. With fp32: no copies, 4 and 28.
+    small   `update` by the optimizers' own step() over 4096 tensors of 64 elements: what the host does per tensor.
+            Divide the time by 4096. The other jobs call ops, and pay for 50 tensors.
 
 Traps besides those of `bench.harness`:
 
@@ -30,6 +33,7 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,7 +45,8 @@ from bench.peers import find
 
 LR, BETAS, EPS, DECAY, STEP = 1e-4, (0.9, 0.999), 1e-8, 0.01, 10
 SCALE, MAX_NORM = 4096.0, 1.0
-JOBS = ("update", "wide", "step")
+JOBS = ("update", "wide", "step", "small")
+SMALL_TENSORS, SMALL_ELEMENTS = 4096, 64  # of the job "small"
 TOLERANCES = {torch.float32: 1e-6, torch.bfloat16: 4e-3}  # of the norm of the result
 
 
@@ -60,6 +65,8 @@ class OptimizerCase:
 
     def build(self, rank: Rank) -> list[Provider]:
         problem = Problem(self, rank.device)
+        if self.job == "small":
+            return small_providers(problem)
         makers = {"update": update_providers, "wide": wide_providers, "step": step_providers}[self.job]
         roof = copy_roofs(min(4 * self.elements, 256 << 20), rank.world_size, rank.device)
         return [*makers(problem), *roof]
@@ -94,7 +101,7 @@ class Problem:
 
     def exact(self) -> tuple[Tensor, Tensor]:
         """(parameters, first moments) after the step in float64, from fresh values in the dtypes of the job."""
-        wide = torch.float32 if self.case.job != "update" else self.dtype
+        wide = torch.float32 if self.case.job not in ("update", "small") else self.dtype
         param_dtype = torch.float32 if self.case.job == "step" else self.dtype
         p, g, m, v = (
             torch.cat(self.fresh(role, dtype)).double()
@@ -250,6 +257,35 @@ def step_providers(problem: Problem) -> list[Provider]:
     ]
 
 
+def small_providers(problem: Problem) -> list[Provider]:
+    from fastpar.optim import AdamW
+
+    dtype = problem.dtype
+    roles = dict.fromkeys(("params", "grads", "exp_avgs", "exp_avg_sqs"), dtype)
+    makers: dict[str, Callable[..., torch.optim.Optimizer]] = {
+        "fastpar": partial(AdamW, state_dtype=dtype, stochastic_rounding=False),
+        "fastpar stochastic": partial(AdamW, state_dtype=dtype),
+        "torch fused": partial(torch.optim.AdamW, fused=True),
+        "torch foreach": partial(torch.optim.AdamW, foreach=True),
+    }
+    if dtype == torch.float32:  # where nothing is rounded stochastically
+        del makers["fastpar stochastic"]
+
+    def steps_of(make: Callable[..., torch.optim.Optimizer], x: Tensors) -> Callable[[], object]:
+        params = [torch.nn.Parameter(p) for p in x["params"]]
+        optimizer = make(params, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY)
+        for param, grad, exp_avg, exp_avg_sq in zip(params, x["grads"], x["exp_avgs"], x["exp_avg_sqs"], strict=True):
+            param.grad = grad
+            step = torch.tensor(STEP - 1.0)
+            optimizer.state[param] = {"step": step, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+        return optimizer.step
+
+    return [
+        provider(problem, name, name.split(" ")[0], roles, partial(steps_of, make), 7.0 * dtype.itemsize)
+        for name, make in makers.items()
+    ]
+
+
 def total_norm(grads: list[Tensor]) -> Tensor:
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads, 2.0, dtype=torch.float32)))
 
@@ -342,8 +378,9 @@ def _jobs(text: str) -> list[str]:
 
 
 def cases(flags: argparse.Namespace, world_size: int) -> Sequence[Case]:
+    sizes = {"small": (SMALL_TENSORS * SMALL_ELEMENTS, SMALL_TENSORS)}
     return [
-        OptimizerCase(dtype, job, flags.elements, flags.tensors)
+        OptimizerCase(dtype, job, *sizes.get(job, (flags.elements, flags.tensors)))
         for job in flags.job
         for dtype in flags.dtype
         if not (job == "wide" and dtype == "fp32")  # that is `update`

@@ -11,6 +11,7 @@ import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,10 +20,12 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastpar as fp
 from fastpar.optim import SGD, AdamW, Lion
 from fastpar.optim._state_formats import blocks_of, values_of
+from fastpar.optim.fused import _Deferred
 from fastpar.reference import optimizer_formats as formats
 from tests.dist import run_ranks
 
@@ -129,6 +132,65 @@ def test_parameters_without_gradient_and_late_ones_count_their_own_steps() -> No
     torch.testing.assert_close(results[0][0], results[1][0], rtol=2e-6, atol=2e-6)
 
 
+@pytest.mark.parametrize("pair", ["adamw", "sgd momentum"])
+def test_states_and_counts_that_somebody_has_replaced_or_changed_are_taken(pair: str) -> None:
+    ours, theirs, options = PAIRS[pair]
+    results = []
+    for make in (ours, theirs):
+        params = parameters()
+        optimizer = make(params, **options)
+        moment = "exp_avg" if pair == "adamw" else "momentum_buffer"
+        take_steps(optimizer, params, range(2))
+        optimizer.state[params[0]][moment] = torch.ones_like(params[0])
+        optimizer.state[params[1]] = {key: value.clone() for key, value in optimizer.state[params[1]].items()}
+        params[3].data = torch.full_like(params[3], 2.0)
+        if pair == "adamw":
+            optimizer.state[params[1]]["step"].fill_(7.0)
+            optimizer.state[params[2]]["step"] += 1.0
+        take_steps(optimizer, params, range(2, 4))
+        if pair == "adamw":
+            assert [int(optimizer.state[p]["step"]) for p in params] == [4, 9, 5, 4]
+        results.append([p.detach() for p in params])
+    torch.testing.assert_close(results[0], results[1], rtol=2e-6, atol=2e-6)
+
+
+class Calls(TorchDispatchMode):
+    """Counts operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def _calls(number: int, options: dict[str, Any], use_dtensors: bool) -> list[str]:
+    mesh = init_device_mesh("cpu", (1,))
+    whole = [torch.ones(3, dtype=torch.bfloat16) for _ in range(number)]
+    params = [nn.Parameter(distribute_tensor(x, mesh, [Shard(0)]) if use_dtensors else x) for x in whole]
+    optimizer = AdamW(params, **options)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    with Calls() as calls:
+        optimizer.step()
+    return calls.names
+
+
+def _calls_of_few_and_many(format_name: str) -> None:
+    for use_dtensors in (False, True):
+        few, many = (_calls(number, FORMATS[format_name], use_dtensors) for number in (2, 40))
+        assert "fastpar.adamw_step.default" in few
+        assert many == few
+
+
+@pytest.mark.parametrize("format_name", FORMATS)
+def test_a_step_calls_as_many_operators_for_many_parameters_as_for_few(format_name: str) -> None:
+    run_ranks(1, _calls_of_few_and_many, format_name)
+
+
 # ---- scalars of a step -----------------------------------------------------------------------------------------------
 
 
@@ -142,6 +204,19 @@ def test_a_skipped_step_changes_no_bit_and_is_not_counted(format_name: str) -> N
     take_steps(optimizer, params, range(2, 3))
     assert_same_bits(all_state(optimizer, params), before)
     assert optimizer.found_inf is None
+
+
+@pytest.mark.parametrize("was_skipped", [True, False])
+def test_counts_of_a_step_that_a_device_has_skipped_are_taken_back_when_the_host_knows(was_skipped: bool) -> None:
+    params = parameters()
+    optimizer = AdamW(params)
+    take_steps(optimizer, params, range(2))
+    arrived = mock.Mock()  # a CUDA event
+    counts = optimizer._counts.of([optimizer.state[p] for p in params])
+    optimizer._deferred.append(_Deferred(torch.tensor(float(was_skipped)), arrived, counts))
+    saved = optimizer.state_dict()
+    arrived.synchronize.assert_called_once_with()
+    assert [int(state["step"]) for state in saved["state"].values()] == [1 if was_skipped else 2] * len(params)
 
 
 def test_the_gradient_factor_is_applied_once_and_then_forgotten() -> None:
@@ -246,6 +321,22 @@ def test_small_changes_of_bfloat16_parameters_survive_on_average_when_rounded_st
         moved[stochastic] = 1.0 - param.detach().double().mean().item()
     assert moved[False] == 0.0
     assert moved[True] == pytest.approx(50 * 2.0**-12, rel=0.02)
+
+
+@pytest.mark.parametrize("master", [None, "split"])
+def test_small_changes_of_bfloat16_states_survive_on_average_where_parameters_are_not_rounded(master: Any) -> None:
+    means = {}
+    for stochastic in (True, False):
+        param = nn.Parameter(torch.ones(10_000, dtype=torch.float32 if master is None else torch.bfloat16))
+        optimizer = AdamW([param], master=master, state_dtype=torch.bfloat16, stochastic_rounding=stochastic)
+        param.grad = torch.zeros_like(param)
+        optimizer.step()
+        optimizer.state[param]["exp_avg_sq"].fill_(1.0)
+        for _ in range(50):
+            optimizer.step()  # takes a thousandth, half of the distance to the next bfloat16 below 1 at most
+        means[stochastic] = optimizer.state[param]["exp_avg_sq"].double().mean().item()
+    assert means[False] == 1.0
+    assert means[True] == pytest.approx(0.999**50, rel=1e-3)
 
 
 def test_the_state_takes_the_bytes_that_the_docstring_says() -> None:

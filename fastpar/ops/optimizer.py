@@ -20,6 +20,7 @@ divided by elements, not by tensors. Nothing here is differentiable: the ops cha
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -68,7 +69,7 @@ class _Dense:
         self._back: list[tuple[Tensor, Tensor]] = []
 
     def of(self, tensors: Sequence[Tensor], *, written: bool = True) -> list[Tensor]:
-        if all(x.is_contiguous() for x in tensors):
+        if all(map(Tensor.is_contiguous, tensors)):
             return list(tensors)
         dense = [x.contiguous() for x in tensors]
         if written:
@@ -86,9 +87,8 @@ def _launch(op: Callable[..., None], step: Step, *between: Any, numbers: tuple[A
     outputs = [(i, x) for i, x in enumerate(step.outputs or ()) if x is not None]
     rounding: list[int] = []
     if step.stochastic is not None:
-        rounding = [step.stochastic.seed]
-        for key, start in zip(step.stochastic.keys, step.stochastic.starts, strict=True):
-            rounding += (key, start)
+        origins = zip(step.stochastic.keys, step.stochastic.starts, strict=True)
+        rounding = [step.stochastic.seed, *itertools.chain.from_iterable(origins)]
     factor = step.grad_factor
     is_tensor = isinstance(factor, Tensor)
     op(

@@ -18,8 +18,8 @@ bfloat16 parameters; here they come back in the dtype in which this optimizer ke
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -29,6 +29,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from fastpar.ops.optimizer import Step, StochasticRounding
+from fastpar.optim._batches import Batch, States, StepCounts, local, local_gradients, locals_of
 from fastpar.optim._state_formats import blocks_of, like, values_of
 from fastpar.reference import optimizer_formats as formats
 
@@ -37,34 +38,13 @@ MASTERS = (None, "float32", "split")
 STATE_DTYPES = (torch.float32, torch.bfloat16, "8bit")
 
 
-@dataclass
-class Batch:
-    """What one call of an op takes; one entry per parameter in every list, `states` and `scales` by kind of state."""
-
-    number: int  # of the step, from 1
-    is_new: bool  # states are to be written, not read
-    params: list[Tensor] = field(default_factory=list)
-    grads: list[Tensor] = field(default_factory=list)
-    outputs: list[Tensor | None] = field(default_factory=list)
-    remainders: list[Tensor] = field(default_factory=list)
-    states: list[list[Tensor]] = field(default_factory=list)
-    scales: list[list[Tensor]] = field(default_factory=list)
-    steps: list[Tensor] = field(default_factory=list)
-    keys: list[int] = field(default_factory=list)
-    starts: list[int] = field(default_factory=list)
-
-
 @dataclass(frozen=True)
 class _Deferred:
     """Steps that were counted before the host knew whether they would be skipped."""
 
     found_inf: Tensor  # in pinned memory
     arrived: torch.cuda.Event
-    steps: list[Tensor]
-
-
-def local(x: Tensor) -> Tensor:
-    return x._local_tensor if isinstance(x, DTensor) else x
+    counts: Tensor
 
 
 class FusedOptimizer(Optimizer):
@@ -97,13 +77,15 @@ class FusedOptimizer(Optimizer):
         self.stochastic_rounding, self.seed = stochastic_rounding, seed
         self.outputs: dict[Tensor, Tensor] = {}
         self._origins: dict[int, tuple[Tensor, int, int]] = {}  # by id: to hash a tensor takes a microsecond
+        self._counts = StepCounts()
         self._deferred: list[_Deferred] = []
         super().__init__(params, defaults)
 
     def __getstate__(self) -> dict[str, Any]:
         self._settle()
         names = ("master", "state_dtype", "stochastic_rounding", "seed", "outputs", "_deferred")
-        return {**super().__getstate__(), **{name: self.__dict__[name] for name in names}, "_origins": {}}
+        kept = {name: self.__dict__[name] for name in names}
+        return {**super().__getstate__(), **kept, "_origins": {}, "_counts": StepCounts()}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch.optim.Optimizer; checks the dtypes."""
@@ -129,24 +111,25 @@ class FusedOptimizer(Optimizer):
         if found_inf is not None and found_inf.device.type == "cpu" and bool(found_inf):
             return loss
         for group in self.param_groups:
+            batches, counts = self._collect(group)
             scale = -factor if group.get("maximize", False) else factor
-            for batch in self._collect(group):
+            for batch in batches:
                 device = batch.params[0].device
-                found_here = None if found_inf is None else found_inf.to(device, non_blocking=True)
                 arguments = Step(
                     batch.params,
                     batch.grads,
                     batch.states,
                     batch.scales,
                     scale.to(device, non_blocking=True) if isinstance(scale, Tensor) else scale,
-                    found_here,
-                    batch.outputs,
-                    batch.remainders or None,
+                    None if found_inf is None else found_inf.to(device, non_blocking=True),
+                    batch.outputs or None,
+                    cast(list[Tensor], batch.remainders) or None,
                     self._rounding(batch),
                     self._states,
                 )
                 self._update(group, batch, arguments)
-                self._count(batch.steps, found_here)
+            if counts is not None:
+                self._count(counts, found_inf)
         return loss
 
     def _update(self, group: dict[str, Any], batch: Batch, arguments: Step) -> None:
@@ -156,9 +139,9 @@ class FusedOptimizer(Optimizer):
     def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
         return self._states
 
-    def _is_new(self, state: dict[str, Any]) -> bool:
+    def _are_new(self, states: States) -> list[bool]:
         """Whether the states of a parameter begin with this step in another way than from zero."""
-        return False
+        return [False] * len(states)
 
     def _take_scalars(self) -> tuple[Tensor | float, Tensor | None]:
         factor, found_inf = self.grad_factor, self.found_inf
@@ -169,14 +152,14 @@ class FusedOptimizer(Optimizer):
             factor = scale.float().reciprocal() * factor
         return factor, found_inf
 
-    def _count(self, steps: list[Tensor], found_inf: Tensor | None) -> None:
-        torch._foreach_add_(steps, 1.0)
+    def _count(self, counts: Tensor, found_inf: Tensor | None) -> None:
+        counts.add_(1.0)
         if found_inf is None or found_inf.device.type == "cpu":
             return
         copy = torch.empty_like(found_inf, device="cpu", pin_memory=True).copy_(found_inf, non_blocking=True)
         arrived = torch.cuda.Event()
         arrived.record()
-        self._deferred.append(_Deferred(copy, arrived, steps))
+        self._deferred.append(_Deferred(copy, arrived, counts))
 
     def _settle(self) -> None:
         """Takes back the counts of steps that turned out to be skipped."""
@@ -184,66 +167,63 @@ class FusedOptimizer(Optimizer):
         for late in deferred:
             late.arrived.synchronize()
             if bool(late.found_inf):
-                torch._foreach_sub_(late.steps, 1.0)
+                late.counts.sub_(1.0)
 
     # ---- collecting --------------------------------------------------------------------------------------------------
 
-    def _collect(self, group: dict[str, Any]) -> Iterable[Batch]:
-        batches: dict[tuple[Any, ...], Batch] = {}
+    def _collect(self, group: dict[str, Any]) -> tuple[Iterator[Batch], Tensor | None]:
+        """What is to be updated, by calls, and the counts of its steps."""
+        found = [(param, param.grad) for param in group["params"]]
+        params = [param for param, grad in found if grad is not None]
+        if not params:
+            return iter(()), None
+        grads = [grad for _, grad in found if grad is not None]
         names = self._state_names(group)
-        for param in group["params"]:
-            if param.grad is None:
-                continue
-            state = self.state[param]
-            is_new = self._is_new(state)
+        states: States = [self.state[param] for param in params]
+        are_new = self._are_new(states)
+        self._complete(params, states, names)
+        batch = Batch(
+            locals_of(params),
+            local_gradients(params, grads, type(self).__name__),
+            [locals_of([state[name] for state in states]) for name in names],
+            [[state[f"{name}_scale"] for state in states] if self.state_dtype == "8bit" else [] for name in names],
+        )
+        self._add_masters(batch, params, states)
+        if self.stochastic_rounding and _has_bfloat16(batch):
+            batch.keys, batch.starts = self._origins_of(params)
+        counts = self._counts.of(states)
+        return batch.by_call(counts.tolist(), are_new), counts
+
+    def _complete(self, params: list[Tensor], states: States, names: Sequence[str]) -> None:
+        """Makes what is missing: everything at first, a master where the checkpoint of another optimizer had none."""
+        wanted = {"step", *names}
+        if (
+            all(state.keys() >= wanted for state in states)
+            and not any(state[name] is None for name in names for state in states)
+            and (self.master is None or all(map(self._has_master, params, states)))
+        ):
+            return
+        for param, state in zip(params, states, strict=True):
             self._make_state(param, state, names)
-            kind = (param.device, int(state["step"]) + 1, "remainder" in state, is_new)
-            batch = batches.get(kind)
-            if batch is None:
-                batch = batches[kind] = Batch(kind[1], is_new, states=[[] for _ in names], scales=[[] for _ in names])
-            self._add(batch, param, state, names)
-        return batches.values()
 
-    def _add(self, batch: Batch, param: Tensor, state: dict[str, Any], names: Sequence[str]) -> None:
-        output = self.outputs.get(param) if self.outputs else None
-        if "master" in state:
-            batch.params.append(local(state["master"]))
-            output = param
-        else:
-            batch.params.append(local(param))
-        batch.grads.append(self._gradient(param))
-        batch.outputs.append(output if output is None else local(output))
-        if "remainder" in state:
-            batch.remainders.append(local(state["remainder"]))
-        for k, name in enumerate(names):
-            batch.states[k].append(local(state[name]))
-            if self.state_dtype == "8bit":
-                batch.scales[k].append(state[f"{name}_scale"])
-        batch.steps.append(state["step"])
-        if self.stochastic_rounding:
-            key, start = self._origin(param)
-            batch.keys.append(key)
-            batch.starts.append(start)
+    def _has_master(self, param: Tensor, state: dict[str, Any]) -> bool:
+        return param.dtype == torch.float32 or "master" in state or "remainder" in state
 
-    def _gradient(self, param: Tensor) -> Tensor:
-        grad = param.grad
-        assert grad is not None
-        if grad.layout != torch.strided:
-            raise ValueError(
-                f"{type(self).__name__} does not take sparse gradients; use torch.optim.SparseAdam for them"
-            )
-        if isinstance(param, DTensor) and isinstance(grad, DTensor) and grad.placements != param.placements:
-            raise ValueError(
-                f"the gradient of a parameter {tuple(param.shape)} has placements {grad.placements}, the parameter has "
-                f"{param.placements}: redistribute the gradient first"
-            )
-        return local(grad)
+    def _add_masters(self, batch: Batch, params: list[Tensor], states: States) -> None:
+        """What is updated in the place of parameters, what gets it rounded, and the remainders of split masters."""
+        if self.outputs:
+            outputs = [self.outputs.get(param) for param in params]
+            batch.outputs = [None if output is None else local(output) for output in outputs]
+        masters = [state.get("master") for state in states]
+        if any(master is not None for master in masters):
+            own, targets = batch.params, batch.outputs or [None] * len(params)
+            batch.params = [p if m is None else local(m) for p, m in zip(own, masters, strict=True)]
+            batch.outputs = [out if m is None else p for out, p, m in zip(targets, own, masters, strict=True)]
+        remainders = [state.get("remainder") for state in states]
+        if any(remainder is not None for remainder in remainders):
+            batch.remainders = [None if x is None else local(x) for x in remainders]
 
     def _make_state(self, param: Tensor, state: dict[str, Any], names: Sequence[str]) -> None:
-        """Makes what is missing: everything at first, a master where the checkpoint of another optimizer had none."""
-        has_master = self.master is None or param.dtype == torch.float32 or "master" in state or "remainder" in state
-        if has_master and "step" in state and all(state.get(name) is not None for name in names):
-            return
         mine = local(param)
         if "step" not in state:
             state["step"] = torch.tensor(0.0)
@@ -261,18 +241,19 @@ class FusedOptimizer(Optimizer):
                 state[f"{name}_scale"] = torch.full((blocks,), formats.SMALLEST_SCALE, device=mine.device)
 
     def _rounding(self, batch: Batch) -> StochasticRounding | None:
-        if not self.stochastic_rounding:
+        if not batch.keys:
             return None
         return StochasticRounding((self.seed << 32) + batch.number, batch.keys, batch.starts)
 
-    def _origin(self, param: Tensor) -> tuple[int, int]:
-        """(number of the parameter in this optimizer, index of its first local element in the whole)."""
-        known = self._origins.get(id(param))
-        if known is None or known[0] is not param:
+    def _origins_of(self, params: list[Tensor]) -> tuple[list[int], list[int]]:
+        """The numbers of the parameters in this optimizer, and the indices of their first local elements in the
+        wholes."""
+        known = [self._origins.get(id(param)) for param in params]
+        if any(each is None or each[0] is not param for each, param in zip(known, params, strict=True)):
             every = [p for group in self.param_groups for p in group["params"]]
             self._origins = {id(p): (p, i, _first_index(p)) for i, p in enumerate(every)}
-            known = self._origins[id(param)]
-        return known[1:]
+        origins = [self._origins[id(param)] for param in params]
+        return [number for _, number, _ in origins], [start for _, _, start in origins]
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -299,6 +280,7 @@ class FusedOptimizer(Optimizer):
 
         States come back in this optimizer's `state_dtype`, converted if the checkpoint has another.
         """
+        self._counts = StepCounts()
         super().load_state_dict(state_dict)
         saved_ids = [i for group in state_dict["param_groups"] for i in group["params"]]
         params = [p for group in self.param_groups for p in group["params"]]
@@ -341,6 +323,14 @@ class FusedOptimizer(Optimizer):
             return {name: value.to(wanted)}
         codes, scale = blocks_of(value, signed=signed)
         return {name: codes, f"{name}_scale": scale}
+
+
+def _has_bfloat16(batch: Batch) -> bool:
+    """Whether something is stored that is rounded stochastically where that is wanted: not where masters are whole."""
+    if batch.states and batch.states[0][0].dtype == torch.bfloat16:
+        return True
+    remainders = batch.remainders or [None] * len(batch.params)
+    return torch.bfloat16 in {p.dtype for p, rest in zip(batch.params, remainders, strict=True) if rest is None}
 
 
 def _first_index(param: Tensor) -> int:

@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from fastpar.ops.optimizer import Step, run_adamw, run_lion, run_sgd
-from fastpar.optim.fused import Batch, FusedOptimizer
+from fastpar.optim._batches import Batch, States
+from fastpar.optim.fused import FusedOptimizer
 
 
 def _not_negative(**values: float | Tensor) -> None:
@@ -133,8 +134,8 @@ class SGD(FusedOptimizer):
     def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
         return self._states if group["momentum"] != 0.0 else ()
 
-    def _is_new(self, state: dict[str, Any]) -> bool:
-        return state.get("momentum_buffer") is None
+    def _are_new(self, states: States) -> list[bool]:
+        return [state.get("momentum_buffer") is None for state in states]
 
     def _update(self, group: dict[str, Any], batch: Batch, arguments: Step) -> None:
         momentum, dampening, nesterov = group["momentum"], group["dampening"], group["nesterov"]
