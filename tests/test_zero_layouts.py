@@ -123,7 +123,6 @@ FORMATS: dict[str, dict[str, Any]] = {
 
 def narrow_training(sizes: dict[str, int], stage: int, form: str, seed: int) -> tuple[fp.Mesh, Any, fp.zero.Zero]:
     """8-bit states of float32 parameters; else parameters and states in bfloat16, rounded stochastically."""
-    _clear_sharding_prop_cache()
     mesh = fp.init_mesh(**sizes, device="cpu")
     options = SMALL | (EXPERTS if "ep" in sizes else {})
     dtype = torch.float32 if form == "8bit" else torch.bfloat16

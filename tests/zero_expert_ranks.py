@@ -13,7 +13,6 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.utils.checkpoint import checkpoint
 
 import fastpar as fp
@@ -165,13 +164,8 @@ def stages(layouts: list[dict[str, int]], cases: list[Case]) -> list[tuple[str, 
         mesh = fp.init_mesh(**sizes, device="cpu")
         for case in cases:
             found.append((f"{sizes}, {case}", train(mesh, 1, case), train(mesh, 3, case)))
-        forget(mesh)
+        mesh.close()
     return found
-
-
-def forget(mesh: fp.Mesh) -> None:
-    mesh.close()
-    _clear_sharding_prop_cache()  # else DTensor takes the next mesh of this shape for the one that is closed
 
 
 def agreements(sizes: dict[str, int]) -> tuple[list[bool], set[int]]:
@@ -182,7 +176,7 @@ def agreements(sizes: dict[str, int]) -> tuple[list[bool], set[int]]:
     comms = [comm for each in groups.with_experts() for comm in each.everyone()]
     partners = {rank for comm in comms for rank in dist.get_process_group_ranks(comm.group)}
     found = agree(flags, groups.joined())
-    forget(mesh)
+    mesh.close()
     return found, partners | {dist.get_rank()}
 
 
@@ -202,7 +196,7 @@ def words(sizes: dict[str, int]) -> tuple[list[tuple[str, int]], list[tuple[str,
                 expected += [("all_gather", numel)] * 2 + [("reduce_scatter", numel)]
     numels = {numel for _, numel in expected}
     found = [(entry.op, entry.numel) for entry in sent if entry.op == "reduce_scatter" or entry.numel in numels]
-    forget(mesh)
+    mesh.close()
     return sorted(found), sorted(expected)
 
 
@@ -236,7 +230,7 @@ def memory(sizes: dict[str, int], dtype: torch.dtype) -> tuple[dict[str, int], d
     stage3 = zero.storages[0]
     assert isinstance(stage3, Stage3)
     assert stage3.peak_bytes <= stage3.budget
-    forget(mesh)
+    mesh.close()
     return found, expected, numels, stage3.budget
 
 
@@ -265,5 +259,5 @@ def spoiled(sizes: dict[str, int], bad_rank: int) -> tuple[int, str, list[str], 
     backward(model, zero, Case(), 1, mesh)
     optimizer.step()
     stuck = [name for name, x in values().items() if x.numel() and torch.equal(x, before[name])]
-    forget(mesh)
+    mesh.close()
     return skipped, report, changed, stuck
