@@ -104,7 +104,7 @@ def products(dtype: torch.dtype) -> dict[str, Callable[[], object]]:
     first, second = (torch.zeros(EXPERTS, *s, dtype=dtype) for s in ((2 * FEATURES, HIDDEN), (HIDDEN, FEATURES)))
     index, weights = torch.zeros(ROWS, dtype=torch.int64), torch.zeros(ROWS)
     bias, hidden = torch.zeros(EXPERTS, 2 * FEATURES, dtype=dtype), torch.zeros(ROWS, 2 * FEATURES, dtype=dtype)
-    mean = groups.rows_per_expert
+    factor, mean = torch.ones(1), groups.rows_per_expert
     grad = grouped_gemm.wgrad_configuration(2 * FEATURES, HIDDEN, dtype, CUDA, gathers=True)
     one, two = config(mean, FEATURES, dtype, CUDA), config(mean, FEATURES, dtype, CUDA, sums=2)
     act = {"activation": "swiglu", "index": index, "row_weights": weights}
@@ -114,8 +114,8 @@ def products(dtype: torch.dtype) -> dict[str, Callable[[], object]]:
         "plain": lambda: grouped_gemm.grouped_linear(rows, second, groups, config=one),
         "dact": lambda: grouped_gemm.grouped_linear_dact(x, second, groups, hidden, **act, config=two),
         "dgrad": lambda: grouped_gemm.grouped_linear(hidden, first, groups, transposed=True, config=one),
-        "wgrad": lambda: grouped_gemm.grouped_wgrad(hidden, x, groups, right_index=index, config=grad),
-        "bias_grad": lambda: grouped_gemm.grouped_bias_grad(hidden, groups),
+        "wgrad": lambda: grouped_gemm.grouped_wgrad(hidden, x, groups, right_index=index, factor=factor, config=grad),
+        "bias_grad": lambda: grouped_gemm.grouped_bias_grad(hidden, groups, factor=factor),
     }
 
 

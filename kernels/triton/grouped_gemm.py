@@ -308,11 +308,13 @@ def grouped_wgrad(
     *,
     left_index: Tensor | None = None,
     right_index: Tensor | None = None,
+    factor: Tensor | None = None,
     config: Configuration | None = None,
 ) -> Tensor:
-    """[E, F, K]: left[rows of e].T @ right[rows of e]; exact zeros for an expert without rows.
+    """[E, F, K]: factor * left[rows of e].T @ right[rows of e]; exact zeros for an expert without rows.
 
     left   [N, F], or with an index [T, F]     right  [N, K], or with an index [T, K]
+    factor float32 [1] on the device, before the one rounding; None: 1
 
     Rows whose index is -1 add nothing. dweight of `grouped_linear` is (dout, x), or (x, dout) where it is transposed.
     """
@@ -333,7 +335,7 @@ def grouped_wgrad(
     launch(kernels.grouped_wgrad_kernel, programs, left.device, {
         "left": left, "stride_left": left.stride(0), "left_index": left_index,
         "right": right, "stride_right": right.stride(0), "right_index": right_index,
-        "splits": groups.splits, "out": out, "F": features, "K": terms, "GROUP": GROUP,
+        "splits": groups.splits, "factor": factor, "out": out, "F": features, "K": terms, "GROUP": GROUP,
         "BLOCK_F": config.block_m, "BLOCK_K": config.block_n, "BLOCK_R": config.block_k, "PRECISION": "ieee",
         "num_warps": config.num_warps, "num_stages": config.num_stages,
     })  # fmt: skip
@@ -341,9 +343,17 @@ def grouped_wgrad(
 
 
 def grouped_bias_grad(
-    dout: Tensor, groups: Groups, *, index: Tensor | None = None, scale: Tensor | None = None
+    dout: Tensor,
+    groups: Groups,
+    *,
+    index: Tensor | None = None,
+    scale: Tensor | None = None,
+    factor: Tensor | None = None,
 ) -> Tensor:
-    """[E, F]: the sum of scale[i] * dout[index[i]] over the rows i of each expert; zeros for one without rows."""
+    """[E, F]: the sum of factor * scale[i] * dout[index[i]] over the rows i of each expert; zeros for one without rows.
+
+    factor  float32 [1] on the device; None: 1
+    """
     dout = _rows(dout)
     features = dout.shape[1]
     out = dout.new_empty((groups.num_experts, features))
@@ -351,7 +361,7 @@ def grouped_bias_grad(
         return out
     block = min(triton.next_power_of_2(features), 16 if dout.device.type == "cpu" else 256)
     launch(kernels.grouped_bias_grad_kernel, groups.num_experts * triton.cdiv(features, block), dout.device, {
-        "dout": dout, "stride": dout.stride(0), "index": index, "scale": scale, "splits": groups.splits, "out": out,
-        "F": features, "BLOCK_F": block, "BLOCK_R": 32, "num_warps": 8,
+        "dout": dout, "stride": dout.stride(0), "index": index, "scale": scale, "splits": groups.splits,
+        "factor": factor, "out": out, "F": features, "BLOCK_F": block, "BLOCK_R": 32, "num_warps": 8,
     })  # fmt: skip
     return out

@@ -459,6 +459,7 @@ def grouped_wgrad_kernel(
     stride_right,
     right_index,
     splits,
+    factor,
     out,
     F,
     K,
@@ -468,9 +469,9 @@ def grouped_wgrad_kernel(
     BLOCK_R: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """out[e] = left[rows of e].T @ right[rows of e]: [F, K] for every expert; zeros for one without rows.
+    """out[e] = factor * left[rows of e].T @ right[rows of e]: [F, K] for every expert; zeros for one without rows.
 
-    splits [0, 2, 2], left [[1], [2]], right [[10], [20]]: out [[[50]], [[0]]].
+    splits [0, 2, 2], left [[1], [2]], right [[10], [20]], factor [2]: out [[[100]], [[0]]].
     """
     tiles_f, tiles_k = tl.cdiv(F, BLOCK_F), tl.cdiv(K, BLOCK_K)
     program = tl.program_id(0)
@@ -496,15 +497,19 @@ def grouped_wgrad_kernel(
             right + (right_row * stride_right)[:, None] + k[None, :], mask=inside[:, None] & (k < K)[None, :], other=0.0
         )
         acc = multiply(tl.trans(a), b, acc, PRECISION)
+    if factor is not None:
+        acc *= tl.load(factor)
     target = out + expert.to(tl.int64) * F * K + (f.to(tl.int64)[:, None] * K + k[None, :])
     tl.store(target, acc.to(out.dtype.element_ty), mask=(f < F)[:, None] & (k < K)[None, :])
 
 
 @triton.jit
-def grouped_bias_grad_kernel(dout, stride, index, scale, splits, out, F, BLOCK_F: tl.constexpr, BLOCK_R: tl.constexpr):
-    """out[e] = sum of scale[i] * dout[index[i]] over the rows i of expert e: [E, F].
+def grouped_bias_grad_kernel(
+    dout, stride, index, scale, splits, factor, out, F, BLOCK_F: tl.constexpr, BLOCK_R: tl.constexpr
+):
+    """out[e] = factor * the sum of scale[i] * dout[index[i]] over the rows i of expert e: [E, F].
 
-    splits [0, 2, 2], dout [[1, 2], [3, 4]], scale [1, 10]: out [[31, 42], [0, 0]].
+    splits [0, 2, 2], dout [[1, 2], [3, 4]], scale [1, 10], factor [2]: out [[62, 84], [0, 0]].
     """
     tiles = tl.cdiv(F, BLOCK_F)
     expert = tl.program_id(0) // tiles
@@ -522,4 +527,7 @@ def grouped_bias_grad_kernel(dout, stride, index, scale, splits, out, F, BLOCK_F
         if scale is not None:
             value *= tl.load(scale + row, mask=inside, other=0.0)[:, None]
         total += value
-    tl.store(out + expert * F + f, tl.sum(total, 0).to(out.dtype.element_ty), mask=f < F)
+    result = tl.sum(total, 0)
+    if factor is not None:
+        result *= tl.load(factor)
+    tl.store(out + expert * F + f, result.to(out.dtype.element_ty), mask=f < F)

@@ -165,8 +165,9 @@ def _wgrad(
     *,
     dout_index: Tensor | None = None,
     x_index: Tensor | None = None,
+    factor: Tensor | None = None,
 ) -> Tensor:
     """The gradient of a weight [E, out, in] ([E, in, out]) from rows [.., out] and [.., in]; one of them gathered."""
     if transposed:
-        return grouped_wgrad(x, dout, groups, left_index=x_index, right_index=dout_index)
-    return grouped_wgrad(dout, x, groups, left_index=dout_index, right_index=x_index)
+        return grouped_wgrad(x, dout, groups, left_index=x_index, right_index=dout_index, factor=factor)
+    return grouped_wgrad(dout, x, groups, left_index=dout_index, right_index=x_index, factor=factor)

@@ -55,9 +55,10 @@ def test_the_worked_examples() -> None:
     assert gg.grouped_linear(x, weight, groups, index=torch.tensor([1, 0, -1])).tolist() == [[40], [30], [0]]
     groups = Groups([0, 2, 2], 2, CPU)
     left, right = torch.tensor([[1.0], [2.0]]), torch.tensor([[10.0], [20.0]])
-    assert gg.grouped_wgrad(left, right, groups).tolist() == [[[50]], [[0]]]
+    twice = torch.tensor([2.0])
+    assert gg.grouped_wgrad(left, right, groups, factor=twice).tolist() == [[[100]], [[0]]]
     dout, scale = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([1.0, 10.0])
-    assert gg.grouped_bias_grad(dout, groups, scale=scale).tolist() == [[31, 42], [0, 0]]
+    assert gg.grouped_bias_grad(dout, groups, scale=scale, factor=twice).tolist() == [[62, 84], [0, 0]]
 
 
 @pytest.mark.parametrize("block_m", [1, 4, 16])
