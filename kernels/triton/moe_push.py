@@ -5,11 +5,13 @@
     results = exchange.empty_rows()                           # where all ranks can read them
     grouped_linear(act, second, Groups(pushed.splits, exchange.capacity, x.device), out=results)
     out, _ = exchange.give_back(pushed, results, weights=weights)     # [T, H]: the sum over each token's choices
+    exchange.end()
 
 What `fastpar.ops._moe_exchange` describes, for ranks whose GPUs reach each other's memory (NVLink, PCIe): dispatch and
 permutation are one copy, and the combine reads each row once, out of the memory of its expert's rank. Backward of
-`give_back` is `send` with the same plan, and that of `dispatch` is `give_back`. Nothing synchronises with the host, so
-that a step can be captured in a CUDA graph, after one outside; how many rows came is a number on the device.
+`give_back` is `send` with the same plan, and that of `dispatch` is `give_back`; `moe_push_mlp.py` has the experts
+between them. Nothing synchronises with the host, so that a step can be captured in a CUDA graph, after one outside; how
+many rows came is a number on the device. What is captured ends with `end`.
 
 `capacity` is the rows that a rank has room for. Dropless is size * tokens * min(top_k, experts of a rank), where tokens
 are those of the rank with the most. Rows that do not fit are an error, of which the host hears late: results are NaN on
@@ -17,15 +19,17 @@ every rank, and the next call raises RuntimeError.
 
 Note: protocol
     That of `overlap_gemm.py`: two channels in turns, flags that are epochs, `begin` waits until all ranks have finished
-    the channel's previous call. A call is finished when the next one has begun its work, and not before: what it has
-    given may be used until then, by kernels on the same stream.
+    the channel's previous call. A call is finished when the next one has begun its work, or by `end`, and not before:
+    what it has given may be used until then, by kernels on the same stream. In a CUDA graph `end` is what finishes the
+    last call before the first one is replayed.
 
         dispatch     counts of experts to all ranks, flag; from the counts of all, each pair's row; rows, flag; wait
         send         rows, flag; wait
         give_back    flag; wait; sum out of the ranks' results
 
     A rank whose wait fails leaves a report, as there: its next call raises TimeoutError. Where counts are missing it
-    pushes nothing and has no rows; its result is NaN, whatever is missing.
+    pushes nothing and has no rows; its result is NaN, whatever is missing. A rank whose arguments are wrong says so in
+    the place of its counts (`refuse`): nobody waits for it, and the others' next calls raise ValueError.
 
 Bytes sent by this rank: T * K * H elements at most, in dispatch, and as many read in give_back. Not measured yet.
 """
@@ -33,7 +37,7 @@ Bytes sent by this rank: T * K * H elements at most, in dispatch, and as many re
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import triton
@@ -42,10 +46,11 @@ from torch import Tensor
 from fastpar.kernels import moe_push_kernels as kernels
 from fastpar.kernels import moe_rows, moe_sort
 from fastpar.kernels.moe_rows import Places
-from fastpar.kernels.overlap_gemm_buffer import Channel, OverlapBuffer, aligned, launch
-from fastpar.kernels.overlap_gemm_kernels import PUSHED, SHOWN
+from fastpar.kernels.overlap_gemm_buffer import CHANNELS, Channel, OverlapBuffer, aligned, launch
+from fastpar.kernels.overlap_gemm_kernels import PUSHED, RECORD_PEER, RECORD_WHAT, REFUSED, SHOWN
 
 PUSH_PROGRAMS = 32  # multiprocessors that copy: a link takes what a few of them write
+FLAGS = 4  # of a rank on another: the flag_capacity of an OverlapBuffer
 
 T = TypeVar("T")
 Phases = Generator[None, None, T]
@@ -68,6 +73,13 @@ class Pushed(NamedTuple):
     poison: Tensor
 
 
+class Slotted(Protocol):
+    """What give_back and send use of a dispatch, which may be kept for longer than its rows."""
+
+    @property
+    def slots(self) -> Tensor: ...
+
+
 def run_together(calls: Sequence[Phases[T]]) -> list[T]:
     """The results of one call per rank of several ranks in one process, phase by phase: no phase waits for a later one
     of another rank."""
@@ -82,10 +94,23 @@ def run_together(calls: Sequence[Phases[T]]) -> list[T]:
     return [results[rank] for rank in range(len(calls))]
 
 
+def _offsets(size: int, num_experts: int, capacity: int) -> tuple[int, int]:
+    """Bytes from the begin of a channel's data, which are the counts of all ranks, to the values and to the rows."""
+    values = aligned(4 * size * num_experts)
+    return values, values + aligned(4 * capacity)
+
+
+def buffer_bytes(size: int, num_experts: int, row_bytes: int, capacity: int) -> int:
+    """Of a symmetric buffer for an exchange between `size` ranks: about 2 * capacity * row_bytes."""
+    data = _offsets(size, num_experts, capacity)[1] + capacity * row_bytes
+    return CHANNELS * (2 * aligned(4 * size * FLAGS) + aligned(data))
+
+
 class PushExchange:
     """One rank's part; all ranks make theirs with the same arguments, over buffers of the same size.
 
-    buffer       fastpar.kernels.overlap_gemm_buffer.OverlapBuffer; for nothing else from then on
+    buffer       fastpar.kernels.overlap_gemm_buffer.OverlapBuffer of `buffer_bytes`, with FLAGS; for nothing else from
+                 then on
     num_experts  of all ranks; rank r has those from r * num_experts / size on
     width, dtype the largest rows that are sent
     capacity     rows that each rank has room for
@@ -100,8 +125,7 @@ class PushExchange:
             raise ValueError(f"capacity ({capacity}) must be at least 1, and below 2^31 for all {buffer.size} ranks")
         self.buffer, self.num_experts, self.capacity = buffer, num_experts, capacity
         self.width, self.dtype = width, dtype
-        self._values_offset = aligned(4 * buffer.size * num_experts)
-        self._rows_offset = self._values_offset + aligned(4 * capacity)
+        self._values_offset, self._rows_offset = _offsets(buffer.size, num_experts, capacity)
         buffer.require(self._rows_offset + capacity * width * dtype.itemsize, f"{capacity} rows of {width} {dtype}")
         self._done = torch.zeros(1, dtype=torch.int32, device=buffer.device)
         self._known: dict[tuple[Any, ...], Places] = {}
@@ -117,8 +141,8 @@ class PushExchange:
         """
         return run_together([self.dispatch_phases(x, indices, weights)])[0]
 
-    def send(self, pushed: Pushed, x: Tensor) -> Tensor:
-        """Rows [capacity, n] of other x [T, n] over the same tokens."""
+    def send(self, pushed: Slotted, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows [capacity, n] of other x [T, n] over the same tokens, and `poison` as in Pushed."""
         return run_together([self.send_phases(pushed, x)])[0]
 
     def empty_rows(self, width: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
@@ -127,7 +151,7 @@ class PushExchange:
 
     def give_back(
         self,
-        pushed: Pushed,
+        pushed: Slotted,
         rows: Tensor,
         *,
         weights: Tensor | None = None,
@@ -141,6 +165,22 @@ class PushExchange:
         """
         return run_together([self.give_back_phases(pushed, rows, weights=weights, add=add, values=values)])[0]
 
+    def end(self) -> None:
+        """What the last call has given is used up: the others need not wait for this rank's next call."""
+        if self._used is not None:
+            self.buffer.finish(self._used)
+            self._used = None
+
+    def refuse(self) -> None:
+        """In the place of a dispatch, by a rank with wrong arguments: the others' results are NaN, and all ranks' next
+        calls raise ValueError. The exchange is of no use after that."""
+        channel = self._begin()
+        self._announce(channel, torch.full((self.num_experts,), -1, dtype=torch.int32, device=self.buffer.device))
+        self._release(channel)
+        self.buffer.record[RECORD_PEER.value].fill_(self.buffer.rank)
+        self.buffer.record[RECORD_WHAT.value].fill_(REFUSED.value)
+        self.buffer.note_failures()
+
     # ---- the same in phases
 
     def dispatch_phases(self, x: Tensor, indices: Tensor, weights: Tensor | None = None) -> Phases[Pushed]:
@@ -148,12 +188,7 @@ class PushExchange:
         buffer, device = self.buffer, x.device
         channel = self._begin()
         ranked = moe_sort.rank_pairs(indices, self.num_experts)
-        padded = triton.next_power_of_2(self.num_experts)
-        launch(kernels.announce_kernel, buffer.size, device, {
-            "counts": ranked.counts, "peers": buffer.symmetric.pointers,
-            "counts_offset": channel.data + 4 * buffer.rank * self.num_experts, "flags_offset": self._flags(channel),
-            "state": channel.state, "num_experts": self.num_experts, "EXPERTS": padded,
-        })  # fmt: skip
+        self._announce(channel, ranked.counts)
         self._release(channel)
         yield
         per_rank = self.num_experts // buffer.size
@@ -163,7 +198,7 @@ class PushExchange:
         launch(kernels.plan_kernel, 1, device, {
             "loads": buffer.view(channel, (buffer.size, self.num_experts), torch.int32), **self._waiting(channel),
             "first": first, "splits": splits, "room": room, "rank": buffer.rank, "capacity": self.capacity,
-            "num_experts": self.num_experts, "W": buffer.size, "EXPERTS": padded,
+            "num_experts": self.num_experts, "W": buffer.size, "EXPERTS": triton.next_power_of_2(self.num_experts),
         })  # fmt: skip
         slots = torch.empty(indices.shape, dtype=torch.int64, device=device)
         if slots.numel():
@@ -178,18 +213,18 @@ class PushExchange:
         row_weights = buffer.view(channel, (self.capacity,), torch.float32, offset=self._values_offset)
         return Pushed(self._rows(channel, x.shape[1], x.dtype), row_weights, splits, slots, poison)
 
-    def send_phases(self, pushed: Pushed, x: Tensor) -> Phases[Tensor]:
+    def send_phases(self, pushed: Slotted, x: Tensor) -> Phases[tuple[Tensor, Tensor]]:
         self._check(x, pushed.slots, None)
         channel = self._begin()
         self._push(channel, x, pushed.slots, None)
         self._release(channel)
         yield
-        self._await(channel, kernels.ROWS_FLAG, PUSHED)  # what fails makes the next sum NaN
-        return self._rows(channel, x.shape[1], x.dtype)
+        poison = self._await(channel, kernels.ROWS_FLAG, PUSHED)
+        return self._rows(channel, x.shape[1], x.dtype), poison
 
     def give_back_phases(
         self,
-        pushed: Pushed,
+        pushed: Slotted,
         rows: Tensor,
         *,
         weights: Tensor | None = None,
@@ -217,7 +252,8 @@ class PushExchange:
         if values is None:
             return out, None
         places = self._places(channel, 1, torch.float32, self._values_offset)
-        return out, moe_rows.gather_rows(places, pushed.slots.view(-1)).view(pushed.slots.shape)
+        found = moe_rows.gather_rows(places, pushed.slots.view(-1)).view(pushed.slots.shape)
+        return out, found.add_(poison)
 
     # ---- parts of calls
 
@@ -234,6 +270,15 @@ class PushExchange:
         if self._used is not None:
             self.buffer.finish(self._used)
         self._used, self._begun = channel, None
+
+    def _announce(self, channel: Channel, counts: Tensor) -> None:
+        buffer = self.buffer
+        launch(kernels.announce_kernel, buffer.size, counts.device, {
+            "counts": counts, "peers": buffer.symmetric.pointers,
+            "counts_offset": channel.data + 4 * buffer.rank * self.num_experts, "flags_offset": self._flags(channel),
+            "state": channel.state, "num_experts": self.num_experts,
+            "EXPERTS": triton.next_power_of_2(self.num_experts),
+        })  # fmt: skip
 
     def _push(self, channel: Channel, x: Tensor, slots: Tensor, values: Tensor | None) -> None:
         x = x if x.shape[1] <= 1 or x.stride(1) == 1 else x.contiguous()
@@ -273,14 +318,14 @@ class PushExchange:
         return self.buffer.view(channel, (self.capacity, width), dtype, offset=self._rows_offset)
 
     def _places(self, channel: Channel, width: int, dtype: torch.dtype, offset: int) -> Places:
-        """Of what all ranks have there; made once, since that waits for the device."""
+        """Of what all ranks have there; made once, for both channels, since that waits for the device."""
         key = (channel.data + offset, width, dtype)
         if key not in self._known:
-            shape = (self.capacity, width)
-            ranks = range(self.buffer.size)
-            self._known[key] = Places.of(
-                [self.buffer.view(channel, shape, dtype, offset=offset, rank=r) for r in ranks]
-            )
+            shape, ranks = (self.capacity, width), range(self.buffer.size)
+            for c in self.buffer.channels:
+                self._known[(c.data + offset, width, dtype)] = Places.of(
+                    [self.buffer.view(c, shape, dtype, offset=offset, rank=r) for r in ranks]
+                )
         return self._known[key]
 
     # ---- arguments

@@ -14,6 +14,7 @@ from fastpar.kernels.overlap_gemm_kernels import (
     COUNTED,
     OVERFLOWED,
     RECORD_WHAT,
+    REFUSED,
     peer_flag,
     wait_flag,
     write_record,
@@ -56,10 +57,11 @@ def plan_kernel(
 ):
     """From the counts of all ranks, once they have come, where this rank's rows go. One program.
 
-    loads   int32 [W, E]           pairs of each rank for each expert
+    loads   int32 [W, E]           pairs of each rank for each expert; negative: the rank takes no part
     first   int32 [E]              the row, on its expert's rank, of this rank's first pair for it
     splits  int32 [E / W + 1]      rows of this rank's experts
-    room    int32 [1]              rows that every rank has room for; none if counts are missing: nobody is written to
+    room    int32 [1]              rows that every rank has room for; none if counts are missing, or a rank takes no
+                                   part: nobody is written to
 
     loads [[1, 2], [3, 4]] on rank 1 of 2: first [1, 2], splits [0, 6].
     """
@@ -72,10 +74,16 @@ def plan_kernel(
     is_expert = e < num_experts
     total = tl.zeros((EXPERTS,), tl.int32)
     earlier = tl.zeros((EXPERTS,), tl.int32)
+    least = tl.zeros((EXPERTS,), tl.int32)
     for sender in range(W):
         count = tl.where(ok, tl.load(loads + sender * num_experts + e, mask=is_expert, other=0), 0)
+        if tl.min(count, 0) < 0:
+            write_record(record, REFUSED, sender, 0, 0, 0)
+        least = tl.minimum(least, count)
         total += count
         earlier += tl.where(sender < rank, count, 0)
+    ok &= tl.min(least, 0) >= 0
+    total = tl.where(ok, total, 0)
     per_rank = num_experts // W
     for owner in range(W):
         is_owned = is_expert & (e // per_rank == owner)

@@ -152,7 +152,7 @@ class OverlapBuffer:
 
     def check(self) -> None:
         """Raise TimeoutError if a wait of this rank, or of a peer, has failed; the buffer is of no use after that.
-        RuntimeError if rows did not fit (`moe_push.py`).
+        RuntimeError if rows did not fit, ValueError if a peer has refused its arguments (`moe_push.py`).
 
         Every call begins with it. On a GPU it knows of calls that have run to their end, and waits for none.
         """
@@ -162,8 +162,10 @@ class OverlapBuffer:
         if what == kernels.OVERFLOWED.value:
             raise RuntimeError(
                 f"rank {peer} would have got {index} rows for its experts, but there is room for {wanted}; make the "
-                "exchange with a larger capacity. The call's result is NaN"
+                "exchange with a larger capacity (moe_mlp: max_rows). The call's result is NaN"
             )
+        if what == kernels.REFUSED.value:
+            raise ValueError(f"rank {peer} has refused its arguments: see its error. The call's result is NaN")
         if what:
             raise TimeoutError(
                 f"rank {self.rank} waited about {self.timeout} s for rank {peer} "

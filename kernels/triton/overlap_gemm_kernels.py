@@ -48,6 +48,7 @@ COUNTED = tl.constexpr(6)  # how many rows a peer has for every expert
 PUSHED = tl.constexpr(7)  # a peer's rows
 SHOWN = tl.constexpr(8)  # a peer's results
 OVERFLOWED = tl.constexpr(9)  # nothing: a rank has no room for the rows that it would get
+REFUSED = tl.constexpr(10)  # nothing: a peer said that its arguments are wrong
 
 # Words of a record.
 RECORD_WHAT = tl.constexpr(0)

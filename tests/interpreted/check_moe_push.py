@@ -99,8 +99,9 @@ def test_rows_lie_by_expert_then_by_rank_and_come_back_summed(
             places[pairs] = 1000.0 * rank + torch.arange(len(pairs))
         assert torch.equal(torch.cat(values).view(-1), places)
         again = run_together([e.send_phases(p, part[3]) for e, p, part in zip(exchanges, pushed, parts, strict=True)])
-        for rows, (pairs, _) in zip(again, wanted, strict=True):
+        for (rows, poison), (pairs, _) in zip(again, wanted, strict=True):
             assert torch.equal(rows[: len(pairs)], add[pairs // TOP_K])
+            assert poison.item() == 0
 
 
 def test_experts_of_several_ranks_give_what_one_process_gives(tmp_path: Path) -> None:
@@ -178,8 +179,10 @@ def test_results_that_never_come_make_the_sum_nan(tmp_path: Path) -> None:
     exchanges = open_exchanges(tmp_path, 2, timeout=0.05)
     parts = [batch(5, rank)[:3] for rank in range(2)]
     pushed = run_together([e.dispatch_phases(*p) for e, p in zip(exchanges, parts, strict=True)])
-    out, _ = exchanges[0].give_back(pushed[0], exchanges[0].empty_rows())
+    out, values = exchanges[0].give_back(pushed[0], exchanges[0].empty_rows(), values=torch.ones(100))
     assert torch.isnan(out).all()
+    assert values is not None
+    assert torch.isnan(values).all()
     with pytest.raises(TimeoutError, match="for rank 1 to show its experts' results"):
         exchanges[0].empty_rows()
 
@@ -196,6 +199,35 @@ def test_rows_without_room_are_an_error_on_every_rank(tmp_path: Path) -> None:
             RuntimeError, match=r"rank 0 would have got 18 rows for its experts, .* there is room for 8"
         ):
             exchange.empty_rows()
+
+
+def test_a_rank_that_refuses_keeps_nobody_waiting(tmp_path: Path) -> None:
+    exchanges = open_exchanges(tmp_path, 2, timeout=1000.0)
+    x, indices, weights, _ = batch(5, 0)
+    exchanges[1].refuse()
+    pushed = exchanges[0].dispatch(x, indices, weights)
+    assert pushed.splits.tolist() == [0, 0, 0, 0]
+    assert pushed.slots.max() == -1
+    assert torch.isnan(pushed.poison).all()
+    with pytest.raises(ValueError, match="rank 1 has refused its arguments: see its error"):
+        exchanges[0].empty_rows()
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_channel_is_free_again_after_end_alone(tmp_path: Path, ends: bool) -> None:
+    """As in a CUDA graph with an odd number of calls: the last one's channel is that of the first."""
+    exchanges = open_exchanges(tmp_path, 2, timeout=0.05)
+    found = []
+    for _ in range(2):
+        for exchange in exchanges:
+            exchange.buffer._calls = 0
+        parts = [batch(5, rank)[:3] for rank in range(2)]
+        pushed = run_together([e.dispatch_phases(*p) for e, p in zip(exchanges, parts, strict=True)])
+        found = [bool(torch.isnan(p.poison)) for p in pushed]
+        for exchange in exchanges if ends else ():
+            exchange.end()
+        exchanges[0]._used = exchanges[1]._used = None
+    assert found == [not ends] * 2
 
 
 def test_impossible_arguments_are_explained(tmp_path: Path) -> None:
