@@ -14,14 +14,18 @@ from torch import Tensor
 from fastpar.ops.moe_mlp import moe_mlp
 from fastpar.reference.moe_mlp import ExpertRule
 from fastpar.reference.moe_mlp import moe_mlp as reference_mlp
+from tests.dist import run_ranks
+from tests.moe_mlp_ranks import gradients
+from tests.moe_mlp_ranks import problem as rank_problem
+from tests.moe_push_ranks import raise_symmetric, run_symmetric
 from tests.overlap_gemm_cases import DeviceBuffer, device_memories, integers
 
 pytestmark = pytest.mark.gpu
 pytest.importorskip("triton")
 
 from fastpar.kernels import moe_mlp as kernels  # noqa: E402  (triton is optional)
-from fastpar.kernels import moe_rows, moe_sort  # noqa: E402
-from fastpar.kernels.moe_push import PushExchange, run_together  # noqa: E402
+from fastpar.kernels import moe_push_mlp, moe_rows, moe_sort  # noqa: E402
+from fastpar.kernels.moe_push import FLAGS, PushExchange, buffer_bytes, run_together  # noqa: E402
 from fastpar.kernels.overlap_gemm_buffer import OverlapBuffer  # noqa: E402
 from fastpar.reference import moe_rows as reference_rows  # noqa: E402
 
@@ -176,3 +180,116 @@ def test_small_rows_are_pushed_to_their_experts_and_summed(size: int) -> None:
     for exchange in exchanges:
         torch.cuda.synchronize()
         exchange.buffer.check()
+
+
+# ---- experts over the memory of several ranks ------------------------------------------------------------------------
+
+
+def open_exchanges(size: int, experts: int, width: int, dtype: torch.dtype, capacity: int) -> list[PushExchange]:
+    """Of virtual ranks."""
+    nbytes = buffer_bytes(size, experts, width * dtype.itemsize, capacity)
+    memories = device_memories(size, nbytes, DEVICE)
+    return [
+        PushExchange(
+            OverlapBuffer(DeviceBuffer(memories, rank), flag_capacity=FLAGS, timeout=20.0),
+            num_experts=experts, width=width, dtype=dtype, capacity=capacity,
+        )
+        for rank in range(size)
+    ]  # fmt: skip
+
+
+def step_together(
+    exchanges: list[PushExchange], parts: list[list[Tensor]], rule: ExpertRule
+) -> list[tuple[Tensor, moe_push_mlp.Grads]]:
+    """Forward and backward of every virtual rank."""
+    everyone = list(zip(exchanges, parts, strict=True))
+    results = run_together([
+        moe_push_mlp.forward_phases(e, x, indices, weights, kernels.Experts(first, second), rule)
+        for e, (x, indices, weights, first, second, _) in everyone
+    ])  # fmt: skip
+    wants = moe_push_mlp.Wants(True, True, True, True, False, False)
+    grads = run_together([
+        moe_push_mlp.backward_phases(e, dout, x, weights, kernels.Experts(first, second), rule, saved, wants)
+        for (e, (x, _, weights, first, second, dout)), (_, saved) in zip(everyone, results, strict=True)
+    ])  # fmt: skip
+    return [(out, grad) for (out, _), grad in zip(results, grads, strict=True)]
+
+
+def of_rank(parts: list[Tensor], rank: int, size: int) -> list[Tensor]:
+    """x, indices, weights, first, second, dout of one rank, on the device."""
+    by_expert = (3, 4)
+    return [t.chunk(size)[rank].to(DEVICE) if n in by_expert else t.tensor_split(size)[rank].to(DEVICE)
+            for n, t in enumerate(parts)]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize(("size", "name"), [(1, "swiglu"), (2, "before"), (4, "input"), (2, "gpt-oss")])
+def test_small_experts_of_virtual_ranks_match_float64(size: int, name: str, dtype: torch.dtype) -> None:
+    tokens, hidden, experts = 70, 64, 8
+    parts = problem(RULES[name], dtype, tokens, hidden, 96, experts)
+    wanted = run(reference_mlp, [t.double() if t.is_floating_point() else t for t in parts], RULES[name])
+    exchanges = open_exchanges(size, experts, hidden, dtype, 2 * tokens)
+    mine = [of_rank(parts, rank, size) for rank in range(size)]
+    for _ in range(3):
+        results = step_together(exchanges, mine, RULES[name])
+    found = [torch.cat([out for out, _ in results])]
+    found += [torch.cat([grads[n] for _, grads in results]) for n in range(4)]
+    for named, got, exact in zip(("out", "x", "weights", "first", "second"), found, wanted, strict=True):
+        error = float((got.cpu().double() - exact).abs().max()) / float(exact.abs().max())
+        assert error < TOLERANCE[dtype], (named, error)
+    torch.cuda.synchronize()
+    for exchange in exchanges:
+        exchange.buffer.check()
+
+
+def test_a_step_over_symmetric_memory_waits_for_nothing_and_a_graph_follows_the_routing() -> None:
+    """An odd number of calls, so that a replay begins with the channel that the one before has ended with."""
+    rule = ExpertRule()
+    parts = [t.to(DEVICE) for t in problem(rule, torch.bfloat16, 512, 256, 256, 8)]
+    exchanges = open_exchanges(1, 8, 256, torch.bfloat16, 1024)
+
+    def step() -> list[Tensor]:
+        ((out, grads),) = step_together(exchanges, [parts], rule)
+        return [out, *(grad for grad in grads if grad is not None)]
+
+    step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step()
+    indices = parts[1]
+    for routing in (torch.full_like(indices, 3), indices.flip(0).clone()):
+        indices.copy_(routing)
+        graph.replay()
+        replayed = [t.clone() for t in found]
+        for got, wanted in zip(replayed, step(), strict=True):
+            assert torch.equal(got, wanted)
+
+
+def test_processes_on_one_device_share_their_experts() -> None:
+    rule, sizes = ExpertRule(), (17, 6)
+    results = run_ranks(2, run_symmetric, sizes, rule, DEVICE, 3)
+    wanted = gradients(reference_mlp, rank_problem(torch.float64, rule), rule=rule)
+    for name in ("x", "weights", "add", "out", "first", "second", "first_bias", "second_bias"):
+        got = torch.cat([result[name] for result, _ in results]).double()
+        exact = wanted[name] * (0.25 if "first" in name or "second" in name else 1.0)
+        assert float((got - exact).abs().max()) < 2e-5 * float(exact.abs().max()), name
+    for _, calls in results:
+        assert calls == [5, 0]
+
+
+def test_what_is_wrong_in_one_process_on_a_device_is_an_error_in_all() -> None:
+    for found in run_ranks(2, raise_symmetric, DEVICE):
+        assert found[0].startswith("transport='symmetric' is for moe_mlp")
+        assert found[1].startswith("ValueError")
+        assert found[2] == "nan" or found[2].startswith("RuntimeError")
+        assert found[3].startswith("RuntimeError")
+        assert found[4] == ""
+        assert found[5] == "nan" or found[5].startswith("ValueError")
+        assert found[6].startswith("ValueError")

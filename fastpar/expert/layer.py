@@ -41,8 +41,8 @@ class Experts(nn.Module):
     Parameters are DTensors where the mesh has ep or etp: E over ep, I over etp.
 
     forward(x [T, H], indices [T, K], weights [T, K], add [T, H] or None) -> [T, H], each rank with tokens of its own.
-    With etp, one all-gather of tokens before and one reduce-scatter after, over etp. `transport`, `exact`, `payload`
-    and `chunks` are those of `fastpar.ops.moe_mlp`.
+    With etp, one all-gather of tokens before and one reduce-scatter after, over etp. `transport`, `exact`, `payload`,
+    `chunks` and `max_rows` are those of `fastpar.ops.moe_mlp`.
     """
 
     def __init__(
@@ -58,6 +58,7 @@ class Experts(nn.Module):
         exact: bool = False,
         payload: str | None = None,
         chunks: int = 1,
+        max_rows: int | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -68,6 +69,7 @@ class Experts(nn.Module):
         self.hidden, self.inner, self.num_experts = hidden, inner, num_experts
         self.groups = ExpertGroups(mesh)
         self.transport, self.exact, self.payload, self.chunks = transport, exact, payload, chunks
+        self.max_rows = max_rows
         products = 2 if self.rule.is_gated else 1
 
         def weight(shape: tuple[int, ...], split: int | None, fan_in: int) -> nn.Parameter:
@@ -92,6 +94,7 @@ class Experts(nn.Module):
             "exact": self.exact,
             "payload": self.payload,
             "chunks": self.chunks,
+            "max_rows": self.max_rows,
             "grad_scale": self.groups.grad_scale,
         }
         if etp.size == 1:
@@ -227,6 +230,7 @@ class MoELayer(nn.Module):
         exact: bool = False,
         payload: str | None = None,
         chunks: int = 1,
+        max_rows: int | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         **routing: Any,
@@ -245,6 +249,7 @@ class MoELayer(nn.Module):
         like: dict[str, Any] = {"dtype": dtype, "device": device}
         rule = ExpertRule(activation, weigh=chosen.weigh)
         way: dict[str, Any] = {"transport": transport, "exact": exact, "payload": payload, "chunks": chunks}
+        way["max_rows"] = max_rows
         experts = Experts(hidden, inner, num_experts, rule=rule, bias=bias, mesh=mesh, **way, **like)
         made = chosen.router(hidden, num_experts, **{"group": experts.groups.tp, **like, **(router or {})})
         shared = SharedExpert(hidden, shared_inner, rule=rule, gated=shared_gated, **like) if shared_inner else None

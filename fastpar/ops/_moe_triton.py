@@ -1,7 +1,7 @@
 """Where experts of one rank run in Triton: on CUDA tensors, without a synchronisation with the host.
 
 `fastpar.kernels.moe_mlp` has the algebra. Between ranks, and for what the kernels do not take, the composition of
-`moe_dispatch`, `grouped_linear` and `moe_combine` serves.
+`moe_dispatch`, `grouped_linear` and `moe_combine` serves; between ranks that share memory, on request, `_moe_push.py`.
 """
 
 from __future__ import annotations

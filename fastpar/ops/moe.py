@@ -26,7 +26,7 @@ from fastpar.ops._moe_plan import DispatchPlan, Padding
 from fastpar.ops._moe_shared import SharedExchange, SharedHalves
 from fastpar.ops.moe_rows import dot_rows, gather_rows
 
-_TRANSPORTS = ("auto", "shared_memory", "all_to_all")
+_TRANSPORTS = ("auto", "shared_memory", "all_to_all", "symmetric")
 _TWICE = "fastpar.reference.moe_mlp, in one process,"
 
 # Note: what is kept for a group is its memory, not its exchange, which refers to the group: nothing would ever end.
@@ -45,6 +45,11 @@ def exchange_of(
     comm = Communicator.of(group)
     if comm.group is None or comm.size == 1:
         return LocalExchange()
+    if transport == "symmetric":
+        raise ValueError(
+            "transport='symmetric' is for moe_mlp: how many rows there are is known on the device alone, and the plan "
+            "of a dispatch says it on the host; fastpar.kernels.moe_push has the exchange by itself"
+        )
     is_cpu = device is None or device.type == "cpu"
     world = comm.local_world() if is_cpu and transport != "all_to_all" else None
     shares = world is not None and world.size == comm.size
@@ -136,6 +141,7 @@ def moe_dispatch(
     Args:
         padding: room for rows beyond those there are; see `Padding`.
         transport: "shared_memory", "all_to_all", or "auto": the first for CPU tensors where the ranks are on one host.
+            "symmetric" is for `moe_mlp`, and here an error between ranks: a plan has its splits on the host.
         exact: give results the bits that one rank has, also over all_to_all, which then sends more.
         payload: "float8_e4m3fn": tokens travel in 8 bits, and experts see what arrives (`fastpar.ops._moe_payload`);
             gradients and results travel as they are.

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastpar.comm import GroupLike
-from fastpar.ops import _moe_triton
+from fastpar.comm import Communicator, GroupLike
+from fastpar.ops import _moe_push, _moe_triton
 from fastpar.ops._autograd import needs_grad, scale_grad
 from fastpar.ops._moe_exchange import Exchange
 from fastpar.ops._moe_mlp import Call, Experts, MoeMlp, forward
@@ -38,6 +38,7 @@ def moe_mlp(
     payload: str | None = None,
     grad_scale: float = 1.0,
     chunks: int = 1,
+    max_rows: int | None = None,
 ) -> Tensor:
     """Every token through the experts that it has chosen, which lie on the ranks of `group`.
 
@@ -62,12 +63,22 @@ def moe_mlp(
     gradients. What needs none costs no product.
 
     Args:
-        padding, transport, exact, payload: see `moe_dispatch`.
+        padding, transport, exact, payload: see `moe_dispatch`. transport="symmetric": see below.
         grad_scale: a factor of the gradients of the experts' parameters, for a mean over data-parallel ranks where
             tokens of more ranks meet in an expert than in other parameters.
         chunks: let tokens travel in so many parts, the same number on all ranks, the first experts' first: those
             compute while the others' tokens come. Changes no bit; nothing at all where ranks share memory, or on
             devices other than the CPU.
+        max_rows: rows that every rank has room for under transport="symmetric", the same number on all ranks; None: as
+            many as the first call of the group can need at most, were all tokens sent to one rank.
+
+    transport="symmetric" is for CUDA ranks that reach each other's memory, and is never chosen by "auto" (not measured
+    yet). Rows are written into the memory of their experts' ranks and results read there, float32 sums over k with one
+    rounding; three exchanges in backward, and no synchronisation with the host but in a group's first call, so that
+    steps can be captured in CUDA graphs after one outside. Memory is that of max_rows rows, however many come: two
+    tokens for each in all layers together, and h in each layer. More rows than there is room for are an error: the
+    output is NaN on every rank, and a later call raises RuntimeError. So are arguments that are wrong on one rank: it
+    raises them, and the others ValueError, later. The group needs another max_rows after that. No padding, no payload.
 
     Worked example: x [[2]], indices [[0, 1]], weights [[0.5, 0.25]], two experts with relu, first [[[1]], [[3]]],
     second [[[10]], [[20]]]: y 20 and 120, out [[40]]; for dout 1: dx [[20]], dweights [[20, 120]], dfirst [[[10]],
@@ -77,24 +88,32 @@ def moe_mlp(
     this is `moe_dispatch`, PyTorch's operations and `moe_combine`, which save more. Under torch.compile it runs as it
     is, between two graphs.
 
-    Raises ValueError and TypeError on every rank for what is wrong on one; CommError as `Communicator` does.
+    Raises ValueError and TypeError on every rank for what is wrong on one; CommError as `Communicator` does;
+    TimeoutError where a rank does not come under transport="symmetric".
     """
     if torch.compiler.is_compiling():  # a graph cannot hold an exchange
         return torch.compiler.disable(moe_mlp)(
             x, indices, weights, first, second, first_bias=first_bias, second_bias=second_bias, rule=rule, add=add,
             group=group, padding=padding, transport=transport, exact=exact, payload=payload,
-            grad_scale=grad_scale, chunks=chunks,
+            grad_scale=grad_scale, chunks=chunks, max_rows=max_rows,
         )  # fmt: skip
+    if max_rows is not None and transport != "symmetric":
+        raise ValueError(f"max_rows is for transport='symmetric', got {transport!r}: memory is as large as is needed")
     rule, padding = rule or ExpertRule(), padding or Padding()
     dtype = autocast_dtype(x) if x.is_floating_point() else None
     experts = Experts(first, second, first_bias, second_bias)
     if dtype is not None:
         x, experts = x.to(dtype), Experts(*(None if p is None else p.to(dtype) for p in experts))
-    exchange = exchange_of(group, transport=transport, exact=exact, device=x.device)
-    call = Call(exchange, len(first) * exchange.comm.size, rule, padding, payload, grad_scale, chunks)
     problem = check_experts(x, weights, *experts, rule)
     if chunks < 1:
         problem = ValueError(f"chunks must be at least 1, got {chunks}")
+    if transport == "symmetric" and (comm := Communicator.of(group)).size > 1:
+        return _moe_push.moe_mlp(
+            x, indices, weights, experts, rule, add,
+            comm=comm, problem=problem, padding=padding, payload=payload, grad_scale=grad_scale, max_rows=max_rows,
+        )  # fmt: skip
+    exchange = exchange_of(group, transport=transport, exact=exact, device=x.device)
+    call = Call(exchange, len(first) * exchange.comm.size, rule, padding, payload, grad_scale, chunks)
     if problem is not None:
         _refuse(problem, exchange, x, call.num_experts)
     is_plain = grad_scale == 1.0 and payload is None
