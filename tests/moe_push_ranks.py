@@ -67,7 +67,7 @@ def run_symmetric(
 
 
 def raise_symmetric(device: str) -> list[str]:
-    """What each of some calls has raised, or "nan", or "": a dispatch alone; a rank with wrong arguments before there is
+    """What each of some calls has raised, or "nan", or "": a dispatch alone; wrong arguments on rank 1 before there is
     an exchange; rows that do not fit, twice; a right call with more memory; wrong arguments again, then right ones."""
     rule = ExpertRule()
     right = {n: t.to(device) for n, t in part(problem(torch.float32, rule, 5, False), (3, 2), dist.get_rank()).items()}

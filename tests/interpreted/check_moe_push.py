@@ -71,6 +71,7 @@ def test_rows_lie_by_expert_then_by_rank_and_come_back_summed(
     """Nine calls each: both channels are used again."""
     size = len(sizes)
     exchanges = open_exchanges(tmp_path, size, dtype=dtype)
+    known = []
     for step in range(3):
         x, indices, weights, add = batch(sum(sizes), step, dtype)
         parts = list(zip(*(t.split(sizes) for t in (x, indices, weights, add)), strict=True))
@@ -102,6 +103,8 @@ def test_rows_lie_by_expert_then_by_rank_and_come_back_summed(
         for (rows, poison), (pairs, _) in zip(again, wanted, strict=True):
             assert torch.equal(rows[: len(pairs)], add[pairs // TOP_K])
             assert poison.item() == 0
+        known.append([len(e._known) for e in exchanges])
+    assert known[0] == known[2], "addresses were sent to the device after the first step"
 
 
 def test_experts_of_several_ranks_give_what_one_process_gives(tmp_path: Path) -> None:

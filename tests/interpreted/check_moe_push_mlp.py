@@ -97,17 +97,34 @@ def assert_exact(found: dict[str, Tensor], rule: ExpertRule) -> None:
     ],
 )
 def test_outputs_and_all_gradients_match_float64(tmp_path: Path, name: str, sizes: tuple[int, ...]) -> None:
-    """The last expert has no token: its gradients are zeros."""
+    """Another layer's forward comes before the backward. The last expert has no token: its gradients are zeros."""
     rule, size = RULES[name], len(sizes)
     exchanges = open_exchanges(tmp_path, size, 23 * TOP_K)
     parts = [part(problem(torch.float32, rule), sizes, rank) for rank in range(size)]
     outs, saved = zip(*forward(exchanges, parts, rule), strict=True)
+    forward(exchanges, [given | {"x": given["dout"], "weights": 1 - given["weights"]} for given in parts], rule)
     grads = backward(exchanges, parts, rule, list(saved), ALL)
     found = {"out": torch.cat(outs), "add": problem(torch.float32, rule)["dout"]}
     for grad in GRADS:
         found[grad] = torch.cat([getattr(g, grad) for g in grads])
     assert_exact(found, rule)
     assert found["first"][-1].count_nonzero() == found["second"][-1].count_nonzero() == 0
+
+
+def test_a_step_can_begin_with_the_channel_that_the_last_one_has_ended_with(tmp_path: Path) -> None:
+    """As when a CUDA graph with its five calls is replayed."""
+    rule = RULES["after"]
+    exchanges = open_exchanges(tmp_path, 1, 5 * TOP_K, timeout=0.05)
+    parts = [problem(torch.float32, rule, 5, biased=False)]
+    wants = Wants(True, True, True, True, False, False)
+    steps = []
+    for _ in range(2):
+        exchanges[0].buffer._calls = 0
+        ((out, saved),) = forward(exchanges, parts, rule)
+        (grads,) = backward(exchanges, parts, rule, [saved], wants)
+        assert exchanges[0].buffer._calls == 5
+        steps.append([out, *(grad for grad in grads if grad is not None)])
+    assert all(torch.equal(a, b) for a, b in zip(*steps, strict=True))
 
 
 def test_what_is_not_wanted_is_neither_sent_nor_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
