@@ -177,7 +177,7 @@ def _refuse(comm: Communicator, device: torch.device, problem: Exception) -> Non
 class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, exchange: PushExchange, rule: ExpertRule, grad_scale: float, indices: Tensor, x: Tensor,
-                weights: Tensor, add: Tensor | None, *parameters: Tensor | None) -> Tensor:  # fmt: skip
+                weights: Tensor, add: Tensor | None, *parameters: Any) -> Tensor:  # fmt: skip
         from fastpar.kernels import moe_mlp, moe_push_mlp
 
         def run() -> tuple[Tensor, ...]:

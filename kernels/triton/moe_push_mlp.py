@@ -147,7 +147,7 @@ def backward_phases(
     if inputs is not None and wants.first:
         weighed = dhidden
         if rule.weigh == "input":  # one of the two factors; this copy is the only one there is
-            weighed = gather_rows([dhidden], _every(dhidden), scale=saved.row_weights)
+            weighed = gather_rows([dhidden], _in_use(saved.splits, len(dhidden)), scale=saved.row_weights)
         first = _wgrad(weighed, inputs, groups, rule.transposed, factor=poison + grad_scale)
 
     dx = dweights = None
@@ -155,7 +155,7 @@ def backward_phases(
         rows = _rows_back(exchange, dout, dhidden, experts, rule, groups, wants)
         if wants.weights and rule.weigh == "input":
             assert inputs is not None
-            dots = dot_rows(rows, [inputs], _every(rows))
+            dots = dot_rows(rows, [inputs], _in_use(saved.splits, len(rows)))
         dx, dweights = yield from exchange.give_back_phases(
             saved, rows, weights=weights if rule.weigh == "input" else None, values=dots if wants.weights else None
         )
@@ -173,8 +173,10 @@ def _rows_back(
     return grouped_linear(dhidden, experts.first, groups, transposed=not rule.transposed, out=rows)
 
 
-def _every(rows: Tensor) -> Tensor:
-    return torch.arange(len(rows), device=rows.device)
+def _in_use(splits: Tensor, num_rows: int) -> Tensor:
+    """int64 [num_rows]: each row, -1: past the end. splits [0, 2, 2, 3], 4 rows: [0, 1, 2, -1]."""
+    rows = torch.arange(num_rows, device=splits.device)
+    return torch.where(rows < splits[-1], rows, -1)
 
 
 def _expert_of_rows(splits: Tensor, num_rows: int) -> Tensor:

@@ -1,12 +1,13 @@
 """Experts of several ranks over each other's memory, in Triton's interpreter; run by tests/test_moe_push_triton.py.
 
 Sums are float32, of 10 to 100 terms of size 1. What is computed is tested with virtual ranks in one process, what is
-waited for with processes, through the public function.
+waited for with processes, through the public function. Memory that is not initialised holds NaN.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,13 @@ RULES = {
     "gpt-oss": ExpertRule("clamped_swiglu", transposed=True, interleaved=True, limit=1.0),
 }
 SCALE = 0.25
+
+
+@pytest.fixture(autouse=True)
+def fresh_memory_is_nan() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 def open_exchanges(folder: Path, size: int, capacity: int, timeout: float = 20.0) -> list[PushExchange]:
@@ -172,6 +180,7 @@ def test_gradients_from_rows_that_never_come_are_nan(tmp_path: Path, monkeypatch
 def test_rows_know_their_expert() -> None:
     splits = torch.tensor([0, 2, 2, 3], dtype=torch.int32)
     assert kernels._expert_of_rows(splits, 4).tolist() == [0, 0, 2, -1]
+    assert kernels._in_use(splits, 4).tolist() == [0, 1, 2, -1]
 
 
 # ---- processes -------------------------------------------------------------------------------------------------------
