@@ -25,8 +25,8 @@ def test_experts_match_the_reference_in_the_interpreter(slow: bool) -> None:
 def test_what_the_exchange_does_not_take_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     x, indices, weights = torch.zeros(3, 4), torch.zeros(3, 2, dtype=torch.int64), torch.zeros(3, 2)
     right: dict[str, Any] = {
-        "x": x, "indices": indices, "weights": weights, "num_experts": 4, "padding": Padding(), "payload": None,
-        "max_rows": None,
+        "x": x, "indices": indices, "weights": weights, "add": None, "num_experts": 4, "padding": Padding(),
+        "payload": None, "max_rows": None,
     }  # fmt: skip
     assert "takes CUDA tensors, and Triton; x is on cpu" in str(_moe_push._problem(**right))
     monkeypatch.setattr(_moe_push, "_DEVICES", ("cpu",))
@@ -37,6 +37,7 @@ def test_what_the_exchange_does_not_take_is_explained(monkeypatch: pytest.Monkey
         ({"indices": indices.short()}, "indices must be int64 or int32, got torch.int16"),
         ({"weights": weights[:, :1]}, "weights must have the shape of indices, (3, 2), got (3, 1)"),
         ({"weights": weights.to("meta")}, "must be on one device, got cpu, cpu and meta"),
+        ({"add": x[:, :1]}, "add must be as x is, (3, 4) on cpu, got (3, 1) on cpu"),
         ({"num_experts": 0}, "every rank must have an expert"),
         ({"padding": Padding(align=8)}, "pads no rows, got Padding(align=8, capacity=None)"),
         ({"payload": "float8_e4m3fn"}, "sends tokens as they are, got payload='float8_e4m3fn'"),

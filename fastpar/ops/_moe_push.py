@@ -127,6 +127,7 @@ def _problem(
     x: Tensor,
     indices: Tensor,
     weights: Tensor,
+    add: Tensor | None,
     num_experts: int,
     padding: Padding,
     payload: str | None,
@@ -144,6 +145,10 @@ def _problem(
         return ValueError(f"indices must be int64 or int32, got {indices.dtype}")
     if weights.shape != indices.shape:
         return ValueError(f"weights must have the shape of indices, {tuple(indices.shape)}, got {tuple(weights.shape)}")
+    if add is not None and (add.shape != x.shape or add.device != x.device):
+        return ValueError(
+            f"add must be as x is, {tuple(x.shape)} on {x.device}, got {tuple(add.shape)} on {add.device}"
+        )
     if len({t.device for t in (x, indices, weights)}) > 1:
         return ValueError(
             f"x, indices and weights must be on one device, got {x.device}, {indices.device} and {weights.device}"
@@ -243,7 +248,7 @@ def moe_mlp(
     rank, TimeoutError for a rank that did not come, and RuntimeError for rows that did not fit.
     """
     num_experts = comm.size * (len(experts.first) if experts.first.ndim else 0)
-    problem = problem or _problem(x, indices, weights, num_experts, padding, payload, max_rows)
+    problem = problem or _problem(x, indices, weights, add, num_experts, padding, payload, max_rows)
     if problem is not None:
         _refuse(comm, x.device, problem)
     exchange = _exchange(comm, x, indices.shape[1], num_experts, max_rows)
