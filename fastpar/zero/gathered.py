@@ -8,7 +8,8 @@ saved keeps a unit in memory, and nothing has to be patched before backward: it 
 Note: freed parameters say so. Reading a storage without memory would crash the process. While a unit is freed, its
 parameters have another version than they had when autograd saved them, so that a backward pass that comes to one of
 them raises ("modified by an inplace operation", at version 1000000 or more) instead of reading it. Gathering brings the
-version back; after an update of the shards it goes up by one, as it would have for a parameter changed in place.
+version back; after an update of the shards it goes up by one, as it would have for a parameter changed in place. What
+Python does with a freed parameter that it still has is refused by the parameter's class meanwhile: see absent.py.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from fastpar.comm.pending import Pending
 from fastpar.precision import Precision
+from fastpar.zero.absent import mark_absent, mark_present
 from fastpar.zero.flat import FlatShards
 from fastpar.zero.groups import Groups, as_parameter, cast_parameter, contiguous_stride, local
 from fastpar.zero.pool import Pool
@@ -31,13 +33,17 @@ from fastpar.zero.slots import Slot
 Places = Sequence[tuple[nn.Module, str]]
 _FREED = 1_000_000  # added to the versions of parameters whose memory is gone
 _ALIGNMENT = 64  # bytes
+_FREED_TEXT = (
+    "{!r} is sharded by stage 3, and the memory of the whole parameter is freed: take the module's parameter, which is "
+    "this rank's shard, or unshard() the module first"
+)
 
 
 class Part:
     """The parameters of a unit that have one dtype, device and group of ranks: their shards, and the memory for them
     whole."""
 
-    def __init__(self, groups: Groups, parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(self, groups: Groups, names: Sequence[str], parameters: Sequence[nn.Parameter]) -> None:
         values = [local(parameter) for parameter in parameters]
         self.shards = FlatShards(groups.shard, values)
         step = _ALIGNMENT // values[0].itemsize
@@ -51,6 +57,7 @@ class Part:
         ]
         self._rows = self.shards.rows_in(targets)
         self.versioned = tuple(_move(p, target) for p, target in zip(parameters, targets, strict=True))
+        self._texts = [(parameter, _FREED_TEXT.format(name)) for parameter, name in zip(parameters, names, strict=True)]
         self._storage = flat.untyped_storage()
         self.nbytes = self._storage.nbytes()
         self._storage.resize_(0)
@@ -70,6 +77,14 @@ class Part:
         if self._pending is not None:  # its result would be written to memory that is gone
             self.wait()
         pool.take_back(self._storage)
+
+    def mark_freed(self) -> None:
+        for parameter, text in self._texts:
+            mark_absent(parameter, text)
+
+    def mark_whole(self) -> None:
+        for parameter, _ in self._texts:
+            mark_present(parameter)
 
 
 class Unit:
@@ -111,7 +126,8 @@ class Unit:
         self.parts = []
         rows = [local(x) if x.ndim else local(x).view(1) for x in self.wholes]  # of residents: all of them
         for (_, _, of_part), members in kinds.items():
-            part = Part(of_part, [self.wholes[index] for index in members])
+            names = [self.names[index] for index in members]
+            part = Part(of_part, names, [self.wholes[index] for index in members])
             self.parts.append(part)
             for position, index in enumerate(members):
                 rows[index] = part.shards.shards[position]
@@ -150,6 +166,8 @@ class Unit:
         if epoch != self.epoch:
             self.epoch = epoch
             self._versions = [version + 1 for version in self._versions]
+        for part in self.parts:
+            part.mark_whole()
         if self._versioned:
             _set_versions(self._versioned, self._versions)
         for whole, sharded in zip(self.wholes, self.sharded, strict=True):
@@ -179,6 +197,8 @@ class Unit:
     def _mark_freed(self) -> None:
         if self._versioned:
             _set_versions(self._versioned, [version + _FREED for version in self._versions])
+        for part in self.parts:
+            part.mark_freed()
 
     def _check(self) -> None:
         for places, sharded in zip(self._places, self.sharded, strict=True):

@@ -223,7 +223,8 @@ class Zero:
 
     def owner_names(self) -> dict[int, str]:
         """The names of the parameters that the optimizers have, by id."""
-        return {**self._names, **{id(slot.owner): slot.name for slot in self.slots}}
+        frozen = {id(at_rest): self._names[number] for number, at_rest in self._frozen_at_rest().items()}
+        return {**self._names, **frozen, **{id(slot.owner): slot.name for slot in self.slots}}
 
     def frozen(self) -> dict[str, Tensor]:
         """Parameters that are not trained, as they are at rest, by name."""
@@ -271,6 +272,14 @@ class Zero:
     def groups_of(self, slot: Slot) -> Groups:
         """The ranks that a parameter is averaged over: those of data parallelism, or of its experts."""
         return self.groups.of(slot.parameter)
+
+    def _frozen_at_rest(self) -> dict[int, nn.Parameter]:
+        """What modules have at rest in the place of whole parameters that are not trained, by the id of these."""
+        found: dict[int, nn.Parameter] = {}
+        for storage in self.storages:
+            if isinstance(storage, Stage3):
+                found |= storage.frozen_at_rest
+        return found
 
     # ---- the step
 
@@ -366,12 +375,15 @@ class Zero:
     def _adopt(self) -> None:
         """Give the optimizers the slots' owners in the place of the parameters, with their part of the states."""
         slots = {id(slot.parameter): slot for slot in self.slots}
+        frozen = self._frozen_at_rest()
         self._slot_of = {id(slot.owner): slot for slot in self.slots}
         self._has_targets = any(slot.target is not None for slot in self.slots)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 for index, parameter in enumerate(group["params"]):
                     slot = slots.get(id(parameter))
+                    if id(parameter) in frozen:  # whose memory comes and goes
+                        group["params"][index] = frozen[id(parameter)]
                     if slot is None or slot.owner is parameter:
                         continue
                     group["params"][index] = slot.owner

@@ -178,6 +178,12 @@ class Stage3:
         return {name: x for unit in self.units for name, x in unit.frozen.items()}
 
     @property
+    def frozen_at_rest(self) -> dict[int, nn.Parameter]:
+        """The parameter at rest of each whole one that is not trained, by its id."""
+        pairs = [(w, s) for unit in self.units for w, s in zip(unit.wholes, unit.sharded, strict=True)]
+        return {id(whole): sharded for whole, sharded in pairs if not whole.requires_grad}
+
+    @property
     def can_prefetch(self) -> bool:
         """Whether a gather takes time that can be hidden: not where ranks copy out of each other's memory."""
         return not any(part.shards.is_shared for unit in self.units for part in unit.parts)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fastpar.comm.wire import Wire
+from fastpar.zero.absent import looking_at_absent
 from fastpar.zero.buckets import OwnBucket, RowBucket
 from fastpar.zero.flat import Staging
 from fastpar.zero.gathered import Unit
@@ -117,8 +118,9 @@ class UnitReducer:
     def finish(self) -> None:
         """Reduce all that is left, and wait for everything. Collective."""
         units = list(self._buckets)
-        pending = [any(_has_gradient(slot) for slot in unit.slots) for unit in units]
-        used = [slot in self._used or _has_gradient(slot) for slot in self.slots]
+        with looking_at_absent():
+            pending = [any(_has_gradient(slot) for slot in unit.slots) for unit in units]
+            used = [slot in self._used or _has_gradient(slot) for slot in self.slots]
         agreed = agree([*pending, *used], self._groups.joined())
         for unit, is_pending in zip(units, agreed, strict=False):
             if is_pending:
@@ -137,7 +139,9 @@ class UnitReducer:
 
     def reduce_now(self) -> None:
         """Reduce what has been summed and not been sent, if any rank has such gradients. Collective."""
-        if agree([any(_has_gradient(slot) for slot in self.slots)], self._groups.joined())[0]:
+        with looking_at_absent():
+            pending = any(_has_gradient(slot) for slot in self.slots)
+        if agree([pending], self._groups.joined())[0]:
             self.finish()
 
     def forget(self) -> None:
@@ -148,9 +152,10 @@ class UnitReducer:
     def forget_sums(self) -> None:
         """Drop gradients that were summed and not sent."""
         self.forget()
-        for slot in self.slots:
-            slot.summed = slot.parameter.grad = None
-            slot.traces = ()
+        with looking_at_absent():
+            for slot in self.slots:
+                slot.summed = slot.parameter.grad = None
+                slot.traces = ()
 
     def _make_bucket(self, kind: _Kind, slots: Sequence[Slot]) -> RowBucket | OwnBucket:
         if kind.groups is not self._groups and kind.groups.size == 1:
