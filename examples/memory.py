@@ -141,8 +141,9 @@ class MemoryMeter:
         owned = [p for group in self.optimizer.param_groups for p in group["params"]]
         states = [x for state in self.optimizer.state.values() for x in state.values() if isinstance(x, Tensor)]
         grads = [p.grad for p in (*parameters, *owned) if p.grad is not None]
+        buffers = [x for storage in getattr(self.zero, "storages", ()) for x in getattr(storage, "buffers", ())]
         tensors = {
-            "parameters": parameters,
+            "parameters": [*parameters, *buffers],  # which parameters in a file are read into
             "states": [*states, *owned],
             "gradients": [*grads, *reachable_tensors(self.zero)],
         }

@@ -83,7 +83,8 @@ class Layout:
     def name(self) -> str:
         pipeline = f"PP {self.pp} ({self.schedule}) x " if self.pp > 1 else ""
         zero = f" (ZeRO-{self.zero})" if self.zero else ""
-        offload = "" if self.offload == "none" else f", states on {self.offload.partition(':')[0]}"
+        where, _, what = self.offload.partition(":")[0].partition("+")
+        offload = "" if where == "none" else f", states {'and parameters ' if what else ''}on {where}"
         experts = f", EP {self.ep}" if self.ep > 1 else ""
         sequence = " + SP" if self.sequence_parallel else ""
         return f"{pipeline}TP {self.tp} x DP {self.dp}{zero}{sequence}{experts}{offload}"
@@ -288,7 +289,14 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--parts", type=str, metavar="LAYOUT", help="which layers go where, such as E,t|t*3,H (balanced by cost)")
     parser.add_argument("--sequence-parallel", action=argparse.BooleanOptionalAction, default=False)
     add("--zero", default=0, choices=(0, 1, 2, 3), metavar="STAGE", help="what data-parallel ranks split (%(default)s)")
-    add("--offload", default="none", type=str, metavar="WHERE", help="optimizer states: none, cpu or nvme:FOLDER")
+    add(
+        "--offload",
+        default="none",
+        type=str,
+        metavar="WHERE",
+        help="optimizer states: none, cpu or nvme:FOLDER; with the parameters of --zero 3: cpu+parameters or "
+        "nvme+parameters:FOLDER",
+    )
     add("--accumulate", default=1, help="forward and backward passes per step (%(default)s)")
     add("--experts", default=0, help="in every layer, in the place of its MLP (%(default)s: none)")
     add("--top-k", default=2, help="experts of a token (%(default)s)")
@@ -312,6 +320,17 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     add("--torch-threads", default=1, help="CPU threads of each process (%(default)s)")
     return parser.parse_args(argv)
+
+
+def check_offload(where: str, stage: int) -> None:
+    try:
+        offload = fp.zero.Offload.of(where)
+    except ValueError:
+        raise ValueError(
+            "--offload must be none, cpu, cpu+parameters, nvme:FOLDER or nvme+parameters:FOLDER, got " + repr(where)
+        ) from None
+    if offload is not None and offload.parameters and stage != 3:
+        raise ValueError(f"--offload {where} is for the parameters of --zero 3, got --zero {stage}")
 
 
 def make_job(arguments: argparse.Namespace) -> tuple[Job, Layout, Corpus]:
@@ -338,9 +357,7 @@ def make_job(arguments: argparse.Namespace) -> tuple[Job, Layout, Corpus]:
             f"--batch ({a.batch}) must be a multiple of the data-parallel ranks ({layout.dp}) times --accumulate "
             f"({a.accumulate})"
         )
-    where, _, folder = a.offload.partition(":")
-    if a.offload not in ("none", "cpu") and not (where == "nvme" and folder):
-        raise ValueError(f"--offload must be none, cpu or nvme:FOLDER, got {a.offload!r}")
+    check_offload(a.offload, layout.zero)
     if layout.pp > 1 and layout.zero == 3:
         raise ValueError("--zero 3 gathers the parameters of whole models, not of --pp stages: take --zero 2")
     if layout.pp > 1:

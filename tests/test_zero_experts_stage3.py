@@ -58,6 +58,12 @@ def test_offloaded_masters_and_ranks_without_a_row_of_the_experts_too(world: int
     check(world, [Case(offload="cpu"), Case(torch.bfloat16, offload="cpu"), Case(num_experts=2)])
 
 
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_experts_whose_parameters_are_offloaded_too(world: int) -> None:
+    """Also those of which no other rank has a copy."""
+    check(world, [Case(offload="cpu+parameters"), Case(torch.bfloat16, offload="nvme+parameters:FOLDER")])
+
+
 def test_gathers_begun_early_cross_with_the_exchange_of_tokens() -> None:
     """Gathers and reductions are on their way in the background while ranks exchange tokens, over other groups."""
     cases = [Case(prefetches=True), Case(prefetches=True, recomputes=True)]

@@ -6,6 +6,7 @@ import sys
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -130,6 +131,10 @@ def train(mesh: fp.Mesh | None, stage: int, case: Case = Case()) -> Found:
             for layer in model.layers:
                 layer.moe.experts.gate_up_proj.requires_grad_(False)
         trained = [p for p in model.parameters() if p.requires_grad]
+        offload = case.offload
+        if offload is not None and "parameters" in offload:  # which stage 1 does not take
+            folder = stack.enter_context(TemporaryDirectory())
+            offload = offload.replace("FOLDER", folder) if stage == 3 else None
         optimizer = torch.optim.AdamW(trained, lr=0.05, eps=1e-3)  # a small eps makes signs of tiny gradients
         zero = fp.zero.shard(
             model,
@@ -139,7 +144,7 @@ def train(mesh: fp.Mesh | None, stage: int, case: Case = Case()) -> Found:
             precision=fp.Precision.bf16() if case.dtype == torch.bfloat16 else None,
             max_norm=0.1,
             resident_share=case.resident_share,
-            offload=case.offload,
+            offload=offload,
         )
         norms = []
         for step in range(3):

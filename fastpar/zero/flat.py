@@ -30,6 +30,7 @@ from fastpar.comm.pending import Pending
 from fastpar.comm.recording import note
 from fastpar.comm.shared_region import SharedRegion
 from fastpar.comm.wire import Wire
+from fastpar.zero.upload import Upload, host_memory
 
 
 class FlatLayout:
@@ -79,12 +80,30 @@ class FlatLayout:
         """The parts of all ranks, out of a flat tensor that holds them in the order of ranks."""
         return list(flat.split(self.counts))
 
+    def put_rows(self, flat: Tensor, rows: Sequence[list[Tensor]]) -> None:
+        """Copy the parts of all ranks to the rows of each in whole tensors (`FlatShards.rows_in`)."""
+        for rank, part in enumerate(self.parts(flat)):
+            copy_rows(rows[rank], filled(self.views(part, rank)))
+
+    def sources(self, memory: PeerMemory, mine: int) -> list[list[Tensor]]:
+        """The rows of each rank where they lie, in memory that all of them see."""
+        flats = [memory.mine if rank == mine else memory.of(rank) for rank in range(self.size)]
+        return [filled(self.views(flat[: self.counts[rank]], rank)) for rank, flat in enumerate(flats)]
+
 
 class PeerMemory:
     """A flat tensor on every rank (`mine`), of `counts[rank]` elements; `of(rank)` is another rank's, where the ranks
-    share memory: `is_shared`."""
+    share memory: `is_shared`. `at_host`: in the host's memory, whatever the device is."""
 
-    def __init__(self, comm: Communicator, counts: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        comm: Communicator,
+        counts: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        at_host: bool = False,
+    ) -> None:
         self._region: SharedRegion | None = None
         most = max(counts) * dtype.itemsize
         if comm.size > 1 and device.type == "cpu" and most > 0 and comm.local_world() is not None:
@@ -93,7 +112,9 @@ class PeerMemory:
             except CommError:  # on all ranks or none
                 self._region = None
         count = counts[comm.rank]
-        if self._region is None:
+        if self._region is None and at_host:
+            self.mine = host_memory(count, dtype, device)
+        elif self._region is None:
             self.mine = torch.zeros(count, dtype=dtype, device=device)
         else:
             self.mine = self._region.tensor((count,), dtype)
@@ -113,25 +134,36 @@ class FlatShards:
 
     Collective: all ranks of `comm` make one, with tensors of the same shapes. Memory: this rank's rows. The tensors
     may be freed afterwards; `shards` start with their rows, in `dtype` (by default theirs).
+
+    upload   the shards are in the host's memory, and a gather copies them to this one's device first
     """
 
-    def __init__(self, comm: Communicator, tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        comm: Communicator,
+        tensors: Sequence[Tensor],
+        dtype: torch.dtype | None = None,
+        *,
+        upload: Upload | None = None,
+    ) -> None:
         if not tensors:
             raise ValueError("there must be at least one tensor")
         self.comm = comm
         self.layout = FlatLayout([x.shape for x in tensors], comm.size)
         self.dtype = dtype or tensors[0].dtype
-        self._memory = PeerMemory(comm, self.layout.counts, self.dtype, tensors[0].device)
-        self.flat = self._memory.mine
+        self._upload = upload
+        self._memory: PeerMemory | None = None
+        if upload is None:
+            self._memory = PeerMemory(comm, self.layout.counts, self.dtype, tensors[0].device)
+            self.flat = self._memory.mine
+        else:
+            self.flat = host_memory(self.layout.counts[comm.rank], self.dtype, upload.device)
         self.shards = self.layout.views(self.flat, comm.rank)
         for index, (shard, x) in enumerate(zip(self.shards, tensors, strict=True)):
             shard.copy_(self.layout.rows_of(x.detach(), index, comm.rank))
         self._sources: list[list[Tensor]] | None = None
-        if self._memory.is_shared:
-            self._sources = [
-                filled(self.layout.views(self.flat if rank == comm.rank else self._memory.of(rank), rank))
-                for rank in range(comm.size)
-            ]
+        if self._memory is not None and self._memory.is_shared:
+            self._sources = self.layout.sources(self._memory, comm.rank)
 
     @property
     def is_shared(self) -> bool:
@@ -149,6 +181,10 @@ class FlatShards:
         """Write the rows of all ranks to `outs`: whole tensors of any floating dtype, which is rounded to."""
         self.gather_async(outs).wait()
 
+    def abandon(self, pending: Pending[None]) -> None:
+        """Of a gather that has been begun, and whose result nobody wants."""
+        pending.wait()  # it writes to memory that is about to go
+
     def gather_async(self, outs: Sequence[Tensor]) -> Pending[None]:
         """`gather` in two steps. Over shared memory the copying is done at once, as it waits for nobody."""
         return self.gather_rows_async(self.rows_in(outs))
@@ -165,11 +201,19 @@ class FlatShards:
             for targets, sources in zip(rows, self._sources, strict=True):
                 copy_rows(targets, sources)
             return Pending.ready(None)
-        pending = self.comm.all_gather_async(self.flat, sizes=self.layout.counts)
+        upload = self._upload
+        if upload is None:
+            pending = self.comm.all_gather_async(self.flat, sizes=self.layout.counts)
+        else:
+            with upload.stream():
+                pending = self.comm.all_gather_async(upload.copy(self.flat), sizes=self.layout.counts)
+                begun = upload.event()
 
         def finish() -> None:
-            for rank, part in enumerate(self.layout.parts(pending.wait())):
-                copy_rows(rows[rank], filled(self.layout.views(part, rank)))
+            gathered = pending.wait()
+            if upload is not None:
+                upload.arrived(begun, gathered)
+            self.layout.put_rows(gathered, rows)
 
         return Pending(None, finish, describe=lambda: "gathering shards", timeout=self.comm.timeout)
 

@@ -25,8 +25,9 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from fastpar.comm.pending import Pending
 from fastpar.precision import Precision
 from fastpar.zero.absent import mark_absent, mark_present
-from fastpar.zero.flat import FlatShards
+from fastpar.zero.flat import FlatLayout
 from fastpar.zero.groups import Groups, as_parameter, cast_parameter, contiguous_stride, local
+from fastpar.zero.homes import Home
 from fastpar.zero.pool import Pool
 from fastpar.zero.slots import Slot
 
@@ -43,9 +44,9 @@ class Part:
     """The parameters of a unit that have one dtype, device and group of ranks: their shards, and the memory for them
     whole."""
 
-    def __init__(self, groups: Groups, names: Sequence[str], parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(self, groups: Groups, names: Sequence[str], parameters: Sequence[nn.Parameter], home: Home) -> None:
         values = [local(parameter) for parameter in parameters]
-        self.shards = FlatShards(groups.shard, values)
+        self.shards = home.shards(groups.shard, names, values)
         step = _ALIGNMENT // values[0].itemsize
         starts = [0]
         for value in values:
@@ -74,8 +75,9 @@ class Part:
         self._pending = None
 
     def free(self, pool: Pool) -> None:
-        if self._pending is not None:  # its result would be written to memory that is gone
-            self.wait()
+        if self._pending is not None:
+            self.shards.abandon(self._pending)
+            self._pending = None
         pool.take_back(self._storage)
 
     def mark_freed(self) -> None:
@@ -92,7 +94,8 @@ class Unit:
 
     At rest a module's parameter is a DTensor with this rank's rows, which the optimizer has as well (or a master weight
     for it); between `launch` and `free` it is the whole one. `resident` parameters have their memory always, as
-    Replicate() DTensors at rest; so have experts that no other rank has a copy of, as there is nothing to gather.
+    Replicate() DTensors at rest; so have experts that no other rank has a copy of, as there is nothing to gather,
+    unless they are offloaded.
 
     slots    of the trainable parameters: what is reduced and updated
     nbytes   of the memory that comes and goes
@@ -105,8 +108,7 @@ class Unit:
         groups: Groups,
         precision: Precision,
         resident: frozenset[str],
-        *,
-        has_copies: bool = False,
+        home: Home,
     ) -> None:
         self.name, self.names = name, list(places)
         self.is_whole = self.is_launched = False
@@ -117,21 +119,22 @@ class Unit:
         self.owners = {module for found in self._places for module, _ in found}
         self.wholes = [_parameter_at(found) for found in self._places]
         masters = [
-            _prepare(x, parameter, precision, has_copies) for x, parameter in zip(places, self.wholes, strict=True)
+            _prepare(x, parameter, precision, home, x in resident)
+            for x, parameter in zip(places, self.wholes, strict=True)
         ]
         kinds: dict[Any, list[int]] = {}
         for index, (each, parameter) in enumerate(zip(places, self.wholes, strict=True)):
-            if each not in resident and not _is_whole_anyway(parameter, groups):
+            if each not in resident and not (home.is_device and _is_whole_anyway(parameter, groups)):
                 kinds.setdefault((parameter.dtype, parameter.device, groups.of(parameter)), []).append(index)
         self.parts = []
         rows = [local(x) if x.ndim else local(x).view(1) for x in self.wholes]  # of residents: all of them
         for (_, _, of_part), members in kinds.items():
             names = [self.names[index] for index in members]
-            part = Part(of_part, names, [self.wholes[index] for index in members])
+            part = Part(of_part, names, [self.wholes[index] for index in members], home)
             self.parts.append(part)
             for position, index in enumerate(members):
                 rows[index] = part.shards.shards[position]
-                masters[index] = _rows_of(masters[index], part.shards, position, of_part)
+                masters[index] = _rows_of(masters[index], part.shards.layout, position, of_part)
         self.nbytes = sum(part.nbytes for part in self.parts)
         self._versioned = tuple(x for part in self.parts for x in part.versioned)
         self._versions = [x._version for x in self._versioned]
@@ -142,9 +145,13 @@ class Unit:
             tags = {key: value for key, value in vars(parameter).items() if key != "fastpar_layout"}
             vars(sharded).update(tags)
             self.sharded.append(sharded)
+            faces: list[Tensor] = [sharded]
             if parameter.requires_grad:
                 slot = _slot(each, parameter, sharded, masters[index], spec, precision)
                 (self.resident_slots if each in resident else self.slots).append(slot)
+                faces += [] if slot.target is None else [slot.target]
+            if home.file is not None and each not in resident:
+                home.file.attach(each, *faces)
         self._mark_freed()
         self._register(self.sharded)
 
@@ -226,21 +233,18 @@ def _parameter_at(places: Places) -> nn.Parameter:
     return parameter
 
 
-def _prepare(name: str, parameter: nn.Parameter, precision: Precision, has_copies: bool) -> Tensor | None:
+def _prepare(name: str, parameter: nn.Parameter, precision: Precision, home: Home, is_resident: bool) -> Tensor | None:
     """Convert a parameter to the dtype of computation; returns what it was where the optimizer needs it."""
     own, value = parameter.dtype, local(parameter)
     wanted = precision.param_dtype(name, own)
     cast_parameter(parameter, wanted)
-    needs_master = parameter.requires_grad and (has_copies or precision.master_dtype(name, own) != wanted)
-    return (
-        value.to("cpu" if has_copies else value.device, precision.master_dtype(name, own), copy=True)
-        if needs_master
-        else None
-    )
+    dtype = precision.master_dtype(name, own)
+    needs_master = parameter.requires_grad and (home.needs_copy(is_resident) or dtype != wanted)
+    return value.to(home.of_masters(value.device), dtype, copy=True) if needs_master else None
 
 
-def _rows_of(master: Tensor | None, shards: FlatShards, index: int, groups: Groups) -> Tensor | None:
-    return None if master is None else shards.layout.rows_of(master, index, groups.shard.rank).clone()
+def _rows_of(master: Tensor | None, layout: FlatLayout, index: int, groups: Groups) -> Tensor | None:
+    return None if master is None else layout.rows_of(master, index, groups.shard.rank).clone()
 
 
 def _slot(

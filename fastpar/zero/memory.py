@@ -22,13 +22,16 @@ def expected(zero: Zero, state_bytes: float) -> dict[str, int]:
     """Bytes of this rank by kind, between backward and the step: see `Zero.expected_memory`."""
     kept = sum(_numel(slot) * slot.parameter.dtype.itemsize for slot in zero.slots if not _is_sharded(zero, slot))
     at_rest = sum(
-        local(slot.owner).numel() * slot.parameter.dtype.itemsize for slot in zero.slots if _is_sharded(zero, slot)
+        local(slot.owner).numel() * slot.parameter.dtype.itemsize
+        for slot in zero.slots
+        if _is_sharded(zero, slot) and not _is_in_file(zero, slot.name)
     )
-    frozen = sum(local(x).nbytes for x in zero.frozen().values())
+    frozen = sum(local(x).nbytes for name, x in zero.frozen().items() if not _is_in_file(zero, name))
+    buffers = sum(x.nbytes for storage in zero.storages if isinstance(storage, Stage3) for x in storage.buffers)
     owners = [slot.owner for slot in zero.slots]
     copies = sum(local(slot.owner).nbytes for slot in zero.slots if slot.target is not None)
     return {
-        "parameters": kept + at_rest + frozen,
+        "parameters": kept + at_rest + frozen + buffers,
         "gradients": sum(_gradient_bytes(zero, slot) for slot in zero.slots) + _staging_bytes(zero),
         "states": copies + int(state_bytes * sum(local(owner).numel() for owner in owners)),
     }
@@ -41,6 +44,12 @@ def _numel(slot: Slot) -> int:
 def _is_sharded(zero: Zero, slot: Slot) -> bool:
     """Whether a rank has only its rows of the parameter, at rest."""
     return zero.stage == 3 and slot.name not in zero.resident
+
+
+def _is_in_file(zero: Zero, name: str) -> bool:
+    """Whether no rank has the parameter in memory, at rest."""
+    offload = zero.offload
+    return offload is not None and offload.parameters and offload.path is not None and name not in zero.resident
 
 
 def _gradient_bytes(zero: Zero, slot: Slot) -> int:

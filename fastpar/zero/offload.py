@@ -1,8 +1,11 @@
-"""Optimizer states and master weights away from the device: in the host's memory, or in a file.
+"""Optimizer states and master weights away from the device, and in stage 3 the parameters: in the host's memory, or in
+a file.
 
 "cpu"       the optimizer's parameters (master weights) and so its states are in the host's memory; gradients are copied
             there bucket by bucket while backward runs, and updated parameters back
 "nvme"      of these, one group at a time is in memory: the file is read one group ahead, and written one behind
+parameters  of stage 3, too: their shards are in the host's memory, where the optimizer updates or rounds to them, and
+            are copied to the device to be gathered; or they are in a file, see `fastpar.zero.disk_shards`
 
 On a machine without an accelerator the device's memory is the host's, and the same code runs.
 """
@@ -31,25 +34,31 @@ class Offload:
     path         None: the host's memory; a folder: a file in it, on a local disk
     group_bytes  of master weights that are in memory at once, three times: read ahead, updated, written behind
     options      of `fastpar.storage.TensorStore`
+    parameters   whether the shards of stage 3 live there, too; what is resident stays on the device
     """
 
     path: str | os.PathLike[str] | None = None
     group_bytes: int = GROUP_BYTES
     options: Mapping[str, Any] | None = None
+    parameters: bool = False
 
     @staticmethod
     def of(value: Offload | str | None) -> Offload | None:
-        """None or "none", "cpu", "nvme:FOLDER", or an Offload. Raises ValueError for another text."""
+        """None or "none", "cpu", "nvme:FOLDER", these two with parameters ("cpu+parameters",
+        "nvme+parameters:FOLDER"), or an Offload. Raises ValueError for another text."""
         if value is None or isinstance(value, Offload):
             return value
         if value == "none":
             return None
-        if value == "cpu":
-            return Offload()
-        kind, _, folder = value.partition(":")
-        if kind == "nvme" and folder:
-            return Offload(folder)
-        raise ValueError(f'offload must be "none", "cpu", "nvme:FOLDER" or an Offload, got {value!r}')
+        where, colon, folder = value.partition(":")
+        kind, plus, what = where.partition("+")
+        is_known = bool(folder) if kind == "nvme" else kind == "cpu" and not colon
+        if not is_known or (plus and what != "parameters"):
+            raise ValueError(
+                'offload must be "none", "cpu", "cpu+parameters", "nvme:FOLDER", "nvme+parameters:FOLDER" or an '
+                f"Offload, got {value!r}"
+            )
+        return Offload(folder or None, parameters=bool(plus))
 
 
 class DiskStates:
@@ -58,7 +67,8 @@ class DiskStates:
         states = DiskStates(offload, parameters, optimizer)      # values go to the file; their memory is freed
         states.update(step)                                      # step(some of them), group by group, in memory
 
-    Tensors below 64 KB stay in memory. While a group is updated the next is read and the one before written.
+    Tensors below 64 KB stay in memory, and so do parameters that are not trained. While a group is updated the next is
+    read and the one before written.
     """
 
     def __init__(self, offload: Offload, parameters: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
@@ -66,7 +76,7 @@ class DiskStates:
         self._store = TensorStore(offload.path, **(offload.options or {}))
         self._optimizer = optimizer
         self._names = {id(parameter): f"{number}" for number, parameter in enumerate(parameters)}
-        self._groups = _groups(parameters, offload.group_bytes)
+        self._groups = _groups([p for p in parameters if p.requires_grad], offload.group_bytes)
         self._away: dict[str, Tensor] = {}  # tensors whose values are in the file
         for group in self._groups:
             self._put_away(group)
@@ -87,7 +97,7 @@ class DiskStates:
                 self._away[name].data = memory
             step(groups[number])
             for name in tensors:
-                self._away[name].data = _nothing_like(self._away[name])
+                self._away[name].data = nothing_like(self._away[name])
             self._put_away(groups[number])
 
         stream(self._store, items, work)
@@ -101,7 +111,7 @@ class DiskStates:
     def put_away(self) -> None:
         for name, tensor in self._away.items():
             self._store.write(name, tensor).wait()
-            tensor.data = _nothing_like(tensor)
+            tensor.data = nothing_like(tensor)
         for group in self._groups:
             self._put_away(group)
 
@@ -125,7 +135,7 @@ class DiskStates:
             if name not in self._away and tensor.nbytes >= SMALL_BYTES:
                 self._store.write(name, tensor.detach()).wait()
                 self._away[name] = tensor
-                tensor.data = _nothing_like(tensor)
+                tensor.data = nothing_like(tensor)
 
 
 def _groups(parameters: Sequence[nn.Parameter], limit: int) -> list[list[nn.Parameter]]:
@@ -141,7 +151,7 @@ def _groups(parameters: Sequence[nn.Parameter], limit: int) -> list[list[nn.Para
     return groups
 
 
-def _nothing_like(x: Tensor) -> Tensor:
+def nothing_like(x: Tensor) -> Tensor:
     """A tensor of the same shape without memory."""
     nothing = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     nothing.untyped_storage().resize_(0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -75,7 +75,8 @@ def shard(
     skip_nonfinite
                 a NaN or an infinity in a gradient of any rank: all ranks skip the step, nothing changes, `Zero.skipped`
                 counts it and `Zero.report` says where it came from
-    offload     "cpu", "nvme:FOLDER" or an Offload: master weights and optimizer states in the host's memory or a file
+    offload     "cpu", "nvme:FOLDER" or an Offload: master weights and optimizer states in the host's memory or a file;
+                in stage 3 "cpu+parameters" and "nvme+parameters:FOLDER" for the shards of parameters, too
     overlap     False: reduce in optimizer.step() and not during backward, as for the many passes of a pipeline
     bucket_bytes
                 of gradients that travel together in stages 0 to 2
@@ -95,6 +96,8 @@ def shard(
     Raises ValueError and TypeError for what does not fit, before anything is changed.
     """
     optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+    offload = Offload.of(offload)
+    _check_offload(offload, stage)
     _check(stage, accumulate, max_norm, bucket_bytes)
     named = _named_parameters(model)
     if not named:
@@ -116,7 +119,7 @@ def shard(
         accumulate=accumulate,
         max_norm=max_norm,
         skip_nonfinite=skip_nonfinite,
-        offload=Offload.of(offload),
+        offload=offload,
         overlap=overlap,
         bucket_bytes=bucket_bytes,
         wire=wire,
@@ -159,7 +162,7 @@ class Zero:
         self.storages: list[Replicas | Stage3]
         if stage == 3:
             assert model is not None
-            stage3 = Stage3(model, groups, precision, has_copies=offload is not None, wire=wire, **(units or {}))
+            stage3 = Stage3(model, groups, precision, offload=offload, wire=wire, **(units or {}))
             self.storages = [stage3]
         else:
             self.storages = [
@@ -208,9 +211,10 @@ class Zero:
             reducer.reduce_now()
 
     def expected_memory(self, state_bytes: float = 8.0) -> dict[str, int]:
-        """Bytes that this rank holds between backward and the step, by formula: "parameters", "gradients" (with the
-        buffers in which they travel) and "states" (with master weights). Activations, and in stage 3 the units that are
-        whole meanwhile, come on top.
+        """Bytes that this rank holds between backward and the step, by formula: "parameters" (of those in a file the
+        buffers that they are read into), "gradients" (with the buffers in which they travel) and "states" (with master
+        weights, also where they are in a file). Activations, and in stage 3 the units that are whole meanwhile, come on
+        top.
 
         state_bytes  of the optimizer per element that it updates: 8 for Adam's two moments in float32
         """
@@ -232,14 +236,12 @@ class Zero:
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint is to hold, for torch.distributed.checkpoint: see `fastpar.zero.state`. Collective."""
-        for disk in self._disks.values():
-            disk.load()
+        self._load()
         return state.collect(self)
 
     def load_state_dict(self, loaded: dict[str, Any]) -> None:
         """Go on from a state that `state_dict` has given, and a checkpoint may have been loaded into. Collective."""
-        for disk in self._disks.values():
-            disk.load()
+        self._load()
         state.restore(self, loaded)
         self._release()
         self._write_back([slot.owner for slot in self.slots], False)
@@ -257,7 +259,9 @@ class Zero:
                     yield name, buffer
 
     def detach(self) -> None:
-        """Remove all hooks; parameters, gradients and states stay as they are."""
+        """Remove all hooks; parameters, gradients and states stay as they are, and come out of files."""
+        for disk in self._disks.values():
+            disk.load()
         for storage in self.storages:
             storage.detach()
         for stepper in self.steppers:
@@ -272,6 +276,14 @@ class Zero:
     def groups_of(self, slot: Slot) -> Groups:
         """The ranks that a parameter is averaged over: those of data parallelism, or of its experts."""
         return self.groups.of(slot.parameter)
+
+    def _load(self) -> None:
+        """Bring what is in files into memory, until the next step or forward."""
+        for disk in self._disks.values():
+            disk.load()
+        for storage in self.storages:
+            if isinstance(storage, Stage3):
+                storage.load()
 
     def _frozen_at_rest(self) -> dict[int, nn.Parameter]:
         """What modules have at rest in the place of whole parameters that are not trained, by the id of these."""
@@ -313,12 +325,23 @@ class Zero:
             def update(some: Sequence[nn.Parameter]) -> None:
                 if factor is not None:
                     optimizer.grad_factor = factor  # which an update resets
-                stepper.update(some)
-                self._write_back(some, rounded)
+                with self._writing(some):
+                    stepper.update(some)
+                    self._write_back(some, rounded)
 
             disk.update(update)
         if not self._waiting:
             self._publish()
+
+    @contextmanager
+    def _writing(self, owners: Sequence[nn.Parameter]) -> Iterator[None]:
+        """Memory in the block for the parameters that these owners are rounded to, where those are in a file."""
+        slots = [self._slot_of[id(owner)] for owner in owners]
+        with ExitStack() as stack:
+            for storage in self.storages:
+                if isinstance(storage, Stage3):
+                    stack.enter_context(storage.writing(slots))
+            yield
 
     def _prepare(self, optimizer: Any) -> bool:
         """Reduce, and see by how much gradients are to be clipped; False where the step is to be skipped."""
@@ -442,7 +465,8 @@ class Zero:
         if self.precision.param is not None:
             handles.append(self.model.register_forward_pre_hook(self._cast_inputs, with_kwargs=True))
         if self.precision.compute is not None:
-            handles += autocast_forward(self.model, self.precision)
+            device = next((slot.parameter.device.type for slot in self.slots), "cpu")
+            handles += autocast_forward(self.model, self.precision, device)
         return handles
 
     def _cast_inputs(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -476,9 +500,8 @@ def _unscaling(optimizer: Any) -> float | Tensor:
     return 1.0 if factor is None else factor
 
 
-def autocast_forward(model: nn.Module, precision: Precision) -> list[Any]:
+def autocast_forward(model: nn.Module, precision: Precision, device_type: str) -> list[Any]:
     """Run the model's forward under autocast."""
-    device_type = next((parameter.device.type for parameter in model.parameters()), "cpu")
     entered: list[Any] = []
 
     def enter(*_: Any) -> None:
@@ -490,6 +513,11 @@ def autocast_forward(model: nn.Module, precision: Precision) -> list[Any]:
             entered.pop().__exit__(None, None, None)
 
     return [model.register_forward_pre_hook(enter), model.register_forward_hook(leave, always_call=True)]
+
+
+def _check_offload(offload: Offload | None, stage: int) -> None:
+    if offload is not None and offload.parameters and stage != 3:
+        raise ValueError(f"offload of parameters is for stage 3, which shards them; stage is {stage}")
 
 
 def _check(stage: int, accumulate: int, max_norm: float | None, bucket_bytes: int) -> None:

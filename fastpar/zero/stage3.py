@@ -17,7 +17,7 @@ whole: one that runs, and the next (`Stage3.budget`; units that run inside each 
 Note: order. Which unit comes next is known from the last forward pass (in the first: from the order of modules), and in
 backward from the calls themselves, each of which knows the one before it. A guess that was wrong costs time: the unit
 is freed when room is needed. Over shared memory a gather is a copy that waits for nobody, so there is nothing to begin
-early, and nothing is.
+early, and nothing is. Shards in a file are read one unit ahead over any transport.
 
 Note: equal on all ranks. Gathers and reductions are collectives, so all ranks must run the same units in the same
 order. Within a unit they may differ: a parameter without a gradient on this rank counts as zero, and one that no rank
@@ -48,6 +48,8 @@ from fastpar.comm.wire import Wire
 from fastpar.precision import Precision
 from fastpar.zero.gathered import Unit
 from fastpar.zero.groups import Groups, local
+from fastpar.zero.homes import Home
+from fastpar.zero.offload import Offload
 from fastpar.zero.pool import Pool
 from fastpar.zero.slots import Slot
 from fastpar.zero.unit_calls import Call, Order
@@ -113,7 +115,7 @@ class Stage3:
     units                  what is gathered together: see `plan_units`
     reshard_after_forward  False: units stay whole from forward to backward, and are gathered once
     resident_share         the smallest parameters are kept whole on every rank, at most this share of all elements
-    has_copies             whether the optimizer is to have copies, in the host's memory, even where dtypes agree
+    offload                where the optimizer's part is to be, and the shards: see `fastpar.zero.Offload`
     wire                   of gradients of sharded parameters: see `fastpar.comm.wire`
     budget                 bytes that may be whole at a time when something is gathered early; by default those of the
                            two largest units. What runs is gathered in any case
@@ -132,7 +134,7 @@ class Stage3:
         reshard_after_forward: bool = True,
         resident_share: float = RESIDENT_SHARE,
         budget: int | None = None,
-        has_copies: bool = False,
+        offload: Offload | None = None,
         wire: Wire | None = None,
     ) -> None:
         if not 0.0 <= resident_share <= 1.0:
@@ -143,6 +145,7 @@ class Stage3:
         self.resident = frozenset(small_names(numels, resident_share))
         plans = plan_units(model, units)
         owners = owners_of(model, list(numels))
+        self.home = Home(offload)
         self.units = [
             Unit(
                 plan.name,
@@ -150,10 +153,12 @@ class Stage3:
                 groups,
                 precision or Precision(),
                 self.resident,
-                has_copies=has_copies,
+                self.home,
             )
             for plan in plans
         ]
+        if self.home.file is not None:
+            self.home.file.open()
         sizes = sorted((unit.nbytes for unit in self.units), reverse=True)
         self.budget = sum(sizes[:2]) if budget is None else budget
         self.pool = Pool(self.budget)
@@ -184,6 +189,11 @@ class Stage3:
         return {id(whole): sharded for whole, sharded in pairs if not whole.requires_grad}
 
     @property
+    def buffers(self) -> list[Tensor]:
+        """What shards in a file are read into."""
+        return [] if self.home.file is None else self.home.file.buffers
+
+    @property
     def can_prefetch(self) -> bool:
         """Whether a gather takes time that can be hidden: not where ranks copy out of each other's memory."""
         return not any(part.shards.is_shared for unit in self.units for part in unit.parts)
@@ -193,14 +203,28 @@ class Stage3:
     def released(self) -> None:
         """Before shards are written to: frees all units, and waits until no rank reads shards any more. Collective."""
         self.reshard()
+        self.home.released()
         for groups in self.groups.with_experts():
             groups.shard.barrier()
 
     def published(self) -> None:
         """After shards were written to: waits until all ranks have. Collective."""
         self._epoch += 1
+        if self.home.file is not None:
+            self.home.file.settle()
         for groups in self.groups.with_experts():
             groups.shard.barrier()
+
+    def load(self) -> None:
+        """Have shards that are in a file in memory, until something is gathered or `published` is called."""
+        if self.home.file is not None:
+            self.home.file.load()
+
+    def writing(self, slots: Sequence[Slot]) -> AbstractContextManager[None]:
+        """Shards in a file have memory in the block, which is to give these slots' parameters new values."""
+        if self.home.file is None:
+            return nullcontext()
+        return self.home.file.writing([slot.target for slot in slots if slot.target is not None])
 
     def begin_forward(self) -> None:
         """The model is about to run: forget what a pass that has failed left."""
@@ -221,6 +245,8 @@ class Stage3:
     def detach(self) -> None:
         """Give the model its whole parameters for good, and remove all hooks. Collective."""
         self.reshard()
+        if self.home.file is not None:
+            self.home.file.put_away()
         for handle in self._handles:
             handle.remove()
         for module in self.model.modules():
@@ -228,6 +254,8 @@ class Stage3:
                 del vars(module)[name]
         for unit in self.units:
             unit.restore(self.pool)
+        if self.home.file is not None:
+            self.home.file.close()
 
     # ---- by hand
 
@@ -284,6 +312,8 @@ class Stage3:
             self._spare.append(unit)
 
     def _launch(self, unit: Unit) -> None:
+        if self.home.file is not None:
+            self.home.file.put_away()
         while self._spare and self.whole_bytes + unit.nbytes > self.budget:
             self._free(self._spare[0])
         unit.launch(self.pool)
@@ -403,8 +433,8 @@ class Stage3:
         self._handles += [
             self.model.register_forward_pre_hook(_Uncompiled(lambda *_: self.begin_forward()), prepend=True),
             self.model.register_forward_hook(_Uncompiled(lambda *_: self._order.end())),
-            self.model.register_state_dict_pre_hook(lambda *_: self.reshard()),
-            self.model.register_load_state_dict_pre_hook(lambda *_: self.released()),
+            self.model.register_state_dict_pre_hook(lambda *_: self._be_at_rest()),
+            self.model.register_load_state_dict_pre_hook(lambda *_: self._be_writable()),
             self.model.register_load_state_dict_post_hook(lambda *_: self.published()),
         ]
         itself = weakref.ref(self)  # see `fastpar.zero.reducer.Reducer._hook`
@@ -424,6 +454,15 @@ class Stage3:
             module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
             module.register_forward_hook(after, always_call=True),
         ]
+
+    def _be_at_rest(self) -> None:
+        """The model is about to show its shards."""
+        self.reshard()
+        self.load()
+
+    def _be_writable(self) -> None:
+        self.released()
+        self.load()
 
     def _units_in(self, module: nn.Module | None) -> list[Unit]:
         inside = set((module or self.model).modules())

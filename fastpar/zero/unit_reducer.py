@@ -66,9 +66,9 @@ class ReplicaBucket:
         for slot, mine in zip(self.slots, self._flat.split(self._numels), strict=True):
             mean = mine.view(local(slot.owner).shape)
             if slot.owner.grad is None:
-                slot.owner.grad = as_dtensor(mean.to(slot.owner.dtype), slot.spec)
+                slot.owner.grad = as_dtensor(mean.to(slot.owner.device, slot.owner.dtype), slot.spec)
             else:
-                local(slot.owner.grad).add_(mean)
+                local(slot.owner.grad).add_(mean.to(slot.owner.device))
         self._flat = None
 
 

@@ -1,0 +1,326 @@
+"""Shards of parameters in a file: read for every gather, one unit ahead, and written behind the optimizer's update.
+
+    file = ShardFile(offload)
+    shards = file.shards(comm, names, tensors)           # this rank's rows go to the file
+    file.attach(name, parameter)                         # what shows those of one tensor: has no memory at rest
+    file.open()                                          # collective: memory for what will be read
+    pending = shards.gather_rows_async(rows)             # begins to read
+    pending.wait()                                       # gathers; collective
+    with file.writing(parameters):                       # which have memory here, of unknown content,
+        ...                                              # get new values,
+    file.settle()                                        # and are in the file after this; collective
+
+Memory: of each kind (ranks, dtype, device) two buffers for the largest unit's shards: one that ranks gather from, one
+that is read into.
+
+Note: buffers and other ranks. Where ranks share memory they copy out of each other's buffers. The gather number k of a
+kind uses buffer k % 2 on every rank, and begins with an exchange that a rank enters when it has read its own shards:
+so nobody copies what has not been read. After gather k a rank reads ahead for the next into the other buffer, which
+gather k - 1 has used; all ranks had copied that when they entered the exchange of gather k. A wrong guess is read
+again, into the same buffer.
+
+Note: failures. On CPUs that exchange, and one after the writes of a step, tell which ranks could not read or write, so
+that all ranks raise StorageError. On other devices it would have to wait for the device; there the other ranks meet
+their deadline.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fastpar.comm import Communicator
+from fastpar.comm.pending import Pending
+from fastpar.comm.recording import note
+from fastpar.storage import StorageError, TensorStore, Transfer
+from fastpar.zero.absent import mark_absent, mark_present
+from fastpar.zero.flat import FlatLayout, PeerMemory, copy_rows, filled
+from fastpar.zero.groups import set_local
+from fastpar.zero.offload import Offload, nothing_like
+from fastpar.zero.upload import Upload
+
+BUFFERS = 2  # one that ranks gather from, one that is read into
+
+
+class DiskShards:
+    """The rows of `tensors` that belong to this rank, in the file: what `FlatShards` are in memory."""
+
+    is_shared = False  # to gather takes time that can be hidden
+
+    def __init__(self, reader: _Reader, names: Sequence[str], tensors: Sequence[Tensor]) -> None:
+        self._reader, self._names = reader, names
+        comm = reader.comm
+        self.layout = FlatLayout([x.shape for x in tensors], comm.size)
+        self.shards: list[Tensor] = []
+        for index, (name, x) in enumerate(zip(names, tensors, strict=True)):
+            rows = self.layout.rows_of(x.detach(), index, comm.rank).cpu()
+            if rows.numel() > 0:
+                reader.write(name, rows)
+            self.shards.append(nothing_like(rows))
+        reader.fit(max(self.layout.counts))
+
+    def rows_in(self, outs: Sequence[Tensor]) -> list[list[Tensor]]:
+        return [filled(self.layout.rows_of(x.detach(), i, rank) for i, x in enumerate(outs)) for rank in self._ranks]
+
+    def gather_rows_async(self, rows: Sequence[list[Tensor]]) -> Pending[None]:
+        """Begins to read this rank's rows, if no other read is under way. The rest is done by `wait`, which is
+        collective."""
+        self._reader.begin(self)
+        return Pending(
+            None, lambda: self._reader.gather(self, rows), describe=lambda: "gathering shards", timeout=self._timeout
+        )
+
+    def abandon(self, _: Pending[None]) -> None:
+        self._reader.forget(self)
+
+    def read_into(self, flat: Tensor, transfers: list[Transfer]) -> None:
+        """Begin to read this rank's rows."""
+        comm = self._reader.comm
+        views = self.layout.views(flat[: self.layout.counts[comm.rank]], comm.rank)
+        for name, x in zip(self._names, views, strict=True):
+            if x.numel() > 0:
+                transfers.append(self._reader.store.read(name, x))
+
+    @property
+    def _ranks(self) -> range:
+        return range(self._reader.comm.size)
+
+    @property
+    def _timeout(self) -> float:
+        return self._reader.comm.timeout
+
+
+class _Reader:
+    """Reads and gathers the shards of one communicator, dtype and device."""
+
+    def __init__(self, store: TensorStore, comm: Communicator, dtype: torch.dtype, device: torch.device) -> None:
+        self.store, self.comm, self._dtype, self._device = store, comm, dtype, device
+        self._upload = Upload.of(device)
+        self._copied: list[torch.cuda.Event | None] = [None] * BUFFERS  # from each buffer, to the device
+        self._buffers: list[PeerMemory] = []
+        self._numel = 0
+        self._number = 0  # of the next gather
+        self._ahead: DiskShards | None = None  # what is being read for it
+        self._transfers: list[Transfer] = []
+        self._failure: OSError | None = None
+
+    def write(self, name: str, rows: Tensor) -> None:
+        """Before `open`, which raises what goes wrong."""
+        try:
+            self.store.write(name, rows).wait()
+        except OSError as error:
+            self._failure = self._failure or error
+
+    def fit(self, numel: int) -> None:
+        self._numel = max(self._numel, numel)
+
+    def open(self) -> None:
+        """Collective."""
+        raise_on_all(self._failure, self.comm, self._device, "write")
+        counts = [self._numel] * self.comm.size
+        self._buffers = [PeerMemory(self.comm, counts, self._dtype, self._device, at_host=True) for _ in range(BUFFERS)]
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        return [buffer.mine for buffer in self._buffers]
+
+    def begin(self, shards: DiskShards) -> None:
+        """Read them ahead, unless others are."""
+        if self._ahead is not None:
+            return
+        copied = self._copied[self._number % BUFFERS]
+        if copied is not None:
+            copied.synchronize()
+        self._ahead = shards
+        try:
+            shards.read_into(self._buffers[self._number % BUFFERS].mine, self._transfers)
+        except OSError as error:  # of the last write; all ranks are to hear of it
+            self._failure = error
+
+    def forget(self, shards: DiskShards) -> None:
+        """They are not wanted any more."""
+        if self._ahead is shards:
+            self._settle()
+
+    def gather(self, shards: DiskShards, rows: Sequence[list[Tensor]]) -> None:
+        """Bring the rows of all ranks in. Collective."""
+        if self._ahead is not shards:
+            self._settle()
+            self.begin(shards)
+        failure = self._settle()
+        index = self._number % BUFFERS
+        memory = self._buffers[index]
+        self._number += 1
+        raise_on_all(failure, self.comm, self._device, "read")
+        layout = shards.layout
+        if memory.is_shared:
+            note("all_gather", self.comm.size, layout.total, self._dtype)
+            for targets, sources in zip(rows, layout.sources(memory, self.comm.rank), strict=True):
+                copy_rows(targets, sources)
+            return
+        mine = memory.mine[: layout.counts[self.comm.rank]]
+        if self._upload is not None:
+            with self._upload.stream():
+                mine = self._upload.copy(mine)
+                self._copied[index] = event = self._upload.event()
+            self._upload.arrived(event, mine)
+        layout.put_rows(mine if self.comm.size == 1 else self.comm.all_gather(mine, sizes=layout.counts), rows)
+
+    def _settle(self) -> OSError | None:
+        """Wait for what is read ahead; why it failed, if it did."""
+        failure = wait_for(self._transfers) or self._failure
+        self._ahead = self._failure = None
+        return failure
+
+
+@dataclass(eq=False)
+class _Stored:
+    """One tensor of the file, and what shows it: tensors that have its values in memory, or no memory."""
+
+    name: str
+    faces: tuple[Tensor, ...]
+
+    def show(self, memory: Tensor) -> None:
+        for face in self.faces:
+            mark_present(face)
+            set_local(face, memory)
+
+    def hide(self) -> None:
+        nothing = nothing_like(_held(self.faces[0]))
+        text = (
+            f"the shard of {self.name!r} is in a file (offload of parameters): unshard() a module to use its whole "
+            "parameters, or take state_dict()"
+        )
+        for face in self.faces:
+            set_local(face, nothing)
+            mark_absent(face, text)
+
+
+class ShardFile:
+    """The shards of all parameters of a model that are sharded, in a file of this rank."""
+
+    def __init__(self, offload: Offload) -> None:
+        assert offload.path is not None
+        self._store = TensorStore(offload.path, **(offload.options or {}))
+        self._readers: dict[tuple[Communicator, torch.dtype, torch.device], _Reader] = {}
+        self._stored: list[_Stored] = []
+        self._of: dict[int, _Stored] = {}  # by each of its faces
+        self._writes: deque[list[Transfer]] = deque()
+        self._failure: OSError | None = None
+        self.is_loaded = False
+
+    @property
+    def file_bytes(self) -> int:
+        return self._store.file_bytes
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """What shards are read into."""
+        return [buffer for reader in self._readers.values() for buffer in reader.buffers]
+
+    def shards(self, comm: Communicator, names: Sequence[str], tensors: Sequence[Tensor]) -> DiskShards:
+        """Write this rank's rows of `tensors`, which have one dtype and device. The names are those of the model."""
+        kind = comm, tensors[0].dtype, tensors[0].device
+        if kind not in self._readers:
+            self._readers[kind] = _Reader(self._store, *kind)
+        return DiskShards(self._readers[kind], names, tensors)
+
+    def attach(self, name: str, *faces: Tensor) -> None:
+        """Tensors (plain, DTensors or parameters) that show the rows of a name, and have no memory."""
+        if _held(faces[0]).numel() > 0:
+            stored = _Stored(name, faces)
+            self._stored.append(stored)
+            self._of |= {id(face): stored for face in faces}
+            stored.hide()
+
+    def open(self) -> None:
+        """When all shards have been written: makes the buffers. Collective."""
+        for reader in self._readers.values():
+            reader.open()
+
+    def close(self) -> None:
+        self._store.close()
+
+    # ---- at rest
+
+    @contextmanager
+    def writing(self, faces: Sequence[Tensor]) -> Iterator[None]:
+        """These have memory in the block, which writes to all of it; then it goes to the file. If the block raises, the
+        file keeps what it had."""
+        found = [] if self.is_loaded else [self._of[id(face)] for face in faces if id(face) in self._of]
+        memory = [self._store.empty(_held(stored.faces[0]).shape, _held(stored.faces[0]).dtype) for stored in found]
+        for stored, x in zip(found, memory, strict=True):
+            stored.show(x)
+        try:
+            yield
+            self._writes.append([self._write(stored) for stored in found])
+        finally:
+            for stored in found:
+                stored.hide()
+        while len(self._writes) > 1:
+            self._failure = wait_for(self._writes.popleft()) or self._failure
+
+    def load(self) -> None:
+        """Bring everything into memory, as for a checkpoint; `put_away` gives it back."""
+        if not self.is_loaded:
+            self.is_loaded = True
+            for stored, read in [(stored, self._store.read(stored.name)) for stored in self._stored]:
+                stored.show(read.wait())
+
+    def put_away(self) -> None:
+        """Write what is in memory, and give it up. What has been taken of it meanwhile, as by state_dict, stays."""
+        if self.is_loaded:
+            self.is_loaded = False
+            self._writes.append([self._write(stored) for stored in self._stored])
+            for stored in self._stored:
+                stored.hide()
+
+    def settle(self) -> None:
+        """Wait until everything is in the file. Collective."""
+        self.put_away()
+        while self._writes:
+            self._failure = wait_for(self._writes.popleft()) or self._failure
+        failure, self._failure = self._failure, None
+        for comm, device in dict.fromkeys((comm, device) for comm, _, device in self._readers):
+            raise_on_all(failure, comm, device, "write")
+
+    def _write(self, stored: _Stored) -> Transfer:
+        return self._store.write(stored.name, _held(stored.faces[0]))
+
+
+def wait_for(transfers: list[Transfer]) -> OSError | None:
+    """Wait for all, and forget them; the first error."""
+    failure: OSError | None = None
+    for transfer in transfers:
+        try:
+            transfer.wait()
+        except OSError as error:
+            failure = failure or error
+    transfers.clear()
+    return failure
+
+
+def raise_on_all(failure: OSError | None, comm: Communicator, device: torch.device, operation: str) -> None:
+    """Raise this rank's failure, and that of another rank where that is known. Collective: one all-gather of a byte."""
+    if comm.size > 1 and device.type == "cpu":
+        failed = comm.all_gather(torch.tensor([failure is not None], dtype=torch.int8)).nonzero().view(-1).tolist()
+        if failed and failure is None:
+            who = f"rank {', '.join(map(str, failed))} of {comm.size}"
+            raise StorageError(errno.EIO, who, operation, cause="that rank's own error says why")
+    if failure is not None:
+        raise failure
+
+
+def _held(x: Tensor) -> Tensor:
+    """This rank's part of x itself."""
+    inner: Any = x
+    found: Tensor = inner._local_tensor if isinstance(x, DTensor) else x
+    return found
