@@ -5,13 +5,16 @@
     ...                                                         # the experts' work
     out, _ = exchange.give_back(plan, results, weighted=True)   # [T, H]: a sum over each token's choices
 
+`launch_send` and `launch_back` are `send` and `give_back` in two steps, for those who have something else to compute
+while rows travel.
+
 The functions here know nothing of autograd. `fastpar.ops.moe` and `fastpar.ops.moe_mlp` differentiate them: the
 backward of `give_back` is `send` with the same plan, and that of `dispatch` is `give_back`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -19,11 +22,13 @@ from torch import Tensor
 
 from fastpar.comm import Communicator
 from fastpar.ops._buffers import new_buffer
+from fastpar.ops._moe_claim import Claim
 from fastpar.ops._moe_payload import through
 from fastpar.ops._moe_plan import DispatchPlan, Headers, Padding, Pairs, Placement, Terms, check_arguments
 from fastpar.ops.moe_rows import gather_rows, row_sources, sum_rows
 
 Tables = Sequence[Tensor]  # as if they lay one below the other
+Finish = Callable[[Tensor | None], tuple[Tensor, Tensor | None]]  # waits, and gives what `give_back` does for this add
 
 
 class Exchange(Protocol):
@@ -31,9 +36,12 @@ class Exchange(Protocol):
 
     What `dispatch`, `send` and `empty_rows` give may lie in memory that others write: it is valid until the exchange
     is next called, but for `empty_rows`.
+
+    travels  whether rows that were launched are on their way while their rank computes something else
     """
 
     comm: Communicator
+    travels: bool
 
     def dispatch(
         self,
@@ -81,9 +89,56 @@ class Exchange(Protocol):
         """
         ...
 
+    def launch_send(
+        self, plan: DispatchPlan, *tensors: Tensor, again: Tensor | None = None
+    ) -> Callable[[], list[Tables]]:
+        """`send`, whose tables come when what this returns is called."""
+        ...
+
+    def launch_back(
+        self,
+        plan: DispatchPlan,
+        rows: Tensor,
+        *,
+        weighted: bool,
+        values: Tensor | None = None,
+        claim: Claim | None = None,
+        beside: bool = False,
+    ) -> Finish:
+        """`give_back`, whose result comes when what this returns is called.
+
+        beside  whether the caller computes in between; else it calls at once
+        claim   for rows that may be wrong on one rank alone: raises ValueError on every rank for what is
+        """
+        ...
+
 
 class GroupBound:
-    """An exchange is its group's: a copied module still runs on the same, and no file can hold it."""
+    """An exchange is its group's: a copied module still runs on the same, and no file can hold it.
+
+    What is launched here does everything when it is waited for.
+    """
+
+    travels = False
+
+    def launch_send(
+        self: Exchange, plan: DispatchPlan, *tensors: Tensor, again: Tensor | None = None
+    ) -> Callable[[], list[Tables]]:
+        return lambda: self.send(plan, *tensors, again=again)
+
+    def launch_back(
+        self: Exchange,
+        plan: DispatchPlan,
+        rows: Tensor,
+        *,
+        weighted: bool,
+        values: Tensor | None = None,
+        claim: Claim | None = None,
+        beside: bool = False,
+    ) -> Finish:
+        if claim is not None and claim.problem:
+            raise ValueError(claim.problem)
+        return lambda add: self.give_back(plan, rows, weighted=weighted, add=add, values=values)
 
     def __deepcopy__(self, memo: Any) -> GroupBound:
         return self
@@ -196,4 +251,4 @@ def float_weights(weights: Tensor | None, indices: Tensor) -> Tensor:
     return weights.detach().to(torch.float32, copy=True, memory_format=torch.contiguous_format)
 
 
-__all__ = ["DispatchPlan", "Exchange", "LocalExchange", "Padding", "Tables"]
+__all__ = ["Claim", "DispatchPlan", "Exchange", "Finish", "LocalExchange", "Padding", "Tables"]

@@ -178,12 +178,14 @@ class Terms:
 
     differentiable  what the backward will exchange, in which every rank has to take part; 0: there is none
     chunks          number and width of the chunks of tokens that follow an x without columns
+    exact           whether results will come back row by row
     """
 
     padding: Padding
     payload: str | None = None
     differentiable: int = 0
     chunks: tuple[int, int] | None = None
+    exact: bool = False
 
 
 def check_arguments(
@@ -235,7 +237,16 @@ class Headers:
 
 
 _BAD_ARGUMENTS = 1
-_EQUAL_ON_ALL = ("top_k", "the hidden size", "the dtype of x", "padding.align", "padding.capacity", "payload", "chunks")
+_EQUAL_ON_ALL = (
+    "top_k",
+    "the hidden size",
+    "the dtype of x",
+    "padding.align",
+    "padding.capacity",
+    "payload",
+    "chunks",
+    "exact",
+)
 _GRADIENT = "what requires gradients (else a backward would wait for ranks that have none)"
 
 
@@ -288,5 +299,6 @@ def _terms(x: Tensor, pairs: Pairs, terms: Terms) -> list[int]:
         -1 if padding.capacity is None else padding.capacity,
         0 if terms.payload is None else 1 + PAYLOADS.index(terms.payload),
         chunks,
+        int(terms.exact),
         int(terms.differentiable),
     ]

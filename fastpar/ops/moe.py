@@ -21,6 +21,7 @@ from fastpar.comm import Communicator, GroupLike
 from fastpar.comm.replay import kept
 from fastpar.ops._autograd import first_derivative_only, needs_grad
 from fastpar.ops._moe_all_to_all import AllToAllExchange
+from fastpar.ops._moe_claim import DTYPES, Claim
 from fastpar.ops._moe_exchange import Exchange, LocalExchange
 from fastpar.ops._moe_plan import DispatchPlan, Padding
 from fastpar.ops._moe_shared import SharedExchange, SharedHalves
@@ -90,12 +91,13 @@ class _Dispatch(torch.autograd.Function):
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, plan: DispatchPlan, rows: Tensor, row_weights: Tensor | None,
+    def forward(ctx: Any, plan: DispatchPlan, claim: Claim | None, rows: Tensor, row_weights: Tensor | None,
                 add: Tensor | None) -> Tensor:  # fmt: skip
-        rows = rows.contiguous()
-        out: Tensor = kept(lambda: plan.exchange.give_back(plan, rows, weighted=row_weights is not None, add=add)[0])
-        ctx.plan, ctx.has_add = plan, add is not None
-        ctx.save_for_backward(rows if ctx.needs_input_grad[2] else None, row_weights)
+        rows = rows.contiguous() if isinstance(rows, Tensor) else rows  # else its claim says so
+        weighted = row_weights is not None
+        out: Tensor = kept(lambda: plan.exchange.launch_back(plan, rows, weighted=weighted, claim=claim)(add)[0])
+        ctx.plan, ctx.add_dtype = plan, None if add is None else add.dtype
+        ctx.save_for_backward(rows if ctx.needs_input_grad[3] else None, row_weights)
         return out
 
     @staticmethod
@@ -103,12 +105,15 @@ class _Combine(torch.autograd.Function):
         plan: DispatchPlan = ctx.plan
         (dout,) = grads
         rows, row_weights = ctx.saved_tensors
+        dadd = dout.to(ctx.add_dtype) if ctx.needs_input_grad[4] else None
+        if not any(ctx.needs_input_grad[2:4]):  # on no rank: see the claim
+            return None, None, None, None, dadd
         (tables,) = plan.exchange.send(plan, dout.contiguous())
         found = [gather_rows(tables, plan.source, scale=row_weights)]
         if rows is not None:
             found.append(dot_rows(rows, tables, plan.source))
         drows, *dweights = (first_derivative_only(g, "moe_combine", _TWICE, dout, rows, row_weights) for g in found)
-        return None, drows, dweights[0] if dweights else None, dout if ctx.has_add else None
+        return None, None, drows, dweights[0] if dweights else None, dadd
 
 
 def moe_dispatch(
@@ -146,7 +151,7 @@ def moe_dispatch(
         payload: "float8_e4m3fn": tokens travel in 8 bits, and experts see what arrives (`fastpar.ops._moe_payload`);
             gradients and results travel as they are.
 
-    Collectives: shared memory: one all-gather of num_experts + 10 numbers and a barrier, and one for the backward;
+    Collectives: shared memory: one all-gather of num_experts + 11 numbers and a barrier, and one for the backward;
     all_to_all: one all-gather, one all-to-all of each token once for every rank that it goes to, and one for the
     backward. The same in `moe_combine`, without all-gathers. Regions of shared memory grow when a step needs more than
     any before: two more all-gathers.
@@ -183,13 +188,39 @@ def moe_combine(
 
     forward  out[t] = add[t] + sum over k of weights[t, k] * rows[row of (t, k)]     float32, in the order of k
     backward drows[i] = row_weights[i] * dout[source of i]; drow_weights[i] = <dout[source of i], rows[i]>
+
+    Collectives: one each way, as `moe_dispatch` says. Whether rows are as they should be goes in front of them.
+
+    Raises ValueError on every rank of the group for what is wrong on one, where rows are on the CPU; on other devices,
+    which would have to wait for the answer, on that rank only. Over all_to_all, rows of another width than the other
+    ranks' are a CommMismatchError on each; over torch.distributed they are an error at the deadline.
     """
     if torch.compiler.is_compiling():
         return torch.compiler.disable(moe_combine)(rows, plan, row_weights, add=add)
+    problem, is_cpu = _problem_of(rows, plan, row_weights, add), plan.source.device.type == "cpu"
+    if problem and not is_cpu:
+        raise ValueError(problem)
+    is_differentiable = needs_grad(*(x for x in (rows, row_weights) if isinstance(x, Tensor)))
+    claim = Claim(problem, is_differentiable) if is_cpu else None
+    return _Combine.apply(plan, claim, rows, row_weights, add)
+
+
+def _problem_of(rows: Tensor, plan: DispatchPlan, row_weights: Tensor | None, add: Tensor | None) -> str:
+    """What is wrong with the arguments of `moe_combine`, or nothing. Not raised here: other ranks have to be told."""
+    given = {"rows": rows, "row_weights": row_weights, "add": add}
+    for name, x in given.items():
+        if x is None and name != "rows":
+            continue
+        if not isinstance(x, Tensor):
+            return f"{name} must be a tensor, got {type(x).__name__}"
+        if x.device != plan.source.device:
+            return f"{name} must be on the device of the dispatch, {plan.source.device}, got {x.device}"
     if rows.ndim != 2 or len(rows) != plan.num_rows:
-        raise ValueError(f"rows must be [{plan.num_rows}, H], as the dispatch gave them, got {tuple(rows.shape)}")
+        return f"rows must be [{plan.num_rows}, H], as the dispatch gave them, got {tuple(rows.shape)}"
+    if rows.dtype not in DTYPES:
+        return f"rows must be one of {', '.join(map(str, DTYPES))}, got {rows.dtype}"
     if row_weights is not None and row_weights.shape != rows.shape[:1]:
-        raise ValueError(f"row_weights must be [{plan.num_rows}], got {tuple(row_weights.shape)}")
+        return f"row_weights must be [{plan.num_rows}], got {tuple(row_weights.shape)}"
     if add is not None and add.shape != (plan.tokens, rows.shape[1]):
-        raise ValueError(f"add must be [{plan.tokens}, {rows.shape[1]}], got {tuple(add.shape)}")
-    return _Combine.apply(plan, rows, row_weights, add)
+        return f"add must be [{plan.tokens}, {rows.shape[1]}], got {tuple(add.shape)}"
+    return ""
