@@ -283,10 +283,17 @@ def test_four_ranks_of_which_one_has_no_tokens_match_one(options):
     assert_ranks_match_one(4, torch.bfloat16, ExpertRule("geglu"), options)
 
 
-@pytest.mark.parametrize(("size", "payload"), [(2, None), (4, "float8_e4m3fn")])
-def test_any_number_of_chunks_gives_the_same_bits(size, payload):
-    rule = ExpertRule(weigh="input")
-    options = {"transport": "all_to_all", "payload": payload}
+@pytest.mark.parametrize(
+    ("size", "weigh", "options"),
+    [
+        (2, "input", {}),
+        (4, "input", {"payload": "float8_e4m3fn"}),
+        (2, "after", {"exact": True, "padding": Padding(align=8)}),
+    ],
+)
+def test_any_number_of_chunks_gives_the_same_bits(size, weigh, options):
+    rule = ExpertRule(weigh=weigh)
+    options = {"transport": "all_to_all", **options}
     for whole, *chunked in run_ranks(size, run_chunks, SIZES[size], rule, options, (1, 2, 3, 9)):
         for found in chunked:
             assert found.keys() == whole.keys()
@@ -298,7 +305,7 @@ def test_chunks_are_exchanges_of_their_own_and_send_no_byte_more():
     for records in run_ranks(2, record_chunks, SIZES[2], options, (1, 3)):
         (whole, whole_bytes), (chunked, nbytes) = records
         assert whole == ["all_gather"] + ["all_to_all"] * 4
-        assert chunked == ["all_gather"] + ["all_to_all"] * (1 + 3 + 1 + 3 + 1)  # numbers, x, out; x and dout, dx
+        assert chunked == ["all_gather"] + ["all_to_all"] * (1 + 3 + 3 + 3 + 3)  # numbers, x, out; x and dout, dx
         assert nbytes == whole_bytes
 
 
@@ -315,6 +322,7 @@ def test_wrong_parameters_on_one_rank_are_an_error_on_all_and_the_next_call_is_r
     changes = {
         r"ValueError: first must be \(4, 20, 12\)": {"first": torch.zeros(4, 7, HIDDEN)},
         "TypeError: second must have the dtype of x": {"second": torch.zeros(4, HIDDEN, INNER).double()},
+        r"ValueError: add must be as x is, \(6, 12\) on cpu, got \(5, 12\)": {"add": torch.zeros(5, HIDDEN)},
     }
     for message, change in changes.items():
         found = run_ranks(2, wrong_on_one_rank, change)

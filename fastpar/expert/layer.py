@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -41,8 +42,9 @@ class Experts(nn.Module):
     Parameters are DTensors where the mesh has ep or etp: E over ep, I over etp.
 
     forward(x [T, H], indices [T, K], weights [T, K], add [T, H] or None) -> [T, H], each rank with tokens of its own.
-    With etp, one all-gather of tokens before and one reduce-scatter after, over etp. `transport`, `exact`, `payload`,
-    `chunks` and `max_rows` are those of `fastpar.ops.moe_mlp`.
+    `add` may be a function that gives it, to be called while results travel. With etp, one all-gather of tokens before
+    and one reduce-scatter after, over etp. `transport`, `exact`, `payload`, `chunks` and `max_rows` are those of
+    `fastpar.ops.moe_mlp`.
     """
 
     def __init__(
@@ -82,7 +84,13 @@ class Experts(nn.Module):
         self.gate_up_bias = weight((num_experts, products, inner), 2, hidden) if bias else None
         self.down_bias = weight((num_experts, hidden), None, inner) if bias else None
 
-    def forward(self, x: Tensor, indices: Tensor, weights: Tensor, add: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        indices: Tensor,
+        weights: Tensor,
+        add: Tensor | Callable[[], Tensor | None] | None = None,
+    ) -> Tensor:
         etp = self.groups.etp
         first = unwrap(self.gate_up_proj, self.groups).flatten(1, 2)
         second = unwrap(self.down_proj, self.groups)
@@ -108,12 +116,13 @@ class Experts(nn.Module):
         indices = etp.all_gather(indices, sizes=sizes)
         if second_bias is not None:
             second_bias = _OnOneRank.apply(second_bias, etp.rank == 0)
+        given: list[Tensor | None] = [] if callable(add) else [add]
         out = moe_mlp(
-            x, indices, weights, first, second,
-            first_bias=first_bias, second_bias=second_bias, rule=self.rule, **options,
+            x, indices, weights, first, second, first_bias=first_bias, second_bias=second_bias, rule=self.rule,
+            add=(lambda: given.append(add())) if callable(add) else None, **options,
         )  # fmt: skip
         out = reduce_scatter_sequence(out, etp, dim=0, sizes=sizes)
-        return out if add is None else out + add
+        return out if given[0] is None else out + given[0]
 
     def extra_repr(self) -> str:
         ep, etp = self.groups.ep.size, self.groups.etp.size
@@ -182,6 +191,9 @@ class MoELayer(nn.Module):
     experts  `Experts`
     shared   a module [T, H] -> [T, H], as `SharedExpert`, or None
     capacity None: no choice is dropped
+
+    The shared expert runs while the experts' results are on their way back, and its backward while the gradients are on
+    their way to the experts.
 
     Every token is routed and computed on one rank of tp. Without sequence parallelism a rank takes its part of the
     tokens, and the outputs are gathered: one all-gather in forward and one in backward. Parameters of router and shared
@@ -277,7 +289,9 @@ class MoELayer(nn.Module):
             )
             if not in_backward():  # a recomputation drops no more
                 self.dropped += (indices != routing.indices).sum()
-        shared = None if self.shared is None else _on_part_of_tokens(self.shared, tokens, tp)
+        shared: Any = None if self.shared is None else partial(_on_part_of_tokens, self.shared, tokens, tp)
+        if shared is not None and torch.compiler.is_compiling():  # into the graph before the experts, which are in none
+            shared = shared()
         out = self.experts(tokens, indices, routing.weights, shared)
         if is_cut:
             out = gather_from(out, tp, dim=0, sizes=sizes)

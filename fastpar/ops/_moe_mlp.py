@@ -14,6 +14,8 @@ SonicMoE, arXiv:2512.14080). So "after" and "before" differ in little more than 
 
 Note: memory. Experts run one after the other, and rows of one expert go through buffers that the next one uses again:
 they stay in the caches, where matrices of all rows would not. Results are written where the exchange wants them.
+
+What is to be added may be a function, which is called while results travel: then there are two nodes (`Flight`).
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ from fastpar.ops._autograd import first_derivative_only
 from fastpar.ops._buffers import new_buffer
 from fastpar.ops._expert_products import matmul, wgrad_of
 from fastpar.ops._moe_activation import activate_rows, activate_rows_backward
-from fastpar.ops._moe_exchange import Exchange, Tables
+from fastpar.ops._moe_chunks import Arrivals
+from fastpar.ops._moe_exchange import Exchange, Finish, Tables
 from fastpar.ops._moe_plan import DispatchPlan, Padding
 from fastpar.ops._weight_grad import weighted_sum
 from fastpar.ops.moe_rows import dot_rows, gather_rows
@@ -112,10 +115,13 @@ def forward(
     indices: Tensor,
     weights: Tensor,
     experts: Experts,
-    add: Tensor | None,
     wants: Wants | None = None,
-) -> tuple[Tensor, DispatchPlan, Tensor | None]:
-    """out [T, H], the plan, and the first products of all rows if there will be a backward, for what it `wants`."""
+    *,
+    beside: bool = False,
+) -> tuple[Finish, DispatchPlan, Tensor | None]:
+    """What waits for out [T, H], `beside` something else that the caller computes; the plan; and the first products of
+    all rows if there will be a backward, for what it `wants`.
+    """
     rule = call.rule
     plan, arrivals = _moe_chunks.dispatch(
         call.exchange,
@@ -133,7 +139,9 @@ def forward(
     results = call.exchange.empty_rows(plan, second.shape[2], x.dtype)
     outer = first.shape[2] if products is None else 0
     scratch = _Scratch(x, plan, inputs=x.shape[1], hidden=outer, activation=second.shape[1])
+    departures = _moe_chunks.Departures(plan, call.chunks, results, weighted=rule.weigh == "after", beside=beside)
     for expert, rows in _expert_rows(plan):
+        departures.done(expert)
         count = rows.stop - rows.start
         row_weights = plan.row_weights[rows]
         inputs = gather_rows(
@@ -148,8 +156,7 @@ def forward(
         activation = activate_rows(hidden, rule, scale, scratch("activation", count))
         matmul(activation, second[expert], results[rows], bias=_of(experts.second_bias, expert))
     arrivals.finish()
-    out, _ = call.exchange.give_back(plan, results, weighted=rule.weigh == "after", add=add)
-    return out, plan, products
+    return departures.launch(), plan, products
 
 
 class Grads(NamedTuple):
@@ -160,24 +167,31 @@ class Grads(NamedTuple):
     experts: Experts
 
 
-def backward(
-    call: Call, plan: DispatchPlan, x: Tensor, hidden: Tensor, experts: Experts, dout: Tensor, wants: Wants
-) -> Grads:
-    """The gradients; one exchange there, and one back if one of x or of the weights is asked for."""
-    work = _Backward(call, plan, hidden, experts, wants, x.shape[1])
+def send_again(call: Call, plan: DispatchPlan, wants: Wants, x: Tensor, dout: Tensor, *, beside: bool) -> Arrivals:
+    """What backward dispatches."""
     again = x if wants.inputs(call.rule) else None
-    arrivals = _moe_chunks.send(plan, call.chunks, dout, again=again)
+    return _moe_chunks.send(plan, call.chunks, dout, again=again, beside=beside)
+
+
+def backward(
+    call: Call, plan: DispatchPlan, x: Tensor, hidden: Tensor, experts: Experts, wants: Wants, arrivals: Arrivals
+) -> Grads:
+    """The gradients, of what `send_again` brings; one exchange back if one of x or of the weights is asked for."""
+    work = _Backward(call, plan, hidden, experts, wants, x.shape[1])
+    departures = None
     if wants.x:
         work.drows = call.exchange.empty_rows(plan, x.shape[1], x.dtype)
+    if wants.x or wants.weights:
+        rows_back = x.new_zeros((plan.num_rows, 1)) if work.drows is None else work.drows
+        weighted = call.rule.weigh == "input"
+        departures = _moe_chunks.Departures(plan, call.chunks, rows_back, weighted=weighted, values=work.dots)
     for expert, rows in _expert_rows(plan):
+        if departures is not None:
+            departures.done(expert)
         *inputs, douts = arrivals.tables(expert)
         work.run(expert, rows, arrivals.source[rows], douts, inputs[0] if inputs else ())
     arrivals.finish()
-    dx = dweights = None
-    if wants.x or wants.weights:
-        weighted = call.rule.weigh == "input"
-        rows_back = x.new_zeros((plan.num_rows, 1)) if work.drows is None else work.drows
-        dx, dweights = call.exchange.give_back(plan, rows_back, weighted=weighted, values=work.dots)
+    dx, dweights = (None, None) if departures is None else departures.launch()(None)
     return Grads(dx if wants.x else None, dweights, work.grads)
 
 
@@ -250,37 +264,55 @@ def _of(bias: Tensor | None, expert: int) -> Tensor | None:
     return None if bias is None else bias[expert]
 
 
+# ---- autograd
+
+
+def keep(ctx: Any, call: Call, plan: DispatchPlan, wants: Wants, weights: Tensor, *saved: Tensor | None) -> None:
+    """What `grads_of` needs: `saved` are x, the first products and the parameters."""
+    ctx.call, ctx.plan, ctx.wants, ctx.weights_dtype = call, plan, wants, weights.dtype
+    ctx.save_for_backward(*saved)
+
+
+def grads_of(ctx: Any, upstream: Tensor, sent: Arrivals | None = None) -> tuple[Tensor | None, ...]:
+    """Of x, the weights and the parameters; `sent` if it was launched before."""
+    x, hidden, *parameters = ctx.saved_tensors
+    call, plan, wants = ctx.call, ctx.plan, ctx.wants
+    found = Grads(None, None, Experts(None, None, None, None))
+    with torch.no_grad():
+        if wants.exchanged(call.rule):
+            arrivals = sent or send_again(call, plan, wants, x, upstream.contiguous(), beside=False)
+            found = backward(call, plan, x, hidden, Experts(*parameters), wants, arrivals)
+        dweights = None if found.weights is None else found.weights.to(ctx.weights_dtype)
+    once = ("moe_mlp", "moe_dispatch, PyTorch's operations and moe_combine", upstream, x, *parameters)
+    result = (found.x, dweights, *found.experts)
+    return tuple(None if grad is None else first_derivative_only(grad, *once) for grad in result)
+
+
 class MoeMlp(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
         call: Call,
         indices: Tensor,
+        add: Tensor | None,
         x: Tensor,
         weights: Tensor,
-        add: Tensor | None,
         *parameters: Tensor | None,
     ) -> Tensor:
         experts = Experts(*parameters)
         needs = ctx.needs_input_grad
-        ctx.wants = Wants(needs[2], needs[3], Experts(*needs[5:]))
-        out, plan, hidden = kept(lambda: forward(call, x, indices, weights, experts, add, ctx.wants))
-        ctx.call, ctx.plan = call, plan
-        ctx.weights_dtype, ctx.add_dtype = weights.dtype, None if add is None else add.dtype
-        ctx.save_for_backward(x, hidden, *parameters)
+        wants = Wants(needs[3], needs[4], Experts(*needs[5:]))
+
+        def run() -> tuple[Tensor, DispatchPlan, Tensor | None]:
+            finish, plan, hidden = forward(call, x, indices, weights, experts, wants)
+            return finish(add)[0], plan, hidden
+
+        out, plan, hidden = kept(run)
+        ctx.add_dtype = None if add is None else add.dtype
+        keep(ctx, call, plan, wants, weights, x, hidden, *parameters)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        x, hidden, *parameters = ctx.saved_tensors
-        wants: Wants = ctx.wants
-        found = Grads(None, None, Experts(None, None, None, None))
-        with torch.no_grad():
-            if wants.exchanged(ctx.call.rule):
-                dout = grads[0].contiguous()
-                found = backward(ctx.call, ctx.plan, x, hidden, Experts(*parameters), dout, wants)
-            dweights = None if found.weights is None else found.weights.to(ctx.weights_dtype)
-            dadd = grads[0].to(ctx.add_dtype) if ctx.needs_input_grad[4] else None
-        once = ("moe_mlp", "moe_dispatch, PyTorch's operations and moe_combine", grads[0], x, *parameters)
-        result = (found.x, dweights, dadd, *found.experts)
-        return None, None, *(None if grad is None else first_derivative_only(grad, *once) for grad in result)
+        dadd = grads[0].to(ctx.add_dtype) if ctx.needs_input_grad[2] else None
+        return None, None, dadd, *grads_of(ctx, grads[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from fastpar.comm import Communicator, GroupLike
 from fastpar.ops import _moe_push, _moe_triton
 from fastpar.ops._autograd import needs_grad, scale_grad
 from fastpar.ops._moe_exchange import Exchange
+from fastpar.ops._moe_flight import moe_mlp_beside
 from fastpar.ops._moe_mlp import Call, Experts, MoeMlp, forward
 from fastpar.ops._moe_plan import Padding
 from fastpar.ops.grouped_linear import grouped_linear
@@ -30,7 +32,7 @@ def moe_mlp(
     first_bias: Tensor | None = None,
     second_bias: Tensor | None = None,
     rule: ExpertRule | None = None,
-    add: Tensor | None = None,
+    add: Tensor | Callable[[], Tensor | None] | None = None,
     group: GroupLike = None,
     padding: Padding | None = None,
     transport: str = "auto",
@@ -49,7 +51,8 @@ def moe_mlp(
                                [E_r, H, 2I]); all in the dtype of x (torch.autocast converts)
         second   [E_r, H, I]   (transposed: [E_r, I, H])
         first_bias [E_r, 2I], second_bias [E_r, H]
-        add      [T, H]      added in the combine's sum: a shared expert's output, a residual
+        add      [T, H]      added in the combine's sum: a shared expert's output, a residual. A function that gives it
+                             is called while results travel, and its backward runs while dout does: see below
         out      [T, H]
 
         forward  h = x W1' + b1, a = f(h), y = a W2' + b2 of each row, out = add + sum over k of w y
@@ -59,6 +62,11 @@ def moe_mlp(
     That is for rule.weigh "after"; see `ExpertRule`. The number of experts is E_r times the ranks of the group. Saved
     for backward: x and h. Backward computes a again, and dispatches x and dout in one exchange.
 
+    A function that is to be called beside the combine is called before the dispatch where nothing travels: on one rank,
+    on ranks that share memory, and on devices other than the CPU. The bits are those of its result given as a tensor,
+    but that autograd adds up gradients of x in another order if the function uses x more than once. It must not raise
+    on some ranks only.
+
     Collectives: those of `moe_dispatch` and `moe_combine`, once each way. On all ranks the same inputs have to need
     gradients. What needs none costs no product.
 
@@ -66,9 +74,9 @@ def moe_mlp(
         padding, transport, exact, payload: see `moe_dispatch`. transport="symmetric": see below.
         grad_scale: a factor of the gradients of the experts' parameters, for a mean over data-parallel ranks where
             tokens of more ranks meet in an expert than in other parameters.
-        chunks: let tokens travel in so many parts, the same number on all ranks, the first experts' first: those
-            compute while the others' tokens come. Changes no bit; nothing at all where ranks share memory, or on
-            devices other than the CPU.
+        chunks: let tokens and results travel in so many parts, the same number on all ranks, the first experts' first:
+            those compute while the others' tokens come, and the last ones while the others' results leave. Changes no
+            bit; nothing at all where ranks share memory, or on devices other than the CPU.
         max_rows: rows that every rank has room for under transport="symmetric", the same number on all ranks; None: as
             many as the first call of the group can need at most, were all tokens sent to one rank.
 
@@ -109,13 +117,18 @@ def moe_mlp(
         problem = ValueError(f"chunks must be at least 1, got {chunks}")
     if transport == "symmetric" and (comm := Communicator.of(group)).size > 1:
         return _moe_push.moe_mlp(
-            x, indices, weights, experts, rule, add,
+            x, indices, weights, experts, rule, add() if callable(add) else add,
             comm=comm, problem=problem, padding=padding, payload=payload, grad_scale=grad_scale, max_rows=max_rows,
         )  # fmt: skip
     exchange = exchange_of(group, transport=transport, exact=exact, device=x.device)
     call = Call(exchange, len(first) * exchange.comm.size, rule, padding, payload, grad_scale, chunks)
+    if callable(add) and not (exchange.travels and _is_fused(x)):
+        add = add()
+    problem = problem or _check_add(x, add)
     if problem is not None:
         _refuse(problem, exchange, x, call.num_experts)
+    if callable(add):
+        return moe_mlp_beside(call, x.contiguous(), indices, weights, experts, add)
     is_plain = grad_scale == 1.0 and payload is None
     if is_plain and _moe_triton.applies(x, first, size=exchange.comm.size, padding=padding):
         return _moe_triton.moe_mlp(x, indices, weights, *experts, rule, add)
@@ -123,9 +136,19 @@ def moe_mlp(
         return composed(call, x, indices, weights, experts, add, group=group, transport=transport, exact=exact)
     x = x.contiguous()
     if needs_grad(x, weights, add, *experts):
-        return MoeMlp.apply(call, indices, x, weights, add, *experts)
+        return MoeMlp.apply(call, indices, add, x, weights, *experts)
     with torch.no_grad():
-        return forward(call, x, indices, weights, experts, add)[0]
+        return forward(call, x, indices, weights, experts)[0](add)[0]
+
+
+def _check_add(x: Tensor, add: Tensor | Callable[[], Tensor | None] | None) -> ValueError | None:
+    if add is None or callable(add):
+        return None
+    if add.shape != x.shape or add.device != x.device:
+        return ValueError(
+            f"add must be as x is, {tuple(x.shape)} on {x.device}, got {tuple(add.shape)} on {add.device}"
+        )
+    return None
 
 
 def _is_fused(x: Tensor) -> bool:
