@@ -114,7 +114,7 @@ def test_arguments_are_checked_on_one_rank_too():
     parts = {"x": torch.zeros(2, 3), "indices": torch.zeros(2, 1, dtype=torch.int64), "num_experts": 2}
     with pytest.raises(ValueError, match=r"num_experts \(0\) must be divisible"):
         moe_dispatch(**{**parts, "num_experts": 0})
-    with pytest.raises(ValueError, match="transport must be one of auto, shared_memory, all_to_all, got 'nccl'"):
+    with pytest.raises(ValueError, match=r"transport must be one of auto, .*, got 'nccl'"):
         moe_dispatch(**parts, transport="nccl")
     rows, weights, plan = moe_dispatch(**parts)
     with pytest.raises(ValueError, match=r"rows must be \[2, H\], as the dispatch gave them, got \(3, 3\)"):
