@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from fastpar.comm.group import resolve_group
+from fastpar.comm.host_ranks import HostRanks
 from fastpar.comm.launcher import Launcher
 from fastpar.comm.local_world import LocalWorld
 from fastpar.comm.pending import Pending
@@ -77,6 +78,13 @@ class Communicator:
         The first call, and the first collective, wait until all ranks have come.
         """
         return self._route.world()
+
+    def host_ranks(self) -> HostRanks | None:
+        """The ranks on this host, of a group on several of which one at least has more than one rank; None for other
+        groups, and where ranks of a host cannot share memory. Waits as `local_world` does.
+        """
+        hierarchy = self._route.hierarchy()
+        return None if hierarchy is None else HostRanks(hierarchy, self.timeout)
 
     @property
     def in_halves(self) -> Launcher:

@@ -24,9 +24,10 @@ import struct
 import time
 import zlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import lru_cache
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -36,6 +37,8 @@ from fastpar.comm.leaders import GRACE_S, Leaders
 from fastpar.comm.local_world import LocalWorld
 from fastpar.comm.sequencer import Sequencer
 from fastpar.comm.shared_memory import SharedMemoryTransport
+
+T = TypeVar("T")
 
 INLINE_BYTES = 8 << 10
 _HEADER = struct.Struct("<16s16s8siqI")  # operation, dtype, reduction, root, count, checksum of the sizes
@@ -104,6 +107,10 @@ class Local:
         self.rank, self.size = (0, 1) if world is None else (world.rank, world.size)
         self._shared = None if world is None else SharedMemoryTransport(world, seconds, mode="blocking")
 
+    def barrier(self) -> None:
+        if self._shared is not None:
+            self._shared.barrier().finish()
+
     def all_gather(self, x: Tensor) -> Tensor:
         return x if self._shared is None else self._shared.all_gather(x, [x.numel()] * self.size).finish()
 
@@ -134,7 +141,8 @@ class Local:
 
 
 class Hierarchy:
-    """The calls of a group on this rank, in order. `leaders` on the lowest rank of each host only."""
+    """The calls of a group on this rank, in order. `leaders` on the lowest rank of each host only; `world` where a host
+    has several."""
 
     def __init__(
         self, rank: int, hosts: Sequence[Sequence[int]], world: LocalWorld | None, leaders: Leaders | None
@@ -142,8 +150,9 @@ class Hierarchy:
         self.hosts = hosts
         self.host = next(host for host, ranks in enumerate(hosts) if rank in ranks)
         self.ranks = hosts[self.host]  # here
+        self.index = list(self.ranks).index(rank)  # among them
         self.sequencer = Sequencer()
-        self._world, self._leaders = world, leaders
+        self.world, self._leaders = world, leaders
         self._pid = os.getpid()
         self._sequence = 0
         self._broken = ""
@@ -154,12 +163,25 @@ class Hierarchy:
 
     def run(self, call: Collective, deadline: float) -> Tensor | None:
         """This rank's result. One call at a time: use `sequencer`."""
+        try:
+            return self._guarded(lambda: self._perform(call, deadline))
+        finally:
+            self._sequence += 1
+
+    def run_here(self, action: Callable[[Local], T], seconds: float) -> T:
+        """What the ranks of this host do among themselves, in turn with the calls of all."""
+        deadline = time.monotonic() + seconds
+        result: T = self.sequencer.run(lambda: self._guarded(lambda: action(Local(self.world, _left(deadline)))))
+        return result
+
+    def _guarded(self, action: Callable[[], T]) -> T:
+        """A failure ends the group, apart from a mismatch."""
         if os.getpid() != self._pid:
             raise CommError("this process was forked from a rank: it cannot take part in the collectives of its group")
         if self._broken:
             raise CommError(f"an earlier collective of this group failed ({self._broken}): make a new group")
         try:
-            return self._perform(call, deadline)
+            return action()
         except CommMismatchError:
             raise
         except BaseException as error:
@@ -167,11 +189,9 @@ class Hierarchy:
             if self._leaders is not None:
                 self._leaders.give_up(error)
             raise
-        finally:
-            self._sequence += 1
 
     def _perform(self, call: Collective, deadline: float) -> Tensor | None:
-        local = Local(self._world, _left(deadline))
+        local = Local(self.world, _left(deadline))
         self._write_block(call)
         blocks = local.all_gather(self._block).view(local.size, -1)
         headers = [bytes(block) for block in blocks[:, :_HEADER_BYTES].numpy()]
@@ -181,7 +201,7 @@ class Hierarchy:
                 result = self._lead(self._leaders, call, local, blocks, agreed, deadline)
             except BaseException as error:
                 with suppress(CommError):  # what the others wait for, if they still can
-                    self._tell(Local(self._world, _TELL_S), error, None)
+                    self._tell(Local(self.world, _TELL_S), error, None)
                 raise
             self._tell(local, None, result if call.is_little else None)
             return call.take(result) if call.is_little else call.hand_on(local, result)
@@ -252,7 +272,7 @@ class Hierarchy:
 
     def _hear(self, deadline: float) -> Tensor:
         """The host's result where it is little."""
-        local = Local(self._world, _left(deadline) + 1.8 * GRACE_S)  # after the leader, which waits beyond it too
+        local = Local(self.world, _left(deadline) + 1.8 * GRACE_S)  # after the leader, which waits beyond it too
         outcome = local.broadcast(self._outcome, 0)
         raw = bytes(outcome[:_OUTCOME_BYTES].numpy())
         kind, length = _OUTCOME.unpack_from(raw)

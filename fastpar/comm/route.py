@@ -12,6 +12,7 @@ from fastpar.comm.connection import Connection
 from fastpar.comm.errors import CommError
 from fastpar.comm.express import Express
 from fastpar.comm.hierarchical import HierarchicalTransport
+from fastpar.comm.hierarchy import Hierarchy
 from fastpar.comm.local_world import LocalWorld
 from fastpar.comm.shared_memory import SharedMemoryTransport, can_reduce
 from fastpar.comm.torch_transport import TorchTransport
@@ -111,6 +112,12 @@ class Route:
             assert flight.work is not None
             flight.work.wait(self.timeout)
         return self._connection.world
+
+    def hierarchy(self) -> Hierarchy | None:
+        """What the ranks of a group on several hosts share; waits until all have met. None: on one host, or each on its
+        own, or they cannot."""
+        self.world()
+        return None if self._connection is None else self._connection.hierarchy
 
     def _through(self, mode: str) -> Transport:
         """What moves CPU tensors, now that the ranks have met."""

@@ -15,6 +15,7 @@ from torch import Tensor
 from fastpar.comm._library import int64_array, library
 from fastpar.comm.communicator import Communicator
 from fastpar.comm.errors import CommError
+from fastpar.comm.host_ranks import HostRanks
 from fastpar.comm.local_world import LocalWorld
 
 
@@ -32,7 +33,8 @@ def _release(handle: int, world: LocalWorld) -> None:
 
 
 class SharedRegion:
-    """`nbytes` of zeroed memory on every rank of `comm`, mapped by all of them (CPU, one host).
+    """`nbytes` of zeroed memory on every rank of `comm`, mapped by all of them (CPU, one host: a group's, or its part
+    there, `Communicator.host_ranks()`).
 
         region = SharedRegion(comm, nbytes)          # collective: every rank of the group, with the same nbytes
         x = region.tensor((1024, 1024), torch.float32)
@@ -47,7 +49,7 @@ class SharedRegion:
     lives as long as tensors over it.
     """
 
-    def __init__(self, comm: Communicator, nbytes: int) -> None:
+    def __init__(self, comm: Communicator | HostRanks, nbytes: int) -> None:
         if nbytes < 1:
             raise ValueError(f"nbytes must be at least 1, got {nbytes}")
         world = comm.local_world()

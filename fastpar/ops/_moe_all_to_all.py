@@ -10,7 +10,7 @@ not to 8. With H = 7168 in bfloat16 that is 1.51 times fewer than a row for each
 (`fastpar.ops._moe_payload`), the 48 bytes a token of numbers and weights included.
 
 Across hosts rows go as the `Communicator` sends an all-to-all there: through torch.distributed (gloo, NCCL), from each
-rank to each, also where several ranks of one host get the same token.
+rank to each, also where several ranks of one host get the same token. `fastpar.ops._moe_hierarchical` sends it once.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from fastpar.ops._moe_exchange import Finish, GroupBound, Tables, float_weights,
 from fastpar.ops._moe_payload import decode, encode
 from fastpar.ops._moe_plan import (
     DispatchPlan,
+    Headers,
     Padding,
     Pairs,
     Placement,
@@ -46,13 +47,14 @@ _INT16_MAX = 32767
 class AllToAllExchange(GroupBound):
     """See `fastpar.ops._moe_exchange.Exchange`.
 
-    exact  send every pair's row back, and sum at the token: the bits of one rank
+    exact      send every pair's row back, and sum at the token: the bits of one rank
+    in_chunks  whether `fastpar.ops._moe_chunks` may cut what is sent
     """
 
     travels = True
 
-    def __init__(self, comm: Communicator, *, exact: bool = False) -> None:
-        self.comm, self.exact = comm, exact
+    def __init__(self, comm: Communicator, *, exact: bool = False, in_chunks: bool = True) -> None:
+        self.comm, self.exact, self.in_chunks = comm, exact, in_chunks
 
     def dispatch(
         self,
@@ -73,12 +75,19 @@ class AllToAllExchange(GroupBound):
         per_rank = max(num_experts // comm.size, 1)
         sent = _Sent.of(pairs, comm.size, per_rank)
         headers = exchange_headers(comm, problem, x, pairs, terms, sent.sizes)
-        loads, sizes = headers.loads, headers.extra
-        assert sizes is not None
-        place = Placement.of(loads, padding)
+        assert headers.extra is not None
+        return self.deliver(x, weights, pairs, sent, headers, headers.extra)
+
+    def deliver(
+        self, x: Tensor, weights: Tensor | None, pairs: Pairs, sent: _Sent, headers: Headers, sizes: Tensor
+    ) -> tuple[DispatchPlan, Tables]:
+        """What `dispatch` does after the headers; `sizes` [size, size]: rows from each rank to each."""
+        comm, loads, payload = self.comm, headers.loads, headers.terms.payload
+        per_rank = pairs.num_experts // comm.size
+        place = Placement.of(loads, headers.terms.padding)
 
         numbers = sent.experts.to(torch.int16 if per_rank <= _INT16_MAX else torch.int32)
-        pair_weights = float_weights(weights, indices)
+        pair_weights = float_weights(weights, pairs.indices)
         fields = [*_tokens(x, sent, payload), _Field(numbers), _Field(pair_weights, sent.tokens)]
         to, back = sizes[comm.rank].tolist(), sizes[:, comm.rank].tolist()
         *columns, experts, received_weights = self._swap(fields, to, back)

@@ -154,7 +154,8 @@ class Departures:
 def _count(exchange: Exchange, chunks: int, num_experts: int) -> int:
     """How many chunks there are: not more than a rank has experts."""
     per_rank = num_experts // exchange.comm.size
-    return max(1, min(chunks, per_rank)) if isinstance(exchange, AllToAllExchange) else 1
+    is_cut = isinstance(exchange, AllToAllExchange) and exchange.in_chunks
+    return max(1, min(chunks, per_rank)) if is_cut else 1
 
 
 def _launch(plan: DispatchPlan, chunks: int, tensors: Sequence[Tensor], again: Tensor | None) -> Arrivals:

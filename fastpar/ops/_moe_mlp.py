@@ -136,7 +136,7 @@ def forward(
     )
     first, second = experts.matrices(rule)
     products = new_buffer(x, (plan.num_rows, first.shape[2])) if wants is not None else None
-    results = call.exchange.empty_rows(plan, second.shape[2], x.dtype)
+    results = plan.exchange.empty_rows(plan, second.shape[2], x.dtype)
     outer = first.shape[2] if products is None else 0
     scratch = _Scratch(x, plan, inputs=x.shape[1], hidden=outer, activation=second.shape[1])
     departures = _moe_chunks.Departures(plan, call.chunks, results, weighted=rule.weigh == "after", beside=beside)
@@ -180,7 +180,7 @@ def backward(
     work = _Backward(call, plan, hidden, experts, wants, x.shape[1])
     departures = None
     if wants.x:
-        work.drows = call.exchange.empty_rows(plan, x.shape[1], x.dtype)
+        work.drows = plan.exchange.empty_rows(plan, x.shape[1], x.dtype)
     if wants.x or wants.weights:
         rows_back = x.new_zeros((plan.num_rows, 1)) if work.drows is None else work.drows
         weighted = call.rule.weigh == "input"

@@ -18,16 +18,19 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fastpar.comm import Communicator, GroupLike
+from fastpar.comm.host_ranks import find_hosts_of
 from fastpar.comm.replay import kept
 from fastpar.ops._autograd import first_derivative_only, needs_grad
 from fastpar.ops._moe_all_to_all import AllToAllExchange
 from fastpar.ops._moe_claim import DTYPES, Claim
 from fastpar.ops._moe_exchange import Exchange, LocalExchange
+from fastpar.ops._moe_hierarchical import HierarchicalExchange
+from fastpar.ops._moe_hosts import SentRows, SharedRows
 from fastpar.ops._moe_plan import DispatchPlan, Padding
 from fastpar.ops._moe_shared import SharedExchange, SharedHalves
 from fastpar.ops.moe_rows import dot_rows, gather_rows
 
-_TRANSPORTS = ("auto", "shared_memory", "all_to_all", "symmetric")
+_TRANSPORTS = ("auto", "shared_memory", "all_to_all", "hierarchical", "symmetric")
 _TWICE = "fastpar.reference.moe_mlp, in one process,"
 
 # Note: what is kept for a group is its memory, not its exchange, which refers to the group: nothing would ever end.
@@ -57,9 +60,36 @@ def exchange_of(
     if transport == "shared_memory" and not shares:
         where = "" if is_cpu else f" on {device}"
         raise ValueError(f"transport='shared_memory': the ranks of {comm!r} cannot share memory{where}")
-    if not shares:
-        return AllToAllExchange(comm, exact=exact)
-    return SharedExchange(comm, _HALVES.setdefault(comm.group, SharedHalves()))
+    if shares and transport != "hierarchical":
+        return SharedExchange(comm, _HALVES.setdefault(comm.group, SharedHalves()))
+    found = (
+        None
+        if transport == "all_to_all"
+        else _over_hosts(comm, comm.group, is_cpu=is_cpu, exact=exact, if_fewer=transport == "auto")
+    )
+    if transport == "hierarchical" and found is None:
+        raise ValueError(
+            f"transport='hierarchical': the ranks of {comm!r} must be on several hosts, with several on one of them "
+            "that can share memory"
+        )
+    return found or AllToAllExchange(comm, exact=exact)
+
+
+def _over_hosts(
+    comm: Communicator, group: ProcessGroup, *, is_cpu: bool, exact: bool, if_fewer: bool
+) -> HierarchicalExchange | None:
+    """For a group on several hosts where some rank is not alone: else no token would be spared a way."""
+    if is_cpu:
+        here = comm.host_ranks()
+        if here is None:
+            return None
+        shared = SharedRows(here, _HALVES.setdefault(group, SharedHalves()))
+        return HierarchicalExchange(comm, here.hosts, shared, exact=exact, if_fewer=if_fewer)
+    hosts = find_hosts_of(group, comm.timeout)
+    if not 1 < len(hosts) < comm.size:
+        return None
+    sent = SentRows(AllToAllExchange(comm))
+    return HierarchicalExchange(comm, hosts, sent, exact=exact, if_fewer=if_fewer)
 
 
 class _Dispatch(torch.autograd.Function):
@@ -145,7 +175,9 @@ def moe_dispatch(
 
     Args:
         padding: room for rows beyond those there are; see `Padding`.
-        transport: "shared_memory", "all_to_all", or "auto": the first for CPU tensors where the ranks are on one host.
+        transport: "shared_memory", "all_to_all", "hierarchical" (over several hosts: a token goes once to each, see
+            `fastpar.ops._moe_hierarchical`), or "auto": the first for CPU tensors where the ranks are on one host, the
+            last where they are on several and it sends fewer rows between those, else the second.
             "symmetric" is for `moe_mlp`, and here an error between ranks: a plan has its splits on the host.
         exact: give results the bits that one rank has, also over all_to_all, which then sends more.
         payload: "float8_e4m3fn": tokens travel in 8 bits, and experts see what arrives (`fastpar.ops._moe_payload`);
@@ -153,8 +185,10 @@ def moe_dispatch(
 
     Collectives: shared memory: one all-gather of num_experts + 11 numbers and a barrier, and one for the backward;
     all_to_all: one all-gather, one all-to-all of each token once for every rank that it goes to, and one for the
-    backward. The same in `moe_combine`, without all-gathers. Regions of shared memory grow when a step needs more than
-    any before: two more all-gathers.
+    backward; hierarchical: one all-gather, one all-to-all of each token once for every host, within hosts a barrier
+    (devices: an all-to-all), and these two for the backward. The same in `moe_combine`, without all-gathers, but one of
+    32 bytes a rank in hierarchical. Regions of shared memory grow when a step needs more than any before: two more
+    all-gathers.
 
     Raises ValueError on every rank of the group for what is wrong on one, after which the group can be used further;
     CommError as `Communicator` does. Under torch.compile it is a graph break.

@@ -76,7 +76,8 @@ def moe_mlp(
             tokens of more ranks meet in an expert than in other parameters.
         chunks: let tokens and results travel in so many parts, the same number on all ranks, the first experts' first:
             those compute while the others' tokens come, and the last ones while the others' results leave. Changes no
-            bit; nothing at all where ranks share memory, or on devices other than the CPU.
+            bit; nothing at all where ranks share memory or rows go over hosts, or on other devices
+            than the CPU.
         max_rows: rows that every rank has room for under transport="symmetric", the same number on all ranks; None: as
             many as the first call of the group can need at most, were all tokens sent to one rank.
 
