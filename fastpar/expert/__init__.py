@@ -28,8 +28,10 @@ if TYPE_CHECKING:
         set_loss_scale,
         z_loss,
     )
+    from fastpar.expert.placement import Placement, plan_placement
     from fastpar.expert.presets import PRESETS, RouterPreset, preset
     from fastpar.expert.replay import balance_routes, record_routes, replay_routes
+    from fastpar.expert.replicas import rebalance
     from fastpar.expert.router import Router
 
 _HOME = {
@@ -39,6 +41,7 @@ _HOME = {
     "Experts": "fastpar.expert.layer",
     "LossRule": "fastpar.expert.losses",
     "MoELayer": "fastpar.expert.layer",
+    "Placement": "fastpar.expert.placement",
     "Router": "fastpar.expert.router",
     "RouterPreset": "fastpar.expert.presets",
     "SharedExpert": "fastpar.expert.layer",
@@ -50,7 +53,9 @@ _HOME = {
     "expert_loads": "fastpar.expert.loads",
     "global_batch_aux_loss": "fastpar.expert.losses",
     "load_balance": "fastpar.expert.loads",
+    "plan_placement": "fastpar.expert.placement",
     "preset": "fastpar.expert.presets",
+    "rebalance": "fastpar.expert.replicas",
     "record_routes": "fastpar.expert.replay",
     "replay_routes": "fastpar.expert.replay",
     "sequence_aux_loss": "fastpar.expert.losses",
@@ -66,6 +71,7 @@ __all__ = [
     "Experts",
     "LossRule",
     "MoELayer",
+    "Placement",
     "Router",
     "RouterPreset",
     "SharedExpert",
@@ -77,7 +83,9 @@ __all__ = [
     "expert_loads",
     "global_batch_aux_loss",
     "load_balance",
+    "plan_placement",
     "preset",
+    "rebalance",
     "record_routes",
     "replay_routes",
     "sequence_aux_loss",

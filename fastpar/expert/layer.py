@@ -22,13 +22,16 @@ from fastpar.comm import (
     shard_sizes,
 )
 from fastpar.expert.losses import in_backward
+from fastpar.expert.placement import Placement
 from fastpar.expert.presets import RouterPreset
 from fastpar.expert.presets import preset as find_preset
+from fastpar.expert.replicas import Replicas, check_equal
 from fastpar.expert.router import Router
 from fastpar.expert.weights import ExpertGroups, make_expert_weight, unwrap
 from fastpar.mesh import Mesh
 from fastpar.ops.moe_capacity import moe_capacity
 from fastpar.ops.moe_mlp import moe_mlp
+from fastpar.reference.linear import autocast_dtype
 from fastpar.reference.moe_mlp import ExpertRule, activate
 
 
@@ -44,7 +47,8 @@ class Experts(nn.Module):
     forward(x [T, H], indices [T, K], weights [T, K], add [T, H] or None) -> [T, H], each rank with tokens of its own.
     `add` may be a function that gives it, to be called while results travel. With etp, one all-gather of tokens before
     and one reduce-scatter after, over etp. `transport`, `exact`, `payload`, `chunks` and `max_rows` are those of
-    `fastpar.ops.moe_mlp`.
+    `fastpar.ops.moe_mlp`. `replicas`: copies of other ranks' experts that a rank may have; `place` says of which, and
+    `fastpar.expert.rebalance` finds out.
     """
 
     def __init__(
@@ -61,10 +65,13 @@ class Experts(nn.Module):
         payload: str | None = None,
         chunks: int = 1,
         max_rows: int | None = None,
+        replicas: int = 0,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
+        if replicas < 0:
+            raise ValueError(f"replicas must not be negative, got {replicas}")
         self.rule = rule or ExpertRule()
         if self.rule.transposed or self.rule.interleaved:
             raise ValueError("Experts keeps its weights as [E, 2, I, H]: rule.transposed and interleaved must be False")
@@ -72,6 +79,8 @@ class Experts(nn.Module):
         self.groups = ExpertGroups(mesh)
         self.transport, self.exact, self.payload, self.chunks = transport, exact, payload, chunks
         self.max_rows = max_rows
+        self.replicas = replicas
+        self._replicas: Replicas | None = None
         products = 2 if self.rule.is_gated else 1
 
         def weight(shape: tuple[int, ...], split: int | None, fan_in: int) -> nn.Parameter:
@@ -83,6 +92,29 @@ class Experts(nn.Module):
         self.down_proj = weight((num_experts, hidden, inner), 2, inner)
         self.gate_up_bias = weight((num_experts, products, inner), 2, hidden) if bias else None
         self.down_bias = weight((num_experts, hidden), None, inner) if bias else None
+
+    @property
+    def placement(self) -> Placement | None:
+        """Which copies there are; None: no copies."""
+        return None if self._replicas is None else self._replicas.placement
+
+    def place(self, placement: Placement | None) -> None:
+        """From the next forward on, have these copies of experts compute (None: no copies).
+
+        Results and gradients stay what they are but for the order of sums; parameters, gradients and checkpoints
+        stay where they are. A placement is not saved: after loading, place again. All ranks of ep and etp call it, with
+        equal placements: two all-gathers of three numbers. Raises ValueError on all of them for what is wrong on one.
+        """
+        groups, problem = self.groups, ""
+        if placement is not None and (placement.ep, placement.num_experts) != (groups.ep.size, self.num_experts):
+            problem = (
+                f"the placement is for {placement.num_experts} experts on {placement.ep} ranks, "
+                f"not for {self.num_experts} on {groups.ep.size}"
+            )
+        elif placement is not None and placement.slots > self.replicas:
+            problem = f"the placement has {placement.slots} copies on a rank, but replicas is {self.replicas}"
+        check_equal(placement, problem, (groups.ep, groups.etp), self.down_proj.device)
+        self._replicas = Replicas(placement, groups.ep) if placement is not None and placement.slots else None
 
     def forward(
         self,
@@ -96,6 +128,10 @@ class Experts(nn.Module):
         second = unwrap(self.down_proj, self.groups)
         first_bias = None if self.gate_up_bias is None else unwrap(self.gate_up_bias, self.groups).flatten(1)
         second_bias = None if self.down_bias is None else unwrap(self.down_bias, self.groups)
+        copies: list[Any] | None = None
+        if self._replicas is not None:
+            mine = (first, second, first_bias, second_bias)
+            (first, second, first_bias, second_bias), copies = self._replicas.fetch(mine, autocast_dtype(x))
         options: dict[str, Any] = {
             "group": self.groups.ep,
             "transport": self.transport,
@@ -107,26 +143,33 @@ class Experts(nn.Module):
         }
         if etp.size == 1:
             return moe_mlp(
-                x, indices, weights, first, second,
-                first_bias=first_bias, second_bias=second_bias, rule=self.rule, add=add, **options,
+                x, self._physical(indices), weights, first, second,
+                first_bias=first_bias, second_bias=second_bias, replicas=copies, rule=self.rule, add=add, **options,
             )  # fmt: skip
         sizes = _sizes(len(x), etp)
         x = gather_sequence(x, etp, dim=0, sizes=sizes)
         weights = gather_sequence(weights, etp, dim=0, sizes=sizes)
-        indices = etp.all_gather(indices, sizes=sizes)
+        indices = self._physical(etp.all_gather(indices, sizes=sizes))
         if second_bias is not None:
             second_bias = _OnOneRank.apply(second_bias, etp.rank == 0)
+        if copies is not None and copies[3] is not None:
+            copies[3] = _OnOneRank.apply(copies[3], etp.rank == 0)
         given: list[Tensor | None] = [] if callable(add) else [add]
         out = moe_mlp(
-            x, indices, weights, first, second, first_bias=first_bias, second_bias=second_bias, rule=self.rule,
+            x, indices, weights, first, second,
+            first_bias=first_bias, second_bias=second_bias, replicas=copies, rule=self.rule,
             add=(lambda: given.append(add())) if callable(add) else None, **options,
         )  # fmt: skip
         out = reduce_scatter_sequence(out, etp, dim=0, sizes=sizes)
         return out if given[0] is None else out + given[0]
 
+    def _physical(self, indices: Tensor) -> Tensor:
+        return indices if self._replicas is None else self._replicas.physical(indices)
+
     def extra_repr(self) -> str:
         ep, etp = self.groups.ep.size, self.groups.etp.size
-        return f"hidden={self.hidden}, inner={self.inner}, num_experts={self.num_experts}, ep={ep}, etp={etp}"
+        copies = f", replicas={self.replicas}" if self.replicas else ""
+        return f"hidden={self.hidden}, inner={self.inner}, num_experts={self.num_experts}, ep={ep}, etp={etp}{copies}"
 
 
 class _OnOneRank(torch.autograd.Function):
@@ -243,6 +286,7 @@ class MoELayer(nn.Module):
         payload: str | None = None,
         chunks: int = 1,
         max_rows: int | None = None,
+        replicas: int = 0,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         **routing: Any,
@@ -254,6 +298,7 @@ class MoELayer(nn.Module):
         preset    a name of `fastpar.expert.PRESETS`, or a `RouterPreset`
         shared_inner, shared_gated  of a `SharedExpert`; 0: there is none
         router    further arguments of `Router`
+        replicas  copies of hot experts on every rank, once `rebalance` has placed them
         routing   fields of the preset's rule to change, such as top_k
         """
         chosen = find_preset(preset) if isinstance(preset, str) else preset
@@ -262,7 +307,7 @@ class MoELayer(nn.Module):
         rule = ExpertRule(activation, weigh=chosen.weigh)
         way: dict[str, Any] = {"transport": transport, "exact": exact, "payload": payload, "chunks": chunks}
         way["max_rows"] = max_rows
-        experts = Experts(hidden, inner, num_experts, rule=rule, bias=bias, mesh=mesh, **way, **like)
+        experts = Experts(hidden, inner, num_experts, rule=rule, bias=bias, mesh=mesh, replicas=replicas, **way, **like)
         made = chosen.router(hidden, num_experts, **{"group": experts.groups.tp, **like, **(router or {})})
         shared = SharedExpert(hidden, shared_inner, rule=rule, gated=shared_gated, **like) if shared_inner else None
         return cls(made, experts, shared, capacity=capacity, sequence_parallel=sequence_parallel)

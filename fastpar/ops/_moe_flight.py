@@ -17,7 +17,7 @@ Nothing depends on that order but time: whoever comes too early launches or wait
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -52,10 +52,10 @@ class MoeMlpLaunch(torch.autograd.Function):
         ctx: Any, call: Call, flight: Flight, indices: Tensor, x: Tensor, weights: Tensor, *parameters: Tensor | None
     ) -> Tensor:
         needs = ctx.needs_input_grad
-        wants = Wants(needs[3], needs[4], Experts(*needs[5:]))
+        wants, experts = Wants.of(needs[3:]), Experts.of(parameters)
 
         def run() -> tuple[DispatchPlan, Tensor | None]:
-            flight.finish, plan, hidden = forward(call, x, indices, weights, Experts(*parameters), wants, beside=True)
+            flight.finish, plan, hidden = forward(call, x, indices, weights, experts, wants, beside=True)
             return plan, hidden
 
         plan, hidden = kept(run)
@@ -96,16 +96,21 @@ class MoeMlpWait(torch.autograd.Function):
 
 
 def moe_mlp_beside(
-    call: Call, x: Tensor, indices: Tensor, weights: Tensor, experts: Experts, function: Callable[[], Tensor | None]
+    call: Call,
+    x: Tensor,
+    indices: Tensor,
+    weights: Tensor,
+    parameters: Sequence[Tensor | None],
+    function: Callable[[], Tensor | None],
 ) -> Tensor:
     """`fastpar.ops.moe_mlp` with function() added, which is called while results travel."""
     flight, launched = Flight(), None
-    if needs_grad(x, weights, *experts):
-        launched = MoeMlpLaunch.apply(call, flight, indices, x, weights, *experts)
+    if needs_grad(x, weights, *parameters):
+        launched = MoeMlpLaunch.apply(call, flight, indices, x, weights, *parameters)
     else:
 
         def run() -> None:
-            flight.finish = forward(call, x, indices, weights, experts, beside=True)[0]
+            flight.finish = forward(call, x, indices, weights, Experts.of(parameters), beside=True)[0]
 
         with torch.no_grad():
             kept(run)

@@ -20,6 +20,7 @@ What is to be added may be a function, which is called while results travel: the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +35,7 @@ from fastpar.ops._moe_activation import activate_rows, activate_rows_backward
 from fastpar.ops._moe_chunks import Arrivals
 from fastpar.ops._moe_exchange import Exchange, Finish, Tables
 from fastpar.ops._moe_plan import DispatchPlan, Padding
+from fastpar.ops._moe_stack import Stack, joined, parted
 from fastpar.ops._weight_grad import weighted_sum
 from fastpar.ops.moe_rows import dot_rows, gather_rows
 from fastpar.reference.moe_mlp import ExpertRule
@@ -54,14 +56,23 @@ class Call(NamedTuple):
 
 
 class Experts(NamedTuple):
-    """The parameters of this rank's experts, or their gradients."""
+    """The parameters of this rank's experts, or their gradients: tensors, or a `Stack` of several."""
 
     first: Any
     second: Any
     first_bias: Any
     second_bias: Any
 
-    def matrices(self, rule: ExpertRule) -> tuple[Tensor, Tensor]:
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor | None]) -> Experts:
+        """From the tensors of one part, or of several, one after the other."""
+        return cls(*joined(tensors, len(cls._fields)))
+
+    def tensors(self, count: int) -> list[Any]:
+        """The inverse, also of gradients of `count` tensors."""
+        return parted(self, count)
+
+    def matrices(self, rule: ExpertRule) -> tuple[Any, Any]:
         """Both as [E, in, out]."""
         if rule.transposed:
             return self.first, self.second
@@ -74,6 +85,11 @@ class Wants(NamedTuple):
     x: bool
     weights: bool
     experts: Experts
+
+    @classmethod
+    def of(cls, needs: Sequence[bool]) -> Wants:
+        """From what is needed of x, the weights, and all tensors of the experts: of a Stack's parts all, or none."""
+        return cls(needs[0], needs[1], Experts(*needs[2 : 2 + len(Experts._fields)]))
 
     def inputs(self, rule: ExpertRule) -> bool:
         """Whether they take x."""
@@ -207,7 +223,7 @@ class _Backward:
         inner, outer = experts.matrices(call.rule)[1].shape[1], hidden.shape[1]
         self.scratch = _Scratch(hidden, plan, dout=width, dactivation=inner, activation=inner, dhidden=outer)
         pairs = zip(experts, wants.experts, strict=True)
-        self.grads = Experts(*(new_buffer(p, p.shape) if wanted else None for p, wanted in pairs))
+        self.grads = Experts(*(_like(p) if wanted else None for p, wanted in pairs))
         for expert, count in enumerate(plan.counts.tolist()):
             if count == 0:
                 for grad in self.grads:
@@ -260,7 +276,11 @@ class _Backward:
         out.copy_(weighted_sum(grads, row_weights) * self.call.grad_scale)
 
 
-def _of(bias: Tensor | None, expert: int) -> Tensor | None:
+def _like(parameter: Any) -> Any:
+    return parameter.new_buffer() if isinstance(parameter, Stack) else new_buffer(parameter, parameter.shape)
+
+
+def _of(bias: Any, expert: int) -> Tensor | None:
     return None if bias is None else bias[expert]
 
 
@@ -281,10 +301,10 @@ def grads_of(ctx: Any, upstream: Tensor, sent: Arrivals | None = None) -> tuple[
     with torch.no_grad():
         if wants.exchanged(call.rule):
             arrivals = sent or send_again(call, plan, wants, x, upstream.contiguous(), beside=False)
-            found = backward(call, plan, x, hidden, Experts(*parameters), wants, arrivals)
+            found = backward(call, plan, x, hidden, Experts.of(parameters), wants, arrivals)
         dweights = None if found.weights is None else found.weights.to(ctx.weights_dtype)
     once = ("moe_mlp", "moe_dispatch, PyTorch's operations and moe_combine", upstream, x, *parameters)
-    result = (found.x, dweights, *found.experts)
+    result = (found.x, dweights, *found.experts.tensors(len(parameters)))
     return tuple(None if grad is None else first_derivative_only(grad, *once) for grad in result)
 
 
@@ -299,9 +319,9 @@ class MoeMlp(torch.autograd.Function):
         weights: Tensor,
         *parameters: Tensor | None,
     ) -> Tensor:
-        experts = Experts(*parameters)
+        experts = Experts.of(parameters)
         needs = ctx.needs_input_grad
-        wants = Wants(needs[3], needs[4], Experts(*needs[5:]))
+        wants = Wants.of(needs[3:])
 
         def run() -> tuple[Tensor, DispatchPlan, Tensor | None]:
             finish, plan, hidden = forward(call, x, indices, weights, experts, wants)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ def moe_mlp(
     *,
     first_bias: Tensor | None = None,
     second_bias: Tensor | None = None,
+    replicas: Sequence[Tensor | None] | None = None,
     rule: ExpertRule | None = None,
     add: Tensor | Callable[[], Tensor | None] | None = None,
     group: GroupLike = None,
@@ -71,6 +72,9 @@ def moe_mlp(
     gradients. What needs none costs no product.
 
     Args:
+        replicas: (first, second, first_bias, second_bias) of more experts of this rank, which come behind the others
+            in `indices`, the same number of them on every rank: E_r counts them too. On CPU that saves a copy of all in
+            one. As those of the others they need gradients, or do not.
         padding, transport, exact, payload: see `moe_dispatch`. transport="symmetric": see below.
         grad_scale: a factor of the gradients of the experts' parameters, for a mean over data-parallel ranks where
             tokens of more ranks meet in an expert than in other parameters.
@@ -102,8 +106,8 @@ def moe_mlp(
     """
     if torch.compiler.is_compiling():  # a graph cannot hold an exchange
         return torch.compiler.disable(moe_mlp)(
-            x, indices, weights, first, second, first_bias=first_bias, second_bias=second_bias, rule=rule, add=add,
-            group=group, padding=padding, transport=transport, exact=exact, payload=payload,
+            x, indices, weights, first, second, first_bias=first_bias, second_bias=second_bias, replicas=replicas,
+            rule=rule, add=add, group=group, padding=padding, transport=transport, exact=exact, payload=payload,
             grad_scale=grad_scale, chunks=chunks, max_rows=max_rows,
         )  # fmt: skip
     if max_rows is not None and transport != "symmetric":
@@ -111,33 +115,41 @@ def moe_mlp(
     rule, padding = rule or ExpertRule(), padding or Padding()
     dtype = autocast_dtype(x) if x.is_floating_point() else None
     experts = Experts(first, second, first_bias, second_bias)
+    more: list[Any] = [] if replicas is None else [*replicas]
     if dtype is not None:
         x, experts = x.to(dtype), Experts(*(None if p is None else p.to(dtype) for p in experts))
-    problem = check_experts(x, weights, *experts, rule)
+        more = [None if p is None else p.to(dtype) for p in more]
+    problem = check_experts(x, weights, *experts, rule) or _check_replicas(x, weights, experts, more, rule)
     if chunks < 1:
         problem = ValueError(f"chunks must be at least 1, got {chunks}")
+    per_rank = len(first) + (len(more[0]) if more and more[0] is not None else 0)
+    parameters = [*experts, *more]
+    if more and problem is None:
+        experts = Experts.of(parameters)
+        if not _is_fused(x) or transport == "symmetric":
+            experts = Experts(*(None if stack is None else torch.cat(stack.parts) for stack in experts))
     if transport == "symmetric" and (comm := Communicator.of(group)).size > 1:
         return _moe_push.moe_mlp(
             x, indices, weights, experts, rule, add() if callable(add) else add,
             comm=comm, problem=problem, padding=padding, payload=payload, grad_scale=grad_scale, max_rows=max_rows,
         )  # fmt: skip
     exchange = exchange_of(group, transport=transport, exact=exact, device=x.device)
-    call = Call(exchange, len(first) * exchange.comm.size, rule, padding, payload, grad_scale, chunks)
+    call = Call(exchange, per_rank * exchange.comm.size, rule, padding, payload, grad_scale, chunks)
     if callable(add) and not (exchange.travels and _is_fused(x)):
         add = add()
     problem = problem or _check_add(x, add)
     if problem is not None:
         _refuse(problem, exchange, x, call.num_experts)
     if callable(add):
-        return moe_mlp_beside(call, x.contiguous(), indices, weights, experts, add)
+        return moe_mlp_beside(call, x.contiguous(), indices, weights, parameters, add)
     is_plain = grad_scale == 1.0 and payload is None
     if is_plain and _moe_triton.applies(x, first, size=exchange.comm.size, padding=padding):
         return _moe_triton.moe_mlp(x, indices, weights, *experts, rule, add)
     if not _is_fused(x):
         return composed(call, x, indices, weights, experts, add, group=group, transport=transport, exact=exact)
     x = x.contiguous()
-    if needs_grad(x, weights, add, *experts):
-        return MoeMlp.apply(call, indices, add, x, weights, *experts)
+    if needs_grad(x, weights, add, *parameters):
+        return MoeMlp.apply(call, indices, add, x, weights, *parameters)
     with torch.no_grad():
         return forward(call, x, indices, weights, experts)[0](add)[0]
 
@@ -154,6 +166,22 @@ def _check_add(x: Tensor, add: Tensor | Callable[[], Tensor | None] | None) -> V
 
 def _is_fused(x: Tensor) -> bool:
     return x.device.type == "cpu"
+
+
+def _check_replicas(
+    x: Tensor, weights: Tensor, experts: Experts, more: Sequence[Any], rule: ExpertRule
+) -> Exception | None:
+    """What is wrong with them, if anything."""
+    if not more:
+        return None
+    names = experts._fields
+    if len(more) != len(experts):
+        return ValueError(f"replicas must be ({', '.join(names)}), got {len(more)} of them")
+    for name, one, other in zip(names, experts, more, strict=True):
+        if (one is None) != (other is None) or (one is not None and one.requires_grad != other.requires_grad):
+            return ValueError(f"replicas must have {name}, and its gradient, where the other experts do")
+    first, second, first_bias, second_bias = more
+    return check_experts(x, weights, first, second, first_bias, second_bias, rule)
 
 
 def composed(
