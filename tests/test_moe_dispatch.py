@@ -11,7 +11,7 @@ from fastpar.expert import MoELayer
 from fastpar.ops import moe_dispatch
 from fastpar.ops._moe_all_to_all import AllToAllExchange, _Field, _layout, _Sent, _tokens
 from fastpar.ops._moe_payload import decode, encode, through
-from fastpar.ops._moe_plan import Padding, Pairs
+from fastpar.ops._moe_plan import Padding, Pairs, Terms
 from fastpar.ops.moe import exchange_of
 from fastpar.ops.moe_rows import gather_rows
 from tests.dist import run_ranks
@@ -201,7 +201,7 @@ def send_again(options: dict) -> bool:
     x, indices, weights, dout = tokens_of(dist.get_rank(), (5, 9), 130, 2, 6, torch.bfloat16)
     exchange = exchange_of(dist.group.WORLD, **options)
     for payload in (None, FP8):
-        plan, tables = exchange.dispatch(x, indices, weights, 6, Padding(), payload=payload)
+        plan, tables = exchange.dispatch(x, indices, weights, 6, Terms(Padding(), payload))
         rows = gather_rows(tables, plan.source)
         other = gather_rows(exchange.send(plan, dout)[0], plan.source)
         again, both = exchange.send(plan, dout, again=x)

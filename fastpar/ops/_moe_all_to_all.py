@@ -16,7 +16,7 @@ rank to each, also where several ranks of one host get the same token. `fastpar.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -30,7 +30,6 @@ from fastpar.ops._moe_payload import decode, encode
 from fastpar.ops._moe_plan import (
     DispatchPlan,
     Headers,
-    Padding,
     Pairs,
     Placement,
     Terms,
@@ -62,14 +61,10 @@ class AllToAllExchange(GroupBound):
         indices: Tensor,
         weights: Tensor | None,
         num_experts: int,
-        padding: Padding,
-        *,
-        payload: str | None = None,
-        differentiable: int = 0,
-        chunks: tuple[int, int] | None = None,
+        terms: Terms,
     ) -> tuple[DispatchPlan, Tables]:
         comm = self.comm
-        terms = Terms(padding, payload, differentiable, chunks, self.exact)
+        terms = replace(terms, exact=self.exact)
         problem = check_arguments(x, indices, weights, num_experts, terms, comm)
         pairs = Pairs.nowhere(num_experts) if problem else Pairs.of(indices, num_experts)
         per_rank = max(num_experts // comm.size, 1)
@@ -128,17 +123,6 @@ class AllToAllExchange(GroupBound):
 
     def empty_rows(self, plan: DispatchPlan, width: int, dtype: torch.dtype) -> Tensor:
         return new_buffer(plan.row_weights, (plan.num_rows, width), dtype)
-
-    def give_back(
-        self,
-        plan: DispatchPlan,
-        rows: Tensor,
-        *,
-        weighted: bool,
-        add: Tensor | None = None,
-        values: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        return self.launch_back(plan, rows, weighted=weighted, values=values)(add)
 
     def launch_back(
         self,
@@ -373,6 +357,6 @@ class WayBack(NamedTuple):
         return self._replace(rows_of_token=rows, values_of_pair=values)
 
     def sum(self, tables: Sequence[Tables], add: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """What `Exchange.give_back` gives, of what has arrived: rows, and values if there are any."""
+        """What `Exchange.launch_back` gives in the end, of what has arrived: rows, and values if there are any."""
         out = sum_rows(tables[0], self.rows_of_token, weights=self.weights, add=add)
         return out, take_values(tables[1], self.values_of_pair) if len(tables) > 1 else None

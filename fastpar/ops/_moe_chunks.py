@@ -25,7 +25,7 @@ The third goes back in the first chunk, the others in the second.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ from fastpar.ops._buffers import new_buffer
 from fastpar.ops._moe_all_to_all import AllToAllExchange, WayBack, _columns, _Field, _layout, _received
 from fastpar.ops._moe_exchange import Exchange, Finish, Tables
 from fastpar.ops._moe_payload import encode
-from fastpar.ops._moe_plan import DispatchPlan
+from fastpar.ops._moe_plan import DispatchPlan, Terms
 
 _Chunk = list[Tables]  # what came of every tensor that was sent
 
@@ -79,14 +79,14 @@ class Arrivals:
 
 
 def dispatch(
-    exchange: Exchange, chunks: int, x: Tensor, indices: Tensor, weights: Tensor, num_experts: int, **options: Any
+    exchange: Exchange, chunks: int, x: Tensor, indices: Tensor, weights: Tensor, num_experts: int, terms: Terms
 ) -> tuple[DispatchPlan, Arrivals]:
     """`Exchange.dispatch` in chunks."""
     if _count(exchange, chunks, num_experts) == 1:
-        plan, tables = exchange.dispatch(x, indices, weights, num_experts, **options)
+        plan, tables = exchange.dispatch(x, indices, weights, num_experts, terms)
         return plan, Arrivals(plan.source, [tables])
-    of = chunks, x.shape[-1]
-    plan, _ = exchange.dispatch(x[..., :0], indices, weights, num_experts, chunks=of, **options)
+    terms = replace(terms, chunks=(chunks, x.shape[-1]))
+    plan, _ = exchange.dispatch(x[..., :0], indices, weights, num_experts, terms)
     return plan, _launch(plan, chunks, [], x)
 
 
@@ -103,7 +103,7 @@ def send(
 
 
 class Departures:
-    """`Exchange.give_back` in chunks, of results and values that experts are still to write, one after the other."""
+    """`Exchange.launch_back` in chunks, of results and values that experts are still to write, one after the other."""
 
     def __init__(
         self,

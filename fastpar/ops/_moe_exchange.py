@@ -1,15 +1,16 @@
 """Moving rows of tokens to the ranks of their experts and back: what every transport does, and the one of one rank.
 
-    plan, tables = exchange.dispatch(x, indices, weights, num_experts, padding)
+    plan, tables = exchange.dispatch(x, indices, weights, num_experts, terms)
     rows = gather_rows(tables, plan.source)                     # by expert
     ...                                                         # the experts' work
-    out, _ = exchange.give_back(plan, results, weighted=True)   # [T, H]: a sum over each token's choices
+    finish = exchange.launch_back(plan, results, weighted=True)
+    ...                                                         # what else there is to compute while rows travel
+    out, _ = finish(None)                                       # [T, H]: a sum over each token's choices
 
-`launch_send` and `launch_back` are `send` and `give_back` in two steps, for those who have something else to compute
-while rows travel.
+`launch_send` is `send` in two steps, likewise.
 
 The functions here know nothing of autograd. `fastpar.ops.moe` and `fastpar.ops.moe_mlp` differentiate them: the
-backward of `give_back` is `send` with the same plan, and that of `dispatch` is `give_back`.
+backward of `launch_back` is `send` with the same plan, and that of `dispatch` is `launch_back`.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from fastpar.comm import Communicator
 from fastpar.ops._buffers import new_buffer
 from fastpar.ops._moe_claim import Claim
 from fastpar.ops._moe_payload import through
-from fastpar.ops._moe_plan import DispatchPlan, Headers, Padding, Pairs, Placement, Terms, check_arguments
+from fastpar.ops._moe_plan import DispatchPlan, Headers, Pairs, Placement, Terms, check_arguments
 from fastpar.ops.moe_rows import gather_rows, row_sources, sum_rows
 
 Tables = Sequence[Tensor]  # as if they lay one below the other
-Finish = Callable[[Tensor | None], tuple[Tensor, Tensor | None]]  # waits, and gives what `give_back` does for this add
+Finish = Callable[[Tensor | None], tuple[Tensor, Tensor | None]]  # see `Exchange.launch_back`
 
 
 class Exchange(Protocol):
@@ -49,17 +50,9 @@ class Exchange(Protocol):
         indices: Tensor,
         weights: Tensor | None,
         num_experts: int,
-        padding: Padding,
-        *,
-        payload: str | None = None,
-        differentiable: int = 0,
-        chunks: tuple[int, int] | None = None,
+        terms: Terms,
     ) -> tuple[DispatchPlan, Tables]:
         """Send x [T, H] to the ranks of its experts. `gather_rows(tables, plan.source)` are the experts' rows.
-
-        payload         see `moe_dispatch`
-        chunks          number and width of the chunks of tokens that follow an x without columns
-        differentiable  what the backward will exchange, as a number that all ranks have to have alike; 0: there is none
 
         Raises ValueError on every rank for what is wrong on one.
         """
@@ -73,20 +66,6 @@ class Exchange(Protocol):
 
     def empty_rows(self, plan: DispatchPlan, width: int, dtype: torch.dtype) -> Tensor:
         """[num_rows, width] to write what is given back next, which then need not be copied. Uninitialised."""
-        ...
-
-    def give_back(
-        self,
-        plan: DispatchPlan,
-        rows: Tensor,
-        *,
-        weighted: bool,
-        add: Tensor | None = None,
-        values: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """out [T, n]: add + the sum over each token's choices of its rows, times the pair's weight if `weighted`; and
-        of `values` float32 [num_rows] those of this rank's pairs, [T, K], 0 where a pair has no row.
-        """
         ...
 
     def launch_send(
@@ -105,10 +84,13 @@ class Exchange(Protocol):
         claim: Claim | None = None,
         beside: bool = False,
     ) -> Finish:
-        """`give_back`, whose result comes when what this returns is called.
+        """Send rows [num_rows, n] back to their tokens. What this returns is called with `add` [T, n] or None for
 
-        beside  whether the caller computes in between; else it calls at once
+            out     [T, n] = add + the sum over each token's choices of its rows, times the pair's weight if `weighted`
+            values  of `values` float32 [num_rows] those of this rank's pairs, [T, K], 0 where a pair has no row
+
         claim   for rows that may be wrong on one rank alone: raises ValueError on every rank for what is
+        beside  whether the caller computes something before it calls; else it calls at once
         """
         ...
 
@@ -125,20 +107,6 @@ class GroupBound:
         self: Exchange, plan: DispatchPlan, *tensors: Tensor, again: Tensor | None = None
     ) -> Callable[[], list[Tables]]:
         return lambda: self.send(plan, *tensors, again=again)
-
-    def launch_back(
-        self: Exchange,
-        plan: DispatchPlan,
-        rows: Tensor,
-        *,
-        weighted: bool,
-        values: Tensor | None = None,
-        claim: Claim | None = None,
-        beside: bool = False,
-    ) -> Finish:
-        if claim is not None and claim.problem:
-            raise ValueError(claim.problem)
-        return lambda add: self.give_back(plan, rows, weighted=weighted, add=add, values=values)
 
     def __deepcopy__(self, memo: Any) -> GroupBound:
         return self
@@ -162,22 +130,17 @@ class LocalExchange(GroupBound):
         indices: Tensor,
         weights: Tensor | None,
         num_experts: int,
-        padding: Padding,
-        *,
-        payload: str | None = None,
-        differentiable: int = 0,
-        chunks: tuple[int, int] | None = None,
+        terms: Terms,
     ) -> tuple[DispatchPlan, Tables]:
-        terms = Terms(padding, payload, differentiable, chunks)
         problem = check_arguments(x, indices, weights, num_experts, terms, self.comm)
         if problem:
             raise ValueError(problem)
         pairs = Pairs.of(indices, num_experts)
         header = Headers(torch.tensor([len(x)], device="cpu"), pairs.counts[None].cpu(), terms)
-        place = Placement.of(header.loads, padding)
+        place = Placement.of(header.loads, terms.padding)
         slots = pairs.slots(place.first[0])
         rows = rows_of_pairs(pairs, place.first[0], weights, place.rank_rows[0])
-        return make_plan(self, pairs, header, place, rows, weights, way=slots), [through(x, payload)]
+        return make_plan(self, pairs, header, place, rows, weights, way=slots), [through(x, terms.payload)]
 
     def send(self, plan: DispatchPlan, *tensors: Tensor, again: Tensor | None = None) -> list[Tables]:
         first = [] if again is None else [through(again, plan.payload)]
@@ -186,17 +149,24 @@ class LocalExchange(GroupBound):
     def empty_rows(self, plan: DispatchPlan, width: int, dtype: torch.dtype) -> Tensor:
         return new_buffer(plan.row_weights, (plan.num_rows, width), dtype)
 
-    def give_back(
+    def launch_back(
         self,
         plan: DispatchPlan,
         rows: Tensor,
         *,
         weighted: bool,
-        add: Tensor | None = None,
         values: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        out = sum_rows([rows], plan.way, weights=plan.pair_weights if weighted else None, add=add)
-        return out, None if values is None else take_values([values], plan.way)
+        claim: Claim | None = None,
+        beside: bool = False,
+    ) -> Finish:
+        if claim is not None and claim.problem:
+            raise ValueError(claim.problem)
+
+        def finish(add: Tensor | None) -> tuple[Tensor, Tensor | None]:
+            out = sum_rows([rows], plan.way, weights=plan.pair_weights if weighted else None, add=add)
+            return out, None if values is None else take_values([values], plan.way)
+
+        return finish
 
 
 def rows_of_pairs(pairs: Pairs, first: Tensor, weights: Tensor | None, num_rows: int) -> tuple[Tensor, Tensor]:
@@ -251,4 +221,4 @@ def float_weights(weights: Tensor | None, indices: Tensor) -> Tensor:
     return weights.detach().to(torch.float32, copy=True, memory_format=torch.contiguous_format)
 
 
-__all__ = ["Claim", "DispatchPlan", "Exchange", "Finish", "LocalExchange", "Padding", "Tables"]
+__all__ = ["Claim", "DispatchPlan", "Exchange", "Finish", "LocalExchange", "Tables"]

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -60,7 +60,6 @@ from fastpar.ops._moe_exchange import (
 from fastpar.ops._moe_hosts import Arrived, Decode, Topology, WithinHost
 from fastpar.ops._moe_plan import (
     DispatchPlan,
-    Padding,
     Pairs,
     Placement,
     Terms,
@@ -92,14 +91,10 @@ class HierarchicalExchange(GroupBound):
         indices: Tensor,
         weights: Tensor | None,
         num_experts: int,
-        padding: Padding,
-        *,
-        payload: str | None = None,
-        differentiable: int = 0,
-        chunks: tuple[int, int] | None = None,
+        terms: Terms,
     ) -> tuple[DispatchPlan, Tables]:
         comm, top = self.comm, self._top
-        terms = Terms(padding, payload, differentiable, chunks, self._exact)
+        terms = replace(terms, exact=self._exact)
         problem = check_arguments(x, indices, weights, num_experts, terms, comm)
         pairs = Pairs.nowhere(num_experts) if problem else Pairs.of(indices, num_experts)
         per_rank = max(num_experts // comm.size, 1)
@@ -114,10 +109,10 @@ class HierarchicalExchange(GroupBound):
         by_host, by_rank = headers.extra.split([len(top.hosts), headers.extra.shape[1] - len(top.hosts)], 1)
         if self._if_fewer and directly is not None and not top.saves(by_host, by_rank):
             return self._flat.deliver(x, weights, pairs, directly, headers, by_rank)
-        place = Placement.of(headers.loads, padding)
+        place = Placement.of(headers.loads, terms.padding)
 
         numbers = sent.experts.to(torch.int16 if num_here <= _INT16_MAX else torch.int32)
-        tokens = _tokens(x, sent, payload)
+        tokens = _tokens(x, sent, terms.payload)
         fields = [*tokens, _Field(numbers), _Field(float_weights(weights, indices), sent.tokens)]
         rows_here = by_host[:, top.host].tolist()
         to = top.by_gateway(by_host[comm.rank].tolist())
@@ -125,7 +120,7 @@ class HierarchicalExchange(GroupBound):
         *columns, experts, pair_weights = self._flat._swap(fields, to, back)
 
         arrived = Arrived(top, per_rank, experts, pair_weights, rows_here, by_rank, place)
-        opened, inner = self._within.open(arrived, columns, _decoder(len(tokens), x.dtype, payload))
+        opened, inner = self._within.open(arrived, columns, _decoder(len(tokens), x.dtype, terms.payload))
         received = Pairs.of(opened.experts, per_rank)
         mine = slice(comm.rank * per_rank, (comm.rank + 1) * per_rank)
         self._within.remember(inner, opened, received.slots(place.starts[mine]))
@@ -165,17 +160,6 @@ class HierarchicalExchange(GroupBound):
         if plan.way.pairs is not None:
             return self._flat.empty_rows(plan, width, dtype)
         return self._within.empty_rows(plan.way.inner, plan, width, dtype)
-
-    def give_back(
-        self,
-        plan: DispatchPlan,
-        rows: Tensor,
-        *,
-        weighted: bool,
-        add: Tensor | None = None,
-        values: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        return self.launch_back(plan, rows, weighted=weighted, values=values)(add)
 
     def launch_back(
         self,

@@ -34,7 +34,7 @@ from fastpar.ops._expert_products import matmul, wgrad_of
 from fastpar.ops._moe_activation import activate_rows, activate_rows_backward
 from fastpar.ops._moe_chunks import Arrivals
 from fastpar.ops._moe_exchange import Exchange, Finish, Tables
-from fastpar.ops._moe_plan import DispatchPlan, Padding
+from fastpar.ops._moe_plan import DispatchPlan, Padding, Terms
 from fastpar.ops._moe_stack import Stack, joined, parted
 from fastpar.ops._weight_grad import weighted_sum
 from fastpar.ops.moe_rows import dot_rows, gather_rows
@@ -146,9 +146,7 @@ def forward(
         indices,
         weights,
         call.num_experts,
-        padding=call.padding,
-        payload=call.payload,
-        differentiable=0 if wants is None else wants.exchanged(rule),
+        Terms(call.padding, call.payload, 0 if wants is None else wants.exchanged(rule)),
     )
     first, second = experts.matrices(rule)
     products = new_buffer(x, (plan.num_rows, first.shape[2])) if wants is not None else None

@@ -176,6 +176,7 @@ class Pairs:
 class Terms:
     """What all ranks of a dispatch have to agree on, besides the shape of a token.
 
+    padding, payload  see `moe_dispatch`
     differentiable  what the backward will exchange, in which every rank has to take part; 0: there is none
     chunks          number and width of the chunks of tokens that follow an x without columns
     exact           whether results will come back row by row

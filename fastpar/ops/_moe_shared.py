@@ -30,7 +30,6 @@ from fastpar.ops._moe_exchange import Finish, GroupBound, Tables, make_plan, tak
 from fastpar.ops._moe_payload import through
 from fastpar.ops._moe_plan import (
     DispatchPlan,
-    Padding,
     Pairs,
     Placement,
     Terms,
@@ -63,23 +62,18 @@ class SharedExchange(GroupBound):
         indices: Tensor,
         weights: Tensor | None,
         num_experts: int,
-        padding: Padding,
-        *,
-        payload: str | None = None,
-        differentiable: int = 0,
-        chunks: tuple[int, int] | None = None,
+        terms: Terms,
     ) -> tuple[DispatchPlan, Tables]:
-        terms = Terms(padding, payload, differentiable, chunks)
         problem = check_arguments(x, indices, weights, num_experts, terms, self.comm)
         pairs = Pairs.nowhere(num_experts) if problem else Pairs.of(indices, num_experts)
         headers = exchange_headers(self.comm, problem, x, pairs, terms)
         tokens, loads = headers.tokens, headers.loads
-        place = Placement.of(loads, padding)
+        place = Placement.of(loads, terms.padding)
         sorted_weights = (
             torch.ones(len(pairs.order), device="cpu") if weights is None else weights.reshape(-1)[pairs.order].float()
         )
         tables, orders, pair_weights = self._show(
-            (through(x, payload), tokens),
+            (through(x, terms.payload), tokens),
             (pairs.order.int()[:, None], loads.sum(1)),
             (sorted_weights.detach()[:, None], loads.sum(1)),
         )
@@ -101,17 +95,6 @@ class SharedExchange(GroupBound):
     def empty_rows(self, plan: DispatchPlan, width: int, dtype: torch.dtype) -> Tensor:
         self._reserve(_bytes(max(plan.way.rank_rows), width, dtype))
         return self._part(self.comm.rank, (plan.num_rows, width), dtype, 0)
-
-    def give_back(
-        self,
-        plan: DispatchPlan,
-        rows: Tensor,
-        *,
-        weighted: bool,
-        add: Tensor | None = None,
-        values: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        return self.launch_back(plan, rows, weighted=weighted, values=values)(add)
 
     def launch_back(
         self,

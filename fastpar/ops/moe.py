@@ -26,7 +26,7 @@ from fastpar.ops._moe_claim import DTYPES, Claim
 from fastpar.ops._moe_exchange import Exchange, LocalExchange
 from fastpar.ops._moe_hierarchical import HierarchicalExchange
 from fastpar.ops._moe_hosts import SentRows, SharedRows
-from fastpar.ops._moe_plan import DispatchPlan, Padding
+from fastpar.ops._moe_plan import DispatchPlan, Padding, Terms
 from fastpar.ops._moe_shared import SharedExchange, SharedHalves
 from fastpar.ops.moe_rows import dot_rows, gather_rows
 
@@ -94,11 +94,11 @@ def _over_hosts(
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, exchange: Exchange, plan_box: list[DispatchPlan], num_experts: int, options: dict[str, Any],
+    def forward(ctx: Any, exchange: Exchange, plan_box: list[DispatchPlan], num_experts: int, terms: Terms,
                 x: Tensor, indices: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:  # fmt: skip
         def run() -> tuple[Tensor, Tensor, DispatchPlan]:
             contiguous = x.contiguous() if isinstance(x, Tensor) else x
-            plan, tables = exchange.dispatch(contiguous, indices, weights, num_experts, **options)
+            plan, tables = exchange.dispatch(contiguous, indices, weights, num_experts, terms)
             return gather_rows(tables, plan.source), plan.row_weights.clone(), plan
 
         rows, row_weights, plan = kept(run)
@@ -111,7 +111,7 @@ class _Dispatch(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         plan: DispatchPlan = ctx.plan
         drows, dweights = (grad.contiguous() for grad in grads)
-        dx, values = plan.exchange.give_back(plan, drows, weighted=False, values=dweights)
+        dx, values = plan.exchange.launch_back(plan, drows, weighted=False, values=dweights)(None)
         dx = first_derivative_only(dx, "moe_dispatch", _TWICE, *grads)
         if ctx.weights_dtype is None:
             return None, None, None, None, dx, None, None
@@ -200,13 +200,10 @@ def moe_dispatch(
         )  # fmt: skip
     device = x.device if isinstance(x, Tensor) else None
     exchange = exchange_of(group, transport=transport, exact=exact, device=device)
-    options = {
-        "padding": padding or Padding(),
-        "payload": payload,
-        "differentiable": needs_grad(*(t for t in (x, weights) if isinstance(t, Tensor))),
-    }
+    is_differentiable = needs_grad(*(t for t in (x, weights) if isinstance(t, Tensor)))
+    terms = Terms(padding or Padding(), payload, int(is_differentiable))
     box: list[DispatchPlan] = []
-    rows, row_weights = _Dispatch.apply(exchange, box, num_experts, options, x, indices, weights)
+    rows, row_weights = _Dispatch.apply(exchange, box, num_experts, terms, x, indices, weights)
     return rows, row_weights, box[0]
 
 

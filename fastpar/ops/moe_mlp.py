@@ -15,7 +15,7 @@ from fastpar.ops._autograd import needs_grad, scale_grad
 from fastpar.ops._moe_exchange import Exchange
 from fastpar.ops._moe_flight import moe_mlp_beside
 from fastpar.ops._moe_mlp import Call, Experts, MoeMlp, forward
-from fastpar.ops._moe_plan import Padding
+from fastpar.ops._moe_plan import Padding, Terms
 from fastpar.ops.grouped_linear import grouped_linear
 from fastpar.ops.moe import exchange_of, moe_combine, moe_dispatch
 from fastpar.reference.linear import autocast_dtype
@@ -225,5 +225,5 @@ def _refuse(problem: Exception, exchange: Exchange, x: Tensor, num_experts: int)
     """Raise here, and on the other ranks what says that this one did: they wait for its tokens."""
     nothing = torch.empty(0)  # no indices at all: the exchange tells so
     with contextlib.suppress(ValueError):
-        exchange.dispatch(x, nothing, None, num_experts, Padding())
+        exchange.dispatch(x, nothing, None, num_experts, Terms(Padding()))
     raise problem
