@@ -205,11 +205,10 @@ def _forget_meshes() -> None:
     """Empty DTensor's caches of what operations do to layouts: their keys hold meshes, and these their groups."""
     if "torch.distributed.tensor" not in sys.modules:
         return
-    from torch.distributed.tensor import _collective_utils, _redistribute, _sharding_prop, debug
+    from torch.distributed.tensor import _collective_utils, _redistribute, debug
 
     debug._clear_sharding_prop_cache()
     for owner, name in (
-        (_sharding_prop.ShardingPropagator, "_propagate_tensor_meta_cached"),
         (_redistribute, "_gen_transform_infos"),
         (_collective_utils.MeshTopoInfo, "build_from_mesh"),
     ):
