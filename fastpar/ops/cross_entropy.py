@@ -41,15 +41,8 @@ from fastpar import _ext
 from fastpar.ops._autograd import first_derivative_only, scale_by_upstream_
 from fastpar.reference import cross_entropy as reference
 from fastpar.reference.cross_entropy import LossOptions
-from fastpar.reference.vocab_shard import (
-    HEADER_ROWS,
-    Shard,
-    check_headers,
-    compute_dtype,
-    exchange,
-    local_tensor,
-    unwrap,
-)
+from fastpar.reference.dtensor_logits import local_tensor, unwrap
+from fastpar.reference.vocab_shard import HEADER_ROWS, Shard, check_headers, compute_dtype, exchange
 
 if TYPE_CHECKING:
     from fastpar.comm import Communicator, GroupLike
@@ -327,7 +320,7 @@ def vocab_parallel_cross_entropy(
     """Softmax cross-entropy over a vocabulary that is split across the ranks of `group`.
 
         logits  [..., V_local]  this rank's columns; float32, bfloat16, float16 or float64, any strides; or a DTensor,
-                                whose placements then say what `group` and `vocab_range` would
+                                Shard(-1), whose mesh gives `group` and `vocab_range`
         target  [...]           global class ids, int64 or int32, the same on every rank
         out     [...] or []     the loss; float32, or float64 for float64 logits
         lse     [...]           log of the sum of exponentials over the vocabulary, same dtype; differentiable
@@ -372,12 +365,13 @@ def vocab_parallel_cross_entropy(
         RuntimeError: a second backward after inplace_backward=True.
     """
     logits, group, vocab_range = unwrap(logits, group, vocab_range)
-    target = local_tensor(target)
+    target = local_tensor(target, "target")
     reference.check_logits_and_target(logits, target)
     reference.check_reduction(reduction, denominator)
     options = reference.check_options(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
     comm = reference.communicator(group)
     shard = reference.resolve_shard(logits.shape[-1], vocab_range, comm)
+    weight = None if weight is None else local_tensor(weight, "weight")
     weight, weight_sum = reference.check_weight(weight, shard.total, logits, options)
     problem = Problem(shard, comm, options, weight, weight_sum)
     target = reference.shifted(target.long(), shift, ignore_index)

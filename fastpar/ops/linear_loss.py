@@ -49,8 +49,9 @@ from fastpar.ops._linear_passes import Grads, Inputs, Layout, Wants, gradients, 
 from fastpar.ops.cross_entropy import Problem
 from fastpar.ops.wgrad_store import WeightGradStore
 from fastpar.reference import cross_entropy as reference
+from fastpar.reference.dtensor_logits import check_same_group, local_tensor
 from fastpar.reference.linear_loss import check_projection
-from fastpar.reference.vocab_shard import communicator, compute_dtype, local_tensor, resolve_shard
+from fastpar.reference.vocab_shard import communicator, compute_dtype, resolve_shard
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -105,7 +106,7 @@ def _prepare(
             "hidden must be a plain tensor (pass hidden.to_local(), and sequence_parallel=True where it fits)"
         )
     weight, bias, group, vocab_range = _local_rows(weight, bias, group, vocab_range)
-    target = local_tensor(target)
+    target = local_tensor(target, "target")
     hidden, weight, bias = _autocast(hidden, weight, bias)
     options = reference.check_options(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
     if chunk_bytes is not None and (
@@ -141,6 +142,8 @@ def _local_rows(
         )
     if bias is not None and (not isinstance(bias, DTensor) or tuple(bias.placements) != (Shard(0),)):
         raise ValueError("weight is a DTensor, so bias must be one with the same placements, (Shard(dim=0),)")
+    if group is not None:
+        check_same_group(group, mesh, 0, "weight")
     if vocab_range is None:
         total = weight.shape[0]
         vocab_range = (*shard_range(total, mesh.size(), mesh.get_local_rank()), total)

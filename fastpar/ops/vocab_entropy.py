@@ -26,7 +26,8 @@ from torch import Tensor
 from fastpar.ops._autograd import first_derivative_only
 from fastpar.ops.vocab_softmax import ids_by_row, implementation, statistics
 from fastpar.reference import vocab_entropy as reference
-from fastpar.reference.vocab_shard import Shard, communicator, local_tensor, resolve_shard, unwrap
+from fastpar.reference.dtensor_logits import local_tensor, unwrap
+from fastpar.reference.vocab_shard import Shard, communicator, resolve_shard
 from fastpar.reference.vocab_softmax import Transform, check_logits, check_transform
 
 if TYPE_CHECKING:
@@ -126,7 +127,7 @@ def vocab_parallel_log_prob(
     """Log-probabilities of ids over a vocabulary that is split across the ranks of `group`, and the entropy.
 
         logits    [..., V_local]     this rank's columns; float32, bfloat16, float16 or float64, any strides; or a
-                                     DTensor, whose placements then say what `group` and `vocab_range` would
+                                     DTensor, Shard(-1), whose mesh gives `group` and `vocab_range`
         ids       [...] or [..., K]  global ids, int64 or int32, the same on every rank; one or K of each row
         log_prob  as ids             float32, or float64 for float64 logits; the same bits on every rank
         entropy   [...]              with return_entropy: in nats, same dtype; of every row, ignored ids or not
@@ -159,7 +160,7 @@ def vocab_parallel_log_prob(
     """
     logits, group, vocab_range = unwrap(logits, group, vocab_range)
     check_logits(logits)
-    ids = local_tensor(ids)
+    ids = local_tensor(ids, "ids")
     reference.check_ids(ids, logits, ignore_index)
     options = check_transform(softcap, logit_scale)
     comm = communicator(group)
@@ -179,7 +180,7 @@ def vocab_parallel_entropy(
 ) -> Tensor:
     """Entropy, in nats, of the softmax over a vocabulary that is split across the ranks of `group`.
 
-        logits   [..., V_local]  this rank's columns, or a DTensor
+        logits   [..., V_local]  this rank's columns, or a DTensor with Shard(-1)
         entropy  [...]           H = lse - sum_v p_v z_v; float32, or float64 for float64 logits; the same bits on
                                  every rank
 

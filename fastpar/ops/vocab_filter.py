@@ -34,8 +34,9 @@ from torch import Tensor
 from fastpar import _ext
 from fastpar.ops.vocab_topk import implementation as topk_implementation
 from fastpar.reference import vocab_filter as reference
+from fastpar.reference.dtensor_logits import placed_like, unwrap
 from fastpar.reference.vocab_filter import ALL_TIES, BINS
-from fastpar.reference.vocab_shard import Shard, communicator, exchange, resolve_shard, unwrap
+from fastpar.reference.vocab_shard import Shard, communicator, exchange, resolve_shard
 from fastpar.reference.vocab_softmax import check_logits, num_rows
 from fastpar.reference.vocab_topk import Candidates, gather_candidates, merge
 
@@ -210,8 +211,9 @@ def vocab_parallel_top_k_top_p(
     """This rank's columns of logits / temperature, with those that sampling must not choose replaced.
 
         logits  [..., V_local]  this rank's columns; float32, bfloat16, float16 or float64, any strides; or a DTensor,
-                                whose placements then say what `group` and `vocab_range` would
-        out     [..., V_local]  logits / temperature, rounded to their dtype, or `filter_value`; a plain tensor
+                                Shard(-1), whose mesh gives `group` and `vocab_range`
+        out     [..., V_local]  logits / temperature, rounded to their dtype, or `filter_value`; a DTensor where the
+                                logits are one
 
         collectives   none without a filter, or with one rank
                       top_k, min_p   one all-gather of 8 top_k + 4 bytes a row (12 without top_k)
@@ -241,7 +243,8 @@ def vocab_parallel_top_k_top_p(
     Raises ValueError and TypeError: dtype, options, vocab_range; shards that do not tile the vocabulary (on CPU, after
     the collective, on every rank).
     """
-    logits, group, vocab_range = unwrap(logits, group, vocab_range)
+    given = logits
+    logits, group, vocab_range = unwrap(given, group, vocab_range)
     check_logits(logits)
     comm = communicator(group)
     shard = resolve_shard(logits.shape[-1], vocab_range, comm)
@@ -251,11 +254,9 @@ def vocab_parallel_top_k_top_p(
     top_p, min_p = 1.0 if top_p is None else float(top_p), min_p or 0.0
     z = logits if temperature == 1.0 else logits / temperature
     if shard.total == 0 or (top_k is None and top_p >= 1.0 and min_p == 0.0):
-        return z.clone() if z is logits else z
+        return placed_like(given, z.clone() if z is logits else z)
     with torch.no_grad():
         cut, ties = _cut(z.detach(), shard, comm, top_k, top_p, min_p)
     if torch.is_grad_enabled() and z.requires_grad:
-        out: Tensor = _Filter.apply(z, cut, ties, filter_value)
-        return out
-    filtered: Tensor = implementation(z).apply(z, cut, ties, filter_value)
-    return filtered
+        return placed_like(given, _Filter.apply(z, cut, ties, filter_value))
+    return placed_like(given, implementation(z).apply(z, cut, ties, filter_value))

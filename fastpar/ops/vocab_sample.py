@@ -15,15 +15,8 @@ from torch import Tensor
 
 from fastpar import _ext
 from fastpar.reference import vocab_sample as reference
-from fastpar.reference.vocab_shard import (
-    HEADER_ROWS,
-    check_headers,
-    communicator,
-    exchange,
-    resolve_shard,
-    unwrap,
-    with_header,
-)
+from fastpar.reference.dtensor_logits import unwrap
+from fastpar.reference.vocab_shard import HEADER_ROWS, check_headers, communicator, exchange, resolve_shard, with_header
 from fastpar.reference.vocab_softmax import check_logits, num_rows
 
 if TYPE_CHECKING:
@@ -61,7 +54,7 @@ def vocab_parallel_sample(
     """One token of every row, drawn from softmax(logits / temperature) over a vocabulary split across `group`.
 
         logits  [..., V_local]  this rank's columns; float32, bfloat16, float16 or float64, any strides; or a DTensor,
-                                whose placements then say what `group` and `vocab_range` would
+                                Shard(-1), whose mesh gives `group` and `vocab_range`
         out     [...]           global ids, int64, the same on every rank and for every number of ranks
 
         one all-gather of 24 bytes a row and 72 bytes; none with one rank

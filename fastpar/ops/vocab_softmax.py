@@ -29,15 +29,8 @@ from torch import Tensor
 from fastpar import _ext
 from fastpar.ops._autograd import first_derivative_only
 from fastpar.reference import vocab_softmax as reference
-from fastpar.reference.vocab_shard import (
-    Shard,
-    check_headers,
-    communicator,
-    compute_dtype,
-    exchange,
-    resolve_shard,
-    unwrap,
-)
+from fastpar.reference.dtensor_logits import placed_like, unwrap
+from fastpar.reference.vocab_shard import Shard, check_headers, communicator, compute_dtype, exchange, resolve_shard
 from fastpar.reference.vocab_softmax import Transform
 
 if TYPE_CHECKING:
@@ -191,7 +184,8 @@ def _normalized(
     logit_scale: float,
     dtype: torch.dtype | None,
 ) -> Tensor:
-    logits, group, vocab_range = unwrap(logits, group, vocab_range)
+    given = logits
+    logits, group, vocab_range = unwrap(given, group, vocab_range)
     reference.check_logits(logits)
     options = reference.check_transform(softcap, logit_scale)
     out_dtype = reference.check_output_dtype(dtype, logits)
@@ -203,8 +197,7 @@ def _normalized(
     else:
         lse, _, _ = statistics(logits, None, shard, comm, options)
         out = implementation(logits).normalize(logits, lse, log, widen, *options)
-    converted: Tensor = out.to(out_dtype)
-    return converted
+    return placed_like(given, out.to(out_dtype))
 
 
 # ---- public ----------------------------------------------------------------------------------------------------------
@@ -222,8 +215,8 @@ def vocab_parallel_softmax(
     """This rank's columns of the softmax over a vocabulary that is split across the ranks of `group`.
 
         logits  [..., V_local]  this rank's columns; float32, bfloat16, float16 or float64, any strides; or a DTensor,
-                                whose placements then say what `group` and `vocab_range` would
-        out     [..., V_local]  p_v = exp(z_v - lse), a plain tensor
+                                Shard(-1), whose mesh gives `group` and `vocab_range`
+        out     [..., V_local]  p_v = exp(z_v - lse); a DTensor like the logits where they are one
 
         forward   one all-gather of 12 bytes a row (24 for float64) and 36 bytes; none with one rank
         backward  one all-gather of 8 bytes a row; none with one rank

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from fastpar import _ext
 from fastpar.reference import vocab_topk as reference
-from fastpar.reference.vocab_shard import Shard, communicator, resolve_shard, unwrap
+from fastpar.reference.dtensor_logits import unwrap
+from fastpar.reference.vocab_shard import Shard, communicator, resolve_shard
 from fastpar.reference.vocab_softmax import check_logits
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ def vocab_parallel_topk(
     """The k largest logits of a vocabulary that is split across the ranks of `group`, and their ids.
 
         logits  [..., V_local]  this rank's columns; float32, bfloat16, float16 or float64, any strides; or a DTensor,
-                                whose placements then say what `group` and `vocab_range` would
+                                Shard(-1), whose mesh gives `group` and `vocab_range`
         values  [..., k]        largest first, in the logits' dtype; differentiable
         ids     [..., k]        global ids, int64; equal values in ascending order of id
 

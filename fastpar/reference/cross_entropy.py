@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fastpar.reference.dtensor_logits import local_tensor, unwrap
 from fastpar.reference.vocab_shard import (
     Shard,
     check_headers,
@@ -22,9 +23,7 @@ from fastpar.reference.vocab_shard import (
     communicator,
     compute_dtype,
     exchange,
-    local_tensor,
     resolve_shard,
-    unwrap,
     with_header,
 )
 
@@ -434,7 +433,7 @@ def vocab_parallel_cross_entropy(
     from fastpar.comm import reduce_from
 
     logits, group, vocab_range = unwrap(logits, group, vocab_range)
-    target = local_tensor(target)
+    target = local_tensor(target, "target")
     check_logits_and_target(logits, target)
     check_reduction(reduction, denominator)
     options = check_options(ignore_index, label_smoothing, z_loss, softcap, logit_scale)

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from fastpar.reference.cross_entropy import transform
-from fastpar.reference.vocab_shard import communicator, compute_dtype, local_tensor, resolve_shard, unwrap
+from fastpar.reference.dtensor_logits import local_tensor, unwrap
+from fastpar.reference.vocab_shard import communicator, compute_dtype, resolve_shard
 from fastpar.reference.vocab_softmax import check_logits, check_transform, num_rows, whole_vocab
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ def vocab_parallel_log_prob(
 
     logits, group, vocab_range = unwrap(logits, group, vocab_range)
     check_logits(logits)
-    ids = local_tensor(ids)
+    ids = local_tensor(ids, "ids")
     check_ids(ids, logits, ignore_index)
     options = check_transform(softcap, logit_scale)
     comm = communicator(group)

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fastpar.reference.vocab_shard import communicator, resolve_shard, unwrap
+from fastpar.reference.dtensor_logits import placed_like, unwrap
+from fastpar.reference.vocab_shard import communicator, resolve_shard
 from fastpar.reference.vocab_softmax import check_logits, num_rows, whole_vocab
 from fastpar.reference.vocab_topk import check_total
 
@@ -126,7 +127,8 @@ def vocab_parallel_top_k_top_p(
     """fastpar.ops.vocab_parallel_top_k_top_p by gathering and sorting the vocabulary, in float64."""
     from fastpar.comm import gather_from
 
-    logits, group, vocab_range = unwrap(logits, group, vocab_range)
+    given = logits
+    logits, group, vocab_range = unwrap(given, group, vocab_range)
     check_logits(logits)
     comm = communicator(group)
     shard = resolve_shard(logits.shape[-1], vocab_range, comm)
@@ -147,4 +149,4 @@ def vocab_parallel_top_k_top_p(
             keep &= z - z.amax(dim=-1, keepdim=True) >= math.log(min_p)
         keep |= ~usable
     own = slice(shard.start, shard.start + shard.size)
-    return scores[..., own].masked_fill(~keep[..., own], filter_value)
+    return placed_like(given, scores[..., own].masked_fill(~keep[..., own], filter_value))

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from fastpar.reference.dropout import _GOLDEN, _MIX1, _MIX2, _shift_right
-from fastpar.reference.vocab_shard import communicator, resolve_shard, unwrap
+from fastpar.reference.dtensor_logits import unwrap
+from fastpar.reference.vocab_shard import communicator, resolve_shard
 from fastpar.reference.vocab_softmax import check_logits, num_rows, whole_vocab
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ only (its range, a target) travels with them, so that every rank raises the same
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,41 +54,6 @@ def resolve_shard(size: int, vocab_range: tuple[int, int, int] | None, comm: Com
     if comm is None and size != total:
         raise ValueError(f"vocab_range {vocab_range} is a part of the vocabulary, which needs a group of several ranks")
     return Shard(start, size, total)
-
-
-def local_tensor(x: Tensor) -> Tensor:
-    """This rank's part of a DTensor; any other tensor itself."""
-    return cast(Tensor, cast(Any, x).to_local()) if hasattr(x, "device_mesh") else x
-
-
-def unwrap(
-    logits: Tensor, group: GroupLike, vocab_range: tuple[int, int, int] | None
-) -> tuple[Tensor, GroupLike, tuple[int, int, int] | None]:
-    """A DTensor's local logits with the group and the range that its placements say; anything else as it is.
-
-    The last dim may be Shard on one dim of the mesh; other dims of the mesh may split rows or replicate. What follows
-    is then about this rank's rows.
-    """
-    if not hasattr(logits, "device_mesh"):
-        return logits, group, vocab_range
-    from torch.distributed.tensor import DTensor
-
-    from fastpar.comm import shard_range
-
-    assert isinstance(logits, DTensor)
-    if group is not None or vocab_range is not None:
-        raise ValueError("DTensor logits say themselves how they are split: leave group and vocab_range out")
-    if any(p.is_partial() for p in logits.placements):
-        raise ValueError(f"logits that are partial sums have to be reduced first, got placements {logits.placements}")
-    mesh, total = logits.device_mesh, logits.shape[-1]
-    dims = [i for i, p in enumerate(logits.placements) if p.is_shard(logits.dim() - 1)]
-    local: Tensor = logits.to_local()
-    if not dims:
-        return local, None, None
-    if len(dims) > 1:
-        raise ValueError(f"the vocabulary may be split over one dim of the mesh, got placements {logits.placements}")
-    start, end = shard_range(total, mesh.size(dims[0]), mesh.get_local_rank(dims[0]))
-    return local, mesh.get_group(dims[0]), (start, end, total)
 
 
 def check_target_range(target: Tensor, total: int, ignore_index: int, name: str = "target") -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fastpar.reference.cross_entropy import LOGITS_DTYPES, check_options, transform
+from fastpar.reference.dtensor_logits import placed_like, unwrap
 from fastpar.reference.vocab_shard import (
     Shard,
     check_headers,
@@ -22,7 +23,6 @@ from fastpar.reference.vocab_shard import (
     exchange,
     read_headers,
     resolve_shard,
-    unwrap,
     with_header,
 )
 
@@ -228,7 +228,8 @@ def _reference_softmax(
 ) -> Tensor:
     from fastpar.comm import gather_sequence
 
-    logits, group, vocab_range = unwrap(logits, group, vocab_range)
+    given = logits
+    logits, group, vocab_range = unwrap(given, group, vocab_range)
     check_logits(logits)
     options = check_transform(softcap, logit_scale)
     out_dtype = check_output_dtype(dtype, logits)
@@ -237,7 +238,7 @@ def _reference_softmax(
     x = gather_sequence(logits.double(), comm, dim=-1, sizes=whole_vocab(logits, shard, comm))
     z = transform(x, num_rows(x), *options).reshape(x.shape)
     out = z.log_softmax(dim=-1) if log else z.softmax(dim=-1)
-    return out[..., shard.start : shard.start + shard.size].to(out_dtype)
+    return placed_like(given, out[..., shard.start : shard.start + shard.size].to(out_dtype))
 
 
 def vocab_parallel_softmax(

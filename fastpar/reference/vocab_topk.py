@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from fastpar.reference.dtensor_logits import unwrap
 from fastpar.reference.vocab_shard import (
     HEADER_ROWS,
     Shard,
@@ -20,7 +21,6 @@ from fastpar.reference.vocab_shard import (
     compute_dtype,
     exchange,
     resolve_shard,
-    unwrap,
     with_header,
 )
 from fastpar.reference.vocab_softmax import check_logits, whole_vocab
