@@ -17,15 +17,20 @@ Note: Llama 4
 
 from __future__ import annotations
 
+import functools
 import inspect
+from collections.abc import Callable
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from fastpar.comm import Communicator
-from fastpar.stacked_experts import is_stacked, num_experts_of, own_parameters, rule_of, run_experts
+from fastpar.stacked_experts import is_stacked, is_transposed, num_experts_of, own_parameters, rule_of, run_experts
 from fastpar.tensor.binding import Adoption, BoundGroup
 from fastpar.tensor.parameter import MakeParameter, ParallelModule, ParameterLayout, RowMap, install_state_dict_hooks
+
+_PROOF_TOKENS = 5
 
 
 def check_experts(path: str, module: nn.Module, parent: nn.Module | None, size: int) -> None:
@@ -44,6 +49,40 @@ def check_experts(path: str, module: nn.Module, parent: nn.Module | None, size: 
         raise TypeError(
             f"{path} ({type(module).__name__}) is called without its tokens' choices; the style 'expert' knows that "
             "only inside a module with `router`, `experts`, `shared_expert` and `top_k`, as Llama 4 has"
+        )
+
+
+@torch.no_grad()
+def prove_experts(path: str, module: nn.Module, parent: nn.Module | None) -> None:
+    """TypeError unless `run_experts` gives what the module's own forward does, for a few random tokens.
+
+    The style replaces that forward, and a subclass may do more in it than the stacked weights and the activation say.
+    """
+    first = cast(Tensor, module._parameters["down_proj"])
+    hidden = first.shape[2 if is_transposed(module) else 1]
+    generator, num_experts = torch.Generator().manual_seed(0), num_experts_of(module)
+    x = torch.randn(_PROOF_TOKENS, hidden, generator=generator).to(first)
+    modes = [(m, m.training) for m in (parent or module).modules()]
+    for m, _ in modes:
+        m.training = False
+    try:
+        if takes_scaled_tokens(module):
+            wanted = cast(Any, parent)(x)[0]
+            found = _route(cast(Any, parent), functools.partial(run_experts, module), x)[0]
+        else:
+            top_k = min(2, num_experts)
+            indices = torch.rand(_PROOF_TOKENS, num_experts, generator=generator).topk(top_k).indices.to(x.device)
+            weights = torch.rand(_PROOF_TOKENS, top_k, generator=generator).to(x)
+            wanted, found = module(x, indices, weights), run_experts(module, x, indices, weights)
+    finally:
+        for m, was in modes:
+            m.training = was
+    error, scale = float((wanted - found).abs().max()), float(wanted.abs().max())
+    if not error <= 64 * torch.finfo(first.dtype).eps * hidden**0.5 * (scale + 1e-30):
+        raise TypeError(
+            f"{path} ({type(module).__module__}.{type(module).__qualname__}) does more in its forward than stacked "
+            f"weights and an activation say: for random tokens the style 'expert' differs by {error:.2g} of "
+            f"{scale:.2g}. Leave it out of the plan"
         )
 
 
@@ -111,12 +150,14 @@ def spread_experts(
     return adoption
 
 
+def _route(parent: Any, run: Callable[..., Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
+    scores, logits = parent.router(x)
+    indices = logits.detach().topk(parent.top_k, dim=1).indices
+    return run(x, indices, scores.gather(1, indices), weigh="input", add=parent.shared_expert(x)), logits
+
+
 def _routing_forward(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-    x = hidden_states.reshape(-1, hidden_states.shape[-1])
-    scores, logits = self.router(x)
-    indices = logits.detach().topk(self.top_k, dim=1).indices
-    out = self.experts._run(x, indices, scores.gather(1, indices), weigh="input", add=self.shared_expert(x))
-    return out, logits
+    return _route(self, self.experts._run, hidden_states.reshape(-1, hidden_states.shape[-1]))
 
 
 def route_tokens(parent: nn.Module) -> Adoption:

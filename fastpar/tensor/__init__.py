@@ -1,9 +1,9 @@
 """Tensor parallelism: layers split over a group, and sequence parallelism between them."""
 
-from fastpar.tensor.binding import Adoption, adopt
+from fastpar.tensor.binding import Adoption, adopt, prove_adoption
 from fastpar.tensor.dropout import LayoutDropout
 from fastpar.tensor.linear import ColumnParallelLinear, RowParallelLinear
-from fastpar.tensor.loss import causal_lm_loss
+from fastpar.tensor.loss import causal_lm_loss, masked_lm_loss
 from fastpar.tensor.parameter import ParameterLayout, RowMap, full_parameter, layout_of, local_tensor, unwrap
 from fastpar.tensor.replicated import replicate
 from fastpar.tensor.sequence import SequenceRegion
@@ -27,6 +27,8 @@ __all__ = [
     "gather_vocab",
     "layout_of",
     "local_tensor",
+    "masked_lm_loss",
+    "prove_adoption",
     "replicate",
     "unwrap",
 ]

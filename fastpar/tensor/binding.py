@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any, NamedTuple, cast
 
 from torch import nn
@@ -10,6 +11,10 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from fastpar.comm import Communicator
+from fastpar.tensor.own_forward import has_own_forward, keeping_forward, prove_own_forward
+
+# What decides on the numbers of a parallel layer; the others say how it fits into a model.
+_PROVEN_OPTIONS = ("rows", "sections", "gather_output", "input_is_parallel", "input_prepared")
 
 
 class BoundGroup(NamedTuple):
@@ -73,14 +78,18 @@ class Adoption:
         module._parameters.update(self.original_parameters)
 
 
-def adopt(module: nn.Module, cls: type[Any], group: GroupLike, **options: Any) -> Adoption:
+def adopt(module: nn.Module, cls: type[Any], group: GroupLike, *, is_proven: bool = False, **options: Any) -> Adoption:
     """Turn `module` into the parallel layer `cls` in place; `options` are those of the layer's `from_...` constructor.
 
-    On an error the module is left as it was.
+    A forward of its own is kept around the parallel layer's, after `prove_adoption` has shown that this is right (which
+    `is_proven` says has been done). On an error the module is left as it was.
     """
+    own = has_own_forward(module)
+    if own and not is_proven:
+        prove_adoption(type(module).__name__, module, cls, group, options)
     source = copy.copy(module)
     source.__dict__["_parameters"] = dict(module._parameters)
-    adoption = Adoption(module, cls)
+    adoption = Adoption(module, keeping_forward(cls, type(module)) if own else cls)
     try:
         cast(Any, module)._configure(source, group, **options)
     except BaseException:
@@ -88,3 +97,21 @@ def adopt(module: nn.Module, cls: type[Any], group: GroupLike, **options: Any) -
         raise
     adoption.handles.extend(getattr(module, "_state_handles", []))
     return adoption
+
+
+def prove_adoption(
+    path: str, module: nn.Module, cls: type[Any], group: GroupLike, options: Mapping[str, Any] | None = None
+) -> None:
+    """TypeError on every rank unless `cls` around the module's own forward computes what the module does. Collective;
+    nothing to do where the forward is not its own."""
+    if not has_own_forward(module):
+        return
+    device_type = next((p.device.type for p in module.parameters()), "cpu")
+    bound = bind(group, device_type)
+    kept = {name: value for name, value in (options or {}).items() if name in _PROVEN_OPTIONS}
+
+    def split(twin: nn.Module) -> nn.Module:
+        adopt(twin, cls, bound, is_proven=True, **kept)
+        return twin
+
+    prove_own_forward(path, module, bound.comm, split)

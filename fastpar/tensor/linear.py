@@ -21,6 +21,7 @@ from fastpar.comm import gather_from, scatter_to, shard_sizes
 from fastpar.ops.linear import all_gather_linear, copy_to_linear, linear_all_reduce, linear_reduce_scatter
 from fastpar.ops.overlap import Overlap
 from fastpar.tensor.binding import GroupLike, bind, blank
+from fastpar.tensor.own_forward import check_parameters, conv1d_class, refuse_own_forward
 from fastpar.tensor.parameter import MakeParameter, ParallelModule, ParameterLayout, RowMap, install_state_dict_hooks
 from fastpar.tensor.sequence import SequenceRegion
 from fastpar.tensor.shared_input import SharedInput
@@ -99,6 +100,7 @@ class ColumnParallelLinear(ParallelModule):
         overlap: bool | Overlap = True,
     ) -> ColumnParallelLinear:
         """A parallel layer with the weights of `linear` (an `nn.Linear`, or Hugging Face's Conv1D)."""
+        refuse_own_forward(linear)
         layer: ColumnParallelLinear = blank(cls)
         options: dict[str, Any] = {"gather_output": gather_output, "sequence": sequence, "sections": sections}
         layer._configure(linear, group, rows=rows, overlap=overlap, **options)
@@ -137,6 +139,19 @@ class ColumnParallelLinear(ParallelModule):
     @property
     def local_out_features(self) -> int:
         return self.rows.size(self.comm.rank)
+
+    @property
+    def sums_input_gradient(self) -> bool:
+        """Whether dgrad is a part, which the caller who prepared the input sums."""
+        return self.input_prepared
+
+    def local_input(self, x: Tensor) -> Tensor:
+        """What forward takes of a whole input."""
+        return x
+
+    def local_output(self, out: Tensor) -> Tensor:
+        """What forward returns of a whole output [..., N]."""
+        return out if self.gather_output else self.rows.take(out, -1, self.comm.rank)
 
     def forward(self, x: Tensor) -> Tensor:
         out = self._project(x)
@@ -215,6 +230,7 @@ class RowParallelLinear(ParallelModule):
         overlap: bool | Overlap = True,
     ) -> RowParallelLinear:
         """A parallel layer with the weights of `linear` (an `nn.Linear`, or Hugging Face's Conv1D)."""
+        refuse_own_forward(linear)
         layer: RowParallelLinear = blank(cls)
         layer._configure(linear, group, input_is_parallel=input_is_parallel, sequence=sequence, overlap=overlap)
         layer.train(linear.training)
@@ -246,6 +262,18 @@ class RowParallelLinear(ParallelModule):
     def local_in_features(self) -> int:
         return shard_sizes(self.in_features, self.comm.size)[self.comm.rank]
 
+    sums_input_gradient = False
+
+    def local_input(self, x: Tensor) -> Tensor:
+        """What forward takes of a whole input [..., K]."""
+        if not self.input_is_parallel:
+            return x
+        return x.split(shard_sizes(self.in_features, self.comm.size), -1)[self.comm.rank]
+
+    def local_output(self, out: Tensor) -> Tensor:
+        """What forward returns of a whole output: all of it."""
+        return out
+
     def forward(self, x: Tensor) -> Tensor:
         if not self.input_is_parallel:
             x = scatter_to(x, self.comm, dim=-1, sizes=shard_sizes(self.in_features, self.comm.size))
@@ -273,10 +301,16 @@ class RowParallelLinear(ParallelModule):
 
 
 def linear_weights(module: nn.Module) -> tuple[nn.Parameter, nn.Parameter | None, bool]:
-    """(weight, bias, transposed) of an `nn.Linear`, or of GPT-2's Conv1D, whose weight is [in, out]."""
-    transposed = type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+    """(weight, bias, transposed) of an `nn.Linear`, or of GPT-2's Conv1D, whose weight is [in, out]. TypeError for
+    another module, and for one whose parameters cannot be split (`own_forward.check_parameters`)."""
+    conv1d = conv1d_class()
+    transposed = conv1d is not None and isinstance(module, conv1d)
     if not (isinstance(module, nn.Linear) or transposed):
-        raise TypeError(f"expected an nn.Linear or Conv1D, got {type(module).__name__}")
+        raise TypeError(
+            f"expected an nn.Linear or Conv1D, got {type(module).__name__}"
+            + (f" of {type(module).__module__}" if type(module).__name__ in ("Linear", "Conv1D") else "")
+        )
+    check_parameters(module)
     weight, bias = module._parameters["weight"], module._parameters.get("bias")
     assert weight is not None
     if weight.device.type == "meta":

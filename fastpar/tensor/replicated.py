@@ -13,17 +13,18 @@ Note: how the module's own forward gets plain tensors
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
 from fastpar.tensor.binding import Adoption, GroupLike, bind
-from fastpar.tensor.parameter import MakeParameter, ParallelModule, ParameterLayout, install_state_dict_hooks
+from fastpar.tensor.parameter import MakeParameter, ParallelModule, ParameterLayout, RowMap, install_state_dict_hooks
 
 
 def _unwrapping_property(name: str) -> property:
     def read(self: Any) -> Tensor | None:
-        return self._local(name, sum_grad=self._sum_grad)
+        return self._local(name, sum_grad=name in self._sum_grad)
 
     return property(read)
 
@@ -32,14 +33,15 @@ def replicate(
     module: nn.Module,
     group: GroupLike = None,
     *,
-    sum_grad: bool = False,
+    sum_grad: bool | Mapping[str, bool] = False,
+    rows: Mapping[str, RowMap] | None = None,
     make: MakeParameter | None = None,
 ) -> Adoption:
     """Keep a module's own parameters whole on every rank of `group`; in place.
 
-    forward   the module's own code on the whole parameter
-    wgrad     the local gradient; with `sum_grad` its all_reduce over the group (one per parameter and backward),
-              for modules that see only this rank's part of the sequence or of the heads
+    forward   the module's own code on the whole parameter, or on this rank's `rows` (of dim 0) of those that have some
+    wgrad     the local gradient; with `sum_grad` (for all, or by name) its all_reduce over the group (one per parameter
+              and backward), for modules that see only this rank's part of the sequence or of the heads
 
     Returns the `Adoption`, whose `undo` gives the module back. Parameters of child modules are left alone.
     """
@@ -53,10 +55,11 @@ def replicate(
     namespace["__module__"], namespace["__doc__"] = original.__module__, original.__doc__
     adoption = Adoption(module, type(f"Replicated{original.__name__}", (ParallelModule, original), namespace))
     parallel: Any = module
-    parallel._sum_grad = sum_grad
+    summed = dict.fromkeys(own, sum_grad) if isinstance(sum_grad, bool) else sum_grad
+    parallel._sum_grad = frozenset(name for name in own if summed.get(name, False))
     for name in own:
         full = adoption.original_parameters[name]
         assert full is not None
-        parallel._add_parameter(name, full, ParameterLayout(comm, mesh, full.shape), make)
+        parallel._add_parameter(name, full, ParameterLayout(comm, mesh, full.shape, 0, (rows or {}).get(name)), make)
     adoption.handles.extend(install_state_dict_hooks(module))
     return adoption

@@ -34,6 +34,7 @@ class SequenceRegion:
         self.comm = comm
         self.dim = dim
         self._total: int | None = None
+        self.batch = 0  # sequences in what entered last, where `dim` is 1
 
     def __deepcopy__(self, memo: Any) -> SequenceRegion:
         """Itself: hooks of a copied model keep pointing here, so its layers must as well."""
@@ -76,6 +77,7 @@ class SequenceRegion:
     def enter(self, x: Tensor) -> Tensor:
         """Keep this rank's part.  forward: slice   backward: all-gather"""
         self.set_total(x.size(self.dim))
+        self.batch = x.size(0)
         return scatter_to(x, self.comm, dim=self.dim, sizes=self.sizes)
 
     def leave(self, x_shard: Tensor) -> Tensor:

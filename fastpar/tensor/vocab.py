@@ -11,12 +11,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
 
-from fastpar.comm import gather_from, shard_range, shard_sizes
+from fastpar.comm import Communicator, gather_from, shard_range, shard_sizes
 from fastpar.ops.embedding import vocab_parallel_embedding
 from fastpar.ops.linear_loss import linear_cross_entropy
-from fastpar.tensor.binding import GroupLike, bind, blank
+from fastpar.tensor.binding import BoundGroup, GroupLike, bind, blank
 from fastpar.tensor.linear import ColumnParallelLinear
+from fastpar.tensor.own_forward import check_parameters, refuse_own_forward
 from fastpar.tensor.parameter import MakeParameter, ParallelModule, ParameterLayout, RowMap, install_state_dict_hooks
 from fastpar.tensor.sequence import SequenceRegion
 
@@ -57,6 +59,7 @@ class VocabParallelEmbedding(ParallelModule):
         cls, embedding: nn.Embedding, *, group: GroupLike = None, sequence: SequenceRegion | None = None
     ) -> VocabParallelEmbedding:
         """A parallel embedding with the weights of `embedding`."""
+        refuse_own_forward(embedding)
         layer: VocabParallelEmbedding = blank(cls)
         layer._configure(embedding, group, sequence=sequence)
         layer.train(embedding.training)
@@ -72,6 +75,7 @@ class VocabParallelEmbedding(ParallelModule):
     ) -> None:
         if not isinstance(source, nn.Embedding):
             raise TypeError(f"expected an nn.Embedding, got {type(source).__name__}")
+        check_parameters(source)
         for option in ("max_norm", "scale_grad_by_freq", "sparse"):
             if getattr(source, option):
                 raise ValueError(
@@ -92,6 +96,16 @@ class VocabParallelEmbedding(ParallelModule):
     def vocab_range(self) -> tuple[int, int, int]:
         """(first row, one past the last row, vocabulary size) of this rank."""
         return (*shard_range(self.num_embeddings, self.comm.size, self.comm.rank), self.num_embeddings)
+
+    sums_input_gradient = False
+
+    def local_input(self, ids: Tensor) -> Tensor:
+        """What forward takes of all ids: all of them."""
+        return ids
+
+    def local_output(self, out: Tensor) -> Tensor:
+        """What forward returns of a whole output: all of it."""
+        return out
 
     def forward(self, ids: Tensor) -> Tensor:
         weight = self._local("weight")
@@ -114,10 +128,22 @@ class VocabParallelEmbedding(ParallelModule):
 class VocabParallelHead(ColumnParallelLinear):
     """The output projection onto a split vocabulary: a ColumnParallelLinear whose output features are token ids.
 
-    out  [..., V_r]  this rank's logits (`gather_output=True`: all V, for sampling)
+    out  [..., V_r]  this rank's logits (`gather_output=True`: all V, for sampling; `use_local_output=False`: a DTensor
+                     of shape [..., V], `Shard(-1)`, as torch's ColwiseParallel has it)
 
     To tie it to an embedding, give both the same parameter: `head.weight = embedding.weight`.
     """
+
+    use_local_output = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        mesh = self._layouts["weight"].mesh
+        if self.use_local_output or self.gather_output or mesh is None:
+            return out
+        shape = torch.Size([*out.shape[:-1], self.out_features])
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(out, mesh, [Shard(-1)], run_check=False, shape=shape, stride=stride)
 
     @property
     def vocab_range(self) -> tuple[int, int, int]:
@@ -153,6 +179,9 @@ class VocabParallelHead(ColumnParallelLinear):
 
 
 def gather_vocab(logits: Tensor, vocab_size: int, group: GroupLike) -> Tensor:
-    """Full logits [..., V] from each rank's [..., V_r]; one all-gather. Backward keeps this rank's part."""
-    comm = bind(group, logits.device.type).comm
+    """Full logits [..., V] from each rank's [..., V_r], or from a DTensor of them; one all-gather. Backward keeps this
+    rank's part."""
+    if isinstance(logits, DTensor):
+        logits = logits.to_local()
+    comm = group.comm if isinstance(group, BoundGroup) else Communicator.of(group)
     return gather_from(logits, comm, dim=-1, sizes=shard_sizes(vocab_size, comm.size))
