@@ -47,7 +47,7 @@ def parallelize_pipeline(
     optimizer: MakeOptimizer | None = None,
     plan: str | Mapping[str, str | Style] | None = "auto",
     sequence_parallel: bool = False,
-    gather_logits: bool = False,
+    gather_logits: bool | None = None,
     sync_weights: str = "check",
     overlap: bool | Overlap = True,
     recompute: Policy | None = None,

@@ -92,19 +92,21 @@ def match_plan(model: nn.Module, plan: Mapping[str, str | Style]) -> dict[str, S
     """Module path to style, in the model's order; later patterns win.
 
     A pattern that matches no module is an error that lists near misses, since a typing error would otherwise leave a
-    layer silently unsplit. Modules that another part of a pipeline holds are matched as if they were here.
+    layer silently unsplit. Modules that another part of a pipeline holds are matched as if they were here. A pattern
+    that matches no module may match parameters that a block has itself.
     """
     paths = [path for path in _module_paths(model) if path]
+    parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     chosen: dict[str, Style] = {}
     for pattern, word in plan.items():
         style = parse_style(pattern, word)
-        matched = _matching(pattern, paths)
+        matched = _matching(pattern, paths) or _matching(pattern, parameters)
         if not matched:
             shown = sorted({re.sub(r"\.\d+(?=\.|$)", ".*", path) for path in paths})
             near = difflib.get_close_matches(pattern, shown, n=3, cutoff=0.5) or shown[:3]
             raise ValueError(f"plan pattern {pattern!r} matches no module; near misses: {near}")
         chosen.update(dict.fromkeys(matched, style))
-    return {path: chosen[path] for path in paths if path in chosen}
+    return {path: chosen[path] for path in [*paths, *parameters] if path in chosen}
 
 
 def _matching(pattern: str, paths: Iterable[str]) -> list[str]:

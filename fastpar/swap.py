@@ -15,8 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from fastpar.comm import Communicator
-from fastpar.expert_style import check_experts, route_tokens, spread_experts, takes_scaled_tokens
+from fastpar.expert_style import check_experts, prove_experts, route_tokens, spread_experts, takes_scaled_tokens
+from fastpar.guards import PartGuard, Watch, WatchedPlan
+from fastpar.guards import sync_weights as sync_weights_of
 from fastpar.heads import HeadSplit, split_heads
+from fastpar.lm_head import GatheringCall, calls_loss_function, loss_on_split_logits, takes_labels
 from fastpar.mesh import Mesh
 from fastpar.ops.overlap import Overlap
 from fastpar.pipeline.absent import Absent
@@ -33,13 +36,15 @@ from fastpar.tensor import (
     VocabParallelEmbedding,
     VocabParallelHead,
     adopt,
-    causal_lm_loss,
     full_parameter,
     layout_of,
+    prove_adoption,
     replicate,
 )
 from fastpar.tensor.binding import BoundGroup, GroupLike, bind
 from fastpar.tensor.linear import linear_weights
+from fastpar.tensor.own_forward import check_parameters, has_own_forward, runs_forward_of
+from fastpar.tensor.replaced import mark_in_place, mark_replaced
 from fastpar.tensor.sequence import hook_input, hook_output, map_hidden
 
 M = TypeVar("M", bound=nn.Module)
@@ -47,6 +52,8 @@ _STATE = "_fastpar_parallel"
 _SHARED = "_fastpar_shared_input"
 _ABSENT = object()
 _ATTENTION_DROPOUT = ("attention_dropout", "attn_dropout")
+_LINEAR_STYLES = ("colwise", "colwise_gather_output", "rowwise", "rowwise_split_input")
+_PARAMETER_STYLES = ("colwise", "partial", "replicate")
 
 
 @dataclass
@@ -71,7 +78,7 @@ class Explanation:
 class _Swap:
     """One model's swap: everything needed to explain it and to undo it."""
 
-    def __init__(self, model: nn.Module, mesh: Mesh | GroupLike, sequence_parallel: bool, gather_logits: bool):
+    def __init__(self, model: nn.Module, mesh: Mesh | GroupLike, sequence_parallel: bool, gather_logits: bool | None):
         self.model = model
         device_type = next((p.device.type for p in model.parameters()), "cpu")
         self.group = bind(mesh["tp"] if isinstance(mesh, Mesh) else mesh, device_type)
@@ -95,6 +102,9 @@ class _Swap:
     def resolve(self, styles: dict[str, Style]) -> None:
         self.modules = dict(self.model.named_modules(remove_duplicate=False))
         absent = {path for path, module in self.modules.items() if isinstance(module, Absent)}  # on another part
+        self.is_part = bool(absent)
+        own = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        self.parameter_styles = {path: style for path, style in styles.items() if path in own}
         self.styles = {path: style for path, style in styles.items() if path in self.modules and path not in absent}
         self.blocks = [path for path, style in self.styles.items() if style.kind == "block"]
         streams: dict[str, list[str]] = {}
@@ -136,18 +146,7 @@ class _Swap:
     def check(self) -> None:
         """Everything that can be wrong with a plan for this model, before it is touched."""
         for path, style in self.styles.items():
-            module = self.modules[path]
-            if style.kind in ("colwise", "colwise_gather_output", "rowwise", "rowwise_split_input"):
-                try:
-                    linear_weights(module)
-                except (TypeError, ValueError) as error:
-                    raise type(error)(f"{path} has style {style.kind!r}: {error}") from None
-            elif style.kind == "vocab" and not isinstance(module, nn.Linear | nn.Embedding):
-                raise TypeError(f"{path} has style 'vocab': expected nn.Embedding or nn.Linear, got {_name(module)}")
-            elif style.kind == "dropout" and not isinstance(module, nn.Dropout):
-                raise TypeError(f"{path} has style 'dropout': expected nn.Dropout, got {_name(module)}")
-            elif style.kind == "expert":
-                self._check_experts(path, module)
+            self._check_style(path, self.modules[path], style)
         parents = dict.fromkeys(p.rpartition(".")[0] for p, s in self.styles.items() if s.kind == "colwise")
         self.head_splits = {
             path: split_heads(path, self.modules[path], self.children(path), self.comm.size) for path in parents
@@ -157,6 +156,46 @@ class _Swap:
             self._check_undeclared(path, module)
             self._check_sees_sequence(path)
             self._check_attention_dropout(path, module)
+        for path, style in self.parameter_styles.items():
+            self._check_parameter_style(path, style)
+        for path, style in self.styles.items():
+            cls, options = self._layer(path, style)
+            if cls is not None:
+                prove_adoption(path, self.modules[path], cls, self.group, options)
+            elif style.kind == "expert":
+                prove_experts(path, self.modules[path], self.parent_of(path))
+
+    def _check_style(self, path: str, module: nn.Module, style: Style) -> None:
+        wanted = ""
+        if style.kind in _LINEAR_STYLES or (style.kind == "vocab" and isinstance(module, nn.Linear | nn.Embedding)):
+            try:
+                check_parameters(module) if isinstance(module, nn.Embedding) else linear_weights(module)
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"{path} has style {style.kind!r}: {error}") from None
+        elif style.kind == "vocab":
+            wanted = "nn.Embedding or nn.Linear"
+        elif style.kind == "dropout" and not runs_forward_of(module, nn.Dropout):
+            wanted = "nn.Dropout"
+        elif style.kind == "expert":
+            self._check_experts(path, module)
+        if wanted:
+            raise TypeError(f"{path} has style {style.kind!r}: expected {wanted}, got {_name(module)}")
+
+    def _check_parameter_style(self, path: str, style: Style) -> None:
+        owner, _, name = path.rpartition(".")
+        if style.kind not in _PARAMETER_STYLES:
+            raise ValueError(
+                f"{path} is a parameter and has style {style.kind!r}; parameters can have {list(_PARAMETER_STYLES)}"
+            )
+        module, size = self.modules[owner], self.comm.size
+        if owner in self.styles and self.styles[owner].kind not in ("block", "stream"):
+            raise ValueError(f"{path} has a style, but its module {owner} has one as well: {self.styles[owner].kind!r}")
+        parameter = module._parameters[name]
+        if style.kind == "colwise" and parameter is not None and (not parameter.dim() or len(parameter) % size):
+            raise ValueError(
+                f"{path} of shape {list(parameter.shape)} has style 'colwise': its first dim must divide by the "
+                f"tensor-parallel size ({size})"
+            )
 
     def _check_experts(self, path: str, module: nn.Module) -> None:
         check_experts(path, module, self.parent_of(path), self.experts.comm.size)
@@ -173,11 +212,20 @@ class _Swap:
                 )
 
     def _check_undeclared(self, path: str, module: nn.Module) -> None:
-        block = self.block_of(path)
-        if block is None or path in self.styles or self.comm.size == 1:
+        block = path if path in self.blocks else self.block_of(path)
+        if block is None or (path in self.styles and path != block) or self.comm.size == 1:
             return
         leaf = path.rpartition(".")[2]
-        if any(p is not None for p in module._parameters.values()):
+        own = [name for name, param in module._parameters.items() if param is not None]
+        undeclared = [name for name in own if f"{path}.{name}" not in self.parameter_styles]
+        if undeclared and path == block:
+            raise ValueError(
+                f"{path} ({_name(module)}) is a block with the parameters {undeclared} of its own, which have no "
+                f"style. Say for each, such as {f'{path}.{undeclared[0]}'!r}: 'partial' if it is used with split heads "
+                "or features (its gradient is a part, to be summed), 'colwise' if it has an entry a head and each rank "
+                "takes those of its heads, 'replicate' if it is used after the sum"
+            )
+        if undeclared:
             raise ValueError(
                 f"{path} ({_name(module)}) has parameters inside the block {block!r} but no style. Say 'partial' if it "
                 "runs between the block's column- and row-parallel layers (its gradient is a part to be summed), "
@@ -236,19 +284,18 @@ class _Swap:
                 self._apply_default(path, module)
         for path in self.blocks:
             self._share_input(path)
-        for parent, paths in self.streams.items():
-            if parent in self.regions:
-                self.handles.append(hook_input(self.modules[paths[0]], self.regions[parent].enter))
-                self.handles.append(hook_output(self.modules[paths[-1]], self.regions[parent].leave))
+        self._split_stream()
         for path, split in self.head_splits.items():
             for name, value in split.attributes.items():
                 self._set(self.modules[path], name, value)
             if split.num_heads:  # which of how many heads, and share of the batch: read by layout-independent dropout
                 local = split.num_heads // self.comm.size
                 self._set(self.modules[path], "_fastpar_heads", (local * self.comm.rank, split.num_heads, self.batch))
-        self._set_loss()
+        self._connect_head()
+        self._guard()
 
-    def _apply_style(self, path: str, module: nn.Module, style: Style) -> None:
+    def _layer(self, path: str, style: Style) -> tuple[type[Any] | None, dict[str, Any]]:
+        """The parallel layer that a module becomes, with the options of its constructor; None for other styles."""
         region, in_block = self.region_of(path), self.block_of(path) is not None
         options: dict[str, Any] = {"parameters": self.make}
         if style.kind in ("colwise", "colwise_gather_output"):
@@ -256,15 +303,27 @@ class _Swap:
             options["gather_output"] = style.kind == "colwise_gather_output"
             if style.kind == "colwise":
                 options["rows"] = self.rows_of(path)
-            self._adopt(path, module, ColumnParallelLinear, style, options)
-        elif style.kind in ("rowwise", "rowwise_split_input"):
+            return ColumnParallelLinear, options
+        if style.kind in ("rowwise", "rowwise_split_input"):
             options |= {"sequence": region, "input_is_parallel": style.kind == "rowwise", "overlap": self.overlap}
-            self._adopt(path, module, RowParallelLinear, style, options)
-        elif style.kind == "vocab" and isinstance(module, nn.Embedding):
-            self._adopt(path, module, VocabParallelEmbedding, style, options)
-        elif style.kind == "vocab":
-            options |= {"gather_output": self.gather_logits, "overlap": self.overlap}
-            self._adopt(path, module, VocabParallelHead, style, options)
+            return RowParallelLinear, options
+        if style.kind == "vocab" and isinstance(self.modules[path], nn.Embedding):
+            return VocabParallelEmbedding, options
+        if style.kind == "vocab":
+            return VocabParallelHead, options | {"gather_output": self._gathers_logits(), "overlap": self.overlap}
+        return None, {}
+
+    def _gathers_logits(self) -> bool:
+        """Logits stay split unless the model computes its loss from them by code of its own."""
+        if self.gather_logits is not None:
+            return self.gather_logits
+        return takes_labels(self.model) and not calls_loss_function(self.model)
+
+    def _apply_style(self, path: str, module: nn.Module, style: Style) -> None:
+        region = self.region_of(path)
+        cls, options = self._layer(path, style)
+        if cls is not None:
+            self._adopt(path, module, cls, style, options)
         elif style.kind == "dropout":
             self._dropout(path, module, region)
         elif style.kind == "expert":
@@ -291,27 +350,43 @@ class _Swap:
     def _apply_default(self, path: str, module: nn.Module) -> None:
         """Modules that the plan leaves out stay whole; dropout outside blocks gets layout-independent masks."""
         region, in_block = self.region_of(path), self.block_of(path) is not None
-        if type(module) is nn.Dropout and not in_block:
+        own = [name for name, param in module._parameters.items() if param is not None]
+        if runs_forward_of(module, nn.Dropout) and not in_block:
             self._dropout(path, module, region)
-        elif any(p is not None for p in module._parameters.values()):
-            self._replicate(path, module, region is not None and not in_block)
+        elif own:
+            styles = {name: self.parameter_styles.get(f"{path}.{name}") for name in own}
+            default = "" if in_block or path in self.blocks else "replicate"
+            kinds = {name: default if style is None else style.kind for name, style in styles.items()}
+            sums = {n: kind == "partial" or (kind == "replicate" and region is not None) for n, kind in kinds.items()}
+            rows = {
+                name: RowMap.chunk(len(cast(Tensor, module._parameters[name])), self.comm.size)
+                for name, style in styles.items()
+                if style is not None and style.kind == "colwise"
+            }
+            self._replicate(path, module, sums, rows)
 
     def _adopt(self, path: str, module: nn.Module, cls: type[Any], style: Style, options: dict[str, Any]) -> None:
         if isinstance(module, cls):
             return  # reached a second time under another name
-        self.adoptions.append(adopt(module, cls, self.group, **options))
+        kept = f"around it the forward of {_name(module)}" if has_own_forward(module) else ""
+        self.adoptions.append(adopt(module, cls, self.group, is_proven=True, **options))
         layout = layout_of(next(p for p in module.parameters(recurse=False)))
         assert layout is not None
         note = ""
         if layout.rows is not None and layout.kind == "whole":
             note = f"kept whole, rank {self.comm.rank} uses {layout.rows.size(self.comm.rank)} of {layout.rows.total}"
-        self.explanation.add(path, style.kind, _stored(layout), note)
+        self.explanation.add(path, style.kind, _stored(layout), "; ".join(filter(None, (note, kept))))
 
-    def _replicate(self, path: str, module: nn.Module, sum_grad: bool) -> None:
+    def _replicate(
+        self, path: str, module: nn.Module, sums: bool | dict[str, bool], rows: dict[str, RowMap] | None = None
+    ) -> None:
         if all(p is None or layout_of(p) is not None for p in module._parameters.values()):
             return
-        self.adoptions.append(replicate(module, self.group, sum_grad=sum_grad, make=self.make))
-        self.explanation.add(path, "replicate", "whole", "gradient summed over the group" if sum_grad else "")
+        self.adoptions.append(replicate(module, self.group, sum_grad=sums, rows=rows, make=self.make))
+        is_summed = sums if isinstance(sums, bool) else any(sums.values())
+        split = f"{', '.join(rows)} split by heads" if rows else ""
+        note = "; ".join(filter(None, ("gradient summed over the group" if is_summed else "", split)))
+        self.explanation.add(path, "replicate", "whole", note)
 
     def _spread_experts(self, path: str, module: nn.Module) -> None:
         ep, tp = self.experts.comm.size, self.comm.size
@@ -336,24 +411,65 @@ class _Swap:
         self.attributes.append((module, name, getattr(module, name, _ABSENT)))
         setattr(module, name, value)
 
-    def _set_loss(self) -> None:
-        """Hugging Face models compute their loss through an attribute; point it at sharded logits."""
-        head = next((m for m in self.modules.values() if isinstance(m, VocabParallelHead)), None)
-        if head is None or not hasattr(type(self.model), "loss_function"):
+    def _connect_head(self) -> None:
+        """Let what reads the logits have them in the form that it needs: the loss, `generate`, the caller."""
+        heads = [m for m in dict.fromkeys(self.modules.values()) if isinstance(m, VocabParallelHead)]
+        for head in heads:
+            self._set(head, "use_local_output", False)
+        if not heads or self.comm.size == 1:
             return
+        if hasattr(type(self.model), "loss_function"):
+            loss, note = loss_on_split_logits(self.model, heads[0])
+            self._set(self.model, "loss_function", loss)
+            self.explanation.add("(loss)", "vocab", "", note)
+        if callable(getattr(type(self.model), "generate", None)):
+            self._set(self.model, "generate", GatheringCall(self.model, "generate", heads, self.comm))
 
-        def loss_function(logits: Tensor, labels: Tensor, vocab_size: int | None = None, **kwargs: Any) -> Tensor:
-            known = {k: kwargs[k] for k in ("num_items_in_batch", "ignore_index", "shift_labels") if k in kwargs}
-            return causal_lm_loss(logits, labels, head=head, **known)
+    def _split_stream(self) -> None:
+        """Split the residual stream where its first layer begins, and let no part of a tensor leave the model."""
+        parts = PartGuard(self.comm)
+        layers = {path: parent for parent, paths in self.streams.items() for path in paths}
+        for path, module in self.modules.items():
+            region = self.regions.get(layers[path]) if path in layers else self.region_of(path)
+            if self.comm.size == 1:
+                continue
+            if path in self.blocks:
+                heads = self.head_splits[path].num_heads // self.comm.size if path in self.head_splits else 0
+                self.handles.append(parts.mark_heads(module, path, region, heads))
+            elif region is not None and self.block_of(path) is None:
+                self.handles.append(parts.mark_positions(module, path, region))
+        for parent, paths in self.streams.items():
+            if parent in self.regions:
+                self.handles.append(hook_input(self.modules[paths[0]], parts.enter(self.regions[parent], paths[0])))
+                self.handles.append(hook_output(self.modules[paths[-1]], self.regions[parent].leave))
+        if self.comm.size > 1:
+            self.handles += [self.modules[owner].register_forward_hook(parts.gather) for owner in self._owners()]
 
-        self._set(self.model, "loss_function", loss_function)
-        self.explanation.add("(loss)", "vocab", "", "vocab_parallel_cross_entropy on split logits")
+    def _guard(self) -> None:
+        """Watch forwards for what no plan can show (`fastpar.guards`)."""
+        if self.comm.size == 1:
+            return
+        plan = WatchedPlan(
+            blocks=tuple(self.blocks),
+            layers={path: self.regions.get(parent) for parent, paths in self.streams.items() for path in paths},
+            draws_by_layout=frozenset(p for p, m in self.modules.items() if _uses_layout_attention(m)),
+            is_part=self.is_part,
+        )
+        device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
+        self.handles += Watch(self.comm, device, plan).attach(self.model)
+
+    def _owners(self) -> list[str]:
+        """The modules that hold the layers, innermost first, up to the model."""
+        found: list[str] = []
+        for parent in self.streams:
+            while parent:
+                parent = parent.rpartition(".")[0]
+                found.append(parent)
+        return list(dict.fromkeys([*found, ""]))
 
     def free_originals(self) -> None:
-        with torch.no_grad():
-            for original, _ in self.parameters.values():
-                original.grad = None
-                original.data = original.data.new_empty(0)
+        for original, _ in self.parameters.values():
+            mark_replaced(original)
 
     def undo(self, *, gather: bool) -> None:
         for handle in self.handles:
@@ -367,6 +483,7 @@ class _Swap:
         if gather:  # in one order on all ranks, each parameter once
             for key, (original, parallel) in self.parameters.items():
                 full[key] = (original, full_parameter(parallel))
+                mark_in_place(original)
             with torch.no_grad():
                 for original, value in full.values():
                     original.data = value
@@ -405,7 +522,7 @@ def parallelize(
     plan: str | Mapping[str, str | Style] = "auto",
     *,
     sequence_parallel: bool = False,
-    gather_logits: bool = False,
+    gather_logits: bool | None = None,
     sync_weights: str = "check",
     overlap: bool | Overlap = True,
 ) -> M:
@@ -416,9 +533,11 @@ def parallelize(
     plan               "auto" for known architectures and models with a Hugging Face `tp_plan`, or a dict from module
                        pattern to style, such as {"layers.*.mlp.up_proj": "colwise"}; see `fastpar.plan`
     sequence_parallel  split the residual stream along the sequence between blocks
-    gather_logits      let the head return all V logits (for sampling); by default [..., V_r] stays split and
-                       `vocab_parallel_cross_entropy(logits, target, group=mesh["tp"])` is the loss (with
-                       `vocab_range=model.lm_head.vocab_range` where V does not divide by the group)
+    gather_logits      True: the head returns all V logits as a plain tensor. False: a DTensor, Shard(-1) over the
+                       group, which `vocab_parallel_cross_entropy(logits, target)` takes as it is, and of which
+                       `logits.full_tensor()` and `logits.to_local()` give the whole and this rank's part. None: False,
+                       unless the model computes a loss in its forward by code that fastpar cannot replace. The model's
+                       own `loss_function` and `generate` work in both cases
     sync_weights       "check" (default): ranks must hold the same weights before the split, else ValueError names the
                        first parameter that differs; "broadcast": take rank 0's; "none"
     overlap            let the layers' collectives travel during their products (see `fastpar.ops.linear`), as measured
@@ -458,9 +577,9 @@ def parallelize(
     swap.resolve(styles)
     swap.check()
     if sync_weights != "none":
-        _sync_weights(model, swap.comm, broadcast=sync_weights == "broadcast")
+        sync_weights_of(model, swap.comm, broadcast=sync_weights == "broadcast")
         if swap.experts.comm.size > swap.comm.size:  # else among the same ranks
-            _sync_weights(model, swap.experts.comm, broadcast=sync_weights == "broadcast")
+            sync_weights_of(model, swap.experts.comm, broadcast=sync_weights == "broadcast")
     if isinstance(overlap, Overlap):
         swap.overlap = overlap
     else:
@@ -496,33 +615,3 @@ def unparallelize(model: M) -> M:
     swap.undo(gather=True)
     del model.__dict__[_STATE]
     return model
-
-
-def _sync_weights(model: nn.Module, comm: Communicator, *, broadcast: bool) -> None:
-    """Compare (or broadcast) every parameter and buffer over the group before it is cut into shards."""
-    if comm.size == 1:
-        return
-    tensors = [*model.named_parameters(), *model.named_buffers()]
-    if not tensors:
-        return  # a part of a pipeline without parameters
-    if broadcast:
-        for _, tensor in tensors:
-            with torch.no_grad():
-                tensor.copy_(comm.broadcast(tensor.detach(), src=0))
-        return
-    sums = torch.stack([_checksum(tensor.detach()) for _, tensor in tensors])
-    everyone = comm.all_gather(sums.unsqueeze(0), dim=0)
-    differs = (everyone != everyone[0]).any(0)
-    if differs.any():
-        name = tensors[int(differs.nonzero()[0])][0]
-        raise ValueError(
-            f"{name} differs between the ranks that share the model ({int(differs.sum())} of {len(tensors)} "
-            'tensors do). Seed every rank alike before building the model, or pass sync_weights="broadcast"'
-        )
-
-
-def _checksum(tensor: Tensor) -> Tensor:
-    """Wrap-around sum of the tensor's words as integers; exact, so that equal tensors give equal sums."""
-    data = tensor.contiguous().view(-1)
-    words = data.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[data.element_size()])
-    return words.to(torch.int64).sum().cpu()

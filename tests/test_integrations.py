@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 import fastpar as fp
@@ -108,7 +108,9 @@ def _huggingface_loss(architecture: str, items: int | None) -> tuple[float, floa
     labels = ids.masked_fill(torch.rand(2, 9) < 0.2, -100)
     extra = {} if items is None else {"num_items_in_batch": items}
     expected, out = plain(ids, labels=labels, **extra), parallel(ids, labels=labels, **extra)
-    assert out.logits.size(-1) < VOCAB, "logits stay split"
+    assert isinstance(out.logits, DTensor)
+    assert out.logits.to_local().size(-1) < VOCAB, "logits stay split"
+    torch.testing.assert_close(out.logits.full_tensor(), expected.logits)
     expected.loss.backward()
     out.loss.backward()
     grads = dict(plain.named_parameters())

@@ -31,6 +31,8 @@ LAYERS = {
     "optim": 5,
     "plan": 6,
     "heads": 7,
+    "guards": 6,
+    "lm_head": 7,
     "stacked_experts": 6,
     "expert_style": 7,
     "swap": 8,

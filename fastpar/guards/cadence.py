@@ -1,0 +1,27 @@
+"""When to look: the first calls of a model, and one in many from then on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+FIRST, EVERY = 2, 256
+
+
+class Cadence:
+    """Counts the calls of a model, the same on all ranks of a group since each call has collectives in it."""
+
+    def __init__(self, first: int = FIRST, every: int = EVERY):
+        self.first, self.every, self.calls = first, every, 0
+
+    def __deepcopy__(self, memo: Any) -> Cadence:
+        return Cadence(self.first, self.every)
+
+    def next(self) -> bool:
+        """Whether the call that begins is one to look at. None is while torch.compile traces it."""
+        if torch.compiler.is_compiling():
+            return False
+        number = self.calls
+        self.calls += 1
+        return number < self.first or number % self.every == 0

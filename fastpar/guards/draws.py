@@ -1,0 +1,78 @@
+"""That random numbers are not drawn where a rank sees a part of a tensor only.
+
+`nn.Dropout` modules get masks that go by the position in the whole tensor (`fastpar.tensor.LayoutDropout`). A forward
+that calls `F.dropout`, adds noise or drops layers by itself draws from the default generator: on a tensor that is
+whole, ranks with equal generators draw alike. Inside a block the same mask would fall on other heads or features on
+every rank, and while the sequence is split on other positions: the result would depend on the layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastpar.guards.agreement import generator_state
+
+# Where a draw is wrong: of a module's path, why it is, or nothing.
+Verdict = Callable[[str, nn.Module], str]
+
+
+class DrawGuard:
+    """Looks, at the begin and the end of every module of one forward, whether the generators have moved since.
+
+    What has moved between two looks was drawn by the module in which the forward was then: `verdict` says whether that
+    is wrong there.
+    """
+
+    def __init__(self, device: torch.device, verdict: Verdict):
+        self.device, self.verdict = device, verdict
+        self._handles: list[Any] = []
+        self._inside: list[tuple[str, nn.Module]] = []
+        self._seen: Tensor | None = None
+        self.reason = ""
+
+    def start(self, model: nn.Module) -> None:
+        """Watch the forward that begins."""
+        self.stop()
+        self._seen, self.reason = generator_state(self.device), ""
+        for path, module in model.named_modules():
+            self._handles.append(module.register_forward_pre_hook(self._enter(path)))
+            self._handles.append(module.register_forward_hook(self._leave, always_call=True))
+
+    def stop(self) -> None:
+        """No longer watch."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._inside, self._seen = [], [], None
+
+    def check(self) -> None:
+        """Stop, and raise the first draw in a wrong place as RuntimeError."""
+        self.stop()
+        reason, self.reason = self.reason, ""
+        if reason:
+            raise RuntimeError(reason)
+
+    def _look(self) -> None:
+        if self._seen is None:
+            return
+        state = generator_state(self.device)
+        if torch.equal(state, self._seen):
+            return
+        self._seen = state
+        if self._inside and not self.reason:
+            self.reason = self.verdict(*self._inside[-1])
+
+    def _enter(self, path: str) -> Callable[..., None]:
+        def hook(module: nn.Module, _args: Any) -> None:
+            self._look()
+            self._inside.append((path, module))
+
+        return hook
+
+    def _leave(self, _module: nn.Module, _args: Any, _output: Any) -> None:
+        self._look()
+        if self._inside:
+            self._inside.pop()

@@ -1,0 +1,105 @@
+"""The guards of one parallelised model, started and ended by two hooks on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from fastpar.comm import Communicator
+from fastpar.guards.agreement import InputGuard
+from fastpar.guards.cadence import Cadence
+from fastpar.guards.draws import DrawGuard
+from fastpar.guards.gradients import GradientGuard
+from fastpar.guards.positions import PositionGuard
+from fastpar.tensor.dropout import LayoutDropout
+from fastpar.tensor.sequence import SequenceRegion
+
+
+@dataclass(frozen=True)
+class WatchedPlan:
+    """What of a plan the guards need to know, by module path."""
+
+    blocks: Sequence[str] = ()
+    layers: Mapping[str, SequenceRegion | None] = field(default_factory=dict)  # that pass the stream on; split or not
+    draws_by_layout: frozenset[str] = frozenset()  # modules whose draws do not depend on the layout
+    is_part: bool = False  # of a pipeline, whose backward runs in pieces
+
+    def block_of(self, path: str) -> str | None:
+        return next((b for b in self.blocks if path == b or path.startswith(b + ".")), None)
+
+    def is_split(self, path: str) -> bool:
+        """Whether the sequence is split where this module runs."""
+        return any(
+            region is not None and (path == layer or path.startswith(layer + "."))
+            for layer, region in self.layers.items()
+        )
+
+
+class Watch:
+    """Looks at the forwards (and their backwards) that `Cadence` chooses. A copied model has a watch of its own."""
+
+    def __init__(self, comm: Communicator, device: torch.device, plan: WatchedPlan):
+        self.comm, self.device, self.plan = comm, device, plan
+        self.cadence, self._is_watching = Cadence(), False
+        self.inputs = InputGuard(comm, device)
+        self.draws = DrawGuard(device, _verdict(plan))
+        self.gradients, self.positions = GradientGuard(comm), PositionGuard(comm)
+
+    def __deepcopy__(self, memo: Any) -> Watch:
+        return Watch(self.comm, self.device, self.plan)
+
+    def attach(self, model: nn.Module) -> list[Any]:
+        """Hook the model; returns the handles."""
+        before = model.register_forward_pre_hook(self.before, with_kwargs=True, prepend=True)
+        return [before, model.register_forward_hook(self.after)]
+
+    def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Compare the inputs, and start what looks at the forward."""
+        self._is_watching = self.cadence.next()
+        if not self._is_watching:
+            return
+        self.gradients.stop()
+        self.inputs.before(model, args, kwargs)
+        if model.training:
+            self.draws.start(model)
+        if torch.is_grad_enabled() and not self.plan.is_part:
+            self.gradients.start(model.named_parameters())
+        split = {path: region for path, region in self.plan.layers.items() if region is not None}
+        self.positions.start(
+            {path: (model.get_submodule(path), region) for path, region in split.items()}, self.plan.blocks
+        )
+
+    def after(self, model: nn.Module, args: Any, output: Any) -> None:
+        """Raise what has been seen."""
+        if not self._is_watching:
+            return
+        self._is_watching = False
+        self.draws.check()
+        self.inputs.after(model, args, output)
+        self.positions.check()
+
+
+def _verdict(plan: WatchedPlan) -> Callable[[str, nn.Module], str]:
+    def verdict(path: str, module: nn.Module) -> str:
+        if isinstance(module, LayoutDropout) or path in plan.draws_by_layout:
+            return ""
+        block, kind = plan.block_of(path), type(module).__name__
+        if block is not None:
+            return (
+                f"{path} ({kind}) draws random numbers inside the block {block!r}, on this rank's heads or features: "
+                "every rank would use the same mask on others, and the result would depend on the layout. Set its "
+                "dropout to 0, or use an nn.Dropout module with the style 'dropout' where the tensor is whole"
+            )
+        if plan.is_split(path):
+            return (
+                f"{path} ({kind}) draws random numbers (F.dropout or the like) while the sequence is split: every rank "
+                "would use the same mask on other positions. Use an nn.Dropout module there, which fastpar replaces, "
+                "set the dropout to 0, or use sequence_parallel=False"
+            )
+        return ""
+
+    return verdict

@@ -1,0 +1,129 @@
+"""What a language model's own code does with logits that are split over the vocabulary: its loss, and `generate`.
+
+The head of a parallelised model returns logits as a DTensor, `Shard(-1)` over the tensor-parallel ranks: what reads
+them gets the right numbers, as DTensor's operators do, or an error, and never a part for the whole. A loss that is
+known takes them as they are; one that is not, and `generate`, get them gathered.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastpar.comm import Communicator
+from fastpar.guards.agreement import generator_state
+from fastpar.tensor import VocabParallelHead, causal_lm_loss, gather_vocab, masked_lm_loss
+
+Loss = Callable[..., Tensor]
+_KNOWN = {"ForCausalLMLoss": causal_lm_loss, "ForMaskedLMLoss": masked_lm_loss}
+_OPTIONS = ("num_items_in_batch", "ignore_index", "shift_labels")
+
+
+def calls_loss_function(model: nn.Module) -> bool:
+    """Whether the model's forward computes its loss by `self.loss_function`, and not by code of its own."""
+    for cls in type(model).__mro__:
+        forward = vars(cls).get("forward")
+        if forward is None:
+            continue
+        code = inspect.unwrap(forward).__code__
+        if "loss_function" in code.co_names:
+            return True
+        if "__class__" not in code.co_freevars:  # no super().forward(): whatever comes behind is not called
+            return False
+    return False
+
+
+def takes_labels(model: nn.Module) -> bool:
+    """Whether the model computes a loss by itself, as Hugging Face's do."""
+    return "labels" in inspect.signature(type(model).forward).parameters
+
+
+def loss_on_split_logits(model: Any, head: VocabParallelHead) -> tuple[Loss, str]:
+    """What takes the place of `model.loss_function`, and a word about it.
+
+    transformers' next-token and masked-token losses, known by identity, are computed from this rank's logits. Any other
+    loss is the model's own, on gathered logits.
+    """
+    own: Loss = model.loss_function
+    theirs = sys.modules.get("transformers.loss.loss_utils")
+    for name, split in _KNOWN.items():
+        if theirs is not None and getattr(theirs, name, None) is own:
+            return _SplitLoss(split, head), "vocab_parallel_cross_entropy on split logits"
+    return _GatheredLoss(own, head), f"{getattr(own, '__name__', type(own).__name__)} of the model, on gathered logits"
+
+
+class _SplitLoss:
+    """A known loss with the signature of transformers' losses."""
+
+    def __init__(self, split: Loss, head: VocabParallelHead):
+        self.split, self.head = split, head
+
+    def __call__(self, logits: Tensor, labels: Tensor, vocab_size: int | None = None, **kwargs: Any) -> Tensor:
+        known = {k: kwargs[k] for k in _OPTIONS if kwargs.get(k) is not None}
+        return self.split(logits, labels, head=self.head, **known)
+
+
+class _GatheredLoss:
+    """A loss of the model's own, which gets all logits."""
+
+    def __init__(self, own: Loss, head: VocabParallelHead):
+        self.own, self.head = own, head
+
+    def __call__(self, logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if not self.head.gather_output:
+            logits = gather_vocab(logits, self.head.out_features, self.head.comm)
+        return self.own(logits, *args, **kwargs)
+
+
+class GatheringCall:
+    """A method of the model, such as `generate`, that runs with logits gathered and the same draws on every rank."""
+
+    def __init__(self, model: nn.Module, name: str, heads: Sequence[VocabParallelHead], comm: Communicator):
+        self.model, self.name, self.heads, self.comm = model, name, list(heads), comm
+        self.__doc__ = getattr(type(model), name).__doc__
+
+    def __deepcopy__(self, memo: Any) -> GatheringCall:
+        model, *heads = (memo.get(id(m), m) for m in (self.model, *self.heads))
+        return GatheringCall(model, self.name, heads, self.comm)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        device = next(self.model.parameters()).device
+        with gathered(self.heads), same_draws(self.comm, device):
+            return getattr(type(self.model), self.name)(self.model, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def gathered(heads: Sequence[VocabParallelHead]) -> Iterator[None]:
+    """Let heads return all logits."""
+    before = [head.gather_output for head in heads]
+    for head in heads:
+        head.gather_output = True
+    try:
+        yield
+    finally:
+        for head, was in zip(heads, before, strict=True):
+            head.gather_output = was
+
+
+@contextlib.contextmanager
+def same_draws(comm: Communicator, device: torch.device) -> Iterator[None]:
+    """Let all ranks draw the same numbers. Generators that agree are used as they are, so that samples are those of one
+    process; else all are seeded by rank 0's next number, and go on from there afterwards, each its own."""
+    if comm.size == 1:
+        yield
+        return
+    state = generator_state(device)
+    sums = comm.all_gather(state.view(torch.uint8).long().mul_(torch.arange(1, len(state) + 1)).sum().view(1))
+    if (sums == sums[0]).all():
+        yield
+        return
+    seed = comm.broadcast(torch.empty(1, dtype=torch.int64).random_(0, 1 << 62), src=0)
+    with torch.random.fork_rng(devices=[device.index or 0] if device.type == "cuda" else []):
+        torch.manual_seed(int(seed))
+        yield
