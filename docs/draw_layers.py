@@ -12,7 +12,7 @@ PYTHON = [
     ("commands", [("cli", True), ("doctor", True)]),
     ("other libraries", [("integrations", True)]),
     ("whole models", [("compose", True), ("swap", True), ("checkpoint", False), ("planner", False)]),
-    ("what is split how", [("plan, heads, guards, lm_head", True), ("zero (stands on clip, precision)", True)]),
+    ("what is split how", [("plan, heads, guards, lm_head, doors", True), ("zero (stands on clip, precision)", True)]),
     (
         "strategies (never import each other)",
         [

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fastpar.comm import Communicator
+from fastpar.doors import RefusedByDDP, SavePretrained, check_model
 from fastpar.expert_style import check_experts, prove_experts, route_tokens, spread_experts, takes_scaled_tokens
 from fastpar.guards import PartGuard, Watch, WatchedPlan
 from fastpar.guards import sync_weights as sync_weights_of
@@ -292,6 +293,7 @@ class _Swap:
                 local = split.num_heads // self.comm.size
                 self._set(self.modules[path], "_fastpar_heads", (local * self.comm.rank, split.num_heads, self.batch))
         self._connect_head()
+        self._open_doors()
         self._guard()
 
     def _layer(self, path: str, style: Style) -> tuple[type[Any] | None, dict[str, Any]]:
@@ -408,7 +410,9 @@ class _Swap:
         self.explanation.add(path, "dropout", "", "mask by global position")
 
     def _set(self, module: nn.Module, name: str, value: Any) -> None:
-        self.attributes.append((module, name, getattr(module, name, _ABSENT)))
+        is_property = isinstance(getattr(type(module), name, None), property)
+        before = getattr(module, name) if is_property else vars(module).get(name, _ABSENT)
+        self.attributes.append((module, name, before))
         setattr(module, name, value)
 
     def _connect_head(self) -> None:
@@ -424,6 +428,15 @@ class _Swap:
             self.explanation.add("(loss)", "vocab", "", note)
         if callable(getattr(type(self.model), "generate", None)):
             self._set(self.model, "generate", GatheringCall(self.model, "generate", heads, self.comm))
+
+    def _open_doors(self) -> None:
+        """Methods and marks by which other libraries reach the model."""
+        if self.comm.size == 1:
+            return
+        self._set(self.model, "_ddp_params_and_buffers_to_ignore", RefusedByDDP())
+        if callable(getattr(type(self.model), "save_pretrained", None)):
+            is_writer = self.comm.rank == 0 and self.batch[0] == 0
+            self._set(self.model, "save_pretrained", SavePretrained(self.model, self.comm, is_writer))
 
     def _split_stream(self) -> None:
         """Split the residual stream where its first layer begins, and let no part of a tensor leave the model."""
@@ -551,6 +564,7 @@ def parallelize(
     Raises ValueError for a pattern that matches nothing, heads that cannot be split, parameters inside a block with no
     style, weights that differ; TypeError for a style on the wrong kind of module. The model is unchanged then.
     """
+    check_model(model, "parallelize")
     if getattr(model, _STATE, None) is not None:
         raise ValueError("the model is parallelised already; call fastpar.unparallelize(model) first")
     Overlap.of(overlap)

@@ -60,9 +60,9 @@ class Watch:
     def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Compare the inputs, and start what looks at the forward."""
         self._is_watching = self.cadence.next()
+        self.gradients.stop()  # of the forward before: its backward is over, or nobody waits for what it would say
         if not self._is_watching:
             return
-        self.gradients.stop()
         self.inputs.before(model, args, kwargs)
         if model.training:
             self.draws.start(model)

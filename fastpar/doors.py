@@ -1,0 +1,78 @@
+"""What other libraries do with a model, made right for one that is parallelised, or refused where it would go wrong.
+
+`save_pretrained` of transformers wants whole tensors. DistributedDataParallel wants plain ones: its constructor fails
+inside of torch, several calls below the line that the user wrote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+from fastpar.comm import Communicator
+
+
+class SavePretrained:
+    """`model.save_pretrained` of a parallelised model: ordinary files, of whole tensors.
+
+    Collective: every rank of the tensor-parallel group calls it, and the first one of the first data-parallel group
+    writes. All wait until the files are there.
+    """
+
+    def __init__(self, model: Any, comm: Communicator, is_writer: bool):
+        self.model, self.comm, self.is_writer = model, comm, is_writer
+        self.__doc__ = type(model).save_pretrained.__doc__
+
+    def __deepcopy__(self, memo: Any) -> SavePretrained:
+        return SavePretrained(memo.get(id(self.model), self.model), self.comm, self.is_writer)
+
+    def __call__(self, save_directory: str | Path, *args: Any, **kwargs: Any) -> Any:
+        if "state_dict" not in kwargs:
+            options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+            kwargs["state_dict"] = get_model_state_dict(self.model, options=options)
+        error, result = "", None
+        if self.is_writer:
+            try:
+                result = type(self.model).save_pretrained(self.model, save_directory, *args, **kwargs)
+            except Exception as raised:
+                error = f"{type(raised).__name__}: {raised}"
+        # The others learn of a full disk as well, instead of going on with files that are not there.
+        failed = self.comm.all_reduce(torch.tensor([float(bool(error))]), "max") if self.comm.size > 1 else None
+        if error or (failed is not None and failed.item()):
+            raise RuntimeError(f"save_pretrained to {save_directory} failed: {error or 'see the writing rank'}")
+        return result
+
+
+class RefusedByDDP:
+    """What a parallelised model has where DistributedDataParallel first looks, for the parameters to leave out."""
+
+    def __iter__(self) -> Iterator[str]:
+        raise TypeError(
+            "this model is parallelised by fastpar: its parameters are DTensors, which DistributedDataParallel cannot "
+            "wrap. For data parallelism use fastpar.zero.shard(model, optimizer, group=mesh, stage=0), which is DDP "
+            "(transformers' Trainer and accelerate.prepare wrap models in DistributedDataParallel by themselves)"
+        )
+
+    def __len__(self) -> int:
+        return 0
+
+
+def check_model(model: Any, function: str) -> None:
+    """TypeError and ValueError, with what to pass instead, for what is no module or one wrapped around the model."""
+    if not isinstance(model, nn.Module):
+        hint = (
+            "; build it first, for instance by AutoModelForCausalLM.from_pretrained" if isinstance(model, str) else ""
+        )
+        raise TypeError(f"{function} takes an nn.Module as its model, got {type(model).__name__}{hint}")
+    inner = [name for name in ("_orig_mod", "module") if isinstance(vars(model)["_modules"].get(name), nn.Module)]
+    kinds = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+    if inner and (isinstance(model, kinds) or inner[0] == "_orig_mod"):
+        raise ValueError(
+            f"{function} got a {type(model).__name__} around the model: pass the model itself (its .{inner[0]}), and "
+            "wrap or compile it afterwards"
+        )

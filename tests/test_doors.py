@@ -1,0 +1,59 @@
+"""What other libraries do with a parallelised model works, or is refused in words that can be followed."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fastpar as fp
+from tests.dist import run_ranks
+from tests.models import build_model, logits_of
+
+
+def _saved(folder: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    plain: Any = build_model("gpt2", torch.float32)
+    parallel = fp.parallelize(copy.deepcopy(plain), dist.group.WORLD)
+    copy.deepcopy(parallel).save_pretrained(folder)
+    loaded = AutoModelForCausalLM.from_pretrained(folder)
+    for (name, p), q in zip(loaded.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(p, q), name
+    with pytest.raises(RuntimeError, match=r"save_pretrained to .* failed"):
+        parallel.save_pretrained("/proc/nothing/can/be/written/here")
+    ids = torch.arange(6).view(1, 6)
+    torch.testing.assert_close(logits_of(parallel, ids).full_tensor(), logits_of(plain, ids))
+    fp.unparallelize(parallel)
+    assert "save_pretrained" not in vars(parallel)
+
+
+def test_save_pretrained_writes_whole_tensors_and_fails_on_all_ranks(tmp_path: Path) -> None:
+    run_ranks(2, _saved, str(tmp_path))
+
+
+def _wrapped() -> None:
+    model = build_model("llama", torch.float32)
+    fp.parallelize(model, dist.group.WORLD)
+    with pytest.raises(TypeError, match=r"parallelised by fastpar.* fastpar.zero.shard\(model"):
+        nn.parallel.DistributedDataParallel(model)
+    with pytest.raises(ValueError, match=r"a DistributedDataParallel around the model: pass the model itself"):
+        fp.parallelize(nn.parallel.DistributedDataParallel(build_model("llama", torch.float32)), dist.group.WORLD)
+
+
+def test_wrapping_in_ddp_is_refused_in_both_orders() -> None:
+    run_ranks(2, _wrapped)
+
+
+def test_what_is_no_model_is_refused_with_what_to_pass() -> None:
+    with pytest.raises(TypeError, match=r"takes an nn.Module as its model, got str; build it first"):
+        fp.parallelize("meta-llama/Llama-3.2-1B", None)  # type: ignore[type-var]
+    with pytest.raises(
+        ValueError, match=r"a OptimizedModule around the model: pass the model itself \(its ._orig_mod\)"
+    ):
+        fp.parallelize(torch.compile(nn.Linear(2, 2), backend="eager"), None, {"0": "colwise"})
