@@ -28,7 +28,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from fastpar import _ext
 from fastpar.storage import ChecksumError, StorageError, TensorStore, Transfer, backing, stream
 from fastpar.storage._library import library
-from fastpar.storage.async_file import Flight
+from fastpar.storage.async_file import AsyncFile, Flight
 from fastpar.storage.extents import Extents
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -414,6 +414,49 @@ def test_what_was_not_written_cannot_be_read(backend: str, monkeypatch: pytest.M
             store.flush()
 
 
+def rushed(monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
+    """A write that has been launched ends at the worst moment of the `read` that comes after it."""
+    done, submit, looked = Flight.done, AsyncFile.submit, set()
+
+    def ends_after_the_look(flight: Flight) -> bool:
+        if flight in looked:
+            return done(flight)
+        looked.add(flight)
+        flight.settle()
+        return False
+
+    def ends_before_the_launch(file: AsyncFile, is_write: bool, *arguments: Any, **named: Any) -> Flight:
+        if named["written"] is not None:
+            named["written"].settle()  # its ticket is unknown from now on
+        return submit(file, is_write, *arguments, **named)
+
+    if moment == "after the first look":
+        monkeypatch.setattr(Flight, "done", ends_after_the_look)
+    else:
+        monkeypatch.setattr(Flight, "done", lambda flight: False)  # another thread waits for it
+        monkeypatch.setattr(AsyncFile, "submit", ends_before_the_launch)
+
+
+@backends
+@pytest.mark.parametrize("checksums", [True, False])
+@pytest.mark.parametrize("moment", ["after the first look", "before the launch"])
+def test_a_read_behind_a_failed_write_has_the_errors_of_the_write_whenever_that_ended(
+    backend: str, checksums: bool, moment: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(4 * BLOCK))  # there are bytes to read, which nobody has written
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with store_on(str(path), monkeypatch, backend, checksums=checksums) as store:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (BLOCK, limit[1]))
+        try:
+            store.write("x", values(4 * BLOCK))
+            rushed(monkeypatch, moment)
+            with pytest.raises(StorageError, match=r"write .*EFBIG"):
+                store.read("x").wait()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+
+
 @backends
 def test_a_read_that_waits_for_a_write_fails_with_it(
     backend: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -591,8 +634,11 @@ def test_threads_take_over_where_io_uring_is_refused(tmp_path: Path) -> None:
     [
         ({"backend": "aio"}, "backend must be one of auto, io_uring, threads, got 'aio'"),
         ({"direct": "yes"}, "direct must be True, False or \"auto\", got 'yes'"),
-        ({"block_bytes": 1000}, "block_bytes must be a positive multiple of 4096, got 1000"),
+        ({"block_bytes": 1000}, "block_bytes must be a multiple of 4096 from 4096 to 1073741824, got 1000"),
+        ({"block_bytes": 1 << 31}, "from 4096 to 1073741824, got 2147483648"),
+        ({"block_bytes": 8192.0}, "from 4096 to 1073741824, got 8192.0"),
         ({"depth": 0}, "depth must be between 1 and 256, got 0"),
+        ({"depth": "8"}, "depth must be between 1 and 256, got '8'"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(tmp_path: Path, options: dict[str, object], message: str) -> None:
@@ -610,6 +656,12 @@ def test_wrong_tensors_are_refused(store: TensorStore) -> None:
         store.read("x", torch.zeros(5, 4).t())
     with pytest.raises(ValueError, match="'m' is on meta: a store takes CPU tensors"):
         store.write("m", torch.zeros(4, device="meta"))
+    with pytest.raises(
+        ValueError, match=r"'s' is torch.float32, torch.sparse_coo: a store takes dense"
+    ):
+        store.write("s", torch.zeros(4).to_sparse())
+    with pytest.raises(TypeError, match="a store takes a str and a tensor, got int and Tensor"):
+        store.write(3, torch.zeros(4))  # type: ignore[arg-type]
 
 
 def test_an_error_survives_pickling() -> None:

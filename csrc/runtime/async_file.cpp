@@ -8,6 +8,7 @@
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
+#include <limits>
 #include <system_error>
 #include <utility>
 
@@ -26,7 +27,7 @@ int64_t round_up(int64_t bytes) { return (bytes + kFileAlignment - 1) / kFileAli
 struct AsyncFile::Request {
   Transfer transfer;
   uint64_t ticket;
-  int64_t blocks;  // in all
+  int64_t blocks = 0;  // in all
   int64_t taken = 0, moved = 0;
   bool is_done = false;
   FileFailure failure;
@@ -66,6 +67,19 @@ struct AsyncFile::Buffer {
 };
 
 AsyncFile::AsyncFile(const FileOptions& options) : options_(options) {
+  if (options_.block_bytes <= 0 || options_.block_bytes > kMaxBlockBytes ||
+      options_.block_bytes % kFileAlignment != 0 || options_.depth < 1 || options_.depth > kMaxDepth) {
+    throw std::system_error(EINVAL, std::generic_category(), "block_bytes or depth");
+  }
+  try {
+    start();
+  } catch (...) {  // a thread that is neither joined nor detached ends the process
+    stop();
+    throw;
+  }
+}
+
+void AsyncFile::start() {
   if (options_.ring) {
     std::vector<int> depths;
     for (int left = options_.depth, lane = std::min(kRingLanes, options_.depth); lane > 0; --lane) {
@@ -88,16 +102,37 @@ AsyncFile::~AsyncFile() {
     done_.wait(lock, [this] {
       return std::all_of(requests_.begin(), requests_.end(), [](const auto& entry) { return entry.second->is_done; });
     });
+  }
+  stop();
+}
+
+void AsyncFile::stop() {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
     closing_ = true;
   }
   work_.notify_all();
   for (std::thread& lane : lanes_) lane.join();
 }
 
+bool AsyncFile::is_sound(const Transfer& transfer) const {
+  constexpr int64_t kMax = std::numeric_limits<int64_t>::max() - kMaxBlockBytes;  // so that no sum here overflows
+  if (transfer.bytes < 0 || transfer.offset < 0 || transfer.offset % kFileAlignment != 0) return false;
+  if (transfer.bytes > kMax - transfer.offset) return false;
+  if (transfer.address == nullptr && transfer.bytes > 0) return false;
+  return transfer.checksums == nullptr || transfer.num_checksums == num_blocks(transfer.bytes);
+}
+
+int64_t AsyncFile::num_blocks(int64_t bytes) const { return (bytes + options_.block_bytes - 1) / options_.block_bytes; }
+
 uint64_t AsyncFile::submit(const Transfer& transfer) {
   auto request = std::make_shared<Request>();
   request->transfer = transfer;
-  request->blocks = (transfer.bytes + options_.block_bytes - 1) / options_.block_bytes;
+  if (is_sound(transfer)) {
+    request->blocks = num_blocks(transfer.bytes);
+  } else {
+    request->failure = {EINVAL, transfer.offset, transfer.bytes, transfer.is_write};
+  }
   const std::lock_guard<std::mutex> lock(mutex_);
   request->ticket = ++last_ticket_;
   requests_[request->ticket] = request;
@@ -115,7 +150,12 @@ uint64_t AsyncFile::submit(const Transfer& transfer) {
 
 bool AsyncFile::wait(uint64_t ticket, double seconds, FileFailure* failure) {
   std::unique_lock<std::mutex> lock(mutex_);
-  const std::shared_ptr<Request> request = requests_.at(ticket);
+  const auto found = requests_.find(ticket);
+  if (found == requests_.end()) {
+    *failure = {EINVAL, 0, 0, false};
+    return true;
+  }
+  const std::shared_ptr<Request> request = found->second;
   if (!done_.wait_for(lock, std::chrono::duration<double>(seconds), [&] { return request->is_done; })) return false;
   *failure = request->failure;
   requests_.erase(ticket);

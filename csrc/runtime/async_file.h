@@ -27,14 +27,16 @@ namespace fastpar {
 
 class IoRing;
 
-constexpr int64_t kFileAlignment = 4096;  // of addresses, offsets and sizes under O_DIRECT
+constexpr int64_t kFileAlignment = 4096;              // of addresses, offsets and sizes under O_DIRECT
+constexpr int64_t kMaxBlockBytes = int64_t{1} << 30;  // an io_uring takes 32 bits of them, a lane's buffer has one
+constexpr int kMaxDepth = 4096;
 
 struct FileOptions {
   int descriptor;  // stays the caller's
   bool direct;     // whether it was opened with O_DIRECT
   bool ring;
-  int depth;            // blocks in flight
-  int64_t block_bytes;  // a multiple of kFileAlignment
+  int depth;            // blocks in flight, 1 to kMaxDepth
+  int64_t block_bytes;  // a multiple of kFileAlignment, at most kMaxBlockBytes
 };
 
 // Codes besides errno's.
@@ -53,23 +55,26 @@ struct Transfer {
   char* address;
   int64_t bytes;
   uint32_t* checksums;  // one per block, written by writes and verified by reads; null: none
+  int64_t num_checksums;
   uint64_t after;  // ticket of the transfer to start after, or 0. Where that is a write that fails, a read fails too.
 };
 
 class AsyncFile {
  public:
-  // Throws std::system_error where io_uring is asked for and refused.
+  // Throws std::system_error where io_uring is asked for and refused, where the system has no more threads, and
+  // (EINVAL) where the options are none.
   explicit AsyncFile(const FileOptions& options);
   // Waits for every transfer.
   ~AsyncFile();
   AsyncFile(const AsyncFile&) = delete;
   AsyncFile& operator=(const AsyncFile&) = delete;
 
-  // The ticket. The memory must stay until the transfer is done.
+  // The ticket. The memory must stay until the transfer is done. A transfer whose numbers do not fit together (offset,
+  // bytes, or the number of its checksums) fails with EINVAL, and nothing of it is touched.
   uint64_t submit(const Transfer& transfer);
 
   // Whether it is done, after at most `seconds`. Then `failure` is set, and the ticket must not be used again but as
-  // an `after`.
+  // an `after`; it is unknown then, which is EINVAL.
   bool wait(uint64_t ticket, double seconds, FileFailure* failure);
 
  private:
@@ -81,6 +86,11 @@ class AsyncFile {
   // The next block to move. False: there is none, or (`waits`) there will never be one.
   bool take(bool waits, Block* block);
   void finish(const Block& block, int64_t code);
+
+  bool is_sound(const Transfer& transfer) const;
+  int64_t num_blocks(int64_t bytes) const;
+  void start();
+  void stop();
 
   // With the mutex held.
   void release(const std::shared_ptr<Request>& request);

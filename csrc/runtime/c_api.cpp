@@ -32,9 +32,10 @@ void* fastpar_file_create(int descriptor, int direct, int ring, int depth, int64
 void fastpar_file_destroy(void* file) { delete static_cast<fastpar::AsyncFile*>(file); }
 
 uint64_t fastpar_file_submit(void* file, int is_write, int64_t offset, void* address, int64_t bytes,
-                             uint32_t* checksums, uint64_t after) {
+                             uint32_t* checksums, int64_t num_checksums, uint64_t after) {
   try {
-    return async_file(file).submit({is_write != 0, offset, static_cast<char*>(address), bytes, checksums, after});
+    return async_file(file).submit(
+        {is_write != 0, offset, static_cast<char*>(address), bytes, checksums, num_checksums, after});
   } catch (const std::bad_alloc&) {
     return 0;
   }

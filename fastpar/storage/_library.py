@@ -12,7 +12,7 @@ from fastpar import _ext
 _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "file_create": (c_void_p, [c_int, c_int, c_int, c_int, c_int64, POINTER(c_int64)]),
     "file_destroy": (None, [c_void_p]),
-    "file_submit": (c_uint64, [c_void_p, c_int, c_int64, c_void_p, c_int64, c_void_p, c_uint64]),
+    "file_submit": (c_uint64, [c_void_p, c_int, c_int64, c_void_p, c_int64, c_void_p, c_int64, c_uint64]),
     "file_wait": (c_int, [c_void_p, c_uint64, c_double, POINTER(c_int64)]),
     "file_reserve": (c_int, [c_int, c_int64, c_int64]),
     "checksum": (c_uint32, [c_void_p, c_int64]),

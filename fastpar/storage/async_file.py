@@ -7,6 +7,7 @@ import errno
 import os
 import threading
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from fastpar.storage._library import library
 from fastpar.storage.backing import BackingFile
 from fastpar.storage.errors import ChecksumError, StorageError
+from fastpar.storage.index import KeptTensor
 
 _ENDED, _CORRUPT = -1, -2  # FileCode in csrc/runtime/async_file.h
 _SLICE = 0.1  # seconds within C at most, so that Ctrl-C is heard
@@ -22,12 +24,16 @@ BACKENDS = ("auto", "io_uring", "threads")
 
 
 class Flight:
-    """A transfer as its file knows it. Holds the memory until it has ended, and no longer."""
+    """A transfer as its file knows it. Holds the memory until it has ended, and no longer.
 
-    def __init__(self, file: AsyncFile, ticket: int, memory: Any, subject: str) -> None:
+    written  of a read: the write that it comes after. Where that has failed, its error is the read's, whatever the read
+             itself has found: the bytes in the file are neither the new ones nor the old.
+    """
+
+    def __init__(self, file: AsyncFile, ticket: int, memory: Any, subject: str, written: Flight | None = None) -> None:
         self.ticket = ticket
         self.error: StorageError | None = None  # why it failed; known once `done()` is true
-        self._file, self._memory, self._subject = file, memory, subject
+        self._file, self._memory, self._subject, self._written = file, memory, subject, written
         self._lock = threading.Lock()
         self._is_done = False
 
@@ -35,6 +41,7 @@ class Flight:
         """Whether it has ended, well or not."""
         if self._is_done:
             return True
+        self._file.check_owner("wait")
         if not self._lock.acquire(blocking=False):
             return False  # somebody waits for it
         try:
@@ -44,6 +51,9 @@ class Flight:
 
     def settle(self, timeout: float | None = None) -> None:
         """Wait until it has ended, well or not. Raises TimeoutError."""
+        if self._is_done:
+            return
+        self._file.check_owner("wait")
         seconds = self._file.timeout if timeout is None else timeout
         deadline = time.monotonic() + seconds
         with self._lock:
@@ -56,9 +66,13 @@ class Flight:
 
     def _poll(self, seconds: float) -> bool:
         if not self._is_done:
-            ended, self.error = self._file._wait(self.ticket, seconds, self._subject)
+            ended, error = self._file._wait(self.ticket, seconds, self._subject)
             if ended:
-                self._memory = None
+                if self._written is not None:  # has ended before this began; another thread may be taking note of it
+                    self._written.settle()
+                    error = self._written.error or error
+                self.error = error
+                self._memory = self._written = None
                 self._is_done = True
         return self._is_done
 
@@ -83,7 +97,8 @@ class Transfer:
         timeout  seconds; None: the store's
 
         Raises StorageError (the same at every call) if it failed, ChecksumError if what was read is not what was
-        written, and TimeoutError when time is up: it is still in flight then, and may be waited for again.
+        written, and TimeoutError when time is up: it is still in flight then, and may be waited for again. A read
+        behind a write that has failed raises the write's error, whenever either was launched.
         """
         self._flight.settle(timeout)
         if self._flight.error is not None:
@@ -106,14 +121,15 @@ class AsyncFile:
     ) -> None:
         if backend not in BACKENDS:
             raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+        self._owner = os.getpid()
         self.backing = BackingFile(path, direct)
         self.path, self.timeout, self.block_bytes = self.backing.path, timeout, block_bytes
         self.refusal = ""  # why io_uring is not used, where it was wanted
-        self.tensors: dict[str, Any] = {}  # of a kept file: see fastpar/storage/index.py
+        self.tensors: Mapping[str, KeptTensor] = {}  # of a kept file
         try:
             if self.backing.is_readonly:
                 index = self.backing.index()
-                self.block_bytes, self.tensors = index["block_bytes"], index["tensors"]
+                self.block_bytes, self.tensors = index.block_bytes, index.tensors
             self.backend, self._handle = self._create(backend, depth)
         except BaseException:
             self.backing.close()
@@ -135,15 +151,24 @@ class AsyncFile:
         return -(-num_bytes // self.block_bytes)
 
     def submit(
-        self, is_write: bool, offset: int, tensor: Tensor, *, checksums: Any, after: int, subject: str
+        self,
+        is_write: bool,
+        offset: int,
+        tensor: Tensor,
+        *,
+        checksums: Any,
+        after: int,
+        subject: str,
+        written: Flight | None = None,
     ) -> Flight:
         """tensor is contiguous; `checksums` a ctypes array of num_blocks() uint32, or None; `after` a ticket or 0."""
+        count = 0 if checksums is None else len(checksums)
         ticket = library().file_submit(
-            self._handle, is_write, offset, tensor.data_ptr(), tensor.nbytes, checksums, after
+            self._handle, is_write, offset, tensor.data_ptr(), tensor.nbytes, checksums, count, after
         )
         if ticket == 0:
             raise MemoryError(f"no memory for another transfer of {self.path}")
-        return Flight(self, ticket, (tensor, checksums), subject)
+        return Flight(self, ticket, (tensor, checksums), subject, written)
 
     def _wait(self, ticket: int, seconds: float, subject: str) -> tuple[bool, StorageError | None]:
         failure = (ctypes.c_int64 * 4)()
@@ -160,10 +185,25 @@ class AsyncFile:
             return True, StorageError(errno.ENODATA, self.path, operation, cause="the file has become shorter", **place)
         return True, StorageError(code, self.path, operation, **place)
 
+    @property
+    def is_owner(self) -> bool:
+        """Whether this process has the file's threads: those of a forked child stayed with its parent."""
+        return os.getpid() == self._owner
+
+    def check_owner(self, operation: str) -> None:
+        """Raises StorageError in a forked child. Before any lock is taken: a thread of the parent may have held it."""
+        if not self.is_owner:
+            cause = (
+                f"this process ({os.getpid()}) was forked from the one that opened the store ({self._owner}), and has "
+                "none of its threads; open another store here"
+            )
+            raise StorageError(errno.EPERM, self.path, operation, cause=cause)
+
     def close(self) -> None:
-        """Waits for what is in flight, and ends the threads."""
+        """Waits for what is in flight, and ends the threads. In a forked child it gives the descriptor back alone."""
         if self._handle:
-            library().file_destroy(self._handle)
+            if self.is_owner:
+                library().file_destroy(self._handle)
             self.backing.close()
         self._handle = 0
 

@@ -11,13 +11,10 @@ import mmap
 import os
 import tempfile
 from collections.abc import Iterator
-from typing import Any
 
 from fastpar.storage._library import library
 from fastpar.storage.errors import StorageError
-from fastpar.storage.index import append_index, read_index
-
-ALIGNMENT = 4096  # kFileAlignment in csrc/runtime/async_file.h
+from fastpar.storage.index import ALIGNMENT, Index, append_index, read_index
 
 # The kernel does not know O_TMPFILE (it then opens the folder itself), or the file system does not.
 _NO_NAMELESS_FILES = (errno.EISDIR, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
@@ -68,19 +65,19 @@ class BackingFile:
         access = os.O_RDONLY if self.is_readonly else os.O_RDWR
         return os.open(f"/proc/self/fd/{self.descriptor}", access | os.O_CLOEXEC | flags)
 
-    def keep(self, path: str, end: int, index: dict[str, Any]) -> None:
+    def keep(self, path: str, end: int, index: Index) -> None:
         """Give the file a name, once all of it is on the disk. What has that name already is an error."""
         with self._errors("keep"):
             descriptor = self._reopen(0)
             try:
-                append_index(descriptor, end, index)
+                append_index(descriptor, self.path, end, index)
                 # Python follows the link in /proc only where it is told of a folder (which an absolute path ignores).
                 os.link(f"/proc/self/fd/{descriptor}", path, src_dir_fd=descriptor)
                 _flush_folder(os.path.dirname(path) or ".")
             finally:
                 os.close(descriptor)
 
-    def index(self) -> dict[str, Any]:
+    def index(self) -> Index:
         """Of a kept file."""
         descriptor = self._reopen(0)
         try:
@@ -104,6 +101,8 @@ class BackingFile:
     def _errors(self, operation: str) -> Iterator[None]:
         try:
             yield
+        except StorageError:
+            raise
         except OSError as error:
             raise StorageError(error.errno or 0, self.path, operation) from error
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import errno
 import math
 import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -17,8 +19,9 @@ import torch
 from torch import Tensor
 
 from fastpar.storage.async_file import AsyncFile, Flight, Transfer, empty_aligned
-from fastpar.storage.backing import ALIGNMENT
+from fastpar.storage.errors import StorageError
 from fastpar.storage.extents import Extents
+from fastpar.storage.index import ALIGNMENT, DTYPES, MAX_BLOCK_BYTES, Index, KeptTensor, is_block_size
 
 
 @dataclass
@@ -59,8 +62,12 @@ class TensorStore:
     disk is reserved when a name is first written: a full disk raises StorageError in `write`, before anything is
     overwritten. Methods may be called from any thread.
 
-    A failed write makes its name unreadable (`read` raises its error) until a later write of it succeeds; what other
-    names hold is not affected.
+    A failed write makes its name unreadable until a later write of it succeeds: `read`, or the `wait()` of a read that
+    was launched before the write had failed, raises the write's error. What other names hold is not affected.
+
+    A process forked from this one has no store: every call there raises StorageError, but `close` and the end of that
+    process, which leave this one's store alone. A kept file is not believed: whatever is wrong in it is a StorageError,
+    by which no memory has been touched (docs/security.md).
     """
 
     def __init__(
@@ -74,10 +81,11 @@ class TensorStore:
         block_bytes: int = 1 << 20,
         timeout: float = 600.0,
     ) -> None:
-        if block_bytes <= 0 or block_bytes % ALIGNMENT != 0:
-            raise ValueError(f"block_bytes must be a positive multiple of {ALIGNMENT}, got {block_bytes}")
-        if not 1 <= depth <= 256:
-            raise ValueError(f"depth must be between 1 and 256, got {depth}")
+        if not is_block_size(block_bytes):
+            allowed = f"a multiple of {ALIGNMENT} from {ALIGNMENT} to {MAX_BLOCK_BYTES}"
+            raise ValueError(f"block_bytes must be {allowed}, got {block_bytes!r}")
+        if type(depth) is not int or not 1 <= depth <= 256:
+            raise ValueError(f"depth must be between 1 and 256, got {depth!r}")
         self._file = AsyncFile(
             path, backend=backend, direct=direct, depth=depth, block_bytes=block_bytes, timeout=timeout
         )
@@ -103,7 +111,7 @@ class TensorStore:
         Raises StorageError if there is no room on the disk.
         """
         source = _on_cpu(name, tensor).detach().contiguous()
-        with self._lock:
+        with self._locked("write"):
             entry = self._entry_for_write(name, source)
             entry.last_write = self._launch(name, entry, source, is_write=True)
             return Transfer(entry.last_write, tensor)
@@ -115,10 +123,10 @@ class TensorStore:
 
         Raises KeyError if nothing was written under that name, StorageError if writing it failed.
         """
-        with self._lock:
+        with self._locked("read"):
             entry = self._entry(name)
             if out is None:
-                out = self.empty(entry.shape, entry.dtype)
+                out = self._room_for(name, entry)
             _check_out(name, entry, out)
             written = entry.last_write
             if written is not None and written.done() and written.error is not None:
@@ -136,6 +144,8 @@ class TensorStore:
             checksums=entry.checksums,
             after=after,
             subject=f"tensor {name!r}",
+            # Not decided by whether that has failed by now: it may do so at any moment.
+            written=None if is_write else entry.last_write,
         )
         self._in_flight.append(entry.last)
         return entry.last
@@ -144,7 +154,7 @@ class TensorStore:
 
     def delete(self, name: str) -> None:
         """Forget the name; its part of the file is used again. What is in flight ends undisturbed."""
-        with self._lock:
+        with self._locked("delete"):
             self._entry(name)
             self._check_writable()
             self._leaving.append(self._entries.pop(name))
@@ -162,7 +172,7 @@ class TensorStore:
 
     def spec(self, name: str) -> tuple[torch.dtype, torch.Size]:
         """(dtype, shape) of what `name` holds."""
-        with self._lock:
+        with self._locked("spec"):
             entry = self._entry(name)
             return entry.dtype, entry.shape
 
@@ -209,6 +219,14 @@ class TensorStore:
 
     # ---- memory
 
+    def _room_for(self, name: str, entry: _Entry) -> Tensor:
+        try:
+            return self.empty(entry.shape, entry.dtype)
+        except (RuntimeError, MemoryError) as error:  # torch's allocator raises the former
+            num_bytes = math.prod(entry.shape) * entry.dtype.itemsize
+            place: dict[str, Any] = {"offset": entry.offset, "num_bytes": num_bytes, "subject": f"tensor {name!r}"}
+            raise StorageError(errno.ENOMEM, self._file.path, "read", **place) from error
+
     @staticmethod
     def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """An uninitialised tensor that begins at a page, so that O_DIRECT needs no copy of it."""
@@ -217,7 +235,7 @@ class TensorStore:
 
     def buffers(self, count: int, num_bytes: int) -> list[Tensor]:
         """`count` aligned buffers of at least `num_bytes` each, the same ones at every call; freed by `close`."""
-        with self._lock:
+        with self._locked("buffers"):
             self._begin()
             if len(self._buffers) < count or any(buffer.nbytes < num_bytes for buffer in self._buffers):
                 self._buffers = []  # the old ones go before there are new ones
@@ -233,7 +251,7 @@ class TensorStore:
 
     def flush(self) -> None:
         """Wait for everything in flight. Raises the first error of a write that nothing has been written over."""
-        with self._lock:
+        with self._locked("flush"):
             while self._in_flight:
                 self._in_flight[0].settle()
                 self._in_flight.popleft()
@@ -247,30 +265,23 @@ class TensorStore:
         Raises StorageError if a write has failed, if that name exists, or if it is on another file system; the store is
         as it was then. The name appears when everything is on the disk: there is never half a file under it.
         """
-        with self._lock:
+        with self._locked("keep"):
             self._begin()
             self._check_writable()
             self.flush()
             tensors = {
-                name: [
-                    str(entry.dtype).removeprefix("torch."),
-                    list(entry.shape),
-                    entry.offset,
-                    None if entry.checksums is None else list(entry.checksums),
-                ]
+                name: KeptTensor(entry.dtype, entry.shape, entry.offset, entry.checksums)
                 for name, entry in self._entries.items()
             }
-            index = {"block_bytes": self._file.block_bytes, "tensors": tensors}
-            self._file.backing.keep(os.fspath(path), self._extents.end, index)
+            self._file.backing.keep(os.fspath(path), self._extents.end, Index(self._file.block_bytes, tensors))
             self.close()
 
-    def _take_over(self, tensors: Mapping[str, Any]) -> None:
+    def _take_over(self, tensors: Mapping[str, KeptTensor]) -> None:
         """What the index of a kept file says."""
-        for name, (dtype, shape, offset, checksums) in tensors.items():
-            sums = checksums if checksums is None else (ctypes.c_uint32 * len(checksums))(*checksums)
-            entry = _Entry(offset, 0, getattr(torch, dtype), torch.Size(shape), sums)
-            self._entries[name] = entry
-            self._extents.end = max(self._extents.end, offset + math.prod(shape) * entry.dtype.itemsize)
+        for name, kept in tensors.items():
+            sums = None if kept.checksums is None else (ctypes.c_uint32 * len(kept.checksums))(*kept.checksums)
+            self._entries[name] = _Entry(kept.offset, 0, kept.dtype, kept.shape, sums)
+            self._extents.end = max(self._extents.end, kept.end)
 
     def _check_writable(self) -> None:
         if self._file.backing.is_readonly:
@@ -278,9 +289,18 @@ class TensorStore:
 
     def close(self) -> None:
         """Wait for what is in flight, and give the disk and the buffers back. May be called twice."""
+        if not self._file.is_owner:
+            self._finalizer()
+            return
         with self._lock:
             self._buffers = []
             self._finalizer()
+
+    @contextlib.contextmanager
+    def _locked(self, operation: str) -> Iterator[None]:
+        self._file.check_owner(operation)
+        with self._lock:
+            yield
 
     def _begin(self) -> None:
         """Of every call that touches names, with the lock held."""
@@ -308,13 +328,20 @@ class TensorStore:
 
 
 def _close(file: AsyncFile, in_flight: deque[Flight]) -> None:
-    while in_flight:
+    """Of a forked child, too, when it ends: nothing is in flight there."""
+    while file.is_owner and in_flight:
         in_flight[0].settle()
         in_flight.popleft()
     file.close()
 
 
 def _on_cpu(name: str, tensor: Tensor) -> Tensor:
+    if not isinstance(name, str) or not isinstance(tensor, Tensor):
+        raise TypeError(f"a store takes a str and a tensor, got {type(name).__name__} and {type(tensor).__name__}")
+    if tensor.layout != torch.strided or str(tensor.dtype).removeprefix("torch.") not in DTYPES:
+        raise ValueError(
+            f"{name!r} is {tensor.dtype}, {tensor.layout}: a store takes dense tensors of {', '.join(DTYPES)}"
+        )
     if tensor.device.type != "cpu":
         raise ValueError(f"{name!r} is on {tensor.device}: a store takes CPU tensors; copy it (to pinned memory) first")
     return tensor

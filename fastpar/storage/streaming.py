@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from fastpar.storage.async_file import Transfer
-from fastpar.storage.backing import ALIGNMENT
 from fastpar.storage.errors import StorageError
+from fastpar.storage.index import ALIGNMENT
 from fastpar.storage.store import TensorStore
 
 Names = str | Sequence[str]

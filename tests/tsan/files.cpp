@@ -36,6 +36,8 @@ void wait(AsyncFile& file, uint64_t ticket) {
   if (failure.code != kFileOk) fail("a transfer failed with code " + std::to_string(failure.code));
 }
 
+int64_t blocks(int64_t bytes) { return (bytes + kBlock - 1) / kBlock; }
+
 char byte(uint64_t age, int64_t i) { return static_cast<char>(age * 31 + static_cast<uint64_t>(i)); }
 
 class User {
@@ -59,10 +61,10 @@ class User {
       std::vector<char>& buffer = written_[i];
       ++age_;
       for (int64_t at = 0; at < bytes; ++at) buffer[at] = byte(age_, at);
-      after = file_.submit({true, offset, buffer.data(), bytes, checksums_.data(), after});
+      after = file_.submit({true, offset, buffer.data(), bytes, checksums_.data(), blocks(bytes), after});
       tickets.push_back(after);
     }
-    tickets.push_back(file_.submit({false, offset, read_.data(), bytes, checksums_.data(), after}));
+    tickets.push_back(file_.submit({false, offset, read_.data(), bytes, checksums_.data(), blocks(bytes), after}));
     if (random_() % 2 == 0) std::swap(tickets.front(), tickets.back());  // waits need no order
     for (const uint64_t ticket : tickets) wait(file_, ticket);
     for (int64_t at = 0; at < bytes; ++at) {
