@@ -656,9 +656,7 @@ def test_wrong_tensors_are_refused(store: TensorStore) -> None:
         store.read("x", torch.zeros(5, 4).t())
     with pytest.raises(ValueError, match="'m' is on meta: a store takes CPU tensors"):
         store.write("m", torch.zeros(4, device="meta"))
-    with pytest.raises(
-        ValueError, match=r"'s' is torch.float32, torch.sparse_coo: a store takes dense"
-    ):
+    with pytest.raises(ValueError, match=r"'s' is torch.float32, torch.sparse_coo: a store takes dense"):
         store.write("s", torch.zeros(4).to_sparse())
     with pytest.raises(TypeError, match="a store takes a str and a tensor, got int and Tensor"):
         store.write(3, torch.zeros(4))  # type: ignore[arg-type]
