@@ -7,7 +7,7 @@ PY = "$$(tools/find_python.sh)"
 MARKERS := -m "not slow and not gpu"
 ARGS ?=
 
-.PHONY: help setup build demo test test-all gpu lint format bench asan abi clean
+.PHONY: help setup build demo test test-all gpu lint format bench asan abi wheel clean
 
 help: ## this list
 	@grep -hE "^[a-z-]+:.*## " $(MAKEFILE_LIST) | sed -E "s/^([a-z-]+):.*## /  make \1\t/" | expand -t 20
@@ -34,6 +34,10 @@ test-all: build ## the same with the exhaustive variants of the tests
 # Needs no network and installs nothing, so it does not go through `build`. DRY_RUN=1 prints the stages.
 gpu: ## on a machine with a GPU, in 8 minutes: build, GPU tests, compute-sanitizer, GPU benches (PEERS=folder of wheels)
 	@tools/run_gpu.sh $(if $(DRY_RUN),--dry-run) $(ARGS)
+
+# FASTPAR_CUDA=1 for one with the CUDA kernels, where nvcc is.
+wheel: setup ## dist/*.whl: one manylinux_2_28 wheel for every Python and torch, checked by auditwheel
+	@tools/build_wheel.sh
 
 lint: setup ## ruff, clang-format, mypy
 	@tools/run_checks.sh --lint

@@ -11,7 +11,8 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "_build"))
-from native import build, options_from_environment
+from native import build, manylinux, options_from_environment
+from portable import wheel_tag
 
 
 class BuildLibrary(build_ext):
@@ -21,18 +22,19 @@ class BuildLibrary(build_ext):
         return fullname.replace(".", "/") + ".so"
 
     def build_extension(self, ext: Extension) -> None:
-        build(Path(self.get_ext_fullpath(ext.name)).resolve(), options_from_environment())
+        build(Path(self.get_ext_fullpath(ext.name)).resolve(), options_from_environment(is_checkout=False))
 
 
 class PlatformWheel(bdist_wheel):
-    """Tags the wheel py3-none-<platform>: any Python, one kind of machine."""
+    """Tags the wheel py3-none-<platform>: any Python, one kind of machine; how old it may be says FASTPAR_MANYLINUX."""
 
     def finalize_options(self) -> None:
         super().finalize_options()
         self.root_is_pure = False
 
     def get_tag(self) -> tuple[str, str, str]:
-        return "py3", "none", super().get_tag()[2]
+        policy = manylinux()
+        return "py3", "none", wheel_tag(policy) if policy else super().get_tag()[2]
 
 
 setup(

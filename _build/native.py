@@ -6,12 +6,15 @@ the CUDA libraries of the torch it finds. The compilers are called directly inst
 
 Read from the environment, all at build time only:
 
-    FASTPAR_CUDA=0       leave the CUDA sources out even where nvcc is on PATH
+    FASTPAR_CUDA         1: compile the CUDA sources, with the nvcc on PATH; 0: leave them out. Unset: an install compiles
+                         them where there is an nvcc and torch is a CUDA build; a checkout, where there is an nvcc
     FASTPAR_CUDA_ARCHS   comma-separated architectures (default "90a")
+    FASTPAR_MANYLINUX    2_28: link for systems of that age and tag the wheel so (portable.py); `make wheel` sets it
     FASTPAR_TORCH_DIR    the installed torch package, where it is not in this environment's site-packages
     CXX, MAX_JOBS        the C++ compiler (default g++) and the number of parallel compilations (default 2)
 
-Run as a program it builds into any place, for instance an instrumented library for the tests:
+Run as a program (as `make` does: "a checkout" above) it builds into any place, for instance an instrumented library for
+the tests:
 
     python _build/native.py --sanitize=address,undefined --output=build/sanitize/_C.so
 """
@@ -19,6 +22,7 @@ Run as a program it builds into any place, for instance an instrumented library 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import importlib.util
 import json
@@ -27,11 +31,18 @@ import platform
 import re
 import shutil
 import subprocess
+import sys
 import sysconfig
+import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TextIO
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # this file is also loaded by its path
+import portable  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 TORCH_TARGET = (
@@ -76,6 +87,7 @@ class Options:
     cuda_archs: tuple[str, ...]
     sanitize: str = ""
     jobs: int = 2
+    manylinux: str = ""  # a key of portable.POLICIES, or empty: for this system
 
 
 def find_torch() -> Path | None:
@@ -91,7 +103,8 @@ def find_torch() -> Path | None:
     return next((Path(c) for c in candidates if c and (Path(c) / STABLE_HEADER).exists()), None)
 
 
-def options_from_environment(sanitize: str = "") -> Options:
+def options_from_environment(sanitize: str = "", *, is_checkout: bool = True) -> Options:
+    """is_checkout  whether somebody works on the sources, who wants the CUDA ones checked whatever torch is here"""
     torch_dir = find_torch()
     if torch_dir is None:
         raise SystemExit(
@@ -100,10 +113,38 @@ def options_from_environment(sanitize: str = "") -> Options:
         )
     if not (torch_dir / "include/torch/csrc/stable/c/shim.h").exists():
         raise SystemExit(f"fastpar: the torch at {torch_dir} is older than 2.11, which the build needs.")
-    wants_cuda = os.environ.get("FASTPAR_CUDA", "auto") != "0" and shutil.which("nvcc") is not None
-    archs = tuple(os.environ.get("FASTPAR_CUDA_ARCHS", "90a").split(",")) if wants_cuda and not sanitize else ()
+    archs: tuple[str, ...] = ()
+    if not sanitize and _wants_cuda(torch_dir, is_checkout):
+        archs = tuple(os.environ.get("FASTPAR_CUDA_ARCHS", "90a").split(","))
     jobs = int(os.environ.get("MAX_JOBS", "2"))
-    return Options(torch_dir, os.environ.get("CXX", "g++"), archs, sanitize, jobs)
+    return Options(torch_dir, os.environ.get("CXX", "g++"), archs, sanitize, jobs, "" if sanitize else manylinux())
+
+
+def manylinux() -> str:
+    """The policy that was asked for, or nothing."""
+    wanted = os.environ.get("FASTPAR_MANYLINUX", "")
+    if wanted not in ("", *portable.POLICIES):
+        raise SystemExit(f"fastpar: FASTPAR_MANYLINUX must be one of {', '.join(portable.POLICIES)}, got {wanted!r}")
+    return wanted
+
+
+def _wants_cuda(torch_dir: Path, is_checkout: bool) -> bool:
+    wanted, has_nvcc = os.environ.get("FASTPAR_CUDA", ""), shutil.which("nvcc") is not None
+    if wanted not in ("", "0", "1"):
+        raise SystemExit(f"fastpar: FASTPAR_CUDA must be 0, 1 or unset, got {wanted!r}")
+    if wanted == "1" and not has_nvcc:
+        raise SystemExit("fastpar: FASTPAR_CUDA=1, but there is no nvcc on PATH. Put the CUDA toolkit's bin on PATH.")
+    if wanted:
+        return wanted == "1"
+    return has_nvcc and (is_checkout or is_cuda_torch(torch_dir))
+
+
+def is_cuda_torch(torch_dir: Path) -> bool:
+    """Whether that torch was built for CUDA, from the file in which it says so; torch is not imported."""
+    version = torch_dir / "version.py"
+    text = version.read_text() if version.exists() else ""
+    found = re.search(r"^cuda\b[^=]*=\s*(.+?)\s*$", text, re.MULTILINE)
+    return found is None or found[1] != "None"
 
 
 def describe(options: Options) -> str:
@@ -113,7 +154,7 @@ def describe(options: Options) -> str:
     elif options.sanitize:
         parts = f"CPU only, instrumented with -fsanitize={options.sanitize}"
     else:
-        parts = "CPU only (nvcc not found on PATH, or FASTPAR_CUDA=0)"
+        parts = "CPU only (no nvcc on PATH, a CPU build of torch, or FASTPAR_CUDA=0)"
     return f"fastpar: building {parts}; torch headers from {options.torch_dir}"
 
 
@@ -133,23 +174,66 @@ def build(output: Path, options: Options, run: Callable[[Sequence[str]], str] | 
             stale.append((target, command))
     if stale:
         print(describe(options), flush=True)
-    with ThreadPoolExecutor(max_workers=max(1, options.jobs)) as pool:
+    with Progress(len(stale)) as progress, ThreadPoolExecutor(max_workers=max(1, options.jobs)) as pool:
         for target, _ in stale:
             target.with_suffix(".cmd").unlink(missing_ok=True)
-        list(pool.map(lambda item: _compile(item[0], item[1], run), stale))
+        for _ in pool.map(lambda item: progress.after(_compile, *item, run), stale):
+            pass
 
-    if stale or not output.exists() or any(o.stat().st_mtime > output.stat().st_mtime for o in objects):
+    # Linked aside and renamed: a process that has the old library mapped keeps its file.
+    partial = output.with_suffix(".so.partial")
+    command = _link_command(objects, partial, options, run)
+    record = object_of(ROOT / "csrc" / "link", options).with_name(f"link-{_digest(str(output))}.cmd")
+    is_old = not output.exists() or any(o.stat().st_mtime > output.stat().st_mtime for o in objects)
+    if stale or is_old or not record.exists() or record.read_text() != "\n".join(command):
         output.parent.mkdir(parents=True, exist_ok=True)
-        # Linked aside and renamed: a process that has the old library mapped keeps its file.
-        partial = output.with_suffix(".so.partial")
-        run(_link_command(objects, partial, options))
+        run(command)
         partial.replace(output)
+        record.write_text("\n".join(command))
+
+
+class Progress:
+    """One line that counts, where somebody can see it: on the terminal even under pip, which shows nothing of a build."""
+
+    def __init__(self, total: int) -> None:
+        self._total, self._done, self._started = total, 0, time.monotonic()
+        self._lock = threading.Lock()
+        self._terminal: TextIO | None = None
+
+    def __enter__(self) -> Progress:
+        if self._total > 1:
+            with contextlib.suppress(OSError):  # none: a log, CI
+                self._terminal = open("/dev/tty", "w")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._terminal is not None:
+            with contextlib.suppress(OSError):
+                self._terminal.write("\r\033[K")
+                self._terminal.close()
+
+    def after(self, work: Callable[..., None], *arguments: Any) -> None:
+        """Do that work, and count it."""
+        work(*arguments)
+        with self._lock:
+            self._done += 1
+            text = f"fastpar: compiled {self._done} of {self._total} files, {time.monotonic() - self._started:.0f} s"
+            if self._terminal is not None:
+                with contextlib.suppress(OSError):
+                    self._terminal.write(f"\r\033[K{text}")
+                    self._terminal.flush()
+            elif self._done % 10 == 0 or self._done == self._total > 1:
+                print(text, flush=True)
 
 
 def object_of(source: Path, options: Options) -> Path:
     key = json.dumps([str(ROOT), str(options.torch_dir), options.cxx, options.cuda_archs, options.sanitize])
-    folder = ROOT / "build" / f"objects-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
+    folder = ROOT / "build" / f"objects-{_digest(key)}"
     return folder / (str(source.relative_to(ROOT / "csrc")).replace(os.sep, "_") + ".o")
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def compiler_report(source: Path, options: Options) -> str:
@@ -198,7 +282,9 @@ def _compile_command(source: Path, target: Path, options: Options) -> list[str]:
     return [options.cxx, *flags, *common, "-c", str(source), "-o", str(target)]
 
 
-def _link_command(objects: Sequence[Path], output: Path, options: Options) -> list[str]:
+def _link_command(
+    objects: Sequence[Path], output: Path, options: Options, run: Callable[[Sequence[str]], str]
+) -> list[str]:
     command = [options.cxx, "-shared", "-o", str(output), *map(str, objects), f"-L{options.torch_dir / 'lib'}"]
     # libtorch itself must stay in NEEDED: on CUDA builds of torch it pulls in libtorch_cuda, where the weak
     # aoti_torch_get_current_cuda_stream is found. No RPATH: torch is always imported first.
@@ -215,6 +301,9 @@ def _link_command(objects: Sequence[Path], output: Path, options: Options) -> li
     if options.cuda_archs:
         top = _cuda_toolkit()
         command += [f"-L{top / 'lib64'}", f"-L{top / 'lib'}", "-lcudart_static", "-lpthread", "-ldl", "-lrt"]
+    if options.manylinux:
+        folder = objects[0].parent / f"manylinux-{options.manylinux}"
+        command += portable.link_flags(options.manylinux, options.cxx, folder, run)
     return command
 
 

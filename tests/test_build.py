@@ -102,7 +102,7 @@ def test_the_build_asks_for_torch_only_where_there_is_none() -> None:
 def test_a_build_without_nvcc_says_so_in_one_line(native: ModuleType) -> None:
     options = native.Options(torch_dir=Path("/torch"), cxx="g++", cuda_archs=())
     assert native.describe(options).count("\n") == 0
-    assert "CPU only (nvcc not found on PATH, or FASTPAR_CUDA=0)" in native.describe(options)
+    assert "CPU only (no nvcc on PATH, a CPU build of torch, or FASTPAR_CUDA=0)" in native.describe(options)
     cuda = native.Options(torch_dir=Path("/torch"), cxx="g++", cuda_archs=("90a",))
     assert "CPU + CUDA (sm_90a)" in native.describe(cuda)
 

@@ -89,6 +89,9 @@ if [[ $python == "$own_venv" ]] && ! has triton; then
 fi
 say "installing build tools${requirements[2]:+ and ${requirements[2]}}"
 install -c "$constraints" "${requirements[@]}"
+# Whoever works on the sources wants the CUDA ones checked whatever torch this is; a plain install leaves them out for a
+# CPU build of torch.
+if command -v nvcc >/dev/null; then export FASTPAR_CUDA=${FASTPAR_CUDA:-1}; fi
 say "compiling the extension"
 "$python" _build/native.py
 say "installing fastpar (editable) with its test and lint tools"
