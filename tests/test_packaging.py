@@ -199,7 +199,7 @@ def test_the_sources_are_python_of_every_version_that_is_promised(tmp_path: Path
         assert "1f1b" in said, python
 
 
-# ------------------------------------------------------------------------------------------------ which sources, and why
+# ---- which sources, and why
 
 
 @pytest.mark.parametrize(
