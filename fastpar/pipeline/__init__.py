@@ -27,6 +27,7 @@ from fastpar.pipeline.validate import Problem, check, validate
 from fastpar.pipeline.zero_bubble import zb_h1, zb_h2
 
 if TYPE_CHECKING:
+    from fastpar.pipeline.architecture import Architecture
     from fastpar.pipeline.batch import Microbatches
     from fastpar.pipeline.calling import StageOutput
     from fastpar.pipeline.partitioning import Partition, partition
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
 # None of these names may be that of a module of the package: importing that module would bind its name here.
 _HOME = {
+    "Architecture": "fastpar.pipeline.architecture",
     "Microbatches": "fastpar.pipeline.batch",
     "Partition": "fastpar.pipeline.partitioning",
     "Pipeline": "fastpar.pipeline.runtime",
@@ -49,6 +51,7 @@ _HOME = {
 __all__ = [
     "Action",
     "ActionType",
+    "Architecture",
     "Chain",
     "Comparison",
     "Costs",

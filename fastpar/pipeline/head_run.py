@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import enum
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,13 +27,12 @@ class HeadRun:
     """Runs S and T of this rank and, beside the last stage, what goes out before S and comes together after it.
 
     tags     the first of 3 * num_microbatches tags: for hidden states, results, normalisers
-    divisor  what losses are divided by
     """
 
     def __init__(
-        self, head: ShardedHead, schedule: Schedule, rank: int, p2p: PointToPoint, tags: int, divisor: int
+        self, head: ShardedHead, schedule: Schedule, rank: int, p2p: PointToPoint, tags: int
     ) -> None:
-        self.module, self._rank, self._p2p, self._tags, self._divisor = head, rank, p2p, tags, divisor
+        self.module, self._rank, self._p2p, self._tags = head, rank, p2p, tags
         self._home = schedule.stage_ranks[schedule.last_stage]
         self._ranks = range(schedule.num_ranks)
         self._num_microbatches = schedule.num_microbatches
@@ -42,8 +43,9 @@ class HeadRun:
         self._kept: dict[int, Kept] = {}
         self._normalisers: dict[int, Tensor] = {}
 
-    def begin(self, purpose: Purpose) -> None:
-        self.purpose = purpose
+    def begin(self, purpose: Purpose, divisors: Sequence[float]) -> None:
+        """divisors: what the losses are divided by; those beside the last stage count."""
+        self.purpose, self._divisors = purpose, divisors
 
     def clear(self) -> None:
         """Forget what is in flight."""
@@ -92,16 +94,18 @@ class HeadRun:
     def combine(self, microbatch: int) -> tuple[Tensor, Tensor]:
         """Beside the last stage: (the loss, divided; the gradient of the hidden states). Sends the normalisers."""
         results = [Results(*found) for found in self._collect(microbatch)]
-        found = combine(self.module, self._targets.pop(microbatch), results, self._divisor)
+        divisor = self._divisors[microbatch]
+        found = combine(self.module, self._targets.pop(microbatch), results, divisor)
         self._normalisers[microbatch] = found.normalisers
-        self._send_to_others(2, microbatch, [found.normalisers])
-        return found.loss / self._divisor, found.hidden_grad.view(self._shapes.pop(microbatch))
+        self._send_to_others(2, microbatch, [found.normalisers, torch.tensor(divisor, dtype=torch.float64)])
+        return _divided(found.loss, divisor), found.hidden_grad.view(self._shapes.pop(microbatch))
 
     def loss(self, microbatch: int) -> Tensor:
         """Beside the last stage, where there are no gradients: the loss, divided."""
         results = [Results(*found) for found in self._collect(microbatch)]
         self._shapes.pop(microbatch)
-        return combine_losses(self.module, self._targets.pop(microbatch), results)[0] / self._divisor
+        loss = combine_losses(self.module, self._targets.pop(microbatch), results)[0]
+        return _divided(loss, self._divisors[microbatch])
 
     def logits(self, microbatch: int) -> Tensor:
         """Beside the last stage: the logits [..., V]."""
@@ -112,10 +116,11 @@ class HeadRun:
     def backward_weight(self, microbatch: int) -> None:
         """T."""
         if self._rank == self._home:
-            normalisers = self._normalisers.pop(microbatch)
+            normalisers, divisor = self._normalisers.pop(microbatch), self._divisors[microbatch]
         else:
-            (normalisers,), _ = self._p2p.recv(self._home, self._tag(2, microbatch))
-        self.module.backward_weight(self._kept.pop(microbatch), normalisers, self._divisor)
+            (normalisers, given), _ = self._p2p.recv(self._home, self._tag(2, microbatch))
+            divisor = given.item()
+        self.module.backward_weight(self._kept.pop(microbatch), normalisers, divisor)
 
     @property
     def in_flight(self) -> list[int]:
@@ -135,3 +140,8 @@ class HeadRun:
 
     def _tag(self, message: int, microbatch: int) -> int:
         return self._tags + message * self._num_microbatches + microbatch
+
+
+def _divided(loss: Tensor, divisor: float) -> Tensor:
+    """By inf where no token counts, and the loss is not a number: 0."""
+    return torch.zeros_like(loss) if math.isinf(divisor) else loss / divisor

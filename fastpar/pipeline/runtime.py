@@ -16,8 +16,9 @@ bit for bit, for every schedule that keeps the microbatches of each stage in ord
 
 from __future__ import annotations
 
-import pickle
+import math
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -28,19 +29,21 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from fastpar.comm import CommError, PointToPoint
+from fastpar.pipeline.agreement import Agreement, summary
 from fastpar.pipeline.batch import Microbatches, split, split_call
 from fastpar.pipeline.chain import Edge
 from fastpar.pipeline.exchange import Exchange
 from fastpar.pipeline.head_run import HeadRun, Purpose
 from fastpar.pipeline.lowering import add_communication
 from fastpar.pipeline.schedule import Action, ActionType, Schedule, ScheduleError
-from fastpar.pipeline.sharded_head import ShardedHead
+from fastpar.pipeline.sharded_head import CrossEntropy, ShardedHead
 from fastpar.pipeline.shared_grads import SharedGrads, find_shared
 from fastpar.pipeline.stage import Stage
 from fastpar.pipeline.stage_run import StageRun
 from fastpar.pipeline.timeline import Event, Timeline
 from fastpar.pipeline.validate import check
 from fastpar.pipeline.versions import WeightVersions
+from fastpar.pipeline.weighting import LossMean, Weighing, check_equal_counts
 
 Loss = Callable[[Any, Any], Tensor]
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -61,8 +64,10 @@ class Pipeline:
     schedule   what to run; transfers are added where it has none
     group      the ranks of the pipeline: a ProcessGroup, a 1-D DeviceMesh; None: one rank that holds all stages
     loss       loss(output, target) -> scalar Tensor, on the last stage; None: the last module returns the loss
-    reduction  "mean": every microbatch's loss counts 1 / num_microbatches (for schedules that update the weights on
-               their way, 1 / microbatches per update); "sum": as it is
+    reduction  "mean": of the batch's tokens, where the loss is a model's own or a `CrossEntropy`; other losses count
+               1 / num_microbatches each (for schedules that update the weights on their way, 1 / microbatches per
+               update), and microbatches that ignore (-100) unequal numbers of targets are refused.
+               "microbatch_mean": 1 / num_microbatches each, whatever the loss. "sum": as it is
     optimizer  for such schedules: makes the optimizer of a list of parameters, as `partial(torch.optim.SGD, lr=0.1)`
     head       this rank's shard of the head, for a schedule that has it on every rank (`shard_head`); it computes the
                loss, and `target` goes to it
@@ -87,12 +92,15 @@ class Pipeline:
         timeout: float = 60.0,
         transport: str = "auto",
     ) -> None:
-        if reduction not in ("mean", "sum"):
-            raise ValueError(f"reduction must be 'mean' or 'sum', got {reduction!r}")
+        if reduction not in ("mean", "microbatch_mean", "sum"):
+            raise ValueError(f"reduction must be 'mean', 'microbatch_mean' or 'sum', got {reduction!r}")
         pairs = list(dict.fromkeys((edge.source, edge.destination) for edge in edges))
         self.schedule = schedule if schedule.has_transfers else add_communication(schedule, pairs)
         check(self.schedule)
         self._p2p = PointToPoint(group, timeout=timeout, transport=transport)
+        self._closing = weakref.finalize(self, self._p2p.close)
+        self._closing.atexit = False
+        self._agreement = Agreement(self._p2p)
         self.rank = self._p2p.rank
         if schedule.num_ranks != self._p2p.size:
             raise ValueError(f"the schedule is for {schedule.num_ranks} ranks, but the group has {self._p2p.size}")
@@ -105,14 +113,18 @@ class Pipeline:
         self._loss, self._reduction = loss, reduction
         steps = [a.type is ActionType.STEP and a.stage == 0 for a in schedule.flat(schedule.stage_ranks[0])]
         self._updates = sum(steps)  # of every stage, during one step() of a schedule that updates on its way
-        self._divisor = schedule.num_microbatches // max(self._updates, 1) if reduction == "mean" else 1
+        self._per_update = schedule.num_microbatches // max(self._updates, 1)
+        self._divisor = 1 if reduction == "sum" else self._per_update
+        options = f"reduction={reduction!r}, {'a' if loss is not None else 'no'} loss, optimizer={optimizer is not None}"
+        # Keywords of the stages of all ranks.
+        self._keywords = self._agreement.meet(self.schedule, self.stages.values(), options)
         self.optimizers = self._make_optimizers(optimizer)
         self._exchange = Exchange(self.schedule, self.rank, self._p2p)
         self._runs = {s: self._stage_run(s, stage) for s, stage in self.stages.items()}
         self.head = head
         tags = 2 * schedule.num_stages**2 * schedule.num_microbatches
-        self._loss_tag, shared_tag, self._control_tag = tags, tags + 1, tags + 2
-        self._head = self._make_head(head, loss, self._control_tag + 1)
+        self._loss_tag, shared_tag = tags, tags + 1
+        self._head = self._make_head(head, loss, tags + 2)
         shared = find_shared(schedule, self.rank, self.stages)
         if shared and self._updates:
             raise ValueError(
@@ -121,24 +133,6 @@ class Pipeline:
             )
         self._shared = SharedGrads(shared, self.rank, self._p2p, shared_tag)
         self._shared.check_equal()
-        own_keywords = [stage.keywords for stage in self.stages.values()]
-        self._keywords = [each for rank in self._gather(own_keywords) for each in rank]  # of the stages of all ranks
-        self._handlers: dict[ActionType, Callable[[Action], None]] = {
-            ActionType.FORWARD: self._forward,
-            _WHOLE: partial(self._backward, how=StageRun.backward),
-            _INPUT: partial(self._backward, how=StageRun.backward_input),
-            _WEIGHT: self._backward_weight,
-            ActionType.OVERLAP_F_B: self._overlap,
-            ActionType.HEAD_FORWARD: self._head_action(HeadRun.forward),
-            ActionType.HEAD_WEIGHT: self._head_action(HeadRun.backward_weight),
-            ActionType.STASH: self._change_weights,
-            ActionType.DROP: self._change_weights,
-            ActionType.STEP: self._change_weights,
-            ActionType.UNSHARD: self._change_sharding,
-            ActionType.RESHARD: self._change_sharding,
-            ActionType.REDUCE_GRAD: self._ready_to_reduce,
-            **dict.fromkeys((t for t in ActionType if t.is_transfer), self._exchange.run),
-        }
         self._training = self._program(self.schedule.actions[self.rank])
         self._forward_only = self._program(a for a in self.schedule.flat(self.rank) if a.type in _FORWARD_ONLY)
         self._results: dict[int, Any] = {}  # by microbatch: losses or outputs of the last stage
@@ -200,15 +194,15 @@ class Pipeline:
         """The timelines of all ranks in one; called by all ranks, and returned on each. Ranks of several hosts have
         clocks of their own: see `Timeline.merge` for offsets.
         """
-        return Timeline.merge(self._finish("gathering the timelines", partial(self._gather, self.timeline)))
-
-    def _gather(self, value: Any) -> list[Any]:
-        """The values of all ranks, in their order."""
-        others = [rank for rank in range(self._p2p.size) if rank != self.rank]
-        for peer in others:
-            self._p2p.send(peer, self._control_tag, [], pickle.dumps(value))
-        received = {peer: pickle.loads(self._p2p.recv(peer, self._control_tag)[1]) for peer in others}
-        return [received.get(rank, value) for rank in range(self._p2p.size)]
+        own = self.timeline
+        events = [(str(event.action), float(event.start), float(event.end)) for event in own.events]
+        everyone = self._finish("gathering the timelines", partial(self._agreement.gather, events))
+        return Timeline.merge(
+            [
+                Timeline(tuple(Event(rank, Action.parse(text), *times) for text, *times in each), own.unit, own.name)
+                for rank, each in enumerate(everyone)
+            ]
+        )
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters of this rank's stages and its shard of the head, each once, under the names that they have in
@@ -269,17 +263,49 @@ class Pipeline:
         )
 
     def close(self) -> None:
-        """Give back the memory shared with other ranks."""
-        self._p2p.close()
+        """Give back the memory shared with other ranks, and threads; again: nothing. A pipeline that is dropped closes."""
+        self._closing()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise TypeError(
+            "a Pipeline is not called: pipe.step(inputs, target=...) computes the loss and the gradients, "
+            "pipe.evaluate(inputs, target=...) the loss alone, pipe.forward(inputs) the outputs of the last stage"
+        )
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Not available: TypeError says what to write instead."""
+        raise TypeError(
+            "a Pipeline does not generate, as every token would wait for every rank: collect the state dicts of all "
+            "ranks (pipe.state_dict() has the names of the whole model) in a model on one rank, and call generate() there"
+        )
 
     # Running
 
-    def _program(self, actions: Iterable[Action]) -> list[tuple[Callable[[Action], None], Action]]:
-        return [(self._handlers[action.type], action) for action in actions]
+    def _program(self, actions: Iterable[Action]) -> list[tuple[Callable[[Pipeline, Action], None], Action]]:
+        # Functions, not bound methods: a pipeline in no cycle gives back what it holds when it is dropped.
+        return [(_HANDLERS[action.type], action) for action in actions]
 
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, purpose: Purpose) -> None:
         if self._failure is not None:
             raise RuntimeError(f"this pipeline has failed and cannot be used any more: {self._failure}")
+        if not self._closing.alive:
+            raise RuntimeError("this pipeline has been closed")
+        error: Exception | None = None
+        try:
+            self._prepare(args, kwargs, target, purpose)
+        except Exception as found:  # raised below, on every rank
+            error = found
+        try:
+            self._agreement.begin_run(error, partial(summary, args, kwargs, target))
+        except BaseException as found:
+            self._inputs, self._kwargs, self._targets = [], [], []
+            if isinstance(found, CommError):
+                self._fail(found, "beginning a run", None)
+            raise
+        if self._head is not None:
+            self._head.begin(purpose, self._weighing.divisors)
+
+    def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, purpose: Purpose) -> None:
         for name in kwargs:
             if not any(name in keywords for keywords in self._keywords):
                 hint = "; what the loss compares with is target=" if name in ("targets", "labels", "y") else ""
@@ -288,10 +314,53 @@ class Pipeline:
         self._inputs, self._kwargs = split_call(args, kwargs, count)
         self._targets = split(target, count, "target")
         self._results = {}
-        if self._head is not None:
-            self._head.begin(purpose)
+        self._weighing = Weighing.equal(count, self._divisor)
+        if self._reduction == "mean" and purpose is not Purpose.LOGITS:
+            self._weighing = self._weigh()
 
-    def _run(self, program: list[tuple[Callable[[Action], None], Action]], *, loss: bool) -> None:
+    def _weigh(self) -> Weighing:
+        """What the microbatches' losses count, where the last stage is here."""
+        last = next((stage for stage in self.stages.values() if stage.is_last), None)
+        if last is None or self.schedule.num_microbatches == 1:
+            return self._weighing
+        known = self.head.loss if self.head is not None else self._loss
+        if isinstance(known, CrossEntropy):
+            if not all(isinstance(target, Tensor) for target in self._targets):
+                return self._weighing  # an error of its own, in the first forward
+            counts = [int((target != known.ignore_index).sum()) for target in self._targets]
+            return Weighing.of_counts(counts, self._per_update, items=False, can_be_empty=True)
+        if known is not None:
+            check_equal_counts(
+                self._targets,
+                "target",
+                "Pass loss=fastpar.pipeline.CrossEntropy(), which knows its mean; a loss that sums, with "
+                'reduction="sum", and divide by the number of tokens in the batch; or reduction="microbatch_mean" if the '
+                "mean of the microbatches' losses is what you want",
+            )
+            return self._weighing
+        labels = [named.get("labels") for named in self._kwargs]
+        if not all(isinstance(each, Tensor) for each in labels):
+            return self._weighing
+        return self._weigh_own(last.loss_mean, labels)
+
+    def _weigh_own(self, mean: LossMean, labels: Sequence[Any]) -> Weighing:
+        """The model's own loss."""
+        if any("num_items_in_batch" in named for named in self._kwargs):
+            if mean.takes_items:
+                return Weighing.equal(len(labels), 1)  # each is its part of the batch's loss
+            raise ValueError("num_items_in_batch: the model's own loss does not divide by it; leave it out")
+        if mean.kind == "unknown":
+            check_equal_counts(
+                labels,
+                "labels",
+                "It is not known what the model's own loss is the mean of: pass a loss of your own (loss=, target=), or "
+                'reduction="microbatch_mean" if the mean of the microbatches\' losses is what you want',
+            )
+            return self._weighing
+        counts = [mean.count(each) for each in labels]
+        return Weighing.of_counts(counts, self._per_update, items=mean.takes_items, can_be_empty=False)
+
+    def _run(self, program: list[tuple[Callable[[Pipeline, Action], None], Action]], *, loss: bool) -> None:
         self._wants_loss = loss
         self._executed = [action for _, action in program]
         self._times = times = []
@@ -300,7 +369,7 @@ class Pipeline:
         try:
             for handler, action in program:
                 begin = clock()
-                handler(action)
+                handler(self, action)
                 times.append((begin, clock()))
         except BaseException as error:
             self._fail(error, f"action {action} ({len(times) + 1} of {len(program)})", action)
@@ -342,7 +411,10 @@ class Pipeline:
         received = {source: take(source, stage, microbatch) for source in run.sources}
         inputs = self._inputs[microbatch] if run.previous is None else ()
         loss_of = partial(self._loss_of, microbatch) if self._wants_loss else None
-        packets, result = run.forward(microbatch, received, inputs, self._kwargs[microbatch], action.version, loss_of)
+        kwargs, items = self._kwargs[microbatch], self._weighing.items[microbatch]
+        if items is not None and run.following is None:
+            kwargs = {**kwargs, "num_items_in_batch": torch.tensor(items)}
+        packets, result = run.forward(microbatch, received, inputs, kwargs, action.version, loss_of)
         for destination, packet in packets.items():
             self._exchange.post_activations(stage, destination, microbatch, packet)
         if run.following is None:
@@ -353,6 +425,9 @@ class Pipeline:
             self._head.offer(microbatch, hidden, self._targets[microbatch])
 
     def _loss_of(self, microbatch: int, output: Any) -> Tensor:
+        divisor = self._weighing.divisors[microbatch]
+        if math.isinf(divisor):  # a CrossEntropy of ignored targets only, whose mean is not a number
+            return output.sum() * 0
         loss = output if self._loss is None else self._loss(output, self._targets[microbatch])
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
@@ -361,7 +436,16 @@ class Pipeline:
         if isinstance(output, Tensor) and output.requires_grad and not loss.requires_grad:
             raise ValueError("the loss does not depend on the output: it requires no gradient, but the output does")
         loss = loss.reshape(()) if loss.dim() else loss
-        return loss if self._divisor == 1 else loss / self._divisor
+        return loss if divisor == 1 else loss / divisor
+
+    def _transfer(self, action: Action) -> None:
+        self._exchange.run(action)
+
+    def _backward_whole(self, action: Action) -> None:
+        self._backward(action, StageRun.backward)
+
+    def _backward_input(self, action: Action) -> None:
+        self._backward(action, StageRun.backward_input)
 
     def _backward(self, action: Action, how: Callable[..., dict[int, list[Tensor | None]]]) -> None:
         stage, microbatch = action.stage, _microbatch(action)
@@ -376,12 +460,13 @@ class Pipeline:
     def _backward_weight(self, action: Action) -> None:
         self._runs[action.stage].backward_weight(_microbatch(action))
 
-    def _head_action(self, do: Callable[[HeadRun, int], None]) -> Callable[[Action], None]:
-        def handle(action: Action) -> None:
-            assert self._head is not None
-            do(self._head, _microbatch(action))
+    def _head_forward(self, action: Action) -> None:
+        assert self._head is not None
+        self._head.forward(_microbatch(action))
 
-        return handle
+    def _head_weight(self, action: Action) -> None:
+        assert self._head is not None
+        self._head.backward_weight(_microbatch(action))
 
     def _collect_head(self, how: Callable[[HeadRun, int], Tensor]) -> None:
         """Beside the last stage of a sharded head: the results of a run without backward."""
@@ -392,7 +477,7 @@ class Pipeline:
 
     def _overlap(self, action: Action) -> None:
         for part in action.parts:
-            self._handlers[part.type](part)
+            _HANDLERS[part.type](self, part)
 
     def _change_weights(self, action: Action) -> None:
         versions = self._runs[action.stage].versions
@@ -436,7 +521,7 @@ class Pipeline:
         total = losses[0].clone()
         for index in range(1, self.schedule.num_microbatches):
             total += losses[index]
-        return total / self._updates if self._updates and self._reduction == "mean" else total
+        return total / self._updates if self._updates and self._reduction != "sum" else total
 
     # Construction
 
@@ -445,6 +530,7 @@ class Pipeline:
         skips_from: dict[int, tuple[str, ...]] = {}
         for name, part in stage.receives.items():
             skips_from[chain[part]] = (*skips_from.get(chain[part], ()), name)
+        optimizers = self.optimizers
         halved = {a.microbatch for a in schedule.flat(self.rank) if a.stage == s and a.type is _INPUT}
         return StageRun(
             stage,
@@ -453,7 +539,7 @@ class Pipeline:
             skips_to={name: tuple(chain[part] for part in parts) for name, parts in stage.sends.items()},
             skips_from=skips_from,
             is_split=halved.__contains__,
-            versions=WeightVersions(stage.module, lambda: self.optimizers[s].step()) if s in self.optimizers else None,
+            versions=WeightVersions(stage.module, lambda: optimizers[s].step()) if s in optimizers else None,
         )
 
     def _make_head(self, head: ShardedHead | None, loss: Loss | None, tags: int) -> HeadRun | None:
@@ -471,7 +557,7 @@ class Pipeline:
                 f"this is rank {self.rank} of {schedule.num_ranks}, but got the head's shard of rank {head.rank} of "
                 f"{head.num_ranks}"
             )
-        return HeadRun(head, schedule, self.rank, self._p2p, tags, self._divisor)
+        return HeadRun(head, schedule, self.rank, self._p2p, tags)
 
     def _make_optimizers(self, make: MakeOptimizer | None) -> dict[int, torch.optim.Optimizer]:
         if (make is not None) != (self._updates > 0):
@@ -484,6 +570,24 @@ class Pipeline:
             return {}
         trained = {s: [p for p in stage.module.parameters() if p.requires_grad] for s, stage in self.stages.items()}
         return {s: make(parameters) for s, parameters in trained.items() if parameters}
+
+
+_HANDLERS: dict[ActionType, Callable[[Pipeline, Action], None]] = {
+    ActionType.FORWARD: Pipeline._forward,
+    _WHOLE: Pipeline._backward_whole,
+    _INPUT: Pipeline._backward_input,
+    _WEIGHT: Pipeline._backward_weight,
+    ActionType.OVERLAP_F_B: Pipeline._overlap,
+    ActionType.HEAD_FORWARD: Pipeline._head_forward,
+    ActionType.HEAD_WEIGHT: Pipeline._head_weight,
+    ActionType.STASH: Pipeline._change_weights,
+    ActionType.DROP: Pipeline._change_weights,
+    ActionType.STEP: Pipeline._change_weights,
+    ActionType.UNSHARD: Pipeline._change_sharding,
+    ActionType.RESHARD: Pipeline._change_sharding,
+    ActionType.REDUCE_GRAD: Pipeline._ready_to_reduce,
+    **dict.fromkeys((t for t in ActionType if t.is_transfer), Pipeline._transfer),
+}
 
 
 def _microbatch(action: Action) -> int:

@@ -159,7 +159,7 @@ class ShardedHead(nn.Module):
         return results, Kept(hidden, target, exponentials, maxima, found)
 
     @torch.no_grad()
-    def backward_weight(self, kept: Kept, normalisers: Tensor, divisor: int) -> None:
+    def backward_weight(self, kept: Kept, normalisers: Tensor, divisor: float) -> None:
         """T: adds to the gradients; normalisers L [N]."""
         scale = self.scale(kept.target, divisor, normalisers.dtype)
         here = self._here(kept.target)
@@ -182,7 +182,7 @@ class ShardedHead(nn.Module):
             return
         _local(parameter.grad).view(left.shape[0], right.shape[1]).addmm_(left, right)
 
-    def scale(self, target: Tensor, divisor: int, dtype: torch.dtype) -> Tensor:
+    def scale(self, target: Tensor, divisor: float, dtype: torch.dtype) -> Tensor:
         """[N]: what the gradient of each token's loss is multiplied with; 0 for ignored ones."""
         counted = target != self.loss.ignore_index
         return counted.to(dtype) / (counted.sum().clamp(min=1) * divisor)
@@ -217,7 +217,7 @@ class Combined(NamedTuple):
 
 
 @torch.no_grad()
-def combine(head: ShardedHead, target: Tensor, results: list[Results], divisor: int) -> Combined:
+def combine(head: ShardedHead, target: Tensor, results: list[Results], divisor: float) -> Combined:
     """The loss and the gradient of the hidden states out of the results of all ranks, in their order."""
     loss, normalisers, found = combine_losses(head, target, results)
     counted = target != head.loss.ignore_index

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
 
 from fastpar.pipeline.calling import Keywords, StageOutput, call
 from fastpar.pipeline.chain import ModuleChain
+from fastpar.pipeline.weighting import LossMean
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,8 @@ class Stage:
     receives         skip tensors from before the previous part: name to the part that sends them
     passes, takes    skip tensors to the next and from the previous part, which go along with the output
     tied             parameters of this part that others use as well
+    loss_mean        what the model's own loss is the mean of, on a part that returns it
+    fingerprint      checksums of the whole model's parameters before it was cut, to compare between ranks
     prefix           of the names of its parameters, where the module does not hold them under their full names
     """
 
@@ -59,6 +62,8 @@ class Stage:
     prefix: str = ""
     passes: tuple[str, ...] = ()
     takes: tuple[str, ...] = ()
+    loss_mean: LossMean = LossMean()
+    fingerprint: Mapping[str, int] = field(default_factory=dict)
 
     @staticmethod
     def of_module(module: nn.Module, part: int, num_parts: int) -> Stage:

@@ -1,18 +1,19 @@
 """What travels between stages: tensors inside tuples, lists and dicts, beside plain Python values.
 
-A stage may return a tensor, or a tuple, list or dict of tensors, None and anything that can be pickled. `pack` takes
-the tensors out, and `unpack` puts others in their places. The structure travels with every message as a few dozen
+A stage may return a tensor, or a tuple, list or dict of tensors, None and plain values (numbers, strings, dtypes; see
+`fastpar.comm.plain_data`). `pack` takes the tensors out, and `unpack` puts others in their places. The structure travels with every message as a few dozen
 bytes, so it may change from one microbatch to the next.
 """
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from fastpar.comm import plain_data
 
 _TENSOR, _VALUE, _TUPLE, _LIST, _DICT = "tensor", "value", "tuple", "list", "dict"
 _ONE_TENSOR = (_TENSOR, True)
@@ -78,18 +79,37 @@ def encode(structure: Structure) -> bytes:
     if structure == _ONE_TENSOR:
         return b""
     try:
-        return pickle.dumps(structure, protocol=pickle.HIGHEST_PROTOCOL)
-    except Exception as error:
-        raise TypeError(f"what a stage returns must be tensors or values that can be pickled: {error}") from error
+        return plain_data.encode(structure)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"what a stage returns must be tensors and plain values: {error}") from error
 
 
 def decode(note: bytes) -> Structure:
-    """The inverse of `encode`. Messages come from the ranks of this job only, as torch's object collectives do."""
-    return pickle.loads(note) if note else _ONE_TENSOR
+    """The inverse of `encode`. Raises PlainDataError for what is not a structure."""
+    if not note:
+        return _ONE_TENSOR
+    structure = plain_data.decode(note)
+    _check(structure)
+    return structure
+
+
+def _check(structure: Any) -> None:
+    """A message may be cut off or altered; what is unpacked must have the form that `pack` gives it."""
+    if not (isinstance(structure, tuple) and len(structure) == 2):
+        raise plain_data.PlainDataError("not the structure of what a stage returns")
+    kind, content = structure
+    if kind == _VALUE or (kind == _TENSOR and isinstance(content, bool)):
+        return
+    if kind not in (_TUPLE, _LIST, _DICT) or not isinstance(content, tuple):
+        raise plain_data.PlainDataError("not the structure of what a stage returns")
+    for item in content:
+        if kind == _DICT and not (isinstance(item, tuple) and len(item) == 2):
+            raise plain_data.PlainDataError("not the structure of what a stage returns")
+        _check(item[1] if kind == _DICT else item)
 
 
 def _holds_tensors(value: Any, depth: int = 3) -> bool:
-    """Whether an object that is not understood has tensors in it, which must not be pickled: `depth` levels of it."""
+    """Whether an object that is not understood has tensors in it, which would not travel as such: `depth` levels of it."""
     if isinstance(value, str | bytes | int | float | bool | None.__class__ | torch.dtype | torch.Size):
         return False
     items = value.values() if isinstance(value, dict) else value if isinstance(value, tuple | list | set) else ()
