@@ -21,7 +21,15 @@ from torch import nn
 
 from fastpar.mesh import Mesh
 from fastpar.ops.overlap import Overlap
-from fastpar.pipeline import CrossEntropy, Pipeline, Schedule, ShardedHead, make_schedule, partition
+from fastpar.pipeline import (
+    Architecture,
+    CrossEntropy,
+    Pipeline,
+    Schedule,
+    ShardedHead,
+    make_schedule,
+    partition,
+)
 from fastpar.pipeline import shard_head as with_sharded_head
 from fastpar.pipeline.calling import Keywords
 from fastpar.pipeline.runtime import Loss, MakeOptimizer
@@ -41,6 +49,7 @@ def parallelize_pipeline(
     schedule_options: Mapping[str, Any] | None = None,
     layout: str | Sequence[int] | None = None,
     costs: UnitCosts = "flops",
+    architecture: Architecture | None = None,
     loss: Loss | None = None,
     reduction: str = "mean",
     shard_head: bool = False,
@@ -61,6 +70,8 @@ def parallelize_pipeline(
                       such as {"stages_per_rank": 2}; or a Schedule for as many ranks as the "pp" dim has
     layout, costs     how layers fall on parts: by default so that the costliest rank costs least
                       (`fastpar.pipeline.partition`)
+    architecture      which modules are the embedding, layers, norm and head (`fastpar.pipeline.Architecture`); None: found
+                      by the names of known models, or by the order in which the model calls its modules
     loss, reduction, optimizer, timeout    as for `Pipeline`; without a loss, a model that takes `labels` (all of
                       Hugging Face's) computes its own from that keyword input, and any other must return the loss.
                       With tp > 1 the loss gets logits that are split over the vocabulary
@@ -104,7 +115,15 @@ def parallelize_pipeline(
     computes_loss = (
         loss is None and not shard_head and isinstance(model, nn.Module) and "labels" in Keywords.of(model).names
     )
-    whole = partition(model, **cut, loss=computes_loss, shard_head=shard_head)
+    check_weights = sync_weights == "check" and size > 1
+    whole = partition(
+        model,
+        **cut,
+        architecture=architecture,
+        loss=computes_loss,
+        shard_head=shard_head,
+        check_weights=check_weights,
+    )
     if whole.num_parts != schedule.num_parts:
         raise ValueError(f"layout {layout!r} has {whole.num_parts} parts, but the schedule needs {schedule.num_parts}")
     head: ShardedHead | None = None

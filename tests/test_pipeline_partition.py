@@ -7,6 +7,7 @@ import gc
 import itertools
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from fastpar.pipeline.absent import Absent
 from fastpar.pipeline.architecture import Architecture
 from fastpar.pipeline.calling import StageOutput
 from fastpar.pipeline.chain import Edge
+from fastpar.pipeline.infer import infer_architecture
 from fastpar.pipeline.partitioning import Partition, partition
 from fastpar.pipeline.stage import Stage
 from tests.models import ARCHITECTURES, VOCAB, build_model
@@ -461,9 +463,9 @@ def test_layers_that_return_tuples_undeclared_are_found() -> None:
     ("changes", "message"),
     [
         ({"embedding": "embed"}, "the architecture names 'embed', which Own does not have"),
-        ({"layers": "tok"}, "must be an nn.ModuleList or nn.ModuleDict that is not empty, got Embedding"),
+        ({"layers": "tok"}, "ModuleDict or nn.Sequential that is not empty, got Embedding"),
         ({"added": ()}, "pos.table: say in the architecture where 'pos' runs"),
-        ({"before": ("ln0",)}, r"drop is dropout \(p=0.1\) and would run on every part"),
+        ({"before": ("drop",)}, "ln0.weight: say in the architecture where 'ln0' runs"),
     ],
 )
 def test_modules_that_an_architecture_does_not_place_are_errors(changes: dict[str, Any], message: str) -> None:
@@ -473,45 +475,138 @@ def test_modules_that_an_architecture_does_not_place_are_errors(changes: dict[st
         partition(model, num_parts=2, architecture=Architecture(**{**vars(OWN), **changes}))
 
 
-def test_parameters_of_the_model_itself_are_refused() -> None:
-    model = Own()
-    model.register_parameter("cls", nn.Parameter(torch.zeros(8)))
-    with pytest.raises(ValueError, match="cls is a parameter of a module whose own forward runs on every part"):
-        partition(model, num_parts=2, architecture=OWN)
+class Pooled(Own):
+    """Uses a parameter of its own before the layers and after them."""
 
-
-class Scaled(Own):
-    """Scales the hidden states before the layers, outside of any module."""
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.rand(8) + 0.5)
 
     def forward(self, ids: Tensor, scale: Tensor | None = None) -> Tensor:
-        hidden = self.drop(self.ln0(self.tok(ids) + self.pos(ids))) * 2
+        hidden = self.drop(self.ln0(self.tok(ids) + self.pos(ids))) * self.gain
+        bias = self.bias(ids)
         for block in self.blocks.values():
-            hidden = block(hidden=hidden, bias=self.bias(ids))[0]
-        return self.out(self.ln(hidden))
+            hidden = block(hidden=hidden, bias=bias)[0]
+        return torch.tanh(self.out(self.ln(hidden * self.gain)) / 3)
 
 
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_code_between_modules_that_would_run_on_every_part_is_found(device: str) -> None:
-    with torch.device(device):
-        model, fine = Scaled(), Own()
-    message = "operations MulBackward0" if device == "meta" else "other values come out than went in"
-    with pytest.raises(ValueError, match=rf"the forward of Scaled changes the hidden states \({message}\)"):
+@pytest.mark.parametrize("layout", ["E|t|t|t|H", "E,t|t*2|N|H", "E,t*3|H"])
+@pytest.mark.parametrize("architecture", [OWN, None])
+def test_what_a_model_computes_between_its_modules_happens_once(layout: str, architecture: Architecture | None) -> None:
+    """Scaled embeddings and capped logits, with a parameter of the model itself; described or found by running."""
+    torch.manual_seed(0)
+    model = Pooled()
+    full, ids, grad = copy.deepcopy(model), torch.randint(0, 11, (3, 5)), torch.randn(3, 5, 11)
+    cut = partition(model, layout=layout, architecture=architecture)
+    stages = cut.stages(range(cut.num_parts))
+    expected = full(ids)
+    expected.backward(grad)
+    assert torch.equal(forward_backward(stages, (ids,), None, grad), expected)
+    found, wanted = gradients(stages), full_gradients(full)
+    assert set(found) == set(wanted)
+    gains = [stage.module.gain.grad for stage in stages if stage.module.gain.grad is not None]
+    torch.testing.assert_close(sum(gains), wanted["gain"])
+    assert_same({"head": found["out.weight"], "tok": found["tok.weight"]}, {"head": wanted["out.weight"], "tok": wanted["tok.weight"]})
+
+
+def test_meta_models_with_code_between_modules_are_cut_alike() -> None:
+    with torch.device("meta"):
+        model = Pooled()
+    (stage,) = partition(model, layout="E|t|t|t|H", architecture=OWN).stages([1])
+    assert any("EnterStream" in type(h).__name__ for h in stage.module.blocks["a"]._forward_pre_hooks.values())
+
+
+class Residual(Own):
+    """Every layer reads the embedding's output, beside the hidden states."""
+
+    def forward(self, ids: Tensor, scale: Tensor | None = None) -> Tensor:
+        first = hidden = self.drop(self.ln0(self.tok(ids) + self.pos(ids)))
+        for block in self.blocks.values():
+            hidden = block(hidden=hidden, bias=first * 0.5)[0]
+        return self.out(self.ln(hidden)) + self.bias(ids).sum()
+
+
+class Collected(Own):
+    """Adds something of every layer to its output."""
+
+    def forward(self, ids: Tensor, scale: Tensor | None = None) -> Tensor:
+        hidden = self.drop(self.ln0(self.tok(ids) + self.pos(ids)))
+        bias, total = self.bias(ids), 0.0
+        for block in self.blocks.values():
+            hidden = block(hidden=hidden, bias=bias)[0]
+            total = total + hidden.mean()
+        return self.out(self.ln(hidden)) + total
+
+
+class Hidden(Own):
+    """Hands something on from the first layer to the last in an attribute."""
+
+    def forward(self, ids: Tensor, scale: Tensor | None = None) -> Tensor:
+        hidden = self.drop(self.ln0(self.tok(ids) + self.pos(ids)))
+        bias = self.bias(ids)
+        for block in self.blocks.values():
+            hidden = block(hidden=hidden, bias=bias)[0]
+            self.seen = hidden if not hasattr(self, "seen") else self.seen
+        seen, self.seen = self.seen, None
+        del self.seen
+        return self.out(self.ln(hidden)) + seen.mean()
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (Residual, r"part 1 \(t\) of Residual does not .*: blocks.b takes 'bias', which depends on .* of other parts"),
+        (Collected, r"part 2 \(t,H\) of Collected does not compute what the whole model does there: what it returns"),
+        (Hidden, r"part 2 \(t,H\) of Hidden does not compute what the whole model does there"),
+    ],
+)
+def test_parts_that_need_more_than_the_hidden_states_are_refused(kind: type[nn.Module], message: str) -> None:
+    torch.manual_seed(0)
+    model = kind()
+    with pytest.raises(ValueError, match=message):
         partition(model, layout="E,t|t|t,H", architecture=OWN)
+    assert not any(isinstance(m, Absent) for m in model.modules()), "the model was not touched"
     assert partition(model, layout="E,t*3,H", architecture=OWN).num_parts == 1
-    assert partition(fine, layout="E,t|t|t,H", architecture=OWN).num_parts == 3
-    assert not any(isinstance(m, Absent) for m in (*model.modules(), *fine.modules())), "the model was not touched"
+
+
+class Twofold(Own):
+    def forward(self, ids: Tensor, scale: Tensor | None = None) -> Tensor:
+        hidden, bias = self.tok(ids) + self.pos(ids), self.bias(ids)
+        for _ in range(2):
+            for block in self.blocks.values():
+                hidden = block(hidden=hidden, bias=bias)[0]
+        return self.out(self.ln(self.drop(self.ln0(hidden))))
+
+
+def test_layers_that_run_twice_are_refused() -> None:
+    with pytest.raises(ValueError, match="blocks.a cannot be placed .*: Twofold calls it 2 times in a forward"):
+        partition(Twofold(), num_parts=2, architecture=OWN)
+    with pytest.raises(ValueError, match=r"cannot be found by running it \('blocks': blocks.a is called 2 times"):
+        partition(Twofold(), num_parts=2)
 
 
 class OnIds(Own):
     """Looks at ids outside of its modules."""
 
     def forward(self, ids: Tensor, scale: Tensor | None = None) -> Tensor:
-        return super().forward(torch.bincount(ids.flatten()) if ids.dim() == 1 else ids | 0, scale)
+        return super().forward(ids | 0, scale)
 
 
-def test_models_that_cannot_run_on_hidden_states_are_warned_of() -> None:
-    with pytest.warns(UserWarning, match="could not check that OnIds leaves hidden states alone"):
+def test_models_that_cannot_run_on_hidden_states_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"part 1 \(t\) of OnIds cannot run without the other parts"):
         partition(OnIds(), layout="E,t|t|t,H", architecture=OWN)
+
+
+class Untried(Own):
+    def forward(self, ids: Tensor, scale: Tensor | None = None) -> Tensor:
+        if ids.shape != (3, 5):
+            raise RuntimeError("only 3 x 5")
+        return super().forward(ids, scale)
+
+
+def test_models_that_cannot_be_tried_are_warned_of() -> None:
+    with pytest.warns(UserWarning, match="could not try Untried on made-up inputs, and so not check .*only 3 x 5"):
+        partition(Untried(), layout="E,t|t|t,H", architecture=OWN)
 
 
 SMALL = {
@@ -524,24 +619,13 @@ SMALL = {
 }
 
 
-@pytest.mark.parametrize("name", ["Granite", "Cohere"])
-def test_models_that_scale_outside_of_modules_are_refused(name: str) -> None:
-    import transformers
-
-    options = {"Granite": {"logits_scaling": 8.0}, "Cohere": {}}[name]
-    model = getattr(transformers, f"{name}ForCausalLM")(
-        getattr(transformers, f"{name}Config")(**SMALL, pad_token_id=0, **options)
-    )
-    with pytest.raises(ValueError, match=f"the forward of {name}ForCausalLM changes the hidden states"):
-        partition(model, num_parts=2)
-
-
-@pytest.mark.parametrize("name", ["GPTNeoX", "Phi3"])
-def test_architectures_of_other_models_come_from_their_own_plan(name: str) -> None:
+@pytest.mark.parametrize("name", ["GPTNeoX", "Phi3", "Granite", "Cohere", "Gemma2", "Phi", "OPT"])
+def test_architectures_of_other_models_are_found(name: str) -> None:
     import transformers
 
     torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**SMALL, pad_token_id=0)
+    more = {"Granite": {"logits_scaling": 8.0, "embedding_multiplier": 3.0}, "Gemma2": {"head_dim": 12}}.get(name, {})
+    config = getattr(transformers, f"{name}Config")(**SMALL, pad_token_id=0, **more)
     model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
     ids, keywords = batch_of("llama")
     expected = whole_logits(model, ids, keywords)
@@ -550,8 +634,12 @@ def test_architectures_of_other_models_come_from_their_own_plan(name: str) -> No
 
 
 def test_unknown_architecture_says_how_to_describe_it() -> None:
-    with pytest.raises(ValueError, match=r"known architecture. Describe it: .*layers='blocks'.*Partition.of_modules"):
-        partition(Own(), num_parts=2)
+    with pytest.raises(ValueError, match=r"needs more than its first.*Architecture\(.*layers='blocks'.*of_modules"):
+        partition(NeedsScale(), num_parts=2)
+
+
+def test_an_architecture_is_found_by_the_order_of_calls() -> None:
+    assert infer_architecture(Own()) == replace(OWN, before=("ln0",))  # dropout has nothing to place
 
 
 # ------------------------------------------------------------------------------------------------- sequences of modules

@@ -90,7 +90,9 @@ def test_skip_connections_go_straight_to_later_stages(world_size: int, name: str
 
 
 def run_masked(schedule_name: str) -> None:
-    """Hugging Face's Llama with padding: masks and position ids are keyword inputs of every stage."""
+    """Hugging Face's Llama with padding: masks and position ids are keyword inputs of every stage, and the loss is the
+    mean over all labels of the batch, of which the microbatches have unequal numbers.
+    """
     mesh = fp.init_mesh(pp=2, device="cpu")
     single = build_model("llama", torch.float32, num_hidden_layers=4)
     ids = torch.randint(VOCAB, (4, 9))
@@ -102,16 +104,12 @@ def run_masked(schedule_name: str) -> None:
         build_model("llama", torch.float32, num_hidden_layers=4), mesh, schedule_name, num_microbatches=4
     )
     loss = pipe.step(ids, labels=labels, attention_mask=mask, position_ids=positions)
-    total = torch.zeros(())
-    for i in range(4):
-        part = slice(i, i + 1)
-        out = single(ids[part], attention_mask=mask[part], position_ids=positions[part], labels=labels[part])
-        (out.loss / 4).backward()
-        total = total + out.loss.detach() / 4
-    assert torch.equal(loss, total)
+    total = single(ids, attention_mask=mask, position_ids=positions, labels=labels).loss
+    total.backward()
+    torch.testing.assert_close(loss, total.detach(), rtol=1e-6, atol=0)
     want = dict(single.named_parameters())
     for name, p in pipe.named_parameters():
-        assert torch.equal(p.grad, want[name].grad), name
+        torch.testing.assert_close(p.grad, want[name].grad, rtol=1e-4, atol=1e-6, msg=name)
     pipe.close()
 
 

@@ -1,9 +1,10 @@
 """What stands in a model for the modules that another part of the pipeline holds.
 
 The model's own forward runs on every part. A layer that is elsewhere passes the hidden states on, and so do the final
-norm and the head; the embedding passes on what arrives in the place of ids, and what is added to the embedding
+norm and the head; the embedding passes on what has arrived from the part before, and what is added to the embedding
 (position embeddings) adds nothing. So the names of the modules that are here never depend on the layout, and neither
-does the index at which a model finds what belongs to a layer (kinds of attention, rotary tables).
+does the index at which a model finds what belongs to a layer (kinds of attention, rotary tables). What is computed
+from stand-ins never counts: see `stream`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastpar.pipeline.stream import HIDDEN, Stream, fill, main_of
+
 _PLAIN = (bool, int, float, str, tuple, type(None))
 
 
@@ -23,6 +26,8 @@ class Absent(nn.Module):
     path            the module's name in the model
     part            the part that holds it
     absent_modules  names of the modules inside it, relative to `path`, so that plans know that they exist
+    stream          of the part where this stands; `is_entry`: the part's first module comes next, and gets what has
+                    arrived; `is_exit`: the part's last module has run, and what this is called with leaves
     """
 
     def __init__(self, original: nn.Module, path: str, part: int):
@@ -32,13 +37,33 @@ class Absent(nn.Module):
         self.path, self.part, self.original_name = path, part, type(original).__name__
         self.absent_modules = tuple(name for name, _ in original.named_modules(remove_duplicate=False) if name)
         self._first = next(iter(inspect.signature(original.forward).parameters), "")
+        self._template: Any = HIDDEN
+        self._stream: Stream | None = None
+        self._is_entry, self._is_exit = False, False
+
+    def connect(self, stream: Stream, *, is_entry: bool, is_exit: bool) -> None:
+        """Say where in its part this stands."""
+        self._stream, self._is_entry, self._is_exit = stream, is_entry, is_exit
+
+    def returns(self, template: Any) -> None:
+        """Say what the module returns (`template_of`)."""
+        self._template = template
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not args and self._first not in kwargs:
             raise TypeError(
                 f"{self.path} is on part {self.part}; here it passes {self._first!r} on, but was called without it"
             )
-        return args[0] if args else kwargs[self._first]
+        hidden = args[0] if args else kwargs[self._first]
+        stream = self._stream
+        if stream is not None and stream.is_running:
+            if self._is_exit:
+                if stream.left is not None:
+                    raise RuntimeError(f"{self.path} was called twice in one forward; a pipeline runs every module once")
+                stream.left = hidden
+            if self._is_entry and stream.received is not None:
+                hidden = stream.received
+        return fill(self._template, hidden)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -54,22 +79,22 @@ class Absent(nn.Module):
 
 
 class AbsentLayer(Absent):
-    """A layer: passes the hidden states on, in a tuple where its forward is declared to return one."""
+    """A layer: passes the hidden states on, in what the layer returned when the model was tried (`record`).
+
+    Where the model could not be tried, the annotation of the layer's forward has to say whether it is a tuple.
+    """
 
     def __init__(self, original: nn.Module, path: str, part: int):
         super().__init__(original, path, part)
-        self._returns_tuple = _declares_tuple(original)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        hidden = super().forward(*args, **kwargs)
-        return (hidden,) if self._returns_tuple else hidden
+        self._template = (HIDDEN,) if declares_tuple(original) else HIDDEN
 
 
 class AbsentEmbedding(Absent):
-    """The embedding of ids on a later part: called with hidden states in the place of ids, passes them on."""
+    """The embedding of ids on a later part: passes on the hidden states that came in the place of ids."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        hidden = super().forward(*args, **kwargs)
+        stream = self._stream
+        hidden = main_of(args, kwargs) if stream is None or stream.received is None else stream.received
         if isinstance(hidden, Tensor) and not hidden.is_floating_point() and not hidden.is_complex():
             raise TypeError(
                 f"{self.path} is on part {self.part}; this part expects hidden states from the part before it, and got "
@@ -87,7 +112,7 @@ class AbsentAddend(Absent):
         return torch.full((), -0.0, device=None if given is None else given.device)
 
 
-def _declares_tuple(layer: nn.Module) -> bool:
+def declares_tuple(layer: nn.Module) -> bool:
     annotation = inspect.signature(layer.forward).return_annotation
     text = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", str(annotation))
     return text.lower().startswith("tuple")
@@ -97,15 +122,24 @@ class ReturnCheck:
     """A forward hook on a layer that is here: TypeError if it returns otherwise than its stand-ins elsewhere do.
 
     A model that takes element 0 of what a layer returns would take the first sample of a stand-in's bare tensor.
+    `tried`: what it returned when the model was tried; None: it was not, and the annotation of its forward decides.
     """
 
-    def __init__(self, layer: nn.Module, path: str):
-        self.path, self.declared = path, _declares_tuple(layer)
+    def __init__(self, layer: nn.Module, path: str, tried: Any = None):
+        self.path, self.was_tried = path, tried is not None
+        self.is_tuple = isinstance(tried, tuple) if self.was_tried else declares_tuple(layer)
 
     def __call__(self, layer: nn.Module, args: Any, output: Any) -> None:
-        if isinstance(output, tuple) != self.declared:
-            returned, wanted = ("a tuple", "-> tuple[...]") if not self.declared else ("no tuple", "-> Tensor")
+        if isinstance(output, tuple) == self.is_tuple:
+            return
+        returned, wanted = ("a tuple", "-> tuple[...]") if not self.is_tuple else ("no tuple", "-> Tensor")
+        if self.was_tried:
             raise TypeError(
-                f"{self.path} returned {returned}, unlike its stand-ins on other parts, which go by the annotation of "
-                f"forward: write `{wanted}` at that of {type(layer).__name__}"
+                f"{self.path} returned {returned}, unlike when it was tried on made-up inputs, and unlike its stand-ins "
+                "on other parts: let it return the same whatever its inputs"
             )
+        raise TypeError(
+            f"{self.path} returned {returned}, unlike its stand-ins on other parts, which go by the annotation of "
+            f"forward, as the model could not be tried on made-up inputs: write `{wanted}` at that of "
+            f"{type(layer).__name__}"
+        )

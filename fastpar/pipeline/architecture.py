@@ -26,12 +26,15 @@ class Architecture:
     embedding  called with the ids; later parts give it the hidden states instead (or pass them as `inputs_embeds`)
     added      its output is added to the embedding's (position embeddings): nothing on later parts
     before     runs on that sum (dropout, norm): passes it on, on later parts
-    layers     an nn.ModuleList or nn.ModuleDict whose modules are called with the hidden states first; those whose
-               forward is declared to return a tuple (`-> tuple[...]`) return them first in it, the others alone
+    layers     an nn.ModuleList, nn.ModuleDict or nn.Sequential whose modules are called with the hidden states first.
+               What they return is found by trying the model on made-up inputs; where that cannot be done, those whose
+               forward is declared to return a tuple (`-> tuple[...]`) return the hidden states in it, the others alone
     norm       after the last layer; passes on, where absent
+    after      further modules between the norm and the head, in running order; they go with the norm
     head       after the norm; passes on, where absent
-    shared     used by several parts, each of which keeps a copy of its own, parameters included. Modules without
-               parameters that are named nowhere (rotary tables) are shared as well
+    shared     used by several parts, each of which keeps a copy of its own, parameters included (their gradients are
+               summed). So are parameters of the model itself, and modules without parameters that are named nowhere
+               (rotary tables)
 
         Architecture(embedding="tok", added=("pos",), layers="blocks", norm="ln", head="out")
     """
@@ -43,6 +46,7 @@ class Architecture:
     norm: str | None = None
     head: str | None = None
     shared: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
 
     def units(self, model: nn.Module) -> list[Unit]:
         """Every module named here, in running order, with what stands for it on other parts."""
@@ -52,40 +56,35 @@ class Architecture:
         units += [Unit("E", 0, path) for path in self.before]
         units += [Unit("t", index, f"{self.layers}.{name}", AbsentLayer) for index, name in enumerate(layers)]
         units += [Unit("N", 0, self.norm)] if self.norm is not None else []
+        units += [Unit("N", 0, path) for path in self.after]
         units += [Unit("H", 0, self.head)] if self.head is not None else []
         return units
 
     def check(self, model: nn.Module) -> None:
         """ValueError for names that the model does not have, and for modules that nothing is said about."""
         paths = dict(model.named_modules(remove_duplicate=False))
-        named = [self.layers, *self.added, *self.before, *self.shared]
+        named = [self.layers, *self.added, *self.before, *self.shared, *self.after]
         named += [path for path in (self.embedding, self.norm, self.head) if path is not None]
         for path in named:
             if path not in paths:
                 raise ValueError(f"the architecture names {path!r}, which {type(model).__name__} does not have")
-        if not isinstance(paths[self.layers], nn.ModuleList | nn.ModuleDict) or not len(paths[self.layers]):
+        if not isinstance(paths[self.layers], CHAINS) or not len(paths[self.layers]):
             raise ValueError(
-                f"layers={self.layers!r} must be an nn.ModuleList or nn.ModuleDict that is not empty, got "
+                f"layers={self.layers!r} must be an nn.ModuleList, nn.ModuleDict or nn.Sequential that is not empty, got "
                 f"{type(paths[self.layers]).__name__}"
             )
         for path, module in paths.items():
             if any(path == name or path.startswith(name + ".") for name in named):
                 continue
+            if not path or any(other.startswith(path + ".") for other in named):
+                continue  # its own forward runs on every part, and its own parameters are shared by all
             for name, _ in module.named_parameters(recurse=False):
-                full = f"{path}.{name}" if path else name
-                if not path or any(other.startswith(path + ".") for other in named):
-                    raise ValueError(
-                        f"{full} is a parameter of a module whose own forward runs on every part; put it into a module "
-                        "of its own, or list the model's parts as modules (Partition.of_modules)"
-                    )
-                raise ValueError(f"{full}: say in the architecture where {path!r} runs (added, before, ..., shared)")
-            if isinstance(module, nn.Dropout) and module.p > 0:
                 raise ValueError(
-                    f"{path} is dropout (p={module.p}) and would run on every part; say in the architecture where it "
-                    "runs: 'before' the layers, or in the place of the 'norm' or 'head'"
+                    f"{path}.{name}: say in the architecture where {path!r} runs (added, before, ..., after, shared)"
                 )
 
 
+CHAINS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _KNOWN = (
     Architecture(embedding="embed_tokens", layers="layers", norm="norm", head="lm_head"),  # Llama, Qwen, Mistral, ...
     Architecture(embedding="wte", added=("wpe",), before=("drop",), layers="h", norm="ln_f", head="lm_head"),  # GPT-2
@@ -93,7 +92,11 @@ _KNOWN = (
 
 
 def find_architecture(model: nn.Module) -> Architecture | None:
-    """The architecture of a model with the module names of Hugging Face's Llama or GPT-2, or with a plan; or None."""
+    """The architecture of a model with the module names of Hugging Face's Llama or GPT-2, or with a plan; or None.
+
+    Names are a short cut. They are believed where they account for every parameter, and the model is tried either way;
+    for other models see `infer_architecture`.
+    """
     paths = {path for path, _ in model.named_modules(remove_duplicate=False)}
     base = getattr(model, "base_model_prefix", "")
     prefix = f"{base}." if base and base in paths else ""
@@ -103,7 +106,7 @@ def find_architecture(model: nn.Module) -> Architecture | None:
 
     for known in (*_KNOWN, *_planned(model, prefix)):
         if here(known.layers) and here(known.embedding):
-            return Architecture(
+            found = Architecture(
                 layers=prefix + known.layers,
                 embedding=here(known.embedding),
                 added=tuple(filter(None, map(here, known.added))),
@@ -111,6 +114,11 @@ def find_architecture(model: nn.Module) -> Architecture | None:
                 norm=here(known.norm),
                 head=known.head if known.head in paths else None,
             )
+            try:
+                found.check(model)
+            except ValueError:
+                continue
+            return found
     return None
 
 
@@ -125,20 +133,6 @@ def _planned(model: nn.Module, prefix: str) -> list[Architecture]:
     head = next((name for name in getattr(type(model), "_pp_plan", None) or {} if name in paths), None)
     norm = names[-1] if len(names) == lists[0] + 2 else None
     return [Architecture(names[lists[0]], names[0], (), tuple(names[1 : lists[0]]), norm, head)]
-
-
-def known_architecture(model: nn.Module) -> Architecture:
-    """`find_architecture`, or a ValueError that says how to describe another."""
-    found = find_architecture(model)
-    if found is not None:
-        return found
-    lists = [(p, len(m)) for p, m in model.named_modules() if isinstance(m, nn.ModuleList | nn.ModuleDict)]
-    longest = max(lists, key=lambda item: item[1], default=("blocks", 0))[0]
-    raise ValueError(
-        f"{type(model).__name__} has module names of no known architecture. Describe it: partition(model, ..., "
-        f"architecture=Architecture(embedding=..., layers={longest!r}, norm=..., head=...)); cut it at any modules: "
-        "partition(model, split_points=[...]); or list its parts as modules: Partition.of_modules([...])"
-    )
 
 
 def sequential_units(model: nn.Sequential, prefix: str = "") -> list[Unit]:

@@ -13,9 +13,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+
+from fastpar.pipeline.stream import Stream
 
 _CACHES = ("past_key_values", "use_cache", "output_hidden_states", "output_attentions")
 _IDS = ("input_ids", "inputs_embeds", "token_type_ids")
@@ -104,19 +107,27 @@ class Convention:
             keywords = keywords.without(_ENDS)
         return keywords if self.loss or not self.by_embeddings else keywords.without(("labels",))
 
-    def install(self, module: nn.Module, *, has_embedding: bool, has_head: bool) -> None:
-        """Hooks that translate between this convention and the model's own."""
-        embeds = self.by_embeddings and not has_embedding
-        no_cache = "use_cache" in self.keywords.names or (self.by_embeddings and self.keywords.takes_any)
-        module.register_forward_pre_hook(_Entry(embeds, no_cache), with_kwargs=True)
-        if self.by_embeddings:
-            module.register_forward_hook(_Exit(self.loss and has_head))
+    @property
+    def has_cache(self) -> bool:
+        """Whether the model's forward takes `use_cache`."""
+        return "use_cache" in self.keywords.names or (self.by_embeddings and self.keywords.takes_any)
+
+    def install(self, module: nn.Module, stream: Stream, *, is_first: bool, is_last: bool) -> None:
+        """Hooks that translate between this convention and the model's own.
+
+        is_last   the part returns what the model does: logits, hidden states or the loss
+        """
+        entry = _Entry(stream, is_first, self.by_embeddings and not is_first, self.has_cache)
+        module.register_forward_pre_hook(entry, with_kwargs=True)
+        module.register_forward_hook(_Exit(stream, is_last, self.loss and is_last, self.by_embeddings))
 
 
 @dataclass(frozen=True)
 class _Entry:
     """Hidden states that come by position become `inputs_embeds`; caches, which a pipeline has no use for, are off."""
 
+    stream: Stream
+    is_first: bool
     embeds: bool
     no_cache: bool
 
@@ -129,8 +140,10 @@ class _Entry:
         for name in _CACHES:
             if self.no_cache and kwargs.get(name):
                 raise ValueError(
-                    f"{name} is not available in a pipeline: parts return hidden states, logits or the loss"
+                    f"{name} is not available in a pipeline: parts return hidden states, logits or the loss. For the "
+                    "states of inner layers run the whole model, or register forward hooks on the layers of this rank"
                 )
+        self.stream.begin(None if self.is_first or not args else args[0])
         if self.embeds and args:
             kwargs = {**kwargs, "inputs_embeds": args[0]}
             args = ()
@@ -139,18 +152,39 @@ class _Entry:
 
 @dataclass(frozen=True)
 class _Exit:
-    """The tensor in a model's output object."""
+    """The hidden states for the next part, or the tensor in the model's output object."""
 
+    stream: Stream
+    is_last: bool
     loss: bool
+    is_reduced: bool
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        if isinstance(output, tuple):
-            return output[0]  # hidden states or logits; the loss where there is one
-        if self.loss:
-            if output.loss is None:
-                raise ValueError("the last part returns the model's loss (loss=True), but the batch has no `labels`")
-            return output.loss
-        for name in ("logits", "last_hidden_state"):
-            if getattr(output, name, None) is not None:
-                return getattr(output, name)
-        return output
+        received, left = self.stream.end()
+        if self.is_last:
+            return reduce_output(output, self.loss) if self.is_reduced else output
+        if left is not None:
+            return left
+        if received is not None and not self.stream.has_units:
+            return received
+        raise RuntimeError(
+            f"the forward of {type(module).__name__} ended without calling the module after this part, so no hidden "
+            "states leave it: in a pipeline every layer must be called (switch off what skips layers, such as layerdrop)"
+        )
+
+
+def reduce_output(output: Any, loss: bool) -> Any:
+    """The tensor in a model's output: the loss where `loss`, else the logits or the hidden states."""
+    if isinstance(output, tuple):
+        return output[0]  # hidden states or logits; the loss where there is one
+    get = output.get if isinstance(output, Mapping) else partial(getattr, output)
+    if loss:
+        value = get("loss", None)
+        if value is None:
+            raise ValueError("the last part returns the model's loss (loss=True), but the batch has no `labels`")
+        return value
+    for name in ("logits", "last_hidden_state"):
+        value = get(name, None)
+        if value is not None:
+            return value
+    return output

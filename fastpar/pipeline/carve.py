@@ -41,9 +41,11 @@ def carve(
     return carved
 
 
-def carve_around(model: nn.Module, owners: Mapping[str, int], absent: Mapping[str, MakeAbsent]) -> nn.Module:
-    """A part that holds no unit, beside the model, which stays as it is; what parts share is the model's own."""
-    return _Carver(owners, absent, Shares().of_part(-1), None).rebuild(model, "")
+def carve_around(
+    model: nn.Module, owners: Mapping[str, int], absent: Mapping[str, MakeAbsent], part: int
+) -> nn.Module:
+    """A part beside the model, which stays as it is: its units, and what parts share, are the model's own."""
+    return _Carver(owners, absent, Shares().of_part(part), None).rebuild(model, "")
 
 
 class Shares:
@@ -119,7 +121,7 @@ class _Carver:
         if owner is not None or not any(unit.startswith(path + "." if path else "") for unit in self.owners):
             return self.share.module(module)
         if id(module) not in self.containers:
-            container = module if self.original is not None else _shallow(module)
+            container = module if self.original is not None else shallow_copy(module)
             self.containers[id(module)] = container
             changes = self.share.tensors_of(module, container)
             for name, child in module._modules.items():
@@ -134,7 +136,7 @@ class _Carver:
         return self.containers[id(module)]
 
 
-def _shallow(module: nn.Module) -> nn.Module:
+def shallow_copy(module: nn.Module) -> nn.Module:
     """The same module with dictionaries of its own, so that children, tensors and hooks can differ."""
     twin = copy.copy(module)
     for name, value in vars(twin).items():

@@ -18,21 +18,26 @@ from __future__ import annotations
 import difflib
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
+from inspect import signature
 from typing import Protocol
 
 from torch import Tensor, nn
 
-from fastpar.pipeline.absent import AbsentLayer, ReturnCheck
-from fastpar.pipeline.architecture import Architecture, Unit, find_architecture, known_architecture, sequential_units
+from fastpar.pipeline.absent import Absent, AbsentLayer, ReturnCheck
+from fastpar.pipeline.agreement import fingerprint
+from fastpar.pipeline.architecture import Architecture, Unit, find_architecture, sequential_units
 from fastpar.pipeline.balance import balance
 from fastpar.pipeline.calling import Convention, Keywords
-from fastpar.pipeline.carve import carve
+from fastpar.pipeline.carve import carve, carve_around
 from fastpar.pipeline.chain import Edge, ModuleChain
+from fastpar.pipeline.infer import infer_architecture
 from fastpar.pipeline.layout import Layout
-from fastpar.pipeline.probe import check_transparent
+from fastpar.pipeline.probe import Recording, check_head, find_loss_mean, record, try_part
 from fastpar.pipeline.stage import Stage, Tied
+from fastpar.pipeline.stream import EnterStream, Stream
 from fastpar.pipeline.traced import TracedModel
 from fastpar.pipeline.unit_costs import UnitCosts, group_costs, groups_of
+from fastpar.pipeline.weighting import LossMean
 
 
 class Source(Protocol):
@@ -73,10 +78,50 @@ class UnitModel:
         self.head = next((unit.path for unit in units if unit.kind == "H"), None) if sharded_head else None
         self.owners: Mapping[str, tuple[int, ...]] = {path: (part,) for path, part in self._part.items()}
         self.edges = _part_edges(model, self._part) if isinstance(model, ModuleChain) else ()
-        if convention is not None and layout.num_parts > 1:
-            width = _hidden_size(model, units)
-            if width is not None and convention.runs_on_hidden_states:
-                check_transparent(model, self._absent, convention, width)
+        self._units = list(units)
+        self._recording: Recording | None = None
+        self._enters: dict[int, bool] = {}  # by part: whether `EnterStream` has something to replace there
+        self.loss_mean = LossMean()
+        if convention is not None and (layout.num_parts > 1 or self.head is not None or convention.loss):
+            self._recording = record(model, units, convention)
+            if self._recording is not None:
+                if layout.num_parts > 1 or self.head is not None:
+                    self._try_parts(self._recording)
+                self.loss_mean = find_loss_mean(model, convention, self._recording)
+
+    def _try_parts(self, recording: Recording) -> None:
+        """All parts on every rank, so that all raise the same."""
+        name = type(self.model).__name__
+        if self.head is not None:
+            check_head(name, self.head, recording, self.model.get_submodule(self.head))
+        for part in range(self.layout.num_parts):
+            if part in self._part.values():
+                beside = carve_around(self.model, self._part, self._absent, part)
+                enter = self._connect(part, beside)
+                named = f"part {part} ({str(self.layout).split('|')[part]}) of {name}"
+                self._enters[part] = try_part(beside, self.model, self._units, recording, named, enter)
+
+    def _connect(self, part: int, module: nn.Module) -> EnterStream | None:
+        """Hooks and stand-ins of a part that has just been carved; what its first module needs, if it is not the
+        model's first."""
+        assert self.convention is not None
+        places = [index for index, unit in enumerate(self._units) if self._part[unit.path] == part]
+        stream = Stream(has_units=bool(places))
+        calls = {} if self._recording is None else self._recording.calls
+        for index, unit in enumerate(self._units):
+            if index in places:
+                continue
+            absent = module.get_submodule(unit.path)
+            assert isinstance(absent, Absent)
+            absent.connect(stream, is_entry=index + 1 in places[:1], is_exit=index - 1 in places[-1:])
+            if unit.absent is AbsentLayer and unit.path in calls:
+                absent.returns(calls[unit.path].returned)
+        is_last = self._is_last(part) and self.head is None
+        self.convention.install(module, stream, is_first=part == 0, is_last=is_last)
+        if not places or places[0] == 0:
+            return None
+        first = self._units[places[0]].path
+        return EnterStream(stream, first, next(iter(signature(module.get_submodule(first).forward).parameters), ""))
 
     def keywords(self, part: int) -> Keywords:
         if self.convention is not None:
@@ -87,18 +132,22 @@ class UnitModel:
 
     def build(self, parts: Sequence[int]) -> dict[int, nn.Module]:
         modules = carve(self.model, self._part, self._absent, parts)
+        if self.convention is None:
+            return modules
         for part, module in modules.items():
+            enter = self._connect(part, module)
+            if enter is not None and self._enters.get(part, True):
+                module.get_submodule(enter.path).register_forward_pre_hook(enter, with_kwargs=True)
             layers = [p for p, own in self._part.items() if own == part and self._absent[p] is AbsentLayer]
             for path in layers[:1]:
+                tried = None if self._recording is None else self._recording.calls[path].returned
                 layer = module.get_submodule(path)
-                layer.register_forward_hook(ReturnCheck(layer, path))
-            if self.convention is not None:
-                self.convention.install(module, has_embedding=part == 0, has_head=self._is_last(part))
+                layer.register_forward_hook(ReturnCheck(layer, path, tried))
+        self._recording = None
         return modules
 
     def _is_last(self, part: int) -> bool:
         return part == self.layout.num_parts - 1
-
 
 class Partition:
     """A whole model and which part holds what; made by `partition` or `Partition.of_modules`.
@@ -110,7 +159,7 @@ class Partition:
     head       path of a head that is on no part (`partition(shard_head=True)`); None: there is none such
     """
 
-    def __init__(self, source: Source):
+    def __init__(self, source: Source, *, check_weights: bool = True):
         self._source: Source | None = source
         self.head: str | None = getattr(source, "head", None)
         self._name = type(source.model).__name__
@@ -120,6 +169,8 @@ class Partition:
         self.tied = self._tied(source.model)
         self._keywords = [source.keywords(part) for part in range(self.num_parts)]
         self._rows = [self._row(source.model, part) for part in range(self.num_parts)]
+        self._loss_mean: LossMean = getattr(source, "loss_mean", LossMean())
+        self._fingerprint: Mapping[str, int] = fingerprint(source.model) if check_weights else {}
 
     @staticmethod
     def of_modules(
@@ -192,6 +243,8 @@ class Partition:
             tied=tuple(tied for tied in self.tied if part in tied.names),
             passes=tuple(edge.name for edge in along if edge.source == part),
             takes=tuple(edge.name for edge in along if edge.destination == part),
+            loss_mean=self._loss_mean,
+            fingerprint=self._fingerprint,
         )
 
     def _row(self, model: nn.Module, part: int) -> dict[str, str]:
@@ -253,6 +306,7 @@ def partition(
     architecture: Architecture | None = None,
     loss: bool = False,
     shard_head: bool = False,
+    check_weights: bool = True,
 ) -> Partition:
     """Cut a model into consecutive parts, by exactly one of `num_parts`, `layout` and `split_points`.
 
@@ -264,12 +318,16 @@ def partition(
     layout        such as "E,t*3|t*3|t*2,H" (`Layout`), or layers per part, such as [3, 3, 2]
     split_points  paths of the units at which the second part and all after it begin: ["layers.3", "layers.6"]. A model
                   of no known architecture may have any shape: it is traced between the modules (`TracedModel`)
-    architecture  which modules are the embedding, layers, norm and head; None: by the names of known architectures
+    architecture  which modules are the embedding, layers, norm and head; None: by the names of known architectures, or
+                  by the order in which the model calls its modules when it is tried
     loss          let the last part return the model's own loss from the keyword input `labels`, where it computes one
     shard_head    leave the head of a layered model to all ranks (`ShardedHead`): no part has it, and the layout does
                   not name it; the last part returns hidden states
 
-    Every layer is placed exactly once; a layout that leaves layers out is an error that names them. The model is not
+    check_weights take checksums of all parameters, which `Pipeline` compares between ranks: each must cut the same model
+
+    A layered model is tried on ten made-up tokens, whole and part by part: ValueError for a part that needs more than
+    the hidden states and the batch. Every layer is placed exactly once; a layout that leaves layers out is an error that names them. The model is not
     touched before `Partition.stages`.
     """
     given = {"num_parts": num_parts, "layout": layout, "split_points": split_points}
@@ -290,8 +348,9 @@ def partition(
             if loss or shard_head:
                 what = "loss" if loss else "shard_head"
                 raise ValueError(f"{what}=True is not available for a model that is traced")
-            return Partition(TracedModel(model, list(split_points)))
-        architecture = known_architecture(model) if architecture is None else architecture
+            return Partition(TracedModel(model, list(split_points)), check_weights=check_weights)
+        if architecture is None:
+            architecture = find_architecture(model) or infer_architecture(model)
         architecture.check(model)
         units, convention = architecture.units(model), Convention(model, loss=loss)
     placed = _without_head(model, units) if shard_head else units
@@ -307,7 +366,8 @@ def partition(
     else:
         assert layout is not None
         cut = _counts(layout, placed)
-    return Partition(UnitModel(model, units, cut, convention, sharded_head=shard_head))
+    source = UnitModel(model, units, cut, convention, sharded_head=shard_head)
+    return Partition(source, check_weights=check_weights)
 
 
 def _without_head(model: nn.Module, units: Sequence[Unit]) -> list[Unit]:

@@ -26,6 +26,7 @@ def groups_of(units: Sequence[Unit]) -> list[Group]:
     for unit in units:
         joins = groups and (
             (unit.kind == "E" and groups[-1].kind == "E")
+            or (unit.kind == "N" and groups[-1].kind == "N")
             or (unit.kind == "H" and groups[-1].kind == "N")
             or (unit.kind == "N" and not any(u.kind == "H" for u in units))
         )
