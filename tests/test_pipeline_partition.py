@@ -230,8 +230,11 @@ def test_modules_of_other_parts_are_freed_though_the_caller_holds_the_model() ->
     assert alive == {name for name in refs if name.startswith(("model.layers.2.", "model.layers.3."))}
     assert stages[0].module is model
     assert [type(m).__name__ for m in model.model.layers][:3] == ["AbsentLayer", "AbsentLayer", "LlamaDecoderLayer"]
+    assert model.lm_head.weight.dtype is torch.float32, "models ask what a weight is like"
     with pytest.raises(AttributeError, match=r"lm_head.weight: lm_head is on part 2 of the pipeline"):
-        _ = model.lm_head.weight
+        _ = model.lm_head.weight.data
+    with pytest.raises(AttributeError, match=r"lm_head.other: lm_head is on part 2 of the pipeline"):
+        _ = model.lm_head.other
 
 
 def test_stages_are_taken_once_and_exist() -> None:
@@ -617,6 +620,30 @@ SMALL = {
     "num_attention_heads": 4,
     "max_position_embeddings": 64,
 }
+
+
+class InPlace(Own):
+    """Changes what it is given, as CTRL does."""
+
+    def forward(self, ids: Tensor, scale: Tensor | None = None) -> Tensor:
+        hidden = self.drop(self.ln0(self.tok(ids) + self.pos(ids))) if not ids.is_floating_point() else ids
+        hidden *= 2
+        bias = self.bias(ids)
+        for block in self.blocks.values():
+            hidden = block(hidden=hidden, bias=bias)[0]
+        return self.out(self.ln(hidden))
+
+
+@pytest.mark.parametrize("layout", ["E|t*3,H", "E,t|t*2,H"])
+def test_input_that_the_model_changes_in_place_is_guarded(layout: str) -> None:
+    torch.manual_seed(0)
+    model, grad = InPlace(), torch.randn(3, 5, 11)
+    full, ids = copy.deepcopy(model), torch.randint(0, 11, (3, 5))
+    stages = partition(model, layout=layout, architecture=OWN).stages([0, 1])
+    expected = full(ids)
+    expected.backward(grad)
+    assert torch.equal(forward_backward(stages, (ids,), None, grad), expected)
+    assert torch.equal(gradients(stages)["tok.weight"], full.tok.weight.grad)
 
 
 @pytest.mark.parametrize("name", ["GPTNeoX", "Phi3", "Granite", "Cohere", "Gemma2", "Phi", "OPT"])

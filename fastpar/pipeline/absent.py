@@ -36,6 +36,8 @@ class Absent(nn.Module):
         self.__dict__.update(plain)  # what a model reads off its layers, such as `attention_type` or `layer_idx`
         self.path, self.part, self.original_name = path, part, type(original).__name__
         self.absent_modules = tuple(name for name, _ in original.named_modules(remove_duplicate=False) if name)
+        tensors = {**original._parameters, **original._buffers}
+        self._tensors = {name: AbsentTensor(self, name, t) for name, t in tensors.items() if t is not None}
         self._first = next(iter(inspect.signature(original.forward).parameters), "")
         self._template: Any = HIDDEN
         self._stream: Stream | None = None
@@ -69,6 +71,9 @@ class Absent(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
+            tensors = self.__dict__.get("_tensors", {})
+            if name in tensors:
+                return tensors[name]
             path, part = self.__dict__.get("path"), self.__dict__.get("part")
             raise AttributeError(
                 f"{path}.{name}: {path} is on part {part} of the pipeline, and only its stand-in is here"
@@ -76,6 +81,19 @@ class Absent(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.original_name} on part {self.part}"
+
+
+class AbsentTensor:
+    """A parameter or buffer of a module that is elsewhere: what it is like, and AttributeError for all else."""
+
+    def __init__(self, absent: Absent, name: str, original: Tensor):
+        self.dtype, self.device, self.shape, self.ndim = original.dtype, original.device, original.shape, original.ndim
+        self._where = f"{absent.path}.{name}: {absent.path} is on part {absent.part} of the pipeline"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise AttributeError(f"{self.__dict__.get('_where')}, and only its stand-in is here: it has no {name!r}")
 
 
 class AbsentLayer(Absent):

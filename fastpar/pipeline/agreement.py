@@ -118,6 +118,12 @@ def checksum(tensor: Tensor) -> int:
     return int(words.sum(dtype=torch.int64))
 
 
+def _ordered_checksum(tensor: Tensor) -> int:
+    """One that also differs where rows are in another order."""
+    flat = tensor.to(torch.int64).flatten()
+    return int((flat * torch.arange(1, flat.numel() + 1, device=flat.device)).sum())
+
+
 def _is_plain(tensor: Tensor) -> bool:
     return type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
 
@@ -125,7 +131,7 @@ def _is_plain(tensor: Tensor) -> bool:
 def _summarise(found: dict[str, Any], name: str, value: Any) -> None:
     if isinstance(value, Tensor):
         is_compared = not (value.is_floating_point() or value.is_complex() or value.is_meta) and _is_plain(value)
-        found[name] = [list(value.shape), checksum(value) if is_compared else 0]
+        found[name] = [list(value.shape), _ordered_checksum(value) if is_compared else 0]
     elif isinstance(value, Microbatches | tuple | list):
         for index, item in enumerate(value):
             _summarise(found, f"{name}[{index}]", item)

@@ -144,6 +144,8 @@ class _Entry:
                     "states of inner layers run the whole model, or register forward hooks on the layers of this rank"
                 )
         self.stream.begin(None if self.is_first or not args else args[0])
+        if self.stream.is_guarded and args:
+            args = (args[0].detach().clone(),)
         if self.embeds and args:
             kwargs = {**kwargs, "inputs_embeds": args[0]}
             args = ()

@@ -32,7 +32,7 @@ from fastpar.pipeline.carve import carve, carve_around
 from fastpar.pipeline.chain import Edge, ModuleChain
 from fastpar.pipeline.infer import infer_architecture
 from fastpar.pipeline.layout import Layout
-from fastpar.pipeline.probe import Recording, check_head, find_loss_mean, record, try_part
+from fastpar.pipeline.probe import Findings, Recording, check_head, find_loss_mean, record, try_part
 from fastpar.pipeline.stage import Stage, Tied
 from fastpar.pipeline.stream import EnterStream, Stream
 from fastpar.pipeline.traced import TracedModel
@@ -80,7 +80,7 @@ class UnitModel:
         self.edges = _part_edges(model, self._part) if isinstance(model, ModuleChain) else ()
         self._units = list(units)
         self._recording: Recording | None = None
-        self._enters: dict[int, bool] = {}  # by part: whether `EnterStream` has something to replace there
+        self._findings: dict[int, Findings] = {}  # by part
         self.loss_mean = LossMean()
         if convention is not None and (layout.num_parts > 1 or self.head is not None or convention.loss):
             self._recording = record(model, units, convention)
@@ -99,14 +99,14 @@ class UnitModel:
                 beside = carve_around(self.model, self._part, self._absent, part)
                 enter = self._connect(part, beside)
                 named = f"part {part} ({str(self.layout).split('|')[part]}) of {name}"
-                self._enters[part] = try_part(beside, self.model, self._units, recording, named, enter)
+                self._findings[part] = try_part(beside, self.model, self._units, recording, named, enter)
 
     def _connect(self, part: int, module: nn.Module) -> EnterStream | None:
         """Hooks and stand-ins of a part that has just been carved; what its first module needs, if it is not the
         model's first."""
         assert self.convention is not None
         places = [index for index, unit in enumerate(self._units) if self._part[unit.path] == part]
-        stream = Stream(has_units=bool(places))
+        stream = Stream(has_units=bool(places), is_guarded=self._findings.get(part, Findings()).guards)
         calls = {} if self._recording is None else self._recording.calls
         for index, unit in enumerate(self._units):
             if index in places:
@@ -136,7 +136,7 @@ class UnitModel:
             return modules
         for part, module in modules.items():
             enter = self._connect(part, module)
-            if enter is not None and self._enters.get(part, True):
+            if enter is not None and self._findings.get(part, Findings()).enters:
                 module.get_submodule(enter.path).register_forward_pre_hook(enter, with_kwargs=True)
             layers = [p for p, own in self._part.items() if own == part and self._absent[p] is AbsentLayer]
             for path in layers[:1]:

@@ -18,7 +18,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -99,10 +99,17 @@ def check_counts(name: str, counts: Mapping[str, int]) -> None:
         )
 
 
+class Findings(NamedTuple):
+    """Of a part that was tried: whether its first module needs `EnterStream`, and its stream a guard."""
+
+    enters: bool = True
+    guards: bool = False
+
+
 def try_part(
     part: nn.Module, module: nn.Module, units: Sequence[Unit], recording: Recording, name: str, enter: EnterStream | None
-) -> bool:
-    """Run one part on what the whole model had there; whether its first module needs `enter`.
+) -> Findings:
+    """Run one part on what the whole model had there.
 
     part    the module of the part, with stand-ins; module: what its hooks belong to
     units   all units of the model; `enter` is for the first of those that are here (None: part 0, or a part without)
@@ -120,18 +127,22 @@ def try_part(
     inputs = recording.inputs if is_first else recording.calls[here[0]].main
     labels = {"labels": recording.inputs} if is_last and recording_has_loss(part) else {}
     following = None if is_last else units[[u.path for u in units].index(here[-1]) + 1].path
+    given = inputs.clone()
     try:
         with quiet_trial(recording.inputs):
-            output = tried(inputs.clone(), **recording.keywords, **labels)
+            output = tried(given, **recording.keywords, **labels)
     except Exception as error:
         raise ValueError(
             f"{name} cannot run without the other parts: {type(error).__name__}: {error}. {_ADVICE}"
         ) from error
+    if enter is not None and not enter.stream.is_guarded and not _same(given, inputs):
+        enter.stream.is_guarded = True
+        return try_part(part, module, units, recording, name, enter)
     expected = recording.output if following is None else recording.calls[following].main
     problem = _difference(here, calls, recording, output, expected)
     if problem:
         raise ValueError(f"{name} does not compute what the whole model does there: {problem}. {_ADVICE}")
-    return note is not None and note.is_needed
+    return Findings(note is not None and note.is_needed, enter is not None and enter.stream.is_guarded)
 
 
 def check_head(name: str, path: str, recording: Recording, head: nn.Module) -> None:

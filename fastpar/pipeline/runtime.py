@@ -16,6 +16,7 @@ bit for bit, for every schedule that keeps the microbatches of each stage in ord
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 import weakref
@@ -206,14 +207,23 @@ class Pipeline:
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters of this rank's stages and its shard of the head, each once, under the names that they have in
-        the whole model.
+        the whole model: what `fp.zero.shard(pipe, optimizer, group=mesh)` and checkpoints go by.
+
+        All ranks together have every parameter of the model. One name stands for equal values wherever it appears: what
+        several parts share is on each of them under its name, tied weights under the names they have there (the
+        embedding's on one part, the head's on another). A second copy on the same rank is called "name@part3".
         """
         seen: set[nn.Parameter] = set()
-        for module, prefix in self._named_modules():
+        names: set[str] = set()
+        parts = [stage.part for stage in self.stages.values()]
+        for (module, prefix), part in itertools.zip_longest(self._named_modules(), parts):
             for name, parameter in module.named_parameters(prefix=prefix):
-                if parameter not in seen:
-                    seen.add(parameter)
-                    yield name, parameter
+                if parameter in seen:
+                    continue
+                seen.add(parameter)
+                unique = f"{name}@part{part}" if name in names else name
+                names.add(unique)
+                yield unique, parameter
 
     def parameters(self) -> Iterator[nn.Parameter]:
         for _, parameter in self.named_parameters():

@@ -23,10 +23,11 @@ class Stream:
     """One forward of one part: `received` from the part before, and `left` for the next.
 
     has_units   False: the part is empty, and hands on what it receives
+    is_guarded  the model changes its input in place before the part begins: it gets a copy of what has arrived
     """
 
-    def __init__(self, *, has_units: bool = True) -> None:
-        self.has_units = has_units
+    def __init__(self, *, has_units: bool = True, is_guarded: bool = False) -> None:
+        self.has_units, self.is_guarded = has_units, is_guarded
         self.received: Tensor | None = None
         self.left: Tensor | None = None
         self.is_running = False
