@@ -70,8 +70,8 @@ def parallelize_pipeline(
                       such as {"stages_per_rank": 2}; or a Schedule for as many ranks as the "pp" dim has
     layout, costs     how layers fall on parts: by default so that the costliest rank costs least
                       (`fastpar.pipeline.partition`)
-    architecture      which modules are the embedding, layers, norm and head (`fastpar.pipeline.Architecture`); None: found
-                      by the names of known models, or by the order in which the model calls its modules
+    architecture      which modules are the embedding, layers, norm and head (`fastpar.pipeline.Architecture`); None:
+                      found by the names of known models, or by the order in which the model calls its modules
     loss, reduction, optimizer, timeout    as for `Pipeline`; without a loss, a model that takes `labels` (all of
                       Hugging Face's) computes its own from that keyword input, and any other must return the loss.
                       With tp > 1 the loss gets logits that are split over the vocabulary

@@ -1,5 +1,5 @@
-"""What the ranks of a pipeline must have in common, how losses of unequal microbatches add up, and what a pipeline gives
-back when it is dropped.
+"""What the ranks of a pipeline must have in common, how losses of unequal microbatches add up, and what a pipeline
+gives back when it is dropped.
 """
 
 from __future__ import annotations
@@ -251,7 +251,7 @@ def test_calling_a_pipeline_says_what_to_call() -> None:
     pipe = Pipeline(build_parts(1), make_schedule("1f1b", 1, 1), loss=loss_fn)
     with pytest.raises(TypeError, match=r"pipe.step\(inputs, target=...\).*pipe.evaluate.*pipe.forward"):
         pipe(torch.zeros(2, 3))
-    with pytest.raises(TypeError, match="does not generate.*pipe.state_dict"):
+    with pytest.raises(TypeError, match=r"does not generate.*pipe.state_dict"):
         pipe.generate(torch.zeros(2, 3))
 
 

@@ -509,7 +509,10 @@ def test_what_a_model_computes_between_its_modules_happens_once(layout: str, arc
     assert set(found) == set(wanted)
     gains = [stage.module.gain.grad for stage in stages if stage.module.gain.grad is not None]
     torch.testing.assert_close(sum(gains), wanted["gain"])
-    assert_same({"head": found["out.weight"], "tok": found["tok.weight"]}, {"head": wanted["out.weight"], "tok": wanted["tok.weight"]})
+    assert_same(
+        {"head": found["out.weight"], "tok": found["tok.weight"]},
+        {"head": wanted["out.weight"], "tok": wanted["tok.weight"]},
+    )
 
 
 def test_meta_models_with_code_between_modules_are_cut_alike() -> None:
@@ -582,7 +585,7 @@ class Twofold(Own):
 
 
 def test_layers_that_run_twice_are_refused() -> None:
-    with pytest.raises(ValueError, match="blocks.a cannot be placed .*: Twofold calls it 2 times in a forward"):
+    with pytest.raises(ValueError, match=r"blocks.a cannot be placed .*: Twofold calls it 2 times in a forward"):
         partition(Twofold(), num_parts=2, architecture=OWN)
     with pytest.raises(ValueError, match=r"cannot be found by running it \('blocks': blocks.a is called 2 times"):
         partition(Twofold(), num_parts=2)

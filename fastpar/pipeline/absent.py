@@ -10,7 +10,7 @@ from stand-ins never counts: see `stream`.
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -36,8 +36,12 @@ class Absent(nn.Module):
         self.__dict__.update(plain)  # what a model reads off its layers, such as `attention_type` or `layer_idx`
         self.path, self.part, self.original_name = path, part, type(original).__name__
         self.absent_modules = tuple(name for name, _ in original.named_modules(remove_duplicate=False) if name)
-        tensors = {**original._parameters, **original._buffers}
-        self._tensors = {name: AbsentTensor(self, name, t) for name, t in tensors.items() if t is not None}
+        self._tensors: dict[str, AbsentTensor] = {}
+        for name, tensor in (*original._parameters.items(), *original._buffers.items()):
+            if tensor is not None and name in original._buffers and _is_table(original, name, tensor):
+                self.register_buffer(name, tensor.clone(), persistent=False)
+            elif tensor is not None:
+                self._tensors[name] = AbsentTensor(self, name, tensor)
         self._first = next(iter(inspect.signature(original.forward).parameters), "")
         self._template: Any = HIDDEN
         self._stream: Stream | None = None
@@ -61,7 +65,9 @@ class Absent(nn.Module):
         if stream is not None and stream.is_running:
             if self._is_exit:
                 if stream.left is not None:
-                    raise RuntimeError(f"{self.path} was called twice in one forward; a pipeline runs every module once")
+                    raise RuntimeError(
+                        f"{self.path} was called twice in one forward; a pipeline runs every module once"
+                    )
                 stream.left = hidden
             if self._is_entry and stream.received is not None:
                 hidden = stream.received
@@ -93,7 +99,21 @@ class AbsentTensor:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise AttributeError(f"{self.__dict__.get('_where')}, and only its stand-in is here: it has no {name!r}")
+        self._refuse(repr(name))
+
+    def __getitem__(self, index: Any) -> Any:
+        self._refuse("elements")
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._refuse("values")
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise AttributeError(f"{self.__dict__.get('_where')}, and only its stand-in is here: it has no {what}")
+
+
+def _is_table(module: nn.Module, name: str, buffer: Tensor) -> bool:
+    """Whether a buffer is a constant that a model may read off any module, such as a table of positions."""
+    return not buffer.is_floating_point() or name in module._non_persistent_buffers_set
 
 
 class AbsentLayer(Absent):
@@ -153,7 +173,7 @@ class ReturnCheck:
         returned, wanted = ("a tuple", "-> tuple[...]") if not self.is_tuple else ("no tuple", "-> Tensor")
         if self.was_tried:
             raise TypeError(
-                f"{self.path} returned {returned}, unlike when it was tried on made-up inputs, and unlike its stand-ins "
+                f"{self.path} returned {returned}, unlike when it was tried on made-up inputs, and its stand-ins "
                 "on other parts: let it return the same whatever its inputs"
             )
         raise TypeError(

@@ -150,8 +150,8 @@ def _compare_batches(batches: Sequence[Mapping[str, Any]]) -> None:
             what = f"shape {known[0]} and {value[0]}" if known[0] != value[0] else "other numbers of the same shape"
             raise ValueError(
                 f"the ranks of the pipeline got different batches: {name} differs between rank {first} and rank "
-                f"{rank} ({what}). Ranks that differ in their pipeline coordinate only work on one batch: give them the "
-                "same (seed the sampler by the data-parallel rank, not by the global one)"
+                f"{rank} ({what}). Ranks that differ in their pipeline coordinate only work on one batch: give them "
+                "the same (seed the sampler by the data-parallel rank, not by the global one)"
             )
 
 
@@ -161,8 +161,8 @@ def _compare_weights(first: Mapping[str, int], other: Mapping[str, int], rank: i
     if wrong and first and other:
         raise ValueError(
             f"{wrong[0]} differs between ranks 0 and {rank} of the pipeline ({len(wrong)} of {len(names)} parameters "
-            "do), before the model was cut: every rank builds the same model. Seed every rank alike before building it, "
-            'or pass sync_weights="none" if parts are to be loaded later'
+            "do), before the model was cut: every rank builds the same model. Seed every rank alike before building "
+            'it, or pass sync_weights="none" if parts are to be loaded later'
         )
 
 

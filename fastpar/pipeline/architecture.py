@@ -70,8 +70,8 @@ class Architecture:
                 raise ValueError(f"the architecture names {path!r}, which {type(model).__name__} does not have")
         if not isinstance(paths[self.layers], CHAINS) or not len(paths[self.layers]):
             raise ValueError(
-                f"layers={self.layers!r} must be an nn.ModuleList, nn.ModuleDict or nn.Sequential that is not empty, got "
-                f"{type(paths[self.layers]).__name__}"
+                f"layers={self.layers!r} must be an nn.ModuleList, nn.ModuleDict or nn.Sequential that is not empty, "
+                f"got {type(paths[self.layers]).__name__}"
             )
         for path, module in paths.items():
             if any(path == name or path.startswith(name + ".") for name in named):

@@ -171,7 +171,7 @@ class _Exit:
             return received
         raise RuntimeError(
             f"the forward of {type(module).__name__} ended without calling the module after this part, so no hidden "
-            "states leave it: in a pipeline every layer must be called (switch off what skips layers, such as layerdrop)"
+            "states leave it: in a pipeline every layer is called (switch off what skips layers, such as layerdrop)"
         )
 
 

@@ -41,9 +41,7 @@ def carve(
     return carved
 
 
-def carve_around(
-    model: nn.Module, owners: Mapping[str, int], absent: Mapping[str, MakeAbsent], part: int
-) -> nn.Module:
+def carve_around(model: nn.Module, owners: Mapping[str, int], absent: Mapping[str, MakeAbsent], part: int) -> nn.Module:
     """A part beside the model, which stays as it is: its units, and what parts share, are the model's own."""
     return _Carver(owners, absent, Shares().of_part(part), None).rebuild(model, "")
 

@@ -29,9 +29,7 @@ class HeadRun:
     tags     the first of 3 * num_microbatches tags: for hidden states, results, normalisers
     """
 
-    def __init__(
-        self, head: ShardedHead, schedule: Schedule, rank: int, p2p: PointToPoint, tags: int
-    ) -> None:
+    def __init__(self, head: ShardedHead, schedule: Schedule, rank: int, p2p: PointToPoint, tags: int) -> None:
         self.module, self._rank, self._p2p, self._tags = head, rank, p2p, tags
         self._home = schedule.stage_ranks[schedule.last_stage]
         self._ranks = range(schedule.num_ranks)

@@ -69,9 +69,9 @@ def _try(model: nn.Module, layers: str) -> Architecture | str:
     """The architecture with these layers, or what speaks against it."""
     children = [f"{layers}.{name}" for name in model.get_submodule(layers)._modules]
     beside = [path for path in _beside(model, layers) if _weight(model.get_submodule(path))]
-    embeddings = [path for path in beside if _looks_up(model.get_submodule(path))]
+    embeddings = [path for path in beside if _looks_up(model.get_submodule(path))] or beside
     if not embeddings:
-        return "no module beside them has a table of embeddings"
+        return "no module beside them has parameters"
     convention = Convention(model)
     last: str = ""
     for embedding in embeddings:  # the first that runs on ids

@@ -19,7 +19,7 @@ import difflib
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from inspect import signature
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor, nn
 
@@ -32,7 +32,7 @@ from fastpar.pipeline.carve import carve, carve_around
 from fastpar.pipeline.chain import Edge, ModuleChain
 from fastpar.pipeline.infer import infer_architecture
 from fastpar.pipeline.layout import Layout
-from fastpar.pipeline.probe import Findings, Recording, check_head, find_loss_mean, record, try_part
+from fastpar.pipeline.probe import Findings, PartError, Recording, check_head, find_loss_mean, record, try_part
 from fastpar.pipeline.stage import Stage, Tied
 from fastpar.pipeline.stream import EnterStream, Stream
 from fastpar.pipeline.traced import TracedModel
@@ -148,6 +148,7 @@ class UnitModel:
 
     def _is_last(self, part: int) -> bool:
         return part == self.layout.num_parts - 1
+
 
 class Partition:
     """A whole model and which part holds what; made by `partition` or `Partition.of_modules`.
@@ -323,12 +324,11 @@ def partition(
     loss          let the last part return the model's own loss from the keyword input `labels`, where it computes one
     shard_head    leave the head of a layered model to all ranks (`ShardedHead`): no part has it, and the layout does
                   not name it; the last part returns hidden states
-
-    check_weights take checksums of all parameters, which `Pipeline` compares between ranks: each must cut the same model
+    check_weights take checksums of all parameters, which `Pipeline` compares: every rank must cut the same model
 
     A layered model is tried on ten made-up tokens, whole and part by part: ValueError for a part that needs more than
-    the hidden states and the batch. Every layer is placed exactly once; a layout that leaves layers out is an error that names them. The model is not
-    touched before `Partition.stages`.
+    the hidden states and the batch. Every layer is placed exactly once; a layout that leaves layers out is an error
+    that names them. The model is not touched before `Partition.stages`.
     """
     given = {"num_parts": num_parts, "layout": layout, "split_points": split_points}
     ways = [name for name, value in given.items() if value is not None]
@@ -336,38 +336,80 @@ def partition(
         raise TypeError(f"pass exactly one of num_parts, layout and split_points, got {ways or 'none'}")
     if num_parts is None and (stage_ranks is not None or costs != "flops"):
         raise TypeError(f"costs and stage_ranks choose the cut for num_parts, but {ways[0]} fixes it")
-    convention: Convention | None = None
     if not isinstance(model, nn.Module):
         model = ModuleChain(model)
-    if type(model) is nn.Sequential and architecture is None:
-        units = sequential_units(model)
-    elif isinstance(model, ModuleChain):
-        units = [Unit("t", index, name) for index, name in enumerate(model._modules)]
-    else:
-        if split_points is not None and architecture is None and find_architecture(model) is None:
-            if loss or shard_head:
-                what = "loss" if loss else "shard_head"
-                raise ValueError(f"{what}=True is not available for a model that is traced")
-            return Partition(TracedModel(model, list(split_points)), check_weights=check_weights)
-        if architecture is None:
-            architecture = find_architecture(model) or infer_architecture(model)
-        architecture.check(model)
-        units, convention = architecture.units(model), Convention(model, loss=loss)
-    placed = _without_head(model, units) if shard_head else units
-    if loss and (convention is None or shard_head):
-        raise ValueError(f"loss=True: {type(model).__name__} computes no loss of its own")
-    if num_parts is not None:
-        cut = _balanced(model, placed, num_parts, costs, stage_ranks)
-    elif split_points is not None:
-        cut = _split(placed, split_points)
-    elif isinstance(layout, str):
-        names = [unit.path for unit in placed if unit.kind == "t"]
-        cut = Layout.parse(layout, num_layers=len(names), names=names, **_ends(placed))
-    else:
-        assert layout is not None
-        cut = _counts(layout, placed)
-    source = UnitModel(model, units, cut, convention, sharded_head=shard_head)
+    is_chain = isinstance(model, ModuleChain) or (type(model) is nn.Sequential and architecture is None)
+    found = find_architecture(model) if architecture is None and not is_chain else None
+    if not is_chain and split_points is not None and architecture is None and found is None:
+        if loss or shard_head:
+            what = "loss" if loss else "shard_head"
+            raise ValueError(f"{what}=True is not available for a model that is traced")
+        return Partition(TracedModel(model, list(split_points)), check_weights=check_weights)
+    cut = _Cut(num_parts, layout, split_points, costs, stage_ranks, loss, shard_head)
+    source = _chain(model, cut) if is_chain else _layered(model, architecture, found, cut)
     return Partition(source, check_weights=check_weights)
+
+
+class _Cut(NamedTuple):
+    """What `partition` was asked for."""
+
+    num_parts: int | None
+    layout: str | Sequence[int] | None
+    split_points: Sequence[str] | None
+    costs: UnitCosts
+    stage_ranks: Sequence[int] | None
+    loss: bool
+    shard_head: bool
+
+    def place(self, model: nn.Module, units: Sequence[Unit]) -> Layout:
+        if self.num_parts is not None:
+            return _balanced(model, units, self.num_parts, self.costs, self.stage_ranks)
+        if self.split_points is not None:
+            return _split(units, self.split_points)
+        if isinstance(self.layout, str):
+            names = [unit.path for unit in units if unit.kind == "t"]
+            return Layout.parse(self.layout, num_layers=len(names), names=names, **_ends(units))
+        assert self.layout is not None
+        return _counts(self.layout, units)
+
+
+def _chain(model: nn.Module, cut: _Cut) -> UnitModel:
+    """A ModuleChain, or an nn.Sequential."""
+    if cut.loss:
+        raise ValueError(f"loss=True: {type(model).__name__} computes no loss of its own")
+    if isinstance(model, nn.Sequential):
+        units = sequential_units(model)
+    else:
+        units = [Unit("t", index, name) for index, name in enumerate(model._modules)]
+    placed = _without_head(model, units) if cut.shard_head else units
+    return UnitModel(model, units, cut.place(model, placed), None, sharded_head=cut.shard_head)
+
+
+def _layered(model: nn.Module, given: Architecture | None, named: Architecture | None, cut: _Cut) -> UnitModel:
+    """By the architecture that was given, or the one that the names tell, or the one that running the model shows."""
+    if cut.loss and cut.shard_head:
+        raise ValueError(f"loss=True: {type(model).__name__} computes no loss of its own with a sharded head")
+
+    def of(architecture: Architecture) -> UnitModel:
+        architecture.check(model)
+        units, convention = architecture.units(model), Convention(model, loss=cut.loss)
+        placed = _without_head(model, units) if cut.shard_head else units
+        return UnitModel(model, units, cut.place(model, placed), convention, sharded_head=cut.shard_head)
+
+    if given is not None:
+        return of(given)
+    if named is None:
+        return of(infer_architecture(model))
+    try:
+        return of(named)
+    except PartError:
+        try:
+            shown = infer_architecture(model)
+            if shown != named:
+                return of(shown)
+        except ValueError:
+            pass  # what the names told was nearer
+        raise
 
 
 def _without_head(model: nn.Module, units: Sequence[Unit]) -> list[Unit]:

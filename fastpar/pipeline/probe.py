@@ -35,6 +35,10 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _HOOK_FLAGS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
 
 
+class PartError(ValueError):
+    """A part does not do what the whole model does there."""
+
+
 @dataclass
 class UnitCall:
     """One call of a unit: the hidden states, the other tensors by name, and the structure of what it returned."""
@@ -91,7 +95,7 @@ def check_counts(name: str, counts: Mapping[str, int]) -> None:
         if count == 1:
             continue
         times = "does not call it in a forward" if count == 0 else f"calls it {count} times in a forward"
-        raise ValueError(
+        raise PartError(
             f"{path} cannot be placed on a part of a pipeline: {name} {times}, where each unit must run once. "
             + ("Switch off what skips it (such as layerdrop)" if count == 0 else "Untie the calls")
             + ", say in the Architecture that it is shared, or list the model's parts as modules "
@@ -107,7 +111,12 @@ class Findings(NamedTuple):
 
 
 def try_part(
-    part: nn.Module, module: nn.Module, units: Sequence[Unit], recording: Recording, name: str, enter: EnterStream | None
+    part: nn.Module,
+    module: nn.Module,
+    units: Sequence[Unit],
+    recording: Recording,
+    name: str,
+    enter: EnterStream | None,
 ) -> Findings:
     """Run one part on what the whole model had there.
 
@@ -132,7 +141,7 @@ def try_part(
         with quiet_trial(recording.inputs):
             output = tried(given, **recording.keywords, **labels)
     except Exception as error:
-        raise ValueError(
+        raise PartError(
             f"{name} cannot run without the other parts: {type(error).__name__}: {error}. {_ADVICE}"
         ) from error
     if enter is not None and not enter.stream.is_guarded and not _same(given, inputs):
@@ -141,7 +150,7 @@ def try_part(
     expected = recording.output if following is None else recording.calls[following].main
     problem = _difference(here, calls, recording, output, expected)
     if problem:
-        raise ValueError(f"{name} does not compute what the whole model does there: {problem}. {_ADVICE}")
+        raise PartError(f"{name} does not compute what the whole model does there: {problem}. {_ADVICE}")
     return Findings(note is not None and note.is_needed, enter is not None and enter.stream.is_guarded)
 
 
@@ -152,15 +161,15 @@ def check_head(name: str, path: str, recording: Recording, head: nn.Module) -> N
         logits = hollow_copy(head, head)(main)
     if not _same(logits, recording.output):
         raise ValueError(
-            f"the forward of {name} does something to the logits after {path} (scales or caps them, or computes a loss), "
-            "which a sharded head would leave out: shard_head=False"
+            f"the forward of {name} does something to the logits after {path} (scales or caps them, or computes a "
+            "loss), which a sharded head would leave out: shard_head=False"
         )
 
 
 _ADVICE = (
-    "Give every unit what it needs from the hidden states and the batch alone (switch off what reads other layers, such "
-    "as router losses), choose a layout that keeps these modules on one part, or list the model's parts as modules that "
-    "pass such tensors on (Partition.of_modules with edges)"
+    "Give every unit what it needs from the hidden states and the batch alone (switch off what reads other layers, "
+    "such as router losses), choose a layout that keeps these modules on one part, or list the model's parts as "
+    "modules that pass such tensors on (Partition.of_modules with edges)"
 )
 
 
@@ -226,10 +235,12 @@ def made_up_inputs(model: nn.Module, units: Sequence[Unit]) -> Tensor | None:
         if isinstance(padding, int) and 0 <= padding < rows[0]:
             ids[0, -1] = padding  # a mask that the model makes of ids is one that later parts cannot make
         return ids.to(like.device)
-    widths = [m.weight.shape[-1] for u in units if u.kind == "N" and hasattr(m := model.get_submodule(u.path), "weight")]
-    if not widths:
+    norms = [getattr(model.get_submodule(unit.path), "weight", None) for unit in units if unit.kind == "N"]
+    weight = next((norm for norm in norms if isinstance(norm, Tensor)), None)
+    if weight is None:
         return None
-    return torch.randn(_BATCH, _LENGTH, widths[0], generator=generator).to(device=like.device, dtype=like.dtype)
+    hidden = torch.randn(_BATCH, _LENGTH, weight.shape[-1], generator=generator)
+    return hidden.to(device=like.device, dtype=like.dtype)
 
 
 def find_loss_mean(model: nn.Module, convention: Convention, recording: Recording) -> LossMean:
@@ -281,7 +292,7 @@ def _package_of(hook: Any) -> str:
     return (getattr(hook, "__module__", None) or type(hook).__module__).partition(".")[0]
 
 
-class quiet_trial:  # noqa: N801 - used as a function
+class quiet_trial:
     """Nothing is remembered: no graph, and the random states are as before."""
 
     def __init__(self, like: Tensor) -> None:

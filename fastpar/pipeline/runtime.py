@@ -116,7 +116,9 @@ class Pipeline:
         self._updates = sum(steps)  # of every stage, during one step() of a schedule that updates on its way
         self._per_update = schedule.num_microbatches // max(self._updates, 1)
         self._divisor = 1 if reduction == "sum" else self._per_update
-        options = f"reduction={reduction!r}, {'a' if loss is not None else 'no'} loss, optimizer={optimizer is not None}"
+        options = (
+            f"reduction={reduction!r}, {'a' if loss is not None else 'no'} loss, optimizer={optimizer is not None}"
+        )
         # Keywords of the stages of all ranks.
         self._keywords = self._agreement.meet(self.schedule, self.stages.values(), options)
         self.optimizers = self._make_optimizers(optimizer)
@@ -273,7 +275,7 @@ class Pipeline:
         )
 
     def close(self) -> None:
-        """Give back the memory shared with other ranks, and threads; again: nothing. A pipeline that is dropped closes."""
+        """Give back the memory shared with other ranks, and threads; again: nothing. A dropped pipeline does so."""
         self._closing()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -286,7 +288,7 @@ class Pipeline:
         """Not available: TypeError says what to write instead."""
         raise TypeError(
             "a Pipeline does not generate, as every token would wait for every rank: collect the state dicts of all "
-            "ranks (pipe.state_dict() has the names of the whole model) in a model on one rank, and call generate() there"
+            "ranks (pipe.state_dict() has the names of the whole model) in a model on one rank, and generate there"
         )
 
     # Running
@@ -308,12 +310,18 @@ class Pipeline:
         try:
             self._agreement.begin_run(error, partial(summary, args, kwargs, target))
         except BaseException as found:
-            self._inputs, self._kwargs, self._targets = [], [], []
+            self._forget_batch()
             if isinstance(found, CommError):
                 self._fail(found, "beginning a run", None)
             raise
         if self._head is not None:
             self._head.begin(purpose, self._weighing.divisors)
+
+    def _forget_batch(self) -> None:
+        """It is the caller's to keep."""
+        self._inputs: list[tuple[Any, ...]] = []
+        self._kwargs: list[dict[str, Any]] = []
+        self._targets: list[Any] = []
 
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, purpose: Purpose) -> None:
         for name in kwargs:
@@ -344,8 +352,8 @@ class Pipeline:
                 self._targets,
                 "target",
                 "Pass loss=fastpar.pipeline.CrossEntropy(), which knows its mean; a loss that sums, with "
-                'reduction="sum", and divide by the number of tokens in the batch; or reduction="microbatch_mean" if the '
-                "mean of the microbatches' losses is what you want",
+                'reduction="sum", and divide by the number of tokens in the batch; or reduction="microbatch_mean" if '
+                "the mean of the microbatches' losses is what you want",
             )
             return self._weighing
         labels = [named.get("labels") for named in self._kwargs]
@@ -363,8 +371,8 @@ class Pipeline:
             check_equal_counts(
                 labels,
                 "labels",
-                "It is not known what the model's own loss is the mean of: pass a loss of your own (loss=, target=), or "
-                'reduction="microbatch_mean" if the mean of the microbatches\' losses is what you want',
+                "It is not known what the model's own loss is the mean of: pass a loss of your own (loss=, target=), "
+                'or reduction="microbatch_mean" if the mean of the microbatches\' losses is what you want',
             )
             return self._weighing
         counts = [mean.count(each) for each in labels]
@@ -384,7 +392,7 @@ class Pipeline:
         except BaseException as error:
             self._fail(error, f"action {action} ({len(times) + 1} of {len(program)})", action)
         finally:
-            self._inputs, self._kwargs, self._targets = [], [], []  # the batch is the caller's to keep
+            self._forget_batch()
 
     def _finish(self, what: str, function: Callable[[], Any]) -> Any:
         try:

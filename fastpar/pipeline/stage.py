@@ -62,7 +62,7 @@ class Stage:
     prefix: str = ""
     passes: tuple[str, ...] = ()
     takes: tuple[str, ...] = ()
-    loss_mean: LossMean = LossMean()
+    loss_mean: LossMean = field(default_factory=LossMean)
     fingerprint: Mapping[str, int] = field(default_factory=dict)
 
     @staticmethod

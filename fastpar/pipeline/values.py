@@ -1,8 +1,8 @@
 """What travels between stages: tensors inside tuples, lists and dicts, beside plain Python values.
 
 A stage may return a tensor, or a tuple, list or dict of tensors, None and plain values (numbers, strings, dtypes; see
-`fastpar.comm.plain_data`). `pack` takes the tensors out, and `unpack` puts others in their places. The structure travels with every message as a few dozen
-bytes, so it may change from one microbatch to the next.
+`fastpar.comm.plain_data`). `pack` takes the tensors out, and `unpack` puts others in their places. The structure
+travels with every message as a few dozen bytes, so it may change from one microbatch to the next.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def _check(structure: Any) -> None:
 
 
 def _holds_tensors(value: Any, depth: int = 3) -> bool:
-    """Whether an object that is not understood has tensors in it, which would not travel as such: `depth` levels of it."""
+    """Whether an object that is not understood has tensors in it, which would not travel: `depth` levels of it."""
     if isinstance(value, str | bytes | int | float | bool | None.__class__ | torch.dtype | torch.Size):
         return False
     items = value.values() if isinstance(value, dict) else value if isinstance(value, tuple | list | set) else ()

@@ -50,9 +50,7 @@ class LossMean:
         """
         labels = inputs.clone()
         labels[0, 2:] = IGNORED
-        whole, *rows = (
-            float(loss_of(inputs[part], labels[part])) for part in (slice(0, 2), slice(0, 1), slice(1, 2))
-        )
+        whole, *rows = (float(loss_of(inputs[part], labels[part])) for part in (slice(0, 2), slice(0, 1), slice(1, 2)))
         spread = abs(rows[0] - rows[1])
         found, best = "unknown", 0.02
         for kind, count in _COUNTS.items():
@@ -110,7 +108,7 @@ class Weighing:
 
 
 def check_equal_counts(targets: Sequence[Any], what: str, advice: str) -> None:
-    """ValueError where microbatches ignore unequal numbers of targets, and nobody knows what the loss is the mean of."""
+    """ValueError where microbatches ignore unequal numbers of targets, and what the loss is the mean of is unknown."""
     tensors = [t for t in targets if isinstance(t, Tensor) and not t.is_floating_point() and not t.is_complex()]
     if len(tensors) != len(targets):
         return
