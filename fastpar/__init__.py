@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from fastpar.precision import LossScaler, Precision
     from fastpar.recompute import apply_recompute, remove_recompute
     from fastpar.swap import explain, parallelize, unparallelize
+    from fastpar.verification import VerifyLayout, verify
 
 # A public function must not be named like a module of the package: importing that module would bind its name here.
 _MODULES = ("comm", "expert", "ops", "optim", "pipeline", "recompute", "reference", "storage", "tensor", "zero")
@@ -48,6 +49,8 @@ _HOME = {
     "parallelize_pipeline": "fastpar.compose",
     "remove_recompute": "fastpar.recompute",
     "unparallelize": "fastpar.swap",
+    "VerifyLayout": "fastpar.verification",
+    "verify": "fastpar.verification",
 }
 __all__ = [
     "CommError",
@@ -58,6 +61,7 @@ __all__ = [
     "Pending",
     "Precision",
     "Style",
+    "VerifyLayout",
     "__version__",
     "apply_recompute",
     "clip_grad_norm_",
@@ -77,6 +81,7 @@ __all__ = [
     "storage",
     "tensor",
     "unparallelize",
+    "verify",
     "zero",
 ]
 

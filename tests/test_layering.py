@@ -40,6 +40,7 @@ LAYERS = {
     "compose": 9,
     "checkpoint": 8,
     "planner": 8,
+    "verification": 10,
     "integrations": 10,
     "doctor": 10,
     "cli": 11,

@@ -1,0 +1,392 @@
+"""Comparison of what ranks computed with the whole model, against the rounding that this has by itself.
+
+    differs  where  rms(rank - truth) > allowed * rms(truth),   allowed = FACTOR * rounding + floor
+
+The rounding of a tensor is the distance of the whole model in its own dtype from the truth: what is badly conditioned
+gets a wide bound and everything else a narrow one. The floor, 2^-16 in float32, keeps tensors whose rounding is small by
+chance.
+
+Note: gradients that are parts. Between the copy that begins a tensor-parallel block and the sum that ends it, ranks have
+parts of gradients, and heads that several ranks share have parts of theirs. There a sum over ranks that agrees is right
+as well; everywhere else every rank must have the whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from fastpar.verification.alignment import Alignment, Places, overlaps
+from fastpar.verification.layout import ModuleHints
+from fastpar.verification.pieces import Piece, take
+from fastpar.verification.reference import WholeRun
+from fastpar.verification.trace import BACKWARD, GRAD_OUTPUT, OUTPUT, Key, StepTrace
+
+FACTOR = 16.0
+FORWARD_PHASE, LOSS_PHASE, BACKWARD_PHASE, NORM_PHASE, UPDATE_PHASE = range(5)
+
+
+@dataclass
+class RankStep:
+    """What one rank computed in one step."""
+
+    loss: float
+    trace: StepTrace
+    grads: list[Piece]
+    updates: list[Piece]
+    norm: float
+
+
+@dataclass
+class RankRecord:
+    """Everything that one rank sends to the one that compares."""
+
+    rank: int
+    pp: int
+    dp: int
+    tp: int
+    microbatches: tuple[int, ...]  # of each call of a module, in their order
+    hints: ModuleHints
+    steps: list[RankStep] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Check:
+    """One comparison. error and rounding are relative to the truth; ranks are those that differ.
+
+    phase, position  when it came about, in the reference
+    """
+
+    step: int
+    phase: int
+    position: float
+    kind: str
+    module: str
+    parameter: str = ""
+    status: str = "equal"  # "differs", "not compared"
+    error: float = 0.0
+    rounding: float = 0.0
+    ranks: tuple[int, ...] = ()
+    detail: str = ""
+
+    @property
+    def when(self) -> tuple[int, int, float]:
+        return self.step, self.phase, self.position
+
+    @property
+    def differs(self) -> bool:
+        return self.status == "differs"
+
+
+@dataclass(frozen=True)
+class _Bound:
+    """What is allowed: relative to the truth, and absolutely; and whether ranks may have parts of a sum."""
+
+    allowed: float
+    floor: float
+    is_backward: bool = False
+    in_block: bool = False
+
+    def may_be_summed(self, places: Places) -> bool:
+        return self.is_backward and (self.in_block or overlaps(places))
+
+
+@dataclass
+class _Outcome:
+    """The worst of several comparisons: how far beyond what is allowed, and on which ranks."""
+
+    excess: float = 0.0
+    error: float = 0.0
+    ranks: set[int] = field(default_factory=set)
+
+    def add(self, error: float, scale: float, bound: _Bound, rank: int) -> None:
+        limit = bound.allowed * scale + bound.floor
+        excess = 0.0 if error == 0 else error / limit if limit > 0 else math.inf
+        self.error = max(self.error, error / scale if scale > 0 else (math.inf if error > 0 else 0.0))
+        self.excess = max(self.excess, excess)
+        if excess > 1:
+            self.ranks.add(rank)
+
+    def merge(self, other: _Outcome) -> None:
+        self.excess, self.error = max(self.excess, other.excess), max(self.error, other.error)
+        self.ranks |= other.ranks
+
+
+class Judge:
+    """Compares the records of all ranks with the whole model."""
+
+    def __init__(
+        self,
+        truth: WholeRun,
+        native: WholeRun,
+        records: Sequence[RankRecord],
+        *,
+        dp: int,
+        microbatches: int,
+        tokens: tuple[int, int] | None,
+    ) -> None:
+        self.truth, self.native, self.records = truth, native, records
+        self._dp, self._microbatches, self._tokens = dp, microbatches, tokens
+        dtype = native.dtype
+        self._eps = max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
+        self._floor = max(2.0**-16, 4 * self._eps)
+        self.notes: list[str] = []
+
+    def checks(self) -> list[Check]:
+        """All comparisons, in the order in which the reference computed what is compared."""
+        found: list[Check] = []
+        for step in range(len(self.truth.steps)):
+            order = self.truth.order(step)
+            scale = self._gradient_scale(step)
+            for key, position in order.items():
+                check = self._event(step, key, position, scale)
+                if check is not None:
+                    found.append(check)
+            found += self._loss(step)
+            found += self._gradients(step, order, scale)
+            found += self._norm(step)
+            found += self._updates(step)
+        return sorted(found, key=lambda check: check.when)
+
+    # ---- inputs and outputs of modules
+
+    def _event(self, step: int, key: Key, position: int, gradient_scale: float) -> Check | None:
+        path, kind = key
+        is_backward = kind in BACKWARD
+        if not path and kind != OUTPUT and not is_backward:
+            return None  # the batch itself
+        rounding = self._event_rounding(step, key)
+        total, reason, is_compared = _Outcome(), "", False
+        floor = 8 * self._eps * gradient_scale if is_backward else 0.0
+        for records in self._groups(step, key):
+            in_block = records[0].hints.may_be_parts(path)
+            bound = _Bound(FACTOR * rounding + self._floor, floor, is_backward, in_block)
+            outcome = self._group_event(step, key, records, bound)
+            if isinstance(outcome, str):
+                reason = outcome
+            else:
+                is_compared = True
+                total.merge(outcome)
+        if not is_compared and not reason:
+            return None
+        phase = BACKWARD_PHASE if is_backward else FORWARD_PHASE
+        status = "differs" if total.ranks else "equal" if is_compared else "not compared"
+        ranks = tuple(sorted(total.ranks))
+        return Check(step, phase, position, kind, path, "", status, total.error, rounding, ranks, reason)
+
+    def _groups(self, step: int, key: Key) -> Iterator[list[RankRecord]]:
+        """Ranks that have the key, by stage and part of the batch, in the order of their tensor-parallel ranks."""
+        found: dict[tuple[int, int], list[RankRecord]] = {}
+        for record in self.records:
+            if record.steps[step].trace.events.get(key):
+                found.setdefault((record.pp, record.dp), []).append(record)
+        for records in found.values():
+            yield sorted(records, key=lambda record: record.tp)
+
+    def _group_event(self, step: int, key: Key, records: list[RankRecord], bound: _Bound) -> _Outcome | str:
+        """The outcome for one tensor-parallel group; a reason where it cannot be compared."""
+        path, kind = key
+        calls = [record.steps[step].trace.calls(key) for record in records]
+        parts = [trace.calls(key) for trace in self.truth.steps[step].traces]
+        first = records[0].dp * self._microbatches
+        per_part = len(parts[first])
+        if any(len(c) != per_part * self._microbatches for c in calls):
+            return f"called {len(calls[0])} times, in the whole model {per_part * self._microbatches} times"
+        factor = 1.0 / self._dp if bound.is_backward else 1.0
+        alignment = Alignment(records[0].hints, self._tokens)
+        is_output = kind in (OUTPUT, GRAD_OUTPUT)
+        total = _Outcome()
+        for call in range(len(calls[0])):
+            part = first + records[0].microbatches[call // per_part]
+            wholes = parts[part][call % per_part]
+            if any(len(c[call]) != len(wholes) for c in calls):
+                return "other tensors than in the whole model"
+            for number, whole in enumerate(wholes):
+                if not path and whole.dim() == 0:
+                    continue  # the loss, which is compared as such
+                locals_ = [c[call][number].to(whole.dtype) * factor for c in calls]
+                best: _Outcome | None = None
+                for places in alignment.places(path, is_output, whole, locals_):
+                    for outcome in _placed(whole, locals_, places, [record.rank for record in records], bound):
+                        if best is None or outcome.excess < best.excess:
+                            best = outcome
+                if best is None:
+                    return f"{tuple(locals_[0].shape)} is no part of {tuple(whole.shape)} that is known"
+                total.merge(best)
+        return total
+
+    def _event_rounding(self, step: int, key: Key) -> float:
+        """Relative, the largest of all parts of the batch and calls."""
+        worst = 0.0
+        pairs = zip(self.truth.steps[step].traces, self.native.steps[step].traces, strict=True)
+        for truth, native in pairs:
+            for wanted, found in zip(truth.calls(key), native.calls(key), strict=False):
+                for x, y in zip(wanted, found, strict=False):
+                    if x.shape == y.shape:  # experts that rounding gave other tokens
+                        worst = max(worst, _relative(_rms(y.to(x.dtype) - x), _rms(x)))
+        return worst
+
+    # ---- losses, gradients, norms, updates
+
+    def _loss(self, step: int) -> list[Check]:
+        whole, native = self.truth.steps[step].losses, self.native.steps[step].losses
+        outcome, rounding = _Outcome(), 0.0
+        details = []
+        for record in self.records:
+            own = slice(record.dp * self._microbatches, (record.dp + 1) * self._microbatches)
+            wanted, rounded = _mean(whole[own]), _mean(native[own])
+            here = _relative(abs(rounded - wanted), abs(wanted))
+            rounding = max(rounding, here)
+            loss = record.steps[step].loss
+            error = abs(loss - wanted) if math.isfinite(loss) else math.inf
+            outcome.add(error, abs(wanted), _Bound(FACTOR * here + self._floor, 0.0), record.rank)
+            if record.rank in outcome.ranks:
+                details.append(f"{loss:.6g} on rank {record.rank}, whole {wanted:.6g}")
+        detail = "; ".join(details[:2])
+        return [_check(step, LOSS_PHASE, 0, "loss", "", outcome, rounding, detail=detail)]
+
+    def _gradient_scale(self, step: int) -> float:
+        grads = [grad for grad in self.truth.steps[step].grads.values() if grad is not None and grad.numel()]
+        count = sum(grad.numel() for grad in grads)
+        return (sum(float(grad.double().square().sum()) for grad in grads) / count) ** 0.5 if count else 0.0
+
+    def _gradients(self, step: int, order: dict[Key, int], scale: float) -> list[Check]:
+        """At the place of the module that has the parameter: after the gradient of its output."""
+        truth, native = self.truth.steps[step], self.native.steps[step]
+        pieces = self._pieces([(record, record.steps[step].grads) for record in self.records])
+        found = []
+        for name, whole in truth.grads.items():
+            if whole is None:
+                continue
+            rounded = native.grads.get(name)
+            rounding = 0.0 if rounded is None else _relative(_rms(rounded.to(whole.dtype) - whole), _rms(whole))
+            outcome, detail = self._parameter(whole, pieces.get(name, []), rounding, 8 * self._eps * scale)
+            module = name.rpartition(".")[0]
+            position = order.get((module, GRAD_OUTPUT), len(order)) + 0.5
+            found.append(
+                _check(step, BACKWARD_PHASE, position, "gradient", module, outcome, rounding, name, detail)
+            )
+        return found
+
+    def _updates(self, step: int) -> list[Check]:
+        truth, native = self.truth.steps[step], self.native.steps[step]
+        pieces = self._pieces([(record, record.steps[step].updates) for record in self.records])
+        found = []
+        for position, (name, whole) in enumerate(truth.updates.items()):
+            rounding = _relative(_rms(native.updates[name].to(whole.dtype) - whole), _rms(whole))
+            floor = 4 * self._eps * truth.scales[name]  # an update is a difference of two rounded values
+            outcome, detail = self._parameter(whole, pieces.get(name, []), rounding, floor)
+            module = name.rpartition(".")[0]
+            found.append(_check(step, UPDATE_PHASE, position, "update", module, outcome, rounding, name, detail))
+        return found
+
+    def _pieces(self, by_record: list[tuple[RankRecord, list[Piece]]]) -> dict[str, list[tuple[int, Piece]]]:
+        found: dict[str, list[tuple[int, Piece]]] = {}
+        for record, pieces in by_record:
+            for piece in pieces:
+                found.setdefault(self.truth.names.get(piece.name, piece.name), []).append((record.rank, piece))
+        return found
+
+    def _parameter(
+        self, whole: Tensor, pieces: list[tuple[int, Piece]], rounding: float, floor: float
+    ) -> tuple[_Outcome, str]:
+        """Every rank's piece, and that together they are the whole. A piece that is not there counts as zero."""
+        outcome, bound = _Outcome(), _Bound(FACTOR * rounding + self._floor, floor)
+        covered = torch.zeros(whole.shape, dtype=torch.bool)
+        for rank, piece in pieces:
+            wanted = take(whole, piece.index)
+            if piece.value is None or not wanted.numel():
+                continue
+            if piece.value.shape != wanted.shape:
+                outcome.add(math.inf, 1.0, bound, rank)
+                return outcome, f"rank {rank} has {tuple(piece.value.shape)}, not {tuple(wanted.shape)}"
+            _mark(covered, piece.index)
+            error = _rms(piece.value.to(whole.dtype) - wanted)
+            outcome.add(error, max(_rms(wanted), _rms(whole)), bound, rank)
+        missing = whole[~covered]
+        if missing.numel():
+            before = len(outcome.ranks)
+            outcome.add(_rms(missing), _rms(whole), bound, pieces[0][0] if pieces else 0)
+            if len(outcome.ranks) > before:
+                outcome.ranks |= {rank for rank, _ in pieces}
+                return outcome, f"no rank has {missing.numel()} of its {whole.numel()} elements"
+        return outcome, ""
+
+    def _norm(self, step: int) -> list[Check]:
+        wanted, rounded = self.truth.steps[step].norm, self.native.steps[step].norm
+        rounding = _relative(abs(rounded - wanted), wanted)
+        outcome = _Outcome()
+        for record in self.records:
+            norm = record.steps[step].norm
+            error = abs(norm - wanted) if math.isfinite(norm) else math.inf
+            outcome.add(error, wanted, _Bound(FACTOR * rounding + self._floor, 0.0), record.rank)
+        norms = ", ".join(f"{record.steps[step].norm:.6g}" for record in self.records)
+        detail = f"{norms} by rank, whole {wanted:.6g}" if outcome.ranks else ""
+        return [_check(step, NORM_PHASE, 0, "gradient norm", "", outcome, rounding, detail=detail)]
+
+
+def _placed(
+    whole: Tensor, locals_: list[Tensor], places: Places, ranks: list[int], bound: _Bound
+) -> Iterator[_Outcome]:
+    """Each rank for itself; where gradients may be parts, also their sum."""
+    alone = _Outcome()
+    for local, index, rank in zip(locals_, places, ranks, strict=True):
+        wanted = take(whole, index)
+        alone.add(_rms(local - wanted), max(_rms(wanted), _rms(whole)), bound, rank)
+    yield alone
+    if len(locals_) > 1 and alone.excess > 1 and bound.may_be_summed(places):
+        total = torch.zeros_like(whole)
+        for local, index in zip(locals_, places, strict=True):
+            _add(total, index, local)
+        summed = _Outcome()
+        for rank in ranks:
+            summed.add(_rms(total - whole), _rms(whole), bound, rank)
+        yield summed
+
+
+def _check(
+    step: int,
+    phase: int,
+    position: float,
+    kind: str,
+    module: str,
+    outcome: _Outcome,
+    rounding: float,
+    parameter: str = "",
+    detail: str = "",
+) -> Check:
+    status, ranks = ("differs" if outcome.ranks else "equal"), tuple(sorted(outcome.ranks))
+    return Check(step, phase, position, kind, module, parameter, status, outcome.error, rounding, ranks, detail)
+
+
+def _rms(x: Tensor) -> float:
+    """Root of the mean square; infinite where something is not finite."""
+    if not x.numel():
+        return 0.0
+    value = float(torch.view_as_real(x).double().square().mean() if x.is_complex() else x.double().square().mean())
+    return value**0.5 if math.isfinite(value) else math.inf
+
+
+def _relative(error: float, scale: float) -> float:
+    return error / scale if scale > 0 and math.isfinite(error) else 0.0
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _add(total: Tensor, index: tuple[Tensor | None, ...], local: Tensor) -> None:
+    rows = [(dim, x) for dim, x in enumerate(index) if x is not None]
+    if rows:
+        total.index_add_(rows[0][0], rows[0][1], local)
+    else:
+        total += local
+
+
+def _mark(covered: Tensor, index: tuple[Tensor | None, ...]) -> None:
+    grids = [torch.arange(size) if rows is None else rows for size, rows in zip(covered.shape, index, strict=True)]
+    covered[torch.meshgrid(*grids, indexing="ij") if grids else ()] = True

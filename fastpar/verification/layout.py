@@ -1,0 +1,290 @@
+"""What the whole model is compared with: `VerifyLayout`, and a model in that layout that can be trained."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastpar.clip import grad_norm
+from fastpar.compose import parallelize_pipeline
+from fastpar.mesh import Mesh, init_mesh
+from fastpar.pipeline import schedule_names
+from fastpar.pipeline.absent import Absent
+from fastpar.plan import Style
+from fastpar.recompute import Full, Policy, apply_recompute
+from fastpar.swap import explain, parallelize
+from fastpar.tensor import ColumnParallelLinear, LayoutDropout
+from fastpar.verification.inputs import Inputs, LossFunction, loss_of
+from fastpar.verification.pieces import Piece, plain_pieces, zero_pieces
+from fastpar.verification.trace import ModuleTrace, takes_views
+from fastpar.zero import Zero, shard
+
+MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True)
+class VerifyLayout:
+    """A mesh, and what is asked of the calls that lay a model out on it.
+
+    mesh               of all ranks
+    plan, sequence_parallel    of `fp.parallelize`, called where the mesh has tp or ep, or the plan is not "auto"
+    schedule, num_microbatches of `fp.parallelize_pipeline`, called where the mesh has pp; by default pp microbatches
+    zero_stage         of `fp.zero.shard`; None: 0 where the mesh has data-parallel dims, else no ZeRO
+    recompute          a policy of `fp.recompute`
+    options            further ones of `fp.parallelize` or `fp.parallelize_pipeline`
+    zero_options       further ones of `fp.zero.shard`
+    apply              called in the place of `fp.parallelize`: what lays the model out with one's own code
+    """
+
+    mesh: Mesh
+    plan: str | Mapping[str, str | Style] = "auto"
+    sequence_parallel: bool = False
+    schedule: str = "1f1b"
+    num_microbatches: int | None = None
+    zero_stage: int | None = None
+    recompute: Policy | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    zero_options: Mapping[str, Any] = field(default_factory=dict)
+    apply: Callable[[nn.Module], nn.Module] | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.mesh, Mesh):
+            raise TypeError(f"mesh must be a fastpar.Mesh (fp.init_mesh), got {type(self.mesh).__name__}")
+        pp = self.mesh.size("pp")
+        if self.apply is not None and pp > 1:
+            raise ValueError(f"apply= lays out whole models, but the mesh has pp={pp}")
+        if self.num_microbatches is not None and (pp == 1 or self.num_microbatches < 1):
+            raise ValueError(f"num_microbatches={self.num_microbatches} is for pipelines; the mesh has pp={pp}")
+
+    @property
+    def microbatches(self) -> int:
+        return (self.num_microbatches or self.mesh.size("pp")) if self.mesh.size("pp") > 1 else 1
+
+    @property
+    def is_split(self) -> bool:
+        """Whether layers are split within a stage."""
+        return self.plan != "auto" or any(self.mesh.size(dim) > 1 for dim in ("tp", "ep", "etp"))
+
+    def __str__(self) -> str:
+        names = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "etp")
+        parts = [f"{name}={self.mesh.size(name)}" for name in names if self.mesh.size(name) > 1]
+        parts += ["sequence_parallel"] if self.sequence_parallel else []
+        if self.mesh.size("pp") > 1:
+            parts.append(f"{self.schedule} with {self.microbatches} microbatches")
+        parts += [f"ZeRO {self.zero_stage}"] if self.zero_stage is not None else []
+        parts += [str(self.recompute)] if self.recompute is not None else []
+        return ", ".join([*parts, *(["own code"] if self.apply else [])]) or "one rank"
+
+
+@dataclass(frozen=True)
+class LayoutText:
+    """A layout in words, before there are ranks: sizes of mesh dims, and options of `VerifyLayout`."""
+
+    sizes: dict[str, int]
+    options: dict[str, Any]
+
+    @property
+    def world_size(self) -> int:
+        return math.prod(size for name, size in self.sizes.items() if name not in ("ep", "etp"))
+
+    def layout(self, device: str | None = None) -> VerifyLayout:
+        """On a mesh of its own, which is the caller's to close. Collective."""
+        return VerifyLayout(init_mesh(**self.sizes, device=device), **self.options)
+
+
+_DIMS = {"tp": "tp", "pp": "pp", "dp": "dp_shard", "replicas": "dp_replicate", "ep": "ep", "etp": "etp", "cp": "cp"}
+
+
+def parse_layout(text: str) -> LayoutText:
+    """`tp2,sp`, `tp2,pp2,zero2`, `ep2`, `dp2,zero3,recompute`, `pp2,zbv,mb4`.
+
+    dims     tp, pp, dp, replicas (of dp's shards), ep, etp, cp, each with its size. Experts are spread over dp and tp;
+             where these have fewer ranks than ep * etp, dp grows
+    options  sp; zero0 to zero3; recompute; mb and a number of microbatches; the name of a pipeline's schedule
+
+    Raises ValueError with the words that there are.
+    """
+    sizes: dict[str, int] = {}
+    options: dict[str, Any] = {}
+    for word in (part.strip() for part in text.split(",")):
+        found = re.fullmatch(r"([a-z]+)=?(\d+)", word)
+        name, number = (found[1], int(found[2])) if found else (word, 0)
+        if name in _DIMS and number > 0:
+            sizes[_DIMS[name]] = number
+        elif word == "sp":
+            options["sequence_parallel"] = True
+        elif name == "zero" and found and number <= 3:
+            options["zero_stage"] = number
+        elif word == "recompute":
+            options["recompute"] = Full()
+        elif name == "mb" and number > 0:
+            options["num_microbatches"] = number
+        elif word in schedule_names():
+            options["schedule"] = word
+        else:
+            raise ValueError(
+                f"layout {text!r}: {word!r} is none of {', '.join(f'{dim}N' for dim in _DIMS)}, sp, zero0 to zero3, "
+                f"recompute, mbN, {', '.join(schedule_names())}; as in 'tp2,sp' or 'pp2,dp2,zero2'"
+            )
+    experts = sizes.get("ep", 1) * sizes.get("etp", 1)
+    inner = sizes.get("dp_shard", 1) * sizes.get("cp", 1) * sizes.get("tp", 1)
+    if "dp_shard" not in sizes and experts % inner == 0 and experts > inner:
+        sizes["dp_shard"] = experts // inner
+    return LayoutText(sizes, options)
+
+
+@dataclass
+class ModuleHints:
+    """What a rank's modules say about how their tensors lie, for comparing them.
+
+    rows     of column-parallel layers: total features, and which of them each rank computes
+    styles   what `fp.explain` calls the modules
+    blocks   modules between a copy (or gather) and a sum: gradients inside are parts
+    """
+
+    rows: dict[str, tuple[int, tuple[tuple[tuple[int, int], ...], ...]]] = field(default_factory=dict)
+    styles: dict[str, str] = field(default_factory=dict)
+    blocks: list[str] = field(default_factory=list)
+    sums_anywhere: bool = False
+
+    def may_be_parts(self, path: str) -> bool:
+        return self.sums_anywhere or any(path.startswith(f"{block}.") for block in self.blocks)
+
+
+class LaidOut:
+    """A model in a layout, with an optimizer. Collective."""
+
+    def __init__(
+        self, model: nn.Module, layout: VerifyLayout, make_optimizer: MakeOptimizer, loss: LossFunction | None
+    ) -> None:
+        self.layout, self.mesh, self._loss = layout, layout.mesh, loss
+        self.pipe: Any = None
+        self.chain: tuple[int, ...] = ()
+        # A loss of the caller's own reads whole logits, unless the caller says otherwise.
+        options = {**({"gather_logits": True} if loss is not None else {}), **layout.options}
+        if self.mesh.size("pp") > 1:
+            self._make_pipeline(model, options)
+            self._roots = [(stage.prefix, stage.module) for stage in self.pipe.stages.values()]
+            self._named = dict(self.pipe.named_parameters())
+        else:
+            if layout.apply is not None:
+                model = layout.apply(model)
+            elif layout.is_split:
+                like = {"plan": layout.plan, "sequence_parallel": layout.sequence_parallel}
+                model = parallelize(model, self.mesh, **{**like, **options})
+            if layout.recompute is not None:
+                apply_recompute(model, layout.recompute)
+            self._roots = [("", model)]
+            self._named = dict(model.named_parameters())
+        self.model = model
+        trained = [parameter for parameter in self._named.values() if parameter.requires_grad]
+        self.optimizer = make_optimizer(trained)
+        self.zero: Zero | None = None
+        stage = layout.zero_stage
+        if stage is not None or self.mesh.size("dp") > 1:
+            what: Any = self._named.items() if self.pipe is not None else model
+            like = {"overlap": False} if self.pipe is not None else {}
+            options = {**like, **layout.zero_options}
+            self.zero = shard(what, self.optimizer, group=self.mesh, stage=stage or 0, **options)
+        self.hints = self._hints()
+        self.trace = ModuleTrace(self._traced(), takes_views)
+
+    def _make_pipeline(self, model: nn.Module, options: dict[str, Any]) -> None:
+        layout = self.layout
+        like: dict[str, Any] = {
+            "plan": layout.plan,
+            "sequence_parallel": layout.sequence_parallel,
+            "recompute": layout.recompute,
+            "num_microbatches": layout.microbatches,
+            "loss": self._loss,
+        }
+        self.pipe = parallelize_pipeline(model, self.mesh, layout.schedule, **{**like, **options})
+        if len(self.pipe.schedule.chains) > 1:
+            raise ValueError(f"verify compares pipelines of one direction; {layout.schedule!r} has two")
+
+    def _modules(self) -> Iterator[tuple[str, nn.Module]]:
+        for prefix, root in self._roots:
+            yield from root.named_modules(prefix=prefix)
+
+    def _traced(self) -> list[tuple[str, nn.Module]]:
+        """Modules that compute here what they compute in the whole model."""
+        modules = list(self._modules())
+        absent = [path for path, module in modules if isinstance(module, Absent)]
+        inside = [f"{path}." for path, style in self.hints.styles.items() if style == "expert"]
+        return [
+            (path, module)
+            for path, module in modules
+            if not any(gone == path or gone.startswith(f"{path}." if path else "") for gone in absent)
+            and not any(path.startswith(experts) for experts in inside)
+            and not (self.pipe is not None and any(module is root for _, root in self._roots))
+        ]
+
+    def _hints(self) -> ModuleHints:
+        hints = ModuleHints(sums_anywhere=self.layout.apply is not None)
+        for prefix, root in self._roots:
+            try:
+                rows = explain(root).rows
+            except ValueError:  # not parallelised
+                continue
+            dotted = f"{prefix}." if prefix else ""
+            for row in rows:
+                hints.styles.setdefault(dotted + row["module"], row["style"])
+        hints.blocks = [path for path, style in hints.styles.items() if style == "block"]
+        for path, module in self._modules():
+            if isinstance(module, ColumnParallelLinear) and not module.gather_output:
+                hints.rows[path] = (module.rows.total, module.rows.ranges)
+        return hints
+
+    def dropouts(self) -> list[str]:
+        """Dropout whose masks do not depend on the layout. Those of a pipeline do: every stage draws its own seeds."""
+        return [path for path, module in self._modules() if isinstance(module, LayoutDropout) and module.p > 0]
+
+    def switch_dropouts_off(self) -> list[str]:
+        found = [(path, module) for path, module in self._modules() if isinstance(module, LayoutDropout)]
+        active = [path for path, module in found if module.p > 0]
+        for _, module in found:
+            module.p = 0.0
+        return active
+
+    # ---- a step
+
+    def forward_backward(self, inputs: Inputs) -> float:
+        """Of this rank's part of the batch; returns its loss."""
+        if self.pipe is not None:
+            target = {} if inputs.target is None else {"target": inputs.target}
+            return float(self.pipe.step(*inputs.args, **inputs.kwargs, **target))
+        loss = loss_of(self.model(*inputs.args, **inputs.kwargs), inputs.target, self._loss)
+        loss.backward()
+        return loss.item()
+
+    def grads(self) -> list[Piece]:
+        """Averaged over data-parallel ranks."""
+        if self.zero is None:
+            return plain_pieces(self._named, "grad")
+        self.zero.reduce_gradients()
+        return zero_pieces(self.zero, "grad")
+
+    def values(self) -> list[Piece]:
+        return plain_pieces(self._named, "value") if self.zero is None else zero_pieces(self.zero, "value")
+
+    def update(self) -> float:
+        """The optimizer's step; returns the norm of the gradients that it took."""
+        norm: Tensor | None = None
+        if self.zero is None:
+            norm = grad_norm(list(self._named.values()), mesh=self.mesh)
+        self.optimizer.step()
+        if self.zero is not None:
+            norm = self.zero.norm
+        self.optimizer.zero_grad()
+        return math.nan if norm is None else float(norm)
+
+    def close(self) -> None:
+        self.trace.close()
+        if self.pipe is not None:
+            self.pipe.close()

@@ -1,0 +1,133 @@
+"""The whole model on one rank: in float64 for the truth, and in its own dtype for the rounding that is to be expected.
+
+Where a model does not run in float64 the truth is the run in its own dtype, and the rounding is what changes when every
+parameter is moved by about one unit in its last place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastpar.tensor import LayoutDropout
+from fastpar.tensor.binding import Adoption
+from fastpar.verification.inputs import FunctionalDropoutOff, Inputs, LossFunction, loss_of, seeded
+from fastpar.verification.layout import MakeOptimizer
+from fastpar.verification.trace import Key, ModuleTrace, StepTrace
+
+
+@dataclass
+class WholeStep:
+    """losses and traces by part of the batch; by parameter the gradient (None: it has none), the update, and the root
+    mean square of its values."""
+
+    losses: list[float]
+    traces: list[StepTrace]
+    grads: dict[str, Tensor | None]
+    updates: dict[str, Tensor]
+    scales: dict[str, float]
+
+    @property
+    def norm(self) -> float:
+        return sum(float(grad.double().square().sum()) for grad in self.grads.values() if grad is not None) ** 0.5
+
+
+@dataclass
+class WholeRun:
+    """steps; names: every name of a parameter to its first; functional_dropout: what was switched off, by module"""
+
+    steps: list[WholeStep]
+    names: dict[str, str]
+    dtype: torch.dtype
+    functional_dropout: dict[str, float]
+
+    def order(self, step: int) -> dict[Key, int]:
+        """Of the events: forward, then backward as gradients came about."""
+        trace = self.steps[step].traces[0]
+        return {key: position for position, key in enumerate(trace.events)}
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is run whole, and in the layout."""
+
+    build: Callable[[], nn.Module]
+    inputs: Inputs
+    loss: LossFunction | None
+    make_optimizer: MakeOptimizer
+    steps: int
+    seed: int
+
+
+def step_seed(job: Job, step: int) -> int:
+    return job.seed + 7919 * (step + 1)
+
+
+def references(job: Job, dp: int, microbatches: int, dropouts: Sequence[str]) -> tuple[WholeRun, WholeRun, str]:
+    """(truth, the model in its own dtype, a note or "")."""
+    native = _run(job, dp, microbatches, dropouts, dtype=None)
+    try:
+        return _run(job, dp, microbatches, dropouts, dtype=torch.float64), native, ""
+    except (RuntimeError, TypeError, NotImplementedError) as error:
+        moved = _run(job, dp, microbatches, dropouts, dtype=None, moved=True)
+        reason = str(error).splitlines()[0][:120]
+        return native, moved, f"the model does not run in float64 ({reason}): compared with a run in its own dtype"
+
+
+def _run(
+    job: Job, dp: int, microbatches: int, dropouts: Sequence[str], *, dtype: torch.dtype | None, moved: bool = False
+) -> WholeRun:
+    model = job.build()
+    own = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    inputs = job.inputs
+    if dtype is not None:
+        model, inputs = model.to(dtype), inputs.to(dtype)
+    if moved:
+        _move(model)
+    masks = [(path, model.get_submodule(path)) for path in dropouts]
+    for _, module in masks:
+        p: Any = module.p
+        Adoption(module, LayoutDropout)
+        module._configure(p, sequence=None, batch=(0, dp))  # type: ignore[operator]
+    names: dict[str, str] = {}
+    first: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[name] = first.setdefault(id(parameter), name)
+    optimizer = job.make_optimizer([p for p in model.parameters() if p.requires_grad])
+    trace = ModuleTrace(model.named_modules())
+    off = FunctionalDropoutOff(lambda: trace.active[-1] if trace.active else "")
+    parts = inputs.parts(dp * microbatches)
+    steps = []
+    for number in range(job.steps):
+        losses, traces = [], []
+        for index, part in enumerate(parts):
+            for _, module in masks:
+                module.batch = (index // microbatches, dp)
+            trace.begin()
+            with seeded(step_seed(job, number)), off:
+                loss = loss_of(model(*part.args, **part.kwargs), part.target, job.loss)
+                (loss / len(parts)).backward()
+            losses.append(loss.item())
+            traces.append(trace.step)
+        grads = {name: None if p.grad is None else p.grad.cpu().clone() for name, p in model.named_parameters()}
+        before = {name: p.detach().cpu().clone() for name, p in model.named_parameters()}
+        optimizer.step()
+        optimizer.zero_grad()
+        updates = {name: p.detach().cpu() - before[name] for name, p in model.named_parameters()}
+        scales = {name: float(x.abs().double().square().mean() ** 0.5) for name, x in before.items()}
+        steps.append(WholeStep(losses, traces, grads, updates, scales))
+    return WholeRun(steps, names, own, off.found)
+
+
+@torch.no_grad()
+def _move(model: nn.Module) -> None:
+    """Every parameter by about a unit in its last place."""
+    for number, parameter in enumerate(model.parameters()):
+        if parameter.is_floating_point():
+            generator = torch.Generator().manual_seed(number)
+            drawn = torch.randn(parameter.shape, generator=generator).to(parameter.device, parameter.dtype)
+            parameter.mul_(1 + drawn * torch.finfo(parameter.dtype).eps)
