@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from fastpar.verification.alignment import Alignment, Places, overlaps
 from fastpar.verification.layout import ModuleHints
 from fastpar.verification.pieces import Piece, take
 from fastpar.verification.reference import WholeRun
-from fastpar.verification.trace import BACKWARD, GRAD_OUTPUT, OUTPUT, Key, StepTrace
+from fastpar.verification.trace import BACKWARD, GRAD_OUTPUT, INPUT, OUTPUT, Key, StepTrace
 
 FACTOR = 16.0
 FORWARD_PHASE, LOSS_PHASE, BACKWARD_PHASE, NORM_PHASE, UPDATE_PHASE = range(5)
@@ -142,10 +142,10 @@ class Judge:
         for step in range(len(self.truth.steps)):
             order = self.truth.order(step)
             scale = self._gradient_scale(step)
-            for key, position in order.items():
-                check = self._event(step, key, position, scale)
-                if check is not None:
-                    found.append(check)
+            events = [
+                self._event(step, (path, kind), call, position, scale) for (path, kind, call), position in order.items()
+            ]
+            found += _without_unread([check for check in events if check is not None])
             found += self._loss(step)
             found += self._gradients(step, order, scale)
             found += self._norm(step)
@@ -154,18 +154,18 @@ class Judge:
 
     # ---- inputs and outputs of modules
 
-    def _event(self, step: int, key: Key, position: int, gradient_scale: float) -> Check | None:
+    def _event(self, step: int, key: Key, call: int, position: int, gradient_scale: float) -> Check | None:
         path, kind = key
         is_backward = kind in BACKWARD
         if not path and kind != OUTPUT and not is_backward:
             return None  # the batch itself
-        rounding = self._event_rounding(step, key)
+        rounding = self._event_rounding(step, key, call)
         total, reason, is_compared = _Outcome(), "", False
         floor = 8 * self._eps * gradient_scale if is_backward else 0.0
         for records in self._groups(step, key):
             in_block = records[0].hints.may_be_parts(path)
             bound = _Bound(FACTOR * rounding + self._floor, floor, is_backward, in_block)
-            outcome = self._group_event(step, key, records, bound)
+            outcome = self._group_event(step, key, call, records, bound)
             if isinstance(outcome, str):
                 reason = outcome
             else:
@@ -187,28 +187,29 @@ class Judge:
         for records in found.values():
             yield sorted(records, key=lambda record: record.tp)
 
-    def _group_event(self, step: int, key: Key, records: list[RankRecord], bound: _Bound) -> _Outcome | str:
-        """The outcome for one tensor-parallel group; a reason where it cannot be compared."""
+    def _group_event(
+        self, step: int, key: Key, call: int, records: list[RankRecord], bound: _Bound
+    ) -> _Outcome | str:
+        """The outcome for one tensor-parallel group and all microbatches; a reason where it cannot be compared."""
         path, kind = key
-        calls = [record.steps[step].trace.calls(key) for record in records]
-        parts = [trace.calls(key) for trace in self.truth.steps[step].traces]
         first = records[0].dp * self._microbatches
-        per_part = len(parts[first])
-        if any(len(c) != per_part * self._microbatches for c in calls):
-            return f"called {len(calls[0])} times, in the whole model {per_part * self._microbatches} times"
-        factor = 1.0 / self._dp if bound.is_backward else 1.0
+        per_part = self.truth.steps[step].traces[first].counts.get(path, 0)
+        counts = [record.steps[step].trace.counts.get(path, 0) for record in records]
+        if any(count != per_part * self._microbatches for count in counts):
+            return f"called {counts[0]} times, in the whole model {per_part * self._microbatches} times"
+        factor = float(self._microbatches) if bound.is_backward else 1.0  # a pipeline averages over them
         alignment = Alignment(records[0].hints, self._tokens)
         is_output = kind in (OUTPUT, GRAD_OUTPUT)
         total = _Outcome()
-        for call in range(len(calls[0])):
-            part = first + records[0].microbatches[call // per_part]
-            wholes = parts[part][call % per_part]
-            if any(len(c[call]) != len(wholes) for c in calls):
+        for number, microbatch in enumerate(records[0].microbatches):
+            found = [record.steps[step].trace.tensors(key, number * per_part + call) for record in records]
+            wholes = self.truth.steps[step].traces[first + microbatch].tensors(key, call)
+            if any(tensors.keys() != wholes.keys() for tensors in found):
                 return "other tensors than in the whole model"
-            for number, whole in enumerate(wholes):
+            for index, whole in wholes.items():
                 if not path and whole.dim() == 0:
                     continue  # the loss, which is compared as such
-                locals_ = [c[call][number].to(whole.dtype) * factor for c in calls]
+                locals_ = [tensors[index].to(whole.dtype) * factor for tensors in found]
                 best: _Outcome | None = None
                 for places in alignment.places(path, is_output, whole, locals_):
                     for outcome in _placed(whole, locals_, places, [record.rank for record in records], bound):
@@ -219,15 +220,15 @@ class Judge:
                 total.merge(best)
         return total
 
-    def _event_rounding(self, step: int, key: Key) -> float:
-        """Relative, the largest of all parts of the batch and calls."""
+    def _event_rounding(self, step: int, key: Key, call: int) -> float:
+        """Relative, the largest of all parts of the batch."""
         worst = 0.0
         pairs = zip(self.truth.steps[step].traces, self.native.steps[step].traces, strict=True)
         for truth, native in pairs:
-            for wanted, found in zip(truth.calls(key), native.calls(key), strict=False):
-                for x, y in zip(wanted, found, strict=False):
-                    if x.shape == y.shape:  # experts that rounding gave other tokens
-                        worst = max(worst, _relative(_rms(y.to(x.dtype) - x), _rms(x)))
+            rounded = native.tensors(key, call)
+            for index, x in truth.tensors(key, call).items():
+                if index in rounded and rounded[index].shape == x.shape:  # rounding may send tokens to other experts
+                    worst = max(worst, _relative(_rms(rounded[index].to(x.dtype) - x), _rms(x)))
         return worst
 
     # ---- losses, gradients, norms, updates
@@ -254,8 +255,9 @@ class Judge:
         count = sum(grad.numel() for grad in grads)
         return (sum(float(grad.double().square().sum()) for grad in grads) / count) ** 0.5 if count else 0.0
 
-    def _gradients(self, step: int, order: dict[Key, int], scale: float) -> list[Check]:
-        """At the place of the module that has the parameter: after the gradient of its output."""
+    def _gradients(self, step: int, order: dict[tuple[str, str, int], int], scale: float) -> list[Check]:
+        """At the place of the module that has the parameter: after the gradients of its outputs."""
+        last = {path: position for (path, kind, _), position in order.items() if kind == GRAD_OUTPUT}
         truth, native = self.truth.steps[step], self.native.steps[step]
         pieces = self._pieces([(record, record.steps[step].grads) for record in self.records])
         found = []
@@ -266,7 +268,7 @@ class Judge:
             rounding = 0.0 if rounded is None else _relative(_rms(rounded.to(whole.dtype) - whole), _rms(whole))
             outcome, detail = self._parameter(whole, pieces.get(name, []), rounding, 8 * self._eps * scale)
             module = name.rpartition(".")[0]
-            position = order.get((module, GRAD_OUTPUT), len(order)) + 0.5
+            position = last.get(module, len(order)) + 0.5
             found.append(
                 _check(step, BACKWARD_PHASE, position, "gradient", module, outcome, rounding, name, detail)
             )
@@ -346,6 +348,19 @@ def _placed(
         for rank in ranks:
             summed.add(_rms(total - whole), _rms(whole), bound, rank)
         yield summed
+
+
+def _without_unread(checks: list[Check]) -> list[Check]:
+    """An input that differs does not count where the output agrees: what is read of it is not its values (rotary
+    tables take its dtype and device, on a pipeline's later stages those of other tensors).
+    """
+    agree = {check.module for check in checks if check.kind == OUTPUT and check.status == "equal"}
+    return [
+        replace(check, status="not compared", detail="differs, but the output agrees", ranks=())
+        if check.differs and check.kind == INPUT and check.module in agree
+        else check
+        for check in checks
+    ]
 
 
 def _check(

@@ -146,6 +146,7 @@ class ModuleHints:
     rows     of column-parallel layers: total features, and which of them each rank computes
     styles   what `fp.explain` calls the modules
     blocks   modules between a copy (or gather) and a sum: gradients inside are parts
+    sums_anywhere    nobody says where gradients are parts: they may be everywhere
     """
 
     rows: dict[str, tuple[int, tuple[tuple[tuple[int, int], ...], ...]]] = field(default_factory=dict)
@@ -226,12 +227,13 @@ class LaidOut:
         ]
 
     def _hints(self) -> ModuleHints:
-        hints = ModuleHints(sums_anywhere=self.layout.apply is not None)
+        hints = ModuleHints(sums_anywhere=True)
         for prefix, root in self._roots:
             try:
                 rows = explain(root).rows
             except ValueError:  # not parallelised
                 continue
+            hints.sums_anywhere = False
             dotted = f"{prefix}." if prefix else ""
             for row in rows:
                 hints.styles.setdefault(dotted + row["module"], row["style"])

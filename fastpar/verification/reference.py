@@ -17,7 +17,7 @@ from fastpar.tensor import LayoutDropout
 from fastpar.tensor.binding import Adoption
 from fastpar.verification.inputs import FunctionalDropoutOff, Inputs, LossFunction, loss_of, seeded
 from fastpar.verification.layout import MakeOptimizer
-from fastpar.verification.trace import Key, ModuleTrace, StepTrace
+from fastpar.verification.trace import ModuleTrace, StepTrace
 
 
 @dataclass
@@ -45,10 +45,9 @@ class WholeRun:
     dtype: torch.dtype
     functional_dropout: dict[str, float]
 
-    def order(self, step: int) -> dict[Key, int]:
-        """Of the events: forward, then backward as gradients came about."""
-        trace = self.steps[step].traces[0]
-        return {key: position for position, key in enumerate(trace.events)}
+    def order(self, step: int) -> dict[tuple[str, str, int], int]:
+        """When each input, output and gradient of each call came about: forward, then backward."""
+        return {event: position for position, event in enumerate(self.steps[step].traces[0].order)}
 
 
 @dataclass(frozen=True)
@@ -110,9 +109,12 @@ def _run(
             trace.begin()
             with seeded(step_seed(job, number)), off:
                 loss = loss_of(model(*part.args, **part.kwargs), part.target, job.loss)
-                (loss / len(parts)).backward()
+                loss.backward()  # unscaled: losses that act in backward by themselves are not scaled either
             losses.append(loss.item())
             traces.append(trace.step)
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad /= len(parts)
         grads = {name: None if p.grad is None else p.grad.cpu().clone() for name, p in model.named_parameters()}
         before = {name: p.detach().cpu().clone() for name, p in model.named_parameters()}
         optimizer.step()

@@ -29,19 +29,29 @@ Key = tuple[str, str]  # module path, and one of the kinds above
 class StepTrace:
     """One forward and backward.
 
-    events   by key, in the order in which they first came about: per call, the floating-point tensors by position
+    events   by key, per call: the floating-point tensors by position
+    order    (module path, kind, call) in the order in which they came about
+    counts   module to how often it was called
     parents  module to the module that was running when it was first called
     classes  module to its class
     """
 
     events: dict[Key, dict[int, dict[int, Tensor]]] = field(default_factory=dict)
+    order: list[tuple[str, str, int]] = field(default_factory=list)
+    counts: dict[str, int] = field(default_factory=dict)
     parents: dict[str, str | None] = field(default_factory=dict)
     classes: dict[str, str] = field(default_factory=dict)
 
-    def calls(self, key: Key) -> list[list[Tensor]]:
-        """Per call, in order, its tensors."""
-        found = self.events.get(key, {})
-        return [[tensors[i] for i in sorted(tensors)] for _, tensors in sorted(found.items())]
+    def of_call(self, key: Key, call: int) -> dict[int, Tensor]:
+        """The tensors of a call, to be added to."""
+        calls = self.events.setdefault(key, {})
+        if call not in calls:
+            calls[call] = {}
+            self.order.append((*key, call))
+        return calls[call]
+
+    def tensors(self, key: Key, call: int) -> dict[int, Tensor]:
+        return self.events.get(key, {}).get(call, {})
 
 
 class ModuleTrace:
@@ -104,7 +114,7 @@ class ModuleTrace:
             else:
                 self.active.pop()
                 call = self._calls[path]
-                self._calls[path] += 1
+                self._calls[path] = self.step.counts[path] = call + 1
                 self._keep((path, OUTPUT), call, outputs)
             for index, x in enumerate(outputs):
                 if x.requires_grad and x.grad_fn is not None:
@@ -114,14 +124,14 @@ class ModuleTrace:
 
     def _keep(self, key: Key, call: int, tensors: list[Tensor]) -> None:
         if tensors:
-            self.step.events.setdefault(key, {})[call] = {i: _copy(x) for i, x in enumerate(tensors)}
+            self.step.of_call(key, call).update({i: _copy(x) for i, x in enumerate(tensors)})
 
     def _watch(self, x: Tensor, key: Key, call: int, index: int) -> None:
         step = self.step
 
         def keep(grad: Tensor) -> None:
             # A graph that is used twice (input gradients first, weights later) passes here twice.
-            step.events.setdefault(key, {}).setdefault(call, {}).setdefault(index, _copy(grad))
+            step.of_call(key, call).setdefault(index, _copy(grad))
 
         x.register_hook(keep)
 

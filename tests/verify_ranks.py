@@ -1,0 +1,498 @@
+"""What ranks do for tests/test_verify.py: right models in many layouts, and models with one error planted each.
+
+An error is planted into the model that has been laid out (and nowhere else), by wrapping what `fp.verify` calls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fastpar as fp
+from fastpar.comm import Communicator
+from fastpar.tensor import VocabParallelEmbedding, layout_of
+from fastpar.tensor.parameter import local_tensor
+from fastpar.verification import VerifyReport, inputs, layout
+from tests import moe_models
+from tests.models import VOCAB, build_model
+
+SMALL = {"hidden_size": 32, "intermediate_size": 42, "num_attention_heads": 4, "num_key_value_heads": 2}
+Plant = Callable[[nn.Module], None]
+
+
+class Scale(nn.Module):
+    """A factor between two stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = 3.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
+class ScaledEmbedding(nn.Embedding):
+    """A subclass with a forward of its own."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * 5.0
+
+
+class Residual(nn.Module):
+    """x + down(gelu(up(norm(x)))), whose norm computes on what the block gets."""
+
+    def __init__(self, width: int = 24) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width + 1)
+        self.down = nn.Linear(2 * width + 1, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Chain(nn.Module):
+    """Ids to logits over named blocks."""
+
+    def __init__(self, embedding: type[nn.Embedding] = nn.Embedding) -> None:
+        super().__init__()
+        self.embed = embedding(VOCAB, 24)
+        self.blocks = nn.ModuleList(Residual() for _ in range(2))
+        self.head = nn.Linear(24, VOCAB)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+CHAIN_PLAN = {
+    "embed": "vocab",
+    "blocks.*.up": "colwise",
+    "blocks.*.down": "rowwise",
+    "head": "colwise_gather_output",
+}
+
+
+def chain(embedding: type[nn.Embedding] = nn.Embedding) -> nn.Module:
+    return Chain(embedding)
+
+
+def sequential() -> nn.Module:
+    return nn.Sequential(nn.Embedding(VOCAB, 24), Residual(), Scale(), Residual(), nn.Linear(24, VOCAB))
+
+
+def gemma() -> nn.Module:
+    import transformers
+
+    sizes = {"vocab_size": VOCAB, "num_hidden_layers": 2, "head_dim": 8, "max_position_embeddings": 64, **SMALL}
+    return transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**sizes, attn_implementation="eager"))
+
+
+def make(name: str, **overrides: Any) -> nn.Module:
+    if name in ("chain", "sequential", "gemma"):
+        return {"chain": chain, "sequential": sequential, "gemma": gemma}[name](**overrides)
+    if name in moe_models.MODELS:
+        return moe_models.build(name)
+    sizes = {} if name == "gpt2" else SMALL
+    return build_model(name, torch.float32, **{**sizes, **overrides})
+
+
+def next_tokens(logits: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), target[:, 1:].flatten())
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of `fp.verify`.
+
+    layout   words, and further options of VerifyLayout
+    plant    what is done to the model in its layout; patch: a context in which all of verify runs
+    culprits modules one of which must be named first; kind of that finding
+    """
+
+    name: str
+    model: str
+    layout: str
+    build: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+    plant: Plant | None = None
+    patch: Callable[[], Any] = contextlib.nullcontext
+    batch: Callable[[Tensor], Tensor] | None = None
+    culprits: tuple[str, ...] = ()
+    kind: str | None = None
+
+
+def run_case(case: Case) -> VerifyReport:
+    ids = torch.randint(moe_models.VOCAB, (4, 7), generator=torch.Generator().manual_seed(1))
+    ids = ids if case.batch is None else case.batch(ids)
+    own = case.model in ("example", "chain", "sequential")
+    batch: Any = (ids,) if own else {"input_ids": ids, "labels": ids}
+    extra: dict[str, Any] = {"loss": next_tokens, "target": ids} if own else {}
+    words = layout.parse_layout(case.layout)
+    mesh = fp.init_mesh(**words.sizes, device="cpu")
+    asked = fp.VerifyLayout(mesh, **{**words.options, **case.options})
+    try:
+        with planted(case.plant), case.patch():
+            return fp.verify(partial(make, case.model, **case.build), asked, batch, **extra)
+    finally:
+        mesh.close()
+
+
+def run_cases(cases: Sequence[Case]) -> list[VerifyReport]:
+    return [run_case(case) for case in cases]
+
+
+@contextlib.contextmanager
+def planted(plant: Plant | None) -> Iterator[None]:
+    if plant is None:
+        yield
+        return
+    real, real_pipeline = layout.parallelize, layout.parallelize_pipeline
+
+    def parallelize(model: nn.Module, *args: Any, **options: Any) -> nn.Module:
+        model = real(model, *args, **options)
+        plant(model)
+        return model
+
+    def parallelize_pipeline(*args: Any, **options: Any) -> Any:
+        pipe = real_pipeline(*args, **options)
+        for stage in pipe.stages.values():
+            plant(stage.module)
+        return pipe
+
+    with (
+        mock.patch.object(layout, "parallelize", parallelize),
+        mock.patch.object(layout, "parallelize_pipeline", parallelize_pipeline),
+    ):
+        yield
+
+
+# ---- errors to plant
+
+
+def at(path: str, change: Callable[[Any], None]) -> Plant:
+    """Change one module, on the rank that has it."""
+
+    def plant(model: nn.Module) -> None:
+        module = dict(model.named_modules()).get(path)
+        if module is not None and type(module).__name__ != "AbsentLayer":
+            change(module)
+
+    return plant
+
+
+def _around(module: Any, wrap: Callable[[Any, Tensor], Tensor]) -> None:
+    """Let `wrap` change what a module's forward returns."""
+    real = module.forward
+    module.register_forward_hook(lambda _, args, output: wrap(module, output))
+    assert real is not None
+
+
+def no_sum(module: Any) -> None:
+    def forward(x: Tensor) -> Tensor:
+        weight, bias = module._local("weight"), module._local("bias")
+        return F.linear(x, weight, bias)
+
+    module.forward = forward
+
+
+def no_copy(block: Any) -> None:
+    block._fastpar_shared_input.enter = lambda x: x
+
+
+def bias_again(module: Any) -> None:
+    _around(module, lambda m, out: out + m._local("bias"))
+
+
+def scaled_gradient(module: Any) -> None:
+    _around(module, lambda _, out: 2 * out - out.detach())
+
+
+def scaled(module: Any) -> None:
+    _around(module, lambda _, out: out * 0.5)
+
+
+def lost_forward(module: Any) -> None:
+    module.forward = lambda ids: VocabParallelEmbedding.forward(module, ids)
+
+
+def _attention_inputs(module: Any, change: Callable[[dict[str, Any]], None]) -> None:
+    def hook(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        kwargs = dict(kwargs)
+        change(kwargs)
+        return args, kwargs
+
+    module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def no_mask(module: Any) -> None:
+    _attention_inputs(module, lambda kwargs: kwargs.update(attention_mask=None))
+
+
+def own_positions(module: Any) -> None:
+    """Rotary tables of this rank's part of the sequence, as if it began at 0."""
+
+    def change(kwargs: dict[str, Any]) -> None:
+        tables = kwargs["position_embeddings"]
+        kwargs["position_embeddings"] = tuple(table.roll(4 * dist.get_rank(), 1) for table in tables)
+
+    _attention_inputs(module, change)
+
+
+def partial_gradient(module: Any) -> None:
+    module._sum_grad = False
+
+
+def prepared_input(module: Any) -> None:
+    module.input_prepared = True
+
+
+def gradient_twice(module: Any) -> None:
+    module.weight.register_hook(lambda grad: 2 * grad)
+
+
+def detached_weight(module: Any) -> None:
+    real = module._local
+    module._local = lambda name, **options: real(name, **options).detach()
+
+
+def rolled_rows(module: Any) -> None:
+    """Rows cut elsewhere than the layer says."""
+    with torch.no_grad():
+        local = local_tensor(module.weight)
+        dim = layout_of(module.weight).dim  # type: ignore[union-attr]
+        local.copy_(local.roll(local.shape[dim] // 2, dim))
+
+
+def rows_of_the_other(module: Any) -> None:
+    with torch.no_grad():
+        comm = layout_of(module.weight).comm  # type: ignore[union-attr]
+        local = local_tensor(module.weight)
+        everyone = comm.all_gather(local.unsqueeze(0).contiguous(), dim=0)
+        local.copy_(everyone[1 - comm.rank])
+
+
+def doubled_expert_gradient(module: Any) -> None:
+    module._grad_scale *= 2
+
+
+def loss_times(factor: float) -> Plant:
+    def plant(model: Any) -> None:
+        real = model.loss_function
+        model.loss_function = lambda *args, **options: real(*args, **options) * factor
+
+    return plant
+
+
+def labels_shifted(model: Any) -> None:
+    real = model.loss_function
+    model.loss_function = lambda logits, labels, *args, **options: real(logits, labels.roll(1, 1), *args, **options)
+
+
+def factor_of_one(module: Any) -> None:
+    module.factor = 1.0
+
+
+def stale_after_a_step(module: Any) -> None:
+    """The values of the first step for ever, with gradients as if they were those of now."""
+    real, first = module._local, {}
+
+    def local(name: str, **options: Any) -> Tensor | None:
+        now = real(name, **options)
+        if now is None:
+            return None
+        then = first.setdefault(name, now.detach().clone())
+        return then + (now - now.detach())
+
+    module._local = local
+
+
+def other_batch(ids: Tensor) -> Tensor:
+    ids = ids.clone()
+    ids[0, 0] += dist.get_rank()
+    return ids
+
+
+@contextlib.contextmanager
+def rank_dropout() -> Iterator[None]:
+    """Masks drawn per rank, in the tensor-parallel layers."""
+    from fastpar.tensor import dropout
+
+    real = dropout.draw_seed
+    with mock.patch.object(dropout, "draw_seed", lambda: real() + dist.get_rank()):
+        yield
+
+
+@contextlib.contextmanager
+def zero_changed(change: Callable[[Any], None]) -> Iterator[None]:
+    real = layout.shard
+
+    def shard(*args: Any, **options: Any) -> Any:
+        zero = real(*args, **options)
+        change(zero)
+        return zero
+
+    with mock.patch.object(layout, "shard", shard):
+        yield
+
+
+def not_averaged(name: str) -> Callable[[Any], None]:
+    """A sum over data-parallel ranks where a mean belongs, of one parameter."""
+
+    def change(zero: Any) -> None:
+        real = zero.reduce_gradients
+        done: set[int] = set()
+
+        def reduce_gradients() -> None:
+            real()
+            slot = next(slot for slot in zero.slots if slot.name == name)
+            if slot.owner.grad is not None and id(slot.owner.grad) not in done:
+                done.clear()
+                done.add(id(slot.owner.grad))
+                local_tensor(slot.owner.grad).mul_(2)
+
+        zero.reduce_gradients = reduce_gradients
+
+    return change
+
+
+@contextlib.contextmanager
+def nothing_gathered() -> Iterator[None]:
+    from fastpar.zero import whole
+
+    with mock.patch.object(whole.WholeParameters, "gather", lambda self: self.comm.barrier()):
+        yield
+
+
+@contextlib.contextmanager
+def local_norm_of_experts() -> Iterator[None]:
+    from fastpar import clip
+
+    real = clip._Layout._placed_dtensor
+
+    def placed(self: Any, x: Any) -> Any:
+        return ((), (0, 1)) if x.dim() == 3 else real(self, x)
+
+    with mock.patch.object(clip._Layout, "_placed_dtensor", placed):
+        yield
+
+
+@contextlib.contextmanager
+def shared_gradients_not_exchanged() -> Iterator[None]:
+    from fastpar.pipeline.shared_grads import SharedGrads
+
+    with mock.patch.object(SharedGrads, "finish", lambda self: None):
+        yield
+
+
+def tell_routers(model: nn.Module, mesh: fp.Mesh) -> None:
+    for module in model.modules():
+        if isinstance(module, fp.expert.Router):
+            module.comm = Communicator(mesh.group("tp"))
+
+
+def told(model: nn.Module) -> None:
+    """What the example's trainer does: say to routers that their tokens are a part of the sequence."""
+    for module in model.modules():
+        if isinstance(module, fp.expert.Router):
+            module.comm = Communicator(dist.group.WORLD)
+
+
+EXPERTS = {"num_experts": 4, "router_aux_loss_coef": 0.0}
+BALANCED = {"num_experts": 4, "router_aux_loss_coef": 0.05}
+EAGER = {"attn_implementation": "eager"}
+Right = partial(Case)
+
+RIGHT = [
+    Case("llama tp", "llama", "tp2"),
+    Case("llama sp", "llama", "tp2,sp"),
+    Case("llama recompute", "llama", "tp2,sp,recompute"),
+    Case("qwen3 tied, norms of heads", "qwen3", "tp2,sp"),
+    Case("mistral, one kv head", "mistral", "tp2", {"num_key_value_heads": 1}),
+    Case("gpt2 packed", "gpt2", "tp2"),
+    Case("gpt2 dropout", "gpt2", "tp2,sp", {"resid_pdrop": 0.1, "embd_pdrop": 0.1}),
+    Case("example dropout", "example", "tp2,sp", {"dropout": 0.2}),
+    Case("example recompute", "example", "tp2,recompute", {"dropout": 0.2}),
+    Case("custom plan", "chain", "tp2", options={"plan": CHAIN_PLAN}),
+    Case("custom sequential", "sequential", "pp2"),
+    Case("zero 0", "llama", "dp2,zero0"),
+    Case("zero 1", "gpt2", "dp2,zero1"),
+    Case("zero 2", "qwen3", "dp2,zero2"),
+    Case("zero 3", "llama", "dp2,zero3"),
+    Case("pipeline", "llama", "pp2,mb4"),
+    Case("pipeline tied", "qwen3", "pp2,zbv"),
+    Case("experts over data parallelism", "mixtral", "ep2,zero1"),
+    Case("experts over tensor parallelism", "example", "tp2,ep2,sp", EXPERTS),
+    Case("experts with balance losses", "example", "tp2,ep2,sp", BALANCED, plant=told),
+    Case("experts, not spread", "qwen3_moe", "tp2,sp"),
+    Case("experts in ZeRO 3", "example", "ep2,zero3", EXPERTS),
+]
+
+L1 = "model.layers.1"
+BUGS = [
+    Case("no sum after a row-parallel layer", "llama", "tp2", plant=at(f"{L1}.mlp.down_proj", no_sum),
+         culprits=(f"{L1}.mlp.down_proj",), kind="output"),
+    Case("no sum of dgrad", "llama", "tp2", plant=at(f"{L1}.self_attn", no_copy),
+         culprits=(f"{L1}.self_attn",), kind="gradient of the input"),
+    Case("bias added by every rank", "llama", "tp2", {"attention_bias": True}, plant=at("model.layers.0.self_attn.o_proj", bias_again),
+         culprits=("model.layers.0.self_attn.o_proj",), kind="output"),
+    Case("wrong scale", "gpt2", "tp2,sp", plant=at("transformer.h.1.mlp.c_proj", scaled),
+         culprits=("transformer.h.1.mlp.c_proj",), kind="output"),
+    Case("wrong scale of a gradient", "example", "tp2", plant=at("layers.1.mlp.down_proj", scaled_gradient),
+         culprits=("layers.1.mlp.down_proj",)),
+    Case("a forward of its own is lost", "gemma", "tp2", plant=at("model.embed_tokens", lost_forward),
+         culprits=("model.embed_tokens",), kind="output"),
+    Case("masks of dropout per rank", "example", "tp2,sp", {"dropout": 0.2}, patch=rank_dropout,
+         culprits=("layers.0.dropout",), kind="output"),
+    Case("no attention mask", "llama", "tp2", EAGER, plant=at(f"{L1}.self_attn", no_mask),
+         culprits=(f"{L1}.self_attn",), kind="input"),
+    Case("positions of the local part", "llama", "tp2,sp", plant=at(f"{L1}.self_attn", own_positions),
+         culprits=(f"{L1}.self_attn",), kind="input"),
+    Case("norm's gradient not summed", "llama", "tp2,sp", plant=at(f"{L1}.input_layernorm", partial_gradient),
+         culprits=(f"{L1}.input_layernorm",), kind="gradient"),
+    Case("partial gradient not summed", "qwen3", "tp2", plant=at("model.layers.0.self_attn.q_norm", partial_gradient),
+         culprits=("model.layers.0.self_attn.q_norm",), kind="gradient"),
+    Case("gradient of a tied weight twice", "qwen3", "tp2", plant=at("model.embed_tokens", gradient_twice),
+         culprits=("model.embed_tokens",), kind="gradient"),
+    Case("gradient of a tied weight once", "qwen3", "tp2", plant=at("lm_head", detached_weight),
+         culprits=("model.embed_tokens", "lm_head"), kind="gradient"),
+    Case("gradient of a tied weight not exchanged", "qwen3", "pp2", patch=shared_gradients_not_exchanged,
+         culprits=("model.embed_tokens",), kind="gradient"),
+    Case("scale of experts' gradients", "example", "ep2,zero1", EXPERTS, plant=at("layers.1.mlp.experts", doubled_expert_gradient),
+         culprits=("layers.1.mlp.experts",), kind="gradient"),
+    Case("balance loss of a part of the tokens", "example", "tp2,ep2,sp", BALANCED,
+         culprits=("layers.1.mlp.gate",)),
+    Case("loss over another number of tokens", "qwen3", "tp2", plant=loss_times(27 / 28), culprits=("(loss)",), kind="loss"),
+    Case("labels shifted once more", "gpt2", "tp2", plant=labels_shifted, culprits=("(loss)",), kind="loss"),
+    Case("gradient of the head not summed", "llama", "tp2", plant=at("lm_head", prepared_input),
+         culprits=("lm_head",), kind="gradient of the input"),
+    Case("rows of packed QKV", "gpt2", "tp2", plant=at("transformer.h.1.attn.c_attn", rolled_rows),
+         culprits=("transformer.h.1.attn.c_attn",), kind="output"),
+    Case("key/value heads of the other rank", "llama", "tp2", plant=at(f"{L1}.self_attn.v_proj", rows_of_the_other),
+         culprits=(f"{L1}.self_attn.v_proj",), kind="output"),
+    Case("a stage skips a scale", "sequential", "pp2", plant=at("2", factor_of_one), culprits=("2",), kind="output"),
+    Case("a parameter not averaged", "llama", "dp2,zero1", patch=partial(zero_changed, not_averaged(f"{L1}.mlp.up_proj.weight")),
+         culprits=(f"{L1}.mlp.up_proj",), kind="gradient"),
+    Case("owners not written back", "llama", "dp2,zero1", patch=nothing_gathered,
+         culprits=("model.embed_tokens",), kind="update"),
+    Case("norm without other ranks' experts", "example", "tp2,ep2", EXPERTS, patch=local_norm_of_experts,
+         culprits=("(gradient norm)",), kind="gradient norm"),
+    Case("weights of the step before", "llama", "tp2", plant=at(f"{L1}.mlp.up_proj", stale_after_a_step),
+         culprits=(f"{L1}.mlp.up_proj",), kind="output"),
+    Case("another batch on one rank", "llama", "tp2", batch=other_batch, culprits=("(batch)",), kind="batch"),
+]  # fmt: skip
+
+
+def run_index(which: str, index: int) -> VerifyReport:
+    return run_case({"RIGHT": RIGHT, "BUGS": BUGS}[which][index])
