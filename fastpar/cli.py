@@ -3,8 +3,10 @@
     fastpar doctor [--json]             is this installation healthy? exit status 0 or 1
     fastpar bench [<name>] [flags]      the microbenchmarks of a source checkout; without a name, all of them
     fastpar simulate [flags]            what pipeline schedules would take, as a table, pictures and traces
+    fastpar verify [flags]              a model of transformers in a layout, compared with itself whole
 
-Exit status: 0 fine; 1 something is wrong, and the output says what; 2 the command line is not understood.
+Exit status: 0 fine; 1 something is wrong, and the output says what; 2 the command line is not understood (verify: or
+the layout is refused).
 """
 
 from __future__ import annotations
@@ -61,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     # These parse their own flags, --help included: see main().
     commands.add_parser("bench", help="run a microbenchmark (in a source checkout)", add_help=False)
     commands.add_parser("simulate", help="simulate pipeline schedules, draw and trace them", add_help=False)
+    commands.add_parser("verify", help="compare a model in a layout with itself whole", add_help=False)
     return made
 
 
@@ -73,6 +76,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from fastpar.pipeline import command
 
         return command.main(arguments[1:])
+    if arguments[:1] == ["verify"]:
+        from fastpar.verification import command as verify_command
+
+        return verify_command.main(arguments[1:])
     flags = _parser().parse_args(arguments)
     from fastpar import doctor
 
