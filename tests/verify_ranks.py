@@ -21,7 +21,7 @@ import fastpar as fp
 from fastpar.comm import Communicator
 from fastpar.tensor import VocabParallelEmbedding, layout_of
 from fastpar.tensor.parameter import local_tensor
-from fastpar.verification import VerifyReport, inputs, layout
+from fastpar.verification import VerifyReport, layout
 from tests import moe_models
 from tests.models import VOCAB, build_model
 
@@ -116,7 +116,7 @@ def next_tokens(logits: Tensor, target: Tensor) -> Tensor:
 class Case:
     """One call of `fp.verify`.
 
-    layout   words, and further options of VerifyLayout
+    layout   words, and further options of VerifyLayout; verify: of fp.verify
     plant    what is done to the model in its layout; patch: a context in which all of verify runs
     culprits modules one of which must be named first; kind of that finding
     """
@@ -129,6 +129,7 @@ class Case:
     plant: Plant | None = None
     patch: Callable[[], Any] = contextlib.nullcontext
     batch: Callable[[Tensor], Tensor] | None = None
+    verify: dict[str, Any] = field(default_factory=dict)
     culprits: tuple[str, ...] = ()
     kind: str | None = None
 
@@ -144,7 +145,7 @@ def run_case(case: Case) -> VerifyReport:
     asked = fp.VerifyLayout(mesh, **{**words.options, **case.options})
     try:
         with planted(case.plant), case.patch():
-            return fp.verify(partial(make, case.model, **case.build), asked, batch, **extra)
+            return fp.verify(partial(make, case.model, **case.build), asked, batch, **extra, **case.verify)
     finally:
         mesh.close()
 
@@ -194,9 +195,7 @@ def at(path: str, change: Callable[[Any], None]) -> Plant:
 
 def _around(module: Any, wrap: Callable[[Any, Tensor], Tensor]) -> None:
     """Let `wrap` change what a module's forward returns."""
-    real = module.forward
     module.register_forward_hook(lambda _, args, output: wrap(module, output))
-    assert real is not None
 
 
 def no_sum(module: Any) -> None:
@@ -221,6 +220,15 @@ def scaled_gradient(module: Any) -> None:
 
 def scaled(module: Any) -> None:
     _around(module, lambda _, out: out * 0.5)
+
+
+def one_nan(module: Any) -> None:
+    def wrap(_: Any, out: Tensor) -> Tensor:
+        out = out.clone()
+        out[0, 0, 0] = float("nan")
+        return out
+
+    _around(module, wrap)
 
 
 def lost_forward(module: Any) -> None:
@@ -264,7 +272,12 @@ def gradient_twice(module: Any) -> None:
 
 def detached_weight(module: Any) -> None:
     real = module._local
-    module._local = lambda name, **options: real(name, **options).detach()
+
+    def local(name: str, **options: Any) -> Tensor | None:
+        found = real(name, **options)
+        return None if found is None else found.detach()
+
+    module._local = local
 
 
 def rolled_rows(module: Any) -> None:
@@ -319,9 +332,7 @@ def stale_after_a_step(module: Any) -> None:
 
 
 def other_batch(ids: Tensor) -> Tensor:
-    ids = ids.clone()
-    ids[0, 0] += dist.get_rank()
-    return ids
+    return ids.roll(dist.get_rank(), 1)
 
 
 @contextlib.contextmanager
@@ -330,7 +341,7 @@ def rank_dropout() -> Iterator[None]:
     from fastpar.tensor import dropout
 
     real = dropout.draw_seed
-    with mock.patch.object(dropout, "draw_seed", lambda: real() + dist.get_rank()):
+    with mock.patch.object(dropout, "draw_seed", side_effect=lambda: real() + dist.get_rank()):
         yield
 
 
@@ -392,14 +403,8 @@ def local_norm_of_experts() -> Iterator[None]:
 def shared_gradients_not_exchanged() -> Iterator[None]:
     from fastpar.pipeline.shared_grads import SharedGrads
 
-    with mock.patch.object(SharedGrads, "finish", lambda self: None):
+    with mock.patch.object(SharedGrads, "finish"):
         yield
-
-
-def tell_routers(model: nn.Module, mesh: fp.Mesh) -> None:
-    for module in model.modules():
-        if isinstance(module, fp.expert.Router):
-            module.comm = Communicator(mesh.group("tp"))
 
 
 def told(model: nn.Module) -> None:
@@ -412,7 +417,6 @@ def told(model: nn.Module) -> None:
 EXPERTS = {"num_experts": 4, "router_aux_loss_coef": 0.0}
 BALANCED = {"num_experts": 4, "router_aux_loss_coef": 0.05}
 EAGER = {"attn_implementation": "eager"}
-Right = partial(Case)
 
 RIGHT = [
     Case("llama tp", "llama", "tp2"),
@@ -437,62 +441,306 @@ RIGHT = [
     Case("experts with balance losses", "example", "tp2,ep2,sp", BALANCED, plant=told),
     Case("experts, not spread", "qwen3_moe", "tp2,sp"),
     Case("experts in ZeRO 3", "example", "ep2,zero3", EXPERTS),
+    Case("ranks with other seeds", "llama", "tp2,sp", verify={"rank_seeds": True}),
 ]
 
 L1 = "model.layers.1"
 BUGS = [
-    Case("no sum after a row-parallel layer", "llama", "tp2", plant=at(f"{L1}.mlp.down_proj", no_sum),
-         culprits=(f"{L1}.mlp.down_proj",), kind="output"),
-    Case("no sum of dgrad", "llama", "tp2", plant=at(f"{L1}.self_attn", no_copy),
-         culprits=(f"{L1}.self_attn",), kind="gradient of the input"),
-    Case("bias added by every rank", "llama", "tp2", {"attention_bias": True}, plant=at("model.layers.0.self_attn.o_proj", bias_again),
-         culprits=("model.layers.0.self_attn.o_proj",), kind="output"),
-    Case("wrong scale", "gpt2", "tp2,sp", plant=at("transformer.h.1.mlp.c_proj", scaled),
-         culprits=("transformer.h.1.mlp.c_proj",), kind="output"),
-    Case("wrong scale of a gradient", "example", "tp2", plant=at("layers.1.mlp.down_proj", scaled_gradient),
-         culprits=("layers.1.mlp.down_proj",)),
-    Case("a forward of its own is lost", "gemma", "tp2", plant=at("model.embed_tokens", lost_forward),
-         culprits=("model.embed_tokens",), kind="output"),
-    Case("masks of dropout per rank", "example", "tp2,sp", {"dropout": 0.2}, patch=rank_dropout,
-         culprits=("layers.0.dropout",), kind="output"),
-    Case("no attention mask", "llama", "tp2", EAGER, plant=at(f"{L1}.self_attn", no_mask),
-         culprits=(f"{L1}.self_attn",), kind="input"),
-    Case("positions of the local part", "llama", "tp2,sp", plant=at(f"{L1}.self_attn", own_positions),
-         culprits=(f"{L1}.self_attn",), kind="input"),
-    Case("norm's gradient not summed", "llama", "tp2,sp", plant=at(f"{L1}.input_layernorm", partial_gradient),
-         culprits=(f"{L1}.input_layernorm",), kind="gradient"),
-    Case("partial gradient not summed", "qwen3", "tp2", plant=at("model.layers.0.self_attn.q_norm", partial_gradient),
-         culprits=("model.layers.0.self_attn.q_norm",), kind="gradient"),
-    Case("gradient of a tied weight twice", "qwen3", "tp2", plant=at("model.embed_tokens", gradient_twice),
-         culprits=("model.embed_tokens",), kind="gradient"),
-    Case("gradient of a tied weight once", "qwen3", "tp2", plant=at("lm_head", detached_weight),
-         culprits=("model.embed_tokens", "lm_head"), kind="gradient"),
-    Case("gradient of a tied weight not exchanged", "qwen3", "pp2", patch=shared_gradients_not_exchanged,
-         culprits=("model.embed_tokens",), kind="gradient"),
-    Case("scale of experts' gradients", "example", "ep2,zero1", EXPERTS, plant=at("layers.1.mlp.experts", doubled_expert_gradient),
-         culprits=("layers.1.mlp.experts",), kind="gradient"),
-    Case("balance loss of a part of the tokens", "example", "tp2,ep2,sp", BALANCED,
-         culprits=("layers.1.mlp.gate",)),
-    Case("loss over another number of tokens", "qwen3", "tp2", plant=loss_times(27 / 28), culprits=("(loss)",), kind="loss"),
+    Case(
+        "no sum after a row-parallel layer",
+        "llama",
+        "tp2",
+        plant=at(f"{L1}.mlp.down_proj", no_sum),
+        culprits=(f"{L1}.mlp.down_proj",),
+        kind="output",
+    ),
+    Case(
+        "no sum of dgrad",
+        "llama",
+        "tp2",
+        plant=at(f"{L1}.self_attn", no_copy),
+        culprits=(f"{L1}.self_attn",),
+        kind="gradient of the input",
+    ),
+    Case(
+        "bias added by every rank",
+        "llama",
+        "tp2",
+        {"attention_bias": True},
+        plant=at("model.layers.0.self_attn.o_proj", bias_again),
+        culprits=("model.layers.0.self_attn.o_proj",),
+        kind="output",
+    ),
+    Case(
+        "wrong scale",
+        "gpt2",
+        "tp2,sp",
+        plant=at("transformer.h.1.mlp.c_proj", scaled),
+        culprits=("transformer.h.1.mlp.c_proj",),
+        kind="output",
+    ),
+    Case(
+        "not a number",
+        "llama",
+        "tp2",
+        plant=at(f"{L1}.post_attention_layernorm", one_nan),
+        culprits=(f"{L1}.post_attention_layernorm",),
+        kind="output",
+    ),
+    Case(
+        "wrong scale of a gradient",
+        "example",
+        "tp2",
+        plant=at("layers.1.mlp.down_proj", scaled_gradient),
+        culprits=("layers.1.mlp.down_proj",),
+    ),
+    Case(
+        "a forward of its own is lost",
+        "gemma",
+        "tp2",
+        plant=at("model.embed_tokens", lost_forward),
+        culprits=("model.embed_tokens",),
+        kind="output",
+    ),
+    Case(
+        "masks of dropout per rank",
+        "example",
+        "tp2,sp",
+        {"dropout": 0.2},
+        patch=rank_dropout,
+        culprits=("layers.0.dropout",),
+        kind="output",
+    ),
+    Case(
+        "no attention mask",
+        "llama",
+        "tp2",
+        EAGER,
+        plant=at(f"{L1}.self_attn", no_mask),
+        culprits=(f"{L1}.self_attn",),
+        kind="input",
+    ),
+    Case(
+        "positions of the local part",
+        "llama",
+        "tp2,sp",
+        plant=at(f"{L1}.self_attn", own_positions),
+        culprits=(f"{L1}.self_attn",),
+        kind="input",
+    ),
+    Case(
+        "norm's gradient not summed",
+        "llama",
+        "tp2,sp",
+        plant=at(f"{L1}.input_layernorm", partial_gradient),
+        culprits=(f"{L1}.input_layernorm",),
+        kind="gradient",
+    ),
+    Case(
+        "partial gradient not summed",
+        "qwen3",
+        "tp2",
+        plant=at("model.layers.0.self_attn.q_norm", partial_gradient),
+        culprits=("model.layers.0.self_attn.q_norm",),
+        kind="gradient",
+    ),
+    Case(
+        "gradient of a tied weight twice",
+        "qwen3",
+        "tp2",
+        plant=at("model.embed_tokens", gradient_twice),
+        culprits=("model.embed_tokens",),
+        kind="gradient",
+    ),
+    Case(
+        "gradient of a tied weight once",
+        "qwen3",
+        "tp2",
+        plant=at("lm_head", detached_weight),
+        culprits=("model.embed_tokens", "lm_head"),
+        kind="gradient",
+    ),
+    Case(
+        "gradient of a tied weight not exchanged",
+        "qwen3",
+        "pp2",
+        patch=shared_gradients_not_exchanged,
+        culprits=("model.embed_tokens",),
+        kind="gradient",
+    ),
+    Case(
+        "scale of experts' gradients",
+        "example",
+        "ep2,zero1",
+        EXPERTS,
+        plant=at("layers.1.mlp.experts", doubled_expert_gradient),
+        culprits=("layers.1.mlp.experts",),
+        kind="gradient",
+    ),
+    Case("balance loss of a part of the tokens", "example", "tp2,ep2,sp", BALANCED, culprits=("layers.1.mlp.gate",)),
+    Case(
+        "loss over another number of tokens",
+        "qwen3",
+        "tp2",
+        plant=loss_times(27 / 28),
+        culprits=("(loss)",),
+        kind="loss",
+    ),
     Case("labels shifted once more", "gpt2", "tp2", plant=labels_shifted, culprits=("(loss)",), kind="loss"),
-    Case("gradient of the head not summed", "llama", "tp2", plant=at("lm_head", prepared_input),
-         culprits=("lm_head",), kind="gradient of the input"),
-    Case("rows of packed QKV", "gpt2", "tp2", plant=at("transformer.h.1.attn.c_attn", rolled_rows),
-         culprits=("transformer.h.1.attn.c_attn",), kind="output"),
-    Case("key/value heads of the other rank", "llama", "tp2", plant=at(f"{L1}.self_attn.v_proj", rows_of_the_other),
-         culprits=(f"{L1}.self_attn.v_proj",), kind="output"),
+    Case(
+        "gradient of the head not summed",
+        "llama",
+        "tp2",
+        plant=at("lm_head", prepared_input),
+        culprits=("lm_head",),
+        kind="gradient of the input",
+    ),
+    Case(
+        "rows of packed QKV",
+        "gpt2",
+        "tp2",
+        plant=at("transformer.h.1.attn.c_attn", rolled_rows),
+        culprits=("transformer.h.1.attn.c_attn",),
+        kind="output",
+    ),
+    Case(
+        "key/value heads of the other rank",
+        "llama",
+        "tp2",
+        plant=at(f"{L1}.self_attn.v_proj", rows_of_the_other),
+        culprits=(f"{L1}.self_attn.v_proj",),
+        kind="output",
+    ),
     Case("a stage skips a scale", "sequential", "pp2", plant=at("2", factor_of_one), culprits=("2",), kind="output"),
-    Case("a parameter not averaged", "llama", "dp2,zero1", patch=partial(zero_changed, not_averaged(f"{L1}.mlp.up_proj.weight")),
-         culprits=(f"{L1}.mlp.up_proj",), kind="gradient"),
-    Case("owners not written back", "llama", "dp2,zero1", patch=nothing_gathered,
-         culprits=("model.embed_tokens",), kind="update"),
-    Case("norm without other ranks' experts", "example", "tp2,ep2", EXPERTS, patch=local_norm_of_experts,
-         culprits=("(gradient norm)",), kind="gradient norm"),
-    Case("weights of the step before", "llama", "tp2", plant=at(f"{L1}.mlp.up_proj", stale_after_a_step),
-         culprits=(f"{L1}.mlp.up_proj",), kind="output"),
+    Case(
+        "a parameter not averaged",
+        "llama",
+        "dp2,zero1",
+        patch=partial(zero_changed, not_averaged(f"{L1}.mlp.up_proj.weight")),
+        culprits=(f"{L1}.mlp.up_proj",),
+        kind="gradient",
+    ),
+    Case(
+        "owners not written back",
+        "llama",
+        "dp2,zero1",
+        patch=nothing_gathered,
+        culprits=("model.embed_tokens",),
+        kind="update",
+    ),
+    Case(
+        "norm without other ranks' experts",
+        "example",
+        "tp2,ep2",
+        EXPERTS,
+        patch=local_norm_of_experts,
+        culprits=("(gradient norm)",),
+        kind="gradient norm",
+    ),
+    Case(
+        "weights of the step before",
+        "llama",
+        "tp2",
+        plant=at(f"{L1}.mlp.up_proj", stale_after_a_step),
+        culprits=(f"{L1}.mlp.up_proj",),
+        kind="output",
+    ),
     Case("another batch on one rank", "llama", "tp2", batch=other_batch, culprits=("(batch)",), kind="batch"),
-]  # fmt: skip
+]
 
 
-def run_index(which: str, index: int) -> VerifyReport:
-    return run_case({"RIGHT": RIGHT, "BUGS": BUGS}[which][index])
+def run_all(which: str) -> list[VerifyReport]:
+    return [run_case(case) for case in {"RIGHT": RIGHT, "BUGS": BUGS}[which]]
+
+
+# ---- what verify refuses, and what it says of errors
+
+
+def misuses() -> list[str]:
+    """What is raised for arguments that cannot be compared, on this rank."""
+    ids = torch.randint(VOCAB, (3, 5))
+    counter = iter(range(100))
+
+    def other_each_time() -> nn.Module:
+        made = Chain()
+        made.register_buffer("number", torch.tensor(next(counter)))
+        return made
+
+    def by_rank() -> nn.Module:
+        torch.manual_seed(dist.get_rank())
+        return Chain()
+
+    def fails_on_one() -> nn.Module:
+        if dist.get_rank() == 1:
+            raise OSError("no such file")
+        return Chain()
+
+    def lm(logits: Tensor, target: Tensor) -> Tensor:
+        return logits.float()
+
+    calls: list[tuple[Any, Any, dict[str, Any]]] = [
+        (Chain, "dp2", {}),
+        (other_each_time, "tp2", {"loss": next_tokens, "target": ids}),
+        (by_rank, "tp2", {"loss": next_tokens, "target": ids}),
+        (fails_on_one, "tp2", {}),
+        (lambda: 3, "tp2", {}),
+        (Chain, "tp2", {"steps": 0}),
+        (Chain, 2, {}),
+        (Chain, fp.VerifyLayout(fp.init_mesh(tp=2, device="cpu"), plan=CHAIN_PLAN), {}),
+        (Chain, fp.VerifyLayout(fp.init_mesh(tp=2, device="cpu"), plan=CHAIN_PLAN), {"loss": lm}),
+    ]
+    found = []
+    for build, asked, options in calls:
+        try:
+            fp.verify(build, asked, (ids,), **options)
+            found.append("nothing")
+        except Exception as error:
+            found.append(f"{type(error).__name__}: {error}")
+        if isinstance(asked, fp.VerifyLayout):
+            asked.mesh.close()
+    return found
+
+
+def failures() -> list[VerifyReport]:
+    """A layout that is refused, and a module that raises on one rank."""
+    import transformers
+
+    ids = torch.randint(VOCAB, (4, 5))
+    sizes = {"vocab_size": VOCAB, "num_hidden_layers": 2, **SMALL, "num_attention_heads": 1, "num_key_value_heads": 1}
+    config = transformers.LlamaConfig(**sizes)
+    mesh = fp.init_mesh(tp=2, device="cpu")
+    refused = fp.verify(lambda: transformers.LlamaForCausalLM(config), mesh, {"input_ids": ids, "labels": ids})
+    mesh.close()
+
+    def fails(module: Any) -> None:
+        def forward(x: Tensor) -> Tensor:
+            raise RuntimeError("a module that cannot")
+
+        module.forward = forward
+
+    failed = run_case(Case("", "sequential", "pp2", plant=at("3.up", fails)))
+    return [refused, failed]
+
+
+class OnlySingle(Chain):
+    """A model that does not run in float64, and draws dropout by itself."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        if self.head.weight.dtype == torch.float64:
+            raise RuntimeError("no kernel for double")
+        x = F.dropout(self.embed(ids), 0.5, self.training)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def in_single_precision() -> list[VerifyReport]:
+    ids = torch.randint(VOCAB, (2, 6), generator=torch.Generator().manual_seed(0))
+    found = []
+    for plant in (None, at("blocks.1.down", no_sum)):
+        mesh = fp.init_mesh(tp=2, device="cpu")
+        with planted(plant):
+            asked = fp.VerifyLayout(mesh, plan=CHAIN_PLAN)
+            found.append(fp.verify(OnlySingle, asked, (ids,), loss=next_tokens, target=ids))
+        mesh.close()
+    return found

@@ -66,7 +66,9 @@ class Alignment:
             if features % total or len(ranges) != ranks or not any(other.startswith(f"{b}.") for b in around):
                 continue
             unit = features // total
-            if (ranges, unit) not in seen and all(edge % unit == 0 for rank in ranges for pair in rank for edge in pair):
+            if (ranges, unit) not in seen and all(
+                edge % unit == 0 for rank in ranges for pair in rank for edge in pair
+            ):
                 seen.add((ranges, unit))
                 yield _row_indices(ranges, unit)
 

@@ -64,7 +64,9 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--model", required=True, help="a name (google/gemma-2-2b), class, model_type, or the path of a config.json"
     )
-    made.add_argument("--layout", required=True, help="such as tp2,sp or pp2,dp2,zero2; see fastpar.verification.layout")
+    made.add_argument(
+        "--layout", required=True, help="such as tp2,sp or pp2,dp2,zero2; see fastpar.verification.layout"
+    )
     made.add_argument("--rows", type=int, help="sequences in the batch (two for each part that the layout makes of it)")
     made.add_argument("--length", type=int, default=11, help="tokens of a sequence (%(default)s)")
     made.add_argument("--dtype", default="float32", choices=("float32", "float64", "bfloat16"), help="(%(default)s)")

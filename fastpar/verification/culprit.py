@@ -20,9 +20,7 @@ from fastpar.verification.trace import GRAD_INPUT, GRAD_OUTPUT, INPUT, OUTPUT, S
 _PLACES = {"loss": "(loss)", "gradient norm": "(gradient norm)"}
 
 
-def findings_of(
-    checks: Sequence[Check], traces: Sequence[StepTrace], styles: Mapping[str, str]
-) -> list[VerifyFinding]:
+def findings_of(checks: Sequence[Check], traces: Sequence[StepTrace], styles: Mapping[str, str]) -> list[VerifyFinding]:
     """One finding for each comparison that differs, in their order.
 
     traces  of the whole model, by step     styles  by module

@@ -2,13 +2,13 @@
 
     differs  where  rms(rank - truth) > allowed * rms(truth),   allowed = FACTOR * rounding + floor
 
-The rounding of a tensor is the distance of the whole model in its own dtype from the truth: what is badly conditioned
-gets a wide bound and everything else a narrow one. The floor, 2^-16 in float32, keeps tensors whose rounding is small by
-chance.
+The rounding of a tensor is the distance of the whole model in its own dtype from the truth: what is badly
+conditioned gets a wide bound and everything else a narrow one. The floor, 2^-16 in float32, keeps tensors whose
+rounding is small by chance.
 
-Note: gradients that are parts. Between the copy that begins a tensor-parallel block and the sum that ends it, ranks have
-parts of gradients, and heads that several ranks share have parts of theirs. There a sum over ranks that agrees is right
-as well; everywhere else every rank must have the whole.
+Note: gradients that are parts. Between the copy that begins a tensor-parallel block and the sum that ends it, ranks
+have parts of gradients, and heads that several ranks share have parts of theirs. There a sum over ranks that agrees is
+right as well; everywhere else every rank must have the whole.
 """
 
 from __future__ import annotations
@@ -187,9 +187,7 @@ class Judge:
         for records in found.values():
             yield sorted(records, key=lambda record: record.tp)
 
-    def _group_event(
-        self, step: int, key: Key, call: int, records: list[RankRecord], bound: _Bound
-    ) -> _Outcome | str:
+    def _group_event(self, step: int, key: Key, call: int, records: list[RankRecord], bound: _Bound) -> _Outcome | str:
         """The outcome for one tensor-parallel group and all microbatches; a reason where it cannot be compared."""
         path, kind = key
         first = records[0].dp * self._microbatches
@@ -269,9 +267,7 @@ class Judge:
             outcome, detail = self._parameter(whole, pieces.get(name, []), rounding, 8 * self._eps * scale)
             module = name.rpartition(".")[0]
             position = last.get(module, len(order)) + 0.5
-            found.append(
-                _check(step, BACKWARD_PHASE, position, "gradient", module, outcome, rounding, name, detail)
-            )
+            found.append(_check(step, BACKWARD_PHASE, position, "gradient", module, outcome, rounding, name, detail))
         return found
 
     def _updates(self, step: int) -> list[Check]:

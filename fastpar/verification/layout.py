@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fastpar.clip import grad_norm
 from fastpar.compose import parallelize_pipeline
 from fastpar.mesh import Mesh, init_mesh
-from fastpar.pipeline import schedule_names
+from fastpar.pipeline import Pipeline, schedule_names
 from fastpar.pipeline.absent import Absent
 from fastpar.plan import Style
 from fastpar.recompute import Full, Policy, apply_recompute
@@ -165,14 +165,13 @@ class LaidOut:
         self, model: nn.Module, layout: VerifyLayout, make_optimizer: MakeOptimizer, loss: LossFunction | None
     ) -> None:
         self.layout, self.mesh, self._loss = layout, layout.mesh, loss
-        self.pipe: Any = None
-        self.chain: tuple[int, ...] = ()
+        self.pipe: Pipeline | None = None
         # A loss of the caller's own reads whole logits, unless the caller says otherwise.
         options = {**({"gather_logits": True} if loss is not None else {}), **layout.options}
         if self.mesh.size("pp") > 1:
-            self._make_pipeline(model, options)
-            self._roots = [(stage.prefix, stage.module) for stage in self.pipe.stages.values()]
-            self._named = dict(self.pipe.named_parameters())
+            self.pipe = pipe = self._make_pipeline(model, options)
+            self._roots = [(stage.prefix, stage.module) for stage in pipe.stages.values()]
+            self._named = dict(pipe.named_parameters())
         else:
             if layout.apply is not None:
                 model = layout.apply(model)
@@ -196,7 +195,7 @@ class LaidOut:
         self.hints = self._hints()
         self.trace = ModuleTrace(self._traced(), takes_views)
 
-    def _make_pipeline(self, model: nn.Module, options: dict[str, Any]) -> None:
+    def _make_pipeline(self, model: nn.Module, options: dict[str, Any]) -> Pipeline:
         layout = self.layout
         like: dict[str, Any] = {
             "plan": layout.plan,
@@ -205,9 +204,10 @@ class LaidOut:
             "num_microbatches": layout.microbatches,
             "loss": self._loss,
         }
-        self.pipe = parallelize_pipeline(model, self.mesh, layout.schedule, **{**like, **options})
-        if len(self.pipe.schedule.chains) > 1:
+        pipe = parallelize_pipeline(model, self.mesh, layout.schedule, **{**like, **options})
+        if len(pipe.schedule.chains) > 1:
             raise ValueError(f"verify compares pipelines of one direction; {layout.schedule!r} has two")
+        return pipe
 
     def _modules(self) -> Iterator[tuple[str, nn.Module]]:
         for prefix, root in self._roots:

@@ -87,24 +87,24 @@ def _run(
         model, inputs = model.to(dtype), inputs.to(dtype)
     if moved:
         _move(model)
-    masks = [(path, model.get_submodule(path)) for path in dropouts]
-    for _, module in masks:
-        p: Any = module.p
+    trace = ModuleTrace(model.named_modules())
+    masks: list[Any] = [model.get_submodule(path) for path in dropouts]
+    for module in masks:
+        p = module.p
         Adoption(module, LayoutDropout)
-        module._configure(p, sequence=None, batch=(0, dp))  # type: ignore[operator]
+        module._configure(p, sequence=None, batch=(0, dp))
     names: dict[str, str] = {}
     first: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[name] = first.setdefault(id(parameter), name)
     optimizer = job.make_optimizer([p for p in model.parameters() if p.requires_grad])
-    trace = ModuleTrace(model.named_modules())
     off = FunctionalDropoutOff(lambda: trace.active[-1] if trace.active else "")
     parts = inputs.parts(dp * microbatches)
     steps = []
     for number in range(job.steps):
         losses, traces = [], []
         for index, part in enumerate(parts):
-            for _, module in masks:
+            for module in masks:
                 module.batch = (index // microbatches, dp)
             trace.begin()
             with seeded(step_seed(job, number)), off:

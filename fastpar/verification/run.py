@@ -62,9 +62,9 @@ def verify(
     (features, heads, tokens, rows of the vocabulary) are compared with that part of the whole. The bound is the
     rounding that the whole model has in its dtype, found with a run in float64: see `fastpar.verification.judge`.
 
-    Every rank gets the same report. What the layout refuses (parallelize, shard, ...) is a finding with its text, and so
-    is an error while it runs. Raises ValueError and TypeError, on all ranks, for what cannot be compared: a build() that
-    gives other weights each time, a batch that the layout cannot divide, a model that fails by itself.
+    Every rank gets the same report. What the layout refuses (parallelize, shard, ...) is a finding with its text, and
+    so is an error while it runs. Raises ValueError and TypeError, on all ranks, for what cannot be compared: a build()
+    that gives other weights each time, a batch that the layout cannot divide, a model that fails by itself.
     """
     if steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps}")
@@ -265,9 +265,7 @@ class _Verification:
                 return [VerifyFinding("batch", "(batch)", "", "", what, ranks=ranks)]
         return []
 
-    def _failure(
-        self, error: Exception | None, laid_out: LaidOut | None, step: int, kind: str
-    ) -> VerifyFinding | None:
+    def _failure(self, error: Exception | None, laid_out: LaidOut | None, step: int, kind: str) -> VerifyFinding | None:
         """What went wrong on any rank: the first error that is not about another rank."""
         text, module = "", ""
         if error is not None:

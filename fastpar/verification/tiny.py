@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 _VOCAB, _HEADS, _HEAD_DIM, _POSITIONS = 131, 4, 8, 64
+_LARGEST = 5_000_000  # parameters
 _WIDTHS = re.compile(r"(size|dim|rank|width|inner|channels)$")
 
 
@@ -26,7 +27,8 @@ _WIDTHS = re.compile(r"(size|dim|rank|width|inner|channels)$")
 class TinyModel:
     """A class of transformers with a small configuration.
 
-    numbers  what the configuration is made of; switched_off: dropout probabilities that were not 0
+    numbers       what the configuration is made of
+    switched_off  its dropout probabilities that were not 0
     """
 
     model_class: str
@@ -42,6 +44,7 @@ class TinyModel:
         try:
             config = getattr(transformers, self.config_class)(**self.numbers)
             config._experts_implementation = "eager"
+            _check_size(cls, config)
             made: nn.Module = cls(config)
         except Exception as error:
             raise RuntimeError(
@@ -49,6 +52,17 @@ class TinyModel:
                 "path of a config.json with small numbers"
             ) from error
         return made.to(getattr(torch, dtype))
+
+
+def _check_size(cls: Any, config: Any) -> None:
+    """ValueError for a model that is not tiny after all, before it takes memory."""
+    try:
+        with torch.device("meta"):
+            elements = sum(p.numel() for p in cls(config).parameters())
+    except Exception:
+        return  # code that wants numbers; what is wrong with the configuration shows when it is made in earnest
+    if elements > _LARGEST:
+        raise ValueError(f"it has {elements:,} parameters and would not be tiny")
 
 
 def tiny_model(name: str) -> TinyModel:
@@ -122,7 +136,9 @@ def _classes(model_type: str) -> tuple[str, str]:
         model_type = f"{model_type}_text"
         cls = models[model_type]
     if cls is None:
-        raise ValueError(f"{model_type!r} is no language model of the installed transformers; {_near(model_type, models)}")
+        raise ValueError(
+            f"{model_type!r} is no language model of the installed transformers; {_near(model_type, models)}"
+        )
     return cls, configs[model_type]
 
 
@@ -132,23 +148,27 @@ def _model_type(name: str) -> str:
     if name in classes:
         return classes[name]
     tail = name.rstrip("/").rpartition("/")[2].lower()
-    plain = tail.replace("-", "_")
-    if plain in models:
-        return plain
-    squeezed = {kind.replace("_", ""): kind for kind in models}
+    for plain in (tail, tail.replace("-", "_")):
+        if plain in models:
+            return plain
+    squeezed = {re.sub("[-_]", "", kind): kind for kind in models}
     words = [word for word in re.split(r"[-_.]", tail) if word]
     runs = ["".join(words[i:j]) for i in range(len(words)) for j in range(i + 1, len(words) + 1)]
     hits = {squeezed[run] for run in runs if run in squeezed}
     # "phi3" and not "phi" of phi-3; several of one length are a question back.
     longest = {kind for kind in hits if not any(kind != other and other.startswith(kind) for other in hits)}
     if len(longest) != 1:
-        what = f"may be {' or '.join(sorted(longest))}" if longest else "is no model that the installed transformers know"
+        what = (
+            f"may be {' or '.join(sorted(longest))}" if longest else "is no model that the installed transformers know"
+        )
         raise ValueError(f"--model {name!r} {what}; {_near(tail, models)}")
     (kind,) = longest
     is_mixture = "moe" in words or re.search(r"(^|[-_.])a\d+(\.\d+)?b($|[-_.])", tail)
     mixture = next((other for other in (f"{kind}_moe", f"{kind}moe") if other in models), None)
     if is_mixture and "moe" not in kind and mixture:
-        raise ValueError(f"--model {name!r} looks like a mixture of experts: say {mixture}, or {kind} for the dense model")
+        raise ValueError(
+            f"--model {name!r} looks like a mixture of experts: say {mixture}, or {kind} for the dense model"
+        )
     return kind
 
 
@@ -164,7 +184,14 @@ def _shrunk(model_class: str, config_class: str, numbers: dict[str, Any], given:
     """Small numbers for the large ones of a configuration. Other values of `given` are kept."""
     import transformers
 
-    names = getattr(transformers, config_class).attribute_map
+    cls = getattr(transformers, config_class)
+    small, off = _small_numbers(cls, numbers, given)
+    return TinyModel(model_class, config_class, small, tuple(off))
+
+
+def _small_numbers(cls: Any, numbers: dict[str, Any], given: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Of a configuration class; and which dropout was switched off."""
+    names = cls.attribute_map
 
     def number(name: str) -> int | None:
         found = numbers.get(name, numbers.get(names.get(name, "")))
@@ -172,7 +199,11 @@ def _shrunk(model_class: str, config_class: str, numbers: dict[str, Any], given:
 
     sizes = _Sizes.of(number("hidden_size"), number("num_attention_heads"), number("head_dim"))
     small: dict[str, Any] = {name: value for name, value in given.items() if name in numbers and name != "model_type"}
-    off = []
+    off: list[str] = []
+    for name, inner in (getattr(cls, "sub_configs", None) or {}).items():  # of text beside images, for instance
+        if isinstance(numbers.get(name), dict) and hasattr(inner, "attribute_map"):
+            small[name], found_off = _small_numbers(inner, numbers[name], given.get(name) or {})
+            off += found_off
     depth = number("num_hidden_layers")
     lists = [v for v in numbers.values() if isinstance(v, list) and len(v) == depth]
     kinds = next((list(dict.fromkeys(v)) for v in lists if v and all(isinstance(x, str) for x in v)), [])
@@ -184,14 +215,16 @@ def _shrunk(model_class: str, config_class: str, numbers: dict[str, Any], given:
             small[name] = 0.0
             off.append(name)
         elif isinstance(value, int):
-            found = layers if name in ("num_hidden_layers", names.get("num_hidden_layers")) else sizes.of_field(name, value)
+            found = (
+                layers if name in ("num_hidden_layers", names.get("num_hidden_layers")) else sizes.of_field(name, value)
+            )
             if found != value:
                 small[name] = found
         elif isinstance(value, list) and name.endswith("_token_id"):
             small[name] = [token % _VOCAB for token in value]
         elif isinstance(value, list) and len(value) == depth and depth:
-            small[name] = _per_layer(value, kinds, layers)
-    return TinyModel(model_class, config_class, small, tuple(off))
+            small[name] = _per_layer([sizes.of_field(name, v) if type(v) is int else v for v in value], kinds, layers)
+    return small, off
 
 
 def _per_layer(values: list[Any], kinds: list[str], layers: int) -> list[Any]:
@@ -232,7 +265,7 @@ class _Sizes:
             return min(value, 4)
         if "chunk" in words:
             return min(value, 8)
-        if "tok" in words or "topk" in name or "top_k" in name:
+        if "tok" in words or "topk" in name or words[-1] == "k":
             return min(value, 1 if "group" in words else 2)
         if "shared" in words and words[-1] == "experts":
             return min(value, 1)

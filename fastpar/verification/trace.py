@@ -168,5 +168,7 @@ def _replaced(value: Any, views: dict[int, Tensor]) -> Any:
     if type(value) is tuple:
         return tuple(_replaced(item, views) for item in value)
     if type(value) is dict:
-        return {name: _replaced(item, views) if isinstance(item, Tensor | tuple) else item for name, item in value.items()}
+        return {
+            name: _replaced(item, views) if isinstance(item, Tensor | tuple) else item for name, item in value.items()
+        }
     return value
