@@ -10,7 +10,7 @@ WIDTH, ROW, GAP, LEFT, BOX_GAP = 920, 46, 12, 190, 8
 # (row title, [(box, exists)]); a planned box is dashed.
 PYTHON = [
     ("commands", [("cli", True), ("doctor", True)]),
-    ("other libraries", [("integrations", True)]),
+    ("proof, other libraries", [("verification", True), ("integrations", True)]),
     ("whole models", [("compose", True), ("swap", True), ("checkpoint", False), ("planner", False)]),
     ("what is split how", [("plan, heads, guards, lm_head, doors", True), ("zero (stands on clip, precision)", True)]),
     (
