@@ -48,7 +48,7 @@ def test_a_right_model_is_equal(case: Case) -> None:
     compared = [check for check in report.checks if check.status == "equal"]
     assert len(compared) > 100
     assert {check.kind for check in compared} >= {"input", "output", "loss", "gradient", "gradient norm", "update"}
-    assert {check.step for check in compared} == {0, 1}
+    assert {check.step for check in compared} >= {0, 1}
 
 
 @pytest.mark.parametrize("case", BUGS, ids=name_of)
@@ -120,8 +120,8 @@ def test_refusals_and_errors_are_findings_with_their_text() -> None:
         assert "refused. rank 0: ValueError: " in str(refused)
         assert "attention heads (1) must be divisible by the tensor-parallel size" in str(refused)
         first = failed.findings[0]
-        assert (first.kind, first.module) == ("error", "3.up")
-        assert "failed in step 1, in 3.up: rank 1: PipelineError" in str(failed)
+        assert (first.kind, first.module) == ("error", "4")
+        assert "failed in step 1, in 4: rank 1: PipelineError" in str(failed)
         assert "a module that cannot" in str(failed)
 
 

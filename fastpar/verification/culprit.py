@@ -28,7 +28,7 @@ def findings_of(checks: Sequence[Check], traces: Sequence[StepTrace], styles: Ma
     wrong = [check for check in checks if check.differs]
     found = []
     for check in wrong:
-        trace = traces[check.step]
+        trace = traces[min(check.step, len(traces) - 1)]
         of_step = {(c.module, c.kind) for c in wrong if c.step == check.step}
         module = _culprit(check, trace, of_step)
         found.append(
@@ -76,6 +76,6 @@ def _words(check: Check, is_first: bool) -> str:
     }.get(check.kind, check.kind)
     if check.detail:
         text += f" ({check.detail})"
-    if is_first and check.step and check.kind in (INPUT, OUTPUT):
+    elif is_first and check.step and check.kind in (INPUT, OUTPUT):
         text += ", although all updates before agree: other weights than the updated ones?"
     return text

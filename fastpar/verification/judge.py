@@ -52,6 +52,7 @@ class RankRecord:
     microbatches: tuple[int, ...]  # of each call of a module, in their order
     hints: ModuleHints
     steps: list[RankStep] = field(default_factory=list)
+    reseeded: StepTrace | None = None  # of a forward in which nothing random was switched off, seeded by rank
 
 
 @dataclass(frozen=True)
@@ -150,7 +151,7 @@ class Judge:
             found += self._gradients(step, order, scale)
             found += self._norm(step)
             found += self._updates(step)
-        return sorted(found, key=lambda check: check.when)
+        return sorted([*found, *self._reseeded()], key=lambda check: check.when)
 
     # ---- inputs and outputs of modules
 
@@ -228,6 +229,31 @@ class Judge:
                 if index in rounded and rounded[index].shape == x.shape:  # rounding may send tokens to other experts
                     worst = max(worst, _relative(_rms(rounded[index].to(x.dtype) - x), _rms(x)))
         return worst
+
+    def _reseeded(self) -> list[Check]:
+        """What ranks of a tensor-parallel group hold whole they must hold alike, also where their seeds differ."""
+        found = []
+        for (path, kind, call), position in self.truth.order(0).items():
+            if kind in BACKWARD:
+                continue
+            outcome, is_compared = _Outcome(), False
+            for records in self._groups(0, (path, kind)):
+                whole = self.truth.steps[0].traces[records[0].dp].tensors((path, kind), call)
+                held = [r.reseeded.tensors((path, kind), call) for r in records if r.reseeded is not None]
+                if len(held) < 2 or records[0].hints.may_be_parts(path):
+                    continue
+                for index, x in whole.items():
+                    if all(index in tensors and tensors[index].shape == x.shape for tensors in held):
+                        is_compared = True
+                        first = held[0][index].double()
+                        for record, tensors in zip(records, held, strict=True):
+                            error = _rms(tensors[index].double() - first)
+                            outcome.add(error, _rms(first), _Bound(self._floor, 0.0), record.rank)
+            if is_compared:
+                detail = "ranks that hold the same otherwise differ here once their seeds do" if outcome.ranks else ""
+                step = len(self.truth.steps)
+                found.append(_check(step, FORWARD_PHASE, position, kind, path, outcome, 0.0, detail=detail))
+        return _without_unread(found)
 
     # ---- losses, gradients, norms, updates
 

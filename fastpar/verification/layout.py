@@ -223,7 +223,7 @@ class LaidOut:
             for path, module in modules
             if not any(gone == path or gone.startswith(f"{path}." if path else "") for gone in absent)
             and not any(path.startswith(experts) for experts in inside)
-            and not (self.pipe is not None and any(module is root for _, root in self._roots))
+            and (path or self.pipe is None)
         ]
 
     def _hints(self) -> ModuleHints:
@@ -264,6 +264,11 @@ class LaidOut:
         loss = loss_of(self.model(*inputs.args, **inputs.kwargs), inputs.target, self._loss)
         loss.backward()
         return loss.item()
+
+    def forward(self, inputs: Inputs) -> None:
+        """Forward alone; not of a pipeline."""
+        with torch.no_grad():
+            self.model(*inputs.args, **inputs.kwargs)
 
     def grads(self) -> list[Piece]:
         """Averaged over data-parallel ranks."""

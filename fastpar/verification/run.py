@@ -20,6 +20,7 @@ from fastpar.verification.layout import LaidOut, MakeOptimizer, VerifyLayout, pa
 from fastpar.verification.pieces import Piece
 from fastpar.verification.reference import Job, references, step_seed
 from fastpar.verification.report import VerifyFinding, VerifyReport
+from fastpar.verification.trace import StepTrace
 
 _WAIT = timedelta(hours=1)  # for the rank that runs the whole model
 
@@ -55,7 +56,9 @@ def verify(
                 error of a gradient in proportion
     steps       two by default: the second sees what the first has written
     noise       on every parameter, so that biases and norms are not 0 and 1; 0: the weights as built
-    rank_seeds  seed the ranks differently while the parallel model runs, as careless training scripts do
+    rank_seeds  seed the ranks differently while the parallel model runs, as many training scripts do. In one forward
+                more, dropout that is switched off elsewhere (see *docs/verify.md*) is on: ranks must still hold alike
+                what they hold whole
 
     Compared are: the floating-point inputs and outputs of every module that both have, the loss, the gradients of
     outputs and inputs, of every parameter, their norm as `fp.clip_grad_norm_` gives it, and the updates. Local parts
@@ -178,6 +181,7 @@ class _Verification:
 
     def __init__(self, layout: VerifyLayout, exchange: _Exchange, job: Job, rank_seeds: bool) -> None:
         self._layout, self._exchange, self._job = layout, exchange, job
+        self._rank_seeds = rank_seeds
         self._own_seed = 1_000_003 * exchange.rank if rank_seeds else 0
         mesh = layout.mesh
         self._dp, self._tokens = mesh.size("dp"), None
@@ -214,6 +218,12 @@ class _Verification:
                 return self._report([*batch, failure])
             assert step is not None
             record.steps.append(step)
+        if self._rank_seeds and laid_out.pipe is None:
+            trace, error = _tried(partial(self._reseeded, laid_out))
+            failure = self._failure(error, laid_out, self._job.steps, "error")
+            if failure is not None:
+                return self._report([*batch, failure])
+            record.reseeded = trace
         records = self._exchange.gather(record)
         found: tuple[Any, ...] = ()
         if self._exchange.rank == 0:
@@ -255,6 +265,13 @@ class _Verification:
             for old, new in pairs
         ]
         return RankStep(loss, laid_out.trace.step, grads, updates, norm)
+
+    def _reseeded(self, laid_out: LaidOut) -> StepTrace:
+        """One more forward, in which code that draws dropout by itself does so."""
+        laid_out.trace.begin()
+        with seeded(self._job.seed + self._own_seed):
+            laid_out.forward(self._inputs)
+        return laid_out.trace.step
 
     def _different_batches(self) -> list[VerifyFinding]:
         everyone = self._exchange.everyone(self._job.inputs.checksums())
