@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 import fastpar as fp
 from fastpar.comm import Communicator
+from fastpar.pipeline.absent import Absent
 from fastpar.tensor import VocabParallelEmbedding, layout_of
 from fastpar.tensor.parameter import local_tensor
 from fastpar.verification import VerifyReport, layout
@@ -177,7 +178,7 @@ def at(path: str, change: Callable[[Any], None]) -> Plant:
 
     def plant(model: nn.Module) -> None:
         module = dict(model.named_modules()).get(path)
-        if module is not None and type(module).__name__ != "AbsentLayer":
+        if module is not None and not isinstance(module, Absent):
             change(module)
 
     return plant

@@ -131,10 +131,8 @@ def _class_types() -> dict[str, str]:
 def _classes(model_type: str) -> tuple[str, str]:
     """(model, configuration). What takes images as well is replaced by its part for text."""
     models, configs = _language_models(), _config_names()
+    model_type = f"{model_type}_text" if f"{model_type}_text" in models else model_type
     cls = models.get(model_type)
-    if (cls is None or "ConditionalGeneration" in cls) and f"{model_type}_text" in models:
-        model_type = f"{model_type}_text"
-        cls = models[model_type]
     if cls is None:
         raise ValueError(
             f"{model_type!r} is no language model of the installed transformers; {_near(model_type, models)}"
@@ -223,7 +221,8 @@ def _small_numbers(cls: Any, numbers: dict[str, Any], given: dict[str, Any]) -> 
         elif isinstance(value, list) and name.endswith("_token_id"):
             small[name] = [token % _VOCAB for token in value]
         elif isinstance(value, list) and len(value) == depth and depth:
-            small[name] = _per_layer([sizes.of_field(name, v) if type(v) is int else v for v in value], kinds, layers)
+            large = [v for v in value if type(v) is int and v >= depth]
+            small[name] = _per_layer([sizes.of_field(name, v) if v in large else v for v in value], kinds, layers)
     return small, off
 
 
@@ -231,6 +230,8 @@ def _per_layer(values: list[Any], kinds: list[str], layers: int) -> list[Any]:
     if values and all(isinstance(value, str) for value in values):
         found = list(dict.fromkeys(values))
         return (found + [found[-1]] * layers)[:layers] if found != kinds or len(found) < layers else found
+    if values == list(range(len(values))):  # the layers themselves
+        return values[:layers]
     step = (len(values) - 1) / max(layers - 1, 1)
     return [values[round(i * step)] for i in range(layers)]
 
@@ -265,7 +266,7 @@ class _Sizes:
             return min(value, 4)
         if "chunk" in words:
             return min(value, 8)
-        if "tok" in words or "topk" in name or words[-1] == "k":
+        if {"tok", "token"} & set(words) or "topk" in name or words[-1] == "k":
             return min(value, 1 if "group" in words else 2)
         if "shared" in words and words[-1] == "experts":
             return min(value, 1)
