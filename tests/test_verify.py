@@ -69,6 +69,16 @@ def test_every_rank_gets_the_same_report(which: str) -> None:
     assert [str(report) for report in first] == [str(report) for report in second]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("index", range(len(verify_ranks.ON_FOUR)), ids=lambda i: verify_ranks.ON_FOUR[i].name)
+def test_compositions_on_four_ranks(index: int) -> None:
+    case = verify_ranks.ON_FOUR[index]
+    for report in run_ranks(4, verify_ranks.run_case, case, timeout=240):
+        assert report.ok == (not case.culprits), str(report)
+        if report.culprit is not None:
+            assert report.culprit.module in case.culprits, str(report)
+
+
 def test_findings_tell_class_style_and_ranks() -> None:
     names = [case.name for case in BUGS]
     report = reports("BUGS")[0][names.index("masks of dropout per rank")]
@@ -177,6 +187,12 @@ def test_a_column_parallel_layer_is_held_to_its_own_rows() -> None:
     whole = torch.arange(4.0).reshape(1, 4)
     (found,) = placed(hints, "qkv", whole, [torch.zeros(1, 2), torch.zeros(1, 2)])
     assert [x.tolist() for x in found] == [[[0.0, 2.0]], [[1.0, 3.0]]]
+
+
+def test_of_what_a_model_returns_logits_alone_may_be_split() -> None:
+    whole = torch.randn(2, 5, 4)
+    assert placed(ModuleHints(), "", whole, list(whole.split(2, dim=-1)))
+    assert not placed(ModuleHints(), "", whole, list(whole.tensor_split(2, dim=1)))
 
 
 # ---- layouts and models by name

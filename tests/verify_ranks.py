@@ -436,6 +436,12 @@ RIGHT = [
 ]
 
 L1 = "model.layers.1"
+
+
+def down_without_sum(model: nn.Module) -> None:
+    at(f"{L1}.mlp.down_proj", no_sum)(model)
+
+
 BUGS = [
     Case(
         "no sum after a row-parallel layer",
@@ -647,6 +653,21 @@ BUGS = [
         kind="output",
     ),
     Case("another batch on one rank", "llama", "tp2", batch=other_batch, culprits=("(batch)",), kind="batch"),
+]
+
+
+# Pickled, and so without contexts of their own; an error goes by the name of a function.
+ON_FOUR = [
+    Case("tp and pp", "llama", "tp2,sp,pp2"),
+    Case("tp and pp, tied", "qwen3", "tp2,pp2,zbv,mb4"),
+    Case("tp and zero 2", "gpt2", "tp2,dp2,zero2"),
+    Case("tp and zero 3", "llama", "tp2,sp,dp2,zero3"),
+    Case("pp and zero 1", "llama", "pp2,dp2,zero1"),
+    Case("replicas of shards", "llama", "dp2,replicas2,zero3"),
+    Case("experts, tp and dp", "example", "tp2,sp,dp2,ep2,zero1", EXPERTS),
+    Case("experts over all", "example", "tp2,dp2,ep4,zero2", EXPERTS),
+    Case("no sum, in two dims", "llama", "tp2,dp2,zero1", plant=down_without_sum, culprits=(f"{L1}.mlp.down_proj",)),
+    Case("no sum, in a stage", "llama", "tp2,pp2", plant=down_without_sum, culprits=(f"{L1}.mlp.down_proj",)),
 ]
 
 

@@ -38,8 +38,8 @@ class Alignment:
         if not dims:
             yield [(None,) * whole.dim()] * len(locals_)
             return
-        if len(dims) > 1:
-            return
+        if len(dims) > 1 or (not path and dims[0] != whole.dim() - 1):
+            return  # of what a model returns, logits may be split, and nothing else
         dim, sizes = dims[0], [x.size(dims[0]) for x in locals_]
         for rows in self._rows(path, is_output, dim, whole, sizes):
             yield [tuple(rows[rank] if d == dim else None for d in range(whole.dim())) for rank in range(len(sizes))]

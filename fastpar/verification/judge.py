@@ -98,11 +98,12 @@ class _Bound:
 
 @dataclass
 class _Outcome:
-    """The worst of several comparisons: how far beyond what is allowed, and on which ranks."""
+    """The worst of several comparisons: how far beyond what is allowed, on which ranks, and a word on it."""
 
     excess: float = 0.0
     error: float = 0.0
     ranks: set[int] = field(default_factory=set)
+    detail: str = ""
 
     def add(self, error: float, scale: float, bound: _Bound, rank: int) -> None:
         limit = bound.allowed * scale + bound.floor
@@ -115,6 +116,7 @@ class _Outcome:
     def merge(self, other: _Outcome) -> None:
         self.excess, self.error = max(self.excess, other.excess), max(self.error, other.error)
         self.ranks |= other.ranks
+        self.detail = self.detail or other.detail
 
 
 class Judge:
@@ -177,7 +179,8 @@ class Judge:
         phase = BACKWARD_PHASE if is_backward else FORWARD_PHASE
         status = "differs" if total.ranks else "equal" if is_compared else "not compared"
         ranks = tuple(sorted(total.ranks))
-        return Check(step, phase, position, kind, path, "", status, total.error, rounding, ranks, reason)
+        detail = reason or total.detail
+        return Check(step, phase, position, kind, path, "", status, total.error, rounding, ranks, detail)
 
     def _groups(self, step: int, key: Key) -> Iterator[list[RankRecord]]:
         """Ranks that have the key, by stage and part of the batch, in the order of their tensor-parallel ranks."""
@@ -214,6 +217,9 @@ class Judge:
                     for outcome in _placed(whole, locals_, places, [record.rank for record in records], bound):
                         if best is None or outcome.excess < best.excess:
                             best = outcome
+                if best is None and key == ("", OUTPUT):  # what the model's caller gets
+                    best = _Outcome(math.inf, math.inf, {record.rank for record in records})
+                    best.detail = f"the caller gets {tuple(locals_[0].shape)}, a part of {tuple(whole.shape)}"
                 if best is None:
                     return f"{tuple(locals_[0].shape)} is no part of {tuple(whole.shape)} that is known"
                 total.merge(best)
