@@ -106,9 +106,8 @@ def model_checksums(model: nn.Module) -> dict[str, int]:
 
 def built(build: Callable[[], nn.Module], seed: int, noise: float) -> nn.Module:
     """The model, the same on every rank and in every call, in training mode, with noise on its parameters."""
-    torch.manual_seed(seed)
-    random.seed(seed)
-    model = build()
+    with seeded(seed):
+        model = build()
     if not isinstance(model, nn.Module):
         raise TypeError(f"build() must return an nn.Module, got {type(model).__name__}")
     if noise:

@@ -38,12 +38,30 @@ class WholeStep:
 
 @dataclass
 class WholeRun:
-    """steps; names: every name of a parameter to its first; functional_dropout: what was switched off, by module"""
+    """What a whole model did.
+
+    names               every name of a parameter to its first
+    functional_dropout  what was switched off, by module
+    undivided           the loss of the whole batch at once, before the first step; None: the batch has one part, or
+                        masks of dropout that depend on the part
+    """
 
     steps: list[WholeStep]
     names: dict[str, str]
     dtype: torch.dtype
     functional_dropout: dict[str, float]
+    undivided: float | None = None
+
+    def weighs_parts(self) -> str:
+        """A note where the mean of the parts' losses is not the loss of the batch; "" where it is."""
+        mean = sum(self.steps[0].losses) / len(self.steps[0].losses)
+        if self.undivided is None or abs(mean - self.undivided) <= 1e-5 * abs(self.undivided):
+            return ""
+        return (
+            f"the loss of the batch is {self.undivided:.6g}, the mean of its {len(self.steps[0].losses)} parts' losses "
+            f"{mean:.6g}: parts have other numbers of tokens that count, or a loss that is no mean over tokens. A "
+            "layout computes the mean of the parts"
+        )
 
     def order(self, step: int) -> dict[tuple[str, str, int], int]:
         """When each input, output and gradient of each call came about: forward, then backward."""
@@ -100,6 +118,10 @@ def _run(
     optimizer = job.make_optimizer([p for p in model.parameters() if p.requires_grad])
     off = FunctionalDropoutOff(lambda: trace.active[-1] if trace.active else "")
     parts = inputs.parts(dp * microbatches)
+    undivided = None
+    if len(parts) > 1 and not masks:
+        with seeded(step_seed(job, 0)), off, torch.no_grad():
+            undivided = loss_of(model(*inputs.args, **inputs.kwargs), inputs.target, job.loss).item()
     steps = []
     for number in range(job.steps):
         losses, traces = [], []
@@ -122,7 +144,7 @@ def _run(
         updates = {name: p.detach().cpu() - before[name] for name, p in model.named_parameters()}
         scales = {name: float(x.abs().double().square().mean() ** 0.5) for name, x in before.items()}
         steps.append(WholeStep(losses, traces, grads, updates, scales))
-    return WholeRun(steps, names, own, off.found)
+    return WholeRun(steps, names, own, off.found, undivided)
 
 
 @torch.no_grad()

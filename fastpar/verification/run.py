@@ -228,7 +228,7 @@ class _Verification:
         found: tuple[Any, ...] = ()
         if self._exchange.rank == 0:
             truth, native, note = whole
-            self._notes += [note] if note else []
+            self._notes += [text for text in (note, truth.weighs_parts()) if text]
             for path, p in truth.functional_dropout.items():
                 self._note(f"dropout (p={p:g}) that the code of {path or 'the model'} draws by itself was switched off")
             judge = Judge(
