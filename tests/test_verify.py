@@ -29,7 +29,6 @@ from tests import verify_ranks
 from tests.dist import run_ranks
 from tests.verify_ranks import BUGS, RIGHT, Case, Chain, next_tokens
 
-
 CHUNK = 8  # cases to a run of the ranks
 
 
