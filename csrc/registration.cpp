@@ -89,6 +89,9 @@ STABLE_TORCH_LIBRARY(fastpar, m) {
   m.def("quantize_blocks(Tensor x, Tensor(a!)? residual, SymInt[] sizes, int block, int format, int seed) -> Tensor");
   m.def("sum_quantized(Tensor message, SymInt count, SymInt parts, int block, int format, bool average) -> Tensor");
   m.def("dequantize_parts(Tensor message, SymInt[] sizes, int block, int format) -> Tensor");
+  // codes and scales of blocks along the last dim
+  m.def("quantize_rows(Tensor x, int block, int format, int seed) -> (Tensor, Tensor)");
+  m.def("dequantize_rows(Tensor codes, Tensor scales, int block, int format, ScalarType dtype) -> Tensor");
   // square_sum: the exact sum of squares as an integer, and its root
   m.def("exact_square_sum(Tensor[] tensors) -> Tensor");
   m.def("square_sum_norm(Tensor sums, ScalarType dtype) -> Tensor");

@@ -368,6 +368,23 @@ def _swiglu_error() -> float:
     return _largest(pairs)
 
 
+def _quantize_error() -> float:
+    """How much more than its bound a value of 37 x 300 is off in its worst format, relative to its block's largest."""
+    from fastpar.ops import dequantize_blocks, quantize_blocks
+
+    x = _normal(37, 300)
+    largest = F.pad(x.abs(), (0, 84)).view(37, 3, 128).amax(-1).repeat_interleave(128, -1)[:, :300]
+    worst = 0.0
+    for name, bound in (
+        ("int8", largest / 254),
+        ("float8_e4m3fn", torch.maximum(x.abs() / 16, largest / 448 * 2.0**-10)),
+        ("float8_e5m2", torch.maximum(x.abs() / 8, largest / 57344 * 2.0**-17)),
+    ):
+        off = (dequantize_blocks(*quantize_blocks(x, format=name)) - x).abs()
+        worst = max(worst, float(((off - bound) / largest).max()))
+    return worst
+
+
 def _newton_schulz_error() -> float:
     """A 37 x 65 fp32 matrix orthogonalized in five steps."""
     from fastpar import reference
@@ -701,6 +718,8 @@ SELF_TESTS: list[tuple[str, Callable[[], float], float]] = [
     ("rms_norm", _rms_norm_error, 3e-5),
     ("all_reduce_rms_norm", _all_reduce_rms_norm_error, 3e-5),
     ("swiglu", _swiglu_error, 3e-5),
+    ("quantize_blocks", _quantize_error, 1e-6),
+    ("dequantize_blocks", _quantize_error, 1e-6),
     ("exact_square_sum", _square_sum_error, 1e-15),
     ("square_sum_norm", _square_sum_error, 1e-15),
     ("newton_schulz", _newton_schulz_error, 3e-5),

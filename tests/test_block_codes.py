@@ -12,7 +12,7 @@ from torch import Tensor
 from fastpar import _ext
 from fastpar.comm.block_codes import BlockCodes
 
-FORMATS = ("int8", "float8_e4m3fn")
+FORMATS = ("int8", "float8_e4m3fn", "float8_e5m2")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 CAPABILITIES = _ext.build_info()["cpu_capabilities"].split()
 NUMELS = ([0], [1], [64], [1000], [257, 0, 511], [5, 128, 64 * 9 + 3])
@@ -89,6 +89,7 @@ def test_rounding_to_nearest_is_off_by_half_a_step() -> None:
     for format, bound in (
         ("int8", largest / 254),
         ("float8_e4m3fn", torch.maximum(x.abs() / 16, largest / 448 * 2**-10)),
+        ("float8_e5m2", torch.maximum(x.abs() / 8, largest / 57344 * 2**-17)),
     ):
         codes = BlockCodes(format, 256)
         off = (codes.dequantize(codes.quantize(x, [4096], seed=None, residual=None), [4096]) - x).abs()
@@ -104,7 +105,11 @@ def test_stochastic_rounding_has_no_bias(format: str) -> None:
         [codes.dequantize(codes.quantize(x, [1024], seed=seed, residual=None), [1024]) for seed in range(400)]
     )
     largest = x.view(-1, 256).abs().amax(1, keepdim=True).expand(-1, 256).reshape(-1)
-    step = largest / 127 if format == "int8" else torch.maximum(x.abs() / 8, largest / 448 * 2**-9)
+    step = {
+        "int8": largest / 127,
+        "float8_e4m3fn": torch.maximum(x.abs() / 8, largest / 448 * 2**-9),
+        "float8_e5m2": torch.maximum(x.abs() / 4, largest / 57344 * 2**-16),
+    }[format]
     step = step * (1 + 1e-5) + 1e-7
     assert ((runs - x).abs() <= step).all()
     assert ((runs.mean(0) - x).abs() <= 6 * step / 2 / 20).all()
@@ -117,7 +122,8 @@ def test_what_has_a_code_is_kept_by_stochastic_rounding(format: str) -> None:
     if format == "int8":
         x = torch.arange(-127.0, 128.0)
     else:
-        x = torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn).float().nan_to_num(nan=0.0)
+        x = torch.arange(256).to(torch.uint8).view(getattr(torch, format)).float().nan_to_num(nan=0.0, posinf=0.0)
+        x = x.clamp(min=-x.max())  # without -infinity
     codes = BlockCodes(format, 256)  # one block, of scale 1
     for seed in range(100):
         assert torch.equal(codes.dequantize(codes.quantize(x, [len(x)], seed=seed, residual=None), [len(x)]), x)
@@ -157,7 +163,7 @@ def test_numbers_too_small_for_a_scale_become_zero_and_the_residual_keeps_them()
 
 
 def test_only_whole_formats_and_blocks_are_taken() -> None:
-    with pytest.raises(ValueError, match="format must be one of int8, float8_e4m3fn, got 'int4'"):
+    with pytest.raises(ValueError, match="format must be one of int8, float8_e4m3fn, float8_e5m2, got 'int4'"):
         BlockCodes("int4", 256)
     for block in (0, 100, 8192, -64):
         with pytest.raises(ValueError, match=f"block must be a multiple of 64 up to 4096, got {block}"):
@@ -166,7 +172,7 @@ def test_only_whole_formats_and_blocks_are_taken() -> None:
     for arguments, complaint in (
         ((x, None, [7], 64, 0, -1), "sizes must add up to the 8 elements"),
         ((x, None, [8], 63, 0, -1), "block must be a multiple of 64"),
-        ((x, None, [8], 64, 2, -1), "format must be 0"),
+        ((x, None, [8], 64, 3, -1), "format must be 0"),
         ((x, torch.ones(7), [8], 64, 0, -1), "residual must be contiguous float32"),
         ((x.double(), None, [8], 64, 0, -1), "x must be float32, bfloat16 or float16"),
     ):

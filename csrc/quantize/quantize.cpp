@@ -22,6 +22,23 @@
 #include "common/tensor_rows.h"
 
 namespace fastpar {
+
+const QuantizeKernels& quantize_kernels() {
+#if FASTPAR_X86
+  if (cpu_capability() >= CpuCapability::kAvx512) return kQuantizeAvx512;
+  if (cpu_capability() == CpuCapability::kAvx2) return kQuantizeAvx2;
+#endif
+  return kQuantizePortable;
+}
+
+int check_code_format(int64_t block, int64_t format) {
+  FASTPAR_CHECK(block > 0 && block <= kMaxBlock && block % kBlockUnit == 0, "block must be a multiple of ", kBlockUnit,
+                " up to ", kMaxBlock, ", got ", block);
+  FASTPAR_CHECK(format >= 0 && format < kNumCodeFormats,
+                "format must be 0 (int8), 1 (float8_e4m3fn) or 2 (float8_e5m2), got ", format);
+  return static_cast<int>(format);
+}
+
 namespace {
 
 using torch::headeronly::ScalarType;
@@ -29,14 +46,6 @@ using torch::stable::Tensor;
 
 constexpr int64_t kWordBytes = 8;
 constexpr int64_t kGrainElements = 1 << 15;
-
-const QuantizeKernels& kernels() {
-#if FASTPAR_X86
-  if (cpu_capability() >= CpuCapability::kAvx512) return kQuantizeAvx512;
-  if (cpu_capability() == CpuCapability::kAvx2) return kQuantizeAvx2;
-#endif
-  return kQuantizePortable;
-}
 
 int64_t blocks_of(int64_t count, int64_t block) { return (count + block - 1) / block; }
 int64_t scale_bytes(int64_t count, int64_t block) {
@@ -49,13 +58,6 @@ int64_t words_of(const std::vector<int64_t>& sizes, int64_t block) {
   int64_t words = 0;
   for (const int64_t count : sizes) words += words_of(count, block);
   return words;
-}
-
-int check_format(int64_t block, int64_t format) {
-  FASTPAR_CHECK(block > 0 && block <= kMaxBlock && block % kBlockUnit == 0, "block must be a multiple of ", kBlockUnit,
-                " up to ", kMaxBlock, ", got ", block);
-  FASTPAR_CHECK(format >= 0 && format < kNumCodeFormats, "format must be 0 (int8) or 1 (float8_e4m3fn), got ", format);
-  return static_cast<int>(format);
 }
 
 void check_message(const Tensor& message, int64_t words) {
@@ -71,7 +73,7 @@ void for_blocks(int64_t count, int64_t block, const F& work) {
 
 Tensor quantize_blocks_cpu(const Tensor& x, const std::optional<Tensor>& residual, std::vector<int64_t> sizes,
                            int64_t block, int64_t format_in, int64_t seed) {
-  const int format = check_format(block, format_in);
+  const int format = check_code_format(block, format_in);
   const FloatType type = float_type(x, "x");
   FASTPAR_CHECK(type != FloatType::kFloat64, "x must be float32, bfloat16 or float16");
   FASTPAR_CHECK(x.is_contiguous(), "x must be contiguous");
@@ -85,7 +87,7 @@ Tensor quantize_blocks_cpu(const Tensor& x, const std::optional<Tensor>& residua
     rest = static_cast<float*>(residual->mutable_data_ptr());
   }
   Tensor message = empty_cpu({words_of(sizes, block)}, ScalarType::Long);
-  const QuantizeKernel kernel = kernels().quantize[format][static_cast<int>(type)];
+  const QuantizeKernel kernel = quantize_kernels().quantize[format][static_cast<int>(type)];
   const char* source = static_cast<const char*>(x.const_data_ptr());
   char* target = static_cast<char*>(message.mutable_data_ptr());
   int64_t blocks_before = 0;
@@ -121,13 +123,13 @@ void sum_into(float* out, const char* message, int64_t count, int64_t parts, int
     codes.push_back(reinterpret_cast<const uint8_t*>(start + scale_bytes(count, block)));
   }
   const DequantizeArguments arguments{scales.data(), codes.data(), static_cast<int>(parts), count, block, average, out};
-  const DequantizeKernel kernel = kernels().sum[format];
+  const DequantizeKernel kernel = quantize_kernels().sum[format];
   for_blocks(count, block, [&](int64_t begin, int64_t end) { kernel(arguments, begin, end); });
 }
 
 Tensor sum_quantized_cpu(const Tensor& message, int64_t count, int64_t parts, int64_t block, int64_t format_in,
                          bool average) {
-  const int format = check_format(block, format_in);
+  const int format = check_code_format(block, format_in);
   FASTPAR_CHECK(parts > 0 && parts <= kMaxParts, "parts must be in 1..", kMaxParts, ", got ", parts);
   FASTPAR_CHECK(count >= 0, "count must not be negative, got ", count);
   check_message(message, parts * words_of(count, block));
@@ -138,7 +140,7 @@ Tensor sum_quantized_cpu(const Tensor& message, int64_t count, int64_t parts, in
 }
 
 Tensor dequantize_parts_cpu(const Tensor& message, std::vector<int64_t> sizes, int64_t block, int64_t format_in) {
-  const int format = check_format(block, format_in);
+  const int format = check_code_format(block, format_in);
   check_message(message, words_of(sizes, block));
   Tensor out = empty_cpu({std::accumulate(sizes.begin(), sizes.end(), int64_t{0})}, ScalarType::Float);
   float* target = static_cast<float*>(out.mutable_data_ptr());

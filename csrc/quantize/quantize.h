@@ -5,8 +5,8 @@
 
 namespace fastpar {
 
-enum class CodeFormat { kInt8 = 0, kFloat8E4M3 = 1 };
-constexpr int kNumCodeFormats = 2;
+enum class CodeFormat { kInt8 = 0, kFloat8E4M3 = 1, kFloat8E5M2 = 2 };
+constexpr int kNumCodeFormats = 3;
 
 constexpr int64_t kBlockUnit = 64;  // sizes of blocks are multiples of it
 constexpr int64_t kMaxBlock = 4096;
@@ -33,14 +33,28 @@ struct DequantizeArguments {
   float* out;
 };
 
+// The values of one source, as float32, bfloat16 or float16.
+struct DecodeArguments {
+  const float* scales;
+  const uint8_t* codes;
+  int64_t count, block;
+  void* out;
+};
+
 using QuantizeKernel = void (*)(const QuantizeArguments&, int64_t block_begin, int64_t block_end);
 using DequantizeKernel = void (*)(const DequantizeArguments&, int64_t block_begin, int64_t block_end);
+using DecodeKernel = void (*)(const DecodeArguments&, int64_t block_begin, int64_t block_end);
 
 // By CodeFormat, and FloatType up to float16.
 struct QuantizeKernels {
   QuantizeKernel quantize[kNumCodeFormats][3];
   DequantizeKernel sum[kNumCodeFormats];
+  DecodeKernel decode[kNumCodeFormats][3];
 };
+
+const QuantizeKernels& quantize_kernels();
+// The format as an index of the tables above; throws for a block or a format that there is none of.
+int check_code_format(int64_t block, int64_t format);
 
 extern const QuantizeKernels kQuantizePortable;
 #if FASTPAR_X86

@@ -2,10 +2,12 @@
 // per instruction set. fastpar/comm/block_codes.py has the same in PyTorch, bit for bit.
 //
 //   v       = x + residual                             (residual: 0 where there is none)
-//   scale   = max(largest |v| / L, 2^-126)             L = 127 for int8, 448 for float8_e4m3fn; NaN if any v is not
-//   finite code    = round(clamp(v * (1 / scale), -L, L))     0 where scale is NaN value   = code * scale residual = v
-//   - value                               0 where scale is NaN sum     = (value_0 + value_1) + value_2 ...        every
-//   product and sum rounded to float32; divided last
+//   scale   = max(largest |v| / L, 2^-126)             L = 127 for int8, 448 for float8_e4m3fn, 57344 for float8_e5m2;
+//                                                      NaN if any v is not finite
+//   code    = round(clamp(v * (1 / scale), -L, L))     0 where scale is NaN
+//   value   = code * scale
+//   residual = v - value                               0 where scale is NaN
+//   sum     = (value_0 + value_1) + value_2 ...        every product and sum rounded to float32; divided last
 //
 // Rounding is to nearest even, or stochastic: up with the probability of what would be dropped, to 2^-16 of a step. The
 // random numbers are a hash of (seed, block, element in the block), so they do not depend on the number of threads.
@@ -59,45 +61,75 @@ struct Int8 {
   static IntegerVec stochastic(Vec q, IntegerVec bits) { return IntegerVec::floor(q + fraction(bits)); }
   static Vec value_of(IntegerVec code) { return code.to_float(); }
   static Vec load(const uint8_t* codes) { return IntegerVec::load_signed(codes).to_float(); }
+  static Vec load_any(const uint8_t* codes) { return load(codes); }
 };
 
-struct Float8E4M3 {
-  static constexpr float kLargest = 448.0f;
-  static constexpr float kSmallestNormal = 0x1p-6f;
+// 1 sign, 7 - kMantissa exponent and kMantissa significand bits; kMost is the code of the largest finite number.
+template <int kMantissa, int kBias, int kMost>
+struct Float8 {
+  static constexpr int kDropped = 23 - kMantissa;          // bits of float32's significand that normal numbers lose
+  static constexpr int kUnitLog2 = 1 - kBias - kMantissa;  // subnormal numbers are multiples of 2^kUnitLog2
 
-  // Normal numbers drop 20 bits of float32's significand; subnormal ones are multiples of 2^-9.
+  static constexpr float power_of_two(int exponent) {
+    float value = 1.0f;
+    for (int i = 0; i < exponent; ++i) value *= 2.0f;
+    for (int i = 0; i > exponent; --i) value *= 0.5f;
+    return value;
+  }
+  static constexpr float kLargest = static_cast<float>((1 << kMantissa) + kMost % (1 << kMantissa)) *
+                                    power_of_two((kMost >> kMantissa) - kBias - kMantissa);
+  static constexpr float kSmallestNormal = power_of_two(1 - kBias);
+
   static IntegerVec nearest(Vec q) {
     const Vec size = q.abs();
     const IntegerVec bits = IntegerVec::bits_of(size);
-    const IntegerVec odd = bits.shifted_right<20>() & IntegerVec::set(1);
-    const IntegerVec normal = (bits + IntegerVec::set(0x7ffff) + odd).shifted_right<20>() - rebias();
-    // The last bit of this sum is worth 2^-9.
-    const IntegerVec small = IntegerVec::bits_of(size + Vec::set(0x1p14f)) - IntegerVec::bits_of(Vec::set(0x1p14f));
+    const IntegerVec odd = bits.template shifted_right<kDropped>() & IntegerVec::set(1);
+    const IntegerVec half = IntegerVec::set((1u << (kDropped - 1)) - 1u);
+    const IntegerVec normal = (bits + half + odd).template shifted_right<kDropped>() - rebias();
+    // The last bit of this sum is worth 2^kUnitLog2.
+    const Vec shift = Vec::set(power_of_two(23 + kUnitLog2));
+    const IntegerVec small = IntegerVec::bits_of(size + shift) - IntegerVec::bits_of(shift);
     return join(q, size, small, normal);
   }
   static IntegerVec stochastic(Vec q, IntegerVec bits) {
     const Vec size = q.abs();
-    const IntegerVec dropped = bits.shifted_left<4>() + IntegerVec::set(8);
-    const IntegerVec normal = (IntegerVec::bits_of(size) + dropped).shifted_right<20>() - rebias();
-    const IntegerVec small = IntegerVec::floor((size * Vec::set(0x1p9f)).rounded() + fraction(bits));
+    const IntegerVec dropped = bits.template shifted_left<kDropped - 16>() + IntegerVec::set(1u << (kDropped - 17));
+    const IntegerVec normal = (IntegerVec::bits_of(size) + dropped).template shifted_right<kDropped>() - rebias();
+    const IntegerVec small = IntegerVec::floor((size * Vec::set(power_of_two(-kUnitLog2))).rounded() + fraction(bits));
     return join(q, size, small, normal);
   }
   static Vec value_of(IntegerVec code) {
     const IntegerVec size = code & IntegerVec::set(0x7f);
-    const Vec normal = (size.shifted_left<20>() + rebias().shifted_left<20>()).as_float_bits();
-    const Vec small = size.to_float() * Vec::set(0x1p-9f);
-    const Vec value = Vec::select_less(size.to_float(), Vec::set(8.0f), small, normal);
-    return value.with_sign_of((code & IntegerVec::set(0x80)).shifted_left<24>().as_float_bits());
+    const Vec normal =
+        (size.template shifted_left<kDropped>() + rebias().template shifted_left<kDropped>()).as_float_bits();
+    const Vec small = size.to_float() * Vec::set(power_of_two(kUnitLog2));
+    const Vec value = Vec::select_less(size.to_float(), Vec::set(static_cast<float>(1 << kMantissa)), small, normal);
+    return value.with_sign_of((code & IntegerVec::set(0x80)).template shifted_left<24>().as_float_bits());
   }
   static Vec load(const uint8_t* codes) { return value_of(IntegerVec::load_unsigned(codes)); }
+  // Codes that `nearest` and `stochastic` never give, too: infinity and NaN.
+  static Vec load_any(const uint8_t* codes) {
+    const IntegerVec code = IntegerVec::load_unsigned(codes);
+    const Vec value = value_of(code);
+    // A format without infinity has NaN alone beyond its largest.
+    const IntegerVec special = IntegerVec::set(kHasInfinity ? kInfinityBits : kInfinityBits | 0x400000u);
+    const Vec not_finite = (IntegerVec::bits_of(value) | special).as_float_bits();
+    return Vec::select_less((code & IntegerVec::set(0x7f)).to_float(), Vec::set(static_cast<float>(kMost + 1)), value,
+                            not_finite);
+  }
 
  private:
-  static IntegerVec rebias() { return IntegerVec::set((127 - 7) << 3); }
+  static constexpr bool kHasInfinity = (kMost + 1) % (1 << kMantissa) == 0;
+  static IntegerVec rebias() { return IntegerVec::set((127 - kBias) << kMantissa); }
   static IntegerVec join(Vec q, Vec size, IntegerVec small, IntegerVec normal) {
-    const IntegerVec sign = IntegerVec::bits_of(q).shifted_right<31>().shifted_left<7>();
+    const IntegerVec sign = IntegerVec::bits_of(q).template shifted_right<31>().template shifted_left<7>();
     return select_less(size, Vec::set(kSmallestNormal), small, normal) | sign;
   }
 };
+
+using Float8E4M3 = Float8<3, 7, 0x7e>;   // up to 448
+using Float8E5M2 = Float8<2, 15, 0x7b>;  // up to 57344
+static_assert(Float8E4M3::kLargest == 448.0f && Float8E5M2::kLargest == 57344.0f, "kMost");
 
 // ---- quantise -------------------------------------------------------------------------------------------------------
 
@@ -234,14 +266,37 @@ void sum_blocks(const DequantizeArguments& a, int64_t begin, int64_t end) {
   }
 }
 
-#define FASTPAR_QUANTIZE_KERNELS                                                                      \
-  {                                                                                                   \
-    {{quantize_blocks<float, Int8>, quantize_blocks<bfloat16, Int8>, quantize_blocks<float16, Int8>}, \
-     {quantize_blocks<float, Float8E4M3>, quantize_blocks<bfloat16, Float8E4M3>,                      \
-      quantize_blocks<float16, Float8E4M3>}},                                                         \
-    {                                                                                                 \
-      sum_blocks<Int8>, sum_blocks<Float8E4M3>                                                        \
-    }                                                                                                 \
+// ---- decode
+// -----------------------------------------------------------------------------------------------------------
+
+// Values of one source, in the type that is wanted.
+template <typename T, typename Format>
+void decode_blocks(const DecodeArguments& a, int64_t begin, int64_t end) {
+  constexpr int W = Vec::kWidth;
+  T* const out = static_cast<T*>(a.out);
+  for (int64_t block = begin; block < end; ++block) {
+    const int64_t first = block * a.block, last = a.block < a.count - first ? first + a.block : a.count;
+    const Vec scale = Vec::set(a.scales[block]);
+    int64_t i = first;
+    for (; i + W <= last; i += W) (Format::load_any(a.codes + i) * scale).store(out + i);
+    if (i < last) {
+      uint8_t rest[W] = {};
+      memcpy(rest, a.codes + i, static_cast<size_t>(last - i));
+      (Format::load_any(rest) * scale).store_first(out + i, static_cast<int>(last - i));
+    }
+  }
+}
+
+#define FASTPAR_BY_TYPE(function, Format) \
+  {function<float, Format>, function<bfloat16, Format>, function<float16, Format>}
+
+#define FASTPAR_QUANTIZE_KERNELS                                                             \
+  {                                                                                          \
+      {FASTPAR_BY_TYPE(quantize_blocks, Int8), FASTPAR_BY_TYPE(quantize_blocks, Float8E4M3), \
+       FASTPAR_BY_TYPE(quantize_blocks, Float8E5M2)},                                        \
+      {sum_blocks<Int8>, sum_blocks<Float8E4M3>, sum_blocks<Float8E5M2>},                    \
+      {FASTPAR_BY_TYPE(decode_blocks, Int8), FASTPAR_BY_TYPE(decode_blocks, Float8E4M3),     \
+       FASTPAR_BY_TYPE(decode_blocks, Float8E5M2)},                                          \
   }
 
 }  // namespace

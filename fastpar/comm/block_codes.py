@@ -23,9 +23,10 @@ from torch import Tensor
 
 from fastpar import _ext
 
-FORMATS = {"int8": 0, "float8_e4m3fn": 1}
+FORMATS = {"int8": 0, "float8_e4m3fn": 1, "float8_e5m2": 2}
 BLOCK_UNIT, MAX_BLOCK = 64, 4096
-_LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
+_LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
+_SIGNIFICAND_BITS_AND_BIAS = {"float8_e4m3fn": (3, 7), "float8_e5m2": (2, 15)}
 _SMALLEST_SCALE = 2.0**-126  # its reciprocal is finite
 _WORD_BYTES = 8
 _MASK_32, _MASK_64 = (1 << 32) - 1, (1 << 64) - 1
@@ -33,7 +34,8 @@ _MASK_32, _MASK_64 = (1 << 32) - 1, (1 << 64) - 1
 
 @dataclass(frozen=True)
 class BlockCodes:
-    """`format`: "int8" or "float8_e4m3fn"; `block`: elements that share a scale, a multiple of 64 up to 4096.
+    """`format`: "int8", "float8_e4m3fn" or "float8_e5m2"; `block`: elements that share a scale, a multiple of 64 up to
+    4096.
 
     Raises ValueError for others.
     """
@@ -86,18 +88,10 @@ class BlockCodes:
             strict=True,
         ):
             v = self._in_blocks(part)
-            is_finite = v.isfinite().all(1, keepdim=True)
-            largest = torch.where(is_finite, v, 0.0).abs().amax(1, keepdim=True)
-            scale = (largest / _LARGEST[self.format]).clamp(min=_SMALLEST_SCALE)
-            q = (torch.where(is_finite, v, 0.0) * scale.reciprocal()).clamp(
-                -_LARGEST[self.format], _LARGEST[self.format]
-            )
-            random = None if seed is None else self._random_bits(v, seed, blocks_before)
-            codes = self._encode(q, random)
+            codes, scales = self.encode(v, seed=seed, blocks_before=blocks_before)
             if lost is not None:
-                rest = torch.where(is_finite, v - self._decode(codes) * scale, 0.0)
+                rest = torch.where(scales.isfinite(), v - self._decode(codes) * scales, 0.0)
                 lost.copy_(rest.view(-1)[: part.numel()])
-            scales = torch.where(is_finite, scale, torch.nan)
             parts = scales.view(-1).view(torch.uint8), codes.view(-1)[: part.numel()]
             padding = 8 * self.words(part.numel()) - sum(p.numel() for p in parts)
             message += [*parts, codes.new_zeros(padding)]
@@ -122,6 +116,16 @@ class BlockCodes:
             values.append((self._decode(padded) * scales[:, None]).view(-1)[:count])
         return torch.cat(values)
 
+    def encode(self, v: Tensor, *, seed: int | None, blocks_before: int = 0) -> tuple[Tensor, Tensor]:
+        """(codes uint8 [blocks, block], scales float32 [blocks, 1]) of float32 v [blocks, block]."""
+        largest_code = _LARGEST[self.format]
+        is_finite = v.isfinite().all(1, keepdim=True)
+        finite = torch.where(is_finite, v, 0.0)
+        scale = (finite.abs().amax(1, keepdim=True) / largest_code).clamp(min=_SMALLEST_SCALE)
+        q = (finite * scale.reciprocal()).clamp(-largest_code, largest_code)
+        random = None if seed is None else self._random_bits(v, seed, blocks_before)
+        return self._encode(q, random), torch.where(is_finite, scale, torch.nan)
+
     def _num_blocks(self, count: int) -> int:
         return -(-count // self.block)
 
@@ -136,14 +140,22 @@ class BlockCodes:
             whole = q.round() if fraction is None else (q + fraction).floor()
             return whole.to(torch.int8).view(torch.uint8)
         if random is None or fraction is None:
-            return q.to(torch.float8_e4m3fn).view(torch.uint8)
-        size = q.abs()
-        normal = ((size.view(torch.int32).long() + (random << 4) + 8) >> 20) - ((127 - 7) << 3)
-        small = (size * 2.0**9 + fraction).floor().long()
-        return (torch.where(size < 2.0**-6, small, normal) | (q.signbit().long() << 7)).to(torch.uint8)
+            return q.to(self.dtype).view(torch.uint8)
+        bits, bias = _SIGNIFICAND_BITS_AND_BIAS[self.format]
+        size, dropped = q.abs(), 23 - bits
+        above = (random << (dropped - 16)) + (1 << (dropped - 17))
+        normal = ((size.view(torch.int32).long() + above) >> dropped) - ((127 - bias) << bits)
+        small = (size * 2.0 ** (bias - 1 + bits) + fraction).floor().long()
+        return (torch.where(size < 2.0 ** (1 - bias), small, normal) | (q.signbit().long() << 7)).to(torch.uint8)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the codes, where they are a tensor."""
+        dtype: torch.dtype = getattr(torch, self.format)
+        return dtype
 
     def _decode(self, codes: Tensor) -> Tensor:
-        return codes.view(torch.int8 if self.format == "int8" else torch.float8_e4m3fn).float()
+        return codes.view(self.dtype).float()
 
     def _random_bits(self, like: Tensor, seed: int, blocks_before: int) -> Tensor:
         """16 random bits for every element of `like` [blocks, block], int64: hashes of (seed, block, element)."""

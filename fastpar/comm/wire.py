@@ -188,7 +188,8 @@ class CastWire:
 class BlockWire:
     """x travels as 8-bit codes, `block` of which share a float32 scale: about a quarter of float32's bytes.
 
-    format           "int8", or "float8_e4m3fn", which is finer for small elements of a block and coarser for large ones
+    format           "int8", or "float8_e4m3fn", which is finer for small elements of a block and coarser for large
+                     ones, or "float8_e5m2", which is more so
     block            elements that share a scale, a multiple of 64 up to 4096
     rounding         "nearest", or "stochastic": without bias, so that what is lost cancels over steps and ranks
     error_feedback   what a message loses is added to the next of the same `key` (Karimireddy et al. 2019,

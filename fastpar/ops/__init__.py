@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from fastpar.ops.newton_schulz import newton_schulz
     from fastpar.ops.optimizer import StochasticRounding, adamw_step, lion_step, sgd_step
     from fastpar.ops.overlap import Overlap, OverlapShape, measure_overlap
+    from fastpar.ops.quantize import dequantize_blocks, quantize_blocks
     from fastpar.ops.rms_norm import rms_norm
     from fastpar.ops.square_sum import exact_square_sum, square_sum_norm
     from fastpar.ops.swiglu import swiglu
@@ -63,6 +64,7 @@ _HOME = {
     "copy_to_linear": "fastpar.ops.linear",
     "copy_to_linear_dgrad": "fastpar.ops.linear_grads",
     "copy_to_linear_wgrad": "fastpar.ops.linear_grads",
+    "dequantize_blocks": "fastpar.ops.quantize",
     "exact_square_sum": "fastpar.ops.square_sum",
     "expert_capacity": "fastpar.ops.moe_capacity",
     "expert_choice_route": "fastpar.ops.moe_route",
@@ -86,6 +88,7 @@ _HOME = {
     "moe_mlp": "fastpar.ops.moe_mlp",
     "moe_route": "fastpar.ops.moe_route",
     "newton_schulz": "fastpar.ops.newton_schulz",
+    "quantize_blocks": "fastpar.ops.quantize",
     "rms_norm": "fastpar.ops.rms_norm",
     "router_logits": "fastpar.ops.moe_route",
     "sgd_step": "fastpar.ops.optimizer",
@@ -121,6 +124,7 @@ __all__ = [
     "copy_to_linear",
     "copy_to_linear_dgrad",
     "copy_to_linear_wgrad",
+    "dequantize_blocks",
     "exact_square_sum",
     "expert_capacity",
     "expert_choice_route",
@@ -144,6 +148,7 @@ __all__ = [
     "moe_mlp",
     "moe_route",
     "newton_schulz",
+    "quantize_blocks",
     "rms_norm",
     "router_logits",
     "sgd_step",

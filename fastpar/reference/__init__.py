@@ -11,6 +11,7 @@ from fastpar.reference.moe_mlp import ExpertRule, moe_mlp
 from fastpar.reference.moe_route import expert_choice_route, moe_route
 from fastpar.reference.newton_schulz import newton_schulz
 from fastpar.reference.optimizer import adamw_step, lion_step, sgd_step
+from fastpar.reference.quantize import dequantize_blocks, quantize_blocks
 from fastpar.reference.rms_norm import rms_norm
 from fastpar.reference.square_sum import exact_square_sum, square_sum_norm
 from fastpar.reference.swiglu import swiglu
@@ -26,6 +27,7 @@ __all__ = [
     "all_gather_linear",
     "all_reduce_rms_norm",
     "copy_to_linear",
+    "dequantize_blocks",
     "exact_square_sum",
     "expert_choice_route",
     "grouped_linear",
@@ -36,6 +38,7 @@ __all__ = [
     "moe_mlp",
     "moe_route",
     "newton_schulz",
+    "quantize_blocks",
     "rms_norm",
     "sgd_step",
     "sharded_dropout",
