@@ -54,7 +54,8 @@ class Route:
 
     def count(self) -> int:
         """The sequence number of the next collective."""
-        self._launched += 1
+        if not torch.compiler.is_compiling():  # Dynamo wants no side effects in a backward, and traces once
+            self._launched += 1
         return self._launched - 1
 
     def describe(self, op: str, sequence: int, shape: torch.Size | None, dtype: torch.dtype) -> str:
