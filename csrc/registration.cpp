@@ -39,6 +39,13 @@ STABLE_TORCH_LIBRARY(fastpar, m) {
       "add_rms_norm(Tensor x, Tensor residual, Tensor? weight, float eps, float weight_offset) -> (Tensor, Tensor, Tensor)");
   m.def(
       "rms_norm_backward(Tensor grad_out, Tensor? grad_sum, Tensor x, Tensor rstd, Tensor? weight, float weight_offset, bool needs_grad_x, bool needs_grad_weight) -> (Tensor, Tensor)");
+  // the same of rows that are split over ranks: what a rank can do before its collective, and after it
+  m.def("rms_norm_squares(Tensor x, Tensor? residual) -> (Tensor, Tensor)");
+  m.def("rms_norm_scale(Tensor x, Tensor rstd, Tensor? weight, float weight_offset) -> Tensor");
+  m.def(
+      "rms_norm_products(Tensor grad_out, Tensor x, Tensor rstd, Tensor? weight, float weight_offset, bool needs_grad_weight) -> (Tensor, Tensor)");
+  m.def(
+      "rms_norm_grad_x(Tensor grad_out, Tensor? grad_sum, Tensor x, Tensor rstd, Tensor factor, Tensor? weight, float weight_offset) -> Tensor");
   // swiglu
   m.def("swiglu(Tensor gate, Tensor? up) -> Tensor");
   m.def("swiglu_backward(Tensor grad_out, Tensor gate, Tensor? up) -> (Tensor, Tensor)");

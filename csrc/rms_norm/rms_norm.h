@@ -17,7 +17,7 @@ struct RmsNormArguments {
   double eps;
   void* out;   // contiguous
   void* sum;   // contiguous, x + residual; null without a residual
-  void* rstd;  // [rows] float or double
+  void* rstd;  // [rows] float or double: written by `forward`, read by `scale`; `squares` writes sums of squares
   bool stream;
 };
 
@@ -30,12 +30,14 @@ struct RmsNormBackwardArguments {
   const void* x;  // with a residual: the sum
   StridedRows x_rows;
   const void* rstd;
+  const void* factor;  // [rows] mean(g * h) * rstd^2, where rows are split over ranks; null: computed from the row
   const void* weight;
   int64_t rows;
   int64_t hidden;
   int64_t block_rows;
   void* grad_x;       // contiguous; null: not wanted
   void* grad_weight;  // [blocks, 2, hidden] float or double, the first of the two is the result; null: not wanted
+  void* products;     // [rows] float or double: the sums of g * h; null: not wanted
   bool stream;
 };
 
@@ -46,6 +48,8 @@ using RmsNormBackwardKernel = void (*)(const RmsNormBackwardArguments&, int64_t 
 struct RmsNormKernels {
   RmsNormKernel forward[4];
   RmsNormBackwardKernel backward[4];
+  RmsNormKernel squares[4];  // writes the sum and the sums of squares
+  RmsNormKernel scale[4];    // out = x * rstd * weight
 };
 
 extern const RmsNormKernels kRmsNormPortable;

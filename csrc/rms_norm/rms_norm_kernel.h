@@ -150,12 +150,18 @@ void rms_norm_backward_blocks_as(const RmsNormBackwardArguments& a, int64_t bloc
     if (a.grad_weight != nullptr) memset(result, 0, 2 * bytes);
     for (int64_t row = row_begin; row < row_end; ++row) {
       const BackwardRow<T> r(a, row);
-      const double sum = a.grad_weight != nullptr ? rms_norm_backward_sums<T, true>(r, weight, a.hidden, run)
-                                                  : rms_norm_backward_sums<T, false>(r, weight, a.hidden, nullptr);
+      double sum = 0.0;
+      if (a.grad_weight != nullptr) {
+        sum = rms_norm_backward_sums<T, true>(r, weight, a.hidden, run);
+      } else if (a.factor == nullptr) {
+        sum = rms_norm_backward_sums<T, false>(r, weight, a.hidden, nullptr);
+      }
+      if (a.products != nullptr) static_cast<float*>(a.products)[row] = static_cast<float>(sum);
       if (a.grad_x != nullptr) {
         const BackwardRow<T> next(a, smaller(row + 1, a.rows - 1));
         const double rstd = static_cast<double>(static_cast<const float*>(a.rstd)[row]);
-        const float c = static_cast<float>(sum / static_cast<double>(a.hidden) * rstd * rstd);
+        const float c = a.factor != nullptr ? static_cast<const float*>(a.factor)[row]
+                                            : static_cast<float>(sum / static_cast<double>(a.hidden) * rstd * rstd);
         rms_norm_grad_x<T, kStream, kSum>(r, next, weight, a.hidden, c, static_cast<T*>(a.grad_x) + row * a.hidden);
       }
       const bool ends_run = (row - row_begin) % kRunRows == kRunRows - 1 || row == row_end - 1;

@@ -1,5 +1,6 @@
 // The version for any processor, and float64, which exists for tests and small checks.
 #include "rms_norm/rms_norm_kernel.h"
+#include "rms_norm/rms_norm_split_kernel.h"
 
 namespace fastpar {
 namespace {
@@ -34,8 +35,10 @@ void rms_norm_backward_row_float64(const RmsNormBackwardArguments& a, int64_t ro
     products += grad_out[i] * weight[i] * x[i];
     if (grad_weight != nullptr) grad_weight[i] += grad_out[i] * x[i] * rstd;
   }
+  if (a.products != nullptr) static_cast<double*>(a.products)[row] = products;
   if (a.grad_x == nullptr) return;
-  const double c = products / static_cast<double>(a.hidden) * rstd * rstd;
+  const double c = a.factor != nullptr ? static_cast<const double*>(a.factor)[row]
+                                       : products / static_cast<double>(a.hidden) * rstd * rstd;
   double* out = static_cast<double*>(a.grad_x) + row * a.hidden;
   for (int64_t i = 0; i < a.hidden; ++i) out[i] = rstd * (grad_out[i] * weight[i] - x[i] * c);
   if (a.grad_sum == nullptr) return;
@@ -53,12 +56,40 @@ void rms_norm_backward_blocks_float64(const RmsNormBackwardArguments& a, int64_t
   }
 }
 
+void rms_norm_squares_float64(const RmsNormArguments& a, int64_t row_begin, int64_t row_end) {
+  for (int64_t row = row_begin; row < row_end; ++row) {
+    const double* x = static_cast<const double*>(a.x) + row_start(a.x_rows, row);
+    const bool adds = a.residual != nullptr;
+    const double* residual = adds ? static_cast<const double*>(a.residual) + row_start(a.residual_rows, row) : nullptr;
+    double squares = 0.0;
+    for (int64_t i = 0; i < a.hidden; ++i) {
+      const double h = adds ? x[i] + residual[i] : x[i];
+      if (adds) static_cast<double*>(a.sum)[row * a.hidden + i] = h;
+      squares += h * h;
+    }
+    static_cast<double*>(a.rstd)[row] = squares;
+  }
+}
+
+void rms_norm_scale_float64(const RmsNormArguments& a, int64_t row_begin, int64_t row_end) {
+  const double* weight = static_cast<const double*>(a.weight);
+  for (int64_t row = row_begin; row < row_end; ++row) {
+    const double* x = static_cast<const double*>(a.x) + row_start(a.x_rows, row);
+    const double rstd = static_cast<const double*>(a.rstd)[row];
+    for (int64_t i = 0; i < a.hidden; ++i) {
+      static_cast<double*>(a.out)[row * a.hidden + i] = x[i] * rstd * weight[i];
+    }
+  }
+}
+
 }  // namespace
 
 extern const RmsNormKernels kRmsNormPortable = {
     {rms_norm_rows<float>, rms_norm_rows<bfloat16>, rms_norm_rows<float16>, rms_norm_rows_float64},
     {rms_norm_backward_blocks<float>, rms_norm_backward_blocks<bfloat16>, rms_norm_backward_blocks<float16>,
      rms_norm_backward_blocks_float64},
+    {rms_norm_squares<float>, rms_norm_squares<bfloat16>, rms_norm_squares<float16>, rms_norm_squares_float64},
+    {rms_norm_scale<float>, rms_norm_scale<bfloat16>, rms_norm_scale<float16>, rms_norm_scale_float64},
 };
 
 }  // namespace fastpar

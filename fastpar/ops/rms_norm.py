@@ -25,7 +25,7 @@ another order differ in their last bit.
 
 from __future__ import annotations
 
-from typing import Any, cast, overload
+from typing import TYPE_CHECKING, Any, cast, overload
 
 import torch
 from torch import Tensor
@@ -33,8 +33,13 @@ from torch import Tensor
 from fastpar import _ext
 from fastpar.ops._autograd import first_derivative_only, needs_grad
 from fastpar.ops._device import has_kernels
-from fastpar.reference.rms_norm import check_arguments, compute_dtype
+from fastpar.ops._rms_norm_split import check_on_all_ranks, split_rms_norm
+from fastpar.reference.rms_norm import compute_dtype
 from fastpar.reference.rms_norm import rms_norm as reference_rms_norm
+from fastpar.reference.vocab_shard import communicator
+
+if TYPE_CHECKING:
+    from fastpar.comm import GroupLike
 
 _ext.load()
 _forward = torch.ops.fastpar.rms_norm
@@ -168,11 +173,23 @@ class _RmsNorm(torch.autograd.Function):
 
 @overload
 def rms_norm(
-    x: Tensor, weight: Tensor | None, *, eps: float = ..., residual: None = ..., weight_offset: float = ...
+    x: Tensor,
+    weight: Tensor | None,
+    *,
+    eps: float = ...,
+    residual: None = ...,
+    weight_offset: float = ...,
+    group: GroupLike = ...,
 ) -> Tensor: ...
 @overload
 def rms_norm(
-    x: Tensor, weight: Tensor | None, *, eps: float = ..., residual: Tensor, weight_offset: float = ...
+    x: Tensor,
+    weight: Tensor | None,
+    *,
+    eps: float = ...,
+    residual: Tensor,
+    weight_offset: float = ...,
+    group: GroupLike = ...,
 ) -> tuple[Tensor, Tensor]: ...
 def rms_norm(
     x: Tensor,
@@ -181,11 +198,12 @@ def rms_norm(
     eps: float = 1e-6,
     residual: Tensor | None = None,
     weight_offset: float = 0.0,
+    group: GroupLike = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Divide every row by its root mean square and scale it by a weight; with a residual, add that first.
 
-        x         [..., H]   float32, bfloat16, float16 or float64
-        weight    [H]        any of these dtypes, not necessarily x's; or None
+        x         [..., H]   float32, bfloat16, float16 or float64; with a group this rank's H_r elements of every row
+        weight    [H]        any of these dtypes, not necessarily x's; or None; with a group this rank's [H_r]
         residual  [..., H]   as x; optional
         out       [..., H]   x's dtype, contiguous; with a residual the result is (out, h), h = x + residual
 
@@ -195,8 +213,13 @@ def rms_norm(
 
     h is rounded to x's dtype before it is normalised, everything else is computed in float32 (float64 for float64) and
     rounded once. Rows may be any distance apart, as those of a slice are; a tensor whose last dim is not contiguous is
-    copied. No collective: where rows are split over ranks, dweight is this rank's share, to be summed like any gradient
-    of a replicated parameter. Saved for backward: h (or x) and 4 bytes a row.
+    copied. Saved for backward: h (or x) and 4 bytes a row.
+
+    Without a group there is no collective: where tokens are split over ranks, dweight is this rank's share, to be
+    summed like any gradient of a replicated parameter. With a group the elements of every row are split over its ranks,
+    in any sizes, 0 among them, as the queries of all heads are under tensor parallelism (OLMo-2's q_norm). Forward is
+    one all-reduce of a float32 a row and three more (float64 for float64), backward one of a float32 a row if x or the
+    residual needs a gradient; dx and dweight are this rank's elements, whole. Every rank has the same bits of rstd.
 
     On CPU a C++ kernel; on CUDA a Triton kernel, not measured yet; elsewhere, and on CUDA without Triton,
     `fastpar.reference.rms_norm`.
@@ -205,15 +228,22 @@ def rms_norm(
         eps: added to the mean of squares.
         residual: the stream that x is added to. h, the sum, is what the next block adds to.
         weight_offset: 1.0 for models that store the weight's deviation from one (Gemma).
+        group: ProcessGroup, 1-D DeviceMesh, Communicator, or None for rows that are whole. Under torch.compile it has
+            to be a Communicator made outside.
 
     Worked example: x [3, 4], weight [1, 2], eps 0: rstd = 0.282843, out = [0.848528, 2.262742]; with dout [1, 0]: dx =
     [0.181019, -0.135765] and dweight = [0.848528, 0].
 
     Raises:
         TypeError: a dtype that is not floating, or a residual with a dtype that is not x's.
-        ValueError: shapes or devices that do not fit; a negative eps; a weight_offset without a weight.
+        ValueError: shapes or devices that do not fit; a negative eps; a weight_offset without a weight. With a group
+            and tensors on the CPU, on every rank, and so for gradients that some ranks need and others do not.
+        CommError: as `Communicator` raises it: other numbers of rows on another rank.
     """
-    check_arguments(x, weight, eps, residual, weight_offset)
+    comm = communicator(group)
+    check_on_all_ranks(x, weight, eps, residual, weight_offset, comm)
+    if comm is not None:
+        return split_rms_norm(x, weight, comm, eps=eps, residual=residual, weight_offset=weight_offset)
     if not has_kernels(x):
         return reference_rms_norm(x, weight, eps=eps, residual=residual, weight_offset=weight_offset)
     if needs_grad(x, weight, residual):

@@ -8,6 +8,9 @@ from typing import overload
 import torch
 from torch import Tensor
 
+from fastpar.comm import GroupLike, copy_to, reduce_from
+from fastpar.reference.vocab_shard import communicator
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -48,11 +51,23 @@ def check_arguments(
 
 @overload
 def rms_norm(
-    x: Tensor, weight: Tensor | None, *, eps: float = ..., residual: None = ..., weight_offset: float = ...
+    x: Tensor,
+    weight: Tensor | None,
+    *,
+    eps: float = ...,
+    residual: None = ...,
+    weight_offset: float = ...,
+    group: GroupLike = ...,
 ) -> Tensor: ...
 @overload
 def rms_norm(
-    x: Tensor, weight: Tensor | None, *, eps: float = ..., residual: Tensor, weight_offset: float = ...
+    x: Tensor,
+    weight: Tensor | None,
+    *,
+    eps: float = ...,
+    residual: Tensor,
+    weight_offset: float = ...,
+    group: GroupLike = ...,
 ) -> tuple[Tensor, Tensor]: ...
 def rms_norm(
     x: Tensor,
@@ -61,12 +76,20 @@ def rms_norm(
     eps: float = 1e-6,
     residual: Tensor | None = None,
     weight_offset: float = 0.0,
+    group: GroupLike = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """See `fastpar.ops.rms_norm`."""
+    comm = communicator(group)
     check_arguments(x, weight, eps, residual, weight_offset)
     summed = x if residual is None else x + residual
     h = summed.to(compute_dtype(x.dtype))
-    out = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)
+    if comm is None:
+        mean = h.square().mean(-1, keepdim=True)
+    else:
+        # Every rank's part of the row depends on the sum: its gradients are added, too.
+        total = copy_to(reduce_from(h.square().sum(-1, keepdim=True), comm), comm)
+        mean = total / comm.all_reduce(h.new_tensor([x.shape[-1]]))
+    out = h * torch.rsqrt(mean + eps)
     if weight is not None:
         out = out * (weight.to(h.dtype) + weight_offset)
     return out.to(x.dtype) if residual is None else (out.to(x.dtype), summed)
