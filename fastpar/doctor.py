@@ -351,6 +351,21 @@ def _all_reduce_rms_norm_error() -> float:
     return _largest([(outputs[0], out), (outputs[1], h), *zip(found, wanted, strict=True)])
 
 
+def _reduce_scatter_rms_norm_error() -> float:
+    """Output and gradients of 37 rows on one rank, which keeps them all."""
+    from fastpar.ops import reduce_scatter_rms_norm
+
+    x, residual, upstream = (_normal(37, 1021) for _ in range(3))
+    weight = _normal(1021)
+    leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
+    out, h = reduce_scatter_rms_norm(leaves[0], leaves[1], group=None, residual=residual, eps=1e-5)
+    found = torch.autograd.grad(out, leaves, upstream)
+    exact = [(x + residual).double().requires_grad_(), weight.double().requires_grad_()]
+    exact_out = F.rms_norm(exact[0], (1021,), exact[1], 1e-5)
+    wanted = torch.autograd.grad(exact_out, exact, upstream.double())
+    return _largest([(out, exact_out), (h, exact[0]), *zip(found, wanted, strict=True)])
+
+
 def _swiglu_error() -> float:
     """Output and gradient of a packed 37 x 2042 fp32 tensor, and of its halves."""
     from fastpar.ops import swiglu
@@ -717,6 +732,7 @@ SELF_TESTS: list[tuple[str, Callable[[], float], float]] = [
     ("sharded_dropout", _dropout_error, 1e-5),
     ("rms_norm", _rms_norm_error, 3e-5),
     ("all_reduce_rms_norm", _all_reduce_rms_norm_error, 3e-5),
+    ("reduce_scatter_rms_norm", _reduce_scatter_rms_norm_error, 3e-5),
     ("swiglu", _swiglu_error, 3e-5),
     ("quantize_blocks", _quantize_error, 1e-6),
     ("dequantize_blocks", _quantize_error, 1e-6),

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from fastpar.ops.optimizer import StochasticRounding, adamw_step, lion_step, sgd_step
     from fastpar.ops.overlap import Overlap, OverlapShape, measure_overlap
     from fastpar.ops.quantize import dequantize_blocks, quantize_blocks
+    from fastpar.ops.reduce_scatter_rms_norm import reduce_scatter_rms_norm
     from fastpar.ops.rms_norm import rms_norm
     from fastpar.ops.square_sum import exact_square_sum, square_sum_norm
     from fastpar.ops.swiglu import swiglu
@@ -89,6 +90,7 @@ _HOME = {
     "moe_route": "fastpar.ops.moe_route",
     "newton_schulz": "fastpar.ops.newton_schulz",
     "quantize_blocks": "fastpar.ops.quantize",
+    "reduce_scatter_rms_norm": "fastpar.ops.reduce_scatter_rms_norm",
     "rms_norm": "fastpar.ops.rms_norm",
     "router_logits": "fastpar.ops.moe_route",
     "sgd_step": "fastpar.ops.optimizer",
@@ -149,6 +151,7 @@ __all__ = [
     "moe_route",
     "newton_schulz",
     "quantize_blocks",
+    "reduce_scatter_rms_norm",
     "rms_norm",
     "router_logits",
     "sgd_step",

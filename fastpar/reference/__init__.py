@@ -12,6 +12,7 @@ from fastpar.reference.moe_route import expert_choice_route, moe_route
 from fastpar.reference.newton_schulz import newton_schulz
 from fastpar.reference.optimizer import adamw_step, lion_step, sgd_step
 from fastpar.reference.quantize import dequantize_blocks, quantize_blocks
+from fastpar.reference.reduce_scatter_rms_norm import reduce_scatter_rms_norm
 from fastpar.reference.rms_norm import rms_norm
 from fastpar.reference.square_sum import exact_square_sum, square_sum_norm
 from fastpar.reference.swiglu import swiglu
@@ -39,6 +40,7 @@ __all__ = [
     "moe_route",
     "newton_schulz",
     "quantize_blocks",
+    "reduce_scatter_rms_norm",
     "rms_norm",
     "sgd_step",
     "sharded_dropout",
