@@ -46,6 +46,11 @@ STABLE_TORCH_LIBRARY(fastpar, m) {
       "rms_norm_products(Tensor grad_out, Tensor x, Tensor rstd, Tensor? weight, float weight_offset, bool needs_grad_weight) -> (Tensor, Tensor)");
   m.def(
       "rms_norm_grad_x(Tensor grad_out, Tensor? grad_sum, Tensor x, Tensor rstd, Tensor factor, Tensor? weight, float weight_offset) -> Tensor");
+  // rotary_embedding: tables [..., S, R / 2] for x [..., S, heads, D], or with heads_first for [..., heads, S, D]
+  m.def(
+      "rotary_embedding(Tensor x, Tensor cos, Tensor sin, bool heads_first, bool interleaved, bool inverse) -> Tensor");
+  m.def(
+      "rotary_embedding_(Tensor(a!) x, Tensor cos, Tensor sin, bool heads_first, bool interleaved, bool inverse) -> ()");
   // swiglu
   m.def("swiglu(Tensor gate, Tensor? up) -> Tensor");
   m.def("swiglu_backward(Tensor grad_out, Tensor gate, Tensor? up) -> (Tensor, Tensor)");

@@ -366,6 +366,31 @@ def _reduce_scatter_rms_norm_error() -> float:
     return _largest([(out, exact_out), (h, exact[0]), *zip(found, wanted, strict=True)])
 
 
+def _rotary_error() -> float:
+    """Heads of 37 tokens turned both ways of pairing, and the gradient, against float64."""
+    from fastpar.ops import rotary_embedding, rotary_tables
+
+    x, upstream, positions = _normal(37, 3, 34), _normal(37, 3, 34), torch.arange(1000, 1037)
+    cos, sin = rotary_tables(positions, 34, dtype=torch.float64)
+    whole = torch.polar(torch.ones_like(cos), torch.atan2(sin, cos))[:, None]
+    pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for interleaved in (False, True):
+
+        def turned(y: torch.Tensor, angles: torch.Tensor, interleaved: bool = interleaved) -> torch.Tensor:
+            y = y.double()
+            a, b = (y[..., ::2], y[..., 1::2]) if interleaved else y.chunk(2, -1)
+            z = torch.view_as_real(torch.complex(a, b) * angles)
+            return z.flatten(-2) if interleaved else z.transpose(-1, -2).flatten(-2)
+
+        leaf = x.clone().requires_grad_()
+        out = rotary_embedding(leaf, positions=positions, interleaved=interleaved)
+        pairs += [
+            (out, turned(x, whole)),
+            (torch.autograd.grad(out, leaf, upstream)[0], turned(upstream, whole.conj())),
+        ]
+    return _largest(pairs)
+
+
 def _swiglu_error() -> float:
     """Output and gradient of a packed 37 x 2042 fp32 tensor, and of its halves."""
     from fastpar.ops import swiglu
@@ -733,6 +758,8 @@ SELF_TESTS: list[tuple[str, Callable[[], float], float]] = [
     ("rms_norm", _rms_norm_error, 3e-5),
     ("all_reduce_rms_norm", _all_reduce_rms_norm_error, 3e-5),
     ("reduce_scatter_rms_norm", _reduce_scatter_rms_norm_error, 3e-5),
+    ("rotary_embedding", _rotary_error, 1e-5),
+    ("rotary_tables", _rotary_error, 1e-5),
     ("swiglu", _swiglu_error, 3e-5),
     ("quantize_blocks", _quantize_error, 1e-6),
     ("dequantize_blocks", _quantize_error, 1e-6),

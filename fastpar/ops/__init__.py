@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from fastpar.ops.quantize import dequantize_blocks, quantize_blocks
     from fastpar.ops.reduce_scatter_rms_norm import reduce_scatter_rms_norm
     from fastpar.ops.rms_norm import rms_norm
+    from fastpar.ops.rotary_embedding import rotary_embedding, rotary_tables
     from fastpar.ops.square_sum import exact_square_sum, square_sum_norm
     from fastpar.ops.swiglu import swiglu
     from fastpar.ops.vocab_entropy import vocab_parallel_entropy, vocab_parallel_log_prob
@@ -92,6 +93,8 @@ _HOME = {
     "quantize_blocks": "fastpar.ops.quantize",
     "reduce_scatter_rms_norm": "fastpar.ops.reduce_scatter_rms_norm",
     "rms_norm": "fastpar.ops.rms_norm",
+    "rotary_embedding": "fastpar.ops.rotary_embedding",
+    "rotary_tables": "fastpar.ops.rotary_embedding",
     "router_logits": "fastpar.ops.moe_route",
     "sgd_step": "fastpar.ops.optimizer",
     "sharded_dropout": "fastpar.ops.dropout",
@@ -153,6 +156,8 @@ __all__ = [
     "quantize_blocks",
     "reduce_scatter_rms_norm",
     "rms_norm",
+    "rotary_embedding",
+    "rotary_tables",
     "router_logits",
     "sgd_step",
     "sharded_dropout",

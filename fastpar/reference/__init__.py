@@ -14,6 +14,7 @@ from fastpar.reference.optimizer import adamw_step, lion_step, sgd_step
 from fastpar.reference.quantize import dequantize_blocks, quantize_blocks
 from fastpar.reference.reduce_scatter_rms_norm import reduce_scatter_rms_norm
 from fastpar.reference.rms_norm import rms_norm
+from fastpar.reference.rotary_embedding import rotary_embedding, rotary_tables
 from fastpar.reference.square_sum import exact_square_sum, square_sum_norm
 from fastpar.reference.swiglu import swiglu
 from fastpar.reference.vocab_entropy import vocab_parallel_entropy, vocab_parallel_log_prob
@@ -42,6 +43,8 @@ __all__ = [
     "quantize_blocks",
     "reduce_scatter_rms_norm",
     "rms_norm",
+    "rotary_embedding",
+    "rotary_tables",
     "sgd_step",
     "sharded_dropout",
     "square_sum_norm",
