@@ -67,13 +67,13 @@ def _(
     sizes: list[int],
     *rest: Any,
 ) -> list[Tensor]:
-    rows = list(x.shape[:-1])
+    gathered = list(x.shape)
     if kind == ALL_GATHER:
-        rows[dim] = sum(sizes)
+        gathered[dim] = sum(sizes)
     elif kind == REDUCE_SCATTER:
-        rows[dim] = sizes[rank]
-    outs = [x.new_empty((*rows, weight.shape[0])) for weight in weights]
-    return [*outs, x.new_empty((*rows, x.shape[-1]))] if keep else outs
+        gathered[dim] = sizes[rank]
+    outs = [x.new_empty((*gathered[:-1], weight.shape[0])) for weight in weights]
+    return [*outs, x.new_empty(gathered)] if keep else outs
 
 
 @torch.library.register_fake("fastpar::parallel_linear_backward")
@@ -94,12 +94,12 @@ def _(
     *rest: Any,
 ) -> list[Tensor]:
     given = next(grad for grad in grads if grad is not None)
-    rows = list(given.shape[:-1])
+    shape = [*given.shape[:-1], weights[0].shape[1]]
     if kind == ALL_GATHER:
-        rows[dim] = sizes[rank]
+        shape[dim] = sizes[rank]
     elif kind == REDUCE_SCATTER:
-        rows[dim] = sum(sizes)
-    by_x = given.new_empty((*rows, weights[0].shape[1]) if wants_x else 0)
+        shape[dim] = sum(sizes)
+    by_x = given.new_empty(shape if wants_x else 0)
     by_weights = [
         torch.empty_like(weight) if wanted and grad is not None else given.new_empty(0)
         for weight, grad, wanted in zip(weights, grads, wants_weights, strict=True)

@@ -177,7 +177,10 @@ def all_gather_linear(
             torch.compile it has to be a Communicator made outside.
         overlap: True, False or an `Overlap`; never changes a bit of the result as long as the table is the same.
         sizes: M_r of every rank, any of them 0; the default is as many as here on every rank.
-        dim: a dim of x other than its last.
+        dim: the dim of x that is split. -1: by feature, over which the product sums. x is [.., M, K_r] then and every
+            rank has all tokens, sizes are K_r, out is [.., M, N_r], and forward, dgrad and wgrad stand as above, with
+            the collectives along the features. In one piece, whatever `overlap` has measured; the gradients apart
+            (`all_gather_linear_dgrad`) are not offered for it, a wgrad_store is.
         transposed: weights are [K, N_r], as in GPT-2's Conv1D; their gradients are too.
         features: output features of all ranks and weights together, for a measured table; None: do not look there.
         wgrad_store: leave the gradients of weights and biases to this store (see `WeightGradStore`); by default that of
@@ -193,6 +196,9 @@ def all_gather_linear(
     """
     _check_store(wgrad_store)
     comm, given = communicator(group), reference.as_weights(weight, bias, transposed)
+    if reference.is_contraction_dim(x, dim):
+        outs = _gathered_along_contraction(x, given, comm, sizes, overlap, wgrad_store)
+        return _unpacked(outs, given)
     x, given = _checked(x, given)
     dim = reference.check_sequence_dim(x, dim)
     sizes = reference.gathered_sizes(x, dim, sizes, comm)
@@ -201,6 +207,24 @@ def all_gather_linear(
     call = make_call(ALL_GATHER, x, comm, dim, sizes, x.shape[-1], features, overlap)
     outs, _ = passes.apply(call, x, given.weights, given.biases, store=wgrad_store)
     return _unpacked(outs, given)
+
+
+def _gathered_along_contraction(
+    x: Tensor,
+    given: Weights,
+    comm: Communicator | None,
+    sizes: Sequence[int] | None,
+    overlap: bool | Overlap,
+    store: WeightGradStore | None,
+) -> tuple[Tensor, ...]:
+    """`all_gather_linear` of an x that is split by feature. In one piece: chunks of rows were not measured for it."""
+    dim = x.dim() - 1
+    sizes = reference.gathered_sizes(x, dim, sizes, comm)
+    x, given = _checked(x, given, width=sum(sizes))
+    if comm is None:
+        return _local(x, given, store)
+    call = Call(ALL_GATHER, comm, Rows(dim, tuple(sizes), 1, Overlap.of(overlap).enabled), 1)
+    return passes.apply(call, x, given.weights, given.biases, store=store)[0]
 
 
 def gathered_and_linear(
@@ -372,9 +396,9 @@ def linear_all_reduce(
     return passes.apply(call, x, given.weights, given.biases, store=wgrad_store)[0][0]
 
 
-def _checked(x: Tensor, given: Weights) -> tuple[Tensor, Weights]:
+def _checked(x: Tensor, given: Weights, width: int | None = None) -> tuple[Tensor, Weights]:
     """In the dtype of autocast, and fitting together."""
     if isinstance(x, Tensor) and x.is_floating_point():
         x, given = _autocast(x, given)
-    reference.check_linear(x, given)
+    reference.check_linear(x, given, width)
     return x, given

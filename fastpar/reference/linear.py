@@ -48,8 +48,8 @@ def as_weights(
     return Weights(weights, biases, several)
 
 
-def check_linear(x: Tensor, given: Weights) -> None:
-    """TypeError or ValueError for tensors that do not fit together."""
+def check_linear(x: Tensor, given: Weights, width: int | None = None) -> None:
+    """TypeError or ValueError for tensors that do not fit together. `width`: K, where x has a part of it only."""
     named = [("x", x), *(("weight", w) for w in given.weights), *(("bias", b) for b in given.biases if b is not None)]
     for name, tensor in named:
         if not isinstance(tensor, Tensor):
@@ -63,10 +63,11 @@ def check_linear(x: Tensor, given: Weights) -> None:
         if tensor.device != x.device:
             raise ValueError(f"{name} must be on the device of x, {x.device}, got {tensor.device}")
     for weight, bias in zip(given.weights, given.biases, strict=True):
-        if x.dim() == 0 or weight.dim() != 2 or x.shape[-1] != weight.shape[1]:
+        if x.dim() == 0 or weight.dim() != 2 or (x.shape[-1] if width is None else width) != weight.shape[1]:
+            parts = "" if width is None else f", whose parts have {width} columns together,"
             raise ValueError(
                 "x [..., K] and weight [N, K] (transposed: [K, N]) must agree in K, got x "
-                f"{tuple(x.shape)} and weight {tuple(weight.shape)} as [N, K]"
+                f"{tuple(x.shape)}{parts} and weight {tuple(weight.shape)} as [N, K]"
             )
         if bias is not None and bias.shape != weight.shape[:1]:
             raise ValueError(
@@ -82,6 +83,11 @@ def check_sequence_dim(x: Tensor, dim: int) -> int:
             f"dim must be a dim of x other than its last, which holds the features, got {dim} for {tuple(x.shape)}"
         )
     return found
+
+
+def is_contraction_dim(x: Tensor, dim: int) -> bool:
+    """Whether `dim` is the last of x, over which a product sums."""
+    return isinstance(x, Tensor) and x.dim() > 0 and dim in (-1, x.dim() - 1)
 
 
 def gathered_sizes(x: Tensor, dim: int, sizes: Sequence[int] | None, comm: Communicator | None) -> list[int]:
@@ -153,9 +159,14 @@ def all_gather_linear(
     from fastpar.comm import gather_sequence
 
     comm, given = communicator(group), as_weights(weight, bias, transposed)
-    check_linear(x, given)
-    dim = check_sequence_dim(x, dim)
-    sizes = gathered_sizes(x, dim, sizes, comm)
+    if is_contraction_dim(x, dim):
+        dim = x.dim() - 1
+        sizes = gathered_sizes(x, dim, sizes, comm)
+        check_linear(x, given, width=sum(sizes))
+    else:
+        check_linear(x, given)
+        dim = check_sequence_dim(x, dim)
+        sizes = gathered_sizes(x, dim, sizes, comm)
     return _apply(gather_sequence(x, comm, dim=dim, sizes=sizes), given)
 
 
