@@ -586,13 +586,17 @@ def _square_sum_error() -> float:
     return _largest([(sums, wanted.double()), (square_sum_norm(sums, torch.float64) / exact, torch.ones(()).double())])
 
 
-def _moe_rows_error() -> float:
+def _moe_rows_error(is_planned: bool = False) -> float:
     """37 tokens to two of five experts that double their rows, and back with weights: results and gradients. Half of
-    the experts have padding rows."""
-    from fastpar.ops import Padding, moe_combine, moe_dispatch
+    the experts have padding rows. `is_planned`: the plan first."""
+    from fastpar.ops import Padding, moe_combine, moe_dispatch, moe_plan, moe_send
 
     x, indices, weights = _normal(37, 24).requires_grad_(), _choices(37, 5), _normal(37, 2).requires_grad_()
-    rows, row_weights, plan = moe_dispatch(x, indices, weights, num_experts=5, padding=Padding(align=4))
+    if is_planned:
+        plan = moe_plan(indices, weights, num_experts=5, padding=Padding(align=4))
+        rows, row_weights = moe_send(x, plan, weights)
+    else:
+        rows, row_weights, plan = moe_dispatch(x, indices, weights, num_experts=5, padding=Padding(align=4))
     out = moe_combine(2.0 * rows, plan, row_weights)
     upstream = _normal(37, 24)
     grads = torch.autograd.grad(out, (x, weights), upstream)
@@ -794,6 +798,8 @@ SELF_TESTS: list[tuple[str, Callable[[], float], float]] = [
     ("measure_overlap", _overlap_error, 0.0),
     ("moe_dispatch", _moe_rows_error, 1e-5),
     ("moe_combine", _moe_rows_error, 1e-5),
+    ("moe_plan", lambda: _moe_rows_error(is_planned=True), 1e-5),
+    ("moe_send", lambda: _moe_rows_error(is_planned=True), 1e-5),
     ("DispatchPlan", _moe_rows_error, 1e-5),
     ("Padding", _moe_rows_error, 1e-5),
     ("moe_mlp", _moe_mlp_error, 1e-5),

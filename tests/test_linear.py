@@ -545,7 +545,7 @@ X, W = torch.zeros(4, 6), torch.zeros(5, 6)
         (lambda: ops.copy_to_linear(X, [W], W[:, 0], group=None), TypeError, "two tensors or two sequences"),
         (lambda: ops.copy_to_linear(X, [W, W], [None], group=None), ValueError, "got 2 weights and 1 biases"),
         (lambda: ops.copy_to_linear(X, [], group=None), ValueError, "at least one weight"),
-        (lambda: ops.all_gather_linear(X, W, group=None, dim=1), ValueError, "other than its last"),
+        (lambda: ops.linear_reduce_scatter(X, W, group=None, dim=1), ValueError, "other than its last"),
         (lambda: ops.all_gather_linear(X, W, group=None, sizes=[5]), ValueError, r"sizes\[0\] the 4 that x has"),
         (lambda: ops.linear_reduce_scatter(X, W, group=None, sizes=[2, 2]), ValueError, "1 numbers >= 0 that add up"),
         (lambda: ops.linear_all_reduce_wgrad(X, W), ValueError, "grad and x must agree in all dims but the last"),

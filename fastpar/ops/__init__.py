@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from fastpar.ops.moe import moe_combine, moe_dispatch
     from fastpar.ops.moe_capacity import expert_capacity, moe_capacity
     from fastpar.ops.moe_mlp import moe_mlp
+    from fastpar.ops.moe_plan import moe_plan, moe_send
     from fastpar.ops.moe_route import RouteRule, Routing, expert_choice_route, moe_route, router_logits
     from fastpar.ops.newton_schulz import newton_schulz
     from fastpar.ops.optimizer import StochasticRounding, adamw_step, lion_step, sgd_step
@@ -88,7 +89,9 @@ _HOME = {
     "moe_combine": "fastpar.ops.moe",
     "moe_dispatch": "fastpar.ops.moe",
     "moe_mlp": "fastpar.ops.moe_mlp",
+    "moe_plan": "fastpar.ops.moe_plan",
     "moe_route": "fastpar.ops.moe_route",
+    "moe_send": "fastpar.ops.moe_plan",
     "newton_schulz": "fastpar.ops.newton_schulz",
     "quantize_blocks": "fastpar.ops.quantize",
     "reduce_scatter_rms_norm": "fastpar.ops.reduce_scatter_rms_norm",
@@ -151,7 +154,9 @@ __all__ = [
     "moe_combine",
     "moe_dispatch",
     "moe_mlp",
+    "moe_plan",
     "moe_route",
+    "moe_send",
     "newton_schulz",
     "quantize_blocks",
     "reduce_scatter_rms_norm",

@@ -27,10 +27,12 @@ _EQUAL_ON_ALL = ("the width of rows", "the dtype of rows", _GRADIENT)
 class Claim:
     """problem         what is wrong with this rank's arguments, or nothing
     is_differentiable  whether there will be a backward, in which every rank has to take part
+    op                 whose arguments they are
     """
 
     problem: str
     is_differentiable: bool
+    op: str = "moe_combine"
 
     def words(self, rows: Tensor) -> list[int]:
         if self.problem:
@@ -43,12 +45,12 @@ class Claim:
             raise ValueError(self.problem)
         bad = [rank for rank, words in enumerate(everyone) if words[0]]
         if bad:
-            raise ValueError(f"moe_combine: wrong arguments on rank {bad[0]} of the group: see its error")
+            raise ValueError(f"{self.op}: wrong arguments on rank {bad[0]} of the group: see its error")
         for column, name in enumerate(_EQUAL_ON_ALL, start=1):
             values = [words[column] for words in everyone]
             if len(set(values)) > 1:
                 shown = [str(DTYPES[value]) for value in values] if "dtype" in name else values
-                raise ValueError(f"moe_combine: {name} must be equal on all ranks of the group, got {shown}")
+                raise ValueError(f"{self.op}: {name} must be equal on all ranks of the group, got {shown}")
 
 
 __all__ = ["DTYPES", "WORDS", "Claim"]
