@@ -12,7 +12,11 @@ PYTHON = [
     ("commands", [("cli", True), ("doctor", True)]),
     ("proof, other libraries", [("verification", True), ("integrations", True)]),
     ("whole models", [("compose", True), ("swap", True), ("checkpoint", False), ("planner", False)]),
-    ("what is split how", [("plan, heads, guards, lm_head, doors", True), ("zero (stands on clip, precision)", True)]),
+    ("taking layers in", [("proving", True), ("lm_head", True), ("expert_style", True)]),
+    (
+        "what is split how, and watched",
+        [("plan, heads, trial", True), ("guards, doors", True), ("zero (stands on clip, precision)", True)],
+    ),
     (
         "strategies (never import each other)",
         [

@@ -36,6 +36,7 @@ from fastpar.pipeline.runtime import Loss, MakeOptimizer
 from fastpar.pipeline.stage import Stage
 from fastpar.pipeline.unit_costs import UnitCosts
 from fastpar.plan import Style
+from fastpar.proving import proven_plan
 from fastpar.recompute import Policy, apply_recompute
 from fastpar.swap import parallelize
 
@@ -107,6 +108,8 @@ def parallelize_pipeline(
         )
     if shard_head and not schedule.sharded_head:
         schedule = with_sharded_head(schedule)
+    if plan == "auto" and mesh.size("tp") > 1 and isinstance(model, nn.Module):
+        plan = proven_plan(model, mesh.size("tp"), sequence_parallel=sequence_parallel)  # it runs the model: uncut
     chain = schedule.chains[0]
     cut: dict[str, Any] = {"layout": layout}
     if layout is None:

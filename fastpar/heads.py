@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,8 +12,8 @@ from fastpar.plan import Style
 from fastpar.tensor.linear import linear_weights
 from fastpar.tensor.parameter import RowMap
 
-_QUERY_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
-_KEY_COUNTS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head")
+QUERY_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
+KEY_COUNTS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head")
 
 
 @dataclass
@@ -21,6 +21,7 @@ class HeadSplit:
     """Rows of the column-parallel linears under one module, and its attributes that count heads, made local."""
 
     rows: dict[str, RowMap] = field(default_factory=dict)
+    parameters: dict[str, RowMap] = field(default_factory=dict)  # other parameters inside that are split by head
     attributes: dict[str, int] = field(default_factory=dict)
     num_heads: int = 0  # query heads of the whole model; 0 where the module is no attention
 
@@ -45,12 +46,29 @@ def _heads_map(heads: list[list[int]], num_heads: int, unit: int) -> RowMap:
     return RowMap(num_heads * unit, tuple(tuple((k * unit, (k + 1) * unit) for k in rank) for rank in heads))
 
 
-def split_heads(path: str, parent: nn.Module, linears: Mapping[str, tuple[nn.Module, Style]], size: int) -> HeadSplit:
+class HeadsError(ValueError):
+    """The number of attention heads does not divide by the group."""
+
+
+def split_heads(
+    path: str,
+    parent: nn.Module,
+    linears: Mapping[str, tuple[nn.Module, Style]],
+    size: int,
+    *,
+    parameters: Mapping[str, nn.Parameter] | None = None,
+    local: Iterable[str] = (),
+) -> HeadSplit:
     """Row maps for the column-parallel linears directly under `parent`.
 
-    In an attention module (one with a `head_dim`, or styles with a `unit`) rows go by whole heads. The linear with the
-    most heads holds the queries; their number must divide by the group. Key/value heads that do not are shared: the
+    In an attention module (one with a `head_dim`, or styles with a `unit`) rows go by whole heads. How many query heads
+    there are is what the module or its configuration says, if a linear has as many heads, else the most that a linear
+    has; their number must divide by the group. A linear with several times as many (queries and gates, interleaved) or
+    with one feature per head (a gate) goes by query heads too. Key/value heads that do not divide are shared: the
     weights stay whole and each rank computes the heads that its queries read.
+
+    parameters   others inside the module that have a row per query or key/value head, by path
+    local        names of more attributes of the module that count heads or features, to be divided by the group
     """
     split = HeadSplit()
     sections: dict[str, list[int]] = {}
@@ -60,15 +78,18 @@ def split_heads(path: str, parent: nn.Module, linears: Mapping[str, tuple[nn.Mod
         features = weight.shape[1 if transposed else 0]
         unit = style.unit or getattr(parent, "head_dim", None) or 1
         sizes = list(style.sections) if isinstance(style.sections, tuple) else _equal(name, features, style.sections)
+        if len(sizes) == 1 and style.unit is None and unit > 1:
+            unit = _unit_of(features, unit, said(parent, QUERY_COUNTS))
         if sum(sizes) != features or any(s % unit for s in sizes):
             raise ValueError(
                 f"{name}: sections {sizes} must add up to its {features} output features, each a multiple of {unit}"
             )
         sections[name], units[name] = sizes, unit
+    is_attention = any(unit > 1 for unit in units.values())
     queries = max((s // units[n] for n, sizes in sections.items() for s in sizes if units[n] > 1), default=0)
     if queries % size:
         works = [d for d in range(1, queries + 1) if queries % d == 0]
-        raise ValueError(
+        raise HeadsError(
             f"{path}: the number of attention heads ({queries}) must be divisible by the tensor-parallel size "
             f"({size}); sizes that work: {works}"
         )
@@ -78,9 +99,9 @@ def split_heads(path: str, parent: nn.Module, linears: Mapping[str, tuple[nn.Mod
         maps = []
         for section in sizes:
             heads = section // unit
-            if unit == 1 or heads % size == 0:
+            if not is_attention or heads % size == 0:
                 maps.append(RowMap.chunk(section, size))
-                key_values = max(key_values, heads // size) if unit > 1 and heads < queries else key_values
+                key_values = max(key_values, heads // size) if is_attention and heads < queries else key_values
             else:
                 per_rank = key_value_heads(queries, heads, size)
                 maps.append(_heads_map(per_rank, heads, unit))
@@ -89,10 +110,46 @@ def split_heads(path: str, parent: nn.Module, linears: Mapping[str, tuple[nn.Mod
     split.num_heads = queries
     if queries:
         split.attributes = _local_counts(parent, queries, queries // size, key_values or queries // size)
+    split.attributes |= {name: _divided(path, parent, name, size) for name in local}
+    for name, param in (parameters or {}).items():
+        split.parameters[name] = _parameter_rows(name, len(param), queries, size)
     packed = [sizes for sizes in sections.values() if len(sizes) > 1]
     if packed and getattr(parent, "split_size", None) == packed[0][0]:
         split.attributes["split_size"] = packed[0][0] // size
     return split
+
+
+def said(parent: nn.Module, names: Iterable[str]) -> int:
+    """A count that a module has as an attribute, or its configuration; 0 where neither says it."""
+    for holder in (vars(parent), getattr(getattr(parent, "config", None), "__dict__", {})):
+        for name in names:
+            if isinstance(holder.get(name), int):
+                return int(holder[name])
+    return 0
+
+
+def _unit_of(features: int, unit: int, queries: int) -> int:
+    """Features of one head of a linear: `unit`, unless it has several units, or a part of one, per query head."""
+    if queries and features % queries == 0:
+        per_head = features // queries
+        if features % unit or (per_head > unit and per_head % unit == 0):
+            return per_head
+    return unit
+
+
+def _divided(path: str, parent: nn.Module, name: str, size: int) -> int:
+    value = getattr(parent, name, None)
+    if not isinstance(value, int) or value % size:
+        raise ValueError(f"{path}.{name} is {value!r}, which cannot be divided by the tensor-parallel size ({size})")
+    return value // size
+
+
+def _parameter_rows(name: str, rows: int, queries: int, size: int) -> RowMap:
+    if rows % size == 0:
+        return RowMap.chunk(rows, size)
+    if not queries or queries % rows:
+        raise ValueError(f"{name}: {rows} rows are neither one per query head ({queries}) nor one per key/value head")
+    return _heads_map(key_value_heads(queries, rows, size), rows, 1)
 
 
 def _equal(name: str, features: int, parts: int) -> list[int]:
@@ -104,10 +161,10 @@ def _equal(name: str, features: int, parts: int) -> list[int]:
 def _local_counts(parent: nn.Module, queries: int, local: int, local_kv: int) -> dict[str, int]:
     counts: dict[str, int] = {}
     attributes: dict[str, Any] = vars(parent)
-    for name in _QUERY_COUNTS:
+    for name in QUERY_COUNTS:
         if attributes.get(name) == queries:
             counts[name] = local
-    for name in _KEY_COUNTS:
+    for name in KEY_COUNTS:
         if name in attributes:
             counts[name] = local_kv
     if "num_key_value_groups" in attributes:

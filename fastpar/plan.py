@@ -29,11 +29,16 @@ class Style:
               sizes in features; 1 = not fused
     unit      colwise and rowwise: features that must stay together on one rank, usually the head dim; None = take
               `head_dim` from the enclosing module if it has one, else 1
+    local     block only: attributes of the module that count heads or features, to be divided by the group, beside
+              those that are known by their names (`num_heads` and its like)
+    note      said by `fastpar.explain`
     """
 
     kind: str
     sections: int | tuple[int, ...] = 1
     unit: int | None = None
+    local: tuple[str, ...] = ()
+    note: str = ""
 
 
 KINDS: dict[str, str] = {
@@ -45,6 +50,9 @@ KINDS: dict[str, str] = {
     "replicate": "parameters whole on every rank, every rank computes the same gradient",
     "partial": "parameters whole on every rank, each computes part of the gradient; they are summed",
     "block": "module between two sums: its hidden input is gathered (sequence parallel) or copied, once for all inside",
+    "heads": "a parameter with a row per attention head, split by head",
+    "whole": "module left as it is; with sequence parallelism it works on this rank's tokens, each by itself",
+    "gathered": "module left as it is, on all tokens: sequence parallelism gathers its input and cuts its output",
     "stream": "layers that pass the residual stream on; sequence parallelism splits it from the first to the last",
     "dropout": "dropout on the residual stream, or wherever its tensor is whole",
     "expert": "stacked experts, spread over the expert group; tokens are sent to those that they have chosen",
@@ -89,30 +97,38 @@ def parse_style(pattern: str, style: str | Style) -> Style:
 
 
 def match_plan(model: nn.Module, plan: Mapping[str, str | Style]) -> dict[str, Style]:
-    """Module path to style, in the model's order; later patterns win.
+    """Path to style, in the model's order; later patterns win. Paths are those of modules, and of single parameters.
 
-    A pattern that matches no module is an error that lists near misses, since a typing error would otherwise leave a
-    layer silently unsplit. Modules that another part of a pipeline holds are matched as if they were here. A pattern
-    that matches no module may match parameters that a block has itself.
+    A pattern that matches nothing is an error that lists near misses, since a typing error would otherwise leave a
+    layer silently unsplit. Modules that another part of a pipeline holds are matched as if they were here.
     """
     paths = [path for path in _module_paths(model) if path]
     parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    known = {*paths, *parameters}
+    absent = tuple(f"{path}." for path, module in model.named_modules() if isinstance(module, Absent))
+    parameters += [path for path in plan if path not in known and path.startswith(absent)]
+    known.update(parameters)
     chosen: dict[str, Style] = {}
     for pattern, word in plan.items():
         style = parse_style(pattern, word)
-        matched = _matching(pattern, paths) or _matching(pattern, parameters)
+        matched = [pattern] if pattern in known else _matching(pattern, paths) or _matching(pattern, parameters)
         if not matched:
             shown = sorted({re.sub(r"\.\d+(?=\.|$)", ".*", path) for path in paths})
             near = difflib.get_close_matches(pattern, shown, n=3, cutoff=0.5) or shown[:3]
             raise ValueError(f"plan pattern {pattern!r} matches no module; near misses: {near}")
         chosen.update(dict.fromkeys(matched, style))
-    return {path: chosen[path] for path in [*paths, *parameters] if path in chosen}
+    return {path: chosen[path] for path in dict.fromkeys([*paths, *parameters]) if path in chosen}
 
 
 def _matching(pattern: str, paths: Iterable[str]) -> list[str]:
     regex = re.compile(r"\.".join("[^.]+" if part == "*" else re.escape(part) for part in pattern.split(".")))
     return [path for path in paths if regex.fullmatch(path)]
 
+
+_LINEAR_WORDS = (
+    *("colwise", "rowwise", "packed_colwise", "colwise_gather_output", "rowwise_split_input"),
+    *("replicate", "replicated_with_grad_allreduce", "sequence_parallel"),
+)
 
 _LLAMA_LIKE: dict[str, str] = {
     "layers.*": "stream",
@@ -162,6 +178,7 @@ def auto_plan(model: nn.Module) -> dict[str, str | Style]:
     prefix = f"{base}." if base and base in paths else ""
     if own and not any(prefix + pattern in paths for pattern in own):  # one that the class inherits and does not use
         prefix = next((f"{name}." for name, _ in model.named_children() if f"{name}.{next(iter(own))}" in paths), "")
+    own = own if any(prefix + pattern in paths for pattern in own) else {}
     known = next(
         (
             t
@@ -173,20 +190,48 @@ def auto_plan(model: nn.Module) -> dict[str, str | Style]:
     plan: dict[str, str | Style]
     if own:
         plan = dict(_with_boundaries({prefix + pattern: word for pattern, word in own.items()}, paths, every))
-        if prefix + "embed_tokens" in paths:
+        if isinstance(_at(model, prefix + "embed_tokens"), nn.Embedding | Absent):
             plan[prefix + "embed_tokens"] = "vocab"
     elif known is not None:
         plan = {prefix + pattern: word for pattern, word in known.items() if prefix + pattern in paths}
         plan |= _head_norms(paths, prefix)
     else:
-        raise ValueError(
+        raise UnknownModelError(
             f'plan="auto" does not know {type(model).__name__}: it has no tp_plan, and its modules are named like none '
             'of the known architectures. Pass a dict such as {"layers.*.mlp.up_proj": "colwise", '
             '"layers.*.mlp.down_proj": "rowwise"}'
         )
-    if "lm_head" in paths:
+    if isinstance(_at(model, "lm_head"), nn.Linear | Absent):
         plan["lm_head"] = "vocab"
+    return _with_tied(model, plan)
+
+
+def _with_tied(model: nn.Module, plan: dict[str, str | Style]) -> dict[str, str | Style]:
+    """Embeddings that share a head's weight are split as it is; a head that shares it with anything else is not."""
+    holders: dict[int, list[str]] = {}
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for path, module in modules.items():
+        for param in module._parameters.values():
+            if param is not None:
+                holders.setdefault(id(param), []).append(path)
+    for paths in holders.values():
+        if not any(plan.get(path) == "vocab" for path in paths):
+            continue
+        same = all(isinstance(modules[path], nn.Embedding | nn.Linear) for path in paths)
+        for path in paths:
+            if same:
+                plan[path] = "vocab"
+            else:
+                plan.pop(path, None)
     return plan
+
+
+class UnknownModelError(ValueError):
+    """A model that neither brings a plan nor is one of the known architectures."""
+
+
+def _at(model: nn.Module, path: str) -> nn.Module | None:
+    return dict(model.named_modules(remove_duplicate=False)).get(path)
 
 
 def _own_plan(config: Any) -> dict[str, str]:
@@ -194,7 +239,10 @@ def _own_plan(config: Any) -> dict[str, str]:
     tensor: dict[str, str] = getattr(config, "base_model_tp_plan", None) or {}
     expert: dict[str, str] = getattr(config, "base_model_ep_plan", None) or {}
     experts = {p: w for p, w in (tensor | expert).items() if w in ("moe_tp_experts", "ep_dispatch_experts")}
-    return {p: w for p, w in tensor.items() if p.rpartition(".")[0] not in experts} | dict.fromkeys(experts, "expert")
+    # Other words say how transformers keeps its own code consistent (`mla_kv_a_proj`, `local_params`): which gradients
+    # are parts, and which parameters go by head, is found by trying here (`fastpar.proving`).
+    linears = {p: w for p, w in tensor.items() if p.rpartition(".")[0] not in experts and w in _LINEAR_WORDS}
+    return linears | dict.fromkeys(experts, "expert")
 
 
 def _with_boundaries(own: Mapping[str, str], wildcards: set[str], every: Iterable[str]) -> dict[str, str]:
@@ -204,12 +252,12 @@ def _with_boundaries(own: Mapping[str, str], wildcards: set[str], every: Iterabl
     dense layers are named one by one. Patterns for layers that this model has not are left out.
     """
     plan: dict[str, str] = {}
-    has_experts = "expert" in own.values()
     for pattern, word in own.items():
-        if has_experts and pattern not in wildcards:
+        if pattern not in wildcards:
             continue
         block = pattern.rpartition(".")[0]
-        plan.setdefault(block.partition(".*")[0] + ".*", "stream")
+        if ".*" in block:
+            plan.setdefault(block.partition(".*")[0] + ".*", "stream")
         if word in ("colwise", "rowwise", "packed_colwise"):
             around = any(other.startswith(block + ".") for other, kind in own.items() if kind == "expert")
             names = [path.rpartition(".")[0] for path in _matching(pattern, every)] if around else [block]

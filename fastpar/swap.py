@@ -12,19 +12,20 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fastpar.comm import Communicator
 from fastpar.doors import RefusedByDDP, SavePretrained, check_model
 from fastpar.expert_style import check_experts, prove_experts, route_tokens, spread_experts, takes_scaled_tokens
 from fastpar.guards import PartGuard, Watch, WatchedPlan
 from fastpar.guards import sync_weights as sync_weights_of
-from fastpar.heads import HeadSplit, split_heads
+from fastpar.heads import HeadSplit
 from fastpar.lm_head import GatheringCall, calls_loss_function, loss_on_split_logits, takes_labels
 from fastpar.mesh import Mesh
 from fastpar.ops.overlap import Overlap
 from fastpar.pipeline.absent import Absent
-from fastpar.plan import Style, auto_plan, match_plan
+from fastpar.plan import Style, match_plan
+from fastpar.proving import block_splits, proven_plan
 from fastpar.tensor import (
     Adoption,
     ColumnParallelLinear,
@@ -46,7 +47,7 @@ from fastpar.tensor.binding import BoundGroup, GroupLike, bind
 from fastpar.tensor.linear import linear_weights
 from fastpar.tensor.own_forward import check_parameters, has_own_forward, runs_forward_of
 from fastpar.tensor.replaced import mark_in_place, mark_replaced
-from fastpar.tensor.sequence import hook_input, hook_output, map_hidden
+from fastpar.tensor.sequence import hook_input, hook_output, hook_stream, map_hidden
 
 M = TypeVar("M", bound=nn.Module)
 _STATE = "_fastpar_parallel"
@@ -54,7 +55,6 @@ _SHARED = "_fastpar_shared_input"
 _ABSENT = object()
 _ATTENTION_DROPOUT = ("attention_dropout", "attn_dropout")
 _LINEAR_STYLES = ("colwise", "colwise_gather_output", "rowwise", "rowwise_split_input")
-_PARAMETER_STYLES = ("colwise", "partial", "replicate")
 
 
 @dataclass
@@ -104,9 +104,10 @@ class _Swap:
         self.modules = dict(self.model.named_modules(remove_duplicate=False))
         absent = {path for path, module in self.modules.items() if isinstance(module, Absent)}  # on another part
         self.is_part = bool(absent)
-        own = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
-        self.parameter_styles = {path: style for path, style in styles.items() if path in own}
         self.styles = {path: style for path, style in styles.items() if path in self.modules and path not in absent}
+        names = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        self.own_styles = {path: style for path, style in styles.items() if path in names}  # of single parameters
+        self.whole_on_all_tokens = [path for path, style in self.styles.items() if style.kind == "gathered"]
         self.blocks = [path for path, style in self.styles.items() if style.kind == "block"]
         streams: dict[str, list[str]] = {}
         for path, style in self.styles.items():
@@ -120,14 +121,6 @@ class _Swap:
                 'on the style "stream", such as {"layers.*": "stream"}'
             )
 
-    def children(self, parent: str) -> dict[str, tuple[nn.Module, Style]]:
-        """The column-parallel linears directly under a module."""
-        return {
-            path: (self.modules[path], style)
-            for path, style in self.styles.items()
-            if path.rpartition(".")[0] == parent and style.kind == "colwise"
-        }
-
     def parent_of(self, path: str) -> nn.Module:
         return self.modules[path.rpartition(".")[0]]
 
@@ -135,8 +128,14 @@ class _Swap:
         return next((b for b in self.blocks if path.startswith(b + ".")), None)
 
     def region_of(self, path: str) -> SequenceRegion | None:
+        """Where the sequence is split for this module; None also inside of one that gets all tokens."""
+        if any(path == whole or path.startswith(whole + ".") for whole in self.whole_on_all_tokens):
+            return None
+        return self._region_around(path)
+
+    def _region_around(self, path: str) -> SequenceRegion | None:
         for parent, paths in self.streams.items():
-            if any(path.startswith(p + ".") for p in paths):
+            if any(path == p or path.startswith(p + ".") for p in paths):
                 return self.regions.get(parent)
         return None
 
@@ -148,17 +147,14 @@ class _Swap:
         """Everything that can be wrong with a plan for this model, before it is touched."""
         for path, style in self.styles.items():
             self._check_style(path, self.modules[path], style)
-        parents = dict.fromkeys(p.rpartition(".")[0] for p, s in self.styles.items() if s.kind == "colwise")
-        self.head_splits = {
-            path: split_heads(path, self.modules[path], self.children(path), self.comm.size) for path in parents
-        }
+        self._check_own_styles()
+        self.head_splits = block_splits(self.model, self.styles | self.own_styles, self.comm.size, "")
+        self.head_rows = {path: rows for split in self.head_splits.values() for path, rows in split.parameters.items()}
         for path, module in self.modules.items():
             self._check_meta(path, module)
             self._check_undeclared(path, module)
             self._check_sees_sequence(path)
             self._check_attention_dropout(path, module)
-        for path, style in self.parameter_styles.items():
-            self._check_parameter_style(path, style)
         for path, style in self.styles.items():
             cls, options = self._layer(path, style)
             if cls is not None:
@@ -182,21 +178,20 @@ class _Swap:
         if wanted:
             raise TypeError(f"{path} has style {style.kind!r}: expected {wanted}, got {_name(module)}")
 
-    def _check_parameter_style(self, path: str, style: Style) -> None:
-        owner, _, name = path.rpartition(".")
-        if style.kind not in _PARAMETER_STYLES:
-            raise ValueError(
-                f"{path} is a parameter and has style {style.kind!r}; parameters can have {list(_PARAMETER_STYLES)}"
-            )
-        module, size = self.modules[owner], self.comm.size
-        if owner in self.styles and self.styles[owner].kind not in ("block", "stream"):
-            raise ValueError(f"{path} has a style, but its module {owner} has one as well: {self.styles[owner].kind!r}")
-        parameter = module._parameters[name]
-        if style.kind == "colwise" and parameter is not None and (not parameter.dim() or len(parameter) % size):
-            raise ValueError(
-                f"{path} of shape {list(parameter.shape)} has style 'colwise': its first dim must divide by the "
-                f"tensor-parallel size ({size})"
-            )
+    def _check_own_styles(self) -> None:
+        for path, style in self.styles.items():
+            if style.kind == "heads":
+                raise TypeError(
+                    f"{path} has style 'heads', which is for a parameter; it is a {_name(self.modules[path])}"
+                )
+        columns = {path.rpartition(".")[0] for path, style in self.styles.items() if style.kind == "colwise"}
+        for path, style in self.own_styles.items():
+            if style.kind not in ("heads", "partial", "replicate"):
+                raise TypeError(
+                    f"{path} is a parameter, which has no style {style.kind!r}: heads, partial or replicate"
+                )
+            if style.kind == "heads" and not any(path.startswith(f"{parent}.") for parent in columns):
+                raise ValueError(f"{path} has style 'heads', but no module around it has 'colwise' linears with heads")
 
     def _check_experts(self, path: str, module: nn.Module) -> None:
         check_experts(path, module, self.parent_of(path), self.experts.comm.size)
@@ -218,13 +213,13 @@ class _Swap:
             return
         leaf = path.rpartition(".")[2]
         own = [name for name, param in module._parameters.items() if param is not None]
-        undeclared = [name for name in own if f"{path}.{name}" not in self.parameter_styles]
+        undeclared = [name for name in own if f"{path}.{name}" not in self.own_styles]
         if undeclared and path == block:
             raise ValueError(
                 f"{path} ({_name(module)}) is a block with the parameters {undeclared} of its own, which have no "
                 f"style. Say for each, such as {f'{path}.{undeclared[0]}'!r}: 'partial' if it is used with split heads "
-                "or features (its gradient is a part, to be summed), 'colwise' if it has an entry a head and each rank "
-                "takes those of its heads, 'replicate' if it is used after the sum"
+                "or features (its gradient is a part, to be summed), 'heads' if it has a row for each head, "
+                "'replicate' if it is used after the sum"
             )
         if undeclared:
             raise ValueError(
@@ -241,7 +236,10 @@ class _Swap:
     def _check_sees_sequence(self, path: str) -> None:
         """Attention needs all positions; a plan that leaves it whole has nothing that would gather them."""
         is_attention = path.rpartition(".")[2] in ("self_attn", "attn", "attention")
-        is_gathered = path in self.blocks or self.block_of(path) is not None
+        kinds = (
+            [s.kind for p, s in self.styles.items() if p == path or p.startswith(path + ".")] if is_attention else []
+        )
+        is_gathered = self.block_of(path) is not None or any(kind in ("whole", "gathered", "block") for kind in kinds)
         if is_attention and self.comm.size > 1 and self.region_of(path) is not None and not is_gathered:
             raise ValueError(
                 f"{path} is not split by the plan, and with sequence_parallel=True would see a part of the sequence "
@@ -281,7 +279,7 @@ class _Swap:
         for path, style in self.styles.items():
             self._apply_style(path, self.modules[path], style)
         for path, module in self.modules.items():
-            if path not in self.styles or self.styles[path].kind in ("block", "stream"):
+            if path not in self.styles or self.styles[path].kind in ("block", "stream", "whole", "gathered"):
                 self._apply_default(path, module)
         for path in self.blocks:
             self._share_input(path)
@@ -333,6 +331,12 @@ class _Swap:
         elif style.kind in ("replicate", "partial"):
             # Inside a block, "replicate" runs after the sum: on this rank's part of the sequence, if it is split.
             self._replicate(path, module, style.kind == "partial" or region is not None)
+        elif style.kind in ("whole", "gathered"):
+            outside = self._region_around(path)
+            if style.kind == "gathered" and outside is not None:
+                self.handles.append(hook_stream(module, outside.leave))
+                self.handles.append(hook_output(module, outside.enter))
+            self.explanation.add(path, style.kind, "", style.note)
         elif style.kind == "block":
             self.explanation.add(path, "block", "", "input gathered once" if region else "input gradient summed once")
 
@@ -352,20 +356,15 @@ class _Swap:
     def _apply_default(self, path: str, module: nn.Module) -> None:
         """Modules that the plan leaves out stay whole; dropout outside blocks gets layout-independent masks."""
         region, in_block = self.region_of(path), self.block_of(path) is not None
-        own = [name for name, param in module._parameters.items() if param is not None]
         if runs_forward_of(module, nn.Dropout) and not in_block:
             self._dropout(path, module, region)
-        elif own:
-            styles = {name: self.parameter_styles.get(f"{path}.{name}") for name in own}
-            default = "" if in_block or path in self.blocks else "replicate"
-            kinds = {name: default if style is None else style.kind for name, style in styles.items()}
-            sums = {n: kind == "partial" or (kind == "replicate" and region is not None) for n, kind in kinds.items()}
-            rows = {
-                name: RowMap.chunk(len(cast(Tensor, module._parameters[name])), self.comm.size)
-                for name, style in styles.items()
-                if style is not None and style.kind == "colwise"
-            }
-            self._replicate(path, module, sums, rows)
+        elif any(p is not None for p in module._parameters.values()):
+            self._replicate(path, module, region is not None and not in_block and path not in self.blocks)
+
+    def _styles_within(self, path: str, module: nn.Module) -> tuple[dict[str, str], dict[str, RowMap]]:
+        """Of a module's own parameters that have styles: kinds, and the rows of those that are split by head."""
+        kinds = {n: self.own_styles[f"{path}.{n}"].kind for n in module._parameters if f"{path}.{n}" in self.own_styles}
+        return kinds, {n: self.head_rows[f"{path}.{n}"] for n, kind in kinds.items() if kind == "heads"}
 
     def _adopt(self, path: str, module: nn.Module, cls: type[Any], style: Style, options: dict[str, Any]) -> None:
         if isinstance(module, cls):
@@ -379,16 +378,16 @@ class _Swap:
             note = f"kept whole, rank {self.comm.rank} uses {layout.rows.size(self.comm.rank)} of {layout.rows.total}"
         self.explanation.add(path, style.kind, _stored(layout), "; ".join(filter(None, (note, kept))))
 
-    def _replicate(
-        self, path: str, module: nn.Module, sums: bool | dict[str, bool], rows: dict[str, RowMap] | None = None
-    ) -> None:
+    def _replicate(self, path: str, module: nn.Module, sum_grad: bool) -> None:
         if all(p is None or layout_of(p) is not None for p in module._parameters.values()):
             return
-        self.adoptions.append(replicate(module, self.group, sum_grad=sums, rows=rows, make=self.make))
-        is_summed = sums if isinstance(sums, bool) else any(sums.values())
-        split = f"{', '.join(rows)} split by heads" if rows else ""
-        note = "; ".join(filter(None, ("gradient summed over the group" if is_summed else "", split)))
-        self.explanation.add(path, "replicate", "whole", note)
+        kinds, rows = self._styles_within(path, module)
+        split = self.region_of(path) is not None
+        summed = {n for n in module._parameters if (kinds[n] == "partial" or split if n in kinds else sum_grad)}
+        self.adoptions.append(replicate(module, self.group, sum_grad=summed, rows=rows, make=self.make))
+        stored = "split by head: " + ", ".join(rows) if rows else "whole"
+        note = "gradient summed over the group" if summed - set(rows) else ""
+        self.explanation.add(path, "replicate", stored, note)
 
     def _spread_experts(self, path: str, module: nn.Module) -> None:
         ep, tp = self.experts.comm.size, self.comm.size
@@ -464,6 +463,7 @@ class _Swap:
             return
         plan = WatchedPlan(
             blocks=tuple(self.blocks),
+            gathered=tuple(self.whole_on_all_tokens),
             layers={path: self.regions.get(parent) for parent, paths in self.streams.items() for path in paths},
             draws_by_layout=frozenset(p for p, m in self.modules.items() if _uses_layout_attention(m)),
             is_part=self.is_part,
@@ -543,8 +543,10 @@ def parallelize(
 
     mesh               an `fp.Mesh` (its "tp" dim is used, and "ep" for experts; its data-parallel coordinates place
                        dropout masks), a 1-D DeviceMesh or a ProcessGroup (experts are spread over the same ranks)
-    plan               "auto" for known architectures and models with a Hugging Face `tp_plan`, or a dict from module
-                       pattern to style, such as {"layers.*.mlp.up_proj": "colwise"}; see `fastpar.plan`
+    plan               "auto": what the model declares (Hugging Face's `tp_plan`), or how it calls its linears, as far
+                       as trials on this process confirm it; blocks of which they do not are left whole, and `explain`
+                       says why (`fastpar.proving`). Or a dict from pattern to style, such as
+                       {"layers.*.mlp.up_proj": "colwise"}; see `fastpar.plan`
     sequence_parallel  split the residual stream along the sequence between blocks
     gather_logits      True: the head returns all V logits as a plain tensor. False: a DTensor, Shard(-1) over the
                        group, which `vocab_parallel_cross_entropy(logits, target)` takes as it is, and of which
@@ -580,11 +582,11 @@ def parallelize(
             raise ValueError(
                 f"parallelize splits over tp, ep and data-parallel dims only, but the mesh has {extra}{hint}"
             )
-    if isinstance(plan, str):
-        if plan != "auto":
-            raise ValueError(f"plan must be 'auto' or a dict from pattern to style, got {plan!r}")
-        plan = auto_plan(model)
+    if isinstance(plan, str) and plan != "auto":
+        raise ValueError(f"plan must be 'auto' or a dict from pattern to style, got {plan!r}")
     swap = _Swap(model, mesh, sequence_parallel, gather_logits)
+    if isinstance(plan, str):
+        plan = proven_plan(model, swap.comm.size, sequence_parallel=sequence_parallel)
     styles = match_plan(model, plan)
     if isinstance(mesh, Mesh) and mesh.size("ep") > 1 and not any(style.kind == "expert" for style in styles.values()):
         raise ValueError(f"the mesh has ep={mesh.size('ep')}, but the plan gives no module the style 'expert'")

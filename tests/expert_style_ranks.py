@@ -83,7 +83,7 @@ def refusals() -> list[tuple[type[Exception], str]]:
     """On two ranks: what is refused, with its message. The model is left as it was."""
     found = []
     plans: list[tuple[str, dict[str, int], Any]] = [
-        ("gpt_oss", {"tp": 2, "ep": 2}, "auto"),
+        ("gpt_oss", {"tp": 2, "ep": 2}, {"model.layers.*": "stream", "model.layers.*.mlp.experts": "expert"}),
         ("mixtral", {"tp": 2}, {"model.layers.*.mlp.gate": "expert"}),
         ("mixtral", {"tp": 2}, {"model.layers.*.mlp": "block", "model.layers.*.mlp.experts": "expert"}),
         ("mixtral", {"dp_shard": 2, "ep": 2}, {"model.embed_tokens": "vocab"}),
@@ -92,7 +92,7 @@ def refusals() -> list[tuple[type[Exception], str]]:
         mesh, model = fp.init_mesh(**sizes, device="cpu"), build(name)
         before = {key: type(module) for key, module in model.named_modules()}
         try:
-            fp.parallelize(model, mesh, plan, sequence_parallel=plan == "auto")
+            fp.parallelize(model, mesh, plan, sequence_parallel="model.layers.*" in plan)
         except (TypeError, ValueError) as error:
             found.append((type(error), str(error)))
         assert before == {key: type(module) for key, module in model.named_modules()}

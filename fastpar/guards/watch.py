@@ -24,6 +24,7 @@ class WatchedPlan:
     """What of a plan the guards need to know, by module path."""
 
     blocks: Sequence[str] = ()
+    gathered: Sequence[str] = ()  # modules that are left whole, on all tokens
     layers: Mapping[str, SequenceRegion | None] = field(default_factory=dict)  # that pass the stream on; split or not
     draws_by_layout: frozenset[str] = frozenset()  # modules whose draws do not depend on the layout
     is_part: bool = False  # of a pipeline, whose backward runs in pieces
@@ -33,6 +34,8 @@ class WatchedPlan:
 
     def is_split(self, path: str) -> bool:
         """Whether the sequence is split where this module runs."""
+        if any(path == whole or path.startswith(whole + ".") for whole in self.gathered):
+            return False
         return any(
             region is not None and (path == layer or path.startswith(layer + "."))
             for layer, region in self.layers.items()
@@ -70,7 +73,8 @@ class Watch:
             self.gradients.start(model.named_parameters())
         split = {path: region for path, region in self.plan.layers.items() if region is not None}
         self.positions.start(
-            {path: (model.get_submodule(path), region) for path, region in split.items()}, self.plan.blocks
+            {path: (model.get_submodule(path), region) for path, region in split.items()},
+            [*self.plan.blocks, *self.plan.gathered],
         )
 
     def after(self, model: nn.Module, args: Any, output: Any) -> None:

@@ -13,7 +13,7 @@ Note: how the module's own forward gets plain tensors
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -33,15 +33,16 @@ def replicate(
     module: nn.Module,
     group: GroupLike = None,
     *,
-    sum_grad: bool | Mapping[str, bool] = False,
+    sum_grad: bool | Collection[str] = False,
     rows: Mapping[str, RowMap] | None = None,
     make: MakeParameter | None = None,
 ) -> Adoption:
     """Keep a module's own parameters whole on every rank of `group`; in place.
 
-    forward   the module's own code on the whole parameter, or on this rank's `rows` (of dim 0) of those that have some
-    wgrad     the local gradient; with `sum_grad` (for all, or by name) its all_reduce over the group (one per parameter
-              and backward), for modules that see only this rank's part of the sequence or of the heads
+    forward   the module's own code on the whole parameter, or on this rank's rows of those in `rows`, by name
+    wgrad     the local gradient; with `sum_grad` its all_reduce over the group (one per parameter and backward),
+              for modules that see only this rank's part of the sequence or of the heads: of all parameters, or of
+              those named
 
     Returns the `Adoption`, whose `undo` gives the module back. Parameters of child modules are left alone.
     """
@@ -55,11 +56,13 @@ def replicate(
     namespace["__module__"], namespace["__doc__"] = original.__module__, original.__doc__
     adoption = Adoption(module, type(f"Replicated{original.__name__}", (ParallelModule, original), namespace))
     parallel: Any = module
-    summed = dict.fromkeys(own, sum_grad) if isinstance(sum_grad, bool) else sum_grad
-    parallel._sum_grad = frozenset(name for name in own if summed.get(name, False))
+    rows = rows or {}
+    summed = (own if sum_grad else ()) if isinstance(sum_grad, bool) else sum_grad
+    parallel._sum_grad = set(summed) - set(rows)
     for name in own:
         full = adoption.original_parameters[name]
         assert full is not None
-        parallel._add_parameter(name, full, ParameterLayout(comm, mesh, full.shape, 0, (rows or {}).get(name)), make)
+        layout = ParameterLayout(comm, mesh, full.shape, 0, rows.get(name))
+        parallel._add_parameter(name, full, layout, make)
     adoption.handles.extend(install_state_dict_hooks(module))
     return adoption

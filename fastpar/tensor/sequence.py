@@ -130,6 +130,18 @@ def map_hidden(args: tuple[Any, ...], kwargs: dict[str, Any], fn: Any) -> tuple[
     )
 
 
+def map_stream(args: tuple[Any, ...], kwargs: dict[str, Any], fn: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Apply `fn` to the hidden states among a module's arguments, and to others of their shape, such as residuals."""
+    found: list[Tensor] = []
+    map_hidden(args, kwargs, found.append)
+
+    def one(value: Any) -> Any:
+        is_part = isinstance(value, Tensor) and value.shape == found[0].shape and value.is_floating_point()
+        return fn(value) if is_part else value
+
+    return tuple(map(one, args)), {name: one(value) for name, value in kwargs.items()}
+
+
 def map_output(output: Any, fn: Any) -> Any:
     """Apply `fn` to the hidden states a module returns: the tensor itself or the first of a tuple."""
     if isinstance(output, tuple):
@@ -146,6 +158,15 @@ def hook_input(module: nn.Module, fn: Any) -> Any:
     return module.register_forward_pre_hook(pre_hook, with_kwargs=True)
 
 
+def hook_stream(module: nn.Module, fn: Any) -> Any:
+    """Run `fn` on all tensors of the hidden states' shape that go into `module`; returns the hook's handle."""
+
+    def pre_hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return map_stream(args, kwargs, fn)
+
+    return module.register_forward_pre_hook(pre_hook, with_kwargs=True)
+
+
 def hook_output(module: nn.Module, fn: Any) -> Any:
     """Run `fn` on the hidden states that come out of `module`; returns the hook's handle."""
 
@@ -155,4 +176,4 @@ def hook_output(module: nn.Module, fn: Any) -> Any:
     return module.register_forward_hook(hook)
 
 
-__all__ = ["SequenceRegion", "hook_input", "hook_output", "map_hidden", "map_output"]
+__all__ = ["SequenceRegion", "hook_input", "hook_output", "hook_stream", "map_hidden", "map_output", "map_stream"]

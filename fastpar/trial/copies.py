@@ -1,0 +1,86 @@
+"""Copies of modules and of their arguments for trials."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from fastpar.stacked_experts import is_stacked
+
+
+def noisy_copy(module: nn.Module) -> nn.Module:
+    """The module in float32 on the CPU, with noise on all parameters, so that none is 0 or 1 or alike another."""
+    generator = torch.Generator().manual_seed(0)
+    memo: dict[int, Any] = {}
+    stacked = {id(p) for child in module.modules() if is_stacked(child) for p in child.parameters()}
+    for param in module.parameters():
+        if id(param) in stacked:
+            continue
+        value = param.detach().float().cpu()
+        fan_in = value.size(-1) if value.dim() > 1 else 10
+        noise = torch.empty(value.shape).uniform_(-1, 1, generator=generator) * (1.7 * fan_in**-0.5)
+        memo[id(param)] = nn.Parameter(value + noise)
+    for buffer in module.buffers():
+        value = buffer.detach().cpu()
+        memo[id(buffer)] = value.float() if value.is_floating_point() else value.clone()
+    for child in module.modules():
+        memo |= {id(v): v.detach().cpu() for v in vars(child).values() if isinstance(v, Tensor)}
+    for child in module.modules():  # what a deep copy cannot copy, and does not need
+        config = child.__dict__.get("config")
+        if config is not None:
+            memo[id(config)] = _eager(config, memo)
+        if is_stacked(child):
+            memo[id(child)] = _AnyExperts()
+    return copy.deepcopy(module, memo).eval()
+
+
+class _AnyExperts(nn.Module):
+    """In the place of stacked experts, which are large, and another style's: some function of each token."""
+
+    def forward(self, hidden_states: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
+        return torch.tanh(hidden_states)
+
+
+def _eager(config: Any, memo: dict[int, Any]) -> Any:
+    """The configuration, with attention as plain code, which runs on every device and on threads."""
+    if id(config) in memo:
+        return memo[id(config)]
+    twin = copy.copy(config)
+    if getattr(twin, "_attn_implementation", None) not in (None, "eager", "sdpa"):
+        twin.__dict__["_attn_implementation_internal"] = "sdpa"
+    return twin
+
+
+def sharing_copy(module: nn.Module) -> nn.Module:
+    """A copy whose parameters are leaves of their own in the same memory."""
+    memo: dict[int, Any] = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in module.parameters()}
+    for child in module.modules():
+        memo |= {id(v): v.detach().clone() for v in vars(child).values() if isinstance(v, Tensor)}
+    memo |= {id(child.config): child.config for child in module.modules() if "config" in child.__dict__}
+    return copy.deepcopy(module, memo)
+
+
+def fresh_leaves(inputs: Any, cut: Callable[[int, Tensor], Tensor] | None = None) -> Any:
+    """The inputs with new leaves for tensors that need gradients, which `cut` may shorten; and these leaves."""
+    leaves: list[Tensor] = []
+    flat, spec = tree_flatten(inputs)
+    for index, value in enumerate(flat):
+        if not isinstance(value, Tensor):
+            continue
+        local = value.detach() if cut is None else cut(len(leaves), value.detach())
+        flat[index] = local.clone().requires_grad_(value.requires_grad)
+        if value.requires_grad:
+            leaves.append(flat[index])
+    return tree_unflatten(flat, spec), leaves
+
+
+def replace_parameter(twin: nn.Module, path: str, local: Tensor) -> None:
+    holder, _, name = path.rpartition(".")
+    module = twin.get_submodule(holder)
+    del module._parameters[name]
+    module.__dict__[name] = local

@@ -1,0 +1,311 @@
+"""The plan "auto": what it finds in models that it has never seen, and what it leaves whole."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fastpar as fp
+from fastpar.heads import split_heads
+from fastpar.plan import auto_plan, parse_style
+from fastpar.proving import proven_plan
+from fastpar.tensor import full_parameter
+from fastpar.trial import record_calls
+from tests.dist import run_ranks
+
+HEADS, WIDTH, HIDDEN = 4, 6, 24
+
+
+class Attention(nn.Module):
+    """Softmax attention; `layout` is how queries, keys and values lie in one weight."""
+
+    def __init__(self, layout: str = "sections"):
+        super().__init__()
+        self.layout, self.num_heads, self.head_dim = layout, HEADS, WIDTH
+        self.wqkv, self.wo = nn.Linear(HIDDEN, 3 * HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, tokens, _ = x.shape
+        shape = (3, self.num_heads) if self.layout == "sections" else (self.num_heads, 3)
+        parts = self.wqkv(x).view(batch, tokens, *shape, self.head_dim)
+        q, k, v = (part.transpose(1, 2) for part in parts.unbind(2 if self.layout == "sections" else 3))
+        out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.wo(out.transpose(1, 2).reshape(batch, tokens, -1))
+
+
+class AttentionWithSinks(Attention):
+    """Parameters of its own: one number per head, and one for all heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sinks, self.temperature = nn.Parameter(torch.rand(HEADS)), nn.Parameter(torch.rand(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, tokens, _ = x.shape
+        q, k, v = (p.transpose(1, 2) for p in self.wqkv(x).view(batch, tokens, 3, self.num_heads, WIDTH).unbind(2))
+        scores = q @ k.transpose(-1, -2) * self.temperature
+        sinks = self.sinks.view(1, -1, 1, 1).expand(batch, -1, tokens, 1)
+        weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
+        return self.wo((weights @ v).transpose(1, 2).reshape(batch, tokens, -1))
+
+
+class MLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(HIDDEN, 2 * 10), nn.Linear(10, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.a(x).chunk(2, -1)
+        return self.b(torch.tanh(gate) * up)
+
+
+class MLPWithResidual(MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x)
+
+
+class MLPWithScale(MLP):
+    """Multiplies its result by what it computes from the input beside the split path: backward sums that R times."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * x.mean(-1, keepdim=True)
+
+
+class MLPWithNorm(MLP):
+    """A mean over features of which a rank has a part."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.a(x).chunk(2, -1)
+        hidden = torch.tanh(gate) * up
+        return self.b(hidden - hidden.mean(-1, keepdim=True))
+
+
+class MLPWithSecondResult(MLP):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = self.a(x).chunk(2, -1)
+        return self.b(torch.tanh(gate) * up), gate.square().mean()
+
+
+class MLPThatKeeps(MLP):
+    """Leaves a result where another module could read it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.gates = self.a(x)
+        gate, up = self.gates.chunk(2, -1)
+        return self.b(torch.tanh(gate) * up)
+
+
+class Convolution(nn.Module):
+    """Mixes tokens, and is called neither attention nor anything like it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(HIDDEN, HIDDEN, 3, padding=2, groups=HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x.transpose(1, 2))[..., : x.size(1)].transpose(1, 2)
+
+
+class Layer(nn.Module):
+    def __init__(self, *parts: nn.Module):
+        super().__init__()
+        self.parts = nn.ModuleDict({f"part{i}": part for i, part in enumerate(parts)})
+        self.norm = nn.LayerNorm(HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.parts.values():
+            out = part(self.norm(x))
+            x = x + (out if isinstance(out, Tensor) else out[0] * (1 + out[1]))
+        return x
+
+
+class Shifted(Layer):
+    """Mixes tokens in the code of the layer itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + torch.nn.functional.pad(x, (0, 0, 1, 0))[:, :-1]
+
+
+class Model(nn.Module):
+    """A language model with names of no known architecture."""
+
+    def __init__(self, *parts: Any, layer: type[Layer] = Layer):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(17, HIDDEN)
+        self.stack = nn.ModuleList(layer(*(part() for part in parts)) for _ in range(2))
+        self.out = nn.Linear(HIDDEN, 17)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.table(ids)
+        for layer in self.stack:
+            x = layer(x)
+        return self.out(x)
+
+
+def interleaved() -> Attention:
+    return Attention("interleaved")
+
+
+def kinds(model: nn.Module, size: int = 2, **options: Any) -> dict[str, str]:
+    """Style of everything in the second layer."""
+    plan = proven_plan(model, size, **options)
+    styles = {path: parse_style(path, style).kind for path, style in plan.items()}
+    return {path.removeprefix("stack.1."): kind for path, kind in styles.items() if path.startswith("stack.1.")}
+
+
+SPLIT_MLP = {"parts.part0": "block", "parts.part0.a": "colwise", "parts.part0.b": "rowwise"}
+
+
+# ------------------------------------------------------------------------------------------------------------- blocks
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("part", [Attention, interleaved])
+def test_fused_queries_keys_and_values_are_split_as_the_block_reads_them(part: Any, size: int) -> None:
+    plan = proven_plan(Model(part), size)
+    style = parse_style("", plan["stack.0.parts.part0.wqkv"])
+    assert (
+        (style.sections, style.unit) in [((HIDDEN,) * 3, WIDTH), (3, WIDTH)] if part is Attention else [(1, 3 * WIDTH)]
+    )
+    assert kinds(Model(part), size)["parts.part0"] == "block"
+
+
+def test_two_halves_in_one_weight_are_split_apiece() -> None:
+    plan = proven_plan(Model(MLP), 3)
+    assert kinds(Model(MLP), 3) == SPLIT_MLP
+    assert parse_style("", plan["stack.0.parts.part0.a"]).sections == 2
+
+
+def test_a_residual_inside_a_block_is_left_whole_since_its_gradient_would_count_twice() -> None:
+    plan = proven_plan(Model(MLPWithResidual), 2)
+    style = parse_style("", plan["stack.1.parts.part0"])
+    assert style.kind == "whole"
+    assert "the gradient of its input would be off" in style.note
+
+
+@pytest.mark.parametrize(
+    ("part", "reason"),
+    [
+        (MLPWithScale, "the gradient of its input"),
+        (MLPWithNorm, "its output would be off"),
+        (MLPThatKeeps, "what it computes beside the hidden states may be used"),
+        (MLPWithSecondResult, "what it computes beside the hidden states may be used"),
+    ],
+)
+def test_a_block_that_is_not_the_same_on_parts_is_left_whole_and_says_why(part: Any, reason: str) -> None:
+    style = parse_style("", proven_plan(Model(part), 2)["stack.1.parts.part0"])
+    assert style.kind == "whole"
+    assert reason in style.note
+
+
+def test_parameters_of_a_block_go_by_head_or_have_their_gradients_summed() -> None:
+    found = kinds(Model(AttentionWithSinks))
+    assert found["parts.part0.sinks"] == "heads"
+    assert found["parts.part0.temperature"] == "partial"
+
+
+def test_heads_that_do_not_divide_leave_a_block_that_nobody_declared_whole() -> None:
+    style = parse_style("", proven_plan(Model(Attention), 3)["stack.1.parts.part0"])
+    assert style.kind == "whole"
+    assert "heads" in style.note
+
+
+class GatedAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head_dim, self.num_heads = WIDTH, HEADS
+        self.q_proj, self.k_proj = nn.Linear(HIDDEN, 2 * HIDDEN), nn.Linear(HIDDEN, 2 * WIDTH)
+        self.g_proj = nn.Linear(HIDDEN, HEADS)
+
+
+def test_gates_go_with_their_query_heads() -> None:
+    parent = GatedAttention()
+    style = parse_style("", "colwise")
+    linears = {name: (module, style) for name, module in parent.named_children()}
+    split = split_heads("attention", parent, linears, 2)
+    assert split.num_heads == HEADS
+    assert split.rows["q_proj"].ranges == (((0, 24),), ((24, 48),))
+    assert split.rows["k_proj"].ranges == (((0, 6),), ((6, 12),))
+    assert split.rows["g_proj"].ranges == (((0, 2),), ((2, 4),))
+    assert split.attributes == {"num_heads": 2}
+
+
+# ------------------------------------------------------------------------------------------------ sequence parallelism
+
+
+def test_what_mixes_tokens_gets_all_of_them_under_sequence_parallelism() -> None:
+    assert kinds(Model(MLP, Convolution)) == SPLIT_MLP
+    assert kinds(Model(MLP, Convolution), sequence_parallel=True) == SPLIT_MLP | {"parts.part1": "gathered"}
+
+
+def test_a_layer_whose_own_code_mixes_tokens_is_refused_under_sequence_parallelism() -> None:
+    assert kinds(Model(MLP, layer=Shifted)) == SPLIT_MLP
+    with pytest.raises(ValueError, match=r"stack\.0 \(Shifted\) does not compute the same on parts of the sequence"):
+        proven_plan(Model(MLP, layer=Shifted), 2, sequence_parallel=True)
+
+
+def _steps_are_equal(size: int) -> None:
+    ids = torch.randint(17, (2, 7), generator=torch.Generator().manual_seed(0))
+    for parts in ([AttentionWithSinks, MLPWithResidual, Convolution], [interleaved, MLPWithNorm, MLP]):
+        plain = Model(*parts)
+        plain(ids).square().mean().backward()
+        for sequence in (False, True):
+            mesh = fp.init_mesh(tp=size, device="cpu")
+            model = fp.parallelize(Model(*parts), mesh, sequence_parallel=sequence)
+            out = model(ids)
+            out.square().mean().backward()
+            torch.testing.assert_close(out, plain(ids), rtol=1e-4, atol=1e-5)
+            for (name, param), (_, wanted) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
+                assert param.grad is not None, name
+                grad = full_parameter(param, param.grad)
+                torch.testing.assert_close(grad, wanted.grad, rtol=1e-3, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+            mesh.close()
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_models_of_no_known_architecture_step_as_on_one_process(size: int) -> None:
+    run_ranks(size, _steps_are_equal, size)
+
+
+# ------------------------------------------------------------------------------------------------- plans and the run
+
+
+class Config:
+    base_model_tp_plan: ClassVar = {"stack.*.parts.part0.a": "no_such_word", "stack.*.absent": "colwise"}
+
+
+def test_words_and_patterns_of_a_declared_plan_that_say_nothing_are_passed_over() -> None:
+    model = Model(MLP)
+    model.config = Config()  # type: ignore[assignment]
+    assert kinds(model) == SPLIT_MLP
+    with pytest.raises(ValueError, match=r"plan\['stack.\*.parts.part0.a'\] is 'no_such_word'"):
+        fp.parallelize(model, None, {"stack.*.parts.part0.a": "no_such_word"})
+
+
+def test_a_model_that_cannot_be_run_and_is_not_known_is_refused() -> None:
+    class Broken(Model):
+        def forward(self, ids: Tensor) -> Tensor:
+            raise RuntimeError("out of order")
+
+    with pytest.raises(ValueError, match=r"does not know Broken.*a run on a few ids failed: out of order"):
+        proven_plan(Broken(MLP), 2)
+    with pytest.raises(ValueError, match="does not know Sequential"):
+        auto_plan(nn.Sequential(nn.Linear(2, 2)))
+
+
+def test_the_run_leaves_modes_buffers_generators_and_gradients_alone() -> None:
+    model = Model(MLP).train()
+    model.stack[0].eval()
+    model.register_buffer("calls", torch.zeros(()))
+    model.register_forward_hook(lambda module, _args, _out: module.calls.add_(1) and None)
+    state = torch.get_rng_state()
+    calls = record_calls(model, ["stack.0"], 5)
+    assert list(calls) == ["stack.0"]
+    assert calls["stack.0"].hidden().shape == (2, 5, HIDDEN)
+    assert (model.training, model.stack[0].training, float(model.calls)) == (True, False, 0.0)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(param.grad is None for param in model.parameters())
