@@ -364,7 +364,7 @@ def sequential(model: list[nn.Module], x: Tensor, target: Tensor, count: int) ->
     total = torch.zeros((), dtype=torch.float64)
     for inputs, labels in zip(x.tensor_split(count), target.tensor_split(count), strict=True):
         logits = run_parts(model, inputs)
-        share = (labels != IGNORED).sum() / (target != IGNORED).sum()
+        share = int((labels != IGNORED).sum()) / int((target != IGNORED).sum())
         loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED) * share
         loss.backward()
         total = total + loss.detach().double()
