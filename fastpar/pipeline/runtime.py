@@ -228,7 +228,10 @@ class Pipeline:
                 yield unique, parameter
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        for _, parameter in self.named_parameters():
+        """`named_parameters` without names, which parameters carry as the attribute `pipeline_name`: whoever gets them
+        alone, as an optimizer or `fastpar.zero.shard`, can tell those of all stages apart."""
+        for name, parameter in self.named_parameters():
+            vars(parameter)["pipeline_name"] = name
             yield parameter
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:

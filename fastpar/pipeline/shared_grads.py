@@ -6,7 +6,8 @@ under equal optimizers. Contributions are taken apart from what `.grad` held bef
 accumulated over several steps.
 
 So that a norm over all stages counts such a parameter once, its tensors carry the attribute `pipeline_share`: (index,
-count) where the holders are `count` ranks and this is the index'th, None for a further tensor on the same rank.
+count) where the holders are `count` ranks and this is the index'th, None for a further tensor on the same rank. So that
+a checkpoint has a tied one under one name, as the whole model has, they carry that as `pipeline_tied_name`.
 """
 
 from __future__ import annotations
@@ -57,6 +58,8 @@ def find_shared(schedule: Schedule, rank: int, stages: Mapping[int, Stage]) -> l
     for stage in by_part.values():
         for tied in stage.tied:
             add(str(tied), {part: names[0] for part, names in tied.names.items()})
+            if stage.part in tied.names:
+                vars(tied.parameter(stage))["pipeline_tied_name"] = tied.names[tied.parts[0]][0]
     for part, stage in by_part.items():
         if len(schedule.replicas_of(part)) > 1:
             for name, parameter in stage.module.named_parameters():
