@@ -104,6 +104,18 @@ class GradSum:
         self.sums = self.sums + ops.exact_square_sum(local).to(self.sums.device)
         return self
 
+    def __add__(self, other: GradSum) -> GradSum:
+        """The sum of both: of parts of a model that were collected apart."""
+        if not isinstance(other, GradSum):
+            return NotImplemented
+        total = GradSum(self.sums.device)
+        total.sums = self.sums + other.sums.to(self.sums.device)
+        return total
+
+    def __radd__(self, other: int) -> GradSum:
+        """For `sum(...)`, which begins with 0."""
+        return self + GradSum(self.sums.device) if other == 0 else NotImplemented
+
     def combine(self, *groups: GroupLike) -> GradSum:
         """Sum over the ranks of each group in turn; `self` is returned."""
         for group in groups:

@@ -39,6 +39,9 @@ class Precision:
     master   of what the optimizer updates, kept apart where it is not the parameter's; None: the parameters themselves
     full     patterns (fnmatch) of the names of parameters that stay in master's dtype (None: their own), such as
              ("*.norm.weight", "*.bias"); one that matches nothing is an error where it is applied
+    buffers  of the module's floating-point buffers. None leaves them as they are, which statistics and tables of angles
+             need; arithmetic of a float32 buffer with 16-bit parameters then has mixed dtypes, which matrix products
+             refuse and sums answer in float32
 
     Raises TypeError and ValueError for dtypes and combinations that make no sense.
     """
@@ -48,9 +51,10 @@ class Precision:
     reduce: torch.dtype | None = None
     master: torch.dtype | None = None
     full: Sequence[str] = ()
+    buffers: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        for field in ("param", "compute", "reduce", "master"):
+        for field in ("param", "compute", "reduce", "master", "buffers"):
             value = getattr(self, field)
             if value is not None and not isinstance(value, torch.dtype):
                 raise TypeError(f"{field} must be a torch.dtype or None, got {value!r}")
@@ -74,19 +78,37 @@ class Precision:
             raise ValueError(f"master={self.master} needs param={self.master}, got param={self.param}")
 
     @staticmethod
+    def of(value: Precision | str | None) -> Precision:
+        """A policy, or one by name: "fp32", "bf16", "fp16"; None leaves everything as it is.
+
+        Raises TypeError and ValueError for anything else.
+        """
+        if value is None or isinstance(value, Precision):
+            return value or Precision()
+        policies = {"fp32": Precision.fp32, "bf16": Precision.bf16, "fp16": Precision.fp16}
+        if not isinstance(value, str):
+            raise TypeError(
+                f"precision must be a fastpar.Precision, 'fp32', 'bf16', 'fp16' or None, got {type(value).__name__} "
+                f"({value!r:.60})"
+            )
+        if value not in policies:
+            raise ValueError(f"precision must be 'fp32', 'bf16', 'fp16' or a fastpar.Precision, got {value!r}")
+        return policies[value]()
+
+    @staticmethod
     def fp32() -> Precision:
         """Everything in float32, as without a policy."""
         return Precision(torch.float32, None, torch.float32, torch.float32)
 
     @staticmethod
-    def bf16(full: Sequence[str] = ()) -> Precision:
+    def bf16(full: Sequence[str] = (), buffers: torch.dtype | None = None) -> Precision:
         """Parameters and their gradients in bfloat16, float32 copies in the optimizer."""
-        return Precision(torch.bfloat16, None, torch.bfloat16, torch.float32, full)
+        return Precision(torch.bfloat16, None, torch.bfloat16, torch.float32, full, buffers)
 
     @staticmethod
-    def fp16(full: Sequence[str] = ()) -> Precision:
+    def fp16(full: Sequence[str] = (), buffers: torch.dtype | None = None) -> Precision:
         """Parameters and their gradients in float16, float32 copies in the optimizer; use it with a LossScaler."""
-        return Precision(torch.float16, None, torch.float16, torch.float32, full)
+        return Precision(torch.float16, None, torch.float16, torch.float32, full, buffers)
 
     def is_full(self, name: str) -> bool:
         """Whether a parameter of this name stays in master's dtype."""
@@ -151,6 +173,7 @@ class LossScaler:
     Args:
         init, growth, backoff, growth_interval, enabled: as torch.amp.GradScaler has them. Not enabled, every method
             passes on what it gets.
+        init_scale, growth_factor, backoff_factor: torch's names of the first three.
         names: a module, or pairs of names and parameters, for the report; else the optimizer's own names or numbers.
 
     Raises ValueError for factors that would not grow or back off.
@@ -167,7 +190,13 @@ class LossScaler:
         mesh: Mesh | DeviceMesh | None = None,
         group: GroupLike = None,
         names: nn.Module | Iterable[tuple[str, Tensor]] | None = None,
+        init_scale: float | None = None,
+        growth_factor: float | None = None,
+        backoff_factor: float | None = None,
     ) -> None:
+        init = init if init_scale is None else init_scale
+        growth = growth if growth_factor is None else growth_factor
+        backoff = backoff if backoff_factor is None else backoff_factor
         if growth <= 1.0:
             raise ValueError(f"growth must be above 1, got {growth}")
         if not 0.0 < backoff < 1.0:

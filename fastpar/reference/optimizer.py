@@ -128,10 +128,31 @@ def check_step(step: Step, **positive: float) -> None:
         _check_scalar("grad_factor", step.grad_factor, device)
     if step.found_inf is not None:
         _check_scalar("found_inf", step.found_inf, device)
+    written = {"params": step.params, "outputs": step.outputs, "remainders": step.remainders}
+    written |= dict(zip(step.state_names, step.states, strict=False))
+    for name, tensors in written.items():
+        for i, x in enumerate(tensors or ()):
+            if x is not None and _shares_elements(x):
+                raise ValueError(
+                    f"{name}[{i}] of shape {tuple(x.shape)} and stride {x.stride()} has elements that share memory, "
+                    "and would be written to twice: clone() it"
+                )
     if step.stochastic is not None:
         counts = len(step.stochastic.keys), len(step.stochastic.starts)
         if counts != (len(step.params),) * 2:
             raise ValueError(f"stochastic needs one key and one start per parameter ({len(step.params)}), got {counts}")
+
+
+def _shares_elements(x: Tensor) -> bool:
+    """Whether two elements of a tensor may lie in one place."""
+    if x.is_contiguous():
+        return False
+    reach = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1):
+        if stride < reach:
+            return True
+        reach = stride * (size - 1) + reach
+    return False
 
 
 def check_betas(betas: tuple[float, float]) -> None:
@@ -229,7 +250,8 @@ def run_sgd(
 
 def run_lion(arguments: Step, lr: float, betas: tuple[float, float], weight_decay: float) -> None:
     def rule(p: Tensor, g: Tensor, old: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        direction = (betas[0] * old[0] + (1.0 - betas[0]) * g).sign()
+        mean = betas[0] * old[0] + (1.0 - betas[0]) * g
+        direction = torch.where(mean.isnan(), mean, mean.sign())  # torch's sign of NaN is 0, which would hide it
         return p * (1.0 - lr * weight_decay) - lr * direction, [old[0] + (1.0 - betas[1]) * (g - old[0])]
 
     _run(arguments, rule, signed=(True,))
