@@ -120,7 +120,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_went_straight_on(stage, precisio
 def check_unused():
     run = Run(2).train(range(2))
     state = run.zero.state_dict()
-    assert "unused" not in state["has_state"]
+    assert not state["has_state"]["unused"]
     assert "exp_avg" in state["optimizer"]["unused"]  # so that all checkpoints have the same keys
     owners = {slot.name: slot.owner for slot in run.zero.slots}
     assert owners["unused"] not in run.optimizer.state
@@ -136,17 +136,27 @@ def test_parameters_that_were_never_updated_have_no_state_afterwards():
     assert run_ranks(2, check_unused) == [True, True]
 
 
-def check_groups():
-    state = Run(1).train(range(1)).zero.state_dict()
+def in_two_groups(**options):
     model = Net()
     parameters = list(model.parameters())
-    optimizer = torch.optim.AdamW([{"params": parameters[:2]}, {"params": parameters[2:]}])
-    zero = fp.zero.shard(model, optimizer, group=dist.group.WORLD, stage=1)
-    with pytest.raises(ValueError, match="no parameter group of"):
-        zero.load_state_dict(state)
+    optimizer = torch.optim.AdamW([{"params": parameters[:2]}, {"params": parameters[2:], **options}], lr=1e-2)
+    return optimizer, fp.zero.shard(model, optimizer, group=dist.group.WORLD, stage=1)
 
 
-def test_other_parameter_groups_are_an_error_that_names_them():
+def check_groups():
+    state = Run(1).train(range(1)).zero.state_dict()
+    optimizer, zero = in_two_groups(weight_decay=0.5)
+    zero.load_state_dict(state)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.1]
+    _, zero = in_two_groups(weight_decay=0.5)
+    with pytest.raises(ValueError, match=r"were saved with different weight_decay \(0.01 and 0.5\)"):
+        Run(1).zero.load_state_dict(zero.state_dict())
+    del state["groups"]["last.bias"]
+    with pytest.raises(ValueError, match=r"no options of last\.bias"):
+        Run(1).zero.load_state_dict(state)
+
+
+def test_parameters_take_their_options_along_and_groups_of_different_ones_are_an_error():
     run_ranks(2, check_groups)
 
 

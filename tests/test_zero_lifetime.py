@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,3 +38,55 @@ def train_and_forget(stage: int) -> bool:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_everything_goes_with_the_model_and_the_optimizer(stage: int) -> None:
     assert all(run_ranks(2, train_and_forget, stage))
+
+
+def held() -> tuple[int, int]:
+    """Threads and descriptors of this process."""
+    gc.collect()
+    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+
+def build_and_drop(mesh: fp.Mesh, stage: int, close: bool, options: dict[str, Any]) -> None:
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    zero = fp.zero.shard(model, optimizer, group=mesh, stage=stage, **options)
+    model(torch.randn(3, 7)).sum().backward()
+    optimizer.step()
+    if close:
+        zero.close()
+        zero.close()
+
+
+def cycles(folder: str, count: int, ways: list[tuple[int, bool, dict[str, Any]]]) -> list[tuple[int, int]]:
+    mesh = fp.init_mesh(dp_shard=2, device="cpu")
+    found = []
+    for stage, close, options in ways:
+        options = {key: value.format(folder) for key, value in options.items()}
+        for _ in range(2):
+            build_and_drop(mesh, stage, close, options)
+        threads, descriptors = held()
+        for _ in range(count):
+            build_and_drop(mesh, stage, close, options)
+        now = held()
+        found.append((now[0] - threads, now[1] - descriptors))
+    mesh.close()
+    return found
+
+
+WAYS: list[tuple[int, bool, dict[str, Any]]] = [(stage, close, {}) for stage in range(4) for close in (True, False)]
+ON_DISK: list[tuple[int, bool, dict[str, Any]]] = [
+    (stage, close, {"offload": "nvme+parameters:{}" if stage == 3 else "nvme:{}"})
+    for stage in (1, 3)
+    for close in (True, False)
+]
+
+
+def test_what_is_dropped_leaves_no_threads_and_no_descriptors(tmp_path: Path) -> None:
+    for found in run_ranks(2, cycles, str(tmp_path), 3, WAYS + ON_DISK, timeout=120):
+        assert found == [(0, 0)] * len(found)
+
+
+@pytest.mark.slow
+def test_fifty_that_are_dropped_leave_no_threads_and_no_descriptors(tmp_path: Path) -> None:
+    for found in run_ranks(2, cycles, str(tmp_path), 50, WAYS + ON_DISK, timeout=600):
+        assert found == [(0, 0)] * len(found)

@@ -50,6 +50,7 @@ class _Deferred:
 class FusedOptimizer(Optimizer):
     """Base of AdamW, SGD and Lion; see there. Subclasses name their states and call their op."""
 
+    takes_dtensors = True  # what fastpar.zero asks: rows are updated as a part of the whole
     _step_supports_amp_scaling = True  # torch.amp.GradScaler then sets grad_scale and found_inf instead of unscaling
     _states: tuple[str, ...]
     _signed: tuple[bool, ...]

@@ -114,6 +114,8 @@ class Muon(torch.optim.Optimizer):
     found_inf: Tensor | None
     outputs: dict[Tensor, Tensor]
 
+    takes_dtensors = True  # what fastpar.zero asks: rows are updated as a part of the whole
+
     def __init__(
         self,
         params: Any,

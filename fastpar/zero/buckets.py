@@ -69,7 +69,7 @@ class WholeBucket:
                 slot.owner.grad = None
 
     def is_result(self, position: int) -> bool:
-        grad = self.slots[position].parameter.grad
+        grad = self.slots[position].unsent
         return grad is not None and _is_same(local(grad), self._views[position])
 
     def open(self) -> None:
@@ -105,7 +105,8 @@ class WholeBucket:
         mean, self._pending = self._pending.wait(), None
         for slot, view in zip(self.slots, self._views if mean is self._flat else self._cut(mean), strict=True):
             mine = local(slot.owner)  # of another dtype or device, where these are master weights
-            grad = view if _is_alike(view, mine) else view.to(mine.device, mine.dtype)
+            # A tensor of its own: `p.grad.data = ...` (model.to does it) would take the bucket's view away
+            grad = view.detach() if _is_alike(view, mine) else view.to(mine.device, mine.dtype)
             if grad.shape != mine.shape:  # a scalar as one row
                 grad = grad.view(mine.shape)
             if slot.kept is not None:

@@ -20,15 +20,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from fastpar.comm.pending import Pending
 from fastpar.precision import Precision
 from fastpar.zero.absent import mark_absent, mark_present
+from fastpar.zero.connection import check_alike, take_values
 from fastpar.zero.flat import FlatLayout
-from fastpar.zero.groups import Groups, as_parameter, cast_parameter, contiguous_stride, local
+from fastpar.zero.groups import Groups, as_parameter, cast_parameter, contiguous_stride, local, own_storage, set_local
 from fastpar.zero.homes import Home
 from fastpar.zero.pool import Pool
+from fastpar.zero.reduced import hide, show
 from fastpar.zero.slots import Slot
 
 Places = Sequence[tuple[nn.Module, str]]
@@ -111,6 +113,8 @@ class Unit:
         home: Home,
     ) -> None:
         self.name, self.names = name, list(places)
+        self._precision, self._home = precision, home
+        self._resident = resident
         self.is_whole = self.is_launched = False
         self.epoch = 0  # of the shards that were gathered last
         self.slots: list[Slot] = []
@@ -127,18 +131,19 @@ class Unit:
             if each not in resident and not (home.is_device and _is_whole_anyway(parameter, groups)):
                 kinds.setdefault((parameter.dtype, parameter.device, groups.of(parameter)), []).append(index)
         self.parts = []
-        rows = [local(x) if x.ndim else local(x).view(1) for x in self.wholes]  # of residents: all of them
+        rows = [local(x) for x in self.wholes]  # of residents: all of them
         for (_, _, of_part), members in kinds.items():
             names = [self.names[index] for index in members]
             part = Part(of_part, names, [self.wholes[index] for index in members], home)
             self.parts.append(part)
             for position, index in enumerate(members):
-                rows[index] = part.shards.shards[position]
+                rows[index] = own_storage(part.shards.shards[position])
                 masters[index] = _rows_of(masters[index], part.shards.layout, position, of_part)
         self.nbytes = sum(part.nbytes for part in self.parts)
         self._versioned = tuple(x for part in self.parts for x in part.versioned)
         self._versions = [x._version for x in self._versioned]
         self.sharded: list[nn.Parameter] = []
+        self._rows = rows
         for index, (each, parameter) in enumerate(zip(places, self.wholes, strict=True)):
             spec = _spec_at_rest(parameter, groups, is_resident=each in resident)
             sharded = as_parameter(rows[index], spec, requires_grad=parameter.requires_grad)
@@ -152,6 +157,7 @@ class Unit:
                 faces += [] if slot.target is None else [slot.target]
             if home.file is not None and each not in resident:
                 home.file.attach(each, *faces)
+        self._frozen = [index for index, x in enumerate(self.sharded) if not x.requires_grad]
         self._mark_freed()
         self._register(self.sharded)
 
@@ -159,6 +165,48 @@ class Unit:
     def frozen(self) -> dict[str, Tensor]:
         """Shards of the parameters that are not trained."""
         return {name: x.detach() for name, x in zip(self.names, self.sharded, strict=True) if not x.requires_grad}
+
+    def thawed(self) -> list[int]:
+        """Numbers of the parameters that have been frozen and are not any more."""
+        return [index for index in self._frozen if self.sharded[index].requires_grad]
+
+    def adopt(self, index: int) -> Slot:
+        """Train a parameter that has been frozen: returns its slot."""
+        name, parameter, sharded = self.names[index], self.wholes[index], self.sharded[index]
+        if self._home.file is not None and name not in self._resident:
+            raise RuntimeError(
+                f"{name} was frozen in fastpar.zero.shard(...) and requires a gradient now, and its shards are in a "
+                "file: let it require one before shard, and freeze it afterwards"
+            )
+        parameter.requires_grad_()
+        rows, own = local(sharded), parameter.dtype
+        dtype = self._precision.master_dtype(name, own)
+        needs_master = self._home.needs_copy(name in self._resident) or dtype != own
+        master = rows.to(self._home.of_masters(rows.device), dtype, copy=True) if needs_master else None
+        spec = sharded._spec if isinstance(sharded, DTensor) else None
+        slot = _slot(name, parameter, sharded, master, spec, self._precision)
+        (self.resident_slots if name in self._resident else self.slots).append(slot)
+        self._frozen.remove(index)
+        return slot
+
+    def astray(self) -> list[int]:
+        """Numbers of the parameters at rest that have other memory than what is gathered."""
+        pairs = enumerate(zip(self.sharded, self._rows, strict=True))
+        return [i for i, (x, rows) in pairs if getattr(x, "_local_tensor", x).data_ptr() != rows.data_ptr()]
+
+    def bring_back(self, index: int) -> None:
+        """Copy the values of a parameter at rest to where they are gathered from. Raises RuntimeError for other
+        dtypes and shapes."""
+        sharded, rows = self.sharded[index], self._rows[index]
+        value = local(sharded)
+        check_alike(self.names[index], rows, value)
+        slot = next((slot for slot in (*self.slots, *self.resident_slots) if slot.at_rest is sharded), None)
+        if not torch.equal(rows, value):
+            if slot is not None:
+                take_values(slot, rows, value)
+            else:
+                rows.copy_(value)
+        set_local(sharded, rows)
 
     def launch(self, pool: Pool) -> None:
         """Begin to gather; collective."""
@@ -187,6 +235,8 @@ class Unit:
     def free(self, pool: Pool) -> None:
         """Give the modules their shards back, and the memory to the pool."""
         if self.is_whole:
+            for whole, sharded in zip(self.wholes, self.sharded, strict=True):
+                sharded.requires_grad_(whole.requires_grad)  # which somebody may have changed meanwhile
             self._register(self.sharded)
             self._versions = [x._version for x in self._versioned]
             self._mark_freed()
@@ -204,8 +254,12 @@ class Unit:
     def _mark_freed(self) -> None:
         if self._versioned:
             _set_versions(self._versioned, [version + _FREED for version in self._versions])
+        for slot in (*self.slots, *self.resident_slots):
+            hide(slot)  # what has another class already would not be marked
         for part in self.parts:
             part.mark_freed()
+        for slot in (*self.slots, *self.resident_slots):
+            show(slot)
 
     def _check(self) -> None:
         for places, sharded in zip(self._places, self.sharded, strict=True):
@@ -258,9 +312,10 @@ def _slot(
     spec = spec or getattr(parameter, "_spec", None)
     wire = precision.reduce_dtype(name, parameter.dtype)
     if master is None:
-        return Slot(name, parameter, sharded, spec, wire)
+        return Slot(name, parameter, sharded, spec, wire, at_rest=sharded)
     target = local(sharded)
-    return Slot(name, parameter, as_parameter(master.view(target.shape), spec), spec, wire, target=target)
+    owner = as_parameter(master.view(target.shape), spec)
+    return Slot(name, parameter, owner, spec, wire, target=target, at_rest=sharded)
 
 
 def _is_whole_anyway(parameter: nn.Parameter, groups: Groups) -> bool:
@@ -281,7 +336,8 @@ def _replicated(spec: DTensorSpec, parameter: nn.Parameter) -> DTensorSpec:
     inner = len(parameter.placements) if isinstance(parameter, DTensor) else 0
     placements = list(spec.placements)
     placements[len(placements) - inner - 1] = Replicate()
-    return DTensorSpec(spec.mesh, tuple(placements), tensor_meta=spec.tensor_meta)
+    meta = TensorMeta(parameter.shape, contiguous_stride(parameter.shape), parameter.dtype)  # a scalar has no dims here
+    return DTensorSpec(spec.mesh, tuple(placements), tensor_meta=meta)
 
 
 def _move(parameter: nn.Parameter, memory: Tensor) -> Tensor:

@@ -28,7 +28,9 @@ class Groups:
                a ProcessGroup, a Communicator, or None: one rank
     is_sharded False: nothing is sharded, all of those ranks are replicas
     device_type of the parameters
+    timeout    of all communicators; None: the group's where it is a Communicator, else theirs
     of_experts for parameters split over the mesh's ep or etp: dims efsdp and dp_replicate
+    ranks      of the job, that are in the group
     experts    the groups of such parameters, where a model has some beside others: see `of`
     """
 
@@ -40,6 +42,7 @@ class Groups:
         device_type: str = "cpu",
         of_experts: bool = False,
         experts: Groups | None = None,
+        timeout: float | None = None,
     ) -> None:
         self.experts = experts
         self._mesh: DeviceMesh | None = None  # of (replicate,) shard, where there is one
@@ -65,10 +68,13 @@ class Groups:
             elif found is not None and is_sharded:
                 self._mesh = DeviceMesh.from_group(found, device_type)
             replicate, shard = (None, found) if is_sharded else (found, None)
-        like: dict[str, Any] = (
-            {"timeout": group.timeout, "transport": group.transport} if isinstance(group, Communicator) else {}
-        )
-        self.shard, self.replicate = Communicator(shard, **like), Communicator(replicate, **like)
+        self.ranks = _ranks_of(group)
+        self._like: dict[str, Any] = {}
+        if isinstance(group, Communicator):
+            self._like |= {"timeout": group.timeout, "transport": group.transport}
+        if timeout is not None:
+            self._like["timeout"] = timeout
+        self.shard, self.replicate = Communicator(shard, **self._like), Communicator(replicate, **self._like)
         world = dist.get_world_size() if dist.is_initialized() else 1
         # Halves need that nobody waits for other groups in between, as experts do: see `Communicator.in_halves`.
         has_experts = self.mesh is not None and self.mesh.size("ep") * self.mesh.size("etp") > 1
@@ -108,7 +114,7 @@ class Groups:
         """Groups that join the ranks of one data-parallel position: of tensor and pipeline parallelism, where the mesh
         is known."""
         found = [] if self.mesh is None else named_groups(self.mesh)
-        return [Communicator(group) for dim, group in found if dim not in self._dims]
+        return [Communicator(group, **self._like) for dim, group in found if dim not in self._dims]
 
     def row_spec(self, parameter: Tensor) -> DTensorSpec | None:
         """How a parameter looks that has this one's rows split over the shard group; None where nothing is split."""
@@ -131,6 +137,17 @@ class Groups:
         )
         rows: Placement = _StridedShard(0, split_factor=pieces) if pieces > 1 else Shard(0)
         return _spec(self.mesh[tuple(names)], [*outer, rows, *parameter.placements], parameter)
+
+
+def _ranks_of(group: GroupsLike) -> list[int]:
+    """The ranks of the job that are in the group, or in the mesh that it is a part of."""
+    if isinstance(group, Mesh):
+        return list(range(group.world_size))
+    if isinstance(group, DeviceMesh):
+        found: list[int] = group.mesh.flatten().tolist()
+        return found
+    inner = Communicator.of(group).group
+    return [0] if inner is None else dist.get_process_group_ranks(inner)
 
 
 def _spec(mesh: DeviceMesh, placements: Sequence[Placement], x: Tensor) -> DTensorSpec:
@@ -165,6 +182,18 @@ def local(x: Tensor) -> Tensor:
     """What this rank has of x, without history."""
     found: Tensor = x._local_tensor if isinstance(x, DTensor) else x
     return found.detach() if found.requires_grad else found  # to detach a DTensor costs ten times as much
+
+
+def own_storage(x: Tensor) -> Tensor:
+    """The same memory as a tensor whose storage is that and no more.
+
+    A DTensor of a view with an offset cannot be copied or saved, since torch takes the offset for the address of its
+    storage; and of one without, the whole storage would be saved.
+    """
+    if x.numel() == 0 or x.untyped_storage().nbytes() == 0:
+        return x
+    found: Tensor = torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(x.detach()))
+    return found
 
 
 def set_local(x: Any, value: Tensor) -> None:

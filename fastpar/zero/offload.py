@@ -76,6 +76,7 @@ class DiskStates:
         self._store = TensorStore(offload.path, **(offload.options or {}))
         self._optimizer = optimizer
         self._names = {id(parameter): f"{number}" for number, parameter in enumerate(parameters)}
+        self._group_bytes = offload.group_bytes
         self._groups = _groups([p for p in parameters if p.requires_grad], offload.group_bytes)
         self._away: dict[str, Tensor] = {}  # tensors whose values are in the file
         for group in self._groups:
@@ -85,6 +86,15 @@ class DiskStates:
     @property
     def file_bytes(self) -> int:
         return self._store.file_bytes
+
+    def adopt(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Keep these, too: the optimizer has got them after this was made."""
+        first = len(self._names)
+        self._names |= {id(parameter): f"{first + number}" for number, parameter in enumerate(parameters)}
+        for group in _groups(parameters, self._group_bytes):
+            self._groups.append(group)
+            self._put_away(group)
+        self._store.flush()
 
     def update(self, step: Callable[[Sequence[nn.Parameter]], None]) -> None:
         """Call `step` for the parameters of one group after the other; those without gradient are left out."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from torch import Tensor
 from fastpar.comm import Communicator
 from fastpar.zero.buckets import Bucket
 from fastpar.zero.groups import Groups, as_dtensor, local
+from fastpar.zero.reduced import hide, show
 from fastpar.zero.slots import Slot
 
 BATCH_BYTES = 256 << 10  # of gradients that are copied to their bucket together: what a cache holds
@@ -60,13 +62,22 @@ class Reducer:
         self._round: _Round | None = None
         self._order: list[int] | None = []  # in which gradients come, until the buckets follow it
         self._fill(list(reversed(range(len(self.slots)))))
-        self._hooks = [
-            slot.parameter.register_post_accumulate_grad_hook(self._hook(index))
-            for index, slot in enumerate(self.slots)
-        ]
+        self._hooks = [self._hook(index) for index in range(len(self.slots))]
+
+    def extend(self, slots: Sequence[Slot]) -> None:
+        """Reduce the gradients of these as well. Between passes; collective."""
+        self.forget()
+        first = len(self.slots)
+        added = range(first, first + len(slots))
+        self.slots += slots
+        self.nbytes += [local(slot.parameter).nbytes for slot in slots]
+        self._fill(list(reversed(added)), after=self.members)
+        self._order = []  # gradients may come in another order now
+        self._hooks += [self._hook(index) for index in added]
 
     def begin_forward(self) -> None:
         """The model is about to run with gradients."""
+        self.hide()
         if self._is_inside:
             self.forget()  # the backward pass before has failed
         if self._will_reduce():
@@ -88,6 +99,11 @@ class Reducer:
             _Round(self).finish()
         self._passes = 0
 
+    def hide(self) -> None:
+        """Let parameters have their own `.grad`: see reduced.py."""
+        for slot in self.slots:
+            hide(slot)
+
     def forget(self) -> None:
         """Drop what a backward pass that did not end has left. Reductions under way are waited for."""
         self._is_inside = False
@@ -100,7 +116,8 @@ class Reducer:
         self.forget()
         self._passes = 0
         for slot in self.slots:
-            slot.summed = slot.kept = slot.parameter.grad = None
+            slot.drop()
+            slot.kept = None
             slot.traces = ()
 
     def follow_order(self) -> None:
@@ -122,8 +139,9 @@ class Reducer:
         for hook in self._hooks:
             hook.remove()
 
-    def _fill(self, order: Sequence[int]) -> None:
-        """Sort the slots into buckets in this order; the first one is small, so that communication begins early."""
+    def _fill(self, order: Sequence[int], after: Sequence[list[int]] = ()) -> None:
+        """Sort the slots into buckets in this order; the first one is small, so that communication begins early.
+        `after`: buckets that stay, and come first."""
         limit = min(FIRST_BUCKET_BYTES, self._bucket_bytes)
         groups: list[list[int]] = []
         held = 0
@@ -143,7 +161,9 @@ class Reducer:
                 held = 0
             groups[-1].append(index)
             held += nbytes
-        self.buckets = [self._make_bucket([self.slots[index] for index in group]) for group in groups]
+        kept = self.buckets[: len(after)]
+        self.buckets = [*kept, *(self._make_bucket([self.slots[index] for index in group]) for group in groups)]
+        groups = [*after, *groups]
         self.place = {
             index: (number, position) for number, group in enumerate(groups) for position, index in enumerate(group)
         }
@@ -153,16 +173,14 @@ class Reducer:
         """Whether a slot has gradients that only this rank knows of."""
         slot = self.slots[index]
         number, position = self.place[index]
-        return slot.summed is not None or (
-            slot.parameter.grad is not None and not self.buckets[number].is_result(position)
-        )
+        return slot.summed is not None or (slot.unsent is not None and not self.buckets[number].is_result(position))
 
     # ---- within a backward pass
 
     def _will_reduce(self) -> bool:
         return self.is_syncing and self._passes + 1 >= self._accumulate
 
-    def _hook(self, index: int) -> Callable[[Tensor], None]:
+    def _hook(self, index: int) -> Any:
         """Weak: Python's collector does not see what a hook of a tensor holds, and groups would stay for ever. The
         optimizer's hooks keep this."""
         itself = weakref.ref(self)
@@ -172,7 +190,7 @@ class Reducer:
             if reducer is not None:
                 reducer._came(index)
 
-        return came
+        return self.slots[index].parameter.register_post_accumulate_grad_hook(came)
 
     def _came(self, index: int) -> None:
         if not self._is_inside:
@@ -247,6 +265,7 @@ class _Round:
         for slot, is_used, had_none in zip(self._reducer.slots, everyone, self._had_none, strict=True):
             if not is_used and had_none:
                 slot.owner.grad = None  # as without data parallelism
+            show(slot)
 
     def abandon(self) -> None:
         """The pass has failed."""

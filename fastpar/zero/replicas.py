@@ -11,6 +11,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from fastpar.comm.wire import Wire
 from fastpar.precision import Precision
 from fastpar.zero.buckets import Bucket, RowBucket, WholeBucket
+from fastpar.zero.connection import Connection
 from fastpar.zero.flat import Staging
 from fastpar.zero.groups import Groups, as_parameter, cast_parameter, local, set_local
 from fastpar.zero.reducer import Reducer
@@ -27,6 +28,7 @@ class Replicas:
     has_copies      whether the optimizer is to have copies even where dtypes agree
     accumulate, bucket_bytes, began     as `Reducer`'s
     wire            format of gradients that travel: see `fastpar.comm.wire`
+    model           whose modules have the parameters, where it is known
     """
 
     def __init__(
@@ -40,15 +42,40 @@ class Replicas:
         bucket_bytes: int,
         began: Callable[[], None],
         wire: Wire | None,
+        model: nn.Module | None = None,
     ) -> None:
         self._wire = wire
+        self._model = model
         self._groups, self._precision, self._has_copies = groups, precision, has_copies
         self.slots, self._whole = self._make_slots(named)
         self._staging: dict[tuple[torch.dtype, torch.device], Staging] = {}
         self.reducer = Reducer(
             self.slots, groups, self._make_bucket, accumulate=accumulate, bucket_bytes=bucket_bytes, began=began
         )
-        self.frozen = {name: parameter.detach() for name, parameter in named.items() if not parameter.requires_grad}
+        self._frozen = {name: parameter for name, parameter in named.items() if not parameter.requires_grad}
+        self._connection = Connection(model, self.slots, self.released)
+
+    @property
+    def frozen(self) -> dict[str, Tensor]:
+        """Parameters that are not trained, by name."""
+        return {name: parameter.detach() for name, parameter in self._frozen.items()}
+
+    def check(self) -> None:
+        """See to it that the optimizer still changes what the model has."""
+        self._connection.check()
+
+    def thawed(self) -> dict[str, nn.Parameter]:
+        """Parameters that have been frozen and are not any more, by name."""
+        return {name: parameter for name, parameter in self._frozen.items() if parameter.requires_grad}
+
+    def adopt(self, names: Sequence[str]) -> list[Slot]:
+        """Train parameters that have been frozen: returns their slots. Collective."""
+        slots, whole = self._make_slots({name: self._frozen.pop(name) for name in names})
+        self.slots += slots
+        self._whole += whole
+        self.reducer.extend(slots)
+        self._connection = Connection(self._model, self.slots, self.released)
+        return slots
 
     def released(self) -> None:
         """Before rows are written to: waits until no rank reads them any more. Collective."""

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-import types
-from collections.abc import Iterable, Iterator, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from fastpar.clip import GradSum
 from fastpar.comm.wire import Wire
-from fastpar.mesh import Mesh
 from fastpar.precision import Precision
-from fastpar.zero import memory, state
+from fastpar.zero import arguments, memory, state
+from fastpar.zero.arguments import HasParameters, Named
 from fastpar.zero.flat import FlatLayout
-from fastpar.zero.groups import Groups, GroupsLike, as_dtensor, is_expert, local
+from fastpar.zero.groups import Groups, GroupsLike, as_dtensor, local
+from fastpar.zero.hooks import Autocast, CastInputs, ForwardHook, ZeroGrad
 from fastpar.zero.offload import DiskStates, Offload
+from fastpar.zero.probe import check_sharded_updates
 from fastpar.zero.reducer import BUCKET_BYTES, Reducer
 from fastpar.zero.replicas import Replicas
-from fastpar.zero.slots import Slot, name_nonfinite
-from fastpar.zero.stage3 import RESIDENT_SHARE, Stage3
+from fastpar.zero.save_mark import new_run
+from fastpar.zero.slots import Slot, name_nonfinite, union
+from fastpar.zero.stage3 import RESIDENT_SHARE, Stage3, in_backward
 from fastpar.zero.step import Stepper
 from fastpar.zero.units import UnitsLike
 
@@ -30,12 +33,12 @@ _SCALARS = ("step", "eta", "mu", "mu_product")  # states of torch's optimizers t
 
 
 def shard(
-    model: nn.Module | Iterable[nn.Parameter] | Iterable[tuple[str, nn.Parameter]],
+    model: nn.Module | HasParameters | Iterable[nn.Parameter] | Iterable[tuple[str, nn.Parameter]],
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     *,
     group: GroupsLike = None,
     stage: int = 1,
-    precision: Precision | None = None,
+    precision: Precision | str | None = None,
     accumulate: int = 1,
     max_norm: float | None = None,
     skip_nonfinite: bool = True,
@@ -46,6 +49,8 @@ def shard(
     units: UnitsLike = None,
     reshard_after_forward: bool = True,
     resident_share: float = RESIDENT_SHARE,
+    sync_weights: str = "broadcast",
+    timeout: float | None = None,
 ) -> Zero:
     """Make `model` and `optimizer` data-parallel over `group`, in place. Collective.
 
@@ -56,18 +61,19 @@ def shard(
             optimizer.step()
             optimizer.zero_grad()
 
-    model       a module, or parameters (with names, or without)
+    model       a module, a Pipeline, or parameters (with names, or without; a pipeline's have theirs either way)
     optimizer   any of torch.optim but LBFGS, of fp.optim, or one's own, or several that divide the parameters between
                 them: all trainable parameters must be in one. They stay the same objects (LR schedulers, GradScaler and
                 state_dict work); from now on param_groups hold what this rank updates
     group       a Mesh (dims dp_shard and dp_replicate; efsdp and dp_replicate for experts split over its ep or etp), a
-                DeviceMesh of one dim, or two (replicate, shard), a ProcessGroup, or a Communicator: the ranks, which
-                all have the same parameters (rank 0's are taken)
+                DeviceMesh of one dim, or two (replicate, shard), a ProcessGroup, or a Communicator. None: all ranks of
+                the job, as in torch; one rank alone is `fastpar.Communicator()`
     stage       0: parameters, gradients and optimizer states on every rank (DDP)
                 1: every rank updates its rows (dim 0) of each parameter, and has states for those only
                 2: and gradients of those only, from microbatch to microbatch
                 3: and parameters, which are gathered for the layer that runs
-    precision   dtypes: see `Precision`. Floating-point inputs of a module are cast to its parameters' dtype
+    precision   dtypes: a `Precision`, or "fp32", "bf16", "fp16". Floating-point inputs of a module are cast to its
+                parameters' dtype
     accumulate  backward passes per step. Stages 0 and 1 sum gradients locally and reduce them in the last pass; 2 and 3
                 reduce in every pass, and sum what is left of them
     max_norm    clip gradients to this global norm in every step (`Zero.norm` has it). The norm is exact, so that it has
@@ -85,6 +91,10 @@ def shard(
     units, reshard_after_forward, resident_share
                 of stage 3: what is gathered together, whether it is freed between forward and backward, and what share
                 of the elements, in the smallest parameters, stays on every rank: see `fastpar.zero.stage3.Stage3`
+    sync_weights
+                "broadcast": rank 0's parameters and buffers are taken, with a warning where others differ; "check":
+                ranks must have the same, else ValueError names what differs
+    timeout     seconds until a wait for another rank fails (None: the group's own where it is a Communicator, else 60)
 
     For float16 use `fastpar.LossScaler`. torch.amp.GradScaler works up to stage 2; in stage 3 its ranks may decide
     differently whether to skip a step, as torch looks at the first gradient only to see whether gradients are sharded,
@@ -93,27 +103,41 @@ def shard(
     Gradients are means over the ranks: scale the loss by 1 / accumulate, as always. Reductions begin during backward
     and have ended when it returns. Parameters that no rank used have no gradient, as without.
 
+    After a reduction, `.grad` of the model's parameters is the averaged gradient in every stage, as a DTensor where a
+    rank has rows: `torch.nn.utils.clip_grad_norm_(model.parameters(), c)` does what it does in one process.
+
+    Parameters that are frozen may require a gradient later, and the other way round. Values that are moved or replaced
+    (`model.to(...)`, `load_state_dict(assign=True)`) are taken over by the next forward or step; RuntimeError where
+    their dtype or device is another.
+
     Raises ValueError and TypeError for what does not fit, before anything is changed.
     """
-    optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+    named = Named.of(model)
+    optimizers = arguments.optimizers_of(optimizer)
     offload = Offload.of(offload)
-    _check_offload(offload, stage)
-    _check(stage, accumulate, max_norm, bucket_bytes)
-    named = _named_parameters(model)
-    if not named:
-        raise ValueError("model has no parameters")
-    if stage == 3 and not isinstance(model, nn.Module):
-        raise TypeError(f"stage 3 gathers parameters for modules: model must be one, got {type(model).__name__}")
-    _check_optimizers(named, optimizers)
-    precision = precision or Precision()
-    precision.check_names(list(named))
-    like: dict[str, Any] = {"is_sharded": stage > 0, "device_type": next(iter(named.values())).device.type}
-    experts = Groups(group, **like, of_experts=True) if _has_experts(named, group) else None
+    precision = Precision.of(precision)
+    group = arguments.group_of(group)
+    arguments.check_stage(model, stage)
+    arguments.check_offload(offload, stage)
+    arguments.check_numbers(accumulate, max_norm, bucket_bytes, timeout)
+    arguments.check_sync_weights(sync_weights)
+    arguments.check_parameters(named.parameters, precision)
+    arguments.check_optimizers(named.parameters, optimizers)
+    like: dict[str, Any] = {
+        "is_sharded": stage > 0,
+        "device_type": next(iter(named.parameters.values())).device.type,
+        "timeout": timeout,
+    }
+    has_experts = arguments.has_experts(named.parameters, group)
+    experts = Groups(group, **like, of_experts=True) if has_experts else None
+    groups = Groups(group, **like, experts=experts)
+    for each in optimizers:
+        check_sharded_updates(each, groups)
     return Zero(
         model if isinstance(model, nn.Module) else None,
         named,
         optimizers,
-        Groups(group, **like, experts=experts),
+        groups,
         stage=stage,
         precision=precision,
         accumulate=accumulate,
@@ -124,6 +148,7 @@ def shard(
         bucket_bytes=bucket_bytes,
         wire=wire,
         units={"units": units, "reshard_after_forward": reshard_after_forward, "resident_share": resident_share},
+        sync_weights=sync_weights,
     )
 
 
@@ -133,7 +158,7 @@ class Zero:
     def __init__(
         self,
         model: nn.Module | None,
-        named: dict[str, nn.Parameter],
+        found: Named,
         optimizers: Sequence[torch.optim.Optimizer],
         groups: Groups,
         *,
@@ -147,16 +172,22 @@ class Zero:
         bucket_bytes: int,
         wire: Wire | None,
         units: dict[str, Any] | None,
+        sync_weights: str = "broadcast",
     ) -> None:
+        named = found.parameters
         self.model, self.optimizers, self.groups = model, list(optimizers), groups
         self.stage, self.precision, self.max_norm, self.offload = stage, precision, max_norm, offload
         self.norm: Tensor | None = None
-        self.skipped = 0
+        self.steps = self.skipped = 0
         self.report = ""
         self._skip_nonfinite = skip_nonfinite
+        self.are_named = found.are_named
+        self.run = new_run(groups)  # see save_mark.py
         self._names = {id(parameter): name for name, parameter in named.items()}
+        self._order = {name: number for number, name in enumerate(named)}
         parts = _parts(named, groups)
-        self._synchronise(parts)
+        self._synchronise(parts, sync_weights)
+        self._cast_buffers()
         self._waiting: list[Stepper] = []  # that have not taken the step whose gradients have been prepared
         self._is_going = True  # and whether it is not skipped
         self.storages: list[Replicas | Stage3]
@@ -175,18 +206,18 @@ class Zero:
                     bucket_bytes=bucket_bytes,
                     began=self._waiting.clear,
                     wire=wire,
+                    model=model,
                 )
                 for part, part_groups in parts
             ]
         self._reducers = [storage.reducer for storage in self.storages]
-        order = {name: number for number, name in enumerate(named)}
-        self.slots = sorted((slot for s in self.storages for slot in s.slots), key=lambda slot: order[slot.name])
-        for slot in self.slots:
-            slot.is_traced = skip_nonfinite
+        self.slots: list[Slot] = []
+        self._take_slots()
         for reducer in self._reducers:
             reducer.is_syncing = overlap
-        self.steppers = [Stepper(optimizer, self._phases) for optimizer in self.optimizers]
+        self.steppers = [Stepper(optimizer, self._phases, self._stepped) for optimizer in self.optimizers]
         self._factor: Tensor | None = None
+        self._is_attached = True
         self._adopt()
         self._disks = self._make_disks()
         self._handles = self._hook()
@@ -232,15 +263,23 @@ class Zero:
 
     def frozen(self) -> dict[str, Tensor]:
         """Parameters that are not trained, as they are at rest, by name."""
-        return {name: parameter for storage in self.storages for name, parameter in storage.frozen.items()}
+        known = {slot.name for slot in self.slots}  # some of which may have been frozen meanwhile
+        found = [item for storage in self.storages for item in storage.frozen.items()]
+        return {name: parameter for name, parameter in found if name not in known}
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint is to hold, for torch.distributed.checkpoint: see `fastpar.zero.state`. Collective."""
+        self._check_names()
         self._load()
         return state.collect(self)
 
     def load_state_dict(self, loaded: dict[str, Any]) -> None:
-        """Go on from a state that `state_dict` has given, and a checkpoint may have been loaded into. Collective."""
+        """Go on from a state that `state_dict` has given, and a checkpoint may have been loaded into. Collective.
+
+        Raises ValueError on all ranks where parts of the checkpoint are of different saves, and for parameter groups
+        whose parameters had different options.
+        """
+        self._check_names()
         self._load()
         state.restore(self, loaded)
         self._release()
@@ -259,23 +298,43 @@ class Zero:
                     yield name, buffer
 
     def detach(self) -> None:
-        """Remove all hooks; parameters, gradients and states stay as they are, and come out of files."""
+        """Remove all hooks; parameters, gradients and states stay as they are, and come out of files. A second call
+        does nothing."""
+        if not self._is_attached:
+            return
+        self._is_attached = False
         for disk in self._disks.values():
             disk.load()
+        self._hide()
         for storage in self.storages:
             storage.detach()
         for stepper in self.steppers:
             stepper.detach()
-        hooked: list[Any] = [*self.optimizers, *([self.model] if self.model is not None else [])]
-        for owner in hooked:
-            del owner.zero_grad
-            vars(owner).pop("finish_gradients", None)
+        for optimizer in self.optimizers:
+            vars(optimizer).pop("finish_gradients", None)
+        for zero_grad in self._zero_grads:
+            zero_grad.remove()
         for handle in self._handles:
             handle.remove()
+        for disk in self._disks.values():
+            disk.close()
+
+    close = detach
 
     def groups_of(self, slot: Slot) -> Groups:
         """The ranks that a parameter is averaged over: those of data parallelism, or of its experts."""
         return self.groups.of(slot.parameter)
+
+    def _check_names(self) -> None:
+        """Raises ValueError where other ranks may have other parameters under the same numbers."""
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        mesh = self.groups.mesh
+        is_alone = world == self.groups.size if mesh is None else mesh.size("pp") == 1
+        if not (self.are_named or is_alone):
+            raise ValueError(
+                "shard(...) was given parameters without names, and other ranks have others under the same numbers: "
+                "pass what has names to shard, as the pipeline itself, or pipe.named_parameters()"
+            )
 
     def _load(self) -> None:
         """Bring what is in files into memory, until the next step or forward."""
@@ -306,6 +365,9 @@ class Zero:
     def _phases(self, stepper: Stepper) -> None:
         """Reduce, check and clip (once for all optimizers), update, gather."""
         if stepper not in self._waiting:
+            self._look_around()
+            self._check_known()
+            self.steps += 1
             self._is_going = self._prepare(stepper.optimizer)
             self._waiting = list(self.steppers)
         self._waiting.remove(stepper)
@@ -333,6 +395,50 @@ class Zero:
         if not self._waiting:
             self._publish()
 
+    def _stepped(self) -> None:
+        """After an optimizer's step, which has taken its gradients."""
+        if not self._waiting:
+            self._hide()
+
+    def _hide(self) -> None:
+        for reducer in self._reducers:
+            reducer.hide()
+
+    def _look_around(self) -> None:
+        """What may have happened to parameters since the last forward or step: see connection.py. Collective where
+        something has."""
+        for storage in self.storages:
+            storage.check()
+        thawed = {name: x for storage in self.storages for name, x in storage.thawed().items()}
+        if thawed:
+            self._adopt_thawed(thawed)
+
+    def _check_known(self) -> None:
+        """Raises ValueError for parameters of an optimizer that `shard` has not seen."""
+        known = self.owner_names()
+        for stepper in self.steppers:
+            for parameter in stepper.parameters():
+                if id(parameter) not in known:
+                    raise ValueError(
+                        f"the optimizer has a parameter of shape {tuple(parameter.shape)} that was not there in "
+                        "fastpar.zero.shard(...): call detach() and shard again with a new optimizer"
+                    )
+
+    def _adopt_thawed(self, thawed: Mapping[str, nn.Parameter]) -> None:
+        """Train parameters that were frozen in `shard`, and are in an optimizer."""
+        held = {id(parameter) for stepper in self.steppers for parameter in stepper.parameters()}
+        for storage in self.storages:
+            names = [name for name in storage.thawed() if id(thawed[name]) in held]
+            if names:
+                storage.adopt(names)
+        self._take_slots()
+        before = {id(stepper): {id(p) for p in stepper.parameters()} for stepper in self.steppers}
+        self._adopt()
+        for stepper in self.steppers:
+            disk = self._disks.get(id(stepper))
+            if disk is not None:
+                disk.adopt([p for p in stepper.parameters() if id(p) not in before[id(stepper)]])
+
     @contextmanager
     def _writing(self, owners: Sequence[nn.Parameter]) -> Iterator[None]:
         """Memory in the block for the parameters that these owners are rounded to, where those are in a file."""
@@ -346,6 +452,10 @@ class Zero:
     def _prepare(self, optimizer: Any) -> bool:
         """Reduce, and see by how much gradients are to be clipped; False where the step is to be skipped."""
         self.reduce_gradients()
+        for slot in self.slots:
+            grad = slot.owner.grad
+            if grad is not None and grad.dtype != slot.owner.dtype:  # model.to(dtype) converts what `.grad` shows
+                slot.owner.grad = as_dtensor(local(grad).to(slot.owner.dtype), slot.spec)
         self._factor, self.report = None, ""
         if self.max_norm is None and not self._skip_nonfinite:
             return True
@@ -385,19 +495,48 @@ class Zero:
 
     # ---- building
 
-    def _synchronise(self, parts: Sequence[tuple[dict[str, nn.Parameter], Groups]]) -> None:
+    def _synchronise(self, parts: Sequence[tuple[dict[str, nn.Parameter], Groups]], sync_weights: str) -> None:
         """The values of each group's rank 0 on all of its ranks, for buffers too."""
-        tensors = [[local(parameter) for parameter in named.values()] for named, _ in parts]
+        tensors = [{name: local(parameter) for name, parameter in named.items()} for named, _ in parts]
         if self.model is not None:
-            tensors[0] += [local(buffer) for buffer in self.model.buffers() if buffer.numel() > 0]
+            tensors[0] |= {name: local(x) for name, x in self.model.named_buffers() if x.numel() > 0}
+        differing: list[str] = []
         for values, (_, groups) in zip(tensors, parts, strict=True):
             for comm in groups.everyone():
-                for x in values:
-                    x.copy_(comm.broadcast(x, 0))
+                for name, x in values.items():
+                    found = comm.broadcast(x, 0)
+                    if not _are_equal(found, x):
+                        differing.append(name)
+                    if sync_weights == "broadcast":
+                        x.copy_(found)
+        for comm in [comm for groups in self.groups.with_experts() for comm in groups.everyone()]:
+            differing = union(differing, comm)
+        if differing:
+            shown = ", ".join(differing[:4]) + (", ..." if len(differing) > 4 else "")
+            text = f"ranks that average gradients have different values of {shown}"
+            if sync_weights == "check":
+                raise ValueError(f"{text}: seed every rank alike before building the model, or load the same weights")
+            warnings.warn(f"{text}: rank 0's are taken", stacklevel=4)
+
+    def _cast_buffers(self) -> None:
+        dtype = self.precision.buffers
+        if self.model is None or dtype is None:
+            return
+        for module in self.model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.is_floating_point():
+                    module._buffers[name] = buffer.to(dtype)
+
+    def _take_slots(self) -> None:
+        """Of all storages, in the order of the parameters."""
+        slots = [slot for storage in self.storages for slot in storage.slots]
+        self.slots = sorted(slots, key=lambda slot: self._order[slot.name])
+        for slot in self.slots:
+            slot.is_traced = self._skip_nonfinite
 
     def _adopt(self) -> None:
         """Give the optimizers the slots' owners in the place of the parameters, with their part of the states."""
-        slots = {id(slot.parameter): slot for slot in self.slots}
+        slots = {id(x): slot for slot in self.slots for x in (slot.parameter, slot.at_rest)}
         frozen = self._frozen_at_rest()
         self._slot_of = {id(slot.owner): slot for slot in self.slots}
         self._has_targets = any(slot.target is not None for slot in self.slots)
@@ -446,49 +585,44 @@ class Zero:
         }
 
     def _hook(self) -> list[Any]:
+        hooked: list[Any] = [*self.optimizers, *([] if self.model is None else [self.model])]
+        self._zero_grads = [ZeroGrad(owner, self._forget_gradients) for owner in hooked]
+        for owner, zero_grad in zip(hooked, self._zero_grads, strict=True):
+            owner.zero_grad = zero_grad
         for optimizer in self.optimizers:
-            self._hook_zero_grad(optimizer, optimizer.zero_grad)
             vars(optimizer)["finish_gradients"] = self.reduce_gradients  # for LossScaler
         if self.model is None:
             return []
-        self._hook_zero_grad(self.model, self.model.zero_grad)
-        handles: list[Any] = []
-
-        def before_forward(*_: Any) -> None:
-            if torch.is_grad_enabled():
-                self._waiting.clear()
-                for reducer in self._reducers:
-                    if isinstance(reducer, Reducer):
-                        reducer.begin_forward()
-
-        handles.append(self.model.register_forward_pre_hook(before_forward))
+        handles: list[Any] = [
+            self.model.register_forward_pre_hook(ForwardHook(self.model, self._before_forward), prepend=True)
+        ]
         if self.precision.param is not None:
-            handles.append(self.model.register_forward_pre_hook(self._cast_inputs, with_kwargs=True))
+            handles.append(self.model.register_forward_pre_hook(CastInputs(self.precision.param), with_kwargs=True))
         if self.precision.compute is not None:
             device = next((slot.parameter.device.type for slot in self.slots), "cpu")
-            handles += autocast_forward(self.model, self.precision, device)
+            autocast = Autocast(self.precision, device)
+            handles.append(self.model.register_forward_pre_hook(autocast.enter))
+            handles.append(self.model.register_forward_hook(autocast.leave, always_call=True))
         return handles
 
-    def _cast_inputs(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Floating-point inputs of the model, in the dtype of its parameters."""
-        dtype = self.precision.param
-
-        def cast(x: Any) -> Any:
-            return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
-
-        return tree_map(cast, args), tree_map(cast, kwargs)
-
-    def _hook_zero_grad(self, owner: Any, plain: Any) -> None:
-        def zero_grad(_: Any, set_to_none: bool = True) -> None:
+    def _before_forward(self, *_: Any) -> None:
+        if in_backward():  # of a checkpoint
+            return
+        self._look_around()
+        if torch.is_grad_enabled():
             self._waiting.clear()
             for reducer in self._reducers:
-                reducer.forget_sums()
-            plain(set_to_none)
-            for slot in self.slots:  # of a module these are not the parameters
-                if slot.owner.grad is not None:
-                    slot.owner.grad = None
+                if isinstance(reducer, Reducer):
+                    reducer.begin_forward()
 
-        owner.zero_grad = types.MethodType(zero_grad, owner)
+    def _forget_gradients(self) -> None:
+        self._waiting.clear()
+        for reducer in self._reducers:
+            reducer.forget_sums()
+            reducer.hide()
+        for slot in self.slots:  # of a module these are not the parameters
+            if slot.owner.grad is not None:
+                slot.owner.grad = None
 
 
 def _unscaling(optimizer: Any) -> float | Tensor:
@@ -500,60 +634,6 @@ def _unscaling(optimizer: Any) -> float | Tensor:
     return 1.0 if factor is None else factor
 
 
-def autocast_forward(model: nn.Module, precision: Precision, device_type: str) -> list[Any]:
-    """Run the model's forward under autocast."""
-    entered: list[Any] = []
-
-    def enter(*_: Any) -> None:
-        entered.append(precision.autocast(device_type))
-        entered[-1].__enter__()
-
-    def leave(*_: Any) -> None:
-        if entered:
-            entered.pop().__exit__(None, None, None)
-
-    return [model.register_forward_pre_hook(enter), model.register_forward_hook(leave, always_call=True)]
-
-
-def _check_offload(offload: Offload | None, stage: int) -> None:
-    if offload is not None and offload.parameters and stage != 3:
-        raise ValueError(f"offload of parameters is for stage 3, which shards them; stage is {stage}")
-
-
-def _check(stage: int, accumulate: int, max_norm: float | None, bucket_bytes: int) -> None:
-    if stage not in (0, 1, 2, 3):
-        raise ValueError(f"stage must be 0, 1, 2 or 3, got {stage!r}")
-    if accumulate < 1:
-        raise ValueError(f"accumulate must be at least 1 (backward passes per step), got {accumulate}")
-    if max_norm is not None and not max_norm > 0:
-        raise ValueError(f"max_norm must be positive or None, got {max_norm}")
-    if bucket_bytes < 1:
-        raise ValueError(f"bucket_bytes must be at least 1, got {bucket_bytes}")
-
-
-def _named_parameters(model: Any) -> dict[str, nn.Parameter]:
-    """Every parameter once, by its first name."""
-    if isinstance(model, nn.Module):
-        return dict(model.named_parameters())
-    named = {}
-    for index, item in enumerate(model):
-        name, parameter = item if isinstance(item, tuple) else (str(index), item)
-        if not isinstance(parameter, nn.Parameter):
-            raise TypeError(f"model must be a module or parameters, got {type(parameter).__name__} at {name!r}")
-        named[name] = parameter
-    return named
-
-
-def _has_experts(named: dict[str, nn.Parameter], group: GroupsLike) -> bool:
-    """Whether there are parameters split over ep or etp, for which the mesh must be known."""
-    names = [name for name, parameter in named.items() if is_expert(parameter)]
-    if names and not isinstance(group, Mesh):
-        raise ValueError(
-            f"group must be the fastpar Mesh for experts split over its ep or etp ({names[0]}), got {group}"
-        )
-    return bool(names)
-
-
 def _parts(named: dict[str, nn.Parameter], groups: Groups) -> list[tuple[dict[str, nn.Parameter], Groups]]:
     """The parameters by the ranks that they are averaged over."""
     return [
@@ -562,16 +642,6 @@ def _parts(named: dict[str, nn.Parameter], groups: Groups) -> list[tuple[dict[st
     ]
 
 
-def _check_optimizers(named: dict[str, nn.Parameter], optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    held = [
-        id(parameter) for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]
-    ]
-    missing = [name for name, parameter in named.items() if parameter.requires_grad and id(parameter) not in set(held)]
-    if missing:
-        shown = ", ".join(missing[:4]) + (", ..." if len(missing) > 4 else "")
-        raise ValueError(f"{len(missing)} trainable parameters are not in the optimizer: {shown}")
-    if len(held) != len(set(held)):
-        raise ValueError(f"{len(held) - len(set(held))} parameters are in the optimizers more than once")
-    strange = len(set(held) - {id(parameter) for parameter in named.values()})
-    if strange:
-        raise ValueError(f"the optimizer has {strange} parameters that the model does not have")
+def _are_equal(a: Tensor, b: Tensor) -> bool:
+    """Bit for bit, whatever the dtype: NaN is like NaN."""
+    return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from fastpar.comm import Communicator
-from fastpar.zero.groups import Groups, local
+from fastpar.zero.groups import Groups, as_dtensor, local
+from fastpar.zero.reduced import drop_unsent, unsent_gradient
 
 _NAMES = 8  # in a report
 _NOTE_BYTES = 1024
@@ -23,6 +24,7 @@ class Slot:
     """A trainable parameter of the model, and the parameter that the optimizer has instead of it.
 
     `owner` may be the parameter itself; else it has this rank's rows, or another dtype (master weights), or both.
+    `at_rest` is what modules have outside of forward, where that is another one (stage 3).
     """
 
     name: str
@@ -35,10 +37,40 @@ class Slot:
     kept: Tensor | None = field(default=None, repr=False)  # the owner's gradient, while another pass is reduced
     is_traced: bool = False  # whether `traces` are kept: norms of what this rank has sent, which a NaN shows in
     traces: Sequence[Tensor] = field(default=(), repr=False)  # on CPUs only where they are not finite
+    at_rest: nn.Parameter | None = field(default=None, repr=False)
+
+    @property
+    def faces(self) -> list[nn.Parameter]:
+        """What users may have of it, beside the owner."""
+        return [x for x in (self.parameter, self.at_rest) if x is not None and x is not self.owner]
+
+    @property
+    def unsent(self) -> Tensor | None:
+        """The gradient that autograd has put into the parameter."""
+        return unsent_gradient(self.parameter)
+
+    def drop(self) -> None:
+        """Forget what was not sent."""
+        self.summed = None
+        drop_unsent(self.parameter)
+
+    def take_own_term(self) -> None:
+        """Add to the owner what a term of the loss that was made of the parameter at rest has as gradient."""
+        if self.at_rest is None or self.at_rest is self.owner:
+            return
+        grad = unsent_gradient(self.at_rest)
+        if grad is None:
+            return
+        drop_unsent(self.at_rest)
+        mine = local(grad).to(self.owner.device, self.owner.dtype)
+        if self.owner.grad is None:
+            self.owner.grad = as_dtensor(mine, self.spec)
+        else:
+            local(self.owner.grad).add_(mine)
 
     def keep_sum(self) -> None:
         """Move a gradient of 16 bits to `summed`, as another is going to be added to it."""
-        grad = self.parameter.grad
+        grad = self.unsent
         if grad is None or grad.dtype.itemsize >= 4 or hasattr(self.parameter, "pipeline_share"):
             return
         rows = local(grad)
@@ -46,16 +78,17 @@ class Slot:
             self.summed = rows.float()
         else:
             self.summed.add_(rows)
-        self.parameter.grad = None
+        drop_unsent(self.parameter)
 
     def take(self) -> Tensor | None:
         """What has been summed and not been sent; forgotten here."""
         if self.summed is not None:
             self.keep_sum()
         taken = self.summed
-        if taken is None and self.parameter.grad is not None:
-            taken = local(self.parameter.grad)
-        self.summed = self.parameter.grad = None
+        unsent = self.unsent
+        if taken is None and unsent is not None:
+            taken = local(unsent)
+        self.drop()
         return taken
 
 
@@ -85,11 +118,11 @@ def name_nonfinite(slots: Sequence[Slot], groups: Groups) -> str:
             where = [str(rank) for rank, is_source in zip(ranks, sources[:, index].tolist(), strict=True) if is_source]
             found.append(f"{slot.name} (rank {', '.join(where)})" if where else slot.name)
     for comm in groups.others():
-        found = _union(found, comm)
+        found = union(found, comm)
     return f"gradients that are not finite: {', '.join(found[:_NAMES])}" + (", ..." if len(found) > _NAMES else "")
 
 
-def _union(lines: Sequence[str], comm: Communicator) -> list[str]:
+def union(lines: Sequence[str], comm: Communicator) -> list[str]:
     """The first lines of all ranks, each once. Collective: one all-gather of 1 KB a rank."""
     note = "\n".join(lines[: _NAMES + 1]).encode()[:_NOTE_BYTES].ljust(_NOTE_BYTES, b"\0")
     notes = comm.all_gather(torch.tensor(list(note), dtype=torch.uint8)[None])

@@ -46,10 +46,13 @@ from torch import Tensor, nn
 
 from fastpar.comm.wire import Wire
 from fastpar.precision import Precision
+from fastpar.zero.at_rest import guard, release
 from fastpar.zero.gathered import Unit
 from fastpar.zero.groups import Groups, local
 from fastpar.zero.homes import Home
+from fastpar.zero.hooks import ForwardHook
 from fastpar.zero.offload import Offload
+from fastpar.zero.on_copy import OnCopy, nothing_on_copy
 from fastpar.zero.pool import Pool
 from fastpar.zero.slots import Slot
 from fastpar.zero.unit_calls import Call, Order
@@ -92,6 +95,22 @@ class _Uncompiled:
             return torch.compiler.disable(self._hook)(*args, **kwargs)
         return self._hook(*args, **kwargs)
 
+    def __deepcopy__(self, memo: Any) -> Any:
+        return OnCopy(self._hook.func.__name__) if isinstance(self._hook, partial) else OnCopy("")
+
+
+class _ByHand:
+    """`unshard` or `reshard` of a module."""
+
+    def __init__(self, call: Callable[..., None], *args: Any) -> None:
+        self._call, self._args = call, args
+
+    def __call__(self, *args: Any) -> None:
+        self._call(*self._args, *args)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return nothing_on_copy
+
 
 class _Guard:
     """Keeps a unit whole while a layer of it is recomputed, whose hooks lie outside of what is run again: what
@@ -103,6 +122,16 @@ class _Guard:
     def capture(self) -> Callable[[], AbstractContextManager[None]]:
         """Called while a layer runs; layers of one chain have their captures in common."""
         return partial(self._stage3.kept_whole, self._unit) if self._stage3.is_running(self._unit) else nullcontext
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return _NoGuard()
+
+
+class _NoGuard:
+    """Of a copy."""
+
+    def capture(self) -> Callable[[], AbstractContextManager[None]]:
+        return nullcontext
 
 
 class Stage3:
@@ -173,6 +202,7 @@ class Stage3:
         self._passes = 0
         self._open: set[int] = set()  # backward passes that have begun and not ended, by torch's number
         self._handles: list[Any] = []
+        self._is_guarding = False
         self._last_call: Call | None = None
         self._install_hooks(plans)
         self.published()
@@ -202,6 +232,7 @@ class Stage3:
 
     def released(self) -> None:
         """Before shards are written to: frees all units, and waits until no rank reads shards any more. Collective."""
+        self.release()
         self.reshard()
         self.home.released()
         for groups in self.groups.with_experts():
@@ -214,6 +245,31 @@ class Stage3:
             self.home.file.settle()
         for groups in self.groups.with_experts():
             groups.shard.barrier()
+
+    def check(self) -> None:
+        """See to it that what modules have at rest is what is gathered. Collective where it is not."""
+        self.release()
+        astray = [] if self.home.file is not None else [(unit, i) for unit in self.units for i in unit.astray()]
+        if astray:
+            self.released()
+            for unit, index in astray:
+                unit.bring_back(index)
+            self.published()
+
+    def thawed(self) -> dict[str, nn.Parameter]:
+        """Parameters that have been frozen and are not any more, by name."""
+        return {unit.names[i]: unit.sharded[i] for unit in self.units for i in unit.thawed()}
+
+    def adopt(self, names: Sequence[str]) -> list[Slot]:
+        """Train parameters that have been frozen: returns their slots."""
+        slots = [
+            unit.adopt(index) for unit in self.units for index, name in enumerate(unit.names) if name in set(names)
+        ]
+        self.reducer.refresh(self.units)
+        for slot in slots:
+            self.slots.append(slot)
+            self._watch(len(self.slots) - 1)
+        return slots
 
     def load(self) -> None:
         """Have shards that are in a file in memory, until something is gathered or `published` is called."""
@@ -228,8 +284,10 @@ class Stage3:
 
     def begin_forward(self) -> None:
         """The model is about to run: forget what a pass that has failed left."""
-        if _in_backward():  # of a checkpoint
+        if in_backward():  # of a checkpoint
             return
+        self.reducer.hide()
+        self.release()
         if self._open:
             self._open.clear()
             self.reducer.forget()
@@ -241,6 +299,20 @@ class Stage3:
         self._passes += 1
         self._last_call = None
         self._order.begin()
+
+    def release(self) -> None:
+        """Parameters at rest may be computed with: see at_rest.py."""
+        if self._is_guarding:
+            self._is_guarding = False
+            for slot in self.slots:
+                if slot.at_rest is not None:
+                    release([slot.at_rest])
+
+    def _end_forward(self) -> None:
+        self._order.end()
+        if torch.is_grad_enabled() and not in_backward():
+            self._is_guarding = True
+            guard(slot.at_rest for slot in self.slots if slot.at_rest is not None)
 
     def detach(self) -> None:
         """Give the model its whole parameters for good, and remove all hooks. Collective."""
@@ -277,6 +349,12 @@ class Stage3:
         """Whether a module of the unit is in its forward."""
         return bool(self._states[unit].running)
 
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a model in stage 3 cannot be saved as an object, which would have this rank's shards: save state_dict() "
+            "of the model or of what shard(...) returned, or call detach() first"
+        )
+
     @contextmanager
     def kept_whole(self, unit: Unit) -> Iterator[None]:
         """A unit is whole in the block."""
@@ -288,7 +366,7 @@ class Stage3:
             yield
         finally:
             running.remove(frame)
-            self._free_if_unused(unit, keep=_in_backward())
+            self._free_if_unused(unit, keep=in_backward())
 
     # ---- gathering and freeing
 
@@ -346,11 +424,11 @@ class Stage3:
         self._need(unit)
         if len(state.running) > 1:
             return None
-        if not (is_part or _in_backward()):
+        if not (is_part or in_backward()):
             self._prefetch(self._order.next_after(unit))
         if not torch.is_grad_enabled():
             return None
-        previous = None if _in_backward() else self._last_call
+        previous = None if in_backward() else self._last_call
         call = Call(unit, self._passes, previous, self._begin_backward, self._end_backward)
         state.running[-1] = _Frame(module, call)
         return call.watch_inputs(args, kwargs)
@@ -363,11 +441,11 @@ class Stage3:
         call = state.running.pop().call
         if call is not None:
             state.open_calls.add(call)
-            if not _in_backward():
+            if not in_backward():
                 self._last_call = call
             call.watch_outputs(output)
         if self.reshard_after_forward or call is None:
-            self._free_if_unused(unit, keep=is_part or _in_backward())
+            self._free_if_unused(unit, keep=is_part or in_backward())
 
     # ---- backward
 
@@ -397,6 +475,7 @@ class Stage3:
     def _enter_backward(self) -> None:
         number = torch._C._current_graph_task_id()
         if number not in self._open:
+            self.release()
             self._open.add(number)
             engine: Any = torch.autograd.Variable._execution_engine
             engine.queue_callback(partial(self._leave_backward, number))
@@ -425,17 +504,17 @@ class Stage3:
             guard = _Guard(self, unit)
             for module in plan.modules:
                 self._hook(module, unit, is_part=False)
-                vars(module).update(unshard=partial(self.unshard, module), reshard=partial(self.reshard, module))
+                vars(module).update(unshard=_ByHand(self.unshard, module), reshard=_ByHand(self.reshard, module))
                 vars(module)[f"_fastpar_unit_{number}"] = guard
             for module in unit.owners - set(plan.modules):
                 self._hook(module, unit, is_part=True)
-        vars(self.model).update(unshard=self.unshard, reshard=self.reshard)
+        vars(self.model).update(unshard=_ByHand(self.unshard), reshard=_ByHand(self.reshard))
         self._handles += [
             self.model.register_forward_pre_hook(_Uncompiled(lambda *_: self.begin_forward()), prepend=True),
-            self.model.register_forward_hook(_Uncompiled(lambda *_: self._order.end())),
-            self.model.register_state_dict_pre_hook(lambda *_: self._be_at_rest()),
-            self.model.register_load_state_dict_pre_hook(lambda *_: self._be_writable()),
-            self.model.register_load_state_dict_post_hook(lambda *_: self.published()),
+            self.model.register_forward_hook(_Uncompiled(lambda *_: self._end_forward())),
+            self.model.register_state_dict_pre_hook(ForwardHook(self.model, lambda *_: self._be_at_rest())),
+            self.model.register_load_state_dict_pre_hook(ForwardHook(self.model, lambda *_: self._be_writable())),
+            self.model.register_load_state_dict_post_hook(ForwardHook(self.model, lambda *_: self.published())),
         ]
         itself = weakref.ref(self)  # see `fastpar.zero.reducer.Reducer._hook`
 
@@ -444,8 +523,13 @@ class Stage3:
             if stage3 is not None:
                 stage3._came(stage3.slots[index], gradient)
 
-        for index, slot in enumerate(self.slots):
-            self._handles.append(slot.parameter.register_post_accumulate_grad_hook(partial(came, index)))
+        self._came_hook = came
+        for index in range(len(self.slots)):
+            self._watch(index)
+
+    def _watch(self, index: int) -> None:
+        parameter = self.slots[index].parameter
+        self._handles.append(parameter.register_post_accumulate_grad_hook(partial(self._came_hook, index)))
 
     def _hook(self, module: nn.Module, unit: Unit, *, is_part: bool) -> None:
         before = _Uncompiled(partial(self._before, unit, is_part))
@@ -457,10 +541,12 @@ class Stage3:
 
     def _be_at_rest(self) -> None:
         """The model is about to show its shards."""
+        self.release()
         self.reshard()
         self.load()
 
     def _be_writable(self) -> None:
+        self.release()
         self.released()
         self.load()
 
@@ -469,5 +555,5 @@ class Stage3:
         return [unit for unit in self.units if unit.owners & inside]
 
 
-def _in_backward() -> bool:
+def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1

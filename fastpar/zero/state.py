@@ -5,8 +5,12 @@
 
     model.<name>                values, in the optimizer's precision (master weights where there are some); buffers
     optimizer.<name>.<state>    such as exp_avg, with the placements of the values
-    groups                      options of the optimizers' groups, with the names of their parameters
-    has_state                   names of the parameters that have been updated
+    groups.<name>               options of the optimizer's group that the parameter is in: pairs of names and values
+    has_state.<name>            whether the parameter has been updated
+    save                        which save this is: see save_mark.py
+
+Everything has the name of a parameter in its key, so that what pipeline stages save lies side by side, and any stages
+find theirs.
 
 Tensors are DTensors where they are sharded, so that torch.distributed.checkpoint writes every element once and reads
 those that a rank has. A tensor without dims is shown with one of size 1, since it may be sharded. Blocks of 8-bit
@@ -27,6 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from fastpar.zero.groups import local
+from fastpar.zero.save_mark import check_mark, mark_of
 from fastpar.zero.step import Stepper
 
 if TYPE_CHECKING:
@@ -37,14 +42,18 @@ def collect(zero: Zero) -> dict[str, Any]:
     """The state of `zero`: its tensors share memory with what is trained, but for 8-bit states, which are float32 here,
     and those of parameters without state."""
     names = zero.owner_names()
-    state: dict[str, Any] = {"model": {}, "optimizer": {}, "groups": [], "has_state": [], "skipped": zero.skipped}
+    state: dict[str, Any] = {
+        **{"model": {}, "optimizer": {}, "groups": {}, "has_state": {}},
+        **{"skipped": zero.skipped, "steps": zero.steps, "save": mark_of(zero)},
+    }
+    trained = {id(slot.owner) for slot in zero.slots}
     for slot in zero.slots:
         state["model"][slot.name] = _shown(slot.owner.detach())
     for name, x in zero.others():
         state["model"][name] = _shown(x)
     for stepper in zero.steppers:
         optimizer = stepper.optimizer
-        missing = [owner for owner in stepper.parameters() if owner.requires_grad and not optimizer.state.get(owner)]
+        missing = [owner for owner in stepper.parameters() if id(owner) in trained and not optimizer.state.get(owner)]
         make_states(stepper, missing)
         for owner in stepper.parameters():
             for key, value in _saved(optimizer, owner).items():
@@ -52,30 +61,24 @@ def collect(zero: Zero) -> dict[str, Any]:
         without = {id(owner) for owner in missing}
         for owner in missing:
             optimizer.state.pop(owner, None)
-        state["has_state"] += [
-            names[id(owner)] for owner in stepper.parameters() if owner.requires_grad and id(owner) not in without
-        ]
         for group in optimizer.param_groups:
-            options = {key: value for key, value in group.items() if key != "params"}
-            state["groups"].append({"params": [names[id(owner)] for owner in group["params"]], **options})
+            options = [(key, value) for key, value in group.items() if key not in ("params", "param_names")]
+            for owner in group["params"]:
+                state["groups"][names[id(owner)]] = options
+                if id(owner) in trained:
+                    state["has_state"][names[id(owner)]] = id(owner) not in without
     return state
 
 
 def restore(zero: Zero, state: dict[str, Any]) -> None:
     """Take over what `collect` gave and a checkpoint has been loaded into."""
+    check_mark(state["save"], zero.groups)
     names = zero.owner_names()
-    groups = {tuple(sorted(group["params"])): group for group in state["groups"]}
-    has_state = set(state["has_state"])
+    has_state = {name for name, is_there in state["has_state"].items() if is_there}
     for stepper in zero.steppers:
         optimizer = stepper.optimizer
         for group in optimizer.param_groups:
-            key = tuple(sorted(names[id(owner)] for owner in group["params"]))
-            if key not in groups:
-                raise ValueError(
-                    f"the checkpoint has no parameter group of {', '.join(key[:4])}{', ...' if len(key) > 4 else ''}: "
-                    "build the optimizer with the groups that were saved"
-                )
-            group.update({option: value for option, value in groups[key].items() if option != "params"})
+            group.update(_options_of([names[id(owner)] for owner in group["params"]], state["groups"]))
         make_states(
             stepper, [p for p in stepper.parameters() if names[id(p)] in has_state and not optimizer.state.get(p)]
         )
@@ -90,7 +93,26 @@ def restore(zero: Zero, state: dict[str, Any]) -> None:
         _copy(slot.owner, state["model"][slot.name])
     for name, x in zero.others():
         _copy(x, state["model"][name])
-    zero.skipped = state["skipped"]
+    zero.skipped, zero.steps = state["skipped"], state["steps"]
+
+
+def _options_of(names: Sequence[str], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that all of these parameters had when they were saved."""
+    found: dict[str, Any] = {}
+    first = ""
+    for name in names:
+        if name not in saved:
+            raise ValueError(f"the checkpoint has no options of {name}: it was not in an optimizer that was saved")
+        options = dict(saved[name])
+        if first and options != found:
+            differing = next(key for key in {**found, **options} if found.get(key) != options.get(key))
+            raise ValueError(
+                f"{first} and {name} are in one parameter group, and were saved with different {differing} "
+                f"({found.get(differing)} and {options.get(differing)}): build the optimizer with the groups that were "
+                "saved"
+            )
+        first, found = name, options
+    return found
 
 
 @torch.no_grad()

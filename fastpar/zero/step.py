@@ -7,7 +7,8 @@ wrap its `step`, GradScaler calls it, others hold it), lets a step be skipped, a
 Note: plain tensors. The optimizers of torch that work on every element for itself get the rows of this rank as plain
 tensors, since DTensor's dispatch costs more than the update of a small tensor, and fused kernels refuse lists of both.
 Others (torch's Muon, one's own) get the DTensors, and see whole matrices in their means and norms, as far as DTensor
-implements what they call (torch 2.13 does not for Adafactor). One with `is_elementwise = True` gets plain rows.
+implements what they call (torch 2.13 does not for Adafactor): see probe.py. One with `is_elementwise = True` gets plain
+rows, and one with `takes_dtensors = True` (those of fastpar.optim) is taken at its word.
 """
 
 from __future__ import annotations
@@ -30,18 +31,21 @@ class Stepper:
     """Puts `phases` into the place of an optimizer's step.
 
     phases   called with this object by optimizer.step(), without gradient mode; calls `update`, or not
+    stepped  called after that, when the gradients are gone
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, phases: Callable[[Stepper], None]) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        phases: Callable[[Stepper], None],
+        stepped: Callable[[], None] = lambda: None,
+    ) -> None:
         if isinstance(optimizer, torch.optim.LBFGS):
             raise ValueError("LBFGS evaluates the model several times in a step, which cannot be sharded")
-        self.optimizer, self._phases = optimizer, phases
+        self.optimizer, self._phases, self._stepped = optimizer, phases, stepped
         self._is_stepping = False
         self._raw = inspect.unwrap(type(optimizer).step)
-        kind = type(optimizer)
-        self._is_elementwise = (kind.__module__.startswith("torch.optim") and kind.__name__ in ELEMENTWISE) or getattr(
-            optimizer, "is_elementwise", False
-        )
+        self._is_elementwise = is_elementwise(optimizer)
         self._hook = optimizer.register_step_pre_hook(self._before)
 
     def detach(self) -> None:
@@ -83,6 +87,7 @@ class Stepper:
             self._is_stepping = False
         for parameter in self.parameters():
             parameter.grad = None
+        self._stepped()
         return None if closure is None else ((args[0], lambda: loss), {})
 
     @contextmanager
@@ -105,6 +110,14 @@ class Stepper:
                 group["params"] = params
             for parameter, rows in plain:
                 _restore(parameter, rows, state)
+
+
+def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer is known to treat every element for itself."""
+    kind = type(optimizer)
+    return (kind.__module__.startswith("torch.optim") and kind.__name__ in ELEMENTWISE) or getattr(
+        optimizer, "is_elementwise", False
+    )
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from fastpar.zero.buckets import OwnBucket, RowBucket
 from fastpar.zero.flat import Staging
 from fastpar.zero.gathered import Unit
 from fastpar.zero.groups import Groups, as_dtensor, local
+from fastpar.zero.reduced import hide, show
 from fastpar.zero.reducer import agree
 from fastpar.zero.slots import Slot, keep_traces
 
@@ -81,17 +82,23 @@ class UnitReducer:
     def __init__(self, units: Sequence[Unit], groups: Groups, wire: Wire | None = None) -> None:
         self._groups = groups
         self.is_syncing = True
-        self.slots = [slot for unit in units for slot in (*unit.slots, *unit.resident_slots)]
         self._wire = wire
-        self._buckets: dict[Unit, list[RowBucket | OwnBucket]] = {
-            unit: [self._make_bucket(kind, slots) for kind, slots in _by_kind(unit.slots, groups)] for unit in units
-        }
-        resident = [slot for unit in units for slot in unit.resident_slots]
-        self._replicas = [ReplicaBucket(slots, kind.groups) for kind, slots in _by_kind(resident, groups)]
-        self._staging: dict[_Kind, Staging] = {}
         self._in_flight: deque[RowBucket] = deque()
         self._used: set[Slot] = set()  # had a gradient here since the last `finish`
         self._had_none: dict[Slot, bool] = {}  # of those that were reduced since: whether the owner had no gradient
+        self.refresh(units)
+
+    def refresh(self, units: Sequence[Unit]) -> None:
+        """Units have other slots than before. Between passes."""
+        self._drain()
+        self.slots = [slot for unit in units for slot in (*unit.slots, *unit.resident_slots)]
+        self._buckets: dict[Unit, list[RowBucket | OwnBucket]] = {
+            unit: [self._make_bucket(kind, slots) for kind, slots in _by_kind(unit.slots, self._groups)]
+            for unit in units
+        }
+        resident = [slot for unit in units for slot in unit.resident_slots]
+        self._replicas = [ReplicaBucket(slots, kind.groups) for kind, slots in _by_kind(resident, self._groups)]
+        self._staging: dict[_Kind, Staging] = {}
 
     @property
     def staging_bytes(self) -> int:
@@ -130,12 +137,19 @@ class UnitReducer:
             bucket.finish()
         self._drain()
         for slot, is_used in zip(self.slots, agreed[len(units) :], strict=True):
+            slot.take_own_term()
             if is_used:
                 for hook in (getattr(slot.owner, "_post_accumulate_grad_hooks", None) or {}).values():
                     hook(slot.owner)
             elif self._had_none.get(slot, False):
                 slot.owner.grad = None  # as without data parallelism
+            show(slot)
         self._forget_pass()
+
+    def hide(self) -> None:
+        """Let parameters have their own `.grad`: see reduced.py."""
+        for slot in self.slots:
+            hide(slot)
 
     def reduce_now(self) -> None:
         """Reduce what has been summed and not been sent, if any rank has such gradients. Collective."""
@@ -154,7 +168,7 @@ class UnitReducer:
         self.forget()
         with looking_at_absent():
             for slot in self.slots:
-                slot.summed = slot.parameter.grad = None
+                slot.drop()
                 slot.traces = ()
 
     def _make_bucket(self, kind: _Kind, slots: Sequence[Slot]) -> RowBucket | OwnBucket:
@@ -205,7 +219,7 @@ class UnitReducer:
 
 
 def _has_gradient(slot: Slot) -> bool:
-    return slot.summed is not None or slot.parameter.grad is not None
+    return slot.summed is not None or slot.unsent is not None
 
 
 def _kind_of(slot: Slot, groups: Groups) -> _Kind:

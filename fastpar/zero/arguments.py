@@ -1,0 +1,201 @@
+"""What `shard` is called with: what fits, what does not, and what to write instead."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from fastpar.mesh import Mesh
+from fastpar.precision import Precision
+from fastpar.zero.groups import GroupsLike, is_expert
+from fastpar.zero.hooks import ZeroGrad
+from fastpar.zero.offload import Offload
+
+SYNC_WEIGHTS = ("broadcast", "check")
+
+
+class HasParameters(Protocol):
+    """What is not a module and has parameters under the names of a whole model: a `fastpar.pipeline.Pipeline`."""
+
+    def named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]: ...
+
+
+@dataclass(frozen=True)
+class Named:
+    """The parameters that `shard` is to take care of.
+
+    parameters  every one once, by its first name
+    are_named   False: they came without names, and are numbered
+    """
+
+    parameters: dict[str, nn.Parameter]
+    are_named: bool = True
+
+    @staticmethod
+    def of(model: Any) -> Named:
+        """The parameters of a module, of something else that has `named_parameters` (a pipeline), or of an iterable.
+
+        Raises TypeError and ValueError for anything else, naming what it is.
+        """
+        _check_model(model)
+        if isinstance(model, nn.Module):
+            return Named(dict(model.named_parameters()))
+        found: dict[str, nn.Parameter] = {}
+        are_named = True
+        for index, item in enumerate(model.named_parameters() if hasattr(model, "named_parameters") else model):
+            name, parameter = item if isinstance(item, tuple) and len(item) == 2 else (None, item)
+            if not isinstance(parameter, nn.Parameter):
+                raise TypeError(
+                    f"model must be a module, a pipeline or parameters, got {type(item).__name__} at number {index}"
+                )
+            if name is None:
+                name = getattr(parameter, "pipeline_name", None)
+                are_named &= name is not None
+            tied = getattr(parameter, "pipeline_tied_name", None)  # of stages that hold one each
+            name = str(index) if name is None else tied if tied is not None and tied not in found else name
+            if name in found:
+                raise ValueError(f"model has two parameters of the name {name!r}: give each a name of its own")
+            found[name] = parameter
+        return Named(found, are_named)
+
+
+def _check_model(model: Any) -> None:
+    if isinstance(model, torch.optim.Optimizer):
+        raise TypeError(
+            f"model is an optimizer ({type(model).__name__}): the arguments are shard(model, optimizer), in this order"
+        )
+    if isinstance(model, (DistributedDataParallel, DataParallel)):
+        raise ValueError(
+            f"model is wrapped in {type(model).__name__}, which averages gradients itself: pass the model within, "
+            "model.module (stage=0 is data parallelism like it)"
+        )
+    compiler: Any = sys.modules.get("torch._dynamo")  # who has compiled something has imported it
+    if compiler is not None and isinstance(model, compiler.OptimizedModule):
+        raise ValueError(
+            "model is compiled already: shard the model first and compile what comes of it, "
+            "shard(model, optimizer); model = torch.compile(model)"
+        )
+    if isinstance(model, nn.Module):
+        if "zero_grad" in vars(model) and is_of_zero(vars(model)["zero_grad"]):
+            raise ValueError(
+                "model is sharded already: call detach() of what the first shard(...) returned before another one"
+            )
+        return
+    if isinstance(model, (str, bytes, torch.Tensor)) or not (
+        hasattr(model, "named_parameters") or isinstance(model, Iterable)
+    ):
+        raise TypeError(f"model must be a module, a pipeline or parameters, got {type(model).__name__} ({model!r:.60})")
+
+
+def is_of_zero(zero_grad: Any) -> bool:
+    """Whether this is what `shard` put in the place of a model's or an optimizer's zero_grad."""
+    return isinstance(zero_grad, ZeroGrad)
+
+
+def optimizers_of(optimizer: Any) -> list[torch.optim.Optimizer]:
+    """One or several optimizers, as a list. Raises TypeError and ValueError."""
+    found = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer
+    if isinstance(found, (nn.Module, str)) or not isinstance(found, Iterable):
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer or several of them, got {type(found).__name__}")
+    found = list(found)
+    for each in found:
+        if not isinstance(each, torch.optim.Optimizer):
+            raise TypeError(f"optimizer must be a torch.optim.Optimizer or several of them, got {type(each).__name__}")
+        if is_of_zero(vars(each).get("zero_grad")):
+            raise ValueError(
+                f"this {type(each).__name__} is sharded already: call detach() of what the first shard(...) returned "
+                "before another one"
+            )
+    if not found:
+        raise ValueError("optimizer must be at least one torch.optim.Optimizer, got none")
+    return found
+
+
+def group_of(group: GroupsLike) -> GroupsLike:
+    """None means all ranks of the job, as in torch. A communicator without a group is one rank."""
+    if group is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        return dist.group.WORLD
+    return group
+
+
+def check_stage(model: Any, stage: int) -> None:
+    """Raises TypeError where stage 3 is asked for and there is no module."""
+    if stage not in (0, 1, 2, 3):
+        raise ValueError(f"stage must be 0, 1, 2 or 3, got {stage!r}")
+    if stage == 3 and not isinstance(model, nn.Module):
+        raise TypeError(
+            f"stage 3 gathers parameters for modules, and needs one as model, got {type(model).__name__}: with a "
+            "pipeline, whose parameters belong to several modules, use stage=2"
+        )
+
+
+def check_numbers(accumulate: int, max_norm: float | None, bucket_bytes: int, timeout: float | None) -> None:
+    if accumulate < 1:
+        raise ValueError(f"accumulate must be at least 1 (backward passes per step), got {accumulate}")
+    if max_norm is not None and not max_norm > 0:
+        raise ValueError(f"max_norm must be positive or None, got {max_norm}")
+    if bucket_bytes < 1:
+        raise ValueError(f"bucket_bytes must be at least 1, got {bucket_bytes}")
+    if timeout is not None and not timeout > 0:
+        raise ValueError(f"timeout must be positive (seconds) or None, got {timeout}")
+
+
+def check_offload(offload: Offload | None, stage: int) -> None:
+    if offload is not None and offload.parameters and stage != 3:
+        raise ValueError(f"offload of parameters is for stage 3, which shards them; stage is {stage}")
+
+
+def check_sync_weights(sync_weights: str) -> None:
+    if sync_weights not in SYNC_WEIGHTS:
+        raise ValueError(f"sync_weights must be 'broadcast' or 'check', got {sync_weights!r}")
+
+
+def check_parameters(named: dict[str, nn.Parameter], precision: Precision) -> None:
+    """Raises ValueError and TypeError for parameters that cannot be sharded."""
+    if not named:
+        raise ValueError("model has no parameters")
+    for name, parameter in named.items():
+        if parameter.is_complex() and parameter.requires_grad:
+            raise TypeError(
+                f"{name} is {parameter.dtype}: gradients are averaged as real numbers. Hold it as "
+                "nn.Parameter(torch.view_as_real(value)), and take torch.view_as_complex of that in forward"
+            )
+        if parameter.device.type == "meta":
+            raise ValueError(f"{name} is on the meta device: materialise and initialise the model before shard(...)")
+    precision.check_names(list(named))
+
+
+def check_optimizers(named: dict[str, nn.Parameter], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Raises ValueError unless the optimizers divide the trainable parameters between them."""
+    held = [
+        id(parameter) for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]
+    ]
+    missing = [name for name, parameter in named.items() if parameter.requires_grad and id(parameter) not in set(held)]
+    if missing:
+        shown = ", ".join(missing[:4]) + (", ..." if len(missing) > 4 else "")
+        raise ValueError(
+            f"{len(missing)} trainable parameters are not in the optimizer: {shown}. Build it from the parameters that "
+            "the model has now (calls that replace parameters, as parallelize does, come before it), or freeze those"
+        )
+    if len(held) != len(set(held)):
+        raise ValueError(f"{len(held) - len(set(held))} parameters are in the optimizers more than once")
+    strange = len(set(held) - {id(parameter) for parameter in named.values()})
+    if strange:
+        raise ValueError(f"the optimizer has {strange} parameters that the model does not have")
+
+
+def has_experts(named: dict[str, nn.Parameter], group: GroupsLike) -> bool:
+    """Whether there are parameters split over ep or etp, for which the mesh must be known."""
+    names = [name for name, parameter in named.items() if is_expert(parameter)]
+    if names and not isinstance(group, Mesh):
+        raise ValueError(
+            f"group must be the fastpar Mesh for experts split over its ep or etp ({names[0]}), got {group}"
+        )
+    return bool(names)

@@ -1,0 +1,84 @@
+"""Parameters of stage 3 between forward and backward: what would be wrong with them says so.
+
+A loss is made of outputs, and some of parameters, too (weight decay by hand). In stage 3 the parameters that modules
+have outside of forward are shards, and not what the graph of the outputs has: torch.autograd.grad finds no way to them
+and returns None, and a term of them is a DTensor, which torch refuses to mix with plain tensors far from where it was
+made.
+
+Note: by class, as in absent.py. From the end of forward to backward, or to the next forward, they have a class that
+torch asks about every function, 2 us a call: few are called in between. What computes nothing that needs a gradient
+goes on as ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+# What gives a parameter itself, or another way to look at it that is fastpar's or torch's own business.
+_ALLOWED = {"__get__", "__set__", "__delete__", "requires_grad_", "retain_grad", "register_hook", "__repr__"}
+
+
+class AtRestTensor(Tensor):
+    """A shard of a parameter that is not to be differentiated now; the other classes are this one for parameters and
+    DTensors."""
+
+    __slots__ = ()
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.autograd.grad:
+            raise RuntimeError(
+                "torch.autograd.grad was asked for gradients of shards of stage 3, which are not what the loss was "
+                "computed with: call loss.backward() and take `.grad`, or use stage=2"
+            )
+        if func is Tensor.__deepcopy__ or func is Tensor.__reduce_ex__:
+            release(args[:1])
+            try:
+                return func(*args, **kwargs)
+            finally:
+                guard(args[:1])
+        with torch._C.DisableTorchFunctionSubclass():
+            found = func(*args, **kwargs)
+        results = found if isinstance(found, (list, tuple)) else [found]
+        if func.__name__ not in _ALLOWED and any(isinstance(x, Tensor) and x.requires_grad for x in results):
+            raise RuntimeError(
+                f"{func.__name__} was called with a parameter that stage 3 has sharded, between forward and backward: "
+                "it would compute with this rank's shard. For a term of the loss take parameter.full_tensor(), for a "
+                "value parameter.detach(), or use stage=2"
+            )
+        return found
+
+
+class AtRestParameter(AtRestTensor, nn.Parameter):
+    __slots__ = ()
+
+
+class AtRestDTensor(AtRestTensor, DTensor):
+    __slots__ = ()
+
+
+_CLASSES: dict[type, type] = {nn.Parameter: AtRestParameter, DTensor: AtRestDTensor}
+_OWN = {guarded: own for own, guarded in _CLASSES.items()}
+
+
+def guard(parameters: Iterable[Tensor]) -> None:
+    """From now on these say what would be wrong. Tensors of other classes stay as they are."""
+    for x in parameters:
+        guarded = _CLASSES.get(type(x))
+        if guarded is not None:
+            inner: Any = x
+            inner.__class__ = guarded
+
+
+def release(parameters: Iterable[Tensor]) -> None:
+    for x in parameters:
+        own = _OWN.get(type(x))
+        if own is not None:
+            inner: Any = x
+            inner.__class__ = own
