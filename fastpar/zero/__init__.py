@@ -1,8 +1,19 @@
 """Data parallelism: replicated (stage 0), and with optimizer states, gradients and parameters sharded (ZeRO 1 to 3)."""
 
 from fastpar.zero.activations import ActivationOffload, offload_activations
+from fastpar.zero.full_state import full_optimizer_state, load_full_optimizer_state
 from fastpar.zero.offload import Offload
 from fastpar.zero.parameter_server import ParameterServer, Worker
 from fastpar.zero.sharding import Zero, shard
 
-__all__ = ["ActivationOffload", "Offload", "ParameterServer", "Worker", "Zero", "offload_activations", "shard"]
+__all__ = [
+    "ActivationOffload",
+    "Offload",
+    "ParameterServer",
+    "Worker",
+    "Zero",
+    "full_optimizer_state",
+    "load_full_optimizer_state",
+    "offload_activations",
+    "shard",
+]
