@@ -1,0 +1,143 @@
+"""Who still uses a mesh's process groups, and giving their threads and descriptors back when nobody does.
+
+Note: when a group goes. torch keeps every process group until somebody destroys it, so a mesh that is dropped without
+`close()` would leave its threads and sockets running. Its groups may be in use all the same: by a DTensor, by a
+Communicator, by whoever has asked for `mesh.group("tp")`. So a group goes when the last DeviceMesh over it has gone and
+nothing but torch's own tables refers to it. What is still referred to then is looked at again whenever a mesh or a
+communicator goes and when the next mesh is made.
+
+Destroying a gloo group is no collective, and waits for nobody but the group's own threads. It happens on a thread of
+its own: a finaliser may run in any thread, in the middle of anything. Groups with NCCL stay, since ending it
+may wait for other ranks: such meshes have to be closed. Nothing is done while the interpreter ends, nor in a
+forked process.
+"""
+
+from __future__ import annotations
+
+import _thread
+import contextlib
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from fastpar.mesh.one_rank import OneRankGroup
+
+_JOIN_S = 2.0  # how long a finaliser waits for the thread that destroys
+
+
+class _Orphans:
+    """Groups whose meshes are gone, and that somebody still refers to."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._groups: list[ProcessGroup] = []
+        self._owner = os.getpid()
+
+    def add(self, groups: Iterable[ProcessGroup]) -> None:
+        with self._lock:
+            self._groups += [group for group in groups if all(group is not other for other in self._groups)]
+
+    def release(self) -> None:
+        """Destroy those that nobody refers to any more."""
+        if os.getpid() != self._owner or not self._groups or sys.is_finalizing():
+            return
+        finished = _thread.allocate_lock()
+        finished.acquire()
+        with contextlib.suppress(RuntimeError):  # no new thread: the interpreter ends
+            _thread.start_new_thread(self._work, (finished,))
+            finished.acquire(timeout=_JOIN_S)
+
+    def _work(self, finished: Any) -> None:
+        try:
+            with self._lock:
+                known = known_groups()
+                self._groups = [group for group in self._groups if any(group is other for other in known)]
+                del known
+                for index in reversed(range(len(self._groups))):
+                    # Referred to by the list, by getrefcount's argument, and by torch.
+                    if sys.getrefcount(self._groups[index]) <= 2 + _tables_with(self._groups[index]):
+                        with contextlib.suppress(Exception):  # it may have gone by another way just now
+                            dist.destroy_process_group(self._groups.pop(index))
+        finally:
+            finished.release()
+
+
+_ORPHANS = _Orphans()
+
+
+def release_unused() -> None:
+    """Give back the groups of dropped meshes that nobody refers to any more."""
+    _ORPHANS.release()
+
+
+class GroupUse:
+    """Held by what uses a group, as the last of its attributes: when it goes, somebody looks whether the group can."""
+
+    def __init__(self) -> None:
+        weakref.finalize(self, release_unused).atexit = False
+
+
+def release_with(mesh: DeviceMesh, groups: list[ProcessGroup]) -> weakref.finalize[Any, Any]:
+    """Give the groups back when the DeviceMesh has gone, and all that was cut out of it; the list is then empty."""
+    finalizer = weakref.finalize(mesh, _drop, getattr(mesh, "_pg_registry", {}), groups)
+    finalizer.atexit = False
+    return finalizer
+
+
+def _drop(registry: dict[str, ProcessGroup], groups: list[ProcessGroup]) -> None:
+    registry.clear()  # of the mesh, which is gone: references that no longer count
+    leave(group for group in groups if _is_released_alone(group))
+    groups.clear()
+    release_unused()
+
+
+def leave(groups: Iterable[ProcessGroup]) -> None:
+    """Let these go as soon as nobody refers to them: at the next `release_unused`."""
+    _ORPHANS.add(groups)
+
+
+def forget_meshes() -> None:
+    """Empty DTensor's caches of what operations do to layouts: their keys hold meshes, and these their groups."""
+    if "torch.distributed.tensor" not in sys.modules:
+        return
+    from torch.distributed.tensor import _collective_utils, _redistribute, debug
+
+    debug._clear_sharding_prop_cache()
+    for owner, name in (
+        (_redistribute, "_gen_transform_infos"),
+        (_collective_utils.MeshTopoInfo, "build_from_mesh"),
+    ):
+        if hasattr(owner, name):  # torch's own matter: other versions may have others
+            getattr(owner, name).cache_clear()
+    if hasattr(_redistribute, "clear_redistribute_planner_cache"):
+        _redistribute.clear_redistribute_planner_cache()
+
+
+def known_groups() -> list[ProcessGroup]:
+    """Every process group that this rank is in."""
+    return list(dist.distributed_c10d._world.pg_map)
+
+
+def _is_released_alone(group: ProcessGroup) -> bool:
+    """Whether destroying it asks no other rank: its backends are all gloo, or none."""
+    if isinstance(group, OneRankGroup):
+        return True
+    config = dist.distributed_c10d._world.pg_backend_config.get(group, "")
+    return {part.rpartition(":")[2] for part in config.split(",")} == {"gloo"}
+
+
+def _tables_with(group: ProcessGroup) -> int:
+    """How often torch's own tables refer to the group."""
+    count = 0
+    for table in vars(dist.distributed_c10d).values():
+        if type(table) is dict:  # isinstance would ask a deprecated object of torch's, which warns
+            count += sum(key is group for key in table)
+            count += sum(item is group for value in table.values() if isinstance(value, list) for item in value)
+    return count
