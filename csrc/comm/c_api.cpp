@@ -129,6 +129,12 @@ void fastpar_comm_set_interrupt_checks(bool (*on_main_thread)(), bool (*on_other
   interrupt_checks() = {on_main_thread, on_other_threads};
 }
 
+void fastpar_comm_set_late_report(void (*report)(const char*), double seconds) {
+  fastpar::late_reporter().set(report, seconds);
+}
+
+void fastpar_comm_note_exit(void* comm, const char* text) { progress(comm).world().note_exit(text); }
+
 int fastpar_comm_run(void* comm, int64_t spec, int64_t element_bytes, const void* input, void* output, int64_t count,
                      const int64_t* sizes, const int64_t* output_sizes, double timeout) {
   return status_of([&] {

@@ -28,6 +28,11 @@ FASTPAR_EXPORT void fastpar_comm_destroy(void* comm);
 // Asked by a blocking call of the main thread for long, on the main thread and on others; true: give up.
 FASTPAR_EXPORT void fastpar_comm_set_interrupt_checks(bool (*on_main_thread)(), bool (*on_other_threads)());
 
+// What is told of waits that last this long, in text; on the thread that waits.
+FASTPAR_EXPORT void fastpar_comm_set_late_report(void (*report)(const char*), double seconds);
+// That this process ends, and how, for the others: "normally", "with ValueError: ...". Before comm_destroy.
+FASTPAR_EXPORT void fastpar_comm_note_exit(void* comm, const char* text);
+
 // ---- calls. `spec`: op | dtype << 8 | reduction << 16 | root << 32. See `Call` for the rest.
 
 FASTPAR_EXPORT int fastpar_comm_run(void* comm, int64_t spec, int64_t element_bytes, const void* input, void* output,

@@ -50,9 +50,13 @@ bool is_reduction(CommOp op) {
 }
 
 std::string describe(const CallHeader& header) {
-  std::string text = kOpNames[static_cast<int>(header.op)];
+  const size_t op = static_cast<size_t>(header.op), reduction = static_cast<size_t>(header.reduction);
+  if (op >= sizeof kOpNames / sizeof *kOpNames || reduction >= sizeof kReductionNames / sizeof *kReductionNames) {
+    return "something that is no collective: the memory of that rank was written to";
+  }
+  std::string text = kOpNames[op];
   if (header.op == CommOp::kBarrier) return text;
-  if (is_reduction(header.op)) text += concatenate(" (", kReductionNames[static_cast<int>(header.reduction)], ")");
+  if (is_reduction(header.op)) text += concatenate(" (", kReductionNames[reduction], ")");
   const bool known = header.dtype < sizeof kDtypeNames / sizeof *kDtypeNames;
   if (header.op != CommOp::kAllToAll) text += concatenate(" of ", header.count, " elements,");
   text += concatenate(" ", known ? kDtypeNames[header.dtype] : concatenate("dtype ", int{header.dtype}));
@@ -195,6 +199,15 @@ class Collective {
   bool all_in_one_region() const {
     for (int rank = 0; rank < size_; ++rank) {
       if (header_of(rank).region == 0 || header_of(rank).region != header_of(0).region) return false;
+    }
+    for (int rank = 0; rank < size_; ++rank) {
+      const int64_t elements = call_.op == CommOp::kAllGather ? call_.sizes[rank] : call_.count;
+      const uint64_t offset = header_of(rank).offset, wanted = static_cast<uint64_t>(bytes(elements));
+      if (offset > region_->bytes || wanted > region_->bytes - offset) {
+        throw CommFailure(CommStatus::kError,
+                          concatenate("rank ", world_.name(rank), " says that its data lies outside ",
+                                      "of the region: the memory of that rank was written to"));
+      }
     }
     return true;
   }

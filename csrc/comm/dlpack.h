@@ -32,6 +32,11 @@ struct DlManagedTensor {
   void (*deleter)(DlManagedTensor*);
 };
 
+// Whether a tensor with this number of torch's for its dtype can be sent.
+inline bool is_sendable(uint8_t dtype) {
+  return dtype <= 7 || (dtype >= 9 && dtype <= 11) || dtype == 15 || (dtype >= 23 && dtype <= 29);
+}
+
 // By torch's number of a dtype. Throws for those that cannot be sent.
 inline DlType dl_type(uint8_t dtype) {
   constexpr uint8_t kInt = 0, kUInt = 1, kFloat = 2, kBFloat = 4, kComplex = 5, kBool = 6;

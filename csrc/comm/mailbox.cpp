@@ -8,6 +8,7 @@
 #include <cstring>
 #include <new>
 
+#include "comm/dlpack.h"
 #include "common/checks.h"
 
 namespace fastpar {
@@ -37,15 +38,17 @@ constexpr uint64_t kHugePage = 2 << 20;
 
 uint64_t rounded_up(uint64_t value, uint64_t unit) { return (value + unit - 1) / unit * unit; }
 
+constexpr uint64_t kMaxDims = 64;
+
 // Before every block.
 struct alignas(kLine) BlockHeader {
-  uint64_t bytes;          // with this header
   uint64_t next_returned;  // while it is on that list
 };
 
 // The beginning of a letter. Behind it: for every tensor `block, dtype | dims << 8, sizes...`, and then the note.
 struct Letter {
   uint64_t next;
+  uint64_t number;  // in its lane, from 1
   int64_t tag;
   int64_t kind;
   uint64_t num_tensors, num_words, note_bytes;
@@ -110,14 +113,17 @@ uint64_t Arena::allocate(uint64_t bytes, bool may_grow) {
   }
   if (begin == 0) return 0;
   used_ += bytes;
-  at<BlockHeader>(base_, begin).bytes = bytes;
+  blocks_.emplace(begin + sizeof(BlockHeader), bytes);
   return begin + sizeof(BlockHeader);
 }
 
-void Arena::free(uint64_t block) {
-  const uint64_t bytes = header_of(base_, block).bytes;
-  used_ -= bytes;
-  free_blocks_[bytes].push_back(block);
+bool Arena::free(uint64_t block) {
+  const auto found = blocks_.find(block);
+  if (found == blocks_.end()) return false;
+  used_ -= found->second;
+  free_blocks_[found->second].push_back(block);
+  blocks_.erase(found);
+  return true;
 }
 
 uint64_t Arena::take_range(uint64_t bytes) {
@@ -253,7 +259,7 @@ void Mailbox::send(int peer, int64_t tag, int64_t kind, const std::string& note,
     }
   }
   Letter& letter = at<Letter>(own_->address(), offset);
-  letter = {0, tag, kind, tensors.size(), num_words, note.size()};
+  letter = {0, 0, tag, kind, tensors.size(), num_words, note.size()};
   int64_t* word = letter.words();
   for (size_t i = 0; i < tensors.size(); ++i) {
     const Enclosure& tensor = tensors[i];
@@ -289,9 +295,13 @@ void Mailbox::collect_returned() {
   if (returned.load(std::memory_order_relaxed) == 0) return;
   uint64_t block = returned.exchange(0, std::memory_order_acquire);
   while (block != 0) {
-    const uint64_t next = header_of(own_->address(), block).next_returned;
-    arena_->free(block);
-    block = next;
+    // What peers have written: an offset that is not a block's, or that comes again, must lead nowhere.
+    if (!arena_->free(block)) {
+      throw CommFailure(CommStatus::kError,
+                        concatenate("another rank has given back block ", block, " of rank ", rank(),
+                                    ", which it does not have: its memory, or this rank's, is damaged"));
+    }
+    block = header_of(own_->address(), block).next_returned;
   }
 }
 
@@ -303,6 +313,7 @@ void Mailbox::append(int peer, uint64_t letter) {
     uint64_t& link = outbox.letter == 0 ? out.first_letter : at<Letter>(own_->address(), outbox.letter).next;
     link = letter;
     outbox.letter = letter;
+    at<Letter>(own_->address(), letter).number = outbox.sent + 1;
     // Sequentially consistent, as is the other side: either the sleeper sees the letter or we see the sleeper.
     out.sent.store(++outbox.sent, std::memory_order_seq_cst);
   }
@@ -355,28 +366,62 @@ std::optional<Mail> Mailbox::take(Inbox& inbox, int peer, int64_t tag) {
   const Lane& in = lane(peer, rank());
   const uint64_t sent = in.sent.load(std::memory_order_acquire);
   while (inbox.taken < sent) {
-    const uint64_t previous = inbox.letter;
-    inbox.letter = previous == 0 ? in.first_letter : at<Letter>(base(peer), previous).next;
-    if (previous != 0) give_back(base(peer), previous);
+    const uint64_t next = inbox.letter == 0 ? in.first_letter : at<Letter>(base(peer), inbox.letter).next;
+    int64_t its_tag = 0;
+    Mail mail = open(peer, next, inbox.taken + 1, its_tag);  // throws, and stays here, where the letter is damaged
+    if (inbox.letter != 0) give_back(base(peer), inbox.letter);
+    inbox.letter = next;
     ++inbox.taken;
-    Mail mail = open(peer, inbox.letter);
-    const int64_t its_tag = at<Letter>(base(peer), inbox.letter).tag;
     if (its_tag == tag) return mail;
     inbox.kept.emplace(its_tag, std::move(mail));
   }
   return std::nullopt;
 }
 
-Mail Mailbox::open(int peer, uint64_t offset) const {
-  Letter& letter = at<Letter>(base(peer), offset);
-  Mail mail{letter.kind, std::string(letter.note(), letter.note_bytes), {}};
+// Note: what a peer has written is looked at once, copied, and checked before it is used. A rank that writes where it
+// should not, or whose memory somebody else has written to, must not take its readers with it.
+Mail Mailbox::open(int peer, uint64_t offset, uint64_t number, int64_t& tag) const {
+  const uint64_t end = own_->bytes();  // of every rank's segment
+  const auto require = [&](bool is_so, const char* what) {
+    if (is_so) return;
+    throw CommFailure(CommStatus::kError, concatenate("message ", number, " of rank ", peer, " is damaged (", what,
+                                                      "): the memory of that rank was written to"));
+  };
+  const auto is_block = [&](uint64_t block, uint64_t bytes) {
+    return block % kLine == 0 && block >= arena_offset_ + sizeof(BlockHeader) && block <= end && bytes <= end - block;
+  };
+  require(is_block(offset, sizeof(Letter)), "where it lies");
+  const Letter letter = at<Letter>(base(peer), offset);
+  require(letter.number == number, "its number");
+  const uint64_t room = end - offset - sizeof(Letter);
+  require(letter.num_words <= room / sizeof(int64_t) && letter.num_tensors <= letter.num_words / 2, "its tensors");
+  require(letter.note_bytes <= room - letter.num_words * sizeof(int64_t), "the length of its note");
+  const int64_t* first = at<Letter>(base(peer), offset).words();
+  const std::vector<int64_t> words(first, first + letter.num_words);
+  tag = letter.tag;
+  Mail mail{letter.kind, std::string(reinterpret_cast<const char*>(first + letter.num_words), letter.note_bytes), {}};
   mail.tensors.reserve(letter.num_tensors);
-  const int64_t* word = letter.words();
+  size_t word = 0;
   for (uint64_t i = 0; i < letter.num_tensors; ++i) {
-    const int dims = static_cast<int>(word[1] >> 8);
-    mail.tensors.push_back(std::make_unique<Loan>(segments_[static_cast<size_t>(peer)], static_cast<uint64_t>(word[0]),
-                                                  static_cast<uint8_t>(word[1] & 0xff), word + 2, dims));
-    word += 2 + dims;
+    require(words.size() - word >= 2, "a tensor");
+    const uint64_t block = static_cast<uint64_t>(words[word]), spec = static_cast<uint64_t>(words[word + 1]);
+    const uint64_t dims = spec >> 8;
+    const uint8_t dtype = static_cast<uint8_t>(spec & 0xff);
+    word += 2;
+    require(dims <= kMaxDims && dims <= words.size() - word, "the dims of a tensor");
+    require(is_sendable(dtype), "the dtype of a tensor");
+    uint64_t bytes = dl_type(dtype).bits / 8;
+    for (uint64_t dim = 0; dim < dims; ++dim) {
+      const int64_t size = words[word + dim];
+      require(size >= 0, "a size of a tensor");
+      if (size == 0) bytes = 0;
+      require(bytes == 0 || static_cast<uint64_t>(size) <= end / bytes, "the sizes of a tensor");
+      bytes *= static_cast<uint64_t>(size);
+    }
+    require(bytes == 0 ? block == 0 : is_block(block, bytes), "the block of a tensor");
+    mail.tensors.push_back(std::make_unique<Loan>(segments_[static_cast<size_t>(peer)], block, dtype,
+                                                  words.data() + word, static_cast<int>(dims)));
+    word += dims;
   }
   return mail;
 }
@@ -421,19 +466,21 @@ void Mailbox::look_for_trouble(int peer, int64_t tag, uint64_t seen, double star
   }
   if (failed >= 0 && !has_come()) {
     failed_rank_here() = failed;
-    throw CommFailure(CommStatus::kPeerFailed, control(failed).reason);
+    throw CommFailure(CommStatus::kPeerFailed, reason_of(failed));
   }
-  if (control(peer).state.load(std::memory_order_acquire) == MailState::kClosed && !has_come()) {
-    fail_lost(peer, "has closed its end");
-  }
+  const bool is_closed = control(peer).state.load(std::memory_order_acquire) == MailState::kClosed;
   const double time = now();
-  if (time - started > kDeathCheckSeconds) {
+  if (is_closed || time - started > kDeathCheckSeconds) {
+    // First of all who has ended without a word: a peer that has closed its end may have done so for that reason.
     for (int other = 0; other < size(); ++other) {
-      if (other == rank() || !watches_[static_cast<size_t>(other)].has_ended()) continue;
-      const bool said_so = control(other).state.load(std::memory_order_acquire) == MailState::kClosed;
-      if ((other == peer || !said_so) && !has_come()) fail_lost(other, "has ended");
+      if (has_vanished(other) && !has_come()) fail_lost(other, "has ended");
     }
+    if (is_closed && !has_come()) fail_lost(peer, "has closed its end");
   }
+  late_reporter().report_if_due(time - started, [&] {
+    return concatenate("rank ", rank(), " has waited ", static_cast<int64_t>(time - started),
+                       " s for a message with tag ", tag, " of rank ", peer);
+  });
   if (time - started > timeout_seconds && !has_come()) {
     throw CommFailure(CommStatus::kTimeout,
                       concatenate("rank ", rank(), " waited ", timeout_seconds, " s for a message with tag ", tag,
@@ -469,13 +516,28 @@ void Mailbox::check_usable() const {
 
 // Before sending: what is known without a system call.
 void Mailbox::check_peer(int peer) const {
-  const MailControl& theirs = control(peer);
-  const MailState state = theirs.state.load(std::memory_order_acquire);
-  if (state == MailState::kClosed) fail_lost(peer, "has closed its end");
+  const MailState state = control(peer).state.load(std::memory_order_acquire);
+  if (state == MailState::kClosed) {
+    for (int other = 0; other < size(); ++other) {
+      if (has_vanished(other)) fail_lost(other, "has ended");
+    }
+    fail_lost(peer, "has closed its end");
+  }
   if (state == MailState::kFailed) {
     failed_rank_here() = peer;
-    throw CommFailure(CommStatus::kPeerFailed, theirs.reason);
+    throw CommFailure(CommStatus::kPeerFailed, reason_of(peer));
   }
+}
+
+// Whether its process has ended and its end was not closed before.
+bool Mailbox::has_vanished(int other) const {
+  return other != rank() && watches_[static_cast<size_t>(other)].has_ended() &&
+         control(other).state.load(std::memory_order_acquire) != MailState::kClosed;
+}
+
+std::string Mailbox::reason_of(int other) const {
+  const MailControl& theirs = control(other);
+  return std::string(theirs.reason, strnlen(theirs.reason, sizeof theirs.reason));
 }
 
 void Mailbox::fail_lost(int peer, const char* how) const {

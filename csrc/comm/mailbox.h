@@ -18,7 +18,8 @@
 //            to the next one, whose link was in it; by then the sender writes into that one's. So the last letter of a
 //            lane always stays, and the sender never writes a letter that the receiver may have given back.
 //
-// Nobody but the owner allocates, and its lists of free blocks are its own memory. Counters only grow.
+// Nobody but the owner allocates, and what it knows of its blocks is its own memory. Counters only grow. Offsets and
+// lengths that another rank has written are checked before they are used.
 //
 // Note: arena. It is as large as the machine's memory: address space, of which the system gives out what is touched. So
 // sending waits for nobody, no peer ever has to open more memory (its owner may be gone by then), and what is in use is
@@ -68,7 +69,8 @@ class Arena {
 
   // A block of at least that many bytes from its address on; 0: there is no room. `may_grow`: touch new memory.
   uint64_t allocate(uint64_t bytes, bool may_grow);
-  void free(uint64_t block);
+  // Whether that was a block: if not, nothing is done.
+  bool free(uint64_t block);
 
   uint64_t used_bytes() const { return used_; }
   uint64_t touched_bytes() const { return touched_; }
@@ -81,6 +83,7 @@ class Arena {
   char* base_;
   uint64_t begin_, top_, end_;
   uint64_t used_ = 0, touched_ = 0;
+  std::unordered_map<uint64_t, uint64_t> blocks_;                    // in use: their bytes with the header
   std::unordered_map<uint64_t, std::vector<uint64_t>> free_blocks_;  // by size
   std::map<uint64_t, uint64_t> ranges_;                              // free ranges: begin -> bytes, no two adjacent
   std::set<std::pair<uint64_t, uint64_t>> ranges_by_size_;           // (bytes, begin)
@@ -180,13 +183,15 @@ class Mailbox {
   void collect_returned();
   void append(int peer, uint64_t letter);
   std::optional<Mail> take(Inbox& inbox, int peer, int64_t tag);
-  Mail open(int peer, uint64_t letter) const;
+  Mail open(int peer, uint64_t letter, uint64_t number, int64_t& tag) const;
   void wait_for_more(int peer, int64_t tag, uint64_t seen, double& started, double timeout_seconds,
                      InterruptCheck check);
   void look_for_trouble(int peer, int64_t tag, uint64_t seen, double started, double timeout_seconds,
                         InterruptCheck check) const;
   void check_usable() const;
   void check_peer(int peer) const;
+  bool has_vanished(int other) const;
+  std::string reason_of(int other) const;
   [[noreturn]] void fail_lost(int peer, const char* how) const;
   std::string other_tags(int peer) const;
 

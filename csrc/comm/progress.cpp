@@ -19,6 +19,7 @@ Progress::~Progress() {
   world_.close();
   changed_.notify_all();
   if (thread_.joinable()) thread_.join();
+  world_.leave(sequence_);
 }
 
 void Progress::run(const Call& call, InterruptCheck check) {

@@ -118,8 +118,22 @@ void World::look_for_trouble(int peer, uint64_t phase, double started, double ti
     if (other == rank()) continue;
     const uint32_t status = control(other).failed.load(std::memory_order_acquire);
     if (status != 0 && !arrived(other)) {
-      fail(static_cast<CommStatus>(status), concatenate("rank ", name(other), " gave up: ", control(other).failure));
+      const char* text = control(other).failure;
+      fail(static_cast<CommStatus>(status),
+           concatenate("rank ", name(other),
+                       " gave up: ", std::string(text, strnlen(text, sizeof control(other).failure))));
     }
+  }
+  for (int other = 0; other < size(); ++other) {  // whether its process has ended meanwhile is all the same
+    const uint64_t left = control(other).left.load(std::memory_order_acquire);
+    if (other == rank() || left == 0 || arrived(other)) continue;
+    const char* text = control(other).failure;
+    const std::string said(text, strnlen(text, sizeof control(other).failure));
+    fail(CommStatus::kPeerLost,
+         concatenate("rank ", name(other), " (pid ", pids_[static_cast<size_t>(other)], ") has ",
+                     said.empty() ? std::string("closed the group") : concatenate("ended ", said),
+                     ", after its last collective",
+                     left == 1 ? std::string(" (none)") : concatenate(" (call #", left - 2, ")")));
   }
   const double time = now();
   if (time - started > kDeathCheckSeconds) {
@@ -130,14 +144,26 @@ void World::look_for_trouble(int peer, uint64_t phase, double started, double ti
       }
     }
   }
+  late_reporter().report_if_due(time - first_wait_, [&] {
+    return concatenate(describe_ == nullptr ? "" : describe_(call_), ": rank ", name(rank()), " has waited ",
+                       static_cast<int64_t>(time - first_wait_), " s of ", timeout_seconds, " s for rank(s) ",
+                       missing(phase));
+  });
   if (time - first_wait_ > timeout_seconds) {
-    std::string missing;
-    for (int other = 0; other < size(); ++other) {
-      if (other != rank() && !arrived(other)) missing += concatenate(missing.empty() ? "" : ", ", name(other));
-    }
+    const std::string absent = missing(phase);
     fail(CommStatus::kTimeout, concatenate("rank ", name(rank()), " waited ", timeout_seconds, " s for rank(s) ",
-                                           missing.empty() ? std::to_string(name(peer)) : missing));
+                                           absent.empty() ? std::to_string(name(peer)) : absent));
   }
+}
+
+// The ranks that have not published this phase.
+std::string World::missing(uint64_t phase) const {
+  std::string text;
+  for (int other = 0; other < size(); ++other) {
+    const bool arrived = control(other).phase.load(std::memory_order_acquire) >= phase;
+    if (other != rank() && !arrived) text += concatenate(text.empty() ? "" : ", ", name(other));
+  }
+  return text;
 }
 
 // ---- regions
@@ -183,11 +209,17 @@ void World::fail(CommStatus status, const std::string& text) {
   throw CommFailure(status, what);
 }
 
+void World::note_exit(const char* text) {
+  ControlBlock& own = control(rank());
+  if (own.failure[0] == 0) strncpy(own.failure, text, sizeof own.failure - 1);
+}
+
 void World::check_usable() const {
   if (closed_.load(std::memory_order_relaxed)) throw CommFailure(CommStatus::kClosed, "the communicator was closed");
   if (is_broken()) {
     throw CommFailure(broken_,
-                      concatenate("an earlier collective of this group failed (", broken_by_, "): make a new group"));
+                      concatenate("an earlier collective of this group failed (", broken_by_, "): make a new group, ",
+                                  "as fastpar.init_mesh does when all ranks call it again"));
   }
 }
 

@@ -51,6 +51,7 @@ struct ControlBlock {
   alignas(64) std::atomic<uint64_t> phase;
   alignas(64) std::atomic<uint32_t> sleepers;  // peers that wait for `phase` in a futex: the one thing that peers write
   alignas(64) std::atomic<uint32_t> failed;    // a CommStatus, when this rank has given up
+  std::atomic<uint64_t> left;                  // 1 + the calls it has made, when it has left for good
   uint64_t nonce;
   char failure[232];
   alignas(64) CallHeader header[2];
@@ -122,6 +123,10 @@ class World {
   // Makes every wait of this rank, now and later, throw kClosed; from any thread.
   void close() { closed_.store(true, std::memory_order_relaxed); }
   bool is_broken() const { return broken_ != CommStatus::kOk; }
+  // Says to all that this rank takes part in nothing any more, after so many calls.
+  void leave(uint64_t calls) { control(rank()).left.store(calls + 1, std::memory_order_release); }
+  // That this process ends, and how; before leave().
+  void note_exit(const char* text);
   // Says to all that this rank has given up, and throws.
   [[noreturn]] void fail(CommStatus status, const std::string& text);
   void check_usable() const;
@@ -131,6 +136,7 @@ class World {
   void wait_for(int peer, uint64_t phase, double timeout_seconds);
   void wait_for_long(int peer, uint64_t phase, double timeout_seconds);
   void look_for_trouble(int peer, uint64_t phase, double started, double timeout_seconds);
+  std::string missing(uint64_t phase) const;
 
   WorldOptions options_;
   size_t table_offset_, slots_offset_, slot_stride_;
