@@ -61,7 +61,7 @@ def parallelize_pipeline(
     sync_weights: str = "check",
     overlap: bool | Overlap = True,
     recompute: Policy | None = None,
-    timeout: float = 60.0,
+    timeout: float | None = None,
 ) -> Pipeline:
     """Cut a model over the mesh's "pp" dim, split the layers of its stages over "tp" and "ep", and return the pipeline.
 

@@ -73,7 +73,7 @@ class Pipeline:
     head       this rank's shard of the head, for a schedule that has it on every rank (`shard_head`); it computes the
                loss, and `target` goes to it
     edges      skip connections between parts that are not neighbours: `Partition.edges`
-    timeout    seconds until a wait for another rank fails
+    timeout    seconds until a wait for another rank fails; by default those of the group's mesh
 
     Every rank of the group makes its Pipeline, with the same schedule. Raises ScheduleError for a schedule that cannot
     be run, ValueError for stages that do not fit it and for shared parameters that differ between ranks.
@@ -90,7 +90,7 @@ class Pipeline:
         optimizer: MakeOptimizer | None = None,
         head: ShardedHead | None = None,
         edges: Iterable[Edge] = (),
-        timeout: float = 60.0,
+        timeout: float | None = None,
         transport: str = "auto",
     ) -> None:
         if reduction not in ("mean", "microbatch_mean", "sum"):

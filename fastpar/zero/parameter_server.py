@@ -50,7 +50,8 @@ class ParameterServer:
                 parameters.
                 An int from 0 on: asynchronous. Every gradient is an update of its own when it comes; a worker waits
                 for new parameters while it is more than so many steps ahead of the slowest that is still there
-    timeout     seconds that the server waits for a worker's next gradient, and workers for parameters
+    timeout     seconds that the server waits for a worker's next gradient, and workers for parameters; by default
+                those of the group's mesh
     on_update   called with the number of updates after each: for LR schedulers
 
     A parameter for which no worker has a gradient gets none, so that the optimizer leaves it alone; one for which only
@@ -69,7 +70,7 @@ class ParameterServer:
         *,
         group: ProcessGroup | DeviceMesh,
         staleness: int | None = None,
-        timeout: float = 60.0,
+        timeout: float | None = None,
         on_update: Callable[[int], None] | None = None,
     ) -> None:
         if staleness is not None and staleness < 0:
@@ -175,7 +176,7 @@ class Worker:
         *,
         group: ProcessGroup | DeviceMesh,
         server: int = 0,
-        timeout: float = 60.0,
+        timeout: float | None = None,
     ) -> None:
         self.parameters, self.server = _trainable(parameters), server
         self._p2p = PointToPoint(group, timeout=timeout)
