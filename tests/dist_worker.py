@@ -115,7 +115,9 @@ def _clean_up() -> None:
     import torch.distributed as dist
 
     if "fastpar.mesh" in sys.modules:
-        sys.modules["fastpar.mesh"]._forget_meshes()  # DTensor's caches, of meshes that a test has made by itself
+        sys.modules[
+            "fastpar.mesh.lifetime"
+        ].forget_meshes()  # DTensor's caches, of meshes that a test has made by itself
     gc.collect()  # modules and graphs of the run, which may hold groups
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -285,7 +285,7 @@ def bad_arguments():
         (ValueError, "output_sizes must be given", lambda: comm.all_to_all(x, input_sizes=[1, 3])),
         (ValueError, "add up to the 4 rows of x", lambda: comm.all_to_all(x, input_sizes=[1, 1])),
         (ValueError, "on rank src", lambda: comm.scatter(None, dist.get_rank())),
-        (ValueError, "timeout must be positive", lambda: Communicator(timeout=0)),
+        (ValueError, "timeout must be positive", lambda: Communicator(None, timeout=0)),
         (ValueError, "bucket_bytes", lambda: all_reduce_coalesced([x], comm, bucket_bytes=0)),
     ]
     with count_collectives() as counts:

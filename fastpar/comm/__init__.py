@@ -10,6 +10,7 @@ touches no process group, and a group of one rank (or None) never does.
 """
 
 from fastpar.comm.autograd import (
+    all_to_all,
     copy_to,
     gather_from,
     gather_sequence,
@@ -18,9 +19,10 @@ from fastpar.comm.autograd import (
     scatter_to,
 )
 from fastpar.comm.coalesce import all_reduce_coalesced
-from fastpar.comm.communicator import Communicator, GroupLike
+from fastpar.comm.communicator import Communicator, GroupLike, world
 from fastpar.comm.errors import CommError, CommMismatchError, CommTimeoutError, PeerFailedError, PeerLostError
 from fastpar.comm.pending import Pending
+from fastpar.comm.plain_data import PlainDataError
 from fastpar.comm.point_to_point import PointToPoint
 from fastpar.comm.recording import CommRecord, record
 from fastpar.comm.shards import shard_range, shard_sizes
@@ -45,6 +47,7 @@ __all__ = [
     "PeerFailedError",
     "PeerLostError",
     "Pending",
+    "PlainDataError",
     "PlainWire",
     "PointToPoint",
     "SharedRegion",
@@ -53,6 +56,7 @@ __all__ = [
     "Transport",
     "Wire",
     "all_reduce_coalesced",
+    "all_to_all",
     "copy_to",
     "gather_from",
     "gather_sequence",
@@ -63,4 +67,5 @@ __all__ = [
     "shard_range",
     "shard_sizes",
     "trace",
+    "world",
 ]

@@ -10,7 +10,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import logging
 import threading
+import time
 from collections.abc import Callable, Generator, Iterator
 from ctypes import POINTER, c_bool, c_char_p, c_double, c_int, c_int64, c_uint64, c_void_p
 from typing import Any
@@ -32,6 +34,8 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "comm_seal": (None, [c_void_p]),
     "comm_destroy": (None, [c_void_p]),
     "comm_set_interrupt_checks": (None, [c_void_p, c_void_p]),
+    "comm_set_late_report": (None, [c_void_p, c_double]),
+    "comm_note_exit": (None, [c_void_p, c_char_p]),
     "comm_run": (c_int, _CALL),
     "comm_submit": (c_uint64, _CALL),
     "comm_begin": (c_uint64, _CALL),
@@ -121,6 +125,19 @@ def _check_on_other_thread() -> bool:
     return False
 
 
+LATE_S = 60.0  # from when on a wait is reported
+_LOGGER = logging.getLogger("fastpar.comm")
+
+
+def warn_of_late_ranks(text: str) -> None:
+    _LOGGER.warning("%s", text)
+
+
+@ctypes.CFUNCTYPE(None, c_char_p)
+def _report_late_ranks(text: bytes) -> None:
+    warn_of_late_ranks(text.decode(errors="replace"))
+
+
 def _prototyped(handle: ctypes.CDLL, name: str) -> Any:
     function = getattr(handle, f"fastpar_{name}")
     function.restype, function.argtypes = _PROTOTYPES[name]
@@ -135,9 +152,15 @@ class Library:
         for name in _PROTOTYPES:
             setattr(self, name, _prototyped(handle, name))
         self.comm_set_interrupt_checks(_check_on_main_thread, _check_on_other_thread)
+        self.report_late_ranks_after(LATE_S)
 
     def __getattr__(self, name: str) -> Any:  # for type checkers: the attributes are set above
         raise AttributeError(name)
+
+    def report_late_ranks_after(self, seconds: float) -> None:
+        """Warn of a wait that takes so long, and again when it has doubled; 0: never."""
+        self.late_s = seconds
+        self.comm_set_late_report(_report_late_ranks, seconds)
 
     def keeping_lock(self, name: str) -> Any:
         """The function of that name, called with the interpreter's lock held."""
@@ -156,6 +179,21 @@ class Library:
 
     def error_text(self) -> str:
         return str(self.comm_error().decode(errors="replace"))
+
+
+class LateWait:
+    """One wait outside of the library: warns as waits in it do."""
+
+    def __init__(self) -> None:
+        self._started = time.monotonic()
+        self._due = library().late_s
+
+    def look(self, describe: Callable[[float], str]) -> None:
+        """Called now and then; `describe` gives the text, from the seconds that were waited."""
+        waited = time.monotonic() - self._started
+        if self._due and waited > self._due:
+            self._due = 2 * waited
+            warn_of_late_ranks(describe(waited))
 
 
 @functools.cache

@@ -6,6 +6,7 @@
     scatter_to       forward own slice of x         backward all_gather(dy)
     gather_sequence  forward all_gather(x)          backward reduce_scatter(dy)    partner of reduce_scatter_sequence
     reduce_scatter_sequence  forward reduce_scatter(x)   backward all_gather(dy)
+    all_to_all       forward all_to_all(x)          backward all_to_all(dy), the other way: its own partner
 
 Which to use after an all_gather depends on what follows. Where every rank computes the same from the gathered tensor,
 each already holds the whole gradient of it: `gather_from`. Where each rank computes its own share, the gradients of
@@ -104,6 +105,25 @@ class _ReduceScatterSequence(torch.autograd.Function):
         return gather_sequence(grad, comm, dim=dim, sizes=sizes), None, None, None
 
 
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, comm: Communicator, dims: tuple[int, int], inputs: list[int], outputs: list[int]
+    ) -> Tensor:
+        ctx.args = comm, dims, inputs, outputs
+        return kept(
+            lambda: comm.all_to_all(x, split_dim=dims[0], concat_dim=dims[1], input_sizes=inputs, output_sizes=outputs)
+        )
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        comm, (split_dim, concat_dim), inputs, outputs = ctx.args
+        back = all_to_all(
+            grad, comm, split_dim=concat_dim, concat_dim=split_dim, input_sizes=outputs, output_sizes=inputs
+        )
+        return back, None, None, None, None
+
+
 def _split(x: Tensor, comm: Communicator, dim: int, sizes: Sequence[int] | None) -> tuple[int, list[int]]:
     """dim counted from the front, and the rows of each rank of a whole x."""
     dim = check_dim(dim, x)
@@ -184,6 +204,31 @@ def reduce_scatter_sequence(x: Tensor, comm: GroupLike, *, dim: int, sizes: Sequ
         return x
     dim, sizes = _split(x, comm, dim, sizes)
     return _ReduceScatterSequence.apply(x, comm, dim, sizes)
+
+
+def all_to_all(
+    x: Tensor,
+    comm: GroupLike,
+    *,
+    split_dim: int = 0,
+    concat_dim: int | None = None,
+    input_sizes: Sequence[int] | None = None,
+    output_sizes: Sequence[int] | None = None,
+) -> Tensor:
+    """y = all_to_all(x); dx = all_to_all(dy) with the dims and the sizes changed over. Where what is sharded by one dim
+    becomes sharded by another, as tokens and heads around attention (Jacobs et al. 2023, arXiv:2309.14509), or where
+    rows go to other ranks.
+
+    x [..., n_r, ..., h, ...] -> y [..., sum of n_r, ..., h_r, ...] for concat_dim and split_dim; sizes as in
+    `Communicator.all_to_all`. One all_to_all forward, one backward.
+    """
+    comm = Communicator.of(comm)
+    if comm.size == 1:
+        return x
+    split_dim = check_dim(split_dim, x)
+    concat_dim = split_dim if concat_dim is None else check_dim(concat_dim, x)
+    inputs, outputs = comm.all_to_all_sizes(x, split_dim, concat_dim, input_sizes, output_sizes)
+    return _AllToAll.apply(x, comm, (split_dim, concat_dim), inputs, outputs)
 
 
 def _shard(x: Tensor, comm: Communicator, dim: int, sizes: Sequence[int] | None) -> tuple[int, list[int]]:

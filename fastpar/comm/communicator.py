@@ -6,17 +6,22 @@ from collections.abc import Sequence
 from typing import Any, Union
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from fastpar.comm.group import resolve_group
+from fastpar.comm.group import check_timeout, resolve_group
 from fastpar.comm.host_ranks import HostRanks
 from fastpar.comm.launcher import Launcher
 from fastpar.comm.local_world import LocalWorld
 from fastpar.comm.pending import Pending
 from fastpar.comm.route import Route
+from fastpar.mesh.deadlines import timeout_of
+from fastpar.mesh.lifetime import GroupUse
+from fastpar.mesh.rendezvous import launched_world
 
+_OMITTED: Any = object()  # for a group: what None says must have been said
 GroupLike = Union[ProcessGroup, DeviceMesh, "Communicator", None]
 
 
@@ -24,10 +29,15 @@ class Communicator:
     """The collectives of one process group.
 
     group      a ProcessGroup, a 1-D DeviceMesh, a Communicator (its group), or None: one rank
-    timeout    seconds from the launch of a collective to its deadline
+    timeout    seconds from the launch of a collective to its deadline; by default those of the mesh that the group
+               belongs to (`init_mesh(timeout=)`), 600 for other groups. Whoever waits for a minute warns of it, through
+               the logger "fastpar.comm", and names the ranks that are late
     transport  "auto": shared memory for CPU tensors where all ranks share a host; shared memory within hosts and gloo
                between them where some do; else torch.distributed (gloo, NCCL);
-               "torch": always that; "shared_memory": an error where "auto" would fall back for CPU tensors
+               "torch": always gloo or NCCL; "shared_memory": an error where "auto" would fall back for CPU tensors
+    check      whether ranks compare what they call before data moves. None: between CPU tensors always, on devices
+               never; True: there too, which makes every launch wait for all ranks; False: only over shared memory, and
+               gloo is the group's own
 
     Every method has a twin `<name>_async` with the same arguments that returns a `Pending`; `name(...)` is
     `name_async(...).wait()`. All ranks of the group must launch the same collectives in the same order, with matching
@@ -42,23 +52,37 @@ class Communicator:
 
     `sizes` are rows along `dim`, one per rank, any of them 0. Ranks are ranks within the group.
 
-    Raises CommError when a collective fails (CommTimeoutError: missed its deadline; over shared memory also
+    Raises CommError when a collective fails (CommTimeoutError: missed its deadline; between CPU ranks also
     PeerLostError: a process has ended, CommMismatchError: the ranks called different things); ValueError and TypeError
     for arguments, before anything is sent.
+
+    None is one rank here, as `mesh.group` gives for a dim of one, and the whole world in torch: `fastpar.comm.world()`
+    is that. No group at all is refused where there is a world of several ranks.
     """
 
-    def __init__(self, group: GroupLike = None, *, timeout: float = 60.0, transport: str = "auto") -> None:
-        if timeout <= 0:
-            raise ValueError(f"timeout must be positive (seconds), got {timeout}")
+    def __init__(
+        self,
+        group: GroupLike = _OMITTED,
+        *,
+        timeout: float | None = None,
+        transport: str = "auto",
+        check: bool | None = None,
+    ) -> None:
+        if group is _OMITTED:
+            _check_one_rank()
+            group = None
         self.group: ProcessGroup | None = group.group if isinstance(group, Communicator) else resolve_group(group)
-        self.timeout = float(timeout)
+        if timeout is None:
+            timeout = group.timeout if isinstance(group, Communicator) else timeout_of(self.group)
+        self.timeout: float = check_timeout(timeout)
         self.transport = transport
         self.rank: int = 0 if self.group is None else self.group.rank()
         self.size: int = 1 if self.group is None else self.group.size()
-        self._route = Route(self.group, self.timeout, transport)
+        self._route = Route(self.group, self.timeout, transport, check)
         self._blocking = Launcher(self._route, "blocking")
         self._background = Launcher(self._route, "background")
         self._halves = Launcher(self._route, "halves")
+        self._use = GroupUse()  # the last attribute
 
     @staticmethod
     def of(group: GroupLike) -> Communicator:
@@ -153,28 +177,72 @@ class Communicator:
         return self._blocking.all_gather(x, dim=dim, sizes=sizes).wait() if result is None else result
 
     def all_to_all_async(
-        self, x: Tensor, *, input_sizes: Sequence[int] | None = None, output_sizes: Sequence[int] | None = None
+        self,
+        x: Tensor,
+        *,
+        input_sizes: Sequence[int] | None = None,
+        output_sizes: Sequence[int] | None = None,
+        split_dim: int = 0,
+        concat_dim: int | None = None,
     ) -> Pending[Tensor]:
-        return self._background.all_to_all(x, input_sizes=input_sizes, output_sizes=output_sizes)
+        return self._background.all_to_all(
+            x, input_sizes=input_sizes, output_sizes=output_sizes, split_dim=split_dim, concat_dim=concat_dim
+        )
 
     def all_to_all(
-        self, x: Tensor, *, input_sizes: Sequence[int] | None = None, output_sizes: Sequence[int] | None = None
+        self,
+        x: Tensor,
+        *,
+        input_sizes: Sequence[int] | None = None,
+        output_sizes: Sequence[int] | None = None,
+        split_dim: int = 0,
+        concat_dim: int | None = None,
     ) -> Tensor:
-        """Send rows of x (dim 0): the first input_sizes[0] to rank 0, the next input_sizes[1] to rank 1, ...; get
-        output_sizes[r] rows from rank r.
+        """Send rows of x along split_dim: the first input_sizes[0] to rank 0, the next input_sizes[1] to rank 1, ...;
+        what comes is put side by side along concat_dim in rank order, output_sizes[r] rows from rank r.
 
-        `input_sizes` defaults to equal parts, `output_sizes` to `input_sizes` where those are equal (else it must be
-        given).
+        concat_dim is split_dim by default. `input_sizes` then defaults to equal parts, `output_sizes` to `input_sizes`
+        where those are equal; else it must be given: `exchange_sizes` asks the other ranks.
+
+        With another concat_dim one dim is gathered and another split, as when attention goes from tokens to heads:
+
+            x [B, S/R, H, D]  ->  comm.all_to_all(x, split_dim=2, concat_dim=1)  [B, S, H/R, D]
+
+        `input_sizes` are then the rows of each rank along split_dim, the same on all ranks, by default `shard_sizes`;
+        `output_sizes` the rows of each rank's x along concat_dim, by default those of this one.
         """
         express = self._route.express
-        result = (
-            None if express is None or input_sizes is not None or output_sizes is not None else express.all_to_all(x)
-        )
-        return (
-            self._blocking.all_to_all(x, input_sizes=input_sizes, output_sizes=output_sizes).wait()
-            if result is None
-            else result
-        )
+        is_plain = input_sizes is None and output_sizes is None and split_dim == 0 and concat_dim in (None, 0)
+        result = express.all_to_all(x) if is_plain and express is not None else None
+        if result is not None:
+            return result
+        return self._blocking.all_to_all(
+            x, input_sizes=input_sizes, output_sizes=output_sizes, split_dim=split_dim, concat_dim=concat_dim
+        ).wait()
+
+    def all_to_all_sizes(
+        self,
+        x: Tensor,
+        split_dim: int,
+        concat_dim: int,
+        input_sizes: Sequence[int] | None = None,
+        output_sizes: Sequence[int] | None = None,
+    ) -> tuple[list[int], list[int]]:
+        """`input_sizes` and `output_sizes` as `all_to_all` takes them, checked, with what is left out filled in."""
+        return self._blocking.sizes_of_parts(x, split_dim, concat_dim, input_sizes, output_sizes)
+
+    def share_sizes(self, rows: int) -> list[int]:
+        """The `rows` of every rank, for `sizes=` of all_gather and gather where no rank knows those of the others. One
+        all_gather of a number."""
+        _check_rows([rows])
+        return [int(size) for size in self.all_gather(torch.tensor([rows])).tolist()]
+
+    def exchange_sizes(self, input_sizes: Sequence[int]) -> list[int]:
+        """The `output_sizes` of an all_to_all, where every rank knows only what it sends. One all_to_all of numbers."""
+        _check_rows(input_sizes)
+        if len(input_sizes) != self.size:
+            raise ValueError(f"input_sizes must have one entry per rank ({self.size}), got {list(input_sizes)}")
+        return [int(size) for size in self.all_to_all(torch.tensor(list(input_sizes))).tolist()]
 
     def broadcast_async(self, x: Tensor, src: int = 0) -> Pending[Tensor]:
         return self._background.broadcast(x, src)
@@ -236,3 +304,34 @@ class Communicator:
         express = self._route.express
         if express is None or not express.barrier():
             self._blocking.barrier().wait()
+
+
+def world(*, timeout: float | None = None, transport: str = "auto", check: bool | None = None) -> Communicator:
+    """The communicator of all ranks of the job: what `group=None` says in torch. One rank where there is no job.
+
+    Raises RuntimeError under a launcher of several ranks where torch.distributed is not initialised yet.
+    """
+    if dist.is_available() and dist.is_initialized():
+        return Communicator(dist.group.WORLD, timeout=timeout, transport=transport, check=check)
+    launched = launched_world()
+    if launched is not None and launched[1] > 1:
+        raise RuntimeError(
+            f"{launched[1]} ranks were launched, but torch.distributed is not initialised: call fastpar.init_mesh first"
+        )
+    return Communicator(None, timeout=timeout, transport=transport, check=check)
+
+
+def _check_one_rank() -> None:
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        raise ValueError(
+            f"no group was given, and there are {dist.get_world_size()} ranks: pass one, as mesh.group('tp'); "
+            "fastpar.comm.world() is the communicator of all ranks, and group=None one rank"
+        )
+
+
+def _check_rows(rows: Sequence[int]) -> None:
+    for count in rows:
+        if isinstance(count, bool) or not isinstance(count, int):
+            raise TypeError(f"sizes must be ints, got {count!r}")
+        if count < 0:
+            raise ValueError(f"sizes must not be negative, got {count}")

@@ -17,12 +17,13 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from fastpar.comm.errors import CommError
+from fastpar.comm.errors import NEW_GROUP, CommError
 from fastpar.comm.hierarchy import Hierarchy
 from fastpar.comm.leaders import join_leaders
 from fastpar.comm.local_world import LocalWorld, Meeting, connect
 from fastpar.comm.meeting import SEVERAL_HOSTS, ranks_on_host
 from fastpar.comm.pending import StillInFlightError, Work
+from fastpar.comm.torch_transport import let_gloo_finish_at_exit
 from fastpar.comm.transport import InFlight
 
 
@@ -73,10 +74,15 @@ class _Queued:
 
 class Connection:
     """What the ranks of one process group share, once they have met: `world` where all are on one host, `hierarchy`
-    where some are, neither where none are or where they cannot; `problem` says why there is no `world`."""
+    where some are, and `apart` wherever there is no world: every rank as if it were alone on its host, joined with the
+    others by gloo. `problem` says why there is no `world`, or why gloo cannot join them either.
 
-    def __init__(self, group: ProcessGroup) -> None:
+    is_apart  do not look for shared memory
+    """
+
+    def __init__(self, group: ProcessGroup, *, is_apart: bool) -> None:
         self._group = weakref.ref(group)
+        self._is_apart = is_apart
         self._rank, self._size = group.rank(), group.size()
         self._lock = threading.Lock()
         self._queue: list[_Queued] | None = None  # None: not asked for yet
@@ -84,16 +90,26 @@ class Connection:
         self.error: CommError | None = None  # the ranks did not meet: for good
         self.world: LocalWorld | None = None
         self.hierarchy: Hierarchy | None = None
+        self.apart: Hierarchy | None = None
         self.problem = ""
 
     @staticmethod
-    def of(group: ProcessGroup) -> Connection:
+    def of(group: ProcessGroup, *, is_apart: bool = False) -> Connection:
         """The connection of a group, which all its communicators share."""
         with _LOCK:
-            connection = _CONNECTIONS.get(group)
-            if connection is None:
-                connection = _CONNECTIONS[group] = Connection(group)
-        return connection
+            of_group = _CONNECTIONS.setdefault(group, {})
+            if is_apart not in of_group:
+                of_group[is_apart] = Connection(group, is_apart=is_apart)
+            return of_group[is_apart]
+
+    def settle(self, timeout: float) -> None:
+        """Return when the ranks have met. Raises CommError where they have not."""
+        if not self.is_settled:
+            flight = self.defer(lambda: InFlight(None, lambda: None), timeout)
+            if flight.work is not None:
+                flight.work.wait(timeout)
+        if self.error is not None:
+            raise CommError(f"an earlier collective of this group failed ({self.error}): {NEW_GROUP}")
 
     def defer(self, start: Callable[[], InFlight], timeout: float) -> InFlight:
         """Launch `start` when the ranks have met; at once where they have."""
@@ -111,7 +127,7 @@ class Connection:
                 self._queue.append(queued)
                 return InFlight(queued, queued.finish)
         if self.error is not None:
-            raise CommError(f"an earlier collective of this group failed ({self.error}): make a new group")
+            raise CommError(f"an earlier collective of this group failed ({self.error}): {NEW_GROUP}")
         return start()
 
     def _connect(self, store: dist.Store | None, timeout: float) -> None:
@@ -135,9 +151,13 @@ class Connection:
             self.problem = "this version of torch does not give out the group's store"
             return
         deadline = time.monotonic() + timeout
+        if self._is_apart:
+            self._join_apart(store, deadline)
+            return
         found = connect(store, self._rank, self._size, ranks_on_host(), timeout)
         if isinstance(found, str):
             self.problem = found
+            self._join_apart(store, deadline)
         elif len(found.hosts) == 1:
             self.world = found.world
         else:
@@ -148,10 +168,20 @@ class Connection:
         self.problem = leaders if isinstance(leaders, str) else SEVERAL_HOSTS
         if not isinstance(leaders, str):
             self.hierarchy = Hierarchy(self._rank, meeting.hosts, meeting.world, leaders)
+            self._join_apart(store, deadline)
+
+    def _join_apart(self, store: dist.Store, deadline: float) -> None:
+        let_gloo_finish_at_exit()
+        hosts = [(rank,) for rank in range(self._size)]
+        leaders = join_leaders(dist.PrefixStore("apart", store), self._rank, hosts, deadline)
+        if isinstance(leaders, str):
+            self.problem = f"{self.problem}; {leaders}"
+        elif leaders is not None:
+            self.apart = Hierarchy(self._rank, hosts, None, leaders)
 
 
 _MEETINGS: weakref.WeakKeyDictionary[ProcessGroup, itertools.count[int]] = weakref.WeakKeyDictionary()
-_CONNECTIONS: weakref.WeakKeyDictionary[ProcessGroup, Connection] = weakref.WeakKeyDictionary()
+_CONNECTIONS: weakref.WeakKeyDictionary[ProcessGroup, dict[bool, Connection]] = weakref.WeakKeyDictionary()
 _LOCK = threading.Lock()
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+from fastpar.comm.errors import CommError
 
 # torch's ScalarType; what that is in DLPack is in csrc/comm/dlpack.h. Others cannot be sent.
 DTYPE_NUMBERS = {
@@ -30,6 +33,7 @@ DTYPE_NUMBERS = {
     torch.uint32: 28,
     torch.uint64: 29,
 }
+_MAX_DIMS, _MAX_NUMEL = 64, 1 << 48
 _DTYPES = {number: dtype for dtype, number in DTYPE_NUMBERS.items()}
 
 Spec = tuple[torch.dtype, tuple[int, ...]]
@@ -44,14 +48,27 @@ def describe(tensors: Sequence[Tensor], note: bytes = b"") -> bytes:
 
 
 def parse(description: bytes) -> tuple[list[Spec], bytes]:
-    """Dtypes and shapes, and the note."""
-    (num_tensors,) = struct.unpack_from("<q", description)
-    at, specs = 8, []
-    for _ in range(num_tensors):
-        number, dims = struct.unpack_from("<qq", description, at)
-        specs.append((_DTYPES[number], struct.unpack_from(f"<{dims}q", description, at + 16)))
-        at += 16 + 8 * dims
-    return specs, description[at:]
+    """Dtypes and shapes, and the note. Raises CommError for what `describe` does not write: it comes from a peer."""
+    words, at, specs = len(description) // 8, 1, []
+    numbers = struct.unpack_from(f"<{words}q", description)
+    if words < 1 or not 0 <= numbers[0] <= words // 2:
+        raise _damaged("the number of its tensors")
+    for _ in range(numbers[0]):
+        if words - at < 2:
+            raise _damaged("a tensor")
+        number, dims = numbers[at : at + 2]
+        shape = numbers[at + 2 : at + 2 + dims] if 0 <= dims <= _MAX_DIMS else ()
+        if number not in _DTYPES or len(shape) != dims:
+            raise _damaged("the dtype or the dims of a tensor")
+        if any(size < 0 for size in shape) or math.prod(shape) > _MAX_NUMEL:
+            raise _damaged(f"a tensor of shape {shape}")
+        specs.append((_DTYPES[number], shape))
+        at += 2 + dims
+    return specs, description[8 * at :]
+
+
+def _damaged(what: str) -> CommError:
+    return CommError(f"what a peer says of its message is not what a rank writes ({what})")
 
 
 def flat_bytes(x: Tensor) -> Tensor:

@@ -94,8 +94,10 @@ class DeviceLanes:
         self, channel: _Channel, peer: int, others: Sequence[Tensor], note: bytes, timeout: float
     ) -> tuple[list[Tensor], bytes]:
         """The whole message, from what of it came through the channel."""
-        number, count = struct.unpack_from("<qq", note)
-        ways, rest = note[16 : 16 + count], note[16 + count :]
+        number, count = struct.unpack_from("<qq", note) if len(note) >= 16 else (-1, -1)
+        ways, rest = note[16 : 16 + max(count, 0)], note[16 + max(count, 0) :]
+        if number < 0 or len(ways) != count or len([way for way in ways if way != _BY_LANE]) != len(others):
+            raise CommError(f"a message of rank {peer} is not what a rank writes")
         with self._receiving:
             while self._announced.get(peer, 0) <= number:
                 # Sent before the message, so it is there or about to be.
@@ -103,12 +105,16 @@ class DeviceLanes:
                 announced = self._announced.get(peer, 0)
                 self._posted[peer, announced] = self._post_receives(peer, description)
                 self._announced[peer] = announced + 1
+            if (peer, number) not in self._posted:
+                raise CommError(f"message {number} of rank {peer} came twice")
             posted = self._posted.pop((peer, number))
         try:
             for work in posted.works:
                 work.wait()
         except RuntimeError as error:
             raise CommError(f"the tensors of a message of rank {peer} did not come: {error}") from error
+        if len(posted.tensors) != ways.count(_BY_LANE):
+            raise CommError(f"a message of rank {peer} is not what it announced")
         from_lane, from_channel = iter(posted.tensors), iter(others)
         tensors = []
         for way in ways:

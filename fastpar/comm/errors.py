@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+NEW_GROUP = "make a new group, as fastpar.init_mesh does when all ranks call it again"
+
 
 class CommError(RuntimeError):
     """A collective failed or missed its deadline.
 
     The message names the operation, its sequence number, the ranks of the group, this rank, shape and dtype, and the
-    cause. Unless a subclass says otherwise the group is in an unknown state afterwards: make a new one.
+    cause. Unless a subclass says otherwise the group is in an unknown state afterwards: make a new one. `init_mesh`,
+    called again by all ranks, does not use a group in which a collective has failed.
     """
 
 
@@ -33,6 +36,7 @@ class PeerFailedError(CommError):
 class CommMismatchError(CommError):
     """The ranks called different collectives, or the same one with other shapes, dtypes or options.
 
-    Every rank gets this error, with what every rank called, before any data was touched. Over shared memory, and
-    across hosts where they go the hierarchical way, the group can be used further.
+    Every rank gets this error, with what every rank called, before any data was touched, and the group can be used
+    further. So it is between CPU ranks, however they are connected; for tensors on devices with
+    `Communicator(check=True)`. Numbers of elements are compared, not shapes.
     """

@@ -128,13 +128,13 @@ class Express:
 
 def _is_plain(x: Tensor) -> bool:
     return (
-        type(x) is Tensor
+        not torch.compiler.is_compiling()  # first: dynamo breaks the graph at is_conj
+        and type(x) is Tensor
         and x.is_cpu
         and x.is_contiguous()
         and x.numel() > 0
         and not x.is_conj()
         and not x.is_neg()
-        and not torch.compiler.is_compiling()
     )
 
 

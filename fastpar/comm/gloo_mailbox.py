@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fastpar.comm._library import check_interrupt
+from fastpar.comm._library import LateWait, check_interrupt
 from fastpar.comm.description import describe, flat_bytes, parse
 from fastpar.comm.errors import CommError, CommTimeoutError, PeerFailedError, PeerLostError
 from fastpar.comm.meeting import Rendezvous
@@ -40,6 +40,7 @@ from fastpar.comm.torch_transport import let_gloo_finish_at_exit
 
 _HEADER_BYTES = 256
 _PREFIX = struct.Struct("<qqqq")  # what, tag, kind, bytes of the description
+_MAX_DESCRIPTION_BYTES = 1 << 31
 _ROOM = _HEADER_BYTES - _PREFIX.size
 _MESSAGE, _CLOSE, _ABORT = range(3)
 _FOREVER = timedelta(days=365)
@@ -142,6 +143,8 @@ class _Wire:
     def _receive_one(self, peer: int) -> bool:
         header = self._bytes_from(peer, _HEADER_BYTES)
         what, tag, kind, size = _PREFIX.unpack_from(header)
+        if what not in (_MESSAGE, _CLOSE, _ABORT) or not 0 <= size <= _MAX_DESCRIPTION_BYTES:
+            raise CommError("it sent what no rank sends")
         description = header[_PREFIX.size :][:size]
         if size > _ROOM:
             description += self._bytes_from(peer, size - _ROOM)
@@ -201,9 +204,15 @@ class GlooMailbox:
     def receive(self, peer: int, tag: int, timeout: float) -> tuple[list[Tensor], bytes, int]:
         wire = self._wire
         deadline = time.monotonic() + timeout
+        wait = LateWait()
         with wire.changed:
             while not self._has(peer, tag):
                 self._look_for_trouble(peer, tag, deadline, timeout)
+                wait.look(
+                    lambda waited: (
+                        f"rank {self._rank} has waited {waited:.0f} s for a message with tag {tag} of rank {peer}"
+                    )
+                )
                 wire.changed.wait(min(max(deadline - time.monotonic(), 0.0), _SLICE_S))
                 check_interrupt()
             letters = wire.letters[peer, tag]
@@ -242,8 +251,8 @@ class GlooMailbox:
         wire = self._wire
         if wire.failure is not None:
             raise PeerFailedError(wire.failure.rank, wire.failure.reason)
-        if peer in wire.closed or wire.lost:
-            raise PeerLostError(self._how_lost(peer if peer in wire.closed or peer in wire.lost else min(wire.lost)))
+        if wire.lost or peer in wire.closed:  # first who is lost: a peer may have closed its end for that reason
+            raise PeerLostError(self._how_lost(peer if peer in wire.lost or not wire.lost else min(wire.lost)))
         if time.monotonic() > deadline:
             others = sorted({other for sender, other in wire.letters if sender == peer})
             said = f"it has sent others, with tag(s) {', '.join(map(str, others[:8]))}" if others else "no other came"
@@ -252,7 +261,7 @@ class GlooMailbox:
             )
 
     def _how_lost(self, peer: int) -> str:
-        if peer in self._wire.closed:
+        if peer not in self._wire.lost:
             return f"the process of rank {peer} has closed its end"
         return f"the process of rank {peer} has ended, or cannot be reached any more ({self._wire.lost[peer]})"
 

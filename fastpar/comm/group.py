@@ -38,6 +38,15 @@ def resolve_group(group: object) -> ProcessGroup | None:
     return group
 
 
+def check_timeout(timeout: float) -> float:
+    """The seconds of a deadline. Raises TypeError or ValueError for what is none."""
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
+        raise TypeError(f"timeout must be a number of seconds, got {timeout!r}")
+    if not timeout > 0:
+        raise ValueError(f"timeout must be positive (seconds), got {timeout}")
+    return float(timeout)
+
+
 def _check_initialised() -> None:
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(

@@ -7,14 +7,20 @@ those of one host, nor of other hosts. NaN wins in max and min.
 
 Only the lowest rank of a host, its leader, uses the network, so a host of L ranks sends what one rank would:
 an all_reduce of n bytes moves 2 (H - 1) / H n bytes out of each of H hosts. What has nothing to gain from that goes
-through torch.distributed on the group itself ("flat"): all_to_all (with scatter and gather), and little data in small
-groups (`_is_flat`), where the order of sums is that of fastpar/comm/torch_transport.py and a mismatch is found at the
-deadline only.
+as if every rank were alone on its host ("flat"): all_to_all (with scatter and gather), and little data in small groups
+(`_is_flat`), whose sums are in the order of ranks. Ranks of which some call what goes one way, and some the other, hear
+of it at the deadline only.
 
-Blocking calls run on the caller's thread, others in order on a thread of the group; flat ones are launched at once.
+The same transport, with every rank alone on its host, serves CPU ranks that cannot share memory at all, and those who
+ask for transport="torch". It uses a gloo backend of its own, not the group's: what users launch on that themselves is
+in no order with this. Little data travels with the headers that ranks compare, in one message, so that the comparison
+costs nothing there; much data costs one exchange of 8 KB more.
 
-Note: measured, ms, hierarchical | flat, float32, two simulated hosts on one machine of two cores that did other work
-too, minima of turns. There the network costs nothing: what counts is the number of messages and steps.
+Blocking calls run on the caller's thread, others in order on a thread of the group.
+
+Note: measured, with the group's own gloo as the flat way, ms, hierarchical | flat, float32, two simulated hosts on one
+machine of two cores that did other work too, minima of turns. There the network costs nothing: what counts is the
+number of messages and steps.
 
                           2 + 2 ranks     3 + 3 ranks     4 + 4 ranks
     all_reduce  64 B      1.1 | 0.7       1.9 | 1.5       2.6 | 2.1
@@ -39,6 +45,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from fastpar.comm.errors import CommMismatchError
 from fastpar.comm.hierarchy import INLINE_BYTES, Collective, Hierarchy, Local, header_of
 from fastpar.comm.leaders import Leaders
 from fastpar.comm.reduction import accumulator, reduce_in_order, widen
@@ -317,6 +324,70 @@ class _Barrier(Collective):
         return None
 
 
+class AllToAll(Collective):
+    """Of ranks that are all alone on their hosts. `moves` False: only compare what ranks say."""
+
+    x: Tensor
+
+    def __init__(
+        self, rank: int, x: Tensor, inputs: Sequence[int], outputs: Sequence[int], *, moves: bool = True
+    ) -> None:
+        self.x, self.inputs, self.outputs, self.moves = x, list(inputs), list(outputs), moves
+        self.size = len(self.inputs)
+        self.is_little = False
+        self.header = header_of("all_to_all", x)
+        if 2 * self.size * 8 <= INLINE_BYTES:  # else ranks that disagree about sizes hear of it from gloo
+            self.table = torch.tensor([*self.inputs, *self.outputs])
+
+    def check_tables(self, tables: list[Tensor], sequence: int) -> None:
+        sent = torch.stack([table[: self.size] for table in tables])
+        expected = torch.stack([table[self.size :] for table in tables])
+        if torch.equal(sent, expected.t()):
+            return
+        said = "; ".join(
+            f"rank {rank} sends {' '.join(map(str, table[: self.size].tolist()))} and expects "
+            f"{' '.join(map(str, table[self.size :].tolist()))}"
+            for rank, table in enumerate(tables)
+        )
+        raise CommMismatchError(f"call #{sequence}: what ranks send is not what ranks expect in all_to_all; {said}")
+
+    def numel_of(self, rank: int) -> int:
+        return self.x.numel()
+
+    def value_of(self, host: int) -> tuple[int, torch.dtype]:
+        return self.inputs[host], self.x.dtype
+
+    def result_of(self, host: int) -> tuple[int, torch.dtype]:
+        return sum(self.outputs), self.x.dtype
+
+    def combine_ranks(self, xs: list[Tensor]) -> Tensor:
+        raise AssertionError("never little")
+
+    def combine_hosts(self, values: list[Tensor], host: int) -> Tensor:
+        raise AssertionError("never little")
+
+    def take(self, result: Tensor) -> Tensor:
+        raise AssertionError("never little")
+
+    def bring(self, local: Local) -> Tensor | None:
+        return self.x
+
+    def exchange(self, leaders: Leaders, value: Tensor, deadline: float) -> Tensor:
+        if not self.moves:
+            return value
+        return leaders.finish(leaders.start(value, self.inputs, self.outputs, deadline), deadline)
+
+    def hand_on(self, local: Local, result: Tensor | None) -> Tensor | None:
+        return result
+
+
+class Comparison(_Barrier):
+    """Only the headers."""
+
+    def __init__(self, header: bytes) -> None:
+        self.header = header
+
+
 def _gather(leaders: Leaders, value: Tensor, sizes: Sequence[int], deadline: float) -> Tensor:
     """The values of all hosts, one after another."""
     exchange = leaders.start(value.repeat(len(sizes)), [value.numel()] * len(sizes), sizes, deadline)
@@ -324,47 +395,57 @@ def _gather(leaders: Leaders, value: Tensor, sizes: Sequence[int], deadline: flo
 
 
 class HierarchicalTransport:
-    """See `fastpar.comm.transport.Transport` and the module docstring. `timeout` in seconds; `flat` takes the rest."""
+    """See `fastpar.comm.transport.Transport` and the module docstring. `timeout` in seconds; `flat` takes the rest:
+    None where every rank is alone on its host."""
 
-    def __init__(self, hierarchy: Hierarchy, rank: int, flat: Transport, timeout: float, *, background: bool) -> None:
+    def __init__(
+        self, hierarchy: Hierarchy, rank: int, flat: Transport | None, timeout: float, *, background: bool
+    ) -> None:
         self._hierarchy, self._rank, self._flat = hierarchy, rank, flat
         self._layout = _Layout(hierarchy.hosts)
         self._timeout = timeout
         self._background = background
 
-    def _is_flat(self, numel: int, dtype: torch.dtype) -> bool:
+    def _flat_way(self, numel: int, dtype: torch.dtype) -> Transport | None:
         """A function of what is equal on all ranks only."""
-        return self._layout.size <= _FLAT_RANKS and numel * dtype.itemsize <= _FLAT_BYTES
+        is_flat = self._layout.size <= _FLAT_RANKS and numel * dtype.itemsize <= _FLAT_BYTES
+        return self._flat if is_flat else None
 
     def all_reduce(self, x: Tensor, op: str, out: Tensor | None) -> InFlight:
-        if self._is_flat(x.numel(), x.dtype):
-            return self._flat.all_reduce(x, op, out)
+        flat = self._flat_way(x.numel(), x.dtype)
+        if flat is not None:
+            return flat.all_reduce(x, op, out)
         call = _AllReduce(self._layout, x, op)
         return self._launch(call, (lambda result: result) if out is None else out.copy_)
 
     def reduce_scatter(self, x: Tensor, sizes: Sequence[int], op: str) -> InFlight:
-        if self._is_flat(x.numel(), x.dtype):
-            return self._flat.reduce_scatter(x, sizes, op)
+        flat = self._flat_way(x.numel(), x.dtype)
+        if flat is not None:
+            return flat.reduce_scatter(x, sizes, op)
         x, op = widen(x, op)  # hosts send float32 sums in any case
         return self._launch(_ReduceScatter(self._layout, self._rank, x, sizes, op))
 
     def all_gather(self, x: Tensor, sizes: Sequence[int]) -> InFlight:
-        if self._is_flat(sum(sizes), x.dtype):
-            return self._flat.all_gather(x, sizes)
+        flat = self._flat_way(sum(sizes), x.dtype)
+        if flat is not None:
+            return flat.all_gather(x, sizes)
         return self._launch(_AllGather(self._layout, self._rank, x, sizes))
 
     def all_to_all(self, x: Tensor, input_sizes: Sequence[int], output_sizes: Sequence[int]) -> InFlight:
-        # As all that is flat, on the caller's thread: the order of calls on the user's group is that of launches.
-        return self._flat.all_to_all(x, input_sizes, output_sizes)
+        if self._flat is not None:
+            return self._flat.all_to_all(x, input_sizes, output_sizes)
+        return self._launch(AllToAll(self._rank, x, input_sizes, output_sizes))
 
     def broadcast(self, x: Tensor, src: int) -> InFlight:
-        if self._is_flat(x.numel(), x.dtype):
-            return self._flat.broadcast(x, src)
+        flat = self._flat_way(x.numel(), x.dtype)
+        if flat is not None:
+            return flat.broadcast(x, src)
         return self._launch(_Broadcast(self._layout, self._rank, x, src))
 
     def reduce(self, x: Tensor, dst: int, op: str) -> InFlight:
-        if self._is_flat(x.numel(), x.dtype):
-            return self._flat.reduce(x, dst, op)
+        flat = self._flat_way(x.numel(), x.dtype)
+        if flat is not None:
+            return flat.reduce(x, dst, op)
         return self._launch(_Reduce(self._layout, self._rank, x, dst, op))
 
     def barrier(self) -> InFlight:

@@ -32,7 +32,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from fastpar.comm.errors import CommError, CommMismatchError, CommTimeoutError, PeerLostError
+from fastpar.comm.errors import NEW_GROUP, CommError, CommMismatchError, CommTimeoutError, PeerLostError
 from fastpar.comm.leaders import GRACE_S, Leaders
 from fastpar.comm.local_world import LocalWorld
 from fastpar.comm.sequencer import Sequencer
@@ -58,6 +58,10 @@ class Collective(abc.ABC):
     x: Tensor | None
     header: bytes
     is_little: bool
+    table: Tensor | None = None  # int64, of as many elements on every host: travels with the header of much data
+
+    def check_tables(self, tables: list[Tensor], sequence: int) -> None:  # noqa: B027
+        """Raise CommMismatchError where the tables of all hosts do not fit: the same verdict on every leader."""
 
     @abc.abstractmethod
     def numel_of(self, rank: int) -> int:
@@ -179,7 +183,7 @@ class Hierarchy:
         if os.getpid() != self._pid:
             raise CommError("this process was forked from a rank: it cannot take part in the collectives of its group")
         if self._broken:
-            raise CommError(f"an earlier collective of this group failed ({self._broken}): make a new group")
+            raise CommError(f"an earlier collective of this group failed ({self._broken}): {NEW_GROUP}")
         try:
             return action()
         except CommMismatchError:
@@ -223,6 +227,7 @@ class Hierarchy:
         self, leaders: Leaders, call: Collective, local: Local, blocks: Tensor, agreed: bool, deadline: float
     ) -> Tensor:
         leaders.sequence = self._sequence
+        leaders.activity = _describe(call.header)
         headers = blocks[:, :_HEADER_BYTES].flatten()
         self._messages[:, : headers.numel()] = headers
         if agreed and call.is_little and call.x is not None:
@@ -232,11 +237,16 @@ class Hierarchy:
             ]
             value = call.combine_ranks(xs)
             _typed(self._messages[:, self._header_bytes :], *call.value_of(self.host)).copy_(value)
+        elif agreed and call.table is not None:
+            _typed(self._messages[:, self._header_bytes :], call.table.numel(), torch.int64).copy_(call.table)
         sizes = [self._messages.size(1)] * len(self.hosts)
         exchange = leaders.start(self._messages.view(-1), sizes, sizes, deadline)
         brought = call.bring(local) if agreed and not call.is_little else None  # while the headers travel
         received = leaders.finish(exchange, deadline).view(self._messages.shape)
         self._compare(call.header, received)
+        if call.table is not None:
+            inline = received[:, self._header_bytes :]
+            call.check_tables(list(_typed(inline, call.table.numel(), torch.int64)), self._sequence)
         if not call.is_little:
             assert brought is not None
             return call.exchange(leaders, brought, deadline)

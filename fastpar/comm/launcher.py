@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastpar.comm.layout import check_dim, check_out, check_tensor, pack, row_numel, unpack, with_dim
+from fastpar.comm.layout import check_dim, check_out, check_tensor, pack, plain_bits, row_numel, unpack, with_dim
 from fastpar.comm.pending import Pending
 from fastpar.comm.recording import note
 from fastpar.comm.reduction import check_reduction, widened
@@ -23,9 +23,9 @@ class Launcher:
 
     `mode` says who does the work, and when: see `Route.launch`.
 
-    Note: the shape of every method. Check the arguments; where there is one rank or nothing to send, give the result
-    at once; else hand flat tensors to the transport. Packing happens before the launch, unpacking in Pending.wait(),
-    and neither communicates.
+    Note: the shape of every method. Check the arguments; where there is one rank, or nothing to send and nobody who
+    compares, give the result at once; else hand flat tensors to the transport. Packing happens before the launch,
+    unpacking in Pending.wait(), and neither communicates.
     """
 
     def __init__(self, route: Route, mode: str) -> None:
@@ -49,7 +49,7 @@ class Launcher:
             return out
 
         flat_out = target.view(-1) if target is not None and target.is_contiguous() else None
-        if self.size == 1 or x.numel() == 0:
+        if self.size == 1 or (x.numel() == 0 and not self._route.compares(x.is_cpu)):
             return self._ready(lambda: write(source.clone(memory_format=torch.contiguous_format).view(-1)))
         flat = _flat(source)
         return self._launch("all_reduce", x, x.numel(), lambda t: t.all_reduce(flat, op, flat_out), write)
@@ -69,7 +69,7 @@ class Launcher:
         dim = check_dim(dim, x)
         sizes = self._part_sizes(sizes, x.size(dim))
         shape = with_dim(x.shape, dim, sizes[self.rank])
-        if self.size == 1 or x.numel() == 0:
+        if self.size == 1 or (x.numel() == 0 and not self._route.compares(x.is_cpu)):
             return self._ready(
                 lambda: (
                     x.detach()
@@ -90,7 +90,7 @@ class Launcher:
         check_tensor(x)
         dim = check_dim(dim, x)
         sizes = self._own_sizes(sizes, x.size(dim))
-        if self.size == 1 or row_numel(x, dim) * sum(sizes) == 0:
+        if self.size == 1 or (row_numel(x, dim) * sum(sizes) == 0 and not self._route.compares(x.is_cpu)):
             shape = with_dim(x.shape, dim, sum(sizes))
             return self._ready(lambda: x.detach().clone(memory_format=torch.contiguous_format).view(shape))
         row = row_numel(x, dim)
@@ -105,30 +105,37 @@ class Launcher:
         )
 
     def all_to_all(
-        self, x: Tensor, *, input_sizes: Sequence[int] | None = None, output_sizes: Sequence[int] | None = None
+        self,
+        x: Tensor,
+        *,
+        input_sizes: Sequence[int] | None = None,
+        output_sizes: Sequence[int] | None = None,
+        split_dim: int = 0,
+        concat_dim: int | None = None,
     ) -> Pending[Tensor]:
         check_tensor(x)
-        check_dim(0, x)
-        inputs, outputs = self._exchange_sizes(x.size(0), input_sizes, output_sizes)
+        split_dim = check_dim(split_dim, x)
+        concat_dim = split_dim if concat_dim is None else check_dim(concat_dim, x)
+        inputs, outputs = self.sizes_of_parts(x, split_dim, concat_dim, input_sizes, output_sizes)
         if self.size == 1:
             return self._ready(lambda: x.detach().clone(memory_format=torch.contiguous_format))
-        row = row_numel(x, 0)
-        shape = with_dim(x.shape, 0, sum(outputs))
-        if row == 0:
-            return self._ready(lambda: x.new_empty(shape))
-        flat = _flat(x)
+        part = x.shape if concat_dim == split_dim else with_dim(x.shape, split_dim, inputs[self.rank])
+        row = with_dim(part, concat_dim, 1).numel()
+        if row == 0 and not self._route.compares(x.is_cpu):
+            return self._ready(lambda: x.new_empty(with_dim(part, concat_dim, sum(outputs))))
+        flat, sent = pack(x.detach(), split_dim, inputs)
         return self._launch(
             "all_to_all",
             x,
-            flat.numel() - inputs[self.rank] * row,
-            lambda t: t.all_to_all(flat, [size * row for size in inputs], [size * row for size in outputs]),
-            lambda received: received.view(shape),
+            flat.numel() - sent[self.rank],
+            lambda t: t.all_to_all(flat, sent, [size * row for size in outputs]),
+            lambda received: unpack(received, part, concat_dim, outputs),
         )
 
     def broadcast(self, x: Tensor, src: int = 0) -> Pending[Tensor]:
         check_tensor(x)
         self._check_rank(src, "src")
-        if self.size == 1 or x.numel() == 0:
+        if self.size == 1 or (x.numel() == 0 and not self._route.compares(x.is_cpu)):
             return self._ready(lambda: x.detach().clone(memory_format=torch.contiguous_format))
         flat = _flat(x)
         return self._launch("broadcast", x, x.numel(), lambda t: t.broadcast(flat, src), lambda y: y.view(x.shape))
@@ -137,7 +144,7 @@ class Launcher:
         check_tensor(x)
         check_reduction(op, x.dtype)
         self._check_rank(dst, "dst")
-        if self.size == 1 or x.numel() == 0:
+        if self.size == 1 or (x.numel() == 0 and not self._route.compares(x.is_cpu)):
             return self._ready(
                 lambda: x.detach().clone(memory_format=torch.contiguous_format) if self.rank == dst else None
             )
@@ -168,7 +175,7 @@ class Launcher:
         if self.size == 1:
             return self._ready(lambda: whole.detach().clone(memory_format=torch.contiguous_format))
         device = whole.device if whole.device.type != "meta" else self._default_device()
-        if whole.numel() == 0:
+        if whole.numel() == 0 and not self._route.compares(device.type == "cpu"):
             return self._ready(lambda: torch.empty(shape, dtype=whole.dtype, device=device))
         is_src = self.rank == src
         empty = torch.empty(0, dtype=whole.dtype, device=device)
@@ -192,7 +199,7 @@ class Launcher:
         self._check_rank(dst, "dst")
         sizes = self._own_sizes(sizes, x.size(dim))
         row, is_dst = row_numel(x, dim), self.rank == dst
-        if self.size == 1 or row * sum(sizes) == 0:
+        if self.size == 1 or (row * sum(sizes) == 0 and not self._route.compares(x.is_cpu)):
             shape = with_dim(x.shape, dim, sum(sizes))
             return self._ready(
                 lambda: x.detach().clone(memory_format=torch.contiguous_format).view(shape) if is_dst else None
@@ -249,6 +256,7 @@ class Launcher:
             describe=lambda: self._route.describe(op, sequence, shape, dtype),
             timeout=self.timeout,
             spans=spans,
+            failed=self._route.note_failure,
         )
 
     # ---- checking
@@ -288,6 +296,26 @@ class Launcher:
             )
         return sizes
 
+    def sizes_of_parts(
+        self,
+        x: Tensor,
+        split_dim: int,
+        concat_dim: int,
+        input_sizes: Sequence[int] | None,
+        output_sizes: Sequence[int] | None,
+    ) -> tuple[list[int], list[int]]:
+        """Of an all_to_all: rows along split_dim that go to each rank, rows along concat_dim that come from each."""
+        if concat_dim == split_dim:
+            return self._exchange_sizes(x.size(split_dim), input_sizes, output_sizes)
+        inputs = self._check_sizes(input_sizes, "input_sizes") if input_sizes is not None else None
+        if inputs is not None and sum(inputs) != x.size(split_dim):
+            raise ValueError(f"input_sizes must add up to the {x.size(split_dim)} rows of x, got {inputs}")
+        outputs = self._check_sizes(output_sizes, "output_sizes") if output_sizes is not None else None
+        mine = x.size(concat_dim)
+        if outputs is not None and outputs[self.rank] != mine:
+            raise ValueError(f"output_sizes[{self.rank}] must be the {mine} rows of x along concat_dim, got {outputs}")
+        return inputs or shard_sizes(x.size(split_dim), self.size), outputs or [mine] * self.size
+
     def _exchange_sizes(
         self, rows: int, input_sizes: Sequence[int] | None, output_sizes: Sequence[int] | None
     ) -> tuple[list[int], list[int]]:
@@ -317,6 +345,5 @@ class Launcher:
 def _flat(x: Tensor) -> Tensor:
     if x.requires_grad:
         x = x.detach()
-    if not torch.compiler.is_compiling() and (x.is_conj() or x.is_neg()):  # bits that no transport knows of
-        x = x.resolve_conj().resolve_neg()
+    x = plain_bits(x)
     return x if x.ndim == 1 and x.is_contiguous() else x.contiguous().view(-1)

@@ -45,11 +45,19 @@ def row_numel(x: Tensor, dim: int) -> int:
     return with_dim(x.shape, dim, 1).numel()
 
 
+def plain_bits(x: Tensor) -> Tensor:
+    """x without bits of its own that say how to read it, which no transport knows of."""
+    if torch.compiler.is_compiling() or not (x.is_conj() or x.is_neg()):
+        return x
+    return x.resolve_conj().resolve_neg()
+
+
 def pack(x: Tensor, dim: int, sizes: Sequence[int]) -> tuple[Tensor, list[int]]:
     """The parts of x along dim one after another, flat, and their numbers of elements. Copies unless dim 0 of a
     contiguous x.
     """
     row = row_numel(x, dim)
+    x = plain_bits(x)
     if all(size == 1 for size in x.shape[:dim]):
         flat = x.contiguous().view(-1)
     else:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import AllToAllOptions, BroadcastOptions
 
-from fastpar.comm._library import check_interrupt
+from fastpar.comm._library import LateWait, check_interrupt
 from fastpar.comm.errors import CommError, CommMismatchError, CommTimeoutError, PeerLostError
 from fastpar.comm.meeting import collect, read_all
 
@@ -179,6 +179,7 @@ class Leaders:
         )
         self._in_flight: list[Exchange] = []
         self.sequence = 0  # of the call that is under way
+        self.activity = ""  # what it is, for messages
 
     def start(self, x: Tensor, input_sizes: Sequence[int], output_sizes: Sequence[int], deadline: float) -> Exchange:
         """x (flat) is the concatenation of a part for every host; received is the concatenation of the parts for this
@@ -209,13 +210,20 @@ class Leaders:
     def finish(self, exchange: Exchange, deadline: float) -> Tensor:
         """What was received. Raises the failure of another host as soon as it is known, CommTimeoutError at the
         deadline."""
+        wait = LateWait()
         while not self._is_done(exchange.work):
             check_interrupt()
             self._board.attend(self.sequence)
             if self._board.failure is not None:
                 raise self._board.failure
+            wait.look(
+                lambda waited: (
+                    f"{self.activity}, call #{self.sequence}: rank {self.hosts[self.host][0]} has waited "
+                    f"{waited:.0f} s for rank(s) {self._absent_ranks()}"
+                )
+            )
             if time.monotonic() > deadline + GRACE_S:
-                absent = ", ".join(str(rank) for host in self._absent() for rank in self.hosts[host])
+                absent = self._absent_ranks()
                 raise CommTimeoutError(f"rank {self.hosts[self.host][0]} waited to the deadline for rank(s) {absent}")
         self._in_flight.remove(exchange)
         return exchange.received
@@ -253,6 +261,9 @@ class Leaders:
             raise PeerLostError(
                 f"lost the connection to rank(s) {lost}: the process has ended, or has closed the group ({error})"
             ) from error
+
+    def _absent_ranks(self) -> str:
+        return ", ".join(str(rank) for host in self._absent() for rank in self.hosts[host])
 
     def _absent(self) -> list[int]:
         """The hosts that have not said that they are in this call; all others, where all have."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -115,8 +117,13 @@ class LocalWorld:
 
 
 def _destroy(handle: int, owner: int) -> None:
-    if os.getpid() == owner:  # a forked child has the memory, but not the thread
-        library().comm_destroy(handle)
+    if os.getpid() != owner:  # a forked child has the memory, but not the thread
+        return
+    if not threading.main_thread().is_alive():  # at the end of the process
+        error = getattr(sys, "last_value", None)  # what Python has reported, and nobody has caught
+        how = "normally" if error is None else f"with {type(error).__name__}: {error}"
+        library().comm_note_exit(handle, how.encode()[:200])
+    library().comm_destroy(handle)
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,7 @@ class Pending(Generic[T]):
         describe: Callable[[], str],
         timeout: float,
         spans: OpenSpans | None = None,
+        failed: Callable[[CommError], None] | None = None,
     ) -> None:
         self._work = work
         self._finish: Callable[[], T] | None = finish  # unpacks; dropped with the buffers it holds when it has run
@@ -51,6 +52,7 @@ class Pending(Generic[T]):
         self._deadline = time.monotonic() + timeout
         self._error: CommError | None = None
         self._spans = spans
+        self._failed = failed  # told of what is final
         self._result: T
 
     @classmethod
@@ -101,7 +103,7 @@ class Pending(Generic[T]):
             work.wait(seconds)
         except RuntimeError as error:
             if isinstance(error, CommError) and not isinstance(error, CommTimeoutError):
-                self._error = type(error)(f"{self._describe()}: {error}")
+                self._error = self._final(type(error)(f"{self._describe()}: {error}"))
                 raise self._error from error
             waited = time.monotonic() - started
             limit = (
@@ -115,8 +117,13 @@ class Pending(Generic[T]):
                 f"Has every rank of the group called it, in the same order? Cause: {str(error) or 'still in flight'}"
             )
             if timeout is None or (not isinstance(error, StillInFlightError) and waited < timeout):
-                self._error = failure
+                self._error = self._final(failure)
             raise failure from error
+
+    def _final(self, error: CommError) -> CommError:
+        if self._failed is not None:
+            self._failed(error)
+        return error
 
 
 class _Continued(Pending[U], Generic[T, U]):

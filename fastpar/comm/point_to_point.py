@@ -28,6 +28,7 @@ a rank shares the memory of received tensors with it, where ordinary tensors wou
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -40,11 +41,12 @@ from fastpar.comm import gloo_mailbox, shared_mailbox
 from fastpar.comm.connection import name_meeting, store_of
 from fastpar.comm.description import DTYPE_NUMBERS
 from fastpar.comm.device_lanes import ANNOUNCEMENTS, PLAIN, DeviceLanes
-from fastpar.comm.errors import CommError
-from fastpar.comm.group import resolve_group
+from fastpar.comm.errors import CommError, PeerFailedError
+from fastpar.comm.group import check_timeout, resolve_group
 from fastpar.comm.meeting import SEVERAL_HOSTS, Rendezvous, find_hosts, ranks_on_host
 from fastpar.comm.route import TRANSPORTS
 from fastpar.comm.shared_mailbox import SharedMailbox
+from fastpar.mesh.deadlines import timeout_of
 
 _MAX_TAG = ANNOUNCEMENTS - 1
 
@@ -62,7 +64,7 @@ class Channel(Protocol):
 class PointToPoint:
     """Messages between the ranks of `group` (a ProcessGroup or a 1-D DeviceMesh; None: one rank, and no peers).
 
-    timeout     seconds that `recv` waits
+    timeout     seconds that `recv` waits; by default those of the group's mesh, 600 for other groups
     transport   "auto": shared memory where all ranks can share it; "shared_memory": or else an error; "torch": never
 
     Made by all ranks of the group, several objects in the same order on all. Raises CommTimeoutError naming ranks that
@@ -74,16 +76,17 @@ class PointToPoint:
     """
 
     def __init__(
-        self, group: ProcessGroup | DeviceMesh | None, *, timeout: float = 60.0, transport: str = "auto"
+        self, group: ProcessGroup | DeviceMesh | None, *, timeout: float | None = None, transport: str = "auto"
     ) -> None:
         if transport not in TRANSPORTS:
             raise ValueError(f"transport must be one of {', '.join(TRANSPORTS)}, got {transport!r}")
-        if timeout <= 0:
-            raise ValueError(f"timeout must be positive (seconds), got {timeout}")
         found = resolve_group(group)
+        timeout = check_timeout(timeout_of(found) if timeout is None else timeout)
         self.timeout = timeout
         self.rank = 0 if found is None else found.rank()
         self.size = 1 if found is None else found.size()
+        self._sent: Counter[int] = Counter()  # messages by peer, for errors
+        self._received: Counter[int] = Counter()
         self._channel: Channel | None = None
         self._lanes: DeviceLanes | None = None
         if found is not None and self.size > 1:
@@ -105,10 +108,14 @@ class PointToPoint:
         if not isinstance(note, bytes):
             raise TypeError(f"note must be bytes, got {type(note).__name__}")
         checked = [_sendable(x, self._lanes) for x in tensors]
-        if self._lanes is not None and any(self._lanes.is_on_device(x) for x in checked):
-            self._lanes.send(channel, peer, tag, checked, note)
-        else:
-            channel.send(peer, tag, checked, note, PLAIN)
+        try:
+            if self._lanes is not None and any(self._lanes.is_on_device(x) for x in checked):
+                self._lanes.send(channel, peer, tag, checked, note)
+            else:
+                channel.send(peer, tag, checked, note, PLAIN)
+        except CommError as error:
+            raise self._failure(error, "send", self._sent[peer], tag, f"to rank {peer}") from error
+        self._sent[peer] += 1
 
     def recv(self, peer: int, tag: int) -> tuple[list[Tensor], bytes]:
         """The next message of that peer with that tag; waits for it. Tensors need no gradient, and are contiguous.
@@ -118,11 +125,21 @@ class PointToPoint:
         called `abort`. A message that is there is received whatever has happened since.
         """
         channel = self._open(peer, tag)
-        tensors, note, kind = channel.receive(peer, tag, self.timeout)
-        if kind == PLAIN:
-            return tensors, note
-        assert self._lanes is not None
-        return self._lanes.receive(channel, peer, tensors, note, self.timeout)
+        try:
+            tensors, note, kind = channel.receive(peer, tag, self.timeout)
+            if kind != PLAIN:
+                if self._lanes is None:
+                    raise CommError(f"a message of kind {kind}, which there is none of: its sender is damaged")
+                tensors, note = self._lanes.receive(channel, peer, tensors, note, self.timeout)
+        except CommError as error:
+            raise self._failure(error, "recv", self._received[peer], tag, f"from rank {peer}") from error
+        self._received[peer] += 1
+        return tensors, note
+
+    def _failure(self, error: CommError, what: str, number: int, tag: int, peer: str) -> CommError:
+        if isinstance(error, PeerFailedError):  # whose text is the other rank's
+            return error
+        return type(error)(f"{what} #{number} {peer} with tag {tag} on rank {self.rank} of {self.size}: {error}")
 
     def ready(self, peer: int, tag: int) -> bool:
         """Whether `recv` would return at once. A hint: never waits, and does not tell of failures."""

@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from fastpar.comm.checked import CheckedTransport
 from fastpar.comm.connection import Connection
-from fastpar.comm.errors import CommError
+from fastpar.comm.errors import NEW_GROUP, CommError, CommMismatchError
 from fastpar.comm.express import Express
 from fastpar.comm.hierarchical import HierarchicalTransport
 from fastpar.comm.hierarchy import Hierarchy
@@ -18,6 +19,7 @@ from fastpar.comm.shared_memory import SharedMemoryTransport, can_reduce
 from fastpar.comm.torch_transport import TorchTransport
 from fastpar.comm.traced import TracedTransport
 from fastpar.comm.transport import InFlight, Transport
+from fastpar.mesh.deadlines import mark_failed
 
 TRANSPORTS = ("auto", "torch", "shared_memory")
 MODES = ("blocking", "background", "halves")
@@ -28,29 +30,39 @@ class Route:
     """Chooses for one communicator, by what is equal on all ranks: device, dtype and where the ranks are.
 
     auto           CPU tensors: shared memory where all ranks of the group can share it; within hosts and gloo between
-                   them where some can; else torch.distributed.
-                   All other tensors, and dtypes that csrc/comm cannot reduce: torch.distributed.
-    torch          always torch.distributed
+                   them where some can; else gloo. All other tensors, and dtypes that csrc/comm cannot reduce:
+                   torch.distributed, on the group itself.
+    torch          as if no two ranks could share memory
     shared_memory  as auto, but an error where the ranks cannot share memory
+
+    check          whether ranks compare what they call, before data moves, where shared memory does not do so anyway:
+                   None: for CPU tensors (gloo does it as fastpar/comm/hierarchical.py says); True: for all; False: for
+                   none, and gloo is then the group's own
     """
 
-    def __init__(self, group: ProcessGroup | None, timeout: float, transport: str) -> None:
+    def __init__(self, group: ProcessGroup | None, timeout: float, transport: str, check: bool | None = None) -> None:
         if transport not in TRANSPORTS:
             raise ValueError(f"transport must be one of {', '.join(TRANSPORTS)}, got {transport!r}")
         self.group, self.timeout = group, timeout
         self.rank = 0 if group is None else group.rank()
         self.size = 1 if group is None else group.size()
         self._is_required = transport == "shared_memory"
+        self._is_apart = transport == "torch"
+        self._check = check
         self._launched = 0
         self._torch: Transport | None = None
         self._connection: Connection | None = None
+        self._direct: Transport | None = None  # what is not between CPU tensors, where ranks compare it
         self._by_mode: dict[str, Transport] = {}  # once the ranks have met
         self.express: Express | None = None
         if group is not None and self.size > 1:
             self._torch = TorchTransport(group, timeout)
-            if transport != "torch" and _moves_cpu_tensors(group):
-                self._connection = Connection.of(group)
+            if _moves_cpu_tensors(group) and not (self._is_apart and check is False):
+                self._connection = Connection.of(group, is_apart=self._is_apart)
                 self._traced = TracedTransport(self, self.rank)
+            if check:
+                comparing = Connection.of(group, is_apart=True)
+                self._direct = CheckedTransport(self._torch, lambda: _apart(comparing, timeout), self.rank, timeout)
 
     def count(self) -> int:
         """The sequence number of the next collective."""
@@ -69,8 +81,18 @@ class Route:
         """The error to raise for one that a launch has met."""
         what = self.describe(op, sequence, shape, dtype)
         if isinstance(error, CommError):
+            self.note_failure(error)
             return type(error)(f"{what}: {error}")
         return CommError(f"{what}: could not be launched. Cause: {error}")
+
+    def note_failure(self, error: CommError) -> None:
+        """For the next mesh, which must not use the group."""
+        if self.group is not None and not isinstance(error, CommMismatchError):
+            mark_failed(self.group)
+
+    def compares(self, is_cpu: bool) -> bool:
+        """Whether ranks compare what they call: also of a tensor without elements, which may have some elsewhere."""
+        return bool(self._check) or (is_cpu and self._connection is not None and self._check is None)
 
     def launch(
         self,
@@ -88,16 +110,14 @@ class Route:
         """
         assert self._torch is not None
         if self._connection is None or not is_cpu or (op in _REDUCTIONS and not can_reduce(dtype)):
-            return start(self._torch)
+            return start(self._direct or self._torch)
         if torch.compiler.is_compiling():
             return start(self._traced)
         if not self._by_mode:
             if not self._connection.is_settled:
                 return self._connection.defer(lambda: start(self._through("background")), self.timeout)
             if self._connection.error is not None:
-                raise CommError(
-                    f"an earlier collective of this group failed ({self._connection.error}): make a new group"
-                )
+                raise CommError(f"an earlier collective of this group failed ({self._connection.error}): {NEW_GROUP}")
             world = self._connection.world
             if world is not None:
                 self.express = Express(world, self)
@@ -106,12 +126,10 @@ class Route:
 
     def world(self) -> LocalWorld | None:
         """The ranks of the group, sharing memory; waits until all have met. None: not all can."""
-        if self._connection is None:
+        if self._connection is None or self._is_apart:
             return None
         if not self._connection.is_settled:
-            flight = self._connection.defer(lambda: InFlight(None, lambda: None), self.timeout)
-            assert flight.work is not None
-            flight.work.wait(self.timeout)
+            self._connection.settle(self.timeout)
         return self._connection.world
 
     def hierarchy(self) -> Hierarchy | None:
@@ -129,11 +147,21 @@ class Route:
             return SharedMemoryTransport(found.world, self.timeout, mode)
         if self._is_required:
             raise CommError(f"the ranks of the group cannot share memory: {found.problem}")
+        background = mode != "blocking"
+        flat: Transport | None = self._direct or self._torch
+        if found.apart is not None and self._check is not False:
+            flat = HierarchicalTransport(found.apart, self.rank, None, self.timeout, background=background)
         if found.hierarchy is not None:
-            return HierarchicalTransport(
-                found.hierarchy, self.rank, self._torch, self.timeout, background=mode != "blocking"
-            )
-        return self._torch
+            return HierarchicalTransport(found.hierarchy, self.rank, flat, self.timeout, background=background)
+        assert flat is not None
+        return flat
+
+
+def _apart(connection: Connection, timeout: float) -> Hierarchy:
+    connection.settle(timeout)
+    if connection.apart is None:
+        raise CommError(f"the ranks cannot compare what they call: {connection.problem}")
+    return connection.apart
 
 
 def _moves_cpu_tensors(group: ProcessGroup) -> bool:
