@@ -13,6 +13,7 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from fastpar.comm import CommError, CommTimeoutError, Communicator, PointToPoint, SharedRegion
@@ -177,6 +178,25 @@ def one_rank_dims() -> None:
 
 def test_dims_of_one_rank_serve_dtensors_and_torchs_collectives():
     run_ranks(2, one_rank_dims)
+
+
+def use_after_close() -> None:
+    mesh = init_mesh(tp=2, device="cpu")
+    assert mesh.rank("tp") == dist.get_rank()
+    mesh.close()
+    assert (mesh.size("tp"), mesh.rank("tp")) == (2, dist.get_rank())
+    for call in (lambda: mesh.group("tp"), lambda: mesh["tp"], lambda: mesh.device_mesh):
+        with pytest.raises(RuntimeError, match=r"Mesh\(tp=2.*was closed.*init_mesh"):
+            call()
+    wrapped = AsyncCollectiveTensor(torch.ones(3))
+    with pytest.raises(TypeError, match="got a AsyncCollectiveTensor: pass the tensors"):
+        Communicator(dist.group.WORLD).all_reduce(wrapped)
+    named = torch.nn.Parameter(torch.ones(3))
+    assert Communicator(dist.group.WORLD).all_reduce(named).tolist() == [2.0] * 3
+
+
+def test_a_closed_mesh_and_a_tensor_without_memory_are_refused():
+    run_ranks(2, use_after_close)
 
 
 # ---- deadlines

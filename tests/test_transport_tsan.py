@@ -128,13 +128,13 @@ MUTATIONS = {
     ),
     "a letter goes back before the next one is there": (
         "comm/mailbox.cpp",
-        "if (previous != 0) give_back(base(peer), previous);",
-        "give_back(base(peer), inbox.letter);",
+        "if (inbox.letter != 0) give_back(base(peer), inbox.letter);\n    inbox.letter = next;",
+        "inbox.letter = next;\n    give_back(base(peer), inbox.letter);",
     ),
     "a tensor goes back when its message does": (
         "comm/mailbox.cpp",
         "mail.tensors.push_back(",
-        "if (word[0] != 0) give_back(base(peer), word[0]);\n    mail.tensors.push_back(",
+        "if (block != 0) give_back(base(peer), block);\n    mail.tensors.push_back(",
     ),
 }
 QUICK = ("the phase is published without release order", "blocks are given back without release order")

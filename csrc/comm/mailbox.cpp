@@ -46,12 +46,15 @@ struct alignas(kLine) BlockHeader {
 };
 
 // The beginning of a letter. Behind it: for every tensor `block, dtype | dims << 8, sizes...`, and then the note.
-struct Letter {
-  uint64_t next;
+struct LetterHead {
   uint64_t number;  // in its lane, from 1
   int64_t tag;
   int64_t kind;
   uint64_t num_tensors, num_words, note_bytes;
+};
+
+struct Letter : LetterHead {
+  uint64_t next;  // written when the next one is sent, while this one is read
 
   int64_t* words() { return reinterpret_cast<int64_t*>(this + 1); }
   char* note() { return reinterpret_cast<char*>(words() + num_words); }
@@ -259,7 +262,7 @@ void Mailbox::send(int peer, int64_t tag, int64_t kind, const std::string& note,
     }
   }
   Letter& letter = at<Letter>(own_->address(), offset);
-  letter = {0, 0, tag, kind, tensors.size(), num_words, note.size()};
+  letter = {{0, tag, kind, tensors.size(), num_words, note.size()}, 0};
   int64_t* word = letter.words();
   for (size_t i = 0; i < tensors.size(); ++i) {
     const Enclosure& tensor = tensors[i];
@@ -391,7 +394,7 @@ Mail Mailbox::open(int peer, uint64_t offset, uint64_t number, int64_t& tag) con
     return block % kLine == 0 && block >= arena_offset_ + sizeof(BlockHeader) && block <= end && bytes <= end - block;
   };
   require(is_block(offset, sizeof(Letter)), "where it lies");
-  const Letter letter = at<Letter>(base(peer), offset);
+  const LetterHead letter = at<Letter>(base(peer), offset);
   require(letter.number == number, "its number");
   const uint64_t room = end - offset - sizeof(Letter);
   require(letter.num_words <= room / sizeof(int64_t) && letter.num_tensors <= letter.num_words / 2, "its tensors");

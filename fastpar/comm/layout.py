@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+
+_NO_DISPATCH: Any = Tensor.__torch_dispatch__
 
 
 def check_tensor(x: Tensor) -> None:
@@ -14,8 +17,12 @@ def check_tensor(x: Tensor) -> None:
         raise TypeError(f"x must be a tensor, got {type(x).__name__}")
     if isinstance(x, DTensor):
         raise TypeError("x must be a plain tensor, got a DTensor: pass x.to_local()")
-    # Dynamo refuses to read it in a backward; what it compiles is dense.
-    if not torch.compiler.is_compiling() and x.layout != torch.strided:
+    if torch.compiler.is_compiling():
+        return  # Dynamo refuses to read a layout in a backward; what it compiles is dense
+    if type(x) is not Tensor and type(x).__torch_dispatch__ is not _NO_DISPATCH:
+        # A tensor that wraps others has no memory of its own, and transports would read what is not there.
+        raise TypeError(f"x must be a plain tensor, got a {type(x).__name__}: pass the tensors that it is made of")
+    if x.layout != torch.strided:
         raise TypeError(f"x must be a dense tensor, got layout {x.layout}")
 
 

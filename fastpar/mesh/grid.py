@@ -148,6 +148,8 @@ class Mesh:
         efsdp = inner // (ep * etp)
         edp = sizes["dp_replicate"] * efsdp
         self._sizes = {**sizes, "efsdp": efsdp, "ep": ep, "etp": etp, "dp": dp, "edp": edp}
+        self._is_closed = False
+        self._ranks: dict[str, int] = {}
         self._finalizers: list[Any] = []
         self._made: list[list[ProcessGroup]] = []  # by view: its finaliser's, which empties them
         self._dense = self._view(maker, DENSE_DIMS, "dp_shard", "dp")
@@ -185,6 +187,7 @@ class Mesh:
     @property
     def device_mesh(self) -> DeviceMesh:
         """The dense view as torch's own five-dim DeviceMesh."""
+        self._check_open()
         return self._dense
 
     @property
@@ -199,13 +202,22 @@ class Mesh:
     def rank(self, name: str) -> int:
         """This rank's index along the dim, 0..size-1. Raises ValueError for an unknown name."""
         name = _resolve(name)
-        return 0 if self._sizes[name] == 1 else int(self[name].get_local_rank())
+        if self._sizes[name] == 1:
+            return 0
+        if name not in self._ranks:
+            self._ranks[name] = int(self[name].get_local_rank())
+        return self._ranks[name]
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise RuntimeError(f"{self!r} was closed: its groups are gone; make a new one with init_mesh")
 
     def group(self, name: str) -> ProcessGroup | None:
         """The process group of this rank along the dim; None where it is the only rank. Raises ValueError for an
-        unknown name.
+        unknown name, RuntimeError after `close`.
         """
         name = _resolve(name)
+        self._check_open()
         return None if self._sizes[name] == 1 else self[name].get_group()
 
     def __getitem__(self, names: str | tuple[str, ...]) -> DeviceMesh:
@@ -215,6 +227,7 @@ class Mesh:
         The expert view exists where ep or etp is more than 1.
         Raises ValueError for an unknown name, and for names of different views.
         """
+        self._check_open()
         wanted = tuple(_resolve(name) for name in ((names,) if isinstance(names, str) else names))
         if wanted == ("dp",):
             return self._flattened(self._dense, "dp", "dp_shard")
@@ -244,6 +257,7 @@ class Mesh:
         this, and would keep the groups alive. A second call does nothing.
         """
         forget_meshes()
+        self._is_closed = True
         for finalizer in self._finalizers:
             finalizer.detach()
         self._finalizers.clear()

@@ -158,8 +158,10 @@ class Session:
             problem = _difference([entry["wanted"] for entry in entries])
             if problem:
                 raise RendezvousError(problem)
-        except RendezvousError as error:
-            self.store.set("outcome", json.dumps({"error": str(error), "late": _is_late(error)}))
+        except BaseException as error:  # interrupted, too: the others need not wait
+            text = str(error) if isinstance(error, RendezvousError) else f"rank 0 gave up: {error!r}"
+            with contextlib.suppress(RuntimeError):
+                self.store.set("outcome", json.dumps({"error": text, "late": _is_late(error)}))
             raise
         self.known = [entry["said"] for entry in entries]
         self.store.set("outcome", json.dumps({"known": self.known}))
@@ -224,7 +226,7 @@ class Session:
         return f"rank(s) {named} of {self._size} {what} within {self._clock.seconds:g} s"
 
 
-def _is_late(error: RendezvousError) -> bool:
+def _is_late(error: BaseException) -> bool:
     return isinstance(error, RendezvousTimeoutError)
 
 
