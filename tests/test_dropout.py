@@ -81,7 +81,7 @@ def test_compiles_in_one_graph_with_equal_gradients() -> None:
     ("error", "arguments", "message"),
     [
         (ValueError, {"p": 1.5}, "between 0 and 1, got 1.5"),
-        (ValueError, {"offset": [3, 0]}, r"shape \[4, 6\] at \[3, 0\] does not lie inside \[4, 6\]"),
+        (ValueError, {"offset": [3, 0]}, r"shape \[4, 6\] at \[3, 0\], does not lie inside global_shape \[4, 6\]"),
         (ValueError, {"global_shape": [4]}, "one entry per dim"),
         (TypeError, {"x": torch.zeros(4, 6, dtype=torch.int64)}, "floating point"),
     ],

@@ -129,6 +129,13 @@ size_t element_bytes(ScalarType dtype) {
 }  // namespace
 
 Tensor empty_cpu(const std::vector<int64_t>& sizes, ScalarType dtype) {
+  constexpr int64_t kMaxElements = int64_t{1} << 48;  // more than fits a process: no product below overflows
+  int64_t elements = 1;
+  for (const int64_t size : sizes) {
+    FASTPAR_CHECK(size >= 0 && size <= kMaxElements && elements <= kMaxElements / (size > 0 ? size : 1),
+                  "a result cannot have a dim of ", size, " beside ", elements, " elements");
+    elements *= size > 0 ? size : 1;
+  }
   std::vector<int64_t> strides(sizes.size(), 1);
   for (size_t i = sizes.size(); i-- > 1;) strides[i - 1] = strides[i] * (sizes[i] > 0 ? sizes[i] : 1);
   int64_t numel = 1;

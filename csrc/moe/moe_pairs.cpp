@@ -24,7 +24,8 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-constexpr int64_t kBlockPairs = 16384;  // 20 microseconds or more of a core
+constexpr int64_t kBlockPairs = 16384;             // 20 microseconds or more of a core
+constexpr int64_t kMaxExperts = int64_t{1} << 24;  // tables of so many numbers are made without asking
 
 Tensor dense(const Tensor& x) { return x.is_contiguous() ? x : torch::stable::contiguous(x); }
 
@@ -80,7 +81,8 @@ std::tuple<Tensor, Tensor> sort_pairs_as(const Tensor& indices, int64_t num_expe
 }
 
 std::tuple<Tensor, Tensor> sort_pairs_cpu(const Tensor& indices_in, int64_t num_experts) {
-  FASTPAR_CHECK(num_experts >= 0, "num_experts must not be negative, got ", num_experts);
+  FASTPAR_CHECK(num_experts >= 0 && num_experts <= kMaxExperts, "num_experts must be between 0 and ", kMaxExperts,
+                ", got ", num_experts);
   const Tensor indices = dense(indices_in);
   if (indices.scalar_type() == ScalarType::Int) return sort_pairs_as<int32_t>(indices, num_experts);
   FASTPAR_CHECK(indices.scalar_type() == ScalarType::Long, "indices must be int64 or int32");
@@ -239,6 +241,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> tokens_by_rank_cpu(const Tens
                                                                       int64_t per_rank) {
   FASTPAR_CHECK(indices_in.dim() == 2, "indices must be [T, K], got ", indices_in.dim(), " dims");
   FASTPAR_CHECK(size >= 1 && per_rank >= 1, "size and per_rank must be at least 1, got ", size, " and ", per_rank);
+  FASTPAR_CHECK(size <= kMaxExperts && per_rank <= kMaxExperts / size, "size * per_rank must be at most ", kMaxExperts,
+                ", got ", size, " and ", per_rank);
   const Tensor indices = dense(indices_in);
   if (indices.scalar_type() == ScalarType::Int) return tokens_by_rank_as<int32_t>(indices, size, per_rank);
   FASTPAR_CHECK(indices.scalar_type() == ScalarType::Long, "indices must be int64 or int32");

@@ -27,6 +27,7 @@ from fastpar.comm.replay import kept
 from fastpar.comm.symmetric_collectives import DTYPES, SymmetricCollectives
 from fastpar.ops._autograd import first_derivative_only
 from fastpar.ops.rms_norm import rms_norm
+from fastpar.reference.arguments import checked
 from fastpar.reference.rms_norm import check_arguments
 
 _ext.load()
@@ -97,6 +98,7 @@ class _AllReduce(torch.autograd.Function):
 # ---- public ----------------------------------------------------------------------------------------------------------
 
 
+@checked()
 def all_reduce_rms_norm(
     x: Tensor,
     weight: Tensor | None,

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fastpar import _ext
 from fastpar.reference import dropout as reference
+from fastpar.reference.arguments import checked
 
 _ext.load()
 
@@ -43,6 +44,7 @@ class _ShardedDropout(torch.autograd.Function):
         return _launch(grads[0], *ctx.arguments), None, None, None, None
 
 
+@checked(meta=True)
 def sharded_dropout(
     x: Tensor,
     p: float,
@@ -74,7 +76,9 @@ def sharded_dropout(
         raise ValueError(f"offset {offset} and global_shape {global_shape} need one entry per dim of x ({x.dim()})")
     blocks = zip(offset, x.shape, global_shape, strict=True)
     if any(start < 0 or start + size > extent for start, size, extent in blocks):
-        raise ValueError(f"a block of shape {list(x.shape)} at {offset} does not lie inside {global_shape}")
+        raise ValueError(
+            f"x, a block of shape {list(x.shape)} at {offset}, does not lie inside global_shape {global_shape}"
+        )
     if x.requires_grad and torch.is_grad_enabled():
         return cast(Tensor, _ShardedDropout.apply(x, p, seed, offset, global_shape))
     return _launch(x, p, seed, offset, global_shape)

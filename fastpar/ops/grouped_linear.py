@@ -16,7 +16,8 @@ from torch import Tensor
 from fastpar.ops import _expert_products as products
 from fastpar.ops._autograd import first_derivative_only, needs_grad
 from fastpar.ops.wgrad_store import WeightGradStore, current_store
-from fastpar.reference.grouped_linear import check_grouped_linear, expert_rows
+from fastpar.reference.arguments import checked
+from fastpar.reference.grouped_linear import check_grouped_linear, expert_rows, num_experts_of
 from fastpar.reference.grouped_linear import grouped_linear as reference_grouped_linear
 from fastpar.reference.linear import autocast_dtype
 
@@ -97,6 +98,7 @@ def _defer(ctx: Any, x: Tensor | None, dout: Tensor) -> None:
 # ---- public ----------------------------------------------------------------------------------------------------------
 
 
+@checked()
 def grouped_linear(
     x: Tensor,
     weight: Tensor,
@@ -139,7 +141,7 @@ def grouped_linear(
         if wgrad_store is not None:
             raise ValueError("wgrad_store puts off work in eager code; leave it None under torch.compile")
         return reference_grouped_linear(x, weight, splits, bias, counts=counts, transposed=transposed)
-    call = _Call(expert_rows(splits, counts, len(weight)), transposed)
+    call = _Call(expert_rows(splits, counts, num_experts_of(weight)), transposed)
     check_grouped_linear(x, weight, bias, splits[-1], transposed)
     if not needs_grad(x, weight, bias):
         return products.forward(x, weight, call.rows, bias, transposed=transposed)
@@ -153,6 +155,7 @@ def grouped_linear(
 
 
 @torch.no_grad()
+@checked()
 def grouped_linear_dgrad(
     dout: Tensor,
     weight: Tensor,
@@ -162,12 +165,13 @@ def grouped_linear_dgrad(
     transposed: bool = False,
 ) -> Tensor:
     """dx [N, K] of `grouped_linear` from dout [N, F]; zeros in padding rows."""
-    rows = expert_rows(splits, counts, len(weight))
-    check_grouped_linear(dout, weight, None, splits[-1], not transposed)
+    rows = expert_rows(splits, counts, num_experts_of(weight))
+    check_grouped_linear(dout, weight, None, splits[-1], not transposed, "dout")
     return products.dgrad(dout.contiguous(), weight, rows, transposed=transposed)
 
 
 @torch.no_grad()
+@checked()
 def grouped_linear_wgrad(
     dout: Tensor,
     x: Tensor,
@@ -178,7 +182,7 @@ def grouped_linear_wgrad(
     transposed: bool = False,
 ) -> Tensor:
     """dweight of `grouped_linear` from dout [N, F] and x [N, K]; of `weight` the shape and dtype matter."""
-    rows = expert_rows(splits, counts, len(weight))
+    rows = expert_rows(splits, counts, num_experts_of(weight))
     check_grouped_linear(x, weight, None, splits[-1], transposed)
-    check_grouped_linear(dout, weight, None, splits[-1], not transposed)
+    check_grouped_linear(dout, weight, None, splits[-1], not transposed, "dout")
     return products.wgrad(dout.contiguous(), x, weight, rows, transposed=transposed)

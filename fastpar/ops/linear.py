@@ -46,6 +46,7 @@ from fastpar.ops._sharded_products import Rows
 from fastpar.ops.overlap import Overlap
 from fastpar.ops.wgrad_store import WeightGradStore
 from fastpar.reference import linear as reference
+from fastpar.reference.arguments import checked
 from fastpar.reference.linear import Weights
 from fastpar.reference.vocab_shard import communicator
 
@@ -145,6 +146,7 @@ def all_gather_linear(
     features: int | None = ...,
     wgrad_store: WeightGradStore | None = ...,
 ) -> tuple[Tensor, ...]: ...
+@checked(meta=True)
 def all_gather_linear(
     x: Tensor,
     weight: Tensor | Sequence[Tensor],
@@ -278,6 +280,7 @@ def copy_to_linear(
     features: int | None = ...,
     wgrad_store: WeightGradStore | None = ...,
 ) -> tuple[Tensor, ...]: ...
+@checked(meta=True)
 def copy_to_linear(
     x: Tensor,
     weight: Tensor | Sequence[Tensor],
@@ -316,6 +319,7 @@ def copy_to_linear(
     return _unpacked(outs, given)
 
 
+@checked(meta=True)
 def linear_reduce_scatter(
     x: Tensor,
     weight: Tensor,
@@ -359,6 +363,7 @@ def linear_reduce_scatter(
     return passes.apply(call, x, given.weights, given.biases, store=wgrad_store)[0][0]
 
 
+@checked(meta=True)
 def linear_all_reduce(
     x: Tensor,
     weight: Tensor,

@@ -18,6 +18,7 @@ from fastpar.ops._sharded_products import product
 from fastpar.ops.linear import make_call
 from fastpar.ops.overlap import Overlap
 from fastpar.reference import linear as reference
+from fastpar.reference.arguments import checked
 from fastpar.reference.vocab_shard import communicator
 
 if TYPE_CHECKING:
@@ -66,7 +67,9 @@ def _dgrad(
     if len(grads) != len(given.weights):
         raise ValueError(f"grad and weight must be as many, got {len(grads)} and {len(given.weights)}")
     for g, w in zip(grads, given.weights, strict=True):
-        reference.check_linear(g, reference.Weights((w.t(),), (None,), False))
+        if w.dim() != 2:
+            raise ValueError(f"weight must be a matrix, got shape {tuple(w.shape)}")
+        reference.check_linear(g, reference.Weights((w.t(),), (None,), False), "grad")
     width = given.weights[0].shape[0 if kind in (REDUCE_SCATTER, ALL_REDUCE) else 1]
     is_whole = kind == ALL_GATHER
     call = _call(kind, grads[0], group, sizes, dim, width, features, overlap, is_whole=is_whole)
@@ -103,6 +106,11 @@ def _wgrad(
         raise TypeError(
             f"grad and x must have one dtype and device, got {grad.dtype} {grad.device} and {x.dtype} {x.device}"
         )
+    for name, tensor in (("grad", grad), ("x", x)):
+        if tensor.dim() == 0 or not tensor.is_floating_point():
+            raise ValueError(
+                f"{name} must be [..., features] of a floating dtype, got {tuple(tensor.shape)} {tensor.dtype}"
+            )
     is_column = kind in (ALL_GATHER, COPY)
     call = _call(kind, x, group, sizes, dim, x.shape[-1], None, overlap, is_whole=not is_column)
     whole = _whole_shape(kind, call, x)
@@ -120,6 +128,7 @@ def _wgrad(
     return by_weight.t() if transposed else by_weight, by_bias
 
 
+@checked(meta=True)
 def all_gather_linear_dgrad(
     grad: Tensor | Sequence[Tensor],
     weight: Tensor | Sequence[Tensor],
@@ -138,6 +147,7 @@ def all_gather_linear_dgrad(
     return _dgrad(ALL_GATHER, grad, weight, group, sizes, dim, transposed, features, overlap)
 
 
+@checked(meta=True)
 def all_gather_linear_wgrad(
     grad: Tensor,
     x: Tensor,
@@ -155,6 +165,7 @@ def all_gather_linear_wgrad(
     return _wgrad(ALL_GATHER, grad, x, group, sizes, dim, transposed, overlap)
 
 
+@checked(meta=True)
 def copy_to_linear_dgrad(
     grad: Tensor | Sequence[Tensor],
     weight: Tensor | Sequence[Tensor],
@@ -171,6 +182,7 @@ def copy_to_linear_dgrad(
     return _dgrad(COPY, grad, weight, group, None, 0, transposed, features, overlap)
 
 
+@checked(meta=True)
 def copy_to_linear_wgrad(
     grad: Tensor, x: Tensor, *, group: GroupLike = None, transposed: bool = False
 ) -> tuple[Tensor, Tensor]:
@@ -178,6 +190,7 @@ def copy_to_linear_wgrad(
     return _wgrad(COPY, grad, x, group, None, 0, transposed, True)
 
 
+@checked(meta=True)
 def linear_reduce_scatter_dgrad(
     grad: Tensor,
     weight: Tensor,
@@ -196,6 +209,7 @@ def linear_reduce_scatter_dgrad(
     return _dgrad(REDUCE_SCATTER, grad, weight, group, sizes, dim, transposed, features, overlap)
 
 
+@checked(meta=True)
 def linear_reduce_scatter_wgrad(
     grad: Tensor,
     x: Tensor,
@@ -213,6 +227,7 @@ def linear_reduce_scatter_wgrad(
     return _wgrad(REDUCE_SCATTER, grad, x, group, sizes, dim, transposed, overlap)
 
 
+@checked(meta=True)
 def linear_all_reduce_dgrad(
     grad: Tensor, weight: Tensor, *, group: GroupLike = None, transposed: bool = False
 ) -> Tensor:
@@ -220,6 +235,7 @@ def linear_all_reduce_dgrad(
     return _dgrad(ALL_REDUCE, grad, weight, group, None, 0, transposed, None, True)
 
 
+@checked(meta=True)
 def linear_all_reduce_wgrad(
     grad: Tensor, x: Tensor, *, group: GroupLike = None, transposed: bool = False
 ) -> tuple[Tensor, Tensor]:

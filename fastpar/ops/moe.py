@@ -29,6 +29,7 @@ from fastpar.ops._moe_hosts import SentRows, SharedRows
 from fastpar.ops._moe_plan import DispatchPlan, Padding, Terms
 from fastpar.ops._moe_shared import SharedExchange, SharedHalves
 from fastpar.ops.moe_rows import dot_rows, gather_rows
+from fastpar.reference.arguments import checked
 
 _TRANSPORTS = ("auto", "shared_memory", "all_to_all", "hierarchical", "symmetric")
 _TWICE = "fastpar.reference.moe_mlp, in one process,"
@@ -146,6 +147,7 @@ class _Combine(torch.autograd.Function):
         return None, None, drows, dweights[0] if dweights else None, dadd
 
 
+@checked()
 def moe_dispatch(
     x: Tensor,
     indices: Tensor,
@@ -207,6 +209,7 @@ def moe_dispatch(
     return rows, row_weights, box[0]
 
 
+@checked()
 def moe_combine(
     rows: Tensor, plan: DispatchPlan, row_weights: Tensor | None = None, *, add: Tensor | None = None
 ) -> Tensor:

@@ -19,10 +19,13 @@ import torch
 from torch import Tensor
 
 from fastpar.ops.moe_rows import sort_pairs
+from fastpar.reference.arguments import checked
 
+MAX_EXPERTS = 2**24  # tables of so many numbers are made without asking
 POLICIES = ("probability", "position", "random")
 
 
+@checked()
 def expert_capacity(tokens: int, top_k: int, num_experts: int, *, factor: float, minimum: int = 0) -> int:
     """ceil(tokens * top_k / num_experts * factor), at least `minimum`: what an expert may get of so many tokens.
 
@@ -30,9 +33,15 @@ def expert_capacity(tokens: int, top_k: int, num_experts: int, *, factor: float,
     """
     if not (factor > 0 and math.isfinite(factor)):
         raise ValueError(f"factor must be positive, got {factor}")
+    if not 1 <= num_experts <= MAX_EXPERTS:
+        raise ValueError(f"num_experts must be between 1 and {MAX_EXPERTS}, got {num_experts}")
+    for name, value in (("tokens", tokens), ("top_k", top_k), ("minimum", minimum)):
+        if value < 0:
+            raise ValueError(f"{name} must not be negative, got {value}")
     return max(math.ceil(Fraction(tokens * top_k, num_experts) * Fraction(str(factor))), minimum)
 
 
+@checked()
 def moe_capacity(
     indices: Tensor,
     weights: Tensor | None = None,
@@ -88,8 +97,8 @@ def moe_capacity(
 def _capacity(indices: Tensor, num_experts: int, factor: float | None, tokens: int | None, minimum: int) -> int:
     if indices.ndim != 2 or indices.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"indices must be [T, K] of int64 or int32, got {tuple(indices.shape)} {indices.dtype}")
-    if num_experts < 1:
-        raise ValueError(f"num_experts must be at least 1, got {num_experts}")
+    if not 1 <= num_experts <= MAX_EXPERTS:
+        raise ValueError(f"num_experts must be between 1 and {MAX_EXPERTS}, got {num_experts}")
     if (factor is None) == (tokens is None):
         raise ValueError(f"give either factor or tokens, got factor={factor} and tokens={tokens}")
     if tokens is not None:
@@ -98,4 +107,6 @@ def _capacity(indices: Tensor, num_experts: int, factor: float | None, tokens: i
         return max(tokens, minimum)
     assert factor is not None
     num_tokens, top_k = indices.shape
-    return expert_capacity(num_tokens, top_k, num_experts, factor=factor, minimum=minimum)
+    # More than all choices is no limit, and need not fit a tensor's numbers.
+    wanted = expert_capacity(num_tokens, top_k, num_experts, factor=factor, minimum=minimum)
+    return min(wanted, num_tokens * top_k)

@@ -18,10 +18,12 @@ from fastpar.ops._moe_mlp import Call, Experts, MoeMlp, forward
 from fastpar.ops._moe_plan import Padding, Terms
 from fastpar.ops.grouped_linear import grouped_linear
 from fastpar.ops.moe import exchange_of, moe_combine, moe_dispatch
+from fastpar.reference.arguments import checked
 from fastpar.reference.linear import autocast_dtype
 from fastpar.reference.moe_mlp import ExpertRule, activate, check_experts
 
 
+@checked()
 def moe_mlp(
     x: Tensor,
     indices: Tensor,

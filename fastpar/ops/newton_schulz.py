@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from fastpar.comm import shard_sizes
+from fastpar.reference.arguments import checked
 from fastpar.reference.newton_schulz import Triple, check_arguments, polynomials
 from fastpar.reference.vocab_shard import communicator
 
@@ -126,6 +127,7 @@ def _orthogonalize_shard(
 # ---- public ----------------------------------------------------------------------------------------------------------
 
 
+@checked()
 def newton_schulz(
     x: Tensor,
     *,
@@ -170,6 +172,8 @@ def newton_schulz(
     """
     comm = communicator(group)
     triples = polynomials(coefficients, steps)
+    if not 0.0 <= eps <= 1.0:
+        raise ValueError(f"eps must be between 0 and 1, got {eps}")
     dim, sizes = check_arguments(x, comm, dim, sizes, dtype)
     if x.shape[:-2].numel() * sum(sizes) * x.shape[-3 - dim] == 0:
         return x.to(dtype, copy=True)

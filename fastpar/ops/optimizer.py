@@ -30,6 +30,7 @@ from torch import Tensor
 from fastpar import _ext
 from fastpar.ops._device import _HAS_TRITON
 from fastpar.reference import optimizer as reference
+from fastpar.reference.arguments import checked
 from fastpar.reference.optimizer import Step as Step
 from fastpar.reference.optimizer import StochasticRounding as StochasticRounding
 
@@ -162,6 +163,7 @@ def run_lion(arguments: Step, lr: float, betas: tuple[float, float], weight_deca
 
 
 @torch.no_grad()
+@checked(meta=True)
 def adamw_step(
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
@@ -235,6 +237,7 @@ def adamw_step(
 
 
 @torch.no_grad()
+@checked(meta=True)
 def sgd_step(
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
@@ -277,6 +280,7 @@ def sgd_step(
 
 
 @torch.no_grad()
+@checked(meta=True)
 def lion_step(
     params: Sequence[Tensor],
     grads: Sequence[Tensor],

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from fastpar.comm import Communicator, GroupLike, shard_sizes
 from fastpar.ops._sharded_products import Rows, gathered_product, product_all_reduced, product_reduce_scattered
+from fastpar.reference.arguments import checked
 
 SCHEMA = 1
 PRODUCTS = ("all_gather_linear", "linear_reduce_scatter", "linear_all_reduce")
@@ -117,6 +118,7 @@ def _transport(comm: Communicator, device: str) -> str:
 # ---- measuring -------------------------------------------------------------------------------------------------------
 
 
+@checked()
 def measure_overlap(
     group: GroupLike,
     shapes: Iterable[OverlapShape],

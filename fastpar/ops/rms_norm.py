@@ -34,6 +34,7 @@ from fastpar import _ext
 from fastpar.ops._autograd import first_derivative_only, needs_grad
 from fastpar.ops._device import has_kernels
 from fastpar.ops._rms_norm_split import check_on_all_ranks, split_rms_norm
+from fastpar.reference.arguments import checked
 from fastpar.reference.rms_norm import compute_dtype
 from fastpar.reference.rms_norm import rms_norm as reference_rms_norm
 from fastpar.reference.vocab_shard import communicator
@@ -191,6 +192,7 @@ def rms_norm(
     weight_offset: float = ...,
     group: GroupLike = ...,
 ) -> tuple[Tensor, Tensor]: ...
+@checked(meta=True)
 def rms_norm(
     x: Tensor,
     weight: Tensor | None,

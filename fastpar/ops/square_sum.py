@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from fastpar import _ext
+from fastpar.reference.arguments import checked
 from fastpar.reference.square_sum import LENGTH, check_sums, check_tensors
 from fastpar.reference.square_sum import exact_square_sum as reference_exact_square_sum
 from fastpar.reference.square_sum import square_sum_norm as reference_square_sum_norm
@@ -42,6 +43,7 @@ def _norm_fake(sums: Tensor, dtype: torch.dtype) -> Tensor:
     return sums.new_empty((), dtype=dtype)
 
 
+@checked()
 def exact_square_sum(tensors: Iterable[Tensor]) -> Tensor:
     """The sum of squares of all elements of `tensors` as an integer, and the number of those that are not finite.
 
@@ -67,6 +69,7 @@ def exact_square_sum(tensors: Iterable[Tensor]) -> Tensor:
     return cast(Tensor, _square_sum([x.detach() for x in listed]))
 
 
+@checked()
 def square_sum_norm(sums: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """The norm that belongs to a sum of squares: a scalar tensor, correctly rounded (to nearest even).
 

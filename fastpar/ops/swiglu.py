@@ -19,6 +19,7 @@ from torch import Tensor
 from fastpar import _ext
 from fastpar.ops._autograd import first_derivative_only, needs_grad
 from fastpar.ops._device import has_kernels
+from fastpar.reference.arguments import checked
 from fastpar.reference.swiglu import check_arguments
 from fastpar.reference.swiglu import swiglu as reference_swiglu
 
@@ -82,6 +83,7 @@ class _Swiglu(torch.autograd.Function):
 # ---- public ----------------------------------------------------------------------------------------------------------
 
 
+@checked(meta=True)
 def swiglu(gate_up: Tensor, up: Tensor | None = None) -> Tensor:
     """silu(gate) * up, from one packed tensor or from two.
 

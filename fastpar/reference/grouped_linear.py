@@ -10,6 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
+def num_experts_of(weight: Tensor) -> int:
+    if weight.dim() != 3:
+        raise ValueError(f"weight must be [E, F, K], one matrix for each expert, got shape {tuple(weight.shape)}")
+    return len(weight)
+
+
 def expert_rows(splits: Sequence[int], counts: Tensor | Sequence[int] | None, num_experts: int) -> tuple[slice, ...]:
     """Where each expert's rows are, without its padding. Raises ValueError for what does not fit together."""
     if len(splits) != num_experts + 1 or splits[0] != 0 or any(a > b for a, b in itertools.pairwise(splits)):
@@ -21,15 +27,19 @@ def expert_rows(splits: Sequence[int], counts: Tensor | Sequence[int] | None, nu
     if counts is None:
         used = room
     else:
+        if isinstance(counts, Tensor) and (counts.dim() != 1 or counts.is_floating_point() or counts.is_complex()):
+            raise ValueError(f"counts must be [E] integers, got {tuple(counts.shape)} {counts.dtype}")
         used = [int(count) for count in (counts.tolist() if isinstance(counts, Tensor) else counts)]
         if len(used) != num_experts or any(not 0 <= count <= most for count, most in zip(used, room, strict=True)):
             raise ValueError(f"counts must be {num_experts} numbers within the rows of the experts {room}, got {used}")
     return tuple(slice(begin, begin + count) for begin, count in zip(splits, used, strict=False))
 
 
-def check_grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, num_rows: int, transposed: bool) -> None:
+def check_grouped_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, num_rows: int, transposed: bool, x_name: str = "x"
+) -> None:
     """TypeError or ValueError for tensors that do not fit together."""
-    for name, tensor in (("x", x), ("weight", weight), ("bias", bias)):
+    for name, tensor in ((x_name, x), ("weight", weight), ("bias", bias)):
         if tensor is None:
             continue
         if hasattr(tensor, "device_mesh"):
@@ -37,16 +47,16 @@ def check_grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, num_row
         if not tensor.is_floating_point():
             raise TypeError(f"{name} must have a floating dtype, got {tensor.dtype}")
         if tensor.dtype != x.dtype:
-            raise TypeError(f"{name} must have the dtype of x, {x.dtype}, got {tensor.dtype} (torch.autocast converts)")
+            raise TypeError(f"{name} must have the dtype of {x_name}, {x.dtype}, got {tensor.dtype}")
         if tensor.device != x.device:
-            raise ValueError(f"{name} must be on the device of x, {x.device}, got {tensor.device}")
+            raise ValueError(f"{name} must be on the device of {x_name}, {x.device}, got {tensor.device}")
     layout = "[E, K, F]" if transposed else "[E, F, K]"
     if x.ndim != 2 or weight.ndim != 3 or x.shape[1] != weight.shape[1 if transposed else 2]:
         raise ValueError(
-            f"x [N, K] and weight {layout} must agree in K, got {tuple(x.shape)} and {tuple(weight.shape)}"
+            f"{x_name} [N, K] and weight {layout} must agree in K, got {tuple(x.shape)} and {tuple(weight.shape)}"
         )
     if len(x) != num_rows:
-        raise ValueError(f"x must have the rows that splits end with, {num_rows}, got {len(x)}")
+        raise ValueError(f"{x_name} must have the rows that splits end with, {num_rows}, got {len(x)}")
     wanted = (len(weight), weight.shape[2 if transposed else 1])
     if bias is not None and bias.shape != wanted:
         raise ValueError(f"bias must be [E, F], {wanted}, got {tuple(bias.shape)}")

@@ -48,9 +48,13 @@ def as_weights(
     return Weights(weights, biases, several)
 
 
-def check_linear(x: Tensor, given: Weights, width: int | None = None) -> None:
+def check_linear(x: Tensor, given: Weights, x_name: str = "x", width: int | None = None) -> None:
     """TypeError or ValueError for tensors that do not fit together. `width`: K, where x has a part of it only."""
-    named = [("x", x), *(("weight", w) for w in given.weights), *(("bias", b) for b in given.biases if b is not None)]
+    named = [
+        (x_name, x),
+        *(("weight", w) for w in given.weights),
+        *(("bias", b) for b in given.biases if b is not None),
+    ]
     for name, tensor in named:
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
@@ -59,14 +63,16 @@ def check_linear(x: Tensor, given: Weights, width: int | None = None) -> None:
         if not tensor.is_floating_point():
             raise TypeError(f"{name} must have a floating dtype, got {tensor.dtype}")
         if tensor.dtype != x.dtype:
-            raise TypeError(f"{name} must have the dtype of x, {x.dtype}, got {tensor.dtype} (torch.autocast converts)")
+            raise TypeError(
+                f"{name} must have the dtype of {x_name}, {x.dtype}, got {tensor.dtype} (torch.autocast converts)"
+            )
         if tensor.device != x.device:
-            raise ValueError(f"{name} must be on the device of x, {x.device}, got {tensor.device}")
+            raise ValueError(f"{name} must be on the device of {x_name}, {x.device}, got {tensor.device}")
     for weight, bias in zip(given.weights, given.biases, strict=True):
         if x.dim() == 0 or weight.dim() != 2 or (x.shape[-1] if width is None else width) != weight.shape[1]:
             parts = "" if width is None else f", whose parts have {width} columns together,"
             raise ValueError(
-                "x [..., K] and weight [N, K] (transposed: [K, N]) must agree in K, got x "
+                f"{x_name} [..., K] and weight [N, K] (transposed: [K, N]) must agree in K, got {x_name} "
                 f"{tuple(x.shape)}{parts} and weight {tuple(weight.shape)} as [N, K]"
             )
         if bias is not None and bias.shape != weight.shape[:1]:
@@ -238,6 +244,6 @@ def linear_all_reduce(
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """The dtype that torch.nn.functional.linear would compute in under torch.autocast; None: x's own."""
     kind = x.device.type
-    if not torch.is_autocast_enabled(kind) or x.dtype == torch.float64:
+    if kind == "meta" or not torch.is_autocast_enabled(kind) or x.dtype == torch.float64:
         return None
     return torch.get_autocast_dtype(kind)

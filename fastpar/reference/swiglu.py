@@ -11,7 +11,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 def check_arguments(gate_up: Tensor, up: Tensor | None) -> None:
     """Raises TypeError or ValueError with the values if the tensors do not fit `swiglu`."""
-    name = "gate_up" if up is None else "gate"
+    name = "gate_up" if up is None else "gate_up (the gate, beside up)"
     if gate_up.dtype not in DTYPES:
         raise TypeError(f"{name} must be one of {', '.join(map(str, DTYPES))}, got {gate_up.dtype}")
     if gate_up.dim() == 0:

@@ -1,0 +1,200 @@
+"""Random bad calls of public functions, in a process of their own: `python -m tests.fuzz_calls NAME SEED COUNT`.
+
+Every call is a good one of `GOOD` in which one or two arguments are something else. It returns, or raises a typed error
+of the package that names an argument; everything else is printed, one line of JSON each. A signal ends the process, and
+the last line before it is the call that did it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import random
+import re
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastpar import ops
+from fastpar.comm import CommError
+
+ALLOWED = (ValueError, TypeError, IndexError, RuntimeError, CommError, NotImplementedError)
+# Texts of torch's and Python's own errors, which say nothing of the argument that was wrong.
+INSIDE = re.compile(
+    r"object has no attribute|aten::|c10|\.cpp:|at::|internal assert|not implemented for|dtype\(s\)|"
+    r"positional argument|unsupported operand|not supported between|object is not (iterable|callable|subscriptable)|"
+    r"Expected .* but got",
+    re.IGNORECASE,
+)
+
+
+def floats(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return (
+        torch.linspace(-2.0, 3.0, max(1, torch.Size(shape).numel()))[: torch.Size(shape).numel()].view(shape).to(dtype)
+    )
+
+
+def ids(*shape: int, below: int = 6) -> Tensor:
+    return torch.arange(torch.Size(shape).numel()).view(shape) % below
+
+
+def routing() -> tuple[Any, ...]:
+    return floats(4, 3), torch.tensor([[0, 1], [1, 2], [2, 0], [0, 2]]), torch.full((4, 2), 0.5)
+
+
+def dispatched() -> tuple[Any, ...]:
+    rows, _, plan = ops.moe_dispatch(*routing(), num_experts=3)
+    return rows, plan
+
+
+def states() -> dict[str, Any]:
+    return {"params": [floats(3)], "grads": [floats(3)]}
+
+
+LOGITS: Callable[[], dict[str, Any]] = lambda: {"logits": floats(3, 6)}  # noqa: E731
+LINEAR: Callable[[], dict[str, Any]] = lambda: {"x": floats(4, 3), "weight": floats(2, 3), "group": None}  # noqa: E731
+GRAD: Callable[[], dict[str, Any]] = lambda: {"grad": floats(4, 2), "group": None}  # noqa: E731
+
+GOOD: dict[str, Callable[[], dict[str, Any]]] = {
+    "adamw_step": lambda: {**states(), "exp_avgs": [floats(3)], "exp_avg_sqs": [floats(3) ** 2], "step": 1, "lr": 0.1},
+    "all_gather_linear": LINEAR,
+    "all_gather_linear_dgrad": lambda: {**GRAD(), "weight": floats(2, 3)},
+    "all_gather_linear_wgrad": lambda: {**GRAD(), "x": floats(4, 3)},
+    "all_reduce_rms_norm": lambda: {"x": floats(2, 3), "weight": floats(3), "group": None},
+    "copy_to_linear": LINEAR,
+    "copy_to_linear_dgrad": lambda: {**GRAD(), "weight": floats(2, 3)},
+    "copy_to_linear_wgrad": lambda: {**GRAD(), "x": floats(4, 3)},
+    "exact_square_sum": lambda: {"tensors": [floats(3), floats(2, 2)]},
+    "expert_capacity": lambda: {"tokens": 8, "top_k": 2, "num_experts": 4, "factor": 1.25},
+    "expert_choice_route": lambda: {"logits": floats(4, 3), "capacity": 2},
+    "grouped_linear": lambda: {"x": floats(4, 3), "weight": floats(2, 2, 3), "splits": [0, 1, 4]},
+    "grouped_linear_dgrad": lambda: {"dout": floats(4, 2), "weight": floats(2, 2, 3), "splits": [0, 1, 4]},
+    "grouped_linear_wgrad": lambda: {
+        "dout": floats(4, 2),
+        "x": floats(4, 3),
+        "weight": floats(2, 2, 3),
+        "splits": [0, 1, 4],
+    },
+    "linear_all_reduce": LINEAR,
+    "linear_all_reduce_dgrad": lambda: {**GRAD(), "weight": floats(2, 3)},
+    "linear_all_reduce_wgrad": lambda: {**GRAD(), "x": floats(4, 3)},
+    "linear_cross_entropy": lambda: {"hidden": floats(3, 4), "weight": floats(6, 4), "target": ids(3)},
+    "linear_cross_entropy_dgrad": lambda: {
+        "hidden": floats(3, 4),
+        "weight": floats(6, 4),
+        "target": ids(3),
+        "lse": floats(3),
+        "grad_loss": floats(3),
+    },
+    "linear_cross_entropy_wgrad": lambda: {
+        "hidden": floats(3, 4),
+        "weight": floats(6, 4),
+        "target": ids(3),
+        "lse": floats(3),
+        "grad_loss": floats(3),
+    },
+    "linear_reduce_scatter": LINEAR,
+    "linear_reduce_scatter_dgrad": lambda: {**GRAD(), "weight": floats(2, 3)},
+    "linear_reduce_scatter_wgrad": lambda: {**GRAD(), "x": floats(4, 3)},
+    "lion_step": lambda: {**states(), "exp_avgs": [floats(3)], "lr": 0.1},
+    "moe_capacity": lambda: {"indices": routing()[1], "weights": routing()[2], "num_experts": 3, "factor": 1.0},
+    "moe_combine": lambda: dict(zip(("rows", "plan"), dispatched(), strict=True)),
+    "moe_dispatch": lambda: {**dict(zip(("x", "indices", "weights"), routing(), strict=True)), "num_experts": 3},
+    "moe_mlp": lambda: {
+        **dict(zip(("x", "indices", "weights"), routing(), strict=True)),
+        "first": floats(3, 4, 3),
+        "second": floats(3, 3, 2),
+    },
+    "moe_route": lambda: {"logits": floats(4, 3), "rule": ops.RouteRule(top_k=2)},
+    "newton_schulz": lambda: {"x": floats(3, 4)},
+    "rms_norm": lambda: {"x": floats(2, 3), "weight": floats(3)},
+    "router_logits": lambda: {"x": floats(4, 3), "weight": floats(2, 3)},
+    "sgd_step": lambda: {**states(), "lr": 0.1},
+    "sharded_dropout": lambda: {"x": floats(4, 3), "p": 0.5, "seed": 3},
+    "square_sum_norm": lambda: {"sums": ops.exact_square_sum([floats(3)])},
+    "swiglu": lambda: {"gate_up": floats(3, 4)},
+    "vocab_parallel_argmax": LOGITS,
+    "vocab_parallel_cross_entropy": lambda: {**LOGITS(), "target": ids(3)},
+    "vocab_parallel_embedding": lambda: {"ids": ids(2, 3), "weight": floats(6, 4)},
+    "vocab_parallel_entropy": LOGITS,
+    "vocab_parallel_log_prob": lambda: {**LOGITS(), "ids": ids(3)},
+    "vocab_parallel_log_softmax": LOGITS,
+    "vocab_parallel_sample": lambda: {**LOGITS(), "seed": 1},
+    "vocab_parallel_softmax": LOGITS,
+    "vocab_parallel_top_k_top_p": lambda: {**LOGITS(), "top_k": 2, "top_p": 0.7},
+    "vocab_parallel_topk": lambda: {**LOGITS(), "k": 2},
+}
+
+JUNK: list[Callable[[], Any]] = [
+    lambda: None, lambda: "tp", lambda: "", lambda: 0, lambda: -1, lambda: 1, lambda: 2**31, lambda: 2**62,
+    lambda: 2**63 - 1, lambda: -(2**63), lambda: 2**64, lambda: 10**400, lambda: 0.0, lambda: -0.5, lambda: 1.5,
+    lambda: float("nan"), lambda: float("inf"), lambda: -float("inf"), lambda: 1e300, lambda: 1e-320, lambda: True,
+    lambda: [], lambda: (), lambda: [1, 2], lambda: (0, 6, 6), lambda: (0, 3), lambda: (0, -1, 6), lambda: ("a",) * 3,
+    lambda: [None], lambda: {"a": 1}, lambda: object(), lambda: torch.float16, lambda: torch.int64, lambda: 1j,
+    lambda: torch, lambda: len, lambda: b"bytes", lambda: range(3), lambda: torch.Size([2]), lambda: [floats(3)],
+    lambda: floats(), lambda: floats(0), lambda: floats(3), lambda: floats(3, 6), lambda: floats(1, 3, 6),
+    lambda: floats(0, 6), lambda: floats(3, 0), lambda: floats(6, 3).t(), lambda: floats(1).expand(3, 6),
+    lambda: floats(3, 12)[:, ::2], lambda: floats(3, 6, dtype=torch.float64),
+    lambda: floats(3, 6, dtype=torch.bfloat16),
+    lambda: floats(3, 6, dtype=torch.float16), lambda: floats(3, 6).to(torch.complex64), lambda: floats(3, 6) > 0,
+    lambda: ids(3), lambda: ids(3).int(), lambda: ids(3).to(torch.uint8), lambda: ids(3, 2), lambda: ids(0),
+    lambda: ids(3) + 2**40, lambda: ids(3) - 2**62, lambda: ids(3) - 7, lambda: floats(3, 6).to("meta"),
+    lambda: ids(3).to("meta"), lambda: floats(3, 6).to_sparse(), lambda: floats(3, 6) * float("nan"),
+    lambda: floats(3, 6) * 1e38, lambda: torch.full((3, 6), -float("inf")), lambda: floats(3, 6).requires_grad_(),
+    lambda: torch.nn.Parameter(floats(6, 4)), lambda: torch.empty(2, 3, dtype=torch.float8_e4m3fn),
+    lambda: floats(2, 2, 2, 2),
+    lambda: torch.zeros(1, 1, 1, 1, 1, 1, 1, 1, 1, 6),
+]  # fmt: skip
+
+
+def arguments_of(name: str) -> list[str]:
+    """The names of its arguments, options that it hands on included."""
+    function = getattr(ops, name)
+    names = list(inspect.signature(function).parameters)
+    return names + (list(inspect.signature(ops.linear_cross_entropy).parameters) if "options" in names else [])
+
+
+def shown(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{value.dtype}{list(value.shape)}@{value.device}"
+    return repr(value)[:60]
+
+
+def verdict(name: str, arguments: dict[str, Any], names: list[str]) -> str | None:
+    """What is wrong with what a call of these arguments does."""
+    try:
+        getattr(ops, name)(**arguments)
+    except ALLOWED as error:
+        text = str(error)
+        if type(error) not in (ValueError, TypeError, IndexError, RuntimeError) and not isinstance(error, CommError):
+            return f"{type(error).__name__}: {text[:200]}"
+        if INSIDE.search(text) or not any(re.search(rf"\b{argument}\b", text) for argument in names):
+            return f"{type(error).__name__}: {text[:200]}"
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error)[:200]}"
+    return None
+
+
+def run(name: str, seed: int, count: int) -> None:
+    source = random.Random(f"{name} {seed}")
+    names = arguments_of(name)
+    mutable = [argument for argument in names if argument not in ("options",)]
+    for number in range(count):
+        arguments = GOOD[name]()
+        for argument in source.sample(mutable, k=min(len(mutable), source.choice((1, 1, 2)))):
+            arguments[argument] = source.choice(JUNK)()
+        text = f"{name}({', '.join(f'{k}={shown(v)}' for k, v in arguments.items())})"
+        print(json.dumps({"number": number, "call": text}), file=sys.stderr, flush=True)
+        wrong = verdict(name, arguments, names)
+        if wrong is not None:
+            print(json.dumps({"number": number, "call": text, "wrong": wrong}), flush=True)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for function_name in sys.argv[1].split(","):
+        run(function_name, int(sys.argv[2]), int(sys.argv[3]))
+    print(json.dumps({"done": True}), flush=True)
