@@ -21,6 +21,7 @@ from torch.nn import functional
 from fastpar import _ext
 from fastpar.ops import _moe_route_triton
 from fastpar.ops._autograd import first_derivative_only
+from fastpar.reference.arguments import checked
 from fastpar.reference.moe_route import (
     RouteRule,
     Routing,
@@ -51,7 +52,7 @@ def top_experts(values: Tensor, k: int) -> Tensor:
     """int64 [.., k]: where the k largest are, largest first, the lowest of equal ones; NaN counts as the smallest."""
     if values.device.type != "cpu" or torch.compiler.is_compiling():
         return stable_top(values, k)
-    ordered = values.masked_fill(values.isnan(), -math.inf)
+    ordered = values.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)
     ids: Tensor = torch.ops.fastpar.vocab_topk(ordered, k, 0)[1]
     return ids
 
@@ -94,6 +95,7 @@ class _WideLogits(torch.autograd.Function):
         return dx, None if dweight is None else dweight.to(weight.dtype), None
 
 
+@checked()
 def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """What a router thinks of each expert for each token, in float32.
 
@@ -128,6 +130,7 @@ def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
 # ---- routing ---------------------------------------------------------------------------------------------------------
 
 
+@checked()
 def moe_route(
     logits: Tensor,
     rule: RouteRule,
@@ -162,6 +165,7 @@ def moe_route(
     return route(logits, rule, bias=bias, indices=indices, noise=noise, mask=mask, top=top_experts)
 
 
+@checked()
 def expert_choice_route(
     logits: Tensor, capacity: int, *, score: str = "softmax", mask: Tensor | None = None, width: int | None = None
 ) -> Routing:

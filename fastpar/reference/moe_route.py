@@ -83,7 +83,9 @@ class RouteRule:
     def check_experts(self, num_experts: int) -> None:
         """Raises ValueError if the rule does not fit so many experts."""
         if self.top_k > num_experts:
-            raise ValueError(f"top_k ({self.top_k}) must be at most the number of experts ({num_experts})")
+            raise ValueError(
+                f"top_k ({self.top_k}) must be at most the number of experts ({num_experts}), the columns of logits"
+            )
         if num_experts % self.num_groups:
             raise ValueError(f"num_experts ({num_experts}) must be divisible by num_groups ({self.num_groups})")
         open_to = num_experts // self.num_groups * self.top_groups
@@ -152,17 +154,24 @@ def limit_to_groups(values: Tensor, rule: RouteRule, top: Top) -> Tensor:
     return grouped.masked_fill(closed[..., None], -math.inf).flatten(-2)
 
 
-def choose(logits: Tensor, rule: RouteRule, bias: Tensor | None, top: Top) -> Tensor:
-    """int64 [T, K]: the experts of each token."""
+def choose(logits: Tensor, rule: RouteRule, bias: Tensor | None, top: Top, scores: Tensor | None = None) -> Tensor:
+    """int64 [T, K]: the experts of each token. `scores`: `score_of` the logits, where it is known."""
     with torch.no_grad():
-        values = logits if rule.when == "after" else score_of(logits, rule.score)
+        values = logits if rule.when == "after" else score_of(logits, rule.score) if scores is None else scores.detach()
         if bias is not None:
             values = values + bias.to(values.dtype)
         return top(limit_to_groups(values, rule, top), rule.top_k)
 
 
-def weigh(logits: Tensor, indices: Tensor, rule: RouteRule) -> Tensor:
-    """[T, K]: the weights of choices; 0 of those that go nowhere, NaN of the others of a token with a NaN logit."""
+def needs_shares(rule: RouteRule) -> bool:
+    """Whether weights are shares of all experts' softmax, not of the chosen ones'."""
+    return rule.score == "softmax" and rule.when != "after" and not (rule.normalize and rule.epsilon == 0.0)
+
+
+def weigh(logits: Tensor, indices: Tensor, rule: RouteRule, scores: Tensor | None = None) -> Tensor:
+    """[T, K]: the weights of choices; 0 of those that go nowhere, NaN of the others of a token with a NaN logit.
+    `scores`: the softmax of the logits, where it is known.
+    """
     nowhere = (indices < 0) | (indices >= logits.shape[-1])
     index = indices.masked_fill(nowhere, 0)
     is_share = rule.score == "softmax" and rule.when == "after"
@@ -170,19 +179,25 @@ def weigh(logits: Tensor, indices: Tensor, rule: RouteRule) -> Tensor:
         chosen = log_scores(logits.gather(-1, index), rule.score)
         weights = chosen.masked_fill(nowhere, -math.inf).softmax(-1)
     elif rule.score == "softmax":
-        weights = logits.softmax(-1).gather(-1, index)
+        weights = (logits.softmax(-1) if scores is None else scores).gather(-1, index)
     else:
         weights = score_of(logits.gather(-1, index), rule.score)
     weights = weights.masked_fill(nowhere, 0.0)
     if rule.normalize and rule.epsilon:
         weights = weights / (weights.sum(-1, keepdim=True) + rule.epsilon)
-    bad = logits.isnan().any(-1, keepdim=True) & ~nowhere
+    if logits.shape[-1] == 0:
+        return weights
+    bad = logits.amax(-1, keepdim=True).isnan() & ~nowhere  # the largest of a row with NaN is NaN
     return (weights * rule.scale).masked_fill(bad, math.nan)
 
 
 def count(indices: Tensor, num_experts: int) -> Tensor:
     """int64 [E]: how often each expert stands in indices."""
     flat = indices.reshape(-1).long()
+    if flat.device.type == "cpu" and flat.numel() and not torch.compiler.is_compiling():
+        low, high = torch.aminmax(flat)
+        if low >= 0 and high < num_experts:
+            return torch.bincount(flat, minlength=num_experts)
     flat = torch.where((flat < 0) | (flat >= num_experts), num_experts, flat)
     counts = flat.new_zeros(num_experts + 1)
     return counts.scatter_add_(0, flat, torch.ones_like(flat))[:num_experts]
@@ -233,15 +248,19 @@ def route(
     num_experts = logits.shape[1]
     logits = widen(logits, mask)
     noisy = logits if noise is None else logits + noise
+    weighed = logits if rule.noise == "gumbel" else noisy
+    scores = None
     if indices is None:
         rule.check_experts(num_experts)
-        indices = choose(noisy, rule, bias, top)
+        if needs_shares(rule) and weighed is noisy:
+            scores = noisy.softmax(-1)  # once, for the choice and for the weights
+        indices = choose(noisy, rule, bias, top, scores)
     else:
         indices = indices.long()
         indices = indices.masked_fill((indices < 0) | (indices >= num_experts), -1)
     if mask is not None:
         indices = indices.masked_fill(~mask[:, None], -1)
-    weights = weigh(logits if rule.noise == "gumbel" else noisy, indices, rule)
+    weights = weigh(weighed, indices, rule, scores)
     return Routing(indices, weights, count(indices, num_experts), logits, rule.score)
 
 
