@@ -20,9 +20,9 @@ STABLE_TORCH_LIBRARY(fastpar, m) {
   m.def("large_buffer_empty(SymInt[] size, ScalarType dtype) -> Tensor");
   // cross_entropy
   m.def(
-      "vocab_parallel_cross_entropy_stats(Tensor logits, Tensor target, Tensor? weight, SymInt vocab_start, SymInt vocab_total, int ignore_index, bool smoothing, float softcap, float logit_scale) -> Tensor");
+      "vocab_parallel_cross_entropy_stats(Tensor logits, Tensor target, Tensor? weight, SymInt vocab_start, SymInt vocab_total, int ignore_index, bool smoothing, float softcap, float logit_scale, int call=0) -> Tensor");
   m.def(
-      "vocab_parallel_cross_entropy_stats_exp_(Tensor(a!) logits, Tensor target, Tensor? weight, SymInt vocab_start, SymInt vocab_total, int ignore_index, bool smoothing, float softcap, float logit_scale) -> Tensor");
+      "vocab_parallel_cross_entropy_stats_exp_(Tensor(a!) logits, Tensor target, Tensor? weight, SymInt vocab_start, SymInt vocab_total, int ignore_index, bool smoothing, float softcap, float logit_scale, int call=0) -> Tensor");
   m.def(
       "vocab_parallel_cross_entropy_merge(Tensor gathered, Tensor target, Tensor? weight, Tensor? weight_sum, SymInt vocab_total, int ignore_index, float label_smoothing, float z_loss) -> (Tensor, Tensor)");
   m.def(
@@ -59,7 +59,7 @@ STABLE_TORCH_LIBRARY(fastpar, m) {
       "swiglu_weighted_backward(Tensor grad_out, Tensor gate_up, Tensor? weights, Tensor(a!) out, Tensor(b!) grad_gate_up, Tensor(c!)? dots) -> ()");
   // vocab_softmax: softmax, log-softmax, log-probabilities and entropy
   m.def(
-      "vocab_softmax_stats(Tensor logits, Tensor? ids, SymInt vocab_start, SymInt vocab_total, int ignore_index, bool entropy, float softcap, float logit_scale) -> Tensor");
+      "vocab_softmax_stats(Tensor logits, Tensor? ids, SymInt vocab_start, SymInt vocab_total, int ignore_index, bool entropy, float softcap, float logit_scale, int call=0) -> Tensor");
   m.def("vocab_softmax_merge(Tensor gathered, Tensor? ids, int ignore_index) -> (Tensor, Tensor, Tensor)");
   m.def(
       "vocab_softmax_normalize(Tensor logits, Tensor lse, bool log, bool widen, float softcap, float logit_scale) -> Tensor");

@@ -89,9 +89,11 @@ def test_targets_on_the_first_and_last_column_of_a_shard_are_found(capability: s
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("columns", [3, 5])
 def test_headers_keep_integers_that_no_float32_holds(dtype: torch.dtype, columns: int) -> None:
-    packed = with_header(torch.zeros(4, columns, dtype=dtype), vocab_shard.Shard(2**40 + 1, 7, 2**41 + 3), 123456789)
+    packed = with_header(
+        torch.zeros(4, columns, dtype=dtype), vocab_shard.Shard(2**40 + 1, 7, 2**41 + 3), 123456789, 4711
+    )
     assert packed.shape == (7, columns)
-    assert read_headers(torch.stack([packed, packed])) == [[7, 2**40 + 1, 2**41 + 3, 123456790]] * 2
+    assert read_headers(torch.stack([packed, packed])) == [[7, 2**40 + 1, 2**41 + 3, 123456790, 4711]] * 2
 
 
 # ---- real ranks ------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <optional>
@@ -12,6 +13,7 @@
 #include <vector>
 
 #include "common/checks.h"
+#include "common/id_checksum.h"
 #include "cross_entropy/cross_entropy.h"
 
 namespace fastpar {
@@ -162,14 +164,17 @@ constexpr int64_t kHeaderRows = 3;
 
 inline int64_t stats_columns(bool smoothing) { return smoothing ? 5 : 3; }
 
-// (size, vocab_start, vocab_total, 1 + bad row or 0) as four int64, and zeros. A header row has at least 12 bytes.
+// Four int64 and a checksum, then zeros; see Note: the header in fastpar/reference/vocab_shard.py. A header row has at
+// least 12 bytes.
 struct StatsHeader {
   int64_t size;
   int64_t vocab_start;
   int64_t vocab_total;
-  int64_t bad_row;  // 1 + the first row whose target is no class and not ignored, or 0: never a NaN's bits
+  int64_t bad_row;    // 1 + the first row whose target is no class and not ignored, or 0: never a NaN's bits
+  uint32_t checksum;  // of the targets and of what the caller adds
 };
-static_assert(sizeof(StatsHeader) <= kHeaderRows * 3 * sizeof(float), "the header does not fit");
+constexpr size_t kHeaderBytes = offsetof(StatsHeader, checksum) + sizeof(uint32_t);  // without the padding
+static_assert(kHeaderBytes <= kHeaderRows * 3 * sizeof(float), "the header does not fit");
 
 inline void check_merge(const Tensor& gathered, const Tensor& target, bool smoothing) {
   FASTPAR_CHECK(gathered.dim() == 3 && (gathered.size(2) == 5 || (gathered.size(2) == 3 && !smoothing)),

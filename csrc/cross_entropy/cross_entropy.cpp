@@ -11,6 +11,7 @@
 #include <limits>
 #include <optional>
 #include <tuple>
+#include <type_traits>
 #include <vector>
 
 #include "common/checks.h"
@@ -64,7 +65,7 @@ int64_t find_bad_row(const int64_t* ids, int64_t rows, int64_t vocab_total, int6
 // `exp_out` is the logits themselves, or nothing.
 Tensor launch_stats(const Tensor& logits, const Tensor& target_in, const OptionalTensor& weight, int64_t vocab_start,
                     int64_t vocab_total, int64_t ignore_index, bool smoothing, double softcap, double logit_scale,
-                    bool in_place) {
+                    int64_t call, bool in_place) {
   const LogitsType type = logits_type(logits);
   const Tensor target = as_contiguous(target_in);
   const int64_t rows = target.numel(), vocab = logits.size(logits.dim() - 1), columns = stats_columns(smoothing);
@@ -89,27 +90,29 @@ Tensor launch_stats(const Tensor& logits, const Tensor& target_in, const Optiona
   const size_t row_bytes = static_cast<size_t>(columns) * static_cast<size_t>(stats.element_size());
   char* header = static_cast<char*>(arguments.stats) + static_cast<size_t>(rows) * row_bytes;
   memset(header, 0, static_cast<size_t>(kHeaderRows) * row_bytes);
-  const StatsHeader values{vocab, vocab_start, vocab_total, find_bad_row(ids, rows, vocab_total, ignore_index) + 1};
-  memcpy(header, &values, sizeof values);
+  const StatsHeader values{vocab, vocab_start, vocab_total, find_bad_row(ids, rows, vocab_total, ignore_index) + 1,
+                           id_checksum(ids, rows, call)};
+  memcpy(header, &values, kHeaderBytes);
   const StatsKernel kernel = kernels(type).stats[static_cast<int>(type)];
   parallel_over_rows(rows, vocab, [&](int64_t begin, int64_t end) { kernel(arguments, begin, end); });
   return stats;
 }
 
 Tensor stats_cpu(const Tensor& logits, const Tensor& target, OptionalTensor weight, int64_t vocab_start,
-                 int64_t vocab_total, int64_t ignore_index, bool smoothing, double softcap, double logit_scale) {
+                 int64_t vocab_total, int64_t ignore_index, bool smoothing, double softcap, double logit_scale,
+                 int64_t call) {
   check_logits_and_target(logits, target);
   return launch_stats(with_contiguous_rows(logits), target, weight, vocab_start, vocab_total, ignore_index, smoothing,
-                      softcap, logit_scale, false);
+                      softcap, logit_scale, call, false);
 }
 
 Tensor stats_exp_inplace_cpu(Tensor logits, const Tensor& target, OptionalTensor weight, int64_t vocab_start,
                              int64_t vocab_total, int64_t ignore_index, bool smoothing, double softcap,
-                             double logit_scale) {
+                             double logit_scale, int64_t call) {
   check_logits_and_target(logits, target);
   check_inplace(logits);
   return launch_stats(logits, target, weight, vocab_start, vocab_total, ignore_index, smoothing, softcap, logit_scale,
-                      true);
+                      call, true);
 }
 
 // ---- merge ----------------------------------------------------------------------------------------------------------
@@ -135,11 +138,11 @@ void merge_rows(const T* gathered, int64_t ranks, int64_t rank_stride, int64_t c
       if (columns == 5) weighted_sum += static_cast<double>(stats[3]) + static_cast<double>(stats[4]);
     }
     const double log_sum = std::log(sum);
-    lse[row] = reference + log_sum;
+    lse[row] = std::is_same_v<T, float> ? join_lse(reference, log_sum) : reference + log_sum;
     const int64_t id = target[row];
     loss[row] = id == ignore_index ? T(0)
-                                   : static_cast<T>(row_loss(terms, reference, log_sum, target_logit, weighted_sum,
-                                                             target_weight<T>(terms, id)));
+                                   : static_cast<T>(row_loss(terms, reference, log_sum, target_logit,
+                                                             weighted_sum / kSumUnit, target_weight<T>(terms, id)));
   }
 }
 

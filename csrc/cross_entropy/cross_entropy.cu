@@ -52,7 +52,8 @@ Tensor stats_into(const Tensor& logits, const Tensor& target_in, const OptionalT
 }
 
 Tensor stats_cuda(const Tensor& logits, const Tensor& target, OptionalTensor weight, int64_t vocab_start,
-                  int64_t vocab_total, int64_t ignore_index, bool smoothing, double softcap, double logit_scale) {
+                  int64_t vocab_total, int64_t ignore_index, bool smoothing, double softcap, double logit_scale,
+                  int64_t /* call: nobody looks at headers on a device */) {
   check_logits_and_target(logits, target);
   const DeviceGuard guard(logits.get_device_index());
   return stats_into(with_contiguous_rows(logits), target, weight, vocab_start, vocab_total, ignore_index, smoothing,
@@ -61,7 +62,7 @@ Tensor stats_cuda(const Tensor& logits, const Tensor& target, OptionalTensor wei
 
 Tensor stats_exp_inplace_cuda(Tensor logits, const Tensor& target, OptionalTensor weight, int64_t vocab_start,
                               int64_t vocab_total, int64_t ignore_index, bool smoothing, double softcap,
-                              double logit_scale) {
+                              double logit_scale, int64_t) {
   check_logits_and_target(logits, target);
   check_inplace(logits);
   const DeviceGuard guard(logits.get_device_index());

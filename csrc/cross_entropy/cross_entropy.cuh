@@ -49,11 +49,20 @@ __device__ inline double sum_of_weights(const LossTerms& terms) {
   return terms.weight_sum == nullptr ? static_cast<double>(terms.vocab_total) : *terms.weight_sum;
 }
 
-// The loss of a row that is not ignored. `distance` is lse - z_y, in whatever way it is known best.
-__device__ inline double loss_of(const LossTerms& terms, double weight, double distance, double lse, double weighted) {
+// Sums of logits travel multiplied by this: a sum of logits of 1e38 would not be a float.
+constexpr double kSumUnit = 0x1p-32;
+
+// The loss of a row that is not ignored, its lse in two parts. `distance` is lse - z_y, in whatever way it is known
+// best; `weighted` is S, and W maximum - S is exact for equal logits.
+__device__ inline double loss_of(const LossTerms& terms, double weight, double distance, double maximum, double log_sum,
+                                 double weighted) {
+  const double lse = maximum + log_sum;
   double loss = 0.0;
   if (terms.label_smoothing < 1.0) loss = (1.0 - terms.label_smoothing) * weight * distance;
-  if (terms.label_smoothing > 0.0) loss += smoothing_per_class(terms) * (sum_of_weights(terms) * lse - weighted);
+  if (terms.label_smoothing > 0.0) {
+    const double all = sum_of_weights(terms);
+    loss += smoothing_per_class(terms) * ((all * maximum - weighted) + all * log_sum);
+  }
   if (terms.z_loss > 0.0) loss += terms.z_loss * lse * lse;
   return loss;
 }
@@ -203,10 +212,11 @@ __device__ inline void write_stats(const StatsArguments& a, int64_t row, const S
   out[1] = all.partial.sum;
   out[2] = target_z;
   if (!a.smoothing) return;
-  const C high = static_cast<C>(all.weighted);
+  const double sum = all.weighted * kSumUnit;
+  const C high = static_cast<C>(sum);
   const bool is_finite = fabs(high) < static_cast<C>(INFINITY);
   out[3] = high;
-  out[4] = is_finite ? static_cast<C>(all.weighted - static_cast<double>(high)) : C(0);
+  out[4] = is_finite ? static_cast<C>(sum - static_cast<double>(high)) : C(0);
 }
 
 // The target's z: 0 where it is another shard's or ignored, NaN where it is nobody's. Raising would need the host to
@@ -257,15 +267,16 @@ __global__ void __launch_bounds__(kMergeThreads) merge_kernel(MergeArguments a) 
     if (a.columns == 5) weighted += static_cast<double>(stats[3]) + static_cast<double>(stats[4]);
   }
   const Target target(a.target[row], a.ignore_index, 0, a.terms.vocab_total, a.terms.vocab_total);
-  const double log_sum = log(sum), lse = reference + log_sum;
-  a.lse[row] = lse;
+  const double log_sum = log(sum);
+  a.lse[row] = join_lse<C>(reference, log_sum);
   double loss = 0.0;
   if (target.is_outside) {
     loss = static_cast<double>(NAN);
   } else if (!target.is_ignored) {
     // Not lse - target_z: the maximum and the target's z are close where the loss is small.
     const double distance = (reference - target_z) + log_sum;
-    loss = loss_of(a.terms, static_cast<double>(target_weight<C>(a.terms, target)), distance, lse, weighted);
+    loss = loss_of(a.terms, static_cast<double>(target_weight<C>(a.terms, target)), distance, reference, log_sum,
+                   weighted / kSumUnit);
   }
   static_cast<C*>(a.loss)[row] = static_cast<C>(loss);
 }
@@ -295,8 +306,8 @@ __global__ void __launch_bounds__(kMaxThreads<T>) backward_kernel(BackwardArgume
         is_edge ? target.column == row.own_edge : in_packets / Row<T>::kPacket % blockDim.x == threadIdx.x;
     if (is_mine) {
       const C z = target_z<T, kPlain>(a.terms, target, x);
-      const C log_probability = static_cast<C>(static_cast<double>(z) - lse);
-      at_target = c.at_target(exponential(log_probability), exponential_minus_1(log_probability));
+      const C log_p = log_probability(z, lse);
+      at_target = c.at_target(exponential(log_p), exponential_minus_1(log_p));
     }
   }
   const GradientWriter<T, kPlain> writer(a.terms, c, target, exponent, C(1), at_target, a.vocab_start, out);

@@ -20,6 +20,7 @@
 // into other memory, 12 with stores past the caches.
 #pragma once
 
+#include "common/logit_transform.h"
 #include "common/simd.h"
 #include "common/simd_order.h"
 #include "cross_entropy/cross_entropy.h"
@@ -54,7 +55,7 @@ inline int64_t row_offset(const RowLayout& rows, int64_t row) {
 // The argument is u * L - offset, one FMA, with L = slope * log2(e) and offset = reference * log2(e). Rounding the
 // offset to float32 puts an error of 5e-4 on it at 1e4, but it is a factor that all elements have in common, and
 // scale() has it in double, as it has the rounding of L at u = reference / slope. Where multiplication and addition
-// round apart, and where the offset would overflow, the subtraction comes first.
+// round apart, and where the reference is large, the subtraction comes first.
 template <bool kSubtractFirst>
 class Exponent {
  public:
@@ -73,6 +74,15 @@ class Exponent {
     }
   }
 
+  // exp(slope (u - maximum) - log_sum), `maximum` being the coordinate of a far row's largest element.
+  static Exponent at(double slope, float maximum, double log_sum) {
+    static_assert(kSubtractFirst, "an FMA has no room for log_sum");
+    Exponent exponent(slope, 0.0);
+    exponent.offset_ = Vec::set(maximum);
+    exponent.correction_ = -log_sum * kLog2EDouble;
+    return exponent;
+  }
+
   Vec argument(Vec u) const { return kSubtractFirst ? (u - offset_) * slope_ : Vec::fma(u, slope_, offset_); }
   double scale() const { return __builtin_isinf(reference_) ? __builtin_nan("") : __builtin_exp2(correction_); }
 
@@ -81,11 +91,12 @@ class Exponent {
   double correction_, reference_;
 };
 
-// References from here on are not for the FMA: times log2(e) they may overflow.
-constexpr double kFarReference = 0x1p126;
+// References from here on are not for the FMA: the rounding of their offset, half of its last place, would leave the
+// exponentials' range from 2^31 on.
+constexpr double kLargeReference = 0x1p24;
 
 inline bool must_subtract_first(double reference) {
-  return !Vec::kFmaRoundsOnce || __builtin_fabs(reference) >= kFarReference;
+  return !Vec::kFmaRoundsOnce || __builtin_fabs(reference) >= kLargeReference;
 }
 
 // The way of x to z; see the note above.
@@ -111,9 +122,6 @@ class Coordinate<false> {
   double slope_;
 };
 
-// Note: tanh. With y = |logit_scale x / softcap| and e = exp(-2 y): tanh y = 1 - 2 e / (1 + e), whose relative error
-// grows towards 0, so below 0.625 it is y + y^3 P(y^2), P minimax with a relative error of 9e-9 as rounded to float32.
-// The derivative, 1 - tanh^2 = 4 e / (1 + e)^2, is good everywhere and 0 for an infinite logit.
 template <>
 class Coordinate<true> {
  public:
@@ -127,18 +135,7 @@ class Coordinate<true> {
     return (*this)(x, &derivative);
   }
   // Also du/dx / logit_scale = 1 - (z / softcap)^2.
-  Vec operator()(Vec x, Vec* derivative) const {
-    const Vec one = Vec::set(1.0f), y = x * ratio_, size = y.abs(), square = size * size;
-    const Vec e = exp2_(size * Vec::set(-2.0f * kLog2E));
-    const Vec inverse = one / (one + e);
-    const Vec tail = e * inverse;
-    *derivative = Vec::set(4.0f) * (tail * inverse);
-    const Vec far = Vec::fma(Vec::set(-2.0f), tail, one);
-    Vec p = Vec::set(kNear[4]);
-    for (int k = 3; k >= 0; --k) p = Vec::fma(p, square, Vec::set(kNear[k]));
-    const Vec near = Vec::fma(size * square, p, size);
-    return Vec::select_less(size, Vec::set(0.625f), near, far).with_sign_of(y) * softcap_;
-  }
+  Vec operator()(Vec x, Vec* derivative) const { return (tanh(x * ratio_, derivative) * softcap_).rounded(); }
 
   // The same bits as the element has in its row.
   double z(float x) const { return static_cast<double>(first_lane((*this)(Vec::set(x)))); }
@@ -151,13 +148,22 @@ class Coordinate<true> {
   bool is_falling() const { return is_falling_; }
 
  private:
-  static constexpr float kNear[5] = {-0x1.555532p-2f, 0x1.110726p-3f, -0x1.b83c5ap-5f, 0x1.52269ap-6f, -0x1.75e1c4p-8f};
-
-  ScaledExp2<5> exp2_{1.0f};
   Vec ratio_;
   Vec softcap_;
   bool is_falling_;
 };
+
+// The coordinate of the largest element of a far row, whose z is `maximum` as a float. With a logit_scale several
+// coordinates may have that z, so it is looked for: the row's own largest element, if that is the one.
+template <typename T, bool kSoftcap>
+float far_coordinate(const T* x, int64_t count, const Coordinate<kSoftcap>& coordinate, double maximum) {
+  const double slope = coordinate.slope();
+  if (slope != 1.0 && slope != -1.0 && count > 0) {
+    const float best = coordinate.is_falling() ? extremum<false>(x, count) : extremum<true>(x, count);
+    if (static_cast<double>(static_cast<float>(coordinate.z(best))) == maximum) return best;
+  }
+  return static_cast<float>(maximum / slope);
+}
 
 template <typename T>
 void fill_zero(T* out, int64_t count) {

@@ -133,12 +133,12 @@ __global__ void __launch_bounds__(kMaxThreads<T>) forward_backward_kernel(FusedA
   const Summary<C> all = visit.summarize(a.terms, smoothing, 0, target.column, scratch, exchange, num_blocks);
   const Normalizer<C> normalizer(all.partial, target.is_owned(), z_target);
   if (rank == 0 && threadIdx.x == 0) {
-    const double log_sum = normalizer.log_sum(), lse = static_cast<double>(normalizer.reference) + log_sum;
-    const double distance = (static_cast<double>(normalizer.reference) - static_cast<double>(z_target)) + log_sum;
+    const double reference = static_cast<double>(normalizer.reference), log_sum = normalizer.log_sum();
+    const double distance = (reference - static_cast<double>(z_target)) + log_sum;
     const double weight = static_cast<double>(target_weight<C>(a.terms, target));
-    const double loss =
-        target.is_outside ? static_cast<double>(NAN) : loss_of(a.terms, weight, distance, lse, all.weighted);
-    a.lse[n] = lse;
+    const double loss = target.is_outside ? static_cast<double>(NAN)
+                                          : loss_of(a.terms, weight, distance, reference, log_sum, all.weighted);
+    a.lse[n] = join_lse<C>(reference, log_sum);
     static_cast<C*>(a.loss)[n] = target.is_ignored ? C(0) : static_cast<C>(loss);
   }
   if (target.is_ignored) return fill_zero(visit.row, out);

@@ -74,7 +74,7 @@ inline void finish_row_float64(const double* x, double* out, int64_t count, cons
   const double logit = is_owned ? coordinate(x[column], &derivative) : 0.0, scale = terms.logit_scale;
   gradient_row_float64(x, out, count, terms, lse, (factors.gamma + factors.delta) * scale, factors.beta * scale,
                        weight);
-  if (is_owned) out[column] = target_gradient(factors, logit, lse, weight_of_target) * scale * derivative;
+  if (is_owned) out[column] = target_gradient(factors, logit - lse, weight_of_target) * scale * derivative;
 }
 
 inline void stats_rows_float64(const StatsArguments& a, int64_t row_begin, int64_t row_end) {
@@ -92,7 +92,7 @@ inline void stats_rows_float64(const StatsArguments& a, int64_t row_begin, int64
     out[2] = is_owned ? Coordinate64{a.terms}(x[column]) : 0.0;
     if (!is_ignored && !is_class(a.terms, id)) out[2] = __builtin_nan("");
     if (a.smoothing) {
-      out[3] = stats.weighted_sum;
+      out[3] = stats.weighted_sum * kSumUnit;
       out[4] = 0.0;
     }
     if (a.exp_out == nullptr) continue;

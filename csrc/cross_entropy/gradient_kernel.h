@@ -44,10 +44,10 @@ void write_row(T* out, int64_t count, bool stream, const Full& full, const Part&
 }
 
 template <typename T, bool kSoftcap, Smoothing kSmoothing, bool kSubtractFirst>
-void gradient_row_as(const T* x, T* out, int64_t count, const Coordinate<kSoftcap>& coordinate, double reference,
-                     double factor, double beta, const float* weight, bool stream) {
+void gradient_row_as(const T* x, T* out, int64_t count, const Coordinate<kSoftcap>& coordinate,
+                     const Exponent<kSubtractFirst>& exponent, double factor, double beta, const float* weight,
+                     bool stream) {
   constexpr bool kIsWeighted = kSmoothing == Smoothing::kWeighted;
-  const Exponent<kSubtractFirst> exponent(coordinate.slope(), reference);
   const Vec minus_beta = Vec::set(-static_cast<float>(beta)), none = Vec::set(0.0f);
   const ScaledExp2<kDegreeFor<T>> scaled_exp2(static_cast<float>(factor * exponent.scale()));
   const auto value = [&](Vec logits, Vec w) {
@@ -66,15 +66,21 @@ void gradient_row_as(const T* x, T* out, int64_t count, const Coordinate<kSoftca
       });
 }
 
-// out = (factor exp(z - reference) - beta w) * (1 - (z / softcap)^2) for one row; x and out may be the same row.
+// out = (factor exp(z - reference) - beta w) * (1 - (z / softcap)^2) for one row; x and out may be the same row. The
+// reference is an lse, or a maximum, which is an lse without log_sum; see Note: far rows.
 template <typename T, bool kSoftcap, Smoothing kSmoothing>
 void gradient_row(const T* x, T* out, int64_t count, const Coordinate<kSoftcap>& coordinate, double reference,
                   double factor, double beta, const float* weight, bool stream) {
+  const double slope = coordinate.slope();
   if (must_subtract_first(reference)) {
-    gradient_row_as<T, kSoftcap, kSmoothing, true>(x, out, count, coordinate, reference, factor, beta, weight, stream);
+    const SplitLse split(reference);
+    const Exponent<true> exponent =
+        is_far(split.high) ? Exponent<true>::at(slope, far_coordinate(x, count, coordinate, split.high), split.low)
+                           : Exponent<true>(slope, reference);
+    gradient_row_as<T, kSoftcap, kSmoothing, true>(x, out, count, coordinate, exponent, factor, beta, weight, stream);
   } else {
-    gradient_row_as<T, kSoftcap, kSmoothing, !Vec::kFmaRoundsOnce>(x, out, count, coordinate, reference, factor, beta,
-                                                                   weight, stream);
+    gradient_row_as<T, kSoftcap, kSmoothing, !Vec::kFmaRoundsOnce>(
+        x, out, count, coordinate, Exponent<!Vec::kFmaRoundsOnce>(slope, reference), factor, beta, weight, stream);
   }
 }
 

@@ -43,36 +43,88 @@ __device__ inline double exponential_minus_1(double x) { return expm1(x); }
 __device__ inline float logarithm(float x) { return logf(x); }
 __device__ inline double logarithm(double x) { return log(x); }
 
+// The normaliser of a row of float logits as one double; see Note: far rows in common/far_rows.h.
+__device__ inline bool is_far(double maximum) {
+  return fabs(maximum) >= 0x1p30 && fabs(maximum) < static_cast<double>(INFINITY);
+}
+__device__ inline double far_unit(double maximum) { return ldexp(1.0, ilogb(maximum) - 30); }
+template <typename C>
+__device__ inline double join_lse(double maximum, double log_sum) {
+  return sizeof(C) == 4 && is_far(maximum) ? maximum + log_sum * far_unit(maximum) : maximum + log_sum;
+}
+
+// lse = high + low; `is_split` where that is not what the double is.
+struct SplitLse {
+  double high, low;
+  bool is_split;
+
+  __device__ explicit SplitLse(double lse)
+      : high(static_cast<double>(static_cast<float>(lse))), low(lse - high), is_split(is_far(high)) {
+    if (is_split) low /= far_unit(high);
+  }
+};
+
+template <typename C>
+__device__ inline C log_probability(C z, double lse) {
+  if constexpr (sizeof(C) == 4) {
+    const SplitLse split(lse);
+    if (split.is_split) return static_cast<C>((static_cast<double>(z) - split.high) - split.low);
+  }
+  return static_cast<C>(static_cast<double>(z) - lse);
+}
+
+// From here on the rounding of an offset, half of its last place, leaves the range of exponentials: such a reference is
+// subtracted first, which costs the others a subtraction of 0.
+constexpr float kLargeReference = 0x1p24f;
+
 // exp(z - reference) = (*this)(z) * correction. See Note: exact folding; float64 needs none of it.
 template <typename C>
 struct Exponent {
-  C offset, correction;
+  C first, offset, correction;  // what is subtracted before and after the multiplication; one of them is 0
 
-  __device__ Exponent() : offset(C(0)), correction(C(1)) {}
-  __device__ explicit Exponent(double reference) : offset(static_cast<C>(reference)), correction(C(1)) {
+  __device__ Exponent() : first(C(0)), offset(C(0)), correction(C(1)) {}
+  __device__ explicit Exponent(double reference) : first(C(0)), offset(static_cast<C>(reference)), correction(C(1)) {
     if constexpr (sizeof(C) == 4) {
-      const double product = reference * static_cast<double>(kLog2E);
-      offset = static_cast<C>(product);
-      correction = exp2_approx(static_cast<float>(static_cast<double>(offset) - product));
+      if (fabs(reference) >= static_cast<double>(kLargeReference)) {
+        const SplitLse split(reference);
+        first = static_cast<C>(split.high);
+        offset = C(0);
+        correction = exp2_approx(-static_cast<float>(split.low) * kLog2E);
+      } else {
+        const double product = reference * static_cast<double>(kLog2E);
+        offset = static_cast<C>(product);
+        correction = exp2_approx(static_cast<float>(static_cast<double>(offset) - product));
+      }
     }
   }
   __device__ C operator()(C z) const {
     if constexpr (sizeof(C) == 4) {
-      return exp2_approx(fmaf(z, kLog2E, -offset));
+      return exp2_approx(fmaf(z - first, kLog2E, -offset));
     } else {
       return exp(z - offset);
     }
   }
 };
 
-// The exponent of a float reference, with nothing but float arithmetic.
+// The same for a float reference but for the correction, which is 1.
 template <typename C>
-__device__ inline Exponent<C> exponent_of(C reference) {
+__device__ inline Exponent<C> uncorrected_exponent(C reference) {
   Exponent<C> result;
   result.offset = reference;
   if constexpr (sizeof(C) == 4) {
-    result.offset = reference * kLog2E;
-    result.correction = exp2_approx(-fmaf(reference, kLog2E, -result.offset));
+    const bool is_large = fabsf(reference) >= kLargeReference;
+    result.first = is_large ? reference : C(0);
+    result.offset = is_large ? C(0) : reference * kLog2E;
+  }
+  return result;
+}
+
+// The exponent of a float reference, with nothing but float arithmetic.
+template <typename C>
+__device__ inline Exponent<C> exponent_of(C reference) {
+  Exponent<C> result = uncorrected_exponent(reference);
+  if constexpr (sizeof(C) == 4) {
+    if (result.first == C(0)) result.correction = exp2_approx(-fmaf(reference, kLog2E, -result.offset));
   }
   return result;
 }
@@ -252,13 +304,15 @@ struct Running {
   }
 
   __device__ void raise(C highest) {
-    Exponent<C> next;
-    if constexpr (sizeof(C) == 4) {
-      next.offset = highest * kLog2E;
-      sum *= maximum == negative_infinity<C>() ? C(0) : exp2_approx(exponent.offset - next.offset);
+    const Exponent<C> next = uncorrected_exponent(highest);
+    if (maximum == negative_infinity<C>()) {
+      sum = C(0) * sum;
+    } else if constexpr (sizeof(C) == 4) {
+      const bool is_large = exponent.first != C(0) || next.first != C(0);
+      // The offsets are what `sum` is relative to; those of large maxima are the maxima.
+      sum *= exp2_approx(is_large ? (maximum - highest) * kLog2E : exponent.offset - next.offset);
     } else {
-      next.offset = highest;
-      sum *= maximum == negative_infinity<C>() ? C(0) : exp(exponent.offset - next.offset);
+      sum *= exp(exponent.offset - next.offset);
     }
     exponent = next;
     maximum = highest;
@@ -270,7 +324,8 @@ struct Running {
 };
 
 // Of one packet, for label smoothing: the sum of w z in double. Without weights, differences from the packet's own
-// maximum are summed in the compute dtype, so that large logits keep their digits at one double operation a packet.
+// maximum are summed in the compute dtype, so that large logits keep their digits at one double operation a packet;
+// where those do not fit it, in double.
 template <typename C, int kCount>
 __device__ inline double weighted_sum(const C (&z)[kCount], const C* weight) {
   if (weight != nullptr) {
@@ -286,7 +341,13 @@ __device__ inline double weighted_sum(const C (&z)[kCount], const C* weight) {
   C differences = C(0);
 #pragma unroll
   for (int j = 0; j < kCount; ++j) differences += z[j] - highest;
-  return static_cast<double>(differences) + kCount * static_cast<double>(highest);
+  if (fabs(differences) < static_cast<C>(INFINITY)) {
+    return static_cast<double>(differences) + kCount * static_cast<double>(highest);
+  }
+  double sum = 0.0;
+#pragma unroll
+  for (int j = 0; j < kCount; ++j) sum += static_cast<double>(z[j]);
+  return sum;
 }
 
 // ---- reductions, always in the same order, so that a row's result does not depend on the run ------------------------

@@ -31,16 +31,18 @@ struct StatsRows {
       const bool is_owned = !is_ignored && is_class(a.terms, id) && column >= 0 && column < a.vocab;
       float* out = static_cast<float*>(a.stats) + a.columns * row;
       const float maximum = static_cast<float>(stats.maximum);
-      // The sum refers to the maximum as it is written; where that is infinite, they are the same.
+      // The sum refers to the maximum as it is written; where that is infinite, they are the same. In a far row, where
+      // the rounding may be beyond all exponents, it refers to all elements that are written like this one.
       const double rounding = stats.maximum - static_cast<double>(maximum);
+      const bool is_near = rounding == rounding && !is_far(stats.maximum);
       out[0] = maximum;
-      out[1] = static_cast<float>(rounding == rounding ? stats.sum * __builtin_exp(rounding) : stats.sum);
+      out[1] = static_cast<float>(is_near ? stats.sum * __builtin_exp(rounding) : stats.sum);
       out[2] = is_owned ? static_cast<float>(coordinate.z(to_float(x[column]))) : 0.0f;
       if (!is_ignored && !is_class(a.terms, id)) out[2] = __builtin_nanf("");
       if (kSmoothing != Smoothing::kNone) {
-        out[3] = static_cast<float>(stats.weighted_sum);
-        out[4] =
-            __builtin_isfinite(out[3]) ? static_cast<float>(stats.weighted_sum - static_cast<double>(out[3])) : 0.0f;
+        const double sum = stats.weighted_sum * kSumUnit;
+        out[3] = static_cast<float>(sum);
+        out[4] = __builtin_isfinite(out[3]) ? static_cast<float>(sum - static_cast<double>(out[3])) : 0.0f;
       }
       if (a.exp_out == nullptr) continue;
       T* e = static_cast<T*>(a.exp_out) + row_offset(a.exp_rows, row);
@@ -86,7 +88,8 @@ template <typename T, bool kSoftcap>
 void write_target(T* out, const Coordinate<kSoftcap>& coordinate, const LossTerms& terms, const RowFactors& factors,
                   const RowTarget& target, double lse) {
   if (target.column < 0) return;
-  const double gradient = target_gradient(factors, coordinate.z(target.logit), lse, target.weight);
+  const double log_p = log_probability(coordinate.z(target.logit), lse);
+  const double gradient = target_gradient(factors, log_p, target.weight);
   from_float(static_cast<float>(gradient * terms.logit_scale * coordinate.derivative(target.logit)),
              out + target.column);
 }
@@ -159,20 +162,26 @@ struct FusedRows {
   }
 
  private:
+  struct Finished {
+    RowFactors factors;
+    double maximum, log_sum;
+  };
+
   // Writes loss and lse.
   template <bool kSoftcap>
-  RowFactors finish(int64_t row, const RowStats& stats, const Coordinate<kSoftcap>& coordinate,
-                    const RowTarget& target) const {
+  Finished finish(int64_t row, const RowStats& stats, const Coordinate<kSoftcap>& coordinate,
+                  const RowTarget& target) const {
     const double maximum = stats.maximum == -__builtin_inf() ? 0.0 : stats.maximum;
-    const double log_sum = __builtin_log(stats.sum), lse = maximum + log_sum;
+    const double log_sum = __builtin_log(stats.sum), lse = join_lse(written(maximum), log_sum);
     a.lse[row] = lse;
     double loss = 0.0;
     if (!target.is_ignored) {
-      loss = row_loss(a.terms, maximum, log_sum, coordinate.z(target.logit), stats.weighted_sum, target.weight);
+      loss = row_loss(a.terms, written(maximum), log_sum, written(coordinate.z(target.logit)), stats.weighted_sum,
+                      target.weight);
     }
     static_cast<float*>(a.loss)[row] = static_cast<float>(loss);
     const double g = static_cast<double>(static_cast<const float*>(a.grad_loss)[row * a.grad_loss_stride]);
-    return row_factors(a.terms, target.is_ignored, g, 0.0, lse, target.weight);
+    return {row_factors(a.terms, target.is_ignored, g, 0.0, lse, target.weight), maximum, log_sum};
   }
 
   // Everything but the target's entry.
@@ -190,10 +199,12 @@ struct FusedRows {
                                              x, a.vocab, coordinate, weight, out, runs, &num_runs)
                                        : row_stats<T, kSoftcap, kSmoothing, Keep::kReferences>(
                                              x, a.vocab, coordinate, weight, nullptr, runs, &num_runs);
-        const RowFactors factors = finish(row, stats, coordinate, target);
+        const Finished finished = finish(row, stats, coordinate, target);
+        const RowFactors& factors = finished.factors;
         for (int r = 0; r < num_runs; ++r) {
           const int64_t begin = runs[r].begin, end = r + 1 < num_runs ? runs[r + 1].begin : a.vocab;
-          const double to_probability = __builtin_exp(runs[r].maximum - a.lse[row]) / runs[r].unit;
+          const double to_probability =
+              __builtin_exp((runs[r].maximum - finished.maximum) - finished.log_sum) / runs[r].unit;
           run_gradient<T, kSmoothing>(is_kept, x + begin, out + begin, end - begin, coordinate, runs[r].maximum,
                                       (factors.gamma + factors.delta) * scale * to_probability, factors.beta * scale,
                                       weight == nullptr ? nullptr : weight + begin, a.stream);
@@ -201,10 +212,11 @@ struct FusedRows {
         return factors;
       }
     }
-    const RowFactors factors = finish(
-        row,
-        row_stats<T, kSoftcap, kSmoothing, Keep::kNothing>(x, a.vocab, coordinate, weight, nullptr, nullptr, nullptr),
-        coordinate, target);
+    const RowFactors factors = finish(row,
+                                      row_stats<T, kSoftcap, kSmoothing, Keep::kNothing>(x, a.vocab, coordinate, weight,
+                                                                                         nullptr, nullptr, nullptr),
+                                      coordinate, target)
+                                   .factors;
     gradient_row<T, kSoftcap, kSmoothing>(x, out, a.vocab, coordinate, a.lse[row],
                                           (factors.gamma + factors.delta) * scale, factors.beta * scale, weight,
                                           a.stream);

@@ -15,6 +15,7 @@
 // Everything is in an anonymous namespace, and in plain arithmetic, for the reason given in common/simd.h.
 #pragma once
 
+#include "common/far_rows.h"
 #include "cross_entropy/cross_entropy.h"
 
 namespace fastpar {
@@ -36,13 +37,17 @@ inline double smoothing_share(const LossTerms& terms) {
 }
 
 // The row's lse in two parts, `maximum + log_sum`: the maximum is as large as the logits, and the target's logit is
-// close to it where the loss is small.
+// close to it where the loss is small. W maximum - S is exact for equal logits, of whatever size.
 inline double row_loss(const LossTerms& terms, double maximum, double log_sum, double target_logit, double weighted_sum,
                        double weight_of_target) {
   const double a = terms.label_smoothing, lse = maximum + log_sum;
   double loss = 0.0;
   if (a != 1.0) loss = (1.0 - a) * weight_of_target * ((maximum - target_logit) + log_sum);
-  if (a != 0.0) loss += smoothing_share(terms) * lse - a / static_cast<double>(terms.vocab_total) * weighted_sum;
+  if (a != 0.0) {
+    const double classes = static_cast<double>(terms.vocab_total);
+    const double all = terms.weight_sum == nullptr ? classes : *terms.weight_sum;
+    loss += a / classes * (all * maximum - weighted_sum) + smoothing_share(terms) * log_sum;
+  }
   if (terms.z_loss != 0.0) loss += terms.z_loss * lse * lse;
   // With a = 1 the first term, which a target that is no class would make NaN, is not there.
   return weight_of_target == weight_of_target ? loss : weight_of_target;
@@ -68,9 +73,20 @@ inline RowFactors row_factors(const LossTerms& terms, bool is_ignored, double g,
   return factors;
 }
 
+// z of a float logit: a far one as it is written; see Note: far rows.
+inline double written(double z) { return is_far(z) ? static_cast<double>(static_cast<float>(z)) : z; }
+
+// log p of float logits.
+inline double log_probability(double z, double lse) {
+  const SplitLse normalizer(lse);
+  return is_far(normalizer.high) ? normalizer.below(static_cast<double>(static_cast<float>(z))) : z - lse;
+}
+
+// Sums of logits travel multiplied by this: a sum of logits of 1e38 would not be a float.
+constexpr double kSumUnit = 0x1p-32;
+
 // dz_y; p_y - 1 is never a subtraction, which would cancel as p_y approaches 1.
-inline double target_gradient(const RowFactors& factors, double target_logit, double lse, double weight_of_target) {
-  const double log_probability = target_logit - lse;
+inline double target_gradient(const RowFactors& factors, double log_probability, double weight_of_target) {
   double gradient = factors.gamma * __builtin_expm1(log_probability);
   if (factors.delta != 0.0) gradient += factors.delta * __builtin_exp(log_probability);
   if (factors.beta != 0.0) gradient -= factors.beta * weight_of_target;

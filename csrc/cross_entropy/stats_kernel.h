@@ -117,6 +117,20 @@ BlockTerms block_terms(const T* x, int64_t count, const Coordinate<kSoftcap>& co
   return terms;
 }
 
+// sum of w (u - reference) of a block in double: differences of logits of 1e38 are infinite as floats, and so is the
+// sum of a few that are not.
+template <typename T, bool kSoftcap>
+double wide_deviation(const T* x, int64_t count, const Coordinate<kSoftcap>& coordinate, float reference,
+                      const float* weight) {
+  double deviation = 0.0;
+  for (int64_t i = 0; i < count; ++i) {
+    const float u = kSoftcap ? static_cast<float>(coordinate.z(to_float(x[i]))) : to_float(x[i]);
+    const double w = weight == nullptr ? 1.0 : static_cast<double>(weight[i]);
+    deviation += w * (static_cast<double>(u) - static_cast<double>(reference));
+  }
+  return deviation;
+}
+
 // Kept exponentials are left in `stored` [count], which may be the row itself. *num_runs runs, of which there are at
 // most as many as blocks, say what they refer to.
 template <typename T, bool kSoftcap, Smoothing kSmoothing, Keep kKeep>
@@ -146,14 +160,18 @@ RowStats row_stats(const T* x, int64_t count, const Coordinate<kSoftcap>& coordi
     }
     const float* w = kSmoothing == Smoothing::kWeighted ? weight + begin : nullptr;
     float* e = kKeep == Keep::kExponentials ? stored + begin : nullptr;
-    const BlockTerms terms =
+    BlockTerms terms =
         must_subtract_first(reference.maximum)
             ? block_terms<T, kSoftcap, kSmoothing, kKeep, true>(block, size, coordinate, reference, w, block + size, e)
             : block_terms<T, kSoftcap, kSmoothing, kKeep, !Vec::kFmaRoundsOnce>(block, size, coordinate, reference, w,
                                                                                 block + size, e);
     stats.sum += terms.sum;
     if (kSmoothing != Smoothing::kNone) {
-      stats.weighted_sum += coordinate.slope() * (terms.deviation + static_cast<double>(reference.u) * terms.mass);
+      if (!__builtin_isfinite(terms.deviation)) {
+        terms.deviation = wide_deviation(block, size, coordinate, reference.u, w);
+      }
+      // Around what the maximum is written as, so that nothing but log_sum is left of equal logits.
+      stats.weighted_sum += coordinate.slope() * terms.deviation + written(reference.maximum) * terms.mass;
     }
     if (kKeep != Keep::kNothing && (has_risen || begin == 0))
       runs[(*num_runs)++] = {begin, reference.maximum, terms.unit};

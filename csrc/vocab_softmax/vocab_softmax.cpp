@@ -13,11 +13,14 @@
 #include <limits>
 #include <optional>
 #include <tuple>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
 #include "common/checks.h"
 #include "common/cpu_capability.h"
+#include "common/far_rows.h"
+#include "common/id_checksum.h"
 #include "common/large_buffer.h"
 #include "common/tensor_rows.h"
 
@@ -71,19 +74,6 @@ struct Rows {
   }
 };
 
-double element(const LogitsRow& row, FloatType type, int64_t column) {
-  switch (type) {
-    case FloatType::kFloat32:
-      return static_cast<double>(static_cast<const float*>(row.x)[column]);
-    case FloatType::kBFloat16:
-      return static_cast<double>(to_float(static_cast<const bfloat16*>(row.x)[column]));
-    case FloatType::kFloat16:
-      return static_cast<double>(to_float(static_cast<const float16*>(row.x)[column]));
-    default:
-      return static_cast<const double*>(row.x)[column];
-  }
-}
-
 void set_element(void* row, FloatType type, int64_t column, double value) {
   switch (type) {
     case FloatType::kFloat32:
@@ -125,10 +115,12 @@ const double* float64_rows(const Tensor& x, int64_t rows, const char* name) {
 // ---- statistics ---------------------------------------------------------------------------------------------------
 
 template <typename T>
-void write_header(T* tail, int64_t columns, int64_t size, int64_t start, int64_t total, int64_t bad_row) {
+void write_header(T* tail, int64_t columns, int64_t size, int64_t start, int64_t total, int64_t bad_row,
+                  uint32_t checksum) {
   const int64_t words[4] = {size, start, total, bad_row + 1};
   memset(tail, 0, sizeof(T) * static_cast<size_t>(kHeaderRows * columns));
   memcpy(tail, words, sizeof words);
+  memcpy(reinterpret_cast<char*>(tail) + sizeof words, &checksum, sizeof checksum);
 }
 
 template <typename T>
@@ -136,6 +128,7 @@ int64_t fill_stats(const Rows& rows, const Ids& ids, int64_t vocab_start, int64_
                    bool entropy, T* out) {
   const int64_t columns = kSums + ids.per_row;
   const SumsRowKernel kernel = kernels(rows.type).sums[static_cast<int>(rows.type)];
+  const ElementKernel element = kernels(rows.type).element[static_cast<int>(rows.type)];
   torch::stable::parallel_for(0, rows.count, row_grain(rows.vocab), [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r) {
       const LogitsRow row = rows.row(r, 0.0);
@@ -146,8 +139,7 @@ int64_t fill_stats(const Rows& rows, const Ids& ids, int64_t vocab_start, int64_
       for (int64_t k = 0; k < ids.per_row; ++k) {
         const int64_t id = ids.data[r * ids.per_row + k], column = id - vocab_start;
         const bool owned = id != ignore_index && column >= 0 && column < rows.vocab;
-        to[kSums + k] =
-            owned ? static_cast<T>(transformed(element(row, rows.type, column), rows.transform)) : static_cast<T>(0);
+        to[kSums + k] = owned ? static_cast<T>(element(row, column)) : static_cast<T>(0);
       }
     }
   });
@@ -162,14 +154,15 @@ int64_t fill_stats(const Rows& rows, const Ids& ids, int64_t vocab_start, int64_
 }
 
 Tensor stats_cpu(const Tensor& logits, const OptionalTensor& ids_in, int64_t vocab_start, int64_t vocab_total,
-                 int64_t ignore_index, bool entropy, double softcap, double logit_scale) {
+                 int64_t ignore_index, bool entropy, double softcap, double logit_scale, int64_t call) {
   const Rows rows(logits, softcap, logit_scale);
   const Ids ids(ids_in, rows.count);
   const int64_t columns = kSums + ids.per_row;
   Tensor stats = empty_cpu({rows.count + kHeaderRows, columns}, sums_dtype(rows.type));
   const auto run = [&](auto* out) {
     const int64_t bad_row = fill_stats(rows, ids, vocab_start, vocab_total, ignore_index, entropy, out);
-    write_header(out + rows.count * columns, columns, rows.vocab, vocab_start, vocab_total, bad_row);
+    write_header(out + rows.count * columns, columns, rows.vocab, vocab_start, vocab_total, bad_row,
+                 id_checksum(ids.data, rows.count * ids.per_row, call));
   };
   if (rows.type == FloatType::kFloat64) {
     run(stats.mutable_data_ptr<double>());
@@ -213,7 +206,7 @@ void merge_rows(const Tensor& gathered, const Ids& ids, int64_t rows, int64_t ig
   for (int64_t r = 0; r < rows; ++r) {
     const T* row = data + r * columns;
     const MergedRow merged = merge_row(row, ranks, stride);
-    lse[r] = merged.reference + merged.log_sum;
+    lse[r] = std::is_same_v<T, float> ? join_lse(merged.reference, merged.log_sum) : merged.reference + merged.log_sum;
     entropy[r] = merged.entropy;
     for (int64_t k = 0; k < ids.per_row; ++k) {
       double picked = 0.0;
@@ -362,8 +355,8 @@ void write_id_columns(const LogitsRow& row, FloatType type, std::vector<std::pai
     const int64_t column = hits[i].first;
     double own = 0.0;
     for (; i < hits.size() && hits[i].first == column; ++i) own += hits[i].second;
-    const double z = transformed(element(row, type, column), row.transform);
-    const double below = z - row.lse, p = std::exp(below);
+    const double z = kernels(type).element[static_cast<int>(type)](row, column);
+    const double below = type == FloatType::kFloat64 ? z - row.lse : SplitLse(row.lse).below(z), p = std::exp(below);
     // own - total p; p - 1 would cancel where the model is confident.
     const double from_ids = own == total ? -total * std::expm1(below) : own - total * p;
     const double from_entropy = p == 0.0 ? 0.0 : p * (base + slope * below);

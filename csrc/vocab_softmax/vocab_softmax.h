@@ -13,9 +13,11 @@ struct LogitsRow {
   const void* x;
   int64_t vocab;
   LogitTransform transform;
-  double lse;
+  double lse;  // see Note: far rows in common/far_rows.h
 };
 
+// z of one column.
+using ElementKernel = double (*)(const LogitsRow& row, int64_t column);
 // sums[0..2] = maximum m of z, sum exp(z - m), and sum exp(z - m) (z - m) or 0 without `entropy`.
 using SumsRowKernel = void (*)(const LogitsRow& row, bool entropy, double* sums);
 // out = exp(z - lse), or z - lse with `log`.
@@ -33,6 +35,7 @@ constexpr int kNumSoftmaxTypes = 4;  // in the order of FloatType
 // The second index of `normalize`, `dot` and `backward`: whether the output, or its gradient, is float32 whatever the
 // logits are. Entries may be null: float64 exists in the portable table only.
 struct SoftmaxKernels {
+  ElementKernel element[kNumSoftmaxTypes];
   SumsRowKernel sums[kNumSoftmaxTypes];
   NormalizeRowKernel normalize[kNumSoftmaxTypes][2];
   DotRowKernel dot[kNumSoftmaxTypes][2];

@@ -4,7 +4,8 @@
 
 namespace fastpar {
 
-extern const SoftmaxKernels kSoftmaxAvx512 = FASTPAR_SOFTMAX_KERNELS(nullptr, nullptr, nullptr, nullptr, nullptr);
+extern const SoftmaxKernels kSoftmaxAvx512 =
+    FASTPAR_SOFTMAX_KERNELS(nullptr, nullptr, nullptr, nullptr, nullptr, nullptr);
 
 }  // namespace fastpar
 

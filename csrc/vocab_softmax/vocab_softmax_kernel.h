@@ -5,6 +5,7 @@
 // is written in 16 bits uses the polynomial of degree 4.
 #pragma once
 
+#include "common/far_rows.h"
 #include "common/simd.h"
 #include "common/softmax_blocks.h"
 #include "vocab_softmax/vocab_softmax.h"
@@ -17,6 +18,10 @@ struct WholeLoad {
   Vec operator()(const T* p) const {
     return Vec::load(p);
   }
+  template <typename T>
+  Vec existing(const T* p) const {
+    return Vec::load(p);
+  }
 };
 
 // The first elements of a register; the others read as 0.
@@ -25,6 +30,11 @@ struct PartLoad {
   template <typename T>
   Vec operator()(const T* p) const {
     return Vec::load_first(p, count, 0.0f);
+  }
+  // The others are elements of the row too: 0 may be far above a row's normaliser.
+  template <typename T>
+  Vec existing(const T* p) const {
+    return Vec::load_first(p, count, to_float(*p));
   }
 };
 
@@ -62,10 +72,10 @@ void write_row(O* out, int64_t count, const Body& body) {
 // z - lse, in natural units or in those of exp2.
 class Normalizer {
  public:
-  explicit Normalizer(double lse)
-      : high_(Vec::set(static_cast<float>(lse))),
-        low_(Vec::set(static_cast<float>(lse - static_cast<double>(static_cast<float>(lse))))),
-        low2_(Vec::set(-static_cast<float>(lse - static_cast<double>(static_cast<float>(lse))) * kLog2E)),
+  explicit Normalizer(const SplitLse& lse)
+      : high_(Vec::set(static_cast<float>(lse.high))),
+        low_(Vec::set(static_cast<float>(lse.low))),
+        low2_(Vec::set(-static_cast<float>(lse.low) * kLog2E)),
         log2e_(Vec::set(kLog2E)) {}
 
   Vec log(Vec z) const { return (z - high_) - low_; }
@@ -114,6 +124,15 @@ SoftmaxSums row_sums(const LogitsRow& row) {
   return sums;
 }
 
+// The same bits as the element has in its row.
+template <typename T>
+double element_z(const LogitsRow& row, int64_t column) {
+  const Vec x = Vec::set(to_float(static_cast<const T*>(row.x)[column]));
+  float lanes[Vec::kWidth];
+  (is_identity(row.transform) ? x : VecTransform<true>(row.transform).z(x)).store(lanes);
+  return static_cast<double>(lanes[0]);
+}
+
 template <typename T>
 void sums_row(const LogitsRow& row, bool entropy, double* out) {
   const SoftmaxSums sums = entropy ? row_sums<T, true>(row) : row_sums<T, false>(row);
@@ -125,7 +144,7 @@ void sums_row(const LogitsRow& row, bool entropy, double* out) {
 template <typename T, typename O>
 void normalize_row(const LogitsRow& row, bool log, bool stream, void* out) {
   const T* x = static_cast<const T*>(row.x);
-  const Normalizer normalizer(row.lse);
+  const Normalizer normalizer(SplitLse(row.lse));
   const ScaledExp2<sizeof(O) == 2 ? 4 : 5> exp2(1.0f);
   choose(!is_identity(row.transform), [&](auto transformed) {
     const VecTransform<decltype(transformed)::value> transform(row.transform);
@@ -146,7 +165,7 @@ double dot_row(const LogitsRow& row, const void* grad_out, bool log) {
   constexpr int64_t kBlock = 1024;  // added up in float32; blocks in double
   const T* x = static_cast<const T*>(row.x);
   const G* grad = static_cast<const G*>(grad_out);
-  const Normalizer normalizer(row.lse);
+  const Normalizer normalizer(SplitLse(row.lse));
   const ScaledExp2<5> exp2(1.0f);
   double total = 0.0;
   choose(!is_identity(row.transform), [&](auto transformed) {
@@ -154,7 +173,7 @@ double dot_row(const LogitsRow& row, const void* grad_out, bool log) {
     choose(log, [&](auto logarithm) {
       const auto term = [&](int64_t i, auto load) {
         const Vec dy = load(grad + i);
-        return decltype(logarithm)::value ? dy : exp2(normalizer.log2(transform.z(load(x + i)))) * dy;
+        return decltype(logarithm)::value ? dy : exp2(normalizer.log2(transform.z(load.existing(x + i)))) * dy;
       };
       for (int64_t begin = 0; begin < row.vocab; begin += kBlock) {
         const int64_t end = row.vocab - begin < kBlock ? row.vocab : begin + kBlock;
@@ -178,7 +197,7 @@ template <typename T, typename G>
 void backward_row(const LogitsRow& row, const void* grad_out, double dot, bool log, bool stream, void* out) {
   const T* x = static_cast<const T*>(row.x);
   const G* grad = static_cast<const G*>(grad_out);
-  const Normalizer normalizer(row.lse);
+  const Normalizer normalizer(SplitLse(row.lse));
   const ScaledExp2<5> exp2(log ? -static_cast<float>(dot) : 1.0f);  // 1 exactly for a class that is certain
   const Vec subtracted = Vec::set(static_cast<float>(dot));
   choose(!is_identity(row.transform), [&](auto transformed) {
@@ -201,7 +220,7 @@ void backward_row(const LogitsRow& row, const void* grad_out, double dot, bool l
 template <typename T>
 void log_prob_backward_row(const LogitsRow& row, double base, double slope, bool stream, void* out) {
   const T* x = static_cast<const T*>(row.x);
-  const Normalizer normalizer(row.lse);
+  const Normalizer normalizer(SplitLse(row.lse));
   const ScaledExp2<sizeof(T) == 2 ? 4 : 5> exp2(slope == 0.0 ? static_cast<float>(base) : 1.0f);
   constexpr double kLn2 = 0.69314718055994530942;
   const Vec base_vec = Vec::set(static_cast<float>(base)), slope2 = Vec::set(static_cast<float>(slope * kLn2));
@@ -224,25 +243,26 @@ void log_prob_backward_row(const LogitsRow& row, double base, double slope, bool
   });
 }
 
-#define FASTPAR_SOFTMAX_KERNELS(sums64, normalize64, dot64, backward64, log_prob_backward64)         \
-  {                                                                                                  \
-    {sums_row<float>, sums_row<bfloat16>, sums_row<float16>, sums64},                                \
-        {{normalize_row<float, float>, normalize_row<float, float>},                                 \
-         {normalize_row<bfloat16, bfloat16>, normalize_row<bfloat16, float>},                        \
-         {normalize_row<float16, float16>, normalize_row<float16, float>},                           \
-         {normalize64, normalize64}},                                                                \
-        {{dot_row<float, float>, dot_row<float, float>},                                             \
-         {dot_row<bfloat16, bfloat16>, dot_row<bfloat16, float>},                                    \
-         {dot_row<float16, float16>, dot_row<float16, float>},                                       \
-         {dot64, dot64}},                                                                            \
-        {{backward_row<float, float>, backward_row<float, float>},                                   \
-         {backward_row<bfloat16, bfloat16>, backward_row<bfloat16, float>},                          \
-         {backward_row<float16, float16>, backward_row<float16, float>},                             \
-         {backward64, backward64}},                                                                  \
-    {                                                                                                \
-      log_prob_backward_row<float>, log_prob_backward_row<bfloat16>, log_prob_backward_row<float16>, \
-          log_prob_backward64                                                                        \
-    }                                                                                                \
+#define FASTPAR_SOFTMAX_KERNELS(element64, sums64, normalize64, dot64, backward64, log_prob_backward64) \
+  {                                                                                                     \
+    {element_z<float>, element_z<bfloat16>, element_z<float16>, element64},                             \
+        {sums_row<float>, sums_row<bfloat16>, sums_row<float16>, sums64},                               \
+        {{normalize_row<float, float>, normalize_row<float, float>},                                    \
+         {normalize_row<bfloat16, bfloat16>, normalize_row<bfloat16, float>},                           \
+         {normalize_row<float16, float16>, normalize_row<float16, float>},                              \
+         {normalize64, normalize64}},                                                                   \
+        {{dot_row<float, float>, dot_row<float, float>},                                                \
+         {dot_row<bfloat16, bfloat16>, dot_row<bfloat16, float>},                                       \
+         {dot_row<float16, float16>, dot_row<float16, float>},                                          \
+         {dot64, dot64}},                                                                               \
+        {{backward_row<float, float>, backward_row<float, float>},                                      \
+         {backward_row<bfloat16, bfloat16>, backward_row<bfloat16, float>},                             \
+         {backward_row<float16, float16>, backward_row<float16, float>},                                \
+         {backward64, backward64}},                                                                     \
+    {                                                                                                   \
+      log_prob_backward_row<float>, log_prob_backward_row<bfloat16>, log_prob_backward_row<float16>,    \
+          log_prob_backward64                                                                           \
+    }                                                                                                   \
   }
 
 }  // namespace

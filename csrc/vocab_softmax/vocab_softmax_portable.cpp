@@ -4,6 +4,10 @@
 namespace fastpar {
 namespace {
 
+double element_z_float64(const LogitsRow& row, int64_t column) {
+  return transformed(static_cast<const double*>(row.x)[column], row.transform);
+}
+
 void sums_row_float64(const LogitsRow& row, bool entropy, double* out) {
   const double* x = static_cast<const double*>(row.x);
   double maximum = -__builtin_inf();
@@ -63,7 +67,8 @@ void log_prob_backward_row_float64(const LogitsRow& row, double base, double slo
 
 }  // namespace
 
-extern const SoftmaxKernels kSoftmaxPortable = FASTPAR_SOFTMAX_KERNELS(
-    sums_row_float64, normalize_row_float64, dot_row_float64, backward_row_float64, log_prob_backward_row_float64);
+extern const SoftmaxKernels kSoftmaxPortable =
+    FASTPAR_SOFTMAX_KERNELS(element_z_float64, sums_row_float64, normalize_row_float64, dot_row_float64,
+                            backward_row_float64, log_prob_backward_row_float64);
 
 }  // namespace fastpar

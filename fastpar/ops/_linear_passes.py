@@ -248,6 +248,7 @@ class _Run:
             options.smoothing,
             options.softcap,
             options.logit_scale,
+            self.problem.checksum,
         )
 
     def exchange(self, local: Tensor) -> Callable[[], Tensor]:
@@ -261,7 +262,7 @@ class _Run:
 
     def check(self, gathered: Tensor) -> None:
         """Raise, on every rank, what the ranks' headers say is wrong; the position is one in all of the target."""
-        check_headers(gathered, self.inputs.target, self.problem.options.ignore_index)
+        check_headers(gathered, self.inputs.target, self.problem.options.ignore_index, "target", self.problem.call)
 
     def merged(self, gathered: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         problem, options = self.problem, self.problem.options

@@ -34,6 +34,7 @@ from torch import Tensor
 from fastpar.ops._row_chunks import Rows
 from fastpar.ops.cross_entropy import Problem
 from fastpar.reference.cross_entropy import target_weight
+from fastpar.reference.normalizer import below_lse
 
 
 class RowFactors(NamedTuple):
@@ -51,7 +52,7 @@ class RowFactors(NamedTuple):
 def row_factors(stats: Tensor, lse: Tensor, target: Tensor, grad_loss: Tensor, problem: Problem) -> RowFactors:
     """From this rank's statistics [>= n, C], lse [n], targets [n] and the gradient of the rows' losses [n]."""
     options, shard = problem.options, problem.shard
-    maximum, _, picked = stats[: target.numel(), :3].double().unbind(dim=-1)
+    maximum, _, picked = stats[: target.numel(), :3].unbind(dim=-1)
     ignored = target == options.ignore_index
     grad = grad_loss.double().masked_fill(ignored, 0.0)
     gamma = (1.0 - options.label_smoothing) * grad
@@ -62,14 +63,14 @@ def row_factors(stats: Tensor, lse: Tensor, target: Tensor, grad_loss: Tensor, p
     if options.z_loss > 0.0:
         delta = delta + grad * 2.0 * options.z_loss * lse
     empty = ignored | (maximum == -math.inf)
-    scale = options.logit_scale * (gamma + delta) * (maximum - lse).exp()
+    scale = options.logit_scale * (gamma + delta) * below_lse(maximum, lse).exp()
 
     local = target - shard.start
     owned = (local >= 0) & (local < shard.size) & ~ignored
-    log_probability = picked - lse
+    log_probability = below_lse(picked, lse)
     peak = options.logit_scale * (delta * log_probability.exp() + gamma * log_probability.expm1())
     if options.softcap != 0.0:
-        peak = peak * (1.0 - (picked / options.softcap).square())
+        peak = peak * (1.0 - (picked.double() / options.softcap).square())
     return RowFactors(
         scale.masked_fill(empty, 0.0),
         options.logit_scale * beta if options.smoothing else None,

@@ -40,6 +40,8 @@ from torch import Tensor
 from fastpar import _ext
 from fastpar.ops._autograd import first_derivative_only, scale_by_upstream_
 from fastpar.reference import cross_entropy as reference
+from fastpar.reference.agreement import Call, call_of, tensor_checksum
+from fastpar.reference.arguments import checked
 from fastpar.reference.cross_entropy import LossOptions
 from fastpar.reference.dtensor_logits import local_tensor, unwrap
 from fastpar.reference.vocab_shard import HEADER_ROWS, Shard, check_headers, compute_dtype, exchange
@@ -95,6 +97,11 @@ class Problem(NamedTuple):
     options: LossOptions
     weight: Tensor | None
     weight_sum: Tensor | None
+    call: Call | None = None  # what the other ranks compare with theirs
+
+    @property
+    def checksum(self) -> int:
+        return 0 if self.call is None else self.call.checksum
 
 
 def forward(logits: Tensor, target: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
@@ -110,6 +117,7 @@ def forward(logits: Tensor, target: Tensor, problem: Problem) -> tuple[Tensor, T
         options.smoothing,
         options.softcap,
         options.logit_scale,
+        problem.checksum,
     )
     return merge(exchange(local, problem.comm), target, problem)
 
@@ -117,7 +125,7 @@ def forward(logits: Tensor, target: Tensor, problem: Problem) -> tuple[Tensor, T
 def merge(gathered: Tensor, target: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
     """(loss [N], lse [N] float64) from every rank's statistics; raises what the ranks' headers say is wrong."""
     options = problem.options
-    check_headers(gathered, target, options.ignore_index)
+    check_headers(gathered, target, options.ignore_index, "target", problem.call)
     loss, lse = implementation(gathered).merge(
         gathered,
         target.reshape(-1),
@@ -144,6 +152,7 @@ def _fake_stats(
     smoothing: bool,
     softcap: float,
     logit_scale: float,
+    call: int = 0,
 ) -> Tensor:
     shape = (target.numel() + HEADER_ROWS, 5 if smoothing else 3)
     return logits.new_empty(shape, dtype=compute_dtype(logits.dtype))
@@ -299,6 +308,7 @@ def vocab_parallel_cross_entropy(
     inplace_backward: bool = ...,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
+@checked()
 def vocab_parallel_cross_entropy(
     logits: Tensor,
     target: Tensor,
@@ -373,7 +383,16 @@ def vocab_parallel_cross_entropy(
     shard = reference.resolve_shard(logits.shape[-1], vocab_range, comm)
     weight = None if weight is None else local_tensor(weight, "weight")
     weight, weight_sum = reference.check_weight(weight, shard.total, logits, options)
-    problem = Problem(shard, comm, options, weight, weight_sum)
+    call = call_of(
+        comm,
+        logits,
+        "vocab_parallel_cross_entropy",
+        **options._asdict(),
+        weight=tensor_checksum(weight),
+        reduction=reduction,
+        denominator=tensor_checksum(denominator),
+    )
+    problem = Problem(shard, comm, options, weight, weight_sum, call)
     target = reference.shifted(target.long(), shift, ignore_index)
     if logits.shape[-1] > 1 and logits.stride(-1) != 1:
         logits = logits.contiguous()

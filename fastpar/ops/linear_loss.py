@@ -49,6 +49,8 @@ from fastpar.ops._linear_passes import Grads, Inputs, Layout, Wants, gradients, 
 from fastpar.ops.cross_entropy import Problem
 from fastpar.ops.wgrad_store import WeightGradStore
 from fastpar.reference import cross_entropy as reference
+from fastpar.reference.agreement import call_of, tensor_checksum
+from fastpar.reference.arguments import checked
 from fastpar.reference.dtensor_logits import check_same_group, local_tensor
 from fastpar.reference.linear_loss import check_projection
 from fastpar.reference.vocab_shard import communicator, compute_dtype, resolve_shard
@@ -118,7 +120,16 @@ def _prepare(
     shard = resolve_shard(weight.shape[0], vocab_range, comm)
     class_weight, weight_sum = reference.check_weight(class_weight, shard.total, hidden, options)
     target = reference.shifted(target.long(), shift, ignore_index)
-    problem = Problem(shard, comm, options, class_weight, weight_sum)
+    call = call_of(
+        comm,
+        hidden,
+        "linear_cross_entropy",
+        **options._asdict(),
+        class_weight=tensor_checksum(class_weight),
+        sequence_parallel=sequence_parallel,
+        bias=bias is not None,
+    )
+    problem = Problem(shard, comm, options, class_weight, weight_sum, call)
     inputs = Inputs(hidden.reshape(-1, hidden.shape[-1]), weight, bias, target)
     return inputs, problem, Layout(dim, chunk_bytes, every_row)
 
@@ -187,6 +198,7 @@ def linear_cross_entropy(
     wgrad_store: WeightGradStore | None = ...,
     **options: Unpack[LinearLossOptions],
 ) -> tuple[Tensor, Tensor]: ...
+@checked()
 def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -309,6 +321,7 @@ def linear_cross_entropy(
     return (loss, lse_out) if return_lse else loss
 
 
+@checked()
 def linear_cross_entropy_dgrad(
     hidden: Tensor,
     weight: Tensor,
@@ -335,6 +348,7 @@ def linear_cross_entropy_dgrad(
     return grads.hidden.view(hidden.shape)
 
 
+@checked()
 def linear_cross_entropy_wgrad(
     hidden: Tensor,
     weight: Tensor,

@@ -26,6 +26,7 @@ from torch import Tensor
 from fastpar.ops._autograd import first_derivative_only
 from fastpar.ops.vocab_softmax import ids_by_row, implementation, statistics
 from fastpar.reference import vocab_entropy as reference
+from fastpar.reference.arguments import checked
 from fastpar.reference.dtensor_logits import local_tensor, unwrap
 from fastpar.reference.vocab_shard import Shard, communicator, resolve_shard
 from fastpar.reference.vocab_softmax import Transform, check_logits, check_transform
@@ -35,6 +36,13 @@ if TYPE_CHECKING:
 
 
 # ---- autograd --------------------------------------------------------------------------------------------------------
+
+
+def _name(ids: Tensor | None, entropy: bool) -> str:
+    """The call as the other ranks must have made it."""
+    if ids is None:
+        return "vocab_parallel_entropy"
+    return "vocab_parallel_log_prob(return_entropy=True)" if entropy else "vocab_parallel_log_prob"
 
 
 class _LogProb(torch.autograd.Function):
@@ -52,7 +60,8 @@ class _LogProb(torch.autograd.Function):
         entropy: bool,
     ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
-        lse, entropies, log_prob = statistics(logits, ids, shard, comm, options, ignore_index, entropy)
+        op = _name(ids, entropy)
+        lse, entropies, log_prob = statistics(logits, ids, shard, comm, options, ignore_index, entropy, op)
         ctx.save_for_backward(logits, lse, ids, entropies if entropy else None)
         ctx.arguments = (shard.start, ignore_index, *options)
         return log_prob, entropies.to(log_prob.dtype) if entropy else None
@@ -82,7 +91,7 @@ def _evaluate(
     if torch.is_grad_enabled() and logits.requires_grad:
         log_prob, entropies = _LogProb.apply(logits, ids, shard, comm, options, ignore_index, entropy)
         return log_prob, entropies
-    _, exact, log_prob = statistics(logits, ids, shard, comm, options, ignore_index, entropy)
+    _, exact, log_prob = statistics(logits, ids, shard, comm, options, ignore_index, entropy, _name(ids, entropy))
     return log_prob, exact.to(log_prob.dtype) if entropy else None
 
 
@@ -113,6 +122,7 @@ def vocab_parallel_log_prob(
     ignore_index: int = ...,
     return_entropy: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
+@checked()
 def vocab_parallel_log_prob(
     logits: Tensor,
     ids: Tensor,
@@ -170,6 +180,7 @@ def vocab_parallel_log_prob(
     return log_prob if entropy is None else (log_prob, entropy.reshape(logits.shape[:-1]))
 
 
+@checked()
 def vocab_parallel_entropy(
     logits: Tensor,
     *,

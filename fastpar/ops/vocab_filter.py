@@ -34,6 +34,7 @@ from torch import Tensor
 from fastpar import _ext
 from fastpar.ops.vocab_topk import implementation as topk_implementation
 from fastpar.reference import vocab_filter as reference
+from fastpar.reference.arguments import checked
 from fastpar.reference.dtensor_logits import placed_like, unwrap
 from fastpar.reference.vocab_filter import ALL_TIES, BINS
 from fastpar.reference.vocab_shard import Shard, communicator, exchange, resolve_shard
@@ -155,10 +156,13 @@ def _cut(
     top_k: int | None,
     top_p: float,
     min_p: float,
+    **options: float,
 ) -> tuple[Tensor, Tensor]:
     """(cut [N] float64, how many of this rank's scores that equal it stay [N])."""
     bits, k = reference.mass_bits(shard.total), 1 if top_k is None else top_k
-    candidates = gather_candidates(topk_implementation(z).topk(z, k, shard.start), k, shard, comm)
+    options |= {"top_p": top_p, "min_p": min_p, "top_k": -1 if top_k is None else top_k}
+    best = topk_implementation(z).topk(z, k, shard.start)
+    candidates = gather_candidates(best, k, shard, comm, "vocab_parallel_top_k_top_p", **options)
     maximum = merge(candidates, 1)[0].squeeze(1).double()
     if top_k is not None:
         cut, ties = _cut_of_candidates(candidates, k, top_p, bits, comm)
@@ -197,6 +201,7 @@ class _Filter(torch.autograd.Function):
 # ---- public ----------------------------------------------------------------------------------------------------------
 
 
+@checked(nan=("filter_value",))
 def vocab_parallel_top_k_top_p(
     logits: Tensor,
     *,
@@ -252,11 +257,12 @@ def vocab_parallel_top_k_top_p(
     if top_k is not None and top_k >= shard.total:
         top_k = None
     top_p, min_p = 1.0 if top_p is None else float(top_p), min_p or 0.0
+    temperature = float(temperature)
     z = logits if temperature == 1.0 else logits / temperature
     if shard.total == 0 or (top_k is None and top_p >= 1.0 and min_p == 0.0):
         return placed_like(given, z.clone() if z is logits else z)
     with torch.no_grad():
-        cut, ties = _cut(z.detach(), shard, comm, top_k, top_p, min_p)
+        cut, ties = _cut(z.detach(), shard, comm, top_k, top_p, min_p, temperature=temperature)
     if torch.is_grad_enabled() and z.requires_grad:
         return placed_like(given, _Filter.apply(z, cut, ties, filter_value))
     return placed_like(given, implementation(z).apply(z, cut, ties, filter_value))

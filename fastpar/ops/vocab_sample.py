@@ -15,6 +15,8 @@ from torch import Tensor
 
 from fastpar import _ext
 from fastpar.reference import vocab_sample as reference
+from fastpar.reference.agreement import call_of
+from fastpar.reference.arguments import checked
 from fastpar.reference.dtensor_logits import unwrap
 from fastpar.reference.vocab_shard import HEADER_ROWS, check_headers, communicator, exchange, resolve_shard, with_header
 from fastpar.reference.vocab_softmax import check_logits, num_rows
@@ -42,6 +44,7 @@ def _(logits: Tensor, seed: int, vocab_start: int, first_row: int, temperature: 
     return logits.new_empty((rows,), dtype=torch.float64), logits.new_empty((rows,), dtype=torch.int64)
 
 
+@checked()
 def vocab_parallel_sample(
     logits: Tensor,
     *,
@@ -83,8 +86,10 @@ def vocab_parallel_sample(
         )
         if comm is not None:
             local = torch.stack([score, ids.view(torch.float64), torch.zeros_like(score)], dim=1)
-            gathered = exchange(with_header(local, shard), comm)
-            check_headers(gathered, None, -100)
+            options = {"seed": seed, "temperature": float(temperature), "first_row": first_row}
+            call = call_of(comm, logits, "vocab_parallel_sample", **options)
+            gathered = exchange(with_header(local, shard, checksum=0 if call is None else call.checksum), comm)
+            check_headers(gathered, None, -100, call=call)
             pairs = gathered[:, :-HEADER_ROWS]
             # A NaN is the largest, and its id is -1; of equal scores the first rank's wins, which has the lower ids.
             rank = pairs[..., 0].max(dim=0, keepdim=True).indices

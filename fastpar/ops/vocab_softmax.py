@@ -29,6 +29,8 @@ from torch import Tensor
 from fastpar import _ext
 from fastpar.ops._autograd import first_derivative_only
 from fastpar.reference import vocab_softmax as reference
+from fastpar.reference.agreement import call_of
+from fastpar.reference.arguments import checked
 from fastpar.reference.dtensor_logits import placed_like, unwrap
 from fastpar.reference.vocab_shard import Shard, check_headers, communicator, compute_dtype, exchange, resolve_shard
 from fastpar.reference.vocab_softmax import Transform
@@ -84,16 +86,19 @@ def statistics(
     options: Transform,
     ignore_index: int = -100,
     entropy: bool = False,
+    op: str = "vocab_parallel_softmax",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(lse [N], entropy [N], log-probability [N, K]) by one collective, if there is a communicator.
 
     ids are [...] (K = 1) or [..., K]; errors name a position in them.
     """
     ops, index = implementation(logits), ids_by_row(ids, logits)
-    local = ops.stats(logits, index, shard.start, shard.total, ignore_index, entropy, *options)
+    call = call_of(comm, logits, op, **options._asdict(), ignore_index=ignore_index)
+    checksum = 0 if call is None else call.checksum
+    local = ops.stats(logits, index, shard.start, shard.total, ignore_index, entropy, *options, checksum)
     gathered = exchange(local, comm)
     if comm is not None or ids is not None:
-        check_headers(gathered, ids, ignore_index, "ids")
+        check_headers(gathered, ids, ignore_index, "ids", call)
     lse, entropies, log_prob = ops.merge(gathered, index, ignore_index)
     return lse, entropies, log_prob
 
@@ -141,6 +146,10 @@ def _(logits: Tensor, *arguments: Any) -> Tensor:
 # ---- autograd --------------------------------------------------------------------------------------------------------
 
 
+def _name(log: bool) -> str:
+    return "vocab_parallel_log_softmax" if log else "vocab_parallel_softmax"
+
+
 class _Normalize(torch.autograd.Function):
     """Softmax, or log-softmax with `log`; its result is in the logits' dtype, or with `widen` in the compute dtype."""
 
@@ -154,7 +163,7 @@ class _Normalize(torch.autograd.Function):
         log: bool,
         widen: bool,
     ) -> Tensor:
-        lse, _, _ = statistics(logits, None, shard, comm, options)
+        lse, _, _ = statistics(logits, None, shard, comm, options, op=_name(log))
         ctx.save_for_backward(logits, lse)
         ctx.comm, ctx.options, ctx.log = comm, options, log
         out: Tensor = implementation(logits).normalize(logits, lse, log, widen, *options)
@@ -170,8 +179,8 @@ class _Normalize(torch.autograd.Function):
                 # Added in rank order: the same bits everywhere.
                 total = functools.reduce(torch.add, exchange(local, ctx.comm).unbind(0))
             grad: Tensor = ops.backward(logits, lse, grads[0], total, ctx.log, *ctx.options)
-        name = "log_softmax" if ctx.log else "softmax"
-        grad = first_derivative_only(grad, f"vocab_parallel_{name}", f"torch.{name}", logits, grads[0])
+        name = _name(ctx.log)
+        grad = first_derivative_only(grad, name, name.replace("vocab_parallel_", "torch."), logits, grads[0])
         return grad, None, None, None, None, None
 
 
@@ -195,7 +204,7 @@ def _normalized(
     if torch.is_grad_enabled() and logits.requires_grad:
         out = _Normalize.apply(logits, shard, comm, options, log, widen)
     else:
-        lse, _, _ = statistics(logits, None, shard, comm, options)
+        lse, _, _ = statistics(logits, None, shard, comm, options, op=_name(log))
         out = implementation(logits).normalize(logits, lse, log, widen, *options)
     return placed_like(given, out.to(out_dtype))
 
@@ -203,6 +212,7 @@ def _normalized(
 # ---- public ----------------------------------------------------------------------------------------------------------
 
 
+@checked()
 def vocab_parallel_softmax(
     logits: Tensor,
     *,
@@ -242,6 +252,7 @@ def vocab_parallel_softmax(
     return _normalized(logits, False, group, vocab_range, softcap, logit_scale, dtype)
 
 
+@checked()
 def vocab_parallel_log_softmax(
     logits: Tensor,
     *,

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fastpar import _ext
 from fastpar.reference import vocab_topk as reference
+from fastpar.reference.arguments import checked
 from fastpar.reference.dtensor_logits import unwrap
 from fastpar.reference.vocab_shard import Shard, communicator, resolve_shard
 from fastpar.reference.vocab_softmax import check_logits
@@ -87,6 +88,7 @@ class _TopK(torch.autograd.Function):
 # ---- public ----------------------------------------------------------------------------------------------------------
 
 
+@checked()
 def vocab_parallel_topk(
     logits: Tensor, k: int, *, group: GroupLike = None, vocab_range: tuple[int, int, int] | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -120,6 +122,7 @@ def vocab_parallel_topk(
     return _select(logits, k, shard, comm)
 
 
+@checked()
 def vocab_parallel_argmax(
     logits: Tensor, *, group: GroupLike = None, vocab_range: tuple[int, int, int] | None = None
 ) -> Tensor:
@@ -128,5 +131,7 @@ def vocab_parallel_argmax(
     logits [..., V_local] and the rest as in `vocab_parallel_topk`; one all-gather of 12 bytes a row (24 for float64).
     The vocabulary must not be empty.
     """
+    if hasattr(logits, "shape") and logits.dim() > 0 and logits.shape[-1] == 0 and group is None:
+        raise ValueError(f"logits must have a vocabulary to choose from, got shape {tuple(logits.shape)}")
     _, ids = vocab_parallel_topk(logits.detach(), 1, group=group, vocab_range=vocab_range)
     return ids.squeeze(-1)

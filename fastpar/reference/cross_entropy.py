@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastpar.reference.dtensor_logits import local_tensor, unwrap
+from fastpar.reference.normalizer import below_lse, join_lse
 from fastpar.reference.vocab_shard import (
     Shard,
     check_headers,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from fastpar.comm import GroupLike
 
 LOGITS_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+SUM_UNIT = 2.0**-32  # sums of logits travel multiplied by this: one of logits of 1e38 would not be a float32
 REDUCTIONS = ("none", "mean", "sum")
 
 
@@ -127,6 +129,7 @@ def shifted(target: Tensor, shift: int, ignore_index: int) -> Tensor:
         return target
     if target.dim() == 0:
         raise ValueError("shift needs a target with a sequence dim, its last one; got a target of no dims")
+    shift = min(shift, target.shape[-1])
     return F.pad(target, (0, shift), value=ignore_index)[..., shift:]
 
 
@@ -151,9 +154,11 @@ def stats(
     smoothing: bool,
     softcap: float,
     logit_scale: float,
+    call: int = 0,
 ) -> Tensor:
     """[N + 3, 3] (5 with smoothing): of every row the maximum of z, the sum of exp(z - maximum), the target's z (0
-    where another rank holds it), and with smoothing the sum of w z in two parts; then the header.
+    where another rank holds it), and with smoothing the sum of w z times SUM_UNIT, in two parts; then the header. What
+    other ranks compare, `call`, is for kernels that run where headers are read.
 
     A shard without a finite logit gives (-inf, 0, ...). A target out of range has z NaN; on CPU its row is named in
     the header as well.
@@ -175,7 +180,7 @@ def stats(
     columns = [maximum, (z - reference.unsqueeze(1)).exp().sum(dim=-1), picked]
     if smoothing:
         scaled = z.double() if weight is None else z.double() * weight[vocab_start : vocab_start + size]
-        total = scaled.sum(dim=-1)
+        total = scaled.sum(dim=-1) * SUM_UNIT
         high = total.to(z.dtype)
         columns += [high, (total - high).masked_fill(~high.isfinite(), 0.0).to(z.dtype)]
     bad_row = -1
@@ -209,10 +214,13 @@ def merge(
             loss = loss * target_weight(weight, ids).double()
     if label_smoothing > 0.0:
         all_weights = vocab_total if weight_sum is None else weight_sum
-        loss = loss + label_smoothing / max(vocab_total, 1) * (all_weights * lse - (columns[3] + columns[4]).sum(dim=0))
+        weighted = (columns[3] + columns[4]).sum(dim=0) / SUM_UNIT
+        # For equal logits the difference is exact, whatever their size.
+        around = (all_weights * reference - weighted) + all_weights * log_sum
+        loss = loss + label_smoothing / max(vocab_total, 1) * around
     if z_loss > 0.0:
         loss = loss + z_loss * lse.square()
-    return loss.masked_fill(ids == ignore_index, 0.0).to(gathered.dtype), lse
+    return loss.masked_fill(ids == ignore_index, 0.0).to(gathered.dtype), join_lse(reference, log_sum, gathered.dtype)
 
 
 def target_weight(weight: Tensor, ids: Tensor) -> Tensor:
@@ -252,7 +260,7 @@ def backward(
     delta = beta * (vocab_total if weight_sum is None else weight_sum)
     if z_loss > 0.0:
         delta = delta + grad_loss * 2.0 * z_loss * lse
-    log_probability = (z.double() - lse.unsqueeze(1)).to(z.dtype)
+    log_probability = below_lse(z, lse).to(z.dtype)
     probability = log_probability.exp()
     is_target = torch.arange(size, device=z.device) == (ids - vocab_start).unsqueeze(1)
     spread = torch.where(is_target, log_probability.expm1(), probability)
@@ -284,13 +292,14 @@ def stats_exp_(
     smoothing: bool,
     softcap: float,
     logit_scale: float,
+    call: int = 0,
 ) -> Tensor:
     """`stats`, and E = exp(z - maximum) (times 1 - (z / softcap)^2) written over the logits.
 
     maximum is this rank's own. E is 0 in the target's column, whose entry of the gradient must not be computed from a
     rounded probability, and in rows that are ignored or without a finite logit.
     """
-    out = stats(logits, target, weight, vocab_start, vocab_total, ignore_index, smoothing, softcap, logit_scale)
+    out = stats(logits, target, weight, vocab_start, vocab_total, ignore_index, smoothing, softcap, logit_scale, call)
     size, ids = logits.shape[-1], target.reshape(-1)
     z = transform(logits, ids.numel(), softcap, logit_scale)
     maximum = out[: ids.numel(), 0].unsqueeze(1)

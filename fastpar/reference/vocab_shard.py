@@ -7,10 +7,13 @@ only (its range, a target) travels with them, so that every rank raises the same
 
 from __future__ import annotations
 
+import struct
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
+
+from fastpar.reference.agreement import Call, first_outside, outside_error, raise_disagreement
 
 if TYPE_CHECKING:
     from fastpar.comm import Communicator, GroupLike
@@ -58,15 +61,9 @@ def resolve_shard(size: int, vocab_range: tuple[int, int, int] | None, comm: Com
 
 def check_target_range(target: Tensor, total: int, ignore_index: int, name: str = "target") -> None:
     """Raise IndexError that names the first target outside [0, total) other than `ignore_index`."""
-    outside = ((target < 0) | (target >= total)) & (target != ignore_index)
-    if not outside.any():
-        return
-    position = tuple(outside.nonzero()[0].tolist())
-    value = int(target[position])
-    where = ", ".join(map(str, position))
-    raise IndexError(
-        f"{name}[{where}] is {value}, outside the vocabulary [0, {total}) and not ignore_index ({ignore_index})"
-    )
+    bad = first_outside(target, total, ignore_index)
+    if bad is not None:
+        raise outside_error(bad, "", total, ignore_index, name)
 
 
 def check_shards(shards: list[list[int]]) -> None:
@@ -87,25 +84,28 @@ def check_shards(shards: list[list[int]]) -> None:
 
 # ---- the header ------------------------------------------------------------------------------------------------------
 
-# Note: the header. The last HEADER_ROWS rows of a rank's statistics are no statistics: their first 32 bytes are four
-# int64, (size, start, total, 1 + first bad row or 0), and the rest is zero. They are bits, not numbers, so that ids
-# beyond 2^24 survive in a float32 tensor; nothing ever computes with them.
+# Note: the header. The last HEADER_ROWS rows of a rank's statistics are no statistics: their first 36 bytes are four
+# int64, (size, start, total, 1 + first bad row or 0), and a checksum of the ids and of the call's options (an int32; 0:
+# there is none), and the rest is zero. They are bits, not numbers, so that ids beyond 2^24 survive in a float32 tensor;
+# nothing ever computes with them.
 
 
-def with_header(rows: Tensor, shard: Shard, bad_row: int = -1) -> Tensor:
+def with_header(rows: Tensor, shard: Shard, bad_row: int = -1, checksum: int = 0) -> Tensor:
     """`rows` [N, C] (C >= 3, float32 or float64) and the header below them: [N + 3, C]."""
-    words = torch.tensor([shard.size, shard.start, shard.total, bad_row + 1], dtype=torch.int64).view(rows.dtype)
+    integers = torch.tensor([shard.size, shard.start, shard.total, bad_row + 1, checksum], dtype=torch.int64)
+    words = integers.view(torch.int32)[:9].view(torch.float32) if rows.dtype == torch.float32 else None
     header = torch.zeros(HEADER_ROWS * rows.shape[1], dtype=rows.dtype)
+    if words is None:
+        words = integers.view(torch.float64)
     header[: words.numel()] = words
     return torch.cat([rows, header.view(HEADER_ROWS, -1).to(rows.device)])
 
 
 def read_headers(gathered: Tensor) -> list[list[int]]:
-    """[size, start, total, 1 + bad row] of every rank, from [ranks, N + 3, C]; waits for the device."""
-    tail = gathered[:, -HEADER_ROWS:].flatten(1)[:, : 32 // gathered.element_size()]
-    # A copy of its own begins at an even element, as the view demands.
-    headers: list[list[int]] = tail.reshape(-1).clone().view(torch.int64).view(-1, 4).tolist()
-    return headers
+    """[size, start, total, 1 + bad row, checksum] of every rank, from [ranks, N + 3, C]; waits for the device."""
+    count = 5 if gathered.dtype == torch.float64 else 9
+    words = gathered[:, -HEADER_ROWS:].flatten(1)[:, :count].contiguous().view(torch.int32)[:, :9].tolist()
+    return [list(struct.unpack("=4qi", struct.pack("=9i", *header))) for header in words]
 
 
 def exchange(local: Tensor, comm: Communicator | None) -> Tensor:
@@ -121,15 +121,21 @@ def exchange(local: Tensor, comm: Communicator | None) -> Tensor:
     return comm.all_gather(local, dim=0).view(comm.size, *local.shape)
 
 
-def check_headers(gathered: Tensor, target: Tensor | None, ignore_index: int, name: str = "target") -> None:
-    """Raise what the ranks' headers say is wrong, the same on every rank: ValueError, IndexError.
+def check_headers(
+    gathered: Tensor, ids: Tensor | None, ignore_index: int, name: str = "target", call: Call | None = None
+) -> None:
+    """Raise what the ranks' headers say is wrong, the same on every rank: ValueError, IndexError, CommMismatchError.
 
     On CPU only: elsewhere it would be a synchronisation, and in a graph a branch on data. There a target outside the
-    vocabulary makes its row's loss NaN.
+    vocabulary makes its row's loss NaN, on every rank.
     """
     if torch.compiler.is_compiling() or gathered.device.type != "cpu":
         return
     headers = read_headers(gathered)
     check_shards(headers)
-    if target is not None and any(header[3] for header in headers):
-        check_target_range(target, headers[0][2], ignore_index, name)
+    total = headers[0][2]
+    if call is None:
+        if ids is not None and any(header[3] for header in headers):
+            check_target_range(ids, total, ignore_index, name)
+    elif any(header[3] or header[4] != headers[0][4] for header in headers):
+        raise_disagreement(call, ids, total, ignore_index, name)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fastpar.reference.cross_entropy import LOGITS_DTYPES, check_options, transform
 from fastpar.reference.dtensor_logits import placed_like, unwrap
+from fastpar.reference.normalizer import below_lse, join_lse
 from fastpar.reference.vocab_shard import (
     Shard,
     check_headers,
@@ -76,6 +77,7 @@ def stats(
     entropy: bool,
     softcap: float,
     logit_scale: float,
+    call: int = 0,
 ) -> Tensor:
     """[N + 3, 3 + K]: of every row the maximum m of z, sum exp(z - m), sum exp(z - m) (z - m) (0 without `entropy`),
     and the z of its K ids [N, K] (0 where another rank holds it, or it is ignored); then the header.
@@ -120,13 +122,13 @@ def merge(gathered: Tensor, ids: Tensor | None, ignore_index: int) -> tuple[Tens
     log_prob = (columns[..., SUMS:].sum(dim=0) - reference.unsqueeze(1)) - sums.log().unsqueeze(1)
     if ids is not None:
         log_prob = log_prob.masked_fill(ids == ignore_index, 0.0)
-    return reference + sums.log(), entropy, log_prob.to(gathered.dtype)
+    return join_lse(reference, sums.log(), gathered.dtype), entropy, log_prob.to(gathered.dtype)
 
 
 def _log_softmax(logits: Tensor, lse: Tensor, softcap: float, logit_scale: float) -> tuple[Tensor, Tensor]:
     """(z, z - lse) in the compute dtype, [N, V]."""
     z = transform(logits, num_rows(logits), softcap, logit_scale)
-    return z, (z.double() - lse.unsqueeze(1)).to(z.dtype)
+    return z, below_lse(z, lse).to(z.dtype)
 
 
 def _slope(z: Tensor, softcap: float, logit_scale: float) -> Tensor | float:

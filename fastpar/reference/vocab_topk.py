@@ -7,11 +7,12 @@ equal ones).
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fastpar.reference.agreement import call_of
 from fastpar.reference.dtensor_logits import unwrap
 from fastpar.reference.vocab_shard import (
     HEADER_ROWS,
@@ -76,7 +77,7 @@ class Candidates(NamedTuple):
     equal: Tensor
 
 
-def pack(values: Tensor, ids: Tensor, equal: Tensor, k: int, shard: Shard) -> Tensor:
+def pack(values: Tensor, ids: Tensor, equal: Tensor, k: int, shard: Shard, checksum: int = 0) -> Tensor:
     """What one rank sends, [N + 3, max(2 k + 1, 3)]: values, ids and `equal` as bits, and the header."""
     rows, width = equal.numel(), values.shape[-1]
     wire = compute_dtype(values.dtype)
@@ -88,7 +89,7 @@ def pack(values: Tensor, ids: Tensor, equal: Tensor, k: int, shard: Shard) -> Te
     words[:, k : 2 * k].fill_(-1)
     words[:, k : k + width].copy_(ids.reshape(rows, width))
     words[:, 2 * k].copy_(equal.reshape(rows))
-    return with_header(out, shard)
+    return with_header(out, shard, checksum=checksum)
 
 
 def unpack(gathered: Tensor, k: int) -> Candidates:
@@ -98,16 +99,22 @@ def unpack(gathered: Tensor, k: int) -> Candidates:
 
 
 def gather_candidates(
-    local: tuple[Tensor, Tensor, Tensor], k: int, shard: Shard, comm: Communicator | None
+    local: tuple[Tensor, Tensor, Tensor],
+    k: int,
+    shard: Shard,
+    comm: Communicator | None,
+    op: str = "vocab_parallel_topk",
+    **options: Any,
 ) -> Candidates:
-    """All ranks' lists by one all-gather; none without a communicator."""
+    """All ranks' lists by one all-gather; none without a communicator. `options`: what the ranks must agree on."""
     if comm is None:
         values, ids, equal = local
         rows = equal.numel()
         wide = values.to(compute_dtype(values.dtype))
         return Candidates(wide.reshape(1, rows, k), ids.reshape(1, rows, k), equal.reshape(1, rows))
-    gathered = exchange(pack(*local, k, shard), comm)
-    check_headers(gathered, None, -100)
+    call = call_of(comm, local[0], op, k=k, **options)
+    gathered = exchange(pack(*local, k, shard, 0 if call is None else call.checksum), comm)
+    check_headers(gathered, None, -100, call=call)
     return unpack(gathered, k)
 
 

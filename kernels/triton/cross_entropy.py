@@ -214,8 +214,10 @@ def stats(
     smoothing: bool,
     softcap: float,
     logit_scale: float,
+    call: int = 0,
 ) -> Tensor:
-    """[N + 3, 3 or 5]: every row's statistics over this rank's columns, and the header."""
+    """[N + 3, 3 or 5]: every row's statistics over this rank's columns, and the header, in which `call` is not, as
+    nobody looks at it on a device."""
     logits, rows = readable_rows(logits)
     terms = (weight, vocab_start, vocab_total, ignore_index, smoothing, softcap, logit_scale)
     return _stats(logits, rows, target, *terms, write_exp=False)
@@ -223,6 +225,7 @@ def stats(
 
 def stats_exp_(logits: Tensor, target: Tensor, *terms: Any) -> Tensor:
     """`stats`, and exp(z - maximum) (times 1 - (z / softcap)^2) written over the logits; 0 at the target."""
+    terms = terms[:7]  # without `call`
     rows = check_inplace(logits, "stats_exp_")
     if rows is not None:
         return _stats(logits, rows, target, *terms, write_exp=True)

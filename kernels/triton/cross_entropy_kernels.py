@@ -14,11 +14,15 @@ import triton.language as tl
 from fastpar.kernels.cross_entropy_row import (
     IDENTITY,
     LOG2E,
+    SUM_UNIT,
     base_logits,
+    join_lse,
     row_statistics,
+    split_lse,
     target_gradient,
     two_floats,
     write_row,
+    written_maximum,
     zero_row,
 )
 
@@ -54,7 +58,8 @@ def target_weight(weight: tl.tensor, id: tl.tensor, vocab_total: tl.tensor) -> t
 
 @triton.jit
 def row_loss(
-    lse: tl.tensor,
+    maximum: tl.tensor,
+    log_sum: tl.tensor,
     nll: tl.tensor,
     weighted_sum: tl.tensor,
     id: tl.tensor,
@@ -67,15 +72,19 @@ def row_loss(
     z_loss: tl.tensor,
     SMOOTHING: tl.constexpr,
 ) -> tl.tensor:
-    """The loss in double. nll is lse - z_y, weighted_sum the sum of w z, share is label_smoothing / vocab_total."""
+    """The loss in double, lse in two parts. nll is lse - z_y, weighted_sum the sum of w z, share is
+    label_smoothing / vocab_total. Around the maximum the smoothing's difference is exact for equal logits.
+    """
     loss = nll * 0.0
     if label_smoothing < 1.0:
         loss = nll * (1.0 - label_smoothing)
         if weight is not None:
             loss *= target_weight(weight, id, vocab_total)
     if SMOOTHING:
-        loss += share * (lse * (vocab_total if weight is None else tl.load(weight_sum)) - weighted_sum)
+        total = (vocab_total if weight is None else tl.load(weight_sum)) + log_sum * 0.0
+        loss += share * ((total * maximum - weighted_sum) + total * log_sum)
     if z_loss > 0.0:
+        lse = maximum + log_sum
         loss += z_loss * lse * lse
     return tl.where(id == ignore_index, 0.0, loss)
 
@@ -136,17 +145,16 @@ def write_gradient(
     COMPUTE: tl.constexpr,
 ) -> None:
     """dx of one row; weight is this shard's part, or None."""
-    reference = lse
     if TRANSFORM != IDENTITY:
         gamma, delta, beta = gamma * logit_scale, delta * logit_scale, beta * logit_scale
-        reference = lse / outer
+    high, low = split_lse(lse, row, vocab, inner, outer, TRANSFORM, K, WIDTH, COMPUTE)
     gamma, delta, beta = gamma.to(COMPUTE), delta.to(COMPUTE), beta.to(COMPUTE)
     beta_w = beta
     if SMOOTHING and weight is not None:
         beta_w *= tl.load(weight + column, mask=column >= 0, other=0.0)
-    value = target_gradient(b_y, reference, gamma, delta, beta_w, outer, COMPUTE)
+    value = target_gradient(b_y, high, low, gamma, delta, beta_w, outer, COMPUTE)
     write_row(
-        row, out, weight, vocab, column, value, reference, gamma + delta, beta, inner, outer,
+        row, out, weight, vocab, column, value, high, low, gamma + delta, beta, inner, outer,
         SMOOTHING, TRANSFORM, K, WIDTH, COMPUTE,
     )  # fmt: skip
 
@@ -213,14 +221,14 @@ def stats_kernel(
             row, weight, weight_sum, vocab, inner, outer, SMOOTHING, TRANSFORM, K, WIDTH, COMPUTE, ""
         )
         # Of the maximum's product with the scale, m keeps what fits a float; s is relative to that.
-        high, low = two_floats(m.to(tl.float64) * outer, COMPUTE)
+        high, low = written_maximum(m, outer, COMPUTE)
         tl.store(base, high)
         tl.store(base + 1, s.to(COMPUTE) * tl.exp2(low * LOG2E))
         z_y = (base_logits(x_y, inner, TRANSFORM, COMPUTE)[0].to(tl.float64) * outer).to(COMPUTE)
         z_y = tl.where(is_outside, float("nan"), tl.where(column >= 0, z_y, 0.0))
         tl.store(base + 2, z_y)
         if SMOOTHING:
-            sum_high, sum_low = two_floats(weighted * outer, COMPUTE)
+            sum_high, sum_low = two_floats(weighted * outer * SUM_UNIT, COMPUTE)
             tl.store(base + 3, sum_high)
             tl.store(base + 4, sum_low)
         if WRITE_EXP:
@@ -228,12 +236,12 @@ def stats_kernel(
             if (id == ignore_index) | (high == float("-inf")):
                 zero_row(row, vocab, K, WIDTH)
             else:
-                reference = high.to(tl.float64)
-                if TRANSFORM != IDENTITY:
-                    reference = reference / outer
+                high, low = split_lse(
+                    high.to(tl.float64), row, vocab, inner, outer, TRANSFORM, K, WIDTH, COMPUTE
+                )  # fmt: skip
                 zero = high * 0.0
                 write_row(
-                    row, row, None, vocab, column, zero, reference, zero + 1.0, zero, inner, outer,
+                    row, row, None, vocab, column, zero, high, low, zero + 1.0, zero, inner, outer,
                     False, TRANSFORM, K, WIDTH, COMPUTE,
                 )  # fmt: skip
 
@@ -284,13 +292,12 @@ def merge_kernel(
             weighted += tl.load(part + 4, mask=valid, other=0.0).to(tl.float64)
     log_sum = tl.log(total)
     id = tl.load(target + n, mask=valid, other=0).to(tl.int64)
-    row_lse = reference + log_sum
     value = row_loss(
-        row_lse, (reference - picked) + log_sum, weighted, id, weight, weight_sum, vocab_total, ignore_index,
-        label_smoothing, share, z_loss, SMOOTHING,
+        reference, log_sum, (reference - picked) + log_sum, weighted / SUM_UNIT, id, weight, weight_sum, vocab_total,
+        ignore_index, label_smoothing, share, z_loss, SMOOTHING,
     )  # fmt: skip
     tl.store(loss + n, value.to(loss.dtype.element_ty), mask=valid)
-    tl.store(lse + n, row_lse, mask=valid)
+    tl.store(lse + n, join_lse(reference, log_sum, gathered.dtype.element_ty), mask=valid)
 
 
 @triton.jit(do_not_specialize=["vocab_start", "vocab_total", "ignore_index"])
@@ -407,11 +414,11 @@ def forward_backward_kernel(
     )
     log_sum = tl.log(s)
     top = tl.where(m == float("-inf"), 0.0, m.to(tl.float64))
-    row_lse = top * outer + log_sum
+    row_lse = join_lse(top * outer, log_sum, COMPUTE)
     nll = (top - tl.where(is_outside, float("nan"), b_y.to(tl.float64))) * outer + log_sum
     value = row_loss(
-        row_lse, nll, weighted * outer, id, weight, weight_sum, vocab, ignore_index, label_smoothing, share, z_loss,
-        SMOOTHING,
+        top * outer, log_sum, nll, weighted * outer, id, weight, weight_sum, vocab, ignore_index, label_smoothing,
+        share, z_loss, SMOOTHING,
     )  # fmt: skip
     tl.store(loss + n, value.to(COMPUTE))
     tl.store(lse + n, row_lse)

@@ -11,7 +11,8 @@ Note: base logits. The kernels compute with b, where the logit that enters the s
     SCALED     b = inner * x             outer = |logit_scale|, inner = the sign of logit_scale
     SOFTCAP    b = tanh(inner * x)       outer = softcap, inner = logit_scale / softcap
 
-so that scaling costs nothing beyond the multiplication that turns exp into exp2, and cannot round the logits.
+so that scaling costs nothing beyond the multiplication that turns exp into exp2, and cannot round the logits. How one
+double holds the normaliser of a row of any size: Note: far rows in csrc/common/far_rows.h.
 
 Numerics. b - m is taken before scaling to base 2: x * log2e - m * log2e would put the rounding error of the products,
 5e-4 at |x| = 1e4, on every term. lse arrives in double and is split into two floats; what the second one contributes is
@@ -28,6 +29,8 @@ IDENTITY = tl.constexpr(0)
 SCALED = tl.constexpr(1)
 SOFTCAP = tl.constexpr(2)
 LOG2E = tl.constexpr(1.4426950408889634)
+FAR_MAXIMUM = tl.constexpr(2.0**30)
+SUM_UNIT = tl.constexpr(2.0**-32)  # sums of logits are kept and sent multiplied by this: of 1e38 they would be infinite
 
 
 # ---- element-wise ----------------------------------------------------------------------------------------------------
@@ -100,6 +103,81 @@ def two_floats(x: tl.tensor, COMPUTE: tl.constexpr) -> tl.tensor:
     return high, tl.where(tl.abs(high) < float("inf"), low, 0.0)
 
 
+@triton.jit
+def far_unit(maximum: tl.tensor) -> tl.tensor:
+    """2^(k - 30) for a double of 2^k <= |maximum| < 2^(k + 1) that is far, 1 for others: Note: far rows."""
+    size = tl.abs(maximum)
+    exponent = maximum.to(tl.int64, bitcast=True) & 0x7FF0000000000000
+    unit = (exponent - 0x01E0000000000000).to(tl.float64, bitcast=True)
+    return tl.where((size >= FAR_MAXIMUM) & (size < float("inf")), unit, 1.0)
+
+
+@triton.jit
+def join_lse(maximum: tl.tensor, log_sum: tl.tensor, COMPUTE: tl.constexpr) -> tl.tensor:
+    """lse of a row as one double: Note: far rows."""
+    if tl.float64 == COMPUTE:
+        return maximum + log_sum
+    rounded = tl.where(tl.abs(maximum) >= FAR_MAXIMUM, maximum.to(COMPUTE).to(tl.float64), maximum)
+    return rounded + log_sum * far_unit(rounded)
+
+
+@triton.jit
+def row_maximum(
+    row: tl.tensor,
+    vocab: tl.tensor,
+    inner: tl.tensor,
+    TRANSFORM: tl.constexpr,
+    K: tl.constexpr,
+    WIDTH: tl.constexpr,
+    COMPUTE: tl.constexpr,
+) -> tl.tensor:
+    """The largest b of a row; -inf of none."""
+    m = tl.full([WIDTH], float("-inf"), COMPUTE)
+    for start in range(0, vocab, K * WIDTH):
+        cols = start + tl.arange(0, K)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+        b, _ = base_logits(tl.load(row + cols, mask=cols < vocab, other=0.0), inner, TRANSFORM, COMPUTE)
+        m = tl.maximum(m, tl.max(tl.where(cols < vocab, b, float("-inf")), axis=0))
+    return tl.max(m, axis=0)
+
+
+@triton.jit
+def split_lse(
+    lse: tl.tensor,
+    row: tl.tensor,
+    vocab: tl.tensor,
+    inner: tl.tensor,
+    outer: tl.tensor,
+    TRANSFORM: tl.constexpr,
+    K: tl.constexpr,
+    WIDTH: tl.constexpr,
+    COMPUTE: tl.constexpr,
+) -> tl.tensor:
+    """(high, low), lse = outer (high + low), lse being a row's normaliser or its maximum as it is written.
+
+    Of a far row `high` is the b of its maximum. Several b may be written alike; the row's own largest is the one,
+    unless it is smaller: the maximum is another rank's then, and which of them does not matter.
+    """
+    high, low = two_floats(lse / outer, COMPUTE)
+    if tl.float64 != COMPUTE:
+        maximum = lse.to(COMPUTE).to(tl.float64)
+        if (tl.abs(maximum) >= FAR_MAXIMUM) & (tl.abs(maximum) < float("inf")):
+            low = ((lse - maximum) / far_unit(maximum) / outer).to(COMPUTE)
+            high = (maximum / outer).to(COMPUTE)
+            if TRANSFORM != IDENTITY:
+                top = row_maximum(row, vocab, inner, TRANSFORM, K, WIDTH, COMPUTE)
+                is_written = (top.to(tl.float64) * outer).to(COMPUTE) == maximum.to(COMPUTE)
+                high = tl.where(is_written, top, high)
+    return high, low
+
+
+@triton.jit
+def written_maximum(m: tl.tensor, outer: tl.tensor, COMPUTE: tl.constexpr) -> tl.tensor:
+    """(high, low): the row's maximum in z as it is written, and what was rounded away; 0 of a far one, where it is
+    beyond all exponents."""
+    high, low = two_floats(m.to(tl.float64) * outer, COMPUTE)
+    return high, tl.where(tl.abs(high) < FAR_MAXIMUM, low, 0.0)
+
+
 # ---- statistics ------------------------------------------------------------------------------------------------------
 
 
@@ -131,7 +209,7 @@ def add_block(
         x = tl.load(row + cols, eviction_policy=EVICT)
     b, _ = base_logits(x, inner, TRANSFORM, m.dtype)
     if SMOOTHING:
-        part = b - center
+        part = b * SUM_UNIT - center * SUM_UNIT
         if weight is not None:
             if MASKED:
                 part *= tl.load(weight + cols, mask=valid, other=0.0, eviction_policy="evict_last")
@@ -196,7 +274,7 @@ def row_statistics(
     reference = tl.where(top == float("-inf"), 0.0, top)
     # In double: where one term is nearly all of the sum, every step of a float's tree would round the rest of it.
     s = tl.sum((s * tl.exp2((m - reference) * factor)).to(tl.float64), axis=0)
-    weighted = tl.sum(total.to(tl.float64), axis=0)
+    weighted = tl.sum(total.to(tl.float64), axis=0) / SUM_UNIT
     if SMOOTHING:
         if weight is None:
             weighted += center.to(tl.float64) * vocab
@@ -211,15 +289,15 @@ def row_statistics(
 @triton.jit
 def target_gradient(
     b: tl.tensor,
-    reference: tl.tensor,
+    high: tl.tensor,
+    low: tl.tensor,
     gamma: tl.tensor,
     delta: tl.tensor,
     beta_w: tl.tensor,
     outer: tl.tensor,
     COMPUTE: tl.constexpr,
 ) -> tl.tensor:
-    """gamma (p - 1) + delta p - beta w for the target's b, p = exp(outer (b - reference))."""
-    high, low = two_floats(reference, COMPUTE)
+    """gamma (p - 1) + delta p - beta w for the target's b, p = exp(outer (b - high - low))."""
     log_p = (b - high - low) * tl.full([], outer, COMPUTE)
     return gamma * expm1(log_p) + delta * tl.exp2(log_p * LOG2E) - beta_w
 
@@ -278,7 +356,8 @@ def write_row(
     vocab: tl.tensor,
     column: tl.tensor,
     value: tl.tensor,
-    reference: tl.tensor,
+    high: tl.tensor,
+    low: tl.tensor,
     gain: tl.tensor,
     beta: tl.tensor,
     inner: tl.tensor,
@@ -289,13 +368,12 @@ def write_row(
     WIDTH: tl.constexpr,
     COMPUTE: tl.constexpr,
 ) -> None:
-    """out = (gain p - beta w) slope, p = exp(outer (b - reference)), and value * slope at `column` (-1: nowhere).
+    """out = (gain p - beta w) slope, p = exp(outer (b - high - low)), and value * slope at `column` (-1: nowhere).
 
     row and out may be the same memory. Goes from the row's end to its start: what was read last is the likeliest to be
     in the L2 cache still.
     """
     BLOCK: tl.constexpr = K * WIDTH
-    high, low = two_floats(reference, COMPUTE)
     factor = tl.full([], outer * LOG2E, COMPUTE)
     gain *= tl.exp2(-low * factor)
     whole = vocab // BLOCK

@@ -92,6 +92,7 @@ def stats(
     entropy: bool,
     softcap: float,
     logit_scale: float,
+    call: int = 0,
 ) -> Tensor:
     """[N + 3, 3 + K]: every row's maximum, sums and the z of its ids [N, K], and the header."""
     rows, num_ids = logits.shape[:-1].numel(), 0 if ids is None else ids.shape[1]

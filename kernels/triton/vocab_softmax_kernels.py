@@ -16,8 +16,10 @@ from fastpar.kernels.cross_entropy_row import (
     LOG2E,
     SOFTCAP,
     base_logits,
+    join_lse,
     row_statistics,
-    two_floats,
+    split_lse,
+    written_maximum,
     zero_row,
 )
 
@@ -60,12 +62,19 @@ def store_block(out: tl.tensor, cols: tl.tensor, valid: tl.tensor, value: tl.ten
 
 @triton.jit
 def base_reference(
-    lse: tl.tensor, outer: tl.tensor, factor: tl.tensor, TRANSFORM: tl.constexpr, COMPUTE: tl.constexpr
+    lse: tl.tensor,
+    row: tl.tensor,
+    vocab: tl.tensor,
+    inner: tl.tensor,
+    outer: tl.tensor,
+    factor: tl.tensor,
+    TRANSFORM: tl.constexpr,
+    K: tl.constexpr,
+    WIDTH: tl.constexpr,
+    COMPUTE: tl.constexpr,
 ) -> tl.tensor:
     """(high, low, gain) so that lse = outer (high + low), and p = exp2((b - high) factor) gain."""
-    if TRANSFORM != IDENTITY:
-        lse = lse / outer
-    high, low = two_floats(lse, COMPUTE)
+    high, low = split_lse(lse, row, vocab, inner, outer, TRANSFORM, K, WIDTH, COMPUTE)
     return high, low, tl.exp2(-low * factor)
 
 
@@ -184,7 +193,7 @@ def softmax_stats_kernel(
                 row, None, None, vocab, inner, outer, False, TRANSFORM, K, WIDTH, COMPUTE, ""
             )  # fmt: skip
         # Of the maximum's product with the scale, m keeps what fits a float; the sums are relative to that.
-        high, low = two_floats(m.to(tl.float64) * outer, COMPUTE)
+        high, low = written_maximum(m, outer, COMPUTE)
         gain = tl.exp2(low * LOG2E)
         tl.store(base, high)
         tl.store(base + 1, s.to(COMPUTE) * gain)
@@ -242,7 +251,7 @@ def softmax_merge_kernel(
         total += scale * s
         weighted += scale * (e + tl.where(scale == 0.0, 0.0, shift * s))
     log_sum = tl.log(total)
-    tl.store(lse + n, reference + log_sum, mask=valid)
+    tl.store(lse + n, join_lse(reference, log_sum, gathered.dtype.element_ty), mask=valid)
     tl.store(entropy + n, log_sum - weighted / total, mask=valid)
     if ids is not None:
         for first in range(0, num_ids, IDS):
@@ -310,7 +319,9 @@ def normalize_kernel(
     row = logits + row_offset(n, inner_rows, outer_stride, inner_stride, ALIGN)
     out += n.to(tl.int64) * vocab
     scale = tl.full([], outer if LOG else outer * LOG2E, COMPUTE)
-    high, low, gain = base_reference(tl.load(lse + n), outer, scale, TRANSFORM, COMPUTE)
+    high, low, gain = base_reference(
+        tl.load(lse + n), row, vocab, inner, outer, scale, TRANSFORM, K, WIDTH, COMPUTE
+    )  # fmt: skip
     rest = low * scale if LOG else gain
     whole = vocab // BLOCK * BLOCK
     for start in range(0, whole, BLOCK):
@@ -398,8 +409,11 @@ def dot_kernel(
     row = logits + row_offset(n, inner_rows, outer_stride, inner_stride, ALIGN)
     grad = grad_out + row_offset(n, inner_rows, grad_outer_stride, grad_inner_stride, ALIGN)
     factor = tl.full([], outer * LOG2E, COMPUTE)
-    high, _, gain = base_reference(tl.load(lse + n), outer, factor, TRANSFORM, COMPUTE)
-    tl.store(dot + n, row_dot(row, grad, vocab * ALIGN, high, gain, factor, inner, LOG, TRANSFORM, K, WIDTH))
+    vocab = vocab * ALIGN
+    high, _, gain = base_reference(
+        tl.load(lse + n), row, vocab, inner, outer, factor, TRANSFORM, K, WIDTH, COMPUTE
+    )  # fmt: skip
+    tl.store(dot + n, row_dot(row, grad, vocab, high, gain, factor, inner, LOG, TRANSFORM, K, WIDTH))
 
 
 @triton.jit
@@ -469,7 +483,9 @@ def softmax_backward_kernel(
     grad = grad_out + row_offset(n, inner_rows, grad_outer_stride, grad_inner_stride, ALIGN)
     out += n.to(tl.int64) * vocab
     factor = tl.full([], outer * LOG2E, COMPUTE)
-    high, _, gain = base_reference(tl.load(lse + n), outer, factor, TRANSFORM, COMPUTE)
+    high, _, gain = base_reference(
+        tl.load(lse + n), row, vocab, inner, outer, factor, TRANSFORM, K, WIDTH, COMPUTE
+    )  # fmt: skip
     if dot is None:
         total = row_dot(row, grad, vocab, high, gain, factor, inner, LOG, TRANSFORM, K, WIDTH).to(COMPUTE)
     else:
@@ -559,7 +575,8 @@ def write_ids(
     vocab: tl.tensor,
     vocab_start: tl.tensor,
     ignore_index: tl.tensor,
-    lse: tl.tensor,
+    high: tl.tensor,
+    low: tl.tensor,
     slant: tl.tensor,
     level: tl.tensor,
     inner: tl.tensor,
@@ -582,7 +599,7 @@ def write_ids(
         column, _ = target_column(id, vocab, vocab_start, vocab_start + vocab, ignore_index)
         x = tl.load(row + column, mask=column >= 0, other=0.0)
         b, slope = base_logits(x, inner, TRANSFORM, COMPUTE)
-        log_p = b.to(tl.float64) * outer - lse
+        log_p = ((b.to(tl.float64) - high.to(tl.float64)) - low.to(tl.float64)) * outer
         dz = own + tl.exp(log_p) * (slant * tl.maximum(log_p, LOWEST) + level)
         dz *= logit_scale
         if TRANSFORM == SOFTCAP:
@@ -649,7 +666,9 @@ def log_prob_backward_kernel(
     else:
         row_lse = tl.load(lse + n)
         factor = tl.full([], outer * LOG2E, COMPUTE)
-        high, low, gain = base_reference(row_lse, outer, factor, TRANSFORM, COMPUTE)
+        high, low, gain = base_reference(
+            row_lse, row, vocab, inner, outer, factor, TRANSFORM, K, WIDTH, COMPUTE
+        )  # fmt: skip
         scale = tl.full([], outer, COMPUTE)
         common = gain.to(tl.float64) * logit_scale
         block_slant = (slant * common).to(COMPUTE)
@@ -670,5 +689,5 @@ def log_prob_backward_kernel(
             tl.debug_barrier()  # the whole row has been written
             write_ids(
                 row, out, ids, grad_log_prob, n, num_ids, grad_row_stride, grad_id_stride, vocab, vocab_start,
-                ignore_index, row_lse, slant, level, inner, outer, logit_scale, TRANSFORM, COMPUTE, IDS,
+                ignore_index, high, low, slant, level, inner, outer, logit_scale, TRANSFORM, COMPUTE, IDS,
             )  # fmt: skip
