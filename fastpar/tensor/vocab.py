@@ -34,7 +34,8 @@ class VocabParallelEmbedding(ParallelModule):
         wgrad    dweight_r[id] += dout   for the ids it owns; local
 
     One collective of the output's size in forward, none in backward. Since all but one rank contribute zeros, the sum
-    is exact. An id outside [0, V) is an IndexError with its position (on CUDA, an asynchronous device assertion).
+    is exact. An id outside [0, V) is an IndexError with its position on every rank (on CUDA, an asynchronous device
+    assertion).
     """
 
     weight: nn.Parameter
@@ -110,15 +111,17 @@ class VocabParallelEmbedding(ParallelModule):
     def forward(self, ids: Tensor) -> Tensor:
         weight = self._local("weight")
         assert weight is not None
-        out = vocab_parallel_embedding(
+        if self.sequence is not None:
+            self.sequence.check_whole(ids)
+        return vocab_parallel_embedding(
             ids,
             weight,
             group=self.comm,
             vocab_range=self.vocab_range,
             padding_idx=self.padding_idx,
-            reduce="all" if self.sequence is None else "none",
+            reduce="all" if self.sequence is None else "scatter",
+            scatter_dim=0 if self.sequence is None else self.sequence.dim,
         )
-        return out if self.sequence is None else self.sequence.reduce_scatter(out)
 
     def extra_repr(self) -> str:
         start, stop, total = self.vocab_range
