@@ -205,7 +205,7 @@ def test_the_fallback_for_devices_without_kernels_is_the_same_function(
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"ids": torch.zeros(3)}, TypeError, "token ids must be integers"),
+        ({"ids": torch.zeros(3)}, TypeError, "ids must be integers"),
         ({"ids": torch.tensor([[0, 8]])}, IndexError, r"ids\[0, 1\] is 8, outside the vocabulary \[0, 8\)"),
         ({"weight": torch.zeros(8)}, ValueError, r"weight must be \[vocabulary, hidden\], got shape \(8,\)"),
         ({"weight": torch.zeros(8, 2).int()}, TypeError, "weight must be one of"),

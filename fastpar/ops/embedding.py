@@ -14,17 +14,21 @@ threads.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import itertools
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fastpar import _ext
+from fastpar.comm import gather_sequence, shard_sizes
 from fastpar.reference import embedding as reference
-from fastpar.reference.vocab_shard import communicator, resolve_shard
+from fastpar.reference.agreement import call_of, first_outside, raise_disagreement, tensor_checksum
+from fastpar.reference.arguments import checked
+from fastpar.reference.vocab_shard import Shard, communicator, resolve_shard
 
 if TYPE_CHECKING:
-    from fastpar.comm import GroupLike
+    from fastpar.comm import Communicator, GroupLike
 
 _ext.load()
 
@@ -107,9 +111,90 @@ class _EmbeddingBackward(torch.autograd.Function):
         return rows.masked_fill((ids == padding_idx).unsqueeze(-1), 0.0), None, None, None, None
 
 
+# ---- several ranks ---------------------------------------------------------------------------------------------------
+
+# Note: marks. An id outside the vocabulary on one rank has to be an error on all of them, and there is one collective,
+# a sum. So a few rows of marks travel below the looked-up ones: two numbers of each rank, which no other rank adds to,
+# and which any float dtype holds. They say which ids the rank was given, or that one of them is outside.
+_BAD_IDS = 255
+_MARKS = 2  # numbers of a rank, below 255 each
+
+
+class _Message(NamedTuple):
+    """Ids as they are looked up, with places for marks; dim is None where every rank gets all rows."""
+
+    ids: Tensor
+    marks: list[int]  # first row of each copy of the marks
+    num_marks: int  # rows of a copy
+    dim: int | None
+    sizes: list[int] | None  # rows of each rank's part of the message
+    part: tuple[int, ...]  # shape of the ids whose rows this rank gets
+
+
+def _message(ids: Tensor, hidden: int, comm: Communicator, dim: int | None) -> _Message:
+    num_marks = -(-_MARKS * comm.size // hidden)
+    nobody = ids.new_full((num_marks,), -1)
+    if dim is None:
+        return _Message(torch.cat([ids.reshape(-1), nobody]), [ids.numel()], num_marks, None, None, tuple(ids.shape))
+    parts = ids.split(shard_sizes(ids.shape[dim], comm.size), dim)
+    sizes = [part.numel() + num_marks for part in parts]
+    ends = list(itertools.accumulate(sizes))
+    joined = torch.cat([piece for part in parts for piece in (part.reshape(-1), nobody)])
+    return _Message(joined, [end - num_marks for end in ends], num_marks, dim, sizes, tuple(parts[comm.rank].shape))
+
+
+def _lookup_and_reduce(weight: Tensor, ids: Tensor, shard: Shard, comm: Communicator, dim: int | None) -> Tensor:
+    """Rows of all ranks' tables; raises on every rank what is wrong with the ids of any."""
+    hidden = weight.shape[1]
+    message = _message(ids, hidden, comm, dim)
+    rows: Tensor = implementation(weight).embedding(message.ids, weight, shard.start)
+    is_bad = first_outside(ids, shard.total, None) is not None
+    checksum = tensor_checksum(ids)
+    assert isinstance(checksum, int)
+    own = [_BAD_IDS] * _MARKS if is_bad else [checksum % 251, checksum // 251 % 241]
+    mark = torch.tensor(own, dtype=weight.dtype)
+    for first in message.marks:
+        rows[first : first + message.num_marks].view(-1)[_MARKS * comm.rank :][:_MARKS] = mark
+    summed = comm.all_reduce(rows) if message.sizes is None else comm.reduce_scatter(rows, dim=0, sizes=message.sizes)
+    marks = summed[-message.num_marks :].reshape(-1)[: _MARKS * comm.size].tolist()
+    if marks != marks[:_MARKS] * comm.size or marks[0] == _BAD_IDS:
+        call = call_of(comm, weight, "vocab_parallel_embedding")
+        assert call is not None  # only eager calls on CPU come here
+        raise_disagreement(call, ids, shard.total, None, "ids")
+    return summed[: -message.num_marks].view(*message.part, hidden)
+
+
+class _ReducedEmbedding(torch.autograd.Function):
+    """Rows of a split table on every rank, or this rank's part of them along `dim`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, weight: Tensor, ids: Tensor, shard: Shard, padding_idx: int, comm: Communicator, dim: int | None
+    ) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.arguments, ctx.comm, ctx.dim = (weight.shape[0], shard.start, padding_idx), comm, dim
+        return _lookup_and_reduce(weight, ids, shard, comm, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+        (ids,), grad = ctx.saved_tensors, grads[0]
+        if ctx.dim is not None:
+            sizes = shard_sizes(ids.shape[ctx.dim], ctx.comm.size)
+            grad = gather_sequence(grad, ctx.comm, dim=ctx.dim, sizes=sizes)
+        if torch.is_grad_enabled():  # create_graph=True
+            return _EmbeddingBackward.apply(grad, ids, *ctx.arguments), None, None, None, None, None
+        return implementation(grad).embedding_backward(ids, grad, *ctx.arguments), None, None, None, None, None
+
+
 # ---- public ----------------------------------------------------------------------------------------------------------
 
 
+def _has_marks(ids: Tensor, weight: Tensor) -> bool:
+    """See Note: marks. A device would have to be waited for."""
+    return weight.device.type == "cpu" and not torch.compiler.is_compiling() and ids.numel() > 0 and weight.shape[1] > 0
+
+
+@checked()
 def vocab_parallel_embedding(
     ids: Tensor,
     weight: Tensor,
@@ -127,7 +212,7 @@ def vocab_parallel_embedding(
         out     [..., H]       the same on every rank ("all"); this rank's part along `scatter_dim` ("scatter"); the
                                rows that this rank holds and zeros ("none")
 
-        forward   one all-reduce or reduce-scatter of the output; none if the group is None, or with "none"
+        forward   one all-reduce or reduce-scatter of the output and a row; none if the group is None, or with "none"
         wgrad     dweight[id] += dout, in float32, rounded once; no collective for "all", one all-gather of dout for
                   "scatter"; "none" expects the whole dout
 
@@ -141,15 +226,26 @@ def vocab_parallel_embedding(
     [[0, 0], [1, 2], [0, 0]] and [[3, 4], [0, 0], [3, 4]]; for dout of ones the gradients are [[1, 1]] and [[2, 2]].
 
     Raises:
-        IndexError: an id outside the vocabulary; names its position. On every rank, before the collective (on CUDA, an
-            asynchronous device assertion). Compiled code does not look: such an id has a row of zeros.
+        IndexError: an id outside the vocabulary; names its position, and the rank where not all have it. On every rank,
+            after the collective; with "none", which has none, on this one. On CUDA, an asynchronous device assertion.
+            Compiled code does not look: such an id has a row of zeros.
+        CommMismatchError: the ranks were given different ids (on CPU, after the collective, on every rank).
         ValueError, TypeError: shapes, dtypes, devices, vocab_range, padding_idx, reduce.
     """
     reference.check_weight(ids, weight, reduce)
     comm = communicator(group)
     shard = resolve_shard(weight.shape[0], vocab_range, comm)
-    reference.check_ids(ids, shard.total)
     padding = reference.resolve_padding(padding_idx, shard.total)
+    reference.check_scatter_dim(scatter_dim, ids)
+    if comm is not None and reduce != "none" and _has_marks(ids, weight):
+        dim = None if reduce == "all" else scatter_dim % (ids.dim() + 1)
+        if dim != ids.dim():
+            arguments = (weight, ids.long(), shard)
+            if torch.is_grad_enabled() and weight.requires_grad:
+                reduced: Tensor = _ReducedEmbedding.apply(*arguments, padding, comm, dim)
+                return reduced
+            return _lookup_and_reduce(*arguments, comm, dim)
+    reference.check_ids(ids, shard.total)
     ids = ids.long()
     if torch.is_grad_enabled() and weight.requires_grad:
         out = _Embedding.apply(weight, ids, shard.start, padding)

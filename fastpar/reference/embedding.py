@@ -27,8 +27,6 @@ WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 def check_ids(ids: Tensor, vocab_size: int) -> None:
     """IndexError with the position of the first id outside [0, vocab_size)."""
-    if ids.is_floating_point() or ids.dtype == torch.bool:
-        raise TypeError(f"token ids must be integers, got {ids.dtype}")
     if ids.numel() == 0 or torch.compiler.is_compiling():
         return
     if ids.is_cuda:
@@ -43,6 +41,8 @@ def check_ids(ids: Tensor, vocab_size: int) -> None:
 
 
 def check_weight(ids: Tensor, weight: Tensor, reduce: str) -> None:
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise TypeError(f"ids must be integers, got {ids.dtype}")
     if weight.dim() != 2:
         raise ValueError(f"weight must be [vocabulary, hidden], got shape {tuple(weight.shape)}")
     if weight.dtype not in WEIGHT_DTYPES:
@@ -51,6 +51,15 @@ def check_weight(ids: Tensor, weight: Tensor, reduce: str) -> None:
         raise ValueError(f"ids and weight must be on one device, got {ids.device} and {weight.device}")
     if reduce not in REDUCTIONS:
         raise ValueError(f"reduce must be one of {REDUCTIONS}, got {reduce!r}")
+
+
+def check_scatter_dim(scatter_dim: int, ids: Tensor) -> None:
+    if isinstance(scatter_dim, bool) or not isinstance(scatter_dim, int):
+        raise TypeError(f"scatter_dim must be an int, got {scatter_dim!r}")
+    if not -ids.dim() - 1 <= scatter_dim <= ids.dim():
+        raise IndexError(
+            f"scatter_dim must be in {-ids.dim() - 1}..{ids.dim()}, a dim of the output, got {scatter_dim}"
+        )
 
 
 def resolve_padding(padding_idx: int | None, total: int) -> int:
@@ -112,6 +121,7 @@ def vocab_parallel_embedding(
     shard = resolve_shard(weight.shape[0], vocab_range, comm)
     check_ids(ids, shard.total)
     padding = resolve_padding(padding_idx, shard.total) - shard.start
+    check_scatter_dim(scatter_dim, ids)
     local = ids.long() - shard.start
     foreign = (local < 0) | (local >= shard.size)
     if shard.size == 0:
