@@ -60,6 +60,7 @@ def test_1000_bad_calls_of_every_op_are_right_or_typed_errors_that_name_an_argum
 # ---- what the calls above do not make --------------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 @pytest.mark.parametrize("transform", ["grad", "vmap", "jvp"])
 def test_torch_func_transforms_are_refused_by_name(transform: str) -> None:
     logits, target = torch.randn(3, 5), torch.tensor([0, 1, 2])

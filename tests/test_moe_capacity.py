@@ -122,7 +122,7 @@ def test_wrong_arguments_say_what_is_allowed():
         moe_capacity(INDICES, num_experts=2, tokens=1)
     with pytest.raises(ValueError, match=r"\[T, K\] of int64 or int32, got \(4, 1\) torch.float32"):
         moe_capacity(WEIGHTS, WEIGHTS, num_experts=2, tokens=1)
-    with pytest.raises(ValueError, match="num_experts must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="num_experts must be between 1 and"):
         moe_capacity(INDICES, WEIGHTS, num_experts=0, tokens=1)
     with pytest.raises(ValueError, match="align must be at least 1, got 0"):
         Padding(align=0)
