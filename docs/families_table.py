@@ -31,10 +31,10 @@ of SGD are those of one process. *Refused*: `fastpar` raises, for the reason bel
 
 {counts}
 
-tp2, tp3: tensor parallelism over two and three ranks; sp: with sequence parallelism; ep2: experts on two ranks, which
-have data of their own otherwise; pp2: two stages of a pipeline. *Left whole*: modules that `plan="auto"` leaves as they
-are in tp2, on every rank (with sequence parallelism: on all tokens), since a trial of their split did not compute the
-same; `fastpar.explain` gives the reason.
+tp2, tp3: tensor parallelism over two and three ranks; sp: with sequence parallelism; ep2: experts on two ranks of data
+parallelism, which see the same sequences; pp2: two stages of a pipeline. *Left whole*: modules that `plan="auto"`
+leaves as they are in tp2, on every rank (with sequence parallelism: on all tokens), since a trial of their
+split did not compute the same; `fastpar.explain` gives the reason.
 
 Written by `PYTHONPATH=. python docs/families_table.py`.
 

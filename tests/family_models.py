@@ -71,7 +71,7 @@ _MORE: dict[str, dict[str, Any]] = {
     "kimi_linear": {"linear_head_dim": 8, "linear_num_heads": 6},
     "lfm2": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3, "num_dense_layers": 1},
-    "mimo_v2_flash": {"swa_num_key_value_heads": 2, "num_key_value_heads": 2},
+    "mimo_v2_flash": {"num_key_value_heads": 3},
     "longcat_flash": {"zero_expert_num": 2, "n_routed_experts": 6},
     "minimax_m3_vl_text": {"dense_intermediate_size": 50, "shared_intermediate_size": 12, "index_head_dim": 8},
     "nemotron_h": {
@@ -88,11 +88,6 @@ _MORE: dict[str, dict[str, Any]] = {
         "ngram_vocab_size_base": 50, "make_ngram_vocab_size_divisible_by": 4, "split_ngram_parts": 1,
     },
     "recurrent_gemma": {"layer_types": None, "block_types": ["recurrent", "attention"], "num_hidden_layers": 3},
-    "zamba2": {
-        "layer_types": None, "layers_block_type": ["linear_attention", "hybrid"], "mamba_d_state": 8,
-        "n_mamba_heads": 6, "mamba_headdim": 16, "attention_head_dim": 16, "adapter_rank": 4, "num_key_value_heads": 6,
-        "num_hidden_layers": 2, "chunk_size": 4,
-    },
 }  # fmt: skip
 
 
@@ -106,15 +101,17 @@ def families() -> list[tuple[str, str, str]]:
         names = {"causal": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "masked": "MODEL_FOR_MASKED_LM_MAPPING_NAMES"}[kind]
         for model_type, name in getattr(modeling_auto, names).items():
             config = CONFIG_MAPPING[model_type]
+            if "text_config" in getattr(config, "sub_configs", {}):
+                continue  # its text model is a family of its own
             if getattr(config, "base_model_tp_plan", None) or (kind == "causal" and model_type in _WITHOUT_PLAN):
                 found.append((model_type, name if isinstance(name, str) else name[0], kind))
     return found
 
 
 _WITHOUT_PLAN = (
-    "bamba", "biogpt", "bitnet", "bloom", "codegen", "dbrx", "diffllama", "falcon", "falcon_h1", "falcon_mamba", "gpt2",
+    "bamba", "biogpt", "bitnet", "bloom", "codegen", "diffllama", "falcon", "falcon_h1", "falcon_mamba", "gpt2",
     "gpt_bigcode", "gpt_neo", "gpt_neox_japanese", "gpt_oss", "gptj", "hunyuan_v1_dense", "jetmoe", "lfm2", "mamba",
-    "modernbert-decoder", "mpt", "opt", "persimmon", "recurrent_gemma", "stablelm", "xglm", "zamba2",
+    "modernbert-decoder", "mpt", "opt", "persimmon", "recurrent_gemma", "stablelm", "xglm",
 )  # fmt: skip
 
 

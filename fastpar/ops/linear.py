@@ -405,5 +405,5 @@ def _checked(x: Tensor, given: Weights, width: int | None = None) -> tuple[Tenso
     """In the dtype of autocast, and fitting together."""
     if isinstance(x, Tensor) and x.is_floating_point():
         x, given = _autocast(x, given)
-    reference.check_linear(x, given, width)
+    reference.check_linear(x, given, width=width)
     return x, given
