@@ -47,6 +47,19 @@ class FunctionalLinear(nn.Linear):
         return 3 * F.linear(2 * x, self.weight, self.bias)
 
 
+class ProductLinear(nn.Linear):
+    """As Falcon's: a product and a sum, rounded between them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        product = x @ self.weight.T
+        return product if self.bias is None else product + self.bias
+
+
+class LateBiasLinear(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.add(self.bias, 2 * F.linear(x, self.weight))
+
+
 class QuantisedLinear(nn.Linear):
     """Rounds to steps of the largest weight, which one rank does not have."""
 
@@ -125,6 +138,8 @@ CLASSES = [
     {"embedding": ShiftedEmbedding},
     {"up": ScaledLinear, "down": ScaledLinear, "head": ScaledLinear},
     {"up": FunctionalLinear, "down": FunctionalLinear, "head": FunctionalLinear},
+    {"up": ProductLinear, "down": LateBiasLinear},
+    {"up": LateBiasLinear, "down": ProductLinear, "head": ProductLinear},
     {"up": GatedLinear},  # right inside a block, whose input's gradient is summed as a whole
     {"down": NormalisedLinear},  # whose output is whole
 ]

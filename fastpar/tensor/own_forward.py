@@ -6,9 +6,9 @@ neither a class name nor `isinstance` says what a subclass computes.
 
 Note: a forward of one's own is kept
     The module gets a generated class between its own and the parallel one, so that `super().forward(x)` in its code is
-    the parallel layer's. `self.weight` and `self.bias` are placeholders meanwhile: `F.linear` and `F.embedding` with
-    them are the parallel layer's as well, their dtype, device and full shape can be read, and anything else is refused,
-    as it would compute with a part of the weight and take it for the whole.
+    the parallel layer's. `self.weight` and `self.bias` are placeholders meanwhile: `F.linear`, `F.embedding` and
+    `x @ weight.T + bias` with them are the parallel layer's as well, their dtype, device and full shape can be read,
+    and anything else is refused, as it would compute with a part of the weight and take it for the whole.
 
     What the code does around that may still need all features (a norm over the output, a maximum over the input). So
     `prove_own_forward` runs the module whole and split on a few random rows, and compares output, dgrad and wgrad.
@@ -29,6 +29,9 @@ from fastpar.comm import Communicator
 
 _ROWS = 3  # of the random input
 _METADATA = ("dtype", "device", "shape", "ndim", "requires_grad", "is_cuda", "is_meta", "layout", "is_leaf")
+_TRANSPOSES = (cast(Any, Tensor).T.__get__, cast(Any, Tensor).mT.__get__, Tensor.t, torch.t)
+_PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__)
+_SUMS = (torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__)
 _QUESTIONS = ("size", "dim", "numel", "element_size", "is_floating_point", "is_complex", "ndimension", "get_device")
 
 
@@ -93,13 +96,19 @@ class _Placeholder(Tensor):
 
     _layer: Any
     _name: str
+    _is_transposed: bool
 
     @staticmethod
-    def __new__(cls, param: Tensor, shape: Sequence[int], layer: Any, name: str) -> _Placeholder:
+    def __new__(cls, param: Tensor, layer: Any, name: str, is_transposed: bool = False) -> _Placeholder:
+        shape = layer._layouts[name].shape
         made = Tensor._make_wrapper_subclass(
-            cls, tuple(shape), dtype=param.dtype, device=param.device, requires_grad=param.requires_grad
+            cls,
+            tuple(reversed(shape)) if is_transposed else tuple(shape),
+            dtype=param.dtype,
+            device=param.device,
+            requires_grad=param.requires_grad,
         )
-        made._layer, made._name = layer, name
+        made._layer, made._name, made._is_transposed = layer, name, is_transposed
         return made
 
     @classmethod
@@ -107,6 +116,15 @@ class _Placeholder(Tensor):
         kwargs = kwargs or {}
         if func in (F.linear, F.embedding):
             return _call_parallel(func, args, kwargs)
+        if func in _TRANSPOSES and args[0]._name == "weight":
+            weight = args[0]
+            return _Placeholder(weight, weight._layer, "weight", not weight._is_transposed)
+        if func in _PRODUCTS and _is_product(*args):
+            return _without_bias(args[1]._layer, args[0])
+        if func in _SUMS and len(args) == 2 and not kwargs:
+            bias, other = args if isinstance(args[0], _Placeholder) else args[::-1]
+            if bias._name == "bias" and not isinstance(other, _Placeholder):
+                return other + bias._layer._local("bias")
         name = getattr(func, "__name__", "")
         owner = getattr(getattr(func, "__self__", None), "__name__", "")
         if name in _QUESTIONS or (name == "__get__" and owner in _METADATA):
@@ -115,8 +133,8 @@ class _Placeholder(Tensor):
         found = next(a for a in (*args, *kwargs.values()) if isinstance(a, _Placeholder))
         what = owner or name or str(func)
         raise TypeError(
-            f"its forward computes with its {found._name} by {what}; only F.linear, F.embedding and super().forward "
-            "are known to work on a part of it"
+            f"its forward computes with its {found._name} by {what}; only F.linear, F.embedding, x @ weight.T + bias "
+            "and super().forward are known to work on a part of it"
         )
 
     @classmethod
@@ -133,11 +151,33 @@ def _call_parallel(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Te
     x, weight, bias = given["input"], given["weight"], given.get("bias")
     if not isinstance(weight, _Placeholder) or weight._name != "weight" or isinstance(x, _Placeholder):
         raise TypeError(f"its forward calls {func.__name__} with its weight or bias in another place than usual")
-    layer = weight._layer
-    has_bias = layer._parameters.get("bias") is not None
-    if func is F.linear and (has_bias != isinstance(bias, _Placeholder) or (bias is not None and not has_bias)):
-        raise TypeError("its forward calls F.linear without its bias, or with another one")
+    layer, own_bias = weight._layer, weight._layer._parameters.get("bias")
+    if weight._is_transposed or (bias is not None and not (isinstance(bias, _Placeholder) and bias._name == "bias")):
+        raise TypeError(f"its forward calls {func.__name__} with a transposed weight, or with another bias")
+    if own_bias is not None and bias is None:
+        return _without_bias(layer, x)
     return cast(Tensor, layer._parallel_class.forward(layer, x))
+
+
+def _is_product(x: Any, weight: Any) -> bool:
+    """Whether x @ weight is the layer's product: with the transpose of a weight [out, in]."""
+    is_weight = isinstance(weight, _Placeholder) and weight._name == "weight" and not isinstance(x, _Placeholder)
+    return is_weight and weight._is_transposed != getattr(weight._layer, "transposed", False)
+
+
+def _without_bias(layer: Any, x: Tensor) -> Tensor:
+    """The parallel layer's forward without its bias, which the code around adds by itself."""
+    parameters, shared = layer._parameters, vars(layer).get("shared_input")
+    bias = parameters["bias"]
+    parameters["bias"] = None
+    if shared is not None:
+        layer.shared_input = None  # what a block has prepared has the bias in it
+    try:
+        return cast(Tensor, layer._parallel_class.forward(layer, x))
+    finally:
+        parameters["bias"] = bias
+        if shared is not None:
+            layer.shared_input = shared
 
 
 def _placeholder_property(name: str) -> property:
@@ -145,7 +185,7 @@ def _placeholder_property(name: str) -> property:
         param = self._parameters[name]
         if param is None or not self.__dict__.get("_in_own_forward"):
             return param
-        return _Placeholder(param, self._layouts[name].shape, self, name)
+        return _Placeholder(param, self, name)
 
     return property(read)
 
