@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastpar.comm import Communicator
+from fastpar.comm import Communicator, gather_from, shard_sizes
 
 _ROWS = 3  # of the random input
 _METADATA = ("dtype", "device", "shape", "ndim", "requires_grad", "is_cuda", "is_meta", "layout", "is_leaf")
@@ -124,7 +124,7 @@ class _Placeholder(Tensor):
         if func in _SUMS and len(args) == 2 and not kwargs:
             bias, other = args if isinstance(args[0], _Placeholder) else args[::-1]
             if bias._name == "bias" and not isinstance(other, _Placeholder):
-                return other + bias._layer._local("bias")
+                return other + _bias_of_output(bias._layer)
         name = getattr(func, "__name__", "")
         owner = getattr(getattr(func, "__self__", None), "__name__", "")
         if name in _QUESTIONS or (name == "__get__" and owner in _METADATA):
@@ -157,6 +157,14 @@ def _call_parallel(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Te
     if own_bias is not None and bias is None:
         return _without_bias(layer, x)
     return cast(Tensor, layer._parallel_class.forward(layer, x))
+
+
+def _bias_of_output(layer: Any) -> Tensor:
+    """The bias of the features that the layer's output has."""
+    bias = cast(Tensor, layer._local("bias"))
+    if not getattr(layer, "gather_output", False):
+        return bias
+    return gather_from(bias, layer.comm, dim=0, sizes=shard_sizes(layer.out_features, layer.comm.size))
 
 
 def _is_product(x: Any, weight: Any) -> bool:
