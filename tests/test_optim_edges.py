@@ -38,8 +38,8 @@ def test_sums_of_squares_add_up() -> None:
     a, b = torch.randn(7), torch.randn(3, 5)
     both = fp.GradSum().add([a, b])
     parts = fp.GradSum().add([a]), fp.GradSum().add([b])
-    assert torch.equal((parts[0] + parts[1]).sums, both.sums)
-    assert torch.equal(sum(parts).sums, both.sums)
+    for total in (parts[0] + parts[1], sum(parts)):  # the same number: its digits may differ by what is not carried yet
+        assert torch.equal(total.norm(torch.float64), both.norm(torch.float64))
     assert torch.equal(parts[0].sums, fp.GradSum().add([a]).sums)  # neither has changed
     with pytest.raises(TypeError):
         parts[0] + 1.0

@@ -124,7 +124,7 @@ def moe_mlp(
     problem = check_experts(x, weights, *experts, rule) or _check_replicas(x, weights, experts, more, rule)
     if chunks < 1:
         problem = ValueError(f"chunks must be at least 1, got {chunks}")
-    per_rank = len(first) + (len(more[0]) if more and more[0] is not None else 0)
+    per_rank = (len(first) if first.dim() else 1) + (len(more[0]) if more and more[0] is not None else 0)
     parameters = [*experts, *more]
     if more and problem is None:
         experts = Experts.of(parameters)

@@ -26,6 +26,7 @@ from fastpar.ops._moe_claim import DTYPES, Claim
 from fastpar.ops._moe_plan import DispatchPlan, Padding, Terms
 from fastpar.ops.moe import exchange_of
 from fastpar.ops.moe_rows import gather_rows
+from fastpar.reference.arguments import checked
 
 _TWICE = "fastpar.reference.moe_mlp, in one process,"
 
@@ -51,6 +52,7 @@ class _Send(torch.autograd.Function):
         return None, dx, first_derivative_only(values.to(ctx.weights_dtype), "moe_send", _TWICE, *grads)
 
 
+@checked()
 def moe_plan(
     indices: Tensor,
     weights: Tensor | None = None,
@@ -91,6 +93,7 @@ def moe_plan(
     return plan
 
 
+@checked()
 def moe_send(x: Tensor, plan: DispatchPlan, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """(rows, row_weights): tokens to the experts that a plan has for them.
 

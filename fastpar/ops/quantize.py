@@ -20,6 +20,7 @@ from fastpar import _ext
 from fastpar.comm.block_codes import FORMATS
 from fastpar.ops._device import has_kernels
 from fastpar.reference import quantize as reference
+from fastpar.reference.arguments import checked
 
 _ext.load()
 _quantize = torch.ops.fastpar.quantize_rows
@@ -60,6 +61,7 @@ def _dequantize_fake(codes: Tensor, scales: Tensor, block: int, format: int, dty
 # ---- public ----------------------------------------------------------------------------------------------------------
 
 
+@checked()
 def quantize_blocks(
     x: Tensor, *, format: str = "float8_e4m3fn", block: int = 128, rounding: str = "nearest", seed: int = 0
 ) -> tuple[Tensor, Tensor]:

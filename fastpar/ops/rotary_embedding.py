@@ -25,6 +25,7 @@ from torch import Tensor
 from fastpar import _ext
 from fastpar.ops._autograd import needs_grad
 from fastpar.ops._device import has_kernels
+from fastpar.reference.arguments import checked
 from fastpar.reference.rotary_embedding import check_arguments, rotary_tables, rotated
 
 __all__ = ["rotary_embedding", "rotary_tables"]
@@ -164,6 +165,7 @@ def rotary_embedding(
     layout: str = ...,
     inplace: bool = ...,
 ) -> tuple[Tensor, Tensor]: ...
+@checked(meta=True)
 def rotary_embedding(
     q: Tensor,
     k: Tensor | None = None,

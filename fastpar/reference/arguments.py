@@ -160,7 +160,7 @@ def _several(base: str, members: list[str], *, meta: bool, nan: bool) -> Kind:
 
     if count is not None:
         return Kind(accepts, problem, f"({', '.join(kind.words for kind in kinds)})")
-    return Kind(accepts, problem, f"a sequence, each {kinds[0].words},")
+    return Kind(accepts, problem, f"a sequence, each {kinds[0].words}")
 
 
 # ---- kinds -----------------------------------------------------------------------------------------------------------

@@ -8,6 +8,8 @@ from typing import overload
 import torch
 from torch import Tensor
 
+from fastpar.reference.arguments import checked
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 LAYOUTS = ("bshd", "bhsd")
 _POSITION_DTYPES = (torch.int64, torch.int32)
@@ -21,6 +23,7 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 # ---- tables ----------------------------------------------------------------------------------------------------------
 
 
+@checked(meta=True)
 def rotary_tables(
     positions: Tensor,
     rotary_dim: int,
@@ -57,6 +60,7 @@ def rotary_tables(
         raise TypeError(f"dtype must be one of {', '.join(map(str, DTYPES))}, got {dtype}")
     if not 0.0 < theta < math.inf:
         raise ValueError(f"theta must be positive and finite, got {theta}")
+    scale = float(scale)
     if not -math.inf < scale < math.inf:
         raise ValueError(f"scale must be finite, got {scale}")
     if frequencies is None:
@@ -124,11 +128,16 @@ def _check_heads(x: Tensor, name: str, layout: str) -> None:
         raise ValueError(f"{name} must be {dims} for layout {layout!r}, got {list(x.shape)}")
 
 
+_MAX_DIM = 1 << 20  # of a head; more is a mistake, and would ask for tables that no memory holds
+
+
 def _check_rotary_dim(rotary_dim: int) -> None:
     if isinstance(rotary_dim, bool) or not isinstance(rotary_dim, int):
         raise TypeError(f"rotary_dim must be an int, got {type(rotary_dim).__name__}")
     if rotary_dim < 0 or rotary_dim % 2:
         raise ValueError(f"rotary_dim must be even and not negative, got {rotary_dim}")
+    if rotary_dim > _MAX_DIM:
+        raise ValueError(f"rotary_dim must be at most {_MAX_DIM}, got {rotary_dim}")
 
 
 def _check_tables(x: Tensor, name: str, cos: Tensor, sin: Tensor, rotary_dim: int, layout: str) -> None:
