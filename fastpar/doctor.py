@@ -370,7 +370,7 @@ def _rotary_error() -> float:
     """Heads of 37 tokens turned both ways of pairing, and the gradient, against float64."""
     from fastpar.ops import rotary_embedding, rotary_tables
 
-    x, upstream, positions = _normal(37, 3, 34), _normal(37, 3, 34), torch.arange(1000, 1037)
+    x, upstream, positions = _normal(37, 3, 34), _normal(37, 3, 34), torch.arange(1000, 1037, device="cpu")
     cos, sin = rotary_tables(positions, 34, dtype=torch.float64)
     whole = torch.polar(torch.ones_like(cos), torch.atan2(sin, cos))[:, None]
     pairs: list[tuple[torch.Tensor, torch.Tensor]] = []

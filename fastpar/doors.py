@@ -42,8 +42,8 @@ class SavePretrained:
             except Exception as raised:
                 error = f"{type(raised).__name__}: {raised}"
         # The others learn of a full disk as well, instead of going on with files that are not there.
-        failed = self.comm.all_reduce(torch.tensor([float(bool(error))]), "max") if self.comm.size > 1 else None
-        if error or (failed is not None and failed.item()):
+        failed = self.comm.all_reduce(torch.tensor([float(bool(error))], device="cpu"), "max")
+        if failed.item():
             raise RuntimeError(f"save_pretrained to {save_directory} failed: {error or 'see the writing rank'}")
         return result
 

@@ -61,7 +61,7 @@ def prove_experts(path: str, module: nn.Module, parent: nn.Module | None) -> Non
     first = cast(Tensor, module._parameters["down_proj"])
     hidden = first.shape[2 if is_transposed(module) else 1]
     generator, num_experts = torch.Generator().manual_seed(0), num_experts_of(module)
-    x = torch.randn(_PROOF_TOKENS, hidden, generator=generator).to(first)
+    x = torch.randn(_PROOF_TOKENS, hidden, generator=generator, device="cpu").to(first)
     modes = [(m, m.training) for m in (parent or module).modules()]
     for m, _ in modes:
         m.training = False
@@ -71,8 +71,12 @@ def prove_experts(path: str, module: nn.Module, parent: nn.Module | None) -> Non
             found = _route(cast(Any, parent), functools.partial(run_experts, module), x)[0]
         else:
             top_k = min(2, num_experts)
-            indices = torch.rand(_PROOF_TOKENS, num_experts, generator=generator).topk(top_k).indices.to(x.device)
-            weights = torch.rand(_PROOF_TOKENS, top_k, generator=generator).to(x)
+            indices = (
+                torch.rand(_PROOF_TOKENS, num_experts, generator=generator, device="cpu")
+                .topk(top_k)
+                .indices.to(x.device)
+            )
+            weights = torch.rand(_PROOF_TOKENS, top_k, generator=generator, device="cpu").to(x)
             wanted, found = module(x, indices, weights), run_experts(module, x, indices, weights)
     finally:
         for m, was in modes:

@@ -119,11 +119,12 @@ def same_draws(comm: Communicator, device: torch.device) -> Iterator[None]:
         yield
         return
     state = generator_state(device)
-    sums = comm.all_gather(state.view(torch.uint8).long().mul_(torch.arange(1, len(state) + 1)).sum().view(1))
+    places = torch.arange(1, len(state) + 1, device="cpu")
+    sums = comm.all_gather((state.view(torch.uint8).long() * places).sum().view(1))
     if (sums == sums[0]).all():
         yield
         return
-    seed = comm.broadcast(torch.empty(1, dtype=torch.int64).random_(0, 1 << 62), src=0)
+    seed = comm.broadcast(torch.empty(1, dtype=torch.int64, device="cpu").random_(0, 1 << 62), src=0)
     with torch.random.fork_rng(devices=[device.index or 0] if device.type == "cuda" else []):
         torch.manual_seed(int(seed))
         yield

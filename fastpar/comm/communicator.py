@@ -235,14 +235,14 @@ class Communicator:
         """The `rows` of every rank, for `sizes=` of all_gather and gather where no rank knows those of the others. One
         all_gather of a number."""
         _check_rows([rows])
-        return [int(size) for size in self.all_gather(torch.tensor([rows])).tolist()]
+        return [int(size) for size in self.all_gather(torch.tensor([rows], device="cpu")).tolist()]
 
     def exchange_sizes(self, input_sizes: Sequence[int]) -> list[int]:
         """The `output_sizes` of an all_to_all, where every rank knows only what it sends. One all_to_all of numbers."""
         _check_rows(input_sizes)
         if len(input_sizes) != self.size:
             raise ValueError(f"input_sizes must have one entry per rank ({self.size}), got {list(input_sizes)}")
-        return [int(size) for size in self.all_to_all(torch.tensor(list(input_sizes))).tolist()]
+        return [int(size) for size in self.all_to_all(torch.tensor(list(input_sizes), device="cpu")).tolist()]
 
     def broadcast_async(self, x: Tensor, src: int = 0) -> Pending[Tensor]:
         return self._background.broadcast(x, src)

@@ -337,7 +337,7 @@ class AllToAll(Collective):
         self.is_little = False
         self.header = header_of("all_to_all", x)
         if 2 * self.size * 8 <= INLINE_BYTES:  # else ranks that disagree about sizes hear of it from gloo
-            self.table = torch.tensor([*self.inputs, *self.outputs])
+            self.table = torch.tensor([*self.inputs, *self.outputs], device="cpu")
 
     def check_tables(self, tables: list[Tensor], sequence: int) -> None:
         sent = torch.stack([table[: self.size] for table in tables])

@@ -78,8 +78,8 @@ class InputGuard:
         leaves, _ = tree_flatten_with_path((args, kwargs))
         tensors = [(_name(path), x) for path, x in leaves if isinstance(x, Tensor) and type(x) is Tensor]
         state = generator_state(self.device) if module.training else None
-        digests = torch.tensor([_structure(tensors), _crc(state) if state is not None else 0], dtype=torch.int64)
-        everyone = self.comm.all_gather(digests.unsqueeze(0))
+        digests = [_structure(tensors), _crc(state) if state is not None else 0]
+        everyone = self.comm.all_gather(torch.tensor([digests], dtype=torch.int64, device="cpu"))
         if (everyone[:, 0] != everyone[0, 0]).any():
             described = ", ".join(f"{name} {list(x.shape)} {x.dtype}" for name, x in tensors) or "no tensor"
             raise ValueError(
@@ -105,7 +105,7 @@ class InputGuard:
             return
         words = [_crc(x) if not (x.is_floating_point() or x.is_complex()) else 0 for _, x in tensors]
         samples = torch.stack([_sample(x) for _, x in tensors])
-        exact = self.comm.all_gather(torch.tensor([words], dtype=torch.int64))
+        exact = self.comm.all_gather(torch.tensor([words], dtype=torch.int64, device="cpu"))
         near = self.comm.all_gather(samples.unsqueeze(0))
         room = 0.02 * near.abs().nan_to_num(posinf=0.0).amax(dim=(0, 2))
         apart = ((near - near[0]).abs().nan_to_num() > room[:, None]).any(-1).any(0)
@@ -137,6 +137,6 @@ def _crc(x: Tensor) -> int:
 def _sample(x: Tensor) -> Tensor:
     """A few numbers of a floating-point tensor, zeros of another."""
     if not x.is_floating_point() or not x.numel():
-        return torch.zeros(_SAMPLES, dtype=torch.float64)
+        return torch.zeros(_SAMPLES, dtype=torch.float64, device="cpu")
     places = torch.linspace(0, x.numel() - 1, _SAMPLES, dtype=torch.float64, device="cpu").long()
     return x.detach().reshape(-1)[places.to(x.device)].double().cpu()

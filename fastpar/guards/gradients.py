@@ -61,7 +61,7 @@ class GradientGuard:
         """At the end of backward, on all ranks: each has the same names, and perhaps not all of the gradients."""
         found, names = self._found, self._names
         self._found, self._is_queued = {}, False
-        nothing = torch.zeros(3, dtype=torch.float64)
+        nothing = torch.zeros(3, dtype=torch.float64, device="cpu")
         rows = torch.stack([found[name].cpu() if name in found else nothing for name in names])
         everyone = self.comm.all_gather(rows.unsqueeze(0))  # [ranks, parameters, 3]
         size = everyone[..., 2].amax(0)

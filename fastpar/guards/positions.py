@@ -101,7 +101,7 @@ class PositionGuard:
         for call, region in calls:
             if (call.args or call.kwargs) and min(region.sizes) > 1:
                 found = found or _mixes(call, region)
-        if self.comm.all_gather(torch.tensor([bool(found)])).any():
+        if self.comm.all_gather(torch.tensor([bool(found)], device="cpu")).any():
             raise ValueError(
                 f"{found or 'a layer on another rank'} mixes positions, and with sequence_parallel=True sees those of "
                 "this rank only. Give it the style 'block' and its linears 'colwise' and 'rowwise', so that its input "
@@ -141,7 +141,7 @@ def _run(
     def other(x: Tensor) -> Tensor:
         if generator is None or not isinstance(x, Tensor) or not x.is_floating_point():
             return x
-        noise = torch.randn(x.shape, generator=generator).to(x) * (x.std() + 1)
+        noise = torch.randn(x.shape, generator=generator, device="cpu").to(x) * (x.std() + 1)
         noise.select(region.dim, at).copy_(x.select(region.dim, at))
         return noise
 

@@ -99,7 +99,7 @@ class GroupMaker:
 
     def device_mesh(self, device_type: str, shape: Sequence[int], names: tuple[str, ...]) -> DeviceMesh:
         """torch's DeviceMesh over all ranks, in their order."""
-        ranks = torch.arange(math.prod(shape)).view(*shape)
+        ranks = torch.arange(math.prod(shape), device="cpu").view(*shape)
         groups = [self._group_of(ranks, dim) for dim in range(len(shape))]
         return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=names)
 

@@ -152,7 +152,7 @@ def _lookup_and_reduce(weight: Tensor, ids: Tensor, shard: Shard, comm: Communic
     checksum = tensor_checksum(ids)
     assert isinstance(checksum, int)
     own = [_BAD_IDS] * _MARKS if is_bad else [checksum % 251, checksum // 251 % 241]
-    mark = torch.tensor(own, dtype=weight.dtype)
+    mark = torch.tensor(own, dtype=weight.dtype, device="cpu")
     for first in message.marks:
         rows[first : first + message.num_marks].view(-1)[_MARKS * comm.rank :][:_MARKS] = mark
     summed = comm.all_reduce(rows) if message.sizes is None else comm.reduce_scatter(rows, dim=0, sizes=message.sizes)

@@ -147,7 +147,7 @@ class _Combine(torch.autograd.Function):
         return None, None, drows, dweights[0] if dweights else None, dadd
 
 
-@checked()
+@checked(unless_agreed="group")
 def moe_dispatch(
     x: Tensor,
     indices: Tensor,
@@ -209,7 +209,7 @@ def moe_dispatch(
     return rows, row_weights, box[0]
 
 
-@checked()
+@checked(unless_agreed="plan")
 def moe_combine(
     rows: Tensor, plan: DispatchPlan, row_weights: Tensor | None = None, *, add: Tensor | None = None
 ) -> Tensor:

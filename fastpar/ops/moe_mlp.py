@@ -23,7 +23,7 @@ from fastpar.reference.linear import autocast_dtype
 from fastpar.reference.moe_mlp import ExpertRule, activate, check_experts
 
 
-@checked()
+@checked(unless_agreed="group")
 def moe_mlp(
     x: Tensor,
     indices: Tensor,

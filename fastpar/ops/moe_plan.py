@@ -52,7 +52,7 @@ class _Send(torch.autograd.Function):
         return None, dx, first_derivative_only(values.to(ctx.weights_dtype), "moe_send", _TWICE, *grads)
 
 
-@checked()
+@checked(unless_agreed="group")
 def moe_plan(
     indices: Tensor,
     weights: Tensor | None = None,
@@ -93,7 +93,7 @@ def moe_plan(
     return plan
 
 
-@checked()
+@checked(unless_agreed="plan")
 def moe_send(x: Tensor, plan: DispatchPlan, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """(rows, row_weights): tokens to the experts that a plan has for them.
 

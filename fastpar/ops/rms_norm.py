@@ -192,7 +192,7 @@ def rms_norm(
     weight_offset: float = ...,
     group: GroupLike = ...,
 ) -> tuple[Tensor, Tensor]: ...
-@checked(meta=True)
+@checked(meta=True, unless_agreed="group")
 def rms_norm(
     x: Tensor,
     weight: Tensor | None,

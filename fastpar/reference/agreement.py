@@ -46,7 +46,7 @@ def tensor_checksum(x: Tensor | float | None) -> int | float | None:
         return None
     x = x.detach().reshape(-1)
     words = x.double().view(torch.int64) if x.is_floating_point() else x.long()
-    return int((words * torch.arange(1, 2 * words.numel(), 2)).sum())
+    return int((words * torch.arange(1, 2 * words.numel(), 2, device="cpu")).sum())
 
 
 def exchange_notes(comm: Communicator, note: dict[str, Any]) -> list[dict[str, Any]]:
@@ -56,7 +56,7 @@ def exchange_notes(comm: Communicator, note: dict[str, Any]) -> list[dict[str, A
         if len(text.encode()) <= NOTE_BYTES:
             break
         text = json.dumps({k: v[:length] if isinstance(v, str) else v for k, v in note.items()})
-    packed = torch.zeros(NOTE_BYTES, dtype=torch.uint8)
+    packed = torch.zeros(NOTE_BYTES, dtype=torch.uint8, device="cpu")
     data = text.encode()[:NOTE_BYTES]
     packed[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     notes = comm.all_gather(packed, dim=0).view(comm.size, NOTE_BYTES)

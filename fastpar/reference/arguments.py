@@ -26,10 +26,14 @@ class Kind(NamedTuple):
     words: str
 
 
-def checked(*, meta: bool = False, nan: tuple[str, ...] = ()) -> Callable[[Function], Function]:
+def checked(
+    *, meta: bool = False, nan: tuple[str, ...] = (), unless_agreed: str = ""
+) -> Callable[[Function], Function]:
     """A function whose arguments are of the kinds of its annotations, or TypeError or ValueError.
 
-    meta: tensors on the meta device are taken as well; nan: the numbers that may be NaN.
+    meta: tensors on the meta device are taken as well; nan: the numbers that may be NaN; unless_agreed: the argument
+    (a group, or a plan that has one) with which the function itself raises on all ranks what is wrong on one, so that
+    nothing may be raised here.
     """
 
     def decorate(function: Function) -> Function:
@@ -50,7 +54,8 @@ def checked(*, meta: bool = False, nan: tuple[str, ...] = ()) -> Callable[[Funct
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if not torch.compiler.is_compiling():
+            is_agreed = unless_agreed and _agrees(kwargs.get(unless_agreed, args[1] if len(args) > 1 else None))
+            if not is_agreed and not torch.compiler.is_compiling():
                 for (argument, kind), value in zip(positional, args, strict=False):
                     _check(name, argument, kind, value)
                 for argument, value in kwargs.items():
@@ -61,6 +66,17 @@ def checked(*, meta: bool = False, nan: tuple[str, ...] = ()) -> Callable[[Funct
         return call  # type: ignore[return-value]
 
     return decorate
+
+
+def _agrees(group: Any) -> bool:
+    """Whether several ranks take part: of a group of fastpar's or torch's, or of a plan by its loads."""
+    if isinstance(group, Tensor):
+        return False  # another argument at the group's place
+    loads = getattr(group, "loads", None)
+    if isinstance(loads, Tensor):
+        return loads.dim() > 0 and len(loads) > 1
+    size = getattr(group, "size", None)
+    return (size() if callable(size) else size or 1) > 1
 
 
 def _check(function: str, argument: str, kind: Kind, value: Any) -> None:

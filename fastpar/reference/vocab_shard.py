@@ -92,7 +92,8 @@ def check_shards(shards: list[list[int]]) -> None:
 
 def with_header(rows: Tensor, shard: Shard, bad_row: int = -1, checksum: int = 0) -> Tensor:
     """`rows` [N, C] (C >= 3, float32 or float64) and the header below them: [N + 3, C]."""
-    integers = torch.tensor([shard.size, shard.start, shard.total, bad_row + 1, checksum], dtype=torch.int64)
+    numbers = [shard.size, shard.start, shard.total, bad_row + 1, checksum]
+    integers = torch.tensor(numbers, dtype=torch.int64, device="cpu")
     words = integers.view(torch.int32)[:9].view(torch.float32) if rows.dtype == torch.float32 else None
     header = torch.zeros(HEADER_ROWS * rows.shape[1], dtype=rows.dtype)
     if words is None:

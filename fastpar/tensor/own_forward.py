@@ -232,7 +232,7 @@ def prove_own_forward(path: str, module: nn.Module, comm: Communicator, split: C
         reason = _compare(twin, comm, split)
     except (TypeError, ValueError, RuntimeError, IndexError, AttributeError, NotImplementedError) as error:
         reason = str(error) or type(error).__name__
-    bad = torch.tensor([float(bool(reason))])
+    bad = torch.tensor([float(bool(reason))], device="cpu")
     if (comm.all_reduce(bad, "max") if comm.size > 1 else bad).any():
         raise TypeError(
             f"{path} is a {type(module).__module__}.{type(module).__qualname__}, whose forward is its own and cannot "
@@ -249,7 +249,7 @@ def _compare(twin: nn.Module, comm: Communicator, split: Callable[[nn.Module], A
     has_dgrad = x.is_floating_point()
     whole_x = x.clone().requires_grad_(has_dgrad)
     expected = twin(whole_x)
-    dout = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1)).to(expected)
+    dout = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1), device="cpu").to(expected)
     wgrad, *dgrad = torch.autograd.grad(expected, [full_weight, whole_x][: 1 + has_dgrad], dout)
 
     layer = split(twin)
@@ -281,8 +281,8 @@ def _compare(twin: nn.Module, comm: Communicator, split: Callable[[nn.Module], A
 def _sample(module: nn.Module, weight: Tensor) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     if isinstance(module, nn.Embedding):
-        ids = torch.randint(module.num_embeddings, (2 * _ROWS,), generator=generator)
+        ids = torch.randint(module.num_embeddings, (2 * _ROWS,), generator=generator, device="cpu")
         ids[0], ids[-1] = 0, module.num_embeddings - 1
         return ids.to(weight.device)
     features = weight.shape[1] if isinstance(module, nn.Linear) else weight.shape[0]
-    return torch.randn(_ROWS, features, generator=generator).to(weight)
+    return torch.randn(_ROWS, features, generator=generator, device="cpu").to(weight)

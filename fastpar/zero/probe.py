@@ -36,8 +36,8 @@ def check_sharded_updates(optimizer: torch.optim.Optimizer, groups: Groups) -> N
 
 def _try(optimizer: torch.optim.Optimizer, options: dict[str, Any], shape: tuple[int, ...], groups: Groups) -> None:
     generator = torch.Generator().manual_seed(len(shape))
-    value = torch.randn(shape, generator=generator)
-    grads = [torch.randn(shape, generator=generator) for _ in range(_STEPS)]
+    value = torch.randn(shape, generator=generator, device="cpu")
+    grads = [torch.randn(shape, generator=generator, device="cpu") for _ in range(_STEPS)]
     name = type(optimizer).__name__
     whole = nn.Parameter(value.clone())
     try:
@@ -56,7 +56,7 @@ def _try(optimizer: torch.optim.Optimizer, options: dict[str, Any], shape: tuple
         ) from error
     expected = _rows(whole.detach(), groups)
     scale = float((whole.detach() - value).abs().max())
-    difference = (local(sharded) - expected).abs().max() if expected.numel() else torch.zeros(())
+    difference = (local(sharded) - expected).abs().max() if expected.numel() else torch.zeros((), device="cpu")
     for comm in groups.everyone():
         difference = comm.all_reduce(difference, "max")
     if not float(difference) <= _TOLERANCE * scale:

@@ -31,7 +31,7 @@ def new_run(groups: Groups) -> int:
     are not. Collective."""
     if dist.is_initialized() and len(groups.ranks) < dist.get_world_size():
         return 0
-    number = torch.tensor([int.from_bytes(os.urandom(7), "little")])
+    number = torch.tensor([int.from_bytes(os.urandom(7), "little")], device="cpu")
     for comm in _comms(groups):
         number = comm.broadcast(number, 0)
     return int(number)
@@ -40,11 +40,11 @@ def new_run(groups: Groups) -> int:
 def mark_of(zero: Zero) -> Tensor:
     """The mark of what is saved now."""
     ranks = zero.groups.ranks
-    mark = torch.tensor([[zero.run, zero.steps]])
+    mark = torch.tensor([[zero.run, zero.steps]], device="cpu")
     if len(ranks) == 1:
         return mark.repeat(ROWS, 1)
     start, end = shard_range(ROWS, len(ranks), ranks.index(dist.get_rank()))
-    mesh = DeviceMesh("cpu", torch.tensor(ranks), _init_backend=False)
+    mesh = DeviceMesh("cpu", torch.tensor(ranks, device="cpu"), _init_backend=False)
     meta = TensorMeta(torch.Size((ROWS, 2)), (2, 1), torch.int64)
     return as_dtensor(mark.repeat(end - start, 1), DTensorSpec(mesh, (Shard(0),), tensor_meta=meta))
 
@@ -55,8 +55,8 @@ def check_mark(mark: Tensor, groups: Groups) -> None:
     if rows.numel() == 0:
         rows = mark.new_empty(0, 2)
     limits = torch.iinfo(torch.int64)
-    low = rows.amin(0) if len(rows) else torch.full((2,), limits.max)
-    high = rows.amax(0) if len(rows) else torch.full((2,), limits.min)
+    low = rows.amin(0) if len(rows) else torch.full((2,), limits.max, device="cpu")
+    high = rows.amax(0) if len(rows) else torch.full((2,), limits.min, device="cpu")
     for comm in _comms(groups):
         low, high = comm.all_reduce(low, "min"), comm.all_reduce(high, "max")
     if torch.equal(low, high):
