@@ -384,3 +384,42 @@ def test_stats_exp_of_a_row_without_a_finite_logit_is_zero() -> None:
     got = run_stats(logits, np.array([50]), Loss(), 0, 100, exp_out=logits)
     np.testing.assert_array_equal(got[0], [-np.inf, 0, 0])
     np.testing.assert_array_equal(logits.read(), 0)
+
+
+# ---- far rows --------------------------------------------------------------------------------------------------------
+
+
+def far_rows(dtype: str) -> np.ndarray:
+    """Equal logits and random ones of sizes whose float64 sum with a logarithm loses it, of both signs; masks."""
+    noise = np.random.default_rng(3).normal(0, 1, 33)
+    largest = {"bfloat16": 3.3e38, "float32": 3.4e38}[dtype]
+    rows = [np.full(33, sign * size) for size in (1e10, 1e17, largest) for sign in (1.0, -1.0)]
+    rows += [noise * size / 4 for size in (1e10, 1e17)]
+    rows += [np.where(np.arange(33) % 3 == 0, -size, size / 2) for size in (1.6777e7, 1e10, 1e17)]
+    rows += [np.where(np.arange(33) % 2 == 0, -largest, noise), np.where(np.arange(33) % 2 == 0, -np.inf, noise)]
+    return rounded(np.stack(rows), dtype)
+
+
+@emulated
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_losses_and_gradients_of_far_rows_match_float64(dtype: str, smoothing: float) -> None:
+    x, loss = far_rows(dtype), Loss(label_smoothing=smoothing)
+    if smoothing:
+        x = x[np.isfinite(x).all(axis=1)]
+    target, ones = np.where(np.arange(len(x)) % 2 == 0, 1, 5), np.ones(len(x))
+    below = x - x.max(axis=1, keepdims=True)
+    log_p = below - np.log(np.exp(below).sum(axis=1, keepdims=True))
+    row = np.arange(len(x))
+    wanted = -(1 - smoothing) * log_p[row, target]
+    if smoothing:
+        wanted = wanted - smoothing * log_p.mean(axis=1)
+    wanted_grad = np.exp(log_p) - smoothing / 33
+    wanted_grad[row, target] -= 1 - smoothing
+    values, _, fused = run_forward_backward(Rows.of(x, dtype), target, loss, ones, Rows(x.shape, dtype))
+    parts = [run_stats(Rows.of(x[:, a:b], dtype), target, loss, a, 33) for a, b in ((0, 16), (16, 33))]
+    merged, lse = run_merge(np.stack(parts), target, loss, 33)
+    split = run_backward(Rows.of(x, dtype), lse, target, loss, ones, Rows(x.shape, dtype))
+    for value, grad in ((values, fused), (merged, split)):
+        np.testing.assert_allclose(value, wanted.astype(np.float32), rtol=5e-6, atol=5e-6)
+        np.testing.assert_allclose(grad, wanted_grad, rtol=5e-3 if dtype == "bfloat16" else 5e-6, atol=5e-6)
