@@ -111,14 +111,14 @@ struct GradientWriter {
   static constexpr int kPacket = kPacketSize<T>;
 
   Transform<C, kPlain> transform;
-  Exponent<C> exponent;
-  C probability, uniform, at_target;  // factors of exp(z - offset) and of the weights, logit_scale included
+  Exponent<T> exponent;
+  C probability, uniform, at_target;  // factors of exp(z - reference) and of the weights, logit_scale included
   const C* weight;                    // null: all 1
   int target_column;                  // -1: not here
   RowOut<T> out;
 
   __device__ GradientWriter(const LossTerms& terms, const Coefficients<C>& c, const Target& target,
-                            const Exponent<C>& exponent_, C factor, C at_target_, int64_t vocab_start,
+                            const Exponent<T>& exponent_, C factor, C at_target_, int64_t vocab_start,
                             const RowOut<T>& out_)
       : transform(terms), exponent(exponent_), out(out_) {
     const C scale = static_cast<C>(terms.logit_scale);
@@ -295,7 +295,7 @@ __global__ void __launch_bounds__(kMaxThreads<T>) backward_kernel(BackwardArgume
   const C grad_lse = a.grad_lse == nullptr ? C(0) : static_cast<const C*>(a.grad_lse)[n * a.grad_lse_stride];
   const C grad_loss = static_cast<const C*>(a.grad_loss)[n * a.grad_loss_stride];
   const Coefficients<C> c(a.terms, target, grad_loss, grad_lse, static_cast<C>(lse));
-  const Exponent<C> exponent(lse);
+  const Exponent<T> exponent = Exponent<T>::of_lse(lse);
   // The thread that writes the target's column is the only one to use this, so that the row may be written over: it
   // reads here before it writes.
   C at_target = C(0);

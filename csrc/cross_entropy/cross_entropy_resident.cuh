@@ -148,7 +148,7 @@ __global__ void __launch_bounds__(kMaxThreads<T>) forward_backward_kernel(FusedA
   const C grad_loss = static_cast<const C*>(a.grad_loss)[n * a.grad_loss_stride];
   const Coefficients<C> c(a.terms, target, grad_loss, C(0), lse);
   const C at_target = c.at_target(normalizer.target_exp * reciprocal, -normalizer.others * reciprocal);
-  const GradientWriter<T, kPlain> writer(a.terms, c, target, exponent_of(normalizer.reference), reciprocal, at_target,
+  const GradientWriter<T, kPlain> writer(a.terms, c, target, Exponent<T>(normalizer.reference), reciprocal, at_target,
                                          0, out);
   writer.edge(visit.row);
   visit.revisit([&](int column, const uint4& bytes) { writer.packet(bytes, column); });
@@ -175,7 +175,7 @@ __global__ void __launch_bounds__(kMaxThreads<T>) stats_exp_kernel(StatsArgument
   if (target.is_ignored || all.partial.maximum == negative_infinity<C>()) return fill_zero(visit.row, out);
 
   const Transform<C, kPlain> transform(a.terms);
-  const Exponent<C> exponent = exponent_of(all.partial.maximum);
+  const Exponent<T> exponent(all.partial.maximum);
   const auto value = [&](C x_v, int column) {
     C slope;
     const C z = transform(x_v, &slope);

@@ -6,9 +6,10 @@
 // thread that reads a column is the one that writes it, so that the output may be the row itself.
 //
 // Note: exact folding. exp(z - m) is 2^(z L - m L) with L = log2(e): one FMA and one MUFU instruction, if m L is
-// rounded to a float `offset` beforehand. That rounding, 5e-4 at |m| = 1e4, is the same for all z. So sums are kept
-// relative to 2^offset, and are multiplied once, at the end, by 2^(offset - m L), whose exponent an FMA gives exactly.
-// What remains is the error of L itself, 1e-8 of z - m.
+// rounded to a float `offset` beforehand. That rounding, 5e-4 at |m| = 1e4, is the same for all z, and is made good by
+// one factor, 2^(offset - m L), whose exponent an FMA gives exactly. What remains is the error of L itself, 1e-8 of
+// z - m. This is how float32 is written. Sums, and what is rounded to 16 bits, take (z - m) L: its two roundings,
+// 6e-8 of z - m each, are felt in terms far below the maximum only, and it needs fewer registers.
 #pragma once
 
 #include <cstdint>
@@ -53,81 +54,69 @@ __device__ inline double join_lse(double maximum, double log_sum) {
   return sizeof(C) == 4 && is_far(maximum) ? maximum + log_sum * far_unit(maximum) : maximum + log_sum;
 }
 
-// lse = high + low; `is_split` where that is not what the double is.
+// lse = high + low, high being the maximum of a far row. In floats and without a branch: 2^(30 - k) by its bits, the k
+// of rows that are not far being 30.
 struct SplitLse {
-  double high, low;
-  bool is_split;
+  float high, low;
 
   __device__ explicit SplitLse(double lse)
-      : high(static_cast<double>(static_cast<float>(lse))), low(lse - high), is_split(is_far(high)) {
-    if (is_split) low /= far_unit(high);
+      : high(static_cast<float>(lse)), low(static_cast<float>(lse - static_cast<double>(high))) {
+    constexpr uint32_t kOne = 127u << 23;
+    const uint32_t bits = __float_as_uint(fmaxf(fabsf(high), 0x1p30f)) & 0x7f800000u;
+    low *= __uint_as_float(2u * kOne + (30u << 23) - bits);
   }
 };
 
-template <typename C>
-__device__ inline C log_probability(C z, double lse) {
-  if constexpr (sizeof(C) == 4) {
-    const SplitLse split(lse);
-    if (split.is_split) return static_cast<C>((static_cast<double>(z) - split.high) - split.low);
-  }
-  return static_cast<C>(static_cast<double>(z) - lse);
+__device__ inline float log_probability(float z, double lse) {
+  const SplitLse split(lse);
+  return (z - split.high) - split.low;
 }
+__device__ inline double log_probability(double z, double lse) { return z - lse; }
 
 // From here on the rounding of an offset, half of its last place, leaves the range of exponentials: such a reference is
 // subtracted first, which costs the others a subtraction of 0.
 constexpr float kLargeReference = 0x1p24f;
 
-// exp(z - reference) = (*this)(z) * correction. See Note: exact folding; float64 needs none of it.
-template <typename C>
+// exp(z - reference) = (*this)(z) * correction, for an output of type T. See Note: exact folding; float64 needs none.
+template <typename T>
 struct Exponent {
+  using C = Compute<T>;
+  static constexpr bool kIsFolded = sizeof(T) == 4;
+
   C first, offset, correction;  // what is subtracted before and after the multiplication; one of them is 0
 
-  __device__ Exponent() : first(C(0)), offset(C(0)), correction(C(1)) {}
-  __device__ explicit Exponent(double reference) : first(C(0)), offset(static_cast<C>(reference)), correction(C(1)) {
-    if constexpr (sizeof(C) == 4) {
-      if (fabs(reference) >= static_cast<double>(kLargeReference)) {
-        const SplitLse split(reference);
-        first = static_cast<C>(split.high);
-        offset = C(0);
-        correction = exp2_approx(-static_cast<float>(split.low) * kLog2E);
-      } else {
-        const double product = reference * static_cast<double>(kLog2E);
-        offset = static_cast<C>(product);
-        correction = exp2_approx(static_cast<float>(static_cast<double>(offset) - product));
+  __device__ explicit Exponent(C reference) : first(reference), offset(C(0)), correction(C(1)) {
+    if constexpr (kIsFolded) {
+      if (fabsf(reference) < kLargeReference) {
+        first = 0.0f;
+        offset = reference * kLog2E;
+        correction = exp2_approx(-fmaf(reference, kLog2E, -offset));
       }
     }
   }
-  __device__ C operator()(C z) const {
+
+  __device__ static Exponent of_lse(double lse) {
+    Exponent result(static_cast<C>(lse));
     if constexpr (sizeof(C) == 4) {
+      if (kIsFolded && fabs(lse) < static_cast<double>(kLargeReference)) {
+        const double product = lse * static_cast<double>(kLog2E);
+        result.offset = static_cast<C>(product);
+        result.correction = exp2_approx(static_cast<float>(static_cast<double>(result.offset) - product));
+      } else {
+        result.correction = exponential(-SplitLse(lse).low);
+      }
+    }
+    return result;
+  }
+
+  __device__ C operator()(C z) const {
+    if constexpr (kIsFolded) {
       return exp2_approx(fmaf(z - first, kLog2E, -offset));
     } else {
-      return exp(z - offset);
+      return exponential(z - first);
     }
   }
 };
-
-// The same for a float reference but for the correction, which is 1.
-template <typename C>
-__device__ inline Exponent<C> uncorrected_exponent(C reference) {
-  Exponent<C> result;
-  result.offset = reference;
-  if constexpr (sizeof(C) == 4) {
-    const bool is_large = fabsf(reference) >= kLargeReference;
-    result.first = is_large ? reference : C(0);
-    result.offset = is_large ? C(0) : reference * kLog2E;
-  }
-  return result;
-}
-
-// The exponent of a float reference, with nothing but float arithmetic.
-template <typename C>
-__device__ inline Exponent<C> exponent_of(C reference) {
-  Exponent<C> result = uncorrected_exponent(reference);
-  if constexpr (sizeof(C) == 4) {
-    if (result.first == C(0)) result.correction = exp2_approx(-fmaf(reference, kLog2E, -result.offset));
-  }
-  return result;
-}
 
 // tanh(u) and its derivative from one exponential. 1 - tanh^2 would cancel where tanh is close to 1, and
 // (1 - e) / (1 + e) where u is close to 0: there the series is exact to 1e-8.
@@ -278,11 +267,10 @@ struct Partial {
   }
 };
 
-// The same while it grows, packet by packet: `sum` is relative to the exponent's offset.
+// The same while it grows, packet by packet.
 template <typename C>
 struct Running {
   C maximum, sum;
-  Exponent<C> exponent;
 
   __device__ Running() : maximum(negative_infinity<C>()), sum(C(0)) {}
 
@@ -291,10 +279,15 @@ struct Running {
     C highest = z[0];
 #pragma unroll
     for (int j = 1; j < kCount; ++j) highest = maximum_of(highest, z[j]);
-    if (highest > maximum) raise(highest);
+    if (highest > maximum) {
+      sum *= exponential(maximum - highest);  // 0 where there has been nothing but -inf
+      maximum = highest;
+    }
+    // Of -inf only: with 0 as the reference the terms are 0, not NaN.
+    const C reference = maximum == negative_infinity<C>() ? C(0) : maximum;
     C terms[kCount];
 #pragma unroll
-    for (int j = 0; j < kCount; ++j) terms[j] = exponent(z[j]);
+    for (int j = 0; j < kCount; ++j) terms[j] = exponential(z[j] - reference);
 #pragma unroll
     for (int distance = kCount / 2; distance > 0; distance /= 2) {
 #pragma unroll
@@ -303,24 +296,7 @@ struct Running {
     sum += terms[0];
   }
 
-  __device__ void raise(C highest) {
-    const Exponent<C> next = uncorrected_exponent(highest);
-    if (maximum == negative_infinity<C>()) {
-      sum = C(0) * sum;
-    } else if constexpr (sizeof(C) == 4) {
-      const bool is_large = exponent.first != C(0) || next.first != C(0);
-      // The offsets are what `sum` is relative to; those of large maxima are the maxima.
-      sum *= exp2_approx(is_large ? (maximum - highest) * kLog2E : exponent.offset - next.offset);
-    } else {
-      sum *= exp(exponent.offset - next.offset);
-    }
-    exponent = next;
-    maximum = highest;
-  }
-
-  __device__ Partial<C> finish() const {
-    return {maximum, maximum == negative_infinity<C>() ? sum : sum * exponent_of(maximum).correction};
-  }
+  __device__ Partial<C> finish() const { return {maximum, sum}; }
 };
 
 // Of one packet, for label smoothing: the sum of w z in double. Without weights, differences from the packet's own

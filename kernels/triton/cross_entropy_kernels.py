@@ -131,7 +131,8 @@ def write_gradient(
     vocab: tl.tensor,
     column: tl.tensor,
     b_y: tl.tensor,
-    lse: tl.tensor,
+    high: tl.tensor,
+    low: tl.tensor,
     gamma: tl.tensor,
     delta: tl.tensor,
     beta: tl.tensor,
@@ -144,10 +145,9 @@ def write_gradient(
     WIDTH: tl.constexpr,
     COMPUTE: tl.constexpr,
 ) -> None:
-    """dx of one row; weight is this shard's part, or None."""
+    """dx of one row, lse = outer (high + low); weight is this shard's part, or None."""
     if TRANSFORM != IDENTITY:
         gamma, delta, beta = gamma * logit_scale, delta * logit_scale, beta * logit_scale
-    high, low = split_lse(lse, row, vocab, inner, outer, TRANSFORM, K, WIDTH, COMPUTE)
     gamma, delta, beta = gamma.to(COMPUTE), delta.to(COMPUTE), beta.to(COMPUTE)
     beta_w = beta
     if SMOOTHING and weight is not None:
@@ -236,12 +236,9 @@ def stats_kernel(
             if (id == ignore_index) | (high == float("-inf")):
                 zero_row(row, vocab, K, WIDTH)
             else:
-                high, low = split_lse(
-                    high.to(tl.float64), row, vocab, inner, outer, TRANSFORM, K, WIDTH, COMPUTE
-                )  # fmt: skip
-                zero = high * 0.0
+                zero = tl.full([], 0.0, COMPUTE)
                 write_row(
-                    row, row, None, vocab, column, zero, high, low, zero + 1.0, zero, inner, outer,
+                    row, row, None, vocab, column, zero, m, zero, tl.exp2(low * LOG2E), zero, inner, outer,
                     False, TRANSFORM, K, WIDTH, COMPUTE,
                 )  # fmt: skip
 
@@ -360,8 +357,9 @@ def backward_kernel(
         )  # fmt: skip
         if grad_lse is not None:
             delta += tl.load(grad_lse + n.to(tl.int64) * grad_lse_stride).to(tl.float64)
+        high, low = split_lse(row_lse, row, vocab, inner, outer, TRANSFORM, WIDTH, COMPUTE)
         write_gradient(
-            row, out, shard_weight, vocab, column, b_y, row_lse, gamma, delta, beta, inner, outer, logit_scale,
+            row, out, shard_weight, vocab, column, b_y, high, low, gamma, delta, beta, inner, outer, logit_scale,
             SMOOTHING, TRANSFORM, K, WIDTH, COMPUTE,
         )  # fmt: skip
 
@@ -432,8 +430,8 @@ def forward_backward_kernel(
             SMOOTHING,
         )  # fmt: skip
         write_gradient(
-            row, out, weight, vocab, column, b_y, row_lse, gamma, delta, beta, inner, outer, logit_scale,
-            SMOOTHING, TRANSFORM, K, WIDTH, COMPUTE,
+            row, out, weight, vocab, column, b_y, m, (log_sum / outer).to(COMPUTE), gamma, delta, beta, inner, outer,
+            logit_scale, SMOOTHING, TRANSFORM, K, WIDTH, COMPUTE,
         )  # fmt: skip
 
 

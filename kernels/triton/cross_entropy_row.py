@@ -122,21 +122,34 @@ def join_lse(maximum: tl.tensor, log_sum: tl.tensor, COMPUTE: tl.constexpr) -> t
 
 
 @triton.jit
+def split_parts(lse: tl.tensor, COMPUTE: tl.constexpr) -> tl.tensor:
+    """(high, low) of a row's normaliser: lse = high + low, high being the maximum where the row is far.
+
+    In float32: low / 2^(k - 30) with the bits of 2^(30 - k), from the exponent's bits of a float of 2^30 on.
+    """
+    high, low = two_floats(lse, COMPUTE)
+    if tl.float64 != COMPUTE:
+        exponent = high.to(tl.int32, bitcast=True) & 0x7F800000
+        inverse = (0x4E800000 - (exponent - 0x3F800000)).to(tl.float32, bitcast=True)
+        low = tl.where(exponent >= 0x4E800000, low * inverse, low)
+    return high, low
+
+
+@triton.jit
 def row_maximum(
     row: tl.tensor,
     vocab: tl.tensor,
     inner: tl.tensor,
     TRANSFORM: tl.constexpr,
-    K: tl.constexpr,
     WIDTH: tl.constexpr,
     COMPUTE: tl.constexpr,
 ) -> tl.tensor:
-    """The largest b of a row; -inf of none."""
+    """The largest b of a row; -inf of none. In narrow blocks: it is rare, and must not cost its callers registers."""
     m = tl.full([WIDTH], float("-inf"), COMPUTE)
-    for start in range(0, vocab, K * WIDTH):
-        cols = start + tl.arange(0, K)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    for start in range(0, vocab, WIDTH):
+        cols = start + tl.arange(0, WIDTH)
         b, _ = base_logits(tl.load(row + cols, mask=cols < vocab, other=0.0), inner, TRANSFORM, COMPUTE)
-        m = tl.maximum(m, tl.max(tl.where(cols < vocab, b, float("-inf")), axis=0))
+        m = tl.maximum(m, tl.where(cols < vocab, b, float("-inf")))
     return tl.max(m, axis=0)
 
 
@@ -148,25 +161,26 @@ def split_lse(
     inner: tl.tensor,
     outer: tl.tensor,
     TRANSFORM: tl.constexpr,
-    K: tl.constexpr,
     WIDTH: tl.constexpr,
     COMPUTE: tl.constexpr,
 ) -> tl.tensor:
-    """(high, low), lse = outer (high + low), lse being a row's normaliser or its maximum as it is written.
+    """(high, low), lse = outer (high + low).
 
     Of a far row `high` is the b of its maximum. Several b may be written alike; the row's own largest is the one,
     unless it is smaller: the maximum is another rank's then, and which of them does not matter.
     """
-    high, low = two_floats(lse / outer, COMPUTE)
-    if tl.float64 != COMPUTE:
-        maximum = lse.to(COMPUTE).to(tl.float64)
-        if (tl.abs(maximum) >= FAR_MAXIMUM) & (tl.abs(maximum) < float("inf")):
-            low = ((lse - maximum) / far_unit(maximum) / outer).to(COMPUTE)
-            high = (maximum / outer).to(COMPUTE)
-            if TRANSFORM != IDENTITY:
-                top = row_maximum(row, vocab, inner, TRANSFORM, K, WIDTH, COMPUTE)
-                is_written = (top.to(tl.float64) * outer).to(COMPUTE) == maximum.to(COMPUTE)
-                high = tl.where(is_written, top, high)
+    if TRANSFORM == IDENTITY:
+        high, low = split_parts(lse, COMPUTE)
+    else:
+        high, low = two_floats(lse / outer, COMPUTE)
+        if tl.float64 != COMPUTE:
+            maximum = lse.to(COMPUTE)
+            is_far = (tl.abs(maximum) >= FAR_MAXIMUM) & (tl.abs(maximum) < float("inf"))
+            _, far_low = split_parts(lse, COMPUTE)
+            low = tl.where(is_far, (far_low.to(tl.float64) / outer).to(COMPUTE), low)
+            top = row_maximum(row, tl.where(is_far, vocab, 0), inner, TRANSFORM, WIDTH, COMPUTE)
+            is_top = is_far & ((top.to(tl.float64) * outer).to(COMPUTE) == maximum)
+            high = tl.where(is_top, top, high)
     return high, low
 
 
@@ -209,7 +223,7 @@ def add_block(
         x = tl.load(row + cols, eviction_policy=EVICT)
     b, _ = base_logits(x, inner, TRANSFORM, m.dtype)
     if SMOOTHING:
-        part = b * SUM_UNIT - center * SUM_UNIT
+        part = b if TRANSFORM == SOFTCAP else b * SUM_UNIT - center
         if weight is not None:
             if MASKED:
                 part *= tl.load(weight + cols, mask=valid, other=0.0, eviction_policy="evict_last")
@@ -257,7 +271,7 @@ def row_statistics(
         first = tl.arange(0, WIDTH)
         x = tl.load(row + first, mask=first < vocab, other=float("-inf"))
         center = tl.max(tl.where(first < vocab, base_logits(x, inner, TRANSFORM, COMPUTE)[0], float("-inf")), axis=0)
-        center = finite_or_zero(tl.where(center == center, center, 0.0))
+        center = finite_or_zero(tl.where(center == center, center, 0.0)) * SUM_UNIT
     m = tl.full([WIDTH], float("-inf"), COMPUTE)
     s = tl.zeros([WIDTH], COMPUTE)
     total = tl.zeros([WIDTH], COMPUTE)
@@ -274,12 +288,10 @@ def row_statistics(
     reference = tl.where(top == float("-inf"), 0.0, top)
     # In double: where one term is nearly all of the sum, every step of a float's tree would round the rest of it.
     s = tl.sum((s * tl.exp2((m - reference) * factor)).to(tl.float64), axis=0)
-    weighted = tl.sum(total.to(tl.float64), axis=0) / SUM_UNIT
-    if SMOOTHING:
-        if weight is None:
-            weighted += center.to(tl.float64) * vocab
-        else:
-            weighted += center.to(tl.float64) * tl.load(weight_sum)
+    weighted = tl.sum(total.to(tl.float64), axis=0)
+    if SMOOTHING and TRANSFORM != SOFTCAP:
+        weighted += center.to(tl.float64) * (vocab if weight is None else tl.load(weight_sum))
+        weighted *= 1.0 / SUM_UNIT
     return top, s, weighted
 
 

@@ -69,12 +69,11 @@ def base_reference(
     outer: tl.tensor,
     factor: tl.tensor,
     TRANSFORM: tl.constexpr,
-    K: tl.constexpr,
     WIDTH: tl.constexpr,
     COMPUTE: tl.constexpr,
 ) -> tl.tensor:
     """(high, low, gain) so that lse = outer (high + low), and p = exp2((b - high) factor) gain."""
-    high, low = split_lse(lse, row, vocab, inner, outer, TRANSFORM, K, WIDTH, COMPUTE)
+    high, low = split_lse(lse, row, vocab, inner, outer, TRANSFORM, WIDTH, COMPUTE)
     return high, low, tl.exp2(-low * factor)
 
 
@@ -320,7 +319,7 @@ def normalize_kernel(
     out += n.to(tl.int64) * vocab
     scale = tl.full([], outer if LOG else outer * LOG2E, COMPUTE)
     high, low, gain = base_reference(
-        tl.load(lse + n), row, vocab, inner, outer, scale, TRANSFORM, K, WIDTH, COMPUTE
+        tl.load(lse + n), row, vocab, inner, outer, scale, TRANSFORM, WIDTH, COMPUTE
     )  # fmt: skip
     rest = low * scale if LOG else gain
     whole = vocab // BLOCK * BLOCK
@@ -411,7 +410,7 @@ def dot_kernel(
     factor = tl.full([], outer * LOG2E, COMPUTE)
     vocab = vocab * ALIGN
     high, _, gain = base_reference(
-        tl.load(lse + n), row, vocab, inner, outer, factor, TRANSFORM, K, WIDTH, COMPUTE
+        tl.load(lse + n), row, vocab, inner, outer, factor, TRANSFORM, WIDTH, COMPUTE
     )  # fmt: skip
     tl.store(dot + n, row_dot(row, grad, vocab, high, gain, factor, inner, LOG, TRANSFORM, K, WIDTH))
 
@@ -484,7 +483,7 @@ def softmax_backward_kernel(
     out += n.to(tl.int64) * vocab
     factor = tl.full([], outer * LOG2E, COMPUTE)
     high, _, gain = base_reference(
-        tl.load(lse + n), row, vocab, inner, outer, factor, TRANSFORM, K, WIDTH, COMPUTE
+        tl.load(lse + n), row, vocab, inner, outer, factor, TRANSFORM, WIDTH, COMPUTE
     )  # fmt: skip
     if dot is None:
         total = row_dot(row, grad, vocab, high, gain, factor, inner, LOG, TRANSFORM, K, WIDTH).to(COMPUTE)
@@ -667,7 +666,7 @@ def log_prob_backward_kernel(
         row_lse = tl.load(lse + n)
         factor = tl.full([], outer * LOG2E, COMPUTE)
         high, low, gain = base_reference(
-            row_lse, row, vocab, inner, outer, factor, TRANSFORM, K, WIDTH, COMPUTE
+            row_lse, row, vocab, inner, outer, factor, TRANSFORM, WIDTH, COMPUTE
         )  # fmt: skip
         scale = tl.full([], outer, COMPUTE)
         common = gain.to(tl.float64) * logit_scale
