@@ -417,10 +417,10 @@ class _Swap:
     def _connect_head(self) -> None:
         """Let what reads the logits have them in the form that it needs: the loss, `generate`, the caller."""
         heads = [m for m in dict.fromkeys(self.modules.values()) if isinstance(m, VocabParallelHead)]
-        for head in heads:
-            self._set(head, "use_local_output", False)
         if not heads or self.comm.size == 1:
             return
+        for head in heads:
+            self._set(head, "use_local_output", False)
         if hasattr(type(self.model), "loss_function"):
             loss, note = loss_on_split_logits(self.model, heads[0])
             self._set(self.model, "loss_function", loss)
@@ -459,6 +459,7 @@ class _Swap:
 
     def _guard(self) -> None:
         """Watch forwards for what no plan can show (`fastpar.guards`)."""
+        self.watch: Watch | None = None
         if self.comm.size == 1:
             return
         plan = WatchedPlan(
@@ -469,7 +470,8 @@ class _Swap:
             is_part=self.is_part,
         )
         device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
-        self.handles += Watch(self.comm, device, plan).attach(self.model)
+        self.watch = Watch(self.comm, device, plan)
+        self.handles += self.watch.attach(self.model)
 
     def _owners(self) -> list[str]:
         """The modules that hold the layers, innermost first, up to the model."""
@@ -609,6 +611,13 @@ def parallelize(
     swap.free_originals()
     model.__dict__[_STATE] = swap
     return model
+
+
+def unwatch(model: nn.Module) -> None:
+    """Let forwards of a parallelised model run unwatched: for `fastpar.verify`, which judges them by itself."""
+    swap = getattr(model, _STATE, None)
+    if swap is not None and swap.watch is not None:
+        swap.watch.cadence.stop()
 
 
 def explain(model: nn.Module) -> Explanation:

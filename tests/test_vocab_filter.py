@@ -263,7 +263,7 @@ def test_the_fallback_for_devices_without_kernels_is_the_same_function(
     ("options", "error", "message"),
     [
         ({"top_k": 0}, ValueError, "top_k must be at least 1"),
-        ({"top_k": 2.5}, TypeError, "top_k must be None or an int"),
+        ({"top_k": 2.5}, TypeError, "top_k must be (None or an int|an int or None)"),
         ({"top_p": 1.5}, ValueError, "top_p must be between 0 and 1"),
         ({"min_p": -0.1}, ValueError, "min_p must be between 0 and 1"),
         ({"temperature": 0.0}, ValueError, "temperature must be a finite number > 0, got 0.0"),

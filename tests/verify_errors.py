@@ -128,7 +128,7 @@ def own_positions(module: Any) -> None:
 
 
 def partial_gradient(module: Any) -> None:
-    module._sum_grad = False
+    module._sum_grad = frozenset()
 
 
 def prepared_input(module: Any) -> None:

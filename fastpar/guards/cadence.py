@@ -18,10 +18,14 @@ class Cadence:
     def __deepcopy__(self, memo: Any) -> Cadence:
         return Cadence(self.first, self.every)
 
+    def stop(self) -> None:
+        """No further call is one to look at."""
+        self.first = self.every = 0
+
     def next(self) -> bool:
         """Whether the call that begins is one to look at. None is while torch.compile traces it."""
         if torch.compiler.is_compiling():
             return False
         number = self.calls
         self.calls += 1
-        return number < self.first or number % self.every == 0
+        return number < self.first or (self.every > 0 and number % self.every == 0)

@@ -23,6 +23,7 @@ import weakref
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -81,6 +82,8 @@ class GroupUse:
     """Held by what uses a group, as the last of its attributes: when it goes, somebody looks whether the group can."""
 
     def __init__(self) -> None:
+        if torch.compiler.is_compiling():
+            return  # what a compiled function makes goes with its call, and Dynamo would guard the table of finalisers
         weakref.finalize(self, release_unused).atexit = False
 
 

@@ -18,7 +18,7 @@ from fastpar.pipeline import Pipeline, schedule_names
 from fastpar.pipeline.absent import Absent
 from fastpar.plan import Style
 from fastpar.recompute import Full, Policy, apply_recompute
-from fastpar.swap import explain, parallelize
+from fastpar.swap import explain, parallelize, unwatch
 from fastpar.tensor import ColumnParallelLinear, LayoutDropout
 from fastpar.verification.inputs import Inputs, LossFunction, loss_of
 from fastpar.verification.pieces import Piece, plain_pieces, zero_pieces
@@ -178,6 +178,7 @@ class LaidOut:
             elif layout.is_split:
                 like = {"plan": layout.plan, "sequence_parallel": layout.sequence_parallel}
                 model = parallelize(model, self.mesh, **{**like, **options})
+            unwatch(model)
             if layout.recompute is not None:
                 apply_recompute(model, layout.recompute)
             self._roots = [("", model)]
