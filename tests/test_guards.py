@@ -155,12 +155,12 @@ def _functional_dropout() -> None:
     expected = whole(x)
     torch.manual_seed(1)
     torch.testing.assert_close(tensor(x), expected)  # on a whole tensor, generators agree
-    with pytest.raises(RuntimeError, match=r"layers.0 \(.*DroppedLayer\) draws random numbers .* sequence is split"):
+    with pytest.raises(ValueError, match=r"layers.0 \(.*DroppedLayer\) draws random numbers .* sequence is split"):
         sequence(x)
     inside = _stack(Layer())
     inside.layers[0].mlp = DroppedMlp(*inside.layers[0].mlp)
     fp.parallelize(inside, dist.group.WORLD, LAYER)
-    with pytest.raises(RuntimeError, match=r"layers.0.mlp \(DroppedMlp\) draws random numbers inside the block"):
+    with pytest.raises(ValueError, match=r"layers.0.mlp \(DroppedMlp\) draws random numbers inside the block"):
         inside(x)
     inside.eval()(x)
 

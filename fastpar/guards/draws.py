@@ -49,11 +49,11 @@ class DrawGuard:
         self._handles, self._inside, self._seen = [], [], None
 
     def check(self) -> None:
-        """Stop, and raise the first draw in a wrong place as RuntimeError."""
+        """Stop, and raise the first draw in a wrong place as ValueError."""
         self.stop()
         reason, self.reason = self.reason, ""
         if reason:
-            raise RuntimeError(reason)
+            raise ValueError(reason)
 
     def _look(self) -> None:
         if self._seen is None:

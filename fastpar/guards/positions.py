@@ -210,7 +210,8 @@ def _as_it_was(layer: nn.Module) -> Iterator[Callable[[], None]]:
             for device, state in cuda.items():
                 torch.cuda.set_rng_state(state, device)
             for buffer, value in buffers:
-                buffer.copy_(value)
+                if not torch.equal(buffer, value):  # else autograd, which may have saved it, would find it changed
+                    buffer.copy_(value)
 
         try:
             yield rewind

@@ -208,6 +208,8 @@ class LaidOut:
         pipe = parallelize_pipeline(model, self.mesh, layout.schedule, **{**like, **options})
         if len(pipe.schedule.chains) > 1:
             raise ValueError(f"verify compares pipelines of one direction; {layout.schedule!r} has two")
+        for stage in pipe.stages.values():
+            unwatch(stage.module)
         return pipe
 
     def _modules(self) -> Iterator[tuple[str, nn.Module]]:

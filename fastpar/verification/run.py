@@ -286,7 +286,8 @@ class _Verification:
         """What went wrong on any rank: the first error that is not about another rank."""
         text, module = "", ""
         if error is not None:
-            text = f"{type(error).__name__}: {error}"
+            kind_of = next((refusal for refusal in _REFUSALS if isinstance(error, refusal)), type(error))
+            text = f"{kind_of.__name__}: {error}"
             module = (laid_out.trace.active or ["(model)"])[-1] if laid_out is not None else "(layout)"
         everyone = self._exchange.everyone((text, module or "(model)", isinstance(error, CommError)))
         failed = [rank for rank, (words, _, _) in enumerate(everyone) if words]
@@ -294,7 +295,7 @@ class _Verification:
             return None
         first = min(failed, key=lambda rank: (everyone[rank][2], rank))
         words, where, _ = everyone[first]
-        kind = kind if words.startswith(("ValueError", "TypeError", "NotImplementedError")) else "error"
+        kind = kind if words.startswith(tuple(refusal.__name__ for refusal in _REFUSALS)) else "error"
         return VerifyFinding(kind, where, "", "", f"rank {first}: {words}", step, ranks=tuple(failed))
 
     def _note(self, text: str) -> None:
@@ -304,6 +305,9 @@ class _Verification:
     def _report(self, findings: list[VerifyFinding], checks: Any = ()) -> VerifyReport:
         world = self._exchange.size
         return VerifyReport(str(self._layout), world, tuple(findings), tuple(self._notes), tuple(checks))
+
+
+_REFUSALS = (ValueError, TypeError, NotImplementedError)  # and what is derived from them
 
 
 def _tried(function: Callable[[], Any]) -> tuple[Any, Exception | None]:
