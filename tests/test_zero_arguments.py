@@ -79,7 +79,7 @@ def test_precisions_have_names() -> None:
 
 def default_group() -> list[Tensor]:
     found = []
-    for group in (None, fp.Communicator()):
+    for group in (None, fp.Communicator(None)):
         model = Net()
         optimizer = make_optimizer("sgd", model.parameters())
         zero = fp.zero.shard(model, optimizer, group=group)
@@ -91,7 +91,7 @@ def default_group() -> list[Tensor]:
     return found
 
 
-def test_no_group_is_all_ranks_and_a_communicator_without_one_is_one() -> None:
+def test_no_group_is_all_ranks_and_a_communicator_of_none_is_one() -> None:
     (bias, all_first, _, own_first), (_, all_second, _, own_second) = run_ranks(2, default_group)
     assert bias is not None
     assert torch.equal(all_first, all_second)

@@ -119,7 +119,7 @@ def optimizers_of(optimizer: Any) -> list[torch.optim.Optimizer]:
 
 
 def group_of(group: GroupsLike) -> GroupsLike:
-    """None means all ranks of the job, as in torch. A communicator without a group is one rank."""
+    """None means all ranks of the job, as in torch. `Communicator(None)` is one rank."""
     if group is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         return dist.group.WORLD
     return group

@@ -35,7 +35,7 @@ def full_optimizer_state(zero: Zero) -> States:
     """
     _check(zero)
     held = zero.state_dict()
-    has_state = set(held["has_state"])
+    has_state = {name for name, is_there in held["has_state"].items() if is_there}
     return {
         name: {key: _whole(value) for key, value in states.items()}
         for name, states in held["optimizer"].items()
@@ -65,7 +65,7 @@ def load_full_optimizer_state(zero: Zero, states: Mapping[str, Mapping[str, Any]
             raise ValueError(f"the states of {name!r} must be {_some(wanted)}, got {_some(given)}")
         parts[name] = {key: _part(given[key], wanted[key], f"{key!r} of {name!r}") for key in wanted}
     held["optimizer"] = {**held["optimizer"], **parts}
-    held["has_state"] = list(parts)
+    held["has_state"] = {name: name in parts for name in held["has_state"]}
     zero.load_state_dict(held)
 
 

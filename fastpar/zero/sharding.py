@@ -67,7 +67,7 @@ def shard(
                 state_dict work); from now on param_groups hold what this rank updates
     group       a Mesh (dims dp_shard and dp_replicate; efsdp and dp_replicate for experts split over its ep or etp), a
                 DeviceMesh of one dim, or two (replicate, shard), a ProcessGroup, or a Communicator. None: all ranks of
-                the job, as in torch; one rank alone is `fastpar.Communicator()`
+                the job, as in torch; one rank alone is `fastpar.Communicator(None)`
     stage       0: parameters, gradients and optimizer states on every rank (DDP)
                 1: every rank updates its rows (dim 0) of each parameter, and has states for those only
                 2: and gradients of those only, from microbatch to microbatch
