@@ -423,3 +423,41 @@ def test_a_job_may_close_its_mesh_and_make_it_again(tmp_path):
     env = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def doubled(mesh: fp.Mesh) -> tuple[DTensor, DTensor]:
+    x = DTensor.from_local(torch.ones(2), mesh["dp_shard"], [Shard(0)])
+    return x, x + x
+
+
+def meshes_of_one_shape() -> bool:
+    """Rank 0 holds the first mesh, and rank 1 lets it go."""
+    first = fp.init_mesh(dp_shard=2, device="cpu")
+    held = doubled(first)
+    if first.rank("dp_shard") == 1:
+        del held, first
+        gc.collect()
+    second = fp.init_mesh(dp_shard=2, device="cpu")
+    x, result = doubled(second)
+    is_its_own = result.device_mesh is x.device_mesh
+    second.close()
+    return is_its_own
+
+
+def test_dtensors_of_a_new_mesh_stay_on_it_whether_an_old_one_lives() -> None:
+    assert run_ranks(2, meshes_of_one_shape) == [True, True]
+
+
+def collected_mesh() -> bool:
+    mesh = fp.init_mesh(dp_shard=2, device="cpu")
+    doubled(mesh)
+    with patch("torch.distributed.tensor.debug._clear_sharding_prop_cache") as clear:
+        del mesh
+        gc.collect()
+        is_left_alone = not clear.called
+    fp.init_mesh(dp_shard=2, device="cpu").close()
+    return is_left_alone
+
+
+def test_a_collection_leaves_the_caches_of_dtensor_alone() -> None:
+    assert run_ranks(2, collected_mesh) == [True, True]

@@ -6,7 +6,6 @@ import contextlib
 import difflib
 import math
 import os
-import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -83,6 +82,7 @@ def init_mesh(
             f"ep * etp ({ep} * {etp}) must divide dp_shard * cp * tp "
             f"({sizes['dp_shard']} * {sizes['cp']} * {sizes['tp']} = {inner})"
         )
+    forget_meshes()
     release_unused()
     wanted = {**sizes, "ep": ep, "etp": etp, "device": device_type, "timeout": timeout}
     owned = not dist.is_initialized()
@@ -154,8 +154,6 @@ class Mesh:
         self._made: list[list[ProcessGroup]] = []  # by view: its finaliser's, which empties them
         self._dense = self._view(maker, DENSE_DIMS, "dp_shard", "dp")
         self._expert = self._view(maker, EXPERT_DIMS, "efsdp", "edp") if ep * etp > 1 else None
-        self._forgets = weakref.finalize(self, forget_meshes)
-        self._forgets.atexit = False
 
     def _view(self, maker: GroupMaker, dims: tuple[str, ...], inner: str, flattened: str) -> DeviceMesh:
         before = known_groups()

@@ -10,6 +10,11 @@ Destroying a gloo group is no collective, and waits for nobody but the group's o
 its own: a finaliser may run in any thread, in the middle of anything. Groups with NCCL stay, since ending it
 may wait for other ranks: such meshes have to be closed. Nothing is done while the interpreter ends, nor in a
 forked process.
+
+Note: DTensor's caches hold the meshes that it has worked with, and take a new mesh of the same shape for an old one,
+with its groups. They are emptied when a mesh is closed and when the next one is made: places that all ranks come to.
+A finaliser must not do it. Ranks would go on with different groups, as each collects at another time, and a collection
+may run in the middle of an operation of DTensor, in C++ that holds a reference into its cache.
 """
 
 from __future__ import annotations
@@ -107,7 +112,10 @@ def leave(groups: Iterable[ProcessGroup]) -> None:
 
 
 def forget_meshes() -> None:
-    """Empty DTensor's caches of what operations do to layouts: their keys hold meshes, and these their groups."""
+    """Empty DTensor's caches of what operations do to layouts: their keys hold meshes, and these their groups.
+
+    Not for finalisers: see the note above.
+    """
     if "torch.distributed.tensor" not in sys.modules:
         return
     from torch.distributed.tensor import _collective_utils, _redistribute, debug
