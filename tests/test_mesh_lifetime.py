@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import weakref
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from fastpar.comm import CommError, CommTimeoutError, Communicator, PointToPoint, SharedRegion
-from fastpar.mesh import RendezvousError, RendezvousTimeoutError, init_mesh
+from fastpar.mesh import Mesh, RendezvousError, RendezvousTimeoutError, init_mesh
 from fastpar.mesh.deadlines import mark_failed
 from fastpar.mesh.lifetime import known_groups
 from fastpar.mesh.rendezvous import Clock, Session
@@ -407,7 +408,7 @@ def test_a_rendezvous_that_nobody_answers_ends_at_its_deadline(monkeypatch):
 _AGAIN = """
 import torch, torch.distributed as dist, fastpar as fp
 for step in range(3):
-    mesh = fp.init_mesh(tp=2, device="cpu", timeout=30.0)
+    mesh = init_mesh(tp=2, device="cpu", timeout=30.0)
     assert fp.Communicator(mesh["tp"]).all_reduce(torch.ones(1)).item() == 2
     mesh.close()
     mesh.close()
@@ -425,19 +426,19 @@ def test_a_job_may_close_its_mesh_and_make_it_again(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def doubled(mesh: fp.Mesh) -> tuple[DTensor, DTensor]:
+def doubled(mesh: Mesh) -> tuple[DTensor, DTensor]:
     x = DTensor.from_local(torch.ones(2), mesh["dp_shard"], [Shard(0)])
     return x, x + x
 
 
 def meshes_of_one_shape() -> bool:
     """Rank 0 holds the first mesh, and rank 1 lets it go."""
-    first = fp.init_mesh(dp_shard=2, device="cpu")
+    first = init_mesh(dp_shard=2, device="cpu")
     held = doubled(first)
     if first.rank("dp_shard") == 1:
         del held, first
         gc.collect()
-    second = fp.init_mesh(dp_shard=2, device="cpu")
+    second = init_mesh(dp_shard=2, device="cpu")
     x, result = doubled(second)
     is_its_own = result.device_mesh is x.device_mesh
     second.close()
@@ -449,13 +450,13 @@ def test_dtensors_of_a_new_mesh_stay_on_it_whether_an_old_one_lives() -> None:
 
 
 def collected_mesh() -> bool:
-    mesh = fp.init_mesh(dp_shard=2, device="cpu")
+    mesh = init_mesh(dp_shard=2, device="cpu")
     doubled(mesh)
     with patch("torch.distributed.tensor.debug._clear_sharding_prop_cache") as clear:
         del mesh
         gc.collect()
         is_left_alone = not clear.called
-    fp.init_mesh(dp_shard=2, device="cpu").close()
+    init_mesh(dp_shard=2, device="cpu").close()
     return is_left_alone
 
 
