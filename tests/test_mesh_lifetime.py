@@ -408,7 +408,7 @@ def test_a_rendezvous_that_nobody_answers_ends_at_its_deadline(monkeypatch):
 _AGAIN = """
 import torch, torch.distributed as dist, fastpar as fp
 for step in range(3):
-    mesh = init_mesh(tp=2, device="cpu", timeout=30.0)
+    mesh = fp.init_mesh(tp=2, device="cpu", timeout=30.0)
     assert fp.Communicator(mesh["tp"]).all_reduce(torch.ones(1)).item() == 2
     mesh.close()
     mesh.close()
