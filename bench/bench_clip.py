@@ -49,7 +49,7 @@ class NormCase:
         dtype = DTYPES[self.dtype]
         generator = torch.Generator().manual_seed(0)
         numel = num_bytes // dtype.itemsize // self.tensors // 2 * 2
-        parameters = [torch.nn.Parameter(torch.empty(0)) for _ in range(self.tensors)]
+        parameters = [torch.nn.Parameter(torch.empty(0, device=rank.device)) for _ in range(self.tensors)]
         grads = [torch.randn(numel, generator=generator).to(rank.device, dtype) for _ in parameters]
         for parameter, grad in zip(parameters, grads, strict=True):
             parameter.data = grad  # a gradient has its parameter's shape; the values are not looked at
@@ -84,7 +84,7 @@ BENCH = Bench(
     cases=cases,
     memory=False,
     quick={"megabytes": [8], "tensors": [8], "blocks": 3, "iters": 2},
-    devices=("cpu",),
+    devices=("cpu", "cuda"),
 )
 
 

@@ -1,7 +1,7 @@
 """One optimizer step, AdamW: the update alone, and unscaling, clipping, update and low-precision copy together.
 
     fastpar bench optimizer [--quick] [--job update,wide,step,small] [--elements 20000000] [--tensors 50]
-                            [--threads 1,2]
+                            [--threads 1,2] [--device cuda]
 
 What is timed, by job; sizes in bytes per element are the least traffic, everything read once and written once:
 
@@ -168,7 +168,7 @@ def fastpar_stochastic(x: Tensors) -> Callable[[], object]:
 
 def torch_fused(x: Tensors, grads: str = "grads", params: str = "params", **scalars: Any) -> Callable[[], object]:
     """The kernel under torch.optim.AdamW(fused=True), without the optimizer's own work per tensor."""
-    steps = [torch.tensor(float(STEP)) for _ in x[params]]
+    steps = [torch.tensor(float(STEP), device=x[params][0].device) for _ in x[params]]
     return lambda: torch._fused_adamw_(
         x[params],
         x[grads],
@@ -276,7 +276,7 @@ def small_providers(problem: Problem) -> list[Provider]:
         optimizer = make(params, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY)
         for param, grad, exp_avg, exp_avg_sq in zip(params, x["grads"], x["exp_avgs"], x["exp_avg_sqs"], strict=True):
             param.grad = grad
-            step = torch.tensor(STEP - 1.0)
+            step = torch.tensor(STEP - 1.0, device=param.device)
             optimizer.state[param] = {"step": step, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
         return optimizer.step
 
@@ -334,7 +334,8 @@ def torch_passes(x: Tensors) -> Callable[[], object]:
     """What GradScaler.unscale_, clip_grad_norm_ and the fused optimizer do, on fp32 gradients."""
     x, widen, narrow = _wide_grads(x)
     step = torch_fused(x, grads="wide_grads", params="masters")
-    inverse, found_inf = torch.tensor(1.0 / SCALE), torch.zeros(())
+    device = x["grads"][0].device
+    inverse, found_inf = torch.tensor(1.0 / SCALE, device=device), torch.zeros((), device=device)
 
     def call() -> None:
         widen()
@@ -351,7 +352,9 @@ def torch_passes(x: Tensors) -> Callable[[], object]:
 def torch_folded(x: Tensors) -> Callable[[], object]:
     """The norm of the gradients as they are, and a scale that the fused kernel divides by."""
     x, widen, narrow = _wide_grads(x)
-    scale, found_inf = torch.ones(()), torch.zeros(())
+    device = x["grads"][0].device
+    scale, found_inf = torch.ones((), device=device), torch.zeros((), device=device)
+    skips_itself = device.type == "cuda"  # torch's fused kernel for CUDA reads found_inf on the device
     grads = "wide_grads"
     step = torch_fused(x, grads=grads, params="masters", grad_scale=scale, found_inf=found_inf)
 
@@ -360,7 +363,7 @@ def torch_folded(x: Tensors) -> Callable[[], object]:
         scale.copy_(SCALE * ((norm + 1e-6) / MAX_NORM).clamp(min=1.0))
         found_inf.copy_(~norm.isfinite())
         widen()
-        if not found_inf.item():
+        if skips_itself or not found_inf.item():
             step()
             narrow()
 
@@ -393,6 +396,7 @@ BENCH = Bench(
     cases=cases,
     memory=False,
     quick={"elements": 200_000, "blocks": 3, "iters": 2},
+    devices=("cpu", "cuda"),
 )
 
 
