@@ -48,11 +48,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         others = [item for item in items if part_of(item.path) != part]
         config.hook.pytest_deselected(items=others)
         items[:] = [item for item in items if part_of(item.path) == part]
-    if torch.cuda.is_available():
-        return
+    devices = torch.cuda.device_count()
     for item in items:
-        if item.get_closest_marker("gpu"):
+        if item.get_closest_marker("gpu") and devices < 1:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        elif item.get_closest_marker("gpu2") and devices < 2:
+            item.add_marker(pytest.mark.skip(reason="needs two CUDA devices"))
 
 
 def pytest_sessionfinish() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tests.overlap_gemm_cases import DeviceBuffer, device_memories, integers, product, rounded_sum
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.gpu_alone]
 pytest.importorskip("triton")
 
 from fastpar.kernels import overlap_gemm as og  # noqa: E402  (triton is optional)

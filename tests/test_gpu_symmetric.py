@@ -22,7 +22,7 @@ from fastpar.comm.symmetric import SymmetricBuffer, virtual_ranks
 from fastpar.comm.symmetric_collectives import DTYPES, SymmetricCollectives, signal_words, workspace_bytes
 from tests.dist import run_ranks
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.gpu_alone]
 DEVICE = "cuda"
 ALGORITHMS = ["one_shot", "two_shot", "mailbox"]
 CALLS = 6

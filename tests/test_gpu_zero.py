@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import fastpar as fp
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.gpu_alone]
 WIDTH = 256
 
 
