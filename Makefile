@@ -1,7 +1,7 @@
 # fastpar: the commands people need. `make help` lists them.
 #
 # Variables: PYTHON (interpreter to use if it has torch, else to make .venv with), TORCH (default torch==2.13.0), TRITON, CXX, ARGS;
-# for `make gpu`: PEERS, BUDGET (seconds), DRY_RUN.
+# for `make gpu`: PLAN, ONLY, PEERS, BUDGET (seconds), OUT, DRY_RUN.
 SHELL := /bin/bash
 PY = "$$(tools/find_python.sh)"
 MARKERS := -m "not slow and not gpu"
@@ -31,9 +31,11 @@ test: build ## everything CI runs: lint, types, C++ under sanitizers, tests
 test-all: build ## the same with the exhaustive variants of the tests
 	@tools/run_checks.sh -m "not gpu" $(ARGS)
 
-# Needs no network and installs nothing, so it does not go through `build`. DRY_RUN=1 prints the stages.
-gpu: ## on a machine with a GPU, in 8 minutes: build, GPU tests, compute-sanitizer, GPU benches (PEERS=folder of wheels)
-	@tools/run_gpu.sh $(if $(DRY_RUN),--dry-run) $(ARGS)
+# Needs no network and installs nothing, so it does not go through `build`. DRY_RUN=1 prints the stages; OUT=folder is
+# where logs and rows are packed; PLAN=check|bench|profile, ONLY=stages with commas between, PEERS=folder of wheels.
+gpu: ## on a machine with a GPU, in 9 minutes: build, GPU tests, the main benches (PLAN=bench, profile: the others)
+	@PYTHONPATH= $(if $(PYTHON),$(PYTHON),python3) tools/run_gpu.py $(if $(PLAN),--plan $(PLAN)) $(if $(ONLY),--only "$(ONLY)") \
+	  $(if $(PEERS),--peers "$(PEERS)") $(if $(BUDGET),--budget $(BUDGET)) $(if $(DRY_RUN),--dry-run) $(ARGS)
 
 # FASTPAR_CUDA=1 for one with the CUDA kernels, where nvcc is.
 wheel: setup ## dist/*.whl: one manylinux_2_28 wheel for every Python and torch, checked by auditwheel

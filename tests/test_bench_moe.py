@@ -91,7 +91,7 @@ def test_routing_is_right_and_a_wrong_route_is_an_error(preset: str, dtype: str,
     ids=["moe", "permute", "moe_route", "moe_push"],
 )
 def test_what_make_gpu_asks_for_makes_cases(bench: Any, argv: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The flags of tools/run_gpu.sh, on a machine that has a GPU."""
+    """The flags of tools/run_gpu.py, on a machine that has a GPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     found: list[Any] = []
