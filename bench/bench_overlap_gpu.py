@@ -1,7 +1,7 @@
 """GEMMs that overlap their collective, on one GPU: W virtual ranks share the device, and its memory is their link.
 
     fastpar bench overlap_gpu --device cuda [--op gather,scatter,reduce] [--virtual-ranks 2,4,8]
-                              [--shapes 8192x2048x8192,...] [--link device,pcie]
+                              [--shapes 8192x2048x8192,...] [--link device,pcie] [--no-graphs]
 
 What is timed, forked from one stream to a stream per rank and joined again, for x [rows, terms] and, on every rank, a
 weight [cols, terms] (rows x cols x terms):
@@ -27,6 +27,9 @@ Flops model: 2 * W * rows * cols * terms.
 
 Traps besides those of `bench.harness` and `bench.device`:
 
+* One process launches the work of all ranks: 8 of them gather with 448 copies and flags, whose launches would be
+  timed instead of the GEMMs. Every provider is therefore a CUDA graph, recorded once, and replays are what is checked
+  and timed; `--no-graphs` times the launches, too.
 * Virtual ranks contend for one device's memory and cache, as ranks on several devices do not.
 * A copy within one device may be a kernel, which needs a multiprocessor; 8 are left out of the GEMMs for them, in "GEMM
   alone" too.
@@ -65,13 +68,14 @@ class OverlapCase:
     shape: tuple[int, int, int]
     size: int
     link: str = "device"
+    graphs: bool = True
     calls: int = 1
 
     def describe(self) -> dict[str, Any]:
         rows, cols, terms = self.shape
         return {
             "op": self.op, "dtype": self.dtype, "rows": rows, "cols": cols, "terms": terms, "virtual_ranks": self.size,
-            "link": self.link,
+            "link": self.link, "graphs": self.graphs,
         }  # fmt: skip
 
     def build(self, rank: Rank) -> list[Provider]:
@@ -80,6 +84,7 @@ class OverlapCase:
         flops = 2.0 * self.size * rows * cols * terms
 
         def provider(name: str, kind: str, call: Callable[[], list[Tensor]], check: bool = True) -> Provider:
+            call = Recorded(call) if self.graphs and problem.on_gpu else call
             return Provider(name, kind, call, (lambda: problem.errors(call)) if check else dict, flops=flops)
 
         providers = [provider("fastpar", "fastpar", problem.overlapped)]
@@ -92,6 +97,25 @@ class OverlapCase:
             provider("GEMM alone", "bound", problem.gemms, check=False),
             gemm_roof(DTYPES[self.dtype], 1, device=rank.device, size=256 if rank.device == "cpu" else 0),
         ]
+
+
+class Recorded:
+    """A call as a CUDA graph: launched by the host once, replayed from then on, into the same results."""
+
+    def __init__(self, call: Callable[[], list[Tensor]]) -> None:
+        self._call = call
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._found: list[Tensor] = []
+
+    def __call__(self) -> list[Tensor]:
+        if self._graph is None:
+            self._call()  # compiles, and makes what a capture must not make
+            torch.cuda.synchronize()
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph):
+                self._found = self._call()
+        self._graph.replay()
+        return self._found
 
 
 class Problem:
@@ -287,7 +311,7 @@ def figures(rows: Sequence[Row]) -> str:
 
 def cases(flags: argparse.Namespace, world_size: int) -> Sequence[Case]:
     made = [
-        OverlapCase(op, dtype, shape, size, link)
+        OverlapCase(op, dtype, shape, size, link, flags.graphs)
         for dtype in flags.dtype
         for link in flags.link
         for op in flags.op
@@ -339,6 +363,7 @@ def main(argv: Sequence[str]) -> int:
     made.add_argument("--op", type=_among(OPS), default=list(OPS), metavar="LIST", help=", ".join(OPS))
     made.add_argument("--virtual-ranks", type=positive_list, default=[2, 4, 8], metavar="LIST", help="ranks on the GPU")
     made.add_argument("--link", type=_among(LINKS), default=["device"], metavar="LIST", help=", ".join(LINKS))
+    made.add_argument("--graphs", action=argparse.BooleanOptionalAction, default=True, help="time CUDA graphs")
     default = [(8192, 2048, 8192), (16384, 4096, 8192), (32768, 2048, 8192)]
     made.add_argument("--shapes", type=_shapes, default=default, metavar="LIST", help="rows x cols x terms")
     flags = made.parse_args(argv)
