@@ -65,13 +65,13 @@ class RankError(AssertionError):
 class _Worker:
     """One process of the pool, its command pipe and the two files it writes: its output, and its stacks when asked."""
 
-    def __init__(self, rank: int, folder: Path) -> None:
+    def __init__(self, rank: int, folder: Path, port: int) -> None:
         self.rank = rank
         self.output = folder / f"rank{rank}.out"
         self.stacks = folder / f"rank{rank}.stacks"
         self.stacks.touch()
         ours, theirs = os.pipe(), os.pipe()  # commands out, replies in
-        arguments = (ours[0], theirs[1], rank, str(self.stacks), os.getpid())
+        arguments = (ours[0], theirs[1], rank, str(self.stacks), os.getpid(), port)
         code = f"from tests.dist_worker import serve; serve(*{arguments!r})"
         with self.output.open("wb") as out:
             self.process = subprocess.Popen(
@@ -92,8 +92,11 @@ class _Worker:
         self.replies = Connection(theirs[0], writable=False)
         self.mark = 0  # where the output of the current run begins
 
-    def send(self, command: bytes) -> None:
+    def start(self, task: bytes) -> None:
         self.mark = self.output.stat().st_size
+        self.send(task)
+
+    def send(self, command: bytes) -> None:
         with contextlib.suppress(BrokenPipeError):  # a dead worker shows as end-of-file on its replies
             self.commands.send_bytes(command)
 
@@ -154,7 +157,7 @@ class _Pool:
             # Port 0: the kernel picks a free one, so no two test runs can clash. It lives here, so that it outlives
             # every rank.
             self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        fresh = [_Worker(rank, self.folder) for rank in range(len(self.workers), world_size)]
+        fresh = [_Worker(rank, self.folder, self.store.port) for rank in range(len(self.workers), world_size)]
         self.workers += fresh
         for worker in fresh:
             if not worker.replies.poll(_START_S) or not _is_ready(worker):
@@ -215,7 +218,6 @@ def run_ranks(
     _POOL.grow(world_size)
     task = (
         next(_POOL.runs),
-        _POOL.store.port,
         world_size,
         backend,
         timeout,
@@ -232,8 +234,8 @@ def run_ranks(
 
 
 class _Run:
-    """Follows one run. A rank goes running -> returned or raised -> idle (its process groups destroyed), or it dies
-    on the way."""
+    """Follows one run. A rank goes running -> returned or raised -> (released) -> idle (its process groups destroyed),
+    or it dies on the way."""
 
     def __init__(self, workers: list[_Worker], name: str, timeout: float) -> None:
         self.workers = workers
@@ -247,8 +249,11 @@ class _Run:
 
     def collect(self, task: bytes) -> list[Any]:
         for worker in self.workers:
-            worker.send(task)
+            worker.start(task)
         self.receive_until(time.monotonic() + self.timeout, self.running)
+        if self.culprit is not None or not self.running():
+            for worker in self.workers:  # a rank that has raised leaves at once: peers that wait for it may notice
+                worker.send(b"release")
         if self.culprit is not None:
             self.receive_until(time.monotonic() + _GRACE_S, self.running)
             raise RankError(

@@ -3,7 +3,6 @@ reply, clean up."""
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import faulthandler
 import gc
@@ -15,7 +14,6 @@ import signal
 import sys
 import traceback
 import warnings
-from collections.abc import Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
@@ -24,7 +22,7 @@ STACK_SIGNAL = signal.SIGUSR1
 _PR_SET_PDEATHSIG = 1
 
 
-def serve(commands_fd: int, replies_fd: int, rank: int, stacks_path: str, parent: int) -> None:
+def serve(commands_fd: int, replies_fd: int, rank: int, stacks_path: str, parent: int, port: int) -> None:
     """Run tasks until the parent closes the pipe."""
     _die_with(parent)
     stacks = open(stacks_path, "a")  # noqa: SIM115  (faulthandler needs it for as long as the process lives)
@@ -32,8 +30,11 @@ def serve(commands_fd: int, replies_fd: int, rank: int, stacks_path: str, parent
     faulthandler.enable(file=sys.stderr)
     commands, replies = Connection(commands_fd, writable=False), Connection(replies_fd, readable=False)
 
-    import torch.distributed  # noqa: F401  (the slow part of starting; the pool is ready when it is done)
+    import torch.distributed as dist  # the slow part of starting; the pool is ready when it is done
 
+    # One connection for all runs: for every one that is made, torch looks up the names of both addresses, and a lookup
+    # that the machine's name server does not answer takes 5 s (one in fifty, seen on a machine without a network).
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
     replies.send_bytes(b"ready")
     loaded = 0
     while True:
@@ -41,7 +42,10 @@ def serve(commands_fd: int, replies_fd: int, rank: int, stacks_path: str, parent
             task = pickle.loads(commands.recv_bytes())
         except EOFError:
             return
-        replies.send_bytes(_reply(rank, *task))
+        replies.send_bytes(_reply(rank, store, *task))
+        # Not before all are done: a rank that is still connecting to this one would see the connection closed.
+        if not _is_released(commands):
+            return
         sys.stdout.flush()
         sys.stderr.flush()
         _clean_up()
@@ -51,6 +55,14 @@ def serve(commands_fd: int, replies_fd: int, rank: int, stacks_path: str, parent
             gc.collect()  # groups that hung on to each other until they were destroyed: their threads would stay
             gc.freeze()
         replies.send_bytes(pickle.dumps(("idle", None)))
+
+
+def _is_released(commands: Connection) -> bool:
+    """Wait for the word to leave the run's process groups; False at the end of the pipe."""
+    try:
+        return bool(commands.recv_bytes() == b"release")
+    except EOFError:
+        return False
 
 
 def _die_with(parent: int) -> None:
@@ -65,8 +77,8 @@ def _die_with(parent: int) -> None:
 
 def _reply(
     rank: int,
+    store: Any,
     run: int,
-    port: int,
     world_size: int,
     backend: str,
     timeout: float,
@@ -77,15 +89,15 @@ def _reply(
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            with _process_group(rank, run, port, world_size, backend, timeout):
-                result = getattr(importlib.import_module(module), qualname)(*pickle.loads(args))
-                return pickle.dumps(("returned", pickle.dumps(result)))
+            _join(rank, store, run, world_size, backend, timeout)
+            result = getattr(importlib.import_module(module), qualname)(*pickle.loads(args))
+            return pickle.dumps(("returned", pickle.dumps(result)))
     except BaseException:  # SystemExit and pytest's outcome exceptions included: the parent reports them all
         return pickle.dumps(("raised", traceback.format_exc()))
 
 
-@contextlib.contextmanager
-def _process_group(rank: int, run: int, port: int, world_size: int, backend: str, timeout: float) -> Iterator[None]:
+def _join(rank: int, store: Any, run: int, world_size: int, backend: str, timeout: float) -> None:
+    """A fresh default process group, and the state that every run starts from."""
     import numpy
     import torch
     import torch.distributed as dist
@@ -96,7 +108,7 @@ def _process_group(rank: int, run: int, port: int, world_size: int, backend: str
         WORLD_SIZE=str(world_size),
         LOCAL_WORLD_SIZE=str(world_size),
         MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
+        MASTER_PORT=str(store.port),
         TORCHELASTIC_USE_AGENT_STORE="True",  # env:// connects to the parent's store, also on rank 0
     )
     torch.set_num_threads(1)
@@ -106,9 +118,9 @@ def _process_group(rank: int, run: int, port: int, world_size: int, backend: str
     numpy.random.seed(0)  # noqa: NPY002
     random.seed(0)
     limit = timedelta(seconds=timeout)
-    store = dist.PrefixStore(f"run{run}", dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit))
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
-    yield
+    store.set_timeout(limit)
+    keys = dist.PrefixStore(f"run{run}", store)
+    dist.init_process_group(backend, store=keys, rank=rank, world_size=world_size, timeout=limit)
 
 
 def _clean_up() -> None:

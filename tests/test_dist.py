@@ -8,6 +8,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 import warnings
 import weakref
@@ -127,6 +128,40 @@ def stay_or_work():
 def test_a_rank_stays_away_until_the_last_of_the_others_is_done():
     away, *others = run_ranks(3, stay_or_work)
     assert away > max(others)
+
+
+def leave_early_or_ask_late():
+    """Whether rank 0, which returns at once, still has its group when rank 1 asks."""
+    store = dist.distributed_c10d._get_default_store()
+    if dist.get_rank() == 0:
+
+        def answer():
+            store.wait(["asked"])
+            store.set("answer", str(dist.is_initialized()))
+
+        threading.Thread(target=answer, daemon=True).start()
+        return None
+    time.sleep(0.3)
+    store.set("asked", "")
+    return store.get("answer").decode()
+
+
+def test_a_rank_that_is_done_leaves_its_groups_when_the_others_are():
+    assert run_ranks(2, leave_early_or_ask_late) == [None, "True"]
+
+
+def store_of_the_pool():
+    store = dist.distributed_c10d._get_default_store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return id(store), store.timeout.total_seconds()
+
+
+def test_all_runs_share_one_connection_to_the_store():
+    first, second = run_ranks(2, store_of_the_pool, timeout=30), run_ranks(2, store_of_the_pool, timeout=40)
+    assert [r[0] for r in first] == [r[0] for r in second]
+    assert {r[1] for r in first} == {30}
+    assert {r[1] for r in second} == {40}
 
 
 @pytest.mark.parametrize(
