@@ -2,8 +2,11 @@
 be run apart.
 
     --part device    device code without a device: compiled, emulated, interpreted; and programs under ThreadSanitizer
-    --part alone     whatever starts ranks, reads the clock or gives a process a deadline: needs the machine for itself
+    --part alone     what reads the clock, or has a deadline of less than ten seconds: needs the machine for itself
+    --part ranks     whatever else starts processes, which may share the machine: a slow one is a slow one
     --part plain     the others
+
+Given twice, it runs both.
 """
 
 from __future__ import annotations
@@ -18,7 +21,10 @@ import torch
 from tests import dist
 
 _DEVICE = re.compile(r"test_(gpu|build|emulation|overlap_gemm|protocol_gpu)|_(triton|cuda|cuda_build|tsan)\.py$")
-_ALONE = re.compile(r"run_ranks|fault_ranks|ProcessLane|monotonic|perf_counter|RLIMIT|timeout=")
+_CLOCK = re.compile(
+    r"fault_ranks|ProcessLane|monotonic|perf_counter|assert_within|(timeout(_s)?|seconds)(=|: )\d(\.\d+)?\b"
+)
+_RANKS = re.compile(r"run_ranks|RLIMIT|timeout=")
 
 
 @functools.cache
@@ -26,17 +32,22 @@ def part_of(file: Path) -> str:
     """The part that a test file belongs to."""
     if _DEVICE.search(file.name):
         return "device"
-    return "alone" if _ALONE.search(file.read_text()) else "plain"
+    text = file.read_text()
+    if _CLOCK.search(text):
+        return "alone"
+    return "ranks" if _RANKS.search(text) else "plain"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--part", choices=["device", "alone", "plain"], help="run only that part of the tests")
+    parser.addoption(
+        "--part", action="append", choices=["device", "alone", "ranks", "plain"], help="run only that part of the tests"
+    )
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    part = config.getoption("part")
-    is_test = part and collection_path.match("test_*.py")
-    return True if is_test and part_of(collection_path) != part else None
+    parts = config.getoption("part")
+    is_test = parts and collection_path.match("test_*.py")
+    return True if is_test and part_of(collection_path) not in parts else None
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -44,10 +55,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if part := config.getoption("part"):  # pytest ignores no file that is named on the command line
-        others = [item for item in items if part_of(item.path) != part]
+    if parts := config.getoption("part"):  # pytest ignores no file that is named on the command line
+        others = [item for item in items if part_of(item.path) not in parts]
         config.hook.pytest_deselected(items=others)
-        items[:] = [item for item in items if part_of(item.path) == part]
+        items[:] = [item for item in items if part_of(item.path) in parts]
     devices = torch.cuda.device_count()
     for item in items:
         if item.get_closest_marker("gpu") and devices < 1:

@@ -3,6 +3,7 @@
 #
 #   tools/run_asan.sh [pytest arguments]        default: the op tests, without their slow variants and without torch.compile
 #   tools/run_asan.sh --build                   the library alone
+#   tools/run_asan.sh --part NAME ...           those of the op tests that are of these parts (see tests/conftest.py)
 #
 # The sanitizer's runtime has to be in the process before Python itself, hence LD_PRELOAD. Leaks are not looked for: an
 # interpreter and a torch that exit without freeing everything would drown ours.
@@ -18,8 +19,8 @@ if [[ $(runtime libasan.so) != /* ]]; then
 fi
 "$python" _build/native.py --sanitize=address,undefined --output="$library"
 if [[ ${1:-} == --build ]]; then exit; fi
-if (($# == 0)); then
-  set -- -q -m "not slow and not gpu" -k "not compile and not triton" tests/test_cross_entropy.py \
+if [[ $# -eq 0 || $1 == --part ]]; then
+  set -- "$@" -q -m "not slow and not gpu" -k "not compile and not triton" tests/test_cross_entropy.py \
     tests/test_cross_entropy_kernels.py tests/test_dropout.py tests/test_moe_rows.py tests/test_rms_norm.py tests/test_swiglu.py \
     tests/test_shared_memory.py tests/test_point_to_point.py
 fi

@@ -6,10 +6,14 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-summary=$(mktemp) closing=$(mktemp) beside=$(mktemp) beside_pid=
+summary=$(mktemp) closing=$(mktemp) lanes=()
+declare -A output_of
 cleanup() {
-  if [[ -n $beside_pid ]]; then kill -- -"$beside_pid" 2>/dev/null || true; fi
-  rm -f "$summary" "$closing" "$beside"
+  for lane in "${lanes[@]}"; do
+    kill -- -"$lane" 2>/dev/null || true
+    rm -f "${output_of[$lane]}"
+  done
+  rm -f "$summary" "$closing"
 }
 trap cleanup EXIT
 
@@ -38,10 +42,30 @@ run_pytest() { # part, pytest arguments...
   return $((code == 5 ? 0 : code))
 }
 
-run_beside() { # pytest arguments...
+# Three lanes of what does not look at the clock. They begin together: one alone would leave a core idle now and then.
+device_lane() { # pytest arguments...
+  check "pytest, device code" run_pytest device "$@"
+  check "pytest, plain" run_pytest plain "$@"
+}
+
+sanitizer_lane() {
   check "mypy" tools/in_env.sh mypy
   check "build of the C++ kernels under ASan and UBSan" env MAX_JOBS=1 tools/run_asan.sh --build
-  check "pytest, plain" run_pytest plain "$@"
+  check "C++ kernels under ASan and UBSan" tools/run_asan.sh --part plain --part ranks
+}
+
+ranks_lane() { # pytest arguments...
+  check "pytest, ranks" run_pytest ranks "$@"
+}
+
+start() { # lane, arguments...
+  local output
+  output=$(mktemp)
+  set -m # a process group of its own, which can be ended as a whole
+  "$@" </dev/null >"$output" 2>&1 &
+  set +m
+  lanes+=($!)
+  output_of[$!]=$output
 }
 
 check "ruff check" tools/in_env.sh ruff check .
@@ -50,17 +74,17 @@ check "clang-format" clang_format
 if [[ ${1:-} == --lint ]]; then
   check "mypy" tools/in_env.sh mypy
 else
-  # What keeps one core busy and does not look at the clock runs beside something of the same kind; the rest alone.
   # Threads that wait for others sleep meanwhile: spinning, they would take the core from those.
-  set -m # a process group of its own, which can be ended as a whole
-  OMP_WAIT_POLICY=passive run_beside "$@" </dev/null >"$beside" 2>&1 &
-  beside_pid=$!
-  set +m
-  OMP_WAIT_POLICY=passive check "pytest, device code" run_pytest device "$@"
-  wait "$beside_pid" || true
-  beside_pid=
-  cat "$beside"
-  check "C++ kernels under ASan and UBSan" tools/run_asan.sh
+  export OMP_WAIT_POLICY=passive
+  start sanitizer_lane
+  start ranks_lane "$@"
+  start device_lane "$@"
+  for lane in "${lanes[@]}"; do
+    wait "$lane" || true
+    cat "${output_of[$lane]}"
+  done
+  unset OMP_WAIT_POLICY
+  check "C++ kernels under ASan and UBSan, alone" tools/run_asan.sh --part alone
   check "pytest, alone" run_pytest alone "$@"
 fi
 
