@@ -8,22 +8,34 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.compiler import is_compiling
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 INT64 = range(-(2**63), 2**63)
+_LEAST, _MOST = INT64[0], INT64[-1]
+_STRIDED = torch.strided
+_PLAIN_TENSORS = frozenset({Tensor, nn.Parameter})
+_PLAIN_DTYPES = frozenset(
+    {torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool}
+)
 
 
 class Kind(NamedTuple):
-    """What one argument may be: a test of its type, what is wrong with a value of that type (or None), and words."""
+    """What one argument may be: a test of its type, what is wrong with a value of that type (or None), and words.
+
+    is_plain: a cheap test that most values pass; one that does is accepted and has no problem.
+    """
 
     accepts: Callable[[Any], bool]
     problem: Callable[[Any], str | None]
     words: str
+    is_plain: Callable[[Any], bool]
 
 
 def checked(
@@ -50,17 +62,31 @@ def checked(
             for key, annotation in _unpacked(str(p.annotation), function)
         }
         positional = [(p.name, kinds[p.name]) for p in parameters if p.kind == p.POSITIONAL_OR_KEYWORD]
+        plain = [kind.is_plain for _, kind in positional]
+        plain_by_name = {key: kind.is_plain for key, kind in kinds.items()}
         name = function.__name__
 
+        def check(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+            if unless_agreed and _agrees(kwargs.get(unless_agreed, args[1] if len(args) > 1 else None)):
+                return
+            for (argument, kind), value in zip(positional, args, strict=False):
+                _check(name, argument, kind, value)
+            for argument, value in kwargs.items():
+                if argument in kinds:
+                    _check(name, argument, kinds[argument], value)
+
+        # The loops are all that most calls pay, a fraction of a microsecond: an op of a few rows takes about seven.
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            is_agreed = unless_agreed and _agrees(kwargs.get(unless_agreed, args[1] if len(args) > 1 else None))
-            if not is_agreed and not torch.compiler.is_compiling():
-                for (argument, kind), value in zip(positional, args, strict=False):
-                    _check(name, argument, kind, value)
+            if not is_compiling():
+                for is_plain, value in zip(plain, args):  # noqa: B905  (strict= costs as much as half a test)
+                    if not is_plain(value):
+                        check(args, kwargs)
+                        return function(*args, **kwargs)
                 for argument, value in kwargs.items():
-                    if argument in kinds:
-                        _check(name, argument, kinds[argument], value)
+                    if argument in plain_by_name and not plain_by_name[argument](value):
+                        check(args, kwargs)
+                        break
             return function(*args, **kwargs)
 
         return call  # type: ignore[return-value]
@@ -126,7 +152,16 @@ def _kind_of(annotation: str, *, meta: bool, nan: bool) -> Kind:
         return next((choice.problem(value) for choice in choices if choice.accepts(value)), None)
 
     words = " or ".join(choice.words for choice in choices)
-    return Kind(lambda value: any(choice.accepts(value) for choice in choices), problem, words)
+    return Kind(lambda value: any(choice.accepts(value) for choice in choices), problem, words, _any_plain(choices))
+
+
+def _any_plain(choices: Sequence[Kind]) -> Callable[[Any], bool]:
+    tests = [choice.is_plain for choice in choices if choice.words != "None"]
+    if len(tests) == 1:  # the commonest: ... | None
+        only = tests[0]
+        return lambda value: value is None or only(value)
+    has_none = len(tests) < len(choices)
+    return lambda value: (value is None and has_none) or any(test(value) for test in tests)
 
 
 def _nothing(value: Any) -> None:
@@ -136,22 +171,35 @@ def _nothing(value: Any) -> None:
 def _single(text: str, *, meta: bool, nan: bool) -> Kind:
     base, _, inner = text.partition("[")
     simple: dict[str, Kind] = {
-        "Tensor": Kind(_is_tensor, functools.partial(_tensor_problem, meta), "a tensor"),
-        "float": Kind(_is_number, _nothing if nan else _number_problem, "a number"),
-        "int": Kind(_is_int, _int_problem, "an int"),
-        "bool": Kind(lambda value: isinstance(value, bool), _nothing, "True or False"),
-        "str": Kind(lambda value: isinstance(value, str), _nothing, "a string"),
-        "None": Kind(lambda value: value is None, _nothing, "None"),
-        "torch.dtype": Kind(lambda value: isinstance(value, torch.dtype), _nothing, "a torch.dtype"),
-        "GroupLike": Kind(lambda value: True, _nothing, "a group"),  # fastpar.comm knows its kinds
-        "Callable": Kind(callable, _nothing, "a function"),
+        "Tensor": Kind(_is_tensor, functools.partial(_tensor_problem, meta), "a tensor", _is_plain_tensor),
+        "float": Kind(_is_number, _nothing if nan else _number_problem, "a number", lambda value: type(value) is float),
+        "int": Kind(_is_int, _int_problem, "an int", lambda value: type(value) is int and _LEAST <= value <= _MOST),
+        "bool": _typed(bool, "True or False"),
+        "str": _typed(str, "a string"),
+        "None": _typed(type(None), "None"),
+        "torch.dtype": _typed(torch.dtype, "a torch.dtype"),
+        "GroupLike": Kind(_always, _nothing, "a group", _always),  # fastpar.comm knows its kinds
+        "Callable": Kind(callable, _nothing, "a function", callable),
     }
     if base in simple:
         return simple[base]
     if base in ("Sequence", "tuple", "Iterable"):
         return _several(base, _split(inner[:-1], ","), meta=meta, nan=nan)
     named = base.rpartition(".")[2]
-    return Kind(lambda value: any(c.__name__ == named for c in type(value).__mro__), _nothing, f"of type {named}")
+    return Kind(
+        lambda value: any(c.__name__ == named for c in type(value).__mro__),
+        _nothing,
+        f"of type {named}",
+        lambda value: type(value).__name__ == named,
+    )
+
+
+def _always(value: Any) -> bool:
+    return True
+
+
+def _typed(cls: type, words: str) -> Kind:
+    return Kind(lambda value: isinstance(value, cls), _nothing, words, lambda value: type(value) is cls)
 
 
 def _several(base: str, members: list[str], *, meta: bool, nan: bool) -> Kind:
@@ -174,9 +222,12 @@ def _several(base: str, members: list[str], *, meta: bool, nan: bool) -> Kind:
         found = ((i, member(i).problem(v)) for i, v in enumerate(value))
         return next((f"[{i}] {text}" for i, text in found if text is not None), None)
 
+    def is_plain(value: Any) -> bool:
+        return accepts(value) and problem(value) is None
+
     if count is not None:
-        return Kind(accepts, problem, f"({', '.join(kind.words for kind in kinds)})")
-    return Kind(accepts, problem, f"a sequence, each {kinds[0].words}")
+        return Kind(accepts, problem, f"({', '.join(kind.words for kind in kinds)})", is_plain)
+    return Kind(accepts, problem, f"a sequence, each {kinds[0].words}", is_plain)
 
 
 # ---- kinds -----------------------------------------------------------------------------------------------------------
@@ -184,6 +235,17 @@ def _several(base: str, members: list[str], *, meta: bool, nan: bool) -> Kind:
 
 def _is_tensor(value: Any) -> bool:
     return isinstance(value, Tensor)
+
+
+def _is_plain_tensor(value: Any) -> bool:
+    """Whether `_tensor_problem` has nothing to say. Asks what takes some 50 ns each; the name of a device takes 500."""
+    return (
+        type(value) in _PLAIN_TENSORS
+        and value.dtype in _PLAIN_DTYPES
+        and value.layout is _STRIDED
+        and not value.is_meta
+        and not is_functorch_wrapped_tensor(value)
+    )
 
 
 def _is_int(value: Any) -> bool:
@@ -209,7 +271,7 @@ def _number_problem(value: Any) -> str | None:
 
 
 def _tensor_problem(meta: bool, value: Tensor) -> str | None:
-    if torch._C._functorch.is_functorch_wrapped_tensor(value):
+    if is_functorch_wrapped_tensor(value):
         return (
             "is inside a torch.func transform (grad, vmap, jvp, ...), which cannot look into this function: "
             "differentiate with backward() or torch.autograd.grad, and call it with whole batches"
