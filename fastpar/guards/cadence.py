@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
+from torch.compiler import is_compiling
 
 FIRST, EVERY = 2, 256
 
@@ -24,7 +24,7 @@ class Cadence:
 
     def next(self) -> bool:
         """Whether the call that begins is one to look at. None is while torch.compile traces it."""
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return False
         number = self.calls
         self.calls += 1

@@ -41,6 +41,11 @@ class GradientGuard:
                 self._names.append(name)
                 self._handles.append(parameter.register_hook(self._noting(name)))
 
+    @property
+    def is_watching(self) -> bool:
+        """Whether a parameter's gradient would be looked at."""
+        return bool(self._handles)
+
     def stop(self) -> None:
         """No longer watch."""
         for handle in self._handles:

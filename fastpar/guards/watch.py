@@ -62,8 +62,9 @@ class Watch:
 
     def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Compare the inputs, and start what looks at the forward."""
+        if self.gradients.is_watching:
+            self.gradients.stop()  # the forward before: its backward is over, or nobody waits for what it would say
         self._is_watching = self.cadence.next()
-        self.gradients.stop()  # of the forward before: its backward is over, or nobody waits for what it would say
         if not self._is_watching:
             return
         self.inputs.before(model, args, kwargs)
