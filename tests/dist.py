@@ -47,8 +47,8 @@ from tests.dist_worker import STACK_SIGNAL
 
 _ROOT = Path(__file__).resolve().parent.parent
 _GRACE_S = 3.0  # for the other ranks, once one has failed
-_START_S = 120.0  # for a worker to import torch on a machine that is busy with something else
-_CLEANUP_S = 20.0  # for a rank to destroy its process groups after a run that went well
+_START_S = 240.0  # for a worker to import torch on a machine that is busy with something else
+_CLEANUP_S = 60.0  # for a rank to destroy its process groups after a run that went well
 
 
 class RankError(AssertionError):
@@ -200,12 +200,13 @@ def worker_pids() -> list[int]:
 
 
 def run_ranks(
-    world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0, backend: str = "gloo"
+    world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 240.0, backend: str = "gloo"
 ) -> list[Any]:
     """Run `fn(*args)` on `world_size` ranks and return what it returned, by rank.
 
     `fn` is a top-level function of an importable module (the test module); `args` and the results must pickle.
-    `timeout` (seconds) covers the run, without the start of the pool.
+    `timeout` (seconds) covers the run, without the start of the pool. It ends hangs: a run that takes a second alone
+    may take a hundred beside other load.
 
     Raises `RankError` as the module docstring says.
     """

@@ -117,7 +117,7 @@ def run_sharded(vocab: int, implementation: str, names: list[str]) -> list[dict[
     return results
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_ranks_match_one_process_with_one_collective_and_equal_bits(world_size: int) -> None:
     vocab = 9 if world_size == 4 else 1031  # 9 over 4 ranks by DTensor's rule: 3, 3, 3 and an empty shard
     names = list(OPTIONS)

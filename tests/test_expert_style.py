@@ -34,7 +34,7 @@ ON_FOUR: list[tuple[str, dict[str, int], dict[str, Any]]] = [
 
 
 def check_parallelized(cases: list[tuple[str, dict[str, int], dict[str, Any]]], world_size: int) -> None:
-    found = run_ranks(world_size, parallelized_steps, cases, timeout=180)
+    found = run_ranks(world_size, parallelized_steps, cases)
     for index, (name, sizes, _) in enumerate(cases):
         dp = sizes.get("dp_shard", 1) * sizes.get("dp_replicate", 1)
         logits, grads = mean_step(name, dp)

@@ -131,7 +131,7 @@ def check_transformers(cases: list[tuple[str, dict[str, Any], str]], world_size:
     for name, _, _ in cases:
         build(name).save_pretrained(folder / name)
     jobs = [(str(folder / name), options, experts) for name, options, experts in cases]
-    found = run_ranks(world_size, transformers_steps, jobs, timeout=180)
+    found = run_ranks(world_size, transformers_steps, jobs)
     for index, (name, options, _) in enumerate(cases):
         tp = options.get("tp_size", 1)
         logits, grads = mean_step(name, world_size // tp)

@@ -98,13 +98,13 @@ def one_thread() -> Iterator[None]:
 
 QUICK = [
     ("example", {"pp": 2, "tp": 2}, "1f1b", False, {}),
-    ("example", {"pp": 2, "tp": 2}, "zbv", False, {"sequence_parallel": True}),
     ("llama", {"pp": 4}, "zb_h1", False, {}),
     ("qwen3", {"pp": 2, "tp": 2}, "interleaved_1f1b", False, {"schedule_options": {"stages_per_rank": 2}}),
     ("gpt2", {"pp": 4}, "1f1b", True, {"layout": "E,t*2|t|t|H"}),
     ("llama", {"pp": 2, "tp": 2}, "zbv", False, {"recompute": fp.recompute.Full(), "sequence_parallel": True}),
 ]
 SLOW = [
+    ("example", {"pp": 2, "tp": 2}, "zbv", False, {"sequence_parallel": True}),
     ("llama", {"pp": 2, "tp": 2}, "zb_h1", True, {}),
     ("mistral", {"pp": 2, "tp": 2}, "gpipe", False, {"layout": [3, 1]}),
     ("example", {"pp": 4}, "1f1b", False, {"recompute": fp.recompute.Selective()}),

@@ -94,7 +94,7 @@ def check_order(capability):
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("world_size", [2, 3, 5])
 def test_reductions_add_in_rank_order_and_round_once_on_every_instruction_set(world_size, capability):
-    run_ranks(world_size, check_order, capability, timeout=120)
+    run_ranks(world_size, check_order, capability)
 
 
 def check_algorithms():

@@ -28,7 +28,7 @@ BF16 = Case(torch.bfloat16, accumulate=2)
 def check(world: int, cases: list[Case]) -> None:
     with one_thread():
         wanted = {case: train(None, 0, case) for case in cases if case.dtype == torch.float32}
-    for found in run_ranks(world, stages, LAYOUTS[world], cases, timeout=120):
+    for found in run_ranks(world, stages, LAYOUTS[world], cases):
         assert len(found) == len(LAYOUTS[world]) * len(cases)
         for number, (what, first, third) in enumerate(found):
             case = cases[number % len(cases)]
@@ -69,7 +69,7 @@ def test_gathers_begun_early_cross_with_the_exchange_of_tokens() -> None:
     cases = [Case(prefetches=True), Case(prefetches=True, recomputes=True)]
     with one_thread():
         wanted = train(None, 0)
-    for found in run_ranks(4, stages, LAYOUTS[4][:2], cases, timeout=120):
+    for found in run_ranks(4, stages, LAYOUTS[4][:2], cases):
         for what, first, third in found:
             for name, x in wanted.items():
                 for values in (first, third):  # torch adds in another order

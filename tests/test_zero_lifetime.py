@@ -82,7 +82,7 @@ ON_DISK: list[tuple[int, bool, dict[str, Any]]] = [
 
 
 def test_what_is_dropped_leaves_no_threads_and_no_descriptors(tmp_path: Path) -> None:
-    for found in run_ranks(2, cycles, str(tmp_path), 3, WAYS + ON_DISK, timeout=120):
+    for found in run_ranks(2, cycles, str(tmp_path), 3, WAYS + ON_DISK):
         assert found == [(0, 0)] * len(found)
 
 

@@ -420,7 +420,7 @@ MOVES["none"] = lambda model: None
 
 
 def test_parameters_that_get_other_memory_of_the_same_kind_go_on_training() -> None:
-    run_ranks(SIZE, moved_runs, timeout=120)
+    run_ranks(SIZE, moved_runs)
 
 
 def new_values() -> None:

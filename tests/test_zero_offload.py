@@ -59,7 +59,7 @@ def compare(folder: str, dtype: torch.dtype, kind: str) -> None:
     ("dtype", "kind"), [(torch.float32, "adamw"), (torch.float32, "ours"), (torch.bfloat16, "ours")], ids=str
 )
 def test_offload_changes_no_bit_of_values_and_states(dtype: torch.dtype, kind: str, tmp_path: Path) -> None:
-    run_ranks(2, compare, str(tmp_path), dtype, kind, timeout=120)
+    run_ranks(2, compare, str(tmp_path), dtype, kind)
 
 
 LARGE = """

@@ -115,15 +115,17 @@ def tensor_parallel_run(tp: int, dtype: torch.dtype, accumulate: int) -> None:
     [
         (1, torch.float32, 1),
         (2, torch.float32, 1),
-        pytest.param(2, torch.float32, 4, marks=pytest.mark.slow),
-        (2, torch.bfloat16, 1),
-        (2, torch.bfloat16, 4),
+        (2, torch.bfloat16, 2),
+        *(
+            pytest.param(2, *case, marks=pytest.mark.slow)
+            for case in ((torch.float32, 4), (torch.bfloat16, 1), (torch.bfloat16, 4))
+        ),
     ],
     ids=str,
 )
 def test_stages_on_a_mesh_equal_plain_averaging_on_it(tp: int, dtype: torch.dtype, accumulate: int) -> None:
     """Tensor-parallel parameters that are sharded once more, clipped, with the same bits and the same norms."""
-    run_ranks(4, tensor_parallel_run, tp, dtype, accumulate, timeout=120)
+    run_ranks(4, tensor_parallel_run, tp, dtype, accumulate)
 
 
 def replicated_runs(cases: list[Case]) -> list[Parameters]:
@@ -137,7 +139,7 @@ def test_replicas_of_shards_average_within_and_then_across() -> None:
     cases = [Case(stage, dtype, 2, options={"mesh": mesh}) for stage in range(4) for dtype in dtypes]
     with one_thread():
         expected = [train_plain(case, 4, replicas=1 if case.stage == 0 else 2) for case in cases]
-    for found in run_ranks(4, replicated_runs, cases, timeout=120):
+    for found in run_ranks(4, replicated_runs, cases):
         for case, parameters, wanted in zip(cases, found, expected, strict=True):
             assert_same(parameters, wanted, case)
 
@@ -207,7 +209,7 @@ def pipeline_run() -> list[tuple[Parameters, list[float]]]:
 def test_pipelines_train_as_with_plain_averaging_tied_weights_included() -> None:
     """In float32 with its bits; in bfloat16 the copies of a tied weight stay equal, which they do if both have got the
     gradients of both stages."""
-    found = run_ranks(4, pipeline_run, timeout=120)
+    found = run_ranks(4, pipeline_run)
     for number in range(2):
         (first, first_norms), (last, last_norms) = found[0][number], found[2][number]
         assert first_norms == last_norms

@@ -93,7 +93,7 @@ def skip_runs(kind: str) -> list[tuple[int, str]]:
 @pytest.mark.parametrize("kind", ["adamw", "ours"])
 def test_a_nonfinite_gradient_on_one_rank_skips_the_step_on_all(kind: str) -> None:
     """Not a bit changes, and training goes on as if the step had not been; all ranks say the same of it."""
-    for found in run_ranks(3, skip_runs, kind, timeout=120):
+    for found in run_ranks(3, skip_runs, kind):
         assert found == [(1, f"gradients that are not finite: bias (rank {BAD_RANK})")] * (len(STAGES) * 2 * 2)
 
 

@@ -906,5 +906,5 @@ def compiled_run() -> list[str]:
 
 
 def test_a_compiled_model_gives_the_same_gradients() -> None:
-    for wrong in run_ranks(2, compiled_run, timeout=120):
+    for wrong in run_ranks(2, compiled_run):
         assert wrong == []
