@@ -320,6 +320,23 @@ def test_a_row_is_shared_by_the_smallest_cluster_that_holds_it(
 
 
 @emulated
+@pytest.mark.parametrize(
+    ("dtype", "vocab"),
+    [  # around the limit of shared memory without asking, 48 KiB
+        *(("bfloat16", vocab) for vocab in (24064, 24576, 24583, 49152, 98304)),
+        *(("float32", vocab) for vocab in (12288, 49152)),
+    ],
+)
+def test_rows_whose_share_is_at_the_limit_of_plain_shared_memory_can_be_launched(dtype: str, vocab: int) -> None:
+    x, target = example(1, vocab, dtype)
+    logits = Rows.of(x, dtype)
+    values, lse, _ = run_forward_backward(logits, target, Loss(), np.ones(1), logits)
+    expected_loss, expected_lse = reference_loss(x, target, Loss())
+    np.testing.assert_allclose(lse, expected_lse, rtol=0, atol=4e-6)
+    np.testing.assert_allclose(values, expected_loss, rtol=4e-6)
+
+
+@emulated
 def test_forward_backward_of_an_empty_vocabulary() -> None:
     logits = Rows((2, 0), "float32")
     loss, lse, _ = run_forward_backward(logits, np.array([IGNORED, 0]), Loss(), np.ones(2), logits)

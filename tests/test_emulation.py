@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -360,6 +361,110 @@ def test_waiting_for_what_never_happens_ends() -> None:
 )
 def test_a_launch_that_the_device_refuses_is_refused(config: dict[str, int], text: str) -> None:
     assert text in failure_of("divergent_barriers", **config)
+
+
+# ---- what a device has room for --------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def device(**properties: Any) -> Iterator[None]:
+    import fastpar_emulation as emulation
+
+    emulation.set_device(**properties)
+    try:
+        yield
+    finally:
+        emulation.set_device()
+
+
+@emulated
+@pytest.mark.parametrize("shared_bytes", [48, 46 << 10, (46 << 10) + 16, 48 << 10, (48 << 10) + 16, 225 << 10])
+def test_any_dynamic_shared_memory_can_be_had_beside_static(shared_bytes: int) -> None:
+    out = DeviceArray.of(np.zeros(1, np.float32))
+    launch("both_kinds", out, shared_bytes // 4 - 1, shared_bytes=shared_bytes)
+    assert out.array[0] == 3.0
+
+
+@emulated
+@pytest.mark.parametrize(
+    ("shared", "static", "allowed", "text"),
+    [
+        (48 << 10, 0, 0, None),
+        (47 << 10, 1024, 0, None),
+        ((47 << 10) + 1, 1024, 0, "have to be allowed first"),
+        (48 << 10, 16, 0, "have to be allowed first"),
+        (100 << 10, 1024, 100 << 10, None),
+        (100 << 10, 1024, 99 << 10, "allowed are 101376"),
+        (100 << 10, 1024, 227 << 10, "cannot be allowed"),
+    ],
+)
+def test_the_limit_without_asking_counts_static_and_dynamic_memory(
+    shared: int, static: int, allowed: int, text: str | None
+) -> None:
+    import fastpar_emulation as emulation
+
+    if text is None:
+        return emulation.self_test.launch_as(shared, static, allowed)
+    with pytest.raises(emulation.Error, match=text):
+        emulation.self_test.launch_as(shared, static, allowed)
+
+
+@emulated
+def test_more_static_memory_than_launches_expect_is_reported() -> None:
+    text = failure_of("much_static", DeviceArray((32,), np.float32))
+    assert "4096 bytes of static shared memory was launched as one with up to 2048" in text
+
+
+@emulated
+@pytest.mark.parametrize(
+    ("properties", "threads", "shared_bytes", "most"),
+    [
+        ({}, 512, 0, 132),  # 128 registers a thread, which is what one block leaves room for
+        ({"registers": 111}, 512, 0, 132),
+        ({"registers": 64}, 512, 0, 264),
+        ({"registers": 32}, 512, 0, 528),  # 2048 threads
+        ({"registers": 32}, 32, 0, 132 * 32),  # 32 blocks
+        ({"registers": 32}, 512, 64 << 10, 132 * 3),
+        ({"registers": 32, "multiprocessors": 108}, 512, 110 << 10, 108 * 2),
+    ],
+)
+def test_a_cooperative_launch_beyond_what_the_device_holds_is_refused(
+    properties: dict[str, int], threads: int, shared_bytes: int, most: int
+) -> None:
+    config: dict[str, Any] = {"threads": threads, "shared_bytes": shared_bytes, "cooperative": True}
+    with device(**properties):
+        text = failure_of("meet", zeros(2), 0, blocks=most + 1, **config)
+    assert f"too many blocks in a cooperative launch: {most + 1}" in text
+    assert f"room for {most}" in text
+
+
+def meeting_of_two_streams(num_first: int, devices: tuple[int, int]) -> list[int]:
+    """A grid of blocks that wait for another stream's, which is launched second; the flags of both."""
+    import fastpar_emulation as emulation
+
+    streams = [emulation.Stream(device) for device in devices]
+    flags = zeros(2)
+    for rank, blocks in enumerate((num_first, 1)):
+        config = emulation.LaunchConfig(blocks=blocks, threads=32)
+        emulation.self_test.meet_rank(config, flags.buffer, rank, stream=streams[rank])
+    emulation.synchronize(streams)
+    found: list[int] = flags.array.tolist()
+    return found
+
+
+@emulated
+def test_a_grid_that_takes_every_multiprocessor_leaves_none_to_the_stream_that_it_waits_for() -> None:
+    import fastpar_emulation as emulation
+
+    per_device = 2 * 8  # of 32 threads with 255 registers
+    with device(multiprocessors=2, residency="what fits"):
+        assert meeting_of_two_streams(per_device - 1, (0, 0)) == [1, 1]
+        assert meeting_of_two_streams(per_device, (0, 1)) == [1, 1]  # each has a device of its own
+        with pytest.raises(emulation.Error, match="livelock") as caught:
+            meeting_of_two_streams(per_device, (0, 0))
+    assert "stream 1:\n  1 blocks are not resident" in str(caught.value)
+    with device(multiprocessors=2):  # one block of a grid at a time
+        assert meeting_of_two_streams(per_device, (0, 0)) == [1, 1]
 
 
 @emulated

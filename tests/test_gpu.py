@@ -69,7 +69,7 @@ def test_small_options_match_float64(dtype: torch.dtype, name: str) -> None:
     assert_matches_float64(*example(5, 1023, dtype), **with_weights(OPTIONS[name], 1023, dtype))
 
 
-@pytest.mark.parametrize("vocab", [9001, 32768, 131072, 151669, 262144])
+@pytest.mark.parametrize("vocab", [9001, 12288, 24576, 32768, 49152, 98304, 131072, 151669, 262144])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_vocabularies_of_real_models_match_float64(dtype: torch.dtype, vocab: int) -> None:
     assert_matches_float64(*example(9, vocab, dtype))

@@ -259,10 +259,18 @@ __device__ inline T* map_to_peer(T* address, unsigned rank) {
 
 // ---- launch ---------------------------------------------------------------------------------------------------------
 
-// What a block may have, and what it may have without asking the runtime first (compute capability 9.0).
+// Shared memory of a block, static and dynamic together: at most, and without asking the runtime first (compute
+// capability 9.0). Then what the static part of any kernel here may come to, which tests/test_cuda_build.py checks.
 constexpr size_t kMaxSharedBytes = size_t{227} << 10;
 constexpr size_t kPlainSharedBytes = size_t{48} << 10;
+constexpr size_t kMaxStaticBytes = size_t{2} << 10;
 constexpr unsigned kPortableClusterSize = 8;
+
+// What to ask for before a launch with so much dynamic shared memory; 0: nothing. It is one number, not the launch's: a
+// kernel keeps what was asked for last, and two host threads may launch the same one with different sizes.
+constexpr size_t shared_bytes_to_allow(size_t shared_bytes) {
+  return shared_bytes + kMaxStaticBytes > kPlainSharedBytes ? kMaxSharedBytes - kMaxStaticBytes : 0;
+}
 
 struct LaunchConfig {
   int64_t blocks;
@@ -272,35 +280,60 @@ struct LaunchConfig {
   bool is_cooperative = false;  // its blocks wait for each other: all are resident at once, or the launch fails
 };
 
+#if defined(FASTPAR_EMULATION)
+inline emulation::LaunchShape shape_of(const LaunchConfig& config) {
+  emulation::LaunchShape shape;
+  shape.grid = dim3(static_cast<unsigned>(config.blocks));
+  shape.block = dim3(config.threads);
+  shape.shared_bytes = config.shared_bytes;
+  shape.static_bytes = kMaxStaticBytes;
+  shape.allowed_shared_bytes = shared_bytes_to_allow(config.shared_bytes);
+  shape.cluster = config.cluster;
+  shape.is_cooperative = config.is_cooperative;
+  return shape;
+}
+#else
+inline void check_cuda(cudaError_t status, const char* what) {
+  FASTPAR_CHECK(status == cudaSuccess, what, ": ", cudaGetErrorString(status));
+}
+#endif
+
+// How many blocks of `threads` threads the current device has room for at once, if it runs nothing else.
+template <typename... Parameters>
+int64_t resident_blocks(void (*kernel)(Parameters...), unsigned threads) {
+#if defined(FASTPAR_EMULATION)
+  return int64_t{emulation::blocks_per_multiprocessor(shape_of({1, threads}))} * emulation::device().multiprocessors;
+#else
+  int device = 0, multiprocessors = 0, blocks = 0;
+  check_cuda(cudaGetDevice(&device), "finding the current device");
+  check_cuda(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device),
+             "counting multiprocessors");
+  check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, static_cast<int>(threads), 0),
+             "finding the occupancy of a kernel");
+  return int64_t{blocks} * multiprocessors;
+#endif
+}
+
 template <typename... Parameters, typename... Arguments>
 void launch(void (*kernel)(Parameters...), const LaunchConfig& config, cudaStream_t stream,
             const Arguments&... arguments) {
   FASTPAR_CHECK(config.blocks > 0 && config.blocks <= 0x7fffffff, "cannot launch ", config.blocks, " blocks");
 #if defined(FASTPAR_EMULATION)
-  emulation::LaunchShape shape;
-  shape.grid = dim3(static_cast<unsigned>(config.blocks));
-  shape.block = dim3(config.threads);
-  shape.shared_bytes = config.shared_bytes;
-  shape.cluster = config.cluster;
-  shape.is_cooperative = config.is_cooperative;
+  const emulation::LaunchShape shape = shape_of(config);
   if (stream == nullptr) {
     emulation::run_grid(shape, [&] { kernel(arguments...); });
   } else {
     emulation::enqueue(stream, shape, [=] { kernel(arguments...); });
   }
 #else
-  const auto check = [](cudaError_t status, const char* what) {
-    FASTPAR_CHECK(status == cudaSuccess, what, ": ", cudaGetErrorString(status));
-  };
   const void* function = reinterpret_cast<const void*>(kernel);
-  if (config.shared_bytes > kPlainSharedBytes) {
-    check(cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                               static_cast<int>(config.shared_bytes)),
-          "allowing a block more shared memory");
+  if (const size_t bytes = shared_bytes_to_allow(config.shared_bytes); bytes > 0) {
+    check_cuda(cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)),
+               "allowing a block more shared memory");
   }
   if (config.cluster > kPortableClusterSize) {
-    check(cudaFuncSetAttribute(function, cudaFuncAttributeNonPortableClusterSizeAllowed, 1),
-          "allowing a cluster of 16 blocks");
+    check_cuda(cudaFuncSetAttribute(function, cudaFuncAttributeNonPortableClusterSizeAllowed, 1),
+               "allowing a cluster of 16 blocks");
   }
   cudaLaunchAttribute attributes[2] = {};
   unsigned num_attributes = 0;
@@ -323,7 +356,7 @@ void launch(void (*kernel)(Parameters...), const LaunchConfig& config, cudaStrea
   launch_config.stream = stream;
   launch_config.attrs = attributes;
   launch_config.numAttrs = num_attributes;
-  check(cudaLaunchKernelEx(&launch_config, kernel, static_cast<Parameters>(arguments)...), "launching a kernel");
+  check_cuda(cudaLaunchKernelEx(&launch_config, kernel, static_cast<Parameters>(arguments)...), "launching a kernel");
 #endif
 }
 

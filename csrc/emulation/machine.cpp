@@ -10,6 +10,41 @@ namespace fastpar {
 namespace emulation {
 namespace {
 
+// ---- room on multiprocessors ----
+
+bool holds(const Room& room, const Room& needed) {
+  return room.blocks >= needed.blocks && room.threads >= needed.threads && room.registers >= needed.registers &&
+         room.shared_bytes >= needed.shared_bytes;
+}
+
+void take(Room* room, const Room& needed) {
+  room->blocks -= needed.blocks;
+  room->threads -= needed.threads;
+  room->registers -= needed.registers;
+  room->shared_bytes -= needed.shared_bytes;
+}
+
+void give_back(Room* room, const Room& needed) {
+  room->blocks += needed.blocks;
+  room->threads += needed.threads;
+  room->registers += needed.registers;
+  room->shared_bytes += needed.shared_bytes;
+}
+
+// Room for `count` more blocks, which is then taken; empty where there is none for all of them.
+std::vector<Room*> find_room(std::vector<Room>* rooms, const LaunchShape& shape, uint64_t count) {
+  const Room needed = needed_by(shape);
+  std::vector<Room*> found;
+  for (Room& room : *rooms) {
+    for (; found.size() < count && holds(room, needed); take(&room, needed)) found.push_back(&room);
+  }
+  if (found.size() == count) return found;
+  for (Room* room : found) give_back(room, needed);
+  return {};
+}
+
+// ---- threads and blocks ----
+
 void end_thread(Thread* thread) {
   Block* block = thread->block;
   Cluster* cluster = block->cluster;
@@ -29,6 +64,7 @@ void end_thread(Thread* thread) {
   if (block->live == 0) {  // a peer that still reads it reads freed memory
     block->dynamic.reset();
     block->statics.clear();
+    give_back(block->room, needed_by(cluster->launch->shape));
   }
 }
 
@@ -36,18 +72,19 @@ void thread_main(void* argument) {
   auto* thread = static_cast<Thread*>(argument);
   Cluster* cluster = thread->block->cluster;
   try {
-    (*cluster->body)();
+    cluster->launch->body();
     end_thread(thread);
   } catch (...) {
     cluster->failure = std::current_exception();
   }
 }
 
-void add_block(Cluster* cluster, const Grid& grid, uint3 index, unsigned rank) {
+void add_block(Cluster* cluster, const Grid& grid, Room* room, uint3 index, unsigned rank) {
   const LaunchShape& shape = grid.launch->shape;
   cluster->blocks.push_back(std::make_unique<Block>());
   Block* block = cluster->blocks.back().get();
   block->cluster = cluster;
+  block->room = room;
   block->index = index;
   block->grid = grid.number;
   block->number = machine().num_blocks++;
@@ -120,6 +157,20 @@ void release_fibers(Cluster* cluster, bool abandoned) {
   }
 }
 
+void add_cluster(Grid* grid, Room* const* rooms) {
+  const LaunchShape& shape = grid->launch->shape;
+  grid->resident.push_back(std::make_unique<Cluster>());
+  Cluster* cluster = grid->resident.back().get();
+  cluster->launch = grid->launch;
+  for (unsigned rank = 0; rank < shape.cluster; ++rank, ++grid->next_block) {
+    const uint64_t block = grid->next_block;
+    const uint3 index{static_cast<unsigned>(block % shape.grid.x),
+                      static_cast<unsigned>(block / shape.grid.x % shape.grid.y),
+                      static_cast<unsigned>(block / shape.grid.x / shape.grid.y)};
+    add_block(cluster, *grid, rooms[rank], index, rank);
+  }
+}
+
 // Gives the grid the clusters that come next; false when all have ended.
 bool keep_resident(Grid* grid) {
   auto& resident = grid->resident;
@@ -129,19 +180,21 @@ bool keep_resident(Grid* grid) {
     resident.erase(resident.begin() + static_cast<std::ptrdiff_t>(i));
   }
   const LaunchShape& shape = grid->launch->shape;
-  while (grid->next_block < grid->num_blocks && (resident.empty() || shape.is_cooperative)) {
-    resident.push_back(std::make_unique<Cluster>());
-    resident.back()->body = &grid->launch->body;
-    for (unsigned rank = 0; rank < shape.cluster; ++rank, ++grid->next_block) {
-      const uint64_t block = grid->next_block;
-      add_block(
-          resident.back().get(), *grid,
-          {static_cast<unsigned>(block % shape.grid.x), static_cast<unsigned>(block / shape.grid.x % shape.grid.y),
-           static_cast<unsigned>(block / shape.grid.x / shape.grid.y)},
-          rank);
-    }
+  const bool is_alone = !shape.is_cooperative && machine().device.residency == Residency::kOneCluster;
+  const uint64_t together = shape.is_cooperative ? grid->num_blocks : shape.cluster;  // blocks that come or wait
+  while (grid->next_block < grid->num_blocks && (resident.empty() || !is_alone)) {
+    const std::vector<Room*> rooms = find_room(grid->rooms, shape, together);
+    if (rooms.empty()) break;
+    for (uint64_t first = 0; first < together; first += shape.cluster) add_cluster(grid, rooms.data() + first);
   }
-  return !resident.empty();
+  return !resident.empty() || grid->next_block < grid->num_blocks;
+}
+
+// Of the multiprocessors of a stream's device.
+std::vector<Room>* rooms_of(const Stream& stream, int number) {
+  auto& rooms = machine().rooms[stream.device >= 0 ? stream.device : -1 - number];
+  if (rooms.empty()) rooms.resize(machine().device.multiprocessors);
+  return &rooms;
 }
 
 // Begins the next launch of every stream whose last one has ended; false when all streams are empty.
@@ -151,7 +204,10 @@ bool begin_launches(const std::vector<Stream*>& streams) {
   grids.resize(streams.size());
   for (size_t s = 0; s < streams.size(); ++s) {
     while (!streams[s]->launches.empty()) {
-      if (!grids[s]) grids[s] = std::make_unique<Grid>(&streams[s]->launches.front(), machine().num_grids++);
+      if (!grids[s]) {
+        std::vector<Room>* rooms = rooms_of(*streams[s], static_cast<int>(s));
+        grids[s] = std::make_unique<Grid>(&streams[s]->launches.front(), rooms, machine().num_grids++);
+      }
       if (keep_resident(grids[s].get())) break;
       land_grid(grids[s]->number);
       grids[s].reset();
@@ -169,13 +225,56 @@ void check_shape(const LaunchShape& shape) {
   if (shape.shared_bytes > kMaxSharedBytes) {
     fail("a block has at most ", kMaxSharedBytes, " bytes of shared memory, not ", shape.shared_bytes);
   }
+  if (shape.allowed_shared_bytes + shape.static_bytes > kMaxSharedBytes) {
+    fail("a kernel with up to ", shape.static_bytes, " bytes of static shared memory cannot be allowed ",
+         shape.allowed_shared_bytes, " more: a block has at most ", kMaxSharedBytes);
+  }
+  const size_t allowed =
+      shape.allowed_shared_bytes > 0 ? shape.allowed_shared_bytes : kPlainSharedBytes - shape.static_bytes;
+  if (shape.shared_bytes > allowed) {
+    fail(shape.shared_bytes, " bytes of dynamic shared memory beside up to ", shape.static_bytes,
+         " of static have to be allowed first (cudaFuncSetAttribute); allowed are ", allowed);
+  }
   if (shape.cluster == 0 || shape.cluster > kMaxClusterSize || shape.grid.x % shape.cluster != 0) {
     fail("a cluster has 1 to ", kMaxClusterSize, " blocks and divides the grid: ", shape.cluster, " blocks, grid of ",
          shape.grid.x);
   }
+  const uint64_t blocks = uint64_t{shape.grid.x} * shape.grid.y * shape.grid.z;
+  const uint64_t most = uint64_t{blocks_per_multiprocessor(shape)} * machine().device.multiprocessors;
+  const uint64_t together = shape.is_cooperative ? blocks : shape.cluster;
+  if (together > most) {
+    fail("too many blocks in ", shape.is_cooperative ? "a cooperative launch: " : "a cluster: ", together,
+         " that have to be resident at once, and the device has room for ", most);
+  }
 }
 
 }  // namespace
+
+void set_device(const Device& device) {
+  if (device.multiprocessors == 0 || device.registers > kMaxRegisters) {
+    fail("a device has a multiprocessor at least, and a thread at most ", kMaxRegisters, " registers; got ",
+         device.multiprocessors, " and ", device.registers);
+  }
+  machine().device = device;
+}
+
+const Device& device() { return machine().device; }
+
+Room needed_by(const LaunchShape& shape) {
+  const unsigned threads = shape.block.x * shape.block.y * shape.block.z;
+  const unsigned warps = (threads + kWarpSize - 1) / kWarpSize;
+  const unsigned most = std::min(kMaxRegisters + 1, kRegisters / (warps * kWarpSize) / 8 * 8);
+  const unsigned registers = machine().device.registers == 0 ? most : (machine().device.registers + 7) / 8 * 8;
+  return {1, warps * kWarpSize, registers * warps * kWarpSize,
+          shape.shared_bytes + shape.static_bytes + kReservedSharedBytes};
+}
+
+unsigned blocks_per_multiprocessor(const LaunchShape& shape) {
+  const Room needed = needed_by(shape);
+  unsigned blocks = 0;
+  for (Room room; holds(room, needed); take(&room, needed)) ++blocks;
+  return blocks;
+}
 
 void synchronize(const std::vector<Stream*>& streams) {
   auto& grids = machine().grids;
@@ -185,6 +284,7 @@ void synchronize(const std::vector<Stream*>& streams) {
       for (const auto& cluster : grid->resident) release_fibers(cluster.get(), abandoned);
     }
     grids.clear();
+    machine().rooms.clear();
     for (Stream* stream : streams) stream->launches.clear();
     land_all();
   };
@@ -231,7 +331,13 @@ const Position& position() { return running().position; }
 // ---- shared memory ----
 
 void* static_shared(const void* key, size_t bytes, size_t alignment) {
-  return running().block->static_memory(key, bytes, alignment).data();
+  Block* block = running().block;
+  unsigned char* const data = block->static_memory(key, bytes, alignment).data();
+  const size_t most = block->cluster->launch->shape.static_bytes;
+  if (block->static_bytes > most) {
+    fail("a kernel with ", block->static_bytes, " bytes of static shared memory was launched as one with up to ", most);
+  }
+  return data;
 }
 
 unsigned char* dynamic_shared() { return running().block->dynamic->data(); }

@@ -7,7 +7,8 @@
 // wait for each other through memory (see late_stores.h).
 //
 // A grid runs cluster by cluster, one at a time: nothing else is certain on a device either. All clusters of a
-// cooperative launch are there at once, and so are the grids at the heads of several streams.
+// cooperative launch are there at once, and so are the grids at the heads of several streams. Or (Residency::kWhatFits)
+// a grid has as many clusters at a time as its device has room for, and the next stream of that device what is left.
 //
 // Stricter than the device on purpose: a warp-wide operation may only name lanes that exist and have not ended.
 #pragma once
@@ -32,24 +33,50 @@ struct Error : std::runtime_error {
 constexpr unsigned kWarpSize = 32;
 constexpr unsigned kMaxThreads = 1024;
 constexpr unsigned kMaxClusterSize = 16;
-constexpr size_t kMaxSharedBytes = 227 << 10;  // a block's, on compute capability 9.0
-constexpr unsigned char kPoison = 0xff;        // NaN in every float type, -1 in every integer
+constexpr unsigned char kPoison = 0xff;  // NaN in every float type, -1 in every integer
+
+// Of compute capability 9.0: what a block may have, without being allowed more (cudaFuncSetAttribute) and at most, and
+// what a multiprocessor has for all of its blocks.
+constexpr size_t kPlainSharedBytes = 48 << 10;  // static and dynamic together
+constexpr size_t kMaxSharedBytes = 227 << 10;
+constexpr unsigned kMaxRegisters = 255;  // of a thread
+constexpr unsigned kResidentThreads = 2048, kResidentBlocks = 32, kRegisters = 65536;
+constexpr size_t kSharedBytes = 228 << 10, kReservedSharedBytes = 1 << 10;  // all, and of each block for the system
 
 struct LaunchShape {
   dim3 grid;
   dim3 block;
-  size_t shared_bytes = 0;
-  unsigned cluster = 1;         // blocks along x
-  bool is_cooperative = false;  // all blocks are resident at once
+  size_t shared_bytes = 0;          // dynamic
+  size_t static_bytes = 0;          // of shared memory, at most
+  size_t allowed_shared_bytes = 0;  // dynamic, as cudaFuncSetAttribute has it; 0: has not been called
+  unsigned cluster = 1;             // blocks along x
+  bool is_cooperative = false;      // all blocks are resident at once
 };
+
+// kOneCluster: of a grid that is not cooperative, as on a device that is busy. kWhatFits: as on one that is not.
+enum class Residency { kOneCluster, kWhatFits };
+
+struct Device {
+  unsigned multiprocessors = 132;
+  unsigned registers = 0;  // that a thread has; 0: as many as one block of the launch leaves room for
+  Residency residency = Residency::kOneCluster;
+};
+
+// Of all devices.
+void set_device(const Device& device);
+const Device& device();
+
+// How many blocks of such a launch a multiprocessor has room for.
+unsigned blocks_per_multiprocessor(const LaunchShape& shape);
 
 struct Launch {
   LaunchShape shape;
   std::function<void()> body;  // run once per thread
 };
 
-// Launches that run one after the other.
+// Launches that run one after the other, on a device of their own unless another stream names the same one.
 struct Stream {
+  int device = -1;
   std::deque<Launch> launches;
 };
 

@@ -16,6 +16,13 @@ void set_schedule_by_name(const std::string& name, uint64_t seed) {
   throw py::value_error("schedule must be 'ascending', 'descending' or 'random', not '" + name + "'");
 }
 
+void set_device_by_name(unsigned multiprocessors, unsigned registers, const std::string& residency) {
+  if (residency != "one cluster" && residency != "what fits") {
+    throw py::value_error("residency must be 'one cluster' or 'what fits', not '" + residency + "'");
+  }
+  set_device({multiprocessors, registers, residency == "what fits" ? Residency::kWhatFits : Residency::kOneCluster});
+}
+
 }  // namespace
 }  // namespace emulation
 }  // namespace fastpar
@@ -27,7 +34,16 @@ PYBIND11_MODULE(fastpar_emulation, m) {
   using fastpar::emulation::Stream;
   py::register_exception<fastpar::emulation::Error>(m, "Error", PyExc_RuntimeError);
   m.def("set_schedule", &fastpar::emulation::set_schedule_by_name, py::arg("name"), py::arg("seed") = 0);
-  py::class_<Stream>(m, "Stream").def(py::init<>());
+  m.def("set_device", &fastpar::emulation::set_device_by_name,
+        py::arg("multiprocessors") = fastpar::emulation::Device().multiprocessors, py::arg("registers") = 0,
+        py::arg("residency") = "one cluster");
+  py::class_<Stream>(m, "Stream")
+      .def(py::init([](int device) {
+             Stream stream;
+             stream.device = device;
+             return stream;
+           }),
+           py::arg("device") = -1);
   m.def("clock_nanoseconds", &fastpar::emulation::clock_nanoseconds);
   m.def("synchronize", &fastpar::emulation::synchronize);
   py::class_<LaunchConfig>(m, "LaunchConfig")

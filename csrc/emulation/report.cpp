@@ -90,6 +90,9 @@ std::string who_waits_where() {
     if (!grid) continue;
     if (machine().grids.size() > 1) text += "\n stream " + std::to_string(&grid - machine().grids.data()) + ":";
     for (const auto& cluster : grid->resident) text += who_waits_where(*cluster);
+    if (grid->next_block < grid->num_blocks) {
+      text += "\n  " + std::to_string(grid->num_blocks - grid->next_block) + " blocks are not resident";
+    }
   }
   return text;
 }

@@ -34,9 +34,9 @@ __global__ void block_sum(const float* in, float* out) {
   out[blockIdx.x * blockDim.x + threadIdx.x] = sum;
 }
 
-// Reads its neighbour's value without a barrier in between.
+// Reads its neighbour's value without a barrier in between; up to 64 threads.
 __global__ void missing_barrier(const int* in, int* out) {
-  FASTPAR_SHARED_ARRAY(int, values, 1024);
+  FASTPAR_SHARED_ARRAY(int, values, 64);
   values[threadIdx.x] = in[threadIdx.x];
   out[threadIdx.x] = values[blockDim.x - 1 - threadIdx.x];
 }
@@ -97,6 +97,23 @@ __global__ void read_static(float* out, int index) {
   if (threadIdx.x == 0) out[0] = first[index];
 }
 
+// 48 bytes of static shared memory and any number of dynamic ones.
+__global__ void both_kinds(float* out, int index) {
+  FASTPAR_SHARED_ARRAY(float, values, 12);
+  FASTPAR_DYNAMIC_SHARED(dynamic);
+  if (threadIdx.x != 0) return;
+  values[0] = 1.0f;
+  reinterpret_cast<float*>(dynamic)[index] = 2.0f;
+  out[0] = values[0] + reinterpret_cast<float*>(dynamic)[index];
+}
+
+// More static shared memory than launch() expects of any kernel.
+__global__ void much_static(float* out) {
+  FASTPAR_SHARED_ARRAY(float, values, 1024);
+  values[threadIdx.x] = 1.0f;
+  out[threadIdx.x] = values[threadIdx.x];
+}
+
 __global__ void copy_packets(const unsigned char* in, unsigned char* out) {
   store_packet(out + 16 * threadIdx.x, load_packet(in + 16 * threadIdx.x));
 }
@@ -107,6 +124,13 @@ __global__ void meet(uint64_t* flags, int first) {
   if (threadIdx.x != 0) return;
   store_release_system(flags + me, 1);
   while (load_acquire_system(flags + 1 - me) == 0) pause_spinning();
+}
+
+// Grids of two ranks: the blocks of each raise the rank's flag, and wait for the other rank's.
+__global__ void meet_rank(uint64_t* flags, int rank) {
+  if (threadIdx.x != 0) return;
+  store_release_system(flags + rank, 1);
+  while (load_acquire_system(flags + 1 - rank) == 0) pause_spinning();
 }
 
 // Block 0 gives block 1 a packet a thread, and a flag. out: what block 1 finds. Only with the barrier and the release

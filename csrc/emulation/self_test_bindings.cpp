@@ -25,6 +25,16 @@ void bind_conversions(py::module_& m) {
   m.def("from_half", [](const Halves& x) { return map<float>(x, [](uint16_t v) { return __half2float(__half{v}); }); });
 }
 
+// A launch past device::launch: of a kernel that does nothing.
+void launch_as(size_t shared_bytes, size_t static_bytes, size_t allowed_shared_bytes) {
+  LaunchShape shape;
+  shape.grid = shape.block = dim3(1);
+  shape.shared_bytes = shared_bytes;
+  shape.static_bytes = static_bytes;
+  shape.allowed_shared_bytes = allowed_shared_bytes;
+  run_grid(shape, [] {});
+}
+
 }  // namespace
 
 void bind_self_test(py::module_& m) {
@@ -36,6 +46,9 @@ void bind_self_test(py::module_& m) {
   bind_kernel(m, "cluster_sum", &self_test::cluster_sum);
   bind_kernel(m, "read_dynamic", &self_test::read_dynamic);
   bind_kernel(m, "read_static", &self_test::read_static);
+  bind_kernel(m, "both_kinds", &self_test::both_kinds);
+  bind_kernel(m, "much_static", &self_test::much_static);
+  m.def("launch_as", &launch_as, py::arg("shared_bytes"), py::arg("static_bytes"), py::arg("allowed_shared_bytes"));
   bind_kernel(m, "copy_packets", &self_test::copy_packets);
   bind_kernel(m, "barrier_and_shuffle", &self_test::barrier_and_shuffle);
   bind_kernel(m, "divergent_barriers", &self_test::divergent_barriers);
@@ -48,6 +61,7 @@ void bind_self_test(py::module_& m) {
   bind_kernel(m, "read_ended_peer", &self_test::read_ended_peer);
   bind_kernel(m, "one_block_never_comes", &self_test::one_block_never_comes);
   bind_kernel(m, "meet", &self_test::meet);
+  bind_kernel(m, "meet_rank", &self_test::meet_rank);
   bind_kernel(m, "hand_over", &self_test::hand_over);
   bind_kernel(m, "hand_over_words", &self_test::hand_over_words);
   bind_kernel(m, "sleep_until_set", &self_test::sleep_until_set);

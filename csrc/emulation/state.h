@@ -31,6 +31,15 @@ enum class Wait { kNothing, kBarrier, kWarp, kCluster, kEnded };
 struct Block;
 struct Cluster;
 
+// What a multiprocessor has left.
+struct Room {
+  unsigned blocks = kResidentBlocks, threads = kResidentThreads, registers = kRegisters;
+  size_t shared_bytes = kSharedBytes;
+};
+
+// What a block takes of it.
+Room needed_by(const LaunchShape& shape);
+
 struct Thread {
   Position position;
   Block* block;
@@ -72,6 +81,7 @@ class SharedMemory {
 
 struct Block {
   Cluster* cluster;
+  Room* room;  // of the multiprocessor that it is on
   uint3 index;
   std::deque<Thread> threads;
   unsigned live = 0, at_barrier = 0;
@@ -79,18 +89,22 @@ struct Block {
   int64_t barriers = 0;          // that its threads have passed
   unsigned slowness = 1;         // kRandom: gets one turn in so many
   bool has_started = false;
+  size_t static_bytes = 0;
   std::unique_ptr<SharedMemory> dynamic;
   std::map<const void*, std::unique_ptr<SharedMemory>> statics;
 
   SharedMemory& static_memory(const void* key, size_t bytes, size_t alignment) {
     auto& memory = statics[key];
-    if (!memory) memory = std::make_unique<SharedMemory>(bytes, alignment);
+    if (!memory) {
+      memory = std::make_unique<SharedMemory>(bytes, alignment);
+      static_bytes += bytes;
+    }
     return *memory;
   }
 };
 
 struct Cluster {
-  const std::function<void()>* body;
+  const Launch* launch;
   std::vector<std::unique_ptr<Block>> blocks;
   std::exception_ptr failure;
   unsigned live = 0, arrived = 0;
@@ -100,11 +114,13 @@ struct Cluster {
 // A launch that has begun.
 struct Grid {
   const Launch* launch;
+  std::vector<Room>* rooms;  // of the multiprocessors of its device
   std::vector<std::unique_ptr<Cluster>> resident;
   int64_t number;  // which of all so far
   uint64_t num_blocks, next_block = 0;
 
-  Grid(const Launch* launch_, int64_t number_) : launch(launch_), number(number_) {
+  Grid(const Launch* launch_, std::vector<Room>* rooms_, int64_t number_)
+      : launch(launch_), rooms(rooms_), number(number_) {
     const dim3& grid = launch->shape.grid;
     num_blocks = uint64_t{grid.x} * grid.y * grid.z;
   }
@@ -114,6 +130,8 @@ struct Machine {
   Thread* running = nullptr;
   Schedule schedule = Schedule::kAscending;
   std::mt19937_64 random;
+  Device device;
+  std::map<int, std::vector<Room>> rooms;    // of the devices of the streams that run now
   std::vector<std::unique_ptr<Grid>> grids;  // that run now
   int64_t sleeps = 0, rounds = 0, num_grids = 0, num_blocks = 0;
 
