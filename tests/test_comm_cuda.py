@@ -422,13 +422,34 @@ def test_few_bytes_get_few_blocks() -> None:
 
 
 @emulated
-def test_the_blocks_of_all_ranks_of_a_device_are_resident_at_once() -> None:
+@pytest.mark.parametrize("multiprocessors", [132, 114, 108, 16])  # H100 SXM, H100 PCIe, A100, a slice of one
+def test_the_blocks_of_all_ranks_of_a_device_are_resident_at_once(multiprocessors: int) -> None:
     import fastpar_emulation as emulation
 
-    for ranks in (2, 3, 4, 8, 64):
-        blocks, _ = emulation.symmetric.plan(ranks, ranks, 1 << 20, False)
-        assert blocks % ranks == 0
-        assert blocks <= 128
+    try:
+        emulation.set_device(multiprocessors=multiprocessors)
+        for ranks in (2, 3, 4, 8, 16):
+            blocks, _ = emulation.symmetric.plan(ranks, ranks, 1 << 20, False)
+            assert blocks % ranks == 0
+            assert min(multiprocessors // ranks, 32) * ranks == blocks
+            assert emulation.symmetric.plan(ranks, 1, 1 << 20, False) == (32, 512)  # ranks on devices of their own
+    finally:
+        emulation.set_device()
+
+
+@emulated
+def test_eight_ranks_share_a_device_of_few_multiprocessors() -> None:
+    import fastpar_emulation as emulation
+
+    try:
+        emulation.set_device(multiprocessors=2)  # with room for 4 blocks of 64 threads each: one block for each rank
+        options = {"threads": 64, "blocks": 32, "region_bytes": 32768}
+        check_all_reduce("two_shot", "float32", [40_000], 8, "one grid", seeds=0, **options)
+        emulation.set_device(multiprocessors=1)
+        with pytest.raises(RuntimeError, match="8 ranks that share a device need 8 blocks.*room for 4"):
+            check_all_reduce("two_shot", "float32", [33], 8, "one grid", seeds=0, **options)
+    finally:
+        emulation.set_device()
 
 
 @emulated

@@ -103,7 +103,10 @@ struct Block {
       uint64_t seen = 0;
       const uint64_t* raised = flag(rank, phase, peer);
       const auto is_there = [&] { return (seen = load_acquire_system(raised)) >= epoch; };
-      if (!wait_until(is_there, group.timeout_nanoseconds)) give_up(peer, phase, epoch, seen);
+      if (!wait_until(is_there, group.timeout_nanoseconds)) {
+        atomicExch(timed_out, 1);  // by several threads
+        give_up(peer, phase, epoch, seen);
+      }
     }
     __syncthreads();
     return *timed_out == 0;
@@ -111,7 +114,6 @@ struct Block {
 
   // Breaks the group: what later collectives give here is poison, at once.
   __device__ void give_up(int peer, int phase, uint64_t waited_for, uint64_t seen) const {
-    *timed_out = 1;
     const bool is_first = atomicCAS(&group.states->failed, 0ull, 1ull) == 0;
     if (local > 0) atomicExch(&state->failed, 1ull);
     if (!is_first) return;

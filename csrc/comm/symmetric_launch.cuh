@@ -19,19 +19,33 @@ struct LaunchLimits {
 constexpr LaunchLimits kLatencyLimits{8, kCollectiveThreads};
 constexpr LaunchLimits kBandwidthLimits{kMaxBlocks, kCollectiveThreads};
 
-// Of all ranks of a launch, at once: one on each multiprocessor of the smallest device.
-constexpr int kResidentBlocks = 128;
-
-inline LaunchConfig plan(const PeerGroup& group, int64_t packets, const LaunchLimits& limits) {
+// Blocks of ranks that share a launch wait for each other, so all of them have to be resident at once. Those of a rank
+// that has its device for itself are, with kMaxBlocks of them, unless another stream's kernel keeps its multiprocessors
+// for good: a collective must not run beside a persistent kernel that waits for it.
+template <typename... Parameters>
+LaunchConfig plan(void (*kernel)(Parameters...), const PeerGroup& group, int64_t packets, const LaunchLimits& limits) {
   FASTPAR_CHECK(limits.threads % 32 == 0 && limits.threads >= group.size && limits.threads <= kCollectiveThreads,
                 "a block needs a thread for each rank, whole warps, and at most ", kCollectiveThreads, ": ",
                 limits.threads, " threads, ", group.size, " ranks");
-  const int64_t most = std::min({limits.blocks, kMaxBlocks, kResidentBlocks / group.local_ranks});
+  int64_t most = std::min(limits.blocks, kMaxBlocks);
+  if (group.local_ranks > 1) {
+    const int64_t room = resident_blocks(kernel, static_cast<unsigned>(limits.threads));
+    FASTPAR_CHECK(room >= group.local_ranks, group.local_ranks, " ranks that share a device need ", group.local_ranks,
+                  " blocks of it at once, and it has room for ", room);
+    most = std::min(most, room / group.local_ranks);
+  }
   const int64_t needed = (packets + limits.threads - 1) / limits.threads;
   const int64_t blocks = std::max<int64_t>(1, std::min(needed, most));
   LaunchConfig config{blocks * group.local_ranks, static_cast<unsigned>(limits.threads)};
   config.is_cooperative = group.local_ranks > 1;
   return config;
+}
+
+// kernel(group, arguments...), with as many blocks as `packets` of each rank need.
+template <typename... Parameters, typename... Arguments>
+void launch_for(const PeerGroup& group, int64_t packets, const LaunchLimits& limits, cudaStream_t stream,
+                void (*kernel)(Parameters...), const Arguments&... arguments) {
+  launch(kernel, plan(kernel, group, packets, limits), stream, group, arguments...);
 }
 
 template <typename F>
@@ -83,23 +97,25 @@ inline void launch_all_reduce(ReduceType type, AllReduceAlgorithm algorithm, con
       const int64_t elements = std::min(most, count - first);
       const int64_t packets = (elements + kPacketSize<T> - 1) / kPacketSize<T>;
       const int64_t each = is_two_shot ? (packets + group.size - 1) / group.size : packets;
-      const LaunchConfig config = plan(group, each, limits);
+      const auto go = [&](auto kernel, const auto&... arguments) {
+        launch_for(group, each, limits, stream, kernel, arguments...);
+      };
       const auto in = x.at<const T>(first);
       const auto result = out.at<T>(first);
       switch (algorithm) {
         case AllReduceAlgorithm::kOneShot:
-          launch(&all_reduce_one_shot<T>, config, stream, group, in, result, elements, average);
+          go(&all_reduce_one_shot<T>, in, result, elements, average);
           break;
         case AllReduceAlgorithm::kTwoShot:
-          launch(&all_reduce_two_shot<T>, config, stream, group, in, result, elements, average);
+          go(&all_reduce_two_shot<T>, in, result, elements, average);
           break;
         case AllReduceAlgorithm::kMailbox:
-          launch(&all_reduce_mailbox<T>, config, stream, group, in, result, elements, average);
+          go(&all_reduce_mailbox<T>, in, result, elements, average);
           break;
         case AllReduceAlgorithm::kMultimem:
           FASTPAR_CHECK(multicast != 0, "the buffer has no multicast address");
           FASTPAR_CHECK(!average, "the switch adds and rounds: it has no average");
-          launch(&all_reduce_multimem<T>, config, stream, group, multicast, in, result, elements);
+          go(&all_reduce_multimem<T>, multicast, in, result, elements);
           break;
       }
     }
@@ -127,11 +143,11 @@ inline void launch_reduce_scatter(ReduceType type, const PeerGroup& group, RankP
                                   const Parts& parts, bool average, const LaunchLimits& limits, cudaStream_t stream) {
   dispatch(type, [&](auto* tag) {
     using T = std::remove_pointer_t<decltype(tag)>;
-    for_each_piece(
-        parts, group.size, capacity<T>(group.region_bytes), [&](int64_t first, const Parts& piece, int64_t longest) {
-          const LaunchConfig config = plan(group, longest / kPacketSize<T> + 1, limits);
-          launch(&reduce_scatter<T>, config, stream, group, x.at<const T>(0), out.at<T>(first), piece, average);
-        });
+    for_each_piece(parts, group.size, capacity<T>(group.region_bytes),
+                   [&](int64_t first, const Parts& piece, int64_t longest) {
+                     launch_for(group, longest / kPacketSize<T> + 1, limits, stream, &reduce_scatter<T>,
+                                x.at<const T>(0), out.at<T>(first), piece, average);
+                   });
   });
 }
 
@@ -140,8 +156,8 @@ void launch_all_gather_of(const PeerGroup& group, RankPointer x, RankPointer out
                           const LaunchLimits& limits, cudaStream_t stream) {
   for_each_piece(parts, group.size, capacity<T>(group.region_bytes),
                  [&](int64_t first, const Parts& piece, int64_t longest) {
-                   const LaunchConfig config = plan(group, longest / kPacketSize<T> + 1, limits);
-                   launch(&all_gather<T>, config, stream, group, x.at<const T>(first), out.at<T>(0), piece);
+                   launch_for(group, longest / kPacketSize<T> + 1, limits, stream, &all_gather<T>, x.at<const T>(first),
+                              out.at<T>(0), piece);
                  });
 }
 
@@ -180,7 +196,6 @@ inline void launch_all_reduce_rms_norm(ReduceType type, const PeerGroup& group, 
                   " bytes");
     for (int64_t first = 0; first < norm.rows; first += most) {
       const int64_t rows = std::min(most, norm.rows - first), offset = first * norm.hidden;
-      LaunchConfig config = plan(group, rows * limits.threads, limits);  // a block has whole rows
       const NormArguments<T> a{norm.residual.at<const T>(offset),
                                norm.weight.at<const T>(0).data,
                                norm.out.at<T>(offset),
@@ -190,7 +205,8 @@ inline void launch_all_reduce_rms_norm(ReduceType type, const PeerGroup& group, 
                                norm.hidden,
                                norm.eps,
                                norm.weight_offset};
-      launch(&all_reduce_rms_norm<T>, config, stream, group, x.at<const T>(offset), a);
+      // a block has whole rows
+      launch_for(group, rows * limits.threads, limits, stream, &all_reduce_rms_norm<T>, x.at<const T>(offset), a);
     }
   });
 }

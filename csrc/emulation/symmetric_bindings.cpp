@@ -156,7 +156,8 @@ py::tuple plan(int size, int local_ranks, int64_t packets, bool is_latency) {
   PeerGroup group{};
   group.size = size;
   group.local_ranks = local_ranks;
-  const auto config = device::plan(group, packets, is_latency ? device::kLatencyLimits : device::kBandwidthLimits);
+  const auto config = device::plan(&device::all_reduce_two_shot<float>, group, packets,
+                                   is_latency ? device::kLatencyLimits : device::kBandwidthLimits);
   return py::make_tuple(config.blocks, config.threads);
 }
 
