@@ -232,7 +232,7 @@ __device__ inline Compute<T> target_z(const LossTerms& terms, const Target& targ
 
 // Block n: row n. One more block writes the header.
 template <typename T, bool kPlain>
-__global__ void __launch_bounds__(kMaxThreads<T>) stats_kernel(StatsArguments a) {
+__global__ void __launch_bounds__(kMaxThreads<T>, kMinBlocks) stats_kernel(StatsArguments a) {
   using C = Compute<T>;
   FASTPAR_SHARED_ARRAY(Summary<C>, scratch, 32);
   const int64_t n = blockIdx.x;
@@ -282,7 +282,7 @@ __global__ void __launch_bounds__(kMergeThreads) merge_kernel(MergeArguments a) 
 }
 
 template <typename T, bool kPlain>
-__global__ void __launch_bounds__(kMaxThreads<T>) backward_kernel(BackwardArguments a) {
+__global__ void __launch_bounds__(kMaxThreads<T>, kMinBlocks) backward_kernel(BackwardArguments a) {
   using C = Compute<T>;
   const int64_t n = blockIdx.x;
   const T* x = static_cast<const T*>(a.logits) + row_offset(a.rows, n);

@@ -25,7 +25,8 @@ struct ResidentPlan {
   LaunchConfig config;
 };
 
-// The first of these that the row fits in. 64 KiB leaves room for three blocks on a multiprocessor, 112 for two.
+// The first of these that the row fits in. A multiprocessor has the shared memory of three blocks with 64 KiB or of two
+// with 112; registers may allow fewer (kMinBlocks).
 struct ResidentChoice {
   unsigned cluster;
   size_t shared_bytes;
@@ -115,7 +116,7 @@ struct Normalizer {
 // ---- kernels --------------------------------------------------------------------------------------------------------
 
 template <typename T, bool kPlain, bool kResident>
-__global__ void __launch_bounds__(kMaxThreads<T>) forward_backward_kernel(FusedArguments a) {
+__global__ void __launch_bounds__(kMaxThreads<T>, kMinBlocks) forward_backward_kernel(FusedArguments a) {
   using C = Compute<T>;
   FASTPAR_DYNAMIC_SHARED(shared);
   FASTPAR_SHARED_ARRAY(Summary<C>, scratch, 32);
@@ -156,7 +157,7 @@ __global__ void __launch_bounds__(kMaxThreads<T>) forward_backward_kernel(FusedA
 
 // Statistics, and E over the logits: exp(z - maximum) times dz / d(logit_scale x), 0 in the target's column.
 template <typename T, bool kPlain, bool kResident>
-__global__ void __launch_bounds__(kMaxThreads<T>) stats_exp_kernel(StatsArguments a) {
+__global__ void __launch_bounds__(kMaxThreads<T>, kMinBlocks) stats_exp_kernel(StatsArguments a) {
   using C = Compute<T>;
   FASTPAR_DYNAMIC_SHARED(shared);
   FASTPAR_SHARED_ARRAY(Summary<C>, scratch, 32);

@@ -23,6 +23,13 @@ namespace device {
 
 template <typename T>
 constexpr int kMaxThreads = sizeof(T) == 8 ? 256 : 512;  // float64 needs twice the registers
+
+// Blocks that a multiprocessor has registers for: of 512 threads, 2 leave 64 registers to a thread, 3 leave 42. More
+// blocks cover each other's phases, fewer registers may spill. Not measured yet; NVCC_APPEND_FLAGS can define another.
+#if !defined(FASTPAR_CROSS_ENTROPY_BLOCKS)
+#define FASTPAR_CROSS_ENTROPY_BLOCKS 2
+#endif
+constexpr int kMinBlocks = FASTPAR_CROSS_ENTROPY_BLOCKS;
 constexpr int kUnroll = 4;  // packets that a thread asks for before it uses the first; half as many with options, which
                             // need registers of their own
 constexpr unsigned kAllLanes = 0xffffffffu;
