@@ -201,6 +201,15 @@ def test_root_is_rounded_correctly(dtype: torch.dtype, binary_orders: int) -> No
         assert torch.equal(root, reference.square_sum_norm(sums, dtype))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_roots_of_the_smallest_sums_are_rounded_correctly(dtype: torch.dtype) -> None:
+    for squares in (1, 2, 3, 5, 7, 1000, 2**31 + 1, 2**40 + 3, 2**90 + 1, 2**105 + 1):
+        sums = torch.tensor([0, 0, *(squares >> DIGIT_BITS * i & 0xFFFFFFFF for i in range(LENGTH - COUNTS))])
+        root = square_sum_norm(sums, dtype)
+        assert is_rounded(Fraction(root.item()), squares * Fraction(2) ** LOWEST, dtype), squares
+        assert torch.equal(root, reference.square_sum_norm(sums, dtype))
+
+
 def test_a_root_between_two_floats_goes_to_the_even_one_and_the_least_bit_more_goes_up() -> None:
     for middle, even, above in ((2**24 + 1, 2**24, 2**24 + 2), (2**24 + 3, 2**24 + 4, 2**24 + 4)):
         sums = exact_square_sum([torch.tensor([middle], dtype=torch.float64)])

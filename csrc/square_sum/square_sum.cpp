@@ -162,11 +162,16 @@ double root_of(SquareSum sum, bool is_float) {
     value = value << 32 | static_cast<uint64_t>(sum.digits[--place]);
   }
   int shift = 0;
-  for (; value < (static_cast<unsigned __int128>(1) << 116) && place > 0 && shift < 32; shift += 2) {
-    value = value << 2 | (static_cast<uint64_t>(sum.digits[place - 1]) >> (30 - shift) & 3);
+  if (place > 0) {
+    const auto next = static_cast<uint64_t>(sum.digits[place - 1]);
+    for (; value < (static_cast<unsigned __int128>(1) << 116) && shift < 32; shift += 2) {
+      value = value << 2 | (next >> (30 - shift) & 3);
+    }
   }
   bool has_more = place > 0 && (static_cast<uint64_t>(sum.digits[place - 1]) << shift & 0xffffffff) != 0;
   for (int i = 0; i + 1 < place; ++i) has_more = has_more || sum.digits[i] != 0;
+  // A sum of few bits is followed by zeros: its root may have more than float64 has.
+  for (; value != 0 && value < (static_cast<unsigned __int128>(1) << 116); shift += 2) value <<= 2;
   const uint64_t root = integer_root(value);
   has_more = has_more || static_cast<unsigned __int128>(root) * root != value;
   const int exponent = (SquareSum::kLowest + 32 * place - shift) / 2;

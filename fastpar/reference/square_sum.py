@@ -37,10 +37,11 @@ def square_sum_norm(sums: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     if nans or infinities:
         return sums.new_tensor(math.nan if nans else math.inf, dtype=dtype)
     value = sum(digit << DIGIT_BITS * i for i, digit in enumerate(digits))
-    # 60 bits of the root, of which the last says whether anything is left: enough for any rounding to be the only one.
-    shift = max(0, value.bit_length() - 118) // 2 * 2
-    root = math.isqrt(value >> shift)
-    root |= int(root * root << shift != value)
+    # 59 bits of the root, of which the last says whether anything is left: enough for any rounding to be the only one.
+    shift = (value.bit_length() - 118) // 2 * 2
+    scaled = value >> shift if shift > 0 else value << -shift
+    root = math.isqrt(scaled)
+    root |= int(root * root != scaled or shift > 0 and scaled << shift != value)
     return sums.new_tensor(_rounded(root, (shift + LOWEST) // 2, dtype), dtype=dtype)
 
 
