@@ -101,7 +101,8 @@ class GradSum:
         local = [_local(x) for x in tensors if x is not None]
         if count > 1:
             local = [_part(x, index, count) for x in local]
-        self.sums = self.sums + ops.exact_square_sum(local).to(self.sums.device)
+        if local:
+            self.sums = self.sums + ops.exact_square_sum(local).to(self.sums.device)
         return self
 
     def __add__(self, other: GradSum) -> GradSum:

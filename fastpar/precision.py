@@ -268,7 +268,10 @@ class LossScaler:
         divides = id(optimizer) not in self._found and getattr(optimizer, "_step_supports_amp_scaling", False)
         if divides:
             grads = self._gradients(optimizer)
-            found = any(bool(ops.exact_square_sum(tensors)[:2].any()) for tensors in _by_kind(grads).values())
+            on_device: dict[torch.device, list[Tensor]] = {}
+            for gradient in grads:
+                on_device.setdefault(gradient.local.device, []).append(gradient.local)
+            found = any(bool(ops.exact_square_sum(tensors)[:2].any()) for tensors in on_device.values())
             self._found[id(optimizer)] = self._agree(optimizer, grads, found)
         elif id(optimizer) not in self._found:
             self.unscale_(optimizer)

@@ -443,10 +443,10 @@ def test_eight_ranks_share_a_device_of_few_multiprocessors() -> None:
 
     try:
         emulation.set_device(multiprocessors=2)  # with room for 4 blocks of 64 threads each: one block for each rank
-        options = {"threads": 64, "blocks": 32, "region_bytes": 32768}
+        options: dict[str, Any] = {"threads": 64, "blocks": 32, "region_bytes": 32768}
         check_all_reduce("two_shot", "float32", [40_000], 8, "one grid", seeds=0, **options)
         emulation.set_device(multiprocessors=1)
-        with pytest.raises(RuntimeError, match="8 ranks that share a device need 8 blocks.*room for 4"):
+        with pytest.raises(RuntimeError, match=r"8 ranks that share a device need 8 blocks.*room for 4"):
             check_all_reduce("two_shot", "float32", [33], 8, "one grid", seeds=0, **options)
     finally:
         emulation.set_device()

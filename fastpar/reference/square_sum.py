@@ -41,7 +41,7 @@ def square_sum_norm(sums: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     shift = (value.bit_length() - 118) // 2 * 2
     scaled = value >> shift if shift > 0 else value << -shift
     root = math.isqrt(scaled)
-    root |= int(root * root != scaled or shift > 0 and scaled << shift != value)
+    root |= int(root * root != scaled or (shift > 0 and scaled << shift != value))
     return sums.new_tensor(_rounded(root, (shift + LOWEST) // 2, dtype), dtype=dtype)
 
 
