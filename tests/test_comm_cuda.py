@@ -7,6 +7,8 @@ Sums have the bits of numpy's in rank order.
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -433,6 +435,21 @@ def test_the_blocks_of_all_ranks_of_a_device_are_resident_at_once(multiprocessor
             assert blocks % ranks == 0
             assert min(multiprocessors // ranks, 32) * ranks == blocks
             assert emulation.symmetric.plan(ranks, 1, 1 << 20, False) == (32, 512)  # ranks on devices of their own
+    finally:
+        emulation.set_device()
+
+
+@emulated
+def test_a_device_with_few_registers_in_use_holds_more_blocks() -> None:
+    import fastpar_emulation as emulation
+
+    budget = json.loads((Path(__file__).parent / "ptxas_budget.json").read_text())
+    try:
+        for name in ("all_reduce_two_shot", "all_gather"):
+            emulation.set_device(multiprocessors=16, registers=budget[name]["registers"])
+            blocks, threads = emulation.symmetric.plan(8, 8, 1 << 20, False)
+            assert threads == budget[name]["threads"]
+            assert blocks == 16 * budget[name]["blocks"]
     finally:
         emulation.set_device()
 
