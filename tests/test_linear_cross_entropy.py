@@ -13,13 +13,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastpar import ops, reference
-from fastpar.ops import linear_loss
+from fastpar.ops import _linear_passes, _row_chunks, linear_loss
 from fastpar.ops._linear_passes import Inputs, Layout, Wants
 from fastpar.ops._row_chunks import rows_per_chunk, split_rows, split_sequence
-from fastpar.ops._weight_grad import WeightGrad, weighted_sum
+from fastpar.ops._weight_grad import WeightGrad, sum_bytes, weighted_sum
 from tests.linear_loss_cases import DTYPES, OPTIONS, assert_close_to_exact, example, options_for, plain, run
 
 linear_cross_entropy = ops.linear_cross_entropy
@@ -454,6 +455,43 @@ def test_chunks_fit_the_budget_and_are_about_equal() -> None:
             chunks = -(-rows // step)
             assert rows - (chunks - 1) * step > 0
             assert step * chunks < rows + 8 * chunks
+
+
+def test_one_chunk_is_taken_on_cuda_where_it_needs_no_more_memory_than_the_sum_of_several() -> None:
+    with FakeTensorMode():
+        weight = torch.empty(128256, 4096, dtype=torch.bfloat16, device="cuda")
+        assert sum_bytes(weight) == 4 * weight.numel()
+        assert sum_bytes(torch.empty(10, 10, device="cuda")) == 0  # float32 is summed in the result
+    assert sum_bytes(torch.empty(10, 10, dtype=torch.bfloat16)) == 0  # and on CPU, chunks stay in the cache
+    row, spared = 2 * 128256, 4 * 128256 * 4096
+    assert rows_per_chunk(8192, row, None, "cuda", spared) == 8192
+    assert rows_per_chunk(10284, row, None, "cuda", spared) == 10284
+    assert rows_per_chunk(10285, row, None, "cuda", spared) < 2100
+    assert rows_per_chunk(8192, row, 512 << 20, "cuda", spared) == 2048  # the user's budget is the limit
+    assert rows_per_chunk(8192, row, None, "cuda") == 2048
+
+
+def test_chunks_are_one_where_the_weights_gradient_is_wanted_and_no_other_rank_takes_part(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(_linear_passes, "sum_bytes", lambda weight: 1 << 30)
+    monkeypatch.setitem(_row_chunks.BUDGET_BYTES, "cpu", 1)
+    sizes: list[list[int]] = []
+
+    def noted(*arguments: Any) -> list[_row_chunks.RowChunk]:
+        chunks = split_rows(*arguments)
+        sizes.append([chunk.size for chunk in chunks])
+        return chunks
+
+    monkeypatch.setattr(_linear_passes, "split_rows", noted)
+    *tensors, target = example((900,), 8, 11)
+    hidden, weight = tensors[0].detach().requires_grad_(), tensors[1].detach().requires_grad_()
+    linear_cross_entropy(hidden, weight, target)
+    linear_cross_entropy(hidden, weight.detach(), target)
+    kept = int((target != -100).sum())
+    assert sizes[0] == [kept]
+    assert sum(sizes[1]) == kept
+    assert len(sizes[1]) > 1
 
 
 def test_sequence_chunks_take_a_share_of_every_rank() -> None:

@@ -24,7 +24,7 @@ from fastpar.ops import cross_entropy as family
 from fastpar.ops._buffers import new_buffer
 from fastpar.ops._row_chunks import RowChunk, put_rows, split_rows, split_sequence, take_rows
 from fastpar.ops._row_factors import RowFactors, add_target_rows, row_factors, target_rows
-from fastpar.ops._weight_grad import WeightGrad, weighted_sum
+from fastpar.ops._weight_grad import WeightGrad, sum_bytes, weighted_sum
 from fastpar.ops.cross_entropy import Problem
 from fastpar.reference.vocab_shard import check_headers, check_target_range, compute_dtype
 
@@ -85,7 +85,7 @@ def losses_and_gradients(
 ) -> tuple[Tensor, Tensor, Grads]:
     """(loss, lse, gradients of sum_n grad_loss[n] loss[n])."""
     with _own_dtypes(inputs):
-        run = _Run(inputs, problem, layout)
+        run = _Run(inputs, problem, layout, wants)
         loss, lse = run.new_rows()
         if problem.comm is None:
             if inputs.target.device.type == "cpu":
@@ -115,7 +115,7 @@ def gradients(
 ) -> Grads:
     """Gradients of sum_n grad_loss[n] loss[n] + grad_lse[n] lse[n]; the logits are computed again."""
     with _own_dtypes(inputs):
-        run = _Run(inputs, problem, layout)
+        run = _Run(inputs, problem, layout, wants)
         sums = _Sums(run, wants, corrected=False)
         for chunk, x in run.hidden_chunks():
             rows = chunk.rows
@@ -179,7 +179,7 @@ def _own_dtypes(inputs: Inputs) -> AbstractContextManager[object]:
 class _Run:
     """One pass: the chunks, the buffer for their logits, and the ops with the arguments that stay."""
 
-    def __init__(self, inputs: Inputs, problem: Problem, layout: Layout) -> None:
+    def __init__(self, inputs: Inputs, problem: Problem, layout: Layout, wants: Wants | None = None) -> None:
         self.inputs, self.problem = inputs, problem
         self.flat_target = inputs.target.reshape(-1)
         self.dtype = compute_dtype(inputs.hidden.dtype)
@@ -194,7 +194,8 @@ class _Run:
         if keep is not None and bool(keep.all()):
             keep = None
         if layout.sequence_dim is None or comm is None:
-            self.chunks = split_rows(target, keep, *budget)
+            spared = sum_bytes(inputs.weight) if comm is None and wants is not None and wants.weight else 0
+            self.chunks = split_rows(target, keep, *budget, spared)
         else:
             self.chunks = split_sequence(
                 target, keep, *budget, dim=layout.sequence_dim, ranks=comm.size, rank=comm.rank

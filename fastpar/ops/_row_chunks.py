@@ -39,12 +39,18 @@ class RowChunk(NamedTuple):
     size: int
 
 
-def rows_per_chunk(num_rows: int, row_bytes: int, chunk_bytes: int | None, device_type: str) -> int:
+def rows_per_chunk(
+    num_rows: int, row_bytes: int, chunk_bytes: int | None, device_type: str, spared_bytes: int = 0
+) -> int:
     """Rows of the largest chunk: what the budget allows but no fewer than the device's minimum, all chunks about equal.
+
+    spared_bytes  what one chunk of all rows does without; its logits may take that much more than the default budget
 
     1000 rows of 128 KiB on CPU: 512 fit 64 MiB, so there are two chunks, of 504 and 496 rows.
     """
     kind = device_type if device_type in BUDGET_BYTES else "cuda"
+    if chunk_bytes is None and spared_bytes and num_rows * row_bytes <= BUDGET_BYTES[kind] + spared_bytes:
+        return num_rows
     multiple = ROW_MULTIPLE[kind]
     limit = (BUDGET_BYTES[kind] if chunk_bytes is None else chunk_bytes) // max(row_bytes, 1)
     limit = max(limit // multiple * multiple, MIN_ROWS[kind])
@@ -52,12 +58,14 @@ def rows_per_chunk(num_rows: int, row_bytes: int, chunk_bytes: int | None, devic
     return min(num_rows, -(-num_rows // (chunks * multiple)) * multiple)
 
 
-def split_rows(target: Tensor, keep: Tensor | None, row_bytes: int, chunk_bytes: int | None) -> list[RowChunk]:
+def split_rows(
+    target: Tensor, keep: Tensor | None, row_bytes: int, chunk_bytes: int | None, spared_bytes: int = 0
+) -> list[RowChunk]:
     """Chunks of the rows of `target` [...] that `keep` (bool, same shape; None: all) selects."""
     num_rows, device = target.numel(), target.device
     kept = None if keep is None else keep.reshape(-1).nonzero().squeeze(1)
     count = num_rows if kept is None else kept.numel()
-    step = rows_per_chunk(count, row_bytes, chunk_bytes, device.type)
+    step = rows_per_chunk(count, row_bytes, chunk_bytes, device.type, spared_bytes)
     chunks = []
     for start in range(0, count, step or 1):
         end = min(start + step, count)

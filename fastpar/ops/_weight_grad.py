@@ -22,6 +22,17 @@ _BLOCK_ROWS = 2048  # of dW: 4 MiB of bfloat16 at 1024 features, which stays in 
 _BLOCK_BYTES = 8 << 20
 
 
+def sum_bytes(weight: Tensor) -> int:
+    """What the sum over chunks takes on CUDA, besides the result; a single product is the result at once.
+
+    More than memory: every chunk but the first reads and writes it. 8192 tokens, 4096 features and 128256 classes in
+    bfloat16 are 4 chunks of 512 MiB, whose sum of 2.1 GB is moved 7 times and then narrowed: an estimated 4.5 ms of 41.
+    One chunk has logits of 2.1 GB.
+    """
+    dtype = compute_dtype(weight.dtype)
+    return weight.numel() * dtype.itemsize if weight.device.type == "cuda" and weight.dtype != dtype else 0
+
+
 class WeightGrad:
     """dW [V, K] of a weight, chunk by chunk."""
 

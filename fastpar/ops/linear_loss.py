@@ -259,8 +259,10 @@ def linear_cross_entropy(
         denominator: what a mean divides by instead: a number, or a scalar tensor (which costs no synchronisation).
         return_lse: return (loss, lse).
         chunk_bytes: budget for one chunk's logits, by default 64 MiB on CPU and 512 MiB on CUDA, for an even share of
-            the vocabulary; a chunk has at least 128 rows on CPU and 1024 on CUDA whatever the budget. Another number
-            of chunks changes the order in which dweight is summed, and so its last bits.
+            the vocabulary; a chunk has at least 128 rows on CPU and 1024 on CUDA whatever the budget. By default all
+            rows are one chunk on CUDA where that needs no more memory: without a group, the float32 sum of a 16-bit
+            weight's gradient over several chunks is spared. Another number of chunks changes the order in which dweight
+            is summed, and so its last bits.
         wgrad_store: leave the gradients of weight and bias to this store (see `WeightGradStore`); backward computes
             that of hidden only. With sequence_parallel an entry gathers the hidden states again, so all ranks must run
             theirs in the same order. Not under torch.compile. Within `WeightGradStore.deferring()` without this, the
