@@ -110,7 +110,7 @@ def _find_layers(model: nn.Module) -> list[str]:
     if len(top) != 1:
         return []
     path, module = top[0]
-    return [f"{path}.{name}" for name, _ in module.named_children()]
+    return [f"{path}.{name}" for name in module._modules]  # one that is there twice is two layers
 
 
 def _inside(module: nn.Module, path: str) -> list[str]:

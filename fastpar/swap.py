@@ -7,7 +7,7 @@ with the trained weights.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
@@ -150,6 +150,7 @@ class _Swap:
         self._check_own_styles()
         self.head_splits = block_splits(self.model, self.styles | self.own_styles, self.comm.size, "")
         self.head_rows = {path: rows for split in self.head_splits.values() for path, rows in split.parameters.items()}
+        self._check_shared()
         for path, module in self.modules.items():
             self._check_meta(path, module)
             self._check_undeclared(path, module)
@@ -206,6 +207,47 @@ class _Swap:
                     f"{path or 'the model'}.{name} is on the meta device; materialise and initialise the model "
                     "before it is parallelised"
                 )
+
+    def _check_shared(self) -> None:
+        """A module that is used in several places becomes one parallel module: the places must be alike."""
+        for module, paths in self._places().items():
+            styled = [path for path in paths if path in self.styles] or paths
+            if not any(True for _ in module.parameters()):
+                continue
+            first = styled[0]
+            for other in styled[1:]:
+                if self._place_of(other) != self._place_of(first):
+                    raise ValueError(
+                        f"{first} and {other} are one module ({_name(module)}), and the plan treats them differently. "
+                        "Give both the same style and surroundings, or make them two modules"
+                    )
+        for parent, paths in self.streams.items():
+            layers, is_split = [self.modules[path] for path in paths], False
+            for layer in layers if parent in self.regions and self.comm.size > 1 else ():
+                # The first layer splits the stream, and the last gathers it, whenever they are called.
+                if is_split == (layer is layers[0]):
+                    raise ValueError(
+                        f"the layers of {parent or 'the model'} use one module several times, so that with "
+                        "sequence_parallel=True it cannot be told by the module where the stream is split. Make them "
+                        "several modules, or use sequence_parallel=False"
+                    )
+                is_split = layer is not layers[-1]
+
+    def _places(self) -> dict[nn.Module, list[str]]:
+        places: dict[nn.Module, list[str]] = {}
+        for path, module in self.modules.items():
+            places.setdefault(module, []).append(path)
+        return places
+
+    def _place_of(self, path: str) -> tuple[Any, ...]:
+        return self.styles.get(path), self.block_of(path) is None, self.region_of(path)
+
+    def _once(self, paths: Iterable[str]) -> list[str]:
+        """One path of each module, so that what is used in several places is not hooked twice."""
+        first: dict[nn.Module, str] = {}
+        for path in paths:
+            first.setdefault(self.modules[path], path)
+        return list(first.values())
 
     def _check_undeclared(self, path: str, module: nn.Module) -> None:
         block = path if path in self.blocks else self.block_of(path)
@@ -276,12 +318,12 @@ class _Swap:
         return parallel
 
     def apply(self) -> None:
-        for path, style in self.styles.items():
-            self._apply_style(path, self.modules[path], style)
+        for path in self._once(self.styles):
+            self._apply_style(path, self.modules[path], self.styles[path])
         for path, module in self.modules.items():
             if path not in self.styles or self.styles[path].kind in ("block", "stream", "whole", "gathered"):
                 self._apply_default(path, module)
-        for path in self.blocks:
+        for path in self._once(self.blocks):
             self._share_input(path)
         self._split_stream()
         for path, split in self.head_splits.items():
@@ -441,7 +483,8 @@ class _Swap:
         """Split the residual stream where its first layer begins, and let no part of a tensor leave the model."""
         parts = PartGuard(self.comm)
         layers = {path: parent for parent, paths in self.streams.items() for path in paths}
-        for path, module in self.modules.items():
+        for path in self._once(self.modules):
+            module = self.modules[path]
             region = self.regions.get(layers[path]) if path in layers else self.region_of(path)
             if self.comm.size == 1:
                 continue
