@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from fastpar.heads import KEY_COUNTS, QUERY_COUNTS, HeadsError, HeadSplit, said, split_heads
 from fastpar.pipeline.absent import Absent
@@ -333,8 +333,9 @@ def block_splits(module: nn.Module, styles: Mapping[str, Style], size: int, wher
 
 def _features(linear: nn.Module) -> tuple[int, int]:
     """(in, out) of a linear."""
-    weight = linear.weight
-    assert isinstance(weight, Tensor)
+    weight = linear._parameters.get("weight")
+    if weight is None:  # one that is computed, at each reading again (spectral norm counts them)
+        return linear.in_features, linear.out_features  # type: ignore[return-value]
     return (weight.shape[1], weight.shape[0]) if isinstance(linear, nn.Linear) else (weight.shape[0], weight.shape[1])
 
 

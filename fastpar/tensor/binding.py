@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from fastpar.comm import Communicator
-from fastpar.tensor.own_forward import has_own_forward, keeping_forward, prove_own_forward
+from fastpar.tensor.own_forward import has_hooks, has_own_forward, keeping_forward, prove_own_forward
 
 # What decides on the numbers of a parallel layer; the others say how it fits into a model.
 _PROVEN_OPTIONS = ("rows", "sections", "gather_output", "input_is_parallel", "input_prepared")
@@ -102,9 +102,9 @@ def adopt(module: nn.Module, cls: type[Any], group: GroupLike, *, is_proven: boo
 def prove_adoption(
     path: str, module: nn.Module, cls: type[Any], group: GroupLike, options: Mapping[str, Any] | None = None
 ) -> None:
-    """TypeError on every rank unless `cls` around the module's own forward computes what the module does. Collective;
-    nothing to do where the forward is not its own."""
-    if not has_own_forward(module):
+    """TypeError on every rank unless `cls` around the module's own forward and hooks computes what the module does.
+    Collective; nothing to do where neither is its own."""
+    if not (has_own_forward(module) or has_hooks(module)):
         return
     device_type = next((p.device.type for p in module.parameters()), "cpu")
     bound = bind(group, device_type)

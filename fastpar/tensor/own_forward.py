@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastpar.comm import Communicator, gather_from, shard_sizes
+from fastpar.tensor.generators import same_generators
 
 _ROWS = 3  # of the random input
 _METADATA = ("dtype", "device", "shape", "ndim", "requires_grad", "is_cuda", "is_meta", "layout", "is_leaf")
@@ -216,29 +217,48 @@ def keeping_forward(cls: type[nn.Module], original: type[nn.Module]) -> type[nn.
 
 
 def prove_own_forward(path: str, module: nn.Module, comm: Communicator, split: Callable[[nn.Module], Any]) -> None:
-    """Run a module with a forward of its own whole, and split as `split` makes a copy of it into a parallel layer;
-    TypeError where output or gradients differ. Collective: every rank gets the error.
+    """Run a module with a forward or hooks of its own, in eval and in training mode, whole and split as `split` makes
+    it; TypeError where output or gradients differ. Collective: every rank gets the error.
     """
-    twin = copy.copy(module)
-    for name, value in vars(module).items():  # nothing that is done to the twin may reach the module
-        if isinstance(value, dict):
-            twin.__dict__[name] = type(value)() if "hooks" in name else copy.copy(value)
-    twin.training = False
-    for key, param in twin._parameters.items():
-        if param is not None:
-            twin._parameters[key] = nn.Parameter(param.detach(), requires_grad=True)
     reason = ""
     try:
-        reason = _compare(twin, comm, split)
+        for training in (False, True):
+            with same_generators() as has_drawn:
+                found = _compare(_twin(module, training), comm, split)
+                reason = reason or ("" if training and has_drawn() else found)  # draws: the guards look at them
     except (TypeError, ValueError, RuntimeError, IndexError, AttributeError, NotImplementedError) as error:
         reason = str(error) or type(error).__name__
     bad = torch.tensor([float(bool(reason))], device="cpu")
     if (comm.all_reduce(bad, "max") if comm.size > 1 else bad).any():
         raise TypeError(
-            f"{path} is a {type(module).__module__}.{type(module).__qualname__}, whose forward is its own and cannot "
-            f"be kept around a split weight: {reason or 'it fails on another rank'}. Leave it out of the plan, so that "
-            "it stays whole, or make it an ordinary layer (merge adapters, fold scales into the weight)"
+            f"{path} is a {type(module).__module__}.{type(module).__qualname__}, whose {_what_is_own(module)} and "
+            f"cannot be kept around a split weight: {reason or 'it fails on another rank'}. Leave it out of the plan, "
+            "so that it stays whole, or make it an ordinary layer (merge adapters, fold scales into the weight, remove "
+            "hooks)"
         )
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether somebody's hooks run around the module's forward or backward."""
+    names = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+    return any(getattr(module, name) for name in names)
+
+
+def _what_is_own(module: nn.Module) -> str:
+    return "forward is its own" if has_own_forward(module) else "forward runs hooks"
+
+
+def _twin(module: nn.Module, training: bool) -> nn.Module:
+    """A copy in the same memory, but for buffers: nothing that is done to it may reach the module."""
+    twin = copy.copy(module)
+    for name, value in vars(module).items():
+        twin.__dict__[name] = copy.copy(value) if isinstance(value, dict) else value
+    twin._buffers = {name: None if b is None else b.clone() for name, b in module._buffers.items()}
+    twin.training = training
+    for key, param in twin._parameters.items():
+        if param is not None:
+            twin._parameters[key] = nn.Parameter(param.detach(), requires_grad=True)
+    return twin
 
 
 @torch.enable_grad()
@@ -252,7 +272,7 @@ def _compare(twin: nn.Module, comm: Communicator, split: Callable[[nn.Module], A
     dout = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1), device="cpu").to(expected)
     wgrad, *dgrad = torch.autograd.grad(expected, [full_weight, whole_x][: 1 + has_dgrad], dout)
 
-    layer = split(twin)
+    layer = split(_twin(twin, twin.training))
     split_x = layer.local_input(x).clone().requires_grad_(has_dgrad)
     out = layer(split_x)
     weight, layout = layer._parameters["weight"], layer._layouts["weight"]

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from fastpar.stacked_experts import is_stacked
+from fastpar.tensor.generators import same_generators
 
 
 def noisy_copy(module: nn.Module) -> nn.Module:
@@ -39,6 +40,15 @@ def noisy_copy(module: nn.Module) -> nn.Module:
     return copy.deepcopy(module, memo).eval()
 
 
+def training_copy(module: nn.Module) -> nn.Module:
+    """A copy in training mode, but for its dropouts: what else a module does in training only can be compared."""
+    twin = sharing_copy(module).train()
+    for child in twin.modules():
+        if isinstance(child, nn.modules.dropout._DropoutNd):
+            child.training = False
+    return twin
+
+
 class _AnyExperts(nn.Module):
     """In the place of stacked experts, which are large, and another style's: some function of each token."""
 
@@ -63,6 +73,29 @@ def sharing_copy(module: nn.Module) -> nn.Module:
         memo |= {id(v): v.detach().clone() for v in vars(child).values() if isinstance(v, Tensor)}
     memo |= {id(child.config): child.config for child in module.modules() if "config" in child.__dict__}
     return copy.deepcopy(module, memo)
+
+
+@torch.no_grad()
+def trains_differently(source: nn.Module, training: nn.Module, inputs: Any) -> bool:
+    """Whether the `training_copy` of a module computes something else than the module in eval mode, by a rule that can
+    be compared: not where it draws random numbers, which the guards of a running model look at."""
+    outputs = []
+    for module in (source, training):
+        (args, kwargs), _ = fresh_leaves(inputs)
+        with same_generators() as has_drawn:
+            outputs.append([t for t in tree_leaves(_plain(sharing_copy(module)(*args, **kwargs))) if _is_float(t)])
+            if has_drawn():
+                return False
+    first, second = outputs
+    return len(first) != len(second) or not all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def _plain(output: Any) -> Any:
+    return list(output.values()) if isinstance(output, Mapping) else output
 
 
 def fresh_leaves(inputs: Any, cut: Callable[[int, Tensor], Tensor] | None = None) -> Any:

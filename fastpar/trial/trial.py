@@ -19,7 +19,14 @@ from fastpar.plan import Style
 from fastpar.tensor.parameter import RowMap
 from fastpar.tensor.sequence import map_hidden, map_output, map_stream
 from fastpar.trial.calls import Call
-from fastpar.trial.copies import fresh_leaves, noisy_copy, replace_parameter, sharing_copy
+from fastpar.trial.copies import (
+    fresh_leaves,
+    noisy_copy,
+    replace_parameter,
+    sharing_copy,
+    training_copy,
+    trains_differently,
+)
 from fastpar.trial.ranks import Meeting, TrialError, VirtualColumn, VirtualRank, VirtualRow
 
 TOLERANCE = 1e-3
@@ -40,20 +47,24 @@ class Trial:
 
     def run(self, sequence: bool) -> dict[str, str]:
         """TrialError, or of every parameter that stays whole its style: "partial" or "replicate"; by path."""
+        source = noisy_copy(self.module)
         try:
-            return self._run(sequence)
+            kinds = self._run(sequence, source)
+            twin = training_copy(source)
+            if trains_differently(source, twin, self._inputs(self.call.hidden().shape, _seeded())):
+                self._run(sequence, twin)
+            return kinds
         except TrialError:
             raise
         except Exception as error:  # of the module's own code: any
             text = str(error).split("\n")[0][:120]
             raise TrialError(f"its code fails on {self.size} parts: {type(error).__name__}: {text}") from None
 
-    def _run(self, sequence: bool) -> dict[str, str]:
+    def _run(self, sequence: bool, source: nn.Module) -> dict[str, str]:
         shape = self.call.hidden().shape
         if sequence and len(shape) < 3:
             raise TrialError("it is called with tokens of all sequences in one dim, which has no part to gather")
-        source = noisy_copy(self.module)
-        generator = torch.Generator().manual_seed(1)
+        generator = _seeded()
         inputs = self._inputs(shape, generator)
         wanted = self._one(source, inputs)
         weigh = torch.randn(wanted[0].shape, generator=generator)
@@ -229,18 +240,29 @@ def is_per_token(module: nn.Module, call: Call, size: int) -> bool:
         warnings.simplefilter("ignore")
         try:
             source = noisy_copy(module)
-            inputs = trial._inputs(shape, torch.Generator().manual_seed(1))
-            whole, _ = fresh_leaves(inputs)
-            wanted = _tensors_of(sharing_copy(source)(*whole[0], **whole[1]))
-            parts = []
-            for index in range(size):
-                rank = VirtualRank(Meeting(size), index, True, shape[dim], dim)
-                cut, _ = fresh_leaves(inputs, functools.partial(trial._cut, rank, shape))
-                parts.append(_tensors_of(sharing_copy(source)(*cut[0], **cut[1])))
-            batch, tokens = (shape[0], shape[1]) if dim else (1, shape[0])
-            return all(_joins(list(pieces), all_, batch, tokens) for *pieces, all_ in zip(*parts, wanted, strict=True))
+            inputs = trial._inputs(shape, _seeded())
+            twin = training_copy(source)
+            modes = [source, twin] if trains_differently(source, twin, inputs) else [source]
+            return all(_is_per_token(trial, mode, inputs, dim) for mode in modes)
         except Exception:  # of the module's own code: any
             return False
+
+
+def _is_per_token(trial: Trial, source: nn.Module, inputs: Any, dim: int) -> bool:
+    shape, size = trial.call.hidden().shape, trial.size
+    whole, _ = fresh_leaves(inputs)
+    wanted = _tensors_of(sharing_copy(source)(*whole[0], **whole[1]))
+    parts = []
+    for index in range(size):
+        rank = VirtualRank(Meeting(size), index, True, shape[dim], dim)
+        cut, _ = fresh_leaves(inputs, functools.partial(trial._cut, rank, shape))
+        parts.append(_tensors_of(sharing_copy(source)(*cut[0], **cut[1])))
+    batch, tokens = (shape[0], shape[1]) if dim else (1, shape[0])
+    return all(_joins(list(pieces), all_, batch, tokens) for *pieces, all_ in zip(*parts, wanted, strict=True))
+
+
+def _seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(1)
 
 
 def _tensors_of(output: Any) -> list[Tensor]:
