@@ -22,10 +22,11 @@ from fastpar.heads import KEY_COUNTS, QUERY_COUNTS, HeadsError, HeadSplit, said,
 from fastpar.pipeline.absent import Absent
 from fastpar.plan import Style, UnknownModelError, auto_plan, match_plan
 from fastpar.stacked_experts import is_stacked
-from fastpar.trial import Call, Trial, TrialError, is_linear, is_per_token, record_calls
+from fastpar.trial import Call, DifferenceError, Trial, TrialError, is_linear, is_per_token, record_calls
 
 _SPLIT = ("colwise", "rowwise")
 _FULL = ("colwise_gather_output", "rowwise_split_input")
+_TRIED = ("colwise", "rowwise", "heads", "partial", "replicate", "dropout")  # what a block may hold to be tried
 _KEPT = ("expert", "dropout", "replicate", "vocab")  # of what is declared inside a layer: no trial is needed
 _MAX_GUESSES = 32
 _PLAIN = (int, float, str, bool, type(None))
@@ -65,6 +66,57 @@ def proven_plan(model: nn.Module, size: int, *, sequence_parallel: bool = False)
             styles = {name: style for name, style in styles.items() if not name.startswith(f"{path}.")}
             styles |= {f"{path}.{name}": style for name, style in found.items()}
     return dict(styles.items())
+
+
+def refuse_wrong_blocks(model: nn.Module, styles: Mapping[str, Style], size: int) -> None:
+    """Try one block of each kind of a plan that somebody has written; ValueError for one that, split so, computes
+    something else than whole.
+
+    As in `proven_plan` the model runs once on a few tokens. What cannot be run so is not judged: models that take other
+    inputs than ids, blocks whose code needs a device or what virtual layers do not have.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    if size == 1 or any(isinstance(module, Absent) for module in modules.values()):
+        return
+    kinds: dict[Any, str] = {}
+    for path, style in styles.items():
+        if style.kind == "block":
+            kinds.setdefault(_kind_of(modules[path], styles, path), path)
+    try:
+        calls = record_calls(model, kinds.values(), 2 * size + 1) if kinds else {}
+    except Exception:  # of the model's own code: any
+        return
+    for path in kinds.values():
+        inside = {name[len(path) + 1 :]: style for name, style in styles.items() if name.startswith(f"{path}.")}
+        if path in calls and all(style.kind in _TRIED for style in inside.values()):
+            _refuse_wrong_block(path, modules[path], calls[path], {"": styles[path], **inside}, size)
+
+
+def _refuse_wrong_block(path: str, module: nn.Module, call: Call, styles: dict[str, Style], size: int) -> None:
+    where = f"{path} ({type(module).__name__}), split as the plan says,"
+    advice = 'Leave the block out of the plan, or try plan="auto", which finds out what can be split'
+    try:
+        kinds = Trial(module, call, styles, block_splits(module, styles, size, path), size).run(False)
+    except DifferenceError as error:
+        raise ValueError(
+            f"{where} would compute something else than whole: {error}. Between its column- and row-parallel linears a "
+            "block may only do what works on each feature or head by itself, and its input may reach its output only "
+            f"through them. {advice}"
+        ) from None
+    except TrialError:
+        return
+    if call.keeps_results:
+        raise ValueError(
+            f"{where} keeps tensors that it computes (attributes with a gradient, such as a balance loss), of which "
+            f"each rank would have those of its own heads or features. {advice}"
+        )
+    for name, kind in kinds.items():
+        said = styles.get(name) or styles.get(name.rpartition(".")[0])
+        if said is not None and said.kind == "partial" and kind == "replicate":
+            raise ValueError(
+                f"{path}.{name} has the style 'partial', but every rank has its whole gradient, and the sum over ranks "
+                f"would be {size} times that. Give it the style 'replicate'"
+            )
 
 
 def _first_plan(
@@ -194,7 +246,8 @@ class _Layer:
         note = reason and f"left whole: {reason}"
         # Where the tokens decide which parameters are used, ranks with parts of them would disagree on whose gradients
         # to sum.
-        if not self.sequence or (not _chooses_parameters(module) and is_per_token(module, call, self.size)):
+        works_on_parts = not _chooses_parameters(module) and not call.keeps_results
+        if not self.sequence or (works_on_parts and is_per_token(module, call, self.size)):
             if note:
                 self.settled[path] = Style("whole", note=note)
             return

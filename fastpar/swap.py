@@ -25,7 +25,7 @@ from fastpar.mesh import Mesh
 from fastpar.ops.overlap import Overlap
 from fastpar.pipeline.absent import Absent
 from fastpar.plan import Style, match_plan
-from fastpar.proving import block_splits, proven_plan
+from fastpar.proving import block_splits, proven_plan, refuse_wrong_blocks
 from fastpar.tensor import (
     Adoption,
     ColumnParallelLinear,
@@ -332,6 +332,7 @@ class _Swap:
             if split.num_heads:  # which of how many heads, and share of the batch: read by layout-independent dropout
                 local = split.num_heads // self.comm.size
                 self._set(self.modules[path], "_fastpar_heads", (local * self.comm.rank, split.num_heads, self.batch))
+        self._leave_fast_paths()
         self._connect_head()
         self._open_doors()
         self._guard()
@@ -455,6 +456,14 @@ class _Swap:
         before = getattr(module, name) if is_property else vars(module).get(name, _ABSENT)
         self.attributes.append((module, name, before))
         setattr(module, name, value)
+
+    def _leave_fast_paths(self) -> None:
+        """torch's encoder hands the weights of its children to one kernel in eval mode, which has no split form."""
+        for module in dict.fromkeys(self.modules.values()) if self.comm.size > 1 else ():
+            if isinstance(module, nn.TransformerEncoderLayer):
+                self._set(module, "activation_relu_or_gelu", 0)
+            elif isinstance(module, nn.TransformerEncoder):
+                self._set(module, "use_nested_tensor", False)
 
     def _connect_head(self) -> None:
         """Let what reads the logits have them in the form that it needs: the loss, `generate`, the caller."""
@@ -630,6 +639,7 @@ def parallelize(
     if isinstance(plan, str) and plan != "auto":
         raise ValueError(f"plan must be 'auto' or a dict from pattern to style, got {plan!r}")
     swap = _Swap(model, mesh, sequence_parallel, gather_logits)
+    is_written = not isinstance(plan, str)
     if isinstance(plan, str):
         plan = proven_plan(model, swap.comm.size, sequence_parallel=sequence_parallel)
     styles = match_plan(model, plan)
@@ -637,6 +647,8 @@ def parallelize(
         raise ValueError(f"the mesh has ep={mesh.size('ep')}, but the plan gives no module the style 'expert'")
     swap.resolve(styles)
     swap.check()
+    if is_written:
+        refuse_wrong_blocks(model, swap.styles | swap.own_styles, swap.comm.size)
     if sync_weights != "none":
         sync_weights_of(model, swap.comm, broadcast=sync_weights == "broadcast")
         if swap.experts.comm.size > swap.comm.size:  # else among the same ranks

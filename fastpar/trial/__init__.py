@@ -20,7 +20,7 @@ Note: what a trial proves
 from __future__ import annotations
 
 from fastpar.trial.calls import Call, is_linear, record_calls
-from fastpar.trial.ranks import TrialError
+from fastpar.trial.ranks import DifferenceError, TrialError
 from fastpar.trial.trial import Trial, is_per_token
 
-__all__ = ["Call", "Trial", "TrialError", "is_linear", "is_per_token", "record_calls"]
+__all__ = ["Call", "DifferenceError", "Trial", "TrialError", "is_linear", "is_per_token", "record_calls"]

@@ -20,6 +20,10 @@ class TrialError(Exception):
     """Why a split does not compute what the whole module does."""
 
 
+class DifferenceError(TrialError):
+    """It has run, and computes something else."""
+
+
 class Meeting:
     """Where the threads of a trial exchange tensors; an error of one is an error of all."""
 

@@ -27,7 +27,7 @@ from fastpar.trial.copies import (
     training_copy,
     trains_differently,
 )
-from fastpar.trial.ranks import Meeting, TrialError, VirtualColumn, VirtualRank, VirtualRow
+from fastpar.trial.ranks import DifferenceError, Meeting, TrialError, VirtualColumn, VirtualRank, VirtualRow
 
 TOLERANCE = 1e-3
 
@@ -320,8 +320,8 @@ def _equal(found: Tensor, wanted: Tensor, floor: float = 0.0) -> bool:
 
 def _compare(found: Tensor, wanted: Tensor, what: str, floor: float = 0.0) -> None:
     if found.shape != wanted.shape:
-        raise TrialError(f"{what} has the shape {list(found.shape)} and not {list(wanted.shape)}")
+        raise DifferenceError(f"{what} has the shape {list(found.shape)} and not {list(wanted.shape)}")
     if not _equal(found, wanted, floor):
         scale = float(wanted.detach().abs().max()) + 1e-30
         error = float((found - wanted).detach().abs().max()) / scale
-        raise TrialError(f"{what} would be off by {error:.0%}")
+        raise DifferenceError(f"{what} would be off by {error:.0%}")
