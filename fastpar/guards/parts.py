@@ -58,7 +58,8 @@ class PartGuard:
             if not torch.compiler.is_compiling():
                 for x in output if isinstance(output, tuple | list) else (output,):
                     if isinstance(x, Tensor) and x.is_floating_point():
-                        _refuse_number(x, path)
+                        if not region.is_whole:
+                            _refuse_number(x, path)
                         _mark(x, part)
 
         return module.register_forward_hook(hook)
@@ -88,7 +89,7 @@ class PartGuard:
 
     def _whole(self, x: Tensor) -> Tensor:
         part: _Part | None = getattr(x, _MARK, None)
-        if part is None:
+        if part is None or (part.region is not None and part.region.is_whole):
             return x
         if part.region is not None:
             return self._all_positions(x, part, part.region)

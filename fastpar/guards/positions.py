@@ -113,7 +113,7 @@ def _mixes(call: _Call, region: SequenceRegion) -> str:
     """The path of what makes the layer's output at one position depend on others, or nothing."""
     at = region.sizes[region.comm.rank] // 2
     try:
-        with _as_it_was(call.layer) as rewind:
+        with as_it_was(call.layer) as rewind:
             seen, out = _run(call, region, at, None)
             rewind()
             seen_again, again = _run(call, region, at, torch.Generator().manual_seed(0))
@@ -197,7 +197,7 @@ def _replaced(layer: nn.Module, name: str, output: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _as_it_was(layer: nn.Module) -> Iterator[Callable[[], None]]:
+def as_it_was(layer: nn.Module) -> Iterator[Callable[[], None]]:
     """Leave generators and buffers (running means, counts of tokens) as they are; yields what sets them back."""
     buffers = [(buffer, buffer.clone()) for buffer in layer.buffers()]
     devices = sorted({b.device.index or 0 for b in layer.parameters() if b.device.type == "cuda"})

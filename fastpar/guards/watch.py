@@ -15,6 +15,7 @@ from fastpar.guards.cadence import Cadence
 from fastpar.guards.draws import DrawGuard
 from fastpar.guards.gradients import GradientGuard
 from fastpar.guards.positions import PositionGuard
+from fastpar.guards.stream import StreamGuard
 from fastpar.tensor.dropout import LayoutDropout
 from fastpar.tensor.sequence import SequenceRegion
 
@@ -51,6 +52,8 @@ class Watch:
         self.inputs = InputGuard(comm, device)
         self.draws = DrawGuard(device, _verdict(plan))
         self.gradients, self.positions = GradientGuard(comm), PositionGuard(comm)
+        split = {path: region for path, region in plan.layers.items() if region is not None}
+        self.stream = StreamGuard(comm, {} if plan.is_part else split)
 
     def __deepcopy__(self, memo: Any) -> Watch:
         return Watch(self.comm, self.device, self.plan)
@@ -62,12 +65,15 @@ class Watch:
 
     def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Compare the inputs, and start what looks at the forward."""
+        if self.stream.is_running:
+            return
         if self.gradients.is_watching:
             self.gradients.stop()  # the forward before: its backward is over, or nobody waits for what it would say
         self._is_watching = self.cadence.next()
         if not self._is_watching:
             return
         self.inputs.before(model, args, kwargs)
+        self.stream.before(model, args, kwargs)
         if model.training:
             self.draws.start(model)
         if torch.is_grad_enabled() and not self.plan.is_part:
@@ -80,12 +86,13 @@ class Watch:
 
     def after(self, model: nn.Module, args: Any, output: Any) -> None:
         """Raise what has been seen."""
-        if not self._is_watching:
+        if not self._is_watching or self.stream.is_running:
             return
         self._is_watching = False
         self.draws.check()
         self.inputs.after(model, args, output)
         self.positions.check()
+        self.stream.after(model, output)
 
 
 def _verdict(plan: WatchedPlan) -> Callable[[str, nn.Module], str]:

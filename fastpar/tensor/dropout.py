@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fastpar.ops.dropout import sharded_dropout
-from fastpar.tensor.sequence import SequenceRegion
+from fastpar.tensor.sequence import SequenceRegion, splitting
 
 
 class LayoutDropout(nn.Module):
@@ -38,8 +38,9 @@ class LayoutDropout(nn.Module):
         offset, shape = [0] * x.dim(), list(x.shape)
         rank, size = self.batch
         offset[0], shape[0] = rank * x.size(0), size * x.size(0)
-        if self.sequence is not None:
-            offset[self.sequence.dim], shape[self.sequence.dim] = self.sequence.offset, self.sequence.total
+        sequence = splitting(self.sequence)
+        if sequence is not None:
+            offset[sequence.dim], shape[sequence.dim] = sequence.offset, sequence.total
         return sharded_dropout(x, self.p, seed=draw_seed(), offset=offset, global_shape=shape)
 
     def extra_repr(self) -> str:

@@ -23,7 +23,7 @@ from fastpar.ops.overlap import Overlap
 from fastpar.tensor.binding import GroupLike, bind, blank
 from fastpar.tensor.own_forward import check_parameters, conv1d_class, refuse_own_forward
 from fastpar.tensor.parameter import MakeParameter, ParallelModule, ParameterLayout, RowMap, install_state_dict_hooks
-from fastpar.tensor.sequence import SequenceRegion
+from fastpar.tensor.sequence import SequenceRegion, splitting
 from fastpar.tensor.shared_input import SharedInput
 
 
@@ -168,10 +168,11 @@ class ColumnParallelLinear(ParallelModule):
         options: dict[str, Any] = {"group": self.comm, "overlap": self.overlap, "features": self.out_features}
         if self.input_prepared:
             return F.linear(x, weight.t() if self.transposed else weight, bias)
-        if self.sequence is None:
+        sequence = splitting(self.sequence)
+        if sequence is None:
             return copy_to_linear(x, weight, bias, transposed=self.transposed, **options)
-        self.sequence.check_shard(x)
-        options |= {"dim": self.sequence.dim, "sizes": self.sequence.sizes}
+        sequence.check_shard(x)
+        options |= {"dim": sequence.dim, "sizes": sequence.sizes}
         return all_gather_linear(x, weight, bias, transposed=self.transposed, **options)
 
     def extra_repr(self) -> str:
@@ -287,10 +288,11 @@ class RowParallelLinear(ParallelModule):
         assert weight is not None
         bias = None if bias is None else bias.to(weight.dtype)
         options: dict[str, Any] = {"group": self.comm, "overlap": self.overlap, "features": self.in_features}
-        if self.sequence is None:
+        sequence = splitting(self.sequence)
+        if sequence is None:
             return linear_all_reduce(x, weight, bias, transposed=self.transposed, **options)
-        self.sequence.check_whole(x)
-        options |= {"dim": self.sequence.dim, "sizes": self.sequence.sizes}
+        sequence.check_whole(x)
+        options |= {"dim": sequence.dim, "sizes": sequence.sizes}
         return linear_reduce_scatter(x, weight, bias, transposed=self.transposed, **options)
 
     def extra_repr(self) -> str:

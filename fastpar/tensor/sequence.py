@@ -14,13 +14,22 @@ Note: uneven sequences
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 
-from fastpar.comm import Communicator, gather_from, gather_sequence, reduce_scatter_sequence, scatter_to, shard_sizes
+from fastpar.comm import (
+    Communicator,
+    copy_to,
+    gather_from,
+    gather_sequence,
+    reduce_from,
+    reduce_scatter_sequence,
+    scatter_to,
+    shard_sizes,
+)
 
 
 class SequenceRegion:
@@ -35,6 +44,7 @@ class SequenceRegion:
         self.dim = dim
         self._total: int | None = None
         self.batch = 0  # sequences in what entered last, where `dim` is 1
+        self.is_whole = False  # for the time of `whole_stream`
 
     def __deepcopy__(self, memo: Any) -> SequenceRegion:
         """Itself: hooks of a copied model keep pointing here, so its layers must as well."""
@@ -78,21 +88,29 @@ class SequenceRegion:
         """Keep this rank's part.  forward: slice   backward: all-gather"""
         self.set_total(x.size(self.dim))
         self.batch = x.size(0)
+        if self.is_whole:
+            return x
         return scatter_to(x, self.comm, dim=self.dim, sizes=self.sizes)
 
     def leave(self, x_shard: Tensor) -> Tensor:
         """The full sequence for replicated work.  forward: all-gather   backward: slice"""
         self.check_shard(x_shard)
+        if self.is_whole:
+            return x_shard
         return gather_from(x_shard, self.comm, dim=self.dim, sizes=self.sizes)
 
     def gather(self, x_shard: Tensor) -> Tensor:
         """The full sequence as input of a tensor-parallel block.  forward: all-gather   backward: reduce-scatter"""
         self.check_shard(x_shard)
+        if self.is_whole:
+            return copy_to(x_shard, self.comm)
         return gather_sequence(x_shard, self.comm, dim=self.dim, sizes=self.sizes)
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         """A block's partial sums to this rank's part.  forward: reduce-scatter   backward: all-gather"""
         self.check_whole(x)
+        if self.is_whole:
+            return reduce_from(x, self.comm)
         return reduce_scatter_sequence(x, self.comm, dim=self.dim, sizes=self.sizes)
 
     def check_whole(self, x: Tensor) -> None:
@@ -105,13 +123,31 @@ class SequenceRegion:
 
     def check_shard(self, x_shard: Tensor) -> None:
         """ValueError unless x has this rank's tokens."""
-        expected = self.sizes[self.comm.rank]
+        expected = self.total if self.is_whole else self.sizes[self.comm.rank]
         if x_shard.size(self.dim) != expected:
             raise ValueError(
                 f"rank {self.comm.rank} got {x_shard.size(self.dim)} tokens along dim {self.dim}; its part of the "
                 f"{self.total} in the sequence-parallel region is {expected}. Was the input already gathered, or the "
                 "sequence cut inside the region?"
             )
+
+
+def splitting(region: SequenceRegion | None) -> SequenceRegion | None:
+    """The region where the sequence is split now, or None."""
+    return None if region is None or region.is_whole else region
+
+
+@contextmanager
+def whole_stream(regions: Iterable[SequenceRegion]) -> Iterator[None]:
+    """Let the layers of these regions work on all positions, as without sequence parallelism: for comparing."""
+    entered = [region for region in dict.fromkeys(regions) if not region.is_whole]
+    for region in entered:
+        region.is_whole = True
+    try:
+        yield
+    finally:
+        for region in entered:
+            region.is_whole = False
 
 
 _HIDDEN_NAMES = ("hidden_states", "x", "input", "hidden", "inputs")
@@ -176,4 +212,14 @@ def hook_output(module: nn.Module, fn: Any) -> Any:
     return module.register_forward_hook(hook)
 
 
-__all__ = ["SequenceRegion", "hook_input", "hook_output", "hook_stream", "map_hidden", "map_output", "map_stream"]
+__all__ = [
+    "SequenceRegion",
+    "hook_input",
+    "hook_output",
+    "hook_stream",
+    "map_hidden",
+    "map_output",
+    "map_stream",
+    "splitting",
+    "whole_stream",
+]

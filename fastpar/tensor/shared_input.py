@@ -22,7 +22,7 @@ from fastpar.comm import Communicator, copy_to
 from fastpar.ops.linear import copy_to_linear, gathered_and_linear
 from fastpar.ops.overlap import Overlap
 from fastpar.reference.linear import autocast_dtype
-from fastpar.tensor.sequence import SequenceRegion
+from fastpar.tensor.sequence import SequenceRegion, splitting
 
 if TYPE_CHECKING:
     from fastpar.tensor.linear import ColumnParallelLinear
@@ -53,9 +53,9 @@ class SharedInput:
     def enter(self, x: Tensor) -> Tensor:
         """Gather (or copy) x and compute what the layers make of it. Returns the whole x."""
         layers = [layer for layer in self.layers if layer.in_features == x.size(-1)]
-        if self.sequence is None:
+        if splitting(self.sequence) is None:
             whole, outs = copy_to(x, self.comm), self._copied(x, layers)
-        elif not layers or autocast_dtype(x) not in (None, x.dtype):
+        elif self.sequence is not None and (not layers or autocast_dtype(x) not in (None, x.dtype)):
             whole, outs = self.sequence.gather(x), ()  # autocast would round what the block's other modules see
         else:
             whole, outs = self._gathered(x, layers)

@@ -20,7 +20,8 @@ from fastpar.tensor.binding import BoundGroup, GroupLike, bind, blank
 from fastpar.tensor.linear import ColumnParallelLinear
 from fastpar.tensor.own_forward import check_parameters, refuse_own_forward
 from fastpar.tensor.parameter import MakeParameter, ParallelModule, ParameterLayout, RowMap, install_state_dict_hooks
-from fastpar.tensor.sequence import SequenceRegion
+from fastpar.tensor.sequence import SequenceRegion, splitting
+from fastpar.tensor.split_logits import SplitLogits
 
 
 class VocabParallelEmbedding(ParallelModule):
@@ -111,16 +112,17 @@ class VocabParallelEmbedding(ParallelModule):
     def forward(self, ids: Tensor) -> Tensor:
         weight = self._local("weight")
         assert weight is not None
-        if self.sequence is not None:
-            self.sequence.check_whole(ids)
+        sequence = splitting(self.sequence)
+        if sequence is not None:
+            sequence.check_whole(ids)
         return vocab_parallel_embedding(
             ids,
             weight,
             group=self.comm,
             vocab_range=self.vocab_range,
             padding_idx=self.padding_idx,
-            reduce="all" if self.sequence is None else "scatter",
-            scatter_dim=0 if self.sequence is None else self.sequence.dim,
+            reduce="all" if sequence is None else "scatter",
+            scatter_dim=0 if sequence is None else sequence.dim,
         )
 
     def extra_repr(self) -> str:
@@ -144,6 +146,8 @@ class VocabParallelHead(ColumnParallelLinear):
         mesh = self._layouts["weight"].mesh
         if self.use_local_output or self.gather_output or mesh is None:
             return out
+        if not torch.compiler.is_compiling():
+            return SplitLogits.of(out, mesh, self.out_features, self.comm)
         shape = torch.Size([*out.shape[:-1], self.out_features])
         stride = torch.empty(shape, device="meta").stride()
         return DTensor.from_local(out, mesh, [Shard(-1)], run_check=False, shape=shape, stride=stride)

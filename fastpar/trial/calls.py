@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from fastpar.tensor.rehearsal import attributes_as_they_were, own_attributes
 from fastpar.tensor.sequence import map_hidden
 
 
@@ -111,8 +112,9 @@ class _Recorder:
 
 def _keeps_results(module: nn.Module) -> bool:
     """Whether a module inside holds a tensor that it has computed, where others may read it."""
-    held = (value for child in module.modules() for value in vars(child).values())
-    return any(isinstance(value, Tensor) and value.grad_fn is not None for value in held)
+    held = (value for child in module.modules() for value in own_attributes(child).values())
+    flat = (v for value in held for v in (value if isinstance(value, list | tuple) else (value,)))
+    return any(isinstance(value, Tensor) and value.grad_fn is not None for value in flat)
 
 
 def record_calls(model: nn.Module, paths: Iterable[str], num_tokens: int) -> dict[str, Call]:
@@ -123,7 +125,6 @@ def record_calls(model: nn.Module, paths: Iterable[str], num_tokens: int) -> dic
     model does.
     """
     modes = {module: module.training for module in model.modules()}
-    attributes = {module: dict(vars(module)) for module in model.modules()}
     buffers = {id(buffer): (buffer, buffer.detach().clone()) for buffer in model.buffers()}
     vocab = next((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), 2)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
@@ -132,7 +133,12 @@ def record_calls(model: nn.Module, paths: Iterable[str], num_tokens: int) -> dic
     recorder = _Recorder(model, paths)
     options = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
     try:
-        with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), torch.enable_grad():
+        with (
+            torch.random.fork_rng(devices=[]),
+            warnings.catch_warnings(),
+            torch.enable_grad(),
+            attributes_as_they_were(model),
+        ):
             warnings.simplefilter("ignore")
             model.eval()
             output = model(ids, **options)
@@ -142,11 +148,6 @@ def record_calls(model: nn.Module, paths: Iterable[str], num_tokens: int) -> dic
             handle.remove()
         for module, training in modes.items():
             module.training = training
-        for module, before in attributes.items():  # states that a module keeps from call to call
-            for name in [name for name, value in vars(module).items() if isinstance(value, Tensor)]:
-                if before.get(name) is not vars(module)[name]:
-                    module.__dict__.pop(name)
-            module.__dict__.update({k: v for k, v in before.items() if k not in module.__dict__})
         with torch.no_grad():
             for buffer, value in buffers.values():
                 buffer.copy_(value)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from fastpar.stacked_experts import is_stacked
-from fastpar.tensor.generators import same_generators
+from fastpar.tensor.rehearsal import same_generators
 
 
 def noisy_copy(module: nn.Module) -> nn.Module:
