@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 from typing import Any
 
@@ -55,3 +56,16 @@ def test_no_interpreted_test_at_all_is_a_failure(tmp_path: Path) -> None:
     inner.write_text("")
     with pytest.raises(pytest.fail.Exception, match="no tests ran"):
         run_interpreted(str(inner))
+
+
+def launches_of(source: str) -> list[int]:
+    """The lines that call something with a subscript, kernel[grid](...): Triton's launch."""
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    return [node.lineno for node in calls if isinstance(node.func, ast.Subscript)]
+
+
+def test_every_launch_goes_through_launch_which_sets_the_device() -> None:
+    assert launches_of("x = 1\nkernel[(programs, 2)](x)\nlaunch(kernel, programs, device)") == [2]
+    files = sorted((Path(__file__).parents[1] / "kernels" / "triton").glob("*.py"))
+    found = {file.name: launches_of(file.read_text()) for file in files if file.name != "launch.py"}
+    assert {name: lines for name, lines in found.items() if lines} == {}

@@ -42,6 +42,7 @@ from fastpar.kernels.cross_entropy_kernels import (
     stats_kernel,
 )
 from fastpar.kernels.cross_entropy_row import IDENTITY, SCALED, SOFTCAP
+from fastpar.kernels.launch import launch
 
 WARP_SIZE = 64 if torch.version.hip else 32
 LOADS_PER_THREAD = 4  # of 16 bytes, of a block; what is carried from block to block has the size of one
@@ -122,6 +123,8 @@ class Transform(NamedTuple):
 
 
 def transform_of(softcap: float, logit_scale: float) -> Transform:
+    # Triton takes the int 1 for a constant, and a 0 for an integer: each would be another kernel.
+    softcap, logit_scale = float(softcap), float(logit_scale)
     if softcap != 0.0:
         return Transform(SOFTCAP.value, logit_scale / softcap, softcap)
     if logit_scale != 1.0:
@@ -150,15 +153,6 @@ def check_inplace(logits: Tensor, name: str) -> Rows | None:
             f"{name} writes over the logits, whose last dim must be contiguous: stride {logits.stride(-1)}"
         )
     return rows_of(logits)
-
-
-def launch(kernel: Any, programs: int, device: torch.device, *arguments: Any, **options: Any) -> None:
-    """On the tensors' device, which need not be the current one."""
-    if device.type != "cuda":
-        kernel[(programs,)](*arguments, **options)
-        return
-    with torch.cuda.device(device):
-        kernel[(programs,)](*arguments, **options)
 
 
 def shape_options(logits: Tensor, rows: Rows, two_passes: bool, costly: bool) -> tuple[tuple[int, ...], dict[str, Any]]:
@@ -254,7 +248,7 @@ def merge(
     launch(
         merge_kernel, triton.cdiv(count, MERGE_BLOCK), gathered.device,
         gathered, target.reshape(-1), weight, weight_sum, loss, lse, count, gathered.shape[0], gathered.stride(0),
-        vocab_total, ignore_index, label_smoothing, label_smoothing / max(vocab_total, 1), z_loss,
+        vocab_total, ignore_index, float(label_smoothing), label_smoothing / max(vocab_total, 1), float(z_loss),
         SMOOTHING=label_smoothing > 0.0, BLOCK=MERGE_BLOCK, num_warps=MERGE_BLOCK // WARP_SIZE,
     )  # fmt: skip
     return loss, lse
@@ -287,7 +281,7 @@ def _backward(
         backward_kernel, target.numel(), logits.device,
         logits, grad, lse, target.reshape(-1), weight, shard_weight, weight_sum, grad_loss, grad_loss.stride(0),
         grad_lse, 0 if grad_lse is None else grad_lse.stride(0), *shape, vocab_start, vocab_total, ignore_index,
-        label_smoothing, label_smoothing / max(vocab_total, 1), z_loss, inner, outer, logit_scale,
+        float(label_smoothing), label_smoothing / max(vocab_total, 1), float(z_loss), inner, outer, float(logit_scale),
         SMOOTHING=label_smoothing > 0.0, TRANSFORM=kind, INPLACE=grad is logits, **options,
     )  # fmt: skip
 
@@ -339,7 +333,8 @@ def _forward_backward(
     launch(
         forward_backward_kernel, count, logits.device,
         logits, grad, loss, lse, target.reshape(-1), weight, weight_sum, grad_loss, grad_loss.stride(0), *shape,
-        ignore_index, label_smoothing, label_smoothing / max(vocab, 1), z_loss, inner, outer, logit_scale,
+        ignore_index, float(label_smoothing), label_smoothing / max(vocab, 1), float(z_loss), inner, outer,
+        float(logit_scale),
         SMOOTHING=label_smoothing > 0.0, TRANSFORM=kind, INPLACE=grad is logits, **options,
     )  # fmt: skip
     return loss, lse

@@ -24,7 +24,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastpar.kernels.cross_entropy import WARP_SIZE, Rows, alignment, launch
+from fastpar.kernels.cross_entropy import WARP_SIZE, Rows, alignment
+from fastpar.kernels.launch import launch
 
 THREADS = 128
 LOADS_PER_THREAD = 4  # of 16 bytes, by a program of the lookup

@@ -35,6 +35,7 @@ import triton
 from torch import Tensor
 
 from fastpar.kernels import grouped_gemm_kernels as kernels
+from fastpar.kernels.launch import launch_named as launch
 
 GROUP = 8  # tiles of rows that share the columns of a weight
 TILES = 64  # entries of the table of tiles that one program writes
@@ -74,15 +75,6 @@ def wgrad_configuration(
     config = configuration(features, terms, dtype, device)
     deepens = gathers and config.num_stages == 4
     return config._replace(num_stages=6) if deepens else config
-
-
-def launch(kernel: Any, programs: int, device: torch.device, arguments: dict[str, Any]) -> None:
-    """On the tensors' device, which need not be the current one."""
-    if device.type != "cuda":
-        kernel[(programs,)](**arguments)
-        return
-    with torch.cuda.device(device):
-        kernel[(programs,)](**arguments)
 
 
 class Groups:

@@ -77,8 +77,8 @@ class Grads(NamedTuple):
 
 def _activation(rule: Rule) -> dict[str, Any]:
     return {
-        "activation": rule.activation, "interleaved": rule.interleaved, "limit": rule.limit, "alpha": rule.alpha,
-        "transposed": rule.transposed,
+        "activation": rule.activation, "interleaved": rule.interleaved, "transposed": rule.transposed,
+        "limit": float(rule.limit), "alpha": float(rule.alpha),
     }  # fmt: skip
 
 

@@ -45,8 +45,9 @@ from torch import Tensor
 
 from fastpar.kernels import moe_push_kernels as kernels
 from fastpar.kernels import moe_rows, moe_sort
+from fastpar.kernels.launch import launch_named as launch
 from fastpar.kernels.moe_rows import Places
-from fastpar.kernels.overlap_gemm_buffer import CHANNELS, Channel, OverlapBuffer, aligned, launch
+from fastpar.kernels.overlap_gemm_buffer import CHANNELS, Channel, OverlapBuffer, aligned
 from fastpar.kernels.overlap_gemm_kernels import PUSHED, RECORD_PEER, RECORD_WHAT, REFUSED, SHOWN
 
 PUSH_PROGRAMS = 32  # multiprocessors that copy: a link takes what a few of them write

@@ -24,7 +24,8 @@ import torch
 import triton
 from torch import Tensor
 
-from fastpar.kernels.cross_entropy import WARP_SIZE, launch
+from fastpar.kernels.cross_entropy import WARP_SIZE
+from fastpar.kernels.launch import launch
 from fastpar.kernels.moe_route_kernels import route_backward_kernel, route_kernel, scores_kernel
 
 MOST_EXPERTS = 2048

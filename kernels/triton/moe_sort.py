@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastpar.kernels.cross_entropy import launch
+from fastpar.kernels.launch import launch
 
 BLOCK = 128  # pairs of a program
 STEP = 16  # pairs or experts that these are compared with at a time: more of them spill on gfx942

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastpar.kernels import optimizer_kernels as kernels
+from fastpar.kernels.launch import launch
 from fastpar.kernels.optimizer_kernels import optimizer_kernel
 
 BLOCKS = 8  # of 256 elements, in a chunk
@@ -160,15 +161,18 @@ def _step(
     table = _tables.find(entries, params[0].device)
     state = states[0][0].dtype if states else None
     for group in table.groups:
-        optimizer_kernel[(group.num_chunks,)](
+        launch(
+            optimizer_kernel,
+            group.num_chunks,
+            params[0].device,
             table.rows[group.begin :],
             group.num_tensors,
-            factor,
+            float(factor),
             grad_factor,
             found_inf,
             corrections,
             rounding[0] if rounding else 0,
-            numbers,
+            tuple(map(float, numbers)),  # a weight_decay of 1 would be another kernel, with that 1 folded in
             RULE=rule,
             NESTEROV=nesterov,
             FIRST=first,

@@ -58,7 +58,8 @@ from torch import Tensor
 
 from fastpar.kernels import overlap_gemm_kernels as kernels
 from fastpar.kernels import overlap_gemm_schedule as schedule
-from fastpar.kernels.overlap_gemm_buffer import OverlapBuffer, Table, launch
+from fastpar.kernels.launch import launch_named as launch
+from fastpar.kernels.overlap_gemm_buffer import OverlapBuffer, Table
 from fastpar.kernels.overlap_gemm_calls import (
     AllGatherGemm,
     Configuration,

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fastpar.kernels import overlap_gemm_kernels as kernels
+from fastpar.kernels.launch import launch_named as launch
 from fastpar.kernels.overlap_gemm_schedule import Tile
 
 CHANNELS = 2
@@ -28,15 +29,6 @@ WAITED_FOR = {
 
 def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGN) * ALIGN
-
-
-def launch(kernel: Any, programs: int, device: torch.device, arguments: dict[str, Any]) -> None:
-    """On the tensors' device, which need not be the current one."""
-    if device.type != "cuda":
-        kernel[(programs,)](**arguments)
-        return
-    with torch.cuda.device(device):
-        kernel[(programs,)](**arguments)
 
 
 class Table(NamedTuple):

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from fastpar.kernels import overlap_gemm_kernels as kernels
 from fastpar.kernels import overlap_gemm_schedule as schedule
-from fastpar.kernels.overlap_gemm_buffer import OverlapBuffer, Table, aligned, launch
+from fastpar.kernels.launch import launch_named as launch
+from fastpar.kernels.overlap_gemm_buffer import OverlapBuffer, Table, aligned
 
 SLICES = 4  # parts of an owner's tiles: see schedule.scatter_tiles
 REDUCE_PROGRAMS = 16  # multiprocessors that sum beside a GEMM

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastpar.kernels.launch import launch
 from fastpar.kernels.rows import as_rows
 
 TILE = 2048  # elements of a program
@@ -149,7 +150,10 @@ def quantize(x: Tensor, block: int, format: int, seed: int) -> tuple[Tensor, Ten
     width = triton.next_power_of_2(block)
     blocks = max(1, TILE // width)
     options: dict[str, Any] = {"MANTISSA": MANTISSA[format], "BIAS": BIAS[format], "LARGEST": LARGEST[format]}
-    quantize_kernel[(triton.cdiv(scales.numel(), blocks),)](
+    launch(
+        quantize_kernel,
+        triton.cdiv(scales.numel(), blocks),
+        x.device,
         x,
         outer,
         inner_step,
@@ -175,7 +179,10 @@ def dequantize(codes: Tensor, scales: Tensor, block: int, format: int, dtype: to
     out = torch.empty(codes.shape, dtype=dtype, device=codes.device)
     if out.numel() == 0:
         return out
-    dequantize_kernel[(triton.cdiv(out.numel(), TILE),)](
+    launch(
+        dequantize_kernel,
+        triton.cdiv(out.numel(), TILE),
+        codes.device,
         codes.contiguous(),
         scales.contiguous(),
         out,

@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastpar.kernels.launch import launch
 from fastpar.kernels.rows import as_rows, compute_dtype
 
 # Elements of a row that one program holds. Backward keeps a float of the weight's gradient for each besides, and spills
@@ -258,7 +259,10 @@ def forward(
     inner, operands = as_rows(x, x if residual is None else residual)
     (x, *x_strides), (second, *second_strides) = operands
     tile_rows, block, num_warps = tile_of(hidden, MAX_BLOCK)
-    rms_norm_kernel[(triton.cdiv(rows, tile_rows),)](
+    launch(
+        rms_norm_kernel,
+        triton.cdiv(rows, tile_rows),
+        x.device,
         x,
         *x_strides,
         second,
@@ -270,8 +274,8 @@ def forward(
         inner,
         rows,
         hidden,
-        eps,
-        weight_offset,
+        float(eps),
+        float(weight_offset),
         COMPUTE=_TL_DTYPE[compute],
         HAS_WEIGHT=weight is not None,
         HAS_RESIDUAL=residual is not None,
@@ -308,7 +312,10 @@ def backward(
     make = torch.zeros if is_long else torch.empty
     shares = make((num_programs if needs_grad_weight else 0, hidden), dtype=rstd.dtype, device=x.device)
     kernel = rms_norm_backward_long_kernel if is_long else rms_norm_backward_kernel
-    kernel[(num_programs,)](
+    launch(
+        kernel,
+        num_programs,
+        x.device,
         *(part for operand in operands for part in operand),
         rstd,
         x if weight is None else weight.contiguous(),
@@ -317,7 +324,7 @@ def backward(
         inner,
         rows,
         hidden,
-        weight_offset,
+        float(weight_offset),
         COMPUTE=_TL_DTYPE[rstd.dtype],
         HAS_WEIGHT=weight is not None,
         HAS_GRAD_SUM=grad_sum is not None,
@@ -326,7 +333,16 @@ def backward(
         **options,
     )
     if needs_grad_weight:
-        sum_shares_kernel[(triton.cdiv(hidden, SUM_BLOCK),)](
-            shares, grad_weight, num_programs, hidden, COMPUTE=_TL_DTYPE[rstd.dtype], ROWS=SUM_ROWS, BLOCK=SUM_BLOCK
+        launch(
+            sum_shares_kernel,
+            triton.cdiv(hidden, SUM_BLOCK),
+            x.device,
+            shares,
+            grad_weight,
+            num_programs,
+            hidden,
+            COMPUTE=_TL_DTYPE[rstd.dtype],
+            ROWS=SUM_ROWS,
+            BLOCK=SUM_BLOCK,
         )
     return grad_x, grad_weight

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastpar.kernels.launch import launch
 from fastpar.kernels.rms_norm import _weight_of
 from fastpar.kernels.rows import as_rows, compute_dtype
 
@@ -169,7 +170,18 @@ def squares(x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
     hidden, options = x.shape[-1], _options(x)
     inner, operands = as_rows(x, x if residual is None else residual)
     parts = [part for operand in operands for part in operand]
-    squares_kernel[(len(found),)](*parts, summed, found, inner, hidden, HAS_RESIDUAL=residual is not None, **options)
+    launch(
+        squares_kernel,
+        len(found),
+        x.device,
+        *parts,
+        summed,
+        found,
+        inner,
+        hidden,
+        HAS_RESIDUAL=residual is not None,
+        **options,
+    )
     return found, summed
 
 
@@ -180,7 +192,10 @@ def scale(x: Tensor, rstd: Tensor, weight: Tensor | None, weight_offset: float) 
         return out
     hidden, options = x.shape[-1], _options(x)
     inner, ((x, outer, step),) = as_rows(x)
-    scale_kernel[(len(rstd), triton.cdiv(hidden, options["BLOCK"]))](
+    launch(
+        scale_kernel,
+        (len(rstd), triton.cdiv(hidden, options["BLOCK"])),
+        x.device,
         x,
         outer,
         step,
@@ -189,7 +204,7 @@ def scale(x: Tensor, rstd: Tensor, weight: Tensor | None, weight_offset: float) 
         out,
         inner,
         hidden,
-        weight_offset,
+        float(weight_offset),
         HAS_WEIGHT=weight is not None,
         **options,
     )
@@ -203,13 +218,16 @@ def products(grad_out: Tensor, x: Tensor, weight: Tensor | None, weight_offset: 
         return found
     hidden, options = x.shape[-1], _options(x)
     inner, operands = as_rows(grad_out, x)
-    products_kernel[(len(found),)](
+    launch(
+        products_kernel,
+        len(found),
+        x.device,
         *(part for operand in operands for part in operand),
         x if weight is None else weight.contiguous(),
         found,
         inner,
         hidden,
-        weight_offset,
+        float(weight_offset),
         HAS_WEIGHT=weight is not None,
         **options,
     )
@@ -231,7 +249,10 @@ def grad_x(
         return found
     hidden, options = x.shape[-1], _options(x)
     inner, operands = as_rows(grad_out, x if grad_sum is None else grad_sum, x)
-    grad_x_kernel[(len(rstd), triton.cdiv(hidden, options["BLOCK"]))](
+    launch(
+        grad_x_kernel,
+        (len(rstd), triton.cdiv(hidden, options["BLOCK"])),
+        x.device,
         *(part for operand in operands for part in operand),
         rstd,
         factor,
@@ -239,7 +260,7 @@ def grad_x(
         found,
         inner,
         hidden,
-        weight_offset,
+        float(weight_offset),
         HAS_WEIGHT=weight is not None,
         HAS_GRAD_SUM=grad_sum is not None,
         **options,

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastpar.kernels.launch import launch
 from fastpar.kernels.rows import compute_dtype
 
 TILE = 2048  # elements of a program's step
@@ -90,7 +91,10 @@ def rotate(
     batch, positions, heads, dim = a.shape
     half = cos.shape[-1]
     pairs, rest = triton.next_power_of_2(max(half, 1)), triton.next_power_of_2(max(dim - 2 * half, 1))
-    rotary_kernel[(batch * positions,)](
+    launch(
+        rotary_kernel,
+        batch * positions,
+        x.device,
         a,
         *a.stride()[:3],
         b,

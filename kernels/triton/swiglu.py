@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastpar.kernels.launch import launch
 from fastpar.kernels.rows import as_rows, compute_dtype
 
 BLOCK = 2048
@@ -94,7 +95,7 @@ def _halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
     return gate[..., :features], gate[..., features:]
 
 
-def _launch(features: int, rows: int, compute: torch.dtype) -> tuple[tuple[int, int], dict[str, Any]]:
+def _shape(features: int, rows: int, compute: torch.dtype) -> tuple[tuple[int, int], dict[str, Any]]:
     block = min(BLOCK, triton.next_power_of_2(features))
     grid = (rows, triton.cdiv(features, block))
     return grid, {"COMPUTE": _TL_DTYPE[compute], "BLOCK": block, "num_warps": NUM_WARPS}
@@ -109,8 +110,22 @@ def forward(gate: Tensor, up: Tensor | None) -> Tensor:
     features = gate.shape[-1]
     inner, operands = as_rows(gate, up)
     (gate, gate_outer, gate_inner), (up, up_outer, up_inner) = operands
-    grid, options = _launch(features, out.numel() // features, compute_dtype(gate.dtype))
-    swiglu_kernel[grid](gate, gate_outer, gate_inner, up, up_outer, up_inner, out, inner, features, **options)
+    grid, options = _shape(features, out.numel() // features, compute_dtype(gate.dtype))
+    launch(
+        swiglu_kernel,
+        grid,
+        out.device,
+        gate,
+        gate_outer,
+        gate_inner,
+        up,
+        up_outer,
+        up_inner,
+        out,
+        inner,
+        features,
+        **options,
+    )
     return out
 
 
@@ -125,8 +140,11 @@ def backward(grad_out: Tensor, gate: Tensor, up: Tensor | None) -> tuple[Tensor,
     features = gate.shape[-1]
     inner, operands = as_rows(grad_out, gate, up)
     (grad_out, *grad_out_strides), (gate, *gate_strides), (up, *up_strides) = operands
-    grid, options = _launch(features, grad_out.numel() // features, compute_dtype(gate.dtype))
-    swiglu_backward_kernel[grid](
+    grid, options = _shape(features, grad_out.numel() // features, compute_dtype(gate.dtype))
+    launch(
+        swiglu_backward_kernel,
+        grid,
+        gate.device,
         grad_out,
         *grad_out_strides,
         gate,

@@ -29,7 +29,8 @@ import torch
 import triton
 from torch import Tensor
 
-from fastpar.kernels.cross_entropy import Rows, alignment, compute_dtype, configuration, launch, transform_of
+from fastpar.kernels.cross_entropy import Rows, alignment, compute_dtype, configuration, transform_of
+from fastpar.kernels.launch import launch
 from fastpar.kernels.rows import as_rows
 from fastpar.kernels.vocab_softmax_kernels import (
     SUMS,
