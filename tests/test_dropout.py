@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,6 +17,8 @@ from fastpar.reference.dropout import sharded_dropout as reference
 from fastpar.tensor import LayoutDropout, SequenceRegion
 from tests.dist import run_ranks
 from tests.models import build_model, logits_of
+from tests.triton_aot import HOPPER, MI300, compile_for
+from tests.triton_interpreter import run_interpreted
 
 SEED = 0x1234_5678_9ABC_DEF
 
@@ -151,3 +155,26 @@ def test_dropout_module_is_restored_by_unparallelize() -> None:
     fp.unparallelize(model)
     assert type(model[1]) is nn.Dropout
     assert model[1].p == 0.5
+
+
+# ---- Triton ----------------------------------------------------------------------------------------------------------
+
+
+def test_triton_kernel_equals_reference_in_the_interpreter() -> None:
+    run_interpreted("check_dropout.py")
+
+
+@pytest.mark.parametrize("target", [HOPPER, MI300])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_triton_kernel_compiles_without_spills_and_with_wide_accesses(target: Any, dtype: str) -> None:
+    tl = pytest.importorskip("triton.language")
+    from fastpar.kernels import dropout as kernels
+
+    names = [name for name in kernels.dropout_kernel.arg_names if name not in ("COMPUTE", "BLOCK")]
+    types = {"x": f"*{dtype}:16", "out": f"*{dtype}:16", "columns": "i32:16", "scale": "fp32"}
+    signature = {name: types.get(name, "i32" if name in ("size1", "size2", "threshold") else "i64") for name in names}
+    constants = {"COMPUTE": tl.float32, "BLOCK": kernels.BLOCK}
+    found = compile_for(kernels.dropout_kernel, signature, constants, target, {"num_warps": kernels.NUM_WARPS})
+    assert found["spills"] == 0
+    assert found["wide_loads"] >= 1
+    assert found["wide_stores"] >= 1

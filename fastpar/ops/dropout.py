@@ -2,7 +2,7 @@
 
 The mask is a hash of the seed and the element's global index (fastpar.reference.dropout), so that it needs no generator
 state per region, as Megatron-LM keeps, no communication, and nothing saved for backward; and it is the same in every
-layout.
+layout. On CUDA the hash stays in the registers of a Triton kernel (not measured yet).
 """
 
 from __future__ import annotations
@@ -14,16 +14,27 @@ import torch
 from torch import Tensor
 
 from fastpar import _ext
+from fastpar.ops._device import has_kernels
 from fastpar.reference import dropout as reference
 from fastpar.reference.arguments import checked
 
 _ext.load()
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 def _launch(x: Tensor, p: float, seed: int, offset: list[int], global_shape: list[int]) -> Tensor:
     if x.device.type == "cpu":
         return cast(Tensor, torch.ops.fastpar.sharded_dropout(x, p, seed, offset, global_shape))
+    if x.device.type == "cuda" and has_kernels(x) and x.dtype in _DTYPES:
+        return cast(Tensor, torch.ops.fastpar.sharded_dropout(x, p, seed, offset, global_shape))
     return reference.sharded_dropout(x, p, seed=seed, offset=offset, global_shape=global_shape)
+
+
+@torch.library.impl("fastpar::sharded_dropout", "cuda")
+def _cuda(x: Tensor, p: float, seed: int, offset: list[int], global_shape: list[int]) -> Tensor:
+    from fastpar.kernels import dropout as kernels
+
+    return kernels.sharded_dropout(x, p, seed, offset, global_shape)
 
 
 @torch.library.register_fake("fastpar::sharded_dropout")

@@ -16,24 +16,34 @@ def _shift_right(x: Tensor, bits: int) -> Tensor:
     return (x >> bits) & ((1 << (64 - bits)) - 1)  # logical, not arithmetic
 
 
-def global_index(local_shape: Sequence[int], offset: Sequence[int], global_shape: Sequence[int]) -> Tensor:
+def global_index(
+    local_shape: Sequence[int],
+    offset: Sequence[int],
+    global_shape: Sequence[int],
+    device: torch.device | None = None,
+) -> Tensor:
     """The linear index in the global tensor of every element of this rank's block; int64, shape `local_shape`."""
-    index = torch.zeros((), dtype=torch.int64)
+    index = torch.zeros((), dtype=torch.int64, device=device)
     for size, start, extent in zip(local_shape, offset, global_shape, strict=True):
-        coordinate = torch.arange(start, start + size, dtype=torch.int64)
+        coordinate = torch.arange(start, start + size, dtype=torch.int64, device=device)
         index = index.unsqueeze(-1) * extent + coordinate
     return index
 
 
 def keep_mask(
-    local_shape: Sequence[int], p: float, seed: int, offset: Sequence[int], global_shape: Sequence[int]
+    local_shape: Sequence[int],
+    p: float,
+    seed: int,
+    offset: Sequence[int],
+    global_shape: Sequence[int],
+    device: torch.device | None = None,
 ) -> Tensor:
     """True where an element survives; element i of the global tensor does when hash(seed, i) >= p.
 
     The hash is SplitMix64 (Steele et al. 2014) of seed + (i + 1) * golden gamma; its upper 24 bits are the uniform
     number compared with p.
     """
-    z = (global_index(local_shape, offset, global_shape) + 1) * _GOLDEN + seed
+    z = (global_index(local_shape, offset, global_shape, device) + 1) * _GOLDEN + seed
     z = (z ^ _shift_right(z, 30)) * _MIX1
     z = (z ^ _shift_right(z, 27)) * _MIX2
     z = z ^ _shift_right(z, 31)
@@ -44,6 +54,6 @@ def sharded_dropout(
     x: Tensor, p: float, *, seed: int, offset: Sequence[int] | None = None, global_shape: Sequence[int] | None = None
 ) -> Tensor:
     """See `fastpar.ops.sharded_dropout`."""
-    mask = keep_mask(x.shape, p, seed, offset or [0] * x.dim(), global_shape or x.shape).to(x.device)
+    mask = keep_mask(x.shape, p, seed, offset or [0] * x.dim(), global_shape or x.shape, x.device)
     scale = 1.0 / (1.0 - p) if p < 1 else 0.0
     return torch.where(mask, x * scale, torch.zeros((), dtype=x.dtype, device=x.device))

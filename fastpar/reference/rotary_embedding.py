@@ -65,7 +65,7 @@ def rotary_tables(
         raise ValueError(f"scale must be finite, got {scale}")
     if frequencies is None:
         exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float64, device=positions.device) / rotary_dim
-        frequencies = torch.tensor(theta, dtype=torch.float64, device=positions.device) ** -exponents
+        frequencies = torch.full((), theta, dtype=torch.float64, device=positions.device) ** -exponents
     elif frequencies.shape != (rotary_dim // 2,) or not frequencies.is_floating_point():
         raise ValueError(
             f"frequencies must be [{rotary_dim // 2}] floating numbers, rotary_dim / 2, got "

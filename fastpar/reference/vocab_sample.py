@@ -38,10 +38,12 @@ def _splitmix(z: Tensor) -> Tensor:
     return z ^ _shift_right(z, 31)
 
 
-def gumbel_noise(rows: int, size: int, seed: int, vocab_start: int, first_row: int) -> Tensor:
+def gumbel_noise(
+    rows: int, size: int, seed: int, vocab_start: int, first_row: int, device: torch.device | None = None
+) -> Tensor:
     """[rows, size] float64: -log(-log u), u the upper 52 bits of hash(hash(seed, row), id) and a half."""
-    row = torch.arange(first_row, first_row + rows, dtype=torch.int64).unsqueeze(1)
-    column = torch.arange(vocab_start, vocab_start + size, dtype=torch.int64)
+    row = torch.arange(first_row, first_row + rows, dtype=torch.int64, device=device).unsqueeze(1)
+    column = torch.arange(vocab_start, vocab_start + size, dtype=torch.int64, device=device)
     bits = _splitmix(_splitmix(seed + (row + 1) * _GOLDEN) + (column + 1) * _GOLDEN)
     u = (_shift_right(bits, 12).double() + 0.5) * 2.0**-52
     return -(-u.log()).log()
@@ -56,7 +58,7 @@ def gumbel_argmax(
         best = torch.full((rows,), -math.inf, dtype=torch.float64, device=logits.device)
         return best, torch.full((rows,), -1, device=logits.device)
     z = logits.reshape(rows, size).double() / temperature
-    scores = z + gumbel_noise(rows, size, seed, vocab_start, first_row).to(z.device)
+    scores = z + gumbel_noise(rows, size, seed, vocab_start, first_row, z.device)
     best, column = torch.sort(scores, dim=1, descending=True, stable=True)
     best, column = best[:, 0], column[:, 0]
     return best, (column + vocab_start).masked_fill((best == -math.inf) | best.isnan(), -1)
