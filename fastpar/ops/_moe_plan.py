@@ -217,7 +217,7 @@ def check_arguments(
     if terms.payload is not None and (terms.payload not in PAYLOADS or x.dtype == torch.float64):
         return f"payload must be None or {', '.join(PAYLOADS)} (for x of at most 32 bits), got {terms.payload!r}"
     if indices.numel():
-        low, high = (int(value) for value in torch.aminmax(indices))
+        low, high = torch.stack(torch.aminmax(indices)).tolist()
         if low < -1 or high > num_experts:
             return (
                 f"indices must be in 0..{num_experts - 1}, or -1 or {num_experts} for a choice that goes nowhere; "

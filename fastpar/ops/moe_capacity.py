@@ -87,10 +87,11 @@ def moe_capacity(
         device = indices.device if generator is None else generator.device
         best_first = torch.randperm(len(pairs), generator=generator, device=device).to(indices.device)
     order, counts = sort_pairs((pairs if best_first is None else pairs[best_first])[:, None], num_experts)
-    begins = torch.repeat_interleave(counts.cumsum(0) - counts, counts)
-    over = order[torch.arange(len(order), device=order.device) - begins >= capacity]
+    begins = torch.repeat_interleave(counts.cumsum(0) - counts, counts, output_size=len(order))
+    is_over = torch.arange(len(order), device=order.device) - begins >= capacity
+    of_pair = order if best_first is None else best_first[order]
     out = pairs.clone()
-    out[over if best_first is None else best_first[over]] = -1
+    out[of_pair] = torch.where(is_over, -1, pairs[of_pair])
     return out.view(indices.shape)
 
 

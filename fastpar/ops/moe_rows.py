@@ -102,6 +102,10 @@ def _(rows: Tensor, tables: list[Tensor], index: Tensor) -> Tensor:
 def sort_pairs(indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     """(order, counts): see `fastpar.reference.moe_rows.sort_pairs`."""
     if indices.device.type != "cpu":
+        if indices.is_cuda and has_kernels(indices) and num_experts > 0 and not torch.compiler.is_compiling():
+            from fastpar.kernels import moe_sort
+
+            return moe_sort.sort_pairs(indices, num_experts)
         return reference.sort_pairs(indices, num_experts)
     order, counts = _kernels.moe_sort_pairs(indices, num_experts)
     return order, counts

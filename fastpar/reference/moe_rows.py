@@ -40,7 +40,7 @@ def pair_slots(order: Tensor, counts: Tensor, first: Tensor, shape: Sequence[int
     Worked example: order [1, 2, 0], counts [2, 1], first [4, 8], shape (2, 2): slots [[8, 4], [5, -1]].
     """
     slots = torch.full((shape[0] * shape[1],), -1, dtype=torch.int64, device=order.device)
-    slots[order] = _runs(first, counts)
+    slots[order] = _runs(first, counts, len(order))
     return slots.view(tuple(shape))
 
 
@@ -60,16 +60,26 @@ def row_sources(
     source [-1, 10, 11, 10, -1], row_weights [0, 5, 6, 7, 0].
     """
     device = runs.device
-    source = torch.full((num_rows,), -1, dtype=torch.int64, device=device)
-    row_weights = torch.zeros(num_rows, device=device)
+    all_pairs = torch.cat([order.reshape(-1).long() for order in orders])
+    if len(runs) == 0 or len(all_pairs) == 0:
+        return torch.full((num_rows,), -1, dtype=torch.int64, device=device), torch.zeros(num_rows, device=device)
     sizes = torch.tensor([len(order) for order in orders], device=device)
+    # Every row looks for its run, so that the host of a device need not know how many rows have one. Of runs that begin
+    # at one row the last is found, which is the one that is not empty.
+    runs = runs[torch.argsort(runs[:, 2], stable=True)]
+    runs = runs[torch.argsort(runs[:, 3], stable=True)]
     table, begin, count, row, token = runs.unbind(1)
-    pairs = _runs(begin + (sizes.cumsum(0) - sizes)[table], count)
-    rows = _runs(row, count)
-    tokens = torch.cat([order.reshape(-1).long() for order in orders])[pairs] // top_k
-    source[rows] = tokens + torch.repeat_interleave(token, count)
-    row_weights[rows] = 1.0 if weights is None else torch.cat([w.reshape(-1) for w in weights])[pairs]
-    return source, row_weights
+    rows = torch.arange(num_rows, device=device)
+    run = torch.searchsorted(row.contiguous(), rows, right=True) - 1
+    is_after = run >= 0
+    run = run.clamp(min=0)
+    nth = rows - row[run]
+    has_one = is_after & (nth < count[run])
+    pairs = torch.where(has_one, (begin + (sizes.cumsum(0) - sizes)[table])[run] + nth, 0)
+    source = torch.where(has_one, all_pairs[pairs] // top_k + token[run], -1)
+    if weights is None:
+        return source, has_one.to(torch.float32)
+    return source, torch.where(has_one, torch.cat([w.reshape(-1) for w in weights])[pairs], 0.0)
 
 
 def tokens_by_rank(indices: Tensor, size: int, per_rank: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -104,10 +114,11 @@ def tokens_by_rank(indices: Tensor, size: int, per_rank: int) -> tuple[Tensor, T
     return tokens, experts, goes_to.sum(0), rows_of_token, values
 
 
-def _runs(first: Tensor, counts: Tensor) -> Tensor:
-    """first[0], first[0] + 1, ... counts[0] of them, then the same of the next."""
+def _runs(first: Tensor, counts: Tensor, total: int) -> Tensor:
+    """first[0], first[0] + 1, ... counts[0] of them, then the same of the next; `total` in all."""
     begins = counts.cumsum(0) - counts
-    return torch.repeat_interleave(first - begins, counts) + torch.arange(int(counts.sum()), device=first.device)
+    firsts = torch.repeat_interleave(first - begins, counts, output_size=total)
+    return firsts + torch.arange(total, device=first.device)
 
 
 # ---- rows ------------------------------------------------------------------------------------------------------------
