@@ -20,7 +20,9 @@ import torch
 
 from tests import dist
 
-_DEVICE = re.compile(r"test_(gpu|build|emulation|overlap_gemm|protocol_gpu)|_(triton|cuda|cuda_build|tsan)\.py$")
+_DEVICE = re.compile(
+    r"test_(gpu|build|emulation|overlap_gemm|protocol_gpu|rehearsal)|_(triton|cuda|cuda_build|tsan)\.py$"
+)
 _CLOCK = re.compile(
     r"fault_ranks|ProcessLane|monotonic|perf_counter|assert_within|(timeout(_s)?|seconds)(=|: )\d(\.\d+)?\b"
 )

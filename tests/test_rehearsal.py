@@ -1,0 +1,31 @@
+"""fastpar on a CUDA device made of host memory: tests/rehearsal has the device, tests/rehearsed the tests.
+
+Each file runs in a process of its own, since torch has to meet the device while it is imported.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+
+from tests.rehearsal.build import ROOT, environment
+
+
+def run_rehearsed(name: str) -> None:
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("triton is not installed")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/rehearsed/{name}"]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment())
+    if result.returncode != 0:
+        pytest.fail(f"{name} failed in the rehearsal:\n{result.stdout[-20000:]}{result.stderr[-4000:]}", pytrace=False)
+
+
+def test_the_rehearsal_notices_waits_copies_and_work_on_the_host() -> None:
+    run_rehearsed("check_watch.py")
+
+
+def test_every_public_op_runs_on_cuda_tensors_and_makes_the_host_wait_nowhere_unlisted() -> None:
+    run_rehearsed("check_ops.py")
