@@ -29,3 +29,7 @@ def test_the_rehearsal_notices_waits_copies_and_work_on_the_host() -> None:
 
 def test_every_public_op_runs_on_cuda_tensors_and_makes_the_host_wait_nowhere_unlisted() -> None:
     run_rehearsed("check_ops.py")
+
+
+def test_launches_leave_room_for_each_other_and_captures_have_tables_of_their_own() -> None:
+    run_rehearsed("check_launches.py")

@@ -61,7 +61,8 @@ class Group(NamedTuple):
 class Table(NamedTuple):
     rows: Tensor  # [num_tensors, FIELDS] int64 on the device
     groups: list[Group]
-    staging: Tensor  # what `rows` is a copy of; a captured graph may read it again
+    staging: Tensor  # what `rows` is a copy of; a captured graph reads it again
+    uploaded: Any = None  # the event after the copy; None on the CPU, and in a capture
 
 
 class Tables:
@@ -74,12 +75,20 @@ class Tables:
     def find(self, entries: list[tuple[Any, ...]], device: torch.device) -> Table:
         """`entries`: per tensor (param dtype, grad dtype, output dtype or None, fields but FIRST_CHUNK)."""
         key = (device, tuple(entries))
-        table = self._tables.pop(key, None) or make_table(entries, device)
+        is_capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        table = self._tables.pop(key, None)
+        if table is None:
+            table = make_table(entries, device)
+        elif table.uploaded is not None and not is_capturing:
+            # On the current stream, which need not be the one that copied. A capture begins with a synchronisation.
+            table.uploaded.wait()
+        if is_capturing:
+            self._captured.append(table)
+        if is_capturing and table.uploaded is None:
+            return table  # its copy runs when the graph is replayed: nobody else may use it
         self._tables[key] = table
         if len(self._tables) > MAX_TABLES:
             del self._tables[next(iter(self._tables))]
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            self._captured.append(table)
         return table
 
 
@@ -102,9 +111,19 @@ def make_table(entries: list[tuple[Any, ...]], device: torch.device) -> Table:
             chunks += -(-fields[kernels.COUNT.value] // CHUNK)
         groups.append(Group(begin, len(members), chunks, *kind))
     staging = torch.tensor(rows, dtype=torch.int64).view(len(rows), kernels.FIELDS.value)
-    if device.type == "cuda":
-        staging = staging.pin_memory()
-    return Table(staging.to(device, non_blocking=True), groups, staging)
+    if device.type != "cuda":
+        return Table(staging.to(device), groups, staging)
+    with torch.cuda.device(device):
+        is_capturing = torch.cuda.is_current_stream_capturing()
+        pinned = staging.pin_memory()
+        if not is_capturing:
+            # A second block, which goes back to torch's pool at once: a capture that makes such a table later finds it
+            # there, and need not allocate, which CUDA forbids it.
+            staging.pin_memory()
+        staging = pinned
+        rows_there = staging.to(device, non_blocking=True)
+        uploaded = None if is_capturing else torch.cuda.current_stream(device).record_event()
+    return Table(rows_there, groups, staging, uploaded)
 
 
 def _entries(

@@ -132,7 +132,7 @@ def all_gather_gemm(x_shard: Tensor, weight: Any, bias: Any = None, *, buffer: O
              transport     "copy": copies and 4-byte flag copies on a stream; "kernel": programs of push_kernel; or a
                            function (target, source) that enqueues the copy of a chunk on the current stream
              chunks        parts of a shard that are announced one by one; the same on all ranks
-             num_programs  multiprocessors that the GEMM takes; None: all
+             num_programs  multiprocessors that the GEMM takes; None: all but those that send (`gather_programs`)
              config        a Configuration, with the same block_m on all ranks
     Bytes sent by this rank: (W - 1) * M_r * K elements. The buffer holds 2 * M * K elements besides its flags.
 

@@ -108,7 +108,7 @@ class OverlapBuffer:
         self.failed = 4 * CHANNELS * self.size
         self.record = torch.zeros(8, dtype=torch.int32, device=self.device)
         self._record_seen = torch.zeros(8, dtype=torch.int32, pin_memory=self.on_gpu)
-        self.stream = torch.cuda.Stream(self.device) if self.on_gpu else None
+        self.stream = torch.cuda.Stream(self.device, priority=-1) if self.on_gpu else None  # before the GEMM
         self._calls = 0
         self._kept: dict[tuple[Any, ...], Any] = {}
         self._loaded: set[tuple[Any, ...]] = set()

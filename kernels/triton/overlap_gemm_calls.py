@@ -16,6 +16,7 @@ from fastpar.kernels.overlap_gemm_buffer import OverlapBuffer, Table, aligned
 SLICES = 4  # parts of an owner's tiles: see schedule.scatter_tiles
 REDUCE_PROGRAMS = 16  # multiprocessors that sum beside a GEMM
 PUSH_PROGRAMS = 16
+COPY_PROGRAMS = 2  # multiprocessors left to copies
 PUSH_BLOCK = 8192
 SUB_TILE = 4096  # elements of a tile that are summed at a time
 MAX_STRIDE = 1 << 22  # offsets within a tile are int32
@@ -50,6 +51,19 @@ def configuration(rows: int, cols: int, dtype: torch.dtype, device: torch.device
 def multiprocessors(device: torch.device) -> int:
     """2 for the interpreter, which runs programs one after another."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
+def gather_programs(buffer: OverlapBuffer, transport: Any) -> int:
+    """Programs of an all_gather_gemm, each of which fills a multiprocessor and stays until chunks of others come.
+
+    Whoever sends those needs multiprocessors too: on a full device it would begin when the GEMM ends, which waits for
+    it. So the pusher has its own; and copies, which copy engines do, have some where the driver takes kernels for the
+    flags, or for all of them, as between virtual ranks on one device.
+    """
+    programs = multiprocessors(buffer.device)
+    if not buffer.on_gpu:
+        return programs
+    return max(programs - (PUSH_PROGRAMS if transport == "kernel" else COPY_PROGRAMS), 1)
 
 
 def gemm_options(weight: Tensor, config: Configuration) -> dict[str, Any]:
@@ -169,7 +183,7 @@ class AllGatherGemm:
         # All ranks must cut shards alike, and every weight's tiles must fit: all depends on `sizes` alone.
         block_m = max(c.block_m for c in self.configs)
         self.chunk_rows = max(-(-longest // chunks // block_m) * block_m, block_m)
-        self.num_programs = num_programs or multiprocessors(buffer.device)
+        self.num_programs = num_programs or gather_programs(buffer, transport)
 
     def start(self) -> None:
         """Wait for room, and send this rank's shard to the others, on the buffer's stream."""

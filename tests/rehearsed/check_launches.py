@@ -1,0 +1,80 @@
+"""What is launched beside a kernel that waits, in a capture, and on several streams."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from fastpar.comm.symmetric import virtual_ranks
+from fastpar.kernels import optimizer
+from fastpar.kernels.overlap_gemm_buffer import OverlapBuffer
+from fastpar.kernels.overlap_gemm_calls import COPY_PROGRAMS, PUSH_PROGRAMS, AllGatherGemm, GemmReduce
+from tests.rehearsal import device
+
+
+@pytest.fixture(scope="module")
+def buffer() -> OverlapBuffer:
+    return OverlapBuffer(virtual_ranks(2, 1 << 20, "cuda")[0], flag_capacity=64)
+
+
+def operands() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.ones(32, 32, device="cuda"), torch.ones(16, 32, device="cuda")
+
+
+@pytest.mark.parametrize(("transport", "free"), [("kernel", PUSH_PROGRAMS), ("copy", COPY_PROGRAMS)])
+def test_a_gemm_that_waits_leaves_multiprocessors_to_who_sends(buffer: Any, transport: str, free: int) -> None:
+    call = AllGatherGemm(*operands(), buffer=buffer, transport=transport)
+    assert call.num_programs == device.MULTIPROCESSORS - free
+    assert buffer.stream.priority < 0  # what is sent goes before the GEMM
+
+
+def test_a_gemm_and_the_sums_beside_it_fit_the_device_together(buffer: Any) -> None:
+    call = GemmReduce(*operands(), buffer=buffer, replicate=True)
+    assert call.num_programs + call.reduce_programs <= device.MULTIPROCESSORS
+
+
+# ---- the optimizer's tables
+
+
+def entries() -> list[tuple[Any, ...]]:
+    x = torch.ones(8, device="cuda")
+    return [(x.dtype, x.dtype, None, (x.data_ptr(), x.data_ptr(), 0, 0, 0, 0, 0, 0, 8, 0, 0))]
+
+
+def capture(monkeypatch: pytest.MonkeyPatch, is_capturing: bool) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_capturing)
+
+
+def test_a_table_made_in_a_capture_is_the_graphs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its copy runs when the graph is replayed; an eager step before that would read what is not there."""
+    tables, wanted, where = optimizer.Tables(), entries(), torch.device("cuda", 0)
+    capture(monkeypatch, True)
+    captured = tables.find(wanted, where)
+    capture(monkeypatch, False)
+    eager = tables.find(wanted, where)
+    assert eager is not captured
+    assert tables.find(wanted, where) is eager
+    capture(monkeypatch, True)
+    assert tables.find(wanted, where) is eager  # it was there before: the graph may read it
+
+
+def test_a_table_is_waited_for_by_every_stream_that_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    tables, wanted, where = optimizer.Tables(), entries(), torch.device("cuda", 0)
+    table = tables.find(wanted, where)
+    waits: list[Any] = []
+    monkeypatch.setattr(device.Event, "wait", lambda self, stream=None: waits.append(self))
+    tables.find(wanted, where)
+    assert waits == [table.uploaded]
+
+
+def test_hyperparameters_reach_kernels_as_floats(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton compiles another kernel for the int 1, with that 1 folded in, and another for ints."""
+    found: list[Any] = []
+    monkeypatch.setattr(optimizer, "launch", lambda *arguments, **options: found.append(arguments))
+    tensors = [[torch.ones(8, device="cuda")] for _ in range(3)]
+    numbers: tuple[Any, ...] = ([], [], [], None, None, [], [], 1, 1, 0, 0, 1, False, True)
+    optimizer.sgd_step(tensors[0], tensors[1], [tensors[2][0]], *numbers)
+    assert all(isinstance(number, float) for number in found[0][10])
+    assert isinstance(found[0][5], float)
