@@ -33,3 +33,7 @@ def test_every_public_op_runs_on_cuda_tensors_and_makes_the_host_wait_nowhere_un
 
 def test_launches_leave_room_for_each_other_and_captures_have_tables_of_their_own() -> None:
     run_rehearsed("check_launches.py")
+
+
+def test_symmetric_memory_has_the_right_addresses_and_ends_with_its_buffer() -> None:
+    run_rehearsed("check_symmetric.py")

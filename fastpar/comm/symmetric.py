@@ -61,6 +61,7 @@ class SymmetricBuffer:
         self.device = memory[rank].device
         self._memory: list[Tensor] | None = list(memory)
         self._close = close
+        self._handle: Any = None  # torch's, which keeps the peers' memory mapped
         data = _signal_bytes(signal_words)
         bases = [part.data_ptr() for part in memory]
         self.pointers = torch.tensor([base + data for base in bases], dtype=torch.int64, device=self.device)
@@ -82,8 +83,7 @@ class SymmetricBuffer:
         """
         comm, device = Communicator.of(comm), torch.device(device)
         _check_sizes(nbytes, signal_words)
-        own = torch.tensor([nbytes, signal_words], device=_exchange_device(comm, device))
-        sizes = comm.all_gather(own).view(-1, 2).tolist()
+        sizes = comm.all_gather(torch.tensor([nbytes, signal_words], device="cpu")).view(-1, 2).tolist()
         if any(size != sizes[0] for size in sizes):
             raise ValueError(f"nbytes and signal_words must be equal on all ranks, got {sizes}")
         total = footprint(nbytes, signal_words)
@@ -103,16 +103,29 @@ class SymmetricBuffer:
         device = torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
         total = footprint(nbytes, signal_words)
         own = torch_symmetric.empty(total, dtype=torch.uint8, device=device)
-        handle = torch_symmetric.rendezvous(own, comm.group)
+        try:
+            handle = torch_symmetric.rendezvous(own, comm.group)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"torch could not share {total} bytes of {device} between the ranks: {error}. Where the binding to a "
+                "multicast object fails (virtual machines without a fabric manager, several ranks on a device), start "
+                "the ranks with TORCH_SYMM_MEM_DISABLE_MULTICAST=1 in the environment"
+            ) from error
         memory = []
         for rank in range(comm.size):
-            part = own if rank == comm.rank else handle.get_buffer(rank, (total,), torch.uint8)
+            if rank == comm.rank:
+                memory.append(own)
+                continue
+            part: Any = _peers_part(handle, own, rank)
             part._fastpar_mapping = (own, handle)  # a view of a peer's memory does not own it: its mapping lives longer
             memory.append(part)
         own.zero_()
         torch.cuda.synchronize(device)
         comm.barrier()
-        return cls(comm.rank, memory, nbytes, signal_words, multicast=int(handle.multicast_ptr))
+        # Not on `own` itself: a tensor that holds itself would keep the memory until the collector comes by.
+        buffer = cls(comm.rank, memory, nbytes, signal_words, multicast=int(handle.multicast_ptr))
+        buffer._handle = handle
+        return buffer
 
     def tensor(self, shape: Sequence[int], dtype: torch.dtype, *, offset: int = 0, rank: int | None = None) -> Tensor:
         """A contiguous tensor over the data of `rank` (None: this one), from byte `offset` on; it keeps them mapped."""
@@ -131,7 +144,7 @@ class SymmetricBuffer:
 
     def close(self) -> None:
         """End its use: a collective call. Tensors over the memory stay valid; the buffer itself cannot be used."""
-        self._memory = None
+        self._memory = self._handle = None
         if self._close is not None:
             self._close()
             self._close = None
@@ -177,11 +190,17 @@ def _check_sizes(nbytes: int, signal_words: int) -> None:
         raise ValueError(f"nbytes and signal_words must be at least 1, got {nbytes} and {signal_words}")
 
 
-def _exchange_device(comm: Communicator, device: torch.device) -> torch.device:
-    """Where a few numbers can be sent from: gloo's are CPU tensors, even where the ranks have devices."""
-    if comm.group is None or torch.device("cpu") in comm.group._device_types:
-        return torch.device("cpu")
-    return device
+def _peers_part(handle: Any, own: Tensor, rank: int) -> Any:
+    """All of a peer's memory, as a tensor. It begins where `own` begins here, which need not be where the allocation
+    does: get_buffer counts from there, get_remote_tensor from `own`."""
+    if hasattr(handle, "get_remote_tensor"):
+        return handle.get_remote_tensor(rank, own.shape, own.dtype)
+    if own.data_ptr() != handle.buffer_ptrs[handle.rank]:
+        raise RuntimeError(
+            f"torch {torch.__version__} has put symmetric memory at an offset into its allocation, and has no "
+            "get_remote_tensor that would know of it"
+        )
+    return handle.get_buffer(rank, own.shape, own.dtype)
 
 
 def _torch_symmetric_memory() -> Any:
