@@ -142,6 +142,17 @@ def test_tensors_on_devices_go_by_the_groups_backend(world_size, transport):
     run_ranks(world_size, check_lanes, transport)
 
 
+def check_lanes_between_ranks_with_other_groups(transport):
+    """Rank 0 alone is in one group more, as a rank of a pipeline whose stages differ may be."""
+    if dist.get_rank() == 0:
+        dist.new_group([0], use_local_synchronization=True)
+    check_lanes(transport)
+
+
+def test_lanes_are_made_between_ranks_that_are_in_different_numbers_of_groups():
+    run_ranks(2, check_lanes_between_ranks_with_other_groups, "shared_memory", timeout=60)
+
+
 # ---- order
 
 

@@ -31,6 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from fastpar.comm.connection import name_meeting, store_of
 from fastpar.comm.description import describe, flat_bytes, parse
 from fastpar.comm.errors import CommError
 
@@ -42,6 +43,24 @@ _ON_CPU, _BY_LANE, _THROUGH_CPU = range(3)
 class _Channel(Protocol):
     def send(self, peer: int, tag: int, tensors: Sequence[Tensor], note: bytes, kind: int) -> None: ...
     def receive(self, peer: int, tag: int, timeout: float) -> tuple[list[Tensor], bytes, int]: ...
+
+
+def _new_backend(name: str, store: dist.Store, group: ProcessGroup, timeout: float) -> Any:
+    """Another backend of the group's kind over its ranks, which torch's list of groups does not know.
+
+    dist.new_group would need every rank of the job, or names the new group by how many groups this rank has made, which
+    ranks of a pipeline whose stages differ do not agree on: each would wait for the others under another name. And
+    where the job's group is bound to a device, it splits that, which needs every rank too.
+    """
+    if name == "nccl":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=timeout)
+        return dist.ProcessGroupNCCL(store, group.rank(), group.size(), options)
+    if name == "gloo":
+        from torch.distributed import ProcessGroupGloo
+
+        return ProcessGroupGloo(store, group.rank(), group.size(), timedelta(seconds=timeout))
+    raise CommError(f"tensors on devices are sent by NCCL or gloo; the group has the backend {name!r}")
 
 
 @dataclass(frozen=True)
@@ -61,11 +80,12 @@ class DeviceLanes:
         self._goes_through_cpu = backend == "gloo" and device_type != "cpu"
         self._groups: dict[str, Any] = {}
         if not self._goes_through_cpu:
-            ranks = dist.get_process_group_ranks(group)
+            store = store_of(group)
+            if store is None:
+                raise CommError("this version of torch does not give out the group's store, where the ranks would meet")
             for name in ("up", "down"):
-                self._groups[name] = dist.new_group(
-                    ranks, timedelta(seconds=timeout), backend, use_local_synchronization=True
-                )
+                at = dist.PrefixStore(f"{name_meeting(group)}/{name}", store)
+                self._groups[name] = _new_backend(backend, at, group, timeout)
         self._sending, self._receiving = threading.Lock(), threading.Lock()
         self._sent: dict[int, int] = {}  # by peer: messages that were announced to it
         self._announced: dict[int, int] = {}  # and by it
@@ -128,8 +148,8 @@ class DeviceLanes:
         for thread in self._threads:
             thread.join(1.0)
         for group in self._groups.values():
-            with contextlib.suppress(ValueError, AssertionError):  # torch.distributed has ended before
-                dist.destroy_process_group(group)
+            with contextlib.suppress(RuntimeError, AttributeError):  # torch.distributed has ended before
+                group.shutdown()
         self._groups.clear()
 
     def _way(self, x: Tensor) -> int:
@@ -168,7 +188,7 @@ class DeviceLanes:
         if device.type == "cpu":
             while (item := outbox.get()) is not None:
                 for copy in item[0]:
-                    dist.send(copy, group=group, group_dst=peer)
+                    group.send([copy], peer, 0).wait()
             return
         module = torch.get_device_module(device.type)
         module.set_device(device)
@@ -178,7 +198,7 @@ class DeviceLanes:
             while (item := outbox.get()) is not None:
                 copies, ready = item
                 side.wait_event(ready)
-                works: list[Any] = [dist.isend(copy, group=group, group_dst=peer) for copy in copies]
+                works: list[Any] = [group.send([copy], peer, 0) for copy in copies]
                 for work, copy in zip(works, copies, strict=True):
                     work.wait()  # orders `side`, and blocks nobody
                     copy.record_stream(side)  # its memory is not used again before `side` has come here
@@ -189,5 +209,5 @@ class DeviceLanes:
     def _post_receives(self, peer: int, description: bytes) -> _Posted:
         group, device = self._group_to(peer, receives=True), self._device()
         tensors = [torch.empty(shape, dtype=dtype, device=device) for dtype, shape in parse(description)[0]]
-        works = [dist.irecv(flat_bytes(x), group=group, group_src=peer) for x in tensors if x.numel() > 0]
+        works = [group.recv([flat_bytes(x)], peer, 0) for x in tensors if x.numel() > 0]
         return _Posted(tensors, works)
