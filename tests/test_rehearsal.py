@@ -37,3 +37,7 @@ def test_launches_leave_room_for_each_other_and_captures_have_tables_of_their_ow
 
 def test_symmetric_memory_has_the_right_addresses_and_ends_with_its_buffer() -> None:
     run_rehearsed("check_symmetric.py")
+
+
+def test_layers_zero_and_experts_train_over_a_group_with_a_cuda_backend_only() -> None:
+    run_rehearsed("check_ranks.py")

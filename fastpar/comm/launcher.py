@@ -14,6 +14,7 @@ from fastpar.comm.recording import note
 from fastpar.comm.reduction import check_reduction, widened
 from fastpar.comm.route import Route
 from fastpar.comm.shards import shard_sizes
+from fastpar.comm.staged import carrying_device
 from fastpar.comm.tracing import open_spans
 from fastpar.comm.transport import InFlight, Transport
 
@@ -263,8 +264,7 @@ class Launcher:
 
     def _default_device(self) -> torch.device:
         assert self.group is not None
-        kinds = [device.type for device in self.group._device_types]
-        return torch.device("cuda", torch.cuda.current_device()) if kinds == ["cuda"] else torch.device("cpu")
+        return carrying_device(self.group)
 
     def _check_rank(self, rank: int, name: str) -> None:
         if not 0 <= rank < self.size:

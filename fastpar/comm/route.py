@@ -16,6 +16,7 @@ from fastpar.comm.hierarchical import HierarchicalTransport
 from fastpar.comm.hierarchy import Hierarchy
 from fastpar.comm.local_world import LocalWorld
 from fastpar.comm.shared_memory import SharedMemoryTransport, can_reduce
+from fastpar.comm.staged import StagedTransport, carrying_device
 from fastpar.comm.torch_transport import TorchTransport
 from fastpar.comm.traced import TracedTransport
 from fastpar.comm.transport import InFlight, Transport
@@ -51,12 +52,14 @@ class Route:
         self._check = check
         self._launched = 0
         self._torch: Transport | None = None
+        self._staged: Transport | None = None  # for CPU tensors, where the group has a backend for devices only
         self._connection: Connection | None = None
         self._direct: Transport | None = None  # what is not between CPU tensors, where ranks compare it
         self._by_mode: dict[str, Transport] = {}  # once the ranks have met
         self.express: Express | None = None
         if group is not None and self.size > 1:
             self._torch = TorchTransport(group, timeout)
+            self._staged = StagedTransport(self._torch, group) if carrying_device(group).type != "cpu" else None
             if _moves_cpu_tensors(group) and not (self._is_apart and check is False):
                 self._connection = Connection.of(group, is_apart=self._is_apart)
                 self._traced = TracedTransport(self, self.rank)
@@ -110,7 +113,8 @@ class Route:
         """
         assert self._torch is not None
         if self._connection is None or not is_cpu or (op in _REDUCTIONS and not can_reduce(dtype)):
-            return start(self._direct or self._torch)
+            chosen = self._direct or self._torch
+            return start(self._staged if is_cpu and self._staged is not None else chosen)
         if torch.compiler.is_compiling():
             return start(self._traced)
         if not self._by_mode:

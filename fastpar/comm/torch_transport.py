@@ -190,8 +190,19 @@ class TorchTransport:
             options = self._options(AllgatherOptions)
             work = _TorchWork(self._group._allgather_base(_wire(gathered)[0], _wire(x)[0], options), blocks_host=False)
             return InFlight(work, lambda: gathered)
+        if self._is_nccl(x):
+            return self._gather_uneven(x, sizes)
         work, gathered = self._exchange_all(x, sizes)
         return InFlight(work, lambda: gathered)
+
+    def _gather_uneven(self, x: Tensor, sizes: Sequence[int]) -> InFlight:
+        """A send to everybody and a receive from everybody, where they lie: no copy of x for each of them, as one
+        message to all would need."""
+        gathered = x.new_empty(sum(sizes))
+        (source, unit), (target, _) = _wire(x), _wire(gathered)
+        parts = list(target.split([unit * size for size in sizes]))
+        work = self._group.alltoall(parts, [source] * self._size, self._options(AllToAllOptions))
+        return InFlight(_TorchWork(work, blocks_host=False), lambda: gathered)
 
     def all_to_all(self, x: Tensor, input_sizes: Sequence[int], output_sizes: Sequence[int]) -> InFlight:
         work, received = self._exchange(x, input_sizes, output_sizes)

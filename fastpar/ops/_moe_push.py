@@ -30,7 +30,7 @@ from torch.distributed import ProcessGroup
 
 from fastpar.comm import Communicator
 from fastpar.comm.replay import kept
-from fastpar.comm.symmetric import SymmetricBuffer, _exchange_device
+from fastpar.comm.symmetric import SymmetricBuffer
 from fastpar.ops._autograd import first_derivative_only
 from fastpar.ops._device import has_kernels
 from fastpar.ops._moe_mlp import Experts
@@ -107,7 +107,7 @@ def worst_case(size: int, tokens: int, top_k: int, num_experts: int) -> int:
 
 def _compare(comm: Communicator, device: torch.device, terms: list[int], problem: str = "") -> list[int]:
     """The tokens of every rank, the first of `terms`; raises on all ranks what is wrong on one. One all-gather."""
-    own = torch.tensor([int(bool(problem)), *terms], device=_exchange_device(comm, device))
+    own = torch.tensor([int(bool(problem)), *terms], device="cpu")
     everyone = comm.all_gather(own[None]).tolist()
     bad = [rank for rank, (status, *_) in enumerate(everyone) if status]
     if problem:

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from fastpar.comm import Communicator, GroupLike, shard_sizes
+from fastpar.comm.staged import carrying_device
 from fastpar.ops._sharded_products import Rows, gathered_product, product_all_reduced, product_reduce_scattered
 from fastpar.reference.arguments import checked
 
@@ -240,8 +241,7 @@ def _write(path: Path, table: Mapping[str, int]) -> None:
 def default_device(comm: Communicator) -> torch.device:
     """Where a tensor must be that any backend of the group can send."""
     assert comm.group is not None
-    kinds = [device.type for device in comm.group._device_types]
-    return torch.device("cuda", torch.cuda.current_device()) if kinds == ["cuda"] else torch.device("cpu")
+    return carrying_device(comm.group)
 
 
 def _broadcast(table: Mapping[str, int], comm: Communicator) -> dict[str, int]:

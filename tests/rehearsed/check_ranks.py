@@ -1,0 +1,156 @@
+"""Two ranks on CUDA tensors without a GPU, over a group that has a backend for devices only: layers, ZeRO, experts.
+
+Every test compares with the same on CPU tensors over gloo; the watch is on while a step runs, after one warm-up step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fastpar as fp
+from tests.dist import run_ranks
+from tests.rehearsal.group import device_group
+from tests.rehearsal.watch import Finding, Watch
+from tests.rehearsed.exceptions import unlisted
+
+HIDDEN, VOCAB, ROWS = 16, 12, 4
+Result = tuple[list[Tensor], list[Finding]]
+
+
+def both(run: Callable[[str, Any, Any], list[Tensor]], *arguments: Any) -> list[str]:
+    """Runs it on the CPU and on the device; what is unlisted. Raises where results differ."""
+    expected = run("cpu", dist.group.WORLD, None, *arguments)
+    watch = Watch()
+    found = run("cuda", device_group(), watch, *arguments)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours.detach().cpu(), theirs.detach(), rtol=2e-3, atol=1e-4)  # sums in another order
+    return unlisted(watch.found)
+
+
+class nothing:
+    def __enter__(self) -> None: ...
+    def __exit__(self, *exc: Any) -> None: ...
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(VOCAB, HIDDEN)
+        self.up = nn.Linear(HIDDEN, 2 * HIDDEN)
+        self.down = nn.Linear(2 * HIDDEN, HIDDEN)
+        self.head = nn.Linear(HIDDEN, VOCAB, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        return self.head(x + self.down(torch.relu(self.up(x))))
+
+
+PLAN = {"embed": "vocab", "up": "colwise", "down": "rowwise", "head": "vocab"}
+
+
+def tensor_parallel(device: str, group: Any, watch: Any) -> list[Tensor]:
+    model = Mlp().to(device)
+    fp.parallelize(model, group, PLAN)
+    ids = (torch.arange(2 * ROWS).view(2, ROWS) % VOCAB).to(device)
+    for step in range(2):
+        model.zero_grad()
+        with watch if step and watch is not None else nothing():
+            logits = model(ids)
+            loss = fp.ops.vocab_parallel_cross_entropy(logits.flatten(0, 1), ids.flatten(), group=group)
+            loss.backward()
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    return [loss.detach(), *(fp.tensor.local_tensor(grad) for grad in grads)]
+
+
+def sequence_parallel(device: str, group: Any, watch: Any) -> list[Tensor]:
+    """Linears that gather rows and scatter sums, with ranks that have different numbers of them."""
+    generator = torch.Generator().manual_seed(3 + dist.get_rank())
+
+    def leaf(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device).requires_grad_()
+
+    sizes = [2, 3]
+    x, up, down = leaf(sizes[dist.get_rank()], HIDDEN), leaf(8, HIDDEN), leaf(HIDDEN, 8)
+    with watch or nothing():
+        hidden = fp.ops.all_gather_linear(x, up, group=group, sizes=sizes)
+        out = fp.ops.linear_reduce_scatter(hidden, down, group=group, sizes=sizes)
+        out.square().sum().backward()
+    return [out.detach(), x.grad, up.grad, down.grad]  # type: ignore[list-item]
+
+
+def zero_step(device: str, group: Any, watch: Any, stage: int) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.Tanh()) for _ in range(2)]).to(device)
+    optimizer = fp.optim.AdamW(model.parameters(), lr=1e-2)
+    zero = fp.zero.shard(model, optimizer, group=group, stage=stage, max_norm=1.0)
+    losses = []
+    for step in range(3):
+        x = torch.randn(ROWS, HIDDEN, generator=torch.Generator().manual_seed(step + dist.get_rank())).to(device)
+        with watch if step == 2 and watch is not None else nothing():
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.detach())
+    values = [x.detach().clone() for x in zero.state_dict()["model"].values()]
+    zero.detach()
+    return [*losses, *(x._local_tensor if hasattr(x, "_local_tensor") else x for x in values)]
+
+
+def experts(device: str, group: Any, watch: Any, transport: str) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(7 + dist.get_rank())
+
+    def leaf(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device).requires_grad_()
+
+    x, weights, first, second = leaf(6, HIDDEN), leaf(6, 2), leaf(2, 2 * HIDDEN, HIDDEN), leaf(2, HIDDEN, HIDDEN)
+    indices = torch.stack([torch.randperm(4, generator=generator)[:2] for _ in range(6)]).to(device)
+    with watch or nothing():
+        out = fp.ops.moe_mlp(x, indices, weights, first, second, group=group, transport=transport)
+        out.square().sum().backward()
+    return [out.detach(), x.grad, weights.grad, first.grad, second.grad]  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("run", [tensor_parallel, sequence_parallel])
+def test_tensor_parallel_layers_train_on_device_tensors(run: Any) -> None:
+    for found in run_ranks(2, both, run, timeout=60):
+        assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_step_of_every_zero_stage_runs_over_a_group_without_a_cpu_backend(stage: int) -> None:
+    for found in run_ranks(2, both, zero_step, stage, timeout=60):
+        assert not found, "\n".join(found)
+
+
+def test_experts_on_two_ranks_exchange_rows_over_a_group_without_a_cpu_backend() -> None:
+    for found in run_ranks(2, both, experts, "auto", timeout=60):
+        assert not found, "\n".join(found)
+
+
+def control_messages() -> list[Any]:
+    """What ranks tell each other in CPU tensors."""
+    comm = fp.comm.Communicator(device_group())
+    x = torch.tensor([comm.rank, 5])
+    out = torch.tensor([float(comm.rank)])
+    comm.all_reduce(out, "max", out=out)
+    found = [
+        comm.all_gather(x), out, comm.broadcast(x, 1), comm.all_to_all(x), comm.reduce_scatter(x),
+        comm.all_reduce(torch.tensor([comm.rank == 1]), "max"),
+    ]  # fmt: skip
+    assert all(t.device.type == "cpu" for t in found)
+    comm.barrier()
+    return [*(t.tolist() for t in found), comm.share_sizes(comm.rank), comm.exchange_sizes([1, 2])]
+
+
+def test_control_messages_go_by_way_of_the_device_where_the_group_has_no_cpu_backend() -> None:
+    zero, one = run_ranks(2, control_messages, timeout=60)
+    assert zero == [[0, 5, 1, 5], [1.0], [1, 5], [0, 1], [1], [True], [0, 1], [1, 1]]
+    assert one == [[0, 5, 1, 5], [1.0], [1, 5], [5, 5], [10], [True], [0, 1], [2, 2]]
