@@ -206,9 +206,32 @@ def check_cuda() -> list[Finding]:
             remedy = f"torch is built for CUDA {torch.version.cuda}; install a driver that supports it"
             return [Finding("cuda", "problem", f"driver {driver.split()[0]} is there, but torch cannot use it", remedy)]
         return [Finding("cuda", "info", f"torch is built for CUDA {torch.version.cuda}; this machine has no GPU")]
+    for index in range(torch.cuda.device_count()):
+        try:
+            problem = _use_device(torch.device("cuda", index))
+        except Exception as error:  # whatever goes wrong on the device is what is to be reported
+            problem = _one_line(error)
+        if problem:
+            remedy = (
+                "run nvidia-smi, and a small torch program on this device; with CUDA_LAUNCH_BLOCKING=1 errors name it"
+            )
+            return [Finding("cuda", "problem", f"cuda:{index} does not compute: {problem}", remedy)]
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     version = driver.split()[0] if driver else "unknown"
     return [Finding("cuda", "ok", f"{', '.join(names)}; driver {version}, torch built for CUDA {torch.version.cuda}")]
+
+
+def _use_device(device: torch.device) -> str:
+    """What is wrong with the results of torch and of a kernel of ours on a device; empty: nothing."""
+    from fastpar.ops.rms_norm import rms_norm
+
+    x = torch.arange(1.0, 65.0).view(4, 16)
+    there = x.to(device)
+    total = float(there.sum())
+    if total != 2080.0:
+        return f"the sum of 1 to 64 is {total:g} there"
+    difference = float((rms_norm(there, None).cpu() - rms_norm(x, None)).abs().max())
+    return "" if difference < 1e-5 else f"fastpar.ops.rms_norm is off by {difference:g} there"
 
 
 def check_backends() -> list[Finding]:

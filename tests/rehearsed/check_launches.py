@@ -78,3 +78,19 @@ def test_hyperparameters_reach_kernels_as_floats(monkeypatch: pytest.MonkeyPatch
     optimizer.sgd_step(tensors[0], tensors[1], [tensors[2][0]], *numbers)
     assert all(isinstance(number, float) for number in found[0][10])
     assert isinstance(found[0][5], float)
+
+
+# ---- fastpar doctor
+
+
+def test_the_doctor_uses_every_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fastpar import doctor
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert [finding.status for finding in doctor.check_cuda()] == ["ok"]
+    used: list[torch.device] = []
+    monkeypatch.setattr(doctor, "_use_device", lambda where: used.append(where) or ("wrong" if where.index else ""))
+    (finding,) = doctor.check_cuda()
+    assert [where.index for where in used] == [0, 1]
+    assert finding.status == "problem"
+    assert "cuda:1 does not compute: wrong" in finding.text
