@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fastpar.kernels import square_sum_kernels as kernels
 from fastpar.kernels.launch import launch
-from fastpar.kernels.square_sum_kernels import carry_kernel, norm_kernel, square_sum_kernel
+from fastpar.kernels.square_sum_kernels import carry_kernel, norm_kernel, square_sum_kernel, write_row_kernel
 
 LENGTH = kernels.NUM_COUNTS.value + kernels.NUM_DIGITS.value
 WARP_SIZE = 64 if torch.version.hip else 32
@@ -80,18 +80,18 @@ class Group(NamedTuple):
     num_chunks: int
 
 
-class Captured:
-    """What graphs that were captured here read whenever they are replayed."""
+def _upload(rows: list[tuple[int, ...]], device: torch.device) -> Tensor:
+    """The table [len(rows), FIELDS] on the device, without waiting for it.
 
-    def __init__(self) -> None:
-        self._kept: list[Tensor] = []
-
-    def keep_if_capturing(self, *tensors: Tensor) -> None:
-        if tensors[0].is_cuda and torch.cuda.is_current_stream_capturing():
-            self._kept.extend(tensors)
-
-
-_captured = Captured()
+    A graph that is being captured has the addresses in the parameters of launches, one for a tensor: it would read
+    pinned memory again whenever it is replayed, and that cannot be had in every capture.
+    """
+    if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+        return torch.tensor(rows, dtype=torch.int64).pin_memory().to(device, non_blocking=True)
+    table = torch.empty(len(rows), kernels.FIELDS.value, dtype=torch.int64, device=device)
+    for number, (address, count, first_chunk, _) in enumerate(rows):
+        launch(write_row_kernel, 1, device, table, number, address, count, first_chunk, num_warps=1)
+    return table
 
 
 def _table(tensors: list[Tensor]) -> tuple[Tensor, list[Group]]:
@@ -107,13 +107,7 @@ def _table(tensors: list[Tensor]) -> tuple[Tensor, list[Group]]:
             rows.append((x.data_ptr(), x.numel(), chunks, 0))
             chunks += -(-x.numel() // kind.chunk)
         groups.append(Group(kind, is_aligned, begin, len(members), chunks))
-    staging = torch.tensor(rows, dtype=torch.int64)
-    if not tensors[0].is_cuda:  # Triton's interpreter
-        return staging, groups
-    staging = staging.pin_memory()
-    table = staging.to(tensors[0].device, non_blocking=True)
-    _captured.keep_if_capturing(table, staging)
-    return table, groups
+    return _upload(rows, tensors[0].device), groups
 
 
 # ---- the ops ---------------------------------------------------------------------------------------------------------

@@ -225,6 +225,15 @@ def _add_the_rest(digits, address, begin, count, taken, part, KIND: tl.constexpr
 # ---- kernels ---------------------------------------------------------------------------------------------------------
 
 
+@triton.jit(do_not_specialize=["row", "address", "count", "first_chunk"])
+def write_row_kernel(table, row, address, count, first_chunk):
+    """table[row] = [address, count, first_chunk, 0]. One program."""
+    entry = table + row * FIELDS
+    tl.store(entry + ADDRESS, tl.cast(address, tl.int64))
+    tl.store(entry + COUNT, tl.cast(count, tl.int64))
+    tl.store(entry + FIRST_CHUNK, tl.cast(first_chunk, tl.int64))
+
+
 @triton.jit(do_not_specialize=["num_tensors"])
 def square_sum_kernel(
     table, num_tensors, sums, ELEMENT: tl.constexpr, KIND: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr

@@ -127,6 +127,12 @@ def test_digits_that_have_not_been_carried_give_the_same_norm() -> None:
         assert torch.equal(kernels.square_sum_norm(each, torch.float64), ops.square_sum_norm(each, torch.float64))
 
 
+def test_a_row_of_the_table_written_in_a_capture_is_what_is_uploaded_otherwise() -> None:
+    rows = [(2**40 + 16, 1, 0, 0), (16, 2**33, 7, 0), (32, 5, 2**20, 0)]
+    found = kernels._upload(rows, torch.device("cpu"))
+    assert found[:, :3].tolist() == [list(row[:3]) for row in rows]
+
+
 class Counting(TorchDispatchMode):
     """What torch is called for, and how many bytes it gives."""
 
@@ -150,6 +156,7 @@ def test_a_sum_takes_a_launch_for_each_dtype_and_no_memory(
 ) -> None:
     launches: list[Any] = []
     monkeypatch.setattr(kernels, "launch", lambda kernel, programs, *rest, **options: launches.append(programs))
+    monkeypatch.setattr(kernels, "_upload", lambda rows, device: torch.tensor(rows))  # as outside of a capture
     tensors = [torch.empty(count // num_tensors + 1, dtype=dtype) for dtype in FLOATS[:2] for _ in range(num_tensors)]
     with Counting() as counted:
         sums = kernels.exact_square_sum(tensors)
