@@ -351,9 +351,10 @@ class LossScaler:
         """Whether any rank has found something; writes the report."""
         groups = dict(self._groups)  # those that all ranks have come first, so that all reduce in one order
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-            if isinstance(parameter, DTensor):
-                for _, group in named_groups(parameter.device_mesh):
-                    groups.setdefault(group.group_name, group)
+            for x in (parameter, parameter.grad):  # of whole parameters gradients may be split
+                if isinstance(x, DTensor):
+                    for _, group in named_groups(x.device_mesh):
+                        groups.setdefault(group.group_name, group)
         comms = [Communicator.of(group) for group in groups.values()]
         flag = torch.full((), float(found), device=grads[0].local.device if grads else None)
         for comm in comms:

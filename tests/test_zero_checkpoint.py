@@ -122,13 +122,13 @@ def check_unused():
     state = run.zero.state_dict()
     assert not state["has_state"]["unused"]
     assert "exp_avg" in state["optimizer"]["unused"]  # so that all checkpoints have the same keys
-    owners = {slot.name: slot.owner for slot in run.zero.slots}
-    assert owners["unused"] not in run.optimizer.state
+    faces = {slot.name: slot.face for slot in run.zero.slots}
+    assert faces["unused"] not in run.optimizer.state
     other = Run(1, seed=1)
     other.zero.load_state_dict(state)
-    owners = {slot.name: slot.owner for slot in other.zero.slots}
-    assert owners["unused"] not in other.optimizer.state
-    assert owners["last.weight"] in other.optimizer.state
+    faces = {slot.name: slot.face for slot in other.zero.slots}
+    assert faces["unused"] not in other.optimizer.state
+    assert faces["last.weight"] in other.optimizer.state
     return True
 
 

@@ -40,7 +40,7 @@ def train(stage: int, dtype: torch.dtype, kind: str, offload: Any) -> Parameters
     zero.state_dict()  # brings values into memory
     found = optimizer_values(zero)
     for slot in zero.slots:
-        for key, value in optimizer.state[slot.owner].items():
+        for key, value in optimizer.state[slot.face].items():
             if isinstance(value, torch.Tensor):
                 found[f"{slot.name}.{key}"] = fp.zero.groups.local(value).clone()
     return found

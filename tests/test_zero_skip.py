@@ -50,7 +50,7 @@ def bits(zero: fp.zero.Zero) -> Parameters:
     for slot in zero.slots:
         found[f"{slot.name} of the model"] = local(slot.target).clone() if slot.target is not None else found[slot.name]
         for optimizer in zero.optimizers:
-            for key, value in optimizer.state.get(slot.owner, {}).items():
+            for key, value in optimizer.state.get(slot.face, {}).items():
                 found[f"{slot.name}.{key}"] = local(torch.as_tensor(value)).clone()
     return found
 

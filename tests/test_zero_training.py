@@ -265,7 +265,7 @@ def branches_run() -> list[tuple[Parameters, set[str]]]:
             branches_loss(model, step, dist.get_rank()).backward()
             optimizer.step()
             optimizer.zero_grad()
-        stateful = {slot.name for slot in zero.slots if optimizer.state.get(slot.owner)}
+        stateful = {slot.name for slot in zero.slots if optimizer.state.get(slot.face)}
         found.append((optimizer_values(zero), stateful))
     return found
 

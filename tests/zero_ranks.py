@@ -48,6 +48,7 @@ def batch(step: int, microbatch: int, rank: int, rows: int = ROWS) -> tuple[Tens
 def make_optimizer(name: str, parameters: Any) -> torch.optim.Optimizer:
     kinds: dict[str, Callable[[], torch.optim.Optimizer]] = {
         "ours": lambda: fp.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1),
+        "8bit": lambda: fp.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1, state_dtype="8bit"),
         "adamw": lambda: torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1),
         "foreach": lambda: torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1, foreach=True),
         "fused": lambda: torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1, fused=True),

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fastpar.zero.groups import local, set_local
+from fastpar.zero.groups import set_local
 from fastpar.zero.slots import Slot
 from fastpar.zero.units import owners_of
 
@@ -70,16 +70,10 @@ class Connection:
 
 def take_values(slot: Slot, home: Tensor, value: Tensor) -> None:
     """Give a parameter new values, and its master weights where it has some."""
-    target = slot.target
-    if target is not None and local(slot.owner).untyped_storage().nbytes() == 0 and home.numel() > 0:
-        raise RuntimeError(
-            f"{slot.name} got new values after fastpar.zero.shard(...), and the optimizer's copy of it is in a file: "
-            "change parameters before shard, or load them with load_state_dict of what shard returned"
-        )
     with torch.no_grad():
         home.copy_(value)
-        if target is not None:
-            local(slot.owner).copy_(target)
+        if slot.target is not None:
+            slot.take_values()
 
 
 def _memory(parameter: Any) -> Tensor:

@@ -96,6 +96,32 @@ class ZeroGrad:
         return functools.partial, (type(owner).zero_grad, owner)
 
 
+class LoadStates:
+    """`load_state_dict` of an optimizer, whose states are rows: calls `load` with the optimizer's own, and what it was
+    given."""
+
+    def __init__(self, owner: Any, load: Callable[..., None]) -> None:
+        self._owner, self._load = weakref.ref(owner), load
+        owner.load_state_dict = self
+
+    def __call__(self, state_dict: Any) -> None:
+        owner: Any = self._owner()
+        self._load(owner, functools.partial(type(owner).load_state_dict, owner), state_dict)
+
+    def remove(self) -> None:
+        owner = self._owner()
+        if owner is not None and vars(owner).get("load_state_dict") is self:
+            del owner.load_state_dict
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        owner: Any = self._owner()
+        return functools.partial(type(owner).load_state_dict, memo.get(id(owner), owner))
+
+    def __reduce__(self) -> Any:
+        owner: Any = self._owner()
+        return functools.partial, (type(owner).load_state_dict, owner)
+
+
 def _nothing() -> Callable[..., None]:
     return _do_nothing
 

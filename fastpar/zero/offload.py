@@ -114,9 +114,11 @@ class DiskStates:
         self._store.flush()
 
     def load(self) -> None:
-        """Bring everything into memory, as for a checkpoint; `put_away` gives it back."""
+        """Bring everything into memory, as for a checkpoint; `put_away` gives it back. What is there already stays: it
+        may have been written to."""
         for name, tensor in self._away.items():
-            tensor.data = self._store.read(name).wait()
+            if tensor.untyped_storage().nbytes() == 0:
+                tensor.data = self._store.read(name).wait()
 
     def put_away(self) -> None:
         for name, tensor in self._away.items():
@@ -124,6 +126,14 @@ class DiskStates:
             tensor.data = nothing_like(tensor)
         for group in self._groups:
             self._put_away(group)
+
+    def refresh(self) -> None:
+        """The optimizer has other tensors as states than before: puts these away."""
+        for group in self._groups:
+            for name, tensor in self._held(group):
+                if name in self._away:
+                    self._away[name] = tensor
+        self.put_away()
 
     def close(self) -> None:
         self._store.close()

@@ -1,6 +1,6 @@
 """Gradients that have been averaged, as `.grad` of the model's own parameters.
 
-    optimizer.param_groups          owners: rows of parameters, or wider copies, which have the averaged gradients
+    slot.owner                      rows of a parameter, or a wider copy, which has the averaged gradient
     model.parameters()              what users clip: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 
 Between the end of a reduction and the next forward or step, `.grad` of a parameter that is not its own owner is that of

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -18,7 +18,7 @@ from fastpar.zero import arguments, memory, state
 from fastpar.zero.arguments import HasParameters, Named
 from fastpar.zero.flat import FlatLayout
 from fastpar.zero.groups import Groups, GroupsLike, as_dtensor, local
-from fastpar.zero.hooks import Autocast, CastInputs, ForwardHook, ZeroGrad
+from fastpar.zero.hooks import Autocast, CastInputs, ForwardHook, LoadStates, ZeroGrad
 from fastpar.zero.offload import DiskStates, Offload
 from fastpar.zero.probe import check_sharded_updates
 from fastpar.zero.reducer import BUCKET_BYTES, Reducer
@@ -26,10 +26,8 @@ from fastpar.zero.replicas import Replicas
 from fastpar.zero.save_mark import new_run
 from fastpar.zero.slots import Slot, name_nonfinite, union
 from fastpar.zero.stage3 import RESIDENT_SHARE, Stage3, in_backward
-from fastpar.zero.step import Stepper
+from fastpar.zero.step import MASTER, Stepper
 from fastpar.zero.units import UnitsLike
-
-_SCALARS = ("step", "eta", "mu", "mu_product")  # states of torch's optimizers that are one number for any parameter
 
 
 def shard(
@@ -64,7 +62,7 @@ def shard(
     model       a module, a Pipeline, or parameters (with names, or without; a pipeline's have theirs either way)
     optimizer   any of torch.optim but LBFGS, of fp.optim, or one's own, or several that divide the parameters between
                 them: all trainable parameters must be in one. They stay the same objects (LR schedulers, GradScaler and
-                state_dict work); from now on param_groups hold what this rank updates
+                state_dict work), and param_groups and state have the model's own parameters between steps
     group       a Mesh (dims dp_shard and dp_replicate; efsdp and dp_replicate for experts split over its ep or etp), a
                 DeviceMesh of one dim, or two (replicate, shard), a ProcessGroup, or a Communicator. None: all ranks of
                 the job, as in torch; one rank alone is `fastpar.Communicator(None)`
@@ -218,8 +216,10 @@ class Zero:
         self.steppers = [Stepper(optimizer, self._phases, self._stepped) for optimizer in self.optimizers]
         self._factor: Tensor | None = None
         self._is_attached = True
-        self._adopt()
-        self._disks = self._make_disks()
+        with self._holding_owners():
+            self._adopt()
+            self._disks = self._make_disks()
+        self._note_versions()
         self._handles = self._hook()
 
     # ---- what users call
@@ -271,7 +271,8 @@ class Zero:
         """What a checkpoint is to hold, for torch.distributed.checkpoint: see `fastpar.zero.state`. Collective."""
         self._check_names()
         self._load()
-        return state.collect(self)
+        with self._holding_owners():
+            return state.collect(self)
 
     def load_state_dict(self, loaded: dict[str, Any]) -> None:
         """Go on from a state that `state_dict` has given, and a checkpoint may have been loaded into. Collective.
@@ -281,12 +282,13 @@ class Zero:
         """
         self._check_names()
         self._load()
-        state.restore(self, loaded)
-        self._release()
-        self._write_back([slot.owner for slot in self.slots], False)
-        self._publish()
-        for disk in self._disks.values():
-            disk.put_away()
+        with self._holding_owners():
+            state.restore(self, loaded)
+            self._release()
+            self._write_back([slot.owner for slot in self.slots], False)
+            self._publish()
+            for disk in self._disks.values():
+                disk.put_away()
 
     def others(self) -> Iterator[tuple[str, Tensor]]:
         """Frozen parameters and buffers that a checkpoint holds, by name."""
@@ -312,8 +314,9 @@ class Zero:
             stepper.detach()
         for optimizer in self.optimizers:
             vars(optimizer).pop("finish_gradients", None)
-        for zero_grad in self._zero_grads:
-            zero_grad.remove()
+        replaced: list[ZeroGrad | LoadStates] = [*self._zero_grads, *self._load_states]
+        for each in replaced:
+            each.remove()
         for handle in self._handles:
             handle.remove()
         for disk in self._disks.values():
@@ -361,6 +364,13 @@ class Zero:
     def _publish(self) -> None:
         for storage in self.storages:
             storage.published()
+        self._note_versions()
+
+    def _note_versions(self) -> None:
+        if self._has_targets:
+            for slot in self.slots:
+                if slot.target is not None:
+                    slot.note_version()
 
     def _phases(self, stepper: Stepper) -> None:
         """Reduce, check and clip (once for all optimizers), update, gather."""
@@ -409,9 +419,15 @@ class Zero:
         something has."""
         for storage in self.storages:
             storage.check()
+        if self._has_targets:
+            with torch.no_grad():
+                for slot in self.slots:
+                    if slot.is_overwritten:  # by the model's load_state_dict, say
+                        slot.take_values()
         thawed = {name: x for storage in self.storages for name, x in storage.thawed().items()}
         if thawed:
-            self._adopt_thawed(thawed)
+            with self._holding_owners():
+                self._adopt_thawed(thawed)
 
     def _check_known(self) -> None:
         """Raises ValueError for parameters of an optimizer that `shard` has not seen."""
@@ -432,6 +448,7 @@ class Zero:
             if names:
                 storage.adopt(names)
         self._take_slots()
+        self._note_versions()
         before = {id(stepper): {id(p) for p in stepper.parameters()} for stepper in self.steppers}
         self._adopt()
         for stepper in self.steppers:
@@ -483,6 +500,14 @@ class Zero:
             pending = 1.0 if optimizer.grad_factor is None else optimizer.grad_factor
             optimizer.grad_factor = self._factor * pending
         return True
+
+    @contextmanager
+    def _holding_owners(self) -> Iterator[None]:
+        """All optimizers have what they update in the block: see step.py."""
+        with ExitStack() as stack:
+            for stepper in self.steppers:
+                stack.enter_context(stepper.holding_owners())
+            yield
 
     def _write_back(self, owners: Sequence[nn.Parameter], is_rounded: bool) -> None:
         """Round updated master weights to the parameters."""
@@ -540,13 +565,18 @@ class Zero:
         frozen = self._frozen_at_rest()
         self._slot_of = {id(slot.owner): slot for slot in self.slots}
         self._has_targets = any(slot.target is not None for slot in self.slots)
-        for optimizer in self.optimizers:
+        for stepper in self.steppers:
+            optimizer: Any = stepper.optimizer
             for group in optimizer.param_groups:
                 for index, parameter in enumerate(group["params"]):
                     slot = slots.get(id(parameter))
                     if id(parameter) in frozen:  # whose memory comes and goes
                         group["params"][index] = frozen[id(parameter)]
-                    if slot is None or slot.owner is parameter:
+                    if slot is None:
+                        continue
+                    if slot.face is not slot.owner:
+                        stepper.adopt(slot.face, slot.owner, is_copy=slot.target is not None)
+                    if slot.owner is parameter:
                         continue
                     group["params"][index] = slot.owner
                     if parameter in optimizer.state:
@@ -568,7 +598,7 @@ class Zero:
         layout = FlatLayout([shape], size)
         cut: dict[str, Any] = {}
         for key, value in states.items():
-            if isinstance(value, Tensor) and local(value).shape == shape and key not in _SCALARS:
+            if isinstance(value, Tensor) and local(value).shape == shape and key not in state.SCALARS:
                 rows = local(value)
                 if mine.numel() != rows.numel():  # resident parameters are whole
                     rows = layout.rows_of(rows, 0, rank)
@@ -576,6 +606,42 @@ class Zero:
             else:
                 cut[key] = value
         return cut
+
+    def _bring_states(self) -> None:
+        """Before an optimizer shows its states: nothing of them is in a file, and masters are among them."""
+        if self._disks:
+            for disk in self._disks.values():
+                disk.load()
+            with self._holding_owners():
+                pass
+
+    def _load_optimizer(self, optimizer: Any, load: Callable[[Any], None], state_dict: dict[str, Any]) -> None:
+        """`optimizer.load_state_dict`, for states of this layout or whole ones, as one process has them. Collective
+        where master weights are among them."""
+        stepper = next(stepper for stepper in self.steppers if stepper.optimizer is optimizer)
+        self._look_around()  # the model may have loaded values
+        for disk in self._disks.values():
+            disk.load()
+        with torch.no_grad(), self._holding_owners():
+            ids = [number for group in state_dict["param_groups"] for number in group["params"]]
+            owners = dict(zip(ids, stepper.parameters(), strict=False))
+            states, masters = {}, {}
+            for number, found in state_dict["state"].items():
+                slot = self._slot_of.get(id(owners.get(number)))
+                if slot is not None:
+                    found = state.part_of(found, slot)
+                    if MASTER in found:
+                        masters[slot.name] = slot, found.pop(MASTER)
+                states[number] = found
+            load({**state_dict, "state": states})
+            if masters:
+                self._release()
+                for slot, value in masters.values():
+                    local(slot.owner).copy_(local(value))
+                self._write_back([slot.owner for slot, _ in masters.values()], False)
+                self._publish()
+            for disk in self._disks.values():
+                disk.refresh()
 
     def _make_disks(self) -> dict[int, DiskStates]:
         if self.offload is None or self.offload.path is None:
@@ -589,13 +655,15 @@ class Zero:
         self._zero_grads = [ZeroGrad(owner, self._forget_gradients) for owner in hooked]
         for owner, zero_grad in zip(hooked, self._zero_grads, strict=True):
             owner.zero_grad = zero_grad
+        self._load_states = [LoadStates(optimizer, self._load_optimizer) for optimizer in self.optimizers]
         for optimizer in self.optimizers:
             vars(optimizer)["finish_gradients"] = self.reduce_gradients  # for LossScaler
-        if self.model is None:
-            return []
         handles: list[Any] = [
-            self.model.register_forward_pre_hook(ForwardHook(self.model, self._before_forward), prepend=True)
+            optimizer.register_state_dict_pre_hook(lambda _: self._bring_states()) for optimizer in self.optimizers
         ]
+        if self.model is None:
+            return handles
+        handles += [self.model.register_forward_pre_hook(ForwardHook(self.model, self._before_forward), prepend=True)]
         if self.precision.param is not None:
             handles.append(self.model.register_forward_pre_hook(CastInputs(self.precision.param), with_kwargs=True))
         if self.precision.compute is not None:

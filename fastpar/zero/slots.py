@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from fastpar.comm import Communicator
@@ -38,6 +40,7 @@ class Slot:
     is_traced: bool = False  # whether `traces` are kept: norms of what this rank has sent, which a NaN shows in
     traces: Sequence[Tensor] = field(default=(), repr=False)  # on CPUs only where they are not finite
     at_rest: nn.Parameter | None = field(default=None, repr=False)
+    version: int = field(default=0, repr=False)  # of the face's memory, when it last was the owner rounded
 
     @property
     def faces(self) -> list[nn.Parameter]:
@@ -45,9 +48,37 @@ class Slot:
         return [x for x in (self.parameter, self.at_rest) if x is not None and x is not self.owner]
 
     @property
+    def face(self) -> nn.Parameter:
+        """What the model has outside of forward."""
+        return self.parameter if self.at_rest is None else self.at_rest
+
+    @property
     def unsent(self) -> Tensor | None:
         """The gradient that autograd has put into the parameter."""
         return unsent_gradient(self.parameter)
+
+    def note_version(self) -> None:
+        """The parameter is its owner, rounded."""
+        self.version = _version(self.face)
+
+    @property
+    def is_overwritten(self) -> bool:
+        """Whether somebody has written to a parameter whose owner is a copy."""
+        return self.target is not None and _version(self.face) != self.version
+
+    def take_values(self) -> None:
+        """Let a copy follow what was written to its parameter: elements that are not the copy's own, rounded."""
+        assert self.target is not None
+        mine, target = local(self.owner), self.target
+        if mine.untyped_storage().nbytes() == 0 and mine.numel() > 0:
+            raise RuntimeError(
+                f"{self.name} got new values after fastpar.zero.shard(...), and the optimizer's copy of it is in a "
+                "file: change parameters before shard, or load them with load_state_dict of what shard returned"
+            )
+        if target.untyped_storage().nbytes() > 0:
+            written = target.to(mine.device)
+            mine.copy_(torch.where(mine.to(written.dtype) == written, mine, written.to(mine.dtype)))
+        self.note_version()
 
     def drop(self) -> None:
         """Forget what was not sent."""
@@ -90,6 +121,12 @@ class Slot:
             taken = local(unsent)
         self.drop()
         return taken
+
+
+def _version(face: Any) -> int:
+    """Both count: what DTensor runs on its part does not reach that one's own counter."""
+    found: int = face._version + (face._local_tensor._version if isinstance(face, DTensor) else 0)
+    return found
 
 
 def keep_traces(slots: Sequence[Slot], flat: Tensor, pieces: Callable[[], Iterable[Sequence[Tensor]]]) -> None:

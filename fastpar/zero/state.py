@@ -29,13 +29,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fastpar.zero.groups import local
 from fastpar.zero.save_mark import check_mark, mark_of
+from fastpar.zero.slots import Slot
 from fastpar.zero.step import Stepper
 
 if TYPE_CHECKING:
     from fastpar.zero.sharding import Zero
+
+SCALARS = ("step", "eta", "mu", "mu_product")  # states of torch's optimizers that are one number for any parameter
 
 
 def collect(zero: Zero) -> dict[str, Any]:
@@ -94,6 +98,28 @@ def restore(zero: Zero, state: dict[str, Any]) -> None:
     for name, x in zero.others():
         _copy(x, state["model"][name])
     zero.skipped, zero.steps = state["skipped"], state["steps"]
+
+
+def part_of(states: Mapping[str, Any], slot: Slot) -> dict[str, Any]:
+    """Of states that may be whole, as one process has them, what this rank keeps of a parameter's."""
+    # torch makes an empty dict of a state that a flat state dict has under no name, such as the scales of 8-bit states
+    found = {key: value for key, value in states.items() if not (isinstance(value, dict) and not value)}
+    return {key: _part(key, value, slot) for key, value in found.items()}
+
+
+def _part(key: str, value: Any, slot: Slot) -> Any:
+    owner: Any = slot.owner
+    if not isinstance(value, Tensor) or key in SCALARS or local(value).shape == local(owner).shape:
+        return value
+    if isinstance(value, DTensor) and slot.spec is not None and value.shape == owner.shape:
+        value = value.full_tensor()  # of another layout: what is resident under one stage is split under others
+    if value.numel() != owner.numel():
+        return value
+    value = value.to(owner.device).view(owner.shape)
+    if slot.spec is None:
+        return value
+    # Every rank has it all: none is asked to send.
+    return distribute_tensor(value, slot.spec.device_mesh, slot.spec.placements, src_data_rank=None)
 
 
 def _options_of(names: Sequence[str], saved: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,11 @@ Note: hooks. All of it happens in a step pre-hook, which then takes the gradient
 parameters without a gradient alone, so that the step proper finds nothing to do. That keeps the object (LR schedulers
 wrap its `step`, GradScaler calls it, others hold it), lets a step be skipped, and lets it be taken in pieces.
 
+Note: owners and faces. Between steps `param_groups` and `state` hold the model's own parameters, which programs look
+for there (torch.distributed.checkpoint.state_dict does, `optimizer.state[model.weight]` does); a face is one of them.
+While the optimizer runs they hold the owners: rows of them, or wider copies. A copy is shown among the states as
+"master_param", so that what saves states saves it.
+
 Note: plain tensors. The optimizers of torch that work on every element for itself get the rows of this rank as plain
 tensors, since DTensor's dispatch costs more than the update of a small tensor, and fused kernels refuse lists of both.
 Others (torch's Muon, one's own) get the DTensors, and see whole matrices in their means and norms, as far as DTensor
@@ -22,9 +27,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fastpar.zero.groups import as_dtensor
+from fastpar.zero.groups import as_dtensor, local
 
 ELEMENTWISE = ("Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+MASTER = "master_param"  # among the states of a parameter: its master weights
 
 
 class Stepper:
@@ -43,16 +49,74 @@ class Stepper:
         if isinstance(optimizer, torch.optim.LBFGS):
             raise ValueError("LBFGS evaluates the model several times in a step, which cannot be sharded")
         self.optimizer, self._phases, self._stepped = optimizer, phases, stepped
-        self._is_stepping = False
+        self._is_stepping = self._is_holding = False
+        self._owners: dict[int, nn.Parameter] = {}  # of faces that are not their own owners, by id
+        self._faces: dict[int, nn.Parameter] = {}  # the other way round
+        self._copies: list[nn.Parameter] = []  # owners that have memory of their own
+        self._own_states: dict[int, dict[str, Any]] = {}  # of these, while others are shown
         self._raw = inspect.unwrap(type(optimizer).step)
         self._is_elementwise = is_elementwise(optimizer)
         self._hook = optimizer.register_step_pre_hook(self._before)
 
     def detach(self) -> None:
+        """The optimizer keeps the owners."""
         self._hook.remove()
+        if self._owners and not self._is_holding:
+            self._hide_copies()
+            self._exchange(self._owners)
+        self._owners = {}
 
     def parameters(self) -> list[nn.Parameter]:
-        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        """What the optimizer updates, in the order of its groups: owners."""
+        held = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        return [self._owners.get(id(parameter), parameter) for parameter in held]
+
+    def adopt(self, face: nn.Parameter, owner: nn.Parameter, *, is_copy: bool) -> None:
+        """From now on the optimizer updates `owner` where it has `face`. `is_copy`: the owner's memory is its own."""
+        self._owners[id(face)], self._faces[id(owner)] = owner, face
+        if is_copy:
+            self._copies.append(owner)
+
+    @contextmanager
+    def holding_owners(self) -> Iterator[None]:
+        """param_groups and state have the owners in the block, and the faces after it."""
+        if self._is_holding or not self._owners:
+            yield
+            return
+        self._exchange(self._owners)
+        self._is_holding = True
+        self._hide_copies()
+        try:
+            yield
+        finally:
+            self._show_copies()
+            self._is_holding = False
+            self._exchange(self._faces)
+
+    def _exchange(self, others: dict[int, nn.Parameter]) -> None:
+        state: dict[Any, Any] = self.optimizer.state
+        for group in self.optimizer.param_groups:
+            group["params"][:] = [others.get(id(parameter), parameter) for parameter in group["params"]]
+        entries = [(others.get(id(key), key), value) for key, value in state.items()]
+        state.clear()
+        state.update(entries)
+
+    def _show_copies(self) -> None:
+        """In dicts of their own: what state_dict() gives has these, and keeps them."""
+        for owner in self._copies:
+            states = self.optimizer.state.get(owner)
+            if states and (local(owner).untyped_storage().nbytes() > 0 or local(owner).numel() == 0):
+                self._own_states[id(owner)] = states
+                self.optimizer.state[owner] = {**states, MASTER: owner.detach()}  # not of one that is in a file
+
+    def _hide_copies(self) -> None:
+        for owner in self._copies:
+            shown = self.optimizer.state.get(owner)
+            if shown is not None and MASTER in shown:
+                own = self._own_states.pop(id(owner), {})  # the same dict as ever: optimizers may hold it
+                own.clear()
+                own.update({key: value for key, value in shown.items() if key != MASTER})
+                self.optimizer.state[owner] = own
 
     def with_gradient(self) -> list[nn.Parameter]:
         return [parameter for parameter in self.parameters() if parameter.grad is not None]
@@ -81,7 +145,7 @@ class Stepper:
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
-            with torch.no_grad():
+            with torch.no_grad(), self.holding_owners():
                 self._phases(self)
         finally:
             self._is_stepping = False
