@@ -30,7 +30,7 @@ from fastpar.zero.flat import FlatLayout
 from fastpar.zero.groups import Groups, as_parameter, cast_parameter, contiguous_stride, local, own_storage, set_local
 from fastpar.zero.homes import Home
 from fastpar.zero.pool import Pool
-from fastpar.zero.reduced import hide, show
+from fastpar.zero.reduced import hide, is_withheld, show, withhold
 from fastpar.zero.slots import Slot
 
 Places = Sequence[tuple[nn.Module, str]]
@@ -254,12 +254,16 @@ class Unit:
     def _mark_freed(self) -> None:
         if self._versioned:
             _set_versions(self._versioned, [version + _FREED for version in self._versions])
-        for slot in (*self.slots, *self.resident_slots):
+        slots = [*self.slots, *self.resident_slots]
+        withheld = [slot for slot in slots if is_withheld(slot)]
+        for slot in slots:
             hide(slot)  # what has another class already would not be marked
         for part in self.parts:
             part.mark_freed()
-        for slot in (*self.slots, *self.resident_slots):
+        for slot in slots:
             show(slot)
+        for slot in withheld:
+            withhold(slot)
 
     def _check(self) -> None:
         for places, sharded in zip(self._places, self.sharded, strict=True):

@@ -7,6 +7,9 @@ Between the end of a reduction and the next forward or step, `.grad` of a parame
 the owner: one tensor, so what changes it changes what the optimizer takes. Where ranks have rows it is a DTensor, of
 which torch computes norms with a collective: the norm of one process, on all ranks.
 
+What has not been averaged yet, where a reduction is put off, is no gradient that anybody can clip: with overlap=False,
+and where `.grad` is not even this rank's sum (stage 3, and 16 bits, which are summed in float32), reading it raises.
+
 Note: by class. The parameter gets another class meanwhile, whose `grad` is a property; autograd and other code in C++
 do not see it. What autograd itself has put there (and was not sent yet) comes first. Forward runs with the own class:
 torch takes 0.7 us more for a parameter of a class that it does not know, and torch.compile would compile for both.
@@ -97,9 +100,58 @@ class _ShowsReduced:
             show(slot)
 
 
+class _Withholds:
+    """What is added to the class of a parameter whose gradient is this rank's alone, and is still to be averaged."""
+
+    __slots__ = ()
+    _reduced_of: Slot
+
+    @property
+    def grad(self) -> Tensor | None:
+        raise RuntimeError(
+            f"the gradients of {self._reduced_of.name} and others have not been averaged over the ranks yet, since "
+            "overlap=False, no_sync() or accumulate= puts that off: every rank would clip by a norm of its own. Call "
+            "reduce_gradients() of what fastpar.zero.shard returned, on all ranks, before reading .grad, or give "
+            "max_norm to shard"
+        )
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        inner: Any = self
+        slot = self._reduced_of
+        hide(slot)
+        slot.drop()
+        if value is None:
+            slot.owner.grad = None
+        else:
+            inner.grad = value
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        slot = self._reduced_of
+        hide(slot)
+        try:
+            found: Any = self
+            return found.__deepcopy__(memo)
+        finally:
+            withhold(slot)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        slot = self._reduced_of
+        hide(slot)
+        try:
+            found: Any = self
+            return found.__reduce_ex__(protocol)
+        finally:
+            withhold(slot)
+
+
 @cache
-def _shown_class(kind: Any) -> type:
-    return type(kind.__name__, (_ShowsReduced, kind), {"__slots__": (), "__module__": kind.__module__})
+def _class_with(added: type, kind: Any) -> type:
+    return type(kind.__name__, (added, kind), {"__slots__": (), "__module__": kind.__module__})
 
 
 def show(slot: Slot) -> None:
@@ -108,17 +160,30 @@ def show(slot: Slot) -> None:
         return
     for parameter in slot.faces:
         inner: Any = parameter
-        if isinstance(inner, _ShowsReduced):
+        if isinstance(inner, (_ShowsReduced, _Withholds)):
             continue
         inner._reduced_of = slot
         if not isinstance(inner, AbsentTensor):  # which looks by itself
-            inner.__class__ = _shown_class(inner.__class__)
+            inner.__class__ = _class_with(_ShowsReduced, inner.__class__)
+
+
+def withhold(slot: Slot) -> None:
+    """From now on to read `.grad` of the parameter raises: its gradients have not been averaged."""
+    hide(slot)
+    inner: Any = slot.face
+    if not isinstance(inner, AbsentTensor):
+        inner._reduced_of = slot
+        inner.__class__ = _class_with(_Withholds, inner.__class__)
+
+
+def is_withheld(slot: Slot) -> bool:
+    return isinstance(slot.face, _Withholds)
 
 
 def hide(slot: Slot) -> None:
     """The parameter has its own class, and its own `.grad`, again."""
-    for parameter in slot.faces:
+    for parameter in {*slot.faces, slot.face}:
         inner: Any = parameter
-        if isinstance(inner, _ShowsReduced):
+        if isinstance(inner, (_ShowsReduced, _Withholds)):
             inner.__class__ = type(inner).__mro__[2]
         vars(inner).pop("_reduced_of", None)

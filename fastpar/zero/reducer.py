@@ -23,7 +23,7 @@ from torch import Tensor
 from fastpar.comm import Communicator
 from fastpar.zero.buckets import Bucket
 from fastpar.zero.groups import Groups, as_dtensor, local
-from fastpar.zero.reduced import hide, show
+from fastpar.zero.reduced import hide, show, withhold
 from fastpar.zero.slots import Slot
 
 BATCH_BYTES = 256 << 10  # of gradients that are copied to their bucket together: what a cache holds
@@ -53,12 +53,14 @@ class Reducer:
         self.slots, self.groups, self._make_bucket = list(slots), groups, make_bucket
         self._accumulate, self._bucket_bytes = accumulate, bucket_bytes
         self.is_syncing = True
+        self.is_put_off = False  # whether gradients are nobody's to read before `reduce_now`
         self.buckets: list[Bucket] = []
         self.members: list[list[int]] = []  # the slots of each bucket
         self.nbytes = [local(slot.parameter).nbytes for slot in slots]  # of gradients
         self.place: dict[int, tuple[int, int]] = {}  # of a slot: its bucket and its position there
         self._passes = 0  # that have ended since gradients were last reduced
         self._is_inside = False
+        self._came_alone: set[int] = set()  # slots that have gradients which were not reduced
         self._round: _Round | None = None
         self._order: list[int] | None = []  # in which gradients come, until the buckets follow it
         self._fill(list(reversed(range(len(self.slots)))))
@@ -89,6 +91,7 @@ class Reducer:
         such gradients."""
         if self._is_inside:
             self.forget()
+        self.hide()
         for slot in self.slots:
             if slot.kept is not None and slot.owner.grad is None:  # a forward pass without a backward pass
                 slot.owner.grad, slot.kept = as_dtensor(slot.kept, slot.spec), None
@@ -98,11 +101,27 @@ class Reducer:
                 bucket.set_aside()
             _Round(self).finish()
         self._passes = 0
+        self._came_alone.clear()
 
     def hide(self) -> None:
         """Let parameters have their own `.grad`: see reduced.py."""
         for slot in self.slots:
             hide(slot)
+
+    def show(self) -> None:
+        """Let parameters have the averaged gradients, or none where these are not averaged yet."""
+        for slot in self.slots:
+            show(slot)
+        self._withhold()
+
+    def _withhold(self) -> None:
+        """After a pass that has reduced nothing: let nobody take a part of a gradient for it. Pipelines add to some
+        gradients themselves, to which autograd does not come or which stages share."""
+        for index in self._came_alone:
+            slot = self.slots[index]
+            is_part = slot.summed is not None or (self.is_put_off and slot.unsent is not None)
+            if is_part and self.groups.size > 1 and not hasattr(slot.parameter, "pipeline_share"):
+                withhold(slot)
 
     def forget(self) -> None:
         """Drop what a backward pass that did not end has left. Reductions under way are waited for."""
@@ -115,6 +134,7 @@ class Reducer:
         """Drop gradients that were summed and not sent."""
         self.forget()
         self._passes = 0
+        self._came_alone.clear()
         for slot in self.slots:
             slot.drop()
             slot.kept = None
@@ -195,10 +215,12 @@ class Reducer:
     def _came(self, index: int) -> None:
         if not self._is_inside:
             self._is_inside = True
+            self.hide()
             self._began()
             self._round = _Round(self) if self._will_reduce() else None
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
         if self._round is None:
+            self._came_alone.add(index)
             self.slots[index].keep_sum()
         else:
             if self._order is not None:
@@ -211,7 +233,10 @@ class Reducer:
         self._is_inside = False
         if reduction is not None:
             self._passes = 0
+            self._came_alone.clear()
             reduction.finish()
+        else:
+            self._withhold()
 
 
 class _Round:

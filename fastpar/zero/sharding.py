@@ -212,7 +212,7 @@ class Zero:
         self.slots: list[Slot] = []
         self._take_slots()
         for reducer in self._reducers:
-            reducer.is_syncing = overlap
+            reducer.is_syncing, reducer.is_put_off = overlap, not overlap
         self.steppers = [Stepper(optimizer, self._phases, self._stepped) for optimizer in self.optimizers]
         self._factor: Tensor | None = None
         self._is_attached = True
@@ -271,8 +271,13 @@ class Zero:
         """What a checkpoint is to hold, for torch.distributed.checkpoint: see `fastpar.zero.state`. Collective."""
         self._check_names()
         self._load()
+        for reducer in self._reducers:
+            reducer.hide()
         with self._holding_owners():
-            return state.collect(self)
+            found = state.collect(self)
+        for reducer in self._reducers:
+            reducer.show()
+        return found
 
     def load_state_dict(self, loaded: dict[str, Any]) -> None:
         """Go on from a state that `state_dict` has given, and a checkpoint may have been loaded into. Collective.

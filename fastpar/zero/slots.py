@@ -85,6 +85,12 @@ class Slot:
         self.summed = None
         drop_unsent(self.parameter)
 
+    @property
+    def has_own_term(self) -> bool:
+        """Whether the parameter at rest has a gradient that the owner lacks: see `take_own_term`."""
+        at_rest = self.at_rest
+        return at_rest is not None and at_rest is not self.owner and unsent_gradient(at_rest) is not None
+
     def take_own_term(self) -> None:
         """Add to the owner what a term of the loss that was made of the parameter at rest has as gradient."""
         if self.at_rest is None or self.at_rest is self.owner:

@@ -487,6 +487,8 @@ class Stage3:
             return
         if self.reducer.is_syncing:
             self.reducer.finish()
+        else:
+            self.reducer.show()
         for unit, state in self._states.items():
             state.in_backward.clear()
             self._free_if_unused(unit)

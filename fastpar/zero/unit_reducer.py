@@ -21,7 +21,7 @@ from fastpar.zero.buckets import OwnBucket, RowBucket
 from fastpar.zero.flat import Staging
 from fastpar.zero.gathered import Unit
 from fastpar.zero.groups import Groups, as_dtensor, local
-from fastpar.zero.reduced import hide, show
+from fastpar.zero.reduced import hide, show, withhold
 from fastpar.zero.reducer import agree
 from fastpar.zero.slots import Slot, keep_traces
 
@@ -82,6 +82,7 @@ class UnitReducer:
     def __init__(self, units: Sequence[Unit], groups: Groups, wire: Wire | None = None) -> None:
         self._groups = groups
         self.is_syncing = True
+        self.is_put_off = False  # shards show nothing of what is unsent in any case
         self._wire = wire
         self._in_flight: deque[RowBucket] = deque()
         self._used: set[Slot] = set()  # had a gradient here since the last `finish`
@@ -151,10 +152,20 @@ class UnitReducer:
         for slot in self.slots:
             hide(slot)
 
+    def show(self) -> None:
+        """Let shards have the averaged gradients, or none to read where there are some that are not averaged yet."""
+        for slot in self.slots:
+            show(slot)
+        with looking_at_absent():
+            unsent = [slot for slot in self.slots if _has_gradient(slot)]
+        for slot in unsent:
+            withhold(slot)
+
     def reduce_now(self) -> None:
         """Reduce what has been summed and not been sent, if any rank has such gradients. Collective."""
+        self.hide()
         with looking_at_absent():
-            pending = any(_has_gradient(slot) for slot in self.slots)
+            pending = any(_has_gradient(slot) or slot.has_own_term for slot in self.slots)
         if agree([pending], self._groups.joined())[0]:
             self.finish()
 
