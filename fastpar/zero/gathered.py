@@ -24,7 +24,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from fastpar.comm.pending import Pending
 from fastpar.precision import Precision
-from fastpar.zero.absent import mark_absent, mark_present
+from fastpar.zero.absent import looking_at_absent, mark_absent, mark_present
 from fastpar.zero.connection import check_alike, take_values
 from fastpar.zero.flat import FlatLayout
 from fastpar.zero.groups import Groups, as_parameter, cast_parameter, contiguous_stride, local, own_storage, set_local
@@ -225,9 +225,10 @@ class Unit:
             part.mark_whole()
         if self._versioned:
             _set_versions(self._versioned, self._versions)
-        for whole, sharded in zip(self.wholes, self.sharded, strict=True):
-            if whole.requires_grad != sharded.requires_grad:
-                whole.requires_grad_(sharded.requires_grad)
+        with looking_at_absent():  # shards have a class of their own now: see at_rest.py
+            for whole, sharded in zip(self.wholes, self.sharded, strict=True):
+                if whole.requires_grad != sharded.requires_grad:
+                    whole.requires_grad_(sharded.requires_grad)
         self._check()
         self._register(self.wholes)
         self.is_whole = True
@@ -235,8 +236,9 @@ class Unit:
     def free(self, pool: Pool) -> None:
         """Give the modules their shards back, and the memory to the pool."""
         if self.is_whole:
-            for whole, sharded in zip(self.wholes, self.sharded, strict=True):
-                sharded.requires_grad_(whole.requires_grad)  # which somebody may have changed meanwhile
+            with looking_at_absent():
+                for whole, sharded in zip(self.wholes, self.sharded, strict=True):
+                    sharded.requires_grad_(whole.requires_grad)  # which somebody may have changed meanwhile
             self._register(self.sharded)
             self._versions = [x._version for x in self._versioned]
             self._mark_freed()

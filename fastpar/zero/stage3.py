@@ -55,7 +55,7 @@ from fastpar.zero.offload import Offload
 from fastpar.zero.on_copy import OnCopy, nothing_on_copy
 from fastpar.zero.pool import Pool
 from fastpar.zero.slots import Slot
-from fastpar.zero.unit_calls import Call, Order
+from fastpar.zero.unit_calls import Call, Order, results_in
 from fastpar.zero.unit_reducer import UnitReducer
 from fastpar.zero.units import UnitPlan, UnitsLike, owners_of, plan_units, small_names
 
@@ -76,11 +76,12 @@ class _State:
         self.running: list[_Frame] = []
         self.in_backward: set[Call] = set()
         self.is_pinned = False
+        self.is_wanted = False  # results are where nobody sees their gradients come: whole until backward has ended
         self.open_calls: weakref.WeakSet[Call] = weakref.WeakSet()  # whose backward has not ended
 
     @property
     def is_used(self) -> bool:
-        return bool(self.running or self.in_backward or self.is_pinned)
+        return bool(self.running or self.in_backward or self.is_pinned or self.is_wanted)
 
 
 class _Uncompiled:
@@ -90,7 +91,7 @@ class _Uncompiled:
         self._hook = hook
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # In traced code, and in what runs between its pieces. (Always disabling would cost 20 us at every call.)
+        # In traced code, and in what runs between its pieces. (Always disabling would wrap anew at every call.)
         if torch.compiler.is_compiling() or torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None:
             return torch.compiler.disable(self._hook)(*args, **kwargs)
         return self._hook(*args, **kwargs)
@@ -203,6 +204,7 @@ class Stage3:
         self._open: set[int] = set()  # backward passes that have begun and not ended, by torch's number
         self._handles: list[Any] = []
         self._is_guarding = False
+        self._modules_in: dict[nn.Module, list[nn.Module]] = {}
         self._last_call: Call | None = None
         self._install_hooks(plans)
         self.published()
@@ -292,13 +294,15 @@ class Stage3:
             self._open.clear()
             self.reducer.forget()
         for unit, state in self._states.items():
-            if state.running or state.in_backward:
+            if state.running or state.in_backward or state.is_wanted:
+                state.is_wanted = False
                 state.running.clear()
                 state.in_backward.clear()
                 self._free_if_unused(unit)
         self._passes += 1
         self._last_call = None
         self._order.begin()
+        self._guard()
 
     def release(self) -> None:
         """Parameters at rest may be computed with: see at_rest.py."""
@@ -310,9 +314,14 @@ class Stage3:
 
     def _end_forward(self) -> None:
         self._order.end()
+        if not in_backward():
+            self.release()
         if torch.is_grad_enabled() and not in_backward():
-            self._is_guarding = True
-            guard(slot.at_rest for slot in self.slots if slot.at_rest is not None)
+            self._guard()
+
+    def _guard(self) -> None:
+        self._is_guarding = True
+        guard({slot.name: slot.at_rest for slot in self.slots if slot.at_rest is not None})
 
     def detach(self) -> None:
         """Give the model its whole parameters for good, and remove all hooks. Collective."""
@@ -341,7 +350,7 @@ class Stage3:
         """Free the units of a module and of those in it (None: the model), whatever has gathered them."""
         for unit in self._units_in(module):
             state = self._states[unit]
-            state.is_pinned = False
+            state.is_pinned = state.is_wanted = False
             state.in_backward.clear()
             self._free_if_unused(unit)
 
@@ -433,7 +442,7 @@ class Stage3:
         state.running[-1] = _Frame(module, call)
         return call.watch_inputs(args, kwargs)
 
-    def _after(self, unit: Unit, is_part: bool, module: nn.Module, _: Any, output: Any) -> None:
+    def _after(self, unit: Unit, is_part: bool, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """After it has run, or raised."""
         state = self._states[unit]
         if not state.running or state.running[-1].module is not module:
@@ -443,7 +452,10 @@ class Stage3:
             state.open_calls.add(call)
             if not in_backward():
                 self._last_call = call
-            call.watch_outputs(output)
+            is_found = call.watch_outputs(output, results_in(self._within(module)), _containers(args, kwargs))
+            if not is_found and not in_backward() and (call.has_inputs or any(p.requires_grad for p in unit.wholes)):
+                state.is_wanted = True
+                return
         if self.reshard_after_forward or call is None:
             self._free_if_unused(unit, keep=is_part or in_backward())
 
@@ -491,6 +503,7 @@ class Stage3:
             self.reducer.show()
         for unit, state in self._states.items():
             state.in_backward.clear()
+            state.is_wanted = False
             self._free_if_unused(unit)
 
     def _came(self, slot: Slot, _: Any) -> None:
@@ -538,7 +551,7 @@ class Stage3:
         after = _Uncompiled(partial(self._after, unit, is_part))
         self._handles += [
             module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
-            module.register_forward_hook(after, always_call=True),
+            module.register_forward_hook(after, always_call=True, with_kwargs=True),
         ]
 
     def _be_at_rest(self) -> None:
@@ -552,9 +565,21 @@ class Stage3:
         self.released()
         self.load()
 
+    def _within(self, module: nn.Module) -> list[nn.Module]:
+        """The module and those within, which may put results into attributes."""
+        found = self._modules_in.get(module)
+        if found is None:
+            found = self._modules_in[module] = list(module.modules())
+        return found
+
     def _units_in(self, module: nn.Module | None) -> list[Unit]:
         inside = set((module or self.model).modules())
         return [unit for unit in self.units if unit.owners & inside]
+
+
+def _containers(args: Any, kwargs: Any) -> list[Any]:
+    """Arguments that a module may have put results into."""
+    return [x for x in (*args, *kwargs.values()) if x is not None and not isinstance(x, (Tensor, int, float, str))]
 
 
 def in_backward() -> bool:
