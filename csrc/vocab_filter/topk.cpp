@@ -1,9 +1,9 @@
 // The k largest logits of every row, sorted; equal ones by ascending id.
 //
-// One read of the row. The k best so far are a heap with the worst on top; ids come in ascending order, so a candidate
-// replaces the top only if it is strictly larger, and ties fall to the lowest id by themselves. Chunks without an
-// element as large as the top, nearly all once the heap has seen a few thousand, are passed over by a loop of
-// comparisons that compilers vectorise.
+// One read of the row. The k best so far are a heap with the worst on top, or sorted where they are few; ids come in
+// ascending order, so a candidate replaces the worst only if it is strictly larger, and ties fall to the lowest id by
+// themselves. Chunks without an element as large as the worst, nearly all after a few thousand elements, are passed
+// over by a loop of comparisons that compilers vectorise, and so is, one by one, an element of another chunk.
 //
 //   logits [3, 5, 5, 1, 5], k = 2   ->   values [5, 5], ids [1, 2], and 1 more element equal to the last value
 #include <torch/csrc/stable/library.h>
@@ -27,6 +27,7 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 constexpr int64_t kChunk = 64;
+constexpr int64_t kFew = 16;  // candidates up to which moving them is cheaper than a heap: the experts of a token
 
 struct Candidate {
   uint64_t key;
@@ -53,33 +54,72 @@ bool may_hold_candidate(const T* x, T threshold) {
   return found != 0;
 }
 
-// Fills `heap`, which has room for k, sorts it best first, and returns how many more elements equal the last value.
-template <typename T>
-int64_t select_row(const T* x, int64_t vocab, int64_t k, std::vector<Candidate>& heap) {
-  heap.clear();
-  for (int64_t i = 0; i < k; ++i) heap.push_back({ordered_key(x[i]), i});
+// The k best so far.
+template <bool kSorted>
+class Best {
+ public:
+  explicit Best(std::vector<Candidate>& items) : items_(items) {}
+
+  const Candidate& worst() const { return kSorted ? items_.back() : items_.front(); }
+  void start() {
+    if (kSorted) {
+      for (size_t i = 1; i < items_.size(); ++i) sink(items_[i], i);
+    } else {
+      std::make_heap(items_.begin(), items_.end(), is_better);
+    }
+  }
+  void replace_worst(Candidate candidate) {
+    if (kSorted) {
+      sink(candidate, items_.size() - 1);
+    } else {
+      std::pop_heap(items_.begin(), items_.end(), is_better);
+      items_.back() = candidate;
+      std::push_heap(items_.begin(), items_.end(), is_better);
+    }
+  }
+  void finish() {
+    if (!kSorted) std::sort_heap(items_.begin(), items_.end(), is_better);
+  }
+
+ private:
+  // Over the item at `place`, to before those that are worse.
+  void sink(Candidate candidate, size_t place) {
+    for (; place > 0 && items_[place - 1].key < candidate.key; --place) items_[place] = items_[place - 1];
+    items_[place] = candidate;
+  }
+
+  std::vector<Candidate>& items_;
+};
+
+// Fills `items`, which has room for k, best first, and returns how many more elements equal the last value.
+template <bool kSorted, typename T>
+int64_t select_row(const T* x, int64_t vocab, int64_t k, std::vector<Candidate>& items) {
+  items.clear();
+  for (int64_t i = 0; i < k; ++i) items.push_back({ordered_key(x[i]), i});
   if (k == 0) return 0;
-  std::make_heap(heap.begin(), heap.end(), is_better);
-  int64_t equal = 0;  // elements left out that equal the worst of the heap
+  Best<kSorted> best(items);
+  best.start();
+  int64_t equal = 0;  // elements left out that equal the worst
+  auto limit = comparable(x[best.worst().column]);
   const auto offer = [&](int64_t i) {
-    const uint64_t key = ordered_key(x[i]), worst = heap.front().key;
+    if (comparable(x[i]) < limit) return;  // not where one is a NaN
+    const uint64_t key = ordered_key(x[i]), worst = best.worst().key;
     if (key < worst) return;
     if (key == worst) {
       ++equal;
       return;
     }
-    std::pop_heap(heap.begin(), heap.end(), is_better);
-    heap.back() = {key, i};
-    std::push_heap(heap.begin(), heap.end(), is_better);
-    equal = heap.front().key == worst ? equal + 1 : 0;
+    best.replace_worst({key, i});
+    limit = comparable(x[best.worst().column]);
+    equal = best.worst().key == worst ? equal + 1 : 0;
   };
   int64_t i = k;
   for (; i + kChunk <= vocab; i += kChunk) {
-    if (!may_hold_candidate(x + i, x[heap.front().column])) continue;
+    if (!may_hold_candidate(x + i, x[best.worst().column])) continue;
     for (int64_t j = i; j < i + kChunk; ++j) offer(j);
   }
   for (; i < vocab; ++i) offer(i);
-  std::sort_heap(heap.begin(), heap.end(), is_better);
+  best.finish();
   return equal;
 }
 
@@ -103,13 +143,13 @@ std::tuple<Tensor, Tensor, Tensor> topk_cpu(const Tensor& logits_in, int64_t k, 
     const T* from = static_cast<const T*>(logits.const_data_ptr());
     T* value_out = static_cast<T*>(values.mutable_data_ptr());
     torch::stable::parallel_for(0, rows, row_grain(vocab), [&](int64_t begin, int64_t end) {
-      std::vector<Candidate> heap;
+      std::vector<Candidate> best;
       for (int64_t row = begin; row < end; ++row) {
         const T* x = from + row_start(layout, row);
-        equal_out[row] = select_row(x, vocab, k, heap);
+        equal_out[row] = k <= kFew ? select_row<true>(x, vocab, k, best) : select_row<false>(x, vocab, k, best);
         for (int64_t j = 0; j < k; ++j) {
-          value_out[row * k + j] = x[heap[static_cast<size_t>(j)].column];
-          id_out[row * k + j] = heap[static_cast<size_t>(j)].column + vocab_start;
+          value_out[row * k + j] = x[best[static_cast<size_t>(j)].column];
+          id_out[row * k + j] = best[static_cast<size_t>(j)].column + vocab_start;
         }
       }
     });
