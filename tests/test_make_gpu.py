@@ -118,6 +118,7 @@ def test_make_target_passes_its_variables_on() -> None:
         capture_output=True,
         text=True,
         timeout=60,
+        env={name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MFLAGS", "ARGS")},
     )
     assert done.returncode == 0, done.stderr
     assert [line.split()[0] for line in done.stdout.splitlines()[:-1]] == ["build", "tests"]
