@@ -1,7 +1,7 @@
 """What a language model's own code does with logits that are split over the vocabulary: its loss, and `generate`.
 
 The head of a parallelised model returns logits as a DTensor, `Shard(-1)` over the tensor-parallel ranks: what reads
-them gets the right numbers, as DTensor's operators do, or an error, and never a part for the whole. A loss that is
+them gets the right numbers (`fastpar.tensor.split_logits`), and never a part for the whole. A loss that is
 known takes them as they are; one that is not, and `generate`, get them gathered.
 """
 

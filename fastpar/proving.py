@@ -22,6 +22,7 @@ from fastpar.heads import KEY_COUNTS, QUERY_COUNTS, HeadsError, HeadSplit, said,
 from fastpar.pipeline.absent import Absent
 from fastpar.plan import Style, UnknownModelError, auto_plan, match_plan
 from fastpar.stacked_experts import is_stacked
+from fastpar.tensor.own_forward import has_hooks, has_own_forward
 from fastpar.trial import Call, DifferenceError, Trial, TrialError, is_linear, is_per_token, record_calls
 
 _SPLIT = ("colwise", "rowwise")
@@ -88,6 +89,9 @@ def refuse_wrong_blocks(model: nn.Module, styles: Mapping[str, Style], size: int
         return
     for path in kinds.values():
         inside = {name[len(path) + 1 :]: style for name, style in styles.items() if name.startswith(f"{path}.")}
+        linears = [modules[f"{path}.{name}"] for name, style in inside.items() if style.kind in _SPLIT]
+        if any(has_own_forward(linear) or has_hooks(linear) for linear in linears):
+            continue  # virtual layers have neither; these linears have been tried by themselves
         if path in calls and all(style.kind in _TRIED for style in inside.values()):
             _refuse_wrong_block(path, modules[path], calls[path], {"": styles[path], **inside}, size)
 

@@ -604,7 +604,8 @@ def parallelize(
     sequence_parallel  split the residual stream along the sequence between blocks
     gather_logits      True: the head returns all V logits as a plain tensor. False: a DTensor, Shard(-1) over the
                        group, which `vocab_parallel_cross_entropy(logits, target)` takes as it is, and of which
-                       `logits.full_tensor()` and `logits.to_local()` give the whole and this rank's part. None: False,
+                       `logits.full_tensor()` and `logits.to_local()` give the whole and this rank's part; whatever
+                       else reads it gets all logits, by an all-gather that every rank has to do. None: False,
                        unless the model computes a loss in its forward by code that fastpar cannot replace. The model's
                        own `loss_function` and `generate` work in both cases
     sync_weights       "check" (default): ranks must hold the same weights before the split, else ValueError names the
@@ -617,8 +618,11 @@ def parallelize(
     (all-reduces; with `sequence_parallel` an all-gather and a reduce-scatter in the place of each), one for the
     embedding, and one small one for the loss.
 
+    The model, its hooks included, runs once on a few ids, and copies of one block of each kind run whole and on virtual
+    ranks, before anything is changed; models that take no ids are split untried.
+
     Raises ValueError for a pattern that matches nothing, heads that cannot be split, parameters inside a block with no
-    style, weights that differ; TypeError for a style on the wrong kind of module. The model is unchanged then.
+    style, a block that computes something else when it is split, weights that differ; TypeError for a style on the wrong kind of module. The model is unchanged then.
     """
     check_model(model, "parallelize")
     if getattr(model, _STATE, None) is not None:

@@ -32,7 +32,7 @@ _QUESTIONS = {
     "is_floating_point",
     "__len__",
 }
-_QUESTIONS |= {"is_complex", "is_contiguous", "get_device", "__hash__", "__repr__", "is_same_size", "data_ptr"}
+_QUESTIONS |= {"get_device", "__hash__", "__repr__", "data_ptr"}
 _QUESTIONS |= {"backward", "register_hook", "retain_grad", "requires_grad_", "register_post_accumulate_grad_hook"}
 _READ = {
     "shape",
@@ -47,7 +47,7 @@ _READ = {
     "names",
     "itemsize",
 }
-_READ |= {"is_cuda", "is_cpu", "is_meta", "nbytes", "_version", "_base", "output_nr", "retains_grad", "_backward_hooks"}
+_READ |= {"nbytes", "_version", "_base", "output_nr", "retains_grad", "_backward_hooks"}
 _ELEMENTWISE = {"float", "half", "bfloat16", "double", "to", "type", "detach", "clone", "contiguous", "neg", "__neg__"}
 _ELEMENTWISE |= {"mul", "div", "true_divide", "add", "sub", "tanh", "sigmoid", "square", "exp", "abs", "clamp", "relu"}
 _ELEMENTWISE |= {"__mul__", "__rmul__", "__truediv__", "__add__", "__radd__", "__sub__", "multiply", "divide"}
@@ -75,7 +75,7 @@ class SplitLogits(DTensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if name in _QUESTIONS or (name in ("__get__", "__set__") and _owner(func) in (*_READ, "data")):
+        if _is_question(func, name):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         first = args[0] if args else None
@@ -102,11 +102,15 @@ class SplitLogits(DTensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Saved as the plain tensor of all logits."""
-        return _whole(self.detach()).__reduce_ex__(protocol)
+        return _whole(cast(SplitLogits, self.detach())).__reduce_ex__(protocol)
 
 
-def _owner(func: Any) -> str:
-    return getattr(getattr(func, "__self__", None), "__name__", "")
+def _is_question(func: Any, name: str) -> bool:
+    """Whether it asks for what is known without the numbers, or belongs to autograd."""
+    if name in ("__get__", "__set__"):
+        owner = getattr(getattr(func, "__self__", None), "__name__", "")
+        return owner in (*_READ, "data") or owner.startswith("is_")
+    return name in _QUESTIONS or (name.startswith("is_") and name != "is_nonzero")
 
 
 def _is_in_place(name: str) -> bool:

@@ -1,0 +1,310 @@
+"""Models as users write them, against one process: code that no plan, name or class tells of."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fastpar as fp
+from fastpar.tensor import full_parameter
+from tests.dist import run_ranks
+
+VOCAB, HIDDEN, TOKENS = 12, 8, 6
+BLOCKS = {
+    "blocks.*": "stream",
+    "blocks.*.mlp": "block",
+    "blocks.*.mlp.up": "colwise",
+    "blocks.*.mlp.down": "rowwise",
+}
+ENDS = {"embed": "vocab", "head": "vocab"}
+
+
+class MLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(HIDDEN, 2 * HIDDEN), nn.Linear(2 * HIDDEN, HIDDEN)
+
+    def middle(self, h: Tensor) -> Tensor:
+        return F.gelu(h)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.middle(self.up(x)))
+
+
+class NormsInTraining(MLP):
+    def middle(self, h: Tensor) -> Tensor:
+        return h / h.norm(dim=-1, keepdim=True) if self.training else h
+
+
+class Softmax(MLP):
+    def middle(self, h: Tensor) -> Tensor:
+        return h.softmax(-1)
+
+
+class Residual(MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x)
+
+
+class KeepsLoss(MLP):
+    def middle(self, h: Tensor) -> Tensor:
+        self.balance = h.square().mean()
+        return h
+
+
+class Block(nn.Module):
+    def __init__(self, mlp: Callable[[], nn.Module] = MLP):
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(HIDDEN), mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(self.norm(x))
+
+
+class Model(nn.Module):
+    def __init__(self, mlp: Callable[[], nn.Module] = MLP):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.blocks = nn.Embedding(VOCAB, HIDDEN), nn.ModuleList([Block(mlp), Block(mlp)])
+        self.norm, self.head = nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, VOCAB)
+
+    def between(self, x: Tensor) -> Tensor:
+        return x
+
+    def forward(self, ids: Tensor) -> Any:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = self.between(block(x))
+        return self.head(self.norm(x))
+
+
+class Shifts(Model):
+    def between(self, x: Tensor) -> Tensor:
+        return x + 0.5 * F.pad(x, (0, 0, 1, 0))[:, :-1]
+
+
+class CountsPositions(Model):
+    def between(self, x: Tensor) -> Tensor:
+        return x + torch.arange(x.size(1)).view(1, -1, 1) * torch.linspace(0, 1, HIDDEN, dtype=x.dtype)
+
+
+class KeepsBetween(Model):
+    """A loss on hidden states, collected in a list that the training loop empties."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[Tensor] = []
+
+    def between(self, x: Tensor) -> Tensor:
+        self.losses.append(x.square().mean())
+        return x
+
+
+def share(model: Model, name: str) -> Model:
+    if name == "mlp":
+        model.blocks[1].mlp = model.blocks[0].mlp
+    elif name == "block":
+        model.blocks[1] = model.blocks[0]
+    return model
+
+
+def ids() -> Tensor:
+    return torch.randint(VOCAB, (3, TOKENS), generator=torch.Generator().manual_seed(1))
+
+
+def check_equal(model: nn.Module, parallel: nn.Module, loss: Callable[[nn.Module], Tensor]) -> None:
+    """Loss and all gradients; of float64 models."""
+    wanted, found = loss(model), loss(parallel)
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
+    wanted.backward()
+    found.backward()
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    for name, p in parallel.named_parameters():
+        assert p.grad is not None
+        torch.testing.assert_close(full_parameter(p, p.grad), grads[name], rtol=1e-6, atol=1e-9, msg=name)
+
+
+def cross_entropy(model: nn.Module) -> Tensor:
+    return F.cross_entropy(model(ids()).view(-1, VOCAB), ids().view(-1))
+
+
+# ---- modules that are used in several places
+
+
+def _shared() -> None:
+    for name in ("mlp", "block"):
+        for plan in (BLOCKS, BLOCKS | ENDS, "auto"):
+            for sequence in (False, True):
+                model = share(Model(), name).double()
+                parallel: Any = copy.deepcopy(model)
+                fp.parallelize(parallel, dist.group.WORLD, plan, sequence_parallel=sequence)
+                check_equal(model, parallel, cross_entropy)
+    twice = Model()
+    twice.blocks.append(twice.blocks[0])
+    with pytest.raises(ValueError, match="use one module several times"):
+        fp.parallelize(twice, dist.group.WORLD, BLOCKS, sequence_parallel=True)
+    torn = Model()
+    torn.blocks[0].extra = torn.blocks[1].norm
+    with pytest.raises(ValueError, match=r"are one module .* treats them differently"):
+        fp.parallelize(torn, dist.group.WORLD, BLOCKS | {"blocks.0": "block", "blocks.0.norm": "partial"})
+
+
+def test_module_that_layers_share_trains_as_in_one_process() -> None:
+    run_ranks(2, _shared)
+
+
+# ---- blocks that cannot be split
+
+
+def _blocks() -> None:
+    for mlp, what in {
+        NormsInTraining: "its output would be off",
+        Softmax: "its output would be off",
+        Residual: "the gradient of its input would be off",
+        KeepsLoss: "keeps tensors that it computes",
+    }.items():
+        with pytest.raises(ValueError, match=rf"blocks.0.mlp \({mlp.__name__}\), split as the plan says.*{what}"):
+            fp.parallelize(Model(mlp), dist.group.WORLD, BLOCKS)
+        model = Model(mlp).double()
+        parallel: Any = fp.parallelize(copy.deepcopy(model), dist.group.WORLD)
+        assert "colwise" not in {row["style"] for row in fp.explain(parallel).rows}, mlp.__name__
+        check_equal(model, parallel, cross_entropy)
+    split = fp.parallelize(Model(), dist.group.WORLD)
+    assert "colwise" in {row["style"] for row in fp.explain(split).rows}
+
+
+def test_blocks_of_written_and_found_plans_compute_what_they_do_whole_in_both_modes() -> None:
+    run_ranks(2, _blocks)
+
+
+def _partial() -> None:
+    class Ends(MLP):
+        def __init__(self) -> None:
+            super().__init__()
+            self.last = nn.LayerNorm(HIDDEN)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(super().forward(x))
+
+    with pytest.raises(ValueError, match=r"mlp.last.* has the style 'partial', but every rank has its whole gradient"):
+        fp.parallelize(Model(Ends), dist.group.WORLD, BLOCKS | {"blocks.*.mlp.last": "partial"})
+    fp.parallelize(Model(Ends), dist.group.WORLD, BLOCKS | {"blocks.*.mlp.last": "replicate"})
+
+
+def test_partial_style_of_what_runs_after_the_sum_is_refused() -> None:
+    run_ranks(2, _partial)
+
+
+def _hooks() -> None:
+    model = Model()
+    model.blocks[1].mlp.up.register_forward_hook(lambda _m, _a, out: F.layer_norm(out, out.shape[-1:]))
+    with pytest.raises(TypeError, match=r"blocks.1.mlp.up .* forward runs hooks and cannot be kept"):
+        fp.parallelize(model, dist.group.WORLD, BLOCKS)
+    model = Model().double()
+    for block in model.blocks:
+        block.mlp.up.register_forward_hook(lambda _m, _a, out: 1.5 * out)
+        block.mlp.down.register_forward_pre_hook(lambda _m, args: (0.5 * args[0],))
+    check_equal(model, fp.parallelize(copy.deepcopy(model), dist.group.WORLD, BLOCKS), cross_entropy)
+    model = Model().double()
+    for block in model.blocks:
+        nn.utils.parametrizations.spectral_norm(block.mlp.up)
+    check_equal(model, fp.parallelize(copy.deepcopy(model), dist.group.WORLD), cross_entropy)
+
+
+def test_hooks_on_split_layers_are_tried_and_trials_leave_states_alone() -> None:
+    run_ranks(2, _hooks)
+
+
+# ---- code between the layers, under sequence parallelism
+
+
+def _between() -> None:
+    for cls, what in {Shifts: "output", CountsPositions: "output", KeepsBetween: r"losses\[0\]"}.items():
+        model = fp.parallelize(cls(), dist.group.WORLD, BLOCKS, sequence_parallel=True)
+        with pytest.raises(ValueError, match=rf"{cls.__name__} computes something else than without \({what}"):
+            model(ids())
+        whole = cls().double()
+        parallel: Any = fp.parallelize(copy.deepcopy(whole), dist.group.WORLD, BLOCKS)
+        check_equal(whole, parallel, lambda m: cross_entropy(m) + sum(getattr(m, "losses", [])))
+        assert len(getattr(parallel, "losses", "12")) == 2  # of the one forward
+    model = fp.parallelize(Model(), dist.group.WORLD, BLOCKS, sequence_parallel=True)
+    model.blocks[0].register_forward_hook(lambda *_: None)
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("fastpar")
+    logger.addHandler(handler)
+    model(ids())
+    logger.removeHandler(handler)
+    assert any("blocks.0 has a forward hook" in text for text in said)
+
+
+def test_code_between_layers_that_mixes_positions_is_refused_under_sequence_parallelism() -> None:
+    run_ranks(2, _between)
+
+
+# ---- what users do with logits
+
+
+READINGS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": lambda x, y: F.cross_entropy(x.view(-1, VOCAB), y.view(-1), reduction="sum", ignore_index=3),
+    "smooth": lambda x, y: F.cross_entropy(x.float().transpose(1, 2), y, label_smoothing=0.1).double(),
+    "weighted": lambda x, y: nn.CrossEntropyLoss(torch.arange(1.0, VOCAB + 1).double())(x.flatten(0, 1), y.flatten()),
+    "shifted": lambda x, y: F.cross_entropy(x[:, :-1].reshape(-1, VOCAB), y[:, 1:].reshape(-1)),
+    "nll": lambda x, y: -x.log_softmax(-1).gather(-1, y[..., None]).mean(),
+    "entropy": lambda x, _: -(x.softmax(-1) * x.log_softmax(-1)).sum(-1).mean(),
+    "teacher": lambda x, _: F.kl_div(x.log_softmax(-1), torch.full_like(x.detach(), 1 / VOCAB), reduction="batchmean"),
+    "mean": lambda x, _: x.mean() * x.mean().item() + float(x.detach().max()),
+    "accuracy": lambda x, y: x.square().mean() * (x.argmax(-1) == y).double().mean(),
+    "slices": lambda x, _: x[..., 3:8].square().mean() + x[:, -1].mean() + x[..., [1, -1]].mean(),
+    "mask": lambda x, y: F.cross_entropy(x[:, 0].masked_fill(torch.arange(VOCAB) > 10, -9.0), y[:, 0].clamp(max=10)),
+    "bias": lambda x, _: (x / 2 + torch.arange(VOCAB)).square().mean(),
+    "numpy": lambda x, _: x.mean() * float(x.detach().numpy().max()),
+    "nothing": lambda x, y: (
+        torch.nan_to_num(F.cross_entropy(x.view(-1, VOCAB), 0 * y.view(-1), ignore_index=0), 7.0) + x.mean()
+    ),
+}
+
+
+def _readings() -> None:
+    model = Model().double()
+    for name, reading in READINGS.items():
+        parallel: Any = fp.parallelize(copy.deepcopy(model), dist.group.WORLD, BLOCKS | ENDS)
+        model.zero_grad()
+        try:
+            check_equal(model, parallel, lambda m, reading=reading: reading(m(ids()), ids()))
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {error}") from None
+    logits = parallel(ids())
+    halves = (logits / 2).float()[:, 1:]
+    assert [p.is_shard(halves.dim() - 1) for p in halves.placements] == [True]  # nothing was gathered
+    with pytest.raises(TypeError, match=r"cannot be changed by masked_fill_ with a tensor: write it out of place"):
+        logits.detach().masked_fill_(torch.ones(VOCAB, dtype=torch.bool), 0.0)
+    assert "SplitLogits" not in str(type(copy.deepcopy(logits.detach())))
+
+
+def test_whatever_is_done_with_split_logits_gives_the_numbers_of_one_process() -> None:
+    run_ranks(2, _readings)
+
+
+def _encoder() -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(HIDDEN, 2, 2 * HIDDEN, 0.0, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2).eval()
+    plan = {"layers.*.linear1": "colwise", "layers.*.linear2": "rowwise"}
+    parallel = fp.parallelize(copy.deepcopy(model), dist.group.WORLD, plan)
+    x = torch.randn(2, TOKENS, HIDDEN)
+    with torch.no_grad():
+        torch.testing.assert_close(parallel(x), model(x), rtol=1e-5, atol=1e-5)
+
+
+def test_encoder_of_torch_runs_in_eval_mode() -> None:
+    run_ranks(2, _encoder)
