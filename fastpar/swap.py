@@ -622,7 +622,8 @@ def parallelize(
     ranks, before anything is changed; models that take no ids are split untried.
 
     Raises ValueError for a pattern that matches nothing, heads that cannot be split, parameters inside a block with no
-    style, a block that computes something else when it is split, weights that differ; TypeError for a style on the wrong kind of module. The model is unchanged then.
+    style, a block that computes something else when it is split, weights that differ; TypeError for a style on the
+    wrong kind of module. The model is unchanged then.
     """
     check_model(model, "parallelize")
     if getattr(model, _STATE, None) is not None:
