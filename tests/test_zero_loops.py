@@ -260,7 +260,7 @@ def penalised() -> None:
     optimizer = make_optimizer("sgd", model.parameters())
     shard(model, optimizer, 3)
     loss = loss_here(model, 0)
-    with pytest.raises(RuntimeError, match=r"sharded, between forward and backward.*full_tensor\(\)"):
+    with pytest.raises(RuntimeError, match=r"sharded, outside of the forward of .*full_tensor\(\)"):
         penalty(model, 2)
     assert float(model.first.weight.detach().norm()) > 0.0
     loss.backward()

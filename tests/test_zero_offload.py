@@ -40,7 +40,8 @@ def train(stage: int, dtype: torch.dtype, kind: str, offload: Any) -> Parameters
     zero.state_dict()  # brings values into memory
     found = optimizer_values(zero)
     for slot in zero.slots:
-        for key, value in optimizer.state[slot.face].items():
+        states = {key: x for key, x in optimizer.state[slot.face].items() if key != "master_param"}  # a copy's own
+        for key, value in states.items():
             if isinstance(value, torch.Tensor):
                 found[f"{slot.name}.{key}"] = fp.zero.groups.local(value).clone()
     return found

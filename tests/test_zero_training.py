@@ -403,3 +403,28 @@ def test_what_does_not_fit_is_refused_before_anything_changes() -> None:
         assert [id(p) for p in optimizer.param_groups[0]["params"]] == before
         assert not model._forward_pre_hooks
         assert not optimizer._optimizer_step_pre_hooks
+
+
+# ---- writing to parameters between steps
+
+
+def decaying() -> None:
+    for stage in (1, 2):
+        model = Net()
+        optimizer = make_optimizer("adamw", model.parameters())
+        shard(model, optimizer, stage)
+        for step in range(20):
+            loss_here(model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.mul_(0.5)
+        for name, x in whole_values(model).items():
+            for other in fp.Communicator(dist.group.WORLD).all_gather(x.reshape(1, -1)):
+                assert torch.equal(other, x.reshape(-1)), (stage, name)
+
+
+def test_parameters_may_be_written_to_right_after_a_step() -> None:
+    """Other ranks have copied a rank's rows when its step returns."""
+    run_ranks(2, decaying)

@@ -42,8 +42,8 @@ class WholeParameters:
         self.rows = [self.layout.rows_of(value, index, comm.rank) for index, value in enumerate(self.values)]
 
     def gather(self) -> None:
-        """Bring the other ranks' rows in. Collective; nobody writes to its rows again before all have returned from
-        another collective."""
+        """Bring the other ranks' rows in. Collective: when it returns, no rank reads this one's rows any more, which
+        users may write to (averages of weights, load_state_dict)."""
         if self.comm.size == 1:
             return
         if not self.is_shared:
@@ -57,6 +57,7 @@ class WholeParameters:
         note("all_gather", self.comm.size, self.layout.total, self.dtype)
         self.comm.barrier()
         copy_rows(self._mirrored, self._peers)
+        self.comm.barrier()
 
     def _cut(self, flat: Tensor, numels: Sequence[int]) -> list[Tensor]:
         ends = list(itertools.accumulate(numels))
