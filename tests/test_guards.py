@@ -73,6 +73,15 @@ class PointwiseLayer(Layer):
         return super().forward(x) * torch.sigmoid(x.square().mean(-1, keepdim=True)) + x.flip(-1)
 
 
+class InPlaceLayer(Layer):
+    """Adds to what its block has returned, in place."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.mlp(self.norm(x))
+        out += x
+        return out
+
+
 class DroppedLayer(Layer):
     def forward(self, x: Tensor) -> Tensor:
         return F.dropout(super().forward(x), 0.2, self.training)
@@ -193,7 +202,7 @@ def test_what_mixes_positions_is_refused_with_sequence_parallelism(kind: str) ->
 
 
 def _pointwise() -> None:
-    model = _stack(PointwiseLayer(nn.Dropout(0.2)), Layer(nn.Linear(6, 6)))
+    model = _stack(PointwiseLayer(nn.Dropout(0.2)), Layer(nn.Linear(6, 6)), InPlaceLayer())
     x = torch.randn(2, 9, 6, generator=torch.Generator().manual_seed(0))
     parallel = fp.parallelize(copy.deepcopy(model), dist.group.WORLD, LAYER, sequence_parallel=True)
     model.eval()

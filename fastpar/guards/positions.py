@@ -139,8 +139,10 @@ def _run(
     """Outputs at position `at` of the layer's own modules, in the order in which they end, and of the layer."""
 
     def other(x: Tensor) -> Tensor:
-        if generator is None or not isinstance(x, Tensor) or not x.is_floating_point():
+        if not isinstance(x, Tensor) or not x.is_floating_point():
             return x
+        if generator is None:
+            return x.clone()  # the layer may add to what a block has returned, in place
         noise = torch.randn(x.shape, generator=generator, device="cpu").to(x) * (x.std() + 1)
         noise.select(region.dim, at).copy_(x.select(region.dim, at))
         return noise

@@ -277,7 +277,7 @@ def _compare(twin: nn.Module, comm: Communicator, split: Callable[[nn.Module], A
     out = layer(split_x)
     weight, layout = layer._parameters["weight"], layer._layouts["weight"]
     split_wgrad, *split_dgrad = torch.autograd.grad(
-        out, [weight, split_x][: 1 + has_dgrad], layer.local_output(dout).contiguous()
+        out, [weight, split_x][: 1 + has_dgrad], layer.local_output(dout * _shares(layer, dout)).contiguous()
     )
     checks = [("output", out, layer.local_output(expected))]
     if not layout.picks_rows:  # else the rows that several ranks use are summed over them
@@ -296,6 +296,17 @@ def _compare(twin: nn.Module, comm: Communicator, split: Callable[[nn.Module], A
         if not error <= 64 * eps * max(1, x.shape[-1]) ** 0.5 * (scale + eps):
             return f"its {what} differs from the whole layer's by {error:.2g} of {scale:.2g}"
     return ""
+
+
+def _shares(layer: Any, dout: Tensor) -> Tensor:
+    """What each rank has of the gradient of an output feature: a part of those that several ranks compute."""
+    rows = getattr(layer, "rows", None)
+    if rows is None or not layer._layouts["weight"].picks_rows:
+        return dout.new_ones(())
+    users = dout.new_zeros(rows.total)
+    for lo, hi in (span for spans in rows.ranges for span in spans):
+        users[lo:hi] += 1
+    return users.reciprocal()
 
 
 def _sample(module: nn.Module, weight: Tensor) -> Tensor:
