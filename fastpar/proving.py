@@ -22,7 +22,7 @@ from fastpar.heads import KEY_COUNTS, QUERY_COUNTS, HeadsError, HeadSplit, said,
 from fastpar.pipeline.absent import Absent
 from fastpar.plan import Style, UnknownModelError, auto_plan, match_plan
 from fastpar.stacked_experts import is_stacked
-from fastpar.tensor.own_forward import has_hooks, has_own_forward
+from fastpar.tensor.own_forward import check_parameters, has_hooks, has_own_forward
 from fastpar.trial import Call, DifferenceError, Trial, TrialError, is_linear, is_per_token, record_calls
 
 _SPLIT = ("colwise", "rowwise")
@@ -141,7 +141,23 @@ def _first_plan(
     for path in [path for path, style in styles.items() if style.kind == "expert"]:
         if path in modules and not isinstance(modules[path], Absent) and not is_stacked(modules[path]):
             del styles[path]  # experts of another form, such as some that do nothing: left whole
-    return styles, None
+    return styles | _unsplit_ends(modules, styles), None
+
+
+def _unsplit_ends(modules: Mapping[str, nn.Module], styles: Mapping[str, Style]) -> dict[str, Style]:
+    """Embeddings and heads that a declared plan splits and that cannot be split, with all that share their weights."""
+    ends = [path for path, style in styles.items() if style.kind == "vocab" and path in modules]
+    found: dict[str, Style] = {}
+    for path in ends:
+        if not isinstance(modules[path], nn.Embedding | nn.Linear):
+            continue
+        try:
+            check_parameters(modules[path])
+        except TypeError as error:
+            weights = {id(param) for param in modules[path].parameters()}
+            sharing = [end for end in ends if weights & {id(param) for param in modules[end].parameters()}]
+            found |= dict.fromkeys(sharing, Style("whole", note=f"left whole: {error}"))
+    return found
 
 
 def _ends(model: nn.Module) -> dict[str, Style]:
@@ -237,14 +253,27 @@ class _Layer:
                 self.settled |= found
                 return
         if _holds_experts(module) or call is None:
-            for name, _ in module.named_children():
-                self._visit(f"{path}.{name}")
+            self._visit_children(path, module, call)
             return
         kept = {p: s for p, s in self.declared.items() if s.kind in _FULL and p.startswith(f"{path}.")}
         if kept and not self.sequence:
             self.settled |= kept
             return
         self._leave_whole(path, module, call, reason)
+
+    def _visit_children(self, path: str, module: nn.Module, call: Call | None) -> None:
+        """What a module holds, one by one; all of it on all tokens where one of them cannot work on a part."""
+        before = dict(self.settled)
+        try:
+            for name, _ in module.named_children():
+                self._visit(f"{path}.{name}")
+        except HeadsError:
+            raise
+        except ValueError:
+            if call is None:
+                raise
+            self.settled = before
+            self._leave_whole(path, module, call, "")
 
     def _leave_whole(self, path: str, module: nn.Module, call: Call, reason: str) -> None:
         note = reason and f"left whole: {reason}"
@@ -269,7 +298,7 @@ class _Layer:
 
     def _split(self, path: str, module: nn.Module, call: Call) -> tuple[dict[str, Style] | None, str]:
         """The styles of a block that pass, by path in the layer; else None, and why the first guess did not."""
-        reason = ""
+        reason = self._wrapped_linear(path)
         for guess, is_declared in self._guesses(path, module, call):
             try:
                 found = self._try(path, module, call, guess)
@@ -282,6 +311,15 @@ class _Layer:
             else:
                 return {f"{path}.{name}" if name else path: style for name, style in found.items()}, ""
         return None, reason
+
+    def _wrapped_linear(self, path: str) -> str:
+        """What is said of a block whose declared linears have something else in their places, such as adapters."""
+        names = [p for p, s in self.declared.items() if p.startswith(f"{path}.") and s.kind in _SPLIT]
+        other = next((name for name in names if not is_linear(self.modules[name])), None)
+        if other is None:
+            return ""
+        kind = type(self.modules[other])
+        return f"{other} is a {kind.__module__}.{kind.__qualname__}, which is no linear that could be split"
 
     def _guesses(self, path: str, module: nn.Module, call: Call) -> Iterator[tuple[dict[str, Style], bool]]:
         """What is declared (True), and what the calls suggest; each with more and more attributes made local."""

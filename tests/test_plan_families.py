@@ -2,7 +2,8 @@
 
 Those that are not slow differ in structure: latent attention with routed and shared experts, gates in the queries and
 linear attention, layers of a plan with gathered outputs, a norm over all heads, layers without modules for their MLPs,
-heads interleaved in one weight. docs/families_table.py writes the results of the walk into docs/families.md.
+heads interleaved in one weight; linears with a forward of their own over shared key/value heads, an embedding that
+cannot be split, routers that read the tokens' ids. docs/families_table.py writes the results of the walk into docs/families.md.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from tests.family_ranks import walk_family
 
 pytest.importorskip("transformers")
 
-CHOSEN = {"deepseek_v2", "qwen3_next", "phi3", "opt", "gpt_neox"}
+CHOSEN = {"deepseek_v2", "qwen3_next", "phi3", "opt", "gpt_neox", "falcon", "inkling_text", "deepseek_v4"}
 
 
 def cases() -> list[Any]:
