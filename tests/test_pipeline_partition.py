@@ -515,6 +515,34 @@ def test_what_a_model_computes_between_its_modules_happens_once(layout: str, arc
     )
 
 
+class Streams(Own):
+    """Several vectors a token, made of one that the embedding returns (hyper-connections)."""
+
+    def forward(self, ids: Tensor, scale: Tensor | None = None) -> Tensor:
+        hidden = self.tok(ids).unsqueeze(2).expand(-1, -1, 3, -1).contiguous()
+        for block in self.blocks.values():
+            hidden = block(hidden=hidden, bias=hidden.new_zeros(()))[0]
+        return self.out(self.ln(hidden.mean(2)))
+
+
+@pytest.mark.parametrize("layout", ["E,t|t*2|H", "E|t*3,H"])
+def test_streams_made_of_one_embedding_are_found_and_cut(layout: str) -> None:
+    torch.manual_seed(0)
+    model = Streams()
+    for unused in ("pos", "ln0", "bias"):
+        delattr(model, unused)
+    assert infer_architecture(model).embedding == "tok"
+    full, ids, grad = copy.deepcopy(model), torch.randint(0, 11, (3, 5)), torch.randn(3, 5, 11)
+    cut = partition(model, layout=layout)
+    stages = cut.stages(range(cut.num_parts))
+    expected = full(ids)
+    expected.backward(grad)
+    assert torch.equal(forward_backward(stages, (ids,), None, grad), expected)
+    found, wanted = gradients(stages), full_gradients(full)
+    assert set(found) == set(wanted)
+    assert_same({"tok": found["tok.weight"]}, {"tok": wanted["tok.weight"]})
+
+
 def test_meta_models_with_code_between_modules_are_cut_alike() -> None:
     with torch.device("meta"):
         model = Pooled()

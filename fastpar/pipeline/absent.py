@@ -138,7 +138,7 @@ class AbsentEmbedding(Absent):
                 f"{self.path} is on part {self.part}; this part expects hidden states from the part before it, and got "
                 f"{hidden.dtype} of shape {tuple(hidden.shape)}"
             )
-        return hidden
+        return hidden if stream is None else stream.as_embedding(hidden)
 
 
 class AbsentAddend(Absent):

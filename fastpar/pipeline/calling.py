@@ -147,7 +147,7 @@ class _Entry:
         if self.stream.is_guarded and args:
             args = (args[0].detach().clone(),)
         if self.embeds and args:
-            kwargs = {**kwargs, "inputs_embeds": args[0]}
+            kwargs = {**kwargs, "inputs_embeds": self.stream.as_embedding(args[0])}
             args = ()
         return args, {**kwargs, "use_cache": False} if self.no_cache else kwargs
 

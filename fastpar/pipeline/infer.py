@@ -152,7 +152,7 @@ def _read(
         if any(side is call.returns for side in sides):
             continue  # for the layers themselves
         is_lookup = call.takes is None or not call.takes.is_floating_point() or call.takes.dim() < hidden.dim()
-        if is_lookup and not embedding and call.returns.shape[:-1] == hidden.shape[:-1]:
+        if is_lookup and not embedding and _has_tokens_of(call.returns, hidden):
             embedding = path
         elif call.returns.shape[-1:] == hidden.shape[-1:] and is_lookup:
             added.append(path)
@@ -178,6 +178,13 @@ def _read(
         shared=tuple(path for path in beside if path not in placed),
         after=tuple(after[1:]),
     )
+
+
+def _has_tokens_of(embedded: Tensor, hidden: Tensor) -> bool:
+    """Whether hidden states may be made from it: one vector a token, or several (hyper-connections) of its size."""
+    if embedded.dim() < hidden.dim():
+        return embedded.shape[:2] == hidden.shape[:2] and embedded.shape[-1:] == hidden.shape[-1:]
+    return embedded.shape[:-1] == hidden.shape[:-1]
 
 
 def _output_modules(model: nn.Module) -> set[str]:

@@ -23,7 +23,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor, nn
 
-from fastpar.pipeline.absent import Absent, AbsentLayer, ReturnCheck
+from fastpar.pipeline.absent import Absent, AbsentEmbedding, AbsentLayer, ReturnCheck
 from fastpar.pipeline.agreement import fingerprint
 from fastpar.pipeline.architecture import Architecture, Unit, find_architecture, sequential_units
 from fastpar.pipeline.balance import balance
@@ -116,6 +116,8 @@ class UnitModel:
             absent.connect(stream, is_entry=index + 1 in places[:1], is_exit=index - 1 in places[-1:])
             if unit.absent is AbsentLayer and unit.path in calls:
                 absent.returns(calls[unit.path].returned)
+            if unit.absent is AbsentEmbedding and unit.path in calls:
+                stream.embedding_dims = calls[unit.path].num_dims
         is_last = self._is_last(part) and self.head is None
         self.convention.install(module, stream, is_first=part == 0, is_last=is_last)
         if not places or places[0] == 0:

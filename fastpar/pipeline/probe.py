@@ -41,11 +41,13 @@ class PartError(ValueError):
 
 @dataclass
 class UnitCall:
-    """One call of a unit: the hidden states, the other tensors by name, and the structure of what it returned."""
+    """One call of a unit: the hidden states, the other tensors by name, and the structure of what it returned (with
+    the number of dims, where that is a tensor)."""
 
     main: Any
     sides: dict[str, Tensor]
     returned: Any = None
+    num_dims: int = 0
 
 
 @dataclass
@@ -336,6 +338,7 @@ def _watchers(
     def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         main = calls[path].main
         calls[path].returned = template_of(output, tuple(main.shape) if isinstance(main, Tensor) else ())
+        calls[path].num_dims = output.dim() if isinstance(output, Tensor) else 0
         torch.manual_seed(2 * index + 1)
 
     return before, after

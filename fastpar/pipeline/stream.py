@@ -24,10 +24,14 @@ class Stream:
 
     has_units   False: the part is empty, and hands on what it receives
     is_guarded  the model changes its input in place before the part begins: it gets a copy of what has arrived
+
+    embedding_dims  dims of what the model's embedding returns (0: not known). Hidden states have more where the model
+                    makes several vectors a token of it (hyper-connections).
     """
 
     def __init__(self, *, has_units: bool = True, is_guarded: bool = False) -> None:
         self.has_units, self.is_guarded = has_units, is_guarded
+        self.embedding_dims = 0
         self.received: Tensor | None = None
         self.left: Tensor | None = None
         self.is_running = False
@@ -35,6 +39,13 @@ class Stream:
 
     def begin(self, received: Any) -> None:
         self.received, self.left, self.is_running, self.entered = received, None, True, False
+
+    def as_embedding(self, hidden: Any) -> Any:
+        """Something like what the embedding returns, for the code between it and the layers, whose result is not used:
+        the hidden states, or one vector a token of them."""
+        while isinstance(hidden, Tensor) and 2 < self.embedding_dims < hidden.dim():
+            hidden = hidden.select(-2, 0)
+        return hidden
 
     def end(self) -> tuple[Tensor | None, Tensor | None]:
         """(received, left) of the forward that ends here; nothing is kept."""
