@@ -1,7 +1,8 @@
 """What other libraries do with a model, made right for one that is parallelised, or refused where it would go wrong.
 
-`save_pretrained` of transformers wants whole tensors. DistributedDataParallel wants plain ones: its constructor fails
-inside of torch, several calls below the line that the user wrote.
+`save_pretrained` of transformers wants whole tensors, and so does `resize_token_embeddings`. DistributedDataParallel
+wants plain ones, of which nobody else reduces the gradients: its constructor fails inside of torch, several calls
+below the line that the user wrote, or does not fail.
 """
 
 from __future__ import annotations
@@ -49,17 +50,78 @@ class SavePretrained:
 
 
 class RefusedByDDP:
-    """What a parallelised model has where DistributedDataParallel first looks, for the parameters to leave out."""
+    """What a model has where DistributedDataParallel first looks, for the parameters to leave out: the reason why it
+    must not be wrapped."""
+
+    def __init__(self, reason: str, *, holds_for_copies: bool = True):
+        self.reason, self.holds_for_copies = reason, holds_for_copies
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self if self.holds_for_copies else []
 
     def __iter__(self) -> Iterator[str]:
-        raise TypeError(
-            "this model is parallelised by fastpar: its parameters are DTensors, which DistributedDataParallel cannot "
-            "wrap. For data parallelism use fastpar.zero.shard(model, optimizer, group=mesh, stage=0), which is DDP "
-            "(transformers' Trainer and accelerate.prepare wrap models in DistributedDataParallel by themselves)"
-        )
+        raise TypeError(self.reason)
 
     def __len__(self) -> int:
         return 0
+
+
+DDP_MARK = "_ddp_params_and_buffers_to_ignore"
+OVER_PARALLEL = (
+    "this model is parallelised by fastpar: its parameters are DTensors, which DistributedDataParallel cannot "
+    "wrap. For data parallelism use fastpar.zero.shard(model, optimizer, group=mesh, stage=0), which is DDP "
+    "(transformers' Trainer and accelerate.prepare wrap models in DistributedDataParallel by themselves)"
+)
+OVER_ZERO = (
+    "this model is data-parallel by fastpar.zero.shard already, which reduces its gradients: DistributedDataParallel "
+    "around it would reduce them a second time, before they are clipped and stepped on. Leave it out. transformers' "
+    "Trainer and accelerate.prepare wrap models in it by themselves: give accelerate.prepare the data loader and the "
+    "optimizer only, and write the training loop instead of Trainer"
+)
+
+
+class ClosedToDDP:
+    """`model` refuses to be wrapped in DistributedDataParallel until `remove` is called; its copies do not."""
+
+    def __init__(self, model: nn.Module | None, reason: str):
+        self._model, self._before = model, vars(model).get(DDP_MARK) if model is not None else None
+        if model is not None:
+            setattr(model, DDP_MARK, RefusedByDDP(reason, holds_for_copies=False))
+
+    def remove(self) -> None:
+        """Open the door again; a second call does nothing."""
+        model, self._model = self._model, None
+        if model is not None:
+            vars(model).pop(DDP_MARK, None)
+            if self._before is not None:
+                setattr(model, DDP_MARK, self._before)
+
+
+class ResizeEmbeddings:
+    """`model.resize_token_embeddings` of a parallelised model: refused, unless the size stays."""
+
+    def __init__(self, model: Any):
+        self.model = model
+        self.__doc__ = type(model).resize_token_embeddings.__doc__
+
+    def __deepcopy__(self, memo: Any) -> ResizeEmbeddings:
+        return ResizeEmbeddings(memo.get(id(self.model), self.model))
+
+    def __call__(
+        self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, *_: Any, **__: Any
+    ) -> Any:
+        embedding = self.model.get_input_embeddings()
+        now = embedding.num_embeddings
+        wanted = now if new_num_tokens is None else new_num_tokens
+        if pad_to_multiple_of is not None:
+            wanted = -(-wanted // pad_to_multiple_of) * pad_to_multiple_of
+        if wanted != now:
+            raise ValueError(
+                f"resize_token_embeddings({wanted}) of a model that fastpar.parallelize has split: its ranks hold "
+                f"rows of a vocabulary of {now}. Resize before parallelize, or fastpar.unparallelize(model), resize, "
+                "and parallelize again"
+            )
+        return embedding
 
 
 def check_model(model: Any, function: str) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from fastpar.comm import Communicator
-from fastpar.doors import RefusedByDDP, SavePretrained, check_model
+from fastpar.doors import DDP_MARK, OVER_PARALLEL, RefusedByDDP, ResizeEmbeddings, SavePretrained, check_model
 from fastpar.expert_style import check_experts, prove_experts, route_tokens, spread_experts, takes_scaled_tokens
 from fastpar.guards import PartGuard, Watch, WatchedPlan
 from fastpar.guards import sync_weights as sync_weights_of
@@ -483,10 +483,12 @@ class _Swap:
         """Methods and marks by which other libraries reach the model."""
         if self.comm.size == 1:
             return
-        self._set(self.model, "_ddp_params_and_buffers_to_ignore", RefusedByDDP())
+        self._set(self.model, DDP_MARK, RefusedByDDP(OVER_PARALLEL))
         if callable(getattr(type(self.model), "save_pretrained", None)):
             is_writer = self.comm.rank == 0 and self.batch[0] == 0
             self._set(self.model, "save_pretrained", SavePretrained(self.model, self.comm, is_writer))
+        if callable(getattr(type(self.model), "resize_token_embeddings", None)):
+            self._set(self.model, "resize_token_embeddings", ResizeEmbeddings(self.model))
 
     def _split_stream(self) -> None:
         """Split the residual stream where its first layer begins, and let no part of a tensor leave the model."""

@@ -32,7 +32,7 @@ LAYERS = {
     "plan": 6,
     "heads": 7,
     "guards": 6,
-    "doors": 6,
+    "doors": 5,
     "lm_head": 7,
     "stacked_experts": 6,
     "expert_style": 7,

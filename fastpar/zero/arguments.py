@@ -10,11 +10,12 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from fastpar.mesh import Mesh
 from fastpar.precision import Precision
-from fastpar.zero.groups import GroupsLike, is_expert
+from fastpar.zero.groups import Groups, GroupsLike, is_expert
 from fastpar.zero.hooks import ZeroGrad
 from fastpar.zero.offload import Offload
 
@@ -170,6 +171,25 @@ def check_parameters(named: dict[str, nn.Parameter], precision: Precision) -> No
         if parameter.device.type == "meta":
             raise ValueError(f"{name} is on the meta device: materialise and initialise the model before shard(...)")
     precision.check_names(list(named))
+
+
+def check_sharded_elsewhere(named: dict[str, nn.Parameter], groups: Groups) -> None:
+    """Raises ValueError for parameters of which these ranks have different rows already, as fully_shard leaves them."""
+    mine = {rank for comm in groups.everyone() if comm.group is not None for rank in _ranks(comm.group)}
+    for name, parameter in named.items():
+        if not isinstance(parameter, DTensor) or is_expert(parameter):
+            continue
+        mesh, placements = parameter.device_mesh, parameter.placements
+        split = [dim for dim, placement in enumerate(placements) if not placement.is_replicate() and mesh.size(dim) > 1]
+        if any(len(mine.intersection(_ranks(mesh.get_group(dim)))) > 1 for dim in split):
+            raise ValueError(
+                f"{name} is sharded already over ranks that shard(...) would average it over ({placements} on {mesh}), "
+                "as torch's fully_shard does: take one of the two (stage=3 shards parameters as fully_shard does)"
+            )
+
+
+def _ranks(group: dist.ProcessGroup) -> list[int]:
+    return dist.get_process_group_ranks(group)
 
 
 def check_optimizers(named: dict[str, nn.Parameter], optimizers: Sequence[torch.optim.Optimizer]) -> None:

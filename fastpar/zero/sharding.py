@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fastpar.clip import GradSum
 from fastpar.comm.wire import Wire
+from fastpar.doors import OVER_ZERO, ClosedToDDP
 from fastpar.precision import Precision
 from fastpar.zero import arguments, memory, state
 from fastpar.zero.arguments import HasParameters, Named
@@ -129,6 +130,7 @@ def shard(
     has_experts = arguments.has_experts(named.parameters, group)
     experts = Groups(group, **like, of_experts=True) if has_experts else None
     groups = Groups(group, **like, experts=experts)
+    arguments.check_sharded_elsewhere(named.parameters, groups)
     for each in optimizers:
         check_sharded_updates(each, groups)
     return Zero(
@@ -216,6 +218,7 @@ class Zero:
         self.steppers = [Stepper(optimizer, self._phases, self._stepped) for optimizer in self.optimizers]
         self._factor: Tensor | None = None
         self._is_attached = True
+        self._ddp_door = ClosedToDDP(model, OVER_ZERO)
         with self._holding_owners():
             self._adopt()
             self._disks = self._make_disks()
@@ -310,6 +313,7 @@ class Zero:
         if not self._is_attached:
             return
         self._is_attached = False
+        self._ddp_door.remove()
         for disk in self._disks.values():
             disk.load()
         self._hide()
