@@ -14,6 +14,7 @@ from fastpar.guards.agreement import InputGuard
 from fastpar.guards.cadence import Cadence
 from fastpar.guards.draws import DrawGuard
 from fastpar.guards.gradients import GradientGuard
+from fastpar.guards.members import MemberGuard
 from fastpar.guards.positions import PositionGuard
 from fastpar.guards.stream import StreamGuard
 from fastpar.tensor.dropout import LayoutDropout
@@ -51,7 +52,7 @@ class Watch:
         self.cadence, self._is_watching = Cadence(), False
         self.inputs = InputGuard(comm, device)
         self.draws = DrawGuard(device, _verdict(plan))
-        self.gradients, self.positions = GradientGuard(comm), PositionGuard(comm)
+        self.gradients, self.positions, self.members = GradientGuard(comm), PositionGuard(comm), MemberGuard()
         split = {path: region for path, region in plan.layers.items() if region is not None}
         self.stream = StreamGuard(comm, {} if plan.is_part else split)
 
@@ -69,6 +70,8 @@ class Watch:
             return
         if self.gradients.is_watching:
             self.gradients.stop()  # the forward before: its backward is over, or nobody waits for what it would say
+        if not torch.compiler.is_compiling():
+            self.members.check(model)
         self._is_watching = self.cadence.next()
         if not self._is_watching:
             return

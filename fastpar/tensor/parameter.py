@@ -202,6 +202,12 @@ def local_tensor(x: Tensor) -> Tensor:
     return x._local_tensor if isinstance(x, DTensor) else x
 
 
+def is_sharded_further(param: Tensor) -> bool:
+    """Whether somebody else has sharded a parameter of ours along a second dim of a mesh: torch's fully_shard, which
+    puts the parameter of one dim back while the module's forward and backward run."""
+    return isinstance(param, DTensor) and len(param.placements) > 1
+
+
 def full_parameter(param: Tensor, value: Tensor | None = None) -> Tensor:
     """The unsharded parameter in canonical order, on every rank of its group (a collective).
 

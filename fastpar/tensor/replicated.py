@@ -14,17 +14,27 @@ Note: how the module's own forward gets plain tensors
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
 from fastpar.tensor.binding import Adoption, GroupLike, bind
-from fastpar.tensor.parameter import MakeParameter, ParallelModule, ParameterLayout, RowMap, install_state_dict_hooks
+from fastpar.tensor.parameter import (
+    MakeParameter,
+    ParallelModule,
+    ParameterLayout,
+    RowMap,
+    install_state_dict_hooks,
+    is_sharded_further,
+)
 
 
 def _unwrapping_property(name: str) -> property:
     def read(self: Any) -> Tensor | None:
-        return self._local(name, sum_grad=name in self._sum_grad)
+        param = self._parameters[name]
+        if param is not None and is_sharded_further(param):
+            return cast(Tensor, param)  # not in a forward: fully_shard asks for its own parameters so
+        return cast("Tensor | None", self._local(name, sum_grad=name in self._sum_grad))
 
     return property(read)
 
