@@ -3,7 +3,8 @@
 Those that are not slow differ in structure: latent attention with routed and shared experts, gates in the queries and
 linear attention, layers of a plan with gathered outputs, a norm over all heads, layers without modules for their MLPs,
 heads interleaved in one weight; linears with a forward of their own over shared key/value heads, an embedding that
-cannot be split, routers that read the tokens' ids. docs/families_table.py writes the results of the walk into docs/families.md.
+cannot be split, routers that read the tokens' ids. docs/families_table.py writes the results of the walk into
+docs/families.md.
 """
 
 from __future__ import annotations
