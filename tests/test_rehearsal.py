@@ -39,5 +39,5 @@ def test_symmetric_memory_has_the_right_addresses_and_ends_with_its_buffer() -> 
     run_rehearsed("check_symmetric.py")
 
 
-def test_layers_zero_and_experts_train_over_a_group_with_a_cuda_backend_only() -> None:
+def test_layers_zero_pipelines_and_experts_train_over_a_group_with_a_cuda_backend_only() -> None:
     run_rehearsed("check_ranks.py")

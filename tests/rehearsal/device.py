@@ -163,6 +163,7 @@ def _install() -> None:
     cuda.synchronize = lambda device=None: _note_wait("synchronize")
     cuda.Stream, cuda.Event, cuda.stream, cuda.current_stream = Stream, Event, _on_stream, _current_stream
     cuda.default_stream = _current_stream
+    torch.Tensor.record_stream = lambda self, stream: None  # type: ignore[assignment,method-assign]
     resize = torch.UntypedStorage.resize_
 
     def resize_(self: Any, size: int) -> Any:

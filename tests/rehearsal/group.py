@@ -5,9 +5,11 @@ It refuses CPU tensors, as NCCL does, and moves the others by a gloo group that 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -15,6 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import _disable_current_modes
 
+from fastpar.comm import device_lanes
 from tests.rehearsal.device import on_host
 
 _BACKEND = "rehearsal"
@@ -98,6 +101,32 @@ def _hosts(tensors: Sequence[Tensor]) -> list[Tensor]:
             raise RuntimeError(f"No backend type associated with device type {x.device.type}")
     with _disable_current_modes():
         return [on_host(x) for x in tensors]
+
+
+class Lane:
+    """What sends tensors of a device from rank to rank: gloo on the same memory."""
+
+    def __init__(self, gloo: Any) -> None:
+        self._gloo = gloo
+
+    def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Any:
+        with _disable_current_modes():
+            return self._gloo.send(_hosts(tensors), peer, tag)
+
+    def recv(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Any:
+        with _disable_current_modes():
+            return self._gloo.recv(_hosts(tensors), peer, tag)
+
+    def shutdown(self) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def lanes() -> Iterator[None]:
+    """Lanes between devices without NCCL."""
+    make = device_lanes._new_backend
+    with mock.patch.object(device_lanes, "_new_backend", lambda name, *arguments: Lane(make("gloo", *arguments))):
+        yield
 
 
 def device_group() -> ProcessGroup:

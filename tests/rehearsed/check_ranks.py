@@ -14,8 +14,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fastpar as fp
+from fastpar import ops
+from fastpar.expert import Experts, MoELayer, Router, SharedExpert
+from fastpar.pipeline import Pipeline, make_schedule
 from tests.dist import run_ranks
-from tests.rehearsal.group import device_group
+from tests.rehearsal.group import device_group, lanes
 from tests.rehearsal.watch import Finding, Watch
 from tests.rehearsed.exceptions import unlisted
 
@@ -104,6 +107,36 @@ def zero_step(device: str, group: Any, watch: Any, stage: int) -> list[Tensor]:
     return [*losses, *(x._local_tensor if hasattr(x, "_local_tensor") else x for x in values)]
 
 
+def squared_error(out: Tensor, target: Tensor) -> Tensor:
+    return (out - target).square().mean()
+
+
+def pipeline_step(device: str, group: Any, watch: Any) -> list[Tensor]:
+    schedule = make_schedule("1f1b", 2, 2)
+    torch.manual_seed(0)
+    parts = [nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.Tanh()).to(device) for _ in range(2)]
+    part = parts[dist.get_rank()]
+    with lanes():
+        pipe = Pipeline([part], schedule, group, loss=squared_error)
+        for step in range(2):
+            x, target = torch.randn(2, ROWS, HIDDEN, generator=torch.Generator().manual_seed(step)).to(device)
+            with watch if step and watch is not None else nothing():
+                loss = pipe.step(x, target=target)
+        pipe.close()
+    return [loss.detach(), *(p.grad for p in part.parameters())]  # type: ignore[list-item]
+
+
+def moe_layer(device: str, group: Any, watch: Any) -> list[Tensor]:
+    torch.manual_seed(0)
+    layer = MoELayer(Router(HIDDEN, 4, ops.RouteRule(2)), Experts(HIDDEN, HIDDEN, 4), SharedExpert(HIDDEN, HIDDEN))
+    layer = layer.to(device)
+    x = torch.randn(ROWS, HIDDEN, generator=torch.Generator().manual_seed(1)).to(device).requires_grad_()
+    with watch or nothing():
+        out = layer(x)
+        out.square().sum().backward()
+    return [out.detach(), x.grad, *(p.grad for p in layer.parameters() if p.grad is not None)]  # type: ignore[list-item]
+
+
 def experts(device: str, group: Any, watch: Any, transport: str) -> list[Tensor]:
     generator = torch.Generator().manual_seed(7 + dist.get_rank())
 
@@ -132,6 +165,16 @@ def test_a_step_of_every_zero_stage_runs_over_a_group_without_a_cpu_backend(stag
 
 def test_experts_on_two_ranks_exchange_rows_over_a_group_without_a_cpu_backend() -> None:
     for found in run_ranks(2, both, experts, "auto", timeout=60):
+        assert not found, "\n".join(found)
+
+
+def test_a_pipeline_passes_device_tensors_between_its_stages() -> None:
+    for found in run_ranks(2, both, pipeline_step, timeout=60):
+        assert not found, "\n".join(found)
+
+
+def test_a_layer_of_experts_trains_on_one_rank() -> None:
+    for found in run_ranks(1, both, moe_layer, timeout=60):
         assert not found, "\n".join(found)
 
 

@@ -31,6 +31,7 @@ ALLOWED_ON_RANKS: dict[tuple[str, str], str] = {
     ("on_cpu", "fastpar/guards/agreement.py:generator_state"): "torch keeps it in host memory",
     ("copy", "fastpar/guards/gradients.py:GradientGuard._compare.<locals>.<listcomp>"): "the same, three numbers each",
     ("sync", "fastpar/zero/sharding.py:Zero._prepare"): "whether a step is finite; skip_nonfinite=False: none",
+    ("copy", "fastpar/expert/router.py:Router.load"): "its counters follow the layer to the device, once",
     ("copy", "fastpar/ops/_moe_plan.py:exchange_headers"): "rows of every rank say how large messages are, once",
     ("sync", "fastpar/reference/moe_rows.py:tokens_by_rank"): "how many rows a rank sends",
 }
