@@ -12,6 +12,7 @@ import torch
 
 from fastpar.comm import symmetric
 from fastpar.comm.symmetric import SymmetricBuffer
+from tests.rehearsal import device  # noqa: F401  puts it in place
 
 
 class Handle:
