@@ -18,7 +18,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from fastpar.comm import CommError, CommTimeoutError, Communicator, PointToPoint, SharedRegion
-from fastpar.mesh import Mesh, RendezvousError, RendezvousTimeoutError, init_mesh
+from fastpar.mesh import Mesh, RendezvousError, RendezvousTimeoutError, init_mesh, lifetime
 from fastpar.mesh.deadlines import mark_failed
 from fastpar.mesh.lifetime import known_groups
 from fastpar.mesh.rendezvous import Clock, Session
@@ -73,6 +73,34 @@ def test_meshes_that_are_made_and_dropped_leave_no_thread_descriptor_or_group():
     for before, after, groups, groups_after in run_ranks(2, make_and_drop, timeout=300.0):
         assert after <= before
         assert groups_after == groups
+
+
+def drop_while_groups_are_looked_at() -> bool:
+    """A mesh goes, by the garbage collector, in the thread that looks at the groups of meshes that have gone."""
+    before = len(known_groups())
+    gc.disable()
+    cycle: list = [sub_mesh()]
+    cycle.append(cycle)
+    mesh = sub_mesh()
+    look, threads = lifetime.known_groups, set()
+
+    def collect_meanwhile() -> list:
+        if gc.collect():
+            threads.add(threading.get_ident())
+        return look()
+
+    with patch.object(lifetime, "known_groups", collect_meanwhile):
+        del cycle
+        mesh.close()
+        gc.enable()
+        del mesh
+        lifetime.release_unused()
+    assert threading.get_ident() not in threads
+    return len(known_groups()) == before
+
+
+def test_a_mesh_may_be_collected_while_dropped_groups_are_looked_at():
+    assert run_ranks(2, drop_while_groups_are_looked_at, timeout=30.0) == [True, True]
 
 
 def keep_ten() -> list:

@@ -6,6 +6,7 @@ what to do.
 from __future__ import annotations
 
 import copy
+import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -168,6 +169,7 @@ def _losses(model: Any, optimizer: Any, backward: Any, clip: Any) -> list[tuple[
 
 
 def _accelerated(stage: int | None) -> None:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # else accelerate sets it, and warns
     from accelerate import Accelerator
 
     plain = build_model("llama", torch.float32)

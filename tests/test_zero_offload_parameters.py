@@ -85,8 +85,8 @@ def everything(model: nn.Module, zero: Any) -> Parameters:
     zero.state_dict()  # brings values into memory
     found = optimizer_values(zero) | {f"model.{name}": x for name, x in whole_values(model).items()}
     for slot in zero.slots:
-        for key, value in zero.optimizers[0].state[slot.owner].items():
-            if isinstance(value, Tensor):
+        for key, value in zero.optimizers[0].state[slot.face].items():
+            if isinstance(value, Tensor) and key != "master_param":  # which only copies of parameters have
                 found[f"{slot.name}.{key}"] = local(value).clone()
     return found
 

@@ -25,6 +25,7 @@ import os
 import sys
 import threading
 import weakref
+from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
@@ -39,20 +40,28 @@ _JOIN_S = 2.0  # how long a finaliser waits for the thread that destroys
 
 
 class _Orphans:
-    """Groups whose meshes are gone, and that somebody still refers to."""
+    """Groups whose meshes are gone, and that somebody still refers to.
+
+    A finaliser calls `add` and `release` in the middle of anything, so also while its own thread is in `_work`: neither
+    may wait for the lock.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of what follows, but for `_coming`
         self._groups: list[ProcessGroup] = []
+        self._coming: deque[ProcessGroup] = deque()  # its own operations are not interrupted
+        self._worker = 0  # the thread that holds the lock
         self._owner = os.getpid()
 
     def add(self, groups: Iterable[ProcessGroup]) -> None:
-        with self._lock:
-            self._groups += [group for group in groups if all(group is not other for other in self._groups)]
+        for group in groups:
+            self._coming.append(group)
 
     def release(self) -> None:
         """Destroy those that nobody refers to any more."""
-        if os.getpid() != self._owner or not self._groups or sys.is_finalizing():
+        if os.getpid() != self._owner or sys.is_finalizing() or not (self._groups or self._coming):
+            return
+        if self._worker == threading.get_ident():  # which looks again at what has come
             return
         finished = _thread.allocate_lock()
         finished.acquire()
@@ -63,16 +72,29 @@ class _Orphans:
     def _work(self, finished: Any) -> None:
         try:
             with self._lock:
-                known = known_groups()
-                self._groups = [group for group in self._groups if any(group is other for other in known)]
-                del known
-                for index in reversed(range(len(self._groups))):
-                    # Referred to by the list, by getrefcount's argument, and by torch.
-                    if sys.getrefcount(self._groups[index]) <= 2 + _tables_with(self._groups[index]):
-                        with contextlib.suppress(Exception):  # it may have gone by another way just now
-                            dist.destroy_process_group(self._groups.pop(index))
+                self._worker = threading.get_ident()
+                try:
+                    self._destroy_unused()
+                    while self._coming:
+                        self._destroy_unused()
+                finally:
+                    self._worker = 0
         finally:
             finished.release()
+
+    def _destroy_unused(self) -> None:
+        while self._coming:
+            if all(self._coming[0] is not other for other in self._groups):
+                self._groups.append(self._coming[0])
+            self._coming.popleft()
+        known = known_groups()
+        self._groups = [group for group in self._groups if any(group is other for other in known)]
+        del known
+        for index in reversed(range(len(self._groups))):
+            # Referred to by the list, by getrefcount's argument, and by torch.
+            if sys.getrefcount(self._groups[index]) <= 2 + _tables_with(self._groups[index]):
+                with contextlib.suppress(Exception):  # it may have gone by another way just now
+                    dist.destroy_process_group(self._groups.pop(index))
 
 
 _ORPHANS = _Orphans()

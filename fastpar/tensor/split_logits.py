@@ -75,7 +75,8 @@ class SplitLogits(DTensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if _is_question(func, name):
+        # An overload: below autograd, called again by a dispatch mode (a counter, selective checkpointing).
+        if isinstance(func, torch._ops.OpOverload) or _is_question(func, name):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         first = args[0] if args else None

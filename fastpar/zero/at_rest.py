@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
+from fastpar.zero.reduced import class_below, set_class_below
+
 # What gives a parameter itself, or another way to look at it that is fastpar's or torch's own business.
 _ALLOWED = {"__get__", "__set__", "__delete__", "requires_grad_", "retain_grad", "register_hook", "__repr__"}
 
@@ -86,16 +88,15 @@ def _text(func: Any, args: Any, kwargs: Any) -> str:
 def guard(parameters: Mapping[str, Tensor]) -> None:
     """From now on these, by name, say what would be wrong. Tensors of other classes stay as they are."""
     for name, x in parameters.items():
-        guarded = _CLASSES.get(type(x))
+        guarded = _CLASSES.get(class_below(x))
         if guarded is not None:
             inner: Any = x
             inner._at_rest_name = name
-            inner.__class__ = guarded
+            set_class_below(x, guarded)
 
 
 def release(parameters: Iterable[Tensor]) -> None:
     for x in parameters:
-        own = _OWN.get(type(x))
+        own = _OWN.get(class_below(x))
         if own is not None:
-            inner: Any = x
-            inner.__class__ = own
+            set_class_below(x, own)

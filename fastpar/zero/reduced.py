@@ -176,6 +176,19 @@ def withhold(slot: Slot) -> None:
         inner.__class__ = _class_with(_Withholds, inner.__class__)
 
 
+def class_below(parameter: Tensor) -> type:
+    """The class of a parameter without what `show` and `withhold` add."""
+    cls = type(parameter)
+    return cls.__mro__[2] if issubclass(cls, (_ShowsReduced, _Withholds)) else cls
+
+
+def set_class_below(parameter: Tensor, cls: type) -> None:
+    """Give a parameter another class, with what `show` and `withhold` have added."""
+    inner: Any = parameter
+    is_added = isinstance(inner, (_ShowsReduced, _Withholds))
+    inner.__class__ = _class_with(type(inner).__mro__[1], cls) if is_added else cls
+
+
 def is_withheld(slot: Slot) -> bool:
     return isinstance(slot.face, _Withholds)
 

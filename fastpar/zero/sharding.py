@@ -243,6 +243,7 @@ class Zero:
         """Reduce what has not been reduced yet, as `optimizer.step()` does. Collective."""
         for reducer in self._reducers:
             reducer.reduce_now()
+            reducer.show()  # also where nothing was left to be reduced
 
     def expected_memory(self, state_bytes: float = 8.0) -> dict[str, int]:
         """Bytes that this rank holds between backward and the step, by formula: "parameters" (of those in a file the
