@@ -212,3 +212,21 @@ def test_a_normaliser_in_one_double_keeps_both_of_its_parts() -> None:
     lse = join_lse(maximum, torch.full_like(maximum, 3.5), torch.float32)
     torch.testing.assert_close(below_lse(maximum.float(), lse), torch.full_like(maximum, -3.5), rtol=0.0, atol=2.0**-22)
     assert torch.equal(lse.float(), (maximum + 3.5).float())
+
+
+@pytest.mark.parametrize("softcap", [2.0**30, 1e17])
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x, **o: ops.vocab_parallel_cross_entropy(x, torch.zeros(2, dtype=torch.int64), **o),
+        lambda x, **o: ops.linear_cross_entropy(x, torch.ones(4, 3), torch.zeros(2, dtype=torch.int64), **o),
+        ops.vocab_parallel_softmax,
+        ops.vocab_parallel_log_softmax,
+        ops.vocab_parallel_entropy,
+        lambda x, **o: ops.vocab_parallel_log_prob(x, torch.zeros(2, dtype=torch.int64), **o),
+        lambda x, **o: reference.vocab_parallel_cross_entropy(x, torch.zeros(2, dtype=torch.int64), **o),
+    ],
+)
+def test_soft_caps_too_large_for_float32_are_refused_whatever_the_backend(call: Any, softcap: float) -> None:
+    with pytest.raises(ValueError, match=r"softcap must be None or a finite number > 0 and below 2\*\*30"):
+        call(torch.randn(2, 3), softcap=softcap)

@@ -39,6 +39,11 @@ REDUCTIONS = ("none", "mean", "sum")
 # ---- arguments -------------------------------------------------------------------------------------------------------
 
 
+# From here on a far row's normaliser (csrc/common/far_rows.h) and tanh in float32 are too coarse on some backends, and
+# logits that are small enough to have digits behind the point are not changed by the cap.
+MAX_SOFTCAP = float(1 << 30)
+
+
 class LossOptions(NamedTuple):
     """What changes the loss of a row, besides class weights; checked. softcap 0: none."""
 
@@ -63,8 +68,11 @@ def check_options(
         raise ValueError(f"label_smoothing must be between 0 and 1, got {label_smoothing}")
     if not 0.0 <= z_loss < math.inf:
         raise ValueError(f"z_loss must be a finite number >= 0, got {z_loss}")
-    if softcap is not None and not 0.0 < softcap < math.inf:
-        raise ValueError(f"softcap must be None or a finite number > 0, got {softcap}")
+    if softcap is not None and not 0.0 < softcap < MAX_SOFTCAP:
+        raise ValueError(
+            f"softcap must be None or a finite number > 0 and below 2**30, got {softcap}: a larger one leaves logits "
+            "as they are; leave it out"
+        )
     if not -math.inf < logit_scale < math.inf or logit_scale == 0.0:
         raise ValueError(f"logit_scale must be finite and not 0, got {logit_scale}")
     return LossOptions(ignore_index, float(label_smoothing), float(z_loss), float(softcap or 0.0), float(logit_scale))
