@@ -228,5 +228,5 @@ def test_a_normaliser_in_one_double_keeps_both_of_its_parts() -> None:
     ],
 )
 def test_soft_caps_too_large_for_float32_are_refused_whatever_the_backend(call: Any, softcap: float) -> None:
-    with pytest.raises(ValueError, match=r"softcap must be None or a finite number > 0 and below 2\*\*30"):
+    with pytest.raises(ValueError, match=r"softcap must be below 2\*\*30, got"):
         call(torch.randn(2, 3), softcap=softcap)

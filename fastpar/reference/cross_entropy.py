@@ -68,10 +68,12 @@ def check_options(
         raise ValueError(f"label_smoothing must be between 0 and 1, got {label_smoothing}")
     if not 0.0 <= z_loss < math.inf:
         raise ValueError(f"z_loss must be a finite number >= 0, got {z_loss}")
-    if softcap is not None and not 0.0 < softcap < MAX_SOFTCAP:
+    if softcap is not None and not 0.0 < softcap < math.inf:
+        raise ValueError(f"softcap must be None or a finite number > 0, got {softcap}")
+    if softcap is not None and softcap >= MAX_SOFTCAP:
         raise ValueError(
-            f"softcap must be None or a finite number > 0 and below 2**30, got {softcap}: a larger one leaves logits "
-            "as they are; leave it out"
+            f"softcap must be below 2**30, got {softcap}: logits of float32 that it would change have no digits left "
+            "for it. Leave it out"
         )
     if not -math.inf < logit_scale < math.inf or logit_scale == 0.0:
         raise ValueError(f"logit_scale must be finite and not 0, got {logit_scale}")
