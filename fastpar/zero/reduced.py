@@ -17,6 +17,8 @@ torch asks a class that it does not know at every function call, and torch.compi
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any, cast
 
@@ -45,6 +47,17 @@ def unsent_gradient(parameter: Tensor) -> Tensor | None:
 
 def drop_unsent(parameter: Tensor) -> None:
     _OWN.__set__(parameter, None)
+
+
+@contextmanager
+def _by_own_class(parameter: Any, again: Callable[[Slot], None]) -> Iterator[Any]:
+    """The parameter with its own class in the block: what is copied or saved has that one."""
+    slot = parameter._reduced_of
+    hide(slot)
+    try:
+        yield parameter
+    finally:
+        again(slot)
 
 
 class _ShowsReduced:
@@ -82,22 +95,12 @@ class _ShowsReduced:
         self.grad = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        slot = self._reduced_of
-        hide(slot)
-        try:
-            found: Any = self
-            return found.__deepcopy__(memo)
-        finally:
-            show(slot)
+        with _by_own_class(self, show) as own:
+            return own.__deepcopy__(memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        slot = self._reduced_of
-        hide(slot)
-        try:
-            found: Any = self
-            return found.__reduce_ex__(protocol)
-        finally:
-            show(slot)
+        with _by_own_class(self, show) as own:
+            return own.__reduce_ex__(protocol)
 
 
 class _Withholds:
@@ -131,22 +134,12 @@ class _Withholds:
         self.grad = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        slot = self._reduced_of
-        hide(slot)
-        try:
-            found: Any = self
-            return found.__deepcopy__(memo)
-        finally:
-            withhold(slot)
+        with _by_own_class(self, withhold) as own:
+            return own.__deepcopy__(memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        slot = self._reduced_of
-        hide(slot)
-        try:
-            found: Any = self
-            return found.__reduce_ex__(protocol)
-        finally:
-            withhold(slot)
+        with _by_own_class(self, withhold) as own:
+            return own.__reduce_ex__(protocol)
 
 
 @cache
