@@ -96,7 +96,7 @@ class Watch(TorchDispatchMode):
             if self.everywhere:
                 self.found.append(Finding(kind, "", op, 0))
             return  # the test itself
-        file = str(Path(frame.f_code.co_filename).relative_to(ROOT))
+        file = str(Path(frame.f_code.co_filename).resolve().relative_to(ROOT))  # fastpar/kernels may be a link
         self.found.append(Finding(kind, f"{file}:{frame.f_code.co_qualname}", op, frame.f_lineno))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

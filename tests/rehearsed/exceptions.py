@@ -9,8 +9,6 @@ from tests.rehearsal.watch import Finding
 # (kind, file:function of fastpar) -> reason
 ALLOWED: dict[tuple[str, str], str] = {
     ("copy", "kernels/triton/optimizer.py:make_table"): "addresses of new tensors, once; from pinned memory",
-    ("copy", "fastpar/reference/square_sum.py:square_sum_norm"): "a sum of 21 numbers is divided on the host",
-    ("sync", "fastpar/reference/square_sum.py:square_sum_norm"): "a sum of 21 numbers is divided on the host",
     ("sync", "fastpar/reference/moe_route.py:route_by_experts"): "the width of the result; give width= for none",
     ("sync", "fastpar/ops/_moe_plan.py:check_arguments"): "a wrong expert raises on every rank",
     ("copy", "fastpar/ops/_moe_plan.py:check_arguments"): "a wrong expert raises on every rank",
