@@ -32,7 +32,7 @@ PYTHON = [
     ("ops: check, choose, launch", [("ops", True)]),
     ("plain-PyTorch versions", [("reference", True)]),
     ("collectives, files", [("comm", True), ("storage", True)]),
-    ("foundations", [("mesh", True), ("_ext (loads _C.so)", True), ("kernels (Triton)", False)]),
+    ("foundations", [("mesh", True), ("_ext (loads _C.so)", True), ("kernels (Triton)", False), ("arguments", True)]),
 ]
 CPP = [
     ("schemas", [("registration.cpp", True)]),

@@ -32,6 +32,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from fastpar import ops
+from fastpar.arguments import checked
 from fastpar.comm import Communicator
 from fastpar.comm.communicator import GroupLike
 from fastpar.mesh import Mesh, named_groups
@@ -53,10 +54,12 @@ class GradSum:
     element must be added on exactly one of the ranks that are combined; `GradSum.of` sees to that for parameters.
     """
 
+    @checked(computed=False)
     def __init__(self, device: torch.device | str | None = None) -> None:
         self.sums = torch.zeros(LENGTH, dtype=torch.int64, device=device)
 
     @staticmethod
+    @checked(computed=False)
     def of(
         params: Parameters,
         *,
@@ -89,6 +92,7 @@ class GradSum:
             parts[names].add(tensors, share=share)
         return layout.combine(parts, GradSum(device))
 
+    @checked(computed=False)
     def add(self, tensors: Iterable[Tensor | None], *, share: tuple[int, int] = (0, 1)) -> GradSum:
         """Add all elements of `tensors` (local parts of DTensors; None is left out); `self` is returned.
 
@@ -123,6 +127,7 @@ class GradSum:
             self.sums = Communicator.of(group).all_reduce(self.sums)
         return self
 
+    @checked(computed=False)
     def norm(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The norm, rounded once to float32 or float64: a scalar tensor. NaN where a gradient is NaN, else inf where
         one is infinite (or the norm is too large for the dtype).
@@ -139,6 +144,7 @@ class GradSum:
         """1.0 where any element is NaN or infinite, else 0.0: a float32 scalar tensor."""
         return (self.nonfinite != 0).float()
 
+    @checked(computed=False)
     def clip_factor(self, max_norm: float, *, scale: float | Tensor = 1.0, eps: float = 1e-6) -> Tensor:
         """What to multiply the gradients with so that their norm is at most max_norm: a float32 scalar tensor.
 
@@ -147,9 +153,12 @@ class GradSum:
 
         Where the norm is not finite the result is `scale` alone: nothing is clipped.
         """
+        if isinstance(scale, Tensor) and scale.is_complex():
+            raise TypeError(f"scale must be a real number, got {scale.dtype}")
         return scale * _factor(self.norm() * scale, max_norm, eps)
 
 
+@checked(computed=False)
 def grad_norm(
     params: Parameters,
     *,
@@ -169,6 +178,7 @@ def grad_norm(
     raise ValueError(f"norm_type must be 2.0 or inf, got {norm_type}: torch.nn.utils.get_total_norm has others")
 
 
+@checked(computed=False)
 def clip_grad_norm_(
     params_or_optimizer: Parameters,
     max_norm: float,
@@ -335,7 +345,11 @@ def _parameters(params: Parameters) -> list[Tensor]:
         return list(params.parameters())
     if isinstance(params, torch.optim.Optimizer):
         return [p for group in params.param_groups for p in group["params"]]
-    return list(dict.fromkeys(params))
+    found = list(params)
+    for index, each in enumerate(found):
+        if not isinstance(each, Tensor):
+            raise TypeError(f"params must be tensors, got {type(each).__name__} at number {index}")
+    return list(dict.fromkeys(found))
 
 
 def _local(x: Tensor) -> Tensor:

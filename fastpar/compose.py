@@ -19,6 +19,7 @@ from typing import Any
 
 from torch import nn
 
+from fastpar.arguments import checked
 from fastpar.mesh import Mesh
 from fastpar.ops.overlap import Overlap
 from fastpar.pipeline import (
@@ -41,6 +42,7 @@ from fastpar.recompute import Policy, apply_recompute
 from fastpar.swap import parallelize
 
 
+@checked(computed=False, but=("plan",))
 def parallelize_pipeline(
     model: nn.Module | Sequence[nn.Module],
     mesh: Mesh,

@@ -17,9 +17,11 @@ from typing import Any
 
 from torch import nn
 
+from fastpar.arguments import checked, checked_fields
 from fastpar.pipeline.absent import Absent
 
 
+@checked_fields
 @dataclass(frozen=True)
 class Style:
     """How one module is parallelised.
@@ -81,6 +83,7 @@ def _module_paths(model: nn.Module) -> list[str]:
     return paths
 
 
+@checked(computed=False, but=("style",))
 def parse_style(pattern: str, style: str | Style) -> Style:
     """A `Style` from a word or a Style; ValueError lists the words."""
     if isinstance(style, Style):
@@ -96,6 +99,7 @@ def parse_style(pattern: str, style: str | Style) -> Style:
     return WORDS[style]
 
 
+@checked(computed=False, but=("plan",))
 def match_plan(model: nn.Module, plan: Mapping[str, str | Style]) -> dict[str, Style]:
     """Path to style, in the model's order; later patterns win. Paths are those of modules, and of single parameters.
 
@@ -164,6 +168,7 @@ _GPT2: dict[str, str] = {
 }
 
 
+@checked(computed=False)
 def auto_plan(model: nn.Module) -> dict[str, str | Style]:
     """The plan for a model that is known, or that brings its own; ValueError says how to write one otherwise.
 

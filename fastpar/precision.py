@@ -21,11 +21,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fastpar import ops
+from fastpar.arguments import checked
 from fastpar.comm import Communicator
 from fastpar.comm.communicator import GroupLike
 from fastpar.comm.group import resolve_group
 from fastpar.mesh import Mesh, named_groups
 
+_STATE_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -64,6 +66,8 @@ class Precision:
             raise TypeError(
                 f"full must be a sequence of patterns, got the string {self.full!r}: write ({self.full!r},)"
             )
+        if not isinstance(self.full, Sequence) or not all(isinstance(pattern, str) for pattern in self.full):
+            raise TypeError(f"full must be a sequence of patterns, got {self.full!r:.60}")
         object.__setattr__(self, "full", tuple(self.full))
         if self.compute is torch.float32:
             raise ValueError("compute must be torch.bfloat16, torch.float16 or None: autocast to float32 does nothing")
@@ -110,24 +114,29 @@ class Precision:
         """Parameters and their gradients in float16, float32 copies in the optimizer; use it with a LossScaler."""
         return Precision(torch.float16, None, torch.float16, torch.float32, full, buffers)
 
+    @checked(computed=False)
     def is_full(self, name: str) -> bool:
         """Whether a parameter of this name stays in master's dtype."""
         return any(fnmatchcase(name, pattern) for pattern in self.full)
 
+    @checked(computed=False)
     def param_dtype(self, name: str, own: torch.dtype) -> torch.dtype:
         """The dtype in which the module holds the parameter `name`, whose own is `own`. Only floating dtypes change."""
         wanted = self.master if self.is_full(name) else self.param
         return own if wanted is None or not own.is_floating_point else wanted
 
+    @checked(computed=False)
     def master_dtype(self, name: str, own: torch.dtype) -> torch.dtype:
         """The dtype in which the optimizer updates it."""
         return self.param_dtype(name, own) if self.master is None or not own.is_floating_point else self.master
 
+    @checked(computed=False)
     def reduce_dtype(self, name: str, own: torch.dtype) -> torch.dtype:
         """The dtype of its gradient on the wire."""
         gradient = self.param_dtype(name, own)
         return gradient if self.reduce is None or self.is_full(name) else self.reduce
 
+    @checked(computed=False)
     def check_names(self, names: Sequence[str]) -> None:
         """Raise ValueError for a pattern of `full` that matches none of the names."""
         for pattern in self.full:
@@ -135,8 +144,11 @@ class Precision:
                 shown = ", ".join(list(names)[:4])
                 raise ValueError(f"full: {pattern!r} matches no parameter; the names are {shown}, ...")
 
+    @checked(computed=False)
     def autocast(self, device_type: str) -> AbstractContextManager[object]:
         """The context of forward: torch.autocast with `compute`, or nothing."""
+        if not device_type.isalpha():
+            raise ValueError(f"device_type must be that of a device, such as 'cpu' or 'cuda', got {device_type!r}")
         if self.compute is None:
             return nullcontext()
         return torch.autocast(device_type, dtype=self.compute)
@@ -179,6 +191,7 @@ class LossScaler:
     Raises ValueError for factors that would not grow or back off.
     """
 
+    @checked(computed=False)
     def __init__(
         self,
         init: float = 2.0**16,
@@ -208,7 +221,7 @@ class LossScaler:
         self._scale, self._growth, self._backoff, self._interval = float(init), growth, backoff, growth_interval
         self._enabled, self._streak = enabled, 0
         self._groups = _groups_of(mesh, group)
-        named = names.named_parameters() if isinstance(names, nn.Module) else names or ()
+        named = list(names.named_parameters() if isinstance(names, nn.Module) else names or ())
         self._names = {id(parameter): name for name, parameter in named}
         self._found: dict[int, bool] = {}  # by optimizer, since the last update: whether anything was not finite
         self._stepped: set[int] = set()
@@ -218,6 +231,8 @@ class LossScaler:
         if not self._enabled:
             return outputs
         if isinstance(outputs, Tensor):
+            if outputs.is_floating_point() and outputs.itemsize < 2:
+                raise TypeError(f"outputs must be of a dtype that is computed with, got {outputs.dtype}")
             return outputs * torch.tensor(self._scale, dtype=torch.float32, device=outputs.device)
         if isinstance(outputs, (list, tuple)):
             return type(outputs)(self.scale(each) for each in outputs)
@@ -225,6 +240,7 @@ class LossScaler:
             return map(self.scale, outputs)
         raise TypeError(f"outputs must be a tensor or an iterable of tensors, got {type(outputs).__name__}")
 
+    @checked(computed=False)
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the gradients of the optimizer by the scale, and find out whether all of all ranks are finite.
 
@@ -253,6 +269,7 @@ class LossScaler:
             found |= bool(here)
         self._found[id(optimizer)] = self._agree(optimizer, grads, found)
 
+    @checked(computed=False)
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """`optimizer.step(*args, **kwargs)` where all gradients of all ranks are finite, else None and nothing at all.
 
@@ -282,6 +299,7 @@ class LossScaler:
         with _grad_scale(optimizer, self._scale) if divides else nullcontext():
             return optimizer.step(*args, **kwargs)
 
+    @checked(computed=False)
     def update(self, new_scale: float | None = None) -> None:
         """Adjust the scale after the steps of an iteration, or set it.
 
@@ -323,12 +341,16 @@ class LossScaler:
             "skipped": self.skipped,
         }
 
+    @checked(computed=False)
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take the state of a LossScaler or a torch.amp.GradScaler. Raises ValueError for an empty one."""
         if not self._enabled:
             return
         if not state_dict:
             raise ValueError("the state is empty, as one that is not enabled saves it: nothing to load")
+        missing = [key for key in _STATE_KEYS if key not in state_dict]
+        if missing:
+            raise ValueError(f"state_dict must be that of a LossScaler or torch.amp.GradScaler, has no {missing}")
         self._scale, self._streak = float(state_dict["scale"]), int(state_dict["_growth_tracker"])
         self._growth, self._backoff = float(state_dict["growth_factor"]), float(state_dict["backoff_factor"])
         self._interval, self.skipped = int(state_dict["growth_interval"]), int(state_dict.get("skipped", 0))

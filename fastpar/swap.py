@@ -14,6 +14,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 
+from fastpar.arguments import checked
 from fastpar.comm import Communicator
 from fastpar.doors import DDP_MARK, OVER_PARALLEL, RefusedByDDP, ResizeEmbeddings, SavePretrained, check_model
 from fastpar.expert_style import check_experts, prove_experts, route_tokens, spread_experts, takes_scaled_tokens
@@ -585,6 +586,7 @@ def _uses_layout_attention(module: nn.Module) -> bool:
     return getattr(getattr(module, "config", None), "_attn_implementation", None) == "fastpar_eager"
 
 
+@checked(computed=False, but=("plan",))
 def parallelize(
     model: M,
     mesh: Mesh | GroupLike,
@@ -682,14 +684,16 @@ def unwatch(model: nn.Module) -> None:
         swap.watch.cadence.stop()
 
 
+@checked(computed=False)
 def explain(model: nn.Module) -> Explanation:
     """What `parallelize` did to a model: per module the style, how its parameters are stored, and remarks."""
     swap = getattr(model, _STATE, None)
     if swap is None:
-        raise ValueError(f"this {_name(model)} has not been parallelised (fastpar.parallelize)")
+        raise ValueError(f"model: this {_name(model)} has not been parallelised (fastpar.parallelize)")
     return swap.explanation
 
 
+@checked(computed=False)
 def unparallelize(model: M) -> M:
     """Undo `parallelize` in place: ordinary modules with full weights on every rank (one all-gather per shard).
 
@@ -698,7 +702,7 @@ def unparallelize(model: M) -> M:
     """
     swap = getattr(model, _STATE, None)
     if swap is None:
-        raise ValueError(f"this {_name(model)} has not been parallelised (fastpar.parallelize)")
+        raise ValueError(f"model: this {_name(model)} has not been parallelised (fastpar.parallelize)")
     swap.undo(gather=True)
     del model.__dict__[_STATE]
     return model

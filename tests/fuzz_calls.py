@@ -7,26 +7,36 @@ the last line before it is the call that did it.
 
 from __future__ import annotations
 
+import datetime
 import inspect
 import json
+import os
 import random
 import re
+import resource
+import signal
 import sys
+import tempfile
 from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastpar import ops
-from fastpar.comm import CommError
+from fastpar.comm import Communicator
 
-ALLOWED = (ValueError, TypeError, IndexError, RuntimeError, CommError, NotImplementedError)
+ALLOWED = (ValueError, TypeError, IndexError, KeyError, RuntimeError, OSError, NotImplementedError)
+# What a machine has too little of is not the caller's mistake, and torch says how much was asked for.
+NO_MEMORY = re.compile("can't allocate memory|Storage size calculation overflowed")
+MEMORY_BYTES = 8 << 30  # a size that nobody has must be an error at once
 # Texts of torch's and Python's own errors, which say nothing of the argument that was wrong.
 INSIDE = re.compile(
-    r"object has no attribute|aten::|c10|\.cpp:|at::|internal assert|not implemented for|dtype\(s\)|"
+    r"object has no attribute|aten::|c10::|\.cpp:|at::|internal assert|not implemented for|dtype\(s\)|"
     r"positional argument|unsupported operand|not supported between|object is not (iterable|callable|subscriptable)|"
-    r"Expected .* but got",
+    r"Expected .* but got|truth value|Boolean value of",
     re.IGNORECASE,
 )
 
@@ -160,51 +170,122 @@ JUNK: list[Callable[[], Any]] = [
 ]  # fmt: skip
 
 
-def arguments_of(name: str) -> list[str]:
+OTHER_JUNK: list[Callable[[], Any]] = [
+    lambda: torch.nn.Linear(3, 3), lambda: torch.nn.Linear, lambda: [torch.nn.Linear(3, 3)], lambda: torch.nn.ReLU(),
+    lambda: Communicator(None), lambda: torch.optim.SGD([floats(3)]), lambda: torch.device("cpu"), lambda: "cpu",
+    lambda: "cuda:7", lambda: "int8", lambda: "sum", lambda: {"": None}, lambda: {1: 2}, lambda: [[1], [2]],
+    lambda: [(0, 1)], lambda: ["a", "b"], lambda: [1.5], lambda: [-1], lambda: [True], lambda: [2**62, 2**62],
+    lambda: iter([1]), lambda: (x for x in ()), lambda: set(), lambda: Wrapped(floats(3, 6)), lambda: [floats(3), None],
+    lambda: floats(3).numpy(), lambda: datetime.timedelta(1), lambda: Path("/"), lambda: Fraction(1, 3),
+]  # fmt: skip
+
+
+class Wrapped(Tensor):
+    """A subclass that is an ordinary tensor."""
+
+    @staticmethod
+    def __new__(cls, x: Tensor) -> Wrapped:
+        return x.as_subclass(cls)
+
+
+def case_of(name: str) -> Callable[[], tuple[Callable[..., Any], dict[str, Any]]]:
+    """`name` of fastpar.ops, or "part.name" of tests/fuzz_api.py."""
+    if name in GOOD:
+        return lambda: (getattr(ops, name), GOOD[name]())
+    from tests.fuzz_api import PARTS
+
+    part, _, rest = name.partition(".")
+    return PARTS[part][rest]
+
+
+def users_own(name: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Arguments that are not made bad: functions that the user wrote, what these get, and how long to go on; and other
+    names of the rest."""
+    from tests.fuzz_api import ALSO, USERS_OWN
+
+    case = name.partition(".")[2]
+    return USERS_OWN.get(case, ()), ALSO.get(case, ())
+
+
+def arguments_of(function: Callable[..., Any]) -> list[str]:
     """The names of its arguments, options that it hands on included."""
-    function = getattr(ops, name)
-    names = list(inspect.signature(function).parameters)
-    return names + (list(inspect.signature(ops.linear_cross_entropy).parameters) if "options" in names else [])
+    parameters = inspect.signature(function).parameters.values()
+    names = [p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    return names + (
+        list(inspect.signature(ops.linear_cross_entropy).parameters)
+        if any(p.name == "options" and "Unpack" in str(p.annotation) for p in parameters)
+        else []
+    )
 
 
 def shown(value: Any) -> str:
     if isinstance(value, Tensor):
-        return f"{value.dtype}{list(value.shape)}@{value.device}"
-    return repr(value)[:60]
+        return f"{type(value).__name__} {value.dtype}{list(value.shape)}@{value.device}"
+    return repr(value)[:60].replace("\n", " ")
 
 
-def verdict(name: str, arguments: dict[str, Any], names: list[str]) -> str | None:
+def says(text: str, argument: str) -> bool:
+    """Whether a text has an argument's name, or its words: "2 ranks" says num_ranks."""
+    words = [argument, *(word for word in argument.split("_") if len(word) > 3)]
+    return any(re.search(rf"\b{word}\b", text) for word in words)
+
+
+class Hangs(BaseException):
+    pass
+
+
+def verdict(function: Callable[..., Any], arguments: dict[str, Any], names: list[str], seconds: int = 20) -> str | None:
     """What is wrong with what a call of these arguments does."""
+
+    def give_up(*_: Any) -> None:
+        raise Hangs(f"not done within {seconds} seconds")
+
+    signal.signal(signal.SIGALRM, give_up)
+    signal.alarm(seconds)
     try:
-        getattr(ops, name)(**arguments)
+        function(**arguments)
     except ALLOWED as error:
         text = str(error)
-        if type(error) not in (ValueError, TypeError, IndexError, RuntimeError) and not isinstance(error, CommError):
+        is_typed = type(error) in (ValueError, TypeError, IndexError, KeyError, RuntimeError) or isinstance(
+            error, OSError
+        )
+        if not is_typed and not type(error).__module__.startswith("fastpar"):
             return f"{type(error).__name__}: {text[:200]}"
-        if INSIDE.search(text) or not any(re.search(rf"\b{argument}\b", text) for argument in names):
+        if NO_MEMORY.search(text) or isinstance(error, OSError):  # the machine's
+            return None
+        given = [f"'{value}'" for value in arguments.values() if isinstance(value, (str, Path))]
+        named = any(says(text, argument) for argument in names) or any(map(text.__contains__, given))
+        if INSIDE.search(text) or not named:
             return f"{type(error).__name__}: {text[:200]}"
-    except Exception as error:
+    except (Exception, Hangs) as error:
         return f"{type(error).__name__}: {str(error)[:200]}"
+    finally:
+        signal.alarm(0)
     return None
 
 
 def run(name: str, seed: int, count: int) -> None:
     source = random.Random(f"{name} {seed}")
-    names = arguments_of(name)
-    mutable = [argument for argument in names if argument not in ("options",)]
+    case = case_of(name)
+    junk = JUNK if name in GOOD else JUNK + OTHER_JUNK
+    skipped, also = users_own(name)
     for number in range(count):
-        arguments = GOOD[name]()
+        function, arguments = case()
+        names = arguments_of(function)
+        mutable = [argument for argument in names if argument not in skipped]
         for argument in source.sample(mutable, k=min(len(mutable), source.choice((1, 1, 2)))):
-            arguments[argument] = source.choice(JUNK)()
+            arguments[argument] = source.choice(junk)()
         text = f"{name}({', '.join(f'{k}={shown(v)}' for k, v in arguments.items())})"
         print(json.dumps({"number": number, "call": text}), file=sys.stderr, flush=True)
-        wrong = verdict(name, arguments, names)
+        wrong = verdict(function, arguments, [*names, *also])
         if wrong is not None:
             print(json.dumps({"number": number, "call": text, "wrong": wrong}), flush=True)
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    os.chdir(tempfile.mkdtemp(prefix="fastpar-fuzz-"))  # for what a name is taken for a path
     for function_name in sys.argv[1].split(","):
         run(function_name, int(sys.argv[2]), int(sys.argv[3]))
     print(json.dumps({"done": True}), flush=True)

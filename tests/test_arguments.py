@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from fastpar.reference import arguments
-from fastpar.reference.arguments import checked
+from fastpar import arguments
+from fastpar.arguments import checked
 
 KINDS = [
     "Tensor",
@@ -25,6 +25,11 @@ KINDS = [
     "Sequence[Tensor]",
     "Sequence[int] | None",
     "tuple[int, float]",
+    "str | torch.device",
+    "int | str | torch.device | None",
+    "Mapping[str, int]",
+    "Literal['words', 'more']",
+    "Callable[[int], int]",
     "Rule | None",
     "GroupLike",
 ]
@@ -40,6 +45,9 @@ class Narrow(Rule):
 
 class OwnTensor(Tensor):
     pass
+
+
+SCOPE = globals() | {"Callable": Callable, "Mapping": Mapping, "Literal": Literal}
 
 
 def values() -> list[Any]:
@@ -67,7 +75,7 @@ def values() -> list[Any]:
 @pytest.mark.parametrize("meta", [False, True])
 @pytest.mark.parametrize("annotation", KINDS)
 def test_what_passes_the_cheap_test_is_accepted_and_has_no_problem(annotation: str, meta: bool) -> None:
-    kind = arguments._kind_of(annotation, meta=meta, nan=False)
+    kind = arguments._kind_of(annotation, SCOPE, arguments.Tensors(meta=meta))
     for value in values():
         if kind.is_plain(value):
             assert kind.accepts(value)
@@ -75,7 +83,7 @@ def test_what_passes_the_cheap_test_is_accepted_and_has_no_problem(annotation: s
 
 
 def test_a_tensor_inside_a_transform_does_not_pass_the_cheap_test() -> None:
-    kind = arguments._kind_of("Tensor", meta=False, nan=False)
+    kind = arguments._kind_of("Tensor", globals(), arguments.Tensors())
     seen: list[bool] = []
 
     def look(row: Tensor) -> Tensor:
@@ -107,7 +115,7 @@ def test_ordinary_calls_pay_for_no_other_test(monkeypatch: pytest.MonkeyPatch) -
 
 def test_what_does_not_pass_the_cheap_test_is_judged_by_the_thorough_one() -> None:
     assert some_op(torch.ones(2).as_subclass(OwnTensor), 1, rule=Narrow(), top=2) == "called"
-    with pytest.raises(TypeError, match="some_op: rule must be of type Rule or None, got str 'x'"):
+    with pytest.raises(TypeError, match="some_op: rule must be a Rule or None, got str 'x'"):
         some_op(torch.ones(2), rule="x")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="some_op: eps must be a number, got bool True"):
         some_op(torch.ones(2), True)

@@ -185,7 +185,7 @@ def unknown_sizes() -> None:
         (lambda: comm.exchange_sizes([1]), ValueError),
         (lambda: comm.exchange_sizes([1, "2"]), TypeError),
     ):
-        with pytest.raises(error, match="sizes"):
+        with pytest.raises(error, match=r"sizes|rows"):
             call()
 
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from fastpar import ops
+from tests.fuzz_api import PARTS
 from tests.fuzz_calls import GOOD
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -55,6 +56,32 @@ def test_350_bad_calls_of_every_op_are_right_or_typed_errors_that_name_an_argume
 @pytest.mark.timeout(900)
 def test_1000_bad_calls_of_every_op_are_right_or_typed_errors_that_name_an_argument() -> None:
     assert bad_calls(list(GOOD), 1000, 800.0) == []
+
+
+# ---- everything else that is public ----------------------------------------------------------------------------------
+
+NAMES = {part: [f"{part}.{case}" for case in cases] for part, cases in PARTS.items()}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_the_calls_of_the_rest_that_are_made_bad_are_good(part: str) -> None:
+    for name, case in PARTS[part].items():
+        if name != "TensorStore.keep":  # under a folder that is not there
+            function, arguments = case()
+            function(**arguments)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("part", PARTS)
+def test_bad_calls_of_everything_public_are_right_or_typed_errors_that_name_an_argument(part: str) -> None:
+    assert bad_calls(NAMES[part], 12, 280.0) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("part", PARTS)
+def test_350_bad_calls_of_everything_public_are_right_or_typed_errors_that_name_an_argument(part: str) -> None:
+    assert bad_calls(NAMES[part], 350, 1700.0) == []
 
 
 # ---- what the calls above do not make --------------------------------------------------------------------------------

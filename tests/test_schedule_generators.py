@@ -582,7 +582,7 @@ def test_options_reach_the_generator(name: str) -> None:
         (lambda: gpipe(0, 4), ValueError, "num_ranks must be an integer of at least 1, got 0"),
         (lambda: zbv(2, 0), ValueError, "num_microbatches must be an integer of at least 1, got 0"),
         (lambda: looped_bfs(2, 2, stages_per_rank=0), ValueError, "stages_per_rank"),
-        (lambda: one_f_one_b(2, 1.5), ValueError, r"num_microbatches .* got 1\.5"),
+        (lambda: one_f_one_b(2, 1.5), TypeError, r"num_microbatches .* got float 1\.5"),
         (lambda: zb_h2(4, 8, extra=4), ValueError, "extra must be from 0 to num_ranks - 1 = 3, got 4"),
         (lambda: dualpipev(4, 7), ValueError, "at least 2 microbatches per rank, 8 on 4 ranks, got 7"),
         (lambda: dualpipe(3, 8), ValueError, "even number of ranks, got 3"),

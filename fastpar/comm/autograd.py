@@ -29,7 +29,8 @@ import torch
 from torch import Tensor
 
 from fastpar.comm.communicator import Communicator, GroupLike
-from fastpar.comm.layout import check_dim
+from fastpar.comm.group import resolve_group
+from fastpar.comm.layout import check_dim, check_tensor, is_int
 from fastpar.comm.replay import kept
 from fastpar.comm.shards import shard_sizes
 
@@ -129,9 +130,19 @@ def _split(x: Tensor, comm: Communicator, dim: int, sizes: Sequence[int] | None)
     dim = check_dim(dim, x)
     if sizes is None:
         return dim, shard_sizes(x.size(dim), comm.size)
+    if not isinstance(sizes, Sequence) or not all(map(is_int, sizes)):
+        raise TypeError(f"sizes must be a sequence of ints, got {type(sizes).__name__} {sizes!r:.60}")
     if len(sizes) != comm.size or sum(sizes) != x.size(dim) or min(sizes) < 0:
         raise ValueError(f"sizes must be {comm.size} numbers >= 0 that add up to {x.size(dim)}, got {list(sizes)}")
     return dim, list(sizes)
+
+
+def _communicator(x: Tensor, comm: GroupLike) -> Communicator:
+    """Of arguments that are checked where one rank has nothing to do, too."""
+    check_tensor(x)
+    if isinstance(comm, Communicator):
+        return comm
+    return Communicator(resolve_group(comm, "comm"))
 
 
 def copy_to(x: Tensor, comm: GroupLike) -> Tensor:
@@ -139,7 +150,7 @@ def copy_to(x: Tensor, comm: GroupLike) -> Tensor:
 
     x [...] replicated -> y [...], a view of x. Backward: one all_reduce of x's size.
     """
-    comm = Communicator.of(comm)
+    comm = _communicator(x, comm)
     return x if comm.size == 1 else _CopyTo.apply(x, comm)
 
 
@@ -148,7 +159,7 @@ def reduce_from(x: Tensor, comm: GroupLike) -> Tensor:
 
     x [...] partial -> y [...] replicated. Forward: one all_reduce of x's size.
     """
-    comm = Communicator.of(comm)
+    comm = _communicator(x, comm)
     return x if comm.size == 1 else _ReduceFrom.apply(x, comm)
 
 
@@ -158,7 +169,7 @@ def gather_from(x: Tensor, comm: GroupLike, *, dim: int = -1, sizes: Sequence[in
     x [..., n_r, ...] this rank's shard -> y [..., sum of n_r, ...]. `sizes`: the n_r, by default all equal. Forward:
     one all_gather.
     """
-    comm = Communicator.of(comm)
+    comm = _communicator(x, comm)
     if comm.size == 1:
         return x
     dim, sizes = _shard(x, comm, dim, sizes)
@@ -171,7 +182,7 @@ def scatter_to(x: Tensor, comm: GroupLike, *, dim: int = -1, sizes: Sequence[int
     x [..., n, ...] replicated -> y [..., n_r, ...]. `sizes`: the n_r, by default `shard_sizes(n, size)`. Backward:
     one all_gather.
     """
-    comm = Communicator.of(comm)
+    comm = _communicator(x, comm)
     if comm.size == 1:
         return x
     dim, sizes = _split(x, comm, dim, sizes)
@@ -185,7 +196,7 @@ def gather_sequence(x: Tensor, comm: GroupLike, *, dim: int, sizes: Sequence[int
     x [..., n_r, ...] this rank's tokens -> y [..., sum of n_r, ...]. `sizes`: the n_r, by default all equal.
     Forward: one all_gather. Backward: one reduce_scatter. Together the bytes of one all_reduce.
     """
-    comm = Communicator.of(comm)
+    comm = _communicator(x, comm)
     if comm.size == 1:
         return x
     dim, sizes = _shard(x, comm, dim, sizes)
@@ -199,7 +210,7 @@ def reduce_scatter_sequence(x: Tensor, comm: GroupLike, *, dim: int, sizes: Sequ
     x [..., n, ...] partial -> y [..., n_r, ...]. `sizes`: the n_r, by default `shard_sizes(n, size)`.
     Forward: one reduce_scatter. Backward: one all_gather.
     """
-    comm = Communicator.of(comm)
+    comm = _communicator(x, comm)
     if comm.size == 1:
         return x
     dim, sizes = _split(x, comm, dim, sizes)
@@ -222,11 +233,11 @@ def all_to_all(
     x [..., n_r, ..., h, ...] -> y [..., sum of n_r, ..., h_r, ...] for concat_dim and split_dim; sizes as in
     `Communicator.all_to_all`. One all_to_all forward, one backward.
     """
-    comm = Communicator.of(comm)
+    comm = _communicator(x, comm)
     if comm.size == 1:
         return x
-    split_dim = check_dim(split_dim, x)
-    concat_dim = split_dim if concat_dim is None else check_dim(concat_dim, x)
+    split_dim = check_dim(split_dim, x, "split_dim")
+    concat_dim = split_dim if concat_dim is None else check_dim(concat_dim, x, "concat_dim")
     inputs, outputs = comm.all_to_all_sizes(x, split_dim, concat_dim, input_sizes, output_sizes)
     return _AllToAll.apply(x, comm, (split_dim, concat_dim), inputs, outputs)
 

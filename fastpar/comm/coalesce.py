@@ -7,11 +7,13 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from fastpar.arguments import checked
 from fastpar.comm.communicator import Communicator, GroupLike
 from fastpar.comm.pending import Pending
 from fastpar.comm.reduction import check_reduction
 
 
+@checked(computed=False)
 def all_reduce_coalesced(
     tensors: Iterable[Tensor], comm: GroupLike, op: str = "sum", *, bucket_bytes: int = 25 << 20
 ) -> None:
@@ -25,9 +27,12 @@ def all_reduce_coalesced(
     comm = Communicator.of(comm)
     if bucket_bytes < 1:
         raise ValueError(f"bucket_bytes must be at least 1, got {bucket_bytes}")
-    tensors = [tensor.detach() for tensor in tensors]
-    for tensor in tensors:
+    tensors = list(tensors)
+    for index, tensor in enumerate(tensors):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"tensors must be tensors, got {type(tensor).__name__} at number {index}")
         check_reduction(op, tensor.dtype)
+    tensors = [tensor.detach() for tensor in tensors]
     if comm.size == 1:
         return
     in_flight: tuple[list[Tensor], Pending[Tensor]] | None = None

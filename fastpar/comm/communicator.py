@@ -11,9 +11,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from fastpar.comm.group import check_timeout, resolve_group
+from fastpar.arguments import check_seconds, checked
+from fastpar.comm.group import resolve_group
 from fastpar.comm.host_ranks import HostRanks
 from fastpar.comm.launcher import Launcher
+from fastpar.comm.layout import check_dim, check_tensor
 from fastpar.comm.local_world import LocalWorld
 from fastpar.comm.pending import Pending
 from fastpar.comm.route import Route
@@ -53,13 +55,14 @@ class Communicator:
     `sizes` are rows along `dim`, one per rank, any of them 0. Ranks are ranks within the group.
 
     Raises CommError when a collective fails (CommTimeoutError: missed its deadline; between CPU ranks also
-    PeerLostError: a process has ended, CommMismatchError: the ranks called different things); ValueError and TypeError
-    for arguments, before anything is sent.
+    PeerLostError: a process has ended, CommMismatchError: the ranks called different things); ValueError, TypeError and
+    IndexError for arguments, before anything is sent.
 
     None is one rank here, as `mesh.group` gives for a dim of one, and the whole world in torch: `fastpar.comm.world()`
     is that. No group at all is refused where there is a world of several ranks.
     """
 
+    @checked(computed=False)
     def __init__(
         self,
         group: GroupLike = _OMITTED,
@@ -74,7 +77,7 @@ class Communicator:
         self.group: ProcessGroup | None = group.group if isinstance(group, Communicator) else resolve_group(group)
         if timeout is None:
             timeout = group.timeout if isinstance(group, Communicator) else timeout_of(self.group)
-        self.timeout: float = check_timeout(timeout)
+        self.timeout: float = check_seconds(timeout)
         self.transport = transport
         self.rank: int = 0 if self.group is None else self.group.rank()
         self.size: int = 1 if self.group is None else self.group.size()
@@ -159,7 +162,7 @@ class Communicator:
         accumulated, not rounded, for the same bytes sent.
         """
         express = self._route.express
-        is_plain = dim == 0 and sizes is None and dtype is None
+        is_plain = sizes is None and dtype is None and _is_first(dim)
         result = express.reduce_scatter(x, op) if is_plain and express is not None else None
         if result is not None:
             return result
@@ -173,7 +176,7 @@ class Communicator:
         x.size(dim) on every rank.
         """
         express = self._route.express
-        result = None if express is None or dim != 0 or sizes is not None else express.all_gather(x)
+        result = None if express is None or sizes is not None or not _is_first(dim) else express.all_gather(x)
         return self._blocking.all_gather(x, dim=dim, sizes=sizes).wait() if result is None else result
 
     def all_to_all_async(
@@ -212,7 +215,8 @@ class Communicator:
         `output_sizes` the rows of each rank's x along concat_dim, by default those of this one.
         """
         express = self._route.express
-        is_plain = input_sizes is None and output_sizes is None and split_dim == 0 and concat_dim in (None, 0)
+        is_plain = input_sizes is None and output_sizes is None and _is_first(split_dim)
+        is_plain = is_plain and (concat_dim is None or _is_first(concat_dim))
         result = express.all_to_all(x) if is_plain and express is not None else None
         if result is not None:
             return result
@@ -220,6 +224,7 @@ class Communicator:
             x, input_sizes=input_sizes, output_sizes=output_sizes, split_dim=split_dim, concat_dim=concat_dim
         ).wait()
 
+    @checked(computed=False)
     def all_to_all_sizes(
         self,
         x: Tensor,
@@ -229,17 +234,21 @@ class Communicator:
         output_sizes: Sequence[int] | None = None,
     ) -> tuple[list[int], list[int]]:
         """`input_sizes` and `output_sizes` as `all_to_all` takes them, checked, with what is left out filled in."""
+        check_tensor(x)
+        split_dim, concat_dim = check_dim(split_dim, x, "split_dim"), check_dim(concat_dim, x, "concat_dim")
         return self._blocking.sizes_of_parts(x, split_dim, concat_dim, input_sizes, output_sizes)
 
+    @checked(computed=False)
     def share_sizes(self, rows: int) -> list[int]:
         """The `rows` of every rank, for `sizes=` of all_gather and gather where no rank knows those of the others. One
         all_gather of a number."""
-        _check_rows([rows])
+        _check_rows([rows], "rows")
         return [int(size) for size in self.all_gather(torch.tensor([rows], device="cpu")).tolist()]
 
+    @checked(computed=False)
     def exchange_sizes(self, input_sizes: Sequence[int]) -> list[int]:
         """The `output_sizes` of an all_to_all, where every rank knows only what it sends. One all_to_all of numbers."""
-        _check_rows(input_sizes)
+        _check_rows(input_sizes, "input_sizes")
         if len(input_sizes) != self.size:
             raise ValueError(f"input_sizes must have one entry per rank ({self.size}), got {list(input_sizes)}")
         return [int(size) for size in self.all_to_all(torch.tensor(list(input_sizes), device="cpu")).tolist()]
@@ -306,6 +315,11 @@ class Communicator:
             self._blocking.barrier().wait()
 
 
+def _is_first(dim: object) -> bool:
+    return type(dim) is int and dim == 0
+
+
+@checked(computed=False)
 def world(*, timeout: float | None = None, transport: str = "auto", check: bool | None = None) -> Communicator:
     """The communicator of all ranks of the job: what `group=None` says in torch. One rank where there is no job.
 
@@ -329,9 +343,7 @@ def _check_one_rank() -> None:
         )
 
 
-def _check_rows(rows: Sequence[int]) -> None:
+def _check_rows(rows: Sequence[int], name: str) -> None:
     for count in rows:
-        if isinstance(count, bool) or not isinstance(count, int):
-            raise TypeError(f"sizes must be ints, got {count!r}")
         if count < 0:
-            raise ValueError(f"sizes must not be negative, got {count}")
+            raise ValueError(f"{name} must not be negative, got {count}")

@@ -84,7 +84,7 @@ class Express:
         return target
 
     def broadcast(self, x: Tensor, src: int) -> Tensor | None:
-        if not _is_plain(x) or not 0 <= src < self.size:
+        if not _is_plain(x) or type(src) is not int or not 0 <= src < self.size:
             return None
         target = _new_like(x)
         self._call("broadcast", BROADCAST | dtype_code(x.dtype) | src << 32, x, target, x.numel(), x.numel())

@@ -7,7 +7,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 
-def resolve_group(group: object) -> ProcessGroup | None:
+def resolve_group(group: object, name: str = "group") -> ProcessGroup | None:
     """The ProcessGroup behind a ProcessGroup or a 1-D DeviceMesh; None for None.
 
     Raises ValueError for a mesh of several dims and for a group that this rank is not in, TypeError for anything
@@ -20,7 +20,7 @@ def resolve_group(group: object) -> ProcessGroup | None:
             names = group.mesh_dim_names
             example = f'mesh["{names[-1]}"]' if names else "a 1-D mesh"
             raise ValueError(
-                f"group must be a 1-D DeviceMesh, got dims {names or group.ndim}: pass one of them, as {example}"
+                f"{name} must be a 1-D DeviceMesh, got dims {names or group.ndim}: pass one of them, as {example}"
             )
         _check_initialised()
         return group.get_group()
@@ -30,21 +30,12 @@ def resolve_group(group: object) -> ProcessGroup | None:
         )
     if not isinstance(group, ProcessGroup):
         raise TypeError(
-            f"group must be a ProcessGroup, a 1-D DeviceMesh, a Communicator or None, got {type(group).__name__}"
+            f"{name} must be a ProcessGroup, a 1-D DeviceMesh, a Communicator or None, got {type(group).__name__}"
         )
     _check_initialised()
     if group.rank() < 0:
         raise ValueError("this rank is not a member of the group")
     return group
-
-
-def check_timeout(timeout: float) -> float:
-    """The seconds of a deadline. Raises TypeError or ValueError for what is none."""
-    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
-        raise TypeError(f"timeout must be a number of seconds, got {timeout!r}")
-    if not timeout > 0:
-        raise ValueError(f"timeout must be positive (seconds), got {timeout}")
-    return float(timeout)
 
 
 def _check_initialised() -> None:

@@ -8,7 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastpar.comm.layout import check_dim, check_out, check_tensor, pack, plain_bits, row_numel, unpack, with_dim
+from fastpar.comm.layout import (
+    check_dim,
+    check_out,
+    check_tensor,
+    is_int,
+    pack,
+    plain_bits,
+    row_numel,
+    unpack,
+    with_dim,
+)
 from fastpar.comm.pending import Pending
 from fastpar.comm.recording import note
 from fastpar.comm.reduction import check_reduction, widened
@@ -115,8 +125,8 @@ class Launcher:
         concat_dim: int | None = None,
     ) -> Pending[Tensor]:
         check_tensor(x)
-        split_dim = check_dim(split_dim, x)
-        concat_dim = split_dim if concat_dim is None else check_dim(concat_dim, x)
+        split_dim = check_dim(split_dim, x, "split_dim")
+        concat_dim = split_dim if concat_dim is None else check_dim(concat_dim, x, "concat_dim")
         inputs, outputs = self.sizes_of_parts(x, split_dim, concat_dim, input_sizes, output_sizes)
         if self.size == 1:
             return self._ready(lambda: x.detach().clone(memory_format=torch.contiguous_format))
@@ -267,10 +277,14 @@ class Launcher:
         return carrying_device(self.group)
 
     def _check_rank(self, rank: int, name: str) -> None:
+        if not is_int(rank):
+            raise TypeError(f"{name} must be an int, got {type(rank).__name__}")
         if not 0 <= rank < self.size:
             raise ValueError(f"{name} must be a rank of the group, 0..{self.size - 1}, got {rank}")
 
     def _check_sizes(self, sizes: Sequence[int], name: str) -> list[int]:
+        if not isinstance(sizes, Sequence) or not all(map(is_int, sizes)):
+            raise TypeError(f"{name} must be a sequence of ints, got {type(sizes).__name__} {sizes!r:.60}")
         sizes = [int(size) for size in sizes]
         if len(sizes) != self.size:
             raise ValueError(f"{name} must have one entry per rank ({self.size}), got {len(sizes)}: {sizes}")

@@ -12,9 +12,13 @@ from torch.distributed.tensor import DTensor
 _NO_DISPATCH: Any = Tensor.__torch_dispatch__
 
 
-def check_tensor(x: Tensor) -> None:
+def check_is_tensor(x: Tensor, name: str = "x") -> None:
     if not isinstance(x, Tensor):
-        raise TypeError(f"x must be a tensor, got {type(x).__name__}")
+        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+
+
+def check_tensor(x: Tensor) -> None:
+    check_is_tensor(x)
     if isinstance(x, DTensor):
         raise TypeError("x must be a plain tensor, got a DTensor: pass x.to_local()")
     if torch.compiler.is_compiling():
@@ -35,12 +39,19 @@ def check_out(out: Tensor, x: Tensor) -> None:
         )
 
 
-def check_dim(dim: int, x: Tensor) -> int:
+def check_dim(dim: int, x: Tensor, name: str = "dim") -> int:
+    if not is_int(dim):
+        raise TypeError(f"{name} must be an int, got {type(dim).__name__}")
     if x.ndim == 0:
         raise ValueError("x must have at least one dim, got a scalar tensor: x.view(1) has one")
     if not -x.ndim <= dim < x.ndim:
-        raise IndexError(f"dim must be in {-x.ndim}..{x.ndim - 1} for a tensor of shape {tuple(x.shape)}, got {dim}")
+        raise IndexError(f"{name} must be in {-x.ndim}..{x.ndim - 1} for a tensor of shape {tuple(x.shape)}, got {dim}")
     return dim % x.ndim
+
+
+def is_int(value: Any) -> bool:
+    """Whether it is a number that counts, as SymInts are; True and False are none."""
+    return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
 
 
 def with_dim(shape: torch.Size, dim: int, size: int) -> torch.Size:

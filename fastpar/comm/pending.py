@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
+from fastpar.arguments import checked
 from fastpar.comm.errors import CommError, CommTimeoutError
 from fastpar.comm.tracing import OpenSpans
 
@@ -90,6 +91,7 @@ class Pending(Generic[T]):
         self._work = None
         return self._result
 
+    @checked(computed=False)
     def then(self, step: Callable[[T], U]) -> Pending[U]:
         """One whose first `wait()` calls `step` with this one's result, and gives what that returns."""
         return _Continued(self, step)

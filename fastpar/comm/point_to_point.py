@@ -37,12 +37,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from fastpar.arguments import check_seconds, checked
 from fastpar.comm import gloo_mailbox, shared_mailbox
 from fastpar.comm.connection import name_meeting, store_of
 from fastpar.comm.description import DTYPE_NUMBERS
 from fastpar.comm.device_lanes import ANNOUNCEMENTS, PLAIN, DeviceLanes
 from fastpar.comm.errors import CommError, PeerFailedError
-from fastpar.comm.group import check_timeout, resolve_group
+from fastpar.comm.group import resolve_group
 from fastpar.comm.meeting import SEVERAL_HOSTS, Rendezvous, find_hosts, ranks_on_host
 from fastpar.comm.route import TRANSPORTS
 from fastpar.comm.shared_mailbox import SharedMailbox
@@ -75,13 +76,14 @@ class PointToPoint:
     share an object. What a message holds, and that ranks send what others expect, is up to the callers.
     """
 
+    @checked(computed=False)
     def __init__(
         self, group: ProcessGroup | DeviceMesh | None, *, timeout: float | None = None, transport: str = "auto"
     ) -> None:
         if transport not in TRANSPORTS:
             raise ValueError(f"transport must be one of {', '.join(TRANSPORTS)}, got {transport!r}")
         found = resolve_group(group)
-        timeout = check_timeout(timeout_of(found) if timeout is None else timeout)
+        timeout = check_seconds(timeout_of(found) if timeout is None else timeout)
         self.timeout = timeout
         self.rank = 0 if found is None else found.rank()
         self.size = 1 if found is None else found.size()
@@ -145,6 +147,7 @@ class PointToPoint:
         """Whether `recv` would return at once. A hint: never waits, and does not tell of failures."""
         return self._open(peer, tag).ready(peer, tag)
 
+    @checked(computed=False)
     def abort(self, reason: str) -> None:
         """Give up: waits of every other rank raise PeerFailedError(this rank, reason), now or later."""
         if self._channel is not None:

@@ -15,13 +15,13 @@ WIDE_OPS = {"sum": "float32 sum", "avg": "float32 avg"}
 
 def check_reduction(op: str, dtype: torch.dtype) -> None:
     """Raise ValueError for an unknown op, TypeError for a dtype that it cannot be applied to."""
-    if op not in OPS:
+    if not isinstance(op, str) or op not in OPS:
         raise ValueError(f"op must be one of {', '.join(OPS)}, got {op!r}")
     if dtype.is_floating_point and dtype.itemsize >= 2:
         return
     if dtype.is_floating_point or dtype.is_complex:
         raise TypeError(
-            f"cannot reduce {dtype}: convert it first (complex: torch.view_as_real; 8-bit floats: bfloat16)"
+            f"cannot reduce x of {dtype}: convert it first (complex: torch.view_as_real; 8-bit floats: bfloat16)"
         )
     if op == "avg":
         raise TypeError(f'op "avg" needs a floating-point tensor, got {dtype}')
@@ -34,9 +34,10 @@ def widened(op: str, dtype: torch.dtype, result: torch.dtype | None) -> str:
 
     Raises TypeError where there is none: only sums and averages of bfloat16 and float16 have one, to float32.
     """
-    if result is None or result == dtype:
+    if result is None or (isinstance(result, torch.dtype) and result == dtype):
         return op
-    if result != torch.float32 or dtype not in _LOW_PRECISION or op not in WIDE_OPS:
+    is_wide = isinstance(result, torch.dtype) and result == torch.float32
+    if not is_wide or dtype not in _LOW_PRECISION or op not in WIDE_OPS:
         raise TypeError(
             f"dtype must be that of x, or torch.float32 for the sum or avg of bfloat16 or float16; got {result} for "
             f'op "{op}" of {dtype}'

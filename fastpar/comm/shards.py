@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from fastpar.comm.layout import is_int
+
+MAX_PARTS = 1 << 24  # more ranks than there are; a list of as many numbers still fits
+
 
 def shard_sizes(total: int, parts: int) -> list[int]:
     """Rows of each of `parts` ranks out of `total`: ceil(total / parts) each until they are used up; the last ones
@@ -11,10 +15,13 @@ def shard_sizes(total: int, parts: int) -> list[int]:
 
     Raises ValueError if `total` is negative or `parts` is not positive.
     """
+    for name, value in (("total", total), ("parts", parts)):
+        if not is_int(value):
+            raise TypeError(f"{name} must be an int, got {type(value).__name__}")
     if total < 0:
         raise ValueError(f"total must not be negative, got {total}")
-    if parts < 1:
-        raise ValueError(f"parts must be at least 1, got {parts}")
+    if not 1 <= parts <= MAX_PARTS:
+        raise ValueError(f"parts must be at least 1 and at most {MAX_PARTS}, got {parts}")
     each = -(-total // parts)
     return [max(0, min(each, total - each * part)) for part in range(parts)]
 
@@ -25,6 +32,8 @@ def shard_range(total: int, parts: int, rank: int) -> tuple[int, int]:
     Raises ValueError as `shard_sizes` does, and IndexError if `rank` is not in 0..parts-1.
     """
     sizes = shard_sizes(total, parts)
+    if not is_int(rank):
+        raise TypeError(f"rank must be an int, got {type(rank).__name__}")
     if not 0 <= rank < parts:
         raise IndexError(f"rank must be in 0..{parts - 1}, got {rank}")
     start = sum(sizes[:rank])

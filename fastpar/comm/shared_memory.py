@@ -51,7 +51,7 @@ _REDUCTION_SPECS = {
 
 def reduction_spec(operation: int, op: str, dtype: torch.dtype) -> int | None:
     """What csrc/comm calls this reduction; None where the op does not apply to the dtype."""
-    spec = _REDUCTION_SPECS.get((op, dtype))
+    spec = _REDUCTION_SPECS.get((op, dtype)) if type(op) is str else None
     return None if spec is None else spec | operation
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastpar.arguments import checked
 from fastpar.comm._library import int64_array, library
 from fastpar.comm.communicator import Communicator
 from fastpar.comm.errors import CommError
@@ -49,6 +50,7 @@ class SharedRegion:
     lives as long as tensors over it.
     """
 
+    @checked(computed=False)
     def __init__(self, comm: Communicator | HostRanks, nbytes: int) -> None:
         if nbytes < 1:
             raise ValueError(f"nbytes must be at least 1, got {nbytes}")
@@ -82,12 +84,14 @@ class SharedRegion:
         library().region_seal(self._handle)
         self._memory = _Memory(self._handle, world)
 
+    @checked(computed=False)
     def address(self, rank: int) -> int:
         """Where rank's memory begins in this process."""
         if not 0 <= rank < self.size:
             raise ValueError(f"rank must be in 0..{self.size - 1}, got {rank}")
         return int(library().region_address(self._handle, rank))
 
+    @checked(computed=False)
     def tensor(self, shape: Sequence[int], dtype: torch.dtype, *, offset: int = 0, rank: int | None = None) -> Tensor:
         """A contiguous tensor over the memory of `rank` (None: this one), from byte `offset` on."""
         count = math.prod(shape)

@@ -18,10 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastpar.arguments import checked
 from fastpar.comm.communicator import Communicator, GroupLike
 from fastpar.comm.shared_region import SharedRegion
 
 SIGNAL_WORDS = 16384  # 64 KiB
+MAX_BYTES = 1 << 48  # what addresses have bits for
 _ALIGNMENT = 256  # bytes; of the data
 
 
@@ -69,6 +71,7 @@ class SymmetricBuffer:
         self.multicast = multicast + data if multicast else 0
 
     @classmethod
+    @checked(computed=False)
     def create(
         cls, comm: GroupLike, nbytes: int, device: str | torch.device = "cpu", *, signal_words: int = SIGNAL_WORDS
     ) -> SymmetricBuffer:
@@ -127,6 +130,7 @@ class SymmetricBuffer:
         buffer._handle = handle
         return buffer
 
+    @checked(computed=False)
     def tensor(self, shape: Sequence[int], dtype: torch.dtype, *, offset: int = 0, rank: int | None = None) -> Tensor:
         """A contiguous tensor over the data of `rank` (None: this one), from byte `offset` on; it keeps them mapped."""
         count = math.prod(shape)
@@ -138,6 +142,7 @@ class SymmetricBuffer:
         first = _signal_bytes(self.signal_words) + offset
         return self._of(rank)[first : first + count * dtype.itemsize].view(dtype).view(tuple(shape))
 
+    @checked(computed=False)
     def signal_pad(self, rank: int | None = None) -> Tensor:
         """int32 [signal_words]: the signals of `rank` (None: this one)."""
         return self._of(rank)[: 4 * self.signal_words].view(torch.int32)
@@ -161,6 +166,7 @@ class SymmetricBuffer:
         return f"SymmetricBuffer(rank={self.rank}, size={self.size}, nbytes={self.nbytes}, device={self.device})"
 
 
+@checked(computed=False)
 def virtual_ranks(
     size: int, nbytes: int, device: str | torch.device = "cpu", *, signal_words: int = SIGNAL_WORDS
 ) -> list[SymmetricBuffer]:
@@ -186,8 +192,10 @@ def _signal_bytes(signal_words: int) -> int:
 
 
 def _check_sizes(nbytes: int, signal_words: int) -> None:
-    if nbytes < 1 or signal_words < 1:
-        raise ValueError(f"nbytes and signal_words must be at least 1, got {nbytes} and {signal_words}")
+    if not (1 <= nbytes <= MAX_BYTES and 1 <= signal_words <= MAX_BYTES):
+        raise ValueError(
+            f"nbytes and signal_words must be at least 1 and at most {MAX_BYTES}, got {nbytes} and {signal_words}"
+        )
 
 
 def _peers_part(handle: Any, own: Tensor, rank: int) -> Any:

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from fastpar import _ext
+from fastpar.arguments import checked
 from fastpar.comm.communicator import Communicator, GroupLike
 from fastpar.comm.errors import CommTimeoutError
 from fastpar.comm.shards import shard_sizes
@@ -105,6 +106,7 @@ class SymmetricCollectives:
         self._synchronize()
 
     @classmethod
+    @checked(computed=False)
     def create(
         cls,
         comm: GroupLike,
@@ -127,6 +129,7 @@ class SymmetricCollectives:
         return made
 
     @classmethod
+    @checked(computed=False)
     def virtual(
         cls,
         size: int,

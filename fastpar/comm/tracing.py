@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from fastpar.arguments import checked
 from fastpar.comm.recording import algorithmic_bytes
 
 
@@ -67,6 +68,7 @@ class CommTrace:
         return time.perf_counter() - self._zero
 
     @contextmanager
+    @checked(computed=False)
     def phase(self, name: str) -> Iterator[None]:
         """Names what this process does meanwhile."""
         begin = self.now()
@@ -75,6 +77,7 @@ class CommTrace:
         finally:
             self.phases.append((name, begin, self.now()))
 
+    @checked(computed=False)
     def waited(self, phase: str | None = None) -> float:
         """Seconds in which collectives kept their callers, in all phases of a name or (None) at all."""
         found = 0.0
@@ -87,6 +90,7 @@ class CommTrace:
                     found += sum(max(overlap, 0.0) for overlap in meets)
         return found
 
+    @checked(computed=False)
     def to_chrome_trace(self, path: str | Path, *, rank: int = 0) -> None:
         """Write a file of the Trace Event Format: phases, what kept the caller, and what was in flight."""
         events: list[dict[str, Any]] = []

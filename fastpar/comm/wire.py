@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from fastpar import _ext
+from fastpar.arguments import checked, checked_fields
 from fastpar.comm.block_codes import BlockCodes, mixed
 from fastpar.comm.communicator import Communicator
 from fastpar.comm.pending import Pending
@@ -83,6 +84,7 @@ class Wire(Protocol):
 class PlainWire:
     """x travels as it is, and the result has its dtype: what `Communicator` does."""
 
+    @checked(computed=False)
     def reduce_scatter(
         self,
         comm: Communicator,
@@ -95,6 +97,7 @@ class PlainWire:
         check_gradient(x, op)
         return comm.reduce_scatter(x, op, sizes=sizes)
 
+    @checked(computed=False)
     def reduce_scatter_async(
         self,
         comm: Communicator,
@@ -107,10 +110,12 @@ class PlainWire:
         check_gradient(x, op)
         return comm.reduce_scatter_async(x, op, sizes=sizes)
 
+    @checked(computed=False)
     def all_reduce(self, comm: Communicator, x: Tensor, op: str = "avg", *, key: Hashable | None = None) -> Tensor:
         check_gradient(x, op)
         return comm.all_reduce(x, op)
 
+    @checked(computed=False)
     def all_reduce_async(
         self, comm: Communicator, x: Tensor, op: str = "avg", *, key: Hashable | None = None
     ) -> Pending[Tensor]:
@@ -118,6 +123,7 @@ class PlainWire:
         return comm.all_reduce_async(x, op)
 
 
+@checked_fields
 @dataclass(frozen=True)
 class CastWire:
     """x is rounded to `dtype` (torch.bfloat16 or torch.float16) and travels so; the sum is float32 and not rounded.
@@ -141,6 +147,7 @@ class CastWire:
         if self.dtype not in (torch.bfloat16, torch.float16):
             raise ValueError(f"dtype must be torch.bfloat16 or torch.float16, got {self.dtype}")
 
+    @checked(computed=False)
     def reduce_scatter(
         self,
         comm: Communicator,
@@ -153,6 +160,7 @@ class CastWire:
         check_gradient(x, op)
         return comm.reduce_scatter(self._cast(x), op, sizes=sizes, dtype=torch.float32)
 
+    @checked(computed=False)
     def reduce_scatter_async(
         self,
         comm: Communicator,
@@ -165,10 +173,12 @@ class CastWire:
         check_gradient(x, op)
         return comm.reduce_scatter_async(self._cast(x), op, sizes=sizes, dtype=torch.float32)
 
+    @checked(computed=False)
     def all_reduce(self, comm: Communicator, x: Tensor, op: str = "avg", *, key: Hashable | None = None) -> Tensor:
         sizes = shard_sizes(x.numel(), comm.size)
         return comm.all_gather(self.reduce_scatter(comm, x, sizes, op), sizes=sizes)
 
+    @checked(computed=False)
     def all_reduce_async(
         self, comm: Communicator, x: Tensor, op: str = "avg", *, key: Hashable | None = None
     ) -> Pending[Tensor]:
@@ -210,6 +220,7 @@ class BlockWire:
     memory, quantising takes longer than it saves.
     """
 
+    @checked(computed=False)
     def __init__(
         self,
         format: str = "int8",
@@ -234,6 +245,7 @@ class BlockWire:
             f"error_feedback={self.error_feedback}, seed={self.seed})"
         )
 
+    @checked(computed=False)
     def reduce_scatter(
         self,
         comm: Communicator,
@@ -247,6 +259,7 @@ class BlockWire:
         received = comm.all_to_all(exchange.message, input_sizes=exchange.sent, output_sizes=exchange.received)
         return exchange.finish(received)
 
+    @checked(computed=False)
     def reduce_scatter_async(
         self,
         comm: Communicator,
@@ -260,10 +273,12 @@ class BlockWire:
         pending = comm.all_to_all_async(exchange.message, input_sizes=exchange.sent, output_sizes=exchange.received)
         return pending.then(exchange.finish)
 
+    @checked(computed=False)
     def all_reduce(self, comm: Communicator, x: Tensor, op: str = "avg", *, key: Hashable | None = None) -> Tensor:
         sizes = self._aligned_sizes(x, comm.size)
         return self._gather(comm, self.reduce_scatter(comm, x, sizes, op, key=key), sizes, key)
 
+    @checked(computed=False)
     def all_reduce_async(
         self, comm: Communicator, x: Tensor, op: str = "avg", *, key: Hashable | None = None
     ) -> Pending[Tensor]:

@@ -16,10 +16,12 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from fastpar.arguments import checked, checked_fields
 from fastpar.comm import Communicator, GroupLike
 from fastpar.expert.loads import routers_of
 
 
+@checked_fields
 @dataclass(frozen=True)
 class BiasRule:
     """How the selection bias moves: by `rate` a step; `centered` takes the mean of a step's moves off each."""
@@ -29,6 +31,7 @@ class BiasRule:
 
 
 @torch.no_grad()
+@checked(computed=False)
 def update_biases(model: nn.Module, *, groups: Sequence[GroupLike] = ()) -> None:
     """Move the selection biases of the model's routers by their loads since the last call, and reset those.
 
@@ -58,6 +61,7 @@ def update_biases(model: nn.Module, *, groups: Sequence[GroupLike] = ()) -> None
         router.load.zero_()
 
 
+@checked(computed=False)
 def update_biases_with(
     optimizer: torch.optim.Optimizer, model: nn.Module, *, groups: Sequence[GroupLike] = ()
 ) -> RemovableHandle:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from fastpar.arguments import check_counts, checked, checked_fields, shown
 from fastpar.comm import (
     Communicator,
     copy_to,
@@ -26,7 +27,7 @@ from fastpar.expert.placement import Placement
 from fastpar.expert.presets import RouterPreset
 from fastpar.expert.presets import preset as find_preset
 from fastpar.expert.replicas import Replicas, check_equal
-from fastpar.expert.router import Router
+from fastpar.expert.router import MAX_EXPERTS, Router, check_dtype
 from fastpar.expert.weights import ExpertGroups, make_expert_weight, unwrap
 from fastpar.mesh import Mesh
 from fastpar.ops.moe_capacity import moe_capacity
@@ -51,6 +52,7 @@ class Experts(nn.Module):
     `fastpar.expert.rebalance` finds out.
     """
 
+    @checked(computed=False)
     def __init__(
         self,
         hidden: int,
@@ -70,6 +72,9 @@ class Experts(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
+        check_counts(hidden=hidden, inner=inner)
+        check_counts(MAX_EXPERTS, num_experts=num_experts)
+        check_dtype(dtype)
         if replicas < 0:
             raise ValueError(f"replicas must not be negative, got {replicas}")
         self.rule = rule or ExpertRule()
@@ -98,6 +103,7 @@ class Experts(nn.Module):
         """Which copies there are; None: no copies."""
         return None if self._replicas is None else self._replicas.placement
 
+    @checked(computed=False)
     def place(self, placement: Placement | None) -> None:
         """From the next forward on, have these copies of experts compute (None: no copies).
 
@@ -190,6 +196,7 @@ class SharedExpert(nn.Module):
     gate_up_proj.weight [2I, H] (I without gate), down_proj.weight [H, I], gate.weight [1, H]
     """
 
+    @checked(computed=False)
     def __init__(
         self,
         hidden: int,
@@ -202,6 +209,8 @@ class SharedExpert(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
+        check_counts(hidden=hidden, inner=inner)
+        check_dtype(dtype)
         self.rule = rule or ExpertRule()
         products = 2 if self.rule.is_gated else 1
         like: dict[str, Any] = {"dtype": dtype, "device": device}
@@ -210,10 +219,18 @@ class SharedExpert(nn.Module):
         self.gate = nn.Linear(hidden, 1, bias=False, **like) if gated else None
 
     def forward(self, x: Tensor) -> Tensor:
+        if (
+            not isinstance(x, Tensor)
+            or x.dim() < 1
+            or x.shape[-1] != self.gate_up_proj.in_features
+            or not x.is_floating_point()
+        ):
+            raise ValueError(f"x must be a floating-point tensor [.., {self.gate_up_proj.in_features}], got {shown(x)}")
         out: Tensor = self.down_proj(activate(self.gate_up_proj(x), self.rule))
         return out if self.gate is None else out * functional.sigmoid(self.gate(x))
 
 
+@checked_fields
 @dataclass(frozen=True)
 class Capacity:
     """A limit to the tokens of an expert: the arguments of `fastpar.ops.moe_capacity`. Choices over it go nowhere."""
@@ -251,6 +268,7 @@ class MoELayer(nn.Module):
 
     dropped: Tensor
 
+    @checked(computed=False)
     def __init__(
         self,
         router: nn.Module,
@@ -266,6 +284,7 @@ class MoELayer(nn.Module):
         self.register_buffer("dropped", torch.zeros((), dtype=torch.int64), persistent=False)
 
     @classmethod
+    @checked(computed=False)
     def from_preset(
         cls,
         preset: str | RouterPreset,
@@ -313,6 +332,8 @@ class MoELayer(nn.Module):
         return cls(made, experts, shared, capacity=capacity, sequence_parallel=sequence_parallel)
 
     def forward(self, x: Tensor) -> Tensor:
+        if not isinstance(x, Tensor) or x.dim() < 1 or x.shape[-1] != self.experts.hidden or x.is_sparse:
+            raise ValueError(f"x must be a tensor [.., {self.experts.hidden}], got {shown(x)}")
         tp = self.experts.groups.tp
         shape = x.shape
         tokens = x.reshape(-1, shape[-1])

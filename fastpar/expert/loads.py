@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
+from fastpar.arguments import checked
+
 if TYPE_CHECKING:
     from fastpar.expert.router import Router
 
@@ -18,6 +20,7 @@ def routers_of(model: nn.Module) -> dict[str, Router]:
     return {name: module for name, module in model.named_modules() if isinstance(module, Router)}
 
 
+@checked(meta=True)
 def expert_loads(model: nn.Module, *, reset: bool = False) -> dict[str, Tensor]:
     """int64 [E] by router: choices of each expert on this rank since the last reset, by forwards that were trained on.
 
@@ -31,6 +34,7 @@ def expert_loads(model: nn.Module, *, reset: bool = False) -> dict[str, Tensor]:
     return loads
 
 
+@checked(meta=True)
 def load_balance(counts: Tensor) -> dict[str, Tensor]:
     """How even loads [.., E] are: scalars [..] on their device, float32.
 
@@ -40,6 +44,10 @@ def load_balance(counts: Tensor) -> dict[str, Tensor]:
 
     Worked example: counts [6, 2, 0, 0] have max_over_mean 3, entropy 0.41, idle 0.5. Without any load all are 0.
     """
+    if counts.dim() < 1 or counts.shape[-1] < 1 or counts.is_complex():
+        raise ValueError(
+            f"counts must be real [.., E] with at least one expert, got {counts.dtype} {tuple(counts.shape)}"
+        )
     loads = counts.float()
     total = loads.sum(-1, keepdim=True).clamp_min(1.0)
     share = loads / total

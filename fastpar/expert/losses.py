@@ -33,6 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastpar.arguments import check_counts, checked, checked_fields
 from fastpar.comm import Communicator, GroupLike
 from fastpar.comm.replay import kept
 from fastpar.expert.loads import routers_of
@@ -42,6 +43,7 @@ BALANCE = ("none", "switch", "huggingface", "sequence", "global_batch")
 COUNTED = ("routed", "top_scores")
 
 
+@checked_fields
 @dataclass(frozen=True)
 class LossRule:
     """What a router adds to the loss.
@@ -72,6 +74,7 @@ class LossRule:
 # ---- counts ----------------------------------------------------------------------------------------------------------
 
 
+@checked_fields
 @dataclass(frozen=True)
 class TokenCounts:
     """Tokens of a microbatch, of all ranks of the group that they are split over.
@@ -84,10 +87,15 @@ class TokenCounts:
     tokens: Tensor
 
     @classmethod
+    @checked(meta=True)
     def of(
         cls, indices: Tensor, num_experts: int, *, mask: Tensor | None = None, group: GroupLike = None
     ) -> TokenCounts:
         """Of indices [T, K] and a mask [T], False for padding. One all-reduce of E + 1 integers."""
+        check_counts(1 << 20, least=0, num_experts=num_experts)
+        if indices.dim() != 2 or indices.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"indices must be integers [T, K], got {indices.dtype} of {tuple(indices.shape)}")
+        _check_mask(mask, indices)
         if mask is not None:
             indices = indices.masked_fill(~mask[:, None], -1)
         num_tokens = indices.new_tensor(len(indices)) if mask is None else mask.sum()
@@ -95,6 +103,7 @@ class TokenCounts:
         total = _summed(own, group)
         return cls(total[:-1], total[-1])
 
+    @checked(meta=True)
     def over(self, groups: Sequence[GroupLike]) -> TokenCounts:
         """The same of the batch that is split over these groups too. One all-reduce each."""
         total = torch.cat([self.experts, self.tokens[None]])
@@ -118,15 +127,18 @@ def _check(scores: Tensor, indices: Tensor, mask: Tensor | None) -> None:
         raise ValueError(
             f"scores must be [T, E] and indices [T, K], got {tuple(scores.shape)} and {tuple(indices.shape)}"
         )
-    if mask is not None and (mask.dtype != torch.bool or mask.shape != scores.shape[:1]):
-        raise ValueError(
-            f"mask must be bool of shape {tuple(scores.shape[:1])}, got {mask.dtype} of {tuple(mask.shape)}"
-        )
+    _check_mask(mask, scores)
+
+
+def _check_mask(mask: Tensor | None, rows: Tensor) -> None:
+    if mask is not None and (mask.dtype != torch.bool or mask.shape != rows.shape[:1]):
+        raise ValueError(f"mask must be bool of shape {tuple(rows.shape[:1])}, got {mask.dtype} of {tuple(mask.shape)}")
 
 
 # ---- losses ----------------------------------------------------------------------------------------------------------
 
 
+@checked(meta=True)
 def aux_loss(
     scores: Tensor,
     indices: Tensor,
@@ -170,6 +182,7 @@ def _balance(sums: Tensor, experts: Tensor, tokens: Tensor, top_k: int) -> Tenso
     return share / tokens * experts.shape[-1]
 
 
+@checked(meta=True)
 def sequence_aux_loss(
     scores: Tensor,
     indices: Tensor,
@@ -188,6 +201,7 @@ def sequence_aux_loss(
     _check(scores, indices, mask)
     if sequences.shape != scores.shape[:1]:
         raise ValueError(f"sequences must have shape {tuple(scores.shape[:1])}, got {tuple(sequences.shape)}")
+    check_counts(1 << 40, num_sequences=num_sequences)
     num_experts = scores.shape[1]
     chosen = indices if mask is None else indices.masked_fill(~mask[:, None], -1)
     is_out = (chosen < 0) | (chosen >= num_experts)
@@ -203,6 +217,7 @@ def sequence_aux_loss(
     return losses.sum() / (tokens > 0).sum().clamp_min(1)
 
 
+@checked(meta=True)
 def global_batch_aux_loss(
     scores: Tensor,
     indices: Tensor,
@@ -229,6 +244,7 @@ def global_batch_aux_loss(
     return ranks * _balance(_without_padding(scores, mask).sum(0), batch.experts, batch.tokens, indices.shape[1])
 
 
+@checked(meta=True)
 def z_loss(
     logits: Tensor, *, mask: Tensor | None = None, group: GroupLike = None, tokens: Tensor | None = None
 ) -> Tensor:
@@ -237,8 +253,13 @@ def z_loss(
     logits [T, E]; mask [T]; tokens: how many count in all of `group`, if that is known already. One all-reduce of an
     integer otherwise. Worked example: logits [[0, 0]]: ln(2)^2 = 0.48.
     """
+    if logits.dim() != 2:
+        raise ValueError(f"logits must be [T, E], got {tuple(logits.shape)}")
+    _check_mask(mask, logits)
     if tokens is None:
         tokens = TokenCounts.of(logits.new_empty((len(logits), 0), dtype=torch.int64), 0, mask=mask, group=group).tokens
+    if tokens.is_complex():
+        raise TypeError(f"tokens must be a number of them, got {tokens.dtype}")
     squares = _without_padding(logits, mask).logsumexp(-1).square()
     return _without_padding(squares, mask).sum() / tokens.clamp_min(1).to(logits.dtype)
 
@@ -276,6 +297,7 @@ class _Notice(torch.autograd.Function):
         return grads[0], None
 
 
+@checked(meta=True)
 def attach_loss(x: Tensor, loss: Tensor, *, coeff: float = 1.0, scale: float | Tensor = 1.0) -> Tensor:
     """x, whose backward is also that of coeff * scale * loss.
 
@@ -311,6 +333,7 @@ def when_it_counts(x: Tensor, notice: Callable[[], None]) -> Tensor:
     return x
 
 
+@checked(meta=True)
 def collected_losses(model: nn.Module) -> dict[str, Tensor]:
     """The losses that the routers with `collect=True` have set aside since the last call, by name, times their
     coefficients: to be added to the main loss.
@@ -326,6 +349,7 @@ def collected_losses(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
+@checked(meta=True)
 def set_loss_scale(model: nn.Module, scale: float | Tensor) -> None:
     """What the main loss is scaled by from now on, for the losses that the model's routers attach."""
     for router in routers_of(model).values():

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fastpar.arguments import check_counts, checked, checked_fields
+
 _SWEEPS = 50
 _CLOSE = 1e-9  # of the mean load: a sweep that moves less is the last
 _SUM_ERROR = 1e-6
@@ -25,6 +27,7 @@ _SUM_ERROR = 1e-6
 _Parts = list[dict[int, float]]  # by expert: the load of each rank that has it
 
 
+@checked_fields
 @dataclass(frozen=True)
 class Placement:
     """Which ranks have which experts, and what share of an expert's tokens each of them takes.
@@ -48,7 +51,9 @@ class Placement:
         for expert, shares in enumerate(self.shares):
             ranks = [rank for rank, _ in shares]
             if ranks != sorted(set(ranks)) or not all(0 <= rank < self.ep for rank in ranks):
-                raise ValueError(f"the ranks of expert {expert} must ascend within 0..{self.ep - 1}, got {ranks}")
+                raise ValueError(
+                    f"shares: ranks of copies of expert {expert} must ascend within 0..{self.ep - 1}, got {ranks}"
+                )
             if self.home(expert) not in ranks:
                 raise ValueError(f"expert {expert} must be on its home, rank {self.home(expert)}, got ranks {ranks}")
             parts = [share for _, share in shares]
@@ -56,11 +61,13 @@ class Placement:
                 raise ValueError(f"the shares of expert {expert} must be at least 0 and add up to 1, got {parts}")
 
     @classmethod
+    @checked(computed=False)
     def even(cls, num_experts: int, copies: Sequence[Sequence[int]]) -> Placement:
         """From the experts that each rank has copies of; an expert's tokens are split evenly."""
         ep = len(copies)
+        check_counts(1 << 20, num_experts=num_experts)
         if ep < 1 or num_experts < 1 or num_experts % ep:
-            raise ValueError(f"the number of experts ({num_experts}) must be divisible by the ranks ({ep})")
+            raise ValueError(f"num_experts ({num_experts}) must be divisible by the ranks in copies ({ep})")
         ranks = [[expert // (num_experts // ep)] for expert in range(num_experts)]
         for rank, experts in enumerate(copies):
             for expert in experts:
@@ -102,10 +109,12 @@ class Placement:
             found += [*range(rank * per_rank, (rank + 1) * per_rank), *mine, *[-1] * (slots - len(mine))]
         return tuple(found)
 
+    @checked(computed=False)
     def home(self, expert: int) -> int:
         """The rank that has the expert's parameters."""
         return expert // self.experts_per_rank
 
+    @checked(computed=False)
     def rank_loads(self, loads: Tensor | Sequence[float]) -> Tensor:
         """float64 [ep]: what each rank has to do if the experts' loads are `loads` [E]."""
         values = _values(loads)
@@ -118,6 +127,7 @@ class Placement:
         return torch.tensor(found, dtype=torch.float64)
 
 
+@checked()
 def plan_placement(loads: Tensor | Sequence[float], ep: int, replicas: int, *, min_gain: float = 0.01) -> Placement:
     """Copies that make the busiest rank's load as small as at most `replicas` of them on each rank can.
 

@@ -26,12 +26,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from fastpar.arguments import checked, checked_fields
 from fastpar.expert.bias import BiasRule
 from fastpar.expert.losses import LossRule
 from fastpar.expert.router import Router
 from fastpar.ops.moe_route import RouteRule
 
 
+@checked_fields
 @dataclass(frozen=True)
 class RouterPreset:
     """What a model's router is.
@@ -84,6 +86,7 @@ PRESETS: dict[str, RouterPreset] = {
 }
 
 
+@checked(computed=False)
 def preset(name: str) -> RouterPreset:
     """The preset of this name.
 

@@ -18,6 +18,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from fastpar.arguments import checked
 from fastpar.comm import Communicator, GroupLike
 from fastpar.expert.loads import routers_of
 from fastpar.expert.router import Router
@@ -32,6 +33,7 @@ def _routers(model: nn.Module) -> dict[str, Router]:
 
 
 @contextmanager
+@checked(computed=False)
 def record_routes(model: nn.Module) -> Iterator[dict[str, Tensor]]:
     """Within the block, what the model's routers choose goes into the dictionary: int64 [T, K] by the router's name.
 
@@ -55,6 +57,7 @@ def record_routes(model: nn.Module) -> Iterator[dict[str, Tensor]]:
 
 
 @contextmanager
+@checked(computed=False)
 def replay_routes(model: nn.Module, routes: Mapping[str, Tensor]) -> Iterator[None]:
     """Within the block, the model's routers choose what `routes` says, and weigh it by their own logits.
 
@@ -76,6 +79,7 @@ def replay_routes(model: nn.Module, routes: Mapping[str, Tensor]) -> Iterator[No
 
 
 @contextmanager
+@checked(computed=False)
 def balance_routes(model: nn.Module, group: GroupLike = None) -> Iterator[None]:
     """Within the block, experts are chosen in turn, whatever the logits: for measuring what even loads cost.
 

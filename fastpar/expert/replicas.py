@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fastpar.arguments import checked
 from fastpar.comm import Communicator, GroupLike
 from fastpar.comm.replay import kept
 from fastpar.expert.placement import Placement, plan_placement
@@ -246,6 +247,7 @@ def check_equal(placement: Placement | None, problem: str, comms: Sequence[Commu
         raise ValueError(problem)
 
 
+@checked(computed=False)
 def rebalance(
     model: nn.Module, *, groups: Sequence[GroupLike] | None = None, min_gain: float = 0.01, reset: bool = False
 ) -> dict[str, Placement]:

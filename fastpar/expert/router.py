@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from fastpar.arguments import check_counts, checked, shown
 from fastpar.comm import Communicator, GroupLike
 from fastpar.expert.bias import BiasRule
 from fastpar.expert.losses import (
@@ -25,6 +26,14 @@ from fastpar.expert.losses import (
     z_loss,
 )
 from fastpar.ops.moe_route import RouteRule, Routing, expert_choice_route, moe_route, router_logits, top_experts
+
+MAX_EXPERTS = 1 << 20
+
+
+def check_dtype(dtype: torch.dtype | None) -> None:
+    """ValueError for a dtype that no weight has."""
+    if dtype is not None and not dtype.is_floating_point:
+        raise ValueError(f"dtype must be a floating-point one or None, got {dtype}")
 
 
 class Router(nn.Module):
@@ -59,6 +68,7 @@ class Router(nn.Module):
 
     e_score_correction_bias: Tensor | None
 
+    @checked(computed=False)
     def __init__(
         self,
         hidden: int,
@@ -77,6 +87,9 @@ class Router(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        check_counts(hidden=hidden)
+        check_counts(MAX_EXPERTS, num_experts=num_experts)
+        check_dtype(dtype)
         rule.check_experts(num_experts)
         if not 0.0 <= jitter < 1.0:
             raise ValueError(f"jitter must be at least 0 and less than 1, got {jitter}")
@@ -157,8 +170,10 @@ class Router(nn.Module):
         sequences  [T]    for the "sequence" loss: which of num_sequences a token is of; by default the rows of
                           x [B, S, H]
         """
-        if x.shape[-1] != self.hidden:
-            raise ValueError(f"x must be [.., {self.hidden}], got {tuple(x.shape)}")
+        if not isinstance(x, Tensor) or x.dim() < 1 or x.shape[-1] != self.hidden:
+            raise ValueError(f"x must be a tensor [.., {self.hidden}], got {shown(x)}")
+        if not (mask is None or (isinstance(mask, Tensor) and mask.shape == x.shape[:-1])):
+            raise ValueError(f"mask must be a bool tensor of shape {tuple(x.shape[:-1])} or None, got {shown(mask)}")
         tokens = x.reshape(-1, self.hidden)
         mask = None if mask is None else mask.reshape(-1)
         if self.training and self.jitter:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from fastpar.arguments import MAX_SECONDS, check_seconds, checked
 from fastpar.mesh.deadlines import DEFAULT_TIMEOUT_S, has_failed, set_timeout
 from fastpar.mesh.lifetime import forget_meshes, known_groups, leave, release_unused, release_with
 from fastpar.mesh.one_rank import OneRankGroup, one_rank_group
@@ -70,10 +71,8 @@ def init_mesh(
     _check_names(arguments, unknown)
     _check_sizes(sizes, ep, etp)
     for name, seconds in (("timeout", timeout), ("rendezvous_timeout", rendezvous_timeout)):
-        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
-            raise TypeError(f"{name} must be a number of seconds, got {seconds!r}")
-        if not 0 < seconds < math.inf:
-            raise ValueError(f"{name} must be positive (seconds) and finite, got {seconds}")
+        if check_seconds(seconds, name) == MAX_SECONDS:
+            raise ValueError(f"{name} must be positive (seconds) and finite, got {seconds!r:.40}")
     device_type = _device_type(device)
     sizes = _fill_in(sizes, _world_size(sizes))
     inner = sizes["dp_shard"] * sizes["cp"] * sizes["tp"]
@@ -193,10 +192,12 @@ class Mesh:
         """This rank's position along each dim of the dense view."""
         return {dim: self.rank(dim) for dim in DENSE_DIMS}
 
+    @checked(computed=False)
     def size(self, name: str) -> int:
         """Ranks along the dim. Raises ValueError for an unknown name."""
         return self._sizes[_resolve(name)]
 
+    @checked(computed=False)
     def rank(self, name: str) -> int:
         """This rank's index along the dim, 0..size-1. Raises ValueError for an unknown name."""
         name = _resolve(name)
@@ -210,6 +211,7 @@ class Mesh:
         if self._is_closed:
             raise RuntimeError(f"{self!r} was closed: its groups are gone; make a new one with init_mesh")
 
+    @checked(computed=False)
     def group(self, name: str) -> ProcessGroup | None:
         """The process group of this rank along the dim; None where it is the only rank. Raises ValueError for an
         unknown name, RuntimeError after `close`.

@@ -38,10 +38,10 @@ import torch
 from torch import Tensor
 
 from fastpar import _ext
+from fastpar.arguments import checked
 from fastpar.ops._autograd import first_derivative_only, scale_by_upstream_
 from fastpar.reference import cross_entropy as reference
 from fastpar.reference.agreement import Call, call_of, tensor_checksum
-from fastpar.reference.arguments import checked
 from fastpar.reference.cross_entropy import LossOptions
 from fastpar.reference.dtensor_logits import local_tensor, unwrap
 from fastpar.reference.vocab_shard import HEADER_ROWS, Shard, check_headers, compute_dtype, exchange
@@ -349,7 +349,7 @@ def vocab_parallel_cross_entropy(
         label_smoothing: a in [0, 1], over the whole vocabulary whatever the shards are, as torch.nn.functional has it:
             a column masked with -inf makes the loss infinite.
         z_loss: coefficient k >= 0 of lse^2, which keeps the normaliser near 1 (PaLM, arXiv:2204.02311, section 5).
-        softcap: bounds |z| (Gemma 2, arXiv:2408.00118); applied after logit_scale.
+        softcap: bounds |z| (Gemma 2, arXiv:2408.00118), below 2**30; applied after logit_scale.
         logit_scale: factor of the logits, the inverse of a temperature.
         weight: class weights [V] of the whole vocabulary, any floating dtype; has no gradient.
         shift: score position t of the last dim of target against target t + shift; the last `shift` positions are

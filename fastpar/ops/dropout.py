@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from fastpar import _ext
+from fastpar.arguments import checked
 from fastpar.ops._device import has_kernels
 from fastpar.reference import dropout as reference
-from fastpar.reference.arguments import checked
 
 _ext.load()
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)

@@ -43,6 +43,7 @@ from typing import TYPE_CHECKING, Literal, TypedDict, overload
 import torch
 from torch import Tensor
 
+from fastpar.arguments import checked
 from fastpar.ops._linear_autograd import Call, Deferred, LinearCrossEntropy
 from fastpar.ops._linear_ops import compiled_backward, compiled_forward
 from fastpar.ops._linear_passes import Grads, Inputs, Layout, Wants, gradients, losses
@@ -50,7 +51,6 @@ from fastpar.ops.cross_entropy import Problem
 from fastpar.ops.wgrad_store import WeightGradStore
 from fastpar.reference import cross_entropy as reference
 from fastpar.reference.agreement import call_of, tensor_checksum
-from fastpar.reference.arguments import checked
 from fastpar.reference.dtensor_logits import check_same_group, local_tensor
 from fastpar.reference.linear_loss import check_projection
 from fastpar.reference.vocab_shard import communicator, compute_dtype, resolve_shard

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from fastpar.arguments import checked
 from fastpar.comm import Communicator, GroupLike
 from fastpar.comm.host_ranks import find_hosts_of
 from fastpar.comm.replay import kept
@@ -29,7 +30,6 @@ from fastpar.ops._moe_hosts import SentRows, SharedRows
 from fastpar.ops._moe_plan import DispatchPlan, Padding, Terms
 from fastpar.ops._moe_shared import SharedExchange, SharedHalves
 from fastpar.ops.moe_rows import dot_rows, gather_rows
-from fastpar.reference.arguments import checked
 
 _TRANSPORTS = ("auto", "shared_memory", "all_to_all", "hierarchical", "symmetric")
 _TWICE = "fastpar.reference.moe_mlp, in one process,"

@@ -18,8 +18,8 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
+from fastpar.arguments import checked
 from fastpar.ops.moe_rows import sort_pairs
-from fastpar.reference.arguments import checked
 
 MAX_EXPERTS = 2**24  # tables of so many numbers are made without asking
 POLICIES = ("probability", "position", "random")

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastpar.arguments import checked
 from fastpar.comm import GroupLike
 from fastpar.comm.replay import kept
 from fastpar.ops._autograd import first_derivative_only, needs_grad
@@ -26,7 +27,6 @@ from fastpar.ops._moe_claim import DTYPES, Claim
 from fastpar.ops._moe_plan import DispatchPlan, Padding, Terms
 from fastpar.ops.moe import exchange_of
 from fastpar.ops.moe_rows import gather_rows
-from fastpar.reference.arguments import checked
 
 _TWICE = "fastpar.reference.moe_mlp, in one process,"
 

@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from fastpar import _ext
+from fastpar.arguments import checked
 from fastpar.ops import _moe_route_triton
 from fastpar.ops._autograd import first_derivative_only
-from fastpar.reference.arguments import checked
 from fastpar.reference.moe_route import (
     RouteRule,
     Routing,

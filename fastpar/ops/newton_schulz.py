@@ -31,8 +31,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from fastpar.arguments import checked
 from fastpar.comm import shard_sizes
-from fastpar.reference.arguments import checked
 from fastpar.reference.newton_schulz import Triple, check_arguments, polynomials
 from fastpar.reference.vocab_shard import communicator
 

@@ -28,9 +28,9 @@ import torch
 from torch import Tensor
 
 from fastpar import _ext
+from fastpar.arguments import checked
 from fastpar.ops._device import _HAS_TRITON
 from fastpar.reference import optimizer as reference
-from fastpar.reference.arguments import checked
 from fastpar.reference.optimizer import Step as Step
 from fastpar.reference.optimizer import StochasticRounding as StochasticRounding
 

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from fastpar import _ext
+from fastpar.arguments import checked
 from fastpar.comm.block_codes import FORMATS
 from fastpar.ops._device import has_kernels
 from fastpar.reference import quantize as reference
-from fastpar.reference.arguments import checked
 
 _ext.load()
 _quantize = torch.ops.fastpar.quantize_rows

@@ -31,10 +31,10 @@ import torch
 from torch import Tensor
 
 from fastpar import _ext
+from fastpar.arguments import checked
 from fastpar.ops._autograd import first_derivative_only, needs_grad
 from fastpar.ops._device import has_kernels
 from fastpar.ops._rms_norm_split import check_on_all_ranks, split_rms_norm
-from fastpar.reference.arguments import checked
 from fastpar.reference.rms_norm import compute_dtype
 from fastpar.reference.rms_norm import rms_norm as reference_rms_norm
 from fastpar.reference.vocab_shard import communicator

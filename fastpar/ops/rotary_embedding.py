@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from fastpar import _ext
+from fastpar.arguments import checked
 from fastpar.ops._autograd import needs_grad
 from fastpar.ops._device import has_kernels
-from fastpar.reference.arguments import checked
 from fastpar.reference.rotary_embedding import check_arguments, rotary_tables, rotated
 
 __all__ = ["rotary_embedding", "rotary_tables"]

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from fastpar import _ext
+from fastpar.arguments import checked
 from fastpar.ops._device import has_kernels
-from fastpar.reference.arguments import checked
 from fastpar.reference.square_sum import LENGTH, check_sums, check_tensors
 from fastpar.reference.square_sum import exact_square_sum as reference_exact_square_sum
 from fastpar.reference.square_sum import square_sum_norm as reference_square_sum_norm

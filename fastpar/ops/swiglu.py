@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from fastpar import _ext
+from fastpar.arguments import checked
 from fastpar.ops._autograd import first_derivative_only, needs_grad
 from fastpar.ops._device import has_kernels
-from fastpar.reference.arguments import checked
 from fastpar.reference.swiglu import check_arguments
 from fastpar.reference.swiglu import swiglu as reference_swiglu
 

@@ -32,9 +32,9 @@ import torch
 from torch import Tensor
 
 from fastpar import _ext
+from fastpar.arguments import checked
 from fastpar.ops.vocab_topk import implementation as topk_implementation
 from fastpar.reference import vocab_filter as reference
-from fastpar.reference.arguments import checked
 from fastpar.reference.dtensor_logits import placed_like, unwrap
 from fastpar.reference.vocab_filter import ALL_TIES, BINS
 from fastpar.reference.vocab_shard import Shard, communicator, exchange, resolve_shard

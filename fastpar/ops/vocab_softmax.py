@@ -27,10 +27,10 @@ import torch
 from torch import Tensor
 
 from fastpar import _ext
+from fastpar.arguments import checked
 from fastpar.ops._autograd import first_derivative_only
 from fastpar.reference import vocab_softmax as reference
 from fastpar.reference.agreement import call_of
-from fastpar.reference.arguments import checked
 from fastpar.reference.dtensor_logits import placed_like, unwrap
 from fastpar.reference.vocab_shard import Shard, check_headers, communicator, compute_dtype, exchange, resolve_shard
 from fastpar.reference.vocab_softmax import Transform

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from fastpar import _ext
+from fastpar.arguments import checked
 from fastpar.reference import vocab_topk as reference
-from fastpar.reference.arguments import checked
 from fastpar.reference.dtensor_logits import unwrap
 from fastpar.reference.vocab_shard import Shard, communicator, resolve_shard
 from fastpar.reference.vocab_softmax import check_logits

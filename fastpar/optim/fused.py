@@ -30,6 +30,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from fastpar.ops.optimizer import Step, StochasticRounding
 from fastpar.optim._batches import Batch, States, StepCounts, local, local_gradients, locals_of
+from fastpar.optim._parameters import check_group, checked_params
 from fastpar.optim._state_formats import blocks_of, like, values_of
 from fastpar.reference import optimizer_formats as formats
 
@@ -80,7 +81,7 @@ class FusedOptimizer(Optimizer):
         self._origins: dict[int, tuple[Tensor, int, int]] = {}  # by id: to hash a tensor takes a microsecond
         self._counts = StepCounts()
         self._deferred: list[_Deferred] = []
-        super().__init__(params, defaults)
+        super().__init__(checked_params(params), defaults)
 
     def __getstate__(self) -> dict[str, Any]:
         self._settle()
@@ -90,6 +91,7 @@ class FusedOptimizer(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch.optim.Optimizer; checks the dtypes."""
+        check_group(param_group, "param_group")
         super().add_param_group(param_group)
         for param in self.param_groups[-1]["params"]:
             if param.dtype not in PARAM_DTYPES:
@@ -104,6 +106,8 @@ class FusedOptimizer(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step. `closure`, if given, computes the loss again and returns it."""
         loss = None
+        if not (closure is None or callable(closure)):
+            raise TypeError(f"closure must be a function or None, got {type(closure).__name__}")
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()

@@ -26,11 +26,13 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from fastpar.arguments import checked
 from fastpar.comm import Communicator
 from fastpar.ops.newton_schulz import newton_schulz
 from fastpar.optim._matrix_exchange import Exchange
 from fastpar.optim._matrix_layout import Layout, LayoutReader
 from fastpar.optim._matrix_plan import MODES, assign, rates_of
+from fastpar.optim._parameters import check_group, checked_params
 from fastpar.reference.newton_schulz import DTYPES, polynomials
 
 if TYPE_CHECKING:
@@ -116,6 +118,7 @@ class Muon(torch.optim.Optimizer):
 
     takes_dtensors = True  # what fastpar.zero asks: rows are updated as a part of the whole
 
+    @checked(computed=False)
     def __init__(
         self,
         params: Any,
@@ -147,7 +150,7 @@ class Muon(torch.optim.Optimizer):
             "ns_dtype": ns_dtype,
             "batch_dims": batch_dims,
         }
-        super().__init__(params, options)
+        super().__init__(checked_params(params), options)
         self._distribute = distribute
         self._set_up(Communicator.of(replicas))
 
@@ -166,8 +169,10 @@ class Muon(torch.optim.Optimizer):
         if "_layouts" not in self.__dict__:
             self._set_up(Communicator(None))
 
+    @checked(computed=False)
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch. Raises ValueError or TypeError for options and for parameters that are not matrices."""
+        check_group(param_group, "param_group")
         super().add_param_group(param_group)
         try:
             _check_group(self.param_groups[-1])
@@ -176,6 +181,7 @@ class Muon(torch.optim.Optimizer):
             raise
 
     @torch.no_grad()
+    @checked(computed=False)
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One step on all parameters that have a gradient; returns what the closure returns."""
         loss = None

@@ -8,9 +8,15 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from fastpar.arguments import checked
 from fastpar.ops.optimizer import Step, run_adamw, run_lion, run_sgd
 from fastpar.optim._batches import Batch, States
 from fastpar.optim.fused import FusedOptimizer
+
+
+def _check_lr(lr: float | Tensor) -> None:
+    if isinstance(lr, Tensor) and lr.numel() != 1:
+        raise ValueError(f"lr must be a number or a tensor of one, got shape {tuple(lr.shape)}")
 
 
 def _not_negative(**values: float | Tensor) -> None:
@@ -57,6 +63,7 @@ class AdamW(FusedOptimizer):
     _states = ("exp_avg", "exp_avg_sq")
     _signed = (True, False)
 
+    @checked(computed=False, but=("params",))
     def __init__(
         self,
         params: ParamsT,
@@ -71,6 +78,7 @@ class AdamW(FusedOptimizer):
         stochastic_rounding: bool = True,
         seed: int = 0,
     ) -> None:
+        _check_lr(lr)
         _not_negative(lr=lr, eps=eps, weight_decay=weight_decay)
         _check_betas(betas)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
@@ -96,6 +104,7 @@ class SGD(FusedOptimizer):
     _states = ("momentum_buffer",)
     _signed = (True,)
 
+    @checked(computed=False, but=("params",))
     def __init__(
         self,
         params: ParamsT,
@@ -111,6 +120,7 @@ class SGD(FusedOptimizer):
         stochastic_rounding: bool = True,
         seed: int = 0,
     ) -> None:
+        _check_lr(lr)
         _not_negative(lr=lr, momentum=momentum, weight_decay=weight_decay)
         if nesterov and (momentum <= 0 or dampening != 0):
             raise ValueError(f"nesterov needs momentum > 0 and dampening 0, got {momentum} and {dampening}")
@@ -152,6 +162,7 @@ class Lion(FusedOptimizer):
     _states = ("exp_avg",)
     _signed = (True,)
 
+    @checked(computed=False, but=("params",))
     def __init__(
         self,
         params: ParamsT,
@@ -165,6 +176,7 @@ class Lion(FusedOptimizer):
         stochastic_rounding: bool = True,
         seed: int = 0,
     ) -> None:
+        _check_lr(lr)
         _not_negative(lr=lr, weight_decay=weight_decay)
         _check_betas(betas)
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}

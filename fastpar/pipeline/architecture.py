@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from fastpar.arguments import checked_fields
 from fastpar.pipeline.absent import Absent, AbsentAddend, AbsentEmbedding, AbsentLayer
 
 
@@ -19,6 +20,7 @@ class Unit(NamedTuple):
     absent: type[Absent] = Absent
 
 
+@checked_fields
 @dataclass(frozen=True)
 class Architecture:
     """Module paths of a layered model, in the order in which they run.

@@ -12,10 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from fastpar.arguments import checked
 from fastpar.pipeline.flush import check_sizes, one_f_one_b
 from fastpar.pipeline.schedule import Action, ActionType, Schedule
 
 
+@checked(computed=False)
 def pipedream(num_ranks: int, num_microbatches: int, *, vertical_sync: bool = False) -> Schedule:
     """1F1B that updates after every backward, with weight stashing (PipeDream, SOSP 2019).
 
@@ -46,6 +48,7 @@ def pipedream(num_ranks: int, num_microbatches: int, *, vertical_sync: bool = Fa
     return _asynchronous(name, num_ranks, num_microbatches, 1, version)
 
 
+@checked(computed=False)
 def pipedream_2bw(num_ranks: int, num_microbatches: int, *, microbatches_per_update: int | None = None) -> Schedule:
     """1F1B that updates after every u microbatches and keeps two versions (PipeDream-2BW, arXiv 2006.09503).
 

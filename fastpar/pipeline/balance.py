@@ -43,7 +43,9 @@ def balance(costs: Sequence[Number], num_parts: int, stage_ranks: Sequence[int] 
     if num_parts < 1:
         raise ValueError(f"num_parts must be at least 1, got {num_parts}")
     if num_parts > len(scaled):
-        raise ValueError(f"{len(scaled)} units cannot fill {num_parts} parts; use at most {len(scaled)} parts")
+        raise ValueError(
+            f"{len(scaled)} units cannot fill {num_parts} parts; use at most {len(scaled)} parts of the model"
+        )
     ranks = list(range(num_parts)) if stage_ranks is None else list(stage_ranks)
     if len(ranks) != num_parts:
         raise ValueError(f"stage_ranks has {len(ranks)} entries for {num_parts} parts")

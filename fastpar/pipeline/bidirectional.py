@@ -17,10 +17,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from fastpar.arguments import checked
 from fastpar.pipeline.flush import check_sizes
 from fastpar.pipeline.schedule import Action, ActionType, Chain, Schedule
 
 
+@checked(computed=False)
 def dualpipev(num_ranks: int, num_microbatches: int, *, overlap: bool = True) -> Schedule:
     """Two stages per rank in a V, forwards of one beside backwards of the other (DualPipeV).
 
@@ -53,6 +55,7 @@ def dualpipev(num_ranks: int, num_microbatches: int, *, overlap: bool = True) ->
     return Schedule.of_one_chain("dualpipev", stage_ranks, num_microbatches, actions)
 
 
+@checked(computed=False)
 def dualpipe(num_ranks: int, num_microbatches: int, *, overlap: bool = True) -> Schedule:
     """Microbatches from both ends of the pipeline, forwards of one stream beside backwards of the other (DualPipe).
 

@@ -63,7 +63,10 @@ class Costs:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name == "serial" or (field.name, value) in (*_WORDS, ("bandwidth", None)):
+            if field.name == "serial" or hasattr(value, "__array__"):
+                _check_plain(field.name, value)
+                continue
+            if (field.name, value) in (*_WORDS, ("bandwidth", None)):
                 continue
             if isinstance(value, str):
                 words = ', "sum" or "max"' if field.name == "overlap" else ""
@@ -89,6 +92,8 @@ class Costs:
 
     def of(self, kind: ActionType, part: int) -> Number:
         """The time that an action of this kind on this part occupies its rank; 0 for transfers."""
+        if not isinstance(kind, ActionType):
+            raise TypeError(f"kind must be an ActionType, got {kind!r:.60}")
         if kind is ActionType.BACKWARD:
             return _at(self.backward_input, part) + _at(self.backward_weight, part)
         name = FIELDS.get(kind)
@@ -166,11 +171,20 @@ def _at(value: PerPart, part: int) -> Number:
     return value[part] if isinstance(value, Sequence) else value
 
 
+_LARGEST = 10**300  # whose float is finite
+
+
+def _check_plain(name: str, value: object) -> None:
+    """TypeError for an array or a tensor, and for a `serial` that is not a bool."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be {'True or False' if name == 'serial' else 'a number or one per part'}")
+
+
 def _number(name: str, value: object) -> Number:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be a number or one per part, got {value!r}")
-    if not 0 <= float(value) < math.inf:
-        raise ValueError(f"{name} must be finite and not negative, got {value}")
+    if not 0 <= value <= _LARGEST:  # type: ignore[operator]  # as a float it might not fit
+        raise ValueError(f"{name} must be finite and not negative, got {value!r:.60}")
     if isinstance(value, numbers.Integral):
         return int(value)
     return Fraction(value) if isinstance(value, numbers.Rational) else float(value)

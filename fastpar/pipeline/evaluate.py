@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from itertools import accumulate
 
+from fastpar.arguments import checked
 from fastpar.pipeline.costs import Costs, Number, common_denominator, simplest
 from fastpar.pipeline.schedule import Action, ActionType, Schedule, ScheduleError
 
@@ -32,6 +33,7 @@ class Evaluator:
     (9, [2, 1])
     """
 
+    @checked(computed=False)
     def __init__(self, schedule: Schedule, costs: Costs | None = None) -> None:
         costs = costs or Costs()
         costs.check(schedule)
@@ -94,10 +96,12 @@ class Evaluator:
         kind, stage = divmod(rest, self.num_stages)
         return Action(_KINDS[kind], stage, microbatch)
 
+    @checked(computed=False)
     def encode(self, schedule: Schedule) -> list[list[int]]:
         """The orders of a schedule of the same stages and chains, compute only."""
         return [[self.code(action) for action in own] for own in schedule.actions]
 
+    @checked(computed=False)
     def decode(self, orders: Sequence[Sequence[int]], name: str) -> Schedule:
         """The inverse of `encode`."""
         actions = tuple(tuple(map(self.action, own)) for own in orders)

@@ -12,9 +12,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
+from fastpar.arguments import checked
 from fastpar.pipeline.schedule import Action, ActionType, Schedule
 
 
+@checked(computed=False)
 def naive(num_ranks: int, num_microbatches: int) -> Schedule:
     """Model parallelism without a pipeline: one microbatch at a time passes all ranks, forth and back.
 
@@ -32,6 +34,7 @@ def naive(num_ranks: int, num_microbatches: int) -> Schedule:
     return _one_stage_per_rank("naive", num_ranks, num_microbatches, [0] * num_ranks)
 
 
+@checked(computed=False)
 def gpipe(num_ranks: int, num_microbatches: int) -> Schedule:
     """All forwards, then all backwards (GPipe, arXiv 1811.06965).
 
@@ -51,6 +54,7 @@ def gpipe(num_ranks: int, num_microbatches: int) -> Schedule:
     return _one_stage_per_rank("gpipe", num_ranks, num_microbatches, [num_microbatches] * num_ranks)
 
 
+@checked(computed=False)
 def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
     """One forward, one backward (PipeDream-Flush; arXiv 2104.04473): a backward runs as soon as it can.
 
@@ -71,6 +75,7 @@ def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
     return _one_stage_per_rank("1f1b", num_ranks, num_microbatches, warmups)
 
 
+@checked(computed=False)
 def eager_1f1b(num_ranks: int, num_microbatches: int) -> Schedule:
     """1F1B with twice the warm-up, 2(p-1-r) forwards on rank r: transfers in both directions hide behind compute.
 
@@ -92,6 +97,7 @@ def eager_1f1b(num_ranks: int, num_microbatches: int) -> Schedule:
     return _one_stage_per_rank("eager_1f1b", num_ranks, num_microbatches, warmups)
 
 
+@checked(computed=False)
 def interleaved_1f1b(num_ranks: int, num_microbatches: int, *, stages_per_rank: int = 2) -> Schedule:
     """1F1B over v stages per rank (arXiv 2104.04473): the model winds around the ranks v times.
 
@@ -120,6 +126,7 @@ def interleaved_1f1b(num_ranks: int, num_microbatches: int, *, stages_per_rank: 
     return Schedule.of_one_chain(name, looped_ranks(num_ranks, stages_per_rank), num_microbatches, actions)
 
 
+@checked(computed=False)
 def looped_bfs(num_ranks: int, num_microbatches: int, *, stages_per_rank: int = 2) -> Schedule:
     """Breadth-first pipeline (arXiv 2211.05953): all microbatches pass a stage before the rank turns to its next stage.
 
@@ -192,6 +199,9 @@ def looped_ranks(num_ranks: int, stages_per_rank: int) -> list[int]:
     return [stage % num_ranks for stage in range(num_ranks * stages_per_rank)]
 
 
+MAX_PASSES = 1 << 28
+
+
 def check_sizes(num_ranks: int, num_microbatches: int, stages_per_rank: int = 1) -> None:
     """Raise ValueError unless there is at least one of each."""
     for what, value in (
@@ -199,6 +209,11 @@ def check_sizes(num_ranks: int, num_microbatches: int, stages_per_rank: int = 1)
     ):  # fmt: skip
         if not isinstance(value, int) or value < 1:
             raise ValueError(f"{what} must be an integer of at least 1, got {value!r}")
+    if num_ranks * num_microbatches * stages_per_rank > MAX_PASSES:
+        raise ValueError(
+            f"num_ranks ({num_ranks}) times num_microbatches ({num_microbatches}) times stages_per_rank "
+            f"({stages_per_rank}) must be at most {MAX_PASSES}: no list of actions is that long"
+        )
 
 
 def _one_stage_per_rank(name: str, num_ranks: int, num_microbatches: int, warmups: Sequence[int]) -> Schedule:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from fastpar.arguments import checked
 from fastpar.pipeline.asynchronous import pipedream, pipedream_2bw
 from fastpar.pipeline.bidirectional import dualpipe, dualpipev
 from fastpar.pipeline.flush import eager_1f1b, gpipe, interleaved_1f1b, looped_bfs, naive, one_f_one_b
@@ -68,6 +69,7 @@ def schedule_names() -> tuple[str, ...]:
     return tuple(_GENERATORS)
 
 
+@checked(computed=False)
 def make_schedule(name: str, num_ranks: int, num_microbatches: int, **options: Any) -> Schedule:
     """A schedule by name.
 

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
 
+from fastpar.arguments import checked
 from fastpar.pipeline.costs import Costs, Number, common_denominator
 from fastpar.pipeline.schedule import Action, ActionType, Schedule, ScheduleError
 from fastpar.pipeline.simulate import activation_peaks, simulate
@@ -37,6 +38,7 @@ _REFUSED = (ActionType.STEP, ActionType.STASH, ActionType.DROP)
 _PRIORITIES = ((_S, None, _T), (_S, _T, None), (None, _S, _T))  # None: the next action of the schedule
 
 
+@checked(computed=False)
 def shard_head(
     schedule: Schedule, costs: Costs | None = None, *, extra_forwards: int = 1, max_kept: int = 2
 ) -> Schedule:
@@ -60,7 +62,7 @@ def shard_head(
     already, or transfers: `add_communication` comes after this.
     """
     _check(schedule)
-    if extra_forwards < 0 or max_kept < 1:
+    if not (0 <= extra_forwards <= 1 << 16 and 1 <= max_kept <= 1 << 16):
         raise ValueError(
             f"extra_forwards must be at least 0 and max_kept at least 1, got {extra_forwards} and {max_kept}"
         )

@@ -64,7 +64,9 @@ class Layout:
     def of_counts(counts: Sequence[int], *, num_layers: int, embedding: bool, norm: bool, head: bool) -> Layout:
         """Layers per part; embedding and head at the ends. ValueError unless every layer is placed."""
         if any(isinstance(c, bool) or not isinstance(c, int) or c < 0 for c in counts) or not counts:
-            raise ValueError(f"layers per part must be numbers that are not negative, got {list(counts)}")
+            raise ValueError(
+                f"layout, the layers of each of the parts, must be numbers that are not negative, got {list(counts)}"
+            )
         if sum(counts) != num_layers:
             raise ValueError(
                 f"{list(counts)} places {sum(counts)} layers, but the model has {num_layers}: each must be in one part"

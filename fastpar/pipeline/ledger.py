@@ -182,7 +182,7 @@ class Ledger:
         for source, destination in checked:
             if not 0 <= source < destination - 1 < last:
                 raise ValueError(
-                    f"a skip connection goes from a part to one behind the next, of 0 to {last}, "
+                    f"edges: a skip connection goes from a part to one behind the next, of 0 to {last}, "
                     f"got ({source}, {destination})"
                 )
         return checked

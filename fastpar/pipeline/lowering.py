@@ -17,12 +17,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
+from fastpar.arguments import checked
 from fastpar.pipeline.schedule import Action, ActionType, Schedule, ScheduleError
 
 _BACKWARDS = (ActionType.BACKWARD, ActionType.BACKWARD_INPUT)
 _WEIGHT_GRADS = (ActionType.BACKWARD, ActionType.BACKWARD_WEIGHT)
 
 
+@checked(computed=False)
 def merge_backward(schedule: Schedule) -> Schedule:
     """Replace each I that is directly followed by its W with B, which computes the same without keeping what W needs.
 
@@ -49,6 +51,7 @@ def merge_backward(schedule: Schedule) -> Schedule:
     return _map_ranks(schedule, merge)
 
 
+@checked(computed=False)
 def split_backward(schedule: Schedule) -> Schedule:
     """Replace each B with I and W, so that the gradient of the input leaves before the weight gradients are computed.
 
@@ -68,6 +71,7 @@ def split_backward(schedule: Schedule) -> Schedule:
     return _map_ranks(schedule, split)
 
 
+@checked(computed=False)
 def add_unshard(schedule: Schedule, *, lookahead: int = 1) -> Schedule:
     """Gather the parameters of a stage (UNSHARD) before they are used, and free them (RESHARD) afterwards.
 
@@ -98,6 +102,7 @@ def add_unshard(schedule: Schedule, *, lookahead: int = 1) -> Schedule:
     return _map_ranks(schedule, gather)
 
 
+@checked(computed=False)
 def add_reduce_grad(schedule: Schedule, *, data_parallel: bool = False) -> Schedule:
     """Sum gradients over the replicas of a stage (REDUCE_GRAD), when the stage has computed its last one.
 
@@ -134,6 +139,7 @@ def add_reduce_grad(schedule: Schedule, *, data_parallel: bool = False) -> Sched
     return _map_ranks(schedule, reduce)
 
 
+@checked(computed=False)
 def add_communication(schedule: Schedule, edges: Iterable[tuple[int, int]] | None = None) -> Schedule:
     """Add SEND_F, RECV_F, SEND_B and RECV_B: what crosses from rank to rank.
 
@@ -199,11 +205,11 @@ def _checked_edges(schedule: Schedule, edges: Iterable[tuple[int, int]] | None) 
     for source, destination in checked:
         if not 0 <= source < destination < schedule.num_parts:
             raise ValueError(
-                f"a skip connection goes from a part to a later one of 0 to {schedule.num_parts - 1}, "
+                f"edges: a skip connection goes from a part to a later one of 0 to {schedule.num_parts - 1}, "
                 f"got ({source}, {destination})"
             )
         if destination == source + 1:
-            raise ValueError(f"parts {source} and {destination} are neighbours: they need no skip connection")
+            raise ValueError(f"edges: parts {source} and {destination} are neighbours: they need no skip connection")
     return checked
 
 

@@ -23,6 +23,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor, nn
 
+from fastpar.arguments import checked
 from fastpar.pipeline.absent import Absent, AbsentEmbedding, AbsentLayer, ReturnCheck
 from fastpar.pipeline.agreement import fingerprint
 from fastpar.pipeline.architecture import Architecture, Unit, find_architecture, sequential_units
@@ -176,6 +177,7 @@ class Partition:
         self._fingerprint: Mapping[str, int] = fingerprint(source.model) if check_weights else {}
 
     @staticmethod
+    @checked(computed=False)
     def of_modules(
         parts: Sequence[nn.Module | Sequence[nn.Module]], *, edges: Iterable[tuple[int, int, str]] = ()
     ) -> Partition:
@@ -298,6 +300,7 @@ class Partition:
         return f"Partition({self._name}, layout={str(self.layout)!r})"
 
 
+@checked(computed=False)
 def partition(
     model: nn.Module | Sequence[nn.Module],
     num_parts: int | None = None,

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from fastpar.arguments import checked
 from fastpar.comm import CommError, PointToPoint
 from fastpar.pipeline.agreement import Agreement, summary
 from fastpar.pipeline.batch import Microbatches, split, split_call
@@ -79,6 +80,7 @@ class Pipeline:
     be run, ValueError for stages that do not fit it and for shared parameters that differ between ranks.
     """
 
+    @checked(computed=False)
     def __init__(
         self,
         stages: Sequence[nn.Module | Stage],
@@ -238,6 +240,7 @@ class Pipeline:
         for module, prefix in self._named_modules():
             yield from module.named_buffers(prefix=prefix)
 
+    @checked(computed=False)
     def train(self, mode: bool = True) -> Pipeline:
         """Put this rank's stages into training mode."""
         for module, _ in self._named_modules():
@@ -254,6 +257,7 @@ class Pipeline:
             state |= module.state_dict(prefix=f"{prefix}." if prefix else "")
         return state
 
+    @checked(computed=False)
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take this rank's part of a state dict, which may be that of the whole model (but for a sharded head, which
         takes its own shard).

@@ -39,6 +39,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
+from fastpar.arguments import checked, checked_fields
+
 
 class ScheduleError(ValueError):
     """A schedule that cannot be run, or text that is not one; the message says where and why."""
@@ -114,6 +116,14 @@ class Action:
     parts: tuple[Action, ...] = ()
 
     def __post_init__(self) -> None:
+        if type(self.type) is not ActionType:
+            raise TypeError(f"type must be an ActionType, got {self.type!r:.60}")
+        for name in ("stage", "microbatch", "peer", "version"):
+            value = getattr(self, name)
+            if type(value) is not int and (value is not None or name == "stage"):
+                raise TypeError(f"{name} must be an int, got {value!r:.60}")
+        if type(self.parts) is not tuple:
+            raise TypeError(f"parts must be a tuple of Actions, got {self.parts!r:.60}")
         if (self.type is ActionType.OVERLAP_F_B) != bool(self.parts):
             raise ScheduleError(f"OVERLAP_F_B has parts and nothing else has, got {self.type.value} {self.parts}")
         if self.parts:
@@ -130,7 +140,7 @@ class Action:
         if self.version is None and self.type in (ActionType.STASH, ActionType.DROP):
             raise ScheduleError(f"{self.type.value} needs a weight version")
         if min(self.stage, self.microbatch or 0, self.peer or 0, self.version or 0) < 0:
-            raise ScheduleError(f"stages, microbatches and versions count from 0, got {self}")
+            raise ScheduleError(f"stage, microbatch, peer and version count from 0, got {self}")
 
     @staticmethod
     def overlap(*parts: Action) -> Action:
@@ -140,6 +150,7 @@ class Action:
         return Action(ActionType.OVERLAP_F_B, parts[0].stage, parts=tuple(parts))
 
     @staticmethod
+    @checked(computed=False)
     def parse(text: str) -> Action:
         """The inverse of `str`; blanks around it are ignored."""
         word = text.strip()
@@ -167,6 +178,10 @@ class Action:
         return self.parts or (self,)
 
 
+MAX_MICROBATCHES = 1 << 28
+
+
+@checked_fields
 @dataclass(frozen=True)
 class Chain:
     """These microbatches pass these stages, in this order."""
@@ -175,6 +190,7 @@ class Chain:
     microbatches: tuple[int, ...]
 
 
+@checked_fields
 @dataclass(frozen=True)
 class Schedule:
     """What every rank executes.
@@ -213,10 +229,15 @@ class Schedule:
             raise ScheduleError(f"a sharded head needs a schedule with one chain, got {len(self.chains)}")
 
     @staticmethod
+    @checked(computed=False)
     def of_one_chain(
         name: str, stage_ranks: Sequence[int], num_microbatches: int, actions: Iterable[Iterable[Action]]
     ) -> Schedule:
         """A schedule in which every microbatch passes the stages 0, 1, 2, ..."""
+        if not 1 <= num_microbatches <= MAX_MICROBATCHES:
+            raise ScheduleError(
+                f"num_microbatches must be at least 1 and at most {MAX_MICROBATCHES}, got {num_microbatches}"
+            )
         chain = Chain(tuple(range(len(stage_ranks))), tuple(range(num_microbatches)))
         return Schedule(name, tuple(stage_ranks), (chain,), tuple(tuple(own) for own in actions))
 
@@ -247,21 +268,32 @@ class Schedule:
     def num_microbatches(self) -> int:
         return sum(len(chain.microbatches) for chain in self.chains)
 
+    @checked(computed=False)
     def part_of(self, stage: int) -> int:
         """Which part of the model a stage is: its position in its chain. A sharded head comes after all parts."""
+        self._check_stage(stage)
         return self._places[stage][1]
 
+    def _check_stage(self, stage: int) -> None:
+        if stage not in self._places:
+            raise IndexError(f"stage must be one of the {len(self._places)} stages of {self.name}, got {stage}")
+
+    @checked(computed=False)
     def chain_of_stage(self, stage: int) -> Chain:
+        self._check_stage(stage)
         return self.chains[self._places[stage][0]]
 
+    @checked(computed=False)
     def chain_of(self, microbatch: int) -> Chain:
         """The chain that a microbatch passes."""
         return self.chains[self._chain_of_microbatch[microbatch]]
 
+    @checked(computed=False)
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages that live on a rank."""
         return tuple(stage for stage, owner in enumerate(self.stage_ranks) if owner == rank)
 
+    @checked(computed=False)
     def replicas_of(self, part: int) -> tuple[int, ...]:
         """The stages that hold one part of the model: one, or two in DualPipe."""
         return tuple(chain.stages[part] for chain in self.chains)
@@ -299,6 +331,7 @@ class Schedule:
 
     # Text
 
+    @checked(computed=False)
     def to_csv(self, path: str | Path | None = None) -> str:
         """One line per rank, actions separated by commas, as torch.distributed.pipelining reads it; also written to
         `path`. Name, ranks and chains are not in the file."""
@@ -309,6 +342,7 @@ class Schedule:
         return out.getvalue()
 
     @staticmethod
+    @checked(computed=False)
     def from_csv(source: str | Path, *, name: str = "csv") -> Schedule:
         """Read what `to_csv` or torch wrote: a path, or the text itself (with at least one line break or comma).
 

@@ -32,6 +32,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, product
 
+from fastpar.arguments import checked
 from fastpar.pipeline.costs import Costs, Number
 from fastpar.pipeline.generators import make_schedule, schedule_names
 from fastpar.pipeline.schedule import ActionType, Schedule
@@ -267,6 +268,10 @@ class _Search:
             self.bound = self.best
 
 
+MAX_SEARCHED = 1 << 20
+
+
+@checked(computed=False)
 def find_schedule(
     num_ranks: int,
     num_microbatches: int,
@@ -306,6 +311,11 @@ def find_schedule(
             "num_ranks, num_microbatches and stages_per_rank must be at least 1, "
             f"got {num_ranks}, {num_microbatches}, {stages_per_rank}"
         )
+    if num_ranks * stages_per_rank * num_microbatches > MAX_SEARCHED:
+        raise ValueError(
+            f"num_ranks * stages_per_rank * num_microbatches must be at most {MAX_SEARCHED} to search in, got "
+            f"{num_ranks} * {stages_per_rank} * {num_microbatches}"
+        )
     if until not in ("weight", "input"):
         raise ValueError(f'until must be "weight" or "input", got {until!r}')
     known = placements(num_ranks, stages_per_rank)
@@ -315,6 +325,8 @@ def find_schedule(
     limits: list[Number | None] = [None] * num_ranks
     if max_activations is not None:
         limits = list(one_each(max_activations, num_ranks, "max_activations", "rank"))
+        if not all(limit is None or limit < math.inf for limit in limits):
+            raise ValueError(f"max_activations must be finite, or None for no limit, got {max_activations}")
     start = time.monotonic()
     found: list[Schedule] = []
     for number, stage_ranks in enumerate(chosen.values(), 1):

@@ -35,9 +35,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional as F
 
+from fastpar.arguments import checked, checked_fields
 from fastpar.comm import shard_range
 
 
+@checked_fields
 @dataclass(frozen=True)
 class CrossEntropy:
     """The loss that a sharded head computes; called, the same of whole logits, as `loss=` of a `Pipeline`.
@@ -93,6 +95,7 @@ class ShardedHead(nn.Module):
     weight: nn.Parameter
     bias: nn.Parameter | None
 
+    @checked(computed=False)
     def __init__(
         self,
         whole: nn.Module,
@@ -106,7 +109,7 @@ class ShardedHead(nn.Module):
         super().__init__()
         weight, bias = getattr(whole, "weight", None), getattr(whole, "bias", None)
         if not isinstance(weight, Tensor) or weight.dim() != 2 or not hasattr(whole, "forward"):
-            raise TypeError(f"a head that can be sharded is like nn.Linear, with a weight [V, H]; got {whole}")
+            raise TypeError(f"whole must be a head like nn.Linear, with a weight [V, H], to be sharded; got {whole}")
         if isinstance(weight, DTensor):
             raise ValueError(f"the weight of {name} is split already; a sharded head is split over the pipeline alone")
         self.name, self.loss = name, loss or CrossEntropy()

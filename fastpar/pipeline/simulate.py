@@ -36,6 +36,7 @@ from fractions import Fraction
 from functools import cached_property
 from typing import Any, TypeVar
 
+from fastpar.arguments import checked
 from fastpar.pipeline.costs import FIELDS, Costs, Number, common_denominator, simplest
 from fastpar.pipeline.schedule import Action, ActionType, Schedule, ScheduleError
 from fastpar.pipeline.timeline import Event, Timeline
@@ -106,6 +107,7 @@ class Simulation:
         return sum(self.messages_per_link.values())
 
 
+@checked(computed=False)
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
     """Execute a schedule on paper.
 
@@ -141,6 +143,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
     )
 
 
+@checked(computed=False)
 def measured_costs(schedule: Schedule, timeline: Timeline, **others: Any) -> Costs:
     """The costs that a recorded run shows: of every kind of action the median per part.
 
@@ -172,6 +175,7 @@ def measured_costs(schedule: Schedule, timeline: Timeline, **others: Any) -> Cos
     return Costs(**{**found, **others})
 
 
+@checked(computed=False)
 def activation_peaks(schedule: Schedule, costs: Costs | None = None, *, until: str = "input") -> tuple[Number, ...]:
     """Per rank, the most activations kept at once: from F to I or B (until="input"), or to W or B (until="weight").
 

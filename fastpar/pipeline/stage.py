@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fastpar.arguments import checked
 from fastpar.pipeline.calling import Keywords, StageOutput, call
 from fastpar.pipeline.chain import ModuleChain
 from fastpar.pipeline.weighting import LossMean
@@ -66,6 +67,7 @@ class Stage:
     fingerprint: Mapping[str, int] = field(default_factory=dict)
 
     @staticmethod
+    @checked(computed=False)
     def of_module(module: nn.Module, part: int, num_parts: int) -> Stage:
         """A module that is a part by itself, called by the signature of its forward; its parameters are named as in
         `nn.ModuleList(parts)`."""

@@ -14,6 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from fastpar.arguments import checked, checked_fields
 from fastpar.pipeline.costs import Number, quotient
 from fastpar.pipeline.schedule import Action, ActionType
 
@@ -40,6 +41,7 @@ class Event:
         return not self.action.type.is_transfer
 
 
+@checked_fields
 @dataclass(frozen=True)
 class Timeline:
     """The events of all ranks.
@@ -80,12 +82,17 @@ class Timeline:
     def makespan(self) -> Number:
         return self.end - self.start
 
+    @checked(computed=False)
     def busy(self, rank: int) -> Number:
+        if not 0 <= rank < len(self.by_rank):
+            raise IndexError(f"rank must be in 0..{len(self.by_rank) - 1}, got {rank}")
         return sum(event.duration for event in self.by_rank[rank] if event.occupies_rank)
 
+    @checked(computed=False)
     def idle(self, rank: int) -> Number:
         return self.makespan - self.busy(rank)
 
+    @checked(computed=False)
     def inner_idle(self, rank: int) -> Number:
         """Idle time between the rank's own first and last action."""
         own = [event for event in self.by_rank[rank] if event.occupies_rank]
@@ -101,6 +108,7 @@ class Timeline:
         idle = sum(self.idle(rank) for rank in range(self.num_ranks))
         return quotient(idle, self.num_ranks * self.makespan)
 
+    @checked(computed=False)
     def shares(self, rank: int) -> dict[ActionType, Number]:
         """What part of the makespan each kind of action took. Transfers are counted too, although the rank may compute
         meanwhile (SEND) or is idle (RECV)."""
@@ -109,6 +117,7 @@ class Timeline:
             times[event.action.type] = times.get(event.action.type, 0) + event.duration
         return {kind: quotient(time, self.makespan) if self.makespan else 0 for kind, time in times.items()}
 
+    @checked(computed=False)
     def shifted(self, offset: Number) -> Timeline:
         """The same events, `offset` later."""
         moved = (dataclasses.replace(e, start=e.start + offset, end=e.end + offset) for e in self.events)
@@ -119,6 +128,7 @@ class Timeline:
         return self.shifted(-self.start)
 
     @staticmethod
+    @checked(computed=False)
     def merge(timelines: Sequence[Timeline], offsets: Sequence[Number] | None = None) -> Timeline:
         """One timeline out of those that the ranks recorded.
 
@@ -140,6 +150,7 @@ class Timeline:
         events = sorted((e for timeline in moved for e in timeline.events), key=lambda event: event.rank)
         return Timeline(tuple(events), timelines[0].unit, timelines[0].name)
 
+    @checked(computed=False)
     def to_chrome_trace(self, path: str | Path | None = None) -> dict[str, Any]:
         """The timeline in the Trace Event Format, for ui.perfetto.dev; also written to `path`. `from_chrome_trace`
         reads it without loss."""
@@ -148,16 +159,20 @@ class Timeline:
         return trace.write(self, path)
 
     @staticmethod
+    @checked(computed=False)
     def from_chrome_trace(source: str | Path | Mapping[str, Any]) -> Timeline:
         """Read what `to_chrome_trace` returned or wrote. ValueError for traces of others."""
         from fastpar.pipeline import trace
 
         return trace.read(source)
 
+    @checked(computed=False)
     def to_text(self, width: int = 160) -> str:
         """A picture for terminals, at most `width` columns of time: see `fastpar.pipeline.text`."""
         from fastpar.pipeline import text
 
+        if not 1 <= width <= 1 << 20:
+            raise ValueError(f"width must be at least 1 and at most {1 << 20} columns, got {width}")
         return text.draw(self, width)
 
     @cached_property
@@ -242,6 +257,7 @@ class Comparison:
         return f"makespan: {predicted} predicted{error}, {measured} measured\n" + table(rows)
 
 
+@checked(computed=False)
 def compare(predicted: Timeline, measured: Timeline) -> Comparison:
     """Makespan, and per rank the shares of it that were idle and that went into each kind of action.
 

@@ -13,12 +13,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from fastpar.arguments import checked
 from fastpar.pipeline.flush import check_sizes
 from fastpar.pipeline.schedule import Action, ActionType, Schedule
 
 _PERIOD = 6  # slots of a microbatch on a rank: F, I and W of two stages
 
 
+@checked(computed=False)
 def zbv(num_ranks: int, num_microbatches: int) -> Schedule:
     """Zero bubble in the memory of 1F1B (ZB-V, arXiv 2401.10241).
 
@@ -49,6 +51,7 @@ def zbv(num_ranks: int, num_microbatches: int) -> Schedule:
     return _v_schedule("zbv", orders, num_microbatches, limit=2 * num_ranks)
 
 
+@checked(computed=False)
 def v_half(num_ranks: int, num_microbatches: int) -> Schedule:
     """Half the memory of 1F1B, and less idle time (V-Half, arXiv 2405.15362).
 
@@ -73,6 +76,7 @@ def v_half(num_ranks: int, num_microbatches: int) -> Schedule:
     return _of_block("v_half", block, num_ranks, num_microbatches, limit=num_ranks + 2)
 
 
+@checked(computed=False)
 def v_min(num_ranks: int, num_microbatches: int) -> Schedule:
     """A third of the memory of 1F1B, the least that two stages per rank allow (V-Min, arXiv 2405.15362).
 

@@ -38,6 +38,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import product
 
+from fastpar.arguments import checked
 from fastpar.pipeline.costs import Number
 from fastpar.pipeline.ledger import COUNTERPARTS, Ledger, Placed, Problem
 from fastpar.pipeline.schedule import Action, ActionType, Schedule, ScheduleError
@@ -254,6 +255,7 @@ def one_each(value: Number | Sequence[Number], count: int, name: str, unit: str)
     return values
 
 
+@checked(computed=False)
 def validate(
     schedule: Schedule,
     *,
@@ -289,6 +291,7 @@ def validate(
     return problems + weight_problems(ledger, same_version=same_version) + _accumulation(ledger)
 
 
+@checked(computed=False)
 def check(
     schedule: Schedule,
     *,

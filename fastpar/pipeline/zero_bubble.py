@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from fastpar.arguments import checked
 from fastpar.pipeline.flush import (
     alternate,
     check_sizes,
@@ -22,6 +23,7 @@ from fastpar.pipeline.flush import (
 from fastpar.pipeline.schedule import Action, ActionType, Schedule
 
 
+@checked(computed=False)
 def zb_h1(num_ranks: int, num_microbatches: int, *, stages_per_rank: int = 1) -> Schedule:
     """1F1B with split backwards, rank r putting off weight gradients by r microbatches (ZB-H1, arXiv 2401.10241).
 
@@ -52,6 +54,7 @@ def zb_h1(num_ranks: int, num_microbatches: int, *, stages_per_rank: int = 1) ->
     return Schedule.of_one_chain(f"zb_h1(v={stages_per_rank})", stage_ranks, num_microbatches, actions)
 
 
+@checked(computed=False)
 def zb_h2(num_ranks: int, num_microbatches: int, *, extra: int | None = None) -> Schedule:
     """ZB-H1 with more forwards in the warm-up and later weight gradients: no idle time (ZB-H2, arXiv 2401.10241).
 

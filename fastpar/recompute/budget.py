@@ -24,12 +24,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from fastpar.arguments import checked
 from fastpar.recompute.plan import Drop, Keep, LayerCost, Plan, Steps, keep_all
 
 _KEEP = -1  # a choice; the others are the layer up to which nothing is kept
 _NONE = -2
 
 
+@checked(computed=False)
 def optimal_plan(costs: Sequence[LayerCost], budget: int, *, resolution: int = 2000) -> Plan:
     """The plan of least `Plan.time` among those whose `Plan.peak_bytes` is at most `budget`.
 
@@ -42,7 +44,7 @@ def optimal_plan(costs: Sequence[LayerCost], budget: int, *, resolution: int = 2
     frugal = least_memory_plan(costs)
     least = frugal.peak_bytes(costs)
     if budget < least:
-        raise ValueError(f"no plan of these {len(costs)} layers fits into {budget} bytes; the least is {least}")
+        raise ValueError(f"budget: no plan of these {len(costs)} layers fits into {budget} bytes; the least is {least}")
     everything = Plan(len(costs), keep_all(0, len(costs)))
     if budget >= everything.peak_bytes(costs):
         return everything
@@ -99,6 +101,7 @@ def _with_less(time: np.ndarray, amount: int) -> np.ndarray:
     return shifted
 
 
+@checked(computed=False)
 def least_memory_plan(costs: Sequence[LayerCost]) -> Plan:
     """A plan of least `Plan.peak_bytes`, whatever its time; of equals, the one that drops least."""
     count = len(costs)

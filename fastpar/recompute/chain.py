@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from fastpar.arguments import checked
 from fastpar.recompute.ambient import Capture
 from fastpar.recompute.plan import Drop, Plan
 from fastpar.recompute.policy import Full, Policy, Selective
@@ -54,6 +55,7 @@ def _setting(policy: Policy, captures: Sequence[Capture], preserve_rng: bool, ea
 # ---- functions -------------------------------------------------------------------------------------------------------
 
 
+@checked(computed=False)
 def checkpoint(
     function: Callable[..., Any] | Sequence[Callable[..., Any]],
     *args: Any,
@@ -107,6 +109,7 @@ class _State:
         self.chain, self.layer, self.previous = chain, layer, previous
 
 
+@checked(computed=False)
 def apply_recompute(
     model: M,
     policy: Policy | None = None,
@@ -154,12 +157,14 @@ def apply_recompute(
     return model
 
 
+@checked(computed=False)
 def remove_recompute(model: M) -> M:
     """Undo `apply_recompute` in place, for all layers in the model; returns the model."""
-    modules = list(model.modules()) if isinstance(model, nn.Module) else [m for top in model for m in top.modules()]
+    tops = [model] if isinstance(model, nn.Module) else [layer for layers in _chains_of(model) for layer in layers]
+    modules = [module for top in tops for module in top.modules()]
     found = [module for module in modules if _STATE in module.__dict__]
     if not found:
-        raise ValueError("no layer in it is under recomputation (fastpar.apply_recompute)")
+        raise ValueError("model has no layer under recomputation (fastpar.apply_recompute)")
     for module in found:
         state = module.__dict__.pop(_STATE)
         del module.__dict__["forward"]
@@ -194,14 +199,19 @@ def _without_cache(value: Any) -> Any:
 
 
 def _chains_of(model: nn.Module | Sequence[nn.Module]) -> list[list[nn.Module]]:
+    if not isinstance(model, (nn.Module, Sequence)) or isinstance(model, (str, bytes)):
+        raise TypeError(f"model must be an nn.Module, or a sequence of layers, got {type(model).__name__}")
     if isinstance(model, (nn.ModuleList, nn.Sequential)) or not isinstance(model, nn.Module):
         chains = [list(model)]
     else:
         chains = list(_outermost(model))
+    for layer in (layer for layers in chains for layer in layers):
+        if not isinstance(layer, nn.Module):
+            raise TypeError(f"model must be an nn.Module, or layers that are, got {type(layer).__name__} among them")
     if not chains or not all(chains):
         raise ValueError(
             f"no layers found in this {type(model).__name__}: pass an nn.ModuleList, nn.Sequential or list of layers, "
-            "or a module that has one with layers of one class"
+            "or a model that has one with layers of one class"
         )
     return chains
 

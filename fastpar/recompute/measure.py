@@ -10,10 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from fastpar.arguments import checked
 from fastpar.recompute.plan import LayerCost
 from fastpar.recompute.segment import leaves, outputs_of, rebuilt
 
 
+@checked(computed=False)
 def measure_layers(
     layers: Sequence[Callable[..., Any]] | nn.ModuleList | nn.Sequential, *args: Any, repeats: int = 3, **kwargs: Any
 ) -> tuple[LayerCost, ...]:

@@ -23,7 +23,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Union
 
+from fastpar.arguments import check_counts, checked, checked_fields
 
+
+@checked_fields
 @dataclass(frozen=True)
 class Keep:
     """Run layer `start` and keep its activations."""
@@ -35,6 +38,7 @@ class Keep:
         return self.start + 1
 
 
+@checked_fields
 @dataclass(frozen=True)
 class Drop:
     """Run layers start..stop-1 keeping their input only, and later again by `inner`."""
@@ -47,6 +51,7 @@ class Drop:
 Steps = tuple[Union["Keep", "Drop"], ...]
 
 
+@checked_fields
 @dataclass(frozen=True)
 class LayerCost:
     """What one layer of a chain costs; times in one unit, sizes in bytes.
@@ -66,6 +71,7 @@ class LayerCost:
             raise ValueError(f"times and sizes of a layer must not be negative, got {self}")
 
 
+@checked_fields
 @dataclass(frozen=True)
 class Plan:
     """Steps that cover layers 0..num_layers-1."""
@@ -76,8 +82,11 @@ class Plan:
     def __post_init__(self) -> None:
         _check(self.steps, 0, self.num_layers)
 
+    @checked(computed=False)
     def step_of(self, layer: int) -> Keep | Drop:
         """The outermost step that the layer is in."""
+        if not 0 <= layer < self.num_layers:
+            raise IndexError(f"layer must be in 0..{self.num_layers - 1}, got {layer}")
         return next(step for step in self.steps if step.start <= layer < step.stop)
 
     def forwards(self) -> list[int]:
@@ -91,17 +100,23 @@ class Plan:
         """Layer forwards beyond the first of each layer."""
         return sum(self.forwards()) - self.num_layers
 
+    @checked(computed=False)
     def time(self, costs: Sequence[LayerCost]) -> float:
         """One forward and backward, recomputation included."""
+        self._check_costs(costs)
         forwards = zip(self.forwards(), costs, strict=True)
         return sum(count * cost.forward + cost.backward for count, cost in forwards)
 
+    @checked(computed=False)
     def peak_bytes(self, costs: Sequence[LayerCost]) -> int:
         """The most bytes held at once beyond the chain's input: activations, kept inputs, and the input and output of
         the layer that runs. Gradients of activations are as large as these and take their place."""
+        self._check_costs(costs)
+        return _peak(self.steps, costs)
+
+    def _check_costs(self, costs: Sequence[LayerCost]) -> None:
         if len(costs) != self.num_layers:
             raise ValueError(f"costs are of {len(costs)} layers, but the plan is of {self.num_layers}")
-        return _peak(self.steps, costs)
 
 
 def _check(steps: Steps, start: int, stop: int) -> None:
@@ -158,22 +173,28 @@ def _unfold_last(steps: Steps) -> Steps:
     return steps
 
 
+MAX_LAYERS = 10_000  # of a chain; splitting longer ones takes for ever
+
+
 # ---- plans with a name -----------------------------------------------------------------------------------------------
 
 
 def keep_all(start: int, stop: int) -> Steps:
     """No recomputation."""
+    check_counts(MAX_LAYERS, least=0, num_layers=stop - start)
     return tuple(Keep(layer) for layer in range(start, stop))
 
 
 def each_layer(num_layers: int) -> Plan:
     """Every layer is run again, from its own input: n inputs and one layer's activations, n recomputations."""
+    check_counts(MAX_LAYERS, least=0, num_layers=num_layers)
     return Plan(num_layers, tuple(Drop(layer, layer + 1, (Keep(layer),)) for layer in range(num_layers)))
 
 
 def segments(num_layers: int, count: int) -> Plan:
     """`count` stretches of nearly equal length, the last of which is kept: n - n / count recomputations, count - 1
     inputs and n / count layers' activations (Chen et al. 2016, arXiv:1604.06174). Longer stretches come first."""
+    check_counts(MAX_LAYERS, num_layers=num_layers)
     if not 1 <= count <= num_layers:
         raise ValueError(f"a chain of {num_layers} layers has 1 to {num_layers} segments, got {count}")
     base, longer = divmod(num_layers, count)
@@ -190,6 +211,7 @@ def binomial(num_layers: int, slots: int) -> Plan:
     """
     if slots < 1:
         raise ValueError(f"slots must be at least 1 (the chain's input is in the first), got {slots}")
+    check_counts(MAX_LAYERS, num_layers=num_layers)
     return Plan(num_layers, _binomial_steps(0, num_layers, min(slots, num_layers)))
 
 

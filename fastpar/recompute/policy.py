@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from fastpar.arguments import checked, checked_fields
 from fastpar.recompute import plan as plans
 from fastpar.recompute.budget import optimal_plan
 from fastpar.recompute.plan import LayerCost, Plan
@@ -21,6 +22,7 @@ class Policy(Protocol):
 class NoRecompute:
     """Keep everything."""
 
+    @checked(computed=False)
     def plan(self, num_layers: int) -> Plan:
         return Plan(num_layers, plans.keep_all(0, num_layers))
 
@@ -29,10 +31,12 @@ class NoRecompute:
 class Full:
     """Keep each layer's input; run the layer again when its backward comes."""
 
+    @checked(computed=False)
     def plan(self, num_layers: int) -> Plan:
         return plans.each_layer(num_layers)
 
 
+@checked_fields
 @dataclass(frozen=True)
 class Selective:
     """As `Full`, but keep the results of the expensive operations and of collectives, so that neither runs twice.
@@ -44,10 +48,12 @@ class Selective:
 
     keep: tuple[Any, ...] | None = None
 
+    @checked(computed=False)
     def plan(self, num_layers: int) -> Plan:
         return plans.each_layer(num_layers)
 
 
+@checked_fields
 @dataclass(frozen=True)
 class Segments:
     """Cut the chain into `count` stretches, keep their inputs, and the activations of one stretch at a time.
@@ -57,16 +63,19 @@ class Segments:
 
     count: int | None = None
 
+    @checked(computed=False)
     def plan(self, num_layers: int) -> Plan:
         return plans.segments(num_layers, round(math.sqrt(num_layers)) if self.count is None else self.count)
 
 
+@checked_fields
 @dataclass(frozen=True)
 class Binomial:
     """Hold at most `slots` inputs and one layer's activations, with the fewest recomputations (Revolve)."""
 
     slots: int
 
+    @checked(computed=False)
     def plan(self, num_layers: int) -> Plan:
         return plans.binomial(num_layers, self.slots)
 
@@ -75,10 +84,12 @@ class Binomial:
 class ConstantMemory:
     """Hold the chain's input and one layer's activations: n (n - 1) / 2 recomputations."""
 
+    @checked(computed=False)
     def plan(self, num_layers: int) -> Plan:
         return plans.binomial(num_layers, 1)
 
 
+@checked_fields
 @dataclass(frozen=True)
 class Budget:
     """The fastest plan that holds at most `bytes` beyond the chain's input (`optimal_plan`).
@@ -93,6 +104,7 @@ class Budget:
         object.__setattr__(self, "costs", tuple(self.costs))
         optimal_plan(self.costs, self.bytes)  # says at once what does not fit
 
+    @checked(computed=False)
     def plan(self, num_layers: int) -> Plan:
         if num_layers != len(self.costs):
             raise ValueError(f"the budget has costs of {len(self.costs)} layers, but the chain has {num_layers}")

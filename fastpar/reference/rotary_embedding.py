@@ -8,7 +8,7 @@ from typing import overload
 import torch
 from torch import Tensor
 
-from fastpar.reference.arguments import checked
+from fastpar.arguments import checked
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 LAYOUTS = ("bshd", "bhsd")

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastpar.arguments import check_seconds
 from fastpar.storage._library import library
 from fastpar.storage.backing import BackingFile
 from fastpar.storage.errors import ChecksumError, StorageError
@@ -100,6 +101,8 @@ class Transfer:
         written, and TimeoutError when time is up: it is still in flight then, and may be waited for again. A read
         behind a write that has failed raises the write's error, whenever either was launched.
         """
+        if timeout is not None and timeout != 0:
+            timeout = check_seconds(timeout)
         self._flight.settle(timeout)
         if self._flight.error is not None:
             raise self._flight.error

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastpar.arguments import check_counts, checked
 from fastpar.storage.async_file import AsyncFile, Flight, Transfer, empty_aligned
 from fastpar.storage.errors import StorageError
 from fastpar.storage.extents import Extents
@@ -70,6 +71,7 @@ class TensorStore:
     by which no memory has been touched (docs/security.md).
     """
 
+    @checked(computed=False, but=("depth", "block_bytes"))
     def __init__(
         self,
         path: str | os.PathLike[str],
@@ -103,6 +105,7 @@ class TensorStore:
 
     # ---- transfers
 
+    @checked(computed=False, but=("name", "tensor"))
     def write(self, name: str, tensor: Tensor) -> Transfer:
         """Write the tensor under `name`, which it may have already, with any dtype and shape.
 
@@ -116,6 +119,7 @@ class TensorStore:
             entry.last_write = self._launch(name, entry, source, is_write=True)
             return Transfer(entry.last_write, tensor)
 
+    @checked(computed=False, but=("name", "out"))
     def read(self, name: str, out: Tensor | None = None) -> Transfer:
         """Read the tensor of that name into `out`, or into a new one.
 
@@ -152,6 +156,7 @@ class TensorStore:
 
     # ---- names
 
+    @checked(computed=False)
     def delete(self, name: str) -> None:
         """Forget the name; its part of the file is used again. What is in flight ends undisturbed."""
         with self._locked("delete"):
@@ -159,6 +164,7 @@ class TensorStore:
             self._check_writable()
             self._leaving.append(self._entries.pop(name))
 
+    @checked(computed=False)
     def discard(self, name: str) -> None:
         """`delete` it at the store's next call, if it exists. For finalizers, which may run anywhere."""
         self._discarded.append(name)
@@ -170,6 +176,7 @@ class TensorStore:
         """In the order in which they were first written."""
         return list(self._entries)
 
+    @checked(computed=False)
     def spec(self, name: str) -> tuple[torch.dtype, torch.Size]:
         """(dtype, shape) of what `name` holds."""
         with self._locked("spec"):
@@ -228,15 +235,21 @@ class TensorStore:
             raise StorageError(errno.ENOMEM, self._file.path, "read", **place) from error
 
     @staticmethod
+    @checked(computed=False)
     def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """An uninitialised tensor that begins at a page, so that O_DIRECT needs no copy of it."""
         num_bytes = math.prod(shape) * dtype.itemsize
+        if min(shape, default=0) < 0 or num_bytes >= 1 << 62:
+            raise ValueError(f"shape must not be negative, and of less than 2**62 bytes, got {tuple(shape)}")
         return empty_aligned(num_bytes).view(dtype).view(torch.Size(shape))
 
+    @checked(computed=False)
     def buffers(self, count: int, num_bytes: int) -> list[Tensor]:
         """`count` aligned buffers of at least `num_bytes` each, the same ones at every call; freed by `close`."""
         with self._locked("buffers"):
             self._begin()
+            check_counts(1 << 16, count=count)
+            check_counts(least=0, num_bytes=num_bytes)
             if len(self._buffers) < count or any(buffer.nbytes < num_bytes for buffer in self._buffers):
                 self._buffers = []  # the old ones go before there are new ones
                 self._buffers = [empty_aligned(num_bytes) for _ in range(count)]
@@ -259,6 +272,7 @@ class TensorStore:
                 if entry.last_write is not None and entry.last_write.error is not None:
                     raise entry.last_write.error
 
+    @checked(computed=False)
     def keep(self, path: str | os.PathLike[str]) -> None:
         """Give the file that name, on its own disk, with all that was written, and close. TensorStore(path) reads it.
 

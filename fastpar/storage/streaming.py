@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from fastpar.arguments import checked
 from fastpar.storage.async_file import Transfer
 from fastpar.storage.errors import StorageError
 from fastpar.storage.index import ALIGNMENT
@@ -19,6 +20,7 @@ Names = str | Sequence[str]
 _BUFFERS = 3  # one is read into, one is worked on, one is written from
 
 
+@checked(computed=False)
 def stream(
     store: TensorStore,
     items: Sequence[Names],

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from fastpar.arguments import checked
 from fastpar.comm import Communicator
 from fastpar.tensor.own_forward import has_hooks, has_own_forward, keeping_forward, prove_own_forward
 
@@ -78,12 +79,17 @@ class Adoption:
         module._parameters.update(self.original_parameters)
 
 
+@checked(computed=False)
 def adopt(module: nn.Module, cls: type[Any], group: GroupLike, *, is_proven: bool = False, **options: Any) -> Adoption:
     """Turn `module` into the parallel layer `cls` in place; `options` are those of the layer's `from_...` constructor.
 
     A forward of its own is kept around the parallel layer's, after `prove_adoption` has shown that this is right (which
     `is_proven` says has been done). On an error the module is left as it was.
     """
+    if not hasattr(cls, "_configure"):
+        raise TypeError(f"cls must be a parallel layer of fastpar.tensor, got {cls.__name__}")
+    if not module._parameters:
+        raise TypeError(f"module must have parameters to split, got {type(module).__name__}")
     own = has_own_forward(module)
     if own and not is_proven:
         prove_adoption(type(module).__name__, module, cls, group, options)

@@ -11,6 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from fastpar.arguments import checked
+from fastpar.comm.layout import check_is_tensor
 from fastpar.ops.dropout import sharded_dropout
 from fastpar.tensor.sequence import SequenceRegion, splitting
 
@@ -23,18 +25,22 @@ class LayoutDropout(nn.Module):
     out  x / (1 - p) where the mask keeps, 0 elsewhere; no collective
     """
 
+    @checked(computed=False)
     def __init__(self, p: float = 0.5, *, sequence: SequenceRegion | None = None, batch: tuple[int, int] = (0, 1)):
         super().__init__()
         self._configure(p, sequence=sequence, batch=batch)
 
     def _configure(self, p: float, *, sequence: SequenceRegion | None, batch: tuple[int, int]) -> None:
         if not 0.0 <= p <= 1.0:
-            raise ValueError(f"dropout probability must be between 0 and 1, got {p}")
+            raise ValueError(f"dropout probability p must be between 0 and 1, got {p}")
         self.p, self.sequence, self.batch = p, sequence, batch
 
     def forward(self, x: Tensor) -> Tensor:
+        check_is_tensor(x)
         if not self.training or self.p == 0.0:
             return x
+        if x.dim() == 0:
+            raise ValueError("x must have at least one dim, got a scalar tensor: dim 0 is the batch")
         offset, shape = [0] * x.dim(), list(x.shape)
         rank, size = self.batch
         offset[0], shape[0] = rank * x.size(0), size * x.size(0)

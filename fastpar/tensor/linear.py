@@ -17,7 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fastpar.arguments import check_counts, checked
 from fastpar.comm import gather_from, scatter_to, shard_sizes
+from fastpar.comm.layout import check_is_tensor
 from fastpar.ops.linear import all_gather_linear, copy_to_linear, linear_all_reduce, linear_reduce_scatter
 from fastpar.ops.overlap import Overlap
 from fastpar.tensor.binding import GroupLike, bind, blank
@@ -68,6 +70,7 @@ class ColumnParallelLinear(ParallelModule):
     bias: nn.Parameter | None
     shared_input: SharedInput | None
 
+    @checked(computed=False)
     def __init__(
         self,
         in_features: int,
@@ -79,15 +82,17 @@ class ColumnParallelLinear(ParallelModule):
         sequence: SequenceRegion | None = None,
         sections: Sequence[int] | None = None,
         overlap: bool | Overlap = True,
-        device: Any = None,
+        device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
+        check_counts(least=0, in_features=in_features, out_features=out_features)
         full = nn.Linear(in_features, out_features, bias, device=device, dtype=dtype)
         options: dict[str, Any] = {"gather_output": gather_output, "sequence": sequence, "sections": sections}
         self._configure(full, group, overlap=overlap, **options)
 
     @classmethod
+    @checked(computed=False)
     def from_linear(
         cls,
         linear: nn.Module,
@@ -154,6 +159,7 @@ class ColumnParallelLinear(ParallelModule):
         return out if self.gather_output else self.rows.take(out, -1, self.comm.rank)
 
     def forward(self, x: Tensor) -> Tensor:
+        check_is_tensor(x)
         out = self._project(x)
         if self.gather_output:
             out = gather_from(out, self.comm, dim=-1, sizes=shard_sizes(self.out_features, self.comm.size))
@@ -203,6 +209,7 @@ class RowParallelLinear(ParallelModule):
     weight: nn.Parameter
     bias: nn.Parameter | None
 
+    @checked(computed=False)
     def __init__(
         self,
         in_features: int,
@@ -213,14 +220,16 @@ class RowParallelLinear(ParallelModule):
         input_is_parallel: bool = True,
         sequence: SequenceRegion | None = None,
         overlap: bool | Overlap = True,
-        device: Any = None,
+        device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
+        check_counts(least=0, in_features=in_features, out_features=out_features)
         full = nn.Linear(in_features, out_features, bias, device=device, dtype=dtype)
         self._configure(full, group, input_is_parallel=input_is_parallel, sequence=sequence, overlap=overlap)
 
     @classmethod
+    @checked(computed=False)
     def from_linear(
         cls,
         linear: nn.Module,
@@ -276,6 +285,9 @@ class RowParallelLinear(ParallelModule):
         return out
 
     def forward(self, x: Tensor) -> Tensor:
+        check_is_tensor(x)
+        if x.dim() == 0:
+            raise ValueError("x must have at least one dim, got a scalar tensor")
         if not self.input_is_parallel:
             x = scatter_to(x, self.comm, dim=-1, sizes=shard_sizes(self.in_features, self.comm.size))
         if x.size(-1) != self.local_in_features:

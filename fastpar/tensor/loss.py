@@ -7,10 +7,12 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from fastpar.arguments import checked
 from fastpar.ops.cross_entropy import vocab_parallel_cross_entropy
 from fastpar.tensor.vocab import VocabParallelHead
 
 
+@checked()
 def causal_lm_loss(
     logits: Tensor,
     labels: Tensor,
@@ -33,6 +35,7 @@ def causal_lm_loss(
     return _loss(logits, target, head, num_items_in_batch, ignore_index, shift=1 if shift_labels is None else 0)
 
 
+@checked()
 def masked_lm_loss(
     logits: Tensor,
     labels: Tensor,

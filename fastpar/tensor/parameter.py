@@ -32,7 +32,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from fastpar.arguments import check_counts, checked
 from fastpar.comm import Communicator, shard_range
+from fastpar.comm.layout import check_dim
+from fastpar.comm.shards import MAX_PARTS
 
 Range = tuple[int, int]
 MakeParameter = Callable[[nn.Parameter, "ParameterLayout"], nn.Parameter]
@@ -50,13 +53,19 @@ class RowMap:
     ranges: tuple[tuple[Range, ...], ...]
 
     @staticmethod
+    @checked(computed=False)
     def chunk(total: int, parts: int) -> RowMap:
         """Contiguous chunks by `torch.chunk`'s rule: ceil(total / parts) each until used up."""
+        check_counts(MAX_PARTS, parts=parts)
         return RowMap(total, tuple((shard_range(total, parts, rank),) for rank in range(parts)))
 
     @staticmethod
+    @checked(computed=False)
     def packed(sections: Sequence[int], parts: int) -> RowMap:
         """A fused weight: every section is chunked on its own, a rank uses its chunk of each."""
+        check_counts(MAX_PARTS, parts=parts)
+        if any(size < 0 for size in sections):
+            raise ValueError(f"sections must not be negative, got {list(sections)}")
         ranges: list[tuple[Range, ...]] = []
         for rank in range(parts):
             start, mine = 0, []
@@ -68,8 +77,11 @@ class RowMap:
         return RowMap(sum(sections), tuple(ranges))
 
     @staticmethod
+    @checked(computed=False)
     def concat(maps: Sequence[RowMap]) -> RowMap:
         """The map of weights stacked along the sharded dim, such as [q; k; v] with fewer key/value heads."""
+        if len({len(m.ranges) for m in maps}) != 1:
+            raise ValueError(f"maps must be at least one, and of as many ranks each, got {len(maps)}")
         starts = [sum(m.total for m in maps[:i]) for i in range(len(maps))]
         parts = len(maps[0].ranges)
         ranges = tuple(
@@ -78,8 +90,14 @@ class RowMap:
         )
         return RowMap(sum(m.total for m in maps), ranges)
 
+    @checked(computed=False)
     def size(self, rank: int) -> int:
+        self._check_rank(rank)
         return sum(hi - lo for lo, hi in self.ranges[rank])
+
+    def _check_rank(self, rank: int) -> None:
+        if not 0 <= rank < len(self.ranges):
+            raise IndexError(f"rank must be in 0..{len(self.ranges) - 1}, got {rank}")
 
     @functools.cached_property
     def kind(self) -> str:
@@ -92,11 +110,16 @@ class RowMap:
         disjoint = all(a[1] <= b[0] for a, b in itertools.pairwise(covered))
         return "packed" if disjoint and len(sizes) == 1 and sizes.pop() * parts == self.total else "whole"
 
+    @checked(computed=False)
     def take(self, full: Tensor, dim: int, rank: int) -> Tensor:
         """The rank's rows of `full`, in the order of its ranges (a view when they are contiguous)."""
+        self._check_rank(rank)
+        if full.size(check_dim(dim, full)) != self.total:
+            raise ValueError(f"full must have {self.total} rows along dim {dim}, got {tuple(full.shape)}")
         pieces = [full.narrow(dim, lo, hi - lo) for lo, hi in self.ranges[rank]]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
 
+    @checked(computed=False)
     def assemble(self, locals_: Sequence[Tensor], dim: int) -> Tensor:
         """The inverse of `take` over all ranks: the full tensor from every rank's rows."""
         shape = list(locals_[0].shape)
@@ -192,11 +215,13 @@ class ParameterLayout:
         return param
 
 
+@checked(computed=False)
 def layout_of(param: Tensor) -> ParameterLayout | None:
     """The layout that fastpar gave a parameter, or None for a parameter it has not touched."""
     return cast("ParameterLayout | None", getattr(param, "fastpar_layout", None))
 
 
+@checked(computed=False)
 def local_tensor(x: Tensor) -> Tensor:
     """The local part of a DTensor, or the tensor itself; outside autograd."""
     return x._local_tensor if isinstance(x, DTensor) else x
@@ -208,6 +233,7 @@ def is_sharded_further(param: Tensor) -> bool:
     return isinstance(param, DTensor) and len(param.placements) > 1
 
 
+@checked(computed=False)
 def full_parameter(param: Tensor, value: Tensor | None = None) -> Tensor:
     """The unsharded parameter in canonical order, on every rank of its group (a collective).
 

@@ -18,6 +18,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
+from fastpar.arguments import checked
 from fastpar.tensor.binding import Adoption, GroupLike, bind
 from fastpar.tensor.parameter import (
     MakeParameter,
@@ -39,6 +40,7 @@ def _unwrapping_property(name: str) -> property:
     return property(read)
 
 
+@checked(computed=False)
 def replicate(
     module: nn.Module,
     group: GroupLike = None,
@@ -58,7 +60,7 @@ def replicate(
     """
     own = [name for name, param in module._parameters.items() if param is not None]
     if not own:
-        raise ValueError(f"{type(module).__name__} has no parameters of its own to replicate")
+        raise ValueError(f"module: this {type(module).__name__} has no parameters of its own to replicate")
     device_type = next(p.device.type for p in module._parameters.values() if p is not None)
     comm, mesh = bind(group, device_type)
     original = type(module)

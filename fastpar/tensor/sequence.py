@@ -20,6 +20,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fastpar.arguments import checked
 from fastpar.comm import (
     Communicator,
     copy_to,
@@ -30,6 +31,7 @@ from fastpar.comm import (
     scatter_to,
     shard_sizes,
 )
+from fastpar.comm.layout import check_is_tensor
 
 
 class SequenceRegion:
@@ -39,6 +41,7 @@ class SequenceRegion:
     x_shard  [B, S_r, H]   this rank's part, S_r by `torch.chunk`'s rule
     """
 
+    @checked(computed=False)
     def __init__(self, comm: Communicator, dim: int = 1):
         self.comm = comm
         self.dim = dim
@@ -86,6 +89,9 @@ class SequenceRegion:
 
     def enter(self, x: Tensor) -> Tensor:
         """Keep this rank's part.  forward: slice   backward: all-gather"""
+        check_is_tensor(x)
+        if not -x.dim() <= self.dim < x.dim():
+            raise ValueError(f"x must have dim {self.dim}, which is the sequence, got {tuple(x.shape)}")
         self.set_total(x.size(self.dim))
         self.batch = x.size(0)
         if self.is_whole:

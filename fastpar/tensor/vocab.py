@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
+from fastpar.arguments import check_counts, checked
 from fastpar.comm import Communicator, gather_from, shard_range, shard_sizes
+from fastpar.comm.layout import check_is_tensor
 from fastpar.ops.embedding import vocab_parallel_embedding
 from fastpar.ops.linear_loss import linear_cross_entropy
 from fastpar.tensor.binding import BoundGroup, GroupLike, bind, blank
@@ -41,6 +43,7 @@ class VocabParallelEmbedding(ParallelModule):
 
     weight: nn.Parameter
 
+    @checked(computed=False)
     def __init__(
         self,
         num_embeddings: int,
@@ -49,14 +52,18 @@ class VocabParallelEmbedding(ParallelModule):
         *,
         group: GroupLike = None,
         sequence: SequenceRegion | None = None,
-        device: Any = None,
+        device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
+        check_counts(least=0, num_embeddings=num_embeddings, embedding_dim=embedding_dim)
+        if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
+            raise ValueError(f"padding_idx must be in {-num_embeddings}..{num_embeddings - 1}, got {padding_idx}")
         full = nn.Embedding(num_embeddings, embedding_dim, padding_idx, device=device, dtype=dtype)
         self._configure(full, group, sequence=sequence)
 
     @classmethod
+    @checked(computed=False)
     def from_embedding(
         cls, embedding: nn.Embedding, *, group: GroupLike = None, sequence: SequenceRegion | None = None
     ) -> VocabParallelEmbedding:
@@ -110,6 +117,7 @@ class VocabParallelEmbedding(ParallelModule):
         return out
 
     def forward(self, ids: Tensor) -> Tensor:
+        check_is_tensor(ids, "ids")
         weight = self._local("weight")
         assert weight is not None
         sequence = splitting(self.sequence)
@@ -185,10 +193,13 @@ class VocabParallelHead(ColumnParallelLinear):
         return linear_cross_entropy(hidden, projection, labels, bias=bias, **where, **options)
 
 
+@checked(computed=False)
 def gather_vocab(logits: Tensor, vocab_size: int, group: GroupLike) -> Tensor:
     """Full logits [..., V] from each rank's [..., V_r], or from a DTensor of them; one all-gather. Backward keeps this
     rank's part."""
     if isinstance(logits, DTensor):
         logits = logits.to_local()
+    check_is_tensor(logits, "logits")
+    check_counts(vocab_size=vocab_size)
     comm = group.comm if isinstance(group, BoundGroup) else Communicator.of(group)
     return gather_from(logits, comm, dim=-1, sizes=shard_sizes(vocab_size, comm.size))

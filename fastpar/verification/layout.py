@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastpar.arguments import checked_fields
 from fastpar.clip import grad_norm
 from fastpar.compose import parallelize_pipeline
 from fastpar.mesh import Mesh, init_mesh
@@ -28,6 +29,7 @@ from fastpar.zero import Zero, shard
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
+@checked_fields
 @dataclass(frozen=True)
 class VerifyLayout:
     """A mesh, and what is asked of the calls that lay a model out on it.

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fastpar.arguments import checked
 from fastpar.comm import CommError
 from fastpar.mesh import Mesh
 from fastpar.verification.culprit import findings_of
@@ -25,6 +26,7 @@ from fastpar.verification.trace import StepTrace
 _WAIT = timedelta(hours=1)  # for the rank that runs the whole model
 
 
+@checked(computed=False)
 def verify(
     build: Callable[[], nn.Module],
     layout: VerifyLayout | Mesh | str,

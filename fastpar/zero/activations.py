@@ -27,9 +27,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from fastpar.arguments import checked
 from fastpar.storage import TensorStore
 
 
+@checked(computed=False)
 def offload_activations(
     to: TensorStore | str = "cpu",
     *,

@@ -89,7 +89,7 @@ def _check_model(model: Any) -> None:
                 "model is sharded already: call detach() of what the first shard(...) returned before another one"
             )
         return
-    if isinstance(model, (str, bytes, torch.Tensor)) or not (
+    if isinstance(model, (str, bytes, type, torch.Tensor)) or not (
         hasattr(model, "named_parameters") or isinstance(model, Iterable)
     ):
         raise TypeError(f"model must be a module, a pipeline or parameters, got {type(model).__name__} ({model!r:.60})")
@@ -103,7 +103,7 @@ def is_of_zero(zero_grad: Any) -> bool:
 def optimizers_of(optimizer: Any) -> list[torch.optim.Optimizer]:
     """One or several optimizers, as a list. Raises TypeError and ValueError."""
     found = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer
-    if isinstance(found, (nn.Module, str)) or not isinstance(found, Iterable):
+    if isinstance(found, (nn.Module, str, torch.Tensor)) or not isinstance(found, Iterable):
         raise TypeError(f"optimizer must be a torch.optim.Optimizer or several of them, got {type(found).__name__}")
     found = list(found)
     for each in found:

@@ -17,12 +17,14 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from fastpar.arguments import checked
 from fastpar.zero.sharding import Zero
 
 States = dict[str, dict[str, Any]]
 
 
 @torch.no_grad()
+@checked(computed=False)
 def full_optimizer_state(zero: Zero) -> States:
     """{name: {state: whole tensor or number}} of every parameter that the optimizers of `zero` have updated.
 
@@ -44,6 +46,7 @@ def full_optimizer_state(zero: Zero) -> States:
 
 
 @torch.no_grad()
+@checked(computed=False)
 def load_full_optimizer_state(zero: Zero, states: Mapping[str, Mapping[str, Any]]) -> None:
     """Take over what `full_optimizer_state` gave, under any layout: every rank keeps its part.
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastpar.arguments import checked_fields
 from fastpar.storage import TensorStore, stream
 from fastpar.zero.groups import local
 
@@ -27,6 +28,7 @@ GROUP_BYTES = 64 << 20
 SMALL_BYTES = 64 << 10  # tensors below stay in memory
 
 
+@checked_fields
 @dataclass(frozen=True)
 class Offload:
     """Where the optimizer's part of a model lives.
@@ -48,6 +50,8 @@ class Offload:
         "nvme+parameters:FOLDER"), or an Offload. Raises ValueError for another text."""
         if value is None or isinstance(value, Offload):
             return value
+        if not isinstance(value, str):
+            raise TypeError(f"offload must be a text, a fastpar.zero.Offload or None, got {type(value).__name__}")
         if value == "none":
             return None
         where, colon, folder = value.partition(":")

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fastpar.arguments import checked
 from fastpar.clip import GradSum
 from fastpar.comm.wire import Wire
 from fastpar.doors import OVER_ZERO, ClosedToDDP
@@ -31,6 +32,7 @@ from fastpar.zero.step import MASTER, Stepper
 from fastpar.zero.units import UnitsLike
 
 
+@checked(computed=False, but=("model", "optimizer", "group", "precision", "offload"))
 def shard(
     model: nn.Module | HasParameters | Iterable[nn.Parameter] | Iterable[tuple[str, nn.Parameter]],
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
@@ -245,6 +247,7 @@ class Zero:
             reducer.reduce_now()
             reducer.show()  # also where nothing was left to be reduced
 
+    @checked(computed=False)
     def expected_memory(self, state_bytes: float = 8.0) -> dict[str, int]:
         """Bytes that this rank holds between backward and the step, by formula: "parameters" (of those in a file the
         buffers that they are read into), "gradients" (with the buffers in which they travel) and "states" (with master
@@ -253,6 +256,8 @@ class Zero:
 
         state_bytes  of the optimizer per element that it updates: 8 for Adam's two moments in float32
         """
+        if not 0 <= state_bytes < 1 << 20:
+            raise ValueError(f"state_bytes must be bytes per element, at least 0, got {state_bytes}")
         return memory.expected(self, state_bytes)
 
     @property
@@ -283,6 +288,7 @@ class Zero:
             reducer.show()
         return found
 
+    @checked(computed=False)
     def load_state_dict(self, loaded: dict[str, Any]) -> None:
         """Go on from a state that `state_dict` has given, and a checkpoint may have been loaded into. Collective.
 

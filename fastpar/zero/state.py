@@ -76,6 +76,9 @@ def collect(zero: Zero) -> dict[str, Any]:
 
 def restore(zero: Zero, state: dict[str, Any]) -> None:
     """Take over what `collect` gave and a checkpoint has been loaded into."""
+    missing = [key for key in ("save", "has_state", "groups") if key not in state]
+    if missing:
+        raise ValueError(f"loaded must be what Zero.state_dict() has given, has no {missing}")
     check_mark(state["save"], zero.groups)
     names = zero.owner_names()
     has_state = {name for name, is_there in state["has_state"].items() if is_there}
