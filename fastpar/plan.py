@@ -99,7 +99,7 @@ def parse_style(pattern: str, style: str | Style) -> Style:
     return WORDS[style]
 
 
-@checked(computed=False, but=("plan",))
+@checked(computed=False)
 def match_plan(model: nn.Module, plan: Mapping[str, str | Style]) -> dict[str, Style]:
     """Path to style, in the model's order; later patterns win. Paths are those of modules, and of single parameters.
 

@@ -307,7 +307,7 @@ TRAINING: dict[str, Callable[[], Case]] = {
     "TensorStore.spec": lambda: (kept_store().spec, {"name": "a"}),
     "TensorStore.empty": lambda: (kept_store().empty, {"shape": (2, 3), "dtype": torch.float32}),
     "TensorStore.buffers": lambda: (store().buffers, {"count": 2, "num_bytes": 100}),
-    "TensorStore.keep": lambda: (store().keep, {"path": FOLDER / "missing" / "kept"}),
+    "TensorStore.keep": lambda: (store().keep, {"path": Path(tempfile.mkdtemp(dir=FOLDER)) / "kept"}),
     "Transfer.wait": lambda: (kept_store().read("a").wait, {}),
     "stream": lambda: (storage.stream, {"store": kept_store(), "items": ["a"], "work": lambda i, read: None}),
     "shard": lambda: (

@@ -611,6 +611,7 @@ def test_direct_is_an_error_where_it_cannot_be_had(tmp_path: Path, monkeypatch: 
 @pytest.fixture
 def no_more_files(request: pytest.FixtureRequest) -> Iterator[None]:
     """One more file can be opened, and then none: a kernel that refuses an io_uring."""
+    _ext.load()  # the compiled library is a file too
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     probe = os.open("/dev/null", os.O_RDONLY)
     os.close(probe)
@@ -658,7 +659,7 @@ def test_wrong_tensors_are_refused(store: TensorStore) -> None:
         store.write("m", torch.zeros(4, device="meta"))
     with pytest.raises(ValueError, match=r"'s' is torch.float32, torch.sparse_coo: a store takes dense"):
         store.write("s", torch.zeros(4).to_sparse())
-    with pytest.raises(TypeError, match="a store takes a str and a tensor, got int and Tensor"):
+    with pytest.raises(TypeError, match=r"TensorStore.write: name must be a string, got int 3"):
         store.write(3, torch.zeros(4))  # type: ignore[arg-type]
 
 

@@ -224,6 +224,7 @@ class SharedExpert(nn.Module):
             or x.dim() < 1
             or x.shape[-1] != self.gate_up_proj.in_features
             or not x.is_floating_point()
+            or x.dtype.itemsize < 2  # torch has no GEMM of float8 with other dtypes
         ):
             raise ValueError(f"x must be a floating-point tensor [.., {self.gate_up_proj.in_features}], got {shown(x)}")
         out: Tensor = self.down_proj(activate(self.gate_up_proj(x), self.rule))

@@ -101,7 +101,7 @@ class Transfer:
         written, and TimeoutError when time is up: it is still in flight then, and may be waited for again. A read
         behind a write that has failed raises the write's error, whenever either was launched.
         """
-        if timeout is not None and timeout != 0:
+        if timeout is not None and not (isinstance(timeout, (int, float)) and timeout == 0):
             timeout = check_seconds(timeout)
         self._flight.settle(timeout)
         if self._flight.error is not None:

@@ -105,7 +105,7 @@ class TensorStore:
 
     # ---- transfers
 
-    @checked(computed=False, but=("name", "tensor"))
+    @checked(meta=True, computed=False)
     def write(self, name: str, tensor: Tensor) -> Transfer:
         """Write the tensor under `name`, which it may have already, with any dtype and shape.
 
@@ -119,7 +119,7 @@ class TensorStore:
             entry.last_write = self._launch(name, entry, source, is_write=True)
             return Transfer(entry.last_write, tensor)
 
-    @checked(computed=False, but=("name", "out"))
+    @checked(meta=True, computed=False)
     def read(self, name: str, out: Tensor | None = None) -> Transfer:
         """Read the tensor of that name into `out`, or into a new one.
 
@@ -350,8 +350,6 @@ def _close(file: AsyncFile, in_flight: deque[Flight]) -> None:
 
 
 def _on_cpu(name: str, tensor: Tensor) -> Tensor:
-    if not isinstance(name, str) or not isinstance(tensor, Tensor):
-        raise TypeError(f"a store takes a str and a tensor, got {type(name).__name__} and {type(tensor).__name__}")
     if tensor.layout != torch.strided or str(tensor.dtype).removeprefix("torch.") not in DTYPES:
         raise ValueError(
             f"{name!r} is {tensor.dtype}, {tensor.layout}: a store takes dense tensors of {', '.join(DTYPES)}"
