@@ -153,8 +153,8 @@ class GradSum:
 
         Where the norm is not finite the result is `scale` alone: nothing is clipped.
         """
-        if isinstance(scale, Tensor) and scale.is_complex():
-            raise TypeError(f"scale must be a real number, got {scale.dtype}")
+        if isinstance(scale, Tensor) and (scale.is_complex() or scale.layout != torch.strided or scale.numel() != 1):
+            raise TypeError(f"scale must be one real number, got {scale.dtype} {list(scale.shape)}, {scale.layout}")
         return scale * _factor(self.norm() * scale, max_norm, eps)
 
 

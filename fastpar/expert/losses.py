@@ -258,8 +258,8 @@ def z_loss(
     _check_mask(mask, logits)
     if tokens is None:
         tokens = TokenCounts.of(logits.new_empty((len(logits), 0), dtype=torch.int64), 0, mask=mask, group=group).tokens
-    if tokens.is_complex():
-        raise TypeError(f"tokens must be a number of them, got {tokens.dtype}")
+    if tokens.is_complex() or tokens.device != logits.device:
+        raise TypeError(f"tokens must be a number of them on {logits.device}, got {tokens.dtype} on {tokens.device}")
     squares = _without_padding(logits, mask).logsumexp(-1).square()
     return _without_padding(squares, mask).sum() / tokens.clamp_min(1).to(logits.dtype)
 
