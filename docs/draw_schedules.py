@@ -4,7 +4,7 @@ from fractions import Fraction
 from pathlib import Path
 
 from fastpar.pipeline import Costs, Timeline, make_schedule, simulate
-from fastpar.pipeline.plot import plot
+from fastpar.pipeline.simulation.plot import plot
 
 HERE = Path(__file__).parent
 WIDTH = 9.5

@@ -17,8 +17,8 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from fastpar.pipeline import Costs, Schedule, find_schedule, simulate
-from fastpar.pipeline.search import fixed_schedules, placements
-from fastpar.pipeline.search_model import Model
+from fastpar.pipeline.search.find import fixed_schedules, placements
+from fastpar.pipeline.search.model import Model
 
 NUM_RANKS, NUM_MICROBATCHES = 8, 32
 MEMORIES = (8, 12, 16)

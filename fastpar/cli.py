@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments[:1] == ["bench"]:
         return run_bench(arguments[1:], CHECKOUT)
     if arguments[:1] == ["simulate"]:
-        from fastpar.pipeline import command
+        from fastpar.pipeline.simulation import command
 
         return command.main(arguments[1:])
     if arguments[:1] == ["verify"]:

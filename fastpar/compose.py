@@ -32,10 +32,10 @@ from fastpar.pipeline import (
     partition,
 )
 from fastpar.pipeline import shard_head as with_sharded_head
-from fastpar.pipeline.calling import Keywords
-from fastpar.pipeline.runtime import Loss, MakeOptimizer
-from fastpar.pipeline.stage import Stage
-from fastpar.pipeline.unit_costs import UnitCosts
+from fastpar.pipeline.runtime.pipeline import Loss, MakeOptimizer
+from fastpar.pipeline.stages.calling import Keywords
+from fastpar.pipeline.stages.stage import Stage
+from fastpar.pipeline.stages.unit_costs import UnitCosts
 from fastpar.plan import Style
 from fastpar.proving import proven_plan
 from fastpar.recompute import Policy, apply_recompute

@@ -18,7 +18,7 @@ from typing import Any
 from torch import nn
 
 from fastpar.arguments import checked, checked_fields
-from fastpar.pipeline.absent import Absent
+from fastpar.pipeline.stages.absent import Absent
 
 
 @checked_fields

@@ -19,7 +19,7 @@ from typing import Any
 from torch import nn
 
 from fastpar.heads import KEY_COUNTS, QUERY_COUNTS, HeadsError, HeadSplit, said, split_heads
-from fastpar.pipeline.absent import Absent
+from fastpar.pipeline.stages.absent import Absent
 from fastpar.plan import Style, UnknownModelError, auto_plan, match_plan
 from fastpar.stacked_experts import is_stacked
 from fastpar.tensor.own_forward import check_parameters, has_hooks, has_own_forward

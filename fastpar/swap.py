@@ -24,7 +24,7 @@ from fastpar.heads import HeadSplit
 from fastpar.lm_head import GatheringCall, calls_loss_function, loss_on_split_logits, takes_labels
 from fastpar.mesh import Mesh
 from fastpar.ops.overlap import Overlap
-from fastpar.pipeline.absent import Absent
+from fastpar.pipeline.stages.absent import Absent
 from fastpar.plan import Style, match_plan
 from fastpar.proving import block_splits, proven_plan, refuse_wrong_blocks
 from fastpar.tensor import (

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from fastpar.pipeline import Action, ActionType, Schedule, ScheduleError, make_schedule, schedule_names
-from fastpar.pipeline.lowering import add_communication, add_reduce_grad, add_unshard
+from fastpar.pipeline.schedules.lowering import add_communication, add_reduce_grad, add_unshard
 
 T = ActionType
 OPTIONS: dict[str, list[dict[str, int | bool]]] = {

@@ -118,7 +118,7 @@ def test_simulate_writes_pictures_traces_and_schedules_and_reads_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from fastpar.pipeline import Schedule, Timeline, make_schedule, simulate
-    from fastpar.pipeline.plot import plot
+    from fastpar.pipeline.simulation.plot import plot
 
     schedule = make_schedule("zb_h1", 3, 4)
     names = {flag: str(tmp_path / f"out.{flag}") for flag in ("png", "svg", "trace", "csv")}

@@ -255,7 +255,7 @@ class Last(Embedded):
 
 
 def norm_of_tied_pipeline() -> tuple[float, list[Any]]:
-    from fastpar.pipeline.stage import Stage, Tied
+    from fastpar.pipeline.stages.stage import Stage, Tied
 
     tied = Tied({0: ("weight",), 1: ("weight",)})
     part = dist.get_rank()

@@ -19,8 +19,8 @@ from torch.nn import functional as F
 import fastpar as fp
 from fastpar.comm import plain_data
 from fastpar.pipeline import CrossEntropy, Pipeline, make_schedule, partition
-from fastpar.pipeline.values import decode
-from fastpar.pipeline.weighting import LossMean, Weighing
+from fastpar.pipeline.runtime.values import decode
+from fastpar.pipeline.stages.weighting import LossMean, Weighing
 from tests.dist import run_ranks
 from tests.models import VOCAB, build_model
 from tests.pipeline_models import build_batch, build_parts, loss_fn

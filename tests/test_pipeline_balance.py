@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from fastpar.pipeline.balance import balance
-from fastpar.pipeline.layout import Layout
+from fastpar.pipeline.stages.balance import balance
+from fastpar.pipeline.stages.placement import Layout
 
 
 def loads(costs: list[int], bounds: list[int], ranks: list[int]) -> list[int]:

@@ -24,10 +24,10 @@ from fastpar.pipeline import (
     make_schedule,
     split_backward,
 )
-from fastpar.pipeline.batch import split
-from fastpar.pipeline.shared_grads import SharedGrads, SharedParameter
-from fastpar.pipeline.values import decode, encode, pack, unpack
-from fastpar.pipeline.versions import WeightVersions
+from fastpar.pipeline.runtime.shared_grads import SharedGrads, SharedParameter
+from fastpar.pipeline.runtime.values import decode, encode, pack, unpack
+from fastpar.pipeline.runtime.versions import WeightVersions
+from fastpar.pipeline.stages.batch import split
 from tests.pipeline_models import CLASSES, WIDTH, Block, build_batch, build_parts, loss_fn, run_parts, sequential_step
 
 COUNT = 4  # microbatches

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from fastpar.pipeline.absent import Absent
-from fastpar.pipeline.architecture import Architecture
-from fastpar.pipeline.calling import StageOutput
-from fastpar.pipeline.chain import Edge
-from fastpar.pipeline.infer import infer_architecture
-from fastpar.pipeline.partitioning import Partition, partition
-from fastpar.pipeline.stage import Stage
+from fastpar.pipeline.stages.absent import Absent
+from fastpar.pipeline.stages.architecture import Architecture
+from fastpar.pipeline.stages.calling import StageOutput
+from fastpar.pipeline.stages.chain import Edge
+from fastpar.pipeline.stages.infer import infer_architecture
+from fastpar.pipeline.stages.partition import Partition, partition
+from fastpar.pipeline.stages.stage import Stage
 from tests.models import ARCHITECTURES, VOCAB, build_model
 
 LAYERS = 5

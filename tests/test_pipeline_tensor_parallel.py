@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import fastpar as fp
-from fastpar.pipeline.absent import Absent
-from fastpar.pipeline.partitioning import partition
+from fastpar.pipeline.stages.absent import Absent
+from fastpar.pipeline.stages.partition import partition
 from fastpar.plan import auto_plan, match_plan
 from fastpar.tensor import VocabParallelEmbedding, VocabParallelHead, full_parameter
 from tests.dist import run_ranks

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastpar.pipeline.partitioning import partition
+from fastpar.pipeline.stages.partition import partition
 from tests.test_pipeline_partition import assert_same, forward_backward, full_gradients, gradients
 
 

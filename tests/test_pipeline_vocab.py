@@ -37,7 +37,7 @@ from fastpar.pipeline import (
     split_backward,
     validate,
 )
-from fastpar.pipeline.sharded_head import combine
+from fastpar.pipeline.runtime.sharded_head import combine
 from tests.dist import run_ranks
 from tests.models import VOCAB, build_model
 from tests.pipeline_models import WIDTH, Block, run_parts
@@ -334,7 +334,7 @@ def test_what_cannot_have_a_sharded_head_says_why() -> None:
 
 def test_pictures_name_the_head(tmp_path: Any) -> None:
     pytest.importorskip("matplotlib")
-    from fastpar.pipeline.plot import boxes, plot
+    from fastpar.pipeline.simulation.plot import boxes, plot
 
     timeline = simulate(shard_head(make_schedule("1f1b", 2, 3))).timeline
     assert len({box.colour for box in boxes(timeline)}) == 4

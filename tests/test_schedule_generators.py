@@ -22,12 +22,9 @@ from fastpar.pipeline import (
     Simulation,
     activation_peaks,
     add_communication,
-    asynchronous,
-    bidirectional,
     dualpipe,
     dualpipev,
     eager_1f1b,
-    flush,
     gpipe,
     interleaved_1f1b,
     looped_bfs,
@@ -40,12 +37,11 @@ from fastpar.pipeline import (
     simulate,
     v_half,
     v_min,
-    v_shape,
     zb_h1,
     zb_h2,
     zbv,
-    zero_bubble,
 )
+from fastpar.pipeline.schedules import asynchronous, bidirectional, flush, v_shape, zero_bubble
 
 RANKS = (2, 3, 4, 6, 8)
 EQUAL = (1, 1, 1)

@@ -20,9 +20,9 @@ from fastpar.pipeline import (
     simulate,
     validate,
 )
-from fastpar.pipeline.search import fixed_schedules, placements
-from fastpar.pipeline.search_exact import branch_and_bound
-from fastpar.pipeline.search_model import Model, Priorities, fill, list_plan, plan_of, to_schedule
+from fastpar.pipeline.search.exact import branch_and_bound
+from fastpar.pipeline.search.find import fixed_schedules, placements
+from fastpar.pipeline.search.model import Model, Priorities, fill, list_plan, plan_of, to_schedule
 
 T = ActionType
 COSTS = {

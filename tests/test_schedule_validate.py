@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 
 from fastpar.pipeline import Action, Chain, Schedule, ScheduleError, check, make_schedule, validate
-from fastpar.pipeline.lowering import add_communication
+from fastpar.pipeline.schedules.lowering import add_communication
 from tests.schedule_mutants import generated, lowered, mutants, with_steps
 from tests.schedule_oracle import execute
 

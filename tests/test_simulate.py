@@ -53,11 +53,11 @@ def test_the_worked_example_of_the_module() -> None:
     assert found.peak_until_input == found.peak_until_weight == (2, 1)
     assert found.messages_per_link == {(0, 1): 2, (1, 0): 2}
     text = found.timeline.to_text()
-    module = sys.modules["fastpar.pipeline.simulate"].__doc__ or ""
+    module = sys.modules["fastpar.pipeline.simulation.simulate"].__doc__ or ""
     assert all(line in module for line in text.splitlines()), text
 
 
-@pytest.mark.parametrize("module", ["costs", "evaluate"])
+@pytest.mark.parametrize("module", ["schedules.costs", "simulation.evaluate"])
 def test_doctests(module: str) -> None:
     done = doctest.testmod(sys.modules[f"fastpar.pipeline.{module}"])
     assert done.attempted > 0

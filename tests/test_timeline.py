@@ -19,7 +19,7 @@ from fastpar.pipeline import (
     make_schedule,
     simulate,
 )
-from fastpar.pipeline.plot import boxes, plot
+from fastpar.pipeline.simulation.plot import boxes, plot
 
 
 def of_words(words: dict[str, tuple], unit: str = "unit") -> Timeline:

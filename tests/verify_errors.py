@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 import fastpar as fp
 from fastpar.comm import Communicator
-from fastpar.pipeline.absent import Absent
+from fastpar.pipeline.stages.absent import Absent
 from fastpar.tensor import layout_of
 from fastpar.tensor.parameter import local_tensor
 from fastpar.verification import layout
@@ -270,7 +270,7 @@ def local_norm_of_experts() -> Iterator[None]:
 
 @contextlib.contextmanager
 def shared_gradients_not_exchanged() -> Iterator[None]:
-    from fastpar.pipeline.shared_grads import SharedGrads
+    from fastpar.pipeline.runtime.shared_grads import SharedGrads
 
     with mock.patch.object(SharedGrads, "finish"):
         yield

@@ -10,43 +10,49 @@ Schedules and what is made of them need no torch. Names that do are looked up on
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from fastpar.pipeline.asynchronous import pipedream, pipedream_2bw
-from fastpar.pipeline.bidirectional import dualpipe, dualpipev
-from fastpar.pipeline.costs import Costs
-from fastpar.pipeline.evaluate import Evaluator
-from fastpar.pipeline.flush import eager_1f1b, gpipe, interleaved_1f1b, looped_bfs, naive, one_f_one_b
-from fastpar.pipeline.generators import make_schedule, schedule_names
-from fastpar.pipeline.head_schedule import shard_head
-from fastpar.pipeline.lowering import add_communication, add_reduce_grad, add_unshard, merge_backward, split_backward
-from fastpar.pipeline.schedule import Action, ActionType, Chain, Schedule, ScheduleError
-from fastpar.pipeline.search import find_schedule
-from fastpar.pipeline.simulate import Simulation, activation_peaks, measured_costs, simulate
-from fastpar.pipeline.timeline import Comparison, Event, Timeline, compare
-from fastpar.pipeline.v_shape import v_half, v_min, zbv
-from fastpar.pipeline.validate import Problem, check, validate
-from fastpar.pipeline.zero_bubble import zb_h1, zb_h2
+from fastpar.pipeline.schedules.asynchronous import pipedream, pipedream_2bw
+from fastpar.pipeline.schedules.bidirectional import dualpipe, dualpipev
+from fastpar.pipeline.schedules.costs import Costs
+from fastpar.pipeline.schedules.flush import eager_1f1b, gpipe, interleaved_1f1b, looped_bfs, naive, one_f_one_b
+from fastpar.pipeline.schedules.generators import make_schedule, schedule_names
+from fastpar.pipeline.schedules.lowering import (
+    add_communication,
+    add_reduce_grad,
+    add_unshard,
+    merge_backward,
+    split_backward,
+)
+from fastpar.pipeline.schedules.schedule import Action, ActionType, Chain, Schedule, ScheduleError
+from fastpar.pipeline.schedules.v_shape import v_half, v_min, zbv
+from fastpar.pipeline.schedules.validate import Problem, check, validate
+from fastpar.pipeline.schedules.zero_bubble import zb_h1, zb_h2
+from fastpar.pipeline.search.find import find_schedule
+from fastpar.pipeline.search.head_schedule import shard_head
+from fastpar.pipeline.simulation.evaluate import Evaluator
+from fastpar.pipeline.simulation.simulate import Simulation, activation_peaks, measured_costs, simulate
+from fastpar.pipeline.simulation.timeline import Comparison, Event, Timeline, compare
 
 if TYPE_CHECKING:
-    from fastpar.pipeline.architecture import Architecture
-    from fastpar.pipeline.batch import Microbatches
-    from fastpar.pipeline.calling import StageOutput
-    from fastpar.pipeline.partitioning import Partition, partition
-    from fastpar.pipeline.runtime import Pipeline, PipelineError
-    from fastpar.pipeline.sharded_head import CrossEntropy, ShardedHead
-    from fastpar.pipeline.stage import Stage
+    from fastpar.pipeline.runtime.pipeline import Pipeline, PipelineError
+    from fastpar.pipeline.runtime.sharded_head import CrossEntropy, ShardedHead
+    from fastpar.pipeline.stages.architecture import Architecture
+    from fastpar.pipeline.stages.batch import Microbatches
+    from fastpar.pipeline.stages.calling import StageOutput
+    from fastpar.pipeline.stages.partition import Partition, partition
+    from fastpar.pipeline.stages.stage import Stage
 
 # None of these names may be that of a module of the package: importing that module would bind its name here.
 _HOME = {
-    "Architecture": "fastpar.pipeline.architecture",
-    "Microbatches": "fastpar.pipeline.batch",
-    "Partition": "fastpar.pipeline.partitioning",
-    "Pipeline": "fastpar.pipeline.runtime",
-    "PipelineError": "fastpar.pipeline.runtime",
-    "CrossEntropy": "fastpar.pipeline.sharded_head",
-    "ShardedHead": "fastpar.pipeline.sharded_head",
-    "Stage": "fastpar.pipeline.stage",
-    "StageOutput": "fastpar.pipeline.calling",
-    "partition": "fastpar.pipeline.partitioning",
+    "Architecture": "fastpar.pipeline.stages.architecture",
+    "Microbatches": "fastpar.pipeline.stages.batch",
+    "Partition": "fastpar.pipeline.stages.partition",
+    "Pipeline": "fastpar.pipeline.runtime.pipeline",
+    "PipelineError": "fastpar.pipeline.runtime.pipeline",
+    "CrossEntropy": "fastpar.pipeline.runtime.sharded_head",
+    "ShardedHead": "fastpar.pipeline.runtime.sharded_head",
+    "Stage": "fastpar.pipeline.stages.stage",
+    "StageOutput": "fastpar.pipeline.stages.calling",
+    "partition": "fastpar.pipeline.stages.partition",
 }
 __all__ = [
     "Action",

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from fastpar.pipeline.batch import split, split_call
+from fastpar.pipeline.stages.batch import split, split_call
 
 LossFunction = Callable[[Any, Any], Tensor]
 

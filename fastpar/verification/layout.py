@@ -16,7 +16,7 @@ from fastpar.clip import grad_norm
 from fastpar.compose import parallelize_pipeline
 from fastpar.mesh import Mesh, init_mesh
 from fastpar.pipeline import Pipeline, schedule_names
-from fastpar.pipeline.absent import Absent
+from fastpar.pipeline.stages.absent import Absent
 from fastpar.plan import Style
 from fastpar.recompute import Full, Policy, apply_recompute
 from fastpar.swap import explain, parallelize, unwatch

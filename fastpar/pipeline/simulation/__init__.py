@@ -1,0 +1,1 @@
+"""What a schedule would take, exactly, and pictures and traces of it and of runs. No torch."""

@@ -1,0 +1,183 @@
+"""What stands in a model for the modules that another part of the pipeline holds.
+
+The model's own forward runs on every part. A layer that is elsewhere passes the hidden states on, and so do the final
+norm and the head; the embedding passes on what has arrived from the part before, and what is added to the embedding
+(position embeddings) adds nothing. So the names of the modules that are here never depend on the layout, and neither
+does the index at which a model finds what belongs to a layer (kinds of attention, rotary tables). What is computed
+from stand-ins never counts: see `stream`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from fastpar.pipeline.stages.stream import HIDDEN, Stream, fill, main_of
+
+_PLAIN = (bool, int, float, str, tuple, type(None))
+
+
+class Absent(nn.Module):
+    """Passes its first argument on.
+
+    path            the module's name in the model
+    part            the part that holds it
+    absent_modules  names of the modules inside it, relative to `path`, so that plans know that they exist
+    stream          of the part where this stands; `is_entry`: the part's first module comes next, and gets what has
+                    arrived; `is_exit`: the part's last module has run, and what this is called with leaves
+    """
+
+    def __init__(self, original: nn.Module, path: str, part: int):
+        super().__init__()
+        plain = {k: v for k, v in vars(original).items() if not k.startswith("_") and isinstance(v, _PLAIN)}
+        self.__dict__.update(plain)  # what a model reads off its layers, such as `attention_type` or `layer_idx`
+        self.path, self.part, self.original_name = path, part, type(original).__name__
+        self.absent_modules = tuple(name for name, _ in original.named_modules(remove_duplicate=False) if name)
+        self._tensors: dict[str, AbsentTensor] = {}
+        for name, tensor in (*original._parameters.items(), *original._buffers.items()):
+            if tensor is not None and name in original._buffers and _is_table(original, name, tensor):
+                self.register_buffer(name, tensor.clone(), persistent=False)
+            elif tensor is not None:
+                self._tensors[name] = AbsentTensor(self, name, tensor)
+        self._first = next(iter(inspect.signature(original.forward).parameters), "")
+        self._template: Any = HIDDEN
+        self._stream: Stream | None = None
+        self._is_entry, self._is_exit = False, False
+
+    def connect(self, stream: Stream, *, is_entry: bool, is_exit: bool) -> None:
+        """Say where in its part this stands."""
+        self._stream, self._is_entry, self._is_exit = stream, is_entry, is_exit
+
+    def returns(self, template: Any) -> None:
+        """Say what the module returns (`template_of`)."""
+        self._template = template
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not args and self._first not in kwargs:
+            raise TypeError(
+                f"{self.path} is on part {self.part}; here it passes {self._first!r} on, but was called without it"
+            )
+        hidden = args[0] if args else kwargs[self._first]
+        stream = self._stream
+        if stream is not None and stream.is_running:
+            if self._is_exit:
+                if stream.left is not None:
+                    raise RuntimeError(
+                        f"{self.path} was called twice in one forward; a pipeline runs every module once"
+                    )
+                stream.left = hidden
+            if self._is_entry and stream.received is not None:
+                hidden = stream.received
+        return fill(self._template, hidden)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            tensors = self.__dict__.get("_tensors", {})
+            if name in tensors:
+                return tensors[name]
+            path, part = self.__dict__.get("path"), self.__dict__.get("part")
+            raise AttributeError(
+                f"{path}.{name}: {path} is on part {part} of the pipeline, and only its stand-in is here"
+            ) from None
+
+    def extra_repr(self) -> str:
+        return f"{self.original_name} on part {self.part}"
+
+
+class AbsentTensor:
+    """A parameter or buffer of a module that is elsewhere: what it is like, and AttributeError for all else."""
+
+    def __init__(self, absent: Absent, name: str, original: Tensor):
+        self.dtype, self.device, self.shape, self.ndim = original.dtype, original.device, original.shape, original.ndim
+        self._where = f"{absent.path}.{name}: {absent.path} is on part {absent.part} of the pipeline"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self._refuse(repr(name))
+
+    def __getitem__(self, index: Any) -> Any:
+        self._refuse("elements")
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._refuse("values")
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise AttributeError(f"{self.__dict__.get('_where')}, and only its stand-in is here: it has no {what}")
+
+
+def _is_table(module: nn.Module, name: str, buffer: Tensor) -> bool:
+    """Whether a buffer is a constant that a model may read off any module, such as a table of positions."""
+    return not buffer.is_floating_point() or name in module._non_persistent_buffers_set
+
+
+class AbsentLayer(Absent):
+    """A layer: passes the hidden states on, in what the layer returned when the model was tried (`record`).
+
+    Where the model could not be tried, the annotation of the layer's forward has to say whether it is a tuple.
+    """
+
+    def __init__(self, original: nn.Module, path: str, part: int):
+        super().__init__(original, path, part)
+        self._template = (HIDDEN,) if declares_tuple(original) else HIDDEN
+
+
+class AbsentEmbedding(Absent):
+    """The embedding of ids on a later part: passes on the hidden states that came in the place of ids."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        stream = self._stream
+        hidden = main_of(args, kwargs) if stream is None or stream.received is None else stream.received
+        if isinstance(hidden, Tensor) and not hidden.is_floating_point() and not hidden.is_complex():
+            raise TypeError(
+                f"{self.path} is on part {self.part}; this part expects hidden states from the part before it, and got "
+                f"{hidden.dtype} of shape {tuple(hidden.shape)}"
+            )
+        return hidden if stream is None else stream.as_embedding(hidden)
+
+
+class AbsentAddend(Absent):
+    """Something that is added to the embedding: nothing, on a later part."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        given = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
+        # -0.0 leaves every number as it is, the sign of zero included; 0-dim: the other's dtype and shape win.
+        return torch.full((), -0.0, device=None if given is None else given.device)
+
+
+def declares_tuple(layer: nn.Module) -> bool:
+    annotation = inspect.signature(layer.forward).return_annotation
+    text = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", str(annotation))
+    return text.lower().startswith("tuple")
+
+
+class ReturnCheck:
+    """A forward hook on a layer that is here: TypeError if it returns otherwise than its stand-ins elsewhere do.
+
+    A model that takes element 0 of what a layer returns would take the first sample of a stand-in's bare tensor.
+    `tried`: what it returned when the model was tried; None: it was not, and the annotation of its forward decides.
+    """
+
+    def __init__(self, layer: nn.Module, path: str, tried: Any = None):
+        self.path, self.was_tried = path, tried is not None
+        self.is_tuple = isinstance(tried, tuple) if self.was_tried else declares_tuple(layer)
+
+    def __call__(self, layer: nn.Module, args: Any, output: Any) -> None:
+        if isinstance(output, tuple) == self.is_tuple:
+            return
+        returned, wanted = ("a tuple", "-> tuple[...]") if not self.is_tuple else ("no tuple", "-> Tensor")
+        if self.was_tried:
+            raise TypeError(
+                f"{self.path} returned {returned}, unlike when it was tried on made-up inputs, and its stand-ins "
+                "on other parts: let it return the same whatever its inputs"
+            )
+        raise TypeError(
+            f"{self.path} returned {returned}, unlike its stand-ins on other parts, which go by the annotation of "
+            f"forward, as the model could not be tried on made-up inputs: write `{wanted}` at that of "
+            f"{type(layer).__name__}"
+        )
