@@ -17,6 +17,7 @@ from torch.autograd.graph import increment_version
 
 from fastpar.comm._library import size_array
 from fastpar.comm.local_world import LocalWorld
+from fastpar.comm.ranges import annotate, is_profiling
 from fastpar.comm.recording import note
 from fastpar.comm.shared_memory import (
     ALL_GATHER,
@@ -93,14 +94,7 @@ class Express:
     def barrier(self) -> bool:
         if torch.compiler.is_compiling():
             return False
-        sequence, spans = self._route.count(), open_spans()
-        try:
-            self._world.run(BARRIER, 1, 0, 0, 0, None, None, self._timeout)
-        except RuntimeError as error:
-            raise self._route.failure(error, "barrier", sequence, None, torch.uint8) from error
-        note("barrier", self.size, 0, torch.uint8)
-        if spans is not None:
-            spans.launched("barrier", self.size, 0, torch.uint8)
+        self._run("barrier", (BARRIER, 1, 0, 0, 0, None, None, self._timeout), None, 0, torch.uint8)
         return True
 
     def _call(
@@ -114,16 +108,24 @@ class Express:
         sizes: Any = None,
         output_sizes: Any = None,
     ) -> None:
+        call = spec, x.itemsize, x.data_ptr(), target.data_ptr(), count, sizes, output_sizes, self._timeout
+        self._run(name, call, x.shape, payload, x.dtype)
+
+    def _run(
+        self, name: str, call: tuple[Any, ...], shape: torch.Size | None, payload: int, dtype: torch.dtype
+    ) -> None:
         sequence, spans = self._route.count(), open_spans()
         try:
-            self._world.run(
-                spec, x.itemsize, x.data_ptr(), target.data_ptr(), count, sizes, output_sizes, self._timeout
-            )
+            if is_profiling():
+                with annotate(f"fastpar::comm::{name}"):
+                    self._world.run(*call)
+            else:
+                self._world.run(*call)
         except RuntimeError as error:
-            raise self._route.failure(error, name, sequence, x.shape, x.dtype) from error
-        note(name, self.size, payload, x.dtype)
+            raise self._route.failure(error, name, sequence, shape, dtype) from error
+        note(name, self.size, payload, dtype)
         if spans is not None:
-            spans.launched(name, self.size, payload, x.dtype)
+            spans.launched(name, self.size, payload, dtype)
 
 
 def _is_plain(x: Tensor) -> bool:

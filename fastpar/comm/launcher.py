@@ -20,6 +20,7 @@ from fastpar.comm.layout import (
     with_dim,
 )
 from fastpar.comm.pending import Pending
+from fastpar.comm.ranges import annotate
 from fastpar.comm.recording import note
 from fastpar.comm.reduction import check_reduction, widened
 from fastpar.comm.route import Route
@@ -253,7 +254,8 @@ class Launcher:
         shape, dtype = (None, torch.uint8) if x is None else (x.shape, x.dtype)
         is_cpu = x is None or (x.is_cpu if device is None else device.type == "cpu")
         try:
-            flight = self._route.launch(op, is_cpu, dtype, start, mode=self._mode)
+            with annotate(f"fastpar::comm::{op}"):
+                flight = self._route.launch(op, is_cpu, dtype, start, mode=self._mode)
         except RuntimeError as error:
             raise self._route.failure(error, op, sequence, shape, dtype) from error
         note(op, self.size, numel, dtype)
@@ -264,6 +266,7 @@ class Launcher:
         return Pending(
             flight.work,
             lambda: unpack(flight.finish()),
+            name=op,
             describe=lambda: self._route.describe(op, sequence, shape, dtype),
             timeout=self.timeout,
             spans=spans,

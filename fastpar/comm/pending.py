@@ -8,6 +8,7 @@ from typing import Generic, Protocol, TypeVar
 
 from fastpar.arguments import checked
 from fastpar.comm.errors import CommError, CommTimeoutError
+from fastpar.comm.ranges import annotate
 from fastpar.comm.tracing import OpenSpans
 
 T = TypeVar("T")
@@ -41,6 +42,7 @@ class Pending(Generic[T]):
         work: Work | None,
         finish: Callable[[], T],
         *,
+        name: str = "results",
         describe: Callable[[], str],
         timeout: float,
         spans: OpenSpans | None = None,
@@ -48,7 +50,7 @@ class Pending(Generic[T]):
     ) -> None:
         self._work = work
         self._finish: Callable[[], T] | None = finish  # unpacks; dropped with the buffers it holds when it has run
-        self._describe = describe
+        self._name, self._describe = name, describe
         self._timeout = timeout
         self._deadline = time.monotonic() + timeout
         self._error: CommError | None = None
@@ -82,9 +84,10 @@ class Pending(Generic[T]):
         if timeout is not None and timeout <= 0:
             raise ValueError(f"timeout must be positive (seconds), got {timeout}")
         began = 0.0 if self._spans is None else time.perf_counter()
-        if self._work is not None:
-            self._wait_for(self._work, timeout)
-        self._result = self._finish()
+        with annotate(f"fastpar::comm::wait {self._name}"):
+            if self._work is not None:
+                self._wait_for(self._work, timeout)
+            self._result = self._finish()
         if self._spans is not None:
             self._spans.waited(began)
         self._finish = None
