@@ -49,7 +49,7 @@ from bench.harness import Case, Error, Provider, Rank, absent, copy_roofs
 from bench.options import DTYPES, Bench, parser, run
 from bench.peers import deepspeed_all_reduce, find
 from fastpar.comm import Communicator
-from fastpar.comm.shared_region import SharedRegion
+from fastpar.comm.shared_memory.region import SharedRegion
 
 OPS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "barrier")
 TOLERANCES = {"fp32": 1e-6, "bf16": 1e-2}  # of sums of up to 8 values, in the L2 norm; copies have to be exact
@@ -188,7 +188,7 @@ class Problem:
         return lambda: launch(x).wait()
 
     def c_call(self, x: Tensor) -> Callable[[], Tensor]:
-        """all_reduce out=x, as `fastpar.comm.shared_memory` calls it."""
+        """all_reduce out=x, as `fastpar.comm.shared_memory.transport` calls it."""
         world = self.comm.local_world()
         if world is None:
             raise RuntimeError("the ranks do not share memory")

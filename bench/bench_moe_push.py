@@ -124,7 +124,7 @@ class Pushing:
     """fastpar's exchange of every rank, each on a stream of its own."""
 
     def __init__(self, problem: Problem) -> None:
-        from fastpar.comm.symmetric import virtual_ranks
+        from fastpar.comm.symmetric.buffer import virtual_ranks
         from fastpar.kernels.moe_push import PushExchange
         from fastpar.kernels.overlap_gemm_buffer import CHANNELS, OverlapBuffer, aligned
 

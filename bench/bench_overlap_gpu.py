@@ -122,7 +122,7 @@ class Problem:
     """The tensors, buffers and streams of a case."""
 
     def __init__(self, case: OverlapCase, device: str) -> None:
-        from fastpar.comm.symmetric import virtual_ranks
+        from fastpar.comm.symmetric.buffer import virtual_ranks
         from fastpar.kernels.overlap_gemm_buffer import OverlapBuffer
         from fastpar.kernels.overlap_gemm_calls import multiprocessors
 

@@ -79,7 +79,7 @@ class Problem:
     """The tensors of a case, and graphs over them."""
 
     def __init__(self, case: SymmetricCase, device: str) -> None:
-        from fastpar.comm.symmetric_collectives import SymmetricCollectives
+        from fastpar.comm.symmetric.collectives import SymmetricCollectives
 
         self.case, dtype = case, DTYPES[case.dtype]
         count = (case.kib << 10) // dtype.itemsize

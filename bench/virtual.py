@@ -13,8 +13,8 @@ import torch
 
 from fastpar.comm import Communicator
 from fastpar.comm.launcher import Launcher
-from fastpar.comm.route import Route
 from fastpar.comm.transport import InFlight, Transport
+from fastpar.comm.transport_selector import Route
 
 
 class _Captured(Exception):

@@ -248,7 +248,7 @@ def check_backends() -> list[Finding]:
 
 
 def check_shared_memory() -> list[Finding]:
-    """What ranks on this host need to exchange CPU tensors through memory: see fastpar/comm/local_world.py."""
+    """What ranks on this host need to exchange CPU tensors through memory: see fastpar/comm/shared_memory/world.py."""
     try:
         descriptor = os.memfd_create("fastpar-doctor", os.MFD_CLOEXEC)
         try:

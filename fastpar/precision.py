@@ -24,7 +24,7 @@ from fastpar import ops
 from fastpar.arguments import checked
 from fastpar.comm import Communicator
 from fastpar.comm.communicator import GroupLike
-from fastpar.comm.group import resolve_group
+from fastpar.comm.groups import resolve_group
 from fastpar.mesh import Mesh, named_groups
 
 _STATE_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fastpar.comm.local_world import LocalWorld
+from fastpar.comm.shared_memory.world import LocalWorld
 
 # Operator of the c10d or _c10d_functional namespace -> where its payload is among the arguments.
 _PAYLOAD = {

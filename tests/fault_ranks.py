@@ -88,7 +88,7 @@ def serve() -> None:
     import torch
 
     import fastpar.comm
-    import fastpar.comm.shared_region
+    import fastpar.comm.shared_memory.region
     import fastpar.pipeline  # noqa: F401  (ranks find it loaded)
 
     torch.set_num_threads(1)
@@ -219,7 +219,7 @@ class Calls:
         import torch
 
         from fastpar.comm.point_to_point import PointToPoint
-        from fastpar.comm.shared_region import SharedRegion
+        from fastpar.comm.shared_memory.region import SharedRegion
 
         self.comm, self.op = comm, op
         self.random = random.Random(1)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import fastpar as fp
 from fastpar import comm, expert, ops, optim, pipeline, precision, recompute, storage, tensor, zero
-from fastpar.comm import symmetric
+from fastpar.comm.symmetric import buffer as symmetric
 from fastpar.pipeline import ActionType
 from fastpar.plan import match_plan, parse_style
 from fastpar.recompute.plan import Keep

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fastpar.comm import CommError, Communicator, SharedRegion, record
-from fastpar.comm.hierarchical import HierarchicalTransport
+from fastpar.comm.multi_host.transport import HierarchicalTransport
 from fastpar.ops import (
     ExpertRule,
     Padding,

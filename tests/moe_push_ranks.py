@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fastpar.comm.replay import Tape, recording, replaying
+from fastpar.comm.recompute_cache import Tape, recording, replaying
 from fastpar.ops import _moe_push, moe_dispatch
 from fastpar.ops.moe_mlp import moe_mlp
 from fastpar.reference.moe_mlp import ExpertRule

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from fastpar import ops, reference
 from fastpar.comm import Communicator
-from fastpar.comm import symmetric_collectives as module
-from fastpar.comm.symmetric_collectives import SymmetricCollectives
+from fastpar.comm.symmetric import collectives as module
+from fastpar.comm.symmetric.collectives import SymmetricCollectives
 from tests.dist import run_ranks
 from tests.test_symmetric import StandIns
 

@@ -24,7 +24,7 @@ from fastpar.comm import (
     record,
     world,
 )
-from fastpar.comm._library import library
+from fastpar.comm.shared_memory.library import library
 from tests.dist import RankError, run_ranks, say_done, stay_away_until_done
 
 WAYS = ["auto", "torch", "check"]

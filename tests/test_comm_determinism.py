@@ -21,9 +21,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fastpar.comm import Communicator, shard_sizes
-from fastpar.comm._library import library
 from fastpar.comm.reduction import reduce_in_order
-from fastpar.comm.shared_region import SharedRegion
+from fastpar.comm.shared_memory.library import library
+from fastpar.comm.shared_memory.region import SharedRegion
 from tests.dist import run_ranks, worker_pids
 
 RUNS = 200

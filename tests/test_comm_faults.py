@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from fastpar.comm import CommError, CommMismatchError, CommTimeoutError, Communicator
-from fastpar.comm.shared_region import SharedRegion
+from fastpar.comm.shared_memory.region import SharedRegion
 from tests.dist import run_ranks
 from tests.fault_ranks import OPS, FaultRanks, Outcome
 from tests.timing import assert_within

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from fastpar.comm import CommError, PeerLostError, PointToPoint
-from fastpar.comm.description import parse
+from fastpar.comm.message_format import parse
 from tests.dist import RankError, run_ranks, say_done, stay_away_until_done
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fastpar.comm import PointToPoint
-from fastpar.comm.torch_transport import TorchTransport
+from fastpar.comm.torch.transport import TorchTransport
 from tests.dist import run_ranks
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool]

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from fastpar.comm import CommTimeoutError, Communicator
 from fastpar.comm.reduction import reduce_in_order
-from fastpar.comm.symmetric import SymmetricBuffer, virtual_ranks
-from fastpar.comm.symmetric_collectives import DTYPES, SymmetricCollectives, signal_words, workspace_bytes
+from fastpar.comm.symmetric.buffer import SymmetricBuffer, virtual_ranks
+from fastpar.comm.symmetric.collectives import DTYPES, SymmetricCollectives, signal_words, workspace_bytes
 from tests.dist import run_ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.gpu_alone]

@@ -29,11 +29,11 @@ from fastpar.comm import (
     PeerLostError,
     meeting,
 )
-from fastpar.comm.connection import Connection
-from fastpar.comm.hierarchical import _FLAT_BYTES, _FLAT_RANKS, _WHOLE_BYTES
-from fastpar.comm.hierarchy import INLINE_BYTES
-from fastpar.comm.local_world import SLOT_BYTES
-from fastpar.comm.shared_region import SharedRegion
+from fastpar.comm.group_connection import Connection
+from fastpar.comm.multi_host.protocol import INLINE_BYTES
+from fastpar.comm.multi_host.transport import _FLAT_BYTES, _FLAT_RANKS, _WHOLE_BYTES
+from fastpar.comm.shared_memory.region import SharedRegion
+from fastpar.comm.shared_memory.world import SLOT_BYTES
 from tests import test_comm
 from tests.dist import run_ranks, say_done, stay_away_until_done
 from tests.test_shared_memory import noise, same_bits
@@ -57,7 +57,7 @@ def on_hosts(layout):
 
 def spread(layout, check, *args):
     """Nothing goes the flat way that need not."""
-    with on_hosts(layout), mock.patch("fastpar.comm.hierarchical._FLAT_BYTES", 0):
+    with on_hosts(layout), mock.patch("fastpar.comm.multi_host.transport._FLAT_BYTES", 0):
         return check(*args)
 
 
@@ -334,7 +334,7 @@ def no_memory(*_):
 def check_fall_back(place, broken, culprit):
     comm = communicator()
     broken = mock.patch(place, broken) if comm.rank == culprit else contextlib.nullcontext()
-    with broken, mock.patch("fastpar.comm.leaders._CONNECT_S", 0.5):
+    with broken, mock.patch("fastpar.comm.multi_host.leaders._CONNECT_S", 0.5):
         for _ in range(SIX):
             test_comm.same(comm.all_reduce(torch.ones(3)), torch.full((3,), 3.0))
     assert (num_calls(comm), Connection.of(comm.group).hierarchy) == (0, None)

@@ -206,9 +206,9 @@ def test_csrc_includes_follow_the_layers() -> None:
         ("fastpar.tensor.linear", "from fastpar.pipeline import Stage", "layer 5"),
         ("fastpar.tensor.linear", "from ..zero import shard", "layer 5"),
         ("fastpar.ops.linear", "def f():\n    import fastpar.tensor", "layer 5"),
-        ("fastpar.comm.group", "from fastpar.ops import cross_entropy", "layer 4"),
+        ("fastpar.comm.groups", "from fastpar.ops import cross_entropy", "layer 4"),
         ("fastpar.mesh", "from fastpar import comm", "layer 2"),
-        ("fastpar.comm.group", "from fastpar import init_mesh", "through the top"),
+        ("fastpar.comm.groups", "from fastpar import init_mesh", "through the top"),
         ("fastpar.ops.linear", "import triton", "triton at module level"),
         (
             "fastpar.ops.linear",

@@ -29,10 +29,10 @@ from fastpar.comm import (
     PointToPoint,
     meeting,
 )
-from fastpar.comm.description import DTYPE_NUMBERS
-from fastpar.comm.device_lanes import DeviceLanes
-from fastpar.comm.gloo_mailbox import GlooMailbox
-from fastpar.comm.shared_mailbox import SharedMailbox
+from fastpar.comm.message_format import DTYPE_NUMBERS
+from fastpar.comm.multi_host.gloo_mailbox import GlooMailbox
+from fastpar.comm.shared_memory.mailbox import SharedMailbox
+from fastpar.comm.torch.device_lanes import DeviceLanes
 from tests.dist import run_ranks
 from tests.fault_ranks import MESSAGES, FaultRanks
 from tests.test_comm_faults import KILLED_WITHIN_S, held

@@ -16,10 +16,10 @@ import torch.distributed as dist
 
 from fastpar import _ext
 from fastpar.comm import CommError, CommMismatchError, Communicator, record
-from fastpar.comm._library import library
-from fastpar.comm.local_world import SLOT_BYTES
 from fastpar.comm.reduction import reduce_in_order
-from fastpar.comm.shared_region import SharedRegion
+from fastpar.comm.shared_memory.library import library
+from fastpar.comm.shared_memory.region import SharedRegion
+from fastpar.comm.shared_memory.world import SLOT_BYTES
 from tests.dist import run_ranks
 from tests.timing import assert_within
 

@@ -18,10 +18,10 @@ import torch.distributed._symmetric_memory as torchs
 from torch import Tensor
 
 from fastpar.comm import CommTimeoutError, Communicator, shard_sizes, symmetric
-from fastpar.comm import symmetric_collectives as module
 from fastpar.comm.reduction import reduce_in_order
-from fastpar.comm.symmetric import SymmetricBuffer, footprint, virtual_ranks
-from fastpar.comm.symmetric_collectives import SymmetricCollectives, signal_words, workspace_bytes
+from fastpar.comm.symmetric import collectives as module
+from fastpar.comm.symmetric.buffer import SymmetricBuffer, footprint, virtual_ranks
+from fastpar.comm.symmetric.collectives import SymmetricCollectives, signal_words, workspace_bytes
 from tests.dist import run_ranks
 
 # ---- buffers ---------------------------------------------------------------------------------------------------------

@@ -237,7 +237,7 @@ def test_a_wire_sends_the_bytes_of_its_table(name: str, dtype: torch.dtype, scat
 
 def wide_across_hosts() -> tuple[Tensor, Tensor]:
     host = mock.patch.object(meeting, "_host", return_value=f"host {min(dist.get_rank(), 1)}")
-    with host, mock.patch("fastpar.comm.hierarchical._FLAT_BYTES", 0):
+    with host, mock.patch("fastpar.comm.multi_host.transport._FLAT_BYTES", 0):
         comm = communicator()
         x = gradients(comm.size, 5000, torch.bfloat16)[comm.rank]
         return comm.reduce_scatter(x, "avg", dtype=torch.float32), comm.reduce_scatter(x.float(), "avg")

@@ -1,5 +1,5 @@
 // CPU op layer of block-quantised gradients: check, choose the kernel, launch.
-// The algebra is in quantize_kernel.h, the use in fastpar/comm/wire.py.
+// The algebra is in quantize_kernel.h, the use in fastpar/comm/wire_formats.py.
 //
 // A message holds parts one after another, each in whole words of 8 bytes: the scales of its blocks, the codes of its
 // elements, zeros.

@@ -29,9 +29,9 @@ import torch
 from torch import Tensor
 
 from fastpar.comm.communicator import Communicator, GroupLike
-from fastpar.comm.group import resolve_group
+from fastpar.comm.groups import resolve_group
 from fastpar.comm.layout import check_dim, check_tensor, is_int
-from fastpar.comm.replay import kept
+from fastpar.comm.recompute_cache import kept
 from fastpar.comm.shards import shard_sizes
 
 

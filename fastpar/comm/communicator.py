@@ -12,13 +12,13 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from fastpar.arguments import check_seconds, checked
-from fastpar.comm.group import resolve_group
-from fastpar.comm.host_ranks import HostRanks
+from fastpar.comm.groups import resolve_group
 from fastpar.comm.launcher import Launcher
 from fastpar.comm.layout import check_dim, check_tensor
-from fastpar.comm.local_world import LocalWorld
+from fastpar.comm.multi_host.host_ranks import HostRanks
 from fastpar.comm.pending import Pending
-from fastpar.comm.route import Route
+from fastpar.comm.shared_memory.world import LocalWorld
+from fastpar.comm.transport_selector import Route
 from fastpar.mesh.deadlines import timeout_of
 from fastpar.mesh.lifetime import GroupUse
 from fastpar.mesh.rendezvous import launched_world
@@ -48,8 +48,8 @@ class Communicator:
     Tensors may have any strides and any dtype (reductions: real floating point of at least 16 bits and integers; bool
     with max and min). Results are contiguous, never alias an input (except `out=x`), and carry no autograd history:
     `fastpar.comm` has the differentiable pairs. Over shared memory reductions add in the order of ranks, 16-bit
-    floats in float32 with one rounding; `fastpar.comm.hierarchical` says what holds for several hosts, and
-    `fastpar.comm.torch_transport` what holds for torch.distributed. A group of one rank (or None) makes no call to
+    floats in float32 with one rounding; `fastpar.comm.multi_host.transport` says what holds for several hosts, and
+    `fastpar.comm.torch.transport` what holds for torch.distributed. A group of one rank (or None) makes no call to
     torch.distributed and gives the same results: new tensors.
 
     `sizes` are rows along `dim`, one per rank, any of them 0. Ranks are ranks within the group.

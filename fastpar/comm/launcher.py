@@ -19,15 +19,15 @@ from fastpar.comm.layout import (
     unpack,
     with_dim,
 )
+from fastpar.comm.observers import open_spans
 from fastpar.comm.pending import Pending
 from fastpar.comm.ranges import annotate
 from fastpar.comm.recording import note
 from fastpar.comm.reduction import check_reduction, widened
-from fastpar.comm.route import Route
 from fastpar.comm.shards import shard_sizes
-from fastpar.comm.staged import carrying_device
-from fastpar.comm.tracing import open_spans
+from fastpar.comm.torch.staged import carrying_device
 from fastpar.comm.transport import InFlight, Transport
+from fastpar.comm.transport_selector import Route
 
 
 class Launcher:

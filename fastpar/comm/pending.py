@@ -8,8 +8,8 @@ from typing import Generic, Protocol, TypeVar
 
 from fastpar.arguments import checked
 from fastpar.comm.errors import CommError, CommTimeoutError
+from fastpar.comm.observers import OpenSpans
 from fastpar.comm.ranges import annotate
-from fastpar.comm.tracing import OpenSpans
 
 T = TypeVar("T")
 U = TypeVar("U")

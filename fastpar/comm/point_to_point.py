@@ -6,9 +6,9 @@
 
 Which way they go:
 
-    CPU tensors, one host         shared memory           fastpar/comm/shared_mailbox.py, csrc/comm/mailbox.h
-    CPU tensors, several hosts    gloo                    fastpar/comm/gloo_mailbox.py
-    tensors on devices            the group's backend,    fastpar/comm/device_lanes.py
+    CPU tensors, one host         shared memory           fastpar/comm/shared_memory/mailbox.py, csrc/comm/mailbox.h
+    CPU tensors, several hosts    gloo                    fastpar/comm/multi_host/gloo_mailbox.py
+    tensors on devices            the group's backend,    fastpar/comm/torch/device_lanes.py
                                   described on the CPU
 
 Note: views. Over shared memory, received tensors are views of the sender's memory: ordinary tensors, to read and write
@@ -38,15 +38,16 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from fastpar.arguments import check_seconds, checked
-from fastpar.comm import gloo_mailbox, shared_mailbox
-from fastpar.comm.connection import name_meeting, store_of
-from fastpar.comm.description import DTYPE_NUMBERS
-from fastpar.comm.device_lanes import ANNOUNCEMENTS, PLAIN, DeviceLanes
 from fastpar.comm.errors import CommError, PeerFailedError
-from fastpar.comm.group import resolve_group
-from fastpar.comm.meeting import SEVERAL_HOSTS, Rendezvous, find_hosts, ranks_on_host
-from fastpar.comm.route import TRANSPORTS
-from fastpar.comm.shared_mailbox import SharedMailbox
+from fastpar.comm.group_connection import name_meeting, store_of
+from fastpar.comm.groups import resolve_group
+from fastpar.comm.message_format import DTYPE_NUMBERS
+from fastpar.comm.multi_host import gloo_mailbox
+from fastpar.comm.shared_memory import mailbox as shared_mailbox
+from fastpar.comm.shared_memory.mailbox import SharedMailbox
+from fastpar.comm.shared_memory.rendezvous import SEVERAL_HOSTS, Rendezvous, find_hosts, ranks_on_host
+from fastpar.comm.torch.device_lanes import ANNOUNCEMENTS, PLAIN, DeviceLanes
+from fastpar.comm.transport_selector import TRANSPORTS
 from fastpar.mesh.deadlines import timeout_of
 
 _MAX_TAG = ANNOUNCEMENTS - 1

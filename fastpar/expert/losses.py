@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from fastpar.arguments import check_counts, checked, checked_fields
 from fastpar.comm import Communicator, GroupLike
-from fastpar.comm.replay import kept
+from fastpar.comm.recompute_cache import kept
 from fastpar.expert.loads import routers_of
 from fastpar.reference.moe_route import count
 

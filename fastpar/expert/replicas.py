@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from fastpar.arguments import checked
 from fastpar.comm import Communicator, GroupLike
-from fastpar.comm.replay import kept
+from fastpar.comm.recompute_cache import kept
 from fastpar.expert.placement import Placement, plan_placement
 from fastpar.mesh import named_groups
 from fastpar.ops._autograd import first_derivative_only

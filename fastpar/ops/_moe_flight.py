@@ -23,7 +23,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from fastpar.comm.replay import kept
+from fastpar.comm.recompute_cache import kept
 from fastpar.ops._autograd import needs_grad
 from fastpar.ops._moe_chunks import Arrivals
 from fastpar.ops._moe_exchange import Finish

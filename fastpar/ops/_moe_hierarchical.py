@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from fastpar.comm import Communicator
-from fastpar.comm.meeting import Hosts
+from fastpar.comm.shared_memory.rendezvous import Hosts
 from fastpar.ops._moe_all_to_all import (
     _INT16_MAX,
     AllToAllExchange,

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from fastpar.comm.host_ranks import HostRanks
-from fastpar.comm.meeting import Hosts
+from fastpar.comm.multi_host.host_ranks import HostRanks
+from fastpar.comm.shared_memory.rendezvous import Hosts
 from fastpar.ops._buffers import new_buffer
 from fastpar.ops._moe_all_to_all import AllToAllExchange, _Field, _Sent
 from fastpar.ops._moe_exchange import Tables, take_values

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastpar.comm.replay import kept
+from fastpar.comm.recompute_cache import kept
 from fastpar.ops import _moe_chunks
 from fastpar.ops._autograd import first_derivative_only
 from fastpar.ops._buffers import new_buffer

@@ -29,8 +29,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fastpar.comm import Communicator
-from fastpar.comm.replay import kept
-from fastpar.comm.symmetric import SymmetricBuffer
+from fastpar.comm.recompute_cache import kept
+from fastpar.comm.symmetric.buffer import SymmetricBuffer
 from fastpar.ops._autograd import first_derivative_only
 from fastpar.ops._device import has_kernels
 from fastpar.ops._moe_mlp import Experts

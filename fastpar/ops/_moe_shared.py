@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from fastpar.comm import Communicator
-from fastpar.comm.shared_region import SharedRegion
+from fastpar.comm.shared_memory.region import SharedRegion
 from fastpar.ops._moe_claim import Claim
 from fastpar.ops._moe_exchange import Finish, GroupBound, Tables, make_plan, take_values
 from fastpar.ops._moe_payload import through

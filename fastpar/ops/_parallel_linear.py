@@ -19,7 +19,7 @@ from fastpar.comm import (
     reduce_from,
     reduce_scatter_sequence,
 )
-from fastpar.comm.replay import kept
+from fastpar.comm.recompute_cache import kept
 from fastpar.ops._sharded_products import (
     Rows,
     as_matrix,

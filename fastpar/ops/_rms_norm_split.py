@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fastpar import _ext
 from fastpar.comm import CommError, Communicator
-from fastpar.comm.replay import kept
+from fastpar.comm.recompute_cache import kept
 from fastpar.ops._autograd import first_derivative_only, needs_grad
 from fastpar.ops._device import has_kernels
 from fastpar.reference.rms_norm import check_arguments, compute_dtype

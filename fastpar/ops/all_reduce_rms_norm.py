@@ -24,8 +24,8 @@ from fastpar import _ext
 from fastpar.arguments import checked
 from fastpar.comm.autograd import reduce_from
 from fastpar.comm.communicator import GroupLike
-from fastpar.comm.replay import kept
-from fastpar.comm.symmetric_collectives import DTYPES, SymmetricCollectives
+from fastpar.comm.recompute_cache import kept
+from fastpar.comm.symmetric.collectives import DTYPES, SymmetricCollectives
 from fastpar.ops._autograd import first_derivative_only
 from fastpar.ops.rms_norm import rms_norm
 from fastpar.reference.rms_norm import check_arguments

@@ -19,8 +19,8 @@ from torch.distributed import ProcessGroup
 
 from fastpar.arguments import checked
 from fastpar.comm import Communicator, GroupLike
-from fastpar.comm.host_ranks import find_hosts_of
-from fastpar.comm.replay import kept
+from fastpar.comm.multi_host.host_ranks import find_hosts_of
+from fastpar.comm.recompute_cache import kept
 from fastpar.ops._autograd import first_derivative_only, needs_grad
 from fastpar.ops._moe_all_to_all import AllToAllExchange
 from fastpar.ops._moe_claim import DTYPES, Claim

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fastpar.arguments import checked
 from fastpar.comm import GroupLike
-from fastpar.comm.replay import kept
+from fastpar.comm.recompute_cache import kept
 from fastpar.ops._autograd import first_derivative_only, needs_grad
 from fastpar.ops._moe_claim import DTYPES, Claim
 from fastpar.ops._moe_plan import DispatchPlan, Padding, Terms

@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from fastpar.comm.replay import Tape, recording, replaying
+from fastpar.comm.recompute_cache import Tape, recording, replaying
 from fastpar.recompute.ambient import Ambient, Capture, random_preserved
 from fastpar.recompute.plan import Drop, Keep, Steps, clip
 from fastpar.recompute.selective import KeepOps

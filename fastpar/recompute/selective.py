@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fastpar.comm.replay import kept
+from fastpar.comm.recompute_cache import kept
 
 # Matrix products, convolutions, attention, and collectives of torch's functional kind. Others run in microseconds.
 _DEFAULT = (
@@ -58,7 +58,7 @@ def check_ops(ops: Iterable[Any]) -> frozenset[Any]:
 
 
 class KeepOps(TorchDispatchMode):
-    """Runs the operators through `fastpar.comm.replay.kept`, in the order in which they come."""
+    """Runs the operators through `fastpar.comm.recompute_cache.kept`, in the order in which they come."""
 
     def __init__(self, ops: frozenset[Any]):
         super().__init__()

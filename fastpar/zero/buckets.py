@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fastpar.comm.pending import Pending
-from fastpar.comm.wire import CastWire, Wire
+from fastpar.comm.wire_formats import CastWire, Wire
 from fastpar.zero.flat import FlatGradients, FlatLayout, PeerMemory, Staging
 from fastpar.zero.groups import Groups, as_dtensor, local
 from fastpar.zero.slots import Slot, keep_traces

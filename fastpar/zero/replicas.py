@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-from fastpar.comm.wire import Wire
+from fastpar.comm.wire_formats import Wire
 from fastpar.precision import Precision
 from fastpar.zero.buckets import Bucket, RowBucket, WholeBucket
 from fastpar.zero.connection import Connection
@@ -27,7 +27,7 @@ class Replicas:
     named           the parameters, which get the precision's dtypes and may be moved to where other ranks can read them
     has_copies      whether the optimizer is to have copies even where dtypes agree
     accumulate, bucket_bytes, began     as `Reducer`'s
-    wire            format of gradients that travel: see `fastpar.comm.wire`
+    wire            format of gradients that travel: see `fastpar.comm.wire_formats`
     model           whose modules have the parameters, where it is known
     """
 

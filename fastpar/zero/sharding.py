@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fastpar.arguments import checked
 from fastpar.clip import GradSum
-from fastpar.comm.wire import Wire
+from fastpar.comm.wire_formats import Wire
 from fastpar.doors import OVER_ZERO, ClosedToDDP
 from fastpar.precision import Precision
 from fastpar.zero import arguments, memory, state

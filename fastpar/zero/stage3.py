@@ -44,7 +44,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fastpar.comm.wire import Wire
+from fastpar.comm.wire_formats import Wire
 from fastpar.precision import Precision
 from fastpar.zero.at_rest import guard, release
 from fastpar.zero.gathered import Unit
@@ -146,7 +146,7 @@ class Stage3:
     reshard_after_forward  False: units stay whole from forward to backward, and are gathered once
     resident_share         the smallest parameters are kept whole on every rank, at most this share of all elements
     offload                where the optimizer's part is to be, and the shards: see `fastpar.zero.Offload`
-    wire                   of gradients of sharded parameters: see `fastpar.comm.wire`
+    wire                   of gradients of sharded parameters: see `fastpar.comm.wire_formats`
     budget                 bytes that may be whole at a time when something is gathered early; by default those of the
                            two largest units. What runs is gathered in any case
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastpar.comm.wire import Wire
+from fastpar.comm.wire_formats import Wire
 from fastpar.zero.absent import looking_at_absent
 from fastpar.zero.buckets import OwnBucket, RowBucket
 from fastpar.zero.flat import Staging

@@ -44,7 +44,7 @@ class Table(NamedTuple):
 
 
 class Symmetric(Protocol):
-    """What is used of a fastpar.comm.symmetric.SymmetricBuffer."""
+    """What is used of a fastpar.comm.symmetric.buffer.SymmetricBuffer."""
 
     rank: int
     size: int

@@ -269,7 +269,7 @@ def on_rank(paths: list[Path], *args: object) -> list[str]:
 
 
 def on_symmetric_memory(*args: object) -> list[str]:
-    from fastpar.comm.symmetric import SymmetricBuffer
+    from fastpar.comm.symmetric.buffer import SymmetricBuffer
 
     symmetric = SymmetricBuffer.create(torch.distributed.group.WORLD, NBYTES)
     wrong = repeat_calls(symmetric, *args)  # type: ignore[arg-type]
@@ -301,7 +301,7 @@ def test_processes_agree_call_after_call(
 
 
 def test_processes_agree_over_symmetric_memory() -> None:
-    pytest.importorskip("fastpar.comm.symmetric")
+    pytest.importorskip("fastpar.comm.symmetric.buffer")
     assert run_ranks(2, on_symmetric_memory, ALL_OPS, 8, "turns", [33, 20], timeout=120.0) == [[], []]
 
 
@@ -473,7 +473,7 @@ def test_a_buffer_that_is_too_small_says_how_much_is_missing(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("op", ["gather", "scatter", "reduce"])
 def test_bench_providers_pass_their_check_and_bounds_run(op: str) -> None:
-    pytest.importorskip("fastpar.comm.symmetric")
+    pytest.importorskip("fastpar.comm.symmetric.buffer")
     from bench.bench_overlap_gpu import OverlapCase
     from bench.harness import Rank
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fastpar.comm import device_lanes
+from fastpar.comm.torch import device_lanes
 from tests.rehearsal.device import on_host
 
 _BACKEND = "rehearsal"

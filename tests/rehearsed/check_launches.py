@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from fastpar.comm.symmetric import virtual_ranks
+from fastpar.comm.symmetric.buffer import virtual_ranks
 from fastpar.kernels import optimizer
 from fastpar.kernels.overlap_gemm_buffer import OverlapBuffer
 from fastpar.kernels.overlap_gemm_calls import COPY_PROGRAMS, PUSH_PROGRAMS, AllGatherGemm, GemmReduce

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from fastpar.comm import symmetric
-from fastpar.comm.symmetric import SymmetricBuffer
+from fastpar.comm.symmetric import buffer as symmetric
+from fastpar.comm.symmetric.buffer import SymmetricBuffer
 from tests.rehearsal import device  # noqa: F401  puts it in place
 
 

@@ -5,7 +5,7 @@ bits that begin at zero; kernels get tables of the addresses of both, by rank. N
 business of who uses the memory.
 
     one CUDA device a rank, one host or NVLink domain   torch's `_symmetric_memory` (CUDA's virtual memory management)
-    CPU ranks of one host                               `fastpar.comm.shared_region.SharedRegion`
+    CPU ranks of one host                               `fastpar.comm.SharedRegion`
     all ranks in one process (`virtual_ranks`)          one tensor: for tests and benches on one device
 """
 
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fastpar.arguments import checked
 from fastpar.comm.communicator import Communicator, GroupLike
-from fastpar.comm.shared_region import SharedRegion
+from fastpar.comm.shared_memory.region import SharedRegion
 
 SIGNAL_WORDS = 16384  # 64 KiB
 MAX_BYTES = 1 << 48  # what addresses have bits for

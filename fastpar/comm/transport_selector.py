@@ -8,17 +8,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from fastpar.comm.checked import CheckedTransport
-from fastpar.comm.connection import Connection
 from fastpar.comm.errors import NEW_GROUP, CommError, CommMismatchError
-from fastpar.comm.express import Express
-from fastpar.comm.hierarchical import HierarchicalTransport
-from fastpar.comm.hierarchy import Hierarchy
-from fastpar.comm.local_world import LocalWorld
-from fastpar.comm.shared_memory import SharedMemoryTransport, can_reduce
-from fastpar.comm.staged import StagedTransport, carrying_device
-from fastpar.comm.torch_transport import TorchTransport
-from fastpar.comm.traced import TracedTransport
+from fastpar.comm.group_connection import Connection
+from fastpar.comm.multi_host.protocol import Hierarchy
+from fastpar.comm.multi_host.transport import HierarchicalTransport
+from fastpar.comm.shared_memory.compiled import TracedTransport
+from fastpar.comm.shared_memory.fast_path import Express
+from fastpar.comm.shared_memory.transport import SharedMemoryTransport, can_reduce
+from fastpar.comm.shared_memory.world import LocalWorld
+from fastpar.comm.torch.checked import CheckedTransport
+from fastpar.comm.torch.staged import StagedTransport, carrying_device
+from fastpar.comm.torch.transport import TorchTransport
 from fastpar.comm.transport import InFlight, Transport
 from fastpar.mesh.deadlines import mark_failed
 
@@ -37,8 +37,8 @@ class Route:
     shared_memory  as auto, but an error where the ranks cannot share memory
 
     check          whether ranks compare what they call, before data moves, where shared memory does not do so anyway:
-                   None: for CPU tensors (gloo does it as fastpar/comm/hierarchical.py says); True: for all; False: for
-                   none, and gloo is then the group's own
+                   None: for CPU tensors (gloo does it as fastpar/comm/multi_host/transport.py says); True: for all;
+                   False: for none, and gloo is then the group's own
     """
 
     def __init__(self, group: ProcessGroup | None, timeout: float, transport: str, check: bool | None = None) -> None:

@@ -8,9 +8,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from fastpar.comm._library import interrupted_by
 from fastpar.comm.errors import CommError
 from fastpar.comm.pending import StillInFlightError
+from fastpar.comm.shared_memory.library import interrupted_by
 
 _STOP_S = 2.0  # how long a process that ends waits for the call that is under way to notice
 

@@ -18,12 +18,12 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from fastpar.comm.errors import NEW_GROUP, CommError
-from fastpar.comm.hierarchy import Hierarchy
-from fastpar.comm.leaders import join_leaders
-from fastpar.comm.local_world import LocalWorld, Meeting, connect
-from fastpar.comm.meeting import SEVERAL_HOSTS, ranks_on_host
+from fastpar.comm.multi_host.leaders import join_leaders
+from fastpar.comm.multi_host.protocol import Hierarchy
 from fastpar.comm.pending import StillInFlightError, Work
-from fastpar.comm.torch_transport import let_gloo_finish_at_exit
+from fastpar.comm.shared_memory.rendezvous import SEVERAL_HOSTS, ranks_on_host
+from fastpar.comm.shared_memory.world import LocalWorld, Meeting, connect
+from fastpar.comm.torch.transport import let_gloo_finish_at_exit
 from fastpar.comm.transport import InFlight
 
 

@@ -17,7 +17,7 @@ from fastpar.comm.reduction import widen
 from fastpar.comm.transport import InFlight, Transport
 
 if TYPE_CHECKING:
-    from fastpar.comm.route import Route
+    from fastpar.comm.transport_selector import Route
 
 # A graph holds numbers and tensors only: the number of a route, for as long as it lives.
 _ROUTES: weakref.WeakValueDictionary[int, Route] = weakref.WeakValueDictionary()

@@ -13,7 +13,7 @@ Note: one call. Every rank writes a block: a header that says what it is about t
 A rank compares the headers of its host and a leader those of all ranks before any data meets. So a mismatch becomes
 the same error on every rank, and the group goes on. Any other failure is final. It reaches the host of the rank where
 it happened by shared memory, or with the leader's outcome, and other hosts by the notes that leaders leave each other
-(fastpar/comm/leaders.py).
+(fastpar/comm/multi_host/leaders.py).
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ import torch
 from torch import Tensor
 
 from fastpar.comm.errors import NEW_GROUP, CommError, CommMismatchError, CommTimeoutError, PeerLostError
-from fastpar.comm.leaders import GRACE_S, Leaders
-from fastpar.comm.local_world import LocalWorld
-from fastpar.comm.sequencer import Sequencer
-from fastpar.comm.shared_memory import SharedMemoryTransport
+from fastpar.comm.multi_host.leaders import GRACE_S, Leaders
+from fastpar.comm.multi_host.sequencer import Sequencer
+from fastpar.comm.shared_memory.transport import SharedMemoryTransport
+from fastpar.comm.shared_memory.world import LocalWorld
 
 T = TypeVar("T")
 

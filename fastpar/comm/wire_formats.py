@@ -31,7 +31,7 @@ from fastpar.comm.block_codes import BlockCodes, mixed
 from fastpar.comm.communicator import Communicator
 from fastpar.comm.pending import Pending
 from fastpar.comm.shards import shard_sizes
-from fastpar.comm.shared_memory import new_output
+from fastpar.comm.shared_memory.transport import new_output
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 OPS = ("sum", "avg")

@@ -24,9 +24,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import AllToAllOptions, BroadcastOptions
 
-from fastpar.comm._library import LateWait, check_interrupt
 from fastpar.comm.errors import CommError, CommMismatchError, CommTimeoutError, PeerLostError
-from fastpar.comm.meeting import collect, read_all
+from fastpar.comm.shared_memory.library import LateWait, check_interrupt
+from fastpar.comm.shared_memory.rendezvous import collect, read_all
 
 _SLICE_S = 0.02  # between two looks at the bad news
 _NEWS_S = 0.4  # for the others to say what they know, once gloo has failed

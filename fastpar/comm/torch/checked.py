@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from fastpar.comm.hierarchical import AllToAll, Comparison
-from fastpar.comm.hierarchy import Collective, Hierarchy, header_of
+from fastpar.comm.multi_host.protocol import Collective, Hierarchy, header_of
+from fastpar.comm.multi_host.transport import AllToAll, Comparison
 from fastpar.comm.transport import InFlight, Transport
 
 

@@ -46,8 +46,8 @@ import torch
 from torch import Tensor
 
 from fastpar.comm.errors import CommMismatchError
-from fastpar.comm.hierarchy import INLINE_BYTES, Collective, Hierarchy, Local, header_of
-from fastpar.comm.leaders import Leaders
+from fastpar.comm.multi_host.leaders import Leaders
+from fastpar.comm.multi_host.protocol import INLINE_BYTES, Collective, Hierarchy, Local, header_of
 from fastpar.comm.reduction import accumulator, reduce_in_order, widen
 from fastpar.comm.shards import shard_sizes
 from fastpar.comm.transport import InFlight, Transport

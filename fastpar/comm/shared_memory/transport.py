@@ -21,11 +21,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fastpar.comm._library import size_array
-from fastpar.comm.description import DTYPE_NUMBERS
-from fastpar.comm.local_world import LocalWorld
+from fastpar.comm.message_format import DTYPE_NUMBERS
 from fastpar.comm.pending import StillInFlightError
 from fastpar.comm.reduction import WIDE_OPS
+from fastpar.comm.shared_memory.library import size_array
+from fastpar.comm.shared_memory.world import LocalWorld
 from fastpar.comm.transport import InFlight
 
 # What csrc/comm knows dtypes by: torch's ScalarType, up to bfloat16.

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from fastpar.arguments import checked
-from fastpar.comm._library import int64_array, library
 from fastpar.comm.communicator import Communicator
 from fastpar.comm.errors import CommError
-from fastpar.comm.host_ranks import HostRanks
-from fastpar.comm.local_world import LocalWorld
+from fastpar.comm.multi_host.host_ranks import HostRanks
+from fastpar.comm.shared_memory.library import int64_array, library
+from fastpar.comm.shared_memory.world import LocalWorld
 
 
 class _Memory:

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fastpar.comm._library import int64_array, library
 from fastpar.comm.errors import CommError
-from fastpar.comm.meeting import (
+from fastpar.comm.shared_memory.library import int64_array, library
+from fastpar.comm.shared_memory.rendezvous import (
     SEVERAL_HOSTS,
     Hosts,
     Memory,

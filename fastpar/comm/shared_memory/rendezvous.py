@@ -15,8 +15,8 @@ from typing import Any
 import torch.distributed as dist
 
 from fastpar._version import __version__
-from fastpar.comm._library import int64_array, library
 from fastpar.comm.errors import CommError, CommTimeoutError
+from fastpar.comm.shared_memory.library import int64_array, library
 
 SEVERAL_HOSTS = "the ranks are on several hosts, or in several containers"
 _GAVE_UP = "gave up:"

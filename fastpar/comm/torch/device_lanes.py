@@ -31,9 +31,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fastpar.comm.connection import name_meeting, store_of
-from fastpar.comm.description import describe, flat_bytes, parse
 from fastpar.comm.errors import CommError
+from fastpar.comm.group_connection import name_meeting, store_of
+from fastpar.comm.message_format import describe, flat_bytes, parse
 
 ANNOUNCEMENTS = 1 << 62  # the tag of announcements, which users cannot use
 PLAIN, WITH_LANES = 0, 1  # kinds of messages

@@ -34,7 +34,7 @@ from fastpar.arguments import checked
 from fastpar.comm.communicator import Communicator, GroupLike
 from fastpar.comm.errors import CommTimeoutError
 from fastpar.comm.shards import shard_sizes
-from fastpar.comm.symmetric import SymmetricBuffer, virtual_ranks
+from fastpar.comm.symmetric.buffer import SymmetricBuffer, virtual_ranks
 
 ALGORITHMS = ("one_shot", "two_shot", "mailbox", "multimem")  # as AllReduceAlgorithm in csrc/comm/symmetric_launch.cuh
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

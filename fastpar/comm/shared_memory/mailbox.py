@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastpar.comm._library import library
-from fastpar.comm.description import DTYPE_NUMBERS
 from fastpar.comm.errors import CommError
-from fastpar.comm.meeting import Hosts, Memory, Rendezvous, Share, addresses_of, share_memory
+from fastpar.comm.message_format import DTYPE_NUMBERS
+from fastpar.comm.shared_memory.library import library
+from fastpar.comm.shared_memory.rendezvous import Hosts, Memory, Rendezvous, Share, addresses_of, share_memory
 
 _SMALL_BYTES = 64 << 10  # copied in a few microseconds, for which the interpreter's lock need not be given up
 _MAX_ADDRESS_BYTES = 1 << 44  # of the arenas of all ranks, in the address space of each (of 1 << 47)

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fastpar.comm.connection import name_meeting, store_of
 from fastpar.comm.errors import CommError
-from fastpar.comm.hierarchy import Hierarchy, Local
-from fastpar.comm.local_world import LocalWorld
-from fastpar.comm.meeting import Hosts, Rendezvous, find_hosts
+from fastpar.comm.group_connection import name_meeting, store_of
+from fastpar.comm.multi_host.protocol import Hierarchy, Local
+from fastpar.comm.observers import open_spans
 from fastpar.comm.recording import note
-from fastpar.comm.tracing import open_spans
+from fastpar.comm.shared_memory.rendezvous import Hosts, Rendezvous, find_hosts
+from fastpar.comm.shared_memory.world import LocalWorld
 
 T = TypeVar("T")
 

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from fastpar.comm._library import size_array
-from fastpar.comm.local_world import LocalWorld
+from fastpar.comm.observers import open_spans
 from fastpar.comm.ranges import annotate, is_profiling
 from fastpar.comm.recording import note
-from fastpar.comm.shared_memory import (
+from fastpar.comm.shared_memory.library import size_array
+from fastpar.comm.shared_memory.transport import (
     ALL_GATHER,
     ALL_REDUCE,
     ALL_TO_ALL,
@@ -31,10 +31,10 @@ from fastpar.comm.shared_memory import (
     new_output,
     reduction_spec,
 )
-from fastpar.comm.tracing import open_spans
+from fastpar.comm.shared_memory.world import LocalWorld
 
 if TYPE_CHECKING:
-    from fastpar.comm.route import Route
+    from fastpar.comm.transport_selector import Route
 
 
 class Express:

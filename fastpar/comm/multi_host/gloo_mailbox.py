@@ -32,11 +32,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fastpar.comm._library import LateWait, check_interrupt
-from fastpar.comm.description import describe, flat_bytes, parse
 from fastpar.comm.errors import CommError, CommTimeoutError, PeerFailedError, PeerLostError
-from fastpar.comm.meeting import Rendezvous
-from fastpar.comm.torch_transport import let_gloo_finish_at_exit
+from fastpar.comm.message_format import describe, flat_bytes, parse
+from fastpar.comm.shared_memory.library import LateWait, check_interrupt
+from fastpar.comm.shared_memory.rendezvous import Rendezvous
+from fastpar.comm.torch.transport import let_gloo_finish_at_exit
 
 _HEADER_BYTES = 256
 _PREFIX = struct.Struct("<qqqq")  # what, tag, kind, bytes of the description

@@ -1,0 +1,1 @@
+"""Memory of CUDA ranks that all of them map, and collectives over it."""

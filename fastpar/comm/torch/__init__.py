@@ -1,0 +1,1 @@
+"""Collectives and messages by the backends of torch.distributed: gloo and NCCL."""
