@@ -29,7 +29,7 @@ from fastpar.comm import (
     shard_sizes,
     trace,
 )
-from fastpar.comm.recording import algorithmic_bytes
+from fastpar.comm.observers import algorithmic_bytes
 from tests.counting import count_collectives
 from tests.dist import run_ranks, say_done, stay_away_until_done
 

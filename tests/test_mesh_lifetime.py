@@ -19,8 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from fastpar.comm import CommError, CommTimeoutError, Communicator, PointToPoint, SharedRegion
 from fastpar.mesh import Mesh, RendezvousError, RendezvousTimeoutError, init_mesh, lifetime
-from fastpar.mesh.deadlines import mark_failed
-from fastpar.mesh.lifetime import known_groups
+from fastpar.mesh.lifetime import known_groups, mark_failed
 from fastpar.mesh.rendezvous import Clock, Session
 from tests.dist import run_ranks, say_done, stay_away_until_done
 

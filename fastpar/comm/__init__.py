@@ -21,11 +21,10 @@ from fastpar.comm.autograd import (
 from fastpar.comm.coalesce import all_reduce_coalesced
 from fastpar.comm.communicator import Communicator, GroupLike, world
 from fastpar.comm.errors import CommError, CommMismatchError, CommTimeoutError, PeerFailedError, PeerLostError
-from fastpar.comm.observers import CommSpan, CommTrace, trace
+from fastpar.comm.observers import CommRecord, CommSpan, CommTrace, record, trace
 from fastpar.comm.pending import Pending
 from fastpar.comm.plain_data import PlainDataError
 from fastpar.comm.point_to_point import PointToPoint
-from fastpar.comm.recording import CommRecord, record
 from fastpar.comm.shards import shard_range, shard_sizes
 from fastpar.comm.shared_memory.region import SharedRegion
 from fastpar.comm.symmetric.buffer import SymmetricBuffer

@@ -30,9 +30,8 @@ from torch import Tensor
 
 from fastpar.comm.communicator import Communicator, GroupLike
 from fastpar.comm.groups import resolve_group
-from fastpar.comm.layout import check_dim, check_tensor, is_int
 from fastpar.comm.recompute_cache import kept
-from fastpar.comm.shards import shard_sizes
+from fastpar.comm.shards import check_dim, check_tensor, is_int, shard_sizes
 
 
 class _CopyTo(torch.autograd.Function):

@@ -14,13 +14,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from fastpar.arguments import check_seconds, checked
 from fastpar.comm.groups import resolve_group
 from fastpar.comm.launcher import Launcher
-from fastpar.comm.layout import check_dim, check_tensor
 from fastpar.comm.multi_host.host_ranks import HostRanks
 from fastpar.comm.pending import Pending
+from fastpar.comm.shards import check_dim, check_tensor
 from fastpar.comm.shared_memory.world import LocalWorld
 from fastpar.comm.transport_selector import Route
-from fastpar.mesh.deadlines import timeout_of
-from fastpar.mesh.lifetime import GroupUse
+from fastpar.mesh.lifetime import GroupUse, timeout_of
 from fastpar.mesh.rendezvous import launched_world
 
 _OMITTED: Any = object()  # for a group: what None says must have been said

@@ -7,7 +7,6 @@ in a queue. From then on, collectives go straight to the transport that was foun
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 import weakref
@@ -18,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from fastpar.comm.errors import NEW_GROUP, CommError
+from fastpar.comm.groups import store_of
 from fastpar.comm.multi_host.leaders import join_leaders
 from fastpar.comm.multi_host.protocol import Hierarchy
 from fastpar.comm.pending import StillInFlightError, Work
@@ -180,24 +180,5 @@ class Connection:
             self.apart = Hierarchy(self._rank, hosts, None, leaders)
 
 
-_MEETINGS: weakref.WeakKeyDictionary[ProcessGroup, itertools.count[int]] = weakref.WeakKeyDictionary()
 _CONNECTIONS: weakref.WeakKeyDictionary[ProcessGroup, dict[bool, Connection]] = weakref.WeakKeyDictionary()
 _LOCK = threading.Lock()
-
-
-def store_of(group: ProcessGroup) -> dist.Store | None:
-    """The store that belongs to this group alone."""
-    get = getattr(group, "get_group_store", None)
-    if get is not None:
-        try:
-            return get()
-        except RuntimeError:
-            return None
-    return None
-
-
-def name_meeting(group: ProcessGroup) -> str:
-    """A name for a meeting in the group's store that no earlier one has: the same on all ranks, which call this in the
-    same order."""
-    with _LOCK:
-        return f"fastpar/meeting{next(_MEETINGS.setdefault(group, itertools.count()))}"

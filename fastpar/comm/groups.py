@@ -1,10 +1,18 @@
-"""From what users pass as `group=` to a ProcessGroup of at least two ranks, or None."""
+"""What fastpar asks of process groups: which one a `group=` means, its store, and what its backends carry."""
 
 from __future__ import annotations
 
+import itertools
+import threading
+import weakref
+
+import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+
+_MEETINGS: weakref.WeakKeyDictionary[ProcessGroup, itertools.count[int]] = weakref.WeakKeyDictionary()
+_LOCK = threading.Lock()
 
 
 def resolve_group(group: object, name: str = "group") -> ProcessGroup | None:
@@ -44,3 +52,38 @@ def _check_initialised() -> None:
             "a group was given but torch.distributed is not initialised: call fastpar.init_mesh(...) or "
             "torch.distributed.init_process_group() first, or pass group=None for one rank"
         )
+
+
+def store_of(group: ProcessGroup) -> dist.Store | None:
+    """The store that belongs to this group alone."""
+    get = getattr(group, "get_group_store", None)
+    if get is not None:
+        try:
+            return get()
+        except RuntimeError:
+            return None
+    return None
+
+
+def name_meeting(group: ProcessGroup) -> str:
+    """A name for a meeting in the group's store that no earlier one has: the same on all ranks, which call this in the
+    same order."""
+    with _LOCK:
+        return f"fastpar/meeting{next(_MEETINGS.setdefault(group, itertools.count()))}"
+
+
+def carrying_device(group: ProcessGroup) -> torch.device:
+    """Where a tensor has to be that the group can send: the CPU if it can, else the current device."""
+    kinds = [device.type for device in group._device_types]
+    if "cpu" in kinds or not kinds:
+        return torch.device("cpu")
+    module = torch.get_device_module(kinds[0])
+    return torch.device(kinds[0], module.current_device())
+
+
+def has_gloo(group: ProcessGroup) -> bool:
+    """Whether gloo is what moves the group's CPU tensors; any other backend of a user's own is left alone."""
+    try:
+        return bool(group._get_backend(torch.device("cpu")).name() == "gloo")
+    except RuntimeError:
+        return False

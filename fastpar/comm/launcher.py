@@ -8,7 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastpar.comm.layout import (
+from fastpar.comm.groups import carrying_device
+from fastpar.comm.observers import note, open_spans
+from fastpar.comm.pending import Pending
+from fastpar.comm.ranges import annotate
+from fastpar.comm.reduction import check_reduction, widened
+from fastpar.comm.shards import (
     check_dim,
     check_out,
     check_tensor,
@@ -16,16 +21,10 @@ from fastpar.comm.layout import (
     pack,
     plain_bits,
     row_numel,
+    shard_sizes,
     unpack,
     with_dim,
 )
-from fastpar.comm.observers import open_spans
-from fastpar.comm.pending import Pending
-from fastpar.comm.ranges import annotate
-from fastpar.comm.recording import note
-from fastpar.comm.reduction import check_reduction, widened
-from fastpar.comm.shards import shard_sizes
-from fastpar.comm.torch.staged import carrying_device
 from fastpar.comm.transport import InFlight, Transport
 from fastpar.comm.transport_selector import Route
 

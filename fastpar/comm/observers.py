@@ -1,4 +1,8 @@
-"""When collectives were launched, and how long somebody waited for them: what was hidden behind what.
+"""Who watches collectives: `record` counts what is sent, `trace` measures how long anybody waited for it.
+
+    with fp.comm.record() as log:
+        loss.backward()
+    sum(entry.nbytes for entry in log)
 
     with fp.comm.trace() as trace:
         with trace.phase("forward"):
@@ -26,7 +30,75 @@ from typing import Any
 import torch
 
 from fastpar.arguments import checked
-from fastpar.comm.recording import algorithmic_bytes
+
+# Note: process-wide lists instead of context variables. The backward pass of CUDA tensors runs on a thread of
+# autograd's own, which inherits no context; a rank is a process, so process-wide is what "this rank sent" means.
+# They are changed in place, so that whoever imports them may ask whether they are empty.
+LOGS: list[list[CommRecord]] = []
+TRACES: list[CommTrace] = []
+_lock = threading.Lock()
+
+
+@dataclass(frozen=True)
+class CommRecord:
+    """One collective of a group of `size` > 1 ranks, as launched by this rank.
+
+    op      name of the Communicator method, without _async
+    size    ranks of the group
+    numel   elements of the whole payload: the reduced or gathered tensor, or all that this rank sends in an all-to-all
+    dtype   of the caller's tensor
+    nbytes  bytes that a rank sends under the bandwidth-optimal algorithm (`algorithmic_bytes`), whatever the transport
+            really does
+    """
+
+    op: str
+    size: int
+    numel: int
+    dtype: torch.dtype
+    nbytes: int
+
+
+def algorithmic_bytes(op: str, size: int, payload: int) -> int:
+    """Bytes that one of `size` ranks sends for `payload` bytes (see `CommRecord.numel`), ring algorithms, averaged
+    over the ranks.
+
+    all_reduce                          2 (size - 1) / size * payload
+    reduce_scatter, all_gather          (size - 1) / size * payload        so that their sum equals the all_reduce
+    scatter, gather, broadcast, reduce  (size - 1) / size * payload
+    all_to_all                          payload                            the caller leaves out what a rank keeps
+    barrier                             0
+    """
+    if op == "barrier":
+        return 0
+    if op == "all_to_all":
+        return payload
+    return (2 if op == "all_reduce" else 1) * payload * (size - 1) // size
+
+
+@contextmanager
+def record() -> Iterator[list[CommRecord]]:
+    """Collect a `CommRecord` of every collective that this process launches in the block, on any thread, backward
+    passes included.
+
+    A group of one rank launches none, and neither does an empty payload. Blocks nest; each log gets everything.
+    """
+    log: list[CommRecord] = []
+    with _lock:
+        LOGS.append(log)
+    try:
+        yield log
+    finally:
+        with _lock:
+            LOGS[:] = [other for other in LOGS if other is not log]
+
+
+def note(op: str, size: int, numel: int, dtype: torch.dtype) -> None:
+    """Add to every open log (one truth test when there is none)."""
+    if LOGS:
+        entry = CommRecord(op, size, numel, dtype, algorithmic_bytes(op, size, numel * dtype.itemsize))
+        with _lock:
+            for log in LOGS:
+                log.append(entry)
 
 
 @dataclass
@@ -108,10 +180,6 @@ class CommTrace:
         Path(path).write_text(json.dumps({"traceEvents": events}))
 
 
-_traces: list[CommTrace] = []
-_lock = threading.Lock()
-
-
 @contextmanager
 def trace() -> Iterator[CommTrace]:
     """Collect a `CommSpan` of every collective that this process launches in the block, on any thread.
@@ -120,12 +188,12 @@ def trace() -> Iterator[CommTrace]:
     """
     made = CommTrace()
     with _lock:
-        _traces.append(made)
+        TRACES.append(made)
     try:
         yield made
     finally:
         with _lock:
-            _traces[:] = [other for other in _traces if other is not made]
+            TRACES[:] = [other for other in TRACES if other is not made]
 
 
 class OpenSpans:
@@ -151,4 +219,4 @@ class OpenSpans:
 
 def open_spans() -> OpenSpans | None:
     """At the beginning of a launch: None where nobody looks."""
-    return OpenSpans(list(_traces), time.perf_counter()) if _traces else None
+    return OpenSpans(list(TRACES), time.perf_counter()) if TRACES else None

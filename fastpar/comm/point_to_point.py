@@ -39,8 +39,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fastpar.arguments import check_seconds, checked
 from fastpar.comm.errors import CommError, PeerFailedError
-from fastpar.comm.group_connection import name_meeting, store_of
-from fastpar.comm.groups import resolve_group
+from fastpar.comm.groups import name_meeting, resolve_group, store_of
 from fastpar.comm.message_format import DTYPE_NUMBERS
 from fastpar.comm.multi_host import gloo_mailbox
 from fastpar.comm.shared_memory import mailbox as shared_mailbox
@@ -48,7 +47,7 @@ from fastpar.comm.shared_memory.mailbox import SharedMailbox
 from fastpar.comm.shared_memory.rendezvous import SEVERAL_HOSTS, Rendezvous, find_hosts, ranks_on_host
 from fastpar.comm.torch.device_lanes import ANNOUNCEMENTS, PLAIN, DeviceLanes
 from fastpar.comm.transport_selector import TRANSPORTS
-from fastpar.mesh.deadlines import timeout_of
+from fastpar.mesh.lifetime import timeout_of
 
 _MAX_TAG = ANNOUNCEMENTS - 1
 

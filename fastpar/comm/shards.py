@@ -1,10 +1,23 @@
-"""How a dimension is split over ranks: the rule of `torch.chunk` and DTensor's `Shard`."""
+"""How a dim is split over ranks: the rule of `torch.chunk` and DTensor's `Shard`, checks of tensors and dims, and the
+flat parts that transports move.
+"""
 
 from __future__ import annotations
 
-from fastpar.comm.layout import is_int
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 MAX_PARTS = 1 << 24  # more ranks than there are; a list of as many numbers still fits
+_NO_DISPATCH: Any = Tensor.__torch_dispatch__
+
+
+def is_int(value: Any) -> bool:
+    """Whether it is a number that counts, as SymInts are; True and False are none."""
+    return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
 
 
 def shard_sizes(total: int, parts: int) -> list[int]:
@@ -38,3 +51,78 @@ def shard_range(total: int, parts: int, rank: int) -> tuple[int, int]:
         raise IndexError(f"rank must be in 0..{parts - 1}, got {rank}")
     start = sum(sizes[:rank])
     return start, start + sizes[rank]
+
+
+def check_is_tensor(x: Tensor, name: str = "x") -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+
+
+def check_tensor(x: Tensor) -> None:
+    check_is_tensor(x)
+    if isinstance(x, DTensor):
+        raise TypeError("x must be a plain tensor, got a DTensor: pass x.to_local()")
+    if torch.compiler.is_compiling():
+        return  # Dynamo refuses to read a layout in a backward; what it compiles is dense
+    if type(x) is not Tensor and type(x).__torch_dispatch__ is not _NO_DISPATCH:
+        # A tensor that wraps others has no memory of its own, and transports would read what is not there.
+        raise TypeError(f"x must be a plain tensor, got a {type(x).__name__}: pass the tensors that it is made of")
+    if x.layout != torch.strided:
+        raise TypeError(f"x must be a dense tensor, got layout {x.layout}")
+
+
+def check_out(out: Tensor, x: Tensor) -> None:
+    check_tensor(out)
+    if out.shape != x.shape or out.dtype != x.dtype or out.device != x.device:
+        raise ValueError(
+            f"out must have the shape, dtype and device of x: {tuple(x.shape)} {x.dtype} {x.device}, "
+            f"got {tuple(out.shape)} {out.dtype} {out.device}"
+        )
+
+
+def check_dim(dim: int, x: Tensor, name: str = "dim") -> int:
+    if not is_int(dim):
+        raise TypeError(f"{name} must be an int, got {type(dim).__name__}")
+    if x.ndim == 0:
+        raise ValueError("x must have at least one dim, got a scalar tensor: x.view(1) has one")
+    if not -x.ndim <= dim < x.ndim:
+        raise IndexError(f"{name} must be in {-x.ndim}..{x.ndim - 1} for a tensor of shape {tuple(x.shape)}, got {dim}")
+    return dim % x.ndim
+
+
+def with_dim(shape: torch.Size, dim: int, size: int) -> torch.Size:
+    return torch.Size((*shape[:dim], size, *shape[dim + 1 :]))
+
+
+def row_numel(x: Tensor, dim: int) -> int:
+    """Elements of x per row along dim; right also where x has no rows."""
+    return with_dim(x.shape, dim, 1).numel()
+
+
+def plain_bits(x: Tensor) -> Tensor:
+    """x without bits of its own that say how to read it, which no transport knows of."""
+    if torch.compiler.is_compiling() or not (x.is_conj() or x.is_neg()):
+        return x
+    return x.resolve_conj().resolve_neg()
+
+
+def pack(x: Tensor, dim: int, sizes: Sequence[int]) -> tuple[Tensor, list[int]]:
+    """The parts of x along dim one after another, flat, and their numbers of elements. Copies unless dim 0 of a
+    contiguous x.
+    """
+    row = row_numel(x, dim)
+    x = plain_bits(x)
+    if all(size == 1 for size in x.shape[:dim]):
+        flat = x.contiguous().view(-1)
+    else:
+        flat = torch.cat([part.reshape(-1) for part in x.split(list(sizes), dim)])
+    return flat, [size * row for size in sizes]
+
+
+def unpack(flat: Tensor, shape: torch.Size, dim: int, sizes: Sequence[int]) -> Tensor:
+    """The inverse: parts of `shape` (but for dim) put side by side along dim. Copies unless they already are."""
+    if all(size == 1 for size in shape[:dim]):
+        return flat.view(with_dim(shape, dim, sum(sizes)))
+    row = with_dim(shape, dim, 1).numel()
+    parts = flat.split([size * row for size in sizes])
+    return torch.cat([part.view(with_dim(shape, dim, size)) for part, size in zip(parts, sizes, strict=True)], dim)

@@ -10,17 +10,17 @@ from torch.distributed import ProcessGroup
 
 from fastpar.comm.errors import NEW_GROUP, CommError, CommMismatchError
 from fastpar.comm.group_connection import Connection
+from fastpar.comm.groups import carrying_device, has_gloo
 from fastpar.comm.multi_host.protocol import Hierarchy
 from fastpar.comm.multi_host.transport import HierarchicalTransport
 from fastpar.comm.shared_memory.compiled import TracedTransport
 from fastpar.comm.shared_memory.fast_path import Express
 from fastpar.comm.shared_memory.transport import SharedMemoryTransport, can_reduce
 from fastpar.comm.shared_memory.world import LocalWorld
-from fastpar.comm.torch.checked import CheckedTransport
-from fastpar.comm.torch.staged import StagedTransport, carrying_device
 from fastpar.comm.torch.transport import TorchTransport
+from fastpar.comm.torch.wrappers import CheckedTransport, StagedTransport
 from fastpar.comm.transport import InFlight, Transport
-from fastpar.mesh.deadlines import mark_failed
+from fastpar.mesh.lifetime import mark_failed
 
 TRANSPORTS = ("auto", "torch", "shared_memory")
 MODES = ("blocking", "background", "halves")
@@ -60,7 +60,7 @@ class Route:
         if group is not None and self.size > 1:
             self._torch = TorchTransport(group, timeout)
             self._staged = StagedTransport(self._torch, group) if carrying_device(group).type != "cpu" else None
-            if _moves_cpu_tensors(group) and not (self._is_apart and check is False):
+            if has_gloo(group) and not (self._is_apart and check is False):
                 self._connection = Connection.of(group, is_apart=self._is_apart)
                 self._traced = TracedTransport(self, self.rank)
             if check:
@@ -166,11 +166,3 @@ def _apart(connection: Connection, timeout: float) -> Hierarchy:
     if connection.apart is None:
         raise CommError(f"the ranks cannot compare what they call: {connection.problem}")
     return connection.apart
-
-
-def _moves_cpu_tensors(group: ProcessGroup) -> bool:
-    """Whether gloo is what would move them: any other backend of a user's own is left alone."""
-    try:
-        return bool(group._get_backend(torch.device("cpu")).name() == "gloo")
-    except RuntimeError:
-        return False

@@ -16,8 +16,16 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from fastpar.arguments import MAX_SECONDS, check_seconds, checked
-from fastpar.mesh.deadlines import DEFAULT_TIMEOUT_S, has_failed, set_timeout
-from fastpar.mesh.lifetime import forget_meshes, known_groups, leave, release_unused, release_with
+from fastpar.mesh.lifetime import (
+    DEFAULT_TIMEOUT_S,
+    forget_meshes,
+    has_failed,
+    known_groups,
+    leave,
+    release_unused,
+    release_with,
+    set_timeout,
+)
 from fastpar.mesh.one_rank import OneRankGroup, one_rank_group
 from fastpar.mesh.rendezvous import Clock, Session, launched_world, open_store
 

@@ -1,4 +1,5 @@
-"""Who still uses a mesh's process groups, and giving their threads and descriptors back when nobody does.
+"""What torch does not know of a process group: the deadline of its collectives, whether one has failed, and who still
+uses it; a group that nobody uses gives its threads and descriptors back.
 
 Note: when a group goes. torch keeps every process group until somebody destroys it, so a mesh that is dropped without
 `close()` would leave its threads and sockets running. Its groups may be in use all the same: by a DTensor, by a
@@ -36,7 +37,28 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fastpar.mesh.one_rank import OneRankGroup
 
+DEFAULT_TIMEOUT_S = 600.0  # NCCL's own
+_TIMEOUTS: weakref.WeakKeyDictionary[ProcessGroup, float] = weakref.WeakKeyDictionary()
+_FAILED: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
 _JOIN_S = 2.0  # how long a finaliser waits for the thread that destroys
+
+
+def set_timeout(group: ProcessGroup, seconds: float) -> None:
+    _TIMEOUTS[group] = seconds
+
+
+def timeout_of(group: ProcessGroup | None) -> float:
+    """Seconds that a collective of this group has: those of its mesh, else DEFAULT_TIMEOUT_S."""
+    return DEFAULT_TIMEOUT_S if group is None else _TIMEOUTS.get(group, DEFAULT_TIMEOUT_S)
+
+
+def mark_failed(group: ProcessGroup) -> None:
+    """A collective has failed in a way that leaves the group unusable: the next mesh must not take it."""
+    _FAILED.add(group)
+
+
+def has_failed(group: ProcessGroup | None) -> bool:
+    return group in _FAILED
 
 
 class _Orphans:

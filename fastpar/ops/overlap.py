@@ -30,7 +30,7 @@ from torch import Tensor
 
 from fastpar.arguments import checked
 from fastpar.comm import Communicator, GroupLike, shard_sizes
-from fastpar.comm.torch.staged import carrying_device
+from fastpar.comm.groups import carrying_device
 from fastpar.ops._sharded_products import Rows, gathered_product, product_all_reduced, product_reduce_scattered
 
 SCHEMA = 1

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fastpar.arguments import checked
-from fastpar.comm.layout import check_is_tensor
+from fastpar.comm.shards import check_is_tensor
 from fastpar.ops.dropout import sharded_dropout
 from fastpar.tensor.sequence import SequenceRegion, splitting
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from fastpar.arguments import check_counts, checked
 from fastpar.comm import gather_from, scatter_to, shard_sizes
-from fastpar.comm.layout import check_is_tensor
+from fastpar.comm.shards import check_is_tensor
 from fastpar.ops.linear import all_gather_linear, copy_to_linear, linear_all_reduce, linear_reduce_scatter
 from fastpar.ops.overlap import Overlap
 from fastpar.tensor.binding import GroupLike, bind, blank

@@ -34,8 +34,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from fastpar.arguments import check_counts, checked
 from fastpar.comm import Communicator, shard_range
-from fastpar.comm.layout import check_dim
-from fastpar.comm.shards import MAX_PARTS
+from fastpar.comm.shards import MAX_PARTS, check_dim
 
 Range = tuple[int, int]
 MakeParameter = Callable[[nn.Parameter, "ParameterLayout"], nn.Parameter]

@@ -31,7 +31,7 @@ from fastpar.comm import (
     scatter_to,
     shard_sizes,
 )
-from fastpar.comm.layout import check_is_tensor
+from fastpar.comm.shards import check_is_tensor
 
 
 class SequenceRegion:

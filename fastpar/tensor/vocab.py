@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fastpar.arguments import check_counts, checked
 from fastpar.comm import Communicator, gather_from, shard_range, shard_sizes
-from fastpar.comm.layout import check_is_tensor
+from fastpar.comm.shards import check_is_tensor
 from fastpar.ops.embedding import vocab_parallel_embedding
 from fastpar.ops.linear_loss import linear_cross_entropy
 from fastpar.tensor.binding import BoundGroup, GroupLike, bind, blank

@@ -38,8 +38,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fastpar.comm import Communicator
+from fastpar.comm.observers import note
 from fastpar.comm.pending import Pending
-from fastpar.comm.recording import note
 from fastpar.storage import StorageError, TensorStore, Transfer
 from fastpar.zero.absent import mark_absent, mark_present
 from fastpar.zero.flat import FlatLayout, PeerMemory, copy_rows, filled

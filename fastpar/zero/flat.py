@@ -26,8 +26,8 @@ from torch import Tensor
 
 from fastpar.comm import Communicator, shard_range
 from fastpar.comm.errors import CommError
+from fastpar.comm.observers import note
 from fastpar.comm.pending import Pending
-from fastpar.comm.recording import note
 from fastpar.comm.shared_memory.region import SharedRegion
 from fastpar.comm.wire_formats import Wire
 from fastpar.zero.upload import Upload, host_memory

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastpar.comm import Communicator
-from fastpar.comm.recording import note
+from fastpar.comm.observers import note
 from fastpar.zero.flat import FlatLayout, PeerMemory, copy_rows, filled
 
 

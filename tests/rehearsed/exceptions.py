@@ -23,10 +23,10 @@ ALLOWED: dict[tuple[str, str], str] = {
 ALLOWED_ON_RANKS: dict[tuple[str, str], str] = {
     (
         "copy",
-        "fastpar/comm/torch/staged.py:StagedTransport._there",
+        "fastpar/comm/torch/wrappers.py:StagedTransport._there",
     ): "a control message, and no CPU backend for it",
-    ("copy", "fastpar/comm/torch/staged.py:StagedTransport.all_reduce.<locals>.<lambda>"): "the same",
-    ("copy", "fastpar/comm/torch/staged.py:StagedTransport._back.<locals>.finish"): "the same",
+    ("copy", "fastpar/comm/torch/wrappers.py:StagedTransport.all_reduce.<locals>.<lambda>"): "the same",
+    ("copy", "fastpar/comm/torch/wrappers.py:StagedTransport._back.<locals>.finish"): "the same",
     ("copy", "fastpar/guards/agreement.py:_crc"): "a guard reads what ranks must have alike; not in every step",
     ("on_cpu", "fastpar/guards/agreement.py:_crc"): "the same",
     ("on_cpu", "fastpar/guards/agreement.py:generator_state"): "torch keeps it in host memory",

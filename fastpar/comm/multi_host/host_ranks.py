@@ -11,10 +11,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fastpar.comm.errors import CommError
-from fastpar.comm.group_connection import name_meeting, store_of
+from fastpar.comm.groups import name_meeting, store_of
 from fastpar.comm.multi_host.protocol import Hierarchy, Local
-from fastpar.comm.observers import open_spans
-from fastpar.comm.recording import note
+from fastpar.comm.observers import note, open_spans
 from fastpar.comm.shared_memory.rendezvous import Hosts, Rendezvous, find_hosts
 from fastpar.comm.shared_memory.world import LocalWorld
 

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from fastpar.comm.observers import open_spans
+from fastpar.comm.observers import note, open_spans
 from fastpar.comm.ranges import annotate, is_profiling
-from fastpar.comm.recording import note
 from fastpar.comm.shared_memory.library import size_array
 from fastpar.comm.shared_memory.transport import (
     ALL_GATHER,

@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fastpar.comm.errors import CommError
-from fastpar.comm.group_connection import name_meeting, store_of
+from fastpar.comm.groups import name_meeting, store_of
 from fastpar.comm.message_format import describe, flat_bytes, parse
 
 ANNOUNCEMENTS = 1 << 62  # the tag of announcements, which users cannot use
