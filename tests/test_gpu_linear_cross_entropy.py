@@ -1,6 +1,6 @@
 """linear_cross_entropy on CUDA tensors: against float64 on the CPU, and without waiting for the device.
 
-See tests.linear_loss_cases for the tolerances; a GPU's float32 GEMMs must not be TF32 for them.
+See tests.linear_cross_entropy_cases for the tolerances; a GPU's float32 GEMMs must not be TF32 for them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fastpar import ops
-from tests.linear_loss_cases import DTYPES, OPTIONS, assert_close_to_exact, example, options_for, plain, run
+from tests.linear_cross_entropy_cases import DTYPES, OPTIONS, assert_close_to_exact, example, options_for, plain, run
 
 pytestmark = pytest.mark.gpu
 ROWS = (2, 1200)  # more than one chunk, which has at least 1024 rows

@@ -1,6 +1,6 @@
 """linear_cross_entropy on one rank: values and gradients against float64, chunks, what is left out, and its promises.
 
-See tests.linear_loss_cases for the tolerances.
+See tests.linear_cross_entropy_cases for the tolerances.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastpar import ops, reference
-from fastpar.ops import _linear_passes, _row_chunks, linear_loss
-from fastpar.ops._linear_passes import Inputs, Layout, Wants
-from fastpar.ops._row_chunks import rows_per_chunk, split_rows, split_sequence
 from fastpar.ops._weight_grad import WeightGrad, sum_bytes, weighted_sum
-from tests.linear_loss_cases import DTYPES, OPTIONS, assert_close_to_exact, example, options_for, plain, run
+from fastpar.ops.linear_cross_entropy import api, passes, row_chunks
+from fastpar.ops.linear_cross_entropy.passes import Inputs, Layout, Wants
+from fastpar.ops.linear_cross_entropy.row_chunks import rows_per_chunk, split_rows, split_sequence
+from tests.linear_cross_entropy_cases import DTYPES, OPTIONS, assert_close_to_exact, example, options_for, plain, run
 
 linear_cross_entropy = ops.linear_cross_entropy
 REDUCTIONS = ["mean", "sum", "none"]
@@ -414,10 +414,10 @@ def test_compiled_in_one_graph_it_gives_the_eager_bits(options: dict[str, Any]) 
 
 
 def test_opcheck_passes_for_both_ops() -> None:
-    from fastpar.ops._linear_ops import _pack
+    from fastpar.ops.linear_cross_entropy.torch_ops import _pack
 
     hidden, weight, bias, target = example((40,), 16, 12)
-    inputs, problem, layout = linear_loss._prepare(hidden, weight, target, every_row=False, bias=bias)
+    inputs, problem, layout = api._prepare(hidden, weight, target, every_row=False, bias=bias)
     assert isinstance(inputs, Inputs)
     grad_loss = torch.linspace(0.0, 1.0, 40)
     forward = torch.ops.fastpar.linear_cross_entropy_forward
@@ -474,16 +474,16 @@ def test_one_chunk_is_taken_on_cuda_where_it_needs_no_more_memory_than_the_sum_o
 def test_chunks_are_one_where_the_weights_gradient_is_wanted_and_no_other_rank_takes_part(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(_linear_passes, "sum_bytes", lambda weight: 1 << 30)
-    monkeypatch.setitem(_row_chunks.BUDGET_BYTES, "cpu", 1)
+    monkeypatch.setattr(passes, "sum_bytes", lambda weight: 1 << 30)
+    monkeypatch.setitem(row_chunks.BUDGET_BYTES, "cpu", 1)
     sizes: list[list[int]] = []
 
-    def noted(*arguments: Any) -> list[_row_chunks.RowChunk]:
+    def noted(*arguments: Any) -> list[row_chunks.RowChunk]:
         chunks = split_rows(*arguments)
         sizes.append([chunk.size for chunk in chunks])
         return chunks
 
-    monkeypatch.setattr(_linear_passes, "split_rows", noted)
+    monkeypatch.setattr(passes, "split_rows", noted)
     *tensors, target = example((900,), 8, 11)
     hidden, weight = tensors[0].detach().requires_grad_(), tensors[1].detach().requires_grad_()
     linear_cross_entropy(hidden, weight, target)

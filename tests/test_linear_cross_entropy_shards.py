@@ -1,6 +1,6 @@
 """linear_cross_entropy over several ranks: values, gradients, bits, collectives and errors.
 
-See tests.linear_loss_cases for the tolerances.
+See tests.linear_cross_entropy_cases for the tolerances.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fastpar import comm, ops, reference
 from fastpar.comm import Communicator, shard_range, shard_sizes
 from tests.counting import count_collectives
 from tests.dist import run_ranks
-from tests.linear_loss_cases import OPTIONS, assert_close_to_exact, distance, example, options_for, plain, run
+from tests.linear_cross_entropy_cases import OPTIONS, assert_close_to_exact, distance, example, options_for, plain, run
 
 VOCAB, FEATURES = 131, 24
 ROWS = (2, 190)
@@ -134,7 +134,7 @@ def test_shift_denominators_masked_and_empty_batches_over_shards() -> None:
 
 def _check_without_counting() -> bool:
     """The code for devices on which counting rows would be a wait, on the CPU."""
-    from fastpar.ops import _linear_passes as passes
+    from fastpar.ops.linear_cross_entropy import passes
 
     replaced = {
         "target_rows": lambda factors: (slice(None), factors.column, factors.peak),

@@ -16,6 +16,11 @@ if TYPE_CHECKING:
     from fastpar.ops.embedding import vocab_parallel_embedding
     from fastpar.ops.grouped_linear import grouped_linear, grouped_linear_dgrad, grouped_linear_wgrad
     from fastpar.ops.linear import all_gather_linear, copy_to_linear, linear_all_reduce, linear_reduce_scatter
+    from fastpar.ops.linear_cross_entropy import (
+        linear_cross_entropy,
+        linear_cross_entropy_dgrad,
+        linear_cross_entropy_wgrad,
+    )
     from fastpar.ops.linear_grads import (
         all_gather_linear_dgrad,
         all_gather_linear_wgrad,
@@ -26,7 +31,6 @@ if TYPE_CHECKING:
         linear_reduce_scatter_dgrad,
         linear_reduce_scatter_wgrad,
     )
-    from fastpar.ops.linear_loss import linear_cross_entropy, linear_cross_entropy_dgrad, linear_cross_entropy_wgrad
     from fastpar.ops.moe import moe_combine, moe_dispatch
     from fastpar.ops.moe_capacity import expert_capacity, moe_capacity
     from fastpar.ops.moe_mlp import moe_mlp
@@ -77,9 +81,9 @@ _HOME = {
     "linear_all_reduce": "fastpar.ops.linear",
     "linear_all_reduce_dgrad": "fastpar.ops.linear_grads",
     "linear_all_reduce_wgrad": "fastpar.ops.linear_grads",
-    "linear_cross_entropy": "fastpar.ops.linear_loss",
-    "linear_cross_entropy_dgrad": "fastpar.ops.linear_loss",
-    "linear_cross_entropy_wgrad": "fastpar.ops.linear_loss",
+    "linear_cross_entropy": "fastpar.ops.linear_cross_entropy",
+    "linear_cross_entropy_dgrad": "fastpar.ops.linear_cross_entropy",
+    "linear_cross_entropy_wgrad": "fastpar.ops.linear_cross_entropy",
     "linear_reduce_scatter": "fastpar.ops.linear",
     "linear_reduce_scatter_dgrad": "fastpar.ops.linear_grads",
     "linear_reduce_scatter_wgrad": "fastpar.ops.linear_grads",

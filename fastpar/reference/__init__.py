@@ -6,7 +6,7 @@ from fastpar.reference.dropout import sharded_dropout
 from fastpar.reference.embedding import vocab_parallel_embedding
 from fastpar.reference.grouped_linear import grouped_linear
 from fastpar.reference.linear import all_gather_linear, copy_to_linear, linear_all_reduce, linear_reduce_scatter
-from fastpar.reference.linear_loss import linear_cross_entropy
+from fastpar.reference.linear_cross_entropy import linear_cross_entropy
 from fastpar.reference.moe_mlp import ExpertRule, moe_mlp
 from fastpar.reference.moe_route import expert_choice_route, moe_route
 from fastpar.reference.newton_schulz import newton_schulz

@@ -17,7 +17,7 @@ from fastpar.arguments import check_counts, checked
 from fastpar.comm import Communicator, gather_from, shard_range, shard_sizes
 from fastpar.comm.shards import check_is_tensor
 from fastpar.ops.embedding import vocab_parallel_embedding
-from fastpar.ops.linear_loss import linear_cross_entropy
+from fastpar.ops.linear_cross_entropy import linear_cross_entropy
 from fastpar.tensor.binding import BoundGroup, GroupLike, bind, blank
 from fastpar.tensor.linear import ColumnParallelLinear
 from fastpar.tensor.own_forward import check_parameters, refuse_own_forward

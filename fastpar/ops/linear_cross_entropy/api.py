@@ -19,7 +19,7 @@ logits again: four GEMMs (8 N K V). A weight gradient put off by `wgrad_store` c
 own pass.
 
 Note: several ranks. Each rank has the logits of its own columns. The statistics travel while the GEMM for dhidden runs
-on exponentials that are not normalised yet (fastpar.ops._row_factors); dhidden is summed while the GEMM for dweight
+on exponentials that are not normalised yet (`row_factors`); dhidden is summed while the GEMM for dweight
 runs. Only softcap together with label smoothing has to wait for the statistics. A collective per chunk and direction:
 
     forward   per chunk one all-gather of 12 bytes a token (20 with smoothing), and 36 (60) bytes
@@ -44,15 +44,15 @@ import torch
 from torch import Tensor
 
 from fastpar.arguments import checked
-from fastpar.ops._linear_autograd import Call, Deferred, LinearCrossEntropy
-from fastpar.ops._linear_ops import compiled_backward, compiled_forward
-from fastpar.ops._linear_passes import Grads, Inputs, Layout, Wants, gradients, losses
 from fastpar.ops.cross_entropy import Problem
+from fastpar.ops.linear_cross_entropy.autograd import Call, Deferred, LinearCrossEntropy
+from fastpar.ops.linear_cross_entropy.passes import Grads, Inputs, Layout, Wants, gradients, losses
+from fastpar.ops.linear_cross_entropy.torch_ops import compiled_backward, compiled_forward
 from fastpar.ops.wgrad_store import WeightGradStore
 from fastpar.reference import cross_entropy as reference
 from fastpar.reference.agreement import call_of, tensor_checksum
 from fastpar.reference.dtensor_logits import check_same_group, local_tensor
-from fastpar.reference.linear_loss import check_projection
+from fastpar.reference.linear_cross_entropy import check_projection
 from fastpar.reference.vocab_shard import communicator, compute_dtype, resolve_shard
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """The autograd of linear_cross_entropy: gradients that forward has computed, or that backward computes.
 
-When which happens is said in fastpar.ops.linear_loss.
+When which happens is said in `api`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,17 @@ import torch
 from torch import Tensor
 
 from fastpar.ops._autograd import first_derivative_only, scale_by_upstream_
-from fastpar.ops._linear_ops import compiled_backward, compiled_forward
-from fastpar.ops._linear_passes import Grads, Inputs, Layout, Wants, gradients, losses, losses_and_gradients
 from fastpar.ops.cross_entropy import Problem
+from fastpar.ops.linear_cross_entropy.passes import (
+    Grads,
+    Inputs,
+    Layout,
+    Wants,
+    gradients,
+    losses,
+    losses_and_gradients,
+)
+from fastpar.ops.linear_cross_entropy.torch_ops import compiled_backward, compiled_forward
 from fastpar.ops.wgrad_store import WeightGradStore
 from fastpar.reference import cross_entropy as reference
 from fastpar.reference.vocab_shard import compute_dtype

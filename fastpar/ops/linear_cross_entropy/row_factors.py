@@ -31,8 +31,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastpar.ops._row_chunks import Rows
 from fastpar.ops.cross_entropy import Problem
+from fastpar.ops.linear_cross_entropy.row_chunks import Rows
 from fastpar.reference.cross_entropy import target_weight
 from fastpar.reference.normalizer import below_lse
 

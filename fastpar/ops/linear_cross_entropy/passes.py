@@ -4,7 +4,7 @@ All three hold the logits of one chunk, in one buffer. Collectives are launched 
 waited for when what they bring is needed:
 
     losses                the statistics of a chunk travel while the next chunk's logits are computed
-    losses_and_gradients  they travel while E @ W is computed (fastpar.ops._row_factors), the gradient of the chunk's
+    losses_and_gradients  they travel while E @ W is computed (`row_factors`), the gradient of the chunk's
                           hidden states while that of the weight is
     gradients             no statistics; the hidden states' gradients as above
     sequence-parallel     the next chunk's hidden states arrive during this one
@@ -22,10 +22,10 @@ from torch import Tensor
 from fastpar.comm import Pending
 from fastpar.ops import cross_entropy as family
 from fastpar.ops._buffers import new_buffer
-from fastpar.ops._row_chunks import RowChunk, put_rows, split_rows, split_sequence, take_rows
-from fastpar.ops._row_factors import RowFactors, add_target_rows, row_factors, target_rows
 from fastpar.ops._weight_grad import WeightGrad, sum_bytes, weighted_sum
 from fastpar.ops.cross_entropy import Problem
+from fastpar.ops.linear_cross_entropy.row_chunks import RowChunk, put_rows, split_rows, split_sequence, take_rows
+from fastpar.ops.linear_cross_entropy.row_factors import RowFactors, add_target_rows, row_factors, target_rows
 from fastpar.reference.vocab_shard import check_headers, check_target_range, compute_dtype
 
 

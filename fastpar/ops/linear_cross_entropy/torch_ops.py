@@ -11,8 +11,16 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from fastpar.ops._linear_passes import Grads, Inputs, Layout, Wants, gradients, losses, losses_and_gradients
 from fastpar.ops.cross_entropy import Problem
+from fastpar.ops.linear_cross_entropy.passes import (
+    Grads,
+    Inputs,
+    Layout,
+    Wants,
+    gradients,
+    losses,
+    losses_and_gradients,
+)
 from fastpar.reference.cross_entropy import LossOptions
 from fastpar.reference.vocab_shard import Shard, compute_dtype
 
