@@ -735,8 +735,8 @@ def _lion_error() -> float:
 
 def _stochastic_rounding_error() -> float:
     """703 values rounded to bfloat16 by a step from 0, against `fastpar.reference`, whose bits they have to be."""
+    from fastpar.contracts.optimizer_formats import random_bits, round_stochastically
     from fastpar.ops import StochasticRounding, sgd_step
-    from fastpar.reference.optimizer_formats import random_bits, round_stochastically
 
     values = torch.randn(703, generator=torch.Generator().manual_seed(0))
     param = torch.zeros(703, dtype=torch.bfloat16)

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastpar import ops, reference
+from fastpar.contracts.vocab_shard import check_shards
 from fastpar.reference import cross_entropy as reference_module
-from fastpar.reference.vocab_shard import check_shards
 from tests.cross_entropy_cases import (
     DTYPES,
     OPTIONS,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fastpar import _ext
-from fastpar.reference.vocab_shard import read_headers
+from fastpar.contracts.vocab_shard import read_headers
 from tests.cross_entropy_cases import DTYPES, assert_grad_close, assert_loss_close, capability, example
 
 __all__ = ["capability"]  # a fixture

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from fastpar import ops, reference
 from fastpar.comm import Communicator, shard_range
-from fastpar.reference import vocab_shard
-from fastpar.reference.vocab_shard import read_headers, with_header
+from fastpar.contracts import vocab_shard
+from fastpar.contracts.vocab_shard import read_headers, with_header
 from tests.counting import count_collectives
 from tests.cross_entropy_cases import (
     DTYPES,

@@ -23,10 +23,10 @@ from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastpar as fp
+from fastpar.contracts import optimizer_formats as formats
 from fastpar.optim import SGD, AdamW, Lion
 from fastpar.optim._state_formats import blocks_of, values_of
 from fastpar.optim.fused import _Deferred
-from fastpar.reference import optimizer_formats as formats
 from tests.dist import run_ranks
 
 Make = Callable[[list[nn.Parameter]], Any]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fastpar import _ext, ops, reference
-from fastpar.reference import optimizer_formats as formats
+from fastpar.contracts import optimizer_formats as formats
 
 CAPABILITIES = ["avx512bf16", "avx512", "avx2", "portable"]
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]

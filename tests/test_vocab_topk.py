@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from fastpar import ops, reference
+from fastpar.contracts.vocab_shard import Shard
 from fastpar.reference import vocab_topk as reference_module
-from fastpar.reference.vocab_shard import Shard
 from tests.counting import count_collectives
 from tests.cross_entropy_cases import DTYPES
 from tests.dist import run_ranks

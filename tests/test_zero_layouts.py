@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 import fastpar as fp
-from fastpar.reference import optimizer_formats as formats
+from fastpar.contracts import optimizer_formats as formats
 from tests.dist import run_ranks
 from tests.models import VOCAB, build_model
 

@@ -15,8 +15,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fastpar.contracts.vocab_shard import compute_dtype
 from fastpar.ops._buffers import new_buffer
-from fastpar.reference.vocab_shard import compute_dtype
 
 _BLOCK_ROWS = 2048  # of dW: 4 MiB of bfloat16 at 1024 features, which stays in the second and third level caches
 _BLOCK_BYTES = 8 << 20

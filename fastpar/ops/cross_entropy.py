@@ -39,12 +39,12 @@ from torch import Tensor
 
 from fastpar import _ext
 from fastpar.arguments import checked
+from fastpar.contracts.agreement import Call, call_of, tensor_checksum
+from fastpar.contracts.dtensor_logits import local_tensor, unwrap
+from fastpar.contracts.vocab_shard import HEADER_ROWS, Shard, check_headers, compute_dtype, exchange
 from fastpar.ops._autograd import first_derivative_only, scale_by_upstream_
 from fastpar.reference import cross_entropy as reference
-from fastpar.reference.agreement import Call, call_of, tensor_checksum
 from fastpar.reference.cross_entropy import LossOptions
-from fastpar.reference.dtensor_logits import local_tensor, unwrap
-from fastpar.reference.vocab_shard import HEADER_ROWS, Shard, check_headers, compute_dtype, exchange
 
 if TYPE_CHECKING:
     from fastpar.comm import Communicator, GroupLike

@@ -23,9 +23,9 @@ from torch import Tensor
 from fastpar import _ext
 from fastpar.arguments import checked
 from fastpar.comm import gather_sequence, shard_sizes
+from fastpar.contracts.agreement import call_of, first_outside, raise_disagreement, tensor_checksum
+from fastpar.contracts.vocab_shard import Shard, communicator, resolve_shard
 from fastpar.reference import embedding as reference
-from fastpar.reference.agreement import call_of, first_outside, raise_disagreement, tensor_checksum
-from fastpar.reference.vocab_shard import Shard, communicator, resolve_shard
 
 if TYPE_CHECKING:
     from fastpar.comm import Communicator, GroupLike

@@ -33,8 +33,8 @@ from torch import Tensor
 
 from fastpar.arguments import checked
 from fastpar.comm import shard_sizes
+from fastpar.contracts.vocab_shard import communicator
 from fastpar.reference.newton_schulz import Triple, check_arguments, polynomials
-from fastpar.reference.vocab_shard import communicator
 
 if TYPE_CHECKING:
     from fastpar.comm import Communicator, GroupLike

@@ -11,7 +11,7 @@ alignment, neighbours or threads: the last elements of a tensor go through the s
 padded register. So the shards of a tensor give the bits of the whole. 8-bit blocks begin with a tensor's first element:
 shards keep the bits where they are cut at multiples of 256 elements.
 
-Note: formats. fastpar/reference/optimizer_formats.py defines stochastic rounding, bfloat16 with a remainder, and 8-bit
+Note: formats. fastpar/contracts/optimizer_formats.py defines stochastic rounding, bfloat16 with a remainder, and 8-bit
 blocks.
 
 All is multi-tensor: thousands of tensors of any sizes, empty ones and those above 2^31 elements too. On CPU the work is

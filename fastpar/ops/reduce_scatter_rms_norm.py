@@ -25,10 +25,10 @@ from torch import Tensor
 from fastpar.arguments import checked
 from fastpar.comm.autograd import reduce_scatter_sequence
 from fastpar.comm.communicator import GroupLike
+from fastpar.contracts.vocab_shard import communicator
 from fastpar.ops.rms_norm import rms_norm
 from fastpar.reference.linear import check_sequence_dim, scattered_sizes
 from fastpar.reference.rms_norm import check_arguments
-from fastpar.reference.vocab_shard import communicator
 
 
 @checked()

@@ -32,12 +32,12 @@ from torch import Tensor
 
 from fastpar import _ext
 from fastpar.arguments import checked
+from fastpar.contracts.vocab_shard import communicator
 from fastpar.ops._autograd import first_derivative_only, needs_grad
 from fastpar.ops._device import has_kernels
 from fastpar.ops._rms_norm_split import check_on_all_ranks, split_rms_norm
 from fastpar.reference.rms_norm import compute_dtype
 from fastpar.reference.rms_norm import rms_norm as reference_rms_norm
-from fastpar.reference.vocab_shard import communicator
 
 if TYPE_CHECKING:
     from fastpar.comm import GroupLike

@@ -24,11 +24,11 @@ import torch
 from torch import Tensor
 
 from fastpar.arguments import checked
+from fastpar.contracts.dtensor_logits import local_tensor, unwrap
+from fastpar.contracts.vocab_shard import Shard, communicator, resolve_shard
 from fastpar.ops._autograd import first_derivative_only
 from fastpar.ops.vocab_softmax import ids_by_row, implementation, statistics
 from fastpar.reference import vocab_entropy as reference
-from fastpar.reference.dtensor_logits import local_tensor, unwrap
-from fastpar.reference.vocab_shard import Shard, communicator, resolve_shard
 from fastpar.reference.vocab_softmax import Transform, check_logits, check_transform
 
 if TYPE_CHECKING:

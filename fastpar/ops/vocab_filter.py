@@ -33,11 +33,11 @@ from torch import Tensor
 
 from fastpar import _ext
 from fastpar.arguments import checked
+from fastpar.contracts.dtensor_logits import placed_like, unwrap
+from fastpar.contracts.vocab_shard import Shard, communicator, exchange, resolve_shard
 from fastpar.ops.vocab_topk import implementation as topk_implementation
 from fastpar.reference import vocab_filter as reference
-from fastpar.reference.dtensor_logits import placed_like, unwrap
 from fastpar.reference.vocab_filter import ALL_TIES, BINS
-from fastpar.reference.vocab_shard import Shard, communicator, exchange, resolve_shard
 from fastpar.reference.vocab_softmax import check_logits, num_rows
 from fastpar.reference.vocab_topk import Candidates, gather_candidates, merge
 

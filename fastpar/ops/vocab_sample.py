@@ -15,10 +15,10 @@ from torch import Tensor
 
 from fastpar import _ext
 from fastpar.arguments import checked
+from fastpar.contracts.agreement import call_of
+from fastpar.contracts.dtensor_logits import unwrap
+from fastpar.contracts.vocab_shard import HEADER_ROWS, check_headers, communicator, exchange, resolve_shard, with_header
 from fastpar.reference import vocab_sample as reference
-from fastpar.reference.agreement import call_of
-from fastpar.reference.dtensor_logits import unwrap
-from fastpar.reference.vocab_shard import HEADER_ROWS, check_headers, communicator, exchange, resolve_shard, with_header
 from fastpar.reference.vocab_softmax import check_logits, num_rows
 
 if TYPE_CHECKING:

@@ -28,11 +28,11 @@ from torch import Tensor
 
 from fastpar import _ext
 from fastpar.arguments import checked
+from fastpar.contracts.agreement import call_of
+from fastpar.contracts.dtensor_logits import placed_like, unwrap
+from fastpar.contracts.vocab_shard import Shard, check_headers, communicator, compute_dtype, exchange, resolve_shard
 from fastpar.ops._autograd import first_derivative_only
 from fastpar.reference import vocab_softmax as reference
-from fastpar.reference.agreement import call_of
-from fastpar.reference.dtensor_logits import placed_like, unwrap
-from fastpar.reference.vocab_shard import Shard, check_headers, communicator, compute_dtype, exchange, resolve_shard
 from fastpar.reference.vocab_softmax import Transform
 
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from fastpar import _ext
 from fastpar.arguments import checked
+from fastpar.contracts.dtensor_logits import unwrap
+from fastpar.contracts.vocab_shard import Shard, communicator, resolve_shard
 from fastpar.reference import vocab_topk as reference
-from fastpar.reference.dtensor_logits import unwrap
-from fastpar.reference.vocab_shard import Shard, communicator, resolve_shard
 from fastpar.reference.vocab_softmax import check_logits
 
 if TYPE_CHECKING:

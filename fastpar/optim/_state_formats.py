@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from fastpar.reference import optimizer_formats as formats
+from fastpar.contracts import optimizer_formats as formats
 
 _CHUNK = formats.BLOCK << 12  # elements that are converted at once: this takes some 50 bytes for each
 

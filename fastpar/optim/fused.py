@@ -28,11 +28,11 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim.optimizer import Optimizer, ParamsT
 
+from fastpar.contracts import optimizer_formats as formats
 from fastpar.ops.optimizer import Step, StochasticRounding
 from fastpar.optim._batches import Batch, States, StepCounts, local, local_gradients, locals_of
 from fastpar.optim._parameters import check_group, checked_params
 from fastpar.optim._state_formats import blocks_of, like, values_of
-from fastpar.reference import optimizer_formats as formats
 
 PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MASTERS = (None, "float32", "split")

@@ -15,9 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastpar.reference.dtensor_logits import local_tensor, unwrap
-from fastpar.reference.normalizer import below_lse, join_lse
-from fastpar.reference.vocab_shard import (
+from fastpar.contracts.dtensor_logits import local_tensor, unwrap
+from fastpar.contracts.vocab_shard import (
     Shard,
     check_headers,
     check_target_range,
@@ -27,6 +26,7 @@ from fastpar.reference.vocab_shard import (
     resolve_shard,
     with_header,
 )
+from fastpar.reference.normalizer import below_lse, join_lse
 
 if TYPE_CHECKING:
     from fastpar.comm import GroupLike

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastpar.reference.vocab_shard import communicator, compute_dtype, resolve_shard
+from fastpar.contracts.vocab_shard import communicator, compute_dtype, resolve_shard
 
 if TYPE_CHECKING:
     from fastpar.comm import Communicator, GroupLike

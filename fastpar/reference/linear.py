@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastpar.reference.vocab_shard import communicator
+from fastpar.contracts.vocab_shard import communicator
 
 if TYPE_CHECKING:
     from fastpar.comm import Communicator, GroupLike

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fastpar.contracts.vocab_shard import communicator
 from fastpar.reference.cross_entropy import LOGITS_DTYPES, vocab_parallel_cross_entropy
-from fastpar.reference.vocab_shard import communicator
 
 if TYPE_CHECKING:
     from fastpar.comm import Communicator, GroupLike

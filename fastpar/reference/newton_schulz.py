@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fastpar.reference.vocab_shard import communicator
+from fastpar.contracts.vocab_shard import communicator
 
 if TYPE_CHECKING:
     from fastpar.comm import Communicator, GroupLike

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fastpar.reference import optimizer_formats as formats
+from fastpar.contracts import optimizer_formats as formats
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 STATE_DTYPES = (torch.float32, torch.bfloat16, torch.uint8)

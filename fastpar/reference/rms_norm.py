@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastpar.comm import GroupLike, copy_to, reduce_from
-from fastpar.reference.vocab_shard import communicator
+from fastpar.contracts.vocab_shard import communicator
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Literal, overload
 import torch
 from torch import Tensor
 
+from fastpar.contracts.dtensor_logits import local_tensor, unwrap
+from fastpar.contracts.vocab_shard import communicator, compute_dtype, resolve_shard
 from fastpar.reference.cross_entropy import transform
-from fastpar.reference.dtensor_logits import local_tensor, unwrap
-from fastpar.reference.vocab_shard import communicator, compute_dtype, resolve_shard
 from fastpar.reference.vocab_softmax import check_logits, check_transform, num_rows, whole_vocab
 
 if TYPE_CHECKING:

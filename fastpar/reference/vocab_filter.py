@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fastpar.reference.dtensor_logits import placed_like, unwrap
-from fastpar.reference.vocab_shard import communicator, resolve_shard
+from fastpar.contracts.dtensor_logits import placed_like, unwrap
+from fastpar.contracts.vocab_shard import communicator, resolve_shard
 from fastpar.reference.vocab_softmax import check_logits, num_rows, whole_vocab
 from fastpar.reference.vocab_topk import check_total
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from fastpar.contracts.dtensor_logits import unwrap
+from fastpar.contracts.vocab_shard import communicator, resolve_shard
 from fastpar.reference.dropout import _GOLDEN, _MIX1, _MIX2, _shift_right
-from fastpar.reference.dtensor_logits import unwrap
-from fastpar.reference.vocab_shard import communicator, resolve_shard
 from fastpar.reference.vocab_softmax import check_logits, num_rows, whole_vocab
 
 if TYPE_CHECKING:

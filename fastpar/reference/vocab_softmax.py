@@ -14,10 +14,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from fastpar.reference.cross_entropy import LOGITS_DTYPES, check_options, transform
-from fastpar.reference.dtensor_logits import placed_like, unwrap
-from fastpar.reference.normalizer import below_lse, join_lse
-from fastpar.reference.vocab_shard import (
+from fastpar.contracts.dtensor_logits import placed_like, unwrap
+from fastpar.contracts.vocab_shard import (
     Shard,
     check_headers,
     communicator,
@@ -26,6 +24,8 @@ from fastpar.reference.vocab_shard import (
     resolve_shard,
     with_header,
 )
+from fastpar.reference.cross_entropy import LOGITS_DTYPES, check_options, transform
+from fastpar.reference.normalizer import below_lse, join_lse
 
 if TYPE_CHECKING:
     from fastpar.comm import Communicator, GroupLike

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastpar.reference.agreement import call_of
-from fastpar.reference.dtensor_logits import unwrap
-from fastpar.reference.vocab_shard import (
+from fastpar.contracts.agreement import call_of
+from fastpar.contracts.dtensor_logits import unwrap
+from fastpar.contracts.vocab_shard import (
     HEADER_ROWS,
     Shard,
     check_headers,

@@ -44,16 +44,16 @@ import torch
 from torch import Tensor
 
 from fastpar.arguments import checked
+from fastpar.contracts.agreement import call_of, tensor_checksum
+from fastpar.contracts.dtensor_logits import check_same_group, local_tensor
+from fastpar.contracts.vocab_shard import communicator, compute_dtype, resolve_shard
 from fastpar.ops.cross_entropy import Problem
 from fastpar.ops.linear_cross_entropy.autograd import Call, Deferred, LinearCrossEntropy
 from fastpar.ops.linear_cross_entropy.passes import Grads, Inputs, Layout, Wants, gradients, losses
 from fastpar.ops.linear_cross_entropy.torch_ops import compiled_backward, compiled_forward
 from fastpar.ops.wgrad_store import WeightGradStore
 from fastpar.reference import cross_entropy as reference
-from fastpar.reference.agreement import call_of, tensor_checksum
-from fastpar.reference.dtensor_logits import check_same_group, local_tensor
 from fastpar.reference.linear_cross_entropy import check_projection
-from fastpar.reference.vocab_shard import communicator, compute_dtype, resolve_shard
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

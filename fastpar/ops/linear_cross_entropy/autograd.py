@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fastpar.contracts.vocab_shard import compute_dtype
 from fastpar.ops._autograd import first_derivative_only, scale_by_upstream_
 from fastpar.ops.cross_entropy import Problem
 from fastpar.ops.linear_cross_entropy.passes import (
@@ -24,7 +25,6 @@ from fastpar.ops.linear_cross_entropy.passes import (
 from fastpar.ops.linear_cross_entropy.torch_ops import compiled_backward, compiled_forward
 from fastpar.ops.wgrad_store import WeightGradStore
 from fastpar.reference import cross_entropy as reference
-from fastpar.reference.vocab_shard import compute_dtype
 
 
 class Deferred(NamedTuple):

@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 
 from fastpar.comm import Pending
+from fastpar.contracts.vocab_shard import check_headers, check_target_range, compute_dtype
 from fastpar.ops import cross_entropy as family
 from fastpar.ops._buffers import new_buffer
 from fastpar.ops._weight_grad import WeightGrad, sum_bytes, weighted_sum
 from fastpar.ops.cross_entropy import Problem
 from fastpar.ops.linear_cross_entropy.row_chunks import RowChunk, put_rows, split_rows, split_sequence, take_rows
 from fastpar.ops.linear_cross_entropy.row_factors import RowFactors, add_target_rows, row_factors, target_rows
-from fastpar.reference.vocab_shard import check_headers, check_target_range, compute_dtype
 
 
 class Inputs(NamedTuple):

@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from fastpar.contracts.vocab_shard import Shard, compute_dtype
 from fastpar.ops.cross_entropy import Problem
 from fastpar.ops.linear_cross_entropy.passes import (
     Grads,
@@ -22,7 +23,6 @@ from fastpar.ops.linear_cross_entropy.passes import (
     losses_and_gradients,
 )
 from fastpar.reference.cross_entropy import LossOptions
-from fastpar.reference.vocab_shard import Shard, compute_dtype
 
 _COMMON = (
     "Tensor? class_weight, Tensor? weight_sum, bool[] wants, SymInt vocab_start, SymInt vocab_total, int ignore_index, "

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from fastpar.reference.agreement import Call, first_outside, outside_error, raise_disagreement
+from fastpar.contracts.agreement import Call, first_outside, outside_error, raise_disagreement
 
 if TYPE_CHECKING:
     from fastpar.comm import Communicator, GroupLike
