@@ -35,8 +35,8 @@ from fastpar import ops
 from fastpar.arguments import checked
 from fastpar.comm import Communicator
 from fastpar.comm.communicator import GroupLike
+from fastpar.contracts.gradients import LENGTH
 from fastpar.mesh import Mesh, named_groups
-from fastpar.reference.square_sum import LENGTH
 
 Parameters = Tensor | Iterable[Tensor] | nn.Module | torch.optim.Optimizer
 Groups = Mapping[ProcessGroup | DeviceMesh, Iterable[Tensor] | None]

@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastpar import _ext, reference
+from fastpar.contracts.cross_entropy import check_options, check_weight
 from fastpar.ops.cross_entropy import implementation
-from fastpar.reference.cross_entropy import check_options, check_weight
 
 CAPABILITIES = ["avx512bf16", "avx512", "avx2", "portable"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastpar import ops, reference
+from fastpar.contracts.cross_entropy import LossOptions, check_options, check_weight
 from fastpar.contracts.vocab_shard import check_shards
 from fastpar.reference import cross_entropy as reference_module
 from tests.cross_entropy_cases import (
@@ -116,7 +117,7 @@ def test_opcheck_passes_for_every_op(name: str) -> None:
     logits, target = example(6, 37)
     options = with_weights(OPTIONS[name], 37)
     checked = reference_options(options)
-    weight, weight_sum = reference_module.check_weight(options.get("weight"), 37, logits, checked)
+    weight, weight_sum = check_weight(options.get("weight"), 37, logits, checked)
     view = (target, weight, 0, 37, -100, checked.smoothing, checked.softcap, checked.logit_scale)
     stats = K.vocab_parallel_cross_entropy_stats(logits, *view)
     merge = (stats.unsqueeze(0), target, weight, weight_sum, 37, *checked[:3])
@@ -136,7 +137,7 @@ def test_opcheck_passes_for_every_op(name: str) -> None:
         torch.library.opcheck(op.default, arguments)
 
 
-def reference_options(options: dict[str, Any]) -> reference_module.LossOptions:
+def reference_options(options: dict[str, Any]) -> LossOptions:
     """The options as the ops take them."""
     defaults: dict[str, Any] = {
         "ignore_index": -100,
@@ -145,7 +146,7 @@ def reference_options(options: dict[str, Any]) -> reference_module.LossOptions:
         "softcap": None,
         "logit_scale": 1.0,
     }
-    return reference_module.check_options(**{name: options.get(name, default) for name, default in defaults.items()})
+    return check_options(**{name: options.get(name, default) for name, default in defaults.items()})
 
 
 @pytest.mark.parametrize("name", ["plain", "everything"])

@@ -19,9 +19,9 @@ from tests.triton_interpreter import run_interpreted
 
 triton = pytest.importorskip("triton")
 
+from fastpar.contracts.cross_entropy import check_options, check_weight  # noqa: E402
 from fastpar.kernels import cross_entropy as kernels  # noqa: E402  (triton is optional)
 from fastpar.kernels.cross_entropy import Rows, alignment, configuration, rows_of  # noqa: E402
-from fastpar.reference.cross_entropy import check_options, check_weight  # noqa: E402
 
 WRITERS = {"stats_exp_", "backward", "forward_backward"}
 

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from fastpar import ops
-from fastpar.ops import StochasticRounding
-from fastpar.ops import optimizer as implementation
+from fastpar.ops import StochasticRounding, _backends, optimizer
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
@@ -27,11 +26,11 @@ SIZES = (0, 1, 255, 256, 8192, 8192 * 3 + 77)
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both kinds of kernels, whatever this device would take."""
     if request.param == "compiled":
-        if implementation._kernels(torch.device(DEVICE)) is not torch.ops.fastpar:
+        if optimizer.implementation(torch.empty(0, device=DEVICE)) is not optimizer.implementation(torch.empty(0)):
             pytest.skip("fastpar was not compiled for this device")
         return
     pytest.importorskip("triton")
-    monkeypatch.setattr(implementation, "_kernels", lambda device: implementation._triton())
+    monkeypatch.setattr(optimizer, "implementation", lambda x: _backends.triton("optimizer"))
 
 
 @dataclass

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastpar import ops
+from fastpar.contracts.cross_entropy import below_lse, join_lse
 from fastpar.reference import cross_entropy as reference
-from fastpar.reference.normalizer import below_lse, join_lse
 from tests.cross_entropy_cases import ROUNDING, capability
 from tests.dist import run_ranks
 from tests.vocab_cases import WORLD_SIZES, own_range, world

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fastpar import comm, ops, reference
 from fastpar.comm import Communicator, shard_sizes
-from fastpar.reference.newton_schulz import COEFFICIENTS, polynomials
+from fastpar.contracts.newton_schulz import COEFFICIENTS, polynomials
 from tests.dist import run_ranks
 
 newton_schulz = ops.newton_schulz

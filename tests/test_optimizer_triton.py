@@ -7,6 +7,7 @@ target, and launches end with the compilation.
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -171,12 +172,15 @@ def test_every_device_has_its_kernels(
     has_triton: bool,
     expected: str,
 ) -> None:
-    from fastpar.ops import optimizer as ops
+    from fastpar.ops import _backends
+    from fastpar.ops.optimizer import implementation
+    from fastpar.reference import optimizer as reference
 
-    monkeypatch.setattr(ops, "_CUDA_ARCHS", archs)
-    monkeypatch.setattr(ops, "_HAS_TRITON", has_triton)
+    monkeypatch.setattr(_backends, "CUDA_ARCHS", archs)
+    monkeypatch.setattr(_backends, "HAS_TRITON", has_triton)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    wanted = {"compiled": torch.ops.fastpar, "triton": kernels, "reference": None}[expected]
-    assert ops._kernels(torch.device("cuda")) is wanted
-    assert ops._kernels(torch.device("cpu")) is torch.ops.fastpar
-    assert ops._kernels(torch.device("meta")) is None
+    on_cpu = implementation(torch.empty(0))
+    assert on_cpu.adamw_step is torch.ops.fastpar.adamw_step.default
+    on_cuda: Any = SimpleNamespace(device=torch.device("cuda"))
+    assert implementation(on_cuda) is {"compiled": on_cpu, "triton": kernels, "reference": reference}[expected]
+    assert implementation(torch.empty(0, device="meta")) is reference

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fastpar import _ext, ops, reference
-from fastpar.reference.square_sum import COUNTS, DIGIT_BITS, LENGTH, LOWEST
+from fastpar.contracts.gradients import COUNTS, DIGIT_BITS, LENGTH, LOWEST
 
 CAPABILITIES = ["avx512bf16", "avx512", "avx2", "portable"]
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fastpar import ops, reference
+from fastpar.contracts.vocab import mass_bits, ordered_keys, values_of
 from fastpar.reference import vocab_filter as reference_module
 from tests.counting import count_collectives
 from tests.cross_entropy_cases import DTYPES
@@ -199,14 +200,14 @@ def test_keys_have_the_order_of_the_numbers_and_lead_back_to_them(dtype: torch.d
     if dtype == torch.float16:
         numbers = [x for x in numbers if abs(x) != 1e30]
     x = torch.tensor(numbers, dtype=dtype)
-    keys = reference_module.ordered_keys(x)
+    keys = ordered_keys(x)
     unsigned = [key % 2**64 for key in keys.tolist()]
     assert unsigned == sorted(set(unsigned))
-    assert torch.equal(reference_module.values_of(keys, dtype), x)
+    assert torch.equal(values_of(keys, dtype), x)
     zero = torch.zeros(1, dtype=dtype)
-    assert torch.equal(reference_module.ordered_keys(-zero), reference_module.ordered_keys(zero))
+    assert torch.equal(ordered_keys(-zero), ordered_keys(zero))
     if dtype == torch.bfloat16:  # the example of csrc/vocab_filter/ordered_key.h
-        assert reference_module.ordered_keys(torch.tensor([-1.0, 0.0, 1.0]).bfloat16()).tolist() == [
+        assert ordered_keys(torch.tensor([-1.0, 0.0, 1.0]).bfloat16()).tolist() == [
             0x407F,
             0x8000,
             0xBF80,
@@ -229,7 +230,7 @@ def test_histograms_of_the_kernel_and_of_the_reference_agree(dtype: torch.dtype)
 
 def test_masses_of_any_vocabulary_fit_63_bits() -> None:
     for total in (1, 2**17, 256000, 2**31 - 1):
-        assert total * 2 ** reference_module.mass_bits(total) < 2**63
+        assert total * 2 ** mass_bits(total) < 2**63
 
 
 # ---- what torch expects of an op -------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fastpar import ops, reference
+from fastpar.contracts.vocab import check_total, merge_candidates, pack_candidates, unpack_candidates
 from fastpar.contracts.vocab_shard import Shard
 from fastpar.reference import vocab_topk as reference_module
 from tests.counting import count_collectives
@@ -146,12 +147,12 @@ def test_shards_that_do_not_tile_are_an_error_on_every_rank() -> None:
 def test_worked_example() -> None:
     shards = [torch.tensor([[3.0, 5.0, 5.0]]), torch.tensor([[1.0, 5.0]])]
     sent = [
-        reference_module.pack(*K.vocab_topk(x, 2, start), 2, Shard(start, x.shape[1], 5))
+        pack_candidates(*K.vocab_topk(x, 2, start), 2, Shard(start, x.shape[1], 5))
         for x, start in zip(shards, [0, 3], strict=True)
     ]
-    candidates = reference_module.unpack(torch.stack(sent), 2)
+    candidates = unpack_candidates(torch.stack(sent), 2)
     assert candidates.ids[:, 0].tolist() == [[1, 2], [4, 3]]
-    values, ids = reference_module.merge(candidates, 2)
+    values, ids = merge_candidates(candidates, 2)
     assert values.tolist() == [[5.0, 5.0]]
     assert ids.tolist() == [[1, 2]]
     found = K.vocab_topk(torch.tensor([3.0, 5.0, 5.0, 1.0, 5.0]), 2, 0)  # the example of csrc/vocab_filter/topk.cpp
@@ -200,4 +201,4 @@ def test_bad_arguments_are_named(arguments: dict[str, Any], error: type[Exceptio
         with pytest.raises(error, match=message):
             module.vocab_parallel_topk(**call)
     with pytest.raises(ValueError, match="up to 2147483647 ids"):
-        reference_module.check_total(2**31)
+        check_total(2**31)

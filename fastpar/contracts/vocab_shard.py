@@ -16,7 +16,7 @@ from torch import Tensor
 from fastpar.contracts.agreement import Call, first_outside, outside_error, raise_disagreement
 
 if TYPE_CHECKING:
-    from fastpar.comm import Communicator, GroupLike
+    from fastpar.comm import Communicator
 
 HEADER_ROWS = 3  # enough for four int64 in rows of three float32
 
@@ -27,21 +27,6 @@ class Shard(NamedTuple):
     start: int
     size: int
     total: int
-
-
-def compute_dtype(logits_dtype: torch.dtype) -> torch.dtype:
-    """float64 for float64 logits, float32 for all others."""
-    return torch.float64 if logits_dtype == torch.float64 else torch.float32
-
-
-def communicator(group: GroupLike) -> Communicator | None:
-    """The group's communicator, or None where there is nobody to talk to."""
-    if group is None:
-        return None
-    from fastpar.comm import Communicator
-
-    comm = Communicator.of(group)
-    return comm if comm.size > 1 else None
 
 
 def resolve_shard(size: int, vocab_range: tuple[int, int, int] | None, comm: Communicator | None) -> Shard:

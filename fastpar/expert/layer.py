@@ -22,6 +22,7 @@ from fastpar.comm import (
     scatter_to,
     shard_sizes,
 )
+from fastpar.contracts.linear import autocast_dtype
 from fastpar.expert.losses import in_backward
 from fastpar.expert.placement import Placement
 from fastpar.expert.presets import RouterPreset
@@ -32,7 +33,6 @@ from fastpar.expert.weights import ExpertGroups, make_expert_weight, unwrap
 from fastpar.mesh import Mesh
 from fastpar.ops.moe_capacity import moe_capacity
 from fastpar.ops.moe_mlp import moe_mlp
-from fastpar.reference.linear import autocast_dtype
 from fastpar.reference.moe_mlp import ExpertRule, activate
 
 

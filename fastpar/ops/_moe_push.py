@@ -32,7 +32,7 @@ from fastpar.comm import Communicator
 from fastpar.comm.recompute_cache import kept
 from fastpar.comm.symmetric.buffer import SymmetricBuffer
 from fastpar.ops._autograd import first_derivative_only
-from fastpar.ops._device import has_kernels
+from fastpar.ops._backends import has_kernels
 from fastpar.ops._moe_mlp import Experts
 from fastpar.ops._moe_plan import Padding
 from fastpar.reference.moe_mlp import ExpertRule

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fastpar.ops._autograd import first_derivative_only
-from fastpar.ops._device import has_kernels
+from fastpar.ops._backends import has_kernels
 from fastpar.ops._moe_plan import Padding
 from fastpar.reference.moe_mlp import ExpertRule
 

@@ -25,10 +25,10 @@ from torch import Tensor
 from fastpar import _ext
 from fastpar.comm import CommError, Communicator
 from fastpar.comm.recompute_cache import kept
+from fastpar.contracts import compute_dtype
+from fastpar.contracts.transformer import check_rms_norm
 from fastpar.ops._autograd import first_derivative_only, needs_grad
-from fastpar.ops._device import has_kernels
-from fastpar.reference.rms_norm import check_arguments, compute_dtype
-from fastpar.reference.rms_norm import rms_norm as reference_rms_norm
+from fastpar.ops._backends import fallback, has_kernels
 
 _ext.load()
 _squares = torch.ops.fastpar.rms_norm_squares
@@ -132,10 +132,10 @@ def check_on_all_ranks(
     weight_offset: float,
     comm: Communicator | None,
 ) -> None:
-    """`check_arguments`; with a group, a rank whose arguments are wrong takes part in the collective of the others, who
+    """`check_rms_norm`; with a group, a rank whose arguments are wrong takes part in the collective of the others, who
     raise as well. That needs an x with rows."""
     try:
-        check_arguments(x, weight, eps, residual, weight_offset)
+        check_rms_norm(x, weight, eps, residual, weight_offset)
     except (TypeError, ValueError):
         if comm is not None and isinstance(x, Tensor) and x.dim() > 0 and not torch.compiler.is_compiling():
             squares = torch.zeros(x.shape[:-1].numel(), dtype=compute_dtype(x.dtype), device=x.device)
@@ -249,7 +249,8 @@ def split_rms_norm(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`fastpar.ops.rms_norm` with checked arguments and a group of several ranks."""
     if not has_kernels(x):
-        return reference_rms_norm(x, weight, eps=eps, residual=residual, weight_offset=weight_offset, group=comm)
+        options = {"eps": eps, "residual": residual, "weight_offset": weight_offset, "group": comm}
+        return cast("Tensor | tuple[Tensor, Tensor]", fallback("rms_norm")(x, weight, **options))
     if needs_grad(x, weight, residual):
         outputs = _SplitRmsNorm.apply(x, residual, weight, comm, eps, weight_offset, needs_grad(x, residual))
         return cast(Tensor, outputs[0]) if residual is None else cast("tuple[Tensor, Tensor]", outputs)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastpar.contracts.vocab_shard import compute_dtype
+from fastpar.contracts import compute_dtype
 from fastpar.ops._buffers import new_buffer
 
 _BLOCK_ROWS = 2048  # of dW: 4 MiB of bfloat16 at 1024 features, which stays in the second and third level caches

@@ -26,9 +26,9 @@ from fastpar.comm.autograd import reduce_from
 from fastpar.comm.communicator import GroupLike
 from fastpar.comm.recompute_cache import kept
 from fastpar.comm.symmetric.collectives import DTYPES, SymmetricCollectives
+from fastpar.contracts.transformer import check_rms_norm
 from fastpar.ops._autograd import first_derivative_only
 from fastpar.ops.rms_norm import rms_norm
-from fastpar.reference.rms_norm import check_arguments
 
 _ext.load()
 
@@ -130,7 +130,7 @@ def all_reduce_rms_norm(
             their own.
         CommError: the all-reduce failed.
     """
-    check_arguments(x, weight, eps, residual, weight_offset)
+    check_rms_norm(x, weight, eps, residual, weight_offset)
     if isinstance(group, SymmetricCollectives):
         if group.is_virtual:
             raise ValueError("group must be one of real ranks; virtual ranks: SymmetricCollectives.all_reduce_rms_norm")

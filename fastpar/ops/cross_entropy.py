@@ -37,56 +37,31 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 
-from fastpar import _ext
 from fastpar.arguments import checked
+from fastpar.contracts import communicator, compute_dtype
 from fastpar.contracts.agreement import Call, call_of, tensor_checksum
+from fastpar.contracts.cross_entropy import (
+    LossOptions,
+    check_logits_and_target,
+    check_options,
+    check_reduction,
+    check_weight,
+    expand_grad,
+    mean_denominator,
+    reduce_loss,
+    shifted,
+)
 from fastpar.contracts.dtensor_logits import local_tensor, unwrap
-from fastpar.contracts.vocab_shard import HEADER_ROWS, Shard, check_headers, compute_dtype, exchange
+from fastpar.contracts.vocab_shard import HEADER_ROWS, Shard, check_headers, exchange, resolve_shard
 from fastpar.ops._autograd import first_derivative_only, scale_by_upstream_
-from fastpar.reference import cross_entropy as reference
-from fastpar.reference.cross_entropy import LossOptions
+from fastpar.ops._backends import kernels_of
 
 if TYPE_CHECKING:
     from fastpar.comm import Communicator, GroupLike
 
-_ext.load()
-_CUDA_ARCHS = tuple(filter(None, _ext.build_info()["cuda_archs"].split(",")))
-
-
 # ---- launchers -------------------------------------------------------------------------------------------------------
 
-
-class _kernels:
-    """The compiled ops under the names that the reference gives them."""
-
-    stats = torch.ops.fastpar.vocab_parallel_cross_entropy_stats
-    merge = torch.ops.fastpar.vocab_parallel_cross_entropy_merge
-    backward = torch.ops.fastpar.vocab_parallel_cross_entropy_backward
-    backward_ = torch.ops.fastpar.vocab_parallel_cross_entropy_backward_
-    stats_exp_ = torch.ops.fastpar.vocab_parallel_cross_entropy_stats_exp_
-    forward_backward = torch.ops.fastpar.cross_entropy_forward_backward
-    forward_backward_ = torch.ops.fastpar.cross_entropy_forward_backward_
-
-
-def implementation(x: Tensor) -> Any:
-    """The namespace that holds the ops for this device: compiled, Triton's, or the reference's where there are none."""
-    if x.device.type == "cpu":
-        return _kernels
-    if x.device.type == "cuda":
-        if torch.cuda.get_device_capability(x.device) == (9, 0) and "90a" in _CUDA_ARCHS:
-            return _kernels
-        triton = _triton()
-        if triton is not None:
-            return triton
-    return reference
-
-
-def _triton() -> Any:
-    try:
-        from fastpar.kernels import cross_entropy
-    except ImportError:  # triton is optional
-        return None
-    return cross_entropy
+implementation = kernels_of("cross_entropy")
 
 
 class Problem(NamedTuple):
@@ -212,14 +187,14 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         ctx.in_forward = None
         if _writes_gradient_in_forward(logits, problem, reduction, inplace):
             one = torch.ones((), dtype=compute_dtype(logits.dtype), device=logits.device)
-            grad_loss = reference.expand_grad(one, divisor, target.numel(), one)
+            grad_loss = expand_grad(one, divisor, target.numel(), one)
             terms = (problem.weight, problem.weight_sum, grad_loss, *problem.options)
             loss, lse, ctx.in_forward = implementation(logits).forward_backward(logits, target, *terms)
         else:
             loss, lse = forward(logits, target, problem)
         ctx.save_for_backward(logits, target, lse, divisor, problem.weight, problem.weight_sum)
         ctx.shard, ctx.options, ctx.inplace = problem.shard, problem.options, inplace
-        out = reference.reduce_loss(loss, target, reduction, divisor)
+        out = reduce_loss(loss, target, reduction, divisor)
         return out, lse.to(loss.dtype).reshape(target.shape) if return_lse else None
 
     @staticmethod
@@ -237,7 +212,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
                 grad = scale_by_upstream_(prepared, grad_out)
             else:
                 like = torch.empty((), dtype=compute_dtype(logits.dtype), device=logits.device)
-                grad_loss = reference.expand_grad(grad_out, divisor, target.numel(), like)
+                grad_loss = expand_grad(grad_out, divisor, target.numel(), like)
                 if grad_lse is not None:
                     grad_lse = grad_lse.to(like.dtype).reshape(-1)
                 where = (ctx.shard.start, ctx.shard.total)
@@ -376,13 +351,13 @@ def vocab_parallel_cross_entropy(
     """
     logits, group, vocab_range = unwrap(logits, group, vocab_range)
     target = local_tensor(target, "target")
-    reference.check_logits_and_target(logits, target)
-    reference.check_reduction(reduction, denominator)
-    options = reference.check_options(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
-    comm = reference.communicator(group)
-    shard = reference.resolve_shard(logits.shape[-1], vocab_range, comm)
+    check_logits_and_target(logits, target)
+    check_reduction(reduction, denominator)
+    options = check_options(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
+    comm = communicator(group)
+    shard = resolve_shard(logits.shape[-1], vocab_range, comm)
     weight = None if weight is None else local_tensor(weight, "weight")
-    weight, weight_sum = reference.check_weight(weight, shard.total, logits, options)
+    weight, weight_sum = check_weight(weight, shard.total, logits, options)
     call = call_of(
         comm,
         logits,
@@ -393,19 +368,19 @@ def vocab_parallel_cross_entropy(
         denominator=tensor_checksum(denominator),
     )
     problem = Problem(shard, comm, options, weight, weight_sum, call)
-    target = reference.shifted(target.long(), shift, ignore_index)
+    target = shifted(target.long(), shift, ignore_index)
     if logits.shape[-1] > 1 and logits.stride(-1) != 1:
         logits = logits.contiguous()
     divisor = None
     if reduction == "mean":
         like = torch.empty((), dtype=compute_dtype(logits.dtype), device=logits.device)
-        divisor = reference.mean_denominator(target, weight, options, denominator, like)
+        divisor = mean_denominator(target, weight, options, denominator, like)
     if torch.is_grad_enabled() and logits.requires_grad:
         inplace = inplace_backward and not torch.compiler.is_compiling()
         arguments = (problem, reduction, inplace, return_lse)
         loss, lse = _VocabParallelCrossEntropy.apply(logits, target, divisor, *arguments)
     else:
         rows, lse = forward(logits, target, problem)
-        loss = reference.reduce_loss(rows, target, reduction, divisor)
+        loss = reduce_loss(rows, target, reduction, divisor)
         lse = lse.to(loss.dtype).reshape(target.shape)
     return (loss, lse) if return_lse else loss

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from fastpar import _ext
 from fastpar.arguments import checked
-from fastpar.ops._device import has_kernels
-from fastpar.reference import dropout as reference
+from fastpar.ops._backends import fallback, has_kernels
 
 _ext.load()
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -27,7 +26,7 @@ def _launch(x: Tensor, p: float, seed: int, offset: list[int], global_shape: lis
         return cast(Tensor, torch.ops.fastpar.sharded_dropout(x, p, seed, offset, global_shape))
     if x.device.type == "cuda" and has_kernels(x) and x.dtype in _DTYPES:
         return cast(Tensor, torch.ops.fastpar.sharded_dropout(x, p, seed, offset, global_shape))
-    return reference.sharded_dropout(x, p, seed=seed, offset=offset, global_shape=global_shape)
+    return cast(Tensor, fallback("sharded_dropout")(x, p, seed=seed, offset=offset, global_shape=global_shape))
 
 
 @torch.library.impl("fastpar::sharded_dropout", "cuda")

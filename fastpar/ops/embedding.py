@@ -15,48 +15,26 @@ threads.
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from fastpar import _ext
 from fastpar.arguments import checked
 from fastpar.comm import gather_sequence, shard_sizes
+from fastpar.contracts import communicator
 from fastpar.contracts.agreement import call_of, first_outside, raise_disagreement, tensor_checksum
-from fastpar.contracts.vocab_shard import Shard, communicator, resolve_shard
-from fastpar.reference import embedding as reference
+from fastpar.contracts.embedding import check_ids, check_scatter_dim, check_weight, reduced, resolve_padding
+from fastpar.contracts.vocab_shard import Shard, resolve_shard
+from fastpar.ops._backends import kernels_of
 
 if TYPE_CHECKING:
     from fastpar.comm import Communicator, GroupLike
 
-_ext.load()
-
 
 # ---- launchers -------------------------------------------------------------------------------------------------------
 
-
-class _kernels:
-    """The compiled ops under the names that the reference gives them."""
-
-    embedding = torch.ops.fastpar.vocab_embedding
-    embedding_backward = torch.ops.fastpar.vocab_embedding_backward
-
-
-def implementation(x: Tensor) -> Any:
-    """The namespace that holds the ops for this device."""
-    if x.device.type == "cpu":
-        return _kernels
-    triton = _triton() if x.device.type == "cuda" else None
-    return reference if triton is None else triton
-
-
-def _triton() -> Any:
-    try:
-        from fastpar.kernels import embedding
-    except ImportError:  # triton is optional
-        return None
-    return embedding
+implementation = kernels_of("embedding")
 
 
 # ---- fakes -----------------------------------------------------------------------------------------------------------
@@ -232,23 +210,22 @@ def vocab_parallel_embedding(
         CommMismatchError: the ranks were given different ids (on CPU, after the collective, on every rank).
         ValueError, TypeError: shapes, dtypes, devices, vocab_range, padding_idx, reduce.
     """
-    reference.check_weight(ids, weight, reduce)
+    check_weight(ids, weight, reduce)
     comm = communicator(group)
     shard = resolve_shard(weight.shape[0], vocab_range, comm)
-    padding = reference.resolve_padding(padding_idx, shard.total)
-    reference.check_scatter_dim(scatter_dim, ids)
+    padding = resolve_padding(padding_idx, shard.total)
+    check_scatter_dim(scatter_dim, ids)
     if comm is not None and reduce != "none" and _has_marks(ids, weight):
         dim = None if reduce == "all" else scatter_dim % (ids.dim() + 1)
         if dim != ids.dim():
             arguments = (weight, ids.long(), shard)
             if torch.is_grad_enabled() and weight.requires_grad:
-                reduced: Tensor = _ReducedEmbedding.apply(*arguments, padding, comm, dim)
-                return reduced
+                return cast(Tensor, _ReducedEmbedding.apply(*arguments, padding, comm, dim))
             return _lookup_and_reduce(*arguments, comm, dim)
-    reference.check_ids(ids, shard.total)
+    check_ids(ids, shard.total)
     ids = ids.long()
     if torch.is_grad_enabled() and weight.requires_grad:
         out = _Embedding.apply(weight, ids, shard.start, padding)
     else:
         out = implementation(weight).embedding(ids, weight, shard.start)
-    return reference.reduced(out, comm, reduce, scatter_dim)
+    return reduced(out, comm, reduce, scatter_dim)

@@ -41,14 +41,14 @@ import torch
 from torch import Tensor
 
 from fastpar.arguments import checked
-from fastpar.contracts.vocab_shard import communicator
+from fastpar.contracts import communicator
+from fastpar.contracts import linear as reference
+from fastpar.contracts.linear import Weights
 from fastpar.ops import _parallel_linear as passes
 from fastpar.ops._parallel_linear import ALL_GATHER, ALL_REDUCE, COPY, REDUCE_SCATTER, Call
 from fastpar.ops._sharded_products import Rows
 from fastpar.ops.overlap import Overlap
 from fastpar.ops.wgrad_store import WeightGradStore
-from fastpar.reference import linear as reference
-from fastpar.reference.linear import Weights
 
 if TYPE_CHECKING:
     from fastpar.comm import Communicator, GroupLike

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from fastpar.arguments import checked
-from fastpar.contracts.vocab_shard import communicator
+from fastpar.contracts import communicator
+from fastpar.contracts import linear as reference
 from fastpar.ops import _parallel_linear as passes
 from fastpar.ops._parallel_linear import ALL_GATHER, ALL_REDUCE, COPY, REDUCE_SCATTER, Call, Wants
 from fastpar.ops._sharded_products import product
 from fastpar.ops.linear import make_call
 from fastpar.ops.overlap import Overlap
-from fastpar.reference import linear as reference
 
 if TYPE_CHECKING:
     from fastpar.comm import GroupLike

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fastpar.arguments import checked
 from fastpar.comm import Communicator, GroupLike
+from fastpar.contracts.linear import autocast_dtype
 from fastpar.ops import _moe_push, _moe_triton
 from fastpar.ops._autograd import needs_grad, scale_grad
 from fastpar.ops._moe_exchange import Exchange
@@ -19,7 +20,6 @@ from fastpar.ops._moe_mlp import Call, Experts, MoeMlp, forward
 from fastpar.ops._moe_plan import Padding, Terms
 from fastpar.ops.grouped_linear import grouped_linear
 from fastpar.ops.moe import exchange_of, moe_combine, moe_dispatch
-from fastpar.reference.linear import autocast_dtype
 from fastpar.reference.moe_mlp import ExpertRule, activate, check_experts
 
 

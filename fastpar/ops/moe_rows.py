@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from fastpar import _ext
+from fastpar.ops._backends import has_kernels
 from fastpar.ops._buffers import new_buffer
-from fastpar.ops._device import has_kernels
 from fastpar.reference import moe_rows as reference
 
 _ext.load()

@@ -33,8 +33,8 @@ from torch import Tensor
 
 from fastpar.arguments import checked
 from fastpar.comm import shard_sizes
-from fastpar.contracts.vocab_shard import communicator
-from fastpar.reference.newton_schulz import Triple, check_arguments, polynomials
+from fastpar.contracts import communicator
+from fastpar.contracts.newton_schulz import Triple, check_newton_schulz, polynomials
 
 if TYPE_CHECKING:
     from fastpar.comm import Communicator, GroupLike
@@ -174,7 +174,7 @@ def newton_schulz(
     triples = polynomials(coefficients, steps)
     if not 0.0 <= eps <= 1.0:
         raise ValueError(f"eps must be between 0 and 1, got {eps}")
-    dim, sizes = check_arguments(x, comm, dim, sizes, dtype)
+    dim, sizes = check_newton_schulz(x, comm, dim, sizes, dtype)
     if x.shape[:-2].numel() * sum(sizes) * x.shape[-3 - dim] == 0:
         return x.to(dtype, copy=True)
 

@@ -27,40 +27,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastpar import _ext
 from fastpar.arguments import checked
-from fastpar.ops._device import _HAS_TRITON
-from fastpar.reference import optimizer as reference
-from fastpar.reference.optimizer import Step as Step
-from fastpar.reference.optimizer import StochasticRounding as StochasticRounding
+from fastpar.contracts.optimizer import Step as Step
+from fastpar.contracts.optimizer import StochasticRounding as StochasticRounding
+from fastpar.contracts.optimizer import check_betas, check_momentum, check_step, step_number
+from fastpar.ops._backends import CUDA_ARCHS, HAS_TRITON, kernels_of, triton
 
-_ext.load()
-_CUDA_ARCHS = tuple(filter(None, _ext.build_info()["cuda_archs"].split(",")))
 _STEPS = ("adamw_step", "sgd_step", "lion_step")
 
 
 # ---- launchers -------------------------------------------------------------------------------------------------------
 
 
-def _triton() -> Any:
-    """fastpar.kernels.optimizer, or None where triton is not installed."""
-    if not _HAS_TRITON:
-        return None
-    from fastpar.kernels import optimizer
-
-    return optimizer
-
-
-def _kernels(device: torch.device) -> Any:
-    """The namespace of the steps on a device: compiled ops or Triton's functions; None where there are neither."""
-    if device.type == "cpu":
-        return torch.ops.fastpar
-    if device.type != "cuda":
-        return None
-    if "90a" in _CUDA_ARCHS and torch.cuda.get_device_capability(device) == (9, 0):
-        return torch.ops.fastpar
-    # without CUDA in the compiled library, the ops themselves are Triton's for CUDA tensors
-    return torch.ops.fastpar if _HAS_TRITON and not _CUDA_ARCHS else _triton()
+implementation = kernels_of("optimizer")
 
 
 class _Dense:
@@ -119,8 +98,8 @@ def _changes_its_arguments(*arguments: Any) -> None:
 
 for _name in _STEPS:
     torch.library.register_fake(f"fastpar::{_name}", _changes_its_arguments)
-    if _HAS_TRITON and not _CUDA_ARCHS:
-        torch.library.impl(f"fastpar::{_name}", "cuda", lambda *x, name=_name: getattr(_triton(), name)(*x))
+    if HAS_TRITON and not CUDA_ARCHS:
+        torch.library.impl(f"fastpar::{_name}", "cuda", lambda *x, name=_name: getattr(triton("optimizer"), name)(*x))
 
 
 # ---- steps without checks, for `fastpar.optim`, whose tensors fit together -------------------------------------------
@@ -131,11 +110,12 @@ def run_adamw(
 ) -> None:
     if not arguments.params:
         return
-    kernels = _kernels(arguments.params[0].device)
-    if kernels is None:
-        return reference.run_adamw(arguments, step, lr, betas, eps, weight_decay)
+    kernels = implementation(arguments.params[0])
+    if hasattr(kernels, "run_adamw"):  # plain PyTorch, which takes the arguments as they are
+        kernels.run_adamw(arguments, step, lr, betas, eps, weight_decay)
+        return
     step_tensor = step if isinstance(step, Tensor) else None
-    count = 1 if step_tensor is not None else reference.step_number(step)
+    count = 1 if step_tensor is not None else step_number(step)
     _launch(kernels.adamw_step, arguments, step_tensor, numbers=(count, lr, *betas, eps, weight_decay))
 
 
@@ -144,18 +124,20 @@ def run_sgd(
 ) -> None:
     if not arguments.params:
         return
-    kernels = _kernels(arguments.params[0].device)
-    if kernels is None:
-        return reference.run_sgd(arguments, lr, momentum, dampening, weight_decay, nesterov, first)
+    kernels = implementation(arguments.params[0])
+    if hasattr(kernels, "run_sgd"):  # plain PyTorch, which takes the arguments as they are
+        kernels.run_sgd(arguments, lr, momentum, dampening, weight_decay, nesterov, first)
+        return
     _launch(kernels.sgd_step, arguments, numbers=(lr, momentum, dampening, weight_decay, nesterov, first))
 
 
 def run_lion(arguments: Step, lr: float, betas: tuple[float, float], weight_decay: float) -> None:
     if not arguments.params:
         return
-    kernels = _kernels(arguments.params[0].device)
-    if kernels is None:
-        return reference.run_lion(arguments, lr, betas, weight_decay)
+    kernels = implementation(arguments.params[0])
+    if hasattr(kernels, "run_lion"):  # plain PyTorch, which takes the arguments as they are
+        kernels.run_lion(arguments, lr, betas, weight_decay)
+        return
     _launch(kernels.lion_step, arguments, numbers=(lr, *betas, weight_decay))
 
 
@@ -231,8 +213,8 @@ def adamw_step(
         stochastic,
         ("exp_avgs", "exp_avg_sqs"),
     )
-    reference.check_step(arguments, lr=lr, eps=eps, weight_decay=weight_decay)
-    reference.check_betas(betas)
+    check_step(arguments, lr=lr, eps=eps, weight_decay=weight_decay)
+    check_betas(betas)
     run_adamw(arguments, step, lr, betas, eps, weight_decay)
 
 
@@ -270,12 +252,12 @@ def sgd_step(
     Worked example: p = 1, g = 0.5, b = 1, lr = 0.5, momentum = 0.5, weight_decay = 0.5: g becomes 1, b = 1.5, p = 0.25;
     with nesterov p = 1 - 0.5 * (1 + 0.75) = 0.125.
     """
-    reference.check_momentum(momentum, momentum_buffers, nesterov)
+    check_momentum(momentum, momentum_buffers, nesterov)
     states, scales = ((momentum_buffers,), (momentum_scales,)) if momentum else ((), ())
     arguments = Step(
         params, grads, states, scales, grad_factor, found_inf, outputs, remainders, stochastic, ("momentum_buffers",)
     )
-    reference.check_step(arguments, lr=lr, momentum=momentum, weight_decay=weight_decay)
+    check_step(arguments, lr=lr, momentum=momentum, weight_decay=weight_decay)
     run_sgd(arguments, lr, momentum, dampening, weight_decay, nesterov, first)
 
 
@@ -319,6 +301,6 @@ def lion_step(
         stochastic,
         ("exp_avgs",),
     )
-    reference.check_step(arguments, lr=lr, weight_decay=weight_decay)
-    reference.check_betas(betas)
+    check_step(arguments, lr=lr, weight_decay=weight_decay)
+    check_betas(betas)
     run_lion(arguments, lr, betas, weight_decay)

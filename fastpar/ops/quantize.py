@@ -19,8 +19,8 @@ from torch import Tensor
 from fastpar import _ext
 from fastpar.arguments import checked
 from fastpar.comm.block_codes import FORMATS
-from fastpar.ops._device import has_kernels
-from fastpar.reference import quantize as reference
+from fastpar.contracts.gradients import check_dequantize, check_quantize
+from fastpar.ops._backends import fallback, has_kernels
 
 _ext.load()
 _quantize = torch.ops.fastpar.quantize_rows
@@ -100,9 +100,10 @@ def quantize_blocks(
         TypeError: dtypes; a block or seed that is no int.
         ValueError: a scalar; a format, block, rounding or seed that there is not; an x that requires a gradient.
     """
-    codes_of = reference.check_quantize(x, format, block, rounding, seed)
+    codes_of = check_quantize(x, format, block, rounding, seed)
     if not has_kernels(x):
-        return reference.quantize_blocks(x, format=format, block=block, rounding=rounding, seed=seed)
+        options = {"format": format, "block": block, "rounding": rounding, "seed": seed}
+        return cast("tuple[Tensor, Tensor]", fallback("quantize_blocks")(x, **options))
     codes, scales = _quantize(x, block, FORMATS[format], seed if rounding == "stochastic" else -1)
     return codes.view(codes_of.dtype), scales
 
@@ -123,7 +124,7 @@ def dequantize_blocks(codes: Tensor, scales: Tensor, *, block: int = 128, dtype:
         TypeError: dtypes.
         ValueError: scales that do not fit codes and block; devices that differ; a tensor that requires a gradient.
     """
-    codes_of = reference.check_dequantize(codes, scales, block, dtype)
+    codes_of = check_dequantize(codes, scales, block, dtype)
     if not has_kernels(codes):
-        return reference.dequantize_blocks(codes, scales, block=block, dtype=dtype)
+        return cast(Tensor, fallback("dequantize_blocks")(codes, scales, block=block, dtype=dtype))
     return cast(Tensor, _dequantize(codes.view(torch.uint8), scales, block, FORMATS[codes_of.format], dtype))

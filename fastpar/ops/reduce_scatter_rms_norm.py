@@ -25,10 +25,10 @@ from torch import Tensor
 from fastpar.arguments import checked
 from fastpar.comm.autograd import reduce_scatter_sequence
 from fastpar.comm.communicator import GroupLike
-from fastpar.contracts.vocab_shard import communicator
+from fastpar.contracts import communicator
+from fastpar.contracts.linear import check_sequence_dim, scattered_sizes
+from fastpar.contracts.transformer import check_rms_norm
 from fastpar.ops.rms_norm import rms_norm
-from fastpar.reference.linear import check_sequence_dim, scattered_sizes
-from fastpar.reference.rms_norm import check_arguments
 
 
 @checked()
@@ -70,7 +70,7 @@ def reduce_scatter_rms_norm(
         TypeError, ValueError: as `rms_norm`; sizes that do not add up; a residual that has not this rank's tokens.
         CommError: as `Communicator` raises it.
     """
-    check_arguments(x, weight, eps, None, weight_offset)
+    check_rms_norm(x, weight, eps, None, weight_offset)
     dim = check_sequence_dim(x, dim)
     comm = communicator(group)
     rows = scattered_sizes(x.shape[dim], sizes, comm)

@@ -32,12 +32,10 @@ from torch import Tensor
 
 from fastpar import _ext
 from fastpar.arguments import checked
-from fastpar.contracts.vocab_shard import communicator
+from fastpar.contracts import communicator, compute_dtype
 from fastpar.ops._autograd import first_derivative_only, needs_grad
-from fastpar.ops._device import has_kernels
+from fastpar.ops._backends import fallback, has_kernels
 from fastpar.ops._rms_norm_split import check_on_all_ranks, split_rms_norm
-from fastpar.reference.rms_norm import compute_dtype
-from fastpar.reference.rms_norm import rms_norm as reference_rms_norm
 
 if TYPE_CHECKING:
     from fastpar.comm import GroupLike
@@ -247,7 +245,8 @@ def rms_norm(
     if comm is not None:
         return split_rms_norm(x, weight, comm, eps=eps, residual=residual, weight_offset=weight_offset)
     if not has_kernels(x):
-        return reference_rms_norm(x, weight, eps=eps, residual=residual, weight_offset=weight_offset)
+        options = {"eps": eps, "residual": residual, "weight_offset": weight_offset}
+        return cast("Tensor | tuple[Tensor, Tensor]", fallback("rms_norm")(x, weight, **options))
     if needs_grad(x, weight, residual):
         outputs = _RmsNorm.apply(x, residual, weight, eps, weight_offset)
         return cast(Tensor, outputs[0]) if residual is None else cast("tuple[Tensor, Tensor]", outputs)

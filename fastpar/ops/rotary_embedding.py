@@ -24,9 +24,9 @@ from torch import Tensor
 
 from fastpar import _ext
 from fastpar.arguments import checked
+from fastpar.contracts.transformer import check_rotary, rotary_tables
 from fastpar.ops._autograd import needs_grad
-from fastpar.ops._device import has_kernels
-from fastpar.reference.rotary_embedding import check_arguments, rotary_tables, rotated
+from fastpar.ops._backends import fallback, has_kernels
 
 __all__ = ["rotary_embedding", "rotary_tables"]
 
@@ -109,7 +109,7 @@ class _Rotary(torch.autograd.Function):
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor, heads_first: bool, interleaved: bool, inplace: bool) -> Tensor:
     if not has_kernels(x):
-        out = rotated(x, cos, sin, heads_first=heads_first, interleaved=interleaved)
+        out: Tensor = fallback("transformer").rotated(x, cos, sin, heads_first=heads_first, interleaved=interleaved)
         return x.copy_(out) if inplace else out
     options = heads_first, interleaved, False
     # A copy besides: of what no kernel can turn where it is, and for Dynamo, which traces no function that writes to
@@ -210,7 +210,7 @@ def rotary_embedding(
         ValueError: shapes; both or neither of tables and positions; tables with a column for every element, which are
             told apart by no op; tables that require a gradient; an odd rotary_dim; a layout that there is not.
     """
-    cos, sin = check_arguments(q, k, cos, sin, positions, theta, rotary_dim, layout)
+    cos, sin = check_rotary(q, k, cos, sin, positions, theta, rotary_dim, layout)
     if inplace:
         for name, x in (("q", q), ("k", k)):
             if x is not None:

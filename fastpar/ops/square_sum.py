@@ -24,10 +24,8 @@ from torch import Tensor
 
 from fastpar import _ext
 from fastpar.arguments import checked
-from fastpar.ops._device import has_kernels
-from fastpar.reference.square_sum import LENGTH, check_sums, check_tensors
-from fastpar.reference.square_sum import exact_square_sum as reference_exact_square_sum
-from fastpar.reference.square_sum import square_sum_norm as reference_square_sum_norm
+from fastpar.contracts.gradients import LENGTH, check_sums, check_tensors
+from fastpar.ops._backends import fallback, has_kernels
 
 _ext.load()
 _square_sum = torch.ops.fastpar.exact_square_sum
@@ -81,7 +79,7 @@ def exact_square_sum(tensors: Iterable[Tensor]) -> Tensor:
     """
     listed = check_tensors(tensors)
     if not listed or not has_kernels(listed[0]):
-        return reference_exact_square_sum(listed)
+        return cast(Tensor, fallback("exact_square_sum")(listed))
     return cast(Tensor, _square_sum([x.detach() for x in listed]))
 
 
@@ -102,5 +100,5 @@ def square_sum_norm(sums: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """
     check_sums(sums, dtype)
     if not has_kernels(sums):
-        return reference_square_sum_norm(sums, dtype)
+        return cast(Tensor, fallback("square_sum_norm")(sums, dtype))
     return cast(Tensor, _norm(sums.contiguous(), dtype))

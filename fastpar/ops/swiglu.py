@@ -18,10 +18,9 @@ from torch import Tensor
 
 from fastpar import _ext
 from fastpar.arguments import checked
+from fastpar.contracts.transformer import check_swiglu
 from fastpar.ops._autograd import first_derivative_only, needs_grad
-from fastpar.ops._device import has_kernels
-from fastpar.reference.swiglu import check_arguments
-from fastpar.reference.swiglu import swiglu as reference_swiglu
+from fastpar.ops._backends import fallback, has_kernels
 
 _ext.load()
 _forward = torch.ops.fastpar.swiglu
@@ -109,9 +108,9 @@ def swiglu(gate_up: Tensor, up: Tensor | None = None) -> Tensor:
         TypeError: a dtype that is not floating, or two dtypes.
         ValueError: an odd last dim without `up`; shapes or devices that differ.
     """
-    check_arguments(gate_up, up)
+    check_swiglu(gate_up, up)
     if not has_kernels(gate_up):
-        return reference_swiglu(gate_up, up)
+        return cast(Tensor, fallback("swiglu")(gate_up, up))
     if needs_grad(gate_up, up):
         return cast(Tensor, _Swiglu.apply(gate_up, up))
     return cast(Tensor, _forward(gate_up, up))

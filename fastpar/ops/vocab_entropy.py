@@ -24,12 +24,12 @@ import torch
 from torch import Tensor
 
 from fastpar.arguments import checked
+from fastpar.contracts import communicator
 from fastpar.contracts.dtensor_logits import local_tensor, unwrap
-from fastpar.contracts.vocab_shard import Shard, communicator, resolve_shard
+from fastpar.contracts.vocab import Transform, check_ids, check_logits, check_transform
+from fastpar.contracts.vocab_shard import Shard, resolve_shard
 from fastpar.ops._autograd import first_derivative_only
 from fastpar.ops.vocab_softmax import ids_by_row, implementation, statistics
-from fastpar.reference import vocab_entropy as reference
-from fastpar.reference.vocab_softmax import Transform, check_logits, check_transform
 
 if TYPE_CHECKING:
     from fastpar.comm import Communicator, GroupLike
@@ -171,7 +171,7 @@ def vocab_parallel_log_prob(
     logits, group, vocab_range = unwrap(logits, group, vocab_range)
     check_logits(logits)
     ids = local_tensor(ids, "ids")
-    reference.check_ids(ids, logits, ignore_index)
+    check_ids(ids, logits, ignore_index)
     options = check_transform(softcap, logit_scale)
     comm = communicator(group)
     shard = resolve_shard(logits.shape[-1], vocab_range, comm)

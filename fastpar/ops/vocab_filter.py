@@ -31,35 +31,33 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fastpar import _ext
 from fastpar.arguments import checked
+from fastpar.contracts import communicator
 from fastpar.contracts.dtensor_logits import placed_like, unwrap
-from fastpar.contracts.vocab_shard import Shard, communicator, exchange, resolve_shard
+from fastpar.contracts.vocab import (
+    ALL_TIES,
+    BINS,
+    Candidates,
+    check_filters,
+    check_logits,
+    gather_candidates,
+    mass_bits,
+    masses,
+    merge_candidates,
+    num_rows,
+    values_of,
+)
+from fastpar.contracts.vocab_shard import Shard, exchange, resolve_shard
+from fastpar.ops._backends import kernels_of
 from fastpar.ops.vocab_topk import implementation as topk_implementation
-from fastpar.reference import vocab_filter as reference
-from fastpar.reference.vocab_filter import ALL_TIES, BINS
-from fastpar.reference.vocab_softmax import check_logits, num_rows
-from fastpar.reference.vocab_topk import Candidates, gather_candidates, merge
 
 if TYPE_CHECKING:
     from fastpar.comm import Communicator, GroupLike
 
-_ext.load()
-
 
 # ---- launchers -------------------------------------------------------------------------------------------------------
 
-
-class _kernels:
-    """The compiled ops under the names that the reference gives them."""
-
-    histogram = torch.ops.fastpar.vocab_filter_histogram
-    apply = torch.ops.fastpar.vocab_filter_apply
-
-
-def implementation(x: Tensor) -> Any:
-    """The namespace that holds the ops for this device."""
-    return _kernels if x.device.type == "cpu" else reference
+implementation = kernels_of("vocab_filter")
 
 
 # ---- fakes -----------------------------------------------------------------------------------------------------------
@@ -93,7 +91,7 @@ def _cut_of_candidates(
     candidates: Candidates, k: int, top_p: float, bits: int, comm: Communicator | None
 ) -> tuple[Tensor, Tensor]:
     """(cut, own ties) of top-k and top-p from the ranks' k best."""
-    values, _ = merge(candidates, k)
+    values, _ = merge_candidates(candidates, k)
     kth, maximum = values[:, -1], values[:, :1].double()
 
     def ties_of(cut: Tensor) -> Tensor:
@@ -103,7 +101,7 @@ def _cut_of_candidates(
 
     if top_p >= 1.0:
         return kth.double(), torch.full_like(kth, ALL_TIES, dtype=torch.int64)
-    mass = reference.masses(values, maximum, bits)
+    mass = masses(values, maximum, bits)
     all_kth = ties_of(kth).sum(dim=0)
     above = mass.masked_fill(values == kth.unsqueeze(1), 0).sum(dim=1)
     needed = _needed(above + mass[:, -1] * all_kth, top_p)
@@ -111,7 +109,7 @@ def _cut_of_candidates(
     reached[:, -1] = True  # by ties of the k-th that are not in the list
     cut = values.gather(1, reached.int().argmax(dim=1, keepdim=True))
     above = mass.masked_fill(values <= cut, 0).sum(dim=1)
-    unit = reference.masses(cut, maximum, bits).squeeze(1).clamp(min=1)
+    unit = masses(cut, maximum, bits).squeeze(1).clamp(min=1)
     stay = -((above - needed) // unit)  # rounded up
     counts = ties_of(cut.squeeze(1))
     return cut.squeeze(1).double(), _own_ties(counts, stay, comm)
@@ -146,7 +144,7 @@ def _cut_by_mass(
     ties = counts.gather(2, byte.expand(counts.shape[0], -1, 1)).squeeze(2)
     unit = (inside.squeeze(1) // ties.sum(dim=0).clamp(min=1)).clamp(min=1)
     stay = -((above - needed) // unit)
-    return reference.values_of(prefix, z.dtype).double(), _own_ties(ties, stay, comm)
+    return values_of(prefix, z.dtype).double(), _own_ties(ties, stay, comm)
 
 
 def _cut(
@@ -159,11 +157,11 @@ def _cut(
     **options: float,
 ) -> tuple[Tensor, Tensor]:
     """(cut [N] float64, how many of this rank's scores that equal it stay [N])."""
-    bits, k = reference.mass_bits(shard.total), 1 if top_k is None else top_k
+    bits, k = mass_bits(shard.total), 1 if top_k is None else top_k
     options |= {"top_p": top_p, "min_p": min_p, "top_k": -1 if top_k is None else top_k}
     best = topk_implementation(z).topk(z, k, shard.start)
     candidates = gather_candidates(best, k, shard, comm, "vocab_parallel_top_k_top_p", **options)
-    maximum = merge(candidates, 1)[0].squeeze(1).double()
+    maximum = merge_candidates(candidates, 1)[0].squeeze(1).double()
     if top_k is not None:
         cut, ties = _cut_of_candidates(candidates, k, top_p, bits, comm)
     elif top_p < 1.0:
@@ -253,7 +251,7 @@ def vocab_parallel_top_k_top_p(
     check_logits(logits)
     comm = communicator(group)
     shard = resolve_shard(logits.shape[-1], vocab_range, comm)
-    reference.check_filters(top_k, top_p, min_p, temperature, filter_value, shard.total)
+    check_filters(top_k, top_p, min_p, temperature, filter_value, shard.total)
     if top_k is not None and top_k >= shard.total:
         top_k = None
     top_p, min_p = 1.0 if top_p is None else float(top_p), min_p or 0.0

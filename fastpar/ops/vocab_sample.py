@@ -8,34 +8,24 @@ to be kept in step.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from fastpar import _ext
 from fastpar.arguments import checked
+from fastpar.contracts import communicator
 from fastpar.contracts.agreement import call_of
 from fastpar.contracts.dtensor_logits import unwrap
-from fastpar.contracts.vocab_shard import HEADER_ROWS, check_headers, communicator, exchange, resolve_shard, with_header
-from fastpar.reference import vocab_sample as reference
-from fastpar.reference.vocab_softmax import check_logits, num_rows
+from fastpar.contracts.vocab import check_logits, check_sampling, num_rows
+from fastpar.contracts.vocab_shard import HEADER_ROWS, check_headers, exchange, resolve_shard, with_header
+from fastpar.ops._backends import kernels_of
 
 if TYPE_CHECKING:
     from fastpar.comm import GroupLike
 
-_ext.load()
 
-
-class _kernels:
-    """The compiled op under the name that the reference gives it."""
-
-    gumbel_argmax = torch.ops.fastpar.vocab_gumbel_argmax
-
-
-def implementation(x: Tensor) -> Any:
-    """The namespace that holds the op for this device."""
-    return _kernels if x.device.type == "cpu" else reference
+implementation = kernels_of("vocab_sample")
 
 
 @torch.library.register_fake("fastpar::vocab_gumbel_argmax")
@@ -77,7 +67,7 @@ def vocab_parallel_sample(
     """
     logits, group, vocab_range = unwrap(logits, group, vocab_range)
     check_logits(logits)
-    reference.check_sampling(seed, temperature, first_row)
+    check_sampling(seed, temperature, first_row)
     comm = communicator(group)
     shard = resolve_shard(logits.shape[-1], vocab_range, comm)
     with torch.no_grad():

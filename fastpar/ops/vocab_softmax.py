@@ -26,56 +26,29 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fastpar import _ext
 from fastpar.arguments import checked
+from fastpar.contracts import communicator, compute_dtype
 from fastpar.contracts.agreement import call_of
 from fastpar.contracts.dtensor_logits import placed_like, unwrap
-from fastpar.contracts.vocab_shard import Shard, check_headers, communicator, compute_dtype, exchange, resolve_shard
+from fastpar.contracts.vocab import SUMS, Transform, check_logits, check_output_dtype, check_transform, num_rows
+from fastpar.contracts.vocab_shard import Shard, check_headers, exchange, resolve_shard
 from fastpar.ops._autograd import first_derivative_only
-from fastpar.reference import vocab_softmax as reference
-from fastpar.reference.vocab_softmax import Transform
+from fastpar.ops._backends import kernels_of
 
 if TYPE_CHECKING:
     from fastpar.comm import Communicator, GroupLike
 
-_ext.load()
-
 
 # ---- launchers -------------------------------------------------------------------------------------------------------
 
-
-class _kernels:
-    """The compiled ops under the names that the reference gives them."""
-
-    stats = torch.ops.fastpar.vocab_softmax_stats
-    merge = torch.ops.fastpar.vocab_softmax_merge
-    normalize = torch.ops.fastpar.vocab_softmax_normalize
-    dot = torch.ops.fastpar.vocab_softmax_dot
-    backward = torch.ops.fastpar.vocab_softmax_backward
-    log_prob_backward = torch.ops.fastpar.vocab_log_prob_backward
-
-
-def implementation(x: Tensor) -> Any:
-    """The namespace that holds the ops for this device."""
-    if x.device.type == "cpu":
-        return _kernels
-    triton = _triton() if x.device.type == "cuda" else None
-    return reference if triton is None else triton
-
-
-def _triton() -> Any:
-    try:
-        from fastpar.kernels import vocab_softmax
-    except ImportError:  # triton is optional
-        return None
-    return vocab_softmax
+implementation = kernels_of("vocab_softmax")
 
 
 def ids_by_row(ids: Tensor | None, logits: Tensor) -> Tensor | None:
     """ids [...] or [..., K] as the ops take them, [N, K]."""
     if ids is None:
         return None
-    return ids.reshape(reference.num_rows(logits), ids.shape[-1] if ids.dim() == logits.dim() else 1)
+    return ids.reshape(num_rows(logits), ids.shape[-1] if ids.dim() == logits.dim() else 1)
 
 
 def statistics(
@@ -112,7 +85,7 @@ def _rows(logits: Tensor) -> Any:
 
 @torch.library.register_fake("fastpar::vocab_softmax_stats")
 def _(logits: Tensor, ids: Tensor | None, *arguments: Any) -> Tensor:
-    columns = reference.SUMS + (0 if ids is None else ids.shape[1])
+    columns = SUMS + (0 if ids is None else ids.shape[1])
     return logits.new_empty((_rows(logits) + 3, columns), dtype=compute_dtype(logits.dtype))
 
 
@@ -195,9 +168,9 @@ def _normalized(
 ) -> Tensor:
     given = logits
     logits, group, vocab_range = unwrap(given, group, vocab_range)
-    reference.check_logits(logits)
-    options = reference.check_transform(softcap, logit_scale)
-    out_dtype = reference.check_output_dtype(dtype, logits)
+    check_logits(logits)
+    options = check_transform(softcap, logit_scale)
+    out_dtype = check_output_dtype(dtype, logits)
     comm = communicator(group)
     shard = resolve_shard(logits.shape[-1], vocab_range, comm)
     widen = out_dtype != logits.dtype

@@ -12,38 +12,27 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fastpar import _ext
 from fastpar.arguments import checked
+from fastpar.contracts import communicator
 from fastpar.contracts.dtensor_logits import unwrap
-from fastpar.contracts.vocab_shard import Shard, communicator, resolve_shard
-from fastpar.reference import vocab_topk as reference
-from fastpar.reference.vocab_softmax import check_logits
+from fastpar.contracts.vocab import check_k, check_logits, check_total, gather_candidates, merge_candidates
+from fastpar.contracts.vocab_shard import Shard, resolve_shard
+from fastpar.ops._backends import kernels_of
 
 if TYPE_CHECKING:
     from fastpar.comm import Communicator, GroupLike
 
-_ext.load()
-
 
 # ---- launchers -------------------------------------------------------------------------------------------------------
 
-
-class _kernels:
-    """The compiled op under the name that the reference gives it."""
-
-    topk = torch.ops.fastpar.vocab_topk
-
-
-def implementation(x: Tensor) -> Any:
-    """The namespace that holds the op for this device."""
-    return _kernels if x.device.type == "cpu" else reference
+implementation = kernels_of("vocab_topk")
 
 
 def _select(logits: Tensor, k: int, shard: Shard, comm: Communicator | None) -> tuple[Tensor, Tensor]:
     local = implementation(logits).topk(logits, k, shard.start)
     if comm is None:
         return local[0], local[1]
-    values, ids = reference.merge(reference.gather_candidates(local, k, shard, comm), k)
+    values, ids = merge_candidates(gather_candidates(local, k, shard, comm), k)
     shape = (*logits.shape[:-1], k)
     return values.to(logits.dtype).reshape(shape), ids.reshape(shape)
 
@@ -114,8 +103,8 @@ def vocab_parallel_topk(
     check_logits(logits)
     comm = communicator(group)
     shard = resolve_shard(logits.shape[-1], vocab_range, comm)
-    reference.check_total(shard.total)
-    reference.check_k(k, shard.total)
+    check_total(shard.total)
+    check_k(k, shard.total)
     if torch.is_grad_enabled() and logits.requires_grad:
         values, ids = _TopK.apply(logits, k, shard, comm)
         return values, ids

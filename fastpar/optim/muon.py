@@ -28,12 +28,12 @@ from torch.distributed.tensor import DTensor
 
 from fastpar.arguments import checked
 from fastpar.comm import Communicator
+from fastpar.contracts.newton_schulz import DTYPES, polynomials
 from fastpar.ops.newton_schulz import newton_schulz
 from fastpar.optim._matrix_exchange import Exchange
 from fastpar.optim._matrix_layout import Layout, LayoutReader
 from fastpar.optim._matrix_plan import MODES, assign, rates_of
 from fastpar.optim._parameters import check_group, checked_params
-from fastpar.reference.newton_schulz import DTYPES, polynomials
 
 if TYPE_CHECKING:
     from fastpar.comm import GroupLike

@@ -1,9 +1,10 @@
 """Plain-PyTorch versions of the ops, same signatures: for debugging, for tests, and for devices without kernels."""
 
-from fastpar.reference.all_reduce_rms_norm import all_reduce_rms_norm
+from fastpar.contracts.transformer import rotary_tables
 from fastpar.reference.cross_entropy import vocab_parallel_cross_entropy
 from fastpar.reference.dropout import sharded_dropout
 from fastpar.reference.embedding import vocab_parallel_embedding
+from fastpar.reference.gradients import dequantize_blocks, exact_square_sum, quantize_blocks, square_sum_norm
 from fastpar.reference.grouped_linear import grouped_linear
 from fastpar.reference.linear import all_gather_linear, copy_to_linear, linear_all_reduce, linear_reduce_scatter
 from fastpar.reference.linear_cross_entropy import linear_cross_entropy
@@ -11,12 +12,13 @@ from fastpar.reference.moe_mlp import ExpertRule, moe_mlp
 from fastpar.reference.moe_route import expert_choice_route, moe_route
 from fastpar.reference.newton_schulz import newton_schulz
 from fastpar.reference.optimizer import adamw_step, lion_step, sgd_step
-from fastpar.reference.quantize import dequantize_blocks, quantize_blocks
-from fastpar.reference.reduce_scatter_rms_norm import reduce_scatter_rms_norm
-from fastpar.reference.rms_norm import rms_norm
-from fastpar.reference.rotary_embedding import rotary_embedding, rotary_tables
-from fastpar.reference.square_sum import exact_square_sum, square_sum_norm
-from fastpar.reference.swiglu import swiglu
+from fastpar.reference.transformer import (
+    all_reduce_rms_norm,
+    reduce_scatter_rms_norm,
+    rms_norm,
+    rotary_embedding,
+    swiglu,
+)
 from fastpar.reference.vocab_entropy import vocab_parallel_entropy, vocab_parallel_log_prob
 from fastpar.reference.vocab_filter import vocab_parallel_top_k_top_p
 from fastpar.reference.vocab_sample import vocab_parallel_sample

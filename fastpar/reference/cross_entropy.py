@@ -1,4 +1,4 @@
-"""Vocab-parallel cross-entropy in plain PyTorch, and the argument checks that the fused version shares with it.
+"""Vocab-parallel cross-entropy in plain PyTorch.
 
 The algebra is in fastpar.ops.cross_entropy. `stats`, `merge`, `backward`, ... here have the signatures of the ops of
 the same names, and are what the public function falls back to on devices without kernels. In all of them `weight` is
@@ -9,138 +9,31 @@ None without smoothing or weights), and a `softcap` of 0 means none.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from fastpar.contracts.dtensor_logits import local_tensor, unwrap
-from fastpar.contracts.vocab_shard import (
-    Shard,
-    check_headers,
-    check_target_range,
-    communicator,
-    compute_dtype,
-    exchange,
-    resolve_shard,
-    with_header,
+from fastpar.contracts import communicator, compute_dtype
+from fastpar.contracts.cross_entropy import (
+    below_lse,
+    check_logits_and_target,
+    check_options,
+    check_reduction,
+    check_weight,
+    join_lse,
+    mean_denominator,
+    reduce_loss,
+    shifted,
+    target_weight,
 )
-from fastpar.reference.normalizer import below_lse, join_lse
+from fastpar.contracts.dtensor_logits import local_tensor, unwrap
+from fastpar.contracts.vocab_shard import Shard, check_headers, check_target_range, exchange, resolve_shard, with_header
 
 if TYPE_CHECKING:
     from fastpar.comm import GroupLike
 
-LOGITS_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 SUM_UNIT = 2.0**-32  # sums of logits travel multiplied by this: one of logits of 1e38 would not be a float32
-REDUCTIONS = ("none", "mean", "sum")
-
-
-# ---- arguments -------------------------------------------------------------------------------------------------------
-
-
-# From here on a far row's normaliser (csrc/common/far_rows.h) and tanh in float32 are too coarse on some backends, and
-# logits that are small enough to have digits behind the point are not changed by the cap.
-MAX_SOFTCAP = float(1 << 30)
-
-
-class LossOptions(NamedTuple):
-    """What changes the loss of a row, besides class weights; checked. softcap 0: none."""
-
-    ignore_index: int
-    label_smoothing: float
-    z_loss: float
-    softcap: float
-    logit_scale: float
-
-    @property
-    def smoothing(self) -> bool:
-        return self.label_smoothing > 0.0
-
-
-def check_options(
-    ignore_index: int, label_smoothing: float, z_loss: float, softcap: float | None, logit_scale: float
-) -> LossOptions:
-    """The options as the ops take them; ValueError or TypeError for what makes no sense."""
-    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
-        raise TypeError(f"ignore_index must be an int, got {ignore_index!r}")
-    if not 0.0 <= label_smoothing <= 1.0:
-        raise ValueError(f"label_smoothing must be between 0 and 1, got {label_smoothing}")
-    if not 0.0 <= z_loss < math.inf:
-        raise ValueError(f"z_loss must be a finite number >= 0, got {z_loss}")
-    if softcap is not None and not 0.0 < softcap < math.inf:
-        raise ValueError(f"softcap must be None or a finite number > 0, got {softcap}")
-    if softcap is not None and softcap >= MAX_SOFTCAP:
-        raise ValueError(
-            f"softcap must be below 2**30, got {softcap}: logits of float32 that it would change have no digits left "
-            "for it. Leave it out"
-        )
-    if not -math.inf < logit_scale < math.inf or logit_scale == 0.0:
-        raise ValueError(f"logit_scale must be finite and not 0, got {logit_scale}")
-    return LossOptions(ignore_index, float(label_smoothing), float(z_loss), float(softcap or 0.0), float(logit_scale))
-
-
-def check_reduction(reduction: str, denominator: float | Tensor | None) -> None:
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"reduction must be one of {REDUCTIONS}, got {reduction!r}")
-    if denominator is None:
-        return
-    if reduction != "mean":
-        raise ValueError(f"denominator is what a mean divides by; reduction is {reduction!r}")
-    if isinstance(denominator, Tensor):
-        if denominator.numel() != 1:
-            raise ValueError(f"denominator must be a number or a tensor of one, got shape {tuple(denominator.shape)}")
-    elif not denominator > 0:
-        raise ValueError(f"denominator must be > 0, got {denominator}")
-
-
-def check_logits_and_target(logits: Tensor, target: Tensor) -> None:
-    if logits.dtype not in LOGITS_DTYPES:
-        raise TypeError(f"logits must be one of {[str(d) for d in LOGITS_DTYPES]}, got {logits.dtype}")
-    if target.dtype not in (torch.int64, torch.int32):
-        raise TypeError(f"target must hold class ids as int64 (or int32), got {target.dtype}")
-    if logits.dim() == 0 or target.shape != logits.shape[:-1]:
-        raise ValueError(
-            f"target must have the shape of logits without its last dim (the vocabulary): logits is "
-            f"{tuple(logits.shape)}, target is {tuple(target.shape)}"
-        )
-    if target.device != logits.device:
-        raise ValueError(f"logits and target must be on one device, got {logits.device} and {target.device}")
-
-
-def check_weight(
-    weight: Tensor | None, total: int, like: Tensor, options: LossOptions
-) -> tuple[Tensor | None, Tensor | None]:
-    """Class weights as the ops take them, and their sum where smoothing needs it."""
-    if weight is None:
-        return None, None
-    if not weight.is_floating_point():
-        raise TypeError(f"weight must be floating point, got {weight.dtype}")
-    if weight.shape != (total,):
-        raise ValueError(
-            f"weight must have one entry per id of the whole vocabulary, ({total},), got {tuple(weight.shape)}"
-        )
-    if weight.device != like.device:
-        raise ValueError(f"weight must be on the device of the logits, {like.device}, got {weight.device}")
-    if weight.requires_grad:
-        raise ValueError("weight requires a gradient, and class weights have none here: pass weight.detach()")
-    weight = weight.to(compute_dtype(like.dtype)).contiguous()
-    return weight, weight.double().sum() if options.smoothing else None
-
-
-def shifted(target: Tensor, shift: int, ignore_index: int) -> Tensor:
-    """Target t + shift at position t of the last dim; `ignore_index` where there is none. The logits stay as they are.
-
-    shifted([5, 6, 7], 1, -100) is [6, 7, -100].
-    """
-    if isinstance(shift, bool) or not isinstance(shift, int) or shift < 0:
-        raise ValueError(f"shift must be an int >= 0, got {shift!r}")
-    if shift == 0:
-        return target
-    if target.dim() == 0:
-        raise ValueError("shift needs a target with a sequence dim, its last one; got a target of no dims")
-    shift = min(shift, target.shape[-1])
-    return F.pad(target, (0, shift), value=ignore_index)[..., shift:]
 
 
 # ---- the ops ---------------------------------------------------------------------------------------------------------
@@ -231,15 +124,6 @@ def merge(
     if z_loss > 0.0:
         loss = loss + z_loss * lse.square()
     return loss.masked_fill(ids == ignore_index, 0.0).to(gathered.dtype), join_lse(reference, log_sum, gathered.dtype)
-
-
-def target_weight(weight: Tensor, ids: Tensor) -> Tensor:
-    """weight[id] of every row; NaN for ids outside the vocabulary, which may be ignored ones."""
-    total = weight.shape[0]
-    outside = (ids < 0) | (ids >= total)
-    if total == 0:
-        return weight.new_full(ids.shape, math.nan)
-    return weight[ids.masked_fill(outside, 0)].masked_fill(outside, math.nan)
 
 
 def backward(
@@ -349,41 +233,6 @@ def forward_backward_(logits: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     loss, lse, grad = forward_backward(logits, *arguments)
     logits.copy_(grad)
     return loss, lse
-
-
-# ---- reductions ------------------------------------------------------------------------------------------------------
-
-
-def mean_denominator(
-    target: Tensor, weight: Tensor | None, options: LossOptions, denominator: float | Tensor | None, like: Tensor
-) -> Tensor:
-    """What a mean divides by, as a scalar of like's dtype and device: `denominator`, or the (weighted) number of rows
-    that count; 1 where that is 0, so that a mean over nothing is 0.
-    """
-    if denominator is not None:
-        if isinstance(denominator, Tensor):
-            return denominator.detach().reshape(()).to(device=like.device, dtype=like.dtype)
-        return like.new_tensor(denominator)
-    counted = target != options.ignore_index
-    if weight is None:
-        return counted.sum().clamp(min=1).to(like.dtype)
-    total = target_weight(weight, target.reshape(-1)).masked_fill(~counted.reshape(-1), 0.0).sum().to(like.dtype)
-    return torch.where(total == 0, torch.ones_like(total), total)
-
-
-def reduce_loss(loss: Tensor, target: Tensor, reduction: str, divisor: Tensor | None) -> Tensor:
-    """The per-row losses [N] reduced; `divisor` belongs to a mean."""
-    if reduction == "none":
-        return loss.reshape(target.shape)
-    return loss.sum() if divisor is None else loss.sum() / divisor
-
-
-def expand_grad(grad: Tensor | None, divisor: Tensor | None, rows: int, like: Tensor) -> Tensor:
-    """Gradient of every row's loss, [rows] of like's dtype, from the gradient of the reduced loss (None: zero)."""
-    if grad is None:
-        return like.new_zeros(()).expand(rows)
-    scaled = grad.to(like.dtype) if divisor is None else grad.to(like.dtype) / divisor
-    return scaled.reshape(-1).expand(rows)
 
 
 # ---- the public function ---------------------------------------------------------------------------------------------

@@ -7,31 +7,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, overload
 
-import torch
 from torch import Tensor
 
+from fastpar.contracts import communicator, compute_dtype
 from fastpar.contracts.dtensor_logits import local_tensor, unwrap
-from fastpar.contracts.vocab_shard import communicator, compute_dtype, resolve_shard
+from fastpar.contracts.vocab import check_ids, check_logits, check_transform, num_rows
+from fastpar.contracts.vocab_shard import resolve_shard
 from fastpar.reference.cross_entropy import transform
-from fastpar.reference.vocab_softmax import check_logits, check_transform, num_rows, whole_vocab
+from fastpar.reference.vocab_softmax import whole_vocab
 
 if TYPE_CHECKING:
     from fastpar.comm import GroupLike
-
-
-def check_ids(ids: Tensor, logits: Tensor, ignore_index: int) -> None:
-    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
-        raise TypeError(f"ignore_index must be an int, got {ignore_index!r}")
-    if ids.dtype not in (torch.int64, torch.int32):
-        raise TypeError(f"ids must be int64 (or int32), got {ids.dtype}")
-    rows = logits.shape[:-1]
-    if ids.shape != rows and (ids.dim() != logits.dim() or ids.shape[:-1] != rows):
-        raise ValueError(
-            f"ids must have the shape of logits without its last dim (the vocabulary), or one dim more (ids per row): "
-            f"logits is {tuple(logits.shape)}, ids is {tuple(ids.shape)}"
-        )
-    if ids.device != logits.device:
-        raise ValueError(f"logits and ids must be on one device, got {logits.device} and {ids.device}")
 
 
 def _masked_product(p: Tensor, log_p: Tensor) -> Tensor:

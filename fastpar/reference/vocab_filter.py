@@ -12,73 +12,21 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from fastpar.contracts import communicator
 from fastpar.contracts.dtensor_logits import placed_like, unwrap
-from fastpar.contracts.vocab_shard import communicator, resolve_shard
-from fastpar.reference.vocab_softmax import check_logits, num_rows, whole_vocab
-from fastpar.reference.vocab_topk import check_total
+from fastpar.contracts.vocab import (
+    BINS,
+    check_filters,
+    check_logits,
+    masses,
+    num_rows,
+    ordered_keys,
+)
+from fastpar.contracts.vocab_shard import resolve_shard
+from fastpar.reference.vocab_softmax import whole_vocab
 
 if TYPE_CHECKING:
     from fastpar.comm import GroupLike
-
-BINS = 256  # a byte of the key at a time
-ALL_TIES = 2**62
-_SIGNED = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-# ---- arguments -------------------------------------------------------------------------------------------------------
-
-
-def check_filters(
-    top_k: int | None, top_p: float | None, min_p: float | None, temperature: float, filter_value: float, total: int
-) -> None:
-    check_total(total)
-    if top_k is not None:
-        if isinstance(top_k, bool) or not isinstance(top_k, int):
-            raise TypeError(f"top_k must be None or an int, got {top_k!r}")
-        if top_k < 1:
-            raise ValueError(f"top_k must be at least 1 (None for no limit), got {top_k}")
-    if top_p is not None and not 0.0 <= top_p <= 1.0:
-        raise ValueError(f"top_p must be between 0 and 1 (None for no limit), got {top_p}")
-    if min_p is not None and not 0.0 <= min_p <= 1.0:
-        raise ValueError(f"min_p must be between 0 and 1 (None for no limit), got {min_p}")
-    if not (temperature > 0.0 and math.isfinite(temperature)):
-        raise ValueError(f"temperature must be a finite number > 0, got {temperature}")
-    if math.isnan(filter_value):
-        raise ValueError("filter_value must not be NaN")
-
-
-# ---- keys and masses -------------------------------------------------------------------------------------------------
-
-# Note: masses. exp(z - maximum) is counted in integer units of 2^-mass_bits, so that a sum has the same value however
-# it is split over ranks; mass_bits leaves room for the whole vocabulary in 63 bits.
-
-
-def mass_bits(total: int) -> int:
-    return min(52, 62 - total.bit_length())
-
-
-def masses(values: Tensor, maximum: Tensor, bits: int) -> Tensor:
-    """exp(value - maximum) in units of 2^-bits, int64; 0 where that is not a number."""
-    exact = (values.double() - maximum).exp() * 2.0**bits
-    return (exact + 0.5).nan_to_num(0.0, 0.0, 0.0).long()
-
-
-def ordered_keys(x: Tensor) -> Tensor:
-    """Integers of the same order as the floating-point numbers x; unsigned, so those of 64 bits wrap. -0 is 0."""
-    bits = (x + 0.0).contiguous().view(_SIGNED[x.element_size()]).long()
-    width = 8 * x.element_size()
-    ordered = torch.where(bits < 0, ~bits, bits ^ -(2**63) if width == 64 else bits + 2 ** (width - 1))
-    return torch.where(bits < 0, ordered & (2 ** (width - 1) - 1), ordered)
-
-
-def values_of(keys: Tensor, dtype: torch.dtype) -> Tensor:
-    """The floating-point numbers whose `ordered_keys` these are."""
-    width = 8 * dtype.itemsize
-    if width == 64:
-        return torch.where(keys < 0, keys ^ -(2**63), ~keys).view(dtype)
-    half = 2 ** (width - 1)
-    bits = torch.where(keys >= half, keys - half, -1 - keys)
-    return bits.to(_SIGNED[dtype.itemsize]).view(dtype)
 
 
 # ---- the ops ---------------------------------------------------------------------------------------------------------

@@ -12,24 +12,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from fastpar.contracts import communicator
 from fastpar.contracts.dtensor_logits import unwrap
-from fastpar.contracts.vocab_shard import communicator, resolve_shard
+from fastpar.contracts.vocab import check_logits, check_sampling, num_rows
+from fastpar.contracts.vocab_shard import resolve_shard
 from fastpar.reference.dropout import _GOLDEN, _MIX1, _MIX2, _shift_right
-from fastpar.reference.vocab_softmax import check_logits, num_rows, whole_vocab
+from fastpar.reference.vocab_softmax import whole_vocab
 
 if TYPE_CHECKING:
     from fastpar.comm import GroupLike
-
-
-def check_sampling(seed: int, temperature: float, first_row: int) -> None:
-    if isinstance(seed, bool) or not isinstance(seed, int):
-        raise TypeError(f"seed must be an int, got {seed!r}")
-    if not -(2**63) <= seed < 2**63:
-        raise ValueError(f"seed must fit 64 bits, got {seed}")
-    if not (temperature > 0.0 and math.isfinite(temperature)):
-        raise ValueError(f"temperature must be a finite number > 0, got {temperature} (greedy: vocab_parallel_argmax)")
-    if first_row < 0:
-        raise ValueError(f"first_row must not be negative, got {first_row}")
 
 
 def _splitmix(z: Tensor) -> Tensor:

@@ -1,5 +1,4 @@
-"""Softmax and log-softmax over a vocabulary that is split across ranks, in plain PyTorch; and what the other functions
-of a split vocabulary share with them.
+"""Softmax and log-softmax over a vocabulary that is split across ranks, in plain PyTorch.
 
 The algebra is in fastpar.ops.vocab_softmax and fastpar.ops.vocab_entropy. `stats`, `merge`, `normalize`, ... here have
 the signatures of the ops of the same names, and are what the public functions fall back to on devices without kernels;
@@ -9,60 +8,20 @@ a `softcap` of 0 means none.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from fastpar.contracts import communicator
+from fastpar.contracts.cross_entropy import below_lse, join_lse
 from fastpar.contracts.dtensor_logits import placed_like, unwrap
-from fastpar.contracts.vocab_shard import (
-    Shard,
-    check_headers,
-    communicator,
-    exchange,
-    read_headers,
-    resolve_shard,
-    with_header,
-)
-from fastpar.reference.cross_entropy import LOGITS_DTYPES, check_options, transform
-from fastpar.reference.normalizer import below_lse, join_lse
+from fastpar.contracts.vocab import SUMS, check_logits, check_output_dtype, check_transform, num_rows
+from fastpar.contracts.vocab_shard import Shard, check_headers, exchange, read_headers, resolve_shard, with_header
+from fastpar.reference.cross_entropy import transform
 
 if TYPE_CHECKING:
     from fastpar.comm import Communicator, GroupLike
-
-SUMS = 3  # columns of the statistics before those of the ids
-
-
-# ---- arguments -------------------------------------------------------------------------------------------------------
-
-
-class Transform(NamedTuple):
-    """What becomes of a logit before the softmax; checked. softcap 0: none."""
-
-    softcap: float
-    logit_scale: float
-
-
-def check_logits(logits: Tensor) -> None:
-    if logits.dtype not in LOGITS_DTYPES:
-        raise TypeError(f"logits must be one of {[str(d) for d in LOGITS_DTYPES]}, got {logits.dtype}")
-    if logits.dim() == 0:
-        raise ValueError("logits must have at least one dim, the vocabulary, got a scalar")
-
-
-def check_transform(softcap: float | None, logit_scale: float) -> Transform:
-    options = check_options(-100, 0.0, 0.0, softcap, logit_scale)
-    return Transform(options.softcap, options.logit_scale)
-
-
-def check_output_dtype(dtype: torch.dtype | None, logits: Tensor) -> torch.dtype:
-    if dtype is not None and dtype not in LOGITS_DTYPES:
-        raise TypeError(f"dtype must be None or one of {[str(d) for d in LOGITS_DTYPES]}, got {dtype}")
-    return logits.dtype if dtype is None else dtype
-
-
-def num_rows(logits: Tensor) -> int:
-    return logits.shape[:-1].numel()
 
 
 # ---- the ops ---------------------------------------------------------------------------------------------------------

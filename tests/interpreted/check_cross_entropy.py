@@ -17,11 +17,11 @@ import triton.language as tl
 from torch import Tensor
 
 from fastpar import ops
+from fastpar.contracts.cross_entropy import LossOptions, check_options, check_weight
 from fastpar.kernels import cross_entropy as kernels
 from fastpar.kernels.cross_entropy_kernels import row_offset
 from fastpar.kernels.cross_entropy_row import expm1, tanh_and_slope
 from fastpar.reference import cross_entropy as reference
-from fastpar.reference.cross_entropy import LossOptions, check_options, check_weight
 from tests.cross_entropy_cases import (
     DTYPES,
     OPTIONS,

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from fastpar.contracts.transformer import rotary_tables
 from fastpar.kernels import rotary_embedding as kernels
-from fastpar.reference.rotary_embedding import rotary_tables, rotated
+from fastpar.reference.transformer import rotated
 
 # The interpreter cuts bfloat16 off, where devices round to nearest.
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10, torch.float64: 1e-14}

@@ -44,16 +44,24 @@ import torch
 from torch import Tensor
 
 from fastpar.arguments import checked
+from fastpar.contracts import communicator, compute_dtype
 from fastpar.contracts.agreement import call_of, tensor_checksum
+from fastpar.contracts.cross_entropy import (
+    check_options,
+    check_reduction,
+    check_weight,
+    mean_denominator,
+    reduce_loss,
+    shifted,
+)
 from fastpar.contracts.dtensor_logits import check_same_group, local_tensor
-from fastpar.contracts.vocab_shard import communicator, compute_dtype, resolve_shard
+from fastpar.contracts.linear_cross_entropy import check_projection
+from fastpar.contracts.vocab_shard import resolve_shard
 from fastpar.ops.cross_entropy import Problem
 from fastpar.ops.linear_cross_entropy.autograd import Call, Deferred, LinearCrossEntropy
 from fastpar.ops.linear_cross_entropy.passes import Grads, Inputs, Layout, Wants, gradients, losses
 from fastpar.ops.linear_cross_entropy.torch_ops import compiled_backward, compiled_forward
 from fastpar.ops.wgrad_store import WeightGradStore
-from fastpar.reference import cross_entropy as reference
-from fastpar.reference.linear_cross_entropy import check_projection
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -110,7 +118,7 @@ def _prepare(
     weight, bias, group, vocab_range = _local_rows(weight, bias, group, vocab_range)
     target = local_tensor(target, "target")
     hidden, weight, bias = _autocast(hidden, weight, bias)
-    options = reference.check_options(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
+    options = check_options(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
     if chunk_bytes is not None and (
         isinstance(chunk_bytes, bool) or not isinstance(chunk_bytes, int) or chunk_bytes <= 0
     ):
@@ -118,8 +126,8 @@ def _prepare(
     comm = communicator(group)
     dim = check_projection(hidden, weight, bias, target, comm, sequence_parallel, sequence_dim)
     shard = resolve_shard(weight.shape[0], vocab_range, comm)
-    class_weight, weight_sum = reference.check_weight(class_weight, shard.total, hidden, options)
-    target = reference.shifted(target.long(), shift, ignore_index)
+    class_weight, weight_sum = check_weight(class_weight, shard.total, hidden, options)
+    target = shifted(target.long(), shift, ignore_index)
     call = call_of(
         comm,
         hidden,
@@ -278,7 +286,7 @@ def linear_cross_entropy(
             (on CPU, after the first collective, on every rank).
         CommError: as `Communicator` raises it.
     """
-    reference.check_reduction(reduction, denominator)
+    check_reduction(reduction, denominator)
     if wgrad_store is not None and torch.compiler.is_compiling():
         raise ValueError("wgrad_store puts off work in eager code; leave it None under torch.compile")
     inputs, problem, layout = _prepare(
@@ -303,14 +311,14 @@ def linear_cross_entropy(
     divisor = None
     if reduction == "mean":
         like = torch.empty((), dtype=compute_dtype(inputs.hidden.dtype), device=hidden.device)
-        divisor = reference.mean_denominator(inputs.target, problem.weight, problem.options, denominator, like)
+        divisor = mean_denominator(inputs.target, problem.weight, problem.options, denominator, like)
     needs_grad = any(x is not None and x.requires_grad for x in inputs[:3])
     if not (torch.is_grad_enabled() and needs_grad):
         if torch.compiler.is_compiling():
             rows, lse, _ = compiled_forward(inputs, problem, layout, None, Wants(False, False, False))
         else:
             rows, lse = losses(inputs, problem, layout)
-        out = reference.reduce_loss(rows, inputs.target, reduction, divisor)
+        out = reduce_loss(rows, inputs.target, reduction, divisor)
         return (out, lse.to(out.dtype).reshape(target.shape)) if return_lse else out
     projection, offset, deferred, anchor = inputs.weight, inputs.bias, None, None
     if wgrad_store is not None:

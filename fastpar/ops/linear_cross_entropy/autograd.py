@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastpar.contracts.vocab_shard import compute_dtype
+from fastpar.contracts import compute_dtype
+from fastpar.contracts.cross_entropy import expand_grad, reduce_loss
 from fastpar.ops._autograd import first_derivative_only, scale_by_upstream_
 from fastpar.ops.cross_entropy import Problem
 from fastpar.ops.linear_cross_entropy.passes import (
@@ -24,7 +25,6 @@ from fastpar.ops.linear_cross_entropy.passes import (
 )
 from fastpar.ops.linear_cross_entropy.torch_ops import compiled_backward, compiled_forward
 from fastpar.ops.wgrad_store import WeightGradStore
-from fastpar.reference import cross_entropy as reference
 
 
 class Deferred(NamedTuple):
@@ -66,7 +66,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         grad_loss = None
         if call.reduction != "none" and not call.return_lse and hidden.dtype != torch.float16:
             one = torch.ones((), dtype=compute_dtype(hidden.dtype), device=hidden.device)
-            grad_loss = reference.expand_grad(one, divisor, target.numel(), one)
+            grad_loss = expand_grad(one, divisor, target.numel(), one)
         prepared = Grads(None, None, None)
         if is_compiling:
             loss, lse, prepared = compiled_forward(inputs, call.problem, call.layout, grad_loss, ctx.wants)
@@ -78,7 +78,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         ctx.prepared = None if is_compiling or grad_loss is None else prepared
         kept = prepared if is_compiling else (None, None, None)
         ctx.save_for_backward(hidden, weight, bias, target, lse, divisor, *kept)
-        out = reference.reduce_loss(loss, target, call.reduction, divisor)
+        out = reduce_loss(loss, target, call.reduction, divisor)
         return out, lse.to(loss.dtype).reshape(target.shape) if call.return_lse else None
 
     @staticmethod
@@ -111,7 +111,7 @@ def _recompute_arguments(
     """What `gradients` takes, but for `wants`."""
     hidden, weight, bias, target, lse, divisor = ctx.saved_tensors[:6]
     like = torch.empty((), dtype=compute_dtype(hidden.dtype), device=hidden.device)
-    grad_loss = reference.expand_grad(grad_out, divisor, target.numel(), like)
+    grad_loss = expand_grad(grad_out, divisor, target.numel(), like)
     if grad_lse is not None:
         grad_lse = grad_lse.to(like.dtype).reshape(-1)
     inputs = Inputs(hidden, weight, bias, target)

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from fastpar.comm import Pending
-from fastpar.contracts.vocab_shard import check_headers, check_target_range, compute_dtype
+from fastpar.contracts import compute_dtype
+from fastpar.contracts.vocab_shard import check_headers, check_target_range
 from fastpar.ops import cross_entropy as family
 from fastpar.ops._buffers import new_buffer
 from fastpar.ops._weight_grad import WeightGrad, sum_bytes, weighted_sum

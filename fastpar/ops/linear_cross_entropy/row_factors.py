@@ -31,10 +31,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fastpar.contracts.cross_entropy import below_lse, target_weight
 from fastpar.ops.cross_entropy import Problem
 from fastpar.ops.linear_cross_entropy.row_chunks import Rows
-from fastpar.reference.cross_entropy import target_weight
-from fastpar.reference.normalizer import below_lse
 
 
 class RowFactors(NamedTuple):

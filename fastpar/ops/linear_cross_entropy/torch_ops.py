@@ -11,7 +11,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from fastpar.contracts.vocab_shard import Shard, compute_dtype
+from fastpar.contracts import compute_dtype
+from fastpar.contracts.cross_entropy import LossOptions
+from fastpar.contracts.vocab_shard import Shard
 from fastpar.ops.cross_entropy import Problem
 from fastpar.ops.linear_cross_entropy.passes import (
     Grads,
@@ -22,7 +24,6 @@ from fastpar.ops.linear_cross_entropy.passes import (
     losses,
     losses_and_gradients,
 )
-from fastpar.reference.cross_entropy import LossOptions
 
 _COMMON = (
     "Tensor? class_weight, Tensor? weight_sum, bool[] wants, SymInt vocab_start, SymInt vocab_total, int ignore_index, "

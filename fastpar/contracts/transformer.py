@@ -1,26 +1,69 @@
-"""Rotary position embeddings in plain PyTorch, the tables of their angles, and the checks of their arguments."""
+"""Checks of the arguments of RMSNorm, SwiGLU and rotary embeddings; the tables of the last."""
 
 from __future__ import annotations
 
 import math
-from typing import overload
 
 import torch
 from torch import Tensor
 
 from fastpar.arguments import checked
+from fastpar.contracts import FLOAT_DTYPES, compute_dtype
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+def check_rms_norm(x: Tensor, weight: Tensor | None, eps: float, residual: Tensor | None, weight_offset: float) -> None:
+    """Raises TypeError or ValueError with the values if the arguments do not fit `rms_norm`."""
+    if x.dtype not in FLOAT_DTYPES:
+        raise TypeError(f"x must be one of {', '.join(map(str, FLOAT_DTYPES))}, got {x.dtype}")
+    if x.dim() == 0:
+        raise ValueError("x must have at least one dim, the one that is normalised; got a scalar")
+    if not 0.0 <= eps < math.inf:
+        raise ValueError(f"eps must be finite and not negative, got {eps}")
+    if not -math.inf < weight_offset < math.inf:
+        raise ValueError(f"weight_offset must be finite, got {weight_offset}")
+    if weight is None and weight_offset != 0.0:
+        raise ValueError(f"weight_offset ({weight_offset}) is added to a weight, but weight is None")
+    if weight is not None:
+        if weight.dtype not in FLOAT_DTYPES:
+            raise TypeError(f"weight must be one of {', '.join(map(str, FLOAT_DTYPES))}, got {weight.dtype}")
+        if weight.shape != x.shape[-1:]:
+            raise ValueError(f"weight must be [{x.shape[-1]}], the last dim of x, got {tuple(weight.shape)}")
+        if weight.device != x.device:
+            raise ValueError(f"x and weight must be on one device, got {x.device} and {weight.device}")
+    if residual is not None:
+        if residual.dtype != x.dtype:
+            raise TypeError(f"x and residual must have one dtype, got {x.dtype} and {residual.dtype}")
+        if residual.shape != x.shape:
+            raise ValueError(f"x and residual must have one shape, got {tuple(x.shape)} and {tuple(residual.shape)}")
+        if residual.device != x.device:
+            raise ValueError(f"x and residual must be on one device, got {x.device} and {residual.device}")
+
+
+def check_swiglu(gate_up: Tensor, up: Tensor | None) -> None:
+    """Raises TypeError or ValueError with the values if the tensors do not fit `swiglu`."""
+    name = "gate_up" if up is None else "gate_up (the gate, beside up)"
+    if gate_up.dtype not in FLOAT_DTYPES:
+        raise TypeError(f"{name} must be one of {', '.join(map(str, FLOAT_DTYPES))}, got {gate_up.dtype}")
+    if gate_up.dim() == 0:
+        raise ValueError(f"{name} must have at least one dim, got a scalar")
+    if up is None:
+        if gate_up.shape[-1] % 2:
+            raise ValueError(
+                f"the last dim of gate_up must be even, the gate's features and then up's; got {tuple(gate_up.shape)}"
+            )
+        return
+    if up.dtype != gate_up.dtype:
+        raise TypeError(f"gate and up must have one dtype, got {gate_up.dtype} and {up.dtype}")
+    if up.shape != gate_up.shape:
+        raise ValueError(f"gate and up must have one shape, got {tuple(gate_up.shape)} and {tuple(up.shape)}")
+    if up.device != gate_up.device:
+        raise ValueError(f"gate and up must be on one device, got {gate_up.device} and {up.device}")
+
+
+# ---- rotary embeddings -----------------------------------------------------------------------------------------------
+
 LAYOUTS = ("bshd", "bhsd")
 _POSITION_DTYPES = (torch.int64, torch.int32)
-
-
-def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float64 for float64, float32 for all others."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-# ---- tables ----------------------------------------------------------------------------------------------------------
 
 
 @checked(meta=True)
@@ -56,8 +99,8 @@ def rotary_tables(
         found = positions.dtype if isinstance(positions, Tensor) else type(positions).__name__
         raise TypeError(f"positions must be a tensor of torch.int64 or torch.int32, got {found}")
     _check_rotary_dim(rotary_dim)
-    if dtype not in DTYPES:
-        raise TypeError(f"dtype must be one of {', '.join(map(str, DTYPES))}, got {dtype}")
+    if dtype not in FLOAT_DTYPES:
+        raise TypeError(f"dtype must be one of {', '.join(map(str, FLOAT_DTYPES))}, got {dtype}")
     if not 0.0 < theta < math.inf:
         raise ValueError(f"theta must be positive and finite, got {theta}")
     scale = float(scale)
@@ -75,10 +118,7 @@ def rotary_tables(
     return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
 
 
-# ---- arguments -------------------------------------------------------------------------------------------------------
-
-
-def check_arguments(
+def check_rotary(
     q: Tensor,
     k: Tensor | None,
     cos: Tensor | None,
@@ -120,9 +160,9 @@ def check_arguments(
 
 
 def _check_heads(x: Tensor, name: str, layout: str) -> None:
-    if not isinstance(x, Tensor) or x.dtype not in DTYPES:
+    if not isinstance(x, Tensor) or x.dtype not in FLOAT_DTYPES:
         found = x.dtype if isinstance(x, Tensor) else type(x).__name__
-        raise TypeError(f"{name} must be a tensor of {', '.join(map(str, DTYPES))}, got {found}")
+        raise TypeError(f"{name} must be a tensor of {', '.join(map(str, FLOAT_DTYPES))}, got {found}")
     if x.dim() not in (3, 4):
         dims = "[B, S, heads, D] or [S, heads, D]" if layout == "bshd" else "[B, heads, S, D] or [heads, S, D]"
         raise ValueError(f"{name} must be {dims} for layout {layout!r}, got {list(x.shape)}")
@@ -144,9 +184,9 @@ def _check_tables(x: Tensor, name: str, cos: Tensor, sin: Tensor, rotary_dim: in
     tokens, half = x.shape[-3 if layout == "bshd" else -2], rotary_dim // 2
     batches = (1, x.shape[0]) if x.dim() == 4 else (1,)
     for table_name, table in (("cos", cos), ("sin", sin)):
-        if not isinstance(table, Tensor) or table.dtype not in DTYPES:
+        if not isinstance(table, Tensor) or table.dtype not in FLOAT_DTYPES:
             found = table.dtype if isinstance(table, Tensor) else type(table).__name__
-            raise TypeError(f"{table_name} must be a tensor of {', '.join(map(str, DTYPES))}, got {found}")
+            raise TypeError(f"{table_name} must be a tensor of {', '.join(map(str, FLOAT_DTYPES))}, got {found}")
         if table.device != x.device:
             raise ValueError(f"{table_name} must be where {name} is, on {x.device}, got {table.device}")
         if torch.is_grad_enabled() and table.requires_grad:
@@ -163,69 +203,3 @@ def _check_tables(x: Tensor, name: str, cos: Tensor, sin: Tensor, rotary_dim: in
                 f"[{batches[-1]}, {tokens}, {half}] for {name} {list(x.shape)} in layout {layout!r}; got "
                 f"{list(table.shape)}"
             )
-
-
-# ---- the rotation ----------------------------------------------------------------------------------------------------
-
-
-def rotated(x: Tensor, cos: Tensor, sin: Tensor, *, heads_first: bool, interleaved: bool) -> Tensor:
-    """x with its pairs turned; tables as `check_arguments` gives them."""
-    half = cos.shape[-1]
-    heads = -3 if heads_first else -2
-    c, s = cos.unsqueeze(heads), sin.unsqueeze(heads)
-    turned, rest = x[..., : 2 * half].to(cos.dtype), x[..., 2 * half :]
-    first, second = (turned[..., ::2], turned[..., 1::2]) if interleaved else turned.split(half, -1)
-    a, b = first * c - second * s, second * c + first * s
-    together = torch.stack((a, b), -1).flatten(-2) if interleaved else torch.cat((a, b), -1)
-    return torch.cat((together.to(x.dtype), rest), -1)
-
-
-@overload
-def rotary_embedding(
-    q: Tensor,
-    k: None = ...,
-    *,
-    cos: Tensor | None = ...,
-    sin: Tensor | None = ...,
-    positions: Tensor | None = ...,
-    theta: float = ...,
-    rotary_dim: int | None = ...,
-    interleaved: bool = ...,
-    layout: str = ...,
-    inplace: bool = ...,
-) -> Tensor: ...
-@overload
-def rotary_embedding(
-    q: Tensor,
-    k: Tensor,
-    *,
-    cos: Tensor | None = ...,
-    sin: Tensor | None = ...,
-    positions: Tensor | None = ...,
-    theta: float = ...,
-    rotary_dim: int | None = ...,
-    interleaved: bool = ...,
-    layout: str = ...,
-    inplace: bool = ...,
-) -> tuple[Tensor, Tensor]: ...
-def rotary_embedding(
-    q: Tensor,
-    k: Tensor | None = None,
-    *,
-    cos: Tensor | None = None,
-    sin: Tensor | None = None,
-    positions: Tensor | None = None,
-    theta: float = 10000.0,
-    rotary_dim: int | None = None,
-    interleaved: bool = False,
-    layout: str = "bshd",
-    inplace: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """See `fastpar.ops.rotary_embedding`."""
-    cos, sin = check_arguments(q, k, cos, sin, positions, theta, rotary_dim, layout)
-
-    def turn(x: Tensor) -> Tensor:
-        out = rotated(x, cos, sin, heads_first=layout == "bhsd", interleaved=interleaved)
-        return x.copy_(out) if inplace else out
-
-    return turn(q) if k is None else (turn(q), turn(k))

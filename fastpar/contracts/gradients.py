@@ -1,23 +1,61 @@
-"""Tensors as blocks of 8-bit codes with a scale each, in plain PyTorch, and the checks of their arguments."""
+"""Formats of what is computed of gradients, and the checks of its arguments: exact sums of squares, 8-bit blocks."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fastpar.comm.block_codes import FORMATS, BlockCodes
+from fastpar.contracts import FLOAT_DTYPES
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# The sum as an integer in units of 2^LOWEST, cut into digits of DIGIT_BITS bits. 2^-298 is the square of the smallest
+# float32, and 19 digits reach to 2^310, which is more than 2^53 squares of the largest.
+DIGIT_BITS = 32
+DIGITS = 19
+LOWEST = -298
+COUNTS = 2  # NaN, infinities
+LENGTH = COUNTS + DIGITS
+
+
+def check_tensors(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """The tensors as a list. Raises TypeError and ValueError for what cannot be summed."""
+    if isinstance(tensors, Tensor):
+        raise TypeError("tensors must be a sequence of tensors, got one tensor: write [tensor]")
+    listed = list(tensors)
+    for i, x in enumerate(listed):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"tensors[{i}] must be a tensor, got {type(x).__name__}")
+        if x.dtype not in FLOAT_DTYPES:
+            raise TypeError(f"tensors[{i}] must be float32, bfloat16, float16 or float64, got {x.dtype}")
+        if x.device != listed[0].device:
+            raise ValueError(f"all tensors must be on one device, got {listed[0].device} and {x.device}")
+    return listed
+
+
+def check_sums(sums: Tensor, dtype: torch.dtype) -> None:
+    if sums.dtype != torch.int64 or sums.shape != (LENGTH,):
+        raise ValueError(
+            f"sums must be int64 of shape ({LENGTH},), as exact_square_sum gives it; got {sums.dtype} of shape "
+            f"{tuple(sums.shape)}"
+        )
+    if dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"dtype must be torch.float32 or torch.float64, got {dtype}")
+
+
+# ---- 8-bit blocks ----------------------------------------------------------------------------------------------------
+
+BLOCK_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CODE_DTYPES = {getattr(torch, name): name for name in FORMATS}
 ROUNDINGS = ("nearest", "stochastic")
 
 
 def check_quantize(x: Tensor, format: str, block: int, rounding: str, seed: int) -> BlockCodes:
     """The format; raises TypeError or ValueError with the values if the arguments do not fit `quantize_blocks`."""
-    if not isinstance(x, Tensor) or x.dtype not in DTYPES:
+    if not isinstance(x, Tensor) or x.dtype not in BLOCK_DTYPES:
         found = x.dtype if isinstance(x, Tensor) else type(x).__name__
-        raise TypeError(f"x must be a tensor of {', '.join(map(str, DTYPES))}, got {found}")
+        raise TypeError(f"x must be a tensor of {', '.join(map(str, BLOCK_DTYPES))}, got {found}")
     if x.dim() == 0:
         raise ValueError("x must have at least one dim, the one that is cut into blocks; got a scalar")
     if rounding not in ROUNDINGS:
@@ -27,7 +65,7 @@ def check_quantize(x: Tensor, format: str, block: int, rounding: str, seed: int)
     if not 0 <= seed < 1 << 63:
         raise ValueError(f"seed must be in 0..2**63 - 1, got {seed}")
     _refuse_gradient("quantize_blocks", x=x)
-    return _codes(format, block)
+    return _block_codes(format, block)
 
 
 def check_dequantize(codes: Tensor, scales: Tensor, block: int, dtype: torch.dtype) -> BlockCodes:
@@ -38,11 +76,11 @@ def check_dequantize(codes: Tensor, scales: Tensor, block: int, dtype: torch.dty
     if not isinstance(scales, Tensor) or scales.dtype != torch.float32:
         found = scales.dtype if isinstance(scales, Tensor) else type(scales).__name__
         raise TypeError(f"scales must be a tensor of torch.float32, got {found}")
-    if dtype not in DTYPES:
-        raise TypeError(f"dtype must be one of {', '.join(map(str, DTYPES))}, got {dtype}")
+    if dtype not in BLOCK_DTYPES:
+        raise TypeError(f"dtype must be one of {', '.join(map(str, BLOCK_DTYPES))}, got {dtype}")
     if codes.dim() == 0:
         raise ValueError("codes must have at least one dim, the one that is cut into blocks; got a scalar")
-    found_codes = _codes(CODE_DTYPES[codes.dtype], block)
+    found_codes = _block_codes(CODE_DTYPES[codes.dtype], block)
     wanted = (*codes.shape[:-1], -(-codes.shape[-1] // block))
     if scales.shape != wanted:
         raise ValueError(
@@ -55,7 +93,7 @@ def check_dequantize(codes: Tensor, scales: Tensor, block: int, dtype: torch.dty
     return found_codes
 
 
-def _codes(format: str, block: int) -> BlockCodes:
+def _block_codes(format: str, block: int) -> BlockCodes:
     if not isinstance(format, str):
         raise TypeError(f"format must be a string, one of {', '.join(FORMATS)}, got {type(format).__name__}")
     if isinstance(block, bool) or not isinstance(block, int):
@@ -69,23 +107,3 @@ def _refuse_gradient(op: str, **tensors: Tensor) -> None:
             raise ValueError(
                 f"{op} has no gradient, but {name} requires one: pass {name}.detach(), or call it under torch.no_grad()"
             )
-
-
-def quantize_blocks(
-    x: Tensor, *, format: str = "float8_e4m3fn", block: int = 128, rounding: str = "nearest", seed: int = 0
-) -> tuple[Tensor, Tensor]:
-    """See `fastpar.ops.quantize_blocks`."""
-    made = check_quantize(x, format, block, rounding, seed)
-    columns, num_blocks = x.shape[-1], -(-x.shape[-1] // block)
-    padded = F.pad(x.float(), (0, num_blocks * block - columns)).reshape(-1, block)
-    if len(padded) == 0:
-        return x.new_empty(x.shape, dtype=made.dtype), x.new_empty((*x.shape[:-1], num_blocks), dtype=torch.float32)
-    codes, scales = made.encode(padded, seed=seed if rounding == "stochastic" else None)
-    whole = codes.view(*x.shape[:-1], num_blocks * block)
-    return whole[..., :columns].contiguous().view(made.dtype), scales.view(*x.shape[:-1], num_blocks)
-
-
-def dequantize_blocks(codes: Tensor, scales: Tensor, *, block: int = 128, dtype: torch.dtype = torch.float32) -> Tensor:
-    """See `fastpar.ops.dequantize_blocks`."""
-    check_dequantize(codes, scales, block, dtype)
-    return (codes.float() * scales.repeat_interleave(block, -1)[..., : codes.shape[-1]]).to(dtype)

@@ -1,4 +1,4 @@
-"""The exact sum of squares of many tensors, in plain PyTorch and Python integers."""
+"""Exact sums of squares, and blocks of 8-bit codes, in plain PyTorch and Python integers."""
 
 from __future__ import annotations
 
@@ -6,17 +6,22 @@ import math
 from collections.abc import Iterable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-# The sum as an integer in units of 2^LOWEST, cut into digits of DIGIT_BITS bits. 2^-298 is the square of the smallest
-# float32, and 19 digits reach to 2^310, which is more than 2^53 squares of the largest.
-DIGIT_BITS = 32
-DIGITS = 19
-LOWEST = -298
-COUNTS = 2  # NaN, infinities
-LENGTH = COUNTS + DIGITS
+from fastpar.contracts.gradients import (
+    COUNTS,
+    DIGIT_BITS,
+    LENGTH,
+    LOWEST,
+    check_dequantize,
+    check_quantize,
+    check_sums,
+    check_tensors,
+)
 
-FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+# ---- sums of squares -------------------------------------------------------------------------------------------------
+
 _CHUNK = 1 << 22  # elements at a time; every one takes about 150 bytes here
 
 
@@ -54,31 +59,6 @@ def carried(sums: Tensor) -> Tensor:
     return out
 
 
-def check_tensors(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """The tensors as a list. Raises TypeError and ValueError for what cannot be summed."""
-    if isinstance(tensors, Tensor):
-        raise TypeError("tensors must be a sequence of tensors, got one tensor: write [tensor]")
-    listed = list(tensors)
-    for i, x in enumerate(listed):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"tensors[{i}] must be a tensor, got {type(x).__name__}")
-        if x.dtype not in FLOATING:
-            raise TypeError(f"tensors[{i}] must be float32, bfloat16, float16 or float64, got {x.dtype}")
-        if x.device != listed[0].device:
-            raise ValueError(f"all tensors must be on one device, got {listed[0].device} and {x.device}")
-    return listed
-
-
-def check_sums(sums: Tensor, dtype: torch.dtype) -> None:
-    if sums.dtype != torch.int64 or sums.shape != (LENGTH,):
-        raise ValueError(
-            f"sums must be int64 of shape ({LENGTH},), as exact_square_sum gives it; got {sums.dtype} of shape "
-            f"{tuple(sums.shape)}"
-        )
-    if dtype not in (torch.float32, torch.float64):
-        raise ValueError(f"dtype must be torch.float32 or torch.float64, got {dtype}")
-
-
 def _square_sum(x: Tensor) -> Tensor:
     """x: float64, flat."""
     finite = x.abs() < 2.0**128
@@ -114,3 +94,26 @@ def _rounded(root: int, exponent: int, dtype: torch.dtype) -> float:
     if kept.bit_length() + drop + exponent > highest:
         return math.inf
     return math.ldexp(kept, drop + exponent)
+
+
+# ---- 8-bit blocks ----------------------------------------------------------------------------------------------------
+
+
+def quantize_blocks(
+    x: Tensor, *, format: str = "float8_e4m3fn", block: int = 128, rounding: str = "nearest", seed: int = 0
+) -> tuple[Tensor, Tensor]:
+    """See `fastpar.ops.quantize_blocks`."""
+    made = check_quantize(x, format, block, rounding, seed)
+    columns, num_blocks = x.shape[-1], -(-x.shape[-1] // block)
+    padded = F.pad(x.float(), (0, num_blocks * block - columns)).reshape(-1, block)
+    if len(padded) == 0:
+        return x.new_empty(x.shape, dtype=made.dtype), x.new_empty((*x.shape[:-1], num_blocks), dtype=torch.float32)
+    codes, scales = made.encode(padded, seed=seed if rounding == "stochastic" else None)
+    whole = codes.view(*x.shape[:-1], num_blocks * block)
+    return whole[..., :columns].contiguous().view(made.dtype), scales.view(*x.shape[:-1], num_blocks)
+
+
+def dequantize_blocks(codes: Tensor, scales: Tensor, *, block: int = 128, dtype: torch.dtype = torch.float32) -> Tensor:
+    """See `fastpar.ops.dequantize_blocks`."""
+    check_dequantize(codes, scales, block, dtype)
+    return (codes.float() * scales.repeat_interleave(block, -1)[..., : codes.shape[-1]]).to(dtype)

@@ -1,0 +1,96 @@
+"""One table for all ops: which implementation serves a call.
+
+    tensors on               kernels
+    cpu                      C++ of the compiled library
+    cuda, capability 9.0     its CUDA C++: the families of _HOPPER, where the library was built with it
+    cuda                     Triton, where it is installed
+    everything else          none: plain PyTorch, fastpar.reference
+
+Ops whose CUDA kernels are registered with torch's dispatcher ask `has_kernels` and call the op, or `fallback`. Families
+of several functions take them from a namespace, `kernels_of`: the same names and signatures everywhere.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastpar import _ext
+
+_ext.load()
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+CUDA_ARCHS = tuple(filter(None, _ext.build_info()["cuda_archs"].split(",")))
+
+# Functions of a family, as its reference names them, and the compiled ops that they are.
+_COMPILED = {
+    "cross_entropy": {
+        "stats": "vocab_parallel_cross_entropy_stats",
+        "merge": "vocab_parallel_cross_entropy_merge",
+        "backward": "vocab_parallel_cross_entropy_backward",
+        "backward_": "vocab_parallel_cross_entropy_backward_",
+        "stats_exp_": "vocab_parallel_cross_entropy_stats_exp_",
+        "forward_backward": "cross_entropy_forward_backward",
+        "forward_backward_": "cross_entropy_forward_backward_",
+    },
+    "embedding": {"embedding": "vocab_embedding", "embedding_backward": "vocab_embedding_backward"},
+    "optimizer": {name: name for name in ("adamw_step", "sgd_step", "lion_step")},
+    "vocab_filter": {"histogram": "vocab_filter_histogram", "apply": "vocab_filter_apply"},
+    "vocab_sample": {"gumbel_argmax": "vocab_gumbel_argmax"},
+    "vocab_softmax": {
+        "stats": "vocab_softmax_stats",
+        "merge": "vocab_softmax_merge",
+        "normalize": "vocab_softmax_normalize",
+        "dot": "vocab_softmax_dot",
+        "backward": "vocab_softmax_backward",
+        "log_prob_backward": "vocab_log_prob_backward",
+    },
+    "vocab_topk": {"topk": "vocab_topk"},
+}
+_HOPPER = ("cross_entropy", "optimizer")
+_TRITON = ("cross_entropy", "embedding", "optimizer", "vocab_softmax")
+_REGISTERED = ("optimizer",)  # compiled ops that are Triton's for CUDA tensors where the library has no CUDA
+
+
+def has_kernels(x: Tensor) -> bool:
+    """Whether an op with a C++ kernel for CPU and a Triton kernel for CUDA can run where `x` is."""
+    return x.device.type == "cpu" or (x.device.type == "cuda" and HAS_TRITON)
+
+
+def fallback(name: str) -> Any:
+    """What `fastpar.reference` has under a name: a public function, or else the module of a family."""
+    from fastpar import reference
+
+    return getattr(reference, name, None) or importlib.import_module(f"fastpar.reference.{name}")
+
+
+def kernels_of(family: str) -> Callable[[Tensor], Any]:
+    """A function from a tensor to the namespace of the family's kernels for its device."""
+    # Overloads instead of packets: torch need not choose one at every call.
+    compiled = SimpleNamespace(
+        **{name: getattr(torch.ops.fastpar, op).default for name, op in _COMPILED[family].items()}
+    )
+
+    def implementation(x: Tensor) -> Any:
+        return compiled if x.device.type == "cpu" else _elsewhere(family, compiled, x.device)
+
+    return implementation
+
+
+def _elsewhere(family: str, compiled: Any, device: torch.device) -> Any:
+    if device.type == "cuda":
+        if family in _HOPPER and "90a" in CUDA_ARCHS and torch.cuda.get_device_capability(device) == (9, 0):
+            return compiled
+        if family in _TRITON and HAS_TRITON:
+            return compiled if family in _REGISTERED and not CUDA_ARCHS else triton(family)
+    return importlib.import_module(f"fastpar.reference.{family}")
+
+
+def triton(family: str) -> Any:
+    """Triton kernels of a family, a module; ImportError where Triton is not installed."""
+    return importlib.import_module(f"fastpar.kernels.{family}")
