@@ -21,7 +21,7 @@ from torch import nn
 
 from fastpar.arguments import checked
 from fastpar.mesh import Mesh
-from fastpar.ops.overlap import Overlap
+from fastpar.ops.parallel_linear.overlap import Overlap
 from fastpar.pipeline import (
     Architecture,
     CrossEntropy,

@@ -23,8 +23,8 @@ from fastpar.guards import sync_weights as sync_weights_of
 from fastpar.heads import HeadSplit
 from fastpar.lm_head import GatheringCall, calls_loss_function, loss_on_split_logits, takes_labels
 from fastpar.mesh import Mesh
-from fastpar.ops.overlap import Overlap
 from fastpar.pipeline.stages.absent import Absent
+from fastpar.ops.parallel_linear.overlap import Overlap
 from fastpar.plan import Style, match_plan
 from fastpar.proving import block_splits, proven_plan, refuse_wrong_blocks
 from fastpar.tensor import (
@@ -614,8 +614,9 @@ def parallelize(
                        own `loss_function` and `generate` work in both cases
     sync_weights       "check" (default): ranks must hold the same weights before the split, else ValueError names the
                        first parameter that differs; "broadcast": take rank 0's; "none"
-    overlap            let the layers' collectives travel during their products (see `fastpar.ops.linear`), as measured
-                       earlier on rank 0's machine (`fastpar.ops.measure_overlap`); False: not, with the same numbers
+    overlap            let the layers' collectives travel during their products (see `fastpar.ops.parallel_linear`), as
+                       measured earlier on rank 0's machine (`fastpar.ops.measure_overlap`); False: not, with the same
+                       numbers
 
     Parameters become DTensors on the group's mesh, sharded or replicated, under their old names; so build the optimizer
     afterwards. Every rank must call it with the same model and plan. Collectives per forward: 2 per transformer layer

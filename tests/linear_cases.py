@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fastpar import ops
 from fastpar.comm import Communicator, shard_sizes
-from fastpar.ops.overlap import Overlap
+from fastpar.ops.parallel_linear.overlap import Overlap
 
 KINDS = ("all_gather_linear", "copy_to_linear", "linear_reduce_scatter", "linear_all_reduce")
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2.0**-7}

@@ -206,13 +206,13 @@ def test_csrc_includes_follow_the_layers() -> None:
     [
         ("fastpar.tensor.linear", "from fastpar.pipeline import Stage", "layer 6"),
         ("fastpar.tensor.linear", "from ..zero import shard", "layer 7"),
-        ("fastpar.ops.linear", "def f():\n    import fastpar.tensor", "layer 6"),
+        ("fastpar.ops.parallel_linear.api", "def f():\n    import fastpar.tensor", "layer 6"),
         ("fastpar.comm.groups", "from fastpar.ops import cross_entropy", "layer 5"),
         ("fastpar.mesh", "from fastpar import comm", "layer 2"),
         ("fastpar.comm.groups", "from fastpar import init_mesh", "through the top"),
-        ("fastpar.ops.linear", "import triton", "triton at module level"),
+        ("fastpar.ops.parallel_linear.api", "import triton", "triton at module level"),
         (
-            "fastpar.ops.linear",
+            "fastpar.ops.parallel_linear.api",
             "try:\n    import triton.language\nexcept ImportError:\n    pass",
             "triton at module level",
         ),
@@ -239,8 +239,8 @@ def test_a_forbidden_import_is_reported(module: str, source: str, complaint: str
             "fastpar.tensor.linear",
             "from fastpar.ops import cross_entropy\nfrom .norm import RMSNorm\nfrom fastpar.mesh import Mesh",
         ),
-        ("fastpar.ops.linear", "def f():\n    import triton"),
-        ("fastpar.ops.linear", "if TYPE_CHECKING:\n    import triton"),
+        ("fastpar.ops.parallel_linear.api", "def f():\n    import triton"),
+        ("fastpar.ops.parallel_linear.api", "if TYPE_CHECKING:\n    import triton"),
         ("fastpar.kernels.cross_entropy", "import triton.language as tl\nfrom fastpar.kernels import common"),
         ("fastpar.cli", "from fastpar import __version__, doctor"),
     ],
@@ -271,5 +271,5 @@ def test_an_allowed_include_is_not_reported() -> None:
 
 def test_forbidden_statements_are_reported() -> None:
     assert statement_violations("fastpar.comm", "def f():\n    global x\n    x = 1")
-    assert statement_violations("fastpar.ops.linear", "class A(torch.nn.Module):\n    pass")
+    assert statement_violations("fastpar.ops.parallel_linear.api", "class A(torch.nn.Module):\n    pass")
     assert not statement_violations("fastpar.tensor.linear", "class A(torch.nn.Module):\n    pass")

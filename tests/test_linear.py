@@ -473,7 +473,7 @@ def test_compiled_it_gives_the_eager_bits(kind: str, launched: int) -> None:
 
 def _check_registered_ops() -> bool:
     """What torch.compile relies on: schemas, fakes with the shapes and strides of the results, no aliasing."""
-    import fastpar.ops._parallel_linear_ops as registered
+    import fastpar.ops.parallel_linear.torch_ops as registered
 
     group = world()
     for kind in KINDS:

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 import fastpar as fp
 from fastpar import ops
 from fastpar.comm import Communicator, record
-from fastpar.ops import overlap as module
-from fastpar.ops.overlap import Overlap, OverlapShape, key, measure_overlap
+from fastpar.ops.parallel_linear import overlap as module
+from fastpar.ops.parallel_linear.overlap import Overlap, OverlapShape, key, measure_overlap
 from fastpar.tensor import ColumnParallelLinear, RowParallelLinear, SequenceRegion, SharedInput, full_parameter
 from tests.dist import run_ranks
 from tests.linear_cases import Forced
@@ -305,7 +305,7 @@ def test_the_bias_of_a_row_parallel_layer_has_one_gradient() -> None:
 
 def test_layers_refuse_an_overlap_that_is_none() -> None:
     for make in (ColumnParallelLinear, RowParallelLinear):
-        with pytest.raises(TypeError, match="overlap must be a bool or an Overlap, got str"):
+        with pytest.raises(TypeError, match="overlap must be True or False or an Overlap, got str"):
             make(4, 4, overlap="yes")
     with pytest.raises(TypeError, match="overlap must be a bool or an Overlap, got int"):
         fp.parallelize(nn.Sequential(nn.Linear(4, 4)), None, {"0": "colwise"}, overlap=1)

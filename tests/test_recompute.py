@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import fastpar as fp
 from fastpar import comm
-from fastpar.ops.wgrad_store import WeightGradStore
+from fastpar.ops.weight_grad_store.store import WeightGradStore
 from fastpar.recompute import (
     Binomial,
     Budget,

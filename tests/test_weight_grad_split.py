@@ -824,7 +824,7 @@ def test_parallel_linears_in_a_checkpoint_communicate_once_more_and_in_i() -> No
 
 
 def test_the_innermost_store_counts_and_none_outside() -> None:
-    from fastpar.ops.wgrad_store import current_store
+    from fastpar.ops.weight_grad_store.store import current_store
 
     a, b = WeightGradStore(), WeightGradStore()
     assert current_store() is None

@@ -31,7 +31,7 @@ from fastpar.comm import Communicator, gather_from, scatter_to, shard_range, sha
 from fastpar.integrations.huggingface_moe import register_experts
 from fastpar.ops.dropout import sharded_dropout
 from fastpar.ops.embedding import vocab_parallel_embedding
-from fastpar.ops.linear import copy_to_linear, linear_all_reduce
+from fastpar.ops.parallel_linear.api import copy_to_linear, linear_all_reduce
 from fastpar.tensor.dropout import draw_seed
 from fastpar.tensor.parameter import ParameterLayout, unwrap
 

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from fastpar.ops.dropout import sharded_dropout
     from fastpar.ops.embedding import vocab_parallel_embedding
     from fastpar.ops.grouped_linear import grouped_linear, grouped_linear_dgrad, grouped_linear_wgrad
-    from fastpar.ops.linear import all_gather_linear, copy_to_linear, linear_all_reduce, linear_reduce_scatter
     from fastpar.ops.linear_cross_entropy import (
         linear_cross_entropy,
         linear_cross_entropy_dgrad,
@@ -38,7 +37,13 @@ if TYPE_CHECKING:
     from fastpar.ops.moe_route import RouteRule, Routing, expert_choice_route, moe_route, router_logits
     from fastpar.ops.newton_schulz import newton_schulz
     from fastpar.ops.optimizer import StochasticRounding, adamw_step, lion_step, sgd_step
-    from fastpar.ops.overlap import Overlap, OverlapShape, measure_overlap
+    from fastpar.ops.parallel_linear.api import (
+        all_gather_linear,
+        copy_to_linear,
+        linear_all_reduce,
+        linear_reduce_scatter,
+    )
+    from fastpar.ops.parallel_linear.overlap import Overlap, OverlapShape, measure_overlap
     from fastpar.ops.quantize import dequantize_blocks, quantize_blocks
     from fastpar.ops.reduce_scatter_rms_norm import reduce_scatter_rms_norm
     from fastpar.ops.rms_norm import rms_norm
@@ -50,25 +55,25 @@ if TYPE_CHECKING:
     from fastpar.ops.vocab_sample import vocab_parallel_sample
     from fastpar.ops.vocab_softmax import vocab_parallel_log_softmax, vocab_parallel_softmax
     from fastpar.ops.vocab_topk import vocab_parallel_argmax, vocab_parallel_topk
-    from fastpar.ops.wgrad_store import WeightGradStore
+    from fastpar.ops.weight_grad_store.store import WeightGradStore
     from fastpar.reference.moe_mlp import ExpertRule
 
 _HOME = {
     "DispatchPlan": "fastpar.ops._moe_plan",
     "ExpertRule": "fastpar.reference.moe_mlp",
-    "Overlap": "fastpar.ops.overlap",
-    "OverlapShape": "fastpar.ops.overlap",
+    "Overlap": "fastpar.ops.parallel_linear.overlap",
+    "OverlapShape": "fastpar.ops.parallel_linear.overlap",
     "Padding": "fastpar.ops._moe_plan",
     "RouteRule": "fastpar.ops.moe_route",
     "Routing": "fastpar.ops.moe_route",
     "StochasticRounding": "fastpar.ops.optimizer",
-    "WeightGradStore": "fastpar.ops.wgrad_store",
+    "WeightGradStore": "fastpar.ops.weight_grad_store.store",
     "adamw_step": "fastpar.ops.optimizer",
-    "all_gather_linear": "fastpar.ops.linear",
+    "all_gather_linear": "fastpar.ops.parallel_linear.api",
     "all_gather_linear_dgrad": "fastpar.ops.linear_grads",
     "all_gather_linear_wgrad": "fastpar.ops.linear_grads",
     "all_reduce_rms_norm": "fastpar.ops.all_reduce_rms_norm",
-    "copy_to_linear": "fastpar.ops.linear",
+    "copy_to_linear": "fastpar.ops.parallel_linear.api",
     "copy_to_linear_dgrad": "fastpar.ops.linear_grads",
     "copy_to_linear_wgrad": "fastpar.ops.linear_grads",
     "dequantize_blocks": "fastpar.ops.quantize",
@@ -78,17 +83,17 @@ _HOME = {
     "grouped_linear": "fastpar.ops.grouped_linear",
     "grouped_linear_dgrad": "fastpar.ops.grouped_linear",
     "grouped_linear_wgrad": "fastpar.ops.grouped_linear",
-    "linear_all_reduce": "fastpar.ops.linear",
+    "linear_all_reduce": "fastpar.ops.parallel_linear.api",
     "linear_all_reduce_dgrad": "fastpar.ops.linear_grads",
     "linear_all_reduce_wgrad": "fastpar.ops.linear_grads",
     "linear_cross_entropy": "fastpar.ops.linear_cross_entropy",
     "linear_cross_entropy_dgrad": "fastpar.ops.linear_cross_entropy",
     "linear_cross_entropy_wgrad": "fastpar.ops.linear_cross_entropy",
-    "linear_reduce_scatter": "fastpar.ops.linear",
+    "linear_reduce_scatter": "fastpar.ops.parallel_linear.api",
     "linear_reduce_scatter_dgrad": "fastpar.ops.linear_grads",
     "linear_reduce_scatter_wgrad": "fastpar.ops.linear_grads",
     "lion_step": "fastpar.ops.optimizer",
-    "measure_overlap": "fastpar.ops.overlap",
+    "measure_overlap": "fastpar.ops.parallel_linear.overlap",
     "moe_capacity": "fastpar.ops.moe_capacity",
     "moe_combine": "fastpar.ops.moe",
     "moe_dispatch": "fastpar.ops.moe",

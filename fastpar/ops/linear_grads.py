@@ -1,4 +1,4 @@
-"""The gradients of the linears of `fastpar.ops.linear` apart, for schedules that run them at different times.
+"""The gradients of the linears of `fastpar.ops.parallel_linear` apart, for schedules that run them at different times.
 
 dgrad is what the backward of a pipeline stage has to send on; wgrad can wait. `wgrad_store` of the linears themselves
 does the same through autograd. None of these keeps autograd history.
@@ -13,13 +13,12 @@ import torch
 from torch import Tensor
 
 from fastpar.arguments import checked
-from fastpar.contracts import communicator
-from fastpar.contracts import linear as reference
-from fastpar.ops import _parallel_linear as passes
-from fastpar.ops._parallel_linear import ALL_GATHER, ALL_REDUCE, COPY, REDUCE_SCATTER, Call, Wants
-from fastpar.ops._sharded_products import product
-from fastpar.ops.linear import make_call
-from fastpar.ops.overlap import Overlap
+from fastpar.contracts import communicator, linear as reference
+from fastpar.ops.parallel_linear import autograd as passes
+from fastpar.ops.parallel_linear.api import make_call
+from fastpar.ops.parallel_linear.autograd import ALL_GATHER, ALL_REDUCE, COPY, REDUCE_SCATTER, Call, Wants
+from fastpar.ops.parallel_linear.gemms import product
+from fastpar.ops.parallel_linear.overlap import Overlap
 
 if TYPE_CHECKING:
     from fastpar.comm import GroupLike

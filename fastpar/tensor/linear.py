@@ -20,8 +20,13 @@ from torch import Tensor, nn
 from fastpar.arguments import check_counts, checked
 from fastpar.comm import gather_from, scatter_to, shard_sizes
 from fastpar.comm.shards import check_is_tensor
-from fastpar.ops.linear import all_gather_linear, copy_to_linear, linear_all_reduce, linear_reduce_scatter
-from fastpar.ops.overlap import Overlap
+from fastpar.ops.parallel_linear.api import (
+    all_gather_linear,
+    copy_to_linear,
+    linear_all_reduce,
+    linear_reduce_scatter,
+)
+from fastpar.ops.parallel_linear.overlap import Overlap
 from fastpar.tensor.binding import GroupLike, bind, blank
 from fastpar.tensor.own_forward import check_parameters, conv1d_class, refuse_own_forward
 from fastpar.tensor.parameter import MakeParameter, ParallelModule, ParameterLayout, RowMap, install_state_dict_hooks
@@ -56,8 +61,8 @@ class ColumnParallelLinear(ParallelModule):
 
     Collectives: none in forward and one all-reduce of x's size in backward; with `sequence` one all-gather in forward
     and in backward a reduce-scatter and, if the weight needs a gradient, the all-gather again; `gather_output` adds an
-    all-gather of the output. They overlap the products as `fastpar.ops.linear` says, unless `overlap=False`; the
-    numbers are the same either way.
+    all-gather of the output. They overlap the products as `fastpar.ops.parallel_linear` says, unless `overlap=False`;
+    the numbers are the same either way.
 
     `sections` splits a fused weight part by part: (I, I) for packed gate/up, (E, E, E) for packed QKV; the local output
     is this rank's part of each, in the same order. `rows` gives any other `RowMap`, such as key/value heads shared by

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from fastpar.comm import Communicator, copy_to
 from fastpar.contracts.linear import autocast_dtype
-from fastpar.ops.linear import copy_to_linear, gathered_and_linear
-from fastpar.ops.overlap import Overlap
+from fastpar.ops.parallel_linear.api import copy_to_linear, gathered_and_linear
+from fastpar.ops.parallel_linear.overlap import Overlap
 from fastpar.tensor.sequence import SequenceRegion, splitting
 
 if TYPE_CHECKING:

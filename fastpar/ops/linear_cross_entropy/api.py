@@ -61,7 +61,7 @@ from fastpar.ops.cross_entropy import Problem
 from fastpar.ops.linear_cross_entropy.autograd import Call, Deferred, LinearCrossEntropy
 from fastpar.ops.linear_cross_entropy.passes import Grads, Inputs, Layout, Wants, gradients, losses
 from fastpar.ops.linear_cross_entropy.torch_ops import compiled_backward, compiled_forward
-from fastpar.ops.wgrad_store import WeightGradStore
+from fastpar.ops.weight_grad_store.store import WeightGradStore
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

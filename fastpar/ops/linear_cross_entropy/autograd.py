@@ -24,7 +24,7 @@ from fastpar.ops.linear_cross_entropy.passes import (
     losses_and_gradients,
 )
 from fastpar.ops.linear_cross_entropy.torch_ops import compiled_backward, compiled_forward
-from fastpar.ops.wgrad_store import WeightGradStore
+from fastpar.ops.weight_grad_store.store import WeightGradStore
 
 
 class Deferred(NamedTuple):

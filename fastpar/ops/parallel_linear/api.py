@@ -17,7 +17,7 @@ serves dgrad, wgrad and dbias of linear_reduce_scatter.
 What overlaps. In backward, the gather of x travels during the product for dx, and the sum of dx over the ranks during
 the product for the weight; this costs no extra kernel and is always done, but for small tensors on CPU. A product can
 further be cut into chunks of rows whose collectives travel during the next chunk's product, which is done where it was
-measured to be faster; see `fastpar.ops.overlap`, also for how ranks agree. `overlap=False` waits for every collective
+measured to be faster; see overlap.py, also for how ranks agree. `overlap=False` waits for every collective
 where it is launched. The products are the same then, and so are the bits.
 
 Several weights of a column-parallel layer, as of queries, keys and values or gate and up, may be passed as a sequence:
@@ -41,14 +41,13 @@ import torch
 from torch import Tensor
 
 from fastpar.arguments import checked
-from fastpar.contracts import communicator
-from fastpar.contracts import linear as reference
+from fastpar.contracts import communicator, linear as reference
 from fastpar.contracts.linear import Weights
-from fastpar.ops import _parallel_linear as passes
-from fastpar.ops._parallel_linear import ALL_GATHER, ALL_REDUCE, COPY, REDUCE_SCATTER, Call
-from fastpar.ops._sharded_products import Rows
-from fastpar.ops.overlap import Overlap
-from fastpar.ops.wgrad_store import WeightGradStore
+from fastpar.ops.parallel_linear import autograd as passes
+from fastpar.ops.parallel_linear.autograd import ALL_GATHER, ALL_REDUCE, COPY, REDUCE_SCATTER, Call
+from fastpar.ops.parallel_linear.gemms import Rows
+from fastpar.ops.parallel_linear.overlap import Overlap
+from fastpar.ops.weight_grad_store.store import WeightGradStore
 
 if TYPE_CHECKING:
     from fastpar.comm import Communicator, GroupLike

@@ -31,7 +31,7 @@ from torch import Tensor
 from fastpar.arguments import checked
 from fastpar.comm import Communicator, GroupLike, shard_sizes
 from fastpar.comm.groups import carrying_device
-from fastpar.ops._sharded_products import Rows, gathered_product, product_all_reduced, product_reduce_scattered
+from fastpar.ops.parallel_linear.gemms import Rows, gathered_product, product_all_reduced, product_reduce_scattered
 
 SCHEMA = 1
 PRODUCTS = ("all_gather_linear", "linear_reduce_scatter", "linear_all_reduce")

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from fastpar.comm import Communicator
-from fastpar.ops._parallel_linear import ALL_GATHER, REDUCE_SCATTER, Call, Grads, Wants, backward, forward
-from fastpar.ops._sharded_products import Rows
+from fastpar.ops.parallel_linear.autograd import ALL_GATHER, REDUCE_SCATTER, Call, Grads, Wants, backward, forward
+from fastpar.ops.parallel_linear.gemms import Rows
 
 _CALL = (
     "str kind, str group, float timeout, str transport, int rank, int dim, SymInt[] sizes, int chunks, "

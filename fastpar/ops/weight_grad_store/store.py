@@ -6,7 +6,7 @@
 
 I and W together do what an undivided backward does: no product is computed twice, no function runs its backward twice,
 nothing is recomputed twice, and the gradients have the same bits. How a graph is cut is said in
-fastpar.ops._split_graph; forward runs as it always does, and pays nothing.
+fastpar.ops.weight_grad_store.graph; forward runs as it always does, and pays nothing.
 
 torch.distributed.pipelining (2.13) runs parts of the autograd graph twice for this, I with retain_graph=True. A custom
 autograd.Function then runs all of its backward in both passes, a checkpoint is recomputed in both, weights used twice
@@ -27,8 +27,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastpar.ops._split_graph import Capture, Cut, edge_of, entry_of_last, find_cut, parameter_of, target_of
-from fastpar.ops._split_products import STRAIGHT, THROUGH_NODES, TRANSPOSED, Entry, Target
+from fastpar.ops.weight_grad_store.graph import Capture, Cut, edge_of, entry_of_last, find_cut, parameter_of, target_of
+from fastpar.ops.weight_grad_store.matmuls import STRAIGHT, THROUGH_NODES, TRANSPOSED, Entry, Target
 
 _CURRENT: ContextVar[WeightGradStore | None] = ContextVar("fastpar_wgrad_store", default=None)
 _FLUSH_BYTES = 32 << 20  # of gradients that wait for their turn to be accumulated

@@ -1,7 +1,7 @@
 """Where a backward is cut in two: which uses of a parameter can wait, found in the autograd graph of a forward.
 
 Note: how a backward is cut. A use of a parameter can wait if it is an operand of a product
-(fastpar.ops._split_products), straight or through views and casts. The engine is asked for the gradients of the stage's
+(matmuls.py), straight or through views and casts. The engine is asked for the gradients of the stage's
 inputs, and nodes compute what leads to what was asked for only: the products compute dx and no dW. Before each runs, a
 hook on the node keeps dout and the operand that dW takes; everything else that forward has saved is freed as usual.
 Nodes that nothing else hangs on, such as embeddings, or a first layer whose input needs no gradient, need not run at
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from fastpar.ops._split_products import (
+from fastpar.ops.weight_grad_store.matmuls import (
     PRODUCTS,
     STRAIGHT,
     THROUGH_NODES,

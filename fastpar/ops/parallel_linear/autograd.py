@@ -1,6 +1,6 @@
 """Linear layers split over a group: forward, dgrad and wgrad of the four kinds, and their autograd.
 
-The kinds, their algebra and their collectives are described at the public functions, in fastpar.ops.linear.
+The kinds, their algebra and their collectives are described at the public functions, in api.py.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fastpar.comm import (
     reduce_scatter_sequence,
 )
 from fastpar.comm.recompute_cache import kept
-from fastpar.ops._sharded_products import (
+from fastpar.ops.parallel_linear.gemms import (
     Rows,
     as_matrix,
     gathered_product,
@@ -29,7 +29,7 @@ from fastpar.ops._sharded_products import (
     product_all_reduced,
     product_reduce_scattered,
 )
-from fastpar.ops.wgrad_store import WeightGradStore, current_store
+from fastpar.ops.weight_grad_store.store import WeightGradStore, current_store
 
 ALL_GATHER, COPY, REDUCE_SCATTER, ALL_REDUCE = "all_gather", "copy", "reduce_scatter", "all_reduce"
 
@@ -223,7 +223,7 @@ def run_forward(
 ) -> tuple[list[Tensor], Tensor | None]:
     """`forward`; as one op under torch.compile."""
     if torch.compiler.is_compiling():
-        from fastpar.ops._parallel_linear_ops import compiled_forward
+        from fastpar.ops.parallel_linear.torch_ops import compiled_forward
 
         return compiled_forward(call, x, weights, biases, keep=keep)
     outs, gathered = kept(lambda: forward(call, x, weights, biases, keep=keep))
@@ -236,7 +236,7 @@ def run_backward(
 ) -> Grads:
     """`backward`; as one op under torch.compile."""
     if torch.compiler.is_compiling():
-        from fastpar.ops._parallel_linear_ops import compiled_backward
+        from fastpar.ops.parallel_linear.torch_ops import compiled_backward
 
         return compiled_backward(call, x, weights, grads, wants)
     return backward(call, x, weights, grads, wants)

@@ -1,0 +1,1 @@
+"""Weight gradients deferred, for pipeline schedules with separate backward-input and backward-weight actions."""
