@@ -307,7 +307,7 @@ def test_layers_refuse_an_overlap_that_is_none() -> None:
     for make in (ColumnParallelLinear, RowParallelLinear):
         with pytest.raises(TypeError, match="overlap must be True or False or an Overlap, got str"):
             make(4, 4, overlap="yes")
-    with pytest.raises(TypeError, match="overlap must be a bool or an Overlap, got int"):
+    with pytest.raises(TypeError, match="overlap must be True or False or an Overlap, got int"):
         fp.parallelize(nn.Sequential(nn.Linear(4, 4)), None, {"0": "colwise"}, overlap=1)
 
 
