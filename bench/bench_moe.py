@@ -213,7 +213,7 @@ class Problem:
 
 
 def fastpar_block(problem: Problem, *, transport: str = "auto") -> Block:
-    from fastpar.ops.moe_mlp import moe_mlp
+    from fastpar.ops.moe.mlp import moe_mlp
 
     first, second = problem.parameters()
 

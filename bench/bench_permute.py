@@ -79,7 +79,7 @@ class Problem:
     """The tensors of a case."""
 
     def __init__(self, case: PermuteCase, device: str = "cpu") -> None:
-        from fastpar.ops import moe_rows
+        from fastpar.ops.moe import permute as moe_rows
 
         generator = torch.Generator().manual_seed(0)
         self.case, self.ops, self.device = case, moe_rows, device

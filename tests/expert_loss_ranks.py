@@ -21,7 +21,7 @@ from fastpar.expert import (
     update_biases,
     z_loss,
 )
-from fastpar.ops.moe_route import RouteRule, moe_route
+from fastpar.ops.moe.route import RouteRule, moe_route
 
 RULE = RouteRule(2, "sigmoid", normalize=True)
 NUM_SEQUENCES = 4

@@ -18,7 +18,7 @@ from fastpar.comm import Communicator, record
 from fastpar.expert import MoELayer, Placement, expert_loads, plan_placement, rebalance
 from fastpar.expert.layer import Experts
 from fastpar.mesh import Mesh, init_mesh
-from fastpar.ops.moe_mlp import ExpertRule, moe_mlp
+from fastpar.ops.moe.mlp import ExpertRule, moe_mlp
 from fastpar.recompute import Selective, checkpoint
 from tests import moe_layer_ranks
 from tests.moe_layer_ranks import HIDDEN, INNER, Block, batch

@@ -258,7 +258,7 @@ def second_derivative() -> None:
 def chunk_events(counts: tuple[int, ...]) -> list[list[str]]:
     """By number of chunks: launches of all-to-alls and products, in forward and backward."""
     from fastpar.comm.launcher import Launcher
-    from fastpar.ops import _moe_mlp
+    from fastpar.ops.moe import experts as _moe_mlp
 
     given = part(problem(torch.float32, RULE, biased=False), SIZES, dist.get_rank())
     events: list[str] = []

@@ -22,17 +22,17 @@ from fastpar.comm.multi_host.transport import HierarchicalTransport
 from fastpar.ops import (
     ExpertRule,
     Padding,
-    _moe_all_to_all,
-    _moe_exchange,
-    _moe_hosts,
-    _moe_shared,
-    moe,
     moe_combine,
     moe_dispatch,
     moe_mlp,
 )
-from fastpar.ops._moe_hierarchical import HierarchicalExchange
-from fastpar.ops.moe import exchange_of
+from fastpar.ops.moe import dispatch_combine as moe
+from fastpar.ops.moe import dispatcher as _moe_exchange
+from fastpar.ops.moe.dispatch_combine import exchange_of
+from fastpar.ops.moe.transports import all_to_all as _moe_all_to_all
+from fastpar.ops.moe.transports import shared_memory as _moe_shared
+from fastpar.ops.moe.transports import within_host as _moe_hosts
+from fastpar.ops.moe.transports.hierarchical import HierarchicalExchange
 from tests import moe_combine_ranks
 from tests.moe_mlp_ranks import run_chunks, run_experts
 from tests.moe_ranks import (

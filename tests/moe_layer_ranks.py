@@ -16,7 +16,7 @@ import fastpar as fp
 from fastpar.comm import Communicator
 from fastpar.expert.layer import Experts, MoELayer, SharedExpert
 from fastpar.mesh import Mesh, init_mesh
-from fastpar.ops.moe_mlp import ExpertRule
+from fastpar.ops.moe.mlp import ExpertRule
 
 HIDDEN, INNER, NUM_EXPERTS, TOP_K, TOKENS, BATCH = 8, 12, 4, 2, 5, 4
 

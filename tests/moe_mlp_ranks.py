@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fastpar.comm import record
-from fastpar.ops.moe_mlp import moe_mlp
+from fastpar.ops.moe.mlp import moe_mlp
 from fastpar.reference.moe_mlp import ExpertRule
 
 HIDDEN, INNER, TOP_K, EXPERTS = 12, 10, 3, 8

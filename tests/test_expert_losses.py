@@ -25,7 +25,7 @@ from fastpar.expert import (
     update_biases_with,
     z_loss,
 )
-from fastpar.ops.moe_route import RouteRule, moe_route
+from fastpar.ops.moe.route import RouteRule, moe_route
 from fastpar.recompute import checkpoint
 from tests.dist import run_ranks
 from tests.expert_loss_ranks import (

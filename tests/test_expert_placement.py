@@ -12,7 +12,7 @@ from fastpar.comm import Communicator
 from fastpar.expert import Placement, plan_placement
 from fastpar.expert.layer import Experts
 from fastpar.expert.replicas import Replicas, _runs
-from fastpar.ops.moe_mlp import ExpertRule, moe_mlp
+from fastpar.ops.moe.mlp import ExpertRule, moe_mlp
 from tests.dist import run_ranks
 from tests.expert_placement_ranks import (
     PLACEMENTS,
@@ -187,7 +187,7 @@ RULES = [ExpertRule(), ExpertRule("gelu", weigh="before"), ExpertRule("clamped_s
 @pytest.mark.parametrize("biased", [False, True], ids=["no biases", "biases"])
 @pytest.mark.parametrize("fused", [False, True], ids=["composed", "fused"])
 def test_experts_in_two_parts_have_the_bits_of_those_in_one(rule, biased, fused, monkeypatch):
-    monkeypatch.setattr(sys.modules["fastpar.ops.moe_mlp"], "_is_fused", lambda _: fused)
+    monkeypatch.setattr(sys.modules["fastpar.ops.moe.mlp"], "_is_fused", lambda _: fused)
     given = problem(torch.float32, rule, biased=biased)
 
     def in_parts(x, indices, weights, first, second, *, add, first_bias=None, second_bias=None):

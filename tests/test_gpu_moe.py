@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastpar.ops.moe_mlp import moe_mlp
+from fastpar.ops.moe.mlp import moe_mlp
 from fastpar.reference.moe_mlp import ExpertRule
 from fastpar.reference.moe_mlp import moe_mlp as reference_mlp
 from tests.dist import run_ranks

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fastpar import ops
 from fastpar.expert import PRESETS, Router
-from fastpar.ops.moe_route import RouteRule, Routing
+from fastpar.ops.moe.route import RouteRule, Routing
 
 pytestmark = pytest.mark.gpu
 pytest.importorskip("triton")

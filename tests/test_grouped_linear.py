@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from fastpar.ops import WeightGradStore
-from fastpar.ops import _expert_products as products
-from fastpar.ops.grouped_linear import grouped_linear, grouped_linear_dgrad, grouped_linear_wgrad
+from fastpar.ops.moe import gemms as products
+from fastpar.ops.moe.grouped_linear import grouped_linear, grouped_linear_dgrad, grouped_linear_wgrad
 from fastpar.reference.grouped_linear import grouped_linear as reference_grouped_linear
 
 SPLITS = (0, 5, 5, 16, 19)  # the second expert has no rows

@@ -228,7 +228,9 @@ def test_layers_may_be_between_each_other(transport):
 
 def poisoned() -> int:
     """Memory that nobody has written holds NaN; nothing of it comes out."""
-    from fastpar.ops import _moe_all_to_all, _moe_exchange, _moe_shared
+    from fastpar.ops.moe import dispatcher as _moe_exchange
+    from fastpar.ops.moe.transports import all_to_all as _moe_all_to_all
+    from fastpar.ops.moe.transports import shared_memory as _moe_shared
 
     made = []
 

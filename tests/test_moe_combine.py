@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fastpar.ops import _moe_chunks
-from fastpar.ops._moe_claim import Claim
+from fastpar.ops.moe import chunks as _moe_chunks
+from fastpar.ops.moe.claim import Claim
 from tests.dist import run_ranks
 from tests.moe_combine_ranks import (
     beside_and_before,

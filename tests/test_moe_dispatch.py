@@ -9,11 +9,11 @@ import torch.distributed as dist
 from fastpar.comm import Communicator, record
 from fastpar.expert import MoELayer
 from fastpar.ops import moe_dispatch
-from fastpar.ops._moe_all_to_all import AllToAllExchange, _Field, _layout, _Sent, _tokens
-from fastpar.ops._moe_payload import decode, encode, through
-from fastpar.ops._moe_plan import Padding, Pairs, Terms
-from fastpar.ops.moe import exchange_of
-from fastpar.ops.moe_rows import gather_rows
+from fastpar.ops.moe.dispatch_combine import exchange_of
+from fastpar.ops.moe.fp8 import decode, encode, through
+from fastpar.ops.moe.permute import gather_rows
+from fastpar.ops.moe.plan import Padding, Pairs, Terms
+from fastpar.ops.moe.transports.all_to_all import AllToAllExchange, _Field, _layout, _Sent, _tokens
 from tests.dist import run_ranks
 from tests.moe_ranks import TRANSPORTS, exchange_rank, through_experts, tokens_of
 from tests.test_hierarchical import MIXED, run_on
@@ -227,7 +227,7 @@ def test_index_tensors_are_made_on_the_device_of_x(monkeypatch):
     wanted = through_experts(*parts, num_experts=12, padding=Padding(align=8))
     for exchange in (None, *exchanges):
         if exchange is not None:
-            monkeypatch.setattr("fastpar.ops.moe.exchange_of", lambda *_, found=exchange, **__: found)
+            monkeypatch.setattr("fastpar.ops.moe.dispatch_combine.exchange_of", lambda *_, found=exchange, **__: found)
         with torch.device("meta"):
             found = through_experts(*parts, num_experts=12, padding=Padding(align=8))
         for got, want in zip(found, wanted, strict=True):
@@ -237,7 +237,9 @@ def test_index_tensors_are_made_on_the_device_of_x(monkeypatch):
 @pytest.mark.gpu
 def test_a_cuda_device_gives_what_the_cpu_gives(monkeypatch):
     parts = tokens_of(0, (23,), 130, 3, 12, torch.float32)
-    monkeypatch.setattr("fastpar.ops.moe.exchange_of", lambda *_, **__: AllToAllExchange(Communicator(None)))
+    monkeypatch.setattr(
+        "fastpar.ops.moe.dispatch_combine.exchange_of", lambda *_, **__: AllToAllExchange(Communicator(None))
+    )
     for payload in (None, FP8):
         wanted = through_experts(*parts, num_experts=12, payload=payload)
         found = through_experts(*(part.cuda() for part in parts), num_experts=12, payload=payload)

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from fastpar.ops import ExpertRule
-from fastpar.ops._moe_hosts import Topology
-from fastpar.ops.moe_rows import tokens_by_rank
+from fastpar.ops.moe.permute import tokens_by_rank
+from fastpar.ops.moe.transports.within_host import Topology
 from tests import moe_hierarchical_ranks as ranks
 from tests.dist import run_ranks
 from tests.moe_mlp_ranks import gradients, problem

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from fastpar.ops import _moe_chunks, _moe_mlp
-from fastpar.ops._moe_payload import through
-from fastpar.ops._moe_plan import Padding
-from fastpar.ops.moe_mlp import moe_mlp
+from fastpar.ops.moe import chunks as _moe_chunks
+from fastpar.ops.moe import experts as _moe_mlp
+from fastpar.ops.moe.fp8 import through
+from fastpar.ops.moe.mlp import moe_mlp
+from fastpar.ops.moe.plan import Padding
 from fastpar.reference.moe_mlp import ACTIVATIONS, WEIGH, ExpertRule
 from fastpar.reference.moe_mlp import moe_mlp as reference_moe_mlp
 from tests.dist import run_ranks
@@ -79,7 +80,7 @@ def test_the_composition_of_autograd_nodes_is_the_same_function(rule, monkeypatc
     given = problem(torch.float32, rule)
     fused = gradients(moe_mlp, given, rule=rule, grad_scale=0.25, padding=Padding(align=4))
     calls: list[int] = []
-    monkeypatch.setattr(sys.modules["fastpar.ops.moe_mlp"], "_is_fused", lambda _: bool(calls.append(1)))
+    monkeypatch.setattr(sys.modules["fastpar.ops.moe.mlp"], "_is_fused", lambda _: bool(calls.append(1)))
     apart = gradients(moe_mlp, given, rule=rule, grad_scale=0.25, padding=Padding(align=4))
     assert calls
     assert_close(fused, apart, TOLERANCE[torch.float32])
@@ -123,7 +124,7 @@ def test_what_is_frozen_costs_no_product(monkeypatch):
     everything = gradients(moe_mlp, given, rule=rule)
     counted: list[int] = []
     inputs = ("x", "weights", "first", "second")
-    for module in (_moe_mlp, sys.modules["fastpar.ops._expert_products"]):
+    for module in (_moe_mlp, sys.modules["fastpar.ops.moe.gemms"]):
         original = module.matmul
         monkeypatch.setattr(module, "matmul", lambda *a, o=original, **k: counted.append(1) or o(*a, **k))
     products = {("x",): 2, ("weights",): 1, ("first",): 2, ("second",): 2, ("x", "first", "second"): 4}
@@ -181,8 +182,8 @@ def poisoned_buffers(monkeypatch):
     def poisoned(like, shape, dtype=None):
         return torch.full(shape, torch.nan, dtype=dtype or like.dtype)
 
-    for name in ("_moe_mlp", "_moe_exchange", "_expert_products"):
-        monkeypatch.setattr(sys.modules[f"fastpar.ops.{name}"], "new_buffer", poisoned)
+    for name in ("experts", "dispatcher", "gemms"):
+        monkeypatch.setattr(sys.modules[f"fastpar.ops.moe.{name}"], "new_buffer", poisoned)
 
 
 @pytest.mark.parametrize("weigh", WEIGH)

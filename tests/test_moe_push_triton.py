@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from fastpar.expert import MoELayer
-from fastpar.ops import _moe_push
-from fastpar.ops._moe_plan import Padding
-from fastpar.ops.moe import moe_dispatch
-from fastpar.ops.moe_mlp import moe_mlp
+from fastpar.ops.moe.dispatch_combine import moe_dispatch
+from fastpar.ops.moe.mlp import moe_mlp
+from fastpar.ops.moe.plan import Padding
+from fastpar.ops.moe.transports import symmetric as _moe_push
 from tests.triton_interpreter import run_interpreted
 
 

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from fastpar import ops, reference
 from fastpar.expert import BiasRule, LossRule, Router, balance_routes, preset, record_routes, replay_routes
-from fastpar.ops.moe_route import (
+from fastpar.ops.moe.route import (
     RouteRule,
     balanced_indices,
     expert_choice_route,

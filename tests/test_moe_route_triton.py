@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from fastpar.expert import PRESETS
-from fastpar.ops import _moe_route_triton
-from fastpar.ops.moe_route import RouteRule, moe_route
+from fastpar.ops.moe import route_triton as _moe_route_triton
+from fastpar.ops.moe.route import RouteRule, moe_route
 from tests.triton_aot import HOPPER, LDS_LIMIT, MI300, CompilingDriver, Target, compile_launch
 from tests.triton_interpreter import run_interpreted
 

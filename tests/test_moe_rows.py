@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fastpar import _ext
-from fastpar.ops import moe_rows as ops
+from fastpar.ops.moe import permute as ops
 from fastpar.reference import moe_rows as reference
 
 CAPABILITIES = ["avx512", "avx2", "portable"]

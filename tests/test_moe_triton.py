@@ -26,7 +26,7 @@ from fastpar.kernels import (  # noqa: E402  (triton is optional)
     moe_sort,
     overlap_gemm_buffer,
 )
-from fastpar.ops import moe_rows as row_ops  # noqa: E402
+from fastpar.ops.moe import permute as row_ops  # noqa: E402
 from fastpar.reference import moe_rows as row_reference  # noqa: E402
 
 STEMS = ("moe_rows", "grouped_gemm", "moe_mlp", "moe_push")

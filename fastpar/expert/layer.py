@@ -31,8 +31,8 @@ from fastpar.expert.replicas import Replicas, check_equal
 from fastpar.expert.router import MAX_EXPERTS, Router, check_dtype
 from fastpar.expert.weights import ExpertGroups, make_expert_weight, unwrap
 from fastpar.mesh import Mesh
-from fastpar.ops.moe_capacity import moe_capacity
-from fastpar.ops.moe_mlp import moe_mlp
+from fastpar.ops.moe.capacity import moe_capacity
+from fastpar.ops.moe.mlp import moe_mlp
 from fastpar.reference.moe_mlp import ExpertRule, activate
 
 

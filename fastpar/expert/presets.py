@@ -30,7 +30,7 @@ from fastpar.arguments import checked, checked_fields
 from fastpar.expert.bias import BiasRule
 from fastpar.expert.losses import LossRule
 from fastpar.expert.router import Router
-from fastpar.ops.moe_route import RouteRule
+from fastpar.ops.moe.route import RouteRule
 
 
 @checked_fields

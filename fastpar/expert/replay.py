@@ -22,7 +22,7 @@ from fastpar.arguments import checked
 from fastpar.comm import Communicator, GroupLike
 from fastpar.expert.loads import routers_of
 from fastpar.expert.router import Router
-from fastpar.ops.moe_route import balanced_indices
+from fastpar.ops.moe.route import balanced_indices
 
 
 def _routers(model: nn.Module) -> dict[str, Router]:

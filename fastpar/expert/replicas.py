@@ -35,7 +35,7 @@ from fastpar.expert.placement import Placement, plan_placement
 from fastpar.mesh import named_groups
 from fastpar.ops._autograd import first_derivative_only
 from fastpar.ops._buffers import new_buffer
-from fastpar.ops.moe_rows import pair_slots, sort_pairs
+from fastpar.ops.moe.permute import pair_slots, sort_pairs
 
 if TYPE_CHECKING:
     from fastpar.expert.layer import MoELayer

@@ -25,7 +25,7 @@ from fastpar.expert.losses import (
     when_it_counts,
     z_loss,
 )
-from fastpar.ops.moe_route import RouteRule, Routing, expert_choice_route, moe_route, router_logits, top_experts
+from fastpar.ops.moe.route import RouteRule, Routing, expert_choice_route, moe_route, router_logits, top_experts
 
 MAX_EXPERTS = 1 << 20
 

@@ -9,12 +9,10 @@ import types
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fastpar.ops._moe_plan import DispatchPlan, Padding
     from fastpar.ops.all_reduce_rms_norm import all_reduce_rms_norm
     from fastpar.ops.cross_entropy import vocab_parallel_cross_entropy
     from fastpar.ops.dropout import sharded_dropout
     from fastpar.ops.embedding import vocab_parallel_embedding
-    from fastpar.ops.grouped_linear import grouped_linear, grouped_linear_dgrad, grouped_linear_wgrad
     from fastpar.ops.linear_cross_entropy import (
         linear_cross_entropy,
         linear_cross_entropy_dgrad,
@@ -30,11 +28,13 @@ if TYPE_CHECKING:
         linear_reduce_scatter_dgrad,
         linear_reduce_scatter_wgrad,
     )
-    from fastpar.ops.moe import moe_combine, moe_dispatch
-    from fastpar.ops.moe_capacity import expert_capacity, moe_capacity
-    from fastpar.ops.moe_mlp import moe_mlp
-    from fastpar.ops.moe_plan import moe_plan, moe_send
-    from fastpar.ops.moe_route import RouteRule, Routing, expert_choice_route, moe_route, router_logits
+    from fastpar.ops.moe.capacity import expert_capacity, moe_capacity
+    from fastpar.ops.moe.dispatch_combine import moe_combine, moe_dispatch
+    from fastpar.ops.moe.grouped_linear import grouped_linear, grouped_linear_dgrad, grouped_linear_wgrad
+    from fastpar.ops.moe.mlp import moe_mlp
+    from fastpar.ops.moe.plan import DispatchPlan, Padding
+    from fastpar.ops.moe.plan_send import moe_plan, moe_send
+    from fastpar.ops.moe.route import RouteRule, Routing, expert_choice_route, moe_route, router_logits
     from fastpar.ops.newton_schulz import newton_schulz
     from fastpar.ops.optimizer import StochasticRounding, adamw_step, lion_step, sgd_step
     from fastpar.ops.parallel_linear.api import (
@@ -59,13 +59,13 @@ if TYPE_CHECKING:
     from fastpar.reference.moe_mlp import ExpertRule
 
 _HOME = {
-    "DispatchPlan": "fastpar.ops._moe_plan",
+    "DispatchPlan": "fastpar.ops.moe.plan",
     "ExpertRule": "fastpar.reference.moe_mlp",
     "Overlap": "fastpar.ops.parallel_linear.overlap",
     "OverlapShape": "fastpar.ops.parallel_linear.overlap",
-    "Padding": "fastpar.ops._moe_plan",
-    "RouteRule": "fastpar.ops.moe_route",
-    "Routing": "fastpar.ops.moe_route",
+    "Padding": "fastpar.ops.moe.plan",
+    "RouteRule": "fastpar.ops.moe.route",
+    "Routing": "fastpar.ops.moe.route",
     "StochasticRounding": "fastpar.ops.optimizer",
     "WeightGradStore": "fastpar.ops.weight_grad_store.store",
     "adamw_step": "fastpar.ops.optimizer",
@@ -78,11 +78,11 @@ _HOME = {
     "copy_to_linear_wgrad": "fastpar.ops.linear_grads",
     "dequantize_blocks": "fastpar.ops.quantize",
     "exact_square_sum": "fastpar.ops.square_sum",
-    "expert_capacity": "fastpar.ops.moe_capacity",
-    "expert_choice_route": "fastpar.ops.moe_route",
-    "grouped_linear": "fastpar.ops.grouped_linear",
-    "grouped_linear_dgrad": "fastpar.ops.grouped_linear",
-    "grouped_linear_wgrad": "fastpar.ops.grouped_linear",
+    "expert_capacity": "fastpar.ops.moe.capacity",
+    "expert_choice_route": "fastpar.ops.moe.route",
+    "grouped_linear": "fastpar.ops.moe.grouped_linear",
+    "grouped_linear_dgrad": "fastpar.ops.moe.grouped_linear",
+    "grouped_linear_wgrad": "fastpar.ops.moe.grouped_linear",
     "linear_all_reduce": "fastpar.ops.parallel_linear.api",
     "linear_all_reduce_dgrad": "fastpar.ops.linear_grads",
     "linear_all_reduce_wgrad": "fastpar.ops.linear_grads",
@@ -94,20 +94,20 @@ _HOME = {
     "linear_reduce_scatter_wgrad": "fastpar.ops.linear_grads",
     "lion_step": "fastpar.ops.optimizer",
     "measure_overlap": "fastpar.ops.parallel_linear.overlap",
-    "moe_capacity": "fastpar.ops.moe_capacity",
-    "moe_combine": "fastpar.ops.moe",
-    "moe_dispatch": "fastpar.ops.moe",
-    "moe_mlp": "fastpar.ops.moe_mlp",
-    "moe_plan": "fastpar.ops.moe_plan",
-    "moe_route": "fastpar.ops.moe_route",
-    "moe_send": "fastpar.ops.moe_plan",
+    "moe_capacity": "fastpar.ops.moe.capacity",
+    "moe_combine": "fastpar.ops.moe.dispatch_combine",
+    "moe_dispatch": "fastpar.ops.moe.dispatch_combine",
+    "moe_mlp": "fastpar.ops.moe.mlp",
+    "moe_plan": "fastpar.ops.moe.plan_send",
+    "moe_route": "fastpar.ops.moe.route",
+    "moe_send": "fastpar.ops.moe.plan_send",
     "newton_schulz": "fastpar.ops.newton_schulz",
     "quantize_blocks": "fastpar.ops.quantize",
     "reduce_scatter_rms_norm": "fastpar.ops.reduce_scatter_rms_norm",
     "rms_norm": "fastpar.ops.rms_norm",
     "rotary_embedding": "fastpar.ops.rotary_embedding",
     "rotary_tables": "fastpar.ops.rotary_embedding",
-    "router_logits": "fastpar.ops.moe_route",
+    "router_logits": "fastpar.ops.moe.route",
     "sgd_step": "fastpar.ops.optimizer",
     "sharded_dropout": "fastpar.ops.dropout",
     "square_sum_norm": "fastpar.ops.square_sum",

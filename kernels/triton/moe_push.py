@@ -7,7 +7,7 @@
     out, _ = exchange.give_back(pushed, results, weights=weights)     # [T, H]: the sum over each token's choices
     exchange.end()
 
-What `fastpar.ops._moe_exchange` describes, for ranks whose GPUs reach each other's memory (NVLink, PCIe): dispatch and
+What `fastpar.ops.moe.dispatcher` describes, for ranks whose GPUs reach each other's memory (NVLink, PCIe): dispatch and
 permutation are one copy, and the combine reads each row once, out of the memory of its expert's rank. Backward of
 `give_back` is `send` with the same plan, and that of `dispatch` is `give_back`; `moe_push_mlp.py` has the experts
 between them. Nothing synchronises with the host, so that a step can be captured in a CUDA graph, after one outside; how

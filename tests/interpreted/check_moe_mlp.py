@@ -14,8 +14,8 @@ from torch import Tensor
 
 from fastpar.kernels import moe_mlp as kernels
 from fastpar.kernels.moe_mlp import Experts
-from fastpar.ops import _moe_triton
-from fastpar.ops._moe_plan import Padding
+from fastpar.ops.moe import mlp_triton as _moe_triton
+from fastpar.ops.moe.plan import Padding
 from fastpar.reference.moe_mlp import ExpertRule
 from fastpar.reference.moe_mlp import moe_mlp as reference_mlp
 

@@ -32,10 +32,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from fastpar.ops._buffers import new_buffer
-from fastpar.ops._moe_all_to_all import AllToAllExchange, WayBack, _columns, _Field, _layout, _received
-from fastpar.ops._moe_exchange import Exchange, Finish, Tables
-from fastpar.ops._moe_payload import encode
-from fastpar.ops._moe_plan import DispatchPlan, Terms
+from fastpar.ops.moe.dispatcher import Exchange, Finish, Tables
+from fastpar.ops.moe.fp8 import encode
+from fastpar.ops.moe.plan import DispatchPlan, Terms
+from fastpar.ops.moe.transports.all_to_all import AllToAllExchange, WayBack, _columns, _Field, _layout, _received
 
 _Chunk = list[Tables]  # what came of every tensor that was sent
 

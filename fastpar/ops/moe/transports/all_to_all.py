@@ -7,10 +7,11 @@ Results from outside (`moe_combine`) are preceded by a claim of 32 bytes for eac
 
 Bytes, top-8 of 256 experts on 8 ranks chosen at random: a token goes to 8 (1 - C(224, 8) / C(256, 8)) = 5.29 ranks and
 not to 8. With H = 7168 in bfloat16 that is 1.51 times fewer than a row for each choice, with rows in 8 bits 2.91 times
-(`fastpar.ops._moe_payload`), the 48 bytes a token of numbers and weights included.
+(`fastpar.ops.moe.fp8`), the 48 bytes a token of numbers and weights included.
 
 Across hosts rows go as the `Communicator` sends an all-to-all there: through torch.distributed (gloo, NCCL), from each
-rank to each, also where several ranks of one host get the same token. `fastpar.ops._moe_hierarchical` sends it once.
+rank to each, also where several ranks of one host get the same token. `fastpar.ops.moe.transports.hierarchical` sends
+it once.
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ from torch import Tensor
 
 from fastpar.comm import Communicator, Pending
 from fastpar.ops._buffers import new_buffer
-from fastpar.ops._moe_claim import DTYPES, WORDS, Claim
-from fastpar.ops._moe_exchange import Finish, GroupBound, Tables, float_weights, make_plan, rows_of_pairs, take_values
-from fastpar.ops._moe_payload import decode, encode
-from fastpar.ops._moe_plan import (
+from fastpar.ops.moe.claim import DTYPES, WORDS, Claim
+from fastpar.ops.moe.dispatcher import Finish, GroupBound, Tables, float_weights, make_plan, rows_of_pairs, take_values
+from fastpar.ops.moe.fp8 import decode, encode
+from fastpar.ops.moe.permute import gather_rows, sum_rows, tokens_by_rank
+from fastpar.ops.moe.plan import (
     DispatchPlan,
     Headers,
     Pairs,
@@ -37,17 +39,16 @@ from fastpar.ops._moe_plan import (
     exchange_headers,
     spread,
 )
-from fastpar.ops.moe_rows import gather_rows, sum_rows, tokens_by_rank
 
 _ALIGNMENT = 8  # bytes; of every field of a packed row
 _INT16_MAX = 32767
 
 
 class AllToAllExchange(GroupBound):
-    """See `fastpar.ops._moe_exchange.Exchange`.
+    """See `fastpar.ops.moe.dispatcher.Exchange`.
 
     exact      send every pair's row back, and sum at the token: the bits of one rank
-    in_chunks  whether `fastpar.ops._moe_chunks` may cut what is sent
+    in_chunks  whether `fastpar.ops.moe.chunks` may cut what is sent
     """
 
     travels = True

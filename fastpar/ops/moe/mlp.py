@@ -12,14 +12,15 @@ from torch import Tensor
 from fastpar.arguments import checked
 from fastpar.comm import Communicator, GroupLike
 from fastpar.contracts.linear import autocast_dtype
-from fastpar.ops import _moe_push, _moe_triton
 from fastpar.ops._autograd import needs_grad, scale_grad
-from fastpar.ops._moe_exchange import Exchange
-from fastpar.ops._moe_flight import moe_mlp_beside
-from fastpar.ops._moe_mlp import Call, Experts, MoeMlp, forward
-from fastpar.ops._moe_plan import Padding, Terms
-from fastpar.ops.grouped_linear import grouped_linear
-from fastpar.ops.moe import exchange_of, moe_combine, moe_dispatch
+from fastpar.ops.moe import mlp_triton as _moe_triton
+from fastpar.ops.moe.dispatch_combine import exchange_of, moe_combine, moe_dispatch
+from fastpar.ops.moe.dispatcher import Exchange
+from fastpar.ops.moe.experts import Call, Experts, MoeMlp, forward
+from fastpar.ops.moe.grouped_linear import grouped_linear
+from fastpar.ops.moe.overlapped import moe_mlp_beside
+from fastpar.ops.moe.plan import Padding, Terms
+from fastpar.ops.moe.transports import symmetric as _moe_push
 from fastpar.reference.moe_mlp import ExpertRule, activate, check_experts
 
 

@@ -25,10 +25,11 @@ from torch import Tensor
 
 from fastpar.comm import Communicator
 from fastpar.comm.shared_memory.region import SharedRegion
-from fastpar.ops._moe_claim import Claim
-from fastpar.ops._moe_exchange import Finish, GroupBound, Tables, make_plan, take_values
-from fastpar.ops._moe_payload import through
-from fastpar.ops._moe_plan import (
+from fastpar.ops.moe.claim import Claim
+from fastpar.ops.moe.dispatcher import Finish, GroupBound, Tables, make_plan, take_values
+from fastpar.ops.moe.fp8 import through
+from fastpar.ops.moe.permute import row_sources, sum_rows
+from fastpar.ops.moe.plan import (
     DispatchPlan,
     Pairs,
     Placement,
@@ -36,7 +37,6 @@ from fastpar.ops._moe_plan import (
     check_arguments,
     exchange_headers,
 )
-from fastpar.ops.moe_rows import row_sources, sum_rows
 
 _ALIGNMENT = 64  # bytes
 _GROWTH = 1.25  # room for more than is needed, so that steps that differ a little do not meet to grow
@@ -51,7 +51,7 @@ class SharedHalves:
 
 
 class SharedExchange(GroupBound):
-    """See `fastpar.ops._moe_exchange.Exchange`."""
+    """See `fastpar.ops.moe.dispatcher.Exchange`."""
 
     def __init__(self, comm: Communicator, halves: SharedHalves) -> None:
         self.comm, self._halves = comm, halves

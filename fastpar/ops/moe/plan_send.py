@@ -23,10 +23,10 @@ from fastpar.arguments import checked
 from fastpar.comm import GroupLike
 from fastpar.comm.recompute_cache import kept
 from fastpar.ops._autograd import first_derivative_only, needs_grad
-from fastpar.ops._moe_claim import DTYPES, Claim
-from fastpar.ops._moe_plan import DispatchPlan, Padding, Terms
-from fastpar.ops.moe import exchange_of
-from fastpar.ops.moe_rows import gather_rows
+from fastpar.ops.moe.claim import DTYPES, Claim
+from fastpar.ops.moe.dispatch_combine import exchange_of
+from fastpar.ops.moe.permute import gather_rows
+from fastpar.ops.moe.plan import DispatchPlan, Padding, Terms
 
 _TWICE = "fastpar.reference.moe_mlp, in one process,"
 

@@ -25,10 +25,10 @@ from torch import Tensor
 
 from fastpar.comm.recompute_cache import kept
 from fastpar.ops._autograd import needs_grad
-from fastpar.ops._moe_chunks import Arrivals
-from fastpar.ops._moe_exchange import Finish
-from fastpar.ops._moe_mlp import Call, Experts, Wants, forward, grads_of, keep, send_again
-from fastpar.ops._moe_plan import DispatchPlan
+from fastpar.ops.moe.chunks import Arrivals
+from fastpar.ops.moe.dispatcher import Finish
+from fastpar.ops.moe.experts import Call, Experts, Wants, forward, grads_of, keep, send_again
+from fastpar.ops.moe.plan import DispatchPlan
 
 
 class Flight:

@@ -8,7 +8,7 @@ token, and one row travels over the network: the sum over the token's choices th
 the source adds those of the hosts. `exact` sends every choice's row over the network on the way back, from rank to rank
 as `AllToAllExchange` does, and has the bits of one rank; the way there is the same.
 
-`fastpar.ops._moe_hosts` has the way within a host: memory that its ranks share, or an all-to-all.
+`fastpar.ops.moe.transports.within_host` has the way within a host: memory that its ranks share, or an all-to-all.
 
 A dispatch is one all-gather (of headers) and one all-to-all, as without hosts, and a barrier or an all-to-all within
 the host. The other ways are one all-to-all and that; `moe_combine`, whose rows may be wrong on one rank, has an
@@ -38,17 +38,8 @@ from torch import Tensor
 
 from fastpar.comm import Communicator
 from fastpar.comm.shared_memory.rendezvous import Hosts
-from fastpar.ops._moe_all_to_all import (
-    _INT16_MAX,
-    AllToAllExchange,
-    _Field,
-    _PairRows,
-    _received,
-    _Sent,
-    _tokens,
-)
-from fastpar.ops._moe_claim import Claim
-from fastpar.ops._moe_exchange import (
+from fastpar.ops.moe.claim import Claim
+from fastpar.ops.moe.dispatcher import (
     Finish,
     GroupBound,
     Tables,
@@ -57,8 +48,8 @@ from fastpar.ops._moe_exchange import (
     rows_of_pairs,
     take_values,
 )
-from fastpar.ops._moe_hosts import Arrived, Decode, Topology, WithinHost
-from fastpar.ops._moe_plan import (
+from fastpar.ops.moe.permute import sum_rows, tokens_by_rank
+from fastpar.ops.moe.plan import (
     DispatchPlan,
     Pairs,
     Placement,
@@ -66,11 +57,20 @@ from fastpar.ops._moe_plan import (
     check_arguments,
     exchange_headers,
 )
-from fastpar.ops.moe_rows import sum_rows, tokens_by_rank
+from fastpar.ops.moe.transports.all_to_all import (
+    _INT16_MAX,
+    AllToAllExchange,
+    _Field,
+    _PairRows,
+    _received,
+    _Sent,
+    _tokens,
+)
+from fastpar.ops.moe.transports.within_host import Arrived, Decode, Topology, WithinHost
 
 
 class HierarchicalExchange(GroupBound):
-    """See `fastpar.ops._moe_exchange.Exchange`, and the module's docstring.
+    """See `fastpar.ops.moe.dispatcher.Exchange`, and the module's docstring.
 
     if_fewer  give a dispatch that would not send fewer rows between hosts this way, as the headers tell, to
               `AllToAllExchange`, which spares them the step within the host

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fastpar.ops._moe_plan import _DTYPES as DTYPES
-from fastpar.ops._moe_plan import _GRADIENT
+from fastpar.ops.moe.plan import _DTYPES as DTYPES
+from fastpar.ops.moe.plan import _GRADIENT
 
 WORDS = 4  # of 8 bytes
 _BAD_ARGUMENTS = 1

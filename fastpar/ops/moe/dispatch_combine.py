@@ -5,7 +5,7 @@
     out = moe_combine(results, plan, row_weights)      # [T, H]
 
 Each is the other's backward. The plan of the dispatch serves the combine and both backwards, which send no metadata.
-`fastpar.ops._moe_exchange` has the transports.
+`fastpar.ops.moe.dispatcher` has the transports.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from fastpar.comm import Communicator, GroupLike
 from fastpar.comm.multi_host.host_ranks import find_hosts_of
 from fastpar.comm.recompute_cache import kept
 from fastpar.ops._autograd import first_derivative_only, needs_grad
-from fastpar.ops._moe_all_to_all import AllToAllExchange
-from fastpar.ops._moe_claim import DTYPES, Claim
-from fastpar.ops._moe_exchange import Exchange, LocalExchange
-from fastpar.ops._moe_hierarchical import HierarchicalExchange
-from fastpar.ops._moe_hosts import SentRows, SharedRows
-from fastpar.ops._moe_plan import DispatchPlan, Padding, Terms
-from fastpar.ops._moe_shared import SharedExchange, SharedHalves
-from fastpar.ops.moe_rows import dot_rows, gather_rows
+from fastpar.ops.moe.claim import DTYPES, Claim
+from fastpar.ops.moe.dispatcher import Exchange, LocalExchange
+from fastpar.ops.moe.permute import dot_rows, gather_rows
+from fastpar.ops.moe.plan import DispatchPlan, Padding, Terms
+from fastpar.ops.moe.transports.all_to_all import AllToAllExchange
+from fastpar.ops.moe.transports.hierarchical import HierarchicalExchange
+from fastpar.ops.moe.transports.shared_memory import SharedExchange, SharedHalves
+from fastpar.ops.moe.transports.within_host import SentRows, SharedRows
 
 _TRANSPORTS = ("auto", "shared_memory", "all_to_all", "hierarchical", "symmetric")
 _TWICE = "fastpar.reference.moe_mlp, in one process,"
@@ -178,11 +178,11 @@ def moe_dispatch(
     Args:
         padding: room for rows beyond those there are; see `Padding`.
         transport: "shared_memory", "all_to_all", "hierarchical" (over several hosts: a token goes once to each, see
-            `fastpar.ops._moe_hierarchical`), or "auto": the first for CPU tensors where the ranks are on one host, the
-            last where they are on several and it sends fewer rows between those, else the second.
+            `fastpar.ops.moe.transports.hierarchical`), or "auto": the first for CPU tensors where the ranks are on one
+            host, the last where they are on several and it sends fewer rows between those, else the second.
             "symmetric" is for `moe_mlp`, and here an error between ranks: a plan has its splits on the host.
         exact: give results the bits that one rank has, also over all_to_all, which then sends more.
-        payload: "float8_e4m3fn": tokens travel in 8 bits, and experts see what arrives (`fastpar.ops._moe_payload`);
+        payload: "float8_e4m3fn": tokens travel in 8 bits, and experts see what arrives (`fastpar.ops.moe.fp8`);
             gradients and results travel as they are.
 
     Collectives: shared memory: one all-gather of num_experts + 11 numbers and a barrier, and one for the backward;

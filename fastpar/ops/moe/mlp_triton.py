@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fastpar.ops._autograd import first_derivative_only
 from fastpar.ops._backends import has_kernels
-from fastpar.ops._moe_plan import Padding
+from fastpar.ops.moe.plan import Padding
 from fastpar.reference.moe_mlp import ExpertRule
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -20,8 +20,8 @@ from torch.nn import functional
 
 from fastpar import _ext
 from fastpar.arguments import checked
-from fastpar.ops import _moe_route_triton
 from fastpar.ops._autograd import first_derivative_only
+from fastpar.ops.moe import route_triton as _moe_route_triton
 from fastpar.reference.moe_route import (
     RouteRule,
     Routing,

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fastpar.arguments import checked
-from fastpar.ops.moe_rows import sort_pairs
+from fastpar.ops.moe.permute import sort_pairs
 
 MAX_EXPERTS = 2**24  # tables of so many numbers are made without asking
 POLICIES = ("probability", "position", "random")

@@ -27,17 +27,17 @@ import torch
 from torch import Tensor
 
 from fastpar.comm.recompute_cache import kept
-from fastpar.ops import _moe_chunks
 from fastpar.ops._autograd import first_derivative_only
 from fastpar.ops._buffers import new_buffer
-from fastpar.ops._expert_products import matmul, wgrad_of
-from fastpar.ops._moe_activation import activate_rows, activate_rows_backward
-from fastpar.ops._moe_chunks import Arrivals
-from fastpar.ops._moe_exchange import Exchange, Finish, Tables
-from fastpar.ops._moe_plan import DispatchPlan, Padding, Terms
-from fastpar.ops._moe_stack import Stack, joined, parted
 from fastpar.ops._weight_grad import weighted_sum
-from fastpar.ops.moe_rows import dot_rows, gather_rows
+from fastpar.ops.moe import chunks as _moe_chunks
+from fastpar.ops.moe.activation import activate_rows, activate_rows_backward
+from fastpar.ops.moe.chunks import Arrivals
+from fastpar.ops.moe.dispatcher import Exchange, Finish, Tables
+from fastpar.ops.moe.gemms import matmul, wgrad_of
+from fastpar.ops.moe.permute import dot_rows, gather_rows
+from fastpar.ops.moe.plan import DispatchPlan, Padding, Terms
+from fastpar.ops.moe.weights import Stack, joined, parted
 from fastpar.reference.moe_mlp import ExpertRule
 
 _ROOM = 256

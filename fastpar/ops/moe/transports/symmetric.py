@@ -33,8 +33,8 @@ from fastpar.comm.recompute_cache import kept
 from fastpar.comm.symmetric.buffer import SymmetricBuffer
 from fastpar.ops._autograd import first_derivative_only
 from fastpar.ops._backends import has_kernels
-from fastpar.ops._moe_mlp import Experts
-from fastpar.ops._moe_plan import Padding
+from fastpar.ops.moe.experts import Experts
+from fastpar.ops.moe.plan import Padding
 from fastpar.reference.moe_mlp import ExpertRule
 
 if TYPE_CHECKING:

@@ -1,8 +1,8 @@
 """Within a host: how its ranks get at rows of tokens that came over the network to any one of them.
 
-`fastpar.ops._moe_hierarchical` moves rows between hosts and says which rank they come in at. From there, `SharedRows`
-shows them to the other ranks in memory that they share: CPU tensors. `SentRows` sends them once more, by an all-to-all
-of the whole group in which hosts send each other nothing: any device.
+`fastpar.ops.moe.transports.hierarchical` moves rows between hosts and says which rank they come in at. From there,
+`SharedRows` shows them to the other ranks in memory that they share: CPU tensors. `SentRows` sends them once more, by
+an all-to-all of the whole group in which hosts send each other nothing: any device.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torch import Tensor
 from fastpar.comm.multi_host.host_ranks import HostRanks
 from fastpar.comm.shared_memory.rendezvous import Hosts
 from fastpar.ops._buffers import new_buffer
-from fastpar.ops._moe_all_to_all import AllToAllExchange, _Field, _Sent
-from fastpar.ops._moe_exchange import Tables, take_values
-from fastpar.ops._moe_plan import DispatchPlan, Pairs, Placement, spread
-from fastpar.ops._moe_shared import SharedExchange, SharedHalves, _bytes
-from fastpar.ops.moe_rows import sum_rows, tokens_by_rank
+from fastpar.ops.moe.dispatcher import Tables, take_values
+from fastpar.ops.moe.permute import sum_rows, tokens_by_rank
+from fastpar.ops.moe.plan import DispatchPlan, Pairs, Placement, spread
+from fastpar.ops.moe.transports.all_to_all import AllToAllExchange, _Field, _Sent
+from fastpar.ops.moe.transports.shared_memory import SharedExchange, SharedHalves, _bytes
 
 Decode = Callable[[Sequence[Tensor]], list[Tensor]]  # tensors from columns as they travel
 

@@ -23,10 +23,10 @@ from torch import Tensor
 
 from fastpar.comm import Communicator
 from fastpar.ops._buffers import new_buffer
-from fastpar.ops._moe_claim import Claim
-from fastpar.ops._moe_payload import through
-from fastpar.ops._moe_plan import DispatchPlan, Headers, Pairs, Placement, Terms, check_arguments
-from fastpar.ops.moe_rows import gather_rows, row_sources, sum_rows
+from fastpar.ops.moe.claim import Claim
+from fastpar.ops.moe.fp8 import through
+from fastpar.ops.moe.permute import gather_rows, row_sources, sum_rows
+from fastpar.ops.moe.plan import DispatchPlan, Headers, Pairs, Placement, Terms, check_arguments
 
 Tables = Sequence[Tensor]  # as if they lay one below the other
 Finish = Callable[[Tensor | None], tuple[Tensor, Tensor | None]]  # see `Exchange.launch_back`

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from fastpar.comm import CommMismatchError, Communicator
-from fastpar.ops._moe_payload import PAYLOADS
-from fastpar.ops.moe_rows import pair_slots, sort_pairs
+from fastpar.ops.moe.fp8 import PAYLOADS
+from fastpar.ops.moe.permute import pair_slots, sort_pairs
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 

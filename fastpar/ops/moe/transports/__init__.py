@@ -1,0 +1,1 @@
+"""How rows of tokens travel between ranks: a file for each transport of `fastpar.ops.moe_dispatch`."""
