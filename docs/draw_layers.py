@@ -11,12 +11,8 @@ WIDTH, ROW, GAP, LEFT, BOX_GAP = 920, 46, 12, 190, 8
 PYTHON = [
     ("commands", [("cli", True), ("doctor", True)]),
     ("proof, other libraries", [("verification", True), ("integrations", True)]),
-    ("whole models", [("compose", True), ("swap", True), ("checkpoint", False), ("planner", False)]),
-    ("taking layers in", [("proving", True), ("lm_head", True), ("expert_style", True)]),
-    (
-        "what is split how, and watched",
-        [("plan, heads, trial", True), ("guards, doors", True), ("zero (stands on clip, precision)", True)],
-    ),
+    ("whole models", [("parallel", True), ("checkpoint", False), ("planner", False)]),
+    ("data parallelism", [("zero (stands on clip, precision)", True), ("doors", True)]),
     (
         "strategies (never import each other)",
         [

@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from fastpar import comm, expert, ops, optim, pipeline, recompute, reference, storage, tensor, zero
     from fastpar.clip import GradSum, clip_grad_norm_, grad_norm
     from fastpar.comm import CommError, Communicator, Pending
-    from fastpar.compose import parallelize_pipeline
     from fastpar.mesh import Mesh, init_mesh
-    from fastpar.plan import Style
+    from fastpar.parallel.compose import parallelize_pipeline
+    from fastpar.parallel.plan import Style
+    from fastpar.parallel.swap import explain, parallelize, unparallelize
     from fastpar.precision import LossScaler, Precision
     from fastpar.recompute import apply_recompute, remove_recompute
-    from fastpar.swap import explain, parallelize, unparallelize
     from fastpar.verification import VerifyLayout, verify
 
 # A public function must not be named like a module of the package: importing that module would bind its name here.
@@ -39,16 +39,16 @@ _HOME = {
     "Mesh": "fastpar.mesh",
     "Pending": "fastpar.comm",
     "Precision": "fastpar.precision",
-    "Style": "fastpar.plan",
+    "Style": "fastpar.parallel.plan",
     "apply_recompute": "fastpar.recompute",
     "clip_grad_norm_": "fastpar.clip",
-    "explain": "fastpar.swap",
+    "explain": "fastpar.parallel.swap",
     "grad_norm": "fastpar.clip",
     "init_mesh": "fastpar.mesh",
-    "parallelize": "fastpar.swap",
-    "parallelize_pipeline": "fastpar.compose",
+    "parallelize": "fastpar.parallel.swap",
+    "parallelize_pipeline": "fastpar.parallel.compose",
     "remove_recompute": "fastpar.recompute",
-    "unparallelize": "fastpar.swap",
+    "unparallelize": "fastpar.parallel.swap",
     "VerifyLayout": "fastpar.verification",
     "verify": "fastpar.verification",
 }

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import fastpar as fp
+from fastpar.parallel.stacked_experts import is_stacked
 from fastpar.pipeline import PipelineError
-from fastpar.stacked_experts import is_stacked
 from fastpar.tensor import full_parameter
 from tests.family_models import batch, tiny_model
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 import fastpar as fp
 from fastpar import comm, expert, ops, optim, pipeline, precision, recompute, storage, tensor, zero
 from fastpar.comm.symmetric import buffer as symmetric
+from fastpar.parallel.plan import match_plan, parse_style
 from fastpar.pipeline import ActionType
-from fastpar.plan import match_plan, parse_style
 from fastpar.recompute.plan import Keep
 from fastpar.tensor import binding  # noqa: F401
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from fastpar.integrations import huggingface, huggingface_moe
-from fastpar.stacked_experts import is_stacked, run_experts
+from fastpar.parallel.stacked_experts import is_stacked, run_experts
 from fastpar.tensor import full_parameter
 
 VOCAB = 67

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from fastpar.integrations import huggingface, huggingface_moe
+from fastpar.parallel.stacked_experts import is_stacked, rule_of, run_experts
 from fastpar.reference.moe_mlp import ExpertRule
-from fastpar.stacked_experts import is_stacked, rule_of, run_experts
 from tests.dist import run_ranks
 from tests.moe_models import MODELS, assert_equal_steps, batch, build, experts_of, mean_step, step, transformers_steps
 

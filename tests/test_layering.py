@@ -31,17 +31,8 @@ LAYERS = {
     "recompute": 6,
     "clip": 6,
     "optim": 6,
-    "plan": 7,
-    "heads": 8,
-    "guards": 7,
     "doors": 6,
-    "lm_head": 8,
-    "stacked_experts": 7,
-    "expert_style": 8,
-    "trial": 9,
-    "proving": 10,
-    "swap": 11,
-    "compose": 12,
+    "parallel": 11,
     "checkpoint": 11,
     "planner": 11,
     "verification": 13,
@@ -49,6 +40,22 @@ LAYERS = {
     "doctor": 13,
     "cli": 14,
     "__main__": 15,
+}
+# Within a part: a file (or folder) imports those of lower layers. Parts without a table are not looked into.
+INNER_LAYERS = {
+    "parallel": {
+        "plan": 0,
+        "guards": 0,
+        "stacked_experts": 0,
+        "heads": 1,
+        "lm_head": 1,
+        "expert_style": 1,
+        "trial": 2,
+        "proving": 3,
+        "swap": 4,
+        "compose": 5,
+        "__init__": 6,
+    },
 }
 OPTIONAL_PACKAGES = {"triton", "transformers", "rich", "matplotlib", "safetensors"}
 ALLOWED_AT_IMPORT = {"kernels": {"triton"}, "integrations": {"transformers", "safetensors"}}
@@ -109,6 +116,9 @@ def import_violations(module: str, source: str, *, is_package: bool = False) -> 
     if part is not None and part not in LAYERS:
         return [f"{module}: {part!r} has no layer; give it one in {Path(__file__).name} and in docs/architecture.md"]
     found = []
+    inner, own = INNER_LAYERS.get(part or "", {}), parts[2] if len(parts) > 2 else "__init__"
+    if inner and own not in inner:
+        found.append(f"{module}: {own!r} has no layer within {part!r}; give it one in {Path(__file__).name}")
     for name, at_import in imports(source, module, is_package=is_package):
         top, _, rest = name.partition(".")
         if top in OPTIONAL_PACKAGES and at_import and top not in ALLOWED_AT_IMPORT.get(part or "", set()):
@@ -123,7 +133,12 @@ def import_violations(module: str, source: str, *, is_package: bool = False) -> 
         if part is None:
             if at_import and target not in {"_version"}:
                 found.append(f"{module} imports {name} at module level: public names are resolved lazily")
-        elif target in LAYERS and target != part and LAYERS[target] >= LAYERS[part]:
+        elif target == part:
+            used = [*rest.split("."), "__init__"][1]
+            used = used if used in inner else "__init__"
+            if own in inner and used != own and inner[used] >= inner[own]:
+                found.append(f"{module} (layer {inner[own]} of {part}) imports {name} (layer {inner[used]})")
+        elif target in LAYERS and LAYERS[target] >= LAYERS[part]:
             found.append(f"{module} (layer {LAYERS[part]}) imports {name} (layer {LAYERS[target]})")
         elif target not in LAYERS and target != "__version__":
             found.append(f"{module} imports {name} through the top of the package; import the module that defines it")
@@ -217,7 +232,7 @@ def test_csrc_includes_follow_the_layers() -> None:
             "triton at module level",
         ),
         (
-            "fastpar.swap",
+            "fastpar.parallel.swap",
             "class A:\n    from transformers import PreTrainedModel",
             "transformers at module level",
         ),
@@ -225,6 +240,10 @@ def test_csrc_includes_follow_the_layers() -> None:
         ("fastpar.kernels.cross_entropy", "from fastpar import comm", "torch and triton only"),
         ("fastpar.doctor", "from bench.harness import run", "not part of the package"),
         ("fastpar.helpers", "import torch", "has no layer"),
+        ("fastpar.parallel.plan", "from fastpar.parallel.heads import split_heads", "layer 1"),
+        ("fastpar.parallel.guards.watch", "from fastpar.parallel import plan", "layer 0"),
+        ("fastpar.parallel.plan", "from fastpar.parallel import Style", "layer 6"),
+        ("fastpar.parallel.helpers", "import torch", "no layer within 'parallel'"),
         ("fastpar", "from fastpar.ops import cross_entropy", "lazily"),
     ],
 )

@@ -217,7 +217,7 @@ def _blocks_match(odd: bool, sequence_parallel: bool) -> list[list[str]]:
     parallel, x = copy.deepcopy(plain), torch.randn(2, 7, 6, dtype=torch.float64)
     fp.parallelize(parallel, dist.group.WORLD, PLAN, sequence_parallel=sequence_parallel)
     expected = _trained(plain, x)
-    for _ in range(2):  # which are watched: fastpar.guards
+    for _ in range(2):  # which are watched: fastpar.parallel.guards
         parallel(x).sum().backward()
     with record() as forward:
         y = parallel(x.clone().requires_grad_())

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 import fastpar as fp
 from fastpar.pipeline.stages.absent import Absent
 from fastpar.pipeline.stages.partition import partition
-from fastpar.plan import auto_plan, match_plan
+from fastpar.parallel.plan import auto_plan, match_plan
 from fastpar.tensor import VocabParallelEmbedding, VocabParallelHead, full_parameter
 from tests.dist import run_ranks
 from tests.models import ARCHITECTURES

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 import fastpar as fp
-from fastpar.heads import split_heads
-from fastpar.plan import auto_plan, parse_style
-from fastpar.proving import proven_plan
+from fastpar.parallel.heads import split_heads
+from fastpar.parallel.plan import auto_plan, parse_style
+from fastpar.parallel.proving import proven_plan
+from fastpar.parallel.trial import record_calls
 from fastpar.tensor import full_parameter
-from fastpar.trial import record_calls
 from tests.dist import run_ranks
 
 HEADS, WIDTH, HIDDEN = 4, 6, 24

@@ -20,8 +20,15 @@ import fastpar
 from tests.dist import run_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
-PUBLIC_MODULES = ["fastpar", "fastpar.comm", "fastpar.mesh", "fastpar.ops", "fastpar.plan", "fastpar.reference"]
-PUBLIC_MODULES += ["fastpar.optim", "fastpar.recompute", "fastpar.storage", "fastpar.swap", "fastpar.tensor"]
+PUBLIC_MODULES = [
+    "fastpar",
+    "fastpar.comm",
+    "fastpar.mesh",
+    "fastpar.ops",
+    "fastpar.parallel.plan",
+    "fastpar.reference",
+]
+PUBLIC_MODULES += ["fastpar.optim", "fastpar.recompute", "fastpar.storage", "fastpar.parallel.swap", "fastpar.tensor"]
 PUBLIC_MODULES += ["fastpar.clip", "fastpar.expert", "fastpar.precision", "fastpar.verification", "fastpar.zero"]
 IMPORT_BUDGET_SECONDS = 0.3
 SHARD_HEADING = "Shard the rest over data-parallel ranks"

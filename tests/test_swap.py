@@ -13,8 +13,8 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 
 import fastpar as fp
-from fastpar.heads import key_value_heads
-from fastpar.plan import auto_plan, match_plan
+from fastpar.parallel.heads import key_value_heads
+from fastpar.parallel.plan import auto_plan, match_plan
 from fastpar.tensor import ColumnParallelLinear, VocabParallelEmbedding, VocabParallelHead, full_parameter
 from tests.counting import count_collectives
 from tests.dist import run_ranks

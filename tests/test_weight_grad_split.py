@@ -739,7 +739,7 @@ def _check_parallel_model(architecture: str, sequence_parallel: bool) -> tuple[l
     model = build_model(architecture, torch.float32)
     fp.parallelize(model, dist.group.WORLD, sequence_parallel=sequence_parallel)
     ids = torch.randint(0, VOCAB, (2, 8))
-    for _ in range(2):  # which are watched: fastpar.guards
+    for _ in range(2):  # which are watched: fastpar.parallel.guards
         model(ids)
     out = _logits(model(ids))
     dout = torch.randn_like(out)

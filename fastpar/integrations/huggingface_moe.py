@@ -13,7 +13,7 @@ back as one row, over shared memory on one host. Names in `state_dict` stay what
 
 Covered are all modules that transformers' `use_experts_implementation` decorates: gated or not, with biases or not,
 transposed, interleaved. Activations that `moe_mlp` knows run fused, others as the module has them
-(`fastpar.stacked_experts`). Llama 4, whose experts are called without their tokens' choices, has neither door;
+(`fastpar.parallel.stacked_experts`). Llama 4, whose experts are called without their tokens' choices, has neither door;
 `fastpar.parallelize` has one.
 """
 
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fastpar.comm import Communicator
-from fastpar.stacked_experts import run_experts
+from fastpar.parallel.stacked_experts import run_experts
 
 
 @torch.compiler.disable

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from fastpar.arguments import checked_fields
 from fastpar.clip import grad_norm
-from fastpar.compose import parallelize_pipeline
 from fastpar.mesh import Mesh, init_mesh
+from fastpar.parallel.compose import parallelize_pipeline
+from fastpar.parallel.plan import Style
+from fastpar.parallel.swap import explain, parallelize, unwatch
 from fastpar.pipeline import Pipeline, schedule_names
 from fastpar.pipeline.stages.absent import Absent
-from fastpar.plan import Style
 from fastpar.recompute import Full, Policy, apply_recompute
-from fastpar.swap import explain, parallelize, unwatch
 from fastpar.tensor import ColumnParallelLinear, LayoutDropout
 from fastpar.verification.inputs import Inputs, LossFunction, loss_of
 from fastpar.verification.pieces import Piece, plain_pieces, zero_pieces

@@ -10,8 +10,8 @@ All but the last look at the first forwards and at one in 256 from then on: a fa
 step, or comes with a change that lasts. What they find is an error on every rank of the group.
 """
 
-from fastpar.guards.agreement import checksum, sync_weights
-from fastpar.guards.parts import PartGuard
-from fastpar.guards.watch import Watch, WatchedPlan
+from fastpar.parallel.guards.agreement import checksum, sync_weights
+from fastpar.parallel.guards.parts import PartGuard
+from fastpar.parallel.guards.watch import Watch, WatchedPlan
 
 __all__ = ["PartGuard", "Watch", "WatchedPlan", "checksum", "sync_weights"]

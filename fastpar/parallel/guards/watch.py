@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from fastpar.comm import Communicator
-from fastpar.guards.agreement import InputGuard
-from fastpar.guards.cadence import Cadence
-from fastpar.guards.draws import DrawGuard
-from fastpar.guards.gradients import GradientGuard
-from fastpar.guards.members import MemberGuard
-from fastpar.guards.positions import PositionGuard
-from fastpar.guards.stream import StreamGuard
+from fastpar.parallel.guards.agreement import InputGuard
+from fastpar.parallel.guards.cadence import Cadence
+from fastpar.parallel.guards.draws import DrawGuard
+from fastpar.parallel.guards.gradients import GradientGuard
+from fastpar.parallel.guards.members import MemberGuard
+from fastpar.parallel.guards.positions import PositionGuard
+from fastpar.parallel.guards.stream import StreamGuard
 from fastpar.tensor.dropout import LayoutDropout
 from fastpar.tensor.sequence import SequenceRegion
 

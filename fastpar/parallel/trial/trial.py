@@ -1,4 +1,4 @@
-"""A trial: a module on virtual ranks against the whole module; see the notes of `fastpar.trial`."""
+"""A trial: a module on virtual ranks against the whole module; see the notes of `fastpar.parallel.trial`."""
 
 from __future__ import annotations
 
@@ -14,12 +14,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fastpar.comm import shard_range
-from fastpar.heads import HeadSplit
-from fastpar.plan import Style
-from fastpar.tensor.parameter import RowMap
-from fastpar.tensor.sequence import map_hidden, map_output, map_stream
-from fastpar.trial.calls import Call
-from fastpar.trial.copies import (
+from fastpar.parallel.heads import HeadSplit
+from fastpar.parallel.plan import Style
+from fastpar.parallel.trial.calls import Call
+from fastpar.parallel.trial.copies import (
     fresh_leaves,
     noisy_copy,
     replace_parameter,
@@ -27,7 +25,9 @@ from fastpar.trial.copies import (
     training_copy,
     trains_differently,
 )
-from fastpar.trial.ranks import DifferenceError, Meeting, TrialError, VirtualColumn, VirtualRank, VirtualRow
+from fastpar.parallel.trial.ranks import DifferenceError, Meeting, TrialError, VirtualColumn, VirtualRank, VirtualRow
+from fastpar.tensor.parameter import RowMap
+from fastpar.tensor.sequence import map_hidden, map_output, map_stream
 
 TOLERANCE = 1e-3
 

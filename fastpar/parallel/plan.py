@@ -245,7 +245,7 @@ def _own_plan(config: Any) -> dict[str, str]:
     expert: dict[str, str] = getattr(config, "base_model_ep_plan", None) or {}
     experts = {p: w for p, w in (tensor | expert).items() if w in ("moe_tp_experts", "ep_dispatch_experts")}
     # Other words say how transformers keeps its own code consistent (`mla_kv_a_proj`, `local_params`): which gradients
-    # are parts, and which parameters go by head, is found by trying here (`fastpar.proving`).
+    # are parts, and which parameters go by head, is found by trying here (`fastpar.parallel.proving`).
     linears = {p: w for p, w in tensor.items() if p.rpartition(".")[0] not in experts and w in _LINEAR_WORDS}
     return linears | dict.fromkeys(experts, "expert")
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from fastpar.plan import Style
+from fastpar.parallel.plan import Style
 from fastpar.tensor.linear import linear_weights
 from fastpar.tensor.parameter import RowMap
 

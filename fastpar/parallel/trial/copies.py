@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from fastpar.stacked_experts import is_stacked
+from fastpar.parallel.stacked_experts import is_stacked
 from fastpar.tensor.rehearsal import same_generators
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fastpar.comm import CommError, Communicator
-from fastpar.guards.positions import as_it_was
+from fastpar.parallel.guards.positions import as_it_was
 from fastpar.tensor.rehearsal import attributes_as_they_were, own_attributes, same_generators
 from fastpar.tensor.sequence import SequenceRegion, whole_stream
 

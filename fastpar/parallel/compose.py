@@ -22,6 +22,9 @@ from torch import nn
 from fastpar.arguments import checked
 from fastpar.mesh import Mesh
 from fastpar.ops.parallel_linear.overlap import Overlap
+from fastpar.parallel.plan import Style
+from fastpar.parallel.proving import proven_plan
+from fastpar.parallel.swap import parallelize
 from fastpar.pipeline import (
     Architecture,
     CrossEntropy,
@@ -36,10 +39,7 @@ from fastpar.pipeline.runtime.pipeline import Loss, MakeOptimizer
 from fastpar.pipeline.stages.calling import Keywords
 from fastpar.pipeline.stages.stage import Stage
 from fastpar.pipeline.stages.unit_costs import UnitCosts
-from fastpar.plan import Style
-from fastpar.proving import proven_plan
 from fastpar.recompute import Policy, apply_recompute
-from fastpar.swap import parallelize
 
 
 @checked(computed=False, but=("plan",))

@@ -1,7 +1,7 @@
 """The style "expert" of `fastpar.parallelize`: stacked experts spread over the ranks of an expert group.
 
 Rank r of the group keeps experts r * E / size on, as `Shard(0)` DTensors under their old names, and the module's
-forward sends tokens to them (`fastpar.stacked_experts.run_experts`). Router and shared experts stay what they are.
+forward sends tokens to them (`stacked_experts.run_experts`). Router and shared experts stay what they are.
 
 Note: the scale of gradients
     As in `fastpar.expert.MoELayer`. The tokens of an expert come from all ranks of its group, ep / tp of which belong
@@ -26,7 +26,14 @@ import torch
 from torch import Tensor, nn
 
 from fastpar.comm import Communicator
-from fastpar.stacked_experts import is_stacked, is_transposed, num_experts_of, own_parameters, rule_of, run_experts
+from fastpar.parallel.stacked_experts import (
+    is_stacked,
+    is_transposed,
+    num_experts_of,
+    own_parameters,
+    rule_of,
+    run_experts,
+)
 from fastpar.tensor.binding import Adoption, BoundGroup
 from fastpar.tensor.parameter import MakeParameter, ParallelModule, ParameterLayout, RowMap, install_state_dict_hooks
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fastpar.comm import Communicator
-from fastpar.guards.agreement import generator_state
+from fastpar.parallel.guards.agreement import generator_state
 from fastpar.tensor import VocabParallelHead, causal_lm_loss, gather_vocab, masked_lm_loss
 
 Loss = Callable[..., Tensor]

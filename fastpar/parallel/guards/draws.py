@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastpar.guards.agreement import generator_state
+from fastpar.parallel.guards.agreement import generator_state
 
 # Where a draw is wrong: of a module's path, why it is, or nothing.
 Verdict = Callable[[str, nn.Module], str]

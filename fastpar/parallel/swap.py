@@ -17,16 +17,21 @@ from torch import nn
 from fastpar.arguments import checked
 from fastpar.comm import Communicator
 from fastpar.doors import DDP_MARK, OVER_PARALLEL, RefusedByDDP, ResizeEmbeddings, SavePretrained, check_model
-from fastpar.expert_style import check_experts, prove_experts, route_tokens, spread_experts, takes_scaled_tokens
-from fastpar.guards import PartGuard, Watch, WatchedPlan
-from fastpar.guards import sync_weights as sync_weights_of
-from fastpar.heads import HeadSplit
-from fastpar.lm_head import GatheringCall, calls_loss_function, loss_on_split_logits, takes_labels
 from fastpar.mesh import Mesh
 from fastpar.pipeline.stages.absent import Absent
 from fastpar.ops.parallel_linear.overlap import Overlap
-from fastpar.plan import Style, match_plan
-from fastpar.proving import block_splits, proven_plan, refuse_wrong_blocks
+from fastpar.parallel.expert_style import (
+    check_experts,
+    prove_experts,
+    route_tokens,
+    spread_experts,
+    takes_scaled_tokens,
+)
+from fastpar.parallel.guards import PartGuard, Watch, WatchedPlan, sync_weights as sync_weights_of
+from fastpar.parallel.heads import HeadSplit
+from fastpar.parallel.lm_head import GatheringCall, calls_loss_function, loss_on_split_logits, takes_labels
+from fastpar.parallel.plan import Style, match_plan
+from fastpar.parallel.proving import block_splits, proven_plan, refuse_wrong_blocks
 from fastpar.tensor import (
     Adoption,
     ColumnParallelLinear,
@@ -513,7 +518,7 @@ class _Swap:
             self.handles += [self.modules[owner].register_forward_hook(parts.gather) for owner in self._owners()]
 
     def _guard(self) -> None:
-        """Watch forwards for what no plan can show (`fastpar.guards`)."""
+        """Watch forwards for what no plan can show (`fastpar.parallel.guards`)."""
         self.watch: Watch | None = None
         if self.comm.size == 1:
             return
@@ -603,8 +608,8 @@ def parallelize(
                        dropout masks), a 1-D DeviceMesh or a ProcessGroup (experts are spread over the same ranks)
     plan               "auto": what the model declares (Hugging Face's `tp_plan`), or how it calls its linears, as far
                        as trials on this process confirm it; blocks of which they do not are left whole, and `explain`
-                       says why (`fastpar.proving`). Or a dict from pattern to style, such as
-                       {"layers.*.mlp.up_proj": "colwise"}; see `fastpar.plan`
+                       says why (`fastpar.parallel.proving`). Or a dict from pattern to style, such as
+                       {"layers.*.mlp.up_proj": "colwise"}; see `fastpar.parallel.plan`
     sequence_parallel  split the residual stream along the sequence between blocks
     gather_logits      True: the head returns all V logits as a plain tensor. False: a DTensor, Shard(-1) over the
                        group, which `vocab_parallel_cross_entropy(logits, target)` takes as it is, and of which

@@ -2,7 +2,7 @@
 
 Where a plan comes from is of no consequence for whether it is right: Hugging Face's `tp_plan`, the table of known
 architectures, or a guess from the order in which a block calls its linears. Every kind of layer is tried
-(`fastpar.trial`), block by block, then as a whole. A block whose trial fails is left whole, which is always right, and
+(`parallel/trial`), block by block, then as a whole. A block whose trial fails is left whole, which is always right, and
 `fastpar.explain` says why; trials also say which gradients of its other parameters are parts.
 
 With sequence parallelism every other module of a layer is either found to compute each token by itself, or is left
@@ -18,12 +18,12 @@ from typing import Any
 
 from torch import nn
 
-from fastpar.heads import KEY_COUNTS, QUERY_COUNTS, HeadsError, HeadSplit, said, split_heads
 from fastpar.pipeline.stages.absent import Absent
-from fastpar.plan import Style, UnknownModelError, auto_plan, match_plan
-from fastpar.stacked_experts import is_stacked
+from fastpar.parallel.heads import KEY_COUNTS, QUERY_COUNTS, HeadsError, HeadSplit, said, split_heads
+from fastpar.parallel.plan import Style, UnknownModelError, auto_plan, match_plan
+from fastpar.parallel.stacked_experts import is_stacked
+from fastpar.parallel.trial import Call, DifferenceError, Trial, TrialError, is_linear, is_per_token, record_calls
 from fastpar.tensor.own_forward import check_parameters, has_hooks, has_own_forward
-from fastpar.trial import Call, DifferenceError, Trial, TrialError, is_linear, is_per_token, record_calls
 
 _SPLIT = ("colwise", "rowwise")
 _FULL = ("colwise_gather_output", "rowwise_split_input")
