@@ -18,19 +18,31 @@ from typing import TYPE_CHECKING, Any
 from fastpar._version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from fastpar import comm, expert, ops, optim, pipeline, recompute, reference, storage, tensor, zero
+    from fastpar import comm, expert, ops, optim, parallel, pipeline, recompute, reference, storage, tensor, zero
     from fastpar.clip import GradSum, clip_grad_norm_, grad_norm
     from fastpar.comm import CommError, Communicator, Pending
     from fastpar.mesh import Mesh, init_mesh
-    from fastpar.parallel.compose import parallelize_pipeline
-    from fastpar.parallel.plan import Style
-    from fastpar.parallel.swap import explain, parallelize, unparallelize
+    from fastpar.parallel import Style
+    from fastpar.parallel.api import explain, parallelize, unparallelize
+    from fastpar.parallel.pipeline_api import parallelize_pipeline
     from fastpar.precision import LossScaler, Precision
     from fastpar.recompute import apply_recompute, remove_recompute
     from fastpar.verification import VerifyLayout, verify
 
 # A public function must not be named like a module of the package: importing that module would bind its name here.
-_MODULES = ("comm", "expert", "ops", "optim", "pipeline", "recompute", "reference", "storage", "tensor", "zero")
+_MODULES = (
+    "comm",
+    "expert",
+    "ops",
+    "optim",
+    "parallel",
+    "pipeline",
+    "recompute",
+    "reference",
+    "storage",
+    "tensor",
+    "zero",
+)
 _HOME = {
     "CommError": "fastpar.comm",
     "Communicator": "fastpar.comm",
@@ -39,16 +51,16 @@ _HOME = {
     "Mesh": "fastpar.mesh",
     "Pending": "fastpar.comm",
     "Precision": "fastpar.precision",
-    "Style": "fastpar.parallel.plan",
+    "Style": "fastpar.parallel",
     "apply_recompute": "fastpar.recompute",
     "clip_grad_norm_": "fastpar.clip",
-    "explain": "fastpar.parallel.swap",
+    "explain": "fastpar.parallel.api",
     "grad_norm": "fastpar.clip",
     "init_mesh": "fastpar.mesh",
-    "parallelize": "fastpar.parallel.swap",
-    "parallelize_pipeline": "fastpar.parallel.compose",
+    "parallelize": "fastpar.parallel.api",
+    "parallelize_pipeline": "fastpar.parallel.pipeline_api",
     "remove_recompute": "fastpar.recompute",
-    "unparallelize": "fastpar.parallel.swap",
+    "unparallelize": "fastpar.parallel.api",
     "VerifyLayout": "fastpar.verification",
     "verify": "fastpar.verification",
 }
@@ -72,6 +84,7 @@ __all__ = [
     "init_mesh",
     "ops",
     "optim",
+    "parallel",
     "parallelize",
     "parallelize_pipeline",
     "pipeline",

@@ -172,7 +172,7 @@ MODELS: dict[str, Callable[[], Case]] = {
     "Mesh.size": lambda: (mesh().size, {"name": "tp"}),
     "Mesh.rank": lambda: (mesh().rank, {"name": "tp"}),
     "Mesh.group": lambda: (mesh().group, {"name": "tp"}),
-    "Style": lambda: (fp.Style, {"kind": "colwise"}),
+    "ColwiseStyle": lambda: (fp.parallel.ColwiseStyle, {"sections": 2}),
     "parse_style": lambda: (parse_style, {"pattern": "0", "style": "colwise"}),
     "match_plan": lambda: (match_plan, {"model": linears(), "plan": {"0": "colwise"}}),
     "parallelize": lambda: (fp.parallelize, {"model": linears(), "mesh": mesh(), "plan": {"0": "colwise"}}),

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import fastpar as fp
-from fastpar.parallel.expert_style import check_experts
+from fastpar.parallel.styles.experts import check_experts
 from tests.dist import run_ranks
 from tests.expert_style_ranks import parallelized_steps, pipelined_gradients, refusals, trained_step
 from tests.moe_models import assert_equal_steps, batch, build, experts_of, mean_step, step

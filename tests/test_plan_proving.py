@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import fastpar as fp
+from fastpar.parallel.declared import auto_plan
 from fastpar.parallel.heads import split_heads
-from fastpar.parallel.plan import auto_plan, parse_style
+from fastpar.parallel.plan import parse_style
 from fastpar.parallel.proving import proven_plan
 from fastpar.parallel.trial import record_calls
 from fastpar.tensor import full_parameter
@@ -153,7 +154,7 @@ def interleaved() -> Attention:
 def kinds(model: nn.Module, size: int = 2, **options: Any) -> dict[str, str]:
     """Style of everything in the second layer."""
     plan = proven_plan(model, size, **options)
-    styles = {path: parse_style(path, style).kind for path, style in plan.items()}
+    styles = {path: parse_style(path, style).name for path, style in plan.items()}
     return {path.removeprefix("stack.1."): kind for path, kind in styles.items() if path.startswith("stack.1.")}
 
 
@@ -183,7 +184,7 @@ def test_two_halves_in_one_weight_are_split_apiece() -> None:
 def test_a_residual_inside_a_block_is_left_whole_since_its_gradient_would_count_twice() -> None:
     plan = proven_plan(Model(MLPWithResidual), 2)
     style = parse_style("", plan["stack.1.parts.part0"])
-    assert style.kind == "whole"
+    assert style.name == "whole"
     assert "the gradient of its input would be off" in style.note
 
 
@@ -198,7 +199,7 @@ def test_a_residual_inside_a_block_is_left_whole_since_its_gradient_would_count_
 )
 def test_a_block_that_is_not_the_same_on_parts_is_left_whole_and_says_why(part: Any, reason: str) -> None:
     style = parse_style("", proven_plan(Model(part), 2)["stack.1.parts.part0"])
-    assert style.kind == "whole"
+    assert style.name == "whole"
     assert reason in style.note
 
 
@@ -210,7 +211,7 @@ def test_parameters_of_a_block_go_by_head_or_have_their_gradients_summed() -> No
 
 def test_heads_that_do_not_divide_leave_a_block_that_nobody_declared_whole() -> None:
     style = parse_style("", proven_plan(Model(Attention), 3)["stack.1.parts.part0"])
-    assert style.kind == "whole"
+    assert style.name == "whole"
     assert "heads" in style.note
 
 

@@ -28,7 +28,7 @@ PUBLIC_MODULES = [
     "fastpar.parallel.plan",
     "fastpar.reference",
 ]
-PUBLIC_MODULES += ["fastpar.optim", "fastpar.recompute", "fastpar.storage", "fastpar.parallel.swap", "fastpar.tensor"]
+PUBLIC_MODULES += ["fastpar.optim", "fastpar.recompute", "fastpar.storage", "fastpar.parallel.api", "fastpar.tensor"]
 PUBLIC_MODULES += ["fastpar.clip", "fastpar.expert", "fastpar.precision", "fastpar.verification", "fastpar.zero"]
 IMPORT_BUDGET_SECONDS = 0.3
 SHARD_HEADING = "Shard the rest over data-parallel ranks"

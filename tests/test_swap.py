@@ -13,8 +13,9 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 
 import fastpar as fp
+from fastpar.parallel.declared import auto_plan
 from fastpar.parallel.heads import key_value_heads
-from fastpar.parallel.plan import auto_plan, match_plan
+from fastpar.parallel.plan import match_plan
 from fastpar.tensor import ColumnParallelLinear, VocabParallelEmbedding, VocabParallelHead, full_parameter
 from tests.counting import count_collectives
 from tests.dist import run_ranks
@@ -63,8 +64,8 @@ class Stack(nn.Module):
         ({"1": "colwise"}, TypeError, "1 has style 'colwise': expected an nn.Linear or Conv1D, got GELU"),
         ({"1": "vocab"}, TypeError, "expected nn.Embedding or nn.Linear, got GELU"),
         ({"0": "dropout"}, TypeError, "expected nn.Dropout, got Linear"),
-        ({"0": fp.Style("colwise", sections=3)}, ValueError, "10 output features do not form 3 equal sections"),
-        ({"0": fp.Style("colwise", sections=(4, 4))}, ValueError, r"sections \[4, 4\] must add up to its 10"),
+        ({"0": fp.parallel.ColwiseStyle(sections=3)}, ValueError, "10 output features do not form 3 equal sections"),
+        ({"0": fp.parallel.ColwiseStyle(sections=(4, 4))}, ValueError, r"sections \[4, 4\] must add up to its 10"),
         ("magic", ValueError, "plan must be 'auto' or a dict"),
         ("auto", ValueError, "does not know Sequential"),
     ],
@@ -79,14 +80,14 @@ def test_wrong_plan_is_a_clear_error_and_leaves_the_model_alone(plan: Any, error
 def test_pattern_star_stands_for_one_component() -> None:
     model = nn.ModuleDict({"a": mlp(), "b": mlp()})
     assert list(match_plan(model, {"*.0": "colwise"})) == ["a.0", "b.0"]
-    assert match_plan(model, {"*.0": "colwise", "b.0": "rowwise"})["b.0"].kind == "rowwise"  # later patterns win
+    assert match_plan(model, {"*.0": "colwise", "b.0": "rowwise"})["b.0"].name == "rowwise"  # later patterns win
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_auto_plan_splits_every_large_weight(architecture: str) -> None:
     model = build_model(architecture, torch.float32)
     styles = match_plan(model, auto_plan(model))
-    split = {path for path, style in styles.items() if style.kind in ("colwise", "rowwise", "vocab")}
+    split = {path for path, style in styles.items() if style.name in ("colwise", "rowwise", "vocab")}
     large = {
         name.rpartition(".")[0]
         for name, p in model.named_parameters(remove_duplicate=False)

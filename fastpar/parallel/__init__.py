@@ -1,1 +1,53 @@
-"""Splitting a model that exists over the ranks of a mesh: `fastpar.parallelize` and what it stands on."""
+"""Splitting a model that exists over the ranks of a mesh: `fastpar.parallelize`, and the styles that its plans name.
+
+    plan = {"layers.*.mlp.up": "colwise", "layers.*.mlp.qkv": fp.parallel.ColwiseStyle(sections=3), ...}
+
+| file | what it holds |
+|---|---|
+| `api.py`, `pipeline_api.py` | `parallelize`, `explain`, `unparallelize`; `parallelize_pipeline` |
+| `plan.py`, `styles/` | patterns and words of a plan; what each style checks and changes |
+| `checks.py`, `swap.py`, `changes.py` | a plan on a model: checked as a whole, applied, recorded, undone |
+| `declared.py`, `proving.py`, `layer_plan.py`, `guesses.py`, `trial/` | the plan "auto": found, and tried |
+| `heads.py`, `stacked_experts.py`, `lm_head.py` | attention heads, experts and heads as models have them |
+| `guards/` | what a parallelised model is watched for while it runs |
+
+The package is not called `parallelize`: importing one of its files would bind that name over the function.
+"""
+
+from fastpar.parallel.styles import (
+    STYLES,
+    BlockStyle,
+    ColwiseStyle,
+    DropoutStyle,
+    ExpertStyle,
+    GatheredStyle,
+    HeadsStyle,
+    LayerStyle,
+    PartialStyle,
+    ReplicateStyle,
+    RowwiseStyle,
+    StreamStyle,
+    Style,
+    SwapContext,
+    VocabStyle,
+    WholeStyle,
+)
+
+__all__ = [
+    "STYLES",
+    "BlockStyle",
+    "ColwiseStyle",
+    "DropoutStyle",
+    "ExpertStyle",
+    "GatheredStyle",
+    "HeadsStyle",
+    "LayerStyle",
+    "PartialStyle",
+    "ReplicateStyle",
+    "RowwiseStyle",
+    "StreamStyle",
+    "Style",
+    "SwapContext",
+    "VocabStyle",
+    "WholeStyle",
+]

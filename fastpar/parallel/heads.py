@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from fastpar.parallel.plan import Style
+from fastpar.parallel.styles import BlockStyle, ColwiseStyle, HeadsStyle, Style
+from fastpar.parallel.styles.linear import is_colwise
 from fastpar.tensor.linear import linear_weights
 from fastpar.tensor.parameter import RowMap
 
@@ -53,7 +54,7 @@ class HeadsError(ValueError):
 def split_heads(
     path: str,
     parent: nn.Module,
-    linears: Mapping[str, tuple[nn.Module, Style]],
+    linears: Mapping[str, tuple[nn.Module, ColwiseStyle]],
     size: int,
     *,
     parameters: Mapping[str, nn.Parameter] | None = None,
@@ -117,6 +118,24 @@ def split_heads(
     if packed and getattr(parent, "split_size", None) == packed[0][0]:
         split.attributes["split_size"] = packed[0][0] // size
     return split
+
+
+def block_splits(module: nn.Module, styles: Mapping[str, Style], size: int, where: str) -> dict[str, HeadSplit]:
+    """How the linears of each module inside fall on ranks, by path within it."""
+    modules = dict(module.named_modules(remove_duplicate=False))
+    parents: dict[str, dict[str, tuple[nn.Module, ColwiseStyle]]] = {}
+    for path, style in styles.items():
+        if isinstance(style, ColwiseStyle) and is_colwise(style):
+            parents.setdefault(path.rpartition(".")[0], {})[path] = (modules[path], style)
+    splits = {}
+    for parent, linears in parents.items():
+        own = styles.get(parent)
+        prefix = f"{parent}." if parent else ""
+        by_head = [p for p, s in styles.items() if isinstance(s, HeadsStyle) and p.startswith(prefix)]
+        params = {path: module.get_parameter(path) for path in by_head}
+        options: dict[str, Any] = {"parameters": params, "local": own.local if isinstance(own, BlockStyle) else ()}
+        splits[parent] = split_heads(f"{where}.{parent}".strip("."), modules[parent], linears, size, **options)
+    return splits
 
 
 def said(parent: nn.Module, names: Iterable[str]) -> int:

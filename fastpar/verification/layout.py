@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from fastpar.arguments import checked_fields
 from fastpar.clip import grad_norm
 from fastpar.mesh import Mesh, init_mesh
-from fastpar.parallel.compose import parallelize_pipeline
-from fastpar.parallel.plan import Style
-from fastpar.parallel.swap import explain, parallelize, unwatch
+from fastpar.parallel.api import parallelize, swap_of, unwatch
+from fastpar.parallel.pipeline_api import parallelize_pipeline
+from fastpar.parallel.styles import ExpertStyle, Style
 from fastpar.pipeline import Pipeline, schedule_names
 from fastpar.pipeline.stages.absent import Absent
 from fastpar.recompute import Full, Policy, apply_recompute
@@ -147,12 +147,14 @@ class ModuleHints:
 
     rows     of column-parallel layers: total features, and which of them each rank computes
     styles   what `fp.explain` calls the modules
+    experts  modules whose experts are spread over ranks
     blocks   modules between a copy (or gather) and a sum: gradients inside are parts
     sums_anywhere    nobody says where gradients are parts: they may be everywhere
     """
 
     rows: dict[str, tuple[int, tuple[tuple[tuple[int, int], ...], ...]]] = field(default_factory=dict)
     styles: dict[str, str] = field(default_factory=dict)
+    experts: list[str] = field(default_factory=list)
     blocks: list[str] = field(default_factory=list)
     sums_anywhere: bool = False
 
@@ -222,7 +224,7 @@ class LaidOut:
         """Modules that compute here what they compute in the whole model."""
         modules = list(self._modules())
         absent = [path for path, module in modules if isinstance(module, Absent)]
-        inside = [f"{path}." for path, style in self.hints.styles.items() if style == "expert"]
+        inside = [f"{path}." for path in self.hints.experts]
         return [
             (path, module)
             for path, module in modules
@@ -235,14 +237,17 @@ class LaidOut:
         hints = ModuleHints(sums_anywhere=True)
         for prefix, root in self._roots:
             try:
-                rows = explain(root).rows
+                swap = swap_of(root)
             except ValueError:  # not parallelised
                 continue
             hints.sums_anywhere = False
             dotted = f"{prefix}." if prefix else ""
-            for row in rows:
+            for row in swap.explanation.rows:
                 hints.styles.setdefault(dotted + row["module"], row["style"])
-        hints.blocks = [path for path, style in hints.styles.items() if style == "block"]
+            # By class and not by name: a style of the user's own may be derived from these.
+            hints.blocks += [dotted + path for path in swap.context.blocks]
+            styles = swap.context.styles.items()
+            hints.experts += [dotted + path for path, style in styles if isinstance(style, ExpertStyle)]
         for path, module in self._modules():
             if isinstance(module, ColumnParallelLinear) and not module.gather_output:
                 hints.rows[path] = (module.rows.total, module.rows.ranges)

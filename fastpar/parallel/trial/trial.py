@@ -15,7 +15,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fastpar.comm import shard_range
 from fastpar.parallel.heads import HeadSplit
-from fastpar.parallel.plan import Style
+from fastpar.parallel.styles import BlockStyle, GatheredStyle, HeadsStyle, Style
+from fastpar.parallel.styles.linear import is_colwise, is_rowwise, splits_features
 from fastpar.parallel.trial.calls import Call
 from fastpar.parallel.trial.copies import (
     fresh_leaves,
@@ -147,19 +148,19 @@ class Trial:
         params = dict(twin.named_parameters())
         modules = dict(twin.named_modules())
         for path, style in self.styles.items():
-            if style.kind == "heads":
+            if isinstance(style, HeadsStyle):
                 rows = next(split.parameters[path] for split in self.splits.values() if path in split.parameters)
                 replace_parameter(twin, path, rows.take(params[path], 0, rank.rank))
         for path, split in self.splits.items():
             for name, value in split.attributes.items():
                 setattr(modules[path], name, value)
         for path, style in self.styles.items():
-            if style.kind in ("colwise", "rowwise"):
+            if splits_features(style):
                 twin.set_submodule(path, self._linear(path, style, modules[path], rank))
         for path, style in self.styles.items():
-            if style.kind == "block":
+            if isinstance(style, BlockStyle):
                 modules[path].register_forward_pre_hook(_entering(rank.enter), with_kwargs=True)
-            elif style.kind == "gathered" and rank.sequence:
+            elif isinstance(style, GatheredStyle) and rank.sequence:
                 modules[path].register_forward_pre_hook(_entering(rank.whole, map_stream), with_kwargs=True)
                 modules[path].register_forward_hook(lambda _m, _a, out: map_output(out, rank.cut))
         seen: dict[str, Tensor] = {}
@@ -181,9 +182,10 @@ class Trial:
         weight = stored if isinstance(linear, nn.Linear) else stored.t()
         bias = cast("Tensor | None", linear._parameters.get("bias"))
         parent = path.rpartition(".")[0]
-        if style.kind == "rowwise":
+        if is_rowwise(style):
             return VirtualRow(rank, weight, bias, RowMap.chunk(weight.size(1), self.size))
-        in_block = any(path.startswith(f"{p}." if p else "") for p, s in self.styles.items() if s.kind == "block")
+        blocks = [p for p, s in self.styles.items() if isinstance(s, BlockStyle)]
+        in_block = any(path.startswith(f"{p}." if p else "") for p in blocks)
         return VirtualColumn(rank, weight, bias, self.splits[parent].rows[path], not in_block)
 
     def _compare_input(
@@ -209,19 +211,17 @@ class Trial:
         if wanted is None and grads[0] is not None:
             wanted = torch.zeros_like(grads[0])
         if wanted is None:
-            return None if style is not None and style.kind in ("colwise", "rowwise") else "partial"
+            return None if splits_features(style) else "partial"
         found = [torch.zeros_like(wanted) if grad is None else grad for grad in grads]
-        is_split = name in self.styles or (
-            style is not None and (style.kind == "colwise" or (style.kind == "rowwise" and leaf == "weight"))
-        )
+        is_split = name in self.styles or is_colwise(style) or (is_rowwise(style) and leaf == "weight")
         total = torch.stack(found).sum(0)
-        gathered = [p for p, s in self.styles.items() if s.kind == "gathered"]
+        gathered = [p for p, s in self.styles.items() if isinstance(s, GatheredStyle)]
         is_gathered = any(name.startswith(f"{p}." if p else "") for p in gathered)
         if is_split or (sequence and not is_gathered):
             _compare(total, wanted, f"the gradient of {name}", self.floor)
-            return None if is_split or (style is not None and style.kind == "rowwise") else "partial"
+            return None if is_split or is_rowwise(style) else "partial"
         if all(_equal(grad, wanted, self.floor) for grad in found):
-            return None if style is not None and style.kind == "rowwise" else "replicate"
+            return None if is_rowwise(style) else "replicate"
         if is_gathered:
             raise TrialError(f"the gradient of {name} differs from rank to rank")
         _compare(total, wanted, f"the gradient of {name}", self.floor)

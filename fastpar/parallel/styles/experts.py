@@ -20,6 +20,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -34,10 +35,44 @@ from fastpar.parallel.stacked_experts import (
     rule_of,
     run_experts,
 )
+from fastpar.parallel.styles.base import Style, SwapContext, stored
+from fastpar.tensor import layout_of
 from fastpar.tensor.binding import Adoption, BoundGroup
 from fastpar.tensor.parameter import MakeParameter, ParallelModule, ParameterLayout, RowMap, install_state_dict_hooks
 
 _PROOF_TOKENS = 5
+
+
+@dataclass(frozen=True)
+class ExpertStyle(Style):
+    """Stacked experts, spread over the expert group; tokens are sent to those that they have chosen."""
+
+    def check(self, path: str, module: nn.Module, context: SwapContext) -> None:
+        check_experts(path, module, context.parent_of(path), context.experts.comm.size)
+        block = context.block_of(path)
+        if block is not None:
+            raise ValueError(f"{path} has style 'expert' inside the block {block!r}, whose inputs' gradients are parts")
+
+    def prove(self, path: str, module: nn.Module, context: SwapContext) -> None:
+        prove_experts(path, module, context.parent_of(path))
+
+    def apply(self, path: str, module: nn.Module, context: SwapContext) -> None:
+        ep, tp, changes = context.experts.comm.size, context.comm.size, context.changes
+        if takes_scaled_tokens(module):
+            changes.adopted(route_tokens(context.parent_of(path)))
+        adoption = spread_experts(
+            module,
+            context.experts,
+            tp=context.group,
+            same_tokens=context.region_of(path) is None,
+            grad_scale=tp / ep if ep > 1 else 1.0,
+            make=changes.parameter,
+        )
+        changes.adopted(adoption)
+        layout = layout_of(next(module.parameters(recurse=False)))
+        assert layout is not None
+        note = f"experts of rank {context.experts.comm.rank} of {ep}" if ep > 1 else "gradient summed over the group"
+        context.explain(path, self, stored(layout), note)
 
 
 def check_experts(path: str, module: nn.Module, parent: nn.Module | None, size: int) -> None:

@@ -22,9 +22,9 @@ from torch import nn
 from fastpar.arguments import checked
 from fastpar.mesh import Mesh
 from fastpar.ops.parallel_linear.overlap import Overlap
-from fastpar.parallel.plan import Style
+from fastpar.parallel.api import parallelize
 from fastpar.parallel.proving import proven_plan
-from fastpar.parallel.swap import parallelize
+from fastpar.parallel.styles import Style
 from fastpar.pipeline import (
     Architecture,
     CrossEntropy,

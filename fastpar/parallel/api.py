@@ -1,0 +1,166 @@
+"""`parallelize`, `explain` and `unparallelize`: a model split by a plan, said what was done, and made whole again.
+
+`parallelize` works on instances: it changes the modules of this model in place and nothing else in the process. It
+checks the whole plan first, so that an error leaves the model untouched; `unparallelize` brings the ordinary model back
+with the trained weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeVar
+
+from torch import nn
+
+from fastpar.arguments import checked
+from fastpar.comm import Communicator
+from fastpar.doors import check_model
+from fastpar.mesh import Mesh
+from fastpar.ops.overlap import Overlap
+from fastpar.parallel.changes import Explanation
+from fastpar.parallel.checks import check_plan, resolve
+from fastpar.parallel.guards import sync_weights as sync_weights_of
+from fastpar.parallel.lm_head import calls_loss_function, takes_labels
+from fastpar.parallel.plan import match_plan
+from fastpar.parallel.proving import proven_plan, refuse_wrong_blocks
+from fastpar.parallel.styles import ExpertStyle, Style, SwapContext
+from fastpar.parallel.swap import Swap
+from fastpar.pipeline.absent import Absent
+from fastpar.tensor.binding import BoundGroup, GroupLike, bind
+
+M = TypeVar("M", bound=nn.Module)
+_STATE = "_fastpar_parallel"
+
+
+@checked(computed=False, but=("plan",))
+def parallelize(
+    model: M,
+    mesh: Mesh | GroupLike,
+    plan: str | Mapping[str, str | Style] = "auto",
+    *,
+    sequence_parallel: bool = False,
+    gather_logits: bool | None = None,
+    sync_weights: str = "check",
+    overlap: bool | Overlap = True,
+) -> M:
+    """Split a model's layers over the tensor-parallel group, in place; returns the model.
+
+    mesh               an `fp.Mesh` (its "tp" dim is used, and "ep" for experts; its data-parallel coordinates place
+                       dropout masks), a 1-D DeviceMesh or a ProcessGroup (experts are spread over the same ranks)
+    plan               "auto": what the model declares (Hugging Face's `tp_plan`), or how it calls its linears, as far
+                       as trials on this process confirm it; blocks of which they do not are left whole, and `explain`
+                       says why (`fastpar.parallel.proving`). Or a dict from pattern to style, such as
+                       {"layers.*.mlp.up_proj": "colwise"}; see `fastpar.parallel`
+    sequence_parallel  split the residual stream along the sequence between blocks
+    gather_logits      True: the head returns all V logits as a plain tensor. False: a DTensor, Shard(-1) over the
+                       group, which `vocab_parallel_cross_entropy(logits, target)` takes as it is, and of which
+                       `logits.full_tensor()` and `logits.to_local()` give the whole and this rank's part; whatever
+                       else reads it gets all logits, by an all-gather that every rank has to do. None: False,
+                       unless the model computes a loss in its forward by code that fastpar cannot replace. The model's
+                       own `loss_function` and `generate` work in both cases
+    sync_weights       "check" (default): ranks must hold the same weights before the split, else ValueError names the
+                       first parameter that differs; "broadcast": take rank 0's; "none"
+    overlap            let the layers' collectives travel during their products (see `fastpar.ops.linear`), as measured
+                       earlier on rank 0's machine (`fastpar.ops.measure_overlap`); False: not, with the same numbers
+
+    Parameters become DTensors on the group's mesh, sharded or replicated, under their old names; so build the optimizer
+    afterwards. Every rank must call it with the same model and plan. Collectives per forward: 2 per transformer layer
+    (all-reduces; with `sequence_parallel` an all-gather and a reduce-scatter in the place of each), one for the
+    embedding, and one small one for the loss.
+
+    The model, its hooks included, runs once on a few ids, and copies of one block of each kind run whole and on virtual
+    ranks, before anything is changed; models that take no ids are split untried.
+
+    Raises ValueError for a pattern that matches nothing, heads that cannot be split, parameters inside a block with no
+    style, a block that computes something else when it is split, weights that differ; TypeError for a style on the
+    wrong kind of module. The model is unchanged then.
+    """
+    check_model(model, "parallelize")
+    if getattr(model, _STATE, None) is not None:
+        raise ValueError("the model is parallelised already; call fastpar.unparallelize(model) first")
+    Overlap.of(overlap)
+    if sync_weights not in ("check", "broadcast", "none"):
+        raise ValueError(f"sync_weights must be 'check', 'broadcast' or 'none', got {sync_weights!r}")
+    if isinstance(mesh, Mesh):
+        _check_dims(model, mesh)
+    if isinstance(plan, str) and plan != "auto":
+        raise ValueError(f"plan must be 'auto' or a dict from pattern to style, got {plan!r}")
+    context = _context(model, mesh, gather_logits)
+    comm, experts = context.comm, context.experts.comm
+    is_written = not isinstance(plan, str)
+    if isinstance(plan, str):
+        plan = proven_plan(model, comm.size, sequence_parallel=sequence_parallel)
+    styles = match_plan(model, plan)
+    is_spread = any(isinstance(style, ExpertStyle) for style in styles.values())
+    if isinstance(mesh, Mesh) and mesh.size("ep") > 1 and not is_spread:
+        raise ValueError(f"the mesh has ep={mesh.size('ep')}, but the plan gives no module the style 'expert'")
+    resolve(context, styles, sequence_parallel=sequence_parallel)
+    splits = check_plan(context)
+    if is_written:
+        refuse_wrong_blocks(model, context.styles | context.parameter_styles, comm.size)
+    if sync_weights != "none":
+        sync_weights_of(model, comm, broadcast=sync_weights == "broadcast")
+        if experts.size > comm.size:  # else among the same ranks
+            sync_weights_of(model, experts, broadcast=sync_weights == "broadcast")
+    context.overlap = overlap if isinstance(overlap, Overlap) else Overlap.load(comm)
+    if overlap is False:
+        context.overlap = context.overlap.disabled()
+    swap = Swap(context, splits)
+    swap.apply()
+    model.__dict__[_STATE] = swap
+    return model
+
+
+def _check_dims(model: nn.Module, mesh: Mesh) -> None:
+    is_part = any(isinstance(module, Absent) for module in model.modules())
+    sizes = {dim: mesh.size(dim) for dim in ("pp", "cp", "etp") if not (dim == "pp" and is_part)}
+    extra = {dim: size for dim, size in sizes.items() if size > 1}
+    if extra:
+        hint = "; fastpar.parallelize_pipeline cuts a model over pp" if "pp" in extra else ""
+        raise ValueError(f"parallelize splits over tp, ep and data-parallel dims only, but the mesh has {extra}{hint}")
+
+
+def _context(model: nn.Module, mesh: Mesh | GroupLike, gather_logits: bool | None) -> SwapContext:
+    device_type = next((p.device.type for p in model.parameters()), "cpu")
+    if gather_logits is None:  # logits stay split unless the model computes its loss from them by code of its own
+        gather_logits = takes_labels(model) and not calls_loss_function(model)
+    if not isinstance(mesh, Mesh):
+        group = bind(mesh, device_type)
+        return SwapContext(model, group, experts=group, batch=(0, 1), gather_logits=gather_logits)
+    alone = BoundGroup(Communicator(None), None)  # every rank has all experts
+    experts = bind(mesh["ep"], device_type) if mesh.size("ep") > 1 else alone
+    batch = mesh.rank("dp"), mesh.size("dp")
+    return SwapContext(model, bind(mesh["tp"], device_type), experts, batch, gather_logits)
+
+
+def unwatch(model: nn.Module) -> None:
+    """Let forwards of a parallelised model run unwatched: for `fastpar.verify`, which judges them by itself."""
+    swap: Swap | None = getattr(model, _STATE, None)
+    if swap is not None and swap.watch is not None:
+        swap.watch.cadence.stop()
+
+
+def swap_of(model: nn.Module) -> Swap:
+    """The swap of a parallelised model; ValueError for another."""
+    swap: Swap | None = getattr(model, _STATE, None)
+    if swap is None:
+        raise ValueError(f"model: this {type(model).__name__} has not been parallelised (fastpar.parallelize)")
+    return swap
+
+
+@checked(computed=False)
+def explain(model: nn.Module) -> Explanation:
+    """The report of what `parallelize` did: per module the style, how its parameters are stored, and remarks."""
+    return swap_of(model).explanation
+
+
+@checked(computed=False)
+def unparallelize(model: M) -> M:
+    """Undo `parallelize` in place: ordinary modules with full weights on every rank (one all-gather per shard).
+
+    Parameters are the original objects again, with the trained values; gradients are dropped. Optimizers built on the
+    parallel parameters must be built anew.
+    """
+    swap_of(model).undo(gather=True)
+    del model.__dict__[_STATE]
+    return model

@@ -1,0 +1,105 @@
+"""The changes that are made to a model, each recorded, so that they can be explained and undone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from fastpar.tensor import Adoption, ParameterLayout, full_parameter, layout_of
+from fastpar.tensor.replaced import mark_in_place, mark_replaced
+
+_ABSENT = object()
+
+
+@dataclass
+class Explanation:
+    """The report of `explain`: one row per module that fastpar changed; `print` shows them as a table."""
+
+    rows: list[dict[str, str]] = field(default_factory=list)
+
+    def add(self, module: str, style: str, stored: str, note: str = "") -> None:
+        self.rows.append({"module": module, "style": style, "stored": stored, "note": note})
+
+    def sort(self, paths: Iterable[str]) -> None:
+        """Bring the rows into the order of these modules."""
+        places = {path: place for place, path in enumerate(paths)}
+        self.rows.sort(key=lambda row: places.get(row["module"], len(places)))
+
+    def __str__(self) -> str:
+        if not self.rows:
+            return "no module was changed"
+        columns = list(self.rows[0])
+        widths = {c: max(len(c), *(len(row[c]) for row in self.rows)) for c in columns}
+        lines = ["  ".join(c.ljust(widths[c]) for c in columns), "  ".join("-" * widths[c] for c in columns)]
+        lines += ["  ".join(row[c].ljust(widths[c]) for c in columns).rstrip() for row in self.rows]
+        return "\n".join(lines)
+
+
+class Changes:
+    """The record of one model: modules that became parallel layers, hooks, attributes, parameters."""
+
+    def __init__(self) -> None:
+        self.explanation = Explanation()
+        self._adoptions: list[Adoption] = []
+        self._handles: list[Any] = []
+        self._attributes: list[tuple[nn.Module, str, Any]] = []
+        self._parameters: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # id(original) -> (original, parallel)
+
+    def adopted(self, adoption: Adoption) -> None:
+        """Record a module that has become another."""
+        self._adoptions.append(adoption)
+
+    def hooked(self, *handles: Any) -> None:
+        """Record hooks by their handles."""
+        self._handles.extend(handles)
+
+    def set(self, module: nn.Module, name: str, value: Any) -> None:
+        """Set an attribute of a module."""
+        is_property = isinstance(getattr(type(module), name, None), property)
+        before = getattr(module, name) if is_property else vars(module).get(name, _ABSENT)
+        self._attributes.append((module, name, before))
+        setattr(module, name, value)
+
+    def parameter(self, full: nn.Parameter, layout: ParameterLayout) -> nn.Parameter:
+        """The parallel parameter for an original one; a tied parameter is made once and shared again."""
+        if id(full) not in self._parameters:
+            self._parameters[id(full)] = (full, layout.parameter(full, requires_grad=full.requires_grad))
+        parallel = self._parameters[id(full)][1]
+        made = layout_of(parallel)
+        assert made is not None
+        if (made.kind, made.dim, made.rows) != (layout.kind, layout.dim, layout.rows):
+            raise ValueError(
+                f"a parameter of shape {tuple(full.shape)} is shared by modules that the plan splits differently "
+                f"({made.kind} along dim {made.dim} and {layout.kind} along dim {layout.dim})"
+            )
+        return parallel
+
+    def free_originals(self) -> None:
+        """Give the memory of the original parameters back; from now on they refuse to be used."""
+        for original, _ in self._parameters.values():
+            mark_replaced(original)
+
+    def undo(self, *, gather: bool) -> None:
+        """Make the model what it was; `gather` brings the trained values along (one all-gather per shard)."""
+        for handle in self._handles:
+            handle.remove()
+        for module, name, value in reversed(self._attributes):
+            if value is _ABSENT:
+                delattr(module, name)
+            else:
+                setattr(module, name, value)
+        full = {}
+        if gather:
+            for key, (original, parallel) in self._parameters.items():  # in one order on all ranks
+                full[key] = (original, full_parameter(parallel))
+                mark_in_place(original)
+            with torch.no_grad():
+                for original, value in full.values():
+                    original.data = value
+        # The last first: a module adopted twice has its own class back at the end.
+        for adoption in reversed(self._adoptions):
+            adoption.undo()

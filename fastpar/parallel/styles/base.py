@@ -1,0 +1,193 @@
+"""The shape of a parallel style, and the context in which it checks and changes a model.
+
+    class SplitPReLU(fp.Style):                           # a slope per feature, between two split linears
+        def check(self, path, module, context):
+            if not isinstance(module, nn.PReLU):
+                raise TypeError(f"{path} is a {type(module).__name__}, not an nn.PReLU")
+
+        def apply(self, path, module, context):
+            rows = RowMap.chunk(module.num_parameters, context.comm.size)
+            context.replicate(path, module, rows={"weight": rows}, style=self)
+
+    fp.parallelize(model, mesh, {"up": "colwise", "act": SplitPReLU(), "down": "rowwise"})
+
+As with torch's `ParallelStyle`, a user's own style is a subclass, and an instance of it is a value of a plan. Unlike
+there, a plan is checked as a whole before anything is changed, and what a style changes through its context is
+explained and undone.
+
+Note: the order of things
+    `parallelize` calls `check` for every module of the plan, then looks at the plan as a whole, then calls `prove`, and
+    then only `apply`, for the modules inside of a module before the module itself. Until `apply` the model must not be
+    changed. What `apply` raises undoes everything that went through the context.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from fastpar.comm import Communicator
+from fastpar.ops.overlap import Overlap
+from fastpar.parallel.changes import Changes
+from fastpar.tensor import ParameterLayout, RowMap, SequenceRegion, adopt, layout_of, replicate
+from fastpar.tensor.binding import BoundGroup
+from fastpar.tensor.own_forward import has_own_forward
+
+
+class Style:
+    """How one module, or one parameter, is parallelised; subclasses override `check` and `apply`.
+
+    keeps_module      the module's own parameters and its dropout are treated as those of a module without a style
+    handles_sequence  under sequence parallelism the module gets the positions that it needs
+    """
+
+    keeps_module = False
+    handles_sequence = False
+
+    @property
+    def name(self) -> str:
+        """The word for it in a plan, an explanation, an error."""
+        return type(self).__name__.removesuffix("Style").lower()
+
+    def check(self, path: str, module: nn.Module, context: SwapContext) -> None:
+        """Raise TypeError or ValueError for a module that cannot have this style. Changes nothing, and is not
+        collective: it must raise on all ranks what it raises on one."""
+
+    def check_parameter(self, path: str, context: SwapContext) -> None:
+        """The same for a single parameter, by its path; by default no parameter can have the style."""
+        raise TypeError(f"{path} is a parameter, which has no style {self.name!r}: heads, partial or replicate")
+
+    def prove(self, path: str, module: nn.Module, context: SwapContext) -> None:
+        """Try what cannot be told by looking at the module; may be collective. Changes nothing."""
+
+    def apply(self, path: str, module: nn.Module, context: SwapContext) -> None:
+        """Change the module through the context."""
+        raise NotImplementedError(f"{type(self).__name__} has no apply(path, module, context)")
+
+    def sums_gradient(self, path: str, context: SwapContext) -> bool:
+        """Of a parameter that has this style: whether a rank's gradient is a part, to be summed over the group."""
+        return False
+
+
+@dataclass
+class SwapContext:
+    """A model that is being split, for the styles of its modules.
+
+    group, comm, experts   the tensor-parallel group; the group over which experts are spread
+    batch                  (rank, size): this rank's share of the batch among data-parallel ranks
+    gather_logits          whether heads return all logits
+    modules, styles, parameter_styles    by path; a module that is used in several places has several paths
+    blocks, gathered       paths of modules between two sums, and of those that are left whole on all tokens
+    streams, regions       the layers that pass the residual stream on, by the module that holds them; where the stream
+                           is split along the sequence
+    rows                   output features (or rows) on each rank, by path of a column-parallel linear or of a parameter
+                           that goes by head
+    changes                the record of what is changed
+    """
+
+    model: nn.Module
+    group: BoundGroup
+    experts: BoundGroup
+    batch: tuple[int, int]
+    gather_logits: bool
+    overlap: Overlap = field(default_factory=Overlap)
+    modules: dict[str, nn.Module] = field(default_factory=dict)
+    styles: dict[str, Style] = field(default_factory=dict)
+    parameter_styles: dict[str, Style] = field(default_factory=dict)
+    blocks: list[str] = field(default_factory=list)
+    gathered: list[str] = field(default_factory=list)
+    streams: dict[str, list[str]] = field(default_factory=dict)
+    regions: dict[str, SequenceRegion] = field(default_factory=dict)
+    rows: dict[str, RowMap] = field(default_factory=dict)
+    changes: Changes = field(default_factory=Changes)
+
+    @property
+    def comm(self) -> Communicator:
+        return self.group.comm
+
+    # ---- lookups
+
+    def parent_of(self, path: str) -> nn.Module:
+        return self.modules[path.rpartition(".")[0]]
+
+    def block_of(self, path: str) -> str | None:
+        """The block around a module, or None."""
+        return next((block for block in self.blocks if path.startswith(block + ".")), None)
+
+    def region_of(self, path: str) -> SequenceRegion | None:
+        """The region in which the sequence is split for this module; None also inside of one that gets all tokens."""
+        if any(path == whole or path.startswith(whole + ".") for whole in self.gathered):
+            return None
+        return self.region_around(path)
+
+    def region_around(self, path: str) -> SequenceRegion | None:
+        """The region in which the module is called, whatever it then gets."""
+        for parent, paths in self.streams.items():
+            if any(path == p or path.startswith(p + ".") for p in paths):
+                return self.regions.get(parent)
+        return None
+
+    def once(self, paths: Iterable[str]) -> list[str]:
+        """One path of each module, so that what is used in several places is not hooked twice."""
+        first: dict[nn.Module, str] = {}
+        for path in paths:
+            first.setdefault(self.modules[path], path)
+        return list(first.values())
+
+    # ---- changes
+
+    def explain(self, path: str, style: Style, stored: str = "", note: str = "") -> None:
+        """Add a row to what `fastpar.explain` says."""
+        self.changes.explanation.add(path, style.name, stored, note)
+
+    def adopt(self, path: str, module: nn.Module, cls: type[Any], style: Style, **options: Any) -> None:
+        """Turn a module into the parallel layer `cls` in place (`fastpar.tensor.adopt`)."""
+        if isinstance(module, cls):
+            return
+        kept = f"around it the forward of {type(module).__name__}" if has_own_forward(module) else ""
+        make = self.changes.parameter
+        self.changes.adopted(adopt(module, cls, self.group, is_proven=True, parameters=make, **options))
+        layout = layout_of(next(p for p in module.parameters(recurse=False)))
+        assert layout is not None
+        note = ""
+        if layout.rows is not None and layout.kind == "whole":
+            note = f"kept whole, rank {self.comm.rank} uses {layout.rows.size(self.comm.rank)} of {layout.rows.total}"
+        self.explain(path, style, stored(layout), "; ".join(filter(None, (note, kept))))
+
+    def replicate(
+        self,
+        path: str,
+        module: nn.Module,
+        *,
+        style: Style,
+        sum_grad: Collection[str] = (),
+        rows: Mapping[str, RowMap] | None = None,
+    ) -> None:
+        """Keep a module's code and its own parameters, whole on every rank (`fastpar.tensor.replicate`).
+
+        sum_grad   names of the parameters of which a rank's gradient is a part
+        rows       by name, those of which a rank's code gets its own rows
+        """
+        if all(p is None or layout_of(p) is not None for p in module._parameters.values()):
+            return  # reached a second time, under another name
+        rows = rows or {}
+        make = self.changes.parameter
+        self.changes.adopted(replicate(module, self.group, sum_grad=set(sum_grad), rows=rows, make=make))
+        note = "gradient summed over the group" if set(sum_grad) - set(rows) else ""
+        self.explain(path, style, "split by row: " + ", ".join(rows) if rows else "whole", note)
+
+
+def stored(layout: ParameterLayout) -> str:
+    """The shape of a parameter and of this rank's part, in words."""
+    shape = list(layout.shape)
+    if layout.kind in ("contiguous", "packed"):
+        assert layout.rows is not None
+        shape[layout.dim] = layout.rows.size(layout.comm.rank)
+        return f"{list(layout.shape)} -> {shape}" + (" packed" if layout.kind == "packed" else "")
+    return f"{shape} whole"
+
+
+__all__ = ["Style", "SwapContext", "stored"]

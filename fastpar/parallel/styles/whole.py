@@ -1,0 +1,129 @@
+"""Styles of modules and parameters that every rank has whole, and of parameters with a row per head."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+from torch import nn
+
+from fastpar.arguments import checked_fields
+from fastpar.parallel.styles.base import Style, SwapContext
+from fastpar.parallel.styles.linear import is_colwise
+from fastpar.tensor import Adoption, LayoutDropout
+from fastpar.tensor.own_forward import runs_forward_of
+from fastpar.tensor.sequence import hook_output, hook_stream
+
+
+@dataclass(frozen=True)
+class ReplicateStyle(Style):
+    """Parameters whole on every rank; every rank computes the same gradient."""
+
+    def check_parameter(self, path: str, context: SwapContext) -> None:
+        pass
+
+    def apply(self, path: str, module: nn.Module, context: SwapContext) -> None:
+        # Inside a block this runs after the sum: on this rank's part of the sequence, if it is split.
+        keep_whole(path, module, context, is_part=context.region_of(path) is not None)
+
+    def sums_gradient(self, path: str, context: SwapContext) -> bool:
+        return context.region_of(path.rpartition(".")[0]) is not None
+
+
+@dataclass(frozen=True)
+class PartialStyle(Style):
+    """Parameters whole on every rank; each rank computes a part of the gradient, and the parts are summed."""
+
+    def check_parameter(self, path: str, context: SwapContext) -> None:
+        pass
+
+    def apply(self, path: str, module: nn.Module, context: SwapContext) -> None:
+        keep_whole(path, module, context, is_part=True)
+
+    def sums_gradient(self, path: str, context: SwapContext) -> bool:
+        return True
+
+
+@dataclass(frozen=True)
+class HeadsStyle(Style):
+    """A parameter with a row per attention head, split by head."""
+
+    def check(self, path: str, module: nn.Module, context: SwapContext) -> None:
+        raise TypeError(f"{path} has style 'heads', which is for a parameter; it is a {type(module).__name__}")
+
+    def check_parameter(self, path: str, context: SwapContext) -> None:
+        columns = {p.rpartition(".")[0] for p, style in context.styles.items() if is_colwise(style)}
+        if not any(path.startswith(f"{parent}.") for parent in columns):
+            raise ValueError(f"{path} has style 'heads', but no module around it has 'colwise' linears with heads")
+
+    def sums_gradient(self, path: str, context: SwapContext) -> bool:
+        return context.region_of(path.rpartition(".")[0]) is not None
+
+
+@checked_fields
+@dataclass(frozen=True)
+class WholeStyle(Style):
+    """A module left as it is; with sequence parallelism it works on this rank's tokens, each by itself."""
+
+    note: str = ""  # said by `fastpar.explain`
+
+    keeps_module = True
+    handles_sequence = True
+
+    def apply(self, path: str, module: nn.Module, context: SwapContext) -> None:
+        context.explain(path, self, note=self.note)
+
+
+@checked_fields
+@dataclass(frozen=True)
+class GatheredStyle(WholeStyle):
+    """A module left as it is, on all tokens: sequence parallelism gathers its input and cuts its output."""
+
+    def apply(self, path: str, module: nn.Module, context: SwapContext) -> None:
+        outside = context.region_around(path)
+        if outside is not None:
+            context.changes.hooked(hook_stream(module, outside.leave), hook_output(module, outside.enter))
+        super().apply(path, module, context)
+
+
+@dataclass(frozen=True)
+class DropoutStyle(Style):
+    """Dropout on the residual stream, or wherever its tensor is whole: the mask goes by the global position."""
+
+    def check(self, path: str, module: nn.Module, context: SwapContext) -> None:
+        if not runs_forward_of(module, nn.Dropout):
+            raise TypeError(f"{path} has style 'dropout': expected nn.Dropout, got {type(module).__name__}")
+
+    def apply(self, path: str, module: nn.Module, context: SwapContext) -> None:
+        assert isinstance(module, nn.Dropout)
+        context.changes.adopted(Adoption(module, LayoutDropout))
+        cast(Any, module)._configure(module.p, sequence=context.region_of(path), batch=context.batch)
+        context.explain(path, self, note="mask by global position")
+
+
+def apply_default(path: str, module: nn.Module, context: SwapContext) -> None:
+    """A module that the plan leaves out stays whole; dropout outside blocks gets masks that no layout changes."""
+    in_block = context.block_of(path) is not None
+    if runs_forward_of(module, nn.Dropout) and not in_block:
+        DropoutStyle().apply(path, module, context)
+    elif any(p is not None for p in module._parameters.values()):
+        is_part = context.region_of(path) is not None and not in_block and path not in context.blocks
+        keep_whole(path, module, context, is_part=is_part)
+
+
+def keep_whole(path: str, module: nn.Module, context: SwapContext, *, is_part: bool) -> None:
+    """Keep a module's own parameters whole, but for those with a style of their own.
+
+    is_part   a rank's gradient of the others is a part, to be summed
+    """
+    own: Mapping[str, Style | None] = {
+        name: context.parameter_styles.get(f"{path}.{name}") for name in module._parameters
+    }
+    rows = {name: context.rows[f"{path}.{name}"] for name, style in own.items() if isinstance(style, HeadsStyle)}
+    summed = {
+        name
+        for name, style in own.items()
+        if (is_part if style is None else style.sums_gradient(f"{path}.{name}", context))
+    }
+    context.replicate(path, module, style=ReplicateStyle(), sum_grad=summed, rows=rows)
