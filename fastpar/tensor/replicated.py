@@ -71,10 +71,14 @@ def replicate(
     rows = rows or {}
     summed = (own if sum_grad else ()) if isinstance(sum_grad, bool) else sum_grad
     parallel._sum_grad = set(summed) - set(rows)
-    for name in own:
-        full = adoption.original_parameters[name]
-        assert full is not None
-        layout = ParameterLayout(comm, mesh, full.shape, 0, rows.get(name))
-        parallel._add_parameter(name, full, layout, make)
+    try:
+        for name in own:
+            full = adoption.original_parameters[name]
+            assert full is not None
+            layout = ParameterLayout(comm, mesh, full.shape, 0, rows.get(name))
+            parallel._add_parameter(name, full, layout, make)
+    except BaseException:
+        adoption.undo()
+        raise
     adoption.handles.extend(install_state_dict_hooks(module))
     return adoption

@@ -188,10 +188,14 @@ def spread_experts(
     owner = cast(BoundGroup, tp) if alone else ep
     parallel._expert_group, parallel._grad_scale, parallel._sum_grad = ep, grad_scale, alone
     parallel._same_tokens = tp.comm if tp is not None and same_tokens else None
-    for name in names:
-        full = cast(nn.Parameter, adoption.original_parameters[name])
-        rows = None if alone else RowMap.chunk(len(full), owner.comm.size)
-        parallel._add_parameter(name, full, ParameterLayout(owner.comm, owner.mesh, full.shape, 0, rows), make)
+    try:
+        for name in names:
+            full = cast(nn.Parameter, adoption.original_parameters[name])
+            rows = None if alone else RowMap.chunk(len(full), owner.comm.size)
+            parallel._add_parameter(name, full, ParameterLayout(owner.comm, owner.mesh, full.shape, 0, rows), make)
+    except BaseException:
+        adoption.undo()
+        raise
     adoption.handles.extend(install_state_dict_hooks(module))
     return adoption
 
