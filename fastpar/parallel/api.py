@@ -32,7 +32,7 @@ M = TypeVar("M", bound=nn.Module)
 _STATE = "_fastpar_parallel"
 
 
-@checked(computed=False, but=("plan",))
+@checked(computed=False, but=("model", "plan"))
 def parallelize(
     model: M,
     mesh: Mesh | GroupLike,

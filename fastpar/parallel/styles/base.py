@@ -1,15 +1,15 @@
 """The shape of a parallel style, and the context in which it checks and changes a model.
 
-    class SplitPReLU(fp.Style):                           # a slope per feature, between two split linears
+    class PReLUStyle(fp.Style):                           # a slope per feature, between two split linears
         def check(self, path, module, context):
             if not isinstance(module, nn.PReLU):
                 raise TypeError(f"{path} is a {type(module).__name__}, not an nn.PReLU")
 
         def apply(self, path, module, context):
             rows = RowMap.chunk(module.num_parameters, context.comm.size)
-            context.replicate(path, module, rows={"weight": rows}, style=self)
+            context.replicate(path, module, style=self, rows={"weight": rows})
 
-    fp.parallelize(model, mesh, {"up": "colwise", "act": SplitPReLU(), "down": "rowwise"})
+    fp.parallelize(model, mesh, {"up": "colwise", "act": PReLUStyle(), "down": "rowwise"})
 
 As with torch's `ParallelStyle`, a user's own style is a subclass, and an instance of it is a value of a plan. Unlike
 there, a plan is checked as a whole before anything is changed, and what a style changes through its context is
