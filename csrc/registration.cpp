@@ -101,6 +101,9 @@ STABLE_TORCH_LIBRARY(fastpar, m) {
   m.def("quantize_blocks(Tensor x, Tensor(a!)? residual, SymInt[] sizes, int block, int format, int seed) -> Tensor");
   m.def("sum_quantized(Tensor message, SymInt count, SymInt parts, int block, int format, bool average) -> Tensor");
   m.def("dequantize_parts(Tensor message, SymInt[] sizes, int block, int format) -> Tensor");
+  m.def("dequantize_into(Tensor message, Tensor(a!)[] outs, int block, int format) -> ()");
+  // one scale a part, given (0: what the part needs); block 0 in dequantize_into
+  m.def("quantize_scaled(Tensor x, Tensor scales, SymInt[] sizes, int format) -> (Tensor, Tensor, Tensor)");
   // codes and scales of blocks along the last dim
   m.def("quantize_rows(Tensor x, int block, int format, int seed) -> (Tensor, Tensor)");
   m.def("dequantize_rows(Tensor codes, Tensor scales, int block, int format, ScalarType dtype) -> Tensor");

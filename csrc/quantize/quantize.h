@@ -11,6 +11,8 @@ constexpr int kNumCodeFormats = 3;
 constexpr int64_t kBlockUnit = 64;  // sizes of blocks are multiples of it
 constexpr int64_t kMaxBlock = 4096;
 constexpr int64_t kMaxParts = 1024;
+constexpr float kSmallestScale = 0x1p-126f;  // its reciprocal is finite
+constexpr uint32_t kInfinityBits = 0x7f800000u;
 
 // One part: `count` elements in blocks of `block`, the last of which may have fewer.
 struct QuantizeArguments {
@@ -33,6 +35,16 @@ struct DequantizeArguments {
   float* out;
 };
 
+// One part with a scale that is given: chunks of kMaxBlock elements, each of which says what it has met.
+struct ScaledArguments {
+  const void* x;
+  int64_t count;
+  float scale;
+  uint8_t* codes;
+  uint32_t* largest;   // of each chunk: the bits of its largest |x|
+  int32_t* saturated;  // of each chunk: elements that went to the largest code from beyond what rounds to it
+};
+
 // The values of one source, as float32, bfloat16 or float16.
 struct DecodeArguments {
   const float* scales;
@@ -43,6 +55,8 @@ struct DecodeArguments {
 
 using QuantizeKernel = void (*)(const QuantizeArguments&, int64_t block_begin, int64_t block_end);
 using DequantizeKernel = void (*)(const DequantizeArguments&, int64_t block_begin, int64_t block_end);
+using ScaledKernel = void (*)(const ScaledArguments&, int64_t chunk_begin, int64_t chunk_end);
+using LargestKernel = uint32_t (*)(const void* x, int64_t count);
 using DecodeKernel = void (*)(const DecodeArguments&, int64_t block_begin, int64_t block_end);
 
 // By CodeFormat, and FloatType up to float16.
@@ -50,6 +64,8 @@ struct QuantizeKernels {
   QuantizeKernel quantize[kNumCodeFormats][3];
   DequantizeKernel sum[kNumCodeFormats];
   DecodeKernel decode[kNumCodeFormats][3];
+  ScaledKernel scaled[kNumCodeFormats][3];
+  LargestKernel largest[3];  // the bits of the largest |x|
 };
 
 const QuantizeKernels& quantize_kernels();

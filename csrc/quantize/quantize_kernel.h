@@ -28,9 +28,6 @@
 namespace fastpar {
 namespace {
 
-constexpr float kSmallestScale = 0x1p-126f;  // its reciprocal is finite
-constexpr uint32_t kInfinityBits = 0x7f800000u;
-
 // ---- random numbers -------------------------------------------------------------------------------------------------
 
 // splitmix64 of (seed, block).
@@ -56,6 +53,7 @@ inline Vec fraction(IntegerVec bits) { return ((bits.to_float() + Vec::set(0.5f)
 
 struct Int8 {
   static constexpr float kLargest = 127.0f;
+  static constexpr float kSaturates = 127.5f;
 
   static IntegerVec nearest(Vec q) { return IntegerVec::nearest(q); }
   static IntegerVec stochastic(Vec q, IntegerVec bits) { return IntegerVec::floor(q + fraction(bits)); }
@@ -78,6 +76,8 @@ struct Float8 {
   }
   static constexpr float kLargest = static_cast<float>((1 << kMantissa) + kMost % (1 << kMantissa)) *
                                     power_of_two((kMost >> kMantissa) - kBias - kMantissa);
+  // What is beyond this rounds to more than the largest code: half a step above it.
+  static constexpr float kSaturates = kLargest + power_of_two((kMost >> kMantissa) - kBias - kMantissa - 1);
   static constexpr float kSmallestNormal = power_of_two(1 - kBias);
 
   static IntegerVec nearest(Vec q) {
@@ -216,6 +216,53 @@ void quantize_blocks(const QuantizeArguments& a, int64_t begin, int64_t end) {
   }
 }
 
+// ---- quantise with a scale that is given ----------------------------------------------------------------------------
+
+template <typename T>
+uint32_t largest_bits(const void* data, int64_t count) {
+  const T* const x = static_cast<const T*>(data);
+  IntegerVec largest[4];
+  for (int u = 0; u < 4; ++u) largest[u] = IntegerVec::set(0);
+  for_each_vec(count, [&](int64_t i, auto access, int u) __attribute__((always_inline)) {
+    largest[u] = IntegerVec::max(largest[u], IntegerVec::bits_of(access.load(x + i).abs()));
+  });
+  return IntegerVec::max(IntegerVec::max(largest[0], largest[1]), IntegerVec::max(largest[2], largest[3])).largest();
+}
+
+// One read of x: what its largest is becomes known while it is rounded, and serves a later scale.
+template <typename T, typename Format>
+void quantize_scaled(const ScaledArguments& a, int64_t begin, int64_t end) {
+  constexpr int W = Vec::kWidth;
+  const Vec inverse = Vec::set(1.0f / a.scale), saturates = Vec::set(Format::kSaturates);
+  const Vec most = Vec::set(Format::kLargest), least = Vec::set(-Format::kLargest);
+  const IntegerVec one = IntegerVec::set(1), none = IntegerVec::set(0);
+  for (int64_t chunk = begin; chunk < end; ++chunk) {
+    const int64_t first = chunk * kMaxBlock, rest = a.count - first, count = rest < kMaxBlock ? rest : kMaxBlock;
+    const T* const x = static_cast<const T*>(a.x) + first;
+    uint8_t* const codes = a.codes + first;
+    IntegerVec largest = none, beyond = none;
+    const auto encode_vec = [&](Vec v) __attribute__((always_inline)) {
+      largest = IntegerVec::max(largest, IntegerVec::bits_of(v.abs()));
+      const Vec q = (v * inverse).rounded();
+      beyond = beyond + select_less(saturates, q.abs(), one, none);
+      return Format::nearest(Vec::max(least, Vec::min(most, q)));
+    };
+    int64_t i = 0;
+    for (; i + W <= count; i += W) encode_vec(Vec::load(x + i)).store_bytes(codes + i);
+    if (i < count) {
+      uint8_t tail[W];
+      encode_vec(Vec::load_first(x + i, static_cast<int>(count - i), 0.0f)).store_bytes(tail);
+      memcpy(codes + i, tail, static_cast<size_t>(count - i));
+    }
+    float lanes[W];
+    beyond.to_float().store(lanes);
+    int32_t saturated = 0;
+    for (int lane = 0; lane < W; ++lane) saturated += static_cast<int32_t>(lanes[lane]);
+    a.largest[chunk] = largest.largest();
+    a.saturated[chunk] = saturated;
+  }
+}
+
 // ---- sum ------------------------------------------------------------------------------------------------------------
 
 template <typename Format, bool kAverage>
@@ -297,6 +344,9 @@ void decode_blocks(const DecodeArguments& a, int64_t begin, int64_t end) {
       {sum_blocks<Int8>, sum_blocks<Float8E4M3>, sum_blocks<Float8E5M2>},                    \
       {FASTPAR_BY_TYPE(decode_blocks, Int8), FASTPAR_BY_TYPE(decode_blocks, Float8E4M3),     \
        FASTPAR_BY_TYPE(decode_blocks, Float8E5M2)},                                          \
+      {FASTPAR_BY_TYPE(quantize_scaled, Int8), FASTPAR_BY_TYPE(quantize_scaled, Float8E4M3), \
+       FASTPAR_BY_TYPE(quantize_scaled, Float8E5M2)},                                        \
+      {largest_bits<float>, largest_bits<bfloat16>, largest_bits<float16>},                  \
   }
 
 }  // namespace

@@ -25,6 +25,7 @@ from fastpar.comm.observers import CommRecord, CommSpan, CommTrace, record, trac
 from fastpar.comm.pending import Pending
 from fastpar.comm.plain_data import PlainDataError
 from fastpar.comm.point_to_point import PointToPoint
+from fastpar.comm.scaled_codes import DelayedScalingWire
 from fastpar.comm.shards import shard_range, shard_sizes
 from fastpar.comm.shared_memory.region import SharedRegion
 from fastpar.comm.symmetric.buffer import SymmetricBuffer
@@ -42,6 +43,7 @@ __all__ = [
     "CommTimeoutError",
     "CommTrace",
     "Communicator",
+    "DelayedScalingWire",
     "GroupLike",
     "PeerFailedError",
     "PeerLostError",

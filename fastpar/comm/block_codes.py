@@ -25,10 +25,10 @@ from fastpar import _ext
 
 FORMATS = {"int8": 0, "float8_e4m3fn": 1, "float8_e5m2": 2}
 BLOCK_UNIT, MAX_BLOCK = 64, 4096
-_LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
+LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 _SIGNIFICAND_BITS_AND_BIAS = {"float8_e4m3fn": (3, 7), "float8_e5m2": (2, 15)}
-_SMALLEST_SCALE = 2.0**-126  # its reciprocal is finite
-_WORD_BYTES = 8
+SMALLEST_SCALE = 2.0**-126  # its reciprocal is finite
+WORD_BYTES = 8
 _MASK_32, _MASK_64 = (1 << 32) - 1, (1 << 64) - 1
 
 
@@ -51,7 +51,7 @@ class BlockCodes:
 
     def words(self, count: int) -> int:
         """Words of a part of `count` elements."""
-        return -(-(4 * self._num_blocks(count) + count) // _WORD_BYTES)
+        return -(-(4 * self._num_blocks(count) + count) // WORD_BYTES)
 
     def quantize(self, x: Tensor, sizes: Sequence[int], *, seed: int | None, residual: Tensor | None) -> Tensor:
         """The message with flat x (float32, bfloat16 or float16), cut into parts of so many elements."""
@@ -74,6 +74,16 @@ class BlockCodes:
             return self.dequantize_in_torch(message, sizes)
         _ext.load()
         return torch.ops.fastpar.dequantize_parts(message, sizes, self.block, FORMATS[self.format])
+
+    def dequantize_into(self, message: Tensor, outs: Sequence[Tensor]) -> None:
+        """Write the elements of all parts to `outs`, which have as many, rounded once to their dtypes."""
+        if message.is_cpu and all(out.is_contiguous() for out in outs):
+            _ext.load()
+            torch.ops.fastpar.dequantize_into(message, outs, self.block, FORMATS[self.format])
+            return
+        values = self.dequantize(message, [out.numel() for out in outs])
+        for out, part in zip(outs, values.split([out.numel() for out in outs]), strict=True):
+            out.copy_(part.view(out.shape))
 
     # ---- the same in PyTorch
 
@@ -118,10 +128,10 @@ class BlockCodes:
 
     def encode(self, v: Tensor, *, seed: int | None, blocks_before: int = 0) -> tuple[Tensor, Tensor]:
         """(codes uint8 [blocks, block], scales float32 [blocks, 1]) of float32 v [blocks, block]."""
-        largest_code = _LARGEST[self.format]
+        largest_code = LARGEST[self.format]
         is_finite = v.isfinite().all(1, keepdim=True)
         finite = torch.where(is_finite, v, 0.0)
-        scale = (finite.abs().amax(1, keepdim=True) / largest_code).clamp(min=_SMALLEST_SCALE)
+        scale = (finite.abs().amax(1, keepdim=True) / largest_code).clamp(min=SMALLEST_SCALE)
         q = (finite * scale.reciprocal()).clamp(-largest_code, largest_code)
         random = None if seed is None else self._random_bits(v, seed, blocks_before)
         return self._encode(q, random), torch.where(is_finite, scale, torch.nan)
