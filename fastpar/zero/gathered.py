@@ -25,8 +25,10 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from fastpar.comm.pending import Pending
 from fastpar.precision import Precision
 from fastpar.zero.absent import looking_at_absent, mark_absent, mark_present
+from fastpar.zero.coded import CodedShards
 from fastpar.zero.connection import check_alike, take_values
 from fastpar.zero.flat import FlatLayout
+from fastpar.zero.gather_codes import Encoder, GatherFormats
 from fastpar.zero.groups import Groups, as_parameter, cast_parameter, contiguous_stride, local, own_storage, set_local
 from fastpar.zero.homes import Home
 from fastpar.zero.pool import Pool
@@ -43,12 +45,21 @@ _FREED_TEXT = (
 
 
 class Part:
-    """The parameters of a unit that have one dtype, device and group of ranks: their shards, and the memory for them
-    whole."""
+    """The parameters of a unit that have one dtype, device, group of ranks and format: their shards, and the memory for
+    them whole."""
 
-    def __init__(self, groups: Groups, names: Sequence[str], parameters: Sequence[nn.Parameter], home: Home) -> None:
+    def __init__(
+        self,
+        groups: Groups,
+        names: Sequence[str],
+        parameters: Sequence[nn.Parameter],
+        home: Home,
+        encoder: Encoder | None = None,
+    ) -> None:
         values = [local(parameter) for parameter in parameters]
-        self.shards = home.shards(groups.shard, names, values)
+        self.shards = (
+            home.shards(groups.shard, names, values) if encoder is None else CodedShards(groups.shard, values, encoder)
+        )
         step = _ALIGNMENT // values[0].itemsize
         starts = [0]
         for value in values:
@@ -70,6 +81,11 @@ class Part:
         """Begin to gather, into memory of the pool."""
         pool.lend(self._storage, self.nbytes)
         self._pending = self.shards.gather_rows_async(self._rows)
+
+    def make_exact(self) -> None:
+        """Of a part that is whole: what was gathered as codes becomes what the shards are. Collective then."""
+        if isinstance(self.shards, CodedShards):
+            self.shards.gather_exact(self._rows)
 
     def wait(self) -> None:
         assert self._pending is not None
@@ -111,6 +127,7 @@ class Unit:
         precision: Precision,
         resident: frozenset[str],
         home: Home,
+        formats: GatherFormats,
     ) -> None:
         self.name, self.names = name, list(places)
         self._precision, self._home = precision, home
@@ -129,12 +146,15 @@ class Unit:
         kinds: dict[Any, list[int]] = {}
         for index, (each, parameter) in enumerate(zip(places, self.wholes, strict=True)):
             if each not in resident and not (home.is_device and _is_whole_anyway(parameter, groups)):
-                kinds.setdefault((parameter.dtype, parameter.device, groups.of(parameter)), []).append(index)
+                of_part = groups.of(parameter)
+                wire = formats.wire_of(each) if of_part.shard.size > 1 else None
+                kinds.setdefault((parameter.dtype, parameter.device, of_part, wire), []).append(index)
         self.parts = []
         rows = [local(x) for x in self.wholes]  # of residents: all of them
-        for (_, _, of_part), members in kinds.items():
+        for (_, device, of_part, wire), members in kinds.items():
             names = [self.names[index] for index in members]
-            part = Part(of_part, names, [self.wholes[index] for index in members], home)
+            encoder = None if wire is None else formats.encoder(wire, names, of_part, device)
+            part = Part(of_part, names, [self.wholes[index] for index in members], home, encoder)
             self.parts.append(part)
             for position, index in enumerate(members):
                 rows[index] = own_storage(part.shards.shards[position])
@@ -252,6 +272,8 @@ class Unit:
             self.launch(pool)
         if not self.is_whole:
             self.install(self.epoch)
+        for part in self.parts:
+            part.make_exact()
 
     def _mark_freed(self) -> None:
         if self._versioned:

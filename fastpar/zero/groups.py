@@ -116,6 +116,13 @@ class Groups:
         found = [] if self.mesh is None else named_groups(self.mesh)
         return [Communicator(group, **self._like) for dim, group in found if dim not in self._dims]
 
+    def holders(self) -> list[Communicator]:
+        """Groups whose reductions, one after the other, reach all ranks that have parameters of the same names: where
+        the mesh is known all but those of other pipeline stages, else the ranks that average gradients."""
+        if self.mesh is None:
+            return self.everyone()
+        return [Communicator(group, **self._like) for dim, group in named_groups(self.mesh) if dim != "pp"]
+
     def row_spec(self, parameter: Tensor) -> DTensorSpec | None:
         """How a parameter looks that has this one's rows split over the shard group; None where nothing is split."""
         if self.shard.size == 1:

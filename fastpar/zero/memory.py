@@ -29,9 +29,11 @@ def expected(zero: Zero, state_bytes: float) -> dict[str, int]:
     frozen = sum(local(x).nbytes for name, x in zero.frozen().items() if not _is_in_file(zero, name))
     buffers = sum(x.nbytes for storage in zero.storages if isinstance(storage, Stage3) for x in storage.buffers)
     owners = [slot.owner for slot in zero.slots]
+    coded = sum(storage.coded_bytes for storage in zero.storages if isinstance(storage, Replicas))
+    coded -= sum(local(slot.owner).nbytes for slot in zero.slots if slot.shown is not None and slot.is_in_place)
     copies = sum(local(slot.owner).nbytes for slot in zero.slots if slot.target is not None)
     return {
-        "parameters": kept + at_rest + frozen + buffers,
+        "parameters": kept + at_rest + frozen + buffers + coded,
         "gradients": sum(_gradient_bytes(zero, slot) for slot in zero.slots) + _staging_bytes(zero),
         "states": copies + int(state_bytes * sum(local(owner).numel() for owner in owners)),
     }

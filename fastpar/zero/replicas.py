@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -11,8 +12,10 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from fastpar.comm.wire_formats import Wire
 from fastpar.precision import Precision
 from fastpar.zero.buckets import Bucket, RowBucket, WholeBucket
+from fastpar.zero.coded import CodedParameters
 from fastpar.zero.connection import Connection
 from fastpar.zero.flat import Staging
+from fastpar.zero.gather_codes import GatherFormats, ParamWire
 from fastpar.zero.groups import Groups, as_parameter, cast_parameter, local, set_local
 from fastpar.zero.reducer import Reducer
 from fastpar.zero.slots import Slot
@@ -28,6 +31,7 @@ class Replicas:
     has_copies      whether the optimizer is to have copies even where dtypes agree
     accumulate, bucket_bytes, began     as `Reducer`'s
     wire            format of gradients that travel: see `fastpar.comm.wire_formats`
+    param_wires     formats of parameters that are gathered after a step, by name: see `fastpar.zero.coded`
     model           whose modules have the parameters, where it is known
     """
 
@@ -42,10 +46,12 @@ class Replicas:
         bucket_bytes: int,
         began: Callable[[], None],
         wire: Wire | None,
+        param_wires: Mapping[str, ParamWire] | None = None,
         model: nn.Module | None = None,
     ) -> None:
         self._wire = wire
         self._model = model
+        self.formats = GatherFormats(param_wires or {})
         self._groups, self._precision, self._has_copies = groups, precision, has_copies
         self.slots, self._whole = self._make_slots(named)
         self._staging: dict[tuple[torch.dtype, torch.device], Staging] = {}
@@ -84,14 +90,22 @@ class Replicas:
 
     def published(self) -> None:
         """After rows were written to: brings those of the other ranks in. Collective."""
+        self.formats.roll()
         for whole in self._whole:
             whole.gather()
         self.reducer.follow_order()
 
+    @property
+    def coded_bytes(self) -> int:
+        """Of exact rows and their codes, beside parameters that are gathered as codes."""
+        return sum(whole.nbytes for whole in self._whole if isinstance(whole, CodedParameters))
+
     def detach(self) -> None:
         self.reducer.detach()
 
-    def _make_slots(self, named: Mapping[str, nn.Parameter]) -> tuple[list[Slot], list[WholeParameters]]:
+    def _make_slots(
+        self, named: Mapping[str, nn.Parameter]
+    ) -> tuple[list[Slot], list[WholeParameters | CodedParameters]]:
         """Move parameters to where they will stay, and make what the optimizers are to have."""
         policy = self._precision
         trainable = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
@@ -99,17 +113,24 @@ class Replicas:
         for name, parameter in trainable.items():
             own = parameter.dtype
             if self._has_copies or policy.master_dtype(name, own) != policy.param_dtype(name, own):
-                originals[name] = local(parameter).to(policy.master_dtype(name, own))
+                is_coded = self.formats.wire_of(name) is not None  # the parameter is about to get other values
+                originals[name] = local(parameter).to(policy.master_dtype(name, own), copy=is_coded)
         wires = {name: policy.reduce_dtype(name, parameter.dtype) for name, parameter in trainable.items()}
         for name, parameter in named.items():
             cast_parameter(parameter, policy.param_dtype(name, parameter.dtype))
-        kinds: dict[tuple[torch.dtype, torch.device], list[str]] = {}
+        kinds: dict[tuple[torch.dtype, torch.device, ParamWire | None], list[str]] = {}
         for name, parameter in trainable.items():
-            kinds.setdefault((parameter.dtype, parameter.device), []).append(name)
+            param_wire = self.formats.wire_of(name) if self._groups.shard.size > 1 else None
+            kinds.setdefault((parameter.dtype, parameter.device, param_wire), []).append(name)
         slots: dict[str, Slot] = {}
-        everything = []
-        for names in kinds.values():
-            whole = WholeParameters(self._groups.shard, [local(trainable[name]) for name in names])
+        everything: list[WholeParameters | CodedParameters] = []
+        for (_, device, param_wire), names in kinds.items():
+            values = [local(trainable[name]) for name in names]
+            if param_wire is None:
+                whole: WholeParameters | CodedParameters = WholeParameters(self._groups.shard, values)
+            else:
+                encoder = self.formats.encoder(param_wire, names, self._groups, device)
+                whole = CodedParameters(self._groups.shard, values, encoder)
             everything.append(whole)
             if whole.is_shared:
                 for name, value in zip(names, whole.values, strict=True):
@@ -118,7 +139,9 @@ class Replicas:
                 original = originals.pop(name, None)
                 if original is not None:
                     original = whole.layout.rows_of(original, index, self._groups.shard.rank).clone()
-                slots[name] = self._make_slot(name, trainable[name], rows, original, wires[name])
+                slots[name] = slot = self._make_slot(name, trainable[name], rows, original, wires[name])
+                if isinstance(whole, CodedParameters):  # what the optimizer changes is beside the parameter
+                    slot.target, slot.seen, slot.shown = rows, whole.seen[index], partial(whole.shown, index)
         return [slots[name] for name in trainable], everything
 
     def _make_slot(

@@ -19,6 +19,7 @@ from fastpar.precision import Precision
 from fastpar.zero import arguments, memory, state
 from fastpar.zero.arguments import HasParameters, Named
 from fastpar.zero.flat import FlatLayout
+from fastpar.zero.gather_codes import ParamWire, ParamWireLike, check_gradient_wire, param_wires_of
 from fastpar.zero.groups import Groups, GroupsLike, as_dtensor, local
 from fastpar.zero.hooks import Autocast, CastInputs, ForwardHook, LoadStates, ZeroGrad
 from fastpar.zero.offload import DiskStates, Offload
@@ -47,6 +48,7 @@ def shard(
     overlap: bool = True,
     bucket_bytes: int = BUCKET_BYTES,
     wire: Wire | None = None,
+    param_wire: ParamWireLike = None,
     units: UnitsLike = None,
     reshard_after_forward: bool = True,
     resident_share: float = RESIDENT_SHARE,
@@ -89,6 +91,10 @@ def shard(
                 of gradients that travel together in stages 0 to 2
     wire        how gradients travel within the group that shards, or in stage 0: a `fastpar.comm.BlockWire` (8 bits), a
                 CastWire; None: in precision's dtype
+    param_wire  how parameters travel when they are gathered (stages 1 to 3): a `fastpar.comm.BlockWire` or
+                DelayedScalingWire for all of two dims or more, or a function of name and parameter that gives one, or
+                None for what travels exactly. All ranks compute with the values of the 8-bit codes; the optimizer, and
+                so checkpoints, have the exact ones
     units, reshard_after_forward, resident_share
                 of stage 3: what is gathered together, whether it is freed between forward and backward, and what share
                 of the elements, in the smallest parameters, stays on every rank: see `fastpar.zero.stage3.Stage3`
@@ -123,6 +129,10 @@ def shard(
     arguments.check_numbers(accumulate, max_norm, bucket_bytes, timeout)
     arguments.check_sync_weights(sync_weights)
     arguments.check_parameters(named.parameters, precision)
+    check_gradient_wire(wire)
+    param_wires = param_wires_of(
+        param_wire, named.parameters, precision, stage, offload is not None and offload.parameters
+    )
     arguments.check_optimizers(named.parameters, optimizers)
     like: dict[str, Any] = {
         "is_sharded": stage > 0,
@@ -149,6 +159,7 @@ def shard(
         overlap=overlap,
         bucket_bytes=bucket_bytes,
         wire=wire,
+        param_wires=param_wires,
         units={"units": units, "reshard_after_forward": reshard_after_forward, "resident_share": resident_share},
         sync_weights=sync_weights,
     )
@@ -173,6 +184,7 @@ class Zero:
         overlap: bool,
         bucket_bytes: int,
         wire: Wire | None,
+        param_wires: Mapping[str, ParamWire],
         units: dict[str, Any] | None,
         sync_weights: str = "broadcast",
     ) -> None:
@@ -195,7 +207,9 @@ class Zero:
         self.storages: list[Replicas | Stage3]
         if stage == 3:
             assert model is not None
-            stage3 = Stage3(model, groups, precision, offload=offload, wire=wire, **(units or {}))
+            stage3 = Stage3(
+                model, groups, precision, offload=offload, wire=wire, param_wires=param_wires, **(units or {})
+            )
             self.storages = [stage3]
         else:
             self.storages = [
@@ -208,6 +222,7 @@ class Zero:
                     bucket_bytes=bucket_bytes,
                     began=self._waiting.clear,
                     wire=wire,
+                    param_wires=param_wires,
                     model=model,
                 )
                 for part, part_groups in parts
@@ -264,6 +279,12 @@ class Zero:
     def resident(self) -> frozenset[str]:
         """Parameters that stage 3 keeps on every rank."""
         return frozenset().union(*(s.resident for s in self.storages if isinstance(s, Stage3)))
+
+    @property
+    def saturated(self) -> dict[str, int]:
+        """Elements of this rank's rows that were beyond a delayed scale (`param_wire`) and were gathered as the largest
+        code, by parameter, counted at every gather; parameters without any are left out."""
+        return {name: count for storage in self.storages for name, count in storage.formats.saturated().items()}
 
     def owner_names(self) -> dict[int, str]:
         """The names of the parameters that the optimizers have, by id."""
@@ -531,7 +552,9 @@ class Zero:
             return
         for owner in owners:
             target = self._slot_of[id(owner)].target
-            if target is not None and not (is_rounded and target.dtype != owner.dtype):
+            if target is None or self._slot_of[id(owner)].is_in_place:
+                continue
+            if not (is_rounded and target.dtype != owner.dtype):
                 target.copy_(local(owner), non_blocking=True)
 
     # ---- building

@@ -41,6 +41,8 @@ class Slot:
     traces: Sequence[Tensor] = field(default=(), repr=False)  # on CPUs only where they are not finite
     at_rest: nn.Parameter | None = field(default=None, repr=False)
     version: int = field(default=0, repr=False)  # of the face's memory, when it last was the owner rounded
+    seen: Tensor | None = field(default=None, repr=False)  # the parameter's rows where they are not the target, and
+    shown: Callable[[], Tensor] | None = field(default=None, repr=False)  # what these have had: see coded.py
 
     @property
     def faces(self) -> list[nn.Parameter]:
@@ -62,6 +64,13 @@ class Slot:
         self.version = _version(self.face)
 
     @property
+    def is_in_place(self) -> bool:
+        """Whether the target is the owner's own memory: exact rows of what is gathered as codes."""
+        if self.seen is None or self.target is None:
+            return False
+        return self.target.data_ptr() == local(self.owner).data_ptr()
+
+    @property
     def is_overwritten(self) -> bool:
         """Whether somebody has written to a parameter whose owner is a copy."""
         return self.target is not None and _version(self.face) != self.version
@@ -69,7 +78,7 @@ class Slot:
     def take_values(self) -> None:
         """Let a copy follow what was written to its parameter: elements that are not the copy's own, rounded."""
         assert self.target is not None
-        mine, target = local(self.owner), self.target
+        mine, target = local(self.owner), self.target if self.seen is None else self.seen
         if mine.untyped_storage().nbytes() == 0 and mine.numel() > 0:
             raise RuntimeError(
                 f"{self.name} got new values after fastpar.zero.shard(...), and the optimizer's copy of it is in a "
@@ -77,7 +86,10 @@ class Slot:
             )
         if target.untyped_storage().nbytes() > 0:
             written = target.to(mine.device)
-            mine.copy_(torch.where(mine.to(written.dtype) == written, mine, written.to(mine.dtype)))
+            before = mine.to(written.dtype) if self.shown is None else self.shown().to(mine.device)
+            mine.copy_(torch.where(before == written, mine, written.to(mine.dtype)))
+            if self.seen is not None and not self.is_in_place:
+                self.target.copy_(mine)  # what is quantised next
         self.note_version()
 
     def drop(self) -> None:

@@ -36,7 +36,7 @@ Note: failures. A forward or backward that raises leaves units whole; the next f
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -47,6 +47,7 @@ from torch import Tensor, nn
 from fastpar.comm.wire_formats import Wire
 from fastpar.precision import Precision
 from fastpar.zero.at_rest import guard, release
+from fastpar.zero.gather_codes import GatherFormats, ParamWire
 from fastpar.zero.gathered import Unit
 from fastpar.zero.groups import Groups, local
 from fastpar.zero.homes import Home
@@ -147,6 +148,7 @@ class Stage3:
     resident_share         the smallest parameters are kept whole on every rank, at most this share of all elements
     offload                where the optimizer's part is to be, and the shards: see `fastpar.zero.Offload`
     wire                   of gradients of sharded parameters: see `fastpar.comm.wire_formats`
+    param_wires            formats of gathered parameters, by name: see `fastpar.zero.coded`
     budget                 bytes that may be whole at a time when something is gathered early; by default those of the
                            two largest units. What runs is gathered in any case
 
@@ -166,6 +168,7 @@ class Stage3:
         budget: int | None = None,
         offload: Offload | None = None,
         wire: Wire | None = None,
+        param_wires: Mapping[str, ParamWire] | None = None,
     ) -> None:
         if not 0.0 <= resident_share <= 1.0:
             raise ValueError(f"resident_share must be between 0 and 1, got {resident_share}")
@@ -176,6 +179,7 @@ class Stage3:
         plans = plan_units(model, units)
         owners = owners_of(model, list(numels))
         self.home = Home(offload)
+        self.formats = GatherFormats(param_wires or {})
         self.units = [
             Unit(
                 plan.name,
@@ -184,6 +188,7 @@ class Stage3:
                 precision or Precision(),
                 self.resident,
                 self.home,
+                self.formats,
             )
             for plan in plans
         ]
@@ -243,6 +248,7 @@ class Stage3:
     def published(self) -> None:
         """After shards were written to: waits until all ranks have. Collective."""
         self._epoch += 1
+        self.formats.roll()
         if self.home.file is not None:
             self.home.file.settle()
         for groups in self.groups.with_experts():

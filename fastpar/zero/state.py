@@ -7,6 +7,7 @@
     optimizer.<name>.<state>    such as exp_avg, with the placements of the values
     groups.<name>               options of the optimizer's group that the parameter is in: pairs of names and values
     has_state.<name>            whether the parameter has been updated
+    amax_history.<name>         of parameters that are gathered with delayed scales: what the next scale is made of
     save                        which save this is: see save_mark.py
 
 Everything has the name of a parameter in its key, so that what pipeline stages save lies side by side, and any stages
@@ -50,6 +51,9 @@ def collect(zero: Zero) -> dict[str, Any]:
         **{"model": {}, "optimizer": {}, "groups": {}, "has_state": {}},
         **{"skipped": zero.skipped, "steps": zero.steps, "save": mark_of(zero)},
     }
+    histories = {name: x for storage in zero.storages for name, x in storage.formats.histories().items()}
+    if histories:
+        state["amax_history"] = histories
     trained = {id(slot.owner) for slot in zero.slots}
     for slot in zero.slots:
         state["model"][slot.name] = _shown(slot.owner.detach())
@@ -100,6 +104,8 @@ def restore(zero: Zero, state: dict[str, Any]) -> None:
         _copy(slot.owner, state["model"][slot.name])
     for name, x in zero.others():
         _copy(x, state["model"][name])
+    for storage in zero.storages:
+        storage.formats.load(state.get("amax_history", {}))
     zero.skipped, zero.steps = state["skipped"], state["steps"]
 
 
