@@ -14,9 +14,11 @@ from torch import Tensor, nn
 import fastpar as fp
 from fastpar.comm import BlockWire, CastWire, Communicator, DelayedScalingWire, record, shard_range
 from tests.dist import run_ranks
+from tests.models import VOCAB, build_model
 from tests.zero_ranks import assert_same, batch, optimizer_values, whole_of
 
 LR = 0.05
+SMALL = {"num_hidden_layers": 1, "hidden_size": 24, "intermediate_size": 34, "num_attention_heads": 4}
 WIRES = {
     "int8": BlockWire("int8", 64),
     "fp8": BlockWire("float8_e4m3fn", 64),
@@ -416,3 +418,30 @@ def test_shard_refuses_to_quantise_float64() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     with pytest.raises(ValueError, match=r"first.weight.*float64"):
         fp.zero.shard(model, optimizer, group=Communicator(None), stage=3, param_wire=lambda *_: BlockWire())
+
+
+def check_tensor_parallel() -> Any:
+    mesh = fp.init_mesh(dp_shard=2, tp=2, device="cpu")
+    model = fp.parallelize(build_model("example", torch.float32, 0, **SMALL), mesh, gather_logits=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    zero = fp.zero.shard(model, optimizer, group=mesh, stage=3, param_wire=DelayedScalingWire(), max_norm=1.0)
+    for step in range(3):
+        ids = torch.randint(VOCAB, (2, 6), generator=torch.Generator().manual_seed(step))
+        nn.functional.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    state = zero.state_dict()
+    amax = {key: whole_of(x).abs().max().item() for key, x in state["model"].items()}
+    found = {key: x.clone() for key, x in state["amax_history"].items()}, amax
+    zero.detach()
+    mesh.close()
+    return found
+
+
+def test_tensor_parallel_ranks_have_one_history() -> None:
+    ranks = run_ranks(4, check_tensor_parallel)
+    for history, amax in ranks:
+        assert len(history) > 8
+        assert_same(history, ranks[0][0])
+        for key, values in history.items():
+            assert values[:2].tolist() == pytest.approx([amax[key]] * 2, rel=0.2)  # of two steps before: whole tensors
