@@ -7,7 +7,7 @@ PY = "$$(tools/find_python.sh)"
 MARKERS := -m "not slow and not gpu"
 ARGS ?=
 
-.PHONY: help setup build demo test test-all gpu lint format bench asan abi wheel clean
+.PHONY: help setup build demo check test test-all breaks gpu lint format bench asan abi wheel clean
 
 help: ## this list
 	@grep -hE "^[a-z-]+:.*## " $(MAKEFILE_LIST) | sed -E "s/^([a-z-]+):.*## /  make \1\t/" | expand -t 20
@@ -24,6 +24,9 @@ TRAIN = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m torch.distributed.run --
 demo: build ## train a small Llama on 4 CPU processes, TP 2 x DP 2, then PP 2 x TP 2, and compare each with a single process
 	@$(TRAIN) --tp 2 --dp 2 $(ARGS)
 	@$(TRAIN) --pp 2 --tp 2 --schedule zbv --steps 30 --out runs/demo-pipeline $(ARGS)
+
+check: build ## in 90 s: lint, types and the cheap tests; STEM=moe adds every test of the files with that in their names
+	@tools/run_checks.sh --quick $(STEM)
 
 test: build ## everything CI runs: lint, types, C++ under sanitizers, tests
 	@tools/run_checks.sh $(MARKERS) $(ARGS)

@@ -1,75 +1,114 @@
-"""Session-wide set-up: the rank pool ends with the session, `gpu` tests skip without a GPU, and parts of the tests can
-be run apart.
+"""Session-wide set-up: what a test needs becomes its markers (`tests/markers.py`), `gpu` tests skip without a GPU, the
+rank pool ends with the session, and parts of the tests can be run apart.
 
     --part device    device code without a device: compiled, emulated, interpreted; and programs under ThreadSanitizer
-    --part alone     what reads the clock, or has a deadline of less than ten seconds: needs the machine for itself
-    --part ranks     whatever else starts processes, which may share the machine: a slow one is a slow one
+    --part clock     what looks at a clock, or has a deadline of less than ten seconds: needs the machine for itself
+    --part ranks     whatever else starts ranks, which may share the machine: a slow one is a slow one
     --part plain     the others
 
-Given twice, it runs both.
+Given twice, it runs both, `clock` last; with `--quiet-when FILE`, not before nobody else holds a lock on that file.
+`--shard 1/2` runs one of two halves of the files.
 """
 
 from __future__ import annotations
 
-import functools
-import re
+import fcntl
+from collections.abc import Generator
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 import torch
 
-from tests import dist
+from tests import dist, markers
 
-_DEVICE = re.compile(
-    r"test_(gpu|build|emulation|overlap_gemm|protocol_gpu|rehearsal)|_(triton|cuda|cuda_build|tsan)\.py$"
-)
-_CLOCK = re.compile(
-    r"fault_ranks|ProcessLane|monotonic|perf_counter|assert_within|(timeout(_s)?|seconds)(=|: )\d(\.\d+)?\b"
-)
-_RANKS = re.compile(r"run_ranks|RLIMIT|timeout=")
+PARTS = (markers.DEVICE, markers.RANKS, "plain", markers.CLOCK)
+_WATCH = pytest.StashKey[markers.Watch]()
+_QUIET = pytest.StashKey[TextIO]()
 
 
-@functools.cache
-def part_of(file: Path) -> str:
-    """The part that a test file belongs to."""
-    if _DEVICE.search(file.name):
-        return "device"
-    text = file.read_text()
-    if _CLOCK.search(text):
-        return "alone"
-    return "ranks" if _RANKS.search(text) else "plain"
+def part_of(item: pytest.Item) -> str:
+    """The part that a test belongs to."""
+    for marker in (markers.CLOCK, markers.DEVICE, markers.RANKS):
+        if item.get_closest_marker(marker):
+            return marker
+    return "plain"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--part", action="append", choices=["device", "alone", "ranks", "plain"], help="run only that part of the tests"
-    )
-
-
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    parts = config.getoption("part")
-    is_test = parts and collection_path.match("test_*.py")
-    return True if is_test and part_of(collection_path) not in parts else None
+    parser.addoption("--part", action="append", choices=PARTS, help="run only that part of the tests")
+    parser.addoption("--shard", metavar="I/N", help="of N parts of the files, run the I-th")
+    parser.addoption("--quiet-when", metavar="FILE", help="tests that look at a clock wait for a lock on it")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(2)
+    config.stash[_WATCH] = markers.Watch(dist.runs_started)
     if config.option.markexpr == "gpu":
         # The GPU's machine has other versions of torch and Triton: what they deprecate must not hide what runs there.
         config.addinivalue_line("filterwarnings", "default")
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    shard = config.getoption("shard")
+    if not shard or not collection_path.match("test_*.py"):
+        return None
+    files = sorted(collection_path.parent.glob("test_*.py"), key=lambda file: (file.stat().st_size, file.name))
+    return None if markers.in_shard(collection_path, files, shard) else True
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if isinstance(item, pytest.Function):
+        for marker in sorted(markers.markers_of(item)):
+            item.add_marker(marker)
+    if item.path.name.startswith("check_"):  # in a process that some test started: see tests/triton_interpreter.py
+        item.add_marker(markers.DEVICE)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if parts := config.getoption("part"):  # pytest ignores no file that is named on the command line
-        others = [item for item in items if part_of(item.path) not in parts]
-        config.hook.pytest_deselected(items=others)
-        items[:] = [item for item in items if part_of(item.path) in parts]
+    if parts := config.getoption("part"):
+        config.hook.pytest_deselected(items=[item for item in items if part_of(item) not in parts])
+        items[:] = [item for item in items if part_of(item) in parts]
+        if len(parts) > 1:
+            items.sort(key=lambda item: part_of(item) == markers.CLOCK)
     devices = torch.cuda.device_count()
     for item in items:
         if item.get_closest_marker("gpu") and devices < 1:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
         elif item.get_closest_marker("gpu2") and devices < 2:
             item.add_marker(pytest.mark.skip(reason="needs two CUDA devices"))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # outside the timer of pytest-timeout
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, object, object]:
+    if item.get_closest_marker(markers.CLOCK):
+        _wait_for_quiet(item.config)
+    watch = item.config.stash[_WATCH]
+    watch.begin()
+    try:
+        return (yield)
+    finally:
+        watch.end()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, None, None]:
+    yield
+    if denied := item.config.stash[_WATCH].denied({marker.name for marker in item.iter_markers()}):
+        pytest.fail("; ".join(denied) + " (see tests/markers.py)", pytrace=False)
+
+
+def _wait_for_quiet(config: pytest.Config) -> None:
+    """Returns when nobody else holds the lock, which is then ours to the end of the session."""
+    file = config.getoption("quiet_when")
+    if file and _QUIET not in config.stash:
+        config.stash[_QUIET] = open(file)  # noqa: SIM115  (closed, it would be nobody's lock)
+        fcntl.flock(config.stash[_QUIET], fcntl.LOCK_EX)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if _QUIET in config.stash:
+        config.stash[_QUIET].close()
 
 
 def pytest_sessionfinish() -> None:

@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import itertools
 import os
 import pickle
 import shutil
@@ -44,6 +43,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.dist_worker import STACK_SIGNAL
+from tests.markers import needs
 
 _ROOT = Path(__file__).resolve().parent.parent
 _GRACE_S = 3.0  # for the other ranks, once one has failed
@@ -145,7 +145,7 @@ class _Pool:
         self.workers: list[_Worker] = []
         self.store: Any = None
         self.folder: Path | None = None
-        self.runs = itertools.count()
+        self.runs = 0
         self.owner = os.getpid()
 
     def grow(self, world_size: int) -> None:
@@ -199,6 +199,12 @@ def worker_pids() -> list[int]:
     return [worker.process.pid for worker in _POOL.workers]
 
 
+def runs_started() -> int:
+    """How many runs there have been, which tells whether a test started one."""
+    return _POOL.runs
+
+
+@needs("ranks")
 def run_ranks(
     world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 240.0, backend: str = "gloo"
 ) -> list[Any]:
@@ -217,8 +223,9 @@ def run_ranks(
             f"fn must be a top-level function of an importable module, got {fn.__module__}.{fn.__qualname__}"
         )
     _POOL.grow(world_size)
+    _POOL.runs += 1
     task = (
-        next(_POOL.runs),
+        _POOL.runs,
         world_size,
         backend,
         timeout,

@@ -30,6 +30,8 @@ from typing import Any
 
 import pytest
 
+from tests.markers import needs
+
 ROOT = Path(__file__).resolve().parents[1]
 BUILD = ROOT / "build" / "emulation"
 IS_INSIDE = os.environ.get("FASTPAR_EMULATED_TESTS") == "1"
@@ -113,6 +115,7 @@ def pytest_command(path: Path, *arguments: str) -> list[str]:
     return [sys.executable, "-m", "pytest", *options, str(path), *arguments]
 
 
+@needs("device")
 @functools.cache
 def outcomes(path: Path) -> dict[str, tuple[str, str]]:
     """Name -> (passed | failed | skipped, text) of the tests in `path`, run in one process."""

@@ -27,6 +27,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.markers import needs
+
 ROOT = Path(__file__).resolve().parent.parent
 OPS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "reduce", "barrier", "async", "region")
 MESSAGES = ("messages over shared_memory", "messages over torch")
@@ -43,6 +45,7 @@ class Outcome:
     seconds: float
 
 
+@needs("ranks", "clock")
 class FaultRanks:
     """The process that forks ranks; a context manager."""
 

@@ -318,6 +318,7 @@ except fp.comm.PeerLostError as error:
 """
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(("how", "words"), [("exit", "ended normally"), ("raise", r"ended with KeyError: 'lost'")])
 def test_a_rank_that_has_ended_is_said_to_have_ended_after_its_last_collective(tmp_path, how, words):
     script = tmp_path / "ends.py"

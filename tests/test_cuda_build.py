@@ -15,6 +15,8 @@ from types import ModuleType
 
 import pytest
 
+from tests.markers import needs
+
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = sorted((ROOT / "csrc").rglob("*.cu"))
 # Kernel -> the threads of its largest block, registers of a thread and static shared memory at most, and how many such
@@ -35,6 +37,7 @@ def native() -> ModuleType:
     return module
 
 
+@needs("device")
 def ptxas_report(source: Path) -> str:
     """Of the build that the other tests use, where that is for sm_90a: such a file takes half a minute."""
     build = native()

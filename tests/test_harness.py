@@ -662,6 +662,8 @@ class RealCase:
         ]
 
 
+@pytest.mark.ranks  # of bench/, which is not looked into
+@pytest.mark.clock
 def test_process_lane_runs_ranks_under_a_setting_and_reports_failures() -> None:
     before = dict(os.environ)
     with ProcessLane(TUNED, world_size=2, threads=1, timeout=60.0) as lane:

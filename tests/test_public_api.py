@@ -126,6 +126,7 @@ def test_missing_docstrings_and_annotations_are_found() -> None:
     ]
 
 
+@pytest.mark.clock
 def test_importing_fastpar_costs_little_beyond_torch() -> None:
     # Measured inside the process, after torch: the difference of two processes would be noise of the same size.
     code = "import time, torch\nt = time.perf_counter()\nimport fastpar\nprint(time.perf_counter() - t)"

@@ -11,9 +11,11 @@ import sys
 
 import pytest
 
+from tests.markers import needs
 from tests.rehearsal.build import ROOT, environment
 
 
+@needs("device")
 def run_rehearsed(name: str) -> None:
     if importlib.util.find_spec("triton") is None:
         pytest.skip("triton is not installed")

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.markers import needs
+
 ROOT = Path(__file__).resolve().parent.parent
 CSRC = ROOT / "csrc"
 BUILD = ROOT / "build" / "tsan"
@@ -22,6 +24,7 @@ FLAGS = ["-std=c++17", "-O1", "-g", "-fsanitize=thread", "-DFASTPAR_X86=0"]
 REPORTED = 66  # ThreadSanitizer's exit status
 
 
+@needs("device")
 def compiler() -> str:
     cxx = os.environ.get("CXX", "g++")
     found = shutil.which(cxx) and subprocess.run(

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from tests.markers import needs
 
+
+@needs("clock")
 def assert_within(seconds: float, measure: Callable[[], float], tries: int = 4) -> None:
     """One of a few tries of what `measure` times takes less than that.
 

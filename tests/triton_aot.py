@@ -9,6 +9,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from tests.markers import needs
+
 Target = tuple[str, Any, int]  # arguments of triton.backends.compiler.GPUTarget
 
 HOPPER = ("cuda", 90, 32)
@@ -17,6 +19,7 @@ SHARED_LIMIT = 227 * 1024  # bytes that one block may have on sm_90; 64 KiB on g
 LDS_LIMIT = 64 * 1024
 
 
+@needs("device")
 def compile_for(
     fn: Any,
     signature: Mapping[str, str],
@@ -70,6 +73,7 @@ class CompilingDriver:
         return 0
 
 
+@needs("device")
 def compile_launch(
     kernel: Any, target: Target, programs: int, arguments: Sequence[Any], options: Mapping[str, Any]
 ) -> dict[str, Any]:

@@ -15,9 +15,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.markers import needs
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
+@needs("device")
 def run_interpreted(*test_files: str, markers: str = "not slow") -> None:
     """Run the tests of files in tests/interpreted/ in the interpreter; shows their output if one fails or none ran.
 

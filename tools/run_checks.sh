@@ -2,18 +2,20 @@
 # Everything that CI runs, in one go: every check runs whatever the ones before it said, and a summary closes the output.
 #
 #   tools/run_checks.sh --lint                  style and types only
-#   tools/run_checks.sh [pytest arguments]      these, the C++ kernels under sanitizers, then pytest
+#   tools/run_checks.sh --quick [STEM]          style, types, and the tests that need neither ranks nor devices nor time; with
+#                                               STEM also all tests of the files that have it in their names
+#   tools/run_checks.sh [pytest arguments]      everything: style, types, C++ kernels under sanitizers, pytest
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-summary=$(mktemp) closing=$(mktemp) lanes=()
+summary=$(mktemp) closing=$(mktemp) quiet=$(mktemp) lanes=()
 declare -A output_of
 cleanup() {
   for lane in "${lanes[@]}"; do
     kill -- -"$lane" 2>/dev/null || true
     rm -f "${output_of[$lane]}"
   done
-  rm -f "$summary" "$closing"
+  rm -f "$summary" "$closing" "$quiet"
 }
 trap cleanup EXIT
 
@@ -31,21 +33,20 @@ clang_format() {
   tools/in_env.sh clang-format --dry-run -Werror "${files[@]}"
 }
 
-# One part of the tests (see tests/conftest.py). That a part has none of those that were asked for is no failure.
-run_pytest() { # part, pytest arguments...
-  local part=$1 log code=0
+pytest_on() { # what is said of it, pytest arguments...
+  local name=$1 log code=0
   shift
   log=$(mktemp)
-  "$(tools/find_python.sh)" -m pytest --part "$part" "$@" 2>&1 | tee "$log" || code=$?
-  printf '%s: %s\n' "$part" "$(tail -n 1 "$log")" >>"$closing"
+  "$(tools/find_python.sh)" -m pytest "$@" 2>&1 | tee "$log" || code=$?
+  printf '%s: %s\n' "$name" "$(tail -n 1 "$log")" >>"$closing"
   rm -f "$log"
-  return $((code == 5 ? 0 : code))
+  return $((code == 5 ? 0 : code)) # that there are none of those that were asked for is no failure
 }
 
-# Three lanes of what does not look at the clock. They begin together: one alone would leave a core idle now and then.
+# Three lanes of what does not look at the clock (see tests/conftest.py). They begin together: one alone would leave a core
+# idle now and then. Lanes hold a lock that the tests with a clock wait for, in the lane that has the ranks already.
 device_lane() { # pytest arguments...
-  check "pytest, device code" run_pytest device "$@"
-  check "pytest, plain" run_pytest plain "$@"
+  check "pytest, device code and plain" pytest_on "device, plain" --part device --part plain "$@"
 }
 
 sanitizer_lane() {
@@ -55,37 +56,67 @@ sanitizer_lane() {
 }
 
 ranks_lane() { # pytest arguments...
-  check "pytest, ranks" run_pytest ranks "$@"
+  check "pytest, ranks and then clocks" pytest_on "ranks, clock" --part ranks --part clock --quiet-when "$quiet" "$@"
+}
+
+# Two halves of what is cheap, a core each.
+quick_lane() { # half, pytest arguments...
+  local half=$1
+  shift
+  if [[ $half == 1 ]]; then check "mypy" tools/in_env.sh mypy; fi
+  check "pytest, cheap tests, half $half" pytest_on "cheap tests, half $half" -q --shard "$half/2" \
+    -m "not (expensive or ranks or device or clock or slow or gpu)" "$@"
 }
 
 start() { # lane, arguments...
-  local output
+  local output held
   output=$(mktemp)
+  exec {held}<"$quiet"
+  if [[ $1 != ranks_lane ]]; then flock --shared "$held"; fi # until it ends, and all that it has started
   set -m # a process group of its own, which can be ended as a whole
   "$@" </dev/null >"$output" 2>&1 &
   set +m
+  exec {held}<&-
   lanes+=($!)
   output_of[$!]=$output
 }
 
-check "ruff check" tools/in_env.sh ruff check .
-check "ruff format" tools/in_env.sh ruff format --check --diff .
-check "clang-format" clang_format
-if [[ ${1:-} == --lint ]]; then
-  check "mypy" tools/in_env.sh mypy
-else
-  # Threads that wait for others sleep meanwhile: spinning, they would take the core from those.
-  export OMP_WAIT_POLICY=passive
-  start sanitizer_lane
-  start ranks_lane "$@"
-  start device_lane "$@"
+finish() { # wait for the lanes, and show what they said
   for lane in "${lanes[@]}"; do
     wait "$lane" || true
     cat "${output_of[$lane]}"
   done
+}
+
+check "ruff check" tools/in_env.sh ruff check .
+check "ruff format" tools/in_env.sh ruff format --check --diff .
+if [[ ${1:-} != --quick ]]; then check "clang-format" clang_format; fi
+if [[ ${1:-} == --lint ]]; then
+  check "mypy" tools/in_env.sh mypy
+elif [[ ${1:-} == --quick ]]; then
+  files=()
+  if [[ -n ${2:-} ]]; then
+    mapfile -t files < <(find tests -name "test_*$2*.py" | sort)
+    if [[ ${#files[@]} == 0 ]]; then
+      echo "run_checks: no test file has $2 in its name" >&2
+      exit 2
+    fi
+  fi
+  start quick_lane 1 "${files[@]/#/--ignore=}"
+  start quick_lane 2 "${files[@]/#/--ignore=}"
+  finish
+  if [[ ${#files[@]} != 0 ]]; then
+    check "pytest, $2" pytest_on "$2" -q -m "not slow and not gpu" "${files[@]}"
+  fi
+else
+  # Threads that wait for others sleep meanwhile: spinning, they would take the core from those.
+  export OMP_WAIT_POLICY=passive
+  start sanitizer_lane
+  start device_lane "$@"
+  start ranks_lane "$@"
+  finish
   unset OMP_WAIT_POLICY
-  check "C++ kernels under ASan and UBSan, alone" tools/run_asan.sh --part alone
-  check "pytest, alone" run_pytest alone "$@"
+  check "C++ kernels under ASan and UBSan, clocks" tools/run_asan.sh --part clock
 fi
 
 printf '\n--- summary\n'
