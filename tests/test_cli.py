@@ -70,6 +70,7 @@ def test_bad_bench_flags_exit_with_2_and_say_why(flags: list[str], capsys: pytes
     assert repr(flags[1]) in capsys.readouterr().err
 
 
+@pytest.mark.expensive
 def test_quick_bench_checks_times_saves_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "rows.json"
     flags = ["--quick", "--dtype", "fp32", "--ranks", "1", "--settings", "default", "--only", "fastpar", "--no-memory"]
@@ -237,6 +238,7 @@ def test_doctor_says_why_ranks_cannot_share_memory(monkeypatch: pytest.MonkeyPat
     assert "seccomp" in finding.remedy
 
 
+@pytest.mark.expensive
 @pytest.mark.parametrize("content", [None, "not a library"])
 def test_doctor_reports_a_missing_or_broken_binary_with_a_remedy(content: str | None, tmp_path: Path) -> None:
     binary = tmp_path / "_C.so"

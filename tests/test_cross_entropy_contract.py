@@ -112,6 +112,7 @@ def test_backward_can_run_twice_without_inplace() -> None:
 # ---- what torch expects of an op -------------------------------------------------------------------------------------
 
 
+@pytest.mark.expensive
 @pytest.mark.parametrize("name", ["plain", "everything"])
 def test_opcheck_passes_for_every_op(name: str) -> None:
     logits, target = example(6, 37)
@@ -149,6 +150,7 @@ def reference_options(options: dict[str, Any]) -> LossOptions:
     return check_options(**{name: options.get(name, default) for name, default in defaults.items()})
 
 
+@pytest.mark.expensive
 @pytest.mark.parametrize("name", ["plain", "everything"])
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled_fullgraph_equals_eager(dynamic: bool, name: str) -> None:

@@ -225,6 +225,7 @@ def test_training_in_one_process_lowers_the_loss(text: Path):
     assert run.losses[-1] < 2.0
 
 
+@pytest.mark.expensive
 def test_trainer_without_a_launcher_fails_when_the_runs_differ(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -277,6 +278,7 @@ def test_wrong_flags_are_one_line_and_status_2(
     assert error.count("\n") == 1
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("flags", "name", "layout"),
     [
@@ -349,6 +351,7 @@ def test_two_ranks_match_a_single_process_under_torchrun(
         assert (tmp_path / "loads.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.expensive
 def test_a_step_of_every_stage_is_drawn_with_its_waits(tmp_path: Path):
     if dist.is_initialized():
         pytest.fail("a test before left its process group")

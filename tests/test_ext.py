@@ -22,6 +22,7 @@ def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=variables, timeout=120)
 
 
+@pytest.mark.expensive
 def test_a_missing_binary_is_an_import_error_with_the_command_that_builds_it(tmp_path: Path) -> None:
     missing = str(tmp_path / "_C.so")
     result = run_python("import fastpar.ops\nfastpar.ops.vocab_parallel_cross_entropy", FASTPAR_LIBRARY=missing)
@@ -31,11 +32,13 @@ def test_a_missing_binary_is_an_import_error_with_the_command_that_builds_it(tmp
     assert "pip install -e ." in result.stderr
 
 
+@pytest.mark.expensive
 def test_importing_the_package_needs_no_binary(tmp_path: Path) -> None:
     result = run_python("import fastpar, fastpar.ops, fastpar._ext", FASTPAR_LIBRARY=str(tmp_path / "none.so"))
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.expensive
 def test_a_second_copy_is_an_import_error_that_names_the_first(tmp_path: Path) -> None:
     first = tmp_path / "elsewhere" / "_C.so"
     first.parent.mkdir()
@@ -47,12 +50,14 @@ def test_a_second_copy_is_an_import_error_that_names_the_first(tmp_path: Path) -
     assert str(first) in result.stderr
 
 
+@pytest.mark.expensive
 def test_loading_the_same_file_again_is_fine() -> None:
     code = "from fastpar import _ext\nassert _ext.load() == _ext.load()\n_ext.load.cache_clear()\n_ext.load()"
     result = run_python(code)
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.expensive
 def test_an_old_torch_is_an_import_error_before_anything_is_loaded() -> None:
     versions = ["2.10.1", "1.13.0+cpu", "2.9.0a0+git1234"]
     code = (
@@ -70,6 +75,7 @@ def test_an_old_torch_is_an_import_error_before_anything_is_loaded() -> None:
         assert "pip install 'torch>=2.11'" in line
 
 
+@pytest.mark.expensive
 def test_a_file_that_is_no_library_is_an_import_error_with_the_loaders_reason(tmp_path: Path) -> None:
     broken = tmp_path / "_C.so"
     broken.write_bytes(b"not a library")

@@ -48,6 +48,7 @@ def bad_calls(names: list[str], count: int, deadline: float) -> list[dict[str, A
     return found
 
 
+@pytest.mark.expensive
 def test_350_bad_calls_of_every_op_are_right_or_typed_errors_that_name_an_argument() -> None:
     assert bad_calls(list(GOOD), 350, 240.0) == []
 

@@ -398,6 +398,7 @@ def _dtensor_gradient() -> bool:
     return torch.equal(parameter.grad.to_local(), weight.grad)  # type: ignore[arg-type]
 
 
+@pytest.mark.expensive
 @pytest.mark.parametrize(
     "options", [{}, {"reduction": "none"}, {"shift": 1, "label_smoothing": 0.1}, {"return_lse": True}]
 )

@@ -135,6 +135,7 @@ def test_without_a_gpu_it_says_so_and_runs_nothing(tmp_path: Path) -> None:
     assert time.monotonic() - started < 60
 
 
+@pytest.mark.expensive
 def test_what_fails_hangs_or_crashes_is_reported_last_and_costs_nothing_else(tmp_path: Path) -> None:
     out = tmp_path / "out"
     done = run("--budget", "9", *arguments_of(tmp_path), PYTHON=fake(tmp_path), PATH=f"{tmp_path}:/usr/bin:/bin")
@@ -184,6 +185,7 @@ def test_a_run_that_is_ended_packs_what_it_has(tmp_path: Path) -> None:
     assert {p.name for p in (tmp_path / "out").iterdir()} == {"log.txt", "summary.txt", "results.tgz"}
 
 
+@pytest.mark.expensive
 def test_a_lost_cuda_context_ends_its_file(tmp_path: Path) -> None:
     file = tmp_path / "test_context.py"
     file.write_text(

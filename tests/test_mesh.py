@@ -15,6 +15,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from fastpar.comm import Communicator
 from fastpar.mesh import DENSE_DIMS, init_mesh
+from fastpar.mesh.grid import _fill_in
 from tests.dist import run_ranks
 
 NAMES = (*DENSE_DIMS, "dp", "fsdp", "ep")
@@ -93,6 +94,7 @@ def refuse():
         ({"tp": 2, "pp": 0}, "pp must be at least 1"),
         ({"tp": 2, "ep": -1}, "ep must be at least 1"),
         ({"tp": 2, "ep": 3}, r"ep \* etp \(3 \* 1\) must divide dp_shard \* cp \* tp \(1 \* 1 \* 2 = 2\)"),
+        ({"tp": 2, "ep": 2, "etp": 2}, r"ep \* etp \(2 \* 2\) must divide dp_shard \* cp \* tp \(1 \* 1 \* 2 = 2\)"),
         ({"tp": 2, "device": "meta"}, "device must be"),
     ]
     for sizes, words in bad:
@@ -110,6 +112,10 @@ def refuse():
 
 def test_sizes_and_names_that_do_not_fit_are_refused():
     run_ranks(2, refuse)
+
+
+def test_the_size_that_is_open_takes_the_ranks_that_are_left():
+    assert _fill_in({"pp": 1, "dp_shard": -1, "tp": 2}, 6) == {"pp": 1, "dp_shard": 3, "tp": 2}
 
 
 def use_and_close() -> weakref.ref:
@@ -161,6 +167,7 @@ def test_a_cuda_mesh_without_cuda_is_refused():
         init_mesh(device="cuda")
 
 
+@pytest.mark.ranks
 def test_under_torchrun_the_mesh_starts_and_ends_the_default_group(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(

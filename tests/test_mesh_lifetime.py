@@ -443,6 +443,7 @@ for step in range(3):
 """
 
 
+@pytest.mark.ranks
 def test_a_job_may_close_its_mesh_and_make_it_again(tmp_path):
     script = tmp_path / "again.py"
     script.write_text(_AGAIN)

@@ -377,6 +377,7 @@ def test_results_are_kept_for_backward_only_where_weights_need_them():
     assert saved == [[], [(6, 4), (6,)]]
 
 
+@pytest.mark.expensive
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # by torch._dynamo
 def test_torch_compile_goes_round_it():
     def layer(x, indices, weights):

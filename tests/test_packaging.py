@@ -188,6 +188,7 @@ def interpreters() -> list[str]:
     return [path for path in found if path and subprocess.run([path, "-c", ""], capture_output=True).returncode == 0]
 
 
+@pytest.mark.expensive
 def test_the_sources_are_python_of_every_version_that_is_promised(tmp_path: Path) -> None:
     """Where other interpreters are on PATH: they compile every module, and run what needs no torch."""
     others = [path for path in interpreters() if Path(path).resolve() != Path(sys.executable).resolve()]

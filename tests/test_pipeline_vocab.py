@@ -141,6 +141,7 @@ def sharded_schedules(num_ranks: int, num_microbatches: int) -> list[Schedule]:
     return made
 
 
+@pytest.mark.expensive
 @pytest.mark.parametrize(("num_ranks", "num_microbatches"), GRID)
 def test_every_schedule_can_have_a_sharded_head(num_ranks: int, num_microbatches: int) -> None:
     """Without warnings: S and T ascend, and so do the backwards. Transfers, gathers and text keep it so."""
@@ -184,6 +185,7 @@ def heavy_costs(num_ranks: int, layers: int, weight: int) -> tuple[Costs, Costs]
     return Costs(last, last, last), Costs(layers, layers, layers, head_forward=2 * share, head_weight=share)
 
 
+@pytest.mark.expensive
 @pytest.mark.parametrize(
     ("num_ranks", "num_microbatches", "weight", "name", "on_last", "sharded"),
     [

@@ -321,6 +321,7 @@ def test_one_slot_is_found_as_a_read_of_the_next_call():
     assert "not (1," in result.wrong
 
 
+@pytest.mark.expensive
 @pytest.mark.parametrize("call", ["one_shot", "two_shot", "all_gather", "symmetric", "barrier"])
 def test_dropping_any_one_wait_is_found(call):
     """Of rank 0, in the second of three calls."""
@@ -333,6 +334,7 @@ def test_dropping_any_one_wait_is_found(call):
     assert tried >= 2
 
 
+@pytest.mark.expensive
 @pytest.mark.parametrize("call", ["one_shot", "two_shot", "all_gather", "symmetric", "barrier"])
 def test_publishing_before_any_one_store_is_found(call):
     """Of those of rank 0 that a peer reads, in the first of two calls."""
@@ -370,6 +372,7 @@ def faults(size: int, *, deadlines: bool = True, **changes: Any) -> Faults:
     return replace(Faults(dead, deadlines, [*dead.values(), *failed], epilogues), **changes)
 
 
+@pytest.mark.expensive
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_rank_that_dies_or_gives_up_at_any_moment_ends_every_other_rank_and_spoils_no_result(size):
     result = explore(programs(world(size, SHORT[:2])), faults=faults(size))

@@ -126,6 +126,7 @@ def test_missing_docstrings_and_annotations_are_found() -> None:
     ]
 
 
+@pytest.mark.expensive
 @pytest.mark.clock
 def test_importing_fastpar_costs_little_beyond_torch() -> None:
     # Measured inside the process, after torch: the difference of two processes would be noise of the same size.
@@ -178,19 +179,23 @@ def effects_of(code: str) -> tuple[list[str], list[str]]:
     return json.loads(changed), json.loads(loaded)
 
 
+@pytest.mark.expensive
 def test_importing_fastpar_changes_nothing_in_torch() -> None:
     assert effects_of("import fastpar") == ([], [])
 
 
+@pytest.mark.expensive
 def test_importing_every_public_module_changes_nothing_in_torch() -> None:
     assert effects_of("\n".join(f"import {name}" for name in PUBLIC_MODULES)) == ([], [])
 
 
+@pytest.mark.expensive
 def test_a_changed_setting_and_a_loaded_package_would_be_noticed() -> None:
     code = "torch.set_default_dtype(torch.float64)\nos.environ['FASTPAR_EXAMPLE'] = '1'\nimport rich"
     assert effects_of(code) == (["default dtype", "environment"], ["rich"])
 
 
+@pytest.mark.expensive
 def test_everything_imports_and_an_op_runs_without_triton_and_transformers() -> None:
     imports = "".join(f"import {name}\n" for name in PUBLIC_MODULES)
     code = f"""
@@ -262,6 +267,7 @@ def test_readme_pipeline_example_runs_on_two_ranks() -> None:
     assert 6.0 < losses[0] < 8.0
 
 
+@pytest.mark.expensive
 def test_readme_kernel_example_runs() -> None:
     names: dict[str, Any] = {}
     exec(readme_examples()["Call a kernel"], names)

@@ -279,6 +279,7 @@ def test_opcheck_passes_for_both_ops() -> None:
     torch.library.opcheck(K.rotary_embedding_.default, (x, cos, sin, False, True, False))
 
 
+@pytest.mark.expensive
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("inplace", [False, True])
 def test_compiled_fullgraph_equals_eager(dynamic: bool, inplace: bool) -> None:

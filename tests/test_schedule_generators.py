@@ -468,6 +468,7 @@ def every_schedule(p: int, m: int) -> Iterator[Schedule]:
             yield make_schedule(name, p, m, **options)
 
 
+@pytest.mark.expensive
 @pytest.mark.parametrize("p", [1, 2, 3, 4, 7])
 def test_every_schedule_computes_everything_once_in_ascending_order_and_ends(p: int) -> None:
     for m in sorted({1, 2, p, 2 * p, 2 * p + 1}):

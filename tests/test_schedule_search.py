@@ -122,6 +122,7 @@ def test_moves_of_weight_gradients_reach_the_optimum_that_priorities_miss() -> N
 SIZES = [(1, 3, 1), (2, 5, 1), (4, 8, 1), (4, 3, 1), (2, 4, 2), (4, 8, 2), (3, 6, 3)]
 
 
+@pytest.mark.expensive
 @pytest.mark.parametrize("costs_name", ["even", "measured", "latency"])
 @pytest.mark.parametrize(("num_ranks", "num_microbatches", "stages_per_rank"), SIZES)
 def test_search_is_never_worse_than_a_fixed_schedule_within_the_limit(
@@ -168,6 +169,7 @@ def costs_per_part(case: tuple[int, int, int, int], stages_per_rank: int) -> Cos
     return Costs(*(time * share for time in case[:3]), hop=case[3], activation=share)
 
 
+@pytest.mark.expensive
 @pytest.mark.parametrize(("case", "memory", "until", "best_fixed", "reached", "evaluations"), WINS)
 def test_search_beats_the_fixed_schedules_at_equal_memory(
     case: tuple[int, int, int, int], memory: int, until: str, best_fixed: int, reached: int, evaluations: int

@@ -146,6 +146,7 @@ def with_skip(schedule: Schedule) -> Schedule:
     return replace(served, name=f"{schedule.name} skip")
 
 
+@pytest.mark.expensive
 @pytest.mark.parametrize("suite", SUITES)
 def test_no_mutant_is_misjudged(suite: str) -> None:
     make, at_most = SUITES[suite]

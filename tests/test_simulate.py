@@ -396,6 +396,7 @@ def random_schedule(draw: random.Random) -> Schedule:
     return Schedule.of_one_chain("random", stage_ranks, m, actions)
 
 
+@pytest.mark.expensive
 def test_the_evaluator_agrees_with_the_simulator_on_random_schedules() -> None:
     draw = random.Random(11)
     deadlocks = 0

@@ -316,6 +316,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+@pytest.mark.expensive
 def test_a_killed_process_leaves_no_file(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], env=environment, timeout=120)
@@ -323,6 +324,7 @@ def test_a_killed_process_leaves_no_file(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.expensive
 def test_a_process_that_forgets_to_close_ends_cleanly(tmp_path: Path) -> None:
     code = KILLED.replace("os.kill(os.getpid(), signal.SIGKILL)", "print(store)")
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -217,6 +217,7 @@ def test_opcheck_passes_for_every_op() -> None:
         torch.library.opcheck(K.swiglu_backward.default, (gate, *arguments))
 
 
+@pytest.mark.expensive
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled_fullgraph_equals_eager(dynamic: bool) -> None:
     def step(x: Tensor) -> Tensor:

@@ -172,6 +172,7 @@ def test_a_cast_wire_keeps_what_is_not_finite_visible(kind: str, too_large: floa
         torch.testing.assert_close(result, wanted, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.expensive
 def test_a_large_cast_loads_the_library_that_it_needs() -> None:
     code = (
         "import torch; from fastpar.comm import CastWire, Communicator;"
