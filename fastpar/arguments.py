@@ -44,34 +44,31 @@ class Tensors(NamedTuple):
     """Which tensors and numbers a function takes.
 
     meta      tensors on the meta device as well
-    nan       the names of numbers that may be NaN
     computed  tensors that can be computed with, of dense memory and ordinary dtypes; False: that is the function's own
               to check
     """
 
     meta: bool = False
-    nan: tuple[str, ...] = ()
     computed: bool = True
 
 
 def checked(
     *,
     meta: bool = False,
-    nan: tuple[str, ...] = (),
     computed: bool = True,
     unless_agreed: str = "",
     but: tuple[str, ...] = (),
 ) -> Callable[[Function], Function]:
     """A function or method whose arguments are of the kinds of its annotations, or TypeError or ValueError.
 
-    meta, nan, computed  see `Tensors`
+    meta, computed       see `Tensors`
     unless_agreed        the argument (a group, or a plan that has one) with which the function itself raises on all
                          ranks what is wrong on one, so that nothing may be raised here
     but                  the arguments that the function checks itself, with more to say of them
     """
 
     def decorate(function: Function) -> Function:
-        tensors = Tensors(meta, nan, computed)
+        tensors = Tensors(meta, computed)
         scope = inspect.unwrap(function).__globals__
         return _checking(function, _name_of(function), scope, tensors, unless_agreed, but)
 
@@ -110,7 +107,7 @@ def _checking(
     def kinds() -> dict[str, Kind]:
         """Made by the first call: then all names of the module are there."""
         made = {
-            p.name: _kind_of(p.annotation, scope, tensors._replace(nan=(p.name,) if p.name in tensors.nan else ()))
+            p.name: _kind_of(p.annotation, scope, tensors)
             for p in parameters
             if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name not in free
         }
@@ -118,7 +115,7 @@ def _checking(
             if p.kind == p.VAR_KEYWORD:
                 options = _unpacked(str(p.annotation), scope)
                 made |= {
-                    key: _kind_of(kind, scope, tensors._replace(nan=(key,) if key in tensors.nan else ()))
+                    key: _kind_of(kind, scope, tensors)
                     for key, kind in options
                 }
         return made
@@ -345,7 +342,7 @@ def _single(base: Any, tensors: Tensors) -> Kind:
     if base is float:
         return Kind(
             _is_number,
-            _nothing if tensors.nan else _number_problem,
+            _number_problem,
             "a number",
             lambda value: type(value) is float,
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch
 
 from fastpar import ops
 from tests.fuzz_api import PARTS
-from tests.fuzz_calls import GOOD
+from tests.fuzz_calls import GOOD, floats
 
 ROOT = Path(__file__).resolve().parents[1]
 # No functions of tensors: classes, and what times its machine.
@@ -95,6 +96,33 @@ def test_torch_func_transforms_are_refused_by_name(transform: str) -> None:
     }
     with pytest.raises(ValueError, match=r"vocab_parallel_cross_entropy: logits is inside a torch.func transform"):
         calls[transform]()
+
+
+def numbers_of(name: str) -> list[str]:
+    parameters = inspect.signature(getattr(ops, name)).parameters.values()
+    return [p.name for p in parameters if re.search(r"\b(int|float)\b", str(p.annotation))]
+
+
+@pytest.mark.parametrize(("name", "argument"), [(name, argument) for name in GOOD for argument in numbers_of(name)])
+def test_an_int_beyond_64_bits_or_beyond_all_floats_is_taken_or_refused_by_name(name: str, argument: str) -> None:
+    for value in (2**64, -(2**64), 10**400, -(10**400)):
+        error = ""
+        try:
+            getattr(ops, name)(**{**GOOD[name](), argument: value})
+        except (TypeError, ValueError) as refused:
+            error = str(refused)
+        assert argument in error or (not error and abs(value) < 2**1000)
+
+
+def test_an_int_beyond_64_bits_is_the_number_that_it_is() -> None:
+    positions = torch.arange(3)
+    for found, wanted in zip(
+        ops.rotary_tables(positions, 4, theta=2**64), ops.rotary_tables(positions, 4, theta=2.0**64), strict=True
+    ):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+    given = {"logits": floats(3, 6), "top_k": 2}
+    found = ops.vocab_parallel_top_k_top_p(**given, filter_value=-(2**64))
+    torch.testing.assert_close(found, ops.vocab_parallel_top_k_top_p(**given, filter_value=-(2.0**64)), rtol=0, atol=0)
 
 
 def test_a_range_of_two_numbers_is_a_type_error_that_says_what_it_must_be() -> None:

@@ -101,6 +101,7 @@ def rotary_tables(
     _check_rotary_dim(rotary_dim)
     if dtype not in FLOAT_DTYPES:
         raise TypeError(f"dtype must be one of {', '.join(map(str, FLOAT_DTYPES))}, got {dtype}")
+    theta = float(theta)  # an int may have more than 64 bits, which no tensor takes
     if not 0.0 < theta < math.inf:
         raise ValueError(f"theta must be positive and finite, got {theta}")
     scale = float(scale)

@@ -199,7 +199,7 @@ class _Filter(torch.autograd.Function):
 # ---- public ----------------------------------------------------------------------------------------------------------
 
 
-@checked(nan=("filter_value",))
+@checked()
 def vocab_parallel_top_k_top_p(
     logits: Tensor,
     *,

@@ -16,7 +16,7 @@ from fastpar.arguments import checked
 from fastpar.comm import Communicator
 from fastpar.doors import check_model
 from fastpar.mesh import Mesh
-from fastpar.ops.overlap import Overlap
+from fastpar.ops.parallel_linear.overlap import Overlap
 from fastpar.parallel.changes import Explanation
 from fastpar.parallel.checks import check_plan, resolve
 from fastpar.parallel.guards import sync_weights as sync_weights_of
@@ -25,7 +25,7 @@ from fastpar.parallel.plan import match_plan
 from fastpar.parallel.proving import proven_plan, refuse_wrong_blocks
 from fastpar.parallel.styles import ExpertStyle, Style, SwapContext
 from fastpar.parallel.swap import Swap
-from fastpar.pipeline.absent import Absent
+from fastpar.pipeline.stages.absent import Absent
 from fastpar.tensor.binding import BoundGroup, GroupLike, bind
 
 M = TypeVar("M", bound=nn.Module)

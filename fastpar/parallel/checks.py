@@ -9,7 +9,7 @@ from torch import nn
 
 from fastpar.parallel.heads import HeadSplit, block_splits
 from fastpar.parallel.styles import BlockStyle, GatheredStyle, StreamStyle, Style, SwapContext
-from fastpar.pipeline.absent import Absent
+from fastpar.pipeline.stages.absent import Absent
 from fastpar.tensor import SequenceRegion
 
 _ATTENTION = ("self_attn", "attn", "attention")

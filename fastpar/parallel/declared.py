@@ -16,7 +16,7 @@ from fastpar.parallel.plan import match_plan, matching, module_paths
 from fastpar.parallel.stacked_experts import is_stacked
 from fastpar.parallel.styles import STYLES, ExpertStyle, Style, VocabStyle, WholeStyle
 from fastpar.parallel.trial import is_linear
-from fastpar.pipeline.absent import Absent
+from fastpar.pipeline.stages.absent import Absent
 from fastpar.tensor.own_forward import check_parameters
 
 

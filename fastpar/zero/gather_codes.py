@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from fastpar.comm.scaled_codes import DelayedScalingWire
-from fastpar.comm.wire import FLOATS, BlockWire
+from fastpar.comm.wire_formats import FLOATS, BlockWire
 from fastpar.precision import Precision
 from fastpar.zero.groups import Groups
 

@@ -30,7 +30,7 @@ from typing import Any
 from torch import nn
 
 from fastpar.comm import Communicator
-from fastpar.ops.overlap import Overlap
+from fastpar.ops.parallel_linear.overlap import Overlap
 from fastpar.parallel.changes import Changes
 from fastpar.tensor import ParameterLayout, RowMap, SequenceRegion, adopt, layout_of, replicate
 from fastpar.tensor.binding import BoundGroup
