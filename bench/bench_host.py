@@ -9,8 +9,8 @@ to), and without collectives (a bound with a wrong result, not a peer).
     mlp             x + down(silu(gate(n)) * up(n)), n = norm(x), after `fastpar.parallelize`: one all-reduce of
                     [tokens, hidden] forward and one backward. Forward, backward with gradients of x and of every
                     parameter, fresh every time
-    mlp+sequence    the same with sequence_parallel=True: an all-gather and a reduce-scatter forward, two all-gathers and
-                    a reduce-scatter backward, and the norm's gradient summed over the ranks
+    mlp+sequence    the same with sequence_parallel=True: an all-gather and a reduce-scatter forward, two all-gathers
+                    and a reduce-scatter backward, and the norm's gradient summed over the ranks
 
 A job is a line of `JOBS`: a function from a `Rank` and a dtype to its providers, the same list on every rank.
 

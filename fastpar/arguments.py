@@ -114,10 +114,7 @@ def _checking(
         for p in parameters:
             if p.kind == p.VAR_KEYWORD:
                 options = _unpacked(str(p.annotation), scope)
-                made |= {
-                    key: _kind_of(kind, scope, tensors)
-                    for key, kind in options
-                }
+                made |= {key: _kind_of(kind, scope, tensors) for key, kind in options}
         return made
 
     has_iterables = any("Iterable[" in str(p.annotation) for p in parameters)

@@ -27,11 +27,11 @@ from fastpar.comm import (
     CommTimeoutError,
     Communicator,
     PeerLostError,
-    meeting,
 )
 from fastpar.comm.group_connection import Connection
 from fastpar.comm.multi_host.protocol import INLINE_BYTES
 from fastpar.comm.multi_host.transport import _FLAT_BYTES, _FLAT_RANKS, _WHOLE_BYTES
+from fastpar.comm.shared_memory import rendezvous
 from fastpar.comm.shared_memory.region import SharedRegion
 from fastpar.comm.shared_memory.world import SLOT_BYTES
 from tests import test_comm
@@ -51,7 +51,7 @@ SIX = 6
 def on_hosts(layout):
     """What this rank (of the default group) takes for its host, for groups whose ranks meet inside of the block."""
     host = next(index for index, ranks in enumerate(layout) if dist.get_rank() in ranks)
-    with mock.patch.object(meeting, "_host", return_value=f"host {host}"):
+    with mock.patch.object(rendezvous, "_host", return_value=f"host {host}"):
         yield
 
 

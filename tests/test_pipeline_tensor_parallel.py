@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import fastpar as fp
+from fastpar.parallel.declared import auto_plan
+from fastpar.parallel.plan import match_plan
 from fastpar.pipeline.stages.absent import Absent
 from fastpar.pipeline.stages.partition import partition
-from fastpar.parallel.plan import match_plan
-from fastpar.parallel.declared import auto_plan
 from fastpar.tensor import VocabParallelEmbedding, VocabParallelHead, full_parameter
 from tests.dist import run_ranks
 from tests.models import ARCHITECTURES

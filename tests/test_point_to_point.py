@@ -27,10 +27,10 @@ from fastpar.comm import (
     PeerFailedError,
     PeerLostError,
     PointToPoint,
-    meeting,
 )
 from fastpar.comm.message_format import DTYPE_NUMBERS
 from fastpar.comm.multi_host.gloo_mailbox import GlooMailbox
+from fastpar.comm.shared_memory import rendezvous
 from fastpar.comm.shared_memory.mailbox import SharedMailbox
 from fastpar.comm.torch.device_lanes import DeviceLanes
 from tests.dist import run_ranks
@@ -263,7 +263,7 @@ def test_threads_share_an_object(transport):
 
 
 def check_several_hosts():
-    with mock.patch.object(meeting, "_host", return_value=f"host {dist.get_rank() // 2}"):
+    with mock.patch.object(rendezvous, "_host", return_value=f"host {dist.get_rank() // 2}"):
         p2p = PointToPoint(dist.group.WORLD)
         assert isinstance(p2p._channel, GlooMailbox)
         with pytest.raises(CommError, match="cannot share memory: the ranks are on several hosts"):

@@ -19,12 +19,12 @@ from fastpar.comm import (
     Communicator,
     Pending,
     PlainWire,
-    meeting,
     record,
     shard_sizes,
 )
 from fastpar.comm.block_codes import BlockCodes
 from fastpar.comm.reduction import reduce_in_order
+from fastpar.comm.shared_memory import rendezvous
 from tests.dist import run_ranks
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -237,7 +237,7 @@ def test_a_wire_sends_the_bytes_of_its_table(name: str, dtype: torch.dtype, scat
 
 
 def wide_across_hosts() -> tuple[Tensor, Tensor]:
-    host = mock.patch.object(meeting, "_host", return_value=f"host {min(dist.get_rank(), 1)}")
+    host = mock.patch.object(rendezvous, "_host", return_value=f"host {min(dist.get_rank(), 1)}")
     with host, mock.patch("fastpar.comm.multi_host.transport._FLAT_BYTES", 0):
         comm = communicator()
         x = gradients(comm.size, 5000, torch.bfloat16)[comm.rank]

@@ -17,8 +17,8 @@ from collections.abc import Iterable, Mapping
 from torch import nn
 
 from fastpar.arguments import checked
-from fastpar.pipeline.stages.absent import Absent
 from fastpar.parallel.styles import STYLES, Style
+from fastpar.pipeline.stages.absent import Absent
 
 
 def module_paths(model: nn.Module) -> list[str]:

@@ -17,13 +17,10 @@ from typing import Any
 
 from torch import nn
 
-from fastpar.pipeline.stages.absent import Absent
 from fastpar.parallel.declared import UnknownModelError, first_plan
 from fastpar.parallel.heads import block_splits
 from fastpar.parallel.layer_plan import LayerPlan
 from fastpar.parallel.stacked_experts import is_stacked
-from fastpar.parallel.trial import Call, DifferenceError, Trial, TrialError, is_linear, record_calls
-from fastpar.tensor.own_forward import has_hooks, has_own_forward
 from fastpar.parallel.styles import (
     BlockStyle,
     ColwiseStyle,
@@ -36,6 +33,9 @@ from fastpar.parallel.styles import (
     Style,
 )
 from fastpar.parallel.styles.linear import splits_features
+from fastpar.parallel.trial import Call, DifferenceError, Trial, TrialError, is_linear, record_calls
+from fastpar.pipeline.stages.absent import Absent
+from fastpar.tensor.own_forward import has_hooks, has_own_forward
 
 _PLAIN = (int, float, str, bool, type(None))
 # A block that holds other styles is not tried: virtual ranks do not know what a subclass does.

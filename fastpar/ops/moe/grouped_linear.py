@@ -16,8 +16,8 @@ from torch import Tensor
 from fastpar.arguments import checked
 from fastpar.contracts.linear import autocast_dtype
 from fastpar.ops._autograd import first_derivative_only, needs_grad
-from fastpar.ops.weight_grad_store.store import WeightGradStore, current_store
 from fastpar.ops.moe import gemms as products
+from fastpar.ops.weight_grad_store.store import WeightGradStore, current_store
 from fastpar.reference.grouped_linear import check_grouped_linear, expert_rows, num_experts_of
 from fastpar.reference.grouped_linear import grouped_linear as reference_grouped_linear
 

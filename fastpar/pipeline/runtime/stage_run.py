@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from fastpar.ops.weight_grad_store.store import WeightGradStore
 from fastpar.pipeline.runtime.values import Structure, grad_flags, pack, unpack
 from fastpar.pipeline.runtime.versions import WeightVersions
 from fastpar.pipeline.stages.stage import Stage
-from fastpar.ops.weight_grad_store.store import WeightGradStore
 
 Grads = list[Tensor | None]
 _NOTHING = nullcontext()
