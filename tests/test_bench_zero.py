@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -47,6 +48,13 @@ def test_providers_in_bf16_come_close_to_the_sequential_run() -> None:
     for errors in run_ranks(2, run_case, small("bf16")):
         assert "torch fully_shard: loss" in errors
         assert not any(name.endswith("weights") for name in errors)
+
+
+def test_providers_with_quantised_parameters_come_close_to_the_sequential_run() -> None:
+    case = replace(small(), stages=(3,), optimizers=(), param_wires=("int8", "float8", "delayed"))
+    for errors in run_ranks(2, run_case, case):
+        assert errors.keys() >= {f"fastpar stage 3, {wire}: loss" for wire in case.param_wires}
+        assert "fastpar stage 3, int8: weights" not in errors
 
 
 def checks_of_ranks_by_themselves(dtype: str) -> dict[str, bool]:
@@ -104,6 +112,7 @@ def test_figures_are_multiples_of_no_communication_and_what_is_hidden() -> None:
     [
         ("--ranks 1,2", "--ranks 1: data parallelism needs at least 2 ranks"),
         ("--stages 1,4", "stages are 0, 1, 2 and 3, got '1,4'"),
+        ("--param-wires int4", "param wires are int8, float8, delayed, got 'int4'"),
         ("--optimizers adam", "optimizers are torch and fastpar, got 'adam'"),
     ],
 )
