@@ -395,7 +395,7 @@ class FastparRun(Run):
         super().__init__(problem)
         import fastpar as fp
 
-        wires = {
+        wires: dict[str, fp.comm.BlockWire | fp.comm.DelayedScalingWire] = {
             "int8": fp.comm.BlockWire("int8"),
             "float8": fp.comm.BlockWire("float8_e4m3fn"),
             "delayed": fp.comm.DelayedScalingWire(),
@@ -501,7 +501,7 @@ def _figures(setting: str, rows: Sequence[Row]) -> list[str]:
 
 def cases(flags: argparse.Namespace, world_size: int) -> Sequence[Case]:
     shape = {name: getattr(flags, name) for name in ("hidden", "layers", "vocab", "tokens", "batch", "accumulate")}
-    chosen = {name: tuple(getattr(flags, name)) for name in ("stages", "optimizers", "param_wires")}
+    chosen: dict[str, Any] = {name: tuple(getattr(flags, name)) for name in ("stages", "optimizers", "param_wires")}
     return [ZeroCase(dtype, **shape, **chosen) for dtype in flags.dtype]
 
 
