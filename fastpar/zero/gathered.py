@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from fastpar.comm.pending import Pending
+from fastpar.comm.ranges import annotate
 from fastpar.precision import Precision
 from fastpar.zero.absent import looking_at_absent, mark_absent, mark_present
 from fastpar.zero.coded import CodedShards
@@ -231,13 +232,15 @@ class Unit:
     def launch(self, pool: Pool) -> None:
         """Begin to gather; collective."""
         self.is_launched = True
-        for part in self.parts:
-            part.launch(pool)
+        with annotate(f"fastpar::zero::all_gather {self.name}"):
+            for part in self.parts:
+                part.launch(pool)
 
     def install(self, epoch: int) -> None:
         """Wait for the gather, and give the modules their whole parameters. `epoch`: of the shards' values."""
-        for part in self.parts:
-            part.wait()
+        with annotate(f"fastpar::zero::wait all_gather {self.name}"):
+            for part in self.parts:
+                part.wait()
         if epoch != self.epoch:
             self.epoch = epoch
             self._versions = [version + 1 for version in self._versions]

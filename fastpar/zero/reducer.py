@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from fastpar.comm import Communicator
+from fastpar.comm.ranges import annotate
 from fastpar.zero.buckets import Bucket
 from fastpar.zero.groups import Groups, as_dtensor, local
 from fastpar.zero.reduced import hide, show, withhold
@@ -325,7 +326,8 @@ class _Round:
     def _launch(self) -> None:
         self._add_batch()
         bucket = self._buckets[self._current]
-        bucket.launch()
+        with annotate(f"fastpar::zero::reduce bucket {self._current}"):
+            bucket.launch()
         self._in_flight.append(bucket)
 
 

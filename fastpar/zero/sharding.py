@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fastpar.arguments import checked
 from fastpar.clip import GradSum
+from fastpar.comm.ranges import annotate
 from fastpar.comm.wire_formats import Wire
 from fastpar.doors import OVER_ZERO, ClosedToDDP
 from fastpar.precision import Precision
@@ -415,7 +416,8 @@ class Zero:
             self._look_around()
             self._check_known()
             self.steps += 1
-            self._is_going = self._prepare(stepper.optimizer)
+            with annotate("fastpar::zero::reduce and clip"):
+                self._is_going = self._prepare(stepper.optimizer)
             self._waiting = list(self.steppers)
         self._waiting.remove(stepper)
         if not self._is_going:
@@ -425,8 +427,9 @@ class Zero:
         rounded = self._hand_over(stepper.optimizer)
         disk = self._disks.get(id(stepper))
         if disk is None:
-            stepper.update()
-            self._write_back(owners, rounded)
+            with annotate("fastpar::zero::update"):
+                stepper.update()
+                self._write_back(owners, rounded)
         else:
             optimizer: Any = stepper.optimizer
             factor = getattr(optimizer, "grad_factor", None)
@@ -440,7 +443,8 @@ class Zero:
 
             disk.update(update)
         if not self._waiting:
-            self._publish()
+            with annotate("fastpar::zero::publish"):  # stages 1 and 2 gather what was updated
+                self._publish()
 
     def _stepped(self) -> None:
         """After an optimizer's step, which has taken its gradients."""

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fastpar.comm.ranges import annotate
 from fastpar.comm.wire_formats import Wire
 from fastpar.zero.absent import looking_at_absent
 from fastpar.zero.buckets import OwnBucket, RowBucket
@@ -113,15 +114,16 @@ class UnitReducer:
 
     def reduce(self, unit: Unit) -> None:
         """Begin to reduce what a unit has of gradients; zero where it has none. Collective."""
-        for bucket in self._buckets[unit]:
-            if isinstance(bucket, OwnBucket):
+        with annotate(f"fastpar::zero::reduce_scatter {unit.name}"):
+            for bucket in self._buckets[unit]:
+                if isinstance(bucket, OwnBucket):
+                    self._launch(bucket)
+                    bucket.finish()
+                    continue
+                while self._is_waiting_for(bucket):
+                    self._in_flight.popleft().finish()
                 self._launch(bucket)
-                bucket.finish()
-                continue
-            while self._is_waiting_for(bucket):
-                self._in_flight.popleft().finish()
-            self._launch(bucket)
-            self._in_flight.append(bucket)
+                self._in_flight.append(bucket)
 
     def finish(self) -> None:
         """Reduce all that is left, and wait for everything. Collective."""
