@@ -80,8 +80,7 @@ def compile_ops(
 
 def check(op: str, found: dict[str, Any], target: Target, dtype: torch.dtype) -> None:
     assembly = found["ptx"]
-    # float64 with every option spills 8 registers on gfx942; nothing else does.
-    assert found["spills"] <= (16 if target == MI300 and dtype == torch.float64 else 0), (op, found["spills"])
+    assert found["spills"] == 0, (op, found["spills"])
     assert found["shared"] <= (SHARED_LIMIT if target == HOPPER else LDS_LIMIT)
     if target != HOPPER:
         assert found["registers"] <= 512 * 256 // found["threads"]
@@ -131,9 +130,9 @@ def test_kernels_compile_without_spills_and_with_wide_accesses(
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("vocab", [50257, 131072])
+@pytest.mark.parametrize("vocab", [50257, 131072, 131073])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("name", ["softcap", "smoothing", "everything"])
+@pytest.mark.parametrize("name", ["plain", "softcap", "smoothing", "everything"])
 def test_every_variant_compiles_without_spills(
     monkeypatch: pytest.MonkeyPatch, target: Target, name: str, dtype: torch.dtype, vocab: int
 ) -> None:
@@ -141,7 +140,7 @@ def test_every_variant_compiles_without_spills(
         if vocab % 8 == 0:
             check(op, usage, target, dtype)
         else:
-            assert usage["spills"] == 0 or dtype == torch.float64, (op, usage["spills"])
+            assert usage["spills"] == 0, (op, usage["spills"])
 
 
 # ---- shapes ----------------------------------------------------------------------------------------------------------
@@ -178,10 +177,13 @@ def test_blocks_cover_short_rows_and_fit_a_multiprocessor(itemsize: int) -> None
     for vocab in (0, 1, 31, 1000, 4096, 8192, 32000, 65536, 131072, 262144):
         for two_passes in (False, True):
             for costly in (False, True):
-                k, width, num_warps = configuration(vocab, itemsize, two_passes=two_passes, costly=costly)
+                k, width, num_warps, max_registers = configuration(
+                    vocab, itemsize, alignment(vocab, Rows(1, 0, vocab), itemsize), two_passes=two_passes, costly=costly
+                )
                 assert width * itemsize == num_warps * 32 * 16
                 assert 1 <= num_warps <= 32
                 assert k <= 4
-                assert k * width >= min(vocab, 1024)
+                assert k * width >= min(vocab, 512 if itemsize == 8 and costly and two_passes else 1024)
+                assert num_warps * 32 * (max_registers or 0) <= 65536
                 if two_passes and vocab == 131072 and itemsize == 2:
                     assert num_warps == (16 if costly else 32)

@@ -19,9 +19,9 @@ the passes.
 Not measured yet. Compiled for sm_90, bfloat16 logits, 131072 columns; registers a thread without options and with all:
 
     stats               48     103     0 spills
-    stats_exp_          63     101     0 spills
+    stats_exp_          63     124     0 spills
     backward            59     128     0 spills
-    forward_backward    62     109     0 spills
+    forward_backward    62     128     0 spills
 
 Every thread loads and stores 16 bytes at a time, and no loop has a barrier (tests/test_cross_entropy_triton.py).
 """
@@ -47,6 +47,7 @@ from fastpar.kernels.launch import launch
 WARP_SIZE = 64 if torch.version.hip else 32
 LOADS_PER_THREAD = 4  # of 16 bytes, of a block; what is carried from block to block has the size of one
 MERGE_BLOCK = 128
+REGISTERS = 65536  # of a multiprocessor
 SCALE_BLOCK = 4096
 SCALE_PROGRAMS = 2048  # several per multiprocessor of any GPU
 
@@ -93,25 +94,50 @@ class Configuration(NamedTuple):
     k: int
     width: int
     num_warps: int
+    max_registers: int | None = None  # of a thread; None: the compiler's choice
+
+    def options(self) -> dict[str, int]:
+        """Those of a launch."""
+        found = {"K": self.k, "WIDTH": self.width, "num_warps": self.num_warps}
+        return found if self.max_registers is None else {**found, "maxnreg": self.max_registers}
 
 
-def configuration(vocab: int, itemsize: int, *, two_passes: bool = False, costly: bool = False) -> Configuration:
+def loads_per_thread(itemsize: int, narrow: bool, *, two_passes: bool, costly: bool) -> int:
+    """How many times 16 bytes a thread takes at once: what its registers hold without spilling."""
+    if itemsize == 8:  # double arithmetic takes more registers
+        return LOADS_PER_THREAD // 4 if costly and two_passes else LOADS_PER_THREAD // 2
+    loads = LOADS_PER_THREAD
+    if costly and WARP_SIZE == 64:
+        # AMD keeps a comparison's result in a pair of a wave's hundred scalar registers: 16 elements at most.
+        loads = min(loads, itemsize)
+    return loads // 2 if narrow else loads
+
+
+def configuration(
+    vocab: int, itemsize: int, align: int, *, two_passes: bool = False, costly: bool = False
+) -> Configuration:
     """By the length of a row: one block if it is short, else 256 threads.
 
+    align       that of `alignment`; below 16 bytes a load is several accesses, each with an address and a condition,
+                which is costly as well
     two_passes  over a long row, are made by more threads, so that fewer rows are in flight at a time (1024 threads are
                 one row per multiprocessor) and the second pass finds them in an L2 cache of 50 MB
     costly      softcap or smoothing: 512 threads at most, which have twice the registers and are as few rows
     """
+    narrow = align * itemsize < 16
+    costly = costly or narrow
     threads = 256
     if two_passes and vocab * itemsize > 64 << 10:
         threads = 512 if costly or vocab * itemsize <= 128 << 10 else 1024
     per_load = 16 // itemsize
     row = triton.next_power_of_2(max(vocab, 1))
-    loads = LOADS_PER_THREAD if itemsize < 8 else LOADS_PER_THREAD // 2  # double arithmetic takes more registers
+    loads = loads_per_thread(itemsize, narrow, two_passes=two_passes, costly=costly)
     threads = max(min(threads, row // (loads * per_load)), WARP_SIZE)
     width = threads * per_load
     k = max(min(loads, row // width), 1)
-    return Configuration(k, width, threads // WARP_SIZE)
+    # Left to itself, ptxas spills to make do with 64 registers, which are two such rows on a multiprocessor.
+    max_registers = REGISTERS // 512 if costly and two_passes and WARP_SIZE == 32 else None
+    return Configuration(k, width, threads // WARP_SIZE, max_registers)
 
 
 class Transform(NamedTuple):
@@ -159,8 +185,8 @@ def shape_options(logits: Tensor, rows: Rows, two_passes: bool, costly: bool) ->
     """(rows and vocabulary in units of ALIGN, compile-time options) of a launch over the logits."""
     vocab, itemsize = logits.shape[-1], logits.element_size()
     align = alignment(vocab, rows, itemsize)
-    k, width, num_warps = configuration(vocab, itemsize, two_passes=two_passes, costly=costly)
-    options = {"ALIGN": align, "K": k, "WIDTH": width, "num_warps": num_warps}
+    options = configuration(vocab, itemsize, align, two_passes=two_passes, costly=costly).options()
+    options["ALIGN"] = align
     return (rows.inner_rows, rows.outer_stride // align, rows.inner_stride // align, vocab // align), options
 
 

@@ -63,9 +63,9 @@ def walk(
     smallest = min(t.element_size() for t in tensors)
     align = min(alignment(vocab, Rows(inner, outer, step), smallest) for _, outer, step in rows)
     costly = softcap != 0.0 or len(tensors) > 1
-    k, width, num_warps = configuration(vocab, itemsize, two_passes=two_passes, costly=costly)
+    options = configuration(vocab, itemsize, align, two_passes=two_passes, costly=costly).options()
+    options["ALIGN"] = align
     strides = [length // align for _, outer, step in rows for length in (outer, step)]
-    options = {"ALIGN": align, "K": k, "WIDTH": width, "num_warps": num_warps}
     return [t for t, _, _ in rows], (inner, *strides, vocab // align), options
 
 

@@ -40,7 +40,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton behind the public functions, and blocks of 2 * 32 columns."""
     monkeypatch.setattr("fastpar.ops.vocab_softmax.implementation", lambda x: kernels)
     monkeypatch.setattr("fastpar.ops.vocab_entropy.implementation", lambda x: kernels)
-    monkeypatch.setattr(kernels, "configuration", lambda *args, **kwargs: type(configuration(64, 4))(2, 32, 1))
+    monkeypatch.setattr(kernels, "configuration", lambda *args, **kwargs: type(configuration(64, 4, 4))(2, 32, 1))
 
 
 def some_ids(num_ids: int, vocab: int = VOCAB, rows: int = ROWS) -> Tensor:
