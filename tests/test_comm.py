@@ -139,6 +139,25 @@ def check_gathers():
                         same(part, parts[rank].contiguous())
 
 
+def reduce_over_gloo():
+    """Below and above the size from which gloo's ring reduces."""
+    comm = Communicator(dist.group.WORLD, timeout=20.0, transport="torch")
+    for shape in ((5, 7), _BIG):
+        for dtype in FLOATS:
+            for op in ops_for(dtype):
+                xs = inputs(comm.size, shape, dtype)
+                same(comm.all_reduce(xs[comm.rank], op), expected(xs, op))
+        for dtype in (torch.bfloat16, torch.float16):
+            xs = [torch.randn(shape, generator=torch.Generator().manual_seed(r)).to(dtype) for r in range(comm.size)]
+            total = torch.stack(xs).double().sum(0)
+            same(comm.all_reduce(xs[comm.rank]), total.float().to(dtype))
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_gloo_averages_and_rounds_once_at_any_size(world_size):
+    run_ranks(world_size, reduce_over_gloo)
+
+
 def check_rooted():
     comm, rank, size = group_and_data()
     for shape in SHAPES:
@@ -445,6 +464,9 @@ def coalesced():
         assert launches is None or len(log) == launches
         for tensor, xs in zip(mine, groups, strict=True):
             torch.testing.assert_close(tensor, expected(xs, "avg"))
+    with record() as log:
+        all_reduce_coalesced([torch.ones(10) for _ in range(5)], comm, "sum", bucket_bytes=100)
+    assert len(log) == 3  # two of 40 bytes have room, and a third has none
 
 
 def test_coalesced_all_reduce_averages_in_place_in_one_collective_per_bucket():

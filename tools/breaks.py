@@ -36,7 +36,7 @@ COMM = _of(
         "averages over gloo are sums",
         '            if op == "avg":\n                buffer.div_(self._size)\n            if out is None:',
         "            if out is None:",
-        "test_comm.py collective_matches",
+        "test_comm.py gloo_averages",
     ),
     (
         "averages over hosts are divided by the hosts",
@@ -48,7 +48,7 @@ COMM = _of(
         "sums of bfloat16 are rounded at every step",
         "return torch.float32 if dtype in _LOW_PRECISION else dtype",
         "return dtype",
-        "test_comm.py round_once",
+        "test_comm.py gloo_averages; test_hierarchical.py sixteen_bit",
     ),
     (
         "the gradient of a gathered sequence is not summed",
