@@ -240,7 +240,8 @@ class Watch:
             DEVICE: "runs the tools of device code" if DEVICE in self._seen else "",
             EXPENSIVE: f"took {spent:.1f} s of processor time, above {CHEAP_S:g}" if spent > CHEAP_S else "",
         }
-        if not markers.isdisjoint({RANKS, CLOCK, DEVICE, "slow", "gpu"}):  # not for `make check` anyway
+        # What is not for `make check` anyway; and what runs instrumented, which takes several times as long.
+        if not markers.isdisjoint({RANKS, CLOCK, DEVICE, "slow", "gpu"}) or "FASTPAR_LIBRARY" in os.environ:
             said[EXPENSIVE] = ""
         return [f"it {what}, and has no marker {name}" for name, what in said.items() if what and name not in markers]
 

@@ -107,13 +107,13 @@ OPS = _of(
         "a deferred weight gradient replaces an earlier one",
         "self.by_edge[edge] = self.by_edge[edge] + grad if edge in self.by_edge else grad",
         "self.by_edge[edge] = grad",
-        "test_weight_grad_split.py several_times or twice or tied",
+        "test_weight_grad_split.py",
     ),
     (
         "a deferred weight gradient shares its memory",
         "return view, grad if entry.is_fresh or leaf.grad is not None else grad.clone()",
         "return view, grad",
-        "test_weight_grad_split.py copied",
+        "test_weight_grad_split.py",
     ),
     (
         "an expert reads rows before they are there",
