@@ -234,6 +234,21 @@ def test_the_gradient_factor_is_applied_once_and_then_forgotten() -> None:
     assert_same_bits(results[0], results[2])
 
 
+def test_a_gradient_scale_is_divided_out_of_the_step() -> None:
+    """By SGD: of a factor that all gradients have Adam would show nothing."""
+    results = []
+    for scale in (None, torch.tensor(1024.0)):
+        params = parameters()
+        optimizer: Any = SGD(params, lr=0.1)
+        if scale is not None:  # as torch.amp.GradScaler sets it
+            optimizer.grad_scale = scale
+        for i, param in enumerate(params):
+            param.grad = gradient(param, i, 0) * (1.0 if scale is None else scale)
+        optimizer.step()
+        results.append(all_state(optimizer, params))
+    assert_same_bits(*results)
+
+
 def test_torch_grad_scaler_drives_it_as_it_drives_torchs_own() -> None:
     results = []
     for make in (AdamW, torch.optim.AdamW):

@@ -141,7 +141,7 @@ OPTIM = _of(
         "gradients are multiplied with the loss scale again",
         "factor = scale.float().reciprocal() * factor",
         "factor = scale.float() * factor",
-        "test_optim.py torch_grad_scaler",
+        "test_optim.py gradient_scale or torch_grad_scaler",
     ),
     (
         "a clipping factor is used in the next step again",
