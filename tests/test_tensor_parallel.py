@@ -8,6 +8,7 @@ which in its first step makes an update of +-lr out of whatever sign a rounding 
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -79,9 +80,16 @@ def assert_close(results: list[dict[str, float]], tolerance: float) -> None:
         assert not wrong, f"rank {rank}, tolerance {tolerance}: {wrong}"
 
 
+# Two and three ranks show even and uneven shards of each; with four there are several ranks for one key-value head of
+# mistral's, and packed weights in quarters in gpt2.
+LARGER = [
+    (architecture, 4) if architecture in ("mistral", "gpt2") else pytest.param(architecture, 4, marks=pytest.mark.slow)
+    for architecture in ARCHITECTURES
+]
+
+
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(("architecture", "size"), [*itertools.product(ARCHITECTURES, (1, 2, 3)), *LARGER])
 def test_parallel_model_equals_unsharded_in_float64(architecture: str, size: int, sequence_parallel: bool) -> None:
     results = run_ranks(size, compare, architecture, torch.float64, sequence_parallel, {})
     assert_close(results, TOLERANCE[torch.float64])

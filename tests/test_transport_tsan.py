@@ -20,7 +20,7 @@ CSRC = ROOT / "csrc"
 BUILD = ROOT / "build" / "tsan"
 # The reduction is the portable one: what instruction set adds numbers makes no difference to who waits for whom.
 SOURCES = {"transport": ("world", "collectives", "progress", "reduce_portable"), "messages": ("mailbox",)}
-FLAGS = ["-std=c++17", "-O1", "-g", "-fsanitize=thread", "-DFASTPAR_X86=0"]
+FLAGS = ["-std=c++17", "-O1", "-g1", "-fsanitize=thread", "-DFASTPAR_X86=0"]
 REPORTED = 66  # ThreadSanitizer's exit status
 
 
