@@ -53,6 +53,7 @@ from fastpar.comm import (
     shard_sizes,
 )
 from fastpar.comm.launcher import Launcher
+from fastpar.comm.transport_selector import Mode
 
 # 20 shapes: few to many tokens through MLPs of four widths.
 MANY_TOKENS = (16, 64, 256, 1024, 2048)
@@ -195,9 +196,8 @@ class _Silent(Communicator):
     def all_reduce(self, x: Tensor, op: str = "sum", *, out: Tensor | None = None) -> Tensor:
         return x if out is None else out
 
-    @property
-    def in_halves(self) -> Launcher:
-        return _SilentLauncher(self._route, "halves")
+    def collectives(self, mode: Mode) -> Launcher:
+        return _SilentLauncher(self._selector, mode)
 
 
 class _SilentLauncher(Launcher):

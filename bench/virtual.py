@@ -14,7 +14,7 @@ import torch
 from fastpar.comm import Communicator
 from fastpar.comm.launcher import Launcher
 from fastpar.comm.transport import InFlight, Transport
-from fastpar.comm.transport_selector import Route
+from fastpar.comm.transport_selector import MODES, Mode, TransportSelector
 
 
 class _Captured(Exception):
@@ -39,12 +39,13 @@ class _Replay:
         return InFlight(None, lambda: torch.cat(parts))
 
 
-class _ReplayRoute(Route):
+class _ReplaySelector(TransportSelector):
     """Leads to a replay, whatever is launched."""
 
     def __init__(self, rank: int, size: int, replay: _Replay) -> None:
         super().__init__(None, timeout=60.0, transport="torch")
         self.rank, self.size, self._replay = rank, size, replay
+        self.fast_path = None  # of one rank
 
     def launch(
         self,
@@ -53,7 +54,7 @@ class _ReplayRoute(Route):
         dtype: torch.dtype,
         start: Callable[[Transport], InFlight],
         *,
-        mode: str,
+        mode: Mode,
     ) -> InFlight:
         return start(self._replay)  # type: ignore[arg-type]
 
@@ -65,8 +66,8 @@ class VirtualRanks(Communicator):
         super().__init__(None)
         self.rank, self.size = rank, size
         self._replay = _Replay(rank, others)  # a loss calls nothing else
-        self._blocking = Launcher(_ReplayRoute(rank, size, self._replay), "blocking")
-        self._background = self._halves = self._blocking
+        self._selector = _ReplaySelector(rank, size, self._replay)
+        self._launchers = dict.fromkeys(MODES, Launcher(self._selector, "blocking"))
 
     def captured(self, forward: Callable[[], object]) -> torch.Tensor:
         """What `forward`, a function that uses this communicator, hands to its first all-gather."""

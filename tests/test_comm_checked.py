@@ -33,7 +33,7 @@ WAYS = ["auto", "torch", "check"]
 def communicator(way: str, timeout: float = 20.0) -> Communicator:
     if way == "check":
         comm = Communicator(dist.group.WORLD, timeout=timeout, check=True)
-        comm._route._connection = None  # as between devices: torch's own collectives, checked
+        comm._selector._connection = None  # as between devices: torch's own collectives, checked
         return comm
     return Communicator(dist.group.WORLD, timeout=timeout, transport=way)
 

@@ -28,9 +28,10 @@ from fastpar.comm import (
     Communicator,
     PeerLostError,
 )
-from fastpar.comm.group_connection import Connection
+from fastpar.comm.group_connection import GroupConnection
+from fastpar.comm.multi_host.collectives import _WHOLE_BYTES
 from fastpar.comm.multi_host.protocol import INLINE_BYTES
-from fastpar.comm.multi_host.transport import _FLAT_BYTES, _FLAT_RANKS, _WHOLE_BYTES
+from fastpar.comm.multi_host.transport import _FLAT_BYTES, _FLAT_RANKS
 from fastpar.comm.shared_memory import rendezvous
 from fastpar.comm.shared_memory.region import SharedRegion
 from fastpar.comm.shared_memory.world import SLOT_BYTES
@@ -71,7 +72,7 @@ def communicator(timeout=20.0, group=None):
 
 def num_calls(comm):
     """How many collectives went through the hierarchy."""
-    found = Connection.of(comm.group).hierarchy
+    found = GroupConnection.of(comm.group).hierarchy
     return 0 if found is None else found._sequence
 
 
@@ -275,7 +276,7 @@ def test_calls_in_the_background_run_in_order_and_need_nobody_to_wait_for_them()
 def check_transports(layout):
     comm = communicator()
     assert comm.local_world() is None
-    assert Connection.of(comm.group).hierarchy.hosts == tuple(tuple(ranks) for ranks in layout)
+    assert GroupConnection.of(comm.group).hierarchy.hosts == tuple(tuple(ranks) for ranks in layout)
     required = Communicator(dist.group.WORLD, transport="shared_memory")
     for call in (lambda: required.all_reduce(torch.ones(2)), lambda: required.barrier()):
         with pytest.raises(CommError, match="cannot share memory: the ranks are on several hosts"):
@@ -290,8 +291,8 @@ def check_transports(layout):
     if apart is not dist.GroupMember.NON_GROUP_MEMBER:
         flat = communicator(group=apart)
         test_comm.same(flat.all_reduce(torch.ones(3)), torch.full((3,), 2.0))
-        assert Connection.of(apart).hierarchy is None
-        assert "no two on the same" in Connection.of(apart).problem
+        assert GroupConnection.of(apart).hierarchy is None
+        assert "no two on the same" in GroupConnection.of(apart).problem
 
 
 def test_the_way_is_chosen_by_where_the_ranks_of_the_group_are():
@@ -337,8 +338,8 @@ def check_fall_back(place, broken, culprit):
     with broken, mock.patch("fastpar.comm.multi_host.leaders._CONNECT_S", 0.5):
         for _ in range(SIX):
             test_comm.same(comm.all_reduce(torch.ones(3)), torch.full((3,), 3.0))
-    assert (num_calls(comm), Connection.of(comm.group).hierarchy) == (0, None)
-    return Connection.of(comm.group).problem
+    assert (num_calls(comm), GroupConnection.of(comm.group).hierarchy) == (0, None)
+    return GroupConnection.of(comm.group).problem
 
 
 @pytest.mark.parametrize(

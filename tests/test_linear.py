@@ -281,7 +281,7 @@ class Flights:
             self._watch(group, name)
 
     def _watch(self, group: Communicator, name: str) -> None:
-        launch = getattr(group.in_halves, name)
+        launch = getattr(group.collectives("split_phase"), name)
 
         def launched(*args: Any, **kwargs: Any) -> Any:
             pending = launch(*args, **kwargs)
@@ -297,7 +297,7 @@ class Flights:
             pending.wait = waited
             return pending
 
-        setattr(group.in_halves, name, launched)
+        setattr(group.collectives("split_phase"), name, launched)
 
     def products(self) -> TorchDispatchMode:
         flights = self

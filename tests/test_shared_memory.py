@@ -246,19 +246,20 @@ def test_launching_the_first_collective_does_not_wait_for_the_other_ranks():
     assert_within(0.25, lambda: max(run_ranks(2, check_first_call_does_not_block)))
 
 
-# ---- in halves
+# ---- in two phases
 
 
-def check_halves():
+def check_split_phases():
     comm = shared()
+    phases = comm.collectives("split_phase")
     size, rank = comm.size, comm.rank
     for numel in (6, 5000 * size, 700_000):  # one phase, one phase, several
         xs = [torch.arange(numel, dtype=torch.float32) % 100 + other for other in range(size)]
         total, x = sum(xs[1:], xs[0]), xs[rank]
         part = total.split(-(-numel // size))[rank]
         for _ in range(3):
-            assert torch.equal(comm.in_halves.all_reduce(x).wait(), total)
-            first, second = comm.in_halves.all_gather(x), comm.in_halves.reduce_scatter(x)  # the second ends the first
+            assert torch.equal(phases.all_reduce(x).wait(), total)
+            first, second = phases.all_gather(x), phases.reduce_scatter(x)  # the second ends the first
             assert first.done()
             assert not second.done()
             third = comm.all_reduce_async(x)
@@ -266,36 +267,36 @@ def check_halves():
             assert torch.equal(third.wait(), total)
             assert torch.equal(first.wait(), torch.cat(xs))
             assert torch.equal(second.wait(), part)
-            comm.in_halves.broadcast(x)  # nobody waits for it: the next one ends it
+            phases.broadcast(x)  # nobody waits for it: the next one ends it
             assert torch.equal(comm.all_reduce(x), total)
             in_place = x.clone()
-            assert comm.in_halves.all_reduce(in_place, out=in_place).wait() is in_place
+            assert phases.all_reduce(in_place, out=in_place).wait() is in_place
             assert torch.equal(in_place, total)
-    behind = comm.all_reduce_async(torch.ones(200_000))  # where something is queued, halves queue behind it
-    assert torch.equal(comm.in_halves.all_reduce(torch.ones(3)).wait(), torch.full((3,), float(size)))
+    behind = comm.all_reduce_async(torch.ones(200_000))  # where something is queued, phases queue behind it
+    assert torch.equal(phases.all_reduce(torch.ones(3)).wait(), torch.full((3,), float(size)))
     assert torch.equal(behind.wait(), torch.full((200_000,), float(size)))
-    pending = comm.in_halves.all_reduce(torch.ones(2 + rank))
+    pending = phases.all_reduce(torch.ones(2 + rank))
     with pytest.raises(CommMismatchError, match=r"rank 1: all_reduce .* 3 elements"):
         pending.wait()
-    pending = comm.in_halves.all_reduce(torch.ones(2 + rank))
+    pending = phases.all_reduce(torch.ones(2 + rank))
     assert comm.all_reduce(torch.ones(1)).item() == size  # ends it, and is not to blame
     with pytest.raises(CommMismatchError, match=r"rank 1: all_reduce .* 3 elements"):
         pending.wait()
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_collectives_in_halves_give_the_same_and_end_each_other(world_size):
-    run_ranks(world_size, check_halves)
+def test_split_phase_collectives_give_the_same_and_end_each_other(world_size):
+    run_ranks(world_size, check_split_phases)
 
 
-def check_halves_hide_a_late_rank():
+def check_split_phases_hide_a_late_rank():
     comm = shared()
     x = torch.ones(100)
     comm.all_reduce(x)
     comm.barrier()
     if comm.rank == 1:
         time.sleep(0.3)
-    pending = comm.in_halves.all_reduce(x)
+    pending = comm.collectives("split_phase").all_reduce(x)
     if comm.rank == 0:
         time.sleep(0.6)  # longer than rank 1 is late
     started = time.monotonic()
@@ -303,8 +304,8 @@ def check_halves_hide_a_late_rank():
     return time.monotonic() - started if comm.rank == 0 else 0.0
 
 
-def test_a_collective_in_halves_does_not_wait_for_a_rank_that_came_meanwhile():
-    assert_within(0.1, lambda: max(run_ranks(2, check_halves_hide_a_late_rank)))
+def test_a_split_phase_collective_does_not_wait_for_a_rank_that_came_meanwhile():
+    assert_within(0.1, lambda: max(run_ranks(2, check_split_phases_hide_a_late_rank)))
 
 
 # ---- regions

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Union
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, Concatenate, ParamSpec, TypeVar, Union
 
 import torch
 import torch.distributed as dist
@@ -18,12 +20,46 @@ from fastpar.comm.multi_host.host_ranks import HostRanks
 from fastpar.comm.pending import Pending
 from fastpar.comm.shards import check_dim, check_tensor
 from fastpar.comm.shared_memory.world import LocalWorld
-from fastpar.comm.transport_selector import Route
+from fastpar.comm.transport_selector import MODES, Mode, TransportSelector
 from fastpar.mesh.lifetime import GroupUse, timeout_of
 from fastpar.mesh.rendezvous import launched_world
 
 _OMITTED: Any = object()  # for a group: what None says must have been said
 GroupLike = Union[ProcessGroup, DeviceMesh, "Communicator", None]
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _twins(
+    launch: Callable[Concatenate[Launcher, P], Pending[T]], *, is_fast: bool = False
+) -> tuple[Callable[Concatenate[Communicator, P], T], Callable[Concatenate[Communicator, P], Pending[T]]]:
+    """A collective that waits, and its `_async` twin, of one method of the launcher. `is_fast`: it has a fast path."""
+    name = launch.__name__
+
+    def blocking(self: Communicator, *args: P.args, **kwargs: P.kwargs) -> T:
+        fast = self._selector.fast_path
+        # Dynamo would break the graph at what the fast path asks of tensors.
+        if is_fast and fast is not None and not torch.compiler.is_dynamo_compiling():
+            result: T | None = getattr(fast, name)(*args, **kwargs)
+            if result is not None:
+                return result
+        pending: Pending[T] = getattr(self._launchers["blocking"], name)(*args, **kwargs)
+        return pending.wait()
+
+    def background(self: Communicator, *args: P.args, **kwargs: P.kwargs) -> Pending[T]:
+        pending: Pending[T] = getattr(self._launchers["background"], name)(*args, **kwargs)
+        return pending
+
+    for twin, suffix in ((blocking, ""), (background, "_async")):
+        functools.update_wrapper(twin, launch)
+        twin.__name__, twin.__qualname__ = name + suffix, f"Communicator.{name}{suffix}"
+    signature = inspect.signature(launch)
+    returned = str(signature.return_annotation).removeprefix("Pending[").removesuffix("]")
+    blocking.__annotations__ = {**launch.__annotations__, "return": returned}
+    blocking.__signature__ = signature.replace(return_annotation=returned)  # type: ignore[attr-defined]
+    return blocking, background
 
 
 class Communicator:
@@ -80,10 +116,8 @@ class Communicator:
         self.transport = transport
         self.rank: int = 0 if self.group is None else self.group.rank()
         self.size: int = 1 if self.group is None else self.group.size()
-        self._route = Route(self.group, self.timeout, transport, check)
-        self._blocking = Launcher(self._route, "blocking")
-        self._background = Launcher(self._route, "background")
-        self._halves = Launcher(self._route, "halves")
+        self._selector = TransportSelector(self.group, self.timeout, transport, check)
+        self._launchers: dict[str, Launcher] = {mode: Launcher(self._selector, mode) for mode in MODES}
         self._use = GroupUse()  # the last attribute
 
     @staticmethod
@@ -103,125 +137,57 @@ class Communicator:
 
         The first call, and the first collective, wait until all ranks have come.
         """
-        return self._route.world()
+        return self._selector.world()
 
     def host_ranks(self) -> HostRanks | None:
         """The ranks on this host, of a group on several of which one at least has more than one rank; None for other
         groups, and where ranks of a host cannot share memory. Waits as `local_world` does.
         """
-        hierarchy = self._route.hierarchy()
+        hierarchy = self._selector.hierarchy()
         return None if hierarchy is None else HostRanks(hierarchy, self.timeout)
 
-    @property
-    def in_halves(self) -> Launcher:
-        """The collectives for one who computes between launch and wait, and waits for nothing else there.
+    def collectives(self, mode: Mode) -> Launcher:
+        """The same collectives, all of which return a `Pending`, by who does the work and when.
 
-            pending = comm.in_halves.reduce_scatter(partial)
+        blocking     the caller, before it returns: the pending is done
+        background   a thread of the group (NCCL: the device), whatever the caller does: the `_async` twins
+        split_phase  the caller, in two phases; for one who computes between launch and wait, and waits for nothing else
+
+            pending = comm.collectives("split_phase").reduce_scatter(partial)
             dweight = dout.T @ x
             dx = pending.wait()
 
-        Over shared memory the launch shows the data to the other ranks and `wait` does the rest, on the caller's
-        thread: no dearer than a blocking call, and hiding the wait for the others. Another collective of the group
-        finishes the one before first. Between launch and wait a rank must not wait for other ranks by other means.
-        Over torch.distributed these are the `_async` twins.
+        Over shared memory a split-phase launch shows the data to the other ranks, and `wait` does the rest on the
+        caller's thread: no dearer than a blocking call, and hiding the wait for the others. Another collective of the
+        group finishes the one before first. Between launch and wait a rank must not wait for other ranks by other
+        means. Over torch.distributed these are the `_async` twins.
         """
-        return self._halves
+        launcher = self._launchers.get(mode)
+        if launcher is None:
+            raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
+        return launcher
 
-    def all_reduce_async(self, x: Tensor, op: str = "sum", *, out: Tensor | None = None) -> Pending[Tensor]:
-        return self._background.all_reduce(x, op, out=out)
+    # Signatures and docstrings of the collectives are the launcher's.
+    all_reduce, all_reduce_async = _twins(Launcher.all_reduce, is_fast=True)
+    reduce_scatter, reduce_scatter_async = _twins(Launcher.reduce_scatter, is_fast=True)
+    all_gather, all_gather_async = _twins(Launcher.all_gather, is_fast=True)
+    all_to_all, all_to_all_async = _twins(Launcher.all_to_all, is_fast=True)
+    broadcast, broadcast_async = _twins(Launcher.broadcast, is_fast=True)
+    reduce, reduce_async = _twins(Launcher.reduce)
+    scatter, scatter_async = _twins(Launcher.scatter)
+    gather, gather_async = _twins(Launcher.gather)
 
-    def all_reduce(self, x: Tensor, op: str = "sum", *, out: Tensor | None = None) -> Tensor:
-        """x of every rank, reduced by op ("sum", "avg", "max", "min"): same shape and dtype. `out=x` works in place."""
-        express = self._route.express
-        result = None if express is None else express.all_reduce(x, op, out)
-        return self._blocking.all_reduce(x, op, out=out).wait() if result is None else result
+    def barrier(self) -> None:
+        """Return when every rank has entered."""
+        fast = self._selector.fast_path
+        if fast is not None and not torch.compiler.is_dynamo_compiling():
+            fast.barrier()
+        else:
+            self._launchers["blocking"].barrier().wait()
 
-    def reduce_scatter_async(
-        self,
-        x: Tensor,
-        op: str = "sum",
-        *,
-        dim: int = 0,
-        sizes: Sequence[int] | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> Pending[Tensor]:
-        return self._background.reduce_scatter(x, op, dim=dim, sizes=sizes, dtype=dtype)
-
-    def reduce_scatter(
-        self,
-        x: Tensor,
-        op: str = "sum",
-        *,
-        dim: int = 0,
-        sizes: Sequence[int] | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> Tensor:
-        """This rank's rows along `dim` of x reduced over the ranks. `sizes`: rows of each rank, by default
-        `shard_sizes`. `dtype`: of the result; torch.float32 gives the sum or average of 16-bit floats as it was
-        accumulated, not rounded, for the same bytes sent.
-        """
-        express = self._route.express
-        is_plain = sizes is None and dtype is None and _is_first(dim)
-        result = express.reduce_scatter(x, op) if is_plain and express is not None else None
-        if result is not None:
-            return result
-        return self._blocking.reduce_scatter(x, op, dim=dim, sizes=sizes, dtype=dtype).wait()
-
-    def all_gather_async(self, x: Tensor, *, dim: int = 0, sizes: Sequence[int] | None = None) -> Pending[Tensor]:
-        return self._background.all_gather(x, dim=dim, sizes=sizes)
-
-    def all_gather(self, x: Tensor, *, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor:
-        """The x of all ranks, concatenated along `dim` in rank order. `sizes`: rows of each rank, by default
-        x.size(dim) on every rank.
-        """
-        express = self._route.express
-        result = None if express is None or sizes is not None or not _is_first(dim) else express.all_gather(x)
-        return self._blocking.all_gather(x, dim=dim, sizes=sizes).wait() if result is None else result
-
-    def all_to_all_async(
-        self,
-        x: Tensor,
-        *,
-        input_sizes: Sequence[int] | None = None,
-        output_sizes: Sequence[int] | None = None,
-        split_dim: int = 0,
-        concat_dim: int | None = None,
-    ) -> Pending[Tensor]:
-        return self._background.all_to_all(
-            x, input_sizes=input_sizes, output_sizes=output_sizes, split_dim=split_dim, concat_dim=concat_dim
-        )
-
-    def all_to_all(
-        self,
-        x: Tensor,
-        *,
-        input_sizes: Sequence[int] | None = None,
-        output_sizes: Sequence[int] | None = None,
-        split_dim: int = 0,
-        concat_dim: int | None = None,
-    ) -> Tensor:
-        """Send rows of x along split_dim: the first input_sizes[0] to rank 0, the next input_sizes[1] to rank 1, ...;
-        what comes is put side by side along concat_dim in rank order, output_sizes[r] rows from rank r.
-
-        concat_dim is split_dim by default. `input_sizes` then defaults to equal parts, `output_sizes` to `input_sizes`
-        where those are equal; else it must be given: `exchange_sizes` asks the other ranks.
-
-        With another concat_dim one dim is gathered and another split, as when attention goes from tokens to heads:
-
-            x [B, S/R, H, D]  ->  comm.all_to_all(x, split_dim=2, concat_dim=1)  [B, S, H/R, D]
-
-        `input_sizes` are then the rows of each rank along split_dim, the same on all ranks, by default `shard_sizes`;
-        `output_sizes` the rows of each rank's x along concat_dim, by default those of this one.
-        """
-        express = self._route.express
-        is_plain = input_sizes is None and output_sizes is None and _is_first(split_dim)
-        is_plain = is_plain and (concat_dim is None or _is_first(concat_dim))
-        result = express.all_to_all(x) if is_plain and express is not None else None
-        if result is not None:
-            return result
-        return self._blocking.all_to_all(
-            x, input_sizes=input_sizes, output_sizes=output_sizes, split_dim=split_dim, concat_dim=concat_dim
-        ).wait()
+    def barrier_async(self) -> Pending[None]:
+        """A pending whose `wait` returns when every rank has entered."""
+        return self._launchers["background"].barrier()
 
     @checked(computed=False)
     def all_to_all_sizes(
@@ -235,7 +201,7 @@ class Communicator:
         """`input_sizes` and `output_sizes` as `all_to_all` takes them, checked, with what is left out filled in."""
         check_tensor(x)
         split_dim, concat_dim = check_dim(split_dim, x, "split_dim"), check_dim(concat_dim, x, "concat_dim")
-        return self._blocking.sizes_of_parts(x, split_dim, concat_dim, input_sizes, output_sizes)
+        return self._launchers["blocking"].sizes_of_parts(x, split_dim, concat_dim, input_sizes, output_sizes)
 
     @checked(computed=False)
     def share_sizes(self, rows: int) -> list[int]:
@@ -251,71 +217,6 @@ class Communicator:
         if len(input_sizes) != self.size:
             raise ValueError(f"input_sizes must have one entry per rank ({self.size}), got {list(input_sizes)}")
         return [int(size) for size in self.all_to_all(torch.tensor(list(input_sizes), device="cpu")).tolist()]
-
-    def broadcast_async(self, x: Tensor, src: int = 0) -> Pending[Tensor]:
-        return self._background.broadcast(x, src)
-
-    def broadcast(self, x: Tensor, src: int = 0) -> Tensor:
-        """The x of rank src. On the other ranks x gives shape and dtype only."""
-        express = self._route.express
-        result = None if express is None else express.broadcast(x, src)
-        return self._blocking.broadcast(x, src).wait() if result is None else result
-
-    def reduce_async(self, x: Tensor, dst: int = 0, op: str = "sum") -> Pending[Tensor | None]:
-        return self._background.reduce(x, dst, op)
-
-    def reduce(self, x: Tensor, dst: int = 0, op: str = "sum") -> Tensor | None:
-        """x of every rank reduced by op, on rank dst; None elsewhere."""
-        return self._blocking.reduce(x, dst, op).wait()
-
-    def scatter_async(
-        self,
-        x: Tensor | None,
-        src: int = 0,
-        *,
-        dim: int = 0,
-        sizes: Sequence[int] | None = None,
-        like: Tensor | None = None,
-    ) -> Pending[Tensor]:
-        return self._background.scatter(x, src, dim=dim, sizes=sizes, like=like)
-
-    def scatter(
-        self,
-        x: Tensor | None,
-        src: int = 0,
-        *,
-        dim: int = 0,
-        sizes: Sequence[int] | None = None,
-        like: Tensor | None = None,
-    ) -> Tensor:
-        """This rank's rows along `dim` of rank src's x. `sizes`: rows of each rank, by default `shard_sizes`.
-
-        Ranks other than src may pass x=None and like=: a tensor with the shape, dtype and device of the whole x; a
-        meta tensor will do.
-        """
-        return self._blocking.scatter(x, src, dim=dim, sizes=sizes, like=like).wait()
-
-    def gather_async(
-        self, x: Tensor, dst: int = 0, *, dim: int = 0, sizes: Sequence[int] | None = None
-    ) -> Pending[Tensor | None]:
-        return self._background.gather(x, dst, dim=dim, sizes=sizes)
-
-    def gather(self, x: Tensor, dst: int = 0, *, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor | None:
-        """The x of all ranks concatenated along `dim`, on rank dst; None elsewhere. `sizes` as in `all_gather`."""
-        return self._blocking.gather(x, dst, dim=dim, sizes=sizes).wait()
-
-    def barrier_async(self) -> Pending[None]:
-        return self._background.barrier()
-
-    def barrier(self) -> None:
-        """Return when every rank has entered."""
-        express = self._route.express
-        if express is None or not express.barrier():
-            self._blocking.barrier().wait()
-
-
-def _is_first(dim: object) -> bool:
-    return type(dim) is int and dim == 0
 
 
 @checked(computed=False)

@@ -7,6 +7,7 @@ in a queue. From then on, collectives go straight to the transport that was foun
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 import weakref
@@ -17,12 +18,12 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from fastpar.comm.errors import NEW_GROUP, CommError
-from fastpar.comm.groups import store_of
+from fastpar.comm.groups import ranks_of, store_of
 from fastpar.comm.multi_host.leaders import join_leaders
 from fastpar.comm.multi_host.protocol import Hierarchy
 from fastpar.comm.pending import StillInFlightError, Work
 from fastpar.comm.shared_memory.rendezvous import SEVERAL_HOSTS, ranks_on_host
-from fastpar.comm.shared_memory.world import LocalWorld, Meeting, connect
+from fastpar.comm.shared_memory.world import HostMeeting, LocalWorld, connect
 from fastpar.comm.torch.transport import let_gloo_finish_at_exit
 from fastpar.comm.transport import InFlight
 
@@ -72,7 +73,7 @@ class _Queued:
         return None if self._flight is None else self._flight.work
 
 
-class Connection:
+class GroupConnection:
     """What the ranks of one process group share, once they have met: `world` where all are on one host, `hierarchy`
     where some are, and `apart` wherever there is no world: every rank as if it were alone on its host, joined with the
     others by gloo. `problem` says why there is no `world`, or why gloo cannot join them either.
@@ -83,7 +84,7 @@ class Connection:
     def __init__(self, group: ProcessGroup, *, is_apart: bool) -> None:
         self._group = weakref.ref(group)
         self._is_apart = is_apart
-        self._rank, self._size = group.rank(), group.size()
+        self._rank, self._size, self._ranks = group.rank(), group.size(), ranks_of(group)
         self._lock = threading.Lock()
         self._queue: list[_Queued] | None = None  # None: not asked for yet
         self.is_settled = False
@@ -94,12 +95,12 @@ class Connection:
         self.problem = ""
 
     @staticmethod
-    def of(group: ProcessGroup, *, is_apart: bool = False) -> Connection:
+    def of(group: ProcessGroup, *, is_apart: bool = False) -> GroupConnection:
         """The connection of a group, which all its communicators share."""
         with _LOCK:
             of_group = _CONNECTIONS.setdefault(group, {})
             if is_apart not in of_group:
-                of_group[is_apart] = Connection(group, is_apart=is_apart)
+                of_group[is_apart] = GroupConnection(group, is_apart=is_apart)
             return of_group[is_apart]
 
     def settle(self, timeout: float) -> None:
@@ -139,12 +140,26 @@ class Connection:
             self.problem = f"the group's store cannot do what is needed: {failure}"
         except Exception as failure:  # maybe on this rank alone, so there is no falling back
             self.error = CommError(f"the ranks could not meet: {type(failure).__name__}: {failure}")
+        if self._rank == 0 and self.error is None:
+            self._log_transport()
         with self._lock:
             assert self._queue is not None
             for queued in self._queue:
                 queued.start(self.error)
             self._queue = None
             self.is_settled = True
+
+    def _log_transport(self) -> None:
+        """What an operator needs to know of the group, once and by its rank 0: a fallback is a warning."""
+        level, through = logging.INFO, "shared memory"
+        if self.hierarchy is not None:
+            through = f"shared memory within {len(self.hierarchy.hosts)} hosts, and gloo between them"
+        elif self.world is None:
+            through = "gloo" if self.apart is not None else "the group's own gloo, and calls are not compared"
+            is_expected = self.apart is not None and (self._is_apart or self.problem.startswith(SEVERAL_HOSTS))
+            level = logging.INFO if is_expected else logging.WARNING
+        why = f": {self.problem}" if self.problem and self.hierarchy is None else ""
+        _LOGGER.log(level, "CPU tensors of ranks %s go through %s%s", self._ranks, through, why)
 
     def _meet(self, store: dist.Store | None, timeout: float) -> None:
         if store is None:
@@ -163,7 +178,7 @@ class Connection:
         else:
             self._join_hosts(store, found, deadline)
 
-    def _join_hosts(self, store: dist.Store, meeting: Meeting, deadline: float) -> None:
+    def _join_hosts(self, store: dist.Store, meeting: HostMeeting, deadline: float) -> None:
         leaders = join_leaders(store, self._rank, meeting.hosts, deadline)
         self.problem = leaders if isinstance(leaders, str) else SEVERAL_HOSTS
         if not isinstance(leaders, str):
@@ -180,5 +195,6 @@ class Connection:
             self.apart = Hierarchy(self._rank, hosts, None, leaders)
 
 
-_CONNECTIONS: weakref.WeakKeyDictionary[ProcessGroup, dict[bool, Connection]] = weakref.WeakKeyDictionary()
+_LOGGER = logging.getLogger("fastpar.comm")
+_CONNECTIONS: weakref.WeakKeyDictionary[ProcessGroup, dict[bool, GroupConnection]] = weakref.WeakKeyDictionary()
 _LOCK = threading.Lock()

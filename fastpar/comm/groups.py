@@ -65,6 +65,12 @@ def store_of(group: ProcessGroup) -> dist.Store | None:
     return None
 
 
+def ranks_of(group: ProcessGroup) -> list[int]:
+    """The global ranks of a group that torch knows; else its own."""
+    known = dist.distributed_c10d._world.pg_group_ranks.get(group)
+    return list(range(group.size())) if known is None else list(known)
+
+
 def name_meeting(group: ProcessGroup) -> str:
     """A name for a meeting in the group's store that no earlier one has: the same on all ranks, which call this in the
     same order."""

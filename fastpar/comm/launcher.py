@@ -26,25 +26,26 @@ from fastpar.comm.shards import (
     with_dim,
 )
 from fastpar.comm.transport import InFlight, Transport
-from fastpar.comm.transport_selector import Route
+from fastpar.comm.transport_selector import Mode, TransportSelector
 
 
 class Launcher:
     """The collectives of `Communicator`, all of which return a `Pending`.
 
-    `mode` says who does the work, and when: see `Route.launch`.
+    `mode` says who does the work, and when: see `Communicator.collectives`.
 
     Note: the shape of every method. Check the arguments; where there is one rank, or nothing to send and nobody who
     compares, give the result at once; else hand flat tensors to the transport. Packing happens before the launch,
     unpacking in Pending.wait(), and neither communicates.
     """
 
-    def __init__(self, route: Route, mode: str) -> None:
-        self.group, self.rank, self.size, self.timeout = route.group, route.rank, route.size, route.timeout
-        self._route = route
+    def __init__(self, selector: TransportSelector, mode: Mode) -> None:
+        self.group, self.rank, self.size, self.timeout = selector.group, selector.rank, selector.size, selector.timeout
+        self._selector, self._log = selector, selector.log
         self._mode = mode
 
     def all_reduce(self, x: Tensor, op: str = "sum", *, out: Tensor | None = None) -> Pending[Tensor]:
+        """x of every rank, reduced by op ("sum", "avg", "max", "min"): same shape and dtype. `out=x` works in place."""
         check_tensor(x)
         check_reduction(op, x.dtype)
         if out is not None:
@@ -60,7 +61,7 @@ class Launcher:
             return out
 
         flat_out = target.view(-1) if target is not None and target.is_contiguous() else None
-        if self.size == 1 or (x.numel() == 0 and not self._route.compares(x.is_cpu)):
+        if self.size == 1 or (x.numel() == 0 and not self._selector.compares(x.is_cpu)):
             return self._ready(lambda: write(source.clone(memory_format=torch.contiguous_format).view(-1)))
         flat = _flat(source)
         return self._launch("all_reduce", x, x.numel(), lambda t: t.all_reduce(flat, op, flat_out), write)
@@ -74,13 +75,17 @@ class Launcher:
         sizes: Sequence[int] | None = None,
         dtype: torch.dtype | None = None,
     ) -> Pending[Tensor]:
+        """This rank's rows along `dim` of x reduced over the ranks. `sizes`: rows of each rank, by default
+        `shard_sizes`. `dtype`: of the result; torch.float32 gives the sum or average of 16-bit floats as it was
+        accumulated, not rounded, for the same bytes sent.
+        """
         check_tensor(x)
         check_reduction(op, x.dtype)
         name = widened(op, x.dtype, dtype)
         dim = check_dim(dim, x)
         sizes = self._part_sizes(sizes, x.size(dim))
         shape = with_dim(x.shape, dim, sizes[self.rank])
-        if self.size == 1 or (x.numel() == 0 and not self._route.compares(x.is_cpu)):
+        if self.size == 1 or (x.numel() == 0 and not self._selector.compares(x.is_cpu)):
             return self._ready(
                 lambda: (
                     x.detach()
@@ -98,10 +103,13 @@ class Launcher:
         )
 
     def all_gather(self, x: Tensor, *, dim: int = 0, sizes: Sequence[int] | None = None) -> Pending[Tensor]:
+        """The x of all ranks, concatenated along `dim` in rank order. `sizes`: rows of each rank, by default
+        x.size(dim) on every rank.
+        """
         check_tensor(x)
         dim = check_dim(dim, x)
         sizes = self._own_sizes(sizes, x.size(dim))
-        if self.size == 1 or (row_numel(x, dim) * sum(sizes) == 0 and not self._route.compares(x.is_cpu)):
+        if self.size == 1 or (row_numel(x, dim) * sum(sizes) == 0 and not self._selector.compares(x.is_cpu)):
             shape = with_dim(x.shape, dim, sum(sizes))
             return self._ready(lambda: x.detach().clone(memory_format=torch.contiguous_format).view(shape))
         row = row_numel(x, dim)
@@ -124,6 +132,19 @@ class Launcher:
         split_dim: int = 0,
         concat_dim: int | None = None,
     ) -> Pending[Tensor]:
+        """Send rows of x along split_dim: the first input_sizes[0] to rank 0, the next input_sizes[1] to rank 1, ...;
+        what comes is put side by side along concat_dim in rank order, output_sizes[r] rows from rank r.
+
+        concat_dim is split_dim by default. `input_sizes` then defaults to equal parts, `output_sizes` to `input_sizes`
+        where those are equal; else it must be given: `exchange_sizes` asks the other ranks.
+
+        With another concat_dim one dim is gathered and another split, as when attention goes from tokens to heads:
+
+            x [B, S/R, H, D]  ->  comm.all_to_all(x, split_dim=2, concat_dim=1)  [B, S, H/R, D]
+
+        `input_sizes` are then the rows of each rank along split_dim, the same on all ranks, by default `shard_sizes`;
+        `output_sizes` the rows of each rank's x along concat_dim, by default those of this one.
+        """
         check_tensor(x)
         split_dim = check_dim(split_dim, x, "split_dim")
         concat_dim = split_dim if concat_dim is None else check_dim(concat_dim, x, "concat_dim")
@@ -132,7 +153,7 @@ class Launcher:
             return self._ready(lambda: x.detach().clone(memory_format=torch.contiguous_format))
         part = x.shape if concat_dim == split_dim else with_dim(x.shape, split_dim, inputs[self.rank])
         row = with_dim(part, concat_dim, 1).numel()
-        if row == 0 and not self._route.compares(x.is_cpu):
+        if row == 0 and not self._selector.compares(x.is_cpu):
             return self._ready(lambda: x.new_empty(with_dim(part, concat_dim, sum(outputs))))
         flat, sent = pack(x.detach(), split_dim, inputs)
         return self._launch(
@@ -144,18 +165,20 @@ class Launcher:
         )
 
     def broadcast(self, x: Tensor, src: int = 0) -> Pending[Tensor]:
+        """The x of rank src. On the other ranks x gives shape and dtype only."""
         check_tensor(x)
         self._check_rank(src, "src")
-        if self.size == 1 or (x.numel() == 0 and not self._route.compares(x.is_cpu)):
+        if self.size == 1 or (x.numel() == 0 and not self._selector.compares(x.is_cpu)):
             return self._ready(lambda: x.detach().clone(memory_format=torch.contiguous_format))
         flat = _flat(x)
         return self._launch("broadcast", x, x.numel(), lambda t: t.broadcast(flat, src), lambda y: y.view(x.shape))
 
     def reduce(self, x: Tensor, dst: int = 0, op: str = "sum") -> Pending[Tensor | None]:
+        """x of every rank reduced by op, on rank dst; None elsewhere."""
         check_tensor(x)
         check_reduction(op, x.dtype)
         self._check_rank(dst, "dst")
-        if self.size == 1 or (x.numel() == 0 and not self._route.compares(x.is_cpu)):
+        if self.size == 1 or (x.numel() == 0 and not self._selector.compares(x.is_cpu)):
             return self._ready(
                 lambda: x.detach().clone(memory_format=torch.contiguous_format) if self.rank == dst else None
             )
@@ -173,6 +196,11 @@ class Launcher:
         sizes: Sequence[int] | None = None,
         like: Tensor | None = None,
     ) -> Pending[Tensor]:
+        """This rank's rows along `dim` of rank src's x. `sizes`: rows of each rank, by default `shard_sizes`.
+
+        Ranks other than src may pass x=None and like=: a tensor with the shape, dtype and device of the whole x; a
+        meta tensor will do.
+        """
         self._check_rank(src, "src")
         whole = x if x is not None else like
         if whole is None or (x is None and self.rank == src):
@@ -186,7 +214,7 @@ class Launcher:
         if self.size == 1:
             return self._ready(lambda: whole.detach().clone(memory_format=torch.contiguous_format))
         device = whole.device if whole.device.type != "meta" else self._default_device()
-        if whole.numel() == 0 and not self._route.compares(device.type == "cpu"):
+        if whole.numel() == 0 and not self._selector.compares(device.type == "cpu"):
             return self._ready(lambda: torch.empty(shape, dtype=whole.dtype, device=device))
         is_src = self.rank == src
         empty = torch.empty(0, dtype=whole.dtype, device=device)
@@ -205,12 +233,13 @@ class Launcher:
     def gather(
         self, x: Tensor, dst: int = 0, *, dim: int = 0, sizes: Sequence[int] | None = None
     ) -> Pending[Tensor | None]:
+        """The x of all ranks concatenated along `dim`, on rank dst; None elsewhere. `sizes` as in `all_gather`."""
         check_tensor(x)
         dim = check_dim(dim, x)
         self._check_rank(dst, "dst")
         sizes = self._own_sizes(sizes, x.size(dim))
         row, is_dst = row_numel(x, dim), self.rank == dst
-        if self.size == 1 or (row * sum(sizes) == 0 and not self._route.compares(x.is_cpu)):
+        if self.size == 1 or (row * sum(sizes) == 0 and not self._selector.compares(x.is_cpu)):
             shape = with_dim(x.shape, dim, sum(sizes))
             return self._ready(
                 lambda: x.detach().clone(memory_format=torch.contiguous_format).view(shape) if is_dst else None
@@ -249,14 +278,14 @@ class Launcher:
         *,
         device: torch.device | None = None,
     ) -> Pending[Any]:
-        sequence, spans = self._route.count(), open_spans()
+        sequence, spans = self._log.count(), open_spans()
         shape, dtype = (None, torch.uint8) if x is None else (x.shape, x.dtype)
         is_cpu = x is None or (x.is_cpu if device is None else device.type == "cpu")
         try:
             with annotate(f"fastpar::comm::{op}"):
-                flight = self._route.launch(op, is_cpu, dtype, start, mode=self._mode)
+                flight = self._selector.launch(op, is_cpu, dtype, start, mode=self._mode)
         except RuntimeError as error:
-            raise self._route.failure(error, op, sequence, shape, dtype) from error
+            raise self._log.failure(error, op, sequence, shape, dtype) from error
         note(op, self.size, numel, dtype)
         if spans is not None:
             spans.launched(op, self.size, numel, dtype)
@@ -266,10 +295,10 @@ class Launcher:
             flight.work,
             lambda: unpack(flight.finish()),
             name=op,
-            describe=lambda: self._route.describe(op, sequence, shape, dtype),
+            describe=lambda: self._log.describe(op, sequence, shape, dtype),
             timeout=self.timeout,
             spans=spans,
-            failed=self._route.note_failure,
+            failed=self._log.note_failure,
         )
 
     # ---- checking

@@ -6,10 +6,15 @@ import time
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
 from fastpar.arguments import checked
-from fastpar.comm.errors import CommError, CommTimeoutError
+from fastpar.comm.errors import CommError, CommMismatchError, CommTimeoutError
 from fastpar.comm.observers import OpenSpans
 from fastpar.comm.ranges import annotate
+from fastpar.mesh.lifetime import mark_failed
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -28,6 +33,42 @@ class Work(Protocol):
 
     def done(self) -> bool:
         """Whether it is done, without waiting."""
+
+
+class LaunchLog:
+    """Numbers what this rank launches on a group (None: one rank), and words what fails."""
+
+    def __init__(self, group: ProcessGroup | None) -> None:
+        self.group = group
+        self.rank = 0 if group is None else group.rank()
+        self.size = 1 if group is None else group.size()
+        self.launched = 0
+
+    def count(self) -> int:
+        """The sequence number of the next collective."""
+        if not torch.compiler.is_compiling():  # Dynamo wants no side effects in a backward, and traces once
+            self.launched += 1
+        return self.launched - 1
+
+    def describe(self, op: str, sequence: int, shape: torch.Size | None, dtype: torch.dtype) -> str:
+        ranks = dist.get_process_group_ranks(self.group) if dist.is_initialized() else "?"
+        what = "" if shape is None else f" of shape {tuple(shape)} {dtype}"
+        return f"{op} #{sequence}{what} on rank {self.rank} of {self.size} (global ranks {ranks})"
+
+    def failure(
+        self, error: RuntimeError, op: str, sequence: int, shape: torch.Size | None, dtype: torch.dtype
+    ) -> CommError:
+        """The error to raise for one that a launch has met."""
+        what = self.describe(op, sequence, shape, dtype)
+        if isinstance(error, CommError):
+            self.note_failure(error)
+            return type(error)(f"{what}: {error}")
+        return CommError(f"{what}: could not be launched. Cause: {error}")
+
+    def note_failure(self, error: CommError) -> None:
+        """For the next mesh, which must not use the group."""
+        if self.group is not None and not isinstance(error, CommMismatchError):
+            mark_failed(self.group)
 
 
 class Pending(Generic[T]):

@@ -69,7 +69,7 @@ def encode(value: Any) -> bytes:
 
 def decode(data: bytes) -> Any:
     """The inverse of `encode`. Raises PlainDataError for anything that `encode` does not write."""
-    reader = _Reader(data)
+    reader = PlainDataReader(data)
     try:
         value = reader.value(0)
     except (ValueError, TypeError, OverflowError, RuntimeError) as error:  # of the types' own constructors
@@ -131,7 +131,7 @@ def _write_items(out: bytearray, tag: int, count: int, items: Iterable[Any], whe
         _write(out, item, f"{where}[{index}]", depth + 1)
 
 
-class _Reader:
+class PlainDataReader:
     """Where one is in the bytes. Nothing is made of a length before that many bytes are known to be there."""
 
     def __init__(self, data: bytes) -> None:

@@ -28,6 +28,7 @@ a rank shares the memory of received tensors with it, where ordinary tensors wou
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Sequence
 from typing import Protocol
@@ -39,7 +40,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fastpar.arguments import check_seconds, checked
 from fastpar.comm.errors import CommError, PeerFailedError
-from fastpar.comm.groups import name_meeting, resolve_group, store_of
+from fastpar.comm.groups import name_meeting, ranks_of, resolve_group, store_of
 from fastpar.comm.message_format import DTYPE_NUMBERS
 from fastpar.comm.multi_host import gloo_mailbox
 from fastpar.comm.shared_memory import mailbox as shared_mailbox
@@ -49,10 +50,11 @@ from fastpar.comm.torch.device_lanes import ANNOUNCEMENTS, PLAIN, DeviceLanes
 from fastpar.comm.transport_selector import TRANSPORTS
 from fastpar.mesh.lifetime import timeout_of
 
+_LOGGER = logging.getLogger("fastpar.comm")
 _MAX_TAG = ANNOUNCEMENTS - 1
 
 
-class Channel(Protocol):
+class MessageChannel(Protocol):
     """What moves messages of CPU tensors. Peers and tensors have been checked; `kind` is the caller's."""
 
     def send(self, peer: int, tag: int, tensors: Sequence[Tensor], note: bytes, kind: int) -> None: ...
@@ -89,7 +91,7 @@ class PointToPoint:
         self.size = 1 if found is None else found.size()
         self._sent: Counter[int] = Counter()  # messages by peer, for errors
         self._received: Counter[int] = Counter()
-        self._channel: Channel | None = None
+        self._channel: MessageChannel | None = None
         self._lanes: DeviceLanes | None = None
         if found is not None and self.size > 1:
             self._channel = _join(found, timeout, transport)
@@ -163,7 +165,7 @@ class PointToPoint:
     def __repr__(self) -> str:
         return f"PointToPoint(rank={self.rank}, size={self.size}, timeout={self.timeout:g})"
 
-    def _open(self, peer: int, tag: int) -> Channel:
+    def _open(self, peer: int, tag: int) -> MessageChannel:
         if peer == self.rank or not 0 <= peer < self.size or self._channel is None:
             others = "there is no other rank" if self.size == 1 else f"another rank of 0..{self.size - 1}"
             raise ValueError(f"peer must be another rank ({others}), got {peer} on rank {self.rank}")
@@ -172,12 +174,13 @@ class PointToPoint:
         return self._channel
 
 
-def _join(group: ProcessGroup, timeout: float, transport: str) -> Channel:
+def _join(group: ProcessGroup, timeout: float, transport: str) -> MessageChannel:
     store = store_of(group)
     if store is None:
         raise CommError("this version of torch does not give out the group's store, where the ranks would meet")
     meeting = Rendezvous(store, name_meeting(group), group.rank(), group.size(), timeout)
     if transport == "torch":
+        _log_channel(group, "gloo")
         return gloo_mailbox.join(meeting, timeout)
     found: SharedMailbox | str
     hosts = find_hosts(meeting)
@@ -188,10 +191,20 @@ def _join(group: ProcessGroup, timeout: float, transport: str) -> Channel:
     else:
         found = shared_mailbox.join(meeting, hosts, ranks_on_host())
     if not isinstance(found, str):
+        _log_channel(group, "shared memory")
         return found
     if transport == "shared_memory":
         raise CommError(f"the ranks of the group cannot share memory: {found}")
+    _log_channel(group, "gloo", found)
     return gloo_mailbox.join(meeting, timeout)
+
+
+def _log_channel(group: ProcessGroup, through: str, problem: str = "") -> None:
+    """For an operator, by rank 0 of the group: a fallback within one host is a warning."""
+    if group.rank() == 0:
+        level = logging.WARNING if problem and problem != SEVERAL_HOSTS else logging.INFO
+        why = f": {problem}" if problem else ""
+        _LOGGER.log(level, "messages between ranks %s go through %s%s", ranks_of(group), through, why)
 
 
 def _device_type(group: ProcessGroup) -> str:

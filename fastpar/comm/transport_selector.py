@@ -1,33 +1,36 @@
-"""Which transport a collective takes."""
+"""The transport of a collective, chosen by what is equal on all ranks."""
 
 from __future__ import annotations
 
+import logging
+import weakref
 from collections.abc import Callable
+from typing import Literal, get_args
 
 import torch
-import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from fastpar.comm.errors import NEW_GROUP, CommError, CommMismatchError
-from fastpar.comm.group_connection import Connection
-from fastpar.comm.groups import carrying_device, has_gloo
+from fastpar.comm.errors import NEW_GROUP, CommError
+from fastpar.comm.group_connection import GroupConnection
+from fastpar.comm.groups import carrying_device, has_gloo, ranks_of
 from fastpar.comm.multi_host.protocol import Hierarchy
 from fastpar.comm.multi_host.transport import HierarchicalTransport
-from fastpar.comm.shared_memory.compiled import TracedTransport
-from fastpar.comm.shared_memory.fast_path import Express
+from fastpar.comm.pending import LaunchLog
+from fastpar.comm.shared_memory.compiled import CompiledTransport
+from fastpar.comm.shared_memory.fast_path import FastPath, OneRankFastPath
 from fastpar.comm.shared_memory.transport import SharedMemoryTransport, can_reduce
 from fastpar.comm.shared_memory.world import LocalWorld
 from fastpar.comm.torch.transport import TorchTransport
 from fastpar.comm.torch.wrappers import CheckedTransport, StagedTransport
 from fastpar.comm.transport import InFlight, Transport
-from fastpar.mesh.lifetime import mark_failed
 
 TRANSPORTS = ("auto", "torch", "shared_memory")
-MODES = ("blocking", "background", "halves")
+Mode = Literal["blocking", "background", "split_phase"]
+MODES: tuple[Mode, ...] = get_args(Mode)
 _REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce")
 
 
-class Route:
+class TransportSelector:
     """Chooses for one communicator, by what is equal on all ranks: device, dtype and where the ranks are.
 
     auto           CPU tensors: shared memory where all ranks of the group can share it; within hosts and gloo between
@@ -45,53 +48,29 @@ class Route:
         if transport not in TRANSPORTS:
             raise ValueError(f"transport must be one of {', '.join(TRANSPORTS)}, got {transport!r}")
         self.group, self.timeout = group, timeout
-        self.rank = 0 if group is None else group.rank()
-        self.size = 1 if group is None else group.size()
+        self.log = LaunchLog(group)
+        self.rank, self.size = self.log.rank, self.log.size
         self._is_required = transport == "shared_memory"
         self._is_apart = transport == "torch"
         self._check = check
-        self._launched = 0
         self._torch: Transport | None = None
         self._staged: Transport | None = None  # for CPU tensors, where the group has a backend for devices only
-        self._connection: Connection | None = None
+        self._connection: GroupConnection | None = None
         self._direct: Transport | None = None  # what is not between CPU tensors, where ranks compare it
         self._by_mode: dict[str, Transport] = {}  # once the ranks have met
-        self.express: Express | None = None
+        # Of blocking collectives over shared memory, once the ranks have met.
+        self.fast_path: FastPath | OneRankFastPath | None = OneRankFastPath() if self.size == 1 else None
         if group is not None and self.size > 1:
             self._torch = TorchTransport(group, timeout)
-            self._staged = StagedTransport(self._torch, group) if carrying_device(group).type != "cpu" else None
+            if carrying_device(group).type != "cpu":
+                self._staged = StagedTransport(self._torch, group)
+                _warn_of_staging(group)
             if has_gloo(group) and not (self._is_apart and check is False):
-                self._connection = Connection.of(group, is_apart=self._is_apart)
-                self._traced = TracedTransport(self, self.rank)
+                self._connection = GroupConnection.of(group, is_apart=self._is_apart)
+                self._compiled = CompiledTransport(self, self.rank)
             if check:
-                comparing = Connection.of(group, is_apart=True)
+                comparing = GroupConnection.of(group, is_apart=True)
                 self._direct = CheckedTransport(self._torch, lambda: _apart(comparing, timeout), self.rank, timeout)
-
-    def count(self) -> int:
-        """The sequence number of the next collective."""
-        if not torch.compiler.is_compiling():  # Dynamo wants no side effects in a backward, and traces once
-            self._launched += 1
-        return self._launched - 1
-
-    def describe(self, op: str, sequence: int, shape: torch.Size | None, dtype: torch.dtype) -> str:
-        ranks = dist.get_process_group_ranks(self.group) if dist.is_initialized() else "?"
-        what = "" if shape is None else f" of shape {tuple(shape)} {dtype}"
-        return f"{op} #{sequence}{what} on rank {self.rank} of {self.size} (global ranks {ranks})"
-
-    def failure(
-        self, error: RuntimeError, op: str, sequence: int, shape: torch.Size | None, dtype: torch.dtype
-    ) -> CommError:
-        """The error to raise for one that a launch has met."""
-        what = self.describe(op, sequence, shape, dtype)
-        if isinstance(error, CommError):
-            self.note_failure(error)
-            return type(error)(f"{what}: {error}")
-        return CommError(f"{what}: could not be launched. Cause: {error}")
-
-    def note_failure(self, error: CommError) -> None:
-        """For the next mesh, which must not use the group."""
-        if self.group is not None and not isinstance(error, CommMismatchError):
-            mark_failed(self.group)
 
     def compares(self, is_cpu: bool) -> bool:
         """Whether ranks compare what they call: also of a tensor without elements, which may have some elsewhere."""
@@ -104,19 +83,15 @@ class Route:
         dtype: torch.dtype,
         start: Callable[[Transport], InFlight],
         *,
-        mode: str,
+        mode: Mode,
     ) -> InFlight:
-        """Hand `start` its transport.
-
-        mode  "blocking": may do all the work before it returns; "background": makes progress whatever the caller does;
-              "halves": may leave work to the one who waits, if the caller waits for nothing else in between
-        """
+        """Hand `start` its transport. `mode` is that of `Communicator.collectives`."""
         assert self._torch is not None
         if self._connection is None or not is_cpu or (op in _REDUCTIONS and not can_reduce(dtype)):
             chosen = self._direct or self._torch
             return start(self._staged if is_cpu and self._staged is not None else chosen)
         if torch.compiler.is_compiling():
-            return start(self._traced)
+            return start(self._compiled)
         if not self._by_mode:
             if not self._connection.is_settled:
                 return self._connection.defer(lambda: start(self._through("background")), self.timeout)
@@ -124,7 +99,7 @@ class Route:
                 raise CommError(f"an earlier collective of this group failed ({self._connection.error}): {NEW_GROUP}")
             world = self._connection.world
             if world is not None:
-                self.express = Express(world, self)
+                self.fast_path = FastPath(world, self.log, self.timeout)
             self._by_mode = {name: self._through(name) for name in MODES}
         return start(self._by_mode[mode])
 
@@ -142,7 +117,7 @@ class Route:
         self.world()
         return None if self._connection is None else self._connection.hierarchy
 
-    def _through(self, mode: str) -> Transport:
+    def _through(self, mode: Mode) -> Transport:
         """What moves CPU tensors, now that the ranks have met."""
         assert self._torch is not None
         assert self._connection is not None
@@ -161,7 +136,22 @@ class Route:
         return flat
 
 
-def _apart(connection: Connection, timeout: float) -> Hierarchy:
+_LOGGER = logging.getLogger("fastpar.comm")
+_WARNED: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
+
+
+def _warn_of_staging(group: ProcessGroup) -> None:
+    """Once for each group, on its rank 0."""
+    if group.rank() == 0 and group not in _WARNED:
+        _WARNED.add(group)
+        _LOGGER.warning(
+            "CPU tensors of ranks %s go by way of the device, which waits for it: the group has no CPU backend, as "
+            'init_process_group("cpu:gloo,cuda:nccl") gives it',
+            ranks_of(group),
+        )
+
+
+def _apart(connection: GroupConnection, timeout: float) -> Hierarchy:
     connection.settle(timeout)
     if connection.apart is None:
         raise CommError(f"the ranks cannot compare what they call: {connection.problem}")

@@ -97,7 +97,7 @@ class WholeBucket:
         if self._wire is not None and comm.size > 1:
             self._pending = self._wire.all_reduce_async(comm, self._flat, key=self.slots[0].name)
         else:
-            collectives = comm._halves if self._groups.mode == "halves" else comm._background
+            collectives = comm.collectives(self._groups.mode)
             self._pending = collectives.all_reduce(self._flat, "avg", out=self._flat)
 
     def finish(self) -> None:

@@ -29,6 +29,7 @@ from fastpar.comm.errors import CommError
 from fastpar.comm.observers import note
 from fastpar.comm.pending import Pending
 from fastpar.comm.shared_memory.region import SharedRegion
+from fastpar.comm.transport_selector import Mode
 from fastpar.comm.wire_formats import Wire
 from fastpar.zero.upload import Upload, host_memory
 
@@ -237,12 +238,12 @@ class FlatGradients:
     `buffer`: memory to lay them out in (`Staging.take`), which may be used again after `wait`.
     """
 
-    def __init__(self, comm: Communicator, layout: FlatLayout, buffer: Tensor, *, mode: str = "background") -> None:
+    def __init__(self, comm: Communicator, layout: FlatLayout, buffer: Tensor, *, mode: Mode = "background") -> None:
         self.comm, self.layout = comm, layout
         self.flat = buffer[: layout.total]
         self._pieces = self.flat.split_with_sizes(layout.numels)  # of all tensors, rank by rank
         self._is_put = [False] * len(layout.shapes)
-        self._collectives = {"background": comm._background, "halves": comm._halves, "blocking": comm._blocking}[mode]
+        self._collectives = comm.collectives(mode)
 
     def put(self, indices: Sequence[int], grads: Sequence[Tensor]) -> None:
         targets: list[Tensor] = []

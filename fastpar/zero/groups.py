@@ -16,6 +16,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from fastpar.comm import Communicator
+from fastpar.comm.transport_selector import Mode
 from fastpar.mesh import Mesh, named_groups
 
 GroupsLike = Mesh | DeviceMesh | ProcessGroup | Communicator | None
@@ -76,10 +77,10 @@ class Groups:
             self._like["timeout"] = timeout
         self.shard, self.replicate = Communicator(shard, **self._like), Communicator(replicate, **self._like)
         world = dist.get_world_size() if dist.is_initialized() else 1
-        # Halves need that nobody waits for other groups in between, as experts do: see `Communicator.in_halves`.
+        # Split-phase collectives need that nobody waits for other groups in between, as experts do.
         has_experts = self.mesh is not None and self.mesh.size("ep") * self.mesh.size("etp") > 1
         is_all = self.shard.size * self.replicate.size == world
-        self.mode = "halves" if is_all and not has_experts else "background"
+        self.mode: Mode = "split_phase" if is_all and not has_experts else "background"
 
     @property
     def size(self) -> int:

@@ -27,7 +27,7 @@ when its gradients happen to be complete.
 Note: experts. Those that the mesh's ep or etp splits are gathered and reduced over efsdp and dp_replicate, in the same
 units, at the same moments. The exchange of tokens waits for other ranks in between. So collectives of both kinds of
 groups are launched in one order on all ranks, that of the unit's parameters, and none of them needs a rank's computing
-thread to go on ("halves" would: see `Groups.mode`). Where every rank has experts of its own (efsdp of 1) nothing is
+thread to go on (split phases would: see `Groups.mode`). Where every rank has experts of its own (efsdp of 1) nothing is
 gathered: they stay whole, and without replicas nothing of them travels at all.
 
 Note: failures. A forward or backward that raises leaves units whole; the next forward frees them.

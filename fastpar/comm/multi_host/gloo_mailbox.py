@@ -184,7 +184,7 @@ def _join(threads: Sequence[threading.Thread], seconds: float) -> None:
 
 
 class GlooMailbox:
-    """See `fastpar.comm.point_to_point.Channel` and the module docstring."""
+    """See `fastpar.comm.point_to_point.MessageChannel` and the module docstring."""
 
     def __init__(self, wire: _Wire) -> None:
         self._wire, self._rank, self._pid = wire, wire.rank, os.getpid()

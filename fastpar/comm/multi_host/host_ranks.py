@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 
 from fastpar.comm.errors import CommError
 from fastpar.comm.groups import name_meeting, store_of
-from fastpar.comm.multi_host.protocol import Hierarchy, Local
+from fastpar.comm.multi_host.protocol import Hierarchy, HostLocal
 from fastpar.comm.observers import note, open_spans
 from fastpar.comm.shared_memory.rendezvous import Hosts, Rendezvous, find_hosts
 from fastpar.comm.shared_memory.world import LocalWorld
@@ -57,7 +57,7 @@ class HostRanks:
         """Return when every rank of this host has entered."""
         self._run("barrier", 0, torch.uint8, lambda local: local.barrier())
 
-    def _run(self, op: str, numel: int, dtype: torch.dtype, action: Callable[[Local], T]) -> T:
+    def _run(self, op: str, numel: int, dtype: torch.dtype, action: Callable[[HostLocal], T]) -> T:
         spans = open_spans()
         try:
             result = self._hierarchy.run_here(action, self.timeout)

@@ -138,7 +138,7 @@ def _stop(stopped: threading.Event, threads: list[threading.Thread]) -> None:
 
 
 @dataclass(frozen=True)
-class Exchange:
+class LeaderExchange:
     """Under way: what is received, and what must live until then."""
 
     work: Any
@@ -177,11 +177,13 @@ class Leaders:
         self._backend: Any = dist.ProcessGroupGloo(
             dist.PrefixStore("fastpar/leaders", store), host, len(hosts), timedelta(seconds=timeout)
         )
-        self._in_flight: list[Exchange] = []
+        self._in_flight: list[LeaderExchange] = []
         self.sequence = 0  # of the call that is under way
         self.activity = ""  # what it is, for messages
 
-    def start(self, x: Tensor, input_sizes: Sequence[int], output_sizes: Sequence[int], deadline: float) -> Exchange:
+    def start(
+        self, x: Tensor, input_sizes: Sequence[int], output_sizes: Sequence[int], deadline: float
+    ) -> LeaderExchange:
         """x (flat) is the concatenation of a part for every host; received is the concatenation of the parts for this
         one."""
         unit = x.itemsize
@@ -196,18 +198,18 @@ class Leaders:
             [unit * size for size in input_sizes],
             options,
         )
-        return self._keep(Exchange(work, received, x))
+        return self._keep(LeaderExchange(work, received, x))
 
-    def start_broadcast(self, x: Tensor, host: int, deadline: float) -> Exchange:
+    def start_broadcast(self, x: Tensor, host: int, deadline: float) -> LeaderExchange:
         """x becomes that of `host`'s leader."""
         options = BroadcastOptions()
         options.asyncOp = True
         options.timeout = _backstop(deadline)
         options.rootRank = host
         work = self._backend.broadcast([x.view(torch.uint8)], options)
-        return self._keep(Exchange(work, x, x))
+        return self._keep(LeaderExchange(work, x, x))
 
-    def finish(self, exchange: Exchange, deadline: float) -> Tensor:
+    def finish(self, exchange: LeaderExchange, deadline: float) -> Tensor:
         """What was received. Raises the failure of another host as soon as it is known, CommTimeoutError at the
         deadline."""
         wait = LateWait()
@@ -238,7 +240,7 @@ class Leaders:
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
             self._in_flight = []
 
-    def _keep(self, exchange: Exchange) -> Exchange:
+    def _keep(self, exchange: LeaderExchange) -> LeaderExchange:
         self._in_flight.append(exchange)
         return exchange
 

@@ -92,7 +92,7 @@ class Collective(abc.ABC):
     # ---- much data
 
     @abc.abstractmethod
-    def bring(self, local: Local) -> Tensor | None:
+    def bring(self, local: HostLocal) -> Tensor | None:
         """The host's value on the leader; None on others."""
 
     @abc.abstractmethod
@@ -100,11 +100,11 @@ class Collective(abc.ABC):
         """The host's result; on leaders."""
 
     @abc.abstractmethod
-    def hand_on(self, local: Local, result: Tensor | None) -> Tensor | None:
+    def hand_on(self, local: HostLocal, result: Tensor | None) -> Tensor | None:
         """This rank's result; `result` on the leader only."""
 
 
-class Local:
+class HostLocal:
     """The ranks of this host, by their index here, for one call. A rank that is alone is handed back what it gives."""
 
     def __init__(self, world: LocalWorld | None, seconds: float) -> None:
@@ -172,10 +172,10 @@ class Hierarchy:
         finally:
             self._sequence += 1
 
-    def run_here(self, action: Callable[[Local], T], seconds: float) -> T:
+    def run_here(self, action: Callable[[HostLocal], T], seconds: float) -> T:
         """What the ranks of this host do among themselves, in turn with the calls of all."""
         deadline = time.monotonic() + seconds
-        result: T = self.sequencer.run(lambda: self._guarded(lambda: action(Local(self.world, _left(deadline)))))
+        result: T = self.sequencer.run(lambda: self._guarded(lambda: action(HostLocal(self.world, _left(deadline)))))
         return result
 
     def _guarded(self, action: Callable[[], T]) -> T:
@@ -195,7 +195,7 @@ class Hierarchy:
             raise
 
     def _perform(self, call: Collective, deadline: float) -> Tensor | None:
-        local = Local(self.world, _left(deadline))
+        local = HostLocal(self.world, _left(deadline))
         self._write_block(call)
         blocks = local.all_gather(self._block).view(local.size, -1)
         headers = [bytes(block) for block in blocks[:, :_HEADER_BYTES].numpy()]
@@ -205,7 +205,7 @@ class Hierarchy:
                 result = self._lead(self._leaders, call, local, blocks, agreed, deadline)
             except BaseException as error:
                 with suppress(CommError):  # what the others wait for, if they still can
-                    self._tell(Local(self.world, _TELL_S), error, None)
+                    self._tell(HostLocal(self.world, _TELL_S), error, None)
                 raise
             self._tell(local, None, result if call.is_little else None)
             return call.take(result) if call.is_little else call.hand_on(local, result)
@@ -224,7 +224,7 @@ class Hierarchy:
     # ---- the leader's part
 
     def _lead(
-        self, leaders: Leaders, call: Collective, local: Local, blocks: Tensor, agreed: bool, deadline: float
+        self, leaders: Leaders, call: Collective, local: HostLocal, blocks: Tensor, agreed: bool, deadline: float
     ) -> Tensor:
         leaders.sequence = self._sequence
         leaders.activity = _describe(call.header)
@@ -269,7 +269,7 @@ class Hierarchy:
 
     # ---- the outcome
 
-    def _tell(self, local: Local, error: BaseException | None, result: Tensor | None) -> None:
+    def _tell(self, local: HostLocal, error: BaseException | None, result: Tensor | None) -> None:
         kind, text = 0, b""
         if error is not None:
             kind = next((k for k, known in enumerate(_KINDS) if type(error) is known), 1)
@@ -282,7 +282,7 @@ class Hierarchy:
 
     def _hear(self, deadline: float) -> Tensor:
         """The host's result where it is little."""
-        local = Local(self.world, _left(deadline) + 1.8 * GRACE_S)  # after the leader, which waits beyond it too
+        local = HostLocal(self.world, _left(deadline) + 1.8 * GRACE_S)  # after the leader, which waits beyond it too
         outcome = local.broadcast(self._outcome, 0)
         raw = bytes(outcome[:_OUTCOME_BYTES].numpy())
         kind, length = _OUTCOME.unpack_from(raw)

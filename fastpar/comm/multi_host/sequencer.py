@@ -15,7 +15,7 @@ from fastpar.comm.shared_memory.library import interrupted_by
 _STOP_S = 2.0  # how long a process that ends waits for the call that is under way to notice
 
 
-class Call:
+class SequencedCall:
     """The work of a launched call; see `fastpar.comm.pending.Work`."""
 
     def __init__(self, action: Callable[[], Any]) -> None:
@@ -52,12 +52,12 @@ class Call:
         return self._result
 
 
-class _State:
+class SequencerState:
     """What the thread and the sequencer share: the thread must not keep the sequencer alive."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
-        self.queue: deque[Call] = deque()
+        self.queue: deque[SequencedCall] = deque()
         self.is_busy = False
         self.is_stopped = False
         self.thread: threading.Thread | None = None
@@ -101,7 +101,7 @@ class Sequencer:
     a thread, which is started by the first one."""
 
     def __init__(self) -> None:
-        self._state = _State()
+        self._state = SequencerState()
         self._finalizer = weakref.finalize(self, self._state.stop)
 
     def run(self, action: Callable[[], Any]) -> Any:
@@ -119,8 +119,8 @@ class Sequencer:
         finally:
             state.release()
 
-    def submit(self, action: Callable[[], Any]) -> Call:
-        state, call = self._state, Call(action)
+    def submit(self, action: Callable[[], Any]) -> SequencedCall:
+        state, call = self._state, SequencedCall(action)
         with state.changed:
             state.check()
             state.queue.append(call)

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -16,19 +16,27 @@ from torch import Tensor
 from fastpar.comm.reduction import widen
 from fastpar.comm.transport import InFlight, Transport
 
-if TYPE_CHECKING:
-    from fastpar.comm.transport_selector import Route
 
-# A graph holds numbers and tensors only: the number of a route, for as long as it lives.
-_ROUTES: weakref.WeakValueDictionary[int, Route] = weakref.WeakValueDictionary()
+class _Selector(Protocol):
+    """The `TransportSelector` of a communicator."""
+
+    timeout: float
+
+    def launch(
+        self, op: str, is_cpu: bool, dtype: torch.dtype, start: Callable[[Transport], InFlight], *, mode: Any
+    ) -> InFlight: ...
+
+
+# A graph holds numbers and tensors only: the number of a selector, for as long as it lives.
+_SELECTORS: weakref.WeakValueDictionary[int, _Selector] = weakref.WeakValueDictionary()
 _KEYS = itertools.count(1)
 
 
 @torch.library.custom_op("fastpar::shared_collective", mutates_args=())
 def _collective(
-    x: Tensor, route: int, name: str, op: str, root: int, sizes: list[int], output_sizes: list[int], numel: int
+    x: Tensor, selector: int, name: str, op: str, root: int, sizes: list[int], output_sizes: list[int], numel: int
 ) -> Tensor:
-    owner = _ROUTES.get(route)
+    owner = _SELECTORS.get(selector)
     if owner is None:
         raise RuntimeError("the communicator that this graph was traced with is gone: keep it as long as the graph")
 
@@ -56,7 +64,7 @@ def _collective(
 
 @_collective.register_fake
 def _(
-    x: Tensor, route: int, name: str, op: str, root: int, sizes: list[int], output_sizes: list[int], numel: int
+    x: Tensor, selector: int, name: str, op: str, root: int, sizes: list[int], output_sizes: list[int], numel: int
 ) -> Tensor:
     return x.new_empty(numel)
 
@@ -65,13 +73,13 @@ def _(
 torch.fx.node.has_side_effect(torch.ops.fastpar.shared_collective.default)
 
 
-class TracedTransport:
+class CompiledTransport:
     """See `fastpar.comm.transport.Transport`; what it returns is done."""
 
-    def __init__(self, route: Route, rank: int) -> None:
+    def __init__(self, selector: _Selector, rank: int) -> None:
         self._rank = rank
         self._key = next(_KEYS)
-        _ROUTES[self._key] = route
+        _SELECTORS[self._key] = selector
 
     def all_reduce(self, x: Tensor, op: str, out: Tensor | None) -> InFlight:
         result = self._call(x, "all_reduce", x.numel(), op=op)

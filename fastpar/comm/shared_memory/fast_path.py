@@ -1,22 +1,24 @@
-"""The short way of blocking collectives over shared memory, for plain dense tensors.
+"""The fast path of blocking collectives, for plain dense CPU tensors: over shared memory, and where there is one rank.
 
 A small collective takes a microsecond or two; checking arguments, packing and unpacking in their full generality
 (`fastpar.comm.launcher`) takes ten. The common case needs none of it: a contiguous CPU tensor, whole or in equal parts
-along dim 0. Every method gives what the long way gives, or None: take the long way.
+along dim 0. A method takes what the launcher's takes, and gives the same result or None: take the launcher's.
 """
 
 from __future__ import annotations
 
 import functools
-import weakref
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 from torch.autograd.graph import increment_version
 
-from fastpar.comm.observers import note, open_spans
-from fastpar.comm.ranges import annotate, is_profiling
+from fastpar.comm.observers import LOGS, TRACES, note, open_spans
+from fastpar.comm.pending import LaunchLog
+from fastpar.comm.ranges import annotate
 from fastpar.comm.shared_memory.library import size_array
 from fastpar.comm.shared_memory.transport import (
     ALL_GATHER,
@@ -26,77 +28,92 @@ from fastpar.comm.shared_memory.transport import (
     BROADCAST,
     LARGE_BYTES,
     REDUCE_SCATTER,
+    REDUCTION_SPECS,
     dtype_code,
     new_output,
-    reduction_spec,
 )
 from fastpar.comm.shared_memory.world import LocalWorld
 
-if TYPE_CHECKING:
-    from fastpar.comm.transport_selector import Route
+_NO_DATA = torch.empty(0, dtype=torch.uint8, device="cpu")  # of a barrier
 
 
-class Express:
-    """Ranks are those of `world`, which is the whole group of `route`."""
+class FastPath:
+    """Ranks are those of `world`, which is the whole group of `log`."""
 
-    def __init__(self, world: LocalWorld, route: Route) -> None:
-        self._world = world
-        self.rank, self.size = world.rank, world.size
-        self._route: Route = weakref.proxy(route)  # which owns this: no cycle, so that a group goes at once
-        self._timeout = route.timeout
+    def __init__(self, world: LocalWorld, log: LaunchLog, timeout: float) -> None:
+        self._world, self._log, self._timeout = world, log, timeout
+        self._size = world.size
 
-    def all_reduce(self, x: Tensor, op: str, out: Tensor | None) -> Tensor | None:
-        spec = reduction_spec(ALL_REDUCE, op, x.dtype) if _is_plain(x) else None
+    def all_reduce(self, x: Tensor, op: str = "sum", *, out: Tensor | None = None) -> Tensor | None:
+        spec = REDUCTION_SPECS.get((op, x.dtype)) if _is_plain(x) and type(op) is str else None
         if spec is None or (out is not None and out is not x):
             return None
         target = _new_like(x) if out is None else x
-        self._call("all_reduce", spec, x, target, x.numel(), x.numel())
+        numel = x.numel()
+        self._run("all_reduce", spec | ALL_REDUCE, x, target, numel, numel)
         if out is not None:
             increment_version(out)
         return target
 
-    def reduce_scatter(self, x: Tensor, op: str) -> Tensor | None:
-        spec = reduction_spec(REDUCE_SCATTER, op, x.dtype) if _is_plain(x) else None
-        if spec is None or x.ndim == 0 or x.shape[0] % self.size:
+    def reduce_scatter(
+        self,
+        x: Tensor,
+        op: str = "sum",
+        *,
+        dim: int = 0,
+        sizes: Sequence[int] | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor | None:
+        if sizes is not None or dtype is not None or not _is_plain(x, dim) or type(op) is not str:
+            return None
+        spec = REDUCTION_SPECS.get((op, x.dtype))
+        if spec is None or x.shape[0] % self._size:
             return None
         numel = x.numel()
-        target = _new(x, numel // self.size, (x.shape[0] // self.size, *x.shape[1:]))
-        self._call("reduce_scatter", spec, x, target, numel, numel, _equal(numel // self.size, self.size))
+        part = numel // self._size
+        target = _new(x, part, (x.shape[0] // self._size, *x.shape[1:]))
+        self._run("reduce_scatter", spec | REDUCE_SCATTER, x, target, numel, numel, _equal(part, self._size))
         return target
 
-    def all_gather(self, x: Tensor) -> Tensor | None:
-        if not _is_plain(x) or x.ndim == 0:
+    def all_gather(self, x: Tensor, *, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor | None:
+        if sizes is not None or not _is_plain(x, dim):
             return None
         numel = x.numel()
-        total, spec = numel * self.size, ALL_GATHER | dtype_code(x.dtype)
-        target = _new(x, total, (x.shape[0] * self.size, *x.shape[1:]))
-        self._call("all_gather", spec, x, target, total, total, _equal(numel, self.size))
+        total = numel * self._size
+        target = _new(x, total, (x.shape[0] * self._size, *x.shape[1:]))
+        self._run("all_gather", ALL_GATHER | dtype_code(x.dtype), x, target, total, total, _equal(numel, self._size))
         return target
 
-    def all_to_all(self, x: Tensor) -> Tensor | None:
-        if not _is_plain(x) or x.ndim == 0 or x.shape[0] % self.size:
+    def all_to_all(
+        self,
+        x: Tensor,
+        *,
+        input_sizes: Sequence[int] | None = None,
+        output_sizes: Sequence[int] | None = None,
+        split_dim: int = 0,
+        concat_dim: int | None = None,
+    ) -> Tensor | None:
+        if input_sizes is not None or output_sizes is not None or not _is_plain(x, split_dim):
             return None
-        target = _new_like(x)
-        numel = x.numel()
-        part = numel // self.size
-        sizes, spec = _equal(part, self.size), ALL_TO_ALL | dtype_code(x.dtype)
-        self._call("all_to_all", spec, x, target, numel, numel - part, sizes, sizes)
-        return target
-
-    def broadcast(self, x: Tensor, src: int) -> Tensor | None:
-        if not _is_plain(x) or type(src) is not int or not 0 <= src < self.size:
+        if (concat_dim is not None and (type(concat_dim) is not int or concat_dim)) or x.shape[0] % self._size:
             return None
-        target = _new_like(x)
-        self._call("broadcast", BROADCAST | dtype_code(x.dtype) | src << 32, x, target, x.numel(), x.numel())
+        target, numel = _new_like(x), x.numel()
+        part = numel // self._size
+        sizes = _equal(part, self._size)
+        self._run("all_to_all", ALL_TO_ALL | dtype_code(x.dtype), x, target, numel, numel - part, sizes, sizes)
         return target
 
-    def barrier(self) -> bool:
-        if torch.compiler.is_compiling():
-            return False
-        self._run("barrier", (BARRIER, 1, 0, 0, 0, None, None, self._timeout), None, 0, torch.uint8)
-        return True
+    def broadcast(self, x: Tensor, src: int = 0) -> Tensor | None:
+        if not _is_plain(x) or type(src) is not int or not 0 <= src < self._size:
+            return None
+        target, numel = _new_like(x), x.numel()
+        self._run("broadcast", BROADCAST | dtype_code(x.dtype) | src << 32, x, target, numel, numel)
+        return target
 
-    def _call(
+    def barrier(self) -> None:
+        self._run("barrier", BARRIER, _NO_DATA, _NO_DATA, 0, 0)
+
+    def _run(
         self,
         name: str,
         spec: int,
@@ -107,35 +124,62 @@ class Express:
         sizes: Any = None,
         output_sizes: Any = None,
     ) -> None:
-        call = spec, x.itemsize, x.data_ptr(), target.data_ptr(), count, sizes, output_sizes, self._timeout
-        self._run(name, call, x.shape, payload, x.dtype)
-
-    def _run(
-        self, name: str, call: tuple[Any, ...], shape: torch.Size | None, payload: int, dtype: torch.dtype
-    ) -> None:
-        sequence, spans = self._route.count(), open_spans()
+        world, log = self._world, self._log
+        sequence = log.launched
+        log.launched = sequence + 1
         try:
-            if is_profiling():
-                with annotate(f"fastpar::comm::{name}"):
-                    self._world.run(*call)
-            else:
-                self._world.run(*call)
+            call = spec, x.itemsize, x.data_ptr(), target.data_ptr(), count, sizes, output_sizes, self._timeout
+            # One test for all who may watch; what `world.run` does, without its frame.
+            if LOGS or TRACES or profiler._is_profiler_enabled:
+                self._run_observed(name, call, payload, x.dtype)
+            elif status := world.comm_run(world.handle, *call):
+                world.check_status(status)
         except RuntimeError as error:
-            raise self._route.failure(error, name, sequence, shape, dtype) from error
-        note(name, self.size, payload, dtype)
+            raise log.failure(error, name, sequence, None if x is _NO_DATA else x.shape, x.dtype) from error
+
+    def _run_observed(self, name: str, call: tuple[Any, ...], payload: int, dtype: torch.dtype) -> None:
+        spans = open_spans()
+        with annotate(f"fastpar::comm::{name}"):
+            self._world.run(*call)
+        note(name, self._size, payload, dtype)
         if spans is not None:
-            spans.launched(name, self.size, payload, dtype)
+            spans.launched(name, self._size, payload, dtype)
 
 
-def _is_plain(x: Tensor) -> bool:
+class OneRankFastPath:
+    """A group of one rank: every result is a copy."""
+
+    def all_reduce(self, x: Tensor, op: str = "sum", *, out: Tensor | None = None) -> Tensor | None:
+        is_known = out is None and _is_plain(x) and type(op) is str and (op, x.dtype) in REDUCTION_SPECS
+        return x.detach().clone() if is_known else None
+
+    def reduce_scatter(self, x: Tensor, op: str = "sum", *, dim: int = 0, **others: Any) -> Tensor | None:
+        is_known = not others and _is_plain(x, dim) and type(op) is str and (op, x.dtype) in REDUCTION_SPECS
+        return x.detach().clone() if is_known else None
+
+    def all_gather(self, x: Tensor, *, dim: int = 0, **others: Any) -> Tensor | None:
+        return x.detach().clone() if not others and _is_plain(x, dim) else None
+
+    def all_to_all(self, x: Tensor, **others: Any) -> Tensor | None:
+        return x.detach().clone() if not others and _is_plain(x, 0) else None
+
+    def broadcast(self, x: Tensor, src: int = 0) -> Tensor | None:
+        return x.detach().clone() if _is_plain(x) and type(src) is int and src == 0 else None
+
+    def barrier(self) -> None:
+        """There is nobody to wait for."""
+
+
+def _is_plain(x: Tensor, dim: int | None = None) -> bool:
+    """Dense memory that can be taken as it is; `dim` is the first of its dims, where there is one."""
     return (
-        not torch.compiler.is_compiling()  # first: dynamo breaks the graph at is_conj
-        and type(x) is Tensor
+        type(x) is Tensor
         and x.is_cpu
         and x.is_contiguous()
         and x.numel() > 0
         and not x.is_conj()
         and not x.is_neg()
+        and (dim is None or (type(dim) is int and dim == 0 and x.ndim > 0))
     )
 
 
@@ -144,11 +188,11 @@ def _is_plain(x: Tensor) -> bool:
 
 
 def _new_like(x: Tensor) -> Tensor:
-    return new_output(x, x.numel()).view(x.shape) if x.nbytes >= LARGE_BYTES else torch.empty_like(x)
+    return torch.empty_like(x) if x.nbytes < LARGE_BYTES else new_output(x, x.numel()).view(x.shape)
 
 
 def _new(x: Tensor, numel: int, shape: tuple[int, ...]) -> Tensor:
-    return new_output(x, numel).view(shape) if numel * x.itemsize >= LARGE_BYTES else x.new_empty(*shape)
+    return x.new_empty(*shape) if numel * x.itemsize < LARGE_BYTES else new_output(x, numel).view(shape)
 
 
 @functools.lru_cache(maxsize=256)

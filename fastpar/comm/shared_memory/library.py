@@ -2,7 +2,7 @@
 
 A call costs about a microsecond; the dispatcher's path to a stable-ABI op costs several, more than a small collective
 takes. ctypes releases the interpreter's lock during a call, and may need 5 ms to get it back where other threads run:
-short calls that wait for nothing keep it (`Library.keeping_lock`).
+short calls that wait for nothing keep it (`CommLibrary.keeping_lock`).
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def _prototyped(handle: ctypes.CDLL, name: str) -> Any:
     return function
 
 
-class Library:
+class CommLibrary:
     """The functions as attributes, without their prefix."""
 
     def __init__(self, path: str) -> None:
@@ -197,9 +197,9 @@ class LateWait:
 
 
 @functools.cache
-def library() -> Library:
+def library() -> CommLibrary:
     """Raises ImportError where fastpar's compiled library is missing."""
-    return Library(str(_ext.load()))
+    return CommLibrary(str(_ext.load()))
 
 
 @functools.lru_cache(maxsize=256)

@@ -34,7 +34,7 @@ _OutArray = c_int64 * 5
 
 
 class SharedMailbox:
-    """See `fastpar.comm.point_to_point.Channel` and the module docstring."""
+    """See `fastpar.comm.point_to_point.MessageChannel` and the module docstring."""
 
     def __init__(self, handle: int) -> None:
         self._handle = handle

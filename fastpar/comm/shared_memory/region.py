@@ -20,7 +20,7 @@ from fastpar.comm.shared_memory.library import int64_array, library
 from fastpar.comm.shared_memory.world import LocalWorld
 
 
-class _Memory:
+class _RegionMapping:
     """Owns the mapping; every tensor over it keeps it alive, and a collective under way keeps its tensors."""
 
     def __init__(self, handle: int, world: LocalWorld) -> None:
@@ -82,7 +82,7 @@ class SharedRegion:
             error = ValueError if "nbytes" in problem else CommError
             raise error(problem or "another rank could not open the memory of its peers")
         library().region_seal(self._handle)
-        self._memory = _Memory(self._handle, world)
+        self._memory = _RegionMapping(self._handle, world)
 
     @checked(computed=False)
     def address(self, rank: int) -> int:

@@ -4,7 +4,7 @@ Reductions add in rank order, bfloat16 and float16 in float32 with one rounding,
 the same bits on every rank, from run to run, blocking or in the background, from ordinary memory or from a
 `SharedRegion`. NaN wins in max and min.
 
-A blocking call runs on the caller's thread. One in halves does too: it shows its data to the other ranks when it is
+A blocking call runs on the caller's thread. A split-phase one does too: it shows its data to the other ranks when it is
 launched, and does the rest when it is waited for; it costs no more than a blocking one, and does not wait for the
 others if they have come in the meantime. One in the background runs, in order, on a thread that belongs to the group,
 so that it makes progress while the caller computes; it competes with the caller for processors where there are no
@@ -41,18 +41,13 @@ LARGE_BYTES = 8 << 20
 _LARGE_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64)
 
 
-_REDUCTION_SPECS = {
+# What csrc/comm calls a reduction of a dtype; missing where the op does not apply to it.
+REDUCTION_SPECS = {
     (op, dtype): _DTYPES[dtype] << 8 | number << 16
     for dtype in _REDUCIBLE
     for op, number in _REDUCTIONS.items()
     if not (op == "avg" and not dtype.is_floating_point) and not (op == "sum" and dtype == torch.bool)
 }
-
-
-def reduction_spec(operation: int, op: str, dtype: torch.dtype) -> int | None:
-    """What csrc/comm calls this reduction; None where the op does not apply to the dtype."""
-    spec = _REDUCTION_SPECS.get((op, dtype)) if type(op) is str else None
-    return None if spec is None else spec | operation
 
 
 def dtype_code(dtype: torch.dtype) -> int:
@@ -93,7 +88,8 @@ class _Begun:
 
 
 class SharedMemoryTransport:
-    """See `fastpar.comm.transport.Transport` and the module docstring. `timeout` in seconds, `mode` as in `Route`."""
+    """See `fastpar.comm.transport.Transport` and the module docstring. `timeout` in seconds; `mode` as in
+    `Communicator.collectives`."""
 
     def __init__(self, world: LocalWorld, timeout: float, mode: str) -> None:
         self._world = world
@@ -154,7 +150,7 @@ class SharedMemoryTransport:
         if self._mode == "blocking":
             self._world.run(*arguments)
             return InFlight(None, lambda: target)
-        if self._mode == "halves":
+        if self._mode == "split_phase":
             ticket = self._world.begin(*arguments, keep=(x, target))
             return InFlight(_Begun(self._world, ticket), lambda: target)
         ticket = self._world.submit(*arguments, keep=(x, target))

@@ -36,7 +36,7 @@ _WORLDS: weakref.WeakSet[LocalWorld] = weakref.WeakSet()
 def _forbid_in_child() -> None:
     """A forked child has a rank's memory and none of its threads; a call of its would pass for one of its parent's."""
     for world in _WORLDS:
-        world._run = world._submit = world._begin = _refuse
+        world.comm_run = world._submit = world._begin = _refuse
 
 
 def _refuse(*_: Any) -> int:
@@ -56,8 +56,8 @@ class LocalWorld:
 
     def __init__(self, handle: int, ranks: list[int], rank: int) -> None:
         self._library = library()
-        self._handle = handle
-        self._run: Callable[..., int] = self._library.comm_run
+        self.handle = handle
+        self.comm_run: Callable[..., int] = self._library.comm_run  # gives a status for `check_status`
         self._submit: Callable[..., int] = self._library.comm_submit
         self._begin: Callable[..., int] = self._library.comm_begin
         self.ranks, self.rank, self.size = ranks, rank, len(ranks)
@@ -68,21 +68,23 @@ class LocalWorld:
     # `call` is what csrc/comm/c_api.h takes: spec, element_bytes, source, target, count, sizes, output_sizes, timeout.
 
     def run(self, *call: Any) -> None:
-        status = self._run(self._handle, *call)
+        self.check_status(self.comm_run(self.handle, *call))
+
+    def check_status(self, status: int) -> None:
         if status:
             self._library.check_status(status)
 
     def submit(self, *call: Any, keep: Any) -> int:
-        return self._keep(self._submit(self._handle, *call), keep)
+        return self._keep(self._submit(self.handle, *call), keep)
 
     def begin(self, *call: Any, keep: Any) -> int:
-        ticket = self._begin(self._handle, *call)
+        ticket = self._begin(self.handle, *call)
         if not ticket:
             raise CommError(self._library.error_text())
         return self._keep(ticket, keep)
 
     def finish(self, ticket: int) -> None:
-        status = self._library.comm_finish(self._handle, ticket)
+        status = self._library.comm_finish(self.handle, ticket)
         self._let_go(ticket)
         self._library.check_status(status)
 
@@ -100,7 +102,7 @@ class LocalWorld:
         deadline = time.monotonic() + seconds
         while True:
             left = deadline - time.monotonic()
-            status = self._library.comm_wait(self._handle, ticket, min(max(left, 0.0), _WAIT_SLICE_S))
+            status = self._library.comm_wait(self.handle, ticket, min(max(left, 0.0), _WAIT_SLICE_S))
             if status >= 0:
                 self._let_go(ticket)
                 self._library.check_status(status)
@@ -109,11 +111,7 @@ class LocalWorld:
                 return False
 
     def done(self, ticket: int) -> bool:
-        return bool(self._library.comm_done(self._handle, ticket))
-
-    @property
-    def handle(self) -> int:
-        return self._handle
+        return bool(self._library.comm_done(self.handle, ticket))
 
 
 def _destroy(handle: int, owner: int) -> None:
@@ -127,7 +125,7 @@ def _destroy(handle: int, owner: int) -> None:
 
 
 @dataclass(frozen=True)
-class Meeting:
+class HostMeeting:
     """What the ranks of a group found out about each other.
 
     hosts   ranks of the group by host, in the order of each host's lowest rank; each host's in ascending order
@@ -138,7 +136,7 @@ class Meeting:
     world: LocalWorld | None
 
 
-def connect(store: dist.Store, rank: int, size: int, ranks_on_host: int, timeout: float) -> Meeting | str:
+def connect(store: dist.Store, rank: int, size: int, ranks_on_host: int, timeout: float) -> HostMeeting | str:
     """Join the ranks of each host; or say why nothing can be shared, the same answer on every rank.
 
     `ranks_on_host`: of the whole job, as far as one can tell; it decides how long to spin. A store serves one meeting.
@@ -159,7 +157,7 @@ def connect(store: dist.Store, rank: int, size: int, ranks_on_host: int, timeout
     handle = share_memory(meeting, here, Share(create, _connect, library().comm_seal, library().comm_destroy))
     if isinstance(handle, str):
         return handle
-    return Meeting(hosts, LocalWorld(handle, list(here), here.index(rank)) if handle else None)
+    return HostMeeting(hosts, LocalWorld(handle, list(here), here.index(rank)) if handle else None)
 
 
 def _create(here: Sequence[int], rank: int, ranks_on_host: int) -> tuple[int, Memory]:

@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fastpar.comm.groups import carrying_device
+from fastpar.comm.multi_host.collectives import HeaderComparison, HostAllToAll
 from fastpar.comm.multi_host.protocol import Collective, Hierarchy, header_of
-from fastpar.comm.multi_host.transport import AllToAll, Comparison
 from fastpar.comm.transport import InFlight, Transport
 
 
@@ -85,7 +85,7 @@ class CheckedTransport:
         return self._inner.all_gather(x, sizes)
 
     def all_to_all(self, x: Tensor, input_sizes: Sequence[int], output_sizes: Sequence[int]) -> InFlight:
-        self._run(AllToAll(self._rank, x, input_sizes, output_sizes, moves=False))
+        self._run(HostAllToAll(self._rank, x, input_sizes, output_sizes, moves=False))
         return self._inner.all_to_all(x, input_sizes, output_sizes)
 
     def broadcast(self, x: Tensor, src: int) -> InFlight:
@@ -101,7 +101,7 @@ class CheckedTransport:
         return self._inner.barrier()
 
     def _compare(self, header: bytes) -> None:
-        self._run(Comparison(header))
+        self._run(HeaderComparison(header))
 
     def _run(self, call: Collective) -> None:
         hierarchy, deadline = self._hierarchy(), time.monotonic() + self._timeout

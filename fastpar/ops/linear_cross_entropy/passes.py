@@ -223,11 +223,15 @@ class _Run:
         pending: Pending[Tensor] | None = None
         for index, chunk in enumerate(self.chunks):
             if pending is None:
-                pending = comm.in_halves.all_gather(take_rows(hidden, chunk.local), dim=0, sizes=chunk.parts)
+                pending = comm.collectives("split_phase").all_gather(
+                    take_rows(hidden, chunk.local), dim=0, sizes=chunk.parts
+                )
             x = pending.wait()
             if index + 1 < len(self.chunks):
                 following = self.chunks[index + 1]
-                pending = comm.in_halves.all_gather(take_rows(hidden, following.local), dim=0, sizes=following.parts)
+                pending = comm.collectives("split_phase").all_gather(
+                    take_rows(hidden, following.local), dim=0, sizes=following.parts
+                )
             yield chunk, x
 
     def project(self, x: Tensor) -> Tensor:
@@ -258,7 +262,7 @@ class _Run:
         comm = self.problem.comm
         if comm is None:
             return lambda: local.unsqueeze(0)
-        pending = comm.in_halves.all_gather(local, dim=0)
+        pending = comm.collectives("split_phase").all_gather(local, dim=0)
         size = comm.size
         return lambda: pending.wait().view(size, *local.shape)
 
@@ -319,9 +323,9 @@ class _Sums:
             put_rows(hidden, chunk.local, product)
             return lambda: None
         if chunk.parts is None:
-            pending = comm.in_halves.all_reduce(product)
+            pending = comm.collectives("split_phase").all_reduce(product)
         else:
-            pending = comm.in_halves.reduce_scatter(product, dim=0, sizes=chunk.parts)
+            pending = comm.collectives("split_phase").reduce_scatter(product, dim=0, sizes=chunk.parts)
         return lambda: put_rows(hidden, chunk.local, pending.wait())
 
     def result(self) -> Grads:

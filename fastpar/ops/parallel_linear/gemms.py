@@ -51,7 +51,7 @@ def launch(comm: Communicator, name: str, x: Tensor, *, concurrent: bool, **argu
     processor that computes, and waking it costs more than a small collective.
     """
     if concurrent:
-        pending: Pending[Tensor] = getattr(comm.in_halves, name)(x, **arguments)
+        pending: Pending[Tensor] = getattr(comm.collectives("split_phase"), name)(x, **arguments)
         return pending.wait
     result: Tensor = getattr(comm, name)(x, **arguments)
     return lambda: result
