@@ -30,6 +30,10 @@ STABLE_TORCH_LIBRARY(fastpar, m) {
   m.def(
       "vocab_parallel_cross_entropy_backward_(Tensor(a!) logits, Tensor lse, Tensor target, Tensor? weight, Tensor? weight_sum, Tensor grad_loss, Tensor? grad_lse, SymInt vocab_start, SymInt vocab_total, int ignore_index, float label_smoothing, float z_loss, float softcap, float logit_scale) -> ()");
   m.def(
+      "cross_entropy_forward(Tensor logits, Tensor target, Tensor? weight, Tensor? weight_sum, Tensor? denominator, int reduction, int ignore_index, float label_smoothing, float z_loss, float softcap, float logit_scale) -> (Tensor, Tensor, Tensor)");
+  m.def(
+      "cross_entropy_backward(Tensor logits, Tensor lse, Tensor target, Tensor? weight, Tensor? weight_sum, Tensor grad_out, Tensor divisor, SymInt vocab_start, SymInt vocab_total, int ignore_index, float label_smoothing, float z_loss, float softcap, float logit_scale) -> Tensor");
+  m.def(
       "cross_entropy_forward_backward(Tensor logits, Tensor target, Tensor? weight, Tensor? weight_sum, Tensor grad_loss, int ignore_index, float label_smoothing, float z_loss, float softcap, float logit_scale) -> (Tensor, Tensor, Tensor)");
   m.def(
       "cross_entropy_forward_backward_(Tensor(a!) logits, Tensor target, Tensor? weight, Tensor? weight_sum, Tensor grad_loss, int ignore_index, float label_smoothing, float z_loss, float softcap, float logit_scale) -> (Tensor, Tensor)");

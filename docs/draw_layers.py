@@ -27,6 +27,7 @@ PYTHON = [
     ),
     ("ops: check, choose, launch", [("ops", True)]),
     ("plain-PyTorch versions", [("reference", True)]),
+    ("options, checks, formats", [("contracts", True)]),
     ("collectives, files", [("comm", True), ("storage", True)]),
     ("foundations", [("mesh", True), ("_ext (loads _C.so)", True), ("kernels (Triton)", False), ("arguments", True)]),
 ]

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastpar import ops
 from fastpar.ops.cross_entropy import implementation
@@ -421,3 +422,30 @@ def test_a_single_vector_of_logits_is_one_token() -> None:
 def test_int32_targets_are_accepted() -> None:
     logits, target = example(5, 40)
     assert torch.equal(cross_entropy(logits, target.int()), cross_entropy(logits, target))
+
+
+# ---- time of the host ------------------------------------------------------------------------------------------------
+
+
+class OpNames(TorchDispatchMode):
+    """The names of the ops that are called, without those that only look at a tensor another way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in (torch.ops.aten.detach.default, torch.ops.aten.ones_like.default):
+            self.found.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_one_rank_calls_one_op_a_direction(reduction: str) -> None:
+    x, target = torch.randn(4, 9).requires_grad_(), torch.tensor([1, -100, 8, 0])
+    with OpNames() as forward:
+        loss = cross_entropy(x, target, reduction=reduction)
+    with OpNames() as backward:
+        loss.backward()
+    assert forward.found == ["fastpar::cross_entropy_forward"]
+    assert backward.found == ["fastpar::cross_entropy_backward"]

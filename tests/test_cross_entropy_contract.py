@@ -125,12 +125,15 @@ def test_opcheck_passes_for_every_op(name: str) -> None:
     loss, lse = K.vocab_parallel_cross_entropy_merge(*merge)
     backward = (lse, target, weight, weight_sum, torch.ones_like(loss), torch.ones_like(loss), 0, 37, *checked)
     fused = (target, weight, weight_sum, torch.ones_like(loss), *checked)
+    two = (torch.tensor(0.5), torch.tensor(3.0))
     calls = {
         K.vocab_parallel_cross_entropy_stats: (logits, *view),
         K.vocab_parallel_cross_entropy_stats_exp_: (logits.clone(), *view),
         K.vocab_parallel_cross_entropy_merge: merge,
         K.vocab_parallel_cross_entropy_backward: (logits, *backward),
         K.vocab_parallel_cross_entropy_backward_: (logits.clone(), *backward),
+        K.cross_entropy_forward: (logits, target, weight, weight_sum, None, 2, *checked),
+        K.cross_entropy_backward: (logits, lse, target, weight, weight_sum, *two, 0, 37, *checked),
         K.cross_entropy_forward_backward: (logits, *fused),
         K.cross_entropy_forward_backward_: (logits.clone(), *fused),
     }

@@ -128,6 +128,44 @@ def upstream(rows: int, dtype: torch.dtype) -> Tensor:
     return torch.linspace(-1.0, 2.0, rows, dtype=wide(dtype))
 
 
+# ---- one rank --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", TERMS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_call_has_the_bits_of_stats_merge_and_torchs_reduction(dtype: torch.dtype, name: str) -> None:
+    terms, rows, vocab = TERMS[name], 37, 19
+    x, target = example(rows, vocab, dtype=dtype)
+    target[3] = IGNORED
+    loss, lse = merge(stats(x, target, terms).unsqueeze(0), target, terms, vocab)
+    counted = torch.tensor(rows - int((target == IGNORED).sum()), dtype=loss.dtype)
+    given = torch.tensor(1.7, dtype=loss.dtype)
+    one = torch.ones_like(given)
+    expected = {
+        (0, None): (loss, one),
+        (1, None): (loss.sum(), one),
+        (2, None): (loss.sum() / counted, counted),
+        (2, given): (loss.sum() / given, given),
+    }
+    weight, weight_sum = class_weight(terms, vocab, dtype)
+    for (reduction, denominator), wanted in expected.items():
+        arguments = (weight, weight_sum, denominator, reduction, IGNORED, *terms[:4])
+        out, found, divisor = K.cross_entropy_forward(x, target, *arguments)
+        assert torch.equal(found, lse)
+        assert torch.equal(out, wanted[0])
+        assert torch.equal(divisor, wanted[1])
+    upstream_of_all = torch.tensor(0.3, dtype=loss.dtype)
+    options = (0, vocab, IGNORED, *terms[:4])
+    grad = K.cross_entropy_backward(x, lse, target, weight, weight_sum, upstream_of_all, counted, *options)
+    assert torch.equal(grad, backward(x, lse, target, terms, (upstream_of_all / counted).expand(rows)))
+
+
+def test_a_mean_over_no_rows_divides_by_one() -> None:
+    x, target = torch.randn(3, 5), torch.full((3,), IGNORED)
+    out, _, divisor = K.cross_entropy_forward(x, target, None, None, None, 2, IGNORED, *Terms()[:4])
+    assert (out.item(), divisor.item()) == (0.0, 1.0)
+
+
 # ---- every instruction set, type and option --------------------------------------------------------------------------
 
 

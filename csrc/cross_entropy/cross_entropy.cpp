@@ -146,15 +146,11 @@ void merge_rows(const T* gathered, int64_t ranks, int64_t rank_stride, int64_t c
   }
 }
 
-std::tuple<Tensor, Tensor> merge_cpu(const Tensor& gathered_in, const Tensor& target_in, OptionalTensor weight,
-                                     OptionalTensor weight_sum, int64_t vocab_total, int64_t ignore_index,
-                                     double label_smoothing, double z_loss) {
-  check_merge(gathered_in, target_in, label_smoothing != 0.0);
-  const ScalarType dtype = gathered_in.scalar_type();
-  const LossTerms terms = loss_terms(weight, weight_sum, dtype, vocab_total, label_smoothing, z_loss, 0.0, 1.0);
-  const Tensor gathered = with_dense_ranks(gathered_in), target = as_contiguous(target_in);
-  const int64_t ranks = gathered.size(0), rows = target.numel(), stride = gathered.stride(0),
-                columns = gathered.size(2);
+// Every rank's statistics are dense [rows + kHeaderRows, columns], `stride` elements apart.
+std::tuple<Tensor, Tensor> launch_merge(const Tensor& gathered, int64_t ranks, int64_t stride, int64_t columns,
+                                        const Tensor& target, const LossTerms& terms, int64_t ignore_index) {
+  const ScalarType dtype = gathered.scalar_type();
+  const int64_t rows = target.numel();
   Tensor loss = empty_cpu({rows}, dtype);
   Tensor lse = empty_cpu({rows}, ScalarType::Double);
   const int64_t* ids = target.const_data_ptr<int64_t>();
@@ -171,6 +167,83 @@ std::tuple<Tensor, Tensor> merge_cpu(const Tensor& gathered_in, const Tensor& ta
   return {loss, lse};
 }
 
+std::tuple<Tensor, Tensor> merge_cpu(const Tensor& gathered_in, const Tensor& target, OptionalTensor weight,
+                                     OptionalTensor weight_sum, int64_t vocab_total, int64_t ignore_index,
+                                     double label_smoothing, double z_loss) {
+  check_merge(gathered_in, target, label_smoothing != 0.0);
+  const Tensor gathered = with_dense_ranks(gathered_in);
+  const LossTerms terms =
+      loss_terms(weight, weight_sum, gathered.scalar_type(), vocab_total, label_smoothing, z_loss, 0.0, 1.0);
+  return launch_merge(gathered, gathered.size(0), gathered.stride(0), gathered.size(2), as_contiguous(target), terms,
+                      ignore_index);
+}
+
+// ---- one rank -------------------------------------------------------------------------------------------------------
+
+void check_targets(const int64_t* ids, int64_t rows, int64_t vocab, int64_t ignore_index) {
+  const int64_t bad_row = find_bad_row(ids, rows, vocab, ignore_index);
+  FASTPAR_CHECK(bad_row < 0, "target[", bad_row, "] is ", ids[bad_row < 0 ? 0 : bad_row],
+                ", outside the vocabulary [0, ", vocab, ") and not ignore_index (", ignore_index, ")");
+}
+
+enum class Reduction : int64_t { kNone, kSum, kMean };
+
+double number_in(const Tensor& x) {
+  return x.scalar_type() == ScalarType::Double ? *static_cast<const double*>(x.const_data_ptr())
+                                               : static_cast<double>(*static_cast<const float*>(x.const_data_ptr()));
+}
+
+void put_number(const Tensor& x, double value) {
+  if (x.scalar_type() == ScalarType::Double) {
+    *static_cast<double*>(x.mutable_data_ptr()) = value;
+  } else {
+    *static_cast<float*>(x.mutable_data_ptr()) = static_cast<float>(value);
+  }
+}
+
+// a / b, rounded as their dtype is: a quotient of floats that is rounded to double first rounds the same way.
+double quotient(const Tensor& a, const Tensor& b) { return number_in(a) / number_in(b); }
+
+void check_number(const char* name, const Tensor& x, ScalarType dtype) {
+  FASTPAR_CHECK(x.scalar_type() == dtype && x.numel() == 1, name,
+                " must be one number, float64 for float64 logits and float32 for others");
+}
+
+// (the rows' losses or their sum or mean, lse, what a mean divides by or 1) where this rank has the whole vocabulary:
+// stats, merge and the reduction in one call.
+std::tuple<Tensor, Tensor, Tensor> forward_cpu(const Tensor& logits_in, const Tensor& target_in, OptionalTensor weight,
+                                               OptionalTensor weight_sum, OptionalTensor denominator,
+                                               int64_t reduction_in, int64_t ignore_index, double label_smoothing,
+                                               double z_loss, double softcap, double logit_scale) {
+  check_logits_and_target(logits_in, target_in);
+  const Tensor logits = with_contiguous_rows(logits_in), target = as_contiguous(target_in);
+  const int64_t rows = target.numel(), vocab = logits.size(logits.dim() - 1);
+  const int64_t* ids = target.const_data_ptr<int64_t>();
+  check_targets(ids, rows, vocab, ignore_index);
+  const bool smoothing = label_smoothing != 0.0;
+  const Tensor stats =
+      launch_stats(logits, target, weight, 0, vocab, ignore_index, smoothing, softcap, logit_scale, 0, false);
+  const ScalarType dtype = stats.scalar_type();
+  const LossTerms terms = loss_terms(weight, weight_sum, dtype, vocab, label_smoothing, z_loss, 0.0, 1.0);
+  const auto [loss, lse] = launch_merge(stats, 1, stats.numel(), stats.size(1), target, terms, ignore_index);
+  const Reduction reduction = static_cast<Reduction>(reduction_in);
+  Tensor divisor = empty_cpu({}, dtype);
+  if (reduction == Reduction::kMean && denominator.has_value()) {
+    check_number("denominator", *denominator, dtype);
+    put_number(divisor, number_in(*denominator));
+  } else {
+    int64_t counted = 0;
+    if (reduction == Reduction::kMean) {
+      for (int64_t row = 0; row < rows; ++row) counted += ids[row] != ignore_index;
+    }
+    put_number(divisor, counted > 0 ? static_cast<double>(counted) : 1.0);
+  }
+  if (reduction == Reduction::kNone) return {loss, lse, divisor};
+  Tensor out = torch::stable::sum(loss);
+  if (reduction == Reduction::kMean) put_number(out, quotient(out, divisor));
+  return {out, lse, divisor};
+}
+
 // ---- backward -------------------------------------------------------------------------------------------------------
 
 bool should_stream(const Tensor& logits, const Tensor& grad) {
@@ -179,9 +252,9 @@ bool should_stream(const Tensor& logits, const Tensor& grad) {
 }
 
 void launch_backward(const Tensor& logits, const Tensor& lse_in, const Tensor& target_in, const OptionalTensor& weight,
-                     const OptionalTensor& weight_sum, const Tensor& grad_loss, const OptionalTensor& grad_lse,
-                     int64_t vocab_start, int64_t vocab_total, int64_t ignore_index, double label_smoothing,
-                     double z_loss, double softcap, double logit_scale, const Tensor& grad) {
+                     const OptionalTensor& weight_sum, const void* grad_loss, int64_t grad_loss_stride,
+                     const OptionalTensor& grad_lse, int64_t vocab_start, int64_t vocab_total, int64_t ignore_index,
+                     double label_smoothing, double z_loss, double softcap, double logit_scale, const Tensor& grad) {
   const LogitsType type = logits_type(logits);
   const int64_t rows = target_in.numel(), vocab = logits.size(logits.dim() - 1);
   check_columns(vocab, vocab_start, vocab_total);
@@ -194,8 +267,8 @@ void launch_backward(const Tensor& logits, const Tensor& lse_in, const Tensor& t
                                     vocab,
                                     lse.const_data_ptr<double>(),
                                     target.const_data_ptr<int64_t>(),
-                                    grad_loss.const_data_ptr(),
-                                    row_stride(grad_loss),
+                                    grad_loss,
+                                    grad_loss_stride,
                                     grad_lse.has_value() ? grad_lse->const_data_ptr() : nullptr,
                                     grad_lse.has_value() ? row_stride(*grad_lse) : 0,
                                     vocab_start,
@@ -215,8 +288,29 @@ Tensor backward_cpu(const Tensor& logits_in, const Tensor& lse, const Tensor& ta
   check_backward(logits_in, lse, target, grad_loss, grad_lse);
   const Tensor logits = with_contiguous_rows(logits_in);
   Tensor grad = empty_cpu(sizes_of(logits), logits.scalar_type());
-  launch_backward(logits, lse, target, weight, weight_sum, grad_loss, grad_lse, vocab_start, vocab_total, ignore_index,
-                  label_smoothing, z_loss, softcap, logit_scale, grad);
+  launch_backward(logits, lse, target, weight, weight_sum, grad_loss.const_data_ptr(), row_stride(grad_loss), grad_lse,
+                  vocab_start, vocab_total, ignore_index, label_smoothing, z_loss, softcap, logit_scale, grad);
+  return grad;
+}
+
+// The gradient of a loss that is one number: every row's upstream gradient is grad_out / divisor.
+Tensor backward_reduced_cpu(const Tensor& logits_in, const Tensor& lse, const Tensor& target, OptionalTensor weight,
+                            OptionalTensor weight_sum, const Tensor& grad_out, const Tensor& divisor,
+                            int64_t vocab_start, int64_t vocab_total, int64_t ignore_index, double label_smoothing,
+                            double z_loss, double softcap, double logit_scale) {
+  check_logits_and_target(logits_in, target);
+  const Tensor logits = with_contiguous_rows(logits_in);
+  const ScalarType dtype = stats_dtype(logits_type(logits));
+  FASTPAR_CHECK(lse.scalar_type() == ScalarType::Double && lse.numel() == target.numel(), "lse must be float64 [",
+                target.numel(), "]");
+  check_number("grad_out", grad_out, dtype);
+  check_number("divisor", divisor, dtype);
+  const double wide = quotient(grad_out, divisor);
+  const float narrow = static_cast<float>(wide);
+  const void* grad_loss = dtype == ScalarType::Double ? static_cast<const void*>(&wide) : &narrow;
+  Tensor grad = empty_cpu(sizes_of(logits), logits.scalar_type());
+  launch_backward(logits, lse, target, weight, weight_sum, grad_loss, 0, std::nullopt, vocab_start, vocab_total,
+                  ignore_index, label_smoothing, z_loss, softcap, logit_scale, grad);
   return grad;
 }
 
@@ -226,8 +320,8 @@ void backward_inplace_cpu(Tensor logits, const Tensor& lse, const Tensor& target
                           double z_loss, double softcap, double logit_scale) {
   check_backward(logits, lse, target, grad_loss, grad_lse);
   check_inplace(logits);
-  launch_backward(logits, lse, target, weight, weight_sum, grad_loss, grad_lse, vocab_start, vocab_total, ignore_index,
-                  label_smoothing, z_loss, softcap, logit_scale, logits);
+  launch_backward(logits, lse, target, weight, weight_sum, grad_loss.const_data_ptr(), row_stride(grad_loss), grad_lse,
+                  vocab_start, vocab_total, ignore_index, label_smoothing, z_loss, softcap, logit_scale, logits);
 }
 
 // ---- both at once ---------------------------------------------------------------------------------------------------
@@ -244,9 +338,7 @@ std::tuple<Tensor, Tensor> launch_fused(const Tensor& logits, const Tensor& targ
   const LossTerms terms =
       loss_terms(weight, weight_sum, stats_dtype(type), vocab, label_smoothing, z_loss, softcap, logit_scale);
   const int64_t* ids = target.const_data_ptr<int64_t>();
-  const int64_t bad_row = find_bad_row(ids, rows, vocab, ignore_index);
-  FASTPAR_CHECK(bad_row < 0, "target[", bad_row, "] is ", ids[bad_row < 0 ? 0 : bad_row],
-                ", outside the vocabulary [0, ", vocab, ") and not ignore_index (", ignore_index, ")");
+  check_targets(ids, rows, vocab, ignore_index);
   Tensor loss = empty_cpu({rows}, stats_dtype(type));
   Tensor lse = empty_cpu({rows}, ScalarType::Double);
   const FusedArguments arguments{logits.const_data_ptr(),
@@ -299,6 +391,8 @@ STABLE_TORCH_LIBRARY_IMPL(fastpar, CPU, m) {
   m.impl("vocab_parallel_cross_entropy_merge", TORCH_BOX(&fastpar::merge_cpu));
   m.impl("vocab_parallel_cross_entropy_backward", TORCH_BOX(&fastpar::backward_cpu));
   m.impl("vocab_parallel_cross_entropy_backward_", TORCH_BOX(&fastpar::backward_inplace_cpu));
+  m.impl("cross_entropy_forward", TORCH_BOX(&fastpar::forward_cpu));
+  m.impl("cross_entropy_backward", TORCH_BOX(&fastpar::backward_reduced_cpu));
   m.impl("cross_entropy_forward_backward", TORCH_BOX(&fastpar::forward_backward_cpu));
   m.impl("cross_entropy_forward_backward_", TORCH_BOX(&fastpar::forward_backward_inplace_cpu));
 }

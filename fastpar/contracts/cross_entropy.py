@@ -167,19 +167,19 @@ def target_weight(weight: Tensor, ids: Tensor) -> Tensor:
 
 
 def mean_denominator(
-    target: Tensor, weight: Tensor | None, options: LossOptions, denominator: float | Tensor | None, like: Tensor
+    target: Tensor, weight: Tensor | None, options: LossOptions, denominator: float | Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """What a mean divides by, as a scalar of like's dtype and device: `denominator`, or the (weighted) number of rows
-    that count; 1 where that is 0, so that a mean over nothing is 0.
+    """What a mean divides by, as a scalar of this dtype on target's device: `denominator`, or the (weighted) number of
+    rows that count; 1 where that is 0, so that a mean over nothing is 0.
     """
     if denominator is not None:
         if isinstance(denominator, Tensor):
-            return denominator.detach().reshape(()).to(device=like.device, dtype=like.dtype)
-        return like.new_tensor(denominator)
+            return denominator.detach().reshape(()).to(device=target.device, dtype=dtype)
+        return torch.tensor(denominator, dtype=dtype, device=target.device)
     counted = target != options.ignore_index
     if weight is None:
-        return counted.sum().clamp(min=1).to(like.dtype)
-    total = target_weight(weight, target.reshape(-1)).masked_fill(~counted.reshape(-1), 0.0).sum().to(like.dtype)
+        return counted.sum().clamp(min=1).to(dtype)
+    total = target_weight(weight, target.reshape(-1)).masked_fill(~counted.reshape(-1), 0.0).sum().to(dtype)
     return torch.where(total == 0, torch.ones_like(total), total)
 
 
@@ -190,9 +190,10 @@ def reduce_loss(loss: Tensor, target: Tensor, reduction: str, divisor: Tensor | 
     return loss.sum() if divisor is None else loss.sum() / divisor
 
 
-def expand_grad(grad: Tensor | None, divisor: Tensor | None, rows: int, like: Tensor) -> Tensor:
-    """Gradient of every row's loss, [rows] of like's dtype, from the gradient of the reduced loss (None: zero)."""
+def expand_grad(grad: Tensor | None, divisor: Tensor | None, target: Tensor, dtype: torch.dtype) -> Tensor:
+    """Gradient of every row's loss, [rows] of this dtype, from the gradient of the reduced loss (None: zero)."""
     if grad is None:
-        return like.new_zeros(()).expand(rows)
-    scaled = grad.to(like.dtype) if divisor is None else grad.to(like.dtype) / divisor
-    return scaled.reshape(-1).expand(rows)
+        return target.new_zeros((), dtype=dtype).expand(target.numel())
+    scaled = grad.to(dtype) if divisor is None else grad.to(dtype) / divisor
+    # A scalar is expanded, not copied: kernels take rows any distance apart, 0 included.
+    return scaled.expand(target.numel()) if scaled.dim() == 0 else scaled.reshape(-1)

@@ -89,8 +89,7 @@ def with_header(rows: Tensor, shard: Shard, bad_row: int = -1, checksum: int = 0
 
 def read_headers(gathered: Tensor) -> list[list[int]]:
     """[size, start, total, 1 + bad row, checksum] of every rank, from [ranks, N + 3, C]; waits for the device."""
-    count = 5 if gathered.dtype == torch.float64 else 9
-    words = gathered[:, -HEADER_ROWS:].flatten(1)[:, :count].contiguous().view(torch.int32)[:, :9].tolist()
+    words = gathered[:, -HEADER_ROWS:].flatten(1).contiguous().view(torch.int32)[:, :9].tolist()
     return [list(struct.unpack("=4qi", struct.pack("=9i", *header))) for header in words]
 
 

@@ -30,6 +30,8 @@ CUDA_ARCHS = tuple(filter(None, _ext.build_info()["cuda_archs"].split(",")))
 # Functions of a family, as its reference names them, and the compiled ops that they are.
 _COMPILED = {
     "cross_entropy": {
+        "forward": "cross_entropy_forward",  # these two for CPU alone
+        "reduced_backward": "cross_entropy_backward",
         "stats": "vocab_parallel_cross_entropy_stats",
         "merge": "vocab_parallel_cross_entropy_merge",
         "backward": "vocab_parallel_cross_entropy_backward",

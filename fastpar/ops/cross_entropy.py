@@ -14,9 +14,10 @@ label smoothing a and z-loss coefficient k, from logits x:
 
 Three ops. `stats` reads this rank's logits once and leaves three numbers a row: maximum m of z, sum s of exp(z - m),
 and the target's z; with smoothing also the sum of w z, as two float32 numbers. All ranks' numbers travel in the one
-collective. `merge` combines them in rank order, so that every rank has the same bits. `backward` needs no other rank:
-it reads the logits again, recomputes the exponentials, and writes the gradient in the logits' dtype. The target's entry
-is delta p_y + gamma expm1(z_y - lse) - beta w_y: p_y - 1 would cancel where the model is confident.
+collective. `merge` combines them in rank order, so that every rank has the same bits. On one rank CPU's `forward` is
+both. `backward` needs no other rank: it reads the logits again, recomputes the exponentials, and writes the gradient in
+the logits' dtype. The target's entry is delta p_y + gamma expm1(z_y - lse) - beta w_y: p_y - 1 would cancel where the
+model is confident.
 
 What is saved for backward: the logits themselves (no copy), the targets, and lse, 8 bytes a row. Megatron-LM instead
 saves a float32 softmax, after three all-reduces; Liger does the same with one fewer read.
@@ -38,6 +39,7 @@ import torch
 from torch import Tensor
 
 from fastpar.arguments import checked
+from fastpar.comm.ranges import annotate
 from fastpar.contracts import communicator, compute_dtype
 from fastpar.contracts.agreement import Call, call_of, tensor_checksum
 from fastpar.contracts.cross_entropy import (
@@ -52,7 +54,7 @@ from fastpar.contracts.cross_entropy import (
     shifted,
 )
 from fastpar.contracts.dtensor_logits import local_tensor, unwrap
-from fastpar.contracts.vocab_shard import HEADER_ROWS, Shard, check_headers, exchange, resolve_shard
+from fastpar.contracts.vocab_shard import HEADER_ROWS, Shard, check_headers, check_target_range, exchange, resolve_shard
 from fastpar.ops._autograd import first_derivative_only, scale_by_upstream_
 from fastpar.ops._backends import kernels_of
 
@@ -62,6 +64,7 @@ if TYPE_CHECKING:
 # ---- launchers -------------------------------------------------------------------------------------------------------
 
 implementation = kernels_of("cross_entropy")
+REDUCTION_CODES = {"none": 0, "sum": 1, "mean": 2}  # enum Reduction of csrc/cross_entropy/cross_entropy.cpp
 
 
 class Problem(NamedTuple):
@@ -79,39 +82,73 @@ class Problem(NamedTuple):
         return 0 if self.call is None else self.call.checksum
 
 
-def forward(logits: Tensor, target: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
-    """(loss [N], lse [N] float64), with one collective if there is a communicator."""
+class Reduction(NamedTuple):
+    """How the rows' losses become the result; a mean divides by `denominator`, or by the number of rows that count."""
+
+    name: str
+    denominator: float | Tensor | None
+    return_lse: bool
+
+    def divisor(self, target: Tensor, problem: Problem, dtype: torch.dtype) -> Tensor | None:
+        if self.name != "mean":
+            return None
+        return mean_denominator(target, problem.weight, problem.options, self.denominator, dtype)
+
+
+def forward(
+    logits: Tensor, target: Tensor, problem: Problem, reduction: Reduction
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(loss, lse [N] float64, what the rows' sum was divided by), with one collective if there is a communicator."""
     ops, options, shard = implementation(logits), problem.options, problem.shard
-    local = ops.stats(
-        logits,
-        target,
-        problem.weight,
-        shard.start,
-        shard.total,
-        options.ignore_index,
-        options.smoothing,
-        options.softcap,
-        options.logit_scale,
-        problem.checksum,
-    )
-    return merge(exchange(local, problem.comm), target, problem)
+    if problem.comm is None and _has_short_ops(logits, ops):
+        return _forward_at_once(ops, logits, target, problem, reduction)
+    with annotate("fastpar::cross_entropy"):
+        local = ops.stats(
+            logits,
+            target,
+            problem.weight,
+            shard.start,
+            shard.total,
+            options.ignore_index,
+            options.smoothing,
+            options.softcap,
+            options.logit_scale,
+            problem.checksum,
+        )
+        gathered = exchange(local, problem.comm)
+        check_headers(gathered, target, options.ignore_index, "target", problem.call)
+        loss, lse = ops.merge(
+            gathered,
+            target.reshape(-1),
+            problem.weight,
+            problem.weight_sum,
+            shard.total,
+            options.ignore_index,
+            options.label_smoothing,
+            options.z_loss,
+        )
+        divisor = reduction.divisor(target, problem, loss.dtype)
+        return reduce_loss(loss, target, reduction.name, divisor), lse, divisor
 
 
-def merge(gathered: Tensor, target: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
-    """(loss [N], lse [N] float64) from every rank's statistics; raises what the ranks' headers say is wrong."""
-    options = problem.options
-    check_headers(gathered, target, options.ignore_index, "target", problem.call)
-    loss, lse = implementation(gathered).merge(
-        gathered,
-        target.reshape(-1),
-        problem.weight,
-        problem.weight_sum,
-        problem.shard.total,
-        options.ignore_index,
-        options.label_smoothing,
-        options.z_loss,
-    )
-    return loss, lse
+def _has_short_ops(logits: Tensor, ops: Any) -> bool:
+    """One op a direction instead of five: what tiny batches cost is calls. In eager code on CPU."""
+    return logits.is_cpu and hasattr(ops, "forward") and not torch.compiler.is_compiling()
+
+
+def _forward_at_once(
+    ops: Any, logits: Tensor, target: Tensor, problem: Problem, reduction: Reduction
+) -> tuple[Tensor, Tensor, Tensor]:
+    # The op counts rows itself; weighted means and given denominators are told to it.
+    is_counted = reduction.denominator is None and problem.weight is None
+    divisor = None if is_counted else reduction.divisor(target, problem, compute_dtype(logits.dtype))
+    terms = (problem.weight, problem.weight_sum, divisor, REDUCTION_CODES[reduction.name], *problem.options)
+    try:
+        out, lse, divisor = ops.forward(logits, target, *terms)
+    except RuntimeError:
+        check_target_range(target, problem.shard.total, problem.options.ignore_index)  # IndexError, with the position
+        raise
+    return out if reduction.name != "none" else out.reshape(target.shape), lse, divisor
 
 
 # ---- fakes -----------------------------------------------------------------------------------------------------------
@@ -153,6 +190,18 @@ def _(logits: Tensor, *arguments: Any) -> None:
     return None
 
 
+@torch.library.register_fake("fastpar::cross_entropy_forward")
+def _(logits: Tensor, target: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    rows, dtype, reduction = target.numel(), compute_dtype(logits.dtype), arguments[3]
+    loss = logits.new_empty((rows,) if reduction == REDUCTION_CODES["none"] else (), dtype=dtype)
+    return loss, loss.new_empty((rows,), dtype=torch.float64), loss.new_empty(())
+
+
+@torch.library.register_fake("fastpar::cross_entropy_backward")
+def _(logits: Tensor, *arguments: Any) -> Tensor:
+    return torch.empty_like(logits, memory_format=torch.contiguous_format)
+
+
 @torch.library.register_fake("fastpar::cross_entropy_forward_backward_")
 def _(logits: Tensor, target: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     rows, dtype = target.numel(), compute_dtype(logits.dtype)
@@ -174,69 +223,71 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        logits: Tensor,
-        target: Tensor,
-        divisor: Tensor | None,
-        problem: Problem,
-        reduction: str,
-        inplace: bool,
-        return_lse: bool,
+        ctx: Any, logits: Tensor, target: Tensor, problem: Problem, reduction: Reduction, inplace: bool
     ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
         ctx.in_forward = None
         if _writes_gradient_in_forward(logits, problem, reduction, inplace):
             one = torch.ones((), dtype=compute_dtype(logits.dtype), device=logits.device)
-            grad_loss = expand_grad(one, divisor, target.numel(), one)
+            divisor = reduction.divisor(target, problem, one.dtype)
+            grad_loss = expand_grad(one, divisor, target, one.dtype)
             terms = (problem.weight, problem.weight_sum, grad_loss, *problem.options)
             loss, lse, ctx.in_forward = implementation(logits).forward_backward(logits, target, *terms)
+            out = reduce_loss(loss, target, reduction.name, divisor)
         else:
-            loss, lse = forward(logits, target, problem)
+            out, lse, divisor = forward(logits, target, problem, reduction)
         ctx.save_for_backward(logits, target, lse, divisor, problem.weight, problem.weight_sum)
-        ctx.shard, ctx.options, ctx.inplace = problem.shard, problem.options, inplace
-        out = reduce_loss(loss, target, reduction, divisor)
-        return out, lse.to(loss.dtype).reshape(target.shape) if return_lse else None
+        ctx.shard, ctx.options, ctx.inplace, ctx.is_consumed = problem.shard, problem.options, inplace, False
+        ctx.is_reduced = reduction.name != "none"
+        return out, lse.to(out.dtype).reshape(target.shape) if reduction.return_lse else None
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        if ctx.inplace and getattr(ctx, "is_consumed", False):
-            raise RuntimeError(
-                "this loss was computed with inplace_backward=True: its first backward wrote the gradient over the "
-                "logits, so it cannot run a second time. Use inplace_backward=False where backward runs more than once."
-            )
-        logits, target, lse, divisor, weight, weight_sum = ctx.saved_tensors
-        grad_out, grad_lse = grads[0], grads[1]
-        prepared, ctx.in_forward = ctx.in_forward, None
+        if not torch.is_grad_enabled():  # as ever, but for create_graph=True
+            return _gradient(ctx, *grads), None, None, None, None
         with torch.no_grad():
-            if prepared is not None and grad_out is not None and grad_lse is None:
-                grad = scale_by_upstream_(prepared, grad_out)
-            else:
-                like = torch.empty((), dtype=compute_dtype(logits.dtype), device=logits.device)
-                grad_loss = expand_grad(grad_out, divisor, target.numel(), like)
-                if grad_lse is not None:
-                    grad_lse = grad_lse.to(like.dtype).reshape(-1)
-                where = (ctx.shard.start, ctx.shard.total)
-                arguments = (lse, target, weight, weight_sum, grad_loss, grad_lse, *where, *ctx.options)
-                if ctx.inplace:
-                    grad = logits.detach()
-                    implementation(logits).backward_(grad, *arguments)
-                    ctx.is_consumed = True
-                    # Whoever else saved these logits must not compute with what is in them now.
-                    torch.autograd.graph.increment_version(logits)
-                else:
-                    grad = implementation(logits).backward(logits, *arguments)
-        grad = first_derivative_only(
-            grad, "vocab_parallel_cross_entropy", "torch.nn.functional.cross_entropy", logits, *grads
+            grad = _gradient(ctx, *grads)
+        once = ("vocab_parallel_cross_entropy", "torch.nn.functional.cross_entropy", ctx.saved_tensors[0], *grads)
+        return first_derivative_only(grad, *once), None, None, None, None
+
+
+def _gradient(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Tensor:
+    if ctx.is_consumed:
+        raise RuntimeError(
+            "this loss was computed with inplace_backward=True: its first backward wrote the gradient over the "
+            "logits, so it cannot run a second time. Use inplace_backward=False where backward runs more than once."
         )
-        return grad, None, None, None, None, None, None
+    logits, target, lse, divisor, weight, weight_sum = ctx.saved_tensors
+    prepared, ctx.in_forward = ctx.in_forward, None
+    if prepared is not None and grad_out is not None and grad_lse is None:
+        return scale_by_upstream_(prepared, grad_out)
+    ops, where = implementation(logits), (ctx.shard.start, ctx.shard.total, *ctx.options)
+    is_reduced = ctx.is_reduced and divisor is not None and grad_out is not None and grad_lse is None
+    if is_reduced and not ctx.inplace and _has_short_ops(logits, ops):
+        grad: Tensor = ops.reduced_backward(logits, lse, target, weight, weight_sum, grad_out, divisor, *where)
+        return grad
+    dtype = compute_dtype(logits.dtype)
+    grad_loss = expand_grad(grad_out, divisor if ctx.is_reduced else None, target, dtype)
+    if grad_lse is not None:
+        grad_lse = grad_lse.to(dtype).reshape(-1)
+    arguments = (lse, target, weight, weight_sum, grad_loss, grad_lse, *where)
+    if not ctx.inplace:
+        grad = ops.backward(logits, *arguments)
+        return grad
+    grad = logits.detach()
+    ops.backward_(grad, *arguments)
+    ctx.is_consumed = True
+    # Whoever else saved these logits must not compute with what is in them now.
+    torch.autograd.graph.increment_version(logits)
+    return grad
 
 
-def _writes_gradient_in_forward(logits: Tensor, problem: Problem, reduction: str, inplace: bool) -> bool:
+def _writes_gradient_in_forward(logits: Tensor, problem: Problem, reduction: Reduction, inplace: bool) -> bool:
     """See the module docstring."""
     return (
-        logits.device.type == "cuda"
+        logits.is_cuda
         and problem.comm is None
-        and reduction != "none"
+        and reduction.name != "none"
         and not inplace
         and not torch.compiler.is_compiling()
     )
@@ -356,31 +407,28 @@ def vocab_parallel_cross_entropy(
     options = check_options(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
     comm = communicator(group)
     shard = resolve_shard(logits.shape[-1], vocab_range, comm)
-    weight = None if weight is None else local_tensor(weight, "weight")
-    weight, weight_sum = check_weight(weight, shard.total, logits, options)
-    call = call_of(
-        comm,
-        logits,
-        "vocab_parallel_cross_entropy",
-        **options._asdict(),
-        weight=tensor_checksum(weight),
-        reduction=reduction,
-        denominator=tensor_checksum(denominator),
-    )
+    weight_sum, call = None, None
+    if weight is not None:
+        weight, weight_sum = check_weight(local_tensor(weight, "weight"), shard.total, logits, options)
+    if comm is not None:
+        call = call_of(
+            comm,
+            logits,
+            "vocab_parallel_cross_entropy",
+            **options._asdict(),
+            weight=tensor_checksum(weight),
+            reduction=reduction,
+            denominator=tensor_checksum(denominator),
+        )
     problem = Problem(shard, comm, options, weight, weight_sum, call)
     target = shifted(target.long(), shift, ignore_index)
     if logits.shape[-1] > 1 and logits.stride(-1) != 1:
         logits = logits.contiguous()
-    divisor = None
-    if reduction == "mean":
-        like = torch.empty((), dtype=compute_dtype(logits.dtype), device=logits.device)
-        divisor = mean_denominator(target, weight, options, denominator, like)
+    way = Reduction(reduction, denominator, return_lse)
     if torch.is_grad_enabled() and logits.requires_grad:
         inplace = inplace_backward and not torch.compiler.is_compiling()
-        arguments = (problem, reduction, inplace, return_lse)
-        loss, lse = _VocabParallelCrossEntropy.apply(logits, target, divisor, *arguments)
+        loss, lse = _VocabParallelCrossEntropy.apply(logits, target, problem, way, inplace)
     else:
-        rows, lse = forward(logits, target, problem)
-        loss = reduce_loss(rows, target, reduction, divisor)
-        lse = lse.to(loss.dtype).reshape(target.shape)
+        loss, lse, _ = forward(logits, target, problem, way)
+        lse = lse.to(loss.dtype).reshape(target.shape) if return_lse else lse
     return (loss, lse) if return_lse else loss

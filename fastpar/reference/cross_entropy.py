@@ -335,7 +335,7 @@ def vocab_parallel_cross_entropy(
         loss = share / max(shard.total, 1) * spread + ((1.0 - share) * loss if share < 1.0 else 0.0)
     loss = (loss + options.z_loss * lse.square()).masked_fill(ignored, 0.0)
 
-    divisor = mean_denominator(target, weight, options, denominator, loss) if reduction == "mean" else None
+    divisor = mean_denominator(target, weight, options, denominator, loss.dtype) if reduction == "mean" else None
     dtype = compute_dtype(logits.dtype)
     out = reduce_loss(loss, target, reduction, divisor).to(dtype)
     return (out, lse.to(dtype).reshape(target.shape)) if return_lse else out

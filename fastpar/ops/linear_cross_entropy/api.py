@@ -310,8 +310,8 @@ def linear_cross_entropy(
     )
     divisor = None
     if reduction == "mean":
-        like = torch.empty((), dtype=compute_dtype(inputs.hidden.dtype), device=hidden.device)
-        divisor = mean_denominator(inputs.target, problem.weight, problem.options, denominator, like)
+        dtype = compute_dtype(inputs.hidden.dtype)
+        divisor = mean_denominator(inputs.target, problem.weight, problem.options, denominator, dtype)
     needs_grad = any(x is not None and x.requires_grad for x in inputs[:3])
     if not (torch.is_grad_enabled() and needs_grad):
         if torch.compiler.is_compiling():

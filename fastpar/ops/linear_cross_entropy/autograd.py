@@ -66,7 +66,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         grad_loss = None
         if call.reduction != "none" and not call.return_lse and hidden.dtype != torch.float16:
             one = torch.ones((), dtype=compute_dtype(hidden.dtype), device=hidden.device)
-            grad_loss = expand_grad(one, divisor, target.numel(), one)
+            grad_loss = expand_grad(one, divisor, target, one.dtype)
         prepared = Grads(None, None, None)
         if is_compiling:
             loss, lse, prepared = compiled_forward(inputs, call.problem, call.layout, grad_loss, ctx.wants)
@@ -110,10 +110,10 @@ def _recompute_arguments(
 ) -> tuple[Inputs, Problem, Layout, Tensor, Tensor, Tensor | None]:
     """What `gradients` takes, but for `wants`."""
     hidden, weight, bias, target, lse, divisor = ctx.saved_tensors[:6]
-    like = torch.empty((), dtype=compute_dtype(hidden.dtype), device=hidden.device)
-    grad_loss = expand_grad(grad_out, divisor, target.numel(), like)
+    dtype = compute_dtype(hidden.dtype)
+    grad_loss = expand_grad(grad_out, divisor, target, dtype)
     if grad_lse is not None:
-        grad_lse = grad_lse.to(like.dtype).reshape(-1)
+        grad_lse = grad_lse.to(dtype).reshape(-1)
     inputs = Inputs(hidden, weight, bias, target)
     return inputs, ctx.call.problem, ctx.call.layout, lse, grad_loss, grad_lse
 

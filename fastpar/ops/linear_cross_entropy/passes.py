@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from fastpar.comm import Pending
+from fastpar.comm.ranges import annotate
 from fastpar.contracts import compute_dtype
 from fastpar.contracts.vocab_shard import check_headers, check_target_range
 from fastpar.ops import cross_entropy as family
@@ -66,7 +67,7 @@ class Grads(NamedTuple):
 
 def losses(inputs: Inputs, problem: Problem, layout: Layout) -> tuple[Tensor, Tensor]:
     """(loss [N], lse [N] float64); rows that were left out have 0 in both."""
-    with _own_dtypes(inputs):
+    with annotate("fastpar::linear_cross_entropy::losses"), _own_dtypes(inputs):
         run = _Run(inputs, problem, layout)
         loss, lse = run.new_rows()
         previous: tuple[RowChunk, Tensor, Callable[[], Tensor]] | None = None
@@ -85,7 +86,7 @@ def losses_and_gradients(
     inputs: Inputs, problem: Problem, layout: Layout, grad_loss: Tensor, wants: Wants
 ) -> tuple[Tensor, Tensor, Grads]:
     """(loss, lse, gradients of sum_n grad_loss[n] loss[n])."""
-    with _own_dtypes(inputs):
+    with annotate("fastpar::linear_cross_entropy::losses_and_gradients"), _own_dtypes(inputs):
         run = _Run(inputs, problem, layout, wants)
         loss, lse = run.new_rows()
         if problem.comm is None:
@@ -115,7 +116,7 @@ def gradients(
     wants: Wants,
 ) -> Grads:
     """Gradients of sum_n grad_loss[n] loss[n] + grad_lse[n] lse[n]; the logits are computed again."""
-    with _own_dtypes(inputs):
+    with annotate("fastpar::linear_cross_entropy::gradients"), _own_dtypes(inputs):
         run = _Run(inputs, problem, layout, wants)
         sums = _Sums(run, wants, corrected=False)
         for chunk, x in run.hidden_chunks():
