@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fastpar import ops, reference
 from fastpar.ops._weight_grad import WeightGrad, sum_bytes, weighted_sum
 from fastpar.ops.linear_cross_entropy import api, passes, row_chunks
-from fastpar.ops.linear_cross_entropy.passes import Inputs, Layout, Wants
+from fastpar.ops.linear_cross_entropy.passes import LinearLossInputs, LinearLossLayout, LinearLossWants
 from fastpar.ops.linear_cross_entropy.row_chunks import rows_per_chunk, split_rows, split_sequence
 from tests.linear_cross_entropy_cases import DTYPES, OPTIONS, assert_close_to_exact, example, options_for, plain, run
 
@@ -75,7 +75,7 @@ def test_any_number_of_chunks_gives_the_same_result(dtype: torch.dtype, chunks: 
     *tensors, target = example((1040,), 16, 67, dtype)
     target[target == -100] = 5  # all 1040 rows
     budget = chunk_bytes_for(chunks, tuple(tensors), 1040)
-    layout = Layout(None, budget, every_row=False)
+    layout = LinearLossLayout(None, budget, every_row=False)
     assert len(split_rows(target, None, 67 * dtype.itemsize, layout.chunk_bytes)) == chunks
     found = run(linear_cross_entropy, tensors, target, chunk_bytes=budget)
     exact = plain(tensors, target, torch.float64)
@@ -419,11 +419,11 @@ def test_opcheck_passes_for_both_ops() -> None:
 
     hidden, weight, bias, target = example((40,), 16, 12)
     inputs, problem, layout = api._prepare(hidden, weight, target, every_row=False, bias=bias)
-    assert isinstance(inputs, Inputs)
+    assert isinstance(inputs, LinearLossInputs)
     grad_loss = torch.linspace(0.0, 1.0, 40)
     forward = torch.ops.fastpar.linear_cross_entropy_forward
     backward = torch.ops.fastpar.linear_cross_entropy_backward
-    for wants in (Wants(True, True, True), Wants(False, True, False)):
+    for wants in (LinearLossWants(True, True, True), LinearLossWants(False, True, False)):
         packed = _pack(problem, layout, wants)
         torch.library.opcheck(forward, (*inputs, grad_loss, *packed))
         _, lse, *_ = forward(*inputs, None, *packed)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 NOTE_BYTES = 1024
 
 
-class Call(NamedTuple):
+class AgreedCall(NamedTuple):
     """One rank's call of an op: what the others must have called as well."""
 
     op: str
@@ -29,13 +29,13 @@ class Call(NamedTuple):
     checksum: int
 
 
-def call_of(comm: Communicator | None, like: Tensor, op: str, **options: Any) -> Call | None:
+def call_of(comm: Communicator | None, like: Tensor, op: str, **options: Any) -> AgreedCall | None:
     """The call, where there are others to compare it with: on CPU, in eager code."""
     if comm is None or like.device.type != "cpu" or torch.compiler.is_compiling():
         return None
     options["dtype"] = str(like.dtype)
     text = f"{op} {options}"  # its checksum has 23 bits: as those of a float32 they are no NaN
-    return Call(op, comm, options, 1 + (zlib.crc32(text.encode()) >> 9))
+    return AgreedCall(op, comm, options, 1 + (zlib.crc32(text.encode()) >> 9))
 
 
 def tensor_checksum(x: Tensor | float | None) -> int | float | None:
@@ -79,7 +79,7 @@ def outside_error(bad: tuple[str, int], where: str, total: int, ignore_index: in
     return IndexError(f"{name}{bad[0]} is {bad[1]}{where}, outside the vocabulary [0, {total}){ignored}")
 
 
-def raise_disagreement(call: Call, ids: Tensor | None, total: int, ignore_index: int | None, name: str) -> None:
+def raise_disagreement(call: AgreedCall, ids: Tensor | None, total: int, ignore_index: int | None, name: str) -> None:
     """IndexError for an id outside the vocabulary on any rank, else CommMismatchError for what differs; every rank of
     the group calls this, and raises the same."""
     from fastpar.comm import CommMismatchError

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 SUMS = 3  # columns of the statistics before those of the ids
 
 
-class Transform(NamedTuple):
+class LogitTransform(NamedTuple):
     """What becomes of a logit before the softmax; checked. softcap 0: none."""
 
     softcap: float
@@ -37,9 +37,9 @@ def check_logits(logits: Tensor) -> None:
         raise ValueError("logits must have at least one dim, the vocabulary, got a scalar")
 
 
-def check_transform(softcap: float | None, logit_scale: float) -> Transform:
+def check_transform(softcap: float | None, logit_scale: float) -> LogitTransform:
     options = check_options(-100, 0.0, 0.0, softcap, logit_scale)
-    return Transform(options.softcap, options.logit_scale)
+    return LogitTransform(options.softcap, options.logit_scale)
 
 
 def check_output_dtype(dtype: torch.dtype | None, logits: Tensor) -> torch.dtype:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from fastpar.contracts.agreement import Call, first_outside, outside_error, raise_disagreement
+from fastpar.contracts.agreement import AgreedCall, first_outside, outside_error, raise_disagreement
 
 if TYPE_CHECKING:
     from fastpar.comm import Communicator
@@ -107,7 +107,7 @@ def exchange(local: Tensor, comm: Communicator | None) -> Tensor:
 
 
 def check_headers(
-    gathered: Tensor, ids: Tensor | None, ignore_index: int, name: str = "target", call: Call | None = None
+    gathered: Tensor, ids: Tensor | None, ignore_index: int, name: str = "target", call: AgreedCall | None = None
 ) -> None:
     """Raise what the ranks' headers say is wrong, the same on every rank: ValueError, IndexError, CommMismatchError.
 

@@ -83,7 +83,7 @@ class _Fused(torch.autograd.Function):
         )
 
 
-class _AllReduce(torch.autograd.Function):
+class _AllReducedRmsNorm(torch.autograd.Function):
     """y = all_reduce(x); dx = dy."""
 
     @staticmethod
@@ -137,7 +137,7 @@ def all_reduce_rms_norm(
         if x.dtype in DTYPES and (weight is None or weight.dtype == x.dtype):
             out, h = _Fused.apply(x, residual, weight, group, eps, weight_offset)
             return out, h
-        y = _AllReduce.apply(x, group)
+        y = _AllReducedRmsNorm.apply(x, group)
     else:
         y = reduce_from(x, group)
     if residual is None:

@@ -41,7 +41,7 @@ from torch import Tensor
 from fastpar.arguments import checked
 from fastpar.comm.ranges import annotate
 from fastpar.contracts import communicator, compute_dtype
-from fastpar.contracts.agreement import Call, call_of, tensor_checksum
+from fastpar.contracts.agreement import AgreedCall, call_of, tensor_checksum
 from fastpar.contracts.cross_entropy import (
     LossOptions,
     check_logits_and_target,
@@ -67,7 +67,7 @@ implementation = kernels_of("cross_entropy")
 REDUCTION_CODES = {"none": 0, "sum": 1, "mean": 2}  # enum Reduction of csrc/cross_entropy/cross_entropy.cpp
 
 
-class Problem(NamedTuple):
+class LossProblem(NamedTuple):
     """The arguments of one call, checked, apart from the logits and the targets."""
 
     shard: Shard
@@ -75,7 +75,7 @@ class Problem(NamedTuple):
     options: LossOptions
     weight: Tensor | None
     weight_sum: Tensor | None
-    call: Call | None = None  # what the other ranks compare with theirs
+    call: AgreedCall | None = None  # what the other ranks compare with theirs
 
     @property
     def checksum(self) -> int:
@@ -89,14 +89,14 @@ class Reduction(NamedTuple):
     denominator: float | Tensor | None
     return_lse: bool
 
-    def divisor(self, target: Tensor, problem: Problem, dtype: torch.dtype) -> Tensor | None:
+    def divisor(self, target: Tensor, problem: LossProblem, dtype: torch.dtype) -> Tensor | None:
         if self.name != "mean":
             return None
         return mean_denominator(target, problem.weight, problem.options, self.denominator, dtype)
 
 
 def forward(
-    logits: Tensor, target: Tensor, problem: Problem, reduction: Reduction
+    logits: Tensor, target: Tensor, problem: LossProblem, reduction: Reduction
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """(loss, lse [N] float64, what the rows' sum was divided by), with one collective if there is a communicator."""
     ops, options, shard = implementation(logits), problem.options, problem.shard
@@ -137,7 +137,7 @@ def _has_short_ops(logits: Tensor, ops: Any) -> bool:
 
 
 def _forward_at_once(
-    ops: Any, logits: Tensor, target: Tensor, problem: Problem, reduction: Reduction
+    ops: Any, logits: Tensor, target: Tensor, problem: LossProblem, reduction: Reduction
 ) -> tuple[Tensor, Tensor, Tensor]:
     # The op counts rows itself; weighted means and given denominators are told to it.
     is_counted = reduction.denominator is None and problem.weight is None
@@ -223,7 +223,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, target: Tensor, problem: Problem, reduction: Reduction, inplace: bool
+        ctx: Any, logits: Tensor, target: Tensor, problem: LossProblem, reduction: Reduction, inplace: bool
     ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
         ctx.in_forward = None
@@ -282,7 +282,7 @@ def _gradient(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Ten
     return grad
 
 
-def _writes_gradient_in_forward(logits: Tensor, problem: Problem, reduction: Reduction, inplace: bool) -> bool:
+def _writes_gradient_in_forward(logits: Tensor, problem: LossProblem, reduction: Reduction, inplace: bool) -> bool:
     """See the module docstring."""
     return (
         logits.is_cuda
@@ -420,7 +420,7 @@ def vocab_parallel_cross_entropy(
             reduction=reduction,
             denominator=tensor_checksum(denominator),
         )
-    problem = Problem(shard, comm, options, weight, weight_sum, call)
+    problem = LossProblem(shard, comm, options, weight, weight_sum, call)
     target = shifted(target.long(), shift, ignore_index)
     if logits.shape[-1] > 1 and logits.stride(-1) != 1:
         logits = logits.contiguous()

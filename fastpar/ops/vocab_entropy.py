@@ -26,7 +26,7 @@ from torch import Tensor
 from fastpar.arguments import checked
 from fastpar.contracts import communicator
 from fastpar.contracts.dtensor_logits import local_tensor, unwrap
-from fastpar.contracts.vocab import Transform, check_ids, check_logits, check_transform
+from fastpar.contracts.vocab import LogitTransform, check_ids, check_logits, check_transform
 from fastpar.contracts.vocab_shard import Shard, resolve_shard
 from fastpar.ops._autograd import first_derivative_only
 from fastpar.ops.vocab_softmax import ids_by_row, implementation, statistics
@@ -55,7 +55,7 @@ class _LogProb(torch.autograd.Function):
         ids: Tensor | None,
         shard: Shard,
         comm: Communicator | None,
-        options: Transform,
+        options: LogitTransform,
         ignore_index: int,
         entropy: bool,
     ) -> tuple[Tensor, Tensor | None]:
@@ -84,7 +84,7 @@ def _evaluate(
     ids: Tensor | None,
     shard: Shard,
     comm: Communicator | None,
-    options: Transform,
+    options: LogitTransform,
     ignore_index: int,
     entropy: bool,
 ) -> tuple[Tensor, Tensor | None]:

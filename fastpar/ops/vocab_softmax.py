@@ -30,7 +30,7 @@ from fastpar.arguments import checked
 from fastpar.contracts import communicator, compute_dtype
 from fastpar.contracts.agreement import call_of
 from fastpar.contracts.dtensor_logits import placed_like, unwrap
-from fastpar.contracts.vocab import SUMS, Transform, check_logits, check_output_dtype, check_transform, num_rows
+from fastpar.contracts.vocab import SUMS, LogitTransform, check_logits, check_output_dtype, check_transform, num_rows
 from fastpar.contracts.vocab_shard import Shard, check_headers, exchange, resolve_shard
 from fastpar.ops._autograd import first_derivative_only
 from fastpar.ops._backends import kernels_of
@@ -56,7 +56,7 @@ def statistics(
     ids: Tensor | None,
     shard: Shard,
     comm: Communicator | None,
-    options: Transform,
+    options: LogitTransform,
     ignore_index: int = -100,
     entropy: bool = False,
     op: str = "vocab_parallel_softmax",
@@ -132,7 +132,7 @@ class _Normalize(torch.autograd.Function):
         logits: Tensor,
         shard: Shard,
         comm: Communicator | None,
-        options: Transform,
+        options: LogitTransform,
         log: bool,
         widen: bool,
     ) -> Tensor:

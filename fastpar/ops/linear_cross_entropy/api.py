@@ -57,9 +57,16 @@ from fastpar.contracts.cross_entropy import (
 from fastpar.contracts.dtensor_logits import check_same_group, local_tensor
 from fastpar.contracts.linear_cross_entropy import check_projection
 from fastpar.contracts.vocab_shard import resolve_shard
-from fastpar.ops.cross_entropy import Problem
-from fastpar.ops.linear_cross_entropy.autograd import Call, Deferred, LinearCrossEntropy
-from fastpar.ops.linear_cross_entropy.passes import Grads, Inputs, Layout, Wants, gradients, losses
+from fastpar.ops.cross_entropy import LossProblem
+from fastpar.ops.linear_cross_entropy.autograd import DeferredLossGrads, LinearCrossEntropy, LinearLossCall
+from fastpar.ops.linear_cross_entropy.passes import (
+    LinearLossGrads,
+    LinearLossInputs,
+    LinearLossLayout,
+    LinearLossWants,
+    gradients,
+    losses,
+)
 from fastpar.ops.linear_cross_entropy.torch_ops import compiled_backward, compiled_forward
 from fastpar.ops.weight_grad_store.store import WeightGradStore
 
@@ -109,7 +116,7 @@ def _prepare(
     logit_scale: float = 1.0,
     class_weight: Tensor | None = None,
     chunk_bytes: int | None = None,
-) -> tuple[Inputs, Problem, Layout]:
+) -> tuple[LinearLossInputs, LossProblem, LinearLossLayout]:
     """The arguments checked, the hidden states as a matrix, the targets shifted."""
     if hasattr(hidden, "device_mesh"):
         raise TypeError(
@@ -137,9 +144,9 @@ def _prepare(
         sequence_parallel=sequence_parallel,
         bias=bias is not None,
     )
-    problem = Problem(shard, comm, options, class_weight, weight_sum, call)
-    inputs = Inputs(hidden.reshape(-1, hidden.shape[-1]), weight, bias, target)
-    return inputs, problem, Layout(dim, chunk_bytes, every_row)
+    problem = LossProblem(shard, comm, options, class_weight, weight_sum, call)
+    inputs = LinearLossInputs(hidden.reshape(-1, hidden.shape[-1]), weight, bias, target)
+    return inputs, problem, LinearLossLayout(dim, chunk_bytes, every_row)
 
 
 def _local_rows(
@@ -315,17 +322,17 @@ def linear_cross_entropy(
     needs_grad = any(x is not None and x.requires_grad for x in inputs[:3])
     if not (torch.is_grad_enabled() and needs_grad):
         if torch.compiler.is_compiling():
-            rows, lse, _ = compiled_forward(inputs, problem, layout, None, Wants(False, False, False))
+            rows, lse, _ = compiled_forward(inputs, problem, layout, None, LinearLossWants(False, False, False))
         else:
             rows, lse = losses(inputs, problem, layout)
         out = reduce_loss(rows, inputs.target, reduction, divisor)
         return (out, lse.to(out.dtype).reshape(target.shape)) if return_lse else out
     projection, offset, deferred, anchor = inputs.weight, inputs.bias, None, None
     if wgrad_store is not None:
-        deferred = Deferred(wgrad_store, projection, offset)
+        deferred = DeferredLossGrads(wgrad_store, projection, offset)
         projection, offset = projection.detach(), None if offset is None else offset.detach()
         anchor = hidden.new_empty(0).requires_grad_()  # backward runs even where hidden needs no gradient
-    call = Call(problem, layout, reduction, return_lse, deferred)
+    call = LinearLossCall(problem, layout, reduction, return_lse, deferred)
     arguments = (inputs.hidden, projection, offset, anchor, inputs.target, divisor, call)
     loss, lse_out = LinearCrossEntropy.apply(*arguments)
     return (loss, lse_out) if return_lse else loss
@@ -353,7 +360,7 @@ def linear_cross_entropy_dgrad(
 
     No autograd history. Raises what `linear_cross_entropy` raises for its arguments.
     """
-    grads = _gradients(hidden, weight, target, lse, grad_loss, grad_lse, Wants(True, False, False), options)
+    grads = _gradients(hidden, weight, target, lse, grad_loss, grad_lse, LinearLossWants(True, False, False), options)
     assert grads.hidden is not None
     return grads.hidden.view(hidden.shape)
 
@@ -374,7 +381,7 @@ def linear_cross_entropy_wgrad(
     Arguments as `linear_cross_entropy_dgrad`. No collective, but for sequence_parallel, which gathers the hidden states
     chunk by chunk. No autograd history.
     """
-    wants = Wants(False, True, options.get("bias") is not None)
+    wants = LinearLossWants(False, True, options.get("bias") is not None)
     grads = _gradients(hidden, weight, target, lse, grad_loss, grad_lse, wants, options)
     assert grads.weight is not None
     return grads.weight, grads.bias
@@ -388,9 +395,9 @@ def _gradients(
     lse: Tensor,
     grad_loss: Tensor,
     grad_lse: Tensor | None,
-    wants: Wants,
+    wants: LinearLossWants,
     options: LinearLossOptions,
-) -> Grads:
+) -> LinearLossGrads:
     for name, value in (("lse", lse), ("grad_loss", grad_loss), ("grad_lse", grad_lse)):
         if value is not None and value.shape != target.shape:
             raise ValueError(f"{name} must have target's shape {tuple(target.shape)}, got {tuple(value.shape)}")

@@ -13,12 +13,12 @@ from torch import Tensor
 from fastpar.contracts import compute_dtype
 from fastpar.contracts.cross_entropy import expand_grad, reduce_loss
 from fastpar.ops._autograd import first_derivative_only, scale_by_upstream_
-from fastpar.ops.cross_entropy import Problem
+from fastpar.ops.cross_entropy import LossProblem
 from fastpar.ops.linear_cross_entropy.passes import (
-    Grads,
-    Inputs,
-    Layout,
-    Wants,
+    LinearLossGrads,
+    LinearLossInputs,
+    LinearLossLayout,
+    LinearLossWants,
     gradients,
     losses,
     losses_and_gradients,
@@ -27,7 +27,7 @@ from fastpar.ops.linear_cross_entropy.torch_ops import compiled_backward, compil
 from fastpar.ops.weight_grad_store.store import WeightGradStore
 
 
-class Deferred(NamedTuple):
+class DeferredLossGrads(NamedTuple):
     """Where the weight's gradient goes when it is computed later."""
 
     store: WeightGradStore
@@ -35,14 +35,14 @@ class Deferred(NamedTuple):
     bias: Tensor | None
 
 
-class Call(NamedTuple):
+class LinearLossCall(NamedTuple):
     """A checked call, apart from the tensors with gradients."""
 
-    problem: Problem
-    layout: Layout
+    problem: LossProblem
+    layout: LinearLossLayout
     reduction: str
     return_lse: bool
-    deferred: Deferred | None
+    deferred: DeferredLossGrads | None
 
 
 class LinearCrossEntropy(torch.autograd.Function):
@@ -57,17 +57,17 @@ class LinearCrossEntropy(torch.autograd.Function):
         anchor: Tensor | None,
         target: Tensor,
         divisor: Tensor | None,
-        call: Call,
+        call: LinearLossCall,
     ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
-        ctx.call, ctx.wants = call, Wants(*ctx.needs_input_grad[:3])
-        inputs = Inputs(hidden, weight, bias, target)
+        ctx.call, ctx.wants = call, LinearLossWants(*ctx.needs_input_grad[:3])
+        inputs = LinearLossInputs(hidden, weight, bias, target)
         is_compiling = torch.compiler.is_compiling()
         grad_loss = None
         if call.reduction != "none" and not call.return_lse and hidden.dtype != torch.float16:
             one = torch.ones((), dtype=compute_dtype(hidden.dtype), device=hidden.device)
             grad_loss = expand_grad(one, divisor, target, one.dtype)
-        prepared = Grads(None, None, None)
+        prepared = LinearLossGrads(None, None, None)
         if is_compiling:
             loss, lse, prepared = compiled_forward(inputs, call.problem, call.layout, grad_loss, ctx.wants)
         elif grad_loss is None:
@@ -89,7 +89,9 @@ class LinearCrossEntropy(torch.autograd.Function):
                 result = _compiled_backward(ctx, grad_out, grad_lse)
             elif ctx.prepared is not None and grad_out is not None:
                 prepared, ctx.prepared = ctx.prepared, None  # these buffers are handed out once
-                result = Grads(*(None if grad is None else scale_by_upstream_(grad, grad_out) for grad in prepared))
+                result = LinearLossGrads(
+                    *(None if grad is None else scale_by_upstream_(grad, grad_out) for grad in prepared)
+                )
             else:
                 result = gradients(*_recompute_arguments(ctx, grad_out, grad_lse), ctx.wants)
             if ctx.call.deferred is not None:
@@ -107,25 +109,25 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 def _recompute_arguments(
     ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None
-) -> tuple[Inputs, Problem, Layout, Tensor, Tensor, Tensor | None]:
+) -> tuple[LinearLossInputs, LossProblem, LinearLossLayout, Tensor, Tensor, Tensor | None]:
     """What `gradients` takes, but for `wants`."""
     hidden, weight, bias, target, lse, divisor = ctx.saved_tensors[:6]
     dtype = compute_dtype(hidden.dtype)
     grad_loss = expand_grad(grad_out, divisor, target, dtype)
     if grad_lse is not None:
         grad_lse = grad_lse.to(dtype).reshape(-1)
-    inputs = Inputs(hidden, weight, bias, target)
+    inputs = LinearLossInputs(hidden, weight, bias, target)
     return inputs, ctx.call.problem, ctx.call.layout, lse, grad_loss, grad_lse
 
 
-def _compiled_backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Grads:
+def _compiled_backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> LinearLossGrads:
     """Compiled code plans its memory itself: nothing is written in place."""
     if not ctx.is_prepared:
         return compiled_backward(*_recompute_arguments(ctx, grad_out, grad_lse), ctx.wants)
     assert grad_out is not None
     factor = grad_out.to(compute_dtype(ctx.saved_tensors[0].dtype))
     prepared = ctx.saved_tensors[6:]
-    return Grads(*(None if grad is None else (grad * factor.reshape(1)).to(grad.dtype) for grad in prepared))
+    return LinearLossGrads(*(None if grad is None else (grad * factor.reshape(1)).to(grad.dtype) for grad in prepared))
 
 
 def _defer(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> None:
@@ -134,7 +136,7 @@ def _defer(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> None:
     if not parameters:
         return
     arguments = _recompute_arguments(ctx, grad_out, grad_lse)
-    wants = Wants(False, weight.requires_grad, bias is not None and bias.requires_grad)
+    wants = LinearLossWants(False, weight.requires_grad, bias is not None and bias.requires_grad)
 
     def compute() -> list[Tensor]:
         return [grad for grad in gradients(*arguments, wants) if grad is not None]

@@ -26,12 +26,12 @@ from fastpar.contracts.vocab_shard import check_headers, check_target_range
 from fastpar.ops import cross_entropy as family
 from fastpar.ops._buffers import new_buffer
 from fastpar.ops._weight_grad import WeightGrad, sum_bytes, weighted_sum
-from fastpar.ops.cross_entropy import Problem
+from fastpar.ops.cross_entropy import LossProblem
 from fastpar.ops.linear_cross_entropy.row_chunks import RowChunk, put_rows, split_rows, split_sequence, take_rows
 from fastpar.ops.linear_cross_entropy.row_factors import RowFactors, add_target_rows, row_factors, target_rows
 
 
-class Inputs(NamedTuple):
+class LinearLossInputs(NamedTuple):
     """hidden [n, K] (this rank's tokens), weight [V_local, K], bias [V_local], target [...] (all tokens, shifted)."""
 
     hidden: Tensor
@@ -40,7 +40,7 @@ class Inputs(NamedTuple):
     target: Tensor
 
 
-class Layout(NamedTuple):
+class LinearLossLayout(NamedTuple):
     """sequence_dim  dim of `target` along which the ranks hold parts of the hidden states; None: each holds all
     every_row     ignored rows count as well, for their lse"""
 
@@ -49,7 +49,7 @@ class Layout(NamedTuple):
     every_row: bool
 
 
-class Wants(NamedTuple):
+class LinearLossWants(NamedTuple):
     """Which gradients are asked for."""
 
     hidden: bool
@@ -57,7 +57,7 @@ class Wants(NamedTuple):
     bias: bool
 
 
-class Grads(NamedTuple):
+class LinearLossGrads(NamedTuple):
     """Gradients by hidden [n, K], weight [V_local, K] and bias [V_local] in their dtypes; None: not asked for."""
 
     hidden: Tensor | None
@@ -65,10 +65,10 @@ class Grads(NamedTuple):
     bias: Tensor | None
 
 
-def losses(inputs: Inputs, problem: Problem, layout: Layout) -> tuple[Tensor, Tensor]:
+def losses(inputs: LinearLossInputs, problem: LossProblem, layout: LinearLossLayout) -> tuple[Tensor, Tensor]:
     """(loss [N], lse [N] float64); rows that were left out have 0 in both."""
     with annotate("fastpar::linear_cross_entropy::losses"), _own_dtypes(inputs):
-        run = _Run(inputs, problem, layout)
+        run = _LossPass(inputs, problem, layout)
         loss, lse = run.new_rows()
         previous: tuple[RowChunk, Tensor, Callable[[], Tensor]] | None = None
         for chunk, x in run.hidden_chunks():
@@ -83,21 +83,21 @@ def losses(inputs: Inputs, problem: Problem, layout: Layout) -> tuple[Tensor, Te
 
 
 def losses_and_gradients(
-    inputs: Inputs, problem: Problem, layout: Layout, grad_loss: Tensor, wants: Wants
-) -> tuple[Tensor, Tensor, Grads]:
+    inputs: LinearLossInputs, problem: LossProblem, layout: LinearLossLayout, grad_loss: Tensor, wants: LinearLossWants
+) -> tuple[Tensor, Tensor, LinearLossGrads]:
     """(loss, lse, gradients of sum_n grad_loss[n] loss[n])."""
     with annotate("fastpar::linear_cross_entropy::losses_and_gradients"), _own_dtypes(inputs):
-        run = _Run(inputs, problem, layout, wants)
+        run = _LossPass(inputs, problem, layout, wants)
         loss, lse = run.new_rows()
         if problem.comm is None:
             if inputs.target.device.type == "cpu":
                 check_target_range(inputs.target, problem.shard.total, problem.options.ignore_index)
-            sums: _Sums = _Sums(run, wants, corrected=False)
+            sums: _GradSums = _GradSums(run, wants, corrected=False)
             step = _one_rank_step
         elif problem.options.softcap != 0.0 and problem.options.smoothing:
-            sums, step = _Sums(run, wants, corrected=False), _normalised_step
+            sums, step = _GradSums(run, wants, corrected=False), _normalised_step
         else:
-            sums, step = _UnnormalisedSums(run, wants), _unnormalised_step
+            sums, step = _UnnormalisedGradSums(run, wants), _unnormalised_step
         for chunk, x in run.hidden_chunks():
             ids = run.ids(chunk)
             chunk_loss, chunk_lse = step(run, sums, chunk, x, ids, take_rows(grad_loss, chunk.rows))
@@ -107,18 +107,18 @@ def losses_and_gradients(
 
 
 def gradients(
-    inputs: Inputs,
-    problem: Problem,
-    layout: Layout,
+    inputs: LinearLossInputs,
+    problem: LossProblem,
+    layout: LinearLossLayout,
     lse: Tensor,
     grad_loss: Tensor,
     grad_lse: Tensor | None,
-    wants: Wants,
-) -> Grads:
+    wants: LinearLossWants,
+) -> LinearLossGrads:
     """Gradients of sum_n grad_loss[n] loss[n] + grad_lse[n] lse[n]; the logits are computed again."""
     with annotate("fastpar::linear_cross_entropy::gradients"), _own_dtypes(inputs):
-        run = _Run(inputs, problem, layout, wants)
-        sums = _Sums(run, wants, corrected=False)
+        run = _LossPass(inputs, problem, layout, wants)
+        sums = _GradSums(run, wants, corrected=False)
         for chunk, x in run.hidden_chunks():
             rows = chunk.rows
             logits = run.project(x)
@@ -132,7 +132,7 @@ def gradients(
 
 
 def _one_rank_step(
-    run: _Run, sums: Any, chunk: RowChunk, x: Tensor, ids: Tensor, grad_loss: Tensor
+    run: _LossPass, sums: Any, chunk: RowChunk, x: Tensor, ids: Tensor, grad_loss: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The whole vocabulary is here: the logits turn into their gradient in one visit."""
     problem, logits = run.problem, run.project(x)
@@ -143,7 +143,7 @@ def _one_rank_step(
 
 
 def _normalised_step(
-    run: _Run, sums: Any, chunk: RowChunk, x: Tensor, ids: Tensor, grad_loss: Tensor
+    run: _LossPass, sums: Any, chunk: RowChunk, x: Tensor, ids: Tensor, grad_loss: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Waits for the statistics first: softcap with label smoothing."""
     logits = run.project(x)
@@ -156,7 +156,7 @@ def _normalised_step(
 
 
 def _unnormalised_step(
-    run: _Run, sums: Any, chunk: RowChunk, x: Tensor, ids: Tensor, grad_loss: Tensor
+    run: _LossPass, sums: Any, chunk: RowChunk, x: Tensor, ids: Tensor, grad_loss: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The statistics travel while E @ W is computed."""
     exponentials = run.project(x)
@@ -173,15 +173,21 @@ def _unnormalised_step(
 # ---- what every pass needs -------------------------------------------------------------------------------------------
 
 
-def _own_dtypes(inputs: Inputs) -> AbstractContextManager[object]:
+def _own_dtypes(inputs: LinearLossInputs) -> AbstractContextManager[object]:
     """Nothing here is for torch.autocast to convert: the inputs have its dtype, the sums must not."""
     return torch.autocast(inputs.hidden.device.type, enabled=False)
 
 
-class _Run:
+class _LossPass:
     """One pass: the chunks, the buffer for their logits, and the ops with the arguments that stay."""
 
-    def __init__(self, inputs: Inputs, problem: Problem, layout: Layout, wants: Wants | None = None) -> None:
+    def __init__(
+        self,
+        inputs: LinearLossInputs,
+        problem: LossProblem,
+        layout: LinearLossLayout,
+        wants: LinearLossWants | None = None,
+    ) -> None:
         self.inputs, self.problem = inputs, problem
         self.flat_target = inputs.target.reshape(-1)
         self.dtype = compute_dtype(inputs.hidden.dtype)
@@ -291,10 +297,10 @@ class _Run:
         self.ops.backward_(logits, lse, ids, *terms, *where, *problem.options)
 
 
-class _Sums:
+class _GradSums:
     """The gradients, growing chunk by chunk."""
 
-    def __init__(self, run: _Run, wants: Wants, *, corrected: bool) -> None:
+    def __init__(self, run: _LossPass, wants: LinearLossWants, *, corrected: bool) -> None:
         self.run, self.wants, inputs = run, wants, run.inputs
         self.hidden = new_buffer(inputs.hidden, inputs.hidden.shape) if wants.hidden else None
         if self.hidden is not None and not run.covers_all:
@@ -329,19 +335,19 @@ class _Sums:
             pending = comm.collectives("split_phase").reduce_scatter(product, dim=0, sizes=chunk.parts)
         return lambda: put_rows(hidden, chunk.local, pending.wait())
 
-    def result(self) -> Grads:
+    def result(self) -> LinearLossGrads:
         weight, bias = self.weight, self.bias
-        return Grads(
+        return LinearLossGrads(
             self.hidden,
             None if weight is None else weight.result(),
             None if bias is None else bias.to(self.run.inputs.weight.dtype),
         )
 
 
-class _UnnormalisedSums(_Sums):
+class _UnnormalisedGradSums(_GradSums):
     """The same from exponentials whose normaliser arrives after their product with the weight was computed."""
 
-    def __init__(self, run: _Run, wants: Wants) -> None:
+    def __init__(self, run: _LossPass, wants: LinearLossWants) -> None:
         super().__init__(run, wants, corrected=True)
         self._class_weight: Tensor | None = None  # this rank's
         self._weight_sum: Tensor | None = None  # w @ W [K], of label smoothing's term
@@ -394,7 +400,7 @@ class _UnnormalisedSums(_Sums):
             share[rows] += weight[column] * peak.to(dtype).unsqueeze(1)
         return share.to(weight.dtype)
 
-    def result(self) -> Grads:
+    def result(self) -> LinearLossGrads:
         if self._hidden_sum is not None and self._spread_sum is not None:
             weights = self._class_weight
             if weights is None:

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from fastpar.contracts.cross_entropy import below_lse, target_weight
-from fastpar.ops.cross_entropy import Problem
+from fastpar.ops.cross_entropy import LossProblem
 from fastpar.ops.linear_cross_entropy.row_chunks import Rows
 
 
@@ -48,7 +48,7 @@ class RowFactors(NamedTuple):
     column: Tensor
 
 
-def row_factors(stats: Tensor, lse: Tensor, target: Tensor, grad_loss: Tensor, problem: Problem) -> RowFactors:
+def row_factors(stats: Tensor, lse: Tensor, target: Tensor, grad_loss: Tensor, problem: LossProblem) -> RowFactors:
     """From this rank's statistics [>= n, C], lse [n], targets [n] and the gradient of the rows' losses [n]."""
     options, shard = problem.options, problem.shard
     maximum, _, picked = stats[: target.numel(), :3].unbind(dim=-1)

@@ -14,12 +14,12 @@ from torch import Tensor
 from fastpar.contracts import compute_dtype
 from fastpar.contracts.cross_entropy import LossOptions
 from fastpar.contracts.vocab_shard import Shard
-from fastpar.ops.cross_entropy import Problem
+from fastpar.ops.cross_entropy import LossProblem
 from fastpar.ops.linear_cross_entropy.passes import (
-    Grads,
-    Inputs,
-    Layout,
-    Wants,
+    LinearLossGrads,
+    LinearLossInputs,
+    LinearLossLayout,
+    LinearLossWants,
     gradients,
     losses,
     losses_and_gradients,
@@ -46,7 +46,7 @@ torch.library.define(
 def _forward(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, grad_loss: Tensor | None, *common: Any
 ) -> tuple[Tensor, ...]:
-    inputs = Inputs(hidden, weight, bias, target)
+    inputs = LinearLossInputs(hidden, weight, bias, target)
     problem, layout, wants = _unpack(weight, *common)
     if grad_loss is None:
         loss, lse = losses(inputs, problem, layout)
@@ -67,7 +67,7 @@ def _backward(
     *common: Any,
 ) -> tuple[Tensor, ...]:
     problem, layout, wants = _unpack(weight, *common)
-    inputs = Inputs(hidden, weight, bias, target)
+    inputs = LinearLossInputs(hidden, weight, bias, target)
     return _filled(hidden, gradients(inputs, problem, layout, lse, grad_loss, grad_lse, wants))
 
 
@@ -110,7 +110,7 @@ def _fake_grads(hidden: Tensor, weight: Tensor, wants: list[bool]) -> tuple[Tens
     return tuple(hidden.new_empty(shape if wanted else (0,)) for shape, wanted in zip(shapes, wants, strict=True))
 
 
-def _filled(hidden: Tensor, grads: Grads) -> tuple[Tensor, ...]:
+def _filled(hidden: Tensor, grads: LinearLossGrads) -> tuple[Tensor, ...]:
     return tuple(hidden.new_empty(0) if grad is None else grad for grad in grads)
 
 
@@ -131,7 +131,7 @@ def _unpack(
     sequence_dim: int | None,
     chunk_bytes: int | None,
     every_row: bool,
-) -> tuple[Problem, Layout, Wants]:
+) -> tuple[LossProblem, LinearLossLayout, LinearLossWants]:
     comm = None
     if group is not None:
         from torch.distributed.distributed_c10d import _resolve_process_group
@@ -141,11 +141,11 @@ def _unpack(
         comm = Communicator(_resolve_process_group(cast(Any, group)), timeout=timeout)
     options = LossOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
     shard = Shard(vocab_start, weight.shape[0], vocab_total)
-    problem = Problem(shard, comm, options, class_weight, weight_sum)
-    return problem, Layout(sequence_dim, chunk_bytes, every_row), Wants(*wants)
+    problem = LossProblem(shard, comm, options, class_weight, weight_sum)
+    return problem, LinearLossLayout(sequence_dim, chunk_bytes, every_row), LinearLossWants(*wants)
 
 
-def _pack(problem: Problem, layout: Layout, wants: Wants) -> tuple[Any, ...]:
+def _pack(problem: LossProblem, layout: LinearLossLayout, wants: LinearLossWants) -> tuple[Any, ...]:
     """What `_unpack` takes, after the weight."""
     comm = problem.comm
     group, timeout = (None, 0.0) if comm is None or comm.group is None else (comm.group.group_name, comm.timeout)
@@ -155,28 +155,32 @@ def _pack(problem: Problem, layout: Layout, wants: Wants) -> tuple[Any, ...]:
 
 
 def compiled_forward(
-    inputs: Inputs, problem: Problem, layout: Layout, grad_loss: Tensor | None, wants: Wants
-) -> tuple[Tensor, Tensor, Grads]:
+    inputs: LinearLossInputs,
+    problem: LossProblem,
+    layout: LinearLossLayout,
+    grad_loss: Tensor | None,
+    wants: LinearLossWants,
+) -> tuple[Tensor, Tensor, LinearLossGrads]:
     """`losses` (grad_loss None) or `losses_and_gradients` as one op."""
     op = torch.ops.fastpar.linear_cross_entropy_forward
     loss, lse, *grads = op(*inputs, grad_loss, *_pack(problem, layout, wants))
-    return loss, lse, _asked(grads, wants if grad_loss is not None else Wants(False, False, False))
+    return loss, lse, _asked(grads, wants if grad_loss is not None else LinearLossWants(False, False, False))
 
 
 def compiled_backward(
-    inputs: Inputs,
-    problem: Problem,
-    layout: Layout,
+    inputs: LinearLossInputs,
+    problem: LossProblem,
+    layout: LinearLossLayout,
     lse: Tensor,
     grad_loss: Tensor,
     grad_lse: Tensor | None,
-    wants: Wants,
-) -> Grads:
+    wants: LinearLossWants,
+) -> LinearLossGrads:
     """`gradients` as one op."""
     op = torch.ops.fastpar.linear_cross_entropy_backward
     grads = op(*inputs, lse, grad_loss, grad_lse, *_pack(problem, layout, wants))
     return _asked(cast("tuple[Tensor, ...]", grads), wants)
 
 
-def _asked(grads: Any, wants: Wants) -> Grads:
-    return Grads(*(grad if wanted else None for grad, wanted in zip(grads, wants, strict=True)))
+def _asked(grads: Any, wants: LinearLossWants) -> LinearLossGrads:
+    return LinearLossGrads(*(grad if wanted else None for grad, wanted in zip(grads, wants, strict=True)))
