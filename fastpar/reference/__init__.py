@@ -1,4 +1,7 @@
-"""Plain-PyTorch versions of the ops, same signatures: for debugging, for tests, and for devices without kernels."""
+"""Plain-PyTorch versions of the ops, same signatures: for debugging, for tests, and for devices without kernels.
+
+What an option changes the kind of (a tensor or several) is typed at the ops, and Any here.
+"""
 
 from fastpar.contracts.transformer import rotary_tables
 from fastpar.reference.cross_entropy import vocab_parallel_cross_entropy

@@ -9,7 +9,7 @@ None without smoothing or weights), and a `softcap` of 0 means none.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -238,44 +238,6 @@ def forward_backward_(logits: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
 # ---- the public function ---------------------------------------------------------------------------------------------
 
 
-@overload
-def vocab_parallel_cross_entropy(
-    logits: Tensor,
-    target: Tensor,
-    *,
-    group: GroupLike = ...,
-    vocab_range: tuple[int, int, int] | None = ...,
-    ignore_index: int = ...,
-    label_smoothing: float = ...,
-    z_loss: float = ...,
-    softcap: float | None = ...,
-    logit_scale: float = ...,
-    weight: Tensor | None = ...,
-    shift: int = ...,
-    reduction: str = ...,
-    denominator: float | Tensor | None = ...,
-    inplace_backward: bool = ...,
-    return_lse: Literal[False] = ...,
-) -> Tensor: ...
-@overload
-def vocab_parallel_cross_entropy(
-    logits: Tensor,
-    target: Tensor,
-    *,
-    group: GroupLike = ...,
-    vocab_range: tuple[int, int, int] | None = ...,
-    ignore_index: int = ...,
-    label_smoothing: float = ...,
-    z_loss: float = ...,
-    softcap: float | None = ...,
-    logit_scale: float = ...,
-    weight: Tensor | None = ...,
-    shift: int = ...,
-    reduction: str = ...,
-    denominator: float | Tensor | None = ...,
-    inplace_backward: bool = ...,
-    return_lse: Literal[True],
-) -> tuple[Tensor, Tensor]: ...
 def vocab_parallel_cross_entropy(
     logits: Tensor,
     target: Tensor,
@@ -293,7 +255,7 @@ def vocab_parallel_cross_entropy(
     denominator: float | Tensor | None = None,
     inplace_backward: bool = False,
     return_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Any:
     """fastpar.ops.vocab_parallel_cross_entropy in float64 and plain PyTorch, differentiated by autograd.
 
     It shares no formula of the backward with the kernels. Several collectives; `inplace_backward` has no effect.

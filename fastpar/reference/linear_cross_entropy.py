@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -15,50 +15,6 @@ if TYPE_CHECKING:
     from fastpar.comm import GroupLike
 
 
-@overload
-def linear_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    *,
-    bias: Tensor | None = ...,
-    group: GroupLike = ...,
-    vocab_range: tuple[int, int, int] | None = ...,
-    sequence_parallel: bool = ...,
-    sequence_dim: int = ...,
-    shift: int = ...,
-    ignore_index: int = ...,
-    label_smoothing: float = ...,
-    z_loss: float = ...,
-    softcap: float | None = ...,
-    logit_scale: float = ...,
-    class_weight: Tensor | None = ...,
-    reduction: str = ...,
-    denominator: float | Tensor | None = ...,
-    return_lse: Literal[False] = ...,
-) -> Tensor: ...
-@overload
-def linear_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    *,
-    bias: Tensor | None = ...,
-    group: GroupLike = ...,
-    vocab_range: tuple[int, int, int] | None = ...,
-    sequence_parallel: bool = ...,
-    sequence_dim: int = ...,
-    shift: int = ...,
-    ignore_index: int = ...,
-    label_smoothing: float = ...,
-    z_loss: float = ...,
-    softcap: float | None = ...,
-    logit_scale: float = ...,
-    class_weight: Tensor | None = ...,
-    reduction: str = ...,
-    denominator: float | Tensor | None = ...,
-    return_lse: Literal[True],
-) -> tuple[Tensor, Tensor]: ...
 def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -79,7 +35,7 @@ def linear_cross_entropy(
     reduction: str = "mean",
     denominator: float | Tensor | None = None,
     return_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Any:
     """fastpar.ops.linear_cross_entropy in plain PyTorch: all logits at once, in hidden's dtype, then the reference
     cross-entropy. Differentiated by autograd.
     """
@@ -91,8 +47,7 @@ def linear_cross_entropy(
         hidden = gather_sequence(hidden, comm, dim=dim, sizes=shard_sizes(target.shape[dim], comm.size))
     elif comm is not None:
         hidden = copy_to(hidden, comm)
-    loss: Any = vocab_parallel_cross_entropy  # its overloads want a literal return_lse
-    out: Tensor | tuple[Tensor, Tensor] = loss(
+    return vocab_parallel_cross_entropy(
         F.linear(hidden, weight, bias),
         target,
         group=comm,
@@ -108,4 +63,3 @@ def linear_cross_entropy(
         denominator=denominator,
         return_lse=return_lse,
     )
-    return out

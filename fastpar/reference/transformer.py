@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import overload
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,26 +16,6 @@ from fastpar.contracts.transformer import check_rms_norm, check_rotary, check_sw
 # ---- RMSNorm ---------------------------------------------------------------------------------------------------------
 
 
-@overload
-def rms_norm(
-    x: Tensor,
-    weight: Tensor | None,
-    *,
-    eps: float = ...,
-    residual: None = ...,
-    weight_offset: float = ...,
-    group: GroupLike = ...,
-) -> Tensor: ...
-@overload
-def rms_norm(
-    x: Tensor,
-    weight: Tensor | None,
-    *,
-    eps: float = ...,
-    residual: Tensor,
-    weight_offset: float = ...,
-    group: GroupLike = ...,
-) -> tuple[Tensor, Tensor]: ...
 def rms_norm(
     x: Tensor,
     weight: Tensor | None,
@@ -44,7 +24,7 @@ def rms_norm(
     residual: Tensor | None = None,
     weight_offset: float = 0.0,
     group: GroupLike = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Any:
     """See `fastpar.ops.rms_norm`."""
     comm = communicator(group)
     check_rms_norm(x, weight, eps, residual, weight_offset)
@@ -122,34 +102,6 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor, *, heads_first: bool, interleav
     return torch.cat((together.to(x.dtype), rest), -1)
 
 
-@overload
-def rotary_embedding(
-    q: Tensor,
-    k: None = ...,
-    *,
-    cos: Tensor | None = ...,
-    sin: Tensor | None = ...,
-    positions: Tensor | None = ...,
-    theta: float = ...,
-    rotary_dim: int | None = ...,
-    interleaved: bool = ...,
-    layout: str = ...,
-    inplace: bool = ...,
-) -> Tensor: ...
-@overload
-def rotary_embedding(
-    q: Tensor,
-    k: Tensor,
-    *,
-    cos: Tensor | None = ...,
-    sin: Tensor | None = ...,
-    positions: Tensor | None = ...,
-    theta: float = ...,
-    rotary_dim: int | None = ...,
-    interleaved: bool = ...,
-    layout: str = ...,
-    inplace: bool = ...,
-) -> tuple[Tensor, Tensor]: ...
 def rotary_embedding(
     q: Tensor,
     k: Tensor | None = None,
@@ -162,7 +114,7 @@ def rotary_embedding(
     interleaved: bool = False,
     layout: str = "bshd",
     inplace: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Any:
     """See `fastpar.ops.rotary_embedding`."""
     cos, sin = check_rotary(q, k, cos, sin, positions, theta, rotary_dim, layout)
 

@@ -5,7 +5,7 @@ The algebra is in fastpar.ops.vocab_entropy; the ops behind it are in fastpar.re
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -25,30 +25,6 @@ def _masked_product(p: Tensor, log_p: Tensor) -> Tensor:
     return p * log_p.masked_fill(p == 0.0, 0.0)
 
 
-@overload
-def vocab_parallel_log_prob(
-    logits: Tensor,
-    ids: Tensor,
-    *,
-    group: GroupLike = ...,
-    vocab_range: tuple[int, int, int] | None = ...,
-    softcap: float | None = ...,
-    logit_scale: float = ...,
-    ignore_index: int = ...,
-    return_entropy: Literal[False] = ...,
-) -> Tensor: ...
-@overload
-def vocab_parallel_log_prob(
-    logits: Tensor,
-    ids: Tensor,
-    *,
-    group: GroupLike = ...,
-    vocab_range: tuple[int, int, int] | None = ...,
-    softcap: float | None = ...,
-    logit_scale: float = ...,
-    ignore_index: int = ...,
-    return_entropy: Literal[True],
-) -> tuple[Tensor, Tensor]: ...
 def vocab_parallel_log_prob(
     logits: Tensor,
     ids: Tensor,
@@ -59,7 +35,7 @@ def vocab_parallel_log_prob(
     logit_scale: float = 1.0,
     ignore_index: int = -100,
     return_entropy: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Any:
     """fastpar.ops.vocab_parallel_log_prob by gathering the vocabulary, in float64, differentiated by autograd."""
     from fastpar.comm import gather_from
 
