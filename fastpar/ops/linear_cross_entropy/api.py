@@ -135,15 +135,17 @@ def _prepare(
     shard = resolve_shard(weight.shape[0], vocab_range, comm)
     class_weight, weight_sum = check_weight(class_weight, shard.total, hidden, options)
     target = shifted(target.long(), shift, ignore_index)
-    call = call_of(
-        comm,
-        hidden,
-        "linear_cross_entropy",
-        **options._asdict(),
-        class_weight=tensor_checksum(class_weight),
-        sequence_parallel=sequence_parallel,
-        bias=bias is not None,
-    )
+    call = None
+    if comm is not None:
+        call = call_of(
+            comm,
+            hidden,
+            "linear_cross_entropy",
+            **options._asdict(),
+            class_weight=tensor_checksum(class_weight),
+            sequence_parallel=sequence_parallel,
+            bias=bias is not None,
+        )
     problem = LossProblem(shard, comm, options, class_weight, weight_sum, call)
     inputs = LinearLossInputs(hidden.reshape(-1, hidden.shape[-1]), weight, bias, target)
     return inputs, problem, LinearLossLayout(dim, chunk_bytes, every_row)

@@ -13,7 +13,7 @@ waited for when what they bring is needed:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -175,7 +175,9 @@ def _unnormalised_step(
 
 def _own_dtypes(inputs: LinearLossInputs) -> AbstractContextManager[object]:
     """Nothing here is for torch.autocast to convert: the inputs have its dtype, the sums must not."""
-    return torch.autocast(inputs.hidden.device.type, enabled=False)
+    kind = inputs.hidden.device.type
+    # Making and entering torch.autocast costs as much as a small GEMM.
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
 class _LossPass:
