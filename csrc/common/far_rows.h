@@ -4,8 +4,8 @@
 // |maximum| = 2^30 on log_sum is stored in these bits: multiplied by 2^(k - 30), where 2^k <= |maximum| < 2^(k + 1).
 // It is at most 32, so that less than half of a float's last place is added, and rounding to float gives the maximum
 // back, which is what the true lse rounds to as well. Below 2^30 nothing changes, and the error of log_sum is at most
-// 2^-23 everywhere. float64 logits have no bits to spare and no far rows. The same in fastpar/reference/normalizer.py,
-// in cross_entropy/row.cuh and in kernels/triton/cross_entropy_row.py.
+// 2^-23 everywhere. float64 logits have no bits to spare and no far rows. The same in
+// fastpar/contracts/cross_entropy.py, in cross_entropy/row.cuh and in kernels/triton/cross_entropy_row.py.
 //
 // In an anonymous namespace, and in plain arithmetic, for the reason given in simd.h.
 #pragma once

@@ -164,7 +164,7 @@ constexpr int64_t kHeaderRows = 3;
 
 inline int64_t stats_columns(bool smoothing) { return smoothing ? 5 : 3; }
 
-// Four int64 and a checksum, then zeros; see Note: the header in fastpar/reference/vocab_shard.py. A header row has at
+// Four int64 and a checksum, then zeros; see Note: the header in fastpar/contracts/vocab_shard.py. A header row has at
 // least 12 bytes.
 struct StatsHeader {
   int64_t size;

@@ -1,4 +1,4 @@
-// How numbers are stored in fewer bits, on the device; fastpar/reference/optimizer_formats.py defines and explains it.
+// How numbers are stored in fewer bits, on the device; fastpar/contracts/optimizer_formats.py defines and explains it.
 #pragma once
 
 #include "optimizer/optimizer.h"

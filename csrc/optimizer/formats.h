@@ -1,4 +1,4 @@
-// The formats of fastpar/reference/optimizer_formats.py over Vec and Lanes: random bits and stochastic rounding,
+// The formats of fastpar/contracts/optimizer_formats.py over Vec and Lanes: random bits and stochastic rounding,
 // bfloat16 with a remainder, 8-bit blocks.
 #pragma once
 

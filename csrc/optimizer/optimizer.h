@@ -1,5 +1,5 @@
 // What the op layer (optimizer.cpp) and the instruction-set versions (optimizer_<isa>.cpp) agree on.
-// The algebra is in fastpar/ops/optimizer.py, the formats in fastpar/reference/optimizer_formats.py.
+// The algebra is in fastpar/ops/optimizer.py, the formats in fastpar/contracts/optimizer_formats.py.
 #pragma once
 
 #include <cstdint>
@@ -70,7 +70,7 @@ extern const OptimizerKernels kOptimizerAvx512;
 extern const OptimizerKernels kOptimizerAvx512Bf16;
 #endif
 
-// SplitMix64 (Steele et al. 2014), as in fastpar/reference/optimizer_formats.py.
+// SplitMix64 (Steele et al. 2014), as in fastpar/contracts/optimizer_formats.py.
 inline constexpr uint64_t splitmix64(uint64_t z) {
   z += 0x9E3779B97F4A7C15;
   z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9;

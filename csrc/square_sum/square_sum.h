@@ -6,7 +6,7 @@
 namespace fastpar {
 
 // A sum of squares in units of 2^kLowest, as an integer cut into digits of 32 bits. While it is added to, a digit may
-// be any int64_t; carrying makes all but the last fit 32 bits. fastpar/reference/square_sum.py has the same numbers.
+// be any int64_t; carrying makes all but the last fit 32 bits. fastpar/contracts/gradients.py has the same numbers.
 struct SquareSum {
   static constexpr int kDigits = 19;
   static constexpr int kLowest = -298;  // the square of the smallest float32 is 2^-298

@@ -31,7 +31,7 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-constexpr int64_t kHeaderRows = 3;  // see fastpar/reference/vocab_shard.py
+constexpr int64_t kHeaderRows = 3;  // see fastpar/contracts/vocab_shard.py
 constexpr int64_t kSums = 3;        // columns before those of the ids
 
 const SoftmaxKernels& kernels(FloatType type) {
