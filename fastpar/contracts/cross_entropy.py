@@ -175,7 +175,7 @@ def mean_denominator(
     if denominator is not None:
         if isinstance(denominator, Tensor):
             return denominator.detach().reshape(()).to(device=target.device, dtype=dtype)
-        return torch.tensor(denominator, dtype=dtype, device=target.device)
+        return torch.full((), denominator, dtype=dtype, device=target.device)  # no copy from the host
     counted = target != options.ignore_index
     if weight is None:
         return counted.sum().clamp(min=1).to(dtype)
