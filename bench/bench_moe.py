@@ -213,12 +213,14 @@ class Problem:
 
 
 def fastpar_block(problem: Problem, *, transport: str = "auto") -> Block:
-    from fastpar.ops.moe.mlp import moe_mlp
+    from fastpar.ops import Dispatch, ExpertWeights, moe_mlp
 
     first, second = problem.parameters()
 
     def layer(x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
-        return moe_mlp(x, indices, weights, first, second, group=problem.rank.group, transport=transport)
+        return moe_mlp(
+            x, indices, weights, ExpertWeights(first, second), group=problem.rank.group, dispatch=Dispatch(transport)
+        )
 
     return Block(layer, problem, first, second)
 

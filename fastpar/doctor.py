@@ -612,21 +612,23 @@ def _square_sum_error() -> float:
 def _moe_rows_error(is_planned: bool = False) -> float:
     """37 tokens to two of five experts that double their rows, and back with weights: results and gradients. Half of
     the experts have padding rows. `is_planned`: the plan first."""
-    from fastpar.ops import Padding, moe_combine, moe_dispatch, moe_plan, moe_send
+    from fastpar import ops
+    from fastpar.ops import moe_combine, moe_dispatch, moe_plan, moe_send
 
     x, indices, weights = _normal(37, 24).requires_grad_(), _choices(37, 5), _normal(37, 2).requires_grad_()
+    padded = ops.Dispatch(padding=ops.Padding(align=4))
     if is_planned:
-        plan = moe_plan(indices, weights, num_experts=5, padding=Padding(align=4))
-        rows, row_weights = moe_send(x, plan, weights)
+        handle = moe_plan(indices, weights, num_experts=5, dispatch=padded)
+        rows, row_weights = moe_send(x, handle, weights)
     else:
-        rows, row_weights, plan = moe_dispatch(x, indices, weights, num_experts=5, padding=Padding(align=4))
-    out = moe_combine(2.0 * rows, plan, row_weights)
+        rows, row_weights, handle = moe_dispatch(x, indices, weights, num_experts=5, dispatch=padded)
+    out = moe_combine(2.0 * rows, handle, row_weights)
     upstream = _normal(37, 24)
     grads = torch.autograd.grad(out, (x, weights), upstream)
     wide, scale = x.detach().double(), 2.0 * weights.detach().double()
     wanted = scale.sum(1, keepdim=True) * wide
     by_weights = 2.0 * (upstream.double() * wide).sum(1, keepdim=True).expand(-1, 2)
-    off_grid = torch.tensor(plan.splits) % 4
+    off_grid = torch.tensor(handle.splits) % 4
     return _largest(
         [
             (out / 100.0, wanted / 100.0),
@@ -640,14 +642,14 @@ def _moe_rows_error(is_planned: bool = False) -> float:
 def _moe_mlp_error() -> float:
     """Output and gradients of five SwiGLU experts 24 -> 16 -> 24 on 37 tokens, against float64 in plain PyTorch."""
     from fastpar import reference
-    from fastpar.ops import moe_mlp
+    from fastpar.ops import ExpertWeights, moe_mlp
 
     indices = _choices(37, 5)
     values = [_normal(37, 24), _normal(37, 2) / 3.0, _normal(5, 32, 24) / 12.0, _normal(5, 24, 16) / 12.0]
     exact = [value.double().requires_grad_() for value in values]
     values = [value.requires_grad_() for value in values]
-    out = moe_mlp(values[0], indices, *values[1:])
-    exact_out = reference.moe_mlp(exact[0], indices, *exact[1:])
+    out = moe_mlp(values[0], indices, values[1], ExpertWeights(*values[2:]))
+    exact_out = reference.moe_mlp(exact[0], indices, exact[1], ExpertWeights(*exact[2:]))
     upstream = _normal(37, 24)
     grads = torch.autograd.grad(out, values, upstream)
     exact_grads = torch.autograd.grad(exact_out, exact, upstream.double())
@@ -823,10 +825,12 @@ SELF_TESTS: list[tuple[str, Callable[[], float], float]] = [
     ("moe_combine", _moe_rows_error, 1e-5),
     ("moe_plan", lambda: _moe_rows_error(is_planned=True), 1e-5),
     ("moe_send", lambda: _moe_rows_error(is_planned=True), 1e-5),
-    ("DispatchPlan", _moe_rows_error, 1e-5),
+    ("Dispatch", _moe_rows_error, 1e-5),
+    ("DispatchHandle", _moe_rows_error, 1e-5),
     ("Padding", _moe_rows_error, 1e-5),
     ("moe_mlp", _moe_mlp_error, 1e-5),
     ("ExpertRule", _moe_mlp_error, 1e-5),
+    ("ExpertWeights", _moe_mlp_error, 1e-5),
     ("grouped_linear", lambda: _grouped_linear_error("whole"), 1e-5),
     ("grouped_linear_dgrad", lambda: _grouped_linear_error("apart"), 1e-5),
     ("grouped_linear_wgrad", lambda: _grouped_linear_error("apart"), 1e-5),

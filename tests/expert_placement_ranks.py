@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -85,7 +86,7 @@ def outcome(mesh: Mesh, variant: str, is_placed: bool) -> dict[str, Tensor | Non
     options: dict[str, Any] = {"transport": "all_to_all"} if variant in ("chunks", "exact") else {}
     block = Block(mesh, ExpertRule(), **options)
     experts = block.moe.experts
-    experts.chunks, experts.exact = (2 if variant == "chunks" else 1), variant == "exact"
+    experts.dispatch = replace(experts.dispatch, chunks=2 if variant == "chunks" else 1, exact=variant == "exact")
     if is_placed:
         place(experts)
     if variant == "copied":

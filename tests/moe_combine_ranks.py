@@ -16,8 +16,9 @@ from fastpar import comm
 from fastpar.comm import CommMismatchError, Communicator, record
 from fastpar.expert import MoELayer
 from fastpar.mesh import init_mesh
-from fastpar.ops import ExpertRule, moe_combine, moe_dispatch, moe_mlp
+from fastpar.ops import ExpertRule, moe_combine
 from fastpar.recompute import Selective, checkpoint
+from tests.moe_calls import dispatch_of, moe_dispatch, moe_mlp
 from tests.moe_mlp_ranks import NAMES, gradients, part, problem
 from tests.moe_ranks import TRANSPORTS, check_step, multiply, routed
 
@@ -54,7 +55,7 @@ def combine_wrong(transport: str) -> int:
             given = {"rows": rows, "row_weights": row_weights, **(change if rank == 1 else {})}
             pattern = text if rank == 1 else "moe_combine: wrong arguments on rank 1 of the group: see its error"
             with pytest.raises(ValueError, match=pattern):
-                moe_combine(plan=plan, **given)
+                moe_combine(handle=plan, **given)
             check_step(routed(torch.tensor([[0, 3], [1, 2]])), 4, name, **options)
             count += 1
     return count
@@ -294,7 +295,7 @@ def layer_steps(sizes: dict[str, int], options: dict[str, Any]) -> tuple[list[li
     """
     mesh = init_mesh(**sizes, device="cpu")
     torch.manual_seed(0)
-    layer = MoELayer.from_preset("mixtral", 8, 12, 4, mesh=mesh, top_k=2, **options)
+    layer = MoELayer.from_preset("mixtral", 8, 12, 4, mesh=mesh, top_k=2, dispatch=dispatch_of(**options))
     layer.shared = Sinus(8)
     twin = copy.deepcopy(layer)
     experts = twin.experts.forward

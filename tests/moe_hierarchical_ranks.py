@@ -19,21 +19,17 @@ from torch import Tensor
 
 from fastpar.comm import CommError, Communicator, SharedRegion, record
 from fastpar.comm.multi_host.transport import HierarchicalTransport
-from fastpar.ops import (
-    ExpertRule,
-    Padding,
-    moe_combine,
-    moe_dispatch,
-    moe_mlp,
-)
-from fastpar.ops.moe import dispatch_combine as moe
+from fastpar.ops import ExpertRule, Padding, moe_combine
 from fastpar.ops.moe import dispatcher as _moe_exchange
-from fastpar.ops.moe.dispatch_combine import exchange_of
+from fastpar.ops.moe import packing
 from fastpar.ops.moe.transports import all_to_all as _moe_all_to_all
+from fastpar.ops.moe.transports import hierarchical as _moe_hierarchical
+from fastpar.ops.moe.transports import select as moe
 from fastpar.ops.moe.transports import shared_memory as _moe_shared
 from fastpar.ops.moe.transports import within_host as _moe_hosts
-from fastpar.ops.moe.transports.hierarchical import HierarchicalExchange
+from fastpar.ops.moe.transports.hierarchical import HierarchicalDispatcher
 from tests import moe_combine_ranks
+from tests.moe_calls import find_dispatcher, moe_dispatch, moe_mlp
 from tests.moe_mlp_ranks import run_chunks, run_experts
 from tests.moe_ranks import (
     TRANSPORTS,
@@ -58,7 +54,10 @@ def within_hosts(over: str) -> Iterator[None]:
     found = moe._over_hosts
     wanted = over == "shared memory"
     with mock.patch.object(moe, "_over_hosts", lambda *args, is_cpu, **more: found(*args, is_cpu=wanted, **more)):
-        assert isinstance(exchange_of(dist.group.WORLD, **HIERARCHICAL)._within, _moe_hosts.SharedRows) == wanted
+        assert (
+            isinstance(find_dispatcher(dist.group.WORLD, **HIERARCHICAL)._forwarder, _moe_hosts.SharedForwarder)
+            == wanted
+        )
         yield
 
 
@@ -159,7 +158,7 @@ def worked_example() -> list[list[int]]:
     found = []
     for transport in ("hierarchical", "all_to_all"):
         rows, _, plan = moe_dispatch(x, indices, num_experts=4, group=dist.group.WORLD, transport=transport)
-        found.append(plan.way.to)
+        found.append(plan.route.to)
         out = moe_combine(multiply(rows, plan), plan)
         assert out.tolist() == [[2.0 * (3 + 4)]] * len(indices)
     return found
@@ -227,7 +226,7 @@ def wrong_arguments(over: str) -> int:
 
 def refused() -> str:
     with pytest.raises(ValueError, match="transport='hierarchical'") as error:
-        exchange_of(dist.group.WORLD, **HIERARCHICAL)
+        find_dispatcher(dist.group.WORLD, **HIERARCHICAL)
     check_step(routed(torch.tensor([[0, 1]])), 2 * dist.get_world_size())
     return str(error.value)
 
@@ -235,11 +234,14 @@ def refused() -> str:
 def chosen() -> list[str]:
     """By transport."""
     group = dist.group.WORLD
-    found = [exchange_of(group, transport=name) for name in ("auto", "hierarchical", "all_to_all")]
-    found += [exchange_of(group, device=torch.device("cuda")), exchange_of(Communicator(group, transport="torch"))]
+    found = [find_dispatcher(group, transport=name) for name in ("auto", "hierarchical", "all_to_all")]
+    found += [
+        find_dispatcher(group, device=torch.device("cuda")),
+        find_dispatcher(Communicator(group, transport="torch")),
+    ]
     return [
-        type(exchange._within).__name__ if isinstance(exchange, HierarchicalExchange) else type(exchange).__name__
-        for exchange in found
+        type(each._forwarder).__name__ if isinstance(each, HierarchicalDispatcher) else type(each).__name__
+        for each in found
     ]
 
 
@@ -251,7 +253,7 @@ def chosen_by_rows(over: str) -> list[str]:
             indices = torch.tensor(choices) if rank < 2 else torch.tensor([[-1] * len(choices[0])])
             check_step(routed(indices), 8, choices)
             _, _, plan = moe_dispatch(torch.zeros(1, 5), indices, num_experts=8, group=dist.group.WORLD)
-            found.append(type(plan.exchange).__name__)
+            found.append(type(plan.dispatcher).__name__)
     return found
 
 
@@ -318,7 +320,7 @@ def poisoned(over: str) -> int:
     patch = pytest.MonkeyPatch()
     with patch.context() as patched, within_hosts(over):
         patched.setattr(_moe_shared, "SharedRegion", Poisoned)
-        for module in (_moe_all_to_all, _moe_exchange, _moe_hosts):
+        for module in (packing, _moe_all_to_all, _moe_exchange, _moe_hosts, _moe_hierarchical):
             patched.setattr(module, "new_buffer", buffer)
         for tokens in (2, 64, 2000):  # regions grow
             num_experts = 2 * dist.get_world_size()

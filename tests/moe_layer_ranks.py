@@ -16,6 +16,7 @@ import fastpar as fp
 from fastpar.comm import Communicator
 from fastpar.expert.layer import Experts, MoELayer, SharedExpert
 from fastpar.mesh import Mesh, init_mesh
+from fastpar.ops import Dispatch
 from fastpar.ops.moe.mlp import ExpertRule
 
 HIDDEN, INNER, NUM_EXPERTS, TOP_K, TOKENS, BATCH = 8, 12, 4, 2, 5, 4
@@ -41,7 +42,13 @@ class Block(nn.Module):
         self.scale = nn.Parameter(torch.rand(HIDDEN) + 0.5)
         router = SoftmaxRouter()
         experts = Experts(
-            HIDDEN, INNER, NUM_EXPERTS, rule=rule, bias=True, mesh=mesh, transport=options.pop("transport", "auto")
+            HIDDEN,
+            INNER,
+            NUM_EXPERTS,
+            rule=rule,
+            bias=True,
+            mesh=mesh,
+            dispatch=Dispatch(options.pop("transport", "auto")),
         )
         shared = SharedExpert(HIDDEN, INNER, rule=ExpertRule(rule.activation), gated=True)
         self.moe = MoELayer(router, experts, shared, **options)

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fastpar.comm import Communicator
-from fastpar.ops import ExpertRule, Padding, moe_combine, moe_dispatch, moe_mlp
+from fastpar.ops import ExpertRule, Padding, moe_combine
+from tests.moe_calls import moe_dispatch, moe_mlp
 
 TRANSPORTS: dict[str, dict[str, Any]] = {
     "shared memory": {"transport": "shared_memory"},

@@ -8,11 +8,12 @@ import sys
 import pytest
 import torch
 
+from fastpar import ops
 from fastpar.comm import Communicator
 from fastpar.expert import Placement, plan_placement
 from fastpar.expert.layer import Experts
 from fastpar.expert.replicas import Replicas, _runs
-from fastpar.ops.moe.mlp import ExpertRule, moe_mlp
+from fastpar.ops.moe.mlp import ExpertRule
 from tests.dist import run_ranks
 from tests.expert_placement_ranks import (
     PLACEMENTS,
@@ -24,6 +25,7 @@ from tests.expert_placement_ranks import (
     trained,
     trained_by_zero,
 )
+from tests.moe_calls import moe_mlp
 from tests.moe_layer_ranks import train, zero_train
 from tests.moe_mlp_ranks import gradients, problem
 
@@ -209,13 +211,14 @@ def test_wrong_replicas_are_refused():
     x, indices, weights = given["x"], given["indices"], given["weights"]
     first, second = given["first"], given["second"]
     for more, message in [
-        ((first, second), "replicas must be"),
         ((first, second, given["first_bias"], None), "first_bias"),
         ((first[:, :2], second, None, None), "must be"),
         ((first, second.clone().requires_grad_(), None, None), "second, and its gradient"),
     ]:
         with pytest.raises(ValueError, match=message):
             moe_mlp(x, indices, weights, first, second, replicas=more)
+    with pytest.raises(TypeError, match="replicas"):
+        ops.moe_mlp(x, indices, weights, ops.ExpertWeights(first, second), replicas=(first, second))
 
 
 @pytest.mark.parametrize("world", [2, 4])

@@ -11,9 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastpar.ops.moe.mlp import moe_mlp
 from fastpar.reference.moe_mlp import ExpertRule
-from fastpar.reference.moe_mlp import moe_mlp as reference_mlp
 from tests.dist import run_ranks
 from tests.moe_mlp_ranks import gradients
 from tests.moe_mlp_ranks import problem as rank_problem
@@ -28,6 +26,7 @@ from fastpar.kernels import moe_push_mlp, moe_rows, moe_sort  # noqa: E402
 from fastpar.kernels.moe_push import FLAGS, PushExchange, buffer_bytes, run_together  # noqa: E402
 from fastpar.kernels.overlap_gemm_buffer import OverlapBuffer  # noqa: E402
 from fastpar.reference import moe_rows as reference_rows  # noqa: E402
+from tests.moe_calls import moe_mlp, reference_mlp  # noqa: E402
 
 DEVICE = "cuda"
 RULES = {

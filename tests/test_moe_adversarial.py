@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 
 from fastpar.comm import CommMismatchError, CommTimeoutError, Communicator, record
-from fastpar.ops import ExpertRule, Padding, moe_combine, moe_dispatch, moe_mlp
+from fastpar.ops import ExpertRule, Padding, moe_combine
 from fastpar.recompute import Selective, checkpoint
 from tests.dist import run_ranks
+from tests.moe_calls import moe_dispatch, moe_mlp
 from tests.moe_ranks import (
     TRANSPORTS,
     adversarial_rank,
@@ -229,6 +230,7 @@ def test_layers_may_be_between_each_other(transport):
 def poisoned() -> int:
     """Memory that nobody has written holds NaN; nothing of it comes out."""
     from fastpar.ops.moe import dispatcher as _moe_exchange
+    from fastpar.ops.moe import packing
     from fastpar.ops.moe.transports import all_to_all as _moe_all_to_all
     from fastpar.ops.moe.transports import shared_memory as _moe_shared
 
@@ -249,8 +251,8 @@ def poisoned() -> int:
     patch = pytest.MonkeyPatch()
     with patch.context() as patched:
         patched.setattr(_moe_shared, "SharedRegion", Poisoned)
-        patched.setattr(_moe_all_to_all, "new_buffer", buffer)
-        patched.setattr(_moe_exchange, "new_buffer", buffer)
+        for module in (packing, _moe_all_to_all, _moe_exchange):
+            patched.setattr(module, "new_buffer", buffer)
         for tokens in (2, 64, 2000):  # regions grow
             indices = torch.arange(2 * tokens).view(-1, 2) % 3
             for options in TRANSPORTS.values():
@@ -294,7 +296,7 @@ def copied() -> None:
         rows, row_weights, plan = moe_dispatch(**good(**options))
         out = moe_combine(rows, plan, row_weights)
         assert torch.equal(moe_combine(rows, copy.deepcopy(plan), row_weights), out)
-        with pytest.raises(TypeError, match=r"Exchange cannot be pickled.*belongs to the process group"):
+        with pytest.raises(TypeError, match=r"Dispatcher cannot be pickled.*belongs to the process group"):
             pickle.dumps(plan)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fastpar.ops.moe import chunks as _moe_chunks
-from fastpar.ops.moe.claim import Claim
+from fastpar.ops.moe.dispatch_combine import agree_on_rows
 from tests.dist import run_ranks
 from tests.moe_combine_ranks import (
     beside_and_before,
@@ -52,17 +52,21 @@ def test_a_gradient_of_what_is_added_to_a_combine_alone_exchanges_nothing():
     assert run_ranks(2, only_add) == [[], []]
 
 
-def test_worked_example_of_claims():
+def test_worked_example_of_agreements_on_rows():
     rows = torch.zeros(3, 5, dtype=torch.bfloat16)
-    claims = Claim("", True), Claim("rows are upside down", False)
-    words = [claim.words(rows) for claim in claims]
+    agreements = [
+        agree_on_rows("moe_combine", rows, problem, is_differentiable=not problem)
+        for problem in ("", "rows are upside down")
+    ]
+    words = [agreement.words for agreement in agreements]
     assert words == [[0, 5, 1, 1], [1, 0, 0, 0]]
-    claims[0].check([words[0]] * 2)
-    for claim, text in zip(claims, ("wrong arguments on rank 1", "rows are upside down"), strict=True):
+    agreements[0].check([words[0]] * 2)
+    for agreement, text in zip(agreements, ("wrong arguments on rank 1", "rows are upside down"), strict=True):
         with pytest.raises(ValueError, match=text):
-            claim.check(words)
+            agreement.check(words)
+    other = agree_on_rows("moe_combine", rows.float(), "", is_differentiable=True)
     with pytest.raises(ValueError, match=r"the dtype of rows .*got \['torch.bfloat16', 'torch.float32'\]"):
-        claims[0].check([words[0], Claim("", True).words(rows.float())])
+        agreements[0].check([words[0], other.words])
 
 
 # ---- chunks of results -----------------------------------------------------------------------------------------------
@@ -70,13 +74,13 @@ def test_worked_example_of_claims():
 
 def test_worked_example_of_chunks_that_go_back():
     sent = SimpleNamespace(experts=torch.tensor([[-1, 2], [0, 3], [1, -1]]))
-    plan = SimpleNamespace(way=SimpleNamespace(sent=sent, back=[3], pairs=None))
+    plan = SimpleNamespace(route=SimpleNamespace(sent=sent, back=[3], pairs=None))
     plan.splits, plan.source = (0, 1, 2, 3, 4), torch.tensor([1, 2, 0, 1])
     group_of = torch.tensor([0, 0, 1, 1])
     assert _moe_chunks._last_received(plan, group_of).tolist() == [1, 1, 0]
     assert _moe_chunks._last_back(plan, group_of).tolist() == [1, 1, 0]
-    plan.way.pairs = SimpleNamespace(rows=torch.tensor([2, 0, 1, 3]))
-    plan.loads, plan.exchange = torch.tensor([[2, 0, 1, 1]]), SimpleNamespace(comm=SimpleNamespace(rank=0, size=1))
+    plan.route.pairs = SimpleNamespace(rows=torch.tensor([2, 0, 1, 3]))
+    plan.loads, plan.dispatcher = torch.tensor([[2, 0, 1, 1]]), SimpleNamespace(comm=SimpleNamespace(rank=0, size=1))
     assert _moe_chunks._last_back(plan, group_of).tolist() == [1, 0, 0, 1]
     assert _moe_chunks._last_received(plan, group_of).tolist() == [0, 0, 1, 1]
     assert _moe_chunks._places(torch.tensor([1, 0, 1, 0])).tolist() == [2, 0, 3, 1]

@@ -8,13 +8,14 @@ import torch.distributed as dist
 
 from fastpar.comm import Communicator, record
 from fastpar.expert import MoELayer
-from fastpar.ops import moe_dispatch
-from fastpar.ops.moe.dispatch_combine import exchange_of
-from fastpar.ops.moe.fp8 import decode, encode, through
+from fastpar.ops import Dispatch
+from fastpar.ops.moe.fp8 import decode, encode, quantize_dequantize
+from fastpar.ops.moe.packing import PackedField, SentTokens, layout, token_parts
 from fastpar.ops.moe.permute import gather_rows
-from fastpar.ops.moe.plan import Padding, Pairs, Terms
-from fastpar.ops.moe.transports.all_to_all import AllToAllExchange, _Field, _layout, _Sent, _tokens
+from fastpar.ops.moe.plan import DispatchSpec, Padding
+from fastpar.ops.moe.transports.all_to_all import AllToAllDispatcher
 from tests.dist import run_ranks
+from tests.moe_calls import find_dispatcher, moe_dispatch
 from tests.moe_ranks import TRANSPORTS, exchange_rank, through_experts, tokens_of
 from tests.test_hierarchical import MIXED, run_on
 
@@ -73,7 +74,7 @@ def test_ranks_on_several_hosts_match_one():
 
 def memory_across_hosts() -> str:
     with pytest.raises(ValueError, match="transport='shared_memory'") as error:
-        exchange_of(dist.group.WORLD, transport="shared_memory")
+        find_dispatcher(dist.group.WORLD, transport="shared_memory")
     return str(error.value)
 
 
@@ -125,9 +126,9 @@ def test_an_all_to_all_sends_each_token_once_to_each_rank(payload, row_bytes):
 def test_8_ranks_with_top_8_of_256_get_fewer_bytes_than_a_row_for_each_choice(payload, times):
     """Virtual: what one of 8 ranks would send of 4096 tokens of 7168 in bfloat16, to itself included."""
     indices = torch.rand(4096, 256, generator=torch.Generator().manual_seed(0)).argsort(1)[:, :8]
-    sent = _Sent.of(Pairs.of(indices, 256), 8, 32)
-    x = torch.zeros(1, 7168, dtype=torch.bfloat16)
-    _, width = _layout([*_tokens(x, sent, payload), _Field(sent.experts.short()), _Field(torch.zeros(1, 8))])
+    sent = SentTokens.of(indices, 8, 32)
+    tokens, _ = token_parts([], torch.zeros(1, 7168, dtype=torch.bfloat16), payload)
+    _, width = layout([PackedField(part) for part in (*tokens, sent.experts.short(), torch.zeros(1, 8))])
     for_each_choice = 4096 * 8 * 7168 * 2
     assert for_each_choice / (len(sent.tokens) * width) > times
 
@@ -152,7 +153,7 @@ def test_payload_worked_example():
 @pytest.mark.parametrize("shape", [(5, 256), (3, 130), (4, 1), (0, 128), (2, 0)], ids=str)
 def test_a_payload_loses_what_8_bits_lose(shape, dtype):
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
-    found = through(x, FP8)
+    found = quantize_dequantize(x, FP8)
     assert found.dtype == dtype
     assert found.shape == x.shape
     codes, scales = encode(x, FP8)
@@ -168,7 +169,7 @@ def test_a_payload_loses_what_8_bits_lose(shape, dtype):
 def test_a_payload_with_a_number_that_is_not_finite_is_nan_in_its_block_only():
     x = torch.ones(2, 256)
     x[0, 3], x[1, 200] = torch.inf, torch.nan
-    assert through(x, FP8).isnan().tolist() == [[True] * 128 + [False] * 128, [False] * 128 + [True] * 128]
+    assert quantize_dequantize(x, FP8).isnan().tolist() == [[True] * 128 + [False] * 128, [False] * 128 + [True] * 128]
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -177,7 +178,7 @@ def test_a_payload_has_the_same_numbers_over_every_transport(transport):
     found = run_ranks(2, exchange_rank, sizes, 130, 3, 12, dtype, {**TRANSPORTS[transport], "payload": FP8})
     parts = tokens_of(0, (sum(sizes),), 130, 3, 12, dtype)
     whole = through_experts(*parts, num_experts=12, payload=FP8)
-    rounded = through_experts(through(parts[0], FP8), *parts[1:], num_experts=12)
+    rounded = through_experts(quantize_dequantize(parts[0], FP8), *parts[1:], num_experts=12)
     assert torch.equal(whole[1], rounded[1])  # a gradient that does not know of it
     assert torch.equal(whole[2], rounded[2])  # the weights' knows what experts saw
     for got, want in zip(zip(*found, strict=True), whole, strict=True):
@@ -188,26 +189,26 @@ def test_a_payload_has_the_same_numbers_over_every_transport(transport):
 
 
 def test_a_layer_hands_its_payload_on_and_routes_by_what_was_not_rounded():
-    layer = MoELayer.from_preset("mixtral", 16, 8, 4, top_k=2, payload=FP8)
+    layer = MoELayer.from_preset("mixtral", 16, 8, 4, top_k=2, dispatch=Dispatch(payload=FP8))
     x, experts = torch.randn(5, 16), layer.experts
     out, routing = layer(x), layer.router(x)
-    experts.payload = None
-    assert torch.equal(out, experts(through(x, FP8), routing.indices, routing.weights))
+    experts.dispatch = Dispatch()
+    assert torch.equal(out, experts(quantize_dequantize(x, FP8), routing.indices, routing.weights))
     assert not torch.equal(out, experts(x, routing.indices, routing.weights))
 
 
 def send_again(options: dict) -> bool:
     """What a backward that has not kept its rows gets."""
     x, indices, weights, dout = tokens_of(dist.get_rank(), (5, 9), 130, 2, 6, torch.bfloat16)
-    exchange = exchange_of(dist.group.WORLD, **options)
+    dispatcher = find_dispatcher(dist.group.WORLD, **options)
     for payload in (None, FP8):
-        plan, tables = exchange.dispatch(x, indices, weights, 6, Terms(Padding(), payload))
+        plan, tables = dispatcher.dispatch(x, indices, weights, DispatchSpec(6, payload=payload))
         rows = gather_rows(tables, plan.source)
-        other = gather_rows(exchange.send(plan, dout)[0], plan.source)
-        again, both = exchange.send(plan, dout, again=x)
+        other = gather_rows(dispatcher.redispatch(plan, dout)()[0], plan.source)
+        again, both = dispatcher.redispatch(plan, dout, x=x)()
         assert torch.equal(gather_rows(again, plan.source), rows)
         assert torch.equal(gather_rows(both, plan.source), other)
-        (once,) = exchange.send(plan, again=x)
+        (once,) = dispatcher.redispatch(plan, x=x)()
         assert torch.equal(gather_rows(once, plan.source), rows)
     return True
 
@@ -223,11 +224,13 @@ def test_tokens_sent_again_arrive_as_they_did_before(transport):
 def test_index_tensors_are_made_on_the_device_of_x(monkeypatch):
     """Anything made without a device would be on the default one, which is none that can compute."""
     parts = tokens_of(0, (23,), 130, 3, 12, torch.float32)
-    exchanges = [AllToAllExchange(Communicator(None), exact=exact) for exact in (False, True)]
+    exchanges = [AllToAllDispatcher(Communicator(None), exact=exact) for exact in (False, True)]
     wanted = through_experts(*parts, num_experts=12, padding=Padding(align=8))
     for exchange in (None, *exchanges):
         if exchange is not None:
-            monkeypatch.setattr("fastpar.ops.moe.dispatch_combine.exchange_of", lambda *_, found=exchange, **__: found)
+            monkeypatch.setattr(
+                "fastpar.ops.moe.dispatch_combine.find_dispatcher", lambda *_, found=exchange, **__: found
+            )
         with torch.device("meta"):
             found = through_experts(*parts, num_experts=12, padding=Padding(align=8))
         for got, want in zip(found, wanted, strict=True):
@@ -238,7 +241,7 @@ def test_index_tensors_are_made_on_the_device_of_x(monkeypatch):
 def test_a_cuda_device_gives_what_the_cpu_gives(monkeypatch):
     parts = tokens_of(0, (23,), 130, 3, 12, torch.float32)
     monkeypatch.setattr(
-        "fastpar.ops.moe.dispatch_combine.exchange_of", lambda *_, **__: AllToAllExchange(Communicator(None))
+        "fastpar.ops.moe.dispatch_combine.find_dispatcher", lambda *_, **__: AllToAllDispatcher(Communicator(None))
     )
     for payload in (None, FP8):
         wanted = through_experts(*parts, num_experts=12, payload=payload)

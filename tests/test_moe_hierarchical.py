@@ -166,13 +166,13 @@ def test_the_ranks_of_a_host_take_turns_with_the_collectives_of_the_group(layout
 
 
 def test_hosts_decide_which_way_tokens_take():
-    over_hosts = ["SharedRows", "SharedRows", "AllToAllExchange", "SentRows", "AllToAllExchange"]
+    over_hosts = ["SharedForwarder", "SharedForwarder", "AllToAllDispatcher", "AllToAllForwarder", "AllToAllDispatcher"]
     assert run_on(ALONE_FIRST, ranks.chosen) == [over_hosts] * 3
 
 
 @pytest.mark.parametrize("over", ranks.OVER)
 def test_auto_goes_over_hosts_where_that_sends_fewer_rows(over):
-    flat, over_hosts = "AllToAllExchange", "HierarchicalExchange"
+    flat, over_hosts = "AllToAllDispatcher", "HierarchicalDispatcher"
     assert run_on(PAIRS, ranks.chosen_by_rows, over) == [[flat, flat, over_hosts, flat]] * 4
 
 

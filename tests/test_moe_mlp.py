@@ -17,12 +17,11 @@ from torch.utils.checkpoint import checkpoint
 
 from fastpar.ops.moe import chunks as _moe_chunks
 from fastpar.ops.moe import experts as _moe_mlp
-from fastpar.ops.moe.fp8 import through
-from fastpar.ops.moe.mlp import moe_mlp
+from fastpar.ops.moe.fp8 import quantize_dequantize
 from fastpar.ops.moe.plan import Padding
 from fastpar.reference.moe_mlp import ACTIVATIONS, WEIGH, ExpertRule
-from fastpar.reference.moe_mlp import moe_mlp as reference_moe_mlp
 from tests.dist import run_ranks
+from tests.moe_calls import moe_mlp, reference_mlp
 from tests.moe_mlp_ranks import (
     EXPERTS,
     HIDDEN,
@@ -58,7 +57,7 @@ def assert_close(found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance:
 
 def exact(given: dict[str, Tensor], rule: ExpertRule) -> dict[str, Tensor]:
     return gradients(
-        reference_moe_mlp, {n: t.double() if t.is_floating_point() else t for n, t in given.items()}, rule=rule
+        reference_mlp, {n: t.double() if t.is_floating_point() else t for n, t in given.items()}, rule=rule
     )
 
 
@@ -142,9 +141,21 @@ def test_a_gradient_of_what_is_added_alone_sends_nothing(monkeypatch):
     dout = given.pop("dout")
     given["add"].requires_grad_()
     out = moe_mlp(**given)
-    monkeypatch.setattr(_moe_chunks, "send", None)
+    monkeypatch.setattr(_moe_mlp, "redispatch_chunks", None)
     (found,) = torch.autograd.grad(out, given["add"], dout)
     assert torch.equal(found, dout)
+
+
+def test_a_profile_names_dispatch_experts_and_combine():
+    given = problem(torch.float32, ExpertRule())
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        gradients(moe_mlp, given)
+    ranges = [event.name for event in profile.events() if event.name.startswith("fastpar::moe::")]
+    assert {name: ranges.count(f"fastpar::moe::{name}") for name in ("dispatch", "experts", "combine")} == {
+        "dispatch": 2,
+        "experts": 2,
+        "combine": 3,  # in forward a launch and a wait
+    }
 
 
 def test_without_gradients_the_bits_are_the_same():
@@ -251,7 +262,7 @@ def test_a_second_derivative_is_refused_with_an_alternative():
 def test_tokens_in_8_bits_arrive_rounded_in_backward_too():
     rule = ExpertRule()
     given = problem(torch.float32, rule)
-    rounded = through(given["x"], "float8_e4m3fn")
+    rounded = quantize_dequantize(given["x"], "float8_e4m3fn")
     assert not torch.equal(rounded, given["x"])
     found, wanted = gradients(moe_mlp, given, payload="float8_e4m3fn"), gradients(moe_mlp, given | {"x": rounded})
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
@@ -312,7 +323,7 @@ def test_chunks_are_exchanges_of_their_own_and_send_no_byte_more():
 
 def test_worked_example_of_chunks():
     rows = torch.tensor([[-1, 2], [0, 3], [1, -1]])
-    plan = SimpleNamespace(way=SimpleNamespace(sent=SimpleNamespace(experts=rows), back=[3]))
+    plan = SimpleNamespace(route=SimpleNamespace(sent=SimpleNamespace(experts=rows), back=[3]))
     plan.splits, plan.source = (0, 1, 2, 3, 4), torch.tensor([1, 2, 0, 1])
     group_of = torch.tensor([0, 0, 1, 1])
     assert _moe_chunks._first_sent(plan, group_of, 2).tolist() == [1, 0, 0]

@@ -13,6 +13,7 @@ from fastpar import ops
 from fastpar.comm import Communicator
 from fastpar.ops import Padding
 from tests.dist import run_ranks
+from tests.moe_calls import moe_dispatch, moe_plan
 from tests.moe_ranks import TRANSPORTS, multiply, tokens_of
 
 SIZES = {1: (9,), 2: (7, 4), 3: (5, 0, 8)}
@@ -24,10 +25,10 @@ def step(parts: Any, in_two: bool, group: Any, options: dict[str, Any]) -> tuple
     x, indices, weights, dout = parts
     x, weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
     if in_two:
-        plan = ops.moe_plan(indices, weights, num_experts=6, group=group, **options)
+        plan = moe_plan(indices, weights, num_experts=6, group=group, **options)
         rows, row_weights = ops.moe_send(x, plan, weights)
     else:
-        rows, row_weights, plan = ops.moe_dispatch(x, indices, weights, num_experts=6, group=group, **options)
+        rows, row_weights, plan = moe_dispatch(x, indices, weights, num_experts=6, group=group, **options)
     out = ops.moe_combine(multiply(rows, plan), plan, row_weights, add=x)
     out.backward(dout)
     assert x.grad is not None

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from fastpar.expert import MoELayer
-from fastpar.ops.moe.dispatch_combine import moe_dispatch
-from fastpar.ops.moe.mlp import moe_mlp
-from fastpar.ops.moe.plan import Padding
+from fastpar.ops.moe.plan import Dispatch, Padding
 from fastpar.ops.moe.transports import symmetric as _moe_push
+from tests.moe_calls import moe_dispatch, moe_mlp
 from tests.triton_interpreter import run_interpreted
 
 
@@ -22,11 +21,15 @@ def test_experts_match_the_reference_in_the_interpreter(slow: bool) -> None:
     run_interpreted("check_moe_push_mlp.py", markers="slow" if slow else "not slow")
 
 
+def asked(**options: Any) -> dict[str, Any]:
+    return {"options": Dispatch("symmetric", **options)}
+
+
 def test_what_the_exchange_does_not_take_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     x, indices, weights = torch.zeros(3, 4), torch.zeros(3, 2, dtype=torch.int64), torch.zeros(3, 2)
     right: dict[str, Any] = {
-        "x": x, "indices": indices, "weights": weights, "add": None, "num_experts": 4, "padding": Padding(),
-        "payload": None, "max_rows": None,
+        "x": x, "indices": indices, "weights": weights, "add": None, "num_experts": 4,
+        **asked(),
     }  # fmt: skip
     assert "takes CUDA tensors, and Triton; x is on cpu" in str(_moe_push._problem(**right))
     monkeypatch.setattr(_moe_push, "_DEVICES", ("cpu",))
@@ -39,9 +42,15 @@ def test_what_the_exchange_does_not_take_is_explained(monkeypatch: pytest.Monkey
         ({"weights": weights.to("meta")}, "must be on one device, got cpu, cpu and meta"),
         ({"add": x[:, :1]}, "add must be as x is, (3, 4) on cpu, got (3, 1) on cpu"),
         ({"num_experts": 0}, "every rank must have an expert"),
-        ({"padding": Padding(align=8)}, "pads no rows, got Padding(align=8, capacity=None)"),
-        ({"payload": "float8_e4m3fn"}, "sends tokens as they are, got payload='float8_e4m3fn'"),
-        ({"max_rows": 0}, "max_rows must be at least 1, got 0"),
+        (
+            {"options": Dispatch("symmetric", padding=Padding(align=8))},
+            "pads no rows, got Padding(align=8, capacity=None)",
+        ),
+        (
+            {"options": Dispatch("symmetric", payload="float8_e4m3fn")},
+            "sends tokens as they are, got payload='float8_e4m3fn'",
+        ),
+        ({"options": Dispatch("symmetric", max_rows=0)}, "max_rows must be at least 1, got 0"),
     ):
         assert message in str(_moe_push._problem(**right | wrong)), wrong
 
@@ -53,7 +62,7 @@ def test_the_worst_case_is_that_all_tokens_go_to_one_rank() -> None:
 
 
 def test_one_rank_needs_no_symmetric_memory() -> None:
-    layer = MoELayer.from_preset("mixtral", 8, 6, 4, transport="symmetric", max_rows=1)
+    layer = MoELayer.from_preset("mixtral", 8, 6, 4, dispatch=Dispatch("symmetric", max_rows=1))
     other = MoELayer.from_preset("mixtral", 8, 6, 4)
     other.load_state_dict(layer.state_dict())
     x = torch.randn(5, 8)

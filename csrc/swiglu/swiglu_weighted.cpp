@@ -1,5 +1,5 @@
 // CPU op layer of SwiGLU with a weight for each row: check, choose the kernel, launch.
-// The algebra is in fastpar/ops/moe/activation.py, the numerics in swiglu_weighted_kernel.h.
+// The algebra is in fastpar/ops/moe/gemms.py, the numerics in swiglu_weighted_kernel.h.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>

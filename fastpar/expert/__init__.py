@@ -5,7 +5,7 @@
 
     router = fp.expert.preset("qwen3_moe").router(hidden=2048, num_experts=128)         # or piece by piece
     routing = router(x)                                         # .indices, .weights, .counts
-    out = fp.ops.moe_mlp(x, routing.indices, routing.weights, ...)
+    out = fp.ops.moe_mlp(x, routing.indices, routing.weights, experts, ...)
 
 Names are looked up on first use.
 """

@@ -33,6 +33,8 @@ from fastpar.expert.weights import ExpertGroups, make_expert_weight, unwrap
 from fastpar.mesh import Mesh
 from fastpar.ops.moe.capacity import moe_capacity
 from fastpar.ops.moe.mlp import moe_mlp
+from fastpar.ops.moe.plan import DEFAULT_DISPATCH, Dispatch
+from fastpar.ops.moe.weights import ExpertWeights
 from fastpar.reference.moe_mlp import ExpertRule, activate
 
 
@@ -47,9 +49,9 @@ class Experts(nn.Module):
 
     forward(x [T, H], indices [T, K], weights [T, K], add [T, H] or None) -> [T, H], each rank with tokens of its own.
     `add` may be a function that gives it, to be called while results travel. With etp, one all-gather of tokens before
-    and one reduce-scatter after, over etp. `transport`, `exact`, `payload`, `chunks` and `max_rows` are those of
-    `fastpar.ops.moe_mlp`. `replicas`: copies of other ranks' experts that a rank may have; `place` says of which, and
-    `fastpar.expert.rebalance` finds out.
+    and one reduce-scatter after, over etp. `dispatch`: how tokens travel, see `fastpar.ops.Dispatch`. `replicas`:
+    copies of other ranks' experts that a rank may have; `place` says of which, and `fastpar.expert.rebalance` finds
+    out.
     """
 
     @checked(computed=False)
@@ -62,11 +64,7 @@ class Experts(nn.Module):
         rule: ExpertRule | None = None,
         bias: bool = False,
         mesh: Mesh | None = None,
-        transport: str = "auto",
-        exact: bool = False,
-        payload: str | None = None,
-        chunks: int = 1,
-        max_rows: int | None = None,
+        dispatch: Dispatch | None = None,
         replicas: int = 0,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
@@ -82,8 +80,7 @@ class Experts(nn.Module):
             raise ValueError("Experts keeps its weights as [E, 2, I, H]: rule.transposed and interleaved must be False")
         self.hidden, self.inner, self.num_experts = hidden, inner, num_experts
         self.groups = ExpertGroups(mesh)
-        self.transport, self.exact, self.payload, self.chunks = transport, exact, payload, chunks
-        self.max_rows = max_rows
+        self.dispatch = dispatch or DEFAULT_DISPATCH
         self.replicas = replicas
         self._replicas: Replicas | None = None
         products = 2 if self.rule.is_gated else 1
@@ -130,44 +127,33 @@ class Experts(nn.Module):
         add: Tensor | Callable[[], Tensor | None] | None = None,
     ) -> Tensor:
         etp = self.groups.etp
-        first = unwrap(self.gate_up_proj, self.groups).flatten(1, 2)
-        second = unwrap(self.down_proj, self.groups)
-        first_bias = None if self.gate_up_bias is None else unwrap(self.gate_up_bias, self.groups).flatten(1)
-        second_bias = None if self.down_bias is None else unwrap(self.down_bias, self.groups)
-        copies: list[Any] | None = None
+        experts, replicas = self._weights(), None
         if self._replicas is not None:
-            mine = (first, second, first_bias, second_bias)
-            (first, second, first_bias, second_bias), copies = self._replicas.fetch(mine, autocast_dtype(x))
-        options: dict[str, Any] = {
-            "group": self.groups.ep,
-            "transport": self.transport,
-            "exact": self.exact,
-            "payload": self.payload,
-            "chunks": self.chunks,
-            "max_rows": self.max_rows,
-            "grad_scale": self.groups.grad_scale,
-        }
+            mine, copies = self._replicas.fetch(experts, autocast_dtype(x))
+            experts, replicas = ExpertWeights(*mine), ExpertWeights(*copies)
+        run = partial(
+            moe_mlp, rule=self.rule, group=self.groups.ep, dispatch=self.dispatch, grad_scale=self.groups.grad_scale
+        )
         if etp.size == 1:
-            return moe_mlp(
-                x, self._physical(indices), weights, first, second,
-                first_bias=first_bias, second_bias=second_bias, replicas=copies, rule=self.rule, add=add, **options,
-            )  # fmt: skip
+            return run(x, self._physical(indices), weights, experts, replicas=replicas, add=add)
         sizes = _sizes(len(x), etp)
         x = gather_sequence(x, etp, dim=0, sizes=sizes)
         weights = gather_sequence(weights, etp, dim=0, sizes=sizes)
         indices = self._physical(etp.all_gather(indices, sizes=sizes))
-        if second_bias is not None:
-            second_bias = _OnOneRank.apply(second_bias, etp.rank == 0)
-        if copies is not None and copies[3] is not None:
-            copies[3] = _OnOneRank.apply(copies[3], etp.rank == 0)
+        experts, replicas = _second_bias_once(experts, etp), replicas and _second_bias_once(replicas, etp)
+        # Added behind the sum over etp: within it, it would be added on every rank.
         given: list[Tensor | None] = [] if callable(add) else [add]
-        out = moe_mlp(
-            x, indices, weights, first, second,
-            first_bias=first_bias, second_bias=second_bias, replicas=copies, rule=self.rule,
-            add=(lambda: given.append(add())) if callable(add) else None, **options,
-        )  # fmt: skip
+        called = (lambda: given.append(add())) if callable(add) else None
+        out = run(x, indices, weights, experts, replicas=replicas, add=called)
         out = reduce_scatter_sequence(out, etp, dim=0, sizes=sizes)
         return out if given[0] is None else out + given[0]
+
+    def _weights(self) -> ExpertWeights:
+        """This rank's, as `moe_mlp` takes them."""
+        first, second = unwrap(self.gate_up_proj, self.groups), unwrap(self.down_proj, self.groups)
+        first_bias = None if self.gate_up_bias is None else unwrap(self.gate_up_bias, self.groups).flatten(1)
+        second_bias = None if self.down_bias is None else unwrap(self.down_bias, self.groups)
+        return ExpertWeights(first.flatten(1, 2), second, first_bias, second_bias)
 
     def _physical(self, indices: Tensor) -> Tensor:
         return indices if self._replicas is None else self._replicas.physical(indices)
@@ -178,7 +164,13 @@ class Experts(nn.Module):
         return f"hidden={self.hidden}, inner={self.inner}, num_experts={self.num_experts}, ep={ep}, etp={etp}{copies}"
 
 
-class _OnOneRank(torch.autograd.Function):
+def _second_bias_once(experts: ExpertWeights, etp: Communicator) -> ExpertWeights:
+    if experts.second_bias is None:
+        return experts
+    return experts._replace(second_bias=BiasOnOneRank.apply(experts.second_bias, etp.rank == 0))
+
+
+class BiasOnOneRank(torch.autograd.Function):
     """A bias that every rank of etp has and one of them adds; each has all tokens' gradients, so each its whole."""
 
     @staticmethod
@@ -301,11 +293,7 @@ class MoELayer(nn.Module):
         router: dict[str, Any] | None = None,
         capacity: Capacity | None = None,
         sequence_parallel: bool = False,
-        transport: str = "auto",
-        exact: bool = False,
-        payload: str | None = None,
-        chunks: int = 1,
-        max_rows: int | None = None,
+        dispatch: Dispatch | None = None,
         replicas: int = 0,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
@@ -318,6 +306,7 @@ class MoELayer(nn.Module):
         preset    a name of `fastpar.expert.PRESETS`, or a `RouterPreset`
         shared_inner, shared_gated  of a `SharedExpert`; 0: there is none
         router    further arguments of `Router`
+        dispatch  how tokens travel: see `fastpar.ops.Dispatch`
         replicas  copies of hot experts on every rank, once `rebalance` has placed them
         routing   fields of the preset's rule to change, such as top_k
         """
@@ -325,9 +314,9 @@ class MoELayer(nn.Module):
         chosen = chosen.routing(**routing) if routing else chosen
         like: dict[str, Any] = {"dtype": dtype, "device": device}
         rule = ExpertRule(activation, weigh=chosen.weigh)
-        way: dict[str, Any] = {"transport": transport, "exact": exact, "payload": payload, "chunks": chunks}
-        way["max_rows"] = max_rows
-        experts = Experts(hidden, inner, num_experts, rule=rule, bias=bias, mesh=mesh, replicas=replicas, **way, **like)
+        experts = Experts(
+            hidden, inner, num_experts, rule=rule, bias=bias, mesh=mesh, dispatch=dispatch, replicas=replicas, **like
+        )
         made = chosen.router(hidden, num_experts, **{"group": experts.groups.tp, **like, **(router or {})})
         shared = SharedExpert(hidden, shared_inner, rule=rule, gated=shared_gated, **like) if shared_inner else None
         return cls(made, experts, shared, capacity=capacity, sequence_parallel=sequence_parallel)

@@ -30,11 +30,13 @@ if TYPE_CHECKING:
     )
     from fastpar.ops.moe.capacity import expert_capacity, moe_capacity
     from fastpar.ops.moe.dispatch_combine import moe_combine, moe_dispatch
+    from fastpar.ops.moe.dispatcher import DispatchHandle
     from fastpar.ops.moe.grouped_linear import grouped_linear, grouped_linear_dgrad, grouped_linear_wgrad
     from fastpar.ops.moe.mlp import moe_mlp
-    from fastpar.ops.moe.plan import DispatchPlan, Padding
+    from fastpar.ops.moe.plan import Dispatch, Padding
     from fastpar.ops.moe.plan_send import moe_plan, moe_send
     from fastpar.ops.moe.route import RouteRule, Routing, expert_choice_route, moe_route, router_logits
+    from fastpar.ops.moe.weights import ExpertWeights
     from fastpar.ops.newton_schulz import newton_schulz
     from fastpar.ops.optimizer import StochasticRounding, adamw_step, lion_step, sgd_step
     from fastpar.ops.parallel_linear.api import (
@@ -59,8 +61,10 @@ if TYPE_CHECKING:
     from fastpar.reference.moe_mlp import ExpertRule
 
 _HOME = {
-    "DispatchPlan": "fastpar.ops.moe.plan",
+    "Dispatch": "fastpar.ops.moe.plan",
+    "DispatchHandle": "fastpar.ops.moe.dispatcher",
     "ExpertRule": "fastpar.reference.moe_mlp",
+    "ExpertWeights": "fastpar.ops.moe.weights",
     "Overlap": "fastpar.ops.parallel_linear.overlap",
     "OverlapShape": "fastpar.ops.parallel_linear.overlap",
     "Padding": "fastpar.ops.moe.plan",
@@ -124,8 +128,10 @@ _HOME = {
     "vocab_parallel_topk": "fastpar.ops.vocab_topk",
 }
 __all__ = [
-    "DispatchPlan",
+    "Dispatch",
+    "DispatchHandle",
     "ExpertRule",
+    "ExpertWeights",
     "Overlap",
     "OverlapShape",
     "Padding",

@@ -31,6 +31,7 @@ from fastpar.ops._autograd import scale_grad
 from fastpar.ops.moe.dispatch_combine import moe_combine, moe_dispatch
 from fastpar.ops.moe.grouped_linear import grouped_linear
 from fastpar.ops.moe.mlp import moe_mlp
+from fastpar.ops.moe.weights import ExpertWeights
 from fastpar.reference.moe_mlp import ExpertRule, activate
 
 _FIRST = ("gate_up_proj", "up_proj")
@@ -197,7 +198,7 @@ def run_experts(
     if rule is not None:
         first, first_bias, second, second_bias = parameters
         out = moe_mlp(
-            x, indices, weights, first, second, first_bias=first_bias, second_bias=second_bias,
+            x, indices, weights, ExpertWeights(first, second, first_bias, second_bias),
             rule=dataclasses.replace(rule, weigh=weigh), add=add, group=group, grad_scale=grad_scale,
         )  # fmt: skip
         return out.to(x.dtype)
@@ -206,12 +207,12 @@ def run_experts(
     scaled: list[Any] = [None if p is None else scale_grad(p, grad_scale) for p in parameters]
     first, first_bias, second, second_bias = scaled
     transposed, num_experts = is_transposed(module), len(first) * Communicator.of(group).size
-    rows, row_weights, plan = moe_dispatch(x, indices, weights, num_experts=num_experts, group=group)
-    hidden = _between(module)(grouped_linear(rows, first, plan.splits, first_bias, transposed=transposed))
-    results = grouped_linear(hidden, second, plan.splits, second_bias, transposed=transposed)
+    rows, row_weights, handle = moe_dispatch(x, indices, weights, num_experts=num_experts, group=group)
+    hidden = _between(module)(grouped_linear(rows, first, handle.splits, first_bias, transposed=transposed))
+    results = grouped_linear(hidden, second, handle.splits, second_bias, transposed=transposed)
     if getattr(module, "has_post_expert_norm", False):
         results = cast(Any, module).post_expert_norm(results)
-    return moe_combine(results, plan, row_weights, add=add).to(x.dtype)
+    return moe_combine(results, handle, row_weights, add=add).to(x.dtype)
 
 
 def _parameters(module: nn.Module) -> list[Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -133,16 +133,16 @@ def moe_mlp(
     x: Tensor,
     indices: Tensor,
     weights: Tensor,
-    first: Tensor,
-    second: Tensor,
+    experts: Sequence[Tensor | None],
     *,
-    first_bias: Tensor | None = None,
-    second_bias: Tensor | None = None,
     rule: ExpertRule | None = None,
     add: Tensor | None = None,
 ) -> Tensor:
     """The experts of one process, token by token's choice, in the dtype of x. See `fastpar.ops.moe_mlp`."""
     rule = rule or ExpertRule()
+    first, second, first_bias, second_bias = experts
+    assert first is not None
+    assert second is not None
     out = torch.zeros_like(x) if add is None else add
     for k in range(indices.shape[1]):
         for expert in range(len(first)):

@@ -146,7 +146,9 @@ def experts(device: str, group: Any, watch: Any, transport: str) -> list[Tensor]
     x, weights, first, second = leaf(6, HIDDEN), leaf(6, 2), leaf(2, 2 * HIDDEN, HIDDEN), leaf(2, HIDDEN, HIDDEN)
     indices = torch.stack([torch.randperm(4, generator=generator)[:2] for _ in range(6)]).to(device)
     with watch or nothing():
-        out = fp.ops.moe_mlp(x, indices, weights, first, second, group=group, transport=transport)
+        out = fp.ops.moe_mlp(
+            x, indices, weights, fp.ops.ExpertWeights(first, second), group=group, dispatch=fp.ops.Dispatch(transport)
+        )
         out.square().sum().backward()
     return [out.detach(), x.grad, weights.grad, first.grad, second.grad]  # type: ignore[list-item]
 

@@ -361,23 +361,22 @@ def _(m: Maker) -> Sequence[Tensor]:
 
 @case("moe_dispatch, padded")
 def _(m: Maker) -> Sequence[Tensor]:
-    padding = ops.Padding(align=4)
-    rows, weights, plan = ops.moe_dispatch(m.leaf(T, H), m.choices(), m.leaf(T, K), num_experts=E, padding=padding)
+    padded = ops.Dispatch(padding=ops.Padding(align=4))
+    rows, weights, plan = ops.moe_dispatch(m.leaf(T, H), m.choices(), m.leaf(T, K), num_experts=E, dispatch=padded)
     return backward(m, ops.moe_combine(rows * 2.0, plan, weights))
 
 
 @case("moe_mlp")
 def _(m: Maker) -> Sequence[Tensor]:
     x, weights = m.leaf(T, H), m.leaf(T, K)
-    return backward(m, ops.moe_mlp(x, m.choices(), weights, m.leaf(E, 2 * H, H), m.leaf(E, H, H)))
+    return backward(m, ops.moe_mlp(x, m.choices(), weights, ops.ExpertWeights(m.leaf(E, 2 * H, H), m.leaf(E, H, H))))
 
 
 @case("moe_mlp, by grouped products")
 def _(m: Maker) -> Sequence[Tensor]:
     x, weights = m.leaf(T, H), m.leaf(T, K)
-    matrices = m.leaf(E, 2 * H, H), m.leaf(E, H, H)
-    biases = {"first_bias": m.leaf(E, 2 * H), "second_bias": m.leaf(E, H)}
-    return backward(m, ops.moe_mlp(x, m.choices(), weights, *matrices, **biases, transport="all_to_all"))
+    experts = ops.ExpertWeights(m.leaf(E, 2 * H, H), m.leaf(E, H, H), m.leaf(E, 2 * H), m.leaf(E, H))
+    return backward(m, ops.moe_mlp(x, m.choices(), weights, experts, dispatch=ops.Dispatch("all_to_all")))
 
 
 @case("grouped_linear")

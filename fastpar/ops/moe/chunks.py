@@ -10,12 +10,12 @@ any bit of a result.
 
     dispatch   one all-gather and one all-to-all for what `moe_dispatch` sends besides the tokens, then one all-to-all
                a chunk
-    send       one all-to-all a chunk
-    give back  one all-to-all a chunk
+    redispatch one all-to-all a chunk
+    combine    one all-to-all a chunk
 
-They are launched as soon as what they send is there, in the same order on all ranks, and carried out by the group's
-thread, one after the other. Only rows that are sent have something to gain: ranks that share memory, or a single one,
-have one chunk whatever is asked for.
+All-to-alls are launched as soon as what they send is there, in the same order on all ranks, and carried out by the
+group's thread, one after the other. Only rows that are sent have something to gain: ranks that share memory, or a
+single one, have one chunk whatever is asked for.
 
 Worked example: experts 0..3 of a rank in two chunks, and three tokens that come to it for the experts {2}, {0, 3} and
 {1}: the second and the third travel in the first chunk, the first in the second; expert 3 finds its token in the first.
@@ -31,26 +31,30 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fastpar.ops._buffers import new_buffer
-from fastpar.ops.moe.dispatcher import Exchange, Finish, Tables
-from fastpar.ops.moe.fp8 import encode
-from fastpar.ops.moe.plan import DispatchPlan, Terms
-from fastpar.ops.moe.transports.all_to_all import AllToAllExchange, WayBack, _columns, _Field, _layout, _received
+from fastpar.ops.moe.dispatcher import (
+    DispatchHandle,
+    ExpertResults,
+    FinishCombine,
+    FinishRedispatch,
+    Tables,
+    TokenDispatcher,
+)
+from fastpar.ops.moe.packing import PackedField, token_parts
+from fastpar.ops.moe.plan import DispatchSpec
+from fastpar.ops.moe.transports.all_to_all import AllToAllDispatcher, AllToAllHandle, CombineRoute
 
-_Chunk = list[Tables]  # what came of every tensor that was sent
 
-
-class Arrivals:
+class ChunkedRecv:
     """Rows of tokens for the experts of this rank, some of them on their way.
 
-    source  int64 [num_rows]: as `DispatchPlan.source`, for `tables`
+    source  int64 [num_rows]: as `DispatchHandle.source`, for `tables`
     """
 
     def __init__(
         self,
         source: Tensor,
         tables: Sequence[Tables],
-        coming: Sequence[Callable[[], _Chunk]] = (),
+        coming: Sequence[FinishRedispatch] = (),
         chunk_of: Sequence[int] = (),
     ) -> None:
         """`tables` of every tensor that was sent, to which the chunks that are `coming` are added as they come; by
@@ -68,7 +72,7 @@ class Arrivals:
         return self._tables
 
     def finish(self) -> None:
-        """Wait for what no expert here has asked for: the exchange is called again only after that."""
+        """Wait for what no expert here has asked for: the dispatcher is called again only after that."""
         self._wait(len(self._coming))
 
     def _wait(self, count: int) -> None:
@@ -78,130 +82,110 @@ class Arrivals:
         self._came = max(self._came, count)
 
 
-def dispatch(
-    exchange: Exchange, chunks: int, x: Tensor, indices: Tensor, weights: Tensor, num_experts: int, terms: Terms
-) -> tuple[DispatchPlan, Arrivals]:
-    """`Exchange.dispatch` in chunks."""
-    if _count(exchange, chunks, num_experts) == 1:
-        plan, tables = exchange.dispatch(x, indices, weights, num_experts, terms)
-        return plan, Arrivals(plan.source, [tables])
-    terms = replace(terms, chunks=(chunks, x.shape[-1]))
-    plan, _ = exchange.dispatch(x[..., :0], indices, weights, num_experts, terms)
-    return plan, _launch(plan, chunks, [], x)
+def dispatch_chunks(
+    dispatcher: TokenDispatcher, chunks: int, x: Tensor, indices: Tensor, weights: Tensor, spec: DispatchSpec
+) -> tuple[DispatchHandle, ChunkedRecv]:
+    """`TokenDispatcher.dispatch` in chunks."""
+    if _count(dispatcher, chunks, spec.num_experts) == 1:
+        handle, tables = dispatcher.dispatch(x, indices, weights, spec)
+        return handle, ChunkedRecv(handle.source, [tables])
+    # First tokens without columns: who gets which. Then the columns, chunk by chunk.
+    handle, _ = dispatcher.dispatch(x[..., :0], indices, weights, replace(spec, chunks=(chunks, x.shape[-1])))
+    return handle, _launch(handle, chunks, [], x)
 
 
-def send(
-    plan: DispatchPlan, chunks: int, *tensors: Tensor, again: Tensor | None = None, beside: bool = False
-) -> Arrivals:
-    """`Exchange.send` in chunks. `beside`: the caller has something to compute before it asks for what arrives."""
-    if _count(plan.exchange, chunks, plan.num_experts) > 1:
-        return _launch(plan, chunks, tensors, again)
-    if not beside:
-        return Arrivals(plan.source, plan.exchange.send(plan, *tensors, again=again))
-    coming = plan.exchange.launch_send(plan, *tensors, again=again)
-    return Arrivals(plan.source, _no_tables(tensors, again), [coming], [0] * len(plan.experts))
+def redispatch_chunks(
+    handle: DispatchHandle, chunks: int, *tensors: Tensor, x: Tensor | None = None, overlapped: bool = False
+) -> ChunkedRecv:
+    """`TokenDispatcher.redispatch` in chunks."""
+    if _count(handle.dispatcher, chunks, handle.num_experts) > 1:
+        return _launch(handle, chunks, tensors, x)
+    coming = handle.dispatcher.redispatch(handle, *tensors, x=x, overlapped=overlapped)
+    if not overlapped:
+        return ChunkedRecv(handle.source, coming())
+    return ChunkedRecv(handle.source, _no_tables(tensors, x), [coming], [0] * len(handle.experts))
 
 
-class Departures:
-    """`Exchange.launch_back` in chunks, of results and values that experts are still to write, one after the other."""
+class ChunkedCombine:
+    """`TokenDispatcher.combine` in chunks, of results that experts are still to write, one after the other."""
 
-    def __init__(
-        self,
-        plan: DispatchPlan,
-        chunks: int,
-        rows: Tensor,
-        *,
-        weighted: bool,
-        values: Tensor | None = None,
-        beside: bool = False,
-    ) -> None:
-        self._plan, self._rows, self._values = plan, rows, values
-        self._weighted, self._beside = weighted, beside
-        self._count = _count(plan.exchange, chunks, plan.num_experts)
+    def __init__(self, handle: DispatchHandle, chunks: int, results: ExpertResults) -> None:
+        self._handle, self._results = handle, results
+        self._count = _count(handle.dispatcher, chunks, handle.num_experts)
         self._coming: list[Callable[[], list[Tensor]]] = []
         self._ends: list[int] = []  # by chunk, where its experts end
         if self._count > 1:
-            self._way = WayBack.of(plan, weighted)
-            groups = _groups(plan, self._count)
+            self._route = CombineRoute.of(handle, results.weighted)
+            groups = _groups(handle, self._count)
             self._ends = torch.bincount(groups, minlength=self._count).cumsum(0).tolist()
-            self._leaves_in, self._comes_in = _last_back(plan, groups), _last_received(plan, groups)
+            self._leaves_in, self._comes_in = _last_back(handle, groups), _last_received(handle, groups)
 
     def done(self, experts: int) -> None:
         """The first so many experts are done: what waited for them only may leave."""
         while len(self._coming) < len(self._ends) and self._ends[len(self._coming)] <= experts:
             self._launch(len(self._coming))
 
-    def launch(self) -> Finish:
+    def launch(self) -> FinishCombine:
         """All experts are done."""
-        plan, rows, values = self._plan, self._rows, self._values
+        handle = self._handle
         if self._count == 1:
-            return plan.exchange.launch_back(plan, rows, weighted=self._weighted, values=values, beside=self._beside)
-        self.done(len(plan.experts))
-        way, coming = self._way.arriving(_places(self._comes_in)), self._coming
+            return handle.dispatcher.combine(handle, self._results)
+        self.done(len(handle.experts))
+        route, coming = self._route.reordered(_places(self._comes_in)), self._coming
 
         def finish(add: Tensor | None) -> tuple[Tensor, Tensor | None]:
-            return way.sum([list(tables) for tables in zip(*(wait() for wait in coming), strict=True)], add)
+            return route.sum([list(tables) for tables in zip(*(wait() for wait in coming), strict=True)], add)
 
         return finish
 
     def _launch(self, chunk: int) -> None:
         leaves, comes = self._leaves_in == chunk, self._comes_in == chunk
-        fields = self._way.fields(self._rows, self._values, leaves)
-        to, back = _by_rank(leaves, self._way.to), _by_rank(comes, self._way.back)
-        self._coming.append(self._plan.exchange.launch_swap(fields, to, back, beside=True))
+        fields = self._route.fields(self._results, leaves)
+        to, back = _by_rank(leaves, self._route.to), _by_rank(comes, self._route.back)
+        self._coming.append(_swapping(self._handle.dispatcher).swap(fields, to, back, overlapped=True))
 
 
-def _count(exchange: Exchange, chunks: int, num_experts: int) -> int:
+def _count(dispatcher: TokenDispatcher, chunks: int, num_experts: int) -> int:
     """How many chunks there are: not more than a rank has experts."""
-    per_rank = num_experts // exchange.comm.size
-    is_cut = isinstance(exchange, AllToAllExchange) and exchange.in_chunks
+    per_rank = num_experts // dispatcher.comm.size
+    is_cut = isinstance(dispatcher, AllToAllDispatcher) and dispatcher.in_chunks
     return max(1, min(chunks, per_rank)) if is_cut else 1
 
 
-def _launch(plan: DispatchPlan, chunks: int, tensors: Sequence[Tensor], again: Tensor | None) -> Arrivals:
-    way = plan.way
-    count = _count(plan.exchange, chunks, plan.num_experts)
-    group_of = _groups(plan, count)
-    sent_in, came_in = _first_sent(plan, group_of, count), _first_received(plan, group_of, count)
-    parts: list[Tensor] = []
-    if again is not None:
-        parts += [again] if plan.payload is None else encode(again, plan.payload)
-    num_parts = len(parts)
-    parts += tensors
+def _swapping(dispatcher: TokenDispatcher) -> AllToAllDispatcher:
+    assert isinstance(dispatcher, AllToAllDispatcher)  # the only one with more than one chunk
+    return dispatcher
 
-    def launch(chunk: int) -> Callable[[], _Chunk]:
+
+def _launch(handle: AllToAllHandle, chunks: int, tensors: Sequence[Tensor], x: Tensor | None) -> ChunkedRecv:
+    """Every chunk of a redispatch, launched one after the other."""
+    route, dispatcher = handle.route, _swapping(handle.dispatcher)
+    count = _count(dispatcher, chunks, handle.num_experts)
+    group_of = _groups(handle, count)
+    sent_in, came_in = _first_sent(handle, group_of, count), _first_received(handle, group_of, count)
+    parts, decoder = token_parts(tensors, x, handle.payload)
+
+    def launch(chunk: int) -> FinishRedispatch:
         sent, came = sent_in == chunk, came_in == chunk
-        tokens = way.sent.tokens[sent]
-        to, back = _by_rank(sent, way.to), _by_rank(came, way.back)
-        ends, width = _layout([_Field(x) for x in parts])
-        packed = new_buffer(parts[0], (len(tokens), width), torch.uint8)
-        for x, end in zip(parts, ends, strict=True):
-            _Field(x, tokens).write(_columns(packed, x, end))
-        pending = plan.exchange.comm.all_to_all_async(packed, input_sizes=to, output_sizes=back)
-
-        def wait() -> _Chunk:
-            received = pending.wait()
-            found = [_columns(received, x, end) for x, end in zip(parts, ends, strict=True)]
-            if again is not None:
-                found = [_received(found[:num_parts], again.dtype, plan.payload), *found[num_parts:]]
-            return [[table] for table in found]
-
-        return wait
+        tokens = route.sent.tokens[sent]
+        to, back = _by_rank(sent, route.to), _by_rank(came, route.back)
+        coming = dispatcher.swap([PackedField(part, tokens) for part in parts], to, back, overlapped=True)
+        return lambda: [[table] for table in decoder(coming())]
 
     place = _places(came_in)
-    source = torch.where(plan.source < 0, plan.source, place[plan.source]) if len(place) else plan.source
-    return Arrivals(source, _no_tables(tensors, again), [launch(chunk) for chunk in range(count)], group_of.tolist())
+    source = torch.where(handle.source < 0, handle.source, place[handle.source]) if len(place) else handle.source
+    return ChunkedRecv(source, _no_tables(tensors, x), [launch(chunk) for chunk in range(count)], group_of.tolist())
 
 
-def _no_tables(tensors: Sequence[Tensor], again: Tensor | None) -> list[Tables]:
+def _no_tables(tensors: Sequence[Tensor], x: Tensor | None) -> list[Tables]:
     """Of every tensor that was sent, before anything came."""
-    return [[] for _ in range(len(tensors) + (again is not None))]
+    return [[] for _ in range(len(tensors) + (x is not None))]
 
 
-def _groups(plan: DispatchPlan, count: int) -> Tensor:
+def _groups(handle: DispatchHandle, count: int) -> Tensor:
     """The group of each expert of a rank."""
-    per_rank = len(plan.experts)
-    return torch.arange(per_rank, device=plan.source.device) * count // per_rank
+    per_rank = len(handle.experts)
+    return torch.arange(per_rank, device=handle.source.device) * count // per_rank
 
 
 def _places(chunks: Tensor) -> Tensor:
@@ -217,42 +201,42 @@ def _by_rank(rows: Tensor, sizes: Sequence[int]) -> list[int]:
     return [int(mine.sum()) for mine in rows.split(list(sizes))]
 
 
-def _first_sent(plan: DispatchPlan, group_of: Tensor, count: int) -> Tensor:
+def _first_sent(handle: AllToAllHandle, group_of: Tensor, count: int) -> Tensor:
     """The chunk of every row that this rank sends."""
-    experts = plan.way.sent.experts.long()  # -1: on another rank
+    experts = handle.route.sent.experts.long()  # -1: on another rank
     groups = torch.where(experts < 0, count, group_of[experts.clamp_min(0)])
     return functional.pad(groups, (0, 1), value=count).amin(1)  # also without choices
 
 
-def _first_received(plan: DispatchPlan, group_of: Tensor, count: int) -> Tensor:
+def _first_received(handle: AllToAllHandle, group_of: Tensor, count: int) -> Tensor:
     """The chunk of every row that comes here."""
-    groups = _groups_of_rows(plan, group_of)
-    rows = plan.source >= 0
-    first = torch.full((sum(plan.way.back),), count, device=group_of.device)
-    return first.scatter_reduce_(0, plan.source[rows], groups[rows], "amin")
+    groups = _groups_of_rows(handle, group_of)
+    rows = handle.source >= 0
+    first = torch.full((sum(handle.route.back),), count, device=group_of.device)
+    return first.scatter_reduce_(0, handle.source[rows], groups[rows], "amin")
 
 
-def _last_back(plan: DispatchPlan, group_of: Tensor) -> Tensor:
+def _last_back(handle: AllToAllHandle, group_of: Tensor) -> Tensor:
     """The chunk of every row that goes back from here: that of the last expert it waits for."""
-    groups = _groups_of_rows(plan, group_of)
-    if plan.way.pairs is not None:
-        return groups[plan.way.pairs.rows]
-    rows = plan.source >= 0
-    last = torch.zeros((sum(plan.way.back),), dtype=groups.dtype, device=group_of.device)
-    return last.scatter_reduce_(0, plan.source[rows], groups[rows], "amax")
+    groups = _groups_of_rows(handle, group_of)
+    if handle.route.pairs is not None:
+        return groups[handle.route.pairs.rows]
+    rows = handle.source >= 0
+    last = torch.zeros((sum(handle.route.back),), dtype=groups.dtype, device=group_of.device)
+    return last.scatter_reduce_(0, handle.source[rows], groups[rows], "amax")
 
 
-def _last_received(plan: DispatchPlan, group_of: Tensor) -> Tensor:
+def _last_received(handle: AllToAllHandle, group_of: Tensor) -> Tensor:
     """The chunk of every row that comes back."""
-    if plan.way.pairs is not None:  # by expert, as this rank's pairs are sorted
-        counts = plan.loads[plan.exchange.comm.rank].to(group_of.device)
-        return group_of.repeat(plan.exchange.comm.size).repeat_interleave(counts)
-    experts = plan.way.sent.experts.long()  # -1: on another rank
+    if handle.route.pairs is not None:  # by expert, as this rank's pairs are sorted
+        counts = handle.loads[handle.dispatcher.comm.rank].to(group_of.device)
+        return group_of.repeat(handle.dispatcher.comm.size).repeat_interleave(counts)
+    experts = handle.route.sent.experts.long()  # -1: on another rank
     groups = torch.where(experts < 0, 0, group_of[experts.clamp_min(0)])
     return functional.pad(groups, (0, 1)).amax(1)  # also without choices
 
 
-def _groups_of_rows(plan: DispatchPlan, group_of: Tensor) -> Tensor:
+def _groups_of_rows(handle: DispatchHandle, group_of: Tensor) -> Tensor:
     """The group of the expert of each row, padding included."""
-    room = torch.tensor(plan.splits, device=group_of.device).diff()
+    room = torch.tensor(handle.splits, device=group_of.device).diff()
     return group_of.repeat_interleave(room)

@@ -1,150 +1,109 @@
 """Dispatch and combine: tokens to the ranks of their experts, and the experts' results back to the tokens.
 
-    rows, row_weights, plan = moe_dispatch(x, indices, weights, num_experts=8, group=ep)
-    results = ...                                      # by expert: rows[plan.splits[e] : plan.splits[e + 1]]
-    out = moe_combine(results, plan, row_weights)      # [T, H]
+    rows, row_weights, handle = moe_dispatch(x, indices, weights, num_experts=8, group=ep)
+    results = ...                                      # by expert: rows[handle.splits[e] : handle.splits[e + 1]]
+    out = moe_combine(results, handle, row_weights)    # [T, H]
 
-Each is the other's backward. The plan of the dispatch serves the combine and both backwards, which send no metadata.
-`fastpar.ops.moe.dispatcher` has the transports.
+Each is the other's backward. The handle of the dispatch serves the combine and both backwards, which send no
+metadata. `fastpar.ops.moe.dispatcher` says what a transport does.
 """
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from fastpar.arguments import checked
-from fastpar.comm import Communicator, GroupLike
+from fastpar.comm import GroupLike
 from fastpar.comm.multi_host.host_ranks import find_hosts_of
 from fastpar.comm.recompute_cache import kept
+from fastpar.comm.agree import Agreement
+from fastpar.comm.ranges import annotate
 from fastpar.ops._autograd import first_derivative_only, needs_grad
-from fastpar.ops.moe.claim import DTYPES, Claim
-from fastpar.ops.moe.dispatcher import Exchange, LocalExchange
+from fastpar.ops.moe.dispatcher import DispatchHandle, ExpertResults, TokenDispatcher
 from fastpar.ops.moe.permute import dot_rows, gather_rows
-from fastpar.ops.moe.plan import DispatchPlan, Padding, Terms
-from fastpar.ops.moe.transports.all_to_all import AllToAllExchange
-from fastpar.ops.moe.transports.hierarchical import HierarchicalExchange
-from fastpar.ops.moe.transports.shared_memory import SharedExchange, SharedHalves
-from fastpar.ops.moe.transports.within_host import SentRows, SharedRows
+from fastpar.ops.moe.plan import DEFAULT_DISPATCH, DTYPES, GRADIENT, Dispatch, DispatchSpec
+from fastpar.ops.moe.transports.select import find_dispatcher
 
-_TRANSPORTS = ("auto", "shared_memory", "all_to_all", "hierarchical", "symmetric")
-_TWICE = "fastpar.reference.moe_mlp, in one process,"
-
-# Note: what is kept for a group is its memory, not its exchange, which refers to the group: nothing would ever end.
-_HALVES: weakref.WeakKeyDictionary[ProcessGroup, SharedHalves] = weakref.WeakKeyDictionary()
+SECOND_DERIVATIVE = "fastpar.reference.moe_mlp, in one process,"
+_EQUAL_ROWS = ("the width of rows", "the dtype of rows", GRADIENT)
 
 
-def exchange_of(
-    group: GroupLike, *, transport: str = "auto", exact: bool = False, device: torch.device | None = None
-) -> Exchange:
-    """The exchange of a group for tensors on `device` (None: CPU); see `moe_dispatch` for the other arguments.
-
-    The first call for a group waits until all its ranks have come.
-    """
-    if transport not in _TRANSPORTS:
-        raise ValueError(f"transport must be one of {', '.join(_TRANSPORTS)}, got {transport!r}")
-    comm = Communicator.of(group)
-    if comm.group is None or comm.size == 1:
-        return LocalExchange()
-    if transport == "symmetric":
-        raise ValueError(
-            "transport='symmetric' is for moe_mlp: how many rows there are is known on the device alone, and the plan "
-            "of a dispatch says it on the host; fastpar.kernels.moe_push has the exchange by itself"
-        )
-    is_cpu = device is None or device.type == "cpu"
-    world = comm.local_world() if is_cpu and transport != "all_to_all" else None
-    shares = world is not None and world.size == comm.size
-    if transport == "shared_memory" and not shares:
-        where = "" if is_cpu else f" on {device}"
-        raise ValueError(f"transport='shared_memory': the ranks of {comm!r} cannot share memory{where}")
-    if shares and transport != "hierarchical":
-        return SharedExchange(comm, _HALVES.setdefault(comm.group, SharedHalves()))
-    found = (
-        None
-        if transport == "all_to_all"
-        else _over_hosts(comm, comm.group, is_cpu=is_cpu, exact=exact, if_fewer=transport == "auto")
-    )
-    if transport == "hierarchical" and found is None:
-        raise ValueError(
-            f"transport='hierarchical': the ranks of {comm!r} must be on several hosts, with several on one of them "
-            "that can share memory"
-        )
-    return found or AllToAllExchange(comm, exact=exact)
+def agree_on_rows(op: str, rows: Tensor, problem: str, *, is_differentiable: bool) -> Agreement:
+    """What all ranks have to bring alike when a caller hands them rows: they may be wrong on one rank alone."""
+    values = () if problem else (rows.shape[1], rows.dtype, is_differentiable)
+    return Agreement(op, _EQUAL_ROWS, values, problem)
 
 
-def _over_hosts(
-    comm: Communicator, group: ProcessGroup, *, is_cpu: bool, exact: bool, if_fewer: bool
-) -> HierarchicalExchange | None:
-    """For a group on several hosts where some rank is not alone: else no token would be spared a way."""
-    if is_cpu:
-        here = comm.host_ranks()
-        if here is None:
-            return None
-        shared = SharedRows(here, _HALVES.setdefault(group, SharedHalves()))
-        return HierarchicalExchange(comm, here.hosts, shared, exact=exact, if_fewer=if_fewer)
-    hosts = find_hosts_of(group, comm.timeout)
-    if not 1 < len(hosts) < comm.size:
-        return None
-    sent = SentRows(AllToAllExchange(comm))
-    return HierarchicalExchange(comm, hosts, sent, exact=exact, if_fewer=if_fewer)
+# ---- autograd --------------------------------------------------------------------------------------------------------
 
 
-class _Dispatch(torch.autograd.Function):
+class MoeDispatch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, exchange: Exchange, plan_box: list[DispatchPlan], num_experts: int, terms: Terms,
+    def forward(ctx: Any, dispatcher: TokenDispatcher, handles: list[DispatchHandle], spec: DispatchSpec,
                 x: Tensor, indices: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:  # fmt: skip
-        def run() -> tuple[Tensor, Tensor, DispatchPlan]:
-            contiguous = x.contiguous() if isinstance(x, Tensor) else x
-            plan, tables = exchange.dispatch(contiguous, indices, weights, num_experts, terms)
-            return gather_rows(tables, plan.source), plan.row_weights.clone(), plan
+        def run() -> tuple[Tensor, Tensor, DispatchHandle]:
+            contiguous = x.contiguous() if isinstance(x, Tensor) else x  # else the dispatch says so, on all ranks
+            handle, tables = dispatcher.dispatch(contiguous, indices, weights, spec)
+            return gather_rows(tables, handle.source), handle.row_weights.clone(), handle
 
-        rows, row_weights, plan = kept(run)
-        plan_box.append(plan)
-        ctx.plan = plan
-        ctx.weights_dtype = None if weights is None else weights.dtype
+        with annotate("fastpar::moe::dispatch"):
+            rows, row_weights, handle = kept(run)
+        handles.append(handle)
+        ctx.handle, ctx.weights_dtype = handle, None if weights is None else weights.dtype
         return rows, row_weights
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        plan: DispatchPlan = ctx.plan
-        drows, dweights = (grad.contiguous() for grad in grads)
-        dx, values = plan.exchange.launch_back(plan, drows, weighted=False, values=dweights)(None)
-        dx = first_derivative_only(dx, "moe_dispatch", _TWICE, *grads)
-        if ctx.weights_dtype is None:
-            return None, None, None, None, dx, None, None
-        dpairs = first_derivative_only(values.to(ctx.weights_dtype), "moe_dispatch", _TWICE, *grads)
-        return None, None, None, None, dx, None, dpairs
+        dx, dpairs = dispatch_backward(ctx, "moe_dispatch", grads)
+        return None, None, None, dx, None, dpairs
 
 
-class _Combine(torch.autograd.Function):
+def dispatch_backward(ctx: Any, op: str, grads: tuple[Tensor, ...]) -> tuple[Tensor, Tensor | None]:
+    """Gradients of x and of the weights, by the `handle` and the `weights_dtype` of ctx: a combine."""
+    handle: DispatchHandle = ctx.handle
+    drows, dweights = (grad.contiguous() for grad in grads)
+    with annotate("fastpar::moe::combine"):
+        dx, values = handle.dispatcher.combine(handle, ExpertResults(drows, weighted=False, values=dweights))(None)
+    dx = first_derivative_only(dx, op, SECOND_DERIVATIVE, *grads)
+    if values is None or ctx.weights_dtype is None:
+        return dx, None
+    return dx, first_derivative_only(values.to(ctx.weights_dtype), op, SECOND_DERIVATIVE, *grads)
+
+
+class MoeCombine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, plan: DispatchPlan, claim: Claim | None, rows: Tensor, row_weights: Tensor | None,
-                add: Tensor | None) -> Tensor:  # fmt: skip
-        rows = rows.contiguous() if isinstance(rows, Tensor) else rows  # else its claim says so
-        weighted = row_weights is not None
-        out: Tensor = kept(lambda: plan.exchange.launch_back(plan, rows, weighted=weighted, claim=claim)(add)[0])
-        ctx.plan, ctx.add_dtype = plan, None if add is None else add.dtype
+    def forward(ctx: Any, handle: DispatchHandle, agreement: Agreement | None, rows: Tensor,
+                row_weights: Tensor | None, add: Tensor | None) -> Tensor:  # fmt: skip
+        rows = rows.contiguous() if isinstance(rows, Tensor) else rows  # else the agreement says so
+        results = ExpertResults(rows, weighted=row_weights is not None, agreement=agreement)
+        with annotate("fastpar::moe::combine"):
+            out: Tensor = kept(lambda: handle.dispatcher.combine(handle, results)(add)[0])
+        ctx.handle, ctx.add_dtype = handle, None if add is None else add.dtype
         ctx.save_for_backward(rows if ctx.needs_input_grad[3] else None, row_weights)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        plan: DispatchPlan = ctx.plan
+        handle: DispatchHandle = ctx.handle
         (dout,) = grads
         rows, row_weights = ctx.saved_tensors
         dadd = dout.to(ctx.add_dtype) if ctx.needs_input_grad[4] else None
-        if not any(ctx.needs_input_grad[2:4]):  # on no rank: see the claim
+        if not any(ctx.needs_input_grad[2:4]):  # on no rank: see the agreement
             return None, None, None, None, dadd
-        (tables,) = plan.exchange.send(plan, dout.contiguous())
-        found = [gather_rows(tables, plan.source, scale=row_weights)]
+        with annotate("fastpar::moe::dispatch"):
+            (tables,) = handle.dispatcher.redispatch(handle, dout.contiguous())()
+        found = [gather_rows(tables, handle.source, scale=row_weights)]
         if rows is not None:
-            found.append(dot_rows(rows, tables, plan.source))
-        drows, *dweights = (first_derivative_only(g, "moe_combine", _TWICE, dout, rows, row_weights) for g in found)
+            found.append(dot_rows(rows, tables, handle.source))
+        inputs = dout, rows, row_weights
+        drows, *dweights = (first_derivative_only(g, "moe_combine", SECOND_DERIVATIVE, *inputs) for g in found)
         return None, None, drows, dweights[0] if dweights else None, dadd
+
+
+# ---- public ----------------------------------------------------------------------------------------------------------
 
 
 @checked(unless_agreed="group")
@@ -155,11 +114,8 @@ def moe_dispatch(
     *,
     num_experts: int,
     group: GroupLike = None,
-    padding: Padding | None = None,
-    transport: str = "auto",
-    exact: bool = False,
-    payload: str | None = None,
-) -> tuple[Tensor, Tensor, DispatchPlan]:
+    dispatch: Dispatch | None = None,
+) -> tuple[Tensor, Tensor, DispatchHandle]:
     """Send every token to the experts it has chosen.
 
         x        [T, H]   this rank's tokens; T may differ between ranks, and be 0
@@ -175,15 +131,8 @@ def moe_dispatch(
     Rank r of the group has the experts from r * num_experts / size on. Dropless: every choice has its row, in as much
     memory as that takes; `moe_capacity` is for those who want less.
 
-    Args:
-        padding: room for rows beyond those there are; see `Padding`.
-        transport: "shared_memory", "all_to_all", "hierarchical" (over several hosts: a token goes once to each, see
-            `fastpar.ops.moe.transports.hierarchical`), or "auto": the first for CPU tensors where the ranks are on one
-            host, the last where they are on several and it sends fewer rows between those, else the second.
-            "symmetric" is for `moe_mlp`, and here an error between ranks: a plan has its splits on the host.
-        exact: give results the bits that one rank has, also over all_to_all, which then sends more.
-        payload: "float8_e4m3fn": tokens travel in 8 bits, and experts see what arrives (`fastpar.ops.moe.fp8`);
-            gradients and results travel as they are.
+    `dispatch` says how they travel: see `Dispatch`, of which `chunks` and transport="symmetric" are for `moe_mlp`. The
+    latter is an error between ranks here: a handle has its splits on the host.
 
     Collectives: shared memory: one all-gather of num_experts + 11 numbers and a barrier, and one for the backward;
     all_to_all: one all-gather, one all-to-all of each token once for every rank that it goes to, and one for the
@@ -197,21 +146,21 @@ def moe_dispatch(
     """
     if torch.compiler.is_compiling():
         return torch.compiler.disable(moe_dispatch)(
-            x, indices, weights, num_experts=num_experts, group=group, padding=padding, transport=transport,
-            exact=exact, payload=payload,
-        )  # fmt: skip
+            x, indices, weights, num_experts=num_experts, group=group, dispatch=dispatch
+        )
     device = x.device if isinstance(x, Tensor) else None
-    exchange = exchange_of(group, transport=transport, exact=exact, device=device)
+    options = dispatch or DEFAULT_DISPATCH
+    dispatcher = find_dispatcher(group, options, device)
     is_differentiable = needs_grad(*(t for t in (x, weights) if isinstance(t, Tensor)))
-    terms = Terms(padding or Padding(), payload, int(is_differentiable))
-    box: list[DispatchPlan] = []
-    rows, row_weights = _Dispatch.apply(exchange, box, num_experts, terms, x, indices, weights)
-    return rows, row_weights, box[0]
+    spec = DispatchSpec(num_experts, options.padding, options.payload, int(is_differentiable))
+    handles: list[DispatchHandle] = []  # autograd functions return tensors only
+    rows, row_weights = MoeDispatch.apply(dispatcher, handles, spec, x, indices, weights)
+    return rows, row_weights, handles[0]
 
 
-@checked(unless_agreed="plan")
+@checked(unless_agreed="handle")
 def moe_combine(
-    rows: Tensor, plan: DispatchPlan, row_weights: Tensor | None = None, *, add: Tensor | None = None
+    rows: Tensor, handle: DispatchHandle, row_weights: Tensor | None = None, *, add: Tensor | None = None
 ) -> Tensor:
     """Sum the experts' results at their tokens.
 
@@ -230,16 +179,16 @@ def moe_combine(
     ranks' are a CommMismatchError on each; over torch.distributed they are an error at the deadline.
     """
     if torch.compiler.is_compiling():
-        return torch.compiler.disable(moe_combine)(rows, plan, row_weights, add=add)
-    problem, is_cpu = _problem_of(rows, plan, row_weights, add), plan.source.device.type == "cpu"
+        return torch.compiler.disable(moe_combine)(rows, handle, row_weights, add=add)
+    problem, is_cpu = _problem_of(rows, handle, row_weights, add), handle.source.device.type == "cpu"
     if problem and not is_cpu:
         raise ValueError(problem)
     is_differentiable = needs_grad(*(x for x in (rows, row_weights) if isinstance(x, Tensor)))
-    claim = Claim(problem, is_differentiable) if is_cpu else None
-    return _Combine.apply(plan, claim, rows, row_weights, add)
+    agreement = agree_on_rows("moe_combine", rows, problem, is_differentiable=is_differentiable) if is_cpu else None
+    return MoeCombine.apply(handle, agreement, rows, row_weights, add)
 
 
-def _problem_of(rows: Tensor, plan: DispatchPlan, row_weights: Tensor | None, add: Tensor | None) -> str:
+def _problem_of(rows: Tensor, handle: DispatchHandle, row_weights: Tensor | None, add: Tensor | None) -> str:
     """What is wrong with the arguments of `moe_combine`, or nothing. Not raised here: other ranks have to be told."""
     given = {"rows": rows, "row_weights": row_weights, "add": add}
     for name, x in given.items():
@@ -247,14 +196,14 @@ def _problem_of(rows: Tensor, plan: DispatchPlan, row_weights: Tensor | None, ad
             continue
         if not isinstance(x, Tensor):
             return f"{name} must be a tensor, got {type(x).__name__}"
-        if x.device != plan.source.device:
-            return f"{name} must be on the device of the dispatch, {plan.source.device}, got {x.device}"
-    if rows.ndim != 2 or len(rows) != plan.num_rows:
-        return f"rows must be [{plan.num_rows}, H], as the dispatch gave them, got {tuple(rows.shape)}"
+        if x.device != handle.source.device:
+            return f"{name} must be on the device of the dispatch, {handle.source.device}, got {x.device}"
+    if rows.ndim != 2 or len(rows) != handle.num_rows:
+        return f"rows must be [{handle.num_rows}, H], as the dispatch gave them, got {tuple(rows.shape)}"
     if rows.dtype not in DTYPES:
         return f"rows must be one of {', '.join(map(str, DTYPES))}, got {rows.dtype}"
     if row_weights is not None and row_weights.shape != rows.shape[:1]:
-        return f"row_weights must be [{plan.num_rows}], got {tuple(row_weights.shape)}"
-    if add is not None and add.shape != (plan.tokens, rows.shape[1]):
-        return f"add must be [{plan.tokens}, {rows.shape[1]}], got {tuple(add.shape)}"
+        return f"row_weights must be [{handle.num_rows}], got {tuple(row_weights.shape)}"
+    if add is not None and add.shape != (handle.tokens, rows.shape[1]):
+        return f"add must be [{handle.tokens}, {rows.shape[1]}], got {tuple(add.shape)}"
     return ""

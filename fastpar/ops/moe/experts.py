@@ -1,95 +1,75 @@
-"""The experts of one rank between dispatch and combine, as one node of the autograd graph.
+"""The experts of one rank between dispatch and combine, as one node of the autograd graph, or two.
 
 Composed of autograd's nodes, an expert keeps its rows of x, H and the activation, and its output for the gradient of
-the weights: with top-8, eight copies of x and of the output. Here x [T, H] and the first products H [N, 2I] are kept,
-nothing else of their size. Backward sends x and dout together again, gathers an expert's rows anew, and computes the
-activation a second time.
+the weights: with top-8, eight copies of x and of the output. Here x [T, H] and the first GEMM's output H [N, 2I] are
+saved, nothing else of their size. Backward redispatches x and dout together, gathers an expert's rows anew, and
+computes the activation a second time.
 
 The gradient of a choice's weight w needs no output y of the expert: with y = W2 a + b2 and da = W2' dout,
 
     <dout, y> = <da, a> + <dout, b2>
 
-and da is computed anyway, if dout is not multiplied by w before the product but a and dhidden are (Guo et al. 2025,
+and da is computed anyway, if dout is not multiplied by w before the GEMM but a and dhidden are (Guo et al. 2025,
 SonicMoE, arXiv:2512.14080). So "after" and "before" differ in little more than the bias.
 
-Note: memory. Experts run one after the other, and rows of one expert go through buffers that the next one uses again:
-they stay in the caches, where matrices of all rows would not. Results are written where the exchange wants them.
+Note: overlapped. What is to be added may be a function, which is called while results travel: then there are two nodes.
 
-What is to be added may be a function, which is called while results travel: then there are two nodes (`Flight`).
+    launched = MoeMlpLaunch(...)      dispatch, experts, and their results are on their way
+    add = function()                  a shared expert, say
+    out = MoeMlpWait(launched, add)   they are there, and summed
+
+Autograd runs the node that was made last first, so the backward of MoeMlpWait launches the redispatch of dout and x as
+soon as dout is known, what the function did is differentiated next, and the backward of MoeMlpLaunch waits for what
+comes. The bits are those of one node, but where the function uses x more than once: autograd adds gradients up as they
+come. Nothing depends on that order but time: whoever comes too early launches or waits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from fastpar.comm.recompute_cache import kept
-from fastpar.ops._autograd import first_derivative_only
+from fastpar.ops._autograd import first_derivative_only, needs_grad
+from fastpar.comm.ranges import annotate
 from fastpar.ops._buffers import new_buffer
 from fastpar.ops._weight_grad import weighted_sum
-from fastpar.ops.moe import chunks as _moe_chunks
-from fastpar.ops.moe.activation import activate_rows, activate_rows_backward
-from fastpar.ops.moe.chunks import Arrivals
-from fastpar.ops.moe.dispatcher import Exchange, Finish, Tables
-from fastpar.ops.moe.gemms import matmul, wgrad_of
+from fastpar.ops.moe.chunks import ChunkedCombine, ChunkedRecv, dispatch_chunks, redispatch_chunks
+from fastpar.ops.moe.dispatcher import DispatchHandle, ExpertResults, FinishCombine, Tables, TokenDispatcher
+from fastpar.ops.moe.gemms import activate_rows, activate_rows_backward, matmul, wgrad_of
 from fastpar.ops.moe.permute import dot_rows, gather_rows
-from fastpar.ops.moe.plan import DispatchPlan, Padding, Terms
-from fastpar.ops.moe.weights import Stack, joined, parted
+from fastpar.ops.moe.plan import DispatchSpec
+from fastpar.ops.moe.weights import ConcatExperts, ExpertWeights
 from fastpar.reference.moe_mlp import ExpertRule
 
-_ROOM = 256
+_SCRATCH_ROWS = 256
 
 
-class Call(NamedTuple):
+class MoeCall(NamedTuple):
     """A checked call, apart from its tensors."""
 
-    exchange: Exchange
-    num_experts: int
+    dispatcher: TokenDispatcher
+    spec: DispatchSpec
     rule: ExpertRule
-    padding: Padding
-    payload: str | None
     grad_scale: float
     chunks: int
 
 
-class Experts(NamedTuple):
-    """The parameters of this rank's experts, or their gradients: tensors, or a `Stack` of several."""
-
-    first: Any
-    second: Any
-    first_bias: Any
-    second_bias: Any
-
-    @classmethod
-    def of(cls, tensors: Sequence[Tensor | None]) -> Experts:
-        """From the tensors of one part, or of several, one after the other."""
-        return cls(*joined(tensors, len(cls._fields)))
-
-    def tensors(self, count: int) -> list[Any]:
-        """The inverse, also of gradients of `count` tensors."""
-        return parted(self, count)
-
-    def matrices(self, rule: ExpertRule) -> tuple[Any, Any]:
-        """Both as [E, in, out]."""
-        if rule.transposed:
-            return self.first, self.second
-        return self.first.transpose(1, 2), self.second.transpose(1, 2)
-
-
-class Wants(NamedTuple):
+class MoeGradNeeds(NamedTuple):
     """Which gradients are asked for: of x, of the choices' weights, of each parameter."""
 
     x: bool
     weights: bool
-    experts: Experts
+    experts: ExpertWeights
 
     @classmethod
-    def of(cls, needs: Sequence[bool]) -> Wants:
-        """From what is needed of x, the weights, and all tensors of the experts: of a Stack's parts all, or none."""
-        return cls(needs[0], needs[1], Experts(*needs[2 : 2 + len(Experts._fields)]))
+    def of(cls, needs: Sequence[bool]) -> MoeGradNeeds:
+        """From what is needed of x, the weights, and all tensors of the experts: of concatenated ones all, or none."""
+        return cls(needs[0], needs[1], ExpertWeights(*needs[2 : 2 + len(ExpertWeights._fields)]))
 
     def inputs(self, rule: ExpertRule) -> bool:
         """Whether they take x."""
@@ -102,15 +82,25 @@ class Wants(NamedTuple):
         return 1 + 2 * self.x + 4 * self.weights + 8 * self.inputs(rule)
 
 
-class _Scratch:
+class MoeGrads(NamedTuple):
+    """Gradients; None: not asked for."""
+
+    x: Tensor | None
+    weights: Tensor | None
+    experts: ExpertWeights
+
+
+class ExpertScratch:
     """Named buffers [n, width] with room for the rows of any one expert.
 
-    One piece of memory: buffers of a few megabytes each would be new pages every time (see `new_buffer`). Room in steps
-    of 256 rows, so that it is as large when the next batch has a few rows more for its busiest expert.
+    Experts run one after the other, and the next one uses the same buffers again: they stay in the caches, where
+    matrices of all rows would not. They are one piece of memory: buffers of a few megabytes each would be new pages
+    every time (see `new_buffer`).
     """
 
-    def __init__(self, like: Tensor, plan: DispatchPlan, **widths: int) -> None:
-        most = -(-max(plan.counts.tolist(), default=0) // _ROOM) * _ROOM
+    def __init__(self, like: Tensor, handle: DispatchHandle, **widths: int) -> None:
+        # In steps of 256 rows, so that the next batch, with a few more for its busiest expert, takes as much memory.
+        most = -(-max(handle.counts.tolist(), default=0) // _SCRATCH_ROWS) * _SCRATCH_ROWS
         parts = new_buffer(like, (most * sum(widths.values()),)).split([most * width for width in widths.values()])
         self._parts = {name: part.view(most, widths[name]) for name, part in zip(widths, parts, strict=True)}
 
@@ -119,120 +109,141 @@ class _Scratch:
         return self._parts[name][:rows]
 
 
-def _expert_rows(plan: DispatchPlan) -> list[tuple[int, slice]]:
+def _expert_rows(handle: DispatchHandle) -> list[tuple[int, slice]]:
     """The experts that have rows, and where."""
-    pairs = zip(plan.splits, plan.counts.tolist(), strict=False)
+    pairs = zip(handle.splits, handle.counts.tolist(), strict=False)
     return [(expert, slice(begin, begin + count)) for expert, (begin, count) in enumerate(pairs) if count]
 
 
+# ---- forward ---------------------------------------------------------------------------------------------------------
+
+
 def forward(
-    call: Call,
+    call: MoeCall,
     x: Tensor,
     indices: Tensor,
     weights: Tensor,
-    experts: Experts,
-    wants: Wants | None = None,
+    experts: ExpertWeights,
+    needs: MoeGradNeeds | None = None,
     *,
-    beside: bool = False,
-) -> tuple[Finish, DispatchPlan, Tensor | None]:
-    """What waits for out [T, H], `beside` something else that the caller computes; the plan; and the first products of
-    all rows if there will be a backward, for what it `wants`.
+    overlapped: bool = False,
+) -> tuple[FinishCombine, DispatchHandle, Tensor | None]:
+    """Waits for out [T, H], unless `overlapped` by something that the caller computes first; the handle; and the first
+    GEMM's output of all rows if there will be a backward, for what it `needs`.
     """
     rule = call.rule
-    plan, arrivals = _moe_chunks.dispatch(
-        call.exchange,
-        call.chunks,
-        x,
-        indices,
-        weights,
-        call.num_experts,
-        Terms(call.padding, call.payload, 0 if wants is None else wants.exchanged(rule)),
-    )
+    spec = call.spec if needs is None else replace(call.spec, grads=needs.exchanged(rule))
+    with annotate("fastpar::moe::dispatch"):
+        handle, recv = dispatch_chunks(call.dispatcher, call.chunks, x, indices, weights, spec)
     first, second = experts.matrices(rule)
-    products = new_buffer(x, (plan.num_rows, first.shape[2])) if wants is not None else None
-    results = plan.exchange.empty_rows(plan, second.shape[2], x.dtype)
-    outer = first.shape[2] if products is None else 0
-    scratch = _Scratch(x, plan, inputs=x.shape[1], hidden=outer, activation=second.shape[1])
-    departures = _moe_chunks.Departures(plan, call.chunks, results, weighted=rule.weigh == "after", beside=beside)
-    for expert, rows in _expert_rows(plan):
-        departures.done(expert)
-        count = rows.stop - rows.start
-        row_weights = plan.row_weights[rows]
-        inputs = gather_rows(
-            arrivals.tables(expert)[0],
-            arrivals.source[rows],
-            scale=row_weights if rule.weigh == "input" else None,
-            out=scratch("inputs", count),
+    saved = new_buffer(x, (handle.num_rows, first.shape[2])) if needs is not None else None
+    # Written where the dispatcher wants them: no copy before they travel.
+    results = handle.dispatcher.combine_buffer(handle, second.shape[2], x.dtype)
+    outer = first.shape[2] if saved is None else 0
+    scratch = ExpertScratch(x, handle, inputs=x.shape[1], hidden=outer, activation=second.shape[1])
+    combine = ChunkedCombine(
+        handle, call.chunks, ExpertResults(results, weighted=rule.weigh == "after", overlapped=overlapped)
+    )
+    with annotate("fastpar::moe::experts"):
+        for expert, rows in _expert_rows(handle):
+            combine.done(expert)
+            count = rows.stop - rows.start
+            row_weights = handle.row_weights[rows]
+            inputs = gather_rows(
+                recv.tables(expert)[0],
+                recv.source[rows],
+                scale=row_weights if rule.weigh == "input" else None,
+                out=scratch("inputs", count),
+            )
+            hidden = scratch("hidden", count) if saved is None else saved[rows]
+            matmul(inputs, first[expert], hidden, bias=_of(experts.first_bias, expert))
+            scale = row_weights if rule.weigh == "before" else None
+            activation = activate_rows(hidden, rule, scale, scratch("activation", count))
+            matmul(activation, second[expert], results[rows], bias=_of(experts.second_bias, expert))
+        recv.finish()
+    with annotate("fastpar::moe::combine"):
+        return combine.launch(), handle, saved
+
+
+def _of(bias: Any, expert: int) -> Tensor | None:
+    return None if bias is None else bias[expert]
+
+
+# ---- backward --------------------------------------------------------------------------------------------------------
+
+
+def redispatch_grads(
+    call: MoeCall, handle: DispatchHandle, needs: MoeGradNeeds, x: Tensor, dout: Tensor, *, overlapped: bool
+) -> ChunkedRecv:
+    """Send what backward needs: dout, and x for the gradients that take it."""
+    with annotate("fastpar::moe::dispatch"):
+        return redispatch_chunks(
+            handle, call.chunks, dout, x=x if needs.inputs(call.rule) else None, overlapped=overlapped
         )
-        hidden = scratch("hidden", count) if products is None else products[rows]
-        matmul(inputs, first[expert], hidden, bias=_of(experts.first_bias, expert))
-        scale = row_weights if rule.weigh == "before" else None
-        activation = activate_rows(hidden, rule, scale, scratch("activation", count))
-        matmul(activation, second[expert], results[rows], bias=_of(experts.second_bias, expert))
-    arrivals.finish()
-    return departures.launch(), plan, products
-
-
-class Grads(NamedTuple):
-    """Gradients; None: not asked for."""
-
-    x: Tensor | None
-    weights: Tensor | None
-    experts: Experts
-
-
-def send_again(call: Call, plan: DispatchPlan, wants: Wants, x: Tensor, dout: Tensor, *, beside: bool) -> Arrivals:
-    """What backward dispatches."""
-    again = x if wants.inputs(call.rule) else None
-    return _moe_chunks.send(plan, call.chunks, dout, again=again, beside=beside)
 
 
 def backward(
-    call: Call, plan: DispatchPlan, x: Tensor, hidden: Tensor, experts: Experts, wants: Wants, arrivals: Arrivals
-) -> Grads:
-    """The gradients, of what `send_again` brings; one exchange back if one of x or of the weights is asked for."""
-    work = _Backward(call, plan, hidden, experts, wants, x.shape[1])
-    departures = None
-    if wants.x:
-        work.drows = plan.exchange.empty_rows(plan, x.shape[1], x.dtype)
-    if wants.x or wants.weights:
-        rows_back = x.new_zeros((plan.num_rows, 1)) if work.drows is None else work.drows
-        weighted = call.rule.weigh == "input"
-        departures = _moe_chunks.Departures(plan, call.chunks, rows_back, weighted=weighted, values=work.dots)
-    for expert, rows in _expert_rows(plan):
-        if departures is not None:
-            departures.done(expert)
-        *inputs, douts = arrivals.tables(expert)
-        work.run(expert, rows, arrivals.source[rows], douts, inputs[0] if inputs else ())
-    arrivals.finish()
-    dx, dweights = (None, None) if departures is None else departures.launch()(None)
-    return Grads(dx if wants.x else None, dweights, work.grads)
+    call: MoeCall,
+    handle: DispatchHandle,
+    x: Tensor,
+    hidden: Tensor,
+    experts: ExpertWeights,
+    needs: MoeGradNeeds,
+    recv: ChunkedRecv,
+) -> MoeGrads:
+    """The gradients, of what `redispatch_grads` brings; a combine if one of x or of the weights is asked for."""
+    work = ExpertBackward(call, handle, hidden, experts, needs, x.shape[1])
+    combine = None
+    if needs.x:
+        work.drows = handle.dispatcher.combine_buffer(handle, x.shape[1], x.dtype)
+    if needs.x or needs.weights:
+        rows_back = x.new_zeros((handle.num_rows, 1)) if work.drows is None else work.drows
+        results = ExpertResults(rows_back, weighted=call.rule.weigh == "input", values=work.dots)
+        combine = ChunkedCombine(handle, call.chunks, results)
+    with annotate("fastpar::moe::experts"):
+        for expert, rows in _expert_rows(handle):
+            if combine is not None:
+                combine.done(expert)
+            *inputs, douts = recv.tables(expert)
+            work.run(expert, rows, recv.source[rows], douts, inputs[0] if inputs else ())
+        recv.finish()
+    if combine is None:
+        return MoeGrads(None, None, work.grads)
+    with annotate("fastpar::moe::combine"):
+        dx, dweights = combine.launch()(None)
+    return MoeGrads(dx if needs.x else None, dweights, work.grads)
 
 
-class _Backward:
-    """Expert by expert."""
+class ExpertBackward:
+    """Gradients expert by expert: of its parameters, of its rows and of their weights."""
 
     def __init__(
-        self, call: Call, plan: DispatchPlan, hidden: Tensor, experts: Experts, wants: Wants, width: int
+        self,
+        call: MoeCall,
+        handle: DispatchHandle,
+        hidden: Tensor,
+        experts: ExpertWeights,
+        needs: MoeGradNeeds,
+        width: int,
     ) -> None:
-        self.call, self.plan, self.hidden, self.experts, self.wants = call, plan, hidden, experts, wants
+        self.call, self.handle, self.hidden, self.experts = call, handle, hidden, experts
         self.drows: Tensor | None = None
-        self.dots = torch.zeros_like(plan.row_weights) if wants.weights else None
+        self.dots = torch.zeros_like(handle.row_weights) if needs.weights else None
         inner, outer = experts.matrices(call.rule)[1].shape[1], hidden.shape[1]
-        self.scratch = _Scratch(hidden, plan, dout=width, dactivation=inner, activation=inner, dhidden=outer)
-        pairs = zip(experts, wants.experts, strict=True)
-        self.grads = Experts(*(_like(p) if wanted else None for p, wanted in pairs))
-        for expert, count in enumerate(plan.counts.tolist()):
-            if count == 0:
+        self.scratch = ExpertScratch(hidden, handle, dout=width, dactivation=inner, activation=inner, dhidden=outer)
+        pairs = zip(experts, needs.experts, strict=True)
+        self.grads = ExpertWeights(*(_like(p) if wanted else None for p, wanted in pairs))
+        for expert, count in enumerate(handle.counts.tolist()):
+            if count == 0:  # no GEMM writes there
                 for grad in self.grads:
                     if grad is not None:
                         grad[expert].zero_()
 
     def run(self, expert: int, rows: slice, source: Tensor, douts: Tables, inputs: Tables) -> None:
         """The gradients of one expert's parameters and rows, which are those of `source` in the tables."""
-        rule, plan, scratch, grads = self.call.rule, self.plan, self.scratch, self.grads
+        rule, scratch, grads = self.call.rule, self.scratch, self.grads
         first, second = self.experts.matrices(rule)
-        count, row_weights = rows.stop - rows.start, plan.row_weights[rows]
+        count, row_weights = rows.stop - rows.start, self.handle.row_weights[rows]
         dots = None if self.dots is None or rule.weigh == "input" else self.dots[rows]
 
         dout = gather_rows(douts, source, out=scratch("dout", count))
@@ -244,7 +255,7 @@ class _Backward:
         self._second(expert, dout, activation, row_weights, dots)
 
         if grads.first is not None:
-            # What it read last is free: the rows of dout.
+            # Into the rows of dout, which are read no more.
             x = gather_rows(inputs, source, scale=row_weights if rule.weigh == "input" else None, out=dout)
             self._weight(x, dhidden, grads.first[expert])
         if grads.first_bias is not None:
@@ -256,7 +267,7 @@ class _Backward:
                 self.dots[rows] = dot_rows(drows, inputs, source)
 
     def _second(self, expert: int, dout: Tensor, activation: Tensor, row_weights: Tensor, dots: Tensor | None) -> None:
-        """What depends on the second product: its parameters' gradients, and the bias' share of the weights'."""
+        """What depends on the second GEMM: its parameters' gradients, and the bias' share of the weights'."""
         is_after = self.call.rule.weigh == "after"
         if self.grads.second is not None:
             self._weight(activation, dout, self.grads.second[expert])
@@ -275,31 +286,29 @@ class _Backward:
 
 
 def _like(parameter: Any) -> Any:
-    return parameter.new_buffer() if isinstance(parameter, Stack) else new_buffer(parameter, parameter.shape)
+    return parameter.new_buffer() if isinstance(parameter, ConcatExperts) else new_buffer(parameter, parameter.shape)
 
 
-def _of(bias: Any, expert: int) -> Tensor | None:
-    return None if bias is None else bias[expert]
+# ---- autograd --------------------------------------------------------------------------------------------------------
 
 
-# ---- autograd
-
-
-def keep(ctx: Any, call: Call, plan: DispatchPlan, wants: Wants, weights: Tensor, *saved: Tensor | None) -> None:
-    """What `grads_of` needs: `saved` are x, the first products and the parameters."""
-    ctx.call, ctx.plan, ctx.wants, ctx.weights_dtype = call, plan, wants, weights.dtype
+def _save(
+    ctx: Any, call: MoeCall, handle: DispatchHandle, needs: MoeGradNeeds, weights: Tensor, *saved: Tensor | None
+) -> None:
+    """What `_grads_of` takes: `saved` are x, the first GEMM's output and the parameters."""
+    ctx.call, ctx.handle, ctx.needs, ctx.weights_dtype = call, handle, needs, weights.dtype
     ctx.save_for_backward(*saved)
 
 
-def grads_of(ctx: Any, upstream: Tensor, sent: Arrivals | None = None) -> tuple[Tensor | None, ...]:
-    """Of x, the weights and the parameters; `sent` if it was launched before."""
+def _grads_of(ctx: Any, upstream: Tensor, recv: ChunkedRecv | None = None) -> tuple[Tensor | None, ...]:
+    """Of x, the weights and the parameters; `recv` if it was launched before."""
     x, hidden, *parameters = ctx.saved_tensors
-    call, plan, wants = ctx.call, ctx.plan, ctx.wants
-    found = Grads(None, None, Experts(None, None, None, None))
+    call, handle, needs = ctx.call, ctx.handle, ctx.needs
+    found = MoeGrads(None, None, ExpertWeights(None, None))
     with torch.no_grad():
-        if wants.exchanged(call.rule):
-            arrivals = sent or send_again(call, plan, wants, x, upstream.contiguous(), beside=False)
-            found = backward(call, plan, x, hidden, Experts.of(parameters), wants, arrivals)
+        if needs.exchanged(call.rule):
+            recv = recv or redispatch_grads(call, handle, needs, x, upstream.contiguous(), overlapped=False)
+            found = backward(call, handle, x, hidden, ExpertWeights.of(parameters), needs, recv)
         dweights = None if found.weights is None else found.weights.to(ctx.weights_dtype)
     once = ("moe_mlp", "moe_dispatch, PyTorch's operations and moe_combine", upstream, x, *parameters)
     result = (found.x, dweights, *found.experts.tensors(len(parameters)))
@@ -308,29 +317,111 @@ def grads_of(ctx: Any, upstream: Tensor, sent: Arrivals | None = None) -> tuple[
 
 class MoeMlp(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        call: Call,
-        indices: Tensor,
-        add: Tensor | None,
-        x: Tensor,
-        weights: Tensor,
-        *parameters: Tensor | None,
-    ) -> Tensor:
-        experts = Experts.of(parameters)
-        needs = ctx.needs_input_grad
-        wants = Wants.of(needs[3:])
+    def forward(ctx: Any, call: MoeCall, indices: Tensor, add: Tensor | None, x: Tensor, weights: Tensor,
+                *parameters: Tensor | None) -> Tensor:  # fmt: skip
+        needs = MoeGradNeeds.of(ctx.needs_input_grad[3:])
 
-        def run() -> tuple[Tensor, DispatchPlan, Tensor | None]:
-            finish, plan, hidden = forward(call, x, indices, weights, experts, wants)
-            return finish(add)[0], plan, hidden
+        def run() -> tuple[Tensor, DispatchHandle, Tensor | None]:
+            finish, handle, hidden = forward(call, x, indices, weights, ExpertWeights.of(parameters), needs)
+            with annotate("fastpar::moe::combine"):
+                return finish(add)[0], handle, hidden
 
-        out, plan, hidden = kept(run)
+        out, handle, hidden = kept(run)
         ctx.add_dtype = None if add is None else add.dtype
-        keep(ctx, call, plan, wants, weights, x, hidden, *parameters)
+        _save(ctx, call, handle, needs, weights, x, hidden, *parameters)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         dadd = grads[0].to(ctx.add_dtype) if ctx.needs_input_grad[2] else None
-        return None, None, dadd, *grads_of(ctx, grads[0])
+        return None, None, dadd, *_grads_of(ctx, grads[0])
+
+
+# ---- overlapped: see the module's note -------------------------------------------------------------------------------
+
+
+class OverlapState:
+    """What the two nodes of a call hand each other, besides the gradient.
+
+    finish      from the first to the second: returns the result
+    redispatch  likewise, for backward: launches that of x and dout
+    recv        from the second's backward to the first's
+    """
+
+    finish: FinishCombine | None = None
+    redispatch: Callable[[Tensor, Tensor], ChunkedRecv] | None = None
+    recv: ChunkedRecv | None = None
+
+
+class MoeMlpLaunch(torch.autograd.Function):
+    """Returns a placeholder in the shape of the output, whose gradient is that of the output."""
+
+    @staticmethod
+    def forward(ctx: Any, call: MoeCall, state: OverlapState, indices: Tensor, x: Tensor, weights: Tensor,
+                *parameters: Tensor | None) -> Tensor:  # fmt: skip
+        needs, experts = MoeGradNeeds.of(ctx.needs_input_grad[3:]), ExpertWeights.of(parameters)
+
+        def run() -> tuple[DispatchHandle, Tensor | None]:
+            state.finish, handle, hidden = forward(call, x, indices, weights, experts, needs, overlapped=True)
+            return handle, hidden
+
+        handle, hidden = kept(run)
+        ctx.state = state
+        state.redispatch = lambda x, dout: redispatch_grads(call, handle, needs, x, dout, overlapped=True)
+        _save(ctx, call, handle, needs, weights, x, hidden, *parameters)
+        return x.new_empty(()).expand(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        recv, ctx.state.recv = ctx.state.recv, None
+        return None, None, None, *_grads_of(ctx, grads[0], recv)
+
+
+class MoeMlpWait(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, state: OverlapState, launched: Tensor | None, add: Tensor | None, x: Tensor) -> Tensor:
+        def run() -> Tensor:
+            finish, state.finish = state.finish, None
+            assert finish is not None
+            with annotate("fastpar::moe::combine"):
+                return finish(add)[0]
+
+        ctx.state, ctx.add_dtype = state, None if add is None else add.dtype
+        # x as well: where a layer is recomputed to have it, that is before anything is launched.
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None)
+        return kept(run)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        (dout,) = grads
+        (x,) = ctx.saved_tensors
+        if x is not None and torch._C._will_engine_execute_node(ctx.next_functions[0][0]):
+            with torch.no_grad():
+                ctx.state.recv = ctx.state.redispatch(x, dout.contiguous())
+        _, of_launched, of_add, _ = ctx.needs_input_grad
+        return None, dout if of_launched else None, dout.to(ctx.add_dtype) if of_add else None, None
+
+
+def moe_mlp_overlapped(
+    call: MoeCall,
+    x: Tensor,
+    indices: Tensor,
+    weights: Tensor,
+    parameters: Sequence[Tensor | None],
+    function: Callable[[], Tensor | None],
+) -> Tensor:
+    """`fastpar.ops.moe_mlp` with function() added, which is called while results travel."""
+    state, launched = OverlapState(), None
+    if needs_grad(x, weights, *parameters):
+        launched = MoeMlpLaunch.apply(call, state, indices, x, weights, *parameters)
+    else:
+
+        def run() -> None:
+            state.finish = forward(call, x, indices, weights, ExpertWeights.of(parameters), overlapped=True)[0]
+
+        with torch.no_grad():
+            kept(run)
+    add = function()
+    if add is not None and add.shape != x.shape:
+        raise ValueError(f"what is added must be {tuple(x.shape)}, as x is, got {tuple(add.shape)}")
+    return cast(Tensor, MoeMlpWait.apply(state, launched, add, x.detach()))

@@ -46,8 +46,8 @@ def decode(codes: Tensor, scales: Tensor, dtype: torch.dtype, payload: str) -> T
     return _decode(message, (tokens, hidden), dtype, payload)
 
 
-def through(x: Tensor, payload: str | None) -> Tensor:
-    """What x is after a journey: itself without payload."""
+def quantize_dequantize(x: Tensor, payload: str | None) -> Tensor:
+    """x after its way to the experts: itself without payload."""
     return x if payload is None else _decode(_encode(x, payload), x.shape, x.dtype, payload)
 
 

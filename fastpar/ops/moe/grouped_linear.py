@@ -22,14 +22,14 @@ from fastpar.reference.grouped_linear import check_grouped_linear, expert_rows, 
 from fastpar.reference.grouped_linear import grouped_linear as reference_grouped_linear
 
 
-class _Call(NamedTuple):
+class GroupedCall(NamedTuple):
     """A checked call, apart from its tensors: where the experts' rows are, and how the matrices lie."""
 
     rows: tuple[slice, ...]
     transposed: bool
 
 
-class _Deferred(NamedTuple):
+class DeferredGroupedGrads(NamedTuple):
     """Where the gradients of the weight and the bias go when they are computed later."""
 
     store: WeightGradStore
@@ -40,12 +40,12 @@ class _Deferred(NamedTuple):
 # ---- autograd --------------------------------------------------------------------------------------------------------
 
 
-class _GroupedLinear(torch.autograd.Function):
+class GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        call: _Call,
-        deferred: _Deferred | None,
+        call: GroupedCall,
+        deferred: DeferredGroupedGrads | None,
         anchor: Tensor | None,
         x: Tensor,
         weight: Tensor,
@@ -123,8 +123,8 @@ def grouped_linear(
     No collective. Gradients apart: `grouped_linear_dgrad` and `grouped_linear_wgrad`.
 
     Args:
-        splits: where each expert's rows begin, and where the last's end: `DispatchPlan.splits`.
-        counts: rows of each expert that are no padding: `DispatchPlan.counts`; None: all. The rest of its rows is not
+        splits: where each expert's rows begin, and where the last's end: `DispatchHandle.splits`.
+        counts: rows of each expert that are no padding: `DispatchHandle.counts`; None: all. The rest of its rows is not
             read: their outputs and gradients are zeros.
         wgrad_store: leave the gradients of weight and bias to this store; by default that of the innermost
             `WeightGradStore.deferring()`, if there is one. Not under torch.compile.
@@ -141,17 +141,17 @@ def grouped_linear(
         if wgrad_store is not None:
             raise ValueError("wgrad_store puts off work in eager code; leave it None under torch.compile")
         return reference_grouped_linear(x, weight, splits, bias, counts=counts, transposed=transposed)
-    call = _Call(expert_rows(splits, counts, num_experts_of(weight)), transposed)
+    call = GroupedCall(expert_rows(splits, counts, num_experts_of(weight)), transposed)
     check_grouped_linear(x, weight, bias, splits[-1], transposed)
     if not needs_grad(x, weight, bias):
         return products.forward(x, weight, call.rows, bias, transposed=transposed)
     store = current_store() if wgrad_store is None else wgrad_store
     if store is None:
-        return _GroupedLinear.apply(call, None, None, x, weight, bias)
-    deferred = _Deferred(store, weight, bias)
+        return GroupedLinear.apply(call, None, None, x, weight, bias)
+    deferred = DeferredGroupedGrads(store, weight, bias)
     anchor = x.new_empty(0).requires_grad_()  # backward runs even where x needs no gradient
     detached = None if bias is None else bias.detach()
-    return _GroupedLinear.apply(call, deferred, anchor, x, weight.detach(), detached)
+    return GroupedLinear.apply(call, deferred, anchor, x, weight.detach(), detached)
 
 
 @torch.no_grad()

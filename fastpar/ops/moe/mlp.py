@@ -1,10 +1,12 @@
-"""Feed-forward experts: dispatch, two grouped products with an activation between them, combine."""
+"""Feed-forward experts: dispatch, two GEMMs per expert with an activation between them, combine.
+
+`moe_mlp` checks its arguments and gives them to the first of `MLP_BACKENDS` that supports them.
+"""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,14 +15,15 @@ from fastpar.arguments import checked
 from fastpar.comm import Communicator, GroupLike
 from fastpar.contracts.linear import autocast_dtype
 from fastpar.ops._autograd import needs_grad, scale_grad
-from fastpar.ops.moe import mlp_triton as _moe_triton
-from fastpar.ops.moe.dispatch_combine import exchange_of, moe_combine, moe_dispatch
-from fastpar.ops.moe.dispatcher import Exchange
-from fastpar.ops.moe.experts import Call, Experts, MoeMlp, forward
+from fastpar.ops.moe import mlp_triton
+from fastpar.ops.moe.dispatch_combine import moe_combine, moe_dispatch
+from fastpar.ops.moe.dispatcher import TokenDispatcher
+from fastpar.ops.moe.experts import MoeCall, MoeMlp, forward, moe_mlp_overlapped
 from fastpar.ops.moe.grouped_linear import grouped_linear
-from fastpar.ops.moe.overlapped import moe_mlp_beside
-from fastpar.ops.moe.plan import Padding, Terms
-from fastpar.ops.moe.transports import symmetric as _moe_push
+from fastpar.ops.moe.plan import DEFAULT_DISPATCH, Dispatch, DispatchSpec
+from fastpar.ops.moe.transports import symmetric
+from fastpar.ops.moe.transports.select import find_dispatcher
+from fastpar.ops.moe.weights import ConcatExperts, ExpertWeights
 from fastpar.reference.moe_mlp import ExpertRule, activate, check_experts
 
 
@@ -29,32 +32,23 @@ def moe_mlp(
     x: Tensor,
     indices: Tensor,
     weights: Tensor,
-    first: Tensor,
-    second: Tensor,
+    experts: ExpertWeights,
     *,
-    first_bias: Tensor | None = None,
-    second_bias: Tensor | None = None,
-    replicas: Sequence[Tensor | None] | None = None,
+    replicas: ExpertWeights | None = None,
     rule: ExpertRule | None = None,
     add: Tensor | Callable[[], Tensor | None] | None = None,
     group: GroupLike = None,
-    padding: Padding | None = None,
-    transport: str = "auto",
-    exact: bool = False,
-    payload: str | None = None,
+    dispatch: Dispatch | None = None,
     grad_scale: float = 1.0,
-    chunks: int = 1,
-    max_rows: int | None = None,
 ) -> Tensor:
     """Every token through the experts that it has chosen, which lie on the ranks of `group`.
 
         x        [T, H]      this rank's tokens
         indices  [T, K]      see `moe_dispatch`
         weights  [T, K]
-        first    [E_r, 2I, H]  this rank's experts: gate and up in one ([E_r, I, H] without gate; transposed:
-                               [E_r, H, 2I]); all in the dtype of x (torch.autocast converts)
-        second   [E_r, H, I]   (transposed: [E_r, I, H])
-        first_bias [E_r, 2I], second_bias [E_r, H]
+        experts              this rank's: first W1 [E_r, 2I, H] (gate and up in one), second W2 [E_r, H, I], biases
+                             b1 [E_r, 2I] and b2 [E_r, H] or None; all in the dtype of x (torch.autocast converts).
+                             Without gate and transposed: see `ExpertWeights`
         add      [T, H]      added in the combine's sum: a shared expert's output, a residual. A function that gives it
                              is called while results travel, and its backward runs while dout does: see below
         out      [T, H]
@@ -72,21 +66,15 @@ def moe_mlp(
     on some ranks only.
 
     Collectives: those of `moe_dispatch` and `moe_combine`, once each way. On all ranks the same inputs have to need
-    gradients. What needs none costs no product.
+    gradients. What needs none costs no GEMM.
 
     Args:
-        replicas: (first, second, first_bias, second_bias) of more experts of this rank, which come behind the others
-            in `indices`, the same number of them on every rank: E_r counts them too. On CPU that saves a copy of all in
-            one. As those of the others they need gradients, or do not.
-        padding, transport, exact, payload: see `moe_dispatch`. transport="symmetric": see below.
+        replicas: weights of more experts of this rank, which come behind the others in `indices`, the same number of
+            them on every rank: E_r counts them too. On CPU that saves a copy of all in one. As those of the others they
+            need gradients, or do not.
+        dispatch: how rows travel; see `Dispatch`, and below for transport="symmetric".
         grad_scale: a factor of the gradients of the experts' parameters, for a mean over data-parallel ranks where
             tokens of more ranks meet in an expert than in other parameters.
-        chunks: let tokens and results travel in so many parts, the same number on all ranks, the first experts' first:
-            those compute while the others' tokens come, and the last ones while the others' results leave. Changes no
-            bit; nothing at all where ranks share memory or rows go over hosts, or on other devices
-            than the CPU.
-        max_rows: rows that every rank has room for under transport="symmetric", the same number on all ranks; None: as
-            many as the first call of the group can need at most, were all tokens sent to one rank.
 
     transport="symmetric" is for CUDA ranks that reach each other's memory, and is never chosen by "auto" (not measured
     yet). Rows are written into the memory of their experts' ranks and results read there, float32 sums over k with one
@@ -107,54 +95,69 @@ def moe_mlp(
     Raises ValueError and TypeError on every rank for what is wrong on one; CommError as `Communicator` does;
     TimeoutError where a rank does not come under transport="symmetric".
     """
-    if torch.compiler.is_compiling():  # a graph cannot hold an exchange
+    if torch.compiler.is_compiling():  # a graph cannot hold a dispatch
         return torch.compiler.disable(moe_mlp)(
-            x, indices, weights, first, second, first_bias=first_bias, second_bias=second_bias, replicas=replicas,
-            rule=rule, add=add, group=group, padding=padding, transport=transport, exact=exact, payload=payload,
-            grad_scale=grad_scale, chunks=chunks, max_rows=max_rows,
+            x, indices, weights, experts, replicas=replicas, rule=rule, add=add, group=group, dispatch=dispatch,
+            grad_scale=grad_scale,
         )  # fmt: skip
-    if max_rows is not None and transport != "symmetric":
-        raise ValueError(f"max_rows is for transport='symmetric', got {transport!r}: memory is as large as is needed")
-    rule, padding = rule or ExpertRule(), padding or Padding()
+    rule, options = rule or ExpertRule(), dispatch or DEFAULT_DISPATCH
     dtype = autocast_dtype(x) if x.is_floating_point() else None
-    experts = Experts(first, second, first_bias, second_bias)
-    more: list[Any] = [] if replicas is None else [*replicas]
-    if dtype is not None:
-        x, experts = x.to(dtype), Experts(*(None if p is None else p.to(dtype) for p in experts))
-        more = [None if p is None else p.to(dtype) for p in more]
-    problem = check_experts(x, weights, *experts, rule) or _check_replicas(x, weights, experts, more, rule)
-    if chunks < 1:
-        problem = ValueError(f"chunks must be at least 1, got {chunks}")
-    per_rank = (len(first) if first.dim() else 1) + (len(more[0]) if more and more[0] is not None else 0)
-    parameters = [*experts, *more]
-    if more and problem is None:
-        experts = Experts.of(parameters)
-        if not _is_fused(x) or transport == "symmetric":
-            experts = Experts(*(None if stack is None else torch.cat(stack.parts) for stack in experts))
-    if transport == "symmetric" and (comm := Communicator.of(group)).size > 1:
-        return _moe_push.moe_mlp(
-            x, indices, weights, experts, rule, add() if callable(add) else add,
-            comm=comm, problem=problem, padding=padding, payload=payload, grad_scale=grad_scale, max_rows=max_rows,
-        )  # fmt: skip
-    exchange = exchange_of(group, transport=transport, exact=exact, device=x.device)
-    call = Call(exchange, per_rank * exchange.comm.size, rule, padding, payload, grad_scale, chunks)
-    if callable(add) and not (exchange.travels and _is_fused(x)):
-        add = add()
-    problem = problem or _check_add(x, add)
-    if problem is not None:
-        _refuse(problem, exchange, x, call.num_experts)
-    if callable(add):
-        return moe_mlp_beside(call, x.contiguous(), indices, weights, parameters, add)
-    is_plain = grad_scale == 1.0 and payload is None
-    if is_plain and _moe_triton.applies(x, first, size=exchange.comm.size, padding=padding):
-        return _moe_triton.moe_mlp(x, indices, weights, *experts, rule, add)
-    if not _is_fused(x):
-        return composed(call, x, indices, weights, experts, add, group=group, transport=transport, exact=exact)
-    x = x.contiguous()
-    if needs_grad(x, weights, add, *parameters):
-        return MoeMlp.apply(call, indices, add, x, weights, *parameters)
-    with torch.no_grad():
-        return forward(call, x, indices, weights, experts)[0](add)[0]
+    problem: Exception | None = _check_kinds(experts, replicas)
+    if problem is None:
+        if dtype is not None:
+            x, experts = x.to(dtype), experts.map(lambda p: p.to(dtype))
+            replicas = replicas and replicas.map(lambda p: p.to(dtype))
+        problem = check_experts(x, weights, *experts, rule) or _check_replicas(x, weights, experts, replicas, rule)
+    parameters = list(experts) if isinstance(experts, ExpertWeights) else [None]
+    # Also of wrong weights, as far as there are any: the other ranks gather loads of as many experts.
+    per_rank = len(parameters[0]) if isinstance(parameters[0], Tensor) and parameters[0].dim() else 1
+    if replicas is not None and problem is None:
+        per_rank += len(replicas.first)
+        parameters += replicas
+    comm = Communicator.of(group)
+    call = MlpArguments(x, indices, weights, parameters, per_rank, rule, add, comm, options, grad_scale, problem)
+    return next(run for supports, run in MLP_BACKENDS if supports(call))(call)
+
+
+class MlpArguments(NamedTuple):
+    """A call of `moe_mlp` in the dtype that it computes in.
+
+    parameters  of the experts, and behind them those of replicas
+    per_rank    experts of this rank, replicas included
+    problem     what is wrong with this rank's weights: the backend raises it where all ranks do
+    """
+
+    x: Tensor
+    indices: Tensor
+    weights: Tensor
+    parameters: list[Tensor | None]
+    per_rank: int
+    rule: ExpertRule
+    add: Tensor | Callable[[], Tensor | None] | None
+    comm: Communicator
+    options: Dispatch
+    grad_scale: float
+    problem: Exception | None
+
+    def added(self) -> Tensor | None:
+        """What is to be added; calls the function that returns it."""
+        return self.add() if callable(self.add) else self.add
+
+    def dense_experts(self) -> ExpertWeights:
+        """All experts in one tensor each."""
+        experts = ExpertWeights.of(self.parameters)
+        return experts.map(lambda p: torch.cat(p.parts) if isinstance(p, ConcatExperts) else p)
+
+    def dispatcher(self) -> TokenDispatcher:
+        return find_dispatcher(self.comm, self.options, self.x.device)
+
+    def begin(self, dispatcher: TokenDispatcher, add: Tensor | Callable[[], Tensor | None] | None) -> MoeCall:
+        """What the dispatcher is asked for; raises on all ranks what is wrong on one."""
+        problem = self.problem or _check_add(self.x, add)
+        spec = DispatchSpec(self.per_rank * self.comm.size, self.options.padding, self.options.payload, problem=problem)
+        if problem is not None:
+            dispatcher.dispatch(self.x, self.indices, self.weights, spec)
+        return MoeCall(dispatcher, spec, self.rule, self.grad_scale, self.options.chunks)
 
 
 def _check_add(x: Tensor, add: Tensor | Callable[[], Tensor | None] | None) -> ValueError | None:
@@ -167,66 +170,103 @@ def _check_add(x: Tensor, add: Tensor | Callable[[], Tensor | None] | None) -> V
     return None
 
 
+def _check_kinds(experts: object, replicas: object) -> TypeError | None:
+    for name, given in (("experts", experts), ("replicas", replicas)):
+        if given is None and name == "replicas":
+            continue
+        if not isinstance(given, ExpertWeights):
+            return TypeError(f"{name} must be ExpertWeights(first, second, ..), got {type(given).__name__}")
+        for field, tensor in zip(given._fields, given, strict=True):
+            if tensor is None and field.endswith("bias"):
+                continue
+            if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
+                return TypeError(f"{name}.{field} must be a dense tensor, got {type(tensor).__name__}")
+    return None
+
+
+def _check_replicas(
+    x: Tensor, weights: Tensor, experts: ExpertWeights, replicas: ExpertWeights | None, rule: ExpertRule
+) -> Exception | None:
+    """What is wrong with the weights of replicas, if anything."""
+    if replicas is None:
+        return None
+    for name, one, other in zip(experts._fields, experts, replicas, strict=True):
+        if (one is None) != (other is None) or (one is not None and one.requires_grad != other.requires_grad):
+            return ValueError(f"replicas must have {name}, and its gradient, where the other experts do")
+    return check_experts(x, weights, *replicas, rule)
+
+
+# ---- backends --------------------------------------------------------------------------------------------------------
+
+
+def _symmetric(call: MlpArguments) -> Tensor:
+    """Between CUDA ranks that reach each other's memory, on request."""
+    add = call.added()
+    experts = ExpertWeights.of(call.parameters) if call.problem else call.dense_experts()
+    return symmetric.moe_mlp(
+        call.x, call.indices, call.weights, experts, call.rule, add,
+        comm=call.comm, options=call.options, grad_scale=call.grad_scale, problem=call.problem,
+    )  # fmt: skip
+
+
+def _takes_triton(call: MlpArguments) -> bool:
+    first, options = call.parameters[0], call.options
+    assert first is not None
+    if call.grad_scale != 1.0 or options.payload is not None:
+        return False
+    return mlp_triton.applies(call.x, first, size=call.comm.size, padding=options.padding)
+
+
+def _triton(call: MlpArguments) -> Tensor:
+    """On one CUDA rank: Triton kernels do all of it."""
+    add = call.added()
+    call.begin(call.dispatcher(), add)
+    return mlp_triton.moe_mlp(call.x, call.indices, call.weights, *call.dense_experts(), call.rule, add)
+
+
 def _is_fused(x: Tensor) -> bool:
     return x.device.type == "cpu"
 
 
-def _check_replicas(
-    x: Tensor, weights: Tensor, experts: Experts, more: Sequence[Any], rule: ExpertRule
-) -> Exception | None:
-    """What is wrong with them, if anything."""
-    if not more:
-        return None
-    names = experts._fields
-    if len(more) != len(experts):
-        return ValueError(f"replicas must be ({', '.join(names)}), got {len(more)} of them")
-    for name, one, other in zip(names, experts, more, strict=True):
-        if (one is None) != (other is None) or (one is not None and one.requires_grad != other.requires_grad):
-            return ValueError(f"replicas must have {name}, and its gradient, where the other experts do")
-    first, second, first_bias, second_bias = more
-    return check_experts(x, weights, first, second, first_bias, second_bias, rule)
+def _fused(call: MlpArguments) -> Tensor:
+    """On the CPU: one autograd node from dispatch to combine, or two around a function that is called in between."""
+    dispatcher = call.dispatcher()
+    # Where nothing travels there is nothing that a function could hide.
+    add = call.add if dispatcher.overlaps else call.added()
+    begun = call.begin(dispatcher, add)
+    x, indices, weights, parameters = call.x.contiguous(), call.indices, call.weights, call.parameters
+    if callable(add):
+        return moe_mlp_overlapped(begun, x, indices, weights, parameters, add)
+    if needs_grad(x, weights, add, *parameters):
+        return MoeMlp.apply(begun, indices, add, x, weights, *parameters)
+    with torch.no_grad():
+        return forward(begun, x, indices, weights, ExpertWeights.of(parameters))[0](add)[0]
 
 
-def composed(
-    call: Call,
-    x: Tensor,
-    indices: Tensor,
-    weights: Tensor,
-    experts: Experts,
-    add: Tensor | None,
-    *,
-    group: GroupLike,
-    transport: str,
-    exact: bool,
-) -> Tensor:
-    """The same of operations that autograd knows one by one."""
-    rule = call.rule
-    experts = Experts(*(None if p is None else scale_grad(p, call.grad_scale) for p in experts))
-    rows, row_weights, plan = moe_dispatch(
-        x,
-        indices,
-        weights,
-        num_experts=call.num_experts,
-        group=group,
-        padding=call.padding,
-        transport=transport,
-        exact=exact,
-        payload=call.payload,
+def _composed(call: MlpArguments) -> Tensor:
+    """Anywhere: operations that autograd knows one by one."""
+    add, rule = call.added(), call.rule
+    spec = call.begin(call.dispatcher(), add).spec
+    experts = call.dense_experts().map(lambda p: scale_grad(p, call.grad_scale))
+    rows, row_weights, handle = moe_dispatch(
+        call.x, call.indices, call.weights, num_experts=spec.num_experts, group=call.comm, dispatch=call.options
     )
-    where: dict[str, Any] = {"counts": plan.counts, "transposed": rule.transposed}
-    scale = row_weights[:, None].to(x.dtype)
+    where: dict[str, Any] = {"counts": handle.counts, "transposed": rule.transposed}
+    scale = row_weights[:, None].to(rows.dtype)
     if rule.weigh == "input":
         rows = rows * scale
-    hidden = activate(grouped_linear(rows, experts.first, plan.splits, experts.first_bias, **where), rule)
+    hidden = activate(grouped_linear(rows, experts.first, handle.splits, experts.first_bias, **where), rule)
     if rule.weigh == "before":
         hidden = hidden * scale
-    results = grouped_linear(hidden, experts.second, plan.splits, experts.second_bias, **where)
-    return moe_combine(results, plan, row_weights if rule.weigh == "after" else None, add=add)
+    results = grouped_linear(hidden, experts.second, handle.splits, experts.second_bias, **where)
+    return moe_combine(results, handle, row_weights if rule.weigh == "after" else None, add=add)
 
 
-def _refuse(problem: Exception, exchange: Exchange, x: Tensor, num_experts: int) -> None:
-    """Raise here, and on the other ranks what says that this one did: they wait for its tokens."""
-    nothing = torch.empty(0)  # no indices at all: the exchange tells so
-    with contextlib.suppress(ValueError):
-        exchange.dispatch(x, nothing, None, num_experts, Terms(Padding()))
-    raise problem
+Backend = tuple[Callable[[MlpArguments], bool], Callable[[MlpArguments], Tensor]]
+# What a backend supports, and what it does. The first that supports a call has it.
+MLP_BACKENDS: tuple[Backend, ...] = (
+    (lambda call: call.options.transport == "symmetric" and call.comm.size > 1, _symmetric),
+    (_takes_triton, _triton),
+    (lambda call: _is_fused(call.x), _fused),
+    (lambda call: True, _composed),
+)

@@ -1,7 +1,8 @@
 """Where experts of one rank run in Triton: on CUDA tensors, without a synchronisation with the host.
 
 `fastpar.kernels.moe_mlp` has the algebra. Between ranks, and for what the kernels do not take, the composition of
-`moe_dispatch`, `grouped_linear` and `moe_combine` serves; between ranks that share memory, on request, `_moe_push.py`.
+`moe_dispatch`, `grouped_linear` and `moe_combine` serves; between ranks that share memory, on
+request, `transports/symmetric.py`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def applies(x: Tensor, first: Tensor, *, size: int, padding: Padding | None) -> 
     return has_kernels(x) and x.dtype in _DTYPES and first.dtype == x.dtype and not torch.compiler.is_compiling()
 
 
-class _Experts(torch.autograd.Function):
+class TritonMoeMlp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rule: ExpertRule, x: Tensor, indices: Tensor, weights: Tensor, add: Tensor | None,
                 first: Tensor, second: Tensor, *biases: Tensor | None) -> Tensor:  # fmt: skip
@@ -73,7 +74,7 @@ def moe_mlp(
     rule: ExpertRule,
     add: Tensor | None,
 ) -> Tensor:
-    """`fastpar.ops.moe_mlp.moe_mlp` of one rank. Nobody looks at the values of `indices`, since that would be a
+    """`fastpar.ops.moe_mlp` of one rank. Nobody looks at the values of `indices`, since that would be a
     synchronisation: one that is no expert goes nowhere."""
     if x.ndim != 2 or indices.ndim != 2 or len(indices) != len(x):
         raise ValueError(f"x must be [T, H] and indices [T, K], got {tuple(x.shape)} and {tuple(indices.shape)}")
@@ -81,5 +82,5 @@ def moe_mlp(
         raise ValueError(f"indices must be int64 or int32, got {indices.dtype}")
     if weights.shape != indices.shape:
         raise ValueError(f"weights must have the shape of indices, {tuple(indices.shape)}, got {tuple(weights.shape)}")
-    out: Tensor = _Experts.apply(rule, x, indices, weights, add, first, second, first_bias, second_bias)
+    out: Tensor = TritonMoeMlp.apply(rule, x, indices, weights, add, first, second, first_bias, second_bias)
     return out

@@ -4,89 +4,31 @@ Experts are numbered over the group: rank r has those from r * E / size on. A *p
 Every pair that goes somewhere has a row on the rank of its expert. Rows lie by expert, within an expert by the rank
 that they come from, then by token, then by choice: an order that does not depend on the transport.
 
-What the ranks tell each other before anything is sent is one header each (`Headers`), in one all-gather; all else
-follows from them on every rank alike.
+Before anything is sent the ranks gather how many pairs each has for each expert (`GroupLoads`), in one all-gather; all
+else follows from that on every rank alike.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastpar.comm import CommMismatchError, Communicator
+from fastpar.arguments import checked_fields
+from fastpar.comm import Communicator
+from fastpar.comm.agree import Agreement
 from fastpar.ops.moe.fp8 import PAYLOADS
 from fastpar.ops.moe.permute import pair_slots, sort_pairs
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-
-
-@dataclass(frozen=True, eq=False)
-class DispatchPlan:
-    """The way of the rows of one dispatch, for `moe_combine` and for both backwards.
-
-    tokens, top_k   of this rank's indices
-    num_experts     of the group; this rank has those of `experts`
-    counts          int64 [len(experts)]: rows of each of this rank's experts
-    splits          where the rows of each expert begin, and where the last end: len(experts) + 1 numbers. More room
-                    than `counts` says where rows are padded
-    loads           int64 [size, num_experts]: pairs of each rank for each expert
-    source          int64 [num_rows]: which of the sent tokens each row is, as `Exchange.send` gives them; -1: padding
-    row_weights     float32 [num_rows]: what the pair's weight is; 0: padding
-    pair_weights    float32 [T, K]
-    payload         what x travelled as; None: as it is
-    tokens_per_rank tokens that each rank has brought
-    way             what the exchange keeps for itself
-    exchange        the exchange that it is a plan of
-
-    `counts` and `loads` are in host memory, where every rank has them anyway, so that to look at loads waits for no
-    device; the others are where x is.
-    """
-
-    tokens: int
-    top_k: int
-    num_experts: int
-    experts: range
-    counts: Tensor
-    splits: tuple[int, ...]
-    loads: Tensor
-    source: Tensor
-    row_weights: Tensor
-    pair_weights: Tensor
-    payload: str | None
-    tokens_per_rank: tuple[int, ...]
-    way: Any
-    exchange: Any
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of this rank's experts, padding included."""
-        return self.splits[-1]
-
-    @property
-    def rows_per_expert(self) -> Tensor:
-        """int64 [num_experts]: rows of every expert of the group, without padding."""
-        return self.loads.sum(0)
-
-    @property
-    def rows_per_rank(self) -> Tensor:
-        """int64 [size]: rows of the experts of every rank, without padding."""
-        return self.loads.view(len(self.loads), len(self.loads), -1).sum((0, 2))
-
-    @property
-    def dropped(self) -> int:
-        """Choices of this rank's tokens that go nowhere: masked ones, and those that `moe_capacity` took away."""
-        return self.tokens * self.top_k - int(self.loads[self.exchange.comm.rank].sum())
-
-    @property
-    def dropped_per_rank(self) -> tuple[int, ...]:
-        """The same of every rank's tokens."""
-        return tuple(
-            tokens * self.top_k - pairs
-            for tokens, pairs in zip(self.tokens_per_rank, self.loads.sum(1).tolist(), strict=True)
-        )
+TRANSPORTS = ("auto", "shared_memory", "all_to_all", "hierarchical", "symmetric")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+# A backward is collective: a rank that has none would leave the others waiting.
+GRADIENT = "what requires gradients (else a backward would wait for ranks that have none)"
+_EQUAL_ON_ALL = (
+    "top_k", "the hidden size", "the dtype of x", "padding.align", "padding.capacity", "payload", "chunks", "exact",
+    GRADIENT,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -116,37 +58,74 @@ class Padding:
         return room
 
 
+@checked_fields
 @dataclass(frozen=True)
-class Placement:
-    """Where the rows of all ranks lie.
+class Dispatch:
+    """How tokens travel to their experts and back: the same on all ranks.
 
-    first      int64 [size, E]: the row, on its expert's rank, of the first pair of this source rank for this expert
-    starts     int64 [E]: where an expert's rows begin on its rank
-    rank_rows  rows on each rank
+    transport  "shared_memory", "all_to_all", "hierarchical" (over several hosts: a token goes once to each, see
+               `fastpar.ops.moe.transports.hierarchical`), "symmetric" (see `moe_mlp`), or "auto": the first for CPU
+               tensors where the ranks are on one host, the third where they are on several and it sends fewer rows
+               between those, else the second
+    exact      give results the bits that one rank has, also over all_to_all, which then sends more
+    payload    "float8_e4m3fn": tokens travel in 8 bits, and experts see what arrives (`fastpar.ops.moe.fp8`); gradients
+               and results travel as they are
+    padding    room for rows beyond those there are; see `Padding`
+    chunks     let tokens and results of `moe_mlp` travel in so many parts, the first experts' first: those compute
+               while the others' tokens come, and the last ones while the others' results leave. Changes no bit; nothing
+               at all where ranks share memory or rows go over hosts, or on other devices than the CPU
+    max_rows   rows that every rank has room for under transport="symmetric"; None: as many as the first call of the
+               group can need at most, were all tokens sent to one rank
     """
 
-    first: Tensor
-    starts: Tensor
-    rank_rows: tuple[int, ...]
+    transport: str = "auto"
+    exact: bool = False
+    payload: str | None = None
+    padding: Padding = Padding()
+    chunks: int = 1
+    max_rows: int | None = None
 
-    @classmethod
-    def of(cls, loads: Tensor, padding: Padding) -> Placement:
-        size = len(loads)
-        room = padding.room(loads.sum(0)).view(size, -1)
-        starts = (room.cumsum(1) - room).flatten()
-        return cls(starts + loads.cumsum(0) - loads, starts, tuple(room.sum(1).tolist()))
+    def __post_init__(self) -> None:
+        if self.transport not in TRANSPORTS:
+            raise ValueError(f"transport must be one of {', '.join(TRANSPORTS)}, got {self.transport!r}")
+        if self.chunks < 1:
+            raise ValueError(f"chunks must be at least 1, got {self.chunks}")
+        if self.max_rows is not None and self.transport != "symmetric":
+            raise ValueError(
+                f"max_rows is for transport='symmetric', got {self.transport!r}: memory is as large as is needed"
+            )
 
 
-def spread(first: Tensor, counts: Tensor) -> Tensor:
-    """first[0], first[0] + 1, ... counts[0] of them, then the same of the next: int64 [sum of counts]."""
-    ends = counts.cumsum(0)
-    offsets = torch.repeat_interleave(first - ends + counts, counts)
-    return offsets + torch.arange(len(offsets), device=first.device)
+DEFAULT_DISPATCH = Dispatch()  # made once: its fields are checked whenever one is made
 
 
 @dataclass(frozen=True)
-class Pairs:
-    """This rank's pairs, sorted: `order` and `counts` of `sort_pairs`."""
+class DispatchSpec:
+    """What a dispatch is asked for, besides its tensors. But for `problem` it is the same on all ranks.
+
+    num_experts     of the group
+    padding, payload  see `Dispatch`
+    grads           a number for the gradients that backward will exchange; 0: there is no backward
+    chunks          number and width of the chunks of tokens that follow an x without columns
+    exact           whether results will come back row by row
+    problem         what is already known to be wrong with this rank's arguments
+    """
+
+    num_experts: int
+    padding: Padding = Padding()
+    payload: str | None = None
+    grads: int = 0
+    chunks: tuple[int, int] | None = None
+    exact: bool = False
+    problem: Exception | None = None
+
+
+# ---- pairs and rows --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SortedPairs:
+    """This rank's pairs by expert: `order` and `counts` of `sort_pairs`."""
 
     indices: Tensor
     num_experts: int
@@ -154,13 +133,13 @@ class Pairs:
     counts: Tensor
 
     @classmethod
-    def of(cls, indices: Tensor, num_experts: int) -> Pairs:
+    def of(cls, indices: Tensor, num_experts: int) -> SortedPairs:
         indices = indices.contiguous()
         return cls(indices, num_experts, *sort_pairs(indices, num_experts))
 
     @classmethod
-    def nowhere(cls, num_experts: int) -> Pairs:
-        """Those of a rank with wrong arguments, which takes part in the exchange that tells the others so."""
+    def nowhere(cls, num_experts: int) -> SortedPairs:
+        """Those of a rank with wrong arguments, which takes part in the all-gather that tells the others so."""
         return cls.of(torch.empty((0, 1), dtype=torch.int64, device="cpu"), max(num_experts, 0))
 
     @property
@@ -173,26 +152,81 @@ class Pairs:
 
 
 @dataclass(frozen=True)
-class Terms:
-    """What all ranks of a dispatch have to agree on, besides the shape of a token.
+class RowPlacement:
+    """Where the rows of all ranks lie.
 
-    padding, payload  see `moe_dispatch`
-    differentiable  what the backward will exchange, in which every rank has to take part; 0: there is none
-    chunks          number and width of the chunks of tokens that follow an x without columns
-    exact           whether results will come back row by row
+    first      int64 [size, E]: the row, on its expert's rank, of the first pair of this source rank for this expert
+    starts     int64 [E]: where an expert's rows begin on its rank
+    rank_rows  rows on each rank
     """
 
-    padding: Padding
-    payload: str | None = None
-    differentiable: int = 0
-    chunks: tuple[int, int] | None = None
-    exact: bool = False
+    first: Tensor
+    starts: Tensor
+    rank_rows: tuple[int, ...]
+
+    @classmethod
+    def of(cls, loads: Tensor, padding: Padding) -> RowPlacement:
+        size = len(loads)
+        room = padding.room(loads.sum(0)).view(size, -1)
+        starts = (room.cumsum(1) - room).flatten()
+        # An expert's rows lie by source rank: those of the ranks before come first.
+        return cls(starts + loads.cumsum(0) - loads, starts, tuple(room.sum(1).tolist()))
 
 
-def check_arguments(
-    x: Tensor, indices: Tensor, weights: Tensor | None, num_experts: int, terms: Terms, comm: Communicator
-) -> str:
-    """What is wrong with this rank's arguments, or nothing. Not raised here: the other ranks have to raise it too."""
+def spread(first: Tensor, counts: Tensor) -> Tensor:
+    """first[0], first[0] + 1, ... counts[0] of them, then the same of the next: int64 [sum of counts]."""
+    ends = counts.cumsum(0)
+    offsets = torch.repeat_interleave(first - ends + counts, counts)
+    return offsets + torch.arange(len(offsets), device=first.device)
+
+
+# ---- agreement of the ranks ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class GroupLoads:
+    """What every rank knows of all, in host memory, as it says how large memory and messages are.
+
+    tokens  [size]      that each rank has brought
+    loads   [size, E]   pairs of each rank for each expert
+    extra   [size, n]   what the transport has asked for
+    spec    the dispatch's
+    """
+
+    tokens: Tensor
+    loads: Tensor
+    extra: Tensor
+    spec: DispatchSpec
+
+
+def gather_loads(
+    comm: Communicator, problem: Exception | str, x: Tensor, pairs: SortedPairs, spec: DispatchSpec, *extra: Tensor
+) -> GroupLoads:
+    """The loads of all ranks; raises on each what is wrong on one.
+
+    One all-gather of int64, on the device of x: a status, what has to be equal, T, the counts of experts, and `extra`.
+    """
+    chunks, hidden = spec.chunks or (1, 0 if problem else x.shape[1])
+    padding, payload = spec.padding, spec.payload
+    values = () if problem else (
+        pairs.top_k, hidden, x.dtype, padding.align, -1 if padding.capacity is None else padding.capacity,
+        0 if payload is None else 1 + PAYLOADS.index(payload), chunks, spec.exact, spec.grads,
+    )  # fmt: skip
+    agreement = Agreement("moe_dispatch", _EQUAL_ON_ALL, values, problem)
+    device = x.device if isinstance(x, Tensor) else torch.device("cpu")
+    num_tokens = torch.tensor([0 if problem else len(x)], device=device)
+    everyone = agreement.gather(comm, num_tokens, pairs.counts, *extra, device=device)
+    end = 1 + len(pairs.counts)
+    return GroupLoads(everyone[:, 0], everyone[:, 1:end], everyone[:, end:], spec)
+
+
+def problem_of(
+    x: Tensor, indices: Tensor, weights: Tensor | None, spec: DispatchSpec, comm: Communicator
+) -> Exception | str:
+    """What is wrong with this rank's arguments, or "". Not raised here: the other ranks have to raise it too."""
+    if spec.problem is not None:
+        return spec.problem
+    num_experts, payload = spec.num_experts, spec.payload
     if not (isinstance(x, Tensor) and isinstance(indices, Tensor) and isinstance(weights, (Tensor, type(None)))):
         return (
             f"x, indices and weights must be tensors, got {', '.join(type(t).__name__ for t in (x, indices, weights))}"
@@ -212,10 +246,10 @@ def check_arguments(
     devices = [t.device for t in (x, indices, weights) if t is not None]
     if len(set(devices)) > 1:
         return f"x, indices and weights must be on one device, got {', '.join(map(str, devices))}"
-    if x.dtype not in _DTYPES:
-        return f"x must be one of {', '.join(map(str, _DTYPES))}, got {x.dtype}"
-    if terms.payload is not None and (terms.payload not in PAYLOADS or x.dtype == torch.float64):
-        return f"payload must be None or {', '.join(PAYLOADS)} (for x of at most 32 bits), got {terms.payload!r}"
+    if x.dtype not in DTYPES:
+        return f"x must be one of {', '.join(map(str, DTYPES))}, got {x.dtype}"
+    if payload is not None and (payload not in PAYLOADS or x.dtype == torch.float64):
+        return f"payload must be None or {', '.join(PAYLOADS)} (for x of at most 32 bits), got {payload!r}"
     if indices.numel():
         low, high = torch.stack(torch.aminmax(indices)).tolist()
         if low < -1 or high > num_experts:
@@ -224,82 +258,3 @@ def check_arguments(
                 f"they are in {low}..{high}"
             )
     return ""
-
-
-@dataclass(frozen=True)
-class Headers:
-    """What every rank knows of all: tokens [size], loads [size, E], extra [size, n], in host memory: they say how large
-    memory and messages are."""
-
-    tokens: Tensor
-    loads: Tensor
-    terms: Terms
-    extra: Tensor | None = None
-
-
-_BAD_ARGUMENTS = 1
-_EQUAL_ON_ALL = (
-    "top_k",
-    "the hidden size",
-    "the dtype of x",
-    "padding.align",
-    "padding.capacity",
-    "payload",
-    "chunks",
-    "exact",
-)
-_GRADIENT = "what requires gradients (else a backward would wait for ranks that have none)"
-
-
-def exchange_headers(
-    comm: Communicator,
-    problem: str,
-    x: Tensor,
-    pairs: Pairs,
-    terms: Terms,
-    extra: Tensor | None = None,
-) -> Headers:
-    """Raises on all ranks what is wrong on one.
-
-    One all-gather of int64, on the device of x: a status, T, what has to be equal, the counts of experts, and `extra`.
-    """
-    names = (*_EQUAL_ON_ALL, _GRADIENT)
-    status = [_BAD_ARGUMENTS, *[0] * (1 + len(names))] if problem else [0, len(x), *_terms(x, pairs, terms)]
-    device = x.device if isinstance(x, Tensor) else torch.device("cpu")
-    parts = [torch.tensor(status, device=device), pairs.counts, *([] if extra is None else [extra])]
-    own = torch.cat([part.to(device) for part in parts])
-    try:
-        everyone = (own[None] if comm.size == 1 else comm.all_gather(own[None])).cpu()
-    except CommMismatchError:  # num_experts differs
-        if problem:
-            raise ValueError(problem) from None
-        raise
-    bad = everyone[:, 0].nonzero().flatten().tolist()
-    if problem:
-        raise ValueError(problem)
-    if bad:
-        raise ValueError(f"moe_dispatch: wrong arguments on rank {bad[0]} of the group: see its error")
-    for column, name in enumerate(names, start=2):
-        values = everyone[:, column].tolist()
-        if len(set(values)) > 1:
-            shown = [str(_DTYPES[value]) for value in values] if "dtype" in name else values
-            raise ValueError(f"moe_dispatch: {name} must be equal on all ranks of the group, got {shown}")
-    begin = 2 + len(names)
-    end = begin + len(pairs.counts)
-    return Headers(everyone[:, 1], everyone[:, begin:end], terms, everyone[:, end:])
-
-
-def _terms(x: Tensor, pairs: Pairs, terms: Terms) -> list[int]:
-    padding = terms.padding
-    chunks, hidden = terms.chunks or (1, x.shape[1])
-    return [
-        pairs.top_k,
-        hidden,
-        _DTYPES.index(x.dtype),
-        padding.align,
-        -1 if padding.capacity is None else padding.capacity,
-        0 if terms.payload is None else 1 + PAYLOADS.index(terms.payload),
-        chunks,
-        int(terms.exact),
-        int(terms.differentiable),
-    ]

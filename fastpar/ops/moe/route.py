@@ -1,6 +1,6 @@
 """From tokens to experts: router logits in float32, the choice of experts and its weights.
 
-On CUDA tensors all of it is one Triton kernel each way, `_moe_route_triton.py`. On CPU the choice is made by the C++
+On CUDA tensors all of it is one Triton kernel each way, `route_triton.py`. On CPU the choice is made by the C++
 kernel of `vocab_parallel_topk`, elsewhere by a stable sort, and all else is PyTorch. Each gives ties to the lowest
 expert. No tensor here but logits and scores is as wide as the experts, and those are read by the products before and
 after.
@@ -21,7 +21,7 @@ from torch.nn import functional
 from fastpar import _ext
 from fastpar.arguments import checked
 from fastpar.ops._autograd import first_derivative_only
-from fastpar.ops.moe import route_triton as _moe_route_triton
+from fastpar.ops.moe import route_triton
 from fastpar.reference.moe_route import (
     RouteRule,
     Routing,
@@ -60,7 +60,7 @@ def top_experts(values: Tensor, k: int) -> Tensor:
 # ---- logits ----------------------------------------------------------------------------------------------------------
 
 
-class _WideLogits(torch.autograd.Function):
+class RouterLogits(torch.autograd.Function):
     """x @ weight.T in float32 of 16-bit operands, whose products float32 holds exactly.
 
     The operands are widened chunk by chunk. CPU GEMMs of bfloat16 round their result to it, and a widened x would be
@@ -123,7 +123,7 @@ def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
     with torch.autocast(x.device.type, enabled=False):
         if x.dtype == weight.dtype == wide:
             return functional.linear(x, weight, None if bias is None else bias.to(wide))
-        logits: Tensor = _WideLogits.apply(x, weight, wide)
+        logits: Tensor = RouterLogits.apply(x, weight, wide)
         return logits if bias is None else logits + bias.to(wide)
 
 
@@ -160,8 +160,8 @@ def moe_route(
 
     Raises ValueError: shapes, top_k larger than E, groups that do not divide E. TypeError: dtypes.
     """
-    if indices is None and noise is None and _moe_route_triton.applies(logits, rule):
-        return _moe_route_triton.moe_route(logits, rule, bias, mask)
+    if indices is None and noise is None and route_triton.applies(logits, rule):
+        return route_triton.moe_route(logits, rule, bias, mask)
     return route(logits, rule, bias=bias, indices=indices, noise=noise, mask=mask, top=top_experts)
 
 

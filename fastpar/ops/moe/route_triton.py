@@ -27,7 +27,7 @@ def applies(logits: Tensor, rule: RouteRule) -> bool:
     return kernels.takes(logits.shape[1], rule.top_k) and not torch.compiler.is_compiling()
 
 
-class _Route(torch.autograd.Function):
+class TritonRoute(torch.autograd.Function):
     """Saved: logits and indices."""
 
     @staticmethod
@@ -54,7 +54,7 @@ class _Route(torch.autograd.Function):
         return None, first_derivative_only(grad, "moe_route", _REFERENCE, logits, grads[0]), None, None
 
 
-class _Scores(torch.autograd.Function):
+class TritonScores(torch.autograd.Function):
     """Saved: logits."""
 
     @staticmethod
@@ -74,19 +74,19 @@ class _Scores(torch.autograd.Function):
         return first_derivative_only(grad, "Routing.scores", _REFERENCE, logits, grads[0]), None
 
 
-class _Routing(Routing):
-    """Whose scores come from one kernel, too."""
+class TritonRouting(Routing):
+    """`Routing` whose scores come from one kernel, too."""
 
     @property
     def scores(self) -> Tensor:
-        found: Tensor = super().scores if torch.compiler.is_compiling() else _Scores.apply(self.logits, self.score)
+        found: Tensor = super().scores if torch.compiler.is_compiling() else TritonScores.apply(self.logits, self.score)
         return found
 
 
 def moe_route(logits: Tensor, rule: RouteRule, bias: Tensor | None, mask: Tensor | None) -> Routing:
-    """`fastpar.ops.moe_route.moe_route`."""
+    """`fastpar.ops.moe_route`."""
     check_arguments(logits, bias, None, None, mask)
     rule.check_experts(logits.shape[1])
     logits = widen(logits, mask)
-    weights, indices, counts = _Route.apply(rule, logits, bias, mask)
-    return _Routing(indices, weights, counts, logits, rule.score)
+    weights, indices, counts = TritonRoute.apply(rule, logits, bias, mask)
+    return TritonRouting(indices, weights, counts, logits, rule.score)

@@ -1,17 +1,18 @@
-"""Parameters of experts in several parts that count as one, so that nobody has to copy them into one."""
+"""The weights of a rank's experts, which may lie in several tensors that count as one: nobody has to copy them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fastpar.ops._buffers import new_buffer
+from fastpar.reference.moe_mlp import ExpertRule
 
 
-class Stack:
+class ConcatExperts:
     """Tensors [E_1, ..], [E_2, ..] as one [E_1 + E_2, ..], which is indexed by expert."""
 
     def __init__(self, *parts: Tensor) -> None:
@@ -29,28 +30,53 @@ class Stack:
             if expert < len(part):
                 return part[expert]
             expert -= len(part)
-        raise IndexError(f"expert {expert} is beyond the {len(self)} of a Stack")
+        raise IndexError(f"expert {expert} is beyond the {len(self)} of ConcatExperts")
 
-    def transpose(self, first: int, second: int) -> Stack:
+    def transpose(self, first: int, second: int) -> ConcatExperts:
         """Of two dims that are not that of experts."""
-        return Stack(*(part.transpose(first, second) for part in self.parts))
+        return ConcatExperts(*(part.transpose(first, second) for part in self.parts))
 
-    def new_buffer(self) -> Stack:
+    def new_buffer(self) -> ConcatExperts:
         """Another of the same shapes and dtype, uninitialised."""
-        return Stack(*(new_buffer(part, part.shape) for part in self.parts))
+        return ConcatExperts(*(new_buffer(part, part.shape) for part in self.parts))
 
 
-def joined(tensors: Sequence[Any], count: int) -> list[Any]:
-    """`count` parameters: as they are, or Stacks where there are more of each behind the first `count`."""
-    if len(tensors) == count:
-        return list(tensors)
-    columns = [tensors[start::count] for start in range(count)]
-    return [None if column[0] is None else Stack(*column) for column in columns]
+class ExpertWeights(NamedTuple):
+    """The parameters of this rank's experts, or their gradients.
 
+    first        [E_r, 2I, H]   gate and up in one ([E_r, I, H] without gate; transposed: [E_r, H, 2I])
+    second       [E_r, H, I]    (transposed: [E_r, I, H])
+    first_bias   [E_r, 2I]      or None
+    second_bias  [E_r, H]       or None
+    """
 
-def parted(parameters: Sequence[Any], num_tensors: int) -> list[Any]:
-    """The tensors that were `joined`, or of each its gradient; a parameter may be None in the place of its parts."""
-    if num_tensors == len(parameters):
-        return list(parameters)
-    parts = range(num_tensors // len(parameters))
-    return [None if parameter is None else parameter.parts[part] for part in parts for parameter in parameters]
+    first: Any
+    second: Any
+    first_bias: Any = None
+    second_bias: Any = None
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor | None]) -> ExpertWeights:
+        """From the tensors of one part, or of several parts, one after the other."""
+        count = len(cls._fields)
+        if len(tensors) == count:
+            return cls(*tensors)
+        columns = [tensors[start::count] for start in range(count)]
+        return cls(*(None if column[0] is None else ConcatExperts(*column) for column in columns))  # type: ignore[arg-type]
+
+    def tensors(self, num_tensors: int) -> list[Any]:
+        """The inverse, also of gradients of so many tensors: None in the place of all parts of a parameter."""
+        if num_tensors == len(self):
+            return list(self)
+        parts = range(num_tensors // len(self))
+        return [None if parameter is None else parameter.parts[part] for part in parts for parameter in self]
+
+    def map(self, function: Callable[[Any], Any]) -> ExpertWeights:
+        """The function of each that is there."""
+        return ExpertWeights(*(None if parameter is None else function(parameter) for parameter in self))
+
+    def matrices(self, rule: ExpertRule) -> tuple[Any, Any]:
+        """Both as [E, in, out]."""
+        if rule.transposed:
+            return self.first, self.second
+        return self.first.transpose(1, 2), self.second.transpose(1, 2)

@@ -1,9 +1,9 @@
 """Rows of tokens by all-to-all, over any transport of a `Communicator`: each token once to each rank.
 
-A dispatch is one all-gather of headers and one all-to-all of packed rows: the token, the local numbers of its experts
-on that rank, and their weights. On the way back a rank sums each token's rows, in float32 with one rounding, and sends
-one row a token; `exact` sends every pair's row instead, and the sum over a token's choices has the bits of one rank.
-Results from outside (`moe_combine`) are preceded by a claim of 32 bytes for each rank, in the same all-to-all.
+A dispatch is one all-gather of loads and one all-to-all of packed rows: the token, the local numbers of its experts on
+that rank, and their weights. On the way back a rank sums each token's rows, in float32 with one rounding, and sends one
+row a token; `exact` sends every pair's row instead, and the sum over a token's choices has the bits of one rank.
+Results from outside (`moe_combine`) stand behind their rank's `Agreement` of 32 bytes, in the same all-to-all.
 
 Bytes, top-8 of 256 experts on 8 ranks chosen at random: a token goes to 8 (1 - C(224, 8) / C(256, 8)) = 5.29 ranks and
 not to 8. With H = 7168 in bfloat16 that is 1.51 times fewer than a row for each choice, with rows in 8 bits 2.91 times
@@ -24,289 +24,190 @@ import torch
 from torch import Tensor
 
 from fastpar.comm import Communicator, Pending
+from fastpar.comm.agree import Agreement
 from fastpar.ops._buffers import new_buffer
-from fastpar.ops.moe.claim import DTYPES, WORDS, Claim
-from fastpar.ops.moe.dispatcher import Finish, GroupBound, Tables, float_weights, make_plan, rows_of_pairs, take_values
-from fastpar.ops.moe.fp8 import decode, encode
-from fastpar.ops.moe.permute import gather_rows, sum_rows, tokens_by_rank
+from fastpar.ops.moe.dispatcher import (
+    DispatchHandle,
+    ExpertResults,
+    FinishCombine,
+    FinishRedispatch,
+    Tables,
+    TokenDispatcher,
+    float_weights,
+    make_handle,
+    rows_of_pairs,
+    take_values,
+)
+from fastpar.ops.moe.packing import (
+    Field,
+    PackedField,
+    PackedSums,
+    SentPairs,
+    SentTokens,
+    columns,
+    layout,
+    pack,
+    token_parts,
+)
+from fastpar.ops.moe.permute import sum_rows
 from fastpar.ops.moe.plan import (
-    DispatchPlan,
-    Headers,
-    Pairs,
-    Placement,
-    Terms,
-    check_arguments,
-    exchange_headers,
-    spread,
+    DTYPES,
+    DispatchSpec,
+    GroupLoads,
+    RowPlacement,
+    SortedPairs,
+    gather_loads,
+    problem_of,
 )
 
-_ALIGNMENT = 8  # bytes; of every field of a packed row
-_INT16_MAX = 32767
-
-
-class AllToAllExchange(GroupBound):
-    """See `fastpar.ops.moe.dispatcher.Exchange`.
-
-    exact      send every pair's row back, and sum at the token: the bits of one rank
-    in_chunks  whether `fastpar.ops.moe.chunks` may cut what is sent
-    """
-
-    travels = True
-
-    def __init__(self, comm: Communicator, *, exact: bool = False, in_chunks: bool = True) -> None:
-        self.comm, self.exact, self.in_chunks = comm, exact, in_chunks
-
-    def dispatch(
-        self,
-        x: Tensor,
-        indices: Tensor,
-        weights: Tensor | None,
-        num_experts: int,
-        terms: Terms,
-    ) -> tuple[DispatchPlan, Tables]:
-        comm = self.comm
-        terms = replace(terms, exact=self.exact)
-        problem = check_arguments(x, indices, weights, num_experts, terms, comm)
-        pairs = Pairs.nowhere(num_experts) if problem else Pairs.of(indices, num_experts)
-        per_rank = max(num_experts // comm.size, 1)
-        sent = _Sent.of(pairs, comm.size, per_rank)
-        headers = exchange_headers(comm, problem, x, pairs, terms, sent.sizes)
-        assert headers.extra is not None
-        return self.deliver(x, weights, pairs, sent, headers, headers.extra)
-
-    def deliver(
-        self, x: Tensor, weights: Tensor | None, pairs: Pairs, sent: _Sent, headers: Headers, sizes: Tensor
-    ) -> tuple[DispatchPlan, Tables]:
-        """What `dispatch` does after the headers; `sizes` [size, size]: rows from each rank to each."""
-        comm, loads, payload = self.comm, headers.loads, headers.terms.payload
-        per_rank = pairs.num_experts // comm.size
-        place = Placement.of(loads, headers.terms.padding)
-
-        numbers = sent.experts.to(torch.int16 if per_rank <= _INT16_MAX else torch.int32)
-        pair_weights = float_weights(weights, pairs.indices)
-        fields = [*_tokens(x, sent, payload), _Field(numbers), _Field(pair_weights, sent.tokens)]
-        to, back = sizes[comm.rank].tolist(), sizes[:, comm.rank].tolist()
-        *columns, experts, received_weights = self._swap(fields, to, back)
-        received = Pairs.of(experts.int(), per_rank)
-        mine = slice(comm.rank * per_rank, (comm.rank + 1) * per_rank)
-        slots = received.slots(place.starts[mine])
-        rows = rows_of_pairs(received, place.starts[mine], received_weights, place.rank_rows[comm.rank])
-        way = _Way(sent, to, back, slots, received_weights, x.shape[1], x.dtype)
-        if self.exact:
-            way.pairs = _PairRows.of(pairs, loads, place.first[:, mine], comm.rank)
-        table = _received(columns, x.dtype, payload)
-        return make_plan(self, pairs, headers, place, rows, weights, way), [table]
-
-    def send(self, plan: DispatchPlan, *tensors: Tensor, again: Tensor | None = None) -> list[Tables]:
-        return self._send(plan, tensors, again, beside=False)()
-
-    def launch_send(
-        self, plan: DispatchPlan, *tensors: Tensor, again: Tensor | None = None
-    ) -> Callable[[], list[Tables]]:
-        return self._send(plan, tensors, again, beside=True)
-
-    def _send(
-        self, plan: DispatchPlan, tensors: Sequence[Tensor], again: Tensor | None, *, beside: bool
-    ) -> Callable[[], list[Tables]]:
-        sent = plan.way.sent
-        first = [] if again is None else _tokens(again, sent, plan.payload)
-        fields = [*first, *(_Field(x, sent.tokens) for x in tensors)]
-        coming = self.launch_swap(fields, plan.way.to, plan.way.back, beside=beside)
-        num_first, dtype = len(first), None if again is None else again.dtype
-
-        def wait() -> list[Tables]:
-            found = coming()
-            if dtype is not None:
-                found = [_received(found[:num_first], dtype, plan.payload), *found[num_first:]]
-            return [[table] for table in found]
-
-        return wait
-
-    def empty_rows(self, plan: DispatchPlan, width: int, dtype: torch.dtype) -> Tensor:
-        return new_buffer(plan.row_weights, (plan.num_rows, width), dtype)
-
-    def launch_back(
-        self,
-        plan: DispatchPlan,
-        rows: Tensor,
-        *,
-        weighted: bool,
-        values: Tensor | None = None,
-        claim: Claim | None = None,
-        beside: bool = False,
-    ) -> Finish:
-        way = WayBack.of(plan, weighted)
-        if claim is not None:
-            found = self._swap_claimed(claim, way, _stand_in(rows, plan) if claim.problem else rows)
-            return lambda add: way.sum([found], add)
-        coming = self.launch_swap(way.fields(rows, values), way.to, way.back, beside=beside)
-        return lambda add: way.sum([[table] for table in coming()], add)
-
-    def launch_swap(
-        self, fields: Sequence[_Field | _Sums], to: Sequence[int], back: Sequence[int], *, beside: bool
-    ) -> Callable[[], list[Tensor]]:
-        """What the ranks have sent, field by field: one all-to-all of the fields' rows, packed side by side.
-
-        beside  whether the caller computes before it waits: then the group's thread carries them
-        """
-        ends, width = _layout(fields)
-        packed = new_buffer(fields[0].x, (sum(to), width), torch.uint8)
-        for field, end in zip(fields, ends, strict=True):
-            field.write(_columns(packed, field.x, end))
-        likes = [field.x.new_empty((0, field.x.shape[1])) for field in fields]  # not the fields, which may be large
-        if beside:
-            pending = self.comm.all_to_all_async(packed, input_sizes=to, output_sizes=back)
-        else:
-            pending = Pending.ready(self.comm.all_to_all(packed, input_sizes=to, output_sizes=back))
-
-        def wait() -> list[Tensor]:
-            received = pending.wait()
-            return [_columns(received, like, end) for like, end in zip(likes, ends, strict=True)]
-
-        return wait
-
-    def _swap(self, fields: Sequence[_Field | _Sums], to: Sequence[int], back: Sequence[int]) -> list[Tensor]:
-        return self.launch_swap(fields, to, back, beside=False)()
-
-    def _swap_claimed(self, claim: Claim, way: WayBack, rows: Tensor) -> Tables:
-        """Rows on their way back, those for each rank behind a claim; raises on every rank what is wrong on one."""
-        (field,) = way.fields(rows, None)
-        (end,), width = _layout([field])
-        head = WORDS * 8
-        to, back = ([head + width * count for count in counts] for counts in (way.to, way.back))
-        packed = new_buffer(rows, (sum(to),), torch.uint8)
-        words = torch.tensor(claim.words(rows), device="cpu").view(torch.uint8)
-        pieces: Sequence[_Field | _Sums] = field.split(way.to)
-        for part, count, piece in zip(packed.split(to), way.to, pieces, strict=True):
-            part[:head] = words
-            piece.write(_columns(part[head:].view(count, width), rows, end))
-        received = self.comm.all_to_all(packed, input_sizes=to, output_sizes=back).split(back)
-        claim.check([part[:head].view(torch.int64).tolist() for part in received])
-        parts = zip(received, way.back, strict=True)
-        return [_columns(part[head:].view(count, width), rows, end) for part, count in parts]
-
-
-def _stand_in(rows: object, plan: DispatchPlan) -> Tensor:
-    """Something to send in the place of wrong rows: as wide as those of other ranks will be."""
-    width, dtype = plan.way.width, plan.way.dtype
-    if isinstance(rows, Tensor) and rows.ndim == 2 and rows.dtype in DTYPES:
-        width, dtype = rows.shape[1], rows.dtype
-    return torch.zeros((plan.num_rows, width), dtype=dtype, device=plan.source.device)
-
-
-def _tokens(x: Tensor, sent: _Sent, payload: str | None) -> list[_Field]:
-    """The tokens of a dispatch as they travel."""
-    return [_Field(part, sent.tokens) for part in ([x] if payload is None else encode(x, payload))]
-
-
-def _received(columns: Sequence[Tensor], dtype: torch.dtype, payload: str | None) -> Tensor:
-    """Them on arrival."""
-    return columns[0] if payload is None else decode(columns[0], columns[1], dtype, payload)
-
-
-class _Field(NamedTuple):
-    """x [n, w], or of it `rows`, as a part of what is sent."""
-
-    x: Tensor
-    rows: Tensor | None = None
-
-    def write(self, out: Tensor) -> None:
-        if self.rows is None:
-            out.copy_(self.x)
-        else:
-            gather_rows([self.x], self.rows, out=out)
-
-    def split(self, sizes: Sequence[int]) -> list[_Field]:
-        """Parts of so many rows."""
-        assert self.rows is not None
-        return [_Field(self.x, rows) for rows in self.rows.split(list(sizes))]
-
-
-class _Sums(NamedTuple):
-    """`sum_rows` of x [n, w] at slots [S, K], added up where it is sent from."""
-
-    x: Tensor
-    slots: Tensor
-    weights: Tensor | None
-
-    def write(self, out: Tensor) -> None:
-        sum_rows([self.x], self.slots, weights=self.weights, out=out)
-
-    def split(self, sizes: Sequence[int]) -> list[_Sums]:
-        """Parts of so many rows."""
-        slots = self.slots.split(list(sizes))
-        if self.weights is None:
-            return [_Sums(self.x, part, None) for part in slots]
-        return [_Sums(self.x, *part) for part in zip(slots, self.weights.split(list(sizes)), strict=True)]
-
-
-def _layout(fields: Sequence[_Field | _Sums]) -> tuple[list[int], int]:
-    """Bytes of a packed row before each field's end, and of all of it."""
-    ends, width = [], 0
-    for field in fields:
-        ends.append(width + field.x.shape[1] * field.x.dtype.itemsize)
-        width = -(-ends[-1] // _ALIGNMENT) * _ALIGNMENT
-    return ends, width
-
-
-def _columns(packed: Tensor, like: Tensor, end: int) -> Tensor:
-    """The bytes before `end` of every row that hold a row like those of `like`."""
-    if like.shape[1] == 0:
-        return packed.new_empty((len(packed), 0), dtype=like.dtype)
-    return packed[:, end - like.shape[1] * like.dtype.itemsize : end].view(like.dtype)
-
-
-class _Sent(NamedTuple):
-    """What this rank sends: a row for each token and rank that it goes to. See `tokens_by_rank`."""
-
-    tokens: Tensor
-    experts: Tensor
-    sizes: Tensor
-    rows_of_token: Tensor
-    values_of_pair: Tensor
-
-    @classmethod
-    def of(cls, pairs: Pairs, size: int, per_rank: int) -> _Sent:
-        return cls(*tokens_by_rank(pairs.indices, size, per_rank))
-
-
-class _PairRows(NamedTuple):
-    """For sums with the bits of one rank: which rows are sent back, and where each pair's is among those received."""
-
-    rows: Tensor
-    to: list[int]
-    back: list[int]
-    slots: Tensor
-
-    @classmethod
-    def of(cls, pairs: Pairs, loads: Tensor, first: Tensor, rank: int) -> _PairRows:
-        size = len(loads)
-        mine = loads.view(size, size, -1)[:, rank]  # by source, of this rank's experts
-        back = loads[rank].view(size, -1).sum(1)
-        return cls(
-            spread(first.reshape(-1), mine.reshape(-1)).to(pairs.order.device),
-            mine.sum(1).tolist(),
-            back.tolist(),
-            pairs.slots(pairs.counts.cumsum(0) - pairs.counts),
-        )
+INT16_MAX = 32767
 
 
 @dataclass
-class _Way:
-    """sent; rows to each rank and from each; where the pairs of the received tokens have their rows, and the weights
-    of those pairs; the width and the dtype of tokens."""
+class AllToAllRoute:
+    """How the rows of one dispatch travel.
 
-    sent: _Sent
+    sent        the tokens that this rank sends
+    to, back    rows to each rank and from each
+    slots       [n, K]: where the pairs of the received tokens have their rows
+    weights     [n, K] of those pairs
+    width, dtype  of tokens
+    pairs       where pairs' rows go back one by one
+    """
+
+    sent: SentTokens
     to: list[int]
     back: list[int]
     slots: Tensor
     weights: Tensor
     width: int
     dtype: torch.dtype
-    pairs: _PairRows | None = None
+    pairs: SentPairs | None = None
 
 
-class WayBack(NamedTuple):
+AllToAllHandle = DispatchHandle[AllToAllRoute]
+
+
+class AllToAllDispatcher(TokenDispatcher[AllToAllRoute]):
+    """See `TokenDispatcher`.
+
+    exact      send every pair's row back, and sum at the token: the bits of one rank
+    in_chunks  whether `fastpar.ops.moe.chunks` may cut what is sent
+    """
+
+    overlaps = True
+
+    def __init__(self, comm: Communicator, *, exact: bool = False, in_chunks: bool = True) -> None:
+        self.comm, self.exact, self.in_chunks = comm, exact, in_chunks
+
+    def dispatch(
+        self, x: Tensor, indices: Tensor, weights: Tensor | None, spec: DispatchSpec
+    ) -> tuple[AllToAllHandle, Tables]:
+        comm, num_experts = self.comm, spec.num_experts
+        spec = replace(spec, exact=self.exact)
+        problem = problem_of(x, indices, weights, spec, comm)
+        pairs = SortedPairs.nowhere(num_experts) if problem else SortedPairs.of(indices, num_experts)
+        sent = SentTokens.of(pairs.indices, comm.size, max(num_experts // comm.size, 1))
+        loads = gather_loads(comm, problem, x, pairs, spec, sent.sizes)
+        return self.send_tokens(x, weights, pairs, sent, loads, loads.extra)
+
+    def send_tokens(
+        self, x: Tensor, weights: Tensor | None, pairs: SortedPairs, sent: SentTokens, loads: GroupLoads, sizes: Tensor
+    ) -> tuple[AllToAllHandle, Tables]:
+        """What `dispatch` does once loads are known; `sizes` [size, size]: rows from each rank to each."""
+        comm, payload = self.comm, loads.spec.payload
+        per_rank = pairs.num_experts // comm.size
+        place = RowPlacement.of(loads.loads, loads.spec.padding)
+
+        # Experts are numbered on their rank, where two bytes nearly always do.
+        numbers = sent.experts.to(torch.int16 if per_rank <= INT16_MAX else torch.int32)
+        pair_weights = float_weights(weights, pairs.indices)
+        parts, decoder = token_parts([], x, payload)
+        tokens = [PackedField(part, sent.tokens) for part in parts]
+        fields = [*tokens, PackedField(numbers), PackedField(pair_weights, sent.tokens)]
+        to, back = sizes[comm.rank].tolist(), sizes[:, comm.rank].tolist()
+        *arrived, experts, received_weights = self.swap(fields, to, back)()
+        received = SortedPairs.of(experts.int(), per_rank)
+        mine = slice(comm.rank * per_rank, (comm.rank + 1) * per_rank)
+        slots = received.slots(place.starts[mine])
+        rows = rows_of_pairs(received, place.starts[mine], received_weights, place.rank_rows[comm.rank])
+        route = AllToAllRoute(sent, to, back, slots, received_weights, x.shape[1], x.dtype)
+        if self.exact:
+            route.pairs = SentPairs.of(pairs, loads.loads, place.first[:, mine], comm.rank)
+        return make_handle(self, pairs, loads, place, rows, weights, route), decoder(arrived)
+
+    def redispatch(
+        self, handle: AllToAllHandle, *tensors: Tensor, x: Tensor | None = None, overlapped: bool = False
+    ) -> FinishRedispatch:
+        route = handle.route
+        parts, decoder = token_parts(tensors, x, handle.payload)
+        fields = [PackedField(part, route.sent.tokens) for part in parts]
+        coming = self.swap(fields, route.to, route.back, overlapped)
+        return lambda: [[table] for table in decoder(coming())]
+
+    def combine_buffer(self, handle: AllToAllHandle, width: int, dtype: torch.dtype) -> Tensor:
+        return new_buffer(handle.row_weights, (handle.num_rows, width), dtype)
+
+    def combine(self, handle: AllToAllHandle, results: ExpertResults) -> FinishCombine:
+        route = CombineRoute.of(handle, results.weighted)
+        if results.agreement is not None:
+            found = self._swap_agreed(results.agreement, route, handle, results.rows)
+            return lambda add: route.sum([found], add)
+        coming = self.swap(route.fields(results), route.to, route.back, results.overlapped)
+        return lambda add: route.sum([[table] for table in coming()], add)
+
+    def swap(
+        self, fields: Sequence[Field], to: Sequence[int], back: Sequence[int], overlapped: bool = False
+    ) -> Callable[[], list[Tensor]]:
+        """What the ranks have sent, field by field: one all-to-all of packed rows.
+
+        overlapped  the caller computes before it waits: then the group's thread carries them
+        """
+        packed = pack(fields, sum(to))
+        ends, _ = layout(fields)
+        likes = [field.x.new_empty((0, field.x.shape[1])) for field in fields]  # not the fields, which may be large
+        if overlapped:
+            pending = self.comm.all_to_all_async(packed, input_sizes=to, output_sizes=back)
+        else:
+            pending = Pending.ready(self.comm.all_to_all(packed, input_sizes=to, output_sizes=back))
+
+        def wait() -> list[Tensor]:
+            received = pending.wait()
+            return [columns(received, like, end) for like, end in zip(likes, ends, strict=True)]
+
+        return wait
+
+    def _swap_agreed(self, agreement: Agreement, route: CombineRoute, handle: AllToAllHandle, rows: Tensor) -> Tables:
+        """Rows on their way back, those for each rank behind this one's words; raises on every rank what is wrong on
+        one.
+        """
+        if agreement.problem:
+            rows = _stand_in(rows, handle)  # the others wait for rows, and would for this rank's
+        (field,) = route.fields(ExpertResults(rows, False))
+        (end,), width = layout([field])
+        words = torch.tensor(agreement.words, device="cpu").view(torch.uint8)
+        head = len(words)
+        to, back = ([head + width * count for count in counts] for counts in (route.to, route.back))
+        packed = new_buffer(rows, (sum(to),), torch.uint8)
+        pieces: Sequence[Field] = field.split(route.to)
+        for part, count, piece in zip(packed.split(to), route.to, pieces, strict=True):
+            part[:head] = words
+            piece.write(columns(part[head:].view(count, width), rows, end))
+        received = self.comm.all_to_all(packed, input_sizes=to, output_sizes=back).split(back)
+        agreement.check([part[:head].view(torch.int64).tolist() for part in received])
+        parts = zip(received, route.back, strict=True)
+        return [columns(part[head:].view(count, width), rows, end) for part, count in parts]
+
+
+def _stand_in(rows: object, handle: AllToAllHandle) -> Tensor:
+    """Something to send in the place of wrong rows: as wide as those of other ranks will be."""
+    width, dtype = handle.route.width, handle.route.dtype
+    if isinstance(rows, Tensor) and rows.ndim == 2 and rows.dtype in DTYPES:
+        width, dtype = rows.shape[1], rows.dtype
+    return torch.zeros((handle.num_rows, width), dtype=dtype, device=handle.source.device)
+
+
+class CombineRoute(NamedTuple):
     """How results go back: a sum for each token that has come (`slots`, `slot_weights`), or with `exact` single `rows`.
 
     to, back   rows to each rank and from each
@@ -326,30 +227,29 @@ class WayBack(NamedTuple):
     width: int
 
     @classmethod
-    def of(cls, plan: DispatchPlan, weighted: bool) -> WayBack:
-        way: _Way = plan.way
-        if way.pairs is None:
+    def of(cls, handle: AllToAllHandle, weighted: bool) -> CombineRoute:
+        route, pairs = handle.route, handle.route.pairs
+        if pairs is None:
             return cls(
-                None, way.slots, way.weights if weighted else None, way.back, way.to,
-                way.sent.rows_of_token, None, way.sent.values_of_pair, way.slots.shape[1],
+                None, route.slots, route.weights if weighted else None, route.back, route.to,
+                route.sent.rows_of_token, None, route.sent.values_of_pair, route.slots.shape[1],
             )  # fmt: skip
-        pairs = way.pairs
-        weights = plan.pair_weights if weighted else None
-        return cls(pairs.rows, way.slots, None, pairs.to, pairs.back, pairs.slots, weights, pairs.slots, 1)
+        weights = handle.pair_weights if weighted else None
+        return cls(pairs.rows, route.slots, None, pairs.to, pairs.back, pairs.slots, weights, pairs.slots, 1)
 
-    def fields(self, rows: Tensor, values: Tensor | None, chosen: Tensor | None = None) -> list[_Field | _Sums]:
+    def fields(self, results: ExpertResults, chosen: Tensor | None = None) -> list[Field]:
         """What is sent of all rows, or of those that are chosen."""
 
         def pick(x: Tensor) -> Tensor:
             return x if chosen is None else x[chosen]
 
         if self.rows is not None:
-            return [_Field(x, pick(self.rows)) for x in ([rows] if values is None else [rows, values.view(-1, 1)])]
-        slots = pick(self.slots)
-        sums = _Sums(rows, slots, None if self.slot_weights is None else pick(self.slot_weights))
-        return [sums] if values is None else [sums, _Field(take_values([values], slots))]
+            return [PackedField(x, pick(self.rows)) for x in results.columns]
+        rows, values, slots = results.rows, results.values, pick(self.slots)
+        sums = PackedSums(rows, [rows], slots, None if self.slot_weights is None else pick(self.slot_weights))
+        return [sums] if values is None else [sums, PackedField(take_values([values], slots))]
 
-    def arriving(self, place: Tensor) -> WayBack:
+    def reordered(self, place: Tensor) -> CombineRoute:
         """The same for rows that arrive in another order: row i at place[i]."""
         rows, values, width = self.rows_of_token, self.values_of_pair, max(self.width, 1)
         if len(place):
@@ -358,6 +258,6 @@ class WayBack(NamedTuple):
         return self._replace(rows_of_token=rows, values_of_pair=values)
 
     def sum(self, tables: Sequence[Tables], add: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """What `Exchange.launch_back` gives in the end, of what has arrived: rows, and values if there are any."""
+        """The result of `TokenDispatcher.combine`, of what has arrived: rows, and values if there are any."""
         out = sum_rows(tables[0], self.rows_of_token, weights=self.weights, add=add)
         return out, take_values(tables[1], self.values_of_pair) if len(tables) > 1 else None

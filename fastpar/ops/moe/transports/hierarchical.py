@@ -6,22 +6,22 @@ A rank's rows come in at the rank of the other host with its own number there (m
 every rank of a host sends and receives a share. On the way back the gateway sums what the ranks of its host have for a
 token, and one row travels over the network: the sum over the token's choices there, in float32 with one rounding, and
 the source adds those of the hosts. `exact` sends every choice's row over the network on the way back, from rank to rank
-as `AllToAllExchange` does, and has the bits of one rank; the way there is the same.
+as `AllToAllDispatcher` does, and has the bits of one rank; the way there is the same.
 
 `fastpar.ops.moe.transports.within_host` has the way within a host: memory that its ranks share, or an all-to-all.
 
-A dispatch is one all-gather (of headers) and one all-to-all, as without hosts, and a barrier or an all-to-all within
+A dispatch is one all-gather (of loads) and one all-to-all, as without hosts, and a barrier or an all-to-all within
 the host. The other ways are one all-to-all and that; `moe_combine`, whose rows may be wrong on one rank, has an
-all-gather of 32 bytes a rank before. What is computed beside an exchange hides the step between hosts.
+all-gather of 32 bytes a rank before. What is computed beside an all-to-all hides the step between hosts.
 
 Bytes over the network, top-8 of 256 experts at random, 8 ranks on 2 hosts: a token goes to 2.65 ranks of the other host
 (4 (1 - C(224, 8) / C(256, 8))), and to 0.997 other hosts (1 - C(128, 8) / C(256, 8)): 2.66 times fewer rows. Each has
 48 bytes of experts' numbers and weights in both. With a single choice there is nothing to save, and "auto" leaves the
-dispatch to `AllToAllExchange`: the headers tell.
+dispatch to `AllToAllDispatcher`: the loads tell.
 
 Worked example: hosts {0, 1} and {2, 3}, an expert on each rank. Rank 1 has a token for experts 2 and 3. It sends one
 row, to rank 3, its gateway, where ranks 2 and 3 read it, and gets one row back from there, the sum of what the two
-have. By `AllToAllExchange` they are two rows each way.
+have. By `AllToAllDispatcher` they are two rows each way.
 
 Hosts may have any numbers of ranks, and any ranks.
 """
@@ -29,7 +29,6 @@ Hosts may have any numbers of ranks, and any ranks.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,172 +37,43 @@ from torch import Tensor
 
 from fastpar.comm import Communicator
 from fastpar.comm.shared_memory.rendezvous import Hosts
-from fastpar.ops.moe.claim import Claim
+from fastpar.ops._buffers import new_buffer
 from fastpar.ops.moe.dispatcher import (
-    Finish,
-    GroupBound,
+    DispatchHandle,
+    ExpertResults,
+    FinishCombine,
+    FinishRedispatch,
     Tables,
+    TokenDispatcher,
     float_weights,
-    make_plan,
+    make_handle,
     rows_of_pairs,
     take_values,
 )
-from fastpar.ops.moe.permute import sum_rows, tokens_by_rank
-from fastpar.ops.moe.plan import (
-    DispatchPlan,
-    Pairs,
-    Placement,
-    Terms,
-    check_arguments,
-    exchange_headers,
-)
-from fastpar.ops.moe.transports.all_to_all import (
-    _INT16_MAX,
-    AllToAllExchange,
-    _Field,
-    _PairRows,
-    _received,
-    _Sent,
-    _tokens,
-)
-from fastpar.ops.moe.transports.within_host import Arrived, Decode, Topology, WithinHost
-
-
-class HierarchicalExchange(GroupBound):
-    """See `fastpar.ops.moe.dispatcher.Exchange`, and the module's docstring.
-
-    if_fewer  give a dispatch that would not send fewer rows between hosts this way, as the headers tell, to
-              `AllToAllExchange`, which spares them the step within the host
-    """
-
-    travels = True
-
-    def __init__(
-        self, comm: Communicator, hosts: Hosts, within: WithinHost, *, exact: bool = False, if_fewer: bool = False
-    ) -> None:
-        self.comm, self._within, self._exact, self._if_fewer = comm, within, exact, if_fewer
-        self._top = Topology.of(hosts, comm.rank)
-        self._flat = AllToAllExchange(comm, exact=exact, in_chunks=False)
-
-    def dispatch(
-        self,
-        x: Tensor,
-        indices: Tensor,
-        weights: Tensor | None,
-        num_experts: int,
-        terms: Terms,
-    ) -> tuple[DispatchPlan, Tables]:
-        comm, top = self.comm, self._top
-        terms = replace(terms, exact=self._exact)
-        problem = check_arguments(x, indices, weights, num_experts, terms, comm)
-        pairs = Pairs.nowhere(num_experts) if problem else Pairs.of(indices, num_experts)
-        per_rank = max(num_experts // comm.size, 1)
-        num_here = top.widest * per_rank
-        sent = _Sent(*tokens_by_rank(top.experts_by_place(pairs.indices, per_rank), len(top.hosts), num_here))
-        sizes = [top.sizes_by_host(sent.sizes)]
-        directly = _Sent.of(pairs, comm.size, per_rank) if self._if_fewer or self._within.needs_rank_sizes else None
-        if directly is not None:
-            sizes.append(directly.sizes)
-        headers = exchange_headers(comm, problem, x, pairs, terms, torch.cat(sizes))
-        assert headers.extra is not None
-        by_host, by_rank = headers.extra.split([len(top.hosts), headers.extra.shape[1] - len(top.hosts)], 1)
-        if self._if_fewer and directly is not None and not top.saves(by_host, by_rank):
-            return self._flat.deliver(x, weights, pairs, directly, headers, by_rank)
-        place = Placement.of(headers.loads, terms.padding)
-
-        numbers = sent.experts.to(torch.int16 if num_here <= _INT16_MAX else torch.int32)
-        tokens = _tokens(x, sent, terms.payload)
-        fields = [*tokens, _Field(numbers), _Field(float_weights(weights, indices), sent.tokens)]
-        rows_here = by_host[:, top.host].tolist()
-        to = top.by_gateway(by_host[comm.rank].tolist())
-        back = [rows_here[rank] if rank in top.sources[top.index] else 0 for rank in range(comm.size)]
-        *columns, experts, pair_weights = self._flat._swap(fields, to, back)
-
-        arrived = Arrived(top, per_rank, experts, pair_weights, rows_here, by_rank, place)
-        opened, inner = self._within.open(arrived, columns, _decoder(len(tokens), x.dtype, terms.payload))
-        received = Pairs.of(opened.experts, per_rank)
-        mine = slice(comm.rank * per_rank, (comm.rank + 1) * per_rank)
-        self._within.remember(inner, opened, received.slots(place.starts[mine]))
-        source, row_weights = rows_of_pairs(received, place.starts[mine], opened.weights, place.rank_rows[comm.rank])
-        if len(opened.position):
-            source = torch.where(source < 0, source, opened.position[source])
-        way = _Way(sent, to, back, inner)
-        if self._exact:
-            way.pairs = _PairRows.of(pairs, headers.loads, place.first[:, mine], comm.rank)
-        (tables,) = opened.tables
-        return make_plan(self, pairs, headers, place, (source, row_weights), weights, way), tables
-
-    def send(self, plan: DispatchPlan, *tensors: Tensor, again: Tensor | None = None) -> list[Tables]:
-        return self._send(plan, tensors, again, beside=False)()
-
-    def launch_send(
-        self, plan: DispatchPlan, *tensors: Tensor, again: Tensor | None = None
-    ) -> Callable[[], list[Tables]]:
-        way: _Way = plan.way
-        way.coming = functools.cache(self._send(plan, tensors, again, beside=True))
-        return way.take
-
-    def _send(
-        self, plan: DispatchPlan, tensors: Sequence[Tensor], again: Tensor | None, *, beside: bool
-    ) -> Callable[[], list[Tables]]:
-        """Only the way between hosts goes beside what the caller does."""
-        way: _Way = plan.way
-        first = [] if again is None else _tokens(again, way.sent, plan.payload)
-        fields = [*first, *(_Field(x, way.sent.tokens) for x in tensors)]
-        coming = self._flat.launch_swap(fields, way.to, way.back, beside=beside)
-        decode = _decoder(len(first), torch.float32 if again is None else again.dtype, plan.payload)
-        return lambda: self._within.send(way.inner, coming(), decode)
-
-    def empty_rows(self, plan: DispatchPlan, width: int, dtype: torch.dtype) -> Tensor:
-        if plan.way.coming is not None:
-            plan.way.coming()  # its step within the host takes the memory that is next, before this
-        if plan.way.pairs is not None:
-            return self._flat.empty_rows(plan, width, dtype)
-        return self._within.empty_rows(plan.way.inner, plan, width, dtype)
-
-    def launch_back(
-        self,
-        plan: DispatchPlan,
-        rows: Tensor,
-        *,
-        weighted: bool,
-        values: Tensor | None = None,
-        claim: Claim | None = None,
-        beside: bool = False,
-    ) -> Finish:
-        """Claims go before rows, in an all-gather: rows meet within hosts before they travel."""
-        if claim is not None:
-            claim.check(self.comm.all_gather(torch.tensor([claim.words(rows)], device="cpu")).tolist())
-        way: _Way = plan.way
-        if way.pairs is None:
-            fields = self._within.sums(way.inner, rows, weighted=weighted, values=values)
-            to, back, factors = way.back, way.to, None
-            index, places = way.sent.rows_of_token, way.sent.values_of_pair
-        else:
-            pairs = way.pairs
-            fields = [_Field(x, pairs.rows) for x in ([rows] if values is None else [rows, values.view(-1, 1)])]
-            to, back, factors = pairs.to, pairs.back, plan.pair_weights if weighted else None
-            index = places = pairs.slots
-        coming = self._flat.launch_swap(fields, to, back, beside=beside)
-
-        def finish(add: Tensor | None) -> tuple[Tensor, Tensor | None]:
-            sums, *found = coming()
-            return sum_rows([sums], index, weights=factors, add=add), take_values(found, places) if found else None
-
-        return finish
+from fastpar.ops.moe.packing import Field, PackedField, SentPairs, SentTokens, token_parts
+from fastpar.ops.moe.permute import sum_rows
+from fastpar.ops.moe.plan import DispatchSpec, RowPlacement, SortedPairs, gather_loads, problem_of
+from fastpar.ops.moe.transports.all_to_all import INT16_MAX, AllToAllDispatcher
+from fastpar.ops.moe.transports.within_host import GatewayRows, HostForwarder, Topology
 
 
 @dataclass
-class _Way:
-    """What this rank sends to hosts; rows to and from each rank over the network; what the way within the host keeps;
-    for sums with the bits of one rank, how pairs' rows go back; and what has been launched and is not yet taken."""
+class HierarchicalRoute:
+    """How the rows of one dispatch travel.
 
-    sent: _Sent
+    sent      the tokens that this rank sends to hosts
+    to, back  rows to and from each rank over the network
+    forward   the route within the host
+    pairs     for sums with the bits of one rank, how pairs' rows go back
+    coming    what has been launched and is not yet taken
+    """
+
+    sent: SentTokens
     to: list[int]
     back: list[int]
-    inner: Any
-    pairs: _PairRows | None = None
-    coming: Callable[[], list[Tables]] | None = None
+    forward: Any
+    pairs: SentPairs | None = None
+    coming: FinishRedispatch | None = None
 
     def take(self) -> list[Tables]:
         assert self.coming is not None
@@ -211,11 +81,112 @@ class _Way:
         return coming()
 
 
-def _decoder(num_columns: int, dtype: torch.dtype, payload: str | None) -> Decode:
-    """From columns as they travel to tensors: so many of the first are tokens, if any are."""
+HierarchicalHandle = DispatchHandle[HierarchicalRoute]
 
-    def decode(columns: Sequence[Tensor]) -> list[Tensor]:
-        first = [_received(columns[:num_columns], dtype, payload)] if num_columns else []
-        return [*first, *columns[num_columns:]]
 
-    return decode
+class HierarchicalDispatcher(TokenDispatcher[HierarchicalRoute]):
+    """See `TokenDispatcher`, and the module's docstring.
+
+    if_fewer  give a dispatch that would not send fewer rows between hosts this way, as the loads tell, to
+              `AllToAllDispatcher`, which spares them the step within the host
+    """
+
+    overlaps = True
+
+    def __init__(
+        self, comm: Communicator, hosts: Hosts, forwarder: HostForwarder, *, exact: bool = False, if_fewer: bool = False
+    ) -> None:
+        self.comm, self._forwarder, self._exact, self._if_fewer = comm, forwarder, exact, if_fewer
+        self._top = Topology.of(hosts, comm.rank)
+        self._flat = AllToAllDispatcher(comm, exact=exact, in_chunks=False)
+
+    def dispatch(
+        self, x: Tensor, indices: Tensor, weights: Tensor | None, spec: DispatchSpec
+    ) -> tuple[DispatchHandle, Tables]:
+        comm, top, forwarder = self.comm, self._top, self._forwarder
+        spec = replace(spec, exact=self._exact)
+        problem = problem_of(x, indices, weights, spec, comm)
+        pairs = SortedPairs.nowhere(spec.num_experts) if problem else SortedPairs.of(indices, spec.num_experts)
+        per_rank = max(spec.num_experts // comm.size, 1)
+        num_here = top.widest * per_rank
+        sent = SentTokens.of(top.experts_by_place(pairs.indices, per_rank), len(top.hosts), num_here)
+        sizes = [top.sizes_by_host(sent.sizes)]
+        to_ranks = None
+        if self._if_fewer or forwarder.needs_rank_sizes:
+            to_ranks = SentTokens.of(pairs.indices, comm.size, per_rank)
+            sizes.append(to_ranks.sizes)
+        loads = gather_loads(comm, problem, x, pairs, spec, *sizes)
+        by_host, by_rank = loads.extra.split([len(top.hosts), loads.extra.shape[1] - len(top.hosts)], 1)
+        if self._if_fewer and to_ranks is not None and not top.saves(by_host, by_rank):
+            return self._flat.send_tokens(x, weights, pairs, to_ranks, loads, by_rank)
+        place = RowPlacement.of(loads.loads, spec.padding)
+
+        numbers = sent.experts.to(torch.int16 if num_here <= INT16_MAX else torch.int32)
+        parts, decoder = token_parts([], x, spec.payload)
+        tokens = [PackedField(part, sent.tokens) for part in parts]
+        fields = [*tokens, PackedField(numbers), PackedField(float_weights(weights, indices), sent.tokens)]
+        rows_here = by_host[:, top.host].tolist()
+        to = top.by_gateway(by_host[comm.rank].tolist())
+        back = [rows_here[rank] if rank in top.sources[top.index] else 0 for rank in range(comm.size)]
+        *columns, experts, pair_weights = self._flat.swap(fields, to, back)()
+
+        gateway = GatewayRows(top, per_rank, experts, pair_weights, rows_here, by_rank, place)
+        forwarded, forward = forwarder.dispatch(gateway, columns, decoder)
+        received = SortedPairs.of(forwarded.experts, per_rank)
+        mine = slice(comm.rank * per_rank, (comm.rank + 1) * per_rank)
+        forwarder.set_slots(forward, forwarded, received.slots(place.starts[mine]))
+        rows = rows_of_pairs(received, place.starts[mine], forwarded.weights, place.rank_rows[comm.rank])
+        source = rows[0]
+        if len(forwarded.position):
+            source = torch.where(source < 0, source, forwarded.position[source])
+        route = HierarchicalRoute(sent, to, back, forward)
+        if self._exact:
+            route.pairs = SentPairs.of(pairs, loads.loads, place.first[:, mine], comm.rank)
+        (tables,) = forwarded.tables
+        return make_handle(self, pairs, loads, place, (source, rows[1]), weights, route), tables
+
+    def redispatch(
+        self, handle: HierarchicalHandle, *tensors: Tensor, x: Tensor | None = None, overlapped: bool = False
+    ) -> FinishRedispatch:
+        route = handle.route
+        parts, decoder = token_parts(tensors, x, handle.payload)
+        fields = [PackedField(part, route.sent.tokens) for part in parts]
+        # Only the step between hosts goes beside what the caller does.
+        coming = self._flat.swap(fields, route.to, route.back, overlapped)
+
+        def wait() -> list[Tables]:
+            return self._forwarder.redispatch(route.forward, coming(), decoder)
+
+        if not overlapped:
+            return wait
+        route.coming = functools.cache(wait)
+        return route.take
+
+    def combine_buffer(self, handle: HierarchicalHandle, width: int, dtype: torch.dtype) -> Tensor:
+        route = handle.route
+        if route.coming is not None:
+            route.coming()  # its step within the host takes the memory that is next, before this
+        if route.pairs is not None:
+            return new_buffer(handle.row_weights, (handle.num_rows, width), dtype)
+        return self._forwarder.combine_buffer(route.forward, handle, width, dtype)
+
+    def combine(self, handle: HierarchicalHandle, results: ExpertResults) -> FinishCombine:
+        if results.agreement is not None:
+            results.agreement.gather(self.comm)  # before the rows, which meet within hosts before they travel
+        route = handle.route
+        if route.pairs is None:
+            fields = self._forwarder.sums(route.forward, results)
+            to, back, factors = route.back, route.to, None
+            index, places = route.sent.rows_of_token, route.sent.values_of_pair
+        else:
+            pairs = route.pairs
+            fields = list[Field](PackedField(part, pairs.rows) for part in results.columns)
+            to, back, factors = pairs.to, pairs.back, handle.pair_weights if results.weighted else None
+            index = places = pairs.slots
+        coming = self._flat.swap(fields, to, back, results.overlapped)
+
+        def finish(add: Tensor | None) -> tuple[Tensor, Tensor | None]:
+            sums, *found = coming()
+            return sum_rows([sums], index, weights=factors, add=add), take_values(found, places) if found else None
+
+        return finish

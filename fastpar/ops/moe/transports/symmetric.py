@@ -15,13 +15,14 @@ Note: memory
     No later call compares anything, which would be a synchronisation. Rows that do not fit, and arguments that are
     wrong on one rank, make the result NaN on all of them, and an error of their next call.
 
-Note: what is kept for a group is its memory, as in `fastpar.ops.moe`.
+Note: what is kept for a group is its memory, as in `fastpar.ops.moe.transports.select`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import weakref
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -31,10 +32,11 @@ from torch.distributed import ProcessGroup
 from fastpar.comm import Communicator
 from fastpar.comm.recompute_cache import kept
 from fastpar.comm.symmetric.buffer import SymmetricBuffer
+from fastpar.comm.agree import Agreement
 from fastpar.ops._autograd import first_derivative_only
 from fastpar.ops._backends import has_kernels
-from fastpar.ops.moe.experts import Experts
-from fastpar.ops.moe.plan import Padding
+from fastpar.ops.moe.plan import Padding, Dispatch
+from fastpar.ops.moe.weights import ExpertWeights
 from fastpar.reference.moe_mlp import ExpertRule
 
 if TYPE_CHECKING:
@@ -48,7 +50,7 @@ _EQUAL_ON_ALL = ("num_experts", "top_k", "the bytes of a token", "max_rows")
 # ---- memory ----------------------------------------------------------------------------------------------------------
 
 
-class _Kind(NamedTuple):
+class ExchangeKey(NamedTuple):
     """What layers that share an exchange have alike."""
 
     device: torch.device
@@ -57,45 +59,46 @@ class _Kind(NamedTuple):
     row_bytes: int
 
 
-class _Memory:
+class SymmetricExchanges:
     """The exchanges of a group. Holds no reference to the group, which may end before it."""
 
     def __init__(self) -> None:
-        self.exchanges: dict[_Kind, tuple[int | None, PushExchange]] = {}
+        self.exchanges: dict[ExchangeKey, tuple[int | None, PushExchange]] = {}
         self.last: PushExchange | None = None  # that was used
 
 
-_MEMORIES: weakref.WeakKeyDictionary[ProcessGroup, _Memory] = weakref.WeakKeyDictionary()
+_MEMORIES: weakref.WeakKeyDictionary[ProcessGroup, SymmetricExchanges] = weakref.WeakKeyDictionary()
 
 
 def _exchange(comm: Communicator, x: Tensor, top_k: int, num_experts: int, max_rows: int | None) -> PushExchange:
     """That of the group for such calls; made, where there is none: `Note: memory`."""
     assert comm.group is not None
-    memory = _MEMORIES.setdefault(comm.group, _Memory())
-    kind = _Kind(x.device, num_experts, top_k, x.shape[1] * x.element_size())
-    found = memory.exchanges.get(kind)
+    memory = _MEMORIES.setdefault(comm.group, SymmetricExchanges())
+    key = ExchangeKey(x.device, num_experts, top_k, x.shape[1] * x.element_size())
+    found = memory.exchanges.get(key)
     if found is None or found[0] != max_rows:
-        found = max_rows, _make(comm, x, kind, max_rows)
-        memory.exchanges[kind] = found
+        found = max_rows, _make(comm, x, key, max_rows)
+        memory.exchanges[key] = found
     memory.last = found[1]
     return memory.last
 
 
-def _make(comm: Communicator, x: Tensor, kind: _Kind, max_rows: int | None) -> PushExchange:
+def _make(comm: Communicator, x: Tensor, key: ExchangeKey, max_rows: int | None) -> PushExchange:
     from fastpar.kernels import moe_push
     from fastpar.kernels.overlap_gemm_buffer import OverlapBuffer
 
-    tokens = _compare(comm, x.device, [len(x), *kind[1:], -1 if max_rows is None else max_rows])
-    capacity = max_rows or worst_case(comm.size, max(tokens), kind.top_k, kind.num_experts)
+    agreement = _agreement(terms=[*key[1:], -1 if max_rows is None else max_rows])
+    tokens = agreement.gather(comm, torch.tensor([len(x)], device="cpu"))
+    capacity = max_rows or worst_case(comm.size, int(tokens.max()), key.top_k, key.num_experts)
     if capacity * comm.size >= 2**31:
         raise ValueError(
             f"{capacity} rows on each of {comm.size} ranks are too many (2^31 for all); give the experts a max_rows"
         )
-    nbytes = moe_push.buffer_bytes(comm.size, kind.num_experts, kind.row_bytes, capacity)
-    symmetric = SymmetricBuffer.create(comm, nbytes, kind.device)
+    nbytes = moe_push.buffer_bytes(comm.size, key.num_experts, key.row_bytes, capacity)
+    symmetric = SymmetricBuffer.create(comm, nbytes, key.device)
     buffer = OverlapBuffer(symmetric, flag_capacity=moe_push.FLAGS, timeout=comm.timeout)
     return moe_push.PushExchange(
-        buffer, num_experts=kind.num_experts, width=x.shape[1], dtype=x.dtype, capacity=capacity
+        buffer, num_experts=key.num_experts, width=x.shape[1], dtype=x.dtype, capacity=capacity
     )
 
 
@@ -105,19 +108,8 @@ def worst_case(size: int, tokens: int, top_k: int, num_experts: int) -> int:
     return max(size * tokens * min(top_k, num_experts // size), 1)
 
 
-def _compare(comm: Communicator, device: torch.device, terms: list[int], problem: str = "") -> list[int]:
-    """The tokens of every rank, the first of `terms`; raises on all ranks what is wrong on one. One all-gather."""
-    own = torch.tensor([int(bool(problem)), *terms], device="cpu")
-    everyone = comm.all_gather(own[None]).tolist()
-    bad = [rank for rank, (status, *_) in enumerate(everyone) if status]
-    if problem:
-        raise ValueError(problem)
-    if bad:
-        raise ValueError(f"moe_mlp: wrong arguments on rank {bad[0]} of the group: see its error")
-    for name, values in zip(_EQUAL_ON_ALL, list(zip(*everyone, strict=True))[2:], strict=True):
-        if len(set(values)) > 1:
-            raise ValueError(f"moe_mlp: {name} must be equal on all ranks of the group, got {list(values)}")
-    return [row[1] for row in everyone]
+def _agreement(problem: Exception | None = None, terms: Sequence[int] = ()) -> Agreement:
+    return Agreement("moe_mlp", _EQUAL_ON_ALL, terms, problem)
 
 
 # ---- arguments -------------------------------------------------------------------------------------------------------
@@ -129,9 +121,7 @@ def _problem(
     weights: Tensor,
     add: Tensor | None,
     num_experts: int,
-    padding: Padding,
-    payload: str | None,
-    max_rows: int | None,
+    options: Dispatch,
 ) -> Exception | None:
     """What is wrong with this rank's arguments, as far as the host can see. Values of indices are not looked at: one
     that is no expert goes nowhere."""
@@ -155,22 +145,23 @@ def _problem(
         )
     if num_experts < 1:
         return ValueError("every rank must have an expert or more")
-    if padding != Padding():
-        return ValueError(f"transport='symmetric' pads no rows, got {padding}")
-    if payload is not None:
-        return ValueError(f"transport='symmetric' sends tokens as they are, got payload={payload!r}")
-    if max_rows is not None and max_rows < 1:
-        return ValueError(f"max_rows must be at least 1, got {max_rows}")
+    if options.padding != Padding():
+        return ValueError(f"transport='symmetric' pads no rows, got {options.padding}")
+    if options.payload is not None:
+        return ValueError(f"transport='symmetric' sends tokens as they are, got payload={options.payload!r}")
+    if options.max_rows is not None and options.max_rows < 1:
+        return ValueError(f"max_rows must be at least 1, got {options.max_rows}")
     return None
 
 
-def _refuse(comm: Communicator, device: torch.device, problem: Exception) -> None:
+def _refuse(comm: Communicator, problem: Exception) -> None:
     """Raise here; the others, which wait for this rank's counts, hear of it."""
     assert comm.group is not None
     memory = _MEMORIES.get(comm.group)
-    with contextlib.suppress(ValueError, RuntimeError, TimeoutError):  # one of them says that all is lost already
+    # A RuntimeError or TimeoutError says that all is lost already.
+    with contextlib.suppress(ValueError, TypeError, RuntimeError, TimeoutError):
         if memory is None or memory.last is None:
-            _compare(comm, device, [0] * (1 + len(_EQUAL_ON_ALL)), str(problem))
+            _agreement(problem).gather(comm, torch.zeros(1, dtype=torch.int64, device="cpu"))
         else:
             memory.last.refuse()
     raise problem
@@ -179,7 +170,7 @@ def _refuse(comm: Communicator, device: torch.device, problem: Exception) -> Non
 # ---- autograd --------------------------------------------------------------------------------------------------------
 
 
-class _Experts(torch.autograd.Function):
+class SymmetricMoeMlp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, exchange: PushExchange, rule: ExpertRule, grad_scale: float, indices: Tensor, x: Tensor,
                 weights: Tensor, add: Tensor | None, *parameters: Any) -> Tensor:  # fmt: skip
@@ -229,18 +220,16 @@ def moe_mlp(
     x: Tensor,
     indices: Tensor,
     weights: Tensor,
-    experts: Experts,
+    experts: ExpertWeights,
     rule: ExpertRule,
     add: Tensor | None,
     *,
     comm: Communicator,
-    problem: Exception | None,
-    padding: Padding,
-    payload: str | None,
+    options: Dispatch,
     grad_scale: float,
-    max_rows: int | None,
+    problem: Exception | None,
 ) -> Tensor:
-    """`fastpar.ops.moe_mlp.moe_mlp` of several ranks.
+    """`fastpar.ops.moe_mlp` of several ranks.
 
     problem  what is wrong with the experts on this rank
 
@@ -248,9 +237,9 @@ def moe_mlp(
     rank, TimeoutError for a rank that did not come, and RuntimeError for rows that did not fit.
     """
     num_experts = comm.size * (len(experts.first) if experts.first.ndim else 0)
-    problem = problem or _problem(x, indices, weights, add, num_experts, padding, payload, max_rows)
+    problem = problem or _problem(x, indices, weights, add, num_experts, options)
     if problem is not None:
-        _refuse(comm, x.device, problem)
-    exchange = _exchange(comm, x, indices.shape[1], num_experts, max_rows)
-    out: Tensor = _Experts.apply(exchange, rule, grad_scale, indices, x, weights, add, *experts)
+        _refuse(comm, problem)
+    exchange = _exchange(comm, x, indices.shape[1], num_experts, options.max_rows)
+    out: Tensor = SymmetricMoeMlp.apply(exchange, rule, grad_scale, indices, x, weights, add, *experts)
     return out

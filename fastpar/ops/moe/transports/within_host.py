@@ -1,16 +1,17 @@
-"""Within a host: how its ranks get at rows of tokens that came over the network to any one of them.
+"""Within a host: rows of tokens that came over the network to one rank, for the experts of all ranks there.
 
-`fastpar.ops.moe.transports.hierarchical` moves rows between hosts and says which rank they come in at. From there,
-`SharedRows` shows them to the other ranks in memory that they share: CPU tensors. `SentRows` sends them once more, by
-an all-to-all of the whole group in which hosts send each other nothing: any device.
+`fastpar.ops.moe.transports.hierarchical` moves rows between hosts and says which rank they come in at, their gateway.
+From there `SharedForwarder` shows them to the other ranks in memory that they share: CPU tensors. `AllToAllForwarder`
+sends them once more, by an all-to-all of the whole group in which hosts send each other nothing: any device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,13 +19,13 @@ from torch import Tensor
 from fastpar.comm.multi_host.host_ranks import HostRanks
 from fastpar.comm.shared_memory.rendezvous import Hosts
 from fastpar.ops._buffers import new_buffer
-from fastpar.ops.moe.dispatcher import Tables, take_values
-from fastpar.ops.moe.permute import sum_rows, tokens_by_rank
-from fastpar.ops.moe.plan import DispatchPlan, Pairs, Placement, spread
-from fastpar.ops.moe.transports.all_to_all import AllToAllExchange, _Field, _Sent
-from fastpar.ops.moe.transports.shared_memory import SharedExchange, SharedHalves, _bytes
+from fastpar.ops.moe.dispatcher import DispatchHandle, ExpertResults, Tables, take_values
+from fastpar.ops.moe.packing import Field, PackedField, PackedSums, SentTokens, TokenDecoder
+from fastpar.ops.moe.plan import RowPlacement, SortedPairs, spread
+from fastpar.ops.moe.transports.all_to_all import AllToAllDispatcher
+from fastpar.ops.moe.transports.shared_memory import DoubleBuffer, SharedTables
 
-Decode = Callable[[Sequence[Tensor]], list[Tensor]]  # tensors from columns as they travel
+ForwardRoute = TypeVar("ForwardRoute")
 
 
 @dataclass(frozen=True)
@@ -126,25 +127,13 @@ class Topology:
         return spread(torch.tensor(first, device="cpu"), torch.tensor(counts, device="cpu"))
 
 
-class _Sums(NamedTuple):
-    """`sum_rows` of tables as a part of what is sent, in the dtype and width of x."""
-
-    x: Tensor
-    tables: Tables
-    slots: Tensor
-    weights: Tensor | None = None
-
-    def write(self, out: Tensor) -> None:
-        sum_rows(self.tables, self.slots, weights=self.weights, out=out)
-
-
 @dataclass(frozen=True)
-class Arrived:
-    """What has come in at this rank, for whomever on its host, and what the headers say.
+class GatewayRows:
+    """Rows that have come in at this rank, for whomever on its host, and what is known of all.
 
     experts, weights  [R, K]: numbers on this host, -1 elsewhere; of the rows by source
     by_host           rows that each rank of the group has sent to this host
-    by_rank           [size, size]: tokens of each rank that go to each, where the way within the host asks for it
+    by_rank           [size, size]: tokens of each rank that go to each, where the forwarder asks for it
     """
 
     top: Topology
@@ -153,11 +142,11 @@ class Arrived:
     weights: Tensor
     by_host: list[int]
     by_rank: Tensor
-    place: Placement
+    place: RowPlacement
 
 
-class Opened(NamedTuple):
-    """What this rank's experts have of it.
+class ForwardedRows(NamedTuple):
+    """What this rank's experts have of the rows at all gateways of the host.
 
     tables    of every tensor that was sent
     experts   [n, K]: numbers on this rank, -1 elsewhere; of the rows `position`, which are by source
@@ -170,32 +159,37 @@ class Opened(NamedTuple):
     position: Tensor
 
 
-class WithinHost(Protocol):
-    """How the ranks of a host get at rows that came in at any of them. All are collective there.
+class HostForwarder(ABC, Generic[ForwardRoute]):
+    """The step between a gateway and the ranks of its host. All methods are collective there.
 
-    `decode` makes tensors of columns as they travel.
+    `decoder` makes tensors of columns as they travel.
     """
 
     needs_rank_sizes: bool
 
-    def open(self, arrived: Arrived, columns: Sequence[Tensor], decode: Decode) -> tuple[Opened, Any]:
-        """The rows of a dispatch, and what the others take for its way."""
-        ...
+    @abstractmethod
+    def dispatch(
+        self, gateway: GatewayRows, columns: Sequence[Tensor], decoder: TokenDecoder
+    ) -> tuple[ForwardedRows, ForwardRoute]:
+        """The rows of a dispatch, and what the other methods take as its route."""
 
-    def remember(self, way: Any, opened: Opened, slots: Tensor) -> None:
-        """The rows [n, K] of this rank's experts for those of `opened`."""
-        ...
+    def set_slots(self, route: ForwardRoute, forwarded: ForwardedRows, slots: Tensor) -> None:
+        """The rows [n, K] of this rank's experts for those of `forwarded`: for forwarders that have to be told."""
 
-    def send(self, way: Any, columns: Sequence[Tensor], decode: Decode) -> list[Tables]: ...
+    @abstractmethod
+    def redispatch(self, route: ForwardRoute, columns: Sequence[Tensor], decoder: TokenDecoder) -> list[Tables]:
+        """Other tensors over the same route."""
 
-    def empty_rows(self, way: Any, plan: DispatchPlan, width: int, dtype: torch.dtype) -> Tensor: ...
+    @abstractmethod
+    def combine_buffer(self, route: ForwardRoute, handle: DispatchHandle, width: int, dtype: torch.dtype) -> Tensor:
+        """See `TokenDispatcher.combine_buffer`."""
 
-    def sums(self, way: Any, rows: Tensor, *, weighted: bool, values: Tensor | None) -> list[Any]:
+    @abstractmethod
+    def sums(self, route: ForwardRoute, results: ExpertResults) -> list[Field]:
         """What goes back of the rows that came in at this rank: sums over this host's ranks, and values of pairs."""
-        ...
 
 
-class _SharedWay(NamedTuple):
+class SharedForwardRoute(NamedTuple):
     """Rows that came in at each rank here, and rows of the experts of each; where the pairs of what came in at this one
     have theirs, [R, K], among those of all ranks here, and their weights."""
 
@@ -205,116 +199,123 @@ class _SharedWay(NamedTuple):
     weights: Tensor
 
 
-class SharedRows:
+class SharedForwarder(HostForwarder[SharedForwardRoute]):
     """In memory that the ranks of the host share."""
 
     needs_rank_sizes = False
 
-    def __init__(self, host: HostRanks, halves: SharedHalves) -> None:
-        self._memory = SharedExchange(host, halves) if host.size > 1 else None  # type: ignore[arg-type]
+    def __init__(self, host: HostRanks, memory: DoubleBuffer) -> None:
+        self._tables = SharedTables(host, memory) if host.size > 1 else None
 
-    def open(self, arrived: Arrived, columns: Sequence[Tensor], decode: Decode) -> tuple[Opened, _SharedWay]:
-        top, per_rank = arrived.top, arrived.per_rank
-        rows_in = top.rows_in(arrived.by_host)
-        *tables, experts, weights = self._show([*decode(columns), arrived.experts, arrived.weights], rows_in)
-        position = top.by_source(arrived.by_host)
+    def dispatch(
+        self, gateway: GatewayRows, columns: Sequence[Tensor], decoder: TokenDecoder
+    ) -> tuple[ForwardedRows, SharedForwardRoute]:
+        top, per_rank = gateway.top, gateway.per_rank
+        rows_in = top.rows_in(gateway.by_host)
+        *tables, experts, weights = self._share([*decoder(columns), gateway.experts, gateway.weights], rows_in)
+        position = top.by_source(gateway.by_host)
         numbers = torch.cat(list(experts))[position].int() - top.index * per_rank
         numbers = torch.where((numbers >= 0) & (numbers < per_rank), numbers, -1)
-        expert_rows = [arrived.place.rank_rows[rank] for rank in top.here]
-        way = _SharedWay(rows_in, expert_rows, self._slots(arrived, expert_rows), arrived.weights.contiguous())
-        return Opened(tables, numbers, torch.cat(list(weights))[position], position), way
+        expert_rows = [gateway.place.rank_rows[rank] for rank in top.here]
+        route = SharedForwardRoute(
+            rows_in, expert_rows, self._slots(gateway, expert_rows), gateway.weights.contiguous()
+        )
+        return ForwardedRows(tables, numbers, torch.cat(list(weights))[position], position), route
 
-    def remember(self, way: _SharedWay, opened: Opened, slots: Tensor) -> None:
-        """Nothing: the ranks that rows came in at know from the headers where their pairs lie."""
-
-    def _slots(self, arrived: Arrived, expert_rows: list[int]) -> Tensor:
-        top, per_rank = arrived.top, arrived.per_rank
+    def _slots(self, gateway: GatewayRows, expert_rows: list[int]) -> Tensor:
+        """Where pairs lie follows from the loads: the ranks that rows came in at need not be told."""
+        top, per_rank = gateway.top, gateway.per_rank
         num_here = len(top.here) * per_rank
         sources = list(top.sources[top.index])
         begins = torch.tensor([0, *expert_rows[:-1]], device="cpu").cumsum(0).repeat_interleave(per_rank)
-        first = arrived.place.first.view(top.size, top.size, per_rank)[sources][:, list(top.here)].flatten(1) + begins
-        counts = torch.tensor([arrived.by_host[source] for source in sources], device="cpu")
+        first = gateway.place.first.view(top.size, top.size, per_rank)[sources][:, list(top.here)].flatten(1) + begins
+        counts = torch.tensor([gateway.by_host[source] for source in sources], device="cpu")
         block = torch.arange(len(sources), device="cpu").repeat_interleave(counts)[:, None] * num_here
-        experts = arrived.experts.long()
+        experts = gateway.experts.long()
         experts = torch.where(experts < 0, -1, experts + block)
-        return Pairs.of(experts, len(sources) * num_here).slots(first.flatten())
+        return SortedPairs.of(experts, len(sources) * num_here).slots(first.flatten())
 
-    def send(self, way: _SharedWay, columns: Sequence[Tensor], decode: Decode) -> list[Tables]:
-        return self._show(decode(columns), way.rows_in)
+    def redispatch(self, route: SharedForwardRoute, columns: Sequence[Tensor], decoder: TokenDecoder) -> list[Tables]:
+        return self._share(decoder(columns), route.rows_in)
 
-    def empty_rows(self, way: _SharedWay, plan: DispatchPlan, width: int, dtype: torch.dtype) -> Tensor:
-        memory = self._memory
-        if memory is None:
-            return new_buffer(plan.row_weights, (plan.num_rows, width), dtype)
-        memory._reserve(_bytes(max(way.expert_rows), width, dtype))
-        return memory._part(memory.comm.rank, (plan.num_rows, width), dtype, 0)
+    def combine_buffer(
+        self, route: SharedForwardRoute, handle: DispatchHandle, width: int, dtype: torch.dtype
+    ) -> Tensor:
+        if self._tables is None:
+            return new_buffer(handle.row_weights, (handle.num_rows, width), dtype)
+        return self._tables.buffer(route.expert_rows, width, dtype)
 
-    def sums(self, way: _SharedWay, rows: Tensor, *, weighted: bool, values: Tensor | None) -> list[Any]:
-        shown = [rows] if values is None else [rows, values.view(-1, 1)]
-        tables = self._show(shown, way.expert_rows)
-        fields: list[Any] = [_Sums(rows, tables[0], way.slots, way.weights if weighted else None)]
-        return fields if values is None else [*fields, _Field(take_values(tables[1], way.slots))]
+    def sums(self, route: SharedForwardRoute, results: ExpertResults) -> list[Field]:
+        tables = self._share(results.columns, route.expert_rows)
+        weights = route.weights if results.weighted else None
+        fields: list[Field] = [PackedSums(results.rows, tables[0], route.slots, weights)]
+        return fields if len(tables) == 1 else [*fields, PackedField(take_values(tables[1], route.slots))]
 
-    def _show(self, tensors: Sequence[Tensor], rows: Sequence[int]) -> list[Tables]:
-        if self._memory is None:
+    def _share(self, tensors: Sequence[Tensor], rows: Sequence[int]) -> list[Tables]:
+        if self._tables is None:
             return [[x] for x in tensors]
-        counts = torch.tensor(rows, device="cpu")
-        return self._memory._show(*((x, counts) for x in tensors))
+        return self._tables.share(*((x, rows) for x in tensors))
 
 
 @dataclass
-class _SentWay:
+class AllToAllForwardRoute:
     """What came in here and goes to the ranks here; rows to and from each; weights of the pairs of the rows that have
     come to this one, [n, K], and where they lie among its experts'."""
 
-    sent: _Sent
+    sent: SentTokens
     to: list[int]
     back: list[int]
     weights: Tensor
     slots: Tensor | None = None
 
 
-class SentRows:
+class AllToAllForwarder(HostForwarder[AllToAllForwardRoute]):
     """By an all-to-all within the host, each row once to each rank."""
 
     needs_rank_sizes = True
 
-    def __init__(self, flat: AllToAllExchange) -> None:
+    def __init__(self, flat: AllToAllDispatcher) -> None:
         self._flat = flat
 
-    def open(self, arrived: Arrived, columns: Sequence[Tensor], decode: Decode) -> tuple[Opened, _SentWay]:
-        top, by_rank = arrived.top, arrived.by_rank
-        sent = _Sent(*tokens_by_rank(arrived.experts.int(), top.widest, arrived.per_rank))
+    def dispatch(
+        self, gateway: GatewayRows, columns: Sequence[Tensor], decoder: TokenDecoder
+    ) -> tuple[ForwardedRows, AllToAllForwardRoute]:
+        top, by_rank = gateway.top, gateway.by_rank
+        sent = SentTokens.of(gateway.experts.int(), top.widest, gateway.per_rank)
         mine = by_rank[list(top.sources[top.index])].sum(0).tolist()
         to = [mine[rank] if rank in top.here else 0 for rank in range(top.size)]
         counts = by_rank[:, top.rank].tolist()
         back = [0] * top.size
         for rank, count in zip(top.here, top.rows_in(counts), strict=True):
             back[rank] = count
-        numbers = _Field(sent.experts.to(arrived.experts.dtype))
-        fields = [*(_Field(x, sent.tokens) for x in columns), numbers, _Field(arrived.weights, sent.tokens)]
-        *found, experts, weights = self._flat._swap(fields, to, back)
+        numbers = PackedField(sent.experts.to(gateway.experts.dtype))
+        fields = [*(PackedField(x, sent.tokens) for x in columns), numbers, PackedField(gateway.weights, sent.tokens)]
+        *found, experts, weights = self._flat.swap(fields, to, back)()
         position = top.by_source(counts).to(experts.device)
-        tables: list[Tables] = [[x] for x in decode(found)]
-        way = _SentWay(sent, to, back, weights.contiguous())
-        return Opened(tables, experts[position].int(), weights[position], position), way
+        tables: list[Tables] = [[x] for x in decoder(found)]
+        route = AllToAllForwardRoute(sent, to, back, weights.contiguous())
+        return ForwardedRows(tables, experts[position].int(), weights[position], position), route
 
-    def remember(self, way: _SentWay, opened: Opened, slots: Tensor) -> None:
-        way.slots = torch.empty_like(slots)
-        way.slots[opened.position] = slots
+    def set_slots(self, route: AllToAllForwardRoute, forwarded: ForwardedRows, slots: Tensor) -> None:
+        route.slots = torch.empty_like(slots)
+        route.slots[forwarded.position] = slots
 
-    def send(self, way: _SentWay, columns: Sequence[Tensor], decode: Decode) -> list[Tables]:
-        found = self._flat._swap([_Field(x, way.sent.tokens) for x in columns], way.to, way.back)
-        return [[x] for x in decode(found)]
+    def redispatch(self, route: AllToAllForwardRoute, columns: Sequence[Tensor], decoder: TokenDecoder) -> list[Tables]:
+        found = self._flat.swap([PackedField(x, route.sent.tokens) for x in columns], route.to, route.back)()
+        return [[x] for x in decoder(found)]
 
-    def empty_rows(self, way: _SentWay, plan: DispatchPlan, width: int, dtype: torch.dtype) -> Tensor:
-        return new_buffer(plan.row_weights, (plan.num_rows, width), dtype)
+    def combine_buffer(
+        self, route: AllToAllForwardRoute, handle: DispatchHandle, width: int, dtype: torch.dtype
+    ) -> Tensor:
+        return new_buffer(handle.row_weights, (handle.num_rows, width), dtype)
 
-    def sums(self, way: _SentWay, rows: Tensor, *, weighted: bool, values: Tensor | None) -> list[Any]:
-        assert way.slots is not None
+    def sums(self, route: AllToAllForwardRoute, results: ExpertResults) -> list[Field]:
+        assert route.slots is not None
+        rows, values = results.rows, results.values
+        # Sums of a rank's own rows travel wide, and are rounded once, at the gateway.
         wide = rows.new_empty((0, rows.shape[1]), dtype=torch.promote_types(rows.dtype, torch.float32))
-        fields: list[Any] = [_Sums(wide, [rows], way.slots, way.weights if weighted else None)]
-        fields += [] if values is None else [_Field(take_values([values], way.slots))]
-        sums, *found = self._flat._swap(fields, way.back, way.to)
-        fields = [_Sums(rows, [sums], way.sent.rows_of_token)]
-        return [*fields, *(_Field(take_values([x], way.sent.values_of_pair)) for x in found)]
+        fields: list[Field] = [PackedSums(wide, [rows], route.slots, route.weights if results.weighted else None)]
+        fields += [] if values is None else [PackedField(take_values([values], route.slots))]
+        sums, *found = self._flat.swap(fields, route.back, route.to)()
+        summed = PackedSums(rows, [sums], route.sent.rows_of_token, None)
+        return [summed, *(PackedField(take_values([x], route.sent.values_of_pair)) for x in found)]
