@@ -12,7 +12,7 @@ PYTHON = [
     ("commands", [("cli", True), ("doctor", True)]),
     ("proof, other libraries", [("verification", True), ("integrations", True)]),
     ("whole models", [("parallel", True), ("checkpoint", False), ("planner", False)]),
-    ("data parallelism", [("zero (stands on clip, precision)", True), ("doors", True)]),
+    ("data parallelism", [("zero (stands on clip, precision)", True), ("ddp", True)]),
     (
         "strategies (never import each other)",
         [

@@ -14,13 +14,13 @@ from torch import nn
 
 from fastpar.arguments import checked
 from fastpar.comm import Communicator
-from fastpar.doors import check_model
+from fastpar.ddp import check_model
 from fastpar.mesh import Mesh
 from fastpar.ops.parallel_linear.overlap import Overlap
 from fastpar.parallel.changes import Explanation
 from fastpar.parallel.checks import check_plan, resolve
 from fastpar.parallel.guards import sync_weights as sync_weights_of
-from fastpar.parallel.lm_head import calls_loss_function, takes_labels
+from fastpar.parallel.model_methods import calls_loss_function, takes_labels
 from fastpar.parallel.plan import match_plan
 from fastpar.parallel.proving import proven_plan, refuse_wrong_blocks
 from fastpar.parallel.styles import ExpertStyle, Style, SwapContext

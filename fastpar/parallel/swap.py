@@ -7,12 +7,12 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from fastpar.doors import DDP_MARK, OVER_PARALLEL, RefusedByDDP, ResizeEmbeddings, SavePretrained
+from fastpar.ddp import DDP_MARK, OVER_PARALLEL, RefusedByDDP
 from fastpar.parallel.changes import Explanation
 from fastpar.parallel.checks import uses_layout_attention
 from fastpar.parallel.guards import PartGuard, Watch, WatchedPlan
 from fastpar.parallel.heads import HeadSplit
-from fastpar.parallel.lm_head import GatheringCall, loss_on_split_logits
+from fastpar.parallel.model_methods import GatheringCall, ResizeEmbeddings, SavePretrained, loss_on_split_logits
 from fastpar.parallel.styles import SwapContext
 from fastpar.parallel.styles.whole import apply_default
 from fastpar.pipeline.stages.absent import Absent

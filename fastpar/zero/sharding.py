@@ -15,7 +15,7 @@ from fastpar.arguments import checked
 from fastpar.clip import GradSum
 from fastpar.comm.ranges import annotate
 from fastpar.comm.wire_formats import Wire
-from fastpar.doors import OVER_ZERO, ClosedToDDP
+from fastpar.ddp import OVER_ZERO, ClosedToDDP
 from fastpar.precision import Precision
 from fastpar.zero import arguments, memory, state
 from fastpar.zero.arguments import HasParameters, Named
