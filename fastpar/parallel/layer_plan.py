@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from fastpar.parallel.guesses import guessed_linears, linear_features, local_attributes, sliced_parameters
 from fastpar.parallel.heads import HeadsError, block_splits
@@ -25,7 +27,7 @@ from fastpar.parallel.styles import (
     WholeStyle,
 )
 from fastpar.parallel.styles.linear import is_rowwise, splits_features
-from fastpar.parallel.trial import Call, Trial, TrialError, is_linear, is_per_token
+from fastpar.parallel.trial import Call, CodeError, Trial, TrialError, is_linear, is_per_token
 
 _KEPT = (ExpertStyle, DropoutStyle, ReplicateStyle, VocabStyle)  # declared inside a layer, and right without a trial
 _MAX_GUESSES = 32
@@ -105,9 +107,9 @@ class LayerPlan:
         works_on_parts = not _chooses_parameters(module) and not call.keeps_results
         if not self.sequence or (works_on_parts and is_per_token(module, call, self.size)):
             if note:
-                self.settled[path] = WholeStyle(note=note)
+                self.settled[path] = WholeStyle(note=note, is_fallback=True)
             return
-        style = GatheredStyle(note=note or "left whole: it needs all tokens")
+        style = GatheredStyle(note=note or "left whole: it needs all tokens", is_fallback=bool(note))
         try:
             Trial(module, call, {"": style}, {}, self.size).run(True)
         except TrialError as error:
@@ -204,14 +206,46 @@ class LayerPlan:
                 elif self.sequence:
                     raise ValueError(
                         f"sequence_parallel=True: {self.path} ({type(self.modules['']).__name__}) does not compute the "
-                        f"same on parts of the sequence: {error}. Leave sequence_parallel out"
+                        f"same on parts of the sequence: {self._cause(call, error)}. Leave sequence_parallel out"
                     ) from None
                 else:  # without blocks every rank computes the same, whatever a trial would say
                     blocks = [path for path, style in self.settled.items() if isinstance(style, BlockStyle)]
                     kept = {p: s for p, s in self.settled.items() if isinstance(s, (*_KEPT, WholeStyle)) or _is_full(s)}
-                    whole = WholeStyle(note=f"left whole: in its layer, {error}")
+                    whole = WholeStyle(note=f"left whole: in its layer, {error}", is_fallback=True)
                     self.settled = kept | dict.fromkeys(blocks, whole)
                     return
+
+    def _cause(self, call: Call, error: TrialError) -> str:
+        """The reason why the layer cannot work on a part of the sequence, where an error of its code says less."""
+        hidden = call.hidden()
+        shape = hidden.shape
+        if len(shape) > 3:
+            return (
+                f"it passes several streams on in one tensor of shape {list(shape)}, and where the sequence is split "
+                "hidden states are [batch, sequence, hidden]"
+            )
+        inputs = {f"input {index}": x for index, x in enumerate(call.args)} | call.kwargs
+        for name, x in inputs.items() if isinstance(error, CodeError) else ():
+            if not isinstance(x, Tensor) or not x.is_floating_point() or x is hidden:
+                continue
+            if x.dim() > 1 and x.size(1) == shape[1] and self._works_with_part(call, x.shape):
+                return (
+                    f"its own code combines the hidden states, of which a rank has a part of the positions, with "
+                    f"{name} of shape {list(x.shape)}, of which every rank has all"
+                )
+        return str(error)
+
+    def _works_with_part(self, call: Call, shape: torch.Size) -> bool:
+        """Whether the layer's code would run if inputs of this shape were parts of the sequence as well."""
+        splits = block_splits(self.modules[""], self.settled, self.size, self.path)
+        options: dict[str, Any] = {"cuts_all": False, "also_parts": (shape,)}
+        try:
+            Trial(self.modules[""], call, self.settled, splits, self.size, **options).run(True)
+        except CodeError:
+            return False
+        except TrialError:  # other numbers, from other inputs
+            pass
+        return True
 
     def _try_layer(self, call: Call) -> None:
         if self.sequence and call.uses_others:

@@ -20,7 +20,7 @@ Note: what a trial proves
 from __future__ import annotations
 
 from fastpar.parallel.trial.calls import Call, is_linear, record_calls
-from fastpar.parallel.trial.ranks import DifferenceError, TrialError
+from fastpar.parallel.trial.ranks import CodeError, DifferenceError, TrialError
 from fastpar.parallel.trial.trial import Trial, is_per_token
 
-__all__ = ["Call", "DifferenceError", "Trial", "TrialError", "is_linear", "is_per_token", "record_calls"]
+__all__ = ["Call", "CodeError", "DifferenceError", "Trial", "TrialError", "is_linear", "is_per_token", "record_calls"]

@@ -20,6 +20,10 @@ class TrialError(Exception):
     """Why a split does not compute what the whole module does."""
 
 
+class CodeError(TrialError):
+    """The module's own code fails on parts."""
+
+
 class DifferenceError(TrialError):
     """It has run, and computes something else."""
 

@@ -26,7 +26,15 @@ from fastpar.parallel.trial.copies import (
     training_copy,
     trains_differently,
 )
-from fastpar.parallel.trial.ranks import DifferenceError, Meeting, TrialError, VirtualColumn, VirtualRank, VirtualRow
+from fastpar.parallel.trial.ranks import (
+    CodeError,
+    DifferenceError,
+    Meeting,
+    TrialError,
+    VirtualColumn,
+    VirtualRank,
+    VirtualRow,
+)
 from fastpar.tensor.parameter import RowMap
 from fastpar.tensor.sequence import map_hidden, map_output, map_stream
 
@@ -43,6 +51,7 @@ class Trial:
     splits: Mapping[str, HeadSplit]  # by the module that holds the linears
     size: int
     cuts_all: bool = True  # under sequence parallelism all tensors shaped like the hidden states are parts, not one
+    also_parts: tuple[torch.Size, ...] = ()  # shapes of other inputs that are parts of the sequence, too
     whole_dropouts: list[str] = field(default_factory=list)  # found by `run`: those whose input no rank has a part of
     floor: float = 0.0  # the largest gradient; what is five digits smaller is rounding
 
@@ -59,7 +68,7 @@ class Trial:
             raise
         except Exception as error:  # of the module's own code: any
             text = str(error).split("\n")[0][:120]
-            raise TrialError(f"its code fails on {self.size} parts: {type(error).__name__}: {text}") from None
+            raise CodeError(f"its code fails on {self.size} parts: {type(error).__name__}: {text}") from None
 
     def _run(self, sequence: bool, source: nn.Module) -> dict[str, str]:
         shape = self.call.hidden().shape
@@ -106,7 +115,8 @@ class Trial:
 
     def _cut(self, rank: VirtualRank, shape: torch.Size, index: int, tensor: Tensor) -> Tensor:
         """A rank's part of an input, if it is one; of those with gradients the first is the hidden states."""
-        is_part = tensor.shape == shape and tensor.is_floating_point() and (self.cuts_all or index == 0)
+        is_part = tensor.shape == shape and (self.cuts_all or index == 0)
+        is_part = (is_part or tensor.shape in self.also_parts) and tensor.is_floating_point()
         return tensor.narrow(rank.dim, *rank.span()) if is_part else tensor
 
     def _one(self, source: nn.Module, inputs: Any) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
