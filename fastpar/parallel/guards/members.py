@@ -6,6 +6,7 @@ own copy, and nothing sums the parts of their gradients that ranks have where he
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 from torch import nn
@@ -15,14 +16,17 @@ from fastpar.tensor.parameter import layout_of
 
 
 class MemberGuard:
-    """Notices modules that have come, by the identity of every child: tens of nanoseconds each, in every forward."""
+    """Notices modules that have come, by the identity of every child, in every forward."""
 
     def __init__(self) -> None:
-        self._children: list[tuple[dict[str, Any], tuple[Any, ...]]] = []
+        self._holders: list[dict[str, Any]] = []  # the children of modules that have some, by name
+        self._leaves: list[dict[str, Any]] = []  # those of modules that have none
+        self._children: list[Any] = []
 
     def check(self, model: nn.Module) -> None:
         """ValueError names a trainable parameter that is not of the model that was parallelised."""
-        if self._children and all(tuple(of.values()) == children for of, children in self._children):
+        # No loop in Python, as this is in every forward. Lists compare their items by identity first.
+        if (self._holders or self._leaves) and not any(self._leaves) and self._now() == self._children:
             return
         for name, parameter in model.named_parameters():
             if parameter.requires_grad and not isinstance(parameter, DTensor) and layout_of(parameter) is None:
@@ -32,4 +36,9 @@ class MemberGuard:
                     "parallelize it then (adapters: get_peft_model(model, config), then parallelize); or "
                     "fastpar.unparallelize(model), change it, and parallelize again"
                 )
-        self._children = [(module._modules, tuple(module._modules.values())) for module in model.modules()]
+        children = [module._modules for module in model.modules()]
+        self._holders, self._leaves = [c for c in children if c], [c for c in children if not c]
+        self._children = self._now()
+
+    def _now(self) -> list[Any]:
+        return list(chain.from_iterable(map(dict.values, self._holders)))

@@ -70,7 +70,7 @@ class PartGuard:
         part = _Part(path, None, num_heads)
 
         def hook(_module: nn.Module, _args: Any, output: Any) -> None:
-            if torch.compiler.is_compiling():
+            if (result is None and isinstance(output, Tensor)) or torch.compiler.is_compiling():
                 return
             outputs = output if isinstance(output, tuple | list) else (output,)
             if result is not None and outputs and isinstance(outputs[0], Tensor):
@@ -83,7 +83,7 @@ class PartGuard:
 
     def gather(self, _module: nn.Module, _args: Any, output: Any) -> Any:
         """A forward hook of a module that parts leave: the whole of each. Collective: one all-gather a part."""
-        if torch.compiler.is_compiling() or isinstance(output, Tensor):
+        if isinstance(output, Tensor) or torch.compiler.is_compiling():
             return None
         return tree_map_only(Tensor, self._whole, output)
 

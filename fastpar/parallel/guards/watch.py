@@ -1,4 +1,4 @@
-"""The guards of one parallelised model, started and ended by two hooks on it."""
+"""The guards of one parallelised model, started by a hook on it and ended by one that is there while they look."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ class Watch:
 
     def __init__(self, comm: Communicator, device: torch.device, plan: WatchedPlan):
         self.comm, self.device, self.plan = comm, device, plan
-        self.cadence, self._is_watching = Cadence(), False
+        self.cadence = Cadence()
+        self._end: Any = _NoHandle()
         self.inputs = InputGuard(comm, device)
         self.draws = DrawGuard(device, _verdict(plan))
         self.gradients, self.positions, self.members = GradientGuard(comm), PositionGuard(comm), MemberGuard()
@@ -61,8 +62,11 @@ class Watch:
 
     def attach(self, model: nn.Module) -> list[Any]:
         """Hook the model; returns the handles."""
-        before = model.register_forward_pre_hook(self.before, with_kwargs=True, prepend=True)
-        return [before, model.register_forward_hook(self.after)]
+        return [model.register_forward_pre_hook(self.before, with_kwargs=True, prepend=True), self]
+
+    def remove(self) -> None:
+        """End a look that is going on."""
+        self._end.remove()
 
     def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Compare the inputs, and start what looks at the forward."""
@@ -70,11 +74,13 @@ class Watch:
             return
         if self.gradients.is_watching:
             self.gradients.stop()  # the forward before: its backward is over, or nobody waits for what it would say
-        if not torch.compiler.is_compiling():
-            self.members.check(model)
-        self._is_watching = self.cadence.next()
-        if not self._is_watching:
+        if torch.compiler.is_compiling():
             return
+        self.members.check(model)
+        if not self.cadence.next():
+            return
+        self._end.remove()  # of a forward that has failed
+        self._end = model.register_forward_hook(self.after)
         self.inputs.before(model, args, kwargs)
         self.stream.before(model, args, kwargs)
         if model.training:
@@ -89,13 +95,20 @@ class Watch:
 
     def after(self, model: nn.Module, args: Any, output: Any) -> None:
         """Raise what has been seen."""
-        if not self._is_watching or self.stream.is_running:
+        if self.stream.is_running:
             return
-        self._is_watching = False
+        self._end.remove()
         self.draws.check()
         self.inputs.after(model, args, output)
         self.positions.check()
         self.stream.after(model, output)
+
+
+class _NoHandle:
+    """The handle of no hook."""
+
+    def remove(self) -> None:
+        pass
 
 
 def _verdict(plan: WatchedPlan) -> Callable[[str, nn.Module], str]:
