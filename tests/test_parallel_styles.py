@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -129,6 +130,49 @@ def _tied_is_undone() -> None:
 
 def test_a_parameter_that_the_plan_would_split_twice_leaves_the_model_as_it_was() -> None:
     run_ranks(2, _tied_is_undone)
+
+
+class Lines(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[tuple[str, str]] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append((record.levelname, record.getMessage()))
+
+
+class NormedMLP(nn.Module):
+    """An MLP with a norm over all its features in between: no rank can have a part of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(6, 10), nn.LayerNorm(10), nn.Linear(10, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.norm(self.up(x)))
+
+
+def _logged() -> list[tuple[str, str]]:
+    handler, logger = Lines(), logging.getLogger("fastpar.parallelize")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    torch.manual_seed(0)
+    style = fp.parallel.WholeStyle(note="left whole: its features are normed", is_fallback=True)
+    model = nn.Sequential(mlp().float(), NormedMLP())
+    fp.parallelize(model, dist.group.WORLD, {"0.0": "colwise", "0.1": walk_through()(), "0.2": "rowwise", "1": style})
+    logger.removeHandler(handler)
+    return handler.lines
+
+
+def test_the_first_rank_logs_what_was_split_and_what_was_left_whole() -> None:
+    first, second = run_ranks(2, _logged)
+    assert second == []
+    assert [level for level, _ in first] == ["INFO", "WARNING"]
+    words = "3 replicate, 1 colwise, 1 prelu, 1 rowwise, 1 whole"
+    assert first[0][1].startswith(f"Sequential over 2 tensor-parallel ranks: {words}")
+    assert first[1][1] == "1 (1 of them): left whole: its features are normed"
 
 
 class WithoutBias(fp.parallel.ColwiseStyle):

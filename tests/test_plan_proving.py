@@ -123,6 +123,20 @@ class Layer(nn.Module):
         return x
 
 
+class WithEmbedding(Layer):
+    """Adds an input of all positions, which only the model has: no rank with a part of the sequence could."""
+
+    def forward(self, x: Tensor, embedded: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x) + embedded
+
+
+class Streams(Layer):
+    """Passes two streams on in one tensor."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([super(Streams, self).forward(stream) for stream in x])
+
+
 class Shifted(Layer):
     """Mixes tokens in the code of the layer itself."""
 
@@ -145,6 +159,24 @@ class Model(nn.Module):
         for layer in self.stack:
             x = layer(x)
         return self.out(x)
+
+
+class Embedding(Model):
+    """Gives every layer the embedding as well."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        embedded = x = self.table(ids)
+        for layer in self.stack:
+            x = layer(x, embedded)
+        return self.out(x)
+
+
+class TwoStreams(Model):
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.table(ids).expand(2, -1, -1, -1)
+        for layer in self.stack:
+            x = layer(x)
+        return self.out(x.sum(0))
 
 
 def interleaved() -> Attention:
@@ -200,6 +232,7 @@ def test_a_residual_inside_a_block_is_left_whole_since_its_gradient_would_count_
 def test_a_block_that_is_not_the_same_on_parts_is_left_whole_and_says_why(part: Any, reason: str) -> None:
     style = parse_style("", proven_plan(Model(part), 2)["stack.1.parts.part0"])
     assert style.name == "whole"
+    assert style.is_fallback
     assert reason in style.note
 
 
@@ -247,6 +280,23 @@ def test_a_layer_whose_own_code_mixes_tokens_is_refused_under_sequence_paralleli
     assert kinds(Model(MLP, layer=Shifted)) == SPLIT_MLP
     with pytest.raises(ValueError, match=r"stack\.0 \(Shifted\) does not compute the same on parts of the sequence"):
         proven_plan(Model(MLP, layer=Shifted), 2, sequence_parallel=True)
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (
+            Embedding(MLP, layer=WithEmbedding),
+            r"combines .* with input 1 of shape \[2, 5, 24\], of which every",
+        ),
+        (TwoStreams(MLP, layer=Streams), r"several streams on in one tensor of shape \[2, 2, 5, 24\]"),
+    ],
+)
+def test_a_layer_that_cannot_have_a_part_of_the_sequence_says_why(model: nn.Module, reason: str) -> None:
+    with pytest.raises(
+        ValueError, match=rf"stack\.0 .* does not compute the same on parts of the sequence: .*{reason}"
+    ):
+        proven_plan(model, 2, sequence_parallel=True)
 
 
 def _steps_are_equal(size: int) -> None:

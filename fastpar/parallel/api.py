@@ -71,6 +71,9 @@ def parallelize(
     The model, its hooks included, runs once on a few ids, and copies of one block of each kind run whole and on virtual
     ranks, before anything is changed; models that take no ids are split untried.
 
+    The logger "fastpar.parallelize" says on the first rank what was split (INFO), and what "auto" would have split and
+    has left whole (WARNING).
+
     Raises ValueError for a pattern that matches nothing, heads that cannot be split, parameters inside a block with no
     style, a block that computes something else when it is split, weights that differ; TypeError for a style on the
     wrong kind of module. The model is unchanged then.
@@ -107,6 +110,7 @@ def parallelize(
         context.overlap = context.overlap.disabled()
     swap = Swap(context, splits)
     swap.apply()
+    swap.log()
     model.__dict__[_STATE] = swap
     return model
 

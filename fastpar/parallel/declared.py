@@ -200,7 +200,7 @@ def _unsplit_ends(modules: Mapping[str, nn.Module], styles: Mapping[str, Style])
         except TypeError as error:
             weights = {id(param) for param in modules[path].parameters()}
             sharing = [end for end in ends if weights & {id(param) for param in modules[end].parameters()}]
-            found |= dict.fromkeys(sharing, WholeStyle(note=f"left whole: {error}"))
+            found |= dict.fromkeys(sharing, WholeStyle(note=f"left whole: {error}", is_fallback=True))
     return found
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import collections
+import logging
+import re
 from collections.abc import Mapping
 
 import torch
@@ -13,11 +16,13 @@ from fastpar.parallel.checks import uses_layout_attention
 from fastpar.parallel.guards import PartGuard, Watch, WatchedPlan
 from fastpar.parallel.heads import HeadSplit
 from fastpar.parallel.model_methods import GatheringCall, ResizeEmbeddings, SavePretrained, loss_on_split_logits
-from fastpar.parallel.styles import SwapContext
+from fastpar.parallel.styles import SwapContext, WholeStyle
 from fastpar.parallel.styles.whole import apply_default
 from fastpar.pipeline.stages.absent import Absent
 from fastpar.tensor import VocabParallelHead
 from fastpar.tensor.sequence import hook_input, hook_output
+
+_log = logging.getLogger("fastpar.parallelize")
 
 
 class Swap:
@@ -146,3 +151,19 @@ class Swap:
         device = next((p.device for p in context.model.parameters()), torch.device("cpu"))
         self.watch = Watch(context.comm, device, plan)
         context.changes.hooked(*self.watch.attach(context.model))
+
+    def log(self) -> None:
+        """One line of what was split, and one of each kind of module that "auto" has left whole; on the first rank."""
+        context, rows = self.context, self.explanation.rows
+        if context.comm.rank or context.batch[0] or context.comm.size == 1:
+            return
+        counts = collections.Counter(row["style"] for row in rows)
+        words = ", ".join(f"{number} {style}" for style, number in counts.most_common()) or "no module"
+        size, name = context.comm.size, type(context.model).__name__
+        _log.info("%s over %d tensor-parallel ranks: %s (fastpar.explain has the table)", name, size, words)
+        left: collections.Counter[tuple[str, str]] = collections.Counter()
+        for path, style in context.styles.items():
+            if isinstance(style, WholeStyle) and style.is_fallback:
+                left[re.sub(r"\.\d+(?=\.|$)", ".*", path), style.note] += 1
+        for (pattern, note), number in left.items():
+            _log.warning("%s (%d of them): %s", pattern, number, note)

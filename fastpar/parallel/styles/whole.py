@@ -64,9 +64,14 @@ class HeadsStyle(Style):
 @checked_fields
 @dataclass(frozen=True)
 class WholeStyle(Style):
-    """A module left as it is; with sequence parallelism it works on this rank's tokens, each by itself."""
+    """A module left as it is; with sequence parallelism it works on this rank's tokens, each by itself.
 
-    note: str = ""  # said by `fastpar.explain`
+    note         said by `fastpar.explain`
+    is_fallback  the plan "auto" would have split it, and has not been able to
+    """
+
+    note: str = ""
+    is_fallback: bool = False
 
     keeps_module = True
     handles_sequence = True
