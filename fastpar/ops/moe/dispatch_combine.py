@@ -17,10 +17,9 @@ from torch import Tensor
 
 from fastpar.arguments import checked
 from fastpar.comm import GroupLike
-from fastpar.comm.multi_host.host_ranks import find_hosts_of
-from fastpar.comm.recompute_cache import kept
 from fastpar.comm.agree import Agreement
 from fastpar.comm.ranges import annotate
+from fastpar.comm.recompute_cache import kept
 from fastpar.ops._autograd import first_derivative_only, needs_grad
 from fastpar.ops.moe.dispatcher import DispatchHandle, ExpertResults, TokenDispatcher
 from fastpar.ops.moe.permute import dot_rows, gather_rows

@@ -33,9 +33,9 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from fastpar.comm.ranges import annotate
 from fastpar.comm.recompute_cache import kept
 from fastpar.ops._autograd import first_derivative_only, needs_grad
-from fastpar.comm.ranges import annotate
 from fastpar.ops._buffers import new_buffer
 from fastpar.ops._weight_grad import weighted_sum
 from fastpar.ops.moe.chunks import ChunkedCombine, ChunkedRecv, dispatch_chunks, redispatch_chunks

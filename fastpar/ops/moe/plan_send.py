@@ -21,9 +21,9 @@ from torch import Tensor
 
 from fastpar.arguments import checked
 from fastpar.comm import GroupLike
+from fastpar.comm.ranges import annotate
 from fastpar.comm.recompute_cache import kept
 from fastpar.ops._autograd import needs_grad
-from fastpar.comm.ranges import annotate
 from fastpar.ops.moe.dispatch_combine import agree_on_rows, dispatch_backward
 from fastpar.ops.moe.dispatcher import DispatchHandle
 from fastpar.ops.moe.permute import gather_rows

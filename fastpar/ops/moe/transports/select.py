@@ -8,7 +8,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from fastpar.comm import Communicator, GroupLike
-from fastpar.comm.host_ranks import find_hosts_of
+from fastpar.comm.multi_host.host_ranks import find_hosts_of
 from fastpar.ops.moe.dispatcher import LocalDispatcher, TokenDispatcher
 from fastpar.ops.moe.plan import DEFAULT_DISPATCH, Dispatch
 from fastpar.ops.moe.transports.all_to_all import AllToAllDispatcher

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from fastpar.comm import Communicator
 from fastpar.comm.agree import Agreement
-from fastpar.comm.host_ranks import HostRanks
+from fastpar.comm.multi_host.host_ranks import HostRanks
 from fastpar.comm.shared_memory.region import SharedRegion
 from fastpar.ops.moe.dispatcher import (
     DispatchHandle,

@@ -30,12 +30,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fastpar.comm import Communicator
+from fastpar.comm.agree import Agreement
 from fastpar.comm.recompute_cache import kept
 from fastpar.comm.symmetric.buffer import SymmetricBuffer
-from fastpar.comm.agree import Agreement
 from fastpar.ops._autograd import first_derivative_only
 from fastpar.ops._backends import has_kernels
-from fastpar.ops.moe.plan import Padding, Dispatch
+from fastpar.ops.moe.plan import Dispatch, Padding
 from fastpar.ops.moe.weights import ExpertWeights
 from fastpar.reference.moe_mlp import ExpertRule
 
