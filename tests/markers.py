@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 RANKS, CLOCK, DEVICE, EXPENSIVE = "ranks", "clock", "device", "expensive"
 CLOCKS = ("monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns")
 SHORT_S = 10.0  # a deadline below it may pass because of what else the machine does
-CHEAP_S = 8.0  # of processor time: four times what the dearest of the unmarked tests takes on a quiet machine
+CHEAP_S = 15.0  # of processor time: seven times what the dearest unmarked test takes on a quiet machine
 _DEADLINES = {"timeout", "timeout_s", "seconds"}
 _PACKAGES = ("tests.",)  # the code that tests are made of
 _LARGEST = 64  # entries of a table that are looked at

@@ -132,6 +132,7 @@ def test_the_sdist_holds_what_git_tracks(sdist: Path) -> None:
     assert sorted(name for name in held - wanted if "egg-info" not in name) == ["PKG-INFO", "setup.cfg"]
 
 
+@pytest.mark.expensive
 @pytest.mark.parametrize("policy", ["", "2_28"])
 def test_the_sdist_installs_and_works(
     sdist: Path, compiler: str, native: ModuleType, policy: str, tmp_path: Path
