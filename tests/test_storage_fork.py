@@ -14,6 +14,7 @@ from tests.test_storage import ring_refusal
 ROOT = Path(__file__).resolve().parents[1]
 
 
+@pytest.mark.expensive
 @pytest.mark.parametrize("backend", ["threads", "io_uring"])
 def test_a_forked_child_gets_errors_and_ends_and_its_parent_goes_on(backend: str, tmp_path: Path) -> None:
     if backend == "io_uring" and ring_refusal():

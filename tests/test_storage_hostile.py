@@ -29,6 +29,7 @@ def outcomes(folder: Path, backend: str, seed: int, count: int) -> dict[str, str
     return {json.loads(name): json.loads(said) for name, said in (line.split("\t") for line in lines)}
 
 
+@pytest.mark.expensive
 @pytest.mark.parametrize("backend", ["threads", "io_uring"])
 def test_a_hostile_file_is_refused_or_read_as_it_is(backend: str, tmp_path: Path) -> None:
     found = outcomes(tmp_path, backend, seed=1, count=200)
@@ -77,6 +78,7 @@ except StorageError as error:
 """
 
 
+@pytest.mark.expensive
 def test_a_system_without_threads_is_an_error_and_not_the_end(tmp_path: Path) -> None:
     command = [sys.executable, "-c", NO_THREADS, str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

@@ -321,6 +321,7 @@ def test_misuse_of_the_command_exits_with_2(capsys: pytest.CaptureFixture[str]) 
     assert "is none of tpN" in capsys.readouterr().err
 
 
+@pytest.mark.ranks
 def test_the_command_starts_its_ranks() -> None:
     line = [sys.executable, "-m", "fastpar", "verify", "--model", "meta-llama/Llama-3.1-8B", "--layout", "tp2", "-v"]
     done = subprocess.run(line, capture_output=True, text=True, timeout=240)

@@ -243,6 +243,7 @@ def test_opcheck_passes_for_every_op() -> None:
     torch.library.opcheck(K.vocab_filter_apply.default, (logits, maximum * 0.0, whole + 1, -math.inf))
 
 
+@pytest.mark.expensive
 def test_compiled_fullgraph_equals_eager() -> None:
     logits = with_ties(4, 60)
     for options in ({"top_k": 10, "top_p": 0.8}, {"top_p": 0.8, "min_p": 0.01}):

@@ -203,6 +203,7 @@ def test_several_graphs_may_wait_at_once(store: TensorStore, order: list[int]) -
         assert torch.allclose(parameter.grad, gradient, rtol=1e-5, atol=1e-8)  # type: ignore[arg-type]
 
 
+@pytest.mark.expensive
 def test_the_file_does_not_grow_from_step_to_step(store: TensorStore) -> None:
     model, x = model_and_input()
     sizes = []

@@ -104,6 +104,7 @@ def train_large(folder: str, limit: int) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.expensive
 @pytest.mark.skipif(sys.platform != "linux", reason="limits the memory of a process as Linux does")
 def test_a_model_whose_states_exceed_the_memory_trains_from_a_file(tmp_path: Path) -> None:
     assert STATE_BYTES > LIMIT

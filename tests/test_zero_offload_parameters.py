@@ -441,6 +441,7 @@ def train_large(kind: str, folder: Path, limit: int) -> subprocess.CompletedProc
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.expensive
 @pytest.mark.skipif(sys.platform != "linux", reason="limits the memory of a process as Linux does")
 def test_a_model_whose_parameters_exceed_the_memory_trains_from_a_file(tmp_path: Path) -> None:
     assert PARAMETER_BYTES > LIMIT
