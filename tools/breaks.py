@@ -455,7 +455,7 @@ MESH = _of(
         "the rest of the ranks is the product of the others",
         "return {**sizes, rest: world_size // known}",
         "return {**sizes, rest: known}",
-        "test_mesh.py flattened or rows_and_columns",
+        "test_mesh.py size_that_is_open",
     ),
 )
 
