@@ -38,6 +38,7 @@ class _CopyTo(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, comm: Communicator) -> Tensor:
         ctx.comm = comm
+        # A view: autograd wants another tensor, not other memory.
         return x.view_as(x)
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""How the ranks of a group come to share memory: when the first collective on CPU tensors asks for it, behind its back.
+"""The first meeting of a group's ranks, when a collective on CPU tensors asks for it, behind its back.
 
 Joining needs all ranks, and a rank that launches a collective must not wait for the others. So a thread meets them in
 the group's store, where nothing depends on the order of other collectives, and what is launched in the meantime waits
@@ -74,7 +74,7 @@ class _Queued:
 
 
 class GroupConnection:
-    """What the ranks of one process group share, once they have met: `world` where all are on one host, `hierarchy`
+    """The shared state of one process group's ranks, once they have met: `world` where all are on one host, `hierarchy`
     where some are, and `apart` wherever there is no world: every rank as if it were alone on its host, joined with the
     others by gloo. `problem` says why there is no `world`, or why gloo cannot join them either.
 
@@ -82,6 +82,7 @@ class GroupConnection:
     """
 
     def __init__(self, group: ProcessGroup, *, is_apart: bool) -> None:
+        # Weak: the table of connections would keep every group alive.
         self._group = weakref.ref(group)
         self._is_apart = is_apart
         self._rank, self._size, self._ranks = group.rank(), group.size(), ranks_of(group)
@@ -118,6 +119,7 @@ class GroupConnection:
         with self._lock:
             if not self.is_settled:
                 if self._queue is None:
+                    # The first launch starts the thread, whose rendezvous no other collective can delay.
                     self._queue = []
                     group = self._group()
                     assert group is not None
@@ -140,6 +142,7 @@ class GroupConnection:
             self.problem = f"the group's store cannot do what is needed: {failure}"
         except Exception as failure:  # maybe on this rank alone, so there is no falling back
             self.error = CommError(f"the ranks could not meet: {type(failure).__name__}: {failure}")
+        # Before queued launches run, so that the line stands above what they may raise.
         if self._rank == 0 and self.error is None:
             self._log_transport()
         with self._lock:
@@ -150,7 +153,7 @@ class GroupConnection:
             self.is_settled = True
 
     def _log_transport(self) -> None:
-        """What an operator needs to know of the group, once and by its rank 0: a fallback is a warning."""
+        """A line for operators, once for the group and by its rank 0; a fallback is a warning."""
         level, through = logging.INFO, "shared memory"
         if self.hierarchy is not None:
             through = f"shared memory within {len(self.hierarchy.hosts)} hosts, and gloo between them"
@@ -182,6 +185,7 @@ class GroupConnection:
         leaders = join_leaders(store, self._rank, meeting.hosts, deadline)
         self.problem = leaders if isinstance(leaders, str) else SEVERAL_HOSTS
         if not isinstance(leaders, str):
+            # Leaders carry reductions between hosts, and the flat hierarchy all_to_all and little data.
             self.hierarchy = Hierarchy(self._rank, meeting.hosts, meeting.world, leaders)
             self._join_apart(store, deadline)
 

@@ -1,4 +1,4 @@
-"""What fastpar asks of process groups: which one a `group=` means, its store, and what its backends carry."""
+"""Properties of process groups: the group that a `group=` means, its store, its ranks, the devices of its backends."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+# Weak keys: a group that goes takes its count along.
 _MEETINGS: weakref.WeakKeyDictionary[ProcessGroup, itertools.count[int]] = weakref.WeakKeyDictionary()
 _LOCK = threading.Lock()
 
@@ -79,7 +80,7 @@ def name_meeting(group: ProcessGroup) -> str:
 
 
 def carrying_device(group: ProcessGroup) -> torch.device:
-    """Where a tensor has to be that the group can send: the CPU if it can, else the current device."""
+    """The device of tensors that the group can send: the CPU if it can send those, else the current device."""
     kinds = [device.type for device in group._device_types]
     if "cpu" in kinds or not kinds:
         return torch.device("cpu")
@@ -88,7 +89,7 @@ def carrying_device(group: ProcessGroup) -> torch.device:
 
 
 def has_gloo(group: ProcessGroup) -> bool:
-    """Whether gloo is what moves the group's CPU tensors; any other backend of a user's own is left alone."""
+    """True where gloo moves the group's CPU tensors; any other backend of a user's own is left alone."""
     try:
         return bool(group._get_backend(torch.device("cpu")).name() == "gloo")
     except RuntimeError:

@@ -50,6 +50,7 @@ class Launcher:
         check_reduction(op, x.dtype)
         if out is not None:
             check_out(out, x)
+        # detach makes a tensor, so only where there is a history to leave behind.
         source = x.detach() if x.requires_grad else x
         target = None if out is None else out.detach()
 
@@ -60,6 +61,7 @@ class Launcher:
                 target.copy_(flat.view(x.shape))
             return out
 
+        # The transport writes where `out` lies if that is flat; else `write` copies.
         flat_out = target.view(-1) if target is not None and target.is_contiguous() else None
         if self.size == 1 or (x.numel() == 0 and not self._selector.compares(x.is_cpu)):
             return self._ready(lambda: write(source.clone(memory_format=torch.contiguous_format).view(-1)))
@@ -213,9 +215,11 @@ class Launcher:
         shape = with_dim(whole.shape, dim, sizes[self.rank])
         if self.size == 1:
             return self._ready(lambda: whole.detach().clone(memory_format=torch.contiguous_format))
+        # A meta tensor says nothing of where the result belongs.
         device = whole.device if whole.device.type != "meta" else self._default_device()
         if whole.numel() == 0 and not self._selector.compares(device.type == "cpu"):
             return self._ready(lambda: torch.empty(shape, dtype=whole.dtype, device=device))
+        # An all-to-all in which src alone sends: transports need no operation of their own.
         is_src = self.rank == src
         empty = torch.empty(0, dtype=whole.dtype, device=device)
         flat, inputs = pack(whole.detach(), dim, sizes) if is_src else (empty, [0] * self.size)
@@ -245,6 +249,7 @@ class Launcher:
                 lambda: x.detach().clone(memory_format=torch.contiguous_format).view(shape) if is_dst else None
             )
         flat = _flat(x)
+        # An all-to-all in which dst alone receives.
         inputs = [flat.numel() if rank == dst else 0 for rank in range(self.size)]
         outputs = [size * row if is_dst else 0 for size in sizes]
         return self._launch(
@@ -289,6 +294,7 @@ class Launcher:
         note(op, self.size, numel, dtype)
         if spans is not None:
             spans.launched(op, self.size, numel, dtype)
+        # Unpacked at once, so that no pending holds the transport's buffers.
         if flight.work is None:
             return Pending.ready(unpack(flight.finish()))
         return Pending(
@@ -359,6 +365,7 @@ class Launcher:
         mine = x.size(concat_dim)
         if outputs is not None and outputs[self.rank] != mine:
             raise ValueError(f"output_sizes[{self.rank}] must be the {mine} rows of x along concat_dim, got {outputs}")
+        # One dim is gathered and another split, as between tokens and heads.
         return inputs or shard_sizes(x.size(split_dim), self.size), outputs or [mine] * self.size
 
     def _exchange_sizes(

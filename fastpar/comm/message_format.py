@@ -1,4 +1,4 @@
-"""What a message says about its tensors: dtypes and shapes, as bytes."""
+"""The description of a message's tensors, dtypes and shapes, as bytes."""
 
 from __future__ import annotations
 

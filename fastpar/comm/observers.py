@@ -1,4 +1,4 @@
-"""Who watches collectives: `record` counts what is sent, `trace` measures how long anybody waited for it.
+"""Observers of collectives: `record` counts what is sent, `trace` measures how long anybody waited for it.
 
     with fp.comm.record() as log:
         loss.backward()
@@ -129,7 +129,7 @@ class CommSpan:
 
 
 class CommTrace:
-    """What `trace()` collects: `spans` of collectives, and (name, begin, end) of `phases`."""
+    """The record of `trace()`: `spans` of collectives, and (name, begin, end) of `phases`."""
 
     def __init__(self) -> None:
         self._zero = time.perf_counter()
@@ -219,4 +219,5 @@ class OpenSpans:
 
 def open_spans() -> OpenSpans | None:
     """At the beginning of a launch: None where nobody looks."""
+    # Of the traces that are open now: the span ends in the same ones.
     return OpenSpans(list(TRACES), time.perf_counter()) if TRACES else None

@@ -21,18 +21,18 @@ U = TypeVar("U")
 
 
 class StillInFlightError(RuntimeError):
-    """What the work of a transport raises when it is not done within the seconds it was given."""
+    """Raised by the work of a transport that is not done within the seconds it was given."""
 
 
 class Work(Protocol):
-    """What a transport has in flight."""
+    """An operation that a transport has in flight."""
 
     def wait(self, seconds: float) -> None:
         """Return when the operation is done (on CUDA: when the current stream is ordered after it); raise if it
         failed or is late."""
 
     def done(self) -> bool:
-        """Whether it is done, without waiting."""
+        """True when it is done, without waiting."""
 
 
 class LaunchLog:
@@ -102,12 +102,13 @@ class Pending(Generic[T]):
     @classmethod
     def ready(cls, result: T) -> Pending[T]:
         """One that is done."""
+        # Without the attributes of one in flight: most blocking calls make one of these.
         pending = cls.__new__(cls)
         pending._finish, pending._result = None, result
         return pending
 
     def done(self) -> bool:
-        """Whether `wait()` would return at once."""
+        """True when `wait()` would return at once."""
         return self._finish is None or self._work is None or self._work.done()
 
     def wait(self, timeout: float | None = None) -> T:
@@ -131,6 +132,7 @@ class Pending(Generic[T]):
             self._result = self._finish()
         if self._spans is not None:
             self._spans.waited(began)
+        # Lets go of the buffers that it holds.
         self._finish = None
         self._work = None
         return self._result

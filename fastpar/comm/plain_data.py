@@ -132,7 +132,7 @@ def _write_items(out: bytearray, tag: int, count: int, items: Iterable[Any], whe
 
 
 class PlainDataReader:
-    """Where one is in the bytes. Nothing is made of a length before that many bytes are known to be there."""
+    """A place in the bytes. Nothing is made of a length before that many bytes are known to be there."""
 
     def __init__(self, data: bytes) -> None:
         self._data, self.at = bytes(data), 0

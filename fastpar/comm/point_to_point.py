@@ -55,7 +55,7 @@ _MAX_TAG = ANNOUNCEMENTS - 1
 
 
 class MessageChannel(Protocol):
-    """What moves messages of CPU tensors. Peers and tensors have been checked; `kind` is the caller's."""
+    """A transport of messages of CPU tensors. Peers and tensors have been checked; `kind` is the caller's."""
 
     def send(self, peer: int, tag: int, tensors: Sequence[Tensor], note: bytes, kind: int) -> None: ...
     def receive(self, peer: int, tag: int, timeout: float) -> tuple[list[Tensor], bytes, int]: ...
@@ -146,7 +146,7 @@ class PointToPoint:
         return type(error)(f"{what} #{number} {peer} with tag {tag} on rank {self.rank} of {self.size}: {error}")
 
     def ready(self, peer: int, tag: int) -> bool:
-        """Whether `recv` would return at once. A hint: never waits, and does not tell of failures."""
+        """True when `recv` would return at once. A hint: never waits, and does not tell of failures."""
         return self._open(peer, tag).ready(peer, tag)
 
     @checked(computed=False)
@@ -179,6 +179,7 @@ def _join(group: ProcessGroup, timeout: float, transport: str) -> MessageChannel
     if store is None:
         raise CommError("this version of torch does not give out the group's store, where the ranks would meet")
     meeting = Rendezvous(store, name_meeting(group), group.rank(), group.size(), timeout)
+    # Ranks agree about `transport`, so all of them leave here or none.
     if transport == "torch":
         _log_channel(group, "gloo")
         return gloo_mailbox.join(meeting, timeout)
@@ -221,6 +222,7 @@ def _device_type(group: ProcessGroup) -> str:
 
 def _sendable(x: Tensor, lanes: DeviceLanes | None) -> Tensor:
     """x as something that can be copied byte by byte."""
+    # The common case, by the fewest questions.
     if type(x) is Tensor and x.is_cpu and x.dtype in DTYPE_NUMBERS and x.is_contiguous():
         if x.is_conj() or x.is_neg():
             return x.resolve_conj().resolve_neg()

@@ -42,8 +42,3 @@ def annotate(name: str) -> AbstractContextManager[Any]:
     if torch.compiler.is_dynamo_compiling():
         return _COMPILED
     return profiler.record_function(name) if profiler._is_profiler_enabled else _NOTHING
-
-
-def is_profiling() -> bool:
-    """Whether `annotate` makes ranges: for callers to whom even the name is too dear."""
-    return profiler._is_profiler_enabled

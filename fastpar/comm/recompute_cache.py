@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class Tape:
-    """What `kept` calls have returned, in order; their tensors must not change in between."""
+    """Results of `kept` calls, in order; their tensors must not change in between."""
 
     def __init__(self) -> None:
         self.results: list[Any] = []
@@ -31,7 +31,7 @@ class Tape:
 
 
 class _Head(threading.local):
-    """Where this thread is on which tape."""
+    """The place of this thread on a tape."""
 
     tape: Tape | None = None
     position = 0
@@ -47,9 +47,11 @@ def kept(compute: Callable[[], T]) -> T:
         return compute()
     tape = _head.tape
     if not _head.is_replaying:
+        # What is kept inside is a part of this result, and must not be on the tape twice.
         with _at(None):
             result = compute()
         tape.results.append(map_tensors(result, _without_history))
+        # A later write in place would be replayed: the versions tell.
         tape.versions.append([tensor._version for tensor in tensors_of(result)])
         return result
     position = _head.position

@@ -1,4 +1,4 @@
-"""How a dim is split over ranks: the rule of `torch.chunk` and DTensor's `Shard`, checks of tensors and dims, and the
+"""Shards of a dim: the rule of `torch.chunk` and DTensor's `Shard`, checks of tensors and dims, and the
 flat parts that transports move.
 """
 
@@ -16,7 +16,7 @@ _NO_DISPATCH: Any = Tensor.__torch_dispatch__
 
 
 def is_int(value: Any) -> bool:
-    """Whether it is a number that counts, as SymInts are; True and False are none."""
+    """True for whole numbers, SymInts among them; False for True and False."""
     return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
 
 

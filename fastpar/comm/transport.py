@@ -1,4 +1,4 @@
-"""What a communicator asks of the thing that moves the bytes."""
+"""The interface between a communicator and the transport that moves its bytes."""
 
 from __future__ import annotations
 

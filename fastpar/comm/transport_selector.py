@@ -73,7 +73,7 @@ class TransportSelector:
                 self._direct = CheckedTransport(self._torch, lambda: _apart(comparing, timeout), self.rank, timeout)
 
     def compares(self, is_cpu: bool) -> bool:
-        """Whether ranks compare what they call: also of a tensor without elements, which may have some elsewhere."""
+        """True where ranks compare their calls, those on a tensor without elements too: it may have some elsewhere."""
         return bool(self._check) or (is_cpu and self._connection is not None and self._check is None)
 
     def launch(
@@ -87,19 +87,23 @@ class TransportSelector:
     ) -> InFlight:
         """Hand `start` its transport. `mode` is that of `Communicator.collectives`."""
         assert self._torch is not None
+        # Devices, and dtypes that csrc/comm cannot reduce: torch's own collectives.
         if self._connection is None or not is_cpu or (op in _REDUCTIONS and not can_reduce(dtype)):
             chosen = self._direct or self._torch
             return start(self._staged if is_cpu and self._staged is not None else chosen)
+        # A graph holds one op, which is done when it returns.
         if torch.compiler.is_compiling():
             return start(self._compiled)
         if not self._by_mode:
             if not self._connection.is_settled:
+                # A launch must not wait for other ranks, so it is queued until they have met.
                 return self._connection.defer(lambda: start(self._through("background")), self.timeout)
             if self._connection.error is not None:
                 raise CommError(f"an earlier collective of this group failed ({self._connection.error}): {NEW_GROUP}")
             world = self._connection.world
             if world is not None:
                 self.fast_path = FastPath(world, self.log, self.timeout)
+            # Chosen once: what is launched from here on goes straight to its transport.
             self._by_mode = {name: self._through(name) for name in MODES}
         return start(self._by_mode[mode])
 
@@ -112,13 +116,13 @@ class TransportSelector:
         return self._connection.world
 
     def hierarchy(self) -> Hierarchy | None:
-        """What the ranks of a group on several hosts share; waits until all have met. None: on one host, or each on its
+        """The shared state of a group on several hosts; waits until all have met. None: on one host, or each on its
         own, or they cannot."""
         self.world()
         return None if self._connection is None else self._connection.hierarchy
 
     def _through(self, mode: Mode) -> Transport:
-        """What moves CPU tensors, now that the ranks have met."""
+        """The transport of CPU tensors, now that the ranks have met."""
         assert self._torch is not None
         assert self._connection is not None
         found = self._connection
@@ -127,6 +131,7 @@ class TransportSelector:
         if self._is_required:
             raise CommError(f"the ranks of the group cannot share memory: {found.problem}")
         background = mode != "blocking"
+        # Of little data and of all_to_all, which have nothing to gain from leaders.
         flat: Transport | None = self._direct or self._torch
         if found.apart is not None and self._check is not False:
             flat = HierarchicalTransport(found.apart, self.rank, None, self.timeout, background=background)

@@ -1,5 +1,5 @@
-"""What torch does not know of a process group: the deadline of its collectives, whether one has failed, and who still
-uses it; a group that nobody uses gives its threads and descriptors back.
+"""State of process groups that torch does not keep: the deadline of their collectives, whether one has failed, and who
+still uses them; a group that nobody uses gives its threads and descriptors back.
 
 Note: when a group goes. torch keeps every process group until somebody destroys it, so a mesh that is dropped without
 `close()` would leave its threads and sockets running. Its groups may be in use all the same: by a DTensor, by a
@@ -181,7 +181,7 @@ def known_groups() -> list[ProcessGroup]:
 
 
 def _is_released_alone(group: ProcessGroup) -> bool:
-    """Whether destroying it asks no other rank: its backends are all gloo, or none."""
+    """True where destroying it asks no other rank: its backends are all gloo, or none."""
     if isinstance(group, OneRankGroup):
         return True
     config = dist.distributed_c10d._world.pg_backend_config.get(group, "")
@@ -189,7 +189,7 @@ def _is_released_alone(group: ProcessGroup) -> bool:
 
 
 def _tables_with(group: ProcessGroup) -> int:
-    """How often torch's own tables refer to the group."""
+    """The number of references to the group from torch's own tables."""
     count = 0
     for table in vars(dist.distributed_c10d).values():
         if type(table) is dict:  # isinstance would ask a deprecated object of torch's, which warns

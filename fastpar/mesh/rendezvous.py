@@ -1,4 +1,4 @@
-"""How the ranks of a job find each other in `init_mesh`: by a deadline, and only those of the same job.
+"""Rendezvous of the ranks of a job in `init_mesh`: by a deadline, and of the same job only.
 
 Note: sessions. Rank 0 writes under a fixed name which session it opens: a random token and what the job is. Every other
 rank compares that with its own job and signs in under the token, once: the store's compare-and-set sees to it that a
@@ -60,7 +60,7 @@ class Clock:
         return self._end - time.monotonic()
 
     def wait_until(self, is_so: Callable[[], bool], grace: float = 0.0) -> bool:
-        """Whether it became so before the deadline. Signals get their turn."""
+        """True when it became so before the deadline. Signals get their turn."""
         pause = 0.0005
         while not is_so():
             if self.left + grace < 0:
@@ -137,7 +137,7 @@ class Session:
             raise RendezvousError(f"rank {self._rank} lost the store: has rank 0 ended? Cause: {error}") from error
 
     def confirm(self, problem: str) -> None:
-        """What follows has worked here, or why not. Raises RendezvousError on all ranks where it has not on one."""
+        """Agree that what followed has worked on every rank; `problem`: why not here. Raises RendezvousError on all."""
         self.store.set(f"done{self._rank}", problem or "yes")
         self._wait_for_all("done", "did not get through the connections between ranks")
         answers = self._values("done")
@@ -232,7 +232,7 @@ def _is_late(error: BaseException) -> bool:
 
 
 def _job() -> dict[str, Any]:
-    """What tells this job from others, as far as its processes know."""
+    """The marks of this job, as far as its processes know."""
     slurm = [os.environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")]
     run = os.environ.get("TORCHELASTIC_RUN_ID") or ".".join(filter(None, slurm))
     return {"run": run, "fastpar": __version__}
@@ -270,7 +270,7 @@ def _started(pid: int | str = "self") -> str:
 
 
 def _lives(who: str) -> bool:
-    """Whether it is a process of this host that still runs."""
+    """True for a process of this host that still runs."""
     host, _, rest = who.partition(" pid ")
     pid, _, started = rest.partition(" ")
     return host == socket.gethostname() and started != "" and _started(pid) == started

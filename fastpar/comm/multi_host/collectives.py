@@ -1,4 +1,4 @@
-"""What each collective between hosts does on one rank, in the terms of `fastpar.comm.multi_host.protocol`."""
+"""Collectives between hosts, each as one rank's part of it, in the terms of `fastpar.comm.multi_host.protocol`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _WHOLE_BYTES = 1 << 18
 
 
 class HostLayout:
-    """Who is where. `order` is all ranks by host."""
+    """The placement of ranks. `order` is all ranks by host."""
 
     def __init__(self, hosts: Sequence[Sequence[int]]) -> None:
         self.hosts = hosts
@@ -57,6 +57,7 @@ class HostReduction(Collective):
     def __init__(self, layout: HostLayout, x: Tensor, op: str, parts: Sequence[int] | None) -> None:
         self.layout, self.x, self.op = layout, x, op
         self.parts = parts
+        # Sums stay in the wide dtype between hosts, so that they are rounded once.
         self.adds = op in ("sum", "avg")
         self.wide = accumulator(x.dtype) if self.adds else x.dtype
         self.is_little = x.numel() * self.wide.itemsize <= INLINE_BYTES
@@ -95,10 +96,12 @@ class HostReduction(Collective):
         num_hosts = self.layout.num_hosts
         if self.parts is not None:
             return self._reduce_parts(leaders, self.sort(value), self.parts, deadline)
+        # One message to each leader instead of two: latency is what counts.
         if value.nbytes * num_hosts <= _WHOLE_BYTES:
             sizes = [value.numel()] * num_hosts
             received = leaders.finish(leaders.start(value.repeat(num_hosts), sizes, sizes, deadline), deadline)
             return self.reduced(received.chunk(num_hosts))
+        # A reduce-scatter and an all-gather among leaders: the fewest bytes.
         shares = shard_sizes(value.numel(), num_hosts)
         share = self._reduce_parts(leaders, value, shares, deadline)
         return _gather(leaders, share, shares, deadline)
@@ -233,6 +236,7 @@ class HostBroadcast(Collective):
 
     def bring(self, local: HostLocal) -> Tensor | None:
         if self.is_src_here:
+            # Ranks on src's host have it without the network.
             self.result = local.broadcast(self.x, self.index) if local.size > 1 else self.x.clone()
             return self.result
         return torch.empty_like(self.x)

@@ -71,7 +71,7 @@ def _parcel(what: int, tag: int = 0, kind: int = 0, description: bytes = b"") ->
 
 
 class _Wire:
-    """What the threads share: they hold this, and not the mailbox, which must be able to go."""
+    """State shared by the threads: they hold this, and not the mailbox, which must be able to go."""
 
     def __init__(self, backend: Any, rank: int, size: int) -> None:
         self.backend, self.rank, self.size = backend, rank, size
@@ -198,6 +198,7 @@ class GlooMailbox:
             raise PeerFailedError(peer, wire.failure.reason)
         if peer in wire.closed or peer in wire.lost:
             raise PeerLostError(self._how_lost(peer))
+        # Copies: the caller may overwrite x as soon as `send` returns.
         payload = [flat_bytes(x.clone()) for x in tensors if x.numel() > 0]
         wire.post(peer, [*_parcel(_MESSAGE, tag, kind, describe(tensors, note)), *payload])
 

@@ -73,7 +73,7 @@ class _Board:
             self._changed.wait_for(lambda: self._reported, _NEWS_S)
 
     def wait_for_failure(self, sequence: int) -> CommError | None:
-        """What the others say, if they say it soon; each has said where it is by then."""
+        """The failure that others report, if they do so soon; each has said where it is by then."""
         limit = time.monotonic() + _NEWS_S
         while self.failure is None and time.monotonic() < limit:
             self.attend(sequence)
@@ -210,7 +210,7 @@ class Leaders:
         return self._keep(LeaderExchange(work, x, x))
 
     def finish(self, exchange: LeaderExchange, deadline: float) -> Tensor:
-        """What was received. Raises the failure of another host as soon as it is known, CommTimeoutError at the
+        """The received tensor. Raises the failure of another host as soon as it is known, CommTimeoutError at the
         deadline."""
         wait = LateWait()
         while not self._is_done(exchange.work):

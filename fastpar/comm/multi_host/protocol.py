@@ -83,7 +83,7 @@ class Collective(abc.ABC):
 
     @abc.abstractmethod
     def combine_hosts(self, values: list[Tensor], host: int) -> Tensor:
-        """That host's result from the values of all hosts; on leaders."""
+        """The result of `host` from the values of all hosts; on leaders."""
 
     @abc.abstractmethod
     def take(self, result: Tensor) -> Tensor | None:
@@ -173,7 +173,7 @@ class Hierarchy:
             self._sequence += 1
 
     def run_here(self, action: Callable[[HostLocal], T], seconds: float) -> T:
-        """What the ranks of this host do among themselves, in turn with the calls of all."""
+        """An action of this host's ranks among themselves, in turn with the calls of all."""
         deadline = time.monotonic() + seconds
         result: T = self.sequencer.run(lambda: self._guarded(lambda: action(HostLocal(self.world, _left(deadline)))))
         return result
@@ -199,6 +199,7 @@ class Hierarchy:
         self._write_block(call)
         blocks = local.all_gather(self._block).view(local.size, -1)
         headers = [bytes(block) for block in blocks[:, :_HEADER_BYTES].numpy()]
+        # A host that disagrees still takes part in the exchange of headers: all hosts hear of it there.
         agreed = headers.count(call.header) == local.size
         if self._leaders is not None:
             try:
@@ -240,6 +241,7 @@ class Hierarchy:
         elif agreed and call.table is not None:
             _typed(self._messages[:, self._header_bytes :], call.table.numel(), torch.int64).copy_(call.table)
         sizes = [self._messages.size(1)] * len(self.hosts)
+        # Headers go first, and little data with them: one message.
         exchange = leaders.start(self._messages.view(-1), sizes, sizes, deadline)
         brought = call.bring(local) if agreed and not call.is_little else None  # while the headers travel
         received = leaders.finish(exchange, deadline).view(self._messages.shape)
@@ -295,7 +297,7 @@ class Hierarchy:
 def header_of(
     op: str, x: Tensor | None, *, reduction: str = "", root: int = -1, count: int = 0, sizes: Sequence[int] = ()
 ) -> bytes:
-    """What ranks compare. `count`: elements of the whole."""
+    """The header that ranks compare. `count`: elements of the whole."""
     dtype = "" if x is None else str(x.dtype).removeprefix("torch.")
     checksum = _checksum(tuple(sizes)) if sizes else 0
     packed = _HEADER.pack(op.encode(), dtype.encode(), reduction.encode(), root, count, checksum)

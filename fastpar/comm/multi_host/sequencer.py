@@ -53,7 +53,7 @@ class SequencedCall:
 
 
 class SequencerState:
-    """What the thread and the sequencer share: the thread must not keep the sequencer alive."""
+    """State shared by the thread and the sequencer: the thread must not keep the sequencer alive."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
@@ -107,6 +107,7 @@ class Sequencer:
     def run(self, action: Callable[[], Any]) -> Any:
         state = self._state
         with state.changed:
+            # Nothing under way or waiting: the caller's thread saves two switches.
             is_free = not state.is_busy and not state.queue
             if is_free:
                 state.is_busy = True

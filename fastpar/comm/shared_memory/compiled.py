@@ -55,6 +55,7 @@ def _collective(
             return transport.reduce(x, root, op)
         return transport.barrier()
 
+    # Eager here: the graph is running, and the selector may still have to meet the ranks.
     flight = owner.launch(name, True, x.dtype, start, mode="blocking")
     if flight.work is not None:
         flight.work.wait(owner.timeout)

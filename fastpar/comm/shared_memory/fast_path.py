@@ -52,6 +52,7 @@ class FastPath:
         numel = x.numel()
         self._run("all_reduce", spec | ALL_REDUCE, x, target, numel, numel)
         if out is not None:
+            # csrc/comm wrote to memory that autograd may have saved.
             increment_version(out)
         return target
 
@@ -126,6 +127,7 @@ class FastPath:
     ) -> None:
         world, log = self._world, self._log
         sequence = log.launched
+        # Also of a call that fails: ranks number what they launch, not what succeeds.
         log.launched = sequence + 1
         try:
             call = spec, x.itemsize, x.data_ptr(), target.data_ptr(), count, sizes, output_sizes, self._timeout

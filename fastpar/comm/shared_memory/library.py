@@ -82,7 +82,7 @@ def interrupted_by(check: Callable[[], None]) -> Iterator[None]:
 
 
 def check_interrupt() -> None:
-    """What `interrupted_by` asks of this thread; for waits outside of the library."""
+    """The check of `interrupted_by` on this thread, for waits outside of the library."""
     check = getattr(_raised, "check", None)
     if check is not None:
         check()

@@ -28,7 +28,7 @@ class _RegionMapping:
 
 
 def _release(handle: int, world: LocalWorld) -> None:
-    """What comes to lie at the same address must not be taken for a part of the region."""
+    """Makes the library forget the address: later memory there must not be taken for a part of the region."""
     library().region_forget(handle, world.handle)
     library().region_destroy(handle)
 
@@ -86,7 +86,7 @@ class SharedRegion:
 
     @checked(computed=False)
     def address(self, rank: int) -> int:
-        """Where rank's memory begins in this process."""
+        """The address of rank's memory in this process."""
         if not 0 <= rank < self.size:
             raise ValueError(f"rank must be in 0..{self.size - 1}, got {rank}")
         return int(library().region_address(self._handle, rank))

@@ -1,4 +1,4 @@
-"""How the ranks of a group find out, through the group's store, who shares a host and where each one's memory is."""
+"""Rendezvous of a group's ranks in its store: they learn who shares a host and where each one's memory is."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Hosts = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class _Place:
-    """What a rank first tells the others of its group: where it is."""
+    """The place of a rank, which it tells the others first."""
 
     host: str  # equal where memory can be shared: machine, boot, process namespace, user
     version: str
@@ -49,7 +49,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Share:
-    """What a rank does to share memory of some kind with those of its host.
+    """Steps by which a rank shares memory of some kind with those of its host.
 
     create    (ranks here) -> (a handle or 0, where it is)
     connect   (handle, memories of the ranks here) -> why that did not work, or nothing
@@ -75,8 +75,8 @@ class Rendezvous:
         self._deadline = time.monotonic() + timeout
 
     def exchange(self, what: str, mine: str) -> list[str]:
-        """What every rank says. Raises CommTimeoutError naming the ranks that have not come by the deadline, CommError
-        where another rank has given up."""
+        """The answers of all ranks. Raises CommTimeoutError naming the ranks that have not come by the deadline,
+        CommError where another rank has given up."""
         self.store.set(self.key(what, self.rank), mine)
         keys = [self.key(what, other) for other in range(self.size)]
         answers = collect(self.store, keys, self._deadline, self._timeout)
@@ -114,6 +114,7 @@ def share_memory(meeting: Rendezvous, here: Sequence[int], share: Share) -> int 
         memories = [Memory(**json.loads(text)) for text in meeting.exchange("memory", json.dumps(asdict(memory)))]
         problem = memory.problem
         if handle and not any(memories[other].problem for other in here):
+            # Only where every rank here has memory: else all of them give up alike.
             problem = share.connect(handle, [memories[other] for other in here])
         answers = meeting.exchange("connected", problem or "yes")
     except BaseException as error:
@@ -121,6 +122,7 @@ def share_memory(meeting: Rendezvous, here: Sequence[int], share: Share) -> int 
         if handle:
             share.destroy(handle)
         raise
+    # All ranks read the same answers, so that all take the same transport.
     for other, answer in enumerate(answers):
         if answer != "yes":
             if handle:
@@ -138,7 +140,7 @@ def addresses_of(memories: Sequence[Memory]) -> tuple[Any, Any, Any]:
 
 
 def ranks_on_host() -> int:
-    """How many ranks compete for this host's processors, as far as one can tell: it decides how long to spin."""
+    """Ranks that compete for this host's processors, as far as one can tell: they decide how long to spin."""
     return int(os.environ.get("LOCAL_WORLD_SIZE") or dist.get_world_size())
 
 
@@ -151,6 +153,7 @@ def collect(store: dist.Store, keys: list[str], deadline: float, timeout: float)
             ranks = ", ".join("".join(filter(str.isdigit, key)) for key in missing)
             raise CommTimeoutError(f"rank(s) {ranks} of the group did not come to share memory within {timeout:g} s")
         time.sleep(pause)
+        # Polled: a blocking wait would hold the store's one connection of this process.
         pause = min(2 * pause, 0.005)
     return read_all(store, keys)
 

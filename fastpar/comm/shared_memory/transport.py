@@ -147,9 +147,11 @@ class SharedMemoryTransport:
             None if output_sizes is None else size_array(tuple(output_sizes)),
             self._timeout,
         )
+        # On this thread, and done.
         if self._mode == "blocking":
             self._world.run(*arguments)
             return InFlight(None, lambda: target)
+        # The first phase here and now, the second one at `wait`, on this thread.
         if self._mode == "split_phase":
             ticket = self._world.begin(*arguments, keep=(x, target))
             return InFlight(_Begun(self._world, ticket), lambda: target)

@@ -89,6 +89,7 @@ class LocalWorld:
         self._library.check_status(status)
 
     def _keep(self, ticket: int, buffers: Any) -> int:
+        # Buffers of calls that are done go when the next one is launched: nobody looks in between.
         if self._kept and self.done(self._kept[0][0]):
             self._kept = [entry for entry in self._kept if not self.done(entry[0])]
         self._kept.append((ticket, buffers))
@@ -98,9 +99,10 @@ class LocalWorld:
         self._kept = [entry for entry in self._kept if entry[0] != ticket]
 
     def wait(self, ticket: int, seconds: float) -> bool:
-        """Whether the ticket's call is done within so many seconds; raises its error."""
+        """True when the ticket's call is done within so many seconds; raises its error."""
         deadline = time.monotonic() + seconds
         while True:
+            # In slices, so that signal handlers get their turn.
             left = deadline - time.monotonic()
             status = self._library.comm_wait(self.handle, ticket, min(max(left, 0.0), _WAIT_SLICE_S))
             if status >= 0:
@@ -126,7 +128,7 @@ def _destroy(handle: int, owner: int) -> None:
 
 @dataclass(frozen=True)
 class HostMeeting:
-    """What the ranks of a group found out about each other.
+    """The result of a rendezvous.
 
     hosts   ranks of the group by host, in the order of each host's lowest rank; each host's in ascending order
     world   the ranks of this host; None where this rank is alone on it, and then of several hosts

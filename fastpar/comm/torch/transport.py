@@ -169,7 +169,7 @@ class TorchTransport:
         return InFlight(work, finish)
 
     def _exchange_is_better(self, x: Tensor) -> bool:
-        """Whether all_reduce on gloo exchanges whole tensors; a function of what is equal on all ranks only."""
+        """True where all_reduce on gloo exchanges whole tensors; a function of what is equal on all ranks only."""
         if x.dtype in (torch.bfloat16, torch.float16) and self._size <= _EXCHANGE_RANKS_16BIT:
             return True
         return x.dtype not in (*_RING_DTYPES, torch.bfloat16, torch.float16) or x.nbytes * self._size <= _EXCHANGE_BYTES

@@ -56,6 +56,7 @@ class StagedTransport:
         return self._transport.barrier()
 
     def _there(self, x: Tensor) -> Tensor:
+        # The copy is ordered by the current stream, as the collective is.
         return x.to(carrying_device(self._group))
 
     def _back(self, flight: InFlight, take: Callable[[Tensor], Tensor] = Tensor.cpu) -> InFlight:
@@ -104,5 +105,6 @@ class CheckedTransport:
         self._run(HeaderComparison(header))
 
     def _run(self, call: Collective) -> None:
+        # On this thread: the collective must not be launched before the ranks agree.
         hierarchy, deadline = self._hierarchy(), time.monotonic() + self._timeout
         hierarchy.sequencer.run(lambda: hierarchy.run(call, deadline))
