@@ -148,7 +148,7 @@ def one_has_nothing(way: str) -> None:
         result = call()
         assert result is None or result.numel() == 0
     assert comm.all_reduce_async(empty).wait().shape == (0, 3)
-    assert comm.in_halves.all_reduce(empty).wait().shape == (0, 3)
+    assert comm.collectives("split_phase").all_reduce(empty).wait().shape == (0, 3)
     with pytest.raises(CommMismatchError):
         comm.all_reduce(empty if comm.rank else torch.ones(4, 3))
     with pytest.raises(CommMismatchError):

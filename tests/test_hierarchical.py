@@ -345,8 +345,8 @@ def check_fall_back(place, broken, culprit):
 @pytest.mark.parametrize(
     ("place", "broken", "culprit", "words"),
     [
-        ("leaders.Leaders", no_network, 1, r"hosts cannot reach each other .*rank 1: no network today"),
-        ("local_world._connect", no_memory, 2, "rank 2 has no shared memory: no memory today"),
+        ("multi_host.leaders.Leaders", no_network, 1, r"hosts cannot reach each other .*rank 1: no network today"),
+        ("shared_memory.world._connect", no_memory, 2, "rank 2 has no shared memory: no memory today"),
     ],
 )
 def test_where_one_rank_cannot_all_fall_back_with_the_reason(place, broken, culprit, words):

@@ -285,7 +285,7 @@ def _gathers_in_flight() -> tuple[int, int]:
 
     group = Communicator(torch.distributed.group.WORLD)
     flights: list[Any] = []
-    launch = group.in_halves.all_gather
+    launch = group.collectives("split_phase").all_gather
 
     def launched(x: Tensor, **arguments: Any) -> Any:
         pending = launch(x, **arguments)
@@ -299,7 +299,7 @@ def _gathers_in_flight() -> tuple[int, int]:
         pending.wait = waited
         return pending
 
-    group.in_halves.all_gather = launched  # type: ignore[method-assign]
+    group.collectives("split_phase").all_gather = launched  # type: ignore[method-assign]
     products: list[bool] = []
 
     class Watch(TorchDispatchMode):

@@ -75,7 +75,7 @@ def check_reduce(transport, mode):
 
 
 @TRANSPORTS
-@pytest.mark.parametrize("mode", ["background", "halves", "blocking"])
+@pytest.mark.parametrize("mode", ["background", "split_phase", "blocking"])
 def test_reduced_gradients_are_the_rows_of_the_mean(transport, mode):
     run_ranks(3, check_reduce, transport, mode)
 
