@@ -21,11 +21,10 @@ from fastpar.comm.errors import NEW_GROUP, CommError
 from fastpar.comm.groups import ranks_of, store_of
 from fastpar.comm.multi_host.leaders import join_leaders
 from fastpar.comm.multi_host.protocol import Hierarchy
-from fastpar.comm.pending import StillInFlightError, Work
 from fastpar.comm.shared_memory.rendezvous import SEVERAL_HOSTS, ranks_on_host
 from fastpar.comm.shared_memory.world import HostMeeting, LocalWorld, connect
 from fastpar.comm.torch.transport import let_gloo_finish_at_exit
-from fastpar.comm.transport import InFlight
+from fastpar.comm.transport import InFlight, StillInFlightError, Work
 
 
 class _Queued:

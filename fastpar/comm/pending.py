@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,25 +14,11 @@ from fastpar.arguments import checked
 from fastpar.comm.errors import CommError, CommMismatchError, CommTimeoutError
 from fastpar.comm.observers import OpenSpans
 from fastpar.comm.ranges import annotate
+from fastpar.comm.transport import StillInFlightError, Work
 from fastpar.mesh.lifetime import mark_failed
 
 T = TypeVar("T")
 U = TypeVar("U")
-
-
-class StillInFlightError(RuntimeError):
-    """Raised by the work of a transport that is not done within the seconds it was given."""
-
-
-class Work(Protocol):
-    """An operation that a transport has in flight."""
-
-    def wait(self, seconds: float) -> None:
-        """Return when the operation is done (on CUDA: when the current stream is ordered after it); raise if it
-        failed or is late."""
-
-    def done(self) -> bool:
-        """True when it is done, without waiting."""
 
 
 class LaunchLog:

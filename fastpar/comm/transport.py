@@ -8,7 +8,20 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from fastpar.comm.pending import Work
+
+class StillInFlightError(RuntimeError):
+    """Raised by the work of a transport that is not done within the seconds it was given."""
+
+
+class Work(Protocol):
+    """An operation that a transport has in flight."""
+
+    def wait(self, seconds: float) -> None:
+        """Return when the operation is done (on CUDA: when the current stream is ordered after it); raise if it
+        failed or is late."""
+
+    def done(self) -> bool:
+        """True when it is done, without waiting."""
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,14 @@ from collections.abc import Callable
 from typing import Any
 
 from fastpar.comm.errors import CommError
-from fastpar.comm.pending import StillInFlightError
 from fastpar.comm.shared_memory.library import interrupted_by
+from fastpar.comm.transport import StillInFlightError
 
 _STOP_S = 2.0  # how long a process that ends waits for the call that is under way to notice
 
 
 class SequencedCall:
-    """The work of a launched call; see `fastpar.comm.pending.Work`."""
+    """The work of a launched call; see `fastpar.comm.transport.Work`."""
 
     def __init__(self, action: Callable[[], Any]) -> None:
         self._action: Callable[[], Any] | None = action

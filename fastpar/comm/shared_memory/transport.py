@@ -22,11 +22,10 @@ import torch
 from torch import Tensor
 
 from fastpar.comm.message_format import DTYPE_NUMBERS
-from fastpar.comm.pending import StillInFlightError
 from fastpar.comm.reduction import WIDE_OPS
 from fastpar.comm.shared_memory.library import size_array
 from fastpar.comm.shared_memory.world import LocalWorld
-from fastpar.comm.transport import InFlight
+from fastpar.comm.transport import InFlight, StillInFlightError
 
 # What csrc/comm knows dtypes by: torch's ScalarType, up to bfloat16.
 _DTYPES = {dtype: number for dtype, number in DTYPE_NUMBERS.items() if number <= DTYPE_NUMBERS[torch.bfloat16]}
