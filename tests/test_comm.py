@@ -5,6 +5,7 @@ Inputs are small integers, so that sums are exact in every dtype and compared fo
 
 from __future__ import annotations
 
+import inspect
 import json
 import time
 
@@ -613,3 +614,56 @@ def test_shard_arguments_are_checked():
         shard_sizes(1, 0)
     with pytest.raises(IndexError, match=r"rank must be in 0..1, got 2"):
         shard_range(4, 2, 2)
+
+
+# ---- one way to write a collective
+
+COLLECTIVES = ["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "reduce", "scatter", "gather"]
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_a_collective_and_its_twin_have_one_docstring_and_one_signature_but_for_the_pending(name):
+    waits, launches = getattr(Communicator, name), getattr(Communicator, f"{name}_async")
+    assert waits.__doc__ == launches.__doc__ != ""
+    mine, theirs = inspect.signature(waits), inspect.signature(launches)
+    assert mine.parameters == theirs.parameters
+    assert theirs.return_annotation == f"Pending[{mine.return_annotation}]"
+    assert (waits.__qualname__, launches.__qualname__) == (f"Communicator.{name}", f"Communicator.{name}_async")
+
+
+@pytest.mark.parametrize("mode", ["blocking", "background", "split_phase"])
+def test_every_mode_gives_pendings_of_new_tensors(mode):
+    x = torch.arange(6.0).view(3, 2)
+    found = Communicator(None).collectives(mode).all_reduce(x).wait()
+    assert torch.equal(found, x)
+    assert found.data_ptr() != x.data_ptr()
+
+
+def test_an_unknown_mode_is_refused_with_those_that_there_are():
+    with pytest.raises(ValueError, match="one of blocking, background, split_phase, got 'halves'"):
+        Communicator(None).collectives("halves")
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_one_rank_gets_a_new_tensor_without_history_from_every_collective(name):
+    x = torch.arange(6.0).view(3, 2).t().contiguous().requires_grad_()
+    for given in (x, x.t(), x.detach()):  # the fast path, and tensors that it does not take
+        found = getattr(Communicator(None), name)(given)
+        assert torch.equal(found, given)
+        assert found.is_contiguous()
+        assert not found.requires_grad
+        assert found.data_ptr() != given.data_ptr()
+
+
+def test_one_rank_refuses_what_several_refuse():
+    comm = Communicator(None)
+    with pytest.raises(ValueError, match="op must be one of"):
+        comm.all_reduce(torch.ones(2), "mean")
+    with pytest.raises(TypeError):
+        comm.all_reduce(torch.ones(2, dtype=torch.int64), "avg")
+    with pytest.raises(ValueError, match="src must be a rank"):
+        comm.broadcast(torch.ones(2), 1)
+    with pytest.raises(ValueError, match="scalar"):
+        comm.all_gather(torch.ones(()))
+    with pytest.raises(IndexError):
+        comm.reduce_scatter(torch.ones(2), dim=1)

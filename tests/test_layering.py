@@ -209,6 +209,42 @@ def test_python_imports_follow_the_layers() -> None:
     assert not found, "\n".join(found)
 
 
+def circular(modules: dict[str, str]) -> list[str]:
+    """The modules that import themselves by way of others, imports for type checkers included."""
+    found: dict[str, set[str]] = {}
+    for name, source in modules.items():
+        targets = {
+            f"{node.module}.{alias.name}" if f"{node.module}.{alias.name}" in modules else str(node.module)
+            for node in ast.walk(ast.parse(source))
+            if isinstance(node, ast.ImportFrom) and not node.level
+            for alias in node.names
+        }
+        found[name] = (targets & modules.keys()) - {name}
+
+    def reached(name: str) -> set[str]:
+        seen: set[str] = set()
+        waiting = list(found[name])
+        while waiting:
+            target = waiting.pop()
+            if target not in seen:
+                seen.add(target)
+                waiting += found[target]
+        return seen
+
+    return [name for name in modules if name in reached(name)]
+
+
+def test_files_of_comm_and_mesh_do_not_import_each_other_in_circles() -> None:
+    parts = ("fastpar.comm", "fastpar.mesh")
+    assert circular({name: source for name, source in python_modules() if name.startswith(parts)}) == []
+    assert circular(
+        {"a": "from b import x", "b": "if TYPE_CHECKING:\n    from a import y", "c": "from a import x"}
+    ) == [
+        "a",
+        "b",
+    ]
+
+
 def test_no_global_statements_and_no_modules_among_ops() -> None:
     found = [line for name, source in python_modules() for line in statement_violations(name, source)]
     assert not found, "\n".join(found)
