@@ -17,8 +17,9 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as torchs
 from torch import Tensor
 
-from fastpar.comm import CommTimeoutError, Communicator, shard_sizes, symmetric
+from fastpar.comm import CommTimeoutError, Communicator, shard_sizes
 from fastpar.comm.reduction import reduce_in_order
+from fastpar.comm.symmetric import buffer as symmetric
 from fastpar.comm.symmetric import collectives as module
 from fastpar.comm.symmetric.buffer import SymmetricBuffer, footprint, virtual_ranks
 from fastpar.comm.symmetric.collectives import SymmetricCollectives, signal_words, workspace_bytes

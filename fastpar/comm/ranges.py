@@ -36,7 +36,7 @@ _COMPILED = nullcontext()  # which Dynamo knows
 def annotate(name: str) -> AbstractContextManager[Any]:
     """A range of that name in the profile (`torch.profiler`, `emit_nvtx`) that is being taken, on this thread.
 
-    Without a profiler, and under torch.compile, which names its own kernels, it does nothing: 0.1 us.
+    Without a profiler, and under torch.compile, which names its own kernels, it does nothing and takes 0.15 us.
     """
     # First, as Dynamo folds it: else a graph would be guarded by whether somebody profiles, and be compiled twice.
     if torch.compiler.is_dynamo_compiling():
