@@ -66,17 +66,12 @@ def states() -> dict[str, Any]:
 
 LOGITS: Callable[[], dict[str, Any]] = lambda: {"logits": floats(3, 6)}  # noqa: E731
 LINEAR: Callable[[], dict[str, Any]] = lambda: {"x": floats(4, 3), "weight": floats(2, 3), "group": None}  # noqa: E731
-GRAD: Callable[[], dict[str, Any]] = lambda: {"grad": floats(4, 2), "group": None}  # noqa: E731
 
 GOOD: dict[str, Callable[[], dict[str, Any]]] = {
     "adamw_step": lambda: {**states(), "exp_avgs": [floats(3)], "exp_avg_sqs": [floats(3) ** 2], "step": 1, "lr": 0.1},
     "all_gather_linear": LINEAR,
-    "all_gather_linear_dgrad": lambda: {**GRAD(), "weight": floats(2, 3)},
-    "all_gather_linear_wgrad": lambda: {**GRAD(), "x": floats(4, 3)},
     "all_reduce_rms_norm": lambda: {"x": floats(2, 3), "weight": floats(3), "group": None},
     "copy_to_linear": LINEAR,
-    "copy_to_linear_dgrad": lambda: {**GRAD(), "weight": floats(2, 3)},
-    "copy_to_linear_wgrad": lambda: {**GRAD(), "x": floats(4, 3)},
     "dequantize_blocks": lambda: dict(
         zip(("codes", "scales"), ops.quantize_blocks(floats(3, 70), format="int8", block=64), strict=True), block=64
     ),
@@ -92,8 +87,6 @@ GOOD: dict[str, Callable[[], dict[str, Any]]] = {
         "splits": [0, 1, 4],
     },
     "linear_all_reduce": LINEAR,
-    "linear_all_reduce_dgrad": lambda: {**GRAD(), "weight": floats(2, 3)},
-    "linear_all_reduce_wgrad": lambda: {**GRAD(), "x": floats(4, 3)},
     "linear_cross_entropy": lambda: {"hidden": floats(3, 4), "weight": floats(6, 4), "target": ids(3)},
     "linear_cross_entropy_dgrad": lambda: {
         "hidden": floats(3, 4),
@@ -110,8 +103,6 @@ GOOD: dict[str, Callable[[], dict[str, Any]]] = {
         "grad_loss": floats(3),
     },
     "linear_reduce_scatter": LINEAR,
-    "linear_reduce_scatter_dgrad": lambda: {**GRAD(), "weight": floats(2, 3)},
-    "linear_reduce_scatter_wgrad": lambda: {**GRAD(), "x": floats(4, 3)},
     "lion_step": lambda: {**states(), "exp_avgs": [floats(3)], "lr": 0.1},
     "moe_capacity": lambda: {"indices": routing()[1], "weights": routing()[2], "num_experts": 3, "factor": 1.0},
     "moe_combine": lambda: dict(zip(("rows", "handle"), dispatched(), strict=True)),

@@ -348,27 +348,7 @@ def test_collectives_travel_during_the_products(
     assert run_ranks(2, _in_flight, kind, chunks, False) == [nothing] * 2
 
 
-# ---- gradients apart -------------------------------------------------------------------------------------------------
-
-
-def _check_apart(kind: str) -> bool:
-    group = world()
-    for problem in problems(kind, group.size)[1:6]:
-        x, weight, _, dout = shards(problem, group)
-        where = options(problem, group)
-        _, dx, dweight, dbias = expected(problem, group)
-        by_x = getattr(ops, f"{kind}_dgrad")(dout, weight, **where)
-        by_weight, by_bias = getattr(ops, f"{kind}_wgrad")(dout, x, **where)
-        assert_right([dout, by_x, by_weight, None if dbias is None else by_bias], [dout, dx, dweight, dbias], x.dtype)
-        assert by_weight.is_contiguous()
-        assert not by_x.requires_grad
-    return True
-
-
-@pytest.mark.parametrize("ranks", [1, 3])
-@pytest.mark.parametrize("kind", KINDS)
-def test_gradients_apart_match_the_unsharded_layer(kind: str, ranks: int) -> None:
-    assert all(run_ranks(ranks, _check_apart, kind))
+# ---- deferred gradients ----------------------------------------------------------------------------------------------
 
 
 def _check_deferred(kind: str) -> tuple[list[str], list[str]]:
@@ -548,8 +528,6 @@ X, W = torch.zeros(4, 6), torch.zeros(5, 6)
         (lambda: ops.linear_reduce_scatter(X, W, group=None, dim=1), ValueError, "other than its last"),
         (lambda: ops.all_gather_linear(X, W, group=None, sizes=[5]), ValueError, r"sizes\[0\] the 4 that x has"),
         (lambda: ops.linear_reduce_scatter(X, W, group=None, sizes=[2, 2]), ValueError, "1 numbers >= 0 that add up"),
-        (lambda: ops.linear_all_reduce_wgrad(X, W), ValueError, "grad and x must agree in all dims but the last"),
-        (lambda: ops.copy_to_linear_dgrad([X, X], [W], group=None), ValueError, "as many, got 2 and 1"),
     ],
 )
 def test_arguments_that_do_not_fit_are_clear_errors(call: Any, error: type[Exception], message: str) -> None:

@@ -181,8 +181,7 @@ def all_gather_linear(
         sizes: M_r of every rank, any of them 0; the default is as many as here on every rank.
         dim: the dim of x that is split. -1: by feature, over which the product sums. x is [.., M, K_r] then and every
             rank has all tokens, sizes are K_r, out is [.., M, N_r], and forward, dgrad and wgrad stand as above, with
-            the collectives along the features. In one piece, whatever `overlap` has measured; the gradients apart
-            (`all_gather_linear_dgrad`) are not offered for it, a wgrad_store is.
+            the collectives along the features. In one piece, whatever `overlap` has measured.
         transposed: weights are [K, N_r], as in GPT-2's Conv1D; their gradients are too.
         features: output features of all ranks and weights together, for a measured table; None: do not look there.
         wgrad_store: leave the gradients of weights and biases to this store (see `WeightGradStore`); by default that of
