@@ -311,10 +311,10 @@ class Flights:
         return Watch()
 
 
-def _in_flight(kind: str, chunks: int, enabled: bool) -> tuple[list[list[str]], list[list[str]]]:
+def _in_flight(kind: str, chunks: int, enabled: bool, rows: int = 128) -> tuple[list[list[str]], list[list[str]]]:
     group = world()
     flights = Flights(group)
-    x, weight, _, dout = shards(Problem(kind, (8, 6), 10), group)
+    x, weight, _, dout = shards(Problem(kind, (rows, 96), 80), group)
     with torch.autograd.set_multithreading_enabled(False), flights.products():
         out = getattr(ops, kind)(
             x.requires_grad_(), weight.requires_grad_(), group=group, overlap=Forced(enabled, count=chunks)
@@ -346,6 +346,12 @@ def test_collectives_travel_during_the_products(
     assert run_ranks(2, _in_flight, kind, chunks, True) == [(forward, backward)] * 2
     nothing = ([[] for _ in forward], [[] for _ in backward])
     assert run_ranks(2, _in_flight, kind, chunks, False) == [nothing] * 2
+
+
+@pytest.mark.parametrize("kind", ["all_gather_linear", "copy_to_linear"])
+def test_collectives_of_a_few_kilobytes_are_waited_for_at_once(kind: str) -> None:
+    found = run_ranks(2, _in_flight, kind, 1, True, 4)
+    assert found == [([[]], [[], []])] * 2
 
 
 # ---- deferred gradients ----------------------------------------------------------------------------------------------
@@ -461,25 +467,18 @@ def _check_registered_ops() -> bool:
         x, weight, bias, dout = shards(problem, group)
         columns = weight.t().contiguous().t()
         sizes = problem.sizes(group) if problem.splits_tokens else []
-        where = [kind_of(kind), group.group.group_name, 60.0, "auto", group.rank, 1, sizes, 2, True, 2]
+        where = [group.group.group_name, 60.0, "auto", group.rank, 1, sizes, 2, True, 2]
         keep = kind == "all_gather_linear"
         weights, biases, douts = [weight], [bias], [dout]
         if problem.is_column:
             weights, biases, douts = [weight, columns, weight], [bias, None, bias], [dout, dout, None]
-        flags = [True] * len(weights)
+        flags, nothing = [True] * (1 + 2 * len(weights)), [True] + [False] * (2 * len(weights))
         tests = ("test_schema", "test_faketensor")
-        forward, backward = (
-            getattr(torch.ops.fastpar, f"parallel_linear_{name}").default for name in ("forward", "backward")
-        )
+        forward, backward = (getattr(torch.ops.fastpar, name).default for name in (kind, f"{kind}_backward"))
         torch.library.opcheck(forward, (x, weights, biases, keep, *where), test_utils=tests)
-        torch.library.opcheck(backward, (x, weights, douts, True, flags, flags, *where), test_utils=tests)
-        nothing = [False] * len(weights)
-        torch.library.opcheck(backward, (None, weights, douts, True, nothing, nothing, *where), test_utils=tests)
+        torch.library.opcheck(backward, (x, weights, douts, flags, *where), test_utils=tests)
+        torch.library.opcheck(backward, (None, weights, douts, nothing, *where), test_utils=tests)
     return registered is not None
-
-
-def kind_of(name: str) -> str:
-    return {"copy_to_linear": "copy"}.get(name, name.removesuffix("_linear").removeprefix("linear_"))
 
 
 def test_registered_ops_pass_opcheck() -> None:

@@ -18,8 +18,8 @@ _LARGE_BYTES = 8 << 20  # kLargeBufferBytes of csrc/common/large_buffer.h, below
 
 def is_large(like: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None) -> bool:
     """Whether `new_buffer` takes its memory from the pool."""
-    itemsize = (like.dtype if dtype is None else dtype).itemsize
-    return like.device.type == "cpu" and math.prod(shape) * itemsize >= _LARGE_BYTES
+    itemsize = like.itemsize if dtype is None else dtype.itemsize
+    return math.prod(shape) * itemsize >= _LARGE_BYTES and like.is_cpu
 
 
 def new_buffer(like: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:

@@ -11,27 +11,38 @@ feature, `_s` by sequence.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from fastpar.arguments import check_counts, checked
-from fastpar.comm import gather_from, scatter_to, shard_sizes
+from fastpar.comm import gather_from, scatter_to, shard_sizes, Communicator
 from fastpar.comm.shards import check_is_tensor
 from fastpar.ops.parallel_linear.api import (
     all_gather_linear,
     copy_to_linear,
     linear_all_reduce,
     linear_reduce_scatter,
+    LayerCalls,
+    LinearSizes,
+)
+from fastpar.ops.parallel_linear.autograd import (
+    ALL_GATHER_LINEAR,
+    COPY_TO_LINEAR,
+    LINEAR_ALL_REDUCE,
+    LINEAR_REDUCE_SCATTER,
+    apply,
 )
 from fastpar.ops.parallel_linear.overlap import Overlap
+from fastpar.ops.parallel_linear.types import LinearSpec
 from fastpar.tensor.binding import GroupLike, bind, blank
 from fastpar.tensor.own_forward import check_parameters, conv1d_class, refuse_own_forward
 from fastpar.tensor.parameter import MakeParameter, ParallelModule, ParameterLayout, RowMap, install_state_dict_hooks
 from fastpar.tensor.sequence import SequenceRegion, splitting
-from fastpar.tensor.shared_input import SharedInput
+from fastpar.tensor.shared_input import SharedInput, takes_shortcut
 
 
 def _split_rows(rows: RowMap | None, sections: Sequence[int] | None, features: int, parts: int, what: str) -> RowMap:
@@ -47,7 +58,37 @@ def _split_rows(rows: RowMap | None, sections: Sequence[int] | None, features: i
     return rows
 
 
-class ColumnParallelLinear(ParallelModule):
+class _ShardedLinear(ParallelModule):
+    """The short way of both layers, for tensors that need no checks: no views, no nodes, no calls but the linear's."""
+
+    comm: Communicator
+    overlap: Overlap
+    sequence: SequenceRegion | None
+    transposed: bool
+
+    def _prepare(self, whole: LinearSpec, split: LinearSpec, sizes: LinearSizes) -> None:
+        """Which linear it is where the sequence is whole, and where it is split. The parameters are there."""
+        calls = (LayerCalls(spec, self.comm, self.overlap, sizes) for spec in (whole, split))
+        self._whole_calls, self._split_calls = calls
+        layouts = self._layouts.values()
+        self._takes_shards = (
+            self.comm.size > 1 and not self.transposed and not any(layout.picks_rows for layout in layouts)
+        )
+
+    def sharded_operands(self) -> tuple[Any, Any] | None:
+        """Weight and bias as the DTensors that they are, for `apply(sharded=True)`; None: unwrap them (`_local`)."""
+        weight, bias = self._parameters["weight"], self._parameters["bias"]
+        if not self._takes_shards or type(weight) is not DTensor or len(weight._spec.placements) > 1:
+            return None
+        return (weight, bias) if bias is None or bias.dtype is weight.dtype else None
+
+    def _apply_call(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        region = splitting(self.sequence)
+        call = self._whole_calls.of(x) if region is None else self._split_calls.of(x, region.dim, region.sizes)
+        return apply(call, x, (weight,), (bias,), sharded=True)[0]
+
+
+class ColumnParallelLinear(_ShardedLinear):
     """A linear layer whose output features are split over a group.
 
         x       [..., K]     the same on every rank, or [B, S_s, K] with `sequence`
@@ -144,6 +185,7 @@ class ColumnParallelLinear(ParallelModule):
         )
         bias_layout = ParameterLayout(self.comm, mesh, torch.Size([self.out_features]), 0, self.rows)
         self._add_parameter("bias", bias, bias_layout, parameters)
+        self._prepare(COPY_TO_LINEAR, ALL_GATHER_LINEAR, LinearSizes(self.in_features, self.out_features))
         self._state_handles = install_state_dict_hooks(self)
 
     @property
@@ -174,6 +216,11 @@ class ColumnParallelLinear(ParallelModule):
         prepared = None if self.shared_input is None else self.shared_input.take(self, x)
         if prepared is not None:
             return prepared
+        sharded = None if self.input_prepared else self.sharded_operands()
+        if sharded is not None and takes_shortcut(x, sharded[0], self.in_features):
+            if splitting(self.sequence) is not None:
+                cast(SequenceRegion, self.sequence).check_shard(x)
+            return self._apply_call(x, *sharded)
         weight, bias = self._local("weight"), self._local("bias")
         assert weight is not None
         options: dict[str, Any] = {"group": self.comm, "overlap": self.overlap, "features": self.out_features}
@@ -193,7 +240,7 @@ class ColumnParallelLinear(ParallelModule):
         )
 
 
-class RowParallelLinear(ParallelModule):
+class RowParallelLinear(_ShardedLinear):
     """A linear layer whose input features are split over a group.
 
         x_k     [..., K_k]   this rank's features, as a ColumnParallelLinear leaves them
@@ -271,11 +318,9 @@ class RowParallelLinear(ParallelModule):
         self._add_parameter("weight", weight, ParameterLayout(self.comm, mesh, weight.shape, dim, rows), parameters)
         bias_layout = ParameterLayout(self.comm, mesh, torch.Size([self.out_features]))
         self._add_parameter("bias", bias, bias_layout, parameters)
+        self._prepare(LINEAR_ALL_REDUCE, LINEAR_REDUCE_SCATTER, LinearSizes(self.out_features, self.in_features))
+        self.local_in_features = shard_sizes(self.in_features, self.comm.size)[self.comm.rank]
         self._state_handles = install_state_dict_hooks(self)
-
-    @property
-    def local_in_features(self) -> int:
-        return shard_sizes(self.in_features, self.comm.size)[self.comm.rank]
 
     sums_input_gradient = False
 
@@ -295,6 +340,11 @@ class RowParallelLinear(ParallelModule):
             raise ValueError("x must have at least one dim, got a scalar tensor")
         if not self.input_is_parallel:
             x = scatter_to(x, self.comm, dim=-1, sizes=shard_sizes(self.in_features, self.comm.size))
+        sharded = self.sharded_operands()
+        if sharded is not None and takes_shortcut(x, sharded[0], self.local_in_features):
+            if splitting(self.sequence) is not None:
+                cast(SequenceRegion, self.sequence).check_whole(x)
+            return self._apply_call(x, *sharded)
         if x.size(-1) != self.local_in_features:
             raise ValueError(
                 f"x has {x.size(-1)} features; rank {self.comm.rank} of {self.comm.size} holds "

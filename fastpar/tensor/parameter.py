@@ -254,7 +254,7 @@ class _Unwrap(torch.autograd.Function):
         ctx.spec = param._spec if isinstance(param, DTensor) else None
         # What was prepared for a block and never used has no gradient; a sum over the group needs one on every rank.
         ctx.set_materialize_grads(reduce)
-        local = local_tensor(param)
+        local: Tensor = cast(Any, param)._local_tensor if ctx.spec is not None else param
         return local.view_as(local)  # a new tensor object: autograd must not write its history into the parameter's
 
     @staticmethod
@@ -267,7 +267,8 @@ class _Unwrap(torch.autograd.Function):
         if ctx.spec is None or torch.is_grad_enabled() or torch.compiler.is_compiling():
             return ctx.layout.as_dtensor(grad), None, None
         # As FSDP2 makes its gradients: `from_local` is a node of autograd itself, and takes as long as a small product.
-        return DTensor(grad, ctx.spec, requires_grad=False), None, None
+        # Without its __init__, which does nothing, behind a guard against Dynamo that takes a microsecond.
+        return DTensor.__new__(DTensor, grad, ctx.spec, requires_grad=False), None, None
 
 
 def unwrap(param: Tensor, layout: ParameterLayout, *, sum_grad: bool = False) -> Tensor:

@@ -14,6 +14,7 @@ Note: uneven sequences
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -61,8 +62,9 @@ class SequenceRegion:
         return self._total
 
     @property
-    def sizes(self) -> list[int]:
-        return shard_sizes(self.total, self.comm.size)
+    def sizes(self) -> tuple[int, ...]:
+        """Tokens of every rank."""
+        return _sizes(self.total, self.comm.size)
 
     @property
     def offset(self) -> int:
@@ -136,6 +138,12 @@ class SequenceRegion:
                 f"{self.total} in the sequence-parallel region is {expected}. Was the input already gathered, or the "
                 "sequence cut inside the region?"
             )
+
+
+@functools.lru_cache(maxsize=64)
+def _sizes(total: int, parts: int) -> tuple[int, ...]:
+    # Asked for several times a layer, and always of the few lengths that a model runs on.
+    return tuple(shard_sizes(total, parts))
 
 
 def splitting(region: SequenceRegion | None) -> SequenceRegion | None:

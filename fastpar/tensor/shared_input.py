@@ -14,18 +14,31 @@ that `enter` returns is differentiable itself, and anything may be computed from
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from fastpar.comm import Communicator, copy_to
 from fastpar.contracts.linear import autocast_dtype
-from fastpar.ops.parallel_linear.api import copy_to_linear, gathered_and_linear
+from fastpar.ops.parallel_linear.api import copy_to_linear, gathered_and_linear, LayerCalls, LinearSizes, is_plain
+from fastpar.ops.parallel_linear.autograd import ALL_GATHER_LINEAR, COPY_TO_LINEAR, apply
 from fastpar.ops.parallel_linear.overlap import Overlap
+from fastpar.ops.weight_grad_store.store import current_store
 from fastpar.tensor.sequence import SequenceRegion, splitting
 
-if TYPE_CHECKING:
-    from fastpar.tensor.linear import ColumnParallelLinear
+
+class InputLayer(Protocol):
+    """What a `ColumnParallelLinear` is to its block."""
+
+    in_features: int
+    out_features: int
+    transposed: bool
+    shared_input: Any
+
+    def _local(self, name: str) -> Tensor | None: ...
+
+    def sharded_operands(self) -> tuple[Any, Any] | None: ...
 
 
 class SharedInput:
@@ -39,7 +52,7 @@ class SharedInput:
     def __init__(
         self,
         comm: Communicator,
-        layers: Sequence[ColumnParallelLinear],
+        layers: Sequence[InputLayer],
         *,
         sequence: SequenceRegion | None = None,
         overlap: bool | Overlap = True,
@@ -47,23 +60,55 @@ class SharedInput:
         self.comm, self.layers, self.sequence, self.overlap = comm, list(layers), sequence, Overlap.of(overlap)
         self._input: Tensor | None = None
         self._outputs: dict[int, Tensor] = {}
+        widths = {layer.in_features for layer in self.layers}
+        self._width = widths.pop() if len(widths) == 1 else None  # of all layers, where it is the same
+        sizes = LinearSizes(self._width or 0, sum(layer.out_features for layer in self.layers))
+        calls = (LayerCalls(spec, comm, self.overlap, sizes) for spec in (COPY_TO_LINEAR, ALL_GATHER_LINEAR))
+        self._whole_calls, self._split_calls = calls
         for layer in self.layers:
             layer.shared_input = self
 
     def enter(self, x: Tensor) -> Tensor:
         """Gather (or copy) x and compute what the layers make of it. Returns the whole x."""
-        layers = [layer for layer in self.layers if layer.in_features == x.size(-1)]
-        if splitting(self.sequence) is None:
-            whole, outs = copy_to(x, self.comm), self._copied(x, layers)
-        elif self.sequence is not None and (not layers or autocast_dtype(x) not in (None, x.dtype)):
-            whole, outs = self.sequence.gather(x), ()  # autocast would round what the block's other modules see
+        weights, biases = self._sharded(x)
+        layers: Sequence[InputLayer] = self.layers
+        region = splitting(self.sequence)
+        if weights:
+            if region is not None:
+                region.check_shard(x)
+            call = self._whole_calls.of(x) if region is None else self._split_calls.of(x, region.dim, region.sizes)
+            *outs, whole = apply(call, x, weights, biases, keep=True, sharded=True)
         else:
-            whole, outs = self._gathered(x, layers)
+            layers = [layer for layer in layers if layer.in_features == x.size(-1)]
+            whole, outs = self._checked(x, layers, region)
         self._input = whole
         self._outputs = {id(layer): out for layer, out in zip(layers, outs, strict=False)}
         return whole
 
-    def take(self, layer: ColumnParallelLinear, x: Tensor) -> Tensor | None:
+    def _sharded(self, x: Tensor) -> tuple[list[Tensor], list[Tensor | None]]:
+        """Weights and biases of all layers as DTensors; none where one of them has to be unwrapped, or x checked."""
+        weights: list[Tensor] = []
+        biases: list[Tensor | None] = []
+        for layer in self.layers if self._width is not None else ():
+            operands = layer.sharded_operands()
+            if operands is None or operands[0].dtype is not x.dtype:
+                return [], []
+            weights.append(operands[0])
+            biases.append(operands[1])
+        return (weights, biases) if weights and takes_shortcut(x, weights[0], self._width) else ([], [])
+
+    def _checked(
+        self, x: Tensor, layers: Sequence[InputLayer], region: SequenceRegion | None
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The whole x and the outputs of `layers`, by the public ops."""
+        if region is None:
+            return copy_to(x, self.comm), list(self._copied(x, layers))
+        if not layers or autocast_dtype(x) not in (None, x.dtype):
+            return region.gather(x), []  # autocast would round what the block's other modules see
+        whole, outs = self._gathered(x, layers, region)
+        return whole, list(outs)
+
+    def take(self, layer: InputLayer, x: Tensor) -> Tensor | None:
         """The output of `layer` for x, once, if x is what `enter` returned."""
         return self._outputs.pop(id(layer), None) if x is self._input else None
 
@@ -71,29 +116,30 @@ class SharedInput:
         """Forget what was not taken."""
         self._input, self._outputs = None, {}
 
-    def _copied(self, x: Tensor, layers: Sequence[ColumnParallelLinear]) -> tuple[Tensor, ...]:
+    def _copied(self, x: Tensor, layers: Sequence[InputLayer]) -> tuple[Tensor, ...]:
         if not layers:
             return ()
         weights, biases, features = _parameters(layers)
         return copy_to_linear(x, weights, biases, group=self.comm, overlap=self.overlap, features=features)
 
-    def _gathered(self, x: Tensor, layers: Sequence[ColumnParallelLinear]) -> tuple[Tensor, tuple[Tensor, ...]]:
-        assert self.sequence is not None
-        self.sequence.check_shard(x)
+    def _gathered(
+        self, x: Tensor, layers: Sequence[InputLayer], region: SequenceRegion
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        region.check_shard(x)
         weights, biases, features = _parameters(layers)
-        return gathered_and_linear(
-            x,
-            weights,
-            biases,
-            group=self.comm,
-            dim=self.sequence.dim,
-            sizes=self.sequence.sizes,
-            overlap=self.overlap,
-            features=features,
-        )
+        options: dict[str, Any] = {"group": self.comm, "overlap": self.overlap, "features": features}
+        return gathered_and_linear(x, weights, biases, dim=region.dim, sizes=region.sizes, **options)
 
 
-def _parameters(layers: Sequence[ColumnParallelLinear]) -> tuple[list[Tensor], list[Tensor | None], int]:
+def takes_shortcut(x: Tensor, weight: Any, width: int | None) -> bool:
+    """Whether a linear may take x [..., width] unchecked and the DTensors of its layer as they are.
+
+    Not under torch.compile, nor where weight gradients are deferred, which goes by the unwrapped weight.
+    """
+    return current_store() is None and not torch.compiler.is_compiling() and is_plain(x, weight._local_tensor, width)
+
+
+def _parameters(layers: Sequence[InputLayer]) -> tuple[list[Tensor], list[Tensor | None], int]:
     """Weights as [N, K], biases, and the output features of all ranks together."""
     weights = []
     for layer in layers:

@@ -35,28 +35,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import torch
 from torch import Tensor
 
 from fastpar.arguments import checked
-from fastpar.contracts import communicator
-from fastpar.contracts import linear as reference
+from fastpar.contracts import communicator, linear as reference
 from fastpar.contracts.linear import Weights
-from fastpar.ops.parallel_linear import autograd as passes
-from fastpar.ops.parallel_linear.autograd import ALL_GATHER, ALL_REDUCE, COPY, REDUCE_SCATTER, Call
-from fastpar.ops.parallel_linear.gemms import Rows
+from fastpar.ops.parallel_linear.autograd import (
+    ALL_GATHER_LINEAR,
+    COPY_TO_LINEAR,
+    LINEAR_ALL_REDUCE,
+    LINEAR_REDUCE_SCATTER,
+    apply,
+)
 from fastpar.ops.parallel_linear.overlap import Overlap
+from fastpar.ops.parallel_linear.types import LinearCall, LinearSpec, Rows
 from fastpar.ops.weight_grad_store.store import WeightGradStore
 
 if TYPE_CHECKING:
     from fastpar.comm import Communicator, GroupLike
-
-# The product with a collective in forward and in backward of each kind, by the name under which it is measured.
-_FORWARD = {ALL_GATHER: "all_gather_linear", REDUCE_SCATTER: "linear_reduce_scatter", ALL_REDUCE: "linear_all_reduce"}
-_BACKWARD = {ALL_GATHER: "linear_reduce_scatter", REDUCE_SCATTER: "all_gather_linear", COPY: "linear_all_reduce"}
-
 
 # ---- arguments -------------------------------------------------------------------------------------------------------
 
@@ -71,39 +70,88 @@ def _autocast(x: Tensor, given: Weights) -> tuple[Tensor, Weights]:
     return x.to(dtype), Weights(weights, biases, given.several)
 
 
+class LinearSizes(NamedTuple):
+    """The sizes of a linear by which its chunks are chosen; the same on all ranks.
+
+    width     the features that travel: of x for the column-parallel ones, of the output for the others
+    features  the other features of all ranks together; None: do not look for measurements
+    """
+
+    width: int
+    features: int | None
+
+
 def make_call(
-    kind: str,
+    spec: LinearSpec,
     x: Tensor,
     comm: Communicator,
-    dim: int,
-    sizes: Sequence[int],
-    width: int,
-    features: int | None,
     overlap: bool | Overlap,
-) -> Call:
-    """The call with its chunks chosen. `x` gives device and dtype, and with `sizes` the number of tokens of all."""
+    sizes: LinearSizes,
+    dim: int = 0,
+    tokens: Sequence[int] = (),
+) -> LinearCall:
+    """The call with its chunks chosen. `x` gives device and dtype, and with `tokens` (of each rank, along `dim`) the
+    number of tokens of all."""
     overlap = Overlap.of(overlap)
     rows = math.prod(x.shape[:-1])
-    if sizes:
-        rows = math.prod(x.shape[:dim]) * sum(sizes) * math.prod(x.shape[dim + 1 : -1])
+    if tokens:
+        rows = math.prod(x.shape[:dim]) * sum(tokens) * math.prod(x.shape[dim + 1 : -1])
 
-    def chunks(products: dict[str, str]) -> int:
-        name = products.get(kind)
-        return 1 if name is None else overlap.chunks(name, comm, x, rows, width, features)
+    in_forward, in_backward = (
+        overlap.chunks(product, comm, x, rows, *sizes) if product else 1
+        for product in (spec.forward_product, spec.backward_product)
+    )
+    forward = Rows(dim, tuple(tokens), in_forward, overlap.enabled)
+    return LinearCall(spec, comm, forward, forward._replace(chunks=in_backward))
 
-    where = Rows(dim, tuple(sizes), chunks(_FORWARD), overlap.enabled)
-    return Call(kind, comm, where, chunks(_BACKWARD))
+
+class LayerCalls:
+    """The calls of one layer: made for the first tensor of a shape, kept for those that follow it."""
+
+    def __init__(self, spec: LinearSpec, comm: Communicator, overlap: Overlap, sizes: LinearSizes) -> None:
+        self._spec, self._comm, self._overlap, self._sizes = spec, comm, overlap, sizes
+        self._key: Any = None
+        self._call: LinearCall
+
+    def of(self, x: Tensor, dim: int = 0, tokens: tuple[int, ...] = ()) -> LinearCall:
+        """The call for an x that needs no checks."""
+        key = x.shape, x.dtype, dim, tokens
+        if key != self._key:
+            dim = dim + x.dim() if dim < 0 else dim
+            self._call = make_call(self._spec, x, self._comm, self._overlap, self._sizes, dim, tokens)
+            self._key = key
+        return self._call
+
+
+_COMPUTED = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
+
+
+def is_plain(x: Tensor, weight: Tensor, width: int | None) -> bool:
+    """Whether x [..., width] needs no check against a weight of an ordinary layer, nor a conversion by autocast."""
+    return (
+        type(x) is Tensor
+        and x.dtype is weight.dtype
+        and x.dtype in _COMPUTED
+        and x.layout is torch.strided
+        and x.dim() > 1
+        and x.shape[-1] == width
+        and ((x.is_cpu and weight.is_cpu) or x.device == weight.device)
+        and not torch._C._is_any_autocast_enabled()
+        and not torch._C._functorch.is_functorch_wrapped_tensor(x)
+    )
 
 
 def _local(x: Tensor, given: Weights, store: WeightGradStore | None) -> tuple[Tensor, ...]:
-    """Without a group. A call on one rank gives the same results, and puts off the same gradients."""
+    """Without a group. A call on one rank gives the same results, and defers the same gradients."""
     if store is None:
         pairs = zip(given.weights, given.biases, strict=True)
         return tuple(torch.nn.functional.linear(x, weight, bias) for weight, bias in pairs)
     from fastpar.comm import Communicator
 
-    call = Call(COPY, Communicator(None), Rows(0, (), 1, False), 1)
-    return passes.apply(call, x, given.weights, given.biases, store=store)[0]
+    rows = Rows(0, (), 1, False)
+    return apply(
+        LinearCall(COPY_TO_LINEAR, Communicator(None), rows, rows), x, given.weights, given.biases, store=store
+    )
 
 
 def _check_store(store: WeightGradStore | None) -> None:
@@ -205,9 +253,8 @@ def all_gather_linear(
     sizes = reference.gathered_sizes(x, dim, sizes, comm)
     if comm is None:
         return _unpacked(_local(x, given, wgrad_store), given)
-    call = make_call(ALL_GATHER, x, comm, dim, sizes, x.shape[-1], features, overlap)
-    outs, _ = passes.apply(call, x, given.weights, given.biases, store=wgrad_store)
-    return _unpacked(outs, given)
+    call = make_call(ALL_GATHER_LINEAR, x, comm, overlap, LinearSizes(x.shape[-1], features), dim, sizes)
+    return _unpacked(apply(call, x, given.weights, given.biases, store=wgrad_store), given)
 
 
 def _gathered_along_contraction(
@@ -224,8 +271,8 @@ def _gathered_along_contraction(
     x, given = _checked(x, given, width=sum(sizes))
     if comm is None:
         return _local(x, given, store)
-    call = Call(ALL_GATHER, comm, Rows(dim, tuple(sizes), 1, Overlap.of(overlap).enabled), 1)
-    return passes.apply(call, x, given.weights, given.biases, store=store)[0]
+    rows = Rows(dim, tuple(sizes), 1, Overlap.of(overlap).enabled)
+    return apply(LinearCall(ALL_GATHER_LINEAR, comm, rows, rows), x, given.weights, given.biases, store=store)
 
 
 def gathered_and_linear(
@@ -249,10 +296,9 @@ def gathered_and_linear(
     sizes = reference.gathered_sizes(x, dim, sizes, comm)
     if comm is None:
         return x, _local(x, given, None)
-    call = make_call(ALL_GATHER, x, comm, dim, sizes, x.shape[-1], features, overlap)
-    outs, gathered = passes.apply(call, x, given.weights, given.biases, keep=True)
-    assert gathered is not None
-    return gathered, outs
+    call = make_call(ALL_GATHER_LINEAR, x, comm, overlap, LinearSizes(x.shape[-1], features), dim, sizes)
+    *outs, gathered = apply(call, x, given.weights, given.biases, keep=True)
+    return gathered, tuple(outs)
 
 
 @overload
@@ -313,9 +359,8 @@ def copy_to_linear(
     x, given = _checked(x, given)
     if comm is None:
         return _unpacked(_local(x, given, wgrad_store), given)
-    call = make_call(COPY, x, comm, 0, (), x.shape[-1], features, overlap)
-    outs, _ = passes.apply(call, x, given.weights, given.biases, store=wgrad_store)
-    return _unpacked(outs, given)
+    call = make_call(COPY_TO_LINEAR, x, comm, overlap, LinearSizes(x.shape[-1], features))
+    return _unpacked(apply(call, x, given.weights, given.biases, store=wgrad_store), given)
 
 
 @checked(meta=True)
@@ -358,8 +403,9 @@ def linear_reduce_scatter(
     sizes = reference.scattered_sizes(x.shape[dim], sizes, comm)
     if comm is None:
         return _local(x, given, wgrad_store)[0]
-    call = make_call(REDUCE_SCATTER, x, comm, dim, sizes, given.weights[0].shape[0], features, overlap)
-    return passes.apply(call, x, given.weights, given.biases, store=wgrad_store)[0][0]
+    width = given.weights[0].shape[0]
+    call = make_call(LINEAR_REDUCE_SCATTER, x, comm, overlap, LinearSizes(width, features), dim, sizes)
+    return apply(call, x, given.weights, given.biases, store=wgrad_store)[0]
 
 
 @checked(meta=True)
@@ -396,8 +442,8 @@ def linear_all_reduce(
     x, given = _checked(x, given)
     if comm is None:
         return _local(x, given, wgrad_store)[0]
-    call = make_call(ALL_REDUCE, x, comm, 0, (), given.weights[0].shape[0], features, overlap)
-    return passes.apply(call, x, given.weights, given.biases, store=wgrad_store)[0][0]
+    call = make_call(LINEAR_ALL_REDUCE, x, comm, overlap, LinearSizes(given.weights[0].shape[0], features))
+    return apply(call, x, given.weights, given.biases, store=wgrad_store)[0]
 
 
 def _checked(x: Tensor, given: Weights, width: int | None = None) -> tuple[Tensor, Weights]:

@@ -1,326 +1,408 @@
-"""Linear layers split over a group: forward, dgrad and wgrad of the four kinds, and their autograd.
+"""The autograd functions of the parallel linears: forward, dgrad and wgrad of each on one screen.
 
-The kinds, their algebra and their collectives are described at the public functions, in api.py.
+Tensors are suffixed by how they are sharded over the R ranks: `_m` by token, `_n` by output feature, `_k` by input
+feature; without a suffix they are whole. What the public functions promise is said in api.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from fastpar.comm import (
-    Communicator,
-    copy_to,
-    gather_from,
-    gather_sequence,
-    reduce_from,
-    reduce_scatter_sequence,
-)
+from fastpar.comm import copy_to, gather_from, gather_sequence, reduce_from, reduce_scatter_sequence
 from fastpar.comm.recompute_cache import kept
+from fastpar.ops.parallel_linear import torch_ops
 from fastpar.ops.parallel_linear.gemms import (
-    Rows,
+    all_gather_matmul,
     as_matrix,
-    gathered_product,
     launch,
-    product,
-    product_all_reduced,
-    product_reduce_scattered,
+    linear,
+    matmul,
+    matmul_all_reduce,
+    matmul_reduce_scatter,
 )
-from fastpar.ops.weight_grad_store.store import WeightGradStore, current_store
+from fastpar.ops.parallel_linear.types import DeferredGrads, LinearCall, LinearSpec
+from fastpar.ops.weight_grad_store.store import WeightGradStore, current_store, without_autocast
 
-ALL_GATHER, COPY, REDUCE_SCATTER, ALL_REDUCE = "all_gather", "copy", "reduce_scatter", "all_reduce"
+T = TypeVar("T")
+Grads = list[Tensor | None]  # of x, of each weight, of each bias; None: not asked for
+Needs = Sequence[bool]  # which of these are asked for, in the same order
 
 
-class Call(NamedTuple):
-    """A checked call, apart from its tensors.
+class ParallelLinear(torch.autograd.Function):
+    """What the four have in common: what is saved, what is deferred, DTensor parameters, recomputation.
 
-    kind             where the collective is: before the product (all_gather), after it (reduce_scatter, all_reduce), or
-                     in backward only (copy)
-    comm             of at least two ranks
-    rows             of forward
-    backward_chunks  the chunks of the product with a collective in backward
+    A subclass computes on local tensors:
+
+        compute         outputs by weight, and the gathered x where it is asked for
+        gradients       of x, the weights and the biases, as far as `needs` asks for them. At least one of `grads` is
+                        not None, and x is there if a weight needs a gradient
+        differentiable  the same values from operations that autograd knows, for second derivatives
     """
 
-    kind: str
-    comm: Communicator
-    rows: Rows
-    backward_chunks: int
+    @staticmethod
+    def forward(
+        ctx: Any,
+        call: LinearCall,
+        keep: bool,
+        sharded: bool,
+        deferred: DeferredGrads | None,
+        x: Tensor,
+        *parameters: Any,
+    ) -> tuple[Tensor, ...]:
+        """`parameters` are the weights, the biases and, where they are deferred, the anchor."""
+        ctx.set_materialize_grads(False)
+        count = len(parameters) // 2
+        needs = ctx.needs_input_grad[4:]
+        ctx.call, ctx.deferred, ctx.sharded = call, deferred, parameters if sharded else ()
+        # The shards of DTensors are taken here: a node of its own for each would cost as much as a small GEMM.
+        local: Any = [None if p is None else p._local_tensor for p in parameters] if sharded else parameters
+        weights, biases = local[:count], local[count : 2 * count]
+        keeps_x = any(needs[1 : 1 + count] if deferred is None else (w.requires_grad for w in deferred.weights))
+        # The same tensors with and without a store, since a recomputation may run without it.
+        ctx.save_for_backward(x if keeps_x else None, *weights)
+        outs, whole = _run(call, x, weights, biases, keep)
+        if not keep:
+            return tuple(outs)
+        whole = x.view_as(x) if whole is None else whole
+        if not needs[0]:
+            ctx.mark_non_differentiable(whole)
+        return (*outs, whole)
 
-    @property
-    def backward_rows(self) -> Rows:
-        return self.rows._replace(chunks=self.backward_chunks)
-
-
-class Wants(NamedTuple):
-    """Which gradients are asked for: of x, of each weight, of each bias."""
-
-    x: bool
-    weights: tuple[bool, ...]
-    biases: tuple[bool, ...]
-
-
-class Grads(NamedTuple):
-    """Gradients; None: not asked for."""
-
-    x: Tensor | None
-    weights: tuple[Tensor | None, ...]
-    biases: tuple[Tensor | None, ...]
-
-
-# ---- the passes ------------------------------------------------------------------------------------------------------
-
-
-def forward(
-    call: Call, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], *, keep: bool
-) -> tuple[list[Tensor], Tensor | None]:
-    """The outputs by weight, and with `keep` what was gathered."""
-    matrices = [weight.t() for weight in weights]
-    if call.kind == ALL_GATHER:
-        return gathered_product(x, matrices, biases, call.comm, call.rows, keep=keep)
-    if call.kind == COPY:
-        return [product([x], [b], bias) for b, bias in zip(matrices, biases, strict=True)], None
-    summed = product_reduce_scattered if call.kind == REDUCE_SCATTER else product_all_reduced
-    out = summed([x], matrices, call.comm, call.rows, busy=False)()
-    (bias,) = biases
-    return [out if bias is None else out.add_(bias)], None
-
-
-def backward(
-    call: Call, x: Tensor | None, weights: Sequence[Tensor], grads: Sequence[Tensor | None], wants: Wants
-) -> Grads:
-    """The gradients; `x` is needed for those of the weights only. At least one of `grads` is not None."""
-    if call.kind in (ALL_GATHER, COPY):
-        return _column_backward(call, x, weights, grads, wants)
-    return _row_backward(call, x, weights[0], grads[0], wants)
-
-
-def _column_backward(
-    call: Call, x: Tensor | None, weights: Sequence[Tensor], grads: Sequence[Tensor | None], wants: Wants
-) -> Grads:
-    """The gather of x travels during the product for dx, and the sum of dx during those for the weights."""
-    comm, rows, wants_weights = call.comm, call.backward_rows, any(wants.weights)
-    gathered, summed = None, None
-    if wants_weights and call.kind == ALL_GATHER:
-        assert x is not None
-        concurrent = rows.concurrent and wants.x
-        gathered = launch(comm, "all_gather", x, concurrent=concurrent, dim=rows.dim, sizes=rows.sizes)
-    if wants.x:
-        given = [(grad, weight) for grad, weight in zip(grads, weights, strict=True) if grad is not None]
-        sum_over_ranks = product_reduce_scattered if call.kind == ALL_GATHER else product_all_reduced
-        operands = [grad for grad, _ in given], [weight for _, weight in given]
-        summed = sum_over_ranks(*operands, comm, rows, busy=wants_weights)
-    by_parameters = _parameter_grads(x if gathered is None else gathered(), weights, grads, wants)
-    return Grads(None if summed is None else summed(), *by_parameters)
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        call, (x, *weights) = ctx.call, ctx.saved_tensors
+        count, needs = len(weights), ctx.needs_input_grad[4:]
+        whole_grad, grads = (grads[count] if len(grads) > count else None), grads[:count]
+        found: Grads = [None] * (1 + 2 * count)
+        if grads[0] is not None or any(grad is not None for grad in grads):
+            if torch.compiler.is_compiling():
+                found = torch_ops.run_backward(call, x, weights, grads, needs)
+            elif torch.is_grad_enabled():  # create_graph=True
+                weights = [p.to_local() for p in ctx.sharded[:count]] if ctx.sharded else weights
+                found = call.spec.function.differentiable(call, x, weights, grads, needs)
+            else:
+                found = _in_chosen_dtypes(call.spec.function.gradients, call, x, weights, grads, needs)
+            if ctx.deferred is not None:
+                _defer(call, ctx.deferred, x, grads, ctx._sequence_nr())
+        if whole_grad is not None and needs[0]:
+            share = _sum_whole(call, whole_grad)
+            found[0] = share if found[0] is None else found[0] + share
+        if ctx.sharded:
+            pairs = zip(found[1:], ctx.sharded, strict=True)
+            found[1:] = [None if grad is None else _as_dtensor(grad, parameter) for grad, parameter in pairs]
+        nothing = (None,) * (len(needs) - len(found))  # for the anchor
+        return (None, None, None, None, *found, *nothing)
 
 
-def _row_backward(call: Call, x: Tensor | None, weight: Tensor, grad: Tensor | None, wants: Wants) -> Grads:
-    assert grad is not None
-    by_x = None
-    if call.kind == ALL_REDUCE:
-        by_x = product([grad], [weight]) if wants.x else None
-    elif wants.x:
-        keep = any((*wants.weights, *wants.biases))
-        (by_x,), grad = gathered_product(grad, [weight], [None], call.comm, call.backward_rows, keep=keep)
-    elif any((*wants.weights, *wants.biases)):
-        grad = call.comm.all_gather(grad, dim=call.rows.dim, sizes=call.rows.sizes)
-    return Grads(by_x, *_parameter_grads(x, [weight], [grad], wants))
+class AllGatherLinear(ParallelLinear):
+    """Tokens gathered, then a column-parallel linear.
 
+    x_m [.., M/R, K]   w_n [N/R, K] (or several)   out_n [.., M, N/R]
 
-def _parameter_grads(
-    x: Tensor | None, weights: Sequence[Tensor], grads: Sequence[Tensor | None], wants: Wants
-) -> tuple[tuple[Tensor | None, ...], tuple[Tensor | None, ...]]:
-    """Gradients by the weights and the biases from whole x and output gradients."""
-    by_weights: list[Tensor | None] = []
-    by_biases: list[Tensor | None] = []
-    for weight, grad, wants_weight, wants_bias in zip(weights, grads, wants.weights, wants.biases, strict=True):
-        is_given = grad is not None
-        by_weights.append(
-            weight_grad(cast(Tensor, grad), cast(Tensor, x), weight) if is_given and wants_weight else None
+    forward  out_n = all_gather(x_m) @ w_n.T
+    dgrad    dx_m  = reduce_scatter(sum of dout_n @ w_n)      travels during wgrad
+    wgrad    dw_n  = dout_n.T @ all_gather(x_m)               gathered again, during dgrad
+    """
+
+    @staticmethod
+    def compute(
+        call: LinearCall, x_m: Tensor, weights_n: Sequence[Tensor], biases_n: Sequence[Tensor | None], keep: bool
+    ) -> tuple[list[Tensor], Tensor | None]:
+        return all_gather_matmul(x_m, weights_n, biases_n, call.comm, call.rows, keep=keep)
+
+    @staticmethod
+    def gradients(
+        call: LinearCall, x_m: Any, weights_n: Sequence[Tensor], grads_n: Sequence[Any], needs: Needs
+    ) -> Grads:
+        comm, rows, needs_weights = call.comm, call.backward, any(needs[1 : 1 + len(weights_n)])
+        x, dx_m = None, None
+        if needs_weights:
+            # Launched first, so that it travels while dgrad is computed.
+            concurrent = rows.concurrent and needs[0]
+            x = launch(comm, "all_gather", x_m, concurrent=concurrent, dim=rows.dim, sizes=rows.sizes)
+        if needs[0]:
+            dx_m = matmul_reduce_scatter(*_given(grads_n, weights_n), comm, rows, busy=needs_weights)
+        by_parameters = _wgrad(None if x is None else x(), weights_n, grads_n, needs)
+        return [None if dx_m is None else dx_m(), *by_parameters]
+
+    @staticmethod
+    def differentiable(
+        call: LinearCall, x_m: Any, weights_n: Sequence[Tensor], grads_n: Sequence[Any], needs: Needs
+    ) -> Grads:
+        dim, sizes = call.rows.dim, call.rows.sizes
+        x = gather_sequence(x_m, call.comm, dim=dim, sizes=sizes) if any(needs[1 : 1 + len(weights_n)]) else None
+        dx_m = (
+            reduce_scatter_sequence(_dgrad(grads_n, weights_n), call.comm, dim=dim, sizes=sizes) if needs[0] else None
         )
-        by_biases.append(bias_grad(cast(Tensor, grad)) if is_given and wants_bias else None)
-    return tuple(by_weights), tuple(by_biases)
+        return [dx_m, *_differentiable_wgrad(x, grads_n, grads_n, needs)]
+
+
+class CopyToLinear(ParallelLinear):
+    """A column-parallel linear of tokens that every rank has.
+
+    x [.., K]   w_n [N/R, K] (or several)   out_n [.., N/R]
+
+    forward  out_n = x @ w_n.T                                local
+    dgrad    dx    = all_reduce(sum of dout_n @ w_n)          travels during wgrad
+    wgrad    dw_n  = dout_n.T @ x                             local
+    """
+
+    @staticmethod
+    def compute(
+        call: LinearCall, x: Tensor, weights_n: Sequence[Tensor], biases_n: Sequence[Tensor | None], keep: bool
+    ) -> tuple[list[Tensor], Tensor | None]:
+        return [linear(x, weight, bias) for weight, bias in zip(weights_n, biases_n, strict=True)], None
+
+    @staticmethod
+    def gradients(call: LinearCall, x: Any, weights_n: Sequence[Tensor], grads_n: Sequence[Any], needs: Needs) -> Grads:
+        dx = None
+        if needs[0]:
+            busy = any(needs[1 : 1 + len(weights_n)])
+            dx = matmul_all_reduce(*_given(grads_n, weights_n), call.comm, call.backward, busy=busy)
+        by_parameters = _wgrad(x, weights_n, grads_n, needs)
+        return [None if dx is None else dx(), *by_parameters]
+
+    @staticmethod
+    def differentiable(
+        call: LinearCall, x: Any, weights_n: Sequence[Tensor], grads_n: Sequence[Any], needs: Needs
+    ) -> Grads:
+        x = copy_to(x, call.comm) if any(needs[1 : 1 + len(weights_n)]) else None
+        dx = reduce_from(_dgrad(grads_n, weights_n), call.comm) if needs[0] else None
+        return [dx, *_differentiable_wgrad(x, grads_n, grads_n, needs)]
+
+
+class LinearReduceScatter(ParallelLinear):
+    """A row-parallel linear, then the sum over the ranks, of which each keeps its tokens.
+
+    x_k [.., M, K/R]   w_k [N, K/R]   out_m [.., M/R, N]
+
+    forward  out_m = reduce_scatter(x_k @ w_k.T) + bias
+    dgrad    dx_k  = all_gather(dout_m) @ w_k
+    wgrad    dw_k  = all_gather(dout_m).T @ x_k, dbias = all_gather(dout_m).sum(0): one gather for all three
+    """
+
+    @staticmethod
+    def compute(
+        call: LinearCall, x_k: Tensor, weights_k: Sequence[Tensor], biases: Sequence[Tensor | None], keep: bool
+    ) -> tuple[list[Tensor], Tensor | None]:
+        out_m = matmul_reduce_scatter([x_k], [weights_k[0].t()], call.comm, call.rows, busy=False)()
+        return [out_m if biases[0] is None else out_m.add_(biases[0])], None
+
+    @staticmethod
+    def gradients(
+        call: LinearCall, x_k: Any, weights_k: Sequence[Tensor], grads_m: Sequence[Any], needs: Needs
+    ) -> Grads:
+        comm, rows, dx_k = call.comm, call.backward, None
+        dout = dout_m = grads_m[0]
+        if needs[0]:
+            keep = needs[1] or needs[2]
+            (dx_k,), gathered = all_gather_matmul(dout_m, [weights_k[0].t()], [None], comm, rows, keep=keep)
+            dout = gathered if gathered is not None else dout_m
+        elif needs[1] or needs[2]:
+            dout = launch(comm, "all_gather", dout_m, concurrent=False, dim=rows.dim, sizes=rows.sizes)()
+        return [dx_k, *_wgrad(x_k, weights_k, [dout], needs)]
+
+    @staticmethod
+    def differentiable(
+        call: LinearCall, x_k: Any, weights_k: Sequence[Tensor], grads_m: Sequence[Any], needs: Needs
+    ) -> Grads:
+        dim, sizes, dout_m = call.rows.dim, call.rows.sizes, grads_m[0]
+        # Each rank uses the whole dout for its features: the sum over the ranks of what comes back is the gradient.
+        dout = gather_sequence(dout_m, call.comm, dim=dim, sizes=sizes)
+        # Of the bias every rank computes the same: what comes back is whole.
+        for_bias = gather_from(dout_m, call.comm, dim=dim, sizes=sizes) if needs[2] else None
+        dx_k = dout @ weights_k[0] if needs[0] else None
+        return [dx_k, *_differentiable_wgrad(x_k, [dout], [for_bias], needs)]
+
+
+class LinearAllReduce(ParallelLinear):
+    """A row-parallel linear, then the sum over the ranks.
+
+    x_k [.., K/R]   w_k [N, K/R]   out [.., N]
+
+    forward  out  = all_reduce(x_k @ w_k.T) + bias
+    dgrad    dx_k = dout @ w_k                                local
+    wgrad    dw_k = dout.T @ x_k, dbias = dout.sum(0)         local
+    """
+
+    @staticmethod
+    def compute(
+        call: LinearCall, x_k: Tensor, weights_k: Sequence[Tensor], biases: Sequence[Tensor | None], keep: bool
+    ) -> tuple[list[Tensor], Tensor | None]:
+        out = matmul_all_reduce([x_k], [weights_k[0].t()], call.comm, call.rows, busy=False)()
+        return [out if biases[0] is None else out.add_(biases[0])], None
+
+    @staticmethod
+    def gradients(call: LinearCall, x_k: Any, weights_k: Sequence[Tensor], grads: Sequence[Any], needs: Needs) -> Grads:
+        dx_k = matmul([grads[0]], weights_k) if needs[0] else None
+        return [dx_k, *_wgrad(x_k, weights_k, grads, needs)]
+
+    @staticmethod
+    def differentiable(
+        call: LinearCall, x_k: Any, weights_k: Sequence[Tensor], grads: Sequence[Any], needs: Needs
+    ) -> Grads:
+        # What comes back to dout is a part on every rank, but for the bias, of which all compute the same.
+        dout = copy_to(grads[0], call.comm)
+        dx_k = dout @ weights_k[0] if needs[0] else None
+        return [dx_k, *_differentiable_wgrad(x_k, [dout], grads, needs)]
+
+
+def _spec(
+    op: str, function: type[ParallelLinear], forward: str, backward: str, *, gathers_input: bool = False
+) -> LinearSpec:
+    spec = LinearSpec(op, function, gathers_input, forward, backward)
+    torch_ops.register(spec)
+    return spec
+
+
+_GATHER, _SCATTER, _REDUCE = "all_gather_linear", "linear_reduce_scatter", "linear_all_reduce"
+ALL_GATHER_LINEAR = _spec(_GATHER, AllGatherLinear, _GATHER, _SCATTER, gathers_input=True)
+COPY_TO_LINEAR = _spec("copy_to_linear", CopyToLinear, "", _REDUCE)
+LINEAR_REDUCE_SCATTER = _spec(_SCATTER, LinearReduceScatter, _SCATTER, _GATHER)
+LINEAR_ALL_REDUCE = _spec(_REDUCE, LinearAllReduce, _REDUCE, "")
+
+
+# ---- gradients of parameters -----------------------------------------------------------------------------------------
+
+
+def _given(grads: Sequence[Tensor | None], weights: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """The gradients that are there, with their weights."""
+    pairs = [(grad, weight) for grad, weight in zip(grads, weights, strict=True) if grad is not None]
+    return [grad for grad, _ in pairs], [weight for _, weight in pairs]
+
+
+def _wgrad(x: Any, weights: Sequence[Tensor], grads: Sequence[Tensor | None], needs: Needs) -> list[Tensor | None]:
+    """dw_j = dout_j.T @ x and dbias_j = dout_j.sum(0), from whole x and whole output gradients."""
+    count = len(weights)
+    found: list[Tensor | None] = [None] * (2 * count)
+    for j, (weight, grad) in enumerate(zip(weights, grads, strict=True)):
+        if grad is not None:
+            if needs[1 + j]:
+                found[j] = weight_grad(grad, x, weight)
+            if needs[1 + count + j]:
+                found[count + j] = as_matrix(grad).sum(0)
+    return found
 
 
 def weight_grad(grad: Tensor, x: Tensor, like: Tensor) -> Tensor:
     """grad.T @ x [N, K] from grad [..., N] and x [..., K], stored the way `like` is: rows or columns first."""
     grad, x = as_matrix(grad), as_matrix(x)
     if not like.is_contiguous() and like.t().is_contiguous():
-        return product([x.t()], [grad]).t()
-    return product([grad.t()], [x])
+        return matmul([x.t()], [grad]).t()
+    return matmul([grad.t()], [x])
 
 
-def bias_grad(grad: Tensor) -> Tensor:
-    """Sum over the tokens, [..., N] -> [N]."""
-    return as_matrix(grad).sum(0)
+def _dgrad(grads: Sequence[Tensor | None], weights: Sequence[Tensor]) -> Tensor:
+    """This rank's share of dx, differentiable."""
+    return cast(Tensor, sum(grad @ weight for grad, weight in zip(*_given(grads, weights), strict=True)))
 
 
-# ---- autograd --------------------------------------------------------------------------------------------------------
+def _differentiable_wgrad(
+    x: Tensor | None, grads: Sequence[Tensor | None], grads_of_biases: Sequence[Tensor | None], needs: Needs
+) -> list[Tensor | None]:
+    count = len(grads)
+    by_weights = [
+        as_matrix(grad).t() @ as_matrix(x) if grad is not None and x is not None and needed else None
+        for grad, needed in zip(grads, needs[1 : 1 + count], strict=True)
+    ]
+    by_biases = [
+        as_matrix(grad).sum(0) if grad is not None and needed else None
+        for grad, needed in zip(grads_of_biases, needs[1 + count : 1 + 2 * count], strict=True)
+    ]
+    return [*by_weights, *by_biases]
 
 
-class Deferred(NamedTuple):
-    """Where the gradients of weights and biases go when they are computed later."""
-
-    store: WeightGradStore
-    weights: tuple[Tensor, ...]
-    biases: tuple[Tensor | None, ...]
-
-
-class _ParallelLinear(torch.autograd.Function):
-    """Outputs by weight, and with `keep` what was gathered, which has no gradient here (`_AsGathered` gives it one)."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, call: Call, keep: bool, deferred: Deferred | None, anchor: Tensor | None, x: Tensor, *parameters: Any
-    ) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        count = len(parameters) // 2
-        weights, biases = parameters[:count], parameters[count:]
-        needs = ctx.needs_input_grad[4:]
-        ctx.wants = Wants(needs[0], tuple(needs[1 : 1 + count]), tuple(needs[1 + count :]))
-        ctx.call, ctx.deferred = call, deferred
-        given = weights if deferred is None else deferred.weights
-        needs_x = any(weight.requires_grad for weight in given)
-        # The same tensors with and without a store, since a recomputation may run without it.
-        ctx.save_for_backward(x if needs_x else None, *weights)
-        outs, gathered = run_forward(call, x, weights, biases, keep=keep)
-        if gathered is None:
-            return tuple(outs)
-        ctx.mark_non_differentiable(gathered)
-        return (*outs, gathered)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        x, *weights = ctx.saved_tensors
-        grads = grads[: len(weights)]
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
-            found = _differentiable_backward(ctx.call, x, weights, grads, ctx.wants)
-        else:
-            found = run_backward(ctx.call, x, weights, grads, ctx.wants)
-        if ctx.deferred is not None:
-            _defer(ctx, x, grads)
-        return None, None, None, None, found.x, *found.weights, *found.biases
-
-
-class _AsGathered(torch.autograd.Function):
-    """What a gather has brought, as a function of what was sent."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, gathered: Tensor, call: Call) -> Tensor:
-        ctx.call = call
-        return gathered.view_as(gathered)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        call = ctx.call
-        return reduce_scatter_sequence(grads[0], call.comm, dim=call.rows.dim, sizes=call.rows.sizes), None, None
-
-
-def run_forward(
-    call: Call, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], *, keep: bool
-) -> tuple[list[Tensor], Tensor | None]:
-    """`forward`; as one op under torch.compile."""
-    if torch.compiler.is_compiling():
-        from fastpar.ops.parallel_linear.torch_ops import compiled_forward
-
-        return compiled_forward(call, x, weights, biases, keep=keep)
-    outs, gathered = kept(lambda: forward(call, x, weights, biases, keep=keep))
-    # Not as views: autograd refuses in-place operations on a view that a Function returns.
-    return [torch.ops.aten._unsafe_view(out, out.shape) if out._is_view() else out for out in outs], gathered
-
-
-def run_backward(
-    call: Call, x: Tensor | None, weights: Sequence[Tensor], grads: Sequence[Tensor | None], wants: Wants
-) -> Grads:
-    """`backward`; as one op under torch.compile."""
-    if torch.compiler.is_compiling():
-        from fastpar.ops.parallel_linear.torch_ops import compiled_backward
-
-        return compiled_backward(call, x, weights, grads, wants)
-    return backward(call, x, weights, grads, wants)
+# ---- calling ---------------------------------------------------------------------------------------------------------
 
 
 def apply(
-    call: Call,
+    call: LinearCall,
     x: Tensor,
-    weights: tuple[Tensor, ...],
-    biases: tuple[Tensor | None, ...],
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
     *,
     keep: bool = False,
+    sharded: bool = False,
     store: WeightGradStore | None = None,
-) -> tuple[tuple[Tensor, ...], Tensor | None]:
-    """The outputs by weight and, with `keep` (kind all_gather), the gathered x; all differentiable.
+) -> tuple[Tensor, ...]:
+    """The outputs by weight and, with `keep`, the whole x; all differentiable.
 
-    Without a `store`, that of the innermost `WeightGradStore.deferring()` is used.
+    Without a `store`, that of the innermost `WeightGradStore.deferring()` is used. `sharded`: weights and biases are
+    DTensors, and get their gradients as such; not with a store, nor under torch.compile.
     """
-    needs_grad = any(t is not None and t.requires_grad for t in (x, *weights, *biases))
-    if not (torch.is_grad_enabled() and needs_grad):
+    needs_grad = x.requires_grad or any(p is not None and p.requires_grad for p in (*weights, *biases))
+    if not (needs_grad and torch.is_grad_enabled()):
         with torch.no_grad():
-            outs, gathered = run_forward(call, x, weights, biases, keep=keep)
-        return tuple(outs), gathered
-    deferred, anchor = None, None
-    store = current_store() if store is None else store
-    if store is not None:
-        deferred = Deferred(store, weights, biases)
-        weights = tuple(weight.detach() for weight in weights)
-        biases = tuple(None if bias is None else bias.detach() for bias in biases)
+            if sharded:
+                weights = [cast(Any, weight)._local_tensor for weight in weights]
+                biases = [None if bias is None else cast(Any, bias)._local_tensor for bias in biases]
+            outs, whole = _run(call, x, weights, biases, keep)
+        return (*outs, x if whole is None else whole) if keep else tuple(outs)
+    store = current_store() if store is None and not sharded else store
+    if store is None:
+        found: Any = call.spec.function.apply(call, keep, sharded, None, x, *weights, *biases)
+    else:
+        deferred = DeferredGrads(store, tuple(weights), tuple(biases))
+        detached = [None if p is None else p.detach() for p in (*weights, *biases)]
         anchor = x.new_empty(0).requires_grad_()  # backward runs even where x needs no gradient
-    found = _ParallelLinear.apply(call, keep, deferred, anchor, x, *weights, *biases)
-    if not keep:
-        return found, None
-    *outs, gathered = found
-    return tuple(outs), _AsGathered.apply(x, gathered, call) if x.requires_grad else gathered
+        found = call.spec.function.apply(call, keep, False, deferred, x, *detached, anchor)
+    return tuple(found)
 
 
-def _defer(ctx: Any, x: Tensor | None, grads: Sequence[Tensor | None]) -> None:
-    call, (store, weights, biases) = ctx.call, ctx.deferred
+def _run(
+    call: LinearCall, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], keep: bool
+) -> tuple[Sequence[Tensor], Tensor | None]:
+    """`compute`; as one op under torch.compile, and from the tape where a forward is recomputed."""
+    if torch.compiler.is_compiling():
+        return torch_ops.run_forward(call, x, weights, biases, keep)
+    outs, whole = kept(lambda: _in_chosen_dtypes(call.spec.function.compute, call, x, weights, biases, keep))
+    # Not as views: autograd refuses in-place operations on a view that a Function returns.
+    return [torch.ops.aten._unsafe_view(out, out.shape) if out._is_view() else out for out in outs], whole
+
+
+def _sum_whole(call: LinearCall, dx: Tensor) -> Tensor:
+    """The gradient of x from that of the whole x, which a column-parallel linear has returned beside its outputs."""
+    if call.spec.gathers_input:
+        return reduce_scatter_sequence(dx, call.comm, dim=call.rows.dim, sizes=call.rows.sizes)
+    return reduce_from(dx, call.comm)
+
+
+def _defer(
+    call: LinearCall, deferred: DeferredGrads, x: Tensor | None, grads: Sequence[Tensor | None], sequence_nr: int
+) -> None:
+    """Leave wgrad to the store; what it takes is kept, x as it came."""
+    store, weights, biases = deferred
+    needs = [False, *(p is not None and p.requires_grad for p in (*weights, *biases))]
     parameters = [p for p in (*weights, *biases) if p is not None and p.requires_grad]
     if not parameters:
         return
-    wants = Wants(False, *(tuple(p is not None and p.requires_grad for p in each) for each in (weights, biases)))
     likes = [weight.detach() for weight in weights]
 
-    def compute() -> list[Tensor | None]:
-        found = backward(call, x, likes, grads, wants)
-        pairs = zip((*found.weights, *found.biases), (*wants.weights, *wants.biases), strict=True)
-        return [grad for grad, wanted in pairs if wanted]
+    def compute() -> Grads:
+        found = call.spec.function.gradients(call, x, likes, grads, needs)
+        return [grad for grad, needed in zip(found, needs, strict=True) if needed]
 
-    store.put(compute, parameters, sequence_nr=ctx._sequence_nr(), is_fresh=True)
+    store.put(compute, parameters, sequence_nr=sequence_nr, is_fresh=True)
 
 
-def _differentiable_backward(
-    call: Call, x: Tensor | None, weights: Sequence[Tensor], grads: Sequence[Tensor | None], wants: Wants
-) -> Grads:
-    """`backward` from operations that autograd knows, for second derivatives; the values are the same."""
-    comm = call.comm
-    where: dict[str, Any] = {"dim": call.rows.dim, "sizes": call.rows.sizes}
-    by_bias = list(grads)
-    if call.kind in (ALL_GATHER, COPY):
-        shares = [grad @ weight for grad, weight in zip(grads, weights, strict=True) if grad is not None]
-        is_gather = call.kind == ALL_GATHER
-        by_x = None
-        if wants.x:
-            partial = cast(Tensor, sum(shares))
-            by_x = reduce_scatter_sequence(partial, comm, **where) if is_gather else reduce_from(partial, comm)
-        whole = None
-        if any(wants.weights):
-            assert x is not None
-            whole = gather_sequence(x, comm, **where) if is_gather else copy_to(x, comm)
-    else:
-        (grad,) = grads
-        assert grad is not None
-        is_gather = call.kind == REDUCE_SCATTER
-        whole_grad = gather_sequence(grad, comm, **where) if is_gather else copy_to(grad, comm)
-        by_bias = [gather_from(grad, comm, **where) if is_gather and any(wants.biases) else grad]
-        by_x, whole, grads = whole_grad @ weights[0] if wants.x else None, x, [whole_grad]
-    by_weights = tuple(
-        as_matrix(grad).t() @ as_matrix(whole) if grad is not None and whole is not None and wanted else None
-        for grad, wanted in zip(grads, wants.weights, strict=True)
-    )
-    by_biases = tuple(
-        bias_grad(grad) if grad is not None and wanted else None
-        for grad, wanted in zip(by_bias, wants.biases, strict=True)
-    )
-    return Grads(by_x, by_weights, by_biases)
+def _as_dtensor(grad: Tensor, parameter: Any) -> Any:
+    """A shard's gradient as that of the DTensor."""
+    if torch.is_grad_enabled():
+        where = {"shape": parameter.shape, "stride": parameter.stride(), "run_check": False}
+        return parameter.from_local(grad, parameter.device_mesh, parameter.placements, **where)
+    # As FSDP2 makes its gradients: `from_local` is a node of autograd itself, and takes as long as a small GEMM.
+    # Not by a call of the class, whose __init__ does nothing, behind a guard against Dynamo that takes a microsecond.
+    cls: Any = type(parameter)
+    return cls.__new__(cls, grad, parameter._spec, requires_grad=False)
+
+
+def _in_chosen_dtypes(function: Callable[..., T], *args: Any) -> T:
+    """Call it without autocast, which has chosen already: a call where there is none costs no context."""
+    if not torch._C._is_any_autocast_enabled():
+        return function(*args)
+    with without_autocast():
+        return function(*args)

@@ -1,12 +1,12 @@
-"""Products with a collective before or after them, in one piece or in chunks of rows.
+"""GEMMs with a collective before or after them, in one piece or in chunks of rows.
 
-    gathered_product           all_gather(a) @ B          for several B from one gather
-    product_reduce_scattered   reduce_scatter(sum_j a_j @ B_j)
-    product_all_reduced        all_reduce(sum_j a_j @ B_j)
+    all_gather_matmul       all_gather(a) @ B_j.T          for several B_j [N_j, K] from one gather
+    matmul_reduce_scatter   reduce_scatter(sum_j a_j @ B_j)
+    matmul_all_reduce       all_reduce(sum_j a_j @ B_j)
 
-With `chunks` > 1 the rows are cut, and the collective of one chunk travels while the product of another is computed.
+With `chunks` > 1 the rows are cut, and the collective of one chunk travels while the GEMM of another is computed.
 Every rank cuts alike, since the cut depends only on the shapes that all ranks share. What is computed does not depend
-on `concurrent`: without it, the same products are computed and each collective is waited for as soon as it is launched,
+on `concurrent`: without it, the same GEMMs are computed and each collective is waited for as soon as it is launched,
 so the bits are the same.
 
 Note: where the rows are cut. A tensor is seen as [L, M, T, features], M the dim that is split over the ranks. Where
@@ -16,7 +16,6 @@ Otherwise chunk i takes the i-th piece of every rank's rows, so that all ranks s
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -26,34 +25,26 @@ import torch
 from torch import Tensor
 
 from fastpar.comm import Communicator, Pending, shard_sizes
+from fastpar.comm.ranges import annotate
 from fastpar.ops._buffers import is_large, new_buffer
+from fastpar.ops.parallel_linear.types import Rows
 
-
-class Rows(NamedTuple):
-    """Which rows of a tensor [..., features] belong to whom, and in how many chunks they are computed.
-
-    dim         the dim that is split over the ranks, counted from the front; unused by the all-reduce
-    sizes       rows of every rank along dim
-    chunks      pieces in which product and collective alternate; 1: one product, one collective
-    concurrent  whether a collective may be in flight during other work
-    """
-
-    dim: int
-    sizes: tuple[int, ...]
-    chunks: int
-    concurrent: bool
+_SMALL_BYTES = 16 << 10
+_RANGES = {name: f"fastpar::linear::{name}" for name in ("all_gather", "reduce_scatter", "all_reduce")}
 
 
 def launch(comm: Communicator, name: str, x: Tensor, *, concurrent: bool, **arguments: Any) -> Callable[[], Tensor]:
     """Launch a collective and give what waits for its result; without `concurrent` it is done on return.
 
-    In halves, since nothing but products comes in between: between CPU ranks, a thread that communicates would take the
+    In halves, since nothing but GEMMs comes in between: between CPU ranks, a thread that communicates would take the
     processor that computes, and waking it costs more than a small collective.
     """
-    if concurrent:
-        pending: Pending[Tensor] = getattr(comm.collectives("split_phase"), name)(x, **arguments)
-        return pending.wait
-    result: Tensor = getattr(comm, name)(x, **arguments)
+    with annotate(_RANGES[name]):
+        # Between CPU ranks a few kilobytes take less time than the second half of a launch.
+        if concurrent and not (x.is_cpu and x.nbytes <= _SMALL_BYTES):
+            pending: Pending[Tensor] = getattr(comm.collectives("split_phase"), name)(x, **arguments)
+            return pending.wait
+        result: Tensor = getattr(comm, name)(x, **arguments)
     return lambda: result
 
 
@@ -62,30 +53,32 @@ def as_matrix(x: Tensor) -> Tensor:
     return x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
-def product(a: Sequence[Tensor], b: Sequence[Tensor], bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-    """sum_j a_j @ b_j (+ bias): a_j [..., K_j], b_j [K_j, N] -> [..., N]; `out` is contiguous."""
-    rows, features = a[0].shape[:-1], b[0].shape[1]
-    if out is None and len(a) == 1 and not is_large(a[0], (*rows, features)):
-        return product_of_two(a[0], b[0], bias)
-    matrices = [as_matrix(x) for x in a]
-    whole = new_buffer(a[0], (*rows, features)) if out is None else out
-    result = as_matrix(whole)
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """x @ weight.T (+ bias): x [..., K], weight [N, K] -> [..., N]; `out` is contiguous."""
+    if out is None:
+        shape = (*x.shape[:-1], weight.shape[0])
+        if not is_large(x, shape):
+            return torch.nn.functional.linear(x, weight, bias)  # one call: a GEMM of few rows takes as long as a few
+        out = new_buffer(x, shape)
     if bias is None:
-        torch.mm(matrices[0], b[0], out=result)
+        torch.mm(as_matrix(x), weight.t(), out=as_matrix(out))
     else:
-        torch.addmm(bias, matrices[0], b[0], out=result)
-    for x, matrix in zip(matrices[1:], b[1:], strict=True):
-        torch.addmm(result, x, matrix, out=result)
-    return whole
+        torch.addmm(bias, as_matrix(x), weight.t(), out=as_matrix(out))
+    return out
 
 
-def product_of_two(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-    """a @ b (+ bias) with the fewest calls: a product of few rows takes no longer than a handful of them."""
-    with torch.autocast(a.device.type, enabled=False) if torch.is_autocast_enabled(a.device.type) else _NOTHING:
-        return torch.nn.functional.linear(a, b.t(), bias)
-
-
-_NOTHING = contextlib.nullcontext()
+def matmul(a: Sequence[Tensor], b: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
+    """sum_j a_j @ b_j: a_j [..., K_j], b_j [K_j, N] -> [..., N]; `out` is contiguous."""
+    shape = (*a[0].shape[:-1], b[0].shape[1])
+    if out is None and is_large(a[0], shape):
+        out = new_buffer(a[0], shape)
+    if out is None and len(a) == 1:
+        return torch.matmul(a[0], b[0])
+    first = as_matrix(a[0])
+    total = torch.mm(first, b[0]) if out is None else torch.mm(first, b[0], out=as_matrix(out))
+    for x, matrix in zip(a[1:], b[1:], strict=True):
+        total.addmm_(as_matrix(x), matrix)
+    return total.view(shape) if out is None else out
 
 
 class _Piece(NamedTuple):
@@ -124,22 +117,22 @@ def _places(piece: _Piece, rows: Rows) -> list[tuple[slice, slice]]:
     ]
 
 
-def gathered_product(
+def all_gather_matmul(
     x: Tensor,
-    matrices: Sequence[Tensor],
+    weights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
     comm: Communicator,
     rows: Rows,
     *,
     keep: bool,
 ) -> tuple[list[Tensor], Tensor | None]:
-    """([all_gather(x) @ B_j + bias_j, ...], all_gather(x) if `keep` else None); x [.., M_r, .., K], B_j [K, N_j]."""
+    """([all_gather(x) @ W_j.T + bias_j, ...], all_gather(x) if `keep` else None); x [.., M_r, .., K], W_j [N_j, K]."""
     if rows.chunks == 1:
-        gathered = comm.all_gather(x, dim=rows.dim, sizes=rows.sizes)
-        outs = [product([gathered], [b], bias) for b, bias in zip(matrices, biases, strict=True)]
+        gathered = launch(comm, "all_gather", x, concurrent=False, dim=rows.dim, sizes=rows.sizes)()
+        outs = [linear(gathered, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
         return outs, gathered if keep else None
     shape = [*x.shape[: rows.dim], sum(rows.sizes), *x.shape[rows.dim + 1 : -1]]
-    outs = [new_buffer(x, [*shape, b.shape[1]]) for b in matrices]
+    outs = [new_buffer(x, [*shape, weight.shape[0]]) for weight in weights]
     whole = new_buffer(x, [*shape, x.shape[-1]]) if keep else None
     mine = _folded(x, rows.dim)
     pieces, me = _pieces(mine.shape[0], rows), comm.rank
@@ -160,12 +153,12 @@ def gathered_product(
             part = arrived[:, inside]
             if whole is not None:
                 _folded(whole, rows.dim)[piece.lead, place] = part
-            for target, b, bias in zip(targets, matrices, biases, strict=True):
-                product([part], [b], bias, out=target[piece.lead, place])
+            for target, weight, bias in zip(targets, weights, biases, strict=True):
+                linear(part, weight, bias, out=target[piece.lead, place])
     return outs, whole
 
 
-def product_reduce_scattered(
+def matmul_reduce_scatter(
     a: Sequence[Tensor], matrices: Sequence[Tensor], comm: Communicator, rows: Rows, *, busy: bool
 ) -> Callable[[], Tensor]:
     """Launch reduce_scatter(sum_j a_j @ B_j); call the result for this rank's rows.
@@ -173,18 +166,18 @@ def product_reduce_scattered(
     a_j [.., M, .., K_j] and B_j [K_j, N] -> [.., M_r, .., N]. `busy`: the caller computes something before it calls.
     """
     if rows.chunks == 1:
-        partial, concurrent = product(a, matrices), rows.concurrent and busy
+        partial, concurrent = matmul(a, matrices), rows.concurrent and busy
         return launch(comm, "reduce_scatter", partial, concurrent=concurrent, dim=rows.dim, sizes=rows.sizes)
     folded, features = [_folded(x, rows.dim) for x in a], matrices[0].shape[1]
     received: list[tuple[_Piece, Callable[[], Tensor]]] = []
     pieces = _pieces(folded[0].shape[0], rows)
     for i, piece in enumerate(pieces):
         if piece.lengths == rows.sizes:
-            partial = product([x[piece.lead] for x in folded], matrices)
+            partial = matmul([x[piece.lead] for x in folded], matrices)
         else:
             partial = new_buffer(a[0], (1, sum(piece.lengths), folded[0].shape[2], features))
             for place, inside in _places(piece, rows):
-                product([x[:, place] for x in folded], matrices, out=partial[:, inside])
+                matmul([x[:, place] for x in folded], matrices, out=partial[:, inside])
         concurrent = rows.concurrent and (busy or i + 1 < len(pieces))
         part = launch(comm, "reduce_scatter", partial, concurrent=concurrent, dim=1, sizes=piece.lengths)
         received.append((piece, part))
@@ -201,15 +194,15 @@ def product_reduce_scattered(
     return finish
 
 
-def product_all_reduced(
+def matmul_all_reduce(
     a: Sequence[Tensor], matrices: Sequence[Tensor], comm: Communicator, rows: Rows, *, busy: bool
 ) -> Callable[[], Tensor]:
     """Launch all_reduce(sum_j a_j @ B_j); call the result for it. a_j [..., K_j] and B_j [K_j, N] -> [..., N].
 
-    `busy` as for `product_reduce_scattered`.
+    `busy` as for `matmul_reduce_scatter`.
     """
     if rows.chunks == 1:
-        total = product(a, matrices)
+        total = matmul(a, matrices)
         return launch(comm, "all_reduce", total, concurrent=rows.concurrent and busy, out=total)
     shape, features = a[0].shape[:-1], matrices[0].shape[1]
     flat = [as_matrix(x) for x in a]
@@ -218,7 +211,7 @@ def product_all_reduced(
     received = []
     places = _row_slices(total.shape[0], rows.chunks)
     for i, place in enumerate(places):
-        part = product([x[place] for x in flat], matrices, out=total[place])
+        part = matmul([x[place] for x in flat], matrices, out=total[place])
         concurrent = rows.concurrent and (busy or i + 1 < len(places))
         received.append(launch(comm, "all_reduce", part, concurrent=concurrent, out=part))
 

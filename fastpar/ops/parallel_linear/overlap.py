@@ -31,7 +31,8 @@ from torch import Tensor
 from fastpar.arguments import checked
 from fastpar.comm import Communicator, GroupLike, shard_sizes
 from fastpar.comm.groups import carrying_device
-from fastpar.ops.parallel_linear.gemms import Rows, gathered_product, product_all_reduced, product_reduce_scattered
+from fastpar.ops.parallel_linear.gemms import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
+from fastpar.ops.parallel_linear.types import Rows
 
 SCHEMA = 1
 PRODUCTS = ("all_gather_linear", "linear_reduce_scatter", "linear_all_reduce")
@@ -190,11 +191,11 @@ def _call(comm: Communicator, shape: OverlapShape, device: torch.device, chunks:
     rows = Rows(0, sizes, chunks, True)
     if shape.product == "all_gather_linear":
         x = torch.randn(sizes[comm.rank], shape.width, device=device).to(shape.dtype)
-        matrix = torch.randn(share, shape.width, device=device).to(shape.dtype).t()
-        return lambda: gathered_product(x, [matrix], [None], comm, rows, keep=False)
+        weight = torch.randn(share, shape.width, device=device).to(shape.dtype)
+        return lambda: all_gather_matmul(x, [weight], [None], comm, rows, keep=False)
     x = torch.randn(shape.rows, share, device=device).to(shape.dtype)
     matrix = torch.randn(shape.width, share, device=device).to(shape.dtype).t()
-    launch = product_reduce_scattered if shape.product == "linear_reduce_scatter" else product_all_reduced
+    launch = matmul_reduce_scatter if shape.product == "linear_reduce_scatter" else matmul_all_reduce
     return lambda: launch([x], [matrix], comm, rows, busy=False)()
 
 

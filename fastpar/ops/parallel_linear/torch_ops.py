@@ -1,6 +1,7 @@
 """Forward and backward of the parallel linears as torch.library ops, for torch.compile: it cannot trace a transport.
 
-Eager code calls the passes directly; the ops wrap the same functions. Gradients that are not asked for are empty.
+Eager code calls the functions of autograd.py directly; the ops wrap the same ones. Gradients that are not asked for are
+empty. Of fastpar::all_gather_linear the backward is fastpar::all_gather_linear_backward, and so on.
 """
 
 from __future__ import annotations
@@ -12,151 +13,108 @@ import torch
 from torch import Tensor
 
 from fastpar.comm import Communicator
-from fastpar.ops.parallel_linear.autograd import ALL_GATHER, REDUCE_SCATTER, Call, Grads, Wants, backward, forward
-from fastpar.ops.parallel_linear.gemms import Rows
+from fastpar.ops.parallel_linear.types import LinearCall, LinearSpec, Rows
 
 _CALL = (
-    "str kind, str group, float timeout, str transport, int rank, int dim, SymInt[] sizes, int chunks, "
-    "bool concurrent, int backward_chunks"
-)
-torch.library.define(
-    "fastpar::parallel_linear_forward",
-    f"(Tensor x, Tensor[] weights, Tensor?[] biases, bool keep, {_CALL}) -> Tensor[]",
-)
-torch.library.define(
-    "fastpar::parallel_linear_backward",
-    "(Tensor? x, Tensor[] weights, Tensor?[] grads, bool wants_x, bool[] wants_weights, bool[] wants_biases, "
-    f"{_CALL}) -> Tensor[]",
+    "str group, float timeout, str transport, int rank, int dim, SymInt[] sizes, int chunks, bool concurrent, "
+    "int backward_chunks"
 )
 
 
-@torch.library.impl("fastpar::parallel_linear_forward", "CompositeExplicitAutograd")
-def _forward(x: Tensor, weights: list[Tensor], biases: list[Tensor | None], keep: bool, *call: Any) -> list[Tensor]:
-    outs, gathered = forward(_unpack(*call), x, weights, biases, keep=keep)
-    return outs if gathered is None else [*outs, gathered]
+def register(spec: LinearSpec) -> None:
+    """The two ops of one linear."""
+    name, linear = f"fastpar::{spec.op}", spec.function
+    torch.library.define(name, f"(Tensor x, Tensor[] weights, Tensor?[] biases, bool keep, {_CALL}) -> Tensor[]")
+    torch.library.define(
+        f"{name}_backward", f"(Tensor? x, Tensor[] weights, Tensor?[] grads, bool[] needs, {_CALL}) -> Tensor[]"
+    )
+
+    @torch.library.impl(name, "CompositeExplicitAutograd")
+    def forward(x: Tensor, weights: list[Tensor], biases: list[Tensor | None], keep: bool, *call: Any) -> list[Tensor]:
+        outs, gathered = linear.compute(_unpack(spec, *call), x, weights, biases, keep)
+        return outs if gathered is None else [*outs, gathered]
+
+    @torch.library.impl(f"{name}_backward", "CompositeExplicitAutograd")
+    def backward(
+        x: Tensor | None, weights: list[Tensor], grads: list[Tensor | None], needs: list[bool], *call: Any
+    ) -> list[Tensor]:
+        found = linear.gradients(_unpack(spec, *call), x, weights, grads, needs)
+        return [weights[0].new_empty(0) if grad is None else grad for grad in found]
+
+    @torch.library.register_fake(name)
+    def _(x: Tensor, weights: list[Tensor], biases: list[Tensor | None], keep: bool, *call: Any) -> list[Tensor]:
+        whole = _with_rows(list(x.shape), spec.gathers_input, *call)
+        outs = [x.new_empty((*whole[:-1], weight.shape[0])) for weight in weights]
+        return [*outs, x.new_empty(whole)] if keep and spec.gathers_input else outs
+
+    @torch.library.register_fake(f"{name}_backward")
+    def _(
+        x: Tensor | None, weights: list[Tensor], grads: list[Tensor | None], needs: list[bool], *call: Any
+    ) -> list[Tensor]:
+        given = next(grad for grad in grads if grad is not None)
+        shape = _with_rows([*given.shape[:-1], weights[0].shape[1]], not spec.gathers_input, *call)
+        count = len(weights)
+        by_weights, by_biases = [], []
+        for j, (weight, grad) in enumerate(zip(weights, grads, strict=True)):
+            is_given = grad is not None
+            by_weights.append(torch.empty_like(weight) if is_given and needs[1 + j] else given.new_empty(0))
+            by_biases.append(given.new_empty(weight.shape[:1] if is_given and needs[1 + count + j] else 0))
+        return [given.new_empty(shape if needs[0] else 0), *by_weights, *by_biases]
 
 
-@torch.library.impl("fastpar::parallel_linear_backward", "CompositeExplicitAutograd")
-def _backward(
-    x: Tensor | None,
-    weights: list[Tensor],
-    grads: list[Tensor | None],
-    wants_x: bool,
-    wants_weights: list[bool],
-    wants_biases: list[bool],
-    *call: Any,
-) -> list[Tensor]:
-    wants = Wants(wants_x, tuple(wants_weights), tuple(wants_biases))
-    found = backward(_unpack(*call), x, weights, grads, wants)
-    empty = weights[0].new_empty
-    return [empty(0) if grad is None else grad for grad in (found.x, *found.weights, *found.biases)]
-
-
-@torch.library.register_fake("fastpar::parallel_linear_forward")
-def _(
-    x: Tensor,
-    weights: list[Tensor],
-    biases: list[Tensor | None],
-    keep: bool,
-    kind: str,
-    group: str,
-    timeout: float,
-    transport: str,
-    rank: int,
-    dim: int,
-    sizes: list[int],
-    *rest: Any,
-) -> list[Tensor]:
-    gathered = list(x.shape)
-    if kind == ALL_GATHER:
-        gathered[dim] = sum(sizes)
-    elif kind == REDUCE_SCATTER:
-        gathered[dim] = sizes[rank]
-    outs = [x.new_empty((*gathered[:-1], weight.shape[0])) for weight in weights]
-    return [*outs, x.new_empty(gathered)] if keep else outs
-
-
-@torch.library.register_fake("fastpar::parallel_linear_backward")
-def _(
-    x: Tensor | None,
-    weights: list[Tensor],
-    grads: list[Tensor | None],
-    wants_x: bool,
-    wants_weights: list[bool],
-    wants_biases: list[bool],
-    kind: str,
-    group: str,
-    timeout: float,
-    transport: str,
-    rank: int,
-    dim: int,
-    sizes: list[int],
-    *rest: Any,
-) -> list[Tensor]:
-    given = next(grad for grad in grads if grad is not None)
-    shape = [*given.shape[:-1], weights[0].shape[1]]
-    if kind == ALL_GATHER:
-        shape[dim] = sizes[rank]
-    elif kind == REDUCE_SCATTER:
-        shape[dim] = sum(sizes)
-    by_x = given.new_empty(shape if wants_x else 0)
-    by_weights = [
-        torch.empty_like(weight) if wanted and grad is not None else given.new_empty(0)
-        for weight, grad, wanted in zip(weights, grads, wants_weights, strict=True)
-    ]
-    by_biases = [
-        given.new_empty(weight.shape[:1] if wanted and grad is not None else 0)
-        for weight, grad, wanted in zip(weights, grads, wants_biases, strict=True)
-    ]
-    return [by_x, *by_weights, *by_biases]
+def _with_rows(
+    shape: list[Any], gathered: bool, group: str, timeout: float, transport: str, rank: int, dim: int, *rest: Any
+) -> list[Any]:
+    """The shape with the rows of all ranks along dim, or with those of this one."""
+    sizes = rest[0]
+    if sizes:
+        shape[dim] = sum(sizes) if gathered else sizes[rank]
+    return shape
 
 
 def _unpack(
-    kind: str,
+    spec: LinearSpec,
     group: str,
     timeout: float,
     transport: str,
     rank: int,
     dim: int,
     sizes: list[int],
-    chunks: int,
-    concurrent: bool,
-    backward_chunks: int,
-) -> Call:
+    *chunks: Any,
+) -> LinearCall:
     from torch.distributed.distributed_c10d import _resolve_process_group
 
+    forward_chunks, concurrent, backward_chunks = chunks
     comm = Communicator(_resolve_process_group(cast(Any, group)), timeout=timeout, transport=transport)
-    return Call(kind, comm, Rows(dim, tuple(sizes), chunks, concurrent), backward_chunks)
+    rows = Rows(dim, tuple(sizes), forward_chunks, concurrent)
+    return LinearCall(spec, comm, rows, rows._replace(chunks=backward_chunks))
 
 
-def _pack(call: Call) -> tuple[Any, ...]:
+def _pack(call: LinearCall) -> tuple[Any, ...]:
     comm, rows = call.comm, call.rows
     assert comm.group is not None
     where = (comm.group.group_name, comm.timeout, comm.transport, comm.rank)
-    return (call.kind, *where, rows.dim, list(rows.sizes), rows.chunks, rows.concurrent, call.backward_chunks)
+    return (*where, rows.dim, list(rows.sizes), rows.chunks, rows.concurrent, call.backward.chunks)
 
 
-def compiled_forward(
-    call: Call, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], *, keep: bool
+def run_forward(
+    call: LinearCall, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], keep: bool
 ) -> tuple[list[Tensor], Tensor | None]:
-    """`forward` as one op."""
-    outs = torch.ops.fastpar.parallel_linear_forward(x, list(weights), list(biases), keep, *_pack(call))
-    return list(outs[: len(weights)]), outs[-1] if keep else None
+    """The outputs by weight and, with `keep`, what was gathered."""
+    op = getattr(torch.ops.fastpar, call.spec.op)
+    outs = op(x, list(weights), list(biases), keep, *_pack(call))
+    count = len(weights)
+    return list(outs[:count]), outs[count] if len(outs) > count else None
 
 
-def compiled_backward(
-    call: Call, x: Tensor | None, weights: Sequence[Tensor], grads: Sequence[Tensor | None], wants: Wants
-) -> Grads:
-    """`backward` as one op."""
-    asked = (wants.x, list(wants.weights), list(wants.biases))
-    op = torch.ops.fastpar.parallel_linear_backward
-    by_x, *rest = op(x, list(weights), list(grads), *asked, *_pack(call))
+def run_backward(
+    call: LinearCall, x: Tensor | None, weights: Sequence[Tensor], grads: Sequence[Tensor | None], needs: Sequence[bool]
+) -> list[Tensor | None]:
+    """The gradients of x, the weights and the biases; None: not asked for, or nothing came."""
     count = len(weights)
     is_given = [grad is not None for grad in grads]
-
-    def asked_for(found: Sequence[Tensor], wanted: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
-        return tuple(g if w and i else None for g, w, i in zip(found, wanted, is_given, strict=True))
-
-    return Grads(
-        by_x if wants.x else None, asked_for(rest[:count], wants.weights), asked_for(rest[count:], wants.biases)
-    )
+    needs = [bool(need) for need in needs[: 1 + 2 * count]]
+    op = getattr(torch.ops.fastpar, f"{call.spec.op}_backward")
+    found = op(x, list(weights), list(grads), needs, *_pack(call))
+    wanted = [need and given for need, given in zip(needs, [True, *is_given, *is_given], strict=True)]
+    return [grad if want else None for grad, want in zip(found, wanted, strict=True)]

@@ -214,7 +214,7 @@ def _without_hooks(leaves: Sequence[Tensor]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _without_autocast() -> Iterator[None]:
+def without_autocast() -> Iterator[None]:
     """The dtypes were chosen in forward."""
     with contextlib.ExitStack() as stack:
         for kind in ("cpu", "cuda"):
@@ -264,7 +264,7 @@ class _Accumulation:
 
     def run(self, entries: list[Entry]) -> None:
         """Run the entries, the last of the list first, and forget each as soon as it has run."""
-        with torch.no_grad(), _without_autocast():
+        with torch.no_grad(), without_autocast():
             while entries:
                 self.take(entries.pop())
                 if self.ready_bytes >= _FLUSH_BYTES:
