@@ -13,13 +13,13 @@ from fastpar import _ext
 
 _ext.load()
 
-_LARGE_BYTES = 8 << 20  # kLargeBufferBytes of csrc/common/large_buffer.h, below which its pool does nothing
+LARGE_BYTES = 8 << 20  # kLargeBufferBytes of csrc/common/large_buffer.h, below which its pool does nothing
 
 
 def is_large(like: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None) -> bool:
     """Whether `new_buffer` takes its memory from the pool."""
     itemsize = like.itemsize if dtype is None else dtype.itemsize
-    return math.prod(shape) * itemsize >= _LARGE_BYTES and like.is_cpu
+    return math.prod(shape) * itemsize >= LARGE_BYTES and like.is_cpu
 
 
 def new_buffer(like: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:

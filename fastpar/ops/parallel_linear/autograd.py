@@ -269,28 +269,28 @@ LINEAR_ALL_REDUCE = _spec(_REDUCE, LinearAllReduce, _REDUCE, "")
 # ---- gradients of parameters -----------------------------------------------------------------------------------------
 
 
-def _given(grads: Sequence[Tensor | None], weights: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+def _given(grads: Sequence[Any], weights: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """The gradients that are there, with their weights."""
-    pairs = [(grad, weight) for grad, weight in zip(grads, weights, strict=True) if grad is not None]
-    return [grad for grad, _ in pairs], [weight for _, weight in pairs]
+    given = [j for j, grad in enumerate(grads) if grad is not None]
+    return [grads[j] for j in given], [weights[j] for j in given]
 
 
 def _wgrad(x: Any, weights: Sequence[Tensor], grads: Sequence[Tensor | None], needs: Needs) -> list[Tensor | None]:
     """dw_j = dout_j.T @ x and dbias_j = dout_j.sum(0), from whole x and whole output gradients."""
     count = len(weights)
     found: list[Tensor | None] = [None] * (2 * count)
+    rows = as_matrix(x) if any(needs[1 : 1 + count]) else None
     for j, (weight, grad) in enumerate(zip(weights, grads, strict=True)):
         if grad is not None:
-            if needs[1 + j]:
-                found[j] = weight_grad(grad, x, weight)
+            if rows is not None and needs[1 + j]:
+                found[j] = _weight_grad(as_matrix(grad), rows, weight)
             if needs[1 + count + j]:
                 found[count + j] = as_matrix(grad).sum(0)
     return found
 
 
-def weight_grad(grad: Tensor, x: Tensor, like: Tensor) -> Tensor:
-    """grad.T @ x [N, K] from grad [..., N] and x [..., K], stored the way `like` is: rows or columns first."""
-    grad, x = as_matrix(grad), as_matrix(x)
+def _weight_grad(grad: Tensor, x: Tensor, like: Tensor) -> Tensor:
+    """grad.T @ x [N, K] from grad [M, N] and x [M, K], stored the way `like` is: rows or columns first."""
     if not like.is_contiguous() and like.t().is_contiguous():
         return matmul([x.t()], [grad]).t()
     return matmul([grad.t()], [x])

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from fastpar.comm import Communicator, Pending, shard_sizes
 from fastpar.comm.ranges import annotate
-from fastpar.ops._buffers import is_large, new_buffer
+from fastpar.ops._buffers import LARGE_BYTES, new_buffer
 from fastpar.ops.parallel_linear.types import Rows
 
 _SMALL_BYTES = 16 << 10
@@ -50,16 +50,22 @@ def launch(comm: Communicator, name: str, x: Tensor, *, concurrent: bool, **argu
 
 def as_matrix(x: Tensor) -> Tensor:
     """[..., features] as [rows, features]; either may be 0."""
-    return x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    dims = x.dim()
+    return x if dims == 2 else x.flatten(0, -2) if dims > 2 else x.reshape(1, -1)
+
+
+def _is_large(x: Tensor, features: int) -> bool:
+    """Whether [..., features] with the rows of x belongs into a buffer of the pool: `is_large` in fewer steps."""
+    width = x.shape[-1]
+    return width > 0 and x.numel() // width * features * x.itemsize >= LARGE_BYTES and x.is_cpu
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     """x @ weight.T (+ bias): x [..., K], weight [N, K] -> [..., N]; `out` is contiguous."""
     if out is None:
-        shape = (*x.shape[:-1], weight.shape[0])
-        if not is_large(x, shape):
+        if not _is_large(x, weight.shape[0]):
             return torch.nn.functional.linear(x, weight, bias)  # one call: a GEMM of few rows takes as long as a few
-        out = new_buffer(x, shape)
+        out = new_buffer(x, (*x.shape[:-1], weight.shape[0]))
     if bias is None:
         torch.mm(as_matrix(x), weight.t(), out=as_matrix(out))
     else:
@@ -69,16 +75,19 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | 
 
 def matmul(a: Sequence[Tensor], b: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
     """sum_j a_j @ b_j: a_j [..., K_j], b_j [K_j, N] -> [..., N]; `out` is contiguous."""
-    shape = (*a[0].shape[:-1], b[0].shape[1])
-    if out is None and is_large(a[0], shape):
-        out = new_buffer(a[0], shape)
-    if out is None and len(a) == 1:
-        return torch.matmul(a[0], b[0])
-    first = as_matrix(a[0])
-    total = torch.mm(first, b[0]) if out is None else torch.mm(first, b[0], out=as_matrix(out))
+    first, features = a[0], b[0].shape[1]
+    if out is None and not _is_large(first, features):
+        if len(a) == 1:
+            return torch.matmul(first, b[0])
+        total = torch.mm(as_matrix(first), b[0])
+        result = total if first.dim() == 2 else total.view(*first.shape[:-1], features)
+    else:
+        result = new_buffer(first, (*first.shape[:-1], features)) if out is None else out
+        total = as_matrix(result)
+        torch.mm(as_matrix(first), b[0], out=total)
     for x, matrix in zip(a[1:], b[1:], strict=True):
-        total.addmm_(as_matrix(x), matrix)
-    return total.view(shape) if out is None else out
+        total.addmm_(as_matrix(x), matrix)  # into the same memory
+    return result
 
 
 class _Piece(NamedTuple):
