@@ -465,3 +465,22 @@ def _early_optimizer() -> None:
 
 def test_optimizer_built_before_the_swap_refuses_to_train_nothing() -> None:
     run_ranks(2, _early_optimizer)
+
+
+def _hooks(model: nn.Module) -> int:
+    return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
+
+
+def _failed_forward() -> None:
+    model = fp.parallelize(_stack(Layer()), dist.group.WORLD, LAYER)
+    before = _hooks(model)
+    model(torch.randn(2, 4, 6))
+    assert _hooks(model) == before
+    with pytest.raises(RuntimeError, match="shape"):
+        model(torch.randn(2, 4, 5))  # the second forward is watched, too
+    model(torch.randn(2, 4, 6))  # the third is not
+    assert _hooks(model) == before
+
+
+def test_guards_leave_no_hooks_behind_a_forward_that_they_have_watched() -> None:
+    run_ranks(2, _failed_forward)

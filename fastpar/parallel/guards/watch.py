@@ -50,7 +50,7 @@ class Watch:
     def __init__(self, comm: Communicator, device: torch.device, plan: WatchedPlan):
         self.comm, self.device, self.plan = comm, device, plan
         self.cadence = Cadence()
-        self._end: Any = _NoHandle()
+        self._end: Any = None  # the handle of `after`, while a forward is watched
         self.inputs = InputGuard(comm, device)
         self.draws = DrawGuard(device, _verdict(plan))
         self.gradients, self.positions, self.members = GradientGuard(comm), PositionGuard(comm), MemberGuard()
@@ -65,8 +65,12 @@ class Watch:
         return [model.register_forward_pre_hook(self.before, with_kwargs=True, prepend=True), self]
 
     def remove(self) -> None:
-        """End a look that is going on."""
-        self._end.remove()
+        """End a look that is going on, with nothing said."""
+        if self._end is not None:
+            self._end.remove()
+            self._end = None
+            self.draws.stop()
+            self.positions.stop()
 
     def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Compare the inputs, and start what looks at the forward."""
@@ -76,10 +80,11 @@ class Watch:
             self.gradients.stop()  # the forward before: its backward is over, or nobody waits for what it would say
         if torch.compiler.is_compiling():
             return
+        if self._end is not None:
+            self.remove()  # the forward before has failed
         self.members.check(model)
         if not self.cadence.next():
             return
-        self._end.remove()  # of a forward that has failed
         self._end = model.register_forward_hook(self.after)
         self.inputs.before(model, args, kwargs)
         self.stream.before(model, args, kwargs)
@@ -98,17 +103,11 @@ class Watch:
         if self.stream.is_running:
             return
         self._end.remove()
+        self._end = None
         self.draws.check()
         self.inputs.after(model, args, output)
         self.positions.check()
         self.stream.after(model, output)
-
-
-class _NoHandle:
-    """The handle of no hook."""
-
-    def remove(self) -> None:
-        pass
 
 
 def _verdict(plan: WatchedPlan) -> Callable[[str, nn.Module], str]:
