@@ -472,7 +472,8 @@ def _hooks(model: nn.Module) -> int:
 
 
 def _failed_forward() -> None:
-    model = fp.parallelize(_stack(Layer()), dist.group.WORLD, LAYER)
+    model, inside = fp.parallelize(_stack(Layer()), dist.group.WORLD, LAYER), list[int]()
+    model.layers[0].mlp.register_forward_hook(lambda *_: inside.append(_hooks(model)))
     before = _hooks(model)
     model(torch.randn(2, 4, 6))
     assert _hooks(model) == before
@@ -480,6 +481,7 @@ def _failed_forward() -> None:
         model(torch.randn(2, 4, 5))  # the second forward is watched, too
     model(torch.randn(2, 4, 6))  # the third is not
     assert _hooks(model) == before
+    assert inside[0] > before == inside[-1]
 
 
 def test_guards_leave_no_hooks_behind_a_forward_that_they_have_watched() -> None:

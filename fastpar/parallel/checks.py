@@ -63,7 +63,7 @@ def check_plan(context: SwapContext) -> dict[str, HeadSplit]:
 
 
 def uses_layout_attention(module: nn.Module) -> bool:
-    """Whether a module's attention draws its dropout by the global position."""
+    """True where a module's attention draws its dropout by the global position."""
     return getattr(getattr(module, "config", None), "_attn_implementation", None) == "fastpar_eager"
 
 

@@ -131,7 +131,7 @@ def _at(model: nn.Module, path: str) -> nn.Module | None:
 
 
 def _own_plan(config: Any) -> dict[str, str]:
-    """What a Hugging Face configuration says of its model: linears and experts, without the experts' parameters."""
+    """The plan of a Hugging Face configuration: linears and experts, without the experts' parameters."""
     tensor: dict[str, str] = getattr(config, "base_model_tp_plan", None) or {}
     expert: dict[str, str] = getattr(config, "base_model_ep_plan", None) or {}
     experts = {p: w for p, w in (tensor | expert).items() if w in ("moe_tp_experts", "ep_dispatch_experts")}
@@ -170,8 +170,8 @@ def _head_norms(paths: set[str], prefix: str) -> dict[str, str]:
 
 
 def first_plan(model: nn.Module, modules: Mapping[str, nn.Module]) -> tuple[dict[str, Style], UnknownModelError | None]:
-    """What is declared or known; for other models the embedding, the head, layers and stacked experts, and the error
-    that says so. No styles where not even layers are found."""
+    """The plan that is declared or known; for other models the embedding, the head, layers and stacked experts, and the
+    error that says so. No styles where not even layers are found."""
     try:
         styles = match_plan(model, auto_plan(model))
     except UnknownModelError as error:

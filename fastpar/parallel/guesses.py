@@ -15,7 +15,7 @@ from torch import nn
 from fastpar.parallel.heads import KEY_COUNTS, QUERY_COUNTS, said
 from fastpar.parallel.styles import ColwiseStyle, RowwiseStyle, Style
 from fastpar.parallel.styles.linear import is_rowwise
-from fastpar.parallel.trial import Call, is_linear
+from fastpar.parallel.trial import RecordedCall, is_linear
 
 
 def linear_features(linear: nn.Module) -> tuple[int, int]:
@@ -26,7 +26,7 @@ def linear_features(linear: nn.Module) -> tuple[int, int]:
     return (weight.shape[1], weight.shape[0]) if isinstance(linear, nn.Linear) else (weight.shape[0], weight.shape[1])
 
 
-def guessed_linears(module: nn.Module, call: Call) -> Iterator[dict[str, Style]]:
+def guessed_linears(module: nn.Module, call: RecordedCall) -> Iterator[dict[str, Style]]:
     """Column- and row-parallel linears by how the block calls them: the last gives the block's output, others its
     heads or features, some of them through a smaller one (latent attention)."""
     if len(call.order) < 2 or call.order[-1] in call.reads:
@@ -48,7 +48,7 @@ def guessed_linears(module: nn.Module, call: Call) -> Iterator[dict[str, Style]]
 
 
 def _fused_layouts(module: nn.Module, features: int, inner: int) -> list[ColwiseStyle]:
-    """How the output features of a linear may be laid out, where the row-parallel one takes `inner` features."""
+    """Layouts that the output features of a linear may have, where the row-parallel one takes `inner` features."""
     heads, kv_heads = said(module, QUERY_COUNTS), said(module, KEY_COUNTS)
     if not heads or inner % heads:
         plain = [ColwiseStyle()]

@@ -1,4 +1,4 @@
-"""How attention heads fall on ranks, with any number of key/value heads."""
+"""Attention heads on ranks, with any number of key/value heads."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def split_heads(
 
 
 def block_splits(module: nn.Module, styles: Mapping[str, Style], size: int, where: str) -> dict[str, HeadSplit]:
-    """How the linears of each module inside fall on ranks, by path within it."""
+    """The split of the linears of each module inside, by its path."""
     modules = dict(module.named_modules(remove_duplicate=False))
     parents: dict[str, dict[str, tuple[nn.Module, ColwiseStyle]]] = {}
     for path, style in styles.items():

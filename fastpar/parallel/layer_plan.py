@@ -27,7 +27,7 @@ from fastpar.parallel.styles import (
     WholeStyle,
 )
 from fastpar.parallel.styles.linear import is_rowwise, splits_features
-from fastpar.parallel.trial import Call, CodeError, Trial, TrialError, is_linear, is_per_token
+from fastpar.parallel.trial import CodeError, RecordedCall, Trial, TrialError, is_linear, is_per_token
 
 _KEPT = (ExpertStyle, DropoutStyle, ReplicateStyle, VocabStyle)  # declared inside a layer, and right without a trial
 _MAX_GUESSES = 32
@@ -41,7 +41,7 @@ class LayerPlan:
         modules: Mapping[str, nn.Module],
         path: str,
         styles: Mapping[str, Style],
-        calls: Mapping[str, Call],
+        calls: Mapping[str, RecordedCall],
         size: int,
         sequence: bool,
     ):
@@ -52,7 +52,7 @@ class LayerPlan:
         self.settled: dict[str, Style] = {}
         self.pairs: list[str] = []
 
-    def call(self, path: str) -> Call | None:
+    def call(self, path: str) -> RecordedCall | None:
         return self.calls.get(f"{self.path}.{path}" if path else self.path)
 
     def settle(self) -> dict[str, Style]:
@@ -86,8 +86,8 @@ class LayerPlan:
             return
         self._leave_whole(path, module, call, reason)
 
-    def _visit_children(self, path: str, module: nn.Module, call: Call | None) -> None:
-        """What a module holds, one by one; all of it on all tokens where one of them cannot work on a part."""
+    def _visit_children(self, path: str, module: nn.Module, call: RecordedCall | None) -> None:
+        """The children of a module, one by one; all of it on all tokens where one of them cannot work on a part."""
         before = dict(self.settled)
         try:
             for name, _ in module.named_children():
@@ -100,7 +100,7 @@ class LayerPlan:
             self.settled = before
             self._leave_whole(path, module, call, "")
 
-    def _leave_whole(self, path: str, module: nn.Module, call: Call, reason: str) -> None:
+    def _leave_whole(self, path: str, module: nn.Module, call: RecordedCall, reason: str) -> None:
         note = reason and f"left whole: {reason}"
         # Where the tokens decide which parameters are used, ranks with parts of them would disagree on whose gradients
         # to sum.
@@ -121,7 +121,7 @@ class LayerPlan:
 
     # ---- blocks
 
-    def _split(self, path: str, module: nn.Module, call: Call) -> tuple[dict[str, Style] | None, str]:
+    def _split(self, path: str, module: nn.Module, call: RecordedCall) -> tuple[dict[str, Style] | None, str]:
         """The styles of a block that pass, by path in the layer; else None, and why the first guess did not."""
         reason = self._wrapped_linear(path)
         for guess, is_declared in self._guesses(path, module, call):
@@ -138,7 +138,7 @@ class LayerPlan:
         return None, reason
 
     def _wrapped_linear(self, path: str) -> str:
-        """What is said of a block whose declared linears have something else in their places, such as adapters."""
+        """The words for a block whose declared linears have something else in their places, such as adapters."""
         names = [p for p, s in self.declared.items() if p.startswith(f"{path}.") and splits_features(s)]
         other = next((name for name in names if not is_linear(self.modules[name])), None)
         if other is None:
@@ -146,8 +146,8 @@ class LayerPlan:
         kind = type(self.modules[other])
         return f"{other} is a {kind.__module__}.{kind.__qualname__}, which is no linear that could be split"
 
-    def _guesses(self, path: str, module: nn.Module, call: Call) -> Iterator[tuple[dict[str, Style], bool]]:
-        """What is declared (True), and what the calls suggest; each with more and more attributes made local."""
+    def _guesses(self, path: str, module: nn.Module, call: RecordedCall) -> Iterator[tuple[dict[str, Style], bool]]:
+        """Styles as declared (True), and as the calls suggest; each with more and more attributes made local."""
         prefix = f"{path}."
         words = {p[len(prefix) :]: s for p, s in self.declared.items() if p.startswith(prefix) and splits_features(s)}
         usable = all(is_linear(module.get_submodule(name)) for name in words)
@@ -161,7 +161,7 @@ class LayerPlan:
                         is_declared,
                     )
 
-    def _try(self, path: str, module: nn.Module, call: Call, styles: dict[str, Style]) -> dict[str, Style]:
+    def _try(self, path: str, module: nn.Module, call: RecordedCall, styles: dict[str, Style]) -> dict[str, Style]:
         if call.uses_others or call.keeps_results:
             raise TrialError("what it computes beside the hidden states may be used by other modules")
         splits = block_splits(module, styles, self.size, self.path + "." + path)
@@ -215,7 +215,7 @@ class LayerPlan:
                     self.settled = kept | dict.fromkeys(blocks, whole)
                     return
 
-    def _cause(self, call: Call, error: TrialError) -> str:
+    def _cause(self, call: RecordedCall, error: TrialError) -> str:
         """The reason why the layer cannot work on a part of the sequence, where an error of its code says less."""
         hidden = call.hidden()
         shape = hidden.shape
@@ -235,8 +235,8 @@ class LayerPlan:
                 )
         return str(error)
 
-    def _works_with_part(self, call: Call, shape: torch.Size) -> bool:
-        """Whether the layer's code would run if inputs of this shape were parts of the sequence as well."""
+    def _works_with_part(self, call: RecordedCall, shape: torch.Size) -> bool:
+        """True if the layer's code would run if inputs of this shape were parts of the sequence as well."""
         splits = block_splits(self.modules[""], self.settled, self.size, self.path)
         options: dict[str, Any] = {"cuts_all": False, "also_parts": (shape,)}
         try:
@@ -247,7 +247,7 @@ class LayerPlan:
             pass
         return True
 
-    def _try_layer(self, call: Call) -> None:
+    def _try_layer(self, call: RecordedCall) -> None:
         if self.sequence and call.uses_others:
             raise TrialError("it passes more on than the hidden states")
         splits = block_splits(self.modules[""], self.settled, self.size, self.path)
@@ -256,7 +256,7 @@ class LayerPlan:
 
 
 def _is_full(style: Style) -> bool:
-    """Whether a linear is split whose input and output every rank has whole."""
+    """True for a linear that is split and whose input and output every rank has whole."""
     return isinstance(style, ColwiseStyle | RowwiseStyle) and not splits_features(style)
 
 
@@ -265,7 +265,7 @@ def _holds_experts(module: nn.Module) -> bool:
 
 
 def _chooses_parameters(module: nn.Module) -> bool:
-    """Whether a module may leave parameters unused: experts, as modules in a list or stacked."""
+    """True for a module that may leave parameters unused: experts, as modules in a list or stacked."""
     convolutions = {id(p) for m in module.modules() if isinstance(m, nn.modules.conv._ConvNd) for p in m.parameters()}
     stacked = any(p.dim() > 2 and id(p) not in convolutions for p in module.parameters())
     return stacked or any(isinstance(child, nn.ModuleList | nn.ModuleDict) for child in module.modules())

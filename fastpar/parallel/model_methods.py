@@ -28,7 +28,7 @@ _OPTIONS = ("num_items_in_batch", "ignore_index", "shift_labels")
 
 
 def calls_loss_function(model: nn.Module) -> bool:
-    """Whether the model's forward computes its loss by `self.loss_function`, and not by code of its own."""
+    """True if the model's forward computes its loss by `self.loss_function`, and not by code of its own."""
     for cls in type(model).__mro__:
         forward = vars(cls).get("forward")
         if forward is None:
@@ -42,12 +42,12 @@ def calls_loss_function(model: nn.Module) -> bool:
 
 
 def takes_labels(model: nn.Module) -> bool:
-    """Whether the model computes a loss by itself, as Hugging Face's do."""
+    """True if the model computes a loss by itself, as Hugging Face's do."""
     return "labels" in inspect.signature(type(model).forward).parameters
 
 
 def loss_on_split_logits(model: Any, head: VocabParallelHead) -> tuple[Loss, str]:
-    """What takes the place of `model.loss_function`, and a word about it.
+    """A loss for the place of `model.loss_function`, and a word about it.
 
     transformers' next-token and masked-token losses, known by identity, are computed from this rank's logits. Any other
     loss is the model's own, on gathered logits.

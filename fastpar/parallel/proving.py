@@ -33,7 +33,7 @@ from fastpar.parallel.styles import (
     Style,
 )
 from fastpar.parallel.styles.linear import splits_features
-from fastpar.parallel.trial import Call, DifferenceError, Trial, TrialError, is_linear, record_calls
+from fastpar.parallel.trial import DifferenceError, Trial, TrialError, is_linear, record_calls, RecordedCall
 from fastpar.pipeline.stages.absent import Absent
 from fastpar.tensor.own_forward import has_hooks, has_own_forward
 
@@ -105,7 +105,7 @@ def refuse_wrong_blocks(model: nn.Module, styles: Mapping[str, Style], size: int
             _refuse_wrong_block(path, modules[path], calls[path], {"": styles[path], **inside}, size)
 
 
-def _refuse_wrong_block(path: str, module: nn.Module, call: Call, styles: dict[str, Style], size: int) -> None:
+def _refuse_wrong_block(path: str, module: nn.Module, call: RecordedCall, styles: dict[str, Style], size: int) -> None:
     where = f"{path} ({type(module).__name__}), split as the plan says,"
     advice = 'Leave the block out of the plan, or try plan="auto", which finds out what can be split'
     try:
@@ -148,7 +148,7 @@ def _inside(module: nn.Module, path: str) -> list[str]:
 
 
 def _kind_of(module: nn.Module, styles: Mapping[str, Style], path: str) -> Any:
-    """What two layers have in common that compute the same on other numbers."""
+    """A key that two layers share which compute the same on other numbers."""
     rows: list[Any] = []
     for name, child in module.named_modules():
         plain = {

@@ -41,7 +41,7 @@ _PLAIN = ("relu2", "gelu", "silu", "relu")
 
 
 def is_stacked(module: nn.Module) -> bool:
-    """Whether this module has stacked experts: a first and a second weight of three dims, of as many experts."""
+    """True for a module of stacked experts: a first and a second weight of three dims, of as many experts."""
     own = module._parameters
     first, second = own.get(_first_name(module)), own.get(_SECOND)
     return first is not None and second is not None and first.dim() == second.dim() == 3 and len(first) == len(second)
@@ -73,7 +73,7 @@ def _is_gated(module: nn.Module) -> bool:
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Whether weights are [E, in, out]: what the module says, else what the shapes do."""
+    """True where weights are [E, in, out]: what the module says, else what the shapes do."""
     said = getattr(module, "is_transposed", None)
     if said is not None or not _is_gated(module):
         return bool(said)
@@ -122,7 +122,7 @@ def _number(module: nn.Module, *names: str, default: float) -> float:
 
 
 def _has_other_tensors(module: nn.Module) -> bool:
-    """Whether there are tensors that the activation may depend on, and that may change."""
+    """True where there are tensors that the activation may depend on, and that may change."""
     weights = {id(param) for param in module._parameters.values()}
     rest = [*module.parameters(), *module.buffers()]
     return any(id(tensor) not in weights for tensor in rest)

@@ -1,4 +1,4 @@
-"""Which part of a module's whole tensor the tensors of a tensor-parallel group are.
+"""The parts of a module's whole tensor that the tensors of a tensor-parallel group are.
 
 A column-parallel layer says it itself (its rows). Elsewhere what fits the sizes is tried: parts of the sequence, of
 flattened tokens, of features or heads, in the order of ranks or as the rows of the layers in the same block go. Where
@@ -31,7 +31,7 @@ class Alignment:
         self._hints, self._tokens = hints, tokens
 
     def places(self, path: str, is_output: bool, whole: Tensor, locals_: Sequence[Tensor]) -> Iterator[Places]:
-        """What the locals may be of the whole; nothing where their sizes do not fit."""
+        """Places of the locals in the whole; nothing where their sizes do not fit."""
         if any(x.dim() != whole.dim() for x in locals_):
             return
         dims = [d for d in range(whole.dim()) if any(x.size(d) != whole.size(d) for x in locals_)]
@@ -74,7 +74,7 @@ class Alignment:
 
 
 def overlaps(places: Places) -> bool:
-    """Whether ranks hold the same elements, of those that are not whole on every rank."""
+    """True if ranks hold the same elements, of those that are not whole on every rank."""
     for index in zip(*places, strict=True):
         rows = [x for x in index if x is not None]
         if rows and len(torch.cat(rows).unique()) < sum(len(x) for x in rows):

@@ -148,7 +148,7 @@ def _write(store: Any, report: VerifyReport) -> None:
 
 
 def _read(store: Any) -> VerifyReport:
-    """What rank 0, a child of this process, has written."""
+    """The words that rank 0, a child of this process, has written."""
     import pickle
 
     found: VerifyReport = pickle.loads(bytes.fromhex(store.get(_KEY).decode()))

@@ -32,7 +32,7 @@ FORWARD_PHASE, LOSS_PHASE, BACKWARD_PHASE, NORM_PHASE, UPDATE_PHASE = range(5)
 
 @dataclass
 class RankStep:
-    """What one rank computed in one step."""
+    """Results of one rank in one step."""
 
     loss: float
     trace: StepTrace
@@ -85,7 +85,7 @@ class Check:
 
 @dataclass(frozen=True)
 class _Bound:
-    """What is allowed: relative to the truth, and absolutely; and whether ranks may have parts of a sum."""
+    """Bounds of a difference: relative to the truth, and absolutely; and whether ranks may have parts of a sum."""
 
     allowed: float
     floor: float
@@ -237,7 +237,7 @@ class Judge:
         return worst
 
     def _reseeded(self) -> list[Check]:
-        """What ranks of a tensor-parallel group hold whole they must hold alike, also where their seeds differ."""
+        """Ranks of a tensor-parallel group must hold alike what they hold whole, also where their seeds differ."""
         found = []
         for (path, kind, call), position in self.truth.order(0).items():
             if kind in BACKWARD:

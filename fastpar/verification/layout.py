@@ -1,4 +1,4 @@
-"""What the whole model is compared with: `VerifyLayout`, and a model in that layout that can be trained."""
+"""The layout that the whole model is compared with: `VerifyLayout`, and a model in that layout that can be trained."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class VerifyLayout:
 
     @property
     def is_split(self) -> bool:
-        """Whether layers are split within a stage."""
+        """True if layers are split within a stage."""
         return self.plan != "auto" or any(self.mesh.size(dim) > 1 for dim in ("tp", "ep", "etp"))
 
     def __str__(self) -> str:
@@ -143,7 +143,7 @@ def parse_layout(text: str) -> LayoutText:
 
 @dataclass
 class ModuleHints:
-    """What a rank's modules say about how their tensors lie, for comparing them.
+    """Hints of a rank's modules at how their tensors lie, for comparing them.
 
     rows     of column-parallel layers: total features, and which of them each rank computes
     styles   what `fp.explain` calls the modules

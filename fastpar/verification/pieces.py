@@ -1,4 +1,4 @@
-"""Which part of a parameter a rank holds, as indices into the whole one.
+"""The part of a parameter that a rank holds, as indices into the whole one.
 
 What ranks hold is sent as it is, with its place, and compared with that place of the reference. Nothing is gathered by
 the code that is being checked.
@@ -40,7 +40,7 @@ def take(whole: Tensor, index: Index) -> Tensor:
 
 
 def index_of(parameter: Tensor) -> Index:
-    """Where in the whole parameter what this rank stores lies."""
+    """The place in the whole parameter of what this rank stores."""
     layout = layout_of(parameter)
     index: list[Tensor | None] = [None] * parameter.dim()
     if layout is not None:
@@ -63,7 +63,7 @@ def index_of(parameter: Tensor) -> Index:
 
 
 def plain_pieces(named: dict[str, nn.Parameter], of: str) -> list[Piece]:
-    """What this rank has of each parameter: "value", or "grad"."""
+    """The pieces of each parameter that this rank has: "value", or "grad"."""
     found = []
     for name, parameter in named.items():
         value = parameter.detach() if of == "value" else parameter.grad

@@ -70,7 +70,7 @@ class WholeRun:
 
 @dataclass(frozen=True)
 class Job:
-    """What is run whole, and in the layout."""
+    """The work that is done whole, and in the layout."""
 
     build: Callable[[], nn.Module]
     inputs: Inputs

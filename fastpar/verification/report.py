@@ -1,4 +1,4 @@
-"""What `fp.verify` returns."""
+"""The report of `fp.verify`."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class VerifyReport:
 
     @property
     def refused(self) -> bool:
-        """Whether the layout was refused, so that nothing ran."""
+        """True if the layout was refused, so that nothing ran."""
         return any(finding.kind == "refused" for finding in self.findings)
 
     @property

@@ -81,7 +81,7 @@ def verify(
         layout = VerifyLayout(layout)
     elif not isinstance(layout, VerifyLayout):
         raise TypeError(f"layout must be a VerifyLayout, a Mesh or words, got {type(layout).__name__}")
-    exchange = _Exchange()
+    exchange = _ReportExchange()
     try:
         make = optimizer or partial(torch.optim.SGD, lr=0.01, momentum=0.9, foreach=False)
         built_alike = partial(built, build, seed, noise)
@@ -94,7 +94,7 @@ def verify(
             owned.close()
 
 
-class _Exchange:
+class _ReportExchange:
     """Plain values between all ranks, on a group of its own, whatever has happened to others."""
 
     def __init__(self) -> None:
@@ -132,7 +132,7 @@ class _Exchange:
 
 
 def _prepared(
-    exchange: _Exchange, layout: VerifyLayout, build: Callable[[], nn.Module], batch: Any, target: Any
+    exchange: _ReportExchange, layout: VerifyLayout, build: Callable[[], nn.Module], batch: Any, target: Any
 ) -> tuple[nn.Module, Inputs]:
     """The model and the batch, when all ranks have the same model."""
 
@@ -162,8 +162,8 @@ def _prepared(
     return model, inputs
 
 
-def _agreed(exchange: _Exchange, what: str, function: Callable[[], Any]) -> Any:
-    """What the function returns; where it raises on one rank, an error on all."""
+def _agreed(exchange: _ReportExchange, what: str, function: Callable[[], Any]) -> Any:
+    """The result of the function; where it raises on one rank, an error on all."""
     found, error = None, None
     try:
         found = function()
@@ -181,7 +181,7 @@ def _agreed(exchange: _Exchange, what: str, function: Callable[[], Any]) -> Any:
 class _Verification:
     """One run of `verify`, from the point where all ranks have the same model."""
 
-    def __init__(self, layout: VerifyLayout, exchange: _Exchange, job: Job, rank_seeds: bool) -> None:
+    def __init__(self, layout: VerifyLayout, exchange: _ReportExchange, job: Job, rank_seeds: bool) -> None:
         self._layout, self._exchange, self._job = layout, exchange, job
         self._rank_seeds = rank_seeds
         self._own_seed = 1_000_003 * exchange.rank if rank_seeds else 0
@@ -285,7 +285,7 @@ class _Verification:
         return []
 
     def _failure(self, error: Exception | None, laid_out: LaidOut | None, step: int, kind: str) -> VerifyFinding | None:
-        """What went wrong on any rank: the first error that is not about another rank."""
+        """The failure of any rank: the first error that is not about another rank."""
         text, module = "", ""
         if error is not None:
             kind_of = next((refusal for refusal in _REFUSALS if isinstance(error, refusal)), type(error))

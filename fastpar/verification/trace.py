@@ -1,4 +1,4 @@
-"""What every module of a model takes and returns in one step, and the gradients of both.
+"""Inputs and outputs of every module of a model in one step, and the gradients of both.
 
 Hooks copy tensors; nothing else about the run changes, but that a module's inputs arrive as views, whose gradients are
 those through this module alone and not those of all users of the tensor.
@@ -137,7 +137,7 @@ class ModuleTrace:
 
 
 def takes_views(module: nn.Module) -> bool:
-    """Whether a module of a parallel model computes the same with views of its inputs.
+    """True if a module of a parallel model computes the same with views of its inputs.
 
     Layers that share an input know it by identity, and so do those that are recomputed in a chain.
     """

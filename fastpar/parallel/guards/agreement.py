@@ -1,4 +1,4 @@
-"""That ranks agree: on their weights before a swap, on the batch and on the random numbers of a forward.
+"""Agreement of ranks: on their weights before a swap, on the batch and on the random numbers of a forward.
 
 A tensor-parallel group computes one model on one batch. Ranks that read different batches, or whose generators differ
 where dropout is drawn, compute the loss of none.

@@ -23,7 +23,7 @@ class Cadence:
         self.first = self.every = 0
 
     def next(self) -> bool:
-        """Whether the call that begins is one to look at. None is while torch.compile traces it."""
+        """True if the call that begins is one to look at. None is while torch.compile traces it."""
         if is_compiling():
             return False
         number = self.calls

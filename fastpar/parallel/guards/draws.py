@@ -1,4 +1,4 @@
-"""That random numbers are not drawn where a rank sees a part of a tensor only.
+"""Random numbers, which must not be drawn where a rank sees a part of a tensor only.
 
 `nn.Dropout` modules get masks that go by the position in the whole tensor (`fastpar.tensor.LayoutDropout`). A forward
 that calls `F.dropout`, adds noise or drops layers by itself draws from the default generator: on a tensor that is

@@ -1,4 +1,4 @@
-"""That a parameter which every rank has whole gets the same gradient on every rank.
+"""Parameters that every rank has whole, which must get the same gradient on every rank.
 
 A module that the plan leaves whole does the same work on all ranks, and its gradients need no sum. If it does a part of
 the work after all - it stands between a column- and a row-parallel layer, and sees this rank's features - each rank has
@@ -43,7 +43,7 @@ class GradientGuard:
 
     @property
     def is_watching(self) -> bool:
-        """Whether a parameter's gradient would be looked at."""
+        """True if a parameter's gradient would be looked at."""
         return bool(self._handles)
 
     def stop(self) -> None:

@@ -1,4 +1,4 @@
-"""That a parallelised model still holds what `parallelize` has seen.
+"""Modules of a parallelised model, which must be those that `parallelize` has seen.
 
 A module that is put into the model afterwards (an adapter, a new head) has plain parameters: every rank initialises its
 own copy, and nothing sums the parts of their gradients that ranks have where heads, features or the sequence are split.

@@ -1,4 +1,4 @@
-"""That no part of a tensor leaves the model as if it were the whole.
+"""Parts of tensors, none of which may leave the model as if it were the whole.
 
 What a forward returns beside its result is often recorded on the way: hidden states of inner layers, the routers'
 logits, attention probabilities. Where the sequence is split these are of this rank's positions, and inside a block of
@@ -24,7 +24,7 @@ _MARK = "_fastpar_part"
 
 @dataclass(frozen=True)
 class _Part:
-    """What a tensor is a part of."""
+    """The whole of which a tensor is a part."""
 
     path: str  # of the module that made it
     region: SequenceRegion | None  # whose positions it has some of; None: some heads of a block

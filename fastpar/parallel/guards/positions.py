@@ -1,4 +1,4 @@
-"""That nothing beside the blocks mixes positions while the sequence is split.
+"""Positions, which nothing beside the blocks may mix while the sequence is split.
 
 Blocks gather their input; what else a layer does must work on each position by itself. A convolution along the
 sequence, a state-space model, a token shift in the layer's own code would see the positions of one rank and compute
@@ -40,7 +40,7 @@ class _Recorded(nn.Module):
 
 
 @dataclass
-class _Call:
+class _LayerCall:
     """A layer of one kind, what it was called with, and what its blocks returned."""
 
     path: str
@@ -57,7 +57,7 @@ class PositionGuard:
 
     def __init__(self, comm: Communicator):
         self.comm = comm
-        self._calls: list[tuple[_Call, SequenceRegion]] = []
+        self._calls: list[tuple[_LayerCall, SequenceRegion]] = []
         self._handles: list[Any] = []
 
     def start(self, layers: Mapping[str, tuple[nn.Module, SequenceRegion]], blocks: Sequence[str]) -> None:
@@ -69,7 +69,7 @@ class PositionGuard:
             kind = (type(layer).__qualname__, inside, tuple((n, type(m).__name__) for n, m in layer.named_modules()))
             if kind not in kinds and path not in blocks:
                 kinds.add(kind)
-                self._watch(_Call(path, layer, inside), region)
+                self._watch(_LayerCall(path, layer, inside), region)
 
     def stop(self) -> None:
         """No longer watch."""
@@ -77,7 +77,7 @@ class PositionGuard:
             handle.remove()
         self._handles, self._calls = [], []
 
-    def _watch(self, call: _Call, region: SequenceRegion) -> None:
+    def _watch(self, call: _LayerCall, region: SequenceRegion) -> None:
         def called(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             call.args, call.kwargs = args, kwargs
 
@@ -109,7 +109,7 @@ class PositionGuard:
             )
 
 
-def _mixes(call: _Call, region: SequenceRegion) -> str:
+def _mixes(call: _LayerCall, region: SequenceRegion) -> str:
     """The path of what makes the layer's output at one position depend on others, or nothing."""
     at = region.sizes[region.comm.rank] // 2
     try:
@@ -134,7 +134,7 @@ def _differ(a: Tensor, b: Tensor) -> bool:
 
 
 def _run(
-    call: _Call, region: SequenceRegion, at: int, generator: torch.Generator | None
+    call: _LayerCall, region: SequenceRegion, at: int, generator: torch.Generator | None
 ) -> tuple[dict[str, Tensor], Tensor]:
     """Outputs at position `at` of the layer's own modules, in the order in which they end, and of the layer."""
 
@@ -174,7 +174,7 @@ def _run(
 
 
 def _at(x: Any, region: SequenceRegion, at: int) -> Tensor | None:
-    """What a tensor has at one position of every sequence, or None where it has no positions."""
+    """The part of a tensor at one position of every sequence, or None where it has no positions."""
     if not isinstance(x, Tensor) or not x.is_floating_point() or x.dim() < 2:
         return None
     mine = region.sizes[region.comm.rank]

@@ -1,4 +1,4 @@
-"""That a model with a split sequence computes what it computes without.
+"""A model with a split sequence, which must compute what it computes without.
 
 Layers are tried and watched one by one. What the model's own code does between them, while the stream is split, belongs
 to no layer: a mean over tokens, a shift, positions counted from `x.size(1)`, a loss on hidden states. So before the
@@ -87,7 +87,7 @@ class StreamGuard:
 
 
 def _warn_of_hooks(model: nn.Module, layers: Sequence[str]) -> None:
-    """What a hook of somebody else sees of a layer, or inside of one, is a part, whatever it does with it."""
+    """Hooks of others see a part of what a layer, or a module inside, takes and gives."""
     for path in layers:
         for name, module in model.get_submodule(path).named_modules(prefix=path):
             hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]

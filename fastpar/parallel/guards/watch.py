@@ -23,7 +23,7 @@ from fastpar.tensor.sequence import SequenceRegion
 
 @dataclass(frozen=True)
 class WatchedPlan:
-    """What of a plan the guards need to know, by module path."""
+    """The part of a plan that the guards need, by module path."""
 
     blocks: Sequence[str] = ()
     gathered: Sequence[str] = ()  # modules that are left whole, on all tokens
@@ -35,7 +35,7 @@ class WatchedPlan:
         return next((b for b in self.blocks if path == b or path.startswith(b + ".")), None)
 
     def is_split(self, path: str) -> bool:
-        """Whether the sequence is split where this module runs."""
+        """True if the sequence is split where this module runs."""
         if any(path == whole or path.startswith(whole + ".") for whole in self.gathered):
             return False
         return any(

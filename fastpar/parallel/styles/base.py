@@ -38,7 +38,7 @@ from fastpar.tensor.own_forward import has_own_forward
 
 
 class Style:
-    """How one module, or one parameter, is parallelised; subclasses override `check` and `apply`.
+    """A way to parallelise one module, or one parameter; subclasses override `check` and `apply`.
 
     keeps_module      the module's own parameters and its dropout are treated as those of a module without a style
     handles_sequence  under sequence parallelism the module gets the positions that it needs

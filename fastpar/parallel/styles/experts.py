@@ -133,7 +133,7 @@ def prove_experts(path: str, module: nn.Module, parent: nn.Module | None) -> Non
 
 
 def takes_scaled_tokens(module: nn.Module) -> bool:
-    """Whether experts are called with all tokens for all experts, as those of Llama 4, and not with the choices."""
+    """True for experts that are called with all tokens for all experts, as in Llama 4, and not with the choices."""
     return len(inspect.signature(type(module).forward).parameters) == 2 and not hasattr(module, "is_concatenated")
 
 
@@ -142,7 +142,7 @@ def _routes_itself(parent: nn.Module) -> bool:
 
 
 class ParallelExperts(ParallelModule):
-    """What `spread_experts` makes a module of stacked experts into, together with its own class."""
+    """The class of stacked experts that `spread_experts` has spread, together with their own."""
 
     _expert_group: BoundGroup
     _same_tokens: Communicator | None

@@ -102,17 +102,17 @@ class VocabStyle(LayerStyle):
 
 
 def splits_features(style: Style | None) -> bool:
-    """Whether a linear of this style gives, or takes, a rank's own features."""
+    """True for a linear that gives, or takes, a rank's own features."""
     if isinstance(style, ColwiseStyle):
         return not style.gather_output
     return isinstance(style, RowwiseStyle) and not style.split_input
 
 
 def is_colwise(style: Style | None) -> bool:
-    """Whether a linear of this style gives a rank's own features."""
+    """True for a linear that gives a rank's own features."""
     return isinstance(style, ColwiseStyle) and not style.gather_output
 
 
 def is_rowwise(style: Style | None) -> bool:
-    """Whether a linear of this style takes a rank's own features."""
+    """True for a linear that takes a rank's own features."""
     return isinstance(style, RowwiseStyle) and not style.split_input

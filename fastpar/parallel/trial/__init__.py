@@ -19,8 +19,17 @@ Note: what a trial proves
 
 from __future__ import annotations
 
-from fastpar.parallel.trial.calls import Call, is_linear, record_calls
+from fastpar.parallel.trial.calls import RecordedCall, is_linear, record_calls
 from fastpar.parallel.trial.ranks import CodeError, DifferenceError, TrialError
 from fastpar.parallel.trial.trial import Trial, is_per_token
 
-__all__ = ["Call", "CodeError", "DifferenceError", "Trial", "TrialError", "is_linear", "is_per_token", "record_calls"]
+__all__ = [
+    "CodeError",
+    "DifferenceError",
+    "RecordedCall",
+    "Trial",
+    "TrialError",
+    "is_linear",
+    "is_per_token",
+    "record_calls",
+]

@@ -1,4 +1,4 @@
-"""How a model calls its modules: one run on a few random ids, with hooks."""
+"""Calls of a model's modules: one run on a few random ids, with hooks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fastpar.tensor.sequence import map_hidden
 
 
 @dataclass
-class Call:
+class RecordedCall:
     """One call of a module: its arguments, and whether what it returns beside the hidden states is used."""
 
     args: tuple[Any, ...]
@@ -37,7 +37,7 @@ class _Recorder:
     """Hooks that note how modules are called while a model runs."""
 
     def __init__(self, model: nn.Module, paths: Iterable[str]):
-        self.calls: dict[str, Call] = {}
+        self.calls: dict[str, RecordedCall] = {}
         self.marks: dict[str, list[Tensor]] = {}
         self.handles: list[Any] = []
         self._arguments: dict[str, list[Any]] = {}
@@ -52,7 +52,7 @@ class _Recorder:
     def _enter(self, path: str) -> Callable[..., None]:
         def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if path not in self.calls:
-                self.calls[path] = Call(*_copied((args, kwargs)))
+                self.calls[path] = RecordedCall(*_copied((args, kwargs)))
                 self._arguments[path] = tree_leaves((args, kwargs))  # as they are: compared by identity below
 
         return hook
@@ -92,7 +92,7 @@ class _Recorder:
         return hook
 
     def _left_something(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether the module has put tensors into the containers that it was called with."""
+        """True if the module has put tensors into the containers that it was called with."""
         before = {id(leaf) for leaf in self._arguments[path]}
         return any(isinstance(leaf, Tensor) and id(leaf) not in before for leaf in tree_leaves((args, kwargs)))
 
@@ -111,13 +111,13 @@ class _Recorder:
 
 
 def _keeps_results(module: nn.Module) -> bool:
-    """Whether a module inside holds a tensor that it has computed, where others may read it."""
+    """True if a module inside holds a tensor that it has computed, where others may read it."""
     held = (value for child in module.modules() for value in own_attributes(child).values())
     flat = (v for value in held for v in (value if isinstance(value, list | tuple) else (value,)))
     return any(isinstance(value, Tensor) and value.grad_fn is not None for value in flat)
 
 
-def record_calls(model: nn.Module, paths: Iterable[str], num_tokens: int) -> dict[str, Call]:
+def record_calls(model: nn.Module, paths: Iterable[str], num_tokens: int) -> dict[str, RecordedCall]:
     """Run a language model once on two sequences of random ids: how the modules at `paths` were called, by path.
 
     Modules that were not called are left out. The model is in eval mode for the time of the run; its buffers, states

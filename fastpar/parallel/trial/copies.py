@@ -77,7 +77,7 @@ def sharing_copy(module: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def trains_differently(source: nn.Module, training: nn.Module, inputs: Any) -> bool:
-    """Whether the `training_copy` of a module computes something else than the module in eval mode, by a rule that can
+    """True if the `training_copy` of a module computes something else than the module in eval mode, by a rule that can
     be compared: not where it draws random numbers, which the guards of a running model look at."""
     outputs = []
     for module in (source, training):

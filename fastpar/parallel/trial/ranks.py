@@ -28,8 +28,8 @@ class DifferenceError(TrialError):
     """It has run, and computes something else."""
 
 
-class Meeting:
-    """Where the threads of a trial exchange tensors; an error of one is an error of all."""
+class ThreadMeeting:
+    """A place where the threads of a trial exchange tensors; an error of one is an error of all."""
 
     def __init__(self, size: int):
         self.size = size
@@ -46,9 +46,9 @@ class Meeting:
 
 @dataclass
 class VirtualRank:
-    """What a virtual rank's modules know of where they are."""
+    """A virtual rank, as its modules know it."""
 
-    meeting: Meeting
+    meeting: ThreadMeeting
     rank: int
     sequence: bool  # whether hidden states are split along dim 1
     total: int  # tokens
@@ -58,7 +58,7 @@ class VirtualRank:
         return slice(*shard_range(self.total, self.meeting.size, rank))
 
     def span(self) -> tuple[int, int]:
-        """Where this rank's part begins, and how long it is."""
+        """The begin of this rank's part, and its length."""
         here = self.part(self.rank)
         return here.start, here.stop - here.start
 

@@ -17,7 +17,7 @@ from fastpar.comm import shard_range
 from fastpar.parallel.heads import HeadSplit
 from fastpar.parallel.styles import BlockStyle, GatheredStyle, HeadsStyle, Style
 from fastpar.parallel.styles.linear import is_colwise, is_rowwise, splits_features
-from fastpar.parallel.trial.calls import Call
+from fastpar.parallel.trial.calls import RecordedCall
 from fastpar.parallel.trial.copies import (
     fresh_leaves,
     noisy_copy,
@@ -29,7 +29,7 @@ from fastpar.parallel.trial.copies import (
 from fastpar.parallel.trial.ranks import (
     CodeError,
     DifferenceError,
-    Meeting,
+    ThreadMeeting,
     TrialError,
     VirtualColumn,
     VirtualRank,
@@ -43,10 +43,10 @@ TOLERANCE = 1e-3
 
 @dataclass
 class Trial:
-    """What is to be tried: one module and the styles of what it holds, paths relative to the module ("" is itself)."""
+    """A trial of one module and the styles of what it holds, paths relative to the module ("" is itself)."""
 
     module: nn.Module
-    call: Call
+    call: RecordedCall
     styles: Mapping[str, Style]
     splits: Mapping[str, HeadSplit]  # by the module that holds the linears
     size: int
@@ -128,7 +128,7 @@ class Trial:
         return out, leaves, params
 
     def _ranks(self, source: nn.Module, inputs: Any, sequence: bool, shape: torch.Size) -> list[Any]:
-        meeting = Meeting(self.size)
+        meeting = ThreadMeeting(self.size)
         results: list[Any] = [None] * self.size
         errors: list[BaseException | None] = [None] * self.size
 
@@ -215,7 +215,7 @@ class Trial:
             _compare(grad, wanted, what, self.floor)
 
     def _kind(self, name: str, grads: list[Tensor | None], wanted: Tensor | None, sequence: bool) -> str | None:
-        """How the ranks' gradients of a parameter make the whole one."""
+        """The way in which the ranks' gradients of a parameter make the whole one."""
         module, _, leaf = name.rpartition(".")
         style = self.styles.get(module)
         if wanted is None and grads[0] is not None:
@@ -238,8 +238,8 @@ class Trial:
         return "partial"
 
 
-def is_per_token(module: nn.Module, call: Call, size: int) -> bool:
-    """Whether a module computes each token by itself: the same for a part of the sequence as for all of it.
+def is_per_token(module: nn.Module, call: RecordedCall, size: int) -> bool:
+    """True if a module computes each token by itself: the same for a part of the sequence as for all of it.
 
     Tokens may be flattened, hidden states [T, H] instead of [1, T, H]: a module inside of one that does so.
     """
@@ -264,7 +264,7 @@ def _is_per_token(trial: Trial, source: nn.Module, inputs: Any, dim: int) -> boo
     wanted = _tensors_of(sharing_copy(source)(*whole[0], **whole[1]))
     parts = []
     for index in range(size):
-        rank = VirtualRank(Meeting(size), index, True, shape[dim], dim)
+        rank = VirtualRank(ThreadMeeting(size), index, True, shape[dim], dim)
         cut, _ = fresh_leaves(inputs, functools.partial(trial._cut, rank, shape))
         parts.append(_tensors_of(sharing_copy(source)(*cut[0], **cut[1])))
     batch, tokens = (shape[0], shape[1]) if dim else (1, shape[0])
@@ -281,7 +281,7 @@ def _tensors_of(output: Any) -> list[Tensor]:
 
 
 def _joins(pieces: list[Tensor], wanted: Tensor, batch: int, tokens: int) -> bool:
-    """Whether the pieces, tokens along dim 1 or flattened with the batch into dim 0, make up the whole."""
+    """True if the pieces, tokens along dim 1 or flattened with the batch into dim 0, make up the whole."""
     if wanted.dim() and wanted.size(0) == batch * tokens:
         sizes = [shard_range(tokens, len(pieces), index) for index in range(len(pieces))]
         if any(p.size(0) != batch * (hi - lo) for p, (lo, hi) in zip(pieces, sizes, strict=True)):
