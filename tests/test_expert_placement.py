@@ -316,8 +316,8 @@ def test_a_placement_that_is_wrong_or_different_on_one_rank_is_refused_on_all():
     for raised in run_ranks(4, disagreements):
         different, by_etp, none, too_many, other_ep, good, bad_index = raised
         for message in (different, by_etp, none):
-            assert "must be the same on all ranks" in message or "wrong placement on rank" in message
-        assert "replicas is 1" in too_many or "wrong placement on rank" in too_many
+            assert "must be equal on all ranks" in message or "wrong arguments on rank" in message
+        assert "replicas is 1" in too_many or "wrong arguments on rank" in too_many
         assert "not for 4 on 2" in other_ep
         assert good == ""
         assert "indices must be in" in bad_index or "wrong arguments on rank" in bad_index

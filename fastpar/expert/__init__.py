@@ -14,29 +14,26 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fastpar.expert.bias import BiasRule, update_biases, update_biases_with
+    from fastpar.expert.balance import expert_loads, load_balance, update_biases, update_biases_with
     from fastpar.expert.layer import Capacity, Experts, MoELayer, SharedExpert
-    from fastpar.expert.loads import expert_loads, load_balance
     from fastpar.expert.losses import (
         LossRule,
         TokenCounts,
         attach_loss,
         aux_loss,
-        collected_losses,
         global_batch_aux_loss,
         sequence_aux_loss,
-        set_loss_scale,
         z_loss,
     )
     from fastpar.expert.placement import Placement, plan_placement
     from fastpar.expert.presets import PRESETS, RouterPreset, preset
+    from fastpar.expert.rebalance import rebalance
     from fastpar.expert.replay import balance_routes, record_routes, replay_routes
-    from fastpar.expert.replicas import rebalance
-    from fastpar.expert.router import Router
+    from fastpar.expert.router import BiasRule, Router, collected_losses, set_loss_scale
 
 _HOME = {
     "PRESETS": "fastpar.expert.presets",
-    "BiasRule": "fastpar.expert.bias",
+    "BiasRule": "fastpar.expert.router",
     "Capacity": "fastpar.expert.layer",
     "Experts": "fastpar.expert.layer",
     "LossRule": "fastpar.expert.losses",
@@ -49,19 +46,19 @@ _HOME = {
     "attach_loss": "fastpar.expert.losses",
     "aux_loss": "fastpar.expert.losses",
     "balance_routes": "fastpar.expert.replay",
-    "collected_losses": "fastpar.expert.losses",
-    "expert_loads": "fastpar.expert.loads",
+    "collected_losses": "fastpar.expert.router",
+    "expert_loads": "fastpar.expert.balance",
     "global_batch_aux_loss": "fastpar.expert.losses",
-    "load_balance": "fastpar.expert.loads",
+    "load_balance": "fastpar.expert.balance",
     "plan_placement": "fastpar.expert.placement",
     "preset": "fastpar.expert.presets",
-    "rebalance": "fastpar.expert.replicas",
+    "rebalance": "fastpar.expert.rebalance",
     "record_routes": "fastpar.expert.replay",
     "replay_routes": "fastpar.expert.replay",
     "sequence_aux_loss": "fastpar.expert.losses",
-    "set_loss_scale": "fastpar.expert.losses",
-    "update_biases": "fastpar.expert.bias",
-    "update_biases_with": "fastpar.expert.bias",
+    "set_loss_scale": "fastpar.expert.router",
+    "update_biases": "fastpar.expert.balance",
+    "update_biases_with": "fastpar.expert.balance",
     "z_loss": "fastpar.expert.losses",
 }
 __all__ = [

@@ -31,12 +31,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fastpar.arguments import check_counts, checked, checked_fields
 from fastpar.comm import Communicator, GroupLike
 from fastpar.comm.recompute_cache import kept
-from fastpar.expert.loads import routers_of
 from fastpar.reference.moe_route import count
 
 BALANCE = ("none", "switch", "huggingface", "sequence", "global_batch")
@@ -331,26 +330,3 @@ def when_it_counts(x: Tensor, notice: Callable[[], None]) -> Tensor:
     if torch.is_grad_enabled() and not in_backward():
         notice()
     return x
-
-
-@checked(meta=True)
-def collected_losses(model: nn.Module) -> dict[str, Tensor]:
-    """The losses that the routers with `collect=True` have set aside since the last call, by name, times their
-    coefficients: to be added to the main loss.
-
-    "layers.3.router.aux" is the balance loss of that router, "layers.3.router.z" its z-loss; shares, see the module.
-    """
-    found: dict[str, Tensor] = {}
-    for name, module in model.named_modules():
-        waiting = getattr(module, "_waiting_losses", None)
-        if waiting:
-            found.update({f"{name}.{kind}" if name else kind: loss for kind, loss in waiting.items()})
-            waiting.clear()
-    return found
-
-
-@checked(meta=True)
-def set_loss_scale(model: nn.Module, scale: float | Tensor) -> None:
-    """What the main loss is scaled by from now on, for the losses that the model's routers attach."""
-    for router in routers_of(model).values():
-        router.loss_scale = scale

@@ -27,9 +27,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fastpar.arguments import checked, checked_fields
-from fastpar.expert.bias import BiasRule
 from fastpar.expert.losses import LossRule
-from fastpar.expert.router import Router
+from fastpar.expert.router import BiasRule, Router
 from fastpar.ops.moe.route import RouteRule
 
 

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 
 from fastpar.arguments import checked
 from fastpar.comm import Communicator, GroupLike
-from fastpar.expert.loads import routers_of
-from fastpar.expert.router import Router
+from fastpar.expert.router import Router, routers_of
 from fastpar.ops.moe.route import balanced_indices
 
 

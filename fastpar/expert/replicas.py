@@ -22,26 +22,23 @@ rounded with an offset that grows with the rank: their errors cancel over the ra
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from fastpar.arguments import checked
-from fastpar.comm import Communicator, GroupLike
+from fastpar.comm import Communicator
 from fastpar.comm.recompute_cache import kept
-from fastpar.expert.placement import Placement, plan_placement
-from fastpar.mesh import named_groups
+from fastpar.expert.placement import Placement
+from fastpar.comm.agree import Agreement
 from fastpar.ops._autograd import first_derivative_only
 from fastpar.ops._buffers import new_buffer
 from fastpar.ops.moe.permute import pair_slots, sort_pairs
 
-if TYPE_CHECKING:
-    from fastpar.expert.layer import MoELayer
-
 _ALIGNMENT = 32  # elements: matrices in a packed row begin at multiples of this
 _DIGEST_WORDS = 2
+_EQUAL_ON_ALL = ("the placement (the first half of its digest)", "the placement (the rest of its digest)")
 
 Weights = Sequence[Tensor | None]
 
@@ -225,81 +222,18 @@ def _choices(placement: Placement, rank: int) -> tuple[Tensor, Tensor]:
     return targets, ends
 
 
-# ---- agreement, and a model's layers ---------------------------------------------------------------------------------
+# ---- agreement -------------------------------------------------------------------------------------------------------
 
 
 def check_equal(placement: Placement | None, problem: str, comms: Sequence[Communicator], device: torch.device) -> None:
     """Raise ValueError on all ranks of the groups for a problem on one, or for placements that differ."""
     digest = hashlib.sha256(repr(placement).encode()).digest()
     words = [int.from_bytes(digest[8 * i : 8 * i + 8], "little", signed=True) for i in range(_DIGEST_WORDS)]
-    status = torch.tensor([[int(bool(problem)), *words]], device=device)
+    found: Exception | str = problem
     for comm in comms:
-        everyone = comm.all_gather(status).cpu()
-        if problem:
-            continue  # told to all of them first
-        bad = everyone[:, 0].nonzero().flatten().tolist()
-        if bad:
-            problem = f"wrong placement on rank {bad[0]} of the group: see its error"
-        elif not bool((everyone == everyone[0]).all()):
-            problem = "the placement must be the same on all ranks of the expert group (and of etp)"
-        status[0, 0] = int(bool(problem))
-    if problem:
-        raise ValueError(problem)
-
-
-@checked(computed=False)
-def rebalance(
-    model: nn.Module, *, groups: Sequence[GroupLike] | None = None, min_gain: float = 0.01, reset: bool = False
-) -> dict[str, Placement]:
-    """Place the copies of all layers with `replicas` by the loads that their routers have counted.
-
-    groups    what tokens are split over; None: all dims but pp of the layers' mesh
-    min_gain  see `plan_placement`
-    reset     zero `router.load` of these layers, so that the next call sees what comes from now on
-
-    Call it on all ranks, between steps, every so often: loads change slowly, and a new placement costs nothing but this
-    call. `update_biases` zeroes loads: call this before it. A layer that saw nothing keeps its placement. Returns the
-    new placements by the layers' names: `placement.rank_loads(loads)` says what they promise.
-
-    One all-reduce of all counts, int64, for each group, and for each layer the all-gathers of `Experts.place`.
-    """
-    layers = dict(_layers(model))
-    if not layers:
-        return {}
-    meshes = {id(layer.experts.groups.mesh): layer.experts.groups.mesh for layer in layers.values()}
-    if groups is None and len(meshes) > 1:
-        raise ValueError("the model's layers are on different meshes: say with groups= what tokens are split over")
-    if groups is None:
-        (mesh,) = meshes.values()
-        groups = [] if mesh is None else [group for name, group in named_groups(mesh) if name != "pp"]
-    routers: list[Any] = [layer.router for layer in layers.values()]
-    loads = torch.cat([router.load for router in routers])
-    for group in groups:
-        comm = Communicator.of(group)
-        loads = comm.all_reduce(loads) if comm.size > 1 else loads
-    found = {}
-    counts = loads.split([router.num_experts for router in routers])
-    for (name, layer), router, mine in zip(layers.items(), routers, counts, strict=True):
-        if int(mine.sum()) == 0:
-            continue
-        experts = layer.experts
-        found[name] = plan_placement(mine, experts.groups.ep.size, experts.replicas, min_gain=min_gain)
-        experts.place(found[name])
-        if reset:
-            router.load.zero_()
-    return found
-
-
-def _layers(model: nn.Module) -> Iterator[tuple[str, MoELayer]]:
-    """The layers that have slots for copies."""
-    from fastpar.expert.layer import MoELayer
-    from fastpar.expert.router import Router
-
-    for name, module in model.named_modules():
-        if isinstance(module, MoELayer) and module.experts.replicas:
-            if not isinstance(module.router, Router):
-                raise TypeError(
-                    f"{name or 'the layer'} has a {type(module.router).__name__} for a router, which counts no loads: "
-                    "use plan_placement(loads, ep, replicas) and experts.place(placement)"
-                )
-            yield name, module
+        try:  # a problem goes on to the other groups, whose ranks have to hear of it too
+            Agreement("Experts.place", _EQUAL_ON_ALL, words, found).gather(comm, device=device)
+        except ValueError as error:
+            found = error
+    if isinstance(found, Exception):
+        raise found

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fastpar.arguments import check_counts, checked, shown
+from fastpar.arguments import check_counts, checked, checked_fields, shown
 from fastpar.comm import Communicator, GroupLike
-from fastpar.expert.bias import BiasRule
 from fastpar.expert.losses import (
     LossRule,
     TokenCounts,
@@ -34,6 +33,15 @@ def check_dtype(dtype: torch.dtype | None) -> None:
     """ValueError for a dtype that no weight has."""
     if dtype is not None and not dtype.is_floating_point:
         raise ValueError(f"dtype must be a floating-point one or None, got {dtype}")
+
+
+@checked_fields
+@dataclass(frozen=True)
+class BiasRule:
+    """How the selection bias moves: by `rate` a step; `centered` takes the mean of a step's moves off each."""
+
+    rate: float = 1e-3
+    centered: bool = False
 
 
 class Router(nn.Module):
@@ -264,3 +272,34 @@ class Router(nn.Module):
         if sequences is None or num_sequences is None:
             raise ValueError("the 'sequence' loss needs x of [batch, sequence, hidden], or sequences and num_sequences")
         return sequence_aux_loss(scores, indices, sequences, num_sequences, mask=mask, group=self.comm)
+
+
+# ---- a model's routers -----------------------------------------------------------------------------------------------
+
+
+def routers_of(model: nn.Module) -> dict[str, Router]:
+    """The model's routers by name, in the order of its modules."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, Router)}
+
+
+@checked(meta=True)
+def collected_losses(model: nn.Module) -> dict[str, Tensor]:
+    """The losses that the routers with `collect=True` have set aside since the last call, by name, times their
+    coefficients: to be added to the main loss.
+
+    "layers.3.router.aux" is the balance loss of that router, "layers.3.router.z" its z-loss; shares, see the module.
+    """
+    found: dict[str, Tensor] = {}
+    for name, module in model.named_modules():
+        waiting = getattr(module, "_waiting_losses", None)
+        if waiting:
+            found.update({f"{name}.{kind}" if name else kind: loss for kind, loss in waiting.items()})
+            waiting.clear()
+    return found
+
+
+@checked(meta=True)
+def set_loss_scale(model: nn.Module, scale: float | Tensor) -> None:
+    """What the main loss is scaled by from now on, for the losses that the model's routers attach."""
+    for router in routers_of(model).values():
+        router.loss_scale = scale

@@ -1,5 +1,7 @@
-"""Balance without a loss (Wang et al. 2024): a bias per expert, added in the choice only, which a rule moves against
-the load after every step.
+"""How much the experts of a model have to do, and biases that keep it even.
+
+Balance without a loss (Wang et al. 2024): a bias per expert, added in the choice only, which a rule moves against the
+load after every step.
 
     b_e += rate * sign(mean load - load of e)
 
@@ -9,25 +11,16 @@ the ranks once per step, for all routers in one all-reduce for each group.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from fastpar.arguments import checked, checked_fields
+from fastpar.arguments import checked
 from fastpar.comm import Communicator, GroupLike
-from fastpar.expert.loads import routers_of
-
-
-@checked_fields
-@dataclass(frozen=True)
-class BiasRule:
-    """How the selection bias moves: by `rate` a step; `centered` takes the mean of a step's moves off each."""
-
-    rate: float = 1e-3
-    centered: bool = False
+from fastpar.expert.router import routers_of
 
 
 @torch.no_grad()
@@ -67,3 +60,44 @@ def update_biases_with(
 ) -> RemovableHandle:
     """Have every step of the optimizer end with `update_biases(model, groups=groups)`. `.remove()` ends it."""
     return optimizer.register_step_post_hook(lambda *_: update_biases(model, groups=groups))
+
+
+@checked(meta=True)
+def expert_loads(model: nn.Module, *, reset: bool = False) -> dict[str, Tensor]:
+    """int64 [E] by router: choices of each expert on this rank since the last reset, by forwards that were trained on.
+
+    `update_biases` resets those of the routers that it updates. No synchronisation with the device.
+    """
+    routers = routers_of(model)
+    loads = {name: router.load.clone() for name, router in routers.items()}
+    if reset:
+        for router in routers.values():
+            router.load.zero_()
+    return loads
+
+
+@checked(meta=True)
+def load_balance(counts: Tensor) -> dict[str, Tensor]:
+    """How even loads [.., E] are: scalars [..] on their device, float32.
+
+    max_over_mean  1 at balance, E if one expert has all: how much longer the busiest takes
+    entropy        of the loads, over ln E: 1 at balance, 0 if one expert has all
+    idle           share of the experts that have nothing
+
+    Worked example: counts [6, 2, 0, 0] have max_over_mean 3, entropy 0.41, idle 0.5. Without any load all are 0.
+    """
+    if counts.dim() < 1 or counts.shape[-1] < 1 or counts.is_complex():
+        raise ValueError(
+            f"counts must be real [.., E] with at least one expert, got {counts.dtype} {tuple(counts.shape)}"
+        )
+    loads = counts.float()
+    total = loads.sum(-1, keepdim=True).clamp_min(1.0)
+    share = loads / total
+    num_experts = counts.shape[-1]
+    entropy = -(share * share.clamp_min(1e-30).log()).sum(-1) / max(math.log(num_experts), 1e-30)
+    is_used = counts.sum(-1) > 0
+    return {
+        "max_over_mean": share.amax(-1) * num_experts,
+        "entropy": entropy,
+        "idle": (counts == 0).float().mean(-1) * is_used,
+    }
