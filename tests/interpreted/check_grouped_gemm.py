@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from fastpar.contracts.moe import ACTIVATIONS, ExpertRule, activate
 from fastpar.kernels import grouped_gemm as gg
 from fastpar.kernels.grouped_gemm import Groups
-from fastpar.reference.moe_mlp import ACTIVATIONS, ExpertRule, activate
 from tests.overlap_gemm_cases import integers
 
 CPU = torch.device("cpu")

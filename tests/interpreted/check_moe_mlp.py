@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from fastpar.contracts.moe import ExpertRule
 from fastpar.kernels import moe_mlp as kernels
 from fastpar.kernels.moe_mlp import Experts
 from fastpar.ops.moe import mlp_triton as _moe_triton
 from fastpar.ops.moe.plan import Padding
-from fastpar.reference.moe_mlp import ExpertRule
-from fastpar.reference.moe_mlp import moe_mlp as reference_mlp
+from tests.moe_calls import reference_mlp
 
 TOKENS, TOP_K, EXPERTS, HIDDEN, FEATURES = 19, 3, 5, 24, 20
 

@@ -19,8 +19,8 @@ from fastpar.kernels.grouped_gemm import Groups, grouped_linear, grouped_linear_
 from fastpar.kernels.moe_push import PushExchange, run_together
 from fastpar.kernels.overlap_gemm_buffer import OverlapBuffer
 from fastpar.reference import moe_rows
-from fastpar.reference.moe_mlp import moe_mlp as reference_mlp
 from tests.dist import run_ranks
+from tests.moe_calls import reference_mlp
 from tests.overlap_gemm_cases import MappedBuffer, create_files, integers
 
 NBYTES = 1 << 18

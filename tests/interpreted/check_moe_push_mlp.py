@@ -14,14 +14,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from fastpar.contracts.moe import ExpertRule
 from fastpar.kernels import moe_push_mlp as kernels
 from fastpar.kernels.moe_mlp import Experts
 from fastpar.kernels.moe_push import FLAGS, PushExchange, buffer_bytes, run_together
 from fastpar.kernels.moe_push_mlp import Saved, Wants
 from fastpar.kernels.overlap_gemm_buffer import OverlapBuffer
-from fastpar.reference.moe_mlp import ExpertRule
-from fastpar.reference.moe_mlp import moe_mlp as reference_mlp
 from tests.dist import run_ranks
+from tests.moe_calls import reference_mlp
 from tests.moe_mlp_ranks import EXPERTS, HIDDEN, TOP_K, gradients, part, problem
 from tests.moe_push_ranks import raise_symmetric, run_symmetric
 from tests.overlap_gemm_cases import MappedBuffer, create_files

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from fastpar import ops
+from fastpar.contracts.moe import RouteRule, Routing
 from fastpar.expert import PRESETS
 from fastpar.kernels import moe_route as kernels
 from fastpar.ops.moe import route_triton as _moe_route_triton
-from fastpar.reference.moe_route import RouteRule, Routing
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of NaN and infinities
 
