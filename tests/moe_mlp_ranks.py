@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fastpar.comm import record
-from fastpar.reference.moe_mlp import ExpertRule
+from fastpar.contracts.moe import ExpertRule
 from tests.moe_calls import moe_mlp
 
 HIDDEN, INNER, TOP_K, EXPERTS = 12, 10, 3, 8

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fastpar.comm.recompute_cache import Tape, recording, replaying
+from fastpar.contracts.moe import ExpertRule
 from fastpar.ops.moe.transports import symmetric as _moe_push
-from fastpar.reference.moe_mlp import ExpertRule
 from tests.moe_calls import moe_dispatch, moe_mlp
 from tests.moe_mlp_ranks import EXPERTS, gradients, part, problem
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastpar.reference.moe_mlp import ExpertRule
+from fastpar.contracts.moe import ExpertRule
 from tests.dist import run_ranks
 from tests.moe_mlp_ranks import gradients
 from tests.moe_mlp_ranks import problem as rank_problem

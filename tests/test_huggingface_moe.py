@@ -11,9 +11,9 @@ from unittest import mock
 import pytest
 import torch
 
+from fastpar.contracts.moe import ExpertRule
 from fastpar.integrations import huggingface, huggingface_moe
 from fastpar.parallel.stacked_experts import is_stacked, rule_of, run_experts
-from fastpar.reference.moe_mlp import ExpertRule
 from tests.dist import run_ranks
 from tests.moe_models import MODELS, assert_equal_steps, batch, build, experts_of, mean_step, step, transformers_steps
 

@@ -9,9 +9,9 @@ import torch
 import torch.utils.checkpoint
 
 import fastpar as fp
+from fastpar.contracts.moe import activate
 from fastpar.expert import Capacity, LossRule
 from fastpar.ops.moe.mlp import ExpertRule
-from fastpar.reference.moe_mlp import activate
 from tests.dist import run_ranks
 from tests.moe_layer_ranks import (
     TOP_K,

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from fastpar.contracts.moe import ACTIVATIONS, WEIGH, ExpertRule
 from fastpar.ops.moe import chunks as _moe_chunks
 from fastpar.ops.moe import experts as _moe_mlp
 from fastpar.ops.moe.fp8 import quantize_dequantize
 from fastpar.ops.moe.plan import Padding
-from fastpar.reference.moe_mlp import ACTIVATIONS, WEIGH, ExpertRule
 from tests.dist import run_ranks
 from tests.moe_calls import moe_mlp, reference_mlp
 from tests.moe_mlp_ranks import (

@@ -23,6 +23,7 @@ from fastpar.comm import (
     shard_sizes,
 )
 from fastpar.contracts.linear import autocast_dtype
+from fastpar.contracts.moe import ExpertRule, activate
 from fastpar.expert.losses import in_backward
 from fastpar.expert.placement import Placement
 from fastpar.expert.presets import RouterPreset
@@ -35,7 +36,6 @@ from fastpar.ops.moe.capacity import moe_capacity
 from fastpar.ops.moe.mlp import moe_mlp
 from fastpar.ops.moe.plan import DEFAULT_DISPATCH, Dispatch
 from fastpar.ops.moe.weights import ExpertWeights
-from fastpar.reference.moe_mlp import ExpertRule, activate
 
 
 class Experts(nn.Module):

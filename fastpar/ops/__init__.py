@@ -9,6 +9,7 @@ import types
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fastpar.contracts.moe import ExpertRule
     from fastpar.ops.all_reduce_rms_norm import all_reduce_rms_norm
     from fastpar.ops.cross_entropy import vocab_parallel_cross_entropy
     from fastpar.ops.dropout import sharded_dropout
@@ -48,18 +49,17 @@ if TYPE_CHECKING:
     from fastpar.ops.vocab_softmax import vocab_parallel_log_softmax, vocab_parallel_softmax
     from fastpar.ops.vocab_topk import vocab_parallel_argmax, vocab_parallel_topk
     from fastpar.ops.weight_grad_store.store import WeightGradStore
-    from fastpar.reference.moe_mlp import ExpertRule
 
 _HOME = {
     "Dispatch": "fastpar.ops.moe.plan",
     "DispatchHandle": "fastpar.ops.moe.dispatcher",
-    "ExpertRule": "fastpar.reference.moe_mlp",
+    "ExpertRule": "fastpar.contracts.moe",
     "ExpertWeights": "fastpar.ops.moe.weights",
     "Overlap": "fastpar.ops.parallel_linear.overlap",
     "OverlapShape": "fastpar.ops.parallel_linear.overlap",
     "Padding": "fastpar.ops.moe.plan",
-    "RouteRule": "fastpar.ops.moe.route",
-    "Routing": "fastpar.ops.moe.route",
+    "RouteRule": "fastpar.contracts.moe",
+    "Routing": "fastpar.contracts.moe",
     "StochasticRounding": "fastpar.ops.optimizer",
     "WeightGradStore": "fastpar.ops.weight_grad_store.store",
     "adamw_step": "fastpar.ops.optimizer",

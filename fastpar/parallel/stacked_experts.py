@@ -27,12 +27,12 @@ from torch import Tensor, nn
 
 from fastpar.comm import Communicator, gather_from, scatter_to, shard_range, shard_sizes
 from fastpar.comm.communicator import GroupLike
+from fastpar.contracts.moe import ExpertRule, activate
 from fastpar.ops._autograd import scale_grad
 from fastpar.ops.moe.dispatch_combine import moe_combine, moe_dispatch
 from fastpar.ops.moe.grouped_linear import grouped_linear
 from fastpar.ops.moe.mlp import moe_mlp
 from fastpar.ops.moe.weights import ExpertWeights
-from fastpar.reference.moe_mlp import ExpertRule, activate
 
 _FIRST = ("gate_up_proj", "up_proj")
 _SECOND = "down_proj"

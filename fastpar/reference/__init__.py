@@ -3,6 +3,7 @@
 What an option changes the kind of (a tensor or several) is typed at the ops, and Any here.
 """
 
+from fastpar.contracts.moe import ExpertRule
 from fastpar.contracts.transformer import rotary_tables
 from fastpar.reference.cross_entropy import vocab_parallel_cross_entropy
 from fastpar.reference.dropout import sharded_dropout
@@ -11,7 +12,7 @@ from fastpar.reference.gradients import dequantize_blocks, exact_square_sum, qua
 from fastpar.reference.grouped_linear import grouped_linear
 from fastpar.reference.linear import all_gather_linear, copy_to_linear, linear_all_reduce, linear_reduce_scatter
 from fastpar.reference.linear_cross_entropy import linear_cross_entropy
-from fastpar.reference.moe_mlp import ExpertRule, moe_mlp
+from fastpar.reference.moe_mlp import moe_mlp
 from fastpar.reference.moe_route import expert_choice_route, moe_route
 from fastpar.reference.newton_schulz import newton_schulz
 from fastpar.reference.optimizer import adamw_step, lion_step, sgd_step

@@ -16,118 +16,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
-WHEN = ("before", "after")
-GROUP_SCORES = ("top2", "top_k_over_groups", "max")
-NOISE = ("none", "learned", "normal", "gumbel")
-_FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+from fastpar.contracts.moe import SCORES, RouteRule, Routing, check_routing, log_scores
+
 _TABLE_ROWS = 4096  # of a hash table that are drawn at once
 
 Top = Callable[[Tensor, int], Tensor]
-
-
-@dataclass(frozen=True)
-class RouteRule:
-    """How experts are chosen and weighed.
-
-    top_k        experts of a token
-    score        "softmax", "sigmoid", "sqrtsoftplus"
-    when         scores come "before" the choice, which is by score (softmax over all experts), or "after" it, which
-                 then is by logit (softmax over the chosen ones)
-    normalize    weights of a token sum to 1
-    epsilon      added to their sum
-    scale        of the weights
-    num_groups   experts are in so many groups of neighbours, of which the best top_groups are chosen from
-    group_score  "top2": the sum of a group's two best; "top_k_over_groups": of its best top_k / top_groups; "max"
-    noise        for training: "learned", normal noise times a softplus of the token (Shazeer et al. 2017); "normal",
-                 of deviation noise_scale; "gumbel", times noise_scale, in the choice only: with softmax and a scale
-                 of 1, experts are drawn by their probabilities
-    """
-
-    top_k: int
-    score: str = "softmax"
-    when: str = "before"
-    normalize: bool = False
-    epsilon: float = 0.0
-    scale: float = 1.0
-    num_groups: int = 1
-    top_groups: int = 1
-    group_score: str = "top2"
-    noise: str = "none"
-    noise_scale: float = 1.0
-
-    def __post_init__(self) -> None:
-        for name, value, known in (
-            ("score", self.score, SCORES),
-            ("when", self.when, WHEN),
-            ("group_score", self.group_score, GROUP_SCORES),
-            ("noise", self.noise, NOISE),
-        ):
-            if value not in known:
-                raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
-        if self.top_k < 1:
-            raise ValueError(f"top_k must be at least 1, got {self.top_k}")
-        if self.epsilon < 0:
-            raise ValueError(f"epsilon must not be negative, got {self.epsilon}")
-        if self.epsilon and not self.normalize:
-            raise ValueError(f"epsilon ({self.epsilon}) is for normalize=True")
-        if not 1 <= self.top_groups <= self.num_groups:
-            raise ValueError(f"top_groups must be between 1 and num_groups ({self.num_groups}), got {self.top_groups}")
-
-    def check_experts(self, num_experts: int) -> None:
-        """Raises ValueError if the rule does not fit so many experts."""
-        if self.top_k > num_experts:
-            raise ValueError(
-                f"top_k ({self.top_k}) must be at most the number of experts ({num_experts}), the columns of logits"
-            )
-        if num_experts % self.num_groups:
-            raise ValueError(f"num_experts ({num_experts}) must be divisible by num_groups ({self.num_groups})")
-        open_to = num_experts // self.num_groups * self.top_groups
-        if self.top_k > open_to:
-            raise ValueError(
-                f"top_k ({self.top_k}) must be at most the experts of the top groups ({self.top_groups} groups of "
-                f"{num_experts // self.num_groups}: {open_to})"
-            )
-
-
-@dataclass(frozen=True)
-class Routing:
-    """Where the tokens go.
-
-    indices  int64 [T, K]      experts, best first; -1: nowhere
-    weights  float32 [T, K]    (float64 for float64 logits); 0 where the index is -1
-    counts   int64 [E]         tokens of each expert
-    logits   float32 [T, E]    as they came, without noise; 0 where masked
-    score    the rule's
-    """
-
-    indices: Tensor
-    weights: Tensor
-    counts: Tensor
-    logits: Tensor
-    score: str
-
-    @property
-    def scores(self) -> Tensor:
-        """[T, E]: the scores over all experts, of sum 1, for balance losses. Computed whenever asked for."""
-        return log_scores(self.logits, self.score).softmax(-1)
-
-
-def log_scores(logits: Tensor, score: str) -> Tensor:
-    """Logarithms of the scores, for softmax but for a summand per token. Finite, with gradients, for finite logits."""
-    if score == "softmax":
-        return logits
-    if score == "sigmoid":
-        return functional.logsigmoid(logits)
-    # log(softplus(x)) is x - exp(x) / 2 + ..., so x to the last bit where softplus would lose or underflow
-    small = logits < -20.0
-    return 0.5 * torch.where(small, logits, functional.softplus(logits.masked_fill(small, 0.0)).log())
 
 
 def score_of(logits: Tensor, score: str) -> Tensor:
@@ -203,30 +100,6 @@ def count(indices: Tensor, num_experts: int) -> Tensor:
     return counts.scatter_add_(0, flat, torch.ones_like(flat))[:num_experts]
 
 
-def check_arguments(
-    logits: Tensor, bias: Tensor | None, indices: Tensor | None, noise: Tensor | None, mask: Tensor | None
-) -> None:
-    """Raises TypeError or ValueError with the values if the tensors do not fit `moe_route`."""
-    if logits.dtype not in _FLOATS:
-        raise TypeError(f"logits must be one of {', '.join(map(str, _FLOATS))}, got {logits.dtype}")
-    if logits.dim() != 2:
-        raise ValueError(f"logits must be [tokens, experts], got shape {tuple(logits.shape)}")
-    if bias is not None and bias.shape != logits.shape[1:]:
-        raise ValueError(f"bias must have shape {tuple(logits.shape[1:])}, got {tuple(bias.shape)}")
-    if noise is not None and noise.shape != logits.shape:
-        raise ValueError(f"noise must have the shape of logits, {tuple(logits.shape)}, got {tuple(noise.shape)}")
-    if mask is not None and (mask.dtype != torch.bool or mask.shape != logits.shape[:1]):
-        raise ValueError(
-            f"mask must be bool of shape {tuple(logits.shape[:1])}, got {mask.dtype} of {tuple(mask.shape)}"
-        )
-    if indices is None:
-        return
-    if indices.dtype not in (torch.int64, torch.int32):
-        raise TypeError(f"indices must be int64 or int32, got {indices.dtype}")
-    if indices.dim() != 2 or len(indices) != len(logits):
-        raise ValueError(f"indices must be [{len(logits)}, K], got shape {tuple(indices.shape)}")
-
-
 def widen(logits: Tensor, mask: Tensor | None) -> Tensor:
     """In float32 at least; zeros for padding, whose NaN would come back in the gradient of a softmax as 0 * NaN."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -244,7 +117,7 @@ def route(
     top: Top = stable_top,
 ) -> Routing:
     """`moe_route` with a given way to find the largest."""
-    check_arguments(logits, bias, indices, noise, mask)
+    check_routing(logits, bias, indices, noise, mask)
     num_experts = logits.shape[1]
     logits = widen(logits, mask)
     noisy = logits if noise is None else logits + noise
@@ -287,7 +160,7 @@ def route_by_experts(
     top: Top = stable_top,
 ) -> Routing:
     """`expert_choice_route` with a given way to find the largest."""
-    check_arguments(logits, None, None, None, mask)
+    check_routing(logits, None, None, None, mask)
     if score not in SCORES:
         raise ValueError(f"score must be one of {', '.join(SCORES)}, got {score!r}")
     if capacity < 0:

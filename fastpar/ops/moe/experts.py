@@ -35,6 +35,7 @@ from torch import Tensor
 
 from fastpar.comm.ranges import annotate
 from fastpar.comm.recompute_cache import kept
+from fastpar.contracts.moe import ExpertRule
 from fastpar.ops._autograd import first_derivative_only, needs_grad
 from fastpar.ops._buffers import new_buffer
 from fastpar.ops._weight_grad import weighted_sum
@@ -44,7 +45,6 @@ from fastpar.ops.moe.gemms import activate_rows, activate_rows_backward, matmul,
 from fastpar.ops.moe.permute import dot_rows, gather_rows
 from fastpar.ops.moe.plan import DispatchSpec
 from fastpar.ops.moe.weights import ConcatExperts, ExpertWeights
-from fastpar.reference.moe_mlp import ExpertRule
 
 _SCRATCH_ROWS = 256
 

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from fastpar import _ext
+from fastpar.contracts.moe import ExpertRule, activate
 from fastpar.ops._buffers import new_buffer
-from fastpar.reference.moe_mlp import ExpertRule, activate
 
 _ext.load()
 

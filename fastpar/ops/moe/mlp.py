@@ -14,6 +14,7 @@ from torch import Tensor
 from fastpar.arguments import checked
 from fastpar.comm import Communicator, GroupLike
 from fastpar.contracts.linear import autocast_dtype
+from fastpar.contracts.moe import ExpertRule, activate, check_experts
 from fastpar.ops._autograd import needs_grad, scale_grad
 from fastpar.ops.moe import mlp_triton
 from fastpar.ops.moe.dispatch_combine import moe_combine, moe_dispatch
@@ -24,7 +25,6 @@ from fastpar.ops.moe.plan import DEFAULT_DISPATCH, Dispatch, DispatchSpec
 from fastpar.ops.moe.transports import symmetric
 from fastpar.ops.moe.transports.select import find_dispatcher
 from fastpar.ops.moe.weights import ConcatExperts, ExpertWeights
-from fastpar.reference.moe_mlp import ExpertRule, activate, check_experts
 
 
 @checked(unless_agreed="group")

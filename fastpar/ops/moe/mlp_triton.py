@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastpar.contracts.moe import ExpertRule
 from fastpar.ops._autograd import first_derivative_only
 from fastpar.ops._backends import has_kernels
 from fastpar.ops.moe.plan import Padding
-from fastpar.reference.moe_mlp import ExpertRule
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 

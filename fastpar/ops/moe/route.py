@@ -20,17 +20,10 @@ from torch.nn import functional
 
 from fastpar import _ext
 from fastpar.arguments import checked
+from fastpar.contracts.moe import RouteRule, Routing
 from fastpar.ops._autograd import first_derivative_only
 from fastpar.ops.moe import route_triton
-from fastpar.reference.moe_route import (
-    RouteRule,
-    Routing,
-    balanced_indices,
-    hash_table,
-    route,
-    route_by_experts,
-    stable_top,
-)
+from fastpar.reference.moe_route import balanced_indices, hash_table, route, route_by_experts, stable_top
 
 _ext.load()
 

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastpar.contracts.moe import RouteRule, Routing, check_routing
 from fastpar.ops._autograd import first_derivative_only
 from fastpar.ops._backends import has_kernels
-from fastpar.reference.moe_route import RouteRule, Routing, check_arguments, widen
+from fastpar.reference.moe_route import widen
 
 _REFERENCE = "fastpar.reference.moe_route"
 
@@ -85,7 +86,7 @@ class TritonRouting(Routing):
 
 def moe_route(logits: Tensor, rule: RouteRule, bias: Tensor | None, mask: Tensor | None) -> Routing:
     """`fastpar.ops.moe_route`."""
-    check_arguments(logits, bias, None, None, mask)
+    check_routing(logits, bias, None, None, mask)
     rule.check_experts(logits.shape[1])
     logits = widen(logits, mask)
     weights, indices, counts = TritonRoute.apply(rule, logits, bias, mask)

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fastpar.contracts.moe import ExpertRule
 from fastpar.ops._buffers import new_buffer
-from fastpar.reference.moe_mlp import ExpertRule
 
 
 class ConcatExperts:

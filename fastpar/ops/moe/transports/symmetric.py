@@ -33,11 +33,11 @@ from fastpar.comm import Communicator
 from fastpar.comm.agree import Agreement
 from fastpar.comm.recompute_cache import kept
 from fastpar.comm.symmetric.buffer import SymmetricBuffer
+from fastpar.contracts.moe import ExpertRule
 from fastpar.ops._autograd import first_derivative_only
 from fastpar.ops._backends import has_kernels
 from fastpar.ops.moe.plan import Dispatch, Padding
 from fastpar.ops.moe.weights import ExpertWeights
-from fastpar.reference.moe_mlp import ExpertRule
 
 if TYPE_CHECKING:
     from fastpar.kernels.moe_push import PushExchange
