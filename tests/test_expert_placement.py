@@ -12,7 +12,7 @@ from fastpar import ops
 from fastpar.comm import Communicator
 from fastpar.expert import Placement, plan_placement
 from fastpar.expert.layer import Experts
-from fastpar.expert.replicas import Replicas, _runs
+from fastpar.expert.replicas import ExpertReplicas, _runs
 from fastpar.ops.moe.mlp import ExpertRule
 from tests.dist import run_ranks
 from tests.expert_placement_ranks import (
@@ -147,7 +147,7 @@ def test_choices_go_to_copies_by_their_shares_and_to_no_other_expert(tokens):
     indices = torch.tensor([[0, 4], [4, 8], [0, -1], [7, 0]]).repeat(tokens, 1)
     rows = torch.zeros(len(logical))
     for rank in range(4):
-        physical = Replicas(placement, _Rank(rank, 4)).physical(indices.int() if rank == 1 else indices)
+        physical = ExpertReplicas(placement, _Rank(rank, 4)).physical(indices.int() if rank == 1 else indices)
         goes = (indices >= 0) & (indices < 8)
         assert torch.equal(logical[physical[goes]], indices[goes])
         assert bool((physical[~goes] == -1).all())
@@ -166,13 +166,13 @@ def test_roundings_of_few_choices_cancel_over_the_ranks(choices):
     stride = placement.experts_per_rank + placement.slots
     rows = torch.zeros(8)
     for rank in range(8):
-        physical = Replicas(placement, _Rank(rank, 8)).physical(torch.zeros(choices, 1, dtype=torch.int64))
+        physical = ExpertReplicas(placement, _Rank(rank, 8)).physical(torch.zeros(choices, 1, dtype=torch.int64))
         rows += torch.bincount(physical.flatten() // stride, minlength=8)
     assert rows[:2].tolist() == pytest.approx([4 * choices] * 2, abs=1)  # 7 and 1 if all rounded alike
 
 
 def test_what_is_wrong_with_indices_is_left_to_the_dispatch():
-    replicas = Replicas(PLACEMENTS[2], _Rank(0, 2))
+    replicas = ExpertReplicas(PLACEMENTS[2], _Rank(0, 2))
     assert replicas.num_physical == 8
     assert bool((replicas.physical(torch.tensor([[5, -2]])) == torch.tensor([[9, -2]])).all())
     for wrong in (torch.zeros(3, 2), torch.zeros(3, dtype=torch.int64)):

@@ -89,7 +89,7 @@ def test_real_sizes_give_the_same_bits_every_time_and_near_a_loop_over_experts()
 def test_forward_and_backward_wait_for_nothing_and_a_graph_follows_the_routing() -> None:
     rule = ExpertRule()
     x, indices, weights, first, second, dout = (t.to(DEVICE) for t in problem(rule, torch.bfloat16, 512, 256, 256, 8))
-    experts = kernels.Experts(first, second)
+    experts = kernels.ExpertParams(first, second)
 
     def step() -> list[Tensor]:
         out, saved = kernels.forward(x, indices, weights, experts, rule)
@@ -203,12 +203,12 @@ def step_together(
     """Forward and backward of every virtual rank."""
     everyone = list(zip(exchanges, parts, strict=True))
     results = run_together([
-        moe_push_mlp.forward_phases(e, x, indices, weights, kernels.Experts(first, second), rule)
+        moe_push_mlp.forward_phases(e, x, indices, weights, kernels.ExpertParams(first, second), rule)
         for e, (x, indices, weights, first, second, _) in everyone
     ])  # fmt: skip
-    wants = moe_push_mlp.Wants(True, True, True, True, False, False)
+    wants = moe_push_mlp.PushGradNeeds(True, True, True, True, False, False)
     grads = run_together([
-        moe_push_mlp.backward_phases(e, dout, x, weights, kernels.Experts(first, second), rule, saved, wants)
+        moe_push_mlp.backward_phases(e, dout, x, weights, kernels.ExpertParams(first, second), rule, saved, wants)
         for (e, (x, _, weights, first, second, dout)), (_, saved) in zip(everyone, results, strict=True)
     ])  # fmt: skip
     return [(out, grad) for (out, _), grad in zip(results, grads, strict=True)]

@@ -99,7 +99,7 @@ def check(name: str, found: dict[str, Any], target: Target, allowed_spills: int 
 def products(dtype: torch.dtype) -> dict[str, Callable[[], object]]:
     """Calls of every function of grouped_gemm, with and without what they need not be given."""
     config = grouped_gemm.configuration
-    groups = grouped_gemm.Groups(range(0, ROWS + 1, ROWS // EXPERTS), ROWS, torch.device("cpu"))
+    groups = grouped_gemm.RowGroups(range(0, ROWS + 1, ROWS // EXPERTS), ROWS, torch.device("cpu"))
     x, rows = torch.zeros(TOKENS, HIDDEN, dtype=dtype), torch.zeros(ROWS, FEATURES, dtype=dtype)
     first, second = (torch.zeros(EXPERTS, *s, dtype=dtype) for s in ((2 * FEATURES, HIDDEN), (HIDDEN, FEATURES)))
     index, weights = torch.zeros(ROWS, dtype=torch.int64), torch.zeros(ROWS)

@@ -28,7 +28,7 @@ from fastpar.expert.losses import in_backward
 from fastpar.expert.placement import Placement
 from fastpar.expert.presets import RouterPreset
 from fastpar.expert.presets import preset as find_preset
-from fastpar.expert.replicas import Replicas, check_equal
+from fastpar.expert.replicas import ExpertReplicas, check_equal
 from fastpar.expert.router import MAX_EXPERTS, Router, check_dtype
 from fastpar.expert.weights import ExpertGroups, make_expert_weight, unwrap
 from fastpar.mesh import Mesh
@@ -82,7 +82,7 @@ class Experts(nn.Module):
         self.groups = ExpertGroups(mesh)
         self.dispatch = dispatch or DEFAULT_DISPATCH
         self.replicas = replicas
-        self._replicas: Replicas | None = None
+        self._replicas: ExpertReplicas | None = None
         products = 2 if self.rule.is_gated else 1
 
         def weight(shape: tuple[int, ...], split: int | None, fan_in: int) -> nn.Parameter:
@@ -117,7 +117,7 @@ class Experts(nn.Module):
         elif placement is not None and placement.slots > self.replicas:
             problem = f"the placement has {placement.slots} copies on a rank, but replicas is {self.replicas}"
         check_equal(placement, problem, (groups.ep, groups.etp), self.down_proj.device)
-        self._replicas = Replicas(placement, groups.ep) if placement is not None and placement.slots else None
+        self._replicas = ExpertReplicas(placement, groups.ep) if placement is not None and placement.slots else None
 
     def forward(
         self,

@@ -266,7 +266,7 @@ def z_loss(
 # ---- into the backward pass ------------------------------------------------------------------------------------------
 
 
-class _Attach(torch.autograd.Function):
+class AttachLoss(torch.autograd.Function):
     """The identity on x; in backward the loss gets the gradient that it would get as a summand of the main loss."""
 
     @staticmethod
@@ -280,7 +280,7 @@ class _Attach(torch.autograd.Function):
         return grads[0], torch.ones_like(ctx.like) * factor, None, None
 
 
-class _Notice(torch.autograd.Function):
+class NoticeBackward(torch.autograd.Function):
     """The identity on x that calls `notice` when backward comes by for the first time."""
 
     @staticmethod
@@ -310,7 +310,7 @@ def attach_loss(x: Tensor, loss: Tensor, *, coeff: float = 1.0, scale: float | T
     """
     if loss.dim():
         raise ValueError(f"loss must be a scalar, got shape {tuple(loss.shape)}")
-    attached: Tensor = _Attach.apply(x, loss, coeff, scale)
+    attached: Tensor = AttachLoss.apply(x, loss, coeff, scale)
     return attached
 
 
@@ -325,7 +325,7 @@ def when_it_counts(x: Tensor, notice: Callable[[], None]) -> Tensor:
     That is in backward; or now, if there will be none because nothing in front of x is trained.
     """
     if x.requires_grad:
-        noticed: Tensor = _Notice.apply(x, notice)
+        noticed: Tensor = NoticeBackward.apply(x, notice)
         return noticed
     if torch.is_grad_enabled() and not in_backward():
         notice()

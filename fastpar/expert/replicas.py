@@ -43,7 +43,7 @@ _EQUAL_ON_ALL = ("the placement (the first half of its digest)", "the placement 
 Weights = Sequence[Tensor | None]
 
 
-class Replicas:
+class ExpertReplicas:
     """What one rank needs to run a placement that has copies.
 
     placement
@@ -97,7 +97,7 @@ class Replicas:
         if torch.compiler.is_compiling():  # a graph cannot hold an exchange
             found = torch.compiler.disable(self.fetch)(weights, dtype)
             return found[0], found[1]
-        found = _Fetch.apply(self, dtype, *weights)
+        found = FetchReplicas.apply(self, dtype, *weights)
         own = [old if new is None else new for old, new in zip(weights, found, strict=False)]
         return own, [*found[len(weights) :]]
 
@@ -138,11 +138,13 @@ class Replicas:
                     grad[expert].copy_(total)
 
 
-class _Fetch(torch.autograd.Function):
-    """(weights, their copies), None for a weight that is frozen; see `Replicas.fetch`."""
+class FetchReplicas(torch.autograd.Function):
+    """(weights, their copies), None for a weight that is frozen; see `ExpertReplicas.fetch`."""
 
     @staticmethod
-    def forward(ctx: Any, replicas: Replicas, dtype: torch.dtype | None, *weights: Tensor | None) -> tuple[Any, ...]:
+    def forward(
+        ctx: Any, replicas: ExpertReplicas, dtype: torch.dtype | None, *weights: Tensor | None
+    ) -> tuple[Any, ...]:
         copies = kept(lambda: replicas._send(weights, dtype))
         ctx.replicas, ctx.wants = replicas, ctx.needs_input_grad[2:]
         own = [w.view_as(w) if w is not None and wanted else None for w, wanted in zip(weights, ctx.wants, strict=True)]
@@ -176,14 +178,14 @@ def _columns(weights: Sequence[Tensor]) -> tuple[list[slice], int]:
 # ---- choices ---------------------------------------------------------------------------------------------------------
 
 
-class _Run(NamedTuple):
+class ReplicaRun(NamedTuple):
     """A part of a rank's choices of an expert, and the rank that computes it."""
 
     rank: int
     part: float
 
 
-def _runs(shares: Sequence[tuple[int, float]], rank: int, size: int) -> list[_Run]:
+def _runs(shares: Sequence[tuple[int, float]], rank: int, size: int) -> list[ReplicaRun]:
     """How the choices of a rank are split over an expert's copies; see the module's note.
 
     Worked example: shares 1/2 on rank 0, 3/8 on 1, 1/8 on 2, of 4 ranks with a quarter of the choices each: 0 and 1
@@ -194,9 +196,9 @@ def _runs(shares: Sequence[tuple[int, float]], rank: int, size: int) -> list[_Ru
     room = {at: share * size - own[at] for at, share in shares}
     kept_here = own.get(rank, 0.0)
     left, total = 1.0 - kept_here, sum(room.values())
-    found = [_Run(rank, kept_here)] if kept_here > 0 else []
+    found = [ReplicaRun(rank, kept_here)] if kept_here > 0 else []
     if left > 0 and total > 0:
-        found += [_Run(at, left * part / total) for at, part in room.items() if part > 0]
+        found += [ReplicaRun(at, left * part / total) for at, part in room.items() if part > 0]
     return found
 
 

@@ -88,7 +88,7 @@ def make_expert_weight(
     return nn.Parameter(make(DTensor, local, spec, requires_grad=False))
 
 
-class _Unwrap(torch.autograd.Function):
+class UnwrapExpertWeight(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, param: Tensor) -> Tensor:
         ctx.spec = param._spec if isinstance(param, DTensor) else None
@@ -105,4 +105,4 @@ def unwrap(param: Tensor, groups: ExpertGroups) -> Tensor:
 
     Experts that every rank of tp holds whole, and computes on its part of the tokens, get the sum over tp.
     """
-    return cast(Tensor, _Unwrap.apply(param)) if groups.is_split else copy_to(param, groups.tp)
+    return cast(Tensor, UnwrapExpertWeight.apply(param)) if groups.is_split else copy_to(param, groups.tp)

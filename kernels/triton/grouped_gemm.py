@@ -43,7 +43,7 @@ GATED = ("swiglu", "geglu", "clamped_swiglu")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-class Configuration(NamedTuple):
+class GroupedGemmConfig(NamedTuple):
     """Rows, columns and terms of a block, warps of a program, stages of the loads' pipeline."""
 
     block_m: int
@@ -53,23 +53,25 @@ class Configuration(NamedTuple):
     num_stages: int
 
 
-def configuration(rows: int, cols: int, dtype: torch.dtype, device: torch.device, *, sums: int = 1) -> Configuration:
+def configuration(
+    rows: int, cols: int, dtype: torch.dtype, device: torch.device, *, sums: int = 1
+) -> GroupedGemmConfig:
     """For experts of about `rows` rows each and an output of `cols` columns; `sums` tiles of it in one program."""
     if device.type == "cpu":
-        return Configuration(16, 16 if cols <= 16 else 32, 32, 4, 1)
+        return GroupedGemmConfig(16, 16 if cols <= 16 else 32, 32, 4, 1)
     if dtype == torch.float32:
-        return Configuration(64, 64 // sums, 32, 4, 2 if torch.version.hip else 3)
+        return GroupedGemmConfig(64, 64 // sums, 32, 4, 2 if torch.version.hip else 3)
     if torch.version.hip:
-        return Configuration(64 if rows <= 64 else 128, 64 if cols <= 64 else 128 // sums, 64, 8, 2)
+        return GroupedGemmConfig(64 if rows <= 64 else 128, 64 if cols <= 64 else 128 // sums, 64, 8, 2)
     if rows <= 64:
-        return Configuration(64, 64 if cols <= 64 else 128 // sums, 64, 4, 4)
+        return GroupedGemmConfig(64, 64 if cols <= 64 else 128 // sums, 64, 4, 4)
     block_n = 64 if cols <= 64 else 128 if cols <= 128 else 256
-    return Configuration(128, block_n // sums if block_n > 64 else 64, 64, 8 if block_n == 256 else 4, 4)
+    return GroupedGemmConfig(128, block_n // sums if block_n > 64 else 64, 64, 8 if block_n == 256 else 4, 4)
 
 
 def wgrad_configuration(
     features: int, terms: int, dtype: torch.dtype, device: torch.device, *, gathers: bool
-) -> Configuration:
+) -> GroupedGemmConfig:
     """The same for gradients [features, terms] of weights. Loads through an index wait for that of the index, which
     takes two of the pipeline's stages: six leave blocks of three under way."""
     config = configuration(features, terms, dtype, device)
@@ -77,7 +79,7 @@ def wgrad_configuration(
     return config._replace(num_stages=6) if deepens else config
 
 
-class Groups:
+class RowGroups:
     """Which rows belong to which expert, and the tables of tiles that follow from it.
 
     splits    int32 or int64 [E + 1] on the device, or numbers: rows splits[e] to splits[e + 1] are those of expert e
@@ -115,7 +117,7 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.shape[1] <= 1 or x.stride(1) == 1 else x.contiguous()
 
 
-def _check(x: Tensor, weight: Tensor, groups: Groups, index: Tensor | None, terms: int) -> None:
+def _check(x: Tensor, weight: Tensor, groups: RowGroups, index: Tensor | None, terms: int) -> None:
     """ValueError or TypeError for what the kernels do not take."""
     if x.dtype not in DTYPES or weight.dtype != x.dtype:
         raise TypeError(f"rows and weights must both be bfloat16, float16 or float32, not {x.dtype} and {weight.dtype}")
@@ -130,7 +132,7 @@ def _check(x: Tensor, weight: Tensor, groups: Groups, index: Tensor | None, term
         raise ValueError(f"there are {rows} rows, but the splits are those of {groups.num_rows}")
 
 
-def _product(x: Tensor, weight: Tensor, cols: int, groups: Groups, config: Configuration) -> dict[str, Any]:
+def _product(x: Tensor, weight: Tensor, cols: int, groups: RowGroups, config: GroupedGemmConfig) -> dict[str, Any]:
     """What all products over features are told: of rows x [.., K], weight [E, >= cols, K] and the tiles."""
     terms, tiles = x.shape[1], groups.tiles(config.block_m)
     stride_e, stride_n, stride_k = weight.stride()
@@ -143,7 +145,7 @@ def _product(x: Tensor, weight: Tensor, cols: int, groups: Groups, config: Confi
     }  # fmt: skip
 
 
-def _programs(groups: Groups, cols: int, config: Configuration) -> int:
+def _programs(groups: RowGroups, cols: int, config: GroupedGemmConfig) -> int:
     return len(groups.tiles(config.block_m)) * triton.cdiv(cols, config.block_n)
 
 
@@ -168,14 +170,14 @@ class _Halves(NamedTuple):
 def grouped_linear(
     x: Tensor,
     weight: Tensor,
-    groups: Groups,
+    groups: RowGroups,
     bias: Tensor | None = None,
     *,
     index: Tensor | None = None,
     scale: Tensor | None = None,
     transposed: bool = False,
     out: Tensor | None = None,
-    config: Configuration | None = None,
+    config: GroupedGemmConfig | None = None,
 ) -> Tensor:
     """out[i] = scale[i] * x[index[i]] @ weight[e].T + bias[e].
 
@@ -202,7 +204,7 @@ def grouped_linear(
 def grouped_linear_act(
     x: Tensor,
     weight: Tensor,
-    groups: Groups,
+    groups: RowGroups,
     bias: Tensor | None = None,
     *,
     activation: str,
@@ -213,7 +215,7 @@ def grouped_linear_act(
     scale: Tensor | None = None,
     row_weights: Tensor | None = None,
     transposed: bool = False,
-    config: Configuration | None = None,
+    config: GroupedGemmConfig | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(hidden, act): `grouped_linear` of the first weight, and the activation of it times `row_weights`.
 
@@ -245,7 +247,7 @@ def grouped_linear_act(
 def grouped_linear_dact(
     dout: Tensor,
     weight: Tensor,
-    groups: Groups,
+    groups: RowGroups,
     hidden: Tensor,
     *,
     activation: str,
@@ -255,7 +257,7 @@ def grouped_linear_dact(
     index: Tensor | None = None,
     row_weights: Tensor | None = None,
     transposed: bool = False,
-    config: Configuration | None = None,
+    config: GroupedGemmConfig | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dhidden, act, dots): the gradient of the hidden features, and what other gradients need of the activation.
 
@@ -296,12 +298,12 @@ def grouped_linear_dact(
 def grouped_wgrad(
     left: Tensor,
     right: Tensor,
-    groups: Groups,
+    groups: RowGroups,
     *,
     left_index: Tensor | None = None,
     right_index: Tensor | None = None,
     factor: Tensor | None = None,
-    config: Configuration | None = None,
+    config: GroupedGemmConfig | None = None,
 ) -> Tensor:
     """[E, F, K]: factor * left[rows of e].T @ right[rows of e]; exact zeros for an expert without rows.
 
@@ -336,7 +338,7 @@ def grouped_wgrad(
 
 def grouped_bias_grad(
     dout: Tensor,
-    groups: Groups,
+    groups: RowGroups,
     *,
     index: Tensor | None = None,
     scale: Tensor | None = None,

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from fastpar.kernels.grouped_gemm import (
-    Groups,
+    RowGroups,
     grouped_bias_grad,
     grouped_linear,
     grouped_linear_act,
@@ -31,10 +31,10 @@ from fastpar.kernels.grouped_gemm import (
     grouped_wgrad,
 )
 from fastpar.kernels.moe_rows import dot_rows, gather_rows, sum_rows
-from fastpar.kernels.moe_sort import Placed, place_pairs
+from fastpar.kernels.moe_sort import PlacedPairs, place_pairs
 
 
-class Rule(Protocol):
+class MlpRule(Protocol):
     """What is used of a fastpar.reference.moe_mlp.ExpertRule."""
 
     @property
@@ -51,7 +51,7 @@ class Rule(Protocol):
     def alpha(self) -> float: ...
 
 
-class Experts(NamedTuple):
+class ExpertParams(NamedTuple):
     """Weights of the experts of this rank, as `fastpar.ops.moe_mlp.moe_mlp` takes them, or their gradients."""
 
     first: Tensor
@@ -60,22 +60,22 @@ class Experts(NamedTuple):
     second_bias: Tensor | None = None
 
 
-class Saved(NamedTuple):
+class MlpSaved(NamedTuple):
     """What backward needs besides the inputs: where rows lie, and their hidden features [rows, 2I or I]."""
 
-    placed: Placed
+    placed: PlacedPairs
     hidden: Tensor
 
 
-class Grads(NamedTuple):
+class MlpGrads(NamedTuple):
     """None: was not asked for."""
 
     x: Tensor | None
     weights: Tensor
-    experts: Experts | None
+    experts: ExpertParams | None
 
 
-def _activation(rule: Rule) -> dict[str, Any]:
+def _activation(rule: MlpRule) -> dict[str, Any]:
     return {
         "activation": rule.activation, "interleaved": rule.interleaved, "transposed": rule.transposed,
         "limit": float(rule.limit), "alpha": float(rule.alpha),
@@ -83,11 +83,11 @@ def _activation(rule: Rule) -> dict[str, Any]:
 
 
 def forward(
-    x: Tensor, indices: Tensor, weights: Tensor, experts: Experts, rule: Rule, add: Tensor | None = None
-) -> tuple[Tensor, Saved]:
+    x: Tensor, indices: Tensor, weights: Tensor, experts: ExpertParams, rule: MlpRule, add: Tensor | None = None
+) -> tuple[Tensor, MlpSaved]:
     """out [T, H] of x [T, H], indices and weights [T, K]; `add` [T, H] comes into the sum."""
     placed = place_pairs(indices, len(experts.first), weights)
-    groups = Groups(placed.splits, len(placed.source), x.device)
+    groups = RowGroups(placed.splits, len(placed.source), x.device)
     hidden, act = grouped_linear_act(
         x, experts.first, groups, experts.first_bias, index=placed.source, **_activation(rule),
         scale=placed.row_weights if rule.weigh == "input" else None,
@@ -95,7 +95,7 @@ def forward(
     )  # fmt: skip
     rows = grouped_linear(act, experts.second, groups, experts.second_bias, transposed=rule.transposed)
     out = sum_rows([rows], placed.slots, weights=weights if rule.weigh == "after" else None, add=add)
-    return out, Saved(placed, hidden)
+    return out, MlpSaved(placed, hidden)
 
 
 def backward(
@@ -103,16 +103,16 @@ def backward(
     x: Tensor,
     indices: Tensor,
     weights: Tensor,
-    experts: Experts,
-    rule: Rule,
-    saved: Saved,
+    experts: ExpertParams,
+    rule: MlpRule,
+    saved: MlpSaved,
     *,
     for_x: bool = True,
     for_experts: bool = True,
-) -> Grads:
+) -> MlpGrads:
     """Gradients of everything but `add`, whose gradient is dout; those of x and of the experts only if wanted."""
     placed, hidden = saved
-    groups = Groups(placed.splits, len(placed.source), x.device)
+    groups = RowGroups(placed.splits, len(placed.source), x.device)
     dhidden, act, dots = grouped_linear_dact(
         dout, experts.second, groups, hidden, index=placed.source, **_activation(rule),
         row_weights=None if rule.weigh == "input" else placed.row_weights,
@@ -130,7 +130,7 @@ def backward(
         chosen = products.gather(1, indices.long().clamp(0, len(experts.first) - 1))
         dweights = dweights + torch.where(placed.slots < 0, 0.0, chosen)
     grads = _expert_grads(dout, x, act, dhidden, experts, rule, placed, groups) if for_experts else None
-    return Grads(dx, dweights.to(weights.dtype), grads)
+    return MlpGrads(dx, dweights.to(weights.dtype), grads)
 
 
 def _expert_grads(
@@ -138,11 +138,11 @@ def _expert_grads(
     x: Tensor,
     act: Tensor,
     dhidden: Tensor,
-    experts: Experts,
-    rule: Rule,
-    placed: Placed,
-    groups: Groups,
-) -> Experts:
+    experts: ExpertParams,
+    rule: MlpRule,
+    placed: PlacedPairs,
+    groups: RowGroups,
+) -> ExpertParams:
     """From the weighted activations and the gradient of the hidden features."""
     dsecond = _wgrad(dout, act, groups, rule.transposed, dout_index=placed.source)
     second_bias = first_bias = None
@@ -154,13 +154,13 @@ def _expert_grads(
     if rule.weigh == "input":  # weigh one of the two factors; this copy is the only one there is
         dhidden = gather_rows([dhidden], torch.arange(len(dhidden), device=x.device), scale=placed.row_weights)
     dfirst = _wgrad(dhidden, x, groups, rule.transposed, x_index=placed.source)
-    return Experts(dfirst, dsecond, first_bias, second_bias)
+    return ExpertParams(dfirst, dsecond, first_bias, second_bias)
 
 
 def _wgrad(
     dout: Tensor,
     x: Tensor,
-    groups: Groups,
+    groups: RowGroups,
     transposed: bool,
     *,
     dout_index: Tensor | None = None,

@@ -3,7 +3,7 @@
     exchange = PushExchange(buffer, num_experts=64, width=7168, dtype=torch.bfloat16, capacity=32768)
     pushed = exchange.dispatch(x, indices, weights)           # rows by expert, then by source rank, token, choice
     results = exchange.empty_rows()                           # where all ranks can read them
-    grouped_linear(act, second, Groups(pushed.splits, exchange.capacity, x.device), out=results)
+    grouped_linear(act, second, RowGroups(pushed.splits, exchange.capacity, x.device), out=results)
     out, _ = exchange.give_back(pushed, results, weights=weights)     # [T, H]: the sum over each token's choices
     exchange.end()
 

@@ -28,18 +28,18 @@ import torch
 from torch import Tensor
 
 from fastpar.kernels.grouped_gemm import (
-    Groups,
+    RowGroups,
     grouped_bias_grad,
     grouped_linear,
     grouped_linear_act,
     grouped_linear_dact,
 )
-from fastpar.kernels.moe_mlp import Experts, Rule, _activation, _wgrad
+from fastpar.kernels.moe_mlp import ExpertParams, MlpRule, _activation, _wgrad
 from fastpar.kernels.moe_push import Phases, PushExchange, run_together
 from fastpar.kernels.moe_rows import dot_rows, gather_rows
 
 
-class Saved(NamedTuple):
+class PushSaved(NamedTuple):
     """What backward needs besides the inputs.
 
     splits       int32 [E + 1]        rows of this rank's experts
@@ -54,7 +54,7 @@ class Saved(NamedTuple):
     hidden: Tensor
 
 
-class Wants(NamedTuple):
+class PushGradNeeds(NamedTuple):
     """Which gradients are asked for, alike on all ranks; of biases that there are."""
 
     x: bool
@@ -64,12 +64,12 @@ class Wants(NamedTuple):
     first_bias: bool
     second_bias: bool
 
-    def inputs(self, rule: Rule) -> bool:
+    def inputs(self, rule: MlpRule) -> bool:
         """Whether they take x."""
         return self.first or (self.weights and rule.weigh == "input")
 
 
-class Grads(NamedTuple):
+class PushGrads(NamedTuple):
     """None: was not asked for."""
 
     x: Tensor | None
@@ -85,15 +85,15 @@ def forward_phases(
     x: Tensor,
     indices: Tensor,
     weights: Tensor,
-    experts: Experts,
-    rule: Rule,
+    experts: ExpertParams,
+    rule: MlpRule,
     add: Tensor | None = None,
-) -> Phases[tuple[Tensor, Saved]]:
+) -> Phases[tuple[Tensor, PushSaved]]:
     """out [T, H] of x [T, H], indices and weights [T, K], which name experts of all ranks; `add` [T, H] comes into the
     sum. `moe_push.run_together` runs the phases."""
     pushed = yield from exchange.dispatch_phases(x, indices, weights)
     row_weights = pushed.row_weights.clone()
-    groups = Groups(pushed.splits, exchange.capacity, x.device)
+    groups = RowGroups(pushed.splits, exchange.capacity, x.device)
     hidden, act = grouped_linear_act(
         pushed.rows, experts.first, groups, experts.first_bias, **_activation(rule),
         scale=row_weights if rule.weigh == "input" else None,
@@ -104,7 +104,7 @@ def forward_phases(
     scale = weights if rule.weigh == "after" else None
     out, _ = yield from exchange.give_back_phases(pushed, results, weights=scale, add=add)
     exchange.end()
-    return out, Saved(pushed.splits, pushed.slots, row_weights, hidden)
+    return out, PushSaved(pushed.splits, pushed.slots, row_weights, hidden)
 
 
 def backward_phases(
@@ -112,19 +112,19 @@ def backward_phases(
     dout: Tensor,
     x: Tensor | None,
     weights: Tensor | None,
-    experts: Experts,
-    rule: Rule,
-    saved: Saved,
-    wants: Wants,
+    experts: ExpertParams,
+    rule: MlpRule,
+    saved: PushSaved,
+    wants: PushGradNeeds,
     *,
     grad_scale: float = 1.0,
-) -> Phases[Grads]:
+) -> Phases[PushGrads]:
     """What is wanted of the gradients; that of `add` is dout.
 
-    x, weights  of the forward; None: nothing takes them (`Wants.inputs`; rule.weigh is not "input")
+    x, weights  of the forward; None: nothing takes them (`PushGradNeeds.inputs`; rule.weigh is not "input")
     grad_scale  a factor of the experts' gradients
     """
-    groups = Groups(saved.splits, exchange.capacity, dout.device)
+    groups = RowGroups(saved.splits, exchange.capacity, dout.device)
     douts, poison = yield from exchange.send_phases(saved, dout)
     dhidden, act, dots = grouped_linear_dact(
         douts, experts.second, groups, saved.hidden, **_activation(rule),
@@ -160,11 +160,17 @@ def backward_phases(
             saved, rows, weights=weights if rule.weigh == "input" else None, values=dots if wants.weights else None
         )
     exchange.end()
-    return Grads(dx if wants.x else None, dweights, first, second, first_bias, second_bias)
+    return PushGrads(dx if wants.x else None, dweights, first, second, first_bias, second_bias)
 
 
 def _rows_back(
-    exchange: PushExchange, dout: Tensor, dhidden: Tensor, experts: Experts, rule: Rule, groups: Groups, wants: Wants
+    exchange: PushExchange,
+    dout: Tensor,
+    dhidden: Tensor,
+    experts: ExpertParams,
+    rule: MlpRule,
+    groups: RowGroups,
+    wants: PushGradNeeds,
 ) -> Tensor:
     """dhidden @ first where all ranks can read it; with nothing that needs it, one column in its place."""
     if not wants.x and rule.weigh != "input":
@@ -191,10 +197,10 @@ def forward(
     x: Tensor,
     indices: Tensor,
     weights: Tensor,
-    experts: Experts,
-    rule: Rule,
+    experts: ExpertParams,
+    rule: MlpRule,
     add: Tensor | None = None,
-) -> tuple[Tensor, Saved]:
+) -> tuple[Tensor, PushSaved]:
     """`forward_phases` of one rank a process."""
     return run_together([forward_phases(exchange, x, indices, weights, experts, rule, add)])[0]
 
@@ -204,13 +210,13 @@ def backward(
     dout: Tensor,
     x: Tensor | None,
     weights: Tensor | None,
-    experts: Experts,
-    rule: Rule,
-    saved: Saved,
-    wants: Wants,
+    experts: ExpertParams,
+    rule: MlpRule,
+    saved: PushSaved,
+    wants: PushGradNeeds,
     *,
     grad_scale: float = 1.0,
-) -> Grads:
+) -> PushGrads:
     """`backward_phases` of one rank a process."""
     phases = backward_phases(exchange, dout, x, weights, experts, rule, saved, wants, grad_scale=grad_scale)
     return run_together([phases])[0]

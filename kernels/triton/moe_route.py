@@ -33,7 +33,7 @@ MOST_CHOICES = 32  # one after the other: a sort is faster at some number of the
 COLUMNS_PER_THREAD = 8  # of a program with several tokens; those of many experts have twice as many
 
 
-class Rule(Protocol):
+class RouterRule(Protocol):
     """What is used of a fastpar.reference.moe_route.RouteRule."""
 
     @property
@@ -75,13 +75,13 @@ def _options(padded: int, num_tokens: int) -> dict[str, Any]:
     return {"ROWS": rows, "num_warps": max(padded // (2 * COLUMNS_PER_THREAD * WARP_SIZE), 1)}
 
 
-def _weighing(rule: Rule) -> dict[str, Any]:
+def _weighing(rule: RouterRule) -> dict[str, Any]:
     """SHARE: weights are a softmax over the chosen; NORMALIZE: they are divided by their sum and epsilon."""
     share = (rule.score == "softmax" and rule.when == "after") or (rule.normalize and rule.epsilon == 0.0)
     return {"SCORE": rule.score, "SHARE": share, "NORMALIZE": rule.normalize and rule.epsilon > 0.0}
 
 
-def _grouping(rule: Rule, num_experts: int) -> dict[str, Any]:
+def _grouping(rule: RouterRule, num_experts: int) -> dict[str, Any]:
     """One group if the choice is among all of them."""
     groups = rule.num_groups if rule.top_groups < rule.num_groups else 1
     width = num_experts // groups
@@ -92,7 +92,7 @@ def _grouping(rule: Rule, num_experts: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def forward(logits: Tensor, rule: Rule, bias: Tensor | None = None, mask: Tensor | None = None) -> Routed:
+def forward(logits: Tensor, rule: RouterRule, bias: Tensor | None = None, mask: Tensor | None = None) -> Routed:
     """Of logits float32 [T, E], a bias [E] that only selects, and a mask bool [T], False where a token goes nowhere."""
     num_tokens, num_experts = logits.shape
     indices = torch.empty((num_tokens, rule.top_k), dtype=torch.int64, device=logits.device)
@@ -111,7 +111,7 @@ def forward(logits: Tensor, rule: Rule, bias: Tensor | None = None, mask: Tensor
     return Routed(indices, weights, counts)
 
 
-def backward(grad_weights: Tensor, logits: Tensor, indices: Tensor, rule: Rule) -> Tensor:
+def backward(grad_weights: Tensor, logits: Tensor, indices: Tensor, rule: RouterRule) -> Tensor:
     """The gradient of logits; indices as forward gave them."""
     num_tokens, num_experts = logits.shape
     grad = torch.empty((num_tokens, num_experts), dtype=torch.float32, device=logits.device)

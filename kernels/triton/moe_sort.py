@@ -136,7 +136,7 @@ def place_kernel(
 # ---- the ops ---------------------------------------------------------------------------------------------------------
 
 
-class Ranked(NamedTuple):
+class RankedPairs(NamedTuple):
     """ranks [T, K], before [blocks, E]: how many pairs before each have its expert, in its block and in those before;
     counts [E]: all of them. int32."""
 
@@ -145,7 +145,7 @@ class Ranked(NamedTuple):
     counts: Tensor
 
 
-class Placed(NamedTuple):
+class PlacedPairs(NamedTuple):
     """Rows by expert, then by token, then by choice.
 
     counts       int32 [E]     pairs of each expert
@@ -162,7 +162,7 @@ class Placed(NamedTuple):
     row_weights: Tensor
 
 
-def rank_pairs(indices: Tensor, num_experts: int) -> Ranked:
+def rank_pairs(indices: Tensor, num_experts: int) -> RankedPairs:
     """Of each pair of indices [T, K], how many before it have the same expert."""
     num_pairs, device = indices.numel(), indices.device
     blocks = triton.cdiv(num_pairs, BLOCK)
@@ -171,7 +171,7 @@ def rank_pairs(indices: Tensor, num_experts: int) -> Ranked:
     before = torch.empty_like(block_counts)
     counts = torch.zeros(num_experts, dtype=torch.int32, device=device)
     if num_pairs == 0:
-        return Ranked(ranks, before, counts)
+        return RankedPairs(ranks, before, counts)
     launch(
         rank_kernel, blocks, device, indices.contiguous(), ranks, block_counts, num_pairs, num_experts,
         BLOCK=BLOCK, STEP=STEP, num_warps=4,
@@ -180,10 +180,10 @@ def rank_pairs(indices: Tensor, num_experts: int) -> Ranked:
         scan_kernel, triton.cdiv(num_experts, SCAN_EXPERTS), device, block_counts, before, counts, blocks, num_experts,
         SCAN_EXPERTS=SCAN_EXPERTS, SCAN_BLOCKS=SCAN_BLOCKS, num_warps=4,
     )  # fmt: skip
-    return Ranked(ranks, before, counts)
+    return RankedPairs(ranks, before, counts)
 
 
-def place_pairs(indices: Tensor, num_experts: int, weights: Tensor | None = None, *, align: int = 1) -> Placed:
+def place_pairs(indices: Tensor, num_experts: int, weights: Tensor | None = None, *, align: int = 1) -> PlacedPairs:
     """The rows of a dispatch to experts of one rank: as many as there can be, T * K + num_experts * (align - 1).
 
     indices  [T, K]   int64 or int32; a value outside 0..num_experts - 1 goes nowhere
@@ -204,7 +204,7 @@ def place_pairs(indices: Tensor, num_experts: int, weights: Tensor | None = None
             num_pairs, num_experts, indices.shape[1], align, BLOCK=BLOCK, STEP=STEP,
             EXPERTS=triton.next_power_of_2(num_experts), num_warps=4,
         )  # fmt: skip
-    return Placed(counts, splits, slots, source, row_weights)
+    return PlacedPairs(counts, splits, slots, source, row_weights)
 
 
 def sort_pairs(indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fastpar.contracts.moe import ACTIVATIONS, ExpertRule, activate
 from fastpar.kernels import grouped_gemm as gg
-from fastpar.kernels.grouped_gemm import Groups
+from fastpar.kernels.grouped_gemm import RowGroups
 from tests.overlap_gemm_cases import integers
 
 CPU = torch.device("cpu")
@@ -23,8 +23,8 @@ SPLITS = (0, 5, 5, 22, 23)  # an expert of several blocks, one of none, one of o
 PADDED = 2  # rows past the last expert's: the most there can be is more than there are
 
 
-def groups_of(splits: Sequence[int] = SPLITS, extra: int = PADDED) -> Groups:
-    return Groups(splits, splits[-1] + extra, CPU)
+def groups_of(splits: Sequence[int] = SPLITS, extra: int = PADDED) -> RowGroups:
+    return RowGroups(splits, splits[-1] + extra, CPU)
 
 
 def gathered(tokens: int, rows: int = SPLITS[-1] + PADDED) -> Tensor:
@@ -48,12 +48,12 @@ def rows_of(x: Tensor, index: Tensor) -> Tensor:
 
 
 def test_the_worked_examples() -> None:
-    groups = Groups([0, 3, 3, 8], 8, CPU)
+    groups = RowGroups([0, 3, 3, 8], 8, CPU)
     assert groups.tiles(4).tolist() == [[0, 0, 3, 0], [2, 3, 4, 0], [2, 7, 1, 0], [0, 0, 0, 0], [0, 0, 0, 0]]
-    groups = Groups([0, 1, 3], 3, CPU)
+    groups = RowGroups([0, 1, 3], 3, CPU)
     x, weight = torch.tensor([[10.0], [20.0]]), torch.tensor([[[2.0]], [[3.0]]])
     assert gg.grouped_linear(x, weight, groups, index=torch.tensor([1, 0, -1])).tolist() == [[40], [30], [0]]
-    groups = Groups([0, 2, 2], 2, CPU)
+    groups = RowGroups([0, 2, 2], 2, CPU)
     left, right = torch.tensor([[1.0], [2.0]]), torch.tensor([[10.0], [20.0]])
     twice = torch.tensor([2.0])
     assert gg.grouped_wgrad(left, right, groups, factor=twice).tolist() == [[[100]], [[0]]]
@@ -64,7 +64,7 @@ def test_the_worked_examples() -> None:
 @pytest.mark.parametrize("block_m", [1, 4, 16])
 @pytest.mark.parametrize("splits", [(0, 0), (0, 7), (0, 0, 0, 9, 9), (0, 4, 8, 12), tuple(range(80))])
 def test_tiles_cover_every_row_once_and_stay_within_an_expert(splits: tuple[int, ...], block_m: int) -> None:
-    tiles = Groups(torch.tensor(splits), splits[-1] + 3, CPU).tiles(block_m).tolist()
+    tiles = RowGroups(torch.tensor(splits), splits[-1] + 3, CPU).tiles(block_m).tolist()
     covered = [(expert, row + i) for expert, row, rows, _ in tiles for i in range(rows)]
     wanted = [(e, row) for e, (b, end) in enumerate(pairwise(splits)) for row in range(b, end)]
     assert covered == wanted
@@ -103,7 +103,7 @@ def test_rows_past_the_last_expert_are_not_written() -> None:
 def test_a_row_has_the_same_bits_whatever_others_there_are() -> None:
     x, weight = torch.randn(23, 70), torch.randn(4, 33, 70)
     whole = gg.grouped_linear(x, weight, groups_of(extra=0))
-    alone = gg.grouped_linear(x[10:11].clone(), weight, Groups([0, 0, 0, 1, 1], 1, CPU))
+    alone = gg.grouped_linear(x[10:11].clone(), weight, RowGroups([0, 0, 0, 1, 1], 1, CPU))
     assert torch.equal(alone[0], whole[10])
 
 
@@ -193,7 +193,7 @@ def test_bias_gradients_are_exact_and_those_without_rows_zero() -> None:
 
 
 def test_no_rows_at_all() -> None:
-    groups = Groups([0, 0, 0], 0, CPU)
+    groups = RowGroups([0, 0, 0], 0, CPU)
     x, weight = torch.empty(0, 8), torch.ones(2, 6, 8)
     assert gg.grouped_linear(x, weight, groups).shape == (0, 6)
     hidden, act = gg.grouped_linear_act(x, weight, groups, activation="swiglu")
@@ -205,7 +205,7 @@ def test_no_rows_at_all() -> None:
 
 
 def test_impossible_arguments_are_explained() -> None:
-    groups, weight = Groups([0, 2, 3], 3, CPU), torch.ones(2, 5, 4)
+    groups, weight = RowGroups([0, 2, 3], 3, CPU), torch.ones(2, 5, 4)
     with pytest.raises(ValueError, match=r"rows \(3, 3\) do not fit weights \(2, 5, 4\): they have to have 4 features"):
         gg.grouped_linear(torch.ones(3, 3), weight, groups)
     with pytest.raises(TypeError, match=r"not torch\.float64 and torch\.float32"):

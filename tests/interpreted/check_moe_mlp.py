@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fastpar.contracts.moe import ExpertRule
 from fastpar.kernels import moe_mlp as kernels
-from fastpar.kernels.moe_mlp import Experts
+from fastpar.kernels.moe_mlp import ExpertParams
 from fastpar.ops.moe import mlp_triton as _moe_triton
 from fastpar.ops.moe.plan import Padding
 from tests.moe_calls import reference_mlp
@@ -29,7 +29,7 @@ def fresh_memory_is_nan() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-def problem(rule: ExpertRule, biases: bool, seed: int = 0) -> tuple[list[Tensor], Experts]:
+def problem(rule: ExpertRule, biases: bool, seed: int = 0) -> tuple[list[Tensor], ExpertParams]:
     """x, indices, weights, add, dout, and experts; the last expert has no token, and some choices go nowhere."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -44,7 +44,7 @@ def problem(rule: ExpertRule, biases: bool, seed: int = 0) -> tuple[list[Tensor]
     if rule.transposed:
         first, second = (w.transpose(1, 2).contiguous() for w in (first, second))
     extra = (normal(EXPERTS, width), normal(EXPERTS, HIDDEN)) if biases else ()
-    return [normal(TOKENS, HIDDEN), indices, weights, normal(TOKENS, HIDDEN), normal(TOKENS, HIDDEN)], Experts(
+    return [normal(TOKENS, HIDDEN), indices, weights, normal(TOKENS, HIDDEN), normal(TOKENS, HIDDEN)], ExpertParams(
         first, second, *extra
     )
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fastpar.kernels import moe_push_kernels as kernels
-from fastpar.kernels.grouped_gemm import Groups, grouped_linear, grouped_linear_act
+from fastpar.kernels.grouped_gemm import RowGroups, grouped_linear, grouped_linear_act
 from fastpar.kernels.moe_push import PushExchange, run_together
 from fastpar.kernels.overlap_gemm_buffer import OverlapBuffer
 from fastpar.reference import moe_rows
@@ -118,7 +118,7 @@ def test_experts_of_several_ranks_give_what_one_process_gives(tmp_path: Path) ->
     calls = []
     for rank, (exchange, found, part) in enumerate(zip(exchanges, pushed, parts, strict=True)):
         mine = slice(rank * EXPERTS // size, (rank + 1) * EXPERTS // size)
-        groups = Groups(found.splits, exchange.capacity, x.device)
+        groups = RowGroups(found.splits, exchange.capacity, x.device)
         _, act = grouped_linear_act(found.rows, first[mine], groups, activation="swiglu")
         rows = grouped_linear(act, second[mine], groups, out=exchange.empty_rows())
         calls.append(exchange.give_back_phases(found, rows, weights=part[2]))

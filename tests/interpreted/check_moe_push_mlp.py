@@ -16,9 +16,9 @@ from torch import Tensor
 
 from fastpar.contracts.moe import ExpertRule
 from fastpar.kernels import moe_push_mlp as kernels
-from fastpar.kernels.moe_mlp import Experts
+from fastpar.kernels.moe_mlp import ExpertParams
 from fastpar.kernels.moe_push import FLAGS, PushExchange, buffer_bytes, run_together
-from fastpar.kernels.moe_push_mlp import Saved, Wants
+from fastpar.kernels.moe_push_mlp import PushGradNeeds, PushSaved
 from fastpar.kernels.overlap_gemm_buffer import OverlapBuffer
 from tests.dist import run_ranks
 from tests.moe_calls import reference_mlp
@@ -26,7 +26,7 @@ from tests.moe_mlp_ranks import EXPERTS, HIDDEN, TOP_K, gradients, part, problem
 from tests.moe_push_ranks import raise_symmetric, run_symmetric
 from tests.overlap_gemm_cases import MappedBuffer, create_files
 
-ALL = Wants(True, True, True, True, True, True)
+ALL = PushGradNeeds(True, True, True, True, True, True)
 GRADS = ("x", "weights", "first", "second", "first_bias", "second_bias")
 RULES = {
     "after": ExpertRule(),
@@ -56,13 +56,13 @@ def open_exchanges(folder: Path, size: int, capacity: int, timeout: float = 20.0
     ]  # fmt: skip
 
 
-def experts_of(given: dict[str, Tensor]) -> Experts:
-    return Experts(given["first"], given["second"], given.get("first_bias"), given.get("second_bias"))
+def experts_of(given: dict[str, Tensor]) -> ExpertParams:
+    return ExpertParams(given["first"], given["second"], given.get("first_bias"), given.get("second_bias"))
 
 
 def forward(
     exchanges: list[PushExchange], parts: list[dict[str, Tensor]], rule: ExpertRule
-) -> list[tuple[Tensor, Saved]]:
+) -> list[tuple[Tensor, PushSaved]]:
     return run_together([
         kernels.forward_phases(e, g["x"], g["indices"], g["weights"], experts_of(g), rule, g["add"])
         for e, g in zip(exchanges, parts, strict=True)
@@ -70,8 +70,12 @@ def forward(
 
 
 def backward(
-    exchanges: list[PushExchange], parts: list[dict[str, Tensor]], rule: ExpertRule, saved: list[Saved], wants: Wants
-) -> list[kernels.Grads]:
+    exchanges: list[PushExchange],
+    parts: list[dict[str, Tensor]],
+    rule: ExpertRule,
+    saved: list[PushSaved],
+    wants: PushGradNeeds,
+) -> list[kernels.PushGrads]:
     return run_together([
         kernels.backward_phases(
             e, g["dout"], g["x"] if wants.inputs(rule) else None, g["weights"] if rule.weigh == "input" else None,
@@ -124,7 +128,7 @@ def test_a_step_can_begin_with_the_channel_that_the_last_one_has_ended_with(tmp_
     rule = RULES["after"]
     exchanges = open_exchanges(tmp_path, 1, 5 * TOP_K, timeout=0.05)
     parts = [problem(torch.float32, rule, 5, biased=False)]
-    wants = Wants(True, True, True, True, False, False)
+    wants = PushGradNeeds(True, True, True, True, False, False)
     steps = []
     for _ in range(2):
         exchanges[0].buffer._calls = 0
@@ -146,7 +150,7 @@ def test_what_is_not_wanted_is_neither_sent_nor_computed(tmp_path: Path, monkeyp
         original = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *a, n=name, f=original, **k: (calls.append(n), f(*a, **k))[1])
     there, back = "send_phases", "give_back_phases"
-    nothing = Wants(*[False] * 6)
+    nothing = PushGradNeeds(*[False] * 6)
     for wants, wanted in (
         (nothing._replace(weights=True), [there, back]),
         (nothing._replace(first=True), [there, there, "_wgrad"]),
@@ -167,7 +171,7 @@ def test_gradients_from_rows_that_never_come_are_nan(tmp_path: Path, monkeypatch
     parts = [part(problem(torch.float32, rule), (17, 6), rank) for rank in range(2)]
     (_, saved), _ = forward(exchanges, parts, rule)
     monkeypatch.setattr(OverlapBuffer, "check", lambda _: None)
-    (found,) = backward(exchanges[:1], parts[:1], rule, [saved], Wants(False, False, True, True, False, False))
+    (found,) = backward(exchanges[:1], parts[:1], rule, [saved], PushGradNeeds(False, False, True, True, False, False))
     monkeypatch.undo()
     assert found.first is not None
     assert found.second is not None

@@ -33,7 +33,7 @@ class TritonMoeMlp(torch.autograd.Function):
                 first: Tensor, second: Tensor, *biases: Tensor | None) -> Tensor:  # fmt: skip
         from fastpar.kernels import moe_mlp as kernels
 
-        out, saved = kernels.forward(x, indices, weights, kernels.Experts(first, second, *biases), rule, add)
+        out, saved = kernels.forward(x, indices, weights, kernels.ExpertParams(first, second, *biases), rule, add)
         ctx.rule, ctx.add_dtype = rule, None if add is None else add.dtype
         ctx.save_for_backward(x, indices, weights, first, second, *biases, *saved.placed, saved.hidden)
         return out
@@ -41,10 +41,10 @@ class TritonMoeMlp(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         from fastpar.kernels import moe_mlp as kernels
-        from fastpar.kernels.moe_sort import Placed
+        from fastpar.kernels.moe_sort import PlacedPairs
 
         x, indices, weights, *rest = ctx.saved_tensors
-        experts, saved = kernels.Experts(*rest[:4]), kernels.Saved(Placed(*rest[4:-1]), rest[-1])
+        experts, saved = kernels.ExpertParams(*rest[:4]), kernels.MlpSaved(PlacedPairs(*rest[4:-1]), rest[-1])
         for_x, for_experts = ctx.needs_input_grad[1], any(ctx.needs_input_grad[5:])
         dout = grads[0].contiguous()
         with torch.no_grad():

@@ -177,17 +177,17 @@ class SymmetricMoeMlp(torch.autograd.Function):
         from fastpar.kernels import moe_mlp, moe_push_mlp
 
         def run() -> tuple[Tensor, ...]:
-            experts = moe_mlp.Experts(*parameters)
+            experts = moe_mlp.ExpertParams(*parameters)
             out, saved = moe_push_mlp.forward(exchange, x, indices, weights, experts, rule, add)
             return out, *saved
 
         out, *saved = kept(run)
         needs = ctx.needs_input_grad
-        ctx.wants = moe_push_mlp.Wants(needs[4], needs[5], *needs[7:])
+        ctx.needs = moe_push_mlp.PushGradNeeds(needs[4], needs[5], *needs[7:])
         ctx.exchange, ctx.rule, ctx.grad_scale = exchange, rule, grad_scale
         ctx.weights_dtype, ctx.add_dtype = weights.dtype, None if add is None else add.dtype
         ctx.save_for_backward(
-            x if ctx.wants.inputs(rule) else None, weights if rule.weigh == "input" else None, *parameters, *saved
+            x if ctx.needs.inputs(rule) else None, weights if rule.weigh == "input" else None, *parameters, *saved
         )
         return out
 
@@ -196,14 +196,15 @@ class SymmetricMoeMlp(torch.autograd.Function):
         from fastpar.kernels import moe_mlp, moe_push_mlp
 
         x, weights, *rest = ctx.saved_tensors
-        parameters, saved = rest[:4], moe_push_mlp.Saved(*rest[4:])
-        found: list[Tensor | None] = [None] * len(moe_push_mlp.Wants._fields)
+        parameters, saved = rest[:4], moe_push_mlp.PushSaved(*rest[4:])
+        experts = moe_mlp.ExpertParams(*parameters)
+        found: list[Tensor | None] = [None] * len(moe_push_mlp.PushGradNeeds._fields)
         with torch.no_grad():
-            if any(ctx.wants):
+            if any(ctx.needs):
                 found = list(
                     moe_push_mlp.backward(
-                        ctx.exchange, grads[0].contiguous(), x, weights, moe_mlp.Experts(*parameters), ctx.rule, saved,
-                        ctx.wants, grad_scale=ctx.grad_scale,
+                        ctx.exchange, grads[0].contiguous(), x, weights, experts, ctx.rule, saved,
+                        ctx.needs, grad_scale=ctx.grad_scale,
                     )
                 )  # fmt: skip
             dx, dweights, *dexperts = found
