@@ -76,6 +76,7 @@ class ChunkedRecv:
         self._wait(len(self._coming))
 
     def _wait(self, count: int) -> None:
+        # In the order of launches, which is that of all ranks.
         for wait in self._coming[self._came : count]:
             for parts, chunk in zip(self._tables, wait(), strict=True):
                 parts.extend(chunk)
@@ -172,6 +173,7 @@ def _launch(handle: AllToAllHandle, chunks: int, tensors: Sequence[Tensor], x: T
         coming = dispatcher.swap([PackedField(part, tokens) for part in parts], to, back, overlapped=True)
         return lambda: [[table] for table in decoder(coming())]
 
+    # A chunk's table lies behind those of the chunks before: rows are renumbered to that order.
     place = _places(came_in)
     source = torch.where(handle.source < 0, handle.source, place[handle.source]) if len(place) else handle.source
     return ChunkedRecv(source, _no_tables(tensors, x), [launch(chunk) for chunk in range(count)], group_of.tolist())

@@ -46,6 +46,7 @@ class MoeDispatch(torch.autograd.Function):
         def run() -> tuple[Tensor, Tensor, DispatchHandle]:
             contiguous = x.contiguous() if isinstance(x, Tensor) else x  # else the dispatch says so, on all ranks
             handle, tables = dispatcher.dispatch(contiguous, indices, weights, spec)
+            # A clone: autograd would make the handle's own tensor the output of this node.
             return gather_rows(tables, handle.source), handle.row_weights.clone(), handle
 
         with annotate("fastpar::moe::dispatch"):
@@ -183,6 +184,7 @@ def moe_combine(
     if problem and not is_cpu:
         raise ValueError(problem)
     is_differentiable = needs_grad(*(x for x in (rows, row_weights) if isinstance(x, Tensor)))
+    # Elsewhere than on the CPU the answer would be a synchronisation.
     agreement = agree_on_rows("moe_combine", rows, problem, is_differentiable=is_differentiable) if is_cpu else None
     return MoeCombine.apply(handle, agreement, rows, row_weights, add)
 

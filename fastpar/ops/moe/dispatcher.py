@@ -271,4 +271,5 @@ def float_weights(weights: Tensor | None, indices: Tensor) -> Tensor:
     """[T, K] in float32, contiguous and the handle's own, whatever becomes of the caller's: 1 without weights."""
     if weights is None:
         return torch.ones(indices.shape, device=indices.device)
+    # A copy: the caller may change its tensor before backward.
     return weights.detach().to(torch.float32, copy=True, memory_format=torch.contiguous_format)

@@ -139,6 +139,7 @@ def forward(
     saved = new_buffer(x, (handle.num_rows, first.shape[2])) if needs is not None else None
     # Written where the dispatcher wants them: no copy before they travel.
     results = handle.dispatcher.combine_buffer(handle, second.shape[2], x.dtype)
+    # The first GEMM's output needs scratch only where it is not saved.
     outer = first.shape[2] if saved is None else 0
     scratch = ExpertScratch(x, handle, inputs=x.shape[1], hidden=outer, activation=second.shape[1])
     combine = ChunkedCombine(
@@ -146,6 +147,7 @@ def forward(
     )
     with annotate("fastpar::moe::experts"):
         for expert, rows in _expert_rows(handle):
+            # Results of the experts before this one may leave while it computes.
             combine.done(expert)
             count = rows.stop - rows.start
             row_weights = handle.row_weights[rows]
@@ -160,6 +162,7 @@ def forward(
             scale = row_weights if rule.weigh == "before" else None
             activation = activate_rows(hidden, rule, scale, scratch("activation", count))
             matmul(activation, second[expert], results[rows], bias=_of(experts.second_bias, expert))
+        # Chunks for experts without rows here were asked for by nobody.
         recv.finish()
     with annotate("fastpar::moe::combine"):
         return combine.launch(), handle, saved
@@ -197,6 +200,7 @@ def backward(
     if needs.x:
         work.drows = handle.dispatcher.combine_buffer(handle, x.shape[1], x.dtype)
     if needs.x or needs.weights:
+        # Gradients of weights alone travel beside rows of one column: a combine has rows.
         rows_back = x.new_zeros((handle.num_rows, 1)) if work.drows is None else work.drows
         results = ExpertResults(rows_back, weighted=call.rule.weigh == "input", values=work.dots)
         combine = ChunkedCombine(handle, call.chunks, results)
@@ -250,6 +254,7 @@ class ExpertBackward:
         dactivation = matmul(dout, second[expert].t(), scratch("dactivation", count))
         activation = scratch("activation", count)
         dhidden = scratch("dhidden", count)
+        # dout is not weighed yet: da without the weight is what the weight's gradient takes.
         scale = None if rule.weigh == "input" else row_weights
         activate_rows_backward(dactivation, self.hidden[rows], rule, scale, activation, dhidden, dots)
         self._second(expert, dout, activation, row_weights, dots)
@@ -369,7 +374,7 @@ class MoeMlpLaunch(torch.autograd.Function):
         ctx.state = state
         state.redispatch = lambda x, dout: redispatch_grads(call, handle, needs, x, dout, overlapped=True)
         _save(ctx, call, handle, needs, weights, x, hidden, *parameters)
-        return x.new_empty(()).expand(x.shape)
+        return x.new_empty(()).expand(x.shape)  # autograd wants a tensor of dout's shape; this one takes no memory
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
@@ -395,6 +400,7 @@ class MoeMlpWait(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         (dout,) = grads
         (x,) = ctx.saved_tensors
+        # Not where the experts' node is not to run: nobody would take what was sent.
         if x is not None and torch._C._will_engine_execute_node(ctx.next_functions[0][0]):
             with torch.no_grad():
                 ctx.state.recv = ctx.state.redispatch(x, dout.contiguous())

@@ -212,6 +212,7 @@ def _symmetric(call: MlpArguments) -> Tensor:
 def _takes_triton(call: MlpArguments) -> bool:
     first, options = call.parameters[0], call.options
     assert first is not None
+    # Its kernels scale no gradients, and nothing travels that could be in 8 bits.
     if call.grad_scale != 1.0 or options.payload is not None:
         return False
     return mlp_triton.applies(call.x, first, size=call.comm.size, padding=options.padding)

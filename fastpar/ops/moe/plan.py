@@ -134,7 +134,7 @@ class SortedPairs:
 
     @classmethod
     def of(cls, indices: Tensor, num_experts: int) -> SortedPairs:
-        indices = indices.contiguous()
+        indices = indices.contiguous()  # pairs are numbered t * K + k in memory
         return cls(indices, num_experts, *sort_pairs(indices, num_experts))
 
     @classmethod
@@ -251,6 +251,7 @@ def problem_of(
     if payload is not None and (payload not in PAYLOADS or x.dtype == torch.float64):
         return f"payload must be None or {', '.join(PAYLOADS)} (for x of at most 32 bits), got {payload!r}"
     if indices.numel():
+        # One synchronisation for both ends.
         low, high = torch.stack(torch.aminmax(indices)).tolist()
         if low < -1 or high > num_experts:
             return (

@@ -126,6 +126,7 @@ class AllToAllDispatcher(TokenDispatcher[AllToAllRoute]):
         tokens = [PackedField(part, sent.tokens) for part in parts]
         fields = [*tokens, PackedField(numbers), PackedField(pair_weights, sent.tokens)]
         to, back = sizes[comm.rank].tolist(), sizes[:, comm.rank].tolist()
+        # Rows arrive by source rank, then by token: the order of rows within an expert.
         *arrived, experts, received_weights = self.swap(fields, to, back)()
         received = SortedPairs.of(experts.int(), per_rank)
         mine = slice(comm.rank * per_rank, (comm.rank + 1) * per_rank)
@@ -185,6 +186,7 @@ class AllToAllDispatcher(TokenDispatcher[AllToAllRoute]):
             rows = _stand_in(rows, handle)  # the others wait for rows, and would for this rank's
         (field,) = route.fields(ExpertResults(rows, False))
         (end,), width = layout([field])
+        # In front of every rank's share, so that no message of its own is needed.
         words = torch.tensor(agreement.words, device="cpu").view(torch.uint8)
         head = len(words)
         to, back = ([head + width * count for count in counts] for counts in (route.to, route.back))

@@ -110,6 +110,7 @@ class HierarchicalDispatcher(TokenDispatcher[HierarchicalRoute]):
         per_rank = max(spec.num_experts // comm.size, 1)
         num_here = top.widest * per_rank
         sent = SentTokens.of(top.experts_by_place(pairs.indices, per_rank), len(top.hosts), num_here)
+        # Rows to each host, and where it decides something also rows to each rank, go into the one all-gather.
         sizes = [top.sizes_by_host(sent.sizes)]
         to_ranks = None
         if self._if_fewer or forwarder.needs_rank_sizes:
@@ -136,6 +137,7 @@ class HierarchicalDispatcher(TokenDispatcher[HierarchicalRoute]):
         mine = slice(comm.rank * per_rank, (comm.rank + 1) * per_rank)
         forwarder.set_slots(forward, forwarded, received.slots(place.starts[mine]))
         rows = rows_of_pairs(received, place.starts[mine], forwarded.weights, place.rank_rows[comm.rank])
+        # Sorted by source for the order of rows; the tables have them by gateway.
         source = rows[0]
         if len(forwarded.position):
             source = torch.where(source < 0, source, forwarded.position[source])
@@ -159,6 +161,7 @@ class HierarchicalDispatcher(TokenDispatcher[HierarchicalRoute]):
 
         if not overlapped:
             return wait
+        # Cached, as `combine_buffer` may have to take it first.
         route.coming = functools.cache(wait)
         return route.take
 

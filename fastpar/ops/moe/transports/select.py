@@ -42,6 +42,7 @@ def find_dispatcher(
     if transport == "shared_memory" and not shares:
         where = "" if is_cpu else f" on {device}"
         raise ValueError(f"transport='shared_memory': the ranks of {comm!r} cannot share memory{where}")
+    # Shared memory needs no `exact`: its sums have the bits of one rank.
     if shares and transport != "hierarchical":
         return SharedMemoryDispatcher(comm, _MEMORY.setdefault(comm.group, DoubleBuffer()))
     if transport == "all_to_all":

@@ -70,7 +70,7 @@ class SharedTables:
         offsets = [sum(sizes[:i]) for i in range(len(sizes))]
         for (x, _), offset in zip(parts, offsets, strict=True):
             self._write(x, offset)
-        self.comm.barrier()
+        self.comm.barrier()  # the only one of a call: see the module's note
         return self._read(parts, offsets)
 
     def share_agreed(self, agreement: Agreement, rows: Tensor, counts: Sequence[int]) -> list[Tables]:
@@ -112,7 +112,7 @@ class SharedTables:
         region = memory.regions[memory.turn]
         if region is None or region.nbytes < nbytes:
             if region is not None:
-                region.close()
+                region.close()  # tensors over it keep the memory itself
             memory.regions[memory.turn] = SharedRegion(self.comm, max(int(nbytes * _GROWTH), 1 << 16))
 
     def _part(self, rank: int, shape: Sequence[int], dtype: torch.dtype, offset: int) -> Tensor:
@@ -163,6 +163,7 @@ class SharedMemoryDispatcher(TokenDispatcher[SharedMemoryRoute]):
             (pairs.order.int()[:, None], num_pairs),
             (sorted_weights.detach()[:, None], num_pairs),
         )
+        # A run is the pairs of one source rank for one expert here: they lie in a row on both sides.
         rank, size = comm.rank, comm.size
         ranks = torch.arange(size, device="cpu")[:, None].expand(size, num_experts // size)
         first_tokens = (gathered.tokens.cumsum(0) - gathered.tokens)[:, None].expand(ranks.shape)
