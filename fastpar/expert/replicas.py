@@ -29,9 +29,9 @@ import torch
 from torch import Tensor
 
 from fastpar.comm import Communicator
+from fastpar.comm.agree import Agreement
 from fastpar.comm.recompute_cache import kept
 from fastpar.expert.placement import Placement
-from fastpar.comm.agree import Agreement
 from fastpar.ops._autograd import first_derivative_only
 from fastpar.ops._buffers import new_buffer
 from fastpar.ops.moe.permute import pair_slots, sort_pairs

@@ -33,7 +33,7 @@ from fastpar.parallel.styles import (
     Style,
 )
 from fastpar.parallel.styles.linear import splits_features
-from fastpar.parallel.trial import DifferenceError, Trial, TrialError, is_linear, record_calls, RecordedCall
+from fastpar.parallel.trial import DifferenceError, RecordedCall, Trial, TrialError, is_linear, record_calls
 from fastpar.pipeline.stages.absent import Absent
 from fastpar.tensor.own_forward import has_hooks, has_own_forward
 

@@ -19,15 +19,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fastpar.arguments import check_counts, checked
-from fastpar.comm import gather_from, scatter_to, shard_sizes, Communicator
+from fastpar.comm import Communicator, gather_from, scatter_to, shard_sizes
 from fastpar.comm.shards import check_is_tensor
 from fastpar.ops.parallel_linear.api import (
+    LayerCalls,
+    LinearSizes,
     all_gather_linear,
     copy_to_linear,
     linear_all_reduce,
     linear_reduce_scatter,
-    LayerCalls,
-    LinearSizes,
 )
 from fastpar.ops.parallel_linear.autograd import (
     ALL_GATHER_LINEAR,

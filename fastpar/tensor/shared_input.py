@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fastpar.comm import Communicator, copy_to
 from fastpar.contracts.linear import autocast_dtype
-from fastpar.ops.parallel_linear.api import copy_to_linear, gathered_and_linear, LayerCalls, LinearSizes, is_plain
+from fastpar.ops.parallel_linear.api import LayerCalls, LinearSizes, copy_to_linear, gathered_and_linear, is_plain
 from fastpar.ops.parallel_linear.autograd import ALL_GATHER_LINEAR, COPY_TO_LINEAR, apply
 from fastpar.ops.parallel_linear.overlap import Overlap
 from fastpar.ops.weight_grad_store.store import current_store

@@ -41,7 +41,8 @@ import torch
 from torch import Tensor
 
 from fastpar.arguments import checked
-from fastpar.contracts import communicator, linear as reference
+from fastpar.contracts import communicator
+from fastpar.contracts import linear as reference
 from fastpar.contracts.linear import Weights
 from fastpar.ops.parallel_linear.autograd import (
     ALL_GATHER_LINEAR,

@@ -31,7 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fastpar.arguments import checked
 from fastpar.comm import CommError, PointToPoint
-from fastpar.comm.ranges import annotate, is_profiling
+from fastpar.comm.ranges import annotate
 from fastpar.pipeline.runtime.head_run import HeadRun, Purpose
 from fastpar.pipeline.runtime.sharded_head import CrossEntropy, ShardedHead
 from fastpar.pipeline.runtime.shared_grads import SharedGrads, find_shared
@@ -395,10 +395,7 @@ class Pipeline:
         try:
             for handler, action in program:
                 begin = clock()
-                if is_profiling():
-                    with annotate(f"fastpar::pipeline::{action}"):
-                        handler(self, action)
-                else:  # without even the name: an action is some 10 us beside torch's own work
+                with annotate(f"fastpar::pipeline::{action}"):
                     handler(self, action)
                 times.append((begin, clock()))
         except BaseException as error:
