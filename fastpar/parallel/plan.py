@@ -72,6 +72,6 @@ def match_plan(model: nn.Module, plan: Mapping[str, str | Style]) -> dict[str, S
 
 
 def matching(pattern: str, paths: Iterable[str]) -> list[str]:
-    """The paths that a pattern of a plan means; `*` is one part of a path."""
+    """The paths that a pattern matches."""
     regex = re.compile(r"\.".join("[^.]+" if part == "*" else re.escape(part) for part in pattern.split(".")))
     return [path for path in paths if regex.fullmatch(path)]

@@ -26,7 +26,7 @@ from fastpar.verification.trace import StepTrace
 _WAIT = timedelta(hours=1)  # for the rank that runs the whole model
 
 
-@checked(computed=False)
+@checked(computed=False, but=("layout",))
 def verify(
     build: Callable[[], nn.Module],
     layout: VerifyLayout | Mesh | str,
