@@ -56,7 +56,7 @@ sanitizer_lane() {
 }
 
 ranks_lane() { # pytest arguments...
-  check "pytest, ranks and then clocks" pytest_on "ranks, clock" --part ranks --part clock --quiet-when "$quiet" "$@"
+  check "pytest, ranks and then clocks" pytest_on "ranks, clock" --part ranks --part clock "--quiet-when=$quiet" "$@"
 }
 
 # Two halves of what is cheap, a core each.
