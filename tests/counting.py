@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fastpar.comm.shared_memory.fast_path import FastPath
 from fastpar.comm.shared_memory.world import LocalWorld
 
 # Operator of the c10d or _c10d_functional namespace -> where its payload is among the arguments.
@@ -88,18 +89,33 @@ def _nbytes(value: Any) -> int:
 @contextmanager
 def count_collectives() -> Iterator[Counts]:
     """Count every collective that this thread launches in the block, whoever asks for it, backward passes included."""
-    counts = Counts()
+    counts, nested = Counts(), [False]
+
+    def add(world: LocalWorld, spec: int, element_bytes: int, count: int, sizes: Any) -> None:
+        name = _SHARED[spec & 0xFF]
+        counts.ops.append(name)
+        counts.nbytes.append((sizes[world.rank] if name == "all_gather" else count) * element_bytes)
 
     def counted(method: Any) -> Any:
         def call(world: LocalWorld, spec: int, element_bytes: int, *args: Any, **kwargs: Any) -> Any:
-            name, (_, _, count, sizes) = _SHARED[spec & 0xFF], args[:4]
-            counts.ops.append(name)
-            counts.nbytes.append((sizes[world.rank] if name == "all_gather" else count) * element_bytes)
+            if not nested[0]:
+                add(world, spec, element_bytes, *args[2:4])
             return method(world, spec, element_bytes, *args, **kwargs)
 
         return call
 
+    def counted_fast(path: Any, name: str, spec: int, x: Tensor, target: Tensor, count: int, *args: Any) -> None:
+        # It calls the library itself, and `LocalWorld.run` only where somebody records or profiles.
+        add(path._world, spec, x.itemsize, count, args[1] if len(args) > 1 else None)
+        nested[0] = True
+        try:
+            run_fast(path, name, spec, x, target, count, *args)
+        finally:
+            nested[0] = False
+
+    run_fast = FastPath._run
     with (
+        mock.patch.object(FastPath, "_run", counted_fast),
         mock.patch.object(LocalWorld, "run", counted(LocalWorld.run)),
         mock.patch.object(LocalWorld, "submit", counted(LocalWorld.submit)),
         mock.patch.object(LocalWorld, "begin", counted(LocalWorld.begin)),
