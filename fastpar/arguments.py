@@ -98,23 +98,29 @@ def _checking(
     unless_agreed: str = "",
     but: tuple[str, ...] = (),
 ) -> Function:
-    # The object that a method belongs to has no annotation, and is not checked.
+    # The object that a method belongs to has no annotation, and is not checked. No functools.cache among what `call`
+    # closes over: Dynamo cannot take one up where it traces a constructor.
     parameters = list(inspect.signature(function).parameters.values())
     positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.POSITIONAL_ONLY)]
     free = {p.name for p in parameters if p.annotation is p.empty or p.name in but}
 
-    @functools.cache
+    made: dict[str, Kind] = {}
+
     def kinds() -> dict[str, Kind]:
         """Made by the first call: then all names of the module are there."""
-        made = {
-            p.name: _kind_of(p.annotation, scope, tensors)
-            for p in parameters
-            if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name not in free
-        }
+        if made:
+            return made
+        made.update(
+            {
+                p.name: _kind_of(p.annotation, scope, tensors)
+                for p in parameters
+                if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name not in free
+            }
+        )
         for p in parameters:
             if p.kind == p.VAR_KEYWORD:
                 options = _unpacked(str(p.annotation), scope)
-                made |= {key: _kind_of(kind, scope, tensors) for key, kind in options}
+                made.update({key: _kind_of(kind, scope, tensors) for key, kind in options})
         return made
 
     has_iterables = any("Iterable[" in str(p.annotation) for p in parameters)

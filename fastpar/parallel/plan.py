@@ -46,13 +46,17 @@ def parse_style(pattern: str, style: str | Style) -> Style:
     return STYLES[style]
 
 
-@checked(computed=False)
+@checked(computed=False, but=("plan",))  # whose patterns `parse_style` names
 def match_plan(model: nn.Module, plan: Mapping[str, str | Style]) -> dict[str, Style]:
     """Path to style, in the model's order; later patterns win. Paths are those of modules, and of single parameters.
 
     A pattern that matches nothing is an error that lists near misses, since a typing error would otherwise leave a
     layer silently unsplit. Modules that another part of a pipeline holds are matched as if they were here.
     """
+    if not isinstance(plan, Mapping) or not all(isinstance(pattern, str) for pattern in plan):
+        raise TypeError(
+            f"plan must be 'auto' or a dict from pattern (a str) to style, got {type(plan).__name__} {plan!r:.80}"
+        )
     paths = [path for path in module_paths(model) if path]
     parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     known = {*paths, *parameters}
