@@ -516,7 +516,9 @@ def _number(value: int) -> str:
 
 
 def _number_problem(value: Any) -> str | None:
-    return _int_problem(value)  # NaN is outside of every range that a function checks
+    if isinstance(value, int) and abs(value) >= 2**1000:  # what no float is near to
+        return f"must be a number of ordinary size, got {_number(value)}"
+    return None  # NaN is outside of every range that a function checks
 
 
 def _tensor_problem(meta: bool, value: Any) -> str | None:

@@ -175,7 +175,9 @@ def mean_denominator(
     if denominator is not None:
         if isinstance(denominator, Tensor):
             return denominator.detach().reshape(()).to(device=target.device, dtype=dtype)
-        return torch.full((), denominator, dtype=dtype, device=target.device)  # no copy from the host
+        number = float(denominator)  # an int may have more bits than torch.full takes
+        number = math.inf if number > torch.finfo(dtype).max else number  # which it would refuse to round to
+        return torch.full((), number, dtype=dtype, device=target.device)  # no copy from the host
     counted = target != options.ignore_index
     if weight is None:
         return counted.sum().clamp(min=1).to(dtype)

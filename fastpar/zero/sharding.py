@@ -34,7 +34,7 @@ from fastpar.zero.step import MASTER, Stepper
 from fastpar.zero.units import UnitsLike
 
 
-@checked(computed=False, but=("model", "optimizer", "group", "precision", "offload"))
+@checked(computed=False, but=("model", "optimizer", "group", "precision", "offload", "wire", "param_wire"))
 def shard(
     model: nn.Module | HasParameters | Iterable[nn.Parameter] | Iterable[tuple[str, nn.Parameter]],
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],

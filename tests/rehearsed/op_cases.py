@@ -232,23 +232,6 @@ def _(m: Maker) -> Sequence[Tensor]:
     return backward(m, ops.linear_reduce_scatter(m.leaf(T, H), m.leaf(V, H), m.leaf(V), group=None))
 
 
-def _dgrad(name: str) -> None:
-    @case(name)
-    def _(m: Maker) -> Sequence[Tensor]:
-        return [getattr(ops, name)(m.plain(T, V), m.plain(V, H), group=None)]
-
-
-def _wgrad(name: str) -> None:
-    @case(name)
-    def _(m: Maker) -> Sequence[Tensor]:
-        return list(getattr(ops, name)(m.plain(T, V), m.plain(T, H), group=None))
-
-
-for _stem in ("all_gather_linear", "copy_to_linear", "linear_all_reduce", "linear_reduce_scatter"):
-    _dgrad(f"{_stem}_dgrad")
-    _wgrad(f"{_stem}_wgrad")
-
-
 @case("newton_schulz")
 def _(m: Maker) -> Sequence[Tensor]:
     return [ops.newton_schulz(m.plain(8, 12), dtype=torch.float32)]

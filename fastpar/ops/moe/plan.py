@@ -214,7 +214,7 @@ def gather_loads(
     )  # fmt: skip
     agreement = Agreement("moe_dispatch", _EQUAL_ON_ALL, values, problem)
     device = x.device if isinstance(x, Tensor) else torch.device("cpu")
-    num_tokens = torch.tensor([0 if problem else len(x)], device=device)
+    num_tokens = torch.full((1,), 0 if problem else len(x), device=device)  # no copy from the host
     everyone = agreement.gather(comm, num_tokens, pairs.counts, *extra, device=device)
     end = 1 + len(pairs.counts)
     return GroupLoads(everyone[:, 0], everyone[:, 1:end], everyone[:, end:], spec)
