@@ -28,7 +28,7 @@ def _never(value: Any) -> bool:
     return False
 
 
-class Kind(NamedTuple):
+class ArgumentKind(NamedTuple):
     """What one argument may be: a test of its type, what is wrong with a value of that type (or None), and words.
 
     is_plain: a cheap test that most values pass; one that does is accepted and has no problem.
@@ -104,9 +104,9 @@ def _checking(
     positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.POSITIONAL_ONLY)]
     free = {p.name for p in parameters if p.annotation is p.empty or p.name in but}
 
-    made: dict[str, Kind] = {}
+    made: dict[str, ArgumentKind] = {}
 
-    def kinds() -> dict[str, Kind]:
+    def kinds() -> dict[str, ArgumentKind]:
         """Made by the first call: then all names of the module are there."""
         if made:
             return made
@@ -174,7 +174,7 @@ def check_counts(most: int = 1 << 40, /, *, least: int = 1, **counts: int) -> No
             raise ValueError(f"{name} must be at least {least} and at most {most}, got {value}")
 
 
-def _settled(value: Any, kind: Kind | None) -> Any:
+def _settled(value: Any, kind: ArgumentKind | None) -> Any:
     return list(value) if kind is not None and isinstance(value, Iterator) and kind.accepts(value) else value
 
 
@@ -201,7 +201,7 @@ def _agrees(group: Any) -> bool:
     return (size() if callable(size) else size or 1) > 1
 
 
-def _check(function: str, argument: str, kind: Kind, value: Any) -> None:
+def _check(function: str, argument: str, kind: ArgumentKind, value: Any) -> None:
     if not kind.accepts(value):
         raise TypeError(f"{function}: {argument} must be {kind.words}, got {shown(value)}")
     problem = kind.problem(value)
@@ -257,7 +257,7 @@ def _unpacked(annotation: str, scope: dict[str, Any]) -> list[tuple[str, Any]]:
     return list(scope[inner[:-1]].__annotations__.items())
 
 
-def _kind_of(annotation: Any, scope: dict[str, Any], tensors: Tensors) -> Kind:
+def _kind_of(annotation: Any, scope: dict[str, Any], tensors: Tensors) -> ArgumentKind:
     """The kind of an annotation: text, or what it stands for."""
     if isinstance(annotation, ForwardRef):
         annotation = annotation.__forward_arg__
@@ -270,7 +270,7 @@ def _kind_of(annotation: Any, scope: dict[str, Any], tensors: Tensors) -> Kind:
         return _ANYTHING if annotation.__bound__ is None else _kind_of(annotation.__bound__, scope, tensors)
     if origin is Literal:
         values = typing.get_args(annotation)
-        return Kind(
+        return ArgumentKind(
             lambda value: isinstance(value, str) and value in values,
             _nothing,
             " or ".join(map(repr, values)),
@@ -285,7 +285,7 @@ def _kind_of(annotation: Any, scope: dict[str, Any], tensors: Tensors) -> Kind:
     return _single(base, tensors)
 
 
-def _choices(parts: list[Any], scope: dict[str, Any], tensors: Tensors) -> list[Kind]:
+def _choices(parts: list[Any], scope: dict[str, Any], tensors: Tensors) -> list[ArgumentKind]:
     """Of a union. What groups may be is one kind, with words of its own."""
     named = [getattr(part, "__forward_arg__", getattr(part, "__name__", "")) for part in parts]
     if "ProcessGroup" not in named:
@@ -296,7 +296,7 @@ def _choices(parts: list[Any], scope: dict[str, Any], tensors: Tensors) -> list[
     return [*(_kind_of(part, scope, tensors) for part in others), of_group]
 
 
-def _one_of(choices: list[Kind]) -> Kind:
+def _one_of(choices: list[ArgumentKind]) -> ArgumentKind:
     words = [choice.words for choice in choices]
     if "a torch.device" in words:  # and what torch makes one of
         choices = [c._replace(problem=_device_problem) if c.words in _DEVICES else c for c in choices]
@@ -307,10 +307,10 @@ def _one_of(choices: list[Kind]) -> Kind:
     text = " or ".join(dict.fromkeys(words))
     # A test that something else of the union would fail is no proof: of "a device" a plain string has a problem.
     is_plain = _never if any(c.problem is _device_problem for c in choices) else _any_plain(choices)
-    return Kind(lambda value: any(choice.accepts(value) for choice in choices), problem, text, is_plain)
+    return ArgumentKind(lambda value: any(choice.accepts(value) for choice in choices), problem, text, is_plain)
 
 
-def _any_plain(choices: Sequence[Kind]) -> Callable[[Any], bool]:
+def _any_plain(choices: Sequence[ArgumentKind]) -> Callable[[Any], bool]:
     tests = [choice.is_plain for choice in choices if choice.words != "None"]
     has_none = len(tests) < len(choices)
     if len(tests) == 1 and has_none:  # the commonest: ... | None
@@ -338,12 +338,12 @@ def _nothing(value: Any) -> None:
     return None
 
 
-def _single(base: Any, tensors: Tensors) -> Kind:
+def _single(base: Any, tensors: Tensors) -> ArgumentKind:
     """Of one class, or of what stands for one."""
     if base in (Any, object, inspect.Parameter.empty):
         return _ANYTHING
     if base is float:
-        return Kind(
+        return ArgumentKind(
             _is_number,
             _number_problem,
             "a number",
@@ -352,27 +352,33 @@ def _single(base: Any, tensors: Tensors) -> Kind:
     torch = _torch()
     if torch is not None and base is torch.Tensor:
         if not tensors.computed:
-            return Kind(_is_tensor, _nothing, "a tensor", _is_tensor)
-        return Kind(_is_tensor, functools.partial(_tensor_problem, tensors.meta), "a tensor", _plain_tensor_test(torch))
+            return ArgumentKind(_is_tensor, _nothing, "a tensor", _is_tensor)
+        return ArgumentKind(
+            _is_tensor, functools.partial(_tensor_problem, tensors.meta), "a tensor", _plain_tensor_test(torch)
+        )
     simple = {
-        int: Kind(_is_int, _int_problem, "an int", lambda value: type(value) is int and _LEAST <= value <= _MOST),
+        int: ArgumentKind(
+            _is_int, _int_problem, "an int", lambda value: type(value) is int and _LEAST <= value <= _MOST
+        ),
         bool: _typed(bool, "True or False"),
         str: _typed(str, "a string"),
         bytes: _typed(bytes, "bytes"),
         None: _typed(type(None), "None"),
         type(None): _typed(type(None), "None"),
-        collections.abc.Callable: Kind(callable, _nothing, "a function", callable),
-        type: Kind(lambda value: isinstance(value, type), _nothing, "a class", lambda value: isinstance(value, type)),
+        collections.abc.Callable: ArgumentKind(callable, _nothing, "a function", callable),
+        type: ArgumentKind(
+            lambda value: isinstance(value, type), _nothing, "a class", lambda value: isinstance(value, type)
+        ),
     }
     if base in simple:
         return simple[base]
     if getattr(base, "_is_protocol", False):
         needed = [name for name in vars(base) if not name.startswith("_")]
-        return Kind(lambda value: all(hasattr(value, name) for name in needed), _nothing, _a(base.__name__))
+        return ArgumentKind(lambda value: all(hasattr(value, name) for name in needed), _nothing, _a(base.__name__))
     if isinstance(base, type) and not issubclass(base, _ByName):
         return _typed(base, _a(_title(base)))
     named = getattr(base, "__name__", str(base))
-    return Kind(
+    return ArgumentKind(
         lambda value: any(c.__name__ == named for c in type(value).__mro__),
         _nothing,
         _a(named),
@@ -384,8 +390,8 @@ def _always(value: Any) -> bool:
     return True
 
 
-def _typed(cls: type, words: str) -> Kind:
-    return Kind(lambda value: isinstance(value, cls), _nothing, words, lambda value: type(value) is cls)
+def _typed(cls: type, words: str) -> ArgumentKind:
+    return ArgumentKind(lambda value: isinstance(value, cls), _nothing, words, lambda value: type(value) is cls)
 
 
 def _a(name: str) -> str:
@@ -403,11 +409,11 @@ def _title(cls: type) -> str:
 _SEQUENCES = (collections.abc.Sequence, collections.abc.Iterable, collections.abc.Collection, tuple, list)
 
 
-def _several(base: Any, kinds: list[Kind]) -> Kind:
+def _several(base: Any, kinds: list[ArgumentKind]) -> ArgumentKind:
     count = len(kinds) if base is tuple and len(kinds) > 1 else None
     kinds = kinds or [_ANYTHING]
 
-    def member(position: int) -> Kind:
+    def member(position: int) -> ArgumentKind:
         return kinds[position if count is not None else 0]
 
     def accepts(value: Any) -> bool:
@@ -427,18 +433,18 @@ def _several(base: Any, kinds: list[Kind]) -> Kind:
         return isinstance(value, Sequence) and accepts(value) and problem(value) is None
 
     if count is not None:
-        return Kind(accepts, problem, f"({', '.join(kind.words for kind in kinds)})", is_plain)
-    return Kind(accepts, problem, f"a sequence, each {kinds[0].words}", is_plain)
+        return ArgumentKind(accepts, problem, f"({', '.join(kind.words for kind in kinds)})", is_plain)
+    return ArgumentKind(accepts, problem, f"a sequence, each {kinds[0].words}", is_plain)
 
 
-def _mapping(base: type, kinds: list[Kind]) -> Kind:
+def _mapping(base: type, kinds: list[ArgumentKind]) -> ArgumentKind:
     key, item = kinds if len(kinds) == 2 else (_ANYTHING, _ANYTHING)
 
     def accepts(value: Any) -> bool:
         return isinstance(value, Mapping) and all(key.accepts(k) and item.accepts(v) for k, v in value.items())
 
     words = "a mapping" if item is _ANYTHING else f"a mapping from {key.words} to {item.words}"
-    return Kind(accepts, _nothing, words, accepts)
+    return ArgumentKind(accepts, _nothing, words, accepts)
 
 
 # ---- kinds -----------------------------------------------------------------------------------------------------------
@@ -458,9 +464,9 @@ def _is_plain_group(value: Any) -> bool:
     return value is None or type(value).__name__ in ("ProcessGroup", "DeviceMesh", "Communicator")
 
 
-_TORCH_GROUP = Kind(_is_group, _nothing, "a ProcessGroup, a 1-D DeviceMesh or None", _is_plain_group)
-_GROUP = Kind(_is_group, _nothing, "a ProcessGroup, a 1-D DeviceMesh, a Communicator or None", _is_plain_group)
-_ANYTHING = Kind(_always, _nothing, "anything", _always)
+_TORCH_GROUP = ArgumentKind(_is_group, _nothing, "a ProcessGroup, a 1-D DeviceMesh or None", _is_plain_group)
+_GROUP = ArgumentKind(_is_group, _nothing, "a ProcessGroup, a 1-D DeviceMesh, a Communicator or None", _is_plain_group)
+_ANYTHING = ArgumentKind(_always, _nothing, "anything", _always)
 
 
 def _torch() -> Any:

@@ -74,7 +74,7 @@ class GradSum:
 
         Raises as `clip_grad_norm_` does.
         """
-        layout = _Layout(mesh, groups)
+        layout = _NormLayout(mesh, groups)
         listed = _parameters(params)
         found = [p.grad for p in listed] if grads is None else list(grads)
         if len(found) != len(listed):
@@ -249,7 +249,7 @@ def clip_grad_norm_(
 # ---- layouts ---------------------------------------------------------------------------------------------------------
 
 
-class _Layout:
+class _NormLayout:
     """Which groups the squares of a parameter are summed over, and which part of it this rank reads."""
 
     def __init__(self, mesh: Mesh | DeviceMesh | None, groups: Groups | None) -> None:
@@ -368,7 +368,7 @@ def _factor(norm: Tensor, max_norm: float, eps: float = 1e-6) -> Tensor:
 
 def _largest(params: Parameters, mesh: Mesh | DeviceMesh | None, groups: Groups | None) -> Tensor:
     """The largest magnitude; NaN where there is one. Ordered as integers, so that NaN is the largest everywhere."""
-    layout, listed = _Layout(mesh, groups), _parameters(params)
+    layout, listed = _NormLayout(mesh, groups), _parameters(params)
     device = next((p.grad.device for p in listed if p.grad is not None), None)
     parts: dict[tuple[str, ...], Tensor] = {}
     for parameter in listed:

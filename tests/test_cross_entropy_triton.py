@@ -21,7 +21,7 @@ triton = pytest.importorskip("triton")
 
 from fastpar.contracts.cross_entropy import check_options, check_weight  # noqa: E402
 from fastpar.kernels import cross_entropy as kernels  # noqa: E402  (triton is optional)
-from fastpar.kernels.cross_entropy import Rows, alignment, configuration, rows_of  # noqa: E402
+from fastpar.kernels.cross_entropy import LossRows, alignment, configuration, rows_of  # noqa: E402
 
 WRITERS = {"stats_exp_", "backward", "forward_backward"}
 
@@ -148,13 +148,13 @@ def test_every_variant_compiles_without_spills(
 
 def test_rows_are_described_by_two_strides_or_not_at_all() -> None:
     x = torch.empty(6, 5, 4, 16)
-    assert rows_of(x) == Rows(120, 0, 16)
-    assert rows_of(x[:, :, 0]) == Rows(30, 0, 64)
-    assert rows_of(x[:, :-1]) == Rows(16, 320, 16)
-    assert rows_of(x[0].transpose(0, 1)) == Rows(5, 16, 64)
+    assert rows_of(x) == LossRows(120, 0, 16)
+    assert rows_of(x[:, :, 0]) == LossRows(30, 0, 64)
+    assert rows_of(x[:, :-1]) == LossRows(16, 320, 16)
+    assert rows_of(x[0].transpose(0, 1)) == LossRows(5, 16, 64)
     assert rows_of(x[:, :-1, :-1]) is None
-    assert rows_of(x[0, 0, 0]) == Rows(1, 0, 0)
-    assert rows_of(torch.empty(0, 3)) == Rows(1, 0, 3)
+    assert rows_of(x[0, 0, 0]) == LossRows(1, 0, 0)
+    assert rows_of(torch.empty(0, 3)) == LossRows(1, 0, 3)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_rows_are_described_by_two_strides_or_not_at_all() -> None:
     ],
 )
 def test_alignment_is_that_of_the_rows_and_of_their_end(vocab: int, stride: int, itemsize: int, expected: int) -> None:
-    assert alignment(vocab, Rows(9, 0, stride), itemsize) == expected
+    assert alignment(vocab, LossRows(9, 0, stride), itemsize) == expected
 
 
 @pytest.mark.parametrize("itemsize", [2, 4, 8])
@@ -178,7 +178,11 @@ def test_blocks_cover_short_rows_and_fit_a_multiprocessor(itemsize: int) -> None
         for two_passes in (False, True):
             for costly in (False, True):
                 k, width, num_warps, max_registers = configuration(
-                    vocab, itemsize, alignment(vocab, Rows(1, 0, vocab), itemsize), two_passes=two_passes, costly=costly
+                    vocab,
+                    itemsize,
+                    alignment(vocab, LossRows(1, 0, vocab), itemsize),
+                    two_passes=two_passes,
+                    costly=costly,
                 )
                 assert width * itemsize == num_warps * 32 * 16
                 assert 1 <= num_warps <= 32

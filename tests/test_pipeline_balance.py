@@ -8,7 +8,7 @@ import random
 import pytest
 
 from fastpar.pipeline.stages.balance import balance
-from fastpar.pipeline.stages.placement import Layout
+from fastpar.pipeline.stages.placement import StagePlacement
 
 
 def loads(costs: list[int], bounds: list[int], ranks: list[int]) -> list[int]:
@@ -112,9 +112,9 @@ MODEL = {"num_layers": 4, "embedding": True, "norm": True, "head": True, "names"
     ],
 )
 def test_layout_text_is_parsed_and_printed(text: str, canonical: str) -> None:
-    layout = Layout.parse(text, **MODEL)
+    layout = StagePlacement.parse(text, **MODEL)
     assert str(layout) == canonical
-    assert Layout.parse(canonical, **MODEL) == layout
+    assert StagePlacement.parse(canonical, **MODEL) == layout
     assert sum(part.count("t") for part in layout.parts) == 4
     assert sum(part.count("N") for part in layout.parts) == 1
 
@@ -136,7 +136,7 @@ def test_layout_text_is_parsed_and_printed(text: str, canonical: str) -> None:
 )
 def test_wrong_layout_text_is_shown_with_the_place_marked(text: str, message: str, column: int) -> None:
     with pytest.raises(ValueError, match=message) as info:
-        Layout.parse(text, **MODEL)
+        StagePlacement.parse(text, **MODEL)
     shown, mark = str(info.value).splitlines()[1:]
     assert shown.strip() == text
     assert mark.index("^") - 4 == column
@@ -144,7 +144,7 @@ def test_wrong_layout_text_is_shown_with_the_place_marked(text: str, message: st
 
 def test_layout_names_units_that_the_model_lacks() -> None:
     with pytest.raises(ValueError, match="this model has no embedding"):
-        Layout.parse("E,t", num_layers=1, embedding=False, norm=False, head=False, names=["0"])
+        StagePlacement.parse("E,t", num_layers=1, embedding=False, norm=False, head=False, names=["0"])
 
 
 @pytest.mark.parametrize(
@@ -153,4 +153,4 @@ def test_layout_names_units_that_the_model_lacks() -> None:
 )
 def test_layers_per_part_must_add_up(counts: list[int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Layout.of_counts(counts, num_layers=4, embedding=True, norm=True, head=True)
+        StagePlacement.of_counts(counts, num_layers=4, embedding=True, norm=True, head=True)

@@ -1,6 +1,6 @@
 """Brings the parts of matrices to the ranks that orthogonalize them, and the results back.
 
-    exchange = Exchange(axes, specs, places, parts)
+    exchange = MatrixExchange(axes, specs, places, parts)
     blocks = exchange.collect(parts)                         # {index: what this rank orthogonalizes}
     parts = exchange.distribute({i: ... for i in blocks})    # one for each part, in their order
 
@@ -31,7 +31,7 @@ Blocks = dict[int, Tensor]
 
 
 @dataclass(frozen=True)
-class _Stage:
+class _ExchangeStage:
     """What happens along one axis: matrices travel to their owners, or (replicas) results from them.
 
     owned   the matrices of each rank
@@ -51,7 +51,7 @@ class _Stage:
         return self.owned[self.comm.rank]
 
 
-class Exchange:
+class MatrixExchange:
     """The travels of stacks of matrices, whose parts [count, rows, columns] have one dtype and device.
 
     Raises ValueError if a part has another shape than the chunks of `torch.chunk` have.
@@ -75,12 +75,12 @@ class Exchange:
                     f", the chunk of torch.chunk along {'/'.join(specs[index].kinds)}, got {list(part.shape[1:])}"
                 )
         here = list(range(len(parts)))
-        self._copies: list[_Stage] = []
+        self._copies: list[_ExchangeStage] = []
         for axis in range(len(axes)):
             self._copies.append(self._stage(axis, here, (COPY,)))
             here = self._kept(here, axis, (COPY,))
         self._collected_from = here
-        self._cuts: list[_Stage] = []
+        self._cuts: list[_ExchangeStage] = []
         for axis in range(len(axes)):
             self._cuts.append(self._stage(axis, here, CUTS))
             here = self._kept(here, axis, CUTS)
@@ -113,15 +113,15 @@ class Exchange:
         here = (None, self._axes[axis].rank)
         return [i for i in indices if self._specs[i].kinds[axis] not in kinds or self._places[i].owner[axis] in here]
 
-    def _stage(self, axis: int, here: Sequence[int], kinds: Sequence[str]) -> _Stage:
+    def _stage(self, axis: int, here: Sequence[int], kinds: Sequence[str]) -> _ExchangeStage:
         comm = self._axes[axis]
         moved = [i for i in here if self._specs[i].kinds[axis] in kinds and self._places[i].owner[axis] is not None]
         owned = [[i for i in moved if self._places[i].owner[axis] == rank] for rank in range(comm.size)]
         if COPY in kinds:
-            return _Stage(comm, owned, {i: self._shape(i, 0) for i in moved}, {}, {})
+            return _ExchangeStage(comm, owned, {i: self._shape(i, 0) for i in moved}, {}, {})
         shapes = {i: self._shape(i, axis) for i in moved}
         pieces = {i: [self._shape(i, axis, axis, rank) for rank in range(comm.size)] for i in owned[comm.rank]}
-        return _Stage(comm, owned, shapes, pieces, {i: self._dim(i, axis) for i in moved})
+        return _ExchangeStage(comm, owned, shapes, pieces, {i: self._dim(i, axis) for i in moved})
 
     # ---- there and back
 

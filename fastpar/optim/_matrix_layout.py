@@ -67,7 +67,7 @@ class MatrixSpec:
 
 
 @dataclass(frozen=True)
-class Layout:
+class MatrixLayout:
     """A parameter's matrix and the ranks that it lies over. Parameters with one `domain` share axes."""
 
     spec: MatrixSpec
@@ -87,7 +87,7 @@ class LayoutReader:
         self._comms: dict[tuple[DeviceMesh, int], Communicator] = {}
         self._outside: dict[DeviceMesh, bool] = {}  # whether the replicas are an axis of their own beside the mesh
 
-    def read(self, param: Tensor, batch_dims: int, steps: int) -> Layout:
+    def read(self, param: Tensor, batch_dims: int, steps: int) -> MatrixLayout:
         """Raises ValueError for a layout that does not cut the parameter into matrices, rows or columns."""
         kinds: list[str] = []
         axes: list[Communicator] = []
@@ -109,7 +109,7 @@ class LayoutReader:
             domain += (param.device_mesh, order)
         rows, columns = param.shape[batch_dims], param.shape[batch_dims + 1]
         unit = math.prod(param.shape[batch_dims + 2 :])
-        return Layout(MatrixSpec(count, rows, columns, unit, tuple(kinds), steps), domain, tuple(axes))
+        return MatrixLayout(MatrixSpec(count, rows, columns, unit, tuple(kinds), steps), domain, tuple(axes))
 
     @staticmethod
     def _order(param: DTensor) -> tuple[int, ...]:

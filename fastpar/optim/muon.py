@@ -30,8 +30,8 @@ from fastpar.arguments import checked
 from fastpar.comm import Communicator
 from fastpar.contracts.newton_schulz import DTYPES, polynomials
 from fastpar.ops.newton_schulz import newton_schulz
-from fastpar.optim._matrix_exchange import Exchange
-from fastpar.optim._matrix_layout import Layout, LayoutReader
+from fastpar.optim._matrix_exchange import MatrixExchange
+from fastpar.optim._matrix_layout import LayoutReader, MatrixLayout
 from fastpar.optim._matrix_plan import MODES, assign, rates_of
 from fastpar.optim._parameters import check_group, checked_params
 
@@ -55,7 +55,7 @@ class _Matrix:
     index: int  # among the parameters of the optimizer: the same on every rank
     param: Tensor
     options: Mapping[str, Any]
-    layout: Layout
+    layout: MatrixLayout
     update: Tensor  # [count, rows, columns] of this rank, in the dtype of Newton-Schulz
 
     @property
@@ -160,7 +160,7 @@ class Muon(torch.optim.Optimizer):
         self.outputs = {}
         self._replicas = replicas
         self._layouts = LayoutReader(replicas)
-        self._exchanges: dict[Hashable, Exchange] = {}
+        self._exchanges: dict[Hashable, MatrixExchange] = {}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy or an unpickled optimizer, as torch makes them: without what belongs to a process group."""
@@ -248,7 +248,7 @@ class Muon(torch.optim.Optimizer):
             )
         return exchange.distribute(results, parts[0])
 
-    def _exchange(self, batch: _Batch, parts: Sequence[Tensor]) -> Exchange:
+    def _exchange(self, batch: _Batch, parts: Sequence[Tensor]) -> MatrixExchange:
         """The plan for these matrices; made anew when others have gradients or their layouts change."""
         specs = [matrix.layout.spec for matrix in batch.matrices]
         key = (
@@ -264,7 +264,7 @@ class Muon(torch.optim.Optimizer):
             rates = rates_of(parts[0].device.type, parts[0].dtype)
             sizes = [comm.size for comm in batch.axes]
             places = assign(specs, sizes, rates, parts[0].element_size(), self._distribute)
-            self._exchanges[key] = Exchange(batch.axes, specs, places, parts)
+            self._exchanges[key] = MatrixExchange(batch.axes, specs, places, parts)
         return self._exchanges[key]
 
     def _apply(self, matrix: _Matrix, result: Tensor) -> None:

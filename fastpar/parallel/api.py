@@ -60,7 +60,7 @@ def parallelize(
                        own `loss_function` and `generate` work in both cases
     sync_weights       "check" (default): ranks must hold the same weights before the split, else ValueError names the
                        first parameter that differs; "broadcast": take rank 0's; "none"
-    overlap            let the layers' collectives travel during their products (see `fastpar.ops.parallel_linear`), as measured
+    overlap            let collectives travel during the layers' GEMMs (`fastpar.ops.parallel_linear`), as measured
                        earlier on rank 0's machine (`fastpar.ops.measure_overlap`); False: not, with the same numbers
 
     Parameters become DTensors on the group's mesh, sharded or replicated, under their old names; so build the optimizer

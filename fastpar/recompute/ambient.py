@@ -41,7 +41,7 @@ class RandomState(NamedTuple):
             torch.get_device_module(device).set_rng_state(state, device)
 
 
-class Autocast(NamedTuple):
+class AutocastState(NamedTuple):
     """torch.autocast's settings for one type of device."""
 
     device_type: str
@@ -50,16 +50,16 @@ class Autocast(NamedTuple):
     cache_enabled: bool
 
     @staticmethod
-    def now(device_type: str) -> Autocast:
+    def now(device_type: str) -> AutocastState:
         enabled, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
-        return Autocast(device_type, enabled, dtype, torch.is_autocast_cache_enabled())
+        return AutocastState(device_type, enabled, dtype, torch.is_autocast_cache_enabled())
 
 
 class Ambient(NamedTuple):
     """The surroundings of one call. `random` is None where the policy does not preserve it."""
 
     random: RandomState | None
-    autocast: tuple[Autocast, ...]
+    autocast: tuple[AutocastState, ...]
     default_device: torch.device
     restores: tuple[Restore, ...]
     variables: Context
@@ -69,7 +69,7 @@ class Ambient(NamedTuple):
         types = dict.fromkeys(["cpu", *(device.type for device in devices)])
         return Ambient(
             RandomState.now(devices) if preserve_rng else None,
-            tuple(Autocast.now(kind) for kind in types if torch.amp.is_autocast_available(kind)),
+            tuple(AutocastState.now(kind) for kind in types if torch.amp.is_autocast_available(kind)),
             torch.get_default_device(),
             tuple(capture() for capture in captures),
             copy_context(),

@@ -22,7 +22,7 @@ M = TypeVar("M", nn.Module, Sequence[nn.Module])
 _STATE = "_fastpar_recompute"
 
 
-class Chain:
+class RecomputeChain:
     """The plan of some layers and how their calls are run. Knows nothing of any call."""
 
     def __init__(self, plan: Plan, setting: Setting):
@@ -88,7 +88,7 @@ def checkpoint(
     if not torch.is_grad_enabled():
         run: Callable[..., Any] = _plain
     else:
-        run = Chain(policy.plan(len(functions)), _setting(policy, captures, preserve_rng, early_stop)).call
+        run = RecomputeChain(policy.plan(len(functions)), _setting(policy, captures, preserve_rng, early_stop)).call
     out = run(0, functions[0], args, kwargs)
     for layer, next_function in enumerate(functions[1:], start=1):
         out = run(layer, next_function, (out, *args[1:]), kwargs)
@@ -102,10 +102,10 @@ def _plain(_: int, function: Callable[..., Any], args: tuple[Any, ...], kwargs: 
 # ---- models ----------------------------------------------------------------------------------------------------------
 
 
-class _State:
+class _ChainState:
     """What a module under recomputation knows: its place in its chain, and how to undo it."""
 
-    def __init__(self, chain: Chain, layer: int, previous: Callable[..., Any] | None):
+    def __init__(self, chain: RecomputeChain, layer: int, previous: Callable[..., Any] | None):
         self.chain, self.layer, self.previous = chain, layer, previous
 
 
@@ -149,9 +149,9 @@ def apply_recompute(
     for layers, plan in zip(chains, plans, strict=True):
         found: list[Capture] = [capture for layer in layers for capture in _captures_of(layer)]
         every = (*dict.fromkeys(found), *captures)
-        chain = Chain(plan, _setting(policy, every, preserve_rng, early_stop))
+        chain = RecomputeChain(plan, _setting(policy, every, preserve_rng, early_stop))
         for index, layer in enumerate(layers):
-            layer.__dict__[_STATE] = _State(chain, index, layer.__dict__.get("forward"))
+            layer.__dict__[_STATE] = _ChainState(chain, index, layer.__dict__.get("forward"))
             # Bound to the layer, so that a deep copy of the layer has a forward of its own.
             layer.__dict__["forward"] = types.MethodType(_forward, layer)
     return model
@@ -174,7 +174,7 @@ def remove_recompute(model: M) -> M:
 
 
 def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    state: _State = self.__dict__[_STATE]
+    state: _ChainState = self.__dict__[_STATE]
     function = state.previous or functools.partial(type(self).forward, self)
     if torch.compiler.is_compiling():  # torch's own is the one that its compiler knows
         if isinstance(state.chain.steps[state.layer], Drop):

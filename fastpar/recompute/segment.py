@@ -111,7 +111,7 @@ class _KeepInputs(torch.autograd.Function):
         raise AssertionError("nothing is computed from this output")
 
 
-class _Call:
+class _SegmentCall:
     """One call of one layer: all that it takes to make it again, and what it saved."""
 
     def __init__(self, function: Callable[..., Any], arguments: Any, tensors: Sequence[Tensor], ambient: Ambient):
@@ -157,7 +157,7 @@ class Segment:
 
     def __init__(self, step: Drop, setting: Setting, start: int):
         self.step, self.setting, self.start = step, setting, start
-        self.calls: list[_Call] = []
+        self.calls: list[_SegmentCall] = []
         self._sources: list[_Source] = []
         self._is_armed = False
         self._lock = threading.RLock()  # graphs over several devices are run by a thread for each
@@ -186,7 +186,7 @@ class Segment:
         devices = dict.fromkeys(tensor.device for tensor in given if tensor.device.type not in ("cpu", "meta"))
         setting = self.setting
         ambient = Ambient.now(list(devices), setting.captures, preserve_rng=setting.preserve_rng)
-        call = _Call(function, rebuilt((args, kwargs), note), tensors, ambient)
+        call = _SegmentCall(function, rebuilt((args, kwargs), note), tensors, ambient)
         layer = self.stop
         self.calls.append(call)
 
@@ -316,7 +316,7 @@ class Segment:
 class _Filler:
     """Puts what a layer saves in a second run into the holders of the first."""
 
-    def __init__(self, call: _Call, layer: int, *, stop: bool):
+    def __init__(self, call: _SegmentCall, layer: int, *, stop: bool):
         self.call, self.layer = call, layer
         wanted = call.wanted()
         self.last = wanted[-1] if stop and wanted else None

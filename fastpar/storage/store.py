@@ -26,7 +26,7 @@ from fastpar.storage.index import ALIGNMENT, DTYPES, MAX_BLOCK_BYTES, Index, Kep
 
 
 @dataclass
-class _Entry:
+class _StoreEntry:
     """Where a tensor lies, and the transfer of it that was launched last."""
 
     offset: int
@@ -94,8 +94,8 @@ class TensorStore:
         self._checksums = checksums
         self._lock = threading.RLock()
         self._extents = Extents()
-        self._entries: dict[str, _Entry] = {}
-        self._leaving: list[_Entry] = []  # deleted, with a transfer in flight
+        self._entries: dict[str, _StoreEntry] = {}
+        self._leaving: list[_StoreEntry] = []  # deleted, with a transfer in flight
         self._in_flight: deque[Flight] = deque()
         self._discarded: deque[str] = deque()
         self._buffers: list[Tensor] = []
@@ -137,7 +137,7 @@ class TensorStore:
                 raise written.error
             return Transfer(self._launch(name, entry, out.detach(), is_write=False), out)
 
-    def _launch(self, name: str, entry: _Entry, memory: Tensor, *, is_write: bool) -> Flight:
+    def _launch(self, name: str, entry: _StoreEntry, memory: Tensor, *, is_write: bool) -> Flight:
         while self._in_flight and self._in_flight[0].done():
             self._in_flight.popleft()
         after = 0 if entry.last is None or entry.last.done() else entry.last.ticket
@@ -183,13 +183,13 @@ class TensorStore:
             entry = self._entry(name)
             return entry.dtype, entry.shape
 
-    def _entry(self, name: str) -> _Entry:
+    def _entry(self, name: str) -> _StoreEntry:
         self._begin()
         if name not in self._entries:
             raise KeyError(f"{self._file.path}: nothing was written under {name!r}")
         return self._entries[name]
 
-    def _entry_for_write(self, name: str, source: Tensor) -> _Entry:
+    def _entry_for_write(self, name: str, source: Tensor) -> _StoreEntry:
         self._begin()
         self._check_writable()
         room = -(-source.nbytes // ALIGNMENT) * ALIGNMENT
@@ -197,7 +197,7 @@ class TensorStore:
         if entry is not None and entry.room == room:
             entry.dtype, entry.shape = source.dtype, source.shape
             return entry
-        made = _Entry(self._reserve(room), room, source.dtype, source.shape, self._new_checksums(source.nbytes))
+        made = _StoreEntry(self._reserve(room), room, source.dtype, source.shape, self._new_checksums(source.nbytes))
         if entry is not None:
             self._leaving.append(entry)
         self._entries[name] = made
@@ -226,7 +226,7 @@ class TensorStore:
 
     # ---- memory
 
-    def _room_for(self, name: str, entry: _Entry) -> Tensor:
+    def _room_for(self, name: str, entry: _StoreEntry) -> Tensor:
         try:
             return self.empty(entry.shape, entry.dtype)
         except (RuntimeError, MemoryError) as error:  # torch's allocator raises the former
@@ -294,7 +294,7 @@ class TensorStore:
         """What the index of a kept file says."""
         for name, kept in tensors.items():
             sums = None if kept.checksums is None else (ctypes.c_uint32 * len(kept.checksums))(*kept.checksums)
-            self._entries[name] = _Entry(kept.offset, 0, kept.dtype, kept.shape, sums)
+            self._entries[name] = _StoreEntry(kept.offset, 0, kept.dtype, kept.shape, sums)
             self._extents.end = max(self._extents.end, kept.end)
 
     def _check_writable(self) -> None:
@@ -359,7 +359,7 @@ def _on_cpu(name: str, tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _check_out(name: str, entry: _Entry, out: Tensor) -> None:
+def _check_out(name: str, entry: _StoreEntry, out: Tensor) -> None:
     _on_cpu(name, out)
     if out.dtype != entry.dtype or out.shape != entry.shape:
         raise ValueError(

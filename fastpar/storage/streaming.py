@@ -42,7 +42,7 @@ def stream(
     """
     groups = [(item,) if isinstance(item, str) else tuple(item) for item in items]
     _check_distinct(groups)
-    layouts = [_Layout(store, names) for names in groups]
+    layouts = [_BufferLayout(store, names) for names in groups]
     if not groups:
         return
     buffers = store.buffers(_BUFFERS, max(layout.num_bytes for layout in layouts))
@@ -71,7 +71,7 @@ def stream(
         _wait(transfers)
 
 
-class _Layout:
+class _BufferLayout:
     """Where the tensors of an item lie in a buffer."""
 
     def __init__(self, store: TensorStore, names: Sequence[str]) -> None:

@@ -70,7 +70,7 @@ class _Frame(NamedTuple):
     call: Call | None  # with gradients
 
 
-class _State:
+class _UnitState:
     """What is going on in a unit."""
 
     def __init__(self) -> None:
@@ -202,7 +202,7 @@ class Stage3:
         self.slots: list[Slot] = [by_name[name] for name in numels if name in by_name]
         self.whole_bytes = self.peak_bytes = 0
         self._epoch = 0  # counts updates of the shards
-        self._states = {unit: _State() for unit in self.units}
+        self._states = {unit: _UnitState() for unit in self.units}
         self._spare: list[Unit] = []  # gathered early, or kept for what may follow: the oldest first
         self._order = Order(self.units)
         self._passes = 0

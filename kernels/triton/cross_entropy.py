@@ -55,7 +55,7 @@ SCALE_PROGRAMS = 2048  # several per multiprocessor of any GPU
 # ---- shapes ----------------------------------------------------------------------------------------------------------
 
 
-class Rows(NamedTuple):
+class LossRows(NamedTuple):
     """Row n of a tensor starts at (n // inner_rows) * outer_stride + (n % inner_rows) * inner_stride."""
 
     inner_rows: int
@@ -63,7 +63,7 @@ class Rows(NamedTuple):
     inner_stride: int
 
 
-def rows_of(x: Tensor) -> Rows | None:
+def rows_of(x: Tensor) -> LossRows | None:
     """The rows of x [..., V], last dim contiguous; None if leading dims need more than two strides."""
     levels: list[tuple[int, int]] = []
     for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True):
@@ -76,11 +76,11 @@ def rows_of(x: Tensor) -> Rows | None:
     if len(levels) > 2:
         return None
     if len(levels) == 2:
-        return Rows(levels[1][0], levels[0][1], levels[1][1])
-    return Rows(max(levels[0][0], 1), 0, levels[0][1]) if levels else Rows(1, 0, 0)
+        return LossRows(levels[1][0], levels[0][1], levels[1][1])
+    return LossRows(max(levels[0][0], 1), 0, levels[0][1]) if levels else LossRows(1, 0, 0)
 
 
-def alignment(vocab: int, rows: Rows, itemsize: int) -> int:
+def alignment(vocab: int, rows: LossRows, itemsize: int) -> int:
     """The largest power of two up to 16 bytes, in elements, that divides the vocabulary and the strides."""
     align = 16 // itemsize
     while any(length % align for length in (vocab, rows.outer_stride, rows.inner_stride)):
@@ -88,7 +88,7 @@ def alignment(vocab: int, rows: Rows, itemsize: int) -> int:
     return align
 
 
-class Configuration(NamedTuple):
+class LossConfiguration(NamedTuple):
     """A block is [k, width] columns: width is one 16-byte load of every thread, and every thread makes k of them."""
 
     k: int
@@ -115,7 +115,7 @@ def loads_per_thread(itemsize: int, narrow: bool, *, two_passes: bool, costly: b
 
 def configuration(
     vocab: int, itemsize: int, align: int, *, two_passes: bool = False, costly: bool = False
-) -> Configuration:
+) -> LossConfiguration:
     """By the length of a row: one block if it is short, else 256 threads.
 
     align       that of `alignment`; below 16 bytes a load is several accesses, each with an address and a condition,
@@ -137,7 +137,7 @@ def configuration(
     k = max(min(loads, row // width), 1)
     # Left to itself, ptxas spills to make do with 64 registers, which are two such rows on a multiprocessor.
     max_registers = REGISTERS // 512 if costly and two_passes and WARP_SIZE == 32 else None
-    return Configuration(k, width, threads // WARP_SIZE, max_registers)
+    return LossConfiguration(k, width, threads // WARP_SIZE, max_registers)
 
 
 class Transform(NamedTuple):
@@ -162,7 +162,7 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def readable_rows(logits: Tensor) -> tuple[Tensor, Rows]:
+def readable_rows(logits: Tensor) -> tuple[Tensor, LossRows]:
     """The logits, copied if no kernel can walk them."""
     rows = rows_of(logits)
     if rows is None or (logits.shape[-1] > 1 and logits.stride(-1) != 1):
@@ -172,7 +172,7 @@ def readable_rows(logits: Tensor) -> tuple[Tensor, Rows]:
     return logits, rows
 
 
-def check_inplace(logits: Tensor, name: str) -> Rows | None:
+def check_inplace(logits: Tensor, name: str) -> LossRows | None:
     """Rows of a tensor to be written over; None where the leading dims must be taken one by one."""
     if logits.shape[-1] > 1 and logits.stride(-1) != 1:
         raise ValueError(
@@ -181,7 +181,9 @@ def check_inplace(logits: Tensor, name: str) -> Rows | None:
     return rows_of(logits)
 
 
-def shape_options(logits: Tensor, rows: Rows, two_passes: bool, costly: bool) -> tuple[tuple[int, ...], dict[str, Any]]:
+def shape_options(
+    logits: Tensor, rows: LossRows, two_passes: bool, costly: bool
+) -> tuple[tuple[int, ...], dict[str, Any]]:
     """(rows and vocabulary in units of ALIGN, compile-time options) of a launch over the logits."""
     vocab, itemsize = logits.shape[-1], logits.element_size()
     align = alignment(vocab, rows, itemsize)
@@ -195,7 +197,7 @@ def shape_options(logits: Tensor, rows: Rows, two_passes: bool, costly: bool) ->
 
 def _stats(
     logits: Tensor,
-    rows: Rows,
+    rows: LossRows,
     target: Tensor,
     weight: Tensor | None,
     vocab_start: int,
@@ -282,7 +284,7 @@ def merge(
 
 def _backward(
     logits: Tensor,
-    rows: Rows,
+    rows: LossRows,
     grad: Tensor,
     lse: Tensor,
     target: Tensor,
@@ -337,7 +339,7 @@ def backward_(logits: Tensor, lse: Tensor, target: Tensor, *arguments: Any) -> N
 
 def _forward_backward(
     logits: Tensor,
-    rows: Rows,
+    rows: LossRows,
     grad: Tensor,
     target: Tensor,
     weight: Tensor | None,

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastpar.kernels.cross_entropy import WARP_SIZE, Rows, alignment
+from fastpar.kernels.cross_entropy import WARP_SIZE, LossRows, alignment
 from fastpar.kernels.launch import launch
 
 THREADS = 128
@@ -119,14 +119,14 @@ def _dense_rows(x: Tensor) -> Tensor:
 def _shape(x: Tensor) -> tuple[int, tuple[int, int], dict[str, Any]]:
     """(hidden blocks, (row stride and hidden in units of ALIGN), compile-time options) of x [N, H]."""
     hidden, itemsize = x.shape[1], x.element_size()
-    align = alignment(hidden, Rows(1, 0, x.stride(0)), itemsize)
+    align = alignment(hidden, LossRows(1, 0, x.stride(0)), itemsize)
     block = min(triton.next_power_of_2(hidden), THREADS * 16 // itemsize)
     options = {"ALIGN": align, "HIDDEN": block, "num_warps": max(THREADS // WARP_SIZE, 1)}
     return triton.cdiv(hidden, block), (x.stride(0) // align, hidden // align), options
 
 
 def embedding(ids: Tensor, weight: Tensor, vocab_start: int) -> Tensor:
-    """Rows of the ids in [vocab_start, vocab_start + V_local), zeros for all others: [...] -> [..., H]."""
+    """LossRows of the ids in [vocab_start, vocab_start + V_local), zeros for all others: [...] -> [..., H]."""
     out = torch.empty((*ids.shape, weight.shape[1]), dtype=weight.dtype, device=weight.device)
     if out.numel() == 0:
         return out

@@ -46,7 +46,7 @@ def num_warps(*dtypes: torch.dtype | None) -> int:
 # ---- tables ----------------------------------------------------------------------------------------------------------
 
 
-class Group(NamedTuple):
+class OptimizerGroup(NamedTuple):
     """Tensors of one launch: rows [begin, begin + num_tensors) of the table."""
 
     begin: int
@@ -58,9 +58,9 @@ class Group(NamedTuple):
     is_aligned: bool
 
 
-class Table(NamedTuple):
+class TensorTable(NamedTuple):
     rows: Tensor  # [num_tensors, FIELDS] int64 on the device
-    groups: list[Group]
+    groups: list[OptimizerGroup]
     staging: Tensor  # what `rows` is a copy of; a captured graph reads it again
     uploaded: Any = None  # the event after the copy; None on the CPU, and in a capture
 
@@ -69,10 +69,10 @@ class Tables:
     """The tables of the last calls, by what they hold."""
 
     def __init__(self) -> None:
-        self._tables: dict[Any, Table] = {}  # the last used is the last
-        self._captured: list[Table] = []  # read by graphs whenever those are replayed
+        self._tables: dict[Any, TensorTable] = {}  # the last used is the last
+        self._captured: list[TensorTable] = []  # read by graphs whenever those are replayed
 
-    def find(self, entries: list[tuple[Any, ...]], device: torch.device) -> Table:
+    def find(self, entries: list[tuple[Any, ...]], device: torch.device) -> TensorTable:
         """`entries`: per tensor (param dtype, grad dtype, output dtype or None, fields but FIRST_CHUNK)."""
         key = (device, tuple(entries))
         is_capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
@@ -95,7 +95,7 @@ class Tables:
 _tables = Tables()
 
 
-def make_table(entries: list[tuple[Any, ...]], device: torch.device) -> Table:
+def make_table(entries: list[tuple[Any, ...]], device: torch.device) -> TensorTable:
     of_kind: dict[Any, list[tuple[int, ...]]] = {}
     for *dtypes, fields in entries:
         if fields[kernels.COUNT.value] > 0:
@@ -109,10 +109,10 @@ def make_table(entries: list[tuple[Any, ...]], device: torch.device) -> Table:
         for fields in members:
             rows.append((*fields, chunks))
             chunks += -(-fields[kernels.COUNT.value] // CHUNK)
-        groups.append(Group(begin, len(members), chunks, *kind))
+        groups.append(OptimizerGroup(begin, len(members), chunks, *kind))
     staging = torch.tensor(rows, dtype=torch.int64).view(len(rows), kernels.FIELDS.value)
     if device.type != "cuda":
-        return Table(staging.to(device), groups, staging)
+        return TensorTable(staging.to(device), groups, staging)
     with torch.cuda.device(device):
         is_capturing = torch.cuda.is_current_stream_capturing()
         pinned = staging.pin_memory()
@@ -123,7 +123,7 @@ def make_table(entries: list[tuple[Any, ...]], device: torch.device) -> Table:
         staging = pinned
         rows_there = staging.to(device, non_blocking=True)
         uploaded = None if is_capturing else torch.cuda.current_stream(device).record_event()
-    return Table(rows_there, groups, staging, uploaded)
+    return TensorTable(rows_there, groups, staging, uploaded)
 
 
 def _entries(

@@ -59,10 +59,10 @@ from torch import Tensor
 from fastpar.kernels import overlap_gemm_kernels as kernels
 from fastpar.kernels import overlap_gemm_schedule as schedule
 from fastpar.kernels.launch import launch_named as launch
-from fastpar.kernels.overlap_gemm_buffer import OverlapBuffer, Table
+from fastpar.kernels.overlap_gemm_buffer import OverlapBuffer, PeerTable
 from fastpar.kernels.overlap_gemm_calls import (
     AllGatherGemm,
-    Configuration,
+    GemmConfiguration,
     GemmReduce,
     check_operands,
     configuration,
@@ -90,7 +90,7 @@ def gemm(
     *,
     buffer: OverlapBuffer | None = None,
     num_programs: int | None = None,
-    config: Configuration | None = None,
+    config: GemmConfiguration | None = None,
 ) -> Tensor:
     """x @ weight.T + bias: the persistent GEMM of the functions below, with their bits and without a collective.
 
@@ -115,8 +115,8 @@ def gemm(
     return out
 
 
-def _whole_table(x: Tensor | OverlapBuffer, rows: int, num_cols: int, block_m: int) -> Table:
-    return Table.of(schedule.gather_tiles([rows], 0, num_cols, block_m, block_m, 1), x.device)
+def _whole_table(x: Tensor | OverlapBuffer, rows: int, num_cols: int, block_m: int) -> PeerTable:
+    return PeerTable.of(schedule.gather_tiles([rows], 0, num_cols, block_m, block_m, 1), x.device)
 
 
 def all_gather_gemm(x_shard: Tensor, weight: Any, bias: Any = None, *, buffer: OverlapBuffer, **options: Any) -> Any:
@@ -133,7 +133,7 @@ def all_gather_gemm(x_shard: Tensor, weight: Any, bias: Any = None, *, buffer: O
                            function (target, source) that enqueues the copy of a chunk on the current stream
              chunks        parts of a shard that are announced one by one; the same on all ranks
              num_programs  multiprocessors that the GEMM takes; None: all but those that send (`gather_programs`)
-             config        a Configuration, with the same block_m on all ranks
+             config        a GemmConfiguration, with the same block_m on all ranks
     Bytes sent by this rank: (W - 1) * M_r * K elements. The buffer holds 2 * M * K elements besides its flags.
 
     Raises ValueError and TypeError for arguments that cannot be, TimeoutError if a wait of an earlier call has failed.
@@ -154,7 +154,7 @@ def gemm_reduce_scatter(
              slices           see overlap_gemm_schedule.scatter_tiles
              num_programs     multiprocessors that the GEMM takes; None: all but reduce_programs
              reduce_programs  multiprocessors that add up
-             config           a Configuration, the same on all ranks
+             config           a GemmConfiguration, the same on all ranks
     Bytes sent by this rank: (W - 1) / W * M * N elements, in whole tiles. The buffer holds 2 * M * N elements.
     """
     call = GemmReduce(x, weight, bias, buffer=buffer, replicate=False, **options)

@@ -31,16 +31,16 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGN) * ALIGN
 
 
-class Table(NamedTuple):
+class PeerTable(NamedTuple):
     """A schedule on the device."""
 
     tiles: Tensor  # int32 [num_tiles, 4]; one entry that nobody reads, if there are none
     num_tiles: int
 
     @staticmethod
-    def of(tiles: list[Tile], device: torch.device) -> Table:
+    def of(tiles: list[Tile], device: torch.device) -> PeerTable:
         rows = torch.tensor(tiles or [Tile(0, 0, 0, 0)], dtype=torch.int32)
-        return Table(rows.to(device), len(tiles))
+        return PeerTable(rows.to(device), len(tiles))
 
 
 class Symmetric(Protocol):
@@ -193,8 +193,8 @@ class OverlapBuffer:
             self._kept[key] = make(self, *arguments)
         return self._kept[key]
 
-    def table(self, tiles: list[Tile]) -> Table:
-        return Table.of(tiles, self.device)
+    def table(self, tiles: list[Tile]) -> PeerTable:
+        return PeerTable.of(tiles, self.device)
 
     def load(self, kernel: Any, arguments: dict[str, Any]) -> None:
         """Load a kernel's code with a launch that has nothing to do, the first time that it is used like this.

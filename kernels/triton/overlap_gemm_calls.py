@@ -11,7 +11,7 @@ from torch import Tensor
 from fastpar.kernels import overlap_gemm_kernels as kernels
 from fastpar.kernels import overlap_gemm_schedule as schedule
 from fastpar.kernels.launch import launch_named as launch
-from fastpar.kernels.overlap_gemm_buffer import OverlapBuffer, Table, aligned
+from fastpar.kernels.overlap_gemm_buffer import OverlapBuffer, PeerTable, aligned
 
 SLICES = 4  # parts of an owner's tiles: see schedule.scatter_tiles
 REDUCE_PROGRAMS = 16  # multiprocessors that sum beside a GEMM
@@ -26,7 +26,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # ---- launches --------------------------------------------------------------------------------------------------------
 
 
-class Configuration(NamedTuple):
+class GemmConfiguration(NamedTuple):
     """Of a GEMM: rows, columns and terms of a block, warps of a program, stages of the loads' pipeline."""
 
     block_m: int
@@ -36,16 +36,16 @@ class Configuration(NamedTuple):
     num_stages: int
 
 
-def configuration(rows: int, cols: int, dtype: torch.dtype, device: torch.device) -> Configuration:
+def configuration(rows: int, cols: int, dtype: torch.dtype, device: torch.device) -> GemmConfiguration:
     """For shards of at most `rows` rows and an output of `cols` columns. Ranks that call it alike agree on rows."""
     if device.type == "cpu":
-        return Configuration(16 if rows <= 16 else 32, 16 if cols <= 16 else 32, 32, 4, 1)
+        return GemmConfiguration(16 if rows <= 16 else 32, 16 if cols <= 16 else 32, 32, 4, 1)
     if dtype == torch.float32:
-        return Configuration(64, 64, 32, 4, 2 if torch.version.hip else 3)
+        return GemmConfiguration(64, 64, 32, 4, 2 if torch.version.hip else 3)
     if torch.version.hip:
-        return Configuration(64 if rows <= 64 else 128, 64 if cols <= 64 else 128, 64, 8, 2)
+        return GemmConfiguration(64 if rows <= 64 else 128, 64 if cols <= 64 else 128, 64, 8, 2)
     block_n = 64 if cols <= 64 else 128 if cols <= 128 or rows <= 64 else 256  # 64 x 256 spills
-    return Configuration(64 if rows <= 64 else 128, block_n, 64, 8 if block_n == 256 else 4, 4)
+    return GemmConfiguration(64 if rows <= 64 else 128, block_n, 64, 8 if block_n == 256 else 4, 4)
 
 
 def multiprocessors(device: torch.device) -> int:
@@ -66,7 +66,7 @@ def gather_programs(buffer: OverlapBuffer, transport: Any) -> int:
     return max(programs - (PUSH_PROGRAMS if transport == "kernel" else COPY_PROGRAMS), 1)
 
 
-def gemm_options(weight: Tensor, config: Configuration) -> dict[str, Any]:
+def gemm_options(weight: Tensor, config: GemmConfiguration) -> dict[str, Any]:
     """What all GEMM kernels are told of the weight [N, K] and the configuration."""
     cols, terms = weight.shape
     return {
@@ -137,7 +137,9 @@ def _as_list(value: Any) -> list[Any]:
 # ---- the calls, in phases --------------------------------------------------------------------------------------------
 
 
-def _gather_table(buffer: OverlapBuffer, sizes: tuple[int, ...], num_cols: int, block_m: int, chunk_rows: int) -> Table:
+def _gather_table(
+    buffer: OverlapBuffer, sizes: tuple[int, ...], num_cols: int, block_m: int, chunk_rows: int
+) -> PeerTable:
     return buffer.table(
         schedule.gather_tiles(list(sizes), buffer.rank, num_cols, block_m, chunk_rows, buffer.flag_capacity)
     )
@@ -157,7 +159,7 @@ class AllGatherGemm:
         transport: Any = "copy",
         chunks: int = 1,
         num_programs: int | None = None,
-        config: Configuration | None = None,
+        config: GemmConfiguration | None = None,
     ) -> None:
         self.single = isinstance(weight, Tensor)
         self.weights = _as_list(weight)
@@ -219,7 +221,7 @@ class AllGatherGemm:
         outs = tuple(arguments["out"] for arguments in self.launches)
         return outs[0] if self.single else outs
 
-    def _gemm(self, weight: Tensor, bias: Tensor | None, config: Configuration) -> dict[str, Any]:
+    def _gemm(self, weight: Tensor, bias: Tensor | None, config: GemmConfiguration) -> dict[str, Any]:
         buffer, rank = self.buffer, self.buffer.rank
         columns = schedule.num_blocks(weight.shape[0], config.block_n)
         table = buffer.keep(_gather_table, tuple(self.sizes), columns, config.block_m, self.chunk_rows)
@@ -269,9 +271,9 @@ class ReducePlan(NamedTuple):
     """The tables of a `GemmReduce`."""
 
     num_slots: int  # the most tiles that a rank owns
-    computed: Table
-    owned: Table
-    collected: Table
+    computed: PeerTable
+    owned: PeerTable
+    collected: PeerTable
 
 
 def _reduce_plan(
@@ -306,7 +308,7 @@ class GemmReduce:
         slices: int = SLICES,
         num_programs: int | None = None,
         reduce_programs: int | None = None,
-        config: Configuration | None = None,
+        config: GemmConfiguration | None = None,
     ) -> None:
         check_operands(x, weight, bias, buffer.device)
         self.buffer, self.bias, self.replicate = buffer, bias, replicate

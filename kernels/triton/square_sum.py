@@ -33,7 +33,7 @@ ALIGNMENT = 16  # bytes, which a thread takes of a tile
 FLOAT64_PARTS = 4
 
 
-class Kind(NamedTuple):
+class SquareSumKind(NamedTuple):
     """How elements of a dtype are read: as which integers, and as which format."""
 
     element: Any
@@ -50,10 +50,10 @@ class Kind(NamedTuple):
 
 
 KINDS = {
-    torch.float32: Kind(tl.int32, kernels.FLOAT32.value, 4),
-    torch.bfloat16: Kind(tl.int16, kernels.BFLOAT16.value, 2),
-    torch.float16: Kind(tl.int16, kernels.FLOAT16.value, 2),
-    torch.float64: Kind(tl.int64, kernels.FLOAT64.value, 8),
+    torch.float32: SquareSumKind(tl.int32, kernels.FLOAT32.value, 4),
+    torch.bfloat16: SquareSumKind(tl.int16, kernels.BFLOAT16.value, 2),
+    torch.float16: SquareSumKind(tl.int16, kernels.FLOAT16.value, 2),
+    torch.float64: SquareSumKind(tl.int64, kernels.FLOAT64.value, 8),
 }
 
 
@@ -70,10 +70,10 @@ def _fills_its_memory(x: Tensor) -> bool:
 # ---- the table -------------------------------------------------------------------------------------------------------
 
 
-class Group(NamedTuple):
+class SquareSumGroup(NamedTuple):
     """Tensors of one launch: rows [begin, begin + num_tensors) of the table."""
 
-    kind: Kind
+    kind: SquareSumKind
     is_aligned: bool
     begin: int
     num_tensors: int
@@ -94,9 +94,9 @@ def _upload(rows: list[tuple[int, ...]], device: torch.device) -> Tensor:
     return table
 
 
-def _table(tensors: list[Tensor]) -> tuple[Tensor, list[Group]]:
+def _table(tensors: list[Tensor]) -> tuple[Tensor, list[SquareSumGroup]]:
     """(rows [num_tensors, FIELDS] on the device, the launches) of dense tensors with elements."""
-    of_group: dict[tuple[Kind, bool], list[Tensor]] = {}
+    of_group: dict[tuple[SquareSumKind, bool], list[Tensor]] = {}
     for x in tensors:
         of_group.setdefault((KINDS[x.dtype], x.data_ptr() % ALIGNMENT == 0), []).append(x)
     rows: list[tuple[int, ...]] = []
@@ -106,7 +106,7 @@ def _table(tensors: list[Tensor]) -> tuple[Tensor, list[Group]]:
         for x in members:
             rows.append((x.data_ptr(), x.numel(), chunks, 0))
             chunks += -(-x.numel() // kind.chunk)
-        groups.append(Group(kind, is_aligned, begin, len(members), chunks))
+        groups.append(SquareSumGroup(kind, is_aligned, begin, len(members), chunks))
     return _upload(rows, tensors[0].device), groups
 
 

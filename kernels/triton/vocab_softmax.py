@@ -29,7 +29,7 @@ import torch
 import triton
 from torch import Tensor
 
-from fastpar.kernels.cross_entropy import Rows, alignment, compute_dtype, configuration, transform_of
+from fastpar.kernels.cross_entropy import LossRows, alignment, compute_dtype, configuration, transform_of
 from fastpar.kernels.launch import launch
 from fastpar.kernels.rows import as_rows
 from fastpar.kernels.vocab_softmax_kernels import (
@@ -61,7 +61,7 @@ def walk(
     inner, rows = as_rows(*tensors)
     vocab, itemsize = tensors[0].shape[-1], tensors[0].element_size()
     smallest = min(t.element_size() for t in tensors)
-    align = min(alignment(vocab, Rows(inner, outer, step), smallest) for _, outer, step in rows)
+    align = min(alignment(vocab, LossRows(inner, outer, step), smallest) for _, outer, step in rows)
     costly = softcap != 0.0 or len(tensors) > 1
     options = configuration(vocab, itemsize, align, two_passes=two_passes, costly=costly).options()
     options["ALIGN"] = align

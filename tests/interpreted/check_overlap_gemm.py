@@ -17,14 +17,14 @@ from triton.runtime.interpreter import InterpreterBuilder
 from fastpar.kernels import overlap_gemm as og
 from fastpar.kernels import overlap_gemm_schedule as schedule
 from fastpar.kernels.overlap_gemm_buffer import Channel, OverlapBuffer, Symmetric
-from fastpar.kernels.overlap_gemm_calls import AllGatherGemm, Configuration, GemmReduce, configuration
+from fastpar.kernels.overlap_gemm_calls import AllGatherGemm, GemmConfiguration, GemmReduce, configuration
 from tests.dist import run_ranks
 from tests.overlap_gemm_cases import MappedBuffer, create_files, integers, product, rounded_sum
 
 NBYTES = 1 << 20
 CAPACITY = 64
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-SMALL = Configuration(16, 16, 16, 4, 1)
+SMALL = GemmConfiguration(16, 16, 16, 4, 1)
 
 
 def open_buffers(folder: Path, size: int, nbytes: int = NBYTES, timeout: float = 20.0) -> list[OverlapBuffer]:

@@ -52,7 +52,7 @@ from fastpar.ops.parallel_linear.autograd import (
     apply,
 )
 from fastpar.ops.parallel_linear.overlap import Overlap
-from fastpar.ops.parallel_linear.types import LinearCall, LinearSpec, Rows
+from fastpar.ops.parallel_linear.types import LinearCall, LinearSpec, RankRows
 from fastpar.ops.weight_grad_store.store import WeightGradStore
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def make_call(
         overlap.chunks(product, comm, x, rows, *sizes) if product else 1
         for product in (spec.forward_product, spec.backward_product)
     )
-    forward = Rows(dim, tuple(tokens), in_forward, overlap.enabled)
+    forward = RankRows(dim, tuple(tokens), in_forward, overlap.enabled)
     return LinearCall(spec, comm, forward, forward._replace(chunks=in_backward))
 
 
@@ -149,7 +149,7 @@ def _local(x: Tensor, given: Weights, store: WeightGradStore | None) -> tuple[Te
         return tuple(torch.nn.functional.linear(x, weight, bias) for weight, bias in pairs)
     from fastpar.comm import Communicator
 
-    rows = Rows(0, (), 1, False)
+    rows = RankRows(0, (), 1, False)
     return apply(
         LinearCall(COPY_TO_LINEAR, Communicator(None), rows, rows), x, given.weights, given.biases, store=store
     )
@@ -272,7 +272,7 @@ def _gathered_along_contraction(
     x, given = _checked(x, given, width=sum(sizes))
     if comm is None:
         return _local(x, given, store)
-    rows = Rows(dim, tuple(sizes), 1, Overlap.of(overlap).enabled)
+    rows = RankRows(dim, tuple(sizes), 1, Overlap.of(overlap).enabled)
     return apply(LinearCall(ALL_GATHER_LINEAR, comm, rows, rows), x, given.weights, given.biases, store=store)
 
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from fastpar.comm import Communicator, Pending, shard_sizes
 from fastpar.comm.ranges import annotate
 from fastpar.ops._buffers import LARGE_BYTES, new_buffer
-from fastpar.ops.parallel_linear.types import Rows
+from fastpar.ops.parallel_linear.types import RankRows
 
 _SMALL_BYTES = 16 << 10
 _RANGES = {name: f"fastpar::linear::{name}" for name in ("all_gather", "reduce_scatter", "all_reduce")}
@@ -104,7 +104,7 @@ def _folded(x: Tensor, dim: int) -> Tensor:
     return x.reshape(math.prod(shape[:dim]), shape[dim], math.prod(shape[dim + 1 : -1]), shape[-1])
 
 
-def _pieces(leading: int, rows: Rows) -> list[_Piece]:
+def _pieces(leading: int, rows: RankRows) -> list[_Piece]:
     """At most `chunks` pieces; see the note above."""
     whole = (0,) * len(rows.sizes)
     if leading > 1:
@@ -116,7 +116,7 @@ def _pieces(leading: int, rows: Rows) -> list[_Piece]:
     return [_Piece(slice(0, 1), tuple(s[i] for s in starts), tuple(part[i] for part in lengths)) for i in range(chunks)]
 
 
-def _places(piece: _Piece, rows: Rows) -> list[tuple[slice, slice]]:
+def _places(piece: _Piece, rows: RankRows) -> list[tuple[slice, slice]]:
     """For every rank: where its rows of this piece are in the whole tensor, and where in the piece."""
     firsts = itertools.accumulate(rows.sizes, initial=0)
     inside = itertools.accumulate(piece.lengths, initial=0)
@@ -131,7 +131,7 @@ def all_gather_matmul(
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
     comm: Communicator,
-    rows: Rows,
+    rows: RankRows,
     *,
     keep: bool,
 ) -> tuple[list[Tensor], Tensor | None]:
@@ -168,7 +168,7 @@ def all_gather_matmul(
 
 
 def matmul_reduce_scatter(
-    a: Sequence[Tensor], matrices: Sequence[Tensor], comm: Communicator, rows: Rows, *, busy: bool
+    a: Sequence[Tensor], matrices: Sequence[Tensor], comm: Communicator, rows: RankRows, *, busy: bool
 ) -> Callable[[], Tensor]:
     """Launch reduce_scatter(sum_j a_j @ B_j); call the result for this rank's rows.
 
@@ -204,7 +204,7 @@ def matmul_reduce_scatter(
 
 
 def matmul_all_reduce(
-    a: Sequence[Tensor], matrices: Sequence[Tensor], comm: Communicator, rows: Rows, *, busy: bool
+    a: Sequence[Tensor], matrices: Sequence[Tensor], comm: Communicator, rows: RankRows, *, busy: bool
 ) -> Callable[[], Tensor]:
     """Launch all_reduce(sum_j a_j @ B_j); call the result for it. a_j [..., K_j] and B_j [K_j, N] -> [..., N].
 

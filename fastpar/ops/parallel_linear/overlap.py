@@ -32,7 +32,7 @@ from fastpar.arguments import checked
 from fastpar.comm import Communicator, GroupLike, shard_sizes
 from fastpar.comm.groups import carrying_device
 from fastpar.ops.parallel_linear.gemms import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
-from fastpar.ops.parallel_linear.types import Rows
+from fastpar.ops.parallel_linear.types import RankRows
 
 SCHEMA = 1
 PRODUCTS = ("all_gather_linear", "linear_reduce_scatter", "linear_all_reduce")
@@ -188,7 +188,7 @@ def _times(
 def _call(comm: Communicator, shape: OverlapShape, device: torch.device, chunks: int) -> Callable[[], Any]:
     sizes = tuple(shard_sizes(shape.rows, comm.size))
     share = shard_sizes(shape.features, comm.size)[comm.rank]
-    rows = Rows(0, sizes, chunks, True)
+    rows = RankRows(0, sizes, chunks, True)
     if shape.product == "all_gather_linear":
         x = torch.randn(sizes[comm.rank], shape.width, device=device).to(shape.dtype)
         weight = torch.randn(share, shape.width, device=device).to(shape.dtype)

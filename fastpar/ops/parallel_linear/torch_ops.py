@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fastpar.comm import Communicator
-from fastpar.ops.parallel_linear.types import LinearCall, LinearSpec, Rows
+from fastpar.ops.parallel_linear.types import LinearCall, LinearSpec, RankRows
 
 _CALL = (
     "str group, float timeout, str transport, int rank, int dim, SymInt[] sizes, int chunks, bool concurrent, "
@@ -86,7 +86,7 @@ def _unpack(
 
     forward_chunks, concurrent, backward_chunks = chunks
     comm = Communicator(_resolve_process_group(cast(Any, group)), timeout=timeout, transport=transport)
-    rows = Rows(dim, tuple(sizes), forward_chunks, concurrent)
+    rows = RankRows(dim, tuple(sizes), forward_chunks, concurrent)
     return LinearCall(spec, comm, rows, rows._replace(chunks=backward_chunks))
 
 

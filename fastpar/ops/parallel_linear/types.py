@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from fastpar.ops.weight_grad_store.store import WeightGradStore
 
 
-class Rows(NamedTuple):
+class RankRows(NamedTuple):
     """Which rows of a tensor [..., features] belong to whom, and in how many chunks they are computed.
 
     dim         the dim that is split over the ranks, counted from the front; unused by the all-reduce
@@ -55,8 +55,8 @@ class LinearCall(NamedTuple):
 
     spec: LinearSpec
     comm: Communicator
-    rows: Rows
-    backward: Rows
+    rows: RankRows
+    backward: RankRows
 
 
 class DeferredGrads(NamedTuple):

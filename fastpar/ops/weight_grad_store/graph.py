@@ -103,7 +103,7 @@ def target_of(node: Any, index: int, parameter: Any) -> Target:
 # ---- the search ------------------------------------------------------------------------------------------------------
 
 
-class _Search:
+class _GraphSearch:
     """One walk over a graph, from its outputs to its inputs and parameters."""
 
     def __init__(self, inputs: Iterable[Tensor]) -> None:
@@ -201,7 +201,7 @@ def _may_be_last(node: Any, name: str) -> bool:
 
 def find_cut(roots: Iterable[Any], inputs: Iterable[Tensor]) -> Cut:
     """See the note above; `roots` are the nodes of a stage's outputs."""
-    search = _Search(inputs)
+    search = _GraphSearch(inputs)
     search.walk(roots)
     return search.result()
 

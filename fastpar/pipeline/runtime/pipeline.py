@@ -36,13 +36,13 @@ from fastpar.pipeline.runtime.head_run import HeadRun, Purpose
 from fastpar.pipeline.runtime.sharded_head import CrossEntropy, ShardedHead
 from fastpar.pipeline.runtime.shared_grads import SharedGrads, find_shared
 from fastpar.pipeline.runtime.stage_run import StageRun
-from fastpar.pipeline.runtime.transfers import Exchange
+from fastpar.pipeline.runtime.transfers import StageTransfers
 from fastpar.pipeline.runtime.versions import WeightVersions
 from fastpar.pipeline.schedules.lowering import add_communication
 from fastpar.pipeline.schedules.schedule import Action, ActionType, Schedule, ScheduleError
 from fastpar.pipeline.schedules.validate import check
 from fastpar.pipeline.simulation.timeline import Event, Timeline
-from fastpar.pipeline.stages.agreement import Agreement, summary
+from fastpar.pipeline.stages.agreement import StageAgreement, summary
 from fastpar.pipeline.stages.batch import Microbatches, split, split_call
 from fastpar.pipeline.stages.chain import Edge
 from fastpar.pipeline.stages.stage import Stage
@@ -104,7 +104,7 @@ class Pipeline:
         self._p2p = PointToPoint(group, timeout=timeout, transport=transport)
         self._closing = weakref.finalize(self, self._p2p.close)
         self._closing.atexit = False
-        self._agreement = Agreement(self._p2p)
+        self._agreement = StageAgreement(self._p2p)
         self.rank = self._p2p.rank
         if schedule.num_ranks != self._p2p.size:
             raise ValueError(f"the schedule is for {schedule.num_ranks} ranks, but the group has {self._p2p.size}")
@@ -125,7 +125,7 @@ class Pipeline:
         # Keywords of the stages of all ranks.
         self._keywords = self._agreement.meet(self.schedule, self.stages.values(), options)
         self.optimizers = self._make_optimizers(optimizer)
-        self._exchange = Exchange(self.schedule, self.rank, self._p2p)
+        self._exchange = StageTransfers(self.schedule, self.rank, self._p2p)
         self._runs = {s: self._stage_run(s, stage) for s, stage in self.stages.items()}
         self.head = head
         tags = 2 * schedule.num_stages**2 * schedule.num_microbatches

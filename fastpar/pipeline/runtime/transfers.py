@@ -12,7 +12,7 @@ from fastpar.pipeline.schedules.schedule import Action, ActionType, Schedule
 _Key = tuple[int, int, int]  # the stage that sends activations, the one that takes them, microbatch
 
 
-class Exchange:
+class StageTransfers:
     """Activations and gradients on their way between stages.
 
     A stage that has computed something posts it. What goes to a stage on the same rank can be taken at once; the rest

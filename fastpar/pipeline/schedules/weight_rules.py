@@ -127,7 +127,7 @@ class _Shards:
         return None
 
 
-class _Stage:
+class _StageWeights:
     def __init__(self, versions: _Versions, gradients: _Gradients, shards: _Shards) -> None:
         self.versions, self.gradients, self.shards = versions, gradients, shards
 
@@ -172,7 +172,7 @@ class _Stage:
         return problems
 
 
-def _disagreements(schedule: Schedule, stages: list[_Stage]) -> list[Problem]:
+def _disagreements(schedule: Schedule, stages: list[_StageWeights]) -> list[Problem]:
     """Stages that put other microbatches into an update than most of their chain, or make more or fewer updates."""
     problems = []
     num_steps = Counter(len(stage.gradients.steps) for stage in stages)
@@ -199,7 +199,7 @@ def _disagreements(schedule: Schedule, stages: list[_Stage]) -> list[Problem]:
     return problems
 
 
-def _early_steps(schedule: Schedule, stages: list[_Stage]) -> list[Problem]:
+def _early_steps(schedule: Schedule, stages: list[_StageWeights]) -> list[Problem]:
     """Replicas on one rank: nobody waits there, so each STEP must stand behind the REDUCE_GRADs of all of them."""
     problems = []
     for part in range(schedule.num_parts):
@@ -221,7 +221,7 @@ def weight_problems(ledger: Ledger, *, same_version: bool) -> list[Problem]:
     reduces = any(placed.action.type is _T.REDUCE_GRAD for placed in ledger.placed)
     sharded = {p.action.stage for p in ledger.placed if p.action.type in (_T.UNSHARD, _T.RESHARD)}
     stages = [
-        _Stage(
+        _StageWeights(
             _Versions(same_version=same_version),
             _Gradients(reduces=reduces, replicated=len(schedule.chains) > 1),
             _Shards(sharded=stage in sharded),

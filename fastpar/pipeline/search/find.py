@@ -92,7 +92,7 @@ def fixed_schedules(
 
 
 @dataclass
-class _Search:
+class _ScheduleSearch:
     """The best so far, and the stages that improve it."""
 
     model: Model
@@ -331,7 +331,7 @@ def find_schedule(
     found: list[Schedule] = []
     for number, stage_ranks in enumerate(chosen.values(), 1):
         model = _checked_model(stage_ranks, num_microbatches, costs, limits, until, split_backward=split_backward)
-        search = _Search(model, random.Random(seed), start + time_limit * number / len(chosen), evaluations)
+        search = _ScheduleSearch(model, random.Random(seed), start + time_limit * number / len(chosen), evaluations)
         fixed = list(fixed_schedules(stage_ranks, num_microbatches, limits, costs, until))
         fixed = [schedule for schedule in fixed if split_backward or not _is_split(schedule)]
         search.start(fixed)

@@ -36,12 +36,12 @@ class Absent(nn.Module):
         self.__dict__.update(plain)  # what a model reads off its layers, such as `attention_type` or `layer_idx`
         self.path, self.part, self.original_name = path, part, type(original).__name__
         self.absent_modules = tuple(name for name, _ in original.named_modules(remove_duplicate=False) if name)
-        self._tensors: dict[str, AbsentTensor] = {}
+        self._tensors: dict[str, AbsentStageTensor] = {}
         for name, tensor in (*original._parameters.items(), *original._buffers.items()):
             if tensor is not None and name in original._buffers and _is_table(original, name, tensor):
                 self.register_buffer(name, tensor.clone(), persistent=False)
             elif tensor is not None:
-                self._tensors[name] = AbsentTensor(self, name, tensor)
+                self._tensors[name] = AbsentStageTensor(self, name, tensor)
         self._first = next(iter(inspect.signature(original.forward).parameters), "")
         self._template: Any = HIDDEN
         self._stream: Stream | None = None
@@ -89,7 +89,7 @@ class Absent(nn.Module):
         return f"{self.original_name} on part {self.part}"
 
 
-class AbsentTensor:
+class AbsentStageTensor:
     """A parameter or buffer of a module that is elsewhere: what it is like, and AttributeError for all else."""
 
     def __init__(self, absent: Absent, name: str, original: Tensor):

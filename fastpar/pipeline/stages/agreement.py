@@ -26,7 +26,7 @@ _EVERY = 64  # runs between two comparisons of the batches, after the first ones
 _FIRST = 3
 
 
-class Agreement:
+class StageAgreement:
     """Exchanges notes between all ranks of a pipeline."""
 
     def __init__(self, p2p: PointToPoint) -> None:

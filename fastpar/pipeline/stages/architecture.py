@@ -11,7 +11,7 @@ from fastpar.arguments import checked_fields
 from fastpar.pipeline.stages.absent import Absent, AbsentAddend, AbsentEmbedding, AbsentLayer
 
 
-class Unit(NamedTuple):
+class ModelUnit(NamedTuple):
     """A module that belongs to one part. kind "E", "t", "N" or "H" (see `Layout`), `number` counts the layers."""
 
     kind: str
@@ -50,16 +50,16 @@ class Architecture:
     shared: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
 
-    def units(self, model: nn.Module) -> list[Unit]:
+    def units(self, model: nn.Module) -> list[ModelUnit]:
         """Every module named here, in running order, with what stands for it on other parts."""
         layers = model.get_submodule(self.layers)._modules  # named_children would leave out a layer that is used twice
-        units = [Unit("E", 0, self.embedding, AbsentEmbedding)] if self.embedding is not None else []
-        units += [Unit("E", 0, path, AbsentAddend) for path in self.added]
-        units += [Unit("E", 0, path) for path in self.before]
-        units += [Unit("t", index, f"{self.layers}.{name}", AbsentLayer) for index, name in enumerate(layers)]
-        units += [Unit("N", 0, self.norm)] if self.norm is not None else []
-        units += [Unit("N", 0, path) for path in self.after]
-        units += [Unit("H", 0, self.head)] if self.head is not None else []
+        units = [ModelUnit("E", 0, self.embedding, AbsentEmbedding)] if self.embedding is not None else []
+        units += [ModelUnit("E", 0, path, AbsentAddend) for path in self.added]
+        units += [ModelUnit("E", 0, path) for path in self.before]
+        units += [ModelUnit("t", index, f"{self.layers}.{name}", AbsentLayer) for index, name in enumerate(layers)]
+        units += [ModelUnit("N", 0, self.norm)] if self.norm is not None else []
+        units += [ModelUnit("N", 0, path) for path in self.after]
+        units += [ModelUnit("H", 0, self.head)] if self.head is not None else []
         return units
 
     def check(self, model: nn.Module) -> None:
@@ -137,12 +137,12 @@ def _planned(model: nn.Module, prefix: str) -> list[Architecture]:
     return [Architecture(names[lists[0]], names[0], (), tuple(names[1 : lists[0]]), norm, head)]
 
 
-def sequential_units(model: nn.Sequential, prefix: str = "") -> list[Unit]:
+def sequential_units(model: nn.Sequential, prefix: str = "") -> list[ModelUnit]:
     """The modules of an nn.Sequential in running order, those of nested ones included."""
-    units: list[Unit] = []
+    units: list[ModelUnit] = []
     for name, module in model._modules.items():
         if type(module) is nn.Sequential:
             units += sequential_units(module, f"{prefix}{name}.")
         else:
-            units.append(Unit("t", 0, f"{prefix}{name}"))
+            units.append(ModelUnit("t", 0, f"{prefix}{name}"))
     return [unit._replace(number=number) for number, unit in enumerate(units)]

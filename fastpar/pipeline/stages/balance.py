@@ -49,7 +49,7 @@ def balance(costs: Sequence[Number], num_parts: int, stage_ranks: Sequence[int] 
     ranks = list(range(num_parts)) if stage_ranks is None else list(stage_ranks)
     if len(ranks) != num_parts:
         raise ValueError(f"stage_ranks has {len(ranks)} entries for {num_parts} parts")
-    cut = _Cut(scaled, ranks)
+    cut = _BalanceCut(scaled, ranks)
     chain = _chain(cut)
     if len(set(ranks)) == num_parts:
         return chain
@@ -73,7 +73,7 @@ def _integers(costs: Sequence[Number]) -> list[int]:
     return [int(f * scale) for f in fractions]
 
 
-class _Cut:
+class _BalanceCut:
     """Costs of runs of units, and how good a list of boundaries is."""
 
     def __init__(self, costs: Sequence[int], ranks: Sequence[int]):
@@ -96,7 +96,7 @@ class _Cut:
         return max(loads), sum(load * load for load in loads), parts
 
 
-def _chain(cut: _Cut) -> list[int]:
+def _chain(cut: _BalanceCut) -> list[int]:
     """The best cut where every part counts for itself: first the smallest maximum, then the smallest squares."""
     limit = _chain_table(cut, None)[0][0]
     table = _chain_table(cut, limit)[1]
@@ -106,7 +106,7 @@ def _chain(cut: _Cut) -> list[int]:
     return bounds
 
 
-def _chain_table(cut: _Cut, limit: int | None) -> tuple[list[int], list[list[int]]]:
+def _chain_table(cut: _BalanceCut, limit: int | None) -> tuple[list[int], list[list[int]]]:
     """(value by first unit, per part the end of that part by its first unit) of units i to n in the parts that remain.
 
     The value is the largest cost of a part, or with `limit` the sum of squares where no part costs more. Of equal
@@ -131,7 +131,7 @@ def _chain_table(cut: _Cut, limit: int | None) -> tuple[list[int], list[list[int
     return values, ends
 
 
-def _descend(cut: _Cut, bounds: list[int]) -> list[int]:
+def _descend(cut: _BalanceCut, bounds: list[int]) -> list[int]:
     """Move boundaries while that improves the score."""
     score = cut.score(bounds)
     while True:
@@ -151,7 +151,7 @@ def _neighbours(bounds: list[int]) -> Iterator[list[int]]:
                     yield moved
 
 
-def _paired(cut: _Cut, known: list[int], *, backwards: bool) -> list[int]:
+def _paired(cut: _BalanceCut, known: list[int], *, backwards: bool) -> list[int]:
     """The optimum for two parts per rank; `known` is some cut, which bounds the search.
 
     Backwards (V), the ranks consume the chain from both ends towards the middle; else the second round of parts begins
@@ -171,7 +171,7 @@ def _paired(cut: _Cut, known: list[int], *, backwards: bool) -> list[int]:
     return best
 
 
-def _rank_by_rank(cut: _Cut, middle: int, limit: int, backwards: bool, *, even: bool) -> list[int] | None:
+def _rank_by_rank(cut: _BalanceCut, middle: int, limit: int, backwards: bool, *, even: bool) -> list[int] | None:
     """The cut with the smallest largest rank, or with `even` the smallest squares; None if a rank must exceed `limit`.
 
     State after r ranks: (i, j), how far the first and the second parts of ranks 0 to r-1 reach; value: what is
@@ -196,7 +196,9 @@ def _rank_by_rank(cut: _Cut, middle: int, limit: int, backwards: bool, *, even: 
     return [0, *(i for i, _ in path), *seconds]
 
 
-def _steps(cut: _Cut, i: int, j: int, left: int, middle: int, limit: int, backwards: bool) -> Iterator[tuple[int, int]]:
+def _steps(
+    cut: _BalanceCut, i: int, j: int, left: int, middle: int, limit: int, backwards: bool
+) -> Iterator[tuple[int, int]]:
     """Where the next rank's two parts may end: within `limit`, and with a rest that `left` ranks can hold."""
     consumed = cut.cost(0, i) + (cut.cost(j, middle) if backwards else cut.cost(middle, j))
     for i2 in range(i + 1, (j - 2 * left if backwards else middle - left + 1)):

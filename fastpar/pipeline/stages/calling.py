@@ -117,13 +117,13 @@ class Convention:
 
         is_last   the part returns what the model does: logits, hidden states or the loss
         """
-        entry = _Entry(stream, is_first, self.by_embeddings and not is_first, self.has_cache)
+        entry = _CallEntry(stream, is_first, self.by_embeddings and not is_first, self.has_cache)
         module.register_forward_pre_hook(entry, with_kwargs=True)
         module.register_forward_hook(_Exit(stream, is_last, self.loss and is_last, self.by_embeddings))
 
 
 @dataclass(frozen=True)
-class _Entry:
+class _CallEntry:
     """Hidden states that come by position become `inputs_embeds`; caches, which a pipeline has no use for, are off."""
 
     stream: Stream

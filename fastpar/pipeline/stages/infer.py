@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fastpar.pipeline.stages.architecture import CHAINS, Architecture, Unit
+from fastpar.pipeline.stages.architecture import CHAINS, Architecture, ModelUnit
 from fastpar.pipeline.stages.calling import Convention
 from fastpar.pipeline.stages.probe import hollow_copy, made_up_inputs, quiet_trial
 
@@ -23,7 +23,7 @@ _CANDIDATES = 4
 
 
 @dataclass
-class _Call:
+class _ModuleCall:
     """A module's only or first call: what it took first, and what it returned."""
 
     path: str
@@ -75,12 +75,12 @@ def _try(model: nn.Module, layers: str) -> Architecture | str:
     convention = Convention(model)
     last: str = ""
     for embedding in embeddings:  # the first that runs on ids
-        inputs = made_up_inputs(model, [Unit("E", 0, embedding)])
+        inputs = made_up_inputs(model, [ModelUnit("E", 0, embedding)])
         if inputs is None or not convention.runs_on_hidden_states:
             return f"the forward of {type(model).__name__} needs more than its first input: {convention.required}"
         keywords: dict[str, Any] = {"use_cache": False} if convention.has_cache else {}
         copy = hollow_copy(model, model)
-        calls: dict[str, _Call] = {}
+        calls: dict[str, _ModuleCall] = {}
         for path in [*beside, *children]:
             copy.get_submodule(path).register_forward_hook(_note(path, calls), with_kwargs=True)
         try:
@@ -115,7 +115,7 @@ def _looks_up(module: nn.Module) -> bool:
     return any(isinstance(m, nn.Embedding) for m in module.modules())
 
 
-def _note(path: str, calls: dict[str, _Call]) -> Callable[..., None]:
+def _note(path: str, calls: dict[str, _ModuleCall]) -> Callable[..., None]:
     def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if path in calls:
             calls[path].count += 1
@@ -123,13 +123,13 @@ def _note(path: str, calls: dict[str, _Call]) -> Callable[..., None]:
         tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
         given = tensors[0] if tensors else None
         first = output[0] if isinstance(output, tuple | list) and output else output
-        calls[path] = _Call(path, given, first if isinstance(first, Tensor) else None, sides=tuple(tensors[1:]))
+        calls[path] = _ModuleCall(path, given, first if isinstance(first, Tensor) else None, sides=tuple(tensors[1:]))
 
     return after
 
 
 def _read(
-    model: nn.Module, layers: str, children: list[str], calls: dict[str, _Call], beside: list[str]
+    model: nn.Module, layers: str, children: list[str], calls: dict[str, _ModuleCall], beside: list[str]
 ) -> Architecture | str:
     order = list(calls)
     for path in children:

@@ -26,13 +26,13 @@ from torch import Tensor, nn
 from fastpar.arguments import checked
 from fastpar.pipeline.stages.absent import Absent, AbsentEmbedding, AbsentLayer, ReturnCheck
 from fastpar.pipeline.stages.agreement import fingerprint
-from fastpar.pipeline.stages.architecture import Architecture, Unit, find_architecture, sequential_units
+from fastpar.pipeline.stages.architecture import Architecture, ModelUnit, find_architecture, sequential_units
 from fastpar.pipeline.stages.balance import balance
 from fastpar.pipeline.stages.calling import Convention, Keywords
 from fastpar.pipeline.stages.carve import carve, carve_around
 from fastpar.pipeline.stages.chain import Edge, ModuleChain
 from fastpar.pipeline.stages.infer import infer_architecture
-from fastpar.pipeline.stages.placement import Layout
+from fastpar.pipeline.stages.placement import StagePlacement
 from fastpar.pipeline.stages.probe import Findings, PartError, Recording, check_head, find_loss_mean, record, try_part
 from fastpar.pipeline.stages.stage import Stage, Tied
 from fastpar.pipeline.stages.stream import EnterStream, Stream
@@ -48,7 +48,7 @@ class Source(Protocol):
     """
 
     model: nn.Module
-    layout: Layout
+    layout: StagePlacement
     owners: Mapping[str, tuple[int, ...]]
     edges: tuple[Edge, ...]
 
@@ -63,8 +63,8 @@ class UnitModel:
     def __init__(
         self,
         model: nn.Module,
-        units: Sequence[Unit],
-        layout: Layout,
+        units: Sequence[ModelUnit],
+        layout: StagePlacement,
         convention: Convention | None,
         *,
         sharded_head: bool = False,
@@ -191,7 +191,7 @@ class Partition:
         """
         grouped = [[part] if isinstance(part, nn.Module) else list(part) for part in parts]
         chain = ModuleChain([module for group in grouped for module in group], [Edge(*edge) for edge in edges])
-        units = [Unit("t", index, name) for index, name in enumerate(chain._modules)]
+        units = [ModelUnit("t", index, name) for index, name in enumerate(chain._modules)]
         counts = [len(group) for group in grouped]
         return Partition(UnitModel(chain, units, _counts(counts, units), None))
 
@@ -321,7 +321,7 @@ def partition(
     num_parts     cut so that the costliest rank costs as little as possible (`balance`), by `costs`: "flops",
                   "parameters", or measured times of embedding, layers and head (`group_costs`); `stage_ranks` is the
                   rank of each part where a rank holds several (`Schedule.stage_ranks`)
-    layout        such as "E,t*3|t*3|t*2,H" (`Layout`), or layers per part, such as [3, 3, 2]
+    layout        such as "E,t*3|t*3|t*2,H" (`StagePlacement`), or layers per part, such as [3, 3, 2]
     split_points  paths of the units at which the second part and all after it begin: ["layers.3", "layers.6"]. A model
                   of no known architecture may have any shape: it is traced between the modules (`TracedModel`)
     architecture  which modules are the embedding, layers, norm and head; None: by the names of known architectures, or
@@ -350,12 +350,12 @@ def partition(
             what = "loss" if loss else "shard_head"
             raise ValueError(f"{what}=True is not available for a model that is traced")
         return Partition(TracedModel(model, list(split_points)), check_weights=check_weights)
-    cut = _Cut(num_parts, layout, split_points, costs, stage_ranks, loss, shard_head)
+    cut = _PartCut(num_parts, layout, split_points, costs, stage_ranks, loss, shard_head)
     source = _chain(model, cut) if is_chain else _layered(model, architecture, found, cut)
     return Partition(source, check_weights=check_weights)
 
 
-class _Cut(NamedTuple):
+class _PartCut(NamedTuple):
     """What `partition` was asked for."""
 
     num_parts: int | None
@@ -366,31 +366,31 @@ class _Cut(NamedTuple):
     loss: bool
     shard_head: bool
 
-    def place(self, model: nn.Module, units: Sequence[Unit]) -> Layout:
+    def place(self, model: nn.Module, units: Sequence[ModelUnit]) -> StagePlacement:
         if self.num_parts is not None:
             return _balanced(model, units, self.num_parts, self.costs, self.stage_ranks)
         if self.split_points is not None:
             return _split(units, self.split_points)
         if isinstance(self.layout, str):
             names = [unit.path for unit in units if unit.kind == "t"]
-            return Layout.parse(self.layout, num_layers=len(names), names=names, **_ends(units))
+            return StagePlacement.parse(self.layout, num_layers=len(names), names=names, **_ends(units))
         assert self.layout is not None
         return _counts(self.layout, units)
 
 
-def _chain(model: nn.Module, cut: _Cut) -> UnitModel:
+def _chain(model: nn.Module, cut: _PartCut) -> UnitModel:
     """A ModuleChain, or an nn.Sequential."""
     if cut.loss:
         raise ValueError(f"loss=True: {type(model).__name__} computes no loss of its own")
     if isinstance(model, nn.Sequential):
         units = sequential_units(model)
     else:
-        units = [Unit("t", index, name) for index, name in enumerate(model._modules)]
+        units = [ModelUnit("t", index, name) for index, name in enumerate(model._modules)]
     placed = _without_head(model, units) if cut.shard_head else units
     return UnitModel(model, units, cut.place(model, placed), None, sharded_head=cut.shard_head)
 
 
-def _layered(model: nn.Module, given: Architecture | None, named: Architecture | None, cut: _Cut) -> UnitModel:
+def _layered(model: nn.Module, given: Architecture | None, named: Architecture | None, cut: _PartCut) -> UnitModel:
     """By the architecture that was given, or the one that the names tell, or the one that running the model shows."""
     if cut.loss and cut.shard_head:
         raise ValueError(f"loss=True: {type(model).__name__} computes no loss of its own with a sharded head")
@@ -417,7 +417,7 @@ def _layered(model: nn.Module, given: Architecture | None, named: Architecture |
         raise
 
 
-def _without_head(model: nn.Module, units: Sequence[Unit]) -> list[Unit]:
+def _without_head(model: nn.Module, units: Sequence[ModelUnit]) -> list[ModelUnit]:
     """The units that parts share among them where the head has a shard on every rank."""
     heads = [unit.path for unit in units if unit.kind == "H"]
     if not heads:
@@ -432,7 +432,7 @@ def _without_head(model: nn.Module, units: Sequence[Unit]) -> list[Unit]:
     return [unit for unit in units if unit.kind != "H"]
 
 
-def _hidden_size(model: nn.Module, units: Sequence[Unit]) -> int | None:
+def _hidden_size(model: nn.Module, units: Sequence[ModelUnit]) -> int | None:
     """Features of the hidden states: those of the embedding, or of the final norm."""
     for kind in "EN":
         for unit in units:
@@ -442,26 +442,26 @@ def _hidden_size(model: nn.Module, units: Sequence[Unit]) -> int | None:
     return None
 
 
-def _ends(units: Sequence[Unit]) -> dict[str, bool]:
+def _ends(units: Sequence[ModelUnit]) -> dict[str, bool]:
     kinds = {unit.kind for unit in units}
     return {"embedding": "E" in kinds, "norm": "N" in kinds, "head": "H" in kinds}
 
 
-def _counts(counts: Sequence[int], units: Sequence[Unit]) -> Layout:
-    return Layout.of_counts(counts, num_layers=sum(unit.kind == "t" for unit in units), **_ends(units))
+def _counts(counts: Sequence[int], units: Sequence[ModelUnit]) -> StagePlacement:
+    return StagePlacement.of_counts(counts, num_layers=sum(unit.kind == "t" for unit in units), **_ends(units))
 
 
 def _balanced(
-    model: nn.Module, units: Sequence[Unit], num_parts: int, costs: UnitCosts, stage_ranks: Sequence[int] | None
-) -> Layout:
+    model: nn.Module, units: Sequence[ModelUnit], num_parts: int, costs: UnitCosts, stage_ranks: Sequence[int] | None
+) -> StagePlacement:
     groups = groups_of(units)
     bounds = balance(group_costs(model, groups, costs), num_parts, stage_ranks)
     kinds = [group.kind for group in groups]
-    layout = Layout(tuple(tuple(kinds[a:b]) for a, b in itertools.pairwise(bounds)))
+    layout = StagePlacement(tuple(tuple(kinds[a:b]) for a, b in itertools.pairwise(bounds)))
     return layout.with_norm() if _ends(units)["norm"] else layout
 
 
-def _split(units: Sequence[Unit], split_points: Sequence[str]) -> Layout:
+def _split(units: Sequence[ModelUnit], split_points: Sequence[str]) -> StagePlacement:
     steps = [unit for i, unit in enumerate(units) if unit.kind != "E" or i == 0]  # the embedding is not cut
     paths = [unit.path for unit in steps]
     starts = [0]
@@ -475,7 +475,7 @@ def _split(units: Sequence[Unit], split_points: Sequence[str]) -> Layout:
             )
         starts.append(paths.index(path))
     ends = [*starts[1:], len(steps)]
-    return Layout(tuple(tuple(u.kind for u in steps[a:b]) for a, b in zip(starts, ends, strict=True)))
+    return StagePlacement(tuple(tuple(u.kind for u in steps[a:b]) for a, b in zip(starts, ends, strict=True)))
 
 
 def _part_edges(chain: ModuleChain, part: Mapping[str, int]) -> tuple[Edge, ...]:

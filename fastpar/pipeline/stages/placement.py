@@ -19,13 +19,15 @@ _MEANING = {"E": "embedding", "t": "layer", "N": "final norm", "H": "head"}
 
 
 @dataclass(frozen=True)
-class Layout:
+class StagePlacement:
     """Units of each part in the order in which they run: "E", "t", "N", "H"."""
 
     parts: tuple[tuple[str, ...], ...]
 
     @staticmethod
-    def parse(text: str, *, num_layers: int, embedding: bool, norm: bool, head: bool, names: Sequence[str]) -> Layout:
+    def parse(
+        text: str, *, num_layers: int, embedding: bool, norm: bool, head: bool, names: Sequence[str]
+    ) -> StagePlacement:
         """The layout of a model with these units; ValueError shows the text with the place marked.
 
         `names` are the layers' names, for errors. Every unit that the model has must be placed exactly once.
@@ -55,13 +57,13 @@ class Layout:
         for kind in "EH":
             if have[kind] and kind not in placed:
                 raise _error(text, len(text), f"{kind} ({_MEANING[kind]}) is in no part")
-        layout = Layout(tuple(map(tuple, parts)))
+        layout = StagePlacement(tuple(map(tuple, parts)))
         if not parts[0] or not parts[-1]:
             raise _error(text, 0 if not parts[0] else len(text), "the first and the last part cannot be empty")
         return layout.with_norm() if norm else layout
 
     @staticmethod
-    def of_counts(counts: Sequence[int], *, num_layers: int, embedding: bool, norm: bool, head: bool) -> Layout:
+    def of_counts(counts: Sequence[int], *, num_layers: int, embedding: bool, norm: bool, head: bool) -> StagePlacement:
         """Layers per part; embedding and head at the ends. ValueError unless every layer is placed."""
         if any(isinstance(c, bool) or not isinstance(c, int) or c < 0 for c in counts) or not counts:
             raise ValueError(
@@ -76,15 +78,17 @@ class Layout:
         parts[-1] += ["N"] * norm + ["H"] * head
         if not parts[0] or not parts[-1]:
             raise ValueError(f"{list(counts)}: the first and the last part cannot be empty")
-        return Layout(tuple(map(tuple, parts)))
+        return StagePlacement(tuple(map(tuple, parts)))
 
-    def with_norm(self) -> Layout:
+    def with_norm(self) -> StagePlacement:
         """The same with the final norm placed: before the head where no part names it, or after the last layer."""
         if any("N" in part for part in self.parts):
             return self
         if not any("H" in part for part in self.parts):
-            return Layout((*self.parts[:-1], (*self.parts[-1], "N")))
-        return Layout(tuple(tuple(x for u in part for x in (("N", "H") if u == "H" else (u,))) for part in self.parts))
+            return StagePlacement((*self.parts[:-1], (*self.parts[-1], "N")))
+        return StagePlacement(
+            tuple(tuple(x for u in part for x in (("N", "H") if u == "H" else (u,))) for part in self.parts)
+        )
 
     @property
     def num_parts(self) -> int:

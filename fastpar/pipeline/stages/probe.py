@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from fastpar.pipeline.stages.absent import Absent
-from fastpar.pipeline.stages.architecture import Unit
+from fastpar.pipeline.stages.architecture import ModelUnit
 from fastpar.pipeline.stages.calling import Convention, reduce_output
 from fastpar.pipeline.stages.carve import shallow_copy
 from fastpar.pipeline.stages.stream import ArrivalNote, EnterStream, main_of, template_of
@@ -60,7 +60,7 @@ class Recording:
     output: Any = None
 
 
-def record(model: nn.Module, units: Sequence[Unit], convention: Convention) -> Recording | None:
+def record(model: nn.Module, units: Sequence[ModelUnit], convention: Convention) -> Recording | None:
     """Run the whole model; None, with a warning, where it cannot run on made-up inputs.
 
     Raises ValueError for a unit that is called several times or not at all.
@@ -115,7 +115,7 @@ class Findings(NamedTuple):
 def try_part(
     part: nn.Module,
     module: nn.Module,
-    units: Sequence[Unit],
+    units: Sequence[ModelUnit],
     recording: Recording,
     name: str,
     enter: EnterStream | None,
@@ -221,7 +221,7 @@ def _same(one: Any, other: Any) -> bool:
     return bool((a[finite] - b[finite]).abs().le(largest * info.eps * (16 if info.bits >= 32 else 2)).all())
 
 
-def made_up_inputs(model: nn.Module, units: Sequence[Unit]) -> Tensor | None:
+def made_up_inputs(model: nn.Module, units: Sequence[ModelUnit]) -> Tensor | None:
     """Ids [2, 5] for a model with an embedding, hidden states [2, 5, H] for one without; None: neither is known."""
     like = next((t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()), None)
     if like is None:

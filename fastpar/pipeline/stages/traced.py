@@ -23,7 +23,7 @@ from fastpar.pipeline.stages.absent import Absent
 from fastpar.pipeline.stages.calling import Keywords, StageOutput
 from fastpar.pipeline.stages.carve import PartShare, Shares
 from fastpar.pipeline.stages.chain import Edge
-from fastpar.pipeline.stages.placement import Layout
+from fastpar.pipeline.stages.placement import StagePlacement
 
 
 class TracedModel:
@@ -49,7 +49,7 @@ class TracedModel:
                 users.setdefault(path or str(node.target), set()).update(self._used_in(node))  # else a constant
         self.owners: Mapping[str, tuple[int, ...]] = {path: tuple(sorted(u or {0})) for path, u in users.items()}
         units = [tuple("t" for parts in self.owners.values() if part in parts) for part in range(self.num_parts)]
-        self.layout = Layout(tuple(units))
+        self.layout = StagePlacement(tuple(units))
         self.edges = tuple(sorted({Edge(s, d, n.name) for s, d, n in self._crossings() if d > s + 1}))
         for part in range(1, self.num_parts):
             if not self._passed_on(part - 1):

@@ -7,22 +7,22 @@ from typing import NamedTuple
 
 from torch import nn
 
-from fastpar.pipeline.stages.architecture import Unit
+from fastpar.pipeline.stages.architecture import ModelUnit
 from fastpar.pipeline.stages.balance import Number
 
 UnitCosts = str | Sequence[Number]
 
 
-class Group(NamedTuple):
+class UnitGroup(NamedTuple):
     """What is placed as one: the embedding with what is added to it, a layer, or the head with the final norm."""
 
     kind: str
     paths: tuple[str, ...]
 
 
-def groups_of(units: Sequence[Unit]) -> list[Group]:
+def groups_of(units: Sequence[ModelUnit]) -> list[UnitGroup]:
     """Units that a balanced cut keeps together, in running order."""
-    groups: list[Group] = []
+    groups: list[UnitGroup] = []
     for unit in units:
         joins = groups and (
             (unit.kind == "E" and groups[-1].kind == "E")
@@ -32,13 +32,13 @@ def groups_of(units: Sequence[Unit]) -> list[Group]:
         )
         if joins:
             kind = "H" if unit.kind == "H" else groups[-1].kind
-            groups[-1] = Group(kind, (*groups[-1].paths, unit.path))
+            groups[-1] = UnitGroup(kind, (*groups[-1].paths, unit.path))
         else:
-            groups.append(Group(unit.kind, (unit.path,)))
+            groups.append(UnitGroup(unit.kind, (unit.path,)))
     return groups
 
 
-def group_costs(model: nn.Module, groups: Sequence[Group], costs: UnitCosts) -> list[Number]:
+def group_costs(model: nn.Module, groups: Sequence[UnitGroup], costs: UnitCosts) -> list[Number]:
     """One number per group.
 
     "flops"       floating-point operations of forward for one token: 2 for every element of a weight with two dims or
