@@ -64,7 +64,7 @@ def test_experts_whose_parameters_are_offloaded_too(world: int) -> None:
     check(world, [Case(offload="cpu+parameters"), Case(torch.bfloat16, offload="nvme+parameters:FOLDER")])
 
 
-def test_gathers_begun_early_cross_with_the_find_dispatcher_tokens() -> None:
+def test_gathers_begun_early_cross_with_the_exchange_of_tokens() -> None:
     """Gathers and reductions are on their way in the background while ranks exchange tokens, over other groups."""
     cases = [Case(prefetches=True), Case(prefetches=True, recomputes=True)]
     with one_thread():

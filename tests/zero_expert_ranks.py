@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import fastpar as fp
 from fastpar.comm import Communicator, record
 from fastpar.expert.layer import Experts, MoELayer, SharedExpert
+from fastpar.ops import Dispatch
 from fastpar.zero.groups import Groups, is_expert, local
 from fastpar.zero.reducer import agree
 from fastpar.zero.stage3 import Stage3
@@ -125,7 +126,7 @@ def train(mesh: fp.Mesh | None, stage: int, case: Case = Case()) -> Found:
     with ExitStack() as stack:
         if case.prefetches:
             stack.enter_context(mock.patch("fastpar.zero.groups.Communicator", Through))
-        options = {"transport": "all_to_all"} if case.prefetches else {}
+        options = {"dispatch": Dispatch(transport="all_to_all")} if case.prefetches else {}
         model = Model(mesh, num_experts=case.num_experts, recomputes=case.recomputes, **options)
         if case.frozen:
             for layer in model.layers:

@@ -24,7 +24,7 @@ States = dict[str, dict[str, Any]]
 
 
 @torch.no_grad()
-@checked(computed=False)
+@checked(computed=False, but=("zero",))
 def full_optimizer_state(zero: Zero) -> States:
     """{name: {state: whole tensor or number}} of every parameter that the optimizers of `zero` have updated.
 
@@ -46,7 +46,7 @@ def full_optimizer_state(zero: Zero) -> States:
 
 
 @torch.no_grad()
-@checked(computed=False)
+@checked(computed=False, but=("zero",))
 def load_full_optimizer_state(zero: Zero, states: Mapping[str, Mapping[str, Any]]) -> None:
     """Take over what `full_optimizer_state` gave, under any layout: every rank keeps its part.
 
