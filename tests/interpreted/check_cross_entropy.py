@@ -48,7 +48,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton behind the public function, and blocks of 2 * 64 columns."""
     monkeypatch.setattr("fastpar.ops.cross_entropy.implementation", lambda x: kernels)
     monkeypatch.setattr("tests.cross_entropy_cases.implementation", lambda x: kernels)
-    monkeypatch.setattr(kernels, "configuration", lambda *args, **kwargs: kernels.Configuration(2, 64, 1))
+    monkeypatch.setattr(kernels, "configuration", lambda *args, **kwargs: kernels.LossConfiguration(2, 64, 1))
 
 
 def cases() -> list[Any]:
