@@ -49,6 +49,13 @@ def test_loss_and_gradient_match_float64(capability: str, dtype: torch.dtype, vo
     assert torch.equal(x.detach(), logits), "the logits were changed without inplace_backward"
 
 
+def test_a_gradient_in_place_may_be_asked_for_with_a_graph() -> None:
+    logits, target = torch.randn(4, 9, requires_grad=True), torch.tensor([0, 3, 8, 1])
+    loss = ops.vocab_parallel_cross_entropy(logits * 1.0, target, inplace_backward=True)
+    (found,) = torch.autograd.grad(loss, logits, create_graph=True)
+    assert torch.equal(found, torch.autograd.grad(ops.vocab_parallel_cross_entropy(logits, target), logits)[0])
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_inplace_and_fresh_gradients_have_the_same_bits(capability: str, dtype: torch.dtype) -> None:
     logits, target = example(33, 1023, dtype)

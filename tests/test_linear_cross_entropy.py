@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -81,6 +82,20 @@ def test_any_number_of_chunks_gives_the_same_result(dtype: torch.dtype, chunks: 
     exact = plain(tensors, target, torch.float64)
     rough = None if dtype == torch.float32 else plain(tensors, target, dtype)
     assert_close_to_exact(found, exact, dtype, rough)
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_torchs_checkpoint_hands_out_what_is_saved_once(reduction: str) -> None:
+    hidden, weight = torch.randn(5, 4, requires_grad=True), torch.randn(7, 4, requires_grad=True)
+    target = torch.tensor([0, 6, 3, 1, 2])
+
+    def loss(hidden: Tensor) -> Tensor:
+        return ops.linear_cross_entropy(hidden, weight, target, reduction=reduction).sum()
+
+    expected = torch.autograd.grad(loss(hidden), (hidden, weight))
+    recomputed = torch.utils.checkpoint.checkpoint(loss, hidden, use_reentrant=False)
+    for found, wanted in zip(torch.autograd.grad(recomputed, (hidden, weight)), expected, strict=True):
+        assert torch.equal(found, wanted)
 
 
 def test_the_worked_example_has_its_numbers() -> None:

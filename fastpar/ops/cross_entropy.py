@@ -33,6 +33,7 @@ that buffer out, once, multiplied by the upstream gradient where that is not 1; 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import torch
@@ -243,21 +244,22 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        if ctx.is_consumed:
+            raise RuntimeError(
+                "this loss was computed with inplace_backward=True: its first backward wrote the gradient over the "
+                "logits, so it cannot run a second time. Use inplace_backward=False where backward runs more than once."
+            )
+        saved = ctx.saved_tensors  # once: checkpoints hand out what they recompute a single time
         if not torch.is_grad_enabled():  # as ever, but for create_graph=True
-            return _gradient(ctx, *grads), None, None, None, None
+            return _gradient(ctx, saved, *grads), None, None, None, None
         with torch.no_grad():
-            grad = _gradient(ctx, *grads)
-        once = ("vocab_parallel_cross_entropy", "torch.nn.functional.cross_entropy", ctx.saved_tensors[0], *grads)
+            grad = _gradient(ctx, saved, *grads)
+        once = ("vocab_parallel_cross_entropy", "torch.nn.functional.cross_entropy", saved[0], *grads)
         return first_derivative_only(grad, *once), None, None, None, None
 
 
-def _gradient(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Tensor:
-    if ctx.is_consumed:
-        raise RuntimeError(
-            "this loss was computed with inplace_backward=True: its first backward wrote the gradient over the "
-            "logits, so it cannot run a second time. Use inplace_backward=False where backward runs more than once."
-        )
-    logits, target, lse, divisor, weight, weight_sum = ctx.saved_tensors
+def _gradient(ctx: Any, saved: Sequence[Any], grad_out: Tensor | None, grad_lse: Tensor | None) -> Tensor:
+    logits, target, lse, divisor, weight, weight_sum = saved
     prepared, ctx.in_forward = ctx.in_forward, None
     if prepared is not None and grad_out is not None and grad_lse is None:
         return scale_by_upstream_(prepared, grad_out)

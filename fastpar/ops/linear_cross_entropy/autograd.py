@@ -5,6 +5,7 @@ When which happens is said in `api`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +26,8 @@ from fastpar.ops.linear_cross_entropy.passes import (
 )
 from fastpar.ops.linear_cross_entropy.torch_ops import compiled_backward, compiled_forward
 from fastpar.ops.weight_grad_store.store import WeightGradStore
+
+Saved = Sequence[Any]  # a context's saved tensors, None where there was none
 
 
 class DeferredLossGrads(NamedTuple):
@@ -84,19 +87,20 @@ class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         grad_out, grad_lse = grads
+        saved = ctx.saved_tensors  # once: checkpoints hand out what they recompute a single time
         with torch.no_grad():
             if torch.compiler.is_compiling():
-                result = _compiled_backward(ctx, grad_out, grad_lse)
+                result = _compiled_backward(ctx, saved, grad_out, grad_lse)
             elif ctx.prepared is not None and grad_out is not None:
                 prepared, ctx.prepared = ctx.prepared, None  # these buffers are handed out once
                 result = LinearLossGrads(
                     *(None if grad is None else scale_by_upstream_(grad, grad_out) for grad in prepared)
                 )
             else:
-                result = gradients(*_recompute_arguments(ctx, grad_out, grad_lse), ctx.wants)
+                result = gradients(*_recompute_arguments(ctx, saved, grad_out, grad_lse), ctx.wants)
             if ctx.call.deferred is not None:
-                _defer(ctx, grad_out, grad_lse)
-        depends_on = (*ctx.saved_tensors[:3], *grads)
+                _defer(ctx, saved, grad_out, grad_lse)
+        depends_on = (*saved[:3], *grads)
         once = ("linear_cross_entropy", "torch.nn.functional.cross_entropy", *depends_on)
         return (
             *(None if grad is None else first_derivative_only(grad, *once) for grad in result),
@@ -108,10 +112,10 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 
 def _recompute_arguments(
-    ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None
+    ctx: Any, saved: Saved, grad_out: Tensor | None, grad_lse: Tensor | None
 ) -> tuple[LinearLossInputs, LossProblem, LinearLossLayout, Tensor, Tensor, Tensor | None]:
     """What `gradients` takes, but for `wants`."""
-    hidden, weight, bias, target, lse, divisor = ctx.saved_tensors[:6]
+    hidden, weight, bias, target, lse, divisor = saved[:6]
     dtype = compute_dtype(hidden.dtype)
     grad_loss = expand_grad(grad_out, divisor, target, dtype)
     if grad_lse is not None:
@@ -120,22 +124,22 @@ def _recompute_arguments(
     return inputs, ctx.call.problem, ctx.call.layout, lse, grad_loss, grad_lse
 
 
-def _compiled_backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> LinearLossGrads:
+def _compiled_backward(ctx: Any, saved: Saved, grad_out: Tensor | None, grad_lse: Tensor | None) -> LinearLossGrads:
     """Compiled code plans its memory itself: nothing is written in place."""
     if not ctx.is_prepared:
-        return compiled_backward(*_recompute_arguments(ctx, grad_out, grad_lse), ctx.wants)
+        return compiled_backward(*_recompute_arguments(ctx, saved, grad_out, grad_lse), ctx.wants)
     assert grad_out is not None
-    factor = grad_out.to(compute_dtype(ctx.saved_tensors[0].dtype))
-    prepared = ctx.saved_tensors[6:]
+    factor = grad_out.to(compute_dtype(saved[0].dtype))
+    prepared = saved[6:]
     return LinearLossGrads(*(None if grad is None else (grad * factor.reshape(1)).to(grad.dtype) for grad in prepared))
 
 
-def _defer(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> None:
+def _defer(ctx: Any, saved: Saved, grad_out: Tensor | None, grad_lse: Tensor | None) -> None:
     store, weight, bias = ctx.call.deferred
     parameters = [p for p in (weight, bias) if p is not None and p.requires_grad]
     if not parameters:
         return
-    arguments = _recompute_arguments(ctx, grad_out, grad_lse)
+    arguments = _recompute_arguments(ctx, saved, grad_out, grad_lse)
     wants = LinearLossWants(False, weight.requires_grad, bias is not None and bias.requires_grad)
 
     def compute() -> list[Tensor]:
