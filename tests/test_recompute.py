@@ -849,6 +849,19 @@ def test_a_kept_result_that_was_written_to_is_an_error() -> None:
 # ---- tensor parallelism ----------------------------------------------------------------------------------------------
 
 
+def write_to_a_kept_output() -> None:
+    """Three dims and a bias: the linear's output is a view of its GEMM's."""
+    layer = fp.tensor.ColumnParallelLinear(8, 8, group=torch.distributed.group.WORLD)
+    x = torch.randn(2, 3, 8, requires_grad=True)
+    loss = checkpoint(lambda x: layer(x).mul_(2).exp(), x, policy=Selective()).sum()
+    with pytest.raises(RuntimeError, match="modified in place"):
+        loss.backward()
+
+
+def test_a_kept_output_of_a_parallel_linear_that_was_written_to_is_an_error() -> None:
+    run_ranks(2, write_to_a_kept_output)
+
+
 def run_parallel(sequence_parallel: bool) -> dict[str, Any]:
     """Collectives by direction and gradients under each policy, with microbatches of two lengths in flight."""
     torch.manual_seed(0)

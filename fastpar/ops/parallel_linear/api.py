@@ -111,17 +111,17 @@ class LayerCalls:
 
     def __init__(self, spec: LinearSpec, comm: Communicator, overlap: Overlap, sizes: LinearSizes) -> None:
         self._spec, self._comm, self._overlap, self._sizes = spec, comm, overlap, sizes
-        self._key: Any = None
-        self._call: LinearCall
+        self._kept: tuple[Any, LinearCall] | None = None  # one attribute: other threads see both parts or none
 
     def of(self, x: Tensor, dim: int = 0, tokens: tuple[int, ...] = ()) -> LinearCall:
         """The call for an x that needs no checks."""
         key = x.shape, x.dtype, dim, tokens
-        if key != self._key:
+        kept = self._kept
+        if kept is None or kept[0] != key:
             dim = dim + x.dim() if dim < 0 else dim
-            self._call = make_call(self._spec, x, self._comm, self._overlap, self._sizes, dim, tokens)
-            self._key = key
-        return self._call
+            kept = key, make_call(self._spec, x, self._comm, self._overlap, self._sizes, dim, tokens)
+            self._kept = kept
+        return kept[1]
 
 
 _COMPUTED = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})

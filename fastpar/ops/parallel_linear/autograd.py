@@ -359,9 +359,14 @@ def _run(
     """`compute`; as one op under torch.compile, and from the tape where a forward is recomputed."""
     if torch.compiler.is_compiling():
         return torch_ops.run_forward(call, x, weights, biases, keep)
-    outs, whole = kept(lambda: _in_chosen_dtypes(call.spec.function.compute, call, x, weights, biases, keep))
-    # Not as views: autograd refuses in-place operations on a view that a Function returns.
-    return [torch.ops.aten._unsafe_view(out, out.shape) if out._is_view() else out for out in outs], whole
+
+    def computed() -> tuple[Sequence[Tensor], Tensor | None]:
+        outs, whole = _in_chosen_dtypes(call.spec.function.compute, call, x, weights, biases, keep)
+        # Not as views: autograd refuses in-place operations on a view that a Function returns. And before they are
+        # kept: an operation in place must raise the version of what the tape has.
+        return [torch.ops.aten._unsafe_view(out, out.shape) if out._is_view() else out for out in outs], whole
+
+    return kept(computed)
 
 
 def _sum_whole(call: LinearCall, dx: Tensor) -> Tensor:
