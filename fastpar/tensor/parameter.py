@@ -36,6 +36,8 @@ from fastpar.arguments import check_counts, checked
 from fastpar.comm import Communicator, shard_range
 from fastpar.comm.shards import MAX_PARTS, check_dim
 
+_SUCCESSOR = "fastpar_successor"  # the attribute of a parameter that another one has replaced
+
 Range = tuple[int, int]
 MakeParameter = Callable[[nn.Parameter, "ParameterLayout"], nn.Parameter]
 
@@ -352,7 +354,7 @@ def _canonical_state(module: nn.Module, state: dict[str, Any], prefix: str, _met
         state[prefix + name] = canonical.as_dtensor(canonical.local(full).contiguous())
 
 
-def _stored_state(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+def _stored_state(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, *_: Any) -> None:
     for name, param in module._parameters.items():
         layout = layout_of(param) if param is not None else None
         value = state.get(prefix + name)
@@ -364,6 +366,29 @@ def _stored_state(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any
                 state[prefix + name] = layout.as_dtensor(layout.local(full))
         elif value.shape == layout.shape:
             state[prefix + name] = layout.as_dtensor(layout.local(value))
+        if metadata.get("assign_to_params_buffers", False):
+            state[prefix + name] = _assigned(cast(nn.Parameter, param), state[prefix + name], layout)
+
+
+def _assigned(param: nn.Parameter, value: Tensor, layout: ParameterLayout) -> Tensor:
+    """What `load_state_dict(assign=True)` puts in the place of a parameter: itself with these values, as optimizers and
+    `unparallelize` know it; a new one with its layout, where device or dtype are others."""
+    if value.shape != param.shape or is_sharded_further(param):
+        return value  # torch's to refuse, or fully_shard's
+    if (value.dtype, value.device) == (param.dtype, param.device):
+        with torch.no_grad():
+            param.copy_(value)
+        return param
+    made = layout.tag(nn.Parameter(value.detach(), requires_grad=param.requires_grad))
+    vars(param)[_SUCCESSOR] = made
+    return made
+
+
+def current(param: nn.Parameter) -> nn.Parameter:
+    """The parameter that stands where `param` stood: itself, but for `load_state_dict(assign=True)`."""
+    while _SUCCESSOR in vars(param):
+        param = vars(param)[_SUCCESSOR]
+    return param
 
 
 def _chunked(layout: ParameterLayout) -> ParameterLayout:
