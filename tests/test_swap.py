@@ -269,6 +269,52 @@ def test_tied_weights_stay_tied_and_full_weights_are_freed() -> None:
     run_ranks(2, _tied_weights)
 
 
+def _assigned_weights(dtype: torch.dtype) -> None:
+    model = build_model("gpt2", torch.float32)  # packed queries, keys and values
+    torch.manual_seed(5)
+    values = {name: torch.randn_like(value).to(dtype) for name, value in model.state_dict().items()}
+    values["lm_head.weight"] = values["transformer.wte.weight"]  # tied
+    fp.parallelize(model, dist.group.WORLD)
+    model.load_state_dict(values, assign=True)
+    assert all(torch.equal(whole(value), values[name]) for name, value in model.state_dict().items())
+    fp.unparallelize(model)
+    assert all(torch.equal(value, values[name]) for name, value in model.state_dict().items())
+
+
+def whole(value: Any) -> Any:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_loaded_with_assign_are_the_split_ones(dtype: torch.dtype) -> None:
+    run_ranks(2, _assigned_weights, dtype)
+
+
+class Gained(nn.Module):
+    """A block with a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+        self.gain = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x) * self.gain)
+
+
+def _block_with_a_parameter() -> None:
+    model = nn.Sequential(Gained(), nn.Linear(6, 6))
+    names = set(vars(model[0]))
+    plan = {"0": "block", "0.up": "colwise", "0.gain": "partial", "0.down": "rowwise"}
+    fp.parallelize(model, dist.group.WORLD, plan)
+    fp.unparallelize(model)
+    assert set(vars(model[0])) == names
+
+
+def test_a_block_with_a_parameter_of_its_own_keeps_nothing_after_the_swap_is_undone() -> None:
+    run_ranks(2, _block_with_a_parameter)
+
+
 def _hooks_and_identity() -> None:
     model = mlp()
     first, calls = model[0], []

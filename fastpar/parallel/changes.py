@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from fastpar.tensor import Adoption, ParameterLayout, full_parameter, layout_of
+from fastpar.tensor.parameter import current
 from fastpar.tensor.replaced import mark_in_place, mark_replaced
 
 _ABSENT = object()
@@ -44,14 +45,13 @@ class Changes:
 
     def __init__(self) -> None:
         self.explanation = Explanation()
-        self._adoptions: list[Adoption] = []
+        self._steps: list[Adoption | tuple[nn.Module, str, Any]] = []  # adoptions, and attributes as they were
         self._handles: list[Any] = []
-        self._attributes: list[tuple[nn.Module, str, Any]] = []
         self._parameters: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # id(original) -> (original, parallel)
 
     def adopted(self, adoption: Adoption) -> None:
         """Record a module that has become another."""
-        self._adoptions.append(adoption)
+        self._steps.append(adoption)
 
     def hooked(self, *handles: Any) -> None:
         """Record hooks by their handles."""
@@ -61,7 +61,7 @@ class Changes:
         """Set an attribute of a module."""
         is_property = isinstance(getattr(type(module), name, None), property)
         before = getattr(module, name) if is_property else vars(module).get(name, _ABSENT)
-        self._attributes.append((module, name, before))
+        self._steps.append((module, name, before))
         setattr(module, name, value)
 
     def parameter(self, full: nn.Parameter, layout: ParameterLayout) -> nn.Parameter:
@@ -87,19 +87,22 @@ class Changes:
         """Make the model what it was; `gather` brings the trained values along (one all-gather per shard)."""
         for handle in self._handles:
             handle.remove()
-        for module, name, value in reversed(self._attributes):
-            if value is _ABSENT:
-                delattr(module, name)
-            else:
-                setattr(module, name, value)
         full = {}
         if gather:
             for key, (original, parallel) in self._parameters.items():  # in one order on all ranks
-                full[key] = (original, full_parameter(parallel))
+                full[key] = (original, full_parameter(current(parallel)))
                 mark_in_place(original)
             with torch.no_grad():
                 for original, value in full.values():
                     original.data = value
-        # The last first: a module adopted twice has its own class back at the end.
-        for adoption in reversed(self._adoptions):
-            adoption.undo()
+        # The last first: a module adopted twice has its own class back at the end, and an adoption gives back the
+        # attributes that the module had then, among them those that had been set before.
+        for change in reversed(self._steps):
+            if isinstance(change, Adoption):
+                change.undo()
+                continue
+            module, name, value = change
+            if value is _ABSENT:
+                delattr(module, name)
+            else:
+                setattr(module, name, value)
