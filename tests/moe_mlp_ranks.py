@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fastpar import ops
 from fastpar.comm import record
 from fastpar.contracts.moe import ExpertRule
 from tests.moe_calls import moe_mlp
@@ -89,6 +90,24 @@ def record_chunks(sizes, options, counts) -> list[tuple[list[str], int]]:
             gradients(moe_mlp, given, rule=rule, group=dist.group.WORLD, chunks=chunks, **options)
         found.append(([entry.op for entry in log], sum(entry.nbytes for entry in log)))
     return found
+
+
+def wrong_experts_on_one_rank(kind: str) -> list[str]:
+    """What each call raised: one with experts of a wrong kind, or wrong beside copies, on rank 1, then a right one."""
+    rule, rank = ExpertRule(), dist.get_rank()
+    given = part(problem(torch.float32, rule, biased=False), (17, 6), rank)
+    x, indices, weights = given["x"], given["indices"], given["weights"]
+    right = ops.ExpertWeights(given["first"], given["second"])
+    wrong: Any = (given["first"], given["second"]) if kind == "tuple" else right._replace(first=right.first.double())
+    copies = ops.ExpertWeights(right.first[:1].clone(), right.second[:1].clone()) if kind == "copies" else None
+    raised = []
+    for experts in (wrong if rank == 1 else right, right):
+        try:
+            ops.moe_mlp(x, indices, weights, experts, replicas=copies, rule=rule, group=dist.group.WORLD)
+            raised.append("")
+        except (ValueError, TypeError) as error:
+            raised.append(f"{type(error).__name__}: {error}")
+    return raised
 
 
 def wrong_on_one_rank(change: dict[str, Any]) -> list[str]:

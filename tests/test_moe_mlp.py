@@ -31,6 +31,7 @@ from tests.moe_mlp_ranks import (
     record_chunks,
     run_chunks,
     run_experts,
+    wrong_experts_on_one_rank,
     wrong_on_one_rank,
 )
 
@@ -341,6 +342,14 @@ def test_wrong_parameters_on_one_rank_are_an_error_on_all_and_the_next_call_is_r
         assert re.match(message, found[1][0])
         assert re.match("ValueError: moe_dispatch: wrong arguments on rank 1", found[0][0])
         assert [each[1] for each in found] == ["", ""]
+
+
+@pytest.mark.parametrize("kind", ["tuple", "copies"])
+def test_experts_of_a_wrong_kind_on_one_rank_are_an_error_on_all(kind):
+    first, second = run_ranks(2, wrong_experts_on_one_rank, kind)
+    assert second[0].startswith("TypeError")
+    assert re.match("ValueError: moe_dispatch: wrong arguments on rank 1", first[0])
+    assert [first[1], second[1]] == ["", ""]
 
 
 def test_wrong_shapes_are_named():

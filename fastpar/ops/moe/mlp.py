@@ -110,9 +110,11 @@ def moe_mlp(
         problem = check_experts(x, weights, *experts, rule) or _check_replicas(x, weights, experts, replicas, rule)
     parameters = list(experts) if isinstance(experts, ExpertWeights) else [None]
     # Also of wrong weights, as far as there are any: the other ranks gather loads of as many experts.
-    per_rank = len(parameters[0]) if isinstance(parameters[0], Tensor) and parameters[0].dim() else 1
-    if replicas is not None and problem is None:
+    first = experts[0] if isinstance(experts, (tuple, list)) and experts else None
+    per_rank = len(first) if isinstance(first, Tensor) and first.dim() else 1
+    if isinstance(replicas, ExpertWeights) and isinstance(replicas.first, Tensor) and replicas.first.dim():
         per_rank += len(replicas.first)
+    if replicas is not None and problem is None:
         parameters += replicas
     comm = Communicator.of(group)
     call = MlpArguments(x, indices, weights, parameters, per_rank, rule, add, comm, options, grad_scale, problem)
@@ -211,9 +213,8 @@ def _symmetric(call: MlpArguments) -> Tensor:
 
 def _takes_triton(call: MlpArguments) -> bool:
     first, options = call.parameters[0], call.options
-    assert first is not None
-    # Its kernels scale no gradients, and nothing travels that could be in 8 bits.
-    if call.grad_scale != 1.0 or options.payload is not None:
+    # Its kernels scale no gradients, and nothing travels that could be in 8 bits. What is wrong goes where ranks agree.
+    if first is None or call.problem is not None or call.grad_scale != 1.0 or options.payload is not None:
         return False
     return mlp_triton.applies(call.x, first, size=call.comm.size, padding=options.padding)
 
