@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 import fastpar as fp
 from fastpar.comm import BlockWire, CastWire, Communicator, DelayedScalingWire, record, shard_range
@@ -302,6 +303,42 @@ def test_what_outgrows_its_scale_is_counted_and_the_next_scale_reaches_it() -> N
     beyond = int((exact.abs() > limit * 464 / 448).sum())
     assert beyond == saturated["first.weight"] + second[1]["first.weight"] > 0
     assert recovered <= exact.abs().max().item() / 16  # nothing is cut off any more
+
+
+def check_loaded(stage: int) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, int]]:
+    """Weights that are fifty times as large as those that were gathered before, loaded into the model."""
+    run = start(stage, "delayed")
+    model, _, zero, comm = run
+    train(run, range(1))
+    loaded = {name: value * 50 for name, value in Net(7).state_dict().items()}
+    at_rest = model.state_dict()
+    model.load_state_dict({name: like_at_rest(value, at_rest[name]) for name, value in loaded.items()})
+    comm.barrier()
+    with torch.no_grad():
+        model(batch(1, 0, comm.rank)[0])
+    found, saturated = computed_with(run), zero.saturated
+    model, optimizer, zero, comm = run
+    model(batch(1, 0, comm.rank)[0]).sum().mul(0.0).backward()  # a step that changes nothing
+    optimizer.step()
+    again = computed_with(run)
+    zero.detach()
+    exact = {name: loaded[name] for name in found}
+    return exact, found if stage == 3 else again, saturated
+
+
+def like_at_rest(value: Tensor, like: Tensor) -> Tensor:
+    """`value` laid out as `like` is: a DTensor in stage 3."""
+    if not isinstance(like, DTensor):
+        return value
+    return distribute_tensor(value, like.device_mesh, like.placements)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_loaded_weights_are_scaled_by_what_they_are(stage: int) -> None:
+    for exact, found, saturated in run_ranks(2, check_loaded, stage):
+        assert saturated == {}
+        for name, value in found.items():
+            assert (value - exact[name]).abs().max() <= exact[name].abs().max() / 16  # a step of e4m3 at its largest
 
 
 class Grown(nn.Module):

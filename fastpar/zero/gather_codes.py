@@ -13,7 +13,7 @@ unit gathers again in backward has the bits of its forward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -105,6 +105,13 @@ class AmaxHistory:
         self.met = torch.full_like(self.met, _UNKNOWN)
         self.scales = self.wire.scales(self.history)
 
+    def forget(self, names: Container[str] | None = None) -> None:
+        """The history of tensors that have got other values (None: all): the next gather scales by what they are."""
+        for index, name in enumerate(self.names):
+            if names is None or name in names:
+                self.history[index] = self.scales[index] = 0
+                self.met[index] = _UNKNOWN
+
     def load(self, histories: Mapping[str, Tensor]) -> None:
         """Go on from the history of these names; what has been met since is forgotten."""
         for index, name in enumerate(self.names):
@@ -138,6 +145,11 @@ class GatherFormats:
         """After a step, before anything is gathered again. Collective where there are delayed scales."""
         for history in self._histories.values():
             history.roll()
+
+    def forget(self, names: Container[str] | None = None) -> None:
+        """Values of these tensors (None: of all) were loaded or written, which no step has led to."""
+        for history in self._histories.values():
+            history.forget(names)
 
     def histories(self) -> dict[str, Tensor]:
         """What a checkpoint holds: [amax_history_len] of every tensor with delayed scales, equal on all ranks."""

@@ -462,13 +462,22 @@ class Zero:
             storage.check()
         if self._has_targets:
             with torch.no_grad():
-                for slot in self.slots:
-                    if slot.is_overwritten:  # by the model's load_state_dict, say
-                        slot.take_values()
+                overwritten = [
+                    slot for slot in self.slots if slot.is_overwritten
+                ]  # by the model's load_state_dict, say
+                for slot in overwritten:
+                    slot.take_values()
+            self._forget_scales(overwritten)
         thawed = {name: x for storage in self.storages for name, x in storage.thawed().items()}
         if thawed:
             with self._holding_owners():
                 self._adopt_thawed(thawed)
+
+    def _forget_scales(self, slots: Sequence[Slot]) -> None:
+        """Of gathers with delayed scales, for parameters with values that no step has led to."""
+        if slots:
+            for storage in self.storages:
+                storage.formats.forget({slot.name for slot in slots})
 
     def _check_known(self) -> None:
         """Raises ValueError for parameters of an optimizer that `shard` has not seen."""
@@ -682,6 +691,7 @@ class Zero:
                 for slot, value in masters.values():
                     local(slot.owner).copy_(local(value))
                 self._write_back([slot.owner for slot, _ in masters.values()], False)
+                self._forget_scales([slot for slot, _ in masters.values()])
                 self._publish()
             for disk in self._disks.values():
                 disk.refresh()

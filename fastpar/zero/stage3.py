@@ -254,6 +254,11 @@ class Stage3:
         for groups in self.groups.with_experts():
             groups.shard.barrier()
 
+    def _loaded(self) -> None:
+        """After the model's load_state_dict."""
+        self.formats.forget()
+        self.published()
+
     def check(self) -> None:
         """See to it that what modules have at rest is what is gathered. Collective where it is not."""
         self.release()
@@ -535,7 +540,7 @@ class Stage3:
             self.model.register_forward_hook(_Uncompiled(lambda *_: self._end_forward())),
             self.model.register_state_dict_pre_hook(ForwardHook(self.model, lambda *_: self._be_at_rest())),
             self.model.register_load_state_dict_pre_hook(ForwardHook(self.model, lambda *_: self._be_writable())),
-            self.model.register_load_state_dict_post_hook(ForwardHook(self.model, lambda *_: self.published())),
+            self.model.register_load_state_dict_post_hook(ForwardHook(self.model, lambda *_: self._loaded())),
         ]
         itself = weakref.ref(self)  # see `fastpar.zero.reducer.Reducer._hook`
 
