@@ -311,6 +311,22 @@ def test_layers_refuse_an_overlap_that_is_none() -> None:
         fp.parallelize(nn.Sequential(nn.Linear(4, 4)), None, {"0": "colwise"}, overlap=1)
 
 
+def change_overlap() -> list[bool]:
+    """Whether the calls of a layer overlap, as its attribute changes."""
+    layer = ColumnParallelLinear(8, 8, group=dist.group.WORLD)
+    x, found = torch.randn(2, 8, requires_grad=True), []
+    for overlap in (True, False, Overlap()):
+        layer.overlap = overlap
+        layer(x).sum().backward()
+        found.append(layer._whole_calls._kept[2].rows.concurrent)
+    return found
+
+
+def test_an_overlap_that_is_changed_later_is_that_of_the_next_call() -> None:
+    for found in run_ranks(2, change_overlap):
+        assert found == [True, False, True]
+
+
 def test_an_input_is_taken_once_and_forgotten_when_the_block_ends() -> None:
     layer = ColumnParallelLinear(6, 4)
     shared, x = SharedInput(Communicator(None), [layer]), torch.randn(3, 6)

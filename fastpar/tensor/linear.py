@@ -68,7 +68,7 @@ class _ShardedLinear(ParallelModule):
 
     def _prepare(self, whole: LinearSpec, split: LinearSpec, sizes: LinearSizes) -> None:
         """Which linear it is where the sequence is whole, and where it is split. The parameters are there."""
-        calls = (LayerCalls(spec, self.comm, self.overlap, sizes) for spec in (whole, split))
+        calls = (LayerCalls(spec, self.comm, sizes) for spec in (whole, split))
         self._whole_calls, self._split_calls = calls
         layouts = self._layouts.values()
         self._takes_shards = (
@@ -84,7 +84,10 @@ class _ShardedLinear(ParallelModule):
 
     def _apply_call(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         region = splitting(self.sequence)
-        call = self._whole_calls.of(x) if region is None else self._split_calls.of(x, region.dim, region.sizes)
+        if region is None:
+            call = self._whole_calls.of(x, self.overlap)
+        else:
+            call = self._split_calls.of(x, self.overlap, region.dim, region.sizes)
         return apply(call, x, (weight,), (bias,), sharded=True)[0]
 
 

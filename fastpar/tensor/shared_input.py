@@ -63,7 +63,7 @@ class SharedInput:
         widths = {layer.in_features for layer in self.layers}
         self._width = widths.pop() if len(widths) == 1 else None  # of all layers, where it is the same
         sizes = LinearSizes(self._width or 0, sum(layer.out_features for layer in self.layers))
-        calls = (LayerCalls(spec, comm, self.overlap, sizes) for spec in (COPY_TO_LINEAR, ALL_GATHER_LINEAR))
+        calls = (LayerCalls(spec, comm, sizes) for spec in (COPY_TO_LINEAR, ALL_GATHER_LINEAR))
         self._whole_calls, self._split_calls = calls
         for layer in self.layers:
             layer.shared_input = self
@@ -76,7 +76,10 @@ class SharedInput:
         if weights:
             if region is not None:
                 region.check_shard(x)
-            call = self._whole_calls.of(x) if region is None else self._split_calls.of(x, region.dim, region.sizes)
+            if region is None:
+                call = self._whole_calls.of(x, self.overlap)
+            else:
+                call = self._split_calls.of(x, self.overlap, region.dim, region.sizes)
             *outs, whole = apply(call, x, weights, biases, keep=True, sharded=True)
         else:
             layers = [layer for layer in layers if layer.in_features == x.size(-1)]

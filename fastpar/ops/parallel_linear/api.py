@@ -109,19 +109,21 @@ def make_call(
 class LayerCalls:
     """The calls of one layer: made for the first tensor of a shape, kept for those that follow it."""
 
-    def __init__(self, spec: LinearSpec, comm: Communicator, overlap: Overlap, sizes: LinearSizes) -> None:
-        self._spec, self._comm, self._overlap, self._sizes = spec, comm, overlap, sizes
-        self._kept: tuple[Any, LinearCall] | None = None  # one attribute: other threads see both parts or none
+    def __init__(self, spec: LinearSpec, comm: Communicator, sizes: LinearSizes) -> None:
+        self._spec, self._comm, self._sizes = spec, comm, sizes
+        self._kept: tuple[Any, bool | Overlap, LinearCall] | None = (
+            None  # one attribute: other threads see both parts or none
+        )
 
-    def of(self, x: Tensor, dim: int = 0, tokens: tuple[int, ...] = ()) -> LinearCall:
-        """The call for an x that needs no checks."""
+    def of(self, x: Tensor, overlap: bool | Overlap, dim: int = 0, tokens: tuple[int, ...] = ()) -> LinearCall:
+        """The call for an x that needs no checks; `overlap` is the layer's, which users may change."""
         key = x.shape, x.dtype, dim, tokens
         kept = self._kept
-        if kept is None or kept[0] != key:
+        if kept is None or kept[0] != key or kept[1] is not overlap:
             dim = dim + x.dim() if dim < 0 else dim
-            kept = key, make_call(self._spec, x, self._comm, self._overlap, self._sizes, dim, tokens)
+            kept = key, overlap, make_call(self._spec, x, self._comm, overlap, self._sizes, dim, tokens)
             self._kept = kept
-        return kept[1]
+        return kept[2]
 
 
 _COMPUTED = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
