@@ -18,7 +18,7 @@ from fastpar.mesh import DENSE_DIMS, init_mesh
 from fastpar.mesh.grid import _fill_in
 from tests.dist import run_ranks
 
-NAMES = (*DENSE_DIMS, "dp", "fsdp", "ep")
+NAMES = (*DENSE_DIMS, "dp", "fsdp", "dp_cp", "ep")
 
 
 def describe(sizes):
@@ -62,6 +62,35 @@ def test_dp_is_dp_replicate_and_dp_shard_flattened():
         assert groups["dp"] == [0, 1, 2, 3]
         assert groups["dp_replicate"] == [rank % 2, rank % 2 + 2]
         assert groups["dp_shard"] == [rank // 2 * 2, rank // 2 * 2 + 1]
+
+
+@pytest.mark.parametrize("sizes", [{"dp_shard": 2, "cp": 2}, {"dp_replicate": 2, "cp": 2}], ids=str)
+def test_fsdp_is_dp_shard_and_cp_flattened_and_dp_cp_with_replicas(sizes: dict[str, int]) -> None:
+    for rank, (groups, *_) in enumerate(run_ranks(4, describe, sizes)):
+        pair = [rank // 2 * 2, rank // 2 * 2 + 1]
+        assert groups["cp"] == pair
+        assert groups["fsdp"] == ([0, 1, 2, 3] if "dp_shard" in sizes else pair)
+        assert groups["dp"] == [rank % 2, rank % 2 + 2]
+        assert groups["dp_cp"] == [0, 1, 2, 3]
+
+
+def slices() -> None:
+    mesh = init_mesh(dp_shard=2, cp=2, device="cpu")
+    assert mesh["fsdp", "tp"].mesh_dim_names == ("fsdp", "tp")
+    assert mesh["fsdp", "tp"].shape == (4, 1)
+    for names in (("tp", "fsdp"), ("dp_shard", "fsdp")):
+        with pytest.raises(ValueError, match="must be different ones, in the order of"):
+            mesh[names]
+    assert mesh.group("fsdp") is mesh.group("dp_cp") is mesh["fsdp"].get_group()
+    mesh.close()
+    mesh = init_mesh(dp_replicate=2, cp=2, device="cpu")
+    assert mesh["dp_replicate", "fsdp"].mesh_dim_names == ("dp_replicate", "cp")
+    assert mesh["dp"] == mesh["dp_replicate"]
+    mesh.close()
+
+
+def test_flattened_dims_are_slices_beside_others() -> None:
+    run_ranks(4, slices)
 
 
 def test_expert_groups_are_neighbours_within_dp_shard_cp_and_tp():

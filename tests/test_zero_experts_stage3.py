@@ -25,11 +25,12 @@ LAYOUTS = {
 BF16 = Case(torch.bfloat16, accumulate=2)
 
 
-def check(world: int, cases: list[Case]) -> None:
+def check(world: int, cases: list[Case], layouts: list[dict[str, int]] | None = None) -> None:
+    layouts = layouts or LAYOUTS[world]
     with one_thread():
         wanted = {case: train(None, 0, case) for case in cases if case.dtype == torch.float32}
-    for found in run_ranks(world, stages, LAYOUTS[world], cases):
-        assert len(found) == len(LAYOUTS[world]) * len(cases)
+    for found in run_ranks(world, stages, layouts, cases):
+        assert len(found) == len(layouts) * len(cases)
         for number, (what, first, third) in enumerate(found):
             case = cases[number % len(cases)]
             assert first.keys() == third.keys()

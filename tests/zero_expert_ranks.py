@@ -96,14 +96,16 @@ class Case:
 
 
 def batch(step: int, microbatch: int, mesh: fp.Mesh | None, hidden: int = HIDDEN) -> tuple[Tensor, Tensor]:
-    """This data-parallel rank's sequences."""
+    """This data-parallel rank's sequences, and of these the part of this rank of cp."""
     generator = torch.Generator().manual_seed(100 * step + microbatch)
     x, target = torch.randn(2, SEQUENCES, TOKENS, hidden, generator=generator)
     if mesh is None:
         return x, target
     each = SEQUENCES // mesh.size("dp")
     rows = slice(mesh.rank("dp") * each, (mesh.rank("dp") + 1) * each)
-    return x[rows], target[rows]
+    cp, part = mesh.size("cp"), mesh.rank("cp")
+    columns = slice(part * TOKENS // cp, (part + 1) * TOKENS // cp)
+    return x[rows, columns], target[rows, columns]
 
 
 def backward(model: nn.Module, zero: fp.zero.Zero, case: Case, step: int, mesh: fp.Mesh | None) -> None:
@@ -111,7 +113,8 @@ def backward(model: nn.Module, zero: fp.zero.Zero, case: Case, step: int, mesh: 
     for microbatch in range(case.accumulate):
         x, target = batch(step, microbatch, mesh)
         with zero.no_sync() if microbatch + 1 < case.accumulate else nullcontext():
-            ((model(x).float() - target).square().mean() / case.accumulate).backward()
+            whole = len(x) * TOKENS * x.shape[-1]  # of whole sequences, which ranks of cp have parts of
+            ((model(x).float() - target).square().sum() / whole / case.accumulate).backward()
 
 
 class Through(Communicator):

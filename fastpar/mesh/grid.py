@@ -31,12 +31,19 @@ from fastpar.mesh.rendezvous import Clock, Session, launched_world, open_store
 
 DENSE_DIMS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 EXPERT_DIMS = ("pp", "dp_replicate", "efsdp", "ep", "etp")
-_SYNONYMS = {"fsdp": "dp_shard"}
-_NAMES = (*DENSE_DIMS, "efsdp", "ep", "etp", "dp", "fsdp", "edp")
+# Derived dims: several neighbouring ones of a view as one.
+_FLATTENED = {
+    "fsdp": ("dp_shard", "cp"),
+    "dp": ("dp_replicate", "dp_shard"),
+    "dp_cp": ("dp_replicate", "dp_shard", "cp"),
+    "edp": ("dp_replicate", "efsdp"),
+}
+_NAMES = (*DENSE_DIMS, "efsdp", "ep", "etp", *_FLATTENED)
 _DERIVED = {
     "dp": "it is dp_replicate x dp_shard: give dp_shard=N (parameters may be sharded over these ranks), dp_replicate=N "
     "(each has a copy), or both",
-    "fsdp": "give dp_shard=N",
+    "fsdp": "give dp_shard=N; it is dp_shard x cp",
+    "dp_cp": "it is dp_replicate x dp_shard x cp: give these",
     "efsdp": "it follows from the other sizes",
     "edp": "it follows from the other sizes",
 }
@@ -151,23 +158,21 @@ class Mesh:
         self.timeout = timeout
         self._owns_default_group = owns_default_group
         inner = sizes["dp_shard"] * sizes["cp"] * sizes["tp"]
-        dp = sizes["dp_replicate"] * sizes["dp_shard"]
-        efsdp = inner // (ep * etp)
-        edp = sizes["dp_replicate"] * efsdp
-        self._sizes = {**sizes, "efsdp": efsdp, "ep": ep, "etp": etp, "dp": dp, "edp": edp}
+        self._sizes = {**sizes, "efsdp": inner // (ep * etp), "ep": ep, "etp": etp}
+        self._sizes |= {name: math.prod(self._sizes[dim] for dim in dims) for name, dims in _FLATTENED.items()}
         self._is_closed = False
         self._ranks: dict[str, int] = {}
         self._finalizers: list[Any] = []
         self._made: list[list[ProcessGroup]] = []  # by view: its finaliser's, which empties them
-        self._dense = self._view(maker, DENSE_DIMS, "dp_shard", "dp")
-        self._expert = self._view(maker, EXPERT_DIMS, "efsdp", "edp") if ep * etp > 1 else None
+        self._dense = self._view(maker, DENSE_DIMS)
+        self._expert = self._view(maker, EXPERT_DIMS) if ep * etp > 1 else None
 
-    def _view(self, maker: GroupMaker, dims: tuple[str, ...], inner: str, flattened: str) -> DeviceMesh:
+    def _view(self, maker: GroupMaker, dims: tuple[str, ...]) -> DeviceMesh:
         before = known_groups()
         view = maker.device_mesh(self.device_type, [self._sizes[dim] for dim in dims], dims)
-        if self._sizes["dp_replicate"] > 1 and self._sizes[inner] > 1:
-            view["dp_replicate", inner]._flatten(flattened)
-            set_timeout(view._flatten_mapping[flattened].get_group(), self.timeout)
+        for name, members in _FLATTENED.items():
+            if set(members) <= set(dims) and self._dim(name) == name:
+                set_timeout(view[self._larger(name)]._flatten(name).get_group(), self.timeout)
         for dim in dims:
             set_timeout(view.get_group(dim), self.timeout)
         made = [
@@ -183,6 +188,20 @@ class Mesh:
         self._finalizers.append(release_with(view, made))
         self._made.append(made)
         return view
+
+    def _larger(self, name: str) -> tuple[str, ...]:
+        """The dims of more than one rank that a derived dim is made of."""
+        return tuple(dim for dim in _FLATTENED[name] if self._sizes[dim] > 1)
+
+    def _dim(self, name: str) -> str:
+        """The dim of a view that has this name's ranks: of a derived one the only larger dim, or the first derived
+        dim of the same larger ones."""
+        if name not in _FLATTENED:
+            return name
+        larger = self._larger(name)
+        if len(larger) < 2:
+            return larger[0] if larger else _FLATTENED[name][-1]
+        return next(other for other in _FLATTENED if self._larger(other) == larger)
 
     @property
     def world_size(self) -> int:
@@ -203,12 +222,12 @@ class Mesh:
     @checked(computed=False)
     def size(self, name: str) -> int:
         """Ranks along the dim. Raises ValueError for an unknown name."""
-        return self._sizes[_resolve(name)]
+        return self._sizes[_known(name)]
 
     @checked(computed=False)
     def rank(self, name: str) -> int:
         """This rank's index along the dim, 0..size-1. Raises ValueError for an unknown name."""
-        name = _resolve(name)
+        name = _known(name)
         if self._sizes[name] == 1:
             return 0
         if name not in self._ranks:
@@ -224,40 +243,46 @@ class Mesh:
         """The process group of this rank along the dim; None where it is the only rank. Raises ValueError for an
         unknown name, RuntimeError after `close`.
         """
-        name = _resolve(name)
+        name = _known(name)
         self._check_open()
         return None if self._sizes[name] == 1 else self[name].get_group()
 
     def __getitem__(self, names: str | tuple[str, ...]) -> DeviceMesh:
         """torch's DeviceMesh of one dim, or of several dims of one view in its order: mesh["tp"],
-        mesh["dp_replicate", "dp_shard"].
+        mesh["dp_replicate", "dp_shard"]. Derived dims go with others of their view: mesh["fsdp", "tp"].
 
         The expert view exists where ep or etp is more than 1.
         Raises ValueError for an unknown name, and for names of different views.
         """
         self._check_open()
-        wanted = tuple(_resolve(name) for name in ((names,) if isinstance(names, str) else names))
-        if wanted == ("dp",):
-            return self._flattened(self._dense, "dp", "dp_shard")
-        if all(name in DENSE_DIMS for name in wanted):
-            return self._dense[wanted if len(wanted) > 1 else wanted[0]]
+        given = (names,) if isinstance(names, str) else names
+        wanted = tuple(self._dim(_known(name)) for name in given)
+        if not any(name in (*EXPERT_DIMS[2:], "edp") for name in given):
+            return self._slice(self._dense, wanted)
         if self._expert is None:
             raise ValueError(
                 f"mesh[{names!r}]: there is no expert view because ep and etp are 1; use the dims {DENSE_DIMS}"
             )
-        if wanted == ("edp",):
-            return self._flattened(self._expert, "edp", "efsdp")
-        if all(name in EXPERT_DIMS for name in wanted):
-            return self._expert[wanted if len(wanted) > 1 else wanted[0]]
-        raise ValueError(f"mesh[{names!r}]: take all names from {DENSE_DIMS} or all from {EXPERT_DIMS} (dp, edp alone)")
+        if all(name in (*EXPERT_DIMS, "edp") for name in wanted):
+            return self._slice(self._expert, wanted)
+        raise ValueError(
+            f"mesh[{names!r}]: take all names from {DENSE_DIMS} and dp, fsdp, dp_cp, or from {EXPERT_DIMS} and edp"
+        )
 
-    def _flattened(self, view: DeviceMesh, name: str, inner: str) -> DeviceMesh:
-        """dp_replicate x inner, as the view's dim `name`."""
-        if self._sizes["dp_replicate"] == 1:
-            return view[inner]
-        if self._sizes[inner] == 1:
-            return view["dp_replicate"]
-        return view["dp_replicate", inner]._flatten(name)  # made in __init__; this looks it up
+    def _slice(self, view: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+        if not any(name in _FLATTENED for name in names):
+            return view[names if len(names) > 1 else names[0]]
+        dims = view.mesh_dim_names or ()
+        members = [self._larger(name) if name in _FLATTENED else (name,) for name in names]
+        places = [dims.index(dim) for each in members for dim in each]
+        if places != sorted(set(places)):
+            raise ValueError(f"mesh[{names!r}]: dims must be different ones, in the order of {dims}")
+        # Flattened in `_view`, and looked up here; torch has no slices of these beside other dims.
+        parts = [
+            view[each]._flatten(name) if name in _FLATTENED else view[name]
+            for name, each in zip(names, members, strict=True)
+        ]
+        return parts[0] if len(parts) == 1 else DeviceMesh._concatenate(parts)
 
     def close(self) -> None:
         """Destroy the process groups that `init_mesh` made, the default group only if it was made there too. The mesh
@@ -306,9 +331,9 @@ def named_groups(mesh: Mesh | DeviceMesh) -> list[tuple[str, ProcessGroup]]:
     return [(name, mesh.get_group(dim)) for dim, name in enumerate(names) if mesh.size(dim) > 1]
 
 
-def _resolve(name: str) -> str:
+def _known(name: str) -> str:
     if name in _NAMES:
-        return _SYNONYMS.get(name, name)
+        return name
     near = difflib.get_close_matches(str(name), _NAMES, n=3)
     hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
     raise ValueError(f"unknown mesh dim {name!r}: {hint}The dims are {', '.join(_NAMES)}")

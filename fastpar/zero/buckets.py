@@ -102,7 +102,7 @@ class WholeBucket:
 
     def finish(self) -> None:
         assert self._pending is not None
-        mean, self._pending = self._pending.wait(), None
+        mean, self._pending = self._groups.as_sum_of_parts(self._pending.wait()), None
         for slot, view in zip(self.slots, self._views if mean is self._flat else self._cut(mean), strict=True):
             mine = local(slot.owner)  # of another dtype or device, where these are master weights
             # A tensor of its own: `p.grad.data = ...` (model.to does it) would take the bucket's view away
@@ -159,10 +159,10 @@ class RowBucket:
         rows = self._pending.wait()
         self._staging().give_back(self._memory)
         self._memory = self._gradients = self._pending = None
-        replicate = self._groups.replicate
+        replicate, flat = self._groups.replicate, _flat_of(rows)
         if replicate.size > 1:
-            flat = _flat_of(rows)
             replicate.all_reduce(flat, "avg", out=flat)
+        self._groups.as_sum_of_parts(flat)
         for slot, mine in zip(self.slots, rows, strict=True):
             owner = slot.owner
             if owner.grad is None:
@@ -176,8 +176,8 @@ class OwnBucket:
     """Gradients that no other rank averages, of experts that nobody else has: handed over without a buffer, rounded to
     what the others' travel in."""
 
-    def __init__(self, slots: Sequence[Slot]) -> None:
-        self.slots = slots
+    def __init__(self, slots: Sequence[Slot], groups: Groups) -> None:
+        self.slots, self._groups = slots, groups
         self._gradients: dict[int, Tensor] = {}
 
     def open(self) -> None:
@@ -195,6 +195,7 @@ class OwnBucket:
             mine, gradient = local(slot.owner), self._gradients.pop(position, None)
             if gradient is not None:
                 gradient = gradient.to(mine.device, slot.wire).to(mine.dtype).contiguous().view(mine.shape)
+                gradient = self._groups.as_sum_of_parts(gradient)
             if slot.owner.grad is None:
                 slot.owner.grad = as_dtensor(torch.zeros_like(mine) if gradient is None else gradient, slot.spec)
             elif gradient is not None:

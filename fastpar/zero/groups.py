@@ -25,13 +25,15 @@ GroupsLike = Mesh | DeviceMesh | ProcessGroup | Communicator | None
 class Groups:
     """The ranks among which parameters are sharded (`shard`), and among which shards are replicated (`replicate`).
 
-    group      a Mesh (its dims dp_shard and dp_replicate), a DeviceMesh of one dim (shard) or two (replicate, shard),
-               a ProcessGroup, a Communicator, or None: one rank
+    group      a Mesh (its dims fsdp, which is dp_shard x cp, and dp_replicate), a DeviceMesh of one dim (shard) or two
+               (replicate, shard), a ProcessGroup, a Communicator, or None: one rank
     is_sharded False: nothing is sharded, all of those ranks are replicas
     device_type of the parameters
     timeout    of all communicators; None: the group's where it is a Communicator, else theirs
     of_experts for parameters split over the mesh's ep or etp: dims efsdp and dp_replicate
     ranks      of the job, that are in the group
+    num_parts  ranks of cp, each with a part of every sequence: the mean over all ranks times this is the sum over cp
+               and the mean over data parallelism, which is the gradient
     experts    the groups of such parameters, where a model has some beside others: see `of`
     """
 
@@ -48,12 +50,14 @@ class Groups:
         self.experts = experts
         self._mesh: DeviceMesh | None = None  # of (replicate,) shard, where there is one
         self.mesh = group if isinstance(group, Mesh) else None  # of all ranks, where it is known
-        self._dims = ("dp_replicate", "efsdp" if of_experts else "dp_shard")
+        self.num_parts = 1
         if isinstance(group, Mesh):
-            names = [name for name in self._dims if group.size(name) > 1]
-            replicate, shard = (group.group(name) for name in self._dims)
+            self.num_parts = group.size("cp")
+            dims = ("dp_replicate", "efsdp" if of_experts else "fsdp")
+            names = [name for name in dims if group.size(name) > 1]
+            replicate, shard = (group.group(name) for name in dims)
             if not is_sharded:
-                replicate, shard = group.group("edp" if of_experts else "dp"), None
+                replicate, shard = group.group("edp" if of_experts else "dp_cp"), None
             if names:
                 self._mesh = group[tuple(names) if len(names) > 1 else names[0]]
         elif isinstance(group, DeviceMesh) and group.ndim == 2:
@@ -77,15 +81,18 @@ class Groups:
             self._like["timeout"] = timeout
         self.shard, self.replicate = Communicator(shard, **self._like), Communicator(replicate, **self._like)
         world = dist.get_world_size() if dist.is_initialized() else 1
-        # Split-phase collectives need that nobody waits for other groups in between, as experts do.
-        has_experts = self.mesh is not None and self.mesh.size("ep") * self.mesh.size("etp") > 1
-        is_all = self.shard.size * self.replicate.size == world
-        self.mode: Mode = "split_phase" if is_all and not has_experts else "background"
+        # Split-phase collectives need that nobody waits for other groups in between, as experts and attention do.
+        has_others = self.mesh is not None and any(self.mesh.size(dim) > 1 for dim in ("ep", "etp", "cp"))
+        self.mode: Mode = "split_phase" if self.size == world and not has_others else "background"
 
     @property
     def size(self) -> int:
         """Ranks that average gradients."""
         return self.shard.size * self.replicate.size
+
+    def as_sum_of_parts(self, mean: Tensor) -> Tensor:
+        """A mean of gradients over all ranks, made the sum over cp of the means over data parallelism, in place."""
+        return mean if self.num_parts == 1 else mean.mul_(self.num_parts)
 
     def of(self, parameter: Tensor) -> Groups:
         """The ranks that a parameter is averaged over: those of data parallelism, or of its experts."""
@@ -102,12 +109,11 @@ class Groups:
     def joined(self) -> list[Communicator]:
         """`everyone`, and on to the ranks that share experts with those: all that run the same units.
 
-        Note: in one round. Ranks that differ by multiples of cp * tp share a dense parameter, by multiples of ep * etp
-        an expert's; so one reduction over each reaches every sum of such multiples. Without cp and tp the first has
-        reached all.
+        Note: in one round. Ranks that differ by multiples of tp share a dense parameter, by multiples of ep * etp an
+        expert's; so one reduction over each reaches every sum of such multiples. Without tp the first has reached all.
         """
         experts, mesh = self.experts, self.mesh
-        if experts is None or mesh is None or mesh.size("cp") * mesh.size("tp") == 1 or experts.shard.size == 1:
+        if experts is None or mesh is None or mesh.size("tp") == 1 or experts.shard.size == 1:
             return self.everyone()
         return [*self.everyone(), experts.shard]
 
@@ -115,7 +121,7 @@ class Groups:
         """Groups that join the ranks of one data-parallel position: of tensor and pipeline parallelism, where the mesh
         is known."""
         found = [] if self.mesh is None else named_groups(self.mesh)
-        return [Communicator(group, **self._like) for dim, group in found if dim not in self._dims]
+        return [Communicator(group, **self._like) for dim, group in found if dim in ("pp", "tp")]
 
     def holders(self) -> list[Communicator]:
         """Groups whose reductions, one after the other, reach all ranks that have parameters of the same names: where

@@ -69,9 +69,9 @@ def shard(
     optimizer   any of torch.optim but LBFGS, of fp.optim, or one's own, or several that divide the parameters between
                 them: all trainable parameters must be in one. They stay the same objects (LR schedulers, GradScaler and
                 state_dict work), and param_groups and state have the model's own parameters between steps
-    group       a Mesh (dims dp_shard and dp_replicate; efsdp and dp_replicate for experts split over its ep or etp), a
-                DeviceMesh of one dim, or two (replicate, shard), a ProcessGroup, or a Communicator. None: all ranks of
-                the job, as in torch; one rank alone is `fastpar.Communicator(None)`
+    group       a Mesh (dims dp_shard x cp and dp_replicate; efsdp and dp_replicate for experts split over its ep or
+                etp), a DeviceMesh of one dim, or two (replicate, shard), a ProcessGroup, or a Communicator. None: all
+                ranks of the job, as in torch; one rank alone is `fastpar.Communicator(None)`
     stage       0: parameters, gradients and optimizer states on every rank (DDP)
                 1: every rank updates its rows (dim 0) of each parameter, and has states for those only
                 2: and gradients of those only, from microbatch to microbatch
@@ -108,7 +108,8 @@ def shard(
     differently whether to skip a step, as torch looks at the first gradient only to see whether gradients are sharded,
     and resident ones are not.
 
-    Gradients are means over the ranks: scale the loss by 1 / accumulate, as always. Reductions begin during backward
+    Gradients are means over the ranks: scale the loss by 1 / accumulate, as always. Over a mesh's cp they are summed,
+    as each of its ranks has the loss of a part of every sequence, divided by the tokens of all. Reductions begin during backward
     and have ended when it returns. Parameters that no rank used have no gradient, as without.
 
     After a reduction, `.grad` of the model's parameters is the averaged gradient in every stage, as a DTensor where a

@@ -62,6 +62,7 @@ class ReplicaBucket:
         keep_traces(self.slots, flat, lambda: [[piece] for piece in flat.split(self._numels)])
         for comm in self._groups.everyone():
             comm.all_reduce(self._flat, "avg", out=self._flat)
+        self._groups.as_sum_of_parts(self._flat)
 
     def finish(self) -> None:
         assert self._flat is not None
@@ -186,7 +187,7 @@ class UnitReducer:
 
     def _make_bucket(self, kind: _Kind, slots: Sequence[Slot]) -> RowBucket | OwnBucket:
         if kind.groups is not self._groups and kind.groups.size == 1:
-            return OwnBucket(slots)
+            return OwnBucket(slots, kind.groups)
         wire = self._wire if kind.groups.shard.size > 1 else None
         return RowBucket(slots, kind.groups, partial(self._staging_of, kind), wire)
 
