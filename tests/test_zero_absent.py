@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fastpar as fp
-from fastpar.zero.absent import mark_absent, mark_present
 from fastpar.zero.groups import local
+from fastpar.zero.parameter_classes import mark_absent, mark_present
 from tests.dist import run_ranks
 
 

@@ -5,7 +5,8 @@ import torch
 import torch.distributed as dist
 
 from fastpar.comm import Communicator, record
-from fastpar.zero.flat import FlatGradients, FlatLayout, FlatShards, Staging
+from fastpar.zero.buckets import FlatGradients, Staging
+from fastpar.zero.flat import FlatLayout, FlatShards
 
 from .dist import run_ranks
 

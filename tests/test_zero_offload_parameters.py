@@ -22,10 +22,10 @@ from torch import Tensor, nn
 import fastpar as fp
 from fastpar.comm import Communicator
 from fastpar.storage import ChecksumError, StorageError
-from fastpar.zero import disk_shards
-from fastpar.zero.disk_shards import DiskShards
+from fastpar.zero import shard_store
+from fastpar.zero.flat import Upload
 from fastpar.zero.groups import local
-from fastpar.zero.upload import Upload
+from fastpar.zero.shard_store import DiskShards
 from tests.dist import run_ranks
 from tests.zero_ranks import Parameters, assert_same, make_optimizer, optimizer_values, whole_values
 
@@ -144,7 +144,7 @@ def check_late(folder: str) -> None:
     expected = train(None)
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 0:  # the other comes to the next unit meanwhile
-            patch.setattr(disk_shards, "copy_rows", late(disk_shards.copy_rows))
+            patch.setattr(shard_store, "copy_rows", late(shard_store.copy_rows))
         assert_same(train(f"nvme+parameters:{folder}"), expected, "copies late")
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:

@@ -15,10 +15,10 @@ import fastpar as fp
 from fastpar.comm import Communicator, record
 from fastpar.pipeline import Pipeline, add_unshard, make_schedule
 from fastpar.precision import Precision
+from fastpar.zero.flat import Pool
 from fastpar.zero.groups import Groups
-from fastpar.zero.pool import Pool
+from fastpar.zero.param_group import plan_units, small_names
 from fastpar.zero.stage3 import Stage3
-from fastpar.zero.units import plan_units, small_names
 from tests.dist import run_ranks
 
 TRANSPORTS = ("auto", "torch")  # gathers that copy at once, and gathers that are begun early

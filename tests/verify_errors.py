@@ -251,9 +251,9 @@ def not_averaged(name: str) -> Callable[[Any], None]:
 
 @contextlib.contextmanager
 def nothing_gathered() -> Iterator[None]:
-    from fastpar.zero import whole
+    from fastpar.zero import flat
 
-    with mock.patch.object(whole.WholeParameters, "gather", lambda self: self.comm.barrier()):
+    with mock.patch.object(flat.WholeParameters, "gather", lambda self: self.comm.barrier()):
         yield
 
 

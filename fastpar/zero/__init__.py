@@ -2,7 +2,7 @@
 
 from fastpar.zero.activations import ActivationOffload, offload_activations
 from fastpar.zero.full_state import full_optimizer_state, load_full_optimizer_state
-from fastpar.zero.offload import Offload
+from fastpar.zero.options import Offload
 from fastpar.zero.parameter_server import ParameterServer, Worker
 from fastpar.zero.sharding import Zero, shard
 

@@ -1,4 +1,4 @@
-"""Gradients that travel together: averaged whole on every rank, or by rows.
+"""Buckets of gradients that travel together: averaged whole on every rank, or by rows.
 
 Note: copies. A gradient is copied once, from where autograd made it to its bucket: where ranks share memory, the
 others read it there. Letting autograd add into zeroed buckets instead costs a pass over the bucket more.
@@ -6,17 +6,94 @@ others read it there. Letting autograd add into zeroed buckets instead costs a p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from fastpar.comm import Communicator
 from fastpar.comm.pending import Pending
+from fastpar.comm.transport_selector import Mode
 from fastpar.comm.wire_formats import CastWire, Wire
-from fastpar.zero.flat import FlatGradients, FlatLayout, PeerMemory, Staging
+from fastpar.zero.flat import FlatLayout, PeerMemory
 from fastpar.zero.groups import Groups, as_dtensor, local
-from fastpar.zero.slots import Slot, keep_traces
+from fastpar.zero.sharded_param import Slot, keep_traces
+
+
+class FlatGradients:
+    """Gradients of whole tensors, to be averaged over the ranks and split like their `layout`.
+
+        gradients.put([0], [grad])             # any order; what is not put counts as zero
+        pending = gradients.reduce()           # all ranks
+            rows = pending.wait()              # this rank's rows of every tensor's mean, views of a new flat tensor
+
+    `buffer`: memory to lay them out in (`Staging.take`), which may be used again after `wait`.
+    """
+
+    def __init__(self, comm: Communicator, layout: FlatLayout, buffer: Tensor, *, mode: Mode = "background") -> None:
+        self.comm, self.layout = comm, layout
+        self.flat = buffer[: layout.total]
+        self._pieces = self.flat.split_with_sizes(layout.numels)  # of all tensors, rank by rank
+        self._is_put = [False] * len(layout.shapes)
+        self._collectives = comm.collectives(mode)
+
+    def put(self, indices: Sequence[int], grads: Sequence[Tensor]) -> None:
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
+        for index, grad in zip(indices, grads, strict=True):
+            self._is_put[index] = True
+            targets += self._pieces_of(index)
+            sources += grad.reshape(-1).split_with_sizes(self.layout.numels_of(index))
+        if targets:
+            torch._foreach_copy_(targets, sources)
+
+    def fill(self) -> None:
+        """Zero what has not been put."""
+        for index, is_put in enumerate(self._is_put):
+            if not is_put:
+                torch._foreach_zero_(self._pieces_of(index))
+                self._is_put[index] = True
+
+    def pieces(self) -> list[tuple[Tensor, ...]]:
+        """Each tensor's elements, in one piece for each rank that gets some."""
+        return [self._pieces_of(index) for index in range(len(self._is_put))]
+
+    def _pieces_of(self, index: int) -> tuple[Tensor, ...]:
+        return tuple(self._pieces[index :: len(self._is_put)])
+
+    def reduce(self, wire: Wire | None = None, *, key: Hashable = None) -> Pending[list[Tensor]]:
+        """Begin to average, in the format of `wire` (None: as they are, summed in float32)."""
+        self.fill()
+        if wire is not None:
+            pending = wire.reduce_scatter_async(self.comm, self.flat, self.layout.counts, key=key)
+        else:
+            wide = torch.float32 if self.flat.dtype.itemsize < 4 else None  # as they were added up
+            pending = self._collectives.reduce_scatter(self.flat, "avg", sizes=self.layout.counts, dtype=wide)
+        return Pending(
+            None,
+            lambda: self.layout.views(pending.wait(), self.comm.rank),
+            describe=lambda: "reducing gradients",
+            timeout=self.comm.timeout,
+        )
+
+
+class Staging:
+    """Buffers to lay gradients out in: at most `count` at a time, of `numel` elements, that peers can read."""
+
+    def __init__(
+        self, comm: Communicator, numel: int, dtype: torch.dtype, device: torch.device, *, count: int = 2
+    ) -> None:
+        self._free = [PeerMemory(comm, [numel] * comm.size, dtype, device) for _ in range(count)]
+        self.numel = numel
+
+    def take(self) -> PeerMemory:
+        if not self._free:
+            raise RuntimeError("all staging buffers are in use: wait for a reduction first")
+        return self._free.pop(0)
+
+    def give_back(self, memory: PeerMemory) -> None:
+        self._free.append(memory)
 
 
 class Bucket(Protocol):

@@ -9,7 +9,7 @@ import torch
 
 from fastpar.zero.groups import Groups, local
 from fastpar.zero.replicas import Replicas
-from fastpar.zero.slots import Slot
+from fastpar.zero.sharded_param import Slot
 from fastpar.zero.stage3 import Stage3
 
 if TYPE_CHECKING:

@@ -24,8 +24,8 @@ from fastpar.comm import Communicator
 from fastpar.comm.ranges import annotate
 from fastpar.zero.buckets import Bucket
 from fastpar.zero.groups import Groups, as_dtensor, local
-from fastpar.zero.reduced import hide, show, withhold
-from fastpar.zero.slots import Slot
+from fastpar.zero.parameter_classes import hide, show, withhold
+from fastpar.zero.sharded_param import Slot
 
 BATCH_BYTES = 256 << 10  # of gradients that are copied to their bucket together: what a cache holds
 BUCKET_BYTES = 25 << 20
@@ -105,7 +105,7 @@ class Reducer:
         self._came_alone.clear()
 
     def hide(self) -> None:
-        """Let parameters have their own `.grad`: see reduced.py."""
+        """Let parameters have their own `.grad`: see parameter_classes.py."""
         for slot in self.slots:
             hide(slot)
 

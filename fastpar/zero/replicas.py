@@ -11,15 +11,12 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from fastpar.comm.wire_formats import Wire
 from fastpar.precision import Precision
-from fastpar.zero.buckets import Bucket, RowBucket, WholeBucket
-from fastpar.zero.coded import CodedParameters
-from fastpar.zero.connection import Connection
-from fastpar.zero.flat import Staging
-from fastpar.zero.gather_codes import GatherFormats, ParamWire
+from fastpar.zero.buckets import Bucket, RowBucket, Staging, WholeBucket
+from fastpar.zero.flat import WholeParameters
 from fastpar.zero.groups import Groups, as_parameter, cast_parameter, local, set_local
+from fastpar.zero.quantized_gather import CodedParameters, GatherFormats, ParamWire
 from fastpar.zero.reducer import Reducer
-from fastpar.zero.slots import Slot
-from fastpar.zero.whole import WholeParameters
+from fastpar.zero.sharded_param import Connection, Slot
 
 STAGING_BUFFERS = 2  # one that travels, one that is filled
 
@@ -31,7 +28,7 @@ class Replicas:
     has_copies      whether the optimizer is to have copies even where dtypes agree
     accumulate, bucket_bytes, began     as `Reducer`'s
     wire            format of gradients that travel: see `fastpar.comm.wire_formats`
-    param_wires     formats of parameters that are gathered after a step, by name: see `fastpar.zero.coded`
+    param_wires     formats of parameters that are gathered after a step, by name: see `fastpar.zero.quantized_gather`
     model           whose modules have the parameters, where it is known
     """
 

@@ -17,21 +17,20 @@ from fastpar.comm.ranges import annotate
 from fastpar.comm.wire_formats import Wire
 from fastpar.ddp import OVER_ZERO, ClosedToDDP
 from fastpar.precision import Precision
-from fastpar.zero import arguments, memory, state
-from fastpar.zero.arguments import HasParameters, Named
+from fastpar.zero import memory, options, state_dict
 from fastpar.zero.flat import FlatLayout
-from fastpar.zero.gather_codes import ParamWire, ParamWireLike, check_gradient_wire, param_wires_of
 from fastpar.zero.groups import Groups, GroupsLike, as_dtensor, local
 from fastpar.zero.hooks import Autocast, CastInputs, ForwardHook, LoadStates, ZeroGrad
-from fastpar.zero.offload import DiskStates, Offload
-from fastpar.zero.probe import check_sharded_updates
+from fastpar.zero.optimizer_step import MASTER, Stepper, check_sharded_updates
+from fastpar.zero.options import HasParameters, Named, Offload, check_gradient_wire, param_wires_of
+from fastpar.zero.param_group import UnitsLike
+from fastpar.zero.quantized_gather import ParamWire, ParamWireLike
 from fastpar.zero.reducer import BUCKET_BYTES, Reducer
 from fastpar.zero.replicas import Replicas
-from fastpar.zero.save_mark import new_run
-from fastpar.zero.slots import Slot, name_nonfinite, union
+from fastpar.zero.shard_store import DiskStates
+from fastpar.zero.sharded_param import Slot, name_nonfinite, union
 from fastpar.zero.stage3 import RESIDENT_SHARE, Stage3, in_backward
-from fastpar.zero.step import MASTER, Stepper
-from fastpar.zero.units import UnitsLike
+from fastpar.zero.state_dict import new_run, part_of
 
 
 @checked(computed=False, but=("model", "optimizer", "group", "precision", "offload", "wire", "param_wire"))
@@ -109,8 +108,8 @@ def shard(
     and resident ones are not.
 
     Gradients are means over the ranks: scale the loss by 1 / accumulate, as always. Over a mesh's cp they are summed,
-    as each of its ranks has the loss of a part of every sequence, divided by the tokens of all. Reductions begin during backward
-    and have ended when it returns. Parameters that no rank used have no gradient, as without.
+    as each of its ranks has the loss of a part of every sequence, divided by the tokens of all. Reductions begin during
+    backward and have ended when it returns. Parameters that no rank used have no gradient, as without.
 
     After a reduction, `.grad` of the model's parameters is the averaged gradient in every stage, as a DTensor where a
     rank has rows: `torch.nn.utils.clip_grad_norm_(model.parameters(), c)` does what it does in one process.
@@ -122,29 +121,29 @@ def shard(
     Raises ValueError and TypeError for what does not fit, before anything is changed.
     """
     named = Named.of(model)
-    optimizers = arguments.optimizers_of(optimizer)
+    optimizers = options.optimizers_of(optimizer)
     offload = Offload.of(offload)
     precision = Precision.of(precision)
-    group = arguments.group_of(group)
-    arguments.check_stage(model, stage)
-    arguments.check_offload(offload, stage)
-    arguments.check_numbers(accumulate, max_norm, bucket_bytes, timeout)
-    arguments.check_sync_weights(sync_weights)
-    arguments.check_parameters(named.parameters, precision)
+    group = options.group_of(group)
+    options.check_stage(model, stage)
+    options.check_offload(offload, stage)
+    options.check_numbers(accumulate, max_norm, bucket_bytes, timeout)
+    options.check_sync_weights(sync_weights)
+    options.check_parameters(named.parameters, precision)
     check_gradient_wire(wire)
     param_wires = param_wires_of(
         param_wire, named.parameters, precision, stage, offload is not None and offload.parameters
     )
-    arguments.check_optimizers(named.parameters, optimizers)
+    options.check_optimizers(named.parameters, optimizers)
     like: dict[str, Any] = {
         "is_sharded": stage > 0,
         "device_type": next(iter(named.parameters.values())).device.type,
         "timeout": timeout,
     }
-    has_experts = arguments.has_experts(named.parameters, group)
+    has_experts = options.has_experts(named.parameters, group)
     experts = Groups(group, **like, of_experts=True) if has_experts else None
     groups = Groups(group, **like, experts=experts)
-    arguments.check_sharded_elsewhere(named.parameters, groups)
+    options.check_sharded_elsewhere(named.parameters, groups)
     for each in optimizers:
         check_sharded_updates(each, groups)
     return Zero(
@@ -198,7 +197,7 @@ class Zero:
         self.report = ""
         self._skip_nonfinite = skip_nonfinite
         self.are_named = found.are_named
-        self.run = new_run(groups)  # see save_mark.py
+        self.run = new_run(groups)  # see state_dict.py
         self._names = {id(parameter): name for name, parameter in named.items()}
         self._order = {name: number for number, name in enumerate(named)}
         parts = _parts(named, groups)
@@ -300,13 +299,13 @@ class Zero:
         return {name: parameter for name, parameter in found if name not in known}
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint is to hold, for torch.distributed.checkpoint: see `fastpar.zero.state`. Collective."""
+        """What a checkpoint is to hold, for torch.distributed.checkpoint: see `fastpar.zero.state_dict`. Collective."""
         self._check_names()
         self._load()
         for reducer in self._reducers:
             reducer.hide()
         with self._holding_owners():
-            found = state.collect(self)
+            found = state_dict.collect(self)
         for reducer in self._reducers:
             reducer.show()
         return found
@@ -321,7 +320,7 @@ class Zero:
         self._check_names()
         self._load()
         with self._holding_owners():
-            state.restore(self, loaded)
+            state_dict.restore(self, loaded)
             self._release()
             self._write_back([slot.owner for slot in self.slots], False)
             self._publish()
@@ -457,7 +456,7 @@ class Zero:
             reducer.hide()
 
     def _look_around(self) -> None:
-        """What may have happened to parameters since the last forward or step: see connection.py. Collective where
+        """What may have happened to parameters since the last forward or step: see `Connection`. Collective where
         something has."""
         for storage in self.storages:
             storage.check()
@@ -554,7 +553,7 @@ class Zero:
 
     @contextmanager
     def _holding_owners(self) -> Iterator[None]:
-        """All optimizers have what they update in the block: see step.py."""
+        """All optimizers have what they update in the block: see optimizer_step.py."""
         with ExitStack() as stack:
             for stepper in self.steppers:
                 stack.enter_context(stepper.holding_owners())
@@ -651,7 +650,7 @@ class Zero:
         layout = FlatLayout([shape], size)
         cut: dict[str, Any] = {}
         for key, value in states.items():
-            if isinstance(value, Tensor) and local(value).shape == shape and key not in state.SCALARS:
+            if isinstance(value, Tensor) and local(value).shape == shape and key not in state_dict.SCALARS:
                 rows = local(value)
                 if mine.numel() != rows.numel():  # resident parameters are whole
                     rows = layout.rows_of(rows, 0, rank)
@@ -682,7 +681,7 @@ class Zero:
             for number, found in state_dict["state"].items():
                 slot = self._slot_of.get(id(owners.get(number)))
                 if slot is not None:
-                    found = state.part_of(found, slot)
+                    found = part_of(found, slot)
                     if MASTER in found:
                         masters[slot.name] = slot, found.pop(MASTER)
                 states[number] = found

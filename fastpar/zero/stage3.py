@@ -46,19 +46,16 @@ from torch import Tensor, nn
 
 from fastpar.comm.wire_formats import Wire
 from fastpar.precision import Precision
-from fastpar.zero.at_rest import guard, release
-from fastpar.zero.gather_codes import GatherFormats, ParamWire
-from fastpar.zero.gathered import Unit
+from fastpar.zero.flat import Pool
 from fastpar.zero.groups import Groups, local
-from fastpar.zero.homes import Home
-from fastpar.zero.hooks import ForwardHook
-from fastpar.zero.offload import Offload
-from fastpar.zero.on_copy import OnCopy, nothing_on_copy
-from fastpar.zero.pool import Pool
-from fastpar.zero.slots import Slot
-from fastpar.zero.unit_calls import Call, Order, results_in
+from fastpar.zero.hooks import Call, ForwardHook, OnCopy, Order, nothing_on_copy, results_in
+from fastpar.zero.options import Offload
+from fastpar.zero.param_group import Unit, UnitPlan, UnitsLike, plan_units, small_names
+from fastpar.zero.parameter_classes import guard_at_rest, release_at_rest
+from fastpar.zero.quantized_gather import GatherFormats, ParamWire
+from fastpar.zero.shard_store import Home
+from fastpar.zero.sharded_param import Slot, owners_of
 from fastpar.zero.unit_reducer import UnitReducer
-from fastpar.zero.units import UnitPlan, UnitsLike, owners_of, plan_units, small_names
 
 RESIDENT_SHARE = 1 / 256
 
@@ -148,7 +145,7 @@ class Stage3:
     resident_share         the smallest parameters are kept whole on every rank, at most this share of all elements
     offload                where the optimizer's part is to be, and the shards: see `fastpar.zero.Offload`
     wire                   of gradients of sharded parameters: see `fastpar.comm.wire_formats`
-    param_wires            formats of gathered parameters, by name: see `fastpar.zero.coded`
+    param_wires            formats of gathered parameters, by name: see `fastpar.zero.quantized_gather`
     budget                 bytes that may be whole at a time when something is gathered early; by default those of the
                            two largest units. What runs is gathered in any case
 
@@ -316,12 +313,12 @@ class Stage3:
         self._guard()
 
     def release(self) -> None:
-        """Parameters at rest may be computed with: see at_rest.py."""
+        """Parameters at rest may be computed with: see parameter_classes.py."""
         if self._is_guarding:
             self._is_guarding = False
             for slot in self.slots:
                 if slot.at_rest is not None:
-                    release([slot.at_rest])
+                    release_at_rest([slot.at_rest])
 
     def _end_forward(self) -> None:
         self._order.end()
@@ -332,7 +329,7 @@ class Stage3:
 
     def _guard(self) -> None:
         self._is_guarding = True
-        guard({slot.name: slot.at_rest for slot in self.slots if slot.at_rest is not None})
+        guard_at_rest({slot.name: slot.at_rest for slot in self.slots if slot.at_rest is not None})
 
     def detach(self) -> None:
         """Give the model its whole parameters for good, and remove all hooks. Collective."""

@@ -17,14 +17,12 @@ from torch import Tensor
 
 from fastpar.comm.ranges import annotate
 from fastpar.comm.wire_formats import Wire
-from fastpar.zero.absent import looking_at_absent
-from fastpar.zero.buckets import OwnBucket, RowBucket
-from fastpar.zero.flat import Staging
-from fastpar.zero.gathered import Unit
+from fastpar.zero.buckets import OwnBucket, RowBucket, Staging
 from fastpar.zero.groups import Groups, as_dtensor, local
-from fastpar.zero.reduced import hide, show, withhold
+from fastpar.zero.param_group import Unit
+from fastpar.zero.parameter_classes import hide, looking_at_absent, show, withhold
 from fastpar.zero.reducer import agree
-from fastpar.zero.slots import Slot, keep_traces
+from fastpar.zero.sharded_param import Slot, keep_traces
 
 STAGING_BUFFERS = 2  # one that travels, one that is filled
 
@@ -151,7 +149,7 @@ class UnitReducer:
         self._forget_pass()
 
     def hide(self) -> None:
-        """Let parameters have their own `.grad`: see reduced.py."""
+        """Let parameters have their own `.grad`: see parameter_classes.py."""
         for slot in self.slots:
             hide(slot)
 

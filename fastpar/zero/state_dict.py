@@ -1,4 +1,4 @@
-"""What a checkpoint holds: parameters and optimizer states by name, whole in meaning and sharded in fact.
+"""The state of a run for checkpoints: parameters and optimizer states by name, whole in meaning and sharded in fact.
 
     torch.distributed.checkpoint.save({"training": zero}, checkpoint_id=folder)
     torch.distributed.checkpoint.load({"training": zero}, checkpoint_id=folder)      # any stage, any number of ranks
@@ -8,10 +8,9 @@
     groups.<name>               options of the optimizer's group that the parameter is in: pairs of names and values
     has_state.<name>            whether the parameter has been updated
     amax_history.<name>         of parameters that are gathered with delayed scales: what the next scale is made of
-    save                        which save this is: see save_mark.py
+    save                        [MARK_ROWS, 2]: a number of the run, and how many steps it has taken
 
-Everything has the name of a parameter in its key, so that what pipeline stages save lies side by side, and any stages
-find theirs.
+Every key has the name of a parameter, so that what pipeline stages save lies side by side, and any stages find theirs.
 
 Tensors are DTensors where they are sharded, so that torch.distributed.checkpoint writes every element once and reads
 those that a rank has. A tensor without dims is shown with one of size 1, since it may be sharded. Blocks of 8-bit
@@ -21,21 +20,29 @@ states belong to a layout, so an optimizer that has some gives and takes them as
 Note: states that do not exist yet. What is loaded must have tensors to be loaded into, so states are made here by a
 step with zero gradients and a learning rate of zero, after which the values are put back; those of parameters that have
 never been updated are taken away again.
+
+Note: files of two saves. Every rank writes its rows of `save`, all alike. Whoever loads reads some of them from the
+file of every rank that saved, and all must be equal. A file has no other mark that says when it was written: two saves
+of one layout differ in nothing but their values.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from fastpar.zero.groups import local
-from fastpar.zero.save_mark import check_mark, mark_of
-from fastpar.zero.slots import Slot
-from fastpar.zero.step import Stepper
+from fastpar.comm import Communicator, shard_range
+from fastpar.zero.groups import Groups, as_dtensor, local
+from fastpar.zero.optimizer_step import Stepper
+from fastpar.zero.sharded_param import Slot
 
 if TYPE_CHECKING:
     from fastpar.zero.sharding import Zero
@@ -202,3 +209,52 @@ def _put(states: dict[str, Any], key: str, value: Any) -> None:
         _copy(held, value)
     else:
         states[key] = value
+
+
+ROWS = 4096  # ranks beyond have none, and their files no mark
+
+
+def new_run(groups: Groups) -> int:
+    """A number that no other run has, the same on all ranks that save together, as far as they are known; 0 where they
+    are not. Collective."""
+    if dist.is_initialized() and len(groups.ranks) < dist.get_world_size():
+        return 0
+    number = torch.tensor([int.from_bytes(os.urandom(7), "little")], device="cpu")
+    for comm in _comms(groups):
+        number = comm.broadcast(number, 0)
+    return int(number)
+
+
+def mark_of(zero: Zero) -> Tensor:
+    """The mark of what is saved now."""
+    ranks = zero.groups.ranks
+    mark = torch.tensor([[zero.run, zero.steps]], device="cpu")
+    if len(ranks) == 1:
+        return mark.repeat(ROWS, 1)
+    start, end = shard_range(ROWS, len(ranks), ranks.index(dist.get_rank()))
+    mesh = DeviceMesh("cpu", torch.tensor(ranks, device="cpu"), _init_backend=False)
+    meta = TensorMeta(torch.Size((ROWS, 2)), (2, 1), torch.int64)
+    return as_dtensor(mark.repeat(end - start, 1), DTensorSpec(mesh, (Shard(0),), tensor_meta=meta))
+
+
+def check_mark(mark: Tensor, groups: Groups) -> None:
+    """Raises ValueError on all ranks where what was loaded is not of one save. Collective."""
+    rows = local(mark)
+    if rows.numel() == 0:
+        rows = mark.new_empty(0, 2)
+    limits = torch.iinfo(torch.int64)
+    low = rows.amin(0) if len(rows) else torch.full((2,), limits.max, device="cpu")
+    high = rows.amax(0) if len(rows) else torch.full((2,), limits.min, device="cpu")
+    for comm in _comms(groups):
+        low, high = comm.all_reduce(low, "min"), comm.all_reduce(high, "max")
+    if torch.equal(low, high):
+        return
+    steps = f"of steps {int(low[1])} and {int(high[1])}" if low[1] != high[1] else "of different runs"
+    raise ValueError(
+        f"the checkpoint has files of several saves ({steps}): a part of it was replaced, or is left from an earlier "
+        "one. The values in memory are a mixture now; load another checkpoint"
+    )
+
+
+def _comms(groups: Groups) -> list[Communicator]:
+    return [*groups.everyone(), *groups.others()]

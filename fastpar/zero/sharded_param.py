@@ -1,4 +1,11 @@
-"""A trainable parameter and who owns it, the gradients it has, and which rank's were not finite."""
+"""A trainable parameter, what the optimizer has instead of it, its gradients, and which rank's were not finite.
+
+Note: replaced parameters. A rank's rows of a parameter are the optimizer's, in the parameter's own memory. What gives a
+parameter other memory (`model.to("cpu:0")`, `p.data = ...`) or a module another parameter
+(`load_state_dict(assign=True)`) would separate the two: the model would be trained no more, and nobody would be told.
+So `Connection` compares memory before every forward and step, one pointer a parameter; new values of the same dtype and
+device are copied to where the old ones were.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +21,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from fastpar.comm import Communicator
-from fastpar.zero.groups import Groups, as_dtensor, local
-from fastpar.zero.reduced import drop_unsent, unsent_gradient
+from fastpar.zero.groups import Groups, as_dtensor, local, set_local
+from fastpar.zero.parameter_classes import drop_unsent, unsent_gradient
 
 _NAMES = 8  # in a report
 _NOTE_BYTES = 1024
@@ -42,7 +49,7 @@ class Slot:
     at_rest: nn.Parameter | None = field(default=None, repr=False)
     version: int = field(default=0, repr=False)  # of the face's memory, when it last was the owner rounded
     seen: Tensor | None = field(default=None, repr=False)  # the parameter's rows where they are not the target, and
-    shown: Callable[[], Tensor] | None = field(default=None, repr=False)  # what these have had: see coded.py
+    shown: Callable[[], Tensor] | None = field(default=None, repr=False)  # what these have had: see quantized_gather.py
 
     @property
     def faces(self) -> list[nn.Parameter]:
@@ -183,3 +190,90 @@ def union(lines: Sequence[str], comm: Communicator) -> list[str]:
     notes = comm.all_gather(torch.tensor(list(note), dtype=torch.uint8)[None])
     texts = [bytes(each).rstrip(b"\0").decode(errors="ignore") for each in notes.tolist()]
     return list(dict.fromkeys(line for text in texts for line in text.split("\n") if line))
+
+
+class Connection:
+    """Watches the parameters of some slots.
+
+    model    whose modules are looked at; None: there is none, and parameters alone are watched
+    release  called before rows that other ranks may be reading are written to; collective
+    """
+
+    def __init__(self, model: nn.Module | None, slots: Sequence[Slot], release: Callable[[], None]) -> None:
+        self._release = release
+        self._homes = [(slot, _memory(slot.parameter), _memory(slot.parameter).data_ptr()) for slot in slots]
+        names = [slot.name for slot in slots]
+        places = {} if model is None else owners_of(model, names)
+        self._places = [
+            (slot, module._parameters, attribute) for slot in slots for module, attribute in places.get(slot.name, [])
+        ]
+
+    def check(self) -> None:
+        """Bring back what has gone astray. Raises RuntimeError, naming the parameter, for another dtype, shape or
+        device, and where the optimizer's copy is in a file.
+        """
+        astray: dict[str, tuple[Slot, Tensor, nn.Parameter]] = {}
+        for slot, home, pointer in self._homes:  # whose memory is held here, and is nobody else's
+            inner: Any = slot.parameter
+            if (inner._local_tensor if isinstance(inner, DTensor) else inner).data_ptr() != pointer:
+                astray[slot.name] = slot, home, slot.parameter
+        homes = {slot.name: home for slot, home, _ in self._homes}
+        for slot, held, attribute in self._places:
+            found = held.get(attribute)
+            if found is not None and found is not slot.parameter:
+                astray[slot.name] = slot, homes[slot.name], found
+        if astray:
+            self._bring_back(list(astray.values()))
+
+    def _bring_back(self, astray: Sequence[tuple[Slot, Tensor, nn.Parameter]]) -> None:
+        for slot, home, found in astray:
+            check_alike(slot.name, home, _memory(found))
+        changed = [each for each in astray if not torch.equal(each[1], _memory(each[2]))]
+        if changed:
+            self._release()
+        for slot, home, found in changed:
+            take_values(slot, home, _memory(found))
+        for slot, home, _ in astray:
+            set_local(slot.parameter, home)
+        for slot, held, attribute in self._places:
+            if held.get(attribute) is not slot.parameter:
+                held[attribute] = slot.parameter
+
+
+def take_values(slot: Slot, home: Tensor, value: Tensor) -> None:
+    """Give a parameter new values, and its master weights where it has some."""
+    with torch.no_grad():
+        home.copy_(value)
+        if slot.target is not None:
+            slot.take_values()
+
+
+def _memory(parameter: Any) -> Tensor:
+    found: Tensor = parameter._local_tensor if isinstance(parameter, DTensor) else parameter.data
+    return found
+
+
+def check_alike(name: str, home: Tensor, found: Tensor) -> None:
+    for what, was, now in (
+        ("dtype", home.dtype, found.dtype),
+        ("shape", tuple(home.shape), tuple(found.shape)),
+        ("device", home.device, found.device),
+    ):
+        if was != now:
+            raise RuntimeError(
+                f"{name} had {what} {was} in fastpar.zero.shard(...) and has {now} now: the optimizer would go on with "
+                "the old parameter. Convert and move the model before shard (precision= gives dtypes to shard itself)"
+            )
+
+
+def owners_of(model: nn.Module, names: Sequence[str]) -> dict[str, list[tuple[nn.Module, str]]]:
+    """Where parameters are registered: name -> modules and what they call it. Tied ones are at several places."""
+    named = dict(model.named_parameters())  # get_parameter trips over properties with a parameter's name
+    by_parameter = {id(named[name]): name for name in names}
+    found: dict[str, list[tuple[nn.Module, str]]] = {name: [] for name in names}
+    for module in model.modules():
+        for attribute, parameter in module._parameters.items():
+            name = by_parameter.get(id(parameter))
+            if name is not None:
+                found[name].append((module, attribute))
+    return found

@@ -1,23 +1,23 @@
-"""Shards of parameters in a file: read for every gather, one unit ahead, and written behind the optimizer's update.
+"""Stores of what a rank keeps at rest: stage 3's shards on the device, in the host's memory or in a file; and optimizer
+states in a file.
 
-    file = ShardFile(offload)
-    shards = file.shards(comm, names, tensors)           # this rank's rows go to the file
-    file.attach(name, parameter)                         # what shows those of one tensor: has no memory at rest
-    file.open()                                          # collective: memory for what will be read
-    pending = shards.gather_rows_async(rows)             # begins to read
+    store = ShardStore.of(offload)                       # DeviceStore, HostStore or FileStore
+    shards = store.shards(comm, names, tensors)          # this rank's rows
+    store.attach(name, parameter)                        # what shows those of one tensor
+    store.open()                                         # collective: memory for what will be read
+    pending = shards.gather_rows_async(rows)             # begins to copy or read
     pending.wait()                                       # gathers; collective
-    with file.writing(parameters):                       # which have memory here, of unknown content,
+    store.released()                                     # before shards are written to: no copy of them is under way
+    with store.writing(parameters):                      # which have memory here, of unknown content,
         ...                                              # get new values,
-    file.settle()                                        # and are in the file after this; collective
+    store.settle()                                       # and are at rest after this; collective
 
-Memory: of each kind (ranks, dtype, device) two buffers for the largest unit's shards: one that ranks gather from, one
-that is read into.
-
-Note: buffers and other ranks. Where ranks share memory they copy out of each other's buffers. The gather number k of a
-kind uses buffer k % 2 on every rank, and begins with an exchange that a rank enters when it has read its own shards:
-so nobody copies what has not been read. After gather k a rank reads ahead for the next into the other buffer, which
-gather k - 1 has used; all ranks had copied that when they entered the exchange of gather k. A wrong guess is read
-again, into the same buffer.
+Note: file buffers and other ranks. Of each kind (ranks, dtype, device) there are two buffers for the largest group's
+shards: one that ranks gather from, one that is read into. Where ranks share memory they copy out of each other's
+buffers. The gather number k of a kind uses buffer k % 2 on every rank, and begins with an exchange that a rank enters
+when it has read its own shards: so nobody copies what has not been read. After gather k a rank prefetches the next into
+the other buffer, which gather k - 1 has used; all ranks had copied that when they entered the exchange of gather k. A
+wrong guess is read again, into the same buffer.
 
 Note: failures. On CPUs that exchange, and one after the writes of a step, tell which ranks could not read or write, so
 that all ranks raise StorageError. On other devices it would have to wait for the device; there the other ranks meet
@@ -28,24 +28,61 @@ from __future__ import annotations
 
 import errno
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fastpar.comm import Communicator
 from fastpar.comm.observers import note
 from fastpar.comm.pending import Pending
-from fastpar.storage import StorageError, TensorStore, Transfer
-from fastpar.zero.absent import mark_absent, mark_present
-from fastpar.zero.flat import FlatLayout, PeerMemory, copy_rows, filled
-from fastpar.zero.groups import set_local
-from fastpar.zero.offload import Offload, nothing_like
-from fastpar.zero.upload import Upload
+from fastpar.storage import StorageError, TensorStore, Transfer, stream
+from fastpar.zero.flat import FlatLayout, FlatShards, PeerMemory, Upload, copy_rows, filled
+from fastpar.zero.groups import local, set_local
+from fastpar.zero.options import Offload
+from fastpar.zero.parameter_classes import mark_absent, mark_present
+
+
+class Home:
+    """One model's: see `Offload`. `file` is None where nothing of the parameters is in one, `is_device` says whether
+    they rest where they are used."""
+
+    def __init__(self, offload: Offload | None = None) -> None:
+        with_parameters = offload is not None and offload.parameters
+        self.is_device = not with_parameters
+        self._has_copies = offload is not None
+        self._is_host = with_parameters and offload is not None and offload.path is None
+        self.file = ShardFile(offload) if offload is not None and with_parameters and not self._is_host else None
+        self._uploads: dict[torch.device, Upload | None] = {}
+
+    def needs_copy(self, is_resident: bool) -> bool:
+        """Whether the optimizer is to have a copy of a parameter even where dtypes agree: not of what is at rest in the
+        host's memory, and can be updated there."""
+        return self._has_copies and (is_resident or not self._is_host)
+
+    def of_masters(self, device: torch.device) -> torch.device:
+        """Where the optimizer's copies of parameters on `device` are."""
+        return torch.device("cpu") if self._has_copies else device
+
+    def shards(self, comm: Communicator, names: Sequence[str], tensors: Sequence[Tensor]) -> FlatShards | DiskShards:
+        """This rank's rows of whole tensors of one dtype and device. Collective."""
+        if self.file is not None:
+            return self.file.shards(comm, names, tensors)
+        device = tensors[0].device
+        if self._is_host and device not in self._uploads:
+            self._uploads[device] = Upload.of(device)
+        return FlatShards(comm, tensors, upload=self._uploads.get(device))
+
+    def released(self) -> None:
+        """Before shards are written to: no copy of them is under way after this."""
+        for upload in self._uploads.values():
+            if upload is not None:
+                upload.settle()
+
 
 BUFFERS = 2  # one that ranks gather from, one that is read into
 
@@ -324,3 +361,123 @@ def _held(x: Tensor) -> Tensor:
     inner: Any = x
     found: Tensor = inner._local_tensor if isinstance(x, DTensor) else x
     return found
+
+
+SMALL_BYTES = 64 << 10  # tensors below stay in memory
+
+
+class DiskStates:
+    """Keeps the values and states of parameters in a file between steps.
+
+        states = DiskStates(offload, parameters, optimizer)      # values go to the file; their memory is freed
+        states.update(step)                                      # step(some of them), group by group, in memory
+
+    Tensors below 64 KB stay in memory, and so do parameters that are not trained. While a group is updated the next is
+    read and the one before written.
+    """
+
+    def __init__(self, offload: Offload, parameters: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+        assert offload.path is not None
+        self._store = TensorStore(offload.path, **(offload.options or {}))
+        self._optimizer = optimizer
+        self._names = {id(parameter): f"{number}" for number, parameter in enumerate(parameters)}
+        self._group_bytes = offload.group_bytes
+        self._groups = _groups([p for p in parameters if p.requires_grad], offload.group_bytes)
+        self._away: dict[str, Tensor] = {}  # tensors whose values are in the file
+        for group in self._groups:
+            self._put_away(group)
+        self._store.flush()
+
+    @property
+    def file_bytes(self) -> int:
+        return self._store.file_bytes
+
+    def adopt(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Keep these, too: the optimizer has got them after this was made."""
+        first = len(self._names)
+        self._names |= {id(parameter): f"{first + number}" for number, parameter in enumerate(parameters)}
+        for group in _groups(parameters, self._group_bytes):
+            self._groups.append(group)
+            self._put_away(group)
+        self._store.flush()
+
+    def update(self, step: Callable[[Sequence[nn.Parameter]], None]) -> None:
+        """Call `step` for the parameters of one group after the other; those without gradient are left out."""
+        groups = [[p for p in group if p.grad is not None] for group in self._groups]
+        groups = [group for group in groups if group]
+        items = [tuple(name for name, _ in self._held(group) if name in self._away) for group in groups]
+
+        def work(number: int, tensors: Mapping[str, Tensor]) -> None:
+            for name, memory in tensors.items():
+                self._away[name].data = memory
+            step(groups[number])
+            for name in tensors:
+                self._away[name].data = nothing_like(self._away[name])
+            self._put_away(groups[number])
+
+        stream(self._store, items, work)
+        self._store.flush()
+
+    def load(self) -> None:
+        """Bring everything into memory, as for a checkpoint; `put_away` gives it back. What is there already stays: it
+        may have been written to."""
+        for name, tensor in self._away.items():
+            if tensor.untyped_storage().nbytes() == 0:
+                tensor.data = self._store.read(name).wait()
+
+    def put_away(self) -> None:
+        for name, tensor in self._away.items():
+            self._store.write(name, tensor).wait()
+            tensor.data = nothing_like(tensor)
+        for group in self._groups:
+            self._put_away(group)
+
+    def refresh(self) -> None:
+        """The optimizer has other tensors as states than before: puts these away."""
+        for group in self._groups:
+            for name, tensor in self._held(group):
+                if name in self._away:
+                    self._away[name] = tensor
+        self.put_away()
+
+    def close(self) -> None:
+        self._store.close()
+
+    def _held(self, group: Sequence[nn.Parameter]) -> Iterator[tuple[str, Tensor]]:
+        """What belongs to these parameters: the tensors with memory, by name."""
+        for parameter in group:
+            number = self._names[id(parameter)]
+            inner: Any = parameter
+            yield f"{number}.value", getattr(inner, "_local_tensor", inner)
+            for key, value in self._optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor):
+                    inner = value
+                    yield f"{number}.{key}", getattr(inner, "_local_tensor", inner)
+
+    def _put_away(self, group: Sequence[nn.Parameter]) -> None:
+        """Write what is in memory and large, and free it."""
+        for name, tensor in self._held(group):
+            if name not in self._away and tensor.nbytes >= SMALL_BYTES:
+                self._store.write(name, tensor.detach()).wait()
+                self._away[name] = tensor
+                tensor.data = nothing_like(tensor)
+
+
+def _groups(parameters: Sequence[nn.Parameter], limit: int) -> list[list[nn.Parameter]]:
+    groups: list[list[nn.Parameter]] = []
+    held = 0
+    for parameter in parameters:
+        nbytes = local(parameter).nbytes
+        if not groups or held + nbytes > limit:
+            groups.append([])
+            held = 0
+        groups[-1].append(parameter)
+        held += nbytes
+    return groups
+
+
+def nothing_like(x: Tensor) -> Tensor:
+    """A tensor of the same shape without memory."""
+    nothing = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    nothing.untyped_storage().resize_(0)
+    return nothing

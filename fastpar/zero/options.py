@@ -1,9 +1,10 @@
-"""What `shard` is called with: what fits, what does not, and what to write instead."""
+"""Options of `shard`: what each means, what fits, what does not, and what to write instead."""
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,11 +14,110 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from fastpar.arguments import checked_fields
+from fastpar.comm.scaled_codes import DelayedScalingWire
+from fastpar.comm.wire_formats import FLOATS, BlockWire
 from fastpar.mesh import Mesh
 from fastpar.precision import Precision
 from fastpar.zero.groups import Groups, GroupsLike, is_expert
 from fastpar.zero.hooks import ZeroGrad
-from fastpar.zero.offload import Offload
+from fastpar.zero.quantized_gather import ParamWire
+
+GROUP_BYTES = 64 << 20
+
+
+@checked_fields
+@dataclass(frozen=True)
+class Offload:
+    """Where the optimizer's part of a model lives.
+
+    path         None: the host's memory; a folder: a file in it, on a local disk
+    group_bytes  of master weights that are in memory at once, three times: read ahead, updated, written behind
+    options      of `fastpar.storage.TensorStore`
+    parameters   whether the shards of stage 3 live there, too; what is resident stays on the device
+    """
+
+    path: str | os.PathLike[str] | None = None
+    group_bytes: int = GROUP_BYTES
+    options: Mapping[str, Any] | None = None
+    parameters: bool = False
+
+    @staticmethod
+    def of(value: Offload | str | None) -> Offload | None:
+        """None or "none", "cpu", "nvme:FOLDER", these two with parameters ("cpu+parameters",
+        "nvme+parameters:FOLDER"), or an Offload. Raises ValueError for another text."""
+        if value is None or isinstance(value, Offload):
+            return value
+        if not isinstance(value, str):
+            raise TypeError(f"offload must be a text, a fastpar.zero.Offload or None, got {type(value).__name__}")
+        if value == "none":
+            return None
+        where, colon, folder = value.partition(":")
+        kind, plus, what = where.partition("+")
+        is_known = bool(folder) if kind == "nvme" else kind == "cpu" and not colon
+        if not is_known or (plus and what != "parameters"):
+            raise ValueError(
+                'offload must be "none", "cpu", "cpu+parameters", "nvme:FOLDER", "nvme+parameters:FOLDER" or an '
+                f"Offload, got {value!r}"
+            )
+        return Offload(folder or None, parameters=bool(plus))
+
+
+def param_wires_of(
+    param_wire: Any, named: Mapping[str, nn.Parameter], precision: Precision, stage: int, offloads_parameters: bool
+) -> dict[str, ParamWire]:
+    """The format of every parameter that `param_wire` means. Raises TypeError and ValueError for what is not sound."""
+    if param_wire is None:
+        return {}
+    is_choice = callable(param_wire) and not isinstance(param_wire, type)
+    if not is_choice:
+        _check_wire(param_wire, "param_wire")
+    if stage == 0:
+        raise ValueError(
+            "param_wire is for stages 1 to 3, which gather parameters; in stage 0 none travel: leave it out"
+        )
+    if offloads_parameters:
+        raise ValueError(
+            "param_wire gathers from shards in the device's memory; offload of parameters puts them elsewhere: leave "
+            "one of the two out (offload='cpu' and 'nvme:FOLDER' without parameters do)"
+        )
+    found: dict[str, ParamWire] = {}
+    for name, parameter in named.items():
+        is_float = parameter.dtype in FLOATS and precision.param_dtype(name, parameter.dtype) in FLOATS
+        wire = param_wire(name, parameter) if is_choice else param_wire if parameter.ndim >= 2 and is_float else None
+        if wire is None:
+            continue
+        _check_wire(wire, f"param_wire({name!r}, ...)" if is_choice else "param_wire")
+        if not is_float:
+            raise ValueError(
+                f"param_wire({name!r}, ...) must be None for a parameter of {parameter.dtype}: float32, bfloat16 and "
+                "float16 can be quantised"
+            )
+        found[name] = wire
+    return found
+
+
+def _check_wire(wire: Any, name: str) -> None:
+    if not isinstance(wire, (BlockWire, DelayedScalingWire)):
+        raise TypeError(
+            f"{name} must be a fastpar.comm.BlockWire, a DelayedScalingWire, a function of a name and a parameter that "
+            f"gives one or None, or None; got {wire!r:.80}. For 16 bits take precision='bf16'"
+        )
+    if isinstance(wire, BlockWire) and (wire.rounding != "nearest" or wire.error_feedback):
+        raise ValueError(
+            f"{name} must be a BlockWire with rounding='nearest' and error_feedback=False, got {wire!r}: forward and "
+            "backward gather the same values, and the optimizer keeps the exact ones"
+        )
+
+
+def check_gradient_wire(wire: Any) -> None:
+    """Raises TypeError for a `wire` that has no reductions."""
+    if wire is not None and not (hasattr(wire, "reduce_scatter_async") and hasattr(wire, "all_reduce_async")):
+        raise TypeError(
+            f"wire must be a fastpar.comm.BlockWire, CastWire or PlainWire, which reduce gradients, got {wire!r:.80}"
+            + ("; param_wire= takes it for parameters" if isinstance(wire, DelayedScalingWire) else "")
+        )
+
 
 SYNC_WEIGHTS = ("broadcast", "check")
 

@@ -1,28 +1,37 @@
-"""Formats of gathered parameters: which parameter travels how, and the scales that delayed scaling remembers.
+"""Gathers of parameters as 8-bit codes (`param_wire`): exact at rest, and everywhere else the values of the codes.
 
-    formats = GatherFormats({"layers.0.weight": BlockWire("int8")}, groups)
+    formats = GatherFormats({"layers.0.weight": BlockWire("int8")})
     encoder = formats.encoder(wire, names, groups, device)        # of tensors whose rows lie in one flat tensor
-    message = encoder.encode(flat, numels)
-    encoder.codes.dequantize_into(gathered, outs)
-    formats.roll()                                                # collective: after a step
+    shards = CodedShards(comm, tensors, encoder)          # stage 3: this rank's rows, exact
+    pending = shards.gather_rows_async(rows)              # quantises them, gathers codes, writes values
+    whole = CodedParameters(comm, tensors, encoder)       # stages 1 and 2: parameters that are always whole
+    whole.gather()
+    formats.roll()                                        # collective: after a step
+
+Rows are quantised tensor by tensor, so no block and no scale is of two tensors. What the optimizer updates are the
+exact rows, and gradients are those of the values: the quantisation is passed straight through. Every gather quantises
+anew, 1/N of the elements. Codes kept from step to step would save that, and hide what somebody writes to the shards in
+between.
 
 Note: equal bits. A message has the scales with the codes, and every rank decodes every message, its own too. So what
-ranks compute with depends on nothing but the messages. A scale stays as it is from one step to the next, so that what a
-unit gathers again in backward has the bits of its forward.
+ranks compute with depends on nothing but the messages. A scale stays as it is from one step to the next, so that what
+a group gathers again in backward has the bits of its forward.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
+from fastpar.comm import Communicator
+from fastpar.comm.pending import Pending
 from fastpar.comm.scaled_codes import DelayedScalingWire
-from fastpar.comm.wire_formats import FLOATS, BlockWire
-from fastpar.precision import Precision
-from fastpar.zero.groups import Groups
+from fastpar.comm.wire_formats import BlockWire
+from fastpar.zero.flat import FlatLayout, filled
+from fastpar.zero.groups import Groups, own_storage
 
 ParamWire = BlockWire | DelayedScalingWire
 ParamWireLike = ParamWire | Callable[[str, nn.Parameter], ParamWire | None] | None
@@ -166,57 +175,91 @@ class GatherFormats:
         return {name: count for name, count in pairs if count}
 
 
-def param_wires_of(
-    param_wire: Any, named: Mapping[str, nn.Parameter], precision: Precision, stage: int, offloads_parameters: bool
-) -> dict[str, ParamWire]:
-    """The format of every parameter that `param_wire` means. Raises TypeError and ValueError for what is not sound."""
-    if param_wire is None:
-        return {}
-    is_choice = callable(param_wire) and not isinstance(param_wire, type)
-    if not is_choice:
-        _check_wire(param_wire, "param_wire")
-    if stage == 0:
-        raise ValueError(
-            "param_wire is for stages 1 to 3, which gather parameters; in stage 0 none travel: leave it out"
-        )
-    if offloads_parameters:
-        raise ValueError(
-            "param_wire gathers from shards in the device's memory; offload of parameters puts them elsewhere: leave "
-            "one of the two out (offload='cpu' and 'nvme:FOLDER' without parameters do)"
-        )
-    found: dict[str, ParamWire] = {}
-    for name, parameter in named.items():
-        is_float = parameter.dtype in FLOATS and precision.param_dtype(name, parameter.dtype) in FLOATS
-        wire = param_wire(name, parameter) if is_choice else param_wire if parameter.ndim >= 2 and is_float else None
-        if wire is None:
-            continue
-        _check_wire(wire, f"param_wire({name!r}, ...)" if is_choice else "param_wire")
-        if not is_float:
-            raise ValueError(
-                f"param_wire({name!r}, ...) must be None for a parameter of {parameter.dtype}: float32, bfloat16 and "
-                "float16 can be quantised"
-            )
-        found[name] = wire
-    return found
+class CodedShards:
+    """The rows of `tensors` that belong to this rank: what `FlatShards` are, with gathers of codes. Collective."""
 
+    is_shared = False  # to gather takes time that can be hidden
 
-def _check_wire(wire: Any, name: str) -> None:
-    if not isinstance(wire, (BlockWire, DelayedScalingWire)):
-        raise TypeError(
-            f"{name} must be a fastpar.comm.BlockWire, a DelayedScalingWire, a function of a name and a parameter that "
-            f"gives one or None, or None; got {wire!r:.80}. For 16 bits take precision='bf16'"
-        )
-    if isinstance(wire, BlockWire) and (wire.rounding != "nearest" or wire.error_feedback):
-        raise ValueError(
-            f"{name} must be a BlockWire with rounding='nearest' and error_feedback=False, got {wire!r}: forward and "
-            "backward gather the same values, and the optimizer keeps the exact ones"
+    def __init__(self, comm: Communicator, tensors: Sequence[Tensor], encoder: Encoder) -> None:
+        self.comm = comm
+        self.layout = FlatLayout([x.shape for x in tensors], comm.size)
+        self.flat = torch.zeros(self.layout.counts[comm.rank], dtype=tensors[0].dtype, device=tensors[0].device)
+        self.shards = self.layout.views(self.flat, comm.rank)
+        for index, (shard, x) in enumerate(zip(self.shards, tensors, strict=True)):
+            shard.copy_(self.layout.rows_of(x.detach(), index, comm.rank))
+        self.codes, self._encoder = encoder.codes, encoder
+        count = len(tensors)
+        numels = [self.layout.numels[rank * count : (rank + 1) * count] for rank in range(comm.size)]
+        self._numels = numels[comm.rank]
+        self._words = [sum(map(self.codes.words, of_rank)) for of_rank in numels]
+
+    def rows_in(self, outs: Sequence[Tensor]) -> list[list[Tensor]]:
+        """The rows of each rank in whole tensors, without those that are empty: where a gather writes to."""
+        everyone = range(self.comm.size)
+        return [filled(self.layout.rows_of(x.detach(), i, rank) for i, x in enumerate(outs)) for rank in everyone]
+
+    def encode(self) -> Tensor:
+        """The message with this rank's rows."""
+        return self._encoder.encode(self.flat, self._numels)
+
+    def gather_rows_async(self, rows: Sequence[list[Tensor]]) -> Pending[None]:
+        return self.send(self.encode(), rows)
+
+    def send(self, message: Tensor, rows: Sequence[list[Tensor]]) -> Pending[None]:
+        """Begin to gather messages; `wait` writes the values of all of them. Collective: one all-gather of bytes."""
+        pending = self.comm.all_gather_async(message, sizes=self._words)
+        targets = [x for of_rank in rows for x in of_rank]
+        return Pending(
+            None,
+            lambda: self.codes.dequantize_into(pending.wait(), targets),
+            describe=lambda: "gathering codes of shards",
+            timeout=self.comm.timeout,
         )
 
+    def gather_exact(self, rows: Sequence[list[Tensor]]) -> None:
+        """The shards as they are, for good. Collective."""
+        self.layout.put_rows(self.comm.all_gather(self.flat, sizes=self.layout.counts), rows)
 
-def check_gradient_wire(wire: Any) -> None:
-    """Raises TypeError for a `wire` that has no reductions."""
-    if wire is not None and not (hasattr(wire, "reduce_scatter_async") and hasattr(wire, "all_reduce_async")):
-        raise TypeError(
-            f"wire must be a fastpar.comm.BlockWire, CastWire or PlainWire, which reduce gradients, got {wire!r:.80}"
-            + ("; param_wire= takes it for parameters" if isinstance(wire, DelayedScalingWire) else "")
-        )
+    def abandon(self, pending: Pending[None]) -> None:
+        """Of a gather that has been begun, and whose result nobody wants."""
+        pending.wait()  # it writes to memory that is about to go
+
+
+class CodedParameters:
+    """Whole tensors of one dtype and device on every rank, with the exact rows of this one beside them (`rows`): what
+    `WholeParameters` are, with gathers of codes. Collective.
+
+    values  the tensors; `gather` writes to all of their elements
+    seen    this rank's rows of them
+    """
+
+    is_shared = False
+
+    def __init__(self, comm: Communicator, tensors: Sequence[Tensor], encoder: Encoder) -> None:
+        self.values = list(tensors)
+        self.shards = CodedShards(comm, tensors, encoder)
+        self.layout = self.shards.layout
+        self.rows = [own_storage(x) for x in self.shards.shards]
+        self.seen = [self.layout.rows_of(x, index, comm.rank) for index, x in enumerate(tensors)]
+        self._targets = self.shards.rows_in(tensors)
+        self._message = torch.empty(0, dtype=torch.int64)
+        self.gather()
+
+    @property
+    def nbytes(self) -> int:
+        """Of the exact rows and of their codes."""
+        return self.shards.flat.nbytes + self._message.nbytes
+
+    def gather(self) -> None:
+        """Give all ranks the values of what the rows are now. Collective: one all-gather of bytes."""
+        self._message = self.shards.encode()
+        self.shards.send(self._message, self._targets).wait()
+        for x in self.values:
+            torch.autograd.graph.increment_version(x)  # graphs that have saved the old values are to say so
+
+    def shown(self, index: int) -> Tensor:
+        """What `seen` of a tensor has had since the last gather, unless somebody has written to it."""
+        found = torch.empty_like(self.seen[index], memory_format=torch.contiguous_format)
+        words = [self.shards.codes.words(x.numel()) for x in self.seen]
+        self.shards.codes.dequantize_into(self._message.split(words)[index], [found])
+        return found
