@@ -345,6 +345,44 @@ def test_sessions_of_one_store_follow_each_other():
         assert run_sessions(store, [1, 0]) == [[{"rank": 0}, {"rank": 1}]] * 2
 
 
+def test_a_rank_is_not_taken_into_the_session_that_rank_0_opens_next(monkeypatch):
+    """Rank 0 may be through with a session, and have opened another, between two looks of a rank that waits."""
+    looked, opened = threading.Event(), threading.Event()
+    wait_for_all = Session._wait_for_all
+
+    class Interrupted(dist.PrefixStore):
+        def check(self, keys: list[str]) -> bool:
+            answer = super().check(keys)
+            if keys == ["outcome"] and threading.current_thread().name == "rank 1" and super().check(["in1"]):
+                looked.set()
+                opened.wait(5.0)  # what it has seen is old by now
+            return answer
+
+    def rank_0() -> None:
+        first, after = (Session(store, 0, 2, Clock(10.0)) for _ in range(2))
+        monkeypatch.setattr(first, "_wait_for_all", lambda *a: (wait_for_all(first, *a), looked.wait(5.0)))
+        monkeypatch.setattr(after, "_wait_for_all", lambda *a: (opened.set(), wait_for_all(after, *a)))
+        first.meet({"tp": 2}, {})
+        after.meet({"cp": 2}, {})
+
+    def rank_1() -> None:
+        try:
+            Session(store, 1, 2, Clock(10.0)).meet({"tp": 2}, {})
+            Session(store, 1, 2, Clock(10.0)).meet({"cp": 2}, {})
+            said.append("both")
+        except RendezvousError as error:
+            said.append(str(error))
+
+    store, said = dist.HashStore(), []
+    monkeypatch.setattr("fastpar.mesh.rendezvous.dist.PrefixStore", Interrupted)
+    threads = [threading.Thread(target=rank_0), threading.Thread(target=rank_1, name="rank 1")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert said == ["both"]
+
+
 def test_a_rank_of_another_job_is_refused_and_disturbs_nobody(monkeypatch):
     store = dist.HashStore()
     found: list = []

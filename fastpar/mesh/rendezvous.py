@@ -175,9 +175,10 @@ class Session:
 
         def has_outcome() -> bool:
             nonlocal token, problem
-            if token and not problem and self.store.check(["outcome"]):  # before rank 0 opens another
-                return True
             newest = self._root.get("session").decode() if self._root.check(["session"]) else ""
+            # Asked after the newest: rank 0 may have ended this one and opened its next a moment ago, which is not ours.
+            if token and not problem and self.store.check(["outcome"]):
+                return True
             if newest and newest != token:
                 token = newest
                 self.store = dist.PrefixStore(token, self._root)
