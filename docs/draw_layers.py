@@ -12,6 +12,7 @@ PYTHON = [
     ("commands", [("cli", True), ("doctor", True)]),
     ("proof, other libraries", [("verification", True), ("integrations", True)]),
     ("whole models", [("parallel", True), ("checkpoint", False), ("planner", False)]),
+    ("layouts as data", [("layouts", True)]),
     ("data parallelism", [("zero (stands on clip, precision)", True), ("ddp", True)]),
     (
         "strategies (never import each other)",

@@ -18,9 +18,23 @@ from typing import TYPE_CHECKING, Any
 from fastpar._version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from fastpar import comm, expert, ops, optim, parallel, pipeline, recompute, reference, storage, tensor, zero
+    from fastpar import (
+        comm,
+        expert,
+        layouts,
+        ops,
+        optim,
+        parallel,
+        pipeline,
+        recompute,
+        reference,
+        storage,
+        tensor,
+        zero,
+    )
     from fastpar.clip import GradSum, clip_grad_norm_, grad_norm
     from fastpar.comm import CommError, Communicator, Pending
+    from fastpar.layouts import Layout
     from fastpar.mesh import Mesh, init_mesh
     from fastpar.parallel import Style
     from fastpar.parallel.api import explain, parallelize, unparallelize
@@ -33,6 +47,7 @@ if TYPE_CHECKING:
 _MODULES = (
     "comm",
     "expert",
+    "layouts",
     "ops",
     "optim",
     "parallel",
@@ -47,6 +62,7 @@ _HOME = {
     "CommError": "fastpar.comm",
     "Communicator": "fastpar.comm",
     "GradSum": "fastpar.clip",
+    "Layout": "fastpar.layouts",
     "LossScaler": "fastpar.precision",
     "Mesh": "fastpar.mesh",
     "Pending": "fastpar.comm",
@@ -68,6 +84,7 @@ __all__ = [
     "CommError",
     "Communicator",
     "GradSum",
+    "Layout",
     "LossScaler",
     "Mesh",
     "Pending",
@@ -82,6 +99,7 @@ __all__ = [
     "explain",
     "grad_norm",
     "init_mesh",
+    "layouts",
     "ops",
     "optim",
     "parallel",

@@ -32,6 +32,7 @@ LAYERS = {
     "clip": 6,
     "optim": 6,
     "ddp": 6,
+    "layouts": 10,
     "parallel": 11,
     "checkpoint": 11,
     "planner": 11,

@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PUBLIC_MODULES = [
     "fastpar",
     "fastpar.comm",
+    "fastpar.layouts",
     "fastpar.mesh",
     "fastpar.ops",
     "fastpar.parallel.plan",

@@ -1,0 +1,129 @@
+"""A layout as words: `pp2 tp2 sp dp2 zero3 ep2`.
+
+| words | what |
+|---|---|
+| `pp2 tp2 cp2 ep2 etp2` | sizes of the mesh's dims |
+| `dp2`, `replicas2` | dp_shard and dp_replicate |
+| `sp` | sequence parallelism |
+| `zero0` to `zero3` | the stage of ZeRO |
+| `cpu`, `cpu+parameters`, `nvme:FOLDER`, `nvme+parameters:FOLDER` | offload |
+| `zbv`, `interleaved_1f1b`, ... | the pipeline's schedule |
+| `mb8`, `stages2`, `shard_head`, `cut6/5/5` | microbatches, stages per rank, the sharded head, layers of each part |
+| `ring`, `gather`, `ulysses`; `contiguous`, `striped`, `dealt` | attention over cp; the order of tokens |
+| `selective`, `full` | recomputation; `recompute:full/none` has one for every pipeline rank |
+| `acc4` | passes whose gradients are summed |
+
+Words stand in any order, with spaces or commas between. Each may be said once. `dims=2` is `dims2`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastpar.layouts.layout import (
+    METHODS,
+    RECOMPUTE,
+    TOKEN_ORDERS,
+    ContextOptions,
+    Layout,
+    PipelineOptions,
+    ZeroOptions,
+)
+from fastpar.pipeline.schedules.generators import schedule_names
+
+_DIMS = {"pp": "pp", "tp": "tp", "replicas": "dp_replicate", "dp": "dp_shard", "cp": "cp", "ep": "ep", "etp": "etp"}
+_COUNTS = {"mb": "microbatches", "stages": "stages_per_rank"}
+_EXAMPLE = "as in 'pp2 tp2 sp dp2 zero1 zbv mb8'"
+
+
+def to_words(layout: Layout) -> str:
+    """The canonical words of a layout: what differs from the defaults, always in the same order."""
+    pipeline, default = layout.pipeline, PipelineOptions()
+    found = [f"{word}{getattr(layout, dim)}" for word, dim in _DIMS.items() if getattr(layout, dim) > 1]
+    found += ["sp"] if layout.sequence_parallel else []
+    found += [f"zero{layout.zero.stage}"] if layout.zero.stage else []
+    found += [layout.zero.offload] if layout.zero.offload != "none" else []
+    found += [pipeline.schedule] if pipeline.schedule != default.schedule else []
+    found += [f"{word}{getattr(pipeline, name)}" for word, name in _COUNTS.items() if getattr(pipeline, name) > 1]
+    found += ["shard_head"] if pipeline.shard_head else []
+    found += ["cut" + "/".join(map(str, pipeline.cut))] if pipeline.cut is not None else []
+    found += [layout.context.method] if layout.context.method != "auto" else []
+    found += [layout.context.order] if layout.context.order != "zigzag" else []
+    if isinstance(layout.recompute, tuple):
+        found.append("recompute:" + "/".join(layout.recompute))
+    elif layout.recompute != "none":
+        found.append(layout.recompute)
+    found += [f"acc{layout.accumulate}"] if layout.accumulate > 1 else []
+    return " ".join(found) or "one rank"
+
+
+def from_words(text: str) -> Layout:
+    """The layout that the words describe. Raises ValueError for words that there are not, with near misses."""
+    if not isinstance(text, str):
+        raise TypeError(f"text must be words {_EXAMPLE}, got {type(text).__name__}")
+    if text.strip() == "one rank":
+        return Layout()
+    read = _Words(text)
+    for word in re.split(r"[\s,]+", text.strip()):
+        read.add(word)
+    return Layout(
+        **read.found["layout"],
+        zero=ZeroOptions(**read.found["zero"]),
+        pipeline=PipelineOptions(**read.found["pipeline"]),
+        context=ContextOptions(**read.found["context"]),
+    )
+
+
+@dataclass
+class _Words:
+    """What has been read so far, by the dataclass that it belongs to."""
+
+    text: str
+    found: dict[str, dict[str, Any]] = field(
+        default_factory=lambda: {"layout": {}, "zero": {}, "pipeline": {}, "context": {}}
+    )
+
+    def add(self, word: str) -> None:
+        where, name, value = self._meaning(word)
+        if name in self.found[where]:
+            raise ValueError(f"layout {self.text!r}: {word!r} says a second time what {name} is")
+        self.found[where][name] = value
+
+    def _meaning(self, word: str) -> tuple[str, str, Any]:
+        if word in schedule_names():
+            return "pipeline", "schedule", word
+        numbered = re.fullmatch(r"([a-z]+)=?(\d+)", word)
+        if numbered:
+            stem, number = numbered[1], int(numbered[2])
+            if stem in _DIMS:
+                return "layout", _DIMS[stem], number
+            if stem in _COUNTS:
+                return "pipeline", _COUNTS[stem], number
+            if stem == "acc":
+                return "layout", "accumulate", number
+            if stem == "zero":
+                return "zero", "stage", number
+        if word in ("sp", "shard_head"):
+            return ("layout", "sequence_parallel", True) if word == "sp" else ("pipeline", "shard_head", True)
+        if word in RECOMPUTE or word == "recompute":
+            return "layout", "recompute", "full" if word == "recompute" else word
+        if word in METHODS or word in TOKEN_ORDERS:
+            return "context", "method" if word in METHODS else "order", word
+        if re.match(r"(cpu|nvme)([+:]|$)", word):
+            return "zero", "offload", word
+        if word.startswith("recompute:"):
+            return "layout", "recompute", tuple(word.removeprefix("recompute:").split("/"))
+        if re.fullmatch(r"cut\d+(/\d+)*", word):
+            return "pipeline", "cut", tuple(int(part) for part in word.removeprefix("cut").split("/"))
+        raise ValueError(self._unknown(word))
+
+    def _unknown(self, word: str) -> str:
+        numbered = [f"{stem}N" for stem in (*_DIMS, *_COUNTS, "acc")]
+        known = [*numbered, "sp", "zero0", "zero1", "zero2", "zero3", "shard_head", "selective", "full"]
+        known += [*METHODS[1:], *TOKEN_ORDERS, *schedule_names()]
+        near = difflib.get_close_matches(re.sub(r"=?\d+$", "N", word), known, n=3)
+        hint = f"; did you mean {' or '.join(near)}" if near else ""
+        return f"layout {self.text!r} has an unknown word {word!r}{hint}; words are {', '.join(known)}, {_EXAMPLE}"
