@@ -277,7 +277,8 @@ class Order:
     """The units in the order in which the last complete forward pass ran them; before the first, as given."""
 
     def __init__(self, units: Sequence[Unit]) -> None:
-        self._expected, self._seen, self._position = list(units), list[Unit](), 0
+        self._expected, self._position = list(units), 0
+        self._seen: list[Unit] = []
 
     def begin(self) -> None:
         """A forward pass begins."""
