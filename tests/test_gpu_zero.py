@@ -29,10 +29,10 @@ def train(offload: Any, precision: fp.Precision | None) -> tuple[dict[str, Tenso
     torch.cuda.synchronize()
     stage3: Any = zero.storages[0]
     stage3.pool.release()
-    at_rest = torch.cuda.memory_allocated()
+    sharded = torch.cuda.memory_allocated()
     values = {name: x.detach().cpu().clone() for name, x in zero.state_dict()["model"].items()}
     zero.detach()
-    return values, at_rest
+    return values, sharded
 
 
 @pytest.mark.parametrize("precision", [None, fp.Precision.bf16()], ids=["fp32", "bf16"])

@@ -16,7 +16,7 @@ def profile_stage3() -> list[str]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    zero = fp.zero.shard(model, optimizer, group=dist.group.WORLD, stage=3, units=["0", "1"], resident_share=0.0)
+    zero = fp.zero.shard(model, optimizer, group=dist.group.WORLD, stage=3, units=["0", "1"], persistent_share=0.0)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         model(torch.ones(4, 8)).sum().backward()
         optimizer.step()

@@ -122,11 +122,11 @@ def check_unused():
     state = run.zero.state_dict()
     assert not state["has_state"]["unused"]
     assert "exp_avg" in state["optimizer"]["unused"]  # so that all checkpoints have the same keys
-    faces = {slot.name: slot.face for slot in run.zero.slots}
+    faces = {param.name: param.model_param for param in run.zero.params}
     assert faces["unused"] not in run.optimizer.state
     other = Run(1, seed=1)
     other.zero.load_state_dict(state)
-    faces = {slot.name: slot.face for slot in other.zero.slots}
+    faces = {param.name: param.model_param for param in other.zero.params}
     assert faces["unused"] not in other.optimizer.state
     assert faces["last.weight"] in other.optimizer.state
     return True

@@ -77,7 +77,7 @@ def mean(gradients: list[list[Tensor]]) -> list[Tensor]:
 def trained_on(mesh: fp.Mesh, stage: int, steps: int = 3, **options: Any) -> list[dict[str, Tensor]]:
     model = build()
     optimizer = adamw(model)
-    zero = fp.zero.shard(model, optimizer, group=mesh, stage=stage, max_norm=MAX_NORM, resident_share=0.1, **options)
+    zero = fp.zero.shard(model, optimizer, group=mesh, stage=stage, max_norm=MAX_NORM, persistent_share=0.1, **options)
     found = []
     for step in range(steps):
         loss_of(model, step, mesh.rank("dp"), mesh.rank("cp"), mesh.size("cp")).backward()
@@ -136,7 +136,7 @@ def tensor_parallel() -> None:
             nn.Tanh(),
             RowParallelLinear.from_linear(source[2], group=mesh["tp"]),
         )
-        zero = fp.zero.shard(twin, adamw(twin), group=mesh, stage=stage, max_norm=MAX_NORM, resident_share=0.0)
+        zero = fp.zero.shard(twin, adamw(twin), group=mesh, stage=stage, max_norm=MAX_NORM, persistent_share=0.0)
         loss_of(twin, 0, 0, mesh.rank("cp"), 2).backward()
         for p, q in zip(twin.parameters(), whole.parameters(), strict=True):
             torch.testing.assert_close(whole_of(p.grad), q.grad, rtol=1e-5, atol=1e-7)
@@ -151,8 +151,8 @@ def test_tensor_parallel_parameters_are_sharded_over_cp_too() -> None:
 def test_experts_over_context_parallel_ranks_get_the_same_sum() -> None:
     """Experts that ep spreads over cp ranks: stage 3 has the bits of stage 1, both the values of one process. Copies of
     experts (efsdp 2), and experts that one rank has alone (efsdp 1)."""
-    check(4, [Case(resident_share=0.1)], [{"dp_shard": 2, "cp": 2, "ep": 2}, {"cp": 4, "ep": 2}])
-    check(2, [Case(resident_share=0.1)], [{"cp": 2, "ep": 2}])
+    check(4, [Case(persistent_share=0.1)], [{"dp_shard": 2, "cp": 2, "ep": 2}, {"cp": 4, "ep": 2}])
+    check(2, [Case(persistent_share=0.1)], [{"cp": 2, "ep": 2}])
 
 
 def layouts(sizes: dict[str, int]) -> None:
@@ -166,7 +166,7 @@ def layouts(sizes: dict[str, int]) -> None:
     assert spec.placements[-1] == Shard(0)
     assert all(placement == Replicate() for placement in spec.placements[:-1])
     model = nn.Linear(4, 16)
-    zero = fp.zero.shard(model, adamw(model), group=mesh, stage=3, resident_share=0.0)
+    zero = fp.zero.shard(model, adamw(model), group=mesh, stage=3, persistent_share=0.0)
     weight: Any = model.weight
     assert isinstance(weight, DTensor)
     assert local(weight).shape == (16 // mesh.size("fsdp"), 4)

@@ -43,7 +43,7 @@ def check(world: int, cases: list[Case], layouts: list[dict[str, int]] | None = 
 @pytest.mark.parametrize("world", [2, 4])
 def test_stage_3_trains_experts_with_the_bits_of_stage_1_and_as_one_process_does(world: int) -> None:
     """Norms and the decision to clip included; in bfloat16 with float32 masters, two microbatches a step."""
-    check(world, [Case(resident_share=0.1), BF16])
+    check(world, [Case(persistent_share=0.1), BF16])
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ def trained(stage: int, kind: str) -> tuple[States, dict[str, torch.Tensor], lis
                 assert type(value) is torch.Tensor
                 assert torch.equal(value, whole[f"{name}.{key}"])
     never = {"frozen", "unused"}
-    assert set(states) == {*run.zero.owner_names().values()} - never
+    assert set(states) == {*run.zero.optim_param_names().values()} - never
     assert {"first.weight", "twice.weight", "scale"} <= set(states)
     return states, whole, run.train(range(3, 5)).losses[-2:]
 

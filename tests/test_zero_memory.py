@@ -83,7 +83,7 @@ def test_the_formula_at_one_point():
     assert expected[1]["parameters"] == 4 * total
     assert expected[1]["states"] == expected[2]["states"] == 8 * mine
     assert expected[1]["gradients"] < 4 * mine + 2 * 2 * 4 * layer + 1  # and two buckets of at most two layers
-    assert expected[3]["parameters"] < 4 * mine + 4 * total // 100  # and what is resident
+    assert expected[3]["parameters"] < 4 * mine + 4 * total // 100  # and what is persistent
 
 
 def check_words(stage, passes, use_no_sync):
@@ -91,7 +91,7 @@ def check_words(stage, passes, use_no_sync):
     model = Stack()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     comm = Communicator(dist.group.WORLD)
-    options = {"resident_share": 0.0} if stage == 3 else {}
+    options = {"persistent_share": 0.0} if stage == 3 else {}
     zero = fp.zero.shard(model, optimizer, group=comm, stage=stage, accumulate=passes, **options)
     for _ in range(2):
         with record() as sent:
@@ -135,7 +135,7 @@ def check_hybrid():
     mesh = fp.init_mesh(dp_replicate=2, dp_shard=2)
     model = Stack()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    fp.zero.shard(model, optimizer, group=mesh, stage=3, resident_share=0.0)
+    fp.zero.shard(model, optimizer, group=mesh, stage=3, persistent_share=0.0)
     for _ in range(2):
         with record() as sent:
             backward(model, dist.get_rank())

@@ -39,11 +39,13 @@ def train(stage: int, dtype: torch.dtype, kind: str, offload: Any) -> Parameters
         optimizer.zero_grad()
     zero.state_dict()  # brings values into memory
     found = optimizer_values(zero)
-    for slot in zero.slots:
-        states = {key: x for key, x in optimizer.state[slot.face].items() if key != "master_param"}  # a copy's own
+    for param in zero.params:
+        states = {
+            key: x for key, x in optimizer.state[param.model_param].items() if key != "master_param"
+        }  # a copy's own
         for key, value in states.items():
             if isinstance(value, torch.Tensor):
-                found[f"{slot.name}.{key}"] = fp.zero.groups.local(value).clone()
+                found[f"{param.name}.{key}"] = fp.zero.groups.local(value).clone()
     return found
 
 

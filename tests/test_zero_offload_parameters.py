@@ -37,7 +37,7 @@ BIAS_ROWS = 3  # on 2 ranks one has 2 of them and one has 1; nothing of the one 
 
 
 class Tower(nn.Module):
-    """Layers that may run in any order; one is frozen, one has no shard on some ranks. Norms are resident."""
+    """Layers that may run in any order; one is frozen, one has no shard on some ranks. Norms are persistent."""
 
     def __init__(self, layers: int = 4) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ def shard(
 ) -> Any:
     optimizer = make_optimizer(kind, model.parameters())
     comm = Communicator(dist.group.WORLD, transport=options.pop("transport", "auto"))
-    options = {"resident_share": 0.015, "max_norm": 0.05} | options
+    options = {"persistent_share": 0.015, "max_norm": 0.05} | options
     precision = fp.Precision.bf16() if dtype == torch.bfloat16 else None
     return fp.zero.shard(model, optimizer, group=comm, stage=3, precision=precision, offload=offload, **options)
 
@@ -84,10 +84,10 @@ def everything(model: nn.Module, zero: Any) -> Parameters:
     """Masters, states, and the parameters that the model computes with."""
     zero.state_dict()  # brings values into memory
     found = optimizer_values(zero) | {f"model.{name}": x for name, x in whole_values(model).items()}
-    for slot in zero.slots:
-        for key, value in zero.optimizers[0].state[slot.face].items():
+    for param in zero.params:
+        for key, value in zero.optimizers[0].state[param.model_param].items():
             if isinstance(value, Tensor) and key != "master_param":  # which only copies of parameters have
-                found[f"{slot.name}.{key}"] = local(value).clone()
+                found[f"{param.name}.{key}"] = local(value).clone()
     return found
 
 
@@ -116,7 +116,7 @@ CASES: list[tuple[int, torch.dtype, str, dict[str, Any]]] = [
     (2, torch.float32, "ours", {}),
     (2, torch.bfloat16, "ours", {}),
     (2, torch.bfloat16, "adamw", {"transport": "torch"}),
-    (2, torch.float32, "sgd", {"reshard_after_forward": False, "resident_share": 0.0}),
+    (2, torch.float32, "sgd", {"reshard_after_forward": False, "persistent_share": 0.0}),
 ]
 
 
@@ -163,7 +163,7 @@ def check_ahead(folder: str) -> list[str]:
         model.layers[index].register_forward_hook(lambda *_, index=index: log.append(f"ran {index}"))
         hook = model.layers[index].register_full_backward_hook(lambda *_, index=index: log.append(f"back {index}"))
         assert hook is not None
-    shard(model, f"nvme+parameters:{folder}", resident_share=0.1)  # only the layers' weights are in the file
+    shard(model, f"nvme+parameters:{folder}", persistent_share=0.1)  # only the layers' weights are in the file
     plain = DiskShards.read_into
 
     def logged(shards: DiskShards, *arguments: Any) -> None:
@@ -302,8 +302,8 @@ def check_state_dict(folder: str) -> None:
     assert_same(whole_values_of(shown), dict(plain.state_dict()))
     torch.testing.assert_close(model(x), plain(x))
     steps(model, zero, range(1))
-    for name, value in shown.items():  # what it was when it was taken, but for what is resident
-        if name not in zero.resident:
+    for name, value in shown.items():  # what it was when it was taken, but for what is persistent
+        if name not in zero.persistent:
             assert torch.equal(local(value), local(slice_like(plain.state_dict()[name], value))), name
     with torch.no_grad():
         for parameter in plain.parameters():
@@ -333,7 +333,7 @@ def check_detach(folder: str) -> None:
     zero = shard(model, f"nvme+parameters:{folder}")
     zero.detach()
     assert_same(dict(model.named_parameters()), dict(large_layers().named_parameters()))
-    assert all(torch.isfinite(local(slot.owner)).all() for slot in zero.slots)
+    assert all(torch.isfinite(local(param.optim_param)).all() for param in zero.params)
 
 
 def test_detach_brings_everything_out_of_the_file(tmp_path: Path) -> None:
@@ -346,9 +346,9 @@ def test_detach_brings_everything_out_of_the_file(tmp_path: Path) -> None:
 def check_no_copies() -> None:
     for offload, has_copies in (("cpu", True), ("cpu+parameters", False)):
         zero = shard(Tower(), offload)
-        copied = {slot.name for slot in zero.slots if slot.target is not None}
-        assert copied == ({slot.name for slot in zero.slots} if has_copies else zero.resident & {*copied})
-        assert all(local(slot.owner).device.type == "cpu" for slot in zero.slots)
+        copied = {param.name for param in zero.params if param.model_rows is not None}
+        assert copied == ({param.name for param in zero.params} if has_copies else zero.persistent & {*copied})
+        assert all(local(param.optim_param).device.type == "cpu" for param in zero.params)
 
 
 def test_shards_in_the_host_s_memory_are_updated_there() -> None:
@@ -361,29 +361,29 @@ def check_memory(offload: Any) -> tuple[int, int, int, int]:
     model = Tower(layers=12)
     optimizer = make_optimizer("ours", model.parameters())
     meter = MemoryMeter(model, optimizer)
-    options: dict[str, Any] = {"precision": fp.Precision.bf16(), "offload": offload, "resident_share": 0.04}
+    options: dict[str, Any] = {"precision": fp.Precision.bf16(), "offload": offload, "persistent_share": 0.04}
     zero = meter.zero = fp.zero.shard(model, optimizer, group=dist.group.WORLD, stage=3, **options)
     meter.sample()
     with meter.watching():
         pass  # at rest
     steps(model, zero, range(2))
     stage3: Any = zero.storages[0]
-    resident = sum(local(x).nbytes for name, x in model.named_parameters() if name in zero.resident)
-    return meter.peaks["parameters"], zero.expected_memory()["parameters"], resident, stage3.pool.peak
+    persistent = sum(local(x).nbytes for name, x in model.named_parameters() if name in zero.persistent)
+    return meter.peaks["parameters"], zero.expected_memory()["parameters"], persistent, stage3.pool.peak
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_parameters_in_a_file_leave_what_is_resident_and_two_units(size: int, tmp_path: Path) -> None:
+def test_parameters_in_a_file_leave_what_is_persistent_and_two_units(size: int, tmp_path: Path) -> None:
     in_memory = run_ranks(size, check_memory, "nvme:" + str(tmp_path))
     in_file = run_ranks(size, check_memory, f"nvme+parameters:{tmp_path}")
-    unit = WIDTH * WIDTH * 2  # the weight of a layer in bfloat16; all else is resident
-    for (whole, _, resident, peak), (measured, expected, still_resident, same_peak) in zip(
+    unit = WIDTH * WIDTH * 2  # the weight of a layer in bfloat16; all else is persistent
+    for (whole, _, persistent, peak), (measured, expected, still_persistent, same_peak) in zip(
         in_memory, in_file, strict=True
     ):
         assert measured == pytest.approx(expected, rel=0.02)
-        assert resident == still_resident
-        assert measured - resident == pytest.approx(2 * unit / size, rel=0.02)
-        assert whole - resident > 11 * unit / size
+        assert persistent == still_persistent
+        assert measured - persistent == pytest.approx(2 * unit / size, rel=0.02)
+        assert whole - persistent > 11 * unit / size
         assert max(peak, same_peak) <= 2.02 * unit  # of whole units, besides
 
 
@@ -405,7 +405,7 @@ def build(width, layers):
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, foreach=False)
     offload = None if kind == "none" else fp.zero.Offload(
         folder, group_bytes=1 << 20, options={"depth": 1}, parameters=kind == "parameters")
-    zero = fp.zero.shard(model, optimizer, stage=3, offload=offload, resident_share=0.0)
+    zero = fp.zero.shard(model, optimizer, stage=3, offload=offload, persistent_share=0.0)
     return model, optimizer, zero
 
 def train(model, optimizer, zero, width, steps):

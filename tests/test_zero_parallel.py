@@ -84,9 +84,9 @@ def sharded(mesh: fp.Mesh, stage: int, dtype: torch.dtype, accumulate: int) -> t
     model = llama(mesh)
     optimizer = adamw(model.parameters())
     precision = fp.Precision.bf16() if dtype == torch.bfloat16 else None
-    # Resident parameters travel in float32, so their sums are not rounded to 16 bits: there are none here.
+    # Persistent parameters travel in float32, so their sums are not rounded to 16 bits: there are none here.
     zero = fp.zero.shard(
-        model, optimizer, group=mesh, stage=stage, precision=precision, max_norm=MAX_NORM, resident_share=0.0
+        model, optimizer, group=mesh, stage=stage, precision=precision, max_norm=MAX_NORM, persistent_share=0.0
     )
     norms = []
     for step in range(STEPS):

@@ -115,7 +115,7 @@ def start(stage: int, name: str | None, dtype: torch.dtype = torch.float32, seed
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     comm = Communicator(dist.group.WORLD, transport=options.pop("transport", "auto"))
     if stage == 3:
-        options.setdefault("resident_share", 0.0)
+        options.setdefault("persistent_share", 0.0)
     if name is not None:
         options.setdefault("param_wire", WIRES[name])
     precision = None if dtype == torch.float32 else fp.Precision.bf16()
@@ -311,8 +311,8 @@ def check_loaded(stage: int) -> tuple[dict[str, Tensor], dict[str, Tensor], dict
     model, _, zero, comm = run
     train(run, range(1))
     loaded = {name: value * 50 for name, value in Net(7).state_dict().items()}
-    at_rest = model.state_dict()
-    model.load_state_dict({name: like_at_rest(value, at_rest[name]) for name, value in loaded.items()})
+    sharded = model.state_dict()
+    model.load_state_dict({name: like_at_rest(value, sharded[name]) for name, value in loaded.items()})
     comm.barrier()
     with torch.no_grad():
         model(batch(1, 0, comm.rank)[0])
@@ -359,7 +359,7 @@ def check_grown(stage: int) -> Any:
     comm = Communicator(dist.group.WORLD)
     model = Grown()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    options = {"resident_share": 0.0} if stage == 3 else {}
+    options = {"persistent_share": 0.0} if stage == 3 else {}
     wire = DelayedScalingWire(margin=2)
     zero = fp.zero.shard(model, optimizer, group=comm, stage=stage, param_wire=wire, **options)
     for step in range(4):

@@ -92,12 +92,12 @@ def batch(step: int, rank: int) -> Tensor:
 def trained(kind: type[Block], expected: dict[str, Tensor]) -> None:
     model = Model(kind)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    zero = fp.zero.shard(model, optimizer, stage=3, resident_share=0.0)
+    zero = fp.zero.shard(model, optimizer, stage=3, persistent_share=0.0)
     for step in range(3):
         model(batch(step, dist.get_rank())).backward()
         optimizer.step()
         optimizer.zero_grad()
-        assert not any(unit.is_whole for unit in zero.storages[0].units)  # type: ignore[union-attr]
+        assert not any(unit.is_unsharded for unit in zero.storages[0].units)  # type: ignore[union-attr]
     for name, x in whole_values(model).items():
         torch.testing.assert_close(x, expected[name], msg=f"{kind.__name__}: {name}")
 
@@ -127,13 +127,13 @@ def reading() -> None:
     for grad in (True, False):
         model = ReadsAnother()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        fp.zero.shard(model, optimizer, stage=3, resident_share=0.0)
+        fp.zero.shard(model, optimizer, stage=3, persistent_share=0.0)
         text = r"layers\.0\.0\.weight, which stage 3 has sharded, outside of the forward of layers\.0\.0.*units="
         with pytest.raises(RuntimeError, match=text), torch.set_grad_enabled(grad):
             model(torch.ones(1, WIDTH))
     model = ReadsAnother()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    fp.zero.shard(model, optimizer, stage=3, resident_share=0.0, units=[])
+    fp.zero.shard(model, optimizer, stage=3, persistent_share=0.0, units=[])
     model(torch.ones(1, WIDTH)).sum().backward()
     optimizer.step()
 

@@ -47,11 +47,13 @@ class Spoiled(nn.Module):
 def bits(zero: fp.zero.Zero) -> Parameters:
     """Copies of all that a step changes."""
     found = optimizer_values(zero)
-    for slot in zero.slots:
-        found[f"{slot.name} of the model"] = local(slot.target).clone() if slot.target is not None else found[slot.name]
+    for param in zero.params:
+        found[f"{param.name} of the model"] = (
+            local(param.model_rows).clone() if param.model_rows is not None else found[param.name]
+        )
         for optimizer in zero.optimizers:
-            for key, value in optimizer.state.get(slot.face, {}).items():
-                found[f"{slot.name}.{key}"] = local(torch.as_tensor(value)).clone()
+            for key, value in optimizer.state.get(param.model_param, {}).items():
+                found[f"{param.name}.{key}"] = local(torch.as_tensor(value)).clone()
     return found
 
 
@@ -106,12 +108,12 @@ def parallel_skip_run(sizes: dict[str, int]) -> list[tuple[int, str]]:
         model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6))
         fp.parallelize(model, mesh, {"0": "colwise", "2": "rowwise"})
         optimizer = make_optimizer("adamw", model.parameters())
-        zero = fp.zero.shard(model, optimizer, group=mesh, stage=stage, resident_share=0.0, overlap=False)
+        zero = fp.zero.shard(model, optimizer, group=mesh, stage=stage, persistent_share=0.0, overlap=False)
         before = bits(zero)
         model(torch.ones(2, 6)).sum().backward()
         if dist.get_rank() == BAD_RANK:
-            slot = zero.slots[0]
-            local(slot.unsent).fill_(float("nan"))
+            param = zero.params[0]
+            local(param.unsent).fill_(float("nan"))
         optimizer.step()
         assert_same(bits(zero), before, f"stage {stage}")
         found.append((zero.skipped, zero.report))

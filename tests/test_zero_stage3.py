@@ -15,7 +15,7 @@ import fastpar as fp
 from fastpar.comm import Communicator, record
 from fastpar.pipeline import Pipeline, add_unshard, make_schedule
 from fastpar.precision import Precision
-from fastpar.zero.flat import Pool
+from fastpar.zero.flat import MemoryPool
 from fastpar.zero.groups import Groups
 from fastpar.zero.param_group import plan_units, small_names
 from fastpar.zero.stage3 import Stage3
@@ -69,7 +69,7 @@ def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
 def make(model: nn.Module, transport: str = "auto", **options: Any) -> Stage3:
     groups = Groups(dist.group.WORLD, is_sharded=True)
     groups.shard = Communicator(dist.group.WORLD, transport=transport)
-    options.setdefault("resident_share", 0.02)
+    options.setdefault("persistent_share", 0.02)
     return Stage3(model, groups, **options)
 
 
@@ -80,9 +80,9 @@ def optimizer_of(parameters: Any) -> torch.optim.Optimizer:
 def update(stage3: Stage3, optimizer: torch.optim.Optimizer) -> None:
     stage3.released()
     optimizer.step()
-    for slot in stage3.slots:
-        if slot.target is not None:
-            slot.target.copy_(slot.owner.detach()._local_tensor)
+    for param in stage3.params:
+        if param.model_rows is not None:
+            param.model_rows.copy_(param.optim_param.detach()._local_tensor)
     optimizer.zero_grad()
     stage3.published()
 
@@ -121,7 +121,7 @@ def plain_run(size: int, steps: int, accumulate: int = 1, make_model: Any = Text
 def sharded_run(steps: int, accumulate: int, transport: str, options: dict[str, Any]) -> dict[str, Tensor]:
     model = Text()
     stage3 = make(model, transport, **options)
-    optimizer = optimizer_of([slot.owner for slot in stage3.slots])
+    optimizer = optimizer_of([param.optim_param for param in stage3.params])
     for step in range(steps):
         for microbatch in range(accumulate):
             stage3.reducer.is_syncing = microbatch == accumulate - 1
@@ -182,8 +182,8 @@ def watch_memory(stage3: Stage3) -> list[int]:
     for module in stage3.model.modules():
         module.register_forward_pre_hook(look)
         module.register_forward_hook(look)
-    for slot in stage3.slots:
-        slot.parameter.register_hook(look)
+    for param in stage3.params:
+        param.parameter.register_hook(look)
     return seen
 
 
@@ -203,7 +203,7 @@ class Stack(nn.Module):
 
 def memory_run(transport: str) -> tuple[int, int, int, int, int]:
     model = Stack()
-    stage3 = make(model, transport, resident_share=0.0)
+    stage3 = make(model, transport, persistent_share=0.0)
     seen = watch_memory(stage3)
     x = torch.randn(3, 16)
     for _ in range(3):
@@ -215,16 +215,16 @@ def memory_run(transport: str) -> tuple[int, int, int, int, int]:
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_at_most_two_units_are_whole_and_none_at_rest(transport: str) -> None:
-    for most, peak, unit, at_rest, rows in run_ranks(2, memory_run, transport):
+    for most, peak, unit, sharded, rows in run_ranks(2, memory_run, transport):
         assert unit == 1088  # 16 x 16 weights and 16 biases, whose places begin at multiples of 64 bytes
         assert most == peak == (unit if transport == "auto" else 2 * unit)
-        assert at_rest == 0
+        assert sharded == 0
         assert rows == 5 * (16 * 16 + 16) // 2
 
 
 def words_run(reshard: bool, transport: str) -> dict[str, int]:
     model = Stack()
-    stage3 = make(model, transport, resident_share=0.0, reshard_after_forward=reshard)
+    stage3 = make(model, transport, persistent_share=0.0, reshard_after_forward=reshard)
     words: dict[str, int] = {}
     with record() as log:
         model(torch.randn(3, 16)).sum().backward()
@@ -232,7 +232,7 @@ def words_run(reshard: bool, transport: str) -> dict[str, int]:
         if entry.dtype == torch.float32:
             words[entry.op] = words.get(entry.op, 0) + entry.numel
     words["calls"] = sum(entry.op == "all_gather" and entry.dtype == torch.float32 for entry in log)
-    words["resident"] = len(stage3.resident)
+    words["persistent"] = len(stage3.persistent)
     return words
 
 
@@ -240,15 +240,15 @@ def words_run(reshard: bool, transport: str) -> dict[str, int]:
 def test_parameters_travel_twice_and_gradients_once(transport: str) -> None:
     numel = 5 * (16 * 16 + 16)
     for words in run_ranks(2, words_run, True, transport):
-        assert words == {"all_gather": 2 * numel, "reduce_scatter": numel, "calls": 10, "resident": 0}
+        assert words == {"all_gather": 2 * numel, "reduce_scatter": numel, "calls": 10, "persistent": 0}
     for words in run_ranks(2, words_run, False, transport):
-        assert words == {"all_gather": numel, "reduce_scatter": numel, "calls": 5, "resident": 0}
+        assert words == {"all_gather": numel, "reduce_scatter": numel, "calls": 5, "persistent": 0}
 
 
 def order_run() -> tuple[list[str], list[str]]:
     """What is begun when, with layers that run in another order than they are registered in."""
     model = Stack(4)
-    stage3 = make(model, "torch", resident_share=0.0)
+    stage3 = make(model, "torch", persistent_share=0.0)
     events: list[str] = []
     for unit in stage3.units:
         launch = unit.launch
@@ -517,7 +517,7 @@ def failing_run(transport: str) -> tuple[list[str], list[int], list[str]]:
     whole_bytes.append(stage3.whole_bytes)
     handle.remove()
     loss = loss_of(model, ids_of(0, 0))
-    handle = stage3.slots[5].parameter.register_hook(fail)
+    handle = stage3.params[5].parameter.register_hook(fail)
     try:
         loss.backward()
     except ArithmeticError as error:
@@ -568,7 +568,7 @@ def test_reading_freed_parameters_in_backward_is_an_error() -> None:
 
 
 def make_alone(model: nn.Module, **options: Any) -> Stage3:
-    return Stage3(model, Groups(None, is_sharded=True), resident_share=0.0, **options)
+    return Stage3(model, Groups(None, is_sharded=True), persistent_share=0.0, **options)
 
 
 def test_an_update_between_forward_and_backward_is_an_error() -> None:
@@ -655,11 +655,11 @@ def precision_run(full: tuple[str, ...]) -> tuple[dict[str, Tensor], list[str]]:
     """bfloat16 parameters with float32 masters; returns the masters, and what does not agree with them."""
     model = Text()
     stage3 = make(model, precision=Precision.bf16(full))
-    optimizer = optimizer_of([slot.owner for slot in stage3.slots])
+    optimizer = optimizer_of([param.optim_param for param in stage3.params])
     for step in range(3):
         loss_of(model, ids_of(step, dist.get_rank())).backward()
         update(stage3, optimizer)
-    masters = {slot.name: slot.owner.detach().full_tensor() for slot in stage3.slots}
+    masters = {param.name: param.optim_param.detach().full_tensor() for param in stage3.params}
     wrong = [
         name
         for name, parameter in model.named_parameters()
@@ -702,8 +702,8 @@ def grid_run(replicate: int, tp: int) -> tuple[dict[str, Tensor], dict[str, str]
     if tp > 1:
         plan = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
         fp.parallelize(model, mesh, plan=plan)
-    stage3 = Stage3(model, Groups(mesh, is_sharded=True), resident_share=0.02)
-    optimizer = optimizer_of([slot.owner for slot in stage3.slots])
+    stage3 = Stage3(model, Groups(mesh, is_sharded=True), persistent_share=0.02)
+    optimizer = optimizer_of([param.optim_param for param in stage3.params])
     for step in range(3):
         data = mesh.rank("dp")
         generator = torch.Generator().manual_seed(10 * step + data)
@@ -769,7 +769,7 @@ def test_evaluation_frees_units_and_parts_run_alone(transport: str) -> None:
 
 
 def test_kept_memory_goes_to_the_next_of_its_size_and_never_beyond_the_limit() -> None:
-    pool = Pool(limit=300)
+    pool = MemoryPool(limit=300)
     first, second = torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8)
     pool.lend(first.untyped_storage(), 200)
     address = first.untyped_storage().data_ptr()
@@ -840,11 +840,11 @@ def test_units_that_do_not_fit_are_errors() -> None:
         plan_units(model, [nn.Linear(1, 1)])
     with pytest.raises(ValueError, match="'head' is in two units"):
         plan_units(model, ["head", ("norm", "head")])
-    with pytest.raises(ValueError, match="resident_share must be between 0 and 1, got 2"):
-        Stage3(model, Groups(None, is_sharded=True), resident_share=2)
+    with pytest.raises(ValueError, match="persistent_share must be between 0 and 1, got 2"):
+        Stage3(model, Groups(None, is_sharded=True), persistent_share=2)
 
 
-def test_the_smallest_parameters_stay_resident_within_a_share() -> None:
+def test_the_smallest_parameters_stay_persistent_within_a_share() -> None:
     numels = {"scale": 1, "bias": 10, "norm": 10, "weight": 979}
     assert small_names(numels, 0.0) == {"scale"}
     assert small_names(numels, 0.011) == {"scale", "bias"}

@@ -120,7 +120,7 @@ def grad_scaler_runs(kind: str) -> list[tuple[Parameters, list[float]]]:
 
 @pytest.mark.parametrize("kind", ["adamw", "ours"])
 def test_torchs_grad_scaler_does_what_it_does_in_one_process(kind: str) -> None:
-    """Not in stage 3, where parameters may be resident: torch 2.13 lets ranks decide together where the first gradient
+    """Not in stage 3, where some may be persistent: torch 2.13 lets ranks decide together where the first gradient
     of the optimizer is sharded, and alone where it is replicated. LossScaler lets them in any case."""
     with one_thread():
         expected = train_plain(Case(dtype=torch.float16, kind=kind), SIZE)
@@ -265,7 +265,7 @@ def branches_run() -> list[tuple[Parameters, set[str]]]:
             branches_loss(model, step, dist.get_rank()).backward()
             optimizer.step()
             optimizer.zero_grad()
-        stateful = {slot.name for slot in zero.slots if optimizer.state.get(slot.face)}
+        stateful = {param.name for param in zero.params if optimizer.state.get(param.model_param)}
         found.append((optimizer_values(zero), stateful))
     return found
 

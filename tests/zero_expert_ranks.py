@@ -18,10 +18,10 @@ from torch.utils.checkpoint import checkpoint
 
 import fastpar as fp
 from fastpar.comm import Communicator, record
+from fastpar.comm.agree import set_on_any
 from fastpar.expert.layer import Experts, MoELayer, SharedExpert
 from fastpar.ops import Dispatch
 from fastpar.zero.groups import Groups, is_expert, local
-from fastpar.zero.reducer import agree
 from fastpar.zero.stage3 import Stage3
 from tests.moe_layer_ranks import whole
 
@@ -87,7 +87,7 @@ class Case:
 
     dtype: torch.dtype = torch.float32
     accumulate: int = 1
-    resident_share: float = 0.0
+    persistent_share: float = 0.0
     frozen: bool = False
     recomputes: bool = False
     prefetches: bool = False
@@ -147,7 +147,7 @@ def train(mesh: fp.Mesh | None, stage: int, case: Case = Case()) -> Found:
             stage=stage,
             precision=fp.Precision.bf16() if case.dtype == torch.bfloat16 else None,
             max_norm=0.1,
-            resident_share=case.resident_share,
+            persistent_share=case.persistent_share,
             offload=offload,
         )
         norms = []
@@ -184,7 +184,7 @@ def agreements(sizes: dict[str, int]) -> tuple[list[bool], set[int]]:
     flags = [dist.get_rank() == rank for rank in range(dist.get_world_size())]
     comms = [comm for each in groups.with_experts() for comm in each.everyone()]
     partners = {rank for comm in comms for rank in dist.get_process_group_ranks(comm.group)}
-    found = agree(flags, groups.joined())
+    found = set_on_any(flags, groups.joined())
     mesh.close()
     return found, partners | {dist.get_rank()}
 
@@ -194,13 +194,13 @@ def words(sizes: dict[str, int]) -> tuple[list[tuple[str, int]], list[tuple[str,
     mesh = fp.init_mesh(**sizes, device="cpu")
     model = Model(mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    zero = fp.zero.shard(model, optimizer, group=mesh, stage=3, resident_share=0.0)
+    zero = fp.zero.shard(model, optimizer, group=mesh, stage=3, persistent_share=0.0)
     with record() as sent:
         backward(model, zero, Case(), 0, mesh)
     expected = []
     for unit in zero.storages[0].units:
         for kind in (False, True):
-            numel = sum(local(slot.parameter).numel() for slot in unit.slots if is_expert(slot.parameter) == kind)
+            numel = sum(local(param.parameter).numel() for param in unit.params if is_expert(param.parameter) == kind)
             if numel and mesh.size("efsdp" if kind else "dp_shard") > 1:
                 expected += [("all_gather", numel)] * 2 + [("reduce_scatter", numel)]
     numels = {numel for _, numel in expected}
@@ -226,7 +226,7 @@ def memory(sizes: dict[str, int], dtype: torch.dtype) -> tuple[dict[str, int], d
     optimizer = torch.optim.AdamW(model.parameters())
     meter = MemoryMeter(model, optimizer)
     precision = fp.Precision.bf16() if dtype == torch.bfloat16 else None
-    zero = fp.zero.shard(model, optimizer, group=mesh, stage=3, precision=precision, resident_share=0.0)
+    zero = fp.zero.shard(model, optimizer, group=mesh, stage=3, precision=precision, persistent_share=0.0)
     meter.zero = zero
     for step in range(3):
         x, target = batch(step, 0, mesh, hidden)
@@ -249,15 +249,15 @@ def spoiled(sizes: dict[str, int], bad_rank: int) -> tuple[int, str, list[str], 
     mesh = fp.init_mesh(**sizes, device="cpu")
     model = Model(mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    zero = fp.zero.shard(model, optimizer, group=mesh, stage=3, max_norm=0.1, resident_share=0.0)
-    slot = next(slot for slot in zero.slots if slot.name == "layers.1.moe.experts.down_proj")
+    zero = fp.zero.shard(model, optimizer, group=mesh, stage=3, max_norm=0.1, persistent_share=0.0)
+    param = next(param for param in zero.params if param.name == "layers.1.moe.experts.down_proj")
 
     def values() -> Found:
-        return {each.name: local(each.owner).clone() for each in zero.slots}
+        return {each.name: local(each.optim_param).clone() for each in zero.params}
 
     before = values()
     is_bad = dist.get_rank() == bad_rank
-    handle = slot.parameter.register_hook(lambda grad: grad * float("nan")) if is_bad else None
+    handle = param.parameter.register_hook(lambda grad: grad * float("nan")) if is_bad else None
     backward(model, zero, Case(), 0, mesh)
     if handle is not None:
         handle.remove()

@@ -91,7 +91,7 @@ class Case:
 
     @property
     def unrounded(self) -> tuple[str, ...]:
-        """Parameters whose sums travel in float32: those of one element, which stage 3 keeps resident."""
+        """Parameters whose sums travel in float32: those of one element, which stage 3 keeps persistent."""
         return ("scale",) if self.stage == 3 else ()
 
 
@@ -186,7 +186,9 @@ def _mean(ranks: Sequence[Parameters]) -> Parameters:
 
 def optimizer_values(zero: fp.zero.Zero) -> Parameters:
     """What the optimizer has, whole, by name."""
-    return {slot.name: whole_of(slot.owner.detach()).view(slot.parameter.shape).clone() for slot in zero.slots}
+    return {
+        param.name: whole_of(param.optim_param.detach()).view(param.parameter.shape).clone() for param in zero.params
+    }
 
 
 def whole_values(model: nn.Module) -> Parameters:

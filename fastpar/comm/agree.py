@@ -8,13 +8,15 @@ A collective that only some ranks enter never ends. So a rank with wrong argumen
 say so, it raises its own error, and the others raise one that names it. Words that differ where they must not are an
 error with all values on every rank.
 
+`raise_on_all` is for a failure alone, such as a disk's; `set_on_any` for flags that are no errors.
+
 Worked example: rank 0 has top_k 2 and bfloat16, rank 1 wrong arguments: words [0, 2, 1] and [1, 0, 0]. Rank 1 raises
 what is wrong, rank 0 "moe_dispatch: wrong arguments on rank 1 of the group: see its error".
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -81,3 +83,23 @@ class Agreement:
 
     def _raise_problem(self) -> NoReturn:
         raise self.problem if isinstance(self.problem, Exception) else ValueError(self.problem) from None
+
+
+def raise_on_all(problem: Exception | None, comm: Communicator, of_others: Callable[[list[int]], Exception]) -> None:
+    """Raise this rank's problem, or where it has none what `of_others` makes of the ranks that have one. Collective:
+    one all-gather of a byte, in host memory."""
+    if comm.size > 1:
+        failed = comm.all_gather(torch.tensor([problem is not None], dtype=torch.int8)).nonzero().view(-1).tolist()
+        if failed and problem is None:
+            raise of_others(failed)
+    if problem is not None:
+        raise problem
+
+
+def set_on_any(flags: Sequence[bool], comms: Sequence[Communicator]) -> list[bool]:
+    """Which flags are set on any rank that these groups reach one after the other. Collective: an all-reduce (max) of 4
+    bytes a flag in each group."""
+    agreed = torch.tensor(flags, dtype=torch.int32)
+    for comm in comms:
+        comm.all_reduce(agreed, "max", out=agreed)
+    return [bool(flag) for flag in agreed.tolist()]

@@ -74,15 +74,15 @@ def plain_pieces(named: dict[str, nn.Parameter], of: str) -> list[Piece]:
 def zero_pieces(zero: Zero, of: str) -> list[Piece]:
     """The same under ZeRO: values as the modules see them, reduced gradients of this rank's rows."""
     found = []
-    for slot in zero.slots:
-        groups = zero.groups_of(slot)
-        value: Any = slot.parameter.detach()
+    for param in zero.params:
+        groups = zero.groups_of(param)
+        value: Any = param.parameter.detach()
         if of == "grad":
-            value = slot.owner.grad
+            value = param.optim_param.grad
         elif zero.stage == 3:  # the whole parameter has no memory
-            value = slot.owner.detach() if slot.target is None else slot.target
-        index = _rows_index(index_of(slot.parameter), slot.parameter, slot.owner, value, groups)
-        found.append(Piece(slot.name, index, None if value is None else _shaped(_copy(value), slot.parameter)))
+            value = param.optim_param.detach() if param.model_rows is None else param.model_rows
+        index = _rows_index(index_of(param.parameter), param.parameter, param.optim_param, value, groups)
+        found.append(Piece(param.name, index, None if value is None else _shaped(_copy(value), param.parameter)))
     return found
 
 

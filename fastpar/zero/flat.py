@@ -14,9 +14,9 @@ out of their memory: one pass, no staging buffer, and no waiting. The price is t
 `released` make visible: between a write to shards and a gather, and between a gather and the next write, all ranks
 must have passed one of them. Otherwise shards travel by `Communicator.all_gather`, which needs neither.
 
-Note: why memory is kept (`Pool`). On CPU fresh memory costs five to ten times as much to fill as memory that has been
-touched (page faults: 1.7 against 12 GB/s for units of 7 MB, measured), and torch's allocator returns every large block
-to the system. On other devices torch keeps freed memory itself. A storage's memory is exchanged in place
+Note: memory that is kept (`MemoryPool`). On CPU fresh memory costs five to ten times as much to fill as memory that
+has been touched (page faults: 1.7 against 12 GB/s for units of 7 MB, measured), and torch's allocator returns every
+large block to the system. On other devices torch keeps freed memory itself. A storage's memory is exchanged in place
 (`UntypedStorage._swap_data_ptr_`), so that all tensors on that storage see it; where torch has no such method, memory
 comes from the allocator and goes back there.
 """
@@ -294,7 +294,7 @@ class WholeParameters:
 _CAN_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 
 
-class Pool:
+class MemoryPool:
     """Lends memory to storages that have none.
 
     limit     bytes that lent and kept memory have together, as long as no more is asked for at a time

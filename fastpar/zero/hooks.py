@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from fastpar.precision import Precision
 
 if TYPE_CHECKING:
-    from fastpar.zero.param_group import Unit
+    from fastpar.zero.param_group import ParamGroup
 
 
 class ForwardHook:
@@ -194,7 +194,7 @@ _DEPTH = 3  # of objects in objects
 _OF_MODULES = frozenset(vars(nn.Module()))
 
 
-class Call:
+class UnitCall:
     """One call of a module of a unit, with gradients. It lives as long as the graph.
 
     begin, end   what to do when its backward begins and ends; both may come more than once, and `end` never
@@ -206,11 +206,11 @@ class Call:
 
     def __init__(
         self,
-        unit: Unit,
+        unit: ParamGroup,
         number: int,
-        previous: Call | None,
-        begin: Callable[[Call], None],
-        end: Callable[[Call], None],
+        previous: UnitCall | None,
+        begin: Callable[[UnitCall], None],
+        end: Callable[[UnitCall], None],
     ) -> None:
         self.unit, self.number = unit, number
         self._previous = None if previous is None else weakref.ref(previous)
@@ -218,7 +218,7 @@ class Call:
         self.has_inputs = False  # that need gradients
 
     @property
-    def previous(self) -> Call | None:
+    def previous(self) -> UnitCall | None:
         """None too where its graph is gone."""
         return None if self._previous is None else self._previous()
 
@@ -263,7 +263,7 @@ class _Boundary(torch.autograd.Function):
     """Identity, whose backward runs when the gradients of all tensors are there."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, call: UnitCall, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.call = call
         return tensors
 
@@ -273,12 +273,12 @@ class _Boundary(torch.autograd.Function):
         return (None, *grads)
 
 
-class Order:
+class UnitOrder:
     """The units in the order in which the last complete forward pass ran them; before the first, as given."""
 
-    def __init__(self, units: Sequence[Unit]) -> None:
+    def __init__(self, units: Sequence[ParamGroup]) -> None:
         self._expected, self._position = list(units), 0
-        self._seen: list[Unit] = []
+        self._seen: list[ParamGroup] = []
 
     def begin(self) -> None:
         """A forward pass begins."""
@@ -289,7 +289,7 @@ class Order:
         if self._seen:
             self._expected = self._seen
 
-    def next_after(self, unit: Unit) -> Unit | None:
+    def next_after(self, unit: ParamGroup) -> ParamGroup | None:
         """The unit that probably runs after this one, which is running now; None where there is none."""
         self._seen.append(unit)
         rest = self._expected[self._position :]

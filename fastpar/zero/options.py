@@ -34,7 +34,7 @@ class Offload:
     path         None: the host's memory; a folder: a file in it, on a local disk
     group_bytes  of master weights that are in memory at once, three times: read ahead, updated, written behind
     options      of `fastpar.storage.TensorStore`
-    parameters   whether the shards of stage 3 live there, too; what is resident stays on the device
+    parameters   whether the shards of stage 3 live there, too; what is persistent stays on the device
     """
 
     path: str | os.PathLike[str] | None = None
@@ -129,7 +129,7 @@ class HasParameters(Protocol):
 
 
 @dataclass(frozen=True)
-class Named:
+class NamedParameters:
     """The parameters that `shard` is to take care of.
 
     parameters  every one once, by its first name
@@ -140,14 +140,14 @@ class Named:
     are_named: bool = True
 
     @staticmethod
-    def of(model: Any) -> Named:
+    def of(model: Any) -> NamedParameters:
         """The parameters of a module, of something else that has `named_parameters` (a pipeline), or of an iterable.
 
         Raises TypeError and ValueError for anything else, naming what it is.
         """
         _check_model(model)
         if isinstance(model, nn.Module):
-            return Named(dict(model.named_parameters()))
+            return NamedParameters(dict(model.named_parameters()))
         found: dict[str, nn.Parameter] = {}
         are_named = True
         for index, item in enumerate(model.named_parameters() if hasattr(model, "named_parameters") else model):
@@ -164,7 +164,7 @@ class Named:
             if name in found:
                 raise ValueError(f"model has two parameters of the name {name!r}: give each a name of its own")
             found[name] = parameter
-        return Named(found, are_named)
+        return NamedParameters(found, are_named)
 
 
 def _check_model(model: Any) -> None:

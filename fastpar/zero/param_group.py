@@ -32,7 +32,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from fastpar.comm.pending import Pending
 from fastpar.comm.ranges import annotate
 from fastpar.precision import Precision
-from fastpar.zero.flat import FlatLayout, Pool
+from fastpar.zero.flat import FlatLayout, MemoryPool
 from fastpar.zero.groups import Groups, as_parameter, cast_parameter, contiguous_stride, local, own_storage, set_local
 from fastpar.zero.parameter_classes import (
     hide,
@@ -45,7 +45,7 @@ from fastpar.zero.parameter_classes import (
 )
 from fastpar.zero.quantized_gather import CodedShards, Encoder, GatherFormats
 from fastpar.zero.shard_store import Home
-from fastpar.zero.sharded_param import Slot, check_alike, take_values
+from fastpar.zero.sharded_param import ShardedParam, check_alike, take_values
 
 Places = Sequence[tuple[nn.Module, str]]
 _FREED = 1_000_000  # added to the versions of parameters whose memory is gone
@@ -56,7 +56,7 @@ _FREED_TEXT = (
 )
 
 
-class Part:
+class FlatGroup:
     """The parameters of a unit that have one dtype, device, group of ranks and format: their shards, and the memory for
     them whole."""
 
@@ -89,7 +89,7 @@ class Part:
         self._storage.resize_(0)
         self._pending: Pending[None] | None = None
 
-    def launch(self, pool: Pool) -> None:
+    def launch(self, pool: MemoryPool) -> None:
         """Begin to gather, into memory of the pool."""
         pool.lend(self._storage, self.nbytes)
         self._pending = self.shards.gather_rows_async(self._rows)
@@ -104,7 +104,7 @@ class Part:
         self._pending.wait()
         self._pending = None
 
-    def free(self, pool: Pool) -> None:
+    def free(self, pool: MemoryPool) -> None:
         if self._pending is not None:
             self.shards.abandon(self._pending)
             self._pending = None
@@ -119,15 +119,15 @@ class Part:
             mark_present(parameter)
 
 
-class Unit:
+class ParamGroup:
     """The parameters that are gathered together.
 
     At rest a module's parameter is a DTensor with this rank's rows, which the optimizer has as well (or a master weight
-    for it); between `launch` and `free` it is the whole one. `resident` parameters have their memory always, as
+    for it); between `launch` and `free` it is the whole one. `persistent` parameters have their memory always, as
     Replicate() DTensors at rest; so have experts that no other rank has a copy of, as there is nothing to gather,
     unless they are offloaded.
 
-    slots    of the trainable parameters: what is reduced and updated
+    params    of the trainable parameters: what is reduced and updated
     nbytes   of the memory that comes and goes
     """
 
@@ -137,36 +137,36 @@ class Unit:
         places: Mapping[str, Places],
         groups: Groups,
         precision: Precision,
-        resident: frozenset[str],
+        persistent: frozenset[str],
         home: Home,
         formats: GatherFormats,
     ) -> None:
         self.name, self.names = name, list(places)
         self._precision, self._home = precision, home
-        self._resident = resident
-        self.is_whole = self.is_launched = False
+        self._persistent = persistent
+        self.is_unsharded = self.is_launched = False
         self.epoch = 0  # of the shards that were gathered last
-        self.slots: list[Slot] = []
-        self.resident_slots: list[Slot] = []
+        self.params: list[ShardedParam] = []
+        self.persistent_params: list[ShardedParam] = []
         self._places = list(places.values())
         self.owners = {module for found in self._places for module, _ in found}
-        self.wholes = [_parameter_at(found) for found in self._places]
+        self.unsharded = [_parameter_at(found) for found in self._places]
         masters = [
-            _prepare(x, parameter, precision, home, x in resident)
-            for x, parameter in zip(places, self.wholes, strict=True)
+            _prepare(x, parameter, precision, home, x in persistent)
+            for x, parameter in zip(places, self.unsharded, strict=True)
         ]
         kinds: dict[Any, list[int]] = {}
-        for index, (each, parameter) in enumerate(zip(places, self.wholes, strict=True)):
-            if each not in resident and not (home.is_device and _is_whole_anyway(parameter, groups)):
+        for index, (each, parameter) in enumerate(zip(places, self.unsharded, strict=True)):
+            if each not in persistent and not (home.is_device and _is_whole_anyway(parameter, groups)):
                 of_part = groups.of(parameter)
                 wire = formats.wire_of(each) if of_part.shard.size > 1 else None
                 kinds.setdefault((parameter.dtype, parameter.device, of_part, wire), []).append(index)
         self.parts = []
-        rows = [local(x) for x in self.wholes]  # of residents: all of them
+        rows = [local(x) for x in self.unsharded]  # of persistents: all of them
         for (_, device, of_part, wire), members in kinds.items():
             names = [self.names[index] for index in members]
             encoder = None if wire is None else formats.encoder(wire, names, of_part, device)
-            part = Part(of_part, names, [self.wholes[index] for index in members], home, encoder)
+            part = FlatGroup(of_part, names, [self.unsharded[index] for index in members], home, encoder)
             self.parts.append(part)
             for position, index in enumerate(members):
                 rows[index] = own_storage(part.shards.shards[position])
@@ -176,18 +176,18 @@ class Unit:
         self._versions = [x._version for x in self._versioned]
         self.sharded: list[nn.Parameter] = []
         self._rows = rows
-        for index, (each, parameter) in enumerate(zip(places, self.wholes, strict=True)):
-            spec = _spec_at_rest(parameter, groups, is_resident=each in resident)
+        for index, (each, parameter) in enumerate(zip(places, self.unsharded, strict=True)):
+            spec = _spec_at_rest(parameter, groups, is_persistent=each in persistent)
             sharded = as_parameter(rows[index], spec, requires_grad=parameter.requires_grad)
             tags = {key: value for key, value in vars(parameter).items() if key != "fastpar_layout"}
             vars(sharded).update(tags)
             self.sharded.append(sharded)
             faces: list[Tensor] = [sharded]
             if parameter.requires_grad:
-                slot = _slot(each, parameter, sharded, masters[index], spec, precision)
-                (self.resident_slots if each in resident else self.slots).append(slot)
-                faces += [] if slot.target is None else [slot.target]
-            if home.file is not None and each not in resident:
+                param = _sharded_param(each, parameter, sharded, masters[index], spec, precision)
+                (self.persistent_params if each in persistent else self.params).append(param)
+                faces += [] if param.model_rows is None else [param.model_rows]
+            if home.file is not None and each not in persistent:
                 home.file.attach(each, *faces)
         self._frozen = [index for index, x in enumerate(self.sharded) if not x.requires_grad]
         self._mark_freed()
@@ -202,10 +202,10 @@ class Unit:
         """Numbers of the parameters that have been frozen and are not any more."""
         return [index for index in self._frozen if self.sharded[index].requires_grad]
 
-    def adopt(self, index: int) -> Slot:
-        """Train a parameter that has been frozen: returns its slot."""
-        name, parameter, sharded = self.names[index], self.wholes[index], self.sharded[index]
-        if self._home.file is not None and name not in self._resident:
+    def adopt(self, index: int) -> ShardedParam:
+        """Train a parameter that has been frozen: returns its param."""
+        name, parameter, sharded = self.names[index], self.unsharded[index], self.sharded[index]
+        if self._home.file is not None and name not in self._persistent:
             raise RuntimeError(
                 f"{name} was frozen in fastpar.zero.shard(...) and requires a gradient now, and its shards are in a "
                 "file: let it require one before shard, and freeze it afterwards"
@@ -213,13 +213,13 @@ class Unit:
         parameter.requires_grad_()
         rows, own = local(sharded), parameter.dtype
         dtype = self._precision.master_dtype(name, own)
-        needs_master = self._home.needs_copy(name in self._resident) or dtype != own
+        needs_master = self._home.needs_copy(name in self._persistent) or dtype != own
         master = rows.to(self._home.of_masters(rows.device), dtype, copy=True) if needs_master else None
         spec = sharded._spec if isinstance(sharded, DTensor) else None
-        slot = _slot(name, parameter, sharded, master, spec, self._precision)
-        (self.resident_slots if name in self._resident else self.slots).append(slot)
+        param = _sharded_param(name, parameter, sharded, master, spec, self._precision)
+        (self.persistent_params if name in self._persistent else self.params).append(param)
         self._frozen.remove(index)
-        return slot
+        return param
 
     def astray(self) -> list[int]:
         """Numbers of the parameters at rest that have other memory than what is gathered."""
@@ -232,15 +232,15 @@ class Unit:
         sharded, rows = self.sharded[index], self._rows[index]
         value = local(sharded)
         check_alike(self.names[index], rows, value)
-        slot = next((slot for slot in (*self.slots, *self.resident_slots) if slot.at_rest is sharded), None)
+        param = next((param for param in (*self.params, *self.persistent_params) if param.sharded is sharded), None)
         if not torch.equal(rows, value):
-            if slot is not None:
-                take_values(slot, rows, value)
+            if param is not None:
+                take_values(param, rows, value)
             else:
                 rows.copy_(value)
         set_local(sharded, rows)
 
-    def launch(self, pool: Pool) -> None:
+    def launch(self, pool: MemoryPool) -> None:
         """Begin to gather; collective."""
         self.is_launched = True
         with annotate(f"fastpar::zero::all_gather {self.name}"):
@@ -260,31 +260,31 @@ class Unit:
         if self._versioned:
             _set_versions(self._versioned, self._versions)
         with looking_at_absent():  # shards have a class of their own now: see parameter_classes.py
-            for whole, sharded in zip(self.wholes, self.sharded, strict=True):
+            for whole, sharded in zip(self.unsharded, self.sharded, strict=True):
                 if whole.requires_grad != sharded.requires_grad:
                     whole.requires_grad_(sharded.requires_grad)
         self._check()
-        self._register(self.wholes)
-        self.is_whole = True
+        self._register(self.unsharded)
+        self.is_unsharded = True
 
-    def free(self, pool: Pool) -> None:
+    def free(self, pool: MemoryPool) -> None:
         """Give the modules their shards back, and the memory to the pool."""
-        if self.is_whole:
+        if self.is_unsharded:
             with looking_at_absent():
-                for whole, sharded in zip(self.wholes, self.sharded, strict=True):
+                for whole, sharded in zip(self.unsharded, self.sharded, strict=True):
                     sharded.requires_grad_(whole.requires_grad)  # which somebody may have changed meanwhile
             self._register(self.sharded)
             self._versions = [x._version for x in self._versioned]
             self._mark_freed()
         for part in self.parts:
             part.free(pool)
-        self.is_whole = self.is_launched = False
+        self.is_unsharded = self.is_launched = False
 
-    def restore(self, pool: Pool) -> None:
+    def restore(self, pool: MemoryPool) -> None:
         """Leave the modules with whole parameters, as they were before."""
         if not self.is_launched:
             self.launch(pool)
-        if not self.is_whole:
+        if not self.is_unsharded:
             self.install(self.epoch)
         for part in self.parts:
             part.make_exact()
@@ -292,16 +292,16 @@ class Unit:
     def _mark_freed(self) -> None:
         if self._versioned:
             _set_versions(self._versioned, [version + _FREED for version in self._versions])
-        slots = [*self.slots, *self.resident_slots]
-        withheld = [slot for slot in slots if is_withheld(slot)]
-        for slot in slots:
-            hide(slot)  # what has another class already would not be marked
+        params = [*self.params, *self.persistent_params]
+        withheld = [param for param in params if is_withheld(param)]
+        for param in params:
+            hide(param)  # what has another class already would not be marked
         for part in self.parts:
             part.mark_freed()
-        for slot in slots:
-            show(slot)
-        for slot in withheld:
-            withhold(slot)
+        for param in params:
+            show(param)
+        for param in withheld:
+            withhold(param)
 
     def _check(self) -> None:
         for places, sharded in zip(self._places, self.sharded, strict=True):
@@ -329,13 +329,15 @@ def _parameter_at(places: Places) -> nn.Parameter:
     return parameter
 
 
-def _prepare(name: str, parameter: nn.Parameter, precision: Precision, home: Home, is_resident: bool) -> Tensor | None:
+def _prepare(
+    name: str, parameter: nn.Parameter, precision: Precision, home: Home, is_persistent: bool
+) -> Tensor | None:
     """Convert a parameter to the dtype of computation; returns what it was where the optimizer needs it."""
     own, value = parameter.dtype, local(parameter)
     wanted = precision.param_dtype(name, own)
     cast_parameter(parameter, wanted)
     dtype = precision.master_dtype(name, own)
-    needs_master = parameter.requires_grad and (home.needs_copy(is_resident) or dtype != wanted)
+    needs_master = parameter.requires_grad and (home.needs_copy(is_persistent) or dtype != wanted)
     return value.to(home.of_masters(value.device), dtype, copy=True) if needs_master else None
 
 
@@ -343,21 +345,21 @@ def _rows_of(master: Tensor | None, layout: FlatLayout, index: int, groups: Grou
     return None if master is None else layout.rows_of(master, index, groups.shard.rank).clone()
 
 
-def _slot(
+def _sharded_param(
     name: str,
     parameter: nn.Parameter,
     sharded: nn.Parameter,
     master: Tensor | None,
     spec: DTensorSpec | None,
     precision: Precision,
-) -> Slot:
+) -> ShardedParam:
     spec = spec or getattr(parameter, "_spec", None)
     wire = precision.reduce_dtype(name, parameter.dtype)
     if master is None:
-        return Slot(name, parameter, sharded, spec, wire, at_rest=sharded)
+        return ShardedParam(name, parameter, sharded, spec, wire, sharded=sharded)
     target = local(sharded)
     owner = as_parameter(master.view(target.shape), spec)
-    return Slot(name, parameter, owner, spec, wire, target=target, at_rest=sharded)
+    return ShardedParam(name, parameter, owner, spec, wire, model_rows=target, sharded=sharded)
 
 
 def _is_whole_anyway(parameter: nn.Parameter, groups: Groups) -> bool:
@@ -366,9 +368,9 @@ def _is_whole_anyway(parameter: nn.Parameter, groups: Groups) -> bool:
     return found is not groups and found.shard.size == 1
 
 
-def _spec_at_rest(parameter: nn.Parameter, groups: Groups, *, is_resident: bool) -> DTensorSpec | None:
+def _spec_at_rest(parameter: nn.Parameter, groups: Groups, *, is_persistent: bool) -> DTensorSpec | None:
     found = groups.of(parameter).row_spec(parameter)
-    if found is not None and is_resident:
+    if found is not None and is_persistent:
         found = _replicated(found, parameter)
     return found or getattr(parameter, "_spec", None)
 

@@ -42,7 +42,7 @@ from torch.utils._pytree import tree_leaves
 from fastpar.zero.groups import as_dtensor, local
 
 if TYPE_CHECKING:
-    from fastpar.zero.sharded_param import Slot
+    from fastpar.zero.sharded_param import ShardedParam
 
 _OWN_GRAD = cast("Any", Tensor).grad  # torch's own attribute, which autograd adds to
 
@@ -63,45 +63,45 @@ def drop_unsent(parameter: Tensor) -> None:
 
 
 @contextmanager
-def _by_own_class(parameter: Any, again: Callable[[Slot], None]) -> Iterator[Any]:
+def _by_own_class(parameter: Any, again: Callable[[ShardedParam], None]) -> Iterator[Any]:
     """The parameter with its own class in the block: what is copied or saved has that one."""
-    slot = parameter._reduced_of
-    hide(slot)
+    param = parameter._reduced_of
+    hide(param)
     try:
         yield parameter
     finally:
-        again(slot)
+        again(param)
 
 
 class _ShowsReduced:
     """What is added to the class of a parameter while it shows its owner's gradient."""
 
     __slots__ = ()
-    _reduced_of: Slot
+    _reduced_of: ShardedParam
 
     @property
     def grad(self) -> Tensor | None:
         inner: Any = self
         found = unsent_gradient(inner)
-        return self._reduced_of.owner.grad if found is None else found
+        return self._reduced_of.optim_param.grad if found is None else found
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
         inner: Any = self
-        slot = self._reduced_of
+        param = self._reduced_of
         if value is None:
             drop_unsent(inner)
-            slot.summed = slot.owner.grad = None
+            param.unreduced_sum = param.optim_param.grad = None
             return
-        owner: Any = slot.owner
-        if isinstance(value, DTensor) != (slot.spec is not None) or local(value).shape != local(owner).shape:
+        owner: Any = param.optim_param
+        if isinstance(value, DTensor) != (param.spec is not None) or local(value).shape != local(owner).shape:
             raise ValueError(
-                f"{slot.name}.grad must be a tensor like the averaged gradient that is there, a part of it on every "
+                f"{param.name}.grad must be a tensor like the averaged gradient that is there, a part of it on every "
                 f"rank, got a {type(value).__name__} of shape {tuple(value.shape)}: change it in place, or assign what "
                 "was computed from it"
             )
         mine = local(value).to(owner.device, owner.dtype)
-        owner.grad = as_dtensor(mine, slot.spec)
+        owner.grad = as_dtensor(mine, param.spec)
 
     @grad.deleter
     def grad(self) -> None:
@@ -120,7 +120,7 @@ class _Withholds:
     """What is added to the class of a parameter whose gradient is this rank's alone, and is still to be averaged."""
 
     __slots__ = ()
-    _reduced_of: Slot
+    _reduced_of: ShardedParam
 
     @property
     def grad(self) -> Tensor | None:
@@ -134,11 +134,11 @@ class _Withholds:
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
         inner: Any = self
-        slot = self._reduced_of
-        hide(slot)
-        slot.drop()
+        param = self._reduced_of
+        hide(param)
+        param.drop()
         if value is None:
-            slot.owner.grad = None
+            param.optim_param.grad = None
         else:
             inner.grad = value
 
@@ -160,25 +160,25 @@ def _class_with(added: type, kind: Any) -> type:
     return type(kind.__name__, (added, kind), {"__slots__": (), "__module__": kind.__module__})
 
 
-def show(slot: Slot) -> None:
+def show(param: ShardedParam) -> None:
     """From now on `.grad` of the parameter is that of its owner."""
-    if slot.owner.grad is None:
+    if param.optim_param.grad is None:
         return
-    for parameter in slot.faces:
+    for parameter in param.model_params:
         inner: Any = parameter
         if isinstance(inner, (_ShowsReduced, _Withholds)):
             continue
-        inner._reduced_of = slot
+        inner._reduced_of = param
         if not isinstance(inner, AbsentTensor):  # which looks by itself
             inner.__class__ = _class_with(_ShowsReduced, inner.__class__)
 
 
-def withhold(slot: Slot) -> None:
+def withhold(param: ShardedParam) -> None:
     """From now on to read `.grad` of the parameter raises: its gradients have not been averaged."""
-    hide(slot)
-    inner: Any = slot.face
+    hide(param)
+    inner: Any = param.model_param
     if not isinstance(inner, AbsentTensor):
-        inner._reduced_of = slot
+        inner._reduced_of = param
         inner.__class__ = _class_with(_Withholds, inner.__class__)
 
 
@@ -195,13 +195,13 @@ def set_class_below(parameter: Tensor, cls: type) -> None:
     inner.__class__ = _class_with(type(inner).__mro__[1], cls) if is_added else cls
 
 
-def is_withheld(slot: Slot) -> bool:
-    return isinstance(slot.face, _Withholds)
+def is_withheld(param: ShardedParam) -> bool:
+    return isinstance(param.model_param, _Withholds)
 
 
-def hide(slot: Slot) -> None:
+def hide(param: ShardedParam) -> None:
     """The parameter has its own class, and its own `.grad`, again."""
-    for parameter in {*slot.faces, slot.face}:
+    for parameter in {*param.model_params, param.model_param}:
         inner: Any = parameter
         if isinstance(inner, (_ShowsReduced, _Withholds)):
             inner.__class__ = type(inner).__mro__[2]
@@ -237,7 +237,7 @@ class AbsentTensor(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             found = func(*args, **(kwargs or {}))
         if func == _GRADIENT and found is None and "_reduced_of" in vars(args[0]):  # see parameter_classes.py
-            found = args[0]._reduced_of.owner.grad
+            found = args[0]._reduced_of.optim_param.grad
         if isinstance(found, Tensor) and found is not args[0] and func != _GRADIENT:
             mark_absent(found, args[0]._absent_text)
         return found

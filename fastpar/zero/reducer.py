@@ -1,9 +1,14 @@
-"""Averages gradients over data-parallel ranks while backward runs: in buckets, whole or split by rows.
+"""Reducers of gradients: buckets are launched while backward runs, and averaged over data-parallel ranks.
 
-Note: order. All ranks must launch the same buckets in the same order, so a bucket is launched when its gradients are
-there and all buckets before it have been launched. Buckets are first filled in reverse order of registration; after
-the first reduction they are filled anew in the order in which rank 0's gradients came. Small buckets let communication
-begin early, large ones have less overhead: 25 MB is torch's choice too.
+    OrderReducer    stages 0 to 2: buckets of a size, in the order in which gradients come
+    GroupReducer    stage 3: the buckets of a parameter group, when its backward has ended
+
+Note: order. All ranks must launch the same buckets in the same order. `OrderReducer` launches a bucket when its
+gradients are there and all buckets before it have been launched. Buckets are first filled in reverse order of
+registration; after the first reduction they are filled anew in the order in which rank 0's gradients came. Small
+buckets let communication begin early, large ones have less overhead: 25 MB is torch's choice too. `GroupReducer` is
+told to `reduce` the same groups in the same order on all ranks, whatever gradients a rank has; `finish` first lets the
+ranks agree (one small all-reduce) on which groups still have gradients anywhere, and reduces those.
 
 Note: accumulation. Between `no_sync` and a reduction, gradients are summed where autograd puts them, those of 16 bits
 in float32, and travel once. A reduction takes what has been summed and not yet been sent, and adds its mean to what the
@@ -14,132 +19,240 @@ in 16 bits too, as the pipeline adds them up from there.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from fastpar.comm import Communicator
+from fastpar.comm.agree import set_on_any
 from fastpar.comm.ranges import annotate
-from fastpar.zero.buckets import Bucket
+from fastpar.comm.wire_formats import Wire
+from fastpar.zero.buckets import (
+    STAGING_BUFFERS,
+    AllReduceBucket,
+    Bucket,
+    BucketKind,
+    LocalBucket,
+    PersistentBucket,
+    ReduceScatterBucket,
+    StagingPool,
+)
 from fastpar.zero.groups import Groups, as_dtensor, local
-from fastpar.zero.parameter_classes import hide, show, withhold
-from fastpar.zero.sharded_param import Slot
+from fastpar.zero.parameter_classes import hide, looking_at_absent, show, withhold
+from fastpar.zero.sharded_param import ShardedParam
+
+if TYPE_CHECKING:
+    from fastpar.zero.param_group import ParamGroup
 
 BATCH_BYTES = 256 << 10  # of gradients that are copied to their bucket together: what a cache holds
 BUCKET_BYTES = 25 << 20
 FIRST_BUCKET_BYTES = 1 << 20
 
 
-class Reducer:
-    """Reduces the gradients of `slots` in the course of backward passes: see the module docstring.
+class GradReducer:
+    """Reduces the gradients of `params` and hands the means to the optimizer's parameters.
 
-    make_bucket   slots of one dtype -> Bucket
+    is_syncing   False: gradients stay where autograd sums them
+    is_deferred  whether gradients are nobody's to read before `reduce_now`
+    buckets      whose gradients travel
+    """
+
+    def __init__(self, groups: Groups, wire: Wire | None = None) -> None:
+        self.groups, self._wire = groups, wire
+        self.is_syncing, self.is_deferred = True, False
+        self.params: list[ShardedParam] = []
+        self.buckets: list[Bucket] = []
+        self.staging = StagingPool()
+        self._in_flight: deque[Bucket] = deque()
+        self._used: set[ShardedParam] = set()  # had a gradient here since the last reduction ended
+        self._had_none: dict[ShardedParam, bool] = {}  # of those put since: whether there was no gradient before
+
+    # ---- what differs
+
+    def begin_forward(self) -> None:
+        """The model is about to run with gradients."""
+
+    def reduce_rest(self) -> None:
+        """Reduce all that has not been sent, and wait for everything. Collective."""
+        raise NotImplementedError
+
+    def _has_unsent(self, param: ShardedParam) -> bool:
+        """Whether a parameter has gradients that only this rank knows of."""
+        raise NotImplementedError
+
+    def _unread(self) -> Iterable[ShardedParam]:
+        """Parameters whose `.grad` would be a part of a gradient, which nobody is to take for it."""
+        raise NotImplementedError
+
+    def _comms(self) -> list[Communicator]:
+        """Groups that reach, one after the other, all ranks that reduce in step."""
+        return self.groups.everyone()
+
+    def detach(self) -> None:
+        pass
+
+    # ---- what `Zero` calls
+
+    def reduce_now(self) -> None:
+        """Reduce what has been summed and not been sent. Collective: one small reduction, and all where any rank has
+        such gradients."""
+        self.hide()
+        with looking_at_absent():
+            is_any = any(self._has_unsent(param) for param in self.params)
+        if set_on_any([is_any], self._comms())[0]:
+            self.reduce_rest()
+
+    def hide(self) -> None:
+        """Let parameters have their own `.grad`: see parameter_classes.py."""
+        for param in self.params:
+            hide(param)
+
+    def show(self) -> None:
+        """Let parameters have the averaged gradients, or none to read where these are not averaged yet."""
+        for param in self.params:
+            show(param)
+        self._withhold_unread()
+
+    def _withhold_unread(self) -> None:
+        with looking_at_absent():
+            unread = list(self._unread())
+        for param in unread:
+            withhold(param)
+
+    def forget(self) -> None:
+        """Forget a pass that did not end; reductions under way are waited for, and what they bring is kept."""
+        self._drain()
+        self._used.clear()
+        self._had_none.clear()
+
+    def forget_sums(self) -> None:
+        """Drop gradients that were summed and not sent."""
+        self.forget()
+        with looking_at_absent():
+            for param in self.params:
+                param.drop()
+                param.set_aside, param.traces = None, ()
+
+    # ---- buckets on their way
+
+    def _make_room(self, bucket: Bucket) -> None:
+        """Wait for what has to end before a bucket can be opened: as many of a kind as there are staging buffers."""
+        while bucket in self._in_flight or sum(b.kind == bucket.kind for b in self._in_flight) >= STAGING_BUFFERS:
+            self._in_flight.popleft().finish()
+
+    def _put(self, bucket: Bucket, positions: Iterable[int]) -> None:
+        """Copy what these parameters have of gradients to an open bucket."""
+        found, gradients = [], []
+        for position in positions:
+            param = bucket.params[position]
+            if param not in self._had_none:
+                # What autograd put there is not a gradient from before.
+                own = param.optim_param.grad is None or param.optim_param is param.parameter
+                self._had_none[param] = own and param.set_aside is None
+            gradient = param.take()
+            if gradient is not None:
+                self._used.add(param)
+                found.append(position)
+                gradients.append(gradient)
+        bucket.put(found, gradients)
+
+    def _launch(self, bucket: Bucket) -> None:
+        bucket.launch()
+        if bucket.travels:
+            self._in_flight.append(bucket)
+        else:
+            bucket.finish()
+
+    def _drain(self) -> None:
+        while self._in_flight:
+            self._in_flight.popleft().finish()
+
+    def _settle(self, param: ShardedParam, is_used: bool) -> None:
+        """After the last bucket; `is_used`: whether any rank had a gradient of it."""
+        if not is_used and self._had_none.get(param, False):
+            param.optim_param.grad = None  # as without data parallelism
+        show(param)
+
+
+class OrderReducer(GradReducer):
+    """Reduces the gradients of `params` in the order in which they come: see the module docstring.
+
+    wire          how they travel; None: as they are
     accumulate    every how many backward passes gradients are reduced
+    bucket_bytes  of gradients that travel together
     began         called when a backward pass brings its first gradient
     """
 
     def __init__(
         self,
-        slots: Sequence[Slot],
+        params: Sequence[ShardedParam],
         groups: Groups,
-        make_bucket: Callable[[Sequence[Slot]], Bucket],
+        wire: Wire | None = None,
         *,
         accumulate: int = 1,
         bucket_bytes: int = BUCKET_BYTES,
         began: Callable[[], None] = lambda: None,
     ) -> None:
-        self._began = began
-        self.slots, self.groups, self._make_bucket = list(slots), groups, make_bucket
-        self._accumulate, self._bucket_bytes = accumulate, bucket_bytes
-        self.is_syncing = True
-        self.is_put_off = False  # whether gradients are nobody's to read before `reduce_now`
-        self.buckets: list[Bucket] = []
-        self.members: list[list[int]] = []  # the slots of each bucket
-        self.nbytes = [local(slot.parameter).nbytes for slot in slots]  # of gradients
-        self.place: dict[int, tuple[int, int]] = {}  # of a slot: its bucket and its position there
+        super().__init__(groups, wire)
+        self._began, self._accumulate, self._bucket_bytes = began, accumulate, bucket_bytes
+        self._members: list[list[int]] = []  # numbers of each bucket's parameters
+        self._nbytes: list[int] = []  # of each parameter's gradient
+        self._place: dict[int, tuple[int, int]] = {}  # of a parameter: its bucket and its position there
         self._passes = 0  # that have ended since gradients were last reduced
-        self._is_inside = False
-        self._came_alone: set[int] = set()  # slots that have gradients which were not reduced
-        self._round: _Round | None = None
+        self._is_inside = False  # a backward pass
+        self._is_reducing = False  # in it
+        self._came_alone: set[ShardedParam] = set()  # have gradients that were not reduced
         self._order: list[int] | None = []  # in which gradients come, until the buckets follow it
-        self._fill(list(reversed(range(len(self.slots)))))
-        self._hooks = [self._hook(index) for index in range(len(self.slots))]
+        self._hooks: list[Any] = []
+        self.extend(params)
 
-    def extend(self, slots: Sequence[Slot]) -> None:
+    def extend(self, params: Sequence[ShardedParam]) -> None:
         """Reduce the gradients of these as well. Between passes; collective."""
         self.forget()
-        first = len(self.slots)
-        added = range(first, first + len(slots))
-        self.slots += slots
-        self.nbytes += [local(slot.parameter).nbytes for slot in slots]
-        self._fill(list(reversed(added)), after=self.members)
+        added = range(len(self.params), len(self.params) + len(params))
+        self.params += params
+        self._nbytes += [local(param.parameter).nbytes for param in params]
+        self._fill(list(reversed(added)), after=self._members)
         self._order = []  # gradients may come in another order now
         self._hooks += [self._hook(index) for index in added]
 
     def begin_forward(self) -> None:
-        """The model is about to run with gradients."""
         self.hide()
         if self._is_inside:
             self.forget()  # the backward pass before has failed
         if self._will_reduce():
-            for bucket in self.buckets:
-                bucket.set_aside()
+            self._set_aside()
+
+    def reduce_rest(self) -> None:
+        self._set_aside()
+        self._begin_reduction()
+        self._finish_reduction()
 
     def reduce_now(self) -> None:
-        """Reduce what has been summed and not been sent. Collective: one small reduction, and all where any rank has
-        such gradients."""
         if self._is_inside:
             self.forget()
         self.hide()
-        for slot in self.slots:
-            if slot.kept is not None and slot.owner.grad is None:  # a forward pass without a backward pass
-                slot.owner.grad, slot.kept = as_dtensor(slot.kept, slot.spec), None
-        is_any = any(self._is_unsent(index) for index in range(len(self.slots)))
-        if agree([is_any], self.groups.everyone())[0]:
-            for bucket in self.buckets:
-                bucket.set_aside()
-            _Round(self).finish()
+        for param in self.params:
+            if param.set_aside is not None and param.optim_param.grad is None:  # a forward pass without a backward pass
+                param.optim_param.grad, param.set_aside = as_dtensor(param.set_aside, param.spec), None
+        super().reduce_now()
         self._passes = 0
         self._came_alone.clear()
-
-    def hide(self) -> None:
-        """Let parameters have their own `.grad`: see parameter_classes.py."""
-        for slot in self.slots:
-            hide(slot)
-
-    def show(self) -> None:
-        """Let parameters have the averaged gradients, or none where these are not averaged yet."""
-        for slot in self.slots:
-            show(slot)
-        self._withhold()
-
-    def _withhold(self) -> None:
-        """After a pass that has reduced nothing: let nobody take a part of a gradient for it. Pipelines add to some
-        gradients themselves, to which autograd does not come or which stages share."""
-        for index in self._came_alone:
-            slot = self.slots[index]
-            is_part = slot.summed is not None or (self.is_put_off and slot.unsent is not None)
-            if is_part and self.groups.size > 1 and not hasattr(slot.parameter, "pipeline_share"):
-                withhold(slot)
 
     def forget(self) -> None:
-        """Drop what a backward pass that did not end has left. Reductions under way are waited for."""
-        self._is_inside = False
-        if self._round is not None:
-            self._round.abandon()
-            self._round = None
+        is_open = self._is_reducing and 0 <= self._current < len(self.buckets)
+        self._is_inside = self._is_reducing = False
+        super().forget()
+        if is_open:
+            self.buckets[self._current].close()
 
     def forget_sums(self) -> None:
-        """Drop gradients that were summed and not sent."""
-        self.forget()
+        super().forget_sums()
         self._passes = 0
         self._came_alone.clear()
-        for slot in self.slots:
-            slot.drop()
-            slot.kept = None
-            slot.traces = ()
 
     def follow_order(self) -> None:
         """Fill the buckets anew in the order in which gradients came, once that is known; forgets gradients.
@@ -148,53 +261,65 @@ class Reducer:
             return
         order = [*dict.fromkeys(self._order)]  # several passes may have been reduced before the first step
         seen = set(order)
-        agreed = torch.tensor(order + [i for i in reversed(range(len(self.slots))) if i not in seen])
+        agreed = torch.tensor(order + [i for i in reversed(range(len(self.params))) if i not in seen])
         for comm in self.groups.everyone():
             agreed = comm.broadcast(agreed, 0)
         self._order = None
-        for slot in self.slots:  # may lie in memory of the buckets that go
-            slot.owner.grad = None
+        for param in self.params:  # may lie in memory of the buckets that go
+            param.optim_param.grad = None
         self._fill(agreed.tolist())
 
     def detach(self) -> None:
         for hook in self._hooks:
             hook.remove()
 
+    def _unread(self) -> Iterable[ShardedParam]:
+        """Pipelines add to some gradients themselves, to which autograd does not come or which stages share."""
+        for param in self._came_alone:
+            is_part = param.unreduced_sum is not None or (self.is_deferred and param.unsent is not None)
+            if is_part and self.groups.size > 1 and not hasattr(param.parameter, "pipeline_share"):
+                yield param
+
+    def _has_unsent(self, param: ShardedParam) -> bool:
+        if param.unreduced_sum is not None or param.unsent is None:
+            return param.unreduced_sum is not None
+        number, position = self._place[self._index[param]]
+        return param in self._came_alone or not self.buckets[number].is_result(position)
+
+    def _set_aside(self) -> None:
+        # What came alone lies on top of an earlier mean (`p.grad += ...`): their sum is reduced, as the mean of a mean
+        # is the mean.
+        for bucket in self.buckets:
+            bucket.set_aside(but=self._came_alone)
+
+    def _make_bucket(self, params: Sequence[ShardedParam]) -> Bucket:
+        kind = BucketKind.of(params[0], self.groups)
+        if self.groups.shard.size == 1:
+            return AllReduceBucket(params, kind, self._wire)
+        return ReduceScatterBucket(params, kind, self.staging, self._wire)
+
     def _fill(self, order: Sequence[int], after: Sequence[list[int]] = ()) -> None:
-        """Sort the slots into buckets in this order; the first one is small, so that communication begins early.
+        """Sort the parameters into buckets in this order; the first one is small, so that communication begins early.
         `after`: buckets that stay, and come first."""
         limit = min(FIRST_BUCKET_BYTES, self._bucket_bytes)
         groups: list[list[int]] = []
-        held = 0
+        held, last = 0, None
         for index in order:
-            slot = self.slots[index]
-            nbytes = local(slot.parameter).numel() * slot.wire.itemsize
-            kind = slot.wire, slot.parameter.device, slot.owner.dtype
-            before = self.slots[groups[-1][-1]] if groups else None
-            if (
-                before is None
-                or held + nbytes > limit
-                or kind != (before.wire, before.parameter.device, before.owner.dtype)
-            ):
+            param = self.params[index]
+            nbytes = local(param.parameter).numel() * param.reduce_dtype.itemsize
+            kind = param.reduce_dtype, param.parameter.device, param.optim_param.dtype
+            if kind != last or held + nbytes > limit:
                 if groups:
                     limit = self._bucket_bytes
                 groups.append([])
-                held = 0
+                held, last = 0, kind
             groups[-1].append(index)
             held += nbytes
-        kept = self.buckets[: len(after)]
-        self.buckets = [*kept, *(self._make_bucket([self.slots[index] for index in group]) for group in groups)]
-        groups = [*after, *groups]
-        self.place = {
-            index: (number, position) for number, group in enumerate(groups) for position, index in enumerate(group)
-        }
-        self.members = groups
-
-    def _is_unsent(self, index: int) -> bool:
-        """Whether a slot has gradients that only this rank knows of."""
-        slot = self.slots[index]
-        number, position = self.place[index]
-        return slot.summed is not None or (slot.unsent is not None and not self.buckets[number].is_result(position))
+        made = [self._make_bucket([self.params[index] for index in group]) for group in groups]
+        self.buckets = [*self.buckets[: len(after)], *made]
+        self._members = [*after, *groups]
+        self._place = {index: (n, at) for n, group in enumerate(self._members) for at, index in enumerate(group)}
+        self._index = {param: index for index, param in enumerate(self.params)}
 
     # ---- within a backward pass
 
@@ -211,129 +336,167 @@ class Reducer:
             if reducer is not None:
                 reducer._came(index)
 
-        return self.slots[index].parameter.register_post_accumulate_grad_hook(came)
+        return self.params[index].parameter.register_post_accumulate_grad_hook(came)
 
     def _came(self, index: int) -> None:
+        """The gradient of a parameter is there."""
         if not self._is_inside:
             self._is_inside = True
             self.hide()
             self._began()
-            self._round = _Round(self) if self._will_reduce() else None
+            if self._will_reduce():
+                self._begin_reduction()
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
-        if self._round is None:
-            self._came_alone.add(index)
-            self.slots[index].keep_sum()
-        else:
-            if self._order is not None:
-                self._order.append(index)
-            self._round.came(index)
-
-    def _end(self) -> None:
-        self._passes += 1
-        reduction, self._round = self._round, None
-        self._is_inside = False
-        if reduction is not None:
-            self._passes = 0
-            self._came_alone.clear()
-            reduction.finish()
-        else:
-            self._withhold()
-
-
-class _Round:
-    """One reduction of all buckets."""
-
-    def __init__(self, reducer: Reducer) -> None:
-        self._reducer, self._buckets = reducer, reducer.buckets
-        count = len(reducer.slots)
-        self._has_come = [False] * count
-        self._is_used = [False] * count
-        self._had_none = [
-            slot.kept is None and (slot.owner.grad is None or slot.owner is slot.parameter) for slot in reducer.slots
-        ]
-        self._missing = [len(bucket.slots) for bucket in self._buckets]
-        self._current = -1  # the bucket that is open
-        self._in_flight: list[Bucket] = []
-        self._batch: list[int] = []  # have come for the open bucket, and have not been added
-        self._batch_bytes = 0
-
-    def came(self, index: int) -> None:
-        """The gradient of a slot is there."""
+        if not self._is_reducing:
+            self._came_alone.add(self.params[index])
+            self.params[index].keep_sum()
+            return
+        if self._order is not None:
+            self._order.append(index)
         if self._has_come[index]:
             raise RuntimeError(
-                f"the gradient of {self._reducer.slots[index].name} came twice in one backward pass; reentrant "
-                "checkpoints do that: give them use_reentrant=False"
+                f"the gradient of {self.params[index].name} came twice in one backward pass; reentrant checkpoints do "
+                "that: give them use_reentrant=False"
             )
         self._has_come[index] = True
-        number, _ = self._reducer.place[index]
+        number, _ = self._place[index]
         self._missing[number] -= 1
         if self._current < 0:
             self._open_next()
         elif number == self._current:
             self._batch.append(index)
-            self._batch_bytes += self._reducer.nbytes[index]
+            self._batch_bytes += self._nbytes[index]
             if self._batch_bytes >= BATCH_BYTES:
-                self._add_batch()
-        while self._current < len(self._buckets) and not self._missing[self._current]:
-            self._launch()
-            self._open_next()
+                self._put_batch()
+        while self._current < len(self.buckets) and not self._missing[self._current]:
+            self._launch_current()
 
-    def finish(self) -> None:
+    def _end(self) -> None:
+        """A backward pass has ended."""
+        self._is_inside = False
+        self._passes += 1
+        if self._is_reducing:
+            self._finish_reduction()
+            self._passes = 0
+            self._came_alone.clear()
+        else:
+            self._withhold_unread()
+
+    def _begin_reduction(self) -> None:
+        self._is_reducing = True
+        self._has_come = [False] * len(self.params)
+        self._missing = [len(bucket.params) for bucket in self.buckets]
+        self._current = -1  # the bucket that is open
+        self._batch: list[int] = []  # have come for the open bucket, and have not been put
+        self._batch_bytes = 0
+
+    def _finish_reduction(self) -> None:
         """Launch what is left, with gradients that were summed earlier, and wait for all."""
         if self._current < 0:
             self._open_next()
-        while self._current < len(self._buckets):
-            self._batch += [index for index in self._reducer.members[self._current] if not self._has_come[index]]
-            self._launch()
-            self._open_next()
+        while self._current < len(self.buckets):
+            self._batch += [index for index in self._members[self._current] if not self._has_come[index]]
+            self._launch_current()
         self._drain()
-        everyone = agree(self._is_used, self._reducer.groups.everyone())
-        for slot, is_used, had_none in zip(self._reducer.slots, everyone, self._had_none, strict=True):
-            if not is_used and had_none:
-                slot.owner.grad = None  # as without data parallelism
-            show(slot)
-
-    def abandon(self) -> None:
-        """The pass has failed."""
-        self._drain()
-        if 0 <= self._current < len(self._buckets):
-            self._buckets[self._current].close()
-
-    def _drain(self) -> None:
-        while self._in_flight:
-            self._in_flight.pop(0).finish()
+        used = set_on_any([param in self._used for param in self.params], self._comms())
+        for param, is_used in zip(self.params, used, strict=True):
+            self._settle(param, is_used)
+        self._is_reducing = False
+        self.forget()
 
     def _open_next(self) -> None:
         self._current += 1
-        while len(self._in_flight) >= 2:  # as many as there are staging buffers
-            self._in_flight.pop(0).finish()
-        if self._current < len(self._buckets):
-            self._buckets[self._current].open()
-            self._batch = [index for index in self._reducer.members[self._current] if self._has_come[index]]
-            self._add_batch()
+        if self._current < len(self.buckets):
+            bucket = self.buckets[self._current]
+            self._make_room(bucket)
+            bucket.open()
+            self._batch = [index for index in self._members[self._current] if self._has_come[index]]
+            self._put_batch()
 
-    def _add_batch(self) -> None:
-        positions, gradients = [], []
-        for index in self._batch:
-            gradient = self._reducer.slots[index].take()
-            if gradient is not None:
-                self._is_used[index] = True
-                positions.append(self._reducer.place[index][1])
-                gradients.append(gradient)
-        self._buckets[self._current].add(positions, gradients)
+    def _put_batch(self) -> None:
+        self._put(self.buckets[self._current], [self._place[index][1] for index in self._batch])
         self._batch, self._batch_bytes = [], 0
 
-    def _launch(self) -> None:
-        self._add_batch()
-        bucket = self._buckets[self._current]
+    def _launch_current(self) -> None:
+        self._put_batch()
         with annotate(f"fastpar::zero::reduce bucket {self._current}"):
+            self._launch(self.buckets[self._current])
+        self._open_next()
+
+
+class GroupReducer(GradReducer):
+    """Reduces the gradients of parameter groups: rows of what is sharded, whole ones of what every rank keeps."""
+
+    def __init__(self, units: Sequence[ParamGroup], groups: Groups, wire: Wire | None = None) -> None:
+        super().__init__(groups, wire)
+        self.refresh(units)
+
+    def refresh(self, units: Sequence[ParamGroup]) -> None:
+        """Groups have other parameters than before. Between passes."""
+        self._drain()
+        self.params = [param for unit in units for param in (*unit.params, *unit.persistent_params)]
+        self.staging = StagingPool()
+        self._buckets = {unit: [self._make_bucket(*each) for each in self._by_kind(unit.params)] for unit in units}
+        every = [bucket for buckets in self._buckets.values() for bucket in buckets]
+        self.buckets = [bucket for bucket in every if bucket.travels]
+        persistent = [param for unit in units for param in unit.persistent_params]
+        self._persistent = [PersistentBucket(params, kind) for kind, params in self._by_kind(persistent)]
+
+    def reduce(self, unit: ParamGroup) -> None:
+        """Begin to reduce what a group has of gradients; zero where it has none. Collective."""
+        with annotate(f"fastpar::zero::reduce_scatter {unit.name}"):
+            for bucket in self._buckets[unit]:
+                self._make_room(bucket)
+                self._put_all(bucket)
+                self._launch(bucket)
+
+    def reduce_rest(self) -> None:
+        units = list(self._buckets)
+        with looking_at_absent():
+            pending = [any(_has_gradient(param) for param in unit.params) for unit in units]
+            used = [param in self._used or _has_gradient(param) for param in self.params]
+        agreed = set_on_any([*pending, *used], self._comms())
+        for unit, is_pending in zip(units, agreed, strict=False):
+            if is_pending:
+                self.reduce(unit)
+        for bucket in self._persistent:
+            self._put_all(bucket)
             bucket.launch()
-        self._in_flight.append(bucket)
+            bucket.finish()
+        self._drain()
+        for param, is_used in zip(self.params, agreed[len(units) :], strict=True):
+            param.take_own_term()
+            if is_used:
+                for hook in (getattr(param.optim_param, "_post_accumulate_grad_hooks", None) or {}).values():
+                    hook(param.optim_param)
+            self._settle(param, is_used)
+        self.forget()
+
+    def _put_all(self, bucket: Bucket) -> None:
+        bucket.open()
+        self._put(bucket, range(len(bucket.params)))
+
+    def _comms(self) -> list[Communicator]:
+        return self.groups.joined()
+
+    def _has_unsent(self, param: ShardedParam) -> bool:
+        return _has_gradient(param) or param.has_own_term
+
+    def _unread(self) -> Iterable[ShardedParam]:
+        return (param for param in self.params if _has_gradient(param))
+
+    def _make_bucket(self, kind: BucketKind, params: Sequence[ShardedParam]) -> Bucket:
+        if kind.groups is not self.groups and kind.groups.size == 1:
+            return LocalBucket(params, kind)
+        return ReduceScatterBucket(params, kind, self.staging, self._wire if kind.groups.shard.size > 1 else None)
+
+    def _by_kind(self, params: Sequence[ShardedParam]) -> list[tuple[BucketKind, list[ShardedParam]]]:
+        """Parameters whose gradients may travel together."""
+        kinds: dict[BucketKind, list[ShardedParam]] = {}
+        for param in params:
+            kinds.setdefault(BucketKind.of(param, self.groups), []).append(param)
+        return list(kinds.items())
 
 
-def agree(flags: Sequence[bool], comms: Sequence[Communicator]) -> list[bool]:
-    """Which flags are set on any rank that these groups reach one after the other."""
-    agreed = torch.tensor(flags, dtype=torch.int32)
-    for comm in comms:
-        comm.all_reduce(agreed, "max", out=agreed)
-    return [bool(flag) for flag in agreed.tolist()]
+def _has_gradient(param: ShardedParam) -> bool:
+    return param.unreduced_sum is not None or param.unsent is not None

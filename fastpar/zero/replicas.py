@@ -11,14 +11,11 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from fastpar.comm.wire_formats import Wire
 from fastpar.precision import Precision
-from fastpar.zero.buckets import Bucket, RowBucket, Staging, WholeBucket
 from fastpar.zero.flat import WholeParameters
 from fastpar.zero.groups import Groups, as_parameter, cast_parameter, local, set_local
 from fastpar.zero.quantized_gather import CodedParameters, GatherFormats, ParamWire
-from fastpar.zero.reducer import Reducer
-from fastpar.zero.sharded_param import Connection, Slot
-
-STAGING_BUFFERS = 2  # one that travels, one that is filled
+from fastpar.zero.reducer import OrderReducer
+from fastpar.zero.sharded_param import Connection, ShardedParam
 
 
 class Replicas:
@@ -26,7 +23,7 @@ class Replicas:
 
     named           the parameters, which get the precision's dtypes and may be moved to where other ranks can read them
     has_copies      whether the optimizer is to have copies even where dtypes agree
-    accumulate, bucket_bytes, began     as `Reducer`'s
+    accumulate, bucket_bytes, began     as `OrderReducer`'s
     wire            format of gradients that travel: see `fastpar.comm.wire_formats`
     param_wires     formats of parameters that are gathered after a step, by name: see `fastpar.zero.quantized_gather`
     model           whose modules have the parameters, where it is known
@@ -46,17 +43,15 @@ class Replicas:
         param_wires: Mapping[str, ParamWire] | None = None,
         model: nn.Module | None = None,
     ) -> None:
-        self._wire = wire
         self._model = model
         self.formats = GatherFormats(param_wires or {})
         self._groups, self._precision, self._has_copies = groups, precision, has_copies
-        self.slots, self._whole = self._make_slots(named)
-        self._staging: dict[tuple[torch.dtype, torch.device], Staging] = {}
-        self.reducer = Reducer(
-            self.slots, groups, self._make_bucket, accumulate=accumulate, bucket_bytes=bucket_bytes, began=began
+        self.params, self._whole = self._make_params(named)
+        self.reducer = OrderReducer(
+            self.params, groups, wire, accumulate=accumulate, bucket_bytes=bucket_bytes, began=began
         )
         self._frozen = {name: parameter for name, parameter in named.items() if not parameter.requires_grad}
-        self._connection = Connection(model, self.slots, self.released)
+        self._connection = Connection(model, self.params, self.released)
 
     @property
     def frozen(self) -> dict[str, Tensor]:
@@ -71,14 +66,14 @@ class Replicas:
         """Parameters that have been frozen and are not any more, by name."""
         return {name: parameter for name, parameter in self._frozen.items() if parameter.requires_grad}
 
-    def adopt(self, names: Sequence[str]) -> list[Slot]:
-        """Train parameters that have been frozen: returns their slots. Collective."""
-        slots, whole = self._make_slots({name: self._frozen.pop(name) for name in names})
-        self.slots += slots
+    def adopt(self, names: Sequence[str]) -> list[ShardedParam]:
+        """Train parameters that have been frozen: returns their params. Collective."""
+        params, whole = self._make_params({name: self._frozen.pop(name) for name in names})
+        self.params += params
         self._whole += whole
-        self.reducer.extend(slots)
-        self._connection = Connection(self._model, self.slots, self.released)
-        return slots
+        self.reducer.extend(params)
+        self._connection = Connection(self._model, self.params, self.released)
+        return params
 
     def released(self) -> None:
         """Before rows are written to: waits until no rank reads them any more. Collective."""
@@ -100,9 +95,9 @@ class Replicas:
     def detach(self) -> None:
         self.reducer.detach()
 
-    def _make_slots(
+    def _make_params(
         self, named: Mapping[str, nn.Parameter]
-    ) -> tuple[list[Slot], list[WholeParameters | CodedParameters]]:
+    ) -> tuple[list[ShardedParam], list[WholeParameters | CodedParameters]]:
         """Move parameters to where they will stay, and make what the optimizers are to have."""
         policy = self._precision
         trainable = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
@@ -119,7 +114,7 @@ class Replicas:
         for name, parameter in trainable.items():
             param_wire = self.formats.wire_of(name) if self._groups.shard.size > 1 else None
             kinds.setdefault((parameter.dtype, parameter.device, param_wire), []).append(name)
-        slots: dict[str, Slot] = {}
+        params: dict[str, ShardedParam] = {}
         everything: list[WholeParameters | CodedParameters] = []
         for (_, device, param_wire), names in kinds.items():
             values = [local(trainable[name]) for name in names]
@@ -136,42 +131,27 @@ class Replicas:
                 original = originals.pop(name, None)
                 if original is not None:
                     original = whole.layout.rows_of(original, index, self._groups.shard.rank).clone()
-                slots[name] = slot = self._make_slot(name, trainable[name], rows, original, wires[name])
+                params[name] = param = self._make_param(name, trainable[name], rows, original, wires[name])
                 if isinstance(whole, CodedParameters):  # what the optimizer changes is beside the parameter
-                    slot.target, slot.seen, slot.shown = rows, whole.seen[index], partial(whole.shown, index)
-        return [slots[name] for name in trainable], everything
+                    param.model_rows, param.quantized_rows, param.dequantized_rows = (
+                        rows,
+                        whole.seen[index],
+                        partial(whole.shown, index),
+                    )
+        return [params[name] for name in trainable], everything
 
-    def _make_slot(
+    def _make_param(
         self, name: str, parameter: nn.Parameter, rows: Tensor, master: Tensor | None, wire: torch.dtype
-    ) -> Slot:
+    ) -> ShardedParam:
         row_spec = self._groups.row_spec(parameter)
         spec = row_spec or getattr(parameter, "_spec", None)
         if master is not None:
             if self._has_copies and master.device.type != "cpu":
                 master = master.cpu().pin_memory()
-            return Slot(name, parameter, _owner_of(parameter, master, spec), spec, wire, target=rows)
+            return ShardedParam(name, parameter, _owner_of(parameter, master, spec), spec, wire, model_rows=rows)
         if row_spec is None:
-            return Slot(name, parameter, parameter, spec, wire)
-        return Slot(name, parameter, _owner_of(parameter, rows, spec), spec, wire)
-
-    def _make_bucket(self, slots: Sequence[Slot]) -> Bucket:
-        if self._groups.shard.size == 1:
-            return WholeBucket(slots, self._groups, self._wire)
-        kind = slots[0].wire, slots[0].parameter.device
-        return RowBucket(slots, self._groups, lambda: self._staging_of(*kind), self._wire)
-
-    def _staging_of(self, dtype: torch.dtype, device: torch.device) -> Staging:
-        """Two buffers for the largest bucket of this kind."""
-        most = max(
-            sum(local(slot.parameter).numel() for slot in bucket.slots)
-            for bucket in self.reducer.buckets
-            if bucket.slots[0].wire == dtype and bucket.slots[0].parameter.device == device
-        )
-        found = self._staging.get((dtype, device))
-        if found is None or found.numel < most:
-            found = Staging(self._groups.shard, most, dtype, device, count=STAGING_BUFFERS)
-            self._staging[dtype, device] = found
-        return found
+            return ShardedParam(name, parameter, parameter, spec, wire)
+        return ShardedParam(name, parameter, _owner_of(parameter, rows, spec), spec, wire)
 
 
 def _owner_of(parameter: nn.Parameter, rows: Tensor, spec: DTensorSpec | None) -> nn.Parameter:

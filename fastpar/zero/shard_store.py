@@ -38,6 +38,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fastpar.comm import Communicator
+from fastpar.comm.agree import raise_on_all
 from fastpar.comm.observers import note
 from fastpar.comm.pending import Pending
 from fastpar.storage import StorageError, TensorStore, Transfer, stream
@@ -59,10 +60,10 @@ class Home:
         self.file = ShardFile(offload) if offload is not None and with_parameters and not self._is_host else None
         self._uploads: dict[torch.device, Upload | None] = {}
 
-    def needs_copy(self, is_resident: bool) -> bool:
+    def needs_copy(self, is_persistent: bool) -> bool:
         """Whether the optimizer is to have a copy of a parameter even where dtypes agree: not of what is at rest in the
         host's memory, and can be updated there."""
-        return self._has_copies and (is_resident or not self._is_host)
+        return self._has_copies and (is_persistent or not self._is_host)
 
     def of_masters(self, device: torch.device) -> torch.device:
         """Where the optimizer's copies of parameters on `device` are."""
@@ -92,7 +93,7 @@ class DiskShards:
 
     is_shared = False  # to gather takes time that can be hidden
 
-    def __init__(self, reader: _Reader, names: Sequence[str], tensors: Sequence[Tensor]) -> None:
+    def __init__(self, reader: _ShardReader, names: Sequence[str], tensors: Sequence[Tensor]) -> None:
         self._reader, self._names = reader, names
         comm = reader.comm
         self.layout = FlatLayout([x.shape for x in tensors], comm.size)
@@ -135,7 +136,7 @@ class DiskShards:
         return self._reader.comm.timeout
 
 
-class _Reader:
+class _ShardReader:
     """Reads and gathers the shards of one communicator, dtype and device."""
 
     def __init__(self, store: TensorStore, comm: Communicator, dtype: torch.dtype, device: torch.device) -> None:
@@ -161,7 +162,7 @@ class _Reader:
 
     def open(self) -> None:
         """Collective."""
-        raise_on_all(self._failure, self.comm, self._device, "write")
+        _raise_on_all(self._failure, self.comm, self._device, "write")
         counts = [self._numel] * self.comm.size
         self._buffers = [PeerMemory(self.comm, counts, self._dtype, self._device, at_host=True) for _ in range(BUFFERS)]
 
@@ -196,7 +197,7 @@ class _Reader:
         index = self._number % BUFFERS
         memory = self._buffers[index]
         self._number += 1
-        raise_on_all(failure, self.comm, self._device, "read")
+        _raise_on_all(failure, self.comm, self._device, "read")
         layout = shards.layout
         if memory.is_shared:
             note("all_gather", self.comm.size, layout.total, self._dtype)
@@ -247,7 +248,7 @@ class ShardFile:
     def __init__(self, offload: Offload) -> None:
         assert offload.path is not None
         self._store = TensorStore(offload.path, **(offload.options or {}))
-        self._readers: dict[tuple[Communicator, torch.dtype, torch.device], _Reader] = {}
+        self._readers: dict[tuple[Communicator, torch.dtype, torch.device], _ShardReader] = {}
         self._stored: list[_Stored] = []
         self._of: dict[int, _Stored] = {}  # by each of its faces
         self._writes: deque[list[Transfer]] = deque()
@@ -267,7 +268,7 @@ class ShardFile:
         """Write this rank's rows of `tensors`, which have one dtype and device. The names are those of the model."""
         kind = comm, tensors[0].dtype, tensors[0].device
         if kind not in self._readers:
-            self._readers[kind] = _Reader(self._store, *kind)
+            self._readers[kind] = _ShardReader(self._store, *kind)
         return DiskShards(self._readers[kind], names, tensors)
 
     def attach(self, name: str, *faces: Tensor) -> None:
@@ -327,7 +328,7 @@ class ShardFile:
             self._failure = wait_for(self._writes.popleft()) or self._failure
         failure, self._failure = self._failure, None
         for comm, device in dict.fromkeys((comm, device) for comm, _, device in self._readers):
-            raise_on_all(failure, comm, device, "write")
+            _raise_on_all(failure, comm, device, "write")
 
     def _write(self, stored: _Stored) -> Transfer:
         return self._store.write(stored.name, _held(stored.faces[0]))
@@ -345,14 +346,16 @@ def wait_for(transfers: list[Transfer]) -> OSError | None:
     return failure
 
 
-def raise_on_all(failure: OSError | None, comm: Communicator, device: torch.device, operation: str) -> None:
-    """Raise this rank's failure, and that of another rank where that is known. Collective: one all-gather of a byte."""
-    if comm.size > 1 and device.type == "cpu":
-        failed = comm.all_gather(torch.tensor([failure is not None], dtype=torch.int8)).nonzero().view(-1).tolist()
-        if failed and failure is None:
-            who = f"rank {', '.join(map(str, failed))} of {comm.size}"
-            raise StorageError(errno.EIO, who, operation, cause="that rank's own error says why")
-    if failure is not None:
+def _raise_on_all(failure: OSError | None, comm: Communicator, device: torch.device, operation: str) -> None:
+    """Raise this rank's failure, and on CPUs that of another rank. Collective there."""
+
+    def of_others(ranks: list[int]) -> StorageError:
+        who = f"rank {', '.join(map(str, ranks))} of {comm.size}"
+        return StorageError(errno.EIO, who, operation, cause="that rank's own error says why")
+
+    if device.type == "cpu":
+        raise_on_all(failure, comm, of_others)
+    elif failure is not None:
         raise failure
 
 

@@ -29,37 +29,38 @@ _NOTE_BYTES = 1024
 
 
 @dataclass(eq=False)
-class Slot:
+class ShardedParam:
     """A trainable parameter of the model, and the parameter that the optimizer has instead of it.
 
-    `owner` may be the parameter itself; else it has this rank's rows, or another dtype (master weights), or both.
-    `at_rest` is what modules have outside of forward, where that is another one (stage 3).
+    `optim_param` may be the parameter itself; else it has this rank's rows, or another dtype (master weights), or both.
+    `sharded` is what modules have outside of forward, where that is another one (stage 3).
     """
 
     name: str
     parameter: nn.Parameter
-    owner: nn.Parameter
-    spec: DTensorSpec | None = None  # of the owner, where it is a DTensor
-    wire: torch.dtype = torch.float32  # what gradients travel in
-    target: Tensor | None = field(default=None, repr=False)  # the parameter's rows, which the owner is rounded to
-    summed: Tensor | None = field(default=None, repr=False)  # in float32: see "accumulation" in reducer.py
-    kept: Tensor | None = field(default=None, repr=False)  # the owner's gradient, while another pass is reduced
+    optim_param: nn.Parameter
+    spec: DTensorSpec | None = None  # of optim_param, where it is a DTensor
+    reduce_dtype: torch.dtype = torch.float32  # what gradients travel in
+    model_rows: Tensor | None = field(default=None, repr=False)  # the parameter's, which optim_param is rounded to
+    unreduced_sum: Tensor | None = field(default=None, repr=False)  # in float32: see "accumulation" in reducer.py
+    set_aside: Tensor | None = field(default=None, repr=False)  # optim_param's gradient, while a pass is reduced
     is_traced: bool = False  # whether `traces` are kept: norms of what this rank has sent, which a NaN shows in
     traces: Sequence[Tensor] = field(default=(), repr=False)  # on CPUs only where they are not finite
-    at_rest: nn.Parameter | None = field(default=None, repr=False)
-    version: int = field(default=0, repr=False)  # of the face's memory, when it last was the owner rounded
-    seen: Tensor | None = field(default=None, repr=False)  # the parameter's rows where they are not the target, and
-    shown: Callable[[], Tensor] | None = field(default=None, repr=False)  # what these have had: see quantized_gather.py
+    sharded: nn.Parameter | None = field(default=None, repr=False)
+    version: int = field(default=0, repr=False)  # of model_param's memory, when it last was optim_param rounded
+    # The parameter's rows where these are not model_rows, and what they have had: see quantized_gather.py
+    quantized_rows: Tensor | None = field(default=None, repr=False)
+    dequantized_rows: Callable[[], Tensor] | None = field(default=None, repr=False)
 
     @property
-    def faces(self) -> list[nn.Parameter]:
-        """What users may have of it, beside the owner."""
-        return [x for x in (self.parameter, self.at_rest) if x is not None and x is not self.owner]
+    def model_params(self) -> list[nn.Parameter]:
+        """What users may have of it, beside optim_param."""
+        return [x for x in (self.parameter, self.sharded) if x is not None and x is not self.optim_param]
 
     @property
-    def face(self) -> nn.Parameter:
+    def model_param(self) -> nn.Parameter:
         """What the model has outside of forward."""
-        return self.parameter if self.at_rest is None else self.at_rest
+        return self.parameter if self.sharded is None else self.sharded
 
     @property
     def unsent(self) -> Tensor | None:
@@ -68,24 +69,24 @@ class Slot:
 
     def note_version(self) -> None:
         """The parameter is its owner, rounded."""
-        self.version = _version(self.face)
+        self.version = _version(self.model_param)
 
     @property
     def is_in_place(self) -> bool:
         """Whether the target is the owner's own memory: exact rows of what is gathered as codes."""
-        if self.seen is None or self.target is None:
+        if self.quantized_rows is None or self.model_rows is None:
             return False
-        return self.target.data_ptr() == local(self.owner).data_ptr()
+        return self.model_rows.data_ptr() == local(self.optim_param).data_ptr()
 
     @property
     def is_overwritten(self) -> bool:
         """Whether somebody has written to a parameter whose owner is a copy."""
-        return self.target is not None and _version(self.face) != self.version
+        return self.model_rows is not None and _version(self.model_param) != self.version
 
     def take_values(self) -> None:
         """Let a copy follow what was written to its parameter: elements that are not the copy's own, rounded."""
-        assert self.target is not None
-        mine, target = local(self.owner), self.target if self.seen is None else self.seen
+        assert self.model_rows is not None
+        mine, target = local(self.optim_param), self.model_rows if self.quantized_rows is None else self.quantized_rows
         if mine.untyped_storage().nbytes() == 0 and mine.numel() > 0:
             raise RuntimeError(
                 f"{self.name} got new values after fastpar.zero.shard(...), and the optimizer's copy of it is in a "
@@ -93,54 +94,63 @@ class Slot:
             )
         if target.untyped_storage().nbytes() > 0:
             written = target.to(mine.device)
-            before = mine.to(written.dtype) if self.shown is None else self.shown().to(mine.device)
+            before = (
+                mine.to(written.dtype) if self.dequantized_rows is None else self.dequantized_rows().to(mine.device)
+            )
             mine.copy_(torch.where(before == written, mine, written.to(mine.dtype)))
-            if self.seen is not None and not self.is_in_place:
-                self.target.copy_(mine)  # what is quantised next
+            if self.quantized_rows is not None and not self.is_in_place:
+                self.model_rows.copy_(mine)  # what is quantised next
         self.note_version()
 
     def drop(self) -> None:
         """Forget what was not sent."""
-        self.summed = None
+        self.unreduced_sum = None
         drop_unsent(self.parameter)
 
     @property
     def has_own_term(self) -> bool:
         """Whether the parameter at rest has a gradient that the owner lacks: see `take_own_term`."""
-        at_rest = self.at_rest
-        return at_rest is not None and at_rest is not self.owner and unsent_gradient(at_rest) is not None
+        sharded = self.sharded
+        return sharded is not None and sharded is not self.optim_param and unsent_gradient(sharded) is not None
 
     def take_own_term(self) -> None:
         """Add to the owner what a term of the loss that was made of the parameter at rest has as gradient."""
-        if self.at_rest is None or self.at_rest is self.owner:
+        if self.has_own_term:
+            term: Any = self.sharded
+            grad: Any = unsent_gradient(term)
+            drop_unsent(term)
+            self.add_gradient(local(grad).to(self.optim_param.dtype))
+
+    def add_gradient(self, mine: Tensor) -> None:
+        """Give optim_param this rank's part of a mean: it is its gradient, or is added to the one that is there."""
+        optim_param: Any = self.optim_param
+        like = local(optim_param)  # of another dtype or device, where it is a master weight
+        if mine.shape != like.shape:  # a scalar as one row
+            mine = mine.view(like.shape)
+        if optim_param.grad is not None:
+            local(optim_param.grad).add_(mine.to(like.device))
             return
-        grad = unsent_gradient(self.at_rest)
-        if grad is None:
-            return
-        drop_unsent(self.at_rest)
-        mine = local(grad).to(self.owner.device, self.owner.dtype)
-        if self.owner.grad is None:
-            self.owner.grad = as_dtensor(mine, self.spec)
-        else:
-            local(self.owner.grad).add_(mine)
+        is_alike = mine.dtype == like.dtype and mine.device == like.device
+        # A tensor of its own: `p.grad.data = ...` (model.to does it) would take a bucket's view away
+        optim_param.grad = as_dtensor(mine.detach() if is_alike else mine.to(like.device, like.dtype), self.spec)
 
     def keep_sum(self) -> None:
-        """Move a gradient of 16 bits to `summed`, as another is going to be added to it."""
+        """Move a gradient of 16 bits to `unreduced_sum`, as another is going to be added to it."""
         grad = self.unsent
         if grad is None or grad.dtype.itemsize >= 4 or hasattr(self.parameter, "pipeline_share"):
             return
         rows = local(grad)
-        if self.summed is None:
-            self.summed = rows.float()
+        if self.unreduced_sum is None:
+            self.unreduced_sum = rows.float()
         else:
-            self.summed.add_(rows)
+            self.unreduced_sum.add_(rows)
         drop_unsent(self.parameter)
 
     def take(self) -> Tensor | None:
         """What has been summed and not been sent; forgotten here."""
-        if self.summed is not None:
+        if self.unreduced_sum is not None:
             self.keep_sum()
-        taken = self.summed
+        taken = self.unreduced_sum
         unsent = self.unsent
         if taken is None and unsent is not None:
             taken = local(unsent)
@@ -154,31 +164,33 @@ def _version(face: Any) -> int:
     return found
 
 
-def keep_traces(slots: Sequence[Slot], flat: Tensor, pieces: Callable[[], Iterable[Sequence[Tensor]]]) -> None:
-    """Keep what `name_nonfinite` needs about gradients that this rank sends: `flat`, and the pieces of each slot."""
-    if not slots[0].is_traced or (flat.device.type == "cpu" and math.isfinite(flat.sum().item())):
+def keep_traces(params: Sequence[ShardedParam], flat: Tensor, pieces: Callable[[], Iterable[Sequence[Tensor]]]) -> None:
+    """Keep what `name_nonfinite` needs about gradients that this rank sends: `flat`, and the pieces of each param."""
+    if not params[0].is_traced or (flat.device.type == "cpu" and math.isfinite(flat.sum().item())):
         return
-    for slot, of_slot in zip(slots, pieces(), strict=True):
-        some = [x for x in of_slot if x.numel() > 0]
-        slot.traces = torch._foreach_norm(some, math.inf) if some else ()
+    for param, of_param in zip(params, pieces(), strict=True):
+        some = [x for x in of_param if x.numel() > 0]
+        param.traces = torch._foreach_norm(some, math.inf) if some else ()
 
 
-def name_nonfinite(slots: Sequence[Slot], groups: Groups) -> str:
+def name_nonfinite(params: Sequence[ShardedParam], groups: Groups) -> str:
     """Which gradients are not finite, and on which ranks they became so before they were averaged: one text, the same
     on all ranks that average, and on all of the mesh where it is known. Collective."""
-    flags = [any(not trace.isfinite() for trace in slot.traces) for slot in slots]
-    for slot in slots:
-        slot.traces = ()
-    flags += [slot.owner.grad is not None and not local(slot.owner.grad).isfinite().all() for slot in slots]
+    flags = [any(not trace.isfinite() for trace in param.traces) for param in params]
+    for param in params:
+        param.traces = ()
+    flags += [
+        param.optim_param.grad is not None and not local(param.optim_param.grad).isfinite().all() for param in params
+    ]
     rows = torch.tensor([[dist.get_rank() if dist.is_initialized() else 0, *flags]], dtype=torch.int32)
     for comm in groups.everyone():
         rows = comm.all_gather(rows)
-    ranks, sources, results = rows[:, 0].tolist(), rows[:, 1 : len(slots) + 1], rows[:, len(slots) + 1 :].any(0)
+    ranks, sources, results = rows[:, 0].tolist(), rows[:, 1 : len(params) + 1], rows[:, len(params) + 1 :].any(0)
     found = []
-    for index, slot in enumerate(slots):
+    for index, param in enumerate(params):
         if results[index]:
             where = [str(rank) for rank, is_source in zip(ranks, sources[:, index].tolist(), strict=True) if is_source]
-            found.append(f"{slot.name} (rank {', '.join(where)})" if where else slot.name)
+            found.append(f"{param.name} (rank {', '.join(where)})" if where else param.name)
     for comm in groups.others():
         found = union(found, comm)
     return f"gradients that are not finite: {', '.join(found[:_NAMES])}" + (", ..." if len(found) > _NAMES else "")
@@ -193,59 +205,61 @@ def union(lines: Sequence[str], comm: Communicator) -> list[str]:
 
 
 class Connection:
-    """Watches the parameters of some slots.
+    """Watches the parameters of some params.
 
     model    whose modules are looked at; None: there is none, and parameters alone are watched
     release  called before rows that other ranks may be reading are written to; collective
     """
 
-    def __init__(self, model: nn.Module | None, slots: Sequence[Slot], release: Callable[[], None]) -> None:
+    def __init__(self, model: nn.Module | None, params: Sequence[ShardedParam], release: Callable[[], None]) -> None:
         self._release = release
-        self._homes = [(slot, _memory(slot.parameter), _memory(slot.parameter).data_ptr()) for slot in slots]
-        names = [slot.name for slot in slots]
+        self._homes = [(param, _memory(param.parameter), _memory(param.parameter).data_ptr()) for param in params]
+        names = [param.name for param in params]
         places = {} if model is None else owners_of(model, names)
         self._places = [
-            (slot, module._parameters, attribute) for slot in slots for module, attribute in places.get(slot.name, [])
+            (param, module._parameters, attribute)
+            for param in params
+            for module, attribute in places.get(param.name, [])
         ]
 
     def check(self) -> None:
         """Bring back what has gone astray. Raises RuntimeError, naming the parameter, for another dtype, shape or
         device, and where the optimizer's copy is in a file.
         """
-        astray: dict[str, tuple[Slot, Tensor, nn.Parameter]] = {}
-        for slot, home, pointer in self._homes:  # whose memory is held here, and is nobody else's
-            inner: Any = slot.parameter
+        astray: dict[str, tuple[ShardedParam, Tensor, nn.Parameter]] = {}
+        for param, home, pointer in self._homes:  # whose memory is held here, and is nobody else's
+            inner: Any = param.parameter
             if (inner._local_tensor if isinstance(inner, DTensor) else inner).data_ptr() != pointer:
-                astray[slot.name] = slot, home, slot.parameter
-        homes = {slot.name: home for slot, home, _ in self._homes}
-        for slot, held, attribute in self._places:
+                astray[param.name] = param, home, param.parameter
+        homes = {param.name: home for param, home, _ in self._homes}
+        for param, held, attribute in self._places:
             found = held.get(attribute)
-            if found is not None and found is not slot.parameter:
-                astray[slot.name] = slot, homes[slot.name], found
+            if found is not None and found is not param.parameter:
+                astray[param.name] = param, homes[param.name], found
         if astray:
             self._bring_back(list(astray.values()))
 
-    def _bring_back(self, astray: Sequence[tuple[Slot, Tensor, nn.Parameter]]) -> None:
-        for slot, home, found in astray:
-            check_alike(slot.name, home, _memory(found))
+    def _bring_back(self, astray: Sequence[tuple[ShardedParam, Tensor, nn.Parameter]]) -> None:
+        for param, home, found in astray:
+            check_alike(param.name, home, _memory(found))
         changed = [each for each in astray if not torch.equal(each[1], _memory(each[2]))]
         if changed:
             self._release()
-        for slot, home, found in changed:
-            take_values(slot, home, _memory(found))
-        for slot, home, _ in astray:
-            set_local(slot.parameter, home)
-        for slot, held, attribute in self._places:
-            if held.get(attribute) is not slot.parameter:
-                held[attribute] = slot.parameter
+        for param, home, found in changed:
+            take_values(param, home, _memory(found))
+        for param, home, _ in astray:
+            set_local(param.parameter, home)
+        for param, held, attribute in self._places:
+            if held.get(attribute) is not param.parameter:
+                held[attribute] = param.parameter
 
 
-def take_values(slot: Slot, home: Tensor, value: Tensor) -> None:
+def take_values(param: ShardedParam, home: Tensor, value: Tensor) -> None:
     """Give a parameter new values, and its master weights where it has some."""
     with torch.no_grad():
         home.copy_(value)
-        if slot.target is not None:
-            slot.take_values()
+        if param.model_rows is not None:
+            param.take_values()
 
 
 def _memory(parameter: Any) -> Tensor:

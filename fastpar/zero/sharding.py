@@ -22,14 +22,14 @@ from fastpar.zero.flat import FlatLayout
 from fastpar.zero.groups import Groups, GroupsLike, as_dtensor, local
 from fastpar.zero.hooks import Autocast, CastInputs, ForwardHook, LoadStates, ZeroGrad
 from fastpar.zero.optimizer_step import MASTER, Stepper, check_sharded_updates
-from fastpar.zero.options import HasParameters, Named, Offload, check_gradient_wire, param_wires_of
+from fastpar.zero.options import HasParameters, NamedParameters, Offload, check_gradient_wire, param_wires_of
 from fastpar.zero.param_group import UnitsLike
 from fastpar.zero.quantized_gather import ParamWire, ParamWireLike
-from fastpar.zero.reducer import BUCKET_BYTES, Reducer
+from fastpar.zero.reducer import BUCKET_BYTES
 from fastpar.zero.replicas import Replicas
 from fastpar.zero.shard_store import DiskStates
-from fastpar.zero.sharded_param import Slot, name_nonfinite, union
-from fastpar.zero.stage3 import RESIDENT_SHARE, Stage3, in_backward
+from fastpar.zero.sharded_param import ShardedParam, name_nonfinite, union
+from fastpar.zero.stage3 import PERSISTENT_SHARE, Stage3, in_backward
 from fastpar.zero.state_dict import new_run, part_of
 
 
@@ -51,7 +51,7 @@ def shard(
     param_wire: ParamWireLike = None,
     units: UnitsLike = None,
     reshard_after_forward: bool = True,
-    resident_share: float = RESIDENT_SHARE,
+    persistent_share: float = PERSISTENT_SHARE,
     sync_weights: str = "broadcast",
     timeout: float | None = None,
 ) -> Zero:
@@ -95,7 +95,7 @@ def shard(
                 DelayedScalingWire for all of two dims or more, or a function of name and parameter that gives one, or
                 None for what travels exactly. All ranks compute with the values of the 8-bit codes; the optimizer, and
                 so checkpoints, have the exact ones
-    units, reshard_after_forward, resident_share
+    units, reshard_after_forward, persistent_share
                 of stage 3: what is gathered together, whether it is freed between forward and backward, and what share
                 of the elements, in the smallest parameters, stays on every rank: see `fastpar.zero.stage3.Stage3`
     sync_weights
@@ -105,7 +105,7 @@ def shard(
 
     For float16 use `fastpar.LossScaler`. torch.amp.GradScaler works up to stage 2; in stage 3 its ranks may decide
     differently whether to skip a step, as torch looks at the first gradient only to see whether gradients are sharded,
-    and resident ones are not.
+    and persistent ones are not.
 
     Gradients are means over the ranks: scale the loss by 1 / accumulate, as always. Over a mesh's cp they are summed,
     as each of its ranks has the loss of a part of every sequence, divided by the tokens of all. Reductions begin during
@@ -120,7 +120,7 @@ def shard(
 
     Raises ValueError and TypeError for what does not fit, before anything is changed.
     """
-    named = Named.of(model)
+    named = NamedParameters.of(model)
     optimizers = options.optimizers_of(optimizer)
     offload = Offload.of(offload)
     precision = Precision.of(precision)
@@ -161,7 +161,7 @@ def shard(
         bucket_bytes=bucket_bytes,
         wire=wire,
         param_wires=param_wires,
-        units={"units": units, "reshard_after_forward": reshard_after_forward, "resident_share": resident_share},
+        units={"units": units, "reshard_after_forward": reshard_after_forward, "persistent_share": persistent_share},
         sync_weights=sync_weights,
     )
 
@@ -172,7 +172,7 @@ class Zero:
     def __init__(
         self,
         model: nn.Module | None,
-        found: Named,
+        found: NamedParameters,
         optimizers: Sequence[torch.optim.Optimizer],
         groups: Groups,
         *,
@@ -229,10 +229,10 @@ class Zero:
                 for part, part_groups in parts
             ]
         self._reducers = [storage.reducer for storage in self.storages]
-        self.slots: list[Slot] = []
-        self._take_slots()
+        self.params: list[ShardedParam] = []
+        self._take_params()
         for reducer in self._reducers:
-            reducer.is_syncing, reducer.is_put_off = overlap, not overlap
+            reducer.is_syncing, reducer.is_deferred = overlap, not overlap
         self.steppers = [Stepper(optimizer, self._phases, self._stepped) for optimizer in self.optimizers]
         self._factor: Tensor | None = None
         self._is_attached = True
@@ -277,9 +277,9 @@ class Zero:
         return memory.expected(self, state_bytes)
 
     @property
-    def resident(self) -> frozenset[str]:
+    def persistent(self) -> frozenset[str]:
         """Parameters that stage 3 keeps on every rank."""
-        return frozenset().union(*(s.resident for s in self.storages if isinstance(s, Stage3)))
+        return frozenset().union(*(s.persistent for s in self.storages if isinstance(s, Stage3)))
 
     @property
     def saturated(self) -> dict[str, int]:
@@ -287,14 +287,14 @@ class Zero:
         code, by parameter, counted at every gather; parameters without any are left out."""
         return {name: count for storage in self.storages for name, count in storage.formats.saturated().items()}
 
-    def owner_names(self) -> dict[int, str]:
+    def optim_param_names(self) -> dict[int, str]:
         """The names of the parameters that the optimizers have, by id."""
-        frozen = {id(at_rest): self._names[number] for number, at_rest in self._frozen_at_rest().items()}
-        return {**self._names, **frozen, **{id(slot.owner): slot.name for slot in self.slots}}
+        frozen = {id(sharded): self._names[number] for number, sharded in self._frozen_at_rest().items()}
+        return {**self._names, **frozen, **{id(param.optim_param): param.name for param in self.params}}
 
     def frozen(self) -> dict[str, Tensor]:
         """Parameters that are not trained, as they are at rest, by name."""
-        known = {slot.name for slot in self.slots}  # some of which may have been frozen meanwhile
+        known = {param.name for param in self.params}  # some of which may have been frozen meanwhile
         found = [item for storage in self.storages for item in storage.frozen.items()]
         return {name: parameter for name, parameter in found if name not in known}
 
@@ -322,7 +322,7 @@ class Zero:
         with self._holding_owners():
             state_dict.restore(self, loaded)
             self._release()
-            self._write_back([slot.owner for slot in self.slots], False)
+            self._write_back([param.optim_param for param in self.params], False)
             self._publish()
             for disk in self._disks.values():
                 disk.put_away()
@@ -362,9 +362,9 @@ class Zero:
 
     close = detach
 
-    def groups_of(self, slot: Slot) -> Groups:
+    def groups_of(self, param: ShardedParam) -> Groups:
         """The ranks that a parameter is averaged over: those of data parallelism, or of its experts."""
-        return self.groups.of(slot.parameter)
+        return self.groups.of(param.parameter)
 
     def _check_names(self) -> None:
         """Raises ValueError where other ranks may have other parameters under the same numbers."""
@@ -406,9 +406,9 @@ class Zero:
 
     def _note_versions(self) -> None:
         if self._has_targets:
-            for slot in self.slots:
-                if slot.target is not None:
-                    slot.note_version()
+            for param in self.params:
+                if param.model_rows is not None:
+                    param.note_version()
 
     def _phases(self, stepper: Stepper) -> None:
         """Reduce, check and clip (once for all optimizers), update, gather."""
@@ -463,25 +463,25 @@ class Zero:
         if self._has_targets:
             with torch.no_grad():
                 overwritten = [
-                    slot for slot in self.slots if slot.is_overwritten
+                    param for param in self.params if param.is_overwritten
                 ]  # by the model's load_state_dict, say
-                for slot in overwritten:
-                    slot.take_values()
+                for param in overwritten:
+                    param.take_values()
             self._forget_scales(overwritten)
         thawed = {name: x for storage in self.storages for name, x in storage.thawed().items()}
         if thawed:
             with self._holding_owners():
                 self._adopt_thawed(thawed)
 
-    def _forget_scales(self, slots: Sequence[Slot]) -> None:
+    def _forget_scales(self, params: Sequence[ShardedParam]) -> None:
         """Of gathers with delayed scales, for parameters with values that no step has led to."""
-        if slots:
+        if params:
             for storage in self.storages:
-                storage.formats.forget({slot.name for slot in slots})
+                storage.formats.forget({param.name for param in params})
 
     def _check_known(self) -> None:
         """Raises ValueError for parameters of an optimizer that `shard` has not seen."""
-        known = self.owner_names()
+        known = self.optim_param_names()
         for stepper in self.steppers:
             for parameter in stepper.parameters():
                 if id(parameter) not in known:
@@ -497,7 +497,7 @@ class Zero:
             names = [name for name in storage.thawed() if id(thawed[name]) in held]
             if names:
                 storage.adopt(names)
-        self._take_slots()
+        self._take_params()
         self._note_versions()
         before = {id(stepper): {id(p) for p in stepper.parameters()} for stepper in self.steppers}
         self._adopt()
@@ -509,29 +509,31 @@ class Zero:
     @contextmanager
     def _writing(self, owners: Sequence[nn.Parameter]) -> Iterator[None]:
         """Memory in the block for the parameters that these owners are rounded to, where those are in a file."""
-        slots = [self._slot_of[id(owner)] for owner in owners]
+        params = [self._param_of[id(owner)] for owner in owners]
         with ExitStack() as stack:
             for storage in self.storages:
                 if isinstance(storage, Stage3):
-                    stack.enter_context(storage.writing(slots))
+                    stack.enter_context(storage.writing(params))
             yield
 
     def _prepare(self, optimizer: Any) -> bool:
         """Reduce, and see by how much gradients are to be clipped; False where the step is to be skipped."""
         self.reduce_gradients()
-        for slot in self.slots:
-            grad = slot.owner.grad
-            if grad is not None and grad.dtype != slot.owner.dtype:  # model.to(dtype) converts what `.grad` shows
-                slot.owner.grad = as_dtensor(local(grad).to(slot.owner.dtype), slot.spec)
+        for param in self.params:
+            grad = param.optim_param.grad
+            if (
+                grad is not None and grad.dtype != param.optim_param.dtype
+            ):  # model.to(dtype) converts what `.grad` shows
+                param.optim_param.grad = as_dtensor(local(grad).to(param.optim_param.dtype), param.spec)
         self._factor, self.report = None, ""
         if self.max_norm is None and not self._skip_nonfinite:
             return True
         unscale = _unscaling(optimizer)
-        total = GradSum.of([slot.owner for slot in self.slots], mesh=self.groups.mesh)
+        total = GradSum.of([param.optim_param for param in self.params], mesh=self.groups.mesh)
         self.norm = total.norm() * unscale
         if self._skip_nonfinite and total.nonfinite:
             self.skipped += 1
-            self.report = name_nonfinite(self.slots, self.groups)
+            self.report = name_nonfinite(self.params, self.groups)
             return False
         if self.max_norm is not None:
             self._factor = total.clip_factor(self.max_norm, scale=unscale) / unscale
@@ -542,7 +544,7 @@ class Zero:
         if not hasattr(optimizer, "grad_factor"):
             if self._factor is not None and self._factor < 1.0:
                 held = {id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
-                grads = [slot.owner.grad for slot in self.slots if id(slot.owner) in held]
+                grads = [param.optim_param.grad for param in self.params if id(param.optim_param) in held]
                 gradients = [local(grad) for grad in grads if grad is not None]
                 torch._foreach_mul_(gradients, self._factor)
             return False
@@ -564,8 +566,8 @@ class Zero:
         if not self._has_targets:
             return
         for owner in owners:
-            target = self._slot_of[id(owner)].target
-            if target is None or self._slot_of[id(owner)].is_in_place:
+            target = self._param_of[id(owner)].model_rows
+            if target is None or self._param_of[id(owner)].is_in_place:
                 continue
             if not (is_rounded and target.dtype != owner.dtype):
                 target.copy_(local(owner), non_blocking=True)
@@ -604,57 +606,57 @@ class Zero:
                 if buffer is not None and buffer.is_floating_point():
                     module._buffers[name] = buffer.to(dtype)
 
-    def _take_slots(self) -> None:
+    def _take_params(self) -> None:
         """Of all storages, in the order of the parameters."""
-        slots = [slot for storage in self.storages for slot in storage.slots]
-        self.slots = sorted(slots, key=lambda slot: self._order[slot.name])
-        for slot in self.slots:
-            slot.is_traced = self._skip_nonfinite
+        params = [param for storage in self.storages for param in storage.params]
+        self.params = sorted(params, key=lambda param: self._order[param.name])
+        for param in self.params:
+            param.is_traced = self._skip_nonfinite
 
     def _adopt(self) -> None:
-        """Give the optimizers the slots' owners in the place of the parameters, with their part of the states."""
-        slots = {id(x): slot for slot in self.slots for x in (slot.parameter, slot.at_rest)}
+        """Give the optimizers the params' owners in the place of the parameters, with their part of the states."""
+        params = {id(x): param for param in self.params for x in (param.parameter, param.sharded)}
         frozen = self._frozen_at_rest()
-        self._slot_of = {id(slot.owner): slot for slot in self.slots}
-        self._has_targets = any(slot.target is not None for slot in self.slots)
+        self._param_of = {id(param.optim_param): param for param in self.params}
+        self._has_targets = any(param.model_rows is not None for param in self.params)
         for stepper in self.steppers:
             optimizer: Any = stepper.optimizer
             for group in optimizer.param_groups:
                 for index, parameter in enumerate(group["params"]):
-                    slot = slots.get(id(parameter))
+                    param = params.get(id(parameter))
                     if id(parameter) in frozen:  # whose memory comes and goes
                         group["params"][index] = frozen[id(parameter)]
-                    if slot is None:
+                    if param is None:
                         continue
-                    if slot.face is not slot.owner:
-                        stepper.adopt(slot.face, slot.owner, is_copy=slot.target is not None)
-                    if slot.owner is parameter:
+                    if param.model_param is not param.optim_param:
+                        stepper.adopt(param.model_param, param.optim_param, is_copy=param.model_rows is not None)
+                    if param.optim_param is parameter:
                         continue
-                    group["params"][index] = slot.owner
+                    group["params"][index] = param.optim_param
                     if parameter in optimizer.state:
-                        optimizer.state[slot.owner] = self._cut_state(optimizer.state.pop(parameter), slot)
+                        optimizer.state[param.optim_param] = self._cut_state(optimizer.state.pop(parameter), param)
             if hasattr(optimizer, "outputs"):
                 optimizer.outputs.update(
                     {
-                        slot.owner: slot.target
-                        for slot in self.slots
-                        if slot.target is not None and slot.target.dtype != slot.owner.dtype
+                        param.optim_param: param.model_rows
+                        for param in self.params
+                        if param.model_rows is not None and param.model_rows.dtype != param.optim_param.dtype
                     }
                 )
 
-    def _cut_state(self, states: dict[str, Any], slot: Slot) -> dict[str, Any]:
+    def _cut_state(self, states: dict[str, Any], param: ShardedParam) -> dict[str, Any]:
         """This rank's rows of states that have the parameter's shape."""
-        groups = self.groups_of(slot)
+        groups = self.groups_of(param)
         rank, size = groups.shard.rank, groups.shard.size
-        shape, mine = local(slot.parameter).shape, local(slot.owner)
+        shape, mine = local(param.parameter).shape, local(param.optim_param)
         layout = FlatLayout([shape], size)
         cut: dict[str, Any] = {}
         for key, value in states.items():
             if isinstance(value, Tensor) and local(value).shape == shape and key not in state_dict.SCALARS:
                 rows = local(value)
-                if mine.numel() != rows.numel():  # resident parameters are whole
+                if mine.numel() != rows.numel():  # persistent parameters are whole
                     rows = layout.rows_of(rows, 0, rank)
-                cut[key] = as_dtensor(rows.to(mine.device).clone().view(mine.shape), slot.spec)
+                cut[key] = as_dtensor(rows.to(mine.device).clone().view(mine.shape), param.spec)
             else:
                 cut[key] = value
         return cut
@@ -679,19 +681,19 @@ class Zero:
             owners = dict(zip(ids, stepper.parameters(), strict=False))
             states, masters = {}, {}
             for number, found in state_dict["state"].items():
-                slot = self._slot_of.get(id(owners.get(number)))
-                if slot is not None:
-                    found = part_of(found, slot)
+                param = self._param_of.get(id(owners.get(number)))
+                if param is not None:
+                    found = part_of(found, param)
                     if MASTER in found:
-                        masters[slot.name] = slot, found.pop(MASTER)
+                        masters[param.name] = param, found.pop(MASTER)
                 states[number] = found
             load({**state_dict, "state": states})
             if masters:
                 self._release()
-                for slot, value in masters.values():
-                    local(slot.owner).copy_(local(value))
-                self._write_back([slot.owner for slot, _ in masters.values()], False)
-                self._forget_scales([slot for slot, _ in masters.values()])
+                for param, value in masters.values():
+                    local(param.optim_param).copy_(local(value))
+                self._write_back([param.optim_param for param, _ in masters.values()], False)
+                self._forget_scales([param for param, _ in masters.values()])
                 self._publish()
             for disk in self._disks.values():
                 disk.refresh()
@@ -720,7 +722,7 @@ class Zero:
         if self.precision.param is not None:
             handles.append(self.model.register_forward_pre_hook(CastInputs(self.precision.param), with_kwargs=True))
         if self.precision.compute is not None:
-            device = next((slot.parameter.device.type for slot in self.slots), "cpu")
+            device = next((param.parameter.device.type for param in self.params), "cpu")
             autocast = Autocast(self.precision, device)
             handles.append(self.model.register_forward_pre_hook(autocast.enter))
             handles.append(self.model.register_forward_hook(autocast.leave, always_call=True))
@@ -733,17 +735,16 @@ class Zero:
         if torch.is_grad_enabled():
             self._waiting.clear()
             for reducer in self._reducers:
-                if isinstance(reducer, Reducer):
-                    reducer.begin_forward()
+                reducer.begin_forward()
 
     def _forget_gradients(self) -> None:
         self._waiting.clear()
         for reducer in self._reducers:
             reducer.forget_sums()
             reducer.hide()
-        for slot in self.slots:  # of a module these are not the parameters
-            if slot.owner.grad is not None:
-                slot.owner.grad = None
+        for param in self.params:  # of a module these are not the parameters
+            if param.optim_param.grad is not None:
+                param.optim_param.grad = None
 
 
 def _unscaling(optimizer: Any) -> float | Tensor:

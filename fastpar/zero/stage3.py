@@ -8,10 +8,10 @@
 | after it | free it (`reshard_after_forward`) |
 | before its backward: the gradient of an output is there | gather it again; begin the one's before |
 | after its backward: the gradient of its input is there | begin to reduce its gradients to rows, free it |
-| at the end of backward | reduce what is left (units whose inputs need no gradient), and resident parameters |
+| at the end of backward | reduce what is left (units whose inputs need no gradient), and persistent parameters |
 
 Words per rank and microbatch, of Psi parameters on N ranks: 3 Psi (N - 1) / N (gather twice, reduce-scatter), or 2 with
-reshard_after_forward=False; resident parameters 2 (all-reduce). Memory: rows of everything, and at most two units
+reshard_after_forward=False; persistent parameters 2 (all-reduce). Memory: rows of everything, and at most two units
 whole: one that runs, and the next (`Stage3.budget`; units that run inside each other are whole together).
 
 Note: order. Which unit comes next is known from the last forward pass (in the first: from the order of modules), and in
@@ -46,25 +46,25 @@ from torch import Tensor, nn
 
 from fastpar.comm.wire_formats import Wire
 from fastpar.precision import Precision
-from fastpar.zero.flat import Pool
+from fastpar.zero.flat import MemoryPool
 from fastpar.zero.groups import Groups, local
-from fastpar.zero.hooks import Call, ForwardHook, OnCopy, Order, nothing_on_copy, results_in
+from fastpar.zero.hooks import ForwardHook, OnCopy, UnitCall, UnitOrder, nothing_on_copy, results_in
 from fastpar.zero.options import Offload
-from fastpar.zero.param_group import Unit, UnitPlan, UnitsLike, plan_units, small_names
+from fastpar.zero.param_group import ParamGroup, UnitPlan, UnitsLike, plan_units, small_names
 from fastpar.zero.parameter_classes import guard_at_rest, release_at_rest
 from fastpar.zero.quantized_gather import GatherFormats, ParamWire
+from fastpar.zero.reducer import GroupReducer
 from fastpar.zero.shard_store import Home
-from fastpar.zero.sharded_param import Slot, owners_of
-from fastpar.zero.unit_reducer import UnitReducer
+from fastpar.zero.sharded_param import ShardedParam, owners_of
 
-RESIDENT_SHARE = 1 / 256
+PERSISTENT_SHARE = 1 / 256
 
 
 class _Frame(NamedTuple):
     """A call that is running."""
 
     module: nn.Module | None
-    call: Call | None  # with gradients
+    call: UnitCall | None  # with gradients
 
 
 class _UnitState:
@@ -72,10 +72,10 @@ class _UnitState:
 
     def __init__(self) -> None:
         self.running: list[_Frame] = []
-        self.in_backward: set[Call] = set()
+        self.in_backward: set[UnitCall] = set()
         self.is_pinned = False
         self.is_wanted = False  # results are where nobody sees their gradients come: whole until backward has ended
-        self.open_calls: weakref.WeakSet[Call] = weakref.WeakSet()  # whose backward has not ended
+        self.open_calls: weakref.WeakSet[UnitCall] = weakref.WeakSet()  # whose backward has not ended
 
     @property
     def is_used(self) -> bool:
@@ -115,12 +115,12 @@ class _Guard:
     """Keeps a unit whole while a layer of it is recomputed, whose hooks lie outside of what is run again: what
     fastpar.recompute calls a capture."""
 
-    def __init__(self, stage3: Stage3, unit: Unit) -> None:
+    def __init__(self, stage3: Stage3, unit: ParamGroup) -> None:
         self._stage3, self._unit = stage3, unit
 
     def capture(self) -> Callable[[], AbstractContextManager[None]]:
         """Called while a layer runs; layers of one chain have their captures in common."""
-        return partial(self._stage3.kept_whole, self._unit) if self._stage3.is_running(self._unit) else nullcontext
+        return partial(self._stage3.kept_unsharded, self._unit) if self._stage3.is_running(self._unit) else nullcontext
 
     def __deepcopy__(self, memo: Any) -> Any:
         return _NoGuard()
@@ -142,14 +142,14 @@ class Stage3:
     precision              dtypes of parameters, of gradients on the wire and of what the optimizer updates
     units                  what is gathered together: see `plan_units`
     reshard_after_forward  False: units stay whole from forward to backward, and are gathered once
-    resident_share         the smallest parameters are kept whole on every rank, at most this share of all elements
+    persistent_share         the smallest parameters are kept whole on every rank, at most this share of all elements
     offload                where the optimizer's part is to be, and the shards: see `fastpar.zero.Offload`
     wire                   of gradients of sharded parameters: see `fastpar.comm.wire_formats`
     param_wires            formats of gathered parameters, by name: see `fastpar.zero.quantized_gather`
     budget                 bytes that may be whole at a time when something is gathered early; by default those of the
                            two largest units. What runs is gathered in any case
 
-    slots   of the trainable parameters: what is reduced, and what the optimizer is to update
+    params   of the trainable parameters: what is reduced, and what the optimizer is to update
     units   in the order of the model's modules
     """
 
@@ -161,29 +161,29 @@ class Stage3:
         *,
         units: UnitsLike = None,
         reshard_after_forward: bool = True,
-        resident_share: float = RESIDENT_SHARE,
+        persistent_share: float = PERSISTENT_SHARE,
         budget: int | None = None,
         offload: Offload | None = None,
         wire: Wire | None = None,
         param_wires: Mapping[str, ParamWire] | None = None,
     ) -> None:
-        if not 0.0 <= resident_share <= 1.0:
-            raise ValueError(f"resident_share must be between 0 and 1, got {resident_share}")
+        if not 0.0 <= persistent_share <= 1.0:
+            raise ValueError(f"persistent_share must be between 0 and 1, got {persistent_share}")
         self.model, self.groups = model, groups
         self.reshard_after_forward = reshard_after_forward
         numels = {name: local(parameter).numel() for name, parameter in model.named_parameters()}
-        self.resident = frozenset(small_names(numels, resident_share))
+        self.persistent = frozenset(small_names(numels, persistent_share))
         plans = plan_units(model, units)
         owners = owners_of(model, list(numels))
         self.home = Home(offload)
         self.formats = GatherFormats(param_wires or {})
         self.units = [
-            Unit(
+            ParamGroup(
                 plan.name,
                 {name: owners[name] for name in plan.names},
                 groups,
                 precision or Precision(),
-                self.resident,
+                self.persistent,
                 self.home,
                 self.formats,
             )
@@ -193,21 +193,21 @@ class Stage3:
             self.home.file.open()
         sizes = sorted((unit.nbytes for unit in self.units), reverse=True)
         self.budget = sum(sizes[:2]) if budget is None else budget
-        self.pool = Pool(self.budget)
-        self.reducer = UnitReducer(self.units, groups, wire)
-        by_name = {slot.name: slot for slot in self.reducer.slots}
-        self.slots: list[Slot] = [by_name[name] for name in numels if name in by_name]
+        self.pool = MemoryPool(self.budget)
+        self.reducer = GroupReducer(self.units, groups, wire)
+        by_name = {param.name: param for param in self.reducer.params}
+        self.params: list[ShardedParam] = [by_name[name] for name in numels if name in by_name]
         self.whole_bytes = self.peak_bytes = 0
         self._epoch = 0  # counts updates of the shards
         self._states = {unit: _UnitState() for unit in self.units}
-        self._spare: list[Unit] = []  # gathered early, or kept for what may follow: the oldest first
-        self._order = Order(self.units)
+        self._spare: list[ParamGroup] = []  # gathered early, or kept for what may follow: the oldest first
+        self._order = UnitOrder(self.units)
         self._passes = 0
         self._open: set[int] = set()  # backward passes that have begun and not ended, by torch's number
         self._handles: list[Any] = []
         self._is_guarding = False
         self._modules_in: dict[nn.Module, list[nn.Module]] = {}
-        self._last_call: Call | None = None
+        self._last_call: UnitCall | None = None
         self._install_hooks(plans)
         self.published()
 
@@ -219,7 +219,7 @@ class Stage3:
     @property
     def frozen_at_rest(self) -> dict[int, nn.Parameter]:
         """The parameter at rest of each whole one that is not trained, by its id."""
-        pairs = [(w, s) for unit in self.units for w, s in zip(unit.wholes, unit.sharded, strict=True)]
+        pairs = [(w, s) for unit in self.units for w, s in zip(unit.unsharded, unit.sharded, strict=True)]
         return {id(whole): sharded for whole, sharded in pairs if not whole.requires_grad}
 
     @property
@@ -270,27 +270,27 @@ class Stage3:
         """Parameters that have been frozen and are not any more, by name."""
         return {unit.names[i]: unit.sharded[i] for unit in self.units for i in unit.thawed()}
 
-    def adopt(self, names: Sequence[str]) -> list[Slot]:
-        """Train parameters that have been frozen: returns their slots."""
-        slots = [
+    def adopt(self, names: Sequence[str]) -> list[ShardedParam]:
+        """Train parameters that have been frozen: returns their params."""
+        params = [
             unit.adopt(index) for unit in self.units for index, name in enumerate(unit.names) if name in set(names)
         ]
         self.reducer.refresh(self.units)
-        for slot in slots:
-            self.slots.append(slot)
-            self._watch(len(self.slots) - 1)
-        return slots
+        for param in params:
+            self.params.append(param)
+            self._watch(len(self.params) - 1)
+        return params
 
     def load(self) -> None:
         """Have shards that are in a file in memory, until something is gathered or `published` is called."""
         if self.home.file is not None:
             self.home.file.load()
 
-    def writing(self, slots: Sequence[Slot]) -> AbstractContextManager[None]:
-        """Shards in a file have memory in the block, which is to give these slots' parameters new values."""
+    def writing(self, params: Sequence[ShardedParam]) -> AbstractContextManager[None]:
+        """Shards in a file have memory in the block, which is to give these params' parameters new values."""
         if self.home.file is None:
             return nullcontext()
-        return self.home.file.writing([slot.target for slot in slots if slot.target is not None])
+        return self.home.file.writing([param.model_rows for param in params if param.model_rows is not None])
 
     def begin_forward(self) -> None:
         """The model is about to run: forget what a pass that has failed left."""
@@ -316,9 +316,9 @@ class Stage3:
         """Parameters at rest may be computed with: see parameter_classes.py."""
         if self._is_guarding:
             self._is_guarding = False
-            for slot in self.slots:
-                if slot.at_rest is not None:
-                    release_at_rest([slot.at_rest])
+            for param in self.params:
+                if param.sharded is not None:
+                    release_at_rest([param.sharded])
 
     def _end_forward(self) -> None:
         self._order.end()
@@ -329,7 +329,7 @@ class Stage3:
 
     def _guard(self) -> None:
         self._is_guarding = True
-        guard_at_rest({slot.name: slot.at_rest for slot in self.slots if slot.at_rest is not None})
+        guard_at_rest({param.name: param.sharded for param in self.params if param.sharded is not None})
 
     def detach(self) -> None:
         """Give the model its whole parameters for good, and remove all hooks. Collective."""
@@ -362,7 +362,7 @@ class Stage3:
             state.in_backward.clear()
             self._free_if_unused(unit)
 
-    def is_running(self, unit: Unit) -> bool:
+    def is_running(self, unit: ParamGroup) -> bool:
         """Whether a module of the unit is in its forward."""
         return bool(self._states[unit].running)
 
@@ -373,7 +373,7 @@ class Stage3:
         )
 
     @contextmanager
-    def kept_whole(self, unit: Unit) -> Iterator[None]:
+    def kept_unsharded(self, unit: ParamGroup) -> Iterator[None]:
         """A unit is whole in the block."""
         running = self._states[unit].running
         frame = _Frame(None, None)
@@ -387,18 +387,18 @@ class Stage3:
 
     # ---- gathering and freeing
 
-    def _need(self, unit: Unit) -> None:
+    def _need(self, unit: ParamGroup) -> None:
         """Make a unit whole."""
-        if unit.is_whole and unit.epoch != self._epoch and not self._states[unit].is_used:
+        if unit.is_unsharded and unit.epoch != self._epoch and not self._states[unit].is_used:
             self._free(unit)  # gathered before an update
         if unit in self._spare:
             self._spare.remove(unit)
         if not unit.is_launched:
             self._launch(unit)
-        if not unit.is_whole:
+        if not unit.is_unsharded:
             unit.install(self._epoch)
 
-    def _prefetch(self, unit: Unit | None) -> None:
+    def _prefetch(self, unit: ParamGroup | None) -> None:
         """Begin to gather what probably comes next."""
         if unit is None or unit.is_launched or not self.can_prefetch:
             return
@@ -406,7 +406,7 @@ class Stage3:
             self._launch(unit)
             self._spare.append(unit)
 
-    def _launch(self, unit: Unit) -> None:
+    def _launch(self, unit: ParamGroup) -> None:
         if self.home.file is not None:
             self.home.file.put_away()
         while self._spare and self.whole_bytes + unit.nbytes > self.budget:
@@ -415,7 +415,7 @@ class Stage3:
         self.whole_bytes += unit.nbytes
         self.peak_bytes = max(self.peak_bytes, self.whole_bytes)
 
-    def _free_if_unused(self, unit: Unit, *, keep: bool = False) -> None:
+    def _free_if_unused(self, unit: ParamGroup, *, keep: bool = False) -> None:
         """`keep`: until room is needed."""
         if not unit.is_launched or self._states[unit].is_used:
             return
@@ -424,7 +424,7 @@ class Stage3:
         else:
             self._free(unit)
 
-    def _free(self, unit: Unit) -> None:
+    def _free(self, unit: ParamGroup) -> None:
         if unit in self._spare:
             self._spare.remove(unit)
         unit.free(self.pool)
@@ -432,10 +432,10 @@ class Stage3:
 
     # ---- forward
 
-    def _before(self, unit: Unit, is_part: bool, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _before(self, unit: ParamGroup, is_part: bool, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Before a module of a unit runs; `is_part`: one within those, which may be called alone."""
         state = self._states[unit]
-        if is_part and state.is_used and unit.is_whole:
+        if is_part and state.is_used and unit.is_unsharded:
             return None
         state.running.append(_Frame(module, None))
         self._need(unit)
@@ -446,11 +446,11 @@ class Stage3:
         if not torch.is_grad_enabled():
             return None
         previous = None if in_backward() else self._last_call
-        call = Call(unit, self._passes, previous, self._begin_backward, self._end_backward)
+        call = UnitCall(unit, self._passes, previous, self._begin_backward, self._end_backward)
         state.running[-1] = _Frame(module, call)
         return call.watch_inputs(args, kwargs)
 
-    def _after(self, unit: Unit, is_part: bool, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def _after(self, unit: ParamGroup, is_part: bool, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """After it has run, or raised."""
         state = self._states[unit]
         if not state.running or state.running[-1].module is not module:
@@ -461,7 +461,7 @@ class Stage3:
             if not in_backward():
                 self._last_call = call
             is_found = call.watch_outputs(output, results_in(self._within(module)), _containers(args, kwargs))
-            if not is_found and not in_backward() and (call.has_inputs or any(p.requires_grad for p in unit.wholes)):
+            if not is_found and not in_backward() and (call.has_inputs or any(p.requires_grad for p in unit.unsharded)):
                 state.is_wanted = True
                 return
         if self.reshard_after_forward or call is None:
@@ -469,7 +469,7 @@ class Stage3:
 
     # ---- backward
 
-    def _begin_backward(self, call: Call) -> None:
+    def _begin_backward(self, call: UnitCall) -> None:
         """The gradient of an output is there."""
         self._enter_backward()
         state = self._states[call.unit]
@@ -480,7 +480,7 @@ class Stage3:
         previous = call.previous
         self._prefetch(None if previous is None else previous.unit)
 
-    def _end_backward(self, call: Call) -> None:
+    def _end_backward(self, call: UnitCall) -> None:
         """The gradients of all inputs are there."""
         state = self._states[call.unit]
         if call not in state.in_backward:
@@ -506,7 +506,7 @@ class Stage3:
         if self._open:
             return
         if self.reducer.is_syncing:
-            self.reducer.finish()
+            self.reducer.reduce_rest()
         else:
             self.reducer.show()
         for unit, state in self._states.items():
@@ -514,11 +514,11 @@ class Stage3:
             state.is_wanted = False
             self._free_if_unused(unit)
 
-    def _came(self, slot: Slot, _: Any) -> None:
+    def _came(self, param: ShardedParam, _: Any) -> None:
         """The gradient of a parameter is there."""
         self._enter_backward()
-        if not self.reducer.is_syncing or slot.summed is not None:
-            slot.keep_sum()
+        if not self.reducer.is_syncing or param.unreduced_sum is not None:
+            param.keep_sum()
 
     # ---- hooks
 
@@ -544,17 +544,17 @@ class Stage3:
         def came(index: int, gradient: Tensor) -> None:
             stage3 = itself()
             if stage3 is not None:
-                stage3._came(stage3.slots[index], gradient)
+                stage3._came(stage3.params[index], gradient)
 
         self._came_hook = came
-        for index in range(len(self.slots)):
+        for index in range(len(self.params)):
             self._watch(index)
 
     def _watch(self, index: int) -> None:
-        parameter = self.slots[index].parameter
+        parameter = self.params[index].parameter
         self._handles.append(parameter.register_post_accumulate_grad_hook(partial(self._came_hook, index)))
 
-    def _hook(self, module: nn.Module, unit: Unit, *, is_part: bool) -> None:
+    def _hook(self, module: nn.Module, unit: ParamGroup, *, is_part: bool) -> None:
         before = _Uncompiled(partial(self._before, unit, is_part))
         after = _Uncompiled(partial(self._after, unit, is_part))
         self._handles += [
@@ -580,7 +580,7 @@ class Stage3:
             found = self._modules_in[module] = list(module.modules())
         return found
 
-    def _units_in(self, module: nn.Module | None) -> list[Unit]:
+    def _units_in(self, module: nn.Module | None) -> list[ParamGroup]:
         inside = set((module or self.model).modules())
         return [unit for unit in self.units if unit.owners & inside]
 

@@ -42,7 +42,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from fastpar.comm import Communicator, shard_range
 from fastpar.zero.groups import Groups, as_dtensor, local
 from fastpar.zero.optimizer_step import Stepper
-from fastpar.zero.sharded_param import Slot
+from fastpar.zero.sharded_param import ShardedParam
 
 if TYPE_CHECKING:
     from fastpar.zero.sharding import Zero
@@ -53,7 +53,7 @@ SCALARS = ("step", "eta", "mu", "mu_product")  # states of torch's optimizers th
 def collect(zero: Zero) -> dict[str, Any]:
     """The state of `zero`: its tensors share memory with what is trained, but for 8-bit states, which are float32 here,
     and those of parameters without state."""
-    names = zero.owner_names()
+    names = zero.optim_param_names()
     state: dict[str, Any] = {
         **{"model": {}, "optimizer": {}, "groups": {}, "has_state": {}},
         **{"skipped": zero.skipped, "steps": zero.steps, "save": mark_of(zero)},
@@ -61,9 +61,9 @@ def collect(zero: Zero) -> dict[str, Any]:
     histories = {name: x for storage in zero.storages for name, x in storage.formats.histories().items()}
     if histories:
         state["amax_history"] = histories
-    trained = {id(slot.owner) for slot in zero.slots}
-    for slot in zero.slots:
-        state["model"][slot.name] = _shown(slot.owner.detach())
+    trained = {id(param.optim_param) for param in zero.params}
+    for param in zero.params:
+        state["model"][param.name] = _shown(param.optim_param.detach())
     for name, x in zero.others():
         state["model"][name] = _shown(x)
     for stepper in zero.steppers:
@@ -91,7 +91,7 @@ def restore(zero: Zero, state: dict[str, Any]) -> None:
     if missing:
         raise ValueError(f"loaded must be what Zero.state_dict() has given, has no {missing}")
     check_mark(state["save"], zero.groups)
-    names = zero.owner_names()
+    names = zero.optim_param_names()
     has_state = {name for name, is_there in state["has_state"].items() if is_there}
     for stepper in zero.steppers:
         optimizer = stepper.optimizer
@@ -107,8 +107,8 @@ def restore(zero: Zero, state: dict[str, Any]) -> None:
                 continue
             for entry, value in _loaded(optimizer, owner, state["optimizer"].get(name, {})).items():
                 _put(optimizer.state[owner], entry, value)
-    for slot in zero.slots:
-        _copy(slot.owner, state["model"][slot.name])
+    for param in zero.params:
+        _copy(param.optim_param, state["model"][param.name])
     for name, x in zero.others():
         _copy(x, state["model"][name])
     for storage in zero.storages:
@@ -116,26 +116,26 @@ def restore(zero: Zero, state: dict[str, Any]) -> None:
     zero.skipped, zero.steps = state["skipped"], state["steps"]
 
 
-def part_of(states: Mapping[str, Any], slot: Slot) -> dict[str, Any]:
+def part_of(states: Mapping[str, Any], param: ShardedParam) -> dict[str, Any]:
     """Of states that may be whole, as one process has them, what this rank keeps of a parameter's."""
     # torch makes an empty dict of a state that a flat state dict has under no name, such as the scales of 8-bit states
     found = {key: value for key, value in states.items() if not (isinstance(value, dict) and not value)}
-    return {key: _part(key, value, slot) for key, value in found.items()}
+    return {key: _part(key, value, param) for key, value in found.items()}
 
 
-def _part(key: str, value: Any, slot: Slot) -> Any:
-    owner: Any = slot.owner
+def _part(key: str, value: Any, param: ShardedParam) -> Any:
+    owner: Any = param.optim_param
     if not isinstance(value, Tensor) or key in SCALARS or local(value).shape == local(owner).shape:
         return value
-    if isinstance(value, DTensor) and slot.spec is not None and value.shape == owner.shape:
-        value = value.full_tensor()  # of another layout: what is resident under one stage is split under others
+    if isinstance(value, DTensor) and param.spec is not None and value.shape == owner.shape:
+        value = value.full_tensor()  # of another layout: what is persistent under one stage is split under others
     if value.numel() != owner.numel():
         return value
     value = value.to(owner.device).view(owner.shape)
-    if slot.spec is None:
+    if param.spec is None:
         return value
     # Every rank has it all: none is asked to send.
-    return distribute_tensor(value, slot.spec.device_mesh, slot.spec.placements, src_data_rank=None)
+    return distribute_tensor(value, param.spec.device_mesh, param.spec.placements, src_data_rank=None)
 
 
 def _options_of(names: Sequence[str], saved: Mapping[str, Any]) -> dict[str, Any]:
