@@ -461,7 +461,7 @@ def check_damage(folder: str) -> str:
     model = Tower()
     zero: Any = shard(model, f"nvme+parameters:{folder}")
     steps(model, zero, range(1))
-    store = zero.storages[0].home.file._store
+    store = zero.storages[0].store._store
     if dist.get_rank() == 1:
         store.flush()
         with open(f"/proc/self/fd/{store._file.backing.descriptor}", "r+b", buffering=0) as file:
@@ -489,7 +489,7 @@ def check_write(folder: str) -> None:
     model(batch(0, 0)).square().mean().backward()
     if dist.get_rank() == 0:
         full = os.open("/dev/full", os.O_RDWR)
-        os.dup2(full, zero.storages[0].home.file._store._file.backing.descriptor)
+        os.dup2(full, zero.storages[0].store._store._file.backing.descriptor)
         os.close(full)
     with pytest.raises(StorageError, match="write .*ENOSPC" if dist.get_rank() == 0 else "rank 0 of 2: write failed"):
         zero.optimizers[0].step()

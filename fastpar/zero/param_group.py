@@ -44,7 +44,7 @@ from fastpar.zero.parameter_classes import (
     withhold,
 )
 from fastpar.zero.quantized_gather import CodedShards, Encoder, GatherFormats
-from fastpar.zero.shard_store import Home
+from fastpar.zero.shard_store import ShardStore
 from fastpar.zero.sharded_param import ShardedParam, check_alike, take_values
 
 Places = Sequence[tuple[nn.Module, str]]
@@ -65,12 +65,12 @@ class FlatGroup:
         groups: Groups,
         names: Sequence[str],
         parameters: Sequence[nn.Parameter],
-        home: Home,
+        store: ShardStore,
         encoder: Encoder | None = None,
     ) -> None:
         values = [local(parameter) for parameter in parameters]
         self.shards = (
-            home.shards(groups.shard, names, values) if encoder is None else CodedShards(groups.shard, values, encoder)
+            store.shards(groups.shard, names, values) if encoder is None else CodedShards(groups.shard, values, encoder)
         )
         step = _ALIGNMENT // values[0].itemsize
         starts = [0]
@@ -138,11 +138,11 @@ class ParamGroup:
         groups: Groups,
         precision: Precision,
         persistent: frozenset[str],
-        home: Home,
+        store: ShardStore,
         formats: GatherFormats,
     ) -> None:
         self.name, self.names = name, list(places)
-        self._precision, self._home = precision, home
+        self._precision, self._store = precision, store
         self._persistent = persistent
         self.is_unsharded = self.is_launched = False
         self.epoch = 0  # of the shards that were gathered last
@@ -152,12 +152,12 @@ class ParamGroup:
         self.owners = {module for found in self._places for module, _ in found}
         self.unsharded = [_parameter_at(found) for found in self._places]
         masters = [
-            _prepare(x, parameter, precision, home, x in persistent)
+            _prepare(x, parameter, precision, store, x in persistent)
             for x, parameter in zip(places, self.unsharded, strict=True)
         ]
         kinds: dict[Any, list[int]] = {}
         for index, (each, parameter) in enumerate(zip(places, self.unsharded, strict=True)):
-            if each not in persistent and not (home.is_device and _is_whole_anyway(parameter, groups)):
+            if each not in persistent and not (store.is_device and _is_whole_anyway(parameter, groups)):
                 of_part = groups.of(parameter)
                 wire = formats.wire_of(each) if of_part.shard.size > 1 else None
                 kinds.setdefault((parameter.dtype, parameter.device, of_part, wire), []).append(index)
@@ -166,7 +166,7 @@ class ParamGroup:
         for (_, device, of_part, wire), members in kinds.items():
             names = [self.names[index] for index in members]
             encoder = None if wire is None else formats.encoder(wire, names, of_part, device)
-            part = FlatGroup(of_part, names, [self.unsharded[index] for index in members], home, encoder)
+            part = FlatGroup(of_part, names, [self.unsharded[index] for index in members], store, encoder)
             self.parts.append(part)
             for position, index in enumerate(members):
                 rows[index] = own_storage(part.shards.shards[position])
@@ -187,8 +187,8 @@ class ParamGroup:
                 param = _sharded_param(each, parameter, sharded, masters[index], spec, precision)
                 (self.persistent_params if each in persistent else self.params).append(param)
                 faces += [] if param.model_rows is None else [param.model_rows]
-            if home.file is not None and each not in persistent:
-                home.file.attach(each, *faces)
+            if each not in persistent:
+                store.attach(each, *faces)
         self._frozen = [index for index, x in enumerate(self.sharded) if not x.requires_grad]
         self._mark_freed()
         self._register(self.sharded)
@@ -205,7 +205,7 @@ class ParamGroup:
     def adopt(self, index: int) -> ShardedParam:
         """Train a parameter that has been frozen: returns its param."""
         name, parameter, sharded = self.names[index], self.unsharded[index], self.sharded[index]
-        if self._home.file is not None and name not in self._persistent:
+        if not self._store.has_memory and name not in self._persistent:
             raise RuntimeError(
                 f"{name} was frozen in fastpar.zero.shard(...) and requires a gradient now, and its shards are in a "
                 "file: let it require one before shard, and freeze it afterwards"
@@ -213,8 +213,8 @@ class ParamGroup:
         parameter.requires_grad_()
         rows, own = local(sharded), parameter.dtype
         dtype = self._precision.master_dtype(name, own)
-        needs_master = self._home.needs_copy(name in self._persistent) or dtype != own
-        master = rows.to(self._home.of_masters(rows.device), dtype, copy=True) if needs_master else None
+        needs_master = self._store.needs_copy(name in self._persistent) or dtype != own
+        master = rows.to(self._store.of_masters(rows.device), dtype, copy=True) if needs_master else None
         spec = sharded._spec if isinstance(sharded, DTensor) else None
         param = _sharded_param(name, parameter, sharded, master, spec, self._precision)
         (self.persistent_params if name in self._persistent else self.params).append(param)
@@ -330,15 +330,15 @@ def _parameter_at(places: Places) -> nn.Parameter:
 
 
 def _prepare(
-    name: str, parameter: nn.Parameter, precision: Precision, home: Home, is_persistent: bool
+    name: str, parameter: nn.Parameter, precision: Precision, store: ShardStore, is_persistent: bool
 ) -> Tensor | None:
     """Convert a parameter to the dtype of computation; returns what it was where the optimizer needs it."""
     own, value = parameter.dtype, local(parameter)
     wanted = precision.param_dtype(name, own)
     cast_parameter(parameter, wanted)
     dtype = precision.master_dtype(name, own)
-    needs_master = parameter.requires_grad and (home.needs_copy(is_persistent) or dtype != wanted)
-    return value.to(home.of_masters(value.device), dtype, copy=True) if needs_master else None
+    needs_master = parameter.requires_grad and (store.needs_copy(is_persistent) or dtype != wanted)
+    return value.to(store.of_masters(value.device), dtype, copy=True) if needs_master else None
 
 
 def _rows_of(master: Tensor | None, layout: FlatLayout, index: int, groups: Groups) -> Tensor | None:

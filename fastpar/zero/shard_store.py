@@ -1,7 +1,7 @@
 """Stores of what a rank keeps at rest: stage 3's shards on the device, in the host's memory or in a file; and optimizer
 states in a file.
 
-    store = ShardStore.of(offload)                       # DeviceStore, HostStore or FileStore
+    store = ShardStore.of(offload)                       # or HostStore or FileStore
     shards = store.shards(comm, names, tensors)          # this rank's rows
     store.attach(name, parameter)                        # what shows those of one tensor
     store.open()                                         # collective: memory for what will be read
@@ -29,7 +29,7 @@ from __future__ import annotations
 import errno
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,38 +48,84 @@ from fastpar.zero.options import Offload
 from fastpar.zero.parameter_classes import mark_absent, mark_present
 
 
-class Home:
-    """One model's: see `Offload`. `file` is None where nothing of the parameters is in one, `is_device` says whether
-    they rest where they are used."""
+class ShardStore:
+    """Where the shards of stage 3 are at rest: on their device, where they are used. Other stores say what differs."""
+
+    is_device = True  # shards rest where they are used
+    has_memory = True  # at rest
 
     def __init__(self, offload: Offload | None = None) -> None:
-        with_parameters = offload is not None and offload.parameters
-        self.is_device = not with_parameters
         self._has_copies = offload is not None
-        self._is_host = with_parameters and offload is not None and offload.path is None
-        self.file = ShardFile(offload) if offload is not None and with_parameters and not self._is_host else None
-        self._uploads: dict[torch.device, Upload | None] = {}
+
+    @staticmethod
+    def of(offload: Offload | None) -> ShardStore:
+        if offload is None or not offload.parameters:
+            return ShardStore(offload)
+        return HostStore(offload) if offload.path is None else FileStore(offload)
 
     def needs_copy(self, is_persistent: bool) -> bool:
-        """Whether the optimizer is to have a copy of a parameter even where dtypes agree: not of what is at rest in the
-        host's memory, and can be updated there."""
-        return self._has_copies and (is_persistent or not self._is_host)
+        """Whether the optimizer is to have a copy of a parameter even where dtypes agree."""
+        return self._has_copies
 
     def of_masters(self, device: torch.device) -> torch.device:
         """Where the optimizer's copies of parameters on `device` are."""
         return torch.device("cpu") if self._has_copies else device
 
     def shards(self, comm: Communicator, names: Sequence[str], tensors: Sequence[Tensor]) -> FlatShards | DiskShards:
-        """This rank's rows of whole tensors of one dtype and device. Collective."""
-        if self.file is not None:
-            return self.file.shards(comm, names, tensors)
-        device = tensors[0].device
-        if self._is_host and device not in self._uploads:
-            self._uploads[device] = Upload.of(device)
-        return FlatShards(comm, tensors, upload=self._uploads.get(device))
+        """This rank's rows of whole tensors of one dtype and device, which have names in the model. Collective."""
+        return FlatShards(comm, tensors)
+
+    def attach(self, name: str, *faces: Tensor) -> None:
+        """Tensors (plain, DTensors or parameters) that show the rows of a name."""
+
+    def open(self) -> None:
+        """When all shards have been made: memory for what will be read. Collective."""
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """What shards are read into."""
+        return []
 
     def released(self) -> None:
         """Before shards are written to: no copy of them is under way after this."""
+
+    def writing(self, faces: Sequence[Tensor]) -> AbstractContextManager[None]:
+        """These have memory in the block, which writes to all of it."""
+        return nullcontext()
+
+    def settle(self) -> None:
+        """After shards were written to: returns when everything is at rest. Collective."""
+
+    def load(self) -> None:
+        """Bring everything into memory, as for a checkpoint; `put_away` gives it back."""
+
+    def put_away(self) -> None:
+        """What `load` has brought is needed no more. What has been taken of it meanwhile, as by state_dict, stays."""
+
+    def close(self) -> None:
+        pass
+
+
+class HostStore(ShardStore):
+    """Shards in the host's (pinned) memory: the optimizer updates or rounds to them there, and a gather copies them to
+    their device first."""
+
+    is_device = False
+
+    def __init__(self, offload: Offload) -> None:
+        super().__init__(offload)
+        self._uploads: dict[torch.device, Upload | None] = {}
+
+    def needs_copy(self, is_persistent: bool) -> bool:
+        return is_persistent
+
+    def shards(self, comm: Communicator, names: Sequence[str], tensors: Sequence[Tensor]) -> FlatShards:
+        device = tensors[0].device
+        if device not in self._uploads:
+            self._uploads[device] = Upload.of(device)
+        return FlatShards(comm, tensors, upload=self._uploads[device])
+
+    def released(self) -> None:
         for upload in self._uploads.values():
             if upload is not None:
                 upload.settle()
@@ -242,11 +288,14 @@ class _Stored:
             mark_absent(face, text)
 
 
-class ShardFile:
+class FileStore(ShardStore):
     """The shards of all parameters of a model that are sharded, in a file of this rank."""
+
+    is_device = has_memory = False
 
     def __init__(self, offload: Offload) -> None:
         assert offload.path is not None
+        super().__init__(offload)
         self._store = TensorStore(offload.path, **(offload.options or {}))
         self._readers: dict[tuple[Communicator, torch.dtype, torch.device], _ShardReader] = {}
         self._stored: list[_Stored] = []
@@ -261,18 +310,15 @@ class ShardFile:
 
     @property
     def buffers(self) -> list[Tensor]:
-        """What shards are read into."""
         return [buffer for reader in self._readers.values() for buffer in reader.buffers]
 
     def shards(self, comm: Communicator, names: Sequence[str], tensors: Sequence[Tensor]) -> DiskShards:
-        """Write this rank's rows of `tensors`, which have one dtype and device. The names are those of the model."""
         kind = comm, tensors[0].dtype, tensors[0].device
         if kind not in self._readers:
             self._readers[kind] = _ShardReader(self._store, *kind)
         return DiskShards(self._readers[kind], names, tensors)
 
     def attach(self, name: str, *faces: Tensor) -> None:
-        """Tensors (plain, DTensors or parameters) that show the rows of a name, and have no memory."""
         if _held(faces[0]).numel() > 0:
             stored = _Stored(name, faces)
             self._stored.append(stored)
@@ -280,7 +326,6 @@ class ShardFile:
             stored.hide()
 
     def open(self) -> None:
-        """When all shards have been written: makes the buffers. Collective."""
         for reader in self._readers.values():
             reader.open()
 
@@ -307,14 +352,12 @@ class ShardFile:
             self._failure = wait_for(self._writes.popleft()) or self._failure
 
     def load(self) -> None:
-        """Bring everything into memory, as for a checkpoint; `put_away` gives it back."""
         if not self.is_loaded:
             self.is_loaded = True
             for stored, read in [(stored, self._store.read(stored.name)) for stored in self._stored]:
                 stored.show(read.wait())
 
     def put_away(self) -> None:
-        """Write what is in memory, and give it up. What has been taken of it meanwhile, as by state_dict, stays."""
         if self.is_loaded:
             self.is_loaded = False
             self._writes.append([self._write(stored) for stored in self._stored])
@@ -322,7 +365,6 @@ class ShardFile:
                 stored.hide()
 
     def settle(self) -> None:
-        """Wait until everything is in the file. Collective."""
         self.put_away()
         while self._writes:
             self._failure = wait_for(self._writes.popleft()) or self._failure

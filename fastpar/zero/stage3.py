@@ -54,7 +54,7 @@ from fastpar.zero.param_group import ParamGroup, UnitPlan, UnitsLike, plan_units
 from fastpar.zero.parameter_classes import guard_at_rest, release_at_rest
 from fastpar.zero.quantized_gather import GatherFormats, ParamWire
 from fastpar.zero.reducer import GroupReducer
-from fastpar.zero.shard_store import Home
+from fastpar.zero.shard_store import ShardStore
 from fastpar.zero.sharded_param import ShardedParam, owners_of
 
 PERSISTENT_SHARE = 1 / 256
@@ -175,7 +175,7 @@ class Stage3:
         self.persistent = frozenset(small_names(numels, persistent_share))
         plans = plan_units(model, units)
         owners = owners_of(model, list(numels))
-        self.home = Home(offload)
+        self.store = ShardStore.of(offload)
         self.formats = GatherFormats(param_wires or {})
         self.units = [
             ParamGroup(
@@ -184,13 +184,12 @@ class Stage3:
                 groups,
                 precision or Precision(),
                 self.persistent,
-                self.home,
+                self.store,
                 self.formats,
             )
             for plan in plans
         ]
-        if self.home.file is not None:
-            self.home.file.open()
+        self.store.open()
         sizes = sorted((unit.nbytes for unit in self.units), reverse=True)
         self.budget = sum(sizes[:2]) if budget is None else budget
         self.pool = MemoryPool(self.budget)
@@ -225,7 +224,7 @@ class Stage3:
     @property
     def buffers(self) -> list[Tensor]:
         """What shards in a file are read into."""
-        return [] if self.home.file is None else self.home.file.buffers
+        return self.store.buffers
 
     @property
     def can_prefetch(self) -> bool:
@@ -238,7 +237,7 @@ class Stage3:
         """Before shards are written to: frees all units, and waits until no rank reads shards any more. Collective."""
         self.release()
         self.reshard()
-        self.home.released()
+        self.store.released()
         for groups in self.groups.with_experts():
             groups.shard.barrier()
 
@@ -246,8 +245,7 @@ class Stage3:
         """After shards were written to: waits until all ranks have. Collective."""
         self._epoch += 1
         self.formats.roll()
-        if self.home.file is not None:
-            self.home.file.settle()
+        self.store.settle()
         for groups in self.groups.with_experts():
             groups.shard.barrier()
 
@@ -259,7 +257,7 @@ class Stage3:
     def check(self) -> None:
         """See to it that what modules have at rest is what is gathered. Collective where it is not."""
         self.release()
-        astray = [] if self.home.file is not None else [(unit, i) for unit in self.units for i in unit.astray()]
+        astray = [(unit, i) for unit in self.units for i in unit.astray()] if self.store.has_memory else []
         if astray:
             self.released()
             for unit, index in astray:
@@ -283,14 +281,11 @@ class Stage3:
 
     def load(self) -> None:
         """Have shards that are in a file in memory, until something is gathered or `published` is called."""
-        if self.home.file is not None:
-            self.home.file.load()
+        self.store.load()
 
     def writing(self, params: Sequence[ShardedParam]) -> AbstractContextManager[None]:
         """Shards in a file have memory in the block, which is to give these params' parameters new values."""
-        if self.home.file is None:
-            return nullcontext()
-        return self.home.file.writing([param.model_rows for param in params if param.model_rows is not None])
+        return self.store.writing([param.model_rows for param in params if param.model_rows is not None])
 
     def begin_forward(self) -> None:
         """The model is about to run: forget what a pass that has failed left."""
@@ -334,8 +329,7 @@ class Stage3:
     def detach(self) -> None:
         """Give the model its whole parameters for good, and remove all hooks. Collective."""
         self.reshard()
-        if self.home.file is not None:
-            self.home.file.put_away()
+        self.store.put_away()
         for handle in self._handles:
             handle.remove()
         for module in self.model.modules():
@@ -343,8 +337,7 @@ class Stage3:
                 del vars(module)[name]
         for unit in self.units:
             unit.restore(self.pool)
-        if self.home.file is not None:
-            self.home.file.close()
+        self.store.close()
 
     # ---- by hand
 
@@ -407,8 +400,7 @@ class Stage3:
             self._spare.append(unit)
 
     def _launch(self, unit: ParamGroup) -> None:
-        if self.home.file is not None:
-            self.home.file.put_away()
+        self.store.put_away()
         while self._spare and self.whole_bytes + unit.nbytes > self.budget:
             self._free(self._spare[0])
         unit.launch(self.pool)
