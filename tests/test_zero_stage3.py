@@ -17,6 +17,7 @@ from fastpar.pipeline import Pipeline, add_unshard, make_schedule
 from fastpar.precision import Precision
 from fastpar.zero.flat import MemoryPool
 from fastpar.zero.groups import Groups
+from fastpar.zero.options import ShardOptions
 from fastpar.zero.param_group import plan_units, small_names
 from fastpar.zero.stage3 import Stage3
 from tests.dist import run_ranks
@@ -70,7 +71,8 @@ def make(model: nn.Module, transport: str = "auto", **options: Any) -> Stage3:
     groups = Groups(dist.group.WORLD, is_sharded=True)
     groups.shard = Communicator(dist.group.WORLD, transport=transport)
     options.setdefault("persistent_share", 0.02)
-    return Stage3(model, groups, **options)
+    budget = options.pop("budget", None)
+    return Stage3(model, groups, ShardOptions(stage=3, **options), budget=budget)
 
 
 def optimizer_of(parameters: Any) -> torch.optim.Optimizer:
@@ -568,7 +570,7 @@ def test_reading_freed_parameters_in_backward_is_an_error() -> None:
 
 
 def make_alone(model: nn.Module, **options: Any) -> Stage3:
-    return Stage3(model, Groups(None, is_sharded=True), persistent_share=0.0, **options)
+    return Stage3(model, Groups(None, is_sharded=True), ShardOptions(stage=3, persistent_share=0.0, **options))
 
 
 def test_an_update_between_forward_and_backward_is_an_error() -> None:
@@ -702,7 +704,7 @@ def grid_run(replicate: int, tp: int) -> tuple[dict[str, Tensor], dict[str, str]
     if tp > 1:
         plan = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
         fp.parallelize(model, mesh, plan=plan)
-    stage3 = Stage3(model, Groups(mesh, is_sharded=True), persistent_share=0.02)
+    stage3 = Stage3(model, Groups(mesh, is_sharded=True), ShardOptions(stage=3, persistent_share=0.02))
     optimizer = optimizer_of([param.optim_param for param in stage3.params])
     for step in range(3):
         data = mesh.rank("dp")
@@ -841,7 +843,7 @@ def test_units_that_do_not_fit_are_errors() -> None:
     with pytest.raises(ValueError, match="'head' is in two units"):
         plan_units(model, ["head", ("norm", "head")])
     with pytest.raises(ValueError, match="persistent_share must be between 0 and 1, got 2"):
-        Stage3(model, Groups(None, is_sharded=True), persistent_share=2)
+        ShardOptions(stage=3, persistent_share=2).check(model, None)
 
 
 def test_the_smallest_parameters_stay_persistent_within_a_share() -> None:

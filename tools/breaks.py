@@ -277,8 +277,8 @@ ZERO = _of(
     ),
     (
         "a step with a NaN is taken",
-        "if self._skip_nonfinite and total.nonfinite:",
-        "if self._skip_nonfinite and False:",
+        "if self.skip_nonfinite and total.nonfinite:",
+        "if self.skip_nonfinite and False:",
         "test_zero_skip.py one_rank",
     ),
     (

@@ -140,6 +140,7 @@ class Bucket:
     to the optimizer's parameters (zero for what was not put); `close` instead of `launch` where a pass has failed."""
 
     travels = True  # False: `finish` waits for nobody
+    is_staged = False  # whether gradients are laid out in a staging buffer
 
     def __init__(self, params: Sequence[ShardedParam], kind: BucketKind) -> None:
         self.params, self.kind = params, kind
@@ -242,6 +243,8 @@ class AllReduceBucket(Bucket):
 
 class ReduceScatterBucket(Bucket):
     """Every rank gets its rows of the mean (stages 1 to 3)."""
+
+    is_staged = True
 
     def __init__(
         self, params: Sequence[ShardedParam], kind: BucketKind, staging: StagingPool, wire: Wire | None = None

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fastpar.arguments import checked
-from fastpar.zero.sharding import Zero
+from fastpar.zero.zero import Zero
 
 States = dict[str, dict[str, Any]]
 

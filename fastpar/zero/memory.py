@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-import torch
-
-from fastpar.zero.buckets import STAGING_BUFFERS
-from fastpar.zero.groups import Groups, local
-from fastpar.zero.replicas import Replicas
+from fastpar.zero.buckets import STAGING_BUFFERS, BucketKind
+from fastpar.zero.groups import local
 from fastpar.zero.sharded_param import ShardedParam
-from fastpar.zero.stage3 import Stage3
 
 if TYPE_CHECKING:
-    from fastpar.zero.sharding import Zero
+    from fastpar.zero.zero import Zero
 
 
 def expected(zero: Zero, state_bytes: float) -> dict[str, int]:
@@ -26,9 +21,9 @@ def expected(zero: Zero, state_bytes: float) -> dict[str, int]:
         if _is_sharded(zero, param) and not _is_in_file(zero, param.name)
     )
     frozen = sum(local(x).nbytes for name, x in zero.frozen().items() if not _is_in_file(zero, name))
-    buffers = sum(x.nbytes for storage in zero.storages if isinstance(storage, Stage3) for x in storage.buffers)
+    buffers = sum(x.nbytes for storage in zero.storages for x in storage.buffers)
     owners = [param.optim_param for param in zero.params]
-    coded = sum(storage.coded_bytes for storage in zero.storages if isinstance(storage, Replicas))
+    coded = sum(storage.coded_bytes for storage in zero.storages)
     coded -= sum(
         local(param.optim_param).nbytes
         for param in zero.params
@@ -72,17 +67,12 @@ def _gradient_bytes(zero: Zero, param: ShardedParam) -> int:
 
 
 def _staging_bytes(zero: Zero) -> int:
-    """Two buffers, of the largest bucket or unit of each kind."""
+    """Two buffers, of the largest bucket of each kind."""
     total = 0
     for storage in zero.storages:
-        most: dict[tuple[torch.dtype, torch.device, Groups], int] = {}
-        for params in _buckets(zero, storage):
-            kind = params[0].reduce_dtype, params[0].parameter.device, zero.groups_of(params[0])
-            most[kind] = max(most.get(kind, 0), sum(map(_numel, params)))
-        total += sum(STAGING_BUFFERS * numel * dtype.itemsize for (dtype, _, _), numel in most.items())
+        most: dict[BucketKind, int] = {}
+        for bucket in storage.reducer.buckets:
+            if bucket.is_staged:
+                most[bucket.kind] = max(most.get(bucket.kind, 0), sum(bucket.numels))
+        total += sum(STAGING_BUFFERS * numel * kind.dtype.itemsize for kind, numel in most.items())
     return total
-
-
-def _buckets(zero: Zero, storage: Replicas | Stage3) -> Iterable[list[ShardedParam]]:
-    is_by_rows = isinstance(storage, Stage3) or (storage.params and zero.groups_of(storage.params[0]).shard.size > 1)
-    return [list(bucket.params) for bucket in storage.reducer.buckets] if is_by_rows else []

@@ -31,7 +31,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fastpar.clip import GradSum
 from fastpar.zero.groups import Groups, as_dtensor, as_parameter, local
+from fastpar.zero.sharded_param import ShardedParam, name_nonfinite
 
 ELEMENTWISE = ("Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 MASTER = "master_param"  # among the states of a parameter: its master weights
@@ -178,6 +180,64 @@ class Stepper:
                 group["params"] = params
             for parameter, rows in plain:
                 _restore(parameter, rows, state)
+
+
+class GradClipping:
+    """Whether a step is taken, and by how much its gradients are clipped: decided once for all optimizers.
+
+    max_norm        of all gradients; None: they are not clipped
+    skip_nonfinite  whether a step with a NaN or an infinity is skipped
+
+    norm     of the last step's gradients, exact
+    skipped  steps
+    report   which gradients were not finite, and where, of the last step
+    """
+
+    def __init__(self, max_norm: float | None, *, skip_nonfinite: bool) -> None:
+        self.max_norm, self.skip_nonfinite = max_norm, skip_nonfinite
+        self.norm: Tensor | None = None
+        self.skipped = 0
+        self.report = ""
+        self._factor: Tensor | None = None
+
+    def prepare(self, params: Sequence[ShardedParam], groups: Groups, optimizer: Any) -> bool:
+        """After the reduction; False where the step is to be skipped. Collective: the sums of squares."""
+        self._factor, self.report = None, ""
+        if self.max_norm is None and not self.skip_nonfinite:
+            return True
+        unscale = _unscaling(optimizer)
+        total = GradSum.of([param.optim_param for param in params], mesh=groups.mesh)
+        self.norm = total.norm() * unscale
+        if self.skip_nonfinite and total.nonfinite:
+            self.skipped += 1
+            self.report = name_nonfinite(params, groups)
+            return False
+        if self.max_norm is not None:
+            # What the update will multiply with has the loss scale already.
+            self._factor = total.clip_factor(self.max_norm, scale=unscale) / unscale
+        return True
+
+    def hand_over(self, optimizer: Any) -> bool:
+        """Clip: in the update's own pass where the optimizer can do that. Whether it rounds to the parameters, too."""
+        if not hasattr(optimizer, "grad_factor"):
+            if self._factor is not None and self._factor < 1.0:
+                grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+                if grads:
+                    torch._foreach_mul_([local(grad) for grad in grads], self._factor)
+            return False
+        if self._factor is not None:
+            pending = 1.0 if optimizer.grad_factor is None else optimizer.grad_factor
+            optimizer.grad_factor = self._factor * pending
+        return True
+
+
+def _unscaling(optimizer: Any) -> float | Tensor:
+    """What the optimizer will multiply gradients with: a scaler may leave unscaling to the update."""
+    if getattr(optimizer, "grad_scale", None) is not None:
+        scale: Tensor = optimizer.grad_scale
+        return 1.0 / scale.float()
+    factor = getattr(optimizer, "grad_factor", None)
+    return 1.0 if factor is None else factor
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -16,14 +16,18 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from fastpar.arguments import checked_fields
 from fastpar.comm.scaled_codes import DelayedScalingWire
-from fastpar.comm.wire_formats import FLOATS, BlockWire
+from fastpar.comm.wire_formats import FLOATS, BlockWire, Wire
 from fastpar.mesh import Mesh
 from fastpar.precision import Precision
 from fastpar.zero.groups import Groups, GroupsLike, is_expert
 from fastpar.zero.hooks import ZeroGrad
 from fastpar.zero.quantized_gather import ParamWire
+from fastpar.zero.reducer import BUCKET_BYTES
+
+UnitsLike = Sequence[str | nn.Module | Sequence[str | nn.Module]] | None
 
 GROUP_BYTES = 64 << 20
+PERSISTENT_SHARE = 1 / 256
 
 
 @checked_fields
@@ -63,27 +67,25 @@ class Offload:
         return Offload(folder or None, parameters=bool(plus))
 
 
-def param_wires_of(
-    param_wire: Any, named: Mapping[str, nn.Parameter], precision: Precision, stage: int, offloads_parameters: bool
-) -> dict[str, ParamWire]:
+def param_wires_of(param_wire: Any, named: Mapping[str, nn.Parameter], options: ShardOptions) -> dict[str, ParamWire]:
     """The format of every parameter that `param_wire` means. Raises TypeError and ValueError for what is not sound."""
     if param_wire is None:
         return {}
     is_choice = callable(param_wire) and not isinstance(param_wire, type)
     if not is_choice:
         _check_wire(param_wire, "param_wire")
-    if stage == 0:
+    if options.stage == 0:
         raise ValueError(
             "param_wire is for stages 1 to 3, which gather parameters; in stage 0 none travel: leave it out"
         )
-    if offloads_parameters:
+    if options.offload is not None and options.offload.parameters:
         raise ValueError(
             "param_wire gathers from shards in the device's memory; offload of parameters puts them elsewhere: leave "
             "one of the two out (offload='cpu' and 'nvme:FOLDER' without parameters do)"
         )
     found: dict[str, ParamWire] = {}
     for name, parameter in named.items():
-        is_float = parameter.dtype in FLOATS and precision.param_dtype(name, parameter.dtype) in FLOATS
+        is_float = parameter.dtype in FLOATS and options.precision.param_dtype(name, parameter.dtype) in FLOATS
         wire = param_wire(name, parameter) if is_choice else param_wire if parameter.ndim >= 2 and is_float else None
         if wire is None:
             continue
@@ -110,7 +112,7 @@ def _check_wire(wire: Any, name: str) -> None:
         )
 
 
-def check_gradient_wire(wire: Any) -> None:
+def _check_gradient_wire(wire: Any) -> None:
     """Raises TypeError for a `wire` that has no reductions."""
     if wire is not None and not (hasattr(wire, "reduce_scatter_async") and hasattr(wire, "all_reduce_async")):
         raise TypeError(
@@ -119,7 +121,52 @@ def check_gradient_wire(wire: Any) -> None:
         )
 
 
-SYNC_WEIGHTS = ("broadcast", "check")
+@dataclass(frozen=True)
+class ShardOptions:
+    """How a model is sharded: the arguments of `fastpar.zero.shard`, checked, which says what each means.
+
+    param_wires  the formats of gathered parameters, by name
+    """
+
+    stage: int = 1
+    precision: Precision = field(default_factory=Precision)
+    accumulate: int = 1
+    max_norm: float | None = None
+    skip_nonfinite: bool = True
+    offload: Offload | None = None
+    overlap: bool = True
+    bucket_bytes: int = BUCKET_BYTES
+    wire: Wire | None = None
+    param_wires: Mapping[str, ParamWire] = field(default_factory=dict)
+    units: UnitsLike = None
+    reshard_after_forward: bool = True
+    persistent_share: float = PERSISTENT_SHARE
+    sync_weights: str = "broadcast"
+
+    def check(self, model: Any, timeout: float | None) -> None:
+        """Raises TypeError where stage 3 is asked for and there is no module, ValueError for what is out of range."""
+        if self.stage not in (0, 1, 2, 3):
+            raise ValueError(f"stage must be 0, 1, 2 or 3, got {self.stage!r}")
+        if self.stage == 3 and not isinstance(model, nn.Module):
+            raise TypeError(
+                f"stage 3 gathers parameters for modules, and needs one as model, got {type(model).__name__}: with a "
+                "pipeline, whose parameters belong to several modules, use stage=2"
+            )
+        if self.offload is not None and self.offload.parameters and self.stage != 3:
+            raise ValueError(f"offload of parameters is for stage 3, which shards them; stage is {self.stage}")
+        if self.accumulate < 1:
+            raise ValueError(f"accumulate must be at least 1 (backward passes per step), got {self.accumulate}")
+        if self.max_norm is not None and not self.max_norm > 0:
+            raise ValueError(f"max_norm must be positive or None, got {self.max_norm}")
+        if self.bucket_bytes < 1:
+            raise ValueError(f"bucket_bytes must be at least 1, got {self.bucket_bytes}")
+        if timeout is not None and not timeout > 0:
+            raise ValueError(f"timeout must be positive (seconds) or None, got {timeout}")
+        if self.sync_weights not in ("broadcast", "check"):
+            raise ValueError(f"sync_weights must be 'broadcast' or 'check', got {self.sync_weights!r}")
+        if not 0.0 <= self.persistent_share <= 1.0:
+            raise ValueError(f"persistent_share must be between 0 and 1, got {self.persistent_share}")
+        _check_gradient_wire(self.wire)
 
 
 class HasParameters(Protocol):
@@ -224,38 +271,6 @@ def group_of(group: GroupsLike) -> GroupsLike:
     if group is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         return dist.group.WORLD
     return group
-
-
-def check_stage(model: Any, stage: int) -> None:
-    """Raises TypeError where stage 3 is asked for and there is no module."""
-    if stage not in (0, 1, 2, 3):
-        raise ValueError(f"stage must be 0, 1, 2 or 3, got {stage!r}")
-    if stage == 3 and not isinstance(model, nn.Module):
-        raise TypeError(
-            f"stage 3 gathers parameters for modules, and needs one as model, got {type(model).__name__}: with a "
-            "pipeline, whose parameters belong to several modules, use stage=2"
-        )
-
-
-def check_numbers(accumulate: int, max_norm: float | None, bucket_bytes: int, timeout: float | None) -> None:
-    if accumulate < 1:
-        raise ValueError(f"accumulate must be at least 1 (backward passes per step), got {accumulate}")
-    if max_norm is not None and not max_norm > 0:
-        raise ValueError(f"max_norm must be positive or None, got {max_norm}")
-    if bucket_bytes < 1:
-        raise ValueError(f"bucket_bytes must be at least 1, got {bucket_bytes}")
-    if timeout is not None and not timeout > 0:
-        raise ValueError(f"timeout must be positive (seconds) or None, got {timeout}")
-
-
-def check_offload(offload: Offload | None, stage: int) -> None:
-    if offload is not None and offload.parameters and stage != 3:
-        raise ValueError(f"offload of parameters is for stage 3, which shards them; stage is {stage}")
-
-
-def check_sync_weights(sync_weights: str) -> None:
-    if sync_weights not in SYNC_WEIGHTS:
-        raise ValueError(f"sync_weights must be 'broadcast' or 'check', got {sync_weights!r}")
 
 
 def check_parameters(named: dict[str, nn.Parameter], precision: Precision) -> None:

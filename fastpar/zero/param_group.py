@@ -34,6 +34,7 @@ from fastpar.comm.ranges import annotate
 from fastpar.precision import Precision
 from fastpar.zero.flat import FlatLayout, MemoryPool
 from fastpar.zero.groups import Groups, as_parameter, cast_parameter, contiguous_stride, local, own_storage, set_local
+from fastpar.zero.options import UnitsLike
 from fastpar.zero.parameter_classes import (
     hide,
     is_withheld,
@@ -397,9 +398,6 @@ def _move(parameter: nn.Parameter, memory: Tensor) -> Tensor:
 
 def _set_versions(tensors: tuple[Tensor, ...], versions: Sequence[int]) -> None:
     torch._C._autograd._unsafe_set_version_counter(tensors, tuple(versions))
-
-
-UnitsLike = Sequence[str | nn.Module | Sequence[str | nn.Module]] | None
 
 
 @dataclass

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-from fastpar.comm.wire_formats import Wire
-from fastpar.precision import Precision
 from fastpar.zero.flat import WholeParameters
 from fastpar.zero.groups import Groups, as_parameter, cast_parameter, local, set_local
+from fastpar.zero.options import ShardOptions
 from fastpar.zero.quantized_gather import CodedParameters, GatherFormats, ParamWire
 from fastpar.zero.reducer import OrderReducer
 from fastpar.zero.sharded_param import Connection, ShardedParam
@@ -21,34 +22,35 @@ from fastpar.zero.sharded_param import Connection, ShardedParam
 class Replicas:
     """Whole parameters, and what the optimizer has instead of them: the same, rows of them, or copies.
 
-    named           the parameters, which get the precision's dtypes and may be moved to where other ranks can read them
-    has_copies      whether the optimizer is to have copies even where dtypes agree
-    accumulate, bucket_bytes, began     as `OrderReducer`'s
-    wire            format of gradients that travel: see `fastpar.comm.wire_formats`
-    param_wires     formats of parameters that are gathered after a step, by name: see `fastpar.zero.quantized_gather`
-    model           whose modules have the parameters, where it is known
+    named   the parameters, which get the precision's dtypes and may be moved to where other ranks can read them
+    began   called when a backward pass brings its first gradient
+    model   whose modules have the parameters, where it is known
     """
+
+    persistent: frozenset[str] = frozenset()
+    frozen_at_rest: Mapping[int, nn.Parameter] = MappingProxyType({})
+    buffers: Sequence[Tensor] = ()
 
     def __init__(
         self,
         named: Mapping[str, nn.Parameter],
         groups: Groups,
-        precision: Precision,
+        options: ShardOptions,
         *,
-        has_copies: bool,
-        accumulate: int,
-        bucket_bytes: int,
         began: Callable[[], None],
-        wire: Wire | None,
-        param_wires: Mapping[str, ParamWire] | None = None,
         model: nn.Module | None = None,
     ) -> None:
         self._model = model
-        self.formats = GatherFormats(param_wires or {})
-        self._groups, self._precision, self._has_copies = groups, precision, has_copies
+        self.formats = GatherFormats(options.param_wires)
+        self._groups, self._precision, self._has_copies = groups, options.precision, options.offload is not None
         self.params, self._whole = self._make_params(named)
         self.reducer = OrderReducer(
-            self.params, groups, wire, accumulate=accumulate, bucket_bytes=bucket_bytes, began=began
+            self.params,
+            groups,
+            options.wire,
+            accumulate=options.accumulate if options.stage < 2 else 1,
+            bucket_bytes=options.bucket_bytes,
+            began=began,
         )
         self._frozen = {name: parameter for name, parameter in named.items() if not parameter.requires_grad}
         self._connection = Connection(model, self.params, self.released)
@@ -91,6 +93,12 @@ class Replicas:
     def coded_bytes(self) -> int:
         """Of exact rows and their codes, beside parameters that are gathered as codes."""
         return sum(whole.nbytes for whole in self._whole if isinstance(whole, CodedParameters))
+
+    def writing(self, params: Sequence[ShardedParam]) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def load(self) -> None:
+        pass
 
     def detach(self) -> None:
         self.reducer.detach()

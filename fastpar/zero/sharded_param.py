@@ -10,6 +10,7 @@ device are copied to where the old ones were.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -291,3 +292,35 @@ def owners_of(model: nn.Module, names: Sequence[str]) -> dict[str, list[tuple[nn
             if name is not None:
                 found[name].append((module, attribute))
     return found
+
+
+def synchronise_values(
+    model: nn.Module | None, parts: Sequence[tuple[dict[str, nn.Parameter], Groups]], sync_weights: str
+) -> None:
+    """Give all ranks of each group its rank 0's values, for the model's buffers too. Collective: one broadcast a
+    tensor. `sync_weights`: "check" raises ValueError where ranks differ, "broadcast" warns."""
+    tensors = [{name: local(parameter) for name, parameter in named.items()} for named, _ in parts]
+    if model is not None:
+        tensors[0] |= {name: local(x) for name, x in model.named_buffers() if x.numel() > 0}
+    differing: list[str] = []
+    for values, (_, groups) in zip(tensors, parts, strict=True):
+        for comm in groups.everyone():
+            for name, x in values.items():
+                found = comm.broadcast(x, 0)
+                if not _are_equal(found, x):
+                    differing.append(name)
+                if sync_weights == "broadcast":
+                    x.copy_(found)
+    for comm in [comm for _, groups in parts for comm in groups.everyone()]:
+        differing = union(differing, comm)
+    if differing:
+        shown = ", ".join(differing[:4]) + (", ..." if len(differing) > 4 else "")
+        text = f"ranks that average gradients have different values of {shown}"
+        if sync_weights == "check":
+            raise ValueError(f"{text}: seed every rank alike before building the model, or load the same weights")
+        warnings.warn(f"{text}: rank 0's are taken", stacklevel=5)
+
+
+def _are_equal(a: Tensor, b: Tensor) -> bool:
+    """Bit for bit, whatever the dtype: NaN is like NaN."""
+    return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))

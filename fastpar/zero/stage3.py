@@ -1,6 +1,6 @@
 """ZeRO stage 3: parameters are sharded, and gathered for the layers that run.
 
-    stage3 = Stage3(model, groups, precision)       # done by fastpar.zero.shard(stage=3)
+    stage3 = Stage3(model, groups, options)         # done by fastpar.zero.shard(stage=3)
 
 | moment | what happens |
 |---|---|
@@ -36,7 +36,7 @@ Note: failures. A forward or backward that raises leaves units whole; the next f
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -44,20 +44,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fastpar.comm.wire_formats import Wire
-from fastpar.precision import Precision
 from fastpar.zero.flat import MemoryPool
 from fastpar.zero.groups import Groups, local
 from fastpar.zero.hooks import ForwardHook, OnCopy, UnitCall, UnitOrder, nothing_on_copy, results_in
-from fastpar.zero.options import Offload
-from fastpar.zero.param_group import ParamGroup, UnitPlan, UnitsLike, plan_units, small_names
+from fastpar.zero.options import ShardOptions
+from fastpar.zero.param_group import ParamGroup, UnitPlan, plan_units, small_names
 from fastpar.zero.parameter_classes import guard_at_rest, release_at_rest
-from fastpar.zero.quantized_gather import GatherFormats, ParamWire
+from fastpar.zero.quantized_gather import GatherFormats
 from fastpar.zero.reducer import GroupReducer
 from fastpar.zero.shard_store import ShardStore
 from fastpar.zero.sharded_param import ShardedParam, owners_of
-
-PERSISTENT_SHARE = 1 / 256
 
 
 class _Frame(NamedTuple):
@@ -139,50 +135,35 @@ class Stage3:
     model                  its parameters are on their device, with the same values on all ranks
     groups                 sharded: the ranks among which rows are split, and replicas of those; `groups.experts` has
                            those of parameters that are split over the mesh's ep or etp
-    precision              dtypes of parameters, of gradients on the wire and of what the optimizer updates
-    units                  what is gathered together: see `plan_units`
-    reshard_after_forward  False: units stay whole from forward to backward, and are gathered once
-    persistent_share         the smallest parameters are kept whole on every rank, at most this share of all elements
-    offload                where the optimizer's part is to be, and the shards: see `fastpar.zero.Offload`
-    wire                   of gradients of sharded parameters: see `fastpar.comm.wire_formats`
-    param_wires            formats of gathered parameters, by name: see `fastpar.zero.quantized_gather`
-    budget                 bytes that may be whole at a time when something is gathered early; by default those of the
+    options                of which `ShardOptions` says what they are; the smallest parameters (`persistent_share`) are
+                           kept whole on every rank
+    budget                 bytes that may be unsharded at a time when something is prefetched; by default those of the
                            two largest units. What runs is gathered in any case
 
-    params   of the trainable parameters: what is reduced, and what the optimizer is to update
+    params  of the trainable parameters: what is reduced, and what the optimizer is to update
     units   in the order of the model's modules
     """
 
+    coded_bytes = 0
+
     def __init__(
-        self,
-        model: nn.Module,
-        groups: Groups,
-        precision: Precision | None = None,
-        *,
-        units: UnitsLike = None,
-        reshard_after_forward: bool = True,
-        persistent_share: float = PERSISTENT_SHARE,
-        budget: int | None = None,
-        offload: Offload | None = None,
-        wire: Wire | None = None,
-        param_wires: Mapping[str, ParamWire] | None = None,
+        self, model: nn.Module, groups: Groups, options: ShardOptions | None = None, *, budget: int | None = None
     ) -> None:
-        if not 0.0 <= persistent_share <= 1.0:
-            raise ValueError(f"persistent_share must be between 0 and 1, got {persistent_share}")
+        options = options or ShardOptions(stage=3)
         self.model, self.groups = model, groups
-        self.reshard_after_forward = reshard_after_forward
+        self.reshard_after_forward = options.reshard_after_forward
         numels = {name: local(parameter).numel() for name, parameter in model.named_parameters()}
-        self.persistent = frozenset(small_names(numels, persistent_share))
-        plans = plan_units(model, units)
+        self.persistent = frozenset(small_names(numels, options.persistent_share))
+        plans = plan_units(model, options.units)
         owners = owners_of(model, list(numels))
-        self.store = ShardStore.of(offload)
-        self.formats = GatherFormats(param_wires or {})
+        self.store = ShardStore.of(options.offload)
+        self.formats = GatherFormats(options.param_wires)
         self.units = [
             ParamGroup(
                 plan.name,
                 {name: owners[name] for name in plan.names},
                 groups,
-                precision or Precision(),
+                options.precision,
                 self.persistent,
                 self.store,
                 self.formats,
@@ -193,7 +174,7 @@ class Stage3:
         sizes = sorted((unit.nbytes for unit in self.units), reverse=True)
         self.budget = sum(sizes[:2]) if budget is None else budget
         self.pool = MemoryPool(self.budget)
-        self.reducer = GroupReducer(self.units, groups, wire)
+        self.reducer = GroupReducer(self.units, groups, options.wire)
         by_name = {param.name: param for param in self.reducer.params}
         self.params: list[ShardedParam] = [by_name[name] for name in numels if name in by_name]
         self.whole_bytes = self.peak_bytes = 0

@@ -40,12 +40,13 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from fastpar.comm import Communicator, shard_range
+from fastpar.zero.flat import FlatLayout
 from fastpar.zero.groups import Groups, as_dtensor, local
-from fastpar.zero.optimizer_step import Stepper
+from fastpar.zero.optimizer_step import MASTER, Stepper
 from fastpar.zero.sharded_param import ShardedParam
 
 if TYPE_CHECKING:
-    from fastpar.zero.sharding import Zero
+    from fastpar.zero.zero import Zero
 
 SCALARS = ("step", "eta", "mu", "mu_product")  # states of torch's optimizers that are one number for any parameter
 
@@ -113,10 +114,47 @@ def restore(zero: Zero, state: dict[str, Any]) -> None:
         _copy(x, state["model"][name])
     for storage in zero.storages:
         storage.formats.load(state.get("amax_history", {}))
-    zero.skipped, zero.steps = state["skipped"], state["steps"]
+    zero.clipping.skipped, zero.steps = state["skipped"], state["steps"]
 
 
-def part_of(states: Mapping[str, Any], param: ShardedParam) -> dict[str, Any]:
+def cut_states(states: Mapping[str, Any], param: ShardedParam, groups: Groups) -> dict[str, Any]:
+    """This rank's rows of states that have the parameter's shape; `groups`: the ranks that share it."""
+    shape, mine = local(param.parameter).shape, local(param.optim_param)
+    layout = FlatLayout([shape], groups.shard.size)
+    cut: dict[str, Any] = {}
+    for key, value in states.items():
+        if isinstance(value, Tensor) and local(value).shape == shape and key not in SCALARS:
+            rows = local(value)
+            if mine.numel() != rows.numel():  # persistent parameters are whole
+                rows = layout.rows_of(rows, 0, groups.shard.rank)
+            cut[key] = as_dtensor(rows.to(mine.device).clone().view(mine.shape), param.spec)
+        else:
+            cut[key] = value
+    return cut
+
+
+def parts_of(
+    given: Mapping[str, Any], params: Sequence[ShardedParam | None]
+) -> tuple[dict[str, Any], dict[str, tuple[ShardedParam, Tensor]]]:
+    """The states of an optimizer's state dict for this layout, and the master weights among them, by name.
+
+    params  in the order of the optimizer's groups; None where one is not trained
+    """
+    ids = [number for group in given["param_groups"] for number in group["params"]]
+    param_of = dict(zip(ids, params, strict=False))
+    states: dict[str, Any] = {}
+    masters: dict[str, tuple[ShardedParam, Tensor]] = {}
+    for number, found in given["state"].items():
+        param = param_of.get(number)
+        if param is not None:
+            found = _parts_of(found, param)
+            if MASTER in found:
+                masters[param.name] = param, found.pop(MASTER)
+        states[number] = found
+    return states, masters
+
+
+def _parts_of(states: Mapping[str, Any], param: ShardedParam) -> dict[str, Any]:
     """Of states that may be whole, as one process has them, what this rank keeps of a parameter's."""
     # torch makes an empty dict of a state that a flat state dict has under no name, such as the scales of 8-bit states
     found = {key: value for key, value in states.items() if not (isinstance(value, dict) and not value)}

@@ -37,7 +37,10 @@ ALLOWED_ON_RANKS: dict[tuple[str, str], str] = {
         "copy",
         "fastpar/parallel/guards/gradients.py:GradientGuard._compare.<locals>.<listcomp>",
     ): "the same, three numbers each",
-    ("sync", "fastpar/zero/sharding.py:Zero._prepare"): "whether a step is finite; skip_nonfinite=False: none",
+    (
+        "sync",
+        "fastpar/zero/optimizer_step.py:GradClipping.prepare",
+    ): "whether a step is finite; skip_nonfinite=False: none",
     ("copy", "fastpar/expert/router.py:Router.load"): "its counters follow the layer to the device, once",
     ("copy", "fastpar/comm/agree.py:Agreement.gather"): "rows of every rank say how large messages are, once",
     ("sync", "fastpar/reference/moe_rows.py:tokens_by_rank"): "how many rows a rank sends",

@@ -1,169 +1,90 @@
-"""`shard`: data parallelism for a model and its optimizer, with as much of it sharded as one asks for."""
+"""`Zero`: what `fastpar.zero.shard` made of a model and its optimizers, and the phases of their step.
+
+| phase | where |
+|---|---|
+| look around: values replaced or overwritten, parameters thawed | `Zero._look_around` |
+| reduce what is left, decide whether to skip, take the norm | `Zero._prepare`, `GradClipping` |
+| wait until nobody reads rows; update them, round masters | `Zero._phases`, `Stepper.update` |
+| gather what was updated (stages 1 and 2), wait for all (3) | `ModelParams.published` |
+"""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from fastpar.arguments import checked
-from fastpar.clip import GradSum
 from fastpar.comm.ranges import annotate
-from fastpar.comm.wire_formats import Wire
 from fastpar.ddp import OVER_ZERO, ClosedToDDP
-from fastpar.precision import Precision
-from fastpar.zero import memory, options, state_dict
-from fastpar.zero.flat import FlatLayout
-from fastpar.zero.groups import Groups, GroupsLike, as_dtensor, local
+from fastpar.zero import memory, state_dict
+from fastpar.zero.groups import Groups, as_dtensor, local
 from fastpar.zero.hooks import Autocast, CastInputs, ForwardHook, LoadStates, ZeroGrad
-from fastpar.zero.optimizer_step import MASTER, Stepper, check_sharded_updates
-from fastpar.zero.options import HasParameters, NamedParameters, Offload, check_gradient_wire, param_wires_of
-from fastpar.zero.param_group import UnitsLike
-from fastpar.zero.quantized_gather import ParamWire, ParamWireLike
-from fastpar.zero.reducer import BUCKET_BYTES
+from fastpar.zero.optimizer_step import GradClipping, Stepper
+from fastpar.zero.options import (
+    NamedParameters,
+    ShardOptions,
+)
+from fastpar.zero.quantized_gather import GatherFormats
+from fastpar.zero.reducer import GradReducer
 from fastpar.zero.replicas import Replicas
 from fastpar.zero.shard_store import DiskStates
-from fastpar.zero.sharded_param import ShardedParam, name_nonfinite, union
-from fastpar.zero.stage3 import PERSISTENT_SHARE, Stage3, in_backward
-from fastpar.zero.state_dict import new_run, part_of
+from fastpar.zero.sharded_param import ShardedParam, synchronise_values
+from fastpar.zero.stage3 import Stage3, in_backward
+from fastpar.zero.state_dict import cut_states, new_run, parts_of
 
 
-@checked(computed=False, but=("model", "optimizer", "group", "precision", "offload", "wire", "param_wire"))
-def shard(
-    model: nn.Module | HasParameters | Iterable[nn.Parameter] | Iterable[tuple[str, nn.Parameter]],
-    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
-    *,
-    group: GroupsLike = None,
-    stage: int = 1,
-    precision: Precision | str | None = None,
-    accumulate: int = 1,
-    max_norm: float | None = None,
-    skip_nonfinite: bool = True,
-    offload: Offload | str | None = None,
-    overlap: bool = True,
-    bucket_bytes: int = BUCKET_BYTES,
-    wire: Wire | None = None,
-    param_wire: ParamWireLike = None,
-    units: UnitsLike = None,
-    reshard_after_forward: bool = True,
-    persistent_share: float = PERSISTENT_SHARE,
-    sync_weights: str = "broadcast",
-    timeout: float | None = None,
-) -> Zero:
-    """Make `model` and `optimizer` data-parallel over `group`, in place. Collective.
+class ModelParams(Protocol):
+    """What holds the parameters of a model: `Replicas` (stages 0 to 2) or `Stage3`.
 
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        zero = fp.zero.shard(model, optimizer, group=mesh, stage=2, precision=fp.Precision.bf16())
-        for batch in batches:                      # a loop as without
-            loss_of(model(batch)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    model       a module, a Pipeline, or parameters (with names, or without; a pipeline's have theirs either way)
-    optimizer   any of torch.optim but LBFGS, of fp.optim, or one's own, or several that divide the parameters between
-                them: all trainable parameters must be in one. They stay the same objects (LR schedulers, GradScaler and
-                state_dict work), and param_groups and state have the model's own parameters between steps
-    group       a Mesh (dims dp_shard x cp and dp_replicate; efsdp and dp_replicate for experts split over its ep or
-                etp), a DeviceMesh of one dim, or two (replicate, shard), a ProcessGroup, or a Communicator. None: all
-                ranks of the job, as in torch; one rank alone is `fastpar.Communicator(None)`
-    stage       0: parameters, gradients and optimizer states on every rank (DDP)
-                1: every rank updates its rows (dim 0) of each parameter, and has states for those only
-                2: and gradients of those only, from microbatch to microbatch
-                3: and parameters, which are gathered for the layer that runs
-    precision   dtypes: a `Precision`, or "fp32", "bf16", "fp16". Floating-point inputs of a module are cast to its
-                parameters' dtype
-    accumulate  backward passes per step. Stages 0 and 1 sum gradients locally and reduce them in the last pass; 2 and 3
-                reduce in every pass, and sum what is left of them
-    max_norm    clip gradients to this global norm in every step (`Zero.norm` has it). The norm is exact, so that it has
-                the same bits in every stage
-    skip_nonfinite
-                a NaN or an infinity in a gradient of any rank: all ranks skip the step, nothing changes, `Zero.skipped`
-                counts it and `Zero.report` says where it came from
-    offload     "cpu", "nvme:FOLDER" or an Offload: master weights and optimizer states in the host's memory or a file;
-                in stage 3 "cpu+parameters" and "nvme+parameters:FOLDER" for the shards of parameters, too
-    overlap     False: reduce in optimizer.step() and not during backward, as for the many passes of a pipeline
-    bucket_bytes
-                of gradients that travel together in stages 0 to 2
-    wire        how gradients travel within the group that shards, or in stage 0: a `fastpar.comm.BlockWire` (8 bits), a
-                CastWire; None: in precision's dtype
-    param_wire  how parameters travel when they are gathered (stages 1 to 3): a `fastpar.comm.BlockWire` or
-                DelayedScalingWire for all of two dims or more, or a function of name and parameter that gives one, or
-                None for what travels exactly. All ranks compute with the values of the 8-bit codes; the optimizer, and
-                so checkpoints, have the exact ones
-    units, reshard_after_forward, persistent_share
-                of stage 3: what is gathered together, whether it is freed between forward and backward, and what share
-                of the elements, in the smallest parameters, stays on every rank: see `fastpar.zero.stage3.Stage3`
-    sync_weights
-                "broadcast": rank 0's parameters and buffers are taken, with a warning where others differ; "check":
-                ranks must have the same, else ValueError names what differs
-    timeout     seconds until a wait for another rank fails (None: the group's own where it is a Communicator, else 60)
-
-    For float16 use `fastpar.LossScaler`. torch.amp.GradScaler works up to stage 2; in stage 3 its ranks may decide
-    differently whether to skip a step, as torch looks at the first gradient only to see whether gradients are sharded,
-    and persistent ones are not.
-
-    Gradients are means over the ranks: scale the loss by 1 / accumulate, as always. Over a mesh's cp they are summed,
-    as each of its ranks has the loss of a part of every sequence, divided by the tokens of all. Reductions begin during
-    backward and have ended when it returns. Parameters that no rank used have no gradient, as without.
-
-    After a reduction, `.grad` of the model's parameters is the averaged gradient in every stage, as a DTensor where a
-    rank has rows: `torch.nn.utils.clip_grad_norm_(model.parameters(), c)` does what it does in one process.
-
-    Parameters that are frozen may require a gradient later, and the other way round. Values that are moved or replaced
-    (`model.to(...)`, `load_state_dict(assign=True)`) are taken over by the next forward or step; RuntimeError where
-    their dtype or device is another.
-
-    Raises ValueError and TypeError for what does not fit, before anything is changed.
+    params          of the trainable ones: what is reduced and updated
+    persistent      names of those that are sharded by nobody while others are
+    frozen          those that are not trained, as they are at rest, by name
+    frozen_at_rest  what modules have at rest in their place, by the id of the unsharded ones
+    buffers         memory that shards are read into
+    coded_bytes     of exact rows and their codes, beside parameters that are gathered as codes
     """
-    named = NamedParameters.of(model)
-    optimizers = options.optimizers_of(optimizer)
-    offload = Offload.of(offload)
-    precision = Precision.of(precision)
-    group = options.group_of(group)
-    options.check_stage(model, stage)
-    options.check_offload(offload, stage)
-    options.check_numbers(accumulate, max_norm, bucket_bytes, timeout)
-    options.check_sync_weights(sync_weights)
-    options.check_parameters(named.parameters, precision)
-    check_gradient_wire(wire)
-    param_wires = param_wires_of(
-        param_wire, named.parameters, precision, stage, offload is not None and offload.parameters
-    )
-    options.check_optimizers(named.parameters, optimizers)
-    like: dict[str, Any] = {
-        "is_sharded": stage > 0,
-        "device_type": next(iter(named.parameters.values())).device.type,
-        "timeout": timeout,
-    }
-    has_experts = options.has_experts(named.parameters, group)
-    experts = Groups(group, **like, of_experts=True) if has_experts else None
-    groups = Groups(group, **like, experts=experts)
-    options.check_sharded_elsewhere(named.parameters, groups)
-    for each in optimizers:
-        check_sharded_updates(each, groups)
-    return Zero(
-        model if isinstance(model, nn.Module) else None,
-        named,
-        optimizers,
-        groups,
-        stage=stage,
-        precision=precision,
-        accumulate=accumulate,
-        max_norm=max_norm,
-        skip_nonfinite=skip_nonfinite,
-        offload=offload,
-        overlap=overlap,
-        bucket_bytes=bucket_bytes,
-        wire=wire,
-        param_wires=param_wires,
-        units={"units": units, "reshard_after_forward": reshard_after_forward, "persistent_share": persistent_share},
-        sync_weights=sync_weights,
-    )
+
+    params: list[ShardedParam]
+    formats: GatherFormats
+    persistent: frozenset[str]
+
+    @property
+    def reducer(self) -> GradReducer: ...
+    @property
+    def frozen(self) -> dict[str, Tensor]: ...
+    @property
+    def frozen_at_rest(self) -> Mapping[int, nn.Parameter]: ...
+    @property
+    def buffers(self) -> Sequence[Tensor]: ...
+    @property
+    def coded_bytes(self) -> int: ...
+    def check(self) -> None:
+        """See to it that the optimizer changes what the model has. Collective where it does not."""
+
+    def thawed(self) -> dict[str, nn.Parameter]:
+        """Parameters that have been frozen and are not any more, by name."""
+
+    def adopt(self, names: Sequence[str]) -> list[ShardedParam]:
+        """Train parameters that have been frozen. Collective."""
+
+    def released(self) -> None:
+        """Before rows are written to: waits until no rank reads them any more. Collective."""
+
+    def published(self) -> None:
+        """After rows were written to: lets the other ranks have them. Collective."""
+
+    def writing(self, params: Sequence[ShardedParam]) -> AbstractContextManager[None]:
+        """Shards without memory have some in the block, which is to give these parameters new values."""
+
+    def load(self) -> None:
+        """Have all shards in memory, until something is gathered or `published` is called."""
+
+    def detach(self) -> None: ...
 
 
 class Zero:
@@ -175,66 +96,36 @@ class Zero:
         found: NamedParameters,
         optimizers: Sequence[torch.optim.Optimizer],
         groups: Groups,
-        *,
-        stage: int,
-        precision: Precision,
-        accumulate: int,
-        max_norm: float | None,
-        skip_nonfinite: bool,
-        offload: Offload | None,
-        overlap: bool,
-        bucket_bytes: int,
-        wire: Wire | None,
-        param_wires: Mapping[str, ParamWire],
-        units: dict[str, Any] | None,
-        sync_weights: str = "broadcast",
+        options: ShardOptions,
     ) -> None:
         named = found.parameters
-        self.model, self.optimizers, self.groups = model, list(optimizers), groups
-        self.stage, self.precision, self.max_norm, self.offload = stage, precision, max_norm, offload
-        self.norm: Tensor | None = None
-        self.steps = self.skipped = 0
-        self.report = ""
-        self._skip_nonfinite = skip_nonfinite
+        self.model, self.optimizers, self.groups, self.options = model, list(optimizers), groups, options
+        self.stage, self.precision, self.offload = options.stage, options.precision, options.offload
+        self.steps = 0
+        self.clipping = GradClipping(options.max_norm, skip_nonfinite=options.skip_nonfinite)
         self.are_named = found.are_named
         self.run = new_run(groups)  # see state_dict.py
         self._names = {id(parameter): name for name, parameter in named.items()}
         self._order = {name: number for number, name in enumerate(named)}
-        parts = _parts(named, groups)
-        self._synchronise(parts, sync_weights)
+        parts = [
+            ({name: parameter for name, parameter in named.items() if groups.of(parameter) is each}, each)
+            for each in groups.with_experts()
+        ]
+        synchronise_values(model, parts, options.sync_weights)
         self._cast_buffers()
         self._waiting: list[Stepper] = []  # that have not taken the step whose gradients have been prepared
         self._is_going = True  # and whether it is not skipped
-        self.storages: list[Replicas | Stage3]
-        if stage == 3:
-            assert model is not None
-            stage3 = Stage3(
-                model, groups, precision, offload=offload, wire=wire, param_wires=param_wires, **(units or {})
-            )
-            self.storages = [stage3]
+        self.storages: list[ModelParams]
+        if model is not None and options.stage == 3:
+            self.storages = [Stage3(model, groups, options)]
         else:
-            self.storages = [
-                Replicas(
-                    part,
-                    part_groups,
-                    precision,
-                    has_copies=offload is not None,
-                    accumulate=accumulate if stage < 2 else 1,
-                    bucket_bytes=bucket_bytes,
-                    began=self._waiting.clear,
-                    wire=wire,
-                    param_wires=param_wires,
-                    model=model,
-                )
-                for part, part_groups in parts
-            ]
+            self.storages = [Replicas(*part, options, began=self._waiting.clear, model=model) for part in parts]
         self._reducers = [storage.reducer for storage in self.storages]
         self.params: list[ShardedParam] = []
         self._take_params()
         for reducer in self._reducers:
-            reducer.is_syncing, reducer.is_deferred = overlap, not overlap
+            reducer.is_syncing, reducer.is_deferred = options.overlap, not options.overlap
         self.steppers = [Stepper(optimizer, self._phases, self._stepped) for optimizer in self.optimizers]
-        self._factor: Tensor | None = None
         self._is_attached = True
         self._ddp_door = ClosedToDDP(model, OVER_ZERO)
         with self._holding_owners():
@@ -279,7 +170,31 @@ class Zero:
     @property
     def persistent(self) -> frozenset[str]:
         """Parameters that stage 3 keeps on every rank."""
-        return frozenset().union(*(s.persistent for s in self.storages if isinstance(s, Stage3)))
+        return frozenset().union(*(storage.persistent for storage in self.storages))
+
+    @property
+    def norm(self) -> Tensor | None:
+        """The exact norm of the last step's gradients; None where nobody has asked for it."""
+        return self.clipping.norm
+
+    @property
+    def skipped(self) -> int:
+        """Steps that were skipped, as a gradient was not finite."""
+        return self.clipping.skipped
+
+    @property
+    def report(self) -> str:
+        """Which gradients were not finite, and on which ranks, where the last step was skipped."""
+        return self.clipping.report
+
+    @property
+    def max_norm(self) -> float | None:
+        """What gradients are clipped to; it may be changed."""
+        return self.clipping.max_norm
+
+    @max_norm.setter
+    def max_norm(self, value: float | None) -> None:
+        self.clipping.max_norm = value
 
     @property
     def saturated(self) -> dict[str, int]:
@@ -382,16 +297,11 @@ class Zero:
         for disk in self._disks.values():
             disk.load()
         for storage in self.storages:
-            if isinstance(storage, Stage3):
-                storage.load()
+            storage.load()
 
     def _frozen_at_rest(self) -> dict[int, nn.Parameter]:
         """What modules have at rest in the place of whole parameters that are not trained, by the id of these."""
-        found: dict[int, nn.Parameter] = {}
-        for storage in self.storages:
-            if isinstance(storage, Stage3):
-                found |= storage.frozen_at_rest
-        return found
+        return {number: x for storage in self.storages for number, x in storage.frozen_at_rest.items()}
 
     # ---- the step
 
@@ -424,7 +334,7 @@ class Zero:
             return
         self._release()
         owners = stepper.with_gradient()
-        rounded = self._hand_over(stepper.optimizer)
+        rounded = self.clipping.hand_over(stepper.optimizer)
         disk = self._disks.get(id(stepper))
         if disk is None:
             with annotate("fastpar::zero::update"):
@@ -512,8 +422,7 @@ class Zero:
         params = [self._param_of[id(owner)] for owner in owners]
         with ExitStack() as stack:
             for storage in self.storages:
-                if isinstance(storage, Stage3):
-                    stack.enter_context(storage.writing(params))
+                stack.enter_context(storage.writing(params))
             yield
 
     def _prepare(self, optimizer: Any) -> bool:
@@ -525,33 +434,7 @@ class Zero:
                 grad is not None and grad.dtype != param.optim_param.dtype
             ):  # model.to(dtype) converts what `.grad` shows
                 param.optim_param.grad = as_dtensor(local(grad).to(param.optim_param.dtype), param.spec)
-        self._factor, self.report = None, ""
-        if self.max_norm is None and not self._skip_nonfinite:
-            return True
-        unscale = _unscaling(optimizer)
-        total = GradSum.of([param.optim_param for param in self.params], mesh=self.groups.mesh)
-        self.norm = total.norm() * unscale
-        if self._skip_nonfinite and total.nonfinite:
-            self.skipped += 1
-            self.report = name_nonfinite(self.params, self.groups)
-            return False
-        if self.max_norm is not None:
-            self._factor = total.clip_factor(self.max_norm, scale=unscale) / unscale
-        return True
-
-    def _hand_over(self, optimizer: Any) -> bool:
-        """Clip: in the update's own pass where the optimizer can do that. Whether it rounds to the parameters, too."""
-        if not hasattr(optimizer, "grad_factor"):
-            if self._factor is not None and self._factor < 1.0:
-                held = {id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
-                grads = [param.optim_param.grad for param in self.params if id(param.optim_param) in held]
-                gradients = [local(grad) for grad in grads if grad is not None]
-                torch._foreach_mul_(gradients, self._factor)
-            return False
-        if self._factor is not None:
-            pending = 1.0 if optimizer.grad_factor is None else optimizer.grad_factor
-            optimizer.grad_factor = self._factor * pending
-        return True
+        return self.clipping.prepare(self.params, self.groups, optimizer)
 
     @contextmanager
     def _holding_owners(self) -> Iterator[None]:
@@ -574,29 +457,6 @@ class Zero:
 
     # ---- building
 
-    def _synchronise(self, parts: Sequence[tuple[dict[str, nn.Parameter], Groups]], sync_weights: str) -> None:
-        """The values of each group's rank 0 on all of its ranks, for buffers too."""
-        tensors = [{name: local(parameter) for name, parameter in named.items()} for named, _ in parts]
-        if self.model is not None:
-            tensors[0] |= {name: local(x) for name, x in self.model.named_buffers() if x.numel() > 0}
-        differing: list[str] = []
-        for values, (_, groups) in zip(tensors, parts, strict=True):
-            for comm in groups.everyone():
-                for name, x in values.items():
-                    found = comm.broadcast(x, 0)
-                    if not _are_equal(found, x):
-                        differing.append(name)
-                    if sync_weights == "broadcast":
-                        x.copy_(found)
-        for comm in [comm for groups in self.groups.with_experts() for comm in groups.everyone()]:
-            differing = union(differing, comm)
-        if differing:
-            shown = ", ".join(differing[:4]) + (", ..." if len(differing) > 4 else "")
-            text = f"ranks that average gradients have different values of {shown}"
-            if sync_weights == "check":
-                raise ValueError(f"{text}: seed every rank alike before building the model, or load the same weights")
-            warnings.warn(f"{text}: rank 0's are taken", stacklevel=4)
-
     def _cast_buffers(self) -> None:
         dtype = self.precision.buffers
         if self.model is None or dtype is None:
@@ -611,7 +471,7 @@ class Zero:
         params = [param for storage in self.storages for param in storage.params]
         self.params = sorted(params, key=lambda param: self._order[param.name])
         for param in self.params:
-            param.is_traced = self._skip_nonfinite
+            param.is_traced = self.options.skip_nonfinite
 
     def _adopt(self) -> None:
         """Give the optimizers the params' owners in the place of the parameters, with their part of the states."""
@@ -634,7 +494,9 @@ class Zero:
                         continue
                     group["params"][index] = param.optim_param
                     if parameter in optimizer.state:
-                        optimizer.state[param.optim_param] = self._cut_state(optimizer.state.pop(parameter), param)
+                        optimizer.state[param.optim_param] = cut_states(
+                            optimizer.state.pop(parameter), param, self.groups_of(param)
+                        )
             if hasattr(optimizer, "outputs"):
                 optimizer.outputs.update(
                     {
@@ -644,23 +506,6 @@ class Zero:
                     }
                 )
 
-    def _cut_state(self, states: dict[str, Any], param: ShardedParam) -> dict[str, Any]:
-        """This rank's rows of states that have the parameter's shape."""
-        groups = self.groups_of(param)
-        rank, size = groups.shard.rank, groups.shard.size
-        shape, mine = local(param.parameter).shape, local(param.optim_param)
-        layout = FlatLayout([shape], size)
-        cut: dict[str, Any] = {}
-        for key, value in states.items():
-            if isinstance(value, Tensor) and local(value).shape == shape and key not in state_dict.SCALARS:
-                rows = local(value)
-                if mine.numel() != rows.numel():  # persistent parameters are whole
-                    rows = layout.rows_of(rows, 0, rank)
-                cut[key] = as_dtensor(rows.to(mine.device).clone().view(mine.shape), param.spec)
-            else:
-                cut[key] = value
-        return cut
-
     def _bring_states(self) -> None:
         """Before an optimizer shows its states: nothing of them is in a file, and masters are among them."""
         if self._disks:
@@ -669,7 +514,7 @@ class Zero:
             with self._holding_owners():
                 pass
 
-    def _load_optimizer(self, optimizer: Any, load: Callable[[Any], None], state_dict: dict[str, Any]) -> None:
+    def _load_optimizer(self, optimizer: Any, load: Callable[[Any], None], given: dict[str, Any]) -> None:
         """`optimizer.load_state_dict`, for states of this layout or whole ones, as one process has them. Collective
         where master weights are among them."""
         stepper = next(stepper for stepper in self.steppers if stepper.optimizer is optimizer)
@@ -677,17 +522,8 @@ class Zero:
         for disk in self._disks.values():
             disk.load()
         with torch.no_grad(), self._holding_owners():
-            ids = [number for group in state_dict["param_groups"] for number in group["params"]]
-            owners = dict(zip(ids, stepper.parameters(), strict=False))
-            states, masters = {}, {}
-            for number, found in state_dict["state"].items():
-                param = self._param_of.get(id(owners.get(number)))
-                if param is not None:
-                    found = part_of(found, param)
-                    if MASTER in found:
-                        masters[param.name] = param, found.pop(MASTER)
-                states[number] = found
-            load({**state_dict, "state": states})
+            states, masters = parts_of(given, [self._param_of.get(id(owner)) for owner in stepper.parameters()])
+            load({**given, "state": states})
             if masters:
                 self._release()
                 for param, value in masters.values():
@@ -745,25 +581,3 @@ class Zero:
         for param in self.params:  # of a module these are not the parameters
             if param.optim_param.grad is not None:
                 param.optim_param.grad = None
-
-
-def _unscaling(optimizer: Any) -> float | Tensor:
-    """What the optimizer will multiply gradients with: a scaler may leave unscaling to the update."""
-    if getattr(optimizer, "grad_scale", None) is not None:
-        scale: Tensor = optimizer.grad_scale
-        return 1.0 / scale.float()
-    factor = getattr(optimizer, "grad_factor", None)
-    return 1.0 if factor is None else factor
-
-
-def _parts(named: dict[str, nn.Parameter], groups: Groups) -> list[tuple[dict[str, nn.Parameter], Groups]]:
-    """The parameters by the ranks that they are averaged over."""
-    return [
-        ({name: parameter for name, parameter in named.items() if groups.of(parameter) is each}, each)
-        for each in groups.with_experts()
-    ]
-
-
-def _are_equal(a: Tensor, b: Tensor) -> bool:
-    """Bit for bit, whatever the dtype: NaN is like NaN."""
-    return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))

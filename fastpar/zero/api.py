@@ -1,0 +1,152 @@
+"""`shard`: data parallelism for a model and its optimizer, with as much of it sharded as one asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from fastpar.arguments import checked
+from fastpar.comm.wire_formats import Wire
+from fastpar.precision import Precision
+from fastpar.zero import options
+from fastpar.zero.groups import Groups, GroupsLike
+from fastpar.zero.optimizer_step import check_sharded_updates
+from fastpar.zero.options import (
+    PERSISTENT_SHARE,
+    HasParameters,
+    NamedParameters,
+    Offload,
+    ShardOptions,
+    UnitsLike,
+    param_wires_of,
+)
+from fastpar.zero.quantized_gather import ParamWireLike
+from fastpar.zero.reducer import BUCKET_BYTES
+from fastpar.zero.zero import Zero
+
+
+@checked(computed=False, but=("model", "optimizer", "group", "precision", "offload", "wire", "param_wire"))
+def shard(
+    model: nn.Module | HasParameters | Iterable[nn.Parameter] | Iterable[tuple[str, nn.Parameter]],
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    *,
+    group: GroupsLike = None,
+    stage: int = 1,
+    precision: Precision | str | None = None,
+    accumulate: int = 1,
+    max_norm: float | None = None,
+    skip_nonfinite: bool = True,
+    offload: Offload | str | None = None,
+    overlap: bool = True,
+    bucket_bytes: int = BUCKET_BYTES,
+    wire: Wire | None = None,
+    param_wire: ParamWireLike = None,
+    units: UnitsLike = None,
+    reshard_after_forward: bool = True,
+    persistent_share: float = PERSISTENT_SHARE,
+    sync_weights: str = "broadcast",
+    timeout: float | None = None,
+) -> Zero:
+    """Make `model` and `optimizer` data-parallel over `group`, in place. Collective.
+
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        zero = fp.zero.shard(model, optimizer, group=mesh, stage=2, precision=fp.Precision.bf16())
+        for batch in batches:                      # a loop as without
+            loss_of(model(batch)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    model       a module, a Pipeline, or parameters (with names, or without; a pipeline's have theirs either way)
+    optimizer   any of torch.optim but LBFGS, of fp.optim, or one's own, or several that divide the parameters between
+                them: all trainable parameters must be in one. They stay the same objects (LR schedulers, GradScaler and
+                state_dict work), and param_groups and state have the model's own parameters between steps
+    group       a Mesh (dims dp_shard x cp and dp_replicate; efsdp and dp_replicate for experts split over its ep or
+                etp), a DeviceMesh of one dim, or two (replicate, shard), a ProcessGroup, or a Communicator. None: all
+                ranks of the job, as in torch; one rank alone is `fastpar.Communicator(None)`
+    stage       0: parameters, gradients and optimizer states on every rank (DDP)
+                1: every rank updates its rows (dim 0) of each parameter, and has states for those only
+                2: and gradients of those only, from microbatch to microbatch
+                3: and parameters, which are gathered for the layer that runs
+    precision   dtypes: a `Precision`, or "fp32", "bf16", "fp16". Floating-point inputs of a module are cast to its
+                parameters' dtype
+    accumulate  backward passes per step. Stages 0 and 1 sum gradients locally and reduce them in the last pass; 2 and 3
+                reduce in every pass, and sum what is left of them
+    max_norm    clip gradients to this global norm in every step (`Zero.norm` has it). The norm is exact, so that it has
+                the same bits in every stage
+    skip_nonfinite
+                a NaN or an infinity in a gradient of any rank: all ranks skip the step, nothing changes, `Zero.skipped`
+                counts it and `Zero.report` says where it came from
+    offload     "cpu", "nvme:FOLDER" or an Offload: master weights and optimizer states in the host's memory or a file;
+                in stage 3 "cpu+parameters" and "nvme+parameters:FOLDER" for the shards of parameters, too
+    overlap     False: reduce in optimizer.step() and not during backward, as for the many passes of a pipeline
+    bucket_bytes
+                of gradients that travel together in stages 0 to 2
+    wire        how gradients travel within the group that shards, or in stage 0: a `fastpar.comm.BlockWire` (8 bits), a
+                CastWire; None: in precision's dtype
+    param_wire  how parameters travel when they are gathered (stages 1 to 3): a `fastpar.comm.BlockWire` or
+                DelayedScalingWire for all of two dims or more, or a function of name and parameter that gives one, or
+                None for what travels exactly. All ranks compute with the values of the 8-bit codes; the optimizer, and
+                so checkpoints, have the exact ones
+    units, reshard_after_forward, persistent_share
+                of stage 3: what is gathered together, whether it is freed between forward and backward, and what share
+                of the elements, in the smallest parameters, stays on every rank: see `fastpar.zero.stage3.Stage3`
+    sync_weights
+                "broadcast": rank 0's parameters and buffers are taken, with a warning where others differ; "check":
+                ranks must have the same, else ValueError names what differs
+    timeout     seconds until a wait for another rank fails (None: the group's own where it is a Communicator, else 60)
+
+    For float16 use `fastpar.LossScaler`. torch.amp.GradScaler works up to stage 2; in stage 3 its ranks may decide
+    differently whether to skip a step, as torch looks at the first gradient only to see whether gradients are sharded,
+    and persistent ones are not.
+
+    Gradients are means over the ranks: scale the loss by 1 / accumulate, as always. Over a mesh's cp they are summed,
+    as each of its ranks has the loss of a part of every sequence, divided by the tokens of all. Reductions begin during
+    backward and have ended when it returns. Parameters that no rank used have no gradient, as without.
+
+    After a reduction, `.grad` of the model's parameters is the averaged gradient in every stage, as a DTensor where a
+    rank has rows: `torch.nn.utils.clip_grad_norm_(model.parameters(), c)` does what it does in one process.
+
+    Parameters that are frozen may require a gradient later, and the other way round. Values that are moved or replaced
+    (`model.to(...)`, `load_state_dict(assign=True)`) are taken over by the next forward or step; RuntimeError where
+    their dtype or device is another.
+
+    Raises ValueError and TypeError for what does not fit, before anything is changed.
+    """
+    named = NamedParameters.of(model)
+    optimizers = options.optimizers_of(optimizer)
+    group = options.group_of(group)
+    chosen = ShardOptions(
+        stage=stage,
+        precision=Precision.of(precision),
+        accumulate=accumulate,
+        max_norm=max_norm,
+        skip_nonfinite=skip_nonfinite,
+        offload=Offload.of(offload),
+        overlap=overlap,
+        bucket_bytes=bucket_bytes,
+        wire=wire,
+        units=units,
+        reshard_after_forward=reshard_after_forward,
+        persistent_share=persistent_share,
+        sync_weights=sync_weights,
+    )
+    chosen.check(model, timeout)
+    options.check_parameters(named.parameters, chosen.precision)
+    chosen = replace(chosen, param_wires=param_wires_of(param_wire, named.parameters, chosen))
+    options.check_optimizers(named.parameters, optimizers)
+    like: dict[str, Any] = {
+        "is_sharded": stage > 0,
+        "device_type": next(iter(named.parameters.values())).device.type,
+        "timeout": timeout,
+    }
+    has_experts = options.has_experts(named.parameters, group)
+    experts = Groups(group, **like, of_experts=True) if has_experts else None
+    groups = Groups(group, **like, experts=experts)
+    options.check_sharded_elsewhere(named.parameters, groups)
+    for each in optimizers:
+        check_sharded_updates(each, groups)
+    return Zero(model if isinstance(model, nn.Module) else None, named, optimizers, groups, chosen)
