@@ -1,4 +1,4 @@
-"""Optimizer steps on CUDA tensors: the bits of the CPU kernels, compiled and in Triton; graphs; the host does not wait.
+"""Optimizer steps on CUDA tensors: the bits of the CPU kernels; graphs; the host does not wait.
 
 `make gpu` runs the tests with "small" in their names once more under compute-sanitizer.
 """
@@ -14,23 +14,12 @@ import torch
 from torch import Tensor
 
 from fastpar import ops
-from fastpar.ops import StochasticRounding, _backends, optimizer
+from fastpar.ops import StochasticRounding
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
 F32, BF16, F16, U8 = torch.float32, torch.bfloat16, torch.float16, torch.uint8
 SIZES = (0, 1, 255, 256, 8192, 8192 * 3 + 77)
-
-
-@pytest.fixture(params=["compiled", "triton"])
-def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both kinds of kernels, whatever this device would take."""
-    if request.param == "compiled":
-        if optimizer.implementation(torch.empty(0, device=DEVICE)) is not optimizer.implementation(torch.empty(0)):
-            pytest.skip("fastpar was not compiled for this device")
-        return
-    pytest.importorskip("triton")
-    monkeypatch.setattr(optimizer, "implementation", lambda x: _backends.triton("optimizer"))
 
 
 @dataclass
@@ -102,7 +91,6 @@ KINDS = [
 ]
 
 
-@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("seed", [None, 11])
 def test_small_adamw_has_the_bits_of_the_cpu(kind: Any, seed: int | None) -> None:
@@ -116,7 +104,6 @@ def test_small_adamw_has_the_bits_of_the_cpu(kind: Any, seed: int | None) -> Non
     assert_same(found, wanted)
 
 
-@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("rule", [sgd, plain_sgd, lion])
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_small_rules_have_the_bits_of_the_cpu(rule: Callable[..., None], dtype: torch.dtype) -> None:
@@ -127,7 +114,6 @@ def test_small_rules_have_the_bits_of_the_cpu(rule: Callable[..., None], dtype: 
     assert_same(found, wanted)
 
 
-@pytest.mark.usefixtures("kernels")
 def test_small_tensors_at_odd_addresses() -> None:
     wanted = example(F32, BF16, F32)
     found = wanted.to(DEVICE)
@@ -137,7 +123,6 @@ def test_small_tensors_at_odd_addresses() -> None:
     assert_same(found, wanted)
 
 
-@pytest.mark.usefixtures("kernels")
 def test_thousands_of_tensors() -> None:
     wanted = example(BF16, BF16, F32, "remainders", tuple(i * 37 % 1000 for i in range(3000)))
     found = wanted.to(DEVICE)
@@ -146,7 +131,6 @@ def test_thousands_of_tensors() -> None:
     assert_same(found, wanted)
 
 
-@pytest.mark.usefixtures("kernels")
 def test_more_elements_than_an_int32_can_count() -> None:
     if torch.cuda.mem_get_info()[0] < 20 << 30:
         pytest.skip("needs 20 GB of free memory")
@@ -157,7 +141,6 @@ def test_more_elements_than_an_int32_can_count() -> None:
         assert (part == 0.5).all()
 
 
-@pytest.mark.usefixtures("kernels")
 def test_small_scalars_are_read_on_the_device() -> None:
     made = example(F32, F32, F32)
     by_host, by_device, skipped = (made.to(DEVICE) for _ in range(3))
@@ -183,10 +166,9 @@ def no_synchronisation() -> Iterator[None]:
     torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.usefixtures("kernels")
 def test_the_host_does_not_wait(request: pytest.FixtureRequest) -> None:
     made = example(BF16, BF16, F32, "remainders").to(DEVICE)
-    moved = made.to(DEVICE)  # other addresses: Triton's table is made anew
+    moved = made.to(DEVICE)  # other addresses: the table is made anew
     options = {"grad_factor": torch.ones((), device=DEVICE), "found_inf": torch.zeros((), device=DEVICE)}
     step = torch.tensor(1.0, device=DEVICE)
     adamw(made, step=step, **options)
@@ -195,7 +177,6 @@ def test_the_host_does_not_wait(request: pytest.FixtureRequest) -> None:
         adamw(each, step=step, **options)
 
 
-@pytest.mark.usefixtures("kernels")
 def test_a_captured_graph_replays_with_new_gradients() -> None:
     wanted = example(F32, F32, F32)
     made = wanted.to(DEVICE)

@@ -63,7 +63,6 @@ void bind_kernel(py::module_& m, const char* name, void (*kernel)(P...)) {
 void bind_self_test(py::module_& m);
 void bind_cross_entropy(py::module_& m);
 void bind_symmetric(py::module_& m);
-void bind_optimizer(py::module_& m);
 
 }  // namespace emulation
 }  // namespace fastpar

@@ -63,6 +63,4 @@ PYBIND11_MODULE(fastpar_emulation, m) {
   fastpar::emulation::bind_cross_entropy(cross_entropy);
   auto symmetric = m.def_submodule("symmetric");
   fastpar::emulation::bind_symmetric(symmetric);
-  auto optimizer = m.def_submodule("optimizer");
-  fastpar::emulation::bind_optimizer(optimizer);
 }

@@ -1,4 +1,4 @@
-// What the op layers of CPU and CUDA make of the lists that a step is called with.
+// From the lists that a step is called with to what the kernels take.
 // fastpar/ops/optimizer.py checks the arguments; here is checked what memory safety needs.
 #pragma once
 

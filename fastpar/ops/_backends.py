@@ -2,7 +2,7 @@
 
     tensors on               kernels
     cpu                      C++ of the compiled library
-    cuda, capability 9.0     its CUDA C++: the families of _HOPPER, where the library was built with it
+    cuda, capability 9.0     CUDA C++, for cross-entropy, where the library was built with it
     cuda                     Triton, where it is installed
     everything else          none: plain PyTorch, fastpar.reference
 
@@ -54,9 +54,9 @@ _COMPILED = {
     },
     "vocab_topk": {"topk": "vocab_topk"},
 }
-_HOPPER = ("cross_entropy", "optimizer")
+_HOPPER = ("cross_entropy",)
 _TRITON = ("cross_entropy", "embedding", "optimizer", "vocab_softmax")
-_REGISTERED = ("optimizer",)  # compiled ops that are Triton's for CUDA tensors where the library has no CUDA
+_REGISTERED = ("optimizer",)  # whose ops are Triton's for CUDA tensors: a graph of torch.compile has the op
 
 
 def has_kernels(x: Tensor) -> bool:
@@ -89,7 +89,7 @@ def _elsewhere(family: str, compiled: Any, device: torch.device) -> Any:
         if family in _HOPPER and "90a" in CUDA_ARCHS and torch.cuda.get_device_capability(device) == (9, 0):
             return compiled
         if family in _TRITON and HAS_TRITON:
-            return compiled if family in _REGISTERED and not CUDA_ARCHS else triton(family)
+            return compiled if family in _REGISTERED and torch.compiler.is_compiling() else triton(family)
     return importlib.import_module(f"fastpar.reference.{family}")
 
 

@@ -31,7 +31,7 @@ from fastpar.arguments import checked
 from fastpar.contracts.optimizer import Step as Step
 from fastpar.contracts.optimizer import StochasticRounding as StochasticRounding
 from fastpar.contracts.optimizer import check_betas, check_momentum, check_step, step_number
-from fastpar.ops._backends import CUDA_ARCHS, HAS_TRITON, kernels_of, triton
+from fastpar.ops._backends import HAS_TRITON, kernels_of, triton
 
 _STEPS = ("adamw_step", "sgd_step", "lion_step")
 
@@ -98,7 +98,7 @@ def _changes_its_arguments(*arguments: Any) -> None:
 
 for _name in _STEPS:
     torch.library.register_fake(f"fastpar::{_name}", _changes_its_arguments)
-    if HAS_TRITON and not CUDA_ARCHS:
+    if HAS_TRITON:
         torch.library.impl(f"fastpar::{_name}", "cuda", lambda *x, name=_name: getattr(triton("optimizer"), name)(*x))
 
 
@@ -190,8 +190,7 @@ def adamw_step(
     states; 28 in float32, 10.06 with bfloat16 parameters and gradients and 8-bit states. Non-contiguous tensors are
     copied there and back.
 
-    On CPU a C++ kernel; on CUDA a kernel compiled for sm_90a, or Triton's on other devices, not measured yet; elsewhere
-    `fastpar.reference`.
+    On CPU a C++ kernel; on CUDA a Triton kernel, not measured yet; elsewhere `fastpar.reference`.
 
     Worked example: p = 1, g = 0.5, m = v = 0, step 1, lr = 0.1, betas (0.9, 0.999), eps = 0, weight_decay = 0.1:
     m = 0.05, v = 0.00025, and since m / 0.1 = 0.5 = sqrt(v / 0.001), p = 1 * 0.99 - 0.1 = 0.89.

@@ -1,9 +1,9 @@
 """Optimizer steps for CUDA tensors in Triton; not measured yet. The algebra is in fastpar.ops.optimizer.
 
 The functions have the signatures of the compiled ops. Tensors whose dtypes and alignment agree are one launch, in which
-a program updates a chunk of 2048 elements of one tensor and finds that tensor by bisection in a table. Kernels cannot
-take a table in their parameters here, as the CUDA kernels do, so it lies in device memory. It holds addresses, is
-looked up by them, and is uploaded where they are new, from pinned memory, without waiting for the device.
+a program updates a chunk of 2048 elements of one tensor and finds that tensor by bisection in a table. The table lies
+in device memory, since Triton's kernels cannot take one in their parameters. It holds addresses, is looked up by them,
+and is uploaded where they are new, from pinned memory, without waiting for the device.
 
 The kernels' multiply-adds are all written out, and Triton is told to fuse no others.
 """

@@ -142,7 +142,7 @@ def _encode_block(x, SIGNED: tl.constexpr):
 # ---- rules -----------------------------------------------------------------------------------------------------------
 
 
-# They take the numbers of fastpar.kernels.optimizer; operations are those of csrc/optimizer/rules.cuh, one by one.
+# Numbers are those of fastpar.kernels.optimizer; operations are those of csrc/optimizer/optimizer_kernel.h, one by one.
 
 
 @triton.jit

@@ -1,5 +1,6 @@
-"""The Triton kernel of the optimizer steps, bit for bit against the model in numpy that tests the CUDA kernels too;
-run by tests/test_optimizer_triton.py in Triton's interpreter.
+"""The Triton kernel of the optimizer steps, bit for bit against the model in numpy.
+
+Run by tests/test_optimizer_triton.py in Triton's interpreter.
 
 The interpreter rounds a multiply-add twice and cuts bfloat16 off, where devices do neither: the model does the same.
 """
@@ -13,8 +14,8 @@ import pytest
 import torch
 
 from fastpar.kernels import optimizer as kernels
-from tests import optimizer_cuda_cases as model
-from tests.optimizer_cuda_cases import F32, NUM_STATES, RULES, Kinds, assert_same, expected
+from tests import optimizer_model as model
+from tests.optimizer_model import F32, NUM_STATES, RULES, Kinds, assert_same, expected
 
 TORCH = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "split": torch.bfloat16}
 
@@ -30,7 +31,7 @@ def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model, "narrow", cut)
 
 
-def as_tensor(x: np.ndarray, dtype: str) -> torch.Tensor:
+def as_tensor(x: np.ndarray) -> torch.Tensor:
     """A copy; bits of bfloat16 become bfloat16."""
     if x.dtype == np.uint16:
         return torch.from_numpy(x.view(np.int16).copy()).view(torch.bfloat16)
@@ -54,7 +55,7 @@ def run(
 ) -> list[dict[str, np.ndarray]]:
     """One call; what `Tensor.stored` gives after it."""
     n = RULES[rule] | changed
-    stored = [{name: as_tensor(x, "") for name, x in t.stored().items()} for t in tensors]
+    stored = [{name: as_tensor(x) for name, x in t.stored().items()} for t in tensors]
     lists = {name: [s[name] for s in stored if name in s] for name in ("param", "remainder")}
     states = [
         [s[f"{what}{k}"] for s in stored if f"{what}{k}" in s]
@@ -66,7 +67,7 @@ def run(
     rounding = [] if seed is None else [seed, *(x for t in tensors for x in (t.key, t.first))]
     head = (
         lists["param"],
-        [as_tensor(t.grad, "") for t in tensors],
+        [as_tensor(t.grad) for t in tensors],
         *states,
         list(outputs.values()),
         lists["remainder"],
@@ -126,6 +127,20 @@ def test_tensors_of_several_kinds_are_grouped() -> None:
     kinds = [Kinds(), Kinds("bfloat16", "float16"), Kinds(), Kinds("float16", output="none"), Kinds(output="bfloat16")]
     tensors = [model.Tensor.example(30 + i, k, 1, seed=i) for i, k in enumerate(kinds)]
     check("lion", tensors, seed=2)
+
+
+def test_many_tensors_are_one_launch() -> None:
+    tensors = [model.Tensor.example(i * 7 % 23, Kinds(), 1, seed=i) for i in range(70)]
+    check("lion", tensors)
+
+
+def test_numbers_at_the_ends_of_float32() -> None:
+    tiny = np.array([2.0**-149, -(2.0**-149), 2.0**-126, 3e38, -0.0, 0.0], F32)
+    for kinds in (Kinds(), Kinds(output="bfloat16"), Kinds(state="uint8")):
+        (tensor,) = examples("sgd", kinds, len(tiny))
+        tensor.param, tensor.grad = tiny.copy(), tiny[::-1].copy()
+        for factor in (1.0, 2.0**-100):
+            check("sgd", [tensor], factor=factor)
 
 
 def test_a_shard_gets_the_bits_of_the_whole() -> None:

@@ -1,4 +1,4 @@
-"""The optimizer steps in numpy, operation by operation, and calls of the CUDA kernels, for their tests.
+"""The optimizer steps in numpy, operation by operation, for the tests of the Triton kernel.
 
 The model below makes the same operations in the same order as the kernels, and each of them rounds once; so bits are
 compared, not distances. A fused multiply-add is made in 80-bit floats: its product is exact there, and its sum is
@@ -7,13 +7,12 @@ rounded to 64 bits before the 24 of the result, which differs from one rounding 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from tests.device_array import DeviceArray, bfloat16_to_float, float_to_bfloat16
+from tests.device_array import bfloat16_to_float, float_to_bfloat16
 
 F32 = np.float32
 BLOCK = 256
@@ -22,7 +21,7 @@ STORAGE = {"float32": np.float32, "bfloat16": np.uint16, "float16": np.float16, 
 Numbers = dict[str, Any]
 
 ADAMW: Numbers = {
-    "step": 3, "lr": 1e-2, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01, "corrections": None
+    "step": 3, "lr": 1e-2, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01
 }  # fmt: skip
 SGD: Numbers = {
     "lr": 1e-2, "momentum": 0.9, "dampening": 0.25, "weight_decay": 0.01, "nesterov": False, "first": False
@@ -30,12 +29,6 @@ SGD: Numbers = {
 LION: Numbers = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.01}
 RULES: dict[str, Numbers] = {"adamw": ADAMW, "sgd": SGD, "plain_sgd": SGD, "lion": LION}
 NUM_STATES = {"adamw": 2, "sgd": 1, "plain_sgd": 0, "lion": 1}
-
-
-def kernels() -> Any:
-    import fastpar_emulation as emulation
-
-    return emulation.optimizer
 
 
 # ---- the rules -------------------------------------------------------------------------------------------------------
@@ -254,48 +247,7 @@ def expected(rule: str, n: Numbers, tensor: Tensor, factor: float = 1.0, seed: i
     return found
 
 
-# ---- calls -----------------------------------------------------------------------------------------------------------
-
-
-def run(
-    rule: str,
-    n: Numbers,
-    tensors: Sequence[Tensor],
-    *,
-    factor: float = 1.0,
-    grad_factor: float | None = None,
-    found_inf: float | None = None,
-    seed: int | None = None,
-    offset: int = 0,
-    max_blocks: int | None = None,
-) -> list[dict[str, np.ndarray]]:
-    """One call of the kernels; returns what `Tensor.stored` gives after it. Memory begins `offset` elements past an
-    aligned address."""
-    arrays, arguments = [], []
-    for t in tensors:
-        memory = {
-            name: DeviceArray.of(x, offset=0 if name.startswith("scale") else offset) for name, x in t.stored().items()
-        }
-        grad = DeviceArray.of(t.grad, offset=offset)
-        arrays.append((memory, grad))
-        names = ("param", "state0", "state1", "scale0", "scale1", "output", "remainder")
-        argument: dict[str, Any] = {name: memory[name].buffer if name in memory else None for name in names}
-        arguments.append(
-            argument
-            | {"grad": grad.buffer, "count": len(t.param), "first_index": t.first}
-            | {"param_type": t.kinds.param, "grad_type": t.kinds.grad, "output_type": t.kinds.output}
-            | {"rounding_key": rounding_key(seed or 0, t.key)}
-        )
-    scalars = [None if x is None else DeviceArray.of(np.array([x], F32)) for x in (grad_factor, found_inf)]
-    options = {
-        "grad_factor": scalars[0].buffer if scalars[0] else None,
-        "found_inf": scalars[1].buffer if scalars[1] else None,
-        "factor": factor,
-        "state_type": tensors[0].kinds.state if tensors else "float32",
-        "is_stochastic": seed is not None,
-    }
-    getattr(kernels(), rule)(arguments, n, options, max_blocks or kernels().MAX_BLOCKS)
-    return [{name: np.array(x.array) for name, x in memory.items()} for memory, _ in arrays]
+# ---- comparing ------------------------------------------------------------------------------------------------------
 
 
 def assert_same(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray], kinds: Kinds) -> None:
