@@ -5,14 +5,20 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from bench.rows import load
-from fastpar import _ext, cli, doctor
+from fastpar import _ext, cli
 from fastpar._version import __version__
+from fastpar.doctor import Finding, installation, probes
+from fastpar.storage import TensorStore, Transfer
+from tests.dist import run_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
 BENCHES = sorted(path.stem.removeprefix("bench_") for path in (ROOT / "bench").glob("bench_*.py"))
@@ -206,6 +212,8 @@ def test_simulate_needs_no_torch() -> None:
 # -------------------------------------------------------------------------------------------------------------- doctor
 
 
+@pytest.mark.ranks
+@pytest.mark.expensive
 def test_doctor_finds_a_healthy_installation(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor"]) == 0
     text = capsys.readouterr().out
@@ -215,16 +223,9 @@ def test_doctor_finds_a_healthy_installation(capsys: pytest.CaptureFixture[str])
         torch.__version__,
         "gloo yes",
         "exchange through memory",
-        "op vocab_parallel_cross_entropy",
-        "op sharded_dropout",
+        *(f"ok  {probe.topic}" for probe in probes.PROBES),
     ):
         assert words in text
-
-
-def test_every_public_op_has_a_self_test() -> None:
-    import fastpar as fp
-
-    assert {name for name, _, _ in doctor.SELF_TESTS} == set(fp.ops.__all__)
 
 
 def test_doctor_says_why_ranks_cannot_share_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,7 +233,7 @@ def test_doctor_says_why_ranks_cannot_share_memory(monkeypatch: pytest.MonkeyPat
         raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr(os, "pidfd_open", refuse)
-    (finding,) = doctor.check_shared_memory()
+    (finding,) = installation.check_shared_memory()
     assert finding.status == "warning"
     assert "Operation not permitted" in finding.text
     assert "seccomp" in finding.remedy
@@ -255,38 +256,73 @@ def test_doctor_reports_a_missing_or_broken_binary_with_a_remedy(content: str | 
     assert found["extension"]["status"] == "problem"
     assert str(binary) in found["extension"]["text"]
     assert "pip install -e ." in found["extension"]["remedy"]
-    assert found["ops"]["text"].startswith("not tested")
+    assert found["probes"]["text"].startswith("not run")
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("error", [1e-3, float("nan")])
-def test_doctor_calls_a_wrong_op_a_problem(
-    error: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def raises() -> float:
-        raise RuntimeError("no such kernel")
+def read_nothing(store: TensorStore, name: str, out: torch.Tensor) -> Transfer:
+    return store.write("other", out.fill_(torch.nan))
 
-    monkeypatch.setattr(doctor, "SELF_TESTS", [("bad", lambda: error, 1e-5), ("raises", raises, 1e-5)])
-    wrong, failing = doctor.check_ops()
-    assert wrong.status == failing.status == "problem"
-    assert wrong.text.startswith("WRONG")
-    assert "no such kernel" in failing.text
+
+def fail(*_: object) -> None:
+    raise OSError("no such device")
+
+
+def doctor_of_broken_ranks(broken: dict[int, Callable[..., Any]]) -> Finding:
+    (probe,) = (probe for probe in probes.PROBES if probe.topic == "storage")
+    with pytest.MonkeyPatch.context() as patch:
+        if (rank := torch.distributed.get_rank()) in broken:
+            patch.setattr(TensorStore, "read", broken[rank])
+        return probes.agreed(probe)
+
+
+@pytest.mark.parametrize(
+    ("broken", "text"),
+    [
+        ({1: fail}, "rank 1: fails: OSError: no such device"),
+        ({1: read_nothing}, "rank 1: WRONG: relative error nan"),
+        ({0: read_nothing, 1: fail}, "rank 0: WRONG"),
+    ],
+)
+def test_what_is_wrong_on_one_rank_is_a_problem_that_names_it(broken: dict[int, Any], text: str) -> None:
+    for found in run_ranks(2, doctor_of_broken_ranks, broken):
+        assert (found.topic, found.status) == ("storage", "problem")
+        assert found.text.startswith(text)
+        assert "fp.storage.TensorStore" in found.remedy
+
+
+def test_a_rank_that_ends_early_names_the_probe_and_its_last_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = probes.PROBES[:2]
+    line = json.dumps(asdict(Finding(first.topic, "ok", "fine")))
+    ends = iter([(line, ""), ("", "ended with exit status -4: Illegal instruction")])
+    monkeypatch.setattr(probes, "_end_of", lambda process, deadline: next(ends))
+    monkeypatch.setattr(probes.subprocess, "Popen", lambda *_, **__: None)
+    found = probes.findings()
+    assert [finding.topic for finding in found] == [probe.topic for probe in probes.PROBES]
+    assert [finding.status for finding in found] == ["ok", "problem", *["info"] * (len(found) - 2)]
+    assert found[1].text == "fails: rank 1 ended with exit status -4: Illegal instruction"
+    assert second.parts in found[1].remedy
+
+
+def test_a_problem_is_counted_and_makes_the_exit_status(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(probes, "findings", lambda: [Finding("x", "problem", "broken", "mend it")] * 2)
     assert cli.main(["doctor"]) == 1
     assert "2 problems" in capsys.readouterr().out
 
 
-def test_abi_verdict_without_the_audit_tool_reads_the_symbol_table(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_abi_verdict_names_a_symbol_that_is_not_stable(monkeypatch: pytest.MonkeyPatch) -> None:
     binary = Path(_ext.library_path())
-    monkeypatch.setattr(doctor, "_audit", lambda path: None)
-    (found,) = doctor.check_abi(binary)
+    (found,) = installation.check_abi(binary)
     assert found.status == "ok"
-    assert "nm:" in found.text
-    monkeypatch.setattr(doctor, "undefined_symbols", lambda path: ["aoti_torch_get_dim", "_ZNK2at10TensorBase4sizeEl"])
-    (found,) = doctor.check_abi(binary)
+    names = ["aoti_torch_get_dim", "_ZNK2at10TensorBase4sizeEl"]
+    monkeypatch.setattr(installation, "undefined_symbols", lambda path: names)
+    (found,) = installation.check_abi(binary)
     assert found.status == "problem"
     assert "_ZNK2at10TensorBase4sizeEl" in found.text
-    monkeypatch.setattr(doctor, "undefined_symbols", lambda path: None)
-    assert doctor.check_abi(binary)[0].text.startswith("not checked")
+    monkeypatch.setattr(installation, "undefined_symbols", lambda path: None)
+    assert installation.check_abi(binary)[0].text.startswith("not checked")
 
 
 def test_unstable_symbols_are_those_of_torch_and_python() -> None:
@@ -298,9 +334,9 @@ def test_unstable_symbols_are_those_of_torch_and_python() -> None:
         "PyList_New",
     ]
     stable = ["aoti_torch_get_dim", "torch_parallel_for", "_ZNSt6vectorIiE4sizeEv", "memcpy", "__cxa_throw"]
-    assert [doctor.is_unstable(name) for name in unstable + stable] == [True] * 5 + [False] * 5
+    assert [installation.is_unstable(name) for name in unstable + stable] == [True] * 5 + [False] * 5
 
 
 def test_a_problem_without_a_remedy_is_not_allowed() -> None:
     with pytest.raises(ValueError, match="needs a remedy"):
-        doctor.Finding("x", "problem", "broken")
+        Finding("x", "problem", "broken")

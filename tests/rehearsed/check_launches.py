@@ -84,13 +84,15 @@ def test_hyperparameters_reach_kernels_as_floats(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_doctor_uses_every_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fastpar import doctor
+    from fastpar.doctor import installation
 
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    assert [finding.status for finding in doctor.check_cuda()] == ["ok"]
+    assert [finding.status for finding in installation.check_cuda()] == ["ok"]
     used: list[torch.device] = []
-    monkeypatch.setattr(doctor, "_use_device", lambda where: used.append(where) or ("wrong" if where.index else ""))
-    (finding,) = doctor.check_cuda()
+    monkeypatch.setattr(
+        installation, "_use_device", lambda where: used.append(where) or ("wrong" if where.index else "")
+    )
+    (finding,) = installation.check_cuda()
     assert [where.index for where in used] == [0, 1]
     assert finding.status == "problem"
     assert "cuda:1 does not compute: wrong" in finding.text
