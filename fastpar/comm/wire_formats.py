@@ -18,9 +18,9 @@ Infinities and NaN of any rank's gradient stay visible in the result.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -32,13 +32,14 @@ from fastpar.comm.communicator import Communicator
 from fastpar.comm.pending import Pending
 from fastpar.comm.shards import shard_sizes
 from fastpar.comm.shared_memory.transport import new_output
+from fastpar.comm.transport_selector import Mode
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 OPS = ("sum", "avg")
 ROUNDINGS = ("nearest", "stochastic")
 
 
-class Wire(Protocol):
+class Wire(ABC):
     """A format, with the two reductions that gradients need.
 
     x       flat and contiguous, float32, bfloat16 or float16; not written to
@@ -49,8 +50,12 @@ class Wire(Protocol):
 
     `_async` twins return at once. The result of an all_reduce may take a second collective, which is launched by
     `wait()`: ranks wait for such results in the same order, and that is their place among the launches.
+
+    A format defines `_reduce_scatter` and `_all_reduce`, whose x and op are checked. They launch by
+    `comm.collectives(mode)`.
     """
 
+    @checked(computed=False)
     def reduce_scatter(
         self,
         comm: Communicator,
@@ -61,7 +66,10 @@ class Wire(Protocol):
         key: Hashable | None = None,
     ) -> Tensor:
         """This rank's part of x reduced over the ranks: float32, or x's dtype where the format is x's own."""
+        check_gradient(x, op)
+        return self._reduce_scatter(comm, "blocking", x, sizes, op, key).wait()
 
+    @checked(computed=False)
     def reduce_scatter_async(
         self,
         comm: Communicator,
@@ -70,62 +78,52 @@ class Wire(Protocol):
         op: str = "avg",
         *,
         key: Hashable | None = None,
-    ) -> Pending[Tensor]: ...
+    ) -> Pending[Tensor]:
+        """The twin of `reduce_scatter`."""
+        check_gradient(x, op)
+        return self._reduce_scatter(comm, "background", x, sizes, op, key)
 
+    @checked(computed=False)
     def all_reduce(self, comm: Communicator, x: Tensor, op: str = "avg", *, key: Hashable | None = None) -> Tensor:
         """x reduced over the ranks, whole; dtypes as for `reduce_scatter`."""
+        check_gradient(x, op)
+        return self._all_reduce(comm, "blocking", x, op, key).wait()
 
+    @checked(computed=False)
     def all_reduce_async(
         self, comm: Communicator, x: Tensor, op: str = "avg", *, key: Hashable | None = None
+    ) -> Pending[Tensor]:
+        """The twin of `all_reduce`."""
+        check_gradient(x, op)
+        return self._all_reduce(comm, "background", x, op, key)
+
+    @abstractmethod
+    def _reduce_scatter(
+        self, comm: Communicator, mode: Mode, x: Tensor, sizes: Sequence[int] | None, op: str, key: Hashable | None
+    ) -> Pending[Tensor]: ...
+
+    @abstractmethod
+    def _all_reduce(
+        self, comm: Communicator, mode: Mode, x: Tensor, op: str, key: Hashable | None
     ) -> Pending[Tensor]: ...
 
 
 @dataclass(frozen=True)
-class PlainWire:
+class PlainWire(Wire):
     """x travels as it is, and the result has its dtype: what `Communicator` does."""
 
-    @checked(computed=False)
-    def reduce_scatter(
-        self,
-        comm: Communicator,
-        x: Tensor,
-        sizes: Sequence[int] | None = None,
-        op: str = "avg",
-        *,
-        key: Hashable | None = None,
-    ) -> Tensor:
-        check_gradient(x, op)
-        return comm.reduce_scatter(x, op, sizes=sizes)
-
-    @checked(computed=False)
-    def reduce_scatter_async(
-        self,
-        comm: Communicator,
-        x: Tensor,
-        sizes: Sequence[int] | None = None,
-        op: str = "avg",
-        *,
-        key: Hashable | None = None,
+    def _reduce_scatter(
+        self, comm: Communicator, mode: Mode, x: Tensor, sizes: Sequence[int] | None, op: str, key: Hashable | None
     ) -> Pending[Tensor]:
-        check_gradient(x, op)
-        return comm.reduce_scatter_async(x, op, sizes=sizes)
+        return comm.collectives(mode).reduce_scatter(x, op, sizes=sizes)
 
-    @checked(computed=False)
-    def all_reduce(self, comm: Communicator, x: Tensor, op: str = "avg", *, key: Hashable | None = None) -> Tensor:
-        check_gradient(x, op)
-        return comm.all_reduce(x, op)
-
-    @checked(computed=False)
-    def all_reduce_async(
-        self, comm: Communicator, x: Tensor, op: str = "avg", *, key: Hashable | None = None
-    ) -> Pending[Tensor]:
-        check_gradient(x, op)
-        return comm.all_reduce_async(x, op)
+    def _all_reduce(self, comm: Communicator, mode: Mode, x: Tensor, op: str, key: Hashable | None) -> Pending[Tensor]:
+        return comm.collectives(mode).all_reduce(x, op)
 
 
 @checked_fields
 @dataclass(frozen=True)
-class CastWire:
+class CastWire(Wire):
     """x is rounded to `dtype` (torch.bfloat16 or torch.float16) and travels so; the sum is float32 and not rounded.
 
     Every rank's values are rounded once, this rank's own too, so that a result does not depend on who computes it. With
@@ -147,43 +145,14 @@ class CastWire:
         if self.dtype not in (torch.bfloat16, torch.float16):
             raise ValueError(f"dtype must be torch.bfloat16 or torch.float16, got {self.dtype}")
 
-    @checked(computed=False)
-    def reduce_scatter(
-        self,
-        comm: Communicator,
-        x: Tensor,
-        sizes: Sequence[int] | None = None,
-        op: str = "avg",
-        *,
-        key: Hashable | None = None,
-    ) -> Tensor:
-        check_gradient(x, op)
-        return comm.reduce_scatter(self._cast(x), op, sizes=sizes, dtype=torch.float32)
-
-    @checked(computed=False)
-    def reduce_scatter_async(
-        self,
-        comm: Communicator,
-        x: Tensor,
-        sizes: Sequence[int] | None = None,
-        op: str = "avg",
-        *,
-        key: Hashable | None = None,
+    def _reduce_scatter(
+        self, comm: Communicator, mode: Mode, x: Tensor, sizes: Sequence[int] | None, op: str, key: Hashable | None
     ) -> Pending[Tensor]:
-        check_gradient(x, op)
-        return comm.reduce_scatter_async(self._cast(x), op, sizes=sizes, dtype=torch.float32)
+        return comm.collectives(mode).reduce_scatter(self._cast(x), op, sizes=sizes, dtype=torch.float32)
 
-    @checked(computed=False)
-    def all_reduce(self, comm: Communicator, x: Tensor, op: str = "avg", *, key: Hashable | None = None) -> Tensor:
+    def _all_reduce(self, comm: Communicator, mode: Mode, x: Tensor, op: str, key: Hashable | None) -> Pending[Tensor]:
         sizes = shard_sizes(x.numel(), comm.size)
-        return comm.all_gather(self.reduce_scatter(comm, x, sizes, op), sizes=sizes)
-
-    @checked(computed=False)
-    def all_reduce_async(
-        self, comm: Communicator, x: Tensor, op: str = "avg", *, key: Hashable | None = None
-    ) -> Pending[Tensor]:
-        sizes = shard_sizes(x.numel(), comm.size)
-        part = self.reduce_scatter_async(comm, x, sizes, op)
+        part = self._reduce_scatter(comm, mode, x, sizes, op, key)
         return part.then(lambda reduced: comm.all_gather(reduced, sizes=sizes))
 
     def _cast(self, x: Tensor) -> Tensor:
@@ -195,7 +164,7 @@ class CastWire:
         return new_output(x, x.numel(), self.dtype).copy_(x)
 
 
-class BlockWire:
+class BlockWire(Wire):
     """x travels as 8-bit codes, `block` of which share a float32 scale: about a quarter of float32's bytes.
 
     format           "int8", or "float8_e4m3fn", which is finer for small elements of a block and coarser for large
@@ -245,51 +214,23 @@ class BlockWire:
             f"error_feedback={self.error_feedback}, seed={self.seed})"
         )
 
-    @checked(computed=False)
-    def reduce_scatter(
-        self,
-        comm: Communicator,
-        x: Tensor,
-        sizes: Sequence[int] | None = None,
-        op: str = "avg",
-        *,
-        key: Hashable | None = None,
-    ) -> Tensor:
-        exchange = self._exchange(comm, x, sizes, op, key)
-        received = comm.all_to_all(exchange.message, input_sizes=exchange.sent, output_sizes=exchange.received)
-        return exchange.finish(received)
-
-    @checked(computed=False)
-    def reduce_scatter_async(
-        self,
-        comm: Communicator,
-        x: Tensor,
-        sizes: Sequence[int] | None = None,
-        op: str = "avg",
-        *,
-        key: Hashable | None = None,
+    def _reduce_scatter(
+        self, comm: Communicator, mode: Mode, x: Tensor, sizes: Sequence[int] | None, op: str, key: Hashable | None
     ) -> Pending[Tensor]:
         exchange = self._exchange(comm, x, sizes, op, key)
-        pending = comm.all_to_all_async(exchange.message, input_sizes=exchange.sent, output_sizes=exchange.received)
+        pending = comm.collectives(mode).all_to_all(
+            exchange.message, input_sizes=exchange.sent, output_sizes=exchange.received
+        )
         return pending.then(exchange.finish)
 
-    @checked(computed=False)
-    def all_reduce(self, comm: Communicator, x: Tensor, op: str = "avg", *, key: Hashable | None = None) -> Tensor:
+    def _all_reduce(self, comm: Communicator, mode: Mode, x: Tensor, op: str, key: Hashable | None) -> Pending[Tensor]:
         sizes = self._aligned_sizes(x, comm.size)
-        return self._gather(comm, self.reduce_scatter(comm, x, sizes, op, key=key), sizes, key)
-
-    @checked(computed=False)
-    def all_reduce_async(
-        self, comm: Communicator, x: Tensor, op: str = "avg", *, key: Hashable | None = None
-    ) -> Pending[Tensor]:
-        sizes = self._aligned_sizes(x, comm.size)
-        pending = self.reduce_scatter_async(comm, x, sizes, op, key=key)
+        pending = self._reduce_scatter(comm, mode, x, sizes, op, key)
         return pending.then(lambda part: self._gather(comm, part, sizes, key))
 
     def _exchange(
         self, comm: Communicator, x: Tensor, sizes: Sequence[int] | None, op: str, key: Hashable | None
     ) -> _Exchange:
-        check_gradient(x, op)
         parts = shard_sizes(x.numel(), comm.size) if sizes is None else list(sizes)
         if len(parts) != comm.size or min(parts) < 0 or sum(parts) != x.numel():
             raise ValueError(
