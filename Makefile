@@ -7,7 +7,7 @@ PY = "$$(tools/find_python.sh)"
 MARKERS := -m "not slow and not gpu"
 ARGS ?=
 
-.PHONY: help setup build demo check test test-all breaks gpu lint format bench asan abi wheel clean
+.PHONY: help setup build demo check test test-all breaks gpu lint format docs bench asan abi wheel clean
 
 help: ## this list
 	@grep -hE "^[a-z-]+:.*## " $(MAKEFILE_LIST) | sed -E "s/^([a-z-]+):.*## /  make \1\t/" | expand -t 20
@@ -47,13 +47,16 @@ gpu: ## on a machine with a GPU, in 9 minutes: build, GPU tests, the main benche
 wheel: setup ## dist/*.whl: one manylinux_2_28 wheel for every Python and torch, checked by auditwheel
 	@tools/build_wheel.sh
 
-lint: setup ## ruff, clang-format, mypy
+lint: setup ## ruff, clang-format, mypy, links and names in the docs
 	@tools/run_checks.sh --lint
 
 format: setup ## rewrite Python and C++ sources in the project style
 	@tools/in_env.sh ruff check --fix-only --quiet .
 	@tools/in_env.sh ruff format .
 	@find csrc -name "*.cpp" -o -name "*.h" -o -name "*.cu" -o -name "*.cuh" | xargs -r tools/in_env.sh clang-format -i
+
+docs: build ## the API reference, in build/docs/index.html; fails on broken links and public names without docs
+	@$(PY) tools/make_docs.py
 
 bench: build ## the microbenchmarks; rows go to bench/results/
 	@$(PY) -m fastpar.cli bench $(ARGS)

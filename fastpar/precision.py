@@ -326,6 +326,7 @@ class LossScaler:
         return self._scale if self._enabled else 1.0
 
     def is_enabled(self) -> bool:
+        """Whether losses are scaled at all."""
         return self._enabled
 
     def state_dict(self) -> dict[str, Any]:

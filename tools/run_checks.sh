@@ -51,6 +51,7 @@ device_lane() { # pytest arguments...
 
 sanitizer_lane() {
   check "mypy" tools/in_env.sh mypy
+  check "API reference" "$(tools/find_python.sh)" tools/make_docs.py
   check "build of the C++ kernels under ASan and UBSan" env MAX_JOBS=1 tools/run_asan.sh --build
   check "C++ kernels under ASan and UBSan" tools/run_asan.sh --part plain --part ranks
 }
@@ -93,6 +94,7 @@ check "ruff format" tools/in_env.sh ruff format --check --diff .
 if [[ ${1:-} != --quick ]]; then check "clang-format" clang_format; fi
 if [[ ${1:-} == --lint ]]; then
   check "mypy" tools/in_env.sh mypy
+  check "links and names in the docs" "$(tools/find_python.sh)" tools/make_docs.py --check
 elif [[ ${1:-} == --quick ]]; then
   files=()
   if [[ -n ${2:-} ]]; then

@@ -137,6 +137,7 @@ class CommTrace:
         self.phases: list[tuple[str, float, float]] = []
 
     def now(self) -> float:
+        """Seconds since the trace began."""
         return time.perf_counter() - self._zero
 
     @contextmanager

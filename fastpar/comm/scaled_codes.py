@@ -154,6 +154,7 @@ class DelayedScalingWire:
 
     @property
     def codes(self) -> ScaledCodes:
+        """The codes that values travel as."""
         return ScaledCodes(self.format)
 
     def scales(self, history: Tensor) -> Tensor:

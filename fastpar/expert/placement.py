@@ -78,6 +78,7 @@ class Placement:
 
     @property
     def num_experts(self) -> int:
+        """Experts, copies not counted."""
         return len(self.shares)
 
     @property

@@ -35,6 +35,7 @@ class Keep:
 
     @property
     def stop(self) -> int:
+        """One past the layer."""
         return self.start + 1
 
 

@@ -15,7 +15,9 @@ from fastpar.recompute.plan import LayerCost, Plan
 class Policy(Protocol):
     """`plan` says which layers of a chain are run again and when; `keep` what survives of a layer that is."""
 
-    def plan(self, num_layers: int) -> Plan: ...
+    def plan(self, num_layers: int) -> Plan:
+        """What each of `num_layers` layers keeps and recomputes."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,7 @@ class NoRecompute:
 
     @checked(computed=False)
     def plan(self, num_layers: int) -> Plan:
+        """What each of `num_layers` layers keeps and recomputes."""
         return Plan(num_layers, plans.keep_all(0, num_layers))
 
 
@@ -33,6 +36,7 @@ class Full:
 
     @checked(computed=False)
     def plan(self, num_layers: int) -> Plan:
+        """What each of `num_layers` layers keeps and recomputes."""
         return plans.each_layer(num_layers)
 
 
@@ -50,6 +54,7 @@ class Selective:
 
     @checked(computed=False)
     def plan(self, num_layers: int) -> Plan:
+        """What each of `num_layers` layers keeps and recomputes."""
         return plans.each_layer(num_layers)
 
 
@@ -65,6 +70,7 @@ class Segments:
 
     @checked(computed=False)
     def plan(self, num_layers: int) -> Plan:
+        """What each of `num_layers` layers keeps and recomputes."""
         return plans.segments(num_layers, round(math.sqrt(num_layers)) if self.count is None else self.count)
 
 
@@ -77,6 +83,7 @@ class Binomial:
 
     @checked(computed=False)
     def plan(self, num_layers: int) -> Plan:
+        """What each of `num_layers` layers keeps and recomputes."""
         return plans.binomial(num_layers, self.slots)
 
 
@@ -86,6 +93,7 @@ class ConstantMemory:
 
     @checked(computed=False)
     def plan(self, num_layers: int) -> Plan:
+        """What each of `num_layers` layers keeps and recomputes."""
         return plans.binomial(num_layers, 1)
 
 
@@ -106,6 +114,7 @@ class Budget:
 
     @checked(computed=False)
     def plan(self, num_layers: int) -> Plan:
+        """What each of `num_layers` layers keeps and recomputes."""
         if num_layers != len(self.costs):
             raise ValueError(f"the budget has costs of {len(self.costs)} layers, but the chain has {num_layers}")
         return optimal_plan(self.costs, self.bytes)

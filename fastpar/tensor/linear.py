@@ -193,6 +193,7 @@ class ColumnParallelLinear(_ShardedLinear):
 
     @property
     def local_out_features(self) -> int:
+        """Output features of this rank."""
         return self.rows.size(self.comm.rank)
 
     @property

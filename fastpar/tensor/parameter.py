@@ -93,6 +93,7 @@ class RowMap:
 
     @checked(computed=False)
     def size(self, rank: int) -> int:
+        """Rows that a rank has."""
         self._check_rank(rank)
         return sum(hi - lo for lo, hi in self.ranges[rank])
 
@@ -170,10 +171,12 @@ class ParameterLayout:
 
     @functools.cached_property
     def kind(self) -> str:
+        """ "replicated", or the `RowMap.kind` of its rows."""
         return "replicated" if self.rows is None else self.rows.kind
 
     @property
     def placement(self) -> Placement:
+        """The placement that a DTensor of it has."""
         return Shard(self.dim) if self.kind in ("contiguous", "packed") else Replicate()
 
     @functools.cached_property

@@ -68,6 +68,7 @@ class SequenceRegion:
 
     @property
     def offset(self) -> int:
+        """Position of this rank's first token in the whole sequence."""
         return sum(self.sizes[: self.comm.rank])
 
     def set_total(self, total: int) -> None:

@@ -66,6 +66,7 @@ class VerifyLayout:
 
     @property
     def microbatches(self) -> int:
+        """How many parts of a batch go through the pipeline; 1 without one."""
         return (self.num_microbatches or self.mesh.size("pp")) if self.mesh.size("pp") > 1 else 1
 
     @property

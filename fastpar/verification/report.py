@@ -60,6 +60,7 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
+        """Whether there are no findings."""
         return not self.findings
 
     @property

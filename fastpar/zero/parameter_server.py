@@ -144,6 +144,7 @@ class ParameterServer:
         return [next(came) if has_gradient else None for has_gradient in note]
 
     def update(self, gradients: Sequence[Tensor | None]) -> None:
+        """One step of the server's optimizer with a worker's gradients."""
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             parameter.grad = gradient
         self.optimizer.step()
@@ -153,6 +154,7 @@ class ParameterServer:
             self._on_update(self.updates)
 
     def send_parameters(self, worker: int) -> None:
+        """The parameters as they are, to a worker that has asked for them."""
         self._p2p.send(worker, _PULL, [parameter.detach() for parameter in self.parameters])
         self.words_sent += sum(parameter.numel() for parameter in self.parameters)
 

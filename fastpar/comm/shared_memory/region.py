@@ -108,6 +108,7 @@ class SharedRegion:
         return torch.frombuffer(memory, dtype=dtype).view(tuple(shape))
 
     def close(self) -> None:
+        """Forget the memory; it is unmapped when no tensor of it is left. A second call does nothing."""
         if self._is_open:
             self._is_open = False
             library().region_forget(self._handle, self._world.handle)

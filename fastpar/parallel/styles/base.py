@@ -106,11 +106,13 @@ class SwapContext:
 
     @property
     def comm(self) -> Communicator:
+        """The communicator of the tensor-parallel group."""
         return self.group.comm
 
     # ---- lookups
 
     def parent_of(self, path: str) -> nn.Module:
+        """The module that holds the one at `path`."""
         return self.modules[path.rpartition(".")[0]]
 
     def block_of(self, path: str) -> str | None:

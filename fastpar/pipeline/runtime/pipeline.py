@@ -238,6 +238,7 @@ class Pipeline:
             yield parameter
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """Buffers of this rank's stages, by their names in the whole model."""
         for module, prefix in self._named_modules():
             yield from module.named_buffers(prefix=prefix)
 
@@ -249,6 +250,7 @@ class Pipeline:
         return self
 
     def eval(self) -> Pipeline:
+        """`train(False)`."""
         return self.train(False)
 
     def state_dict(self) -> dict[str, Any]:

@@ -36,6 +36,7 @@ class Problem:
 
     @property
     def is_warning(self) -> bool:
+        """Whether the schedule can be run all the same."""
         return self.kind == "accumulation"
 
     def __str__(self) -> str:

@@ -79,10 +79,12 @@ class ActionType(enum.Enum):
 
     @property
     def is_transfer(self) -> bool:
+        """Whether it sends or receives."""
         return self in _TRANSFER
 
     @property
     def has_microbatch(self) -> bool:
+        """Whether it is of one microbatch, as forwards, backwards and transfers are."""
         return self in _COMPUTE or self in _TRANSFER or self in _HEAD
 
 
@@ -243,10 +245,12 @@ class Schedule:
 
     @property
     def num_ranks(self) -> int:
+        """Ranks of the pipeline."""
         return len(self.actions)
 
     @property
     def num_stages(self) -> int:
+        """Stages of all ranks."""
         return len(self.stage_ranks)
 
     @property
@@ -266,6 +270,7 @@ class Schedule:
 
     @cached_property
     def num_microbatches(self) -> int:
+        """Microbatches of all chains."""
         return sum(len(chain.microbatches) for chain in self.chains)
 
     @checked(computed=False)
@@ -280,6 +285,7 @@ class Schedule:
 
     @checked(computed=False)
     def chain_of_stage(self, stage: int) -> Chain:
+        """The chain that a stage is in."""
         self._check_stage(stage)
         return self.chains[self._places[stage][0]]
 

@@ -80,6 +80,7 @@ class Simulation:
 
     @cached_property
     def makespan(self) -> Number:
+        """Time from the first event's start to the last one's end."""
         return self.timeline.makespan
 
     @cached_property
@@ -104,6 +105,7 @@ class Simulation:
 
     @cached_property
     def num_messages(self) -> int:
+        """Messages over all links."""
         return sum(self.messages_per_link.values())
 
 

@@ -35,10 +35,12 @@ class Event:
 
     @property
     def duration(self) -> Number:
+        """Time from start to end."""
         return self.end - self.start
 
     @property
     def occupies_rank(self) -> bool:
+        """Whether its rank computes meanwhile; transfers run beside."""
         return not self.action.type.is_transfer
 
 
@@ -61,6 +63,7 @@ class Timeline:
 
     @cached_property
     def num_ranks(self) -> int:
+        """Ranks that have events."""
         return max((event.rank for event in self.events), default=-1) + 1
 
     @cached_property
@@ -73,24 +76,29 @@ class Timeline:
 
     @cached_property
     def start(self) -> Number:
+        """Start of the first event."""
         return min((event.start for event in self.events), default=0)
 
     @cached_property
     def end(self) -> Number:
+        """End of the last event."""
         return max((event.end for event in self.events), default=0)
 
     @property
     def makespan(self) -> Number:
+        """Time from the first event's start to the last one's end."""
         return self.end - self.start
 
     @checked(computed=False)
     def busy(self, rank: int) -> Number:
+        """Time that a rank computes."""
         if not 0 <= rank < len(self.by_rank):
             raise IndexError(f"rank must be in 0..{len(self.by_rank) - 1}, got {rank}")
         return sum(event.duration for event in self.by_rank[rank] if event.occupies_rank)
 
     @checked(computed=False)
     def idle(self, rank: int) -> Number:
+        """Time of the makespan in which a rank does not compute."""
         return self.makespan - self.busy(rank)
 
     @checked(computed=False)

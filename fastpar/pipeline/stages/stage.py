@@ -75,10 +75,12 @@ class Stage:
 
     @property
     def is_first(self) -> bool:
+        """Whether it takes the batch."""
         return self.part == 0
 
     @property
     def is_last(self) -> bool:
+        """Whether its output is the model's."""
         return self.part == self.num_parts - 1
 
     @property
