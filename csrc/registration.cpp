@@ -122,6 +122,11 @@ STABLE_TORCH_LIBRARY(fastpar, m) {
       "sgd_step(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] momentum_buffers, Tensor(c!)[] momentum_scales, Tensor(d!)[] outputs, Tensor(e!)[] remainders, Tensor? grad_factor, Tensor? found_inf, int[] output_of, int[] rounding, float factor, float lr, float momentum, float dampening, float weight_decay, bool nesterov, bool first) -> ()");
   m.def(
       "lion_step(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_scales, Tensor(d!)[] outputs, Tensor(e!)[] remainders, Tensor? grad_factor, Tensor? found_inf, int[] output_of, int[] rounding, float factor, float lr, float beta1, float beta2, float weight_decay) -> ()");
+  // attention over a table of band tiles; softcap 0: none; out_dtype: q's, or float32 (float64 for float64)
+  m.def(
+      "attention_forward(Tensor q, Tensor k, Tensor v, Tensor tiles, Tensor? tile_offsets, float scale, float softcap, float dropout_p, int dropout_seed, SymInt first_batch, SymInt first_head, Tensor? q_positions, Tensor? k_positions, ScalarType out_dtype) -> (Tensor, Tensor)");
+  m.def(
+      "attention_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor lse, Tensor delta, Tensor tiles, Tensor? tile_offsets, float scale, float softcap, float dropout_p, int dropout_seed, SymInt first_batch, SymInt first_head, Tensor? q_positions, Tensor? k_positions) -> (Tensor, Tensor, Tensor)");
   // dropout
   m.def("sharded_dropout(Tensor x, float p, int seed, SymInt[] offset, SymInt[] global_shape) -> Tensor");
 }

@@ -30,6 +30,14 @@ def global_index(
     return index
 
 
+def hash_of(seed: int | Tensor, index: Tensor) -> Tensor:
+    """SplitMix64 of seed + (index + 1) * golden gamma, as int64."""
+    z = (index + 1) * _GOLDEN + seed
+    z = (z ^ _shift_right(z, 30)) * _MIX1
+    z = (z ^ _shift_right(z, 27)) * _MIX2
+    return z ^ _shift_right(z, 31)
+
+
 def keep_mask(
     local_shape: Sequence[int],
     p: float,
@@ -43,10 +51,7 @@ def keep_mask(
     The hash is SplitMix64 (Steele et al. 2014) of seed + (i + 1) * golden gamma; its upper 24 bits are the uniform
     number compared with p.
     """
-    z = (global_index(local_shape, offset, global_shape, device) + 1) * _GOLDEN + seed
-    z = (z ^ _shift_right(z, 30)) * _MIX1
-    z = (z ^ _shift_right(z, 27)) * _MIX2
-    z = z ^ _shift_right(z, 31)
+    z = hash_of(seed, global_index(local_shape, offset, global_shape, device))
     return _shift_right(z, 40) >= round(p * (1 << 24))
 
 

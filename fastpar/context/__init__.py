@@ -1,0 +1,1 @@
+"""Context parallelism: attention over sequences that are split over ranks."""
