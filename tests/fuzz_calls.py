@@ -71,6 +71,7 @@ GOOD: dict[str, Callable[[], dict[str, Any]]] = {
     "adamw_step": lambda: {**states(), "exp_avgs": [floats(3)], "exp_avg_sqs": [floats(3) ** 2], "step": 1, "lr": 0.1},
     "all_gather_linear": LINEAR,
     "all_reduce_rms_norm": lambda: {"x": floats(2, 3), "weight": floats(3), "group": None},
+    "attention": lambda: {"q": floats(2, 4, 3, 2), "k": floats(2, 2, 3, 2), "v": floats(2, 2, 3, 5), "sink": floats(4)},
     "copy_to_linear": LINEAR,
     "dequantize_blocks": lambda: dict(
         zip(("codes", "scales"), ops.quantize_blocks(floats(3, 70), format="int8", block=64), strict=True), block=64

@@ -23,8 +23,9 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -32,6 +33,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fastpar.arguments import check_counts, checked_fields
+from fastpar.contracts import FLOAT_DTYPES
 
 MAX_TOKENS = 2**31 - 1  # tables are int32
 _CACHED_TABLES = 512  # of tiles: a model of a few kinds of layers, on a few ranks, for several microbatches
@@ -86,6 +88,7 @@ class AttentionTiles:
     batch: tuple[int, ...] | None
     num_queries: int
     num_keys: int
+    offsets: Tensor | None = field(init=False)  # `batch` as an op takes it: int64 [b + 1] on the host
 
     def __post_init__(self) -> None:
         table = self.table
@@ -95,6 +98,8 @@ class AttentionTiles:
             )
         if len(table):
             self._check_bounds()
+        offsets = None if self.batch is None else torch.tensor(self.batch, dtype=torch.int64, device="cpu")
+        object.__setattr__(self, "offsets", offsets)
         if self.batch is None:
             return
         ascends = all(a <= b for a, b in itertools.pairwise(self.batch))
@@ -111,11 +116,6 @@ class AttentionTiles:
                 f"tile {index}, {self.table[index].tolist()}, must have 0 <= q0 < q1 <= {self.num_queries}, "
                 f"0 <= k0 < k1 <= {self.num_keys} and lo <= hi"
             )
-
-    @functools.cached_property
-    def offsets(self) -> Tensor | None:
-        """`batch` as an op takes it: int64 [b + 1] on the host, or None."""
-        return None if self.batch is None else torch.tensor(self.batch, dtype=torch.int64)
 
     @functools.cached_property
     def pairs(self) -> int:
@@ -355,3 +355,70 @@ def _of_two_steps(q: _Runs, k: _Runs, reach: tuple[int, int], hi: Tensor, lo: Te
         raise ValueError(f"queries and keys that see each other in part must have one step, got the steps {steps}")
     hi = torch.where(two, torch.where(whole, k.length - 1, -q.length), hi)
     return hi, torch.where(two, 1 - q.length, lo)
+
+
+# ---- arguments of `attention` ----------------------------------------------------------------------------------------
+
+
+def check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raises TypeError or ValueError if these are no queries, keys and values of one attention."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dtype not in FLOAT_DTYPES:
+            raise TypeError(f"{name} must be one of {', '.join(map(str, FLOAT_DTYPES))}, got {x.dtype}")
+        if x.dim() != 4:
+            raise ValueError(f"{name} must be [batch, heads, tokens, head dim], got {list(x.shape)}")
+        if x.dtype != q.dtype or x.device != q.device:
+            raise ValueError(
+                f"q and {name} must have one dtype and device, got {q.dtype} on {q.device} and {x.dtype} on {x.device}"
+            )
+    if k.shape[:3] != v.shape[:3]:
+        raise ValueError(f"k and v must agree in batch, heads and tokens, got {list(k.shape)} and {list(v.shape)}")
+    if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        raise ValueError(f"q and k must agree in batch and head dim, got {list(q.shape)} and {list(k.shape)}")
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        raise ValueError(f"query heads ({q.shape[1]}) must be a multiple of key/value heads ({k.shape[1]})")
+
+
+def check_score_options(q: Tensor, scale: float | None, softcap: float | None, sink: Tensor | None) -> None:
+    """Raises TypeError or ValueError with the values of options that do not fit."""
+    if scale is not None and not -math.inf < scale < math.inf:
+        raise ValueError(f"scale must be finite, got {scale}")
+    if softcap is not None and not 0.0 < softcap < math.inf:
+        raise ValueError(f"softcap must be positive and finite, or None, got {softcap}")
+    if sink is not None:
+        if sink.dtype not in FLOAT_DTYPES:
+            raise TypeError(f"sink must be one of {', '.join(map(str, FLOAT_DTYPES))}, got {sink.dtype}")
+        if sink.shape != q.shape[1:2] or sink.device != q.device:
+            raise ValueError(
+                f"sink must be [{q.shape[1]}], a number for each query head, on {q.device}, "
+                f"got {list(sink.shape)} on {sink.device}"
+            )
+
+
+def check_attention(
+    q: Tensor, k: Tensor, v: Tensor, tiles: AttentionTiles | None, causal: bool, dropout: AttentionDropout | None
+) -> None:
+    """Raises TypeError or ValueError with the values if the tensors do not fit one another or the tiles."""
+    check_heads(q, k, v)
+    rows, columns = q.shape[2], k.shape[2]
+    if tiles is None and causal and rows != columns:
+        raise ValueError(
+            f"causal needs as many queries as keys, got {rows} and {columns}: say which query sees which key by tiles="
+        )
+    if tiles is not None:
+        if causal:
+            raise ValueError("give either tiles or causal: AttentionMask(causal=True).tiles(...) has the causal ones")
+        if (tiles.num_queries, tiles.num_keys) != (rows, columns):
+            raise ValueError(
+                f"tiles are of {tiles.num_queries} queries and {tiles.num_keys} keys, but q has {rows} and k {columns}"
+            )
+        if tiles.batch is not None and len(tiles.batch) - 1 != q.shape[0]:
+            raise ValueError(f"tiles are of {len(tiles.batch) - 1} batch rows, but q has {q.shape[0]}")
+    if dropout is None:
+        return
+    for name, where, count in (
+        ("q_positions", dropout.q_positions, rows),
+        ("k_positions", dropout.k_positions, columns),
+    ):
+        if where is not None and len(where) != count:
+            raise ValueError(f"{name} of dropout must be [{count}], one for each token, got {list(where.shape)}")

@@ -9,8 +9,10 @@ import types
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fastpar.contracts.attention import AttentionDropout, AttentionMask, AttentionTiles, TokenRange
     from fastpar.contracts.moe import ExpertRule
     from fastpar.ops.all_reduce_rms_norm import all_reduce_rms_norm
+    from fastpar.ops.attention import attention
     from fastpar.ops.cross_entropy import vocab_parallel_cross_entropy
     from fastpar.ops.dropout import sharded_dropout
     from fastpar.ops.embedding import vocab_parallel_embedding
@@ -51,6 +53,9 @@ if TYPE_CHECKING:
     from fastpar.ops.weight_grad_store.store import WeightGradStore
 
 _HOME = {
+    "AttentionDropout": "fastpar.contracts.attention",
+    "AttentionMask": "fastpar.contracts.attention",
+    "AttentionTiles": "fastpar.contracts.attention",
     "Dispatch": "fastpar.ops.moe.plan",
     "DispatchHandle": "fastpar.ops.moe.dispatcher",
     "ExpertRule": "fastpar.contracts.moe",
@@ -61,10 +66,12 @@ _HOME = {
     "RouteRule": "fastpar.contracts.moe",
     "Routing": "fastpar.contracts.moe",
     "StochasticRounding": "fastpar.ops.optimizer",
+    "TokenRange": "fastpar.contracts.attention",
     "WeightGradStore": "fastpar.ops.weight_grad_store.store",
     "adamw_step": "fastpar.ops.optimizer",
     "all_gather_linear": "fastpar.ops.parallel_linear.api",
     "all_reduce_rms_norm": "fastpar.ops.all_reduce_rms_norm",
+    "attention": "fastpar.ops.attention",
     "copy_to_linear": "fastpar.ops.parallel_linear.api",
     "dequantize_blocks": "fastpar.ops.quantize",
     "exact_square_sum": "fastpar.ops.square_sum",
@@ -110,6 +117,9 @@ _HOME = {
     "vocab_parallel_topk": "fastpar.ops.vocab_topk",
 }
 __all__ = [
+    "AttentionDropout",
+    "AttentionMask",
+    "AttentionTiles",
     "Dispatch",
     "DispatchHandle",
     "ExpertRule",
@@ -120,10 +130,12 @@ __all__ = [
     "RouteRule",
     "Routing",
     "StochasticRounding",
+    "TokenRange",
     "WeightGradStore",
     "adamw_step",
     "all_gather_linear",
     "all_reduce_rms_norm",
+    "attention",
     "copy_to_linear",
     "dequantize_blocks",
     "exact_square_sum",

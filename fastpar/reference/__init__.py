@@ -5,6 +5,7 @@ What an option changes the kind of (a tensor or several) is typed at the ops, an
 
 from fastpar.contracts.moe import ExpertRule
 from fastpar.contracts.transformer import rotary_tables
+from fastpar.reference.attention import attention
 from fastpar.reference.cross_entropy import vocab_parallel_cross_entropy
 from fastpar.reference.dropout import sharded_dropout
 from fastpar.reference.embedding import vocab_parallel_embedding
@@ -34,6 +35,7 @@ __all__ = [
     "adamw_step",
     "all_gather_linear",
     "all_reduce_rms_norm",
+    "attention",
     "copy_to_linear",
     "dequantize_blocks",
     "exact_square_sum",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,7 +70,7 @@ def attention(
     sink: Tensor | None = None,
     dropout: AttentionDropout | None = None,
     return_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Any:
     """See `fastpar.ops.attention`."""
     dtype, (batch, heads, rows, width) = compute_dtype(q.dtype), q.shape
     columns, group = k.shape[2], q.shape[1] // max(1, k.shape[1])
@@ -91,6 +92,6 @@ def attention(
         q_positions = torch.arange(rows) if dropout.q_positions is None else dropout.q_positions
         k_positions = torch.arange(columns) if dropout.k_positions is None else dropout.k_positions
         kept = attention_keep_mask(dropout, batch, heads, q_positions, k_positions).to(q.device)
-        probabilities = torch.where(kept, probabilities / (1.0 - dropout.p) if dropout.p < 1 else 0.0, 0.0)
+        probabilities = probabilities * kept * (1.0 / (1.0 - dropout.p) if dropout.p < 1 else 0.0)
     out = (probabilities @ v.to(dtype)[:, kv_head]).to(q.dtype)
     return (out, lse) if return_lse else out

@@ -1,0 +1,226 @@
+"""Softmax attention over a table of band tiles: causal, windowed, packed, in any order of tokens.
+
+For every query row of a head, over the keys j that a tile lets it see (fastpar.contracts.attention):
+
+    s_j  = softcap * tanh(scale * q.k_j / softcap)        scale * q.k_j without a softcap
+    lse  = log(exp(sink) + sum of exp(s_j))               no exp(sink) without a sink
+    out  = sum of exp(s_j - lse) * z_j * v_j              z_j = kept_j / (1 - p); 1 without dropout
+
+and backward, from the final lse alone, so that parts of the keys may lie anywhere:
+
+    P = exp(s - lse)    delta = rowsum(dout * out) - dlse    dS = P * ((dout v^T) * Z - delta) * (1 - (s / softcap)^2)
+    dq = scale dS k     dk = scale dS^T q     dv = (P * Z)^T dout     dsink = -sum of exp(sink - lse) * delta
+
+A row that sees nothing has out 0 and lse -inf (the sink, with one), whatever the backend. Query head h reads key/value
+head h // (h_q / h_k); nothing is repeated. Saved for backward: q, k, v, out and lse.
+
+The order of sums does not depend on the number of threads. Gradients are summed in float32 (float64 for float64) and
+rounded once.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from fastpar import _ext
+from fastpar.arguments import checked
+from fastpar.contracts import compute_dtype
+from fastpar.contracts.attention import AttentionDropout, AttentionTiles, check_attention, check_score_options
+from fastpar.ops import _attention_blocks
+from fastpar.ops._autograd import first_derivative_only, needs_grad
+
+_ext.load()
+_forward = torch.ops.fastpar.attention_forward
+_backward = torch.ops.fastpar.attention_backward
+
+# ---- every device without kernels of its own -------------------------------------------------------------------------
+
+torch.library.impl("fastpar::attention_forward", "default", _attention_blocks.forward)
+torch.library.impl("fastpar::attention_backward", "default", _attention_blocks.backward)
+
+
+# ---- fakes -----------------------------------------------------------------------------------------------------------
+
+
+@torch.library.register_fake("fastpar::attention_forward")
+def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    out = q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=options[-1])
+    return out, q.new_empty(q.shape[:-1], dtype=compute_dtype(q.dtype))
+
+
+@torch.library.register_fake("fastpar::attention_backward")
+def _backward_fake(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    dtype = compute_dtype(q.dtype)
+    dq, dk, dv = (x.new_empty(x.shape, dtype=dtype) for x in (q, k, v))
+    return dq, dk, dv
+
+
+# ---- autograd --------------------------------------------------------------------------------------------------------
+
+
+class ScoreOptions(NamedTuple):
+    """What the two ops take after the tiles."""
+
+    scale: float
+    softcap: float = 0.0  # 0: none
+    dropout_p: float = 0.0
+    dropout_seed: int = 0
+    first_batch: int = 0
+    first_head: int = 0
+    q_positions: Tensor | None = None
+    k_positions: Tensor | None = None
+
+    @classmethod
+    def of(
+        cls, head_dim: int, scale: float | None, softcap: float | None, dropout: AttentionDropout | None
+    ) -> ScoreOptions:
+        scale = head_dim**-0.5 if scale is None else scale
+        if dropout is None or dropout.p == 0.0:
+            return cls(scale, softcap or 0.0)
+        where = (dropout.first_batch, dropout.first_head, dropout.q_positions, dropout.k_positions)
+        return cls(scale, softcap or 0.0, dropout.p, dropout.seed, *where)
+
+
+def merge_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
+    """(out, lse) with one more key a head, of score sink [h_q] and value 0: a block like any other."""
+    final = torch.logaddexp(lse, sink.to(lse.dtype)[:, None])
+    return out * torch.exp(lse - final).masked_fill(lse == -torch.inf, 0.0)[..., None], final
+
+
+def sink_grad(sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+    """-sum of exp(sink - lse) * delta over rows, in the sink's dtype."""
+    return -(torch.exp(sink.to(lse.dtype)[:, None] - lse) * delta).sum((0, 2)).to(sink.dtype)
+
+
+def row_delta(grad_out: Tensor, out: Tensor, grad_lse: Tensor | None) -> Tensor:
+    """rowsum(dout * out) - dlse, in the dtype of the computation."""
+    dtype = compute_dtype(out.dtype)
+    delta = torch.linalg.vecdot(grad_out.to(dtype), out.to(dtype))
+    return delta if grad_lse is None else delta - grad_lse.to(dtype)
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, table: Tensor, offsets: Tensor | None, options: ScoreOptions
+) -> tuple[Tensor, Tensor]:
+    if sink is None:
+        return cast("tuple[Tensor, Tensor]", _forward(q, k, v, table, offsets, *options, q.dtype))
+    out, lse = _forward(q, k, v, table, offsets, *options, compute_dtype(q.dtype))
+    out, lse = merge_sink(out, lse, sink)
+    return out.to(q.dtype), lse
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sink: Tensor | None,
+        table: Tensor,
+        offsets: Tensor | None,
+        options: ScoreOptions,
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = _attend(q, k, v, sink, table, offsets, options)
+        positions = options.q_positions, options.k_positions
+        ctx.save_for_backward(q, k, v, sink, out, lse, table, offsets, *positions)
+        ctx.options = options[:-2]
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, v, sink, out, lse, table, offsets, *positions = ctx.saved_tensors
+        grad_out, grad_lse = grads
+        if grad_out is None:
+            grad_out = torch.zeros_like(out)
+        needs = ctx.needs_input_grad
+        with torch.no_grad():
+            delta = row_delta(grad_out, out, grad_lse)
+            found: list[Tensor | None] = [None] * 4
+            if any(needs[:3]):
+                parts = _backward(grad_out, q, k, v, lse, delta, table, offsets, *ctx.options, *positions)
+                found[:3] = [part.to(x.dtype) for part, x in zip(parts, (q, k, v), strict=True)]
+            if needs[3]:
+                found[3] = sink_grad(sink, lse, delta)
+        alternative = "torch.nn.functional.scaled_dot_product_attention"
+        inputs = (grad_out, grad_lse, q, k, v, sink)
+        wanted = [
+            first_derivative_only(grad, "attention", alternative, *inputs) if need and grad is not None else None
+            for grad, need in zip(found, needs[:4], strict=True)
+        ]
+        return *wanted, None, None, None
+
+
+# ---- public ----------------------------------------------------------------------------------------------------------
+
+
+@checked(meta=True)
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tiles: AttentionTiles | None = None,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sink: Tensor | None = None,
+    dropout: AttentionDropout | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """Softmax attention of these queries over these keys, where tiles let one see the other.
+
+        q    [b, h_q, s_q, D]     float32, bfloat16, float16 or float64, any strides
+        k    [b, h_k, s_k, D]     as q; h_q is a multiple of h_k, and query head h reads head h // (h_q / h_k)
+        v    [b, h_k, s_k, D_v]   as q
+        sink [h_q]                optional: the logit of one more key, whose value is 0 (GPT-OSS)
+        out  [b, h_q, s_q, D_v]   q's dtype, contiguous; with return_lse the result is (out, lse)
+        lse  [b, h_q, s_q]        float32 (float64 for float64); it has a gradient
+
+        forward  s = scale * q k^T, capped; lse = logsumexp(s, sink); out = (exp(s - lse) * Z) v
+        dgrad    P = exp(s - lse), delta = rowsum(dout * out) - dlse,
+                 dS = P * ((dout v^T) * Z - delta) * (1 - (s / softcap)^2);
+                 dq = scale dS k, dk = scale dS^T q, dv = (P * Z)^T dout, dsink = -sum of exp(sink - lse) * delta
+
+    Everything is computed in float32 (float64 for float64) and rounded once. A query that sees no key has out 0 and lse
+    -inf. No collective: `context_attention` is this over keys that lie on several ranks. Memory beside the results is
+    that of a few blocks of scores; saved for backward are q, k, v, out and lse.
+
+    Args:
+        tiles: which query sees which key, from `AttentionMask.tiles`; None: every one, or those before it with causal.
+        causal: query i sees keys 0..i, of as many keys as queries. Without tiles only.
+        scale: 1 / sqrt(D) by default.
+        softcap: bounds the scores: softcap * tanh(s / softcap) (Gemma 2).
+        dropout: of probabilities, by global positions; see `AttentionDropout`.
+        return_lse: also return lse.
+
+    Worked example: q = k = [[1], [0]], v = [[1], [3]], causal, scale 1: out = [1, 2] and lse = [1, log 2].
+
+    Raises:
+        TypeError: a dtype that is not floating.
+        ValueError: shapes, dtypes or devices that do not fit one another or the tiles; causal beside tiles, or of other
+            numbers of queries than keys; a softcap that is not positive.
+    """
+    check_attention(q, k, v, tiles, causal, dropout)
+    check_score_options(q, scale, softcap, sink)
+    options = ScoreOptions.of(q.shape[-1], scale, softcap, dropout)
+    if tiles is None:
+        table, offsets = _one_tile(q.shape[2], k.shape[2], causal), None
+    else:
+        table, offsets = tiles.table, tiles.offsets
+    if needs_grad(q, k, v, sink):
+        out, lse = cast("tuple[Tensor, Tensor]", _Attention.apply(q, k, v, sink, table, offsets, options))
+    else:
+        out, lse = _attend(q, k, v, sink, table, offsets, options)
+    return (out, lse) if return_lse else out
+
+
+def _one_tile(rows: int, columns: int, causal: bool) -> Tensor:
+    if rows == 0 or columns == 0:
+        return torch.empty((0, 6), dtype=torch.int32, device="cpu")
+    band = (1 - rows, 0 if causal else columns - 1)
+    return torch.tensor([[0, rows, 0, columns, *band]], dtype=torch.int32, device="cpu")
