@@ -1,0 +1,1 @@
+"""Attention over sequences that no rank holds: ring, gather, Ulysses and their product."""

@@ -1,0 +1,77 @@
+"""The method for `method="auto"`, by what a call sends and how long a step of it takes.
+
+    1. Where tiles need less than a quarter of the others' keys (windows, packed documents), a ring: it sends no more.
+    2. Else Ulysses over as many neighbours of a host as the heads allow, and a ring over the rest, where it sends less:
+       forward and backward iff P > 2 (g + 1) / 3, forward alone iff P > g + 1, of g query heads a key/value head.
+    3. Else gathered keys where a step of a ring is too short to hide a transfer, and a ring where it is not.
+
+Everything that it looks at is the same on all ranks.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fastpar.comm import Communicator
+from fastpar.comm.multi_host.host_ranks import find_hosts_of
+from fastpar.contracts.attention import AttentionMask
+from fastpar.ops.context_attention.methods import Gather, Method, Spread, Usp
+from fastpar.ops.context_attention.plan import Layout, make_plan
+
+_SPARSE = 0.25
+# Tokens of a rank, times query heads a key/value head, from which on a step hides a transfer: e F / B of 2-byte
+# elements, an H100's matrix products and the links. Shared memory is read in place.
+_HIDDEN_ON_HOST = 3000
+_HIDDEN_BETWEEN_HOSTS = 24000
+
+
+def resolve_method(method: Method, size: int) -> Spread | None:
+    """What a caller asks for, of a group of so many ranks; None: "auto". Raises ValueError for what cannot be."""
+    if isinstance(method, Usp):
+        if size % method.ulysses:
+            works = [n for n in range(1, size + 1) if size % n == 0]
+            raise ValueError(f"Usp({method.ulysses}): ulysses must divide the {size} ranks of the group: {works}")
+        return Spread(method.ulysses, uneven=method.uneven)
+    if isinstance(method, Gather):
+        return Spread(gather=method.head_groups)
+    named = {"auto": None, "ring": Spread(), "gather": Spread(gather=1), "ulysses": Spread(size)}
+    if method not in named:
+        raise ValueError(f"method must be one of {', '.join(named)}, Usp or Gather, got {method!r}")
+    return named[method]
+
+
+def choose_spread(
+    comm: Communicator, layout: Layout, mask: AttentionMask, q: torch.Tensor, kv_heads: int, *, backward: bool
+) -> Spread:
+    """See the module docstring."""
+    size, heads = comm.size, q.shape[1]
+    plan = make_plan(layout, mask, comm.rank, 1)
+    if size == 1 or plan.read_fraction < _SPARSE:
+        return Spread()
+    group = heads // kv_heads
+    on_host = ranks_on_host(comm, q.device)
+    if size > (2 * (group + 1) / 3 if backward else group + 1):
+        ulysses = max(n for n in range(1, on_host + 1) if on_host % n == 0 and size % n == 0 and heads % n == 0)
+        if ulysses > 1:
+            return Spread(ulysses)
+    if q.device.type == "cpu" and on_host == size:
+        return Spread()
+    tokens = sum(plan.sizes) // size * group
+    return Spread(gather=int(tokens < (_HIDDEN_ON_HOST if on_host == size else _HIDDEN_BETWEEN_HOSTS)))
+
+
+def ranks_on_host(comm: Communicator, device: torch.device) -> int:
+    """How many neighbouring ranks of a group are on one host, everywhere: 1 where they are not in order, or few."""
+    if comm.group is None:
+        return 1
+    if device.type == "cpu":
+        world = comm.local_world()
+        if world is not None:
+            return comm.size
+        here = comm.host_ranks()
+        hosts = () if here is None else here.hosts
+    else:
+        hosts = find_hosts_of(comm.group, comm.timeout)
+    sizes = {len(ranks) for ranks in hosts}
+    in_order = [rank for ranks in hosts for rank in ranks] == list(range(comm.size))
+    return sizes.pop() if len(sizes) == 1 and in_order else 1
