@@ -63,7 +63,13 @@ _AVX512 = (
     "-Wno-maybe-uninitialized",
 )
 _PTXAS_INFO = re.compile(r"ptxas info +:| +\d+ bytes stack frame,")
-ISA_FLAGS = {"avx2": _AVX2, "avx512": _AVX512, "avx512bf16": (*_AVX512, "-mavx512bf16")}
+_AVX512_BF16 = (*_AVX512, "-mavx512bf16")
+ISA_FLAGS = {
+    "avx2": _AVX2,
+    "avx512": _AVX512,
+    "avx512bf16": _AVX512_BF16,
+    "amx": (*_AVX512_BF16, "-mamx-tile", "-mamx-bf16"),
+}
 
 # Checks that AddressSanitizer's signal and red zones make again, or that need virtual functions, are left out, and
 # accesses are checked by a call instead of in place: that halves the time to compile.

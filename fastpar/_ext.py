@@ -70,7 +70,7 @@ def build_info() -> dict[str, str]:
 
 
 def cpu_capability() -> str:
-    """The instruction set that CPU kernels use: "avx512bf16", "avx512", "avx2" or "portable"."""
+    """The instruction set that CPU kernels use: "amx", "avx512bf16", "avx512", "avx2" or "portable"."""
     load()
     return cast(str, torch.ops.fastpar.cpu_capability())
 

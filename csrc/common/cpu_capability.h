@@ -5,13 +5,14 @@
 
 namespace fastpar {
 
-enum class CpuCapability { kPortable = 0, kAvx2 = 1, kAvx512 = 2, kAvx512Bf16 = 3 };
-constexpr int kNumCpuCapabilities = 4;
+// Each has what those before it have.
+enum class CpuCapability { kPortable = 0, kAvx2 = 1, kAvx512 = 2, kAvx512Bf16 = 3, kAmx = 4 };
+constexpr int kNumCpuCapabilities = 5;
 
 // The best one this machine has, or the one chosen with set_cpu_capability.
 CpuCapability cpu_capability();
 
-// "avx512bf16", "avx512", "avx2" or "portable"; an error names what is possible here. For tests and benches: it is not
+// "amx", "avx512bf16", "avx512", "avx2" or "portable"; an error names what is possible here. For tests and benches: it is not
 // synchronised with kernels that are already running.
 void set_cpu_capability(const std::string& name);
 

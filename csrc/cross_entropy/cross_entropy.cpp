@@ -33,7 +33,7 @@ constexpr int64_t kStreamBytes = int64_t{8} << 20;
 const CrossEntropyKernels& kernels(LogitsType type) {
 #if FASTPAR_X86
   if (type != LogitsType::kFloat64) {
-    if (cpu_capability() == CpuCapability::kAvx512Bf16) return kCrossEntropyAvx512Bf16;
+    if (cpu_capability() >= CpuCapability::kAvx512Bf16) return kCrossEntropyAvx512Bf16;
     if (cpu_capability() == CpuCapability::kAvx512) return kCrossEntropyAvx512;
     if (cpu_capability() == CpuCapability::kAvx2) return kCrossEntropyAvx2;
   }

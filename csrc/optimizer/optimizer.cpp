@@ -18,7 +18,7 @@ constexpr int64_t kGrainElements = 32768;
 
 const OptimizerKernels& kernels() {
 #if FASTPAR_X86
-  if (cpu_capability() == CpuCapability::kAvx512Bf16) return kOptimizerAvx512Bf16;
+  if (cpu_capability() >= CpuCapability::kAvx512Bf16) return kOptimizerAvx512Bf16;
   if (cpu_capability() == CpuCapability::kAvx512) return kOptimizerAvx512;
   if (cpu_capability() == CpuCapability::kAvx2) return kOptimizerAvx2;
 #endif

@@ -31,7 +31,7 @@ constexpr int64_t kMinBlockRows = 8;
 const RmsNormKernels& kernels(FloatType type) {
 #if FASTPAR_X86
   if (type != FloatType::kFloat64) {
-    if (cpu_capability() == CpuCapability::kAvx512Bf16) return kRmsNormAvx512Bf16;
+    if (cpu_capability() >= CpuCapability::kAvx512Bf16) return kRmsNormAvx512Bf16;
     if (cpu_capability() == CpuCapability::kAvx512) return kRmsNormAvx512;
     if (cpu_capability() == CpuCapability::kAvx2) return kRmsNormAvx2;
   }

@@ -22,7 +22,7 @@ using torch::stable::Tensor;
 const RotaryKernels& kernels(FloatType type) {
 #if FASTPAR_X86
   if (type != FloatType::kFloat64) {
-    if (cpu_capability() == CpuCapability::kAvx512Bf16) return kRotaryAvx512Bf16;
+    if (cpu_capability() >= CpuCapability::kAvx512Bf16) return kRotaryAvx512Bf16;
     if (cpu_capability() == CpuCapability::kAvx512) return kRotaryAvx512;
     if (cpu_capability() == CpuCapability::kAvx2) return kRotaryAvx2;
   }

@@ -20,7 +20,7 @@ namespace fastpar {
 const SwigluKernels& swiglu_kernels(int float_type) {
 #if FASTPAR_X86
   if (float_type != static_cast<int>(FloatType::kFloat64)) {
-    if (cpu_capability() == CpuCapability::kAvx512Bf16) return kSwigluAvx512Bf16;
+    if (cpu_capability() >= CpuCapability::kAvx512Bf16) return kSwigluAvx512Bf16;
     if (cpu_capability() == CpuCapability::kAvx512) return kSwigluAvx512;
     if (cpu_capability() == CpuCapability::kAvx2) return kSwigluAvx2;
   }

@@ -37,7 +37,7 @@ constexpr int64_t kSums = 3;        // columns before those of the ids
 const SoftmaxKernels& kernels(FloatType type) {
 #if FASTPAR_X86
   if (type != FloatType::kFloat64) {
-    if (cpu_capability() == CpuCapability::kAvx512Bf16) return kSoftmaxAvx512Bf16;
+    if (cpu_capability() >= CpuCapability::kAvx512Bf16) return kSoftmaxAvx512Bf16;
     if (cpu_capability() == CpuCapability::kAvx512) return kSoftmaxAvx512;
     if (cpu_capability() == CpuCapability::kAvx2) return kSoftmaxAvx2;
   }

@@ -1,0 +1,268 @@
+// Forward of attention, written once over an engine and an input dtype, compiled per instruction set.
+//
+//   s = k q^T,  z = scale s (or softcap * tanh(scale s / softcap)),  over groups of key blocks, keys ascending:
+//   m' = max(m, max z),  p = exp(z - m'),  l = l exp(m - m') + sum p,  o^T = o^T exp(m - m') + v^T p
+//   out = o / l,  lse = m + log l;  a query that sees no key: 0 and -inf
+//
+// Everything is transposed: lanes are queries, so that maxima, sums and rescaling need nothing across lanes, and p is
+// where the second product reads it as soon as it is computed. m is kept in units of s: (s - m) * (scale log2 e) is exact
+// near the maximum, where scale log2 e s - scale log2 e m would lose bits of large logits.
+#pragma once
+
+#include "attention/attention_steps.h"
+
+namespace fastpar {
+namespace {
+
+template <typename Engine>
+int64_t forward_scratch(const AttentionProblem& p) {
+  using Element = typename Engine::Element;
+  using Real = typename Engine::Real;
+  const int64_t queries = p.padded_dim * kBlock * static_cast<int64_t>(2 * sizeof(Element) + sizeof(Real));
+  const int64_t group = Engine::kForwardGroup * kBlock * kBlock * static_cast<int64_t>(sizeof(Real) + sizeof(Element));
+  return queries + group + 2 * p.padded_value_dim * kBlock * static_cast<int64_t>(sizeof(Real)) + (int64_t{1} << 14);
+}
+
+// Keys as rows, values as columns.
+template <typename Engine, typename T>
+void pack_forward(const AttentionForwardArguments& a, void* memory, int64_t begin, int64_t end) {
+  using Element = typename Engine::Element;
+  const AttentionProblem& p = a.problem;
+  char* scratch = static_cast<char*>(memory);
+  Element* rows = take<Element>(&scratch, kBlock * p.padded_value_dim);
+  Element* grouped_rows = take<Element>(&scratch, kBlock * p.padded_value_dim);
+  for (int64_t i = begin; i < end; ++i) {
+    const Unit unit(p, i / p.key_blocks);
+    const int64_t first = i % p.key_blocks * kBlock;
+    Element* keys = static_cast<Element*>(a.packed_keys) + i * kBlock * p.padded_dim;
+    Element* values = static_cast<Element*>(a.packed_values) + i * kBlock * p.padded_value_dim;
+    pack_rows<T, Engine>(a.k, unit.batch, unit.key_head, first, p.num_keys, p.dim, p.padded_dim, 1.0, keys);
+    a.value_flags[i] = pack_rows<T, Engine>(a.v, unit.batch, unit.key_head, first, p.num_keys, p.value_dim,
+                                            p.padded_value_dim, 1.0, rows);
+    group_rows(rows, p.padded_value_dim, grouped_rows);
+    ungroup_columns(grouped_rows, p.padded_value_dim, values);
+  }
+}
+
+// One block of queries of one head, and its state.
+template <typename Engine, typename T>
+class ForwardBlock {
+  using Element = typename Engine::Element;
+  using Real = typename Engine::Real;
+  using Lanes = typename Engine::Lanes;
+  static constexpr int kGroup = Engine::kForwardGroup, kArea = kBlock * kBlock;
+
+ public:
+  ForwardBlock(const AttentionForwardArguments& a, void* memory) : a_(a), p_(a.problem), logits_(p_), dropout_(p_) {
+    char* scratch = static_cast<char*>(memory);
+    query_rows_ = take<Element>(&scratch, kBlock * p_.padded_dim);
+    queries_ = take<Element>(&scratch, kBlock * p_.padded_dim);
+    products_ = take<Real>(&scratch, kGroup * kArea);
+    weights_ = take<Element>(&scratch, kGroup * kArea);
+    out_ = take<Real>(&scratch, kBlock * p_.padded_value_dim);
+    out_rows_ = take<Real>(&scratch, kBlock * p_.padded_value_dim);
+    words_ = take<uint64_t>(&scratch, kGroup * kBlock);
+  }
+
+  // `in_chunk`: the unit, whose packed keys and values are there; `head` is one of its query heads.
+  void run(int64_t in_chunk, int64_t head, int64_t block) {
+    const Unit unit(p_, in_chunk);
+    const int64_t query_head = unit.key_head * heads_per_unit(p_) + head;
+    const BlockRuns& runs = unit.runs(p_);
+    in_chunk_ = in_chunk;
+    if (runs.offsets[block] < runs.offsets[block + 1]) {
+      pack_rows<T, Engine>(a_.q, unit.batch, query_head, block * kBlock, p_.num_queries, p_.dim, p_.padded_dim,
+                           logits_.sign, query_rows_);
+      group_columns(query_rows_, p_.padded_dim, queries_);
+      if (dropout_.is_on()) dropout_.set_queries(unit.batch, query_head, block * kBlock);
+    }
+    for (int i = 0; i < kBlock; ++i) {
+      maximum_[i] = static_cast<Real>(kNegativeInfinity);
+      sum_[i] = 0;
+    }
+    bool is_first = true;
+    for (int64_t i = runs.offsets[block]; i < runs.offsets[block + 1]; i += kGroup, is_first = false) {
+      const int64_t left = runs.offsets[block + 1] - i;
+      add_group(runs, runs.pairs + i, left < kGroup ? static_cast<int>(left) : kGroup, is_first);
+    }
+    write(unit.batch * p_.query_heads + query_head, block * kBlock, is_first);
+  }
+
+ private:
+  const Element* packed_keys(const BlockPair& pair) const {
+    return static_cast<const Element*>(a_.packed_keys) +
+           (in_chunk_ * p_.key_blocks + pair.keys) * kBlock * p_.padded_dim;
+  }
+  const Element* packed_values(const BlockPair& pair) const {
+    return static_cast<const Element*>(a_.packed_values) +
+           (in_chunk_ * p_.key_blocks + pair.keys) * kBlock * p_.padded_value_dim;
+  }
+
+  void add_group(const BlockRuns& runs, const BlockPair* pairs, int count, bool is_first) {
+    for (int g = 0; g < count; ++g) {
+      Real* s = products_ + g * kArea;
+      const Segment<Element> segment{packed_keys(pairs[g]), queries_};
+      Engine::multiply({&segment, 1, p_.padded_dim, kBlock, kBlock, p_.padded_dim}, s, false);
+      if (logits_.is_capped()) cap(s);
+      if (pairs[g].num_pieces > 0) {
+        visible_words(runs, pairs[g], words_ + g * kBlock);
+        hide(words_ + g * kBlock, s);
+      }
+    }
+    const bool is_rescaled = softmax(count);
+    if (dropout_.is_on()) drop(pairs, count);
+    if (is_rescaled && !is_first) rescale();
+
+    Segment<Element> segments[kGroup] = {};
+    int num_segments = 0;
+    for (int g = 0; g < count; ++g) {
+      if (!is_careful(pairs[g])) segments[num_segments++] = {packed_values(pairs[g]), weights_ + g * kArea};
+    }
+    Engine::multiply({segments, num_segments, kBlock, p_.padded_value_dim, kBlock, kBlock}, out_, !is_first);
+    for (int g = 0; g < count; ++g) {
+      if (is_careful(pairs[g])) add_visible(pairs[g], words_ + g * kBlock, weights_ + g * kArea);
+    }
+  }
+
+  bool is_careful(const BlockPair& pair) const {
+    return pair.num_pieces > 0 && a_.value_flags[in_chunk_ * p_.key_blocks + pair.keys] != 0;
+  }
+
+  void cap(Real* s) const {
+    const Softcap<Lanes, Real> softcap(logits_);
+    Lanes slope;
+    for (int i = 0; i < kArea; i += Lanes::kWidth) softcap(Lanes::load(s + i), &slope).store(s + i);
+  }
+
+  void hide(const uint64_t* words, Real* s) const {
+    const Lanes hidden = Lanes::set(static_cast<Real>(kNegativeInfinity));
+    for (int key = 0; key < kBlock; ++key) {
+      if (words[key] == ~uint64_t{0}) continue;
+      for (int u = 0; u < kBlock; u += Lanes::kWidth) {
+        Real* at = s + key * kBlock + u;
+        select_bits(lane_bits<Lanes>(words[key], u), Lanes::load(at), hidden).store(at);
+      }
+    }
+  }
+
+  // Weights of `count` blocks; the state moves on. Whether any maximum of earlier groups has changed.
+  bool softmax(int count) {
+    const typename Engine::Exp2Forward exp2;
+    const Lanes factor = Lanes::set(static_cast<Real>(1.44269504088896340736 * (logits_.is_capped() ? 1.0 : logits_.size)));
+    const int keys = count * kBlock;
+    bool is_rescaled = false;
+    for (int u = 0; u < kBlock; u += Lanes::kWidth) {
+      const Real* s = products_ + u;
+      const Lanes before = Lanes::load(maximum_ + u);
+      Lanes first = before, second = before;
+      for (int key = 0; key < keys; key += 2) {
+        first = Lanes::max(Lanes::load(s + key * kBlock), first);
+        second = Lanes::max(Lanes::load(s + (key + 1) * kBlock), second);
+      }
+      Real now[Lanes::kWidth];
+      Lanes::max(first, second).store(now);
+      for (int i = 0; i < Lanes::kWidth; ++i) {
+        is_rescaled |= now[i] != maximum_[u + i];
+        maximum_[u + i] = now[i];
+        // Nothing seen yet: -inf - 0 instead of -inf + inf.
+        if (now[i] == static_cast<Real>(kNegativeInfinity)) now[i] = 0;
+      }
+      const Lanes maximum = Lanes::load(now);
+      const Lanes scale = exp2((before - maximum) * factor);
+      scale.store(scale_ + u);
+      Lanes sums[2] = {Lanes::load(sum_ + u) * scale, Lanes::set(0)};
+      for (int key = 0; key < keys; key += 2) {
+        const Lanes even = exp2((Lanes::load(s + key * kBlock) - maximum) * factor);
+        const Lanes odd = exp2((Lanes::load(s + (key + 1) * kBlock) - maximum) * factor);
+        sums[0] = sums[0] + even;
+        sums[1] = sums[1] + odd;
+        Engine::store_rows(even, odd, weights_ + key * kBlock + u * Engine::kGroup, kBlock);
+      }
+      (sums[0] + sums[1]).store(sum_ + u);
+    }
+    return is_rescaled;
+  }
+
+  void drop(const BlockPair* pairs, int count) {
+    Real factors[kBlock];
+    for (int g = 0; g < count; ++g) {
+      for (int64_t key = 0; key < kBlock; ++key) {
+        dropout_.factors(int64_t{pairs[g].keys} * kBlock + key, factors);
+        Element* weights = weights_ + g * kArea + key / Engine::kGroup * Engine::kGroup * kBlock + key % Engine::kGroup;
+        for (int i = 0; i < kBlock; ++i) {
+          Element* weight = weights + i * Engine::kGroup;
+          from_real(to_real(*weight) * factors[i], weight);
+        }
+      }
+    }
+  }
+
+  void rescale() {
+    for (int u = 0; u < kBlock; u += Lanes::kWidth) {
+      const Lanes scale = Lanes::load(scale_ + u);
+      for (int64_t d = 0; d < p_.padded_value_dim; ++d) {
+        Real* at = out_ + d * kBlock + u;
+        (Lanes::load(at) * scale).store(at);
+      }
+    }
+  }
+
+  void add_visible(const BlockPair& pair, const uint64_t* words, const Element* weights) {
+    const Element* values = packed_values(pair);
+    multiply_visible(
+        p_.padded_value_dim, kBlock, kBlock, [&](int64_t d, int64_t key) { return to_real(values[d * kBlock + key]); },
+        [&](int64_t key, int64_t query) { return grouped<Engine::kGroup>(weights, kBlock, key, query); },
+        [&](int64_t, int64_t key, int64_t query) { return is_visible(words, key, query); }, out_);
+  }
+
+  void write(int64_t head, int64_t first, bool is_empty) {
+    const int64_t count = p_.num_queries - first < kBlock ? p_.num_queries - first : kBlock;
+    const double unit = logits_.is_capped() ? 1.0 : logits_.size;
+    if (!is_empty) transpose_back<kBlock>(out_, p_.padded_value_dim, out_rows_);
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t row = head * p_.num_queries + first + i;
+      const bool sees_none = is_empty || maximum_[i] == static_cast<Real>(kNegativeInfinity);
+      const double lse = static_cast<double>(maximum_[i]) * unit + __builtin_log(static_cast<double>(sum_[i]));
+      static_cast<Real*>(a_.lse)[row] = static_cast<Real>(sees_none ? kNegativeInfinity : lse);
+      Real* from = out_rows_ + i * p_.padded_value_dim;
+      if (sees_none) memset(from, 0, sizeof(Real) * static_cast<size_t>(p_.value_dim));
+      const Real inverse = sees_none ? Real{0} : 1 / sum_[i];
+      if (a_.out_is_wide) {
+        write_row(from, inverse, static_cast<Real*>(a_.out) + row * p_.value_dim);
+      } else {
+        write_row(from, inverse, static_cast<T*>(a_.out) + row * p_.value_dim);
+      }
+    }
+  }
+
+  template <typename Out>
+  void write_row(const Real* from, Real inverse, Out* to) const {
+    for (int64_t d = 0; d < p_.value_dim; ++d) from_real(from[d] * inverse, to + d);
+  }
+
+  const AttentionForwardArguments& a_;
+  const AttentionProblem& p_;
+  const Logits logits_;
+  Dropout<Real> dropout_;
+  int64_t in_chunk_ = 0;
+  Element *query_rows_, *queries_, *weights_;
+  Real *products_, *out_, *out_rows_;
+  uint64_t* words_;
+  alignas(64) Real maximum_[kBlock], sum_[kBlock], scale_[kBlock];
+};
+
+template <typename Engine, typename T>
+void forward(const AttentionForwardArguments& a, void* scratch, int64_t begin, int64_t end) {
+  const int64_t blocks = a.problem.query_blocks, heads = heads_per_unit(a.problem);
+  Engine::begin();
+  ForwardBlock<Engine, T> block(a, scratch);
+  for (int64_t i = begin; i < end; ++i) {
+    const int64_t turn = i % blocks, head = i / blocks;
+    // From both ends in turns: under a causal mask any stretch is about the same work.
+    block.run(head / heads, head % heads, turn % 2 == 0 ? turn / 2 : blocks - 1 - turn / 2);
+  }
+  Engine::end();
+}
+
+}  // namespace
+}  // namespace fastpar
