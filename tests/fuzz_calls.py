@@ -72,6 +72,15 @@ GOOD: dict[str, Callable[[], dict[str, Any]]] = {
     "all_gather_linear": LINEAR,
     "all_reduce_rms_norm": lambda: {"x": floats(2, 3), "weight": floats(3), "group": None},
     "attention": lambda: {"q": floats(2, 4, 3, 2), "k": floats(2, 2, 3, 2), "v": floats(2, 2, 3, 5), "sink": floats(4)},
+    "context_attention": lambda: {
+        "q": floats(2, 4, 3, 2),
+        "k": floats(2, 2, 3, 2),
+        "v": floats(2, 2, 3, 5),
+        "group": None,
+        "layout": ((ops.TokenRange(0, 3),),),
+        "mask": ops.AttentionMask(causal=True),
+        "sink": floats(4),
+    },
     "copy_to_linear": LINEAR,
     "dequantize_blocks": lambda: dict(
         zip(("codes", "scales"), ops.quantize_blocks(floats(3, 70), format="int8", block=64), strict=True), block=64

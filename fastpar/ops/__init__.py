@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from fastpar.contracts.moe import ExpertRule
     from fastpar.ops.all_reduce_rms_norm import all_reduce_rms_norm
     from fastpar.ops.attention import attention
+    from fastpar.ops.context_attention.api import context_attention
+    from fastpar.ops.context_attention.methods import GatherKeys, Usp
     from fastpar.ops.cross_entropy import vocab_parallel_cross_entropy
     from fastpar.ops.dropout import sharded_dropout
     from fastpar.ops.embedding import vocab_parallel_embedding
@@ -60,6 +62,7 @@ _HOME = {
     "DispatchHandle": "fastpar.ops.moe.dispatcher",
     "ExpertRule": "fastpar.contracts.moe",
     "ExpertWeights": "fastpar.ops.moe.weights",
+    "GatherKeys": "fastpar.ops.context_attention.methods",
     "Overlap": "fastpar.ops.parallel_linear.overlap",
     "OverlapShape": "fastpar.ops.parallel_linear.overlap",
     "Padding": "fastpar.ops.moe.plan",
@@ -67,11 +70,13 @@ _HOME = {
     "Routing": "fastpar.contracts.moe",
     "StochasticRounding": "fastpar.ops.optimizer",
     "TokenRange": "fastpar.contracts.attention",
+    "Usp": "fastpar.ops.context_attention.methods",
     "WeightGradStore": "fastpar.ops.weight_grad_store.store",
     "adamw_step": "fastpar.ops.optimizer",
     "all_gather_linear": "fastpar.ops.parallel_linear.api",
     "all_reduce_rms_norm": "fastpar.ops.all_reduce_rms_norm",
     "attention": "fastpar.ops.attention",
+    "context_attention": "fastpar.ops.context_attention.api",
     "copy_to_linear": "fastpar.ops.parallel_linear.api",
     "dequantize_blocks": "fastpar.ops.quantize",
     "exact_square_sum": "fastpar.ops.square_sum",
@@ -124,6 +129,7 @@ __all__ = [
     "DispatchHandle",
     "ExpertRule",
     "ExpertWeights",
+    "GatherKeys",
     "Overlap",
     "OverlapShape",
     "Padding",
@@ -131,11 +137,13 @@ __all__ = [
     "Routing",
     "StochasticRounding",
     "TokenRange",
+    "Usp",
     "WeightGradStore",
     "adamw_step",
     "all_gather_linear",
     "all_reduce_rms_norm",
     "attention",
+    "context_attention",
     "copy_to_linear",
     "dequantize_blocks",
     "exact_square_sum",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import zlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
@@ -16,22 +15,28 @@ from fastpar.comm import Communicator, GroupLike
 from fastpar.comm.agree import Agreement
 from fastpar.comm.ranges import annotate
 from fastpar.comm.shards import check_is_tensor
-from fastpar.contracts import FLOAT_DTYPES
-from fastpar.contracts.attention import AttentionDropout, AttentionMask, Ranges, TokenRange
+from fastpar.comm.transport_selector import Mode
+from fastpar.contracts.attention import (
+    AttentionDropout,
+    AttentionMask,
+    Ranges,
+    TokenRange,
+    check_heads,
+    check_score_options,
+)
 from fastpar.ops._autograd import needs_grad
-from fastpar.ops.context_attention.autograd import OP, ContextAttention, ContextCall, anchored, run_forward
+from fastpar.ops.attention import ScoreOptions
+from fastpar.ops.context_attention.autograd import OP, ContextAttention, ContextCall, anchored, kept_forward
 from fastpar.ops.context_attention.choose import choose_spread, resolve_method
-from fastpar.ops.context_attention.local import ScoreRule
-from fastpar.ops.context_attention.methods import Gather, Method, Usp, head_groups, spread_heads
+from fastpar.ops.context_attention.methods import GatherKeys, Method, Usp, head_groups, spread_heads
 from fastpar.ops.context_attention.plan import Layout, check_layout, checksum, make_plan, neighbours_order
 
 _ext.load()
 
-# A backward is collective: a rank that has none would leave the others waiting.
 _EQUAL_ON_ALL = (
     "the batch size", "the number of query heads", "the number of key/value heads", "the head dim of q and k",
-    "the head dim of v", "the dtype", "the method", "the layout", "the mask", "scale", "softcap", "dropout", "sink",
-    "which inputs require gradients",
+    "the head dim of v", "the dtype", "the method", "the layout", "the mask", "scale, softcap and dropout",
+    "whether there is a sink", "which inputs require gradients (else a backward would wait for ranks that have none)",
 )  # fmt: skip
 
 
@@ -68,7 +73,7 @@ def context_attention(
     layout   the global tokens of every rank, as `fastpar.context.layout` makes it; each token on one rank
     mask     which query sees which key, by global position; documents: one row for all, or one for each batch row
     method   "ring"     keys go round; partial results and their gradients in float32, see `ring`
-             "gather", `Gather(head_groups)`   keys are gathered: one all-gather, in backward a reduce-scatter too
+             "gather"   keys are gathered; `GatherKeys(head_groups)` a few heads at a time
              "ulysses"  tokens of all heads for all tokens of some; `Usp(u)` over u neighbours, a ring over the rest
              "auto"     by the heads, the mask and where the ranks are (`fastpar.ops.context_attention.choose`)
     scale    1 / sqrt(D) by default
@@ -84,7 +89,7 @@ def context_attention(
         usp           2 (1 - 1/u) (h_q + h') W / P + 2 (1 - 1/r) h' W / u     (4 for the last 2), h' = max(h_k, u)
 
     A ring sends keys that the receiver's queries see, and no others. Between CPU tensors ranks compare their arguments
-    first: one all-gather of 15 numbers a rank. Results have the same bits from run to run, with overlap or without;
+    first: one all-gather of 13 numbers a rank. Results have the same bits from run to run, with overlap or without;
     Ulysses' are those of one rank, but for the gradients of key/value heads that several ranks read.
 
     A recomputed forward takes what the first one has exchanged and computed (`fastpar.recompute`). Under torch.compile
@@ -109,7 +114,7 @@ def context_attention(
     call: ContextCall | None = None
     try:
         call = _prepare(comm, q, k, v, sink, options)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         problem = error
     if call is None:
         on_cpu = not isinstance(q, Tensor) or q.device.type == "cpu"
@@ -121,7 +126,7 @@ def context_attention(
         if needs_grad(q, k, v, sink):
             return cast(Tensor, ContextAttention.apply(call, anchored(q, k, v), q, k, v, sink))
         with torch.no_grad():
-            return run_forward(call, q, k, v, sink)[0]
+            return kept_forward(call, q, k, v, sink)[0]
 
 
 # ---- checks ----------------------------------------------------------------------------------------------------------
@@ -146,10 +151,11 @@ def _prepare(comm: Communicator, q: Tensor, k: Tensor, v: Tensor, sink: Tensor |
     _check_tensors(q, k, v, sink)
     sizes = check_layout(layout, comm.size)
     _check_tokens(q, given.mask, sizes, comm.rank)
-    scale = _check_rule(q, given)
+    check_score_options(q, given.scale, given.softcap, sink)
+    _check_dropout(given.dropout)
     asked = resolve_method(given.method, comm.size)
     inputs = [x is not None and x.requires_grad and torch.is_grad_enabled() for x in (q, k, v, sink)]
-    spread = asked or choose_spread(comm, layout, given.mask, q, k.shape[1], backward=any(inputs))
+    spread = asked or choose_spread(comm, layout, given.mask, q, k.shape[1])
     plan = make_plan(layout, given.mask, comm.rank, spread.ulysses)
     heads = spread_heads(q.shape[1], k.shape[1], spread.ulysses, spread.uneven)
     if spread.gather:
@@ -157,16 +163,16 @@ def _prepare(comm: Communicator, q: Tensor, k: Tensor, v: Tensor, sink: Tensor |
         _ = plan.gathered  # tiles that cannot be made are an error now
     else:
         _ = plan.steps, plan.busy
+    numbers = (None if x is None else float(x) for x in (given.scale, given.softcap))
+    score = ScoreOptions.of(q.shape[3], *numbers, given.dropout)
     agreement = None
     if comm.size > 1 and q.device.type == "cpu":
-        words = [*q.shape[:2], k.shape[1], q.shape[3], v.shape[3], q.dtype, _bits(spread), checksum(layout)]
-        drop = given.dropout and [getattr(given.dropout, name) for name in ("p", "seed", "first_batch", "first_head")]
-        words += [checksum(given.mask), _bits(scale), _bits(given.softcap), _bits(drop), sink is not None]
-        agreement = Agreement(OP, _EQUAL_ON_ALL, [*words, sum(1 << i for i, needs in enumerate(inputs) if needs)])
-    return ContextCall(
-        comm, plan, spread, heads, neighbours_order(layout, comm.rank - comm.rank % spread.ulysses, spread.ulysses),
-        ScoreRule(scale, given.softcap, given.dropout), "split_phase" if given.overlap else "blocking", agreement,
-    )  # fmt: skip
+        shapes = [*q.shape[:2], k.shape[1], q.shape[3], v.shape[3], q.dtype]
+        rules = [_bits(spread), checksum(layout), checksum(given.mask), _bits(score), sink is not None]
+        agreement = Agreement(OP, _EQUAL_ON_ALL, [*shapes, *rules, sum(1 << i for i, x in enumerate(inputs) if x)])
+    order = neighbours_order(layout, comm.rank - comm.rank % spread.ulysses, spread.ulysses)
+    mode: Mode = "split_phase" if given.overlap else "blocking"
+    return ContextCall(comm, plan, spread, heads, order, score, mode, agreement)
 
 
 def _bits(value: object) -> int:
@@ -178,7 +184,7 @@ def _check_kinds(given: _Options) -> None:
     """Of what ranks of a group have to agree on, so that no annotation is checked before they do."""
     kinds: dict[str, tuple[tuple[type, ...], str]] = {
         "mask": ((AttentionMask,), "an AttentionMask"),
-        "method": ((str, Usp, Gather), "a str, Usp or Gather"),
+        "method": ((str, Usp, GatherKeys), "a str, Usp or GatherKeys"),
         "scale": ((int, float, type(None)), "a float or None"),
         "softcap": ((int, float, type(None)), "a float or None"),
         "dropout": ((AttentionDropout, type(None)), "an AttentionDropout or None"),
@@ -202,21 +208,11 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> None
         check_is_tensor(x, name)
         if hasattr(x, "device_mesh") or x.layout != torch.strided:
             raise TypeError(f"{name} must be a plain, dense tensor, got {type(x).__name__}")
-        if not x.is_floating_point() or x.dtype not in FLOAT_DTYPES:
-            raise TypeError(f"{name} must have one of the dtypes {', '.join(map(str, FLOAT_DTYPES))}, got {x.dtype}")
-        if x.device != q.device:
-            raise ValueError(f"{name} must be on the device of q, {q.device}, got {x.device}")
-        if x.dim() != (1 if name == "sink" else 4):
-            raise ValueError(f"{name} must be {'[h_q]' if name == 'sink' else '[b, h, s, D]'}, got {list(x.shape)}")
-    if q.dtype != k.dtype or q.dtype != v.dtype:
-        raise TypeError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
-    shapes = f"got q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
-    if q.shape[0] != k.shape[0] or q.shape[2:] != k.shape[2:] or k.shape[:3] != v.shape[:3]:
-        raise ValueError(f"q [b, h_q, s, D], k [b, h_k, s, D] and v [b, h_k, s, D_v] must agree, {shapes}")
-    if min(*q.shape[:2], k.shape[1], q.shape[3], v.shape[3]) < 1 or q.shape[1] % k.shape[1]:
-        raise ValueError(f"h_q must be a multiple of h_k, and no dim but s be 0, {shapes}")
-    if sink is not None and len(sink) != q.shape[1]:
-        raise ValueError(f"sink must have a number for each of the {q.shape[1]} query heads, got {len(sink)}")
+    check_heads(q, k, v)
+    if q.shape[2] != k.shape[2]:
+        raise ValueError(f"q and k must have the same tokens, got {q.shape[2]} and {k.shape[2]}")
+    if min(*q.shape[:2], q.shape[3], v.shape[3]) < 1:
+        raise ValueError(f"only s may be 0 of q [b, h_q, s, D] and v [.., D_v], got {list(q.shape)}, {list(v.shape)}")
 
 
 def _check_tokens(q: Tensor, mask: AttentionMask, sizes: tuple[int, ...], rank: int) -> None:
@@ -229,13 +225,6 @@ def _check_tokens(q: Tensor, mask: AttentionMask, sizes: tuple[int, ...], rank: 
         raise ValueError(f"documents must be for one row or for each of the {q.shape[0]} batch rows, got {rows}")
 
 
-def _check_rule(q: Tensor, given: _Options) -> float:
-    """The scale."""
-    scale = q.shape[3] ** -0.5 if given.scale is None else float(given.scale)
-    if not math.isfinite(scale):
-        raise ValueError(f"scale must be finite, got {scale}")
-    if given.softcap is not None and not (math.isfinite(given.softcap) and given.softcap > 0):
-        raise ValueError(f"softcap must be positive and finite, or None, got {given.softcap}")
-    if given.dropout is not None and not (given.dropout.q_positions is None and given.dropout.k_positions is None):
+def _check_dropout(dropout: AttentionDropout | None) -> None:
+    if dropout is not None and not (dropout.q_positions is None and dropout.k_positions is None):
         raise ValueError("dropout: q_positions and k_positions must be None: the layout says where tokens are")
-    return scale

@@ -16,12 +16,12 @@ from fastpar.comm import Communicator
 from fastpar.comm.agree import Agreement
 from fastpar.comm.recompute_cache import kept
 from fastpar.comm.transport_selector import Mode
-from fastpar.contracts import compute_dtype
 from fastpar.ops._autograd import first_derivative_only
+from fastpar.ops.attention import ScoreOptions, merge_sink, row_delta, sink_grad
 from fastpar.ops.context_attention import gather, ring
 from fastpar.ops.context_attention.exchange import HeadExchange
 from fastpar.ops.context_attention.gather import GatherCall
-from fastpar.ops.context_attention.local import Gradients, LocalHeads, SavedRows, ScoreRule, merge_sink_, sink_grad
+from fastpar.ops.context_attention.local import Gradients, LocalHeads, SavedRows
 from fastpar.ops.context_attention.methods import HeadSpread, Span, Spread, head_groups
 from fastpar.ops.context_attention.plan import ContextPlan, TokenOrder
 from fastpar.ops.context_attention.streams import RingCall
@@ -44,7 +44,7 @@ class ContextCall:
     spread: Spread
     heads: HeadSpread
     order: TokenOrder
-    rule: ScoreRule
+    options: ScoreOptions
     mode: Mode
     agreement: Agreement | None = None
 
@@ -84,15 +84,20 @@ def run_forward(call: ContextCall, q: Tensor, k: Tensor, v: Tensor, sink: Tensor
         queries, keys = call.heads.queries, call.heads.keys
         q, k, v = exchange.to_heads((q, queries), (k, keys), (v, keys))
     if call.spread.gather:
-        out, lse = gather.forward(call.gather(), q, k, v, call.rule)
+        out, lse = gather.forward(call.gather(), q, k, v, call.options)
     else:
-        out, lse = ring.forward(call.ring(agreement), q, k, v, call.rule, call.local_heads)
+        out, lse = ring.forward(call.ring(agreement), q, k, v, call.options, call.local_heads)
     if sink is not None:
-        merge_sink_(out, lse, sink[slice(*call.own_heads)])
+        out, lse = merge_sink(out, lse, sink[slice(*call.own_heads)])
     out = out.to(q.dtype)
     if exchange is None:
         return out, lse
     return exchange.to_tokens((out, call.heads.queries))[0], lse, q, k, v, out
+
+
+def kept_forward(call: ContextCall, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> tuple[Tensor, ...]:
+    """`run_forward`, or what it returned where this is a forward that is run again."""
+    return kept(lambda: run_forward(call, q, k, v, sink))
 
 
 def run_backward(call: ContextCall, dout: Tensor, saved: tuple[Tensor, ...], sink: Tensor | None) -> tuple[Any, ...]:
@@ -101,17 +106,16 @@ def run_backward(call: ContextCall, dout: Tensor, saved: tuple[Tensor, ...], sin
     exchange = call.exchange
     if exchange is not None:
         (dout,) = exchange.to_heads((dout, call.heads.queries))
-    dtype = compute_dtype(q.dtype)
-    delta = (dout.to(dtype) * out.to(dtype)).sum(-1)
+    delta = row_delta(dout, out, None)
     dsink = None
     if sink is not None:
         dsink = torch.zeros_like(sink)
-        dsink[slice(*call.own_heads)] = sink_grad(sink[slice(*call.own_heads)], lse, delta).to(sink.dtype)
+        dsink[slice(*call.own_heads)] = sink_grad(sink[slice(*call.own_heads)], lse, delta)
     rows = SavedRows(q, dout, lse, delta)
     if call.spread.gather:
-        grads = gather.backward(call.gather(), rows, k, v, call.rule)
+        grads = gather.backward(call.gather(), rows, k, v, call.options)
     else:
-        grads = ring.backward(call.ring(None), rows, k, v, call.rule, call.local_heads)
+        grads = ring.backward(call.ring(None), rows, k, v, call.options, call.local_heads)
     if exchange is not None:
         grads = _to_tokens(exchange, grads, q.dtype)
     return *(grad.to(q.dtype) for grad in grads), dsink
@@ -134,7 +138,7 @@ class ContextAttention(torch.autograd.Function):
     def forward(
         ctx: Any, call: ContextCall, anchor: Tensor, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None
     ) -> Tensor:
-        out, lse, *exchanged = kept(lambda: run_forward(call, q, k, v, sink))
+        out, lse, *exchanged = kept_forward(call, q, k, v, sink)
         ctx.call = call
         # Of the heads that this rank has attended to, where these are not the caller's: else backward would send them.
         ctx.save_for_backward(*(exchanged or (q, k, v, out)), lse, sink, anchor)

@@ -1,21 +1,22 @@
 """The method for `method="auto"`, by what a call sends and how long a step of it takes.
 
     1. Where tiles need less than a quarter of the others' keys (windows, packed documents), a ring: it sends no more.
-    2. Else Ulysses over as many neighbours of a host as the heads allow, and a ring over the rest, where it sends less:
-       forward and backward iff P > 2 (g + 1) / 3, forward alone iff P > g + 1, of g query heads a key/value head.
+    2. Else Ulysses over as many neighbours of a host as the heads allow, and a ring over the rest, where it sends less
+       over forward and backward, of g query heads a key/value head: iff P > 2 (g + 1) / 3.
     3. Else gathered keys where a step of a ring is too short to hide a transfer, and a ring where it is not.
 
-Everything that it looks at is the same on all ranks.
+Everything that it looks at is the same on all ranks, and when a forward is run again.
 """
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from fastpar.comm import Communicator
 from fastpar.comm.multi_host.host_ranks import find_hosts_of
 from fastpar.contracts.attention import AttentionMask
-from fastpar.ops.context_attention.methods import Gather, Method, Spread, Usp
+from fastpar.ops.context_attention.methods import GatherKeys, Method, Spread, Usp
 from fastpar.ops.context_attention.plan import Layout, make_plan
 
 _SPARSE = 0.25
@@ -32,17 +33,15 @@ def resolve_method(method: Method, size: int) -> Spread | None:
             works = [n for n in range(1, size + 1) if size % n == 0]
             raise ValueError(f"Usp({method.ulysses}): ulysses must divide the {size} ranks of the group: {works}")
         return Spread(method.ulysses, uneven=method.uneven)
-    if isinstance(method, Gather):
+    if isinstance(method, GatherKeys):
         return Spread(gather=method.head_groups)
     named = {"auto": None, "ring": Spread(), "gather": Spread(gather=1), "ulysses": Spread(size)}
     if method not in named:
-        raise ValueError(f"method must be one of {', '.join(named)}, Usp or Gather, got {method!r}")
+        raise ValueError(f"method must be one of {', '.join(named)}, Usp or GatherKeys, got {method!r}")
     return named[method]
 
 
-def choose_spread(
-    comm: Communicator, layout: Layout, mask: AttentionMask, q: torch.Tensor, kv_heads: int, *, backward: bool
-) -> Spread:
+def choose_spread(comm: Communicator, layout: Layout, mask: AttentionMask, q: Tensor, kv_heads: int) -> Spread:
     """See the module docstring."""
     size, heads = comm.size, q.shape[1]
     plan = make_plan(layout, mask, comm.rank, 1)
@@ -50,7 +49,7 @@ def choose_spread(
         return Spread()
     group = heads // kv_heads
     on_host = ranks_on_host(comm, q.device)
-    if size > (2 * (group + 1) / 3 if backward else group + 1):
+    if 3 * size > 2 * (group + 1):
         ulysses = max(n for n in range(1, on_host + 1) if on_host % n == 0 and size % n == 0 and heads % n == 0)
         if ulysses > 1:
             return Spread(ulysses)

@@ -22,12 +22,12 @@ from fastpar.comm import Communicator, Pending
 from fastpar.comm.ranges import annotate
 from fastpar.comm.transport_selector import Mode
 from fastpar.contracts import compute_dtype
+from fastpar.ops.attention import ScoreOptions
 from fastpar.ops.context_attention.exchange import Message
 from fastpar.ops.context_attention.local import (
     Gradients,
     LocalHeads,
     SavedRows,
-    ScoreRule,
     attend,
     attend_backward,
 )
@@ -44,7 +44,7 @@ class GatherCall(NamedTuple):
     groups: tuple[tuple[Span, Span], ...]
 
 
-def forward(call: GatherCall, q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule) -> tuple[Tensor, Tensor]:
+def forward(call: GatherCall, q: Tensor, k: Tensor, v: Tensor, options: ScoreOptions) -> tuple[Tensor, Tensor]:
     """(out, lse) of this rank's queries and all keys, in the dtype of sums."""
     block = call.plan.gathered
     dtype = compute_dtype(q.dtype)
@@ -57,13 +57,13 @@ def forward(call: GatherCall, q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule) 
         if block is None:
             continue
         with annotate(f"fastpar::context::attention {index}"):
-            found = attend(q[:, slice(*queries)], whole_k, whole_v, block, rule, _heads(queries, keys), dtype)
+            found = attend(q[:, slice(*queries)], whole_k, whole_v, block, options, _heads(queries, keys), dtype)
         for target, part in zip((out, lse), found, strict=True):
             target[:, slice(*queries), slice(*block.rows)] = part
     return out, lse
 
 
-def backward(call: GatherCall, saved: SavedRows, k: Tensor, v: Tensor, rule: ScoreRule) -> Gradients:
+def backward(call: GatherCall, saved: SavedRows, k: Tensor, v: Tensor, options: ScoreOptions) -> Gradients:
     """Gradients of this rank's q, k and v, in the dtype of sums."""
     block = call.plan.gathered
     dtype = compute_dtype(saved.q.dtype)
@@ -78,7 +78,7 @@ def backward(call: GatherCall, saved: SavedRows, k: Tensor, v: Tensor, rule: Sco
             dk, dv = (x.new_zeros(x.shape, dtype=dtype) for x in (whole_k, whole_v))
         else:
             with annotate(f"fastpar::context::attention_backward {index}"):
-                grads = attend_backward(saved.heads(queries), whole_k, whole_v, block, rule, _heads(queries, keys))
+                grads = attend_backward(saved.heads(queries), whole_k, whole_v, block, options, _heads(queries, keys))
             found.q[:, slice(*queries), slice(*block.rows)] = grads.q
             dk, dv = grads.k, grads.v
         scattered.append(_scatter(call, dk, dv))

@@ -3,7 +3,7 @@
     (o, l) = attention(q, k_t, v_t);  L' = logaddexp(L, l);  O = exp(L - L') O + exp(l - L') o;  L = L'
 
 in float32, or float64 for float64, whatever the dtype of q, k and v; from O = 0 and L = -inf on, with
-exp(-inf - -inf) = 0. A sink is one more block, with o = 0 and l = sink[h].
+exp(-inf - -inf) = 0.
 
 Source: Milakov and Gimelshein 2018 (arXiv:1805.02867); Liu et al. 2023 (arXiv:2310.01889).
 """
@@ -17,26 +17,9 @@ import torch
 from torch import Tensor
 
 from fastpar.contracts import compute_dtype
-from fastpar.contracts.attention import AttentionDropout
+from fastpar.ops.attention import ScoreOptions
 from fastpar.ops.context_attention.methods import Span
 from fastpar.ops.context_attention.plan import Block
-
-
-@dataclass(frozen=True)
-class ScoreRule:
-    """How scores become probabilities, as the local op takes it."""
-
-    scale: float
-    softcap: float | None = None
-    dropout: AttentionDropout | None = None
-
-    def arguments(self, block: Block, first_head: int) -> tuple[Any, ...]:
-        """From the table of tiles on."""
-        where = (block.table, block.offsets, self.scale, self.softcap or 0.0)
-        drop = self.dropout
-        if drop is None:
-            return *where, 0.0, 0, 0, 0, None, None
-        return *where, drop.p, drop.seed, drop.first_batch, drop.first_head + first_head, block.queries, block.keys
 
 
 class Gradients(NamedTuple):
@@ -60,14 +43,14 @@ class LocalHeads:
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, block: Block, rule: ScoreRule, heads: LocalHeads, out_dtype: torch.dtype
+    q: Tensor, k: Tensor, v: Tensor, block: Block, options: ScoreOptions, heads: LocalHeads, out_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of the block's rows."""
     q = q[:, :, block.rows[0] : block.rows[1]]
     if heads.is_whole:
-        return _forward(q, k, v, block, rule, heads.first, out_dtype)
+        return _forward(q, k, v, block, options, heads.first, out_dtype)
     parts = [
-        _forward(q[:, q0:q1], k[:, k0:k1], v[:, k0:k1], block, rule, heads.first + q0, out_dtype)
+        _forward(q[:, q0:q1], k[:, k0:k1], v[:, k0:k1], block, options, heads.first + q0, out_dtype)
         for (q0, q1), (k0, k1) in heads.segments
     ]
     return torch.cat([out for out, _ in parts], 1), torch.cat([lse for _, lse in parts], 1)
@@ -89,29 +72,39 @@ class SavedRows(NamedTuple):
 
 
 def attend_backward(
-    saved: SavedRows, k: Tensor, v: Tensor, block: Block, rule: ScoreRule, heads: LocalHeads
+    saved: SavedRows, k: Tensor, v: Tensor, block: Block, options: ScoreOptions, heads: LocalHeads
 ) -> Gradients:
     """Gradients of the block's rows of q, and of all keys that it was given."""
     saved = saved.narrow(block.rows)
     if heads.is_whole:
-        return _backward(saved, k, v, block, rule, heads.first)
+        return _backward(saved, k, v, block, options, heads.first)
     parts = [
-        _backward(saved.heads(queries), k[:, k0:k1], v[:, k0:k1], block, rule, heads.first + queries[0])
+        _backward(saved.heads(queries), k[:, k0:k1], v[:, k0:k1], block, options, heads.first + queries[0])
         for queries, (k0, k1) in heads.segments
     ]
     return Gradients(*(torch.cat(grads, 1) for grads in zip(*parts, strict=True)))
 
 
+def _options(block: Block, options: ScoreOptions, first_head: int) -> tuple[Any, ...]:
+    """What the op takes behind its tensors."""
+    if options.dropout_p:
+        head = options.first_head + first_head
+        options = options._replace(first_head=head, q_positions=block.queries, k_positions=block.keys)
+    return block.table, block.offsets, *options
+
+
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, block: Block, rule: ScoreRule, first_head: int, out_dtype: torch.dtype
+    q: Tensor, k: Tensor, v: Tensor, block: Block, options: ScoreOptions, first_head: int, out_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    out, lse = torch.ops.fastpar.attention_forward(q, k, v, *rule.arguments(block, first_head), out_dtype)
+    out, lse = torch.ops.fastpar.attention_forward(q, k, v, *_options(block, options, first_head), out_dtype)
     return out, lse
 
 
-def _backward(saved: SavedRows, k: Tensor, v: Tensor, block: Block, rule: ScoreRule, first_head: int) -> Gradients:
+def _backward(
+    saved: SavedRows, k: Tensor, v: Tensor, block: Block, options: ScoreOptions, first_head: int
+) -> Gradients:
     found = torch.ops.fastpar.attention_backward(
-        saved.dout, saved.q, k, v, saved.lse, saved.delta, *rule.arguments(block, first_head)
+        saved.dout, saved.q, k, v, saved.lse, saved.delta, *_options(block, options, first_head)
     )
     return Gradients(*found)
 
@@ -150,17 +143,3 @@ def merge_(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> No
     base = total.clamp(min=torch.finfo(total.dtype).min)  # exp(-inf - -inf) is to be 0
     out.mul_((lse - base).exp_().unsqueeze(-1)).addcmul_(other_out, (other_lse - base).exp_().unsqueeze(-1))
     lse.copy_(total)
-
-
-def merge_sink_(out: Tensor, lse: Tensor, sink: Tensor) -> None:
-    """The sink [h] of each head as one more key with a value of 0; in place."""
-    total = torch.logaddexp(lse, sink.to(lse.dtype)[:, None].expand_as(lse))
-    base = total.clamp(min=torch.finfo(total.dtype).min)
-    out.mul_((lse - base).exp_().unsqueeze(-1))
-    lse.copy_(total)
-
-
-def sink_grad(sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
-    """dsink[h] = -sum over rows of exp(sink[h] - L) delta, of these rows."""
-    base = lse.clamp(min=torch.finfo(lse.dtype).min)
-    return -((sink.to(lse.dtype)[:, None] - base).exp() * delta).sum((0, 2))

@@ -39,7 +39,7 @@ class Usp:
 
 @checked_fields
 @dataclass(frozen=True)
-class Gather:
+class GatherKeys:
     """Keys and values gathered from all ranks: a `method` of `context_attention`.
 
     head_groups  gather so many groups of key/value heads one after the other, each during the attention of the one
@@ -52,7 +52,7 @@ class Gather:
         check_counts(MAX_RANKS, head_groups=self.head_groups)
 
 
-Method = str | Usp | Gather
+Method = str | Usp | GatherKeys
 
 
 class Spread(NamedTuple):

@@ -19,12 +19,12 @@ from torch import Tensor
 
 from fastpar.comm.ranges import annotate
 from fastpar.contracts import compute_dtype
+from fastpar.ops.attention import ScoreOptions
 from fastpar.ops.context_attention.local import (
     Gradients,
     LocalHeads,
     Merged,
     SavedRows,
-    ScoreRule,
     attend,
     attend_backward,
 )
@@ -32,7 +32,7 @@ from fastpar.ops.context_attention.streams import RingCall, open_stream
 
 
 def forward(
-    call: RingCall, q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule, heads: LocalHeads
+    call: RingCall, q: Tensor, k: Tensor, v: Tensor, options: ScoreOptions, heads: LocalHeads
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of this rank's queries and all keys, in the dtype of sums."""
     stream, merged = open_stream(call, k, v, backward=False), Merged(q, v)
@@ -42,12 +42,14 @@ def forward(
         stream.prefetch(following)
         if block is not None:
             with annotate(f"fastpar::context::attention {step}"):
-                merged.add(block.rows, *attend(q, k_step, v_step, block, rule, heads, compute_dtype(q.dtype)))
+                merged.add(block.rows, *attend(q, k_step, v_step, block, options, heads, compute_dtype(q.dtype)))
     stream.finish()
     return merged.result()
 
 
-def backward(call: RingCall, saved: SavedRows, k: Tensor, v: Tensor, rule: ScoreRule, heads: LocalHeads) -> Gradients:
+def backward(
+    call: RingCall, saved: SavedRows, k: Tensor, v: Tensor, options: ScoreOptions, heads: LocalHeads
+) -> Gradients:
     """Gradients of this rank's q, k and v, in the dtype of sums."""
     stream = open_stream(call, k, v, backward=True)
     dq = saved.q.new_zeros(saved.q.shape, dtype=compute_dtype(saved.q.dtype))
@@ -59,7 +61,7 @@ def backward(call: RingCall, saved: SavedRows, k: Tensor, v: Tensor, rule: Score
             stream.add(step, None, None)
             continue
         with annotate(f"fastpar::context::attention_backward {step}"):
-            grads = attend_backward(saved, k_step, v_step, block, rule, heads)
+            grads = attend_backward(saved, k_step, v_step, block, options, heads)
         dq[:, :, block.rows[0] : block.rows[1]] += grads.q
         stream.add(step, grads.k, grads.v)
     return Gradients(dq, *stream.grads())
