@@ -73,6 +73,21 @@ def test_bad_arguments_are_named(arguments: dict[str, Any], error: type[Exceptio
         cross_entropy(call.pop("logits"), call.pop("target"), **call)
 
 
+def test_options_of_one_call_are_not_those_of_the_next() -> None:
+    logits, target = torch.randn(3, 8), torch.tensor([1, 2, 7])
+    calls: list[dict[str, Any]] = [{}, {"reduction": "sum"}, {"ignore_index": 2}, {"label_smoothing": 0.1}]
+    calls += [{"z_loss": 0.1}, {"softcap": 1.0}, {"logit_scale": 0.5}, {"return_lse": True}]
+    for options in [*calls, *calls]:  # what is checked once for all calls alike is kept
+        found, wanted = (
+            call(logits, target, **options) for call in (cross_entropy, reference.vocab_parallel_cross_entropy)
+        )
+        torch.testing.assert_close(found, wanted)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="z_loss must be a finite number"):
+            cross_entropy(logits, target, z_loss=-1.0)
+    assert cross_entropy(logits[:, :7], target.clamp(max=6)) != cross_entropy(logits, target)
+
+
 def test_shards_that_do_not_tile_the_vocabulary_are_an_error() -> None:
     check_shards([[3, 0, 7], [0, 3, 7], [4, 3, 7]])
     with pytest.raises(ValueError, match="rank 1 holds 4 columns from 4 of 8, expected to start at 3 of 6"):

@@ -41,6 +41,11 @@ class _Head(threading.local):
 _head = _Head()
 
 
+def is_taping() -> bool:
+    """Whether `kept` would do more than call what it is given; for callers whom a closure would cost."""
+    return _head.tape is not None
+
+
 def kept(compute: Callable[[], T]) -> T:
     """`compute()`, or what it returned when the tape was recorded: a tensor, or tuples and lists of them."""
     if torch.compiler.is_compiling() or _head.tape is None:

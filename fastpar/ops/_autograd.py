@@ -15,6 +15,17 @@ def needs_grad(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
+def apply_plain(function: Any, *args: Any) -> Any:
+    """`function.apply(*args)` without the search of all arguments for dead wrappers of torch.func, 2 us a call.
+
+    For calls whose tensors were looked at: `checked` and the layers refuse such wrappers.
+    """
+    # Dynamo knows an autograd.Function by its `apply`; within a transform of torch.func it says what is missing.
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return function.apply(*args)
+    return cast(Any, super(torch.autograd.Function, function)).apply(*args)
+
+
 def first_derivative_only(grad: Tensor, op: str, alternative: str, *inputs: Tensor | None) -> Tensor:
     """`grad` as it is, except that its own derivative by any of `inputs` is an error naming `alternative`.
 

@@ -33,6 +33,7 @@ that buffer out, once, multiplied by the upstream gradient where that is not 1; 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
@@ -56,7 +57,7 @@ from fastpar.contracts.cross_entropy import (
 )
 from fastpar.contracts.dtensor_logits import local_tensor, unwrap
 from fastpar.contracts.vocab_shard import HEADER_ROWS, Shard, check_headers, check_target_range, exchange, resolve_shard
-from fastpar.ops._autograd import first_derivative_only, scale_by_upstream_
+from fastpar.ops._autograd import apply_plain, first_derivative_only, scale_by_upstream_
 from fastpar.ops._backends import kernels_of
 
 if TYPE_CHECKING:
@@ -134,7 +135,7 @@ def forward(
 
 def _has_short_ops(logits: Tensor, ops: Any) -> bool:
     """One op a direction instead of five: what tiny batches cost is calls. In eager code on CPU."""
-    return logits.is_cpu and hasattr(ops, "forward") and not torch.compiler.is_compiling()
+    return logits.is_cpu and not torch.compiler.is_compiling() and hasattr(ops, "forward")
 
 
 def _forward_at_once(
@@ -227,7 +228,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         ctx: Any, logits: Tensor, target: Tensor, problem: LossProblem, reduction: Reduction, inplace: bool
     ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
-        ctx.in_forward = None
+        ctx.in_forward, ctx.is_consumed, ctx.inplace = None, False, inplace
         if _writes_gradient_in_forward(logits, problem, reduction, inplace):
             one = torch.ones((), dtype=compute_dtype(logits.dtype), device=logits.device)
             divisor = reduction.divisor(target, problem, one.dtype)
@@ -238,7 +239,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         else:
             out, lse, divisor = forward(logits, target, problem, reduction)
         ctx.save_for_backward(logits, target, lse, divisor, problem.weight, problem.weight_sum)
-        ctx.shard, ctx.options, ctx.inplace, ctx.is_consumed = problem.shard, problem.options, inplace, False
+        ctx.where = (problem.shard.start, problem.shard.total, *problem.options)
         ctx.is_reduced = reduction.name != "none"
         return out, lse.to(out.dtype).reshape(target.shape) if reduction.return_lse else None
 
@@ -263,7 +264,7 @@ def _gradient(ctx: Any, saved: Sequence[Any], grad_out: Tensor | None, grad_lse:
     prepared, ctx.in_forward = ctx.in_forward, None
     if prepared is not None and grad_out is not None and grad_lse is None:
         return scale_by_upstream_(prepared, grad_out)
-    ops, where = implementation(logits), (ctx.shard.start, ctx.shard.total, *ctx.options)
+    ops, where = implementation(logits), ctx.where
     is_reduced = ctx.is_reduced and divisor is not None and grad_out is not None and grad_lse is None
     if is_reduced and not ctx.inplace and _has_short_ops(logits, ops):
         grad: Tensor = ops.reduced_backward(logits, lse, target, weight, weight_sum, grad_out, divisor, *where)
@@ -402,11 +403,18 @@ def vocab_parallel_cross_entropy(
             (on CPU, after the collective, on every rank).
         RuntimeError: a second backward after inplace_backward=True.
     """
+    inplace = inplace_backward and not torch.compiler.is_compiling()
+    settings = ignore_index, label_smoothing, z_loss, softcap, logit_scale
+    is_whole = group is None and vocab_range is None and weight is None and denominator is None
+    if is_whole and type(logits) is type(target) is Tensor and not torch.compiler.is_compiling():
+        check_logits_and_target(logits, target)
+        problem, way = _whole_problem(logits.shape[-1], reduction, return_lse, *settings)
+        return _loss(logits, shifted(target.long(), shift, ignore_index), problem, way, inplace)
     logits, group, vocab_range = unwrap(logits, group, vocab_range)
     target = local_tensor(target, "target")
     check_logits_and_target(logits, target)
     check_reduction(reduction, denominator)
-    options = check_options(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
+    options = check_options(*settings)
     comm = communicator(group)
     shard = resolve_shard(logits.shape[-1], vocab_range, comm)
     weight_sum, call = None, None
@@ -423,14 +431,27 @@ def vocab_parallel_cross_entropy(
             denominator=tensor_checksum(denominator),
         )
     problem = LossProblem(shard, comm, options, weight, weight_sum, call)
-    target = shifted(target.long(), shift, ignore_index)
+    way = Reduction(reduction, denominator, return_lse)
+    return _loss(logits, shifted(target.long(), shift, ignore_index), problem, way, inplace)
+
+
+@functools.lru_cache(maxsize=64, typed=True)
+def _whole_problem(size: int, reduction: str, return_lse: bool, *settings: Any) -> tuple[LossProblem, Reduction]:
+    """Of the whole vocabulary on one rank, each class counted alike: checked once for all calls with these options."""
+    check_reduction(reduction, None)
+    options = check_options(*settings)
+    problem = LossProblem(resolve_shard(size, None, None), None, options, None, None)
+    return problem, Reduction(reduction, None, return_lse)
+
+
+def _loss(
+    logits: Tensor, target: Tensor, problem: LossProblem, way: Reduction, inplace: bool
+) -> Tensor | tuple[Tensor, Tensor]:
     if logits.shape[-1] > 1 and logits.stride(-1) != 1:
         logits = logits.contiguous()
-    way = Reduction(reduction, denominator, return_lse)
     if torch.is_grad_enabled() and logits.requires_grad:
-        inplace = inplace_backward and not torch.compiler.is_compiling()
-        loss, lse = _VocabParallelCrossEntropy.apply(logits, target, problem, way, inplace)
+        loss, lse = apply_plain(_VocabParallelCrossEntropy, logits, target, problem, way, inplace)
     else:
         loss, lse, _ = forward(logits, target, problem, way)
-        lse = lse.to(loss.dtype).reshape(target.shape) if return_lse else lse
-    return (loss, lse) if return_lse else loss
+        lse = lse.to(loss.dtype).reshape(target.shape) if way.return_lse else lse
+    return (loss, lse) if way.return_lse else loss

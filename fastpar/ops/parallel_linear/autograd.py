@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from fastpar.comm import copy_to, gather_from, gather_sequence, reduce_from, reduce_scatter_sequence
-from fastpar.comm.recompute_cache import kept
+from fastpar.comm.recompute_cache import is_taping, kept
+from fastpar.ops._autograd import apply_plain
 from fastpar.ops.parallel_linear import torch_ops
 from fastpar.ops.parallel_linear.gemms import (
     all_gather_matmul,
@@ -280,12 +281,14 @@ def _wgrad(x: Any, weights: Sequence[Tensor], grads: Sequence[Tensor | None], ne
     count = len(weights)
     found: list[Tensor | None] = [None] * (2 * count)
     rows = as_matrix(x) if any(needs[1 : 1 + count]) else None
-    for j, (weight, grad) in enumerate(zip(weights, grads, strict=True)):
-        if grad is not None:
+    for j, weight in enumerate(weights):
+        grad = grads[j]
+        if grad is not None and (needs[1 + j] or needs[1 + count + j]):
+            grad = as_matrix(grad)
             if rows is not None and needs[1 + j]:
-                found[j] = _weight_grad(as_matrix(grad), rows, weight)
+                found[j] = _weight_grad(grad, rows, weight)
             if needs[1 + count + j]:
-                found[count + j] = as_matrix(grad).sum(0)
+                found[count + j] = grad.sum(0)
     return found
 
 
@@ -344,13 +347,13 @@ def apply(
         return (*outs, x if whole is None else whole) if keep else tuple(outs)
     store = current_store() if store is None and not sharded else store
     if store is None:
-        found: Any = call.spec.function.apply(call, keep, sharded, None, x, *weights, *biases)
+        found: Any = apply_plain(call.spec.function, call, keep, sharded, None, x, *weights, *biases)
     else:
         deferred = DeferredGrads(store, tuple(weights), tuple(biases))
         detached = [None if p is None else p.detach() for p in (*weights, *biases)]
         anchor = x.new_empty(0).requires_grad_()  # backward runs even where x needs no gradient
-        found = call.spec.function.apply(call, keep, False, deferred, x, *detached, anchor)
-    return tuple(found)
+        found = apply_plain(call.spec.function, call, keep, False, deferred, x, *detached, anchor)
+    return cast("tuple[Tensor, ...]", found)
 
 
 def _run(
@@ -359,14 +362,16 @@ def _run(
     """`compute`; as one op under torch.compile, and from the tape where a forward is recomputed."""
     if torch.compiler.is_compiling():
         return torch_ops.run_forward(call, x, weights, biases, keep)
+    if not is_taping():
+        return _computed(call, x, weights, biases, keep)
+    return kept(lambda: _computed(call, x, weights, biases, keep))
 
-    def computed() -> tuple[Sequence[Tensor], Tensor | None]:
-        outs, whole = _in_chosen_dtypes(call.spec.function.compute, call, x, weights, biases, keep)
-        # Not as views: autograd refuses in-place operations on a view that a Function returns. And before they are
-        # kept: an operation in place must raise the version of what the tape has.
-        return [torch.ops.aten._unsafe_view(out, out.shape) if out._is_view() else out for out in outs], whole
 
-    return kept(computed)
+def _computed(call: LinearCall, *arguments: Any) -> tuple[Sequence[Tensor], Tensor | None]:
+    outs, whole = _in_chosen_dtypes(call.spec.function.compute, call, *arguments)
+    # Not as views: autograd refuses in-place operations on a view that a Function returns. And before they are kept: an
+    # operation in place must raise the version of what the tape has.
+    return [torch.ops.aten._unsafe_view(out, out.shape) if out._is_view() else out for out in outs], whole
 
 
 def _sum_whole(call: LinearCall, dx: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ from fastpar.ops._buffers import LARGE_BYTES, new_buffer
 from fastpar.ops.parallel_linear.types import RankRows
 
 _SMALL_BYTES = 16 << 10
+_SURELY_SMALL = LARGE_BYTES // torch.complex128.itemsize
 _RANGES = {name: f"fastpar::linear::{name}" for name in ("all_gather", "reduce_scatter", "all_reduce")}
 
 
@@ -56,6 +57,8 @@ def as_matrix(x: Tensor) -> Tensor:
 
 def _is_large(x: Tensor, features: int) -> bool:
     """Whether [..., features] with the rows of x belongs into a buffer of the pool: `is_large` in fewer steps."""
+    if x.numel() * features < _SURELY_SMALL:  # more elements than the rows have
+        return False
     width = x.shape[-1]
     return width > 0 and x.numel() // width * features * x.itemsize >= LARGE_BYTES and x.is_cpu
 
