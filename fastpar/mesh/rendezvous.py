@@ -176,7 +176,7 @@ class Session:
         def has_outcome() -> bool:
             nonlocal token, problem
             newest = self._root.get("session").decode() if self._root.check(["session"]) else ""
-            # Asked after the newest: rank 0 may have ended this one and opened its next a moment ago, which is not ours.
+            # Asked after the newest: rank 0 may have ended this one just now, and opened its next, which is not ours.
             if token and not problem and self.store.check(["outcome"]):
                 return True
             if newest and newest != token:
