@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from fastpar.clip import GradSum, clip_grad_norm_, grad_norm
     from fastpar.comm import CommError, Communicator, Pending
     from fastpar.layouts import Layout
-    from fastpar.mesh import Mesh, init_mesh
+    from fastpar.mesh import GridSpec, Mesh, init_mesh
     from fastpar.parallel import Style
     from fastpar.parallel.api import explain, parallelize, unparallelize
     from fastpar.parallel.pipeline_api import parallelize_pipeline
@@ -62,6 +62,7 @@ _HOME = {
     "CommError": "fastpar.comm",
     "Communicator": "fastpar.comm",
     "GradSum": "fastpar.clip",
+    "GridSpec": "fastpar.mesh",
     "Layout": "fastpar.layouts",
     "LossScaler": "fastpar.precision",
     "Mesh": "fastpar.mesh",
@@ -84,6 +85,7 @@ __all__ = [
     "CommError",
     "Communicator",
     "GradSum",
+    "GridSpec",
     "Layout",
     "LossScaler",
     "Mesh",

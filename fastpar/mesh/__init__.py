@@ -3,10 +3,11 @@
     mesh = init_mesh(dp_shard=2, tp=2)          # under torchrun --nproc-per-node 4
     mesh.group("tp"), mesh.size("tp"), mesh.rank("tp"), mesh["tp"]
 
-Two views of the same ranks, slowest dim first:
+Views of the same ranks, slowest dim first:
 
     dense   ("pp", "dp_replicate", "dp_shard", "cp", "tp")
     expert  ("pp", "dp_replicate", "efsdp", "ep", "etp")     efsdp * ep * etp == dp_shard * cp * tp
+    grid    ("pp", "dp_replicate", "dp_shard", "cp", "tp_x", "tp_y", "tp_d", "tp_z")     with `tp_grid`; see `GridSpec`
 
 so the ranks of an expert group are neighbours: first those of one tp group, then of cp, then of dp_shard. etp splits
 every expert, ep the set of them, and efsdp holds copies: how experts are laid out does not follow from tp. Derived
@@ -20,12 +21,15 @@ real group (`fastpar.mesh.one_rank`), the expert view costs nothing while ep == 
 where several of them are larger than 1.
 """
 
-from fastpar.mesh.grid import DENSE_DIMS, EXPERT_DIMS, Mesh, init_mesh, named_groups
+from fastpar.mesh.grid import DENSE_DIMS, EXPERT_DIMS, GRID_DIMS, Mesh, init_mesh, named_groups
 from fastpar.mesh.rendezvous import RendezvousError, RendezvousTimeoutError
+from fastpar.mesh.tensor_grid import GridSpec
 
 __all__ = [
     "DENSE_DIMS",
     "EXPERT_DIMS",
+    "GRID_DIMS",
+    "GridSpec",
     "Mesh",
     "RendezvousError",
     "RendezvousTimeoutError",

@@ -28,9 +28,12 @@ from fastpar.mesh.lifetime import (
 )
 from fastpar.mesh.one_rank import OneRankGroup, one_rank_group
 from fastpar.mesh.rendezvous import Clock, Session, launched_world, open_store
+from fastpar.mesh.tensor_grid import GridSpec
 
 DENSE_DIMS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 EXPERT_DIMS = ("pp", "dp_replicate", "efsdp", "ep", "etp")
+TENSOR_GRID_DIMS = ("tp_x", "tp_y", "tp_d", "tp_z")
+GRID_DIMS = (*DENSE_DIMS[:-1], *TENSOR_GRID_DIMS)
 # Derived dims: several neighbouring ones of a view as one.
 _FLATTENED = {
     "fsdp": ("dp_shard", "cp"),
@@ -38,7 +41,7 @@ _FLATTENED = {
     "dp_cp": ("dp_replicate", "dp_shard", "cp"),
     "edp": ("dp_replicate", "efsdp"),
 }
-_NAMES = (*DENSE_DIMS, "efsdp", "ep", "etp", *_FLATTENED)
+_NAMES = (*DENSE_DIMS, "efsdp", "ep", "etp", *_FLATTENED, *TENSOR_GRID_DIMS)
 _DERIVED = {
     "dp": "it is dp_replicate x dp_shard: give dp_shard=N (parameters may be sharded over these ranks), dp_replicate=N "
     "(each has a copy), or both",
@@ -46,6 +49,7 @@ _DERIVED = {
     "dp_cp": "it is dp_replicate x dp_shard x cp: give these",
     "efsdp": "it follows from the other sizes",
     "edp": "it follows from the other sizes",
+    **dict.fromkeys(TENSOR_GRID_DIMS, "give tp=N and tp_grid=(x, y, z), or a GridSpec"),
 }
 
 
@@ -58,6 +62,7 @@ def init_mesh(
     tp: int = 1,
     ep: int = 1,
     etp: int = 1,
+    tp_grid: GridSpec | tuple[int, int, int] | None = None,
     device: str | torch.device | None = None,
     timeout: float = DEFAULT_TIMEOUT_S,
     rendezvous_timeout: float = 300.0,
@@ -68,6 +73,7 @@ def init_mesh(
     pp, dp_replicate, dp_shard, cp, tp   sizes whose product is the number of ranks; one of them may be -1: the rest
     ep, etp                              ranks that share the experts, and ranks that share each expert; their product
                                          must divide dp_shard * cp * tp
+    tp_grid                              the tp ranks as a grid: a `GridSpec`, or its sizes (x, y, z), x * y * z == tp
     device                               "cpu" or "cuda"; by default "cuda" where there is one
     timeout                              seconds that a collective has, of everything that is made from this mesh: from
                                          its launch until the last rank has come. After a minute a warning names the
@@ -90,6 +96,7 @@ def init_mesh(
             raise ValueError(f"{name} must be positive (seconds) and finite, got {seconds!r:.40}")
     device_type = _device_type(device)
     sizes = _fill_in(sizes, _world_size(sizes))
+    grid = _checked_grid(tp_grid, sizes["tp"])
     inner = sizes["dp_shard"] * sizes["cp"] * sizes["tp"]
     if inner % (ep * etp):
         raise ValueError(
@@ -99,9 +106,11 @@ def init_mesh(
     forget_meshes()
     release_unused()
     wanted = {**sizes, "ep": ep, "etp": etp, "device": device_type, "timeout": timeout}
+    if grid is not None:
+        wanted["tp_grid"] = repr(grid)
     owned = not dist.is_initialized()
     maker = _init_process_group(device_type, wanted, rendezvous_timeout) if owned else _meet(wanted, rendezvous_timeout)
-    return Mesh(sizes, ep, device_type, etp=etp, owns_default_group=owned, maker=maker, timeout=timeout)
+    return Mesh(sizes, ep, device_type, etp=etp, grid=grid, owns_default_group=owned, maker=maker, timeout=timeout)
 
 
 class GroupMaker:
@@ -111,10 +120,12 @@ class GroupMaker:
         self._clock, self._avoids_default = clock, avoids_default
         self._alone: ProcessGroup | None = None
 
-    def device_mesh(self, device_type: str, shape: Sequence[int], names: tuple[str, ...]) -> DeviceMesh:
-        """torch's DeviceMesh over all ranks, in their order."""
+    def device_mesh(
+        self, device_type: str, shape: Sequence[int], names: tuple[str, ...], known: dict[str, ProcessGroup]
+    ) -> DeviceMesh:
+        """torch's DeviceMesh over all ranks, in their order; `known` are groups by dim that there are already."""
         ranks = torch.arange(math.prod(shape), device="cpu").view(*shape)
-        groups = [self._group_of(ranks, dim) for dim in range(len(shape))]
+        groups = [known[name] if name in known else self._group_of(ranks, dim) for dim, name in enumerate(names)]
         return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=names)
 
     def _group_of(self, ranks: torch.Tensor, dim: int) -> ProcessGroup:
@@ -150,6 +161,7 @@ class Mesh:
         device_type: str,
         *,
         etp: int = 1,
+        grid: GridSpec | None = None,
         owns_default_group: bool,
         maker: GroupMaker,
         timeout: float = DEFAULT_TIMEOUT_S,
@@ -166,12 +178,19 @@ class Mesh:
         self._made: list[list[ProcessGroup]] = []  # by view: its finaliser's, which empties them
         self._dense = self._view(maker, DENSE_DIMS)
         self._expert = self._view(maker, EXPERT_DIMS) if ep * etp > 1 else None
+        self.tp_grid = grid  # how the tp ranks share each matrix; None: by one dim of it
+        self._grid: DeviceMesh | None = None
+        if grid is not None:
+            self._sizes |= dict(zip(TENSOR_GRID_DIMS, grid.sizes, strict=True))
+            self._grid = self._view(maker, GRID_DIMS, {dim: self._dense.get_group(dim) for dim in DENSE_DIMS[:-1]})
 
-    def _view(self, maker: GroupMaker, dims: tuple[str, ...]) -> DeviceMesh:
+    def _view(
+        self, maker: GroupMaker, dims: tuple[str, ...], known: dict[str, ProcessGroup] | None = None
+    ) -> DeviceMesh:
         before = known_groups()
-        view = maker.device_mesh(self.device_type, [self._sizes[dim] for dim in dims], dims)
+        view = maker.device_mesh(self.device_type, [self._sizes[dim] for dim in dims], dims, known or {})
         for name, members in _FLATTENED.items():
-            if set(members) <= set(dims) and self._dim(name) == name:
+            if not known and set(members) <= set(dims) and self._dim(name) == name:
                 set_timeout(view[self._larger(name)]._flatten(name).get_group(), self.timeout)
         for dim in dims:
             set_timeout(view.get_group(dim), self.timeout)
@@ -257,6 +276,8 @@ class Mesh:
         self._check_open()
         given = (names,) if isinstance(names, str) else names
         wanted = tuple(self._dim(_known(name)) for name in given)
+        if any(name in TENSOR_GRID_DIMS for name in given):
+            return self._of_grid(names, wanted)
         if not any(name in (*EXPERT_DIMS[2:], "edp") for name in given):
             return self._slice(self._dense, wanted)
         if self._expert is None:
@@ -268,6 +289,13 @@ class Mesh:
         raise ValueError(
             f"mesh[{names!r}]: take all names from {DENSE_DIMS} and dp, fsdp, dp_cp, or from {EXPERT_DIMS} and edp"
         )
+
+    def _of_grid(self, names: str | tuple[str, ...], wanted: tuple[str, ...]) -> DeviceMesh:
+        if self._grid is None:
+            raise ValueError(f"mesh[{names!r}]: there is no tensor-parallel grid; make the mesh with tp_grid=(x, y, z)")
+        if any(name not in GRID_DIMS for name in wanted):
+            raise ValueError(f"mesh[{names!r}]: take all names from {GRID_DIMS}")
+        return self._grid[wanted if len(wanted) > 1 else wanted[0]]
 
     def _slice(self, view: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
         if not any(name in _FLATTENED for name in names):
@@ -294,7 +322,7 @@ class Mesh:
         for finalizer in self._finalizers:
             finalizer.detach()
         self._finalizers.clear()
-        for view in (self._dense, self._expert):
+        for view in (self._dense, self._expert, self._grid):
             getattr(view, "_pg_registry", {}).clear()
         made = [group for groups in self._made for group in groups if not isinstance(group, OneRankGroup)]
         self._made.clear()
@@ -363,6 +391,17 @@ def _check_sizes(sizes: dict[str, int], ep: int, etp: int) -> None:
     rest = [name for name, size in sizes.items() if size == -1]
     if len(rest) > 1:
         raise ValueError(f"at most one size may be -1, got {' and '.join(rest)}")
+
+
+def _checked_grid(grid: Any, tp: int) -> GridSpec | None:
+    if grid is None:
+        return None
+    if isinstance(grid, (tuple, list)) and len(grid) == 3:
+        grid = GridSpec(*grid)
+    if not isinstance(grid, GridSpec):
+        raise TypeError(f"tp_grid must be a GridSpec or sizes (x, y, z), got {grid!r:.60} ({type(grid).__name__})")
+    grid.check_ranks(tp)
+    return grid
 
 
 def _world_size(sizes: dict[str, int]) -> int:

@@ -2,6 +2,9 @@
 
 from fastpar.tensor.binding import Adoption, adopt, prove_adoption
 from fastpar.tensor.dropout import LayoutDropout
+from fastpar.tensor.grid import Grid, GridRegion
+from fastpar.tensor.grid_layout import GridLayout
+from fastpar.tensor.grid_linear import GridLinear
 from fastpar.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from fastpar.tensor.loss import causal_lm_loss, masked_lm_loss
 from fastpar.tensor.parameter import ParameterLayout, RowMap, full_parameter, layout_of, local_tensor, unwrap
@@ -13,6 +16,10 @@ from fastpar.tensor.vocab import VocabParallelEmbedding, VocabParallelHead, gath
 __all__ = [
     "Adoption",
     "ColumnParallelLinear",
+    "Grid",
+    "GridLayout",
+    "GridLinear",
+    "GridRegion",
     "LayoutDropout",
     "ParameterLayout",
     "RowMap",

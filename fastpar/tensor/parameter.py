@@ -179,6 +179,10 @@ class ParameterLayout:
         """The placement that a DTensor of it has."""
         return Shard(self.dim) if self.kind in ("contiguous", "packed") else Replicate()
 
+    @property
+    def placements(self) -> list[Placement]:
+        return [self.placement]
+
     @functools.cached_property
     def picks_rows(self) -> bool:
         """Whether a rank selects its rows in forward from a parameter that is stored whole."""
@@ -199,6 +203,11 @@ class ParameterLayout:
         sizes = [self.rows.size(rank) for rank in range(self.comm.size)]
         gathered = self.comm.all_gather(local.contiguous(), dim=self.dim, sizes=sizes)
         return self.rows.assemble(gathered.split(sizes, self.dim), self.dim)
+
+    def canonical(self) -> ParameterLayout:
+        """The layout of the same shards with all rows in their order, as checkpoints have them."""
+        rows = RowMap.chunk(self.shape[self.dim], self.comm.size)
+        return ParameterLayout(self.comm, self.mesh, self.shape, self.dim, rows)
 
     def as_dtensor(self, local: Tensor) -> Tensor:
         """`local` as a DTensor of the full shape; unchanged when there is no mesh."""
@@ -234,7 +243,10 @@ def local_tensor(x: Tensor) -> Tensor:
 def is_sharded_further(param: Tensor) -> bool:
     """Whether somebody else has sharded a parameter of ours along a second dim of a mesh: torch's fully_shard, which
     puts the parameter of one dim back while the module's forward and backward run."""
-    return isinstance(param, DTensor) and len(param.placements) > 1
+    if not isinstance(param, DTensor):
+        return False
+    layout = layout_of(param)
+    return len(param.placements) > (1 if layout is None else len(layout.placements))
 
 
 @checked(computed=False)
@@ -352,7 +364,7 @@ def _canonical_state(module: nn.Module, state: dict[str, Any], prefix: str, _met
         layout = layout_of(param) if param is not None else None
         if layout is None or layout.kind != "packed" or prefix + name not in state:
             continue
-        canonical = _chunked(layout)
+        canonical = layout.canonical()
         full = layout.full(local_tensor(state[prefix + name]))
         state[prefix + name] = canonical.as_dtensor(canonical.local(full).contiguous())
 
@@ -365,7 +377,7 @@ def _stored_state(module: nn.Module, state: dict[str, Any], prefix: str, metadat
             continue
         if isinstance(value, DTensor):
             if layout.kind == "packed":
-                full = _chunked(layout).full(value._local_tensor)
+                full = layout.canonical().full(value._local_tensor)
                 state[prefix + name] = layout.as_dtensor(layout.local(full))
         elif value.shape == layout.shape:
             state[prefix + name] = layout.as_dtensor(layout.local(value))
@@ -392,8 +404,3 @@ def current(param: nn.Parameter) -> nn.Parameter:
     while _SUCCESSOR in vars(param):
         param = vars(param)[_SUCCESSOR]
     return param
-
-
-def _chunked(layout: ParameterLayout) -> ParameterLayout:
-    rows = RowMap.chunk(layout.shape[layout.dim], layout.comm.size)
-    return ParameterLayout(layout.comm, layout.mesh, layout.shape, layout.dim, rows)

@@ -98,7 +98,8 @@ class LayoutText:
 
     def layout(self, device: str | None = None) -> VerifyLayout:
         """On a mesh of its own, which is the caller's to close. Collective."""
-        return VerifyLayout(init_mesh(**self.sizes, device=device), **self.options)
+        sizes: dict[str, Any] = dict(self.sizes)
+        return VerifyLayout(init_mesh(**sizes, device=device), **self.options)
 
 
 _DIMS = {"tp": "tp", "pp": "pp", "dp": "dp_shard", "replicas": "dp_replicate", "ep": "ep", "etp": "etp", "cp": "cp"}

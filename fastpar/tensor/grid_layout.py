@@ -1,0 +1,111 @@
+"""Parameters that are cut along several dims of a mesh: a chain of one-dimensional cuts."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from fastpar.comm import Communicator
+from fastpar.tensor.parameter import RowMap
+
+
+@dataclass(frozen=True)
+class AxisCut:
+    """One cut of a chain: along `dim`, over the ranks of `comm`.
+
+    rows  which indices each rank has; None: by `torch.chunk`'s rule of what the cuts before it have left
+    """
+
+    comm: Communicator
+    dim: int
+    rows: RowMap | None = None
+
+
+@dataclass(frozen=True)
+class GridLayout:
+    """How a parameter lies on a grid: `cuts[i]` over dim i of the mesh, in this order, None where it has copies.
+
+    DTensor cuts from left to right as well, so that [N, K] cut (K over x, N over y, K over z) is a DTensor with
+    (Shard(1), Shard(0), Shard(1)).
+    """
+
+    mesh: DeviceMesh
+    shape: torch.Size
+    cuts: tuple[AxisCut | None, ...]
+
+    def __deepcopy__(self, memo: Any) -> GridLayout:
+        return self  # describes groups, which a copied model shares
+
+    @functools.cached_property
+    def kind(self) -> str:
+        """ "replicated", "contiguous" or "packed", as `ParameterLayout`'s."""
+        kinds = {self._map(cut, size).kind for cut, size in self._walk()}
+        if "whole" in kinds:
+            raise ValueError("on a grid, rows shared by several ranks cannot be stored as shards")
+        return "packed" if "packed" in kinds else "contiguous" if kinds else "replicated"
+
+    @property
+    def placements(self) -> list[Placement]:
+        return [Replicate() if cut is None else Shard(cut.dim) for cut in self.cuts]
+
+    picks_rows = False
+
+    def _walk(self) -> list[tuple[AxisCut, int]]:
+        """The cuts, with the size of their dim before each on this rank."""
+        sizes, walk = list(self.shape), []
+        for cut in self.cuts:
+            if cut is not None:
+                walk.append((cut, sizes[cut.dim]))
+                sizes[cut.dim] = self._map(cut, sizes[cut.dim]).size(cut.comm.rank)
+        return walk
+
+    @staticmethod
+    def _map(cut: AxisCut, size: int) -> RowMap:
+        return RowMap.chunk(size, cut.comm.size) if cut.rows is None else cut.rows
+
+    def local(self, full: Tensor) -> Tensor:
+        """What this rank stores of the full tensor."""
+        for cut, size in self._walk():
+            full = self._map(cut, size).take(full, cut.dim, cut.comm.rank)
+        return full
+
+    def full(self, local: Tensor) -> Tensor:
+        """The full tensor in canonical order from what the ranks store: an all-gather for each cut."""
+        for cut, size in reversed(self._walk()):
+            rows = self._map(cut, size)
+            sizes = [rows.size(rank) for rank in range(cut.comm.size)]
+            gathered = cut.comm.all_gather(local.contiguous(), dim=cut.dim, sizes=sizes)
+            local = rows.assemble(gathered.split(sizes, cut.dim), cut.dim)
+        return local.clone() if self.kind == "replicated" else local
+
+    def canonical(self) -> GridLayout:
+        """The layout of the same cuts with all rows in their order, as checkpoints have them."""
+        cuts = tuple(None if cut is None else AxisCut(cut.comm, cut.dim) for cut in self.cuts)
+        return GridLayout(self.mesh, self.shape, cuts)
+
+    def as_dtensor(self, local: Tensor) -> Tensor:
+        """`local` as a DTensor of the full shape."""
+        stride = torch.empty(self.shape, device="meta").stride()
+        return DTensor.from_local(local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=stride)
+
+    def parameter(self, full: Tensor, *, requires_grad: bool = True) -> nn.Parameter:
+        """The parameter to register: this rank's part, copied, so that the full tensor can be freed."""
+        local = self.local(full.detach()).clone(memory_format=torch.contiguous_format)
+        return self.tag(nn.Parameter(self.as_dtensor(local), requires_grad=requires_grad))
+
+    def tag(self, param: nn.Parameter) -> nn.Parameter:
+        """Note the layout on the parameter, for `full_parameter`; its module knows it as well."""
+        param.fastpar_layout = self  # type: ignore[attr-defined]
+        return param
+
+
+def cut_over(mesh_axes: Sequence[Communicator], cuts: dict[int, AxisCut]) -> tuple[AxisCut | None, ...]:
+    """Cuts in the order of the mesh's dims, from those that there are by the dim's index."""
+    return tuple(cuts.get(index) for index in range(len(mesh_axes)))
