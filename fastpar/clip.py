@@ -22,7 +22,7 @@ One all-reduce of 168 bytes per distinct group that is summed over, and none whe
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import cast
 
 import torch
@@ -74,11 +74,16 @@ class GradSum:
 
         Raises as `clip_grad_norm_` does.
         """
-        layout = _NormLayout(mesh, groups)
         listed = _parameters(params)
         found = [p.grad for p in listed] if grads is None else list(grads)
         if len(found) != len(listed):
             raise ValueError(f"grads must have one entry for each parameter ({len(listed)}), got {len(found)}")
+        return GradSum.of_checked(listed, found, NormLayout(mesh, groups))
+
+    @staticmethod
+    def of_checked(listed: Sequence[Tensor], found: Sequence[Tensor | None], layout: NormLayout) -> GradSum:
+        """`of` for parameters and gradients that are known to be tensors, in every step the same: the layout is kept,
+        and nothing is looked at twice."""
         device = next((g.device for g in found if g is not None), None)
         parts: dict[tuple[str, ...], GradSum] = {}
         by_share: dict[tuple[tuple[str, ...], tuple[int, int]], list[Tensor]] = {}
@@ -89,7 +94,7 @@ class GradSum:
             if grad is not None and share is not None:
                 by_share.setdefault((names, share), []).append(_local(grad))
         for (names, share), tensors in by_share.items():
-            parts[names].add(tensors, share=share)
+            parts[names]._add(tensors, share)
         return layout.combine(parts, GradSum(device))
 
     @checked(computed=False)
@@ -102,12 +107,15 @@ class GradSum:
         index, count = share
         if not 0 <= index < count:
             raise ValueError(f"share must be (index, count) with 0 <= index < count, got {share}")
-        local = [_local(x) for x in tensors if x is not None]
+        self._add([_local(x) for x in tensors if x is not None], share)
+        return self
+
+    def _add(self, local: Sequence[Tensor], share: tuple[int, int]) -> None:
+        index, count = share
         if count > 1:
             local = [_part(x, index, count) for x in local]
         if local:
             self.sums = self.sums + ops.exact_square_sum(local).to(self.sums.device)
-        return self
 
     def __add__(self, other: GradSum) -> GradSum:
         """The sum of both: of parts of a model that were collected apart."""
@@ -249,7 +257,7 @@ def clip_grad_norm_(
 # ---- layouts ---------------------------------------------------------------------------------------------------------
 
 
-class _NormLayout:
+class NormLayout:
     """Which groups the squares of a parameter are summed over, and which part of it this rank reads."""
 
     def __init__(self, mesh: Mesh | DeviceMesh | None, groups: Groups | None) -> None:
@@ -258,6 +266,7 @@ class _NormLayout:
         self._split: dict[int, tuple[str, ...]] = {}  # plain parameters that are split: id to groups
         self._alike: tuple[tuple[str, ...], tuple[int, int]] = ((), (0, 1))  # for plain parameters
         self._seen: dict[tuple[int, tuple[Placement, ...]], tuple[tuple[str, ...], tuple[int, int]]] = {}
+        self._meshes: list[DeviceMesh] = []  # of `_seen`, whose ids stay theirs as long as these live
         if mesh is not None:
             self._take_mesh(mesh)
         for key, members in (groups or {}).items():
@@ -299,6 +308,7 @@ class _NormLayout:
         found = self._seen.get(layout)
         if found is None:
             found = self._seen[layout] = self._placed_dtensor(x)
+            self._meshes.append(x.device_mesh)
         return found
 
     def _placed_dtensor(self, x: DTensor) -> tuple[tuple[str, ...], tuple[int, int]]:
@@ -368,7 +378,7 @@ def _factor(norm: Tensor, max_norm: float, eps: float = 1e-6) -> Tensor:
 
 def _largest(params: Parameters, mesh: Mesh | DeviceMesh | None, groups: Groups | None) -> Tensor:
     """The largest magnitude; NaN where there is one. Ordered as integers, so that NaN is the largest everywhere."""
-    layout, listed = _NormLayout(mesh, groups), _parameters(params)
+    layout, listed = NormLayout(mesh, groups), _parameters(params)
     device = next((p.grad.device for p in listed if p.grad is not None), None)
     parts: dict[tuple[str, ...], Tensor] = {}
     for parameter in listed:

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fastpar.clip import GradSum
+from fastpar.clip import GradSum, NormLayout
 from fastpar.zero.groups import Groups, as_dtensor, as_parameter, local
 from fastpar.zero.sharded_param import ShardedParam, name_nonfinite
 
@@ -199,6 +199,7 @@ class GradClipping:
         self.skipped = 0
         self.report = ""
         self._factor: Tensor | None = None
+        self._layout: NormLayout | None = None
 
     def prepare(self, params: Sequence[ShardedParam], groups: Groups, optimizer: Any) -> bool:
         """After the reduction; False where the step is to be skipped. Collective: the sums of squares."""
@@ -206,7 +207,10 @@ class GradClipping:
         if self.max_norm is None and not self.skip_nonfinite:
             return True
         unscale = _unscaling(optimizer)
-        total = GradSum.of([param.optim_param for param in params], mesh=groups.mesh)
+        if self._layout is None:
+            self._layout = NormLayout(groups.mesh, None)
+        optim_params = [param.optim_param for param in params]
+        total = GradSum.of_checked(optim_params, [x.grad for x in optim_params], self._layout)
         self.norm = total.norm() * unscale
         if self.skip_nonfinite and total.nonfinite:
             self.skipped += 1

@@ -201,11 +201,12 @@ def is_withheld(param: ShardedParam) -> bool:
 
 def hide(param: ShardedParam) -> None:
     """The parameter has its own class, and its own `.grad`, again."""
-    for parameter in {*param.model_params, param.model_param}:
+    for parameter in (param.parameter, param.sharded):
         inner: Any = parameter
-        if isinstance(inner, (_ShowsReduced, _Withholds)):
-            inner.__class__ = type(inner).__mro__[2]
-        vars(inner).pop("_reduced_of", None)
+        if inner is not None and inner.__dict__.pop("_reduced_of", None) is not None:
+            cls = type(inner)
+            if issubclass(cls, (_ShowsReduced, _Withholds)):
+                inner.__class__ = cls.__mro__[2]
 
 
 # For loops over attributes of parameters whose memory may be away.

@@ -206,6 +206,7 @@ class OrderReducer(GradReducer):
         self._is_reducing = False  # in it
         self._came_alone: set[ShardedParam] = set()  # have gradients that were not reduced
         self._order: list[int] | None = []  # in which gradients come, until the buckets follow it
+        self._is_shown = False  # whether any parameter has another class, so that `hide` is needed
         self._hooks: list[Any] = []
         self.extend(params)
 
@@ -225,6 +226,15 @@ class OrderReducer(GradReducer):
             self.forget()  # the backward pass before has failed
         if self._will_reduce():
             self._set_aside()
+
+    def hide(self) -> None:
+        if self._is_shown:
+            super().hide()
+            self._is_shown = False
+
+    def _withhold_unread(self) -> None:
+        self._is_shown = True
+        super()._withhold_unread()
 
     def reduce_rest(self) -> None:
         self._set_aside()
@@ -399,6 +409,7 @@ class OrderReducer(GradReducer):
             self._launch_current()
         self._drain()
         used = set_on_any([param in self._used for param in self.params], self._comms())
+        self._is_shown = True
         for param, is_used in zip(self.params, used, strict=True):
             self._settle(param, is_used)
         self._is_reducing = False

@@ -78,9 +78,7 @@ class Replicas:
         return params
 
     def released(self) -> None:
-        """Before rows are written to: waits until no rank reads them any more. Collective."""
-        for comm in self._groups.everyone():
-            comm.barrier()
+        """Before rows are written to: others read them in `gather` alone, which returns when all have."""
 
     def published(self) -> None:
         """After rows were written to: brings those of the other ranks in. Collective."""
