@@ -23,7 +23,9 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +36,7 @@ from fastpar.precision import Precision
 
 if TYPE_CHECKING:
     from fastpar.zero.param_group import ParamGroup
+    from fastpar.zero.stage3 import Stage3
 
 
 class ForwardHook:
@@ -194,6 +197,57 @@ _DEPTH = 3  # of objects in objects
 _OF_MODULES = frozenset(vars(nn.Module()))
 
 
+class UncompiledHook:
+    """A hook that torch.compile does not look into: the model is compiled in pieces between hooks."""
+
+    def __init__(self, hook: Callable[..., Any]) -> None:
+        self._hook = hook
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # In traced code, and in what runs between its pieces. (Always disabling would wrap anew at every call.)
+        if torch.compiler.is_compiling() or torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None:
+            return torch.compiler.disable(self._hook)(*args, **kwargs)
+        return self._hook(*args, **kwargs)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return OnCopy(self._hook.func.__name__) if isinstance(self._hook, partial) else OnCopy("")
+
+
+class ByHand:
+    """`unshard` or `reshard` of a module."""
+
+    def __init__(self, call: Callable[..., None], *args: Any) -> None:
+        self._call, self._args = call, args
+
+    def __call__(self, *args: Any) -> None:
+        self._call(*self._args, *args)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return nothing_on_copy
+
+
+class UnshardedCapture:
+    """Keeps a unit whole while a layer of it is recomputed, whose hooks lie outside of what is run again: what
+    fastpar.recompute calls a capture."""
+
+    def __init__(self, stage3: Stage3, unit: ParamGroup) -> None:
+        self._stage3, self._unit = stage3, unit
+
+    def capture(self) -> Callable[[], AbstractContextManager[None]]:
+        """Called while a layer runs; layers of one chain have their captures in common."""
+        return partial(self._stage3.kept_unsharded, self._unit) if self._stage3.is_running(self._unit) else nullcontext
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return _NoCapture()
+
+
+class _NoCapture:
+    """Of a copy."""
+
+    def capture(self) -> Callable[[], AbstractContextManager[None]]:
+        return nullcontext
+
+
 class UnitCall:
     """One call of a module of a unit, with gradients. It lives as long as the graph.
 
@@ -257,6 +311,28 @@ class UnitCall:
 
     def _ended(self, _: Any) -> None:
         self._end(self)
+
+
+class Frame(NamedTuple):
+    """A call that is running."""
+
+    module: nn.Module | None
+    call: UnitCall | None  # with gradients
+
+
+class UnitState:
+    """What is going on in a unit."""
+
+    def __init__(self) -> None:
+        self.running: list[Frame] = []
+        self.in_backward: set[UnitCall] = set()
+        self.is_pinned = False
+        self.is_wanted = False  # results are where nobody sees their gradients come: whole until backward has ended
+        self.open_calls: weakref.WeakSet[UnitCall] = weakref.WeakSet()  # whose backward has not ended
+
+    @property
+    def is_used(self) -> bool:
+        return bool(self.running or self.in_backward or self.is_pinned or self.is_wanted)
 
 
 class _Boundary(torch.autograd.Function):
@@ -326,3 +402,12 @@ def _is_mutable(value: Any) -> bool:
     if isinstance(value, tuple):
         return any(map(_is_mutable, value))
     return not isinstance(value, Tensor) and any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))
+
+
+def containers(args: Any, kwargs: Any) -> list[Any]:
+    """Arguments that a module may have put results into."""
+    return [x for x in (*args, *kwargs.values()) if x is not None and not isinstance(x, (Tensor, int, float, str))]
+
+
+def in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1

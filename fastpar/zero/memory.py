@@ -22,7 +22,7 @@ def expected(zero: Zero, state_bytes: float) -> dict[str, int]:
     )
     frozen = sum(local(x).nbytes for name, x in zero.frozen().items() if not _is_in_file(zero, name))
     buffers = sum(x.nbytes for storage in zero.storages for x in storage.buffers)
-    owners = [param.optim_param for param in zero.params]
+    optim_params = [param.optim_param for param in zero.params]
     coded = sum(storage.coded_bytes for storage in zero.storages)
     coded -= sum(
         local(param.optim_param).nbytes
@@ -33,7 +33,7 @@ def expected(zero: Zero, state_bytes: float) -> dict[str, int]:
     return {
         "parameters": kept + sharded + frozen + buffers + coded,
         "gradients": sum(_gradient_bytes(zero, param) for param in zero.params) + _staging_bytes(zero),
-        "states": copies + int(state_bytes * sum(local(owner).numel() for owner in owners)),
+        "states": copies + int(state_bytes * sum(local(optim_param).numel() for optim_param in optim_params)),
     }
 
 
@@ -53,7 +53,7 @@ def _is_in_file(zero: Zero, name: str) -> bool:
 
 
 def _gradient_bytes(zero: Zero, param: ShardedParam) -> int:
-    """What is left of a gradient: the mean in the owner's dtype; in stage 0 the bucket that it lies in, and beside it
+    """What is left of a gradient: the mean in optim_param's dtype; in stage 0 the bucket that it lies in, and beside it
     the mean where that is wider."""
     mean = local(param.optim_param).numel() * param.optim_param.dtype.itemsize
     if zero.groups_of(param).shard.size > 1 or zero.stage == 3:

@@ -4,10 +4,10 @@ Note: hooks. All of it happens in a step pre-hook, which then takes the gradient
 parameters without a gradient alone, so that the step proper finds nothing to do. That keeps the object (LR schedulers
 wrap its `step`, GradScaler calls it, others hold it), lets a step be skipped, and lets it be taken in pieces.
 
-Note: owners and faces. Between steps `param_groups` and `state` hold the model's own parameters, which programs look
-for there (torch.distributed.checkpoint.state_dict does, `optimizer.state[model.weight]` does); a face is one of them.
-While the optimizer runs they hold the owners: rows of them, or wider copies. A copy is shown among the states as
-"master_param", so that what saves states saves it.
+Note: model_param and optim_param (of a `ShardedParam`). Between steps `param_groups` and `state` hold the model's own
+parameters, which programs look for there (torch.distributed.checkpoint.state_dict does, and
+`optimizer.state[model.weight]`). While the optimizer runs they hold what it updates: rows of them, or wider copies. A
+copy is shown among the states as "master_param", so that what saves states saves it.
 
 Note: plain tensors. The optimizers of torch that work on every element for itself get the rows of this rank as plain
 tensors, since DTensor's dispatch costs more than the update of a small tensor, and fused kernels refuse lists of both.
@@ -23,7 +23,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,10 +32,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fastpar.clip import GradSum, NormLayout
+from fastpar.zero.flat import FlatLayout
 from fastpar.zero.groups import Groups, as_dtensor, as_parameter, local
 from fastpar.zero.sharded_param import ShardedParam, name_nonfinite
 
 ELEMENTWISE = ("Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+SCALARS = ("step", "eta", "mu", "mu_product")  # states of torch's optimizers that are one number for any parameter
 MASTER = "master_param"  # among the states of a parameter: its master weights
 
 
@@ -56,40 +58,62 @@ class Stepper:
             raise ValueError("LBFGS evaluates the model several times in a step, which cannot be sharded")
         self.optimizer, self._phases, self._stepped = optimizer, phases, stepped
         self._is_stepping = self._is_holding = False
-        self._owners: dict[int, nn.Parameter] = {}  # of faces that are not their own owners, by id
-        self._faces: dict[int, nn.Parameter] = {}  # the other way round
-        self._copies: list[nn.Parameter] = []  # owners that have memory of their own
+        self._optim_params: dict[int, nn.Parameter] = {}  # of model parameters that are updated through others, by id
+        self._model_params: dict[int, nn.Parameter] = {}  # the other way round
+        self._copies: list[nn.Parameter] = []  # with memory of their own
         self._own_states: dict[int, dict[str, Any]] = {}  # of these, while others are shown
         self._raw = inspect.unwrap(type(optimizer).step)
         self._is_elementwise = is_elementwise(optimizer)
         self._hook = optimizer.register_step_pre_hook(self._before)
 
     def detach(self) -> None:
-        """The optimizer keeps the owners."""
+        """The optimizer keeps the optim_params."""
         self._hook.remove()
-        if self._owners and not self._is_holding:
+        if self._optim_params and not self._is_holding:
             self._hide_copies()
-            self._exchange(self._owners)
-        self._owners = {}
+            self._exchange(self._optim_params)
+        self._optim_params = {}
 
     def parameters(self) -> list[nn.Parameter]:
-        """What the optimizer updates, in the order of its groups: owners."""
+        """What the optimizer updates, in the order of its groups: optim_params."""
         held = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        return [self._owners.get(id(parameter), parameter) for parameter in held]
+        return [self._optim_params.get(id(parameter), parameter) for parameter in held]
 
-    def adopt(self, face: nn.Parameter, owner: nn.Parameter, *, is_copy: bool) -> None:
-        """From now on the optimizer updates `owner` where it has `face`. `is_copy`: the owner's memory is its own."""
-        self._owners[id(face)], self._faces[id(owner)] = owner, face
-        if is_copy:
-            self._copies.append(owner)
+    def adopt(self, params: Sequence[ShardedParam], groups: Groups, frozen: Mapping[int, nn.Parameter]) -> None:
+        """Give the optimizer what it is to update in the place of the model's parameters, with its part of the states.
+
+        frozen  what modules have at rest instead of parameters that are not trained, by the id of these
+        """
+        optimizer: Any = self.optimizer
+        param_of = {id(x): param for param in params for x in (param.parameter, param.sharded)}
+        for group in optimizer.param_groups:
+            for index, parameter in enumerate(group["params"]):
+                if id(parameter) in frozen:  # whose memory comes and goes
+                    group["params"][index] = frozen[id(parameter)]
+                param = param_of.get(id(parameter))
+                if param is None:
+                    continue
+                model_param, optim_param = param.model_param, param.optim_param
+                if model_param is not optim_param:
+                    self._optim_params[id(model_param)], self._model_params[id(optim_param)] = optim_param, model_param
+                    if param.model_rows is not None:
+                        self._copies.append(optim_param)
+                if optim_param is not parameter:
+                    group["params"][index] = optim_param
+                    if parameter in optimizer.state:
+                        states = optimizer.state.pop(parameter)
+                        optimizer.state[optim_param] = _cut_states(states, param, groups.of(param.parameter))
+        if hasattr(optimizer, "outputs"):  # the update rounds to these in its own pass
+            rounded = [(param.optim_param, param.model_rows) for param in params if param.model_rows is not None]
+            optimizer.outputs.update({wide: rows for wide, rows in rounded if rows.dtype != wide.dtype})
 
     @contextmanager
-    def holding_owners(self) -> Iterator[None]:
-        """param_groups and state have the owners in the block, and the faces after it."""
-        if self._is_holding or not self._owners:
+    def holding_optim_params(self) -> Iterator[None]:
+        """param_groups and state have the optim_params in the block, and the model's parameters after it."""
+        if self._is_holding or not self._optim_params:
             yield
             return
-        self._exchange(self._owners)
+        self._exchange(self._optim_params)
         self._is_holding = True
         self._hide_copies()
         try:
@@ -97,7 +121,7 @@ class Stepper:
         finally:
             self._show_copies()
             self._is_holding = False
-            self._exchange(self._faces)
+            self._exchange(self._model_params)
 
     def _exchange(self, others: dict[int, nn.Parameter]) -> None:
         state: dict[Any, Any] = self.optimizer.state
@@ -109,20 +133,23 @@ class Stepper:
 
     def _show_copies(self) -> None:
         """In dicts of their own: what state_dict() gives has these, and keeps them."""
-        for owner in self._copies:
-            states = self.optimizer.state.get(owner)
-            if states and (local(owner).untyped_storage().nbytes() > 0 or local(owner).numel() == 0):
-                self._own_states[id(owner)] = states
-                self.optimizer.state[owner] = {**states, MASTER: owner.detach()}  # not of one that is in a file
+        for optim_param in self._copies:
+            states = self.optimizer.state.get(optim_param)
+            if states and (local(optim_param).untyped_storage().nbytes() > 0 or local(optim_param).numel() == 0):
+                self._own_states[id(optim_param)] = states
+                self.optimizer.state[optim_param] = {
+                    **states,
+                    MASTER: optim_param.detach(),
+                }  # not of one that is in a file
 
     def _hide_copies(self) -> None:
-        for owner in self._copies:
-            shown = self.optimizer.state.get(owner)
+        for optim_param in self._copies:
+            shown = self.optimizer.state.get(optim_param)
             if shown is not None and MASTER in shown:
-                own = self._own_states.pop(id(owner), {})  # the same dict as ever: optimizers may hold it
+                own = self._own_states.pop(id(optim_param), {})  # the same dict as ever: optimizers may hold it
                 own.clear()
                 own.update({key: value for key, value in shown.items() if key != MASTER})
-                self.optimizer.state[owner] = own
+                self.optimizer.state[optim_param] = own
 
     def with_gradient(self) -> list[nn.Parameter]:
         return [parameter for parameter in self.parameters() if parameter.grad is not None]
@@ -151,7 +178,7 @@ class Stepper:
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
-            with torch.no_grad(), self.holding_owners():
+            with torch.no_grad(), self.holding_optim_params():
                 self._phases(self)
         finally:
             self._is_stepping = False
@@ -180,6 +207,22 @@ class Stepper:
                 group["params"] = params
             for parameter, rows in plain:
                 _restore(parameter, rows, state)
+
+
+def _cut_states(states: Mapping[str, Any], param: ShardedParam, groups: Groups) -> dict[str, Any]:
+    """This rank's rows of states that have the parameter's shape; `groups`: the ranks that share it."""
+    shape, mine = local(param.parameter).shape, local(param.optim_param)
+    layout = FlatLayout([shape], groups.shard.size)
+    cut: dict[str, Any] = {}
+    for key, value in states.items():
+        if isinstance(value, Tensor) and local(value).shape == shape and key not in SCALARS:
+            rows = local(value)
+            if mine.numel() != rows.numel():  # persistent parameters are whole
+                rows = layout.rows_of(rows, 0, groups.shard.rank)
+            cut[key] = as_dtensor(rows.to(mine.device).clone().view(mine.shape), param.spec)
+        else:
+            cut[key] = value
+    return cut
 
 
 class GradClipping:

@@ -150,7 +150,7 @@ class ParamGroup:
         self.params: list[ShardedParam] = []
         self.persistent_params: list[ShardedParam] = []
         self._places = list(places.values())
-        self.owners = {module for found in self._places for module, _ in found}
+        self.modules = {module for found in self._places for module, _ in found}
         self.unsharded = [_parameter_at(found) for found in self._places]
         masters = [
             _prepare(x, parameter, precision, store, x in persistent)

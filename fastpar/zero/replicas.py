@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import MappingProxyType
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +16,57 @@ from fastpar.zero.flat import WholeParameters
 from fastpar.zero.groups import Groups, as_parameter, cast_parameter, local, set_local
 from fastpar.zero.options import ShardOptions
 from fastpar.zero.quantized_gather import CodedParameters, GatherFormats, ParamWire
-from fastpar.zero.reducer import OrderReducer
+from fastpar.zero.reducer import GradReducer, OrderReducer
 from fastpar.zero.sharded_param import Connection, ShardedParam
+
+
+class ModelParams(Protocol):
+    """What holds the parameters of a model: `Replicas` (stages 0 to 2) or `Stage3`.
+
+    params          of the trainable ones: what is reduced and updated
+    persistent      names of those that are sharded by nobody while others are
+    frozen          those that are not trained, as they are at rest, by name
+    frozen_at_rest  what modules have at rest in their place, by the id of the unsharded ones
+    buffers         memory that shards are read into
+    coded_bytes     of exact rows and their codes, beside parameters that are gathered as codes
+    """
+
+    params: list[ShardedParam]
+    formats: GatherFormats
+    persistent: frozenset[str]
+
+    @property
+    def reducer(self) -> GradReducer: ...
+    @property
+    def frozen(self) -> dict[str, Tensor]: ...
+    @property
+    def frozen_at_rest(self) -> Mapping[int, nn.Parameter]: ...
+    @property
+    def buffers(self) -> Sequence[Tensor]: ...
+    @property
+    def coded_bytes(self) -> int: ...
+    def check(self) -> None:
+        """See to it that the optimizer changes what the model has. Collective where it does not."""
+
+    def thawed(self) -> dict[str, nn.Parameter]:
+        """Parameters that have been frozen and are not any more, by name."""
+
+    def adopt(self, names: Sequence[str]) -> list[ShardedParam]:
+        """Train parameters that have been frozen. Collective."""
+
+    def released(self) -> None:
+        """Before rows are written to: waits until no rank reads them any more. Collective."""
+
+    def published(self) -> None:
+        """After rows were written to: lets the other ranks have them. Collective."""
+
+    def writing(self, params: Sequence[ShardedParam]) -> AbstractContextManager[None]:
+        """Shards without memory have some in the block, which is to give these parameters new values."""
+
+    def load(self) -> None:
+        """Have all shards in memory, until something is gathered or `published` is called."""
+
+    def detach(self) -> None: ...
 
 
 class Replicas:

@@ -321,6 +321,16 @@ def synchronise_values(
         warnings.warn(f"{text}: rank 0's are taken", stacklevel=5)
 
 
+def cast_buffers(model: nn.Module | None, dtype: torch.dtype | None) -> None:
+    """Give the floating-point buffers of a model a dtype; None: they keep theirs."""
+    if model is None or dtype is None:
+        return
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_floating_point():
+                module._buffers[name] = buffer.to(dtype)
+
+
 def _are_equal(a: Tensor, b: Tensor) -> bool:
     """Bit for bit, whatever the dtype: NaN is like NaN."""
     return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))

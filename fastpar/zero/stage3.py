@@ -36,17 +36,29 @@ Note: failures. A forward or backward that raises leaves units whole; the next f
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fastpar.zero.flat import MemoryPool
 from fastpar.zero.groups import Groups, local
-from fastpar.zero.hooks import ForwardHook, OnCopy, UnitCall, UnitOrder, nothing_on_copy, results_in
+from fastpar.zero.hooks import (
+    ByHand,
+    ForwardHook,
+    Frame,
+    UncompiledHook,
+    UnitCall,
+    UnitOrder,
+    UnitState,
+    UnshardedCapture,
+    containers,
+    in_backward,
+    results_in,
+)
 from fastpar.zero.options import ShardOptions
 from fastpar.zero.param_group import ParamGroup, UnitPlan, plan_units, small_names
 from fastpar.zero.parameter_classes import guard_at_rest, release_at_rest
@@ -54,79 +66,6 @@ from fastpar.zero.quantized_gather import GatherFormats
 from fastpar.zero.reducer import GroupReducer
 from fastpar.zero.shard_store import ShardStore
 from fastpar.zero.sharded_param import ShardedParam, owners_of
-
-
-class _Frame(NamedTuple):
-    """A call that is running."""
-
-    module: nn.Module | None
-    call: UnitCall | None  # with gradients
-
-
-class _UnitState:
-    """What is going on in a unit."""
-
-    def __init__(self) -> None:
-        self.running: list[_Frame] = []
-        self.in_backward: set[UnitCall] = set()
-        self.is_pinned = False
-        self.is_wanted = False  # results are where nobody sees their gradients come: whole until backward has ended
-        self.open_calls: weakref.WeakSet[UnitCall] = weakref.WeakSet()  # whose backward has not ended
-
-    @property
-    def is_used(self) -> bool:
-        return bool(self.running or self.in_backward or self.is_pinned or self.is_wanted)
-
-
-class _Uncompiled:
-    """A hook that torch.compile does not look into: the model is compiled in pieces between hooks."""
-
-    def __init__(self, hook: Callable[..., Any]) -> None:
-        self._hook = hook
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # In traced code, and in what runs between its pieces. (Always disabling would wrap anew at every call.)
-        if torch.compiler.is_compiling() or torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None:
-            return torch.compiler.disable(self._hook)(*args, **kwargs)
-        return self._hook(*args, **kwargs)
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        return OnCopy(self._hook.func.__name__) if isinstance(self._hook, partial) else OnCopy("")
-
-
-class _ByHand:
-    """`unshard` or `reshard` of a module."""
-
-    def __init__(self, call: Callable[..., None], *args: Any) -> None:
-        self._call, self._args = call, args
-
-    def __call__(self, *args: Any) -> None:
-        self._call(*self._args, *args)
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        return nothing_on_copy
-
-
-class _Guard:
-    """Keeps a unit whole while a layer of it is recomputed, whose hooks lie outside of what is run again: what
-    fastpar.recompute calls a capture."""
-
-    def __init__(self, stage3: Stage3, unit: ParamGroup) -> None:
-        self._stage3, self._unit = stage3, unit
-
-    def capture(self) -> Callable[[], AbstractContextManager[None]]:
-        """Called while a layer runs; layers of one chain have their captures in common."""
-        return partial(self._stage3.kept_unsharded, self._unit) if self._stage3.is_running(self._unit) else nullcontext
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        return _NoGuard()
-
-
-class _NoGuard:
-    """Of a copy."""
-
-    def capture(self) -> Callable[[], AbstractContextManager[None]]:
-        return nullcontext
 
 
 class Stage3:
@@ -179,7 +118,7 @@ class Stage3:
         self.params: list[ShardedParam] = [by_name[name] for name in numels if name in by_name]
         self.whole_bytes = self.peak_bytes = 0
         self._epoch = 0  # counts updates of the shards
-        self._states = {unit: _UnitState() for unit in self.units}
+        self._states = {unit: UnitState() for unit in self.units}
         self._spare: list[ParamGroup] = []  # gathered early, or kept for what may follow: the oldest first
         self._order = UnitOrder(self.units)
         self._passes = 0
@@ -350,7 +289,7 @@ class Stage3:
     def kept_unsharded(self, unit: ParamGroup) -> Iterator[None]:
         """A unit is whole in the block."""
         running = self._states[unit].running
-        frame = _Frame(None, None)
+        frame = Frame(None, None)
         running.append(frame)
         try:
             self._need(unit)
@@ -410,7 +349,7 @@ class Stage3:
         state = self._states[unit]
         if is_part and state.is_used and unit.is_unsharded:
             return None
-        state.running.append(_Frame(module, None))
+        state.running.append(Frame(module, None))
         self._need(unit)
         if len(state.running) > 1:
             return None
@@ -420,7 +359,7 @@ class Stage3:
             return None
         previous = None if in_backward() else self._last_call
         call = UnitCall(unit, self._passes, previous, self._begin_backward, self._end_backward)
-        state.running[-1] = _Frame(module, call)
+        state.running[-1] = Frame(module, call)
         return call.watch_inputs(args, kwargs)
 
     def _after(self, unit: ParamGroup, is_part: bool, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -433,7 +372,7 @@ class Stage3:
             state.open_calls.add(call)
             if not in_backward():
                 self._last_call = call
-            is_found = call.watch_outputs(output, results_in(self._within(module)), _containers(args, kwargs))
+            is_found = call.watch_outputs(output, results_in(self._within(module)), containers(args, kwargs))
             if not is_found and not in_backward() and (call.has_inputs or any(p.requires_grad for p in unit.unsharded)):
                 state.is_wanted = True
                 return
@@ -497,17 +436,17 @@ class Stage3:
 
     def _install_hooks(self, plans: Sequence[UnitPlan]) -> None:
         for number, (plan, unit) in enumerate(zip(plans, self.units, strict=True)):
-            guard = _Guard(self, unit)
+            guard = UnshardedCapture(self, unit)
             for module in plan.modules:
                 self._hook(module, unit, is_part=False)
-                vars(module).update(unshard=_ByHand(self.unshard, module), reshard=_ByHand(self.reshard, module))
+                vars(module).update(unshard=ByHand(self.unshard, module), reshard=ByHand(self.reshard, module))
                 vars(module)[f"_fastpar_unit_{number}"] = guard
-            for module in unit.owners - set(plan.modules):
+            for module in unit.modules - set(plan.modules):
                 self._hook(module, unit, is_part=True)
-        vars(self.model).update(unshard=_ByHand(self.unshard), reshard=_ByHand(self.reshard))
+        vars(self.model).update(unshard=ByHand(self.unshard), reshard=ByHand(self.reshard))
         self._handles += [
-            self.model.register_forward_pre_hook(_Uncompiled(lambda *_: self.begin_forward()), prepend=True),
-            self.model.register_forward_hook(_Uncompiled(lambda *_: self._end_forward())),
+            self.model.register_forward_pre_hook(UncompiledHook(lambda *_: self.begin_forward()), prepend=True),
+            self.model.register_forward_hook(UncompiledHook(lambda *_: self._end_forward())),
             self.model.register_state_dict_pre_hook(ForwardHook(self.model, lambda *_: self._be_at_rest())),
             self.model.register_load_state_dict_pre_hook(ForwardHook(self.model, lambda *_: self._be_writable())),
             self.model.register_load_state_dict_post_hook(ForwardHook(self.model, lambda *_: self._loaded())),
@@ -528,8 +467,8 @@ class Stage3:
         self._handles.append(parameter.register_post_accumulate_grad_hook(partial(self._came_hook, index)))
 
     def _hook(self, module: nn.Module, unit: ParamGroup, *, is_part: bool) -> None:
-        before = _Uncompiled(partial(self._before, unit, is_part))
-        after = _Uncompiled(partial(self._after, unit, is_part))
+        before = UncompiledHook(partial(self._before, unit, is_part))
+        after = UncompiledHook(partial(self._after, unit, is_part))
         self._handles += [
             module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
             module.register_forward_hook(after, always_call=True, with_kwargs=True),
@@ -555,13 +494,4 @@ class Stage3:
 
     def _units_in(self, module: nn.Module | None) -> list[ParamGroup]:
         inside = set((module or self.model).modules())
-        return [unit for unit in self.units if unit.owners & inside]
-
-
-def _containers(args: Any, kwargs: Any) -> list[Any]:
-    """Arguments that a module may have put results into."""
-    return [x for x in (*args, *kwargs.values()) if x is not None and not isinstance(x, (Tensor, int, float, str))]
-
-
-def in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
+        return [unit for unit in self.units if unit.modules & inside]

@@ -40,15 +40,12 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from fastpar.comm import Communicator, shard_range
-from fastpar.zero.flat import FlatLayout
 from fastpar.zero.groups import Groups, as_dtensor, local
-from fastpar.zero.optimizer_step import MASTER, Stepper
+from fastpar.zero.optimizer_step import MASTER, SCALARS, Stepper
 from fastpar.zero.sharded_param import ShardedParam
 
 if TYPE_CHECKING:
     from fastpar.zero.zero import Zero
-
-SCALARS = ("step", "eta", "mu", "mu_product")  # states of torch's optimizers that are one number for any parameter
 
 
 def collect(zero: Zero) -> dict[str, Any]:
@@ -69,20 +66,24 @@ def collect(zero: Zero) -> dict[str, Any]:
         state["model"][name] = _shown(x)
     for stepper in zero.steppers:
         optimizer = stepper.optimizer
-        missing = [owner for owner in stepper.parameters() if id(owner) in trained and not optimizer.state.get(owner)]
+        missing = [
+            optim_param
+            for optim_param in stepper.parameters()
+            if id(optim_param) in trained and not optimizer.state.get(optim_param)
+        ]
         make_states(stepper, missing)
-        for owner in stepper.parameters():
-            for key, value in _saved(optimizer, owner).items():
-                state["optimizer"].setdefault(names[id(owner)], {})[key] = _shown(value)
-        without = {id(owner) for owner in missing}
-        for owner in missing:
-            optimizer.state.pop(owner, None)
+        for optim_param in stepper.parameters():
+            for key, value in _saved(optimizer, optim_param).items():
+                state["optimizer"].setdefault(names[id(optim_param)], {})[key] = _shown(value)
+        without = {id(optim_param) for optim_param in missing}
+        for optim_param in missing:
+            optimizer.state.pop(optim_param, None)
         for group in optimizer.param_groups:
             options = [(key, value) for key, value in group.items() if key not in ("params", "param_names")]
-            for owner in group["params"]:
-                state["groups"][names[id(owner)]] = options
-                if id(owner) in trained:
-                    state["has_state"][names[id(owner)]] = id(owner) not in without
+            for optim_param in group["params"]:
+                state["groups"][names[id(optim_param)]] = options
+                if id(optim_param) in trained:
+                    state["has_state"][names[id(optim_param)]] = id(optim_param) not in without
     return state
 
 
@@ -97,17 +98,17 @@ def restore(zero: Zero, state: dict[str, Any]) -> None:
     for stepper in zero.steppers:
         optimizer = stepper.optimizer
         for group in optimizer.param_groups:
-            group.update(_options_of([names[id(owner)] for owner in group["params"]], state["groups"]))
+            group.update(_options_of([names[id(optim_param)] for optim_param in group["params"]], state["groups"]))
         make_states(
             stepper, [p for p in stepper.parameters() if names[id(p)] in has_state and not optimizer.state.get(p)]
         )
-        for owner in stepper.parameters():
-            name = names[id(owner)]
+        for optim_param in stepper.parameters():
+            name = names[id(optim_param)]
             if name not in has_state:
-                optimizer.state.pop(owner, None)
+                optimizer.state.pop(optim_param, None)
                 continue
-            for entry, value in _loaded(optimizer, owner, state["optimizer"].get(name, {})).items():
-                _put(optimizer.state[owner], entry, value)
+            for entry, value in _loaded(optimizer, optim_param, state["optimizer"].get(name, {})).items():
+                _put(optimizer.state[optim_param], entry, value)
     for param in zero.params:
         _copy(param.optim_param, state["model"][param.name])
     for name, x in zero.others():
@@ -115,22 +116,6 @@ def restore(zero: Zero, state: dict[str, Any]) -> None:
     for storage in zero.storages:
         storage.formats.load(state.get("amax_history", {}))
     zero.clipping.skipped, zero.steps = state["skipped"], state["steps"]
-
-
-def cut_states(states: Mapping[str, Any], param: ShardedParam, groups: Groups) -> dict[str, Any]:
-    """This rank's rows of states that have the parameter's shape; `groups`: the ranks that share it."""
-    shape, mine = local(param.parameter).shape, local(param.optim_param)
-    layout = FlatLayout([shape], groups.shard.size)
-    cut: dict[str, Any] = {}
-    for key, value in states.items():
-        if isinstance(value, Tensor) and local(value).shape == shape and key not in SCALARS:
-            rows = local(value)
-            if mine.numel() != rows.numel():  # persistent parameters are whole
-                rows = layout.rows_of(rows, 0, groups.shard.rank)
-            cut[key] = as_dtensor(rows.to(mine.device).clone().view(mine.shape), param.spec)
-        else:
-            cut[key] = value
-    return cut
 
 
 def parts_of(
@@ -162,14 +147,14 @@ def _parts_of(states: Mapping[str, Any], param: ShardedParam) -> dict[str, Any]:
 
 
 def _part(key: str, value: Any, param: ShardedParam) -> Any:
-    owner: Any = param.optim_param
-    if not isinstance(value, Tensor) or key in SCALARS or local(value).shape == local(owner).shape:
+    optim_param: Any = param.optim_param
+    if not isinstance(value, Tensor) or key in SCALARS or local(value).shape == local(optim_param).shape:
         return value
-    if isinstance(value, DTensor) and param.spec is not None and value.shape == owner.shape:
+    if isinstance(value, DTensor) and param.spec is not None and value.shape == optim_param.shape:
         value = value.full_tensor()  # of another layout: what is persistent under one stage is split under others
-    if value.numel() != owner.numel():
+    if value.numel() != optim_param.numel():
         return value
-    value = value.to(owner.device).view(owner.shape)
+    value = value.to(optim_param.device).view(optim_param.shape)
     if param.spec is None:
         return value
     # Every rank has it all: none is asked to send.
@@ -196,39 +181,39 @@ def _options_of(names: Sequence[str], saved: Mapping[str, Any]) -> dict[str, Any
 
 
 @torch.no_grad()
-def make_states(stepper: Stepper, owners: Sequence[nn.Parameter]) -> None:
-    """Give the owners the states that the optimizer's first step gives them."""
-    if not owners:
+def make_states(stepper: Stepper, optim_params: Sequence[nn.Parameter]) -> None:
+    """Give the optim_params the states that the optimizer's first step gives them."""
+    if not optim_params:
         return
-    values = [local(owner).clone() for owner in owners]
-    grads = [owner.grad for owner in owners]
+    values = [local(optim_param).clone() for optim_param in optim_params]
+    grads = [optim_param.grad for optim_param in optim_params]
     groups = stepper.optimizer.param_groups
     rates = [group.get("lr") for group in groups]
     try:
         for group in groups:
             if "lr" in group:
                 group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
-        for owner in owners:
-            owner.grad = torch.zeros_like(owner)
-        stepper.update(owners)
+        for optim_param in optim_params:
+            optim_param.grad = torch.zeros_like(optim_param)
+        stepper.update(optim_params)
     finally:
         for group, rate in zip(groups, rates, strict=True):
             if rate is not None:
                 group["lr"] = rate
-        for owner, value, grad in zip(owners, values, grads, strict=True):
-            local(owner).copy_(value)
-            owner.grad = grad
+        for optim_param, value, grad in zip(optim_params, values, grads, strict=True):
+            local(optim_param).copy_(value)
+            optim_param.grad = grad
 
 
-def _saved(optimizer: Any, owner: nn.Parameter) -> Mapping[str, Any]:
-    """The states of an owner in the form that any layout loads: fp.optim has formats that belong to one."""
-    states: Mapping[str, Any] = optimizer.state.get(owner, {})
+def _saved(optimizer: Any, optim_param: nn.Parameter) -> Mapping[str, Any]:
+    """The states of an optim_param in the form that any layout loads: fp.optim has formats that belong to one."""
+    states: Mapping[str, Any] = optimizer.state.get(optim_param, {})
     return optimizer.to_checkpoint(states) if hasattr(optimizer, "to_checkpoint") else states
 
 
-def _loaded(optimizer: Any, owner: nn.Parameter, states: Mapping[str, Any]) -> Mapping[str, Any]:
+def _loaded(optimizer: Any, optim_param: nn.Parameter, states: Mapping[str, Any]) -> Mapping[str, Any]:
     """The reverse of `_saved`, for this layout."""
-    return optimizer.from_checkpoint(owner, states) if hasattr(optimizer, "from_checkpoint") else states
+    return optimizer.from_checkpoint(optim_param, states) if hasattr(optimizer, "from_checkpoint") else states
 
 
 def _shown(x: Any) -> Any:

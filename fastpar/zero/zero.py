@@ -11,8 +11,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, Protocol
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,68 +23,17 @@ from fastpar.comm.ranges import annotate
 from fastpar.ddp import OVER_ZERO, ClosedToDDP
 from fastpar.zero import memory, state_dict
 from fastpar.zero.groups import Groups, as_dtensor, local
-from fastpar.zero.hooks import Autocast, CastInputs, ForwardHook, LoadStates, ZeroGrad
+from fastpar.zero.hooks import Autocast, CastInputs, ForwardHook, LoadStates, ZeroGrad, in_backward
 from fastpar.zero.optimizer_step import GradClipping, Stepper
 from fastpar.zero.options import (
     NamedParameters,
     ShardOptions,
 )
-from fastpar.zero.quantized_gather import GatherFormats
-from fastpar.zero.reducer import GradReducer
-from fastpar.zero.replicas import Replicas
+from fastpar.zero.replicas import ModelParams, Replicas
 from fastpar.zero.shard_store import DiskStates
-from fastpar.zero.sharded_param import ShardedParam, synchronise_values
-from fastpar.zero.stage3 import Stage3, in_backward
-from fastpar.zero.state_dict import cut_states, new_run, parts_of
-
-
-class ModelParams(Protocol):
-    """What holds the parameters of a model: `Replicas` (stages 0 to 2) or `Stage3`.
-
-    params          of the trainable ones: what is reduced and updated
-    persistent      names of those that are sharded by nobody while others are
-    frozen          those that are not trained, as they are at rest, by name
-    frozen_at_rest  what modules have at rest in their place, by the id of the unsharded ones
-    buffers         memory that shards are read into
-    coded_bytes     of exact rows and their codes, beside parameters that are gathered as codes
-    """
-
-    params: list[ShardedParam]
-    formats: GatherFormats
-    persistent: frozenset[str]
-
-    @property
-    def reducer(self) -> GradReducer: ...
-    @property
-    def frozen(self) -> dict[str, Tensor]: ...
-    @property
-    def frozen_at_rest(self) -> Mapping[int, nn.Parameter]: ...
-    @property
-    def buffers(self) -> Sequence[Tensor]: ...
-    @property
-    def coded_bytes(self) -> int: ...
-    def check(self) -> None:
-        """See to it that the optimizer changes what the model has. Collective where it does not."""
-
-    def thawed(self) -> dict[str, nn.Parameter]:
-        """Parameters that have been frozen and are not any more, by name."""
-
-    def adopt(self, names: Sequence[str]) -> list[ShardedParam]:
-        """Train parameters that have been frozen. Collective."""
-
-    def released(self) -> None:
-        """Before rows are written to: waits until no rank reads them any more. Collective."""
-
-    def published(self) -> None:
-        """After rows were written to: lets the other ranks have them. Collective."""
-
-    def writing(self, params: Sequence[ShardedParam]) -> AbstractContextManager[None]:
-        """Shards without memory have some in the block, which is to give these parameters new values."""
-
-    def load(self) -> None:
-        """Have all shards in memory, until something is gathered or `published` is called."""
-
-    def detach(self) -> None: ...
+from fastpar.zero.sharded_param import ShardedParam, cast_buffers, synchronise_values
+from fastpar.zero.stage3 import Stage3
+from fastpar.zero.state_dict import new_run, parts_of
 
 
 class Zero:
@@ -112,7 +61,7 @@ class Zero:
             for each in groups.with_experts()
         ]
         synchronise_values(model, parts, options.sync_weights)
-        self._cast_buffers()
+        cast_buffers(model, options.precision.buffers)
         self._waiting: list[Stepper] = []  # that have not taken the step whose gradients have been prepared
         self._is_going = True  # and whether it is not skipped
         self.storages: list[ModelParams]
@@ -128,7 +77,7 @@ class Zero:
         self.steppers = [Stepper(optimizer, self._phases, self._stepped) for optimizer in self.optimizers]
         self._is_attached = True
         self._ddp_door = ClosedToDDP(model, OVER_ZERO)
-        with self._holding_owners():
+        with self._holding_optim_params():
             self._adopt()
             self._disks = self._make_disks()
         self._note_versions()
@@ -219,7 +168,7 @@ class Zero:
         self._load()
         for reducer in self._reducers:
             reducer.hide()
-        with self._holding_owners():
+        with self._holding_optim_params():
             found = state_dict.collect(self)
         for reducer in self._reducers:
             reducer.show()
@@ -234,7 +183,7 @@ class Zero:
         """
         self._check_names()
         self._load()
-        with self._holding_owners():
+        with self._holding_optim_params():
             state_dict.restore(self, loaded)
             self._release()
             self._write_back([param.optim_param for param in self.params], False)
@@ -315,7 +264,7 @@ class Zero:
         self._note_versions()
 
     def _note_versions(self) -> None:
-        if self._has_targets:
+        if self._has_copies:
             for param in self.params:
                 if param.model_rows is not None:
                     param.note_version()
@@ -333,13 +282,13 @@ class Zero:
         if not self._is_going:
             return
         self._release()
-        owners = stepper.with_gradient()
+        optim_params = stepper.with_gradient()
         rounded = self.clipping.hand_over(stepper.optimizer)
         disk = self._disks.get(id(stepper))
         if disk is None:
             with annotate("fastpar::zero::update"):
                 stepper.update()
-                self._write_back(owners, rounded)
+                self._write_back(optim_params, rounded)
         else:
             optimizer: Any = stepper.optimizer
             factor = getattr(optimizer, "grad_factor", None)
@@ -370,7 +319,7 @@ class Zero:
         something has."""
         for storage in self.storages:
             storage.check()
-        if self._has_targets:
+        if self._has_copies:
             with torch.no_grad():
                 overwritten = [
                     param for param in self.params if param.is_overwritten
@@ -380,7 +329,7 @@ class Zero:
             self._forget_scales(overwritten)
         thawed = {name: x for storage in self.storages for name, x in storage.thawed().items()}
         if thawed:
-            with self._holding_owners():
+            with self._holding_optim_params():
                 self._adopt_thawed(thawed)
 
     def _forget_scales(self, params: Sequence[ShardedParam]) -> None:
@@ -417,9 +366,9 @@ class Zero:
                 disk.adopt([p for p in stepper.parameters() if id(p) not in before[id(stepper)]])
 
     @contextmanager
-    def _writing(self, owners: Sequence[nn.Parameter]) -> Iterator[None]:
-        """Memory in the block for the parameters that these owners are rounded to, where those are in a file."""
-        params = [self._param_of[id(owner)] for owner in owners]
+    def _writing(self, optim_params: Sequence[nn.Parameter]) -> Iterator[None]:
+        """Memory in the block for the parameters that these optim_params are rounded to, where those are in a file."""
+        params = [self._param_of[id(optim_param)] for optim_param in optim_params]
         with ExitStack() as stack:
             for storage in self.storages:
                 stack.enter_context(storage.writing(params))
@@ -437,34 +386,25 @@ class Zero:
         return self.clipping.prepare(self.params, self.groups, optimizer)
 
     @contextmanager
-    def _holding_owners(self) -> Iterator[None]:
+    def _holding_optim_params(self) -> Iterator[None]:
         """All optimizers have what they update in the block: see optimizer_step.py."""
         with ExitStack() as stack:
             for stepper in self.steppers:
-                stack.enter_context(stepper.holding_owners())
+                stack.enter_context(stepper.holding_optim_params())
             yield
 
-    def _write_back(self, owners: Sequence[nn.Parameter], is_rounded: bool) -> None:
+    def _write_back(self, optim_params: Sequence[nn.Parameter], is_rounded: bool) -> None:
         """Round updated master weights to the parameters."""
-        if not self._has_targets:
+        if not self._has_copies:
             return
-        for owner in owners:
-            target = self._param_of[id(owner)].model_rows
-            if target is None or self._param_of[id(owner)].is_in_place:
+        for optim_param in optim_params:
+            target = self._param_of[id(optim_param)].model_rows
+            if target is None or self._param_of[id(optim_param)].is_in_place:
                 continue
-            if not (is_rounded and target.dtype != owner.dtype):
-                target.copy_(local(owner), non_blocking=True)
+            if not (is_rounded and target.dtype != optim_param.dtype):
+                target.copy_(local(optim_param), non_blocking=True)
 
     # ---- building
-
-    def _cast_buffers(self) -> None:
-        dtype = self.precision.buffers
-        if self.model is None or dtype is None:
-            return
-        for module in self.model.modules():
-            for name, buffer in module._buffers.items():
-                if buffer is not None and buffer.is_floating_point():
-                    module._buffers[name] = buffer.to(dtype)
 
     def _take_params(self) -> None:
         """Of all storages, in the order of the parameters."""
@@ -474,44 +414,19 @@ class Zero:
             param.is_traced = self.options.skip_nonfinite
 
     def _adopt(self) -> None:
-        """Give the optimizers the params' owners in the place of the parameters, with their part of the states."""
-        params = {id(x): param for param in self.params for x in (param.parameter, param.sharded)}
+        """Give the optimizers what they are to update in the place of the parameters."""
         frozen = self._frozen_at_rest()
         self._param_of = {id(param.optim_param): param for param in self.params}
-        self._has_targets = any(param.model_rows is not None for param in self.params)
+        self._has_copies = any(param.model_rows is not None for param in self.params)
         for stepper in self.steppers:
-            optimizer: Any = stepper.optimizer
-            for group in optimizer.param_groups:
-                for index, parameter in enumerate(group["params"]):
-                    param = params.get(id(parameter))
-                    if id(parameter) in frozen:  # whose memory comes and goes
-                        group["params"][index] = frozen[id(parameter)]
-                    if param is None:
-                        continue
-                    if param.model_param is not param.optim_param:
-                        stepper.adopt(param.model_param, param.optim_param, is_copy=param.model_rows is not None)
-                    if param.optim_param is parameter:
-                        continue
-                    group["params"][index] = param.optim_param
-                    if parameter in optimizer.state:
-                        optimizer.state[param.optim_param] = cut_states(
-                            optimizer.state.pop(parameter), param, self.groups_of(param)
-                        )
-            if hasattr(optimizer, "outputs"):
-                optimizer.outputs.update(
-                    {
-                        param.optim_param: param.model_rows
-                        for param in self.params
-                        if param.model_rows is not None and param.model_rows.dtype != param.optim_param.dtype
-                    }
-                )
+            stepper.adopt(self.params, self.groups, frozen)
 
     def _bring_states(self) -> None:
         """Before an optimizer shows its states: nothing of them is in a file, and masters are among them."""
         if self._disks:
             for disk in self._disks.values():
                 disk.load()
-            with self._holding_owners():
+            with self._holding_optim_params():
                 pass
 
     def _load_optimizer(self, optimizer: Any, load: Callable[[Any], None], given: dict[str, Any]) -> None:
@@ -521,8 +436,10 @@ class Zero:
         self._look_around()  # the model may have loaded values
         for disk in self._disks.values():
             disk.load()
-        with torch.no_grad(), self._holding_owners():
-            states, masters = parts_of(given, [self._param_of.get(id(owner)) for owner in stepper.parameters()])
+        with torch.no_grad(), self._holding_optim_params():
+            states, masters = parts_of(
+                given, [self._param_of.get(id(optim_param)) for optim_param in stepper.parameters()]
+            )
             load({**given, "state": states})
             if masters:
                 self._release()
