@@ -25,10 +25,7 @@ from fastpar.zero import memory, state_dict
 from fastpar.zero.groups import Groups, as_dtensor, local
 from fastpar.zero.hooks import Autocast, CastInputs, ForwardHook, LoadStates, ZeroGrad, in_backward
 from fastpar.zero.optimizer_step import GradClipping, Stepper
-from fastpar.zero.options import (
-    NamedParameters,
-    ShardOptions,
-)
+from fastpar.zero.options import NamedParameters, ShardOptions
 from fastpar.zero.replicas import ModelParams, Replicas
 from fastpar.zero.shard_store import DiskStates
 from fastpar.zero.sharded_param import ShardedParam, cast_buffers, synchronise_values
