@@ -106,7 +106,7 @@ class Staging:
 
 
 class BucketKind(NamedTuple):
-    """What the gradients of a bucket have in common: the dtype that they travel in, device and ranks."""
+    """Properties that a bucket's gradients have in common: the dtype that they travel in, device, ranks."""
 
     dtype: torch.dtype
     device: torch.device

@@ -39,7 +39,7 @@ from fastpar.comm.shared_memory.region import SharedRegion
 
 
 class FlatLayout:
-    """Where the rows of tensors of these shapes lie, sorted by the rank that owns them.
+    """The places of the rows of tensors of these shapes, sorted by the rank that owns them.
 
     `counts` are the elements of every rank. A rank's part holds its rows of the first tensor, then those of the
     second, and so on, without gaps.

@@ -193,7 +193,7 @@ def is_expert(parameter: Tensor) -> bool:
 
 
 def local(x: Tensor) -> Tensor:
-    """What this rank has of x, without history."""
+    """This rank's part of x, without history."""
     found: Tensor = x._local_tensor if isinstance(x, DTensor) else x
     return found.detach() if found.requires_grad else found  # to detach a DTensor costs ten times as much
 

@@ -155,7 +155,7 @@ _AT_REST = "_fastpar_copy_at_rest"
 
 
 class OnCopy:
-    """What a hook of stage 3 is on a copy: "_before" gathers a module's own parameters, "_after" puts the shards back;
+    """A hook of stage 3 on a copy: "_before" gathers a module's own parameters, "_after" puts the shards back;
     the others do nothing. Collective, as forward is."""
 
     def __init__(self, name: str) -> None:
@@ -248,7 +248,7 @@ class _NoCapture:
         return nullcontext
 
 
-class UnitCall:
+class ForwardCall:
     """One call of a module of a unit, with gradients. It lives as long as the graph.
 
     begin, end   what to do when its backward begins and ends; both may come more than once, and `end` never
@@ -262,9 +262,9 @@ class UnitCall:
         self,
         unit: ParamGroup,
         number: int,
-        previous: UnitCall | None,
-        begin: Callable[[UnitCall], None],
-        end: Callable[[UnitCall], None],
+        previous: ForwardCall | None,
+        begin: Callable[[ForwardCall], None],
+        end: Callable[[ForwardCall], None],
     ) -> None:
         self.unit, self.number = unit, number
         self._previous = None if previous is None else weakref.ref(previous)
@@ -272,7 +272,7 @@ class UnitCall:
         self.has_inputs = False  # that need gradients
 
     @property
-    def previous(self) -> UnitCall | None:
+    def previous(self) -> ForwardCall | None:
         """None too where its graph is gone."""
         return None if self._previous is None else self._previous()
 
@@ -317,18 +317,18 @@ class Frame(NamedTuple):
     """A call that is running."""
 
     module: nn.Module | None
-    call: UnitCall | None  # with gradients
+    call: ForwardCall | None  # with gradients
 
 
 class UnitState:
-    """What is going on in a unit."""
+    """The calls and claims that keep a unit unsharded."""
 
     def __init__(self) -> None:
         self.running: list[Frame] = []
-        self.in_backward: set[UnitCall] = set()
+        self.in_backward: set[ForwardCall] = set()
         self.is_pinned = False
         self.is_wanted = False  # results are where nobody sees their gradients come: whole until backward has ended
-        self.open_calls: weakref.WeakSet[UnitCall] = weakref.WeakSet()  # whose backward has not ended
+        self.open_calls: weakref.WeakSet[ForwardCall] = weakref.WeakSet()  # whose backward has not ended
 
     @property
     def is_used(self) -> bool:
@@ -339,7 +339,7 @@ class _Boundary(torch.autograd.Function):
     """Identity, whose backward runs when the gradients of all tensors are there."""
 
     @staticmethod
-    def forward(ctx: Any, call: UnitCall, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, call: ForwardCall, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.call = call
         return tensors
 
@@ -388,7 +388,7 @@ def tensors_in(value: Any, depth: int = _DEPTH) -> Iterator[Tensor]:
 
 
 def results_in(modules: Sequence[nn.Module]) -> list[Any]:
-    """What modules may have put results into: attributes of their own."""
+    """Attributes that modules may have put results into."""
     return [
         value
         for module in modules

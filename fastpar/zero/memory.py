@@ -53,7 +53,7 @@ def _is_in_file(zero: Zero, name: str) -> bool:
 
 
 def _gradient_bytes(zero: Zero, param: ShardedParam) -> int:
-    """What is left of a gradient: the mean in optim_param's dtype; in stage 0 the bucket that it lies in, and beside it
+    """Bytes left of a gradient: the mean in optim_param's dtype; in stage 0 the bucket that it lies in, and beside it
     the mean where that is wider."""
     mean = local(param.optim_param).numel() * param.optim_param.dtype.itemsize
     if zero.groups_of(param).shard.size > 1 or zero.stage == 3:

@@ -75,7 +75,7 @@ class Stepper:
         self._optim_params = {}
 
     def parameters(self) -> list[nn.Parameter]:
-        """What the optimizer updates, in the order of its groups: optim_params."""
+        """The parameters that the optimizer updates, in the order of its groups."""
         held = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         return [self._optim_params.get(id(parameter), parameter) for parameter in held]
 
@@ -279,7 +279,7 @@ class GradClipping:
 
 
 def _unscaling(optimizer: Any) -> float | Tensor:
-    """What the optimizer will multiply gradients with: a scaler may leave unscaling to the update."""
+    """The factor that the optimizer will multiply gradients with: a scaler may leave unscaling to the update."""
     if getattr(optimizer, "grad_scale", None) is not None:
         scale: Tensor = optimizer.grad_scale
         return 1.0 / scale.float()

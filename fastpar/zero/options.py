@@ -33,7 +33,7 @@ PERSISTENT_SHARE = 1 / 256
 @checked_fields
 @dataclass(frozen=True)
 class Offload:
-    """Where the optimizer's part of a model lives.
+    """The place of the optimizer's part of a model.
 
     path         None: the host's memory; a folder: a file in it, on a local disk
     group_bytes  of master weights that are in memory at once, three times: read ahead, updated, written behind
@@ -123,7 +123,7 @@ def _check_gradient_wire(wire: Any) -> None:
 
 @dataclass(frozen=True)
 class ShardOptions:
-    """How a model is sharded: the arguments of `fastpar.zero.shard`, checked, which says what each means.
+    """The arguments of `fastpar.zero.shard`, which says what each means.
 
     param_wires  the formats of gathered parameters, by name
     """
@@ -170,7 +170,7 @@ class ShardOptions:
 
 
 class HasParameters(Protocol):
-    """What is not a module and has parameters under the names of a whole model: a `fastpar.pipeline.Pipeline`."""
+    """An object with parameters under the names of a whole model, and no module: a `fastpar.pipeline.Pipeline`."""
 
     def named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]: ...
 

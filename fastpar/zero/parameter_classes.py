@@ -48,7 +48,7 @@ _OWN_GRAD = cast("Any", Tensor).grad  # torch's own attribute, which autograd ad
 
 
 def unsent_gradient(parameter: Tensor) -> Tensor | None:
-    """What autograd has put into `.grad` of this rank's parameter."""
+    """The gradient that autograd has put into `.grad` of this rank's parameter."""
     found: Tensor | None
     if isinstance(parameter, AbsentTensor):
         with looking_at_absent():
@@ -74,7 +74,7 @@ def _by_own_class(parameter: Any, again: Callable[[ShardedParam], None]) -> Iter
 
 
 class _ShowsReduced:
-    """What is added to the class of a parameter while it shows its owner's gradient."""
+    """The base that a parameter's class gets while it shows the averaged gradient."""
 
     __slots__ = ()
     _reduced_of: ShardedParam
@@ -117,7 +117,7 @@ class _ShowsReduced:
 
 
 class _Withholds:
-    """What is added to the class of a parameter whose gradient is this rank's alone, and is still to be averaged."""
+    """The base that a parameter's class gets while its gradient is this rank's alone, and still to be averaged."""
 
     __slots__ = ()
     _reduced_of: ShardedParam

@@ -161,7 +161,7 @@ class GatherFormats:
             history.forget(names)
 
     def histories(self) -> dict[str, Tensor]:
-        """What a checkpoint holds: [amax_history_len] of every tensor with delayed scales, equal on all ranks."""
+        """Histories for a checkpoint: [amax_history_len] of every tensor with delayed scales, equal on all ranks."""
         found = self._histories.values()
         return {name: x for each in found for name, x in zip(each.names, each.history.clone(), strict=True)}
 
@@ -258,7 +258,7 @@ class CodedParameters:
             torch.autograd.graph.increment_version(x)  # graphs that have saved the old values are to say so
 
     def shown(self, index: int) -> Tensor:
-        """What `seen` of a tensor has had since the last gather, unless somebody has written to it."""
+        """Values that `seen` of a tensor has had since the last gather, unless somebody has written to it."""
         found = torch.empty_like(self.seen[index], memory_format=torch.contiguous_format)
         words = [self.shards.codes.words(x.numel()) for x in self.seen]
         self.shards.codes.dequantize_into(self._message.split(words)[index], [found])

@@ -21,7 +21,7 @@ from fastpar.zero.sharded_param import Connection, ShardedParam
 
 
 class ModelParams(Protocol):
-    """What holds the parameters of a model: `Replicas` (stages 0 to 2) or `Stage3`.
+    """The holder of a model's parameters: `Replicas` (stages 0 to 2) or `Stage3`.
 
     params          of the trainable ones: what is reduced and updated
     persistent      names of those that are sharded by nobody while others are

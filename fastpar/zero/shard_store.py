@@ -49,7 +49,7 @@ from fastpar.zero.parameter_classes import mark_absent, mark_present
 
 
 class ShardStore:
-    """Where the shards of stage 3 are at rest: on their device, where they are used. Other stores say what differs."""
+    """The place of stage 3's shards at rest: their device, where they are used. Other stores say what differs."""
 
     is_device = True  # shards rest where they are used
     has_memory = True  # at rest
@@ -68,7 +68,7 @@ class ShardStore:
         return self._has_copies
 
     def of_masters(self, device: torch.device) -> torch.device:
-        """Where the optimizer's copies of parameters on `device` are."""
+        """The device of the optimizer's copies of parameters on `device`."""
         return torch.device("cpu") if self._has_copies else device
 
     def shards(self, comm: Communicator, names: Sequence[str], tensors: Sequence[Tensor]) -> FlatShards | DiskShards:
@@ -83,7 +83,7 @@ class ShardStore:
 
     @property
     def buffers(self) -> list[Tensor]:
-        """What shards are read into."""
+        """Memory that shards are read into."""
         return []
 
     def released(self) -> None:
@@ -100,7 +100,7 @@ class ShardStore:
         """Bring everything into memory, as for a checkpoint; `put_away` gives it back."""
 
     def put_away(self) -> None:
-        """What `load` has brought is needed no more. What has been taken of it meanwhile, as by state_dict, stays."""
+        """The memory of `load` is needed no more. What has been taken of it meanwhile, as by state_dict, stays."""
 
     def close(self) -> None:
         pass

@@ -55,12 +55,12 @@ class ShardedParam:
 
     @property
     def model_params(self) -> list[nn.Parameter]:
-        """What users may have of it, beside optim_param."""
+        """Parameters that users may have of it, beside optim_param."""
         return [x for x in (self.parameter, self.sharded) if x is not None and x is not self.optim_param]
 
     @property
     def model_param(self) -> nn.Parameter:
-        """What the model has outside of forward."""
+        """The parameter that the model has outside of forward."""
         return self.parameter if self.sharded is None else self.sharded
 
     @property
@@ -148,7 +148,7 @@ class ShardedParam:
         drop_unsent(self.parameter)
 
     def take(self) -> Tensor | None:
-        """What has been summed and not been sent; forgotten here."""
+        """The gradient that has been summed and not been sent; forgotten here."""
         if self.unreduced_sum is not None:
             self.keep_sum()
         taken = self.unreduced_sum
@@ -216,7 +216,7 @@ class Connection:
         self._release = release
         self._homes = [(param, _memory(param.parameter), _memory(param.parameter).data_ptr()) for param in params]
         names = [param.name for param in params]
-        places = {} if model is None else owners_of(model, names)
+        places = {} if model is None else places_of(model, names)
         self._places = [
             (param, module._parameters, attribute)
             for param in params
@@ -281,8 +281,8 @@ def check_alike(name: str, home: Tensor, found: Tensor) -> None:
             )
 
 
-def owners_of(model: nn.Module, names: Sequence[str]) -> dict[str, list[tuple[nn.Module, str]]]:
-    """Where parameters are registered: name -> modules and what they call it. Tied ones are at several places."""
+def places_of(model: nn.Module, names: Sequence[str]) -> dict[str, list[tuple[nn.Module, str]]]:
+    """Places where parameters are registered: name -> modules and what they call it. Tied ones have several."""
     named = dict(model.named_parameters())  # get_parameter trips over properties with a parameter's name
     by_parameter = {id(named[name]): name for name in names}
     found: dict[str, list[tuple[nn.Module, str]]] = {name: [] for name in names}

@@ -48,10 +48,10 @@ from fastpar.zero.flat import MemoryPool
 from fastpar.zero.groups import Groups, local
 from fastpar.zero.hooks import (
     ByHand,
+    ForwardCall,
     ForwardHook,
     Frame,
     UncompiledHook,
-    UnitCall,
     UnitOrder,
     UnitState,
     UnshardedCapture,
@@ -65,7 +65,7 @@ from fastpar.zero.parameter_classes import guard_at_rest, release_at_rest
 from fastpar.zero.quantized_gather import GatherFormats
 from fastpar.zero.reducer import GroupReducer
 from fastpar.zero.shard_store import ShardStore
-from fastpar.zero.sharded_param import ShardedParam, owners_of
+from fastpar.zero.sharded_param import ShardedParam, places_of
 
 
 class Stage3:
@@ -94,7 +94,7 @@ class Stage3:
         numels = {name: local(parameter).numel() for name, parameter in model.named_parameters()}
         self.persistent = frozenset(small_names(numels, options.persistent_share))
         plans = plan_units(model, options.units)
-        owners = owners_of(model, list(numels))
+        owners = places_of(model, list(numels))
         self.store = ShardStore.of(options.offload)
         self.formats = GatherFormats(options.param_wires)
         self.units = [
@@ -126,7 +126,7 @@ class Stage3:
         self._handles: list[Any] = []
         self._is_guarding = False
         self._modules_in: dict[nn.Module, list[nn.Module]] = {}
-        self._last_call: UnitCall | None = None
+        self._last_call: ForwardCall | None = None
         self._install_hooks(plans)
         self.published()
 
@@ -143,7 +143,7 @@ class Stage3:
 
     @property
     def buffers(self) -> list[Tensor]:
-        """What shards in a file are read into."""
+        """Memory that shards in a file are read into."""
         return self.store.buffers
 
     @property
@@ -358,7 +358,7 @@ class Stage3:
         if not torch.is_grad_enabled():
             return None
         previous = None if in_backward() else self._last_call
-        call = UnitCall(unit, self._passes, previous, self._begin_backward, self._end_backward)
+        call = ForwardCall(unit, self._passes, previous, self._begin_backward, self._end_backward)
         state.running[-1] = Frame(module, call)
         return call.watch_inputs(args, kwargs)
 
@@ -381,7 +381,7 @@ class Stage3:
 
     # ---- backward
 
-    def _begin_backward(self, call: UnitCall) -> None:
+    def _begin_backward(self, call: ForwardCall) -> None:
         """The gradient of an output is there."""
         self._enter_backward()
         state = self._states[call.unit]
@@ -392,7 +392,7 @@ class Stage3:
         previous = call.previous
         self._prefetch(None if previous is None else previous.unit)
 
-    def _end_backward(self, call: UnitCall) -> None:
+    def _end_backward(self, call: ForwardCall) -> None:
         """The gradients of all inputs are there."""
         state = self._states[call.unit]
         if call not in state.in_backward:

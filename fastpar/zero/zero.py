@@ -34,7 +34,7 @@ from fastpar.zero.state_dict import new_run, parts_of
 
 
 class Zero:
-    """What `shard` made of a model and an optimizer."""
+    """A model and optimizers that `fastpar.zero.shard` has made data-parallel."""
 
     def __init__(
         self,
@@ -130,12 +130,12 @@ class Zero:
 
     @property
     def report(self) -> str:
-        """Which gradients were not finite, and on which ranks, where the last step was skipped."""
+        """Names of gradients that were not finite, and ranks, where the last step was skipped."""
         return self.clipping.report
 
     @property
     def max_norm(self) -> float | None:
-        """What gradients are clipped to; it may be changed."""
+        """The norm that gradients are clipped to; it may be changed."""
         return self.clipping.max_norm
 
     @max_norm.setter
@@ -160,7 +160,7 @@ class Zero:
         return {name: parameter for name, parameter in found if name not in known}
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint is to hold, for torch.distributed.checkpoint: see `fastpar.zero.state_dict`. Collective."""
+        """The state for a checkpoint, for torch.distributed.checkpoint: see `fastpar.zero.state_dict`. Collective."""
         self._check_names()
         self._load()
         for reducer in self._reducers:
@@ -246,7 +246,7 @@ class Zero:
             storage.load()
 
     def _frozen_at_rest(self) -> dict[int, nn.Parameter]:
-        """What modules have at rest in the place of whole parameters that are not trained, by the id of these."""
+        """Parameters that modules have at rest in the place of those that are not trained, by the id of these."""
         return {number: x for storage in self.storages for number, x in storage.frozen_at_rest.items()}
 
     # ---- the step
