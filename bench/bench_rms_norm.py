@@ -132,9 +132,9 @@ class Problem:
 
 
 def fastpar_rms_norm(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-    from fastpar.ops import rms_norm
+    from fastpar.ops import add_rms_norm, rms_norm
 
-    return (rms_norm(x, weight, eps=EPS),) if residual is None else rms_norm(x, weight, eps=EPS, residual=residual)
+    return (rms_norm(x, weight, eps=EPS),) if residual is None else add_rms_norm(x, residual, weight, eps=EPS)
 
 
 def torch_rms_norm(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, ...]:

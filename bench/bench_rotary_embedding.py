@@ -123,7 +123,8 @@ def fastpar_rotation(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     from fastpar.ops import rotary_embedding
 
-    return rotary_embedding(q, k, cos=cos, sin=sin, interleaved=interleaved)
+    turned = [rotary_embedding(x, cos=cos, sin=sin, interleaved=interleaved) for x in (q, k)]
+    return turned[0], turned[1]
 
 
 def torch_rotation(

@@ -105,10 +105,10 @@ class Problem:
         return self.group.all_reduce_rms_norm(self.x, self.weight, residual=self.residual)[1]
 
     def reduce_then_norm(self) -> torch.Tensor:
-        from fastpar.ops import rms_norm
+        from fastpar.ops import add_rms_norm
 
         self.group.all_reduce(self.x, out=self.out)
-        return rms_norm(self.out, self.weight, residual=self.residual)[1]
+        return add_rms_norm(self.out, self.residual, self.weight)[1]
 
     def provider(self, name: str, kind: str, function: Callable[[], torch.Tensor], num_bytes: float) -> Provider:
         graph = Graph(function, self.case.calls)

@@ -267,6 +267,8 @@ def _kind_of(annotation: Any, scope: dict[str, Any], tensors: Tensors) -> Argume
     if origin in (Union, types.UnionType):
         return _one_of(_choices(list(typing.get_args(annotation)), scope, tensors))
     if isinstance(annotation, TypeVar):
+        if annotation.__constraints__:
+            return _one_of(_choices(list(annotation.__constraints__), scope, tensors))
         return _ANYTHING if annotation.__bound__ is None else _kind_of(annotation.__bound__, scope, tensors)
     if origin is Literal:
         values = typing.get_args(annotation)

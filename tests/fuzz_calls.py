@@ -70,6 +70,7 @@ LINEAR: Callable[[], dict[str, Any]] = lambda: {"x": floats(4, 3), "weight": flo
 GOOD: dict[str, Callable[[], dict[str, Any]]] = {
     "adamw_step": lambda: {**states(), "exp_avgs": [floats(3)], "exp_avg_sqs": [floats(3) ** 2], "step": 1, "lr": 0.1},
     "all_gather_linear": LINEAR,
+    "add_rms_norm": lambda: {"x": floats(2, 3), "residual": floats(2, 3), "weight": floats(3)},
     "all_reduce_rms_norm": lambda: {"x": floats(2, 3), "weight": floats(3), "group": None},
     "attention": lambda: {"q": floats(2, 4, 3, 2), "k": floats(2, 2, 3, 2), "v": floats(2, 2, 3, 5), "sink": floats(4)},
     "context_attention": lambda: {
@@ -128,7 +129,7 @@ GOOD: dict[str, Callable[[], dict[str, Any]]] = {
     "quantize_blocks": lambda: {"x": floats(3, 70), "block": 64},
     "reduce_scatter_rms_norm": lambda: {"x": floats(2, 3), "weight": floats(3), "group": None},
     "rms_norm": lambda: {"x": floats(2, 3), "weight": floats(3)},
-    "rotary_embedding": lambda: {"q": floats(2, 3, 2, 4), "k": floats(2, 3, 1, 4), "positions": ids(3)},
+    "rotary_embedding": lambda: {"x": floats(2, 3, 2, 4), "positions": ids(3)},
     "rotary_tables": lambda: {"positions": ids(3), "rotary_dim": 4},
     "router_logits": lambda: {"x": floats(4, 3), "weight": floats(2, 3)},
     "sgd_step": lambda: {**states(), "lr": 0.1},
@@ -140,6 +141,7 @@ GOOD: dict[str, Callable[[], dict[str, Any]]] = {
     "vocab_parallel_embedding": lambda: {"ids": ids(2, 3), "weight": floats(6, 4)},
     "vocab_parallel_entropy": LOGITS,
     "vocab_parallel_log_prob": lambda: {**LOGITS(), "ids": ids(3)},
+    "vocab_parallel_log_prob_and_entropy": lambda: {**LOGITS(), "ids": ids(3)},
     "vocab_parallel_log_softmax": LOGITS,
     "vocab_parallel_sample": lambda: {**LOGITS(), "seed": 1},
     "vocab_parallel_softmax": LOGITS,

@@ -7,6 +7,7 @@ Tolerances: sums in float32 of up to 257 terms, so 1e-5 relative to results of o
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -31,6 +32,10 @@ def problem(world_size: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor
     return x, residual, weight, grad_out, grad_h
 
 
+def norm_of_sum(x: Tensor, weight: Tensor, residual: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    return ops.add_rms_norm(x, residual, weight, **options)
+
+
 def gradients_of(function, x: Tensor, residual: Tensor, weight: Tensor, grads: list[Tensor]) -> list[Tensor]:  # type: ignore[no-untyped-def]
     leaves = [t.clone().requires_grad_() for t in (x, residual, weight)]
     outputs = function(leaves[0], leaves[2], residual=leaves[1], eps=1e-5, weight_offset=1.0)
@@ -40,7 +45,7 @@ def gradients_of(function, x: Tensor, residual: Tensor, weight: Tensor, grads: l
 def compare_with_the_sum() -> None:
     comm = Communicator(dist.group.WORLD)
     x, residual, weight, *grads = problem(comm.size)
-    wanted = gradients_of(ops.rms_norm, x.sum(0), residual, weight, grads)
+    wanted = gradients_of(norm_of_sum, x.sum(0), residual, weight, grads)
     for function in (ops.all_reduce_rms_norm, reference.all_reduce_rms_norm):
 
         def call(x, weight, function=function, **options):  # type: ignore[no-untyped-def]
@@ -87,7 +92,7 @@ def test_the_fused_path_has_the_gradients_of_the_norm(one_rank: SymmetricCollect
         return ops.all_reduce_rms_norm(x, weight, group=one_rank, **options)
 
     found = gradients_of(call, x[0], residual, weight, grads)
-    wanted = gradients_of(ops.rms_norm, x[0], residual, weight, grads)
+    wanted = gradients_of(norm_of_sum, x[0], residual, weight, grads)
     tolerance = 1e-5 if dtype == torch.float32 else 2**-7  # a unit in the last place
     for name, mine, exact in zip(("out", "h", "dx", "dresidual", "dweight"), found, wanted, strict=True):
         torch.testing.assert_close(
@@ -99,7 +104,7 @@ def test_the_fused_path_needs_one_dtype_and_falls_back(one_rank: SymmetricCollec
     x, residual, weight, *_ = problem(1, torch.bfloat16)
     leaf = x[0].clone().requires_grad_()
     out, h = ops.all_reduce_rms_norm(leaf, weight.float(), group=one_rank, residual=residual)
-    wanted_out, wanted_h = ops.rms_norm(x[0], weight.float(), residual=residual)
+    wanted_out, wanted_h = ops.add_rms_norm(x[0], residual, weight.float())
     assert torch.equal(out, wanted_out)
     assert torch.equal(h, wanted_h)
     out.sum().backward()

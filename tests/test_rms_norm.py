@@ -26,7 +26,7 @@ CAPABILITIES = ["avx512bf16", "avx512", "avx2", "portable"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float64: 1e-13}
 EPS = 1e-5
-rms_norm = ops.rms_norm
+rms_norm, add_rms_norm = ops.rms_norm, ops.add_rms_norm
 K = torch.ops.fastpar
 
 
@@ -73,7 +73,7 @@ def check(
         out.backward(grad_out)
         h = x
     else:
-        out, h = rms_norm(a, w, eps=EPS, residual=r, weight_offset=offset)
+        out, h = add_rms_norm(a, r, w, eps=EPS, weight_offset=offset)
         assert residual is not None
         assert torch.equal(h, x + residual), "h is not the sum, rounded once"
         torch.autograd.backward((out, h), (grad_out, grad_h))
@@ -131,7 +131,7 @@ def test_worked_example_of_the_docstring(capability: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_norm_is_that_of_the_rounded_sum(capability: str, dtype: torch.dtype) -> None:
     x, residual, weight = random(9, 300, dtype=dtype), 100 * random(9, 300, dtype=dtype, seed=1), torch.ones(300)
-    out, h = rms_norm(x, weight, residual=residual)
+    out, h = add_rms_norm(x, residual, weight)
     assert torch.equal(out, rms_norm(h, weight))
 
 
@@ -212,7 +212,7 @@ def test_only_the_gradients_that_are_needed_are_computed(monkeypatch: pytest.Mon
         x, residual, weight = tensors = [random(4, 9), random(4, 9), random(9)]
         for index in leaves:
             tensors[index].requires_grad_()
-        out, h = rms_norm(x, weight, residual=residual)
+        out, h = add_rms_norm(x, residual, weight)
         (out.sum() + h.sum()).backward()
         assert [t.grad is not None for t in tensors] == [i in leaves for i in range(3)]
     assert asked == [(True, False), (True, False), (False, True), (True, True)]
@@ -224,13 +224,13 @@ def test_only_the_gradients_that_are_needed_are_computed(monkeypatch: pytest.Mon
 @pytest.mark.parametrize("used", ["out", "h", "both"])
 def test_gradients_are_right_whichever_output_is_used(used: str) -> None:
     def loss(function: Any, x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
-        out, h = function(x, weight, residual=residual)
+        out, h = function(x, residual, weight)
         return (out.square().sum() if used != "h" else 0.0) + (h.cos().sum() if used != "out" else 0.0)
 
     tensors = [random(4, 10), random(4, 10, seed=1), random(10)]
     a, b = ([t.clone().requires_grad_() for t in tensors] for _ in range(2))
-    loss(rms_norm, *a).backward()
-    loss(reference.rms_norm, *b).backward()
+    loss(add_rms_norm, *a).backward()
+    loss(reference.add_rms_norm, *b).backward()
     for found, wanted in zip(a, b, strict=True):
         if wanted.grad is None or used == "h":
             assert found.grad is None or torch.equal(found.grad, wanted.grad)
@@ -242,14 +242,14 @@ def test_a_chain_of_blocks_over_one_residual_stream_matches_the_reference() -> N
     def stack(function: Any, x: Tensor, weights: list[Tensor]) -> Tensor:
         stream = x
         for weight in weights:
-            out, stream = function(stream.tanh(), weight, residual=stream)
+            out, stream = function(stream.tanh(), stream, weight)
             stream = stream + out
         return stream.square().sum()
 
     inputs = [random(3, 24), *(random(24, seed=i) for i in range(4))]
     a, b = ([t.clone().requires_grad_() for t in inputs] for _ in range(2))
-    stack(rms_norm, a[0], a[1:]).backward()
-    stack(reference.rms_norm, b[0], b[1:]).backward()
+    stack(add_rms_norm, a[0], a[1:]).backward()
+    stack(reference.add_rms_norm, b[0], b[1:]).backward()
     for found, wanted in zip(a, b, strict=True):
         torch.testing.assert_close(found.grad, wanted.grad, rtol=1e-5, atol=1e-4)
 
@@ -271,7 +271,7 @@ def test_any_strides_give_the_contiguous_result(capability: str, layout: str) ->
     results = []
     for a, r in ((x, residual), (x.contiguous(), residual.contiguous())):
         a, r = a.detach().requires_grad_(), r.detach().requires_grad_()
-        outputs = rms_norm(a, weight, residual=r)
+        outputs = add_rms_norm(a, r, weight)
         results.append(
             (*outputs, *torch.autograd.grad(outputs, (a, r), [g if a is x else g.contiguous() for g in grads]))
         )
@@ -283,7 +283,7 @@ def test_any_strides_give_the_contiguous_result(capability: str, layout: str) ->
 @pytest.mark.parametrize("shape", [(0, 8), (3, 0), (2, 0, 6), (0,)])
 def test_empty_tensors_have_empty_results_and_a_zero_weight_gradient(shape: tuple[int, ...]) -> None:
     x, weight = torch.empty(shape, requires_grad=True), torch.ones(shape[-1], requires_grad=True)
-    out, h = rms_norm(x, weight, residual=x.detach())
+    out, h = add_rms_norm(x, x.detach(), weight)
     assert out.shape == h.shape == shape
     (out.sum() + h.sum()).backward()
     assert x.grad is not None
@@ -295,7 +295,7 @@ def test_empty_tensors_have_empty_results_and_a_zero_weight_gradient(shape: tupl
 # ---- errors ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("function", [ops.rms_norm, reference.rms_norm])
+@pytest.mark.parametrize("family", [ops, reference])
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
@@ -312,10 +312,10 @@ def test_empty_tensors_have_empty_results_and_a_zero_weight_gradient(shape: tupl
         ({"weight": None, "weight_offset": 1.0}, ValueError, r"weight_offset \(1.0\).*weight is None"),
     ],
 )
-def test_bad_arguments_are_named(function: Any, arguments: Any, error: type[Exception], message: str) -> None:
+def test_bad_arguments_are_named(family: Any, arguments: Any, error: type[Exception], message: str) -> None:
     call = {"x": torch.zeros(3, 8), "weight": torch.ones(8), **arguments}
     with pytest.raises(error, match=message):
-        function(call.pop("x"), call.pop("weight"), **call)
+        (family.add_rms_norm if "residual" in call else family.rms_norm)(**call)
 
 
 def test_the_ops_check_what_they_are_given() -> None:
@@ -346,7 +346,7 @@ def test_opcheck_passes_for_every_op() -> None:
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled_fullgraph_equals_eager(dynamic: bool) -> None:
     def step(x: Tensor, weight: Tensor) -> Tensor:
-        out, h = rms_norm(x * 2.0, weight, residual=x)
+        out, h = add_rms_norm(x * 2.0, x, weight)
         return out + rms_norm(h, weight, weight_offset=1.0)
 
     compiled = torch.compile(step, fullgraph=True, dynamic=dynamic, backend="aot_eager")
@@ -377,7 +377,7 @@ def test_no_graph_is_made_when_no_gradient_is_needed() -> None:
     x, weight = random(3, 20), random(20)
     assert rms_norm(x, weight).grad_fn is None
     with torch.no_grad():
-        assert rms_norm(x.requires_grad_(), weight, residual=x)[1].grad_fn is None
+        assert add_rms_norm(x.requires_grad_(), x, weight)[1].grad_fn is None
 
 
 @pytest.mark.parametrize("by", ["x", "weight"])
@@ -392,11 +392,11 @@ def test_gradients_of_the_gradient_are_refused(by: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_reference_agrees_with_the_kernels(dtype: torch.dtype) -> None:
     x, residual, weight = random(5, 40, dtype=dtype), random(5, 40, dtype=dtype, seed=1), random(40, dtype=dtype)
-    out, h = rms_norm(x, weight, residual=residual, weight_offset=1.0)
-    wanted, wanted_h = reference.rms_norm(x, weight, residual=residual, weight_offset=1.0)
+    out, h = add_rms_norm(x, residual, weight, weight_offset=1.0)
+    wanted, wanted_h = reference.add_rms_norm(x, residual, weight, weight_offset=1.0)
     assert torch.equal(h, wanted_h)
     assert_close(out, wanted.double(), dtype)
-    on_meta = rms_norm(x.to("meta"), weight.to("meta"), residual=residual.to("meta"))  # a device without kernels
+    on_meta = add_rms_norm(x.to("meta"), residual.to("meta"), weight.to("meta"))  # a device without kernels
     assert [t.shape for t in on_meta] == [out.shape, h.shape]
 
 

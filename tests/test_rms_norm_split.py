@@ -62,22 +62,22 @@ def compare(dtype: torch.dtype, weight_dtype: torch.dtype, has_residual: bool, o
     begin = sum(sizes[: comm.rank])
     mine = slice(begin, begin + sizes[comm.rank])
     # Autograd adds the reference's gradients in the dtype of x: a rounding more in 16 bits.
-    for function in (ops.rms_norm, reference.rms_norm) if dtype.itemsize > 2 else (ops.rms_norm,):
+    for family in (ops, reference) if dtype.itemsize > 2 else (ops,):
         a, r, b = (t.detach().clone().requires_grad_() for t in (x[..., mine], residual[..., mine], weight[mine]))
         options: dict[str, Any] = {"eps": EPS, "weight_offset": offset, "group": comm}
         if has_residual:
-            out, summed = function(a, b, residual=r, **options)
+            out, summed = family.add_rms_norm(a, r, b, **options)
             assert torch.equal(summed, h[..., mine].to(dtype)), "h is not the sum, rounded once"
             grads = torch.autograd.grad((out, summed), (a, r, b), (grad_out[..., mine], grad_h[..., mine]))
             assert torch.equal(grads[1], grads[0])
         else:
-            out = function(a, b, **options)
+            out = family.rms_norm(a, b, **options)
             grads = torch.autograd.grad(out, (a, b), grad_out[..., mine])
         assert (out.dtype, grads[0].dtype, grads[-1].dtype) == (dtype, dtype, weight_dtype)
         assert out.shape == a.shape
-        assert_close(out, exact[..., mine].detach(), f"{function.__module__} out")
-        assert_close(grads[0], dh[..., mine], f"{function.__module__} dx", terms)
-        assert_close(grads[-1], dw[mine], f"{function.__module__} dweight", share)
+        assert_close(out, exact[..., mine].detach(), f"{family.__name__} out")
+        assert_close(grads[0], dh[..., mine], f"{family.__name__} dx", terms)
+        assert_close(grads[-1], dw[mine], f"{family.__name__} dweight", share)
     return []
 
 
@@ -126,7 +126,7 @@ def collectives() -> list[tuple[list[tuple[str, int]], list[tuple[str, int]]]]:
         if needs in leaves:
             leaves[needs].requires_grad_()
         with record() as forward:
-            out, _ = ops.rms_norm(x, weight, residual=residual, group=comm)
+            out, _ = ops.add_rms_norm(x, residual, weight, group=comm)
         with record() as backward:
             if needs in leaves:
                 out.sum().backward()
@@ -143,7 +143,7 @@ def test_one_number_a_row_travels_each_way_and_none_back_for_the_weight_alone() 
 def only_h_is_used_on_one_rank() -> None:
     comm = Communicator(dist.group.WORLD)
     x = torch.randn(4, 6).requires_grad_()
-    out, h = ops.rms_norm(x, None, residual=torch.ones(4, 6), group=comm)
+    out, h = ops.add_rms_norm(x, torch.ones(4, 6), None, group=comm)
     (h.sum() + (out.sum() if comm.rank == 0 else 0.0)).backward()
     assert x.grad is not None
     if comm.rank == 1:
@@ -199,7 +199,7 @@ def compiled_equals_eager() -> None:
     comm = Communicator(dist.group.WORLD)
 
     def step(x: Tensor, weight: Tensor) -> Tensor:
-        out, h = ops.rms_norm(x * 2.0, weight, residual=x, group=comm)
+        out, h = ops.add_rms_norm(x * 2.0, x, weight, group=comm)
         return out + ops.rms_norm(h, weight, weight_offset=1.0, group=comm)
 
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")

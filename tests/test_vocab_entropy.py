@@ -25,6 +25,7 @@ from tests.vocab_cases import WORLD_SIZES, normal, own_part, own_range, results_
 __all__ = ["capability"]  # a fixture: used by name
 
 log_prob, entropy = ops.vocab_parallel_log_prob, ops.vocab_parallel_entropy
+log_prob_and_entropy = ops.vocab_parallel_log_prob_and_entropy
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "scale": {"logit_scale": -1.5},
@@ -44,11 +45,11 @@ def some_ids(rows: int, vocab: int, per_row: int | None = None) -> Tensor:
 
 
 def both(logits: Tensor, ids: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-    return log_prob(logits, ids, return_entropy=True, **options)
+    return log_prob_and_entropy(logits, ids, **options)
 
 
 def both_exactly(logits: Tensor, ids: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-    return reference.vocab_parallel_log_prob(logits.double(), ids, return_entropy=True, **options)
+    return reference.vocab_parallel_log_prob_and_entropy(logits.double(), ids, **options)
 
 
 # ---- one rank, against float64 ---------------------------------------------------------------------------------------
@@ -183,7 +184,7 @@ def run_sharded(vocab: int) -> list[dict[str, Any]]:
     for option, options in OPTIONS.items():
         x, ids = own_part(normal(7, vocab), where), some_ids(7, vocab, 3)
         with count_collectives() as forward:
-            found, h = log_prob(x, ids, group=comm, vocab_range=where, return_entropy=True, **options)
+            found, h = log_prob_and_entropy(x, ids, group=comm, vocab_range=where, **options)
         with count_collectives() as backward:
             torch.autograd.backward([found, h], [normal(7, 3, scale=1.0), normal(7, scale=1.0)])
         counts = (forward.total, backward.total)
@@ -232,7 +233,7 @@ def run_reference_and_errors() -> tuple[list[Tensor], list[str]]:
     comm, messages = world(), []
     where = own_range(20, comm)
     ids, x = some_ids(4, 20), own_part(normal(4, 20), where)
-    outputs = reference.vocab_parallel_log_prob(x, ids, group=comm, vocab_range=where, return_entropy=True)
+    outputs = reference.vocab_parallel_log_prob_and_entropy(x, ids, group=comm, vocab_range=where)
     (outputs[0].sum() + outputs[1].sum()).backward()
     assert x.grad is not None
     for module in (ops, reference):

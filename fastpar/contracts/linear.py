@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
     from fastpar.comm import Communicator
+
+
+# Of an argument and the result: one weight gives one output, several give a tuple of as many.
+OneOrSeveral = TypeVar("OneOrSeveral", Tensor, Sequence[Tensor])
 
 
 class Weights(NamedTuple):

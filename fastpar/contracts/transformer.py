@@ -120,8 +120,7 @@ def rotary_tables(
 
 
 def check_rotary(
-    q: Tensor,
-    k: Tensor | None,
+    x: Tensor,
     cos: Tensor | None,
     sin: Tensor | None,
     positions: Tensor | None,
@@ -132,41 +131,30 @@ def check_rotary(
     """The tables, contiguous, in the dtype of the computation. Raises TypeError or ValueError with the values."""
     if layout not in LAYOUTS:
         raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
-    _check_heads(q, "q", layout)
+    _check_heads(x, layout)
     if rotary_dim is None:
-        rotary_dim = q.shape[-1]
+        rotary_dim = x.shape[-1]
     _check_rotary_dim(rotary_dim)
     if (positions is None) == (cos is None) or (cos is None) != (sin is None):
         raise ValueError("give either cos and sin, or positions: the positions of these tokens in the whole sequence")
+    dtype = compute_dtype(x.dtype)
     if positions is not None:
-        cos, sin = rotary_tables(positions, rotary_dim, theta=theta, dtype=compute_dtype(q.dtype))
+        cos, sin = rotary_tables(positions, rotary_dim, theta=theta, dtype=dtype)
     assert cos is not None
     assert sin is not None
-    for name, x in (("q", q), ("k", k)):
-        if x is None:
-            continue
-        _check_heads(x, name, layout)
-        if x.dtype != q.dtype or x.device != q.device or x.dim() != q.dim():
-            raise ValueError(
-                f"q and k must have one dtype, device and number of dims, got {q.dtype} on {q.device} "
-                f"{list(q.shape)} and {x.dtype} on {x.device} {list(x.shape)}"
-            )
-        if rotary_dim > x.shape[-1]:
-            raise ValueError(
-                f"rotary_dim ({rotary_dim}) must be at most the {x.shape[-1]} elements of a head of {name}"
-            )
-        _check_tables(x, name, cos, sin, rotary_dim, layout)
-    dtype = compute_dtype(q.dtype)
+    if rotary_dim > x.shape[-1]:
+        raise ValueError(f"rotary_dim ({rotary_dim}) must be at most the {x.shape[-1]} elements of a head")
+    _check_tables(x, cos, sin, rotary_dim, layout)
     return cos.to(dtype).contiguous(), sin.to(dtype).contiguous()
 
 
-def _check_heads(x: Tensor, name: str, layout: str) -> None:
+def _check_heads(x: Tensor, layout: str) -> None:
     if not isinstance(x, Tensor) or x.dtype not in FLOAT_DTYPES:
         found = x.dtype if isinstance(x, Tensor) else type(x).__name__
-        raise TypeError(f"{name} must be a tensor of {', '.join(map(str, FLOAT_DTYPES))}, got {found}")
+        raise TypeError(f"x must be a tensor of {', '.join(map(str, FLOAT_DTYPES))}, got {found}")
     if x.dim() not in (3, 4):
         dims = "[B, S, heads, D] or [S, heads, D]" if layout == "bshd" else "[B, heads, S, D] or [heads, S, D]"
-        raise ValueError(f"{name} must be {dims} for layout {layout!r}, got {list(x.shape)}")
+        raise ValueError(f"x must be {dims} for layout {layout!r}, got {list(x.shape)}")
 
 
 _MAX_DIM = 1 << 20  # of a head; more is a mistake, and would ask for tables that no memory holds
@@ -181,7 +169,7 @@ def _check_rotary_dim(rotary_dim: int) -> None:
         raise ValueError(f"rotary_dim must be at most {_MAX_DIM}, got {rotary_dim}")
 
 
-def _check_tables(x: Tensor, name: str, cos: Tensor, sin: Tensor, rotary_dim: int, layout: str) -> None:
+def _check_tables(x: Tensor, cos: Tensor, sin: Tensor, rotary_dim: int, layout: str) -> None:
     tokens, half = x.shape[-3 if layout == "bshd" else -2], rotary_dim // 2
     batches = (1, x.shape[0]) if x.dim() == 4 else (1,)
     for table_name, table in (("cos", cos), ("sin", sin)):
@@ -189,7 +177,7 @@ def _check_tables(x: Tensor, name: str, cos: Tensor, sin: Tensor, rotary_dim: in
             found = table.dtype if isinstance(table, Tensor) else type(table).__name__
             raise TypeError(f"{table_name} must be a tensor of {', '.join(map(str, FLOAT_DTYPES))}, got {found}")
         if table.device != x.device:
-            raise ValueError(f"{table_name} must be where {name} is, on {x.device}, got {table.device}")
+            raise ValueError(f"{table_name} must be where x is, on {x.device}, got {table.device}")
         if torch.is_grad_enabled() and table.requires_grad:
             raise ValueError(f"there is no gradient for {table_name}, which requires one: pass {table_name}.detach()")
         if table.shape[-1:] == (rotary_dim,) and half > 0:
@@ -201,6 +189,6 @@ def _check_tables(x: Tensor, name: str, cos: Tensor, sin: Tensor, rotary_dim: in
         if not is_known or table.shape[-2:] != (tokens, half):
             raise ValueError(
                 f"{table_name} must be [S, R / 2] or [B, S, R / 2], here [{tokens}, {half}] or "
-                f"[{batches[-1]}, {tokens}, {half}] for {name} {list(x.shape)} in layout {layout!r}; got "
+                f"[{batches[-1]}, {tokens}, {half}] for x {list(x.shape)} in layout {layout!r}; got "
                 f"{list(table.shape)}"
             )

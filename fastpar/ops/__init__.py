@@ -43,11 +43,15 @@ if TYPE_CHECKING:
     from fastpar.ops.parallel_linear.overlap import Overlap, OverlapShape, measure_overlap
     from fastpar.ops.quantize import dequantize_blocks, quantize_blocks
     from fastpar.ops.reduce_scatter_rms_norm import reduce_scatter_rms_norm
-    from fastpar.ops.rms_norm import rms_norm
+    from fastpar.ops.rms_norm import add_rms_norm, rms_norm
     from fastpar.ops.rotary_embedding import rotary_embedding, rotary_tables
     from fastpar.ops.square_sum import exact_square_sum, square_sum_norm
     from fastpar.ops.swiglu import swiglu
-    from fastpar.ops.vocab_entropy import vocab_parallel_entropy, vocab_parallel_log_prob
+    from fastpar.ops.vocab_entropy import (
+        vocab_parallel_entropy,
+        vocab_parallel_log_prob,
+        vocab_parallel_log_prob_and_entropy,
+    )
     from fastpar.ops.vocab_filter import vocab_parallel_top_k_top_p
     from fastpar.ops.vocab_sample import vocab_parallel_sample
     from fastpar.ops.vocab_softmax import vocab_parallel_log_softmax, vocab_parallel_softmax
@@ -74,6 +78,7 @@ _HOME = {
     "WeightGradStore": "fastpar.ops.weight_grad_store.store",
     "adamw_step": "fastpar.ops.optimizer",
     "all_gather_linear": "fastpar.ops.parallel_linear.api",
+    "add_rms_norm": "fastpar.ops.rms_norm",
     "all_reduce_rms_norm": "fastpar.ops.all_reduce_rms_norm",
     "attention": "fastpar.ops.attention",
     "context_attention": "fastpar.ops.context_attention.api",
@@ -115,6 +120,7 @@ _HOME = {
     "vocab_parallel_embedding": "fastpar.ops.embedding",
     "vocab_parallel_entropy": "fastpar.ops.vocab_entropy",
     "vocab_parallel_log_prob": "fastpar.ops.vocab_entropy",
+    "vocab_parallel_log_prob_and_entropy": "fastpar.ops.vocab_entropy",
     "vocab_parallel_log_softmax": "fastpar.ops.vocab_softmax",
     "vocab_parallel_sample": "fastpar.ops.vocab_sample",
     "vocab_parallel_softmax": "fastpar.ops.vocab_softmax",
@@ -140,6 +146,7 @@ __all__ = [
     "Usp",
     "WeightGradStore",
     "adamw_step",
+    "add_rms_norm",
     "all_gather_linear",
     "all_reduce_rms_norm",
     "attention",
@@ -182,6 +189,7 @@ __all__ = [
     "vocab_parallel_embedding",
     "vocab_parallel_entropy",
     "vocab_parallel_log_prob",
+    "vocab_parallel_log_prob_and_entropy",
     "vocab_parallel_log_softmax",
     "vocab_parallel_sample",
     "vocab_parallel_softmax",

@@ -17,7 +17,7 @@ Saved for backward: h (or x), rstd in float32, 4 bytes a row, the weight, and H.
 from __future__ import annotations
 
 import contextlib
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -246,13 +246,12 @@ def split_rms_norm(
     eps: float,
     residual: Tensor | None,
     weight_offset: float,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """`fastpar.ops.rms_norm` with checked arguments and a group of several ranks."""
+) -> Any:
+    """`fastpar.ops.rms_norm` and `add_rms_norm` with checked arguments and a group of several ranks."""
     if not has_kernels(x):
-        options = {"eps": eps, "residual": residual, "weight_offset": weight_offset, "group": comm}
-        return cast("Tensor | tuple[Tensor, Tensor]", fallback("rms_norm")(x, weight, **options))
+        return fallback("transformer").normalised(x, residual, weight, eps, weight_offset, comm)
     if needs_grad(x, weight, residual):
         outputs = _SplitRmsNorm.apply(x, residual, weight, comm, eps, weight_offset, needs_grad(x, residual))
-        return cast(Tensor, outputs[0]) if residual is None else cast("tuple[Tensor, Tensor]", outputs)
+        return outputs[0] if residual is None else outputs
     out, h, _, _ = _forward(x, residual, weight, comm, eps, weight_offset, False)
     return out if residual is None else (out, h)

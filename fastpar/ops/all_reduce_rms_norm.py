@@ -28,7 +28,7 @@ from fastpar.comm.recompute_cache import kept
 from fastpar.comm.symmetric.collectives import DTYPES, SymmetricCollectives
 from fastpar.contracts.transformer import check_rms_norm
 from fastpar.ops._autograd import first_derivative_only
-from fastpar.ops.rms_norm import rms_norm
+from fastpar.ops.rms_norm import add_rms_norm, rms_norm
 
 _ext.load()
 
@@ -142,4 +142,4 @@ def all_reduce_rms_norm(
         y = reduce_from(x, group)
     if residual is None:
         return rms_norm(y, weight, eps=eps, weight_offset=weight_offset), y
-    return rms_norm(y, weight, eps=eps, residual=residual, weight_offset=weight_offset)
+    return add_rms_norm(y, residual, weight, eps=eps, weight_offset=weight_offset)

@@ -28,7 +28,7 @@ from fastpar.comm.communicator import GroupLike
 from fastpar.contracts import communicator
 from fastpar.contracts.linear import check_sequence_dim, scattered_sizes
 from fastpar.contracts.transformer import check_rms_norm
-from fastpar.ops.rms_norm import rms_norm
+from fastpar.ops.rms_norm import add_rms_norm, rms_norm
 
 
 @checked()
@@ -84,4 +84,4 @@ def reduce_scatter_rms_norm(
     y = reduce_scatter_sequence(x, comm, dim=dim, sizes=rows)
     if residual is None:
         return rms_norm(y, weight, eps=eps, weight_offset=weight_offset), y
-    return rms_norm(y, weight, eps=eps, residual=residual, weight_offset=weight_offset)
+    return add_rms_norm(y, residual, weight, eps=eps, weight_offset=weight_offset)

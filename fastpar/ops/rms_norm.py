@@ -25,7 +25,7 @@ another order differ in their last bit.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast, overload
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -170,63 +170,39 @@ class _RmsNorm(torch.autograd.Function):
 # ---- public ----------------------------------------------------------------------------------------------------------
 
 
-@overload
-def rms_norm(
-    x: Tensor,
-    weight: Tensor | None,
-    *,
-    eps: float = ...,
-    residual: None = ...,
-    weight_offset: float = ...,
-    group: GroupLike = ...,
-) -> Tensor: ...
-@overload
-def rms_norm(
-    x: Tensor,
-    weight: Tensor | None,
-    *,
-    eps: float = ...,
-    residual: Tensor,
-    weight_offset: float = ...,
-    group: GroupLike = ...,
-) -> tuple[Tensor, Tensor]: ...
 @checked(meta=True, unless_agreed="group")
 def rms_norm(
     x: Tensor,
     weight: Tensor | None,
     *,
     eps: float = 1e-6,
-    residual: Tensor | None = None,
     weight_offset: float = 0.0,
     group: GroupLike = None,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Divide every row by its root mean square and scale it by a weight; with a residual, add that first.
+) -> Tensor:
+    """Divide every row by its root mean square and scale it by a weight. With a residual: `add_rms_norm`.
 
         x         [..., H]   float32, bfloat16, float16 or float64; with a group this rank's H_r elements of every row
         weight    [H]        any of these dtypes, not necessarily x's; or None; with a group this rank's [H_r]
-        residual  [..., H]   as x; optional
-        out       [..., H]   x's dtype, contiguous; with a residual the result is (out, h), h = x + residual
+        out       [..., H]   x's dtype, contiguous
 
-        forward  h = x + residual; out = h * rstd * (weight_offset + weight), rstd = 1 / sqrt(mean(h^2) + eps)
-        dgrad    dx = dresidual = rstd * (g - h * rstd^2 * mean(g * h)) + dh,  g = dout * (weight_offset + weight)
-        wgrad    dweight = sum over rows of dout * h * rstd, summed in float32, rounded to the weight's dtype
+        forward  out = x * rstd * (weight_offset + weight), rstd = 1 / sqrt(mean(x^2) + eps)
+        dgrad    dx = rstd * (g - x * rstd^2 * mean(g * x)),  g = dout * (weight_offset + weight)
+        wgrad    dweight = sum over rows of dout * x * rstd, summed in float32, rounded to the weight's dtype
 
-    h is rounded to x's dtype before it is normalised, everything else is computed in float32 (float64 for float64) and
-    rounded once. Rows may be any distance apart, as those of a slice are; a tensor whose last dim is not contiguous is
-    copied. Saved for backward: h (or x) and 4 bytes a row.
+    Computed in float32 (float64 for float64) and rounded once. Rows may be any distance apart, as those of a slice are;
+    a tensor whose last dim is not contiguous is copied. Saved for backward: x and 4 bytes a row.
 
     Without a group there is no collective: where tokens are split over ranks, dweight is this rank's share, to be
     summed like any gradient of a replicated parameter. With a group the elements of every row are split over its ranks,
     in any sizes, 0 among them, as the queries of all heads are under tensor parallelism (OLMo-2's q_norm). Forward is
-    one all-reduce of a float32 a row and three more (float64 for float64), backward one of a float32 a row if x or the
-    residual needs a gradient; dx and dweight are this rank's elements, whole. Every rank has the same bits of rstd.
+    one all-reduce of a float32 a row and three more (float64 for float64), backward one of a float32 a row if x (or a
+    residual) needs a gradient; dx and dweight are this rank's elements, whole. Every rank has the same bits of rstd.
 
     On CPU a C++ kernel; on CUDA a Triton kernel, not measured yet; elsewhere, and on CUDA without Triton,
     `fastpar.reference.rms_norm`.
 
     Args:
         eps: added to the mean of squares.
-        residual: the stream that x is added to. h, the sum, is what the next block adds to.
         weight_offset: 1.0 for models that store the weight's deviation from one (Gemma).
         group: ProcessGroup, 1-D DeviceMesh, Communicator, or None for rows that are whole. Under torch.compile it has
             to be a Communicator made outside.
@@ -235,21 +211,55 @@ def rms_norm(
     [0.181019, -0.135765] and dweight = [0.848528, 0].
 
     Raises:
-        TypeError: a dtype that is not floating, or a residual with a dtype that is not x's.
+        TypeError: a dtype that is not floating.
         ValueError: shapes or devices that do not fit; a negative eps; a weight_offset without a weight. With a group
             and tensors on the CPU, on every rank, and so for gradients that some ranks need and others do not.
         CommError: as `Communicator` raises it: other numbers of rows on another rank.
     """
+    return cast(Tensor, _norm(x, None, weight, eps, weight_offset, group))
+
+
+@checked(meta=True, unless_agreed="group")
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    *,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+    group: GroupLike = None,
+) -> tuple[Tensor, Tensor]:
+    """Add x to the residual stream, and normalise the sum: `rms_norm` of x + residual in one pass over memory.
+
+        x         [..., H]   see `rms_norm`, as all that is not said here
+        residual  [..., H]   the stream that x is added to; x's dtype
+        out       [..., H]   the normalised sum
+        h         [..., H]   the sum, which the next block adds to; the result is (out, h)
+
+        forward  h = x + residual, rounded to x's dtype; out = rms_norm(h, weight)
+        dgrad    dx = dresidual = rstd * (g - h * rstd^2 * mean(g * h)) + dh,  g = dout * (weight_offset + weight)
+
+    Saved for backward: h and 4 bytes a row.
+
+    Raises:
+        TypeError: also for a residual with a dtype that is not x's.
+    """
+    return cast("tuple[Tensor, Tensor]", _norm(x, residual, weight, eps, weight_offset, group))
+
+
+def _norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, weight_offset: float, group: GroupLike
+) -> Any:
+    """out, or (out, h) with a residual."""
     comm = communicator(group)
     check_on_all_ranks(x, weight, eps, residual, weight_offset, comm)
     if comm is not None:
         return split_rms_norm(x, weight, comm, eps=eps, residual=residual, weight_offset=weight_offset)
     if not has_kernels(x):
-        options = {"eps": eps, "residual": residual, "weight_offset": weight_offset}
-        return cast("Tensor | tuple[Tensor, Tensor]", fallback("rms_norm")(x, weight, **options))
+        return fallback("transformer").normalised(x, residual, weight, eps, weight_offset)
     if needs_grad(x, weight, residual):
         outputs = _RmsNorm.apply(x, residual, weight, eps, weight_offset)
-        return cast(Tensor, outputs[0]) if residual is None else cast("tuple[Tensor, Tensor]", outputs)
+        return outputs[0] if residual is None else outputs
     if residual is None:
-        return cast(Tensor, _forward(x, weight, eps, weight_offset)[0])
-    return cast("tuple[Tensor, Tensor]", _add_forward(x, residual, weight, eps, weight_offset)[:2])
+        return _forward(x, weight, eps, weight_offset)[0]
+    return _add_forward(x, residual, weight, eps, weight_offset)[:2]

@@ -17,7 +17,7 @@ over ranks, in zigzag order or packed from several documents, each rank passes t
 
 from __future__ import annotations
 
-from typing import Any, cast, overload
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -126,49 +126,20 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor, heads_first: bool, interleaved:
     return x.copy_(out) if copies else out
 
 
-def _check_own_memory(x: Tensor, name: str) -> None:
+def _check_own_memory(x: Tensor) -> None:
     if any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape, strict=True)):
         raise ValueError(
-            f"inplace needs a place for every element, but {name} is expanded (strides {list(x.stride())}): pass "
-            f"{name}.contiguous()"
+            f"inplace needs a place for every element, but x is expanded (strides {list(x.stride())}): pass "
+            "x.contiguous()"
         )
 
 
 # ---- public ----------------------------------------------------------------------------------------------------------
 
 
-@overload
-def rotary_embedding(
-    q: Tensor,
-    k: None = ...,
-    *,
-    cos: Tensor | None = ...,
-    sin: Tensor | None = ...,
-    positions: Tensor | None = ...,
-    theta: float = ...,
-    rotary_dim: int | None = ...,
-    interleaved: bool = ...,
-    layout: str = ...,
-    inplace: bool = ...,
-) -> Tensor: ...
-@overload
-def rotary_embedding(
-    q: Tensor,
-    k: Tensor,
-    *,
-    cos: Tensor | None = ...,
-    sin: Tensor | None = ...,
-    positions: Tensor | None = ...,
-    theta: float = ...,
-    rotary_dim: int | None = ...,
-    interleaved: bool = ...,
-    layout: str = ...,
-    inplace: bool = ...,
-) -> tuple[Tensor, Tensor]: ...
 @checked(meta=True)
 def rotary_embedding(
-    q: Tensor,
-    k: Tensor | None = None,
+    x: Tensor,
     *,
     cos: Tensor | None = None,
     sin: Tensor | None = None,
@@ -178,28 +149,29 @@ def rotary_embedding(
     interleaved: bool = False,
     layout: str = "bshd",
     inplace: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Turn the pairs of every head of q, and of k, by the angles of their tokens' positions.
+) -> Tensor:
+    """Turn the pairs of every head of x, queries or keys, by the angles of their tokens' positions.
 
-        q, k       [B, S, heads, D]   layout "bshd"; "bhsd": [B, heads, S, D]; either without B. Numbers of heads may
-                                      differ (grouped queries). float32, bfloat16, float16 or float64, any strides
+        x          [B, S, heads, D]   layout "bshd"; "bhsd": [B, heads, S, D]; either without B. float32, bfloat16,
+                                      float16 or float64, any strides
         cos, sin   [S, R / 2] or [B, S, R / 2]    one angle for every pair, as `rotary_tables` gives them; or
         positions  [S] or [B, S]                  int64 or int32, of which tables are made
-        out        as q; with k the result is (q, k)
+        out        as x
 
         forward  a' = a * cos - b * sin; b' = b * cos + a * sin     computed in float32, rounded once
         dgrad    the same with -sin                                 no gradient for the tables
 
     Where every rank of a group has a part of the sequence, each passes the positions of its own tokens: no collective.
-    A model computes the tables once for all its layers, with `rotary_tables`. On CPU a C++ kernel; on CUDA a Triton
-    kernel, not measured yet; elsewhere, and on CUDA without Triton, `fastpar.reference.rotary_embedding`. Hugging Face
-    multiplies in the input's dtype, with tables of that dtype: up to three roundings more in 16 bits.
+    A model computes the tables once for queries and keys of all its layers, with `rotary_tables`. On CPU a C++ kernel;
+    on CUDA a Triton kernel, not measured yet; elsewhere, and on CUDA without Triton,
+    `fastpar.reference.rotary_embedding`. Hugging Face multiplies in the input's dtype, with tables of that dtype: up to
+    three roundings more in 16 bits.
 
     Args:
         theta: the base of the frequencies, for `positions`; other rules of frequencies: `rotary_tables`.
         rotary_dim: R, the first elements of a head that are turned; the others stay. By default D.
         interleaved: pairs are (2 i, 2 i + 1) instead of (i, i + R / 2).
-        inplace: write into q and k, which are returned. As any change in place: not for leaves that require a gradient,
+        inplace: write into x, which is returned. As any change in place: not for leaves that require a gradient,
             nor for what another backward needs.
 
     Worked example: one head [1, 2, 3, 4], cos [0, 1], sin [1, 0]: halves give [-3, 2, 1, 4], interleaved pairs
@@ -210,11 +182,7 @@ def rotary_embedding(
         ValueError: shapes; both or neither of tables and positions; tables with a column for every element, which are
             told apart by no op; tables that require a gradient; an odd rotary_dim; a layout that there is not.
     """
-    cos, sin = check_rotary(q, k, cos, sin, positions, theta, rotary_dim, layout)
+    cos, sin = check_rotary(x, cos, sin, positions, theta, rotary_dim, layout)
     if inplace:
-        for name, x in (("q", q), ("k", k)):
-            if x is not None:
-                _check_own_memory(x, name)
-    options = layout == "bhsd", interleaved, inplace
-    turned = _turned(q, cos, sin, *options)
-    return turned if k is None else (turned, _turned(k, cos, sin, *options))
+        _check_own_memory(x)
+    return _turned(x, cos, sin, layout == "bhsd", interleaved, inplace)

@@ -18,7 +18,7 @@ token that the loss masks, is not read at all and gets exact zeros.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -42,7 +42,7 @@ def _name(ids: Tensor | None, entropy: bool) -> str:
     """The call as the other ranks must have made it."""
     if ids is None:
         return "vocab_parallel_entropy"
-    return "vocab_parallel_log_prob(return_entropy=True)" if entropy else "vocab_parallel_log_prob"
+    return "vocab_parallel_log_prob_and_entropy" if entropy else "vocab_parallel_log_prob"
 
 
 class _LogProb(torch.autograd.Function):
@@ -98,30 +98,6 @@ def _evaluate(
 # ---- public ----------------------------------------------------------------------------------------------------------
 
 
-@overload
-def vocab_parallel_log_prob(
-    logits: Tensor,
-    ids: Tensor,
-    *,
-    group: GroupLike = ...,
-    vocab_range: tuple[int, int, int] | None = ...,
-    softcap: float | None = ...,
-    logit_scale: float = ...,
-    ignore_index: int = ...,
-    return_entropy: Literal[False] = ...,
-) -> Tensor: ...
-@overload
-def vocab_parallel_log_prob(
-    logits: Tensor,
-    ids: Tensor,
-    *,
-    group: GroupLike = ...,
-    vocab_range: tuple[int, int, int] | None = ...,
-    softcap: float | None = ...,
-    logit_scale: float = ...,
-    ignore_index: int = ...,
-    return_entropy: Literal[True],
-) -> tuple[Tensor, Tensor]: ...
 @checked()
 def vocab_parallel_log_prob(
     logits: Tensor,
@@ -132,18 +108,16 @@ def vocab_parallel_log_prob(
     softcap: float | None = None,
     logit_scale: float = 1.0,
     ignore_index: int = -100,
-    return_entropy: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Log-probabilities of ids over a vocabulary that is split across the ranks of `group`, and the entropy.
+) -> Tensor:
+    """Log-probabilities of ids over a vocabulary that is split across the ranks of `group`.
 
         logits    [..., V_local]     this rank's columns; float32, bfloat16, float16 or float64, any strides; or a
                                      DTensor, Shard(-1), whose mesh gives `group` and `vocab_range`
         ids       [...] or [..., K]  global ids, int64 or int32, the same on every rank; one or K of each row
         log_prob  as ids             float32, or float64 for float64 logits; the same bits on every rank
-        entropy   [...]              with return_entropy: in nats, same dtype; of every row, ignored ids or not
 
         forward   one all-gather of 12 + 4K bytes a row (twice that for float64); none with one rank
-        backward  no collective; both gradients in one write of the logits' gradient, rounded once to their dtype
+        backward  no collective; rounded once to the logits' dtype
 
     Args:
         group: ProcessGroup, 1-D DeviceMesh, Communicator, or None for logits that hold the whole vocabulary. Under
@@ -152,15 +126,13 @@ def vocab_parallel_log_prob(
             rank order. Empty shards are allowed.
         softcap, logit_scale: see fastpar.ops.vocab_parallel_cross_entropy; a temperature is 1 / logit_scale.
         ignore_index: ids with this value have log-probability 0 and no gradient.
-        return_entropy: return (log_prob, entropy), both differentiable.
 
     log_prob of one id is -vocab_parallel_cross_entropy(logits, id, reduction="none"). The log-probability of an id
-    masked with -inf is -inf; a row without a finite logit, or with NaN or +inf, has NaN in both results, as in torch.
-    Not twice differentiable.
+    masked with -inf is -inf; a row without a finite logit, or with NaN or +inf, has NaN, as in torch. Not twice
+    differentiable. `vocab_parallel_log_prob_and_entropy` gives the entropy as well.
 
     Worked example, two ranks with one column each: logits [[0.0]] and [[log 3]], ids [1]: the ranks send (0, 1, 0, 0)
-    and (log 3, 1, 0, log 3); log_prob = log 0.75, entropy = log 4 - 0.75 log 3. The gradients of log_prob are
-    [[-0.25]] and [[0.25]]; those of the entropy 0.1875 log 3 and -0.1875 log 3.
+    and (log 3, 1, 0, log 3); log_prob = log 0.75, and its gradients are [[-0.25]] and [[0.25]].
 
     Raises:
         IndexError: an id outside the vocabulary that is not ignore_index; names its position. Raised on every rank,
@@ -168,16 +140,56 @@ def vocab_parallel_log_prob(
         ValueError, TypeError: shapes, dtypes, devices, options, vocab_range; shards that do not tile the vocabulary
             (on CPU, after the collective, on every rank).
     """
+    return _log_prob(logits, ids, group, vocab_range, (softcap, logit_scale), ignore_index, with_entropy=False)[0]
+
+
+@checked()
+def vocab_parallel_log_prob_and_entropy(
+    logits: Tensor,
+    ids: Tensor,
+    *,
+    group: GroupLike = None,
+    vocab_range: tuple[int, int, int] | None = None,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    ignore_index: int = -100,
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of ids, and the entropy of every row, from one pass over the logits and one collective.
+
+        log_prob  as ids   as `vocab_parallel_log_prob` gives it; arguments, collectives and errors are its own
+        entropy   [...]    in nats, same dtype; of every row, ignored ids or not
+
+        backward  no collective; both gradients in one write of the logits' gradient, rounded once to their dtype
+
+    Worked example, that of `vocab_parallel_log_prob`: entropy = log 4 - 0.75 log 3, and its gradients are 0.1875 log 3
+    and -0.1875 log 3.
+    """
+    log_prob, entropy = _log_prob(
+        logits, ids, group, vocab_range, (softcap, logit_scale), ignore_index, with_entropy=True
+    )
+    assert entropy is not None  # it was asked for
+    return log_prob, entropy
+
+
+def _log_prob(
+    logits: Tensor,
+    ids: Tensor,
+    group: GroupLike,
+    vocab_range: tuple[int, int, int] | None,
+    transform: tuple[float | None, float],
+    ignore_index: int,
+    *,
+    with_entropy: bool,
+) -> tuple[Tensor, Tensor | None]:
     logits, group, vocab_range = unwrap(logits, group, vocab_range)
     check_logits(logits)
     ids = local_tensor(ids, "ids")
     check_ids(ids, logits, ignore_index)
-    options = check_transform(softcap, logit_scale)
+    options = check_transform(*transform)
     comm = communicator(group)
     shard = resolve_shard(logits.shape[-1], vocab_range, comm)
-    log_prob, entropy = _evaluate(logits, ids.long(), shard, comm, options, ignore_index, return_entropy)
-    log_prob = log_prob.reshape(ids.shape)
-    return log_prob if entropy is None else (log_prob, entropy.reshape(logits.shape[:-1]))
+    log_prob, entropy = _evaluate(logits, ids.long(), shard, comm, options, ignore_index, with_entropy)
+    return log_prob.reshape(ids.shape), None if entropy is None else entropy.reshape(logits.shape[:-1])
 
 
 @checked()
@@ -198,7 +210,7 @@ def vocab_parallel_entropy(
         forward   one all-gather of 12 bytes a row (24 for float64) and 36 bytes; none with one rank
         backward  no collective; dz_v = -dH p_v (z_v - lse + H)
 
-    Arguments and errors are those of `vocab_parallel_log_prob`, which gives the entropy as well. A column masked with
+    Arguments and errors are those of `vocab_parallel_log_prob`. A column masked with
     -inf contributes 0; a row without a finite logit has no distribution and gives NaN. Not twice differentiable.
 
     Worked example, two ranks with one column each: logits [[0.0]] and [[log 3]]: the ranks send (0, 1, 0) and

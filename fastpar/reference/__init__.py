@@ -18,13 +18,18 @@ from fastpar.reference.moe_route import expert_choice_route, moe_route
 from fastpar.reference.newton_schulz import newton_schulz
 from fastpar.reference.optimizer import adamw_step, lion_step, sgd_step
 from fastpar.reference.transformer import (
+    add_rms_norm,
     all_reduce_rms_norm,
     reduce_scatter_rms_norm,
     rms_norm,
     rotary_embedding,
     swiglu,
 )
-from fastpar.reference.vocab_entropy import vocab_parallel_entropy, vocab_parallel_log_prob
+from fastpar.reference.vocab_entropy import (
+    vocab_parallel_entropy,
+    vocab_parallel_log_prob,
+    vocab_parallel_log_prob_and_entropy,
+)
 from fastpar.reference.vocab_filter import vocab_parallel_top_k_top_p
 from fastpar.reference.vocab_sample import vocab_parallel_sample
 from fastpar.reference.vocab_softmax import vocab_parallel_log_softmax, vocab_parallel_softmax
@@ -33,6 +38,7 @@ from fastpar.reference.vocab_topk import vocab_parallel_argmax, vocab_parallel_t
 __all__ = [
     "ExpertRule",
     "adamw_step",
+    "add_rms_norm",
     "all_gather_linear",
     "all_reduce_rms_norm",
     "attention",
@@ -62,6 +68,7 @@ __all__ = [
     "vocab_parallel_embedding",
     "vocab_parallel_entropy",
     "vocab_parallel_log_prob",
+    "vocab_parallel_log_prob_and_entropy",
     "vocab_parallel_log_softmax",
     "vocab_parallel_sample",
     "vocab_parallel_softmax",

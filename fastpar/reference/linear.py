@@ -7,13 +7,14 @@ Each is one of the autograd pairs of `fastpar.comm` and `torch.nn.functional.lin
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING, Any
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from fastpar.contracts import communicator
 from fastpar.contracts.linear import (
+    OneOrSeveral,
     Weights,
     as_weights,
     check_linear,
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from fastpar.comm import GroupLike
 
 
-def _apply(x: Tensor, given: Weights) -> Tensor | tuple[Tensor, ...]:
+def _apply(x: Tensor, given: Weights) -> Any:
     outs = tuple(F.linear(x, w, b) for w, b in zip(given.weights, given.biases, strict=True))
     return outs if given.several else outs[0]
 
@@ -35,38 +36,16 @@ def _apply(x: Tensor, given: Weights) -> Tensor | tuple[Tensor, ...]:
 # ---- public ----------------------------------------------------------------------------------------------------------
 
 
-@overload
 def all_gather_linear(
     x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = ...,
-    *,
-    group: GroupLike,
-    sizes: Sequence[int] | None = ...,
-    dim: int = ...,
-    transposed: bool = ...,
-) -> Tensor: ...
-@overload
-def all_gather_linear(
-    x: Tensor,
-    weight: Sequence[Tensor],
-    bias: Sequence[Tensor | None] | None = ...,
-    *,
-    group: GroupLike,
-    sizes: Sequence[int] | None = ...,
-    dim: int = ...,
-    transposed: bool = ...,
-) -> tuple[Tensor, ...]: ...
-def all_gather_linear(
-    x: Tensor,
-    weight: Tensor | Sequence[Tensor],
+    weight: OneOrSeveral,
     bias: Tensor | Sequence[Tensor | None] | None = None,
     *,
     group: GroupLike,
     sizes: Sequence[int] | None = None,
     dim: int = -2,
     transposed: bool = False,
-) -> Tensor | tuple[Tensor, ...]:
+) -> OneOrSeveral:
     """`gather_sequence`, then `F.linear`: fastpar.ops.all_gather_linear in plain PyTorch."""
     from fastpar.comm import gather_sequence
 
@@ -82,27 +61,14 @@ def all_gather_linear(
     return _apply(gather_sequence(x, comm, dim=dim, sizes=sizes), given)
 
 
-@overload
-def copy_to_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = ..., *, group: GroupLike, transposed: bool = ...
-) -> Tensor: ...
-@overload
 def copy_to_linear(
     x: Tensor,
-    weight: Sequence[Tensor],
-    bias: Sequence[Tensor | None] | None = ...,
-    *,
-    group: GroupLike,
-    transposed: bool = ...,
-) -> tuple[Tensor, ...]: ...
-def copy_to_linear(
-    x: Tensor,
-    weight: Tensor | Sequence[Tensor],
+    weight: OneOrSeveral,
     bias: Tensor | Sequence[Tensor | None] | None = None,
     *,
     group: GroupLike,
     transposed: bool = False,
-) -> Tensor | tuple[Tensor, ...]:
+) -> OneOrSeveral:
     """`copy_to`, then `F.linear`: fastpar.ops.copy_to_linear in plain PyTorch."""
     from fastpar.comm import copy_to
 

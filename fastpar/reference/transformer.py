@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastpar.comm import GroupLike, copy_to, reduce_from, reduce_scatter_sequence
+from fastpar.comm import Communicator, GroupLike, copy_to, reduce_from, reduce_scatter_sequence
 from fastpar.contracts import communicator, compute_dtype
 from fastpar.contracts.transformer import check_rms_norm, check_rotary, check_swiglu
 
@@ -21,12 +21,37 @@ def rms_norm(
     weight: Tensor | None,
     *,
     eps: float = 1e-6,
-    residual: Tensor | None = None,
     weight_offset: float = 0.0,
     group: GroupLike = None,
-) -> Any:
+) -> Tensor:
     """See `fastpar.ops.rms_norm`."""
-    comm = communicator(group)
+    out: Tensor = normalised(x, None, weight, eps, weight_offset, communicator(group))
+    return out
+
+
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    *,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+    group: GroupLike = None,
+) -> tuple[Tensor, Tensor]:
+    """See `fastpar.ops.add_rms_norm`."""
+    both: tuple[Tensor, Tensor] = normalised(x, residual, weight, eps, weight_offset, communicator(group))
+    return both
+
+
+def normalised(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    eps: float,
+    weight_offset: float,
+    comm: Communicator | None = None,
+) -> Any:
+    """out, or (out, h) with a residual."""
     check_rms_norm(x, weight, eps, residual, weight_offset)
     summed = x if residual is None else x + residual
     h = summed.to(compute_dtype(x.dtype))
@@ -55,7 +80,7 @@ def all_reduce_rms_norm(
     y = reduce_from(x, group)
     if residual is None:
         return rms_norm(y, weight, eps=eps, weight_offset=weight_offset), y
-    return rms_norm(y, weight, eps=eps, residual=residual, weight_offset=weight_offset)
+    return add_rms_norm(y, residual, weight, eps=eps, weight_offset=weight_offset)
 
 
 def reduce_scatter_rms_norm(
@@ -73,7 +98,7 @@ def reduce_scatter_rms_norm(
     y = reduce_scatter_sequence(x, group, dim=dim, sizes=sizes)
     if residual is None:
         return rms_norm(y, weight, eps=eps, weight_offset=weight_offset), y
-    return rms_norm(y, weight, eps=eps, residual=residual, weight_offset=weight_offset)
+    return add_rms_norm(y, residual, weight, eps=eps, weight_offset=weight_offset)
 
 
 # ---- SwiGLU ----------------------------------------------------------------------------------------------------------
@@ -103,8 +128,7 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor, *, heads_first: bool, interleav
 
 
 def rotary_embedding(
-    q: Tensor,
-    k: Tensor | None = None,
+    x: Tensor,
     *,
     cos: Tensor | None = None,
     sin: Tensor | None = None,
@@ -114,12 +138,8 @@ def rotary_embedding(
     interleaved: bool = False,
     layout: str = "bshd",
     inplace: bool = False,
-) -> Any:
+) -> Tensor:
     """See `fastpar.ops.rotary_embedding`."""
-    cos, sin = check_rotary(q, k, cos, sin, positions, theta, rotary_dim, layout)
-
-    def turn(x: Tensor) -> Tensor:
-        out = rotated(x, cos, sin, heads_first=layout == "bhsd", interleaved=interleaved)
-        return x.copy_(out) if inplace else out
-
-    return turn(q) if k is None else (turn(q), turn(k))
+    cos, sin = check_rotary(x, cos, sin, positions, theta, rotary_dim, layout)
+    out = rotated(x, cos, sin, heads_first=layout == "bhsd", interleaved=interleaved)
+    return x.copy_(out) if inplace else out

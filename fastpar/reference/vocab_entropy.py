@@ -5,7 +5,7 @@ The algebra is in fastpar.ops.vocab_entropy; the ops behind it are in fastpar.re
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -34,9 +34,30 @@ def vocab_parallel_log_prob(
     softcap: float | None = None,
     logit_scale: float = 1.0,
     ignore_index: int = -100,
-    return_entropy: bool = False,
-) -> Any:
+) -> Tensor:
     """fastpar.ops.vocab_parallel_log_prob by gathering the vocabulary, in float64, differentiated by autograd."""
+    return vocab_parallel_log_prob_and_entropy(
+        logits,
+        ids,
+        group=group,
+        vocab_range=vocab_range,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        ignore_index=ignore_index,
+    )[0]
+
+
+def vocab_parallel_log_prob_and_entropy(
+    logits: Tensor,
+    ids: Tensor,
+    *,
+    group: GroupLike = None,
+    vocab_range: tuple[int, int, int] | None = None,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    ignore_index: int = -100,
+) -> tuple[Tensor, Tensor]:
+    """fastpar.ops.vocab_parallel_log_prob_and_entropy by gathering the vocabulary, in float64, for autograd."""
     from fastpar.comm import gather_from
 
     logits, group, vocab_range = unwrap(logits, group, vocab_range)
@@ -54,8 +75,6 @@ def vocab_parallel_log_prob(
     picked = log_p.gather(1, index.masked_fill(ignored, 0)).masked_fill(ignored, 0.0)
     dtype = compute_dtype(logits.dtype)
     log_prob = picked.reshape(ids.shape).to(dtype)
-    if not return_entropy:
-        return log_prob
     entropy = -_masked_product(log_p.exp(), log_p).sum(dim=-1)
     return log_prob, entropy.reshape(logits.shape[:-1]).to(dtype)
 

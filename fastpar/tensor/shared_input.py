@@ -123,7 +123,7 @@ class SharedInput:
         if not layers:
             return ()
         weights, biases, features = _parameters(layers)
-        return copy_to_linear(x, weights, biases, group=self.comm, overlap=self.overlap, features=features)
+        return tuple(copy_to_linear(x, weights, biases, group=self.comm, overlap=self.overlap, features=features))
 
     def _gathered(
         self, x: Tensor, layers: Sequence[InputLayer], region: SequenceRegion

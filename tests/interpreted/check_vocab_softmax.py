@@ -346,7 +346,7 @@ def test_worked_examples_of_the_docstrings() -> None:
 def test_the_public_functions_differentiate_through_the_kernels() -> None:
     logits, ids = normal(2, 3, VOCAB), some_ids(3, rows=6).view(2, 3, 3)
     x, exact = logits.clone().requires_grad_(), logits.double().requires_grad_()
-    log_prob, entropy = ops.vocab_parallel_log_prob(x, ids, softcap=5.0, return_entropy=True)
+    log_prob, entropy = ops.vocab_parallel_log_prob_and_entropy(x, ids, softcap=5.0)
     out = ops.vocab_parallel_log_softmax(x, softcap=5.0)
     # A sum's upstream gradient is one number for all.
     (log_prob.sum() + entropy.sum() + out[..., ::2].sum()).backward()

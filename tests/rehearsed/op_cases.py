@@ -130,7 +130,13 @@ def _(m: Maker) -> Sequence[Tensor]:
 @case("vocab_parallel_log_prob")
 def _(m: Maker) -> Sequence[Tensor]:
     x = m.leaf(T, V)
-    return backward(m, *ops.vocab_parallel_log_prob(x, m.ids(V, T), return_entropy=True))
+    return backward(m, ops.vocab_parallel_log_prob(x, m.ids(V, T)))
+
+
+@case("vocab_parallel_log_prob_and_entropy")
+def _(m: Maker) -> Sequence[Tensor]:
+    x = m.leaf(T, V)
+    return backward(m, *ops.vocab_parallel_log_prob_and_entropy(x, m.ids(V, T)))
 
 
 @case("vocab_parallel_argmax")
@@ -158,7 +164,12 @@ def _(m: Maker) -> Sequence[Tensor]:
 
 @case("rms_norm")
 def _(m: Maker) -> Sequence[Tensor]:
-    return backward(m, *ops.rms_norm(m.leaf(T, H), m.leaf(H), residual=m.leaf(T, H)))
+    return backward(m, ops.rms_norm(m.leaf(T, H), m.leaf(H)))
+
+
+@case("add_rms_norm")
+def _(m: Maker) -> Sequence[Tensor]:
+    return backward(m, *ops.add_rms_norm(m.leaf(T, H), m.leaf(T, H), m.leaf(H)))
 
 
 @case("all_reduce_rms_norm")
@@ -189,7 +200,7 @@ def _(m: Maker) -> Sequence[Tensor]:
 @case("rotary_embedding")
 def _(m: Maker) -> Sequence[Tensor]:
     q, k = m.leaf(1, T, 2, 8), m.leaf(1, T, 1, 8)
-    return backward(m, *ops.rotary_embedding(q, k, positions=torch.arange(T, device=m.device)))
+    return backward(m, *(ops.rotary_embedding(x, positions=torch.arange(T, device=m.device)) for x in (q, k)))
 
 
 @case("quantize_blocks")

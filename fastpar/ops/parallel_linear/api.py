@@ -35,7 +35,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,7 +43,7 @@ from torch import Tensor
 from fastpar.arguments import checked
 from fastpar.contracts import communicator
 from fastpar.contracts import linear as reference
-from fastpar.contracts.linear import Weights
+from fastpar.contracts.linear import OneOrSeveral, Weights
 from fastpar.ops.parallel_linear.autograd import (
     ALL_GATHER_LINEAR,
     COPY_TO_LINEAR,
@@ -162,45 +162,17 @@ def _check_store(store: WeightGradStore | None) -> None:
         raise ValueError("wgrad_store puts off work in eager code; leave it None under torch.compile")
 
 
-def _unpacked(outs: Sequence[Tensor], given: Weights) -> Tensor | tuple[Tensor, ...]:
+def _unpacked(outs: Sequence[Tensor], given: Weights) -> Any:
     return tuple(outs) if given.several else outs[0]
 
 
 # ---- public ----------------------------------------------------------------------------------------------------------
 
 
-@overload
-def all_gather_linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = ...,
-    *,
-    group: GroupLike,
-    overlap: bool | Overlap = ...,
-    sizes: Sequence[int] | None = ...,
-    dim: int = ...,
-    transposed: bool = ...,
-    features: int | None = ...,
-    wgrad_store: WeightGradStore | None = ...,
-) -> Tensor: ...
-@overload
-def all_gather_linear(
-    x: Tensor,
-    weight: Sequence[Tensor],
-    bias: Sequence[Tensor | None] | None = ...,
-    *,
-    group: GroupLike,
-    overlap: bool | Overlap = ...,
-    sizes: Sequence[int] | None = ...,
-    dim: int = ...,
-    transposed: bool = ...,
-    features: int | None = ...,
-    wgrad_store: WeightGradStore | None = ...,
-) -> tuple[Tensor, ...]: ...
 @checked(meta=True)
 def all_gather_linear(
     x: Tensor,
-    weight: Tensor | Sequence[Tensor],
+    weight: OneOrSeveral,
     bias: Tensor | Sequence[Tensor | None] | None = None,
     *,
     group: GroupLike,
@@ -210,7 +182,7 @@ def all_gather_linear(
     transposed: bool = False,
     features: int | None = None,
     wgrad_store: WeightGradStore | None = None,
-) -> Tensor | tuple[Tensor, ...]:
+) -> OneOrSeveral:
     """Gather tokens from the group, then apply a column-parallel weight.
 
         x       [.., M_r, K]   this rank's tokens along `dim`; any floating dtype
@@ -304,34 +276,10 @@ def gathered_and_linear(
     return gathered, tuple(outs)
 
 
-@overload
-def copy_to_linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = ...,
-    *,
-    group: GroupLike,
-    overlap: bool | Overlap = ...,
-    transposed: bool = ...,
-    features: int | None = ...,
-    wgrad_store: WeightGradStore | None = ...,
-) -> Tensor: ...
-@overload
-def copy_to_linear(
-    x: Tensor,
-    weight: Sequence[Tensor],
-    bias: Sequence[Tensor | None] | None = ...,
-    *,
-    group: GroupLike,
-    overlap: bool | Overlap = ...,
-    transposed: bool = ...,
-    features: int | None = ...,
-    wgrad_store: WeightGradStore | None = ...,
-) -> tuple[Tensor, ...]: ...
 @checked(meta=True)
 def copy_to_linear(
     x: Tensor,
-    weight: Tensor | Sequence[Tensor],
+    weight: OneOrSeveral,
     bias: Tensor | Sequence[Tensor | None] | None = None,
     *,
     group: GroupLike,
@@ -339,7 +287,7 @@ def copy_to_linear(
     transposed: bool = False,
     features: int | None = None,
     wgrad_store: WeightGradStore | None = None,
-) -> Tensor | tuple[Tensor, ...]:
+) -> OneOrSeveral:
     """Apply a column-parallel weight to tokens that every rank has.
 
         x       [..., K]     the same on every rank
