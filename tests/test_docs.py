@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 import types
 from pathlib import Path
 
@@ -11,16 +12,17 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def load() -> types.ModuleType:
-    spec = importlib.util.spec_from_file_location("make_docs", ROOT / "tools" / "make_docs.py")
+def load(path: str) -> types.ModuleType:
+    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
     return module
 
 
-docs = load()
+docs = load("tools/make_docs.py")
 
 
 @pytest.mark.parametrize(
@@ -94,3 +96,10 @@ def test_every_public_package_has_a_page() -> None:
     import fastpar
 
     assert {f"fastpar.{name}" for name in fastpar._MODULES} <= set(docs.MODULES)
+
+
+def test_the_figures_are_what_their_scripts_draw() -> None:
+    flow = load("docs/draw_data_flow.py")
+    for name in ("linear", "moe", "zero3"):
+        assert (ROOT / "docs" / "internals" / f"flow_{name}.svg").read_text() == getattr(flow, name)()
+    assert (ROOT / "docs" / "layers.svg").read_text() == load("docs/draw_layers.py").draw()
