@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import fastpar as fp
-from fastpar.parallel.guards.cadence import Cadence
+from fastpar.parallel.guards.watch import Cadence
 from fastpar.tensor import full_parameter
 from tests.dist import run_ranks
 from tests.models import VOCAB, build_model, logits_of

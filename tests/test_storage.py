@@ -29,7 +29,7 @@ from fastpar import _ext
 from fastpar.storage import ChecksumError, StorageError, TensorStore, Transfer, backing, stream
 from fastpar.storage._library import library
 from fastpar.storage.async_file import AsyncFile, Flight
-from fastpar.storage.extents import Extents
+from fastpar.storage.backing import Extents
 
 ROOT = Path(__file__).resolve().parents[1]
 BLOCK = 8192

@@ -69,7 +69,7 @@ def parallel_block() -> float:
     from fastpar.parallel.api import parallelize
 
     torch.manual_seed(0)
-    block = _Block()
+    block = _ProbeBlock()
     whole = copy.deepcopy(block).double()
     styles = {"gate": "colwise", "up": "colwise", "down": "rowwise"}
     x = torch.randn(5, 24)
@@ -133,7 +133,7 @@ def zero_step() -> float:
     from fastpar.zero import shard
 
     torch.manual_seed(0)
-    model = _Block()
+    model = _ProbeBlock()
     whole = copy.deepcopy(model).double()
     theirs = torch.optim.AdamW(whole.parameters(), lr=0.1)
     optimizer = AdamW(model.parameters(), lr=0.1)
@@ -159,7 +159,7 @@ def pipeline_step() -> float:
     from fastpar.pipeline import Pipeline, one_f_one_b
 
     torch.manual_seed(0)
-    stages = [_Block(), _Block()]
+    stages = [_ProbeBlock(), _ProbeBlock()]
     whole = copy.deepcopy(nn.Sequential(*stages)).double()
     x, y = torch.randn(8, 24), torch.randn(8, 24)
     (wanted := F.mse_loss(whole(x.double()), y.double())).backward()
@@ -200,7 +200,7 @@ PROBES = (
 )
 
 
-class _Block(nn.Module):
+class _ProbeBlock(nn.Module):
     """A norm and a gated MLP with a residual."""
 
     def __init__(self) -> None:

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from fastpar.arguments import check_counts, checked
 from fastpar.storage.async_file import AsyncFile, Flight, Transfer, empty_aligned
+from fastpar.storage.backing import Extents
 from fastpar.storage.errors import StorageError
-from fastpar.storage.extents import Extents
 from fastpar.storage.index import ALIGNMENT, DTYPES, MAX_BLOCK_BYTES, Index, KeptTensor, is_block_size
 
 

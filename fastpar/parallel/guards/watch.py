@@ -11,7 +11,6 @@ from torch import nn
 
 from fastpar.comm import Communicator
 from fastpar.parallel.guards.agreement import InputGuard
-from fastpar.parallel.guards.cadence import Cadence
 from fastpar.parallel.guards.draws import DrawGuard
 from fastpar.parallel.guards.gradients import GradientGuard
 from fastpar.parallel.guards.members import MemberGuard
@@ -19,6 +18,33 @@ from fastpar.parallel.guards.positions import PositionGuard
 from fastpar.parallel.guards.stream import StreamGuard
 from fastpar.tensor.dropout import LayoutDropout
 from fastpar.tensor.sequence import SequenceRegion
+
+FIRST, EVERY = 2, 256
+
+
+class Cadence:
+    """When the guards look: the first calls of a model, and one in many from then on.
+
+    Counts the calls, the same on all ranks of a group since each call has collectives in it.
+    """
+
+    def __init__(self, first: int = FIRST, every: int = EVERY):
+        self.first, self.every, self.calls = first, every, 0
+
+    def __deepcopy__(self, memo: Any) -> Cadence:
+        return Cadence(self.first, self.every)
+
+    def stop(self) -> None:
+        """No further call is one to look at."""
+        self.first = self.every = 0
+
+    def next(self) -> bool:
+        """True if the call that begins is one to look at. None is while torch.compile traces it."""
+        if torch.compiler.is_compiling():
+            return False
+        number = self.calls
+        self.calls += 1
+        return number < self.first or (self.every > 0 and number % self.every == 0)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from inspect import signature
 from typing import NamedTuple, Protocol
 
-from torch import Tensor, nn
+from torch import nn
 
 from fastpar.arguments import checked
 from fastpar.pipeline.stages.absent import Absent, AbsentEmbedding, AbsentLayer, ReturnCheck
@@ -430,16 +430,6 @@ def _without_head(model: nn.Module, units: Sequence[ModelUnit]) -> list[ModelUni
                 "its own (tie_word_embeddings=False)"
             )
     return [unit for unit in units if unit.kind != "H"]
-
-
-def _hidden_size(model: nn.Module, units: Sequence[ModelUnit]) -> int | None:
-    """Features of the hidden states: those of the embedding, or of the final norm."""
-    for kind in "EN":
-        for unit in units:
-            weight = getattr(model.get_submodule(unit.path), "weight", None)
-            if unit.kind == kind and isinstance(weight, Tensor):
-                return weight.shape[-1]
-    return None
 
 
 def _ends(units: Sequence[ModelUnit]) -> dict[str, bool]:
