@@ -41,7 +41,8 @@ class TwoFiles:
     def pytest(self, arguments: list[str]) -> tuple[int, str]:
         self.runs += 1
         is_right = "x = 1" in self.source.read_text()
-        return (0, "1 passed") if is_right else (1, "FAILED test_x.py::test_one[a b] - AssertionError")
+        shown = "FAILED tests/interpreted/check_x.py::test_inner - AssertionError\n"  # of a run within a test
+        return (0, "1 passed") if is_right else (1, f"{shown}FAILED test_x.py::test_one[a b] - AssertionError")
 
 
 @pytest.mark.parametrize(

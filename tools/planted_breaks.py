@@ -156,8 +156,10 @@ def _run_tests(copy: Copy, tests: Sequence[str]) -> tuple[str, str]:
             return "gone", f"there is no {name}"
         selection = ["-x", "-m", "not slow and not gpu", *files, *(["-k", keyword] if keyword else [])]
         status, output = copy.pytest(selection)
-        if failed := re.search(r"^(?:FAILED|ERROR) (\S+::.+?)(?: - |$)", output, re.MULTILINE):
-            return "caught", failed[1]
+        failed = re.findall(r"^(?:FAILED|ERROR) (\S+::.+?)(?: - |$)", output, re.MULTILINE)
+        # A failure of interpreted kernels shows the output of a run of its own before it.
+        if ours := [node for node in failed if node.split("::")[0] in files]:
+            return "caught", ours[0]
         if status == 5:
             return "gone", f"{name} has no tests with {keyword}"
         if status != 0:
