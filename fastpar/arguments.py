@@ -435,7 +435,13 @@ def _several(base: Any, kinds: list[ArgumentKind]) -> ArgumentKind:
         return isinstance(value, Sequence) and accepts(value) and problem(value) is None
 
     if count is not None:
-        return ArgumentKind(accepts, problem, f"({', '.join(kind.words for kind in kinds)})", is_plain)
+        tests = [kind.is_plain for kind in kinds]
+
+        def is_plain_tuple(value: Any) -> bool:
+            is_one = type(value) is tuple and len(value) == count
+            return is_one and all(test(v) for test, v in zip(tests, value))  # noqa: B905  (as above)
+
+        return ArgumentKind(accepts, problem, f"({', '.join(kind.words for kind in kinds)})", is_plain_tuple)
     return ArgumentKind(accepts, problem, f"a sequence, each {kinds[0].words}", is_plain)
 
 

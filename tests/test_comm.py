@@ -667,3 +667,16 @@ def test_one_rank_refuses_what_several_refuse():
         comm.all_gather(torch.ones(()))
     with pytest.raises(IndexError):
         comm.reduce_scatter(torch.ones(2), dim=1)
+
+
+def later_communicator():
+    first = Communicator(dist.group.WORLD)
+    assert first._selector.fast_path is None
+    before = first.all_reduce(torch.ones(3))
+    later, apart = Communicator(dist.group.WORLD), Communicator(dist.group.WORLD, transport="torch")
+    found = type(later._selector.fast_path).__name__, apart._selector.fast_path
+    return *found, torch.equal(later.all_reduce(torch.ones(3)), before)
+
+
+def test_a_later_communicator_of_a_group_takes_the_fast_path_from_its_first_call():
+    assert run_ranks(2, later_communicator) == [("FastPath", None, True)] * 2

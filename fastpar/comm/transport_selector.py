@@ -68,6 +68,8 @@ class TransportSelector:
             if has_gloo(group) and not (self._is_apart and check is False):
                 self._connection = GroupConnection.of(group, is_apart=self._is_apart)
                 self._compiled = CompiledTransport(self, self.rank)
+                if self._connection.is_settled and self._connection.error is None:
+                    self._enter_fast_path()  # ranks that have met: of a communicator that is made for one call, too
             if check:
                 comparing = GroupConnection.of(group, is_apart=True)
                 self._direct = CheckedTransport(self._torch, lambda: _apart(comparing, timeout), self.rank, timeout)
@@ -100,12 +102,15 @@ class TransportSelector:
                 return self._connection.defer(lambda: start(self._through("background")), self.timeout)
             if self._connection.error is not None:
                 raise CommError(f"an earlier collective of this group failed ({self._connection.error}): {NEW_GROUP}")
-            world = self._connection.world
-            if world is not None:
-                self.fast_path = FastPath(world, self.log, self.timeout)
+            self._enter_fast_path()
             # Chosen once: what is launched from here on goes straight to its transport.
             self._by_mode = {name: self._through(name) for name in MODES}
         return start(self._by_mode[mode])
+
+    def _enter_fast_path(self) -> None:
+        world = None if self._connection is None else self._connection.world
+        if world is not None and self.fast_path is None:
+            self.fast_path = FastPath(world, self.log, self.timeout)
 
     def world(self) -> LocalWorld | None:
         """The ranks of the group, sharing memory; waits until all have met. None: not all can."""
