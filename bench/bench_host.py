@@ -1,20 +1,27 @@
 """Time of the host: layers so small that Python, autograd and the launch of collectives are all that there is.
 
-    fastpar bench host [--jobs mlp,mlp+sequence] [--dtype fp32] [--ranks 2]
+    fastpar bench host [--jobs mlp,mlp+sequence,moe,loss,rms_norm] [--dtype fp32] [--ranks 1,2]
 
 Eager layers on a fast GPU are bound by the host, so what a layer adds to its kernels in Python counts there as it does
-here. Every job is done by fastpar, by hand (the shortest code with the same collectives, which is what the ratio refers
-to), and without collectives (a bound with a wrong result, not a peer).
+here. Every job is done by fastpar and by hand or by torch (which is what the ratio refers to); by hand is the shortest
+code with the same collectives, and autograd functions of its own. Forward, and backward with gradients of the input and
+of every parameter, fresh every time.
 
     mlp             x + down(silu(gate(n)) * up(n)), n = norm(x), after `fastpar.parallelize`: one all-reduce of
-                    [tokens, hidden] forward and one backward. Forward, backward with gradients of x and of every
-                    parameter, fresh every time
+                    [tokens, hidden] forward and one backward. Several ranks. Beside it: by hand with parameters
+                    that are DTensors, whose gradients torch alone takes as long to accumulate, and without collectives
+                    (a bound with a wrong result, not a peer)
     mlp+sequence    the same with sequence_parallel=True: an all-gather and a reduce-scatter forward, two all-gathers
                     and a reduce-scatter backward, and the norm's gradient summed over the ranks
+    moe             `fastpar.ops.moe_mlp` of 4 experts, 2 for each token, routing given; by hand an all-to-all of rows
+                    each way, one of counts, and a loop over the experts
+    loss            `fastpar.ops.vocab_parallel_cross_entropy` of 8 rows and 32 ids, a mean; each rank has its share of
+                    the ids. torch's is of all ids on every rank, so that the ratio says what splitting costs at least
+    rms_norm        `fastpar.ops.rms_norm` of [tokens, hidden] against torch's; no collective
 
 A job is a line of `JOBS`: a function from a `Rank` and a dtype to its providers, the same list on every rank.
 
-Traps besides those of `bench.harness`: a call takes less than a barrier's skew, so a sample is 20 calls. Ranks are
+Traps besides those of `bench.harness`: a call takes less than a barrier's skew, so a sample is 50 calls. Ranks are
 processes that wait for each other twice a call; on a machine with fewer free cores than ranks the figures are those of
 the scheduler.
 """
@@ -32,12 +39,16 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from bench.bench_moe import Block, MoeCase, fastpar_block
+from bench.bench_moe import Problem as MoeProblem
 from bench.harness import Case, Error, Provider, Rank, local_tensor
 from bench.options import DTYPES, Bench, parser, run
 from fastpar.comm import Communicator, shard_range
 
-TOKENS, HIDDEN, FFN = 16, 32, 64
+TOKENS, HIDDEN, FFN, EXPERTS, TOP_K = 16, 32, 64, 4, 2
+ROWS, VOCAB = 8, 32
 TOLERANCES = {"fp32": 1e-5, "bf16": 3e-2}
 
 
@@ -50,7 +61,7 @@ class HostCase:
 
     @property
     def calls(self) -> int:
-        return 20
+        return 50
 
     def describe(self) -> dict[str, Any]:
         return {"job": self.job, "dtype": self.dtype}
@@ -189,11 +200,52 @@ class Summed(torch.autograd.Function):
         return ctx.comm.all_reduce(grads[0]), None
 
 
+def _as_dtensor(grad: Tensor, spec: Any) -> DTensor:
+    return DTensor.__new__(DTensor, grad, spec, requires_grad=False)
+
+
+class OfDTensor(torch.autograd.Function):
+    """This rank's part of a parameter."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Any) -> Tensor:
+        ctx.spec, local = weight._spec, weight._local_tensor
+        return cast(Tensor, local.view_as(local))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return _as_dtensor(grads[0], ctx.spec)
+
+
+class CopyToLinearsOfDTensors(CopyToLinears):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gate: Any, up: Any, comm: Communicator) -> tuple[Tensor, Tensor]:
+        ctx.specs = gate._spec, up._spec
+        return CopyToLinears.forward(ctx, x, gate._local_tensor, up._local_tensor, comm)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        dx, dgate, dup, _ = cast("tuple[Tensor, ...]", CopyToLinears.backward(ctx, *grads))
+        return dx, _as_dtensor(dgate, ctx.specs[0]), _as_dtensor(dup, ctx.specs[1]), None
+
+
+class LinearAllReduceOfDTensor(LinearAllReduce):
+    @staticmethod
+    def forward(ctx: Any, x_k: Tensor, down: Any, comm: Communicator) -> Tensor:
+        ctx.spec = down._spec
+        return LinearAllReduce.forward(ctx, x_k, down._local_tensor, comm)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        dx_k, ddown, _ = cast("tuple[Tensor, ...]", LinearAllReduce.backward(ctx, *grads))
+        return dx_k, _as_dtensor(ddown, ctx.spec), None
+
+
 class MlpJob:
     """The weights and inputs, the same on every rank, and the whole block in float64."""
 
     def __init__(self, rank: Rank, dtype: str, *, sequence: bool) -> None:
-        self.rank, self.sequence, self.tolerance = rank, sequence, TOLERANCES[dtype]
+        self.rank, self.sequence, self.dtype = rank, sequence, dtype
         torch.manual_seed(0)
         self.model = Model().to(DTYPES[dtype])
         self.x, self.dy = (torch.randn(1, TOKENS, HIDDEN).to(DTYPES[dtype]) for _ in range(2))
@@ -204,6 +256,8 @@ class MlpJob:
             ("by hand", "torch", self.by_hand()),
             ("no collectives", "bound", self.without_collectives()),
         ]
+        if not self.sequence:
+            made.append(("by hand, DTensor parameters", "torch", self.by_hand_with_dtensors()))
         return [
             Provider(name, kind, call=step, check=dict if kind == "bound" else partial(self.errors, step))
             for name, kind, step in made
@@ -246,6 +300,18 @@ class MlpJob:
 
         return Step(forward_split if self.sequence else forward, parameters, self.x, self.dy)
 
+    def by_hand_with_dtensors(self) -> Step:
+        comm = Communicator.of(self.rank.group)
+        parameters = self.parallelized().parameters
+        norm, gate, up, down = parameters.values()
+
+        def forward(x: Tensor) -> Tensor:
+            normed = F.rms_norm(x, (HIDDEN,), OfDTensor.apply(norm), 1e-6)
+            gated, upped = CopyToLinearsOfDTensors.apply(normed, gate, up, comm)
+            return cast(Tensor, x + LinearAllReduceOfDTensor.apply(F.silu(gated) * upped, down, comm))
+
+        return Step(forward, parameters, self.x, self.dy)
+
     def without_collectives(self) -> Step:
         model = copy.deepcopy(self.model)
         mlp = cast(Layer, model.layers[0]).mlp
@@ -259,15 +325,11 @@ class MlpJob:
         y = whole(x)
         wanted = torch.autograd.grad(y, [x, *whole.parameters()], self.dy.double())
         expected = dict(zip(["y", "dx", *step.parameters], [y.detach(), *wanted], strict=True))
-        found = {"y": step(), "dx": step.x.grad} | {name: p.grad for name, p in step.parameters.items()}
-        errors = {}
-        for name, value in found.items():
-            target = expected[name]
+        for name in step.parameters:
             if "mlp" in name:
-                target = self.part(target, 1 if "down" in name else 0)
-            off = (local_tensor(cast(Tensor, value)).detach().double() - target).norm() / target.norm()
-            errors[name] = Error(float(off), self.tolerance)
-        return errors
+                expected[name] = self.part(expected[name], 1 if "down" in name else 0)
+        found = {"y": step(), "dx": step.x.grad} | {name: p.grad for name, p in step.parameters.items()}
+        return _errors(found, expected, self.dtype)
 
 
 class _Split(torch.autograd.Function):
@@ -295,7 +357,9 @@ class _Unsplit(torch.autograd.Function):
 class Step:
     """Forward and backward of one implementation; gradients are dropped first, as `zero_grad` does."""
 
-    def __init__(self, forward: Callable[[Tensor], Tensor], parameters: dict[str, Any], x: Tensor, dy: Tensor) -> None:
+    def __init__(
+        self, forward: Callable[[Tensor], Tensor], parameters: dict[str, Any], x: Tensor, dy: Tensor | None
+    ) -> None:
         self.forward, self.parameters, self.dy = forward, parameters, dy
         self.x = x.clone().requires_grad_()
         self._leaves = [self.x, *parameters.values()]
@@ -312,21 +376,139 @@ def mlp(rank: Rank, dtype: str, *, sequence: bool = False) -> list[Provider]:
     return MlpJob(rank, dtype, sequence=sequence).providers()
 
 
+# ---- experts ---------------------------------------------------------------------------------------------------------
+
+
+class Exchange(torch.autograd.Function):
+    """Rows to their ranks; their gradients go the same way back."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, comm: Communicator, sent: list[int], received: list[int]) -> Tensor:
+        ctx.back = comm, received, sent
+        return comm.all_to_all(rows, input_sizes=sent, output_sizes=received)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        comm, sent, received = ctx.back
+        return comm.all_to_all(grads[0], input_sizes=sent, output_sizes=received), None, None, None
+
+
+def moe_by_hand(problem: MoeProblem) -> Block:
+    first, second = problem.parameters()
+    comm = Communicator.of(problem.rank.group)
+    local = torch.arange(len(first)).repeat(comm.size)
+
+    def layer(x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        order = indices.flatten().argsort(stable=True)
+        tokens = order // indices.shape[1]
+        counts = torch.bincount(indices.flatten(), minlength=len(local))
+        theirs = comm.all_to_all(counts).view(comm.size, -1)  # [ranks, experts here]
+        sent, received = counts.view(comm.size, -1).sum(1).tolist(), theirs.sum(1).tolist()
+        rows = Exchange.apply(x[tokens], comm, sent, received)
+        by_expert = local.repeat_interleave(theirs.flatten()).argsort(stable=True)
+        outs = []
+        for expert, part in enumerate(rows[by_expert].split(theirs.sum(0).tolist())):
+            gate, up = F.linear(part, first[expert]).chunk(2, -1)
+            outs.append(F.linear(F.silu(gate) * up, second[expert]))
+        found = Exchange.apply(torch.cat(outs)[by_expert.argsort()], comm, received, sent)
+        scaled = found * weights.flatten()[order, None].to(x.dtype)
+        return torch.zeros_like(x).index_add(0, tokens, scaled)
+
+    return Block(layer, problem, first, second)
+
+
+def moe(rank: Rank, dtype: str) -> list[Provider]:
+    problem = MoeProblem(MoeCase(dtype, TOKENS, HIDDEN, FFN, EXPERTS, TOP_K), rank)
+    blocks = (("fastpar", "fastpar", fastpar_block(problem)), ("by hand", "torch", moe_by_hand(problem)))
+    return [Provider(name, kind, call=block.run, check=partial(problem.errors, block)) for name, kind, block in blocks]
+
+
+# ---- a loss and a norm -----------------------------------------------------------------------------------------------
+
+
+def loss(rank: Rank, dtype: str) -> list[Provider]:
+    from fastpar import ops
+
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(ROWS, VOCAB, generator=generator).to(DTYPES[dtype])
+    target = torch.randint(0, VOCAB, (ROWS,), generator=generator)
+    start, end = shard_range(VOCAB, rank.world_size, rank.rank)
+    group = rank.group if rank.world_size > 1 else None
+    vocab_range = None if group is None else (start, end, VOCAB)
+    split = partial(ops.vocab_parallel_cross_entropy, group=group, vocab_range=vocab_range)
+    exact = logits.double().requires_grad_()
+    wanted = F.cross_entropy(exact, target)
+    (grad,) = torch.autograd.grad(wanted, exact)
+
+    def provider(name: str, kind: str, function: Callable[[Tensor, Tensor], Tensor], columns: slice) -> Provider:
+        step = Step(lambda x: function(x, target), {}, logits[:, columns], None)
+        expected = {"loss": wanted.detach(), "dx": grad[:, columns]}
+        return Provider(
+            name, kind, call=step, check=lambda: _errors({"loss": step(), "dx": step.x.grad}, expected, dtype)
+        )
+
+    return [
+        provider("fastpar", "fastpar", split, slice(start, end)),
+        provider("torch F.cross_entropy", "torch", F.cross_entropy, slice(0, VOCAB)),
+    ]
+
+
+def rms_norm(rank: Rank, dtype: str) -> list[Provider]:
+    from fastpar import ops
+
+    generator = torch.Generator().manual_seed(0)
+    x, dy = (torch.randn(TOKENS, HIDDEN, generator=generator).to(DTYPES[dtype]) for _ in range(2))
+    weight = torch.rand(HIDDEN, generator=generator).to(DTYPES[dtype]).requires_grad_()
+    leaves = [x.double().requires_grad_(), weight.detach().double().requires_grad_()]
+    y = F.rms_norm(leaves[0], (HIDDEN,), leaves[1], 1e-6)
+    expected = dict(
+        zip(("y", "dx", "dweight"), (y.detach(), *torch.autograd.grad(y, leaves, dy.double())), strict=True)
+    )
+
+    def provider(name: str, kind: str, function: Callable[[Tensor], Tensor]) -> Provider:
+        step = Step(function, {"weight": weight}, x, dy)
+
+        def check() -> dict[str, Error]:
+            return _errors({"y": step(), "dx": step.x.grad, "dweight": weight.grad}, expected, dtype)
+
+        return Provider(name, kind, call=step, check=check)
+
+    return [
+        provider("fastpar", "fastpar", lambda x: ops.rms_norm(x, weight, eps=1e-6)),
+        provider("torch F.rms_norm", "torch", lambda x: F.rms_norm(x, (HIDDEN,), weight, 1e-6)),
+    ]
+
+
+def _errors(found: Mapping[str, Tensor | None], expected: Mapping[str, Tensor], dtype: str) -> dict[str, Error]:
+    """In the L2 norm, relative, by name."""
+    errors = {}
+    for name, target in expected.items():
+        value = local_tensor(cast(Tensor, found[name])).detach().double()
+        errors[name] = Error(float((value - target).norm() / target.norm()), TOLERANCES[dtype])
+    return errors
+
+
 # ---- main ------------------------------------------------------------------------------------------------------------
 
 JOBS: Mapping[str, Callable[[Rank, str], list[Provider]]] = {
     "mlp": mlp,
     "mlp+sequence": partial(mlp, sequence=True),
+    "moe": moe,
+    "loss": loss,
+    "rms_norm": rms_norm,
 }
+_ON_ONE_RANK = ("moe", "loss", "rms_norm")
+_ON_SEVERAL = ("mlp", "mlp+sequence", "moe", "loss")
 
 
 def cases(flags: argparse.Namespace, world_size: int) -> Sequence[Case]:
-    return [HostCase(job, dtype) for job in flags.jobs for dtype in flags.dtype] if world_size > 1 else []
+    there = _ON_SEVERAL if world_size > 1 else _ON_ONE_RANK
+    return [HostCase(job, dtype) for job in flags.jobs if job in there for dtype in flags.dtype]
 
 
 BENCH = Bench(
     name="host",
-    baselines=("by hand",),
+    baselines=("by hand", "torch F.cross_entropy", "torch F.rms_norm"),
     cases=cases,
     memory=False,
     quick={"blocks": 3, "iters": 2, "dtype": ["fp32"]},
@@ -341,7 +523,7 @@ def _job(text: str) -> list[str]:
 
 
 def main(argv: Sequence[str]) -> int:
-    made = parser(BENCH, "host time of layers at tiny shapes", ranks=[2], dtype=["fp32"], settings=["default"])
+    made = parser(BENCH, "host time of layers at tiny shapes", ranks=[1, 2], dtype=["fp32"], settings=["default"])
     made.set_defaults(blocks=15, iters=5, lead=2)
     made.add_argument("--jobs", type=_job, default=list(JOBS), metavar="LIST", help=", ".join(JOBS))
     return run(BENCH, made.parse_args(argv), ["fastpar", "bench", "host", *argv])
