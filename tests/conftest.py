@@ -7,12 +7,13 @@ rank pool ends with the session, and parts of the tests can be run apart.
     --part plain     the others
 
 Given twice, it runs both, `clock` last; with `--quiet-when FILE`, not before nobody else holds a lock on that file.
-`--shard 1/2` runs one of two halves of the files.
+`--shard 1/2` runs one of two halves of the files; with `clock` and another part, all that looks at a clock.
 """
 
 from __future__ import annotations
 
 import fcntl
+import functools
 from collections.abc import Generator
 from pathlib import Path
 from typing import TextIO
@@ -50,11 +51,24 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    shard = config.getoption("shard")
-    if not shard or not collection_path.match("test_*.py"):
+    if not collection_path.match("test_*.py") or _has_all_clocks(config):
         return None
-    files = sorted(collection_path.parent.glob("test_*.py"), key=lambda file: (file.stat().st_size, file.name))
-    return None if markers.in_shard(collection_path, files, shard) else True
+    return None if _is_in_shard(collection_path, config) else True
+
+
+def _has_all_clocks(config: pytest.Config) -> bool:
+    """Whether a shard is of the other parts only: one lane of several has the clocks of all."""
+    parts = config.getoption("part") or []
+    return markers.CLOCK in parts and len(set(parts)) > 1
+
+
+@functools.cache
+def _is_in_shard(file: Path, config: pytest.Config) -> bool:
+    shard = config.getoption("shard")
+    if not shard:
+        return True
+    files = sorted(file.parent.glob("test_*.py"), key=lambda file: (file.stat().st_size, file.name))
+    return markers.in_shard(file, files, shard)
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -67,8 +81,12 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if parts := config.getoption("part"):
-        config.hook.pytest_deselected(items=[item for item in items if part_of(item) not in parts])
-        items[:] = [item for item in items if part_of(item) in parts]
+        clock = markers.CLOCK if _has_all_clocks(config) else None
+        wanted = [item for item in items if part_of(item) in parts]
+        wanted = [item for item in wanted if part_of(item) == clock or _is_in_shard(item.path, config)]
+        kept = set(wanted)
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = wanted
         if len(parts) > 1:
             items.sort(key=lambda item: part_of(item) == markers.CLOCK)
     devices = torch.cuda.device_count()

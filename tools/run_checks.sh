@@ -43,8 +43,9 @@ pytest_on() { # what is said of it, pytest arguments...
   return $((code == 5 ? 0 : code)) # that there are none of those that were asked for is no failure
 }
 
-# Three lanes of what does not look at the clock (see tests/conftest.py). They begin together: one alone would leave a core
-# idle now and then. Lanes hold a lock that the tests with a clock wait for, in the lane that has the ranks already.
+# Four lanes of what does not look at the clock (see tests/conftest.py). They begin together: one alone would leave a core
+# idle now and then, and tests of ranks, which wait for each other and for deadlines, do so in two lanes. Lanes hold a
+# lock that the tests with a clock wait for, in the second lane of ranks, whose processes are there already.
 device_lane() { # pytest arguments...
   check "pytest, device code and plain" pytest_on "device, plain" --part device --part plain "$@"
 }
@@ -56,8 +57,15 @@ sanitizer_lane() {
   check "C++ kernels under ASan and UBSan" tools/run_asan.sh --part plain --part ranks
 }
 
-ranks_lane() { # pytest arguments...
-  check "pytest, ranks and then clocks" pytest_on "ranks, clock" --part ranks --part clock "--quiet-when=$quiet" "$@"
+ranks_lane() { # half, pytest arguments...
+  local half=$1
+  shift
+  if [[ $half == 1 ]]; then
+    check "pytest, ranks, half 1" pytest_on "ranks, half 1" --shard 1/2 --part ranks "$@"
+  else
+    check "pytest, ranks, half 2, and then clocks" \
+      pytest_on "ranks, half 2, clock" --shard 2/2 --part ranks --part clock "--quiet-when=$quiet" "$@"
+  fi
 }
 
 # Two halves of what is cheap, a core each.
@@ -73,7 +81,7 @@ start() { # lane, arguments...
   local output held
   output=$(mktemp)
   exec {held}<"$quiet"
-  if [[ $1 != ranks_lane ]]; then flock --shared "$held"; fi # until it ends, and all that it has started
+  if [[ "$1 ${2:-}" != "ranks_lane 2" ]]; then flock --shared "$held"; fi # until it ends, and all that it has started
   set -m # a process group of its own, which can be ended as a whole
   "$@" </dev/null >"$output" 2>&1 &
   set +m
@@ -112,10 +120,11 @@ elif [[ ${1:-} == --quick ]]; then
   fi
 else
   # Threads that wait for others sleep meanwhile: spinning, they would take the core from those.
-  export OMP_WAIT_POLICY=passive
+  export OMP_WAIT_POLICY=passive # as in tests/__init__.py; the programs of the sanitizer lane as well
   start sanitizer_lane
   start device_lane "$@"
-  start ranks_lane "$@"
+  start ranks_lane 1 "$@"
+  start ranks_lane 2 "$@"
   finish
   unset OMP_WAIT_POLICY
   check "C++ kernels under ASan and UBSan, clocks" tools/run_asan.sh --part clock

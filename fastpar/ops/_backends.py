@@ -79,7 +79,7 @@ def kernels_of(family: str) -> Callable[[Tensor], Any]:
     )
 
     def implementation(x: Tensor) -> Any:
-        return compiled if x.is_cpu else _elsewhere(family, compiled, x.device)
+        return compiled if x.device.type == "cpu" else _elsewhere(family, compiled, x.device)
 
     return implementation
 
