@@ -56,6 +56,7 @@ def test_what_only_a_cuda_torch_has_is_weak() -> None:
 
 @needs_nm
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="only x86 has several instruction sets")
+@pytest.mark.expensive
 @pytest.mark.parametrize("isa", ["avx2", "avx512", "avx512bf16"])
 def test_files_of_one_instruction_set_define_no_symbol_that_could_replace_anothers(
     native: ModuleType, tmp_path: Path, isa: str

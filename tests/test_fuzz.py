@@ -65,6 +65,7 @@ def test_1000_bad_calls_of_every_op_are_right_or_typed_errors_that_name_an_argum
 NAMES = {part: [f"{part}.{case}" for case in cases] for part, cases in PARTS.items()}
 
 
+@pytest.mark.expensive
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("part", PARTS)
 def test_bad_calls_of_everything_public_are_right_or_typed_errors_that_name_an_argument(part: str) -> None:
