@@ -163,8 +163,8 @@ def _prepare(comm: Communicator, q: Tensor, k: Tensor, v: Tensor, sink: Tensor |
         _ = plan.gathered  # tiles that cannot be made are an error now
     else:
         _ = plan.steps, plan.busy
-    numbers = (None if x is None else float(x) for x in (given.scale, given.softcap))
-    score = ScoreOptions.of(q.shape[3], *numbers, given.dropout)
+    scale, softcap = (None if x is None else float(x) for x in (given.scale, given.softcap))
+    score = ScoreOptions.of(q.shape[3], scale, softcap, given.dropout)
     agreement = None
     if comm.size > 1 and q.device.type == "cpu":
         shapes = [*q.shape[:2], k.shape[1], q.shape[3], v.shape[3], q.dtype]
