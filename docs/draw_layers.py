@@ -23,7 +23,7 @@ PYTHON = [
             ("optim", True),
             ("clip, precision", True),
             ("expert", False),
-            ("context", False),
+            ("context", True),
         ],
     ),
     ("ops: check, choose, launch", [("ops", True)]),

@@ -20,6 +20,7 @@ from fastpar._version import __version__ as __version__
 if TYPE_CHECKING:
     from fastpar import (
         comm,
+        context,
         expert,
         layouts,
         ops,
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     )
     from fastpar.clip import GradSum, clip_grad_norm_, grad_norm
     from fastpar.comm import CommError, Communicator, Pending
+    from fastpar.context import Context
+    from fastpar.contracts.attention import AttentionMask
     from fastpar.layouts import Layout
     from fastpar.mesh import GridSpec, Mesh, init_mesh
     from fastpar.parallel import Style
@@ -46,6 +49,7 @@ if TYPE_CHECKING:
 # A public function must not be named like a module of the package: importing that module would bind its name here.
 _MODULES = (
     "comm",
+    "context",
     "expert",
     "layouts",
     "ops",
@@ -59,8 +63,10 @@ _MODULES = (
     "zero",
 )
 _HOME = {
+    "AttentionMask": "fastpar.contracts.attention",
     "CommError": "fastpar.comm",
     "Communicator": "fastpar.comm",
+    "Context": "fastpar.context",
     "GradSum": "fastpar.clip",
     "GridSpec": "fastpar.mesh",
     "Layout": "fastpar.layouts",
@@ -82,8 +88,10 @@ _HOME = {
     "verify": "fastpar.verification",
 }
 __all__ = [
+    "AttentionMask",
     "CommError",
     "Communicator",
+    "Context",
     "GradSum",
     "GridSpec",
     "Layout",
@@ -97,6 +105,7 @@ __all__ = [
     "apply_recompute",
     "clip_grad_norm_",
     "comm",
+    "context",
     "expert",
     "explain",
     "grad_norm",

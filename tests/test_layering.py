@@ -48,6 +48,7 @@ INNER_LAYERS = {
         "changes": 0,
         "guards": 0,
         "stacked_experts": 0,
+        "context_parallel": 1,
         "model_methods": 1,
         "styles": 1,
         "plan": 2,

@@ -14,11 +14,13 @@ from torch import nn
 
 from fastpar.arguments import checked
 from fastpar.comm import Communicator
+from fastpar.context.region import Context, ContextRegion
 from fastpar.ddp import check_model
 from fastpar.mesh import Mesh
 from fastpar.ops.parallel_linear.overlap import Overlap
 from fastpar.parallel.changes import Explanation
 from fastpar.parallel.checks import check_plan, resolve
+from fastpar.parallel.context_parallel import region_for
 from fastpar.parallel.guards import sync_weights as sync_weights_of
 from fastpar.parallel.model_methods import calls_loss_function, takes_labels
 from fastpar.parallel.plan import match_plan
@@ -42,6 +44,7 @@ def parallelize(
     gather_logits: bool | None = None,
     sync_weights: str = "check",
     overlap: bool | Overlap = True,
+    context: Context | None = None,
 ) -> M:
     """Split a model's layers over the tensor-parallel group, in place; returns the model.
 
@@ -60,6 +63,9 @@ def parallelize(
                        own `loss_function` and `generate` work in both cases
     sync_weights       "check" (default): ranks must hold the same weights before the split, else ValueError names the
                        first parameter that differs; "broadcast": take rank 0's; "none"
+    context            how sequences are split over the mesh's cp ranks (`fp.Context`; by default its defaults): of
+                       batches that `fp.context.shard` has cut, attention runs over the tokens of all ranks. For models
+                       of Hugging Face, and those with `fp.context.ContextAttention`
     overlap            let collectives travel during the layers' GEMMs (`fastpar.ops.parallel_linear`), as measured
                        earlier on rank 0's machine (`fastpar.ops.measure_overlap`); False: not, with the same numbers
 
@@ -88,8 +94,9 @@ def parallelize(
         _check_dims(model, mesh)
     if isinstance(plan, str) and plan != "auto":
         raise ValueError(f"plan must be 'auto' or a dict from pattern to style, got {plan!r}")
-    context = _context(model, mesh, gather_logits)
-    comm, experts = context.comm, context.experts.comm
+    split = _context(model, mesh, gather_logits)
+    split.context = _region(model, mesh, context)
+    comm, experts = split.comm, split.experts.comm
     is_written = not isinstance(plan, str)
     if isinstance(plan, str):
         plan = proven_plan(model, comm.size, sequence_parallel=sequence_parallel)
@@ -97,31 +104,42 @@ def parallelize(
     is_spread = any(isinstance(style, ExpertStyle) for style in styles.values())
     if isinstance(mesh, Mesh) and mesh.size("ep") > 1 and not is_spread:
         raise ValueError(f"the mesh has ep={mesh.size('ep')}, but the plan gives no module the style 'expert'")
-    resolve(context, styles, sequence_parallel=sequence_parallel)
-    splits = check_plan(context)
+    resolve(split, styles, sequence_parallel=sequence_parallel)
+    splits = check_plan(split)
     if is_written:
-        refuse_wrong_blocks(model, context.styles | context.parameter_styles, comm.size)
+        refuse_wrong_blocks(model, split.styles | split.parameter_styles, comm.size)
     if sync_weights != "none":
         sync_weights_of(model, comm, broadcast=sync_weights == "broadcast")
         if experts.size > comm.size:  # else among the same ranks
             sync_weights_of(model, experts, broadcast=sync_weights == "broadcast")
-    context.overlap = overlap if isinstance(overlap, Overlap) else Overlap.load(comm)
+    split.overlap = overlap if isinstance(overlap, Overlap) else Overlap.load(comm)
     if overlap is False:
-        context.overlap = context.overlap.disabled()
-    swap = Swap(context, splits)
+        split.overlap = split.overlap.disabled()
+    swap = Swap(split, splits)
     swap.apply()
     swap.log()
     model.__dict__[_STATE] = swap
     return model
 
 
+def _region(model: nn.Module, mesh: Mesh | GroupLike, options: Context | None) -> ContextRegion | None:
+    """Where the model's sequences are split; None where they are not."""
+    if isinstance(mesh, Mesh):
+        return None if options is None and mesh.size("cp") == 1 else region_for(model, mesh, options)
+    if options is not None:
+        raise ValueError(f"context needs an fp.Mesh with a dim cp, got mesh {type(mesh).__name__}")
+    return None
+
+
 def _check_dims(model: nn.Module, mesh: Mesh) -> None:
     is_part = any(isinstance(module, Absent) for module in model.modules())
-    sizes = {dim: mesh.size(dim) for dim in ("pp", "cp", "etp") if not (dim == "pp" and is_part)}
+    sizes = {dim: mesh.size(dim) for dim in ("pp", "etp") if not (dim == "pp" and is_part)}
     extra = {dim: size for dim, size in sizes.items() if size > 1}
     if extra:
         hint = "; fastpar.parallelize_pipeline cuts a model over pp" if "pp" in extra else ""
-        raise ValueError(f"parallelize splits over tp, ep and data-parallel dims only, but the mesh has {extra}{hint}")
+        raise ValueError(
+            f"parallelize splits over tp, cp, ep and data-parallel dims only, but the mesh has {extra}{hint}"
+        )
 
 
 def _context(model: nn.Module, mesh: Mesh | GroupLike, gather_logits: bool | None) -> SwapContext:

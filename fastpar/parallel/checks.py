@@ -64,7 +64,10 @@ def check_plan(context: SwapContext) -> dict[str, HeadSplit]:
 
 def uses_layout_attention(module: nn.Module) -> bool:
     """True where a module's attention draws its dropout by the global position."""
-    return getattr(getattr(module, "config", None), "_attn_implementation", None) == "fastpar_eager"
+    return getattr(getattr(module, "config", None), "_attn_implementation", None) in (
+        "fastpar_eager",
+        "fastpar_context",
+    )
 
 
 def _check_meta(path: str, module: nn.Module) -> None:
@@ -149,6 +152,8 @@ def _check_sees_sequence(path: str, context: SwapContext) -> None:
 
 
 def _check_attention_dropout(path: str, module: nn.Module, context: SwapContext) -> None:
+    if context.context is not None:  # whose attention draws by the global position
+        return
     for name in _ATTENTION_DROPOUT if path in context.blocks else ():
         value = getattr(module, name, 0.0)
         p = value.p if isinstance(value, nn.Dropout) else value

@@ -91,6 +91,8 @@ def parallelize_pipeline(
     `Pipeline` raise: all of it before anything runs.
     """
     size = mesh.size("pp")
+    if mesh.size("cp") > 1:  # a stage has no place yet for the layouts of several microbatches
+        raise ValueError(f"a pipeline cannot split sequences: the mesh has cp={mesh.size('cp')}, use cp=1")
     if isinstance(schedule, str):
         if num_microbatches is None:
             raise TypeError(f"schedule {schedule!r} needs num_microbatches")

@@ -13,6 +13,7 @@ from torch import nn
 from fastpar.ddp import DDP_MARK, OVER_PARALLEL, RefusedByDDP
 from fastpar.parallel.changes import Explanation
 from fastpar.parallel.checks import uses_layout_attention
+from fastpar.parallel.context_parallel import connect
 from fastpar.parallel.guards import PartGuard, Watch, WatchedPlan
 from fastpar.parallel.heads import HeadSplit
 from fastpar.parallel.model_methods import GatheringCall, ResizeEmbeddings, SavePretrained, loss_on_split_logits
@@ -46,6 +47,8 @@ class Swap:
             self._apply_styles()
             self._set_counts()
             self._split_stream()
+            if self.context.context is not None:
+                connect(self.context.model, self.context.context, self.context.changes)
             if self.context.comm.size > 1:
                 self._leave_fast_paths()
                 self._connect_head()
@@ -105,7 +108,8 @@ class Swap:
         context, model, changes = self.context, self.context.model, self.context.changes
         changes.set(model, DDP_MARK, RefusedByDDP(OVER_PARALLEL))
         if callable(getattr(type(model), "save_pretrained", None)):
-            is_writer = context.comm.rank == 0 and context.batch[0] == 0
+            is_first = context.context is None or context.context.comm.rank == 0
+            is_writer = context.comm.rank == 0 and context.batch[0] == 0 and is_first
             changes.set(model, "save_pretrained", SavePretrained(model, context.comm, is_writer))
         if callable(getattr(type(model), "resize_token_embeddings", None)):
             changes.set(model, "resize_token_embeddings", ResizeEmbeddings(model))

@@ -30,6 +30,7 @@ from typing import Any
 from torch import nn
 
 from fastpar.comm import Communicator
+from fastpar.context.region import ContextRegion
 from fastpar.ops.parallel_linear.overlap import Overlap
 from fastpar.parallel.changes import Changes
 from fastpar.tensor import ParameterLayout, RowMap, SequenceRegion, adopt, layout_of, replicate
@@ -85,6 +86,7 @@ class SwapContext:
                            is split along the sequence
     rows                   output features (or rows) on each rank, by path of a column-parallel linear or of a parameter
                            that goes by head
+    context                where the sequence is split by context parallelism; None: nowhere
     changes                the record of what is changed
     """
 
@@ -94,6 +96,7 @@ class SwapContext:
     batch: tuple[int, int]
     gather_logits: bool
     overlap: Overlap = field(default_factory=Overlap)
+    context: ContextRegion | None = None
     modules: dict[str, nn.Module] = field(default_factory=dict)
     styles: dict[str, Style] = field(default_factory=dict)
     parameter_styles: dict[str, Style] = field(default_factory=dict)

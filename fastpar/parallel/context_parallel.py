@@ -1,0 +1,239 @@
+"""Context parallelism in a model that exists: Hugging Face's attention functions, and dropout of the residual stream.
+
+A model of Hugging Face calls its attention by the name in its config, from a registry; `connect` gives this model (its
+own copy of the config) the name "fastpar_context". That function attends over the tokens of all ranks, and the mask
+function of the same name makes no mask at all: which token sees which is said by the layers' types and by the documents
+of the batch. Whatever else would change numbers is an error: a mask of the caller's, a keyword nobody knows, a type of
+layer that is no softmax attention.
+
+transformers is imported by the call that needs it.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+from fastpar.context.region import REGION, Context, ContextRegion, region_of
+from fastpar.contracts.attention import AttentionMask
+from fastpar.mesh import Mesh
+from fastpar.ops.context_attention.methods import Usp
+from fastpar.parallel.changes import Changes
+from fastpar.tensor import Adoption, LayoutDropout
+
+NAME = "fastpar_context"
+_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
+_MIXING = (nn.modules.conv._ConvNd, nn.RNNBase)  # layers that see other tokens than their own
+# Keywords that a decoder hands to every attention function and that change no number there.
+_IDLE = {"position_ids", "cache_position", "use_cache", "past_key_values", "position_embeddings", "return_dict"}
+_IDLE |= {"num_items_in_batch", "shift_labels", "logits_to_keep"}  # of the loss and the head
+
+
+def region_for(model: nn.Module, mesh: Mesh, options: Context | None) -> ContextRegion:
+    """Where the model's sequences are split, after a look at what stands against it; nothing is changed.
+
+    A model of Hugging Face gets a region; the layers of another have brought theirs."""
+    if not hasattr(getattr(model, "config", None), "_attn_implementation"):
+        return _region_of_own(model, mesh, options)
+    batch = mesh.rank("dp"), mesh.size("dp")
+    region = ContextRegion(mesh.group("cp"), options, windowed=_all_windowed(model), batch=batch)
+    _check_model(model, region, mesh.size("tp"))
+    return region
+
+
+def _check_model(model: nn.Module, region: ContextRegion, tp: int) -> None:
+    config, name = getattr(model, "config", None), type(model).__name__
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(f"context parallelism splits decoders' and encoders' self-attention, but {name} has both")
+    for index, kind in enumerate(getattr(_text_config(config), "layer_types", None) or ()):
+        if kind not in _LAYER_TYPES:
+            raise ValueError(f"layer {index} of {name} is {kind!r}: context parallelism splits softmax attention only")
+    if not getattr(model, "_supports_attention_backend", False):
+        raise ValueError(
+            f"{name} does not take its attention from transformers' registry (_supports_attention_backend), so that "
+            "its sequences cannot be split"
+        )
+    for path, module in model.named_modules():
+        if isinstance(module, _MIXING):
+            raise ValueError(f"{path} is {type(module).__name__}: context parallelism splits softmax attention only")
+    _check_heads(cast(Any, config), region, tp)
+
+
+def _region_of_own(model: nn.Module, mesh: Mesh, options: Context | None) -> ContextRegion:
+    """That of the layers of a model that is not Hugging Face's, which has to be of the mesh's ranks."""
+    try:
+        own = region_of(model)
+    except ValueError as error:
+        raise ValueError(
+            f"context parallelism does not know the attention of {type(model).__name__}, which is no model of Hugging "
+            f"Face's: give it fastpar.context.ContextAttention layers with one ContextRegion ({error})"
+        ) from None
+    if (own.comm.size, own.comm.rank) != (mesh.size("cp"), mesh.rank("cp")):
+        raise ValueError(
+            f"the model's ContextRegion has {own.comm.size} ranks, but the mesh has cp={mesh.size('cp')}: make it of "
+            'mesh["cp"]'
+        )
+    if options is not None and options != own.options:
+        raise ValueError(f"context={options}, but the model's ContextRegion has {own.options}: leave one away")
+    return own
+
+
+def _check_heads(config: Any, region: ContextRegion, tp: int) -> None:
+    method, size = region.options.method, region.comm.size
+    heads = getattr(_text_config(config), "num_attention_heads", None)
+    spread = size if method == "ulysses" else method.ulysses if isinstance(method, Usp) and not method.uneven else 1
+    if not isinstance(heads, int) or heads % tp or heads // tp % spread == 0:
+        return
+    here = heads // tp
+    works = [n for n in range(1, here + 1) if here % n == 0]
+    raise ValueError(
+        f"Context(method={method!r}): {heads} query heads / tp {tp} = {here} cannot be spread over {spread} ranks "
+        f"evenly; {', '.join(map(str, works))} can. Uneven heads: Usp({spread}, uneven=True)"
+    )
+
+
+def _text_config(config: Any) -> Any:
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def _all_windowed(model: nn.Module) -> bool:
+    """Whether every attention layer has a window or chunks."""
+    kinds = [kind for module in model.modules() if (kind := _layer_type(module)) is not None]
+    if kinds:
+        return all(kind in ("sliding_attention", "chunked_attention") for kind in kinds)
+    return getattr(getattr(model, "config", None), "sliding_window", None) is not None
+
+
+def connect(model: nn.Module, region: ContextRegion, changes: Changes) -> None:
+    """Let the model attend over the region, as `changes` that are undone with the others."""
+    if hasattr(getattr(model, "config", None), "_attn_implementation"):
+        _register()
+        copies: dict[int, Any] = {}  # deepcopy's memo: parts of a config stay parts of it
+        for module in model.modules():
+            config = getattr(module, "config", None)
+            if not hasattr(config, "_attn_implementation"):
+                continue
+            own: Any = copy.deepcopy(config, copies)
+            if own._attn_implementation != NAME:
+                own._attn_implementation = NAME
+            changes.set(module, "config", own)
+            changes.set(module, REGION, region)
+            if "_attn_implementation" in vars(module):
+                changes.set(module, "_attn_implementation", NAME)
+    _place_dropout(model, region, changes)
+    changes.explanation.add("(attention)", "context", "", f"over {region.comm.size} ranks, {region.options.method}")
+
+
+def _place_dropout(model: nn.Module, region: ContextRegion, changes: Changes) -> None:
+    """Masks by the places of tokens in the whole sequence, for all that is not dropped within attention."""
+
+    def tokens() -> tuple[list[tuple[int, int, int]], int]:
+        placement = region.placement
+        ranges = placement.layout[region.comm.rank]
+        return [(r.start, r.stop, r.step) for r in ranges], placement.num_tokens
+
+    for module in model.modules():
+        if type(module) is nn.Dropout:
+            changes.adopted(Adoption(module, LayoutDropout))
+            cast(Any, module)._configure(module.p, sequence=None, batch=region.batch, tokens=tokens)
+        elif isinstance(module, LayoutDropout):
+            changes.set(module, "tokens", tokens)
+
+
+def _layer_type(module: nn.Module) -> str | None:
+    """What transformers calls the kind of this attention layer, or None where it says nothing."""
+    types = getattr(getattr(module, "config", None), "layer_types", None)
+    index = getattr(module, "layer_idx", None)
+    if not isinstance(types, list | tuple) or not isinstance(index, int) or not 0 <= index < len(types):
+        return None
+    return str(types[index])
+
+
+# ---- transformers' registries ----------------------------------------------------------------------------------------
+
+
+def _register() -> None:
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS.register(NAME, attend)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, no_mask)
+
+
+def no_mask(
+    *args: Any, mask_function: Any = None, attention_mask: Tensor | None = None, use_vmap: bool = False, **_: Any
+) -> None:
+    """No mask, after a check that none is asked for beyond what layers and documents say. Documents that transformers
+    infers from jumps of position_ids are left alone: those of a split sequence jump where it is cut."""
+    if use_vmap or "or_masks" in getattr(mask_function, "__qualname__", ""):
+        raise ValueError("context parallelism has no custom masks: causal, windows, chunks and documents are known")
+    if attention_mask is not None and not bool((attention_mask != 0).all()):
+        raise ValueError(
+            "attention_mask has zeros: padding is no document. Give the batch to fastpar.context.shard with documents="
+        )
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention function: query [B, heads, s, D] to [B, s, heads, D], over the tokens of all ranks."""
+    region: ContextRegion | None = getattr(module, REGION, None)
+    name = type(module).__name__
+    if region is None:
+        raise ValueError(f"{name} has attn_implementation={NAME!r}, which fastpar.parallelize(context=...) chooses")
+    if attention_mask is not None:
+        raise ValueError(f"{name} got a mask of its own, {list(attention_mask.shape)}: context parallelism has none")
+    unknown = [key for key, given in others.items() if key not in _IDLE and given is not None and given is not False]
+    if unknown:
+        raise ValueError(f"{name} passes {unknown} to its attention, which context parallelism does not know")
+    if getattr(module, "is_cross_attention", False):
+        raise ValueError(f"{name} is cross-attention: context parallelism splits self-attention only")
+    mask = _mask_of(module, sliding_window, is_causal)
+    first_head = getattr(module, "_fastpar_heads", (0,))[0]
+    out = region.attend(
+        query,
+        key,
+        value,
+        mask=mask,
+        scale=scaling,
+        softcap=softcap,
+        sink=s_aux,
+        dropout=dropout,
+        first_head=first_head,
+    )
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _mask_of(module: nn.Module, sliding_window: int | None, is_causal: bool | None) -> AttentionMask:
+    """By the layer's type and what it passes; documents come with the batch."""
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    config: Any = getattr(module, "config", None)
+    kind, name = _layer_type(module), type(module).__name__
+    window = sliding_window
+    if kind == "sliding_attention" and window is None:
+        window = getattr(config, "sliding_window", None)
+    if kind == "full_attention" and window is not None:
+        raise ValueError(f"{name} is 'full_attention' and passes sliding_window={window}: which of them is meant?")
+    if kind == "sliding_attention" and window is None:
+        raise ValueError(f"{name} is 'sliding_attention', but neither it nor its config has a sliding_window")
+    chunk = getattr(config, "attention_chunk_size", None) if kind == "chunked_attention" else None
+    if kind == "chunked_attention" and chunk is None:
+        raise ValueError(f"{name} is 'chunked_attention', but its config has no attention_chunk_size")
+    if window is None:
+        return AttentionMask(causal, None, chunk)
+    if not causal:  # transformers' two-sided window of w: |p - c| < w, or half of it, by the model
+        raise ValueError(f"{name} has a window of {window} and sees both ways, which context parallelism does not know")
+    return AttentionMask(causal, (window - 1, 0), chunk)

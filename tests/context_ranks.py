@@ -1,0 +1,233 @@
+"""What ranks do in the tests of context parallelism: models on a split sequence beside the same model whole."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import fastpar as fp
+from fastpar.context import ContextRegion
+from fastpar.context.region import region_of
+from tests.family_models import tiny_model
+
+TOKENS = 37
+PACKED = ((20, 0, 17), (5, 32))
+FAMILIES = {
+    "llama": "LlamaForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "gpt2": "GPT2LMHeadModel",
+}
+
+
+def whole_batch(seed: int = 1) -> dict[str, Tensor]:
+    """Two rows of ids, and labels of which some do not count: more in the first half."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(1, 61, (2, TOKENS), generator=generator)
+    labels = ids.clone()
+    labels[:, 3:12] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def alone(model: nn.Module, batch: dict[str, Tensor], documents: Any) -> Tensor:
+    """The loss in one process, of each document by itself: transformers' own packing of GPT-OSS mixes documents."""
+    rows = documents or ((TOKENS,),)
+    rows = rows * (2 // len(rows))
+    total, count = torch.zeros(()), 0
+    for ids, labels, lengths in zip(batch["input_ids"], batch["labels"], rows, strict=True):
+        for part, target in zip(ids.split(list(lengths)), labels.split(list(lengths)), strict=True):
+            if len(part) > 1:
+                logits = model(input_ids=part[None]).logits[0, :-1]
+                total = total + nn.functional.cross_entropy(logits, target[1:], reduction="sum", ignore_index=-100)
+                count += int((target[1:] != -100).sum())
+    return total / count
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    found = {}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            grad = parameter.grad
+            found[name] = (grad.full_tensor() if isinstance(grad, DTensor) else grad).detach().clone()
+    return found
+
+
+def mean_over(mesh: fp.Mesh, grads: dict[str, Tensor]) -> dict[str, Tensor]:
+    comm = fp.Communicator(mesh.group("dp_cp"))
+    return {name: comm.all_reduce(grad) for name, grad in grads.items()}
+
+
+def assert_near(found: dict[str, Tensor], expected: dict[str, Tensor], what: object, tolerance: float) -> None:
+    assert found.keys() == expected.keys(), what
+    for name, value in expected.items():
+        error = float((found[name] - value).abs().max() / value.abs().max().clamp(min=1e-3))
+        assert error < tolerance, f"{what}: {name} is off by {error:.1e} of its largest entry"
+
+
+def compare_families(families: dict[str, str], sizes: dict[str, int], options: dict[str, Any]) -> None:
+    """Loss and gradients of each family on the mesh, packed and not, against one process."""
+    mesh = fp.init_mesh(**sizes, device="cpu")
+    for model_type, name in families.items():
+        plain = tiny_model(model_type, name)
+        model = fp.parallelize(copy.deepcopy(plain), mesh, context=fp.Context(**options))
+        for documents in (None, ((20, 0, 17),), PACKED):
+            what = (model_type, sizes, options, documents)
+            plain.zero_grad()
+            model.zero_grad()
+            expected = alone(plain, whole_batch(), documents)
+            expected.backward()
+            batch = fp.context.shard(model, whole_batch(), documents=documents)
+            loss = model(**batch).loss
+            loss.backward()
+            total = fp.context.total(model, loss)
+            assert abs(float(total - expected.detach())) < 1e-5 * abs(float(expected.detach())), what
+            assert_near(mean_over(mesh, gradients(model)), gradients(plain), what, 2e-4)
+        fp.unparallelize(model)
+        assert getattr(model.config, "_attn_implementation", "") == getattr(plain.config, "_attn_implementation", "")
+        assert float(alone(model, whole_batch(), None).detach()) == float(alone(plain, whole_batch(), None).detach())
+
+
+def train_step(sizes: dict[str, int], stage: int, documents: Any) -> dict[str, Tensor]:
+    """Two AdamW steps of a Llama with ZeRO over the mesh: the whole parameters."""
+    mesh = fp.init_mesh(**sizes, device="cpu")
+    model = fp.parallelize(tiny_model("llama", "LlamaForCausalLM"), mesh, context=fp.Context())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    zero = fp.zero.shard(model, optimizer, group=mesh, stage=stage, max_norm=0.05)
+    for step in range(2):
+        batch = fp.context.shard(model, whole_batch(1 + step * mesh.size("dp") + mesh.rank("dp")), documents=documents)
+        model(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    del zero
+    return {
+        name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
+        for name, p in model.named_parameters()
+    }
+
+
+def train_step_alone(replicas: int, documents: Any) -> dict[str, Tensor]:
+    model = tiny_model("llama", "LlamaForCausalLM")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(2):
+        for replica in range(replicas):
+            (alone(model, whole_batch(1 + step * replicas + replica), documents) / replicas).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def compare_steps(sizes: dict[str, int], stage: int, documents: Any) -> None:
+    found = train_step(sizes, stage, documents)
+    replicas = sizes.get("dp_shard", 1) * sizes.get("dp_replicate", 1)
+    assert_near(found, train_step_alone(replicas, documents), (sizes, stage), 1e-3)
+
+
+def perturb_a_document() -> tuple[float, float]:
+    """How far the logits of the first and of the second document move when a token of the first becomes another."""
+    mesh = fp.init_mesh(cp=dist.get_world_size(), device="cpu")
+    model = fp.parallelize(tiny_model("llama", "LlamaForCausalLM"), mesh)
+    ids = whole_batch()["input_ids"]
+    outputs = []
+    for token in (3, 4):
+        ids[:, 0] = token
+        batch = fp.context.shard(model, {"input_ids": ids}, documents=(20, 17))
+        outputs.append(model(**batch).logits.detach())
+    moved = (outputs[0] - outputs[1]).abs().amax((0, 2))
+    is_first = region_of(model).positions < 20
+    comm = fp.Communicator(mesh.group("cp"))
+    ends = torch.stack([moved[is_first].sum(), moved[~is_first].sum()])
+    first, second = comm.all_reduce(ends).tolist()
+    return first, second
+
+
+def recompute_two_batches() -> None:
+    """Two forwards and then two backwards, of batches with other documents, with layers that are run again."""
+    mesh = fp.init_mesh(cp=dist.get_world_size(), device="cpu")
+    grads = []
+    for recomputed in (False, True):
+        model = fp.parallelize(tiny_model("llama", "LlamaForCausalLM"), mesh)
+        if recomputed:
+            fp.apply_recompute(model)
+        losses = []
+        for step, documents in enumerate([(20, 17), (5, 32)]):
+            batch = fp.context.shard(model, whole_batch(step), documents=documents)
+            losses.append(model(**batch).loss)
+        sum(losses).backward()  # type: ignore[union-attr]
+        grads.append(gradients(model))
+    assert_near(grads[1], grads[0], "recomputed", 1e-6)
+
+
+class Own(nn.Module):
+    """A layer of one's own: one head of attention over the split sequence."""
+
+    def __init__(self, region: ContextRegion | None, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.qkv, self.out, self.drop = nn.Linear(8, 24), nn.Linear(8, 8), nn.Dropout(dropout)
+        self.embed = nn.Embedding(61, 8)
+        if region is not None:
+            self.attention = fp.context.ContextAttention(region, causal=True, window=(9, 0), dropout=dropout)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        out: Tensor = self.out(self.attention(q, k, v).transpose(1, 2).flatten(2))
+        return x + self.drop(out)
+
+
+def own_model(layout: str, size: int, dropout: float) -> tuple[Tensor, Tensor]:
+    """(all tokens' outputs in the order of the sequence, this rank's number of tokens)"""
+    mesh = fp.init_mesh(cp=size, device="cpu")
+    region = ContextRegion(mesh.group("cp"), fp.Context(layout=layout, block=4))
+    torch.manual_seed(0)
+    model = fp.parallelize(Own(region, dropout), mesh, {})  # no linear is split
+    torch.manual_seed(5)
+    ids = whole_batch()["input_ids"][:, : 36 if layout == "striped" else None]
+    batch = fp.context.shard(model, {"input_ids": ids})
+    out = model(batch["input_ids"])
+    whole = torch.zeros(2, ids.shape[1], 8)
+    whole[:, region.positions] = out.detach()
+    return region.comm.all_reduce(whole), torch.tensor(out.shape[1])
+
+
+def errors() -> list[str]:
+    """What is refused, by the first line of each error."""
+    mesh = fp.init_mesh(cp=dist.get_world_size(), device="cpu")
+    found = []
+
+    def refused(action: Any) -> None:
+        try:
+            action()
+        except (ValueError, TypeError, RuntimeError) as error:
+            found.append(str(error))
+        else:
+            found.append("accepted")
+
+    ids = whole_batch()["input_ids"]
+    model = fp.parallelize(tiny_model("llama", "LlamaForCausalLM"), mesh)
+    refused(lambda: model(input_ids=ids))
+    good = fp.context.shard(model, whole_batch())
+    refused(lambda: model(input_ids=ids))
+    refused(lambda: model(**good, attention_mask=torch.zeros_like(good["input_ids"])))
+    refused(lambda: model(**good, output_attentions=True))
+    refused(lambda: fp.context.shard(model, whole_batch(), documents=(20, 16)))
+    refused(lambda: fp.context.shard(model, whole_batch(seed=dist.get_rank())))
+    refused(lambda: fp.context.shard(model, {**whole_batch(), "pixel_values": ids}))
+    refused(lambda: fp.context.shard(model, {**whole_batch(), "attention_mask": (ids > 9).long()}))
+    bad = (20, 16) if dist.get_rank() else (20, 17)
+    refused(lambda: fp.context.shard(model, whole_batch(), documents=bad))
+    refused(lambda: fp.parallelize(tiny_model("qwen3_next", "Qwen3NextForCausalLM"), mesh))
+    refused(lambda: fp.parallelize(nn.Sequential(nn.Linear(4, 4)), mesh))
+    four = fp.Context(method="ulysses")
+    refused(lambda: fp.parallelize(tiny_model("gpt2", "GPT2LMHeadModel"), mesh, context=four))
+    refused(lambda: fp.context.shard(tiny_model("llama", "LlamaForCausalLM"), whole_batch()))
+    refused(lambda: fp.parallelize_pipeline(tiny_model("llama", "LlamaForCausalLM"), mesh, num_microbatches=2))
+    return found
