@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fastpar.contracts.attention import AttentionDropout, AttentionMask, AttentionTiles, Ranges, TokenRange
+from fastpar.ops import _attention_blocks
 from fastpar.ops.attention import attention as attention_op
 from fastpar.reference.attention import attention as reference_op
 from fastpar.reference.attention import attention_keep_mask
@@ -67,6 +69,18 @@ CASES: dict[str, Any] = {
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 def test_out_lse_and_gradients_equal_dense_softmax(case: str, kv_heads: int) -> None:
     inputs, options = heads(torch.float64, 4, kv_heads), CASES[case]()
+    for found, expected in zip(results(attention, inputs, options), results(reference, inputs, options), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_blocks_of_devices_without_kernels_equal_dense_softmax(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = sys.modules["fastpar.ops.attention"]
+    monkeypatch.setattr(module, "_forward", _attention_blocks.forward)
+    monkeypatch.setattr(module, "_backward", _attention_blocks.backward)
+    monkeypatch.setattr(_attention_blocks, "_ROWS", 5)
+    monkeypatch.setattr(_attention_blocks, "_COLUMNS", 7)
+    inputs, options = heads(torch.float64, 4, 2), CASES[case]()
     for found, expected in zip(results(attention, inputs, options), results(reference, inputs, options), strict=True):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-11)
 
