@@ -57,13 +57,17 @@ def test_what_only_a_cuda_torch_has_is_weak() -> None:
 @needs_nm
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="only x86 has several instruction sets")
 @pytest.mark.expensive
-@pytest.mark.parametrize("isa", ["avx2", "avx512", "avx512bf16"])
+@pytest.mark.parametrize(
+    ("family", "isa"),
+    [(family, isa) for family in ("cross_entropy", "attention") for isa in ("avx2", "avx512", "avx512bf16")]
+    + [("attention", "amx")],
+)
 def test_files_of_one_instruction_set_define_no_symbol_that_could_replace_anothers(
-    native: ModuleType, tmp_path: Path, isa: str
+    native: ModuleType, tmp_path: Path, family: str, isa: str
 ) -> None:
     # -O0 inlines nothing, so every inline function that the file uses is there to be seen.
     options = native.options_from_environment()
-    source, target = ROOT / "csrc" / "cross_entropy" / f"cross_entropy_{isa}.cpp", tmp_path / "object.o"
+    source, target = ROOT / "csrc" / family / f"{family}_{isa}.cpp", tmp_path / "object.o"
     command = [flag for flag in native._compile_command(source, target, options) if flag != "-O3"]
     subprocess.run([*command, "-O0"], check=True, capture_output=True)
     weak = [line for line in symbols(target, "--defined-only") if line.split()[-2] in ("W", "V", "u")]

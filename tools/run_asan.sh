@@ -20,7 +20,7 @@ fi
 "$python" _build/native.py --sanitize=address,undefined --output="$library"
 if [[ ${1:-} == --build ]]; then exit; fi
 if [[ $# -eq 0 || $1 == --part ]]; then
-  set -- "$@" -q -m "not slow and not gpu" -k "not compile and not triton" tests/test_cross_entropy.py \
+  set -- "$@" -q -m "not slow and not gpu" -k "not compile and not triton" tests/test_attention_kernels.py tests/test_cross_entropy.py \
     tests/test_cross_entropy_kernels.py tests/test_dropout.py tests/test_moe_rows.py tests/test_rms_norm.py tests/test_swiglu.py \
     tests/test_shared_memory.py tests/test_point_to_point.py
 fi

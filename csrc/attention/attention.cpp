@@ -7,9 +7,11 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdlib>
 #include <memory>
+#include <new>
 #include <optional>
 #include <tuple>
 #include <vector>
@@ -118,9 +120,9 @@ void round_up(AttentionProblem* p, const AttentionKernels& kernels) {
 class Plans {
  public:
   Plans(const Tensor& tiles, const std::optional<Tensor>& offsets, const AttentionProblem& p, int group) {
-    FASTPAR_CHECK(tiles.scalar_type() == ScalarType::Int && tiles.dim() == 2 && tiles.size(1) == 6 &&
-                      tiles.is_contiguous(),
-                  "tiles must be a contiguous int32 [T, 6]");
+    FASTPAR_CHECK(
+        tiles.scalar_type() == ScalarType::Int && tiles.dim() == 2 && tiles.size(1) == 6 && tiles.is_contiguous(),
+        "tiles must be a contiguous int32 [T, 6]");
     const int64_t num_tiles = tiles.size(0);
     const AttentionTile* rows = reinterpret_cast<const AttentionTile*>(tiles.const_data_ptr<int32_t>());
     for (int64_t i = 0; i < num_tiles; ++i) check_tile(rows[i], i, p);
@@ -155,22 +157,8 @@ class Plans {
 
 // ---- launching ----------------------------------------------------------------------------------------------------
 
-struct Free {
-  void operator()(void* p) const { std::free(p); }
-};
-
-// `kernel` over 0 up to `count`, with scratch memory of its own for every task.
-template <typename Kernel, typename Arguments>
-void launch(Kernel kernel, const Arguments& arguments, int64_t scratch_bytes, int64_t count, int64_t grain) {
-  const size_t bytes = static_cast<size_t>((scratch_bytes + 4095) / 4096 * 4096);
-  torch::stable::parallel_for(0, count, grain, [&](int64_t begin, int64_t end) {
-    const std::unique_ptr<void, Free> scratch(std::aligned_alloc(4096, bytes));
-    if (scratch == nullptr) throw std::bad_alloc();
-    kernel(arguments, scratch.get(), begin, end);
-  });
-}
-
-// Buffers of a chunk, one behind the other in one allocation.
+// Buffers of a chunk and the scratch memory of its tasks, one behind the other in one buffer of the pool: fresh pages
+// would cost as much as the work of a short sequence.
 class Arena {
  public:
   // Places are given out twice: first to count, then for good.
@@ -179,17 +167,37 @@ class Arena {
     used_ += (bytes + 63) / 64 * 64;
     return place;
   }
+  void take_scratch(int64_t bytes) {
+    scratch_bytes_ = (bytes + 4095) / 4096 * 4096;
+    num_scratch_ = static_cast<int64_t>(torch::stable::get_num_threads());
+    scratch_ = static_cast<char*>(take(scratch_bytes_ * num_scratch_));
+  }
   void allocate() {
-    buffer_ = empty_cpu({used_ + 64}, ScalarType::Byte);
+    const int64_t bytes = std::max(used_ + 64, static_cast<int64_t>(kLargeBufferBytes));
+    buffer_ = empty_cpu({(bytes + 3) / 4}, ScalarType::Float);
     base_ = static_cast<char*>(buffer_->mutable_data_ptr());
     base_ += (64 - reinterpret_cast<uintptr_t>(base_) % 64) % 64;
     used_ = 0;
   }
 
+  // `kernel` over 0 up to `count`; every task has scratch memory of its own.
+  template <typename Kernel, typename Arguments>
+  void launch(Kernel kernel, const Arguments& arguments, int64_t count, int64_t grain) {
+    std::atomic<int64_t> tasks{0};
+    torch::stable::parallel_for(0, count, grain, [&](int64_t begin, int64_t end) {
+      const int64_t task = tasks.fetch_add(1, std::memory_order_relaxed);
+      if (task < num_scratch_) return kernel(arguments, scratch_ + task * scratch_bytes_, begin, end);
+      // More tasks than threads: not seen, and not promised.
+      const std::unique_ptr<void, decltype(&std::free)> own(std::aligned_alloc(4096, scratch_bytes_), &std::free);
+      if (own == nullptr) throw std::bad_alloc();
+      kernel(arguments, own.get(), begin, end);
+    });
+  }
+
  private:
   std::optional<Tensor> buffer_;
-  char* base_ = nullptr;
-  int64_t used_ = 0;
+  char *base_ = nullptr, *scratch_ = nullptr;
+  int64_t used_ = 0, scratch_bytes_ = 0, num_scratch_ = 0;
 };
 
 // Units (a batch row's key head) that are worked on at a time: enough for all threads, and few, because their packed
@@ -202,13 +210,14 @@ int64_t units_per_chunk(int64_t units, int64_t tasks_per_unit) {
 std::tuple<Tensor, Tensor> attention_forward_cpu(const Tensor& q_in, const Tensor& k_in, const Tensor& v_in,
                                                  const Tensor& tiles, std::optional<Tensor> tile_offsets, double scale,
                                                  double softcap, double dropout_p, int64_t dropout_seed,
-                                                 int64_t first_batch, int64_t first_head, std::optional<Tensor> q_positions,
-                                                 std::optional<Tensor> k_positions, ScalarType out_dtype) {
+                                                 int64_t first_batch, int64_t first_head,
+                                                 std::optional<Tensor> q_positions, std::optional<Tensor> k_positions,
+                                                 ScalarType out_dtype) {
   const FloatType type = float_type(q_in, "q");
   const bool wide = out_dtype != q_in.scalar_type();
   FASTPAR_CHECK(!wide || out_dtype == sum_dtype(type), "out_dtype must be q's dtype, or that of sums");
-  AttentionProblem p = problem_of(q_in, k_in, v_in,
-                                  {scale, softcap, dropout_p, dropout_seed, first_batch, first_head, q_positions, k_positions});
+  AttentionProblem p = problem_of(
+      q_in, k_in, v_in, {scale, softcap, dropout_p, dropout_seed, first_batch, first_head, q_positions, k_positions});
   const Tensor q = with_dense_columns(q_in), k = with_dense_columns(k_in), v = with_dense_columns(v_in);
   const AttentionKernels& kernels = kernels_for(type);
   round_up(&p, kernels);
@@ -234,14 +243,14 @@ std::tuple<Tensor, Tensor> attention_forward_cpu(const Tensor& q_in, const Tenso
     a.packed_keys = arena.take(keys * p.padded_dim);
     a.packed_values = arena.take(keys * p.padded_value_dim);
     a.value_flags = static_cast<uint8_t*>(arena.take(chunk * p.key_blocks));
+    arena.take_scratch(kernels.forward_scratch(p));
     if (pass == 0) arena.allocate();
   }
-  const int64_t scratch = kernels.forward_scratch(p);
   for (p.first_unit = 0; p.first_unit < units; p.first_unit += chunk) {
     a.problem = p;
     const int64_t count = std::min(chunk, units - p.first_unit);
-    launch(kernels.pack_forward, a, scratch, count * p.key_blocks, 8);
-    launch(kernels.forward, a, scratch, count * heads * p.query_blocks, 1);
+    arena.launch(kernels.pack_forward, a, count * p.key_blocks, 8);
+    arena.launch(kernels.forward, a, count * heads * p.query_blocks, 1);
   }
   return {out, lse};
 }
@@ -260,8 +269,8 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward_cpu(
     double dropout_p, int64_t dropout_seed, int64_t first_batch, int64_t first_head, std::optional<Tensor> q_positions,
     std::optional<Tensor> k_positions) {
   const FloatType type = float_type(q_in, "q");
-  AttentionProblem p = problem_of(q_in, k_in, v_in,
-                                  {scale, softcap, dropout_p, dropout_seed, first_batch, first_head, q_positions, k_positions});
+  AttentionProblem p = problem_of(
+      q_in, k_in, v_in, {scale, softcap, dropout_p, dropout_seed, first_batch, first_head, q_positions, k_positions});
   const ScalarType sums = sum_dtype(type);
   FASTPAR_CHECK(grad_out_in.scalar_type() == q_in.scalar_type() || grad_out_in.scalar_type() == sums,
                 "grad_out must have the dtype of q, or that of sums");
@@ -311,16 +320,16 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward_cpu(
     a.key_flags = static_cast<uint8_t*>(arena.take(keys));
     a.query_flags = static_cast<uint8_t*>(arena.take(queries));
     a.grad_out_flags = static_cast<uint8_t*>(arena.take(queries));
+    arena.take_scratch(kernels.backward_scratch(p));
     if (pass == 0) arena.allocate();
   }
-  const int64_t scratch = kernels.backward_scratch(p);
   for (p.first_unit = 0; p.first_unit < units; p.first_unit += chunk) {
     a.problem = p;
     a.num_units = std::min(chunk, units - p.first_unit);
-    launch(kernels.pack_keys, a, scratch, a.num_units * p.key_blocks, 8);
-    launch(kernels.pack_queries, a, scratch, a.num_units * heads * p.query_blocks, 8);
-    launch(kernels.backward, a, scratch, a.num_units * a.splits, 1);
-    launch(kernels.finish, a, scratch, a.num_units * heads * p.query_blocks, 8);
+    arena.launch(kernels.pack_keys, a, a.num_units * p.key_blocks, 8);
+    arena.launch(kernels.pack_queries, a, a.num_units * heads * p.query_blocks, 8);
+    arena.launch(kernels.backward, a, a.num_units * a.splits, 1);
+    arena.launch(kernels.finish, a, a.num_units * heads * p.query_blocks, 8);
   }
   return {grad_q, grad_k, grad_v};
 }

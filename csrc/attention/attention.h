@@ -69,9 +69,9 @@ struct AttentionBackwardArguments {
   void *key_rows, *key_columns, *value_rows;
   void *query_columns, *query_rows, *grad_out_columns, *grad_out_rows;
   uint8_t *key_flags, *query_flags, *grad_out_flags;
-  int64_t num_units;     // of the chunk
-  int64_t splits;        // of the key groups; each sums its own part of dq
-  void* partial_grad_q;  // [splits][unit][head of the group][query block][padded_dim][kBlock]
+  int64_t num_units;               // of the chunk
+  int64_t splits;                  // of the key groups; each sums its own part of dq
+  void* partial_grad_q;            // [splits][unit][head of the group][query block][padded_dim][kBlock]
   void *grad_q, *grad_k, *grad_v;  // contiguous, accumulated precision
 };
 
@@ -81,10 +81,10 @@ using AttentionBackwardKernel = void (*)(const AttentionBackwardArguments&, void
 // One input dtype's kernels. Ranges are of: (unit, key block) to pack keys; (unit, head, query block) to pack queries,
 // for forward and to finish dq; (unit, split) for backward.
 struct AttentionKernels {
-  int element_bytes;  // of packed operands
-  int real_bytes;     // of accumulators
-  int multiple;       // dims are padded to it
-  int key_group;      // key blocks that backward works on at a time
+  int element_bytes;                                    // of packed operands
+  int real_bytes;                                       // of accumulators
+  int multiple;                                         // dims are padded to it
+  int key_group;                                        // key blocks that backward works on at a time
   int64_t (*forward_scratch)(const AttentionProblem&);  // bytes per task, aligned to 64
   int64_t (*backward_scratch)(const AttentionProblem&);
   AttentionForwardKernel pack_forward, forward;

@@ -22,7 +22,8 @@ int64_t backward_scratch(const AttentionProblem& p) {
   using Real = typename Engine::Real;
   constexpr int64_t kArea = kBlock * kBlock, kPairs = Engine::kQueryGroup * Engine::kKeyGroup;
   const int64_t dims = p.padded_dim + p.padded_value_dim;
-  const int64_t blocks = 2 * kArea * static_cast<int64_t>(sizeof(Real)) + 3 * kPairs * kArea * static_cast<int64_t>(sizeof(Element));
+  const int64_t blocks =
+      2 * kArea * static_cast<int64_t>(sizeof(Real)) + 3 * kPairs * kArea * static_cast<int64_t>(sizeof(Element));
   const int64_t sums = (Engine::kKeyGroup + 1) * kBlock * dims * static_cast<int64_t>(sizeof(Real));
   return blocks + sums + 2 * kBlock * dims * static_cast<int64_t>(sizeof(Element)) + (int64_t{1} << 15);
 }
@@ -61,8 +62,8 @@ void pack_queries(const AttentionBackwardArguments& a, void* memory, int64_t beg
     const int64_t head_in_chunk = i / p.query_blocks, first = i % p.query_blocks * kBlock;
     const Unit unit(p, head_in_chunk / heads);
     const int64_t head = unit.key_head * heads + head_in_chunk % heads;
-    a.query_flags[i] = pack_rows<T, Engine>(a.q, unit.batch, head, first, p.num_queries, p.dim, p.padded_dim,
-                                            logits.sign, query);
+    a.query_flags[i] =
+        pack_rows<T, Engine>(a.q, unit.batch, head, first, p.num_queries, p.dim, p.padded_dim, logits.sign, query);
     a.grad_out_flags[i] = pack_rows<T, Engine>(a.grad_out, unit.batch, head, first, p.num_queries, p.value_dim,
                                                p.padded_value_dim, 1.0, grad_out);
     const int64_t q = i * kBlock * p.padded_dim, o = i * kBlock * p.padded_value_dim;
@@ -217,7 +218,8 @@ class BackwardSplit {
   // Weights and ds of a pair of blocks, at place g.
   void differentiate(const BlockRuns& runs, const BlockPair& pair, int g) {
     const int64_t key = key_index(pair), query = query_index(pair);
-    const Segment<Element> s{block_of(a_.key_rows, key, p_.padded_dim), block_of(a_.query_columns, query, p_.padded_dim)};
+    const Segment<Element> s{block_of(a_.key_rows, key, p_.padded_dim),
+                             block_of(a_.query_columns, query, p_.padded_dim)};
     Engine::multiply({&s, 1, p_.padded_dim, kBlock, kBlock, p_.padded_dim}, s_, false);
     const Segment<Element> dp{block_of(a_.value_rows, key, p_.padded_value_dim),
                               block_of(a_.grad_out_columns, query, p_.padded_value_dim)};
@@ -357,7 +359,8 @@ void finish(const AttentionBackwardArguments& a, void* memory, int64_t begin, in
     const int64_t head = unit.batch * p.query_heads + unit.key_head * heads + head_in_chunk % heads;
     const int64_t count = p.num_queries - first < kBlock ? p.num_queries - first : kBlock;
     Real* to = static_cast<Real*>(a.grad_q) + (head * p.num_queries + first) * p.dim;
-    for (int64_t r = 0; r < count; ++r) memcpy(to + r * p.dim, rows + r * p.padded_dim, sizeof(Real) * static_cast<size_t>(p.dim));
+    for (int64_t r = 0; r < count; ++r)
+      memcpy(to + r * p.dim, rows + r * p.padded_dim, sizeof(Real) * static_cast<size_t>(p.dim));
   }
 }
 

@@ -79,11 +79,11 @@ inline void multiply_blocked(const Product<typename Ops::Element>& p, typename O
 }
 
 #if defined(__AVX512F__)
-constexpr int kFloatRows = 8, kFloatVecs = 2;
+constexpr int kFloatRows = 8, kFloatVecs = 2, kFloatStrip = 4;
 #elif defined(__AVX2__)
-constexpr int kFloatRows = 4, kFloatVecs = 2;
+constexpr int kFloatRows = 4, kFloatVecs = 2, kFloatStrip = 2;
 #else
-constexpr int kFloatRows = 4, kFloatVecs = 1;
+constexpr int kFloatRows = 4, kFloatVecs = 1, kFloatStrip = 1;
 #endif
 
 struct Float32Engine {
@@ -94,7 +94,8 @@ struct Float32Engine {
   using Exp2Forward = Exp2<5>;
   using Exp2Backward = Exp2<5>;
   static constexpr int kGroup = 1, kMultiple = 16;
-  static constexpr int kForwardGroup = 2, kQueryGroup = 1, kKeyGroup = 1;
+  static constexpr int kStrip = kFloatStrip;
+  static constexpr int kForwardGroup = 1, kQueryGroup = 1, kKeyGroup = 4;
 
   static Operand load(const float* p) { return Vec::load(p); }
   static Operand broadcast(const float* p) { return Vec::set(*p); }
@@ -120,7 +121,7 @@ struct Float64Engine {
   using Exp2Forward = Exp2Of64;
   using Exp2Backward = Exp2Of64;
   static constexpr int kGroup = 1, kMultiple = 16;
-  static constexpr int kForwardGroup = 1, kQueryGroup = 1, kKeyGroup = 1;
+  static constexpr int kStrip = 1, kForwardGroup = 1, kQueryGroup = 1, kKeyGroup = 1;
 
   static Operand load(const double* p) { return Vec64::load(p); }
   static Operand broadcast(const double* p) { return Vec64::set(*p); }
@@ -147,7 +148,7 @@ struct BFloat16Engine {
   using Exp2Forward = Exp2<4>;   // lse is float32
   using Exp2Backward = Exp2<3>;  // rounded to bfloat16
   static constexpr int kGroup = 2, kMultiple = 32;
-  static constexpr int kForwardGroup = 4, kQueryGroup = 2, kKeyGroup = 2;
+  static constexpr int kStrip = 4, kForwardGroup = 4, kQueryGroup = 2, kKeyGroup = 2;
 
   static Operand load(const bfloat16* p) { return (__m512bh)_mm512_loadu_si512(p); }
   static Operand broadcast(const bfloat16* p) {

@@ -5,8 +5,8 @@
 //   out = o / l,  lse = m + log l;  a query that sees no key: 0 and -inf
 //
 // Everything is transposed: lanes are queries, so that maxima, sums and rescaling need nothing across lanes, and p is
-// where the second product reads it as soon as it is computed. m is kept in units of s: (s - m) * (scale log2 e) is exact
-// near the maximum, where scale log2 e s - scale log2 e m would lose bits of large logits.
+// where the second product reads it as soon as it is computed. m is kept in units of s: (s - m) * (scale log2 e) is
+// exact near the maximum, where scale log2 e s - scale log2 e m would lose bits of large logits.
 #pragma once
 
 #include "attention/attention_steps.h"
@@ -51,6 +51,7 @@ class ForwardBlock {
   using Real = typename Engine::Real;
   using Lanes = typename Engine::Lanes;
   static constexpr int kGroup = Engine::kForwardGroup, kArea = kBlock * kBlock;
+  static constexpr int kStrip = Engine::kStrip;  // registers across a row that are worked on together
 
  public:
   ForwardBlock(const AttentionForwardArguments& a, void* memory) : a_(a), p_(a.problem), logits_(p_), dropout_(p_) {
@@ -58,7 +59,7 @@ class ForwardBlock {
     query_rows_ = take<Element>(&scratch, kBlock * p_.padded_dim);
     queries_ = take<Element>(&scratch, kBlock * p_.padded_dim);
     products_ = take<Real>(&scratch, kGroup * kArea);
-    weights_ = take<Element>(&scratch, kGroup * kArea);
+    place(products_, &weights_, &scratch);
     out_ = take<Real>(&scratch, kBlock * p_.padded_value_dim);
     out_rows_ = take<Real>(&scratch, kBlock * p_.padded_value_dim);
     words_ = take<uint64_t>(&scratch, kGroup * kBlock);
@@ -96,6 +97,13 @@ class ForwardBlock {
   const Element* packed_values(const BlockPair& pair) const {
     return static_cast<const Element*>(a_.packed_values) +
            (in_chunk_ * p_.key_blocks + pair.keys) * kBlock * p_.padded_value_dim;
+  }
+
+  // Weights of the products' type take their place, so that both stay in the first cache.
+  static void place(Real* products, Real** weights, char**) { *weights = products; }
+  template <typename Other>
+  static void place(Real*, Other** weights, char** scratch) {
+    *weights = take<Other>(scratch, kGroup * kArea);
   }
 
   void add_group(const BlockRuns& runs, const BlockPair* pairs, int count, bool is_first) {
@@ -148,37 +156,45 @@ class ForwardBlock {
   // Weights of `count` blocks; the state moves on. Whether any maximum of earlier groups has changed.
   bool softmax(int count) {
     const typename Engine::Exp2Forward exp2;
-    const Lanes factor = Lanes::set(static_cast<Real>(1.44269504088896340736 * (logits_.is_capped() ? 1.0 : logits_.size)));
+    const Lanes factor =
+        Lanes::set(static_cast<Real>(1.44269504088896340736 * (logits_.is_capped() ? 1.0 : logits_.size)));
     const int keys = count * kBlock;
     bool is_rescaled = false;
-    for (int u = 0; u < kBlock; u += Lanes::kWidth) {
+    for (int u = 0; u < kBlock; u += kStrip * Lanes::kWidth) {
       const Real* s = products_ + u;
-      const Lanes before = Lanes::load(maximum_ + u);
-      Lanes first = before, second = before;
+      Lanes maximum[kStrip], sum[kStrip];
+      for (int j = 0; j < kStrip; ++j) maximum[j] = Lanes::load(maximum_ + u + j * Lanes::kWidth);
+      for (int key = 0; key < keys; ++key) {
+        for (int j = 0; j < kStrip; ++j) {
+          maximum[j] = Lanes::max(Lanes::load(s + key * kBlock + j * Lanes::kWidth), maximum[j]);
+        }
+      }
+      for (int j = 0; j < kStrip; ++j) {
+        const int lane = u + j * Lanes::kWidth;
+        const Lanes before = Lanes::load(maximum_ + lane);
+        Real now[Lanes::kWidth];
+        maximum[j].store(now);
+        for (int i = 0; i < Lanes::kWidth; ++i) {
+          is_rescaled |= now[i] != maximum_[lane + i];
+          maximum_[lane + i] = now[i];
+          // Nothing seen yet: -inf - 0 instead of -inf + inf.
+          if (now[i] == static_cast<Real>(kNegativeInfinity)) now[i] = 0;
+        }
+        maximum[j] = Lanes::load(now);
+        const Lanes scale = exp2((before - maximum[j]) * factor);
+        scale.store(scale_ + lane);
+        sum[j] = Lanes::load(sum_ + lane) * scale;
+      }
       for (int key = 0; key < keys; key += 2) {
-        first = Lanes::max(Lanes::load(s + key * kBlock), first);
-        second = Lanes::max(Lanes::load(s + (key + 1) * kBlock), second);
+        for (int j = 0; j < kStrip; ++j) {
+          const int at = key * kBlock + j * Lanes::kWidth;
+          const Lanes even = exp2((Lanes::load(s + at) - maximum[j]) * factor);
+          const Lanes odd = exp2((Lanes::load(s + at + kBlock) - maximum[j]) * factor);
+          sum[j] = sum[j] + (even + odd);
+          Engine::store_rows(even, odd, weights_ + key * kBlock + (u + j * Lanes::kWidth) * Engine::kGroup, kBlock);
+        }
       }
-      Real now[Lanes::kWidth];
-      Lanes::max(first, second).store(now);
-      for (int i = 0; i < Lanes::kWidth; ++i) {
-        is_rescaled |= now[i] != maximum_[u + i];
-        maximum_[u + i] = now[i];
-        // Nothing seen yet: -inf - 0 instead of -inf + inf.
-        if (now[i] == static_cast<Real>(kNegativeInfinity)) now[i] = 0;
-      }
-      const Lanes maximum = Lanes::load(now);
-      const Lanes scale = exp2((before - maximum) * factor);
-      scale.store(scale_ + u);
-      Lanes sums[2] = {Lanes::load(sum_ + u) * scale, Lanes::set(0)};
-      for (int key = 0; key < keys; key += 2) {
-        const Lanes even = exp2((Lanes::load(s + key * kBlock) - maximum) * factor);
-        const Lanes odd = exp2((Lanes::load(s + (key + 1) * kBlock) - maximum) * factor);
-        sums[0] = sums[0] + even;
-        sums[1] = sums[1] + odd;
-        Engine::store_rows(even, odd, weights_ + key * kBlock + u * Engine::kGroup, kBlock);
-      }
-      (sums[0] + sums[1]).store(sum_ + u);
+      for (int j = 0; j < kStrip; ++j) sum[j].store(sum_ + u + j * Lanes::kWidth);
     }
     return is_rescaled;
   }

@@ -74,7 +74,8 @@ inline Vec64 tanh(Vec64 u, Vec64* derivative) {
   return t;
 }
 
-// ---- conversions of stored elements -----------------------------------------------------------------------------------
+// ---- conversions of stored elements
+// -----------------------------------------------------------------------------------
 
 inline double to_real(double x) { return x; }
 inline float to_real(float x) { return x; }
@@ -87,7 +88,8 @@ void from_real(float x, T* out) {
   from_float(x, out);
 }
 
-// ---- transposed blocks -------------------------------------------------------------------------------------------------
+// ---- transposed blocks
+// -------------------------------------------------------------------------------------------------
 
 #if defined(__AVX512F__)
 

@@ -6,8 +6,8 @@
 //   columns        [P][64]          A, multiplied along the rows
 //   grouped cols   [P / g][64][g]   B, multiplied along the dim
 //
-// What lies past the rows or the dim is zero. Packing widens, too, and looks for infinities and NaN: 0 * inf would carry
-// them into rows that do not see them, so masked blocks that hold any are multiplied pair by pair.
+// What lies past the rows or the dim is zero. Packing widens, too, and looks for infinities and NaN: 0 * inf would
+// carry them into rows that do not see them, so masked blocks that hold any are multiplied pair by pair.
 #pragma once
 
 #include "attention/attention_engine.h"
@@ -65,8 +65,8 @@ void group_rows(const Element* rows, int64_t padded, Element* to) {
 
 #if defined(__AVX512BF16__)
 inline void group_rows(const bfloat16* rows, int64_t padded, bfloat16* to) {
-  const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5,
-                                       36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+  const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37,
+                                       5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
   const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
   for (int64_t pair = 0; pair < kBlock; pair += 2, rows += 2 * padded, to += 2 * padded) {
     for (int64_t i = 0; i < padded; i += 32) {
@@ -86,7 +86,9 @@ inline void group_columns(const bfloat16* rows, int64_t padded, bfloat16* to) {
 }
 
 // "columns" of "grouped rows": the same.
-inline void ungroup_columns(const double* grouped, int64_t padded, double* to) { transpose<kBlock>(grouped, padded, to); }
+inline void ungroup_columns(const double* grouped, int64_t padded, double* to) {
+  transpose<kBlock>(grouped, padded, to);
+}
 inline void ungroup_columns(const float* grouped, int64_t padded, float* to) { transpose<kBlock>(grouped, padded, to); }
 inline void ungroup_columns(const bfloat16* grouped, int64_t padded, bfloat16* to) {
   transpose<kBlock / 2>(reinterpret_cast<const uint32_t*>(grouped), padded, reinterpret_cast<uint32_t*>(to));

@@ -40,7 +40,9 @@ struct Logits {
   double sign, size, softcap;
 
   explicit Logits(const AttentionProblem& p)
-      : sign(p.scale > 0.0 ? 1.0 : p.scale < 0.0 ? -1.0 : 0.0),
+      : sign(p.scale > 0.0   ? 1.0
+             : p.scale < 0.0 ? -1.0
+                             : 0.0),
         size(p.scale == 0.0 ? 1.0 : __builtin_fabs(p.scale)),
         softcap(p.softcap) {}
   bool is_capped() const { return softcap != 0.0; }

@@ -54,7 +54,8 @@ BlockPlan::BlockPlan(const AttentionTile* tiles, int64_t num_tiles, int64_t num_
   offsets_.assign(static_cast<size_t>(num_runs) + 1, 0);
   for (size_t i = 0, stop = 0; i < shares.size(); i = stop) {
     int64_t visible = 0;
-    for (stop = i; stop < shares.size() && shares[stop].queries == shares[i].queries && shares[stop].keys == shares[i].keys;
+    for (stop = i;
+         stop < shares.size() && shares[stop].queries == shares[i].queries && shares[stop].keys == shares[i].keys;
          ++stop) {
       visible += shares[stop].visible;
     }

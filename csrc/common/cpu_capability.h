@@ -12,8 +12,8 @@ constexpr int kNumCpuCapabilities = 5;
 // The best one this machine has, or the one chosen with set_cpu_capability.
 CpuCapability cpu_capability();
 
-// "amx", "avx512bf16", "avx512", "avx2" or "portable"; an error names what is possible here. For tests and benches: it is not
-// synchronised with kernels that are already running.
+// "amx", "avx512bf16", "avx512", "avx2" or "portable"; an error names what is possible here. For tests and benches: it
+// is not synchronised with kernels that are already running.
 void set_cpu_capability(const std::string& name);
 
 std::string cpu_capability_name();
