@@ -263,9 +263,9 @@ class BackwardSplit {
           if (kCapped) {
             z = softcap(Lanes::load(s_ + at), &slope);
           } else {
-            z = Lanes::load(s_ + at) * scale;
+            z = (Lanes::load(s_ + at) * scale).rounded();
           }
-          // As forward rounds: z of the largest logit less its lse is 0, not what rounding lse * log2 e leaves.
+          // Rounded, as lse is: the largest of huge logits less its lse is 0, not the error of one of the two.
           p = exp2(Lanes::min(zero, (z - lse) * log2e));
           if (kDropout) dp = dp * Lanes::load(factors[i] + u);
           ds[i] = p * (dp - delta);

@@ -233,7 +233,7 @@ class ForwardBlock {
 
   void write(int64_t head, int64_t first, bool is_empty) {
     const int64_t count = p_.num_queries - first < kBlock ? p_.num_queries - first : kBlock;
-    const double unit = logits_.is_capped() ? 1.0 : logits_.size;
+    const double unit = logits_.is_capped() ? 1.0 : static_cast<Real>(logits_.size);  // as backward has it
     if (!is_empty) transpose_back<kBlock>(out_, p_.padded_value_dim, out_rows_);
     for (int64_t i = 0; i < count; ++i) {
       const int64_t row = head * p_.num_queries + first + i;

@@ -48,6 +48,7 @@ struct Vec64 {
   Vec64 operator-(Vec64 o) const { return {{v[0] - o.v[0], v[1] - o.v[1]}}; }
   Vec64 operator*(Vec64 o) const { return {{v[0] * o.v[0], v[1] * o.v[1]}}; }
   static Vec64 fma(Vec64 a, Vec64 b, Vec64 c) { return a * b + c; }
+  Vec64 rounded() const { return *this; }  // portable code has no FMA to become a part of
   // Where one is NaN, max and min give the second.
   static Vec64 max(Vec64 a, Vec64 b) {
     return {{a.v[0] > b.v[0] ? a.v[0] : b.v[0], a.v[1] > b.v[1] ? a.v[1] : b.v[1]}};
