@@ -186,9 +186,12 @@ def attention(
                  dS = P * ((dout v^T) * Z - delta) * (1 - (s / softcap)^2);
                  dq = scale dS k, dk = scale dS^T q, dv = (P * Z)^T dout, dsink = -sum of exp(sink - lse) * delta
 
-    Everything is computed in float32 (float64 for float64) and rounded once. A query that sees no key has out 0 and lse
-    -inf. No collective: `context_attention` is this over keys that lie on several ranks. Memory beside the results is
-    that of a few blocks of scores; saved for backward are q, k, v, out and lse.
+    Sums are float32 (float64 for float64) and rounded once. CPUs that multiply pairs of bfloat16 (AVX-512 BF16, AMX)
+    round exp(s - lse) and dS to it before they are multiplied; everything else widens its inputs first. On CPU bits
+    depend on which pairs are visible, not on how tiles are cut or on the number of threads. A query that sees no key
+    has out 0 and lse -inf. No collective: `context_attention` is this over keys that lie on several ranks. Memory
+    beside the results is that of a few blocks of scores, on CPU also of packed operands of two key heads for each
+    thread; saved for backward are q, k, v, out and lse.
 
     Args:
         tiles: which query sees which key, from `AttentionMask.tiles`; None: every one, or those before it with causal.
