@@ -189,9 +189,9 @@ class Problem:
 
     def _reference(self) -> list[Tensor]:
         if self._expected is None:
-            leaves = [x.double().requires_grad_() for x in (self.q, self.k, self.v)]
-            out = ops.attention(*leaves, self.tiles)
-            self._expected = [out.detach(), *torch.autograd.grad(out, leaves, self.dout.double())]
+            q, k, v = (x.double().requires_grad_() for x in (self.q, self.k, self.v))
+            out = ops.attention(q, k, v, self.tiles)
+            self._expected = [out.detach(), *torch.autograd.grad(out, (q, k, v), self.dout.double())]
         return self._expected
 
 

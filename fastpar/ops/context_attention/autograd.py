@@ -16,6 +16,7 @@ from fastpar.comm import Communicator
 from fastpar.comm.agree import Agreement
 from fastpar.comm.recompute_cache import kept
 from fastpar.comm.transport_selector import Mode
+from fastpar.contracts import compute_dtype
 from fastpar.ops._autograd import first_derivative_only
 from fastpar.ops.attention import ScoreOptions, merge_sink, row_delta, sink_grad
 from fastpar.ops.context_attention import gather, ring
@@ -83,10 +84,11 @@ def run_forward(call: ContextCall, q: Tensor, k: Tensor, v: Tensor, sink: Tensor
     if exchange is not None:
         queries, keys = call.heads.queries, call.heads.keys
         q, k, v = exchange.to_heads((q, queries), (k, keys), (v, keys))
+    dtype = q.dtype if sink is None else compute_dtype(q.dtype)  # a sink is one more source
     if call.spread.gather:
-        out, lse = gather.forward(call.gather(), q, k, v, call.options)
+        out, lse = gather.forward(call.gather(), q, k, v, call.options, dtype)
     else:
-        out, lse = ring.forward(call.ring(agreement), q, k, v, call.options, call.local_heads)
+        out, lse = ring.forward(call.ring(agreement), q, k, v, call.options, call.local_heads, dtype)
     if sink is not None:
         out, lse = merge_sink(out, lse, sink[slice(*call.own_heads)])
     out = out.to(q.dtype)

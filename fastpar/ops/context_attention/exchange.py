@@ -20,6 +20,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from fastpar.comm import Communicator
+from fastpar.ops._buffers import new_buffer
 from fastpar.ops.context_attention.methods import HeadSpread, Span
 from fastpar.ops.context_attention.plan import TokenOrder
 
@@ -36,7 +37,7 @@ class Message(NamedTuple):
     def of(like: Tensor, shapes: Sequence[tuple[int, ...]]) -> Message:
         """Uninitialised, of the dtype and on the device of `like`."""
         numels = [math.prod(shape) for shape in shapes]
-        flat = like.new_empty(sum(numels))
+        flat = new_buffer(like, (sum(numels),))
         return Message(flat, [part.view(shape) for part, shape in zip(flat.split(numels), shapes, strict=True)])
 
 
@@ -74,7 +75,7 @@ class HeadExchange:
         ]
         received = self._exchange(sent, shapes)
         total = sum(self.order.sizes)
-        found = [x.new_empty(x.shape[0], stop - start, total, x.shape[3]) for x, (start, stop) in own]
+        found = [new_buffer(x, (x.shape[0], stop - start, total, x.shape[3])) for x, (start, stop) in own]
         for index, part in enumerate(received):
             peer, which = divmod(index, len(parts))
             self.order.put(peer, part, found[which])
@@ -94,7 +95,7 @@ class HeadExchange:
         received = self._exchange(sent, shapes)
         found = []
         for which, (x, spans) in enumerate(parts):
-            out, filled = x.new_empty(x.shape[0], spans[-1][1], tokens, x.shape[3]), 0
+            out, filled = new_buffer(x, (x.shape[0], spans[-1][1], tokens, x.shape[3])), 0
             for part, (start, stop) in zip(received[which :: len(parts)], spans, strict=True):
                 again = max(0, filled - start)  # heads that an earlier neighbour has sent too
                 out[:, start : start + again] += part[:, :again]

@@ -22,11 +22,13 @@ from fastpar.comm import Communicator, Pending
 from fastpar.comm.ranges import annotate
 from fastpar.comm.transport_selector import Mode
 from fastpar.contracts import compute_dtype
+from fastpar.ops._buffers import new_buffer
 from fastpar.ops.attention import ScoreOptions
 from fastpar.ops.context_attention.exchange import Message
 from fastpar.ops.context_attention.local import (
     Gradients,
     LocalHeads,
+    Merged,
     SavedRows,
     attend,
     attend_backward,
@@ -44,23 +46,24 @@ class GatherCall(NamedTuple):
     groups: tuple[tuple[Span, Span], ...]
 
 
-def forward(call: GatherCall, q: Tensor, k: Tensor, v: Tensor, options: ScoreOptions) -> tuple[Tensor, Tensor]:
-    """(out, lse) of this rank's queries and all keys, in the dtype of sums."""
-    block = call.plan.gathered
-    dtype = compute_dtype(q.dtype)
-    out, lse = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=dtype), q.new_full(q.shape[:3], -torch.inf, dtype=dtype)
+def forward(
+    call: GatherCall, q: Tensor, k: Tensor, v: Tensor, options: ScoreOptions, out_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of this rank's queries and all keys."""
+    block, parts = call.plan.gathered, []
     coming = _launch(call, 0, k, v)
     for index, (queries, keys) in enumerate(call.groups):
         whole_k, whole_v = _gathered(call, coming, k, v, keys)
         if index + 1 < len(call.groups):
             coming = _launch(call, index + 1, k, v)
-        if block is None:
-            continue
-        with annotate(f"fastpar::context::attention {index}"):
-            found = attend(q[:, slice(*queries)], whole_k, whole_v, block, options, _heads(queries, keys), dtype)
-        for target, part in zip((out, lse), found, strict=True):
-            target[:, slice(*queries), slice(*block.rows)] = part
-    return out, lse
+        own, merged = q[:, slice(*queries)], Merged(q[:, slice(*queries)], v, out_dtype)
+        if block is not None:
+            with annotate(f"fastpar::context::attention {index}"):
+                merged.add(block.rows, *attend(own, whole_k, whole_v, block, options, _heads(queries, keys), out_dtype))
+        parts.append(merged.result())
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat([out for out, _ in parts], 1), torch.cat([lse for _, lse in parts], 1)
 
 
 def backward(call: GatherCall, saved: SavedRows, k: Tensor, v: Tensor, options: ScoreOptions) -> Gradients:
@@ -114,7 +117,7 @@ def _launch(call: GatherCall, index: int, k: Tensor, v: Tensor) -> Pending[Tenso
 def _gathered(call: GatherCall, coming: Pending[Tensor], k: Tensor, v: Tensor, keys: Span) -> tuple[Tensor, Tensor]:
     """Keys and values of all tokens, in the plan's order."""
     total, heads = sum(call.plan.sizes), keys[1] - keys[0]
-    whole = [x.new_empty(x.shape[0], heads, total, x.shape[3]) for x in (k, v)]
+    whole = [new_buffer(x, (x.shape[0], heads, total, x.shape[3])) for x in (k, v)]
     shapes = [shape for rank in range(call.comm.size) for shape in _shapes(call, k, v, heads, rank)]
     for index, part in enumerate(coming.wait().split([math.prod(shape) for shape in shapes])):
         call.plan.order.put(index // 2, part.view(shapes[index]), whole[index % 2])

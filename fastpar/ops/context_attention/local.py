@@ -10,6 +10,7 @@ Source: Milakov and Gimelshein 2018 (arXiv:1805.02867); Liu et al. 2023 (arXiv:2
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fastpar.contracts import compute_dtype
+from fastpar.ops._buffers import new_buffer
 from fastpar.ops.attention import ScoreOptions
 from fastpar.ops.context_attention.methods import Span
 from fastpar.ops.context_attention.plan import Block
@@ -113,28 +115,59 @@ def _backward(
 
 
 class Merged:
-    """O and L of the rows of one rank, over the sources that have been added. None are as if they saw nothing."""
+    """O and L of the rows of one rank, over the sources that have been added; without any O = 0 and L = -inf."""
 
-    def __init__(self, q: Tensor, v: Tensor) -> None:
-        self._shape, self._width, self._like = q.shape[:3], v.shape[3], q
-        self._out: Tensor | None = None
-        self._lse: Tensor | None = None
+    def __init__(self, q: Tensor, v: Tensor, dtype: torch.dtype) -> None:
+        self._out = _Rows(v, (*q.shape[:3], v.shape[3]), 0.0, dtype)
+        self._lse = _Rows(q, q.shape[:3], -torch.inf, compute_dtype(q.dtype))
 
     def add(self, rows: Span, out: Tensor, lse: Tensor) -> None:
         """One more source, of these rows."""
-        if self._out is None and rows == (0, self._shape[2]):
-            self._out, self._lse = out, lse
-            return
-        whole_out, whole_lse = self.result()
-        start, stop = rows
-        merge_(whole_out[:, :, start:stop], whole_lse[:, :, start:stop], out, lse)
+        if not (self._out.put_first(rows, out) and self._lse.put_first(rows, lse)):
+            merge_(self._out.of(rows), self._lse.of(rows), out, lse)
 
     def result(self) -> tuple[Tensor, Tensor]:
-        if self._out is None or self._lse is None:
-            dtype = compute_dtype(self._like.dtype)
-            self._out = self._like.new_zeros((*self._shape, self._width), dtype=dtype)
-            self._lse = self._like.new_full(self._shape, -torch.inf, dtype=dtype)
-        return self._out, self._lse
+        return self._out.whole(), self._lse.whole()
+
+
+class SummedRows:
+    """The sum of gradients of rows, from several sources."""
+
+    def __init__(self, x: Tensor) -> None:
+        self._sum = _Rows(x, x.shape, 0.0, compute_dtype(x.dtype))
+
+    def add(self, rows: Span, part: Tensor) -> None:
+        if not self._sum.put_first(rows, part):
+            self._sum.of(rows).add_(part)
+
+    def result(self) -> Tensor:
+        return self._sum.whole()
+
+
+class _Rows:
+    """[b, h, s, ..] out of parts; it is the first part itself where that has all rows."""
+
+    def __init__(self, like: Tensor, shape: Sequence[int], fill: float, dtype: torch.dtype) -> None:
+        self._like, self._shape, self._fill, self._dtype = like, shape, fill, dtype
+        self._whole: Tensor | None = None
+
+    def put_first(self, rows: Span, part: Tensor) -> bool:
+        """True for the first part, which is put down here."""
+        if self._whole is not None:
+            return False
+        if rows == (0, self._shape[2]):
+            self._whole = part
+        else:
+            self.of(rows).copy_(part)
+        return True
+
+    def whole(self) -> Tensor:
+        if self._whole is None:
+            self._whole = new_buffer(self._like, self._shape, self._dtype).fill_(self._fill)
+        return self._whole
+
+    def of(self, rows: Span) -> Tensor:
+        return self.whole()[:, :, rows[0] : rows[1]]
 
 
 def merge_(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:

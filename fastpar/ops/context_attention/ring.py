@@ -15,6 +15,7 @@ float32.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from fastpar.comm.ranges import annotate
@@ -25,6 +26,7 @@ from fastpar.ops.context_attention.local import (
     LocalHeads,
     Merged,
     SavedRows,
+    SummedRows,
     attend,
     attend_backward,
 )
@@ -32,17 +34,18 @@ from fastpar.ops.context_attention.streams import RingCall, open_stream
 
 
 def forward(
-    call: RingCall, q: Tensor, k: Tensor, v: Tensor, options: ScoreOptions, heads: LocalHeads
+    call: RingCall, q: Tensor, k: Tensor, v: Tensor, options: ScoreOptions, heads: LocalHeads, out_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of this rank's queries and all keys, in the dtype of sums."""
-    stream, merged = open_stream(call, k, v, backward=False), Merged(q, v)
-    steps = (0, *call.plan.busy)
+    """(out, lse) of this rank's queries and all keys; out in the dtype of sums where there are several."""
+    stream, steps = open_stream(call, k, v, backward=False), (0, *call.plan.busy)
+    dtype = out_dtype if len(steps) == 1 else compute_dtype(q.dtype)
+    merged = Merged(q, v, dtype)
     for step, following in zip(steps, (*steps[1:], None), strict=True):
         k_step, v_step, block = stream.keys(step)
         stream.prefetch(following)
         if block is not None:
             with annotate(f"fastpar::context::attention {step}"):
-                merged.add(block.rows, *attend(q, k_step, v_step, block, options, heads, compute_dtype(q.dtype)))
+                merged.add(block.rows, *attend(q, k_step, v_step, block, options, heads, dtype))
     stream.finish()
     return merged.result()
 
@@ -52,7 +55,7 @@ def backward(
 ) -> Gradients:
     """Gradients of this rank's q, k and v, in the dtype of sums."""
     stream = open_stream(call, k, v, backward=True)
-    dq = saved.q.new_zeros(saved.q.shape, dtype=compute_dtype(saved.q.dtype))
+    dq = SummedRows(saved.q)
     steps = (0, *call.plan.busy)
     for step, following in zip(steps, (*steps[1:], None), strict=True):
         k_step, v_step, block = stream.keys(step)
@@ -62,6 +65,6 @@ def backward(
             continue
         with annotate(f"fastpar::context::attention_backward {step}"):
             grads = attend_backward(saved, k_step, v_step, block, options, heads)
-        dq[:, :, block.rows[0] : block.rows[1]] += grads.q
+        dq.add(block.rows, grads.q)
         stream.add(step, grads.k, grads.v)
-    return Gradients(dq, *stream.grads())
+    return Gradients(dq.result(), *stream.grads())
