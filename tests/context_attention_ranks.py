@@ -172,6 +172,22 @@ def differing_bits(cases: list[Case]) -> list[str]:
     return found
 
 
+def differing_layers(cases: list[Case]) -> list[bool]:
+    """Whether cases that follow each other forward, and the other way backward, give what each gives alone, where the
+    last rank is late."""
+    comm = Communicator(dist.group.WORLD)
+    want = [run_case(case, comm) for case in cases]
+    with slow_steps(0.03 if comm.rank == comm.size - 1 else 0.0):
+        started = [start_case(case, comm) for case in cases]
+        for out, _, dout in reversed(started):
+            out.backward(dout)
+    got = [(out.detach(), *(leaf.grad for leaf in leaves[:3])) for out, leaves, _ in started]
+    return [
+        not all(torch.equal(one, other) for one, other in zip(mine, alone, strict=False))
+        for mine, alone in zip(got, want, strict=True)
+    ]
+
+
 # ---- words -----------------------------------------------------------------------------------------------------------
 
 

@@ -15,6 +15,7 @@ import torch
 from fastpar.context import layout as layouts
 from fastpar.contracts.attention import AttentionMask, TokenRange, positions
 from fastpar.ops.attention import attention
+from fastpar.ops.context_attention.local import merge_
 from fastpar.ops.context_attention.methods import GatherKeys, HeadSpread, Usp, spread_heads
 from fastpar.ops.context_attention.plan import TokenOrder, check_layout, make_plan
 from fastpar.reference.attention import dense_mask
@@ -27,6 +28,7 @@ from tests.context_attention_ranks import (
     chosen_methods,
     dense,
     differing_bits,
+    differing_layers,
     inputs_of,
     make_layout,
     options_of,
@@ -122,6 +124,24 @@ def test_bits_are_those_of_any_run_transport_and_delay_with_overlap_or_without(s
         for method in (*methods_of(size), GatherKeys(2)) for mask, heads in (("causal", 2), ("packed", 4))
     ]  # fmt: skip
     assert run_ranks(size, differing_bits, cases) == [[]] * size
+
+
+def test_layers_in_a_row_do_not_overwrite_what_a_late_rank_still_reads() -> None:
+    # Of different keys at the same place.
+    cases = [
+        Case("ring", "zigzag", "full", (4, heads), (8, width)) for heads, width in ((2, 8), (1, 16), (4, 4), (2, 4))
+    ]
+    assert run_ranks(3, differing_layers, cases) == [[False] * len(cases)] * 3
+
+
+def test_merging_rows_that_see_nothing_gives_nothing() -> None:
+    empty = torch.zeros(1, 1, 2, 3), torch.full((1, 1, 2), -torch.inf)
+    some = torch.ones(1, 1, 2, 3), torch.zeros(1, 1, 2)
+    for first, second, want in ((empty, empty, empty), (empty, some, some), (some, empty, some)):
+        out, lse = (x.clone() for x in first)
+        merge_(out, lse, *second)
+        assert torch.equal(out, want[0])
+        assert torch.equal(lse, want[1])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
