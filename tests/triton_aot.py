@@ -34,8 +34,9 @@ def compile_for(
     target      HOPPER or MI300: arguments of triton.backends.compiler.GPUTarget
     options     num_warps, num_stages, ...
 
-    Returns registers (per thread), spills (bytes on sm_90, registers on gfx942), shared (bytes per block), ptx (the
-    assembly text, of AMD too), wide_loads and wide_stores (how many 128-bit accesses to global memory are in it).
+    Returns registers (per thread), spills (bytes on sm_90, registers on gfx942), vector_spills (those that go to
+    memory: AMD keeps scalar registers in lanes of vector registers), shared (bytes per block), ptx (the assembly
+    text, of AMD too), wide_loads and wide_stores (how many 128-bit accesses to global memory are in it).
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -122,11 +123,12 @@ def _nvidia_usage(ptx: str, arch: int) -> dict[str, Any]:
     registers = re.search(r"Used (\d+) registers", report)
     assert spills, report
     assert registers, report
-    return {"registers": int(registers[1]), "spills": sum(map(int, spills)), "ptx": ptx}
+    total = sum(map(int, spills))
+    return {"registers": int(registers[1]), "spills": total, "vector_spills": total, "ptx": ptx}
 
 
 def _amd_usage(assembly: str) -> dict[str, Any]:
     """The code object's notes hold the counts."""
     counts = {name: int(value) for name, value in re.findall(r"\.(\w+_count):\s+(\d+)", assembly)}
-    spills = counts["vgpr_spill_count"] + counts["sgpr_spill_count"]
-    return {"registers": counts["vgpr_count"], "spills": spills, "ptx": assembly}
+    vector, scalar = counts["vgpr_spill_count"], counts["sgpr_spill_count"]
+    return {"registers": counts["vgpr_count"], "spills": vector + scalar, "vector_spills": vector, "ptx": assembly}

@@ -29,7 +29,7 @@ from fastpar import _ext
 from fastpar.arguments import checked
 from fastpar.contracts import compute_dtype
 from fastpar.contracts.attention import AttentionDropout, AttentionTiles, check_attention, check_score_options
-from fastpar.ops import _attention_blocks
+from fastpar.ops import _attention_blocks, _attention_cuda  # noqa: F401  (registers the ops for CUDA)
 from fastpar.ops._autograd import first_derivative_only, needs_grad
 
 _ext.load()

@@ -1,0 +1,62 @@
+"""Which kernels serve the ops of attention where tensors are on CUDA.
+
+    float32, bfloat16, float16 with head dims up to 256      Triton, where it is installed
+    everything else                                          blocks of plain PyTorch
+
+The table of tiles stays on the host; what the kernels need of it is made there once, and kept.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastpar.ops import _attention_blocks
+from fastpar.ops._backends import has_kernels, triton
+
+
+def _kernels(q: Tensor, v: Tensor) -> ModuleType | None:
+    """The Triton kernels, where they have what the call needs."""
+    if not has_kernels(q):
+        return None
+    kernels = triton("attention")
+    return kernels if kernels.takes(q, v) else None
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, tiles: Tensor, tile_offsets: Tensor | None, *options: Any
+) -> tuple[Tensor, Tensor]:
+    """The op fastpar::attention_forward."""
+    kernels = _kernels(q, v)
+    if kernels is None:
+        return _attention_blocks.forward(q, k, v, tiles, tile_offsets, *options)
+    scale, softcap, *dropout, out_dtype = options
+    hashed = kernels.DropoutHash(*dropout)
+    return kernels.attention_forward(q, k, v, tiles, tile_offsets, scale, softcap, hashed, out_dtype)
+
+
+def backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    tiles: Tensor,
+    tile_offsets: Tensor | None,
+    *options: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The op fastpar::attention_backward."""
+    kernels = _kernels(q, v)
+    if kernels is None:
+        return _attention_blocks.backward(grad_out, q, k, v, lse, delta, tiles, tile_offsets, *options)
+    scale, softcap, *dropout = options
+    hashed = kernels.DropoutHash(*dropout)
+    return kernels.attention_backward(grad_out, q, k, v, lse, delta, tiles, tile_offsets, scale, softcap, hashed)
+
+
+torch.library.impl("fastpar::attention_forward", "cuda", forward)
+torch.library.impl("fastpar::attention_backward", "cuda", backward)
