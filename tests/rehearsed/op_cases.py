@@ -214,6 +214,40 @@ def _(m: Maker) -> Sequence[Tensor]:
     return [ops.dequantize_blocks(*ops.quantize_blocks(m.plain(500)))]
 
 
+# ---- attention -------------------------------------------------------------------------------------------------------
+
+TOKENS = (ops.TokenRange(0, 7), ops.TokenRange(20, 31))
+MASK = ops.AttentionMask(causal=True, window=(9, 0), documents=((4, 21, 6), (13, 18)))
+
+
+def _heads(m: Maker, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    return m.leaf(2, 4, 18, 8, dtype=dtype), m.leaf(2, 2, 18, 8, dtype=dtype), m.leaf(2, 2, 18, 5, dtype=dtype)
+
+
+@case("attention")
+def _(m: Maker) -> Sequence[Tensor]:
+    return backward(m, ops.attention(*_heads(m), causal=True))
+
+
+@case("attention, every option")
+def _(m: Maker) -> Sequence[Tensor]:
+    where = torch.cat([torch.arange(r.start, r.stop) for r in TOKENS])
+    dropout = ops.AttentionDropout(0.3, seed=3, q_positions=where, k_positions=where, first_head=2)
+    q, k, v = _heads(m)
+    out, lse = ops.attention(
+        q, k, v, MASK.tiles(TOKENS, TOKENS), softcap=4.0, sink=m.leaf(4), dropout=dropout, return_lse=True
+    )
+    return backward(m, out, lse)
+
+
+@case("context_attention")
+def _(m: Maker) -> Sequence[Tensor]:
+    layout = [(ops.TokenRange(0, 18),)]
+    return backward(
+        m, ops.context_attention(*_heads(m), group=None, layout=layout, mask=ops.AttentionMask(causal=True))
+    )
+
+
 # ---- linears on one rank ---------------------------------------------------------------------------------------------
 
 
