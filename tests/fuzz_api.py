@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import fastpar as fp
 from fastpar import comm, expert, ops, optim, pipeline, precision, recompute, storage, tensor, zero
 from fastpar.comm.symmetric import buffer as symmetric
+from fastpar.context import layout
 from fastpar.parallel.plan import match_plan, parse_style
 from fastpar.pipeline import ActionType
 from fastpar.recompute.plan import Keep
@@ -172,6 +173,15 @@ MODELS: dict[str, Callable[[], Case]] = {
     "Mesh.size": lambda: (mesh().size, {"name": "tp"}),
     "Mesh.rank": lambda: (mesh().rank, {"name": "tp"}),
     "Mesh.group": lambda: (mesh().group, {"name": "tp"}),
+    "Context": lambda: (fp.Context, {"method": "ring", "layout": "zigzag", "block": 4}),
+    "AttentionMask": lambda: (fp.AttentionMask, {"causal": True, "window": (1, 0), "documents": ((2, 1),)}),
+    "AttentionMask.visible_keys": lambda: (fp.AttentionMask(causal=True).visible_keys, {"num_tokens": 5}),
+    "TokenRange": lambda: (ops.TokenRange, {"start": 0, "stop": 5, "step": 2}),
+    "AttentionDropout": lambda: (ops.AttentionDropout, {"p": 0.5, "seed": 3}),
+    "zigzag": lambda: (layout.zigzag, {"num_tokens": 9, "size": 2}),
+    "dealt": lambda: (layout.dealt, {"num_tokens": 9, "size": 2, "mask": fp.AttentionMask(), "block": 2}),
+    "ContextRegion": lambda: (fp.context.ContextRegion, {"group": alone(), "options": fp.Context()}),
+    "ContextAttention": lambda: (fp.context.ContextAttention, {"region": fp.context.ContextRegion(alone())}),
     "ColwiseStyle": lambda: (fp.parallel.ColwiseStyle, {"sections": 2}),
     "parse_style": lambda: (parse_style, {"pattern": "0", "style": "colwise"}),
     "match_plan": lambda: (match_plan, {"model": linears(), "plan": {"0": "colwise"}}),

@@ -30,7 +30,15 @@ PUBLIC_MODULES = [
     "fastpar.reference",
 ]
 PUBLIC_MODULES += ["fastpar.optim", "fastpar.recompute", "fastpar.storage", "fastpar.parallel.api", "fastpar.tensor"]
-PUBLIC_MODULES += ["fastpar.clip", "fastpar.expert", "fastpar.precision", "fastpar.verification", "fastpar.zero"]
+PUBLIC_MODULES += [
+    "fastpar.clip",
+    "fastpar.context",
+    "fastpar.context.layout",
+    "fastpar.expert",
+    "fastpar.precision",
+    "fastpar.verification",
+    "fastpar.zero",
+]
 IMPORT_BUDGET_SECONDS = 0.3
 SHARD_HEADING = "Shard the rest over data-parallel ranks"
 

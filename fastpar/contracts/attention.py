@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fastpar.arguments import check_counts, checked_fields
+from fastpar.arguments import check_counts, checked, checked_fields
 from fastpar.contracts import FLOAT_DTYPES
 
 MAX_TOKENS = 2**31 - 1  # tables are int32
@@ -146,6 +146,7 @@ def _pairs_up_to(band: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
     return total(rows + band) - total(band)
 
 
+@checked_fields
 @dataclass(frozen=True, eq=False)
 class AttentionDropout:
     """Dropout of attention's probabilities with a mask that depends on the seed and on global indices alone.
@@ -224,6 +225,7 @@ class AttentionMask:
         """What the documents add up to; None without any."""
         return None if self.documents is None else sum(self.documents[0])
 
+    @checked(computed=False)
     def tiles(self, queries: Ranges, keys: Ranges) -> AttentionTiles:
         """The tiles of queries on one rank and keys of another, or of the same; kept for the next call with the same.
 
@@ -232,8 +234,10 @@ class AttentionMask:
         """
         return _cached_tiles(self, queries, keys)
 
+    @checked(computed=False)
     def visible_keys(self, num_tokens: int) -> Tensor:
         """How many keys of the whole sequence each query sees, summed over the rows of `documents`: int64 [S]."""
+        check_counts(MAX_TOKENS, least=0, num_tokens=num_tokens)
         if self.documents is not None and self.num_tokens != num_tokens:
             raise ValueError(f"documents add up to {self.num_tokens} tokens, not to {num_tokens}")
         left, right = self.reach
