@@ -28,6 +28,7 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -69,14 +70,12 @@ class AttentionCase:
             made = Provider(
                 name,
                 kind,
-                call=lambda function=function: problem.step(function),
-                check=lambda function=function: problem.errors(function),
+                call=partial(problem.step, function),
+                check=partial(problem.errors, function),
                 flops=3.5 * forward,
                 memory_bound=problem.memory_bound() if kind == "fastpar" else None,
             )
-            alone = Provider(
-                f"{name}, forward", kind, call=lambda function=function: problem.forward(function), flops=forward
-            )
+            alone = Provider(f"{name}, forward", kind, call=partial(problem.forward, function), flops=forward)
             providers += [made, alone]
         return [*providers, gemm_roof(DTYPES[self.dtype], rank.world_size, device=rank.device)]
 

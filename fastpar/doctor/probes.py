@@ -221,7 +221,7 @@ def _largest(pairs: Any) -> float:
 
 
 @contextmanager
-def _mesh(**sizes: int) -> Iterator[Any]:
+def _mesh(**sizes: Any) -> Iterator[Any]:
     from fastpar.mesh import init_mesh
 
     mesh = init_mesh(**sizes, device="cpu", timeout=TIMEOUT_S)
