@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 from fastpar.arguments import check_counts, checked_fields
 
-METHODS = ("auto", "ring", "gather", "ulysses")
 MAX_RANKS = 1 << 20
 Span = tuple[int, int]  # [start, stop)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,14 +31,26 @@ class Block:
     rows       the first query with a tile, and one past the last
     table      int32 [T, 6], rows counted from rows[0]; keys as they lie, or as they were packed
     offsets    int64 [b + 1] of the batch rows' tiles, or None: see AttentionTiles
-    queries, keys  int64 global positions, for dropout's hash
+    query_ranges, key_ranges  of all queries and keys; packed: the keys that were packed, None: all
     """
 
     rows: Span
     table: Tensor
     offsets: Tensor | None
-    queries: Tensor
-    keys: Tensor
+    query_ranges: Ranges
+    key_ranges: Ranges
+    packed: tuple[Span, ...] | None = None
+
+    @functools.cached_property
+    def queries(self) -> Tensor:
+        """Global positions of the rows, int64, for dropout's hash."""
+        return positions(self.query_ranges)[self.rows[0] : self.rows[1]]
+
+    @functools.cached_property
+    def keys(self) -> Tensor:
+        """Global positions of the keys, int64."""
+        found = positions(self.key_ranges)
+        return found if self.packed is None else take_spans(found, self.packed, dim=0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,24 +58,25 @@ class RingStep:
     """One step of a ring: the keys of `source` are here, and this rank's own are at `target`. Both are positions of the
     ring.
 
-    read   the source's keys that this rank reads; sent: this rank's keys that the target reads
+    sent   this rank's keys that the target reads
     """
 
     source: int
     target: int
     tiles: AttentionTiles
-    query_positions: Tensor
-    key_positions: Tensor
+    queries: Ranges
+    keys: Ranges
     sent: tuple[Span, ...]
 
     @property
     def read(self) -> tuple[Span, ...]:
+        """The source's keys that this rank reads."""
         return self.tiles.keys_read
 
     @functools.cached_property
     def in_place(self) -> Block | None:
         """Against all keys of the source; None where nothing is visible."""
-        return _block(self.tiles, self.tiles.table, self.query_positions, self.key_positions)
+        return _block(self.tiles, self.tiles.table, self.queries, self.keys)
 
     @functools.cached_property
     def packed(self) -> Block | None:
@@ -75,16 +88,18 @@ class RingStep:
             span = torch.searchsorted(starts, table[:, 2].long(), right=True) - 1
             # A tile lies in one of the spans, which are unions of tiles. lo and hi count within the tile.
             table[:, 2:4] -= (starts - before)[span][:, None].to(torch.int32)
-        return _block(self.tiles, table, self.query_positions, take_spans(self.key_positions, self.read, dim=0))
+        return _block(self.tiles, table, self.queries, self.keys, self.read)
 
 
-def _block(tiles: AttentionTiles, table: Tensor, queries: Tensor, keys: Tensor) -> Block | None:
+def _block(
+    tiles: AttentionTiles, table: Tensor, queries: Ranges, keys: Ranges, packed: tuple[Span, ...] | None = None
+) -> Block | None:
     if not len(table):
         return None
     first, last = int(table[:, 0].min()), int(table[:, 1].max())
     table = table.clone()
     table[:, :2] -= first
-    return Block((first, last), table, tiles.offsets, queries[first:last], keys)
+    return Block((first, last), table, tiles.offsets, queries, keys, packed)
 
 
 class ContextPlan:
@@ -98,13 +113,12 @@ class ContextPlan:
     @functools.cached_property
     def steps(self) -> tuple[RingStep, ...]:
         """Own keys first, then those of position - 1, position - 2, ..."""
-        own, queries = self.layout[self.position], positions(self.layout[self.position])
-        steps = []
+        own, steps = self.layout[self.position], []
         for step in range(self.size):
             source, target = (self.position - step) % self.size, (self.position + step) % self.size
             sent = self.mask.tiles(self.layout[target], own).keys_read
-            tiles = self.mask.tiles(own, self.layout[source])
-            steps.append(RingStep(source, target, tiles, queries, positions(self.layout[source]), sent))
+            keys = self.layout[source]
+            steps.append(RingStep(source, target, self.mask.tiles(own, keys), own, keys, sent))
         return tuple(steps)
 
     @functools.cached_property
@@ -143,7 +157,7 @@ class ContextPlan:
         """Against the keys of all ranks, in `order`."""
         own = self.layout[self.position]
         tiles = self.mask.tiles(own, self.order.ranges)
-        return _block(tiles, tiles.table, positions(own), positions(self.order.ranges))
+        return _block(tiles, tiles.table, own, self.order.ranges)
 
 
 @functools.lru_cache(maxsize=_CACHED_PLANS)
@@ -250,9 +264,10 @@ def _as_slice(index: Tensor) -> slice | Tensor:
 # ---- spans of keys ---------------------------------------------------------------------------------------------------
 
 
-def merge_spans(spans: object) -> tuple[Span, ...]:
+def merge_spans(spans: Iterable[Span]) -> tuple[Span, ...]:
+    """The same keys in ascending spans that are apart from one another."""
     merged: list[Span] = []
-    for start, stop in sorted(spans):  # type: ignore[call-overload]
+    for start, stop in sorted(spans):
         if merged and start <= merged[-1][1]:
             merged[-1] = (merged[-1][0], max(merged[-1][1], stop))
         else:
