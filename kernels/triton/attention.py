@@ -109,10 +109,10 @@ _HIP: _Choices = {
         ("dq", 128): AttentionConfig(64, 64, 4, 1),
         ("dq", 256): AttentionConfig(32, 32, 4, 1),
         ("dkv", 64): AttentionConfig(32, 64, 4, 1),
-        ("dkv", 128): AttentionConfig(32, 64, 4, 1),
+        ("dkv", 128): AttentionConfig(32, 32, 4, 1),
         ("dkv", 256): AttentionConfig(16, 64, 4, 1),
     },
-    "dropout": {("dkv", 256): AttentionConfig(16, 32, 4, 1)},
+    "dropout": {("dq", 128): AttentionConfig(32, 32, 4, 1), ("dkv", 256): AttentionConfig(16, 32, 4, 1)},
     "float32": {
         (kind, width): AttentionConfig(32, 32, 4, 1) for kind in ("forward", "dq", "dkv") for width in (64, 128, 256)
     },
