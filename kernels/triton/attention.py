@@ -110,9 +110,9 @@ _HIP: _Choices = {
         ("dq", 256): AttentionConfig(32, 32, 4, 1),
         ("dkv", 64): AttentionConfig(32, 64, 4, 1),
         ("dkv", 128): AttentionConfig(32, 32, 4, 1),
-        ("dkv", 256): AttentionConfig(16, 64, 4, 1),
+        ("dkv", 256): AttentionConfig(16, 32, 4, 1),
     },
-    "dropout": {("dq", 128): AttentionConfig(32, 32, 4, 1), ("dkv", 256): AttentionConfig(16, 32, 4, 1)},
+    "dropout": {("dq", 128): AttentionConfig(32, 32, 4, 1)},
     "float32": {
         (kind, width): AttentionConfig(32, 32, 4, 1) for kind in ("forward", "dq", "dkv") for width in (64, 128, 256)
     },
