@@ -261,12 +261,12 @@ def nothing_gathered() -> Iterator[None]:
 def local_norm_of_experts() -> Iterator[None]:
     from fastpar import clip
 
-    real = clip._NormLayout._placed_dtensor
+    real = clip.NormLayout._placed_dtensor
 
     def placed(self: Any, x: Any) -> Any:
         return ((), (0, 1)) if x.dim() == 3 else real(self, x)
 
-    with mock.patch.object(clip._NormLayout, "_placed_dtensor", placed):
+    with mock.patch.object(clip.NormLayout, "_placed_dtensor", placed):
         yield
 
 
