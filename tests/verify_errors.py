@@ -238,11 +238,11 @@ def not_averaged(name: str) -> Callable[[Any], None]:
 
         def reduce_gradients() -> None:
             real()
-            slot = next(slot for slot in zero.slots if slot.name == name)
-            if slot.owner.grad is not None and id(slot.owner.grad) not in done:
+            param = next(param for param in zero.params if param.name == name)
+            if param.optim_param.grad is not None and id(param.optim_param.grad) not in done:
                 done.clear()
-                done.add(id(slot.owner.grad))
-                local_tensor(slot.owner.grad).mul_(2)
+                done.add(id(param.optim_param.grad))
+                local_tensor(param.optim_param.grad).mul_(2)
 
         zero.reduce_gradients = reduce_gradients
 
