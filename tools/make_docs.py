@@ -31,13 +31,14 @@ from urllib.parse import unquote, urlsplit
 ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / "build" / "docs"
 sys.path.insert(0, str(ROOT))
+import fastpar  # noqa: E402  (of this tree)
+
 # The pages, in their order: packages whose `__all__` is public, and modules of which no package has the names.
 MODULES = (
     "fastpar",
-    *(f"fastpar.{name}" for name in ("ops", "tensor", "parallel", "pipeline", "zero", "expert", "optim", "recompute")),
-    *(f"fastpar.{name}" for name in ("comm", "mesh", "clip", "precision", "storage", "verification", "reference")),
-    "fastpar.integrations.huggingface",
-    "fastpar.integrations.torch_parallel",
+    *(f"fastpar.{name}" for name in fastpar._MODULES),
+    *(f"fastpar.{name}" for name in ("mesh", "clip", "precision", "verification")),
+    *(f"fastpar.integrations.{name}" for name in ("huggingface", "torch_parallel")),
 )
 PAPERS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)|!\[[^\]]*\]\(([^)\s]+)\)")

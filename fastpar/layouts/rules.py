@@ -80,10 +80,12 @@ class LayoutFields:
 
     @property
     def world(self) -> Any:
+        """Ranks of the job."""
         return self.pp * self.dp_replicate * self.dp_shard * self.cp * self.tp
 
     @property
     def dp(self) -> Any:
+        """Ranks that read batches of their own, context-parallel ones counted once."""
         return self.dp_replicate * self.dp_shard
 
     @property
@@ -93,6 +95,7 @@ class LayoutFields:
 
     @property
     def experts(self) -> int:
+        """Experts of the model; 0 without one."""
         return self.model.num_experts if self.model else 0
 
 
