@@ -173,10 +173,13 @@ class Layout:
     @staticmethod
     def from_json(data: dict[str, Any] | str) -> Layout:
         """The inverse of `to_json`, of its result or of its text. ValueError for unknown names, with near misses."""
-        loaded = json.loads(data) if isinstance(data, str) else data
+        try:
+            loaded = json.loads(data) if isinstance(data, str) else data
+        except json.JSONDecodeError as error:
+            raise ValueError(f"data is no JSON: {error}") from error
         if not isinstance(loaded, dict):
             raise TypeError(f"data must be a JSON object, got {type(loaded).__name__}")
-        made: Layout = _from_plain(Layout, loaded, "layout")
+        made: Layout = _from_plain(Layout, loaded, "data")
         return made
 
     def check(

@@ -313,8 +313,8 @@ def broken_rules(
 def check(layout: Layout, model: ModelShape | None, *, world_size: int | None, batch: int | None) -> None:
     """`Layout.check`."""
     for name, value in (("world_size", world_size), ("batch", batch)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise ValueError(f"{name} must be an integer of at least 1 or None, got {value!r}")
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 1 << 63):
+            raise ValueError(f"{name} must be an integer of at least 1 that fits 64 bits, or None, got {value!r:.60}")
     if model is not None and not isinstance(model, ModelShape):
         raise TypeError(f"model must be a fastpar.layouts.ModelShape or None, got {type(model).__name__}")
     broken = broken_rules(layout, model, world_size=world_size, batch=batch)

@@ -8,9 +8,10 @@
 | `zero0` to `zero3` | the stage of ZeRO |
 | `cpu`, `cpu+parameters`, `nvme:FOLDER`, `nvme+parameters:FOLDER` | offload |
 | `zbv`, `interleaved_1f1b`, ... | the pipeline's schedule |
-| `mb8`, `stages2`, `shard_head`, `cut6/5/5` | microbatches, stages per rank, the sharded head, layers of each part |
+| `mb8`, `stages2`, `shard_head` | microbatches, stages per rank, the sharded head |
+| `cut6/5*2` | layers of each part: 6, 5 and 5 |
 | `ring`, `gather`, `ulysses`; `contiguous`, `striped`, `dealt` | attention over cp; the order of tokens |
-| `selective`, `full` | recomputation; `recompute:full/none` has one for every pipeline rank |
+| `selective`, `full` | recomputation; `recompute:full*2/none` has one for every pipeline rank |
 | `acc4` | passes whose gradients are summed |
 
 Words stand in any order, with spaces or commas between. Each may be said once. `dims=2` is `dims2`.
@@ -19,7 +20,9 @@ Words stand in any order, with spaces or commas between. Each may be said once. 
 from __future__ import annotations
 
 import difflib
+import itertools
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,15 +52,32 @@ def to_words(layout: Layout) -> str:
     found += [pipeline.schedule] if pipeline.schedule != default.schedule else []
     found += [f"{word}{getattr(pipeline, name)}" for word, name in _COUNTS.items() if getattr(pipeline, name) > 1]
     found += ["shard_head"] if pipeline.shard_head else []
-    found += ["cut" + "/".join(map(str, pipeline.cut))] if pipeline.cut is not None else []
+    found += ["cut" + _runs(map(str, pipeline.cut))] if pipeline.cut is not None else []
     found += [layout.context.method] if layout.context.method != "auto" else []
     found += [layout.context.order] if layout.context.order != "zigzag" else []
     if isinstance(layout.recompute, tuple):
-        found.append("recompute:" + "/".join(layout.recompute))
+        found.append("recompute:" + _runs(layout.recompute))
     elif layout.recompute != "none":
         found.append(layout.recompute)
     found += [f"acc{layout.accumulate}"] if layout.accumulate > 1 else []
     return " ".join(found) or "one rank"
+
+
+def _runs(values: Iterable[str]) -> str:
+    """Equal neighbours once, with their number: _runs("aab") == "a*2/b"."""
+    runs = [(value, len(list(group))) for value, group in itertools.groupby(values)]
+    return "/".join(value if count == 1 else f"{value}*{count}" for value, count in runs)
+
+
+def _unfold(text: str) -> tuple[str, ...]:
+    """The inverse of `_runs`."""
+    found: list[str] = []
+    for part in text.split("/"):
+        value, star, count = part.partition("*")
+        if star and not (count.isdecimal() and int(count) > 0):
+            raise ValueError(f"{part!r}: a number of ranks or parts goes behind the *")
+        found += [value] * (int(count) if star else 1)
+    return tuple(found)
 
 
 def from_words(text: str) -> Layout:
@@ -115,9 +135,9 @@ class _Words:
         if re.match(r"(cpu|nvme)([+:]|$)", word):
             return "zero", "offload", word
         if word.startswith("recompute:"):
-            return "layout", "recompute", tuple(word.removeprefix("recompute:").split("/"))
-        if re.fullmatch(r"cut\d+(/\d+)*", word):
-            return "pipeline", "cut", tuple(int(part) for part in word.removeprefix("cut").split("/"))
+            return "layout", "recompute", _unfold(word.removeprefix("recompute:"))
+        if re.fullmatch(r"cut\d+(\*\d+)?(/\d+(\*\d+)?)*", word):
+            return "pipeline", "cut", tuple(map(int, _unfold(word.removeprefix("cut"))))
         raise ValueError(self._unknown(word))
 
     def _unknown(self, word: str) -> str:
