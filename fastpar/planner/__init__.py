@@ -1,0 +1,1 @@
+"""The planner's parts: time and memory of layouts as columns of numbers. No torch."""

@@ -1,0 +1,213 @@
+"""Seconds of one layer, and of the head, for one microbatch on one rank.
+
+An op takes max(flops / (peak e shape), bytes / hbm), where e is the efficiency of the machine's software stack and
+shape = min(1, 1.06 w / (w + 250)) with w the smaller side of the rank's part of the weight. Attention runs at 0.6 e.
+Heads whose size is no multiple of 8 miss the tensor cores' layouts: their products take 4 times as long. A layer's pass
+takes `Machine.launch` at least. Backward has twice the products, and 2.5 times fused attention; adding its weight
+gradients to those of earlier microbatches reads and writes them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from fastpar.layouts.layout import RECOMPUTE
+from fastpar.planner.machine import Machine
+from fastpar.planner.network import bandwidth, gather_seconds, latency
+from fastpar.planner.table import Column, LayoutTable
+from fastpar.planner.workload import Workload
+
+_SELECTIVE, _FULL = RECOMPUTE.index("selective"), RECOMPUTE.index("full")
+_ATTENTION_SHARE = 0.6  # of the efficiency of GEMMs
+_UNALIGNED_HEADS = 0.25  # of the rate
+
+
+@dataclass(frozen=True)
+class LayerTime:
+    """Columns of seconds: one layer and one microbatch, forward, backward and recomputation together.
+
+    products, attention, elementwise   computation; `floor` is what the launch floor adds to it
+    tp, cp, ep                         communication that nothing hides
+    forward, backward                  all of it by pass, recomputation being part of backward
+    is_floor                           whether the floor holds in a pass
+    """
+
+    products: Column
+    attention: Column
+    elementwise: Column
+    floor: Column
+    tp: Column
+    cp: Column
+    ep: Column
+    forward: Column
+    backward: Column
+    is_floor: Column
+
+    @property
+    def total(self) -> Column:
+        return self.forward + self.backward
+
+
+def gemm_seconds(
+    machine: Machine, work: Workload, tokens: Column, inner: Column | float, outer: Column | float
+) -> Column:
+    """A product [tokens, inner] x [inner, outer]."""
+    width: Column = np.minimum(inner, outer)
+    shape = np.minimum(1.0, 1.06 * width / (width + 250.0))
+    rate = machine.flops(work.precision) * machine.efficiency * shape
+    moved = work.element * (tokens * inner + inner * outer + tokens * outer)
+    found: Column = np.maximum(2.0 * tokens * inner * outer / rate, moved / machine.hbm)
+    return found
+
+
+def tokens_of(work: Workload, x: LayoutTable) -> Column:
+    """Tokens of a microbatch on a rank, before sequence parallelism."""
+    return x.micro_batch * work.seq / x.cp
+
+
+def layer_time(machine: Machine, work: Workload, x: LayoutTable) -> LayerTime:
+    """The mean layer; where some layers have experts and others a dense MLP, weighted by their numbers."""
+    model, tokens = work.model, tokens_of(work, x)
+    share = np.where(x.sp == 1, 1.0 / x.tp, 1.0)  # of the residual stream that a rank has
+    products = _products(machine, work, x, tokens, share)
+    core, scores = _attention(machine, work, x, tokens)
+    width = 2.0 * (9.0 if not model.dropout else 11.0)  # bytes per element: two norms, two additions (with dropout)
+    inner = _mlp_width(work) * (3.0 if model.gated else 2.0) / x.tp
+    elementwise = tokens * work.element / 2 * (width * model.hidden * share + 2.0 * inner) / machine.hbm
+    computed = products + core + scores + elementwise
+    again = np.select(
+        [x.recompute == _FULL, x.recompute == _SELECTIVE],
+        [computed, elementwise if work.fused_attention else core + scores],
+        0.0,
+    )
+    summed = _summed_gradients(machine, work, x)
+    back = 2.0 * products + (2.5 if work.fused_attention else 2.0) * core + 2.0 * scores + 2.0 * elementwise + summed
+    forward = np.maximum(computed, machine.launch)
+    backward = np.maximum(back, machine.launch) + np.where(
+        x.recompute == _FULL, np.maximum(again, machine.launch), again
+    )
+    is_again = x.recompute == _FULL
+    tp, tp_back = _tp(machine, work, x, tokens)
+    cp, cp_back = _cp(machine, work, x, tokens, core)
+    ep = _ep(machine, work, x, tokens * share)
+    repeats = is_again * (tp + cp + ep)
+    plain = computed + back + again
+    core_back = (2.5 if work.fused_attention else 2.0) * core
+    scores_again = np.where(is_again | (x.recompute == _SELECTIVE) & (not work.fused_attention), core + scores, 0.0)
+    return LayerTime(
+        products=products * (3.0 + is_again),
+        attention=core + scores + core_back + 2.0 * scores + scores_again,
+        elementwise=elementwise * (3.0 + (is_again | ((x.recompute == _SELECTIVE) & work.fused_attention))) + summed,
+        floor=forward + backward - plain,
+        tp=tp + tp_back + is_again * tp,
+        cp=cp + cp_back + is_again * cp,
+        ep=2.0 * ep + is_again * ep,
+        forward=forward + tp + cp + ep,
+        backward=backward + tp_back + cp_back + ep + repeats,
+        is_floor=(computed < machine.launch) | (back < machine.launch),
+    )
+
+
+def _summed_gradients(machine: Machine, work: Workload, x: LayoutTable) -> Column:
+    """Adding a layer's weight gradients to those of the microbatches before."""
+    model = work.model
+    count = model.dense_layer_parameters / x.tp + model.expert_parameters / x.ep
+    return np.where(x.microbatches > 1, (2.0 * work.bytes.grad + work.bytes.wire) * count / machine.hbm, 0.0)
+
+
+def _mlp_width(work: Workload) -> float:
+    """Inner features that a token sees in the mean layer: of experts, top_k of them."""
+    model, experts = work.model, work.model.experts
+    if experts is None:
+        return float(model.ffn)
+    seen = experts.top_k * experts.ffn * work.expert_load + experts.shared_ffn
+    dense = experts.dense_layers / model.layers
+    return dense * model.ffn + (1.0 - dense) * seen
+
+
+def _products(machine: Machine, work: Workload, x: LayoutTable, tokens: Column, share: Column) -> Column:
+    model = work.model
+    kv = np.maximum(model.kv_heads / x.tp, 1.0)  # heads that do not divide are computed on several ranks
+    found = gemm_seconds(machine, work, tokens, model.hidden, (model.heads / x.tp + 2.0 * kv) * model.head_dim)
+    found = found + gemm_seconds(machine, work, tokens, model.heads * model.head_dim / x.tp, model.hidden)
+    up = 2 if model.gated else 1
+
+    def mlp(rows: Column, inner: Column) -> Column:
+        inwards = gemm_seconds(machine, work, rows, model.hidden, up * inner)
+        return inwards + gemm_seconds(machine, work, rows, inner, model.hidden)
+
+    experts = model.experts
+    if experts is None:
+        return found + mlp(tokens, model.ffn / x.tp)
+    # Experts are spread, not split: a rank sees its tokens' share of rows with whole experts.
+    rows = tokens * share * experts.top_k * work.expert_load
+    moved = work.element * model.mlp_parameters(experts.ffn) * experts.experts / x.ep / machine.hbm
+    routed = np.maximum(mlp(rows, np.full_like(rows, experts.ffn)), moved)
+    routed = routed + gemm_seconds(machine, work, tokens * share, model.hidden, np.full_like(rows, experts.experts))
+    if experts.shared_ffn:
+        routed = routed + mlp(tokens, experts.shared_ffn / x.tp)
+    dense = experts.dense_layers / model.layers
+    return found + (1.0 - dense) * routed + (dense * mlp(tokens, model.ffn / x.tp) if dense else 0.0)
+
+
+def _attention(machine: Machine, work: Workload, x: LayoutTable, tokens: Column) -> tuple[Column, Column]:
+    """Seconds of its products, and of what reads and writes scores."""
+    model = work.model
+    rate = machine.flops("bf16" if work.precision == "fp8" else work.precision)
+    rate *= machine.efficiency * _ATTENTION_SHARE * (_UNALIGNED_HEADS if model.head_dim % 8 else 1.0)
+    flops = 4.0 * tokens * work.seq * model.heads * model.head_dim / x.tp
+    if work.fused_attention:
+        return flops / 2.0 / rate, np.zeros_like(flops)
+    per_score = 2.0 + 4.0 + (5.0 if model.dropout else 0.0) + 2.0  # written; softmax; dropout and its mask; read
+    return flops / rate, per_score * tokens * work.seq * model.heads / x.tp / machine.hbm
+
+
+def _tp(machine: Machine, work: Workload, x: LayoutTable, tokens: Column) -> tuple[Column, Column]:
+    """Forward and backward: two all-reduces each, or with sequence parallelism two gathers and two scatters, and in
+    backward two gathers more, of what weight gradients need."""
+    nbytes = work.element * tokens * work.model.hidden
+    one = gather_seconds(machine, nbytes, x.tp, np.ones_like(x.tp))
+    return 4.0 * one, np.where(x.sp == 1, 6.0, 4.0) * one
+
+
+def _cp(machine: Machine, work: Workload, x: LayoutTable, tokens: Column, core: Column) -> tuple[Column, Column]:
+    """A ring of keys and values behind 0.8 of attention; twice the bytes in backward."""
+    model = work.model
+    block = 2.0 * work.element * tokens * np.maximum(model.kv_heads / x.tp, 1.0) * model.head_dim
+    steps = x.cp - 1
+    each = block / bandwidth(machine, x.cp, x.tp) + latency(machine, np.minimum(x.cp, 2), x.tp)
+    forward = np.maximum(0.0, steps * each - 0.8 * core)
+    return forward, np.maximum(0.0, 2.0 * steps * each - 0.8 * 2.5 * core)
+
+
+def _ep(machine: Machine, work: Workload, x: LayoutTable, tokens: Column) -> Column:
+    """Dispatch and combine, once each way; the cheaper of flat and hierarchical exchanges.
+
+    A token goes to n (1 - (1 - 1/n)^k) distinct ranks of n, those of its own included.
+    """
+    experts, model = work.model.experts, work.model
+    if experts is None:
+        return np.zeros_like(tokens)
+    shared = np.minimum(x.ep, machine.per_node)
+    nodes = x.ep / shared
+    row = work.element * model.hidden * tokens * work.expert_load
+
+    def distinct(count: Column) -> Column:
+        return count * (1.0 - (1.0 - 1.0 / count) ** experts.top_k)
+
+    ranks, hosts = distinct(x.ep), distinct(nodes)
+    inside = row * ranks * (shared - 1.0) / x.ep / machine.nvlink
+    flat = row * ranks * (x.ep - shared) / x.ep / machine.nic
+    leaders = row * hosts * (nodes - 1.0) / nodes * (1.0 / machine.nic + 1.0 / machine.nvlink)
+    once = inside + np.minimum(flat, leaders) + latency(machine, x.ep, np.ones_like(x.ep))
+    moe_layers = 1.0 - experts.dense_layers / model.layers
+    return np.where(x.ep > 1, 2.0 * moe_layers * once, 0.0)
+
+
+def head_seconds(machine: Machine, work: Workload, x: LayoutTable) -> Column:
+    """The head and the loss, forward and backward, on the rank that has them."""
+    tokens, vocab = tokens_of(work, x), work.model.vocab / x.tp
+    loss = (4.0 if work.fused_loss else 16.0) * tokens * vocab / machine.hbm
+    return 3.0 * gemm_seconds(machine, work, tokens, work.model.hidden, vocab) + loss

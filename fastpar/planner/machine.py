@@ -1,0 +1,192 @@
+"""`Machine`: rates and sizes of the ranks that a plan is for, and of the links between them."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fastpar.arguments import checked_fields
+
+SOURCES = ("calibrated", "fitted", "data sheet")
+
+
+@checked_fields
+@dataclass(frozen=True)
+class Machine:
+    """Nodes of equal ranks.
+
+    gpus, per_node        ranks in all, and in a node
+    peak                  dtype ("bf16", "fp16", "fp8", "fp32") -> flop/s of one rank, as its maker says
+    efficiency            share of the peak that large GEMMs reach within a training step, of this software stack
+    launch                seconds that a layer's forward, or backward, takes at least
+    hbm_bytes, hbm        memory of a rank, and bytes/s that element-wise kernels reach
+    nvlink, nic           achieved bytes/s per rank and direction, inside a node and between nodes
+    alpha_node, alpha_net seconds of latency of a collective per doubling of its ranks, inside a node and between nodes
+    host_link, disk       bytes/s per rank to the host's memory and to disk
+    reserve               bytes of a rank that are nobody's tensors: context, communication buffers, fragmentation
+    overlap               share of backward behind which gradients, and gathered parameters, can travel
+    source                "calibrated" (`fastpar calibrate`), "fitted" (to published steps) or "data sheet"
+    note                  where the numbers come from
+    errors                feature -> relative error, as calibration found it; see `fastpar.planner.features`
+    """
+
+    name: str
+    gpus: int
+    per_node: int
+    peak: Mapping[str, float]
+    efficiency: float
+    launch: float
+    hbm_bytes: int
+    hbm: float
+    nvlink: float
+    nic: float
+    alpha_node: float
+    alpha_net: float
+    host_link: float
+    disk: float
+    reserve: int
+    overlap: float = 0.7
+    source: str = "data sheet"
+    note: str = ""
+    errors: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("gpus", "per_node", "efficiency", "hbm_bytes", "hbm", "nvlink", "nic", "host_link", "disk"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        for name in ("launch", "alpha_node", "alpha_net", "reserve"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+        if not 0 <= self.overlap <= 1 or self.efficiency > 1:
+            raise ValueError(f"overlap and efficiency are shares of 1, got {self.overlap} and {self.efficiency}")
+        if not self.peak or min(self.peak.values()) <= 0:
+            raise ValueError(f"peak must have a positive flop/s for each dtype, got {dict(self.peak)}")
+        if self.source not in SOURCES:
+            raise ValueError(f"source must be one of {', '.join(SOURCES)}, got {self.source!r}")
+
+    @property
+    def limit(self) -> int:
+        """Bytes that a plan may fill: 0.92 of the memory, without the reserve."""
+        return int(0.92 * self.hbm_bytes) - self.reserve
+
+    def flops(self, precision: str) -> float:
+        """Peak flop/s in a precision; ValueError names those that there are."""
+        if precision not in self.peak:
+            raise ValueError(f"{self.name} has no peak for precision {precision!r}; it has {', '.join(self.peak)}")
+        return self.peak[precision]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data; `from_json` reads it."""
+        return {**dataclasses.asdict(self), "peak": dict(self.peak), "errors": dict(self.errors)}
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> Machine:
+        """The inverse of `to_json`. ValueError for a field that there is not, or that is missing."""
+        known = {each.name: each for each in dataclasses.fields(Machine)}
+        for name in data:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=3)
+                hint = f"; did you mean {' or '.join(near)}" if near else ""
+                raise ValueError(f"a machine has no {name!r}{hint}; it has {', '.join(known)}")
+        missing = [
+            name
+            for name, each in known.items()
+            if name not in data and each.default is dataclasses.MISSING and each.default_factory is dataclasses.MISSING
+        ]
+        if missing:
+            raise ValueError(f"the machine lacks {', '.join(missing)}")
+        return Machine(**data)
+
+
+_GB = 10**9
+_GIB = 1 << 30
+
+
+def _node(name: str, flops: float, memory: int, hbm: float, links: tuple[float, float], **others: Any) -> Machine:
+    """Eight GPUs in a node: dense bf16 peak, memory, its data-sheet rate, achieved rates of NVLink and NIC."""
+    made: dict[str, Any] = {
+        "gpus": 8,
+        "per_node": 8,
+        "peak": {"bf16": flops, "fp16": flops},
+        "launch": 0.0,
+        "hbm_bytes": memory,
+        "hbm": 0.85 * hbm,
+        "nvlink": links[0],
+        "nic": links[1],
+        "alpha_node": 8e-6,
+        "alpha_net": 20e-6,
+        "host_link": 24e9,
+        "disk": 3e9,
+        "reserve": 6 * _GB,
+    }
+    return Machine(name, **{**made, **others})
+
+
+# Peaks, memory and link rates are those of the makers' data sheets; of links 80 % is taken as achieved. Efficiencies
+# belong to a software stack: "fitted" ones were fitted to published steps (tests/test_planner_rows.py has the fits).
+_A100 = {"efficiency": 0.78, "source": "fitted", "note": "efficiency fitted to published A100 steps of Megatron-LM"}
+_H100 = {"efficiency": 0.50, "source": "fitted", "note": "efficiency fitted to published H100 steps of llm-foundry"}
+MACHINES: dict[str, Machine] = {
+    "a100": _node("a100", 312e12, 80 * _GIB, 2.039e12, (240e9, 20e9), **_A100),
+    "a100-40": _node("a100-40", 312e12, 40 * _GIB, 1.555e12, (240e9, 20e9), **_A100),
+    "h100": _node(
+        "h100", 989e12, 80 * _GIB, 3.35e12, (360e9, 40e9), **_H100,
+        peak={"bf16": 989e12, "fp16": 989e12, "fp8": 1979e12}, host_link=50e9,
+    ),
+    "h200": _node(
+        "h200", 989e12, 141 * _GB, 4.8e12, (360e9, 40e9), efficiency=0.50, note="data sheet; efficiency of the H100",
+        peak={"bf16": 989e12, "fp16": 989e12, "fp8": 1979e12}, host_link=50e9,
+    ),
+    "b200": _node(
+        "b200", 2250e12, 180 * _GB, 8e12, (720e9, 40e9), efficiency=0.45, note="data sheet; efficiency assumed",
+        peak={"bf16": 2250e12, "fp16": 2250e12, "fp8": 4500e12}, host_link=50e9,
+    ),
+    "mi300x": _node(
+        "mi300x", 1307e12, 192 * _GB, 5.3e12, (300e9, 40e9), efficiency=0.40, note="data sheet; efficiency assumed",
+        peak={"bf16": 1307e12, "fp16": 1307e12, "fp8": 2615e12}, host_link=50e9,
+    ),
+    "cpu": Machine(
+        "cpu", 2, 2, {"fp32": 1e11, "bf16": 4e11}, 0.85, 2e-4, 12 * _GIB, 15e9, 6e9, 1e9, 2e-4, 1e-3, 15e9, 1e9,
+        200_000_000, 0.0, "data sheet", "one AVX-512 core a rank, memory shared; run `fastpar calibrate` for your own",
+    ),
+}  # fmt: skip
+
+
+def find_machine(name: str | Machine | Path) -> Machine:
+    """A machine by name and number of ranks ("h100x64"), or from a file that `fastpar calibrate` has written.
+
+    "h100x64" is 64 GPUs, in 8 nodes; "h100x4" is half of a node; "h100" a whole one. A file may be followed by its
+    number of ranks as well: "machine.json:16". ValueError names near misses.
+    """
+    if isinstance(name, Machine):
+        return name
+    text = str(name)
+    path, _, count = text.rpartition(":") if re.search(r"\.json:\d+$", text) else (text, "", "")
+    if path.endswith(".json"):
+        try:
+            machine = Machine.from_json(json.loads(Path(path).read_text()))
+        except (OSError, ValueError, TypeError) as error:
+            raise ValueError(f"machine {path}: {error}") from error
+        return _with_gpus(machine, int(count)) if count else machine
+    found = re.fullmatch(r"(.+?)(?:x(\d+))?", text.lower())
+    base = found[1] if found else text
+    if found is None or base not in MACHINES:
+        near = difflib.get_close_matches(base, MACHINES, n=3, cutoff=0.4)
+        hint = f"; did you mean {' or '.join(near)}" if near else ""
+        raise ValueError(
+            f"there is no machine {text!r}{hint}; there are {', '.join(MACHINES)}, each with a number of ranks as in "
+            "h100x64, and files of `fastpar calibrate`"
+        )
+    return _with_gpus(MACHINES[base], int(found[2])) if found[2] else MACHINES[base]
+
+
+def _with_gpus(machine: Machine, gpus: int) -> Machine:
+    if gpus < 1 or (gpus > machine.per_node and gpus % machine.per_node):
+        raise ValueError(f"{machine.name}: {gpus} ranks must be a part of a node, or whole nodes of {machine.per_node}")
+    return dataclasses.replace(machine, gpus=gpus, per_node=min(gpus, machine.per_node))

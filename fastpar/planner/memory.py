@@ -1,0 +1,178 @@
+"""Bytes that a rank holds at the peak of a step.
+
+    memory = predict_memory(machine, work, table)
+    memory.total[0], memory.parts["activations"][0]
+
+Activations of a layer, in bytes per token and with 16-bit elements, t = tp (Korthikanti and others 2022,
+arXiv:2205.05198, with other MLPs and heads):
+
+    norms' and linears' inputs, dropout's masks   8 h + 2 h        / t with sequence parallelism
+    queries, keys, values; what the output takes  2 d (2 a + 2 kv) / t
+    MLP: gate, up and their product, or the activation's input and output    2 (3 or 2) f / t
+    scores, softmax, dropout, where attention is not fused                   5 a s / t
+
+With full recomputation 2 h of each layer, and one layer's whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from fastpar.layouts.layout import RECOMPUTE
+from fastpar.planner.cost import parameter_groups
+from fastpar.planner.layer_time import tokens_of
+from fastpar.planner.machine import Machine
+from fastpar.planner.table import SCHEDULES, Column, LayoutTable
+from fastpar.planner.workload import Workload
+
+MEMORY_PARTS = ("parameters", "gradients", "states", "activations", "logits", "buffers")
+_BUCKET_BYTES = 50 << 20
+_SELECTIVE, _FULL = RECOMPUTE.index("selective"), RECOMPUTE.index("full")
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Columns of bytes: `total` of the fullest pipeline rank, and what it is made of (MEMORY_PARTS)."""
+
+    total: Column
+    parts: Mapping[str, Column]
+
+
+def layer_activations(work: Workload, x: LayoutTable) -> Column:
+    """Bytes that a layer keeps of a microbatch without recomputation of products; scores where they are kept."""
+    return _layer(work, x, with_scores=~work_is_selective(work, x))
+
+
+def work_is_selective(work: Workload, x: LayoutTable) -> Column:
+    """Whether attention's scores are computed again (or are never kept)."""
+    return (x.recompute == _SELECTIVE) | work.fused_attention
+
+
+def _layer(work: Workload, x: LayoutTable, with_scores: Column) -> Column:
+    model, tokens, half = work.model, tokens_of(work, x), work.element / 2.0
+    stream = np.where(x.sp == 1, 1.0 / x.tp, 1.0)
+    kv = np.maximum(model.kv_heads / x.tp, 1.0)
+    residual = (8.0 * half + (2.0 if model.dropout else 0.0)) * model.hidden * stream
+    heads = 2.0 * half * model.head_dim * (2.0 * model.heads / x.tp + 2.0 * kv)
+    width = 3.0 if model.gated else 2.0
+    experts = model.experts
+    mlp = 2.0 * half * width * model.ffn / x.tp
+    if experts is not None:
+        dense = experts.dense_layers / model.layers
+        rows = experts.top_k * work.expert_load * stream
+        routed = 2.0 * half * rows * (width * experts.ffn + 2.0 * model.hidden)
+        mlp = dense * mlp + (1.0 - dense) * (routed + 2.0 * half * width * experts.shared_ffn / x.tp)
+    if work.fused_attention:  # of the softmax its normalisers, float32
+        scores = 4.0 * model.heads / x.tp
+        return tokens * (residual + heads + mlp + scores)
+    kept = (2.0 * half + (1.0 + 2.0 * half if model.dropout else 0.0)) * model.heads * work.seq / x.tp
+    return tokens * (residual + heads + mlp + np.where(with_scores, kept, 0.0))
+
+
+def layer_whole(work: Workload, x: LayoutTable) -> Column:
+    """Bytes that a layer keeps of a microbatch where nothing is computed again."""
+    return _layer(work, x, with_scores=np.ones(len(x), dtype=bool))
+
+
+def kept_activations(work: Workload, x: LayoutTable) -> Column:
+    """Bytes that a layer keeps of a microbatch until its backward."""
+    stream = np.where(x.sp == 1, 1.0 / x.tp, 1.0)
+    boundary = work.element * tokens_of(work, x) * work.model.hidden * stream
+    kept = layer_activations(work, x)
+    if work.fused_attention:  # what element-wise ops make is made again from the results of products
+        lean = _selective_fused(work, x)
+        kept = np.where(x.recompute == _SELECTIVE, lean, kept)
+    return np.where(x.recompute == _FULL, boundary, kept)
+
+
+def _selective_fused(work: Workload, x: LayoutTable) -> Column:
+    """Bytes of the layer's input and of the results of its products and attention."""
+    model, tokens, two = work.model, tokens_of(work, x), float(work.element)
+    stream = np.where(x.sp == 1, 1.0 / x.tp, 1.0)
+    kv = np.maximum(model.kv_heads / x.tp, 1.0)
+    heads = two * model.head_dim * (2.0 * model.heads / x.tp + 2.0 * kv) + 4.0 * model.heads / x.tp
+    up = 2.0 if model.gated else 1.0
+    mlp = two * up * model.ffn / x.tp
+    if model.experts is not None:
+        rows = model.experts.top_k * work.expert_load * stream
+        mlp = two * rows * (up * model.experts.ffn + model.hidden) + two * up * model.experts.shared_ffn / x.tp
+    return tokens * (3.0 * two * model.hidden * stream + heads + mlp)
+
+
+def in_flight(x: LayoutTable) -> Column:
+    """Microbatches whose activations the first rank keeps at once, in units of all layers of a rank.
+
+    What `fastpar.pipeline.activation_peaks` counts, as a formula; a test compares them.
+    """
+    names = np.array(SCHEDULES)[x.schedule]
+    p, m, v = x.pp, x.microbatches, np.maximum(x.parts, 1)
+    rounds = np.maximum(1, m // p)
+    first = -(-m // rounds)
+    looped = np.minimum(m * v, (v - 1) * first + 2 * (p - 1) + 1) / v
+    found = np.select(
+        [names == "gpipe", names == "1f1b", names == "interleaved_1f1b", names == "zb_h1", names == "zbv"],
+        [m, np.minimum(m, p), looped, np.minimum(m, p), np.minimum(m, p)],
+        np.where(names == "v_half", np.minimum(m, (p + 2) / 2.0), np.minimum(m, (2 * p + 1) / 2.0)),
+    )
+    return np.where(p > 1, found, 1.0)
+
+
+def predict_memory(machine: Machine, work: Workload, x: LayoutTable) -> Memory:
+    """Bytes of every row: the fuller of the first pipeline rank (activations) and the last one (logits)."""
+    del machine
+    kept, whole = kept_activations(work, x), layer_whole(work, x)
+    per_rank = np.ceil(work.model.layers / x.pp)
+    working = np.where(x.recompute == _FULL, whole, np.where(x.recompute == _SELECTIVE, whole - kept, 0.0))
+    first = in_flight(x) * per_rank * kept + working
+    v_shaped = np.isin(np.array(SCHEDULES)[x.schedule], ("zbv", "v_half", "dualpipev"))
+    last_count = np.where(np.array(SCHEDULES)[x.schedule] == "1f1b", 1.0, in_flight(x) - np.where(x.pp > 1, 0.5, 0.0))
+    last = np.where(x.pp > 1, np.maximum(last_count, 1.0), 1.0) * per_rank * kept + working
+    logits = logits_bytes(work, x)
+    is_last = (x.pp == 1) | v_shaped | (last + logits > first)
+    static = _static(work, x)
+    parts = {
+        **static,
+        "activations": np.where(is_last & ~((x.pp == 1) | v_shaped), last, first),
+        "logits": np.where(is_last, logits, 0.0),
+        "buffers": _buffers(work, x),
+    }
+    return Memory(np.asarray(sum(parts.values())), parts)
+
+
+def logits_bytes(work: Workload, x: LayoutTable) -> Column:
+    """Logits, their softmax in float32 and their gradient: what is alive at once; with the fused loss one chunk."""
+    per_logit = 3.0 * work.element
+    tokens = np.minimum(tokens_of(work, x), 1024) if work.fused_loss else tokens_of(work, x)
+    return per_logit * tokens * work.model.vocab / x.tp
+
+
+def _static(work: Workload, x: LayoutTable) -> dict[str, Column]:
+    """Parameters, gradients and states by ZeRO's stage, as docs/zero.md counts them."""
+    kind = work.bytes
+    zero = np.zeros(len(x))
+    params, grads, states = zero, zero, zero
+    for count, ranks, _ in parameter_groups(work, x):
+        sharded = count / ranks
+        params = params + kind.param * np.where(x.stage == 3, sharded, count)
+        # Pipelines, and stages 0 and 1, sum whole gradients over microbatches before they travel.
+        sums = (x.stage < 2) | ((x.stage == 2) & (x.pp > 1))
+        grads = grads + kind.grad * np.where(sums, count, sharded)
+        states = states + kind.state * np.where(x.stage > 0, sharded, count)
+    return {"parameters": params, "gradients": grads, "states": np.where(x.offload == 1, 0.0, states)}
+
+
+def _buffers(work: Workload, x: LayoutTable) -> Column:
+    """Two buckets, or two whole units of stage 3; what pipelines receive; rows of experts under way."""
+    model, kind = work.model, work.bytes
+    unit = (model.dense_layer_parameters / x.tp) + model.expert_parameters / x.ep
+    units = 2.0 * (kind.param + kind.wire) * np.maximum(unit, model.embedding_parameters / x.tp)
+    buckets = 2.0 * _BUCKET_BYTES * (x.dp > 1)
+    hop = work.element * tokens_of(work, x) * model.hidden * np.where(x.sp == 1, 1.0 / x.tp, 1.0)
+    found = np.where(x.stage == 3, units, buckets) + np.where(x.pp > 1, 4.0 * hop, 0.0)
+    if model.experts is not None:
+        rows = tokens_of(work, x) * np.where(x.sp == 1, 1.0 / x.tp, 1.0) * model.experts.top_k * work.expert_load
+        found = found + 2.0 * work.element * rows * model.hidden * (x.ep > 1)
+    return found
