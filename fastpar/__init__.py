@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from fastpar.parallel import Style
     from fastpar.parallel.api import explain, parallelize, unparallelize
     from fastpar.parallel.pipeline_api import parallelize_pipeline
+    from fastpar.planner import plan
     from fastpar.precision import LossScaler, Precision
     from fastpar.recompute import apply_recompute, remove_recompute
     from fastpar.verification import VerifyLayout, verify
@@ -56,6 +57,7 @@ _MODULES = (
     "optim",
     "parallel",
     "pipeline",
+    "planner",
     "recompute",
     "reference",
     "storage",
@@ -82,6 +84,7 @@ _HOME = {
     "init_mesh": "fastpar.mesh",
     "parallelize": "fastpar.parallel.api",
     "parallelize_pipeline": "fastpar.parallel.pipeline_api",
+    "plan": "fastpar.planner",
     "remove_recompute": "fastpar.recompute",
     "unparallelize": "fastpar.parallel.api",
     "VerifyLayout": "fastpar.verification",
@@ -117,6 +120,8 @@ __all__ = [
     "parallelize",
     "parallelize_pipeline",
     "pipeline",
+    "plan",
+    "planner",
     "recompute",
     "reference",
     "remove_recompute",

@@ -4,6 +4,8 @@
     fastpar bench [<name>] [flags]      the microbenchmarks of a source checkout; without a name, all of them
     fastpar simulate [flags]            what pipeline schedules would take, as a table, pictures and traces
     fastpar verify [flags]              a model of transformers in a layout, compared with itself whole
+    fastpar plan [flags]                how a model is best spread over a machine, and why
+    fastpar explain PLAN [flags]        a plan again, or beside another layout
 
 Exit status: 0 fine; 1 something is wrong, and the output says what; 2 the command line is not understood (verify: or
 the layout is refused).
@@ -64,6 +66,8 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("bench", help="run a microbenchmark (in a source checkout)", add_help=False)
     commands.add_parser("simulate", help="simulate pipeline schedules, draw and trace them", add_help=False)
     commands.add_parser("verify", help="compare a model in a layout with itself whole", add_help=False)
+    commands.add_parser("plan", help="find how a model is best spread over a machine", add_help=False)
+    commands.add_parser("explain", help="show a plan again, or beside another layout", add_help=False)
     return made
 
 
@@ -80,6 +84,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from fastpar.verification import command as verify_command
 
         return verify_command.main(arguments[1:])
+    if arguments[:1] in (["plan"], ["explain"]):
+        from fastpar.planner import command as plan_command
+
+        run = plan_command.main if arguments[0] == "plan" else plan_command.explain_main
+        return run(arguments[1:])
     flags = _parser().parse_args(arguments)
     from fastpar import doctor
 

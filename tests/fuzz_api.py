@@ -45,6 +45,10 @@ def mesh() -> fp.Mesh:
     return fp.init_mesh(device="cpu")
 
 
+def shape() -> fp.layouts.ModelShape:
+    return fp.layouts.ModelShape("m", layers=2, hidden=64, ffn=128, vocab=100, heads=4)
+
+
 @functools.cache
 def schedule() -> pipeline.Schedule:
     return pipeline.one_f_one_b(2, 3)
@@ -451,6 +455,25 @@ PIPELINES: dict[str, Callable[[], Case]] = {
 }
 
 # Functions of the user's own, what these get, and how long to go on: their errors are the user's.
+PLANS: dict[str, Callable[[], Case]] = {
+    "Layout": lambda: (fp.Layout, {"pp": 2, "tp": 2, "recompute": "full", "accumulate": 1}),
+    "ZeroOptions": lambda: (fp.layouts.ZeroOptions, {"stage": 1, "offload": "cpu"}),
+    "PipelineOptions": lambda: (fp.layouts.PipelineOptions, {"schedule": "1f1b", "microbatches": 2, "cut": (1, 2)}),
+    "Layout.parse": lambda: (fp.Layout.parse, {"text": "pp2 tp2 mb4"}),
+    "Layout.from_json": lambda: (fp.Layout.from_json, {"data": {"pp": 2}}),
+    "Layout.check": lambda: (fp.Layout(dp_shard=2).check, {"model": shape(), "world_size": 2, "batch": 4}),
+    "ModelShape": lambda: (
+        fp.layouts.ModelShape,
+        {"name": "m", "layers": 2, "hidden": 64, "ffn": 128, "vocab": 100, "heads": 4, "kv_heads": 2},
+    ),
+    "plan": lambda: (fp.plan, {"model": shape(), "machine": "a100x2", "batch": 4, "seq": 64, "memory": "40GB"}),
+    "pipedream": lambda: (
+        fp.planner.pipedream,
+        {"layers": [fp.planner.LayerProfile(1.0, 2.0, 3.0)], "num_machines": 2, "bandwidth": 1e9},
+    ),
+}
+
+
 USERS_OWN: dict[str, tuple[str, ...]] = {
     "verify": ("build", "batch", "target", "loss", "optimizer", "steps"),
     "find_schedule": ("evaluations", "time_limit", "num_microbatches"),
@@ -479,4 +502,4 @@ ALSO: dict[str, tuple[str, ...]] = {
     "stream": ("item",),
     "LossScaler.update": ("update",),
 }
-PARTS = {"comm": COMM, "models": MODELS, "training": TRAINING, "pipelines": PIPELINES}
+PARTS = {"comm": COMM, "models": MODELS, "training": TRAINING, "pipelines": PIPELINES, "plans": PLANS}

@@ -27,6 +27,7 @@ PUBLIC_MODULES = [
     "fastpar.mesh",
     "fastpar.ops",
     "fastpar.parallel.plan",
+    "fastpar.planner",
     "fastpar.reference",
 ]
 PUBLIC_MODULES += ["fastpar.optim", "fastpar.recompute", "fastpar.storage", "fastpar.parallel.api", "fastpar.tensor"]

@@ -1,0 +1,117 @@
+"""`fastpar plan` and `fastpar explain`: which layout, and why."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from fastpar.layouts import Layout, LayoutError
+from fastpar.planner.misses import NoLayoutFitsError
+from fastpar.planner.planning import Plan, plan
+from fastpar.planner.refine import refine
+from fastpar.planner.report import compare
+from fastpar.planner.space import ALLOW, PINS
+
+_EPILOG = """\
+examples:
+  fastpar plan --model llama-3-70b --machine h100x64 --batch 128 --seq 8192
+  fastpar plan --model my_model/config.json --machine machine.json:16 --batch 64 --seq 4096 --pin tp=4 --allow offload
+  fastpar plan --model mixtral-8x7b --machine a100x64 --batch 256 --seq 4096 --json plan.json --draw plan.svg
+  fastpar explain plan.json --versus "tp8 pp4 dp2 mb32"
+
+exit status: 0; 1 where nothing fits, with the nearest misses; 2 for a command line that is not understood"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run `fastpar plan` and return its exit status."""
+    parser = _parser()
+    flags = parser.parse_args(arguments)
+    try:
+        found = plan(
+            flags.model,
+            flags.machine,
+            batch=flags.batch,
+            seq=flags.seq,
+            precision=flags.precision,
+            memory=flags.memory,
+            pin=_pins(flags.pin),
+            allow=flags.allow,
+            fused_loss=flags.fused_loss,
+        )
+    except NoLayoutFitsError as error:
+        print(f"fastpar plan: {error}", file=sys.stderr)
+        return 1
+    except ValueError as error:
+        parser.error(str(error))
+    print(found)
+    try:
+        if flags.json:
+            found.save(flags.json)
+        if flags.draw:
+            found.draw(flags.draw)
+    except OSError as error:
+        parser.error(str(error))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="fastpar plan",
+        description="Find how a model is best spread over a machine, and say why. Nothing is run.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    made.add_argument("--model", required=True, metavar="NAME", help="a name, or the path of a config.json")
+    made.add_argument(
+        "--machine", required=True, metavar="NAME", help="such as h100x64, or a file of fastpar calibrate"
+    )
+    made.add_argument("--batch", required=True, type=int, metavar="N", help="sequences of a step, over all ranks")
+    made.add_argument("--seq", required=True, type=int, metavar="N", help="tokens of a sequence")
+    made.add_argument("--precision", default="bf16", metavar="DTYPE", help="bf16, fp16, fp8 or fp32 (%(default)s)")
+    made.add_argument("--memory", metavar="SIZE", help="of a rank, such as 80GB (the machine's)")
+    made.add_argument("--pin", action="append", default=[], metavar="AXIS=VALUE", help=f"of {', '.join(PINS)}")
+    made.add_argument("--allow", action="append", default=[], metavar="WHAT", help=f"of {', '.join(ALLOW)}")
+    made.add_argument("--fused-loss", action="store_true", help="logits are not kept: fp.ops.linear_cross_entropy")
+    made.add_argument("--json", metavar="FILE", help="write the plan, for fastpar explain and Plan.load")
+    made.add_argument("--draw", metavar="FILE.svg", help="draw memory by rank, and the step's time by part")
+    return made
+
+
+def _pins(texts: Sequence[str]) -> dict[str, int | str]:
+    found: dict[str, int | str] = {}
+    for text in texts:
+        axis, equals, value = text.partition("=")
+        if not equals or not value:
+            raise ValueError(f"--pin takes AXIS=VALUE, got {text!r}")
+        found[axis] = int(value) if value.isdecimal() else value
+    return found
+
+
+def explain_main(arguments: Sequence[str]) -> int:
+    """Run `fastpar explain` and return its exit status."""
+    made = argparse.ArgumentParser(
+        prog="fastpar explain", description="Show a plan again, or beside another layout.", allow_abbrev=False
+    )
+    made.add_argument("plan", metavar="PLAN.json", help="as fastpar plan --json wrote it")
+    made.add_argument("--versus", metavar="WORDS", help='a layout to compare with, such as "tp8 pp4 dp2 mb32"')
+    flags = made.parse_args(arguments)
+    try:
+        found = Plan.load(flags.plan)
+        if flags.versus is None:
+            print(found)
+            return 0
+        other = Layout.parse(flags.versus)
+        other.check(found.work.model, world_size=found.machine.gpus, batch=found.work.batch)
+    except LayoutError as error:
+        print(f"fastpar explain: {error}", file=sys.stderr)
+        return 1
+    except ValueError as error:
+        made.error(str(error))
+    told = refine(found.machine, found.work, other, float("inf"), as_given=True)
+    assert told is not None
+    print(compare(found, told))
+    if told.peak > found.limit:
+        print(f"the second lacks {(told.peak - found.limit) / 1e9:.1f} GB of memory a rank")
+    return 0
