@@ -131,6 +131,7 @@ def test_batches_are_cut_in_order_the_first_ones_larger() -> None:
     pieces = split({"a": torch.arange(5), "b": (torch.tensor(7), "text")}, 3, "x")
     assert [piece["a"].tolist() for piece in pieces] == [[0, 1], [2, 3], [4]]
     assert all(piece["b"] == (torch.tensor(7), "text") for piece in pieces)
+    assert [piece["a"].tolist() for piece in split({"a": torch.arange(6)}, 4, "x")] == [[0, 1], [2, 3], [4], [5]]
 
 
 def test_two_replicas_of_a_part_on_one_rank_are_refused() -> None:
