@@ -3,8 +3,8 @@
     fastpar bench attention [--quick] [--tokens 4096] [--dims 64,128] [--heads 8] [--key-heads 8] [--threads 1]
 
 What is timed: ``out = f(q, k, v)`` and ``torch.autograd.grad(out, (q, k, v), grad_out)``, q [1, heads, tokens, dim]
-and k, v [1, key heads, tokens, dim] leaves, grad_out given. One process: the op has no collective. "forward" is the
-first of them alone, without gradients.
+and k, v [1, key heads, tokens, dim] leaves, grad_out given. One process: the op has no collective. Forward is the
+first of them alone, without gradients: cases with backward 0.
 
 Flops model (visible pairs of a query and a key are half of all under a causal mask; two products forward, five
 backward), per query head:
@@ -53,30 +53,31 @@ class AttentionCase:
     dim: int
     heads: int
     key_heads: int
+    backward: bool
     calls: int = 1
 
     def describe(self) -> dict[str, Any]:
         sizes = {"tokens": self.tokens, "dim": self.dim, "heads": self.heads, "key_heads": self.key_heads}
-        return {"dtype": self.dtype, **sizes}
+        return {"dtype": self.dtype, **sizes, "backward": self.backward}
 
     def build(self, rank: Rank) -> list[Provider]:
         problem = Problem(self, rank.device)
         forward = 2.0 * self.dim * self.tokens**2 * self.heads
-        providers = []
-        for name, kind, function in (
-            ("fastpar", "fastpar", fastpar_attention),
-            ("torch SDPA", "torch", torch_attention),
-        ):
-            made = Provider(
+        flops = 3.5 * forward if self.backward else forward
+        providers = [
+            Provider(
                 name,
                 kind,
-                call=partial(problem.step, function),
+                call=partial(problem.run, function),
                 check=partial(problem.errors, function),
-                flops=3.5 * forward,
+                flops=flops,
                 memory_bound=problem.memory_bound() if kind == "fastpar" else None,
             )
-            alone = Provider(f"{name}, forward", kind, call=partial(problem.forward, function), flops=forward)
-            providers += [made, alone]
+            for name, kind, function in (
+                ("fastpar", "fastpar", fastpar_attention),
+                ("torch SDPA", "torch", torch_attention),
+            )
+        ]
         return [*providers, gemm_roof(DTYPES[self.dtype], rank.world_size, device=rank.device)]
 
 
@@ -98,18 +99,17 @@ class Problem:
         q, k = self.inputs[0].numel(), self.inputs[1].numel()
         return 8 * 4 * (q + 2 * k)
 
-    def forward(self, function: Attention) -> Tensor:
-        with torch.no_grad():
-            return function(*self.inputs)
-
-    def step(self, function: Attention) -> tuple[Tensor, ...]:
+    def run(self, function: Attention) -> tuple[Tensor, ...]:
+        if not self.case.backward:
+            with torch.no_grad():
+                return (function(*self.inputs),)
         out = function(*self.inputs)
         return out, *torch.autograd.grad(out, self.inputs, self.grad_out)
 
     def errors(self, function: Attention) -> dict[str, Error]:
         """Relative errors of out, dq, dk and dv of the first key head against float64, by blocks of 256 queries."""
         with torch.enable_grad():
-            found = [t.detach() for t in self.step(function)]
+            found = [t.detach() for t in self.run(function)]
         group = self.case.heads // self.case.key_heads
         q, k, v = (t.detach()[:, : (group, 1, 1)[i]].double() for i, t in enumerate(self.inputs))
         exact = [torch.zeros_like(q), torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)]
@@ -126,7 +126,7 @@ class Problem:
         tolerance = TOLERANCES[self.case.dtype]
         return {
             name: Error(((a[:, : b.shape[1]].double() - b).norm() / b.norm()).item(), tolerance)
-            for name, a, b in zip(("out", "dq", "dk", "dv"), found, exact, strict=True)
+            for name, a, b in zip(("out", "dq", "dk", "dv"), found, exact, strict=False)  # out alone without backward
         }
 
 
@@ -146,9 +146,14 @@ def torch_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 # --------------------------------------------------------------------------------------------------------------- main
 
 
+def flag_list(text: str) -> list[bool]:
+    return [{"0": False, "1": True}[word] for word in text.split(",")]
+
+
 def cases(flags: argparse.Namespace, world_size: int) -> Sequence[Case]:
     return [
-        AttentionCase(dtype, tokens, dim, flags.heads, flags.key_heads)
+        AttentionCase(dtype, tokens, dim, flags.heads, flags.key_heads, backward)
+        for backward in flags.backward
         for dtype in flags.dtype
         for tokens in flags.tokens
         for dim in flags.dims
@@ -160,7 +165,7 @@ BENCH = Bench(
     baselines=("torch SDPA",),
     cases=cases,
     memory=True,
-    quick={"tokens": [256], "dims": [64], "blocks": 3, "iters": 2},
+    quick={"backward": [True], "tokens": [256], "dims": [64], "blocks": 3, "iters": 2},
     devices=("cpu", "cuda"),
 )
 
@@ -171,6 +176,7 @@ def main(argv: Sequence[str]) -> int:
     made.add_argument("--dims", type=positive_list, default=[64, 128], metavar="LIST", help="of a head")
     made.add_argument("--heads", type=int, default=8, help="of queries")
     made.add_argument("--key-heads", type=int, default=8, help="of keys and values; divides the heads")
+    made.add_argument("--backward", type=flag_list, default=[True, False], metavar="LIST", help="1: with gradients")
     return run(BENCH, made.parse_args(argv), ["fastpar", "bench", "attention", *argv])
 
 
