@@ -27,6 +27,7 @@ from fastpar.kernels.attention_steps import HostTables, StepShape, make_steps  #
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 
 
+@pytest.mark.timeout(600)
 def test_kernels_match_float64_in_the_interpreter() -> None:
     run_interpreted("check_attention.py")
 

@@ -134,6 +134,17 @@ def test_backward_takes_the_lse_of_all_sources() -> None:
         torch.testing.assert_close(found, wanted.float(), rtol=1e-5, atol=1e-5)
 
 
+def test_rows_whose_lse_is_minus_infinity_give_nothing() -> None:
+    c = case("full")
+    _, lse, delta, *_ = expected(c, 0.3)
+    lse[..., 3] = float("-inf")
+    dq, dk, dv = attention.attention_backward(
+        c.dout, c.q, c.k, c.v, lse.float(), delta.float(), c.tiles, None, 0.3, 0.0, NONE, config=SMALL
+    )
+    assert not dq[:, :, 3].any()
+    assert all(torch.isfinite(x).all() for x in (dq, dk, dv))
+
+
 def test_strides_are_those_of_the_values() -> None:
     c = case("documents", heads=(2, 2))
     turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in c[:4]]
