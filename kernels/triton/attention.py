@@ -93,10 +93,10 @@ _CUDA: _Choices = {
         ("forward", 128): AttentionConfig(32, 32, 8, 1),
         ("forward", 256): AttentionConfig(32, 16, 8, 1),
         ("dq", 64): AttentionConfig(32, 32, 8, 1),
-        ("dq", 128): AttentionConfig(32, 32, 8, 1),
+        ("dq", 128): AttentionConfig(32, 16, 8, 1),
         ("dq", 256): AttentionConfig(16, 16, 8, 1),
         ("dkv", 64): AttentionConfig(32, 32, 8, 1),
-        ("dkv", 128): AttentionConfig(16, 32, 8, 1),
+        ("dkv", 128): AttentionConfig(16, 16, 8, 1),
         ("dkv", 256): AttentionConfig(16, 16, 8, 1),
     },
 }
