@@ -301,6 +301,7 @@ def refusals() -> list[str]:
     mesh = fp.init_mesh(tp=4, tp_grid=(2, 2, 1), device="cpu")
     other = fp.init_mesh(tp=4, tp_grid=(1, 1, 4), device="cpu")
     plain = fp.init_mesh(tp=4, device="cpu")
+    wide = fp.init_mesh(tp=4, tp_grid=(1, 4, 1), device="cpu")
     grid, tall = Grid(mesh), Grid(other)
     linear = nn.Linear(12, 18)
     calls: list[Any] = [
@@ -313,7 +314,7 @@ def refusals() -> list[str]:
         lambda: GridLinear.from_linear(linear, grid, "row", sections=(9, 9)),
         lambda: GridLinear.from_linear(nn.ReLU(), grid, "row"),
         lambda: GridLinear.from_linear(linear, grid, "column")(torch.zeros(3, 12)),
-        lambda: GridLinear.from_linear(linear, grid, "column")(torch.zeros(3, 6)),
+        lambda: GridLinear.from_linear(linear, Grid(wide), "row")(torch.zeros(6, 3)),
     ]
     said = []
     for call in calls:
@@ -322,7 +323,7 @@ def refusals() -> list[str]:
             said.append("nothing")
         except (TypeError, ValueError, RuntimeError) as error:
             said.append(str(error))
-    for used in (mesh, other, plain):
+    for used in (mesh, other, plain, wide):
         used.close()
     return said
 
@@ -338,7 +339,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_sent() -> None:
         "role is 'row'",
         "expected an nn.Linear or Conv1D, got ReLU",
         "takes [.., tokens, 6]",
-        "tokens cannot be cut evenly over the 2 ranks",
+        "6 tokens cannot be cut evenly over the 4 ranks",
     ]
     for said in run_ranks(4, refusals):
         assert [part for part, text in zip(words, said, strict=True) if part not in text] == []

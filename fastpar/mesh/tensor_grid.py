@@ -77,6 +77,7 @@ class GridSpec:
 
     @property
     def ranks(self) -> int:
+        """x * y * z."""
         return self.x * self.y * self.z
 
     @checked(computed=False)

@@ -43,10 +43,12 @@ class RefinedLayout:
 
     @property
     def low(self) -> float:
+        """Lower end of the error bar, seconds of a step."""
         return self.seconds * (1 - self.error)
 
     @property
     def high(self) -> float:
+        """Upper end of the error bar, seconds of a step."""
         return self.seconds * (1 + self.error)
 
 

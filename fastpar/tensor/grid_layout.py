@@ -53,6 +53,7 @@ class GridLayout:
 
     @property
     def placements(self) -> list[Placement]:
+        """Those of its DTensor, one for each dim of the mesh."""
         return [Replicate() if cut is None else Shard(cut.dim) for cut in self.cuts]
 
     picks_rows = False

@@ -181,6 +181,7 @@ class ParameterLayout:
 
     @property
     def placements(self) -> list[Placement]:
+        """Those of its DTensor, one for each dim of the mesh."""
         return [self.placement]
 
     @functools.cached_property
