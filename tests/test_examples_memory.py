@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fastpar as fp
+from fastpar.zero.buckets import Staging
 from tests.dist import run_ranks
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))  # as `python examples/train.py` does
@@ -87,7 +88,7 @@ def test_nothing_is_measured_while_not_watching() -> None:
 
 def test_tensors_are_found_in_closures_and_containers_but_not_in_memory_of_peers() -> None:
     mine, inner, theirs = torch.zeros(3), torch.zeros(4), torch.zeros(5)
-    staging = fp.zero.flat.Staging.__new__(fp.zero.flat.Staging)
+    staging = Staging.__new__(Staging)
     staging.__dict__.update(numel={"a": [mine]}, hold=lambda: inner, _peers=[theirs])
     assert {len(x) for x in reachable_tensors([(staging,)])} == {3, 4}
 
