@@ -156,7 +156,7 @@ def test_mesh_dims_it_does_not_handle_are_refused() -> None:
         def size(self, dim: str) -> int:
             return 2 if dim == "pp" else 1
 
-    with pytest.raises(ValueError, match=r"tp, ep and data-parallel dims only, but the mesh has \{'pp': 2\}"):
+    with pytest.raises(ValueError, match=r"tp, cp, ep and data-parallel dims only, but the mesh has \{'pp': 2\}"):
         fp.parallelize(mlp(), Piped(), MLP_PLAN)
 
 
