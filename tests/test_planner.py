@@ -94,7 +94,11 @@ def by_time(each: RefinedLayout) -> float:
     return each.seconds
 
 
-@pytest.mark.parametrize("seeds", [range(start, start + 50) for start in (0, 50, 100, 150)], ids=str)
+@pytest.mark.parametrize(
+    "seeds",
+    [*(pytest.param(range(n, n + 50), marks=pytest.mark.slow) for n in (0, 50, 100)), range(150, 200)],
+    ids=str,
+)
 @pytest.mark.expensive
 def test_200_random_instances_have_the_answer_of_brute_force(seeds: range) -> None:
     """The same legal layouts; of those that fit the same least time; and after refining the best of all."""
