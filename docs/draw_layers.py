@@ -22,7 +22,7 @@ PYTHON = [
             ("recompute", True),
             ("optim", True),
             ("clip, precision", True),
-            ("expert", False),
+            ("expert", True),
             ("context", True),
         ],
     ),
@@ -30,15 +30,15 @@ PYTHON = [
     ("plain-PyTorch versions", [("reference", True)]),
     ("options, checks, formats", [("contracts", True)]),
     ("collectives, files", [("comm", True), ("storage", True)]),
-    ("foundations", [("mesh", True), ("_ext (loads _C.so)", True), ("kernels (Triton)", False), ("arguments", True)]),
+    ("foundations", [("mesh", True), ("_ext (loads _C.so)", True), ("kernels (Triton)", True), ("arguments", True)]),
 ]
 CPP = [
     ("schemas", [("registration.cpp", True)]),
     (
         "kernels (never include each other)",
-        [("cross_entropy", True), ("dropout", True), ("optimizer", True), ("linear", False), ("moe", False)],
+        [("cross_entropy", True), ("dropout", True), ("optimizer", True), ("moe", True), ("attention", True)],
     ),
-    ("shared memory", [("comm", False), ("runtime", False)]),
+    ("shared memory", [("comm", True), ("runtime", True)]),
     ("checks, vector maths, dispatch", [("common", True)]),
 ]
 TORCH = [("PyTorch", [("DeviceMesh, DTensor, torch.distributed", True), ("LibTorch stable ABI (2.11)", True)])]

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         optim,
         parallel,
         pipeline,
+        planner,
         recompute,
         reference,
         storage,

@@ -316,7 +316,7 @@ def test_configurations_of_transformers_give_shapes(tmp_path: Path) -> None:
         (lambda: PlanOptions(pin={"tpp": 2}), "there is no 'tpp'"),
         (lambda: PlanOptions(allow=frozenset({"ofload"})), "there is no 'ofload'"),
         (lambda: parse_bytes("80 pounds"), "memory must be"),
-        (lambda: fp.plan("gpt2", "a100x8", batch=7, seq=128, pin={"dp_shard": 8}), "no legal layout"),
+        (lambda: fp.plan("gpt2", "a100x8", batch=7, seq=128, pin={"dp_shard": 8}), "no layout of 8 ranks"),
         (lambda: fp.plan("gpt2", "a100x8", batch=8, seq=128, precision="fp8"), "no peak for precision"),
         (lambda: fp.plan("gpt2", "a100x8", batch=8, seq=128, pin={"schedule": "zvb"}), "must be one of"),
         (lambda: fp.plan("gpt2", "a100x8", batch=0, seq=128), "batch"),

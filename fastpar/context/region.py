@@ -32,7 +32,7 @@ REGION = "_fastpar_context"  # the attribute by which modules hold their region
 class Context:
     """Options of context parallelism: `fp.parallelize(model, mesh, context=fp.Context(...))`.
 
-    method   of `fp.ops.context_attention`: "auto", "ring", "gather", "ulysses", Usp(u) or Gather(head_groups)
+    method   of `fp.ops.context_attention`: "auto", "ring", "gather", "ulysses", Usp(u) or GatherKeys(head_groups)
     layout   "contiguous", "zigzag", "striped" or "dealt", see `fastpar.context.layout`; "auto": dealt for packed
              documents, contiguous for Ulysses and where every layer has a window, zigzag for the rest
     block    tokens of a block of "dealt", about

@@ -11,6 +11,7 @@ from fastpar.layouts.rules import broken_rules
 from fastpar.layouts.shape import ModelShape
 
 MAX_LAYOUTS = 4000  # that are looked at
+_MOST_FACTORED = 1 << 24  # a size above this is no number of ranks
 
 
 def nearest_legal(
@@ -81,8 +82,9 @@ def _options(layout: Layout) -> Iterator[Layout]:
         for count in (least, pipeline.microbatches // 2, pipeline.microbatches - 1):
             if 1 <= count != pipeline.microbatches:
                 yield replace(layout, pipeline=replace(pipeline, microbatches=count))
-    if layout.context.method != "auto":
-        yield replace(layout, context=replace(layout.context, method="auto"))
+    for name, default_word in (("method", "auto"), ("order", "zigzag")):
+        if getattr(layout.context, name) != default_word:
+            yield replace(layout, context=replace(layout.context, **{name: default_word}))
     if not isinstance(layout.recompute, str):
         yield replace(layout, recompute=layout.recompute[0])
     for prime in _primes(layout.accumulate):
@@ -100,6 +102,8 @@ def _resized(layout: Layout, world_size: int) -> Iterator[Layout]:
 
 
 def _primes(number: int) -> list[int]:
+    if number > _MOST_FACTORED:
+        return []  # it would take for ever
     found, factor = [], 2
     while factor * factor <= number:
         if number % factor == 0:

@@ -48,6 +48,7 @@ class LayoutFields:
     cut_layers: Any
     num_recompute: Any
     method: Any
+    order: Any
     accumulate: Any
     model: ModelShape | None = None
     world_size: int = 0
@@ -72,6 +73,7 @@ class LayoutFields:
             cut_layers=-1 if cut is None else sum(cut),
             num_recompute=1 if isinstance(layout.recompute, str) else len(layout.recompute),
             method=layout.context.method,
+            order=layout.context.order,
             accumulate=layout.accumulate,
             model=model,
             world_size=world_size,
@@ -243,9 +245,21 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "sharded head",
-        "a sharded head goes with tp 1, a head of its own and cp 1",
+        "a sharded head goes with tp 1, a head of its own, and schedules of one direction, not {schedule}",
         "it is split over the vocabulary among the ranks of the pipeline (parallelize_pipeline)",
-        lambda x: (x.shard_head != 0) & ((x.tp > 1) | (x.cp > 1) | _is_tied(x)),
+        lambda x: (x.shard_head != 0) & ((x.tp > 1) | _is_tied(x) | _is(x.schedule, ("dualpipe",))),
+    ),
+    Rule(
+        "pipeline context",
+        "a pipeline (pp {pp}) cannot split sequences (cp {cp})",
+        "parallelize_pipeline refuses a mesh with cp: a stage has no place for the layouts of several microbatches",
+        lambda x: (x.pp > 1) & (x.cp > 1),
+    ),
+    Rule(
+        "context words",
+        "the method ({method}) and the order ({order}) of context parallelism are for cp above 1",
+        "a layout asks for nothing that is not done",
+        lambda x: (x.cp == 1) & ((x.method != "auto") | (x.order != "zigzag")),
     ),
     Rule(
         "pipeline zero 3",

@@ -65,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--model", required=True, metavar="NAME", help="a name, or the path of a config.json")
     made.add_argument(
-        "--machine", required=True, metavar="NAME", help="such as h100x64, or a file of fastpar calibrate"
+        "--machine", required=True, metavar="NAME", help="such as h100x64, or a JSON file of Machine.to_json"
     )
     made.add_argument("--batch", required=True, type=int, metavar="N", help="sequences of a step, over all ranks")
     made.add_argument("--seq", required=True, type=int, metavar="N", help="tokens of a sequence")
@@ -104,12 +104,12 @@ def explain_main(arguments: Sequence[str]) -> int:
             return 0
         other = Layout.parse(flags.versus)
         other.check(found.work.model, world_size=found.machine.gpus, batch=found.work.batch)
+        told = refine(found.machine, found.work, other, float("inf"), as_given=True)
     except LayoutError as error:
         print(f"fastpar explain: {error}", file=sys.stderr)
         return 1
     except ValueError as error:
         made.error(str(error))
-    told = refine(found.machine, found.work, other, float("inf"), as_given=True)
     assert told is not None
     print(compare(found, told))
     if told.peak > found.limit:

@@ -31,7 +31,7 @@ class Machine:
     host_link, disk       bytes/s per rank to the host's memory and to disk
     reserve               bytes of a rank that are nobody's tensors: context, communication buffers, fragmentation
     overlap               share of backward behind which gradients, and gathered parameters, can travel
-    source                "calibrated" (`fastpar calibrate`), "fitted" (to published steps) or "data sheet"
+    source                "calibrated" (measured there), "fitted" (to published steps) or "data sheet"
     note                  where the numbers come from
     errors                feature -> relative error, as calibration found it; see `fastpar.planner.features`
     """
@@ -153,13 +153,13 @@ MACHINES: dict[str, Machine] = {
     ),
     "cpu": Machine(
         "cpu", 2, 2, {"fp32": 1e11, "bf16": 4e11}, 0.85, 2e-4, 12 * _GIB, 15e9, 6e9, 1e9, 2e-4, 1e-3, 15e9, 1e9,
-        200_000_000, 0.0, "data sheet", "one AVX-512 core a rank, memory shared; run `fastpar calibrate` for your own",
+        200_000_000, 0.0, "data sheet", "one AVX-512 core a rank, memory shared; describe your own: Machine.to_json",
     ),
 }  # fmt: skip
 
 
 def find_machine(name: str | Machine | Path) -> Machine:
-    """A machine by name and number of ranks ("h100x64"), or from a file that `fastpar calibrate` has written.
+    """A machine by name and number of ranks ("h100x64"), or from a JSON file of `Machine.to_json`.
 
     "h100x64" is 64 GPUs, in 8 nodes; "h100x4" is half of a node; "h100" a whole one. A file may be followed by its
     number of ranks as well: "machine.json:16". ValueError names near misses.
@@ -181,7 +181,7 @@ def find_machine(name: str | Machine | Path) -> Machine:
         hint = f"; did you mean {' or '.join(near)}" if near else ""
         raise ValueError(
             f"there is no machine {text!r}{hint}; there are {', '.join(MACHINES)}, each with a number of ranks as in "
-            "h100x64, and files of `fastpar calibrate`"
+            "h100x64, and JSON files of Machine.to_json"
         )
     return _with_gpus(MACHINES[base], int(found[2])) if found[2] else MACHINES[base]
 

@@ -56,7 +56,7 @@ def nearest_misses(
 
 
 def _remedy(machine: Machine, work: Workload, options: PlanOptions) -> str:
-    """The fewest ranks, by doubling, on which something fits; with the same pins."""
+    """The fewest ranks, by doubling, on which something fits, without the pins."""
     if options.pin:
         loose = dataclasses.replace(options, pin={})
         space = enumerate_layouts(machine, work, loose)

@@ -130,5 +130,11 @@ def _experts_of(config: Mapping[str, Any], found: Mapping[str, Any]) -> ExpertSh
         return None
     ffn = config.get("moe_intermediate_size") or found["ffn"]
     shared = config.get("shared_expert_intermediate_size") or ffn * (config.get("n_shared_experts") or 0)
-    top_k = config.get("num_experts_per_tok") or config.get("top_k") or 1
+    top_k = config.get("num_experts_per_tok") or config.get("top_k")
+    if not top_k or (config.get("decoder_sparse_step") or 1) > 1 or config.get("mlp_only_layers"):
+        raise ValueError(
+            f"the planner knows experts in every layer but the first, with num_experts_per_tok: got {count} experts, "
+            f"num_experts_per_tok {top_k}, decoder_sparse_step {config.get('decoder_sparse_step')}, mlp_only_layers "
+            f"{config.get('mlp_only_layers')}"
+        )
     return ExpertShape(count, top_k, ffn, shared, config.get("first_k_dense_replace") or 0)

@@ -162,7 +162,7 @@ def plan(
 
     model       a name (`fastpar.planner.MODELS`), a config.json, a configuration of transformers, a module with one
                 (on the meta device, say), or a `ModelShape`
-    machine     "h100x64": 64 of these GPUs; a file of `fastpar calibrate`; or a `Machine`
+    machine     "h100x64": 64 of these GPUs; a JSON file of `Machine.to_json`; or a `Machine`
     batch, seq  sequences of a step over all ranks, and their length
     precision   "bf16", "fp16", "fp8" or "fp32"; with AdamW and, but for fp32, float32 masters
     memory      of a rank, such as "80GB" or bytes; the machine's reserve and 8 % are left free of it
@@ -186,7 +186,8 @@ def plan(
     if not len(candidates.table):
         told = ", ".join(f"{count} by {rule!r}" for rule, count in candidates.rejected.items())
         raise ValueError(
-            f"no legal layout of {found.gpus} ranks deals out a batch of {batch}: rejected {told or 'all'}"
+            f"no layout of {found.gpus} ranks that is searched has these pins and deals out a batch of {batch}: "
+            f"rejected {told or 'all'}"
         )
     result = search(found, work, candidates)
     if result is None:

@@ -111,7 +111,7 @@ def flags_of(machine: Machine, work: Workload, chosen: RefinedLayout, found: Can
 def _flags(machine: Machine, work: Workload, layout: Layout) -> Iterator[str]:
     model = work.model
     if machine.source != "calibrated":
-        yield f"{machine.name} is not calibrated ({machine.source}): run `fastpar calibrate` there"
+        yield f"{machine.name} is not calibrated ({machine.source}): measure before you trust the error bars"
     if model.head_dim % 8:
         yield f"head_dim {model.head_dim} is no multiple of 8: attention misses the tensor cores' layouts"
     if model.hidden % (128 * layout.tp):

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fastpar.layouts import Layout, LayoutFields, ModelShape, PipelineOptions, ZeroOptions
+from fastpar.layouts import ContextOptions, Layout, LayoutFields, ModelShape, PipelineOptions, ZeroOptions
 from fastpar.layouts.layout import RECOMPUTE, parts_of
 
 Column = npt.NDArray[Any]
@@ -57,6 +57,10 @@ class LayoutTable:
         for x in layouts:
             if x.pipeline.schedule not in SCHEDULES and x.pp > 1:
                 raise ValueError(f"the planner knows the schedules {', '.join(SCHEDULES)}, got {x.pipeline.schedule!r}")
+            if x.pipeline.shard_head or x.context != ContextOptions() or x.zero.offload not in ("none", "cpu"):
+                raise ValueError(
+                    f"the planner has no costs of shard_head, of a method or order over cp, nor of offload but cpu: {x}"
+                )
             words = {x.recompute} if isinstance(x.recompute, str) else set(x.recompute)
             count = x.accumulate * x.pipeline.microbatches
             rows.append(
@@ -66,7 +70,7 @@ class LayoutTable:
                     "stage": x.zero.stage,
                     "schedule": SCHEDULES.index(x.pipeline.schedule) if x.pp > 1 else 1,
                     "parts": parts_of(x.pipeline.schedule, x.pipeline.stages_per_rank) if x.pp > 1 else 1,
-                    "micro_batch": max(1, batch // (x.dp * count)),
+                    "micro_batch": max(1, -(-batch // (x.dp * count))),  # the largest, where they differ
                     "microbatches": count,
                     "recompute": max(RECOMPUTE.index(word) for word in words),
                     "offload": int(x.zero.offload != "none"),
@@ -132,6 +136,7 @@ class LayoutTable:
             cut_layers=np.full_like(self.pp, -1),
             num_recompute=np.ones_like(self.pp),
             method=np.full(len(self), "auto"),
+            order=np.full(len(self), "zigzag"),
             accumulate=np.where(pipelined, 1, self.microbatches),
             model=model,
             world_size=world_size,

@@ -59,6 +59,8 @@ class VerifyLayout:
         if not isinstance(self.mesh, Mesh):
             raise TypeError(f"mesh must be a fastpar.Mesh (fp.init_mesh), got {type(self.mesh).__name__}")
         pp = self.mesh.size("pp")
+        if self.apply is None and self.mesh.size("cp") > 1:  # nobody would cut the batch
+            raise ValueError(f"verify does not split sequences: the mesh has cp={self.mesh.size('cp')}; use cp=1")
         if self.apply is not None and pp > 1:
             raise ValueError(f"apply= lays out whole models, but the mesh has pp={pp}")
         if self.num_microbatches is not None and (pp == 1 or self.num_microbatches < 1):

@@ -451,7 +451,7 @@ class Stage3:
             self.model.register_load_state_dict_pre_hook(ForwardHook(self.model, lambda *_: self._be_writable())),
             self.model.register_load_state_dict_post_hook(ForwardHook(self.model, lambda *_: self._loaded())),
         ]
-        itself = weakref.ref(self)  # see `fastpar.zero.reducer.Reducer._hook`
+        itself = weakref.ref(self)  # see `fastpar.zero.reducer.OrderReducer._hook`
 
         def came(index: int, gradient: Tensor) -> None:
             stage3 = itself()

@@ -133,7 +133,7 @@ def normal_density(x):
 
 @triton.jit
 def activate(gate, up, limit, alpha, ACTIVATION: tl.constexpr):
-    """`fastpar.reference.moe_mlp.activate`; `up` is of no interest without a gate."""
+    """`fastpar.contracts.moe.activate`; `up` is of no interest without a gate."""
     if ACTIVATION == "swiglu":
         act = gate * sigmoid(gate) * up
     elif ACTIVATION == "geglu":

@@ -52,7 +52,7 @@ class MlpRule(Protocol):
 
 
 class ExpertParams(NamedTuple):
-    """Weights of the experts of this rank, as `fastpar.ops.moe_mlp.moe_mlp` takes them, or their gradients."""
+    """Weights of the experts of this rank, as `fastpar.ops.moe.mlp.moe_mlp` takes them, or their gradients."""
 
     first: Tensor
     second: Tensor
