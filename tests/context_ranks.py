@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -231,3 +232,26 @@ def errors() -> list[str]:
     refused(lambda: fp.context.shard(tiny_model("llama", "LlamaForCausalLM"), whole_batch()))
     refused(lambda: fp.parallelize_pipeline(tiny_model("llama", "LlamaForCausalLM"), mesh, num_microbatches=2))
     return found
+
+
+def not_a_part() -> list[str]:
+    """What is refused of a sequence that is too short, and of a part that is given without its positions."""
+    mesh = fp.init_mesh(cp=2, device="cpu")
+    model = fp.parallelize(tiny_model("llama", "LlamaForCausalLM"), mesh)
+    found = []
+    batch = fp.context.shard(model, {"input_ids": torch.ones(2, 8, dtype=torch.int64)})
+    with pytest.raises(ValueError, match="got 4 tokens without position_ids") as error:
+        model(batch["input_ids"])
+    found.append(str(error.value).partition(":")[0])
+    assert model(batch["input_ids"], None, batch["position_ids"]).logits.shape[1] == 4
+    with pytest.raises(ValueError, match="fewer than") as error:
+        fp.context.shard(model, {"input_ids": torch.ones(2, 1, dtype=torch.int64)})
+    return [*found, str(error.value).partition(", ")[2].removesuffix(" they are split over")]
+
+
+def batch_of_own_region() -> tuple[int, int]:
+    """The share of the batch that a model's own region has after `parallelize`."""
+    mesh = fp.init_mesh(dp_shard=2, device="cpu")
+    region = ContextRegion(mesh.group("cp"))
+    fp.parallelize(Own(region), mesh, {}, context=fp.Context())
+    return region.batch

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 
 import fastpar as fp
 from fastpar.context import ContextRegion
@@ -14,15 +15,18 @@ from tests.context_ranks import (
     PACKED,
     TOKENS,
     Own,
+    batch_of_own_region,
     compare_families,
     compare_steps,
     errors,
+    not_a_part,
     own_model,
     perturb_a_document,
     recompute_two_batches,
     whole_batch,
 )
 from tests.dist import run_ranks
+from tests.family_models import tiny_model
 
 pytest.importorskip("transformers")
 
@@ -133,3 +137,81 @@ def test_what_cannot_be_split_is_refused_with_what_would_work() -> None:
 def test_tokens_and_batch_of_the_helpers_fit() -> None:
     assert all(sum(row) == TOKENS for row in PACKED)
     assert whole_batch()["input_ids"].shape == (2, TOKENS)
+
+
+def on_one_rank(model_type: str, name: str) -> Any:
+    return fp.parallelize(tiny_model(model_type, name), fp.init_mesh(device="cpu"), context=fp.Context())
+
+
+@pytest.mark.parametrize(
+    ("model_type", "name"), [("distilbert", "DistilBertForMaskedLM"), ("gpt2", "GPT2DoubleHeadsModel")], ids=str
+)
+def test_labels_are_refused_for_a_loss_that_takes_no_shifted_ones(model_type: str, name: str) -> None:
+    model = on_one_rank(model_type, name).eval()  # whose dropout would refuse a summary of tokens
+    ids = whole_batch()["input_ids"]
+    with pytest.raises(ValueError, match=f"the loss of {name} is not transformers' next-token loss"):
+        fp.context.shard(model, whole_batch())
+    logits = model(**fp.context.shard(model, {"input_ids": ids})).logits
+    torch.testing.assert_close(logits, tiny_model(model_type, name).eval()(input_ids=ids).logits)
+
+
+def test_a_part_of_a_batch_is_refused_where_it_would_be_taken_for_the_whole() -> None:
+    model = on_one_rank("llama", "LlamaForCausalLM")
+    batch = fp.context.shard(model, whole_batch())
+    for missing in ("shift_labels", "num_items_in_batch"):
+        with pytest.raises(ValueError, match=f"labels without {missing}"):
+            model(**{name: value for name, value in batch.items() if name != missing})
+    with pytest.raises(RuntimeError, match="generate needs whole sequences"):
+        model.generate(batch["input_ids"], max_new_tokens=1)
+    assert len(model(**batch, output_hidden_states=True).hidden_states) == 3
+    fp.unparallelize(model)
+    ids = batch["input_ids"]
+    torch.testing.assert_close(
+        model(ids, labels=ids).loss, tiny_model("llama", "LlamaForCausalLM")(ids, labels=ids).loss
+    )
+    assert model.generate(ids, max_new_tokens=1, pad_token_id=0).shape == (2, TOKENS + 1)
+
+
+def test_positions_that_begin_anew_need_documents() -> None:
+    model = Own(ContextRegion(None))
+    ids = torch.arange(10).view(1, 10)
+    batch = {"input_ids": ids, "position_ids": ids % 4}
+    with pytest.raises(ValueError, match="position_ids do not count on"):
+        fp.context.shard(model, batch)
+    for documents in ([4, 4, 2], [10]):
+        assert fp.context.shard(model, batch, documents=documents)["position_ids"].tolist() == (ids % 4).tolist()
+
+
+def test_losses_of_parts_that_do_not_add_up_are_refused() -> None:
+    model = on_one_rank("mixtral", "MixtralForCausalLM")
+    batch = fp.context.shard(model, whole_batch())
+    assert torch.isfinite(model(**batch).loss)
+    with pytest.raises(ValueError, match="such losses of parts do not add up"):
+        model(**batch, output_router_logits=True)
+
+
+def test_queries_scaled_by_places_that_a_layer_counts_by_itself_are_refused() -> None:
+    model = tiny_model("llama4_text", "Llama4ForCausalLM")
+    layer: Any = model.model.layers[1].self_attn
+    layer.attn_temperature_tuning, layer.use_rope = True, False
+    with pytest.raises(ValueError, match="counts by itself from 0 on every rank"):
+        fp.parallelize(model, fp.init_mesh(device="cpu"), context=fp.Context())
+
+
+def test_a_checkpoint_of_torch_is_refused_after_the_next_batch_was_placed() -> None:
+    region = ContextRegion(None)
+    model = Own(region)
+    first = fp.context.shard(model, {"input_ids": torch.arange(10).view(1, 10)}, documents=[4, 6])
+    out = torch.utils.checkpoint.checkpoint(model, first["input_ids"], use_reentrant=False)
+    fp.context.shard(model, {"input_ids": torch.arange(10).view(1, 10)}, documents=[5, 5])
+    with pytest.raises(RuntimeError, match="has placed another batch since its forward"):
+        out.sum().backward()
+
+
+def test_data_parallel_ranks_do_not_share_masks_of_dropout_in_a_region_of_ones_own() -> None:
+    assert run_ranks(2, batch_of_own_region) == [(0, 2), (1, 2)]
+
+
+def test_short_sequences_and_parts_without_positions_are_refused() -> None:
+    for found in run_ranks(2, not_a_part):
+        assert found == ["LlamaForCausalLM got 4 tokens without position_ids", "fewer than the 2 ranks"]

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from fastpar.arguments import checked
 from fastpar.comm.agree import Agreement
 from fastpar.comm.ranges import annotate
-from fastpar.context.region import region_of
+from fastpar.context.region import ContextRegion, region_of
 from fastpar.contracts.attention import positions
 
 IGNORE_INDEX = -100
@@ -45,14 +45,16 @@ def shard(model: nn.Module, batch: Mapping[str, Any], *, documents: Documents | 
                document alone. They are never guessed from position_ids
 
     One all-gather of a few numbers, by which ranks compare their batches. Raises, on every rank:
-        ValueError: documents that do not add up to the sequence; an attention_mask with zeros; other keys than these;
-            batches or documents that differ between ranks.
+        ValueError: documents that do not add up to the sequence; position_ids that begin anew, without documents; fewer
+            tokens than ranks; labels for a model whose loss is not transformers' next-token loss; an attention_mask
+            with zeros; other keys than these; batches or documents that differ between ranks.
     """
     region = region_of(model)
     problem: Exception | None = None
     lengths, checksum = None, [0, 0, 0]
     try:
         lengths = _check(batch, documents)
+        _check_tokens(batch, lengths, region)
         checksum = _checksum(batch, lengths)
     except (TypeError, ValueError) as error:
         problem = error
@@ -106,6 +108,20 @@ def _check(batch: Mapping[str, Any], documents: Documents | None) -> tuple[tuple
             "with the padding as one of them, and -100 as its labels"
         )
     return _rows_of(documents, *ids.shape)
+
+
+def _check_tokens(batch: Mapping[str, Any], lengths: Any, region: ContextRegion) -> None:
+    """What has the right shape, and would be cut or read in another way than is meant."""
+    tokens, given = batch["input_ids"].shape[1], batch.get("position_ids")
+    if tokens < region.comm.size:
+        raise ValueError(f"input_ids have {tokens} tokens, fewer than the {region.comm.size} ranks they are split over")
+    if batch.get("labels") is not None and region.labels_problem:
+        raise ValueError(region.labels_problem)
+    if given is not None and lengths is None and bool((given.diff(dim=1) != 1).any()):
+        raise ValueError(
+            "position_ids do not count on from token to token: where they begin anew transformers takes documents for "
+            f"packed, which are never guessed here. Say documents=, or documents=[{tokens}] for one"
+        )
 
 
 def _rows_of(documents: Documents | None, rows: int, tokens: int) -> tuple[tuple[int, ...], ...] | None:

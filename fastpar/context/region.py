@@ -81,7 +81,10 @@ class ContextRegion:
         self.comm = Communicator.of(group)
         self.options = options or Context()
         self.windowed, self.batch = windowed, batch
+        self.labels_problem = ""  # why the model's loss does not take the labels of `fastpar.context.shard`
         self._placement: Placement | None = None
+        self._attended: Placement | None = None  # of the last forward that was no recomputation
+        self._is_restored = False
         resolve_method(self.options.method, self.comm.size)
 
     def __deepcopy__(self, memo: Any) -> ContextRegion:
@@ -93,6 +96,16 @@ class ContextRegion:
         if self._placement is None:
             raise RuntimeError("no batch is split yet: batch = fastpar.context.shard(model, batch) before the model")
         return self._placement
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether there has been a batch."""
+        return self._placement is not None
+
+    @property
+    def tokens_here(self) -> int:
+        """How many of the sequence's tokens this rank has."""
+        return num_tokens(self.placement.layout[self.comm.rank])
 
     @property
     def positions(self) -> Tensor:
@@ -123,11 +136,12 @@ class ContextRegion:
 
         @contextmanager
         def restored() -> Iterator[None]:
-            before, self._placement = self._placement, placement
+            before = self._placement, self._is_restored
+            self._placement, self._is_restored = placement, True
             try:
                 yield
             finally:
-                self._placement = before
+                self._placement, self._is_restored = before
 
         return restored
 
@@ -152,13 +166,14 @@ class ContextRegion:
         Raises ValueError for other tokens than those that were placed, such as a cache's.
         """
         placement, mask = self.placement, mask or AttentionMask()
-        here = num_tokens(placement.layout[self.comm.rank])
+        here = self.tokens_here
         if q.dim() != 4 or q.shape[2] != here or k.shape[2] != here:
             raise ValueError(
                 f"q and k must have the {here} tokens that fastpar.context.shard gave rank {self.comm.rank} of "
                 f"{placement.num_tokens}, got {list(q.shape)} and {list(k.shape)}: every batch goes through it, and a "
                 "cache of keys has to be empty"
             )
+        self._note_forward()
         drop = None
         if dropout > 0.0:
             first_batch = self.batch[0] * q.shape[0]
@@ -178,6 +193,18 @@ class ContextRegion:
             dropout=drop,
             overlap=self.options.overlap,
         )
+
+    def _note_forward(self) -> None:
+        """RuntimeError where somebody who knows of no placement runs a layer again after another batch was placed."""
+        if self._is_restored:
+            return
+        if torch._C._current_graph_task_id() == -1:
+            self._attended = self._placement
+        elif self._attended is not self._placement:
+            raise RuntimeError(
+                "a layer is run again in backward (torch.utils.checkpoint), and fastpar.context.shard has placed "
+                "another batch since its forward: run backward before the next shard, or use fastpar.apply_recompute"
+            )
 
 
 def region_of(model: nn.Module) -> ContextRegion:

@@ -12,6 +12,7 @@ transformers is imported by the call that needs it.
 from __future__ import annotations
 
 import copy
+import inspect
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -28,7 +29,7 @@ _LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 _MIXING = (nn.modules.conv._ConvNd, nn.RNNBase)  # layers that see other tokens than their own
 # Keywords that a decoder hands to every attention function and that change no number there.
 _IDLE = {"position_ids", "cache_position", "use_cache", "past_key_values", "position_embeddings", "return_dict"}
-_IDLE |= {"num_items_in_batch", "shift_labels", "logits_to_keep"}  # of the loss and the head
+_IDLE |= {"num_items_in_batch", "shift_labels", "logits_to_keep", "output_hidden_states"}  # of loss, head and output
 
 
 def region_for(model: nn.Module, mesh: Mesh, options: Context | None) -> ContextRegion:
@@ -58,6 +59,11 @@ def _check_model(model: nn.Module, region: ContextRegion, tp: int) -> None:
     for path, module in model.named_modules():
         if isinstance(module, _MIXING):
             raise ValueError(f"{path} is {type(module).__name__}: context parallelism splits softmax attention only")
+        if getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True):
+            raise ValueError(
+                f"{path} scales its queries by their places, which it counts by itself from 0 on every rank "
+                "(attn_temperature_tuning): set it to False in the config"
+            )
     _check_heads(cast(Any, config), region, tp)
 
 
@@ -77,6 +83,8 @@ def _region_of_own(model: nn.Module, mesh: Mesh, options: Context | None) -> Con
         )
     if options is not None and options != own.options:
         raise ValueError(f"context={options}, but the model's ContextRegion has {own.options}: leave one away")
+    if own.batch == (0, 1):
+        own.batch = mesh.rank("dp"), mesh.size("dp")  # else data-parallel ranks would share their masks of dropout
     return own
 
 
@@ -122,8 +130,27 @@ def connect(model: nn.Module, region: ContextRegion, changes: Changes) -> None:
             changes.set(module, REGION, region)
             if "_attn_implementation" in vars(module):
                 changes.set(module, "_attn_implementation", NAME)
+        if region.comm.size > 1:
+            changes.hooked(model.register_forward_pre_hook(_needs_positions(region), with_kwargs=True))
     _place_dropout(model, region, changes)
     changes.explanation.add("(attention)", "context", "", f"over {region.comm.size} ranks, {region.options.method}")
+
+
+def _needs_positions(region: ContextRegion) -> Any:
+    """A hook that refuses inputs as long as a rank's part but without positions: those would count from 0 on each."""
+
+    def check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        names = [name for name in inspect.signature(type(module).forward).parameters if name != "self"]
+        given = dict(zip(names, args, strict=False)) | kwargs
+        ids: Any = given.get("input_ids") if given.get("inputs_embeds") is None else given["inputs_embeds"]
+        placed = region.is_placed and ids is not None and ids.shape[1] == region.tokens_here
+        if placed and given.get("position_ids") is None:
+            raise ValueError(
+                f"{type(module).__name__} got {ids.shape[1]} tokens without position_ids: if they are a part that "
+                "fastpar.context.shard has cut, call model(**batch); if they are whole, cut them first"
+            )
+
+    return check
 
 
 def _place_dropout(model: nn.Module, region: ContextRegion, changes: Changes) -> None:
@@ -196,6 +223,11 @@ def attend(
         raise ValueError(f"{name} has attn_implementation={NAME!r}, which fastpar.parallelize(context=...) chooses")
     if attention_mask is not None:
         raise ValueError(f"{name} got a mask of its own, {list(attention_mask.shape)}: context parallelism has none")
+    if others.get("output_router_logits"):
+        raise ValueError(
+            "output_router_logits adds a loss that balances experts over this rank's tokens, and such losses of parts "
+            "do not add up to that of the sequence: set it to False"
+        )
     unknown = [key for key, given in others.items() if key not in _IDLE and given is not None and given is not False]
     if unknown:
         raise ValueError(f"{name} passes {unknown} to its attention, which context parallelism does not know")

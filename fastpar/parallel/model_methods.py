@@ -83,6 +83,50 @@ class _GatheredLoss:
         return self.own(logits, *args, **kwargs)
 
 
+def labels_problem(model: Any) -> str:
+    """Why labels shifted by one are not what the model's loss takes; "" where they are, or it takes none."""
+    if not hasattr(type(model), "loss_function") or not takes_labels(model):
+        return ""  # no model of Hugging Face, or none with a loss
+    theirs = sys.modules.get("transformers.loss.loss_utils")
+    known = getattr(theirs, "ForCausalLMLoss", None)
+    if calls_loss_function(model) and known is not None and model.loss_function is known:
+        return ""
+    return (
+        f"the loss of {type(model).__name__} is not transformers' next-token loss, for which labels are shifted by one "
+        "and which divides by the count of all ranks' tokens: leave labels out, and compute the loss from the logits"
+    )
+
+
+class PartLoss:
+    """The loss of a part of the tokens, which has to get what `fastpar.context.shard` says of all of them."""
+
+    def __init__(self, own: Loss):
+        self.own = own
+
+    def __call__(self, logits: Tensor, labels: Tensor, vocab_size: int | None = None, **kwargs: Any) -> Tensor:
+        missing = [name for name in ("shift_labels", "num_items_in_batch") if kwargs.get(name) is None]
+        if missing:
+            raise ValueError(
+                f"the loss of a split sequence got labels without {' and '.join(missing)}, and would shift them where "
+                "the sequence is cut, or divide by this rank's tokens: call model(**batch) with all that "
+                "fastpar.context.shard gives, of a model that hands them on to its loss_function"
+            )
+        return self.own(logits, labels, vocab_size, **kwargs)
+
+
+class NoGeneration:
+    """`model.generate` where sequences are split: refused, as its prompts and its cache are not."""
+
+    def __init__(self, function: Any):
+        self.__doc__ = function.__doc__
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        raise RuntimeError(
+            "generate needs whole sequences, and this model attends over split ones: fastpar.unparallelize(model) "
+            "first, or generate with a model that is parallelised without context"
+        )
+
+
 class GatheringCall:
     """A method of the model, such as `generate`, that runs with logits gathered and the same draws on every rank."""
 

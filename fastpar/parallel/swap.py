@@ -6,6 +6,7 @@ import collections
 import logging
 import re
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,7 +17,15 @@ from fastpar.parallel.checks import uses_layout_attention
 from fastpar.parallel.context_parallel import connect
 from fastpar.parallel.guards import PartGuard, Watch, WatchedPlan
 from fastpar.parallel.heads import HeadSplit
-from fastpar.parallel.model_methods import GatheringCall, ResizeEmbeddings, SavePretrained, loss_on_split_logits
+from fastpar.parallel.model_methods import (
+    GatheringCall,
+    NoGeneration,
+    PartLoss,
+    ResizeEmbeddings,
+    SavePretrained,
+    labels_problem,
+    loss_on_split_logits,
+)
 from fastpar.parallel.styles import SwapContext, WholeStyle
 from fastpar.parallel.styles.whole import apply_default
 from fastpar.pipeline.stages.absent import Absent
@@ -49,11 +58,14 @@ class Swap:
             self._split_stream()
             if self.context.context is not None:
                 connect(self.context.model, self.context.context, self.context.changes)
+                self.context.context.labels_problem = labels_problem(self.context.model)
             if self.context.comm.size > 1:
                 self._leave_fast_paths()
                 self._connect_head()
                 self._replace_methods()
                 self._guard()
+            if self.context.context is not None:
+                self._connect_parts()
         except BaseException:
             self.undo(gather=False)
             raise
@@ -102,6 +114,15 @@ class Swap:
             self.explanation.add("(loss)", "vocab", "", note)
         if callable(getattr(type(model), "generate", None)):
             changes.set(model, "generate", GatheringCall(model, "generate", heads, context.comm))
+
+    def _connect_parts(self) -> None:
+        """Methods that would take this rank's tokens for the whole sequence."""
+        model: Any = self.context.model
+        changes = self.context.changes
+        if hasattr(type(model), "loss_function"):
+            changes.set(model, "loss_function", PartLoss(model.loss_function))
+        if callable(getattr(type(model), "generate", None)):
+            changes.set(model, "generate", NoGeneration(type(model).generate))
 
     def _replace_methods(self) -> None:
         """Methods and marks by which other libraries reach the model."""
