@@ -35,6 +35,10 @@ OVER_PARALLEL = (
     "wrap. For data parallelism use fastpar.zero.shard(model, optimizer, group=mesh, stage=0), which is DDP "
     "(transformers' Trainer and accelerate.prepare wrap models in DistributedDataParallel by themselves)"
 )
+OVER_CONTEXT = (
+    "this model attends over sequences that fastpar has split over ranks, whose gradients have to be summed, and "
+    "DistributedDataParallel averages them. Use fastpar.zero.shard(model, optimizer, group=mesh, stage=0), which is DDP"
+)
 OVER_ZERO = (
     "this model is data-parallel by fastpar.zero.shard already, which reduces its gradients: DistributedDataParallel "
     "around it would reduce them a second time, before they are clipped and stepped on. Leave it out. transformers' "

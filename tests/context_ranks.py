@@ -249,6 +249,23 @@ def not_a_part() -> list[str]:
     return [*found, str(error.value).partition(", ")[2].removesuffix(" they are split over")]
 
 
+def groups_that_do_not_sum() -> list[str]:
+    """What data parallelism says that would average gradients over the ranks of cp."""
+    mesh = fp.init_mesh(cp=2, device="cpu")
+    model = fp.parallelize(tiny_model("llama", "LlamaForCausalLM"), mesh)
+    optimizer, found = torch.optim.SGD(model.parameters(), lr=1.0), []
+    groups: list[Any] = [None, mesh["cp"]]
+    for group in groups:
+        with pytest.raises(ValueError, match="split over 2 ranks") as error:
+            fp.zero.shard(model, optimizer, group=group, stage=0)
+        found.append(str(error.value).partition(",")[0])
+    with pytest.raises(TypeError, match="DistributedDataParallel averages them"):
+        nn.parallel.DistributedDataParallel(model)
+    fp.unparallelize(model)
+    nn.parallel.DistributedDataParallel(model)
+    return found
+
+
 def batch_of_own_region() -> tuple[int, int]:
     """The share of the batch that a model's own region has after `parallelize`."""
     mesh = fp.init_mesh(dp_shard=2, device="cpu")

@@ -19,6 +19,7 @@ from tests.context_ranks import (
     compare_families,
     compare_steps,
     errors,
+    groups_that_do_not_sum,
     not_a_part,
     own_model,
     perturb_a_document,
@@ -215,3 +216,8 @@ def test_data_parallel_ranks_do_not_share_masks_of_dropout_in_a_region_of_ones_o
 def test_short_sequences_and_parts_without_positions_are_refused() -> None:
     for found in run_ranks(2, not_a_part):
         assert found == ["LlamaForCausalLM got 4 tokens without position_ids", "fewer than the 2 ranks"]
+
+
+def test_data_parallelism_that_would_average_over_cp_is_refused() -> None:
+    for found in run_ranks(2, groups_that_do_not_sum):
+        assert found == ["the model attends over sequences that are split over 2 ranks"] * 2

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastpar.ddp import DDP_MARK, OVER_PARALLEL, RefusedByDDP
+from fastpar.ddp import DDP_MARK, OVER_CONTEXT, OVER_PARALLEL, RefusedByDDP
 from fastpar.parallel.changes import Explanation
 from fastpar.parallel.checks import uses_layout_attention
 from fastpar.parallel.context_parallel import connect
@@ -116,9 +116,11 @@ class Swap:
             changes.set(model, "generate", GatheringCall(model, "generate", heads, context.comm))
 
     def _connect_parts(self) -> None:
-        """Methods that would take this rank's tokens for the whole sequence."""
+        """Methods and wrappers that would take this rank's tokens for the whole sequence."""
         model: Any = self.context.model
-        changes = self.context.changes
+        changes, region = self.context.changes, self.context.context
+        if region is not None and region.comm.size > 1 and self.context.comm.size == 1:
+            changes.set(model, DDP_MARK, RefusedByDDP(OVER_CONTEXT))
         if hasattr(type(model), "loss_function"):
             changes.set(model, "loss_function", PartLoss(model.loss_function))
         if callable(getattr(type(model), "generate", None)):

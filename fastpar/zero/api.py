@@ -147,6 +147,7 @@ def shard(
     experts = Groups(group, **like, of_experts=True) if has_experts else None
     groups = Groups(group, **like, experts=experts)
     options.check_sharded_elsewhere(named.parameters, groups)
+    options.check_context(model, groups)
     for each in optimizers:
         check_sharded_updates(each, groups)
     return Zero(model if isinstance(model, nn.Module) else None, named, optimizers, groups, chosen)

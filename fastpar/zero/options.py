@@ -17,6 +17,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from fastpar.arguments import checked_fields
 from fastpar.comm.scaled_codes import DelayedScalingWire
 from fastpar.comm.wire_formats import FLOATS, BlockWire, Wire
+from fastpar.context.region import REGION
 from fastpar.mesh import Mesh
 from fastpar.precision import Precision
 from fastpar.zero.groups import Groups, GroupsLike, is_expert
@@ -286,6 +287,20 @@ def check_parameters(named: dict[str, nn.Parameter], precision: Precision) -> No
         if parameter.device.type == "meta":
             raise ValueError(f"{name} is on the meta device: materialise and initialise the model before shard(...)")
     precision.check_names(list(named))
+
+
+def check_context(model: object, groups: Groups) -> None:
+    """Raises ValueError where sequences are split over ranks over which gradients would not be summed."""
+    if not isinstance(model, nn.Module):
+        return
+    for path, module in model.named_modules():
+        region = vars(module).get(REGION)
+        if region is not None and region.comm.size != groups.num_parts:
+            raise ValueError(
+                f"{path or 'the model'} attends over sequences that are split over {region.comm.size} ranks, whose "
+                "gradients have to be summed and not averaged: pass group=mesh, the fastpar.Mesh with "
+                f"cp={region.comm.size}"
+            )
 
 
 def check_sharded_elsewhere(named: dict[str, nn.Parameter], groups: Groups) -> None:
