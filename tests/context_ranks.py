@@ -266,6 +266,14 @@ def groups_that_do_not_sum() -> list[str]:
     return found
 
 
+def region_of_other_ranks() -> str:
+    """What is said to a region over dp_shard in the place of cp: by size and rank, some ranks could not tell them."""
+    mesh = fp.init_mesh(dp_shard=2, cp=2, device="cpu")
+    with pytest.raises(ValueError, match="ContextRegion has the ranks") as error:
+        fp.parallelize(Own(ContextRegion(mesh["dp_shard"])), mesh, {})
+    return str(error.value)
+
+
 def batch_of_own_region() -> tuple[int, int]:
     """The share of the batch that a model's own region has after `parallelize`."""
     mesh = fp.init_mesh(dp_shard=2, device="cpu")

@@ -24,6 +24,7 @@ from tests.context_ranks import (
     own_model,
     perturb_a_document,
     recompute_two_batches,
+    region_of_other_ranks,
     whole_batch,
 )
 from tests.dist import run_ranks
@@ -221,3 +222,9 @@ def test_short_sequences_and_parts_without_positions_are_refused() -> None:
 def test_data_parallelism_that_would_average_over_cp_is_refused() -> None:
     for found in run_ranks(2, groups_that_do_not_sum):
         assert found == ["the model attends over sequences that are split over 2 ranks"] * 2
+
+
+def test_a_region_of_other_ranks_than_those_of_cp_is_refused_on_all_of_them() -> None:
+    found = run_ranks(4, region_of_other_ranks)
+    for rank, wanted in enumerate([([0, 2], [0, 1]), ([1, 3], [0, 1]), ([0, 2], [2, 3]), ([1, 3], [2, 3])]):
+        assert "has the ranks {}, but the mesh's cp has {}".format(*wanted) in found[rank]

@@ -15,8 +15,10 @@ import copy
 import inspect
 from typing import Any, cast
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from fastpar.comm import Communicator
 from fastpar.context.region import REGION, Context, ContextRegion, region_of
 from fastpar.contracts.attention import AttentionMask
 from fastpar.mesh import Mesh
@@ -76,16 +78,23 @@ def _region_of_own(model: nn.Module, mesh: Mesh, options: Context | None) -> Con
             f"context parallelism does not know the attention of {type(model).__name__}, which is no model of Hugging "
             f"Face's: give it fastpar.context.ContextAttention layers with one ContextRegion ({error})"
         ) from None
-    if (own.comm.size, own.comm.rank) != (mesh.size("cp"), mesh.rank("cp")):
+    found, wanted = (_ranks_of(comm) for comm in (own.comm, Communicator.of(mesh.group("cp"))))
+    if found != wanted:
         raise ValueError(
-            f"the model's ContextRegion has {own.comm.size} ranks, but the mesh has cp={mesh.size('cp')}: make it of "
-            'mesh["cp"]'
+            f"the model's ContextRegion has the ranks {found}, but the mesh's cp has {wanted}: make it of mesh['cp']"
         )
     if options is not None and options != own.options:
         raise ValueError(f"context={options}, but the model's ContextRegion has {own.options}: leave one away")
     if own.batch == (0, 1):
         own.batch = mesh.rank("dp"), mesh.size("dp")  # else data-parallel ranks would share their masks of dropout
     return own
+
+
+def _ranks_of(comm: Communicator) -> list[int]:
+    """The ranks of the job that are in a group."""
+    if comm.group is not None:
+        return dist.get_process_group_ranks(comm.group)
+    return [dist.get_rank() if dist.is_initialized() else 0]
 
 
 def _check_heads(config: Any, region: ContextRegion, tp: int) -> None:
