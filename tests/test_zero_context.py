@@ -4,6 +4,7 @@ over cp and averaged over data parallelism, and the exact norm counts a replica 
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -153,6 +154,69 @@ def test_experts_over_context_parallel_ranks_get_the_same_sum() -> None:
     experts (efsdp 2), and experts that one rank has alone (efsdp 1)."""
     check(4, [Case(persistent_share=0.1)], [{"dp_shard": 2, "cp": 2, "ep": 2}, {"cp": 4, "ep": 2}])
     check(2, [Case(persistent_share=0.1)], [{"cp": 2, "ep": 2}])
+
+
+PASSES = ("pass", "pass pass", "pass no_sync", "pass no_sync pass", "pass forward", "forwards", "leftover")
+
+
+def gradients_after(mesh: fp.Mesh, passes: str, wire: Any, reduce: torch.dtype | None) -> tuple[list[Tensor], int]:
+    """Of stage 0, in float64 where nothing is rounded, after these passes; and reductions that the step adds."""
+    model = build() if wire or reduce else build().double()
+    optimizer = adamw(model)
+    precision = None if reduce is None else fp.Precision(reduce=reduce)
+    accumulate = 2 if passes == "leftover" else 1
+    zero = fp.zero.shard(
+        model, optimizer, group=mesh, stage=0, wire=wire, precision=precision, accumulate=accumulate, max_norm=1e9
+    )
+
+    def loss(step: int) -> Tensor:
+        x = sequence(step, mesh.rank("cp")).to(next(model.parameters()).dtype)
+        return model(x).square().sum()
+
+    if passes == "forwards":
+        for each in [loss(0), loss(1)]:
+            each.backward()
+    else:
+        words = ["pass"] * 3 if passes == "leftover" else passes.split()
+        for step, word in enumerate(words):
+            with zero.no_sync() if word == "no_sync" else nullcontext():
+                value = loss(step)
+                if word != "forward":
+                    value.backward()
+    with fp.comm.record() as log:
+        zero.reduce_gradients()
+    found = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    zero.detach()
+    return found, len(log) - 1  # one asks whether there is anything
+
+
+def gradients_of_all(passes: str, num_parts: int) -> list[Tensor]:
+    count = {"pass": 1, "pass forward": 1, "pass no_sync pass": 3, "leftover": 3}.get(passes, 2)
+    model = build().double()
+    for step in range(count):
+        for part in range(num_parts):
+            model(sequence(step, part).double()).square().sum().backward()
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+WIRES = [(fp.comm.BlockWire("int8", 64), None), (fp.comm.PlainWire(), None), (None, torch.bfloat16)]
+
+
+def sums_in_stage_0() -> list[tuple[str, list[Tensor], int]]:
+    mesh = fp.init_mesh(cp=2, device="cpu")
+    found = [(passes, *gradients_after(mesh, passes, None, None)) for passes in PASSES]
+    return found + [("pass", *gradients_after(mesh, "pass", *each)) for each in WIRES]
+
+
+def test_in_stage_0_sums_over_cp_stay_sums_whatever_follows() -> None:
+    """A gradient that comes on top of a sum, a forward after it, and means that do not lie in their buckets."""
+    wanted = {passes: gradients_of_all(passes, 2) for passes in PASSES}
+    for rank in run_ranks(2, sums_in_stage_0):
+        for index, (passes, found, extra) in enumerate(rank):
+            tolerance = 1e-12 if index < len(PASSES) else 2e-2  # of 8 bits
+            for x, y in zip(found, wanted[passes], strict=True):
+                assert (x.double() - y).abs().max() <= tolerance * y.abs().max(), (index, passes)
+            assert extra == 0 or passes in ("pass no_sync", "leftover"), (index, passes)  # what was reduced stays
 
 
 def layouts(sizes: dict[str, int]) -> None:

@@ -93,6 +93,7 @@ class Replicas:
         self._model = model
         self.formats = GatherFormats(options.param_wires)
         self._groups, self._precision, self._has_copies = groups, options.precision, options.offload is not None
+        self._has_wire = options.wire is not None
         self.params, self._whole = self._make_params(named)
         self.reducer = OrderReducer(
             self.params,
@@ -205,9 +206,16 @@ class Replicas:
             if self._has_copies and master.device.type != "cpu":
                 master = master.cpu().pin_memory()
             return ShardedParam(name, parameter, _owner_of(parameter, master, spec), spec, wire, model_rows=rows)
-        if row_spec is None:
+        if row_spec is None and not self._keeps_means_apart(parameter, wire):
             return ShardedParam(name, parameter, parameter, spec, wire)
-        return ShardedParam(name, parameter, _owner_of(parameter, rows, spec), spec, wire)
+        mine = local(parameter) if row_spec is None else rows
+        return ShardedParam(name, parameter, _owner_of(parameter, mine, spec), spec, wire)
+
+    def _keeps_means_apart(self, parameter: nn.Parameter, wire: torch.dtype) -> bool:
+        """Whether a mean must not lie where autograd adds to it (stage 0): it could not be reduced once more as if it
+        were a gradient, since it is not its own mean (sums over cp), or not known as one (it is not in its bucket)."""
+        groups = self._groups
+        return groups.size > 1 and (groups.num_parts > 1 or self._has_wire or wire != parameter.dtype)
 
 
 def _owner_of(parameter: nn.Parameter, rows: Tensor, spec: DTensorSpec | None) -> nn.Parameter:
