@@ -20,11 +20,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from fastpar import comm
 from fastpar.optim import Muon
 from fastpar.optim import _matrix_plan as planning
-from fastpar.optim._matrix_layout import MatrixSpec
+from fastpar.optim._matrix_layout import LayoutReader, MatrixSpec
 from fastpar.optim._matrix_plan import Rates, assign, flops
 from tests.dist import run_ranks
 
@@ -248,6 +249,18 @@ def test_empty_parameters_are_left_alone() -> None:
 # ---- layouts ---------------------------------------------------------------------------------------------------------
 
 Placements = tuple[Placement, ...]
+
+
+def test_parts_are_put_together_in_the_reverse_of_the_order_of_cuts() -> None:
+    """Along several dims of tensor parallelism from left to right, and then by ZeRO: a weight [K, N] on a grid."""
+    orders = {
+        (Replicate(), _StridedShard(0, split_factor=4), Shard(0), Replicate(), Shard(0)): (0, 1, 4, 3, 2),
+        (_StridedShard(0, split_factor=2), Shard(0)): (0, 1),
+        (Shard(0), Shard(0), Shard(1)): (2, 1, 0),
+    }
+    for placements, order in orders.items():
+        parameter: Any = mock.Mock(placements=placements, device_mesh=mock.Mock(ndim=len(placements)))
+        assert LayoutReader._order(parameter) == order
 
 
 def new_mesh(shape: tuple[int, ...], **names: Any) -> DeviceMesh:

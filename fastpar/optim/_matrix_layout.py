@@ -116,11 +116,11 @@ class LayoutReader:
         """Mesh dims in the order in which parts are put together: the reverse of that in which DTensor cuts.
 
         It cuts from the first mesh dim to the last, but for parameters that tensor parallelism cut first and ZeRO or
-        FSDP after it: those have _StridedShard on the first mesh dim.
+        FSDP after it: those have _StridedShard on a dim before all of tensor parallelism's.
         """
-        dims = range(param.device_mesh.ndim)
-        strided = any(type(placement).__name__ == "_StridedShard" for placement in param.placements)
-        return tuple(dims if strided else reversed(dims))
+        strided = [dim for dim, x in enumerate(param.placements) if type(x).__name__ == "_StridedShard"]
+        after = strided[-1] + 1 if strided else 0
+        return (*range(after), *reversed(range(after, param.device_mesh.ndim)))
 
     def _comm(self, mesh: DeviceMesh, dim: int) -> Communicator:
         key = (mesh, dim)
