@@ -89,7 +89,8 @@ def raise_on_all(problem: Exception | None, comm: Communicator, of_others: Calla
     """Raise this rank's problem, or where it has none what `of_others` makes of the ranks that have one. Collective:
     one all-gather of a byte, in host memory."""
     if comm.size > 1:
-        failed = comm.all_gather(torch.tensor([problem is not None], dtype=torch.int8)).nonzero().view(-1).tolist()
+        flag = torch.tensor([problem is not None], dtype=torch.int8, device="cpu")
+        failed = comm.all_gather(flag).nonzero().view(-1).tolist()
         if failed and problem is None:
             raise of_others(failed)
     if problem is not None:
@@ -99,7 +100,7 @@ def raise_on_all(problem: Exception | None, comm: Communicator, of_others: Calla
 def set_on_any(flags: Sequence[bool], comms: Sequence[Communicator]) -> list[bool]:
     """Which flags are set on any rank that these groups reach one after the other. Collective: an all-reduce (max) of 4
     bytes a flag in each group."""
-    agreed = torch.tensor(flags, dtype=torch.int32)
+    agreed = torch.tensor(flags, dtype=torch.int32, device="cpu")
     for comm in comms:
         comm.all_reduce(agreed, "max", out=agreed)
     return [bool(flag) for flag in agreed.tolist()]
