@@ -265,6 +265,141 @@ def test_a_rank_stores_its_part_of_the_weight_alone() -> None:
         assert share == [1 / 4, 1 / 2]
 
 
+# ---------------------------------------------------------------------------------------------------------- other doors
+
+
+def dtypes_under_autocast() -> list[torch.dtype]:
+    found = []
+    for spec in (fp.GridSpec(2, 2, 1), fp.GridSpec.axonn(2, 2, 1)):
+        mesh = fp.init_mesh(tp=4, tp_grid=spec, device="cpu")
+        grid = Grid(mesh)
+        region = GridRegion(grid)
+        split: Any = on_grid(MLP(), grid, region)
+        heads = GridLinear.from_linear(
+            nn.Linear(HIDDEN, 8), grid, "column", sequence=region, whole_sequences=True, unit=2
+        )
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            x = region.enter(torch.randn(4, 7, HIDDEN))
+            up = split.up(x)
+            found += [up.dtype, split.down(up).dtype, heads(x).dtype]
+        mesh.close()
+    return found
+
+
+def test_under_autocast_outputs_have_its_dtype() -> None:
+    for found in run_ranks(4, dtypes_under_autocast):
+        assert set(found) == {torch.bfloat16}, found
+
+
+class WithGrid(nn.Module):
+    """An MLP between layers that every rank computes alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(HIDDEN), MLP()
+        self.region: GridRegion | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        return self.mlp(x) if self.region is None else self.region.leave(self.mlp(self.region.enter(x)))
+
+
+def laid_out(model: Any, grid: Grid) -> nn.Module:
+    model.region = GridRegion(grid)
+    model.mlp = on_grid(model.mlp, grid, model.region)
+    return model
+
+
+def trained_by_zero(spec: fp.GridSpec, stage: int) -> dict[str, float]:
+    """The largest relative differences to one process, and what other doors say."""
+    torch.set_default_dtype(torch.float64)
+    mesh = fp.init_mesh(dp_shard=2, tp=2, tp_grid=spec, device="cpu")
+    whole = noisy(WithGrid())
+    split: Any = laid_out(copy.deepcopy(whole), Grid(mesh))
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (whole, split)]
+    zero = fp.zero.shard(split, optimizers[1], group=mesh, stage=stage, max_norm=0.5, persistent_share=0.0)
+    found = {}
+    batches = torch.randn(2, 2, 3, TOKENS, HIDDEN, generator=torch.Generator().manual_seed(1))
+    for batch in batches:
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        (sum(whole(x).square().mean() for x in batch) / 2).backward()
+        split(batch[mesh.rank("dp_shard")]).square().mean().backward()
+        for (name, p), q in zip(split.named_parameters(), whole.parameters(), strict=True):
+            full = p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
+            found[f"d{name}"] = difference(full, q.grad)
+        norm = torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.5)
+        for optimizer in optimizers:
+            optimizer.step()
+        found["norm"] = float((zero.norm - norm).abs() / norm) if zero.norm is not None else 1.0
+    if stage == 3:
+        with pytest.raises(RuntimeError, match="split by tensor parallelism as well: a copy of the model"):
+            copy.deepcopy(split)(batches[0, 0])
+    zero.detach()
+    found |= {
+        name: difference(full_parameter(p).detach(), q.detach())
+        for (name, p), q in zip(split.named_parameters(), whole.parameters(), strict=True)
+    }
+    mesh.close()
+    return found
+
+
+def every_stage() -> dict[str, dict[str, float]]:
+    cases = [(fp.GridSpec(2, 1, 1), 3), (fp.GridSpec(1, 2, 1), 1), (fp.GridSpec(1, 1, 2), 3)]
+    return {repr(case): trained_by_zero(*case) for case in cases}
+
+
+def test_zero_trains_layers_on_a_grid_as_one_process_does() -> None:
+    for by in run_ranks(4, every_stage):
+        assert not {(case, k): v for case, found in by.items() for k, v in found.items() if not v < 1e-6}
+
+
+def mean_square(out: Tensor, _: Any) -> Tensor:
+    return out.square().mean()
+
+
+def verified() -> list[str]:
+    mesh = fp.init_mesh(tp=4, tp_grid=(2, 1, 2), device="cpu")
+    grid = Grid(mesh)
+    layout = fp.VerifyLayout(mesh, apply=lambda model: laid_out(model, grid))
+    fp.verify(WithGrid, layout, torch.randn(4, TOKENS, HIDDEN), loss=mean_square).raise_if_wrong()
+
+    def wrong(model: Any) -> nn.Module:
+        laid_out(model, grid)
+        with torch.no_grad():
+            model.mlp.up.bias.to_local().mul_(2)
+        return model
+
+    layout = fp.VerifyLayout(mesh, apply=wrong)
+    report = fp.verify(WithGrid, layout, torch.randn(4, TOKENS, HIDDEN), loss=mean_square)
+    mesh.close()
+    return [str(report)]
+
+
+def test_verify_compares_what_a_rank_of_a_grid_has() -> None:
+    for (report,) in run_ranks(4, verified):
+        assert "mlp.up.bias" in report
+
+
+def refused_with_a_grid() -> None:
+    mesh = fp.init_mesh(tp=4, tp_grid=(2, 2, 1), device="cpu")
+    plan = {"0": "colwise", "1": "rowwise"}
+    with pytest.raises(
+        ValueError, match=r"parallelize splits over one dim of ranks, but .* tp_grid=GridSpec\(x=2, y=2"
+    ):
+        fp.parallelize(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), mesh, plan=plan)
+    mesh.close()
+    mesh = fp.init_mesh(dp_shard=2, cp=2, tp_grid=(1, 1, 1), device="cpu")
+    split = laid_out(WithGrid(), Grid(mesh))
+    with pytest.raises(ValueError, match=r"mlp.up.weight lies on a tensor-parallel grid.*'dp_shard': 2, 'cp': 2"):
+        fp.zero.shard(split, torch.optim.AdamW(split.parameters()), group=mesh)
+    mesh.close()
+
+
+def test_what_cannot_take_a_grid_says_so() -> None:
+    run_ranks(4, refused_with_a_grid)
+
+
 # --------------------------------------------------------------------------------------------------------------- errors
 
 

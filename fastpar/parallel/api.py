@@ -135,6 +135,11 @@ def _check_dims(model: nn.Module, mesh: Mesh) -> None:
     is_part = any(isinstance(module, Absent) for module in model.modules())
     sizes = {dim: mesh.size(dim) for dim in ("pp", "etp") if not (dim == "pp" and is_part)}
     extra = {dim: size for dim, size in sizes.items() if size > 1}
+    if mesh.tp_grid is not None and mesh.size("tp") > 1:
+        raise ValueError(
+            f"parallelize splits over one dim of ranks, but the mesh has tp_grid={mesh.tp_grid}: put GridLinear in by "
+            'hand, or pass mesh["tp"], which is the same ranks in one dim'
+        )
     if extra:
         hint = "; fastpar.parallelize_pipeline cuts a model over pp" if "pp" in extra else ""
         raise ValueError(

@@ -77,6 +77,15 @@ class GridLayout:
             full = self._map(cut, size).take(full, cut.dim, cut.comm.rank)
         return full
 
+    def index(self) -> tuple[Tensor | None, ...]:
+        """Of each dim the indices that this rank stores, in its order; None: all."""
+        found: list[Tensor | None] = [None] * len(self.shape)
+        for cut, size in self._walk():
+            before = found[cut.dim]
+            rows = torch.arange(size, device="cpu") if before is None else before
+            found[cut.dim] = self._map(cut, size).take(rows, 0, cut.comm.rank)
+        return tuple(found)
+
     def full(self, local: Tensor) -> Tensor:
         """The full tensor in canonical order from what the ranks store: an all-gather for each cut."""
         for cut, size in reversed(self._walk()):

@@ -219,14 +219,13 @@ class GridLinear(ParallelModule):
         """Partial sums of all tokens to this rank's part of their sum over k, with the bias."""
         if self._gives_heads():
             out = reduce_scatter_sequence(out, k, dim=-1, sizes=self._head_sizes)
-            return out if bias is None else out + scatter_to(bias, k, dim=0, sizes=self._head_sizes)
+            return _plus(out, None if bias is None else scatter_to(bias, k, dim=0, sizes=self._head_sizes))
         if self.spread == "copy":
-            out = reduce_from(out, k)
-            return out if bias is None else out + bias
+            return _plus(reduce_from(out, k), bias)
         dim = self._token_dim(out)
         out = reduce_scatter_sequence(out, k, dim=dim, sizes=self._out_tokens(out.size(dim), k))
         # Each rank of k adds it to tokens of its own.
-        return out if bias is None else out + copy_to(bias, k)
+        return _plus(out, None if bias is None else copy_to(bias, k))
 
     def _takes_heads(self) -> bool:
         return self._head_sizes is not None and self.role == "row"
@@ -264,6 +263,10 @@ class GridLinear(ParallelModule):
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
             f"{self.role} on grid ({spec.x}, {spec.y}, {spec.z}), spread={spec.spread!r}"
         )
+
+
+def _plus(out: Tensor, bias: Tensor | None) -> Tensor:
+    return out if bias is None else out + bias.to(out.dtype)  # which autocast has chosen
 
 
 def _grids_for(heads: int, ranks: int) -> str:

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from fastpar.comm import shard_range
+from fastpar.tensor import GridLayout
 from fastpar.tensor.parameter import layout_of, local_tensor
 from fastpar.zero import Zero
 from fastpar.zero.flat import FlatLayout
@@ -41,8 +42,10 @@ def take(whole: Tensor, index: Index) -> Tensor:
 
 def index_of(parameter: Tensor) -> Index:
     """The place in the whole parameter of what this rank stores."""
-    layout = layout_of(parameter)
+    layout: Any = layout_of(parameter)
     index: list[Tensor | None] = [None] * parameter.dim()
+    if isinstance(layout, GridLayout):
+        return layout.index()
     if layout is not None:
         if layout.rows is not None and not layout.placement.is_replicate():
             ranges = layout.rows.ranges[layout.comm.rank]

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from fastpar.mesh.grid import TENSOR_GRID_DIMS
 from fastpar.precision import Precision
 
 if TYPE_CHECKING:
@@ -177,7 +178,7 @@ def nothing_on_copy(*_: Any) -> None:
 
 
 def _whole(name: str, x: Any) -> nn.Parameter:
-    if x.device_mesh.mesh_dim_names is not None and "tp" in x.device_mesh.mesh_dim_names:
+    if any(name == "tp" or name in TENSOR_GRID_DIMS for name in x.device_mesh.mesh_dim_names or ()):
         raise RuntimeError(
             f"{name} is split by tensor parallelism as well: a copy of the model can hold values, and cannot run. Load "
             "them into a model, with load_state_dict"

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
@@ -19,6 +20,7 @@ from fastpar.comm.scaled_codes import DelayedScalingWire
 from fastpar.comm.wire_formats import FLOATS, BlockWire, Wire
 from fastpar.context.region import REGION
 from fastpar.mesh import Mesh
+from fastpar.mesh.grid import TENSOR_GRID_DIMS
 from fastpar.precision import Precision
 from fastpar.zero.groups import Groups, GroupsLike, is_expert
 from fastpar.zero.hooks import ZeroGrad
@@ -310,12 +312,24 @@ def check_sharded_elsewhere(named: dict[str, nn.Parameter], groups: Groups) -> N
         if not isinstance(parameter, DTensor) or is_expert(parameter):
             continue
         mesh, placements = parameter.device_mesh, parameter.placements
+        _check_grid(name, mesh, groups)
         split = [dim for dim, placement in enumerate(placements) if not placement.is_replicate() and mesh.size(dim) > 1]
         if any(len(mine.intersection(_ranks(mesh.get_group(dim)))) > 1 for dim in split):
             raise ValueError(
                 f"{name} is sharded already over ranks that shard(...) would average it over ({placements} on {mesh}), "
                 "as torch's fully_shard does: take one of the two (stage=3 shards parameters as fully_shard does)"
             )
+
+
+def _check_grid(name: str, mesh: DeviceMesh, groups: Groups) -> None:
+    """Raises ValueError for a grid's parameter that two dims of its mesh, as one, would have to shard."""
+    sizes = {} if groups.mesh is None else {dim: groups.mesh.size(dim) for dim in ("dp_shard", "cp")}
+    is_on_grid = any(dim in TENSOR_GRID_DIMS for dim in mesh.mesh_dim_names or ())
+    if is_on_grid and groups.shard.size > 1 and min(sizes.values(), default=1) > 1:
+        raise ValueError(
+            f"{name} lies on a tensor-parallel grid, whose parameters are sharded over dp_shard or cp alone, and the "
+            f"mesh has {sizes}: make one of them 1, with dp_replicate for the other, or use stage=0"
+        )
 
 
 def _ranks(group: dist.ProcessGroup) -> list[int]:
