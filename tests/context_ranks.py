@@ -61,7 +61,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def mean_over(mesh: fp.Mesh, grads: dict[str, Tensor]) -> dict[str, Tensor]:
+def sum_over(mesh: fp.Mesh, grads: dict[str, Tensor]) -> dict[str, Tensor]:
     comm = fp.Communicator(mesh.group("dp_cp"))
     return {name: comm.all_reduce(grad) for name, grad in grads.items()}
 
@@ -90,7 +90,7 @@ def compare_families(families: dict[str, str], sizes: dict[str, int], options: d
             loss.backward()
             total = fp.context.total(model, loss)
             assert abs(float(total - expected.detach())) < 1e-5 * abs(float(expected.detach())), what
-            assert_near(mean_over(mesh, gradients(model)), gradients(plain), what, 2e-4)
+            assert_near(sum_over(mesh, gradients(model)), gradients(plain), what, 2e-4)
         fp.unparallelize(model)
         assert getattr(model.config, "_attn_implementation", "") == getattr(plain.config, "_attn_implementation", "")
         assert float(alone(model, whole_batch(), None).detach()) == float(alone(plain, whole_batch(), None).detach())

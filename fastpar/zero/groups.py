@@ -87,7 +87,7 @@ class Groups:
 
     @property
     def size(self) -> int:
-        """Ranks that average gradients."""
+        """Ranks that reduce gradients: average them, but for those of cp, which are summed."""
         return self.shard.size * self.replicate.size
 
     def as_sum_of_parts(self, mean: Tensor) -> Tensor:
