@@ -270,6 +270,21 @@ def test_readme_data_parallel_example_runs_on_two_ranks() -> None:
     assert skipped == 0
 
 
+def run_context_example(code: str) -> tuple[float, float]:
+    names: dict[str, Any] = {}
+    exec(code, names)
+    total = names["fp"].context.total(names["model"], names["loss"])
+    names["mesh"].close()
+    return names["loss"].item(), total.item()
+
+
+def test_readme_context_example_runs_on_two_ranks() -> None:
+    pytest.importorskip("transformers")
+    (first, total), (second, same) = run_ranks(2, run_context_example, readme_examples()["Split sequences"])
+    assert total == same == pytest.approx(first + second)
+    assert 6.0 < total < 8.0
+
+
 def test_readme_pipeline_example_runs_on_two_ranks() -> None:
     pytest.importorskip("transformers")
     losses = run_ranks(2, run_pipeline_example, readme_examples()["Cut it over pipeline ranks"])
