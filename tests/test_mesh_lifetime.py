@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import threading
 import time
 import weakref
+from datetime import timedelta
 from unittest.mock import patch
 
 import pytest
@@ -19,6 +21,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from fastpar.comm import CommError, CommTimeoutError, Communicator, PointToPoint, SharedRegion
 from fastpar.mesh import Mesh, RendezvousError, RendezvousTimeoutError, init_mesh, lifetime
+from fastpar.mesh.grid import GroupMaker
 from fastpar.mesh.lifetime import known_groups, mark_failed
 from fastpar.mesh.rendezvous import Clock, Session
 from tests.dist import run_ranks, say_done, stay_away_until_done
@@ -140,6 +143,30 @@ def use_without_the_mesh() -> None:
 
 def test_what_a_dropped_mesh_has_given_out_goes_on_working_until_its_last_user_goes():
     run_ranks(2, use_without_the_mesh)
+
+
+def connect_late() -> bool:
+    """Whether rank 0 had its mesh while rank 1 was still making groups."""
+    store, early = dist.PrefixStore("late", dist.distributed_c10d._get_default_store()), False
+    group_of = GroupMaker._group_of
+
+    def slow(maker: GroupMaker, *arguments) -> dist.ProcessGroup:
+        nonlocal early
+        made = group_of(maker, *arguments)
+        with contextlib.suppress(RuntimeError):  # nobody has set it in this time
+            store.wait(["has a mesh"], timedelta(seconds=0.3))
+            early = True
+        return made
+
+    with patch.object(GroupMaker, "_group_of", slow if dist.get_rank() else group_of):
+        mesh = sub_mesh()
+    store.set("has a mesh", "1")
+    mesh.close()
+    return early
+
+
+def test_a_mesh_is_there_when_all_ranks_have_connected():
+    assert run_ranks(2, connect_late) == [False, False]
 
 
 def drop_elsewhere() -> None:

@@ -151,7 +151,7 @@ def test_meta_device_is_refused() -> None:
 def test_mesh_dims_it_does_not_handle_are_refused() -> None:
     class Piped(fp.Mesh):
         def __init__(self) -> None:
-            pass
+            self.tp_grid = None
 
         def size(self, dim: str) -> int:
             return 2 if dim == "pp" else 1

@@ -116,9 +116,14 @@ def init_mesh(
 class GroupMaker:
     """Makes the groups of one mesh, while all ranks are here. `avoids_default`: no group is the default one."""
 
-    def __init__(self, clock: Clock, *, avoids_default: bool = False) -> None:
-        self._clock, self._avoids_default = clock, avoids_default
+    def __init__(self, clock: Clock, session: Session | None = None, *, avoids_default: bool = False) -> None:
+        self._clock, self._session, self._avoids_default = clock, session, avoids_default
         self._alone: ProcessGroup | None = None
+
+    def finish(self) -> None:
+        """Return when all ranks have connected: one that closes its mesh at once would break the others' connecting."""
+        if self._session is not None:
+            self._session.confirm("", "groups")
 
     def device_mesh(
         self, device_type: str, shape: Sequence[int], names: tuple[str, ...], known: dict[str, ProcessGroup]
@@ -183,6 +188,7 @@ class Mesh:
         if grid is not None:
             self._sizes |= dict(zip(TENSOR_GRID_DIMS, grid.sizes, strict=True))
             self._grid = self._view(maker, GRID_DIMS, {dim: self._dense.get_group(dim) for dim in DENSE_DIMS[:-1]})
+        maker.finish()
 
     def _view(
         self, maker: GroupMaker, dims: tuple[str, ...], known: dict[str, ProcessGroup] | None = None
@@ -489,16 +495,17 @@ def _init_process_group(device_type: str, wanted: dict[str, Any], rendezvous_tim
         if dist.is_initialized():
             dist.destroy_process_group()
         raise
-    return GroupMaker(clock)
+    return GroupMaker(clock, session)
 
 
 def _meet(wanted: dict[str, Any], rendezvous_timeout: float) -> GroupMaker:
     """All ranks of the default group that there is already."""
     clock, rank, size = Clock(rendezvous_timeout), dist.get_rank(), dist.get_world_size()
+    session: Session | None = None
     failed = has_failed(dist.group.WORLD)
     if size > 1:
         store = dist.PrefixStore("fastpar/mesh", dist.distributed_c10d._get_default_store())
         session = Session(store, rank, size, clock)
         session.meet(wanted, {"failed": failed})
         failed = any(said["failed"] for said in session.known)
-    return GroupMaker(clock, avoids_default=failed and size > 1)
+    return GroupMaker(clock, session, avoids_default=failed and size > 1)

@@ -136,11 +136,14 @@ class Session:
                 raise
             raise RendezvousError(f"rank {self._rank} lost the store: has rank 0 ended? Cause: {error}") from error
 
-    def confirm(self, problem: str) -> None:
-        """Agree that what followed has worked on every rank; `problem`: why not here. Raises RendezvousError on all."""
-        self.store.set(f"done{self._rank}", problem or "yes")
-        self._wait_for_all("done", "did not get through the connections between ranks")
-        answers = self._values("done")
+    def confirm(self, problem: str, what: str = "done") -> None:
+        """Agree that what followed has worked on every rank; `problem`: why not here. Raises RendezvousError on all.
+
+        what    a name for each time that a session is asked
+        """
+        self.store.set(f"{what}{self._rank}", problem or "yes")
+        self._wait_for_all(what, "did not get through the connections between ranks")
+        answers = self._values(what)
         wrong = [f"rank {rank}: {answer}" for rank, answer in enumerate(answers) if answer != "yes"]
         if wrong:
             raise RendezvousError(f"the ranks could not be connected; {'; '.join(wrong)}")
