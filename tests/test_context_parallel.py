@@ -228,3 +228,32 @@ def test_a_region_of_other_ranks_than_those_of_cp_is_refused_on_all_of_them() ->
     found = run_ranks(4, region_of_other_ranks)
     for rank, wanted in enumerate([([0, 2], [0, 1]), ([1, 3], [0, 1]), ([0, 2], [2, 3]), ([1, 3], [2, 3])]):
         assert "has the ranks {}, but the mesh's cp has {}".format(*wanted) in found[rank]
+
+
+def own_loss() -> str:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    class Own(LlamaForCausalLM):
+        def forward(self, *args: Any, labels: Any = None, **kwargs: Any) -> Any:
+            output = super().forward(*args, **kwargs)
+            if labels is not None:
+                output.loss = output.logits.square().mean()
+            return output
+
+    mesh = fp.init_mesh(cp=2, device="cpu")
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    model = fp.parallelize(Own(LlamaConfig(**sizes, num_attention_heads=2)), mesh, context=fp.Context())
+    ids = torch.arange(16).view(1, 16)
+    batch = fp.context.shard(model, {"input_ids": ids, "labels": ids})
+    try:
+        model(**batch)
+    except ValueError as error:
+        return str(error)
+    finally:
+        mesh.close()
+    return "accepted"
+
+
+def test_a_loss_of_the_models_own_is_refused() -> None:
+    for said in run_ranks(2, own_loss):
+        assert "Own returns a loss that is not its loss_function's" in said

@@ -102,6 +102,7 @@ class PartLoss:
 
     def __init__(self, own: Loss):
         self.own = own
+        self.last: Tensor | None = None  # until the model's forward is over
 
     def __call__(self, logits: Tensor, labels: Tensor, vocab_size: int | None = None, **kwargs: Any) -> Tensor:
         missing = [name for name in ("shift_labels", "num_items_in_batch") if kwargs.get(name) is None]
@@ -111,7 +112,24 @@ class PartLoss:
                 "the sequence is cut, or divide by this rank's tokens: call model(**batch) with all that "
                 "fastpar.context.shard gives, of a model that hands them on to its loss_function"
             )
-        return self.own(logits, labels, vocab_size, **kwargs)
+        self.last = self.own(logits, labels, vocab_size, **kwargs)
+        return self.last
+
+    @staticmethod
+    def check(module: Any, _args: Any, output: Any) -> None:
+        """A forward hook: ValueError for a loss that is not what the loss function gave, as the ranks' sum of another
+        is not known to be the loss."""
+        own = getattr(module, "loss_function", None)
+        if not isinstance(own, PartLoss):
+            return
+        made, own.last = own.last, None
+        loss = output[0] if isinstance(output, tuple) and made is not None else getattr(output, "loss", None)
+        if isinstance(loss, Tensor) and loss is not made:
+            raise ValueError(
+                f"{type(module).__name__} returns a loss that is not its loss_function's: of split sequences nobody "
+                "knows how parts of another add up. Compute it outside of the model, and divide its sum over tokens by "
+                "num_items_in_batch of fastpar.context.shard"
+            )
 
 
 class NoGeneration:

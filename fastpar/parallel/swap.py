@@ -123,6 +123,7 @@ class Swap:
             changes.set(model, DDP_MARK, RefusedByDDP(OVER_CONTEXT))
         if hasattr(type(model), "loss_function"):
             changes.set(model, "loss_function", PartLoss(model.loss_function))
+            changes.hooked(model.register_forward_hook(PartLoss.check))
         if callable(getattr(type(model), "generate", None)):
             changes.set(model, "generate", NoGeneration(type(model).generate))
 
