@@ -8,6 +8,7 @@ rank pool ends with the session, and parts of the tests can be run apart.
 
 Given twice, it runs both, `clock` last; with `--quiet-when FILE`, not before nobody else holds a lock on that file.
 `--shard 1/2` runs one of two halves of the files; with `clock` and another part, all that looks at a clock.
+`--at-most N` runs no more than N of a test's parameters, the same ones every time.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ def part_of(item: pytest.Item) -> str:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--part", action="append", choices=PARTS, help="run only that part of the tests")
     parser.addoption("--shard", metavar="I/N", help="of N parts of the files, run the I-th")
+    parser.addoption("--at-most", metavar="N", type=int, help="of a test's parameters, run no more than N")
     parser.addoption("--quiet-when", metavar="FILE", help="tests that look at a clock wait for a lock on it")
 
 
@@ -79,6 +81,8 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         item.add_marker(markers.DEVICE)
 
 
+# Last: what other plugins have deselected (-m, -k) is none of the parameters to choose among.
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if parts := config.getoption("part"):
         clock = markers.CLOCK if _has_all_clocks(config) else None
@@ -89,6 +93,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = wanted
         if len(parts) > 1:
             items.sort(key=lambda item: part_of(item) == markers.CLOCK)
+    if at_most := config.getoption("at_most"):
+        names = markers.sample([item.nodeid for item in items], at_most)
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in names])
+        items[:] = [item for item in items if item.nodeid in names]
     devices = torch.cuda.device_count()
     for item in items:
         if item.get_closest_marker("gpu") and devices < 1:

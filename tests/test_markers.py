@@ -157,6 +157,16 @@ def test_a_test_that_is_not_expensive_may_not_take_long(monkeypatch: pytest.Monk
         assert watch.denied({enough}) == []
 
 
+def test_a_sample_has_some_parameters_of_every_test_and_is_the_same_every_time() -> None:
+    names = ["a.py::one", *(f"a.py::many[{x}-{y}]" for x in range(4) for y in "uv"), "a.py::few[0]", "b.py::few[0]"]
+    kept = markers.sample(names, 3)
+    assert kept >= {"a.py::one", "a.py::few[0]", "b.py::few[0]"}
+    many = {name for name in kept if "many" in name}
+    assert len(many) == 3
+    assert {name[-2] for name in many} == {"u", "v"}, "not every value of each parameter"
+    assert markers.sample(names[::-1], 3) == kept
+
+
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_shards_are_all_files_once(count: int) -> None:
     files = [Path(f"tests/test_{letter}.py") for letter in "abcdefg"]
