@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import random
+import re
 import subprocess
 import sys
 import time
@@ -70,7 +71,7 @@ def all_layouts(machine: Machine, work: Workload) -> list[Layout]:
                 if pp == 1:
                     found.append(Layout(**grid, **options, accumulate=count))
                     continue
-                names = [("1f1b", 1), ("zb_h1", 1), ("zbv", 1), ("v_half", 1)]
+                names = [(name, 1) for name in ("gpipe", "1f1b", "zb_h1", "zbv", "v_half", "dualpipev")]
                 names += [("interleaved_1f1b", v) for v in range(2, min(8, model.layers // pp) + 1)]
                 found += [Layout(**grid, **options, pipeline=PipelineOptions(name, count, v)) for name, v in names]
     return [x for x in found if not broken_rules(x, model, world_size=n, batch=work.batch)]
@@ -381,6 +382,12 @@ def test_pins_and_allowances_are_obeyed() -> None:
     assert (pinned.layout.tp, pinned.layout.pp, pinned.layout.pipeline.schedule) == (4, 2, "1f1b")
     zero = fp.plan("llama-2-7b", "a100x8", batch=16, seq=2048, pin={"zero": 3, "pp": 1})
     assert zero.layout.zero.stage == 3
+    for schedule in SCHEDULES:
+        given = fp.plan("llama-2-7b", "a100x8", batch=32, seq=2048, pin={"pp": 4, "schedule": schedule})
+        assert given.layout.pipeline.schedule == schedule
+    hybrid = fp.plan("llama-2-7b", "a100x32", batch=64, seq=2048, pin={"dp_replicate": 2, "zero": 3, "tp": 1})
+    assert (hybrid.layout.dp_replicate, hybrid.layout.dp_shard) == (2, 16)
+    assert fp.plan("llama-2-7b", "a100x32", batch=64, seq=2048, pin={"dp_shard": 2}).layout.dp_shard == 2
     offloaded = fp.plan("llama-2-13b", "a100x8", batch=8, seq=2048, memory="36GB", allow=["offload"])
     assert offloaded.layout.zero.offload == "cpu"
 
@@ -395,6 +402,33 @@ def test_nothing_fits_is_three_misses_with_bytes_and_remedy() -> None:
         fp.plan("llama-2-13b", "a100x8", batch=8, seq=4096, pin={"zero": 0, "tp": 1, "pp": 1})
     with pytest.raises(NoLayoutFitsError, match="allow offload"):
         fp.plan("llama-2-13b", "a100x8", batch=8, seq=2048, memory="36GB")
+    with pytest.raises(NoLayoutFitsError, match="fused_loss"):
+        fp.plan("gpt2", "a100x1", batch=1, seq=8192, memory="11GB")
+
+
+def test_remedies_are_what_makes_a_layout_fit() -> None:
+    """Of one rank and a batch of one, that more ranks cannot share: the memory that is named is enough, and no less."""
+    asked = {"batch": 1, "seq": 1024, "fused_loss": True, "allow": ["offload", "tp_across_nodes", "cp"]}
+    with pytest.raises(NoLayoutFitsError, match="GB a rank would do") as caught:
+        fp.plan(dataclasses.replace(SMALL, heads=1, kv_heads=1, layers=1), "a100x1", memory="6.7GB", **asked)
+    told = re.search(r"([\d.]+) GB a rank would do", str(caught.value))
+    assert told is not None
+    shape = dataclasses.replace(SMALL, heads=1, kv_heads=1, layers=1)
+    assert fp.plan(shape, "a100x1", memory=f"{float(told[1]) + 0.1}GB", **asked).layout.world_size == 1
+    with pytest.raises(NoLayoutFitsError):
+        fp.plan(shape, "a100x1", memory=f"{float(told[1]) - 0.1}GB", **asked)
+
+
+def test_trials_are_faster_layouts_with_unmeasured_features_each_schedule_for_itself() -> None:
+    machine, work = find_machine("h100x64"), Workload(find_model("llama-3-70b"), 128, 8192)
+    result = search(machine, work, evaluate(machine, work, PlanOptions()))
+    assert result is not None
+    best = result.recommended
+    unmeasured = [each for each in result.ranked if not each.is_backed and each.seconds < best.seconds]
+    assert result.trials
+    assert result.trials[0] == min(unmeasured, key=by_time)
+    assert all(trial in unmeasured for trial in result.trials)
+    assert any(trial.layout.pp == best.layout.pp and trial.layout.tp == best.layout.tp for trial in result.trials)
 
 
 def test_experts_are_planned_and_marked_as_not_measured() -> None:

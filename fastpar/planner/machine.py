@@ -13,6 +13,7 @@ from typing import Any
 
 from fastpar.arguments import checked_fields
 
+MEMORY_SHARE = 0.92  # of a rank's memory that plans may fill, its reserve included
 SOURCES = ("calibrated", "fitted", "data sheet")
 
 
@@ -73,7 +74,7 @@ class Machine:
     @property
     def limit(self) -> int:
         """Bytes that a plan may fill: 0.92 of the memory, without the reserve."""
-        return int(0.92 * self.hbm_bytes) - self.reserve
+        return int(MEMORY_SHARE * self.hbm_bytes) - self.reserve
 
     def flops(self, precision: str) -> float:
         """Peak flop/s in a precision; ValueError names those that there are."""

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from fastpar.layouts import Layout
-from fastpar.planner.machine import Machine
+from fastpar.planner.machine import MEMORY_SHARE, Machine
 from fastpar.planner.memory import predict_memory
 from fastpar.planner.search import Candidates
-from fastpar.planner.space import PlanOptions, enumerate_layouts
+from fastpar.planner.space import ALLOW, PlanOptions, enumerate_layouts
 from fastpar.planner.workload import Workload
 
 
@@ -38,39 +38,48 @@ def nearest_misses(
 ) -> tuple[NearMiss, ...]:
     """The layouts of different sizes that lack least."""
     x, seen, misses = found.table, set(), []
-    remedy = _remedy(machine, work, options)
+    remedy = cheapest_remedy(machine, work, options)
     for row in np.argsort(found.memory.total, kind="stable"):
         family = tuple(int(getattr(x, name)[row]) for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep"))
         if family in seen:
             continue
         seen.add(family)
         missing = float(found.memory.total[row]) - found.limit
-        states = float(found.memory.parts["states"][row])
-        own = remedy
-        if not x.offload[row] and "offload" not in options.allow and states >= missing:
-            own = f"offloaded optimizer states would make {states / 1e9:.1f} GB of room (allow offload)"
-        misses.append(NearMiss(x.layout(int(row)), max(missing, 0.0), own))
+        misses.append(NearMiss(x.layout(int(row)), max(missing, 0.0), remedy))
         if len(misses) == count:
             break
     return tuple(misses)
 
 
-def _remedy(machine: Machine, work: Workload, options: PlanOptions) -> str:
-    """The fewest ranks, by doubling, on which something fits, without the pins."""
-    if options.pin:
-        loose = dataclasses.replace(options, pin={})
-        space = enumerate_layouts(machine, work, loose)
-        if len(space.table) and (predict_memory(machine, work, space.table).total <= _limit(machine, options)).any():
-            return "it fits without the pins"
+def cheapest_remedy(machine: Machine, work: Workload, options: PlanOptions) -> str:
+    """What makes room, the cheapest first: other pins, the fused loss, what is not searched unasked, more ranks, more
+    memory. Each is tried: with it a layout fits."""
+    loose = dataclasses.replace(options, pin={})
+    if options.pin and _lacks(machine, work, loose) <= 0:
+        return "it fits without the pins"
+    lean = dataclasses.replace(work, fused_loss=True)
+    if not work.fused_loss and _lacks(machine, lean, loose) <= 0:
+        return "the fused loss would make room (fused_loss)"
+    for word in ALLOW:
+        more = dataclasses.replace(loose, allow=options.allow | {word})
+        if word not in options.allow and _lacks(machine, work, more) <= 0:
+            states = "offloaded optimizer states would make room" if word == "offload" else f"{word} would make room"
+            return f"{states} (allow {word})"
     for factor in (2, 4, 8, 16, 32, 64):
-        more = dataclasses.replace(machine, gpus=machine.gpus * factor)
-        if more.gpus > work.batch * work.model.layers * machine.per_node:
-            break
-        space = enumerate_layouts(more, work, dataclasses.replace(options, pin={}))
-        if len(space.table) and (predict_memory(more, work, space.table).total <= _limit(more, options)).any():
-            return f"{more.gpus} ranks are enough"
-    return "more memory a rank, or a smaller model"
+        larger = dataclasses.replace(machine, gpus=machine.gpus * factor)
+        if _lacks(larger, work, loose) <= 0:
+            return f"{larger.gpus} ranks are enough"
+    together = f"the fused loss and allow {', '.join(ALLOW)}"
+    lacking = _lacks(machine, lean, dataclasses.replace(loose, allow=frozenset(ALLOW)))
+    if lacking <= 0:
+        return f"it fits with {together}"
+    return f"{(machine.hbm_bytes + lacking / MEMORY_SHARE) / 1e9:.1f} GB a rank would do, with {together}"
 
 
-def _limit(machine: Machine, options: PlanOptions) -> int:
-    return options.limit if options.limit is not None else machine.limit
+def _lacks(machine: Machine, work: Workload, options: PlanOptions) -> float:
+    """Bytes that the leanest layout lacks; not positive where it fits, inf where there is none."""
+    table = enumerate_layouts(machine, work, options).table
+    if not len(table):
+        return float("inf")
+    limit = options.limit if options.limit is not None else machine.limit
+    return float(predict_memory(machine, work, table).total.min()) - limit

@@ -202,7 +202,7 @@ def _plan_of(machine: Machine, work: Workload, candidates: Candidates, result: S
     return Plan(
         layout=chosen.layout,
         prediction=chosen,
-        trials=tuple(each for each in result.trials if not each.is_backed),
+        trials=result.trials,
         runners_up=tuple(each for each in result.ranked if each is not chosen)[:8],
         is_backed=result.is_backed,
         machine=machine,

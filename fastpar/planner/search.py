@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -60,9 +60,14 @@ def evaluate(machine: Machine, work: Workload, options: PlanOptions) -> Candidat
 
 @dataclass(frozen=True)
 class SearchResult:
-    """recommended: the least time of those whose features are measured. trials: the least means of all. `ranked` has
-    all that were refined, the fastest first; `bound`: no layout that was not refined is faster than this by its closed
-    form."""
+    """What a search found.
+
+    recommended  the least time of those whose features are measured
+    trials       the least means of all, where they are below it and have a feature that nobody has measured
+    ranked       all that were refined, the fastest first
+    is_backed    whether the recommended one's features are measured
+    bound        no layout that was not refined is faster than this by its closed form
+    """
 
     recommended: RefinedLayout
     trials: tuple[RefinedLayout, ...]
@@ -89,14 +94,20 @@ def search(machine: Machine, work: Workload, found: Candidates) -> SearchResult 
     measured = [each for each in ranked if each.is_backed]
     pool = measured or sorted(ranked, key=lambda each: each.high)
     recommended = simplest(pool)
-    others = [each for each in ranked if _family(each.layout) != _family(recommended.layout)]
-    trials: list[RefinedLayout] = []
-    for each in others:
-        if all(_family(each.layout) != _family(trial.layout) for trial in trials):
-            trials.append(each)
     rest = np.setdiff1d(rows, np.array(chosen))
     bound = float(found.step[rest].min()) if len(rest) else float("inf")
-    return SearchResult(recommended, tuple(trials[:3]), ranked, bool(measured), bound)
+    return SearchResult(recommended, _trials(ranked, recommended), ranked, bool(measured), bound)
+
+
+def _trials(ranked: Sequence[RefinedLayout], recommended: RefinedLayout) -> tuple[RefinedLayout, ...]:
+    """The three least means below the recommended one's, of layouts with features that nobody has measured; of those
+    that differ in microbatches or recomputation alone the first."""
+    first: dict[tuple, RefinedLayout] = {}
+    for each in ranked:
+        if each.seconds < recommended.seconds and not each.is_backed:
+            first.setdefault(_family(each.layout), each)
+    first.pop(_family(recommended.layout), None)
+    return tuple(first.values())[:3]
 
 
 def simplest(pool: list[RefinedLayout]) -> RefinedLayout:
@@ -141,7 +152,8 @@ def _of_each_schedule(found: Candidates, order: Column) -> list[int]:
 
 
 def _family(layout: Layout) -> tuple:
-    return layout.pp, layout.cp, layout.tp, layout.ep, layout.dp_shard, layout.zero.stage
+    dims = layout.pp, layout.cp, layout.tp, layout.ep, layout.dp_shard, layout.zero.stage
+    return *dims, layout.pipeline.schedule, layout.pipeline.stages_per_rank
 
 
 def _num_dims(layout: Layout) -> int:

@@ -93,7 +93,7 @@ def _grids(machine: Machine, work: Workload, options: PlanOptions) -> list[tuple
                 dp = ranks // (tp * cp * pp)
                 if pp > model.layers or work.batch % dp:
                     continue
-                for dp_shard in {dp, *_shards(machine, dp, cp * tp)}:
+                for dp_shard in sorted({dp, *_shards(machine, dp, cp * tp), *_pinned_shards(options, dp)}):
                     inner = dp_shard * cp * tp
                     eps = [ep for ep in divisors(model.num_experts) if inner % ep == 0] if model.experts else [1]
                     found += [(pp, dp // dp_shard, dp_shard, cp, tp, ep) for ep in eps]
@@ -103,6 +103,13 @@ def _grids(machine: Machine, work: Workload, options: PlanOptions) -> list[tuple
 def _cps(work: Workload, options: PlanOptions, ranks: int) -> list[int]:
     is_open = "cp" in options.allow or "cp" in options.pin or work.seq >= _LONG
     return [cp for cp in (1, 2, 4, 8, 16, 32) if ranks % cp == 0 and work.seq % (2 * cp) == 0 and (cp == 1 or is_open)]
+
+
+def _pinned_shards(options: PlanOptions, dp: int) -> list[int]:
+    """What a pinned dp_shard, or a pinned dp_replicate, makes of the data-parallel ranks."""
+    replicas = pin_value("dp_replicate", options.pin.get("dp_replicate", 0))
+    asked = pin_value("dp_shard", options.pin.get("dp_shard", 0)), dp // replicas if replicas else 0
+    return [shards for shards in asked if shards and dp % shards == 0]
 
 
 def _shards(machine: Machine, dp: int, inner: int) -> list[int]:
@@ -120,9 +127,9 @@ def _options_of(
     pipelines = [(1, 1)]
     if pp > 1:
         most = min(_MAX_STAGES, work.model.layers // pp)
-        pipelines = [(SCHEDULES.index("1f1b"), 1), (SCHEDULES.index("zb_h1"), 1)]
+        pipelines = [(SCHEDULES.index(name), 1) for name in ("gpipe", "1f1b", "zb_h1")]
         pipelines += [(SCHEDULES.index("interleaved_1f1b"), stages) for stages in range(2, most + 1)]
-        pipelines += [(SCHEDULES.index(name), 2) for name in ("zbv", "v_half")]
+        pipelines += [(SCHEDULES.index(name), 2) for name in ("zbv", "v_half", "dualpipev")]
     is_sharded = dp_shard * cp > 1 or (ep > 1 and dp_shard * cp * tp > ep)
     # Pipelines sum whole gradients in stage 2 as in stage 1: the same words and bytes.
     staged = ([0, 1, 2] if "zero" in options.pin else [0, 1]) if pp > 1 else [0, 1, 2, 3]
