@@ -170,7 +170,7 @@ def plans(python: str, peers: str, paths: Paths) -> dict[str, list[Stage]]:
     return {
         "check": [
             *begin,
-            Stage("smoke", 30, files=tuple(f for f in shared if "smoke" in f)),
+            Stage("smoke", 38, files=tuple(f for f in shared if "smoke" in f)),
             Stage("tests", 160, files=tuple(f for f in shared if "smoke" not in f), lanes=_LANES),
             Stage("tests-alone", 75, files=tuple(alone)),
             bench("cross_entropy", 40, *bf16, *entropy, "--vocab", "128256", "--no-memory", what="short"),
@@ -181,13 +181,13 @@ def plans(python: str, peers: str, paths: Paths) -> dict[str, list[Stage]]:
             replace(begin[0], limit=10),
             replace(begin[1], limit=30),
             *begin[2:],
-            bench("cross_entropy", 55, *bf16, *entropy, "--vocab", "32000,128256,262144"),
+            bench("cross_entropy", 50, *bf16, *entropy, "--vocab", "32000,128256,262144"),
             bench("linear_cross_entropy", 50, *bf16, *linear),
             bench("optimizer", 35, "--job", "update,wide,step", "--elements", "200000000"),
-            bench("moe", 60, *bf16, *experts, "--passes", "forward,both", "--only", "fastpar,torch,GEMMs"),
+            bench("moe", 55, *bf16, *experts, "--passes", "forward,both", "--only", "fastpar,torch,GEMMs"),
             bench("permute", 20, *bf16, "--tokens", "4096", "--hidden", "7168", "--top-k", "8", "--experts", "256"),
-            bench("overlap_gpu", 75, *bf16, "--shapes", "8192x2048x8192", "--no-memory"),
-            bench("symmetric", 40, *bf16, "--virtual-ranks", "2,4,8", "--kib", "1,64,1024,16384", "--settings", "hot"),
+            bench("overlap_gpu", 65, *bf16, "--shapes", "8192x2048x8192", "--no-memory"),
+            bench("symmetric", 35, *bf16, "--virtual-ranks", "2,4,8", "--kib", "1,64,1024,16384", "--settings", "hot"),
             bench(
                 "symmetric",
                 20,
@@ -208,6 +208,7 @@ def plans(python: str, peers: str, paths: Paths) -> dict[str, list[Stage]]:
                 "moe_route", 20, "--dtype", "fp32", "--presets", "deepseek_v3", "--tokens", "4096", "--experts", "256"
             ),
             bench("rms_norm", 15, *bf16, "--tokens", "4096", "--hidden", "4096"),
+            bench("attention", 30, *bf16, "--tokens", "4096", "--dims", "64,128", "--heads", "16", "--key-heads", "4"),
             bench("swiglu", 15, *bf16, "--tokens", "8192", "--features", "16384"),
             bench("clip", 15),
             bench(
