@@ -13,7 +13,7 @@ CUDA, and what is done about its traps:
 * **A hot L2 cache** makes small tensors faster than the memory is. Before every sample the device reads `FLUSH_BYTES`,
   several times any L2; reads, because what a flush writes would be written back on the provider's time.
 * **Warm-up.** `Worker.check` has run the provider at full size before it is timed, so compilers, module loading and the
-  caching allocator's first requests are over; `Plan.lead` more samples precede the timed ones.
+  caching allocator's first requests are over; `Sampling.lead` more samples precede the timed ones.
 * **Peak memory** is the caching allocator's own count, exact, in the same process. What a library takes from the driver
   past the allocator is not in it.
 """

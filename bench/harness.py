@@ -15,7 +15,7 @@ Measurement traps, and what is done about each:
 * **Memory that the hypervisor takes back.** A virtual machine may hand free huge pages back to its host within half a
   second (free page reporting); the next one to touch them waits for the host, which made a call with huge pages 12
   times slower here when others had run in between. A training step does not pause like that, so every turn begins with
-  `Plan.lead` untimed calls of the same provider, and the timed ones follow at once.
+  `Sampling.lead` untimed calls of the same provider, and the timed ones follow at once.
 * **GEMM kernels.** The fp32 matmul precision can change the GEMM kernel (a factor of two on some CPUs). It belongs to
   the setting, so both sides of every ratio use the same one.
 * **Adaptive iteration counts.** Ranks that decide for themselves how often to repeat stop matching each other's
@@ -345,7 +345,7 @@ class Measurement:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Sampling:
     """How often to measure: `blocks` rounds over all providers, in each `lead` untimed and `iters` timed samples."""
 
     blocks: int = 5
@@ -357,7 +357,7 @@ class Plan:
             raise ValueError(f"blocks ({self.blocks}) and iters ({self.iters}) must be >= 1, lead ({self.lead}) >= 0")
 
 
-def measure(case: Case, lanes: Sequence[Lane], plan: Plan, only: Iterable[str] = ()) -> list[Measurement]:
+def measure(case: Case, lanes: Sequence[Lane], plan: Sampling, only: Iterable[str] = ()) -> list[Measurement]:
     """Check every provider of `case` in every lane, then time those that are right, in interleaved blocks.
 
     only: substrings; with any, providers whose name has none of them are left out (roofs stay).

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from bench.harness import CUDA_SETTINGS, SETTINGS, Case, Measurement, Plan, ProviderError, Setting, measure
+from bench.harness import CUDA_SETTINGS, SETTINGS, Case, Measurement, ProviderError, Sampling, Setting, measure
 from bench.ranks import LaneError, ProcessLane
 from bench.report import plot, print_table
 from bench.rows import Row, default_path, load, make_rows, new_run, save
@@ -181,7 +181,7 @@ def _measure_lanes(
     """The rows of one case after the other at one number of ranks; the settings' lanes live side by side and take
     turns.
     """
-    plan = Plan(flags.blocks, flags.iters, flags.lead)
+    plan = Sampling(flags.blocks, flags.iters, flags.lead)
     settings = [(SETTINGS | CUDA_SETTINGS)[name] for name in flags.settings]
     on_cpu = flags.device == "cpu"
     told: set[str] = set()

@@ -26,11 +26,11 @@ from bench.harness import (
     Error,
     LoadMeter,
     Measurement,
-    Plan,
     Provider,
     ProviderError,
     ProviderInfo,
     Rank,
+    Sampling,
     Setting,
     Worker,
     absent,
@@ -138,7 +138,7 @@ def test_load_meter_counts_what_others_used() -> None:
 def test_providers_of_all_lanes_take_turns_with_fixed_counts() -> None:
     log: list[tuple[str, str, tuple[int, int]]] = []
     lanes = [FakeLane(s, {"a": 0.0, "b": 0.0}, log) for s in (DEFAULT, TUNED)]
-    found = measure(ListCase(), lanes, Plan(blocks=4, iters=3, lead=2))
+    found = measure(ListCase(), lanes, Sampling(blocks=4, iters=3, lead=2))
     everyone = {(s, n) for s in ("default", "tuned") for n in "ab"}
     rounds = [log[i : i + 4] for i in range(0, len(log), 4)]
     assert len(rounds) == 4
@@ -151,7 +151,7 @@ def test_providers_of_all_lanes_take_turns_with_fixed_counts() -> None:
 @pytest.mark.parametrize("error", [2e-3, float("nan"), float("inf")])
 def test_a_wrong_provider_is_never_timed(error: float) -> None:
     log: list[tuple[str, str, tuple[int, int]]] = []
-    good, wrong = measure(ListCase(), [FakeLane(DEFAULT, {"good": 1e-3, "wrong": error}, log)], Plan(2, 1))
+    good, wrong = measure(ListCase(), [FakeLane(DEFAULT, {"good": 1e-3, "wrong": error}, log)], Sampling(2, 1))
     assert {name for _, name, _ in log} == {"good"}
     assert wrong.seconds == []
     assert wrong.problem.startswith("wrong result, not timed: out error")
@@ -161,19 +161,19 @@ def test_a_wrong_provider_is_never_timed(error: float) -> None:
 def test_a_provider_that_raises_is_reported_and_the_others_are_timed() -> None:
     log: list[tuple[str, str, tuple[int, int]]] = []
     lane = FakeLane(DEFAULT, {"broken": ProviderError("no compiler"), "good": 0.0}, log)
-    broken, good = measure(ListCase(), [lane], Plan(1, 1))
+    broken, good = measure(ListCase(), [lane], Sampling(1, 1))
     assert broken.problem == "failed: no compiler"
     assert len(good.seconds) == 1
 
 
 def test_only_keeps_named_providers_and_roofs() -> None:
     lane = FakeLane(DEFAULT, {"fastpar": 0.0, "torch": 0.0}, [])
-    assert [m.provider.name for m in measure(ListCase(), [lane], Plan(1, 1), only=["fast"])] == ["fastpar"]
+    assert [m.provider.name for m in measure(ListCase(), [lane], Sampling(1, 1), only=["fast"])] == ["fastpar"]
 
 
 def test_plan_rejects_counts_that_measure_nothing() -> None:
     with pytest.raises(ValueError, match=r"blocks \(0\)"):
-        Plan(blocks=0)
+        Sampling(blocks=0)
 
 
 def test_worker_times_the_call_and_not_its_preparation() -> None:
@@ -203,7 +203,7 @@ def test_absent_peers_are_neither_run_nor_rows_nor_problems(capsys: pytest.Captu
 
     log: list[tuple[str, str, tuple[int, int]]] = []
     lanes = [Lane(s, {"here": 0.0}, log) for s in (DEFAULT, TUNED)]
-    found = measure(ListCase(), lanes, Plan(1, 1))
+    found = measure(ListCase(), lanes, Sampling(1, 1))
     assert {name for _, name, _ in log} == {"here"}
     rows = make_rows("toy", {}, found, "r")
     assert [row["provider"] for row in rows] == ["here", "here"]

@@ -23,7 +23,7 @@ from fastpar.recompute import (
     Keep,
     LayerCost,
     NoRecompute,
-    Plan,
+    RecomputePlan,
     Segments,
     Selective,
     least_memory_plan,
@@ -87,10 +87,10 @@ class Counted(nn.Module):
 class GivenPlan:
     """A policy that is a plan."""
 
-    def __init__(self, given: Plan):
+    def __init__(self, given: RecomputePlan):
         self.given = given
 
-    def plan(self, num_layers: int) -> Plan:
+    def plan(self, num_layers: int) -> RecomputePlan:
         return self.given
 
 
@@ -147,7 +147,7 @@ def test_segments_run_again_all_but_the_last_stretch(layers: int, count: int) ->
 
 @pytest.mark.parametrize("layers", [1, 4, 9, 16, 25, 30])
 def test_segments_are_sqrt_n_by_default_and_hold_the_least(layers: int) -> None:
-    def held(plan: Plan) -> int:
+    def held(plan: RecomputePlan) -> int:
         return sum(isinstance(step, Drop) for step in plan.steps) + -(-layers // round(math.sqrt(layers)))
 
     assert held(Segments().plan(layers)) <= 2 * math.sqrt(layers)
@@ -194,7 +194,7 @@ def test_a_named_policy_is_the_plan_that_its_table_says() -> None:
 
 
 def test_the_worked_example_of_the_plan_module() -> None:
-    plan = Plan(4, (Drop(0, 2, (Keep(0), Keep(1))), Keep(2), Keep(3)))
+    plan = RecomputePlan(4, (Drop(0, 2, (Keep(0), Keep(1))), Keep(2), Keep(3)))
     assert plan == Segments(2).plan(4)
     assert plan.num_recomputed == 2
     assert plan.peak_bytes([LayerCost(1, 2, 0, 1)] * 4) == 2
@@ -207,7 +207,9 @@ def test_clip_replaces_a_stretch_at_the_end_by_what_it_would_be_run_by() -> None
     steps = Binomial(2).plan(6).steps
     clipped = clip(steps, 1, 4)
     assert isinstance(clipped[-1], Keep)
-    assert Plan(3, tuple(_shifted(step, 1) for step in clipped)).num_layers == 3  # covers layers 1..3 without gaps
+    assert (
+        RecomputePlan(3, tuple(_shifted(step, 1) for step in clipped)).num_layers == 3
+    )  # covers layers 1..3 without gaps
 
 
 def _shifted(step: Keep | Drop, by: int) -> Keep | Drop:
@@ -221,7 +223,7 @@ def _shifted(step: Keep | Drop, by: int) -> Keep | Drop:
 )
 def test_a_plan_with_gaps_is_an_error(steps: Steps) -> None:
     with pytest.raises(ValueError, match="the steps"):
-        Plan(2, steps)
+        RecomputePlan(2, steps)
 
 
 def test_policies_name_what_does_not_fit() -> None:
@@ -332,8 +334,8 @@ def test_layers_run_as_often_and_hold_as_much_as_the_plan_says(policy: Any, laye
 def test_any_plan_of_unequal_layers_runs_and_holds_what_it_says(seed: int) -> None:
     rng = random.Random(seed)
     costs = random_costs(rng, 5)
-    plan = Plan(5, rng.choice(list(all_steps(0, 5))))
-    plan = Plan(5, clip(plan.steps, 0, 5))  # a stretch at the very end is run as its own plan says
+    plan = RecomputePlan(5, rng.choice(list(all_steps(0, 5))))
+    plan = RecomputePlan(5, clip(plan.steps, 0, 5))  # a stretch at the very end is run as its own plan says
     runs, ledger = run_counted(costs, GivenPlan(plan))
     assert runs == plan.forwards()
     assert ledger.peak == plan.peak_bytes(costs)
@@ -385,7 +387,7 @@ def test_measured_bytes_leave_out_input_output_and_parameters() -> None:
 def test_measured_costs_make_a_budget_that_holds_in_a_run() -> None:
     layers = nn.Sequential(*(Squares() for _ in range(6)))
     costs = measure_layers(layers, torch.zeros(3, 1000), repeats=1)
-    everything = Plan(6, tuple(Keep(i) for i in range(6))).peak_bytes(costs)
+    everything = RecomputePlan(6, tuple(Keep(i) for i in range(6))).peak_bytes(costs)
     policy = Budget(everything // 2, costs)
     x = torch.rand(3, 1000, requires_grad=True)
     layers(x * 0.1).sum().backward()

@@ -137,13 +137,13 @@ def _styles() -> dict[str, Any]:
     from transformers.distributed import tensor_parallel as hf
 
     def with_forward(base: type[Any], forward: Callable[..., Tensor], *options: Any, **keywords: Any) -> Any:
-        class Style(base):
+        class WithForward(base):
             def install_forward(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
                 module.forward = functools.partial(forward, module, Communicator.of(mesh), *options)
                 return module
 
-        Style.__name__ = Style.__qualname__ = f"Fastpar{base.__name__}"
-        return Style(**keywords)
+        WithForward.__name__ = WithForward.__qualname__ = f"Fastpar{base.__name__}"
+        return WithForward(**keywords)
 
     split = {"input_layouts": Replicate(), "output_layouts": Shard(-1)}
     return {

@@ -23,7 +23,7 @@ from fastpar.recompute.ambient import Capture
 from fastpar.recompute.budget import least_memory_plan, optimal_plan
 from fastpar.recompute.chain import apply_recompute, checkpoint, remove_recompute
 from fastpar.recompute.measure import measure_layers
-from fastpar.recompute.plan import Drop, Keep, LayerCost, Plan
+from fastpar.recompute.plan import Drop, Keep, LayerCost, RecomputePlan
 from fastpar.recompute.policy import (
     Binomial,
     Budget,
@@ -46,9 +46,9 @@ __all__ = [
     "Keep",
     "LayerCost",
     "NoRecompute",
-    "Plan",
     "Policy",
     "RecomputeError",
+    "RecomputePlan",
     "Segments",
     "Selective",
     "apply_recompute",

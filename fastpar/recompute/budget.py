@@ -25,15 +25,15 @@ from collections.abc import Sequence
 import numpy as np
 
 from fastpar.arguments import checked
-from fastpar.recompute.plan import Drop, Keep, LayerCost, Plan, Steps, keep_all
+from fastpar.recompute.plan import Drop, Keep, LayerCost, RecomputePlan, Steps, keep_all
 
 _KEEP = -1  # a choice; the others are the layer up to which nothing is kept
 _NONE = -2
 
 
 @checked(computed=False)
-def optimal_plan(costs: Sequence[LayerCost], budget: int, *, resolution: int = 2000) -> Plan:
-    """The plan of least `Plan.time` among those whose `Plan.peak_bytes` is at most `budget`.
+def optimal_plan(costs: Sequence[LayerCost], budget: int, *, resolution: int = 2000) -> RecomputePlan:
+    """The plan of least `RecomputePlan.time` among those whose `RecomputePlan.peak_bytes` is at most `budget`.
 
     ValueError if no plan fits; the message says what the least budget is.
     """
@@ -45,7 +45,7 @@ def optimal_plan(costs: Sequence[LayerCost], budget: int, *, resolution: int = 2
     least = frugal.peak_bytes(costs)
     if budget < least:
         raise ValueError(f"budget: no plan of these {len(costs)} layers fits into {budget} bytes; the least is {least}")
-    everything = Plan(len(costs), keep_all(0, len(costs)))
+    everything = RecomputePlan(len(costs), keep_all(0, len(costs)))
     if budget >= everything.peak_bytes(costs):
         return everything
     return _fastest(costs, budget, _unit(costs, budget, resolution)) or frugal  # rounding up may leave no other
@@ -56,7 +56,7 @@ def _unit(costs: Sequence[LayerCost], budget: int, resolution: int) -> int:
     return divisor if divisor and budget // divisor <= resolution else -(-budget // resolution)
 
 
-def _fastest(costs: Sequence[LayerCost], budget: int, unit: int) -> Plan | None:
+def _fastest(costs: Sequence[LayerCost], budget: int, unit: int) -> RecomputePlan | None:
     """The recurrence of the module's docstring, with m counted in units."""
     count, capacity = len(costs), budget // unit
     rounded = [LayerCost(c.forward, c.backward, -(-c.output // unit), -(-c.saved // unit)) for c in costs]
@@ -90,7 +90,7 @@ def _fastest(costs: Sequence[LayerCost], budget: int, unit: int) -> Plan | None:
                 s, m = j, m - rounded[j - 1].output
         return tuple(found)
 
-    return Plan(count, steps(0, count, capacity))
+    return RecomputePlan(count, steps(0, count, capacity))
 
 
 def _with_less(time: np.ndarray, amount: int) -> np.ndarray:
@@ -102,8 +102,8 @@ def _with_less(time: np.ndarray, amount: int) -> np.ndarray:
 
 
 @checked(computed=False)
-def least_memory_plan(costs: Sequence[LayerCost]) -> Plan:
-    """A plan of least `Plan.peak_bytes`, whatever its time; of equals, the one that drops least."""
+def least_memory_plan(costs: Sequence[LayerCost]) -> RecomputePlan:
+    """A plan of least `RecomputePlan.peak_bytes`, whatever its time; of equals, the one that drops least."""
     count = len(costs)
     least: dict[tuple[int, int], int] = {}
     choice: dict[tuple[int, int], int] = {}
@@ -124,4 +124,4 @@ def least_memory_plan(costs: Sequence[LayerCost]) -> Plan:
             s = found[-1].stop
         return tuple(found)
 
-    return Plan(count, steps(0, count))
+    return RecomputePlan(count, steps(0, count))

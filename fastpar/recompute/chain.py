@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from fastpar.arguments import checked
 from fastpar.recompute.ambient import Capture
-from fastpar.recompute.plan import Drop, Plan
+from fastpar.recompute.plan import Drop, RecomputePlan
 from fastpar.recompute.policy import Full, Policy, Selective
 from fastpar.recompute.segment import Segment, Setting, leaves, link_of
 from fastpar.recompute.selective import check_ops, default_ops
@@ -25,7 +25,7 @@ _STATE = "_fastpar_recompute"
 class RecomputeChain:
     """The plan of some layers and how their calls are run. Knows nothing of any call."""
 
-    def __init__(self, plan: Plan, setting: Setting):
+    def __init__(self, plan: RecomputePlan, setting: Setting):
         self.plan, self.setting = plan, setting
         self.steps = [plan.step_of(layer) for layer in range(plan.num_layers)]
         self.recomputes = any(isinstance(step, Drop) for step in plan.steps)

@@ -74,7 +74,7 @@ class LayerCost:
 
 @checked_fields
 @dataclass(frozen=True)
-class Plan:
+class RecomputePlan:
     """Steps that cover layers 0..num_layers-1."""
 
     num_layers: int
@@ -186,13 +186,13 @@ def keep_all(start: int, stop: int) -> Steps:
     return tuple(Keep(layer) for layer in range(start, stop))
 
 
-def each_layer(num_layers: int) -> Plan:
+def each_layer(num_layers: int) -> RecomputePlan:
     """Every layer is run again, from its own input: n inputs and one layer's activations, n recomputations."""
     check_counts(MAX_LAYERS, least=0, num_layers=num_layers)
-    return Plan(num_layers, tuple(Drop(layer, layer + 1, (Keep(layer),)) for layer in range(num_layers)))
+    return RecomputePlan(num_layers, tuple(Drop(layer, layer + 1, (Keep(layer),)) for layer in range(num_layers)))
 
 
-def segments(num_layers: int, count: int) -> Plan:
+def segments(num_layers: int, count: int) -> RecomputePlan:
     """`count` stretches of nearly equal length, the last of which is kept: n - n / count recomputations, count - 1
     inputs and n / count layers' activations (Chen et al. 2016, arXiv:1604.06174). Longer stretches come first."""
     check_counts(MAX_LAYERS, num_layers=num_layers)
@@ -201,10 +201,10 @@ def segments(num_layers: int, count: int) -> Plan:
     base, longer = divmod(num_layers, count)
     bounds = [segment * base + min(segment, longer) for segment in range(count + 1)]
     stretches = [Drop(a, b, keep_all(a, b)) for a, b in itertools.pairwise(bounds[:-1])]
-    return Plan(num_layers, (*stretches, *keep_all(bounds[-2], num_layers)))
+    return RecomputePlan(num_layers, (*stretches, *keep_all(bounds[-2], num_layers)))
 
 
-def binomial(num_layers: int, slots: int) -> Plan:
+def binomial(num_layers: int, slots: int) -> RecomputePlan:
     """The fewest recomputations of equal layers with `slots` inputs held, the chain's own among them, and one layer's
     activations (Griewank and Walther 2000, "Revolve").
 
@@ -213,7 +213,7 @@ def binomial(num_layers: int, slots: int) -> Plan:
     if slots < 1:
         raise ValueError(f"slots must be at least 1 (the chain's input is in the first), got {slots}")
     check_counts(MAX_LAYERS, num_layers=num_layers)
-    return Plan(num_layers, _binomial_steps(0, num_layers, min(slots, num_layers)))
+    return RecomputePlan(num_layers, _binomial_steps(0, num_layers, min(slots, num_layers)))
 
 
 def binomial_recomputations(num_layers: int, slots: int) -> int:

@@ -9,13 +9,13 @@ from typing import Any, Protocol
 from fastpar.arguments import checked, checked_fields
 from fastpar.recompute import plan as plans
 from fastpar.recompute.budget import optimal_plan
-from fastpar.recompute.plan import LayerCost, Plan
+from fastpar.recompute.plan import LayerCost, RecomputePlan
 
 
 class Policy(Protocol):
     """`plan` says which layers of a chain are run again and when; `keep` what survives of a layer that is."""
 
-    def plan(self, num_layers: int) -> Plan:
+    def plan(self, num_layers: int) -> RecomputePlan:
         """What each of `num_layers` layers keeps and recomputes."""
         ...
 
@@ -25,9 +25,9 @@ class NoRecompute:
     """Keep everything."""
 
     @checked(computed=False)
-    def plan(self, num_layers: int) -> Plan:
+    def plan(self, num_layers: int) -> RecomputePlan:
         """What each of `num_layers` layers keeps and recomputes."""
-        return Plan(num_layers, plans.keep_all(0, num_layers))
+        return RecomputePlan(num_layers, plans.keep_all(0, num_layers))
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Full:
     """Keep each layer's input; run the layer again when its backward comes."""
 
     @checked(computed=False)
-    def plan(self, num_layers: int) -> Plan:
+    def plan(self, num_layers: int) -> RecomputePlan:
         """What each of `num_layers` layers keeps and recomputes."""
         return plans.each_layer(num_layers)
 
@@ -53,7 +53,7 @@ class Selective:
     keep: tuple[Any, ...] | None = None
 
     @checked(computed=False)
-    def plan(self, num_layers: int) -> Plan:
+    def plan(self, num_layers: int) -> RecomputePlan:
         """What each of `num_layers` layers keeps and recomputes."""
         return plans.each_layer(num_layers)
 
@@ -69,7 +69,7 @@ class Segments:
     count: int | None = None
 
     @checked(computed=False)
-    def plan(self, num_layers: int) -> Plan:
+    def plan(self, num_layers: int) -> RecomputePlan:
         """What each of `num_layers` layers keeps and recomputes."""
         return plans.segments(num_layers, round(math.sqrt(num_layers)) if self.count is None else self.count)
 
@@ -82,7 +82,7 @@ class Binomial:
     slots: int
 
     @checked(computed=False)
-    def plan(self, num_layers: int) -> Plan:
+    def plan(self, num_layers: int) -> RecomputePlan:
         """What each of `num_layers` layers keeps and recomputes."""
         return plans.binomial(num_layers, self.slots)
 
@@ -92,7 +92,7 @@ class ConstantMemory:
     """Hold the chain's input and one layer's activations: n (n - 1) / 2 recomputations."""
 
     @checked(computed=False)
-    def plan(self, num_layers: int) -> Plan:
+    def plan(self, num_layers: int) -> RecomputePlan:
         """What each of `num_layers` layers keeps and recomputes."""
         return plans.binomial(num_layers, 1)
 
@@ -113,7 +113,7 @@ class Budget:
         optimal_plan(self.costs, self.bytes)  # says at once what does not fit
 
     @checked(computed=False)
-    def plan(self, num_layers: int) -> Plan:
+    def plan(self, num_layers: int) -> RecomputePlan:
         """What each of `num_layers` layers keeps and recomputes."""
         if num_layers != len(self.costs):
             raise ValueError(f"the budget has costs of {len(self.costs)} layers, but the chain has {num_layers}")

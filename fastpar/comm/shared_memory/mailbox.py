@@ -22,7 +22,7 @@ from torch import Tensor
 from fastpar.comm.errors import CommError
 from fastpar.comm.message_format import DTYPE_NUMBERS
 from fastpar.comm.shared_memory.library import library
-from fastpar.comm.shared_memory.rendezvous import Hosts, Memory, Rendezvous, Share, addresses_of, share_memory
+from fastpar.comm.shared_memory.rendezvous import HostMemory, Hosts, Rendezvous, Share, addresses_of, share_memory
 
 _SMALL_BYTES = 64 << 10  # copied in a few microseconds, for which the interpreter's lock need not be given up
 _MAX_ADDRESS_BYTES = 1 << 44  # of the arenas of all ranks, in the address space of each (of 1 << 47)
@@ -104,18 +104,18 @@ def join(meeting: Rendezvous, hosts: Hosts, ranks_on_host: int) -> SharedMailbox
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     arena_bytes = min(memory, _MAX_ADDRESS_BYTES // size)
 
-    def create(_: Sequence[int]) -> tuple[int, Memory]:
+    def create(_: Sequence[int]) -> tuple[int, HostMemory]:
         handle = library().mail_create(rank, size, max(ranks_on_host, size), arena_bytes) or 0
         if not handle:
-            return 0, Memory.none(library().error_text() or "unknown")
-        return handle, Memory(os.getpid(), library().mail_descriptor(handle), library().mail_nonce(handle), "")
+            return 0, HostMemory.none(library().error_text() or "unknown")
+        return handle, HostMemory(os.getpid(), library().mail_descriptor(handle), library().mail_nonce(handle), "")
 
     share = Share(create, _connect, library().mail_seal, library().mail_destroy)
     handle = share_memory(meeting, hosts[0], share)
     return handle if isinstance(handle, str) else SharedMailbox(handle)
 
 
-def _connect(handle: int, memories: Sequence[Memory]) -> str:
+def _connect(handle: int, memories: Sequence[HostMemory]) -> str:
     try:
         library().check_status(library().mail_connect(handle, *addresses_of(memories)))
     except CommError as error:

@@ -34,7 +34,7 @@ class _Place:
 
 
 @dataclass(frozen=True)
-class Memory:
+class HostMemory:
     """And then, knowing who shares its host, where its part of their memory is."""
 
     pid: int
@@ -43,7 +43,7 @@ class Memory:
     problem: str
 
     @classmethod
-    def none(cls, problem: str = "") -> Memory:
+    def none(cls, problem: str = "") -> HostMemory:
         return cls(os.getpid(), -1, 0, problem)
 
 
@@ -57,8 +57,8 @@ class Share:
     destroy   (handle)
     """
 
-    create: Callable[[Sequence[int]], tuple[int, Memory]]
-    connect: Callable[[int, Sequence[Memory]], str]
+    create: Callable[[Sequence[int]], tuple[int, HostMemory]]
+    connect: Callable[[int, Sequence[HostMemory]], str]
     seal: Callable[[int], None]
     destroy: Callable[[int], None]
 
@@ -110,8 +110,8 @@ def share_memory(meeting: Rendezvous, here: Sequence[int], share: Share) -> int 
     the same answer on every rank of the group."""
     handle = 0
     try:
-        handle, memory = share.create(here) if len(here) > 1 else (0, Memory.none())
-        memories = [Memory(**json.loads(text)) for text in meeting.exchange("memory", json.dumps(asdict(memory)))]
+        handle, memory = share.create(here) if len(here) > 1 else (0, HostMemory.none())
+        memories = [HostMemory(**json.loads(text)) for text in meeting.exchange("memory", json.dumps(asdict(memory)))]
         problem = memory.problem
         if handle and not any(memories[other].problem for other in here):
             # Only where every rank here has memory: else all of them give up alike.
@@ -133,7 +133,7 @@ def share_memory(meeting: Rendezvous, here: Sequence[int], share: Share) -> int 
     return handle
 
 
-def addresses_of(memories: Sequence[Memory]) -> tuple[Any, Any, Any]:
+def addresses_of(memories: Sequence[HostMemory]) -> tuple[Any, Any, Any]:
     """Process ids, descriptors and nonces, as the library takes them."""
     nonces = (ctypes.c_uint64 * len(memories))(*[memory.nonce for memory in memories])
     return int64_array([m.pid for m in memories]), int64_array([m.descriptor for m in memories]), nonces

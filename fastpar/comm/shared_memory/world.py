@@ -17,8 +17,8 @@ from fastpar.comm.errors import CommError
 from fastpar.comm.shared_memory.library import int64_array, library
 from fastpar.comm.shared_memory.rendezvous import (
     SEVERAL_HOSTS,
+    HostMemory,
     Hosts,
-    Memory,
     Rendezvous,
     Share,
     addresses_of,
@@ -153,7 +153,7 @@ def connect(store: dist.Store, rank: int, size: int, ranks_on_host: int, timeout
         return f"{SEVERAL_HOSTS}, no two on the same"
     here = next(ranks for ranks in hosts if rank in ranks)
 
-    def create(here: Sequence[int]) -> tuple[int, Memory]:
+    def create(here: Sequence[int]) -> tuple[int, HostMemory]:
         return _create(here, rank, max(ranks_on_host, len(here)))
 
     handle = share_memory(meeting, here, Share(create, _connect, library().comm_seal, library().comm_destroy))
@@ -162,16 +162,16 @@ def connect(store: dist.Store, rank: int, size: int, ranks_on_host: int, timeout
     return HostMeeting(hosts, LocalWorld(handle, list(here), here.index(rank)) if handle else None)
 
 
-def _create(here: Sequence[int], rank: int, ranks_on_host: int) -> tuple[int, Memory]:
+def _create(here: Sequence[int], rank: int, ranks_on_host: int) -> tuple[int, HostMemory]:
     """This rank's part of the memory of its host."""
     handle = library().comm_create(here.index(rank), len(here), ranks_on_host, SLOT_BYTES) or 0
     if not handle:
-        return 0, Memory.none(library().error_text() or "unknown")
+        return 0, HostMemory.none(library().error_text() or "unknown")
     library().comm_name_ranks(handle, int64_array(here))
-    return handle, Memory(os.getpid(), library().comm_descriptor(handle), library().comm_nonce(handle), "")
+    return handle, HostMemory(os.getpid(), library().comm_descriptor(handle), library().comm_nonce(handle), "")
 
 
-def _connect(handle: int, memories: Sequence[Memory]) -> str:
+def _connect(handle: int, memories: Sequence[HostMemory]) -> str:
     try:
         library().check_status(library().comm_connect(handle, *addresses_of(memories)))
     except CommError as error:

@@ -54,7 +54,7 @@ class Waiting(NamedTuple):
     is_last: bool
 
 
-class Cut(NamedTuple):
+class GraphCut(NamedTuple):
     """What can wait in one graph.
 
     products  nodes that run with a hook
@@ -171,7 +171,7 @@ class _GraphSearch:
         if parameter.variable.numel() > 0:
             self.whole.append((user, parameter))
 
-    def result(self) -> Cut:
+    def result(self) -> GraphCut:
         stuck = self.waiting if self.direct else []
         while stuck:  # until nothing waits for a parameter that has become direct
             stuck = [each for each in self.waiting if any(t.parameter in self.direct for t in each.targets)]
@@ -179,7 +179,7 @@ class _GraphSearch:
             for each in stuck:
                 self.withdraw(each)
         products = [each for each in self.waiting if not each.is_last]
-        return Cut(products, [each for each in self.waiting if each.is_last], list(self.direct), self.whole)
+        return GraphCut(products, [each for each in self.waiting if each.is_last], list(self.direct), self.whole)
 
     def withdraw(self, each: Waiting) -> None:
         """Run a node after all; a product can still wait for its other operands."""
@@ -199,7 +199,7 @@ def _may_be_last(node: Any, name: str) -> bool:
     return name in _TABLES or (isinstance(node, BackwardCFunction) and name not in _LINKS and name not in _UNDIVIDED)
 
 
-def find_cut(roots: Iterable[Any], inputs: Iterable[Tensor]) -> Cut:
+def find_cut(roots: Iterable[Any], inputs: Iterable[Tensor]) -> GraphCut:
     """See the note above; `roots` are the nodes of a stage's outputs."""
     search = _GraphSearch(inputs)
     search.walk(roots)

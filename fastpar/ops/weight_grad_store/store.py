@@ -27,7 +27,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastpar.ops.weight_grad_store.graph import Capture, Cut, edge_of, entry_of_last, find_cut, parameter_of, target_of
+from fastpar.ops.weight_grad_store.graph import (
+    Capture,
+    GraphCut,
+    edge_of,
+    entry_of_last,
+    find_cut,
+    parameter_of,
+    target_of,
+)
 from fastpar.ops.weight_grad_store.matmuls import STRAIGHT, THROUGH_NODES, TRANSPOSED, Entry, Target
 
 _CURRENT: ContextVar[WeightGradStore | None] = ContextVar("fastpar_wgrad_store", default=None)
@@ -161,7 +169,7 @@ class WeightGradStore:
         by_input = iter(found)
         return tuple(next(by_input, None) if x.requires_grad else None for x in inputs)
 
-    def _hold(self, cut: Cut, grads: Sequence[Tensor | None], before: int) -> None:
+    def _hold(self, cut: GraphCut, grads: Sequence[Tensor | None], before: int) -> None:
         """Add what the engine has returned to the entries that its hooks have made since `before`."""
         direct, last = grads[: len(cut.direct)], grads[len(cut.direct) :]
         for each, dout in zip(cut.last, last, strict=True):

@@ -71,9 +71,9 @@ def v_half(num_ranks: int, num_microbatches: int) -> Schedule:
     """
     check_sizes(num_ranks, num_microbatches)
     if num_ranks % 2:
-        block = _Block(hops=(1, 2, 1, 2), turns=(2, 1, 1), spare=0)
+        block = _VBlock(hops=(1, 2, 1, 2), turns=(2, 1, 1), spare=0)
     else:
-        block = _Block(hops=(1, 2, 1, 2), turns=(4, 4, 2), spare=1)
+        block = _VBlock(hops=(1, 2, 1, 2), turns=(4, 4, 2), spare=1)
     return _of_block("v_half", block, num_ranks, num_microbatches, limit=num_ranks + 2)
 
 
@@ -93,9 +93,9 @@ def v_min(num_ranks: int, num_microbatches: int) -> Schedule:
     """
     check_sizes(num_ranks, num_microbatches)
     if num_ranks % 3:
-        block = _Block(hops=(1, 1, 1, 1), turns=(1, 1, 1), spare=None)
+        block = _VBlock(hops=(1, 1, 1, 1), turns=(1, 1, 1), spare=None)
     else:
-        block = _Block(hops=(1, 1, 1, 1), turns=(1, 3, 1), spare=0)
+        block = _VBlock(hops=(1, 1, 1, 1), turns=(1, 3, 1), spare=0)
     limit = 2 * ((num_ranks + 1) // 3 + 1)
     return _of_block("v_min", block, num_ranks, num_microbatches, limit)
 
@@ -111,7 +111,7 @@ def _take_turns(times: int, *queues: list[Action]) -> list[Action]:
 
 
 @dataclass(frozen=True)
-class _Block:
+class _VBlock:
     """The passes of one microbatch, in slots of equal length.
 
     hops    from rank to rank, for the near forward, far forward, far I, near I
@@ -136,7 +136,7 @@ class _Block:
         return (rank * down, far + below * up, far_input + rank * down_again, near_input + below * up_again)
 
 
-def _of_block(name: str, block: _Block, num_ranks: int, num_microbatches: int, limit: int) -> Schedule:
+def _of_block(name: str, block: _VBlock, num_ranks: int, num_microbatches: int, limit: int) -> Schedule:
     """Repeat the block for every microbatch, keep the order of its actions, and close the holes."""
     orders = []
     for rank in range(num_ranks):
