@@ -169,11 +169,17 @@ def test_a_bench_that_fails_does_not_keep_the_next_from_running(tmp_path: Path) 
     assert (out / "results.tgz").exists()  # the variable OUT names the folder
 
 
-def test_a_run_that_is_ended_packs_what_it_has(tmp_path: Path) -> None:
+@pytest.mark.parametrize("sigint", [signal.SIG_DFL, signal.SIG_IGN], ids=["", "started in the background"])
+def test_a_run_that_is_ended_packs_what_it_has(tmp_path: Path, sigint: signal.Handlers) -> None:
     command = [sys.executable, str(SCRIPT), "--only", "roofs,tests-alone", *arguments_of(tmp_path)]
     log = tmp_path / "work" / "logs" / "test_gpu_symmetric.txt"
     environment = {**os.environ, "PYTHON": fake(tmp_path)}
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as script:
+    before = signal.signal(signal.SIGINT, sigint)  # which a process inherits where it is ignored
+    try:
+        started = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    with started as script:
         while not (log.exists() and "waiting" in log.read_text()):
             assert script.poll() is None
             time.sleep(0.02)

@@ -491,6 +491,8 @@ def main() -> int:
         return 2
     has_linked = link_kernels(python)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that results are packed then, too
+    # What a script starts in the background ignores SIGINT, and so would every stage, which is asked to end with it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     runner, status = Runner(python, arguments.budget, paths), 1
     try:
         for stage in stages:
