@@ -22,7 +22,6 @@ from fastpar.planner import MACHINES, Machine, NoLayoutFitsError, Plan, Workload
 from fastpar.planner.cost import PARTS, predict
 from fastpar.planner.cuts import StageChoice, best_cut, even_parts
 from fastpar.planner.memory import in_flight, predict_memory
-from fastpar.planner.models import shape_of_config
 from fastpar.planner.network import bandwidth
 from fastpar.planner.pipelines import full_makespan, makespan
 from fastpar.planner.planning import parse_bytes
@@ -284,24 +283,6 @@ def test_models_have_their_published_sizes() -> None:
     for name, size in billions.items():
         assert find_model(name).parameters / 1e9 == pytest.approx(size, rel=0.01), name
     assert find_model("meta-llama/Llama-2-7b-hf") == find_model("llama-2-7b")
-
-
-def test_configurations_of_transformers_give_shapes(tmp_path: Path) -> None:
-    import transformers
-
-    llama = transformers.LlamaConfig(num_key_value_heads=8)
-    assert find_model(llama) == shape_of_config(llama.to_dict())
-    assert find_model(llama).gated
-    gpt2 = find_model(transformers.GPT2Config())
-    assert (gpt2.gated, gpt2.tied, gpt2.parameters) == (False, True, find_model("gpt2").parameters)
-    mixtral = find_model(transformers.MixtralConfig())
-    assert mixtral.experts == ExpertShape(8, 2, 14336)
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(llama.to_dict()))
-    assert dataclasses.replace(find_model(path), name="llama") == dataclasses.replace(find_model(llama), name="llama")
-    assert find_model(str(tmp_path)) == find_model(path)
-    with pytest.raises(ValueError, match="latent attention"):
-        find_model(transformers.DeepseekV3Config())
 
 
 @pytest.mark.parametrize(

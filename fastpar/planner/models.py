@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from fastpar.layouts import ExpertShape, ModelShape
+from fastpar.planner.configurations import shape_of_config
 
 
 def _shape(name: str, layers: int, hidden: int, ffn: int, vocab: int, heads: int, **others: Any) -> ModelShape:
     return ModelShape(name, layers, hidden, ffn, vocab, heads, **{"gated": True, **others})
 
 
+_TOLERANCE = 0.1  # of the number of parameters: biases, learned positions and small norms are not counted
 _GPT = {"gated": False, "tied": True}
 # From the published configurations (config.json of each model; GPT-3: arXiv:2005.14165, table 2.1).
 MODELS: dict[str, ModelShape] = {
@@ -48,8 +51,9 @@ def find_model(model: Any) -> ModelShape:
     model   a ModelShape; a name; the path of a config.json, or of the folder that has one; its numbers as a dict; a
             configuration of transformers; or a module that has one as `.config`
 
-    Raises ValueError for an unknown name (with near misses), and for a configuration without the numbers that are
-    needed, or with attention that costs are not known of.
+    Raises ValueError for an unknown name (with near misses), for a configuration without the numbers that are needed or
+    with layers whose costs are not known (`fastpar.planner.configurations`), and for a module that has 10 % more or
+    fewer parameters than its configuration reads as.
     """
     if isinstance(model, ModelShape):
         return model
@@ -62,7 +66,19 @@ def find_model(model: Any) -> ModelShape:
         raise TypeError(
             f"model must be a name, a config.json, a configuration or a module with one, got {type(model).__name__}"
         )
-    return shape_of_config(numbers)
+    shape = shape_of_config(numbers)
+    if callable(getattr(model, "parameters", None)):
+        _check_size(shape, sum(math.prod(each.shape) for each in model.parameters()))
+    return shape
+
+
+def _check_size(shape: ModelShape, count: int) -> None:
+    """A module says how large it is: ValueError where the shape is another model's."""
+    if abs(shape.parameters / max(count, 1) - 1.0) > _TOLERANCE:
+        raise ValueError(
+            f"model: its configuration reads as {shape.parameters:,} parameters, but the module has {count:,}: give a "
+            f"ModelShape instead, this one with what is wrong replaced: {shape}"
+        )
 
 
 def _by_name(text: str) -> ModelShape:
@@ -82,59 +98,3 @@ def _by_name(text: str) -> ModelShape:
             f"there is no model {text!r}{hint}; there are {', '.join(MODELS)}, and any config.json of transformers"
         )
     return MODELS[name]
-
-
-_KEYS = {
-    "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
-    "hidden": ("hidden_size", "n_embd", "d_model"),
-    "ffn": ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"),
-    "vocab": ("vocab_size",),
-    "heads": ("num_attention_heads", "n_head", "n_heads"),
-    "kv_heads": ("num_key_value_heads", "num_kv_heads"),
-    "head_dim": ("head_dim",),
-}
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
-
-
-def shape_of_config(config: Mapping[str, Any], name: str = "") -> ModelShape:
-    """The shape that a configuration of transformers describes.
-
-    A configuration does not say whether MLPs are gated; where it has no "gated", models with RMSNorm count as gated and
-    those with LayerNorm as not, which holds for nearly all. Layers are taken as equal.
-    """
-    text = config.get("text_config")
-    if isinstance(text, Mapping) and "hidden_size" not in config:
-        config = text
-    if config.get("kv_lora_rank"):
-        raise ValueError("model: latent attention (kv_lora_rank) is not among what the planner knows the costs of")
-    found = {field: next((config[k] for k in keys if config.get(k) is not None), None) for field, keys in _KEYS.items()}
-    if found["ffn"] is None and found["hidden"] is not None:
-        found["ffn"] = 4 * found["hidden"]
-    for field in ("layers", "hidden", "vocab", "heads"):
-        if not isinstance(found[field], int):
-            raise ValueError(f"model: the configuration has none of {', '.join(_KEYS[field])}")
-    experts = _experts_of(config, found)
-    made = {field: value for field, value in found.items() if value is not None}
-    return ModelShape(
-        name or str(config.get("model_type") or "model"),
-        **made,
-        gated=bool(config.get("gated", "rms_norm_eps" in config)),
-        tied=bool(config.get("tie_word_embeddings", "rms_norm_eps" not in config)),
-        experts=experts,
-    )
-
-
-def _experts_of(config: Mapping[str, Any], found: Mapping[str, Any]) -> ExpertShape | None:
-    count = next((config[key] for key in _EXPERTS if config.get(key)), 0)
-    if count <= 1:
-        return None
-    ffn = config.get("moe_intermediate_size") or found["ffn"]
-    shared = config.get("shared_expert_intermediate_size") or ffn * (config.get("n_shared_experts") or 0)
-    top_k = config.get("num_experts_per_tok") or config.get("top_k")
-    if not top_k or (config.get("decoder_sparse_step") or 1) > 1 or config.get("mlp_only_layers"):
-        raise ValueError(
-            f"the planner knows experts in every layer but the first, with num_experts_per_tok: got {count} experts, "
-            f"num_experts_per_tok {top_k}, decoder_sparse_step {config.get('decoder_sparse_step')}, mlp_only_layers "
-            f"{config.get('mlp_only_layers')}"
-        )
-    return ExpertShape(count, top_k, ffn, shared, config.get("first_k_dense_replace") or 0)
