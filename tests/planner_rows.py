@@ -19,8 +19,6 @@ from fastpar.planner.workload import BytesPerParameter, Workload
 PATH = Path(__file__).parent / "data" / "planner_rows.csv"
 _MACHINES = {"A100-80": "a100", "A100(8/node)": "a100", "A100-40": "a100-40", "H100-80": "h100", "H200": "h200"}
 _MACHINES |= {"H100-96(HBM2e,500W)": "h100", "GB200": "b200"}
-# Of set A the source gives no microbatch; these are assumed: as many sequences as leave pipelines enough microbatches.
-_MICRO_A = {"1.7B": 16, "3.6B": 16, "7.5B": 16, "18B": 8, "39B": 4, "76B": 2}
 _DROPOUT = ("A", "B", "C", "Cm", "F", "G", "H")  # stacks whose models drop out in training, Megatron's default
 
 
@@ -127,7 +125,7 @@ def _model(values: dict[str, str], kind: str) -> ModelShape:
 def _layout(values: dict[str, str], kind: str, gpus: int, batch: int) -> Layout:
     pp, tp, cp = (_number(values, name) or 1 for name in ("pp", "tp", "cp"))
     dp = max(1, gpus // (pp * tp * cp))
-    micro = _number(values, "micro_batch") or (_MICRO_A.get(values["model"].partition("-")[2], 1) if kind == "A" else 1)
+    micro = _number(values, "micro_batch") or 1
     if kind == "E" and pp > 1:
         micro = 1  # the local batch is given: all microbatches of a rank
     count = max(1, round(batch / (dp * micro)))

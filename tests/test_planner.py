@@ -21,6 +21,7 @@ from fastpar.pipeline import Costs, activation_peaks, make_schedule, schedule_na
 from fastpar.planner import MACHINES, Machine, NoLayoutFitsError, Plan, Workload, find_machine, find_model
 from fastpar.planner.cost import PARTS, predict
 from fastpar.planner.cuts import StageChoice, best_cut, even_parts
+from fastpar.planner.layer_time import gemm_seconds
 from fastpar.planner.memory import in_flight, predict_memory
 from fastpar.planner.network import bandwidth
 from fastpar.planner.pipelines import full_makespan, makespan
@@ -264,6 +265,16 @@ def test_step_time_is_the_sum_of_its_parts_and_more_of_anything_costs_more() -> 
     longer = predict(machine, dataclasses.replace(work, seq=4096), x)
     assert (longer.step > 1.9 * time_of.step).all()
     assert (predict_memory(machine, dataclasses.replace(work, seq=4096), x).total > 0).all()
+
+
+def test_half_a_wave_is_lost_of_each_product() -> None:
+    machine = dataclasses.replace(find_machine("a100x8"), wave=1e6, hbm=1e15)
+    work, tokens = Workload(SMALL, 8, 128), np.array([1000.0])
+    forward, backward = gemm_seconds(machine, work, tokens, 2000, 4000)
+    plain, plain_back = gemm_seconds(dataclasses.replace(machine, wave=0.0), work, tokens, 2000, 4000)
+    assert plain_back == 2 * plain
+    assert float(forward[0] / plain[0]) == pytest.approx(1 + 0.5 / 4)
+    assert float(backward[0] / plain[0]) == pytest.approx(2 + 0.5 / 2 + 0.5 / 8)
 
 
 def test_a_floor_makes_small_layers_as_slow_as_their_launches() -> None:

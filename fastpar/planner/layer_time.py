@@ -2,6 +2,7 @@
 
 An op takes max(flops / (peak e shape), bytes / hbm), where e is the efficiency of the machine's software stack and
 shape = min(1, 1.06 w / (w + 250)) with w the smaller side of the rank's part of the weight. Attention runs at 0.6 e.
+A device computes `Machine.wave` elements of a result at once, so that of its last wave half is lost in the mean.
 Heads whose size is no multiple of 8 miss the tensor cores' layouts: their products take 4 times as long. A layer's pass
 takes `Machine.launch` at least. Backward has twice the products, and 2.5 times fused attention; adding its weight
 gradients to those of earlier microbatches reads and writes them.
@@ -52,14 +53,19 @@ class LayerTime:
 
 def gemm_seconds(
     machine: Machine, work: Workload, tokens: Column, inner: Column | float, outer: Column | float
-) -> Column:
-    """A product [tokens, inner] x [inner, outer]."""
+) -> tuple[Column, Column]:
+    """A product [tokens, inner] x [inner, outer]: forward, and backward's two."""
     width: Column = np.minimum(inner, outer)
     shape = np.minimum(1.0, 1.06 * width / (width + 250.0))
     rate = machine.flops(work.precision) * machine.efficiency * shape
-    moved = work.element * (tokens * inner + inner * outer + tokens * outer)
-    found: Column = np.maximum(2.0 * tokens * inner * outer / rate, moved / machine.hbm)
-    return found
+    moved = work.element * (tokens * inner + inner * outer + tokens * outer) / machine.hbm
+    flops = 2.0 * tokens * inner * outer / rate
+
+    def one(made: Column | float) -> Column:
+        found: Column = np.maximum(flops * (1.0 + 0.5 * machine.wave / made), moved)
+        return found
+
+    return one(tokens * outer), one(tokens * inner) + one(inner * outer + 0.0 * tokens)
 
 
 def tokens_of(work: Workload, x: LayoutTable) -> Column:
@@ -71,7 +77,7 @@ def layer_time(machine: Machine, work: Workload, x: LayoutTable) -> LayerTime:
     """The mean layer; where some layers have experts and others a dense MLP, weighted by their numbers."""
     model, tokens = work.model, tokens_of(work, x)
     share = np.where(x.sp == 1, 1.0 / x.tp, 1.0)  # of the residual stream that a rank has
-    products = _products(machine, work, x, tokens, share)
+    products, products_back = _products(machine, work, x, tokens, share)
     core, scores = _attention(machine, work, x, tokens)
     width = 2.0 * (9.0 if not model.dropout else 11.0)  # bytes per element: two norms, two additions (with dropout)
     inner = _mlp_width(work) * (3.0 if model.gated else 2.0) / x.tp
@@ -83,7 +89,7 @@ def layer_time(machine: Machine, work: Workload, x: LayoutTable) -> LayerTime:
         0.0,
     )
     summed = _summed_gradients(machine, work, x)
-    back = 2.0 * products + (2.5 if work.fused_attention else 2.0) * core + 2.0 * scores + 2.0 * elementwise + summed
+    back = products_back + (2.5 if work.fused_attention else 2.0) * core + 2.0 * scores + 2.0 * elementwise + summed
     forward = np.maximum(computed, machine.launch)
     backward = np.maximum(back, machine.launch) + np.where(
         x.recompute == _FULL, np.maximum(again, machine.launch), again
@@ -97,7 +103,7 @@ def layer_time(machine: Machine, work: Workload, x: LayoutTable) -> LayerTime:
     core_back = (2.5 if work.fused_attention else 2.0) * core
     scores_again = np.where(is_again | (x.recompute == _SELECTIVE) & (not work.fused_attention), core + scores, 0.0)
     return LayerTime(
-        products=products * (3.0 + is_again),
+        products=products * (1.0 + is_again) + products_back,
         attention=core + scores + core_back + 2.0 * scores + scores_again,
         elementwise=elementwise * (3.0 + (is_again | ((x.recompute == _SELECTIVE) & work.fused_attention))) + summed,
         floor=forward + backward - plain,
@@ -127,29 +133,35 @@ def _mlp_width(work: Workload) -> float:
     return dense * model.ffn + (1.0 - dense) * seen
 
 
-def _products(machine: Machine, work: Workload, x: LayoutTable, tokens: Column, share: Column) -> Column:
-    model = work.model
+def _products(machine: Machine, work: Workload, x: LayoutTable, tokens: Column, share: Column) -> tuple[Column, Column]:
+    """Forward and backward."""
+    model, experts = work.model, work.model.experts
     kv = np.maximum(model.kv_heads / x.tp, 1.0)  # heads that do not divide are computed on several ranks
-    found = gemm_seconds(machine, work, tokens, model.hidden, (model.heads / x.tp + 2.0 * kv) * model.head_dim)
-    found = found + gemm_seconds(machine, work, tokens, model.heads * model.head_dim / x.tp, model.hidden)
-    up = 2 if model.gated else 1
+    up, dense = 2 if model.gated else 1, experts.dense_layers / model.layers if experts else 1.0
+    shapes = [  # (tokens, inner, outer, share of the layers)
+        (tokens, model.hidden, (model.heads / x.tp + 2.0 * kv) * model.head_dim, 1.0),
+        (tokens, model.heads * model.head_dim / x.tp, model.hidden, 1.0),
+    ]
 
-    def mlp(rows: Column, inner: Column) -> Column:
-        inwards = gemm_seconds(machine, work, rows, model.hidden, up * inner)
-        return inwards + gemm_seconds(machine, work, rows, inner, model.hidden)
+    def mlp(rows: Column, inner: Column, part: float) -> list:
+        return [(rows, model.hidden, up * inner, part), (rows, inner, model.hidden, part)] if part else []
 
-    experts = model.experts
+    shapes += mlp(tokens, model.ffn / x.tp, dense)
+    if experts and experts.shared_ffn:
+        shapes += mlp(tokens, experts.shared_ffn / x.tp, 1.0 - dense)
+    forward, backward = np.zeros_like(tokens), np.zeros_like(tokens)
+    for rows, inner, outer, part in shapes:
+        there, back = gemm_seconds(machine, work, rows, inner, outer)
+        forward, backward = forward + part * there, backward + part * back
     if experts is None:
-        return found + mlp(tokens, model.ffn / x.tp)
+        return forward, backward
     # Experts are spread, not split: a rank sees its tokens' share of rows with whole experts.
     rows = tokens * share * experts.top_k * work.expert_load
+    router = gemm_seconds(machine, work, tokens * share, model.hidden, np.full_like(rows, experts.experts))
     moved = work.element * model.mlp_parameters(experts.ffn) * experts.experts / x.ep / machine.hbm
-    routed = np.maximum(mlp(rows, np.full_like(rows, experts.ffn)), moved)
-    routed = routed + gemm_seconds(machine, work, tokens * share, model.hidden, np.full_like(rows, experts.experts))
-    if experts.shared_ffn:
-        routed = routed + mlp(tokens, experts.shared_ffn / x.tp)
-    dense = experts.dense_layers / model.layers
-    return found + (1.0 - dense) * routed + (dense * mlp(tokens, model.ffn / x.tp) if dense else 0.0)
+    routed = [gemm_seconds(machine, work, *shape[:3]) for shape in mlp(rows, np.full_like(rows, experts.ffn), 1.0)]
+    forward = forward + (1.0 - dense) * (np.maximum(sum(there for there, _ in routed), moved) + router[0])
+    return forward, backward + (1.0 - dense) * (np.maximum(sum(back for _, back in routed), 2.0 * moved) + router[1])
 
 
 def _attention(machine: Machine, work: Workload, x: LayoutTable, tokens: Column) -> tuple[Column, Column]:
@@ -210,4 +222,5 @@ def head_seconds(machine: Machine, work: Workload, x: LayoutTable) -> Column:
     """The head and the loss, forward and backward, on the rank that has them."""
     tokens, vocab = tokens_of(work, x), work.model.vocab / x.tp
     loss = (4.0 if work.fused_loss else 16.0) * tokens * vocab / machine.hbm
-    return 3.0 * gemm_seconds(machine, work, tokens, work.model.hidden, vocab) + loss
+    forward, backward = gemm_seconds(machine, work, tokens, work.model.hidden, vocab)
+    return forward + backward + loss

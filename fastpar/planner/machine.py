@@ -31,6 +31,7 @@ class Machine:
     alpha_node, alpha_net seconds of latency of a collective per doubling of its ranks, inside a node and between nodes
     host_link, disk       bytes/s per rank to the host's memory and to disk
     reserve               bytes of a rank that are nobody's tensors: context, communication buffers, fragmentation
+    wave                  elements of a product's result that all cores make at once; 0: no waves
     overlap               share of backward behind which gradients, and gathered parameters, can travel
     source                "calibrated" (measured there), "fitted" (to published steps) or "data sheet"
     note                  where the numbers come from
@@ -53,6 +54,7 @@ class Machine:
     disk: float
     reserve: int
     overlap: float = 0.7
+    wave: float = 0.0
     source: str = "data sheet"
     note: str = ""
     errors: Mapping[str, float] = field(default_factory=dict)
@@ -61,7 +63,7 @@ class Machine:
         for name in ("gpus", "per_node", "efficiency", "hbm_bytes", "hbm", "nvlink", "nic", "host_link", "disk"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        for name in ("launch", "alpha_node", "alpha_net", "reserve"):
+        for name in ("launch", "alpha_node", "alpha_net", "reserve", "wave"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
         if not 0 <= self.overlap <= 1 or self.efficiency > 1:
@@ -105,12 +107,15 @@ class Machine:
         return Machine(**data)
 
 
+_TILE = 128 * 256  # of a result, which a core of such a GPU makes at once
 _GB = 10**9
 _GIB = 1 << 30
 
 
-def _node(name: str, flops: float, memory: int, hbm: float, links: tuple[float, float], **others: Any) -> Machine:
-    """Eight GPUs in a node: dense bf16 peak, memory, its data-sheet rate, achieved rates of NVLink and NIC."""
+def _node(
+    name: str, flops: float, cores: int, memory: int, hbm: float, links: tuple[float, float], **others: Any
+) -> Machine:
+    """Eight GPUs in a node: dense bf16 peak, cores, memory, its data-sheet rate, achieved rates of NVLink and NIC."""
     made: dict[str, Any] = {
         "gpus": 8,
         "per_node": 8,
@@ -125,36 +130,39 @@ def _node(name: str, flops: float, memory: int, hbm: float, links: tuple[float, 
         "host_link": 24e9,
         "disk": 3e9,
         "reserve": 6 * _GB,
+        "wave": float(_TILE * cores),
     }
     return Machine(name, **{**made, **others})
 
 
 # Peaks, memory and link rates are those of the makers' data sheets; of links 80 % is taken as achieved. Efficiencies
 # belong to a software stack: "fitted" ones were fitted to published steps (tests/test_planner_rows.py has the fits).
-_A100 = {"efficiency": 0.78, "source": "fitted", "note": "efficiency fitted to published A100 steps of Megatron-LM"}
-_H100 = {"efficiency": 0.50, "source": "fitted", "note": "efficiency fitted to published H100 steps of llm-foundry"}
+_A100 = {"efficiency": 0.83, "source": "fitted", "note": "efficiency fitted to published A100 steps of Megatron-LM"}
+_H100 = {"efficiency": 0.52, "source": "fitted", "note": "efficiency fitted to published H100 steps of llm-foundry"}
 MACHINES: dict[str, Machine] = {
-    "a100": _node("a100", 312e12, 80 * _GIB, 2.039e12, (240e9, 20e9), **_A100),
-    "a100-40": _node("a100-40", 312e12, 40 * _GIB, 1.555e12, (240e9, 20e9), **_A100),
+    "a100": _node("a100", 312e12, 108, 80 * _GIB, 2.039e12, (240e9, 20e9), **_A100),
+    "a100-40": _node("a100-40", 312e12, 108, 40 * _GIB, 1.555e12, (240e9, 20e9), **_A100),
     "h100": _node(
-        "h100", 989e12, 80 * _GIB, 3.35e12, (360e9, 40e9), **_H100,
+        "h100", 989e12, 132, 80 * _GIB, 3.35e12, (360e9, 40e9), **_H100,
         peak={"bf16": 989e12, "fp16": 989e12, "fp8": 1979e12}, host_link=50e9,
     ),
     "h200": _node(
-        "h200", 989e12, 141 * _GB, 4.8e12, (360e9, 40e9), efficiency=0.50, note="data sheet; efficiency of the H100",
+        "h200", 989e12, 132, 141 * _GB, 4.8e12, (360e9, 40e9), efficiency=0.52,
+        note="data sheet; efficiency of the H100",
         peak={"bf16": 989e12, "fp16": 989e12, "fp8": 1979e12}, host_link=50e9,
     ),
     "b200": _node(
-        "b200", 2250e12, 180 * _GB, 8e12, (720e9, 40e9), efficiency=0.45, note="data sheet; efficiency assumed",
+        "b200", 2250e12, 148, 180 * _GB, 8e12, (720e9, 40e9), efficiency=0.45, note="data sheet; efficiency assumed",
         peak={"bf16": 2250e12, "fp16": 2250e12, "fp8": 4500e12}, host_link=50e9,
     ),
     "mi300x": _node(
-        "mi300x", 1307e12, 192 * _GB, 5.3e12, (300e9, 40e9), efficiency=0.40, note="data sheet; efficiency assumed",
+        "mi300x", 1307e12, 304, 192 * _GB, 5.3e12, (300e9, 40e9), efficiency=0.40,
+        note="data sheet; efficiency assumed",
         peak={"bf16": 1307e12, "fp16": 1307e12, "fp8": 2615e12}, host_link=50e9,
     ),
     "cpu": Machine(
         "cpu", 2, 2, {"fp32": 1e11, "bf16": 4e11}, 0.85, 2e-4, 12 * _GIB, 15e9, 6e9, 1e9, 2e-4, 1e-3, 15e9, 1e9,
-        200_000_000, 0.0, "data sheet", "one AVX-512 core a rank, memory shared; describe your own: Machine.to_json",
+        200_000_000, overlap=0.0, note="one AVX-512 core a rank, memory shared; describe your own: Machine.to_json",
     ),
 }  # fmt: skip
 
