@@ -78,6 +78,9 @@ TABLES = [torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 4.0]])]
 def test_worked_examples_of_the_docstrings(capability: str, module: Any) -> None:
     order, counts = module.sort_pairs(torch.tensor([[1, 0], [0, -1]]), 2)
     assert (order.tolist(), counts.tolist()) == ([1, 2, 0], [2, 1])
+    assert [t.tolist() for t in reference.order_pairs(torch.tensor([[1, 0], [0, -1]]), 2)] == [[1, 2, 0, 3], [2, 1]]
+    positions, counts = ops.pair_positions(torch.tensor([[1, 0], [0, -1]]), 2)
+    assert (positions.tolist(), counts.tolist()) == ([[0, 0], [1, -1]], [2, 1])
     slots = module.pair_slots(order, counts, torch.tensor([4, 8]), (2, 2))
     assert slots.tolist() == [[8, 4], [5, -1]]
     runs = torch.tensor([[0, 0, 2, 1, 10], [0, 2, 1, 3, 10]])
@@ -272,6 +275,10 @@ def test_tokens_for_each_rank_are_those_of_the_reference(
     indices[::7] = -1
     found, wanted = (m.tokens_by_rank(indices, size, per_rank) for m in (ops, reference))
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    padded = reference.padded_tokens_by_rank(indices, size, per_rank)
+    assert padded[0].shape == (tokens * min(top_k, size),)
+    assert not padded[0][len(found[0]) :].any()
+    assert bool((padded[1][len(found[0]) :] == -1).all())
 
 
 def test_strided_indices_are_sorted_as_they_are() -> None:

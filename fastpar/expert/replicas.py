@@ -34,7 +34,7 @@ from fastpar.comm.recompute_cache import kept
 from fastpar.expert.placement import Placement
 from fastpar.ops._autograd import first_derivative_only
 from fastpar.ops._buffers import new_buffer
-from fastpar.ops.moe.permute import pair_slots, sort_pairs
+from fastpar.ops.moe.permute import pair_positions
 
 _ALIGNMENT = 32  # elements: matrices in a packed row begin at multiples of this
 _DIGEST_WORDS = 2
@@ -79,8 +79,7 @@ class ExpertReplicas:
         if self._targets.device != indices.device:
             self._targets, self._ends = self._targets.to(indices.device), self._ends.to(indices.device)
         indices = indices.long().contiguous()
-        order, counts = sort_pairs(indices, num_experts)
-        position = pair_slots(order, counts, torch.zeros_like(counts), indices.shape)  # among those of its expert
+        position, counts = pair_positions(indices, num_experts)  # among those of its expert
         offset = (self.comm.rank + 0.5) / self.comm.size
         ends = (self._ends * counts[:, None] + offset).floor().long()
         experts = indices.clamp(0, num_experts - 1)

@@ -24,10 +24,22 @@ def sort_pairs(indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
 
     Worked example: indices [[1, 0], [0, -1]], 2 experts: order [1, 2, 0], counts [2, 1].
     """
+    order, counts = order_pairs(indices, num_experts)
+    return order[: int(counts.sum())], counts
+
+
+def order_pairs(indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """`sort_pairs` for devices, where sizes must not depend on values: the pairs that go nowhere follow the others.
+
+        order    [T * K]  int64: a permutation of all pairs
+
+    Worked example: indices [[1, 0], [0, -1]], 2 experts: order [1, 2, 0, 3], counts [2, 1].
+    """
     flat = indices.reshape(-1).long()
     flat = torch.where((flat < 0) | (flat >= num_experts), num_experts, flat)
-    counts = torch.bincount(flat, minlength=num_experts + 1)[:num_experts]
-    return torch.argsort(flat, stable=True)[: int(counts.sum())], counts
+    # Not bincount, which looks at its largest value.
+    counts = flat.new_zeros(num_experts + 1).scatter_add_(0, flat, torch.ones_like(flat))
+    return torch.argsort(flat, stable=True), counts[:num_experts]
 
 
 def pair_slots(order: Tensor, counts: Tensor, first: Tensor, shape: Sequence[int]) -> Tensor:
@@ -96,22 +108,37 @@ def tokens_by_rank(indices: Tensor, size: int, per_rank: int) -> tuple[Tensor, T
     Worked example: indices [[3, 0], [0, 1]], 2 ranks with 2 experts each: tokens [0, 1, 0], experts
     [[-1, 0], [0, 1], [1, -1]], sizes [2, 1], rows_of_token [[0, 2], [1, -1]], values_of_pair [[4, 1], [2, 3]].
     """
-    indices, top_k, device = indices.long(), indices.shape[1], indices.device
+    tokens, experts, sizes, rows_of_token, values_of_pair = padded_tokens_by_rank(indices, size, per_rank)
+    total = int(sizes.sum())
+    return tokens[:total], experts[:total], sizes, rows_of_token, values_of_pair
+
+
+def padded_tokens_by_rank(indices: Tensor, size: int, per_rank: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`tokens_by_rank` for devices, where sizes must not depend on values: `tokens` and `experts` have as many rows as
+    there can be, T * min(K, size); those behind the last are rows of token 0 for no expert.
+    """
+    indices, device = indices.long(), indices.device
+    num_tokens, top_k = indices.shape
+    most = min(top_k, size)
     goes = (indices >= 0) & (indices < size * per_rank)
     rank_of = torch.where(goes, indices // per_rank, size)
-    goes_to = torch.zeros((len(indices), size + 1), dtype=torch.bool, device=device)
+    goes_to = torch.zeros((num_tokens, size + 1), dtype=torch.bool, device=device)
     goes_to = goes_to.scatter_(1, rank_of, True)[:, :size]
-    ranks, tokens = goes_to.T.nonzero(as_tuple=True)
-    experts = torch.where(rank_of[tokens] == ranks[:, None], indices[tokens] - (ranks * per_rank)[:, None], -1)
-    number = torch.arange(len(tokens), device=device)
-    row = torch.full((len(indices), size + 1), -1, dtype=torch.int64, device=device)
-    row[tokens, ranks] = number
-    nth = goes_to.cumsum(1) - 1
-    rows_of_token = torch.full((len(indices), min(top_k, size)), -1, dtype=torch.int64, device=device)
-    rows_of_token[tokens, nth[tokens, ranks]] = number
+    number = (goes_to.T.reshape(-1).cumsum(0) - 1).view(size, num_tokens).T  # of the row, by rank, then by token
+    # What has no row is written to one more place, behind all rows.
+    place = torch.where(goes_to, number, num_tokens * most)
+    all_tokens, ranks = torch.arange(num_tokens, device=device), torch.arange(size, device=device)
+    tokens = torch.zeros(num_tokens * most + 1, dtype=torch.int64, device=device)
+    tokens = tokens.scatter_(0, place.reshape(-1), all_tokens[:, None].expand(-1, size).reshape(-1))[:-1]
+    to = torch.full((num_tokens * most + 1,), -1, dtype=torch.int64, device=device)
+    to = to.scatter_(0, place.reshape(-1), ranks.expand(num_tokens, -1).reshape(-1))[:-1]
+    experts = torch.where(rank_of[tokens] == to[:, None], indices[tokens] - (to * per_rank)[:, None], -1)
+    rows_of_token = torch.full((num_tokens, most + 1), -1, dtype=torch.int64, device=device)
+    rows_of_token.scatter_(1, torch.where(goes_to, goes_to.cumsum(1) - 1, most), torch.where(goes_to, number, -1))
+    row = torch.cat([torch.where(goes_to, number, -1), number.new_full((num_tokens, 1), -1)], 1)
     of_pair = row.gather(1, rank_of)
     values = torch.where(of_pair < 0, -1, of_pair * top_k + torch.arange(top_k, device=device))
-    return tokens, experts, goes_to.sum(0), rows_of_token, values
+    return tokens, experts, goes_to.sum(0), rows_of_token[:, :most], values
 
 
 def _runs(first: Tensor, counts: Tensor, total: int) -> Tensor:

@@ -207,10 +207,12 @@ def place_pairs(indices: Tensor, num_experts: int, weights: Tensor | None = None
     return PlacedPairs(counts, splits, slots, source, row_weights)
 
 
-def sort_pairs(indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """`fastpar.reference.moe_rows.sort_pairs`. How many pairs go somewhere is read on the host: a synchronisation."""
-    placed = place_pairs(indices, num_experts)
+def order_pairs(indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """`fastpar.reference.moe_rows.order_pairs`: no size is read on the host."""
+    # One expert more for the pairs that go nowhere, so that every pair has a place.
+    goes = (indices >= 0) & (indices < num_experts)
+    placed = place_pairs(torch.where(goes, indices, num_experts), num_experts + 1)
     slots = placed.slots.view(-1)
-    order = torch.empty(int(placed.splits[-1]) + 1, dtype=torch.int64, device=indices.device)
-    order[slots] = torch.arange(slots.numel(), device=indices.device)  # those without a row share the last place
-    return order[:-1], placed.counts.long()
+    order = torch.empty_like(slots)
+    order[slots] = torch.arange(slots.numel(), device=indices.device)
+    return order, placed.counts[:num_experts].long()

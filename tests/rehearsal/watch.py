@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 from tests.rehearsal import device
 
 SMALL = 64
+_TO_HOST = " to the host"
 ROOT = Path(__file__).resolve().parents[2]
 _PARTS = (str(ROOT / "fastpar"), str(ROOT / "kernels"))
 # Sizes of their results depend on values, so CUDA's kernels wait for the device.
@@ -44,6 +45,11 @@ class Finding(NamedTuple):
     place: str  # file and function of fastpar
     op: str
     line: int
+
+    @property
+    def waits(self) -> bool:
+        """Whether the host waits for the device."""
+        return self.kind == "sync" or self.op.endswith(_TO_HOST)
 
     def __str__(self) -> str:
         return f"{self.kind:6} {self.place}:{self.line}  {self.op}"
@@ -110,7 +116,7 @@ class Watch(TorchDispatchMode):
         if name in _COPIES and given:
             target = result.device if name == "aten::_to_copy" else given[0].device
             if any(x.device != target for x in given):
-                self.note("copy", name)
+                self.note("copy", name + (_TO_HOST if target.type == "cpu" else ""))
         made = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
         if any(x.device.type == "cpu" and x.numel() > SMALL for x in made):
             self.note("on_cpu", name)

@@ -180,6 +180,54 @@ def test_a_layer_of_experts_trains_on_one_rank() -> None:
         assert not found, "\n".join(found)
 
 
+def waits_of_a_dispatch(device: str, exact: bool) -> list[str]:
+    """Dispatch, combine and their backward; with choices that go nowhere, and ranks with different numbers of tokens."""
+    generator = torch.Generator().manual_seed(7 + dist.get_rank())
+    size, tokens = dist.get_world_size(), 5 + 2 * dist.get_rank()
+    group = device_group() if size > 1 else None
+    x = torch.randn(tokens, HIDDEN, generator=generator).to(device).requires_grad_()
+    weights = torch.rand(tokens, 2, generator=generator).to(device).requires_grad_()
+    indices = torch.randint(-1, 4, (tokens, 2), generator=generator).to(device)
+    dispatch = ops.Dispatch("all_to_all" if size > 1 else "auto", exact=exact)
+    for _ in range(2):  # the first call of a group makes its transport
+        with Watch() as watch:
+            rows, row_weights, handle = ops.moe_dispatch(
+                x, indices, weights, num_experts=4, group=group, dispatch=dispatch
+            )
+            ops.moe_combine(rows * 2.0, handle, row_weights).square().sum().backward()
+    return sorted({f"{finding.place}:{finding.line}" for finding in watch.found if finding.waits})
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_dispatch_waits_for_the_device_once(exact: bool) -> None:
+    for found in run_ranks(2, waits_of_a_dispatch, "cuda", exact, timeout=60):
+        assert len(found) == 1
+        assert found[0].startswith("fastpar/comm/agree.py:Agreement.gather")
+    for found in run_ranks(1, waits_of_a_dispatch, "cuda", exact, timeout=60):
+        assert len(found) == 1
+        assert found[0].startswith("fastpar/ops/moe/dispatcher.py:LocalDispatcher.dispatch")
+
+
+def wrong_indices() -> str:
+    """An expert that there is not, on rank 1 only, where no host looks at values; then a dispatch as it should be."""
+    group, x = device_group(), torch.ones(3, HIDDEN, device="cuda")
+    indices = torch.tensor([[0], [9 if dist.get_rank() else 1], [2]]).cuda()
+    try:
+        ops.moe_dispatch(x, indices, num_experts=4, group=group)
+    except ValueError as error:
+        rows, _, _ = ops.moe_dispatch(x, indices.clamp(max=3), num_experts=4, group=group)
+        return f"{error}; then {len(rows)}"
+    return "nothing"
+
+
+def test_a_wrong_expert_on_one_rank_raises_on_all_of_them() -> None:
+    other, wrong = run_ranks(2, wrong_indices, timeout=60)
+    assert other == "moe_dispatch: wrong arguments on rank 1 of the group: see its error; then 3"
+    assert wrong.startswith(
+        "indices must be in 0..3, or -1 or 4 for a choice that goes nowhere; they are in 0..9; then"
+    )
+
+
 def control_messages() -> list[Any]:
     """What ranks tell each other in CPU tensors."""
     comm = fp.comm.Communicator(device_group())

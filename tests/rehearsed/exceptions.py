@@ -10,11 +10,8 @@ from tests.rehearsal.watch import Finding
 ALLOWED: dict[tuple[str, str], str] = {
     ("copy", "kernels/triton/optimizer.py:make_table"): "addresses of new tensors, once; from pinned memory",
     ("sync", "fastpar/reference/moe_route.py:route_by_experts"): "the width of the result; give width= for none",
-    ("sync", "fastpar/ops/moe/plan.py:problem_of"): "a wrong expert raises on every rank",
-    ("copy", "fastpar/ops/moe/plan.py:problem_of"): "a wrong expert raises on every rank",
-    ("sync", "kernels/triton/moe_sort.py:sort_pairs"): "how many choices go somewhere: the size of a result",
     ("copy", "fastpar/reference/moe_rows.py:row_sources"): "a number a table to the device; waits for nothing",
-    ("copy", "fastpar/ops/moe/dispatcher.py:LocalDispatcher.dispatch"): "counts of experts say how large the result is",
+    ("copy", "fastpar/ops/moe/dispatcher.py:LocalDispatcher.dispatch"): "counts say how large the result is, once",
     ("copy", "fastpar/ops/moe/plan.py:SortedPairs.slots"): "E numbers to the device; waits for nothing",
     ("copy", "fastpar/ops/moe/dispatcher.py:rows_of_pairs"): "E numbers to the device; waits for nothing",
     ("copy", "fastpar/ops/moe/gemms.py:_ends"): "E numbers to the device; waits for nothing",
@@ -43,7 +40,6 @@ ALLOWED_ON_RANKS: dict[tuple[str, str], str] = {
     ): "whether a step is finite; skip_nonfinite=False: none",
     ("copy", "fastpar/expert/router.py:Router.load"): "its counters follow the layer to the device, once",
     ("copy", "fastpar/comm/agree.py:Agreement.gather"): "rows of every rank say how large messages are, once",
-    ("sync", "fastpar/reference/moe_rows.py:tokens_by_rank"): "how many rows a rank sends",
 }
 
 

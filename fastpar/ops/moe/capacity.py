@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fastpar.arguments import checked
-from fastpar.ops.moe.permute import sort_pairs
+from fastpar.ops.moe.permute import pair_positions
 
 MAX_EXPERTS = 2**24  # tables of so many numbers are made without asking
 POLICIES = ("probability", "position", "random")
@@ -86,12 +86,13 @@ def moe_capacity(
     elif policy == "random":
         device = indices.device if generator is None else generator.device
         best_first = torch.randperm(len(pairs), generator=generator, device=device).to(indices.device)
-    order, counts = sort_pairs((pairs if best_first is None else pairs[best_first])[:, None], num_experts)
-    begins = torch.repeat_interleave(counts.cumsum(0) - counts, counts, output_size=len(order))
-    is_over = torch.arange(len(order), device=order.device) - begins >= capacity
-    of_pair = order if best_first is None else best_first[order]
-    out = pairs.clone()
-    out[of_pair] = torch.where(is_over, -1, pairs[of_pair])
+    ranked = pairs if best_first is None else pairs[best_first]
+    positions, _ = pair_positions(ranked[:, None], num_experts)
+    kept = torch.where(positions.view(-1) >= capacity, -1, ranked)
+    if best_first is None:
+        return kept.view(indices.shape)
+    out = torch.empty_like(pairs)
+    out[best_first] = kept
     return out.view(indices.shape)
 
 

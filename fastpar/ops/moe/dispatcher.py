@@ -26,7 +26,15 @@ from fastpar.comm.agree import Agreement
 from fastpar.ops._buffers import new_buffer
 from fastpar.ops.moe.fp8 import quantize_dequantize
 from fastpar.ops.moe.permute import gather_rows, row_sources, sum_rows
-from fastpar.ops.moe.plan import DispatchSpec, GroupLoads, RowPlacement, SortedPairs, problem_of
+from fastpar.ops.moe.plan import (
+    DispatchSpec,
+    GroupLoads,
+    RowPlacement,
+    SortedPairs,
+    index_problem,
+    problem_of,
+    tokens_or_wrong,
+)
 
 Route = TypeVar("Route")
 Tables = Sequence[Tensor]  # as if they lay one below the other
@@ -191,8 +199,12 @@ class LocalDispatcher(TokenDispatcher[Tensor]):
         if problem := problem_of(x, indices, weights, spec, self.comm):
             raise problem if isinstance(problem, Exception) else ValueError(problem)
         pairs = SortedPairs.of(indices, spec.num_experts)
-        counts = pairs.counts[None].cpu()
-        loads = GroupLoads(torch.tensor([len(x)], device="cpu"), counts, counts[:, :0], spec)
+        numbers = torch.cat([tokens_or_wrong(pairs), pairs.counts])[None].cpu()  # all that the host waits for
+        tokens, counts = numbers[:, 0], numbers[:, 1:]
+        if int(tokens) < 0:
+            raise ValueError(index_problem(pairs.indices, spec.num_experts))
+        loads = GroupLoads(tokens, counts, counts[:, :0], spec)
+        pairs = pairs.going(int(counts.sum()))
         place = RowPlacement.of(loads.loads, spec.padding)
         rows = rows_of_pairs(pairs, place.first[0], weights, place.rank_rows[0])
         handle = make_handle(self, pairs, loads, place, rows, weights, pairs.slots(place.first[0]))

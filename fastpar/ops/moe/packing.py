@@ -104,6 +104,12 @@ class SentTokens(NamedTuple):
     def of(cls, indices: Tensor, size: int, per_rank: int) -> SentTokens:
         return cls(*tokens_by_rank(indices, size, per_rank))
 
+    def going(self, num_rows: int) -> SentTokens:
+        """Without the rows behind the last, which there are on devices until the host knows `num_rows`."""
+        if len(self.tokens) == num_rows:
+            return self
+        return self._replace(tokens=self.tokens[:num_rows], experts=self.experts[:num_rows])
+
 
 class SentPairs(NamedTuple):
     """For sums with the bits of one rank: which rows are sent back, and where each pair's is among those received."""

@@ -5,6 +5,8 @@ elsewhere, and for dtypes that the kernels do not take, they are the functions o
 docstrings have shapes, rules and worked examples.
 
     sort_pairs    a counting sort, stable                     reads the indices twice
+    order_pairs   the same for devices: pairs that go nowhere stay, so that no size is read on the host
+    pair_positions  which of its expert's pairs each pair is
     pair_slots    where each pair's row lies
     row_sources   which token each row is of
     tokens_by_rank  the rows that a rank sends, a token once to each rank
@@ -100,15 +102,42 @@ def _(rows: Tensor, tables: list[Tensor], index: Tensor) -> Tensor:
 
 
 def sort_pairs(indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """(order, counts): see `fastpar.reference.moe_rows.sort_pairs`."""
+    """(order, counts): see `fastpar.reference.moe_rows.sort_pairs`. Elsewhere than on the CPU it waits for the device:
+    `order_pairs` does not."""
     if indices.device.type != "cpu":
-        if indices.is_cuda and has_kernels(indices) and num_experts > 0 and not torch.compiler.is_compiling():
-            from fastpar.kernels import moe_sort
-
-            return moe_sort.sort_pairs(indices, num_experts)
-        return reference.sort_pairs(indices, num_experts)
+        order, counts = order_pairs(indices, num_experts)
+        return order[: int(counts.sum())], counts
     order, counts = _kernels.moe_sort_pairs(indices, num_experts)
     return order, counts
+
+
+def order_pairs(indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """(order, counts): see `fastpar.reference.moe_rows.order_pairs`."""
+    if indices.is_cuda and has_kernels(indices) and num_experts > 0 and not torch.compiler.is_compiling():
+        from fastpar.kernels import moe_sort
+
+        return moe_sort.order_pairs(indices, num_experts)
+    return reference.order_pairs(indices, num_experts)
+
+
+def pair_positions(indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """(positions, counts): which of its expert's pairs each is, from 0 on, -1 for one that goes nowhere; pairs of each.
+
+        indices    [T, K]   int64 or int32; a value outside 0..num_experts - 1 goes nowhere
+        positions  [T, K]   int64
+        counts     [E]      int64
+
+    Worked example: indices [[1, 0], [0, -1]], 2 experts: positions [[0, 0], [1, -1]], counts [2, 1].
+    """
+    if indices.device.type == "cpu":
+        order, counts = sort_pairs(indices, num_experts)
+        return pair_slots(order, counts, torch.zeros_like(counts), indices.shape), counts
+    order, counts = order_pairs(indices, num_experts)
+    place = torch.empty_like(order)
+    place[order] = torch.arange(len(order), device=order.device)
+    goes = (indices >= 0) & (indices < num_experts)
+    begins = counts.cumsum(0) - counts
+    return torch.where(goes, place.view(indices.shape) - begins[torch.where(goes, indices, 0)], -1), counts
 
 
 def pair_slots(order: Tensor, counts: Tensor, first: Tensor, shape: Sequence[int]) -> Tensor:
@@ -130,9 +159,10 @@ def row_sources(
 
 
 def tokens_by_rank(indices: Tensor, size: int, per_rank: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """What a rank sends: see `fastpar.reference.moe_rows.tokens_by_rank`."""
+    """What a rank sends: see `fastpar.reference.moe_rows.tokens_by_rank`; elsewhere than on the CPU
+    `padded_tokens_by_rank`, which waits for no device."""
     if indices.device.type != "cpu":
-        return reference.tokens_by_rank(indices, size, per_rank)
+        return reference.padded_tokens_by_rank(indices, size, per_rank)
     tokens, experts, sizes, rows_of_token, values_of_pair = _kernels.moe_tokens_by_rank(indices, size, per_rank)
     return tokens, experts, sizes, rows_of_token, values_of_pair
 
@@ -195,4 +225,7 @@ def dot_rows(rows: Tensor, tables: Sequence[Tensor], index: Tensor) -> Tensor:
     return dots
 
 
-__all__ = ["dot_rows", "gather_rows", "pair_slots", "row_sources", "sort_pairs", "sum_rows", "tokens_by_rank"]
+__all__ = [
+    "dot_rows", "gather_rows", "order_pairs", "pair_positions", "pair_slots", "row_sources", "sort_pairs", "sum_rows",
+    "tokens_by_rank",
+]  # fmt: skip

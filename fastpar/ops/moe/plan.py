@@ -10,7 +10,7 @@ else follows from that on every rank alike.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from fastpar.arguments import checked_fields
 from fastpar.comm import Communicator
 from fastpar.comm.agree import Agreement
 from fastpar.ops.moe.fp8 import PAYLOADS
-from fastpar.ops.moe.permute import pair_slots, sort_pairs
+from fastpar.ops.moe.permute import order_pairs, pair_slots, sort_pairs
 
 TRANSPORTS = ("auto", "shared_memory", "all_to_all", "hierarchical", "symmetric")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -125,7 +125,8 @@ class DispatchSpec:
 
 @dataclass(frozen=True)
 class SortedPairs:
-    """This rank's pairs by expert: `order` and `counts` of `sort_pairs`."""
+    """This rank's pairs by expert: `order` and `counts` of `sort_pairs`; on devices of `order_pairs`, until the host
+    knows how many go somewhere (`going`)."""
 
     indices: Tensor
     num_experts: int
@@ -135,7 +136,12 @@ class SortedPairs:
     @classmethod
     def of(cls, indices: Tensor, num_experts: int) -> SortedPairs:
         indices = indices.contiguous()  # pairs are numbered t * K + k in memory
-        return cls(indices, num_experts, *sort_pairs(indices, num_experts))
+        sort = sort_pairs if indices.device.type == "cpu" else order_pairs
+        return cls(indices, num_experts, *sort(indices, num_experts))
+
+    def going(self, num_pairs: int) -> SortedPairs:
+        """Without the pairs that go nowhere, of which the first `num_pairs` are none."""
+        return self if len(self.order) == num_pairs else replace(self, order=self.order[:num_pairs])
 
     @classmethod
     def nowhere(cls, num_experts: int) -> SortedPairs:
@@ -214,16 +220,45 @@ def gather_loads(
     )  # fmt: skip
     agreement = Agreement("moe_dispatch", _EQUAL_ON_ALL, values, problem)
     device = x.device if isinstance(x, Tensor) else torch.device("cpu")
-    num_tokens = torch.full((1,), 0 if problem else len(x), device=device)  # no copy from the host
+    num_tokens = torch.zeros(1, dtype=torch.int64, device=device) if problem else tokens_or_wrong(pairs)
     everyone = agreement.gather(comm, num_tokens, pairs.counts, *extra, device=device)
+    tokens = everyone[:, 0]
+    if wrong := (tokens < 0).nonzero().view(-1).tolist():
+        if comm.rank in wrong:
+            raise ValueError(index_problem(pairs.indices, spec.num_experts))
+        raise ValueError(f"{agreement.op}: wrong arguments on rank {wrong[0]} of the group: see its error")
     end = 1 + len(pairs.counts)
-    return GroupLoads(everyone[:, 0], everyone[:, 1:end], everyone[:, end:], spec)
+    return GroupLoads(tokens, everyone[:, 1:end], everyone[:, end:], spec)
+
+
+def tokens_or_wrong(pairs: SortedPairs) -> Tensor:
+    """int64 [1]: T, or on devices, where `problem_of` looks at no value, -1 for an index that is no expert."""
+    indices = pairs.indices
+    num_tokens = torch.full((1,), len(indices), device=indices.device)  # no copy from the host
+    if indices.device.type == "cpu" or indices.numel() == 0:
+        return num_tokens
+    low, high = torch.aminmax(indices)
+    return torch.where((low < -1) | (high > pairs.num_experts), -1, num_tokens)
+
+
+def index_problem(indices: Tensor, num_experts: int) -> str:
+    """What is wrong with the values of indices, or ""; waits for a device."""
+    if indices.numel() == 0:
+        return ""
+    low, high = torch.stack(torch.aminmax(indices)).tolist()
+    if low < -1 or high > num_experts:
+        return (
+            f"indices must be in 0..{num_experts - 1}, or -1 or {num_experts} for a choice that goes nowhere; "
+            f"they are in {low}..{high}"
+        )
+    return ""
 
 
 def problem_of(
     x: Tensor, indices: Tensor, weights: Tensor | None, spec: DispatchSpec, comm: Communicator
 ) -> Exception | str:
-    """What is wrong with this rank's arguments, or "". Not raised here: the other ranks have to raise it too."""
+    """What is wrong with this rank's arguments, or "". Not raised here: the other ranks have to raise it too. Values of
+    indices on devices come with the loads, since the host waits for those anyway (`tokens_or_wrong`)."""
     if spec.problem is not None:
         return spec.problem
     num_experts, payload = spec.num_experts, spec.payload
@@ -250,12 +285,4 @@ def problem_of(
         return f"x must be one of {', '.join(map(str, DTYPES))}, got {x.dtype}"
     if payload is not None and (payload not in PAYLOADS or x.dtype == torch.float64):
         return f"payload must be None or {', '.join(PAYLOADS)} (for x of at most 32 bits), got {payload!r}"
-    if indices.numel():
-        # One synchronisation for both ends.
-        low, high = torch.stack(torch.aminmax(indices)).tolist()
-        if low < -1 or high > num_experts:
-            return (
-                f"indices must be in 0..{num_experts - 1}, or -1 or {num_experts} for a choice that goes nowhere; "
-                f"they are in {low}..{high}"
-            )
-    return ""
+    return index_problem(indices, num_experts) if indices.device.type == "cpu" else ""

@@ -118,6 +118,9 @@ class AllToAllDispatcher(TokenDispatcher[AllToAllRoute]):
         comm, payload = self.comm, loads.spec.payload
         per_rank = pairs.num_experts // comm.size
         place = RowPlacement.of(loads.loads, loads.spec.padding)
+        mine = slice(comm.rank * per_rank, (comm.rank + 1) * per_rank)
+        to, back = sizes[comm.rank].tolist(), sizes[:, comm.rank].tolist()
+        pairs, sent = pairs.going(int(loads.loads[comm.rank].sum())), sent.going(sum(to))
 
         # Experts are numbered on their rank, where two bytes nearly always do.
         numbers = sent.experts.to(torch.int16 if per_rank <= INT16_MAX else torch.int32)
@@ -125,11 +128,9 @@ class AllToAllDispatcher(TokenDispatcher[AllToAllRoute]):
         parts, decoder = token_parts([], x, payload)
         tokens = [PackedField(part, sent.tokens) for part in parts]
         fields = [*tokens, PackedField(numbers), PackedField(pair_weights, sent.tokens)]
-        to, back = sizes[comm.rank].tolist(), sizes[:, comm.rank].tolist()
         # Rows arrive by source rank, then by token: the order of rows within an expert.
         *arrived, experts, received_weights = self.swap(fields, to, back)()
-        received = SortedPairs.of(experts.int(), per_rank)
-        mine = slice(comm.rank * per_rank, (comm.rank + 1) * per_rank)
+        received = SortedPairs.of(experts.int(), per_rank).going(int(loads.loads[:, mine].sum()))
         slots = received.slots(place.starts[mine])
         rows = rows_of_pairs(received, place.starts[mine], received_weights, place.rank_rows[comm.rank])
         route = AllToAllRoute(sent, to, back, slots, received_weights, x.shape[1], x.dtype)

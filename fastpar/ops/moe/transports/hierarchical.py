@@ -121,20 +121,21 @@ class HierarchicalDispatcher(TokenDispatcher[HierarchicalRoute]):
         if self._if_fewer and to_ranks is not None and not top.saves(by_host, by_rank):
             return self._flat.send_tokens(x, weights, pairs, to_ranks, loads, by_rank)
         place = RowPlacement.of(loads.loads, spec.padding)
+        mine = slice(comm.rank * per_rank, (comm.rank + 1) * per_rank)
+        rows_here = by_host[:, top.host].tolist()
+        to = top.by_gateway(by_host[comm.rank].tolist())
+        back = [rows_here[rank] if rank in top.sources[top.index] else 0 for rank in range(comm.size)]
+        pairs, sent = pairs.going(int(loads.loads[comm.rank].sum())), sent.going(sum(to))
 
         numbers = sent.experts.to(torch.int16 if num_here <= INT16_MAX else torch.int32)
         parts, decoder = token_parts([], x, spec.payload)
         tokens = [PackedField(part, sent.tokens) for part in parts]
         fields = [*tokens, PackedField(numbers), PackedField(float_weights(weights, indices), sent.tokens)]
-        rows_here = by_host[:, top.host].tolist()
-        to = top.by_gateway(by_host[comm.rank].tolist())
-        back = [rows_here[rank] if rank in top.sources[top.index] else 0 for rank in range(comm.size)]
         *columns, experts, pair_weights = self._flat.swap(fields, to, back)()
 
         gateway = GatewayRows(top, per_rank, experts, pair_weights, rows_here, by_rank, place)
         forwarded, forward = forwarder.dispatch(gateway, columns, decoder)
-        received = SortedPairs.of(forwarded.experts, per_rank)
-        mine = slice(comm.rank * per_rank, (comm.rank + 1) * per_rank)
+        received = SortedPairs.of(forwarded.experts, per_rank).going(int(loads.loads[:, mine].sum()))
         forwarder.set_slots(forward, forwarded, received.slots(place.starts[mine]))
         rows = rows_of_pairs(received, place.starts[mine], forwarded.weights, place.rank_rows[comm.rank])
         # Sorted by source for the order of rows; the tables have them by gateway.

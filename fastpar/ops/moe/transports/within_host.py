@@ -281,9 +281,9 @@ class AllToAllForwarder(HostForwarder[AllToAllForwardRoute]):
         self, gateway: GatewayRows, columns: Sequence[Tensor], decoder: TokenDecoder
     ) -> tuple[ForwardedRows, AllToAllForwardRoute]:
         top, by_rank = gateway.top, gateway.by_rank
-        sent = SentTokens.of(gateway.experts.int(), top.widest, gateway.per_rank)
         mine = by_rank[list(top.sources[top.index])].sum(0).tolist()
         to = [mine[rank] if rank in top.here else 0 for rank in range(top.size)]
+        sent = SentTokens.of(gateway.experts.int(), top.widest, gateway.per_rank).going(sum(to))
         counts = by_rank[:, top.rank].tolist()
         back = [0] * top.size
         for rank, count in zip(top.here, top.rows_in(counts), strict=True):
