@@ -181,7 +181,7 @@ def test_a_layer_of_experts_trains_on_one_rank() -> None:
 
 
 def waits_of_a_dispatch(device: str, exact: bool) -> list[str]:
-    """Dispatch, combine and their backward; with choices that go nowhere, and ranks with different numbers of tokens."""
+    """Dispatch, combine and their backward; some choices go nowhere, and ranks have different numbers of tokens."""
     generator = torch.Generator().manual_seed(7 + dist.get_rank())
     size, tokens = dist.get_world_size(), 5 + 2 * dist.get_rank()
     group = device_group() if size > 1 else None

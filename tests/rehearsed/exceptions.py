@@ -15,6 +15,7 @@ ALLOWED: dict[tuple[str, str], str] = {
     ("copy", "fastpar/ops/moe/plan.py:SortedPairs.slots"): "E numbers to the device; waits for nothing",
     ("copy", "fastpar/ops/moe/dispatcher.py:rows_of_pairs"): "E numbers to the device; waits for nothing",
     ("copy", "fastpar/ops/moe/gemms.py:_ends"): "E numbers to the device; waits for nothing",
+    ("copy", "fastpar/ops/moe/gemms.py:_triton_rows"): "2 E numbers to the device; waits for nothing",
 }
 # The same with several ranks.
 ALLOWED_ON_RANKS: dict[tuple[str, str], str] = {

@@ -419,6 +419,22 @@ def _(m: Maker) -> Sequence[Tensor]:
     return backward(m, ops.grouped_linear(m.leaf(T + 4, H, **kinds), m.leaf(E, V, H, **kinds), (0, 3, 3, 7, T + 4)))
 
 
+@case("grouped_linear, padded")
+def _(m: Maker) -> Sequence[Tensor]:
+    """What lies in padding is read by nobody, in forward and backward."""
+    found: list[Tensor] = []
+    for dtype, transposed in ((torch.float16, False), (torch.float32, True), (torch.bfloat16, False)):
+        m.leaves, counts = [], (2, 0, 4, 1)
+        shape = (E, H, V) if transposed else (E, V, H)
+        x, weight, bias = (m.leaf(*s, dtype=dtype) for s in ((T + 4, H), shape, (E, V)))
+        with torch.no_grad():
+            x[[2, 8, 9]] = float("nan")
+        out = ops.grouped_linear(x, weight, (0, 3, 3, 7, T + 4), bias, counts=counts, transposed=transposed)
+        grad = torch.ones_like(out).masked_fill_(torch.isnan(x.detach()).any(1)[:, None], float("nan"))
+        found += [out.detach(), *torch.autograd.grad(out, m.leaves, grad)]
+    return found
+
+
 @case("grouped_linear_dgrad")
 def _(m: Maker) -> Sequence[Tensor]:
     return [ops.grouped_linear_dgrad(m.plain(T + 4, V), m.plain(E, V, H), (0, 3, 3, 7, T + 4))]

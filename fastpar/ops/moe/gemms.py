@@ -3,8 +3,9 @@
 Matrices are [E, F, K] or, transposed, [E, K, F]. Rows come with `rows`, the slice of each expert's: what lies between
 the slices is padding, which is neither read nor, unless it is said, written.
 
-On CPU one GEMM an expert, written where it belongs. On CUDA `torch.nn.functional.grouped_mm` where it takes the shapes:
-one launch for all experts.
+On CPU one GEMM an expert, written where it belongs. On CUDA one launch for all experts: `F.grouped_mm` for bfloat16
+without bias or padding, `fastpar.kernels.grouped_gemm` for the rest (not measured yet; float32 without TF32); float64
+has one GEMM an expert there, too.
 
 The activation, on rows with weights, forward and backward into memory that is there:
 
@@ -17,17 +18,23 @@ One C++ pass each for SwiGLU with gate and up apart, PyTorch for everything else
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from fastpar import _ext
 from fastpar.contracts.moe import ExpertRule, activate
+from fastpar.ops._backends import has_kernels
 from fastpar.ops._buffers import new_buffer
+
+if TYPE_CHECKING:
+    from fastpar.kernels.grouped_gemm import RowGroups
 
 _ext.load()
 
 _GROUPED_ALIGNMENT = 16  # bytes, of every row that grouped_mm reads or writes
+_TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def matmul(a: Tensor, b: Tensor, out: Tensor, *, bias: Tensor | None = None, alpha: float = 1.0) -> Tensor:
@@ -44,6 +51,8 @@ def forward(x: Tensor, weight: Tensor, rows: Sequence[slice], bias: Tensor | Non
     matrices = weight if transposed else weight.transpose(1, 2)  # [E, K, F]
     if bias is None and _takes_grouped(x, rows, *matrices.shape[1:]):
         return torch.nn.functional.grouped_mm(x, matrices, offs=_ends(rows, x.device))
+    if _takes_triton(x):
+        return _triton_forward(x, weight, rows, bias, transposed=transposed)
     out = new_buffer(x, (len(x), matrices.shape[2]))
     _zero_padding(out, rows)
     for expert, mine in enumerate(rows):
@@ -62,6 +71,12 @@ def wgrad(dout: Tensor, x: Tensor, like: Tensor, rows: Sequence[slice], *, trans
     left, right = (x, dout) if transposed else (dout, x)
     if _takes_grouped(x, rows, *like.shape[1:]):
         out = torch.nn.functional.grouped_mm(left.t(), right, offs=_ends(rows, x.device))
+    elif _takes_triton(x):
+        from fastpar.kernels import grouped_gemm
+
+        groups, index = _triton_rows(x, rows)
+        # A row that one index leaves out is read of neither: what lies in padding may be NaN.
+        return grouped_gemm.grouped_wgrad(left, right, groups, left_index=index)
     else:
         out = new_buffer(like, like.shape)
         for expert, mine in enumerate(rows):
@@ -80,6 +95,11 @@ def wgrad_of(left: Tensor, right: Tensor, out: Tensor, *, alpha: float = 1.0) ->
 
 def bias_grad(dout: Tensor, like: Tensor, rows: Sequence[slice]) -> Tensor:
     """dbias [E, F], zeros for an expert without rows."""
+    if _takes_triton(dout):
+        from fastpar.kernels import grouped_gemm
+
+        groups, index = _triton_rows(dout, rows)
+        return grouped_gemm.grouped_bias_grad(dout, groups, index=index)
     out = new_buffer(like, like.shape)
     for expert, mine in enumerate(rows):
         torch.sum(dout[mine], 0, out=out[expert])
@@ -104,6 +124,37 @@ def _takes_grouped(x: Tensor, rows: Sequence[slice], *sizes: int) -> bool:
 
 def _ends(rows: Sequence[slice], device: torch.device) -> Tensor:
     return torch.tensor([mine.stop for mine in rows], dtype=torch.int32, device=device)
+
+
+def _takes_triton(x: Tensor) -> bool:
+    return x.device.type == "cuda" and x.dtype in _TRITON_DTYPES and has_kernels(x)
+
+
+def _triton_forward(
+    x: Tensor, weight: Tensor, rows: Sequence[slice], bias: Tensor | None, *, transposed: bool
+) -> Tensor:
+    from fastpar.kernels import grouped_gemm
+
+    groups, index = _triton_rows(x, rows)
+    out = grouped_gemm.grouped_linear(x, weight, groups, bias, index=index, transposed=transposed)
+    if bias is not None and index is not None:
+        out.masked_fill_((index < 0)[:, None], 0.0)  # padding has the bias of its expert
+    return out
+
+
+def _triton_rows(x: Tensor, rows: Sequence[slice]) -> tuple[RowGroups, Tensor | None]:
+    """The experts' rows with their padding, and which rows are read: int64 [N], -1 for padding; None: all of them."""
+    from fastpar.kernels.grouped_gemm import RowGroups
+
+    starts, stops = [mine.start for mine in rows], [mine.stop for mine in rows]
+    numbers = torch.tensor([[*starts, len(x)], [*stops, 0]], device=x.device)
+    groups = RowGroups(numbers[0], len(x), x.device)
+    if stops == [*starts[1:], len(x)]:
+        return groups, None
+    row = torch.arange(len(x), device=x.device)
+    # Of experts whose rows begin at one place the last is found, which is the one that has room.
+    expert = torch.searchsorted(numbers[0, :-1].contiguous(), row, right=True) - 1
+    return groups, torch.where(row < numbers[1][expert], row, -1)
 
 
 # ---- activation ------------------------------------------------------------------------------------------------------
