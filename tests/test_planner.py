@@ -190,11 +190,11 @@ def random_costs(parts: int, seed: int) -> Costs:
 def test_a_long_schedule_takes_what_its_steady_state_says(name: str) -> None:
     """Exactly, in Fractions, p <= 8, equal and unequal stages; asynchronous schedules have updates of their own."""
     count = 0
-    for p, parts in ((2, 1), (3, 2), (4, 1), (5, 1), (6, 1), (8, 1)):
+    for p, parts in ((2, 1), (3, 2), (4, 1), (8, 1)):
         if parts > 1 and name not in ("interleaved_1f1b", "looped_bfs"):
             continue
         stages = 2 if name in ("interleaved_1f1b", "looped_bfs") else parts
-        for m in (9 * p, (7 * p + 5) * p + 1 if p <= 3 else 12 * p + 1):
+        for m in (9 * p, (7 * p + 5) * p + 1) if p <= 3 else (10 * p,):
             try:
                 schedule = make_schedule(name, p, m, **({"stages_per_rank": stages} if stages > 1 else {}))
             except ValueError:
@@ -210,7 +210,7 @@ def test_a_long_schedule_takes_what_its_steady_state_says(name: str) -> None:
                 assert abs(quick / exact - 1) < 0.02
                 assert not isinstance(found, float)
                 count += 1
-    assert count >= 6
+    assert count >= 4
 
 
 def test_a_steady_state_with_a_long_period_or_a_late_begin_is_waited_for() -> None:

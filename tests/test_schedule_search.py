@@ -123,7 +123,9 @@ SIZES = [(1, 3, 1), (2, 5, 1), (4, 8, 1), (4, 3, 1), (2, 4, 2), (4, 8, 2), (3, 6
 
 
 @pytest.mark.expensive
-@pytest.mark.parametrize("costs_name", ["even", "measured", "latency"])
+@pytest.mark.parametrize(
+    "costs_name", ["measured", *(pytest.param(c, marks=pytest.mark.slow) for c in ("even", "latency"))]
+)
 @pytest.mark.parametrize(("num_ranks", "num_microbatches", "stages_per_rank"), SIZES)
 def test_search_is_never_worse_than_a_fixed_schedule_within_the_limit(
     num_ranks: int, num_microbatches: int, stages_per_rank: int, costs_name: str

@@ -132,11 +132,11 @@ def small() -> list[Schedule]:
 
 # Schedules, and how many positions of each to change in the quick run
 SUITES: dict[str, tuple[Callable[[], list[Schedule]], int]] = {
-    "compute": (small, 3),
-    "executed": (lambda: [lowered(s) for s in small()], 3),
-    "stepped": (lambda: [with_steps(s) for s in small() if len(s.chains) == 1], 2),
-    "sharded": (lambda: [lowered(s, sharded=True) for s in small()], 3),
-    "skip connections": (lambda: [with_skip(s) for s in generated(3, 3) if s.num_parts > 2], 4),
+    "compute": (small, 1),
+    "executed": (lambda: [lowered(s) for s in small()], 1),
+    "stepped": (lambda: [with_steps(s) for s in small() if len(s.chains) == 1], 1),
+    "sharded": (lambda: [lowered(s, sharded=True) for s in small()], 1),
+    "skip connections": (lambda: [with_skip(s) for s in generated(3, 3) if s.num_parts > 2], 2),
     "larger": (lambda: [form for s in generated(4, 8) for form in (s, lowered(s))], 1),
 }
 
@@ -147,7 +147,7 @@ def with_skip(schedule: Schedule) -> Schedule:
 
 
 @pytest.mark.expensive
-@pytest.mark.parametrize("suite", SUITES)
+@pytest.mark.parametrize("suite", [suite for suite in SUITES if suite != "larger"])
 def test_no_mutant_is_misjudged(suite: str) -> None:
     make, at_most = SUITES[suite]
     counts = count_mistakes(suite, make(), at_most)
