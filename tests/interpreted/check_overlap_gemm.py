@@ -76,9 +76,9 @@ def test_gemm_bits_depend_neither_on_the_number_of_programs_nor_on_the_order(mon
 @pytest.mark.parametrize(
     ("transport", "chunks", "dtype"),
     [
-        ("copy", 1, torch.bfloat16),
+        pytest.param("copy", 1, torch.bfloat16, marks=pytest.mark.slow),
         ("copy", 3, torch.float32),
-        ("kernel", 1, torch.float16),
+        pytest.param("kernel", 1, torch.float16, marks=pytest.mark.slow),
         ("kernel", 3, torch.bfloat16),
     ],
 )
@@ -104,7 +104,7 @@ def test_all_gather_gemm_multiplies_the_rows_of_all_ranks(
             assert torch.equal(outs[rank], product(x, weights[rank], bias[rank])), (call, rank)
 
 
-@pytest.mark.parametrize("sizes", [[0, 5, 9], [0, 0, 0], [1, 0, 0], [16, 32, 33]])
+@pytest.mark.parametrize("sizes", [[0, 5, 9], [0, 0, 0], pytest.param([16, 32, 33], marks=pytest.mark.slow)])
 def test_shards_may_be_uneven_and_empty(tmp_path: Path, sizes: list[int]) -> None:
     buffers = open_buffers(tmp_path, 3)
     x, weight = integers(sum(sizes), 20, seed=0), integers(33, 20, seed=1)
@@ -133,7 +133,7 @@ def test_one_gather_feeds_several_gemms(tmp_path: Path) -> None:
     [
         ((1, 1), 1, torch.bfloat16),
         ((66, 33), 4, torch.bfloat16),
-        ((66, 33), 1, torch.float16),
+        pytest.param((66, 33), 1, torch.float16, marks=pytest.mark.slow),
         ((257, 30), 4, torch.float32),
     ],
 )
@@ -285,8 +285,8 @@ ALL_OPS = ["gather copy", "scatter", "reduce", "gather kernel"]
     ("size", "ops", "delay", "sizes"),
     [
         pytest.param(2, ALL_OPS, "nobody", [33, 33], marks=pytest.mark.slow),
-        (2, ["gather copy", "gather kernel"], "turns", [40, 1]),
-        (2, ["scatter"], "turns", [1, 40]),
+        pytest.param(2, ["gather copy", "gather kernel"], "turns", [40, 1], marks=pytest.mark.slow),
+        pytest.param(2, ["scatter"], "turns", [1, 40], marks=pytest.mark.slow),
         (2, ["reduce"], "turns", [20, 21]),
         (3, ALL_OPS, "last", [17, 0, 33]),
         pytest.param(4, ALL_OPS, "turns", [16, 1, 20, 5], marks=pytest.mark.slow),
@@ -305,7 +305,7 @@ def test_processes_agree_over_symmetric_memory() -> None:
     assert run_ranks(2, on_symmetric_memory, ALL_OPS, 8, "turns", [33, 20], timeout=120.0) == [[], []]
 
 
-@pytest.mark.parametrize("op", ["gather copy", "gather kernel", "scatter"])
+@pytest.mark.parametrize("op", ["gather copy", pytest.param("gather kernel", marks=pytest.mark.slow), "scatter"])
 def test_a_rank_that_waits_for_nobody_is_kept_from_running_two_calls_ahead(tmp_path: Path, op: str) -> None:
     """Rank 0 alone has data to send in all-gather, and rank 1 alone owns rows in reduce-scatter: rank 0 never waits for
     a flag, and nothing but EMPTY keeps it from writing over what rank 1, which is slow, has not read."""
@@ -326,7 +326,7 @@ def one_channel_only(paths: list[Path], ops: list[str]) -> list[str]:
         return on_rank(paths, ops, 6, "turns", [20, 21])
 
 
-@pytest.mark.parametrize("ops", [["gather copy"], ["scatter", "reduce"]])
+@pytest.mark.parametrize("ops", [pytest.param(["gather copy"], marks=pytest.mark.slow), ["scatter", "reduce"]])
 def test_one_channel_used_again_and_again_is_right_too(tmp_path: Path, ops: list[str]) -> None:
     paths = create_files(tmp_path, 2, NBYTES)
     assert run_ranks(2, one_channel_only, paths, ops, timeout=120.0) == [[], []]
@@ -471,7 +471,7 @@ def test_a_buffer_that_is_too_small_says_how_much_is_missing(tmp_path: Path) -> 
 # ---- the bench -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("op", ["gather", "scatter", "reduce"])
+@pytest.mark.parametrize("op", ["gather", *(pytest.param(op, marks=pytest.mark.slow) for op in ("scatter", "reduce"))])
 def test_bench_providers_pass_their_check_and_bounds_run(op: str) -> None:
     pytest.importorskip("fastpar.comm.symmetric.buffer")
     from bench.bench_overlap_gpu import OverlapCase
