@@ -14,6 +14,7 @@ PYTHON = [
     ("whole models", [("parallel", True), ("checkpoint", False), ("planner", True)]),
     ("layouts as data", [("layouts", True)]),
     ("data parallelism", [("zero (stands on clip, precision)", True), ("ddp", True)]),
+    ("folders of weights", [("pretrained", True)]),
     (
         "strategies (never import each other)",
         [

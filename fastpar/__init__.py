@@ -42,9 +42,11 @@ if TYPE_CHECKING:
     from fastpar.mesh import GridSpec, Mesh, init_mesh
     from fastpar.parallel import Style
     from fastpar.parallel.api import explain, parallelize, unparallelize
+    from fastpar.parallel.load import load_pretrained
     from fastpar.parallel.pipeline_api import parallelize_pipeline
     from fastpar.planner import plan
     from fastpar.precision import LossScaler, Precision
+    from fastpar.pretrained import save_pretrained
     from fastpar.recompute import apply_recompute, remove_recompute
     from fastpar.verification import VerifyLayout, verify
 
@@ -83,10 +85,12 @@ _HOME = {
     "explain": "fastpar.parallel.api",
     "grad_norm": "fastpar.clip",
     "init_mesh": "fastpar.mesh",
+    "load_pretrained": "fastpar.parallel.load",
     "parallelize": "fastpar.parallel.api",
     "parallelize_pipeline": "fastpar.parallel.pipeline_api",
     "plan": "fastpar.planner",
     "remove_recompute": "fastpar.recompute",
+    "save_pretrained": "fastpar.pretrained",
     "unparallelize": "fastpar.parallel.api",
     "VerifyLayout": "fastpar.verification",
     "verify": "fastpar.verification",
@@ -115,6 +119,7 @@ __all__ = [
     "grad_norm",
     "init_mesh",
     "layouts",
+    "load_pretrained",
     "ops",
     "optim",
     "parallel",
@@ -126,6 +131,7 @@ __all__ = [
     "recompute",
     "reference",
     "remove_recompute",
+    "save_pretrained",
     "storage",
     "tensor",
     "unparallelize",

@@ -36,6 +36,12 @@ def linears(count: int = 2) -> nn.Sequential:
 
 
 @functools.cache
+def saved_folder() -> Path:
+    fp.save_pretrained(linears(), FOLDER / "model")
+    return FOLDER / "model"
+
+
+@functools.cache
 def alone() -> comm.Communicator:
     return comm.Communicator(None)
 
@@ -190,6 +196,8 @@ MODELS: dict[str, Callable[[], Case]] = {
     "parse_style": lambda: (parse_style, {"pattern": "0", "style": "colwise"}),
     "match_plan": lambda: (match_plan, {"model": linears(), "plan": {"0": "colwise"}}),
     "parallelize": lambda: (fp.parallelize, {"model": linears(), "mesh": mesh(), "plan": {"0": "colwise"}}),
+    "load_pretrained": lambda: (fp.load_pretrained, {"model": linears, "folder": saved_folder()}),
+    "save_pretrained": lambda: (fp.save_pretrained, {"model": linears(), "folder": FOLDER / "saved"}),
     "unparallelize": lambda: (
         fp.unparallelize,
         {"model": fp.parallelize(linears(), mesh(), {"0": "colwise", "1": "rowwise"})},

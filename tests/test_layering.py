@@ -24,7 +24,8 @@ LAYERS = {
     "ops": 5,
     "tensor": 6,
     "pipeline": 6,
-    "zero": 7,
+    "pretrained": 7,
+    "zero": 8,
     "expert": 6,
     "context": 6,
     "precision": 6,
@@ -62,6 +63,7 @@ INNER_LAYERS = {
         "swap": 4,
         "api": 7,
         "pipeline_api": 8,
+        "load": 8,
         "__init__": 9,
     },
 }
@@ -264,7 +266,7 @@ def test_csrc_includes_follow_the_layers() -> None:
     ("module", "source", "complaint"),
     [
         ("fastpar.tensor.linear", "from fastpar.pipeline import Stage", "layer 6"),
-        ("fastpar.tensor.linear", "from ..zero import shard", "layer 7"),
+        ("fastpar.tensor.linear", "from ..zero import shard", "layer 8"),
         ("fastpar.ops.parallel_linear.api", "def f():\n    import fastpar.tensor", "layer 6"),
         ("fastpar.comm.groups", "from fastpar.ops import cross_entropy", "layer 5"),
         ("fastpar.mesh", "from fastpar import comm", "layer 2"),

@@ -1,4 +1,4 @@
-"""Methods of a parallelised model that need whole tensors: its loss, `generate`, `save_pretrained`, resizing.
+"""Methods of a parallelised model that need whole tensors: its loss, `generate`, resizing.
 
 The head of a parallelised model returns logits as a DTensor, `Shard(-1)` over the tensor-parallel ranks: what reads
 them gets the right numbers (`fastpar.tensor.split_logits`), and never a part for the whole. A loss that is
@@ -11,12 +11,10 @@ import contextlib
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from fastpar.comm import Communicator
 from fastpar.parallel.guards.agreement import generator_state
@@ -160,37 +158,6 @@ class GatheringCall:
         device = next(self.model.parameters()).device
         with gathered(self.heads), same_draws(self.comm, device):
             return getattr(type(self.model), self.name)(self.model, *args, **kwargs)
-
-
-class SavePretrained:
-    """`model.save_pretrained` of a parallelised model: ordinary files, of whole tensors.
-
-    Collective: every rank of the tensor-parallel group calls it, and the first one of the first data-parallel group
-    writes. All wait until the files are there.
-    """
-
-    def __init__(self, model: Any, comm: Communicator, is_writer: bool):
-        self.model, self.comm, self.is_writer = model, comm, is_writer
-        self.__doc__ = type(model).save_pretrained.__doc__
-
-    def __deepcopy__(self, memo: Any) -> SavePretrained:
-        return SavePretrained(memo.get(id(self.model), self.model), self.comm, self.is_writer)
-
-    def __call__(self, save_directory: str | Path, *args: Any, **kwargs: Any) -> Any:
-        if "state_dict" not in kwargs:
-            options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-            kwargs["state_dict"] = get_model_state_dict(self.model, options=options)
-        error, result = "", None
-        if self.is_writer:
-            try:
-                result = type(self.model).save_pretrained(self.model, save_directory, *args, **kwargs)
-            except Exception as raised:
-                error = f"{type(raised).__name__}: {raised}"
-        # The others learn of a full disk as well, instead of going on with files that are not there.
-        failed = self.comm.all_reduce(torch.tensor([float(bool(error))], device="cpu"), "max")
-        if failed.item():
-            raise RuntimeError(f"save_pretrained to {save_directory} failed: {error or 'see the writing rank'}")
-        return result
 
 
 class ResizeEmbeddings:

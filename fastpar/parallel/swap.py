@@ -22,13 +22,13 @@ from fastpar.parallel.model_methods import (
     NoGeneration,
     PartLoss,
     ResizeEmbeddings,
-    SavePretrained,
     labels_problem,
     loss_on_split_logits,
 )
 from fastpar.parallel.styles import SwapContext, WholeStyle
 from fastpar.parallel.styles.whole import apply_default
 from fastpar.pipeline.stages.absent import Absent
+from fastpar.pretrained.saving import SavePretrained
 from fastpar.tensor import VocabParallelHead
 from fastpar.tensor.sequence import hook_input, hook_output
 
@@ -62,8 +62,9 @@ class Swap:
             if self.context.comm.size > 1:
                 self._leave_fast_paths()
                 self._connect_head()
-                self._replace_methods()
                 self._guard()
+            if max(self.context.comm.size, self.context.experts.comm.size) > 1:
+                self._replace_methods()
             if self.context.context is not None:
                 self._connect_parts()
         except BaseException:
@@ -132,10 +133,8 @@ class Swap:
         context, model, changes = self.context, self.context.model, self.context.changes
         changes.set(model, DDP_MARK, RefusedByDDP(OVER_PARALLEL))
         if callable(getattr(type(model), "save_pretrained", None)):
-            is_first = context.context is None or context.context.comm.rank == 0
-            is_writer = context.comm.rank == 0 and context.batch[0] == 0 and is_first
-            changes.set(model, "save_pretrained", SavePretrained(model, context.comm, is_writer))
-        if callable(getattr(type(model), "resize_token_embeddings", None)):
+            changes.set(model, "save_pretrained", SavePretrained(model))
+        if context.comm.size > 1 and callable(getattr(type(model), "resize_token_embeddings", None)):
             changes.set(model, "resize_token_embeddings", ResizeEmbeddings(model))
 
     def _split_stream(self) -> None:

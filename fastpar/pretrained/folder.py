@@ -1,0 +1,80 @@
+"""A folder of safetensors files, read by slices, and what its tensors are in a model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+from torch import Tensor
+
+from fastpar.pretrained.tensor_files import Range, TensorEntry, TensorFile
+
+FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+class WeightFolder:
+    """The tensors of `model.safetensors`, or of the files that `model.safetensors.index.json` names.
+
+    FileNotFoundError where neither is there, or a file of the index is not; ValueError for an index that names files
+    elsewhere, or tensors that its files do not have.
+    """
+
+    def __init__(self, folder: Path):
+        self.path = folder
+        self._files: list[TensorFile] = []
+        self._file_of: dict[str, TensorFile] = {}
+        try:
+            self._open()
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self) -> None:
+        index = self.path / INDEX
+        if index.is_file():
+            names = json.loads(index.read_text())["weight_map"]
+            for name in sorted(set(names.values())):
+                if Path(name).name != name:
+                    raise ValueError(f"{index} names the file {name!r}, which is not in the folder")
+                self._add(self.path / name)
+            lost = sorted(name for name in names if name not in self._file_of)
+            if lost:
+                raise ValueError(f"{index} names {lost[:4]}, which {names[lost[0]]} does not have")
+        elif (self.path / FILE).is_file():
+            self._add(self.path / FILE)
+        else:
+            raise FileNotFoundError(
+                f"{self.path} has neither {FILE} nor {INDEX}: give a folder of this machine with safetensors files "
+                "(huggingface_hub.snapshot_download(name) gives one)"
+            )
+
+    def _add(self, path: Path) -> None:
+        file = TensorFile(path)
+        self._files.append(file)
+        self._file_of |= dict.fromkeys(file.entries, file)
+
+    @property
+    def entries(self) -> dict[str, TensorEntry]:
+        """All tensors by name."""
+        return {name: file.entries[name] for name, file in self._file_of.items()}
+
+    @property
+    def bytes_read(self) -> int:
+        return sum(file.bytes_read for file in self._files)
+
+    def read(self, name: str, dim: int = 0, ranges: Sequence[Range] | None = None) -> Tensor:
+        """A tensor, or of it the ranges along `dim`: see `TensorFile.read`."""
+        return self._file_of[name].read(name, dim, ranges)
+
+    def close(self) -> None:
+        """Close all files; a second call does nothing."""
+        for file in self._files:
+            file.close()
+
+    def __enter__(self) -> WeightFolder:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
