@@ -6,6 +6,7 @@
     fastpar verify [flags]              a model of transformers in a layout, compared with itself whole
     fastpar plan [flags]                how a model is best spread over a machine, and why
     fastpar explain PLAN [flags]        a plan again, or beside another layout
+    fastpar calibrate --out FILE        a machine for plans, as its own ranks measure it (under torchrun)
 
 Exit status: 0 fine; 1 something is wrong, and the output says what; 2 the command line is not understood (verify: or
 the layout is refused).
@@ -68,6 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("verify", help="compare a model in a layout with itself whole", add_help=False)
     commands.add_parser("plan", help="find how a model is best spread over a machine", add_help=False)
     commands.add_parser("explain", help="show a plan again, or beside another layout", add_help=False)
+    commands.add_parser("calibrate", help="measure this machine for plans (under torchrun)", add_help=False)
     return made
 
 
@@ -84,11 +86,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from fastpar.verification import command as verify_command
 
         return verify_command.main(arguments[1:])
-    if arguments[:1] in (["plan"], ["explain"]):
+    if arguments[:1] in (["plan"], ["explain"], ["calibrate"]):
         from fastpar.planner import command as plan_command
 
-        run = plan_command.main if arguments[0] == "plan" else plan_command.explain_main
-        return run(arguments[1:])
+        known = {"plan": plan_command.main, "explain": plan_command.explain_main}
+        return known.get(arguments[0], plan_command.calibrate_main)(arguments[1:])
     flags = _parser().parse_args(arguments)
     from fastpar import doctor
 

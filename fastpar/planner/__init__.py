@@ -5,7 +5,8 @@
 
 | file | what |
 |---|---|
-| `models`, `machine`, `workload` | what is given: shapes by name or configuration, machines, a step |
+| `models`, `configurations`, `machine`, `workload` | what is given: shapes by name or configuration, machines, a step |
+| `calibration` | a machine as its own ranks measure it; the only file that imports torch |
 | `space`, `table` | all layouts, as columns of numbers |
 | `network`, `layer_time`, `cost`, `memory`, `features` | seconds, bytes and error bars of every row |
 | `pipelines`, `cuts`, `refine` | a few layouts again: simulated schedules, balanced cuts |
@@ -15,7 +16,7 @@
 No torch: `docs/planner.md` says how far its numbers can be trusted, and by which published rows.
 """
 
-from fastpar.planner.machine import MACHINES, Machine, find_machine
+from fastpar.planner.machine import MACHINES, GemmTable, Machine, find_machine
 from fastpar.planner.misses import NearMiss, NoLayoutFitsError
 from fastpar.planner.models import MODELS, find_model
 from fastpar.planner.planning import Plan, plan
@@ -31,6 +32,7 @@ __all__ = [
     "MODELS",
     "PINS",
     "BytesPerParameter",
+    "GemmTable",
     "LayerProfile",
     "Machine",
     "NearMiss",

@@ -1,8 +1,9 @@
-"""`fastpar plan` and `fastpar explain`: which layout, and why."""
+"""`fastpar plan`, `fastpar explain` and `fastpar calibrate`: which layout, why, and on what machine."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -114,4 +115,30 @@ def explain_main(arguments: Sequence[str]) -> int:
     print(compare(found, told))
     if told.peak > found.limit:
         print(f"the second lacks {(told.peak - found.limit) / 1e9:.1f} GB of memory a rank")
+    return 0
+
+
+def calibrate_main(arguments: Sequence[str]) -> int:
+    """Run `fastpar calibrate` and return its exit status."""
+    made = argparse.ArgumentParser(
+        prog="fastpar calibrate",
+        description="Measure this machine by all ranks of a job, and write a file for fastpar plan --machine.",
+        epilog="torchrun --nproc-per-node 8 -m fastpar calibrate --out machine.json",
+        allow_abbrev=False,
+    )
+    made.add_argument("--out", required=True, metavar="FILE.json", help="where rank 0 writes the machine")
+    made.add_argument("--name", default="here", help="what the machine is called (%(default)s)")
+    made.add_argument("--device", choices=("cpu", "cuda"), help="cuda where there is one")
+    made.add_argument("--precision", metavar="DTYPE", help="fp32, bf16 or fp16 (bf16 on cuda, fp32 on cpu)")
+    made.add_argument("--seconds", type=float, default=120.0, help="about how long it may take (%(default)s)")
+    flags = made.parse_args(arguments)
+    from fastpar.planner.calibration import calibrate
+
+    try:
+        machine = calibrate(flags.name, device=flags.device, precision=flags.precision, seconds=flags.seconds)
+        if int(os.environ.get("RANK", "0")) == 0:
+            machine.save(flags.out)
+            print(machine)
+    except (ValueError, OSError) as error:
+        made.error(str(error))
     return 0

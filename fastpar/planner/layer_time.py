@@ -1,11 +1,12 @@
 """Seconds of one layer, and of the head, for one microbatch on one rank.
 
 An op takes max(flops / (peak e shape), bytes / hbm), where e is the efficiency of the machine's software stack and
-shape = min(1, 1.06 w / (w + 250)) with w the smaller side of the rank's part of the weight. Attention runs at 0.6 e.
-A device computes `Machine.wave` elements of a result at once, so that of its last wave half is lost in the mean.
-Heads whose size is no multiple of 8 miss the tensor cores' layouts: their products take 4 times as long. A layer's pass
-takes `Machine.launch` at least. Backward has twice the products, and 2.5 times fused attention; adding its weight
-gradients to those of earlier microbatches reads and writes them.
+shape = min(1, 1.06 w / (w + 250)) with w the smaller side of the rank's part of the weight; calibrated machines have a
+table instead. Attention runs at `Machine.attention` e, 0.6 where that is not measured. A device computes `Machine.wave`
+elements of a result at once, so that of its last wave half is lost in the mean. Heads whose size is no multiple of 8
+miss the tensor cores' layouts: their products take 4 times as long. A layer's pass takes `Machine.launch` at least.
+Backward has twice the products, and 2.5 times fused attention; adding its weight gradients to those of earlier
+microbatches reads and writes them.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from fastpar.planner.table import Column, LayoutTable
 from fastpar.planner.workload import Workload
 
 _SELECTIVE, _FULL = RECOMPUTE.index("selective"), RECOMPUTE.index("full")
-_ATTENTION_SHARE = 0.6  # of the efficiency of GEMMs
 _UNALIGNED_HEADS = 0.25  # of the rate
 
 
@@ -56,7 +56,10 @@ def gemm_seconds(
 ) -> tuple[Column, Column]:
     """A product [tokens, inner] x [inner, outer]: forward, and backward's two."""
     width: Column = np.minimum(inner, outer)
-    shape = np.minimum(1.0, 1.06 * width / (width + 250.0))
+    if machine.gemm is not None:
+        shape = machine.gemm.share(tokens, width)
+    else:
+        shape = np.minimum(1.0, 1.06 * width / (width + 250.0))
     rate = machine.flops(work.precision) * machine.efficiency * shape
     moved = work.element * (tokens * inner + inner * outer + tokens * outer) / machine.hbm
     flops = 2.0 * tokens * inner * outer / rate
@@ -168,7 +171,7 @@ def _attention(machine: Machine, work: Workload, x: LayoutTable, tokens: Column)
     """Seconds of its products, and of what reads and writes scores."""
     model = work.model
     rate = machine.flops("bf16" if work.precision == "fp8" else work.precision)
-    rate *= machine.efficiency * _ATTENTION_SHARE * (_UNALIGNED_HEADS if model.head_dim % 8 else 1.0)
+    rate *= machine.efficiency * machine.attention * (_UNALIGNED_HEADS if model.head_dim % 8 else 1.0)
     flops = 4.0 * tokens * work.seq * model.heads * model.head_dim / x.tp
     if work.fused_attention:
         return flops / 2.0 / rate, np.zeros_like(flops)

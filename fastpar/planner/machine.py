@@ -11,10 +11,52 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from fastpar.arguments import checked_fields
 
 MEMORY_SHARE = 0.92  # of a rank's memory that plans may fill, its reserve included
 SOURCES = ("calibrated", "fitted", "data sheet")
+
+
+@checked_fields
+@dataclass(frozen=True)
+class GemmTable:
+    """Measured rates of products [tokens, inner] x [inner, outer] as shares of the peak.
+
+    tokens, widths  ascending; a width is the smaller of inner and outer
+    shares          by tokens and width; between them by the logarithms, beyond them as at the edge
+    """
+
+    tokens: tuple[int, ...]
+    widths: tuple[int, ...]
+    shares: tuple[tuple[float, ...], ...]
+
+    def __post_init__(self) -> None:
+        for axis in (self.tokens, self.widths):
+            if not axis or min(axis) < 1 or list(axis) != sorted(set(axis)):
+                raise ValueError(f"tokens and widths must be positive and ascend, got {axis}")
+        if len(self.shares) != len(self.tokens) or {len(row) for row in self.shares} != {len(self.widths)}:
+            raise ValueError(f"shares must have {len(self.tokens)} rows of {len(self.widths)}, got {self.shares}")
+        if min(map(min, self.shares)) <= 0:
+            raise ValueError(f"shares must be positive, got {self.shares}")
+
+    def share(self, tokens: Any, width: Any) -> Any:
+        """Share of the peak, elementwise over numpy arrays."""
+        table = np.array(self.shares)
+        row, down = _between(self.tokens, tokens)
+        column, right = _between(self.widths, width)
+        below, after = np.minimum(row + 1, len(table) - 1), np.minimum(column + 1, table.shape[1] - 1)
+        upper = table[row, column] * (1 - right) + table[row, after] * right
+        lower = table[below, column] * (1 - right) + table[below, after] * right
+        return upper * (1 - down) + lower * down
+
+
+def _between(axis: tuple[int, ...], values: Any) -> tuple[Any, Any]:
+    """The place of each value on the axis: the index below it, and how far it is to the next."""
+    places = np.interp(np.log2(np.maximum(values, 1)), np.log2(axis), np.arange(len(axis)))
+    index = places.astype(int)
+    return index, places - index
 
 
 @checked_fields
@@ -31,11 +73,14 @@ class Machine:
     alpha_node, alpha_net seconds of latency of a collective per doubling of its ranks, inside a node and between nodes
     host_link, disk       bytes/s per rank to the host's memory and to disk
     reserve               bytes of a rank that are nobody's tensors: context, communication buffers, fragmentation
+    gemm                  measured rates, in place of a formula of the shape; `efficiency` holds beside it
+    attention             attention's share of the rate of large GEMMs
     wave                  elements of a product's result that all cores make at once; 0: no waves
     overlap               share of backward behind which gradients, and gathered parameters, can travel
     source                "calibrated" (measured there), "fitted" (to published steps) or "data sheet"
     note                  where the numbers come from
     errors                feature -> relative error, as calibration found it; see `fastpar.planner.features`
+    assumed               of a calibrated machine the fields that were not measured
     """
 
     name: str
@@ -54,13 +99,27 @@ class Machine:
     disk: float
     reserve: int
     overlap: float = 0.7
+    gemm: GemmTable | None = None
+    attention: float = 0.6
     wave: float = 0.0
     source: str = "data sheet"
     note: str = ""
     errors: Mapping[str, float] = field(default_factory=dict)
+    assumed: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("gpus", "per_node", "efficiency", "hbm_bytes", "hbm", "nvlink", "nic", "host_link", "disk"):
+        for name in (
+            "gpus",
+            "per_node",
+            "efficiency",
+            "attention",
+            "hbm_bytes",
+            "hbm",
+            "nvlink",
+            "nic",
+            "host_link",
+            "disk",
+        ):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
         for name in ("launch", "alpha_node", "alpha_net", "reserve", "wave"):
@@ -88,6 +147,19 @@ class Machine:
         """Plain data; `from_json` reads it."""
         return {**dataclasses.asdict(self), "peak": dict(self.peak), "errors": dict(self.errors)}
 
+    def save(self, path: str | Path) -> None:
+        """Write it as JSON, for `find_machine` and `fastpar plan --machine`."""
+        Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n")
+
+    def __str__(self) -> str:
+        rates = ", ".join(f"{name} {rate * self.efficiency / 1e12:.2f}" for name, rate in self.peak.items())
+        return (
+            f"{self.name} ({self.source}): {self.gpus} ranks, {self.per_node} a node; Tflop/s {rates}; GB/s memory "
+            f"{self.hbm / 1e9:.1f}, in a node {self.nvlink / 1e9:.2f}, between nodes {self.nic / 1e9:.2f}; a layer's "
+            f"pass takes {1e6 * self.launch:.0f} us at least"
+            + (f"; not measured: {', '.join(self.assumed)}" if self.assumed else "")
+        )
+
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Machine:
         """The inverse of `to_json`. ValueError for a field that there is not, or that is missing."""
@@ -104,7 +176,12 @@ class Machine:
         ]
         if missing:
             raise ValueError(f"the machine lacks {', '.join(missing)}")
-        return Machine(**data)
+        given = dict(data)
+        if given.get("gemm") is not None:
+            rows = given["gemm"]
+            axes = {name: tuple(rows[name]) for name in ("tokens", "widths")}
+            given["gemm"] = GemmTable(**axes, shares=tuple(map(tuple, rows["shares"])))
+        return Machine(**given | {"assumed": tuple(given.get("assumed", ()))})
 
 
 _TILE = 128 * 256  # of a result, which a core of such a GPU makes at once

@@ -13,6 +13,8 @@ import numpy as np
 
 from fastpar.layouts import Layout
 from fastpar.layouts.layout import RECOMPUTE
+from fastpar.planner.cost import predict
+from fastpar.planner.features import feature_columns
 from fastpar.planner.machine import Machine
 from fastpar.planner.refine import RefinedLayout
 from fastpar.planner.search import Candidates
@@ -112,6 +114,13 @@ def _flags(machine: Machine, work: Workload, layout: Layout) -> Iterator[str]:
     model = work.model
     if machine.source != "calibrated":
         yield f"{machine.name} is not calibrated ({machine.source}): measure before you trust the error bars"
+    if machine.assumed:
+        yield f"{machine.name} is calibrated, but {', '.join(machine.assumed)} were not measured"
+    x = LayoutTable.of([layout], work.batch)
+    features = feature_columns(machine, x, predict(machine, work, x))
+    missing = [name for name, has in features.items() if has[0] and name not in machine.errors]
+    if machine.source == "calibrated" and missing:
+        yield f"calibration has not measured {', '.join(missing)}, which this layout uses"
     if model.head_dim % 8:
         yield f"head_dim {model.head_dim} is no multiple of 8: attention misses the tensor cores' layouts"
     if model.hidden % (128 * layout.tp):
