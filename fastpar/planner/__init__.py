@@ -10,12 +10,14 @@
 | `space`, `table` | all layouts, as columns of numbers |
 | `network`, `layer_time`, `cost`, `memory`, `features` | seconds, bytes and error bars of every row |
 | `pipelines`, `cuts`, `refine` | a few layouts again: simulated schedules, balanced cuts |
-| `search`, `planning`, `reasons`, `misses`, `report`, `draw`, `command` | the best of them, and what is said about it |
+| `search`, `planning` | the best of them, and `Plan` |
+| `reasons`, `misses`, `report`, `comparison`, `draw`, `command` | what is said about it |
 | `replication` | PipeDream's planner of replicated stages |
 
 No torch: `docs/planner.md` says how far its numbers can be trusted, and by which published rows.
 """
 
+from fastpar.planner.comparison import Comparison, ComparisonRow, Measurement
 from fastpar.planner.machine import MACHINES, GemmTable, Machine, find_machine
 from fastpar.planner.misses import NearMiss, NoLayoutFitsError
 from fastpar.planner.models import MODELS, find_model
@@ -32,9 +34,12 @@ __all__ = [
     "MODELS",
     "PINS",
     "BytesPerParameter",
+    "Comparison",
+    "ComparisonRow",
     "GemmTable",
     "LayerProfile",
     "Machine",
+    "Measurement",
     "NearMiss",
     "NoLayoutFitsError",
     "PipedreamPlan",

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fastpar.arguments import checked
 from fastpar.layouts import ExpertShape, Layout, ModelShape
+from fastpar.planner.comparison import Comparison, Measurement, beside, measured_beside
 from fastpar.planner.machine import Machine, find_machine
 from fastpar.planner.misses import NoLayoutFitsError, nearest_misses
 from fastpar.planner.models import find_model
 from fastpar.planner.reasons import Reason, classical_recipe, flags_of, reasons_for
-from fastpar.planner.refine import RefinedLayout
+from fastpar.planner.refine import RefinedLayout, refine
 from fastpar.planner.search import Candidates, SearchResult, evaluate, search
 from fastpar.planner.space import PlanOptions
 from fastpar.planner.workload import BytesPerParameter, Workload
@@ -61,6 +63,54 @@ class Plan:
         from fastpar.planner.report import report
 
         return report(self)
+
+    @checked(computed=False)
+    def compare(self, other: Plan | Layout | Measurement | str) -> Comparison:
+        """The plan beside another one, beside a layout (or its words), or beside what its own steps took.
+
+            print(plan.compare("tp8 pp4 dp2 sp zero1 mb64"))
+            print(plan.compare(fp.planner.Measurement(tuple(seconds_of_ten_steps), memory=(peak_bytes,))))
+
+        Raises LayoutError for a layout that is not legal here; ValueError for a plan of another model, batch,
+        length or precision, whose seconds are not comparable.
+        """
+        if isinstance(other, Measurement):
+            return measured_beside(self.prediction, other)
+        if isinstance(other, Plan):
+            for name in ("model", "batch", "seq", "precision"):
+                mine, theirs = getattr(self.work, name), getattr(other.work, name)
+                if mine != theirs:
+                    raise ValueError(f"the plans differ in {name}: {mine} and {theirs}")
+            return beside(self.prediction, other.prediction, other.limit)
+        layout = Layout.parse(other) if isinstance(other, str) else other
+        layout.check(self.work.model, world_size=self.machine.gpus, batch=self.work.batch)
+        told = refine(self.machine, self.work, layout, float("inf"), as_given=True)
+        assert told is not None
+        return beside(self.prediction, told, self.limit)
+
+    def apply(self, model: Any, optimizer: Callable[..., Any], **options: Any) -> Any:
+        """Lay the model out as planned: `fp.assemble(model, plan.layout, optimizer, precision=..., **options)`.
+
+        model      of the shape that the plan is for
+        optimizer  from a rank's parameters to its optimizer
+        options    further ones of `fp.assemble`; precision is the plan's unless it is among them
+
+        Collective. Returns an `Assembled`. Raises ValueError for a model of another shape, and what `fp.assemble`
+        raises.
+        """
+        try:
+            shape = find_model(model)
+        except (TypeError, ValueError):
+            shape = self.work.model  # one without a configuration: assemble checks the layout against the module
+        for name in ("layers", "hidden", "heads", "vocab", "experts"):
+            mine, theirs = getattr(self.work.model, name), getattr(shape, name)
+            if mine != theirs:
+                raise ValueError(
+                    f"the plan is for {self.work.model.name} with {name} {mine}, but the model has {theirs}"
+                )
+        # By name: the call stands above the planner, which runs without torch.
+        assemble = importlib.import_module("fastpar.assembly.api").assemble
+        return assemble(model, self.layout, optimizer, **{"precision": self.work.precision, **options})
 
     def draw(self, path: str | Path) -> None:
         """Write the pictures (SVG): memory of each pipeline rank against the limit, and where the step's time goes."""

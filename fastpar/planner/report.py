@@ -61,22 +61,6 @@ def _claim(plan: Plan) -> str:
     return f"{text}, which knows of none that is faster but those above"
 
 
-def compare(plan: Plan, other: RefinedLayout) -> str:
-    """The plan's layout beside another one, part by part."""
-    mine = plan.prediction
-    rows = [("", mine.layout.words, other.layout.words), ("step", _seconds(mine.seconds), _seconds(other.seconds))]
-    rows += [
-        (name, _seconds(mine.parts[name]), _seconds(other.parts[name]))
-        for name in PARTS
-        if max(mine.parts[name], other.parts[name]) > 0.002 * mine.seconds
-    ]
-    rows.append(("memory", f"{mine.peak / 1e9:.1f} GB", f"{other.peak / 1e9:.1f} GB"))
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
-
-
 def _line(each: RefinedLayout) -> str:
     return f"{_seconds(each.seconds)} +-{100 * each.error:.0f} %  {each.peak / 1e9:.1f} GB  {each.layout.words}"
 
