@@ -228,6 +228,33 @@ def test_a_wrong_expert_on_one_rank_raises_on_all_of_them() -> None:
     )
 
 
+def reductions(device: str, group: Any, watch: Any) -> list[Tensor]:
+    comm = fp.comm.Communicator(group)
+    generator = torch.Generator().manual_seed(3 + dist.get_rank())
+    with watch or nothing():
+        found = []
+        for dtype, wide in ((torch.bfloat16, torch.float32), (torch.float16, torch.float32), (torch.float32, None)):
+            x = torch.randn(7, 3, generator=generator).to(device, dtype)
+            for op in ("sum", "avg"):
+                found.append(comm.reduce_scatter(x, op, sizes=[3, 4], dtype=wide))
+    return found
+
+
+def adds() -> list[str]:
+    """Which operations add what ranks have sent: none of PyTorch's."""
+    comm, x = fp.comm.Communicator(device_group()), torch.ones(8, 3, device="cuda", dtype=torch.bfloat16)
+    comm.reduce_scatter(x, dtype=torch.float32)
+    with torch.profiler.profile() as profile:
+        comm.reduce_scatter(x, dtype=torch.float32)
+    return sorted({event.key for event in profile.key_averages() if event.key in ("aten::add_", "aten::_to_copy")})
+
+
+def test_device_reductions_add_in_rank_order_in_one_pass() -> None:
+    for found in run_ranks(2, both, reductions, timeout=60):
+        assert not found, "\n".join(found)
+    assert run_ranks(2, adds, timeout=60) == [[], []]
+
+
 def control_messages() -> list[Any]:
     """What ranks tell each other in CPU tensors."""
     comm = fp.comm.Communicator(device_group())

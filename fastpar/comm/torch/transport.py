@@ -25,7 +25,9 @@ run, sync or async. Beyond that, on gloo:
   ranks. Larger tensors are summed around a ring: each of `size` segments starts at another rank, so the order is a
   rotation of the rank order (bfloat16 and float16: in float32, rounded once).
 On NCCL: its own algorithms; it picks them by topology and size, so the order of ranks is not fixed across
-machines, and bfloat16 and float16 may be rounded between hops. Uneven reduce_scatter is in rank order there too.
+machines, and bfloat16 and float16 may be rounded between hops. Uneven reduce_scatter is in rank order there too,
+  and so is that of 16 bits into float32: the ranks exchange 16-bit parts, no more bytes than a ring, and one kernel
+  adds them (`fastpar.kernels.rank_sum`).
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ from torch.distributed.distributed_c10d import (
     ReduceScatterOptions,
 )
 
-from fastpar.comm.reduction import accumulator, reduce_in_order
+from fastpar.comm.reduction import accumulator, reduce_in_order, reduce_rows
 from fastpar.comm.transport import InFlight
 
 # size * bytes up to which all_reduce exchanges everything; a round figure, not tuned
@@ -182,7 +184,7 @@ class TorchTransport:
             work = _TorchWork(self._group._reduce_scatter_base(part, x, options), blocks_host=False)
             return InFlight(work, lambda: part.div_(self._size) if op == "avg" else part)
         work, received = self._exchange(x, sizes, [mine] * self._size)
-        return InFlight(work, lambda: reduce_in_order(received.view(self._size, mine).unbind(), op))
+        return InFlight(work, lambda: reduce_rows(received.view(self._size, mine), op))
 
     def all_gather(self, x: Tensor, sizes: Sequence[int]) -> InFlight:
         if self._is_nccl(x) and all(size == x.numel() for size in sizes):
@@ -223,9 +225,7 @@ class TorchTransport:
         numel = x.numel()
         to_dst = [numel if rank == dst else 0 for rank in range(self._size)]
         work, received = self._exchange(x, to_dst, [numel if is_dst else 0] * self._size)
-        return InFlight(
-            work, lambda: reduce_in_order(received.view(self._size, numel).unbind(), op) if is_dst else None
-        )
+        return InFlight(work, lambda: reduce_rows(received.view(self._size, numel), op) if is_dst else None)
 
     def barrier(self) -> InFlight:
         work = self._group.barrier(self._options(BarrierOptions))
