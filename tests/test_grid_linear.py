@@ -240,7 +240,7 @@ def words_sent(specs: list[fp.GridSpec]) -> list[tuple[float, float]]:
         b = (1 - 1 / inner) * inputs * outputs / (k * n)
         c = (1 - 1 / k) * rows * outputs / (z * n)
         copies = 2 * (1 - 1 / d) * inputs * outputs / (k * n * inner)
-        found.append((sum(entry.nbytes for entry in log) / 4, 3 * a + 2 * b + 2 * c + copies))
+        found.append((sum(entry.nbytes for entry in log) / 4, 3 * a + 3 * b + 2 * c + copies))
         mesh.close()
     return found
 
@@ -382,13 +382,6 @@ def test_verify_compares_what_a_rank_of_a_grid_has() -> None:
 
 
 def refused_with_a_grid() -> None:
-    mesh = fp.init_mesh(tp=4, tp_grid=(2, 2, 1), device="cpu")
-    plan = {"0": "colwise", "1": "rowwise"}
-    with pytest.raises(
-        ValueError, match=r"parallelize splits over one dim of ranks, but .* tp_grid=GridSpec\(x=2, y=2"
-    ):
-        fp.parallelize(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), mesh, plan=plan)
-    mesh.close()
     mesh = fp.init_mesh(dp_shard=2, cp=2, tp_grid=(1, 1, 1), device="cpu")
     split = laid_out(WithGrid(), Grid(mesh))
     with pytest.raises(ValueError, match=r"mlp.up.weight lies on a tensor-parallel grid.*'dp_shard': 2, 'cp': 2"):

@@ -70,10 +70,10 @@ class Changes:
         parallel = self._parameters[id(full)][1]
         made = layout_of(parallel)
         assert made is not None
-        if (made.kind, made.dim, made.rows) != (layout.kind, layout.dim, layout.rows):
+        if made.cut != layout.cut:
             raise ValueError(
                 f"a parameter of shape {tuple(full.shape)} is shared by modules that the plan splits differently "
-                f"({made.kind} along dim {made.dim} and {layout.kind} along dim {layout.dim})"
+                f"({made.kind} as {made.placements}, and {layout.kind} as {layout.placements})"
             )
         return parallel
 

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fastpar.arguments import checked
 from fastpar.comm import Communicator
+from fastpar.tensor.grid import Grid
 from fastpar.tensor.own_forward import has_hooks, has_own_forward, keeping_forward, prove_own_forward
 
 # What decides on the numbers of a parallel layer; the others say how it fits into a model.
@@ -80,7 +81,9 @@ class Adoption:
 
 
 @checked(computed=False)
-def adopt(module: nn.Module, cls: type[Any], group: GroupLike, *, is_proven: bool = False, **options: Any) -> Adoption:
+def adopt(
+    module: nn.Module, cls: type[Any], group: GroupLike | Grid, *, is_proven: bool = False, **options: Any
+) -> Adoption:
     """Turn `module` into the parallel layer `cls` in place; `options` are those of the layer's `from_...` constructor.
 
     A forward of its own is kept around the parallel layer's, after `prove_adoption` has shown that this is right (which
@@ -92,6 +95,8 @@ def adopt(module: nn.Module, cls: type[Any], group: GroupLike, *, is_proven: boo
         raise TypeError(f"module must have parameters to split, got {type(module).__name__}")
     own = has_own_forward(module)
     if own and not is_proven:
+        if isinstance(group, Grid):
+            raise TypeError(f"module: a {type(module).__name__} with a forward of its own cannot be kept on a grid")
         prove_adoption(type(module).__name__, module, cls, group, options)
     source = copy.copy(module)
     source.__dict__["_parameters"] = dict(module._parameters)

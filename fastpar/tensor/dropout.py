@@ -25,7 +25,7 @@ class LayoutDropout(nn.Module):
     """`nn.Dropout` for a tensor that may be this rank's share of a larger one.
 
     x    [B_r, ...]   dim 0 is split evenly over the data-parallel ranks (`batch=(rank, size)`); with `sequence`, the
-                      region's dim is split along the sequence; with `tokens`, dim 1 are these tokens of the sequence
+                      dims that the region cuts are as it says; with `tokens`, dim 1 are these tokens of the sequence
     out  x / (1 - p) where the mask keeps, 0 elsewhere; no collective
 
     tokens   gives the ranges (start, stop, step) of this rank's tokens, in local order, and how many there are of all
@@ -63,12 +63,12 @@ class LayoutDropout(nn.Module):
             raise ValueError("x must have at least one dim, got a scalar tensor: dim 0 is the batch")
         offset, shape = [0] * x.dim(), list(x.shape)
         rank, size = self.batch
-        offset[0], shape[0] = rank * x.size(0), size * x.size(0)
         sequence = splitting(self.sequence)
+        for dim, (first, total) in ({} if sequence is None else sequence.place()).items():
+            offset[dim], shape[dim] = first, total
+        offset[0], shape[0] = offset[0] + rank * shape[0], size * shape[0]
         if self.tokens is not None:
             return self._of_ranges(x, *self.tokens(), offset, shape)
-        if sequence is not None:
-            offset[sequence.dim], shape[sequence.dim] = sequence.offset, sequence.total
         return sharded_dropout(x, self.p, seed=draw_seed(), offset=offset, global_shape=shape)
 
     def _of_ranges(

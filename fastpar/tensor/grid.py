@@ -20,10 +20,11 @@ from typing import Any
 from torch import Tensor
 
 from fastpar.arguments import checked
-from fastpar.comm import Communicator, gather_from, scatter_to, shard_sizes
+from fastpar.comm import Communicator, gather_from, gather_sequence, scatter_to, shard_range, shard_sizes
 from fastpar.comm.shards import check_is_tensor
 from fastpar.mesh import Mesh
 from fastpar.mesh.grid import TENSOR_GRID_DIMS
+from fastpar.tensor.sequence import SequenceRegion
 
 
 class Grid:
@@ -51,28 +52,32 @@ class Grid:
         return self.y if self.spec.spread == "features" else self.x
 
     @property
+    def heads(self) -> tuple[int, int]:
+        """(rank, size) of this rank among those that share the features, or heads, inside of a block: x within y."""
+        return self.y.rank * self.x.size + self.x.rank, self.y.size * self.x.size
+
+    @property
     def along(self) -> tuple[Communicator, ...]:
         """Communicators in the order of the mesh's dims."""
         return self.x, self.y, self.replicas, self.z
 
 
-class GridRegion:
+class GridRegion(SequenceRegion):
     """The stretch of a model whose activations lie on a grid; modules inside it share this object.
 
     x       [B, S, H]         whole, the same on every rank, outside of the region
     inside  [B_z, S_y, H_x]   as the module's note says, by the grid's spread
     """
 
+    option = "tp_grid"
+
     @checked(computed=False)
     def __init__(self, grid: Grid, *, dim: int = 1):
         if dim < 1:
             raise ValueError(f"dim must be that of the tokens of one sequence, 1 or more, got {dim}")
+        super().__init__(grid.y if grid.spec.spread == "rows" else Communicator(None), dim)
         self.grid = grid
-        self.dim = dim
         self._shape: tuple[int, int, int] | None = None  # B, S, H
-
-    def __deepcopy__(self, memo: Any) -> GridRegion:
-        return self  # hooks of a copied model keep pointing here, so its layers must as well
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -80,6 +85,11 @@ class GridRegion:
         if self._shape is None:
             raise RuntimeError("the grid's region is empty: no tensor has entered it (GridRegion.enter)")
         return self._shape
+
+    @property
+    def total(self) -> int:
+        """Tokens of a whole sequence."""
+        return self.shape[1]
 
     @checked(computed=False)
     def set_shape(self, batch: int, tokens: int, features: int) -> None:
@@ -89,19 +99,48 @@ class GridRegion:
             raise ValueError(
                 f"batch {batch} cannot be cut over tp_z={copies}: use cp={copies}, or z <= {batch} in the grid"
             )
+        # `torch.chunk`'s rule, which leaves the last ranks without any.
+        per_replica = shard_sizes(batch, self.grid.replicas.size)
+        fewest = min(min(shard_sizes(size, self.grid.z.size)) for size in per_replica)
+        if fewest == 0:
+            raise ValueError(
+                f"batch {batch} leaves a rank of tp_z={copies} without a sequence (parts of ceil(batch / z)): use a "
+                f"multiple of {copies}, such as {-(-batch // copies) * copies}"
+            )
         self._shape = batch, tokens, features
+        first, last = self.batch_range
+        self.batch = last - first
+
+    @property
+    def batch_range(self) -> tuple[int, int]:
+        """(first, one past the last) of the sequences that this rank has."""
+        replicas, z = self.grid.replicas, self.grid.z
+        first, last = shard_range(self.shape[0], replicas.size, replicas.rank)
+        lo, hi = shard_range(last - first, z.size, z.rank)
+        return first + lo, first + hi
+
+    def place(self) -> dict[int, tuple[int, int]]:
+        """Of every dim that is cut (position of the first index of this rank, size of the whole)."""
+        batch, tokens, features = self.shape
+        over = self.grid.features
+        return {
+            0: (self.batch_range[0], batch),
+            self.dim: (self.offset, tokens),
+            -1: (shard_range(features, over.size, over.rank)[0], features),
+        }
 
     def capture(self) -> Callable[[], AbstractContextManager[None]]:
         """What brings the shape of now back while a layer in the region is recomputed (`fastpar.recompute`)."""
-        shape = self._shape
+        shape, batch = self._shape, self.batch
 
         @contextmanager
         def restored() -> Iterator[None]:
-            before, self._shape = self._shape, shape
+            before = self._shape, self.batch
+            self._shape, self.batch = shape, batch
             try:
                 yield
             finally:
-                self._shape = before
+                self._shape, self.batch = before
 
         return restored
 
@@ -110,14 +149,21 @@ class GridRegion:
         """Tokens of each rank of an axis, where it cuts the sequence."""
         return shard_sizes(self.shape[1], comm.size)
 
+    def _batch_cuts(self) -> list[tuple[Communicator, int, int]]:
+        """(axis, dim, size before the cut), in the order in which a whole batch is cut."""
+        replicas = self.grid.replicas
+        per_replica = shard_sizes(self.shape[0], replicas.size)[replicas.rank]
+        return [(replicas, 0, self.shape[0]), (self.grid.z, 0, per_replica)]
+
+    def _token_cuts(self) -> list[tuple[Communicator, int, int]]:
+        return [(self.comm, self.dim, self.shape[1])]
+
+    def _feature_cuts(self) -> list[tuple[Communicator, int, int]]:
+        return [(self.grid.features, -1, self.shape[2])]
+
     def _cuts(self) -> list[tuple[Communicator, int, int]]:
-        """(axis, dim, size before the cut) in the order in which a whole tensor is cut."""
-        grid, (batch, tokens, features) = self.grid, self.shape
-        per_replica = shard_sizes(batch, grid.replicas.size)[grid.replicas.rank]
-        cuts = [(grid.replicas, 0, batch), (grid.z, 0, per_replica)]
-        if grid.spec.spread == "rows":
-            cuts.append((grid.y, self.dim, tokens))
-        return [*cuts, (grid.features, -1, features)]
+        """Those of a whole tensor, in order."""
+        return [*self._batch_cuts(), *self._token_cuts(), *self._feature_cuts()]
 
     def enter(self, x: Tensor) -> Tensor:
         """Keep this rank's part.  forward: slices   backward: an all-gather for each axis"""
@@ -125,16 +171,63 @@ class GridRegion:
         if x.dim() <= self.dim + 1:
             raise ValueError(f"x must be [B, .., S, .., H] with the tokens along dim {self.dim}, got {tuple(x.shape)}")
         self.set_shape(x.size(0), x.size(self.dim), x.size(-1))
-        for comm, dim, size in self._cuts():
-            x = scatter_to(x, comm, dim=dim, sizes=shard_sizes(size, comm.size))
-        return x
+        return x if self.is_whole else _scattered(x, self._cuts())
 
     def leave(self, x: Tensor) -> Tensor:
         """The whole tensor for replicated work.  forward: an all-gather for each axis   backward: slices"""
         self.check(x)
-        for comm, dim, size in reversed(self._cuts()):
-            x = gather_from(x, comm, dim=dim, sizes=shard_sizes(size, comm.size))
-        return x
+        return x if self.is_whole else _gathered(x, self._cuts())
+
+    def leave_tokens(self, x: Tensor) -> Tensor:
+        """[B_z, S, H], for modules that need whole sequences: all ranks but those of z compute the same."""
+        self.check(x)
+        return x if self.is_whole else _gathered(x, [*self._token_cuts(), *self._feature_cuts()])
+
+    def enter_tokens(self, x: Tensor) -> Tensor:
+        """This rank's part of [B_z, S, H]: the inverse of `leave_tokens`."""
+        return x if self.is_whole else _scattered(x, [*self._token_cuts(), *self._feature_cuts()])
+
+    def leave_features(self, x: Tensor) -> Tensor:
+        """All features of this rank's tokens, for a module of which a rank then uses its own features' output.
+
+        forward: an all-gather over the axis that cuts features   backward: a reduce-scatter
+        """
+        if self.is_whole:
+            return x
+        over = self.grid.features
+        return gather_sequence(x, over, dim=-1, sizes=shard_sizes(self.shape[2], over.size))
+
+    def enter_features(self, x: Tensor) -> Tensor:
+        """This rank's features, of what all ranks of the axis compute; the others are theirs, in backward too."""
+        if self.is_whole:
+            return x
+        over = self.grid.features
+        lo, hi = shard_range(self.shape[2], over.size, over.rank)
+        return x.narrow(-1, lo, hi - lo)
+
+    def cut_batch(self, x: Tensor) -> Tensor:
+        """The rows of x [B, ...] that go with this rank's sequences."""
+        lo, hi = self.batch_range
+        return x.narrow(0, lo, hi - lo)
+
+    def whole_of(self, x: Tensor) -> Tensor | None:
+        """The whole of a part [B_z, S_y, ..] or [B_z, S_y, H_x]; None where it cannot be told."""
+        mine = self.sizes[self.comm.rank]
+        if x.dim() <= self.dim or x.size(0) != self.batch or x.size(self.dim) != mine:
+            return None
+        over = self.grid.features
+        is_hidden = x.size(-1) == shard_sizes(self.shape[2], over.size)[over.rank]
+        return _gathered(x, [*self._batch_cuts(), *self._token_cuts(), *(self._feature_cuts() if is_hidden else [])])
+
+    def whole_heads(self, x: Tensor, heads: int) -> Tensor:
+        """[B, all heads, ...] from [B_z, heads of this rank, ...]."""
+        x, y = gather_from(x, self.grid.x, dim=1, sizes=[heads] * self.grid.x.size), self.grid.y
+        x = gather_from(x, y, dim=1, sizes=[heads * self.grid.x.size] * y.size)
+        return x if self.is_whole else _gathered(x, self._batch_cuts())
+
+    def check_shard(self, x_shard: Tensor) -> None:
+        """ValueError unless x has this rank's part of the hidden states."""
+        self.check(x_shard)
 
     def check(self, x: Tensor) -> None:
         """ValueError unless x has this rank's part of the hidden states."""
@@ -142,13 +235,26 @@ class GridRegion:
         own: dict[int, int] = {}
         for comm, dim, size in self._cuts():
             own[dim] = shard_sizes(size, comm.size)[comm.rank]
-        own.setdefault(self.dim, self.shape[1])
+        if self.is_whole:
+            own = dict(zip((0, self.dim, -1), self.shape, strict=True))
         for dim, expected in own.items():
             if x.dim() <= self.dim + 1 or x.size(dim) != expected:
                 raise ValueError(
                     f"x has shape {tuple(x.shape)}, but this rank's part of the {self.shape} in the grid's region has "
                     f"{expected} along dim {dim}"
                 )
+
+
+def _scattered(x: Tensor, cuts: list[tuple[Communicator, int, int]]) -> Tensor:
+    for comm, dim, size in cuts:
+        x = scatter_to(x, comm, dim=dim, sizes=shard_sizes(size, comm.size))
+    return x
+
+
+def _gathered(x: Tensor, cuts: list[tuple[Communicator, int, int]]) -> Tensor:
+    for comm, dim, size in reversed(cuts):
+        x = gather_from(x, comm, dim=dim, sizes=shard_sizes(size, comm.size))
+    return x
 
 
 __all__ = ["Grid", "GridRegion"]

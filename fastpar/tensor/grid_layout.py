@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,11 +35,17 @@ class GridLayout:
 
     DTensor cuts from left to right as well, so that [N, K] cut (K over x, N over y, K over z) is a DTensor with
     (Shard(1), Shard(0), Shard(1)).
+
+    summed      axes over which a rank's gradient is a part, where a module says that it is one
+    rows, part  of a parameter that is stored whole and of which a rank uses some rows (dim 0): which, by part
     """
 
     mesh: DeviceMesh
     shape: torch.Size
     cuts: tuple[AxisCut | None, ...]
+    summed: tuple[Communicator, ...] = ()
+    rows: RowMap | None = None
+    part: int = 0
 
     def __deepcopy__(self, memo: Any) -> GridLayout:
         return self  # describes groups, which a copied model shares
@@ -56,7 +63,31 @@ class GridLayout:
         """Those of its DTensor, one for each dim of the mesh."""
         return [Replicate() if cut is None else Shard(cut.dim) for cut in self.cuts]
 
-    picks_rows = False
+    @property
+    def picks_rows(self) -> bool:
+        """Whether a rank selects its rows in forward from a parameter that is stored whole."""
+        return self.rows is not None
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks whose gradients are parts."""
+        return math.prod(comm.size for comm in self.summed)
+
+    @property
+    def cut(self) -> tuple[Any, ...]:
+        """How it is split, for comparison: of one parameter all modules have to say the same."""
+        return tuple(None if cut is None else (cut.dim, cut.rows) for cut in self.cuts), self.rows
+
+    def sum_grad(self, grad: Tensor) -> Tensor:
+        """The sum of the ranks' parts of a gradient: an all-reduce for each axis."""
+        for comm in self.summed:
+            grad = grad if comm.size == 1 else comm.all_reduce(grad)
+        return grad
+
+    def pick(self, local: Tensor) -> Tensor:
+        """The rows that a rank uses of a parameter of which it stores more; differentiable."""
+        assert self.rows is not None
+        return self.rows.take(local, 0, self.part)
 
     def _walk(self) -> list[tuple[AxisCut, int]]:
         """The cuts, with the size of their dim before each on this rank."""
@@ -70,6 +101,14 @@ class GridLayout:
     @staticmethod
     def _map(cut: AxisCut, size: int) -> RowMap:
         return RowMap.chunk(size, cut.comm.size) if cut.rows is None else cut.rows
+
+    @property
+    def local_shape(self) -> list[int]:
+        """Of what this rank stores."""
+        shape = list(self.shape)
+        for cut, size in self._walk():
+            shape[cut.dim] = self._map(cut, size).size(cut.comm.rank)
+        return shape
 
     def local(self, full: Tensor) -> Tensor:
         """What this rank stores of the full tensor."""

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -79,6 +80,26 @@ class RowMap:
 
     @staticmethod
     @checked(computed=False)
+    def nested(sections: Sequence[int], parts: Sequence[int]) -> RowMap:
+        """Chunks of chunks: every section is chunked over the first number of parts, each chunk over the next.
+
+        `RowMap.nested((5,), (2, 2))` gives its four ranks the rows 0-1, 2, 3 and 4. With one number it is `packed`.
+        """
+        check_counts(MAX_PARTS, **{f"parts[{i}]": count for i, count in enumerate(parts)})
+        ranks: list[list[Range]] = [[] for _ in range(math.prod(parts))]
+        start = 0
+        for size in sections:
+            cut = [(start, start + size)]
+            for count in parts:
+                chunks = [(lo, shard_range(hi - lo, count, rank)) for lo, hi in cut for rank in range(count)]
+                cut = [(lo + first, lo + last) for lo, (first, last) in chunks]
+            for mine, each in zip(ranks, cut, strict=True):
+                mine.append(each)
+            start += size
+        return RowMap(sum(sections), tuple(_merge_adjacent(mine) for mine in ranks))
+
+    @staticmethod
+    @checked(computed=False)
     def concat(maps: Sequence[RowMap]) -> RowMap:
         """The map of weights stacked along the sharded dim, such as [q; k; v] with fewer key/value heads."""
         if len({len(m.ranges) for m in maps}) != 1:
@@ -90,6 +111,15 @@ class RowMap:
             for rank in range(parts)
         )
         return RowMap(sum(m.total for m in maps), ranges)
+
+    @checked(computed=False)
+    def joined(self, count: int) -> RowMap:
+        """The map of groups of `count` successive ranks: each has the rows of all of them, rank by rank."""
+        check_counts(MAX_PARTS, count=count)
+        if len(self.ranges) % count:
+            raise ValueError(f"count must divide the {len(self.ranges)} ranks, got {count}")
+        groups = [self.ranges[first : first + count] for first in range(0, len(self.ranges), count)]
+        return RowMap(self.total, tuple(_merge_adjacent(list(itertools.chain(*group))) for group in groups))
 
     @checked(computed=False)
     def size(self, rank: int) -> int:
@@ -189,6 +219,25 @@ class ParameterLayout:
         """Whether a rank selects its rows in forward from a parameter that is stored whole."""
         return self.kind == "whole"
 
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that the parameter lies over."""
+        return self.comm.size
+
+    @property
+    def cut(self) -> tuple[Any, ...]:
+        """How it is split, for comparison: of one parameter all modules have to say the same."""
+        return self.kind, self.dim, self.rows
+
+    def sum_grad(self, grad: Tensor) -> Tensor:
+        """The sum of the ranks' parts of a gradient."""
+        return self.comm.all_reduce(grad)
+
+    def pick(self, local: Tensor) -> Tensor:
+        """The rows that a rank uses of a parameter of which it stores more; differentiable."""
+        assert self.rows is not None
+        return self.rows.take(local, self.dim, self.comm.rank)
+
     def local(self, full: Tensor) -> Tensor:
         """What this rank stores of the full tensor."""
         if self.placement.is_replicate():
@@ -281,7 +330,7 @@ class _Unwrap(torch.autograd.Function):
         if grad is None:
             return None, None, None
         if ctx.reduce:
-            grad = ctx.layout.comm.all_reduce(grad)
+            grad = ctx.layout.sum_grad(grad)
         if ctx.spec is None or torch.is_grad_enabled() or torch.compiler.is_compiling():
             return ctx.layout.as_dtensor(grad), None, None
         # As FSDP2 makes its gradients: `from_local` is a node of autograd itself, and takes as long as a small product.
@@ -296,15 +345,12 @@ def unwrap(param: Tensor, layout: ParameterLayout, *, sum_grad: bool = False) ->
     dgrad     the local gradient as a DTensor; with `sum_grad`, or when the parameter is stored whole and each rank
               uses only some rows, all_reduce(gradient) over the group first
     """
-    reduce = (sum_grad or layout.picks_rows) and layout.comm.size > 1
+    reduce = (sum_grad or layout.picks_rows) and layout.num_ranks > 1
     if param.requires_grad and torch.is_grad_enabled() and (reduce or isinstance(param, DTensor)):
         local = cast(Tensor, _Unwrap.apply(param, layout, reduce))
     else:
         local = local_tensor(param)
-    if layout.picks_rows:
-        assert layout.rows is not None
-        local = layout.rows.take(local, layout.dim, layout.comm.rank)
-    return local
+    return layout.pick(local) if layout.picks_rows else local
 
 
 class ParallelModule(nn.Module):

@@ -13,9 +13,10 @@ Note: how the module's own forward gets plain tensors
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from fastpar.arguments import checked
@@ -48,6 +49,7 @@ def replicate(
     sum_grad: bool | Collection[str] = False,
     rows: Mapping[str, RowMap] | None = None,
     make: MakeParameter | None = None,
+    layout: Callable[[str, torch.Size], Any] | None = None,
 ) -> Adoption:
     """Keep a module's own parameters whole on every rank of `group`; in place.
 
@@ -55,6 +57,7 @@ def replicate(
     wgrad     the local gradient; with `sum_grad` its all_reduce over the group (one per parameter and backward),
               for modules that see only this rank's part of the sequence or of the heads: of all parameters, or of
               those named
+    layout    that of a parameter by its name and shape, where it is another than whole over the group
 
     Returns the `Adoption`, whose `undo` gives the module back. Parameters of child modules are left alone.
     """
@@ -75,8 +78,8 @@ def replicate(
         for name in own:
             full = adoption.original_parameters[name]
             assert full is not None
-            layout = ParameterLayout(comm, mesh, full.shape, 0, rows.get(name))
-            parallel._add_parameter(name, full, layout, make)
+            made = ParameterLayout(comm, mesh, full.shape, 0, rows.get(name))
+            parallel._add_parameter(name, full, made if layout is None else layout(name, full.shape), make)
     except BaseException:
         adoption.undo()
         raise

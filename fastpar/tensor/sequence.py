@@ -54,6 +54,8 @@ class SequenceRegion:
         """Itself: hooks of a copied model keep pointing here, so its layers must as well."""
         return self
 
+    option = "sequence_parallel=True"  # of `fastpar.parallelize`, which splits what is in the region
+
     @property
     def total(self) -> int:
         """Full length of the sequence now in the region."""
@@ -70,6 +72,20 @@ class SequenceRegion:
     def offset(self) -> int:
         """Position of this rank's first token in the whole sequence."""
         return sum(self.sizes[: self.comm.rank])
+
+    def place(self) -> dict[int, tuple[int, int]]:
+        """Of every dim that is cut (position of the first index of this rank, size of the whole)."""
+        return {self.dim: (self.offset, self.total)}
+
+    def whole_of(self, x: Tensor) -> Tensor | None:
+        """The whole of which x [B, S_r, ...] is this rank's part, or x [B S_r, ...]; None where it cannot be told."""
+        sizes, mine = self.sizes, self.sizes[self.comm.rank]
+        if x.dim() >= 3 and x.size(self.dim) == mine:
+            return gather_from(x, self.comm, dim=self.dim, sizes=sizes)
+        if self.dim == 1 and x.dim() >= 2 and x.size(0) == self.batch * mine:  # rows of all sequences in turn
+            rows = x.unflatten(0, (self.batch, mine))
+            return gather_from(rows, self.comm, dim=1, sizes=sizes).flatten(0, 1)
+        return None
 
     def set_total(self, total: int) -> None:
         """Say how long the sequence is when its parts come from elsewhere, such as an earlier pipeline stage."""
