@@ -52,6 +52,7 @@ INNER_LAYERS = {
         "context_parallel": 1,
         "model_methods": 1,
         "styles": 1,
+        "on_grid": 2,
         "plan": 2,
         "heads": 2,
         "checks": 3,

@@ -19,10 +19,12 @@ from fastpar.ddp import check_model
 from fastpar.mesh import Mesh
 from fastpar.ops.parallel_linear.overlap import Overlap
 from fastpar.parallel.changes import Explanation
-from fastpar.parallel.checks import check_plan, resolve
+from fastpar.parallel.checks import check_plan, heads_on_grid, resolve
 from fastpar.parallel.context_parallel import region_for
 from fastpar.parallel.guards import sync_weights as sync_weights_of
+from fastpar.parallel.heads import HeadsError
 from fastpar.parallel.model_methods import calls_loss_function, takes_labels
+from fastpar.parallel.on_grid import check_on_grid, grid_for
 from fastpar.parallel.plan import match_plan
 from fastpar.parallel.proving import proven_plan, refuse_wrong_blocks
 from fastpar.parallel.styles import ExpertStyle, Style, SwapContext
@@ -49,12 +51,14 @@ def parallelize(
     """Split a model's layers over the tensor-parallel group, in place; returns the model.
 
     mesh               an `fp.Mesh` (its "tp" dim is used, and "ep" for experts; its data-parallel coordinates place
-                       dropout masks), a 1-D DeviceMesh or a ProcessGroup (experts are spread over the same ranks)
+                       dropout masks), a 1-D DeviceMesh or a ProcessGroup (experts are spread over the same ranks). With
+                       `tp_grid` linears become `GridLinear`, the same plan on x by y ranks, and the residual stream is
+                       cut over the grid (`fastpar.tensor.GridRegion`); a grid (1, p, 1) is the layers of one dim
     plan               "auto": what the model declares (Hugging Face's `tp_plan`), or how it calls its linears, as far
                        as trials on this process confirm it; blocks of which they do not are left whole, and `explain`
                        says why (`fastpar.parallel.proving`). Or a dict from pattern to style, such as
                        {"layers.*.mlp.up_proj": "colwise"}; see `fastpar.parallel`
-    sequence_parallel  split the residual stream along the sequence between blocks
+    sequence_parallel  split the residual stream along the sequence between blocks; on a grid its `spread` says so
     gather_logits      True: the head returns all V logits as a plain tensor. False: a DTensor, Shard(-1) over the
                        group, which `vocab_parallel_cross_entropy(logits, target)` takes as it is, and of which
                        `logits.full_tensor()` and `logits.to_local()` give the whole and this rank's part; whatever
@@ -94,20 +98,23 @@ def parallelize(
         _check_dims(model, mesh)
     if isinstance(plan, str) and plan != "auto":
         raise ValueError(f"plan must be 'auto' or a dict from pattern to style, got {plan!r}")
+    grid, sequence_parallel = grid_for(mesh, sequence_parallel=sequence_parallel)
     split = _context(model, mesh, gather_logits)
+    split.grid = grid
     split.context = _region(model, mesh, context)
     comm, experts = split.comm, split.experts.comm
     is_written = not isinstance(plan, str)
     if isinstance(plan, str):
-        plan = proven_plan(model, comm.size, sequence_parallel=sequence_parallel)
+        plan = _proven(model, split, sequence_parallel=sequence_parallel)
     styles = match_plan(model, plan)
     is_spread = any(isinstance(style, ExpertStyle) for style in styles.values())
     if isinstance(mesh, Mesh) and mesh.size("ep") > 1 and not is_spread:
         raise ValueError(f"the mesh has ep={mesh.size('ep')}, but the plan gives no module the style 'expert'")
     resolve(split, styles, sequence_parallel=sequence_parallel)
+    check_on_grid(split, styles)
     splits = check_plan(split)
     if is_written:
-        refuse_wrong_blocks(model, split.styles | split.parameter_styles, comm.size)
+        refuse_wrong_blocks(model, split.styles | split.parameter_styles, split.features[1])
     if sync_weights != "none":
         sync_weights_of(model, comm, broadcast=sync_weights == "broadcast")
         if experts.size > comm.size:  # else among the same ranks
@@ -120,6 +127,19 @@ def parallelize(
     swap.log()
     model.__dict__[_STATE] = swap
     return model
+
+
+def _proven(model: nn.Module, context: SwapContext, *, sequence_parallel: bool) -> dict[str, str | Style]:
+    """The plan "auto", for the ranks that share features inside of blocks."""
+    if context.grid is None:
+        return proven_plan(model, context.comm.size, sequence_parallel=sequence_parallel)
+    size = context.features[1]
+    try:
+        return proven_plan(model, max(size, 2), sequence_parallel=True)  # of one rank nothing could be found out
+    except HeadsError as error:
+        if size == 1:
+            return proven_plan(model, 1)
+        raise heads_on_grid(error, context.grid) from None
 
 
 def _region(model: nn.Module, mesh: Mesh | GroupLike, options: Context | None) -> ContextRegion | None:
@@ -135,11 +155,6 @@ def _check_dims(model: nn.Module, mesh: Mesh) -> None:
     is_part = any(isinstance(module, Absent) for module in model.modules())
     sizes = {dim: mesh.size(dim) for dim in ("pp", "etp") if not (dim == "pp" and is_part)}
     extra = {dim: size for dim, size in sizes.items() if size > 1}
-    if mesh.tp_grid is not None and mesh.size("tp") > 1:
-        raise ValueError(
-            f"parallelize splits over one dim of ranks, but the mesh has tp_grid={mesh.tp_grid}: put GridLinear in by "
-            'hand, or pass mesh["tp"], which is the same ranks in one dim'
-        )
     if extra:
         hint = "; fastpar.parallelize_pipeline cuts a model over pp" if "pp" in extra else ""
         raise ValueError(

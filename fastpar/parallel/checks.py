@@ -7,10 +7,11 @@ from typing import Any
 
 from torch import nn
 
-from fastpar.parallel.heads import HeadSplit, block_splits
+from fastpar.parallel.heads import HeadsError, HeadSplit, block_splits
 from fastpar.parallel.styles import BlockStyle, GatheredStyle, StreamStyle, Style, SwapContext
 from fastpar.pipeline.stages.absent import Absent
-from fastpar.tensor import SequenceRegion
+from fastpar.tensor import Grid, GridRegion, SequenceRegion
+from fastpar.tensor.grid_linear import check_heads
 
 _ATTENTION = ("self_attn", "attn", "attention")
 _ATTENTION_DROPOUT = ("attention_dropout", "attn_dropout")
@@ -29,12 +30,15 @@ def resolve(context: SwapContext, styles: Mapping[str, Style], *, sequence_paral
         if isinstance(styles[path], StreamStyle):
             context.streams.setdefault(path.rpartition(".")[0], []).append(path)
     if sequence_parallel:
-        context.regions = {parent: SequenceRegion(context.comm) for parent in context.streams}
+        grid = context.grid
+        context.regions = {
+            parent: SequenceRegion(context.comm) if grid is None else GridRegion(grid) for parent in context.streams
+        }
         # Another part of a pipeline may hold all of the stream's layers.
         if not any(isinstance(style, StreamStyle) for style in styles.values()):
             raise ValueError(
-                "sequence_parallel=True needs to know where the residual stream is split: give the layers that pass it "
-                'on the style "stream", such as {"layers.*": "stream"}'
+                f"{'sequence_parallel=True' if grid is None else 'tp_grid'} needs to know where the residual stream "
+                'is split: give the layers that pass it on the style "stream", such as {"layers.*": "stream"}'
             )
 
 
@@ -47,7 +51,7 @@ def check_plan(context: SwapContext) -> dict[str, HeadSplit]:
         style.check(path, context.modules[path], context)
     for path, style in context.parameter_styles.items():
         style.check_parameter(path, context)
-    splits = block_splits(context.model, context.styles | context.parameter_styles, context.comm.size, "")
+    splits = _splits(context)
     for split in splits.values():
         context.rows |= split.rows | split.parameters
     _check_shared(context)
@@ -60,6 +64,25 @@ def check_plan(context: SwapContext) -> dict[str, HeadSplit]:
     for path, style in context.styles.items():
         style.prove(path, context.modules[path], context)
     return splits
+
+
+def _splits(context: SwapContext) -> dict[str, HeadSplit]:
+    styles, (_, size) = context.styles | context.parameter_styles, context.features
+    if context.grid is None:
+        return block_splits(context.model, styles, size, "")
+    try:
+        return block_splits(context.model, styles, size, "", context.grid.x.size)
+    except HeadsError as error:
+        raise heads_on_grid(error, context.grid) from None
+
+
+def heads_on_grid(error: HeadsError, grid: Grid) -> ValueError:
+    """What to say of heads that do not fit on a grid: with the grids of as many ranks on which they do."""
+    try:
+        check_heads(error.heads, grid)
+    except ValueError as said:
+        return ValueError(f"{error.path}: {said}")
+    return error
 
 
 def uses_layout_attention(module: nn.Module) -> bool:
@@ -157,6 +180,11 @@ def _check_attention_dropout(path: str, module: nn.Module, context: SwapContext)
     for name in _ATTENTION_DROPOUT if path in context.blocks else ():
         value = getattr(module, name, 0.0)
         p = value.p if isinstance(value, nn.Dropout) else value
+        if isinstance(p, int | float) and p > 0 and context.grid is not None and context.grid.spec.z > 1:
+            raise ValueError(
+                f"{path}.{name} is {p}, and attention's masks do not know which sequences of a batch a rank of z has: "
+                "set it to 0, or use a grid with z=1"
+            )
         if isinstance(p, int | float) and p > 0 and not uses_layout_attention(module):
             raise ValueError(
                 f"{path}.{name} is {p}: attention would draw its masks per rank, so heads on different ranks share "

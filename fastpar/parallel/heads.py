@@ -48,7 +48,15 @@ def _heads_map(heads: list[list[int]], num_heads: int, unit: int) -> RowMap:
 
 
 class HeadsError(ValueError):
-    """The number of attention heads does not divide by the group."""
+    """The number of attention heads does not divide by the group. `path` and `heads` say whose, and how many."""
+
+    def __init__(self, path: str, heads: int, size: int):
+        works = [d for d in range(1, heads + 1) if heads % d == 0]
+        super().__init__(
+            f"{path}: the number of attention heads ({heads}) must be divisible by the tensor-parallel size "
+            f"({size}); sizes that work: {works}"
+        )
+        self.path, self.heads = path, heads
 
 
 def split_heads(
@@ -59,6 +67,7 @@ def split_heads(
     *,
     parameters: Mapping[str, nn.Parameter] | None = None,
     local: Iterable[str] = (),
+    inner: int = 1,
 ) -> HeadSplit:
     """Row maps for the column-parallel linears directly under `parent`.
 
@@ -69,6 +78,7 @@ def split_heads(
     weights stay whole and each rank computes the heads that its queries read.
 
     parameters   others inside the module that have a row per query or key/value head, by path
+    inner        on a grid: features go over size / inner ranks, and the part of each over `inner` of them
     local        names of more attributes of the module that count heads or features, to be divided by the group
     """
     split = HeadSplit()
@@ -89,11 +99,7 @@ def split_heads(
     is_attention = any(unit > 1 for unit in units.values())
     queries = max((s // units[n] for n, sizes in sections.items() for s in sizes if units[n] > 1), default=0)
     if queries % size:
-        works = [d for d in range(1, queries + 1) if queries % d == 0]
-        raise HeadsError(
-            f"{path}: the number of attention heads ({queries}) must be divisible by the tensor-parallel size "
-            f"({size}); sizes that work: {works}"
-        )
+        raise HeadsError(path, queries, size)
     key_values = 0
     for name, sizes in sections.items():
         unit = units[name]
@@ -101,7 +107,7 @@ def split_heads(
         for section in sizes:
             heads = section // unit
             if not is_attention or heads % size == 0:
-                maps.append(RowMap.chunk(section, size))
+                maps.append(RowMap.nested((section,), (size // inner, inner)))
                 key_values = max(key_values, heads // size) if is_attention and heads < queries else key_values
             else:
                 per_rank = key_value_heads(queries, heads, size)
@@ -120,7 +126,9 @@ def split_heads(
     return split
 
 
-def block_splits(module: nn.Module, styles: Mapping[str, Style], size: int, where: str) -> dict[str, HeadSplit]:
+def block_splits(
+    module: nn.Module, styles: Mapping[str, Style], size: int, where: str, inner: int = 1
+) -> dict[str, HeadSplit]:
     """The split of the linears of each module inside, by its path."""
     modules = dict(module.named_modules(remove_duplicate=False))
     parents: dict[str, dict[str, tuple[nn.Module, ColwiseStyle]]] = {}
@@ -133,7 +141,11 @@ def block_splits(module: nn.Module, styles: Mapping[str, Style], size: int, wher
         prefix = f"{parent}." if parent else ""
         by_head = [p for p, s in styles.items() if isinstance(s, HeadsStyle) and p.startswith(prefix)]
         params = {path: module.get_parameter(path) for path in by_head}
-        options: dict[str, Any] = {"parameters": params, "local": own.local if isinstance(own, BlockStyle) else ()}
+        options: dict[str, Any] = {
+            "inner": inner,
+            "parameters": params,
+            "local": own.local if isinstance(own, BlockStyle) else (),
+        }
         splits[parent] = split_heads(f"{where}.{parent}".strip("."), modules[parent], linears, size, **options)
     return splits
 

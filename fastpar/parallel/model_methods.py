@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from fastpar.comm import Communicator
 from fastpar.parallel.guards.agreement import generator_state
-from fastpar.tensor import VocabParallelHead, causal_lm_loss, gather_vocab, masked_lm_loss
+from fastpar.tensor import SequenceRegion, VocabParallelHead, causal_lm_loss, gather_vocab, masked_lm_loss
+from fastpar.tensor.sequence import whole_stream
 
 Loss = Callable[..., Tensor]
 _KNOWN = {"ForCausalLMLoss": causal_lm_loss, "ForMaskedLMLoss": masked_lm_loss}
@@ -144,19 +145,27 @@ class NoGeneration:
 
 
 class GatheringCall:
-    """A method of the model, such as `generate`, that runs with logits gathered and the same draws on every rank."""
+    """A method of the model, such as `generate`, that runs with logits gathered and the same draws on every rank; the
+    stream of `regions` is whole meanwhile, on all ranks of a grid."""
 
-    def __init__(self, model: nn.Module, name: str, heads: Sequence[VocabParallelHead], comm: Communicator):
-        self.model, self.name, self.heads, self.comm = model, name, list(heads), comm
+    def __init__(
+        self,
+        model: nn.Module,
+        name: str,
+        heads: Sequence[VocabParallelHead],
+        comm: Communicator,
+        regions: Sequence[SequenceRegion] = (),
+    ):
+        self.model, self.name, self.heads, self.comm, self.regions = model, name, list(heads), comm, list(regions)
         self.__doc__ = getattr(type(model), name).__doc__
 
     def __deepcopy__(self, memo: Any) -> GatheringCall:
         model, *heads = (memo.get(id(m), m) for m in (self.model, *self.heads))
-        return GatheringCall(model, self.name, heads, self.comm)
+        return GatheringCall(model, self.name, heads, self.comm, self.regions)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         device = next(self.model.parameters()).device
-        with gathered(self.heads), same_draws(self.comm, device):
+        with gathered(self.heads), same_draws(self.comm, device), whole_stream(self.regions):
             return getattr(type(self.model), self.name)(self.model, *args, **kwargs)
 
 

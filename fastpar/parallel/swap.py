@@ -25,6 +25,7 @@ from fastpar.parallel.model_methods import (
     labels_problem,
     loss_on_split_logits,
 )
+from fastpar.parallel.on_grid import cut_batches, cut_features
 from fastpar.parallel.styles import SwapContext, WholeStyle
 from fastpar.parallel.styles.whole import apply_default
 from fastpar.pipeline.stages.absent import Absent
@@ -90,8 +91,9 @@ class Swap:
             for name, value in split.attributes.items():
                 changes.set(module, name, value)
             if split.num_heads:  # which of how many heads, and share of the batch: read by layout-independent dropout
-                local = split.num_heads // context.comm.size
-                changes.set(module, "_fastpar_heads", (local * context.comm.rank, split.num_heads, context.batch))
+                rank, size = context.features
+                local = split.num_heads // size
+                changes.set(module, "_fastpar_heads", (local * rank, split.num_heads, context.batch))
 
     def _leave_fast_paths(self) -> None:
         """torch's encoder hands the weights of its children to one kernel in eval mode, which has no split form."""
@@ -114,7 +116,8 @@ class Swap:
             changes.set(model, "loss_function", loss)
             self.explanation.add("(loss)", "vocab", "", note)
         if callable(getattr(type(model), "generate", None)):
-            changes.set(model, "generate", GatheringCall(model, "generate", heads, context.comm))
+            regions = [region for region in context.regions.values() if context.grid is not None]
+            changes.set(model, "generate", GatheringCall(model, "generate", heads, context.comm, regions))
 
     def _connect_parts(self) -> None:
         """Methods and wrappers that would take this rank's tokens for the whole sequence."""
@@ -141,11 +144,12 @@ class Swap:
         """Split the residual stream where its first layer begins, and let no part of a tensor leave the model."""
         context, changes, parts = self.context, self.context.changes, PartGuard(self.context.comm)
         layers = {path: parent for parent, paths in context.streams.items() for path in paths}
+        cut_features(context)
         for path in context.once(context.modules) if context.comm.size > 1 else ():
             module = context.modules[path]
             region = context.regions.get(layers[path]) if path in layers else context.region_of(path)
             if path in context.blocks:
-                heads = self.splits[path].num_heads // context.comm.size if path in self.splits else 0
+                heads = self.splits[path].num_heads // context.features[1] if path in self.splits else 0
                 changes.hooked(parts.mark_heads(module, path, region, heads))
             elif region is not None and context.block_of(path) is None:
                 changes.hooked(parts.mark_positions(module, path, region))
@@ -153,6 +157,7 @@ class Swap:
             first, last = context.streams[parent][0], context.streams[parent][-1]
             changes.hooked(hook_input(context.modules[first], parts.enter(region, first)))
             changes.hooked(hook_output(context.modules[last], region.leave))
+        cut_batches(context)
         for owner in self._owners() if context.comm.size > 1 else ():
             changes.hooked(context.modules[owner].register_forward_hook(parts.gather))
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from fastpar.comm import Communicator, gather_from
+from fastpar.tensor.grid import GridRegion
 from fastpar.tensor.sequence import SequenceRegion
 
 _MARK = "_fastpar_part"
@@ -29,6 +30,7 @@ class _Part:
     path: str  # of the module that made it
     region: SequenceRegion | None  # whose positions it has some of; None: some heads of a block
     num_heads: int = 0  # on this rank
+    grid: GridRegion | None = None  # around the block
 
 
 class PartGuard:
@@ -67,7 +69,7 @@ class PartGuard:
     def mark_heads(self, module: nn.Module, path: str, region: SequenceRegion | None, num_heads: int) -> Any:
         """Mark what a block returns beside its result as this rank's heads. Returns the hook's handle."""
         result = None if region is None else _Part(path, region)
-        part = _Part(path, None, num_heads)
+        part = _Part(path, None, num_heads, region if isinstance(region, GridRegion) else None)
 
         def hook(_module: nn.Module, _args: Any, output: Any) -> None:
             if (result is None and isinstance(output, Tensor)) or torch.compiler.is_compiling():
@@ -92,26 +94,22 @@ class PartGuard:
         if part is None or (part.region is not None and part.region.is_whole):
             return x
         if part.region is not None:
-            return self._all_positions(x, part, part.region)
+            whole = part.region.whole_of(x)
+            if whole is None:
+                raise RuntimeError(
+                    f"the model returns a tensor of shape {list(x.shape)} that {part.path} made of this rank's "
+                    f"{part.region.sizes[part.region.comm.rank]} of the {part.region.total} positions; it cannot be "
+                    f"told how the ranks' parts form the whole. Do not ask for it with {part.region.option}"
+                )
+            return whole
         if x.dim() == 4 and part.num_heads and x.size(1) == part.num_heads:
+            if part.grid is not None:
+                return part.grid.whole_heads(x, part.num_heads)
             return gather_from(x, self.comm, dim=1, sizes=[part.num_heads] * self.comm.size)
         raise RuntimeError(
             f"the model returns a tensor of shape {list(x.shape)} that {part.path} made of this rank's heads or "
             "features; it cannot be told how the ranks' parts form the whole. Do not ask for it, or leave this block "
             "out of the plan"
-        )
-
-    def _all_positions(self, x: Tensor, part: _Part, region: SequenceRegion) -> Tensor:
-        sizes, mine = region.sizes, region.sizes[self.comm.rank]
-        if x.dim() >= 3 and x.size(region.dim) == mine:
-            return gather_from(x, self.comm, dim=region.dim, sizes=sizes)
-        if region.dim == 1 and x.dim() >= 2 and x.size(0) == region.batch * mine:  # rows of all sequences in turn
-            rows = x.unflatten(0, (region.batch, mine))
-            return gather_from(rows, self.comm, dim=1, sizes=sizes).flatten(0, 1)
-        raise RuntimeError(
-            f"the model returns a tensor of shape {list(x.shape)} that {part.path} made of this rank's {mine} of the "
-            f"{region.total} positions; it cannot be told how the ranks' parts form the whole. Do not ask for it with "
-            "sequence_parallel=True"
         )
 
 

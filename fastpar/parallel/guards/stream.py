@@ -19,12 +19,14 @@ from torch.distributed.tensor import DTensor
 
 from fastpar.comm import CommError, Communicator
 from fastpar.parallel.guards.positions import as_it_was
+from fastpar.tensor.grid import GridRegion
 from fastpar.tensor.rehearsal import attributes_as_they_were, own_attributes, same_generators
 from fastpar.tensor.sequence import SequenceRegion, whole_stream
 
 _log = logging.getLogger("fastpar")
 _FAR = 1e-3  # of the norm; in 16 bits four units in the last place
 _DEPTH = 4  # of what a model returns
+_INSIDE = "->"  # an object of a class of its own, such as a cache
 _PLAIN = (Tensor, int, float, str, bool, type(None), torch.dtype, torch.device)
 
 Found = dict[str, Tensor]
@@ -71,16 +73,22 @@ class StreamGuard:
             return
         found = _numbers(output) | self._changed(model)
         far = _tolerance(model)
-        names = [name for name, x in wanted.items() if name in found and _differ(found[name], x, far)]
+        names = [name for name, x in wanted.items() if name in found and _differ(found[name], self._here(name, x), far)]
         if not self.comm.all_gather(torch.tensor([bool(names)], device="cpu")).any():
             return
         said = f"{', '.join(names[:4])}: other numbers" if names else "on another rank other numbers"
         raise ValueError(
-            f"with sequence_parallel=True {type(model).__name__} computes something else than without ({said}). "
+            f"with {self.regions[0].option} {type(model).__name__} computes something else than without ({said}). "
             "Between its layers the model's code sees this rank's positions only: a mean over tokens, a shift, "
             "positions counted from x.size(1), a loss on hidden states. Do that with what the model returns, or in a "
-            "module with the style 'gathered', or use sequence_parallel=False"
+            f"module with the style 'gathered', or do without {self.regions[0].option}"
         )
+
+    def _here(self, name: str, x: Tensor) -> Tensor:
+        """What this rank has of a tensor in a cache, which its own layers alone read again: its sequences on a grid."""
+        grids = [region for region in self.regions if isinstance(region, GridRegion)]
+        is_of_batch = bool(grids) and _INSIDE in name and x.dim() > 1 and x.size(0) == grids[0].shape[0]
+        return grids[0].cut_batch(x) if is_of_batch else x
 
     def _changed(self, model: nn.Module) -> Found:
         return {name: x for name, x in _kept(model).items() if self._before.get(name) is not x}
@@ -119,8 +127,10 @@ def _numbers(output: Any, name: str = "output", depth: int = _DEPTH) -> Found:
         items = [(f"{name}.{key}", value) for key, value in output.items()]
     elif isinstance(output, tuple | list):
         items = [(f"{name}[{index}]", value) for index, value in enumerate(output)]
-    elif dataclasses.is_dataclass(output) or hasattr(output, "__dict__"):
+    elif dataclasses.is_dataclass(output):
         items = [(f"{name}.{key}", value) for key, value in vars(output).items()]
+    elif hasattr(output, "__dict__"):
+        items = [(f"{name}{_INSIDE}{key}", value) for key, value in vars(output).items()]
     else:
         return {}
     return {key: x for path, value in items for key, x in _numbers(value, path, depth - 1).items()}

@@ -27,14 +27,16 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
 from fastpar.comm import Communicator
 from fastpar.context.region import ContextRegion
 from fastpar.ops.parallel_linear.overlap import Overlap
 from fastpar.parallel.changes import Changes
-from fastpar.tensor import ParameterLayout, RowMap, SequenceRegion, adopt, layout_of, replicate
+from fastpar.tensor import Grid, GridLinear, ParameterLayout, RowMap, SequenceRegion, adopt, layout_of, replicate
 from fastpar.tensor.binding import BoundGroup
+from fastpar.tensor.grid_layout import GridLayout
 from fastpar.tensor.own_forward import has_own_forward
 
 
@@ -87,6 +89,7 @@ class SwapContext:
     rows                   output features (or rows) on each rank, by path of a column-parallel linear or of a parameter
                            that goes by head
     context                where the sequence is split by context parallelism; None: nowhere
+    grid                   the tensor-parallel ranks as a grid; None: they split one dim
     changes                the record of what is changed
     """
 
@@ -97,6 +100,7 @@ class SwapContext:
     gather_logits: bool
     overlap: Overlap = field(default_factory=Overlap)
     context: ContextRegion | None = None
+    grid: Grid | None = None
     modules: dict[str, nn.Module] = field(default_factory=dict)
     styles: dict[str, Style] = field(default_factory=dict)
     parameter_styles: dict[str, Style] = field(default_factory=dict)
@@ -111,6 +115,11 @@ class SwapContext:
     def comm(self) -> Communicator:
         """The communicator of the tensor-parallel group."""
         return self.group.comm
+
+    @property
+    def features(self) -> tuple[int, int]:
+        """(rank, size) of this rank among those that share features and heads inside of a block."""
+        return (self.comm.rank, self.comm.size) if self.grid is None else self.grid.heads
 
     # ---- lookups
 
@@ -153,12 +162,12 @@ class SwapContext:
         if isinstance(module, cls):
             return
         kept = f"around it the forward of {type(module).__name__}" if has_own_forward(module) else ""
-        make = self.changes.parameter
-        self.changes.adopted(adopt(module, cls, self.group, is_proven=True, parameters=make, **options))
+        make, group = self.changes.parameter, self.grid if issubclass(cls, GridLinear) else self.group
+        self.changes.adopted(adopt(module, cls, group, is_proven=True, parameters=make, **options))
         layout = layout_of(next(p for p in module.parameters(recurse=False)))
         assert layout is not None
         note = ""
-        if layout.rows is not None and layout.kind == "whole":
+        if isinstance(layout, ParameterLayout) and layout.rows is not None and layout.kind == "whole":
             note = f"kept whole, rank {self.comm.rank} uses {layout.rows.size(self.comm.rank)} of {layout.rows.total}"
         self.explain(path, style, stored(layout), "; ".join(filter(None, (note, kept))))
 
@@ -170,24 +179,35 @@ class SwapContext:
         style: Style,
         sum_grad: Collection[str] = (),
         rows: Mapping[str, RowMap] | None = None,
+        axes: Mapping[str, tuple[Communicator, ...]] | None = None,
     ) -> None:
         """Keep a module's code and its own parameters, whole on every rank (`fastpar.tensor.replicate`).
 
         sum_grad   names of the parameters of which a rank's gradient is a part
         rows       by name, those of which a rank's code gets its own rows
+        axes       on a grid: by name, those over which the ranks' gradients are parts
         """
         if all(p is None or layout_of(p) is not None for p in module._parameters.values()):
             return  # reached a second time, under another name
         rows = rows or {}
-        make = self.changes.parameter
-        self.changes.adopted(replicate(module, self.group, sum_grad=set(sum_grad), rows=rows, make=make))
+        options: dict[str, Any] = {"sum_grad": set(sum_grad), "rows": rows, "make": self.changes.parameter}
+        if self.grid is not None and axes is not None:
+            grid, part = self.grid, self.features[0]
+
+            def layout(name: str, shape: torch.Size) -> GridLayout:
+                return GridLayout(grid.mesh, shape, (None,) * len(grid.along), axes[name], rows.get(name), part)
+
+            options["layout"] = layout
+        self.changes.adopted(replicate(module, self.group, **options))
         note = "gradient summed over the group" if set(sum_grad) - set(rows) else ""
         self.explain(path, style, "split by row: " + ", ".join(rows) if rows else "whole", note)
 
 
-def stored(layout: ParameterLayout) -> str:
+def stored(layout: ParameterLayout | GridLayout) -> str:
     """The shape of a parameter and of this rank's part, in words."""
     shape = list(layout.shape)
+    if isinstance(layout, GridLayout):
+        return f"{shape} -> {layout.local_shape}" + (" packed" if layout.kind == "packed" else "")
     if layout.kind in ("contiguous", "packed"):
         assert layout.rows is not None
         shape[layout.dim] = layout.rows.size(layout.comm.rank)

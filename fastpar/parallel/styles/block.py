@@ -9,7 +9,8 @@ from torch import nn
 
 from fastpar.arguments import checked_fields
 from fastpar.parallel.styles.base import Style, SwapContext
-from fastpar.tensor import ColumnParallelLinear, SharedInput
+from fastpar.tensor import ColumnParallelLinear, GridLinear, GridRegion, SharedInput
+from fastpar.tensor.grid_linear import GridBlockInput
 from fastpar.tensor.sequence import map_hidden
 
 _SHARED = "_fastpar_shared_input"
@@ -32,10 +33,14 @@ class BlockStyle(Style):
     def apply(self, path: str, module: nn.Module, context: SwapContext) -> None:
         region, changes = context.region_of(path), context.changes
         inside = [child for name, child in context.modules.items() if context.block_of(name) == path]
-        layers = [child for child in dict.fromkeys(inside) if isinstance(child, ColumnParallelLinear)]
+        layers: list[Any] = [child for child in dict.fromkeys(inside) if _reads_input(child)]
         for layer in layers:
             changes.set(layer, "shared_input", None)  # so that `SharedInput`, which sets it, is undone
-        changes.set(module, _SHARED, SharedInput(context.comm, layers, sequence=region, overlap=context.overlap))
+        if isinstance(region, GridRegion):
+            shared: Any = GridBlockInput(layers, sequence=region, overlap=context.overlap.enabled)
+        else:
+            shared = SharedInput(context.comm, layers, sequence=region, overlap=context.overlap)
+        changes.set(module, _SHARED, shared)
         # Through the module and not bound to the SharedInput: a copied model has one of its own layers.
         changes.hooked(module.register_forward_pre_hook(_enter, with_kwargs=True))
         changes.hooked(module.register_forward_hook(_leave, always_call=True))
@@ -50,6 +55,10 @@ class StreamStyle(Style):
 
     def apply(self, path: str, module: nn.Module, context: SwapContext) -> None:
         pass  # where the stream begins and ends is seen from all of its layers: `fastpar.parallel.swap`
+
+
+def _reads_input(layer: nn.Module) -> bool:
+    return isinstance(layer, ColumnParallelLinear) or (isinstance(layer, GridLinear) and layer.role == "column")
 
 
 def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

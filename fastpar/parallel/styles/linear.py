@@ -11,13 +11,14 @@ from fastpar.arguments import checked_fields
 from fastpar.parallel.styles.base import Style, SwapContext
 from fastpar.tensor import (
     ColumnParallelLinear,
+    GridLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
     VocabParallelHead,
     prove_adoption,
 )
 from fastpar.tensor.linear import linear_weights
-from fastpar.tensor.own_forward import check_parameters
+from fastpar.tensor.own_forward import check_parameters, has_hooks, has_own_forward
 
 
 class LayerStyle(Style):
@@ -32,6 +33,19 @@ class LayerStyle(Style):
             check_parameters(module) if isinstance(module, nn.Embedding) else linear_weights(module)
         except (TypeError, ValueError) as error:
             raise type(error)(f"{path} has style {self.name!r}: {error}") from None
+
+    def check_on_grid(self, path: str, module: nn.Module, context: SwapContext) -> None:
+        """Raise for a linear that a grid's layer cannot take the place of."""
+        if has_own_forward(module) or has_hooks(module):
+            raise TypeError(
+                f"{path} is a {type(module).__module__}.{type(module).__qualname__} with a forward or hooks of its "
+                "own, which a layer on a grid cannot keep: leave it out of the plan, or use tp without tp_grid"
+            )
+        if context.region_of(path) is None:
+            raise ValueError(
+                f"{path} has style {self.name!r}, but is in no layer that passes the residual stream on, and on a grid "
+                'the stream is what is split: give such layers the style "stream", or use tp without tp_grid'
+            )
 
     def prove(self, path: str, module: nn.Module, context: SwapContext) -> None:
         cls, options = self.layer(path, module, context)
@@ -62,7 +76,15 @@ class ColwiseStyle(LayerStyle):
     def name(self) -> str:
         return super().name + ("_gather_output" if self.gather_output else "")
 
+    def check(self, path: str, module: nn.Module, context: SwapContext) -> None:
+        super().check(path, module, context)
+        if context.grid is not None:
+            _refuse(path, self.name, self.gather_output)
+            self.check_on_grid(path, module, context)
+
     def layer(self, path: str, module: nn.Module, context: SwapContext) -> tuple[type[Any], dict[str, Any]]:
+        if context.grid is not None:
+            return GridLinear, _on_grid(path, "column", context) | {"rows": context.rows.get(path)}
         is_prepared = context.block_of(path) is not None  # the block gathers, or copies, its input for all inside
         options: dict[str, Any] = {"overlap": context.overlap, "gather_output": self.gather_output}
         options |= {"input_prepared": is_prepared, "sequence": None if is_prepared else context.region_of(path)}
@@ -80,7 +102,15 @@ class RowwiseStyle(LayerStyle):
     def name(self) -> str:
         return super().name + ("_split_input" if self.split_input else "")
 
+    def check(self, path: str, module: nn.Module, context: SwapContext) -> None:
+        super().check(path, module, context)
+        if context.grid is not None:
+            _refuse(path, self.name, self.split_input)
+            self.check_on_grid(path, module, context)
+
     def layer(self, path: str, module: nn.Module, context: SwapContext) -> tuple[type[Any], dict[str, Any]]:
+        if context.grid is not None:
+            return GridLinear, _on_grid(path, "row", context)
         options = {"sequence": context.region_of(path), "overlap": context.overlap}
         return RowParallelLinear, options | {"input_is_parallel": not self.split_input}
 
@@ -99,6 +129,18 @@ class VocabStyle(LayerStyle):
         if isinstance(module, nn.Embedding):
             return VocabParallelEmbedding, {}
         return VocabParallelHead, {"gather_output": context.gather_logits, "overlap": context.overlap}
+
+
+def _refuse(path: str, name: str, wanted: bool) -> None:
+    if wanted:
+        raise ValueError(f"{path} has style {name!r}, which a grid does not have: use tp without tp_grid")
+
+
+def _on_grid(path: str, role: str, context: SwapContext) -> dict[str, Any]:
+    """Options of a `GridLinear`: between column- and row-parallel linears features are cut over x and y, tokens not."""
+    is_prepared = role == "column" and context.block_of(path) is not None
+    options: dict[str, Any] = {"role": role, "sequence": context.region_of(path), "overlap": context.overlap}
+    return options | {"whole_sequences": True, "input_prepared": is_prepared}
 
 
 def splits_features(style: Style | None) -> bool:

@@ -9,9 +9,10 @@ from typing import Any, cast
 from torch import nn
 
 from fastpar.arguments import checked_fields
+from fastpar.comm import Communicator
 from fastpar.parallel.styles.base import Style, SwapContext
 from fastpar.parallel.styles.linear import is_colwise
-from fastpar.tensor import Adoption, LayoutDropout
+from fastpar.tensor import Adoption, GridRegion, LayoutDropout
 from fastpar.tensor.own_forward import runs_forward_of
 from fastpar.tensor.sequence import hook_output, hook_stream
 
@@ -39,7 +40,7 @@ class PartialStyle(Style):
         pass
 
     def apply(self, path: str, module: nn.Module, context: SwapContext) -> None:
-        keep_whole(path, module, context, is_part=True)
+        keep_whole(path, module, context, is_part=True, by_head=True)
 
     def sums_gradient(self, path: str, context: SwapContext) -> bool:
         return True
@@ -88,7 +89,11 @@ class GatheredStyle(WholeStyle):
     def apply(self, path: str, module: nn.Module, context: SwapContext) -> None:
         outside = context.region_around(path)
         if outside is not None:
-            context.changes.hooked(hook_stream(module, outside.leave), hook_output(module, outside.enter))
+            leave: Any = outside.leave
+            enter: Any = outside.enter
+            if isinstance(outside, GridRegion):  # the batch stays cut: masks and positions are
+                leave, enter = outside.leave_tokens, outside.enter_tokens
+            context.changes.hooked(hook_stream(module, leave), hook_output(module, enter))
         super().apply(path, module, context)
 
 
@@ -117,10 +122,11 @@ def apply_default(path: str, module: nn.Module, context: SwapContext) -> None:
         keep_whole(path, module, context, is_part=is_part)
 
 
-def keep_whole(path: str, module: nn.Module, context: SwapContext, *, is_part: bool) -> None:
+def keep_whole(path: str, module: nn.Module, context: SwapContext, *, is_part: bool, by_head: bool = False) -> None:
     """Keep a module's own parameters whole, but for those with a style of their own.
 
     is_part   a rank's gradient of the others is a part, to be summed
+    by_head   because it works on split heads or features, and not on a part of the stream
     """
     own: Mapping[str, Style | None] = {
         name: context.parameter_styles.get(f"{path}.{name}") for name in module._parameters
@@ -131,4 +137,24 @@ def keep_whole(path: str, module: nn.Module, context: SwapContext, *, is_part: b
         for name, style in own.items()
         if (is_part if style is None else style.sums_gradient(f"{path}.{name}", context))
     }
-    context.replicate(path, module, style=ReplicateStyle(), sum_grad=summed, rows=rows)
+    axes = None
+    if context.grid is not None:
+        axes = {
+            name: _axes_of(path, context, by_head=by_head if style is None else isinstance(style, PartialStyle))
+            for name, style in own.items()
+        }
+        axes |= dict.fromkeys(rows, context.grid.along)
+        summed = {name for name, over in axes.items() if over}
+    context.replicate(path, module, style=ReplicateStyle(), sum_grad=summed, rows=rows, axes=axes)
+
+
+def _axes_of(path: str, context: SwapContext, *, by_head: bool) -> tuple[Communicator, ...]:
+    """The axes of a grid over which the ranks' gradients of a whole parameter are parts of its own."""
+    grid = context.grid
+    if grid is None or context.region_around(path) is None:
+        return ()
+    if context.region_of(path) is None:  # on all tokens and features of the z part's sequences
+        return grid.replicas, grid.z
+    if by_head or grid.spec.spread != "copy":
+        return grid.along
+    return grid.x, grid.replicas, grid.z  # ranks of y have copies of the stream
