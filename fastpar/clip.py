@@ -153,8 +153,11 @@ class GradSum:
         return (self.nonfinite != 0).float()
 
     @checked(computed=False)
-    def clip_factor(self, max_norm: float, *, scale: float | Tensor = 1.0, eps: float = 1e-6) -> Tensor:
-        """What to multiply the gradients with so that their norm is at most max_norm: a float32 scalar tensor.
+    def clip_factor(
+        self, max_norm: float, *, scale: float | Tensor = 1.0, eps: float = 1e-6, dtype: torch.dtype = torch.float32
+    ) -> Tensor:
+        """What to multiply the gradients with so that their norm is at most max_norm: a scalar tensor of `dtype`,
+        float32 or float64.
 
         scale  the factor that gradients are multiplied with before they are clipped, as 1 / loss_scale. The result
                includes it: scale * min(1, max_norm / (scale * norm + eps)).
@@ -163,7 +166,7 @@ class GradSum:
         """
         if isinstance(scale, Tensor) and (scale.is_complex() or scale.layout != torch.strided or scale.numel() != 1):
             raise TypeError(f"scale must be one real number, got {scale.dtype} {list(scale.shape)}, {scale.layout}")
-        return scale * _factor(self.norm() * scale, max_norm, eps)
+        return scale * _factor(self.norm(dtype) * scale, max_norm, eps)
 
 
 @checked(computed=False)
@@ -322,7 +325,8 @@ class NormLayout:
             if x.device_mesh.size(dim) == 1:
                 continue
             group = x.device_mesh.get_group(dim)
-            names.append(self._name(group))
+            if self._name(group) not in self._everything:  # as a head's that is sharded over pp: summed in the end
+                names.append(self._name(group))
             if placement.is_replicate():
                 index, count = index * group.size() + group.rank(), count * group.size()
         return tuple(names), (index, count)

@@ -87,3 +87,17 @@ class _FirstDerivative(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         raise RuntimeError(f"{ctx.op} has a first derivative only; {ctx.alternative} has a second one")
+
+
+_GRAD = cast("Any", Tensor).grad
+
+
+def own_grad(parameter: Tensor) -> Tensor | None:
+    """What autograd has put into a parameter: torch's own `.grad`, which a subclass (as ZeRO's) may show otherwise."""
+    found: Tensor | None = _GRAD.__get__(parameter)
+    return found
+
+
+def set_own_grad(parameter: Tensor, grad: Tensor | None) -> None:
+    """Set what `own_grad` gives."""
+    _GRAD.__set__(parameter, grad)

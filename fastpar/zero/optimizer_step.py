@@ -254,14 +254,16 @@ class GradClipping:
             self._layout = NormLayout(groups.mesh, None)
         optim_params = [param.optim_param for param in params]
         total = GradSum.of_checked(optim_params, [x.grad for x in optim_params], self._layout)
-        self.norm = total.norm() * unscale
+        is_double = any(x.dtype == torch.float64 for x in optim_params)
+        dtype = torch.float64 if is_double else torch.float32
+        self.norm = total.norm(dtype) * unscale
         if self.skip_nonfinite and total.nonfinite:
             self.skipped += 1
             self.report = name_nonfinite(params, groups)
             return False
         if self.max_norm is not None:
             # What the update will multiply with has the loss scale already.
-            self._factor = total.clip_factor(self.max_norm, scale=unscale) / unscale
+            self._factor = total.clip_factor(self.max_norm, scale=unscale, dtype=dtype) / unscale
         return True
 
     def hand_over(self, optimizer: Any) -> bool:

@@ -360,6 +360,7 @@ def _sharded_param(
         return ShardedParam(name, parameter, sharded, spec, wire, sharded=sharded)
     target = local(sharded)
     owner = as_parameter(master.view(target.shape), spec)
+    vars(owner).update(vars(sharded))  # pipelines mark what stages share
     return ShardedParam(name, parameter, owner, spec, wire, model_rows=target, sharded=sharded)
 
 

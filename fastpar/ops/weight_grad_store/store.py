@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fastpar.ops._autograd import own_grad
 from fastpar.ops.weight_grad_store.graph import (
     Capture,
     GraphCut,
@@ -298,7 +299,7 @@ class _Accumulation:
             before = self.sums.get(parameter)
             if before is not None:
                 grad = before + grad
-            elif not entry.is_fresh and parameter.variable.grad is None:
+            elif not entry.is_fresh and own_grad(parameter.variable) is None:
                 grad = grad.clone()
             self.sums[parameter] = grad
         self.left[parameter] -= 1

@@ -37,6 +37,7 @@ from torch.nn import functional as F
 
 from fastpar.arguments import checked, checked_fields
 from fastpar.comm import shard_range
+from fastpar.ops._autograd import own_grad, set_own_grad
 
 
 @checked_fields
@@ -179,16 +180,18 @@ class ShardedHead(nn.Module):
 
     def _add_grad(self, parameter: nn.Parameter, left: Tensor, right: Tensor) -> None:
         """parameter.grad += left @ right, [V_r, N] @ [N, H or 1]"""
-        if parameter.grad is None:
+        grad = own_grad(parameter)
+        if grad is None:
             product = (left @ right).view(_local(parameter).shape)
-            parameter.grad = self._as_dtensor(product, parameter.shape)
+            set_own_grad(parameter, self._as_dtensor(product, parameter.shape))
             return
-        _local(parameter.grad).view(left.shape[0], right.shape[1]).addmm_(left, right)
+        _local(grad).view(left.shape[0], right.shape[1]).addmm_(left, right)
 
     def scale(self, target: Tensor, divisor: float, dtype: torch.dtype) -> Tensor:
         """[N]: what the gradient of each token's loss is multiplied with; 0 for ignored ones."""
         counted = target != self.loss.ignore_index
-        return counted.to(dtype) / (counted.sum().clamp(min=1) * divisor)
+        num_counted = counted.sum().clamp(min=1).to(dtype)  # of an integer and a float, float32 would be the product
+        return counted.to(dtype) / (num_counted * divisor)
 
     def _here(self, target: Tensor) -> Tensor:
         """[N] bool: whether the target is in this shard. ValueError for one that is in none."""

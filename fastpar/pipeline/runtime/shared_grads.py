@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fastpar.comm import PointToPoint
+from fastpar.ops._autograd import own_grad, set_own_grad
 from fastpar.pipeline.schedules.schedule import Schedule
 from fastpar.pipeline.stages.stage import Stage
 
@@ -107,8 +108,8 @@ class SharedGrads:
 
     def begin(self) -> None:
         for own in (tensor for group in self._groups.values() for shared in group for tensor in shared.own):
-            self._before[own] = own.grad
-            own.grad = None
+            self._before[own] = own_grad(own)
+            set_own_grad(own, None)
 
     def contribute(self, part: int) -> None:
         self._ready.add(part)
@@ -148,7 +149,7 @@ class SharedGrads:
         for own in shared.own:
             before = self._before[own]
             if not present:
-                own.grad = before
+                set_own_grad(own, before)
                 continue
             total = present[0].clone()
             for tensor in present[1:]:
@@ -157,7 +158,7 @@ class SharedGrads:
                 total = DTensor.from_local(
                     total, own.device_mesh, own.placements, run_check=False, shape=own.shape, stride=own.stride()
                 )
-            own.grad = total if before is None else before.add_(total)
+            set_own_grad(own, total if before is None else before.add_(total))
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -166,7 +167,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 def _contribution(shared: SharedParameter) -> Tensor | None:
     """What this rank's stages have added, as a plain tensor."""
-    grads = [_local(own.grad) for own in shared.own if own.grad is not None]
+    grads = [_local(grad) for own in shared.own if (grad := own_grad(own)) is not None]
     return sum(grads[1:], grads[0]) if grads else None
 
 
