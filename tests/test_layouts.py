@@ -129,7 +129,6 @@ BROKEN = [
     ("pipeline context", "pp2 cp2 mb2", None, {}),
     ("context words", "dp2 ring", None, {}),
     ("context words", "dp2 striped", None, {}),
-    ("pipeline zero 3", "pp2 dp2 mb2 zero3", None, {}),
     ("offload", "dp2 zero2 cpu+parameters", None, {}),
     ("recompute", "pp3 mb3 recompute:full/none", None, {}),
     ("batch", "dp3", None, {"batch": 8}),

@@ -42,7 +42,7 @@ def refused() -> None:
         (TypeError, "'fp32', 'bf16', 'fp16'.* got dtype", model, optimizer, {"precision": torch.bfloat16}),
         (ValueError, "timeout must be positive", model, optimizer, {"timeout": 0}),
         (ValueError, "sync_weights must be 'broadcast' or 'check'", model, optimizer, {"sync_weights": "no"}),
-        (TypeError, "with a pipeline.* use stage=2", model.named_parameters(), optimizer, {"stage": 3}),
+        (TypeError, "of a pipeline pass it itself, or use stage=2", model.named_parameters(), optimizer, {"stage": 3}),
         (ValueError, "two parameters of the name 'a'", [("a", p) for p in model.parameters()], optimizer, {}),
     ]
     for error, text, given, given_optimizer, options in cases:

@@ -262,12 +262,6 @@ RULES: tuple[Rule, ...] = (
         lambda x: (x.cp == 1) & ((x.method != "auto") | (x.order != "zigzag")),
     ),
     Rule(
-        "pipeline zero 3",
-        "ZeRO stage 3 is not for pipelines (pp is {pp}): take stage 2",
-        "it gathers parameters for whole modules; per visit of a stage that would be words times microbatches",
-        lambda x: (x.zero_stage == 3) & (x.pp > 1),
-    ),
-    Rule(
         "offload",
         "offload of parameters is for ZeRO stage 3, which shards them; stage is {zero_stage}",
         "in other stages every rank needs all parameters all the time",

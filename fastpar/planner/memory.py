@@ -156,9 +156,10 @@ def _static(work: Workload, x: LayoutTable) -> dict[str, Column]:
     params, grads, states = zero, zero, zero
     for count, ranks, _ in parameter_groups(work, x):
         sharded = count / ranks
-        params = params + kind.param * np.where(x.stage == 3, sharded, count)
-        # Pipelines, and stages 0 and 1, sum whole gradients over microbatches before they travel.
-        sums = (x.stage < 2) | ((x.stage == 2) & (x.pp > 1))
+        # Pipelines gather stage 3's parameters for all of a run. They, and stages 0 and 1, sum whole gradients over
+        # microbatches before they travel.
+        params = params + kind.param * np.where((x.stage == 3) & (x.pp == 1), sharded, count)
+        sums = (x.stage < 2) | (x.pp > 1)
         grads = grads + kind.grad * np.where(sums, count, sharded)
         states = states + kind.state * np.where(x.stage > 0, sharded, count)
     return {"parameters": params, "gradients": grads, "states": np.where(x.offload == 1, 0.0, states)}

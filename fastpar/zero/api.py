@@ -11,6 +11,7 @@ from torch import nn
 
 from fastpar.arguments import checked
 from fastpar.comm.wire_formats import Wire
+from fastpar.pipeline import Pipeline
 from fastpar.precision import Precision
 from fastpar.zero import options
 from fastpar.zero.groups import Groups, GroupsLike
@@ -24,6 +25,7 @@ from fastpar.zero.options import (
     UnitsLike,
     param_wires_of,
 )
+from fastpar.zero.pipelines import shard_pipeline
 from fastpar.zero.quantized_gather import ParamWireLike
 from fastpar.zero.reducer import BUCKET_BYTES
 from fastpar.zero.zero import Zero
@@ -70,7 +72,8 @@ def shard(
     stage       0: parameters, gradients and optimizer states on every rank (DDP)
                 1: every rank updates its rows (dim 0) of each parameter, and has states for those only
                 2: and gradients of those only, from microbatch to microbatch
-                3: and parameters, which are gathered for the layer that runs
+                3: and parameters, which are gathered for the layer that runs; of a pipeline for each of its runs,
+                   whose gradients are reduced when it ends
     precision   dtypes: a `Precision`, or "fp32", "bf16", "fp16". Floating-point inputs of a module are cast to its
                 parameters' dtype
     accumulate  backward passes per step. Stages 0 and 1 sum gradients locally and reduce them in the last pass; 2 and 3
@@ -150,4 +153,6 @@ def shard(
     options.check_context(model, groups)
     for each in optimizers:
         check_sharded_updates(each, groups)
+    if stage == 3 and isinstance(model, Pipeline):
+        return shard_pipeline(model, named, optimizers, groups, chosen)
     return Zero(model if isinstance(model, nn.Module) else None, named, optimizers, groups, chosen)

@@ -21,6 +21,7 @@ from fastpar.comm.wire_formats import FLOATS, BlockWire, Wire
 from fastpar.context.region import REGION
 from fastpar.mesh import Mesh
 from fastpar.mesh.grid import TENSOR_GRID_DIMS
+from fastpar.pipeline import Pipeline
 from fastpar.precision import Precision
 from fastpar.zero.groups import Groups, GroupsLike, is_expert
 from fastpar.zero.hooks import ZeroGrad
@@ -150,10 +151,10 @@ class ShardOptions:
         """Raises TypeError where stage 3 is asked for and there is no module, ValueError for what is out of range."""
         if self.stage not in (0, 1, 2, 3):
             raise ValueError(f"stage must be 0, 1, 2 or 3, got {self.stage!r}")
-        if self.stage == 3 and not isinstance(model, nn.Module):
+        if self.stage == 3 and not isinstance(model, nn.Module | Pipeline):
             raise TypeError(
-                f"stage 3 gathers parameters for modules, and needs one as model, got {type(model).__name__}: with a "
-                "pipeline, whose parameters belong to several modules, use stage=2"
+                "stage 3 gathers parameters for modules, and needs a module or a pipeline as model, got "
+                f"{type(model).__name__}: of a pipeline pass it itself, or use stage=2"
             )
         if self.offload is not None and self.offload.parameters and self.stage != 3:
             raise ValueError(f"offload of parameters is for stage 3, which shards them; stage is {self.stage}")

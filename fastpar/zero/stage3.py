@@ -125,6 +125,9 @@ class Stage3:
         self._open: set[int] = set()  # backward passes that have begun and not ended, by torch's number
         self._handles: list[Any] = []
         self._is_guarding = False
+        self.is_held = (
+            False  # whole for a pipeline's run, whose backward passes put gradients into parameters as they are
+        )
         self._modules_in: dict[nn.Module, list[nn.Module]] = {}
         self._last_call: ForwardCall | None = None
         self._install_hooks(plans)
@@ -416,6 +419,8 @@ class Stage3:
         """A backward pass has ended; it may be one within another (reentrant checkpoints)."""
         self._open.discard(number)
         if self._open:
+            return
+        if self.is_held:
             return
         if self.reducer.is_syncing:
             self.reducer.reduce_rest()

@@ -481,6 +481,15 @@ class Zero:
             handles.append(self.model.register_forward_hook(autocast.leave, always_call=True))
         return handles
 
+    @property
+    def is_attached(self) -> bool:
+        """Whether `detach` has not been called."""
+        return self._is_attached
+
+    def begin_forward(self) -> None:
+        """A forward pass is about to begin: what the model's own forward calls."""
+        self._before_forward()
+
     def _before_forward(self, *_: Any) -> None:
         if in_backward():  # of a checkpoint
             return

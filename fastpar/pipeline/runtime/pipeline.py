@@ -21,6 +21,7 @@ import math
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
@@ -145,14 +146,18 @@ class Pipeline:
         self._times: list[tuple[float, float]] = []
         self._executed: Sequence[Action] = ()
         self._failure: str | None = None
+        # Around every run, said whether it trains: where parameters are sharded, they are gathered for it.
+        self.around_runs: Callable[[bool], AbstractContextManager[None]] = lambda trains: nullcontext()
 
     # What users call
 
-    def step(self, *args: Any, target: Any = None, **kwargs: Any) -> Tensor:
+    def step(self, *args: Any, target: Any = None, denominator: float | None = None, **kwargs: Any) -> Tensor:
         """Forward and backward of one batch; gradients are added to `.grad`. Returns the batch's loss on every rank.
 
         args    inputs of the first stage    target   what the loss compares with, on the last stage
         kwargs  go to every stage whose forward takes the name
+        denominator  of a `CrossEntropy`: what the sum over the tokens is divided by, instead of their number, where
+                several pipelines or calls share a batch; the same on all ranks
 
         Each is cut into microbatches along dim 0 (see `Microbatches` for other ways); a rank may leave out what its
         stages do not need. Schedules that update the weights on their way also step their optimizers.
@@ -161,21 +166,22 @@ class Pipeline:
         """
         if not torch.is_grad_enabled():
             raise RuntimeError("step() computes gradients, but they are switched off here; evaluate() needs none")
-        self._begin(args, kwargs, target, Purpose.TRAIN)
-        self._shared.begin()
-        for run in self._runs.values():
-            if run.versions is not None:
-                run.versions.restart()
-        self._run(self._training, loss=True)
-        self._finish("summing the gradients of shared parameters", self._shared.finish)
+        self._begin(args, kwargs, target, Purpose.TRAIN, denominator)
+        with self.around_runs(True):
+            self._shared.begin()
+            for run in self._runs.values():
+                if run.versions is not None:
+                    run.versions.restart()
+            self._run(self._training, loss=True)
+            self._finish("summing the gradients of shared parameters", self._shared.finish)
         return self._total_loss()
 
-    def evaluate(self, *args: Any, target: Any = None, **kwargs: Any) -> Tensor:
+    def evaluate(self, *args: Any, target: Any = None, denominator: float | None = None, **kwargs: Any) -> Tensor:
         """The loss of a batch, on every rank, without gradients; arguments and errors as for `step`."""
-        self._begin(args, kwargs, target, Purpose.LOSS)
-        with torch.no_grad():
+        self._begin(args, kwargs, target, Purpose.LOSS, denominator)
+        with torch.no_grad(), self.around_runs(False):
             self._run(self._forward_only, loss=True)
-        self._collect_head(HeadRun.loss)
+            self._collect_head(HeadRun.loss)
         return self._total_loss()
 
     def forward(self, *args: Any, **kwargs: Any) -> Microbatches | None:
@@ -183,9 +189,9 @@ class Pipeline:
         microbatches of the other chain); None on all others. No gradients.
         """
         self._begin(args, kwargs, None, Purpose.LOGITS)
-        with torch.no_grad():
+        with torch.no_grad(), self.around_runs(False):
             self._run(self._forward_only, loss=False)
-        self._collect_head(HeadRun.logits)
+            self._collect_head(HeadRun.logits)
         outputs, self._results = self._results, {}
         return Microbatches(outputs.get(index) for index in range(self.schedule.num_microbatches)) if outputs else None
 
@@ -307,14 +313,21 @@ class Pipeline:
         # Functions, not bound methods: a pipeline in no cycle gives back what it holds when it is dropped.
         return [(_HANDLERS[action.type], action) for action in actions]
 
-    def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, purpose: Purpose) -> None:
+    def _begin(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        target: Any,
+        purpose: Purpose,
+        denominator: float | None = None,
+    ) -> None:
         if self._failure is not None:
             raise RuntimeError(f"this pipeline has failed and cannot be used any more: {self._failure}")
         if not self._closing.alive:
             raise RuntimeError("this pipeline has been closed")
         error: Exception | None = None
         try:
-            self._prepare(args, kwargs, target, purpose)
+            self._prepare(args, kwargs, target, purpose, denominator)
         except Exception as found:  # raised below, on every rank
             error = found
         try:
@@ -333,7 +346,14 @@ class Pipeline:
         self._kwargs: list[dict[str, Any]] = []
         self._targets: list[Any] = []
 
-    def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, purpose: Purpose) -> None:
+    def _prepare(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        target: Any,
+        purpose: Purpose,
+        denominator: float | None,
+    ) -> None:
         for name in kwargs:
             if not any(name in keywords for keywords in self._keywords):
                 hint = "; what the loss compares with is target=" if name in ("targets", "labels", "y") else ""
@@ -343,8 +363,28 @@ class Pipeline:
         self._targets = split(target, count, "target")
         self._results = {}
         self._weighing = Weighing.equal(count, self._divisor)
-        if self._reduction == "mean" and purpose is not Purpose.LOGITS:
+        if denominator is not None:
+            self._weighing = self._weigh_by(denominator)
+        elif self._reduction == "mean" and purpose is not Purpose.LOGITS:
             self._weighing = self._weigh()
+
+    def _weigh_by(self, denominator: float) -> Weighing:
+        """A given denominator of a loss whose sum is known."""
+        last = next((stage for stage in self.stages.values() if stage.is_last), None)
+        known = self.head.loss if self.head is not None else self._loss
+        if last is None:
+            return self._weighing
+        if not isinstance(known, CrossEntropy) or self._reduction != "mean" or self._updates:
+            raise ValueError(
+                "denominator= is for loss=fastpar.pipeline.CrossEntropy() with reduction='mean', whose sum over tokens "
+                f"is known, got {known!r:.60} and {self._reduction!r}"
+            )
+        if not denominator > 0:
+            raise ValueError(f"denominator must be positive, got {denominator}")
+        if not all(isinstance(target, Tensor) for target in self._targets):
+            return self._weighing  # an error of its own, in the first forward
+        counts = [int((target != known.ignore_index).sum()) for target in self._targets]
+        return Weighing([denominator / n if n else math.inf for n in counts], [None] * len(counts))
 
     def _weigh(self) -> Weighing:
         """What the microbatches' losses count, where the last stage is here."""
