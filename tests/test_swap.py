@@ -19,6 +19,7 @@ from fastpar.parallel.plan import match_plan
 from fastpar.tensor import ColumnParallelLinear, VocabParallelEmbedding, VocabParallelHead, full_parameter
 from tests.counting import count_collectives
 from tests.dist import run_ranks
+from tests.family_models import tiny_model
 from tests.models import ARCHITECTURES, VOCAB, build_model, logits_of
 
 MLP_PLAN = {"0": "colwise", "2": "rowwise"}
@@ -267,6 +268,29 @@ def _tied_weights() -> None:
 
 def test_tied_weights_stay_tied_and_full_weights_are_freed() -> None:
     run_ranks(2, _tied_weights)
+
+
+def _second_name_of_a_bias() -> None:
+    """BERT's head holds the bias of its decoder, which it does not read."""
+    plain = tiny_model("bert", "BertForMaskedLM")
+    model: Any = fp.parallelize(copy.deepcopy(plain), dist.group.WORLD, gather_logits=True)
+    head = model.cls.predictions
+    assert head._parameters["bias"] is head.decoder.bias
+    ids = torch.arange(1, 15).view(2, 7)
+    outputs = [m(input_ids=ids, labels=ids) for m in (plain, model)]
+    torch.testing.assert_close(outputs[1].logits, outputs[0].logits, rtol=1e-4, atol=1e-5)
+    for output in outputs:
+        output.loss.backward()
+    torch.testing.assert_close(whole(head.decoder.bias.grad), plain.cls.predictions.bias.grad, rtol=1e-4, atol=1e-6)
+    names = {name: whole(value) for name, value in model.state_dict().items()}
+    assert all(torch.equal(names[name], value) for name, value in plain.state_dict().items())
+    fp.unparallelize(model)
+    assert head.bias is head.decoder.bias
+    assert torch.equal(head.bias, plain.cls.predictions.bias)
+
+
+def test_a_second_name_for_a_split_parameter_stays_one() -> None:
+    run_ranks(2, _second_name_of_a_bias)
 
 
 def _assigned_weights(dtype: torch.dtype) -> None:

@@ -77,6 +77,11 @@ class Changes:
             )
         return parallel
 
+    def layout_made(self, full: nn.Parameter | None) -> ParameterLayout | None:
+        """That of the parallel parameter, where an original one has become one already."""
+        found = self._parameters.get(id(full))
+        return None if found is None else layout_of(found[1])
+
     def free_originals(self) -> None:
         """Give the memory of the original parameters back; from now on they refuse to be used."""
         for original, _ in self._parameters.values():

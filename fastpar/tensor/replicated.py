@@ -41,6 +41,12 @@ def _unwrapping_property(name: str) -> property:
     return property(read)
 
 
+def _alias_property(name: str) -> property:
+    # The parameter as it is: code that computed with it would need this module's own layout, and torch refuses DTensors
+    # among plain tensors.
+    return property(lambda self: self._parameters[name])
+
+
 @checked(computed=False)
 def replicate(
     module: nn.Module,
@@ -48,6 +54,7 @@ def replicate(
     *,
     sum_grad: bool | Collection[str] = False,
     rows: Mapping[str, RowMap] | None = None,
+    aliases: Mapping[str, ParameterLayout] | None = None,
     make: MakeParameter | None = None,
     layout: Callable[[str, torch.Size], Any] | None = None,
 ) -> Adoption:
@@ -58,6 +65,8 @@ def replicate(
               for modules that see only this rank's part of the sequence or of the heads: of all parameters, or of
               those named
     layout    that of a parameter by its name and shape, where it is another than whole over the group
+    aliases   parameters, by name, that this module only holds a second name for, with the layout of the module that
+              computes with them
 
     Returns the `Adoption`, whose `undo` gives the module back. Parameters of child modules are left alone.
     """
@@ -67,19 +76,26 @@ def replicate(
     device_type = next(p.device.type for p in module._parameters.values() if p is not None)
     comm, mesh = bind(group, device_type)
     original = type(module)
-    namespace: dict[str, Any] = {name: _unwrapping_property(name) for name in own}
+    aliases = aliases or {}
+    namespace: dict[str, Any] = {
+        name: _alias_property(name) if name in aliases else _unwrapping_property(name) for name in own
+    }
     namespace["__module__"], namespace["__doc__"] = original.__module__, original.__doc__
     adoption = Adoption(module, type(f"Replicated{original.__name__}", (ParallelModule, original), namespace))
     parallel: Any = module
     rows = rows or {}
     summed = (own if sum_grad else ()) if isinstance(sum_grad, bool) else sum_grad
-    parallel._sum_grad = set(summed) - set(rows)
+    parallel._sum_grad = set(summed) - set(rows) - set(aliases)
     try:
         for name in own:
             full = adoption.original_parameters[name]
             assert full is not None
-            made = ParameterLayout(comm, mesh, full.shape, 0, rows.get(name))
-            parallel._add_parameter(name, full, made if layout is None else layout(name, full.shape), make)
+            made: Any = aliases.get(name)
+            if made is None and layout is not None:
+                made = layout(name, full.shape)
+            if made is None:
+                made = ParameterLayout(comm, mesh, full.shape, 0, rows.get(name))
+            parallel._add_parameter(name, full, made, make)
     except BaseException:
         adoption.undo()
         raise

@@ -23,6 +23,7 @@ Note: the order of things
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -189,8 +190,8 @@ class SwapContext:
         """
         if all(p is None or layout_of(p) is not None for p in module._parameters.values()):
             return  # reached a second time, under another name
-        rows = rows or {}
-        options: dict[str, Any] = {"sum_grad": set(sum_grad), "rows": rows, "make": self.changes.parameter}
+        rows, aliases = rows or {}, self._aliases(module)
+        options: dict[str, Any] = {"sum_grad": set(sum_grad), "rows": rows, "aliases": aliases}
         if self.grid is not None and axes is not None:
             grid, part = self.grid, self.features[0]
 
@@ -198,9 +199,19 @@ class SwapContext:
                 return GridLayout(grid.mesh, shape, (None,) * len(grid.along), axes[name], rows.get(name), part)
 
             options["layout"] = layout
-        self.changes.adopted(replicate(module, self.group, **options))
-        note = "gradient summed over the group" if set(sum_grad) - set(rows) else ""
+        self.changes.adopted(replicate(module, self.group, make=self.changes.parameter, **options))
+        note = "gradient summed over the group" if set(sum_grad) - set(rows) - set(aliases) else ""
         self.explain(path, style, "split by row: " + ", ".join(rows) if rows else "whole", note)
+
+    def _aliases(self, module: nn.Module) -> dict[str, ParameterLayout]:
+        """Parameters that split modules share and that this one's forward does not read, as BERT's head holds its
+        decoder's bias."""
+        code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+        if code is None:
+            return {}
+        read = code.co_names
+        made = {name: self.changes.layout_made(p) for name, p in module._parameters.items() if name not in read}
+        return {name: layout for name, layout in made.items() if layout is not None and layout.rows is not None}
 
 
 def stored(layout: ParameterLayout | GridLayout) -> str:
