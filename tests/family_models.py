@@ -147,13 +147,18 @@ def tiny_config(model_type: str) -> Any:
     return cls(**options)
 
 
-def tiny_model(model_type: str, class_name: str, *, seed: int = 0) -> nn.Module:
-    """A model of the family in float32, on noisy parameters, in training mode without dropout."""
+def tiny_model(model_type: str, class_name: str, *, seed: int = 0, **sizes: Any) -> nn.Module:
+    """A model of the family in float32, on noisy parameters, in training mode without dropout.
+
+    sizes   of its configuration, in the place of the tiny ones
+    """
     import transformers
 
     torch.manual_seed(seed)
     config = tiny_config(model_type)
     config.use_cache = False
+    for name, value in sizes.items():
+        setattr(config, name, value)
     model = getattr(transformers, class_name)(config)
     with torch.no_grad():
         for param in dict.fromkeys(model.parameters()):

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 import torch.utils.checkpoint
+from torch import nn
 
 import fastpar as fp
 from fastpar.context import ContextRegion
+from fastpar.context.region import region_of
 from tests.context_ranks import (
     FAMILIES,
     PACKED,
@@ -25,6 +28,8 @@ from tests.context_ranks import (
     perturb_a_document,
     recompute_two_batches,
     region_of_other_ranks,
+    styled_models,
+    styled_refusals,
     whole_batch,
 )
 from tests.dist import run_ranks
@@ -113,6 +118,22 @@ def test_a_model_of_ones_own_has_the_outputs_and_dropout_masks_of_one_rank(dropo
             torch.testing.assert_close(whole, expected, rtol=1e-5, atol=1e-6)
 
 
+def test_modules_with_the_style_attention_equal_one_process() -> None:
+    run_ranks(2, styled_models)
+
+
+def test_what_the_style_attention_cannot_redirect_is_refused() -> None:
+    for found in run_ranks(2, styled_refusals):
+        words = [
+            "gives its attention a mask of its own, [19, 19]",
+            "has not called F.scaled_dot_product_attention",
+            'the style "attention" in a plan',
+            "nn.MultiheadAttention calls no function of torch",
+        ]
+        for text, word in zip(found, words, strict=True):
+            assert word in text, (word, text)
+
+
 def test_what_cannot_be_split_is_refused_with_what_would_work() -> None:
     for found in run_ranks(4, errors):
         words = [
@@ -129,7 +150,6 @@ def test_what_cannot_be_split_is_refused_with_what_would_work() -> None:
             "does not know the attention of Sequential",
             "6 query heads / tp 1 = 6 cannot be spread over 4 ranks evenly; 1, 2, 3, 6 can",
             "no layer of this LlamaForCausalLM attends over a split sequence",
-            "a pipeline cannot split sequences: the mesh has cp=4",
         ]
         for text, word in zip(found, words, strict=True):
             assert word in text, (word, text)
@@ -200,14 +220,49 @@ def test_queries_scaled_by_places_that_a_layer_counts_by_itself_are_refused() ->
         fp.parallelize(model, fp.init_mesh(device="cpu"), context=fp.Context())
 
 
-def test_a_checkpoint_of_torch_is_refused_after_the_next_batch_was_placed() -> None:
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_checkpoint_of_torch_is_refused_where_it_may_be_of_another_batch(use_reentrant: bool) -> None:
+    """Two forwards, or another batch in the region, before backward. What has been run again is out of the way."""
     region = ContextRegion(None)
     model = Own(region)
-    first = fp.context.shard(model, {"input_ids": torch.arange(10).view(1, 10)}, documents=[4, 6])
-    out = torch.utils.checkpoint.checkpoint(model, first["input_ids"], use_reentrant=False)
-    fp.context.shard(model, {"input_ids": torch.arange(10).view(1, 10)}, documents=[5, 5])
-    with pytest.raises(RuntimeError, match="has placed another batch since its forward"):
-        out.sum().backward()
+    model.embed.requires_grad_(False)
+
+    def forward(documents: list[int]) -> Any:
+        ids = fp.context.shard(model, {"input_ids": torch.arange(10).view(1, 10)}, documents=documents)["input_ids"]
+        x = torch.zeros(1, requires_grad=True)
+        return torch.utils.checkpoint.checkpoint(
+            lambda ids, x: model(ids) + x, ids, x, use_reentrant=use_reentrant
+        ).sum()
+
+    with torch.no_grad():  # an evaluation of other documents
+        model(fp.context.shard(model, {"input_ids": torch.arange(10).view(1, 10)}, documents=[3, 7])["input_ids"])
+    for documents in ([4, 6], [5, 5]):
+        forward(documents).backward()
+    (forward([4, 6]) + forward([4, 6])).backward()
+    for then in (lambda: forward([5, 5]), lambda: region.place(10, ((2, 8),))):
+        loss = forward([4, 6])
+        kept = then()
+        with pytest.raises(RuntimeError, match="batches with other documents or lengths"):
+            loss.backward()
+        del kept, loss
+
+
+def test_a_copied_model_has_batches_of_its_own() -> None:
+    """Hooks and dropout included; layers that are copied one by one share a region all the same."""
+    model = on_one_rank("llama", "LlamaForCausalLM")
+    twin = copy.deepcopy(model)
+    fp.context.shard(model, whole_batch(), documents=(20, 17))
+    fp.context.shard(twin, whole_batch(), documents=(5, 32))
+    assert region_of(model).placement.documents == ((20, 17),)
+    assert region_of(twin).placement.documents == ((5, 32),)
+    assert region_of(model).comm is region_of(twin).comm
+    layers = nn.ModuleList([copy.deepcopy(Own(ContextRegion(None), 0.5)) for _ in range(2)])
+    with pytest.raises(ValueError, match="2 context regions"):
+        region_of(layers)
+    own = Own(ContextRegion(None), 0.5)
+    layers = nn.ModuleList([copy.deepcopy(own) for _ in range(2)])
+    fp.context.shard(layers, {"input_ids": torch.arange(10).view(1, 10)})
+    assert layers[0].attention._fastpar_context is layers[1].attention._fastpar_context
 
 
 def test_data_parallel_ranks_do_not_share_masks_of_dropout_in_a_region_of_ones_own() -> None:
@@ -230,12 +285,14 @@ def test_a_region_of_other_ranks_than_those_of_cp_is_refused_on_all_of_them() ->
         assert "has the ranks {}, but the mesh's cp has {}".format(*wanted) in found[rank]
 
 
-def own_loss() -> str:
+def own_loss() -> list[str]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     class Own(LlamaForCausalLM):
         def forward(self, *args: Any, labels: Any = None, **kwargs: Any) -> Any:
             output = super().forward(*args, **kwargs)
+            if labels is not None and kwargs.get("return_dict") is False:
+                return (output[0].square().mean(), *output)
             if labels is not None:
                 output.loss = output.logits.square().mean()
             return output
@@ -245,15 +302,73 @@ def own_loss() -> str:
     model = fp.parallelize(Own(LlamaConfig(**sizes, num_attention_heads=2)), mesh, context=fp.Context())
     ids = torch.arange(16).view(1, 16)
     batch = fp.context.shard(model, {"input_ids": ids, "labels": ids})
-    try:
-        model(**batch)
-    except ValueError as error:
-        return str(error)
-    finally:
-        mesh.close()
-    return "accepted"
+    found = []
+    for options in ({}, {"return_dict": False}):
+        try:
+            model(**batch, **options)
+        except ValueError as error:
+            found.append(str(error))
+    mesh.close()
+    return found
 
 
 def test_a_loss_of_the_models_own_is_refused() -> None:
-    for said in run_ranks(2, own_loss):
-        assert "Own returns a loss that is not its loss_function's" in said
+    for found in run_ranks(2, own_loss):
+        assert len(found) == 2, "a tuple as well"
+        assert all("Own returns a loss that is not its loss_function's" in said for said in found)
+
+
+def strange_models() -> list[str]:
+    """What a model is told that mixes tokens, pools them or draws for them by itself; and weights that drift apart."""
+    from transformers import AutoModelForSequenceClassification, BertModel, LlamaForCausalLM
+
+    mesh = fp.init_mesh(cp=2, device="cpu")
+    config = tiny_model("llama", "LlamaForCausalLM").config
+
+    class Shifted(LlamaForCausalLM):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            output = super().forward(*args, **kwargs)
+            output.logits = output.logits + 0.1 * output.logits.roll(1, 1)
+            return output
+
+    class Drawing(LlamaForCausalLM):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            output = super().forward(*args, **kwargs)
+            output.logits = nn.functional.dropout(output.logits, 0.1, self.training)
+            return output
+
+    found = []
+    for cls in (Shifted, AutoModelForSequenceClassification.from_config(config).__class__):
+        with pytest.raises(ValueError, match=r"of a split sequence|pooled") as error:
+            fp.parallelize(cls(config), mesh)
+        found.append(str(error.value))
+    with pytest.raises(ValueError, match="pooled") as error:
+        fp.parallelize(tiny_model("bert", "BertModel"), mesh)
+    found.append(str(error.value))
+    fp.parallelize(BertModel(tiny_model("bert", "BertModel").config, add_pooling_layer=False), mesh)
+    drawing: Any = fp.parallelize(Drawing(config), mesh)
+    batch = fp.context.shard(drawing, {"input_ids": whole_batch()["input_ids"]})
+    with pytest.raises(ValueError, match="draws random numbers by itself") as error:
+        drawing(**batch)
+    found.append(str(error.value))
+    drawing.eval()(**batch)
+    config.attention_dropout = 0.1
+    model: Any = fp.parallelize(LlamaForCausalLM(config), mesh)  # whose attention draws by places
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(**fp.context.shard(model, whole_batch())).loss.backward()
+    fp.context.shard(model, whole_batch())
+    optimizer.step()
+    with pytest.raises(ValueError, match="gradients have to be summed over cp") as error:
+        fp.context.shard(model, whole_batch())
+    found.append(str(error.value))
+    mesh.close()
+    return found
+
+
+def test_models_that_would_take_a_part_for_the_whole_are_refused() -> None:
+    for found in run_ranks(2, strange_models):
+        assert "Shifted computes at one token from others" in found[0]
+        assert "its output['logits'] of LlamaForSequenceClassification" in found[1]
+        assert "its output['pooler_output'] of BertModel" in found[2]
+        assert "the model (Drawing) draws" in found[3]
+        assert "must be equal on all ranks" in found[4]

@@ -14,21 +14,25 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fastpar.arguments import checked
 from fastpar.comm.agree import Agreement
 from fastpar.comm.ranges import annotate
-from fastpar.context.region import ContextRegion, region_of
+from fastpar.context.region import ContextRegion, HasModules, region_of
 from fastpar.contracts.attention import positions
 
 IGNORE_INDEX = -100
 _KEYS = ("input_ids", "labels", "position_ids", "attention_mask")
+_WEIGHTS = (
+    "the model's weights (checksums; gradients have to be summed over cp before the optimizer's step, as "
+    "fastpar.zero.shard(model, optimizer, group=mesh) does)"
+)
 Documents = Sequence[int] | Sequence[Sequence[int]]
 
 
-@checked(computed=False)
-def shard(model: nn.Module, batch: Mapping[str, Any], *, documents: Documents | None = None) -> dict[str, Any]:
+@checked(computed=False, but=("model",))
+def shard(model: HasModules, batch: Mapping[str, Any], *, documents: Documents | None = None) -> dict[str, Any]:
     """This rank's tokens of a batch, and the placement of all of them in the model's region.
 
         input_ids           [B, S] -> [B, s]     this rank's tokens, in the order of its layout
@@ -38,6 +42,9 @@ def shard(model: nn.Module, batch: Mapping[str, Any], *, documents: Documents | 
         shift_labels        [B, s]               the same: what Hugging Face's losses take as labels shifted already
         num_items_in_batch  an int64 scalar      labels that count, of all ranks (Note: the scale of losses)
 
+    model is a module, or a `Pipeline` of stages: then every rank of it calls this with the batch of one step, whose
+    rows the pipeline cuts into microbatches.
+
     Every rank of the group calls it with the same whole batch; tensors without labels give no labels and no number.
     `model(**batch).loss` is then this rank's part; `fp.context.total(model, loss)` is the whole loss, for logs.
 
@@ -46,23 +53,24 @@ def shard(model: nn.Module, batch: Mapping[str, Any], *, documents: Documents | 
 
     One all-gather of a few numbers, by which ranks compare their batches. Raises, on every rank:
         ValueError: documents that do not add up to the sequence; position_ids that begin anew, without documents; fewer
-            tokens than ranks; labels for a model whose loss is not transformers' next-token loss; an attention_mask
+            tokens than ranks; weights that differ between ranks, in the first calls and from time to time, since nobody
+        has summed the gradients; labels for a model whose loss is not transformers' next-token loss; an attention_mask
             with zeros; other keys than these; batches or documents that differ between ranks.
     """
     region = region_of(model)
     problem: Exception | None = None
-    lengths, checksum = None, [0, 0, 0]
+    lengths, checksum = None, [0, 0, 0, 0]
     try:
         lengths = _check(batch, documents)
         _check_tokens(batch, lengths, region)
-        checksum = _checksum(batch, lengths)
+        checksum = [*_checksum(batch, lengths), region.checks.next(model)]
     except (TypeError, ValueError) as error:
         problem = error
-    names = ("the shape of input_ids", "the batch", "documents")
+    names = ("the shape of input_ids", "the batch", "documents", _WEIGHTS)
     with annotate("fastpar::context::shard"):
         Agreement("context.shard", names, checksum, problem).gather(region.comm)
     ids: Tensor = batch["input_ids"]
-    placement = region.place(ids.shape[1], lengths)
+    placement = region.place(ids.shape[1], lengths, len(ids))
     where = positions(placement.layout[region.comm.rank]).to(ids.device)
     given = batch.get("position_ids")
     whole = _document_positions(ids, lengths) if given is None else given.expand(ids.shape[0], -1)
@@ -71,11 +79,13 @@ def shard(model: nn.Module, batch: Mapping[str, Any], *, documents: Documents | 
         shifted = _shift(batch["labels"], lengths)
         cut["labels"] = cut["shift_labels"] = shifted[:, where]
         cut["num_items_in_batch"] = (shifted != IGNORE_INDEX).sum()
+        here = int((cut["labels"] != IGNORE_INDEX).sum())
+        region.count_labels(here, int(cut["num_items_in_batch"]))
     return cut
 
 
-@checked(computed=False)
-def total(model: nn.Module, loss: Tensor) -> Tensor:
+@checked(computed=False, but=("model",))
+def total(model: HasModules, loss: Tensor) -> Tensor:
     """The loss over all ranks of the model's region, without history: the sum of theirs. One all-reduce.
 
     Note: the scale of losses, above. For logs: backward starts at each rank's own loss.

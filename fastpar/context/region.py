@@ -7,10 +7,11 @@ region may hold another batch already.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,8 @@ from torch import Tensor, nn
 from fastpar.arguments import check_counts, checked, checked_fields
 from fastpar.comm import Communicator, GroupLike
 from fastpar.context import layout as layouts
+from fastpar.context.pending import PendingForwards, is_rerun
+from fastpar.context.weights import WeightChecks
 from fastpar.contracts.attention import AttentionDropout, AttentionMask, Ranges, num_tokens, positions
 from fastpar.ops.context_attention.api import context_attention
 from fastpar.ops.context_attention.choose import resolve_method
@@ -50,12 +53,32 @@ class Context:
         check_counts(block=self.block)
 
 
+class LabelCount(NamedTuple):
+    """How many labels count."""
+
+    here: int
+    total: int  # on all ranks
+
+
 class Placement(NamedTuple):
     """Where the tokens of a batch are."""
 
     layout: tuple[Ranges, ...]  # of every rank
-    documents: tuple[tuple[int, ...], ...] | None
+    documents: tuple[tuple[int, ...], ...] | None  # of all rows, or of each
     num_tokens: int  # of the whole sequence
+    rows: int | None = None
+    labels: LabelCount | None = None
+
+    @property
+    def key(self) -> Any:
+        """What decides which tokens see each other."""
+        return self.layout, self.documents
+
+    def of_rows(self, start: int, stop: int) -> Placement:
+        """That of some rows of the batch, whose labels are not counted."""
+        shared = self.documents is None or len(self.documents) == 1
+        documents = self.documents if shared else (self.documents or ())[start:stop]
+        return Placement(self.layout, documents, self.num_tokens, stop - start)
 
 
 class ContextRegion:
@@ -82,13 +105,21 @@ class ContextRegion:
         self.options = options or Context()
         self.windowed, self.batch = windowed, batch
         self.labels_problem = ""  # why the model's loss does not take the labels of `fastpar.context.shard`
+        self.seed_source: Callable[[], int] = draw_seed  # of dropout
+        self.checks = WeightChecks()
         self._placement: Placement | None = None
-        self._attended: Placement | None = None  # of the last forward that was no recomputation
+        self._trial = ""  # "whole" or "values", see `trial`
+        self._pending = PendingForwards()
         self._is_restored = False
+        self._origin = object()  # the same in copies
         resolve_method(self.options.method, self.comm.size)
 
     def __deepcopy__(self, memo: Any) -> ContextRegion:
-        return self  # a copied model attends over the same ranks
+        """A copied model has batches of its own, over the same ranks."""
+        twin = copy.copy(self)
+        twin._pending, twin.checks = PendingForwards(), WeightChecks()
+        memo[id(self)] = twin
+        return twin
 
     @property
     def placement(self) -> Placement:
@@ -112,16 +143,41 @@ class ContextRegion:
         """Global positions of this rank's tokens: int64 [s] on the host."""
         return positions(self.placement.layout[self.comm.rank])
 
-    def place(self, num_tokens: int, documents: tuple[tuple[int, ...], ...] | None = None) -> Placement:
-        """Lay out a sequence of so many tokens; the same on every rank."""
+    @contextmanager
+    def trial(self, what: str) -> Iterator[None]:
+        """While a model is tried in one process: "whole": attend over what is here, as if that were all of it;
+        "values": no token sees another, and attention returns its values."""
+        before, self._trial = self._trial, what
+        try:
+            yield
+        finally:
+            self._trial = before
+
+    @contextmanager
+    def placed(self, placement: Placement) -> Iterator[None]:
+        """Hold another placement for a while, such as that of a microbatch."""
+        before, self._placement = self._placement, placement
+        try:
+            yield
+        finally:
+            self._placement = before
+
+    def place(
+        self, num_tokens: int, documents: tuple[tuple[int, ...], ...] | None = None, rows: int | None = None
+    ) -> Placement:
+        """Lay out sequences of so many tokens; the same on every rank."""
         size, mask = self.comm.size, AttentionMask(causal=True, documents=documents)
         name = self._layout_for(documents)
         if name == "dealt":
             layout = layouts.dealt(num_tokens, size, mask, block=self.options.block)
         else:
             layout = getattr(layouts, name)(num_tokens, size)
-        self._placement = Placement(layout, documents, num_tokens)
+        self._placement = Placement(layout, documents, num_tokens, rows)
         return self._placement
+
+    def count_labels(self, here: int, total: int) -> None:
+        """Note how many labels of the batch count."""
+        self._placement = self.placement._replace(labels=LabelCount(here, total))
 
     def _layout_for(self, documents: tuple[tuple[int, ...], ...] | None) -> str:
         if self.options.layout != "auto":
@@ -165,21 +221,28 @@ class ContextRegion:
         first_head  the global index of the first query head here
         Raises ValueError for other tokens than those that were placed, such as a cache's.
         """
-        placement, mask = self.placement, mask or AttentionMask()
-        here = self.tokens_here
+        mask = mask or AttentionMask()
+        if self._trial == "values":
+            return v.repeat_interleave(q.shape[1] // v.shape[1], 1)
+        if self._trial:
+            plain = {"mask": mask, "scale": scale, "softcap": softcap, "sink": sink}
+            return context_attention(q, k, v, group=None, layout=layouts.contiguous(q.shape[2], 1), **plain)
+        placement, here = self.placement, self.tokens_here
         if q.dim() != 4 or q.shape[2] != here or k.shape[2] != here:
             raise ValueError(
                 f"q and k must have the {here} tokens that fastpar.context.shard gave rank {self.comm.rank} of "
                 f"{placement.num_tokens}, got {list(q.shape)} and {list(k.shape)}: every batch goes through it, and a "
                 "cache of keys has to be empty"
             )
-        self._note_forward()
+        reruns = is_rerun()
+        if reruns and not self._is_restored:
+            self._pending.check(placement.key)
         drop = None
         if dropout > 0.0:
             first_batch = self.batch[0] * q.shape[0]
-            drop = AttentionDropout(dropout, draw_seed(), first_batch=first_batch, first_head=first_head)
+            drop = AttentionDropout(dropout, self.seed_source(), first_batch=first_batch, first_head=first_head)
         mask = AttentionMask(mask.causal, mask.window, mask.chunk, placement.documents)
-        return context_attention(
+        out = context_attention(
             q,
             k,
             v,
@@ -193,31 +256,57 @@ class ContextRegion:
             dropout=drop,
             overlap=self.options.overlap,
         )
-
-    def _note_forward(self) -> None:
-        """RuntimeError where somebody who knows of no placement runs a layer again after another batch was placed."""
-        if self._is_restored:
-            return
-        if torch._C._current_graph_task_id() == -1:
-            self._attended = self._placement
-        elif self._attended is not self._placement:
-            raise RuntimeError(
-                "a layer is run again in backward (torch.utils.checkpoint), and fastpar.context.shard has placed "
-                "another batch since its forward: run backward before the next shard, or use fastpar.apply_recompute"
-            )
+        if not reruns:
+            self._pending.note(placement.key, out)
+        return out
 
 
-def region_of(model: nn.Module) -> ContextRegion:
-    """The region that the model's attention layers share. ValueError for none, and for several."""
+class TokenPlaces:
+    """Where this rank's tokens are in the sequence, for masks of dropout (`fastpar.tensor.LayoutDropout`)."""
+
+    def __init__(self, region: ContextRegion) -> None:
+        self.region = region
+
+    def __call__(self) -> tuple[list[tuple[int, int, int]], int]:
+        placement = self.region.placement
+        ranges = placement.layout[self.region.comm.rank]
+        return [(r.start, r.stop, r.step) for r in ranges], placement.num_tokens
+
+
+class HasModules(Protocol):
+    """A model, or a pipeline with this rank's parts of one."""
+
+    def modules(self) -> Iterator[nn.Module]: ...
+
+
+def region_of(model: HasModules) -> ContextRegion:
+    """The region that the model's attention layers share. ValueError for none, and for several.
+
+    Layers that were copied one by one, such as those of `nn.TransformerEncoder`, get that of the first again.
+    """
+    if not callable(getattr(model, "modules", None)):
+        raise TypeError(f"model must be an nn.Module or a Pipeline, got {type(model).__name__}")
     found = {id(region): region for m in model.modules() if (region := vars(m).get(REGION)) is not None}
-    if len(found) == 1:
-        return next(iter(found.values()))
+    first = next(iter(found.values()), None)
+    if first is not None and len({id(region._origin) for region in found.values()}) == 1:
+        if len(found) > 1:
+            _share(model, first)
+        return first
     if found:
         raise ValueError(f"model: its layers have {len(found)} context regions; give all of them the same one")
     raise ValueError(
         f"model: no layer of this {type(model).__name__} attends over a split sequence; use "
         "fastpar.parallelize(model, mesh, context=fastpar.Context()), or ContextAttention in your own"
     )
+
+
+def _share(model: HasModules, region: ContextRegion) -> None:
+    for module in model.modules():
+        own = vars(module)
+        if own.get(REGION) is not None:
+            setattr(module, REGION, region)
+        if isinstance(own.get("tokens"), TokenPlaces):
+            own["tokens"] = TokenPlaces(region)
 
 
 def draw_seed() -> int:

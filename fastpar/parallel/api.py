@@ -8,6 +8,7 @@ with the trained weights.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
 
 from torch import nn
@@ -20,15 +21,16 @@ from fastpar.mesh import Mesh
 from fastpar.ops.parallel_linear.overlap import Overlap
 from fastpar.parallel.changes import Explanation
 from fastpar.parallel.checks import check_plan, heads_on_grid, resolve
-from fastpar.parallel.context_parallel import region_for
+from fastpar.parallel.context_parallel import check_ranks, region_for
 from fastpar.parallel.guards import sync_weights as sync_weights_of
 from fastpar.parallel.heads import HeadsError
 from fastpar.parallel.model_methods import calls_loss_function, takes_labels
 from fastpar.parallel.on_grid import check_on_grid, grid_for
 from fastpar.parallel.plan import match_plan
 from fastpar.parallel.proving import proven_plan, refuse_wrong_blocks
-from fastpar.parallel.styles import ExpertStyle, Style, SwapContext
+from fastpar.parallel.styles import AttentionStyle, ExpertStyle, Style, SwapContext
 from fastpar.parallel.swap import Swap
+from fastpar.parallel.token_mixing import refuse_mixing
 from fastpar.pipeline.stages.absent import Absent
 from fastpar.tensor.binding import BoundGroup, GroupLike, bind
 
@@ -46,7 +48,7 @@ def parallelize(
     gather_logits: bool | None = None,
     sync_weights: str = "check",
     overlap: bool | Overlap = True,
-    context: Context | None = None,
+    context: Context | ContextRegion | None = None,
 ) -> M:
     """Split a model's layers over the tensor-parallel group, in place; returns the model.
 
@@ -69,7 +71,8 @@ def parallelize(
                        first parameter that differs; "broadcast": take rank 0's; "none"
     context            how sequences are split over the mesh's cp ranks (`fp.Context`; by default its defaults): of
                        batches that `fp.context.shard` has cut, attention runs over the tokens of all ranks. For models
-                       of Hugging Face, and those with `fp.context.ContextAttention`
+                       of Hugging Face, and those with `fp.context.ContextAttention`. A `ContextRegion` is taken as it
+                       is: for parts of one model that share it
     overlap            let collectives travel during the layers' GEMMs (`fastpar.ops.parallel_linear`), as measured
                        earlier on rank 0's machine (`fastpar.ops.measure_overlap`); False: not, with the same numbers
 
@@ -101,11 +104,12 @@ def parallelize(
     grid, sequence_parallel = grid_for(mesh, sequence_parallel=sequence_parallel)
     split = _context(model, mesh, gather_logits)
     split.grid = grid
-    split.context = _region(model, mesh, context)
+    split.context = _region(model, mesh, context, attention_of(model, plan))
     comm, experts = split.comm, split.experts.comm
     is_written = not isinstance(plan, str)
     if isinstance(plan, str):
-        plan = _proven(model, split, sequence_parallel=sequence_parallel)
+        with trial_of(split.context):
+            plan = _proven(model, split, sequence_parallel=sequence_parallel)
     styles = match_plan(model, plan)
     is_spread = any(isinstance(style, ExpertStyle) for style in styles.values())
     if isinstance(mesh, Mesh) and mesh.size("ep") > 1 and not is_spread:
@@ -114,7 +118,8 @@ def parallelize(
     check_on_grid(split, styles)
     splits = check_plan(split)
     if is_written:
-        refuse_wrong_blocks(model, split.styles | split.parameter_styles, split.features[1])
+        with trial_of(split.context):
+            refuse_wrong_blocks(model, split.styles | split.parameter_styles, split.features[1])
     if sync_weights != "none":
         sync_weights_of(model, comm, broadcast=sync_weights == "broadcast")
         if experts.size > comm.size:  # else among the same ranks
@@ -142,13 +147,45 @@ def _proven(model: nn.Module, context: SwapContext, *, sequence_parallel: bool) 
         raise heads_on_grid(error, context.grid) from None
 
 
-def _region(model: nn.Module, mesh: Mesh | GroupLike, options: Context | None) -> ContextRegion | None:
+def _region(
+    model: nn.Module,
+    mesh: Mesh | GroupLike,
+    options: Context | ContextRegion | None,
+    attention: Mapping[str, AttentionStyle],
+) -> ContextRegion | None:
     """Where the model's sequences are split; None where they are not."""
-    if isinstance(mesh, Mesh):
-        return None if options is None and mesh.size("cp") == 1 else region_for(model, mesh, options)
+    if isinstance(mesh, Mesh) and isinstance(options, ContextRegion):
+        check_ranks(options, mesh)
+        return options
+    if isinstance(mesh, Mesh) and not isinstance(options, ContextRegion):
+        return None if options is None and mesh.size("cp") == 1 else tried_region(model, mesh, options, attention)
     if options is not None:
         raise ValueError(f"context needs an fp.Mesh with a dim cp, got mesh {type(mesh).__name__}")
     return None
+
+
+def tried_region(
+    model: nn.Module, mesh: Mesh, options: Context | None, attention: Mapping[str, AttentionStyle]
+) -> ContextRegion:
+    """Where a whole model's sequences are split, after a trial of whether that changes what it computes.
+
+    attention   by path, the modules whose attention a plan redirects
+    """
+    region = region_for(model, mesh, options, is_planned=bool(attention))
+    refuse_mixing(model, region, attention)
+    return region
+
+
+def attention_of(model: nn.Module, plan: object) -> dict[str, AttentionStyle]:
+    """The modules of a written plan that have the style "attention"."""
+    if not isinstance(plan, Mapping):
+        return {}
+    return {path: style for path, style in match_plan(model, plan).items() if isinstance(style, AttentionStyle)}
+
+
+def trial_of(region: ContextRegion | None) -> AbstractContextManager[None]:
+    """While a model runs in this process to try something: what it has is all of its sequences."""
+    return nullcontext() if region is None else region.trial("whole")
 
 
 def _check_dims(model: nn.Module, mesh: Mesh) -> None:

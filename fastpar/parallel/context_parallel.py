@@ -12,18 +12,19 @@ transformers is imported by the call that needs it.
 from __future__ import annotations
 
 import copy
-import inspect
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from fastpar.comm import Communicator
-from fastpar.context.region import REGION, Context, ContextRegion, region_of
+from fastpar.context.region import REGION, Context, ContextRegion, TokenPlaces, region_of
 from fastpar.contracts.attention import AttentionMask
 from fastpar.mesh import Mesh
 from fastpar.ops.context_attention.methods import Usp
 from fastpar.parallel.changes import Changes
+from fastpar.parallel.model_methods import inputs_by_name
 from fastpar.tensor import Adoption, LayoutDropout
 
 NAME = "fastpar_context"
@@ -34,10 +35,13 @@ _IDLE = {"position_ids", "cache_position", "use_cache", "past_key_values", "posi
 _IDLE |= {"num_items_in_batch", "shift_labels", "logits_to_keep", "output_hidden_states"}  # of loss, head and output
 
 
-def region_for(model: nn.Module, mesh: Mesh, options: Context | None) -> ContextRegion:
+def region_for(model: nn.Module, mesh: Mesh, options: Context | None, *, is_planned: bool = False) -> ContextRegion:
     """Where the model's sequences are split, after a look at what stands against it; nothing is changed.
 
-    A model of Hugging Face gets a region; the layers of another have brought theirs."""
+    A model of Hugging Face gets a region, and one whose attention is redirected by a plan (`is_planned`); the layers of
+    another have brought theirs."""
+    if is_planned and not any(REGION in vars(module) for module in model.modules()):
+        return ContextRegion(mesh.group("cp"), options, batch=(mesh.rank("dp"), mesh.size("dp")))
     if not hasattr(getattr(model, "config", None), "_attn_implementation"):
         return _region_of_own(model, mesh, options)
     batch = mesh.rank("dp"), mesh.size("dp")
@@ -76,18 +80,24 @@ def _region_of_own(model: nn.Module, mesh: Mesh, options: Context | None) -> Con
     except ValueError as error:
         raise ValueError(
             f"context parallelism does not know the attention of {type(model).__name__}, which is no model of Hugging "
-            f"Face's: give it fastpar.context.ContextAttention layers with one ContextRegion ({error})"
+            'Face\'s: give its modules that call F.scaled_dot_product_attention the style "attention" in a plan, or it '
+            f"fastpar.context.ContextAttention layers with one ContextRegion ({error})"
         ) from None
-    found, wanted = (_ranks_of(comm) for comm in (own.comm, Communicator.of(mesh.group("cp"))))
-    if found != wanted:
-        raise ValueError(
-            f"the model's ContextRegion has the ranks {found}, but the mesh's cp has {wanted}: make it of mesh['cp']"
-        )
+    check_ranks(own, mesh)
     if options is not None and options != own.options:
         raise ValueError(f"context={options}, but the model's ContextRegion has {own.options}: leave one away")
     if own.batch == (0, 1):
         own.batch = mesh.rank("dp"), mesh.size("dp")  # else data-parallel ranks would share their masks of dropout
     return own
+
+
+def check_ranks(region: ContextRegion, mesh: Mesh) -> None:
+    """ValueError for a region of other ranks than the mesh's cp."""
+    found, wanted = (_ranks_of(comm) for comm in (region.comm, Communicator.of(mesh.group("cp"))))
+    if found != wanted:
+        raise ValueError(
+            f"the model's ContextRegion has the ranks {found}, but the mesh's cp has {wanted}: make it of mesh['cp']"
+        )
 
 
 def _ranks_of(comm: Communicator) -> list[int]:
@@ -140,42 +150,36 @@ def connect(model: nn.Module, region: ContextRegion, changes: Changes) -> None:
             if "_attn_implementation" in vars(module):
                 changes.set(module, "_attn_implementation", NAME)
         if region.comm.size > 1:
-            changes.hooked(model.register_forward_pre_hook(_needs_positions(region), with_kwargs=True))
+            changes.hooked(model.register_forward_pre_hook(PositionsGiven(region), with_kwargs=True))
     _place_dropout(model, region, changes)
     changes.explanation.add("(attention)", "context", "", f"over {region.comm.size} ranks, {region.options.method}")
 
 
-def _needs_positions(region: ContextRegion) -> Any:
+@dataclass(frozen=True)
+class PositionsGiven:
     """A hook that refuses inputs as long as a rank's part but without positions: those would count from 0 on each."""
 
-    def check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        names = [name for name in inspect.signature(type(module).forward).parameters if name != "self"]
-        given = dict(zip(names, args, strict=False)) | kwargs
+    region: ContextRegion
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = inputs_by_name(module, args, kwargs)
         ids: Any = given.get("input_ids") if given.get("inputs_embeds") is None else given["inputs_embeds"]
-        placed = region.is_placed and ids is not None and ids.shape[1] == region.tokens_here
+        placed = self.region.is_placed and ids is not None and ids.shape[1] == self.region.tokens_here
         if placed and given.get("position_ids") is None:
             raise ValueError(
                 f"{type(module).__name__} got {ids.shape[1]} tokens without position_ids: if they are a part that "
                 "fastpar.context.shard has cut, call model(**batch); if they are whole, cut them first"
             )
 
-    return check
-
 
 def _place_dropout(model: nn.Module, region: ContextRegion, changes: Changes) -> None:
     """Masks by the places of tokens in the whole sequence, for all that is not dropped within attention."""
-
-    def tokens() -> tuple[list[tuple[int, int, int]], int]:
-        placement = region.placement
-        ranges = placement.layout[region.comm.rank]
-        return [(r.start, r.stop, r.step) for r in ranges], placement.num_tokens
-
     for module in model.modules():
         if type(module) is nn.Dropout:
             changes.adopted(Adoption(module, LayoutDropout))
-            cast(Any, module)._configure(module.p, sequence=None, batch=region.batch, tokens=tokens)
+            cast(Any, module)._configure(module.p, sequence=None, batch=region.batch, tokens=TokenPlaces(region))
         elif isinstance(module, LayoutDropout):
-            changes.set(module, "tokens", tokens)
+            changes.set(module, "tokens", TokenPlaces(region))
 
 
 def _layer_type(module: nn.Module) -> str | None:

@@ -115,20 +115,29 @@ class PartLoss:
         return self.last
 
     @staticmethod
-    def check(module: Any, _args: Any, output: Any) -> None:
+    def check(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """A forward hook: ValueError for a loss that is not what the loss function gave, as the ranks' sum of another
         is not known to be the loss."""
         own = getattr(module, "loss_function", None)
         if not isinstance(own, PartLoss):
             return
         made, own.last = own.last, None
-        loss = output[0] if isinstance(output, tuple) and made is not None else getattr(output, "loss", None)
+        loss = getattr(output, "loss", None)
+        if isinstance(output, tuple) and output:  # (loss, ...) where there are labels, and no name says so
+            has_labels = made is not None or inputs_by_name(module, args, kwargs).get("labels") is not None
+            loss = output[0] if has_labels else None
         if isinstance(loss, Tensor) and loss is not made:
             raise ValueError(
                 f"{type(module).__name__} returns a loss that is not its loss_function's: of split sequences nobody "
                 "knows how parts of another add up. Compute it outside of the model, and divide its sum over tokens by "
                 "num_items_in_batch of fastpar.context.shard"
             )
+
+
+def inputs_by_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """What a module was called with, by the names of its forward."""
+    names = [name for name in inspect.signature(type(module).forward).parameters if name != "self"]
+    return dict(zip(names, args, strict=False)) | kwargs
 
 
 class NoGeneration:

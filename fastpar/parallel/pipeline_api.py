@@ -20,9 +20,11 @@ from typing import Any
 from torch import nn
 
 from fastpar.arguments import checked
+from fastpar.context.microbatches import ContextMicrobatches
+from fastpar.context.region import Context, ContextRegion
 from fastpar.mesh import Mesh
 from fastpar.ops.parallel_linear.overlap import Overlap
-from fastpar.parallel.api import parallelize
+from fastpar.parallel.api import attention_of, parallelize, trial_of, tried_region
 from fastpar.parallel.proving import proven_plan
 from fastpar.parallel.styles import Style
 from fastpar.pipeline import (
@@ -63,6 +65,7 @@ def parallelize_pipeline(
     sync_weights: str = "check",
     overlap: bool | Overlap = True,
     recompute: Policy | None = None,
+    context: Context | None = None,
     timeout: float | None = None,
 ) -> Pipeline:
     """Cut a model over the mesh's "pp" dim, split the layers of its stages over "tp" and "ep", and return the pipeline.
@@ -86,13 +89,16 @@ def parallelize_pipeline(
                       stay whole, as they do where the mesh has neither "tp" nor "ep" and the plan is "auto"
     recompute         which activations of a stage's layers to compute again in backward, such as
                       `fp.recompute.Full()`: `fastpar.apply_recompute` on every stage
+    context           how sequences are split over the mesh's cp ranks, as for `fastpar.parallelize`. Every rank gives
+                      the whole batch of a step to `fp.context.shard(pipe, batch)`, and the pipeline all of what that
+                      returns: `pipe.step(**batch)`. The loss is this rank's part (`fp.context.total(pipe, loss)`);
+                      it is the model's own, a `CrossEntropy` of batch["shift_labels"], or with reduction="sum" yours
 
     Every rank of the mesh calls it with the same model. Raises what `make_schedule`, `partition`, `parallelize` and
     `Pipeline` raise: all of it before anything runs.
     """
     size = mesh.size("pp")
-    if mesh.size("cp") > 1:  # a stage has no place yet for the layouts of several microbatches
-        raise ValueError(f"a pipeline cannot split sequences: the mesh has cp={mesh.size('cp')}, use cp=1")
+    region = _region(model, mesh, context, plan)
     if isinstance(schedule, str):
         if num_microbatches is None:
             raise TypeError(f"schedule {schedule!r} needs num_microbatches")
@@ -113,7 +119,8 @@ def parallelize_pipeline(
     if shard_head and not schedule.sharded_head:
         schedule = with_sharded_head(schedule)
     if plan == "auto" and mesh.size("tp") > 1 and isinstance(model, nn.Module):
-        plan = proven_plan(model, mesh.size("tp"), sequence_parallel=sequence_parallel)  # it runs the model: uncut
+        with trial_of(region):  # it runs the model: uncut
+            plan = proven_plan(model, mesh.size("tp"), sequence_parallel=sequence_parallel)
     chain = schedule.chains[0]
     cut: dict[str, Any] = {"layout": layout}
     if layout is None:
@@ -123,14 +130,15 @@ def parallelize_pipeline(
         loss is None and not shard_head and isinstance(model, nn.Module) and "labels" in Keywords.of(model).names
     )
     check_weights = sync_weights == "check" and size > 1
-    whole = partition(
-        model,
-        **cut,
-        architecture=architecture,
-        loss=computes_loss,
-        shard_head=shard_head,
-        check_weights=check_weights,
-    )
+    with trial_of(region):
+        whole = partition(
+            model,
+            **cut,
+            architecture=architecture,
+            loss=computes_loss,
+            shard_head=shard_head,
+            check_weights=check_weights,
+        )
     if whole.num_parts != schedule.num_parts:
         raise ValueError(f"layout {layout!r} has {whole.num_parts} parts, but the schedule needs {schedule.num_parts}")
     head: ShardedHead | None = None
@@ -142,6 +150,8 @@ def parallelize_pipeline(
         del whole_head
     stages = whole.stages(schedule.part_of(stage) for stage in schedule.stages_of(mesh.rank("pp")))
     splits_layers = any(mesh.size(dim) > 1 for dim in ("tp", "ep", "etp"))
+    if region is not None and (plan is None or (not splits_layers and plan == "auto")):
+        plan = {}
     if plan is not None and (splits_layers or plan != "auto"):
         stages = [
             replace(
@@ -154,6 +164,7 @@ def parallelize_pipeline(
                     gather_logits=gather_logits,
                     sync_weights=sync_weights,
                     overlap=overlap,
+                    context=region,
                 ),
             )
             for stage in stages
@@ -171,8 +182,19 @@ def parallelize_pipeline(
         optimizer=optimizer,
         head=head,
         edges=whole.edges,
+        sequence=None if region is None else ContextMicrobatches(region),
         timeout=timeout,
     )
+
+
+def _region(
+    model: nn.Module | Sequence[nn.Module], mesh: Mesh, options: Context | None, plan: object
+) -> ContextRegion | None:
+    """Where the model's sequences are split: one for all stages, whose layers together decide the layout."""
+    if options is None and mesh.size("cp") == 1:
+        return None
+    whole = model if isinstance(model, nn.Module) else nn.ModuleList(model)
+    return tried_region(whole, mesh, options, attention_of(whole, plan))
 
 
 def _recompute_layers(stage: Stage, policy: Policy) -> None:

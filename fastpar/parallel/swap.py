@@ -15,7 +15,7 @@ from fastpar.ddp import DDP_MARK, OVER_CONTEXT, OVER_PARALLEL, RefusedByDDP
 from fastpar.parallel.changes import Explanation
 from fastpar.parallel.checks import uses_layout_attention
 from fastpar.parallel.context_parallel import connect
-from fastpar.parallel.guards import PartGuard, Watch, WatchedPlan
+from fastpar.parallel.guards import PartGuard, TokenDrawGuard, Watch, WatchedPlan
 from fastpar.parallel.heads import HeadSplit
 from fastpar.parallel.model_methods import (
     GatheringCall,
@@ -125,9 +125,12 @@ class Swap:
         changes, region = self.context.changes, self.context.context
         if region is not None and region.comm.size > 1 and self.context.comm.size == 1:
             changes.set(model, DDP_MARK, RefusedByDDP(OVER_CONTEXT))
+        if region is not None and region.comm.size > 1:
+            device = next((p.device for p in model.parameters()), torch.device("cpu"))
+            changes.hooked(*TokenDrawGuard(region, device).attach(model))
         if hasattr(type(model), "loss_function"):
             changes.set(model, "loss_function", PartLoss(model.loss_function))
-            changes.hooked(model.register_forward_hook(PartLoss.check))
+            changes.hooked(model.register_forward_hook(PartLoss.check, prepend=True, with_kwargs=True))
         if callable(getattr(type(model), "generate", None)):
             changes.set(model, "generate", NoGeneration(type(model).generate))
 

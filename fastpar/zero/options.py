@@ -294,16 +294,17 @@ def check_parameters(named: dict[str, nn.Parameter], precision: Precision) -> No
 
 def check_context(model: object, groups: Groups) -> None:
     """Raises ValueError where sequences are split over ranks over which gradients would not be summed."""
-    if not isinstance(model, nn.Module):
-        return
-    for path, module in model.named_modules():
+    modules = getattr(model, "modules", None)  # of a module, or of a pipeline's stages
+    for module in modules() if callable(modules) else ():
         region = vars(module).get(REGION)
         if region is not None and region.comm.size != groups.num_parts:
             raise ValueError(
-                f"{path or 'the model'} attends over sequences that are split over {region.comm.size} ranks, whose "
+                f"the model attends over sequences that are split over {region.comm.size} ranks, whose "
                 "gradients have to be summed and not averaged: pass group=mesh, the fastpar.Mesh with "
                 f"cp={region.comm.size}"
             )
+        if region is not None:
+            region.checks.is_summed = True
 
 
 def check_sharded_elsewhere(named: dict[str, nn.Parameter], groups: Groups) -> None:

@@ -6,6 +6,7 @@
     positions   that nothing beside the blocks mixes positions while the sequence is split
     parts       that no part of a tensor leaves the model as if it were the whole
 
+    token_draws that nothing but modules fastpar knows draws for the tokens of a rank of cp
     members     that no module has been put into the model since it was split
 
 All but the last two look at the first forwards and at one in 256 from then on: a fault of this kind is there from the
@@ -21,6 +22,7 @@ Note: what stays on the forward path
 
 from fastpar.parallel.guards.agreement import checksum, sync_weights
 from fastpar.parallel.guards.parts import PartGuard
+from fastpar.parallel.guards.token_draws import TokenDrawGuard
 from fastpar.parallel.guards.watch import Watch, WatchedPlan
 
-__all__ = ["PartGuard", "Watch", "WatchedPlan", "checksum", "sync_weights"]
+__all__ = ["PartGuard", "TokenDrawGuard", "Watch", "WatchedPlan", "checksum", "sync_weights"]

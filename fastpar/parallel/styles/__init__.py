@@ -6,12 +6,14 @@
 | `linear.py` | linears by columns and by rows, embeddings and heads over the vocabulary |
 | `block.py` | blocks between two sums, layers of the residual stream |
 | `whole.py` | what stays whole: replicated, with partial gradients, on all tokens; dropout |
+| `attention.py` | attention of one's own modules over split sequences |
 | `experts.py` | stacked experts, spread over the expert group |
 """
 
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from fastpar.parallel.styles.attention import AttentionStyle
 from fastpar.parallel.styles.base import Style, SwapContext
 from fastpar.parallel.styles.block import BlockStyle, StreamStyle
 from fastpar.parallel.styles.experts import ExpertStyle
@@ -42,6 +44,7 @@ STYLES: Mapping[str, Style] = MappingProxyType(
         "stream": StreamStyle(),
         "dropout": DropoutStyle(),
         "expert": ExpertStyle(),
+        "attention": AttentionStyle(),
         "packed_colwise": ColwiseStyle(sections=2),
         "packed_qkv": ColwiseStyle(sections=3),
         "sequence": ReplicateStyle(),
@@ -55,6 +58,7 @@ STYLES: Mapping[str, Style] = MappingProxyType(
 
 __all__ = [
     "STYLES",
+    "AttentionStyle",
     "BlockStyle",
     "ColwiseStyle",
     "DropoutStyle",

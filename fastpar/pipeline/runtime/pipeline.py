@@ -39,6 +39,7 @@ from fastpar.pipeline.runtime.shared_grads import SharedGrads, find_shared
 from fastpar.pipeline.runtime.stage_run import StageRun
 from fastpar.pipeline.runtime.transfers import StageTransfers
 from fastpar.pipeline.runtime.versions import WeightVersions
+from fastpar.pipeline.runtime.weighing import LossRule
 from fastpar.pipeline.schedules.lowering import add_communication
 from fastpar.pipeline.schedules.schedule import Action, ActionType, Schedule, ScheduleError
 from fastpar.pipeline.schedules.validate import check
@@ -46,8 +47,9 @@ from fastpar.pipeline.simulation.timeline import Event, Timeline
 from fastpar.pipeline.stages.agreement import StageAgreement, summary
 from fastpar.pipeline.stages.batch import Microbatches, split, split_call
 from fastpar.pipeline.stages.chain import Edge
+from fastpar.pipeline.stages.split_sequence import SplitSequence, rows_of
 from fastpar.pipeline.stages.stage import Stage
-from fastpar.pipeline.stages.weighting import LossMean, Weighing, check_equal_counts
+from fastpar.pipeline.stages.weighting import Weighing
 
 Loss = Callable[[Any, Any], Tensor]
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -76,6 +78,8 @@ class Pipeline:
     head       this rank's shard of the head, for a schedule that has it on every rank (`shard_head`); it computes the
                loss, and `target` goes to it
     edges      skip connections between parts that are not neighbours: `Partition.edges`
+    sequence   sequences of which this rank has some tokens: the region of `fastpar.context`, for each microbatch its
+               rows. The loss is then a part, and its denominator that of all ranks
     timeout    seconds until a wait for another rank fails; by default those of the group's mesh
 
     Every rank of the group makes its Pipeline, with the same schedule. Raises ScheduleError for a schedule that cannot
@@ -94,6 +98,7 @@ class Pipeline:
         optimizer: MakeOptimizer | None = None,
         head: ShardedHead | None = None,
         edges: Iterable[Edge] = (),
+        sequence: SplitSequence | None = None,
         timeout: float | None = None,
         transport: str = "auto",
     ) -> None:
@@ -115,7 +120,7 @@ class Pipeline:
         if len({schedule.part_of(s) for s in own}) < len(own):
             raise ValueError(f"rank {self.rank} would hold a part of the model twice: its stages are {own}")
         self.stages = {s: _as_stage(stage, schedule, s) for s, stage in zip(own, stages, strict=True)}
-        self._loss, self._reduction = loss, reduction
+        self._loss, self._reduction, self._sequence = loss, reduction, sequence
         steps = [a.type is ActionType.STEP and a.stage == 0 for a in schedule.flat(schedule.stage_ranks[0])]
         self._updates = sum(steps)  # of every stage, during one step() of a schedule that updates on its way
         self._per_update = schedule.num_microbatches // max(self._updates, 1)
@@ -129,6 +134,7 @@ class Pipeline:
         self._exchange = StageTransfers(self.schedule, self.rank, self._p2p)
         self._runs = {s: self._stage_run(s, stage) for s, stage in self.stages.items()}
         self.head = head
+        self._check_sequence()
         tags = 2 * schedule.num_stages**2 * schedule.num_microbatches
         self._loss_tag, shared_tag = tags, tags + 1
         self._head = self._make_head(head, loss, tags + 2)
@@ -243,6 +249,11 @@ class Pipeline:
             vars(parameter)["pipeline_name"] = name
             yield parameter
 
+    def modules(self) -> Iterator[nn.Module]:
+        """The modules of this rank's stages and its shard of the head."""
+        for module, _ in self._named_modules():
+            yield from module.modules()
+
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """Buffers of this rank's stages, by their names in the whole model."""
         for module, prefix in self._named_modules():
@@ -331,7 +342,7 @@ class Pipeline:
         except Exception as found:  # raised below, on every rank
             error = found
         try:
-            self._agreement.begin_run(error, partial(summary, args, kwargs, target))
+            self._agreement.begin_run(error, partial(self._summary, args, kwargs, target))
         except BaseException as found:
             self._forget_batch()
             if isinstance(found, CommError):
@@ -339,6 +350,9 @@ class Pipeline:
             raise
         if self._head is not None:
             self._head.begin(purpose, self._weighing.divisors)
+
+    def _summary(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> dict[str, Any]:
+        return {**summary(args, kwargs, target), **(self._sequence.summary() if self._sequence is not None else {})}
 
     def _forget_batch(self) -> None:
         """It is the caller's to keep."""
@@ -360,6 +374,8 @@ class Pipeline:
                 raise ValueError(f"no stage takes the keyword input {name!r}{hint}")
         count = self.schedule.num_microbatches
         self._inputs, self._kwargs = split_call(args, kwargs, count)
+        if self._sequence is not None:
+            self._sequence.begin(rows_of(self._inputs, self._kwargs))
         self._targets = split(target, count, "target")
         self._results = {}
         self._weighing = Weighing.equal(count, self._divisor)
@@ -388,45 +404,20 @@ class Pipeline:
 
     def _weigh(self) -> Weighing:
         """What the microbatches' losses count, where the last stage is here."""
-        last = next((stage for stage in self.stages.values() if stage.is_last), None)
-        if last is None or self.schedule.num_microbatches == 1:
+        rule = self._loss_rule()
+        if rule is None:
             return self._weighing
-        known = self.head.loss if self.head is not None else self._loss
-        if isinstance(known, CrossEntropy):
-            if not all(isinstance(target, Tensor) for target in self._targets):
-                return self._weighing  # an error of its own, in the first forward
-            counts = [int((target != known.ignore_index).sum()) for target in self._targets]
-            return Weighing.of_counts(counts, self._per_update, items=False, can_be_empty=True)
-        if known is not None:
-            check_equal_counts(
-                self._targets,
-                "target",
-                "Pass loss=fastpar.pipeline.CrossEntropy(), which knows its mean; a loss that sums, with "
-                'reduction="sum", and divide by the number of tokens in the batch; or reduction="microbatch_mean" if '
-                "the mean of the microbatches' losses is what you want",
-            )
-            return self._weighing
-        labels = [named.get("labels") for named in self._kwargs]
-        if not all(isinstance(each, Tensor) for each in labels):
-            return self._weighing
-        return self._weigh_own(last.loss_mean, labels)
+        if self._sequence is not None:
+            return rule.weigh_parts(self._sequence, self._targets, self._kwargs)
+        return rule.weigh(self._targets, self._kwargs)
 
-    def _weigh_own(self, mean: LossMean, labels: Sequence[Any]) -> Weighing:
-        """The model's own loss."""
-        if any("num_items_in_batch" in named for named in self._kwargs):
-            if mean.takes_items:
-                return Weighing.equal(len(labels), 1)  # each is its part of the batch's loss
-            raise ValueError("num_items_in_batch: the model's own loss does not divide by it; leave it out")
-        if mean.kind == "unknown":
-            check_equal_counts(
-                labels,
-                "labels",
-                "It is not known what the model's own loss is the mean of: pass a loss of your own (loss=, target=), "
-                'or reduction="microbatch_mean" if the mean of the microbatches\' losses is what you want',
-            )
-            return self._weighing
-        counts = [mean.count(each) for each in labels]
-        return Weighing.of_counts(counts, self._per_update, items=mean.takes_items, can_be_empty=False)
+    def _loss_rule(self) -> LossRule | None:
+        """None where the loss is computed elsewhere."""
+        last = next((stage for stage in self.stages.values() if stage.is_last), None)
+        if last is None:
+            return None
+        loss = self.head.loss if self.head is not None else self._loss
+        return LossRule(loss, last.loss_mean, self._reduction, self._per_update, self.schedule.num_microbatches)
 
     def _run(self, program: list[tuple[Callable[[Pipeline, Action], None], Action]], *, loss: bool) -> None:
         self._wants_loss = loss
@@ -483,7 +474,8 @@ class Pipeline:
         kwargs, items = self._kwargs[microbatch], self._weighing.items[microbatch]
         if items is not None and run.following is None:
             kwargs = {**kwargs, "num_items_in_batch": torch.tensor(items)}
-        packets, result = run.forward(microbatch, received, inputs, kwargs, action.version, loss_of)
+        with self._sequence.microbatch(microbatch) if self._sequence is not None else nullcontext():
+            packets, result = run.forward(microbatch, received, inputs, kwargs, action.version, loss_of)
         for destination, packet in packets.items():
             self._exchange.post_activations(stage, destination, microbatch, packet)
         if run.following is None:
@@ -593,6 +585,25 @@ class Pipeline:
         return total / self._updates if self._updates and self._reduction != "sum" else total
 
     # Construction
+
+    def _check_sequence(self) -> None:
+        """Raises ValueError, on every rank, for what sums no gradients, or is no part, of sequences that are split."""
+        if self._sequence is None:
+            return
+        problem = ""
+        if self._updates:
+            problem = (
+                f"the schedule {self.schedule.name!r} updates the weights on its way, before anybody can sum gradients "
+                "over the ranks that sequences are split over: take one without updates"
+            )
+        try:
+            if not problem and (rule := self._loss_rule()) is not None:
+                rule.check_parts()
+        except ValueError as error:
+            problem = str(error)
+        found = next((text for text in self._agreement.gather(problem) if text), "")
+        if found:
+            raise ValueError(problem or found)
 
     def _stage_run(self, s: int, stage: Stage) -> StageRun:
         schedule, chain = self.schedule, self.schedule.chain_of_stage(s).stages

@@ -22,7 +22,7 @@ from fastpar.pipeline.stages.stream import Stream
 
 _CACHES = ("past_key_values", "use_cache", "output_hidden_states", "output_attentions")
 _IDS = ("input_ids", "inputs_embeds", "token_type_ids")
-_ENDS = ("labels", "logits_to_keep")
+_ENDS = ("labels", "shift_labels", "num_items_in_batch", "logits_to_keep")
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,137 @@
+"""Whether anything but attention mixes a model's tokens, found out by trying: no list knows all models.
+
+Between attention layers a token must need nothing of another, where a sequence is split. A convolution, a token shift,
+a pooled summary, statistics over the sequence would see this rank's tokens for all, and compute something else in
+silence. So the model runs on a few ids while its attention only hands values on; then with other ids at all places but
+one, and what it returns at that place must be the same. What it returns without a place for each token must not change.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten_with_path
+
+from fastpar.context.region import ContextRegion
+from fastpar.parallel.changes import Changes
+from fastpar.parallel.context_parallel import connect
+from fastpar.parallel.guards.positions import as_it_was
+from fastpar.parallel.styles import AttentionStyle
+from fastpar.tensor.rehearsal import attributes_as_they_were
+
+_ROWS, _TOKENS = 2, 11
+_OUTPUT = "its output"
+_FAR = 1e-2  # of the largest output; other tokens change it by its own size
+
+
+def refuse_mixing(model: nn.Module, region: ContextRegion, attention: Mapping[str, AttentionStyle]) -> None:
+    """ValueError for a model that mixes tokens outside of attention. Three forwards of 22 ids, in this process.
+
+    Models that take no ids, or are on the meta device, are not judged, nor is any where one rank has all tokens.
+    """
+    if region.comm.size == 1:
+        return
+    embedding = next((m for m in model.modules() if isinstance(m, nn.Embedding)), None)
+    if embedding is None or embedding.weight.is_meta:
+        return
+    generator = torch.Generator().manual_seed(0)
+    first, second = (
+        torch.randint(embedding.num_embeddings, (_ROWS, _TOKENS), generator=generator).to(embedding.weight.device)
+        for _ in range(2)
+    )
+    changes = Changes()
+    try:
+        with _undisturbed(model), region.trial("values"):
+            connect(model, region, changes)
+            for path, style in attention.items():
+                style.redirect(path, model.get_submodule(path), region, changes)
+            try:
+                whole = _run(model, first)
+            except Exception:  # of the model's own code: any
+                return
+            for place in (0, _TOKENS - 1):
+                others = second.clone()
+                others[:, place] = first[:, place]
+                _compare(type(model).__name__, whole, _run(model, others), place)
+    finally:
+        changes.undo(gather=False)
+
+
+@contextlib.contextmanager
+def _undisturbed(model: nn.Module) -> Iterator[None]:
+    """In eval mode, without gradients or warnings; generators, buffers and states as before afterwards."""
+    modes = {module: module.training for module in model.modules()}
+    with torch.no_grad(), attributes_as_they_were(model), as_it_was(model), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model.eval()
+        try:
+            yield
+        finally:
+            for module, is_training in modes.items():
+                module.training = is_training
+
+
+def _run(model: nn.Module, ids: Tensor) -> list[tuple[str, Tensor]]:
+    """By name, what every module and the model returned: tensors of numbers."""
+    found: list[tuple[str, Tensor]] = []
+
+    def noting(path: str, module: nn.Module) -> Any:
+        def hook(_module: nn.Module, _args: Any, output: Any) -> None:
+            x = output[0] if isinstance(output, tuple) and output else output
+            if isinstance(x, Tensor) and x.is_floating_point() and _is_by_token(x):
+                found.append((f"{path} ({type(module).__name__})", x.clone()))
+
+        return module.register_forward_hook(hook)
+
+    handles = [noting(path, module) for path, module in model.named_modules() if path]
+    options = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
+    try:
+        output = model(ids, **options)
+    finally:
+        for handle in handles:
+            handle.remove()
+    named = dict(output) if hasattr(output, "items") else output
+    for keys, leaf in tree_flatten_with_path(named)[0]:
+        if isinstance(leaf, Tensor) and leaf.is_floating_point():
+            found.append((_OUTPUT + "".join(str(key) for key in keys), leaf.clone()))
+    return found
+
+
+def _is_by_token(x: Tensor) -> bool:
+    return x.shape[:2] == (_ROWS, _TOKENS) or (x.dim() > 1 and x.shape[0] == _ROWS * _TOKENS)
+
+
+def _compare(name: str, first: list[tuple[str, Tensor]], second: list[tuple[str, Tensor]], place: int) -> None:
+    differing = [
+        (where, a)
+        for (where, a), (_, b) in zip(first, second, strict=False)
+        if a.shape == b.shape and _differ(a, b, place)
+    ]
+    outputs = [(where, x) for where, x in differing if where.startswith(_OUTPUT)]
+    if not outputs:
+        return  # what modules compute is the model's own matter, and heads may look like tokens
+    where, x = outputs[0]
+    if not _is_by_token(x):
+        raise ValueError(
+            f"{where} of {name}, {list(x.shape)}, is a summary of tokens (pooled), of which each rank would have one "
+            "of its own tokens: split a model without it (add_pooling_layer=False, a base model without a "
+            "classifier), and pool its hidden states over all ranks yourself"
+        )
+    raise ValueError(
+        f"{differing[0][0]} of {name} computes at one token from others, beside attention (a convolution, a shift, a "
+        "mean, ...): of a split sequence each rank would give it its own tokens for all. Context parallelism splits "
+        "softmax attention only"
+    )
+
+
+def _differ(a: Tensor, b: Tensor, place: int) -> bool:
+    """Whether two results differ: at one place where there is one for each token."""
+    if _is_by_token(a):
+        a, b = (x.reshape(_ROWS, _TOKENS, -1)[:, place] for x in (a, b))
+    return bool(a.numel()) and float((a - b).abs().max()) > _FAR * max(float(a.abs().max()), 1e-6)
