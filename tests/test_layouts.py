@@ -163,7 +163,7 @@ def test_all_that_is_wrong_is_raised_at_once() -> None:
     with pytest.raises(LayoutError) as caught:
         Layout.parse("pp2 tp8 sp zero3 mb2 shard_head").check(DENSE, world_size=32, batch=7)
     names = {problem.partition(":")[0] for problem in caught.value.problems}
-    assert names == {"ranks", "heads", "sharded head", "pipeline zero 3"}
+    assert names == {"ranks", "heads", "sharded head"}
     assert caught.value.nearest is not None
     caught.value.nearest.check(DENSE, world_size=32, batch=32)
 
@@ -172,7 +172,7 @@ def test_all_that_is_wrong_is_raised_at_once() -> None:
     ("words", "near"),
     [
         ("tp8 sp", "tp4 dp2 sp"),
-        ("pp2 dp2 mb2 zero3", "pp2 dp2 zero2 mb2"),
+        ("dp2 zero2 cpu+parameters", "dp2 zero2 cpu"),
         ("dp4 ep4", "dp4 ep2"),
         ("pp2 tp2 mb2 shard_head", "pp2 tp2 mb2"),
     ],
@@ -219,14 +219,14 @@ def test_a_rule_says_the_same_of_one_layout_and_of_an_array_of_them(layouts: lis
 
 def test_layouts_need_no_torch() -> None:
     code = (
-        "import sys, fastpar as fp; layout = fp.Layout.parse('pp2 dp2 zero3 mb2')\n"
+        "import sys, fastpar as fp; layout = fp.Layout.parse('dp2 zero2 cpu+parameters')\n"
         "try: layout.check()\n"
         "except ValueError as error: print(error)\n"
         "assert 'torch' not in sys.modules"
     )
     out = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=120)
     assert out.returncode == 0, out.stderr
-    assert "pp2 dp2 zero2 mb2" in out.stdout
+    assert "nearest legal layout: dp2 zero2 cpu" in out.stdout
 
 
 @pytest.mark.parametrize("options", [{"world_size": 0}, {"batch": -1}, {"batch": True}, {"world_size": 2.0}])
