@@ -11,6 +11,7 @@ WIDTH, ROW, GAP, LEFT, BOX_GAP = 920, 46, 12, 190, 8
 PYTHON = [
     ("commands", [("cli", True), ("doctor", True)]),
     ("proof, other libraries", [("verification", True), ("integrations", True)]),
+    ("one layout, one call", [("assembly", True)]),
     ("whole models", [("parallel", True), ("checkpoint", False), ("planner", True)]),
     ("layouts as data", [("layouts", True)]),
     ("data parallelism", [("zero (stands on clip, precision)", True), ("ddp", True)]),

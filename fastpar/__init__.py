@@ -19,6 +19,7 @@ from fastpar._version import __version__ as __version__
 
 if TYPE_CHECKING:
     from fastpar import (
+        assembly,
         comm,
         context,
         expert,
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
         tensor,
         zero,
     )
+    from fastpar.assembly.api import assemble
     from fastpar.clip import GradSum, clip_grad_norm_, grad_norm
     from fastpar.comm import CommError, Communicator, Pending
     from fastpar.context import Context
@@ -52,6 +54,7 @@ if TYPE_CHECKING:
 
 # A public function must not be named like a module of the package: importing that module would bind its name here.
 _MODULES = (
+    "assembly",
     "comm",
     "context",
     "expert",
@@ -81,6 +84,7 @@ _HOME = {
     "Precision": "fastpar.precision",
     "Style": "fastpar.parallel",
     "apply_recompute": "fastpar.recompute",
+    "assemble": "fastpar.assembly.api",
     "clip_grad_norm_": "fastpar.clip",
     "explain": "fastpar.parallel.api",
     "grad_norm": "fastpar.clip",
@@ -111,6 +115,8 @@ __all__ = [
     "VerifyLayout",
     "__version__",
     "apply_recompute",
+    "assemble",
+    "assembly",
     "clip_grad_norm_",
     "comm",
     "context",

@@ -111,6 +111,16 @@ def costs() -> list[recompute.LayerCost]:
     return [recompute.LayerCost(1.0, 2.0, 4, 8)] * 3
 
 
+@functools.wraps(fp.assemble)
+def assemble(*args: Any, **options: Any) -> None:
+    fp.assemble(*args, **options).close()
+
+
+@functools.cache
+def trained() -> Any:
+    return fp.assemble(linears(), "one rank", functools.partial(torch.optim.SGD, lr=0.1))
+
+
 @functools.wraps(zero.shard)
 def shard_and_detach(*args: Any, **options: Any) -> None:
     zero.shard(*args, **options).detach()
@@ -475,6 +485,15 @@ PLANS: dict[str, Callable[[], Case]] = {
         {"name": "m", "layers": 2, "hidden": 64, "ffn": 128, "vocab": 100, "heads": 4, "kv_heads": 2},
     ),
     "plan": lambda: (fp.plan, {"model": shape(), "machine": "a100x2", "batch": 4, "seq": 64, "memory": "40GB"}),
+    "assemble": lambda: (
+        assemble,
+        {"model": linears(), "layout": "one rank", "optimizer": torch.optim.SGD, "max_norm": 1.0},
+    ),
+    "model_flops": lambda: (fp.assembly.model_flops, {"shape": shape(), "batch": 2, "seq": 4}),
+    "Assembled.samples": lambda: (trained().samples, {"step": 1, "batch": 4}),
+    "Assembled.load_state": lambda: (trained().load_state, {"state": trained().state()}),
+    "label_shift": lambda: (fp.parallel.label_shift, {"model": linears()}),
+    "routers_of": lambda: (expert.routers_of, {"model": linears()}),
     "pipedream": lambda: (
         fp.planner.pipedream,
         {"layers": [fp.planner.LayerProfile(1.0, 2.0, 3.0)], "num_machines": 2, "bandwidth": 1e9},
@@ -483,6 +502,7 @@ PLANS: dict[str, Callable[[], Case]] = {
 
 
 USERS_OWN: dict[str, tuple[str, ...]] = {
+    "assemble": ("optimizer", "loss", "scheduler"),
     "verify": ("build", "batch", "target", "loss", "optimizer", "steps"),
     "find_schedule": ("evaluations", "time_limit", "num_microbatches"),
     "parallelize_pipeline": ("loss", "optimizer"),

@@ -37,6 +37,7 @@ LAYERS = {
     "parallel": 11,
     "checkpoint": 11,
     "planner": 11,
+    "assembly": 12,
     "verification": 13,
     "integrations": 13,
     "doctor": 13,

@@ -15,6 +15,7 @@ The package is not called `parallelize`: importing one of its files would bind t
 """
 
 from fastpar.parallel import styles
+from fastpar.parallel.model_methods import label_shift
 from fastpar.parallel.styles import *  # noqa: F403
 
-__all__ = list(styles.__all__)
+__all__ = [*styles.__all__, "label_shift"]

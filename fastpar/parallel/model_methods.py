@@ -82,6 +82,17 @@ class _GatheredLoss:
         return self.own(logits, *args, **kwargs)
 
 
+def label_shift(model: Any) -> int | None:
+    """How far the labels of a model's own loss lie behind its outputs: 1 of transformers' next-token loss, 0 of its
+    masked-token loss; None where the loss is another, or not known. Of a model that is not parallelised yet."""
+    if not hasattr(type(model), "loss_function") or not takes_labels(model) or not calls_loss_function(model):
+        return None
+    theirs = sys.modules.get("transformers.loss.loss_utils")
+    shifts = {"ForCausalLMLoss": 1, "ForMaskedLMLoss": 0}
+    own = model.loss_function
+    return next((shift for name, shift in shifts.items() if own is getattr(theirs, name, None)), None)
+
+
 def labels_problem(model: Any) -> str:
     """Why labels shifted by one are not what the model's loss takes; "" where they are, or it takes none."""
     if not hasattr(type(model), "loss_function") or not takes_labels(model):

@@ -1,0 +1,281 @@
+"""`assemble`: one call from a model and a layout to something that trains."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from fastpar import expert, recompute, zero
+from fastpar.arguments import checked
+from fastpar.assembly.assembled import Assembled, Ingredients
+from fastpar.assembly.objective import Loss, Objective
+from fastpar.assembly.passes import Passes, PipelinedModel, WholeModel
+from fastpar.comm import Communicator
+from fastpar.context import Context
+from fastpar.layouts import Layout, ModelShape
+from fastpar.mesh import DENSE_DIMS, Mesh, init_mesh
+from fastpar.parallel import Style
+from fastpar.parallel.api import parallelize, unparallelize
+from fastpar.parallel.pipeline_api import parallelize_pipeline
+from fastpar.pipeline import Architecture, Pipeline
+from fastpar.planner.models import find_model
+from fastpar.precision import LossScaler, Precision
+
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+MakeOptimizer = Callable[[list[nn.Parameter]], Optimizers]
+MakeScheduler = Callable[[torch.optim.Optimizer], LRScheduler]
+Plan = str | Mapping[str, str | Style]
+_POLICIES: dict[str, Callable[[], recompute.Policy | None]] = {
+    "none": lambda: None,
+    "selective": recompute.Selective,
+    "full": recompute.Full,
+}
+
+
+@checked(computed=False, but=("model", "layout", "optimizer", "plan", "precision"))
+def assemble(
+    model: nn.Module,
+    layout: Layout | str,
+    optimizer: MakeOptimizer,
+    *,
+    loss: Loss | None = None,
+    scheduler: MakeScheduler | None = None,
+    precision: Precision | str | None = None,
+    max_norm: float | None = None,
+    mesh: Mesh | None = None,
+    plan: Plan = "auto",
+    architecture: Architecture | None = None,
+    zero_options: Mapping[str, Any] | None = None,
+    peak_flops: float | None = None,
+) -> Assembled:
+    """Lay a model out over the ranks of the job, and return what trains it. Collective.
+
+        trained = fp.assemble(model, "pp2 tp2 sp dp2 zero1 mb4", lambda params: torch.optim.AdamW(params, lr=3e-4))
+        for step in range(steps):
+            result = trained.step(corpus.batch(trained.samples(step, batch=64)))
+
+    model      the same on every rank: a model of Hugging Face, or any other; changed in place
+    layout     an `fp.Layout`, or its words
+    optimizer  from this rank's trainable parameters, which are new objects by then, to an optimizer or several
+    loss       loss(output, target): the sum over the tokens, or the loss of each; the output of a model of Hugging
+               Face is its logits. None: transformers' own next-token or masked-token loss where a model has it; else
+               the cross-entropy of logits
+    scheduler  from an optimizer to its LR scheduler, stepped with it
+    precision  a `Precision`, or "fp32", "bf16", "fp16" (with an `fp.LossScaler`)
+    max_norm   of all gradients
+    mesh       one that is there already; None: made, and closed with the result
+    plan, architecture   of `fp.parallelize` and `fp.parallelize_pipeline`
+    zero_options         further ones of `fp.zero.shard`
+    peak_flops           of one device, for `StepResult.mfu`
+
+    In order: the layout's rules, the mesh, routers told which ranks share a batch, `fp.parallelize_pipeline` or
+    `fp.parallelize`, `fp.apply_recompute`, the optimizer, `fp.zero.shard`. `explain` prints these calls with their
+    arguments.
+
+    The loss is the mean over the valid tokens of the global batch in every layout. Balance losses of `fp.expert.Router`
+    are means over the microbatches, each with the tokens of all data-parallel ranks where the loss is "global_batch".
+
+    Raises LayoutError for a layout that breaks a rule, and what the calls raise. Without a pipeline the model is as it
+    was then; a pipeline has freed other ranks' layers.
+    """
+    layout = Layout.parse(layout) if isinstance(layout, str) else layout
+    _check(model, layout, optimizer, mesh)
+    shape = shape_of(model)
+    layout.check(shape, world_size=_world_size() if mesh is None else mesh.world_size)
+    objective = Objective.of(model, loss)
+    _check_own(layout, model, objective, loss)
+    with ExitStack() as undo:
+        own_mesh = mesh is None
+        if mesh is None:
+            mesh = _make_mesh(model, layout)
+            undo.callback(mesh.close)
+        building = _Building(model, layout, mesh, objective, Precision.of(precision), plan, architecture)
+        building.tell_routers()
+        passes = building.lay_out(undo)
+        made = building.optimizer(optimizer)
+        each = [made] if isinstance(made, torch.optim.Optimizer) else list(made)
+        state = building.shard(made, max_norm, zero_options or {})
+        undo.callback(state.close)
+        if isinstance(passes, PipelinedModel) and layout.zero.stage == 2:
+            passes.after_pass = state.reduce_gradients
+        found = Ingredients(
+            layout=layout,
+            mesh=mesh,
+            parts=tuple(passes.modules),
+            optimizer=made,
+            zero=state,
+            objective=objective,
+            passes=passes,
+            scaler=LossScaler(mesh=mesh, enabled=building.precision.param is torch.float16),
+            schedulers=() if scheduler is None else tuple(scheduler(one) for one in each),
+            pipe=building.pipe,
+            shape=shape,
+            peak_flops=peak_flops,
+            calls=tuple(building.calls),
+            owns_mesh=own_mesh,
+        )
+        result = Assembled(found)
+        undo.pop_all()
+    return result
+
+
+@dataclass
+class _Building:
+    """A model on its way."""
+
+    model: nn.Module
+    layout: Layout
+    mesh: Mesh
+    objective: Objective
+    precision: Precision
+    plan: Plan
+    architecture: Architecture | None
+    pipe: Pipeline | None = None
+
+    def __post_init__(self) -> None:
+        sizes = {dim: getattr(self.layout, dim) for dim in (*DENSE_DIMS, "ep", "etp")}
+        self.calls = [f"mesh = fp.init_mesh({_shown({dim: n for dim, n in sizes.items() if n > 1})})"]
+
+    def tell_routers(self) -> None:
+        """Which ranks have other tokens of the batch, and which other parts of a microbatch."""
+        routers = expert.routers_of(self.model).values()
+        for router in routers:
+            router.batch_comms = [Communicator(self.mesh.group("dp"))]
+            if self.layout.sequence_parallel:
+                router.comm = Communicator(self.mesh.group("tp"))
+        if routers:
+            tokens = '; router.comm = Communicator(mesh.group("tp"))' if self.layout.sequence_parallel else ""
+            self.calls.append(f'router.batch_comms = [Communicator(mesh.group("dp"))]{tokens}')
+
+    def lay_out(self, undo: ExitStack) -> Passes:
+        """Cut, split, recompute."""
+        layout, options = self.layout, {"sequence_parallel": self.layout.sequence_parallel}
+        words = layout.recompute
+        policy = _POLICIES[words if isinstance(words, str) else words[self.mesh.rank("pp")]]()
+        if layout.pp > 1:
+            passes = PipelinedModel(self.objective, layout, self.precision)
+            how = layout.pipeline
+            options |= {
+                "num_microbatches": how.microbatches,
+                "schedule_options": {"stages_per_rank": how.stages_per_rank} if how.stages_per_rank > 1 else None,
+                "layout": None if how.cut is None else list(how.cut),
+                "shard_head": how.shard_head,
+                "recompute": policy,
+                **passes.pipe_options,
+            }
+            self._call("pipe = fp.parallelize_pipeline", [repr(how.schedule)], options)
+            options |= {"plan": self.plan, "architecture": self.architecture}
+            self.pipe = parallelize_pipeline(self.model, self.mesh, how.schedule, **options)
+            undo.callback(self.pipe.close)
+            passes.adopt(self.pipe)
+            return passes
+        if layout.world_size > 1 or self.plan != "auto":
+            if layout.cp > 1:
+                options["context"] = Context(layout.context.method, layout.context.order)
+            self._call("model = fp.parallelize", [], options)
+            parallelize(self.model, self.mesh, self.plan, **options)
+            undo.callback(unparallelize, self.model)
+        if policy is not None:
+            self.calls.append(f"fp.apply_recompute(model, {policy})")
+            recompute.apply_recompute(self.model, policy)
+            undo.callback(recompute.remove_recompute, self.model)
+        return WholeModel(self.model, self.objective, layout)
+
+    def optimizer(self, make: MakeOptimizer) -> Optimizers:
+        owner: Any = self.model if self.pipe is None else self.pipe
+        trained = [parameter for parameter in owner.parameters() if parameter.requires_grad]
+        if not trained:
+            raise ValueError("this rank has no trainable parameter, and an optimizer needs one: choose another cut")
+        made = make(trained)
+        several = list(made) if isinstance(made, Sequence) else [made]
+        if not all(isinstance(each, torch.optim.Optimizer) for each in several):
+            raise TypeError(f"optimizer must return a torch.optim.Optimizer or several, got {type(made).__name__}")
+        self.calls.append(f"optimizer = {type(several[0]).__name__}({'pipe' if self.pipe else 'model'}.parameters())")
+        return made
+
+    def shard(self, made: Optimizers, max_norm: float | None, more: Mapping[str, Any]) -> zero.Zero:
+        options: dict[str, Any] = {
+            "stage": self.layout.zero.stage,
+            "precision": None if self.precision == Precision() else self.precision,
+            "accumulate": self.layout.accumulate,
+            "max_norm": max_norm,
+            "offload": None if self.layout.zero.offload == "none" else self.layout.zero.offload,
+            "overlap": self.pipe is None,
+            **more,
+        }
+        self._call("fp.zero.shard", ["optimizer", "group=mesh"], options, with_mesh=False)
+        return zero.shard(self.model if self.pipe is None else self.pipe, made, group=self.mesh, **options)
+
+    def _call(self, name: str, given: list[str], options: Mapping[str, Any], *, with_mesh: bool = True) -> None:
+        what = "pipe" if self.pipe is not None else "model"
+        shown = {key: value for key, value in options.items() if value not in (None, False) and key != "loss"}
+        words = [what, *(["mesh"] if with_mesh else []), *given, *([_shown(shown)] if shown else [])]
+        self.calls.append(f"{name}({', '.join(words)})")
+
+
+def shape_of(model: nn.Module) -> ModelShape | None:
+    """The numbers that rules ask for; None where the model does not say them."""
+    config = getattr(model, "config", None)
+    is_plain = dataclasses.is_dataclass(config) and not isinstance(config, type)
+    try:
+        return find_model(dataclasses.asdict(config) if is_plain else model)
+    except (TypeError, ValueError):
+        return None
+
+
+def _shown(options: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in options.items())
+
+
+def _check(model: Any, layout: Any, optimizer: Any, mesh: Mesh | None) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if not isinstance(layout, Layout):
+        raise TypeError(f"layout must be an fp.Layout or its words, got {type(layout).__name__}")
+    if isinstance(optimizer, torch.optim.Optimizer) or not callable(optimizer):
+        raise TypeError(
+            f"optimizer must be a function from parameters to an optimizer, got {type(optimizer).__name__}: parameters "
+            "are new objects when the model is laid out, as in optimizer=lambda params: torch.optim.AdamW(params)"
+        )
+    meta = next((name for name, p in model.named_parameters() if p.device.type == "meta"), None)
+    if meta is not None:
+        raise ValueError(f"{meta} is on the meta device: materialise and initialise the model before assemble(...)")
+    if mesh is not None:
+        sizes = {dim: (mesh.size(dim), getattr(layout, dim)) for dim in (*DENSE_DIMS, "ep", "etp")}
+        other = {dim: both for dim, both in sizes.items() if both[0] != both[1]}
+        if other:
+            raise ValueError(f"mesh and layout have different sizes (mesh, layout): {other}")
+
+
+def _check_own(layout: Layout, model: nn.Module, objective: Objective, loss: Loss | None) -> None:
+    """What is not about layouts alone."""
+    if layout.pipeline.shard_head and loss is not None:
+        raise ValueError("a sharded head computes cross-entropy by itself: leave loss= out, or shard_head")
+    if layout.cp > 1 and objective.key != "labels":
+        raise ValueError(
+            f"cp is {layout.cp}, and sequences are cut with their labels: that needs a model of Hugging Face with "
+            "transformers' next-token loss, and no loss="
+        )
+    has_balance = any(router.losses.coeff or router.losses.z_coeff for router in expert.routers_of(model).values())
+    if layout.cp > 1 and has_balance:
+        raise ValueError(f"balance losses of fastpar.expert.Router are not for split sequences (cp {layout.cp})")
+
+
+def _world_size() -> int:
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_world_size()
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _make_mesh(model: nn.Module, layout: Layout) -> Mesh:
+    device = next((p.device.type for p in model.parameters()), "cpu")
+    sizes = {dim: getattr(layout, dim) for dim in (*DENSE_DIMS, "ep", "etp")}
+    return init_mesh(**sizes, device=device)

@@ -1,0 +1,330 @@
+"""`fp.assemble`: every layout trains as one process does, and what is wrong is said on all ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.nn import functional as F
+
+import fastpar as fp
+from fastpar.assembly import Assembled
+from fastpar.assembly.objective import Objective
+from fastpar.layouts import LayoutError
+from tests.assembly_cells import ROWS, STEPS, Cell, batch, build, reference
+from tests.assembly_matrix import FACTORS, covering_array
+from tests.assembly_ranks import assembled, cells_match, fed
+from tests.dist import run_ranks
+
+# What others got wrong, and what no pair of factors has.
+NAMED = (
+    Cell("pp2 mb2 acc2 shard_head"),
+    Cell("pp2 dp2 mb2 interleaved_1f1b stages2 shard_head zero1", optimizer="two"),
+    Cell("pp2 tp2 mb2 cut1/3 zero1", tied=True),
+    Cell("pp2 replicas2 mb4 dualpipev zero2", tied=True),
+    Cell("pp2 dp2 mb4 dualpipe zero1", "huggingface"),
+    Cell("pp4 mb4 zb_h1 recompute:full/none/selective/none", frozen=True),
+    Cell("tp2 sp dp2 ep4 zero3 full", "experts"),
+    Cell("tp2 sp dp2 ep2 zero1 acc2", "experts", optimizer="fused", precision="fp32"),
+    Cell("pp2 dp2 mb2 zero1 acc2", precision="bf16"),
+    Cell("dp2 zero3", precision="fp16"),
+    Cell("cp2 dp2 zero3 acc2", "huggingface", tied=True),
+    Cell("cp2 tp2 sp zero1 selective", "huggingface"),
+    Cell("pp2 dp2 mb2 zero3 zbv acc2", tied=True),
+    Cell("pp2 dp2 mb2 zero3 cpu", tied=True),
+    Cell("pp2 dp2 ep2 mb2 zero3 full", "experts"),
+    Cell("pp2 dp2 mb2 zero3 acc2 shard_head"),
+)
+EVERYTHING = Cell("pp2 tp2 sp dp2 ep2 zbv mb2 acc2 zero1 full", "experts")
+
+
+def check(cells: Sequence[Cell], timeout: float = 240.0) -> None:
+    """All cells against one process, those of one number of ranks in one launch."""
+    sizes = sorted({cell.layout.world_size for cell in cells})
+    for size in sizes:
+        some = [cell for cell in cells if cell.layout.world_size == size]
+        for problems in run_ranks(size, cells_match, some, [reference(cell) for cell in some], timeout=timeout):
+            assert not problems, "\n\n".join(f"{cell}: {what}" for cell, what in problems.items())
+
+
+@pytest.mark.expensive
+def test_every_pair_of_factors_trains_as_one_process() -> None:
+    check(covering_array(2, most_ranks=4))
+
+
+@pytest.mark.expensive
+def test_cells_that_others_got_wrong_train_as_one_process() -> None:
+    check(NAMED)
+
+
+@pytest.mark.expensive
+def test_everything_at_once_on_eight_ranks_trains_as_one_process() -> None:
+    check([EVERYTHING])
+
+
+@pytest.mark.slow
+def test_every_triple_of_factors_trains_as_one_process() -> None:
+    check(covering_array(3, most_ranks=8), timeout=3000.0)
+
+
+def test_every_value_of_every_factor_is_in_the_pairs() -> None:
+    cells = covering_array(2, most_ranks=4)
+    assert len(cells) <= 26
+    words = " ".join(str(cell) for cell in cells).split()
+    for word in ("zbv", "interleaved_1f1b", "tp2", "sp", "cp2", "ep2", "replicas2", "dp2", "zero3", "cpu", "selective"):
+        assert word in words
+    assert {cell.model for cell in cells} == set(FACTORS["model"])
+
+
+# ---- one process
+
+
+def one(words: str = "one rank", model: nn.Module | None = None, **options: Any) -> Assembled:
+    made = options.pop("optimizer", lambda params: torch.optim.SGD(params, lr=0.1))
+    return fp.assemble(build(Cell(words)) if model is None else model, words, made, **options)
+
+
+def test_an_assembled_model_has_twelve_public_members() -> None:
+    trained = one()
+    members = {name for name in dir(trained) if not name.startswith("_")}
+    assert members == {
+        "layout", "mesh", "parts", "optimizer", "zero", "samples", "step", "evaluate", "state", "load_state",
+        "explain", "close",
+    }  # fmt: skip
+    trained.close()
+    trained.close()
+
+
+def test_the_users_own_loop_goes_on_beside_step() -> None:
+    model, twin = build(Cell("one rank")), build(Cell("one rank"))
+    trained, other = one(model=model), one(model=twin)
+    for step in range(2):
+        ids, target = batch(step)
+        result = trained.step((ids, target))
+        loss = F.cross_entropy(twin(ids).flatten(0, 1), target.flatten())
+        loss.backward()
+        other.optimizer.step()
+        other.optimizer.zero_grad()
+        assert result.loss == pytest.approx(loss.item(), rel=1e-12)
+    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def test_a_loss_of_tokens_or_their_sum_is_taken_and_a_mean_refused() -> None:
+    def of(reduction: str) -> Any:
+        return lambda output, target: F.cross_entropy(output.flatten(0, 1), target.flatten(), reduction=reduction)
+
+    wanted = one().step(batch(0)).loss
+    assert one(loss=of("sum")).step(batch(0)).loss == pytest.approx(wanted, rel=1e-12)
+    assert one(loss=of("none")).step(batch(0)).loss == pytest.approx(wanted, rel=1e-12)
+    with pytest.raises(ValueError, match='take reduction="sum"'):
+        one(loss=of("mean")).step(batch(0))
+
+
+def test_scheduler_moves_with_updates_and_not_with_skipped_steps() -> None:
+    trained = one(scheduler=lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5))
+    weight = next(trained.parts[0].parameters())
+    weight.register_hook(lambda grad: grad * math.nan if trained._steps == 1 else grad)
+    rates, skipped, before = [], [], None
+    for step in range(3):
+        if step == 1:
+            before = weight.detach().clone()
+        skipped.append(trained.step(batch(step)).skipped)
+        rates.append(trained.optimizer.param_groups[0]["lr"])
+        if step == 1:
+            assert torch.equal(weight, before)
+    assert skipped == [False, True, False]
+    assert rates == [0.05, 0.05, 0.025]
+
+
+def test_results_are_plain_numbers_and_count_flops() -> None:
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=51, hidden_size=32, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4
+    )
+    model = transformers.LlamaForCausalLM(config)
+    trained = one(model=model, peak_flops=1e12)
+    ids, _ = batch(0)
+    result = trained.step({"input_ids": ids, "labels": ids})
+    numbers = dataclasses.asdict(result)
+    assert all(isinstance(value, int | float) for value in numbers.values())
+    assert result.tokens == ROWS * (ids.shape[1] - 1)
+    matrices = sum(p.numel() for n, p in model.named_parameters() if p.dim() == 2 and "embed" not in n)
+    shape = fp.planner.find_model(model)
+    flops = fp.assembly.model_flops(shape, ROWS, ids.shape[1])
+    assert flops == ids.numel() * (6 * matrices + 12 * 2 * ids.shape[1] * 32)
+    assert result.mfu == pytest.approx(flops / result.seconds / 1e12)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"layout": "dp2"}, LayoutError, "there are 1 ranks"),
+        ({"layout": 3}, TypeError, "layout must be an fp.Layout or its words"),
+        ({"layout": "sp"}, LayoutError, "needs tp above 1"),
+        ({"model": 3}, TypeError, "model must be a torch.nn.Module"),
+        ({"optimizer": "adam"}, TypeError, "optimizer must be a function"),
+        ({"optimizer": lambda params: params}, TypeError, "optimizer must return"),
+        ({"precision": "fp7"}, ValueError, "fp7"),
+        ({"loss": 3}, TypeError, "loss"),
+        ({"max_norm": -1.0}, ValueError, "max_norm must be positive"),
+    ],
+)
+def test_wrong_arguments_are_refused_and_the_model_is_as_before(
+    change: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    model = build(Cell("one rank"))
+    before = {name: (id(p), p.dtype) for name, p in model.named_parameters()}
+    arguments: dict[str, Any] = {"model": model, "layout": "full", "optimizer": torch.optim.SGD, **change}
+    with pytest.raises(error, match=message):
+        fp.assemble(**arguments)
+    assert {name: (id(p), p.dtype) for name, p in model.named_parameters()} == before
+    assert all("_fastpar" not in key for module in model.modules() for key in vars(module))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda ids, target: (ids,), "a pair"),
+        (lambda ids, target: {"input_ids": ids, "labels": target}, "no 'target'"),
+        (lambda ids, target: (ids[:3], target), "as many rows"),
+        (lambda ids, target: (ids, target.fill_(-100)), "all are -100"),
+        (lambda ids, target: (ids[:1], target[:1]), "too few for 2 microbatches"),
+        (lambda ids, target: (ids[:3], target[:3]), "cannot be dealt"),
+    ],
+)
+def test_wrong_batches_are_refused(wrong: Any, message: str) -> None:
+    trained = one("acc2")
+    with pytest.raises(ValueError, match=message):
+        trained.step(wrong(*batch(0)))
+
+
+def test_a_models_own_unknown_loss_and_balance_losses_in_it_are_refused() -> None:
+    class Own(nn.Module):
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            return (x - labels).square().mean()
+
+    with pytest.raises(ValueError, match="not known what it is the mean of"):
+        Objective.of(Own(), None)
+    import transformers
+
+    config = transformers.MixtralConfig(
+        vocab_size=51, hidden_size=32, intermediate_size=24, num_hidden_layers=1, num_attention_heads=4,
+        num_local_experts=2, output_router_logits=True,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="output_router_logits"):
+        Objective.of(transformers.MixtralForCausalLM(config), None)
+
+
+# ---- ranks
+
+
+def _saved_and_loaded(folder: str, cells: list[Cell]) -> dict[str, list[float]]:
+    """Train, save after a step, train on; and the same from the file, in each layout."""
+    found: dict[str, list[float]] = {}
+    first = assembled(cells[0], scheduler=lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.5))
+    first.step(fed(first, cells[0], 0))
+    dcp.save(first.state(), checkpoint_id=folder)
+    found["saved"] = [first.step(fed(first, cells[0], step)).loss for step in (1, 2)]
+    first.close()
+    for cell in cells:
+        trained = assembled(cell, scheduler=lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.5))
+        trained.step(fed(trained, cell, 2))
+        state = trained.state()
+        dcp.load(state, checkpoint_id=folder)
+        trained.load_state(state)
+        assert (trained._steps, trained._samples) == (1, ROWS)
+        found[str(cell)] = [trained.step(fed(trained, cell, step)).loss for step in (1, 2)]
+        trained.close()
+    return found
+
+
+def test_a_run_goes_on_from_its_state_with_the_same_bits_and_in_other_layouts(tmp_path: Path) -> None:
+    cells = [Cell("pp2 dp2 mb2 zero1", tied=True), Cell("tp2 sp dp2 zero3", tied=True)]
+    for found in run_ranks(4, _saved_and_loaded, str(tmp_path), cells):
+        assert found[str(cells[0])] == found["saved"]
+        assert found[str(cells[1])] == pytest.approx(found["saved"], rel=1e-9)
+
+
+def _wrong_on_one_rank() -> list[str]:
+    rank = torch.distributed.get_rank()
+    found = []
+    trained = assembled(Cell("pp2 dp2 mb2 zero1"))
+    good = fed(trained, Cell("one rank"), 0)
+    other = tuple(x.roll(1, 0) for x in good)
+    for wrong in (other if rank == 1 else good, good if rank else (good[0],)):
+        try:
+            trained.step(wrong)
+        except ValueError as error:
+            found.append(str(error))
+    found.append(str(trained.step(good).tokens))  # and it goes on
+    found.append(str(trained.evaluate(good)))
+    trained.close()
+    return found
+
+
+def test_what_is_wrong_with_one_ranks_batch_is_raised_on_all_and_the_run_goes_on() -> None:
+    everyone = run_ranks(4, _wrong_on_one_rank)
+    tokens = str(int((batch(0)[1] != -100).sum()))
+    for rank, (mixed, broken, counted, loss) in enumerate(everyone):
+        # Ranks 1 and 3 are of one pipeline.
+        assert ("pp ranks 0 and 1 were fed different samples" if rank % 2 else "batch of 2 ranks is wrong") in mixed
+        assert ("a pair" in broken) if rank == 0 else ("the batch of rank 0 is wrong" in broken)
+        assert counted == tokens
+        assert loss == everyone[0][3]
+
+
+def _twice(cells: list[Cell]) -> list[bool]:
+    found = []
+    for cell in cells:
+        runs = []
+        for _ in range(2):
+            trained = assembled(cell)
+            losses = [trained.step(fed(trained, cell, step)) for step in range(STEPS)]
+            runs.append([(each.loss, each.norm) for each in losses])
+            trained.close()
+        found.append(runs[0] == runs[1])
+    return found
+
+
+def test_a_cell_has_the_same_bits_twice() -> None:
+    cells = [Cell("pp2 tp2 sp mb2 zbv acc2", "experts"), Cell("tp2 dp2 ep4 zero3", "experts")]
+    for same in run_ranks(4, _twice, cells):
+        assert all(same)
+
+
+def _explained(folder: str) -> tuple[str, str]:
+    trained = assembled(Cell("pp2 dp2 mb2 zero1 full", tied=True))
+    report = trained.explain()
+    text = report.svg(Path(folder) / "layout.svg") if torch.distributed.get_rank() == 0 else report.svg()
+    trained.close()
+    return str(report), text
+
+
+def test_explain_says_who_holds_and_sends_what_in_words_and_as_a_picture(tmp_path: Path) -> None:
+    everyone = run_ranks(4, _explained, str(tmp_path))
+    assert len(set(everyone)) == 1
+    table, picture = everyone[0]
+    assert picture == (tmp_path / "layout.svg").read_text()
+    assert picture.count("rank ") == 4 + picture.count("pipeline rank ")
+    calls = "fp.parallelize_pipeline(model, mesh, '1f1b'", "fp.zero.shard(pipe, optimizer, group=mesh, stage=1"
+    for words in ("pp2 dp2 zero1 mb2 full", "dp_shard  2", "rows gathered", *calls):
+        assert words in table, table
+
+
+def test_only_public_names_are_used() -> None:
+    """What `assemble` does, users can do with the same calls."""
+    import fastpar.assembly.api as api
+
+    for name in ("parallelize", "parallelize_pipeline", "init_mesh"):
+        assert getattr(api, name) is getattr(fp, name)
+    assert list(inspect.signature(fp.assemble).parameters)[:3] == ["model", "layout", "optimizer"]
