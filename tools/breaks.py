@@ -525,7 +525,107 @@ CSRC = _of(
     ),
 )
 
+ASSEMBLY = _of(
+    "assembly",
+    (
+        "gradients are not averaged over data parallelism",
+        "made.passes.train(fed, whole.tokens / self.layout.dp / scale)",
+        "made.passes.train(fed, whole.tokens / scale)",
+        "test_assembly.py others_got",
+    ),
+    (
+        "ranks divide by their own tokens",
+        "return GlobalBatch(rows // self._sharing, total // self._sharing)",
+        "return GlobalBatch(rows // self._sharing, tokens * (rows // self._sharing // (fed.rows if fed else 1)))",
+        "test_assembly.py others_got",
+    ),
+    (
+        "balance losses are not scaled by microbatches",
+        "router.loss_scale = scale / (self.layout.accumulate * self._microbatches)",
+        "router.loss_scale = scale / self.layout.accumulate",
+        "test_assembly.py everything_at_once",
+    ),
+    (
+        "routers do not know of other ranks' tokens",
+        '            router.batch_comms = [Communicator(self.mesh.group("dp"))]',
+        "            router.batch_comms = []",
+        "test_assembly.py others_got",
+    ),
+    (
+        "routers do not know that the sequence is split",
+        '                router.comm = Communicator(self.mesh.group("tp"))',
+        "                router.comm = Communicator(None)",
+        "test_assembly.py others_got",
+    ),
+    (
+        "the norm counts tied weights twice",
+        "share = (parameter.ranks.index(rank), len(parameter.ranks)) if i == 0 else None",
+        "share = (0, 1)",
+        "test_assembly.py others_got",
+    ),
+    (
+        "gradients of tied weights are those of one stage",
+        "            for tensor in present[1:]:\n                total += tensor\n",
+        "",
+        "test_assembly.py others_got",
+    ),
+    (
+        "the norm counts a sharded head twice",
+        "if self._name(group) not in self._everything:",
+        "if self._name(group):",
+        "test_assembly.py others_got",
+    ),
+    (
+        "labels are not shifted",
+        "shifted[..., : -self.shift] = target[..., self.shift :]",
+        "shifted[..., : -self.shift] = target[..., : -self.shift]",
+        "test_assembly.py others_got",
+    ),
+    (
+        "labels of split sequences are a token off",
+        "labels[:, 1:] = fed.target[:, :-1]",
+        "labels[:] = fed.target",
+        "test_assembly.py others_got",
+    ),
+    (
+        "gradients of cp are averaged",
+        "return mean if self.num_parts == 1 else mean.mul_(self.num_parts)",
+        "return mean",
+        "test_assembly.py others_got",
+    ),
+    (
+        "masters of stage 3 do not know that weights are tied",
+        "    vars(owner).update(vars(sharded))  # pipelines mark what stages share\n",
+        "",
+        "test_assembly.py others_got",
+    ),
+    (
+        "experts have the gradients of all their ranks",
+        "grad_scale=tp / ep if ep > 1 else 1.0,",
+        "grad_scale=1.0,",
+        "test_assembly.py others_got",
+    ),
+    (
+        "a sharded head's gradient is not divided",
+        "return counted.to(dtype) / (num_counted * divisor)",
+        "return counted.to(dtype) / num_counted",
+        "test_assembly.py others_got",
+    ),
+    (
+        "the norm is that of a pipeline stage",
+        '            if dim == "pp":\n                self._everything.append(self._name(group))\n',
+        '            if dim == "pp":\n                continue\n',
+        "test_assembly.py others_got",
+    ),
+    (
+        "data-parallel ranks read the same",
+        'start = step * batch + self.mesh.rank("dp") * each',
+        "start = step * batch",
+        "test_assembly.py others_got",
+    ),
+)
+
 BREAKS = [
     *COMM, *OPS, *OPTIM, *PRECISION, *EXPERT, *ZERO, *TENSOR, *PIPELINE, *RECOMPUTE, *STORAGE, *MESH, *VERIFICATION,
-    *KERNELS, *CSRC,
+    *KERNELS, *CSRC, *ASSEMBLY,
 ]  # fmt: skip
