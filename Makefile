@@ -1,11 +1,12 @@
 # fastpar: the commands people need. `make help` lists them.
 #
-# Variables: PYTHON (interpreter to use if it has torch, else to make .venv with), TORCH (default torch==2.13.0), TRITON, CXX, ARGS;
+# Variables: LAYOUT (of `make demo`), PYTHON (interpreter to use if it has torch, else to make .venv with), TORCH (default torch==2.13.0), TRITON, CXX, ARGS;
 # for `make gpu`: PLAN, ONLY, PEERS, BUDGET (seconds), OUT, DRY_RUN.
 SHELL := /bin/bash
 PY = "$$(tools/find_python.sh)"
 MARKERS := -m "not slow and not gpu"
 ARGS ?=
+LAYOUT ?= pp2 tp2 sp zbv mb4 zero1 full
 
 .PHONY: help setup build demo check test test-all breaks gpu lint format docs bench asan abi wheel clean
 
@@ -21,9 +22,8 @@ build: setup
 
 TRAIN = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m torch.distributed.run --nproc-per-node 4 examples/train.py
 
-demo: build ## train a small Llama on 4 CPU processes, TP 2 x DP 2, then PP 2 x TP 2, and compare each with a single process
-	@$(TRAIN) --tp 2 --dp 2 $(ARGS)
-	@$(TRAIN) --pp 2 --tp 2 --schedule zbv --steps 30 --out runs/demo-pipeline $(ARGS)
+demo: build ## train a small Llama on 4 CPU processes with everything at once (LAYOUT="..."), and compare with one process
+	@$(TRAIN) --layout "$(LAYOUT)" $(ARGS)
 
 check: build ## in 90 s: lint, types and the cheap tests; STEM=moe adds every test of the files with that in their names
 	@tools/run_checks.sh --quick $(STEM)

@@ -10,7 +10,7 @@ training loss is as good as a validation loss; there is no separate split.
 """
 
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,7 +43,7 @@ class Corpus:
                 f"and the byte after it; give at least {self.seq_len + 1} bytes or a smaller seq_len"
             )
 
-    def batch(self, step: int, indices: range) -> tuple[Tensor, Tensor]:
+    def batch(self, step: int, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Samples `indices` of the global batch of `step`: (input_ids, targets), both int64 [len(indices), seq_len].
 
         targets[i, t] is the byte that follows input_ids[i, t].

@@ -24,6 +24,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -109,6 +110,18 @@ class MemoryMeter:
         self._at_rest: list[Tensor] = []  # parameters; while stage 3 has gathered some, the model has those instead
         self._is_watching = False
         optimizer.register_step_pre_hook(lambda *_: self.sample())
+
+    def watch(self, model: Any, zero: object) -> MemoryMeter:
+        """Say whose memory it is, where that was not known yet."""
+        self.model, self.zero = model, zero
+        return self
+
+    def most_of_all_ranks(self) -> dict[str, int]:
+        """Peak bytes by kind, of the rank that has most of it."""
+        peaks = torch.tensor([*(self.peaks[kind] for kind in KINDS), self.together])
+        if dist.is_initialized():
+            dist.all_reduce(peaks, dist.ReduceOp.MAX)
+        return dict(zip([*KINDS, "all together"], peaks.tolist(), strict=True))
 
     @contextmanager
     def watching(self, is_wanted: bool = True) -> Iterator[None]:

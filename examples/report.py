@@ -5,15 +5,20 @@ import os
 import platform
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from torch import nn
+
+import fastpar as fp
 
 PLAIN_LINES = 10  # progress lines of a run whose stderr is not a terminal
 
@@ -123,6 +128,34 @@ class Comparison:
         return self.tolerance is None or all(difference <= self.tolerance for difference in self.differences)
 
 
+def loads_of(
+    parts: Sequence[nn.Module], mesh: fp.Mesh | None = None, layout: fp.Layout | None = None
+) -> list[list[int]]:
+    """How many tokens each expert got since the last call, by layer: those of all ranks of the mesh."""
+    own: dict[str, torch.Tensor] = {}
+    for part in parts:
+        own |= fp.expert.expert_loads(part, reset=True)
+    everyone: list[dict[str, torch.Tensor]] = [own]
+    if mesh is not None and layout is not None and mesh.world_size > 1:
+        has_own_tokens = mesh.rank("tp") == 0 or layout.sequence_parallel
+        everyone = [{}] * mesh.world_size
+        dist.all_gather_object(everyone, own if has_own_tokens else {})
+    layers = sorted({name for each in everyone for name in each}, key=lambda name: (len(name), name))
+    return [torch.stack([each[name] for each in everyone if name in each]).sum(0).tolist() for name in layers]
+
+
+def save(out: Path, settings: dict[str, Any], parallel: Run, comparison: Comparison | None) -> None:
+    """The table, and files in the folder `out`."""
+    print_table(parallel, comparison)
+    save_json(out / "report.json", settings, parallel, comparison)
+    save_plot(out / "losses.png", parallel, comparison)
+    pictures = "losses.png, layout.svg"
+    if parallel.loads:
+        save_loads(out / "loads.png", parallel)
+        pictures += ", loads.png"
+    print(f"wrote {out}/report.json and {pictures}")
+
+
 def print_table(parallel: Run, comparison: Comparison | None) -> None:
     """Loss at some steps, then the totals; with a comparison, the single process and the difference beside it."""
     single = comparison.single if comparison else None
@@ -163,12 +196,10 @@ def _chosen_steps(count: int) -> list[int]:
 
 def save_json(path: Path, settings: dict[str, Any], parallel: Run, comparison: Comparison | None) -> None:
     """Write everything that was measured, with what it takes to measure it again."""
-    import fastpar
-
     report: dict[str, Any] = {
         "settings": settings,
         "machine": {"cpus": os.cpu_count(), "platform": platform.platform(), "processor": platform.machine()},
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "fastpar": fastpar.__version__},
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, "fastpar": fp.__version__},
         "parallel": parallel.as_json(),
     }
     if comparison is not None:

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -185,27 +184,22 @@ def test_impossible_model_sizes_are_errors(change: dict[str, int], message: str)
 # trainer
 
 
-def test_layout_takes_two_tensor_parallel_ranks_and_leaves_the_rest_to_data():
-    def shape(world: int, tp: int | None = None, dp: int | None = None, pp: int = 1) -> tuple[int, int]:
-        layout = train.Layout.of_world(world, pp, tp, dp, False)
-        return layout.tp, layout.dp
-
-    assert [shape(1), shape(2), shape(3), shape(4)] == [(1, 1), (2, 1), (1, 3), (2, 2)]
-    assert [shape(4, tp=4), shape(4, dp=4), shape(6, tp=3, dp=2)] == [(4, 1), (1, 4), (3, 2)]
-    assert [shape(4, pp=2), shape(8, pp=2), shape(4, pp=4), shape(4, pp=2, dp=2)] == [(2, 1), (2, 2), (1, 1), (1, 2)]
-    for tp, dp in ((3, None), (2, 1), (0, None), (None, 0), (8, None)):
-        with pytest.raises(ValueError, match=r"must be the number of processes \(4\)"):
-            train.Layout.of_world(4, 1, tp, dp, False)
-    with pytest.raises(ValueError, match=r"--pp \(3\)"):
-        train.Layout.of_world(4, 3, None, None, False)
+def test_default_layout_takes_two_tensor_parallel_ranks_and_leaves_the_rest_to_data(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    found = {}
+    for world in (1, 2, 3, 4):
+        monkeypatch.setenv("WORLD_SIZE", str(world))
+        flags = train.parse_arguments([*TINY_FLAGS, "--batch=12", "--out", str(tmp_path)])
+        found[world] = train.make_job(flags)[1].words
+    assert found == {1: "one rank", 2: "tp2", 3: "dp3", 4: "tp2 dp2"}
 
 
-def test_ranks_and_their_passes_read_the_global_batch_in_order():
-    layout = train.Layout(pp=1, tp=1, dp=2, sequence_parallel=False, accumulate=3)
-    assert [layout.share(12, dp_rank) for dp_rank in (0, 1)] == [
-        [range(2), range(2, 4), range(4, 6)],
-        [range(6, 8), range(8, 10), range(10, 12)],
-    ]
+def test_microbatches_have_the_samples_of_all_data_parallel_ranks() -> None:
+    job = train.Job(TINY, steps=1, batch=8, seq_len=8, lr=1.0, seed=0, dtype="float32")
+    layout = train.fp.Layout.parse("dp2 acc2")
+    assert train.microbatches(job, layout) == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    assert train.microbatches(job, train.fp.Layout.parse("pp2 mb4")) == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
 def test_learning_rate_warms_up_then_falls_to_a_tenth():
@@ -232,7 +226,7 @@ def test_trainer_without_a_launcher_fails_when_the_runs_differ(
     flags = [*TINY_FLAGS, "--steps", "2", "--data", str(text), "--out", str(tmp_path)]
     assert train.main(flags) == 0
     single = train.train_single
-    monkeypatch.setattr(train, "train_single", lambda job, corpus: single(dataclasses.replace(job, lr=0.1), corpus))
+    monkeypatch.setattr(train, "train_single", lambda job, *rest: single(dataclasses.replace(job, lr=0.1), *rest))
     assert train.main(flags) == 1
     assert not json.loads((tmp_path / "report.json").read_text())["difference"]["passed"]
 
@@ -250,21 +244,18 @@ def test_comparison_passes_up_to_the_tolerance_and_never_with_nan():
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--tp 2", "number of processes (1)"),
+        ("--layout tp2", "ranks: pp x dp_replicate x dp_shard x cp x tp is 2, but there are 1 ranks"),
+        ("--layout tpp2", "did you mean"),
         ("--kv-heads 3", "num_key_value_heads (3)"),
         ("--data no_such_file", "no_such_file"),
         ("--steps 0", "must be positive"),
-        ("--pp 2", "--pp (2)"),
         ("--out README.md", "README.md"),
-        ("--accumulate 3", "--batch (8) must be a multiple of the data-parallel ranks (1) times --accumulate (3)"),
-        ("--accumulate 0", "--accumulate (0)"),
-        ("--offload nvme", "nvme:FOLDER or nvme+parameters:FOLDER, got 'nvme'"),
-        ("--offload cpu+parameters", "--offload cpu+parameters is for the parameters of --zero 3, got --zero 0"),
-        ("--ep 2", "--ep (2) spreads experts"),
-        ("--experts 4 --ep 3", "--ep (3) must divide --tp (1) times --dp (1), and --experts (4)"),
+        ("--layout acc3", "batch: a batch of 8 cannot be dealt to 1 data-parallel ranks in 3 passes"),
+        ("--layout nvme", "nvme needs one"),
+        ("--layout cpu+parameters", "offload of parameters is for ZeRO stage 3"),
         ("--experts 4 --top-k 5", "num_experts_per_tok (5) must be 1 to num_experts (4)"),
-        ("--experts 4 --accumulate 2", "add --balance 0"),
-        ("--precision bf16 --dtype float64", "--precision bf16 keeps float32 master weights, but --dtype is float64"),
+        ("--precision bf16 --dtype float64", "--precision bf16 has float32 masters, but --dtype is float64"),
+        ("--torch-threads 0", "--torch-threads must be at least 1"),
     ],
 )
 def test_wrong_flags_are_one_line_and_status_2(
@@ -280,38 +271,26 @@ def test_wrong_flags_are_one_line_and_status_2(
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    ("flags", "name", "layout"),
+    ("layout", "flags", "splits"),
     [
-        (["--sequence-parallel"], "TP 2 x DP 1 + SP", {"tp": 2, "pp": 1, "sequence_parallel": True}),
-        (
-            ["--tp=1", "--zero=3", "--accumulate=2"],
-            "TP 1 x DP 2 (ZeRO-3)",
-            {"tp": 1, "dp": 2, "zero": 3, "accumulate": 2},
-        ),
-        (
-            ["--pp=2", "--schedule=zbv", "--microbatches=2", "--parts=E|t|t|H"],
-            "PP 2 (zbv) x TP 1 x DP 1",
-            {"tp": 1, "pp": 2, "schedule": "zbv", "microbatches": 2, "parts": "E|t|t|H"},
-        ),
-        pytest.param(
-            ["--tp=2", "--ep=2", "--experts=4"], "TP 2 x DP 1, EP 2", {"tp": 2, "ep": 2}, marks=pytest.mark.slow
-        ),
-        (
-            ["--tp=1", "--ep=2", "--experts=4", "--zero=3"],
-            "TP 1 x DP 2 (ZeRO-3), EP",  # and 2 in the column's next line
-            {"tp": 1, "dp": 2, "ep": 2, "zero": 3},
-        ),
+        ("tp2 sp", [], "parameters"),
+        ("dp2 zero3 acc2", [], "states"),
+        ("pp2 zbv mb2", ["--layers=4"], "parameters"),
+        ("dp2 ep2 zero3", ["--experts=4"], "states"),
+        pytest.param("pp2 mb2 acc2 full", ["--experts=4"], "parameters", marks=pytest.mark.slow),
     ],
-    ids=["tensor", "zero", "pipeline", "experts", "experts_zero"],
+    ids=["tensor", "zero", "pipeline", "experts_zero", "experts_pipeline"],
 )
 def test_two_ranks_match_a_single_process_under_torchrun(
-    flags: list[str], name: str, layout: dict[str, Any], text: Path, tmp_path: Path
+    layout: str, flags: list[str], splits: str, text: Path, tmp_path: Path
 ):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "examples/train.py"]
     command += [
         *TINY_FLAGS,
         "--steps=6",
         "--lr=1e-2",
+        "--layout",
+        layout,
         *flags,
         "--data",
         str(text),
@@ -327,12 +306,13 @@ def test_two_ranks_match_a_single_process_under_torchrun(
         timeout=280,  # ends a hang; two ranks of a busy machine may take a minute
     )
     assert done.returncode == 0, done.stderr
-    assert name in done.stdout
+    assert f"layout {train.fp.Layout.parse(layout).words}: 2 ranks" in done.stdout  # what explain says
+    assert (tmp_path / "layout.svg").read_text().startswith("<svg")
 
     figures = json.loads((tmp_path / "report.json").read_text())
-    assert figures["settings"]["layout"].items() >= {"dp": 1, **layout}.items()
+    assert train.fp.Layout.parse(figures["settings"]["layout"]) == train.fp.Layout.parse(layout)
     parts, whole = figures["parallel"]["bytes_per_rank"], figures["single"]["bytes_per_rank"]
-    if "zero" in layout:
+    if splits == "states":
         assert parts["parameters"] > 0.5 * whole["parameters"]  # this rank's half, and the layer that runs
         assert parts["states"] == pytest.approx(whole["states"] / 2, rel=0.02)
     else:
@@ -344,7 +324,7 @@ def test_two_ranks_match_a_single_process_under_torchrun(
     assert max(abs(a - b) for a, b in zip(parallel, single, strict=True)) == figures["difference"]["max"] <= 1e-4
     assert figures["difference"]["passed"]
     assert (tmp_path / "losses.png").read_bytes().startswith(b"\x89PNG")
-    if "ep" in layout:
+    if "--experts=4" in flags:
         loads = figures["parallel"]["expert_loads"]
         assert loads[0] == figures["single"]["expert_loads"][0]
         assert [sum(layer) for layer in loads[-1]] == [2 * 4 * 32] * 2  # two of four experts for every token
