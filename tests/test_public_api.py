@@ -248,6 +248,24 @@ def test_readme_swap_examples_run_on_two_ranks() -> None:
     assert 6.0 < losses[0] < 8.0  # log(1000) = 6.9 for a model that knows nothing
 
 
+def run_layout_example(code: str) -> float:
+    names: dict[str, Any] = {}
+    exec(code, names)
+    result = names["trained"].step({"input_ids": names["ids"], "labels": names["ids"]})
+    names["trained"].close()
+    return float(result.loss)
+
+
+def test_readme_layout_example_runs_on_four_ranks_and_is_short() -> None:
+    pytest.importorskip("transformers")
+    code = readme_examples()["One layout, one call"]
+    lines = [line for line in code.splitlines() if line and not line.startswith(("#", "import", "from"))]
+    assert len(lines) <= 12
+    losses = run_ranks(4, run_layout_example, code)
+    assert len(set(losses)) == 1
+    assert 5.0 < losses[0] < 8.0
+
+
 def run_pipeline_example(code: str) -> float:
     names: dict[str, Any] = {}
     exec(code, names)
