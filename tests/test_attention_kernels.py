@@ -227,7 +227,7 @@ def test_results_do_not_depend_on_how_tiles_are_cut(capability: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bits_do_not_depend_on_the_number_of_threads(capability: str, dtype: torch.dtype) -> None:
-    call = Call(700, 700, heads=(4, 2), dropout=0.1)
+    call = Call(400, 400, heads=(4, 2), dropout=0.1)
     inputs = call.inputs(dtype)
     before, found = torch.get_num_threads(), []
     try:

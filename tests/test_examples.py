@@ -273,8 +273,8 @@ def test_wrong_flags_are_one_line_and_status_2(
 @pytest.mark.parametrize(
     ("layout", "flags", "splits"),
     [
-        ("tp2 sp", [], "parameters"),
-        ("dp2 zero3 acc2", [], "states"),
+        pytest.param("tp2 sp", [], "parameters", marks=pytest.mark.slow),
+        pytest.param("dp2 zero3 acc2", [], "states", marks=pytest.mark.slow),
         ("pp2 zbv mb2", ["--layers=4"], "parameters"),
         ("dp2 ep2 zero3", ["--experts=4"], "states"),
         pytest.param("pp2 mb2 acc2 full", ["--experts=4"], "parameters", marks=pytest.mark.slow),

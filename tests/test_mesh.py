@@ -197,6 +197,7 @@ def test_a_cuda_mesh_without_cuda_is_refused():
 
 
 @pytest.mark.ranks
+@pytest.mark.slow  # test_mesh_lifetime.py has a job that does it three times
 def test_under_torchrun_the_mesh_starts_and_ends_the_default_group(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(

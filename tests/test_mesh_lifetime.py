@@ -498,7 +498,9 @@ def test_a_rendezvous_that_nobody_answers_ends_at_its_deadline(monkeypatch):
 
 
 _AGAIN = """
+import warnings; warnings.simplefilter("error")
 import torch, torch.distributed as dist, fastpar as fp
+assert not dist.is_initialized()
 for step in range(3):
     mesh = fp.init_mesh(tp=2, device="cpu", timeout=30.0)
     assert fp.Communicator(mesh["tp"]).all_reduce(torch.ones(1)).item() == 2

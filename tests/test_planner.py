@@ -97,7 +97,7 @@ def by_time(each: RefinedLayout) -> float:
 
 @pytest.mark.parametrize(
     "seeds",
-    [*(pytest.param(range(n, n + 50), marks=pytest.mark.slow) for n in (0, 50, 100)), range(150, 200)],
+    [*(pytest.param(range(n, n + 50), marks=pytest.mark.slow) for n in (0, 50, 100, 150)), range(150, 175)],
     ids=str,
 )
 @pytest.mark.expensive

@@ -88,15 +88,26 @@ LARGER = [
 ]
 
 
+ALONE = [pytest.param(architecture, 1, marks=pytest.mark.slow) for architecture in ARCHITECTURES]
+
+
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
-@pytest.mark.parametrize(("architecture", "size"), [*itertools.product(ARCHITECTURES, (1, 2, 3)), *LARGER])
+@pytest.mark.parametrize(("architecture", "size"), [*itertools.product(ARCHITECTURES, (2, 3)), *ALONE, *LARGER])
 def test_parallel_model_equals_unsharded_in_float64(architecture: str, size: int, sequence_parallel: bool) -> None:
     results = run_ranks(size, compare, architecture, torch.float64, sequence_parallel, {})
     assert_close(results, TOLERANCE[torch.float64])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
+@pytest.mark.parametrize(
+    ("dtype", "sequence_parallel"),
+    [
+        (torch.float32, False),
+        (torch.bfloat16, True),
+        pytest.param(torch.float32, True, marks=pytest.mark.slow),
+        pytest.param(torch.bfloat16, False, marks=pytest.mark.slow),
+    ],
+    ids=["float32, tp", "bfloat16, sp", "float32, sp", "bfloat16, tp"],
+)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_parallel_model_equals_unsharded_in_training_dtypes(
     architecture: str, sequence_parallel: bool, dtype: torch.dtype

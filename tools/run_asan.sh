@@ -2,7 +2,7 @@
 # The tests of the C++ kernels against a library built with AddressSanitizer and UndefinedBehaviorSanitizer.
 #
 #   tools/run_asan.sh [pytest arguments]        default: the op tests, without their slow variants and without torch.compile,
-#                                               sixteen parameters of each test: enough to take every path of the kernels
+#                                               eight parameters of each test: enough to take every path of the kernels
 #   tools/run_asan.sh --build                   the library alone
 #   tools/run_asan.sh --part NAME ...           those of the op tests that are of these parts (see tests/conftest.py)
 #
@@ -21,7 +21,7 @@ fi
 "$python" _build/native.py --sanitize=address,undefined --output="$library"
 if [[ ${1:-} == --build ]]; then exit; fi
 if [[ $# -eq 0 || $1 == --part ]]; then
-  set -- "$@" -q --at-most 16 -m "not slow and not gpu" -k "not compile and not triton" tests/test_attention_kernels.py tests/test_cross_entropy.py \
+  set -- "$@" -q --at-most 8 -m "not slow and not gpu" -k "not compile and not triton" tests/test_attention_kernels.py tests/test_cross_entropy.py \
     tests/test_cross_entropy_kernels.py tests/test_dropout.py tests/test_moe_rows.py tests/test_rms_norm.py tests/test_swiglu.py \
     tests/test_shared_memory.py tests/test_point_to_point.py
 fi
