@@ -18,7 +18,7 @@ from tests.context_ranks import FAMILIES, PACKED, alone, whole_batch
 from tests.family_models import tiny_model
 
 MODELS = {**FAMILIES, "mixtral": "MixtralForCausalLM"}
-EXPERTS = ("mixtral",)  # whose grouped products have no float64
+EXPERTS = ("mixtral", "gpt_oss")  # whose grouped products have no float64
 # Of the largest update: what transformers' code does in float32 (its loss, norms, routers), and for experts all.
 TOLERANCE = 1e-3
 
@@ -61,9 +61,9 @@ def factorisations(world: int) -> Iterator[tuple[tuple[str, int], ...]]:
 
 
 def build(family: str) -> nn.Module:
-    if family in EXPERTS:
-        return tiny_model(family, MODELS[family], num_local_experts=4)
-    return tiny_model(family, MODELS[family]).double()
+    sizes = {"num_local_experts": 4} if family == "mixtral" else {}  # which four ranks share
+    model = tiny_model(family, MODELS[family], **sizes)
+    return model if family in EXPERTS else model.double()
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 import fastpar as fp
 from fastpar.context import ContextRegion
 from fastpar.context.region import region_of
+from fastpar.contracts.moe import RouteRule
 from tests.family_models import tiny_model
 
 TOKENS = 37
@@ -132,22 +133,24 @@ def compare_steps(sizes: dict[str, int], stage: int, documents: Any) -> None:
     assert_near(found, train_step_alone(replicas, documents), (sizes, stage), 1e-3)
 
 
-def perturb_a_document() -> tuple[float, float]:
-    """How far the logits of the first and of the second document move when a token of the first becomes another."""
+def perturb_a_document(families: dict[str, str]) -> dict[str, tuple[float, float]]:
+    """By family, how far the logits of the first and of the second document move when a token of the first becomes
+    another."""
     mesh = fp.init_mesh(cp=dist.get_world_size(), device="cpu")
-    model = fp.parallelize(tiny_model("llama", "LlamaForCausalLM"), mesh)
-    ids = whole_batch()["input_ids"]
-    outputs = []
-    for token in (3, 4):
-        ids[:, 0] = token
-        batch = fp.context.shard(model, {"input_ids": ids}, documents=(20, 17))
-        outputs.append(model(**batch).logits.detach())
-    moved = (outputs[0] - outputs[1]).abs().amax((0, 2))
-    is_first = region_of(model).positions < 20
-    comm = fp.Communicator(mesh.group("cp"))
-    ends = torch.stack([moved[is_first].sum(), moved[~is_first].sum()])
-    first, second = comm.all_reduce(ends).tolist()
-    return first, second
+    comm, found = fp.Communicator(mesh.group("cp")), {}
+    for model_type, name in families.items():
+        model = fp.parallelize(tiny_model(model_type, name), mesh)
+        ids = whole_batch()["input_ids"]
+        outputs = []
+        for token in (3, 4):
+            ids[:, 0] = token
+            batch = fp.context.shard(model, {"input_ids": ids}, documents=(20, 17))
+            outputs.append(model(**batch).logits.detach())
+        moved = (outputs[0] - outputs[1]).abs().amax((0, 2))
+        is_first = region_of(model).positions < 20
+        first, second = comm.all_reduce(torch.stack([moved[is_first].sum(), moved[~is_first].sum()])).tolist()
+        found[model_type] = first, second
+    return found
 
 
 def recompute_two_batches() -> None:
@@ -361,3 +364,32 @@ def styled_refusals() -> list[str]:
             found.append(str(error))
     mesh.close()
     return found
+
+
+class Routed(nn.Module):
+    """A layer of attention, and a router behind it whose losses are collected."""
+
+    def __init__(self, region: ContextRegion) -> None:
+        super().__init__()
+        self.own = Own(region)
+        losses = fp.expert.LossRule(balance="switch", coeff=1.0, z_coeff=0.1)
+        self.router = fp.expert.Router(8, 6, RouteRule(top_k=2), losses=losses, collect=True)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x: Tensor = self.own(input_ids)
+        self.router(x)
+        return x
+
+
+def router_losses(size: int) -> dict[str, Tensor]:
+    """The sums over ranks of a router's losses, and of their gradients."""
+    mesh = fp.init_mesh(cp=size, device="cpu")
+    region = ContextRegion(mesh.group("cp"))
+    torch.manual_seed(0)
+    model = fp.parallelize(Routed(region).double(), mesh, {})
+    batch = fp.context.shard(model, {"input_ids": whole_batch()["input_ids"]})
+    model(batch["input_ids"])
+    losses = fp.expert.collected_losses(model)
+    sum(losses.values()).backward()
+    named = {**{name: loss.detach() for name, loss in losses.items()}, **gradients(model)}
+    return {name: region.comm.all_reduce(value.clone()) for name, value in named.items()}

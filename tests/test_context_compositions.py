@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 
 from tests.context_composition_ranks import Cell, compare_cells, factorisations
+from tests.context_ranks import FAMILIES
 from tests.dist import run_ranks
 
 pytest.importorskip("transformers")
@@ -30,6 +31,17 @@ CHEAP = {
 @pytest.mark.parametrize("world", CHEAP)
 def test_two_steps_in_mixed_layouts_equal_one_process(world: int) -> None:
     assert all(count == len(CHEAP[world]) for count in run_ranks(world, compare_cells, CHEAP[world]))
+
+
+@pytest.mark.expensive
+@pytest.mark.parametrize("family", ["gemma3_text", "gpt2"])
+def test_two_steps_of_a_family_equal_one_process(family: str) -> None:
+    run_ranks(2, compare_cells, [Cell(CP2, family=family)])
+
+
+@pytest.mark.slow
+def test_two_steps_of_every_family_equal_one_process() -> None:
+    run_ranks(2, compare_cells, [Cell(CP2, family=family) for family in FAMILIES])
 
 
 def every_cell(world: int) -> list[Cell]:

@@ -65,7 +65,8 @@ class PendingForwards:
             self._items.append(found)
         found.is_rerun = False
         if out.grad_fn is not None:
-            out.grad_fn.metadata[_KEY] = token
+            metadata: Any = out.grad_fn.metadata  # a dict, which torch annotates as a method
+            metadata[_KEY] = token
 
     def check(self, placement: Any) -> None:
         """A layer is run again in backward, and would attend with `placement`.

@@ -225,8 +225,10 @@ class ContextRegion:
         if self._trial == "values":
             return v.repeat_interleave(q.shape[1] // v.shape[1], 1)
         if self._trial:
-            plain = {"mask": mask, "scale": scale, "softcap": softcap, "sink": sink}
-            return context_attention(q, k, v, group=None, layout=layouts.contiguous(q.shape[2], 1), **plain)
+            alone = layouts.contiguous(q.shape[2], 1)
+            return context_attention(
+                q, k, v, group=None, layout=alone, mask=mask, scale=scale, softcap=softcap, sink=sink
+            )
         placement, here = self.placement, self.tokens_here
         if q.dim() != 4 or q.shape[2] != here or k.shape[2] != here:
             raise ValueError(

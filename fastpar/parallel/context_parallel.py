@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from fastpar.comm import Communicator
 from fastpar.context.region import REGION, Context, ContextRegion, TokenPlaces, region_of
 from fastpar.contracts.attention import AttentionMask
+from fastpar.expert.router import routers_of
 from fastpar.mesh import Mesh
 from fastpar.ops.context_attention.methods import Usp
 from fastpar.parallel.changes import Changes
@@ -152,6 +153,9 @@ def connect(model: nn.Module, region: ContextRegion, changes: Changes) -> None:
         if region.comm.size > 1:
             changes.hooked(model.register_forward_pre_hook(PositionsGiven(region), with_kwargs=True))
     _place_dropout(model, region, changes)
+    for router in routers_of(model).values():
+        if router.comm.size == 1:  # else somebody has said what its tokens are split over
+            changes.set(router, "comm", region.comm)  # balance is that of all tokens
     changes.explanation.add("(attention)", "context", "", f"over {region.comm.size} ranks, {region.options.method}")
 
 

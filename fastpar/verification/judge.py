@@ -48,11 +48,13 @@ class RankRecord:
     rank: int
     pp: int
     dp: int
+    cp: int
     tp: int
     microbatches: tuple[int, ...]  # of each call of a module, in their order
     hints: ModuleHints
     steps: list[RankStep] = field(default_factory=list)
     reseeded: StepTrace | None = None  # of a forward in which nothing random was switched off, seeded by rank
+    positions: Tensor | None = None  # of this rank's tokens in the sequence; None: it has all of them
 
 
 @dataclass(frozen=True)
@@ -183,11 +185,12 @@ class Judge:
         return Check(step, phase, position, kind, path, "", status, total.error, rounding, ranks, detail)
 
     def _groups(self, step: int, key: Key) -> Iterator[list[RankRecord]]:
-        """Ranks that have the key, by stage and part of the batch, in the order of their tensor-parallel ranks."""
-        found: dict[tuple[int, int], list[RankRecord]] = {}
+        """Ranks that have the key, by stage, part of the batch and of the sequence, in the order of their
+        tensor-parallel ranks."""
+        found: dict[tuple[int, int, int], list[RankRecord]] = {}
         for record in self.records:
             if record.steps[step].trace.events.get(key):
-                found.setdefault((record.pp, record.dp), []).append(record)
+                found.setdefault((record.pp, record.dp, record.cp), []).append(record)
         for records in found.values():
             yield sorted(records, key=lambda record: record.tp)
 
@@ -200,7 +203,8 @@ class Judge:
         if any(count != per_part * self._microbatches for count in counts):
             return f"called {counts[0]} times, in the whole model {per_part * self._microbatches} times"
         factor = float(self._microbatches) if bound.is_backward else 1.0  # a pipeline averages over them
-        alignment = Alignment(records[0].hints, self._tokens)
+        positions = records[0].positions
+        alignment = Alignment(records[0].hints, _tokens_here(self._tokens, positions))
         is_output = kind in (OUTPUT, GRAD_OUTPUT)
         total = _Outcome()
         for number, microbatch in enumerate(records[0].microbatches):
@@ -213,10 +217,12 @@ class Judge:
                     continue  # the loss, which is compared as such
                 locals_ = [tensors[index].to(whole.dtype) * factor for tensors in found]
                 best: _Outcome | None = None
-                for places in alignment.places(path, is_output, whole, locals_):
-                    for outcome in _placed(whole, locals_, places, [record.rank for record in records], bound):
-                        if best is None or outcome.excess < best.excess:
-                            best = outcome
+                ranks = [record.rank for record in records]
+                for cut in _cuts(whole, positions, self._tokens):
+                    for places in alignment.places(path, is_output, cut, locals_):
+                        for outcome in _placed(cut, locals_, places, ranks, bound):
+                            if best is None or outcome.excess < best.excess:
+                                best = outcome
                 if best is None and key == ("", OUTPUT):  # what the model's caller gets
                     best = _Outcome(math.inf, math.inf, {record.rank for record in records})
                     best.detail = f"the caller gets {tuple(locals_[0].shape)}, a part of {tuple(whole.shape)}"
@@ -376,6 +382,22 @@ def _placed(
         for rank in ranks:
             summed.add(_rms(total - whole), _rms(whole), bound, rank)
         yield summed
+
+
+def _tokens_here(tokens: tuple[int, int] | None, positions: Tensor | None) -> tuple[int, int] | None:
+    return tokens if tokens is None or positions is None else (tokens[0], len(positions))
+
+
+def _cuts(whole: Tensor, positions: Tensor | None, tokens: tuple[int, int] | None) -> Iterator[Tensor]:
+    """What a rank with some tokens of each sequence may have of a tensor: along any dim that is as long, or along one
+    of flattened tokens; and all of what has no tokens."""
+    if positions is not None and tokens is not None:
+        rows, length = tokens
+        for dim in (d for d in range(whole.dim()) if whole.size(d) == length):
+            yield whole.index_select(dim, positions)
+        if whole.dim() and whole.size(0) == rows * length:
+            yield whole.index_select(0, (torch.arange(rows)[:, None] * length + positions).flatten())
+    yield whole
 
 
 def _without_unread(checks: list[Check]) -> list[Check]:

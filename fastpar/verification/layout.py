@@ -13,6 +13,9 @@ from torch import Tensor, nn
 
 from fastpar.arguments import checked_fields
 from fastpar.clip import grad_norm
+from fastpar.context.batch import shard as shard_batch
+from fastpar.context.batch import total
+from fastpar.context.region import region_of
 from fastpar.mesh import Mesh, init_mesh
 from fastpar.parallel.api import parallelize, swap_of, unwatch
 from fastpar.parallel.pipeline_api import parallelize_pipeline
@@ -35,9 +38,10 @@ class VerifyLayout:
     """A mesh, and what is asked of the calls that lay a model out on it.
 
     mesh               of all ranks
-    plan, sequence_parallel    of `fp.parallelize`, called where the mesh has tp or ep, or the plan is not "auto"
+    plan, sequence_parallel    of `fp.parallelize`, called where the mesh has tp, cp or ep, or the plan is not "auto"
     schedule, num_microbatches of `fp.parallelize_pipeline`, called where the mesh has pp; by default pp microbatches
-    zero_stage         of `fp.zero.shard`; None: 0 where the mesh has data-parallel dims, else no ZeRO
+    zero_stage         of `fp.zero.shard`; None: 0 where the mesh has data-parallel dims or cp, else no
+                       ZeRO
     recompute          a policy of `fp.recompute`
     options            further ones of `fp.parallelize` or `fp.parallelize_pipeline`
     zero_options       further ones of `fp.zero.shard`
@@ -59,8 +63,6 @@ class VerifyLayout:
         if not isinstance(self.mesh, Mesh):
             raise TypeError(f"mesh must be a fastpar.Mesh (fp.init_mesh), got {type(self.mesh).__name__}")
         pp = self.mesh.size("pp")
-        if self.apply is None and self.mesh.size("cp") > 1:  # nobody would cut the batch
-            raise ValueError(f"verify does not split sequences: the mesh has cp={self.mesh.size('cp')}; use cp=1")
         if self.apply is not None and pp > 1:
             raise ValueError(f"apply= lays out whole models, but the mesh has pp={pp}")
         if self.num_microbatches is not None and (pp == 1 or self.num_microbatches < 1):
@@ -74,7 +76,7 @@ class VerifyLayout:
     @property
     def is_split(self) -> bool:
         """True if layers are split within a stage."""
-        return self.plan != "auto" or any(self.mesh.size(dim) > 1 for dim in ("tp", "ep", "etp"))
+        return self.plan != "auto" or any(self.mesh.size(dim) > 1 for dim in ("cp", "tp", "ep", "etp"))
 
     def __str__(self) -> str:
         names = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "etp")
@@ -196,7 +198,7 @@ class LaidOut:
         self.optimizer = make_optimizer(trained)
         self.zero: Zero | None = None
         stage = layout.zero_stage
-        if stage is not None or self.mesh.size("dp") > 1:
+        if stage is not None or self.mesh.size("dp") > 1 or self.mesh.size("cp") > 1:
             what: Any = self._named.items() if self.pipe is not None else model
             like = {"overlap": False} if self.pipe is not None else {}
             options = {**like, **layout.zero_options}
@@ -271,7 +273,9 @@ class LaidOut:
     # ---- a step
 
     def forward_backward(self, inputs: Inputs) -> float:
-        """Of this rank's part of the batch; returns its loss."""
+        """Of this rank's part of the batch; returns its loss, of all tokens."""
+        if self.mesh.size("cp") > 1:
+            return self._forward_backward_split(inputs)
         if self.pipe is not None:
             target = {} if inputs.target is None else {"target": inputs.target}
             return float(self.pipe.step(*inputs.args, **inputs.kwargs, **target))
@@ -279,10 +283,41 @@ class LaidOut:
         loss.backward()
         return loss.item()
 
+    def _forward_backward_split(self, inputs: Inputs) -> float:
+        """Of this rank's tokens, whose losses add up."""
+        model: Any = self.model if self.pipe is None else self.pipe
+        batch = self._shard(inputs)
+        loss: Tensor
+        if self.pipe is not None:
+            loss = self.pipe.step(**batch)
+        else:
+            loss = loss_of(self.model(**batch), None, None)
+            loss.backward()
+        return float(total(model, loss))
+
+    def _shard(self, inputs: Inputs) -> dict[str, Any]:
+        """This rank's tokens of the batch."""
+        if self._loss is not None or inputs.target is not None or len(inputs.args) > 1:
+            raise ValueError(
+                f"verify over cp={self.mesh.size('cp')} takes a batch of input_ids and labels, and the model's own "
+                "loss of them: of a loss= of yours it is not known how the parts of ranks add up"
+            )
+        named = dict(zip(("input_ids",), inputs.args, strict=False)) | inputs.kwargs
+        return shard_batch(self.model if self.pipe is None else self.pipe, named)
+
+    def positions(self) -> Tensor | None:
+        """Where this rank's tokens are in the sequence; None: it has all of them."""
+        if self.mesh.size("cp") == 1:
+            return None
+        return region_of(self.model if self.pipe is None else self.pipe).positions
+
     def forward(self, inputs: Inputs) -> None:
         """Forward alone; not of a pipeline."""
         with torch.no_grad():
-            self.model(*inputs.args, **inputs.kwargs)
+            if self.mesh.size("cp") > 1:
+                self.model(**self._shard(inputs))
+            else:
+                self.model(*inputs.args, **inputs.kwargs)
 
     def grads(self) -> list[Piece]:
         """Averaged over data-parallel ranks."""

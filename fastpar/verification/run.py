@@ -67,6 +67,9 @@ def verify(
     (features, heads, tokens, rows of the vocabulary) are compared with that part of the whole. The bound is the
     rounding that the whole model has in its dtype, found with a run in float64: see `fastpar.verification.judge`.
 
+    Over cp the batch is input_ids and labels, which `fp.context.shard` splits, and the loss the model's own; a rank's
+    tensors are compared with those of its tokens in the whole model.
+
     Every rank gets the same report. What the layout refuses (parallelize, shard, ...) is a finding with its text, and
     so is an error while it runs. Raises ValueError and TypeError, on all ranks, for what cannot be compared: a build()
     that gives other weights each time, a batch that the layout cannot divide, a model that fails by itself.
@@ -220,6 +223,7 @@ class _Verification:
                 return self._report([*batch, failure])
             assert step is not None
             record.steps.append(step)
+            record.positions = laid_out.positions()
         if self._rank_seeds and laid_out.pipe is None:
             trace, error = _tried(partial(self._reseeded, laid_out))
             failure = self._failure(error, laid_out, self._job.steps, "error")
@@ -251,7 +255,13 @@ class _Verification:
         mesh = self._layout.mesh
         microbatches = tuple(laid_out.pipe.schedule.chains[0].microbatches) if laid_out.pipe is not None else (0,)
         return RankRecord(
-            self._exchange.rank, mesh.rank("pp"), mesh.rank("dp"), mesh.rank("tp"), microbatches, laid_out.hints
+            self._exchange.rank,
+            mesh.rank("pp"),
+            mesh.rank("dp"),
+            mesh.rank("cp"),
+            mesh.rank("tp"),
+            microbatches,
+            laid_out.hints,
         )
 
     def _step(self, laid_out: LaidOut, number: int, off: FunctionalDropoutOff) -> RankStep:
