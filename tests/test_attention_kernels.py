@@ -275,6 +275,22 @@ def test_bfloat16_errors_are_flat_in_the_length(capability: str) -> None:
         assert long <= 2.5e-3
 
 
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128)])
+def test_float32_errors_are_at_most_twice_those_of_torch(capability: str, dims: tuple[int, int]) -> None:
+    """Also where products are of bfloat16 parts, and where gradients are small beside the inputs."""
+    call = Call(384, 384, heads=(1, 1), dims=dims)
+    q, k, v, grad_out = call.inputs(torch.float32)
+    v, grad_out = v * 1e6, grad_out * 1e-9
+    wanted = exact(call, q, k, v, grad_out)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    out = torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=True)
+    theirs = (out.detach(), *torch.autograd.grad(out, leaves, grad_out))
+    ours = computed(call, q, k, v, grad_out)
+    found = (ours.out, ours.dq, ours.dk, ours.dv)
+    for name, a, b, w in zip(("out", "dq", "dk", "dv"), found, theirs, (wanted.out, *wanted[2:]), strict=True):
+        assert (a.double() - w).norm() <= 2 * (b.double() - w).norm(), name
+
+
 # ---- numbers that are not ordinary -----------------------------------------------------------------------------------
 
 
@@ -310,6 +326,26 @@ def test_what_is_not_finite_stays_in_its_document(capability: str, dtype: torch.
     if what == "v":  # within it, rows that do not see token 80
         assert found.out[:, :, 69:80].isfinite().all()
         assert not found.out[:, :, 80:140].isfinite().any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_visible_infinities_are_those_of_products_in_order(capability: str, dtype: torch.dtype) -> None:
+    call = Call(200, 200, heads=(1, 1), tiles=(((0, 200, 0, 200, -199, 199),),))
+    q, k, v, grad_out = call.inputs(dtype)
+    q[..., 0] = q[..., 0].abs() + 0.1
+    k[:, :, 5, 0] = -math.inf  # scores of minus infinity: the key weighs nothing
+    seen = torch.arange(200) != 5
+    others = computed(
+        replace(call, keys=199, tiles=(((0, 200, 0, 199, -199, 198),),)), q, k[:, :, seen], v[:, :, seen], grad_out
+    )
+    found = computed(call, q, k, v, grad_out)
+    torch.testing.assert_close(found.out, others.out, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found.dv[:, :, seen], others.dv, rtol=1e-4, atol=1e-5)
+    k[:, :, 5, 0] = 0.0
+    v[:, :, 7, 3] = math.inf
+    found = computed(call, q, k, v, grad_out)
+    assert found.out[..., 3].eq(math.inf).all()
+    assert found.out[..., seen.new_tensor([i != 3 for i in range(32)])].isfinite().all()
 
 
 def test_a_row_of_lse_minus_infinity_has_no_gradient(capability: str) -> None:

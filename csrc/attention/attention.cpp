@@ -33,7 +33,7 @@ const AttentionKernels& kernels_for(FloatType type) {
 #if FASTPAR_X86
   if (type != FloatType::kFloat64) {
     const CpuCapability capability = cpu_capability();
-    if (type == FloatType::kBFloat16 && capability >= CpuCapability::kAmx) return kAttentionAmx;
+    if (capability >= CpuCapability::kAmx) return kAttentionAmx[index];
     if (type == FloatType::kBFloat16 && capability >= CpuCapability::kAvx512Bf16) return kAttentionAvx512Bf16;
     if (capability >= CpuCapability::kAvx512) return kAttentionAvx512[index];
     if (capability >= CpuCapability::kAvx2) return kAttentionAvx2[index];
@@ -207,6 +207,12 @@ int64_t units_per_chunk(int64_t units, int64_t tasks_per_unit) {
   return std::min(units, std::max<int64_t>(1, (wanted + tasks_per_unit - 1) / tasks_per_unit));
 }
 
+// Blocks of queries that read keys together: as many as leave every thread several tasks. Results do not depend on it.
+int64_t query_group_of(int64_t blocks) {
+  const int64_t wanted = 4 * static_cast<int64_t>(torch::stable::get_num_threads());
+  return std::max<int64_t>(1, std::min<int64_t>(kMostQueryBlocks, blocks / wanted));
+}
+
 std::tuple<Tensor, Tensor> attention_forward_cpu(const Tensor& q_in, const Tensor& k_in, const Tensor& v_in,
                                                  const Tensor& tiles, std::optional<Tensor> tile_offsets, double scale,
                                                  double softcap, double dropout_p, int64_t dropout_seed,
@@ -229,7 +235,9 @@ std::tuple<Tensor, Tensor> attention_forward_cpu(const Tensor& q_in, const Tenso
   Tensor lse = empty_cpu({p.batch, p.query_heads, p.num_queries}, sum_dtype(type));
   const int64_t units = p.batch * p.key_heads, heads = p.query_heads / p.key_heads;
   if (units == 0 || p.query_blocks == 0) return {out, lse};
-  const int64_t chunk = units_per_chunk(units, heads * p.query_blocks);
+  p.query_group = query_group_of(units * heads * p.query_blocks);
+  const int64_t groups = (p.query_blocks + p.query_group - 1) / p.query_group;
+  const int64_t chunk = units_per_chunk(units, heads * groups);
   AttentionForwardArguments a{};
   a.q = matrix_of(q, false);
   a.k = matrix_of(k, false);
@@ -242,6 +250,7 @@ std::tuple<Tensor, Tensor> attention_forward_cpu(const Tensor& q_in, const Tenso
     const int64_t keys = chunk * p.key_blocks * kBlock * kernels.element_bytes;
     a.packed_keys = arena.take(keys * p.padded_dim);
     a.packed_values = arena.take(keys * p.padded_value_dim);
+    a.key_flags = static_cast<uint8_t*>(arena.take(chunk * p.key_blocks));
     a.value_flags = static_cast<uint8_t*>(arena.take(chunk * p.key_blocks));
     arena.take_scratch(kernels.forward_scratch(p));
     if (pass == 0) arena.allocate();
@@ -250,7 +259,7 @@ std::tuple<Tensor, Tensor> attention_forward_cpu(const Tensor& q_in, const Tenso
     a.problem = p;
     const int64_t count = std::min(chunk, units - p.first_unit);
     arena.launch(kernels.pack_forward, a, count * p.key_blocks, 8);
-    arena.launch(kernels.forward, a, count * heads * p.query_blocks, 1);
+    arena.launch(kernels.forward, a, count * heads * groups, 1);
   }
   return {out, lse};
 }
@@ -318,6 +327,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward_cpu(
     a.grad_out_rows = arena.take(queries * bytes * p.padded_value_dim);
     a.partial_grad_q = arena.take(a.splits * queries * kBlock * p.padded_dim * kernels.real_bytes);
     a.key_flags = static_cast<uint8_t*>(arena.take(keys));
+    a.value_flags = static_cast<uint8_t*>(arena.take(keys));
     a.query_flags = static_cast<uint8_t*>(arena.take(queries));
     a.grad_out_flags = static_cast<uint8_t*>(arena.take(queries));
     arena.take_scratch(kernels.backward_scratch(p));

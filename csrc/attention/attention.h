@@ -6,7 +6,8 @@
 
 namespace fastpar {
 
-constexpr int kBlock = 64;  // queries, and keys, of a block: one 64-bit word says which queries see a key
+constexpr int kBlock = 64;           // queries, and keys, of a block: one 64-bit word says which queries see a key
+constexpr int kMostQueryBlocks = 4;  // of a group
 
 // A row of the table of tiles: rows q0 <= q < q1 and keys k0 <= k < k1, visible iff lo <= (k - k0) - (q - q0) <= hi.
 struct AttentionTile {
@@ -47,6 +48,7 @@ struct AttentionProblem {
 
   // Filled in by the op layer from the kernel's multiples: dims padded with zeros, and numbers of blocks.
   int64_t padded_dim, padded_value_dim, query_blocks, key_blocks;
+  int64_t query_group;  // blocks of queries of a task in forward
   int64_t first_unit;  // units, pairs of batch row and key head, are worked on in chunks; packed operands are a chunk's
 };
 
@@ -56,7 +58,7 @@ struct AttentionForwardArguments {
   AttentionProblem problem;
   AttentionMatrix q, k, v;
   void *packed_keys, *packed_values;
-  uint8_t* value_flags;
+  uint8_t *key_flags, *value_flags;
   void* out;  // [batch, query_heads, num_queries, value_dim], contiguous
   bool out_is_wide;
   void* lse;  // float64 for float64, else float32
@@ -68,7 +70,7 @@ struct AttentionBackwardArguments {
   const void *lse, *delta;  // [batch, query_heads, num_queries], contiguous; types as lse in forward
   void *key_rows, *key_columns, *value_rows;
   void *query_columns, *query_rows, *grad_out_columns, *grad_out_rows;
-  uint8_t *key_flags, *query_flags, *grad_out_flags;
+  uint8_t *key_flags, *value_flags, *query_flags, *grad_out_flags;
   int64_t num_units;               // of the chunk
   int64_t splits;                  // of the key groups; each sums its own part of dq
   void* partial_grad_q;            // [splits][unit][head of the group][query block][padded_dim][kBlock]
@@ -78,8 +80,8 @@ struct AttentionBackwardArguments {
 using AttentionForwardKernel = void (*)(const AttentionForwardArguments&, void* scratch, int64_t begin, int64_t end);
 using AttentionBackwardKernel = void (*)(const AttentionBackwardArguments&, void* scratch, int64_t begin, int64_t end);
 
-// One input dtype's kernels. Ranges are of: (unit, key block) to pack keys; (unit, head, query block) to pack queries,
-// for forward and to finish dq; (unit, split) for backward.
+// One input dtype's kernels. Ranges are of: (unit, key block) to pack keys; (unit, head, query block) to pack queries
+// and to finish dq; (unit, head, group of query blocks) for forward; (unit, split) for backward.
 struct AttentionKernels {
   int element_bytes;                                    // of packed operands
   int real_bytes;                                       // of accumulators
@@ -97,7 +99,7 @@ extern const AttentionKernels kAttentionPortable[4];
 extern const AttentionKernels kAttentionAvx2[3];
 extern const AttentionKernels kAttentionAvx512[3];
 extern const AttentionKernels kAttentionAvx512Bf16;
-extern const AttentionKernels kAttentionAmx;
+extern const AttentionKernels kAttentionAmx[3];
 #endif
 
 }  // namespace fastpar

@@ -43,8 +43,9 @@ void pack_keys(const AttentionBackwardArguments& a, void* memory, int64_t begin,
         pack_rows<T, Engine>(a.k, unit.batch, unit.key_head, first, p.num_keys, p.dim, p.padded_dim, 1.0, rows);
     group_rows(rows, p.padded_dim, grouped_rows);
     ungroup_columns(grouped_rows, p.padded_dim, static_cast<Element*>(a.key_columns) + keys);
-    pack_rows<T, Engine>(a.v, unit.batch, unit.key_head, first, p.num_keys, p.value_dim, p.padded_value_dim, 1.0,
-                         static_cast<Element*>(a.value_rows) + i * kBlock * p.padded_value_dim);
+    a.value_flags[i] =
+        pack_rows<T, Engine>(a.v, unit.batch, unit.key_head, first, p.num_keys, p.value_dim, p.padded_value_dim, 1.0,
+                             static_cast<Element*>(a.value_rows) + i * kBlock * p.padded_value_dim);
   }
 }
 
@@ -200,7 +201,9 @@ class BackwardSplit {
     return partial_ + (head_ * p_.query_blocks + pair.queries) * kBlock * p_.padded_dim;
   }
 
-  static bool is_careful(const BlockPair& pair, uint8_t flag) { return pair.num_pieces > 0 && flag != 0; }
+  static bool is_careful(const BlockPair& pair, uint8_t flag) {
+    return (pair.num_pieces > 0 || Engine::kNeedsFinite) && flag != 0;
+  }
 
   // lse and delta of a block of queries. Rows that see nothing, and those past the end: exp(z - inf) is 0.
   void set_queries(const BlockPair& pair, const Unit& unit) {
@@ -220,11 +223,15 @@ class BackwardSplit {
     const int64_t key = key_index(pair), query = query_index(pair);
     const Segment<Element> s{block_of(a_.key_rows, key, p_.padded_dim),
                              block_of(a_.query_columns, query, p_.padded_dim)};
-    Engine::multiply({&s, 1, p_.padded_dim, kBlock, kBlock, p_.padded_dim}, s_, false);
+    multiply_block<Engine>(s, p_.padded_dim, a_.key_flags[key] == 0 && a_.query_flags[query] == 0, s_);
     const Segment<Element> dp{block_of(a_.value_rows, key, p_.padded_value_dim),
                               block_of(a_.grad_out_columns, query, p_.padded_value_dim)};
-    Engine::multiply({&dp, 1, p_.padded_value_dim, kBlock, kBlock, p_.padded_value_dim}, dp_, false);
-    if (pair.num_pieces > 0) visible_words(runs, pair, words_ + g * kBlock);
+    multiply_block<Engine>(dp, p_.padded_value_dim, a_.value_flags[key] == 0 && a_.grad_out_flags[query] == 0, dp_);
+    if (pair.num_pieces > 0) {
+      visible_words(runs, pair, words_ + g * kBlock);
+    } else if (Engine::kNeedsFinite) {
+      memset(words_ + g * kBlock, 0xff, kBlock * sizeof(uint64_t));
+    }
     if (logits_.is_capped()) {
       exponentials<true>(pair, g);
     } else {
@@ -248,45 +255,49 @@ class BackwardSplit {
     const Lanes scale = Lanes::set(static_cast<Real>(logits_.size)), zero = Lanes::set(0);
     const Lanes log2e = Lanes::set(static_cast<Real>(1.44269504088896340736));
     const uint64_t* words = words_ + g * kBlock;
+    Element *weights = weights_ + g * kArea, *ds_rows = ds_ + g * kArea, *ds_grouped = ds_grouped_ + g * kArea;
     alignas(64) Real factors[2][kBlock];
     for (int key = 0; key < kBlock; key += 2) {
       if (kDropout) {
         dropout_.factors(int64_t{pair.keys} * kBlock + key, factors[0]);
         dropout_.factors(int64_t{pair.keys} * kBlock + key + 1, factors[1]);
       }
-      for (int u = 0; u < kBlock; u += Lanes::kWidth) {
-        const Lanes lse = Lanes::load(lse_ + u), delta = Lanes::load(delta_ + u);
-        Lanes ds[2];
-        for (int i = 0; i < 2; ++i) {
-          const int at = (key + i) * kBlock + u;
-          Lanes slope, z, p, dp = Lanes::load(dp_ + at);
-          if (kCapped) {
-            z = softcap(Lanes::load(s_ + at), &slope);
-          } else {
-            z = (Lanes::load(s_ + at) * scale).rounded();
+      for (int u = 0; u < kBlock; u += 2 * Lanes::kWidth) {
+        Lanes p[2][2], ds[2][2];  // [key][register]
+        for (int j = 0; j < 2; ++j) {
+          const int query = u + j * Lanes::kWidth;
+          const Lanes lse = Lanes::load(lse_ + query), delta = Lanes::load(delta_ + query);
+          for (int i = 0; i < 2; ++i) {
+            const int at = (key + i) * kBlock + query;
+            Lanes slope, z, dp = Lanes::load(dp_ + at);
+            if (kCapped) {
+              z = softcap(Lanes::load(s_ + at), &slope);
+            } else {
+              z = (Lanes::load(s_ + at) * scale).rounded();
+            }
+            // Rounded, as lse is: the largest of huge logits less its lse is 0, not the error of one of the two.
+            p[i][j] = exp2(Lanes::min(zero, (z - lse) * log2e));
+            if (kDropout) dp = dp * Lanes::load(factors[i] + query);
+            ds[i][j] = p[i][j] * (dp - delta);
+            if (kCapped) ds[i][j] = ds[i][j] * slope;
+            if (kDropout) p[i][j] = p[i][j] * Lanes::load(factors[i] + query);
+            if (kMasked) {
+              const unsigned bits = lane_bits<Lanes>(words[key + i], query);
+              p[i][j] = select_bits(bits, p[i][j], zero);
+              ds[i][j] = select_bits(bits, ds[i][j], zero);
+            }
           }
-          // Rounded, as lse is: the largest of huge logits less its lse is 0, not the error of one of the two.
-          p = exp2(Lanes::min(zero, (z - lse) * log2e));
-          if (kDropout) dp = dp * Lanes::load(factors[i] + u);
-          ds[i] = p * (dp - delta);
-          if (kCapped) ds[i] = ds[i] * slope;
-          if (kDropout) p = p * Lanes::load(factors[i] + u);
-          if (kMasked) {
-            const unsigned bits = lane_bits<Lanes>(words[key + i], u);
-            p = select_bits(bits, p, zero);
-            ds[i] = select_bits(bits, ds[i], zero);
-          }
-          p.store(weights_ + g * kArea + at);
-          if (Engine::kGroup > 1) ds[i].store(ds_ + g * kArea + at);
         }
-        Engine::store_rows(ds[0], ds[1], ds_grouped_ + g * kArea + key * kBlock + u * Engine::kGroup, kBlock);
+        const int at = key * kBlock + u;
+        for (int i = 0; i < 2; ++i) Engine::store_row(p[i][0], p[i][1], weights + at + i * kBlock);
+        Engine::store_both(ds, ds_rows + at, ds_grouped + key * kBlock + u * Engine::kGroup);
       }
     }
   }
 
   // What add_pairs left out.
   void add_visible(const BlockPair& pair, int g) {
-    if (pair.num_pieces == 0) return;
+    if (pair.num_pieces == 0 && !Engine::kNeedsFinite) return;
     const int64_t key = key_index(pair), query = query_index(pair), place = pair.keys % kKeys;
     const uint64_t* words = words_ + g * kBlock;
     const Element *weights = weights_ + g * kArea, *ds = ds_ + g * kArea;
@@ -294,22 +305,22 @@ class BackwardSplit {
     if (a_.grad_out_flags[query] != 0) {
       const Element* rows = block_of(a_.grad_out_rows, query, p_.padded_value_dim);
       multiply_visible(
-          kBlock, p_.padded_value_dim, kBlock, [&](int64_t k, int64_t q) { return to_real(weights[k * kBlock + q]); },
+          kBlock, p_.padded_value_dim, kBlock, [&](int64_t k, int64_t q) { return element(weights, k * kBlock + q); },
           [&](int64_t q, int64_t d) { return grouped<Engine::kGroup>(rows, p_.padded_value_dim, q, d); }, sees,
           grad_v_ + place * kBlock * p_.padded_value_dim);
     }
     if (a_.query_flags[query] != 0) {
       const Element* rows = block_of(a_.query_rows, query, p_.padded_dim);
       multiply_visible(
-          kBlock, p_.padded_dim, kBlock, [&](int64_t k, int64_t q) { return to_real(ds[k * kBlock + q]); },
+          kBlock, p_.padded_dim, kBlock, [&](int64_t k, int64_t q) { return element(ds, k * kBlock + q); },
           [&](int64_t q, int64_t d) { return grouped<Engine::kGroup>(rows, p_.padded_dim, q, d); }, sees,
           grad_k_ + place * kBlock * p_.padded_dim);
     }
     if (a_.key_flags[key] != 0) {
       const Element* columns = block_of(a_.key_columns, key, p_.padded_dim);
       multiply_visible(
-          p_.padded_dim, kBlock, kBlock, [&](int64_t d, int64_t k) { return to_real(columns[d * kBlock + k]); },
-          [&](int64_t k, int64_t q) { return to_real(ds[k * kBlock + q]); },
+          p_.padded_dim, kBlock, kBlock, [&](int64_t d, int64_t k) { return element(columns, d * kBlock + k); },
+          [&](int64_t k, int64_t q) { return element(ds, k * kBlock + q); },
           [&](int64_t, int64_t k, int64_t q) { return is_visible(words, k, q); }, partial_grad_q(pair));
     }
   }

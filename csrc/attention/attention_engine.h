@@ -10,6 +10,7 @@
 //   Float64Engine     portable
 //   BFloat16Engine    vdpbf16ps: two products a lane, summed in float32
 //   AmxEngine         tiles of 16 x 32 by 32 x 16; the same layouts
+//   AmxSplitEngine    tiles, of float32 in three parts (attention_split.h)
 //
 // In an anonymous namespace for the reason given in simd.h.
 #pragma once
@@ -94,6 +95,7 @@ struct Float32Engine {
   using Exp2Forward = Exp2<5>;
   using Exp2Backward = Exp2<5>;
   static constexpr int kGroup = 1, kMultiple = 16;
+  static constexpr bool kNeedsFinite = false;
   static constexpr int kStrip = kFloatStrip;
   static constexpr int kForwardGroup = 1, kQueryGroup = 1, kKeyGroup = 4;
 
@@ -111,6 +113,15 @@ struct Float32Engine {
     even.store(b);
     odd.store(b + columns);
   }
+  // Elements of a row of A, one register after the other.
+  static void store_row(Vec first, Vec second, float* a) {
+    first.store(a);
+    second.store(a + Vec::kWidth);
+  }
+  // [row][register] of rows k and k + 1, which are kBlock wide: as rows of A, and as B.
+  static void store_both(const Vec (&x)[2][2], float*, float* b) {
+    for (int i = 0; i < 2; ++i) store_row(x[i][0], x[i][1], b + i * kBlock);  // the same
+  }
 };
 
 struct Float64Engine {
@@ -121,6 +132,7 @@ struct Float64Engine {
   using Exp2Forward = Exp2Of64;
   using Exp2Backward = Exp2Of64;
   static constexpr int kGroup = 1, kMultiple = 16;
+  static constexpr bool kNeedsFinite = false;
   static constexpr int kStrip = 1, kForwardGroup = 1, kQueryGroup = 1, kKeyGroup = 1;
 
   static Operand load(const double* p) { return Vec64::load(p); }
@@ -136,6 +148,13 @@ struct Float64Engine {
     even.store(b);
     odd.store(b + columns);
   }
+  static void store_row(Vec64 first, Vec64 second, double* a) {
+    first.store(a);
+    second.store(a + Vec64::kWidth);
+  }
+  static void store_both(const Vec64 (&x)[2][2], double*, double* b) {
+    for (int i = 0; i < 2; ++i) store_row(x[i][0], x[i][1], b + i * kBlock);
+  }
 };
 
 #if defined(__AVX512BF16__)
@@ -148,6 +167,7 @@ struct BFloat16Engine {
   using Exp2Forward = Exp2<4>;   // lse is float32
   using Exp2Backward = Exp2<3>;  // rounded to bfloat16
   static constexpr int kGroup = 2, kMultiple = 32;
+  static constexpr bool kNeedsFinite = false;
   static constexpr int kStrip = 4, kForwardGroup = 4, kQueryGroup = 2, kKeyGroup = 2;
 
   static Operand load(const bfloat16* p) { return (__m512bh)_mm512_loadu_si512(p); }
@@ -167,6 +187,13 @@ struct BFloat16Engine {
     const __m512i turns = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
                                            21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
     _mm512_storeu_si512(b, _mm512_permutexvar_epi16(turns, (__m512i)_mm512_cvtne2ps_pbh(odd.v, even.v)));
+  }
+  static void store_row(Vec first, Vec second, bfloat16* a) {
+    _mm512_storeu_si512(a, (__m512i)_mm512_cvtne2ps_pbh(second.v, first.v));
+  }
+  static void store_both(const Vec (&x)[2][2], bfloat16* a, bfloat16* b) {
+    for (int i = 0; i < 2; ++i) store_row(x[i][0], x[i][1], a + i * kBlock);
+    for (int j = 0; j < 2; ++j) store_rows(x[0][j], x[1][j], b + j * 2 * Vec::kWidth, kBlock);
   }
 };
 

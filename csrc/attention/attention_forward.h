@@ -18,9 +18,12 @@ template <typename Engine>
 int64_t forward_scratch(const AttentionProblem& p) {
   using Element = typename Engine::Element;
   using Real = typename Engine::Real;
-  const int64_t queries = p.padded_dim * kBlock * static_cast<int64_t>(2 * sizeof(Element) + sizeof(Real));
+  const int64_t queries = p.padded_dim * kBlock * static_cast<int64_t>(sizeof(Element));
+  const int64_t out = p.padded_value_dim * kBlock * static_cast<int64_t>(sizeof(Real));
   const int64_t group = Engine::kForwardGroup * kBlock * kBlock * static_cast<int64_t>(sizeof(Real) + sizeof(Element));
-  return queries + group + 2 * p.padded_value_dim * kBlock * static_cast<int64_t>(sizeof(Real)) + (int64_t{1} << 14);
+  const int64_t packing = 2 * p.padded_value_dim * kBlock * static_cast<int64_t>(sizeof(Element));
+  const int64_t states = kMostQueryBlocks * (queries + out + 4096);
+  return states + queries + out + group + packing + (int64_t{1} << 14);
 }
 
 // Keys as rows, values as columns.
@@ -36,13 +39,42 @@ void pack_forward(const AttentionForwardArguments& a, void* memory, int64_t begi
     const int64_t first = i % p.key_blocks * kBlock;
     Element* keys = static_cast<Element*>(a.packed_keys) + i * kBlock * p.padded_dim;
     Element* values = static_cast<Element*>(a.packed_values) + i * kBlock * p.padded_value_dim;
-    pack_rows<T, Engine>(a.k, unit.batch, unit.key_head, first, p.num_keys, p.dim, p.padded_dim, 1.0, keys);
+    a.key_flags[i] =
+        pack_rows<T, Engine>(a.k, unit.batch, unit.key_head, first, p.num_keys, p.dim, p.padded_dim, 1.0, keys);
     a.value_flags[i] = pack_rows<T, Engine>(a.v, unit.batch, unit.key_head, first, p.num_keys, p.value_dim,
                                             p.padded_value_dim, 1.0, rows);
     group_rows(rows, p.padded_value_dim, grouped_rows);
     ungroup_columns(grouped_rows, p.padded_value_dim, values);
   }
 }
+
+// What one block of queries works with at a time.
+template <typename Engine>
+struct ForwardScratch {
+  typename Engine::Element *query_rows, *weights;
+  typename Engine::Real *products, *out_rows;
+  uint64_t* words;
+
+  ForwardScratch(const AttentionProblem& p, char** scratch) {
+    constexpr int kArea = Engine::kForwardGroup * kBlock * kBlock;
+    query_rows = take<typename Engine::Element>(scratch, kBlock * p.padded_dim);
+    products = take<typename Engine::Real>(scratch, kArea);
+    place(products, &weights, scratch);
+    out_rows = take<typename Engine::Real>(scratch, kBlock * p.padded_value_dim);
+    words = take<uint64_t>(scratch, Engine::kForwardGroup * kBlock);
+  }
+
+ private:
+  // Weights of the products' type take their place, so that both stay in the first cache.
+  template <typename Real>
+  static void place(Real* products, Real** weights, char**) {
+    *weights = products;
+  }
+  template <typename Real, typename Other>
+  static void place(Real*, Other** weights, char** scratch) {
+    *weights = take<Other>(scratch, Engine::kForwardGroup * kBlock * kBlock);
+  }
+};
 
 // One block of queries of one head, and its state.
 template <typename Engine, typename T>
@@ -54,26 +86,33 @@ class ForwardBlock {
   static constexpr int kStrip = Engine::kStrip;  // registers across a row that are worked on together
 
  public:
-  ForwardBlock(const AttentionForwardArguments& a, void* memory) : a_(a), p_(a.problem), logits_(p_), dropout_(p_) {
-    char* scratch = static_cast<char*>(memory);
-    query_rows_ = take<Element>(&scratch, kBlock * p_.padded_dim);
-    queries_ = take<Element>(&scratch, kBlock * p_.padded_dim);
-    products_ = take<Real>(&scratch, kGroup * kArea);
-    place(products_, &weights_, &scratch);
-    out_ = take<Real>(&scratch, kBlock * p_.padded_value_dim);
-    out_rows_ = take<Real>(&scratch, kBlock * p_.padded_value_dim);
-    words_ = take<uint64_t>(&scratch, kGroup * kBlock);
+  ForwardBlock(const AttentionForwardArguments& a, const ForwardScratch<Engine>& shared, char** scratch)
+      : a_(a),
+        p_(a.problem),
+        logits_(p_),
+        dropout_(p_),
+        query_rows_(shared.query_rows),
+        weights_(shared.weights),
+        products_(shared.products),
+        out_rows_(shared.out_rows),
+        words_(shared.words) {
+    queries_ = take<Element>(scratch, kBlock * p_.padded_dim);
+    out_ = take<Real>(scratch, kBlock * p_.padded_value_dim);
   }
 
   // `in_chunk`: the unit, whose packed keys and values are there; `head` is one of its query heads.
-  void run(int64_t in_chunk, int64_t head, int64_t block) {
+  void begin(int64_t in_chunk, int64_t head, int64_t block) {
     const Unit unit(p_, in_chunk);
-    const int64_t query_head = unit.key_head * heads_per_unit(p_) + head;
-    const BlockRuns& runs = unit.runs(p_);
+    runs_ = &unit.runs(p_);
     in_chunk_ = in_chunk;
-    if (runs.offsets[block] < runs.offsets[block + 1]) {
-      pack_rows<T, Engine>(a_.q, unit.batch, query_head, block * kBlock, p_.num_queries, p_.dim, p_.padded_dim,
-                           logits_.sign, query_rows_);
+    head_ = unit.batch * p_.query_heads + unit.key_head * heads_per_unit(p_) + head;
+    block_ = block;
+    next_ = first_ = runs_->offsets[block];
+    stop_ = runs_->offsets[block + 1];
+    if (next_ < stop_) {
+      const int64_t query_head = unit.key_head * heads_per_unit(p_) + head;
+      query_flag_ = pack_rows<T, Engine>(a_.q, unit.batch, query_head, block * kBlock, p_.num_queries, p_.dim,
+                                         p_.padded_dim, logits_.sign, query_rows_);
       group_columns(query_rows_, p_.padded_dim, queries_);
       if (dropout_.is_on()) dropout_.set_queries(unit.batch, query_head, block * kBlock);
     }
@@ -81,40 +120,41 @@ class ForwardBlock {
       maximum_[i] = static_cast<Real>(kNegativeInfinity);
       sum_[i] = 0;
     }
-    bool is_first = true;
-    for (int64_t i = runs.offsets[block]; i < runs.offsets[block + 1]; i += kGroup, is_first = false) {
-      const int64_t left = runs.offsets[block + 1] - i;
-      add_group(runs, runs.pairs + i, left < kGroup ? static_cast<int>(left) : kGroup, is_first);
-    }
-    write(unit.batch * p_.query_heads + query_head, block * kBlock, is_first);
   }
+
+  // The key block that comes next; a large number behind the last one.
+  int64_t next_keys() const { return next_ < stop_ ? runs_->pairs[next_].keys : INT64_MAX; }
+
+  void add_next() {
+    const int64_t left = stop_ - next_;
+    const int count = left < kGroup ? static_cast<int>(left) : kGroup;
+    add_group(*runs_, runs_->pairs + next_, count, next_ == first_);
+    next_ += count;
+  }
+
+  void finish() { write(head_, block_ * kBlock, first_ == stop_); }
 
  private:
+  int64_t key_index(const BlockPair& pair) const { return in_chunk_ * p_.key_blocks + pair.keys; }
   const Element* packed_keys(const BlockPair& pair) const {
-    return static_cast<const Element*>(a_.packed_keys) +
-           (in_chunk_ * p_.key_blocks + pair.keys) * kBlock * p_.padded_dim;
+    return static_cast<const Element*>(a_.packed_keys) + key_index(pair) * kBlock * p_.padded_dim;
   }
   const Element* packed_values(const BlockPair& pair) const {
-    return static_cast<const Element*>(a_.packed_values) +
-           (in_chunk_ * p_.key_blocks + pair.keys) * kBlock * p_.padded_value_dim;
-  }
-
-  // Weights of the products' type take their place, so that both stay in the first cache.
-  static void place(Real* products, Real** weights, char**) { *weights = products; }
-  template <typename Other>
-  static void place(Real*, Other** weights, char** scratch) {
-    *weights = take<Other>(scratch, kGroup * kArea);
+    return static_cast<const Element*>(a_.packed_values) + key_index(pair) * kBlock * p_.padded_value_dim;
   }
 
   void add_group(const BlockRuns& runs, const BlockPair* pairs, int count, bool is_first) {
     for (int g = 0; g < count; ++g) {
       Real* s = products_ + g * kArea;
       const Segment<Element> segment{packed_keys(pairs[g]), queries_};
-      Engine::multiply({&segment, 1, p_.padded_dim, kBlock, kBlock, p_.padded_dim}, s, false);
+      const bool is_finite = !query_flag_ && a_.key_flags[key_index(pairs[g])] == 0;
+      multiply_block<Engine>(segment, p_.padded_dim, is_finite, s);
       if (logits_.is_capped()) cap(s);
       if (pairs[g].num_pieces > 0) {
         visible_words(runs, pairs[g], words_ + g * kBlock);
         hide(words_ + g * kBlock, s);
+      } else if (Engine::kNeedsFinite) {
+        memset(words_ + g * kBlock, 0xff, kBlock * sizeof(uint64_t));
       }
     }
     const bool is_rescaled = softmax(count);
@@ -133,7 +173,7 @@ class ForwardBlock {
   }
 
   bool is_careful(const BlockPair& pair) const {
-    return pair.num_pieces > 0 && a_.value_flags[in_chunk_ * p_.key_blocks + pair.keys] != 0;
+    return (pair.num_pieces > 0 || Engine::kNeedsFinite) && a_.value_flags[key_index(pair)] != 0;
   }
 
   void cap(Real* s) const {
@@ -204,10 +244,11 @@ class ForwardBlock {
     for (int g = 0; g < count; ++g) {
       for (int64_t key = 0; key < kBlock; ++key) {
         dropout_.factors(int64_t{pairs[g].keys} * kBlock + key, factors);
-        Element* weights = weights_ + g * kArea + key / Engine::kGroup * Engine::kGroup * kBlock + key % Engine::kGroup;
+        Element* weights = weights_ + g * kArea;
+        const int64_t first = key / Engine::kGroup * Engine::kGroup * kBlock + key % Engine::kGroup;
         for (int i = 0; i < kBlock; ++i) {
-          Element* weight = weights + i * Engine::kGroup;
-          from_real(to_real(*weight) * factors[i], weight);
+          const int64_t at = first + i * Engine::kGroup;
+          set_element(weights, at, element(weights, at) * factors[i]);
         }
       }
     }
@@ -226,7 +267,7 @@ class ForwardBlock {
   void add_visible(const BlockPair& pair, const uint64_t* words, const Element* weights) {
     const Element* values = packed_values(pair);
     multiply_visible(
-        p_.padded_value_dim, kBlock, kBlock, [&](int64_t d, int64_t key) { return to_real(values[d * kBlock + key]); },
+        p_.padded_value_dim, kBlock, kBlock, [&](int64_t d, int64_t key) { return element(values, d * kBlock + key); },
         [&](int64_t key, int64_t query) { return grouped<Engine::kGroup>(weights, kBlock, key, query); },
         [&](int64_t, int64_t key, int64_t query) { return is_visible(words, key, query); }, out_);
   }
@@ -260,22 +301,41 @@ class ForwardBlock {
   const AttentionProblem& p_;
   const Logits logits_;
   Dropout<Real> dropout_;
-  int64_t in_chunk_ = 0;
-  Element *query_rows_, *queries_, *weights_;
-  Real *products_, *out_, *out_rows_;
+  const BlockRuns* runs_ = nullptr;
+  int64_t in_chunk_ = 0, head_ = 0, block_ = 0, first_ = 0, next_ = 0, stop_ = 0;  // pairs up to next_ are done
+  bool query_flag_ = false;
+  Element *query_rows_, *weights_, *queries_;
+  Real *products_, *out_rows_, *out_;
   uint64_t* words_;
   alignas(64) Real maximum_[kBlock], sum_[kBlock], scale_[kBlock];
 };
 
+// Groups of adjacent blocks of queries: a block of keys is read for all of them while it is in the second cache.
 template <typename Engine, typename T>
-void forward(const AttentionForwardArguments& a, void* scratch, int64_t begin, int64_t end) {
-  const int64_t blocks = a.problem.query_blocks, heads = heads_per_unit(a.problem);
+void forward(const AttentionForwardArguments& a, void* memory, int64_t begin, int64_t end) {
+  using Block = ForwardBlock<Engine, T>;
+  const AttentionProblem& p = a.problem;
+  const int64_t groups = (p.query_blocks + p.query_group - 1) / p.query_group, heads = heads_per_unit(p);
+  char* scratch = static_cast<char*>(memory);
+  const ForwardScratch<Engine> shared(p, &scratch);
+  static_assert(kMostQueryBlocks == 4);
+  Block blocks[] = {{a, shared, &scratch}, {a, shared, &scratch}, {a, shared, &scratch}, {a, shared, &scratch}};
   Engine::begin();
-  ForwardBlock<Engine, T> block(a, scratch);
   for (int64_t i = begin; i < end; ++i) {
-    const int64_t turn = i % blocks, head = i / blocks;
+    const int64_t turn = i % groups, head = i / groups;
     // From both ends in turns: under a causal mask any stretch is about the same work.
-    block.run(head / heads, head % heads, turn % 2 == 0 ? turn / 2 : blocks - 1 - turn / 2);
+    const int64_t first = (turn % 2 == 0 ? turn / 2 : groups - 1 - turn / 2) * p.query_group;
+    const int64_t count = p.query_blocks - first < p.query_group ? p.query_blocks - first : p.query_group;
+    for (int64_t b = 0; b < count; ++b) blocks[b].begin(head / heads, head % heads, first + b);
+    for (;;) {
+      int64_t keys = INT64_MAX;
+      for (int64_t b = 0; b < count; ++b) keys = blocks[b].next_keys() < keys ? blocks[b].next_keys() : keys;
+      if (keys == INT64_MAX) break;
+      for (int64_t b = 0; b < count; ++b) {
+        if (blocks[b].next_keys() == keys) blocks[b].add_next();
+      }
+    }
+    for (int64_t b = 0; b < count; ++b) blocks[b].finish();
   }
   Engine::end();
 }

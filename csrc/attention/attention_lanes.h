@@ -89,6 +89,16 @@ void from_real(float x, T* out) {
   from_float(x, out);
 }
 
+// Element i of a packed operand.
+template <typename Element>
+auto element(const Element* base, int64_t i) {
+  return to_real(base[i]);
+}
+template <typename Element, typename Real>
+void set_element(Element* base, int64_t i, Real x) {
+  from_real(x, base + i);
+}
+
 // ---- transposed blocks
 // -------------------------------------------------------------------------------------------------
 

@@ -64,16 +64,18 @@ void group_rows(const Element* rows, int64_t padded, Element* to) {
 }
 
 #if defined(__AVX512BF16__)
+// 32 elements of two rows in turns: 16 columns of each to `low`, the other 16 to `high`.
+inline void interleave(const bfloat16* even_row, const bfloat16* odd_row, bfloat16* low, bfloat16* high) {
+  const __m512i turns = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37,
+                                         5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+  const __m512i even = _mm512_loadu_si512(even_row), odd = _mm512_loadu_si512(odd_row);
+  _mm512_storeu_si512(low, _mm512_permutex2var_epi16(even, turns, odd));
+  _mm512_storeu_si512(high, _mm512_permutex2var_epi16(even, _mm512_add_epi16(turns, _mm512_set1_epi16(16)), odd));
+}
+
 inline void group_rows(const bfloat16* rows, int64_t padded, bfloat16* to) {
-  const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37,
-                                       5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
-  const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
   for (int64_t pair = 0; pair < kBlock; pair += 2, rows += 2 * padded, to += 2 * padded) {
-    for (int64_t i = 0; i < padded; i += 32) {
-      const __m512i even = _mm512_loadu_si512(rows + i), odd = _mm512_loadu_si512(rows + padded + i);
-      _mm512_storeu_si512(to + 2 * i, _mm512_permutex2var_epi16(even, low, odd));
-      _mm512_storeu_si512(to + 2 * i + 32, _mm512_permutex2var_epi16(even, high, odd));
-    }
+    for (int64_t i = 0; i < padded; i += 32) interleave(rows + i, rows + padded + i, to + 2 * i, to + 2 * i + 32);
   }
 }
 #endif

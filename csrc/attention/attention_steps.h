@@ -133,7 +133,22 @@ void multiply_visible(int64_t rows, int64_t columns, int64_t depth, A&& a, B&& b
 // Element (k, n) of a B operand.
 template <int kGroup, typename Element>
 inline auto grouped(const Element* b, int64_t columns, int64_t k, int64_t n) {
-  return to_real(b[(k / kGroup * columns + n) * kGroup + k % kGroup]);
+  return element(b, (k / kGroup * columns + n) * kGroup + k % kGroup);
+}
+
+// C [kBlock][kBlock] = A [kBlock][depth] * B, not accumulated; element by element where the engine needs finite numbers
+// and these are not.
+template <typename Engine, typename Element, typename Real>
+inline void multiply_block(const Segment<Element>& s, int64_t depth, bool is_finite, Real* c) {
+  if (is_finite || !Engine::kNeedsFinite) {
+    Engine::multiply({&s, 1, depth, kBlock, kBlock, depth}, c, false);
+    return;
+  }
+  memset(c, 0, sizeof(Real) * kBlock * kBlock);
+  multiply_visible(
+      kBlock, kBlock, depth, [&](int64_t m, int64_t k) { return element(s.a, m * depth + k); },
+      [&](int64_t k, int64_t n) { return grouped<Engine::kGroup>(s.b, kBlock, k, n); },
+      [](int64_t, int64_t, int64_t) { return true; }, c);
 }
 
 inline bool is_visible(const uint64_t words[kBlock], int64_t key, int64_t query) {

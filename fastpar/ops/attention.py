@@ -187,7 +187,9 @@ def attention(
                  dq = scale dS k, dk = scale dS^T q, dv = (P * Z)^T dout, dsink = -sum of exp(sink - lse) * delta
 
     Sums are float32 (float64 for float64) and rounded once. CPUs that multiply pairs of bfloat16 (AVX-512 BF16, AMX)
-    round exp(s - lse) and dS to it before they are multiplied; everything else widens its inputs first. On CPU bits
+    round exp(s - lse) and dS of bfloat16 inputs to it before they are multiplied; everything else widens its inputs
+    first. On AMX float32 and float16 are multiplied as sums of three bfloat16, with float32's errors (numbers below
+    2^-110 lose low bits; csrc/attention/attention_split.h). On CPU bits
     depend on which pairs are visible, not on how tiles are cut or on the number of threads. A query that sees no key
     has out 0 and lse -inf. No collective: `context_attention` is this over keys that lie on several ranks. Memory
     beside the results is that of a few blocks of scores, on CPU also of packed operands of two key heads for each
