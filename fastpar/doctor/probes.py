@@ -101,6 +101,33 @@ def split_loss() -> float:
         return _largest(pairs)
 
 
+def whole_attention() -> float:
+    """Output and gradients of causal attention with grouped heads, on each rank alone."""
+    from fastpar.ops import attention
+
+    leaves, wanted, grads = _exact_attention()
+    found = attention(*leaves, causal=True)
+    found.square().sum().backward()
+    return _largest([(found, wanted), *((x.grad, grad) for x, grad in zip(leaves, grads, strict=True))])
+
+
+def split_attention() -> float:
+    """The same over a sequence whose chunks lie on both ranks, in a ring."""
+    from fastpar.context.layout import zigzag
+    from fastpar.contracts.attention import AttentionMask, positions
+    from fastpar.ops import context_attention
+
+    leaves, wanted, grads = _exact_attention()
+    with _mesh(cp=RANKS) as mesh:
+        group, layout = mesh.group("cp"), zigzag(leaves[0].shape[2], RANKS)
+        own = positions(layout[mesh.rank("cp")])
+        parts = [x.detach()[:, :, own].requires_grad_() for x in leaves]
+        found = context_attention(*parts, group=group, layout=layout, mask=AttentionMask(causal=True), method="ring")
+        found.square().sum().backward()
+        pairs = ((x.grad, grad[:, :, own]) for x, grad in zip(parts, grads, strict=True))
+        return _largest([(found, wanted[:, :, own]), *pairs])
+
+
 def expert_layer() -> float:
     """Output and gradients of four experts on two ranks, whose tokens travel there and back."""
     from fastpar.ops import ExpertWeights, moe_mlp
@@ -193,6 +220,8 @@ PROBES = (
     Probe("exchange of ranks", exchange, 0.0, "gloo, or fp.Communicator", _GLOO_REMEDY),
     Probe("tensor-parallel block", parallel_block, 1e-5, "fp.parallelize, fp.tensor, the linears of fp.ops"),
     Probe("split loss", split_loss, 1e-5, "fp.ops.linear_cross_entropy"),
+    Probe("attention", whole_attention, 1e-5, "fp.ops.attention"),
+    Probe("split sequence", split_attention, 1e-5, "fp.ops.context_attention, fp.context"),
     Probe("experts", expert_layer, 1e-5, "fp.ops.moe_mlp"),
     Probe("ZeRO step", zero_step, 1e-4, "fp.zero.shard, fp.optim.AdamW, fp.clip_grad_norm_"),
     Probe("pipeline step", pipeline_step, 1e-5, "fp.pipeline.Pipeline, PointToPoint of fp.comm"),
@@ -212,6 +241,15 @@ class _ProbeBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = self.norm(x)
         return x + self.down(F.silu(self.gate(h)) * self.up(h))
+
+
+def _exact_attention() -> tuple[list[Tensor], Tensor, tuple[Tensor, ...]]:
+    """q, k and v of 133 tokens, four heads on two; output and gradients of its squares' sum, in float64 of torch."""
+    torch.manual_seed(0)
+    leaves = [torch.randn(1, heads, 133, 24).requires_grad_() for heads in (4, 2, 2)]
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    wanted = F.scaled_dot_product_attention(*exact, is_causal=True, enable_gqa=True)
+    return leaves, wanted, torch.autograd.grad(wanted.square().sum(), exact)
 
 
 def _largest(pairs: Any) -> float:
