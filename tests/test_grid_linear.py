@@ -11,7 +11,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fastpar as fp
-from fastpar.tensor import ColumnParallelLinear, Grid, GridLinear, GridRegion, RowParallelLinear, SequenceRegion
+from fastpar.tensor import (
+    ColumnParallelLinear,
+    Grid,
+    GridLinear,
+    GridRegion,
+    RowMap,
+    RowParallelLinear,
+    SequenceRegion,
+)
 from fastpar.tensor.parameter import full_parameter
 from tests.dist import run_ranks
 
@@ -263,6 +271,52 @@ def saved_weight_share(spec: fp.GridSpec) -> list[float]:
 def test_a_rank_stores_its_part_of_the_weight_alone() -> None:
     for share in run_ranks(4, saved_weight_share, fp.GridSpec(2, 1, 2)):
         assert share == [1 / 4, 1 / 2]
+
+
+def saved_for_backward(specs: list[fp.GridSpec]) -> list[tuple[int, int]]:
+    """(elements that a layer saves for backward, its parts of x and weight) of a column- and a row-parallel linear."""
+    batch, tokens, inputs, outputs = 4, 8, 16, 24
+    found = []
+    for spec in specs:
+        mesh = fp.init_mesh(tp=spec.ranks, tp_grid=spec, device="cpu")
+        grid = Grid(mesh)
+        region = GridRegion(grid)
+        for role in ("column", "row"):
+            layer = GridLinear.from_linear(nn.Linear(inputs, outputs, bias=False), grid, role, sequence=region)
+            region.set_shape(batch, tokens, inputs)
+            cut = grid.y if spec.spread == "features" or role == "row" else grid.x
+            here = tokens // (grid.x.size if role == "row" else region.comm.size)
+            x = torch.randn(batch // spec.z, here, inputs // cut.size, requires_grad=True)
+            kept: dict[int, int] = {}
+
+            def keep(value: Tensor, kept: dict[int, int] = kept) -> Tensor:
+                kept[value.data_ptr()] = value.numel()
+                return value
+
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
+                layer(x)
+            weight = inputs * outputs // spec.ranks * spec.replicas
+            found.append((sum(kept.values()), batch * tokens * inputs // spec.ranks + weight))
+        mesh.close()
+    return found
+
+
+def test_a_rank_saves_its_parts_of_input_and_weight_alone() -> None:
+    specs = [spec for spec in GRIDS_OF_FOUR if spec.spread != "copy"]
+    for found in run_ranks(4, saved_for_backward, specs):
+        assert [saved for saved, _ in found] == [parts for _, parts in found]
+
+
+def test_rows_cut_in_turn_are_chunks_of_chunks() -> None:
+    rows = RowMap.nested((5,), (2, 2))
+    assert rows.ranges == (((0, 2),), ((2, 3),), ((3, 4),), ((4, 5),))
+    assert rows.joined(2) == RowMap.chunk(5, 2)
+    fused = RowMap.nested((4, 8), (2, 2))
+    assert fused.ranges[1] == ((1, 2), (6, 8))
+    assert fused.joined(2).ranges[0] == ((0, 1), (4, 6), (1, 2), (6, 8))
+    assert RowMap.nested((0, 5, 3), (3,)) == RowMap.packed((0, 5, 3), 3)
+    with pytest.raises(ValueError, match="count must divide the 4 ranks, got 3"):
+        rows.joined(3)
 
 
 # ---------------------------------------------------------------------------------------------------------- other doors

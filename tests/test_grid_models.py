@@ -8,7 +8,7 @@ import pytest
 
 import fastpar as fp
 from tests.dist import run_ranks
-from tests.grid_ranks import train_all
+from tests.grid_ranks import other_doors, own_model_differences, refusals, train_all, trained_by_zero
 
 pytest.importorskip("transformers")
 
@@ -54,3 +54,43 @@ def test_a_model_on_a_grid_trains_as_one_process(ranks: int, cases: list[Any]) -
     for found in run_ranks(ranks, train_all, cases, timeout=300.0):
         wrong = {case: {k: v for k, v in by.items() if not v < 1e-9} for case, by in found.items()}
         assert not {case: by for case, by in wrong.items() if by}
+
+
+def own_models(specs: list[fp.GridSpec]) -> dict[str, dict[str, float]]:
+    return {repr(spec): own_model_differences(spec) for spec in specs}
+
+
+def test_a_written_plan_works_and_rows_of_sequences_go_with_them() -> None:
+    for found in run_ranks(4, own_models, [fp.GridSpec(2, 1, 2), fp.GridSpec.summa(2)]):
+        wrong = {spec: {k: v for k, v in by.items() if not v < 1e-10} for spec, by in found.items()}
+        assert not {spec: by for spec, by in wrong.items() if by}
+
+
+@pytest.mark.expensive
+def test_what_a_model_returns_generates_drops_and_loads_is_that_of_one_process() -> None:
+    for found in run_ranks(4, other_doors):
+        assert not {k: v for k, v in found.items() if not v < 1e-9}
+
+
+@pytest.mark.expensive
+@pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_zero_trains_a_model_on_a_grid_as_one_process_does(stage: int) -> None:
+    for found in run_ranks(4, trained_by_zero, stage):
+        assert not {k: v for k, v in found.items() if not v < 1e-9}
+
+
+def test_what_does_not_fit_a_grid_is_refused_with_what_would() -> None:
+    words = {
+        "heads": "self_attn: 6 heads must be divisible by tp_x * tp_y (2 * 2); grids of 4 ranks that work: (1, 1, 4), ",
+        "written": "layers.0.attention: 6 heads must be divisible",
+        "stream": "tp_grid needs to know where the residual stream is split",
+        "whole": "layers.0.mlp.0 in the block 'layers.0.mlp' does not read the block's input",
+        "gather": "use a grid with x=1",
+        "spread": 'use spread="rows"',
+        "cp": "cannot be split over {'cp': 2} as well",
+        "changed": "[]",
+        "small batch": "batch 3 cannot be cut over tp_z=4",
+        "empty rank": "batch 5 leaves a rank of tp_z=4 without a sequence",
+    }
+    for said in run_ranks(4, refusals):
+        assert [name for name, part in words.items() if part not in said[name]] == []
