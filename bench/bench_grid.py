@@ -127,6 +127,7 @@ class Problem:
         with fp.comm.record() as log:
             out = layer.step()
         counted = sum(entry.nbytes for entry in log) / self.x.element_size()
+        assert layer.x.grad is not None
         found = {"y": layer.region.leave(out), "dx": layer.region.leave(layer.x.grad)}
         for name, linear in layer.linears.items():
             found[f"d{name}"] = fp.tensor.full_parameter(linear.weight, linear.weight.grad)

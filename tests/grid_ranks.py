@@ -231,6 +231,15 @@ def trained_by_zero(stage: int) -> dict[str, float]:
     return found
 
 
+def build_experts() -> nn.Module:
+    """A tiny model of Mixtral's."""
+    import transformers
+
+    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4, "num_local_experts": 4, "vocab_size": VOCAB}
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes))
+
+
 def refusals() -> dict[str, str]:
     """By what is asked for: what is said, with a note where the model was changed after all."""
     flat, cube = (fp.init_mesh(tp=4, tp_grid=spec, device="cpu") for spec in ((2, 2, 1), (1, 1, 4)))
@@ -250,11 +259,16 @@ def refusals() -> dict[str, str]:
         said[name] = _error(lambda call=call: call(flat))
     said["spread"] = _error(lambda: fp.parallelize(own, copies, OWN_PLAN, sequence_parallel=True))
     said["cp"] = _error(lambda: fp.parallelize(own, beside, OWN_PLAN))
-    said["changed"] = str([n for n, p in own.named_parameters() if type(p) is not nn.Parameter])
+    stages = fp.init_mesh(pp=2, tp=2, tp_grid=(1, 1, 2), device="cpu")
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    said["pipeline"] = _error(lambda: fp.parallelize_pipeline(layers, stages, num_microbatches=2))
+    experts = build_experts()
+    said["experts"] = _error(lambda: fp.parallelize(experts, flat))
+    said["changed"] = str([n for m in (own, experts) for n, p in m.named_parameters() if type(p) is not nn.Parameter])
     fp.parallelize(own, cube, OWN_PLAN)
     said["small batch"] = _error(lambda: own(torch.zeros(3, 8, dtype=torch.long)))
     said["empty rank"] = _error(lambda: own(torch.zeros(5, 8, dtype=torch.long)))
-    for mesh in (flat, cube, copies, beside):
+    for mesh in (flat, cube, copies, beside, stages):
         mesh.close()
     return said
 

@@ -88,6 +88,8 @@ def test_what_does_not_fit_a_grid_is_refused_with_what_would() -> None:
         "gather": "use a grid with x=1",
         "spread": 'use spread="rows"',
         "cp": "cannot be split over {'cp': 2} as well",
+        "pipeline": "stages of a pipeline cannot lie on a grid, and the mesh has tp_grid=GridSpec(x=1, y=1, z=2",
+        "experts": "has style 'expert', and experts cannot be split with tp_grid=(2, 2, 1)",
         "changed": "[]",
         "small batch": "batch 3 cannot be cut over tp_z=4",
         "empty rank": "batch 5 leaves a rank of tp_z=4 without a sequence",

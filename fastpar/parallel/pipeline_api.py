@@ -25,6 +25,7 @@ from fastpar.context.region import Context, ContextRegion
 from fastpar.mesh import Mesh
 from fastpar.ops.parallel_linear.overlap import Overlap
 from fastpar.parallel.api import attention_of, parallelize, trial_of, tried_region
+from fastpar.parallel.on_grid import grid_for
 from fastpar.parallel.proving import proven_plan
 from fastpar.parallel.styles import Style
 from fastpar.pipeline import (
@@ -98,6 +99,9 @@ def parallelize_pipeline(
     `Pipeline` raise: all of it before anything runs.
     """
     size = mesh.size("pp")
+    grid, sequence_parallel = grid_for(mesh, sequence_parallel=sequence_parallel)
+    if grid is not None:  # nothing would compare a stage with one whose stream is whole
+        raise ValueError(f"stages of a pipeline cannot lie on a grid, and the mesh has tp_grid={mesh.tp_grid}")
     region = _region(model, mesh, context, plan)
     if isinstance(schedule, str):
         if num_microbatches is None:
