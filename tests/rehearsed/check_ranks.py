@@ -12,11 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import fastpar as fp
 from fastpar import ops
 from fastpar.expert import Experts, MoELayer, Router, SharedExpert
+from fastpar.mesh.grid import TENSOR_GRID_DIMS
 from fastpar.pipeline import Pipeline, make_schedule
+from fastpar.tensor import Grid, GridLinear, GridRegion
 from tests.dist import run_ranks
 from tests.rehearsal.group import device_group, lanes
 from tests.rehearsal.watch import Finding, Watch
@@ -88,6 +91,58 @@ def sequence_parallel(device: str, group: Any, watch: Any) -> list[Tensor]:
     return [out.detach(), x.grad, up.grad, down.grad]  # type: ignore[list-item]
 
 
+def split_sequences(device: str, group: Any, watch: Any, method: Any) -> list[Tensor]:
+    """Packed sequences over two ranks, by every method; with a sink, soft-capping and dropout."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    mask = ops.AttentionMask(causal=True, documents=((5, 9, 4),))
+    layout = ((ops.TokenRange(0, 5), ops.TokenRange(13, 18)), (ops.TokenRange(5, 13),))[:size]
+    generator = torch.Generator().manual_seed(3 + rank)
+    tokens = sum(part.stop - part.start for part in layout[rank])
+
+    def leaf(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device).requires_grad_()
+
+    q, k, v = leaf(1, 2, tokens, 8), leaf(1, 2, tokens, 8), leaf(1, 2, tokens, 8)
+    sink = torch.ones(2, device=device, requires_grad=True)
+    with lanes(), watch or nothing():
+        out = ops.context_attention(
+            q, k, v, group=group, layout=layout, mask=mask, method=method, softcap=4.0, sink=sink,
+            dropout=ops.AttentionDropout(0.2, seed=5),
+        )  # fmt: skip
+        grads = torch.autograd.grad(out.square().sum(), (q, k, v, sink))
+    return [out.detach(), *grads]
+
+
+def each_of(device: str, group: Any, watch: Any, run: Any, variants: tuple[Any, ...]) -> list[Tensor]:
+    return [x for variant in variants for x in run(device, group, watch, variant)]
+
+
+def grid_of(device: str, group: Any, spec: fp.GridSpec) -> Grid:
+    """A grid with one axis of ranks, over a group that no mesh has made."""
+    grid: Any = Grid.__new__(Grid)
+    sizes = (spec.x, spec.y, spec.replicas, spec.z)
+    grid.spec = spec
+    grid.mesh = DeviceMesh(device, torch.arange(2).view(sizes), mesh_dim_names=TENSOR_GRID_DIMS, _init_backend=False)
+    grid.x, grid.y, grid.replicas, grid.z = (fp.comm.Communicator.of(group if size > 1 else None) for size in sizes)
+    return grid
+
+
+def on_a_grid(device: str, group: Any, watch: Any, sizes: tuple[int, int, int]) -> list[Tensor]:
+    """A pair of linears, column- and row-parallel, in a region of the grid."""
+    torch.manual_seed(0)
+    mlp = Mlp().to(device)
+    grid = grid_of(device, group, fp.GridSpec(*sizes))
+    region = GridRegion(grid)
+    up = GridLinear.from_linear(mlp.up, grid, "column", sequence=region)
+    down = GridLinear.from_linear(mlp.down, grid, "row", sequence=region)
+    x = torch.randn(3, 5, HIDDEN, generator=torch.Generator().manual_seed(1)).to(device).requires_grad_()
+    for step in range(2):
+        with watch if step and watch is not None else nothing():
+            out = region.leave(down(torch.relu(up(region.enter(x)))))
+            grads = torch.autograd.grad(out.square().sum(), [x, *up.parameters(), *down.parameters()])
+    return [out.detach(), *(fp.tensor.local_tensor(grad) for grad in grads)]
+
+
 def zero_step(device: str, group: Any, watch: Any, stage: int) -> list[Tensor]:
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.Tanh()) for _ in range(2)]).to(device)
@@ -156,6 +211,16 @@ def experts(device: str, group: Any, watch: Any, transport: str) -> list[Tensor]
 @pytest.mark.parametrize("run", [tensor_parallel, sequence_parallel])
 def test_tensor_parallel_layers_train_on_device_tensors(run: Any) -> None:
     for found in run_ranks(2, both, run, timeout=60):
+        assert not found, "\n".join(found)
+
+
+def test_attention_of_split_sequences_trains_on_device_tensors_by_every_method() -> None:
+    for found in run_ranks(2, both, each_of, split_sequences, ("ring", "ulysses", ops.GatherKeys(2)), timeout=100):
+        assert not found, "\n".join(found)
+
+
+def test_linears_on_a_grid_train_on_device_tensors_along_every_axis() -> None:
+    for found in run_ranks(2, both, each_of, on_a_grid, ((2, 1, 1), (1, 2, 1), (1, 1, 2)), timeout=60):
         assert not found, "\n".join(found)
 
 
