@@ -174,6 +174,8 @@ COMM: dict[str, Callable[[], Case]] = {
     ),
     "SymmetricBuffer.signal_pad": lambda: (comm.SymmetricBuffer.create(None, 256, signal_words=64).signal_pad, {}),
     "virtual_ranks": lambda: (symmetric.virtual_ranks, {"size": 2, "nbytes": 256}),
+    "Calibration": lambda: (comm.Calibration, {"ratios": {}}),
+    "calibrate": lambda: (comm.calibrate, {"group": None}),
     "all_reduce_coalesced": lambda: (comm.all_reduce_coalesced, {"tensors": [floats(3)], "comm": None}),
     "all_to_all": lambda: (comm.all_to_all, {"x": floats(2, 3), "comm": None}),
     "copy_to": lambda: (comm.copy_to, {"x": floats(2, 3), "comm": None}),

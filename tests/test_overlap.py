@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import fastpar as fp
 from fastpar import ops
-from fastpar.comm import Communicator, record
+from fastpar.comm import Communicator, machine_cache, record
 from fastpar.ops.parallel_linear import overlap as module
 from fastpar.ops.parallel_linear.overlap import Overlap, OverlapShape, key, measure_overlap
 from fastpar.tensor import ColumnParallelLinear, RowParallelLinear, SequenceRegion, SharedInput, full_parameter
@@ -137,10 +137,10 @@ def test_ranks_with_different_caches_use_rank_0s(tmp_path: Path) -> None:
 
 def test_the_cache_is_in_the_users_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert module.cache_folder() == tmp_path / "fastpar"
+    assert machine_cache.cache_folder() == tmp_path / "fastpar"
     for value in ("", "relative/folder"):  # the specification: to be ignored
         monkeypatch.setenv("XDG_CACHE_HOME", value)
-        assert module.cache_folder() == Path.home() / ".cache" / "fastpar"
+        assert machine_cache.cache_folder() == Path.home() / ".cache" / "fastpar"
 
 
 @pytest.mark.parametrize(

@@ -43,3 +43,7 @@ def test_symmetric_memory_has_the_right_addresses_and_ends_with_its_buffer() -> 
 
 def test_layers_zero_pipelines_and_experts_train_over_a_group_with_a_cuda_backend_only() -> None:
     run_rehearsed("check_ranks.py")
+
+
+def test_a_calibrated_group_takes_symmetric_memory_where_it_is_faster() -> None:
+    run_rehearsed("check_calibration.py")

@@ -29,12 +29,14 @@ from fastpar.comm.scaled_codes import DelayedScalingWire
 from fastpar.comm.shards import shard_range, shard_sizes
 from fastpar.comm.shared_memory.region import SharedRegion
 from fastpar.comm.symmetric.buffer import SymmetricBuffer
+from fastpar.comm.symmetric.calibration import Calibration, calibrate
 from fastpar.comm.symmetric.collectives import SymmetricCollectives
 from fastpar.comm.transport import Transport
 from fastpar.comm.wire_formats import BlockWire, CastWire, PlainWire, Wire
 
 __all__ = [
     "BlockWire",
+    "Calibration",
     "CastWire",
     "CommError",
     "CommMismatchError",
@@ -58,6 +60,7 @@ __all__ = [
     "Wire",
     "all_reduce_coalesced",
     "all_to_all",
+    "calibrate",
     "copy_to",
     "gather_from",
     "gather_sequence",

@@ -20,6 +20,7 @@ from fastpar.comm.shared_memory.compiled import CompiledTransport
 from fastpar.comm.shared_memory.fast_path import FastPath, OneRankFastPath
 from fastpar.comm.shared_memory.transport import SharedMemoryTransport, can_reduce
 from fastpar.comm.shared_memory.world import LocalWorld
+from fastpar.comm.symmetric.switch import SymmetricTransport, switch_of
 from fastpar.comm.torch.transport import TorchTransport
 from fastpar.comm.torch.wrappers import CheckedTransport, StagedTransport
 from fastpar.comm.transport import InFlight, Transport
@@ -35,7 +36,8 @@ class TransportSelector:
 
     auto           CPU tensors: shared memory where all ranks of the group can share it; within hosts and gloo between
                    them where some can; else gloo. All other tensors, and dtypes that csrc/comm cannot reduce:
-                   torch.distributed, on the group itself.
+                   torch.distributed, on the group itself; CUDA tensors over symmetric memory where
+                   `fastpar.comm.calibrate` has found that faster.
     torch          as if no two ranks could share memory
     shared_memory  as auto, but an error where the ranks cannot share memory
 
@@ -92,6 +94,9 @@ class TransportSelector:
         # Devices, and dtypes that csrc/comm cannot reduce: torch's own collectives.
         if self._connection is None or not is_cpu or (op in _REDUCTIONS and not can_reduce(dtype)):
             chosen = self._direct or self._torch
+            switch = None if is_cpu or self._is_apart or self._direct is not None else switch_of(self.group)
+            if switch is not None and not torch.compiler.is_compiling():
+                chosen = SymmetricTransport(switch, self._torch, is_beside=mode != "blocking")
             return start(self._staged if is_cpu and self._staged is not None else chosen)
         # A graph holds one op, which is done when it returns.
         if torch.compiler.is_compiling():

@@ -10,7 +10,9 @@ For partial sums x of W ranks, rows of H elements:
     dx    = dresidual = the gradient of h in `fastpar.ops.rms_norm`, which is the same on every rank: no communication
 
 On CUDA ranks with `fastpar.comm.SymmetricCollectives` one kernel does all of it: what comes out of the inboxes is
-normalised before it is written. Anywhere else the two ops follow each other. y and h have the same bits either way.
+normalised before it is written. A group that `fastpar.comm.calibrate` gave them has that kernel where its all-reduce
+goes over symmetric memory and is of few bytes, since the kernel sends all of x to every rank. Anywhere else the two ops
+follow each other. y and h have the same bits over symmetric memory either way.
 """
 
 from __future__ import annotations
@@ -23,9 +25,10 @@ from torch import Tensor
 from fastpar import _ext
 from fastpar.arguments import checked
 from fastpar.comm.autograd import reduce_from
-from fastpar.comm.communicator import GroupLike
+from fastpar.comm.communicator import Communicator, GroupLike
 from fastpar.comm.recompute_cache import kept
-from fastpar.comm.symmetric.collectives import DTYPES, SymmetricCollectives
+from fastpar.comm.symmetric.collectives import DTYPES, ONE_SHOT_BYTES, SymmetricCollectives
+from fastpar.comm.symmetric.switch import collectives_for
 from fastpar.contracts.transformer import check_rms_norm
 from fastpar.ops._autograd import first_derivative_only
 from fastpar.ops.rms_norm import add_rms_norm, rms_norm
@@ -95,6 +98,15 @@ class _AllReducedRmsNorm(torch.autograd.Function):
         return grads[0], None
 
 
+def _calibrated(group: GroupLike, x: Tensor) -> GroupLike | SymmetricCollectives:
+    """The group's own symmetric memory, where it takes that and one exchange is not dearer than two."""
+    if not x.is_cuda or torch.compiler.is_compiling():
+        return group
+    comm = Communicator.of(group)
+    found: SymmetricCollectives | None = collectives_for(comm, "all_reduce", x)
+    return comm if found is None or x.nbytes * (comm.size - 1) > ONE_SHOT_BYTES else found
+
+
 # ---- public ----------------------------------------------------------------------------------------------------------
 
 
@@ -120,7 +132,8 @@ def all_reduce_rms_norm(
         wgrad    dweight: the whole gradient, on every rank
 
     One all-reduce of x in forward. With SymmetricCollectives (CUDA) and a weight of x's dtype it is one kernel, not
-    measured yet; with any other group `all_reduce` and `rms_norm` follow each other.
+    measured yet; with any other group `all_reduce` and `rms_norm` follow each other, but for one that
+    `fastpar.comm.calibrate` has given symmetric memory.
 
     Worked example: x [1, 1] on rank 0 and [1, 2] on rank 1, residual [1, 1], weight [1, 2], eps 0: h = [3, 4] and out =
     [0.848528, 2.262742] on both.
@@ -131,6 +144,8 @@ def all_reduce_rms_norm(
         CommError: the all-reduce failed.
     """
     check_rms_norm(x, weight, eps, residual, weight_offset)
+    if not isinstance(group, SymmetricCollectives):
+        group = _calibrated(group, x)
     if isinstance(group, SymmetricCollectives):
         if group.is_virtual:
             raise ValueError("group must be one of real ranks; virtual ranks: SymmetricCollectives.all_reduce_rms_norm")

@@ -47,7 +47,7 @@ _REPORTED = ("all_reduce (one_shot)", "all_reduce (two_shot)", "reduce_scatter",
              "all_reduce (multimem)", "all_reduce_rms_norm")  # fmt: skip
 
 # Up to which size of x one exchange is better than two, in bytes that a rank sends. Not measured yet.
-_ONE_SHOT_BYTES = 1 << 20
+ONE_SHOT_BYTES = 1 << 20
 
 
 class SymmetricCollectives:
@@ -322,7 +322,7 @@ class SymmetricCollectives:
 
     def _algorithm(self, algorithm: str, op: str, nbytes: int) -> str:
         if algorithm == "auto":
-            if nbytes * (self.size - 1) > _ONE_SHOT_BYTES:
+            if nbytes * (self.size - 1) > ONE_SHOT_BYTES:
                 return "two_shot"
             return "mailbox" if nbytes <= self.mailbox_bytes else "one_shot"
         if algorithm not in ALGORITHMS:

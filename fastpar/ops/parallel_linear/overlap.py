@@ -13,12 +13,8 @@ matter.
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
-import platform
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -31,6 +27,7 @@ from torch import Tensor
 from fastpar.arguments import checked
 from fastpar.comm import Communicator, GroupLike, shard_sizes
 from fastpar.comm.groups import carrying_device
+from fastpar.comm.machine_cache import machine_file, write_json
 from fastpar.ops.parallel_linear.gemms import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from fastpar.ops.parallel_linear.types import RankRows
 
@@ -207,18 +204,8 @@ def _synchronise(device: torch.device) -> None:
 # ---- the cache -------------------------------------------------------------------------------------------------------
 
 
-def cache_folder() -> Path:
-    """Where measurements are kept: `fastpar` in the user's cache folder (XDG base directory specification)."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "fastpar"
-
-
 def _path(folder: str | Path | None) -> Path:
-    """The file of machines like this one: what a home directory shares between machines must not mix."""
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no gpu"
-    facts = [SCHEMA, platform.machine(), platform.processor(), os.cpu_count(), torch.__version__, gpu]
-    name = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
-    return (cache_folder() if folder is None else Path(folder)) / f"overlap-{name}.json"
+    return machine_file("overlap", SCHEMA, folder)
 
 
 def _read(path: Path) -> dict[str, int]:
@@ -233,10 +220,7 @@ def _read(path: Path) -> dict[str, int]:
 
 
 def _write(path: Path, table: Mapping[str, int]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False) as file:
-        json.dump({"schema": SCHEMA, "chunks": dict(sorted(table.items()))}, file, indent=1)
-    Path(file.name).replace(path)
+    write_json(path, {"schema": SCHEMA, "chunks": dict(sorted(table.items()))})
 
 
 def default_device(comm: Communicator) -> torch.device:

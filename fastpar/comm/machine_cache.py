@@ -1,0 +1,35 @@
+"""Files of measurements, one for each kind of machine: what was measured once need not be measured again."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def cache_folder() -> Path:
+    """Where measurements are kept: `fastpar` in the user's cache folder (XDG base directory specification)."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "fastpar"
+
+
+def machine_file(stem: str, schema: int, folder: str | Path | None = None) -> Path:
+    """The file of machines like this one: what a home directory shares between machines must not mix."""
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no gpu"
+    facts = [schema, platform.machine(), platform.processor(), os.cpu_count(), torch.__version__, gpu]
+    name = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+    return (cache_folder() if folder is None else Path(folder)) / f"{stem}-{name}.json"
+
+
+def write_json(path: Path, data: Any) -> None:
+    """In one step: a reader sees the old file or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False) as file:
+        json.dump(data, file, indent=1)
+    Path(file.name).replace(path)
