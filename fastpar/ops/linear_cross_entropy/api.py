@@ -38,7 +38,7 @@ al. 2024 (arXiv:2411.09009) and Yeung et al. 2024 (arXiv:2411.05288).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, TypedDict, overload
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -191,30 +191,6 @@ def _autocast(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tens
 # ---- public ----------------------------------------------------------------------------------------------------------
 
 
-@overload
-def linear_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    *,
-    reduction: str = ...,
-    denominator: float | Tensor | None = ...,
-    return_lse: Literal[False] = ...,
-    wgrad_store: WeightGradStore | None = ...,
-    **options: Unpack[LinearLossOptions],
-) -> Tensor: ...
-@overload
-def linear_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    *,
-    reduction: str = ...,
-    denominator: float | Tensor | None = ...,
-    return_lse: Literal[True],
-    wgrad_store: WeightGradStore | None = ...,
-    **options: Unpack[LinearLossOptions],
-) -> tuple[Tensor, Tensor]: ...
 @checked()
 def linear_cross_entropy(
     hidden: Tensor,
@@ -238,7 +214,7 @@ def linear_cross_entropy(
     return_lse: bool = False,
     chunk_bytes: int | None = None,
     wgrad_store: WeightGradStore | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Any:
     """Cross-entropy of the logits hidden @ weight.T + bias, which are computed a chunk of tokens at a time.
 
         hidden  [..., K]      the same on every rank, or with sequence_parallel this rank's tokens; float32, bfloat16,
