@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from fastpar.zero.param_group import ParamGroup
 
 BATCH_BYTES = 256 << 10  # of gradients that are copied to their bucket together: what a cache holds
+DEVICE_BATCH_BYTES = 8 << 20  # the same on devices, where a copy of less takes as long as its launch (not measured)
 BUCKET_BYTES = 25 << 20
 FIRST_BUCKET_BYTES = 1 << 20
 
@@ -376,7 +377,8 @@ class OrderReducer(GradReducer):
         elif number == self._current:
             self._batch.append(index)
             self._batch_bytes += self._nbytes[index]
-            if self._batch_bytes >= BATCH_BYTES:
+            most = BATCH_BYTES if self.params[index].parameter.is_cpu else DEVICE_BATCH_BYTES
+            if self._batch_bytes >= most:
                 self._put_batch()
         while self._current < len(self.buckets) and not self._missing[self._current]:
             self._launch_current()
