@@ -85,8 +85,8 @@ def train_parallel(job: Job, layout: fp.Layout, corpus: Corpus, out: Path | None
         meters.append(MemoryMeter(nn.ModuleList(), optimizer))  # now: it must see what a step is about to free
         return optimizer
 
-    options = {"precision": None if job.precision == "fp32" else job.precision, "scheduler": job.make_scheduler}
-    trained = fp.assemble(job.build_model(), layout, make_optimizer, **options)
+    precision = None if job.precision == "fp32" else job.precision
+    trained = fp.assemble(job.build_model(), layout, make_optimizer, precision=precision, scheduler=job.make_scheduler)
     memory = meters[0].watch(nn.ModuleList(trained.parts), trained.zero)
 
     with report.Meter(layout.words, job.steps, job.tokens_per_step, visible=rank() == 0) as meter:

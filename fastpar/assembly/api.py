@@ -157,7 +157,8 @@ class _Building:
 
     def lay_out(self, undo: ExitStack) -> Passes:
         """Cut, split, recompute."""
-        layout, options = self.layout, {"sequence_parallel": self.layout.sequence_parallel}
+        layout = self.layout
+        options: dict[str, Any] = {"sequence_parallel": layout.sequence_parallel}
         words = layout.recompute
         policy = _POLICIES[words if isinstance(words, str) else words[self.mesh.rank("pp")]]()
         if layout.pp > 1:
@@ -223,7 +224,7 @@ class _Building:
 
 def shape_of(model: nn.Module) -> ModelShape | None:
     """The numbers that rules ask for; None where the model does not say them."""
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     is_plain = dataclasses.is_dataclass(config) and not isinstance(config, type)
     try:
         return find_model(dataclasses.asdict(config) if is_plain else model)

@@ -106,7 +106,8 @@ def whole_attention() -> float:
     from fastpar.ops import attention
 
     leaves, wanted, grads = _exact_attention()
-    found = attention(*leaves, causal=True)
+    q, k, v = leaves
+    found = attention(q, k, v, causal=True)
     found.square().sum().backward()
     return _largest([(found, wanted), *((x.grad, grad) for x, grad in zip(leaves, grads, strict=True))])
 
@@ -248,7 +249,8 @@ def _exact_attention() -> tuple[list[Tensor], Tensor, tuple[Tensor, ...]]:
     torch.manual_seed(0)
     leaves = [torch.randn(1, heads, 133, 24).requires_grad_() for heads in (4, 2, 2)]
     exact = [x.detach().double().requires_grad_() for x in leaves]
-    wanted = F.scaled_dot_product_attention(*exact, is_causal=True, enable_gqa=True)
+    q, k, v = exact
+    wanted = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     return leaves, wanted, torch.autograd.grad(wanted.square().sum(), exact)
 
 

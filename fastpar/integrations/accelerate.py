@@ -162,4 +162,4 @@ def as_mesh_accelerator(accelerator: Any, mesh: Mesh, zero: Zero | None) -> Mesh
         raise TypeError(f"expected an accelerate.Accelerator, got {type(accelerator).__name__}")
     accelerator.__class__ = MeshAccelerator
     accelerator.use_mesh(mesh, zero)
-    return accelerator  # type: ignore[return-value]
+    return accelerator

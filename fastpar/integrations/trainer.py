@@ -52,6 +52,10 @@ class MeshTrainer(Trainer):
     `push_to_hub`, `load_best_model_at_end`, `fsdp` and `deepspeed`, which would take a rank's shards for the model.
     """
 
+    model: Any  # which the Trainer says may be absent
+    optimizer: Any
+    lr_scheduler: Any
+
     def __init__(
         self,
         model: Any = None,
@@ -119,7 +123,7 @@ class MeshTrainer(Trainer):
     # ---- checkpoints
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        folder = Path(output_dir if output_dir is not None else self.args.output_dir)
+        folder = Path(output_dir if output_dir is not None else str(self.args.output_dir))
         save_pretrained(self.accelerator.unwrap_model(self.model), folder)
         if self.args.should_save:
             tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)

@@ -205,7 +205,7 @@ def _built(model: Any, path: Path, dtype: torch.dtype | None) -> nn.Module:
         if (path / "generation_config.json").is_file() and hasattr(built, "generation_config"):
             from transformers import GenerationConfig
 
-            built.generation_config = GenerationConfig.from_pretrained(path)
+            vars(built)["generation_config"] = GenerationConfig.from_pretrained(path)
     return built
 
 
@@ -252,7 +252,8 @@ def _meta_parameters() -> Iterator[None]:
             return None
         return nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
 
-    handle = register_module_parameter_registration_hook(on_meta)
+    hook: Any = on_meta  # torch says that it returns nothing
+    handle = register_module_parameter_registration_hook(hook)
     try:
         yield
     finally:

@@ -53,7 +53,7 @@ def shape_of_config(config: Mapping[str, Any], name: str = "") -> ModelShape:
         raise ValueError("model: an encoder beside the decoder (is_encoder_decoder) is not among what it knows")
     own, left_out = _decoder_of(config)
     _refuse_unknown_layers(own)
-    found = {field: _number(own, field, keys) for field, keys in _KEYS.items()}
+    found: dict[str, Any] = {field: _number(own, field, keys) for field, keys in _KEYS.items()}
     if own.get("multi_query") and not own.get("new_decoder_architecture"):
         found["kv_heads"] = 1
     if found["ffn"] is None and found["hidden"] is not None:

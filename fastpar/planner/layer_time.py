@@ -12,6 +12,7 @@ microbatches reads and writes them.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -141,7 +142,7 @@ def _products(machine: Machine, work: Workload, x: LayoutTable, tokens: Column, 
     model, experts = work.model, work.model.experts
     kv = np.maximum(model.kv_heads / x.tp, 1.0)  # heads that do not divide are computed on several ranks
     up, dense = 2 if model.gated else 1, experts.dense_layers / model.layers if experts else 1.0
-    shapes = [  # (tokens, inner, outer, share of the layers)
+    shapes: list[tuple[Column, Any, Any, float]] = [  # (tokens, inner, outer, share of the layers)
         (tokens, model.hidden, (model.heads / x.tp + 2.0 * kv) * model.head_dim, 1.0),
         (tokens, model.heads * model.head_dim / x.tp, model.hidden, 1.0),
     ]

@@ -94,7 +94,7 @@ class Sources:
     @property
     def are_stacked(self) -> bool:
         """True where each is one row of dim 0 of what they give (experts), for each pattern all rows."""
-        operations = getattr(self.convert, "operations", ())
+        operations: Any = getattr(self.convert, "operations", ())
         return bool(operations) and type(operations[0]).__name__ == "MergeModulelist" and operations[0].dim == 0
 
     def rows(self, start: int, stop: int) -> Sources:

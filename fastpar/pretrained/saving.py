@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +88,7 @@ class _Saving:
         for group in groups:
             whole = {name: self.values.pop(name)() for name in group}
             if self.is_writer and self.error is None:
-                self._try(lambda whole=whole: self._write(whole, convert))
+                self._try(partial(self._write, whole, convert))
         self._try(lambda: self._finish(files, saved))
         _raise_together(self.error, self.folder, self.everyone)
 

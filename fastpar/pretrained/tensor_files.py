@@ -219,4 +219,5 @@ def _bytes_of(value: Tensor) -> memoryview:
     """The memory of a contiguous tensor."""
     if value.numel() == 0:
         return memoryview(b"")
-    return memoryview(value.view(-1).view(torch.uint8).numpy()).cast("B")
+    array: Any = value.view(-1).view(torch.uint8).numpy()
+    return memoryview(array).cast("B")

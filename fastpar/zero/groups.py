@@ -146,8 +146,8 @@ class Groups:
         inner = parameter.device_mesh
         outer_names = () if self._mesh is None else self._mesh.mesh_dim_names or ()
         if inner.mesh_dim_names == ("pp",):  # a head that is sharded over the pipeline: that dim is the outermost
-            whole = self.mesh[("pp", *outer_names)]
-            return _spec(whole, [*parameter.placements, *outer, Shard(0)], parameter)
+            whole = ("pp", *outer_names)
+            return _spec(self.mesh[whole], [*parameter.placements, *outer, Shard(0)], parameter)
         names = [*outer_names, *(inner.mesh_dim_names or ())]
         pieces = math.prod(
             inner.size(dim) for dim, placement in enumerate(parameter.placements) if placement.is_shard(0)

@@ -15,7 +15,7 @@ runs, and in the optimizer's step, a rank has rows.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -39,6 +39,7 @@ class PipelineStages(nn.Module):
             self.add_module(str(number), stage.module)
         if pipe.head is not None:
             self.add_module("head", pipe.head)
+        self._pipe: Callable[[], Any]
         vars(self)["_pipe"] = weakref.ref(pipe)
 
     def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, nn.Parameter]]:
