@@ -42,11 +42,16 @@ class PipelineStages(nn.Module):
         self._pipe: Callable[[], Any]
         vars(self)["_pipe"] = weakref.ref(pipe)
 
+    @property
+    def pipe(self) -> Any:
+        """The pipeline, which lives longer than this."""
+        return vars(self)["_pipe"]()
+
     def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        yield from NamedParameters.of(self._pipe()).parameters.items()
+        yield from NamedParameters.of(self.pipe).parameters.items()
 
     def named_buffers(self, *_: Any, **__: Any) -> Iterator[tuple[str, Tensor]]:
-        yield from self._pipe().named_buffers()
+        yield from self.pipe.named_buffers()
 
 
 def shard_pipeline(
