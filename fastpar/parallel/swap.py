@@ -29,6 +29,7 @@ from fastpar.parallel.on_grid import cut_batches, cut_features
 from fastpar.parallel.styles import SwapContext, WholeStyle
 from fastpar.parallel.styles.whole import apply_default
 from fastpar.pipeline.stages.absent import Absent
+from fastpar.pretrained.generation import SyncedGenerate
 from fastpar.pretrained.saving import SavePretrained
 from fastpar.tensor import VocabParallelHead
 from fastpar.tensor.sequence import hook_input, hook_output
@@ -140,6 +141,8 @@ class Swap:
         changes.set(model, DDP_MARK, RefusedByDDP(OVER_PARALLEL))
         if callable(getattr(type(model), "save_pretrained", None)):
             changes.set(model, "save_pretrained", SavePretrained(model))
+        if context.experts.comm.size > context.comm.size and callable(getattr(type(model), "generate", None)):
+            changes.set(model, "generate", SyncedGenerate(model, vars(model).get("generate")))
         if context.comm.size > 1 and callable(getattr(type(model), "resize_token_embeddings", None)):
             changes.set(model, "resize_token_embeddings", ResizeEmbeddings(model))
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from fastpar.arguments import checked
 from fastpar.comm.ranges import annotate
 from fastpar.ddp import OVER_ZERO, ClosedToDDP
+from fastpar.pretrained.generation import GenerateDoor
 from fastpar.pretrained.saving import SaveDoor
 from fastpar.zero import memory, state_dict
 from fastpar.zero.groups import Groups, as_dtensor, local
@@ -75,7 +76,8 @@ class Zero:
         self.steppers = [Stepper(optimizer, self._phases, self._stepped) for optimizer in self.optimizers]
         self._is_attached = True
         self._ddp_door = ClosedToDDP(model, OVER_ZERO)
-        self._save_door = SaveDoor(model if options.stage == 3 else None)
+        gathering = model if options.stage == 3 else None
+        self._doors = SaveDoor(gathering), GenerateDoor(gathering)
         with self._holding_optim_params():
             self._adopt()
             self._disks = self._make_disks()
@@ -206,7 +208,8 @@ class Zero:
             return
         self._is_attached = False
         self._ddp_door.remove()
-        self._save_door.remove()
+        for door in self._doors:
+            door.remove()
         for disk in self._disks.values():
             disk.load()
         self._hide()
