@@ -33,7 +33,8 @@ DDP_MARK = "_ddp_params_and_buffers_to_ignore"
 OVER_PARALLEL = (
     "this model is parallelised by fastpar: its parameters are DTensors, which DistributedDataParallel cannot "
     "wrap. For data parallelism use fastpar.zero.shard(model, optimizer, group=mesh, stage=0), which is DDP "
-    "(transformers' Trainer and accelerate.prepare wrap models in DistributedDataParallel by themselves)"
+    "(transformers' Trainer and accelerate.prepare wrap models in DistributedDataParallel by themselves: use "
+    "fastpar.integrations.trainer.MeshTrainer and fastpar.integrations.accelerate.MeshAccelerator)"
 )
 OVER_CONTEXT = (
     "this model attends over sequences that fastpar has split over ranks, whose gradients have to be summed, and "
@@ -42,8 +43,8 @@ OVER_CONTEXT = (
 OVER_ZERO = (
     "this model is data-parallel by fastpar.zero.shard already, which reduces its gradients: DistributedDataParallel "
     "around it would reduce them a second time, before they are clipped and stepped on. Leave it out. transformers' "
-    "Trainer and accelerate.prepare wrap models in it by themselves: give accelerate.prepare the data loader and the "
-    "optimizer only, and write the training loop instead of Trainer"
+    "Trainer and accelerate.prepare wrap models in it by themselves: use fastpar.integrations.trainer.MeshTrainer and "
+    "fastpar.integrations.accelerate.MeshAccelerator, which do not"
 )
 
 
