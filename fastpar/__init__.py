@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from fastpar.comm import CommError, Communicator, Pending
     from fastpar.context import Context
     from fastpar.contracts.attention import AttentionMask
+    from fastpar.integrations.kernels import apply_kernels, remove_kernels
     from fastpar.layouts import Layout
     from fastpar.mesh import GridSpec, Mesh, init_mesh
     from fastpar.parallel import Style
@@ -83,6 +84,7 @@ _HOME = {
     "Pending": "fastpar.comm",
     "Precision": "fastpar.precision",
     "Style": "fastpar.parallel",
+    "apply_kernels": "fastpar.integrations.kernels",
     "apply_recompute": "fastpar.recompute",
     "assemble": "fastpar.assembly.api",
     "clip_grad_norm_": "fastpar.clip",
@@ -93,6 +95,7 @@ _HOME = {
     "parallelize": "fastpar.parallel.api",
     "parallelize_pipeline": "fastpar.parallel.pipeline_api",
     "plan": "fastpar.planner",
+    "remove_kernels": "fastpar.integrations.kernels",
     "remove_recompute": "fastpar.recompute",
     "save_pretrained": "fastpar.pretrained",
     "unparallelize": "fastpar.parallel.api",
@@ -114,6 +117,7 @@ __all__ = [
     "Style",
     "VerifyLayout",
     "__version__",
+    "apply_kernels",
     "apply_recompute",
     "assemble",
     "assembly",
@@ -136,6 +140,7 @@ __all__ = [
     "planner",
     "recompute",
     "reference",
+    "remove_kernels",
     "remove_recompute",
     "save_pretrained",
     "storage",

@@ -35,6 +35,10 @@ def linears(count: int = 2) -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(3, 3) for _ in range(count)))
 
 
+def gated() -> nn.Module:
+    return nn.Sequential(nn.RMSNorm(4, eps=1e-5))
+
+
 @functools.cache
 def saved_folder() -> Path:
     fp.save_pretrained(linears(), FOLDER / "model")
@@ -208,6 +212,8 @@ MODELS: dict[str, Callable[[], Case]] = {
     "parse_style": lambda: (parse_style, {"pattern": "0", "style": "colwise"}),
     "match_plan": lambda: (match_plan, {"model": linears(), "plan": {"0": "colwise"}}),
     "parallelize": lambda: (fp.parallelize, {"model": linears(), "mesh": mesh(), "plan": {"0": "colwise"}}),
+    "apply_kernels": lambda: (fp.apply_kernels, {"model": gated()}),
+    "remove_kernels": lambda: (fp.remove_kernels, {"model": fp.apply_kernels(gated())}),
     "load_pretrained": lambda: (fp.load_pretrained, {"model": linears, "folder": saved_folder()}),
     "save_pretrained": lambda: (fp.save_pretrained, {"model": linears(), "folder": FOLDER / "saved"}),
     "unparallelize": lambda: (

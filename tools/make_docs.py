@@ -38,7 +38,7 @@ MODULES = (
     "fastpar",
     *(f"fastpar.{name}" for name in fastpar._MODULES),
     *(f"fastpar.{name}" for name in ("mesh", "clip", "precision", "verification")),
-    *(f"fastpar.integrations.{name}" for name in ("huggingface", "torch_parallel")),
+    *(f"fastpar.integrations.{name}" for name in ("accelerate", "huggingface", "kernels", "torch_parallel", "trainer")),
 )
 PAPERS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)|!\[[^\]]*\]\(([^)\s]+)\)")

@@ -1,1 +1,2 @@
-"""Doors into other libraries: torch's `parallelize_module` and Hugging Face's registries. Import the one you need."""
+"""Doors into other libraries: torch's `parallelize_module`, Hugging Face's registries, Trainer and accelerate, fused
+modules in a model that exists. Import the one you need."""

@@ -94,6 +94,8 @@ def parallelize(
     check_model(model, "parallelize")
     if getattr(model, _STATE, None) is not None:
         raise ValueError("the model is parallelised already; call fastpar.unparallelize(model) first")
+    if any("_fastpar_fused" in vars(type(module)) for module in model.modules()):
+        raise ValueError("the model has kernels of fastpar.apply_kernels; call fastpar.remove_kernels(model) first")
     Overlap.of(overlap)
     if sync_weights not in ("check", "broadcast", "none"):
         raise ValueError(f"sync_weights must be 'check', 'broadcast' or 'none', got {sync_weights!r}")

@@ -1,0 +1,390 @@
+"""`apply_kernels`: fused norms, SwiGLU and loss in a model that exists, on one device and without a mesh.
+
+    fp.apply_kernels(model)            # in place; a model of transformers, or any whose modules compute the same
+    fp.remove_kernels(model)
+
+A module is known by what it computes and not by its name: it is tried on random numbers against the fused op, and keeps
+its own forward if results differ. It stays the object that it was, with its parameters, hooks and children, and gets a
+class that differs in its forward; so copies, state dicts, optimizers, gradient checkpointing and fully_shard see
+nothing.
+
+Note: the loss
+    The head of a causal model that computes its loss by transformers' next-token loss returns `DeferredLogits` while
+    the model trains on labels: hidden states and weight, of which the loss is made a chunk of tokens at a time. To
+    whatever else reads them they are logits, computed then.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map
+
+from fastpar.arguments import checked
+from fastpar.ddp import check_model
+from fastpar.ops.linear_cross_entropy import linear_cross_entropy
+from fastpar.ops.rms_norm import rms_norm
+from fastpar.ops.swiglu import swiglu
+from fastpar.parallel.model_methods import calls_loss_function
+from fastpar.tensor.own_forward import runs_forward_of
+
+_log = logging.getLogger("fastpar.apply_kernels")
+M = TypeVar("M", bound=nn.Module)
+_ROWS = 5  # of a trial
+_TOLERANCE = 2e-5  # of the largest number, in float32: a hundred roundings; another activation differs by a tenth
+_PLAIN = (int, float, str, bool, type(None))
+
+
+@checked(computed=False, but=("model",))
+def apply_kernels(model: M, *, norms: bool = True, mlps: bool = True, loss: bool = True) -> M:
+    """Let a model's modules compute with fused ops, in place; returns the model.
+
+    norms  RMSNorms, with weights or with what is added to one: `fastpar.ops.rms_norm`
+    mlps   down(silu(gate(x)) * up(x)), of three linears, or two with gate and up in one: `fastpar.ops.swiglu`
+    loss   transformers' next-token loss in training: `fastpar.ops.linear_cross_entropy`, with no tensor of all logits
+
+    Results are those of before but for rounding: a fused op computes in float32 and rounds once. Modules that compute
+    something else are passed over; the logger "fastpar.apply_kernels" says what was replaced (INFO) and what looked
+    alike and was not, and why (INFO). Rotary embeddings are functions of transformers and stay what they are.
+
+    With `loss` the head's weight is read outside of its forward: under ZeRO's stage 3, and fully_shard of the head by
+    itself, pass loss=False.
+
+    Raises ValueError where a model has kernels already or nothing to replace, for one that `fastpar.parallelize` has
+    split, and TypeError for what is no module. Nothing has changed then.
+    """
+    check_model(model, "apply_kernels")
+    if "_fastpar_parallel" in vars(model) or any(isinstance(p, DTensor) for p in model.parameters()):
+        raise ValueError("apply_kernels is for whole models: this one is sharded (its parameters are DTensors)")
+    if any(isinstance(module, _Fused) for module in model.modules()):
+        raise ValueError("the model has kernels already; call fastpar.remove_kernels(model) first")
+    found: list[tuple[str, nn.Module, type[nn.Module]]] = []
+    kept: list[str] = []
+    verdicts: dict[Any, Any] = {}
+    for path, module in model.named_modules():
+        for wanted, looks_alike, judge in ((norms, _looks_like_norm, _norm_class), (mlps, _looks_like_mlp, _mlp_class)):
+            if not (wanted and looks_alike(module)):
+                continue
+            key = _kind_of(module)
+            if key not in verdicts:
+                verdicts[key] = judge(module)
+            if isinstance(verdicts[key], str):
+                kept.append(f"{path} ({type(module).__name__}): {verdicts[key]}")
+            else:
+                found.append((path, module, verdicts[key]))
+    problem = _loss_problem(model) if loss else "not asked for"
+    if not found and problem:
+        raise ValueError(f"apply_kernels found nothing to replace in this {type(model).__name__}; loss: {problem}")
+    for _, module, cls in found:
+        module.__class__ = cls
+    if not problem:
+        _fuse_loss(model)
+    counts: dict[str, int] = {}
+    for _, module, _cls in found:
+        name = type(module).__name__
+        counts[name] = counts.get(name, 0) + 1
+    said = [f"{count} {name}" for name, count in counts.items()] + ([] if problem else ["the loss"])
+    _log.info("fused: %s", ", ".join(said))
+    for line in kept + ([f"loss: {problem}"] if loss and problem else []):
+        _log.info("kept: %s", line)
+    return model
+
+
+@checked(computed=False, but=("model",))
+def remove_kernels(model: M) -> M:
+    """Undo `apply_kernels`, in place; returns the model. ValueError for a model without kernels, and for one whose
+    modules have been wrapped in another class since."""
+    check_model(model, "remove_kernels")
+    fused = [(path, module) for path, module in model.named_modules() if isinstance(module, _Fused)]
+    if not fused:
+        raise ValueError("the model has no kernels of fastpar.apply_kernels")
+    for path, module in fused:
+        if "_fastpar_fused" not in vars(type(module)):
+            raise ValueError(
+                f"{path or 'the model'} has been given the class {type(module).__name__} after apply_kernels (by "
+                "fully_shard, say): take that away first"
+            )
+    for _, module in fused:
+        if isinstance(module, _FusedModel):
+            own: Any = module
+            own.loss_function = own.loss_function.own
+        vars(module).pop("_defers", None)
+        module.__class__ = type(module).__bases__[1]
+    return model
+
+
+class _Fused:
+    """The mark of classes that `apply_kernels` makes; each stands before the class that a module had."""
+
+
+def _fused_class(base: type[nn.Module], mark: type, **namespace: Any) -> type[nn.Module]:
+    namespace |= {"_fastpar_fused": True, "__module__": base.__module__, "__doc__": base.__doc__}
+    return type(base.__name__, (mark, base), namespace)  # transformers writes the name into config.json
+
+
+def _kind_of(module: nn.Module) -> Any:
+    """A key that two modules share which compute the same on other numbers."""
+    rows = []
+    for name, child in module.named_modules():
+        plain = {k: v for k, v in vars(child).items() if isinstance(v, _PLAIN) and k != "layer_idx"}
+        shapes = [(k, tuple(p.shape), p.device.type) for k, p in child.named_parameters(recurse=False)]
+        rows.append((name, type(child), tuple(sorted(plain.items())), tuple(shapes), "forward" in vars(child)))
+    return tuple(rows)
+
+
+def _trial_copy(module: nn.Module) -> nn.Module | str:
+    """A copy in float32 with noise on its parameters, or why there is none."""
+    parameters = list(module.parameters())
+    if any(p.device.type == "meta" for p in parameters):
+        return "its parameters are on the meta device, where it cannot be tried"
+    if any(p.dtype not in (torch.float32, torch.float64, torch.bfloat16, torch.float16) for p in parameters):
+        return "its parameters are quantised"
+    twin = copy.deepcopy(module).float()
+    generator = torch.Generator(parameters[0].device).manual_seed(0)
+    with torch.no_grad():
+        for p in twin.parameters():
+            noise = torch.randn(p.shape, device=p.device, generator=generator)
+            p.add_(noise * (0.3 if p.dim() < 2 else p.shape[-1] ** -0.5))
+    return twin
+
+
+def _agrees(twin: nn.Module, size: int, ours: Callable[[Tensor], Tensor], device: torch.device) -> bool:
+    """Whether a module gives what `ours` does, for small and large random rows; False where it fails."""
+    generator = torch.Generator(device).manual_seed(1)
+    for scale in (1.0, 30.0):
+        x = torch.randn(2, _ROWS, size, device=device, generator=generator) * scale
+        try:
+            with torch.no_grad():
+                wanted, found = twin(x), ours(x)
+        except Exception:  # of the module's own code: any
+            return False
+        if not isinstance(wanted, Tensor) or wanted.shape != found.shape or wanted.dtype != found.dtype:
+            return False
+        if not float((wanted - found).abs().max()) <= _TOLERANCE * float(wanted.abs().max()):
+            return False
+    return True
+
+
+# ---- norms
+
+
+def _looks_like_norm(module: nn.Module) -> bool:
+    own = list(module._parameters.values())
+    return len(own) == 1 and own[0] is not None and own[0].dim() == 1 and not list(module.children())
+
+
+def _norm_class(module: nn.Module) -> type[nn.Module] | str:
+    """The class that a norm gets, or why none."""
+    ((name, weight),) = module._parameters.items()
+    assert weight is not None
+    twin = _trial_copy(module)
+    if isinstance(twin, str):
+        return twin
+    for attribute in sorted(k for k, v in vars(module).items() if isinstance(v, float) and 0 <= v < 0.1):
+        for offset in (0.0, 1.0):
+            ours = functools.partial(_normed, name=name, eps=attribute, offset=offset)
+            if _agrees(twin, len(weight), functools.partial(ours, twin), weight.device):
+                return _fused_class(type(module), _Fused, forward=_norm_forward(name, attribute, offset))
+    return "it computes something else than an RMSNorm"
+
+
+def _normed(module: nn.Module, x: Tensor, *, name: str, eps: str, offset: float) -> Tensor:
+    return rms_norm(x, getattr(module, name), eps=getattr(module, eps), weight_offset=offset)
+
+
+def _norm_forward(name: str, eps: str, offset: float) -> Callable[..., Tensor]:
+    def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs or x.dtype != getattr(self, name).dtype:  # a gate, say; or a dtype that it would return
+            return _own_forward(self)(x, *args, **kwargs)
+        return _normed(self, x, name=name, eps=eps, offset=offset)
+
+    return forward
+
+
+def _own_forward(module: Any) -> Callable[..., Any]:
+    """The forward that the module has without `apply_kernels`."""
+    for cls in type(module).__mro__:
+        if "_fastpar_fused" in vars(cls):
+            return functools.partial(cls.__bases__[1].forward, module)
+    raise AssertionError("a fused module")
+
+
+# ---- SwiGLU
+
+
+def _looks_like_mlp(module: nn.Module) -> bool:
+    children = dict(module.named_children())
+    linears = [child for child in children.values() if isinstance(child, nn.Linear)]
+    others = [child for child in children.values() if not isinstance(child, nn.Linear)]
+    is_small = not list(module.parameters(recurse=False)) and not any(list(child.parameters()) for child in others)
+    return is_small and len(linears) in (2, 3) and not any(_drops(child) for child in others)
+
+
+def _drops(module: nn.Module) -> bool:
+    return any(isinstance(m, nn.Dropout) and m.p > 0 for m in module.modules())
+
+
+def _mlp_class(module: nn.Module) -> type[nn.Module] | str:
+    """The class that an MLP gets, or why none."""
+    linears: dict[str, nn.Linear] = {n: c for n, c in module.named_children() if isinstance(c, nn.Linear)}
+    twin = _trial_copy(module)
+    if isinstance(twin, str):
+        return twin
+    for names in _roles(linears):
+        first = linears[names[0]]
+        ours = functools.partial(_gated, names=names)
+        if _agrees(twin, first.in_features, functools.partial(ours, twin), first.weight.device):
+            return _fused_class(type(module), _Fused, forward=_mlp_forward(names))
+    return "it computes something else than down(silu(gate(x)) * up(x))"
+
+
+def _roles(linears: dict[str, nn.Linear]) -> Iterator[tuple[str, ...]]:
+    """Which linears may be (gate, up, down), or (gate and up, down)."""
+    for down, last in linears.items():
+        first = [name for name in linears if name != down]
+        sizes = {(linears[name].in_features, linears[name].out_features) for name in first}
+        if len(first) == 2 and sizes == {(last.out_features, last.in_features)}:
+            yield first[0], first[1], down
+            yield first[1], first[0], down
+        elif len(first) == 1 and sizes == {(last.out_features, 2 * last.in_features)}:
+            yield first[0], down
+
+
+def _gated(module: Any, x: Tensor, *, names: tuple[str, ...]) -> Tensor:
+    *first, down = (getattr(module, name) for name in names)
+    out: Tensor = down(swiglu(*(linear(x) for linear in first)))
+    return out
+
+
+def _mlp_forward(names: tuple[str, ...]) -> Callable[..., Tensor]:
+    def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs:
+            return _own_forward(self)(x, *args, **kwargs)
+        return _gated(self, x, names=names)
+
+    return forward
+
+
+# ---- the loss
+
+
+class DeferredLogits(Tensor):
+    """Logits that nobody has read: hidden [..., K] and a head's weight [V, K]. Reading them computes them, once."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    whole: Tensor | None
+
+    @staticmethod
+    def __new__(cls, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> DeferredLogits:
+        device = hidden.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+        shape = (*hidden.shape[:-1], weight.shape[0])
+        made: DeferredLogits = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=hidden.device)  # type: ignore[attr-defined]
+        made.hidden, made.weight, made.bias, made.whole = hidden, weight, bias, None
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*tree_map(_computed, args), **tree_map(_computed, kwargs or {}))  # from C++, past the other
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        return func(*tree_map(_computed, args), **tree_map(_computed, kwargs or {}))
+
+
+_METADATA = {Tensor.size, Tensor.dim, Tensor.numel}
+_METADATA |= {getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim")}
+
+
+def _computed(x: Any) -> Any:
+    if not isinstance(x, DeferredLogits):
+        return x
+    state = vars(x)
+    if state["whole"] is None:
+        state["whole"] = F.linear(state["hidden"], state["weight"], state["bias"])
+    return state["whole"]
+
+
+class FusedLoss:
+    """transformers' next-token loss, of `DeferredLogits` without computing them."""
+
+    def __init__(self, own: Any):
+        self.own = own
+
+    def __call__(self, logits: Tensor, labels: Tensor, vocab_size: int | None = None, **kwargs: Any) -> Any:
+        options = {name: kwargs.get(name) for name in ("num_items_in_batch", "shift_labels")}
+        state = vars(logits) if isinstance(logits, DeferredLogits) else {"whole": logits}
+        if state["whole"] is not None or state["weight"].shape[0] != vocab_size:
+            return self.own(_computed(logits), labels, vocab_size, **kwargs)
+        shifted = options["shift_labels"]
+        target = labels if shifted is None else shifted
+        return linear_cross_entropy(
+            state["hidden"],
+            state["weight"],
+            target.to(state["hidden"].device),
+            bias=state["bias"],
+            shift=1 if shifted is None else 0,
+            ignore_index=kwargs.get("ignore_index", -100),
+            denominator=options["num_items_in_batch"],
+        )
+
+
+class _FusedModel(_Fused):
+    """A model whose loss is fused: its head defers logits while it trains on labels."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        own: Any = self
+        head = own.get_output_embeddings()
+        names = _parameter_names(type(self))
+        labels = kwargs.get("labels", dict(zip(names, args, strict=False)).get("labels"))
+        head._defers = own.training and labels is not None and not torch.compiler.is_compiling()
+        try:
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            head._defers = False
+
+
+@functools.cache
+def _parameter_names(cls: type[nn.Module]) -> tuple[str, ...]:
+    return tuple(inspect.signature(cls.forward).parameters)[1:]
+
+
+def _head_forward(self: Any, x: Tensor) -> Tensor:
+    if vars(self).get("_defers"):
+        return DeferredLogits(x, self.weight, self.bias)
+    return F.linear(x, self.weight, self.bias)
+
+
+def _loss_problem(model: Any) -> str:
+    """Why the loss cannot be fused; "" where it can."""
+    theirs = getattr(sys.modules.get("transformers.loss.loss_utils"), "ForCausalLMLoss", None)
+    if not hasattr(type(model), "loss_function") or theirs is None:
+        return "the model computes no loss as those of transformers do"
+    if model.loss_function is not theirs or not calls_loss_function(model):
+        return "it is not transformers' next-token loss, or not computed by the model's loss_function"
+    head = model.get_output_embeddings()
+    if not isinstance(head, nn.Linear) or not runs_forward_of(head, nn.Linear):
+        return f"the head is no plain nn.Linear, but {type(head).__name__}"
+    return ""
+
+
+def _fuse_loss(model: Any) -> None:
+    head = model.get_output_embeddings()
+    head.__class__ = _fused_class(type(head), _Fused, forward=_head_forward)
+    model.__class__ = _fused_class(type(model), _FusedModel)
+    model.loss_function = FusedLoss(model.loss_function)
