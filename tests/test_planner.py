@@ -46,27 +46,27 @@ def divisors(number: int) -> list[int]:
     return [each for each in range(1, number + 1) if number % each == 0]
 
 
-def all_layouts(machine: Machine, work: Workload) -> list[Layout]:
+def all_layouts(machine: Machine, work: Workload, cps: tuple[int, ...] = (1,)) -> list[Layout]:
     """Every layout that the planner may look at, by loops; what is legal is asked of the rules one by one."""
     n, model, found = machine.gpus, work.model, []
-    for pp, tp in itertools.product(divisors(n), divisors(n)):
-        if n % (pp * tp) or tp > machine.per_node or machine.per_node % tp or pp > model.layers:
+    for pp, tp, cp in itertools.product(divisors(n), divisors(n), cps):
+        if n % (pp * tp * cp) or tp > machine.per_node or machine.per_node % tp or pp > model.layers:
             continue
-        dp = n // (pp * tp)
+        dp = n // (pp * tp * cp)
         if work.batch % dp:
             continue
-        within = machine.per_node // tp
+        within = machine.per_node // (tp * cp)
         shards = {dp} | ({within} if 1 < within < dp and dp % within == 0 else set())
         for dp_shard, ep in itertools.product(shards, divisors(model.num_experts) if model.experts else [1]):
-            if (dp_shard * tp) % ep:
+            if (dp_shard * cp * tp) % ep:
                 continue
-            is_sharded = dp_shard > 1 or (ep > 1 and dp_shard * tp > ep)
+            is_sharded = dp_shard * cp > 1 or (ep > 1 and dp_shard * cp * tp > ep)
             stages = ([0, 1] if pp > 1 else [0, 1, 2, 3]) if is_sharded else [0]
             for b, stage, sp, recompute in itertools.product(
                 divisors(work.batch // dp), stages, [False, True] if tp > 1 else [False], ("none", "selective", "full")
             ):
                 count = work.batch // dp // b
-                grid = {"pp": pp, "tp": tp, "dp_shard": dp_shard, "dp_replicate": dp // dp_shard, "ep": ep}
+                grid = {"pp": pp, "tp": tp, "cp": cp, "dp_shard": dp_shard, "dp_replicate": dp // dp_shard, "ep": ep}
                 options = {"sequence_parallel": sp, "zero": ZeroOptions(stage), "recompute": recompute}
                 if pp == 1:
                     found.append(Layout(**grid, **options, accumulate=count))
@@ -103,11 +103,13 @@ def by_time(each: RefinedLayout) -> float:
 @pytest.mark.expensive
 def test_200_random_instances_have_the_answer_of_brute_force(seeds: range) -> None:
     """The same legal layouts; of those that fit the same least time; and after refining the best of all."""
-    num_fitting = num_missed = 0
+    num_fitting = num_missed = num_split = 0
     for seed in seeds:
         machine, work = random_instance(seed)
-        found = evaluate(machine, work, PlanOptions())
-        expected = all_layouts(machine, work)
+        splits = seed % 3 == 0  # sequences, too
+        found = evaluate(machine, work, PlanOptions(allow=frozenset({"cp"} if splits else ())))
+        expected = all_layouts(machine, work, (1, 2, 4) if splits else (1,))
+        num_split += any(layout.cp > 1 for layout in expected)
         got = [found.table.layout(row) for row in range(len(found.table))]
         assert len(set(got)) == len(got)
         assert set(got) == set(expected), seed
@@ -135,6 +137,7 @@ def test_200_random_instances_have_the_answer_of_brute_force(seeds: range) -> No
         measured = [each for each in result.ranked if each.is_backed]
         assert result.recommended.seconds <= (1 + TIE) * min(measured or [result.recommended], key=by_time).seconds
     assert num_fitting >= 20
+    assert num_split >= 5
     assert num_missed <= 1
 
 

@@ -215,7 +215,8 @@ def _own_forward(module: Any) -> Callable[..., Any]:
     """The forward that the module has without `apply_kernels`."""
     for cls in type(module).__mro__:
         if "_fastpar_fused" in vars(cls):
-            return functools.partial(cls.__bases__[1].forward, module)
+            base: Any = cls.__bases__[1]
+            return functools.partial(base.forward, module)
     raise AssertionError("a fused module")
 
 
@@ -291,12 +292,12 @@ class DeferredLogits(Tensor):
         device = hidden.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
         shape = (*hidden.shape[:-1], weight.shape[0])
-        made: DeferredLogits = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=hidden.device)  # type: ignore[attr-defined]
+        made: DeferredLogits = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=hidden.device)
         made.hidden, made.weight, made.bias, made.whole = hidden, weight, bias, None
         return made
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         return func(*tree_map(_computed, args), **tree_map(_computed, kwargs or {}))  # from C++, past the other
 
     @classmethod
@@ -350,7 +351,8 @@ class _FusedModel(_Fused):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         own: Any = self
         head = own.get_output_embeddings()
-        names = _parameter_names(type(self))
+        kind: Any = type(self)
+        names = _parameter_names(kind)
         labels = kwargs.get("labels", dict(zip(names, args, strict=False)).get("labels"))
         head._defers = own.training and labels is not None and not torch.compiler.is_compiling()
         try:

@@ -170,7 +170,8 @@ def _buffers(work: Workload, x: LayoutTable) -> Column:
     model, kind = work.model, work.bytes
     unit = (model.dense_layer_parameters / x.tp) + model.expert_parameters / x.ep
     units = 2.0 * (kind.param + kind.wire) * np.maximum(unit, model.embedding_parameters / x.tp)
-    buckets = 2.0 * _BUCKET_BYTES * (x.dp > 1)
+    gradients = kind.wire * sum(count for count, *_ in parameter_groups(work, x))
+    buckets = np.minimum(2.0 * _BUCKET_BYTES, gradients) * (x.dp > 1)  # small models fill none
     hop = work.element * tokens_of(work, x) * model.hidden * np.where(x.sp == 1, 1.0 / x.tp, 1.0)
     found = np.where(x.stage == 3, units, buckets) + np.where(x.pp > 1, 4.0 * hop, 0.0)
     if model.experts is not None:

@@ -1,0 +1,239 @@
+"""Predicted steps of twelve layouts beside measured ones: two CPU ranks, a machine that they have calibrated before.
+
+    fastpar bench planner [--quick] [--rounds 5] [--machine machine.json] [--out FILE.json]
+
+A Llama of 12 layers, hidden 512, float32, AdamW, 8 sequences of 256 tokens a step; tensor parallelism with and without
+sequence parallelism, data parallelism in ZeRO stages 0 to 3, pipelines by four schedules, selective and full
+recomputation. Every round runs every layout, in turn, from building to five steps; a layout's step is the median of its
+rounds' medians.
+
+Shown: predicted and measured seconds and memory of each; of the pairs predicted 10 % apart and more how many are in the
+right order (target: 95 %); how far memory is off (target: 5 %). The exit status is 0 if both targets are met.
+
+    memory    what a rank's resident memory grows by from before the model is built to the peak of a step; of all ranks
+              the most. Counted from VmHWM, which is set back before
+
+Traps: calibrate in the same run, since another day's machine is another one; let nothing else run, two ranks have all
+cores; the first two steps allocate, and do not count; memory that an allocator keeps is given back between layouts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import itertools
+import json
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fastpar as fp
+from fastpar.layouts import Layout
+from fastpar.planner import Machine, Workload, find_machine, find_model
+from fastpar.planner.calibration import calibrate
+from fastpar.planner.refine import RefinedLayout, refine
+from fastpar.planner.workload import BytesPerParameter
+
+LAYOUTS = (
+    "tp2",
+    "tp2 sp",
+    "dp2",
+    "dp2 zero1",
+    "dp2 zero2",
+    "dp2 zero3",
+    "pp2 gpipe mb4",
+    "pp2 1f1b mb2",
+    "pp2 1f1b mb8",
+    "pp2 zbv mb4",
+    "dp2 selective",
+    "tp2 full",
+)
+MODEL = {
+    "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 8,
+    "num_key_value_heads": 8, "vocab_size": 2048, "tie_word_embeddings": False,
+}  # fmt: skip
+QUICK = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "vocab_size": 128}
+BATCH, SEQ, STEPS, WARMUP = 8, 256, 3, 2
+APART, RIGHT_ORDER, MEMORY_ERROR = 0.10, 0.95, 0.05
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the bench and return its exit status."""
+    flags = _parser().parse_args(arguments)
+    config = {**MODEL, **(QUICK if flags.quick else {})}
+    results = _spawn(config, 1 if flags.quick else flags.rounds, flags.machine, 5.0 if flags.quick else 120.0)
+    machine = Machine.from_json(results["machine"])
+    work = Workload(find_model({**config, "rms_norm_eps": 1e-6}), BATCH, SEQ, "fp32", BytesPerParameter.of("fp32"))
+    rows = [_row(machine, work, text, results["layouts"][text]) for text in LAYOUTS]
+    order, wrong = right_order([(row["predicted_s"], row["measured_s"]) for row in rows])
+    memory = max(abs(row["predicted_bytes"] / row["measured_bytes"] - 1.0) for row in rows)
+    print(machine, *(_line(row) for row in rows), sep="\n")
+    print(
+        f"pairs predicted {APART:.0%} apart: {order:.1%} in the right order (target {RIGHT_ORDER:.0%}), {wrong} wrong"
+    )
+    print(f"memory: off by {memory:.1%} at most (target {MEMORY_ERROR:.0%})")
+    if flags.out:
+        Path(flags.out).write_text(json.dumps({"machine": machine.to_json(), "rows": rows}, indent=1) + "\n")
+    return 0 if order >= RIGHT_ORDER and memory <= MEMORY_ERROR else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog="fastpar bench planner", description=(__doc__ or "").partition("\n")[0])
+    made.add_argument("--quick", action="store_true", help="a tiny model, one round: does it run at all")
+    made.add_argument("--rounds", type=int, default=5, help="of all layouts (%(default)s)")
+    made.add_argument("--machine", metavar="FILE.json", help="calibrated before; by default calibrated now")
+    made.add_argument("--out", metavar="FILE.json", help="write the rows")
+    return made
+
+
+def right_order(pairs: Sequence[tuple[float, float]]) -> tuple[float, int]:
+    """Of (predicted, measured): the share of the pairs predicted `APART` whose measured order is the predicted one, and
+    how many are not."""
+    found = [(low[1] < high[1]) for low, high in itertools.permutations(pairs, 2) if high[0] >= (1.0 + APART) * low[0]]
+    return (sum(found) / len(found) if found else 1.0), len(found) - sum(found)
+
+
+def _row(machine: Machine, work: Workload, text: str, measured: dict[str, float]) -> dict[str, Any]:
+    told: RefinedLayout | None = refine(machine, work, _layout(text), float("inf"), as_given=True)
+    assert told is not None
+    return {
+        "layout": text, "predicted_s": told.seconds, "measured_s": measured["seconds"], "predicted_bytes": told.peak,
+        "measured_bytes": measured["bytes"], "parts": dict(told.parts),
+    }  # fmt: skip
+
+
+def _line(row: dict[str, Any]) -> str:
+    times = f"{1e3 * row['predicted_s']:8.1f} ms predicted {1e3 * row['measured_s']:8.1f} measured"
+    sizes = f"{row['predicted_bytes'] / 1e6:7.0f} MB predicted {row['measured_bytes'] / 1e6:7.0f} measured"
+    return f"{row['layout']:<16}{times}   {sizes}"
+
+
+def _layout(text: str) -> Layout:
+    return Layout.parse(text)
+
+
+# ---- ranks -----------------------------------------------------------------------------------------------------------
+
+
+def _spawn(config: dict[str, Any], rounds: int, machine: str | None, seconds: float) -> dict[str, Any]:
+    """What rank 0 has found."""
+    from torch.multiprocessing.spawn import spawn
+
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # port 0: a free one
+    spawn(_rank, (store.port, config, rounds, machine, seconds), nprocs=2)
+    found: dict[str, Any] = json.loads(store.get("found"))
+    return found
+
+
+def _rank(rank: int, port: int, config: dict[str, Any], rounds: int, machine: str | None, seconds: float) -> None:
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port)
+    dist.init_process_group("gloo", store=dist.PrefixStore("ranks", store), rank=rank, world_size=2)
+    made = find_machine(machine) if machine else calibrate("here", device="cpu", seconds=seconds)
+    times: dict[str, list[float]] = {text: [] for text in LAYOUTS}
+    peaks: dict[str, list[float]] = {text: [] for text in LAYOUTS}
+    for _ in range(rounds):
+        for text in LAYOUTS:
+            step, peak = run_layout(config, _layout(text))
+            times[text].append(step)
+            peaks[text].append(peak)
+    layouts = {text: {"seconds": statistics.median(times[text]), "bytes": max(peaks[text])} for text in LAYOUTS}
+    if rank == 0:
+        store.set("found", json.dumps({"machine": made.to_json(), "layouts": layouts}))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def run_layout(config: dict[str, Any], layout: Layout) -> tuple[float, float]:
+    """Seconds of a step and bytes at its peak, of all ranks the most."""
+    import transformers
+
+    _give_back()
+    before = _resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # sets VmHWM back
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**config, "attn_implementation": "sdpa"}))
+    mesh = fp.init_mesh(
+        **{dim: getattr(layout, dim) for dim in ("pp", "dp_replicate", "dp_shard", "cp", "tp")}, device="cpu"
+    )
+    try:
+        step = _trainer(model, mesh, layout)
+        times = []
+        for index in range(WARMUP + STEPS):
+            dist.barrier()
+            started = time.perf_counter()
+            step(index)
+            times.append(time.perf_counter() - started)
+        mine = torch.tensor([statistics.median(times[WARMUP:]), _resident("VmHWM") - before], dtype=torch.float64)
+        dist.all_reduce(mine, dist.ReduceOp.MAX)
+        return float(mine[0]), float(mine[1])
+    finally:
+        mesh.close()
+
+
+def _trainer(model: nn.Module, mesh: fp.Mesh, layout: Layout) -> Any:
+    """A function from the number of a step to nothing."""
+    policy = {"none": None, "selective": fp.recompute.Selective(), "full": fp.recompute.Full()}[str(layout.recompute)]
+    share = BATCH // layout.dp
+    vocab = int(model.config.vocab_size)  # type: ignore[union-attr, arg-type]
+
+    def tokens(index: int) -> Tensor:
+        generator = torch.Generator().manual_seed(100 * index + mesh.rank("dp"))
+        return torch.randint(0, vocab, (share, SEQ), generator=generator)
+
+    def loss_of(logits: Tensor, ids: Tensor) -> Tensor:
+        return fp.ops.vocab_parallel_cross_entropy(
+            logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), group=mesh["tp"], inplace_backward=True
+        )
+
+    if layout.pp > 1:
+        how = layout.pipeline
+        pipe = fp.parallelize_pipeline(
+            model, mesh, how.schedule, num_microbatches=how.microbatches, loss=loss_of, recompute=policy
+        )
+        optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-4)
+        zero = fp.zero.shard(pipe, optimizer, group=mesh, stage=layout.zero.stage, overlap=False)
+    else:
+        fp.parallelize(model, mesh, sequence_parallel=layout.sequence_parallel)
+        if policy is not None:
+            fp.apply_recompute(model, policy)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        zero = fp.zero.shard(model, optimizer, group=mesh, stage=layout.zero.stage)
+
+    def step(index: int) -> None:
+        ids = tokens(index)
+        if layout.pp > 1:
+            pipe.step(ids, target=ids)
+        else:
+            loss_of(model(ids, use_cache=False).logits, ids).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step.zero = zero  # type: ignore[attr-defined]  # kept alive with the function
+    return step
+
+
+def _give_back() -> None:
+    """Freed memory, to the system."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+
+
+def _resident(name: str) -> float:
+    """Bytes of "VmRSS" or "VmHWM"."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(name):
+            return 1024.0 * int(line.split()[1])
+    raise RuntimeError(f"/proc/self/status has no {name}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
