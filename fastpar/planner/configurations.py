@@ -62,10 +62,11 @@ def shape_of_config(config: Mapping[str, Any], name: str = "") -> ModelShape:
         if found[field] is None:
             raise ValueError(f"model: the configuration has none of {', '.join(_KEYS[field])}")
     experts = _experts_of(own, found["ffn"] or 0, found["layers"] or 0)
+    made: dict[str, Any] = {field: value for field, value in found.items() if value is not None}
     called = name or str(config.get("model_type") or "model")
     return ModelShape(
         called + (f" (without {', '.join(left_out)})" if left_out else ""),
-        **{field: value for field, value in found.items() if value is not None},
+        **made,
         gated=_is_gated(own),
         tied=bool(own.get("tie_word_embeddings", "rms_norm_eps" not in own)),
         experts=experts,

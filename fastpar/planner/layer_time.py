@@ -147,7 +147,7 @@ def _products(machine: Machine, work: Workload, x: LayoutTable, tokens: Column, 
         (tokens, model.heads * model.head_dim / x.tp, model.hidden, 1.0),
     ]
 
-    def mlp(rows: Column, inner: Column, part: float) -> list:
+    def mlp(rows: Column, inner: Column, part: float) -> list[tuple[Column, Any, Any, float]]:
         return [(rows, model.hidden, up * inner, part), (rows, inner, model.hidden, part)] if part else []
 
     shapes += mlp(tokens, model.ffn / x.tp, dense)
