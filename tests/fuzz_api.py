@@ -208,6 +208,7 @@ MODELS: dict[str, Callable[[], Case]] = {
     "dealt": lambda: (layout.dealt, {"num_tokens": 9, "size": 2, "mask": fp.AttentionMask(), "block": 2}),
     "ContextRegion": lambda: (fp.context.ContextRegion, {"group": alone(), "options": fp.Context()}),
     "ContextAttention": lambda: (fp.context.ContextAttention, {"region": fp.context.ContextRegion(alone())}),
+    "AttentionStyle": lambda: (fp.parallel.AttentionStyle, {"causal": True, "window": (3, 0), "chunk": 8}),
     "ColwiseStyle": lambda: (fp.parallel.ColwiseStyle, {"sections": 2}),
     "parse_style": lambda: (parse_style, {"pattern": "0", "style": "colwise"}),
     "match_plan": lambda: (match_plan, {"model": linears(), "plan": {"0": "colwise"}}),
