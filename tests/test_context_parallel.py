@@ -137,7 +137,7 @@ def test_modules_with_the_style_attention_equal_one_process() -> None:
 def test_what_the_style_attention_cannot_redirect_is_refused() -> None:
     for found in run_ranks(2, styled_refusals):
         words = [
-            "gives its attention a mask of its own, [19, 19]",
+            "gives its attention a mask of its own, [",
             "has not called F.scaled_dot_product_attention",
             'the style "attention" in a plan',
             "nn.MultiheadAttention calls no function of torch",
@@ -365,6 +365,7 @@ def strange_models() -> list[str]:
     found.append(str(error.value))
     drawing.eval()(**batch)
     config.attention_dropout = 0.1
+    torch.manual_seed(0)
     model: Any = fp.parallelize(LlamaForCausalLM(config), mesh)  # whose attention draws by places
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(**fp.context.shard(model, whole_batch())).loss.backward()
