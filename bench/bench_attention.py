@@ -17,6 +17,8 @@ operands of two key heads at a time, and a float32 copy of out and grad_out, com
 Traps besides those of `bench.harness`:
 
 * torch's op is called as its documentation says for causal attention and grouped heads: is_causal, enable_gqa, no mask.
+  On CUDA it is timed as it chooses for itself, and with each of its fused backends: cuDNN's, and flash attention (which
+  takes 16-bit inputs only).
 * torch sums gradients of bfloat16 in bfloat16; its tolerance allows for that. Errors are norms over whole results, of
   the first head of each group, against float64.
 * The roof is the rate of a large GEMM; attention also takes an exponential for each pair, forward and backward.
@@ -76,6 +78,7 @@ class AttentionCase:
             for name, kind, function in (
                 ("fastpar", "fastpar", fastpar_attention),
                 ("torch SDPA", "torch", torch_attention),
+                *(torch_backends(self.dtype) if rank.device == "cuda" else ()),
             )
         ]
         return [*providers, gemm_roof(DTYPES[self.dtype], rank.world_size, device=rank.device)]
@@ -141,6 +144,20 @@ def fastpar_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def torch_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+
+
+def torch_backends(dtype: str) -> list[tuple[str, str, Attention]]:
+    """torch's fused backends for CUDA, by name."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    def only(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel([backend]):
+            return torch_attention(q, k, v)
+
+    if dtype == "fp32":
+        return []
+    backends = (("torch cuDNN", SDPBackend.CUDNN_ATTENTION), ("torch flash", SDPBackend.FLASH_ATTENTION))
+    return [(name, "torch", partial(only, backend)) for name, backend in backends]
 
 
 # --------------------------------------------------------------------------------------------------------------- main

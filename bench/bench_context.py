@@ -12,6 +12,11 @@ no communication at all: the same kernel's time, of which every rank has an equa
 each rank would need all tokens. The column "above bound" is what a method costs beyond it: communication, merging,
 uneven work and waiting for the others.
 
+"own work alone" is this rank's own queries over all tokens' keys in one call, no communication at all: as uneven as the
+layout is. What a method takes beyond it is communication, merging of parts and waiting for one another; what it takes
+beyond "divided perfectly" by comparison is the layout's balance and the price of its tiles' edges. One row for each
+layout that a mask has.
+
 "plain ring" is what is written over torch.distributed: zigzag tokens, K and V and float32 dK and dV handed round with
 `batch_isend_irecv` while a block is computed, partial results merged in float32. It calls the same local kernel, so
 that the difference is the ring. "over gloo" is fastpar's ring where ranks cannot share memory.
@@ -110,7 +115,9 @@ class ContextCase:
                 continue
             makers.append((name, "fastpar", partial(fastpar_step, method=method, layout=layout, transport=transport)))
         makers.append(("plain ring", "torch", plain_step))
-        makers.append(("divided perfectly", "bound", divided_step))
+        for layout in dict.fromkeys(name for _, _, name, _ in METHODS[self.mask]):
+            makers.append((f"own work alone, {layout}", "bound", partial(alone_step, layout=layout)))
+        makers.append(("divided perfectly", "bound", divided_step))  # the last bound is that of "above bound"
         providers = []
         for name, kind, make in makers:
             step = make(problem)
@@ -214,6 +221,15 @@ def divided_step(problem: Problem) -> Step:
     parts = problem.q[:, first:last], problem.k[:, keys], problem.v[:, keys]
     leaves = [x.clone().requires_grad_() for x in parts]
     return Step(lambda q, k, v: ops.attention(q, k, v, problem.tiles), leaves, problem.dout[:, first:last].clone())
+
+
+def alone_step(problem: Problem, layout: str) -> Step:
+    """This rank's queries, and the keys of all."""
+    ranges = make_layout(layout, problem.case.tokens, problem.rank.world_size, problem.mask)
+    (q, _, _), dout, tokens = problem.local(ranges)
+    tiles = problem.mask.tiles(ranges[problem.rank.rank], (TokenRange(0, problem.case.tokens),))
+    leaves = [q, *(x.clone().requires_grad_() for x in (problem.k, problem.v))]
+    return Step(lambda q, k, v: ops.attention(q, k, v, tiles), leaves, dout, tokens)
 
 
 def plain_step(problem: Problem) -> Step:
