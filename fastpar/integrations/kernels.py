@@ -38,6 +38,8 @@ from fastpar.ops.swiglu import swiglu
 from fastpar.parallel.model_methods import calls_loss_function
 from fastpar.tensor.own_forward import runs_forward_of
 
+__all__ = ["apply_kernels", "remove_kernels"]
+
 _log = logging.getLogger("fastpar.apply_kernels")
 M = TypeVar("M", bound=nn.Module)
 _ROWS = 5  # of a trial
