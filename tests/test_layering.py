@@ -341,3 +341,13 @@ def test_forbidden_statements_are_reported() -> None:
     assert statement_violations("fastpar.comm", "def f():\n    global x\n    x = 1")
     assert statement_violations("fastpar.ops.parallel_linear.api", "class A(torch.nn.Module):\n    pass")
     assert not statement_violations("fastpar.tensor.linear", "class A(torch.nn.Module):\n    pass")
+
+
+def test_a_class_name_stands_for_one_thing_in_the_package() -> None:
+    found: dict[str, list[str]] = {}
+    for part in ("fastpar", "kernels"):
+        for file in sorted((ROOT / part).rglob("*.py")):
+            for node in ast.walk(ast.parse(file.read_text())):
+                if isinstance(node, ast.ClassDef):
+                    found.setdefault(node.name, []).append(str(file.relative_to(ROOT)))
+    assert not {name: files for name, files in found.items() if len(files) > 1}

@@ -12,6 +12,6 @@ is which of them see each other (`fp.AttentionMask`).
 
 from fastpar.context.attention import ContextAttention
 from fastpar.context.batch import shard, total
-from fastpar.context.region import Context, ContextRegion, Placement
+from fastpar.context.region import Context, ContextRegion, SequencePlacement
 
-__all__ = ["Context", "ContextAttention", "ContextRegion", "Placement", "shard", "total"]
+__all__ = ["Context", "ContextAttention", "ContextRegion", "SequencePlacement", "shard", "total"]

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from fastpar.context.region import ContextRegion, Placement
+from fastpar.context.region import ContextRegion, SequencePlacement
 
 
 class ContextMicrobatches:
@@ -25,7 +25,7 @@ class ContextMicrobatches:
 
     def __init__(self, region: ContextRegion) -> None:
         self.region = region
-        self._parts: list[Placement] = []
+        self._parts: list[SequencePlacement] = []
 
     def begin(self, rows: Sequence[int | None]) -> None:
         """Cut the placement of now by rows: those given, or the rule of `Tensor.tensor_split` where none are here."""

@@ -60,7 +60,7 @@ class LabelCount(NamedTuple):
     total: int  # on all ranks
 
 
-class Placement(NamedTuple):
+class SequencePlacement(NamedTuple):
     """Where the tokens of a batch are."""
 
     layout: tuple[Ranges, ...]  # of every rank
@@ -74,11 +74,11 @@ class Placement(NamedTuple):
         """What decides which tokens see each other."""
         return self.layout, self.documents
 
-    def of_rows(self, start: int, stop: int) -> Placement:
+    def of_rows(self, start: int, stop: int) -> SequencePlacement:
         """That of some rows of the batch, whose labels are not counted."""
         shared = self.documents is None or len(self.documents) == 1
         documents = self.documents if shared else (self.documents or ())[start:stop]
-        return Placement(self.layout, documents, self.num_tokens, stop - start)
+        return SequencePlacement(self.layout, documents, self.num_tokens, stop - start)
 
 
 class ContextRegion:
@@ -107,7 +107,7 @@ class ContextRegion:
         self.labels_problem = ""  # why the model's loss does not take the labels of `fastpar.context.shard`
         self.seed_source: Callable[[], int] = draw_seed  # of dropout
         self.checks = WeightChecks()
-        self._placement: Placement | None = None
+        self._placement: SequencePlacement | None = None
         self._trial = ""  # "whole" or "values", see `trial`
         self._pending = PendingForwards()
         self._is_restored = False
@@ -122,7 +122,7 @@ class ContextRegion:
         return twin
 
     @property
-    def placement(self) -> Placement:
+    def placement(self) -> SequencePlacement:
         """Of the batch now in the region. RuntimeError before the first."""
         if self._placement is None:
             raise RuntimeError("no batch is split yet: batch = fastpar.context.shard(model, batch) before the model")
@@ -154,7 +154,7 @@ class ContextRegion:
             self._trial = before
 
     @contextmanager
-    def placed(self, placement: Placement) -> Iterator[None]:
+    def placed(self, placement: SequencePlacement) -> Iterator[None]:
         """Hold another placement for a while, such as that of a microbatch."""
         before, self._placement = self._placement, placement
         try:
@@ -164,7 +164,7 @@ class ContextRegion:
 
     def place(
         self, num_tokens: int, documents: tuple[tuple[int, ...], ...] | None = None, rows: int | None = None
-    ) -> Placement:
+    ) -> SequencePlacement:
         """Lay out sequences of so many tokens; the same on every rank."""
         size, mask = self.comm.size, AttentionMask(causal=True, documents=documents)
         name = self._layout_for(documents)
@@ -172,7 +172,7 @@ class ContextRegion:
             layout = layouts.dealt(num_tokens, size, mask, block=self.options.block)
         else:
             layout = getattr(layouts, name)(num_tokens, size)
-        self._placement = Placement(layout, documents, num_tokens, rows)
+        self._placement = SequencePlacement(layout, documents, num_tokens, rows)
         return self._placement
 
     def count_labels(self, here: int, total: int) -> None:

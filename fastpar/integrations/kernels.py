@@ -68,7 +68,7 @@ def apply_kernels(model: M, *, norms: bool = True, mlps: bool = True, loss: bool
     check_model(model, "apply_kernels")
     if "_fastpar_parallel" in vars(model) or any(isinstance(p, DTensor) for p in model.parameters()):
         raise ValueError("apply_kernels is for whole models: this one is sharded (its parameters are DTensors)")
-    if any(isinstance(module, _Fused) for module in model.modules()):
+    if any(isinstance(module, _FusedModule) for module in model.modules()):
         raise ValueError("the model has kernels already; call fastpar.remove_kernels(model) first")
     found: list[tuple[str, nn.Module, type[nn.Module]]] = []
     kept: list[str] = []
@@ -107,7 +107,7 @@ def remove_kernels(model: M) -> M:
     """Undo `apply_kernels`, in place; returns the model. ValueError for a model without kernels, and for one whose
     modules have been wrapped in another class since."""
     check_model(model, "remove_kernels")
-    fused = [(path, module) for path, module in model.named_modules() if isinstance(module, _Fused)]
+    fused = [(path, module) for path, module in model.named_modules() if isinstance(module, _FusedModule)]
     if not fused:
         raise ValueError("the model has no kernels of fastpar.apply_kernels")
     for path, module in fused:
@@ -125,7 +125,7 @@ def remove_kernels(model: M) -> M:
     return model
 
 
-class _Fused:
+class _FusedModule:
     """The mark of classes that `apply_kernels` makes; each stands before the class that a module had."""
 
 
@@ -196,7 +196,7 @@ def _norm_class(module: nn.Module) -> type[nn.Module] | str:
         for offset in (0.0, 1.0):
             ours = functools.partial(_normed, name=name, eps=attribute, offset=offset)
             if _agrees(twin, len(weight), functools.partial(ours, twin), weight.device):
-                return _fused_class(type(module), _Fused, forward=_norm_forward(name, attribute, offset))
+                return _fused_class(type(module), _FusedModule, forward=_norm_forward(name, attribute, offset))
     return "it computes something else than an RMSNorm"
 
 
@@ -247,7 +247,7 @@ def _mlp_class(module: nn.Module) -> type[nn.Module] | str:
         first = linears[names[0]]
         ours = functools.partial(_gated, names=names)
         if _agrees(twin, first.in_features, functools.partial(ours, twin), first.weight.device):
-            return _fused_class(type(module), _Fused, forward=_mlp_forward(names))
+            return _fused_class(type(module), _FusedModule, forward=_mlp_forward(names))
     return "it computes something else than down(silu(gate(x)) * up(x))"
 
 
@@ -347,7 +347,7 @@ class FusedLoss:
         )
 
 
-class _FusedModel(_Fused):
+class _FusedModel(_FusedModule):
     """A model whose loss is fused: its head defers logits while it trains on labels."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -389,6 +389,6 @@ def _loss_problem(model: Any) -> str:
 
 def _fuse_loss(model: Any) -> None:
     head = model.get_output_embeddings()
-    head.__class__ = _fused_class(type(head), _Fused, forward=_head_forward)
+    head.__class__ = _fused_class(type(head), _FusedModule, forward=_head_forward)
     model.__class__ = _fused_class(type(model), _FusedModel)
     model.loss_function = FusedLoss(model.loss_function)

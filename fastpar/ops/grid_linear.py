@@ -33,7 +33,7 @@ from fastpar.ops.parallel_linear.gemms import as_matrix, launch
 
 
 @dataclass(frozen=True)
-class Spread:
+class GridSpread:
     """How an activation lies over an axis that does not cut its face of the grid.
 
     dim    along which the ranks have parts (gather, reduce-scatter); None: each has all of it (all-reduce)
@@ -69,9 +69,9 @@ class GridCall:
     overlap   whether collectives travel behind products
     """
 
-    x: Spread
-    outputs: tuple[Spread, ...]
-    z: Spread
+    x: GridSpread
+    outputs: tuple[GridSpread, ...]
+    z: GridSpread
     replicas: Communicator
     overlap: bool = True
 
@@ -187,4 +187,4 @@ def _over_replicas(call: GridCall, dweight: Tensor) -> Tensor:
     return dweight if call.replicas.size == 1 else call.replicas.all_reduce(dweight)
 
 
-__all__ = ["GridCall", "Spread", "grid_linear"]
+__all__ = ["GridCall", "GridSpread", "grid_linear"]

@@ -17,7 +17,7 @@
 No torch: `docs/planner.md` says how far its numbers can be trusted, and by which published rows.
 """
 
-from fastpar.planner.comparison import Comparison, ComparisonRow, Measurement
+from fastpar.planner.comparison import ComparisonRow, Measurement, PlanComparison
 from fastpar.planner.machine import MACHINES, GemmTable, Machine, find_machine
 from fastpar.planner.misses import NearMiss, NoLayoutFitsError
 from fastpar.planner.models import MODELS, find_model
@@ -34,7 +34,6 @@ __all__ = [
     "MODELS",
     "PINS",
     "BytesPerParameter",
-    "Comparison",
     "ComparisonRow",
     "GemmTable",
     "LayerProfile",
@@ -44,6 +43,7 @@ __all__ = [
     "NoLayoutFitsError",
     "PipedreamPlan",
     "Plan",
+    "PlanComparison",
     "Reason",
     "RefinedLayout",
     "ReplicatedStage",

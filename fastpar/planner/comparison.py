@@ -53,7 +53,7 @@ class ComparisonRow:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class PlanComparison:
     """The plan's layout and another one, or predicted and measured, line by line.
 
     columns  what the two columns are
@@ -83,7 +83,7 @@ class Comparison:
         return "\n".join([*text, *([self.note] if self.note else [])])
 
 
-def beside(mine: RefinedLayout, other: RefinedLayout, limit: float) -> Comparison:
+def beside(mine: RefinedLayout, other: RefinedLayout, limit: float) -> PlanComparison:
     """Two predictions."""
     rows = [ComparisonRow("step", mine.seconds, other.seconds, "s")]
     rows += [
@@ -93,10 +93,10 @@ def beside(mine: RefinedLayout, other: RefinedLayout, limit: float) -> Compariso
     ]
     rows.append(ComparisonRow("memory", mine.peak, other.peak, "bytes"))
     lacking = f"the second lacks {(other.peak - limit) / 1e9:.1f} GB of memory a rank" if other.peak > limit else ""
-    return Comparison((mine.layout.words, other.layout.words), tuple(rows), lacking)
+    return PlanComparison((mine.layout.words, other.layout.words), tuple(rows), lacking)
 
 
-def measured_beside(mine: RefinedLayout, found: Measurement) -> Comparison:
+def measured_beside(mine: RefinedLayout, found: Measurement) -> PlanComparison:
     """A prediction, and what was measured of it. ValueError for memory of another number of ranks."""
     rows = [ComparisonRow("step", mine.seconds, found.step, "s")]
     peaks = [sum(rank.values()) for rank in mine.ranks]
@@ -112,7 +112,7 @@ def measured_beside(mine: RefinedLayout, found: Measurement) -> Comparison:
     is_within = mine.low <= found.step <= mine.high
     bar = f"{_shown(mine.low, 's')} .. {_shown(mine.high, 's')}"
     where = "within" if is_within else "outside"
-    return Comparison(("predicted", "measured"), tuple(rows), f"the measured step is {where} the error bar ({bar})")
+    return PlanComparison(("predicted", "measured"), tuple(rows), f"the measured step is {where} the error bar ({bar})")
 
 
 def _percent(row: ComparisonRow) -> str:

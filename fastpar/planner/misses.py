@@ -10,7 +10,7 @@ import numpy as np
 from fastpar.layouts import Layout
 from fastpar.planner.machine import MEMORY_SHARE, Machine
 from fastpar.planner.memory import predict_memory
-from fastpar.planner.search import Candidates
+from fastpar.planner.search import EvaluatedLayouts
 from fastpar.planner.space import ALLOW, PlanOptions, enumerate_layouts
 from fastpar.planner.workload import Workload
 
@@ -34,7 +34,7 @@ class NoLayoutFitsError(ValueError):
 
 
 def nearest_misses(
-    machine: Machine, work: Workload, found: Candidates, options: PlanOptions, count: int = 3
+    machine: Machine, work: Workload, found: EvaluatedLayouts, options: PlanOptions, count: int = 3
 ) -> tuple[NearMiss, ...]:
     """The layouts of different sizes that lack least."""
     x, seen, misses = found.table, set(), []

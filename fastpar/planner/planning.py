@@ -13,13 +13,13 @@ from typing import Any
 
 from fastpar.arguments import checked
 from fastpar.layouts import ExpertShape, Layout, ModelShape
-from fastpar.planner.comparison import Comparison, Measurement, beside, measured_beside
+from fastpar.planner.comparison import Measurement, PlanComparison, beside, measured_beside
 from fastpar.planner.machine import Machine, find_machine
 from fastpar.planner.misses import NoLayoutFitsError, nearest_misses
 from fastpar.planner.models import find_model
 from fastpar.planner.reasons import Reason, classical_recipe, flags_of, reasons_for
 from fastpar.planner.refine import RefinedLayout, refine
-from fastpar.planner.search import Candidates, SearchResult, evaluate, search
+from fastpar.planner.search import EvaluatedLayouts, SearchResult, evaluate, search
 from fastpar.planner.space import PlanOptions
 from fastpar.planner.workload import BytesPerParameter, Workload
 
@@ -65,7 +65,7 @@ class Plan:
         return report(self)
 
     @checked(computed=False)
-    def compare(self, other: Plan | Layout | Measurement | str) -> Comparison:
+    def compare(self, other: Plan | Layout | Measurement | str) -> PlanComparison:
         """The plan beside another one, beside a layout (or its words), or beside what its own steps took.
 
             print(plan.compare("tp8 pp4 dp2 sp zero1 mb64"))
@@ -245,7 +245,7 @@ def plan(
     return _plan_of(found, work, candidates, result)
 
 
-def _plan_of(machine: Machine, work: Workload, candidates: Candidates, result: SearchResult) -> Plan:
+def _plan_of(machine: Machine, work: Workload, candidates: EvaluatedLayouts, result: SearchResult) -> Plan:
     chosen = result.recommended
     fits = int(candidates.fits.sum())
     counts = {"compared": fits, "do not fit": len(candidates.table) - fits, **candidates.rejected}

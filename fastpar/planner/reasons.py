@@ -17,7 +17,7 @@ from fastpar.planner.cost import predict
 from fastpar.planner.features import feature_columns
 from fastpar.planner.machine import Machine
 from fastpar.planner.refine import RefinedLayout
-from fastpar.planner.search import Candidates
+from fastpar.planner.search import EvaluatedLayouts
 from fastpar.planner.space import axis_column
 from fastpar.planner.table import SCHEDULES, Column, LayoutTable
 from fastpar.planner.workload import Workload
@@ -54,7 +54,7 @@ def chosen_value(layout: Layout, work: Workload, axis: str) -> int:
     return int(axis_column(LayoutTable.of([layout], work.batch), axis)[0])
 
 
-def reasons_for(found: Candidates, chosen: RefinedLayout, work: Workload) -> tuple[Reason, ...]:
+def reasons_for(found: EvaluatedLayouts, chosen: RefinedLayout, work: Workload) -> tuple[Reason, ...]:
     """Of every axis the three values that come nearest to the chosen one's time, and the nearest that does not fit."""
     here = _closed_form(found, chosen.layout, work)
     reasons: list[Reason] = []
@@ -68,7 +68,7 @@ def reasons_for(found: Candidates, chosen: RefinedLayout, work: Workload) -> tup
     return tuple(reasons)
 
 
-def _closed_form(found: Candidates, layout: Layout, work: Workload) -> float:
+def _closed_form(found: EvaluatedLayouts, layout: Layout, work: Workload) -> float:
     """The step of the chosen layout's row, so that like is compared with like."""
     x, row = found.table, LayoutTable.of([layout], work.batch)
     same = np.ones(len(x), dtype=bool)
@@ -80,7 +80,7 @@ def _closed_form(found: Candidates, layout: Layout, work: Workload) -> float:
     return float(found.step[pool].min()) if pool.any() else float(found.step.min())
 
 
-def _reason(found: Candidates, column: Column, value: int, axis: str, here: float) -> Reason:
+def _reason(found: EvaluatedLayouts, column: Column, value: int, axis: str, here: float) -> Reason:
     word = _WORDS[axis][value] if axis in _WORDS else str(value)
     rows = column == value
     fitting = rows & found.fits
@@ -91,7 +91,7 @@ def _reason(found: Candidates, column: Column, value: int, axis: str, here: floa
     return Reason(axis, word, float(found.step[pool].min()) / here - 1.0, 0.0, bool(backed.any()))
 
 
-def classical_recipe(found: Candidates, machine: Machine) -> tuple[str, float] | None:
+def classical_recipe(found: EvaluatedLayouts, machine: Machine) -> tuple[str, float] | None:
     """Tensor parallelism inside a node, pipelines between nodes until it fits, data parallelism outermost: the words of
     the best such layout and its seconds by closed form. None where no such layout fits."""
     x = found.table
@@ -105,7 +105,7 @@ def classical_recipe(found: Candidates, machine: Machine) -> tuple[str, float] |
     return x.layout(int(row)).words, float(found.step[row])
 
 
-def flags_of(machine: Machine, work: Workload, chosen: RefinedLayout, found: Candidates) -> tuple[str, ...]:
+def flags_of(machine: Machine, work: Workload, chosen: RefinedLayout, found: EvaluatedLayouts) -> tuple[str, ...]:
     """Cliffs and doubts of a layout."""
     return tuple(_flags(machine, work, chosen.layout))
 

@@ -23,7 +23,7 @@ TIE = 0.03  # layouts within this share of the best are equal; the simpler one w
 
 
 @dataclass(frozen=True)
-class Candidates:
+class EvaluatedLayouts:
     """All legal layouts with what is known of them.
 
     table, time, memory   one row each
@@ -47,7 +47,7 @@ class Candidates:
         return self.time.step
 
 
-def evaluate(machine: Machine, work: Workload, options: PlanOptions) -> Candidates:
+def evaluate(machine: Machine, work: Workload, options: PlanOptions) -> EvaluatedLayouts:
     """Every legal layout by closed forms."""
     space: LayoutSpace = enumerate_layouts(machine, work, options)
     x = space.table
@@ -55,7 +55,7 @@ def evaluate(machine: Machine, work: Workload, options: PlanOptions) -> Candidat
     features = feature_columns(machine, x, time)
     limit = options.limit if options.limit is not None else machine.limit
     error, backed = error_bars(machine, features), is_backed(machine, features)
-    return Candidates(x, time, memory, error, backed, memory.total <= limit, limit, space.rejected)
+    return EvaluatedLayouts(x, time, memory, error, backed, memory.total <= limit, limit, space.rejected)
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class SearchResult:
     bound: float
 
 
-def search(machine: Machine, work: Workload, found: Candidates) -> SearchResult | None:
+def search(machine: Machine, work: Workload, found: EvaluatedLayouts) -> SearchResult | None:
     """The best of the candidates; None where none fits."""
     rows = np.flatnonzero(found.fits)
     if not len(rows):
@@ -118,7 +118,7 @@ def simplest(pool: list[RefinedLayout]) -> RefinedLayout:
     return min(near, key=lambda each: (_num_dims(each.layout), each.peak, each.seconds))
 
 
-def _varied(found: Candidates, order: Column) -> list[int]:
+def _varied(found: EvaluatedLayouts, order: Column) -> list[int]:
     """The best rows, but at most two of one grid and schedule: variants differ in little. All, where they are few.
 
     Rows of a pipeline with one part a rank that differ in recomputation alone are one: refining chooses it.
@@ -144,7 +144,7 @@ def _varied(found: Candidates, order: Column) -> list[int]:
     return kept
 
 
-def _of_each_schedule(found: Candidates, order: Column) -> list[int]:
+def _of_each_schedule(found: EvaluatedLayouts, order: Column) -> list[int]:
     """The two best rows of every schedule, and without a pipeline: closed forms flatter some schedules."""
     x = found.table
     kind = np.where(x.pp[order] > 1, x.schedule[order], -1)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from fastpar.arguments import checked
 from fastpar.comm import Communicator, copy_to, gather_from, gather_sequence, scatter_to, shard_sizes
 from fastpar.comm.shards import check_is_tensor
-from fastpar.ops.grid_linear import GridCall, Spread, grid_linear
+from fastpar.ops.grid_linear import GridCall, GridSpread, grid_linear
 from fastpar.ops.parallel_linear.overlap import Overlap
 from fastpar.tensor.binding import blank
 from fastpar.tensor.grid import Grid, GridRegion
@@ -193,7 +193,7 @@ class GridLinear(ParallelModule):
         if self.sequence is not None and self.sequence.is_whole:
             return self._forward_whole(x)
         self._check_features(x)
-        inputs = Spread(Communicator(None)) if self.input_prepared else self.input_spread(x)
+        inputs = GridSpread(Communicator(None)) if self.input_prepared else self.input_spread(x)
         call = GridCall(inputs, (self.output_spread(x),), *self.weight_spread(), self.overlap.enabled)
         weight, bias = self.operands()
         return grid_linear(call, x, [weight], [bias])[0][0]
@@ -217,38 +217,38 @@ class GridLinear(ParallelModule):
             return scatter_to(bias, k, dim=0, sizes=self._head_sizes)
         return bias
 
-    def weight_spread(self) -> tuple[Spread, Communicator]:
+    def weight_spread(self) -> tuple[GridSpread, Communicator]:
         """How the weight lies over z, and the ranks that have copies of it."""
-        return Spread(self.grid.z, 1, self._z_sizes), self.grid.replicas
+        return GridSpread(self.grid.z, 1, self._z_sizes), self.grid.replicas
 
-    def input_spread(self, x: Tensor) -> Spread:
+    def input_spread(self, x: Tensor) -> GridSpread:
         """How x lies over n."""
         _, n = self._axes()
         if self.spread == "features" or self._takes_heads():
             sizes = self._head_sizes if self._takes_heads() else shard_sizes(self.in_features, n.size)
-            return Spread(n, x.dim() - 1, tuple(sizes or ()))
+            return GridSpread(n, x.dim() - 1, tuple(sizes or ()))
         if self.spread == "copy":
-            return Spread(n)
+            return GridSpread(n)
         dim = self._token_dim(x)
         tokens = [x.size(dim)] * n.size if self.sequence is None else self.sequence.token_sizes(n)
-        return Spread(n, dim, tuple(tokens))
+        return GridSpread(n, dim, tuple(tokens))
 
-    def output_spread(self, x: Tensor) -> Spread:
+    def output_spread(self, x: Tensor) -> GridSpread:
         """How the output of x lies over k."""
         k, n = self._axes()
         if self._gives_heads():
-            return Spread(k, x.dim() - 1, tuple(self._head_sizes or ()))
+            return GridSpread(k, x.dim() - 1, tuple(self._head_sizes or ()))
         if self.spread != "rows" or k.size == 1:
-            return Spread(k)
+            return GridSpread(k)
         dim = self._token_dim(x)
         if self.sequence is not None:
-            return Spread(k, dim, tuple(self.sequence.token_sizes(k)))
+            return GridSpread(k, dim, tuple(self.sequence.token_sizes(k)))
         tokens = x.size(dim) * (1 if self._takes_heads() or self.input_prepared else n.size)
         if tokens % k.size:
             raise ValueError(
                 f"{tokens} tokens cannot be cut evenly over the {k.size} ranks of an axis: pass sequence=GridRegion"
             )
-        return Spread(k, dim, (tokens // k.size,) * k.size)
+        return GridSpread(k, dim, (tokens // k.size,) * k.size)
 
     def _forward_whole(self, x: Tensor) -> Tensor:
         """With all tokens and hidden features on every rank: how `tensor.sequence.whole_stream` compares. Between
@@ -259,7 +259,7 @@ class GridLinear(ParallelModule):
         if self.role == "column":
             out = F.linear(scatter_to(x, k, dim=-1), weight)
             if self._gives_heads():
-                out = Spread(k, out.dim() - 1, tuple(self._head_sizes or ())).summed(out, False)()
+                out = GridSpread(k, out.dim() - 1, tuple(self._head_sizes or ())).summed(out, False)()
             elif k.size > 1:
                 out = k.all_reduce(out)
             return out if bias is None else out + bias.to(out.dtype)

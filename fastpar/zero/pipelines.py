@@ -64,11 +64,11 @@ def shard_pipeline(
     """`fastpar.zero.shard` of a pipeline in stage 3. Collective."""
     options = replace(options, overlap=False)  # a run has many backward passes
     zero = Zero(PipelineStages(pipe), named, optimizers, groups, options)
-    pipe.around_runs = _Runs(zero)
+    pipe.around_runs = _PipelineRuns(zero)
     return zero
 
 
-class _Runs:
+class _PipelineRuns:
     """What a pipeline in stage 3 does around its runs; nothing after `zero.detach()`."""
 
     def __init__(self, zero: Zero) -> None:

@@ -26,7 +26,7 @@ from fastpar.contracts.attention import (
 )
 from fastpar.ops._autograd import needs_grad
 from fastpar.ops.attention import ScoreOptions
-from fastpar.ops.context_attention.autograd import OP, ContextAttention, ContextCall, anchored, kept_forward
+from fastpar.ops.context_attention.autograd import OP, ContextAttentionFunction, ContextCall, anchored, kept_forward
 from fastpar.ops.context_attention.choose import choose_spread, resolve_method
 from fastpar.ops.context_attention.methods import GatherKeys, Method, Usp, head_groups, spread_heads
 from fastpar.ops.context_attention.plan import Layout, check_layout, checksum, make_plan, neighbours_order
@@ -124,7 +124,7 @@ def context_attention(
         raise problem
     with annotate(f"fastpar::context::{OP}"):
         if needs_grad(q, k, v, sink):
-            return cast(Tensor, ContextAttention.apply(call, anchored(q, k, v), q, k, v, sink))
+            return cast(Tensor, ContextAttentionFunction.apply(call, anchored(q, k, v), q, k, v, sink))
         with torch.no_grad():
             return kept_forward(call, q, k, v, sink)[0]
 

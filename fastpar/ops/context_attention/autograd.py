@@ -133,7 +133,7 @@ def _to_tokens(exchange: HeadExchange, grads: Gradients, dtype: torch.dtype) -> 
     return Gradients(*exchange.to_tokens((dq, queries), (dk, keys), (dv, keys)))
 
 
-class ContextAttention(torch.autograd.Function):
+class ContextAttentionFunction(torch.autograd.Function):
     """The anchor has no elements, and the history of q, k and v: see `anchored`."""
 
     @staticmethod

@@ -39,7 +39,7 @@ from fastpar.pipeline.runtime.shared_grads import SharedGrads, find_shared
 from fastpar.pipeline.runtime.stage_run import StageRun
 from fastpar.pipeline.runtime.transfers import StageTransfers
 from fastpar.pipeline.runtime.versions import WeightVersions
-from fastpar.pipeline.runtime.weighing import LossRule
+from fastpar.pipeline.runtime.weighing import PipelineLossRule
 from fastpar.pipeline.schedules.lowering import add_communication
 from fastpar.pipeline.schedules.schedule import Action, ActionType, Schedule, ScheduleError
 from fastpar.pipeline.schedules.validate import check
@@ -411,13 +411,13 @@ class Pipeline:
             return rule.weigh_parts(self._sequence, self._targets, self._kwargs)
         return rule.weigh(self._targets, self._kwargs)
 
-    def _loss_rule(self) -> LossRule | None:
+    def _loss_rule(self) -> PipelineLossRule | None:
         """None where the loss is computed elsewhere."""
         last = next((stage for stage in self.stages.values() if stage.is_last), None)
         if last is None:
             return None
         loss = self.head.loss if self.head is not None else self._loss
-        return LossRule(loss, last.loss_mean, self._reduction, self._per_update, self.schedule.num_microbatches)
+        return PipelineLossRule(loss, last.loss_mean, self._reduction, self._per_update, self.schedule.num_microbatches)
 
     def _run(self, program: list[tuple[Callable[[Pipeline, Action], None], Action]], *, loss: bool) -> None:
         self._wants_loss = loss

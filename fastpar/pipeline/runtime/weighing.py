@@ -22,7 +22,7 @@ _ADVICE = (
 
 
 @dataclass(frozen=True)
-class LossRule:
+class PipelineLossRule:
     """Whose loss it is, and what it is divided by.
 
     loss        loss(output, target), None: the model's own
@@ -119,4 +119,4 @@ class LossRule:
             )
 
 
-__all__ = ["LossRule"]
+__all__ = ["PipelineLossRule"]
