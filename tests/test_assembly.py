@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.nn import functional as F
@@ -87,9 +88,22 @@ def test_every_value_of_every_factor_is_in_the_pairs() -> None:
 # ---- one process
 
 
+_MADE: list[Assembled] = []
+
+
+@pytest.fixture(autouse=True)
+def closed() -> Iterator[None]:
+    """What a test has assembled is closed when it ends, and leaves no group: also what could not be assembled."""
+    yield
+    while _MADE:
+        _MADE.pop().close()
+    assert not dist.is_initialized()
+
+
 def one(words: str = "one rank", model: nn.Module | None = None, **options: Any) -> Assembled:
     made = options.pop("optimizer", lambda params: torch.optim.SGD(params, lr=0.1))
-    return fp.assemble(build(Cell(words)) if model is None else model, words, made, **options)
+    _MADE.append(fp.assemble(build(Cell(words)) if model is None else model, words, made, **options))
+    return _MADE[-1]
 
 
 def test_an_assembled_model_has_twelve_public_members() -> None:
