@@ -38,7 +38,7 @@ LAYOUTS = st.builds(
     zero=st.builds(
         ZeroOptions,
         stage=st.integers(0, 3),
-        offload=st.sampled_from(["none", "cpu", "cpu+parameters", "nvme:/a", "nvme+parameters:/a/b"]),
+        offload=st.sampled_from(["none", "cpu", "cpu+parameters", "nvme:/a", "nvme+parameters:/a b/50%,c%2C"]),
     ),
     pipeline=st.builds(
         PipelineOptions,

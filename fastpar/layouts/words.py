@@ -14,7 +14,8 @@
 | `selective`, `full` | recomputation; `recompute:full*2/none` has one for every pipeline rank |
 | `acc4` | passes whose gradients are summed |
 
-Words stand in any order, with spaces or commas between. Each may be said once. `dims=2` is `dims2`.
+Words stand in any order, with spaces or commas between. Each may be said once. `dims=2` is `dims2`. A folder's own
+spaces, commas and percent signs are written as in addresses: `nvme:/my%20disk`.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import quote, unquote
 
 from fastpar.layouts.layout import (
     METHODS,
@@ -48,7 +50,8 @@ def to_words(layout: Layout) -> str:
     found = [f"{word}{getattr(layout, dim)}" for word, dim in _DIMS.items() if getattr(layout, dim) > 1]
     found += ["sp"] if layout.sequence_parallel else []
     found += [f"zero{layout.zero.stage}"] if layout.zero.stage else []
-    found += [layout.zero.offload] if layout.zero.offload != "none" else []
+    offload = re.sub(r"[\s,%]", lambda one: quote(one[0]), layout.zero.offload)
+    found += [offload] if offload != "none" else []
     found += [pipeline.schedule] if pipeline.schedule != default.schedule else []
     found += [f"{word}{getattr(pipeline, name)}" for word, name in _COUNTS.items() if getattr(pipeline, name) > 1]
     found += ["shard_head"] if pipeline.shard_head else []
@@ -133,7 +136,7 @@ class _Words:
         if word in METHODS or word in TOKEN_ORDERS:
             return "context", "method" if word in METHODS else "order", word
         if re.match(r"(cpu|nvme)([+:]|$)", word):
-            return "zero", "offload", word
+            return "zero", "offload", unquote(word)
         if word.startswith("recompute:"):
             return "layout", "recompute", _unfold(word.removeprefix("recompute:"))
         if re.fullmatch(r"cut\d+(\*\d+)?(/\d+(\*\d+)?)*", word):
