@@ -102,7 +102,7 @@ def only_own_keys() -> Iterator[None]:
 
 PLANTED: dict[str, tuple[Callable[[], Any], str, str]] = {  # what is found first: its kind, and a part of its module
     "keys_without_the_others": (keys_without_the_others, "gradient", "layers.1.self_attn"),
-    "places_from_zero": (places_from_zero, "", "self_attn"),
+    "places_from_zero": (places_from_zero, "", "rotary_emb"),
     "only_own_keys": (only_own_keys, "", "layers.0.self_attn"),
     "mean_of_local_tokens": (mean_of_local_tokens, "loss", ""),
     "labels_shifted_after_the_cut": (labels_shifted_after_the_cut, "loss", ""),

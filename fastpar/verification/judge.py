@@ -394,7 +394,10 @@ def _cuts(whole: Tensor, positions: Tensor | None, tokens: tuple[int, int] | Non
     if positions is not None and tokens is not None:
         rows, length = tokens
         for dim in (d for d in range(whole.dim()) if whole.size(d) == length):
-            yield whole.index_select(dim, positions)
+            cut = whole.index_select(dim, positions)
+            yield cut
+            if dim and whole.size(0) == 1 != rows:  # of positions that count from 0, and shard gives each row its own
+                yield cut.expand(rows, *cut.shape[1:])
         if whole.dim() and whole.size(0) == rows * length:
             yield whole.index_select(0, (torch.arange(rows)[:, None] * length + positions).flatten())
     yield whole
