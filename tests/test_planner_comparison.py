@@ -90,4 +90,7 @@ def test_a_plan_applies_itself_by_assemble(found: Plan, monkeypatch: pytest.Monk
     assert calls[-1][1] == {"precision": "fp32"}
     with pytest.raises(ValueError, match="layers 32, but the model has 40"):
         found.apply(find_model("llama-2-13b"), list)
+    for change, words in (({"ffn": 8192}, "ffn 11008, but the model has 8192"), ({"kv_heads": 8}, "kv_heads 32")):
+        with pytest.raises(ValueError, match=words):
+            found.apply(dataclasses.replace(shape, **change), list)
     assert len(calls) == 2

@@ -102,7 +102,7 @@ class Plan:
             shape = find_model(model)
         except (TypeError, ValueError):
             shape = self.work.model  # one without a configuration: assemble checks the layout against the module
-        for name in ("layers", "hidden", "heads", "vocab", "experts"):
+        for name in ("layers", "hidden", "ffn", "vocab", "heads", "kv_heads", "head_dim", "experts"):
             mine, theirs = getattr(self.work.model, name), getattr(shape, name)
             if mine != theirs:
                 raise ValueError(
