@@ -54,8 +54,8 @@ def shard(model: HasModules, batch: Mapping[str, Any], *, documents: Documents |
     One all-gather of a few numbers, by which ranks compare their batches. Raises, on every rank:
         ValueError: documents that do not add up to the sequence; position_ids that begin anew, without documents; fewer
             tokens than ranks; weights that differ between ranks, in the first calls and from time to time, since nobody
-        has summed the gradients; labels for a model whose loss is not transformers' next-token loss; an attention_mask
-            with zeros; other keys than these; batches or documents that differ between ranks.
+            has summed the gradients; labels for a model whose loss is not transformers' next-token loss; an
+            attention_mask with zeros; other keys than these; batches or documents that differ between ranks.
     """
     region = region_of(model)
     problem: Exception | None = None

@@ -62,9 +62,11 @@ class ContextMicrobatches:
         return labels.total
 
     def summary(self) -> Mapping[str, Any]:
-        """The shape and a checksum of layout and documents."""
+        """The shape and a checksum of layout and documents, and of the rows by which these are cut."""
         if not self.region.is_placed:
             return {}
         placement = self.region.placement
-        text = repr((placement.layout, placement.documents)).encode()
+        by_row = placement.documents is not None and len(placement.documents) > 1
+        rows = [part.rows for part in self._parts] if by_row else []  # which a rank without inputs only assumes
+        text = repr((placement.layout, placement.documents, rows)).encode()
         return {"documents of fastpar.context.shard": [[placement.rows or 0, placement.num_tokens], zlib.crc32(text)]}
