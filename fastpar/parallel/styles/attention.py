@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from fastpar.arguments import checked_fields
+from fastpar.context.pending import is_rerun
 from fastpar.context.region import REGION, ContextRegion
 from fastpar.contracts.attention import AttentionMask
 from fastpar.parallel.changes import Changes
 from fastpar.parallel.styles.base import Style, SwapContext
+
+_REDIRECT = "_fastpar_attention"  # the attribute by which modules hold what redirects them
+_CALL = nn.Module._call_impl.__code__
 
 
 @checked_fields
@@ -30,6 +37,7 @@ class AttentionStyle(Style):
     causal, window, chunk   see `AttentionMask`; where any is given they stand in the place of attn_mask and is_causal.
                             Documents come with the batch
 
+    A module that calls it within torch.utils.checkpoint of its own is refused: give the style to what is checkpointed.
     On a mesh without cp the module is left as it is.
     """
 
@@ -63,6 +71,7 @@ class AttentionStyle(Style):
         """Let the module attend over the region, as changes that can be undone."""
         changes.set(module, REGION, region)
         redirect = _Redirect(path, region, self.mask)
+        changes.set(module, _REDIRECT, redirect)  # where `fastpar.apply_recompute` finds its `capture`
         changes.hooked(
             module.register_forward_pre_hook(redirect.enter),
             module.register_forward_hook(redirect.leave, always_call=True),
@@ -81,9 +90,15 @@ class _Redirect:
     def __deepcopy__(self, memo: Any) -> _Redirect:
         return _Redirect(self.path, memo.get(id(self.region), self.region), self.mask)
 
+    def capture(self) -> Callable[[], AbstractContextManager[Any]]:
+        """What redirects while the module's forward is recomputed: without its hooks, where it is a layer itself."""
+        mode = self.modes[-1] if self.modes else None
+        return lambda: nullcontext() if mode is None else mode.again()
+
     def enter(self, module: nn.Module, _args: Any) -> None:
         # By the attribute: a copied layer may have been given another region.
-        mode = _AttentionMode(self.path, getattr(module, REGION), self.mask, getattr(module, "_fastpar_heads", (0,))[0])
+        region, first_head = getattr(module, REGION), getattr(module, "_fastpar_heads", (0,))[0]
+        mode = _AttentionMode(self.path, module, region, self.mask, first_head)
         mode.__enter__()
         self.modes.append(mode)
 
@@ -103,14 +118,21 @@ class _Redirect:
 class _AttentionMode(TorchFunctionMode):
     """`F.scaled_dot_product_attention` over a region."""
 
-    def __init__(self, path: str, region: ContextRegion, mask: AttentionMask | None, first_head: int) -> None:
+    def __init__(
+        self, path: str, module: nn.Module, region: ContextRegion, mask: AttentionMask | None, first_head: int
+    ) -> None:
         super().__init__()
-        self.path, self.region, self.mask, self.first_head = path, region, mask, first_head
+        self.path, self.module, self.region, self.mask, self.first_head = path, module, region, mask, first_head
         self.calls = 0
+
+    def again(self) -> _AttentionMode:
+        """The same for another run of the module's forward."""
+        return _AttentionMode(self.path, self.module, self.region, self.mask, self.first_head)
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.scaled_dot_product_attention:
             self.calls += 1
+            _refuse_checkpoint(self.path, self.module)
             return self.attend(*args, **(kwargs or {}))
         if func is F.multi_head_attention_forward:
             raise TypeError(f"{self.path} has style 'attention', but calls nn.MultiheadAttention, which has its own")
@@ -144,4 +166,20 @@ class _AttentionMode(TorchFunctionMode):
             scale=scale,
             dropout=dropout_p,
             first_head=self.first_head,
+        )
+
+
+def _refuse_checkpoint(path: str, module: nn.Module) -> None:
+    """ValueError for a call within a checkpoint that is within the module's forward: backward repeats what is in the
+    checkpoint, without the module's hooks, and would attend over this rank's tokens."""
+    frame: Any = None if is_rerun() else sys._getframe(2)
+    while frame is not None and frame.f_globals is not vars(torch.utils.checkpoint):
+        if frame.f_code is _CALL and frame.f_locals.get("self") is module:
+            return
+        frame = frame.f_back
+    if frame is not None:
+        raise ValueError(
+            f"{path} has the style 'attention' and calls F.scaled_dot_product_attention within torch.utils.checkpoint, "
+            "whose second run in backward the style does not see: give the style to the module that is checkpointed, "
+            "checkpoint all of this one, or use fastpar.apply_recompute"
         )
