@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -302,13 +304,42 @@ class PlainBlock(nn.Module):
             places = torch.arange(x.shape[1])
             far = places[:, None] - places
             options = {"attn_mask": (far >= 0) & (far < 6)}
-        out = nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True, scale=0.4, **options)
+        attention = functools.partial(nn.functional.scaled_dot_product_attention, enable_gqa=True, scale=0.4, **options)
+        if self.mask in ("checkpoint", "reentrant"):
+            out = torch.utils.checkpoint.checkpoint(attention, q, k, v, use_reentrant=self.mask == "reentrant")
+        else:
+            out = attention(q, k, v)
         return x + self.out(out.transpose(1, 2).flatten(2))
 
 
 def plain_model(mask: str = "") -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Embedding(61, 8), PlainBlock(mask), PlainBlock(mask), nn.Linear(8, 61)).double()
+
+
+class Counting(nn.Module):
+    """Embeddings of ids and of places, which it counts from 0 where it is given none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ids, self.places = nn.Embedding(61, 8), nn.Embedding(61, 8)
+
+    def forward(self, ids: Tensor, positions: Tensor | None = None) -> Tensor:
+        counted = torch.arange(ids.shape[1]) if positions is None else positions
+        embedded: Tensor = self.ids(ids) + self.places(counted)
+        return embedded
+
+
+class Placed(nn.Module):
+    """A model that takes positions, and reads tables there, or is so careless as not to."""
+
+    def __init__(self, is_careless: bool) -> None:
+        super().__init__()
+        self.embed, self.block, self.is_careless = Counting(), PlainBlock(), is_careless
+
+    def forward(self, ids: Tensor, positions: Tensor | None = None) -> Tensor:
+        out: Tensor = self.block(self.embed(ids, None if self.is_careless else positions))
+        return out
 
 
 def style_of(mask: str) -> Any:
@@ -334,6 +365,8 @@ def styled_models() -> None:
                 found = model.step(part["input_ids"], target=part["shift_labels"])
             else:
                 model = fp.parallelize(model, mesh, plan, context=fp.Context(layout="striped"))
+                if mask:
+                    fp.apply_recompute([model[1], model[2]])  # whose own forwards call the function
                 part = fp.context.shard(model, batch)
                 logits = model(part["input_ids"])
                 targets = part["shift_labels"].flatten()
@@ -345,6 +378,8 @@ def styled_models() -> None:
             grads = {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in named.items()}
             assert_near(sum_over(mesh, grads), gradients(plain), (mask, pipelined), 1e-9)
             if not pipelined:
+                if mask:
+                    fp.remove_recompute([model[1], model[2]])
                 fp.unparallelize(model)
                 torch.testing.assert_close(model(batch["input_ids"]), plain(batch["input_ids"]), rtol=0, atol=0)
     mesh.close()
@@ -353,15 +388,21 @@ def styled_models() -> None:
 def styled_refusals() -> list[str]:
     mesh = fp.init_mesh(cp=2, device="cpu")
     found = []
-    for mask, style in (("window", "attention"), ("never", "attention"), ("", None), ("mha", "attention")):
+    masks = ("window", "never", "", "mha", "checkpoint", "reentrant", "places")
+    for mask, style in ((mask, "attention" if mask else None) for mask in masks):
         model: Any = plain_model(mask)
         if mask == "mha":
             model[1] = nn.MultiheadAttention(8, 2)
+        if mask == "places":
+            model[0] = Counting().double()
         try:
             fp.parallelize(model, mesh, {"1": style, "2": style} if style else {})
             model(fp.context.shard(model, {"input_ids": whole_batch()["input_ids"]})["input_ids"])
         except (ValueError, TypeError) as error:
             found.append(str(error))
+    with pytest.raises(ValueError, match=r"by itself .* Let it take positions"):
+        fp.parallelize(Placed(is_careless=True), mesh, {"block": "attention"})
+    fp.parallelize(Placed(is_careless=False), mesh, {"block": "attention"})
     mesh.close()
     return found
 

@@ -12,6 +12,7 @@ from torch import nn
 
 import fastpar as fp
 from fastpar.context import ContextRegion
+from fastpar.context.microbatches import ContextMicrobatches
 from fastpar.context.region import region_of
 from tests.context_ranks import (
     FAMILIES,
@@ -63,6 +64,20 @@ def test_a_recomputed_layer_gets_the_placement_of_its_forward_back() -> None:
     with restored():
         assert region.placement is first
     assert region.placement is second
+
+
+def test_ranks_of_a_pipeline_know_whether_they_cut_documents_by_the_same_rows() -> None:
+    """One without inputs assumes equal microbatches."""
+    region = ContextRegion(None)
+    for documents, is_same in ((((8,), (3, 5), (5, 3)), False), (((3, 5),), True), (None, True)):
+        region.place(8, documents, 3)
+        summaries = []
+        for rows in ([1, 2], [None, None], [2, 1]):
+            microbatches = ContextMicrobatches(region)
+            microbatches.begin(rows)
+            summaries.append(microbatches.summary())
+        assert (summaries[0] == summaries[1]) == is_same
+        assert summaries[1] == summaries[2]
 
 
 @pytest.mark.expensive
@@ -141,6 +156,9 @@ def test_what_the_style_attention_cannot_redirect_is_refused() -> None:
             "has not called F.scaled_dot_product_attention",
             'the style "attention" in a plan',
             "nn.MultiheadAttention calls no function of torch",
+            "within torch.utils.checkpoint",
+            "within torch.utils.checkpoint",
+            "counts the places of its tokens by itself",
         ]
         for text, word in zip(found, words, strict=True):
             assert word in text, (word, text)

@@ -109,6 +109,7 @@ class ContextRegion:
         self.checks = WeightChecks()
         self._placement: SequencePlacement | None = None
         self._trial = ""  # "whole" or "values", see `trial`
+        self._seen: list[Tensor] | None = None
         self._pending = PendingForwards()
         self._is_restored = False
         self._origin = object()  # the same in copies
@@ -144,14 +145,15 @@ class ContextRegion:
         return positions(self.placement.layout[self.comm.rank])
 
     @contextmanager
-    def trial(self, what: str) -> Iterator[None]:
+    def trial(self, what: str, seen: list[Tensor] | None = None) -> Iterator[None]:
         """While a model is tried in one process: "whole": attend over what is here, as if that were all of it;
-        "values": no token sees another, and attention returns its values."""
-        before, self._trial = self._trial, what
+        "values": no token sees another, and attention returns its values; `seen` gets all queries and keys then."""
+        before = self._trial, self._seen
+        self._trial, self._seen = what, seen
         try:
             yield
         finally:
-            self._trial = before
+            self._trial, self._seen = before
 
     @contextmanager
     def placed(self, placement: SequencePlacement) -> Iterator[None]:
@@ -223,6 +225,8 @@ class ContextRegion:
         """
         mask = mask or AttentionMask()
         if self._trial == "values":
+            if self._seen is not None:
+                self._seen += [q, k]
             return v.repeat_interleave(q.shape[1] // v.shape[1], 1)
         if self._trial:
             alone = layouts.contiguous(q.shape[2], 1)

@@ -4,6 +4,8 @@ Between attention layers a token must need nothing of another, where a sequence 
 a pooled summary, statistics over the sequence would see this rank's tokens for all, and compute something else in
 silence. So the model runs on a few ids while its attention only hands values on; then with other ids at all places but
 one, and what it returns at that place must be the same. What it returns without a place for each token must not change.
+Then with the ids and their positions in reverse: queries, keys and outputs must be those of before in reverse, or the
+model counts places by itself, as each rank would from 0.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ _FAR = 1e-2  # of the largest output; other tokens change it by its own size
 
 
 def refuse_mixing(model: nn.Module, region: ContextRegion, attention: Mapping[str, AttentionStyle]) -> None:
-    """ValueError for a model that mixes tokens outside of attention. Three forwards of 22 ids, in this process.
+    """ValueError for a model that mixes tokens outside of attention, or counts their places by itself. Five forwards of
+    22 ids, in this process.
 
     Models that take no ids, or are on the meta device, are not judged, nor is any where one rank has all tokens.
     """
@@ -59,6 +62,7 @@ def refuse_mixing(model: nn.Module, region: ContextRegion, attention: Mapping[st
                 others = second.clone()
                 others[:, place] = first[:, place]
                 _compare(type(model).__name__, whole, _run(model, others), place)
+            _refuse_counting(model, region, first)
     finally:
         changes.undo(gather=False)
 
@@ -77,7 +81,35 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
                 module.training = is_training
 
 
-def _run(model: nn.Module, ids: Tensor) -> list[tuple[str, Tensor]]:
+def _refuse_counting(model: nn.Module, region: ContextRegion, ids: Tensor) -> None:
+    """ValueError for a model whose positions are not those that it is called with."""
+    positions = torch.arange(_TOKENS, device=ids.device).expand(_ROWS, -1)
+    taken = inspect.signature(model.forward).parameters
+    names = [name for name in taken if "pos" in name]
+    if not names and any(each.kind is each.VAR_KEYWORD for each in taken.values()):
+        names = ["position_ids"]
+    runs: list[list[Tensor]] = []
+    for turned in (False, True):
+        x, places = (each.flip(1) if turned else each for each in (ids, positions))
+        seen: list[Tensor] = []
+        with region.trial("values", seen):
+            try:
+                found = _run(model, x, **dict.fromkeys(names[:1], places))
+            except Exception:  # of the model's own code: any
+                return
+        outputs = [y.reshape(_ROWS, _TOKENS, -1) for where, y in found if where.startswith(_OUTPUT) and _is_by_token(y)]
+        dims = [(y, 2) for y in seen if y.dim() == 4 and y.shape[2] == _TOKENS] + [(y, 1) for y in outputs]
+        runs.append([y.flip(dim) if turned else y for y, dim in dims])
+    if any(a.shape == b.shape and _is_far(a, b) for a, b in zip(*runs, strict=False)):
+        name = names[0] if names else "position_ids"
+        raise ValueError(
+            f"{type(model).__name__} counts the places of its tokens by itself (torch.arange(x.size(1)), a table that "
+            f"is read from its start): of a split sequence every rank would count from 0. Let it take {name} and read "
+            "tables there, and call it with the position_ids of fastpar.context.shard"
+        )
+
+
+def _run(model: nn.Module, ids: Tensor, **given: Tensor) -> list[tuple[str, Tensor]]:
     """By name, what every module and the model returned: tensors of numbers."""
     found: list[tuple[str, Tensor]] = []
 
@@ -92,7 +124,7 @@ def _run(model: nn.Module, ids: Tensor) -> list[tuple[str, Tensor]]:
     handles = [noting(path, module) for path, module in model.named_modules() if path]
     options = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
     try:
-        output = model(ids, **options)
+        output = model(ids, **options, **given)
     finally:
         for handle in handles:
             handle.remove()
@@ -134,4 +166,8 @@ def _differ(a: Tensor, b: Tensor, place: int) -> bool:
     """Whether two results differ: at one place where there is one for each token."""
     if _is_by_token(a):
         a, b = (x.reshape(_ROWS, _TOKENS, -1)[:, place] for x in (a, b))
+    return _is_far(a, b)
+
+
+def _is_far(a: Tensor, b: Tensor) -> bool:
     return bool(a.numel()) and float((a - b).abs().max()) > _FAR * max(float(a.abs().max()), 1e-6)
