@@ -85,7 +85,11 @@ def _refuse_counting(model: nn.Module, region: ContextRegion, ids: Tensor) -> No
     """ValueError for a model whose positions are not those that it is called with."""
     positions = torch.arange(_TOKENS, device=ids.device).expand(_ROWS, -1)
     taken = inspect.signature(model.forward).parameters
-    names = [name for name in taken if "pos" in name]
+    names = [  # but a place to start from, such as start_pos: int = 0
+        name
+        for name, each in taken.items()
+        if "pos" in name and each.annotation not in (int, "int") and not isinstance(each.default, int)
+    ]
     if not names and any(each.kind is each.VAR_KEYWORD for each in taken.values()):
         names = ["position_ids"]
     runs: list[list[Tensor]] = []
