@@ -275,6 +275,11 @@ def region_of_other_ranks() -> str:
     mesh = fp.init_mesh(dp_shard=2, cp=2, device="cpu")
     with pytest.raises(ValueError, match="ContextRegion has the ranks") as error:
         fp.parallelize(Own(ContextRegion(mesh["dp_shard"])), mesh, {})
+    routed = Routed(ContextRegion(mesh["cp"]), group=mesh.group("dp_shard"))
+    with pytest.raises(ValueError, match=r"router balances over the tokens of the ranks .* but sequences are split"):
+        fp.parallelize(routed, mesh, {})
+    routed.router.comm = fp.Communicator(mesh.group("dp_cp"))
+    fp.parallelize(routed, mesh, {})
     return str(error.value)
 
 
@@ -337,7 +342,7 @@ class Placed(nn.Module):
         super().__init__()
         self.embed, self.block, self.is_careless = Counting(), PlainBlock(), is_careless
 
-    def forward(self, ids: Tensor, positions: Tensor | None = None) -> Tensor:
+    def forward(self, ids: Tensor, start_pos: int = 0, positions: Tensor | None = None) -> Tensor:
         out: Tensor = self.block(self.embed(ids, None if self.is_careless else positions))
         return out
 
@@ -410,11 +415,11 @@ def styled_refusals() -> list[str]:
 class Routed(nn.Module):
     """A layer of attention, and a router behind it whose losses are collected."""
 
-    def __init__(self, region: ContextRegion) -> None:
+    def __init__(self, region: ContextRegion, group: Any = None) -> None:
         super().__init__()
         self.own = Own(region)
         losses = fp.expert.LossRule(balance="switch", coeff=1.0, z_coeff=0.1)
-        self.router = fp.expert.Router(8, 6, RouteRule(top_k=2), losses=losses, collect=True)
+        self.router = fp.expert.Router(8, 6, RouteRule(top_k=2), losses=losses, group=group, collect=True)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         x: Tensor = self.own(input_ids)

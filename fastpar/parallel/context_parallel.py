@@ -153,10 +153,21 @@ def connect(model: nn.Module, region: ContextRegion, changes: Changes) -> None:
         if region.comm.size > 1:
             changes.hooked(model.register_forward_pre_hook(PositionsGiven(region), with_kwargs=True))
     _place_dropout(model, region, changes)
-    for router in routers_of(model).values():
-        if router.comm.size == 1:  # else somebody has said what its tokens are split over
-            changes.set(router, "comm", region.comm)  # balance is that of all tokens
+    _connect_routers(model, region, changes)
     changes.explanation.add("(attention)", "context", "", f"over {region.comm.size} ranks, {region.options.method}")
+
+
+def _connect_routers(model: nn.Module, region: ContextRegion, changes: Changes) -> None:
+    """Let routers balance over all tokens. ValueError for one that was told of other ranks that share them."""
+    ranks = _ranks_of(region.comm)
+    for path, router in routers_of(model).items():
+        if router.comm.size == 1:
+            changes.set(router, "comm", region.comm)
+        elif (router.losses.coeff or router.losses.z_coeff) and not set(ranks) <= set(told := _ranks_of(router.comm)):
+            raise ValueError(
+                f"{path} balances over the tokens of the ranks {told} (its group), but sequences are split over "
+                f"{ranks} as well: give it a group of both"
+            )
 
 
 @dataclass(frozen=True)
