@@ -185,6 +185,101 @@ def test_modules_are_known_by_what_they_compute(make: Any, is_fused: bool, caplo
         torch.testing.assert_close(model[0](x, x), plain[0](x, x), rtol=1e-5, atol=1e-5)
 
 
+class Dropping(Gated):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(self.a(x) * nn.functional.dropout(self.act(self.b(x)), 0.5, self.training))
+
+
+class TwoNumbers(Norm):
+    """The number that comes first among the attributes is not what is added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = 0.0
+
+
+class EpsOutside(Norm):
+    def forward(self, hidden: Tensor) -> Tensor:  # type: ignore[override]
+        return hidden / (hidden.pow(2).mean(-1, keepdim=True).sqrt() + self.eps) * self.scale
+
+
+def test_trials_tell_apart_what_differs_in_training_in_small_rows_or_in_a_function() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Gated(), Gated(nn.functional.gelu), Dropping(), TwoNumbers(), EpsOutside()).eval()
+    plain = copy.deepcopy(model)
+    state = torch.get_rng_state()
+    fp.apply_kernels(model)
+    assert torch.equal(torch.get_rng_state(), state)
+    fused = [type(a) is not type(b) for a, b in zip(model, plain, strict=True)]
+    assert fused == [True, False, False, True, False]
+    x = torch.randn(3, 8)
+    torch.testing.assert_close(model[1](x), plain[1](x))
+    torch.testing.assert_close(model[3](1e-4 * x), plain[3](1e-4 * x))
+    assert torch.equal(model[4](hidden=x), plain[4](hidden=x))
+
+
+def _both() -> tuple[Any, Any]:
+    plain: Any = build_model("llama", torch.float32)
+    return plain, fp.apply_kernels(copy.deepcopy(plain))
+
+
+def _read_without_grad(out: Any) -> Tensor:
+    with torch.no_grad():
+        out.logits.argmax(-1)
+    return out.logits.square().mean()
+
+
+def _in_place(out: Any) -> Tensor:
+    out.logits[..., 3] = 0.0
+    return out.logits.mul_(2.0).square().mean()
+
+
+def _by_a_function_of_autograd(out: Any) -> Tensor:
+    return fp.ops.vocab_parallel_cross_entropy(out.logits, _ids()).mean()
+
+
+@pytest.mark.parametrize("use", [_read_without_grad, _in_place, _by_a_function_of_autograd])
+def test_autograd_sees_the_logits_whatever_is_done_with_them(use: Any) -> None:
+    found, wanted = {}, {}
+    for model, grads in zip(_both(), (wanted, found), strict=True):
+        out = model(input_ids=_ids(), labels=_labels())
+        (out.loss + use(out)).backward()
+        grads.update({name: p.grad for name, p in model.named_parameters()})
+    _assert_close(found, wanted, 1e-4)
+
+
+def test_logits_have_the_dtype_of_autocast_when_they_are_read_after_it() -> None:
+    plain, model = _both()
+    with torch.autocast("cpu", torch.bfloat16):
+        wanted, found = (each(input_ids=_ids(), labels=_labels()) for each in (plain, model))
+    assert found.logits.dtype == (found.logits + 0).dtype == wanted.logits.dtype == torch.bfloat16
+    torch.testing.assert_close(found.logits + 0, wanted.logits, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(found.loss, wanted.loss, rtol=1e-2, atol=1e-2)
+
+
+def test_logits_of_a_weight_that_has_changed_or_is_freed_are_refused() -> None:
+    _, model = _both()
+    out = model(input_ids=_ids(), labels=_labels())
+    out.loss.backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    with pytest.raises(RuntimeError, match=r"read them before optimizer.step\(\)"):
+        out.logits.argmax(-1)
+
+    def free(head: Any, *_: Any) -> None:  # as fully_shard of the head does
+        head.weight.untyped_storage().resize_(0)
+
+    model.lm_head.register_forward_hook(free)
+    with pytest.raises(RuntimeError, match=r"call fastpar.apply_kernels with loss=False"):
+        model(input_ids=_ids(), labels=_labels())
+
+
+def test_a_compiled_model_computes_the_same() -> None:
+    plain, model = _both()
+    wanted = _step(plain)
+    model.compile(backend="eager")
+    _assert_close(_step(model), wanted, 2e-5)
+
+
 @pytest.mark.parametrize(
     ("family", "name"), [("gemma2", "Gemma2"), ("phi3", "Phi3"), ("mixtral", "Mixtral"), ("gpt2", "GPT2")]
 )

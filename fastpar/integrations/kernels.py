@@ -11,7 +11,7 @@ nothing.
 Note: the loss
     The head of a causal model that computes its loss by transformers' next-token loss returns `DeferredLogits` while
     the model trains on labels: hidden states and weight, of which the loss is made a chunk of tokens at a time. To
-    whatever else reads them they are logits, computed then.
+    whatever else reads them, autograd included, they are logits, computed then.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import itertools
 import logging
 import sys
 from collections.abc import Callable, Iterator
@@ -45,6 +46,7 @@ M = TypeVar("M", bound=nn.Module)
 _ROWS = 5  # of a trial
 _TOLERANCE = 2e-5  # of the largest number, in float32: a hundred roundings; another activation differs by a tenth
 _PLAIN = (int, float, str, bool, type(None))
+_MACHINERY = frozenset(vars(nn.Module()))  # parameters, children, hooks; `training` too, as trials are in both modes
 
 
 @checked(computed=False, but=("model",))
@@ -60,7 +62,9 @@ def apply_kernels(model: M, *, norms: bool = True, mlps: bool = True, loss: bool
     alike and was not, and why (INFO). Rotary embeddings are functions of transformers and stay what they are.
 
     With `loss` the head's weight is read outside of its forward: under ZeRO's stage 3, and fully_shard of the head by
-    itself, pass loss=False.
+    itself, pass loss=False (RuntimeError in the forward pass otherwise). Logits of a training step are computed when
+    they are first read, which is before the optimizer's step (RuntimeError otherwise). The loss of a batch without any
+    label is 0, as of `linear_cross_entropy`; transformers' is NaN.
 
     Raises ValueError where a model has kernels already or nothing to replace, for one that `fastpar.parallelize` has
     split, and TypeError for what is no module. Nothing has changed then.
@@ -119,7 +123,8 @@ def remove_kernels(model: M) -> M:
     for _, module in fused:
         if isinstance(module, _FusedModel):
             own: Any = module
-            own.loss_function = own.loss_function.own
+            if isinstance(own.loss_function, FusedLoss):  # else somebody has given it another
+                own.loss_function = own.loss_function.own
         vars(module).pop("_defers", None)
         module.__class__ = type(module).__bases__[1]
     return model
@@ -138,20 +143,27 @@ def _kind_of(module: nn.Module) -> Any:
     """A key that two modules share which compute the same on other numbers."""
     rows = []
     for name, child in module.named_modules():
-        plain = {k: v for k, v in vars(child).items() if isinstance(v, _PLAIN) and k != "layer_idx"}
-        shapes = [(k, tuple(p.shape), p.device.type) for k, p in child.named_parameters(recurse=False)]
-        rows.append((name, type(child), tuple(sorted(plain.items())), tuple(shapes), "forward" in vars(child)))
+        own = {k: v for k, v in vars(child).items() if k != "layer_idx" and k not in _MACHINERY}
+        said = sorted((k, str(type(v)), v if isinstance(v, _PLAIN) else id(v)) for k, v in own.items())
+        shapes = [(k, tuple(p.shape), p.dtype, p.device.type) for k, p in child.named_parameters(recurse=False)]
+        buffers = [(k, id(b)) for k, b in child.named_buffers(recurse=False)]  # whose values may differ
+        rows.append((name, type(child), tuple(said), tuple(shapes), tuple(buffers)))
     return tuple(rows)
 
 
 def _trial_copy(module: nn.Module) -> nn.Module | str:
     """A copy in float32 with noise on its parameters, or why there is none."""
     parameters = list(module.parameters())
+    if any("forward" in vars(child) for child in module.modules()):
+        return "somebody has given it a forward of its own, which a class cannot replace"
     if any(p.device.type == "meta" for p in parameters):
         return "its parameters are on the meta device, where it cannot be tried"
     if any(p.dtype not in (torch.float32, torch.float64, torch.bfloat16, torch.float16) for p in parameters):
         return "its parameters are quantised"
-    twin = copy.deepcopy(module).float()
+    try:
+        twin = copy.deepcopy(module).float()
+    except Exception as error:  # of the module's own code, or of a weight that is computed from others: any
+        return f"it cannot be copied and tried ({type(error).__name__}: {error})"
     generator = torch.Generator(parameters[0].device).manual_seed(0)
     with torch.no_grad():
         for p in twin.parameters():
@@ -160,14 +172,18 @@ def _trial_copy(module: nn.Module) -> nn.Module | str:
     return twin
 
 
-def _agrees(twin: nn.Module, size: int, ours: Callable[[Tensor], Tensor], device: torch.device) -> bool:
-    """Whether a module gives what `ours` does, for small and large random rows; False where it fails."""
+def _agrees(
+    twin: nn.Module, size: int, ours: Callable[[Tensor], Tensor], device: torch.device, scales: tuple[float, ...] = ()
+) -> bool:
+    """Whether a module gives what `ours` does, for rows of several sizes, in eval and in training; False where it
+    fails."""
     generator = torch.Generator(device).manual_seed(1)
-    for scale in (1.0, 30.0):
+    for scale, is_training in itertools.product((1.0, 30.0, *scales), (False, True)):
         x = torch.randn(2, _ROWS, size, device=device, generator=generator) * scale
         try:
-            with torch.no_grad():
-                wanted, found = twin(x), ours(x)
+            # What draws numbers (dropout as a function) differs, and must not move the caller's generators.
+            with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+                wanted, found = twin.train(is_training)(x), ours(x)
         except Exception:  # of the module's own code: any
             return False
         if not isinstance(wanted, Tensor) or wanted.shape != found.shape or wanted.dtype != found.dtype:
@@ -195,7 +211,10 @@ def _norm_class(module: nn.Module) -> type[nn.Module] | str:
     for attribute in sorted(k for k, v in vars(module).items() if isinstance(v, float) and 0 <= v < 0.1):
         for offset in (0.0, 1.0):
             ours = functools.partial(_normed, name=name, eps=attribute, offset=offset)
-            if _agrees(twin, len(weight), functools.partial(ours, twin), weight.device):
+            # Of rows as small as eps or smaller the result says where eps stands, and which number it is.
+            root = getattr(module, attribute) ** 0.5
+            small = (root, 0.01 * root, 1e-5)
+            if _agrees(twin, len(weight), functools.partial(ours, twin), weight.device, small):
                 return _fused_class(type(module), _FusedModule, forward=_norm_forward(name, attribute, offset))
     return "it computes something else than an RMSNorm"
 
@@ -205,10 +224,11 @@ def _normed(module: nn.Module, x: Tensor, *, name: str, eps: str, offset: float)
 
 
 def _norm_forward(name: str, eps: str, offset: float) -> Callable[..., Tensor]:
-    def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if args or kwargs or x.dtype != getattr(self, name).dtype:  # a gate, say; or a dtype that it would return
-            return _own_forward(self)(x, *args, **kwargs)
-        return _normed(self, x, name=name, eps=eps, offset=offset)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # A gate, say; or a dtype that it would return.
+        if kwargs or len(args) != 1 or args[0].dtype != getattr(self, name).dtype:
+            return _own_forward(self)(*args, **kwargs)
+        return _normed(self, args[0], name=name, eps=eps, offset=offset)
 
     return forward
 
@@ -270,10 +290,10 @@ def _gated(module: Any, x: Tensor, *, names: tuple[str, ...]) -> Tensor:
 
 
 def _mlp_forward(names: tuple[str, ...]) -> Callable[..., Tensor]:
-    def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if args or kwargs:
-            return _own_forward(self)(x, *args, **kwargs)
-        return _gated(self, x, names=names)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs or len(args) != 1:
+            return _own_forward(self)(*args, **kwargs)
+        return _gated(self, args[0], names=names)
 
     return forward
 
@@ -282,45 +302,87 @@ def _mlp_forward(names: tuple[str, ...]) -> Callable[..., Tensor]:
 
 
 class DeferredLogits(Tensor):
-    """Logits that nobody has read: hidden [..., K] and a head's weight [V, K]. Reading them computes them, once."""
+    """Logits that nobody has read: hidden [..., K] and a head's weight [V, K]. Reading them computes them, once.
+
+    To autograd they are the output of `_DeferredLinear`, whatever is done with them and wherever; only below autograd
+    are they computed. RuntimeError where the weight has changed or has been freed by then.
+    """
 
     hidden: Tensor
     weight: Tensor
     bias: Tensor | None
     whole: Tensor | None
+    version: int
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
     def __new__(cls, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> DeferredLogits:
         device = hidden.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+        is_converted = torch.is_autocast_enabled(device) and hidden.dtype != torch.float64
+        dtype = torch.get_autocast_dtype(device) if is_converted else hidden.dtype
         shape = (*hidden.shape[:-1], weight.shape[0])
         made: DeferredLogits = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=hidden.device)
         made.hidden, made.weight, made.bias, made.whole = hidden, weight, bias, None
+        made.version = 0 if weight.is_inference() else weight._version
         return made
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        return func(*tree_map(_computed, args), **tree_map(_computed, kwargs or {}))  # from C++, past the other
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
         return func(*tree_map(_computed, args), **tree_map(_computed, kwargs or {}))
 
-
-_METADATA = {Tensor.size, Tensor.dim, Tensor.numel}
-_METADATA |= {getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim")}
+    def check_weight(self) -> None:
+        """RuntimeError where the weight is not what it was when the head ran."""
+        if self.weight.untyped_storage().nbytes() == 0 and self.weight.numel() > 0:
+            raise RuntimeError(
+                "the head's weight was freed after the head had run (by fully_shard or ZeRO's stage 3), and the loss "
+                "and the logits are computed of it later: call fastpar.apply_kernels with loss=False, or read the "
+                "logits before backward() if that freed it"
+            )
+        if not self.weight.is_inference() and self.weight._version != self.version:
+            raise RuntimeError(
+                "these logits are computed when they are first read, and the head's weight has changed since the head "
+                "ran: read them before optimizer.step(), or call fastpar.apply_kernels with loss=False"
+            )
 
 
 def _computed(x: Any) -> Any:
     if not isinstance(x, DeferredLogits):
         return x
-    state = vars(x)
-    if state["whole"] is None:
-        state["whole"] = F.linear(state["hidden"], state["weight"], state["bias"])
-    return state["whole"]
+    if x.whole is None:
+        x.check_weight()
+        with torch.no_grad():
+            x.whole = _linear(x.hidden, x.weight, x.bias, x.dtype)
+    return x.whole
+
+
+def _linear(hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """F.linear in the dtype that autocast had chosen, whether it is on by now or not."""
+    with torch.autocast(hidden.device.type, enabled=False):
+        return F.linear(hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+
+
+class _DeferredLinear(torch.autograd.Function):
+    """F.linear, of which the forward is left for later."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> DeferredLogits:
+        ctx.save_for_backward(hidden, weight, bias)
+        made = DeferredLogits(hidden, weight, bias)
+        ctx.dtype = made.dtype
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        hidden, weight, bias = ctx.saved_tensors
+        grad = grads[0].to(ctx.dtype)
+        rows = grad.reshape(-1, grad.shape[-1])
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad
+        return (
+            (grad @ weight.to(ctx.dtype)).to(hidden.dtype) if needs_hidden else None,
+            (rows.t() @ hidden.to(ctx.dtype).reshape(len(rows), -1)).to(weight.dtype) if needs_weight else None,
+            rows.sum(0).to(bias.dtype) if needs_bias else None,
+        )
 
 
 class FusedLoss:
@@ -331,16 +393,16 @@ class FusedLoss:
 
     def __call__(self, logits: Tensor, labels: Tensor, vocab_size: int | None = None, **kwargs: Any) -> Any:
         options = {name: kwargs.get(name) for name in ("num_items_in_batch", "shift_labels")}
-        state = vars(logits) if isinstance(logits, DeferredLogits) else {"whole": logits}
-        if state["whole"] is not None or state["weight"].shape[0] != vocab_size:
-            return self.own(_computed(logits), labels, vocab_size, **kwargs)
+        if not isinstance(logits, DeferredLogits) or logits.whole is not None or logits.shape[-1] != vocab_size:
+            return self.own(logits, labels, vocab_size, **kwargs)
+        logits.check_weight()
         shifted = options["shift_labels"]
         target = labels if shifted is None else shifted
         return linear_cross_entropy(
-            state["hidden"],
-            state["weight"],
-            target.to(state["hidden"].device),
-            bias=state["bias"],
+            logits.hidden,
+            logits.weight,
+            target.to(logits.device),
+            bias=logits.bias,
             shift=1 if shifted is None else 0,
             ignore_index=kwargs.get("ignore_index", -100),
             denominator=options["num_items_in_batch"],
@@ -368,10 +430,11 @@ def _parameter_names(cls: type[nn.Module]) -> tuple[str, ...]:
     return tuple(inspect.signature(cls.forward).parameters)[1:]
 
 
-def _head_forward(self: Any, x: Tensor) -> Tensor:
-    if vars(self).get("_defers"):
-        return DeferredLogits(x, self.weight, self.bias)
-    return F.linear(x, self.weight, self.bias)
+def _head_forward(self: Any, input: Tensor) -> Tensor:  # as nn.Linear calls it
+    if vars(self).get("_defers") and not torch.compiler.is_compiling():
+        deferred: Tensor = _DeferredLinear.apply(input, self.weight, self.bias)
+        return deferred
+    return F.linear(input, self.weight, self.bias)
 
 
 def _loss_problem(model: Any) -> str:
