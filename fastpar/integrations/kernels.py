@@ -314,7 +314,7 @@ class DeferredLogits(Tensor):
     whole: Tensor | None
     version: int
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> DeferredLogits:
