@@ -66,7 +66,7 @@ def main() -> None:
     config = LlamaConfig(num_hidden_layers=options.layers, vocab_size=8, **sizes)
     layers = Llama(config).layers
     x = torch.randn(1, options.tokens, options.hidden, requires_grad=True)
-    cos, sin = rotary_tables(options.tokens, config.head_dim, config.rope_theta, like=x)
+    cos, sin = rotary_tables(torch.arange(options.tokens)[None], config.head_dim, config.rope_theta, like=x)
     costs = recompute.measure_layers(layers, x, cos, sin)
     everything = recompute.NoRecompute().plan(options.layers).peak_bytes(costs)
     policies: dict[str, recompute.Policy] = {

@@ -6,8 +6,10 @@ habits make that possible, and are all that a model of yours needs:
 
 - attention reads its number of heads off the projections' output (`view(batch, seq, -1, head_dim)`), so a projection
   that holds half of the heads simply yields half of them;
-- positions come from `input_ids`, not from the hidden states: under sequence parallelism the hidden states between the
-  blocks are this rank's part of the sequence, and whole again only inside `self_attn` and `mlp`.
+- positions come from `position_ids` or `input_ids`, not from the hidden states: under sequence parallelism the hidden
+  states between the blocks are this rank's part of the sequence, and whole again only inside `self_attn` and `mlp`.
+
+Where sequences are split over ranks (cp), `PLAN` says which module sees other tokens; "auto" finds the rest of it.
 """
 
 import math
@@ -60,14 +62,16 @@ class LlamaConfig:
         return self.hidden_size // self.num_attention_heads
 
 
-def rotary_tables(seq_len: int, head_dim: int, theta: float, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [seq_len, head_dim] of `position * theta ** (-2 i / head_dim)`, both halves alike.
+def rotary_tables(positions: Tensor, head_dim: int, theta: float, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [batch, 1, seq, head_dim] of `position * theta ** (-2 i / head_dim)`, both halves alike.
+
+    positions [batch, seq], or [1, seq] for all sequences alike.
 
     The angles are computed in at least fp32 whatever the model's dtype: bf16 cannot tell position 257 from 258.
     """
     dtype = torch.promote_types(like.dtype, torch.float32)
     exponent = torch.arange(0, head_dim, 2, device=like.device, dtype=dtype) / head_dim
-    angles = torch.outer(torch.arange(seq_len, device=like.device, dtype=dtype), theta**-exponent).repeat(1, 2)
+    angles = (positions.to(dtype)[:, None, :, None] * theta**-exponent).repeat(1, 1, 1, 2)
     return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
 
 
@@ -75,6 +79,13 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn feature pairs (i, i + head_dim / 2) of x [batch, heads, seq, head_dim] by their position's angle."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+class CoreAttention(nn.Module):
+    """softmax(q k^T) v: the one place where tokens see each other."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
 
 
 class Attention(nn.Module):
@@ -88,6 +99,7 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
         self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
         self.o_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        self.core_attention = CoreAttention()
 
     def forward(self, hidden_states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """hidden_states [batch, seq, hidden] -> [batch, seq, hidden]."""
@@ -99,7 +111,7 @@ class Attention(nn.Module):
         query = apply_rotary(split_heads(self.q_proj(hidden_states)), cos, sin)
         key = apply_rotary(split_heads(self.k_proj(hidden_states)), cos, sin)
         value = split_heads(self.v_proj(hidden_states))
-        out = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        out = self.core_attention(query, key, value)
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
 
@@ -171,9 +183,27 @@ class DecoderLayer(nn.Module):
         return hidden_states + self.dropout(self.mlp(self.post_attention_layernorm(hidden_states)))
 
 
+PLAN = {
+    "embed_tokens": "vocab",
+    "layers.*": "stream",
+    "layers.*.self_attn": "block",
+    "layers.*.self_attn.q_proj": "colwise",
+    "layers.*.self_attn.k_proj": "colwise",
+    "layers.*.self_attn.v_proj": "colwise",
+    "layers.*.self_attn.o_proj": "rowwise",
+    "layers.*.self_attn.core_attention": "attention",
+    "layers.*.mlp": "block",
+    "layers.*.mlp.gate_proj": "colwise",
+    "layers.*.mlp.up_proj": "colwise",
+    "layers.*.mlp.down_proj": "rowwise",
+    "lm_head": "vocab",
+}  # of a model without experts
+
+
 class Llama(nn.Module):
     """Decoder-only language model: input_ids [batch, seq] int64 -> logits [batch, seq, vocab].
 
+    position_ids [batch, seq] or [1, seq]; None: 0, 1, 2, ...
     After `fastpar.parallelize` the last dimension is this rank's shard of the vocabulary.
     """
 
@@ -206,9 +236,11 @@ class Llama(nn.Module):
                 std = {"embed_tokens.weight": 1.0, "lm_head.weight": 0.02}.get(name, std)
             nn.init.normal_(parameter, std=std)
 
-    def forward(self, input_ids: Tensor) -> Tensor:
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
         hidden_states = self.embed_tokens(input_ids)
-        cos, sin = rotary_tables(input_ids.size(1), self.config.head_dim, self.config.rope_theta, like=hidden_states)
+        if position_ids is None:
+            position_ids = torch.arange(input_ids.size(1), device=input_ids.device)[None]
+        cos, sin = rotary_tables(position_ids, self.config.head_dim, self.config.rope_theta, like=hidden_states)
         for layer in self.layers:
             hidden_states = layer(hidden_states, cos, sin)
         return self.lm_head(self.norm(hidden_states))

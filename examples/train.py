@@ -18,13 +18,14 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import report
 import torch
 import torch.distributed as dist
 from data import VOCAB_SIZE, Corpus, load_corpus
 from memory import MemoryMeter
-from model import Llama, LlamaConfig
+from model import PLAN, Llama, LlamaConfig
 from torch import nn
 from torch.nn import functional as F
 
@@ -85,8 +86,9 @@ def train_parallel(job: Job, layout: fp.Layout, corpus: Corpus, out: Path | None
         meters.append(MemoryMeter(nn.ModuleList(), optimizer))  # now: it must see what a step is about to free
         return optimizer
 
-    precision = None if job.precision == "fp32" else job.precision
-    trained = fp.assemble(job.build_model(), layout, make_optimizer, precision=precision, scheduler=job.make_scheduler)
+    options: dict[str, Any] = {"precision": None if job.precision == "fp32" else job.precision}
+    options |= {"scheduler": job.make_scheduler, "plan": PLAN if layout.cp > 1 else "auto"}
+    trained = fp.assemble(job.build_model(), layout, make_optimizer, **options)
     memory = meters[0].watch(nn.ModuleList(trained.parts), trained.zero)
 
     with report.Meter(layout.words, job.steps, job.tokens_per_step, visible=rank() == 0) as meter:
@@ -151,9 +153,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--experts", default=0, help="in every layer, in the place of its MLP (%(default)s: none)")
     add("--top-k", default=2, help="experts of a token (%(default)s)")
     add("--balance", default=0.01, type=float, metavar="C", help="coefficient of the balance loss (%(default)s)")
-    add("--steps", default=80)
-    add("--seed", default=0)
-    add("--layers", default=4)
+    for name, default in (("--steps", 80), ("--seed", 0), ("--layers", 4)):
+        add(name, default=default)
     add("--batch", default=8, help="sequences per step, over all ranks (%(default)s)")
     add("--seq-len", default=256, help="bytes per sequence (%(default)s)")
     add("--lr", default=2e-3, type=float, metavar="LR", help="peak learning rate (%(default)s)")
@@ -164,9 +165,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--precision", choices=("bf16", "fp16", "fp32"), default="fp32", help="with float32 masters")
     add("--data", default=None, type=Path, metavar="PATH", help="text file or folder (Python's standard library)")
     add("--out", default=Path("runs/demo"), type=Path, metavar="DIR", help="for pictures, report.json (%(default)s)")
-    parser.add_argument(
-        "--compare", action=argparse.BooleanOptionalAction, default=True, help="train a second time in one process"
-    )
+    parser.add_argument("--compare", action=argparse.BooleanOptionalAction, default=True, help="with one process")
     add("--torch-threads", default=1, help="CPU threads of each process (%(default)s)")
     return parser.parse_args(argv)
 
@@ -175,6 +174,8 @@ def make_job(a: argparse.Namespace) -> tuple[Job, fp.Layout, Corpus]:
     """Everything the flags ask for, checked; ValueError or OSError says what is wrong with them."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     layout = fp.Layout.parse(a.layout) if a.layout else fp.Layout(tp=2 - world % 2, dp_shard=world // (2 - world % 2))
+    if layout.cp > 1 and a.experts:
+        raise ValueError(f"cp is {layout.cp}, and balance losses are not for split sequences: leave --experts out")
     inner = -(-a.hidden * 8 // 3 // 64) * 64  # SwiGLU's usual 8/3, rounded up to a multiple of 64
     shape = {"hidden_size": a.hidden, "intermediate_size": inner, "num_hidden_layers": a.layers}
     heads = {"num_attention_heads": a.heads, "num_key_value_heads": a.kv_heads}
@@ -196,7 +197,6 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"train.py: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
-
     torch.set_num_threads(arguments.torch_threads)
     parallel = train_parallel(job, layout, corpus, arguments.out)
     if dist.is_initialized():

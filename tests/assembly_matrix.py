@@ -66,7 +66,7 @@ def shape(model: str, tied: bool) -> ModelShape:
 
 def fits(x: Choice, most_ranks: int) -> bool:
     """Whether the layout is legal, and asks for no more than the model has."""
-    if x["cp"] > 1 and x["model"] != "huggingface":  # sequences are cut with their labels
+    if x["cp"] > 1 and x["model"] == "experts":  # whose balance losses are of whole sequences
         return False
     layout = cell_of(x).layout
     if layout.world_size > most_ranks:
@@ -122,9 +122,8 @@ def _mend(x: Choice, fixed: Choice) -> None:
         if name not in fixed:
             x[name] = value
 
-    if x["cp"] > 1:
+    if x["cp"] > 1 and x["model"] == "experts":
         settle("model", "huggingface")
-        settle("pp", "none")
     if x["ep"] > 1 or x["etp"] > 1:
         settle("model", "experts")
     if x["sp"]:
@@ -134,5 +133,5 @@ def _mend(x: Choice, fixed: Choice) -> None:
     if x["model"] != "experts":
         settle("ep", 1)
         settle("etp", 1)
-    if x["model"] != "huggingface":
+    if x["model"] == "experts":
         settle("cp", 1)

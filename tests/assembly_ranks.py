@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import fastpar as fp
+from examples.model import PLAN
 from fastpar.verification.pieces import Piece, take, zero_pieces
 from tests.assembly_cells import MAX_NORM, ROWS, STEPS, Cell, Reference, batch, build, make_optimizer
 from tests.models import norms_in_their_own_dtype
@@ -18,6 +19,8 @@ Trained = Any
 
 def assembled(cell: Cell, **options: Any) -> Trained:
     precision = None if cell.precision == "fp64" else cell.precision
+    if cell.layout.cp > 1 and cell.model == "dense":
+        options.setdefault("plan", PLAN)
     return fp.assemble(
         build(cell),
         cell.layout,

@@ -20,10 +20,11 @@ import fastpar as fp
 from fastpar.assembly import Assembled
 from fastpar.assembly.objective import Objective
 from fastpar.layouts import LayoutError
-from tests.assembly_cells import ROWS, STEPS, Cell, batch, build, reference
+from tests.assembly_cells import ROWS, STEPS, VOCAB, Cell, batch, build, reference
 from tests.assembly_matrix import FACTORS, covering_array
 from tests.assembly_ranks import assembled, cells_match, fed
 from tests.dist import run_ranks
+from tests.models import norms_in_their_own_dtype
 
 # What others got wrong, and what no pair of factors has.
 NAMED = (
@@ -43,8 +44,16 @@ NAMED = (
     Cell("pp2 dp2 mb2 zero3 cpu", tied=True),
     Cell("pp2 dp2 ep2 mb2 zero3 full", "experts"),
     Cell("pp2 dp2 mb2 zero3 acc2 shard_head"),
+    Cell("pp2 cp2 mb2 zbv acc2 zero3", "huggingface", tied=True),
+    Cell("pp2 cp2 mb2 interleaved_1f1b stages2 zero2 full ulysses", "huggingface"),
+    Cell("pp2 cp2 dualpipe mb4 selective zero1 dealt"),
+    Cell("pp2 cp2 mb2 acc2 shard_head striped", frozen=True),
+    Cell("cp2 tp2 sp acc2 gather"),
 )
-EVERYTHING = Cell("pp2 tp2 sp dp2 ep2 zbv mb2 acc2 zero1 full", "experts")
+EVERYTHING = (
+    Cell("pp2 tp2 sp dp2 ep2 zbv mb2 acc2 zero1 full", "experts"),
+    Cell("pp2 cp2 tp2 sp zbv mb2 acc2 zero3 full", "huggingface"),
+)
 
 
 def check(cells: Sequence[Cell], timeout: float = 240.0) -> None:
@@ -68,7 +77,7 @@ def test_cells_that_others_got_wrong_train_as_one_process() -> None:
 
 @pytest.mark.expensive
 def test_everything_at_once_on_eight_ranks_trains_as_one_process() -> None:
-    check([EVERYTHING])
+    check(EVERYTHING)
 
 
 @pytest.mark.slow
@@ -333,6 +342,57 @@ def test_explain_says_who_holds_and_sends_what_in_words_and_as_a_picture(tmp_pat
     calls = "fp.parallelize_pipeline(model, mesh, '1f1b'", "fp.zero.shard(pipe, optimizer, group=mesh, stage=1"
     for words in ("pp2 dp2 zero1 mb2 full", "dp_shard  2", "rows gathered", *calls):
         assert words in table, table
+
+
+def _split_sequences() -> tuple[float, float, list[str]]:
+    """Over cp: the loss of packed documents, that of each by itself in one process, and what is refused."""
+    cell = Cell("cp2 acc2", "huggingface")
+    ids, labels = batch(0, huggingface=True)
+    rows = [[2, 4] if row % 2 else [6] for row in range(ROWS)]
+    plain: Any = build(cell).eval()
+    trained, said = assembled(cell), []
+    with norms_in_their_own_dtype(plain), norms_in_their_own_dtype(trained.parts[0]):
+        found = trained.evaluate({"input_ids": ids, "labels": labels, "documents": rows})
+        total, count = 0.0, 0
+        for row, sizes in enumerate(rows):
+            for own, wanted in zip(ids[row].split(sizes), labels[row].split(sizes), strict=True):
+                target = wanted[1:]
+                total += float(F.cross_entropy(plain(own[None]).logits[0, :-1], target, reduction="sum").detach())
+                count += int((target != -100).sum())
+
+    def refused(action: Any) -> None:
+        try:
+            action()
+        except ValueError as error:
+            said.append(str(error))
+        else:
+            said.append("accepted")
+
+    is_first = torch.distributed.get_rank() == 0
+    documents = [[2, 4] if is_first else [6, 1]] * ROWS
+    refused(lambda: trained.evaluate({"input_ids": ids, "labels": labels, "documents": documents}))
+    trained.close()
+    own = assembled(Cell("cp2"))
+    refused(lambda: own.step((ids, labels[:, :-1] if is_first else labels)))
+    own.close()
+    refused(lambda: assembled(Cell("cp2"), loss=F.cross_entropy))
+    refused(lambda: assembled(Cell("cp2", "experts")))
+    refused(lambda: fp.assemble(nn.Sequential(nn.Embedding(VOCAB, 4)), "cp2", torch.optim.SGD))
+    return found, total / count, said
+
+
+def test_split_sequences_have_the_loss_of_their_documents_and_wrong_ones_are_refused_on_all_ranks() -> None:
+    for rank, (found, wanted, said) in enumerate(run_ranks(2, _split_sequences)):
+        assert found == pytest.approx(wanted, rel=1e-9)
+        expected = [
+            "the batch of rank 1 is wrong" if rank == 0 else "documents add up to 7 tokens",
+            "'target' must have one for each of [16, 6], got [16, 5]" if rank == 0 else "the batch of rank 0 is wrong",
+            "loss= would see this rank's tokens alone",
+            "balance losses",
+            "must take position_ids",
+        ]
+        for text, message in zip(said, expected, strict=True):
+            assert message in text
 
 
 def test_only_public_names_are_used() -> None:

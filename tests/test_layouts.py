@@ -126,7 +126,6 @@ BROKEN = [
     ("sharded head", "pp2 tp2 mb2 shard_head", None, {}),
     ("sharded head", "pp2 mb2 shard_head", TIED, {}),
     ("sharded head", "pp2 dualpipe mb4 shard_head", None, {}),
-    ("pipeline context", "pp2 cp2 mb2", None, {}),
     ("context words", "dp2 ring", None, {}),
     ("context words", "dp2 striped", None, {}),
     ("offload", "dp2 zero2 cpu+parameters", None, {}),

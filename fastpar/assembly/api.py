@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -162,6 +163,9 @@ class _Building:
         words = layout.recompute
         policy = _POLICIES[words if isinstance(words, str) else words[self.mesh.rank("pp")]]()
         if layout.pp > 1:
+        written = [] if isinstance(self.plan, str) else ["plan=plan"]
+        if layout.cp > 1:
+            options["context"] = Context(layout.context.method, layout.context.order)
             passes = PipelinedModel(self.objective, layout, self.precision)
             how = layout.pipeline
             options |= {
@@ -172,16 +176,14 @@ class _Building:
                 "recompute": policy,
                 **passes.pipe_options,
             }
-            self._call("pipe = fp.parallelize_pipeline", [repr(how.schedule)], options)
+            self._call("pipe = fp.parallelize_pipeline", [repr(how.schedule), *written], options)
             options |= {"plan": self.plan, "architecture": self.architecture}
             self.pipe = parallelize_pipeline(self.model, self.mesh, how.schedule, **options)
             undo.callback(self.pipe.close)
             passes.adopt(self.pipe)
             return passes
         if layout.world_size > 1 or self.plan != "auto":
-            if layout.cp > 1:
-                options["context"] = Context(layout.context.method, layout.context.order)
-            self._call("model = fp.parallelize", [], options)
+            self._call("model = fp.parallelize", written, options)
             parallelize(self.model, self.mesh, self.plan, **options)
             undo.callback(unparallelize, self.model)
         if policy is not None:
@@ -260,13 +262,26 @@ def _check_own(layout: Layout, model: nn.Module, objective: Objective, loss: Los
     """What is not about layouts alone."""
     if layout.pipeline.shard_head and loss is not None:
         raise ValueError("a sharded head computes cross-entropy by itself: leave loss= out, or shard_head")
-    if layout.cp > 1 and objective.key != "labels":
+    if layout.cp > 1:
+        _check_split(layout, model, objective, loss)
+
+
+def _check_split(layout: Layout, model: nn.Module, objective: Objective, loss: Loss | None) -> None:
+    """What sequences that are split over cp ask of a model."""
+    if loss is not None:
         raise ValueError(
-            f"cp is {layout.cp}, and sequences are cut with their labels: that needs a model of Hugging Face with "
-            "transformers' next-token loss, and no loss="
+            f"cp is {layout.cp}, and loss= would see this rank's tokens alone: leave it out, for the cross-entropy of "
+            "logits and targets"
         )
-    has_balance = any(router.losses.coeff or router.losses.z_coeff for router in expert.routers_of(model).values())
-    if layout.cp > 1 and has_balance:
+    if objective.key == "labels" and objective.shift != 1:
+        raise ValueError(f"cp is {layout.cp}, and of models with labels only those with a next-token loss can be split")
+    parameters = inspect.signature(type(model).forward).parameters
+    if objective.key == "target" and "position_ids" not in parameters:
+        raise ValueError(
+            f"cp is {layout.cp}, and a rank's tokens are no run of the sequence: forward of {type(model).__name__} "
+            "must take position_ids, [batch, seq], and use them in the place of torch.arange"
+        )
+    if any(router.losses.coeff or router.losses.z_coeff for router in expert.routers_of(model).values()):
         raise ValueError(f"balance losses of fastpar.expert.Router are not for split sequences (cp {layout.cp})")
 
 

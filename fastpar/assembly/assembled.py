@@ -220,6 +220,7 @@ class Assembled:
         parts = self.layout.accumulate * self._microbatches
         try:
             fed = self._made.objective.read(batch)
+            self._made.objective.check_sequences(fed, self.layout.cp)
             tokens = count(fed.target)
             if fed.rows < parts:
                 raise ValueError(f"batch has {fed.rows} rows here, too few for {parts} microbatches ({self.layout})")

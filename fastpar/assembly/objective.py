@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fastpar import ops
+from fastpar.context.batch import check_batch, document_rows, shift_labels
 from fastpar.parallel import label_shift
 
 IGNORED = -100
@@ -81,11 +82,31 @@ class Objective:
         rows = {name: len(x) for name, x in {**tensors, self.key: target}.items()}
         if len(set(rows.values())) > 1:
             raise ValueError(f"the tensors of a batch must have as many rows as each other, got {rows}")
-        if self.shift:
+        if self.shift and inputs.get("documents") is not None:
+            target = shift_labels(target, document_rows(inputs["documents"], *target.shape))
+        elif self.shift:
             shifted = torch.full_like(target, IGNORED)
             shifted[..., : -self.shift] = target[..., self.shift :]
             target = shifted
         return FedBatch(inputs, target)
+
+    def check_sequences(self, fed: FedBatch, cp: int) -> None:
+        """ValueError for a batch whose sequences cannot be split over cp ranks, or that has documents without cp."""
+        given = dict(fed.inputs)
+        documents = given.pop("documents", None)
+        if cp == 1:
+            if documents is not None and self.key == "labels":
+                raise ValueError("documents are for layouts with cp above 1, whose attention knows them")
+            return
+        check_batch({"input_ids": given.pop(self.first, None), **given}, documents)
+        shape = fed.inputs[self.first].shape
+        if shape[1] < cp:
+            raise ValueError(f"{self.first} has {shape[1]} tokens, fewer than the {cp} ranks of cp")
+        if fed.target.shape[:2] != shape:
+            raise ValueError(
+                f"cp is {cp}, and targets are cut with their tokens: {self.key!r} must have one for each of "
+                f"{list(shape)}, got {list(fed.target.shape)}"
+            )
 
     def sum_of(self, output: Any, target: Tensor) -> Tensor:
         """The loss of all tokens together."""
@@ -138,11 +159,15 @@ class FedBatch:
     def split(self, parts: int) -> list[FedBatch]:
         """As many batches of equal numbers of rows; what is no tensor with rows goes to each."""
         targets = self.target.tensor_split(parts)
-        pieces = {
-            name: x.tensor_split(parts) if isinstance(x, Tensor) and x.dim() and len(x) == self.rows else [x] * parts
-            for name, x in self.inputs.items()
-        }
+        pieces = {name: self._pieces(x, parts) for name, x in self.inputs.items()}
         return [FedBatch({name: each[i] for name, each in pieces.items()}, targets[i]) for i in range(parts)]
+
+    def _pieces(self, x: Any, parts: int) -> Sequence[Any]:
+        if isinstance(x, Tensor) and x.dim() and len(x) == self.rows:
+            return x.tensor_split(parts)
+        if isinstance(x, Sequence) and len(x) == self.rows and all(isinstance(each, Sequence) for each in x):
+            return [[x[i] for i in rows] for rows in torch.arange(self.rows).tensor_split(parts)]  # documents
+        return [x] * parts
 
 
 def count(target: Tensor) -> int:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fastpar import context
 from fastpar.assembly.objective import FedBatch, Objective
+from fastpar.context.region import HasModules, region_of
 from fastpar.layouts import Layout
 from fastpar.pipeline import CrossEntropy, Pipeline
 from fastpar.precision import Precision
@@ -28,6 +29,19 @@ class Passes(Protocol):
 
     def train(self, fed: FedBatch, denominator: float) -> Tensor: ...
     def evaluate(self, fed: FedBatch, denominator: float) -> Tensor: ...
+
+
+def cut_sequences(model: HasModules, fed: FedBatch, first: str) -> FedBatch:
+    """This rank's tokens of a batch whose sequences are split over cp, with their positions. Collective.
+
+    Targets are aligned with outputs already: they are cut as tokens are. `first` is what the model calls its ids.
+    """
+    given = dict(fed.inputs)
+    documents = given.pop("documents", None)
+    ids = given.pop(first)
+    cut = context.shard(model, {"input_ids": ids, **given}, documents=documents)
+    where = region_of(model).positions.to(fed.target.device)
+    return FedBatch({first: cut.pop("input_ids"), **cut}, fed.target[:, where])
 
 
 class WholeModel:
@@ -53,26 +67,15 @@ class WholeModel:
         return torch.stack(losses).sum()
 
     def _loss(self, fed: FedBatch, denominator: float) -> Tensor:
-        (model,), inputs, target = self.modules, fed.inputs, fed.target
-        if self._cp > 1:
-            inputs, target = self._cut(fed)
-        inputs = {**dict.fromkeys(self._objective.withheld, False), **inputs}
+        (model,) = self.modules
+        fed = cut_sequences(model, fed, self._objective.first) if self._cp > 1 else fed
+        inputs, target = {**dict.fromkeys(self._objective.withheld, False), **fed.inputs}, fed.target
         first = (inputs.pop(self._objective.first),) if self._objective.first in inputs else ()
         output = model(*first, **inputs)
         output = getattr(output, "logits", output)  # as the last stage of a pipeline returns it
         if not self._is_checked:
             self._is_checked = self._objective.check_sum(output, target)
         return self._objective.sum_of(output, target) / denominator
-
-    def _cut(self, fed: FedBatch) -> tuple[dict[str, Any], Tensor]:
-        """This rank's tokens. Targets are aligned, and `context.shard` aligns labels: they go there moved back."""
-        inputs = dict(fed.inputs)
-        documents = inputs.pop("documents", None)
-        labels = torch.full_like(fed.target, -100)
-        labels[:, 1:] = fed.target[:, :-1]
-        cut = context.shard(self.modules[0], {**inputs, "labels": labels}, documents=documents)
-        target = cut.pop("shift_labels")
-        return {name: x for name, x in cut.items() if name not in ("labels", "num_items_in_batch")}, target
 
 
 class PipelinedModel:
@@ -85,7 +88,7 @@ class PipelinedModel:
     def __init__(self, objective: Objective, layout: Layout, precision: Precision) -> None:
         self.modules: list[nn.Module] = []
         self._objective, self._precision = objective, precision
-        self._parts, self._pp = layout.accumulate, layout.pp
+        self._parts, self._cp = layout.accumulate, layout.cp
         self._denominator = 1.0
         self._is_checked = False
         self.after_pass: Callable[[], None] = lambda: None
@@ -124,6 +127,8 @@ class PipelinedModel:
     def _run(self, method: str, fed: FedBatch, denominator: float) -> Tensor:
         assert self._pipe is not None
         self._denominator = denominator
+        if self._cp > 1:
+            fed = cut_sequences(self._pipe, fed, self._objective.first)
         inputs = {name: self._cast(x) for name, x in fed.inputs.items()}
         first = (inputs.pop(self._objective.first),) if self._objective.first in inputs else ()
         more = {"denominator": denominator} if self._has_head else {}

@@ -61,7 +61,7 @@ def shard(model: HasModules, batch: Mapping[str, Any], *, documents: Documents |
     problem: Exception | None = None
     lengths, checksum = None, [0, 0, 0, 0]
     try:
-        lengths = _check(batch, documents)
+        lengths = check_batch(batch, documents)
         _check_tokens(batch, lengths, region)
         checksum = [*_checksum(batch, lengths), region.checks.next(model)]
     except (TypeError, ValueError) as error:
@@ -76,7 +76,7 @@ def shard(model: HasModules, batch: Mapping[str, Any], *, documents: Documents |
     whole = _document_positions(ids, lengths) if given is None else given.expand(ids.shape[0], -1)
     cut: dict[str, Any] = {"input_ids": ids[:, where], "position_ids": whole[:, where]}
     if batch.get("labels") is not None:
-        shifted = _shift(batch["labels"], lengths)
+        shifted = shift_labels(batch["labels"], lengths)
         cut["labels"] = cut["shift_labels"] = shifted[:, where]
         cut["num_items_in_batch"] = (shifted != IGNORE_INDEX).sum()
         here = int((cut["labels"] != IGNORE_INDEX).sum())
@@ -96,7 +96,7 @@ def total(model: HasModules, loss: Tensor) -> Tensor:
     return whole
 
 
-def _check(batch: Mapping[str, Any], documents: Documents | None) -> tuple[tuple[int, ...], ...] | None:
+def check_batch(batch: Mapping[str, Any], documents: Documents | None) -> tuple[tuple[int, ...], ...] | None:
     """The documents of each row. Raises for a batch that cannot be cut."""
     ids = batch.get("input_ids")
     if not isinstance(ids, Tensor) or ids.dim() != 2:
@@ -117,7 +117,7 @@ def _check(batch: Mapping[str, Any], documents: Documents | None) -> tuple[tuple
             "attention_mask has zeros, and context parallelism has no padding: leave the mask away and say documents=, "
             "with the padding as one of them, and -100 as its labels"
         )
-    return _rows_of(documents, *ids.shape)
+    return document_rows(documents, *ids.shape)
 
 
 def _check_tokens(batch: Mapping[str, Any], lengths: Any, region: ContextRegion) -> None:
@@ -134,7 +134,7 @@ def _check_tokens(batch: Mapping[str, Any], lengths: Any, region: ContextRegion)
         )
 
 
-def _rows_of(documents: Documents | None, rows: int, tokens: int) -> tuple[tuple[int, ...], ...] | None:
+def document_rows(documents: Documents | None, rows: int, tokens: int) -> tuple[tuple[int, ...], ...] | None:
     if documents is None:
         return None
     nested: list[Any] = list(documents)
@@ -176,7 +176,7 @@ def _document_positions(ids: Tensor, lengths: tuple[tuple[int, ...], ...] | None
     return within.expand(rows, -1).to(ids.device)
 
 
-def _shift(labels: Tensor, lengths: tuple[tuple[int, ...], ...] | None) -> Tensor:
+def shift_labels(labels: Tensor, lengths: tuple[tuple[int, ...], ...] | None) -> Tensor:
     """The label behind each token; -100 for the last of a document."""
     shifted = torch.full_like(labels, IGNORE_INDEX)
     shifted[:, :-1] = labels[:, 1:]

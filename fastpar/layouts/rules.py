@@ -250,12 +250,6 @@ RULES: tuple[Rule, ...] = (
         lambda x: (x.shard_head != 0) & ((x.tp > 1) | _is_tied(x) | _is(x.schedule, ("dualpipe",))),
     ),
     Rule(
-        "pipeline context",
-        "a pipeline (pp {pp}) cannot split sequences (cp {cp})",
-        "parallelize_pipeline refuses a mesh with cp: a stage has no place for the layouts of several microbatches",
-        lambda x: (x.pp > 1) & (x.cp > 1),
-    ),
-    Rule(
         "context words",
         "the method ({method}) and the order ({order}) of context parallelism are for cp above 1",
         "a layout asks for nothing that is not done",
