@@ -17,11 +17,12 @@ from torch import nn
 from torch.nn import functional as F
 
 import fastpar as fp
+from examples.model import PLAN
 from fastpar.assembly import Assembled
 from fastpar.assembly.objective import Objective
 from fastpar.layouts import LayoutError
 from tests.assembly_cells import ROWS, STEPS, VOCAB, Cell, batch, build, reference
-from tests.assembly_matrix import FACTORS, covering_array
+from tests.assembly_matrix import FACTORS, covering_array, shape
 from tests.assembly_ranks import assembled, cells_match, fed
 from tests.dist import run_ranks
 from tests.models import norms_in_their_own_dtype
@@ -49,6 +50,8 @@ NAMED = (
     Cell("pp2 cp2 dualpipe mb4 selective zero1 dealt"),
     Cell("pp2 cp2 mb2 acc2 shard_head striped", frozen=True),
     Cell("cp2 tp2 sp acc2 gather"),
+    Cell("tp4 grid2x1x2 full", tied=True),
+    Cell("dp2 tp2 grid1x1x2:copy zero3 acc2", "huggingface"),
 )
 EVERYTHING = (
     Cell("pp2 tp2 sp dp2 ep2 zbv mb2 acc2 zero1 full", "experts"),
@@ -393,6 +396,38 @@ def test_split_sequences_have_the_loss_of_their_documents_and_wrong_ones_are_ref
         ]
         for text, message in zip(said, expected, strict=True):
             assert message in text
+
+
+def _refused_grids() -> dict[str, str]:
+    """What the calls say that `assemble` would make of layouts with a grid."""
+    found = {}
+    for dim in ("pp", "cp", "ep", "none"):
+        sizes = {"dp_shard" if dim in ("ep", "none") else dim: 2} | ({"ep": 2} if dim == "ep" else {})
+        mesh = fp.init_mesh(tp=2, tp_grid=(1, 1, 2), device="cpu", **sizes)
+        try:
+            model = build(Cell("one rank", "experts" if dim in ("ep", "none") else "dense"))
+            if dim == "pp":
+                fp.parallelize_pipeline(model, mesh, num_microbatches=2, loss=F.cross_entropy)
+            else:
+                fp.parallelize(model, mesh, PLAN if dim == "cp" else "auto")
+        except ValueError as error:
+            found[dim] = str(error)
+        mesh.close()
+    try:
+        mesh = fp.init_mesh(dp_shard=2, tp=2, device="cpu")
+        fp.assemble(build(Cell("one rank")), "dp2 tp2 grid1x1x2", torch.optim.SGD, mesh=mesh)
+    except ValueError as error:
+        found["mesh"] = str(error)
+    return found
+
+
+def test_rules_refuse_the_grids_that_calls_refuse() -> None:
+    for said in run_ranks(4, _refused_grids):
+        assert list(said) == ["pp", "cp", "ep", "none", "mesh"]
+        assert "mesh has tp_grid=None" in said["mesh"]
+    for words in ("pp2 tp2 mb2 grid1x1x2", "cp2 tp2 grid1x1x2", "dp2 tp2 ep2 grid1x1x2", "dp2 tp2 grid1x1x2"):
+        broken = fp.layouts.broken_rules(fp.Layout.parse(words), shape("experts", tied=False))
+        assert [rule.name for rule in broken] == ["grid dims"]
 
 
 def test_only_public_names_are_used() -> None:

@@ -4,6 +4,7 @@ import itertools
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from fastpar.layouts import (
     RULES,
     ContextOptions,
     ExpertShape,
+    GridOptions,
     Layout,
     LayoutError,
     LayoutFields,
@@ -24,7 +26,9 @@ from fastpar.layouts import (
     broken_rules,
     nearest_legal,
 )
+from fastpar.parallel.on_grid import is_one_dim
 from fastpar.pipeline import make_schedule, schedule_names
+from fastpar.tensor import GridRegion
 
 DENSE = ModelShape("dense", layers=12, hidden=768, ffn=3072, vocab=50257, heads=12)
 TIED = ModelShape("tied", layers=12, hidden=768, ffn=3072, vocab=50257, heads=12, tied=True)
@@ -50,6 +54,15 @@ LAYOUTS = st.builds(
     ),
     context=st.builds(ContextOptions, method=st.sampled_from(["auto", "ring", "gather", "ulysses"])),
     recompute=st.sampled_from(["none", "selective", "full", ("full", "none")]),
+    tp_grid=st.sampled_from(
+        [
+            GridOptions(),
+            GridOptions(1, 2, 2),
+            GridOptions(2, 2, 1, "copy"),
+            GridOptions(1, 2, 4, "features", 2),
+            GridOptions(1, 4, 1),
+        ]
+    ),
 )
 
 
@@ -86,6 +99,10 @@ def test_a_layout_says_itself_in_the_words_that_people_use() -> None:
         ("tp0", "tp must be at least 1"),
         ("nvme", "needs one"),
         ("cpu+params", "offload"),
+        ("tp4 grid2x2", "gridXxYxZ"),
+        ("tp4 grid2x2x1:features", "x must be 1"),
+        ("tp4 grid1x1x4/3", "replicas must divide z"),
+        ("grid1x1x1:copy", "more than one rank"),
         ("recompute:full/all", "recompute must be"),
         ("", "unknown word"),
     ],
@@ -115,6 +132,16 @@ BROKEN = [
     ("heads", "tp8", DENSE, {}),
     ("ulysses heads", "tp2 cp4 ulysses", DENSE, {}),
     ("sequence parallel", "dp2 sp", None, {}),
+    ("heads", "tp10 grid1x5x2", DENSE, {}),
+    ("grid ranks", "tp8 grid1x2x2", None, {}),
+    ("grid form", "tp4 grid1x4x1", None, {}),
+    ("grid form", "tp4 sp grid1x2x2", None, {}),
+    ("grid dims", "pp2 tp4 mb2 grid1x2x2", None, {}),
+    ("grid dims", "cp2 tp4 grid2x2x1:copy", None, {}),
+    ("grid dims", "dp2 tp2 ep2 grid1x1x2", EXPERTS, {}),
+    ("grid dims", "tp2 grid2x1x1", EXPERTS, {}),
+    ("grid batch", "tp4 grid1x1x4", None, {"batch": 5}),
+    ("grid batch", "dp2 tp4 grid1x1x4/2 acc2", None, {"batch": 12}),
     ("pipeline words", "dp2 mb4", None, {}),
     ("asynchronous", "pp2 pipedream mb4", None, {}),
     ("stages per rank", "pp2 zbv stages2 mb4", None, {}),
@@ -174,6 +201,7 @@ def test_all_that_is_wrong_is_raised_at_once() -> None:
         ("dp2 zero2 cpu+parameters", "dp2 zero2 cpu"),
         ("dp4 ep4", "dp4 ep2"),
         ("pp2 tp2 mb2 shard_head", "pp2 tp2 mb2"),
+        ("tp4 grid1x4x1", "tp4"),
     ],
 )
 def test_the_nearest_legal_layout_changes_what_is_wrong(words: str, near: str) -> None:
@@ -201,6 +229,33 @@ def test_rules_refuse_exactly_the_pipelines_that_cannot_be_made() -> None:
             assert layout.num_parts == made.num_parts, layout.words
         count += 1
     assert count > 100
+
+
+def test_rules_about_grids_are_those_of_meshes_and_regions() -> None:
+    """Sizes as `fp.GridSpec` takes them, one dim as `parallelize` sees it, sequences as they are dealt over z."""
+    for x, y, z, replicas in itertools.product((1, 2), (1, 2, 4), (1, 2, 4, 6), (1, 2, 3)):
+        for spread in ("rows", "copy", "features"):
+            try:
+                spec = fp.GridSpec(x, y, z, spread, replicas)
+            except ValueError:
+                with pytest.raises(ValueError, match=r"replicas|x must be 1"):
+                    GridOptions(x, y, z, spread, replicas)
+                continue
+            if spec.ranks > 1:
+                layout = Layout(tp=spec.ranks, tp_grid=GridOptions(x, y, z, spread, replicas))
+                assert ["grid form"] * is_one_dim(spec) == [rule.name for rule in broken_rules(layout)]
+    for rows, (z, replicas) in itertools.product(range(1, 17), ((2, 1), (3, 1), (4, 1), (4, 2), (6, 2), (6, 3))):
+        region = object.__new__(GridRegion)  # of ranks that are not there
+        ends = {"replicas": SimpleNamespace(size=replicas, rank=0), "z": SimpleNamespace(size=z // replicas, rank=0)}
+        region.grid = SimpleNamespace(**ends)
+        layout = Layout(tp=z, tp_grid=GridOptions(1, 1, z, replicas=replicas))
+        broken = [rule.name for rule in broken_rules(layout, batch=rows)]
+        try:
+            region.set_shape(rows, 8, 8)
+        except ValueError:
+            assert broken == ["grid batch"], (rows, z, replicas)
+        else:
+            assert not broken, (rows, z, replicas)
 
 
 @given(st.lists(LAYOUTS, min_size=2, max_size=6))

@@ -22,7 +22,7 @@ from fastpar.assembly.passes import Passes, PipelinedModel, WholeModel
 from fastpar.comm import Communicator
 from fastpar.context import Context
 from fastpar.layouts import Layout, ModelShape
-from fastpar.mesh import DENSE_DIMS, Mesh, init_mesh
+from fastpar.mesh import DENSE_DIMS, GridSpec, Mesh, init_mesh
 from fastpar.parallel import Style
 from fastpar.parallel.api import parallelize, unparallelize
 from fastpar.parallel.pipeline_api import parallelize_pipeline
@@ -143,7 +143,9 @@ class _Building:
 
     def __post_init__(self) -> None:
         sizes = {dim: getattr(self.layout, dim) for dim in (*DENSE_DIMS, "ep", "etp")}
-        self.calls = [f"mesh = fp.init_mesh({_shown({dim: n for dim, n in sizes.items() if n > 1})})"]
+        shown: dict[str, Any] = {dim: n for dim, n in sizes.items() if n > 1}
+        shown |= {"tp_grid": grid} if (grid := grid_of(self.layout)) else {}
+        self.calls = [f"mesh = fp.init_mesh({_shown(shown)})"]
 
     def tell_routers(self) -> None:
         """Which ranks have other tokens of the batch, and which other parts of a microbatch."""
@@ -161,11 +163,11 @@ class _Building:
         layout = self.layout
         options: dict[str, Any] = {"sequence_parallel": layout.sequence_parallel}
         words = layout.recompute
-        policy = _POLICIES[words if isinstance(words, str) else words[self.mesh.rank("pp")]]()
-        if layout.pp > 1:
         written = [] if isinstance(self.plan, str) else ["plan=plan"]
         if layout.cp > 1:
             options["context"] = Context(layout.context.method, layout.context.order)
+        policy = _POLICIES[words if isinstance(words, str) else words[self.mesh.rank("pp")]]()
+        if layout.pp > 1:
             passes = PipelinedModel(self.objective, layout, self.precision)
             how = layout.pipeline
             options |= {
@@ -256,6 +258,8 @@ def _check(model: Any, layout: Any, optimizer: Any, mesh: Mesh | None) -> None:
         other = {dim: both for dim, both in sizes.items() if both[0] != both[1]}
         if other:
             raise ValueError(f"mesh and layout have different sizes (mesh, layout): {other}")
+        if mesh.tp_grid != grid_of(layout):
+            raise ValueError(f"mesh has tp_grid={mesh.tp_grid}, but the layout {grid_of(layout)} ({layout})")
 
 
 def _check_own(layout: Layout, model: nn.Module, objective: Objective, loss: Loss | None) -> None:
@@ -294,4 +298,10 @@ def _world_size() -> int:
 def _make_mesh(model: nn.Module, layout: Layout) -> Mesh:
     device = next((p.device.type for p in model.parameters()), "cpu")
     sizes = {dim: getattr(layout, dim) for dim in (*DENSE_DIMS, "ep", "etp")}
-    return init_mesh(**sizes, device=device)
+    return init_mesh(**sizes, tp_grid=grid_of(layout), device=device)
+
+
+def grid_of(layout: Layout) -> GridSpec | None:
+    """The tensor-parallel grid as meshes take it; None where tp is one dim."""
+    grid: Any = layout.tp_grid
+    return GridSpec(grid.x, grid.y, grid.z, grid.spread, grid.replicas) if grid.ranks > 1 else None

@@ -132,6 +132,9 @@ def _sends(layout: Layout) -> tuple[tuple[str, int, str], ...]:
         ),
     }[stage]
     tp = "residual stream gathered and reduced to shards" if layout.sequence_parallel else "activations summed"
+    tp = f"{tp}: twice a layer forward, twice backward"
+    if layout.tp_grid.ranks > 1:
+        tp = f"tokens and weights gathered, outputs reduced to shards, on the grid {layout.tp_grid}"
     cp = f"keys and values ({layout.context.method}); gradients summed"
     pp = f"activations and their gradients, {layout.pipeline.microbatches} microbatches by {layout.pipeline.schedule}"
     rows = [
@@ -139,7 +142,7 @@ def _sends(layout: Layout) -> tuple[tuple[str, int, str], ...]:
         ("dp_replicate", layout.dp_replicate, "gradients (of a shard, where dp_shard has some) summed"),
         ("dp_shard", layout.dp_shard, zero),
         ("cp", layout.cp, cp),
-        ("tp", layout.tp, f"{tp}: twice a layer forward, twice backward"),
+        ("tp", layout.tp, tp),
         ("ep", layout.ep, "each token's row to its experts and back, forward and backward"),
         ("etp", layout.etp, "tokens gathered and outputs reduced, within each expert"),
     ]

@@ -6,7 +6,7 @@
 Plain data: no torch, no ranks. `fp.plan` finds layouts; docs/planner.md has the rules as a table.
 """
 
-from fastpar.layouts.layout import ContextOptions, Layout, PipelineOptions, ZeroOptions
+from fastpar.layouts.layout import ContextOptions, GridOptions, Layout, PipelineOptions, ZeroOptions
 from fastpar.layouts.nearest import nearest_legal
 from fastpar.layouts.rules import RULES, LayoutError, LayoutFields, Rule, broken_rules
 from fastpar.layouts.shape import ExpertShape, ModelShape
@@ -15,6 +15,7 @@ __all__ = [
     "RULES",
     "ContextOptions",
     "ExpertShape",
+    "GridOptions",
     "Layout",
     "LayoutError",
     "LayoutFields",

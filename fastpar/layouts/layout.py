@@ -18,6 +18,7 @@ DENSE_DIMS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 DIMS = (*DENSE_DIMS, "ep", "etp")
 RECOMPUTE = ("none", "selective", "full")
 METHODS = ("auto", "ring", "gather", "ulysses")
+SPREADS = ("rows", "copy", "features")
 TOKEN_ORDERS = ("zigzag", "contiguous", "striped", "dealt")
 
 
@@ -93,6 +94,42 @@ class ContextOptions:
 
 @checked_fields
 @dataclass(frozen=True)
+class GridOptions:
+    """How the tensor-parallel ranks form a grid, as `fp.GridSpec` says it; sizes of 1, the default: one dim of ranks.
+
+    x, y      ranks that share the features, the one way and the other
+    z         ranks that share the tokens
+    spread    what the third axis of an activation does: "rows", "copy" or "features"
+    replicas  copies of each weight among the z ranks
+    """
+
+    x: int = 1
+    y: int = 1
+    z: int = 1
+    spread: str = "rows"
+    replicas: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("x", "y", "z", "replicas"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} of a grid must be at least 1, got {getattr(self, name)}")
+        if self.spread not in SPREADS:
+            raise ValueError(f"spread must be one of {', '.join(SPREADS)}, got {self.spread!r}")
+        if self.z % self.replicas:
+            raise ValueError(f"replicas must divide z, got {self.replicas} and {self.z}")
+        if self.spread == "features" and self.x != 1:
+            raise ValueError(f'spread="features" has all features on y, so x must be 1, got {self.x}')
+        if self.spread != "rows" and self.ranks == 1:
+            raise ValueError(f"spread={self.spread!r} is for a grid of more than one rank")
+
+    @property
+    def ranks(self) -> int:
+        """x * y * z."""
+        return self.x * self.y * self.z
+
+
+@checked_fields
+@dataclass(frozen=True)
 class Layout:
     """Sizes of the mesh's dims, and the options of the calls that lay a model out on it.
 
@@ -102,6 +139,7 @@ class Layout:
         layout.check(shape, world_size=8, batch=64)
 
     pp, dp_replicate, dp_shard, cp, tp    sizes of the mesh's dims, outermost first (`fp.init_mesh`)
+    tp_grid            the tp ranks as a grid
     ep, etp            ranks that share the experts, and ranks that share each expert; within dp_shard x cp x tp
     sequence_parallel  of `fp.parallelize`
     recompute          "none", "selective" or "full"; or one of these for every pipeline rank
@@ -127,6 +165,7 @@ class Layout:
     context: ContextOptions = field(default_factory=ContextOptions)
     recompute: str | tuple[str, ...] = "none"
     accumulate: int = 1
+    tp_grid: GridOptions = field(default_factory=GridOptions)
 
     def __post_init__(self) -> None:
         for name in (*DIMS, "accumulate"):
@@ -210,7 +249,7 @@ def parts_of(schedule: str, stages_per_rank: int) -> int:
     return 2 if schedule in V_SCHEDULES else stages_per_rank
 
 
-_NESTED = {"zero": ZeroOptions, "pipeline": PipelineOptions, "context": ContextOptions}
+_NESTED = {"zero": ZeroOptions, "pipeline": PipelineOptions, "context": ContextOptions, "tp_grid": GridOptions}
 
 
 def _differences(value: Any) -> dict[str, Any]:

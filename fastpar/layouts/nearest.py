@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Iterator
 from dataclasses import replace
 
-from fastpar.layouts.layout import DENSE_DIMS, Layout, PipelineOptions
+from fastpar.layouts.layout import DENSE_DIMS, GridOptions, Layout, PipelineOptions
 from fastpar.layouts.rules import broken_rules
 from fastpar.layouts.shape import ModelShape
 
@@ -66,6 +66,8 @@ def _options(layout: Layout) -> Iterator[Layout]:
     pipeline, zero = layout.pipeline, layout.zero
     if layout.sequence_parallel:
         yield replace(layout, sequence_parallel=False)
+    if layout.tp_grid != GridOptions():
+        yield replace(layout, tp_grid=GridOptions())
     if zero.stage:
         yield replace(layout, zero=replace(zero, stage=zero.stage - 1))
     if zero.offload != "none":

@@ -23,6 +23,7 @@ class LayoutFields:
     """A layout's fields in one place: numbers of one layout, or numpy arrays of many.
 
     parts_per_rank    parts of the model per rank: 2 of V-shaped schedules, else stages_per_rank
+    grid_*            `Layout.tp_grid`; ranks 1: tp is one dim
     offloads_params   parameters are offloaded, too
     model             None: rules about models break for no layout
     world_size, batch 0: not known
@@ -50,6 +51,11 @@ class LayoutFields:
     method: Any
     order: Any
     accumulate: Any
+    grid_x: Any = 1
+    grid_y: Any = 1
+    grid_z: Any = 1
+    grid_replicas: Any = 1
+    grid_spread: Any = "rows"
     model: ModelShape | None = None
     world_size: int = 0
     batch: int = 0
@@ -75,6 +81,7 @@ class LayoutFields:
             method=layout.context.method,
             order=layout.context.order,
             accumulate=layout.accumulate,
+            **{f"grid_{name}": getattr(layout.tp_grid, name) for name in ("x", "y", "z", "replicas", "spread")},
             model=model,
             world_size=world_size,
             batch=batch,
@@ -89,6 +96,16 @@ class LayoutFields:
     def dp(self) -> Any:
         """Ranks that read batches of their own, context-parallel ones counted once."""
         return self.dp_replicate * self.dp_shard
+
+    @property
+    def grid_ranks(self) -> Any:
+        """Ranks of the tensor-parallel grid; 1 where tp is one dim."""
+        return self.grid_x * self.grid_y * self.grid_z
+
+    @property
+    def heads_ranks(self) -> Any:
+        """Ranks that share the heads: those of tp, and of a grid x * y."""
+        return self.tp * (self.grid_ranks == 1) + self.grid_x * self.grid_y * (self.grid_ranks > 1)
 
     @property
     def heads(self) -> int:
@@ -119,7 +136,7 @@ class Rule:
     def message(self, x: LayoutFields) -> str:
         """What is wrong with one layout, with its numbers."""
         values = {each.name: getattr(x, each.name) for each in fields(x)}
-        extra = {"world": x.world, "dp": x.dp, "heads": x.heads, "experts": x.experts}
+        extra = {name: getattr(x, name) for name in ("world", "dp", "heads", "experts", "grid_ranks", "heads_ranks")}
         layers = x.model.layers if x.model else 0
         return f"{self.name}: {self.says.format(**values, **extra, layers=layers)} ({self.why})"
 
@@ -166,9 +183,37 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "heads",
-        "the number of query heads ({heads}) must be divisible by tp ({tp})",
+        "the number of query heads ({heads}) must be divisible by tp, or x * y of its grid ({heads_ranks})",
         "attention is split by whole heads; key/value heads that do not divide are shared",
-        lambda x: x.heads % x.tp != 0,
+        lambda x: x.heads % x.heads_ranks != 0,
+    ),
+    Rule(
+        "grid ranks",
+        "the grid {grid_x} x {grid_y} x {grid_z} has {grid_ranks} ranks, but tp is {tp}",
+        "each tensor-parallel rank has one place in it",
+        lambda x: (x.grid_ranks > 1) & (x.grid_ranks != x.tp),
+    ),
+    Rule(
+        "grid form",
+        "the grid {grid_x} x {grid_y} x {grid_z} must cut more than y, and sequence parallelism not be said beside it",
+        "1 x p x 1 is tp p, with sp where rows are spread; a grid says by its spread how tokens are cut",
+        lambda x: (
+            (x.grid_ranks > 1)
+            & (((x.grid_x * x.grid_z == 1) & (x.grid_spread != "features")) | (x.sequence_parallel != 0))
+        ),
+    ),
+    Rule(
+        "grid dims",
+        "a grid goes with data parallelism alone, not with pp {pp}, cp {cp}, ep {ep}, etp {etp} or {experts} experts",
+        "parallelize and parallelize_pipeline refuse them: stages, tokens and experts have no place on it",
+        lambda x: (x.grid_ranks > 1) & ((x.pp * x.cp * x.ep * x.etp > 1) | (x.experts > 0)),
+    ),
+    Rule(
+        "grid batch",
+        "a pass of a batch of {batch} over {dp} data-parallel ranks, in {accumulate} passes, leaves one of z {grid_z} "
+        "ranks of the grid ({grid_replicas} replicas) without a sequence",
+        "sequences are dealt over z in parts of equal sizes, rounded up",
+        lambda x: (x.grid_z > 1) & (x.batch > 0) & _leaves_one_out(x),
     ),
     Rule(
         "ulysses heads",
@@ -285,6 +330,15 @@ RULES: tuple[Rule, ...] = (
 
 def _is_tied(x: LayoutFields) -> bool:
     return x.model is not None and x.model.tied
+
+
+def _leaves_one_out(x: LayoutFields) -> Any:
+    """Whether one of z ranks has no sequence: those of a pass go to replicas, and of each to its z / replicas ranks,
+    both by `torch.chunk`'s rule."""
+    rows, ranks = x.batch // (x.dp * x.accumulate), x.grid_z // x.grid_replicas
+    most = -(-rows // x.grid_replicas)
+    least = rows - (x.grid_replicas - 1) * most
+    return (least - (ranks - 1) * -(-least // ranks) <= 0) | (most - (ranks - 1) * -(-most // ranks) <= 0)
 
 
 def _layers(x: LayoutFields) -> int:

@@ -4,6 +4,7 @@
 |---|---|
 | `pp2 tp2 cp2 ep2 etp2` | sizes of the mesh's dims |
 | `dp2`, `replicas2` | dp_shard and dp_replicate |
+| `grid1x2x2` | the tp ranks as a grid of x, y and z; `grid1x2x4:features/2` has another spread, and 2 replicas |
 | `sp` | sequence parallelism |
 | `zero0` to `zero3` | the stage of ZeRO |
 | `cpu`, `cpu+parameters`, `nvme:FOLDER`, `nvme+parameters:FOLDER` | offload |
@@ -31,8 +32,10 @@ from urllib.parse import quote, unquote
 from fastpar.layouts.layout import (
     METHODS,
     RECOMPUTE,
+    SPREADS,
     TOKEN_ORDERS,
     ContextOptions,
+    GridOptions,
     Layout,
     PipelineOptions,
     ZeroOptions,
@@ -41,6 +44,7 @@ from fastpar.pipeline.schedules.generators import schedule_names
 
 _DIMS = {"pp": "pp", "tp": "tp", "replicas": "dp_replicate", "dp": "dp_shard", "cp": "cp", "ep": "ep", "etp": "etp"}
 _COUNTS = {"mb": "microbatches", "stages": "stages_per_rank"}
+_GRID = re.compile(rf"grid(\d+)x(\d+)x(\d+)(?::({'|'.join(SPREADS)}))?(?:/(\d+))?")
 _EXAMPLE = "as in 'pp2 tp2 sp dp2 zero1 zbv mb8'"
 
 
@@ -48,6 +52,7 @@ def to_words(layout: Layout) -> str:
     """The canonical words of a layout: what differs from the defaults, always in the same order."""
     pipeline, default = layout.pipeline, PipelineOptions()
     found = [f"{word}{getattr(layout, dim)}" for word, dim in _DIMS.items() if getattr(layout, dim) > 1]
+    found += [_grid_word(layout.tp_grid)] if layout.tp_grid != GridOptions() else []
     found += ["sp"] if layout.sequence_parallel else []
     found += [f"zero{layout.zero.stage}"] if layout.zero.stage else []
     offload = re.sub(r"[\s,%]", lambda one: quote(one[0]), layout.zero.offload)
@@ -64,6 +69,11 @@ def to_words(layout: Layout) -> str:
         found.append(layout.recompute)
     found += [f"acc{layout.accumulate}"] if layout.accumulate > 1 else []
     return " ".join(found) or "one rank"
+
+
+def _grid_word(grid: GridOptions) -> str:
+    spread = f":{grid.spread}" if grid.spread != "rows" else ""
+    return f"grid{grid.x}x{grid.y}x{grid.z}{spread}" + (f"/{grid.replicas}" if grid.replicas > 1 else "")
 
 
 def _runs(values: Iterable[str]) -> str:
@@ -131,6 +141,10 @@ class _Words:
                 return "zero", "stage", number
         if word in ("sp", "shard_head"):
             return ("layout", "sequence_parallel", True) if word == "sp" else ("pipeline", "shard_head", True)
+        grid = _GRID.fullmatch(word)
+        if grid:
+            x, y, z, replicas = (int(each or 1) for each in grid.group(1, 2, 3, 5))
+            return "layout", "tp_grid", GridOptions(x, y, z, grid[4] or "rows", replicas)
         if word in RECOMPUTE or word == "recompute":
             return "layout", "recompute", "full" if word == "recompute" else word
         if word in METHODS or word in TOKEN_ORDERS:
@@ -145,7 +159,7 @@ class _Words:
 
     def _unknown(self, word: str) -> str:
         numbered = [f"{stem}N" for stem in (*_DIMS, *_COUNTS, "acc")]
-        known = [*numbered, "sp", "zero0", "zero1", "zero2", "zero3", "shard_head", "selective", "full"]
+        known = [*numbered, "gridXxYxZ", "sp", "zero0", "zero1", "zero2", "zero3", "shard_head", "selective", "full"]
         known += [*METHODS[1:], *TOKEN_ORDERS, *schedule_names()]
         near = difflib.get_close_matches(re.sub(r"=?\d+$", "N", word), known, n=3)
         hint = f"; did you mean {' or '.join(near)}" if near else ""

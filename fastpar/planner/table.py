@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fastpar.layouts import ContextOptions, Layout, LayoutFields, ModelShape, PipelineOptions, ZeroOptions
+from fastpar.layouts import ContextOptions, GridOptions, Layout, LayoutFields, ModelShape, PipelineOptions, ZeroOptions
 from fastpar.layouts.layout import RECOMPUTE, parts_of
 
 Column = npt.NDArray[Any]
@@ -61,6 +61,8 @@ class LayoutTable:
                 raise ValueError(
                     f"the planner has no costs of shard_head, of a method or order over cp, nor of offload but cpu: {x}"
                 )
+            if x.tp_grid != GridOptions():
+                raise ValueError(f"the planner has no costs of tensor-parallel grids: {x}")
             words = {x.recompute} if isinstance(x.recompute, str) else set(x.recompute)
             count = x.accumulate * x.pipeline.microbatches
             rows.append(
