@@ -57,6 +57,9 @@ def num_bytes(spans: Iterable[Span]) -> int:
     return sum(end - start for start, end in union(spans))
 
 
+_GRAD = vars(torch._C.TensorBase)["grad"]  # of ZeRO's parameters, `.grad` refuses gradients that are not reduced yet
+
+
 def reachable_tensors(root: object) -> list[Tensor]:
     """The tensors that fastpar's objects hold, from `root` on: attributes, containers, closures, and gradients."""
     found, seen, left = [], set(), [root]
@@ -67,7 +70,7 @@ def reachable_tensors(root: object) -> list[Tensor]:
         seen.add(id(item))
         if isinstance(item, Tensor):
             found.append(item)
-            left += [item.grad] if item.is_leaf and item.grad is not None else []
+            left += [_GRAD.__get__(item)] if item.is_leaf else []
         elif isinstance(item, dict):
             left += item.values()
         elif isinstance(item, (list, tuple, set)):
