@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from fastpar.comm import PointToPoint
 from fastpar.ops._autograd import own_grad, set_own_grad
 from fastpar.pipeline.schedules.schedule import Schedule
-from fastpar.pipeline.stages.stage import Stage
+from fastpar.pipeline.stages.stage import Stage, registered
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def find_shared(schedule: Schedule, rank: int, stages: Mapping[int, Stage]) -> l
         """names: part -> what the part calls it"""
         holders = {schedule.stage_ranks[s] for part in names for s in schedule.replicas_of(part)}
         parts = tuple(part for part in sorted(names) if part in by_part)
-        own = tuple(dict.fromkeys(_registered(by_part[part].module, names[part]) for part in parts))
+        own = tuple(dict.fromkeys(registered(by_part[part].module, names[part]) for part in parts))
         seen.update(own)
         if own[0].requires_grad and (len(holders) > 1 or len(own) > 1):
             found[name] = SharedParameter(name, parts, tuple(sorted(holders)), own)
@@ -67,14 +67,6 @@ def find_shared(schedule: Schedule, rank: int, stages: Mapping[int, Stage]) -> l
                 if parameter not in seen:
                     add(f"{name} of part {part}", {part: name})
     return sorted(found.values(), key=lambda shared: (shared.ranks, shared.name))
-
-
-def _registered(module: nn.Module, name: str) -> nn.Parameter:
-    """The parameter as the module has registered it; an attribute of that name may be another tensor."""
-    path, _, leaf = name.rpartition(".")
-    parameter = module.get_submodule(path)._parameters[leaf]
-    assert parameter is not None
-    return parameter
 
 
 class SharedGrads:

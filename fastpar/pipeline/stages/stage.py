@@ -14,6 +14,14 @@ from fastpar.pipeline.stages.chain import ModuleChain
 from fastpar.pipeline.stages.weighting import LossMean
 
 
+def registered(module: nn.Module, name: str) -> nn.Parameter:
+    """The parameter as `named_parameters` gives it, of whatever class: `get_parameter` refuses some of split layers."""
+    path, _, leaf = name.rpartition(".")
+    parameter = module.get_submodule(path)._parameters[leaf]
+    assert parameter is not None
+    return parameter
+
+
 @dataclass(frozen=True)
 class Tied:
     """One parameter that several parts use; each of them has its own copy, and their gradients belong together.
@@ -29,7 +37,7 @@ class Tied:
 
     def parameter(self, stage: Stage) -> nn.Parameter:
         """The copy of one of its parts."""
-        return stage.module.get_parameter(self.names[stage.part][0])
+        return registered(stage.module, self.names[stage.part][0])
 
     def __str__(self) -> str:
         return ", ".join(f"{' = '.join(self.names[part])} on part {part}" for part in self.parts)
