@@ -57,7 +57,10 @@ def num_bytes(spans: Iterable[Span]) -> int:
     return sum(end - start for start, end in union(spans))
 
 
-_GRAD = vars(torch._C.TensorBase)["grad"]  # of ZeRO's parameters, `.grad` refuses gradients that are not reduced yet
+def grad_of(x: Tensor) -> Tensor | None:
+    """The gradient that a leaf holds: `.grad` of ZeRO's parameters refuses those that are not reduced yet."""
+    own: Tensor | None = vars(torch._C.TensorBase)["grad"].__get__(x)
+    return own
 
 
 def reachable_tensors(root: object) -> list[Tensor]:
@@ -70,7 +73,7 @@ def reachable_tensors(root: object) -> list[Tensor]:
         seen.add(id(item))
         if isinstance(item, Tensor):
             found.append(item)
-            left += [_GRAD.__get__(item)] if item.is_leaf else []
+            left += [grad_of(item)] if item.is_leaf else []
         elif isinstance(item, dict):
             left += item.values()
         elif isinstance(item, (list, tuple, set)):
@@ -156,7 +159,7 @@ class MemoryMeter:
         parameters = [*self._at_rest, *self.model.parameters()]
         owned = [p for group in self.optimizer.param_groups for p in group["params"]]
         states = [x for state in self.optimizer.state.values() for x in state.values() if isinstance(x, Tensor)]
-        grads = [p.grad for p in (*parameters, *owned) if p.grad is not None]
+        grads = [grad for p in (*parameters, *owned) if (grad := grad_of(p)) is not None]
         buffers = [x for storage in getattr(self.zero, "storages", ()) for x in getattr(storage, "buffers", ())]
         tensors = {
             "parameters": [*parameters, *buffers],  # which parameters in a file are read into
