@@ -155,4 +155,5 @@ def shard(
         check_sharded_updates(each, groups)
     if stage == 3 and isinstance(model, Pipeline):
         return shard_pipeline(model, named, optimizers, groups, chosen)
-    return Zero(model if isinstance(model, nn.Module) else None, named, optimizers, groups, chosen)
+    pipe = model if isinstance(model, Pipeline) else None
+    return Zero(model if isinstance(model, nn.Module) else None, named, optimizers, groups, chosen, pipe=pipe)

@@ -63,7 +63,7 @@ def shard_pipeline(
 ) -> Zero:
     """`fastpar.zero.shard` of a pipeline in stage 3. Collective."""
     options = replace(options, overlap=False)  # a run has many backward passes
-    zero = Zero(PipelineStages(pipe), named, optimizers, groups, options)
+    zero = Zero(PipelineStages(pipe), named, optimizers, groups, options, pipe=pipe)
     pipe.around_runs = _PipelineRuns(zero)
     return zero
 

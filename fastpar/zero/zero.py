@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from fastpar.arguments import checked
 from fastpar.comm.ranges import annotate
 from fastpar.ddp import OVER_ZERO, ClosedToDDP
+from fastpar.pipeline import Pipeline
 from fastpar.pretrained.generation import GenerateDoor
 from fastpar.pretrained.saving import SaveDoor
 from fastpar.zero import memory, state_dict
@@ -45,8 +47,11 @@ class Zero:
         optimizers: Sequence[torch.optim.Optimizer],
         groups: Groups,
         options: ShardOptions,
+        *,
+        pipe: Pipeline | None = None,
     ) -> None:
         named = found.parameters
+        self._pipe = None if pipe is None else weakref.ref(pipe)
         self.model, self.optimizers, self.groups, self.options = model, list(optimizers), groups, options
         self.stage, self.precision, self.offload = options.stage, options.precision, options.offload
         self.steps = 0
@@ -195,11 +200,16 @@ class Zero:
     def others(self) -> Iterator[tuple[str, Tensor]]:
         """Frozen parameters and buffers that a checkpoint holds, by name."""
         yield from self.frozen().items()
-        if self.model is not None:
-            persistent = self.model.state_dict(keep_vars=True)
-            for name, buffer in self.model.named_buffers():
-                if name in persistent:
-                    yield name, buffer
+        pipe = None if self._pipe is None else self._pipe()
+        if pipe is not None:
+            persistent, buffers = pipe.state_dict(), pipe.named_buffers()
+        elif self.model is not None:
+            persistent, buffers = self.model.state_dict(keep_vars=True), self.model.named_buffers()
+        else:
+            return
+        for name, buffer in buffers:
+            if name in persistent:
+                yield name, buffer
 
     def detach(self) -> None:
         """Remove all hooks; parameters, gradients and states stay as they are, and come out of files. A second call
