@@ -203,6 +203,7 @@ def test_results_are_plain_numbers_and_count_flops() -> None:
         ({"precision": "fp7"}, ValueError, "fp7"),
         ({"loss": 3}, TypeError, "loss"),
         ({"max_norm": -1.0}, ValueError, "max_norm must be positive"),
+        ({"zero_options": {"stage": 3}}, ValueError, "must not have 'stage', which layout= says"),
     ],
 )
 def test_wrong_arguments_are_refused_and_the_model_is_as_before(
@@ -288,7 +289,12 @@ def test_a_run_goes_on_from_its_state_with_the_same_bits_and_in_other_layouts(tm
 def _wrong_on_one_rank() -> list[str]:
     rank = torch.distributed.get_rank()
     found = []
-    trained = assembled(Cell("pp2 dp2 mb2 zero1"))
+    cell = Cell("pp2 dp2 mb2 zero1")
+    try:
+        fp.assemble(build(cell), cell.layout, lambda params: torch.optim.SGD(params[: 0 if rank == 1 else None]))
+    except ValueError as error:
+        found.append(str(error))
+    trained = assembled(cell)
     good = fed(trained, Cell("one rank"), 0)
     other = tuple(x.roll(1, 0) for x in good)
     for wrong in (other if rank == 1 else good, good if rank else (good[0],)):
@@ -302,15 +308,16 @@ def _wrong_on_one_rank() -> list[str]:
     return found
 
 
-def test_what_is_wrong_with_one_ranks_batch_is_raised_on_all_and_the_run_goes_on() -> None:
+def test_what_is_wrong_with_one_ranks_optimizer_or_batch_is_raised_on_all_and_the_run_goes_on() -> None:
     everyone = run_ranks(4, _wrong_on_one_rank)
     tokens = str(int((batch(0)[1] != -100).sum()))
-    for rank, (mixed, broken, counted, loss) in enumerate(everyone):
+    for rank, (made, mixed, broken, counted, loss) in enumerate(everyone):
+        assert ("empty parameter list" if rank == 1 else "no optimizer on another rank") in made
         # Ranks 1 and 3 are of one pipeline.
         assert ("pp ranks 0 and 1 were fed different samples" if rank % 2 else "batch of 2 ranks is wrong") in mixed
         assert ("a pair" in broken) if rank == 0 else ("the batch of rank 0 is wrong" in broken)
         assert counted == tokens
-        assert loss == everyone[0][3]
+        assert loss == everyone[0][4]
 
 
 def _twice(cells: list[Cell]) -> list[bool]:

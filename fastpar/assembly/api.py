@@ -20,6 +20,7 @@ from fastpar.assembly.assembled import Assembled, Ingredients
 from fastpar.assembly.objective import Loss, Objective
 from fastpar.assembly.passes import Passes, PipelinedModel, WholeModel
 from fastpar.comm import Communicator
+from fastpar.comm.agree import set_on_any
 from fastpar.context import Context
 from fastpar.layouts import Layout, ModelShape
 from fastpar.mesh import DENSE_DIMS, GridSpec, Mesh, init_mesh
@@ -74,7 +75,7 @@ def assemble(
     max_norm   of all gradients
     mesh       one that is there already; None: made, and closed with the result
     plan, architecture   of `fp.parallelize` and `fp.parallelize_pipeline`
-    zero_options         further ones of `fp.zero.shard`
+    zero_options         further ones of `fp.zero.shard`; not what the other arguments say
     peak_flops           of one device, for `StepResult.mfu`
 
     In order: the layout's rules, the mesh, routers told which ranks share a batch, `fp.parallelize_pipeline` or
@@ -89,6 +90,7 @@ def assemble(
     """
     layout = Layout.parse(layout) if isinstance(layout, str) else layout
     _check(model, layout, optimizer, mesh)
+    _check_zero_options(zero_options or {})
     shape = shape_of(model)
     layout.check(shape, world_size=_world_size() if mesh is None else mesh.world_size)
     objective = Objective.of(model, loss)
@@ -99,7 +101,7 @@ def assemble(
             mesh = _make_mesh(model, layout)
             undo.callback(mesh.close)
         building = _Building(model, layout, mesh, objective, Precision.of(precision), plan, architecture)
-        building.tell_routers()
+        building.tell_routers(undo)
         passes = building.lay_out(undo)
         made = building.optimizer(optimizer)
         each = [made] if isinstance(made, torch.optim.Optimizer) else list(made)
@@ -147,10 +149,11 @@ class _Building:
         shown |= {"tp_grid": grid} if (grid := grid_of(self.layout)) else {}
         self.calls = [f"mesh = fp.init_mesh({_shown(shown)})"]
 
-    def tell_routers(self) -> None:
+    def tell_routers(self, undo: ExitStack) -> None:
         """Which ranks have other tokens of the batch, and which other parts of a microbatch."""
         routers = expert.routers_of(self.model).values()
         for router in routers:
+            undo.callback(vars(router).update, batch_comms=router.batch_comms, comm=router.comm)
             router.batch_comms = [Communicator(self.mesh.group("dp"))]
             if self.layout.sequence_parallel:
                 router.comm = Communicator(self.mesh.group("tp"))
@@ -195,6 +198,22 @@ class _Building:
         return WholeModel(self.model, self.objective, layout)
 
     def optimizer(self, make: MakeOptimizer) -> Optimizers:
+        """Of this rank's parameters. What is wrong on one rank is raised on all, as stages have other parameters."""
+        made: Optimizers | None = None
+        problem: Exception | None = None
+        try:
+            made = self._made_by(make)
+        except Exception as error:
+            problem = error
+        comms = [Communicator(self.mesh.group(dim)) for dim in DENSE_DIMS if self.mesh.size(dim) > 1]
+        (is_wrong,) = set_on_any([problem is not None], comms)
+        if problem is not None:
+            raise problem
+        if is_wrong or made is None:
+            raise ValueError("there is no optimizer on another rank: see the error there")
+        return made
+
+    def _made_by(self, make: MakeOptimizer) -> Optimizers:
         owner: Any = self.model if self.pipe is None else self.pipe
         trained = [parameter for parameter in owner.parameters() if parameter.requires_grad]
         if not trained:
@@ -260,6 +279,22 @@ def _check(model: Any, layout: Any, optimizer: Any, mesh: Mesh | None) -> None:
             raise ValueError(f"mesh and layout have different sizes (mesh, layout): {other}")
         if mesh.tp_grid != grid_of(layout):
             raise ValueError(f"mesh has tp_grid={mesh.tp_grid}, but the layout {grid_of(layout)} ({layout})")
+
+
+_OWN_OPTIONS = {
+    "stage": "layout",
+    "accumulate": "layout",
+    "group": "mesh",
+    "precision": "precision",
+    "max_norm": "max_norm",
+}
+
+
+def _check_zero_options(options: Mapping[str, Any]) -> None:
+    """Two places for one option would be two values."""
+    for name, place in _OWN_OPTIONS.items():
+        if name in options:
+            raise ValueError(f"zero_options must not have {name!r}, which {place}= says")
 
 
 def _check_own(layout: Layout, model: nn.Module, objective: Objective, loss: Loss | None) -> None:
