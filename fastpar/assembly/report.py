@@ -22,7 +22,8 @@ _WIDTH, _BAR, _ROW = 220, 150, 104
 
 @dataclass(frozen=True)
 class RankReport:
-    """One rank: its coordinate by dim, the bytes that it holds by kind, and how many parameters it has a part of."""
+    """One rank: its coordinate by dim, the bytes that it holds by kind between backward and the update (states: by the
+    formula for Adam's), and how many parameter tensors it has a part of."""
 
     rank: int
     coordinate: dict[str, int]
@@ -48,7 +49,7 @@ class LayoutReport:
     def __str__(self) -> str:
         lines = [f"layout {self.layout.words}: {len(self.ranks)} ranks", ""]
         dims = [dim for dim in DENSE_DIMS if getattr(self.layout, dim) > 1]
-        head = ["rank", *dims, "parameters", *(f"{kind}, MB" for kind in KINDS)]
+        head = ["rank", *dims, "tensors", *(f"{kind}, MB" for kind in KINDS)]
         rows = [
             [
                 str(each.rank),
@@ -69,7 +70,9 @@ class LayoutReport:
         inner = self.layout.cp * self.layout.tp * self.layout.dp_shard
         columns = min(inner, 16)
         most = max(sum(each.bytes.values()) for each in self.ranks) or 1
-        drawn = [_text(16, 26, f"{self.layout.words}: {len(self.ranks)} ranks, bytes at rest between steps", 15)]
+        drawn = [
+            _text(16, 26, f"{self.layout.words}: {len(self.ranks)} ranks, bytes between backward and the update", 15)
+        ]
         for index, each in enumerate(self.ranks):
             drawn += _rank(each, 16 + index % columns * _WIDTH, 44 + index // columns * _ROW, most, self.layout)
         height = 44 + -(-len(self.ranks) // columns) * _ROW
