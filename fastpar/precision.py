@@ -321,6 +321,11 @@ class LossScaler:
         self._found.clear()
         self._stepped.clear()
 
+    @property
+    def has_nonfinite(self) -> bool:
+        """Whether `unscale_` or `step` has found something that is not finite, on any rank, since the last `update`."""
+        return any(self._found.values())
+
     def get_scale(self) -> float:
         """The scale; 1.0 where scaling is not enabled."""
         return self._scale if self._enabled else 1.0

@@ -21,7 +21,7 @@ from examples.model import PLAN
 from fastpar.assembly import Assembled
 from fastpar.assembly.objective import Objective
 from fastpar.layouts import LayoutError
-from tests.assembly_cells import ROWS, STEPS, VOCAB, Cell, batch, build, reference
+from tests.assembly_cells import ROWS, STEPS, VOCAB, Cell, batch, build, make_optimizer, reference
 from tests.assembly_matrix import FACTORS, covering_array, shape
 from tests.assembly_ranks import assembled, cells_match, fed
 from tests.dist import run_ranks
@@ -169,6 +169,50 @@ def test_scheduler_moves_with_updates_and_not_with_skipped_steps() -> None:
             assert torch.equal(weight, before)
     assert skipped == [False, True, False]
     assert rates == [0.05, 0.05, 0.025]
+
+
+def test_a_step_that_raises_leaves_no_gradients_to_the_next_one() -> None:
+    ids, target = batch(0)
+    wrong = ids.clone()
+    wrong[-1, 0] = 1000  # in the second pass
+    trained, other = one("acc2", max_norm=1.0), one("acc2", max_norm=1.0)
+    with pytest.raises(IndexError):
+        trained.step((wrong, target))
+    assert trained.step((ids, target)).norm == other.step((ids, target)).norm
+
+
+def test_a_skipped_step_has_no_norm_of_the_step_before() -> None:
+    trained = one(model=build(Cell("one rank", precision="fp32")), precision="fp16", max_norm=1.0)
+    weight, step = next(trained.parts[0].parameters()), 0
+    weight.register_hook(lambda grad: grad * math.inf if step == 1 else grad)
+    first = trained.step(batch(0))
+    step = 1
+    second = trained.step(batch(1))
+    assert (first.skipped, second.skipped) == (False, True)
+    assert math.isfinite(first.norm)
+    assert math.isnan(second.norm)
+
+
+def test_optimizers_share_one_norm_and_one_decision_in_float16() -> None:
+    cell = Cell("one rank", optimizer="two", precision="fp32")
+    model = build(cell)
+    options: dict[str, Any] = {"optimizer": lambda params: make_optimizer(cell, params), "max_norm": 1.0}
+    wanted = one(model=build(cell), **options).step(batch(0))
+    trained = one(model=model, precision="fp16", **options)
+    assert trained.step(batch(0)).norm == pytest.approx(wanted.norm, rel=1e-2)
+    wide = next(p for p in model.parameters() if p.dim() == 2)  # of the second optimizer
+    wide.register_hook(lambda grad: grad * math.inf)
+    before = [p.detach().clone() for p in model.parameters()]
+    assert trained.step(batch(1)).skipped
+    assert all(map(torch.equal, model.parameters(), before))
+
+
+def test_routers_are_as_before_where_assemble_fails() -> None:
+    model = build(Cell("one rank", "experts"))
+    before = [(router.comm, router.batch_comms) for router in fp.expert.routers_of(model).values()]
+    with pytest.raises(TypeError, match="optimizer must return"):
+        one(model=model, optimizer=lambda params: params)
+    assert [(router.comm, router.batch_comms) for router in fp.expert.routers_of(model).values()] == before
 
 
 def test_results_are_plain_numbers_and_count_flops() -> None:

@@ -34,7 +34,7 @@ class StepResult:
     """What a step did, as plain numbers: `dataclasses.asdict(result)` is what loggers take.
 
     loss     the mean over the valid tokens of the global batch, the same on all ranks
-    norm     of all gradients, before they were clipped; NaN where nobody asked for it, or the step was skipped for it
+    norm     of all gradients, before they were clipped; NaN where nobody asked for it, or the step was skipped
     tokens   valid ones of the global batch
     skipped  a gradient was not finite, and nothing has changed
     seconds  of the whole step on this rank
@@ -130,7 +130,7 @@ class Assembled:
         cp; in the first step and in every thousandth a comparison of what ranks were fed.
 
         Raises on all ranks: ValueError for a batch that is wrong on any, LayoutError for one that the layout cannot
-        deal.
+        deal. What the model or the loss raises leaves no gradients behind.
         """
         made, began = self._made, time.perf_counter()
         with annotate("fastpar::assembly::step"):
@@ -138,13 +138,17 @@ class Assembled:
             scale = made.scaler.get_scale()
             for router in self._balance:  # their losses are means, too: of each microbatch
                 router.loss_scale = scale / (self.layout.accumulate * self._microbatches)
-            total = made.passes.train(fed, whole.tokens / self.layout.dp / scale)
-            loss = self._reduced(total) / scale
-            skipped = self._update()
+            try:
+                total = made.passes.train(fed, whole.tokens / self.layout.dp / scale)
+                loss = self._reduced(total) / scale
+                skipped = self._update()
+            except BaseException:
+                self._forget_gradients()  # of the passes that went well: the next step would add to them
+                raise
         self._steps += 1
         self._samples += whole.rows
         seconds = time.perf_counter() - began
-        norm = math.nan if self.zero.norm is None else float(self.zero.norm)
+        norm = math.nan if skipped or self.zero.norm is None else float(self.zero.norm)
         return StepResult(loss, norm, whole.tokens, skipped, seconds, self._mfu(fed, whole, seconds))
 
     def evaluate(self, batch: Mapping[str, Any] | Sequence[Tensor]) -> float:
@@ -251,16 +255,26 @@ class Assembled:
         """The optimizers' step; whether it was skipped."""
         made = self._made
         skipped = self.zero.skipped + made.scaler.skipped
-        for optimizer in made.optimizers:
-            made.scaler.step(optimizer)
+        if made.scaler.is_enabled() and len(made.optimizers) > 1:
+            # The norm of all gradients is taken in the first one's step.
+            for optimizer in made.optimizers:
+                made.scaler.unscale_(optimizer)
+        if made.scaler.has_nonfinite:
+            made.scaler.skipped += 1
+        else:
+            for optimizer in made.optimizers:
+                made.scaler.step(optimizer)
         made.scaler.update()
         is_skipped = self.zero.skipped + made.scaler.skipped > skipped
         if not is_skipped:
             for scheduler in made.schedulers:
                 scheduler.step()
-        for optimizer in made.optimizers:
-            optimizer.zero_grad()
+        self._forget_gradients()
         return is_skipped
+
+    def _forget_gradients(self) -> None:
+        for optimizer in self._made.optimizers:
+            optimizer.zero_grad()
 
     def _mfu(self, fed: FedBatch, whole: GlobalBatch, seconds: float) -> float:
         shape, peak = self._made.shape, self._made.peak_flops
