@@ -54,9 +54,9 @@ class GradSum:
     element must be added on exactly one of the ranks that are combined; `GradSum.of` sees to that for parameters.
     """
 
-    @checked(computed=False, but=("device",))  # torch's own error; rehearsals have devices that are not there
+    @checked(computed=False, but=("device",))  # rehearsals have devices that are not there
     def __init__(self, device: torch.device | str | None = None) -> None:
-        self.sums = torch.zeros(LENGTH, dtype=torch.int64, device=device)
+        self.sums = torch.zeros(LENGTH, dtype=torch.int64, device=None if device is None else _device_of(device))
 
     @staticmethod
     @checked(computed=False)
@@ -374,6 +374,14 @@ def _part(x: Tensor, index: int, count: int) -> Tensor:
     """Elements index * n / count to (index + 1) * n / count of x, in the order of a contiguous tensor."""
     flat, n = x.detach().reshape(-1), x.numel()
     return flat[index * n // count : (index + 1) * n // count]
+
+
+def _device_of(device: torch.device | str) -> torch.device:
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError, ValueError, OverflowError):
+        kind = ValueError if isinstance(device, (str, int)) else TypeError
+        raise kind(f"GradSum: device must be a device such as 'cpu' or 'cuda:0', got {device!r}") from None
 
 
 def _factor(norm: Tensor, max_norm: float, eps: float = 1e-6) -> Tensor:

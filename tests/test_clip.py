@@ -126,6 +126,9 @@ def test_wrong_arguments_are_refused() -> None:
         fp.GradSum.of(parameters, grads=[None])
     with pytest.raises(ValueError, match=r"0 <= index < count, got \(2, 2\)"):
         fp.GradSum().add([], share=(2, 2))
+    for device in (-3, "gpu"):  # torch's own error for the first names no argument
+        with pytest.raises(ValueError, match=f"GradSum: device must be a device such as .*, got {device!r}"):
+            fp.GradSum(device)  # type: ignore[arg-type]
 
 
 class WithFactor(torch.optim.SGD):

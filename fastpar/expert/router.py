@@ -277,7 +277,7 @@ class Router(nn.Module):
 # ---- a model's routers -----------------------------------------------------------------------------------------------
 
 
-@checked(computed=False)
+@checked(meta=True)
 def routers_of(model: nn.Module) -> dict[str, Router]:
     """The model's routers by name, in the order of its modules."""
     return {name: module for name, module in model.named_modules() if isinstance(module, Router)}
