@@ -278,6 +278,47 @@ def test_a_loaded_model_is_that_of_transformers_and_ranks_read_their_slices(
         assert count <= (total + whole) / 2 + total * 0.02 + header, (count, total, whole)
 
 
+class Lenient(nn.Module):
+    """Whose folders may lack a parameter, as transformers' models say it."""
+
+    _keys_to_ignore_on_load_missing = ("more", "count")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.more = nn.Linear(6, 8), nn.LayerNorm(6)
+        self.register_buffer("count", torch.tensor(3.0))
+
+
+def test_what_a_folder_may_lack_is_initialised_all_the_same(tmp_path: Path) -> None:
+    plain = Lenient()
+    del plain.more, plain.count
+    fp.save_pretrained(plain, tmp_path)
+    model = fp.load_pretrained(Lenient, tmp_path)
+    assert torch.equal(model.up.weight, plain.up.weight)
+    assert torch.equal(model.more.weight, torch.ones(6)), "and not what lay in memory"
+    assert torch.equal(model.more.bias, torch.zeros(6))
+    assert model.count == 3.0
+
+
+def test_an_index_says_which_file_is_meant_and_a_damaged_one_is_refused(tmp_path: Path) -> None:
+    both = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
+    for name, plain in zip("ab", both, strict=True):
+        fp.save_pretrained(plain, tmp_path / name)
+        (tmp_path / name / "model.safetensors").rename(tmp_path / f"{name}.safetensors")
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"weight": "a.safetensors", "other": "b.safetensors"}}))
+    with pytest.raises(ValueError, match=r"index.json names \['other'\], which b.safetensors does not have"):
+        fp.load_pretrained(lambda: nn.Linear(3, 3, bias=False), tmp_path)
+    fp.save_pretrained(nn.ParameterDict({"other": both[1].weight, "weight": both[1].weight.detach()}), tmp_path / "b")
+    (tmp_path / "b" / "model.safetensors").replace(tmp_path / "b.safetensors")
+    model = fp.load_pretrained(lambda: nn.Linear(3, 3, bias=False), tmp_path, strict=False)
+    assert torch.equal(model.weight, both[0].weight)
+    for damaged in ("[]", "{", '{"weight_map": {"weight": 3}}'):
+        index.write_text(damaged)
+        with pytest.raises(ValueError, match="is damaged: it has no weight_map"):
+            fp.load_pretrained(lambda: nn.Linear(3, 3, bias=False), tmp_path)
+
+
 def _loads_half(folder: str) -> None:
     torch.manual_seed(0)
     plain = Half().double()

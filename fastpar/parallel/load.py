@@ -117,8 +117,10 @@ def _opened(model: Any, path: Path, dtype: torch.dtype | None, strict: bool) -> 
         expected = {name: x.to("meta") for name, x in built.state_dict().items() if isinstance(x, Tensor)}
         sources, unexpected = sources_of(built, expected, folder.entries)
         missing = _missing(built, expected, sources)
+        ignored = {name for name in missing if _matches(built, "_keys_to_ignore_on_load_missing", name)}
         unexpected = [name for name in unexpected if not _matches(built, "_keys_to_ignore_on_load_unexpected", name)]
-        _report(path, sorted(missing), unexpected, strict)
+        _report(path, sorted(missing - ignored), unexpected, strict)
+        missing -= ignored - dict(built.named_parameters(remove_duplicate=False)).keys()  # buffers have been made
         _check_shapes(path, expected, sources, folder)
         return _Loading(built, folder, sources, missing)
     except BaseException:
@@ -154,9 +156,7 @@ def _missing(model: nn.Module, expected: Mapping[str, Tensor], sources: Mapping[
         of_parameter.setdefault(id(parameter), set()).add(name)
     tied = [names for names in of_parameter.values() if names & there]
     there = there.union(*tied)
-    return {
-        name for name in expected if name not in there and not _matches(model, "_keys_to_ignore_on_load_missing", name)
-    }
+    return {name for name in expected if name not in there}
 
 
 def _is_sibling(name: str, target: str, sources: Sources) -> bool:

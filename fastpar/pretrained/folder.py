@@ -34,11 +34,14 @@ class WeightFolder:
     def _open(self) -> None:
         index = self.path / INDEX
         if index.is_file():
-            names = json.loads(index.read_text())["weight_map"]
+            names = _weight_map(index)
             for name in sorted(set(names.values())):
                 if Path(name).name != name:
                     raise ValueError(f"{index} names the file {name!r}, which is not in the folder")
                 self._add(self.path / name)
+            files = {file.path.name: file for file in self._files}
+            # Of a tensor that several files have, the one of the index is meant.
+            self._file_of |= {name: files[file] for name, file in names.items() if name in files[file].entries}
             lost = sorted(name for name in names if name not in self._file_of)
             if lost:
                 raise ValueError(f"{index} names {lost[:4]}, which {names[lost[0]]} does not have")
@@ -78,3 +81,14 @@ class WeightFolder:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """{tensor: file} of an index."""
+    try:
+        found = json.loads(index.read_text())["weight_map"]
+        if all(isinstance(file, str) for file in found.values()):
+            return dict(found)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        pass
+    raise ValueError(f"{index} is damaged: it has no weight_map of tensors' names to files' names")
