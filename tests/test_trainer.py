@@ -189,6 +189,9 @@ def _loop_of_accelerate() -> None:
         torch.testing.assert_close(accelerator.reduce(loss.detach(), "mean"), total.detach(), rtol=1e-4, atol=1e-5)
         gathered = accelerator.gather_for_metrics(batch["input_ids"])
         assert torch.equal(gathered, wanted["input_ids"])
+        assert accelerator.gather_for_metrics([f"rank {mesh.rank('dp')}"]) == ["rank 0", "rank 1"]
+    alike = MeshAccelerator(mesh=fp.init_mesh(tp=2, device="cpu"), cpu=True)
+    assert alike.gather_for_metrics(["a row"]) == ["a row"], "ranks of tp have the same rows"
     with pytest.raises(RuntimeError, match=r"do not know shards: use torch.distributed.checkpoint.save"):
         accelerator.save_state("x")
     with pytest.raises(ValueError, match=r"the mesh has \{'cp': 2\}: pipelines have a step"):

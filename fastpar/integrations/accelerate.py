@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import recursively_apply
 from torch import Tensor, nn
@@ -103,6 +104,18 @@ class MeshAccelerator(Accelerator):
 
         return recursively_apply(gathered, tensor, error_on_other_type=True)
 
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """`gather` without the rows that fill up the last batch; objects that are no tensors become one list."""
+        if not use_gather_object and _are_tensors(input_data):
+            return super().gather_for_metrics(input_data)
+        # accelerate's own gathers objects over the job, so that those of tensor-parallel ranks would count twice.
+        parts: list[Any] = [None] * self._dp.size
+        if self._dp.size > 1:
+            dist.all_gather_object(parts, input_data, group=self._dp.group)
+        data = input_data if self._dp.size == 1 else [x for part in parts for x in part]
+        left = self.gradient_state.remainder if self.gradient_state.end_of_dataloader else 0
+        return data[:left] if left > 0 and isinstance(data, (list, tuple, Tensor)) else data
+
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """The sum or mean over data-parallel ranks, times `scale`; or the tensor itself ("none")."""
         if reduction not in ("sum", "mean", "none"):
@@ -142,6 +155,14 @@ _STATES = (
     "zero}, checkpoint_id=folder), or get_state_dict(model, optimizer) of torch.distributed.checkpoint.state_dict "
     "without data parallelism"
 )
+
+
+def _are_tensors(data: Any) -> bool:
+    try:
+        recursively_apply(lambda x: x, data, error_on_other_type=True)
+    except TypeError:
+        return False
+    return True
 
 
 def check_mesh(mesh: Mesh) -> None:
