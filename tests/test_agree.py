@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
 
-from fastpar.comm import CommMismatchError, Communicator
+from fastpar.comm import CommMismatchError, Communicator, calibrate
 from fastpar.comm.agree import Agreement
+from fastpar.comm.symmetric import calibration
 from tests.dist import run_ranks
 
 NAMES = ("top_k", "the dtype of x")
@@ -53,6 +56,31 @@ def test_gathered_agreements_raise_on_all_ranks_and_the_next_call_is_right() -> 
     assert first[2] == second[2] == "ValueError: op: top_k must be equal on all ranks of the grou"
     assert first[3].startswith("CommMismatchError")
     assert second[3] == "ValueError: nothing fits"
+
+
+def calibrated() -> list[str]:
+    rank, found = dist.get_rank(), []
+    for options in ({"samples": 1 - rank}, {"sizes": [4096 << rank]}):
+        try:
+            calibrate(dist.group.WORLD, **options)
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+def test_ranks_that_calibrate_other_things_all_raise() -> None:
+    first, second = run_ranks(2, calibrated)
+    assert first[0].startswith("calibrate: wrong arguments on rank 1")
+    assert second[0] == "samples must be at least 1, got 0"
+    assert (
+        first[1] == second[1] == ("calibrate: sum of sizes must be equal on all ranks of the group, got [4096, 8192]")
+    )
+
+
+def test_measurements_that_cannot_be_kept_are_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").touch()
+    calibration._write(tmp_path / "file" / "symmetric.json", 2, {})  # else rank 0 alone would raise
+    assert "measurements are not kept" in caplog.text
 
 
 def test_one_rank_agrees_with_itself() -> None:

@@ -12,6 +12,7 @@ does `Communicator(group, transport="torch")`. Not measured yet on any machine.
 from __future__ import annotations
 
 import json
+import logging
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor
 
 from fastpar.arguments import checked
+from fastpar.comm.agree import Agreement
 from fastpar.comm.communicator import Communicator, GroupLike
 from fastpar.comm.groups import carrying_device
 from fastpar.comm.machine_cache import machine_file, write_json
@@ -30,6 +32,7 @@ from fastpar.comm.multi_host.host_ranks import find_hosts_of
 from fastpar.comm.symmetric.collectives import DTYPES, SymmetricCollectives
 from fastpar.comm.symmetric.switch import MARGIN, OPS, Ratios, SymmetricSwitch, bucket, install, key_of
 
+_log = logging.getLogger("fastpar.comm.calibrate")
 SCHEMA = 1
 SIZES = tuple(1 << power for power in range(12, 27, 2))  # 4 KiB to 64 MiB
 _MANY_CALLS, _FEW_CALLS, _FEW_BYTES = 20, 4, 4 << 20
@@ -76,12 +79,16 @@ def calibrate(
 
     One rank, and ranks on several hosts: an empty calibration, and nothing changes.
 
-    Raises ValueError for a device that is not CUDA's, sizes that are no powers of two, samples below 1; TypeError for
-    dtypes other than float32, bfloat16 and float16; what `SymmetricCollectives.create` raises.
+    Raises on all ranks: ValueError for a device that is not CUDA's, sizes that are no powers of two, samples below 1,
+    and where these differ between ranks; TypeError for dtypes other than float32, bfloat16 and float16; what
+    `SymmetricCollectives.create` raises. A file that cannot be written is a warning of "fastpar.comm.calibrate".
     """
     comm, device = Communicator.of(group), torch.device(device)
-    sizes, dtypes = list(sizes), list(dtypes)
-    _check(device, sizes, dtypes, samples)
+    sizes, dtypes = sorted(set(sizes)), sorted(set(dtypes), key=str)
+    problem = _problem(device, sizes, dtypes, samples)
+    # Sizes are different powers of two, so that their sum says which they are.
+    given = (0, 0, 0) if problem else (sum(sizes), sum(1 << DTYPES.index(dtype) for dtype in dtypes), samples)
+    Agreement("calibrate", ("sum of sizes", "dtypes as bits", "samples"), given, problem).gather(comm)
     if comm.group is None or comm.size == 1 or len(find_hosts_of(comm.group, comm.timeout)) != 1:
         return Calibration({})
     path = machine_file("symmetric", SCHEMA, folder)
@@ -108,15 +115,16 @@ def calibrate(
     return Calibration(ratios)
 
 
-def _check(device: torch.device, sizes: list[int], dtypes: list[torch.dtype], samples: int) -> None:
+def _problem(device: torch.device, sizes: list[int], dtypes: list[torch.dtype], samples: int) -> Exception | None:
     if device.type != "cuda":
-        raise ValueError(f"device must be a CUDA device, got {device}: CPU ranks of a host share memory as they are")
-    if any(size < 1 or bucket(size) != size for size in sizes):
-        raise ValueError(f"sizes must be powers of two, in bytes, got {sizes}")
+        return ValueError(f"device must be a CUDA device, got {device}: CPU ranks of a host share memory as they are")
+    if any(not 0 < size < 1 << 62 or bucket(size) != size for size in sizes):
+        return ValueError(f"sizes must be powers of two, in bytes, got {sizes}")
     if any(dtype not in DTYPES for dtype in dtypes):
-        raise TypeError(f"dtypes must be among {', '.join(map(str, DTYPES))}, got {dtypes}")
+        return TypeError(f"dtypes must be among {', '.join(map(str, DTYPES))}, got {dtypes}")
     if samples < 1:
-        raise ValueError(f"samples must be at least 1, got {samples}")
+        return ValueError(f"samples must be at least 1, got {samples}")
+    return None
 
 
 def _any_faster(ratios: Ratios) -> bool:
@@ -176,7 +184,10 @@ def _write(path: Path, size: int, ratios: Ratios) -> None:
         by_ranks = dict(data["ranks"]) if data["schema"] == SCHEMA else {}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         by_ranks = {}
-    write_json(path, {"schema": SCHEMA, "ranks": {**by_ranks, str(size): ratios}})
+    try:
+        write_json(path, {"schema": SCHEMA, "ranks": {**by_ranks, str(size): ratios}})
+    except OSError as error:  # the other ranks go on by what was measured, and so must this one
+        _log.warning("measurements are not kept, as %s cannot be written: %s", path, error)
 
 
 def _numbers(table: Mapping[str, Mapping[str, float]]) -> Ratios:
