@@ -70,3 +70,14 @@ def test_states_of_adamw_go_to_torch_and_back(saves: type, loads: type) -> None:
     model(torch.ones(2, 3)).sum().backward()
     optimizer.step()
     assert float(optimizer.state[model.weight]["step"]) == 3.0
+
+
+@pytest.mark.parametrize("kind", [fp.optim.AdamW, fp.optim.SGD, fp.optim.Lion])
+def test_autograd_knows_that_a_step_has_written_to_the_parameters(kind: type) -> None:
+    weight, x = nn.Parameter(torch.ones(3)), torch.ones(3, requires_grad=True)
+    optimizer = kind([weight], lr=0.1)
+    loss = (x * weight).sum()
+    loss.backward(retain_graph=True)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()  # whose dgrad would be that of the new weight

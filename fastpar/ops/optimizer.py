@@ -87,6 +87,8 @@ def _launch(op: Callable[..., None], step: Step, *between: Any, numbers: tuple[A
         *numbers,
     )
     dense.finish()
+    if not torch.compiler.is_compiling():  # graphs that have saved the old values are to say so
+        torch.autograd.graph.increment_version([*step.params, *(x for _, x in outputs)])
 
 
 # ---- fakes -----------------------------------------------------------------------------------------------------------
