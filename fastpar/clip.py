@@ -56,7 +56,7 @@ class GradSum:
 
     @checked(computed=False, but=("device",))  # rehearsals have devices that are not there
     def __init__(self, device: torch.device | str | None = None) -> None:
-        self.sums = torch.zeros(LENGTH, dtype=torch.int64, device=None if device is None else _device_of(device))
+        self.sums = torch.zeros(LENGTH, dtype=torch.int64) if device is None else _zeros_on(_device_of(device))
 
     @staticmethod
     @checked(computed=False)
@@ -382,6 +382,13 @@ def _device_of(device: torch.device | str) -> torch.device:
     except (RuntimeError, TypeError, ValueError, OverflowError):
         kind = ValueError if isinstance(device, (str, int)) else TypeError
         raise kind(f"GradSum: device must be a device such as 'cpu' or 'cuda:0', got {device!r}") from None
+
+
+def _zeros_on(device: torch.device) -> Tensor:
+    try:
+        return torch.zeros(LENGTH, dtype=torch.int64, device=device)
+    except (AssertionError, RuntimeError) as error:  # torch has an AssertionError where it is built without CUDA
+        raise ValueError(f"GradSum: device {str(device)!r} cannot be used: {error}") from error
 
 
 def _factor(norm: Tensor, max_norm: float, eps: float = 1e-6) -> Tensor:

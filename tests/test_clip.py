@@ -129,6 +129,8 @@ def test_wrong_arguments_are_refused() -> None:
     for device in (-3, "gpu"):  # torch's own error for the first names no argument
         with pytest.raises(ValueError, match=f"GradSum: device must be a device such as .*, got {device!r}"):
             fp.GradSum(device)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="GradSum: device 'cuda:99' cannot be used"):
+        fp.GradSum("cuda:99")
 
 
 class WithFactor(torch.optim.SGD):
