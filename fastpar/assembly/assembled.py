@@ -165,8 +165,9 @@ class Assembled:
                 module.training = mode
 
     def state(self) -> dict[str, Any]:
-        """All that a run goes on from, for torch.distributed.checkpoint: parameters, buffers and optimizer states under
-        the names of the whole model, whatever the layout; schedulers, loss scale, steps and samples. Collective.
+        """What a run goes on from, for torch.distributed.checkpoint: parameters, buffers and optimizer states under the
+        names of the whole model, whatever the layout; schedulers, loss scale, steps and samples. Not the states of
+        random generators, which dropout draws from. Collective.
 
         torch.distributed.checkpoint.save(trained.state(), checkpoint_id=folder)
         """
