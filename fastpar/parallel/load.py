@@ -11,6 +11,7 @@ Note: stand-ins
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import re
 import threading
@@ -314,7 +315,7 @@ def _first_values(model: Any, missing: set[str]) -> None:
         own = {f"{path}.{name}" if path else name for name in module.state_dict()}
         initialise = getattr(module, "reset_parameters", None)
         if hasattr(model, "_init_weights"):
-            initialise = lambda module=module: model._init_weights(module)  # noqa: E731
+            initialise = functools.partial(model._init_weights, module)
         if initialise is None or not own <= missing:
             raise ValueError(
                 f"the folder lacks {sorted(own & missing)[0]}, and {path or 'the model'} ({type(module).__name__}) "
