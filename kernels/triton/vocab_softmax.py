@@ -32,15 +32,9 @@ from torch import Tensor
 from fastpar.kernels.cross_entropy import LossRows, alignment, compute_dtype, configuration, transform_of
 from fastpar.kernels.launch import launch
 from fastpar.kernels.rows import as_rows
-from fastpar.kernels.vocab_softmax_kernels import (
-    SUMS,
-    dot_kernel,
-    log_prob_backward_kernel,
-    normalize_kernel,
-    softmax_backward_kernel,
-    softmax_merge_kernel,
-    softmax_stats_kernel,
-)
+from fastpar.kernels.vocab_log_prob_kernels import log_prob_backward_kernel
+from fastpar.kernels.vocab_softmax_kernels import dot_kernel, normalize_kernel, softmax_backward_kernel
+from fastpar.kernels.vocab_statistics_kernels import SUMS, softmax_merge_kernel, softmax_stats_kernel
 
 MAX_IDS = 32  # of a row, taken at a time
 MERGE_BLOCK = 128  # log-probabilities of a program of `merge`
