@@ -28,6 +28,7 @@ from fastpar.comm.groups import resolve_group
 from fastpar.mesh import Mesh, named_groups
 
 _STATE_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -174,13 +175,16 @@ class LossScaler:
 
     The ranks that decide together are those of `mesh` (a fastpar.Mesh or DeviceMesh), of `group`, and of the meshes of
     parameters that are DTensors. Without any of them a rank is on its own: with torch's DDP that is enough, since
-    averaging has spread what is not finite before. One all-reduce of 4 bytes per group and step; where something was
-    found, also one all-gather of 512 bytes a rank for the report.
+    averaging has spread what is not finite before. One all-reduce of 20 bytes per group and call that looks at
+    gradients; where something was found, also one all-gather of 512 bytes a rank for the report. Ranks that have
+    different numbers of optimizers (stages of a pipeline) pass all of theirs at once, `scaler.step([first, second])`:
+    one agreement.
 
     Optimizers that divide by the scale themselves (torch's fused ones, those of fastpar.optim: they say so as torch
     asks of them, with `_step_supports_amp_scaling`) get it as `grad_scale`, unless `unscale_` has divided before; that
     saves a pass over the gradients. An optimizer with a method `finish_gradients` has it called before its gradients
-    are read. Scaling is done by a float32 tensor, so that a float16 loss does not overflow.
+    are read; its `companions`, optimizers whose gradients are normed with its own (those of one `fastpar.zero.shard`),
+    are looked at with it. Scaling is done by a float32 tensor, so that a float16 loss does not overflow.
 
     Args:
         init, growth, backoff, growth_interval, enabled: as torch.amp.GradScaler has them. Not enabled, every method
@@ -225,6 +229,9 @@ class LossScaler:
         self._names = {id(parameter): name for name, parameter in named}
         self._found: dict[int, bool] = {}  # by optimizer, since the last update: whether anything was not finite
         self._stepped: set[int] = set()
+        self._scaled: set[int] = set()  # those whose gradients still have the scale: they divide in their step
+        self._ahead: set[int] = set()  # those that were looked at since one of their companions was stepped
+        self._looks = 0  # since the last update: ranks agree as often as each other
 
     def scale(self, outputs: Any) -> Any:
         """A tensor, or an iterable of them (of any depth), multiplied with the scale."""
@@ -241,63 +248,57 @@ class LossScaler:
         raise TypeError(f"outputs must be a tensor or an iterable of tensors, got {type(outputs).__name__}")
 
     @checked(computed=False)
-    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide the gradients of the optimizer by the scale, and find out whether all of all ranks are finite.
+    def unscale_(self, optimizer: Optimizers) -> None:
+        """Divide the gradients of an optimizer, or of several, by the scale, and find out whether all of all ranks are
+        finite.
 
         Raises RuntimeError for a second call before `update`, ValueError for gradients in float16, which would lose
-        again what scaling has saved.
+        again what scaling has saved; RuntimeError on all ranks where they agree different numbers of times.
         """
         if not self._enabled:
             return
-        if id(optimizer) in self._found:
+        several = _several(optimizer)
+        if all(id(each) in self._ahead - self._stepped - self._scaled for each in several):
+            self._ahead.difference_update(map(id, several))  # done, with the one that was stepped before
+            return
+        if any(id(each) in self._found for each in several):
             raise RuntimeError(
                 "unscale_() or step() has already been called for this optimizer since the last update()"
             )
-        grads = self._gradients(optimizer)
-        kinds = _by_kind(grads)
-        if any(dtype == torch.float16 for _, dtype in kinds):
-            raise ValueError(
-                "gradients in float16 divided by the scale would be rounded again: keep float32 copies for the "
-                "optimizer (Precision.fp16()), use autocast, or leave the division to an optimizer of fastpar.optim "
-                "by calling step() alone"
-            )
-        found = False
-        for (device, _), tensors in kinds.items():
-            here = torch.zeros((), dtype=torch.float32, device=device)
-            inverse = torch.full((), 1.0 / self._scale, dtype=torch.float32, device=device)
-            torch._amp_foreach_non_finite_check_and_unscale_(tensors, here, inverse)
-            found |= bool(here)
-        self._found[id(optimizer)] = self._agree(optimizer, grads, found)
+        self._look(several, unscales=True)
 
     @checked(computed=False)
-    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+    def step(self, optimizer: Optimizers, *args: Any, **kwargs: Any) -> Any:
         """`optimizer.step(*args, **kwargs)` where all gradients of all ranks are finite, else None and nothing at all.
 
+        Several optimizers are stepped one after the other, all or none, and what they return comes as a list.
+
         Raises RuntimeError for a second call before `update`, ValueError for a closure, which would need gradients of
-        its own.
+        its own; else as `unscale_`.
         """
-        if not self._enabled:
-            return optimizer.step(*args, **kwargs)
-        if "closure" in kwargs or any(callable(each) for each in args):
-            raise ValueError("LossScaler.step takes no closure: its gradients would not be unscaled")
-        if id(optimizer) in self._stepped:
-            raise RuntimeError("step() has already been called for this optimizer since the last update()")
-        divides = id(optimizer) not in self._found and getattr(optimizer, "_step_supports_amp_scaling", False)
-        if divides:
-            grads = self._gradients(optimizer)
-            on_device: dict[torch.device, list[Tensor]] = {}
-            for gradient in grads:
-                on_device.setdefault(gradient.local.device, []).append(gradient.local)
-            found = any(bool(ops.exact_square_sum(tensors)[:2].any()) for tensors in on_device.values())
-            self._found[id(optimizer)] = self._agree(optimizer, grads, found)
-        elif id(optimizer) not in self._found:
-            self.unscale_(optimizer)
-        self._stepped.add(id(optimizer))
-        if self._found[id(optimizer)]:
-            self.skipped += 1
-            return None
-        with _grad_scale(optimizer, self._scale) if divides else nullcontext():
-            return optimizer.step(*args, **kwargs)
+        several = _several(optimizer)
+        if self._enabled:
+            if "closure" in kwargs or any(callable(each) for each in args):
+                raise ValueError("LossScaler.step takes no closure: its gradients would not be unscaled")
+            if any(id(each) in self._stepped for each in several):
+                raise RuntimeError("step() has already been called for this optimizer since the last update()")
+            together = _with_companions(several)
+            new = [each for each in together if id(each) not in self._found]
+            if new:
+                divide = all(
+                    id(each) in self._scaled if id(each) in self._found else _divides(each) for each in together
+                )
+                self._look(new, unscales=not divide)
+                self._ahead.update({id(each) for each in new} - set(map(id, several)))
+            self._stepped.update(map(id, several))
+            if any(self._found[id(each)] for each in several):
+                self.skipped += 1
+                return None
+        results = []
+        for each in several:
+            with _grad_scale(each, self._scale) if id(each) in self._scaled else nullcontext():
+                results.append(each.step(*args, **kwargs))
+        return results[0] if isinstance(optimizer, torch.optim.Optimizer) else results
 
     @checked(computed=False)
     def update(self, new_scale: float | None = None) -> None:
@@ -320,6 +321,9 @@ class LossScaler:
                 self._scale, self._streak = grown if math.isfinite(grown) else self._scale, 0
         self._found.clear()
         self._stepped.clear()
+        self._scaled.clear()
+        self._ahead.clear()
+        self._looks = 0
 
     @property
     def has_nonfinite(self) -> bool:
@@ -361,12 +365,15 @@ class LossScaler:
         self._growth, self._backoff = float(state_dict["growth_factor"]), float(state_dict["backoff_factor"])
         self._interval, self.skipped = int(state_dict["growth_interval"]), int(state_dict.get("skipped", 0))
 
-    def _gradients(self, optimizer: torch.optim.Optimizer) -> list[_Gradient]:
-        finish = getattr(optimizer, "finish_gradients", None)
-        if finish is not None:
+    def _gradients(self, optimizers: Sequence[Any]) -> list[_Gradient]:
+        finishing: list[Any] = []
+        for finish in (getattr(each, "finish_gradients", None) for each in optimizers):
+            if finish is not None and finish not in finishing:  # optimizers may have one in common, a collective
+                finishing.append(finish)
+        for finish in finishing:
             finish()
         found = []
-        for number, group in enumerate(optimizer.param_groups):
+        for number, group in enumerate(group for each in optimizers for group in each.param_groups):
             own = group.get("param_names") or [f"parameter {i} of group {number}" for i in range(len(group["params"]))]
             for name, parameter in zip(own, group["params"], strict=True):
                 if parameter.grad is not None:
@@ -375,28 +382,85 @@ class LossScaler:
                     found.append(_Gradient(self._names.get(id(parameter), name), local))
         return found
 
-    def _agree(self, optimizer: torch.optim.Optimizer, grads: Sequence[_Gradient], found: bool) -> bool:
-        """Whether any rank has found something; writes the report."""
+    def _look(self, optimizers: Sequence[Any], *, unscales: bool) -> None:
+        """Find out whether anything of these optimizers is not finite on any rank; unscale where that is asked for."""
+        grads = self._gradients(optimizers)
+        kinds = _by_kind(grads)
+        is_half = any(dtype == torch.float16 for _, dtype in kinds)
+        if unscales and not is_half:
+            found = self._unscale(kinds)
+        else:
+            on_device: dict[torch.device, list[Tensor]] = {}
+            for gradient in grads:
+                on_device.setdefault(gradient.local.device, []).append(gradient.local)
+            found = any(bool(ops.exact_square_sum(tensors)[:2].any()) for tensors in on_device.values())
+        agreed = self._agree(optimizers, grads, _Looked(found, unscales, is_half))
+        if agreed.is_unscaled and not unscales:  # norms over all ranks are of gradients that are alike
+            self._unscale(kinds)
+        if not agreed.is_unscaled:
+            self._scaled.update(map(id, optimizers))
+        self._found.update({id(each): agreed.found for each in optimizers})
+
+    def _unscale(self, kinds: _Kinds) -> bool:
+        """Divide by the scale; whether anything of this rank is not finite."""
+        found = False
+        for (device, _), tensors in kinds.items():
+            here = torch.zeros((), dtype=torch.float32, device=device)
+            inverse = torch.full((), 1.0 / self._scale, dtype=torch.float32, device=device)
+            torch._amp_foreach_non_finite_check_and_unscale_(tensors, here, inverse)
+            found |= bool(here)
+        return found
+
+    def _agree(self, optimizers: Sequence[Any], grads: Sequence[_Gradient], own: _Looked) -> _Looked:
+        """What holds on any rank; writes the report. Raises on all ranks what is wrong between them."""
         groups = dict(self._groups)  # those that all ranks have come first, so that all reduce in one order
-        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        for parameter in (p for each in optimizers for group in each.param_groups for p in group["params"]):
             for x in (parameter, parameter.grad):  # of whole parameters gradients may be split
                 if isinstance(x, DTensor):
                     for _, group in named_groups(x.device_mesh):
                         groups.setdefault(group.group_name, group)
         comms = [Communicator.of(group) for group in groups.values()]
-        flag = torch.full((), float(found), device=grads[0].local.device if grads else None)
+        self._looks += 1
+        words = torch.tensor(
+            [*own, self._looks, -self._looks],
+            dtype=torch.float32,
+            device=grads[0].local.device if grads else None,
+        )
         for comm in comms:
-            flag = comm.all_reduce(flag, "max")
-        if not bool(flag):
-            return False
-        notes = torch.tensor(list(_note(grads)), dtype=torch.uint8, device=flag.device)[None]
+            words = comm.all_reduce(words, "max")
+        found, is_unscaled, is_half, most, least = words.tolist()
+        if most != -least:
+            raise RuntimeError(
+                f"ranks look at gradients for the time {int(-least)} and {int(most)} since the last update(): they "
+                "call unscale_() or step() for different numbers of optimizers. Pass all of a rank at once, as in "
+                "scaler.step([first, second])"
+            )
+        if is_unscaled and is_half:
+            where = "" if own.is_half else " (on another rank)"
+            raise ValueError(
+                f"gradients in float16 divided by the scale would be rounded again{where}: keep float32 copies for "
+                "the optimizer (Precision.fp16()), use autocast, or leave the division to an optimizer of "
+                "fastpar.optim, on all ranks, by calling step() alone"
+            )
+        agreed = _Looked(bool(found), bool(is_unscaled), bool(is_half))
+        if not agreed.found:
+            return agreed
+        notes = torch.tensor(list(_note(grads)), dtype=torch.uint8, device=words.device)[None]
         for comm in comms:
             notes = comm.all_gather(notes)
         lines = [bytes(row).rstrip(b"\0").decode(errors="ignore") for row in notes.tolist()]
         lines = [line for line in lines if line]
         more = f"; and on {len(lines) - _NOTES} more ranks" if len(lines) > _NOTES else ""
         self.report = f"gradients that are not finite: {'; '.join(lines[:_NOTES])}{more}"
-        return True
+        return agreed
+
+
+class _Looked(NamedTuple):
+    """What looking at gradients has shown."""
+
+    found: bool  # something that is not finite
+    is_unscaled: bool
+    is_half: bool  # gradients in float16, which are not to be unscaled in place
 
 
 class _Gradient(NamedTuple):
@@ -407,6 +471,26 @@ class _Gradient(NamedTuple):
 _Kinds = Mapping[tuple[torch.device, torch.dtype], list[Tensor]]
 _NOTES = 4  # ranks that a report names
 _NOTE_BYTES = 512
+
+
+def _several(optimizer: Optimizers) -> list[Any]:
+    several = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+    for each in several:
+        if not callable(getattr(each, "step", None)):
+            raise TypeError(f"optimizer must be a torch.optim.Optimizer or several, got {type(each).__name__}")
+    if len({id(each) for each in several}) < len(several):
+        raise ValueError("optimizer has the same one more than once")
+    return several
+
+
+def _with_companions(optimizers: Sequence[Any]) -> list[Any]:
+    """And those whose gradients are normed and clipped with theirs: scaled all, or none."""
+    found = {id(each): each for one in optimizers for each in (one, *getattr(one, "companions", ()))}
+    return list(found.values())
+
+
+def _divides(optimizer: Any) -> bool:
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 def _by_kind(grads: Iterable[_Gradient]) -> _Kinds:

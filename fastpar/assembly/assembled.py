@@ -256,15 +256,7 @@ class Assembled:
         """The optimizers' step; whether it was skipped."""
         made = self._made
         skipped = self.zero.skipped + made.scaler.skipped
-        if made.scaler.is_enabled() and len(made.optimizers) > 1:
-            # The norm of all gradients is taken in the first one's step.
-            for optimizer in made.optimizers:
-                made.scaler.unscale_(optimizer)
-        if made.scaler.has_nonfinite:
-            made.scaler.skipped += 1
-        else:
-            for optimizer in made.optimizers:
-                made.scaler.step(optimizer)
+        made.scaler.step(made.optimizers)  # at once: ranks of a pipeline may have different numbers of them
         made.scaler.update()
         is_skipped = self.zero.skipped + made.scaler.skipped > skipped
         if not is_skipped:

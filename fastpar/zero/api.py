@@ -102,9 +102,10 @@ def shard(
                 ranks must have the same, else ValueError names what differs
     timeout     seconds until a wait for another rank fails (None: the group's own where it is a Communicator, else 60)
 
-    For float16 use `fastpar.LossScaler`. torch.amp.GradScaler works up to stage 2; in stage 3 its ranks may decide
-    differently whether to skip a step, as torch looks at the first gradient only to see whether gradients are sharded,
-    and persistent ones are not.
+    For float16 use `fastpar.LossScaler`. With another scaler and several optimizers call its unscale_ for each before
+    the first step, in which the norm of all is taken. torch.amp.GradScaler works up to stage 2; in stage 3 its ranks
+    may decide differently whether to skip a step, as torch looks at the first gradient only to see whether gradients
+    are sharded, and persistent ones are not.
 
     Gradients are means over the ranks: scale the loss by 1 / accumulate, as always. Over a mesh's cp they are summed,
     as each of its ranks has the loss of a part of every sequence, divided by the tokens of all. Reductions begin during

@@ -229,6 +229,7 @@ class Zero:
             stepper.detach()
         for optimizer in self.optimizers:
             vars(optimizer).pop("finish_gradients", None)
+            vars(optimizer).pop("companions", None)
         replaced: list[ZeroGrad | LoadStates] = [*self._zero_grads, *self._load_states]
         for each in replaced:
             each.remove()
@@ -479,6 +480,7 @@ class Zero:
         self._load_states = [LoadStates(optimizer, self._load_optimizer) for optimizer in self.optimizers]
         for optimizer in self.optimizers:
             vars(optimizer)["finish_gradients"] = self.reduce_gradients  # for LossScaler
+            vars(optimizer)["companions"] = tuple(self.optimizers)  # of whom there is one norm
         handles: list[Any] = [
             optimizer.register_state_dict_pre_hook(lambda _: self._bring_states()) for optimizer in self.optimizers
         ]
