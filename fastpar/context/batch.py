@@ -70,7 +70,7 @@ def shard(model: HasModules, batch: Mapping[str, Any], *, documents: Documents |
     with annotate("fastpar::context::shard"):
         Agreement("context.shard", names, checksum, problem).gather(region.comm)
     ids: Tensor = batch["input_ids"]
-    placement = region.place(ids.shape[1], lengths, len(ids))
+    placement = region.place(ids.shape[1], lengths, len(ids), device=ids.device)
     where = positions(placement.layout[region.comm.rank]).to(ids.device)
     given = batch.get("position_ids")
     whole = _document_positions(ids, lengths) if given is None else given.expand(ids.shape[0], -1)

@@ -5,8 +5,9 @@ Note: recomputation by others
     runs a layer again in backward, and nobody can tell of which forward that is. It need not be told where all forwards
     that are still to be differentiated have the same layout and documents; else it is an error.
 
-A forward is kept in mind by its autograd graph, which holds a token while it lives. A reentrant checkpoint makes no
-graph, so that its forwards count until they have been run again.
+A forward is kept in mind by its autograd graph, which holds a token while it lives. Within a reentrant checkpoint there
+is no such graph, but the checkpoint's own node: autograd keeps that where it may be differentiated, and drops it as it
+returns where not, as in an evaluation.
 """
 
 from __future__ import annotations
@@ -32,15 +33,15 @@ class _GraphToken:
 
 @dataclass
 class _PendingForward:
-    """Forwards with one placement; `token` is None where no graph tells when they are over."""
+    """Forwards with one placement."""
 
     placement: Any
-    token: weakref.ref[_GraphToken] | None
+    token: weakref.ref[_GraphToken]
     is_rerun: bool = False
 
     @property
     def is_over(self) -> bool:
-        return self.token is not None and self.token() is None
+        return self.token() is None
 
 
 class PendingForwards:
@@ -51,22 +52,21 @@ class PendingForwards:
 
     def note(self, placement: Any, out: Tensor) -> None:
         """A forward has attended with `placement`."""
-        if out.grad_fn is None and not _in_reentrant_checkpoint():
+        holders = _graph_of(out)
+        if not holders:
             return
         self._items = [
             item for item in self._items if not (item.is_over or (item.is_rerun and item.placement != placement))
         ]
-        has_graph = out.grad_fn is not None
-        found = next((x for x in self._items if x.placement == placement and (x.token is not None) == has_graph), None)
-        token = found.token() if found is not None and found.token is not None else None
-        if found is None:
-            token = _GraphToken() if has_graph else None
-            found = _PendingForward(placement, None if token is None else weakref.ref(token))
+        found = next((item for item in self._items if item.placement == placement), None)
+        token = None if found is None else found.token()
+        if found is None or token is None:
+            token = _GraphToken()
+            found = _PendingForward(placement, weakref.ref(token))
             self._items.append(found)
         found.is_rerun = False
-        if out.grad_fn is not None:
-            metadata: Any = out.grad_fn.metadata  # a dict, which torch annotates as a method
-            metadata[_KEY] = token
+        for holder in holders:
+            holder[_KEY] = token
 
     def check(self, placement: Any) -> None:
         """A layer is run again in backward, and would attend with `placement`.
@@ -90,9 +90,15 @@ def is_rerun() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _in_reentrant_checkpoint() -> bool:
-    """Whether this forward, which makes no graph, is one that a checkpoint will run again."""
+def _graph_of(out: Tensor) -> list[dict[str, Any]]:
+    """What lives as long as this forward may be differentiated: dicts of its graph's nodes; none where nothing does."""
+    if out.grad_fn is not None:
+        metadata: Any = out.grad_fn.metadata  # a dict, which torch annotates as a method
+        return [metadata]
+    found = []
     frame: Any = None if torch.is_grad_enabled() else sys._getframe(1)
-    while frame is not None and frame.f_code is not _REENTRANT:
+    while frame is not None:  # of checkpoints within one another the outermost is differentiated
+        if frame.f_code is _REENTRANT:
+            found.append(vars(frame.f_locals[_REENTRANT.co_varnames[0]]))
         frame = frame.f_back
-    return frame is not None
+    return found

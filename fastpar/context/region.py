@@ -19,11 +19,12 @@ from torch import Tensor, nn
 from fastpar.arguments import check_counts, checked, checked_fields
 from fastpar.comm import Communicator, GroupLike
 from fastpar.context import layout as layouts
+from fastpar.context.packed import cheapest
 from fastpar.context.pending import PendingForwards, is_rerun
 from fastpar.context.weights import WeightChecks
 from fastpar.contracts.attention import AttentionDropout, AttentionMask, Ranges, num_tokens, positions
 from fastpar.ops.context_attention.api import context_attention
-from fastpar.ops.context_attention.choose import resolve_method
+from fastpar.ops.context_attention.choose import flops_an_element, resolve_method
 from fastpar.ops.context_attention.methods import Method
 
 LAYOUTS = ("auto", "contiguous", "zigzag", "striped", "dealt")
@@ -36,8 +37,9 @@ class Context:
     """Options of context parallelism: `fp.parallelize(model, mesh, context=fp.Context(...))`.
 
     method   of `fp.ops.context_attention`: "auto", "ring", "gather", "ulysses", Usp(u) or GatherKeys(head_groups)
-    layout   "contiguous", "zigzag", "striped" or "dealt", see `fastpar.context.layout`; "auto": dealt for packed
-             documents, contiguous for Ulysses and where every layer has a window, zigzag for the rest
+    layout   "contiguous", "zigzag", "striped" or "dealt", see `fastpar.context.layout`; "auto": contiguous for Ulysses
+             and where every layer has a window, zigzag for one document; for packed ones contiguous, zigzag or dealt,
+             whose slowest rank is done first by the pairs of tokens that see each other and the keys that are sent
     block    tokens of a block of "dealt", about
     overlap  let collectives travel while attention is computed; it changes no bit
     """
@@ -88,6 +90,7 @@ class ContextRegion:
     options    see `Context`
     windowed   every layer has a sliding window or chunks: what layout="auto" looks at
     batch      (rank, size) of this rank's share of the batch's rows, in data parallelism: for masks of dropout
+    queries_a_key  query heads that read one key/value head: with more of them a key that is sent costs less
 
     Raises ValueError for a method that does not fit the group's size.
     """
@@ -100,10 +103,12 @@ class ContextRegion:
         *,
         windowed: bool = False,
         batch: tuple[int, int] = (0, 1),
+        queries_a_key: int = 1,
     ) -> None:
+        check_counts(queries_a_key=queries_a_key)
         self.comm = Communicator.of(group)
         self.options = options or Context()
-        self.windowed, self.batch = windowed, batch
+        self.windowed, self.batch, self.queries_a_key = windowed, batch, queries_a_key
         self.labels_problem = ""  # why the model's loss does not take the labels of `fastpar.context.shard`
         self.seed_source: Callable[[], int] = draw_seed  # of dropout
         self.checks = WeightChecks()
@@ -165,17 +170,32 @@ class ContextRegion:
             self._placement = before
 
     def place(
-        self, num_tokens: int, documents: tuple[tuple[int, ...], ...] | None = None, rows: int | None = None
+        self,
+        num_tokens: int,
+        documents: tuple[tuple[int, ...], ...] | None = None,
+        rows: int | None = None,
+        *,
+        device: torch.device | None = None,
     ) -> SequencePlacement:
-        """Lay out sequences of so many tokens; the same on every rank."""
+        """Lay out sequences of so many tokens, on the CPU or another device; the same on every rank."""
         size, mask = self.comm.size, AttentionMask(causal=True, documents=documents)
-        name = self._layout_for(documents)
+        name, block = self._layout_for(documents), self.options.block
         if name == "dealt":
-            layout = layouts.dealt(num_tokens, size, mask, block=self.options.block)
+            layout = layouts.dealt(num_tokens, size, mask, block=block)
+        elif name == "cheapest":
+            layout = cheapest(num_tokens, size, mask, block=block, **self._exchange(device))
         else:
             layout = getattr(layouts, name)(num_tokens, size)
         self._placement = SequencePlacement(layout, documents, num_tokens, rows)
         return self._placement
+
+    def _exchange(self, device: torch.device | None) -> dict[str, Any]:
+        """What a key costs that is sent, forward and backward, of head dim D and g query heads a key/value head: 8 D
+        elements of 2 bytes (K and V twice, dK and dV once in float32), where a pair takes 14 D g operations. CPU ranks
+        copy with the cores that compute."""
+        device = device or torch.device("cpu")
+        pairs_a_key = 8 * flops_an_element(self.comm, device) / (14 * self.queries_a_key)
+        return {"pairs_a_key": pairs_a_key, "is_hidden": self.options.overlap and device.type != "cpu"}
 
     def count_labels(self, here: int, total: int) -> None:
         """Note how many labels of the batch count."""
@@ -186,7 +206,7 @@ class ContextRegion:
             return self.options.layout
         if self.options.method == "ulysses" or self.windowed:
             return "contiguous"
-        return "zigzag" if documents is None else "dealt"
+        return "zigzag" if documents is None or self.comm.size == 1 else "cheapest"
 
     def capture(self) -> Callable[[], AbstractContextManager[None]]:
         """What brings the placement of now back while a layer in the region is recomputed (`fastpar.recompute`)."""

@@ -56,7 +56,12 @@ def choose_spread(comm: Communicator, layout: Layout, mask: AttentionMask, q: Te
     if q.device.type == "cpu" and on_host == size:
         return Spread()
     tokens = sum(plan.sizes) // size * group
-    return Spread(gather=int(tokens < (_HIDDEN_ON_HOST if on_host == size else _HIDDEN_BETWEEN_HOSTS)))
+    return Spread(gather=int(tokens < flops_an_element(comm, q.device)))
+
+
+def flops_an_element(comm: Communicator, device: torch.device) -> int:
+    """How many floating-point operations an H100 does while it sends one 2-byte element to another rank."""
+    return _HIDDEN_ON_HOST if ranks_on_host(comm, device) == comm.size else _HIDDEN_BETWEEN_HOSTS
 
 
 def ranks_on_host(comm: Communicator, device: torch.device) -> int:
