@@ -7,8 +7,9 @@ and 4h -> h, no bias, fresh gradients every time. `mix` is q * sigmoid(k) + v, b
 which no grid divides differently; there are no norms. x and y are this rank's parts of [batch, tokens / batch, hidden].
 
 "1D" is Megatron-LM's with sequence parallelism, (1, p, 1); "2D" Optimus', "2.5D" Tesseract's, "3D" Colossal-AI's;
-others are named by their sizes (x, y, z). A row has the words (elements) that a rank sends, by the formula in `words`;
-the check counts them, and they equal it to the last one.
+others are named by their sizes (x, y, z). "streamed" is SUMMA's schedule on the same grid: blocks of K one after the
+other in the place of gathers, which sends as many words. A row has the words (elements) that a rank sends, by the
+formula in `words`; the check counts them, and they equal it to the last one.
 
 Flops model, all ranks together (a GEMM forward, twice again in backward):
 
@@ -48,9 +49,10 @@ def grids(ranks: int) -> dict[str, fp.GridSpec]:
     found = {"1D": fp.GridSpec(1, ranks, 1)}
     if ranks == 8:
         found |= {"2.5D": fp.GridSpec.tesseract(2, 2), "3D": fp.GridSpec.cube(2)}
+        found["2.5D streamed"] = fp.GridSpec.tesseract(2, 2, stream=True)
         sizes = [(1, 4, 2), (1, 2, 4), (2, 4, 1)]
     elif ranks == 4:
-        found["2D"] = fp.GridSpec.summa(2)
+        found |= {"2D": fp.GridSpec.summa(2), "2D streamed": fp.GridSpec.summa(2, stream=True)}
         sizes = [(1, 2, 2), (2, 2, 1)]
     else:
         sizes = [(1, 1, ranks)]
@@ -126,7 +128,8 @@ class Problem:
         """Against float64, and the words that were counted against the formula."""
         with fp.comm.record() as log:
             out = layer.step()
-        counted = sum(entry.nbytes for entry in log) / self.x.element_size()
+        # Of operands: what ranks of a stream agree on are a few integers.
+        counted = sum(entry.nbytes for entry in log if entry.dtype.is_floating_point) / self.x.element_size()
         assert layer.x.grad is not None
         found = {"y": layer.region.leave(out), "dx": layer.region.leave(layer.x.grad)}
         for name, linear in layer.linears.items():

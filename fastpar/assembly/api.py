@@ -295,6 +295,9 @@ def _check_zero_options(options: Mapping[str, Any]) -> None:
     for name, place in _OWN_OPTIONS.items():
         if name in options:
             raise ValueError(f"zero_options must not have {name!r}, which {place}= says")
+    own = inspect.signature(zero.shard).parameters.keys() - {"model", "optimizer"} - _OWN_OPTIONS.keys()
+    if unknown := options.keys() - own:
+        raise TypeError(f"zero_options has {sorted(unknown, key=str)}; fp.zero.shard takes {', '.join(sorted(own))}")
 
 
 def _check_own(layout: Layout, model: nn.Module, objective: Objective, loss: Loss | None) -> None:
@@ -339,4 +342,6 @@ def _make_mesh(model: nn.Module, layout: Layout) -> Mesh:
 def grid_of(layout: Layout) -> GridSpec | None:
     """The tensor-parallel grid as meshes take it; None where tp is one dim."""
     grid: Any = layout.tp_grid
-    return GridSpec(grid.x, grid.y, grid.z, grid.spread, grid.replicas) if grid.ranks > 1 else None
+    if grid.ranks == 1:
+        return None
+    return GridSpec(grid.x, grid.y, grid.z, grid.spread, grid.replicas, grid.stream)

@@ -101,6 +101,7 @@ class GridOptions:
     z         ranks that share the tokens
     spread    what the third axis of an activation does: "rows", "copy" or "features"
     replicas  copies of each weight among the z ranks
+    stream    blocks of K broadcast one after the other in the place of gathers: "features" with y = z / replicas
     """
 
     x: int = 1
@@ -108,6 +109,7 @@ class GridOptions:
     z: int = 1
     spread: str = "rows"
     replicas: int = 1
+    stream: bool = False
 
     def __post_init__(self) -> None:
         for name in ("x", "y", "z", "replicas"):
@@ -121,6 +123,11 @@ class GridOptions:
             raise ValueError(f'spread="features" has all features on y, so x must be 1, got {self.x}')
         if self.spread != "rows" and self.ranks == 1:
             raise ValueError(f"spread={self.spread!r} is for a grid of more than one rank")
+        if self.stream and (self.spread != "features" or self.y * self.replicas != self.z):
+            raise ValueError(
+                f'stream needs spread="features" and y == z / replicas, got {self.spread!r}, {self.y} and '
+                f"{self.z} / {self.replicas}: as in grid1x2x2:stream or grid1x2x4:stream/2"
+            )
 
     @property
     def ranks(self) -> int:

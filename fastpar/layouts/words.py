@@ -5,6 +5,7 @@
 | `pp2 tp2 cp2 ep2 etp2` | sizes of the mesh's dims |
 | `dp2`, `replicas2` | dp_shard and dp_replicate |
 | `grid1x2x2` | the tp ranks as a grid of x, y and z; `grid1x2x4:features/2` has another spread, and 2 replicas |
+| `grid1x2x2:stream` | spread over features, and streamed in blocks |
 | `sp` | sequence parallelism |
 | `zero0` to `zero3` | the stage of ZeRO |
 | `cpu`, `cpu+parameters`, `nvme:FOLDER`, `nvme+parameters:FOLDER` | offload |
@@ -44,7 +45,7 @@ from fastpar.pipeline.schedules.generators import schedule_names
 
 _DIMS = {"pp": "pp", "tp": "tp", "replicas": "dp_replicate", "dp": "dp_shard", "cp": "cp", "ep": "ep", "etp": "etp"}
 _COUNTS = {"mb": "microbatches", "stages": "stages_per_rank"}
-_GRID = re.compile(rf"grid(\d+)x(\d+)x(\d+)(?::({'|'.join(SPREADS)}))?(?:/(\d+))?")
+_GRID = re.compile(rf"grid(\d+)x(\d+)x(\d+)(?::({'|'.join(SPREADS)}|stream))?(?:/(\d+))?")
 _EXAMPLE = "as in 'pp2 tp2 sp dp2 zero1 zbv mb8'"
 
 
@@ -72,7 +73,7 @@ def to_words(layout: Layout) -> str:
 
 
 def _grid_word(grid: GridOptions) -> str:
-    spread = f":{grid.spread}" if grid.spread != "rows" else ""
+    spread = ":stream" if grid.stream else f":{grid.spread}" if grid.spread != "rows" else ""
     return f"grid{grid.x}x{grid.y}x{grid.z}{spread}" + (f"/{grid.replicas}" if grid.replicas > 1 else "")
 
 
@@ -144,7 +145,9 @@ class _Words:
         grid = _GRID.fullmatch(word)
         if grid:
             x, y, z, replicas = (int(each or 1) for each in grid.group(1, 2, 3, 5))
-            return "layout", "tp_grid", GridOptions(x, y, z, grid[4] or "rows", replicas)
+            stream = grid[4] == "stream"
+            spread = "features" if stream else grid[4] or "rows"
+            return "layout", "tp_grid", GridOptions(x, y, z, spread, replicas, stream)
         if word in RECOMPUTE or word == "recompute":
             return "layout", "recompute", "full" if word == "recompute" else word
         if word in METHODS or word in TOKEN_ORDERS:

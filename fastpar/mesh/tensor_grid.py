@@ -22,13 +22,16 @@ class GridSpec:
     spread    what the third axis of an activation does. "rows": it cuts tokens (gather, reduce-scatter). "copy": it has
               copies (all-reduce). "features": it cuts K; every linear then has N on y, and x is 1
     replicas  copies of each weight among the z ranks; their gradients are added. z is a multiple of it
+    stream    of spread="features" with y = z / replicas: blocks of K are broadcast one after the other (SUMMA), in the
+              place of gathers. The same words in the memory of two blocks, which are 2 / y of what gathers make
 
     Forms by name, with ranks p: one dim (Megatron-LM) is GridSpec(1, p, 1); Optimus' 2D (Xu et al. 2021,
     arXiv:2104.05343) `summa(q)`, p = q * q; 2.5D (Tesseract, Wang et al. 2021, arXiv:2105.14500) `tesseract(q, d)`,
     p = q * q * d; 3D (Bian et al. 2021, arXiv:2105.14450) `cube(q)`, p = q**3; AxoNN's 4D with data parallelism as the
     fourth (Singh et al. 2023, arXiv:2305.13525) `axonn(x, y, z)`. ZeRO-3 by linears is GridSpec(1, 1, p).
 
-    Raises ValueError for sizes below 1, an unknown spread, replicas that do not divide z, x above 1 with "features".
+    Raises ValueError for sizes below 1, an unknown spread, replicas that do not divide z, x above 1 with "features",
+    and for stream with another spread or other sizes.
     """
 
     x: int
@@ -36,6 +39,7 @@ class GridSpec:
     z: int
     spread: Literal["rows", "copy", "features"] = "rows"
     replicas: int = 1
+    stream: bool = False
 
     def __post_init__(self) -> None:
         for name in ("x", "y", "z", "replicas"):
@@ -45,18 +49,20 @@ class GridSpec:
             raise ValueError(f"replicas must divide z, got {self.replicas} and {self.z}")
         if self.spread == "features" and self.x != 1:
             raise ValueError(f'spread="features" has all features on y, so x must be 1, got {self.x}')
+        if self.stream:
+            self.check_stream()
 
     @staticmethod
     @checked(computed=False)
-    def summa(q: int) -> GridSpec:
-        """Optimus' layout on q * q ranks: X [M / q, K / q], W [K / q, N / q]."""
-        return GridSpec(1, q, q, spread="features")
+    def summa(q: int, *, stream: bool = False) -> GridSpec:
+        """Optimus' layout on q * q ranks: X [M / q, K / q], W [K / q, N / q]. With `stream` its schedule as well."""
+        return GridSpec(1, q, q, spread="features", stream=stream)
 
     @staticmethod
     @checked(computed=False)
-    def tesseract(q: int, d: int) -> GridSpec:
+    def tesseract(q: int, d: int, *, stream: bool = False) -> GridSpec:
         """2.5D on q * q * d ranks: `summa(q)` on each of d layers that share the tokens and have the same weights."""
-        return GridSpec(1, q, q * d, spread="features", replicas=d)
+        return GridSpec(1, q, q * d, spread="features", replicas=d, stream=stream)
 
     @staticmethod
     @checked(computed=False)
@@ -79,6 +85,25 @@ class GridSpec:
     def ranks(self) -> int:
         """x * y * z."""
         return self.x * self.y * self.z
+
+    def check_stream(self) -> None:
+        """ValueError unless blocks of K can be broadcast one after the other, with the grids on which they can."""
+        inner = self.z // self.replicas
+        if self.spread == "features" and self.y == inner:
+            return
+        if self.spread != "features":
+            reason = f"stream=True broadcasts blocks of K, which spread={self.spread!r} does not cut over y"
+        else:
+            copies = f" / replicas ({self.z} / {self.replicas})" if self.replicas > 1 else ""
+            reason = f"stream=True needs y == z{copies}, blocks of K cut alike, got {self.y} and {inner}"
+        squares = [q for q in range(2, self.ranks + 1) if self.ranks % (q * q) == 0]
+        names = [f"tesseract({q}, {d})" if (d := self.ranks // (q * q)) > 1 else f"summa({q})" for q in squares]
+        found = (
+            f"grids of {self.ranks} ranks that work: {', '.join(names)}"
+            if names
+            else (f"{self.ranks} ranks form no grid of q * q * d with q > 1")
+        )
+        raise ValueError(f"{reason}; {found}; or leave stream out")
 
     @checked(computed=False)
     def check_ranks(self, tp: int) -> None:

@@ -12,6 +12,8 @@ backward. Launched ahead of the product that they travel behind: the next weight
 in backward the gather of X during dgrad, the sum of dX during wgrad, that of a weight's gradient during the next one's.
 The products are the same with `overlap=False`, and so are the bits.
 
+A call with `stream` gathers nothing: `fastpar.ops.summa`.
+
 Source: Agarwal et al. 1995, "A three-dimensional approach to parallel matrix multiplication"; the overlaps are those of
 Singh et al. 2023 (AxoNN, arXiv:2305.13525).
 """
@@ -30,6 +32,7 @@ from fastpar.comm import Communicator
 from fastpar.comm.recompute_cache import kept
 from fastpar.contracts.linear import autocast_dtype
 from fastpar.ops.parallel_linear.gemms import as_matrix, launch
+from fastpar.ops.summa import SummaCall, summa_linear
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,7 @@ class GridCall:
     x         over n; outputs    over k, one for each weight
     z         [N, K / z] each: the weights' parts along K; replicas    ranks that have copies of these parts
     overlap   whether collectives travel behind products
+    stream    blocks of K are broadcast one after the other, where x and z cut K alike and k is one rank
     """
 
     x: GridSpread
@@ -74,17 +78,25 @@ class GridCall:
     z: GridSpread
     replicas: Communicator
     overlap: bool = True
+    stream: bool = False
 
 
 def grid_linear(
-    call: GridCall, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], *, keep: bool = False
+    call: GridCall,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    *,
+    keep: bool = False,
+    problem: Exception | None = None,
 ) -> tuple[list[Tensor], Tensor | None]:
-    """Linears of one input on a grid; with `keep` the gathered x as well, differentiable.
+    """Linears of one input on a grid; with `keep` the gathered x as well (with `stream` x itself), differentiable.
 
         x        [.., K_k]     this rank's part over n
         weights  [N_n, K_k/z]  each
         biases   [N_out]       of this rank's output features, or None; their gradient is of all tokens of the z part
         out      [.., N_out]   this rank's part over k, one for each weight
+        problem                what the caller found wrong with x on this rank; with `stream` raised on all
 
     Forward, dgrad, wgrad and what is sent: as the module's note says. With copies of the weights an all-reduce of each
     dW over them. Under autocast all operands have its dtype. Second derivatives are refused.
@@ -93,6 +105,11 @@ def grid_linear(
     if dtype is not None:
         x, weights = x.to(dtype), [weight.to(dtype) for weight in weights]
     biases = [None if bias is None else bias.to(x.dtype) for bias in biases]
+    if call.stream:
+        summa = SummaCall(call.x.comm, call.z.comm, call.replicas, call.z.sizes, call.overlap)
+        return summa_linear(summa, x, weights, biases, problem=problem), x.view_as(x) if keep else None
+    if problem is not None:
+        raise problem
     *outs, whole = _GridLinear.apply(call, keep, x, *weights, *biases)
     return outs, whole
 

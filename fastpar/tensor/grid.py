@@ -78,6 +78,9 @@ class GridRegion(SequenceRegion):
         super().__init__(grid.y if grid.spec.spread == "rows" else Communicator(None), dim)
         self.grid = grid
         self._shape: tuple[int, int, int] | None = None  # B, S, H
+        # At the ends of a pipeline's part: whether this rank's part comes from, and goes to, its twin there.
+        self.takes_parts, self.sends_parts = False, False
+        self._arrived: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -166,17 +169,62 @@ class GridRegion(SequenceRegion):
         return [*self._batch_cuts(), *self._token_cuts(), *self._feature_cuts()]
 
     def enter(self, x: Tensor) -> Tensor:
-        """Keep this rank's part.  forward: slices   backward: an all-gather for each axis"""
+        """Keep this rank's part.  forward: slices   backward: an all-gather for each axis
+
+        With `takes_parts` the part is what has arrived, and x only stands in its place.
+        """
         check_is_tensor(x)
+        if self.takes_parts:
+            return self._take()
         if x.dim() <= self.dim + 1:
             raise ValueError(f"x must be [B, .., S, .., H] with the tokens along dim {self.dim}, got {tuple(x.shape)}")
         self.set_shape(x.size(0), x.size(self.dim), x.size(-1))
         return x if self.is_whole else _scattered(x, self._cuts())
 
     def leave(self, x: Tensor) -> Tensor:
-        """The whole tensor for replicated work.  forward: an all-gather for each axis   backward: slices"""
+        """The whole tensor for replicated work.  forward: an all-gather for each axis   backward: slices
+
+        With `sends_parts` this rank's part, as it is.
+        """
         self.check(x)
+        if self.sends_parts:
+            return _scattered(x, self._cuts()) if self.is_whole else x
         return x if self.is_whole else _gathered(x, self._cuts())
+
+    def arrive(self, part: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """Keep this rank's part [B_z, S_y, H_x] of hidden states of a (B, S, H), for `enter`. Returns `blank`.
+
+        It comes from the rank of the previous pipeline stage with the same place on its grid: no collective.
+        """
+        check_is_tensor(part)
+        self.set_shape(*shape)
+        self._check_part(part)
+        self._arrived = part
+        return self.blank(part)
+
+    def depart(self, part: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+        """(part, (B, S, H)) for the rank of the next pipeline stage with the same place on its grid."""
+        check_is_tensor(part)
+        self._check_part(part)
+        return part, self.shape
+
+    def blank(self, part: Tensor) -> Tensor:
+        """Zeros of the whole's shape in the memory of one, for code whose result is not used."""
+        sizes = list(part.shape)
+        sizes[0], sizes[self.dim], sizes[-1] = self.shape
+        return part.new_zeros(()).expand(sizes)
+
+    def _take(self) -> Tensor:
+        if self._arrived is None:
+            raise RuntimeError(
+                "no hidden states have arrived for the first layer of this pipeline stage: it was called outside of "
+                "its stage's forward, or twice in one"
+            )
+        part = self._arrived
+        if self.is_whole:  # to compare with: the forward itself comes after it
+            return _gathered(part, self._cuts())
+        self._arrived = None
+        return part
 
     def leave_tokens(self, x: Tensor) -> Tensor:
         """[B_z, S, H], for modules that need whole sequences: all ranks but those of z compute the same."""
@@ -232,11 +280,15 @@ class GridRegion(SequenceRegion):
     def check(self, x: Tensor) -> None:
         """ValueError unless x has this rank's part of the hidden states."""
         check_is_tensor(x)
+        if not self.is_whole:
+            self._check_part(x)
+        elif x.dim() <= self.dim + 1 or (x.size(0), x.size(self.dim), x.size(-1)) != self.shape:
+            raise ValueError(f"x has shape {tuple(x.shape)}, but all of {self.shape} is in the grid's region")
+
+    def _check_part(self, x: Tensor) -> None:
         own: dict[int, int] = {}
         for comm, dim, size in self._cuts():
             own[dim] = shard_sizes(size, comm.size)[comm.rank]
-        if self.is_whole:
-            own = dict(zip((0, self.dim, -1), self.shape, strict=True))
         for dim, expected in own.items():
             if x.dim() <= self.dim + 1 or x.size(dim) != expected:
                 raise ValueError(

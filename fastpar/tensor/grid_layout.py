@@ -134,6 +134,14 @@ class GridLayout:
             local = rows.assemble(gathered.split(sizes, cut.dim), cut.dim)
         return local.clone() if self.kind == "replicated" else local
 
+    def in_order(self, stored: Tensor) -> Tensor:
+        """The full tensor in canonical order from one whose rows are in the order of the ranks that store them."""
+        for dim in range(len(self.shape)):
+            cuts = [cut for cut in self.cuts if cut is not None and cut.dim == dim]
+            order = _order(torch.arange(self.shape[dim], device=stored.device), cuts)
+            stored = torch.empty_like(stored).index_copy_(dim, order, stored)
+        return stored
+
     def canonical(self) -> GridLayout:
         """The layout of the same cuts with all rows in their order, as checkpoints have them."""
         cuts = tuple(None if cut is None else AxisCut(cut.comm, cut.dim) for cut in self.cuts)
@@ -153,6 +161,14 @@ class GridLayout:
         """Note the layout on the parameter, for `full_parameter`; its module knows it as well."""
         param.fastpar_layout = self  # type: ignore[attr-defined]
         return param
+
+
+def _order(rows: Tensor, cuts: Sequence[AxisCut]) -> Tensor:
+    """Rows as the ranks of these cuts store them, one rank after the other."""
+    if not cuts:
+        return rows
+    first = RowMap.chunk(len(rows), cuts[0].comm.size) if cuts[0].rows is None else cuts[0].rows
+    return torch.cat([_order(first.take(rows, 0, rank), cuts[1:]) for rank in range(cuts[0].comm.size)])
 
 
 def cut_over(mesh_axes: Sequence[Communicator], cuts: dict[int, AxisCut]) -> tuple[AxisCut | None, ...]:

@@ -7,7 +7,8 @@ is gathered or where it is summed to. With the features K over axis k, N over ax
     dgrad    dX = reduce_scatter_n(gather_k(dY) gather_z(W).T)
     wgrad    dW = reduce_scatter_z(gather_n(X).T gather_k(dY))
 
-`fastpar.ops.grid_linear` computes it: what is sent, and behind which product.
+`fastpar.ops.grid_linear` computes it: what is sent, and behind which product. With `stream` the blocks of K are
+broadcast one after the other in the place of gathers: `fastpar.ops.summa`.
 """
 
 from __future__ import annotations
@@ -58,6 +59,10 @@ class GridLinear(ParallelModule):
     are this rank's parts of x and weight. A grid (1, p, 1) is `ColumnParallelLinear` and `RowParallelLinear` with
     sequence parallelism, bit for bit.
 
+    With `stream` (spread="features", y = z / replicas = q): q broadcasts of blocks of x over y and of the weight over
+    z, as many bytes as the gathers; in backward q broadcasts and reduces for dx, q for dweight. A block and the next
+    one are in memory, 2 / q of what gathers make. What differs between ranks is raised on all of the grid.
+
     Parameters are DTensors over the mesh dims (tp_x, tp_y, tp_d, tp_z); state dicts are those of the layer it replaces.
     Rows that ranks of y share (key/value heads fewer than ranks, sections that do not divide) are stored by all of
     them. Without a `sequence` the tokens (dim -2) are cut evenly.
@@ -82,19 +87,23 @@ class GridLinear(ParallelModule):
         whole_sequences: bool = False,
         unit: int = 1,
         overlap: bool | Overlap = True,
+        stream: bool | None = None,
     ) -> GridLinear:
         """A layer on the grid with the weights of `linear` (an `nn.Linear`, or Hugging Face's Conv1D).
 
         sections  sizes of a fused weight's parts along N, as of [q; k; v], each cut on its own (only "column")
         rows      the output features of each of the x y ranks that share them, x within y (only "column", and with
                   several ranks on x only between `whole_sequences`)
+        stream    whether blocks of K are broadcast one after the other; None: as the grid's `GridSpec` says
 
         Raises TypeError for another module; ValueError for sections that do not add up or, without `whole_sequences`,
-        do not divide, and for heads (N or K / unit) that x * y does not divide where sequences are whole.
+        do not divide, for heads (N or K / unit) that x * y does not divide where sequences are whole, and for stream on
+        a grid that cannot (`GridSpec.check_stream`).
         """
         refuse_own_forward(linear)
         layer: GridLinear = blank(cls)
         options: dict[str, Any] = {"sections": sections, "rows": rows, "unit": unit, "overlap": overlap}
+        options["stream"] = stream
         layer._configure(linear, grid, role=role, sequence=sequence, whole_sequences=whole_sequences, **options)
         layer.train(linear.training)
         return layer
@@ -112,8 +121,12 @@ class GridLinear(ParallelModule):
         unit: int = 1,
         input_prepared: bool = False,
         overlap: bool | Overlap = True,
+        stream: bool | None = None,
         parameters: MakeParameter | None = None,
     ) -> None:
+        self.stream = grid.spec.stream if stream is None else stream
+        if self.stream:
+            grid.spec.check_stream()
         weight, bias, self.transposed = linear_weights(source)
         self.grid, self.role, self.sequence, self.spread = grid, role, sequence, grid.spec.spread
         self.overlap, self.shared_input, self.input_prepared = Overlap.of(overlap), None, input_prepared
@@ -192,11 +205,14 @@ class GridLinear(ParallelModule):
             return prepared
         if self.sequence is not None and self.sequence.is_whole:
             return self._forward_whole(x)
-        self._check_features(x)
-        inputs = GridSpread(Communicator(None)) if self.input_prepared else self.input_spread(x)
-        call = GridCall(inputs, (self.output_spread(x),), *self.weight_spread(), self.overlap.enabled)
+        problem = self._problem(x)
+        if problem is not None and not self.stream:
+            raise problem  # a stream tells the other ranks first
+        is_gathered = self.input_prepared and not self.stream
+        inputs = GridSpread(Communicator(None)) if is_gathered else self.input_spread(x)
+        call = GridCall(inputs, (self.output_spread(x),), *self.weight_spread(), self.overlap.enabled, self.stream)
         weight, bias = self.operands()
-        return grid_linear(call, x, [weight], [bias])[0][0]
+        return grid_linear(call, x, [weight], [bias], problem=problem)[0][0]
 
     def operands(self) -> tuple[Tensor, Tensor | None]:
         """Weight [N_n, K_k / z], and bias [N_out] of this rank's part of the output, as `grid_linear` takes them."""
@@ -280,25 +296,28 @@ class GridLinear(ParallelModule):
     def _token_dim(self, x: Tensor) -> int:
         return x.dim() - 2 if self.sequence is None else self.sequence.dim
 
-    def _check_features(self, x: Tensor) -> None:
+    def _problem(self, x: Tensor) -> ValueError | None:
+        """What is wrong with an input of this rank."""
         k, n = self._axes()
         over = n if self.spread == "features" else k
         expected = shard_sizes(self.in_features, over.size)[over.rank]
         if self._takes_heads() and self._head_sizes:
             expected = self._head_sizes[n.rank]
-        if self.spread == "features" and self.input_prepared:
+        if self.spread == "features" and self.input_prepared and not self.stream:
             expected = self.in_features
-        if x.dim() < 2 or x.size(-1) != expected:
-            raise ValueError(
-                f"x has shape {tuple(x.shape)}; this rank of the grid takes [.., tokens, {expected}], "
-                f"its part of the {self.in_features} input features"
-            )
+        if x.dim() >= 2 and x.size(-1) == expected:
+            return None
+        return ValueError(
+            f"x has shape {tuple(x.shape)}; this rank of the grid takes [.., tokens, {expected}], "
+            f"its part of the {self.in_features} input features"
+        )
 
     def extra_repr(self) -> str:
         spec = self.grid.spec
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
             f"{self.role} on grid ({spec.x}, {spec.y}, {spec.z}), spread={spec.spread!r}"
+            + (", stream=True" if self.stream else "")
         )
 
 
@@ -309,6 +328,9 @@ class GridBlockInput:
     enter   [B_z, S, H_x]     gathered over n; call it where the block begins, `leave` where it ends
     take    [B_z, S, N_xy]    a layer's output, prepared by `enter`
 
+    Of layers with `stream` nothing is gathered: their x is broadcast in blocks, once for all of them, and `enter` gives
+    this rank's part [B_z, S, H_y]. What is wrong with it on one rank is raised on all.
+
     As `SharedInput` has it: a layer that is called with anything else than what `enter` returned computes.
     """
 
@@ -318,12 +340,24 @@ class GridBlockInput:
         self._outputs: dict[int, Tensor] = {}
         for layer in self.layers:
             layer.shared_input = self
+        streams = {layer.stream for layer in self.layers}
+        if len(streams) > 1:
+            raise ValueError("layers that share an input must all have stream=True, or none of them")
+        self.stream = streams == {True}
 
     def enter(self, x: Tensor) -> Tensor:
         """Gather x and compute what the layers make of it. Returns the gathered x."""
-        self.sequence.check(x)
+        problem: ValueError | None = None
+        try:
+            self.sequence.check(x)
+        except ValueError as error:
+            if not self.stream or self.sequence.is_whole:
+                raise
+            problem = error
         features = self.sequence.shape[2]
         layers = [layer for layer in self.layers if layer.in_features == features]
+        if problem is not None and not layers:
+            raise problem
         if self.sequence.is_whole or not layers:
             return x if self.sequence.is_whole else self._gathered(x)
         first = layers[0]
@@ -332,9 +366,10 @@ class GridBlockInput:
             tuple(layer.output_spread(x) for layer in layers),
             *first.weight_spread(),
             self.overlap,
+            self.stream,
         )
         weights, biases = zip(*(layer.operands() for layer in layers), strict=True)
-        outs, self._input = grid_linear(call, x, weights, biases, keep=True)
+        outs, self._input = grid_linear(call, x, weights, biases, keep=True, problem=problem)
         assert self._input is not None
         self._outputs = {id(layer): out for layer, out in zip(layers, outs, strict=True)}
         return self._input

@@ -31,7 +31,8 @@ from fastpar.ops.parallel_linear.types import RankRows
 
 _SMALL_BYTES = 16 << 10
 _SURELY_SMALL = LARGE_BYTES // torch.complex128.itemsize
-_RANGES = {name: f"fastpar::linear::{name}" for name in ("all_gather", "reduce_scatter", "all_reduce")}
+_COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "reduce")
+_RANGES = {name: f"fastpar::linear::{name}" for name in _COLLECTIVES}
 
 
 def launch(comm: Communicator, name: str, x: Tensor, *, concurrent: bool, **arguments: Any) -> Callable[[], Tensor]:
