@@ -10,7 +10,8 @@ Note: where what is cut
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from fastpar.mesh import GridSpec, Mesh
 from fastpar.parallel.styles import BlockStyle, ExpertStyle, GatheredStyle, Style, SwapContext
 from fastpar.parallel.styles.linear import is_colwise, is_rowwise, splits_features
 from fastpar.pipeline.stages.absent import Absent
+from fastpar.pipeline.stages.stage import Stage
 from fastpar.tensor import Grid, GridRegion, LayoutDropout
 from fastpar.tensor.linear import linear_weights
 from fastpar.tensor.sequence import hook_output, hook_stream, map_hidden
@@ -58,13 +60,13 @@ def check_on_grid(context: SwapContext, styles: Mapping[str, Style]) -> None:
     spec = None if context.grid is None else context.grid.spec
     if spec is None:
         return
-    sizes = f"tp_grid=({spec.x}, {spec.y}, {spec.z})"
+    sizes = f"tp_grid=({spec.x}, {spec.y}, {spec.z})" + (", stream=True" if spec.stream else "")
     experts = [path for path, style in styles.items() if isinstance(style, ExpertStyle)]
     if experts:
         raise ValueError(f"{experts[0]} has style 'expert', and experts cannot be split with {sizes}: leave it out")
-    if any(isinstance(module, Absent) for module in context.modules.values()):
-        raise ValueError(f"a part of a pipeline cannot be split with {sizes}: use tp without tp_grid, or (1, p, 1)")
-    for path in context.blocks if spec.x > 1 else ():
+    if spec.stream and any(isinstance(module, Absent) for module in context.modules.values()):
+        raise ValueError(f"a part of a pipeline cannot stream its products over {sizes}: use a grid without stream")
+    for path in context.blocks if spec.x > 1 or spec.stream else ():
         _check_block(path, context, sizes)
     for path, module in context.modules.items():
         is_gathered = context.region_around(path) is not None and context.region_of(path) is None
@@ -87,7 +89,7 @@ def _check_block(path: str, context: SwapContext, sizes: str) -> None:
     if others:
         raise ValueError(
             f"{others[0]} in the block {path!r} does not read the block's input as its column-parallel linears do, or "
-            f"is left whole, and with {sizes} a rank has a part of the features: use a grid with x=1"
+            f"is left whole, and with {sizes} a rank has a part of the features: use a grid with x=1, without stream"
         )
 
 
@@ -133,6 +135,35 @@ def _narrowed(region: GridRegion, path: str) -> Callable[[Tensor], Tensor]:
         return region.enter_features(out)
 
     return narrow
+
+
+def with_parts_sent(stage: Stage, context: SwapContext, units: Sequence[Sequence[str]]) -> Stage:
+    """A stage of a pipeline, split on a grid, that sends and takes this rank's part of the hidden states where the
+    neighbouring part of the model goes on with the same stream; elsewhere they are whole.
+
+    units   of each part of the model, in the order in which they run; the same on all ranks
+    """
+
+    def region(part: int) -> GridRegion | None:
+        """Of the stream between the last unit of `part` and the first of the next."""
+        if not 0 <= part < len(units) - 1 or not (units[part] and units[part + 1]):
+            return None
+        before, after = units[part][-1], units[part + 1][0]
+        parent = before.rpartition(".")[0]
+        is_one = all(path in context.passing.get(parent, ()) for path in (before, after))
+        found = context.regions.get(parent) if is_one else None
+        assert found is None or isinstance(found, GridRegion)
+        return found
+
+    taken, sent = region(stage.part - 1), region(stage.part)
+    if taken is not None:
+        taken.takes_parts = True
+    if sent is not None:
+        sent.sends_parts = True
+        for module in context.modules.values():
+            if isinstance(module, Absent):
+                module.goes_on(sent.blank)
+    return replace(stage, taken=taken, sent=sent)
 
 
 def cut_batches(context: SwapContext) -> None:
@@ -189,4 +220,4 @@ class _BatchCut:
         return x
 
 
-__all__ = ["check_on_grid", "cut_batches", "cut_features", "grid_for", "is_one_dim"]
+__all__ = ["check_on_grid", "cut_batches", "cut_features", "grid_for", "is_one_dim", "with_parts_sent"]

@@ -24,9 +24,8 @@ from fastpar.context.microbatches import ContextMicrobatches
 from fastpar.context.region import Context, ContextRegion
 from fastpar.mesh import Mesh
 from fastpar.ops.parallel_linear.overlap import Overlap
-from fastpar.parallel.api import attention_of, parallelize, trial_of, tried_region
-from fastpar.parallel.on_grid import grid_for
-from fastpar.parallel.proving import proven_plan
+from fastpar.parallel.api import attention_of, parallelize, proven_on, swap_of, trial_of, tried_region
+from fastpar.parallel.on_grid import grid_for, with_parts_sent
 from fastpar.parallel.styles import Style
 from fastpar.pipeline import (
     Architecture,
@@ -38,7 +37,8 @@ from fastpar.pipeline import (
     partition,
 )
 from fastpar.pipeline import shard_head as with_sharded_head
-from fastpar.pipeline.runtime.pipeline import Loss, MakeOptimizer
+from fastpar.pipeline.runtime.batch_run import Loss
+from fastpar.pipeline.runtime.wiring import MakeOptimizer
 from fastpar.pipeline.stages.calling import Keywords
 from fastpar.pipeline.stages.stage import Stage
 from fastpar.pipeline.stages.unit_costs import UnitCosts
@@ -69,7 +69,7 @@ def parallelize_pipeline(
     context: Context | None = None,
     timeout: float | None = None,
 ) -> Pipeline:
-    """Cut a model over the mesh's "pp" dim, split the layers of its stages over "tp" and "ep", and return the pipeline.
+    """Cut a model over the mesh's "pp" dim, split its stages' layers over "tp", "ep" and "etp"; returns the pipeline.
 
     model             as for `fastpar.pipeline.partition`: a layered model such as Hugging Face's, an nn.Sequential, or
                       a list of modules. It is changed in place; the parts of other ranks are freed
@@ -87,7 +87,7 @@ def parallelize_pipeline(
                       `CrossEntropy()` or one with options, from target=; a layout does not name the head. A Schedule
                       may have its sharded head already
     plan, sequence_parallel, gather_logits, sync_weights, overlap    as for `fastpar.parallelize`; plan=None: layers
-                      stay whole, as they do where the mesh has neither "tp" nor "ep" and the plan is "auto"
+                      stay whole, as they do where the mesh has none of "tp", "ep", "etp" and the plan is "auto"
     recompute         which activations of a stage's layers to compute again in backward, such as
                       `fp.recompute.Full()`: `fastpar.apply_recompute` on every stage
     context           how sequences are split over the mesh's cp ranks, as for `fastpar.parallelize`. Every rank gives
@@ -99,9 +99,7 @@ def parallelize_pipeline(
     `Pipeline` raise: all of it before anything runs.
     """
     size = mesh.size("pp")
-    grid, sequence_parallel = grid_for(mesh, sequence_parallel=sequence_parallel)
-    if grid is not None:  # nothing would compare a stage with one whose stream is whole
-        raise ValueError(f"stages of a pipeline cannot lie on a grid, and the mesh has tp_grid={mesh.tp_grid}")
+    grid, cuts_tokens = grid_for(mesh, sequence_parallel=sequence_parallel)
     region = _region(model, mesh, context, plan)
     if isinstance(schedule, str):
         if num_microbatches is None:
@@ -124,7 +122,7 @@ def parallelize_pipeline(
         schedule = with_sharded_head(schedule)
     if plan == "auto" and mesh.size("tp") > 1 and isinstance(model, nn.Module):
         with trial_of(region):  # it runs the model: uncut
-            plan = proven_plan(model, mesh.size("tp"), sequence_parallel=sequence_parallel)
+            plan = proven_on(model, mesh.size("tp"), grid, sequence_parallel=cuts_tokens)
     chain = schedule.chains[0]
     cut: dict[str, Any] = {"layout": layout}
     if layout is None:
@@ -152,6 +150,7 @@ def parallelize_pipeline(
         whole_head, loss, head_loss = whole.head_module(), None, loss
         head = ShardedHead(whole_head, mesh.rank("pp"), size, mesh=device_mesh, name=whole.head, loss=head_loss)
         del whole_head
+    units = [whole.units(part) for part in range(whole.num_parts)]
     stages = whole.stages(schedule.part_of(stage) for stage in schedule.stages_of(mesh.rank("pp")))
     splits_layers = any(mesh.size(dim) > 1 for dim in ("tp", "ep", "etp"))
     if region is not None and (plan is None or (not splits_layers and plan == "auto")):
@@ -173,6 +172,8 @@ def parallelize_pipeline(
             )
             for stage in stages
         ]
+    if grid is not None and plan is not None:
+        stages = [with_parts_sent(stage, swap_of(stage.module).context, units) for stage in stages]
     if recompute is not None:
         for stage in stages:
             _recompute_layers(stage, recompute)

@@ -16,11 +16,9 @@ bit for bit, for every schedule that keeps the microbatches of each stage in ord
 
 from __future__ import annotations
 
-import itertools
-import math
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
@@ -33,26 +31,32 @@ from torch.distributed.device_mesh import DeviceMesh
 from fastpar.arguments import checked
 from fastpar.comm import CommError, PointToPoint
 from fastpar.comm.ranges import annotate
+from fastpar.pipeline.runtime.batch_run import BatchRun, Loss, PipelineCall
 from fastpar.pipeline.runtime.head_run import HeadRun, Purpose
-from fastpar.pipeline.runtime.sharded_head import CrossEntropy, ShardedHead
+from fastpar.pipeline.runtime.rank_modules import RankModules
+from fastpar.pipeline.runtime.sharded_head import ShardedHead
 from fastpar.pipeline.runtime.shared_grads import SharedGrads, find_shared
 from fastpar.pipeline.runtime.stage_run import StageRun
 from fastpar.pipeline.runtime.transfers import StageTransfers
-from fastpar.pipeline.runtime.versions import WeightVersions
-from fastpar.pipeline.runtime.weighing import PipelineLossRule
+from fastpar.pipeline.runtime.weighing import MicrobatchCounts, PipelineLossRule
+from fastpar.pipeline.runtime.wiring import (
+    MakeOptimizer,
+    check_split_sequence,
+    make_head,
+    make_optimizers,
+    stage_run,
+    stages_of_rank,
+)
 from fastpar.pipeline.schedules.lowering import add_communication
 from fastpar.pipeline.schedules.schedule import Action, ActionType, Schedule, ScheduleError
 from fastpar.pipeline.schedules.validate import check
 from fastpar.pipeline.simulation.timeline import Event, Timeline
-from fastpar.pipeline.stages.agreement import StageAgreement, summary
-from fastpar.pipeline.stages.batch import Microbatches, split, split_call
+from fastpar.pipeline.stages.agreement import StageAgreement
+from fastpar.pipeline.stages.batch import Microbatches
 from fastpar.pipeline.stages.chain import Edge
-from fastpar.pipeline.stages.split_sequence import SplitSequence, rows_of
+from fastpar.pipeline.stages.split_sequence import SplitSequence
 from fastpar.pipeline.stages.stage import Stage
-from fastpar.pipeline.stages.weighting import Weighing
 
-Loss = Callable[[Any, Any], Tensor]
-MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 _E = TypeVar("_E", bound=BaseException)
 
 _WHOLE, _INPUT, _WEIGHT = ActionType.BACKWARD, ActionType.BACKWARD_INPUT, ActionType.BACKWARD_WEIGHT
@@ -63,7 +67,7 @@ class PipelineError(RuntimeError):
     """An action failed; the message names rank, stage, microbatch and action, and the cause is chained."""
 
 
-class Pipeline:
+class Pipeline(RankModules):
     """This rank's stages of a model, and the schedule that runs them with those of the other ranks.
 
     stages     this rank's stages, in the order of `schedule.stages_of(rank)`: modules, or `Stage`s of a `Partition`
@@ -114,30 +118,26 @@ class Pipeline:
         self.rank = self._p2p.rank
         if schedule.num_ranks != self._p2p.size:
             raise ValueError(f"the schedule is for {schedule.num_ranks} ranks, but the group has {self._p2p.size}")
-        own = schedule.stages_of(self.rank)
-        if len(stages) != len(own):
-            raise ValueError(f"rank {self.rank} runs stages {own} of the schedule, but {len(stages)} were given")
-        if len({schedule.part_of(s) for s in own}) < len(own):
-            raise ValueError(f"rank {self.rank} would hold a part of the model twice: its stages are {own}")
-        self.stages = {s: _as_stage(stage, schedule, s) for s, stage in zip(own, stages, strict=True)}
-        self._loss, self._reduction, self._sequence = loss, reduction, sequence
-        steps = [a.type is ActionType.STEP and a.stage == 0 for a in schedule.flat(schedule.stage_ranks[0])]
-        self._updates = sum(steps)  # of every stage, during one step() of a schedule that updates on its way
-        self._per_update = schedule.num_microbatches // max(self._updates, 1)
-        self._divisor = 1 if reduction == "sum" else self._per_update
+        self.stages = stages_of_rank(schedule, self.rank, stages)
+        counts = MicrobatchCounts.of(schedule)
+        self._reduction, self._updates = reduction, counts.updates
         options = (
             f"reduction={reduction!r}, {'a' if loss is not None else 'no'} loss, optimizer={optimizer is not None}"
         )
-        # Keywords of the stages of all ranks.
-        self._keywords = self._agreement.meet(self.schedule, self.stages.values(), options)
-        self.optimizers = self._make_optimizers(optimizer)
+        keywords = self._agreement.meet(self.schedule, self.stages.values(), options)  # of the stages of all ranks
+        self.optimizers = make_optimizers(self.schedule, self.stages, self._updates, optimizer)
         self._exchange = StageTransfers(self.schedule, self.rank, self._p2p)
-        self._runs = {s: self._stage_run(s, stage) for s, stage in self.stages.items()}
+        self._runs = {
+            s: stage_run(self.schedule, self.rank, s, stage, self.optimizers.get(s)) for s, stage in self.stages.items()
+        }
         self.head = head
-        self._check_sequence()
+        rule = self._loss_rule(loss, counts)
+        if sequence is not None:
+            check_split_sequence(self._agreement, self.schedule, self._updates, rule)
+        self._batch = BatchRun(keywords, loss, rule, counts.equal(reduction), sequence)
         tags = 2 * schedule.num_stages**2 * schedule.num_microbatches
         self._loss_tag, shared_tag = tags, tags + 1
-        self._head = self._make_head(head, loss, tags + 2)
+        self._head = make_head(self.schedule, self._p2p, head, has_loss=loss is not None, tags=tags + 2)
         shared = find_shared(schedule, self.rank, self.stages)
         if shared and self._updates:
             raise ValueError(
@@ -172,7 +172,7 @@ class Pipeline:
         """
         if not torch.is_grad_enabled():
             raise RuntimeError("step() computes gradients, but they are switched off here; evaluate() needs none")
-        self._begin(args, kwargs, target, Purpose.TRAIN, denominator)
+        self._begin(PipelineCall(args, kwargs, target, denominator), Purpose.TRAIN)
         with self.around_runs(True):
             self._shared.begin()
             for run in self._runs.values():
@@ -184,7 +184,7 @@ class Pipeline:
 
     def evaluate(self, *args: Any, target: Any = None, denominator: float | None = None, **kwargs: Any) -> Tensor:
         """The loss of a batch, on every rank, without gradients; arguments and errors as for `step`."""
-        self._begin(args, kwargs, target, Purpose.LOSS, denominator)
+        self._begin(PipelineCall(args, kwargs, target, denominator), Purpose.LOSS)
         with torch.no_grad(), self.around_runs(False):
             self._run(self._forward_only, loss=True)
             self._collect_head(HeadRun.loss)
@@ -194,7 +194,7 @@ class Pipeline:
         """The outputs of the last stage, one per microbatch, on the rank that holds it (DualPipe: None for the
         microbatches of the other chain); None on all others. No gradients.
         """
-        self._begin(args, kwargs, None, Purpose.LOGITS)
+        self._begin(PipelineCall(args, kwargs), Purpose.LOGITS)
         with torch.no_grad(), self.around_runs(False):
             self._run(self._forward_only, loss=False)
             self._collect_head(HeadRun.logits)
@@ -222,77 +222,13 @@ class Pipeline:
             ]
         )
 
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters of this rank's stages and its shard of the head, each once, under the names that they have in
-        the whole model: what `fp.zero.shard(pipe, optimizer, group=mesh)` and checkpoints go by.
-
-        All ranks together have every parameter of the model. One name stands for equal values wherever it appears: what
-        several parts share is on each of them under its name, tied weights under the names they have there (the
-        embedding's on one part, the head's on another). A second copy on the same rank is called "name@part3".
-        """
-        seen: set[nn.Parameter] = set()
-        names: set[str] = set()
-        parts = [stage.part for stage in self.stages.values()]
-        for (module, prefix), part in itertools.zip_longest(self._named_modules(), parts):
-            for name, parameter in module.named_parameters(prefix=prefix):
-                if parameter in seen:
-                    continue
-                seen.add(parameter)
-                unique = f"{name}@part{part}" if name in names else name
-                names.add(unique)
-                yield unique, parameter
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """`named_parameters` without names, which parameters carry as the attribute `pipeline_name`: whoever gets them
-        alone, as an optimizer or `fastpar.zero.shard`, can tell those of all stages apart."""
-        for name, parameter in self.named_parameters():
-            vars(parameter)["pipeline_name"] = name
-            yield parameter
-
-    def modules(self) -> Iterator[nn.Module]:
-        """The modules of this rank's stages and its shard of the head."""
-        for module, _ in self._named_modules():
-            yield from module.modules()
-
-    def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """Buffers of this rank's stages, by their names in the whole model."""
-        for module, prefix in self._named_modules():
-            yield from module.named_buffers(prefix=prefix)
-
-    @checked(computed=False)
-    def train(self, mode: bool = True) -> Pipeline:
-        """Put this rank's stages into training mode."""
-        for module, _ in self._named_modules():
-            module.train(mode)
-        return self
-
-    def eval(self) -> Pipeline:
-        """`train(False)`."""
-        return self.train(False)
-
-    def state_dict(self) -> dict[str, Any]:
-        """What this rank holds, under the names that it has in the whole model."""
-        state: dict[str, Any] = {}
-        for module, prefix in self._named_modules():
-            state |= module.state_dict(prefix=f"{prefix}." if prefix else "")
-        return state
-
-    @checked(computed=False)
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take this rank's part of a state dict, which may be that of the whole model (but for a sharded head, which
-        takes its own shard).
-
-        Raises RuntimeError where something is missing, or has another shape.
-        """
-        for module, prefix in self._named_modules():
-            dotted = f"{prefix}." if prefix else ""
-            names = module.state_dict()
-            module.load_state_dict({n: state_dict[dotted + n] for n in names if dotted + n in state_dict})
-
-    def _named_modules(self) -> list[tuple[nn.Module, str]]:
-        """This rank's stages and its shard of the head, each with the prefix of its names."""
-        heads = [] if self.head is None else [(self.head, self.head.name)]
-        return [*((stage.module, stage.prefix) for stage in self.stages.values()), *heads]
+    def _loss_rule(self, loss: Loss | None, counts: MicrobatchCounts) -> PipelineLossRule | None:
+        """None where the loss is computed elsewhere."""
+        last = next((stage for stage in self.stages.values() if stage.is_last), None)
+        if last is None:
+            return None
+        computed = self.head.loss if self.head is not None else loss
+        return PipelineLossRule(computed, last.loss_mean, self._reduction, counts)
 
     def __repr__(self) -> str:
         s = self.schedule
@@ -324,100 +260,26 @@ class Pipeline:
         # Functions, not bound methods: a pipeline in no cycle gives back what it holds when it is dropped.
         return [(_HANDLERS[action.type], action) for action in actions]
 
-    def _begin(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        target: Any,
-        purpose: Purpose,
-        denominator: float | None = None,
-    ) -> None:
+    def _begin(self, call: PipelineCall, purpose: Purpose) -> None:
         if self._failure is not None:
             raise RuntimeError(f"this pipeline has failed and cannot be used any more: {self._failure}")
         if not self._closing.alive:
             raise RuntimeError("this pipeline has been closed")
         error: Exception | None = None
         try:
-            self._prepare(args, kwargs, target, purpose, denominator)
+            self._batch.cut(call, purpose)
+            self._results = {}
         except Exception as found:  # raised below, on every rank
             error = found
         try:
-            self._agreement.begin_run(error, partial(self._summary, args, kwargs, target))
+            self._agreement.begin_run(error, partial(self._batch.summary, call))
         except BaseException as found:
-            self._forget_batch()
+            self._batch.forget()
             if isinstance(found, CommError):
                 self._fail(found, "beginning a run", None)
             raise
         if self._head is not None:
-            self._head.begin(purpose, self._weighing.divisors)
-
-    def _summary(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> dict[str, Any]:
-        return {**summary(args, kwargs, target), **(self._sequence.summary() if self._sequence is not None else {})}
-
-    def _forget_batch(self) -> None:
-        """It is the caller's to keep."""
-        self._inputs: list[tuple[Any, ...]] = []
-        self._kwargs: list[dict[str, Any]] = []
-        self._targets: list[Any] = []
-
-    def _prepare(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        target: Any,
-        purpose: Purpose,
-        denominator: float | None,
-    ) -> None:
-        for name in kwargs:
-            if not any(name in keywords for keywords in self._keywords):
-                hint = "; what the loss compares with is target=" if name in ("targets", "labels", "y") else ""
-                raise ValueError(f"no stage takes the keyword input {name!r}{hint}")
-        count = self.schedule.num_microbatches
-        self._inputs, self._kwargs = split_call(args, kwargs, count)
-        if self._sequence is not None:
-            self._sequence.begin(rows_of(self._inputs, self._kwargs))
-        self._targets = split(target, count, "target")
-        self._results = {}
-        self._weighing = Weighing.equal(count, self._divisor)
-        if denominator is not None:
-            self._weighing = self._weigh_by(denominator)
-        elif self._reduction == "mean" and purpose is not Purpose.LOGITS:
-            self._weighing = self._weigh()
-
-    def _weigh_by(self, denominator: float) -> Weighing:
-        """A given denominator of a loss whose sum is known."""
-        last = next((stage for stage in self.stages.values() if stage.is_last), None)
-        known = self.head.loss if self.head is not None else self._loss
-        if last is None:
-            return self._weighing
-        if not isinstance(known, CrossEntropy) or self._reduction != "mean" or self._updates:
-            raise ValueError(
-                "denominator= is for loss=fastpar.pipeline.CrossEntropy() with reduction='mean', whose sum over tokens "
-                f"is known, got {known!r:.60} and {self._reduction!r}"
-            )
-        if not denominator > 0:
-            raise ValueError(f"denominator must be positive, got {denominator}")
-        if not all(isinstance(target, Tensor) for target in self._targets):
-            return self._weighing  # an error of its own, in the first forward
-        counts = [int((target != known.ignore_index).sum()) for target in self._targets]
-        return Weighing([denominator / n if n else math.inf for n in counts], [None] * len(counts))
-
-    def _weigh(self) -> Weighing:
-        """What the microbatches' losses count, where the last stage is here."""
-        rule = self._loss_rule()
-        if rule is None:
-            return self._weighing
-        if self._sequence is not None:
-            return rule.weigh_parts(self._sequence, self._targets, self._kwargs)
-        return rule.weigh(self._targets, self._kwargs)
-
-    def _loss_rule(self) -> PipelineLossRule | None:
-        """None where the loss is computed elsewhere."""
-        last = next((stage for stage in self.stages.values() if stage.is_last), None)
-        if last is None:
-            return None
-        loss = self.head.loss if self.head is not None else self._loss
-        return PipelineLossRule(loss, last.loss_mean, self._reduction, self._per_update, self.schedule.num_microbatches)
+            self._head.begin(purpose, self._batch.weighing.divisors)
 
     def _run(self, program: list[tuple[Callable[[Pipeline, Action], None], Action]], *, loss: bool) -> None:
         self._wants_loss = loss
@@ -434,7 +296,7 @@ class Pipeline:
         except BaseException as error:
             self._fail(error, f"action {action} ({len(times) + 1} of {len(program)})", action)
         finally:
-            self._forget_batch()
+            self._batch.forget()
 
     def _finish(self, what: str, function: Callable[[], Any]) -> Any:
         try:
@@ -469,12 +331,11 @@ class Pipeline:
         stage, microbatch = action.stage, _microbatch(action)
         run, take = self._runs[stage], self._exchange.take_activations
         received = {source: take(source, stage, microbatch) for source in run.sources}
-        inputs = self._inputs[microbatch] if run.previous is None else ()
-        loss_of = partial(self._loss_of, microbatch) if self._wants_loss else None
-        kwargs, items = self._kwargs[microbatch], self._weighing.items[microbatch]
-        if items is not None and run.following is None:
-            kwargs = {**kwargs, "num_items_in_batch": torch.tensor(items)}
-        with self._sequence.microbatch(microbatch) if self._sequence is not None else nullcontext():
+        batch = self._batch
+        inputs = batch.inputs[microbatch] if run.previous is None else ()
+        loss_of = partial(batch.loss_of, microbatch) if self._wants_loss else None
+        kwargs = batch.kwargs_of(microbatch, is_last=run.following is None)
+        with batch.running(microbatch):
             packets, result = run.forward(microbatch, received, inputs, kwargs, action.version, loss_of)
         for destination, packet in packets.items():
             self._exchange.post_activations(stage, destination, microbatch, packet)
@@ -483,21 +344,7 @@ class Pipeline:
         elif self._head is not None and stage == self.schedule.last_stage:
             packet = take(stage, self.schedule.num_stages, microbatch)
             hidden = packet.tensors[0] if len(packet.tensors) == 1 else packet.tensors
-            self._head.offer(microbatch, hidden, self._targets[microbatch])
-
-    def _loss_of(self, microbatch: int, output: Any) -> Tensor:
-        divisor = self._weighing.divisors[microbatch]
-        if math.isinf(divisor):  # a CrossEntropy of ignored targets only, whose mean is not a number
-            return output.sum() * 0
-        loss = output if self._loss is None else self._loss(output, self._targets[microbatch])
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-            which = "the last stage's module (no loss= was given)" if self._loss is None else "the loss"
-            raise ValueError(f"{which} must return a tensor with one element, got {what}")
-        if isinstance(output, Tensor) and output.requires_grad and not loss.requires_grad:
-            raise ValueError("the loss does not depend on the output: it requires no gradient, but the output does")
-        loss = loss.reshape(()) if loss.dim() else loss
-        return loss if divisor == 1 else loss / divisor
+            self._head.offer(microbatch, hidden, batch.targets[microbatch])
 
     def _transfer(self, action: Action) -> None:
         self._exchange.run(action)
@@ -584,73 +431,6 @@ class Pipeline:
             total += losses[index]
         return total / self._updates if self._updates and self._reduction != "sum" else total
 
-    # Construction
-
-    def _check_sequence(self) -> None:
-        """Raises ValueError, on every rank, for what sums no gradients, or is no part, of sequences that are split."""
-        if self._sequence is None:
-            return
-        problem = ""
-        if self._updates:
-            problem = (
-                f"the schedule {self.schedule.name!r} updates the weights on its way, before anybody can sum gradients "
-                "over the ranks that sequences are split over: take one without updates"
-            )
-        try:
-            if not problem and (rule := self._loss_rule()) is not None:
-                rule.check_parts()
-        except ValueError as error:
-            problem = str(error)
-        found = next((text for text in self._agreement.gather(problem) if text), "")
-        if found:
-            raise ValueError(problem or found)
-
-    def _stage_run(self, s: int, stage: Stage) -> StageRun:
-        schedule, chain = self.schedule, self.schedule.chain_of_stage(s).stages
-        skips_from: dict[int, tuple[str, ...]] = {}
-        for name, part in stage.receives.items():
-            skips_from[chain[part]] = (*skips_from.get(chain[part], ()), name)
-        optimizers = self.optimizers
-        halved = {a.microbatch for a in schedule.flat(self.rank) if a.stage == s and a.type is _INPUT}
-        return StageRun(
-            stage,
-            previous=schedule.previous_stage(s),
-            following=schedule.head if s == schedule.last_stage else schedule.next_stage(s),
-            skips_to={name: tuple(chain[part] for part in parts) for name, parts in stage.sends.items()},
-            skips_from=skips_from,
-            is_split=halved.__contains__,
-            versions=WeightVersions(stage.module, lambda: optimizers[s].step()) if s in optimizers else None,
-        )
-
-    def _make_head(self, head: ShardedHead | None, loss: Loss | None, tags: int) -> HeadRun | None:
-        schedule = self.schedule
-        if (head is not None) != schedule.sharded_head:
-            has = "has a sharded head" if schedule.sharded_head else "has no sharded head"
-            needs = "head= must be this rank's shard" if schedule.sharded_head else "head= needs shard_head(schedule)"
-            raise ValueError(f"the schedule {schedule.name!r} {has}: {needs}")
-        if head is None:
-            return None
-        if loss is not None:
-            raise ValueError("a sharded head computes the loss: leave loss= out, and say there which (CrossEntropy)")
-        if (head.rank, head.num_ranks) != (self.rank, schedule.num_ranks):
-            raise ValueError(
-                f"this is rank {self.rank} of {schedule.num_ranks}, but got the head's shard of rank {head.rank} of "
-                f"{head.num_ranks}"
-            )
-        return HeadRun(head, schedule, self.rank, self._p2p, tags)
-
-    def _make_optimizers(self, make: MakeOptimizer | None) -> dict[int, torch.optim.Optimizer]:
-        if (make is not None) != (self._updates > 0):
-            has = "updates" if self._updates else "does not update"
-            raise ValueError(
-                f"the schedule {self.schedule.name!r} {has} the weights on its way, so optimizer= "
-                + ("must be given" if self._updates else "must be None: call your optimizer after step()")
-            )
-        if make is None:
-            return {}
-        trained = {s: [p for p in stage.module.parameters() if p.requires_grad] for s, stage in self.stages.items()}
-        return {s: make(parameters) for s, parameters in trained.items() if parameters}
-
 
 _HANDLERS: dict[ActionType, Callable[[Pipeline, Action], None]] = {
     ActionType.FORWARD: Pipeline._forward,
@@ -673,17 +453,6 @@ _HANDLERS: dict[ActionType, Callable[[Pipeline, Action], None]] = {
 def _microbatch(action: Action) -> int:
     assert action.microbatch is not None
     return action.microbatch
-
-
-def _as_stage(stage: nn.Module | Stage, schedule: Schedule, s: int) -> Stage:
-    part, num_parts = schedule.part_of(s), schedule.num_parts
-    if isinstance(stage, nn.Module):
-        return Stage.of_module(stage, part, num_parts)
-    if (stage.part, stage.num_parts) != (part, num_parts):
-        raise ValueError(
-            f"stage {s} of the schedule is part {part} of {num_parts}, but got part {stage.part} of {stage.num_parts}"
-        )
-    return stage
 
 
 def _with_message(error: _E, text: str) -> _E:

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from fastpar.pipeline.runtime.sharded_head import CrossEntropy
+from fastpar.pipeline.schedules.schedule import ActionType, Schedule
 from fastpar.pipeline.stages.split_sequence import SplitSequence
 from fastpar.pipeline.stages.weighting import IGNORED, LossMean, Weighing, check_equal_counts
 
@@ -22,27 +23,66 @@ _ADVICE = (
 
 
 @dataclass(frozen=True)
+class MicrobatchCounts:
+    """Of a schedule: the microbatches of a step, and the updates of every stage during one (0: after it)."""
+
+    num_microbatches: int
+    updates: int
+
+    @classmethod
+    def of(cls, schedule: Schedule) -> MicrobatchCounts:
+        steps = [a.type is ActionType.STEP and a.stage == 0 for a in schedule.flat(schedule.stage_ranks[0])]
+        return cls(schedule.num_microbatches, sum(steps))
+
+    @property
+    def per_update(self) -> int:
+        return self.num_microbatches // max(self.updates, 1)
+
+    def equal(self, reduction: str) -> Weighing:
+        """Every microbatch counts the same."""
+        return Weighing.equal(self.num_microbatches, 1 if reduction == "sum" else self.per_update)
+
+
+@dataclass(frozen=True)
 class PipelineLossRule:
     """Whose loss it is, and what it is divided by.
 
     loss        loss(output, target), None: the model's own
     mean        what the model's own loss is the mean of
-    reduction, per_update, num_microbatches    of the pipeline
+    reduction  of the pipeline
+    counts     what microbatches count in its batch
     """
 
     loss: Callable[..., Any] | None
     mean: LossMean
     reduction: str
-    per_update: int
-    num_microbatches: int
+    counts: MicrobatchCounts
 
     @property
-    def divisor(self) -> int:
-        return 1 if self.reduction == "sum" else self.per_update
+    def num_microbatches(self) -> int:
+        return self.counts.num_microbatches
+
+    @property
+    def per_update(self) -> int:
+        return self.counts.per_update
 
     def equal(self) -> Weighing:
         """Every microbatch counts the same."""
-        return Weighing.equal(self.num_microbatches, self.divisor)
+        return self.counts.equal(self.reduction)
+
+    def weigh_by(self, denominator: float, targets: Sequence[Any]) -> Weighing:
+        """A given denominator; ValueError for a loss whose sum is not known, or a denominator not above 0."""
+        if not isinstance(self.loss, CrossEntropy) or self.reduction != "mean" or self.counts.updates:
+            raise ValueError(
+                "denominator= is for loss=fastpar.pipeline.CrossEntropy() with reduction='mean', whose sum over tokens "
+                f"is known, got {self.loss!r:.60} and {self.reduction!r}"
+            )
+        if not denominator > 0:
+            raise ValueError(f"denominator must be positive, got {denominator}")
+        if not all(isinstance(target, Tensor) for target in targets):
+            return self.equal()  # an error of its own, in the first forward
+        counts = self._counts(targets)
+        return Weighing([denominator / n if n else math.inf for n in counts], [None] * len(counts))
 
     def weigh(self, targets: Sequence[Any], kwargs: Sequence[Mapping[str, Any]]) -> Weighing:
         """Of whole sequences."""
@@ -119,4 +159,4 @@ class PipelineLossRule:
             )
 
 
-__all__ = ["PipelineLossRule"]
+__all__ = ["MicrobatchCounts", "PipelineLossRule"]

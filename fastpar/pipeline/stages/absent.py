@@ -10,6 +10,7 @@ from stand-ins never counts: see `stream`.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -46,10 +47,16 @@ class Absent(nn.Module):
         self._template: Any = HIDDEN
         self._stream: Stream | None = None
         self._is_entry, self._is_exit = False, False
+        self._stand_in: Callable[[Tensor], Tensor] | None = None
 
     def connect(self, stream: Stream, *, is_entry: bool, is_exit: bool) -> None:
         """Say where in its part this stands."""
         self._stream, self._is_entry, self._is_exit = stream, is_entry, is_exit
+
+    def goes_on(self, stand_in: Callable[[Tensor], Tensor]) -> None:
+        """Say what the model's own code gets in the place of the hidden states that have left, whose result is not
+        used: where these are a rank's part, something of the whole's shape."""
+        self._stand_in = stand_in
 
     def returns(self, template: Any) -> None:
         """Say what the module returns (`template_of`)."""
@@ -69,6 +76,7 @@ class Absent(nn.Module):
                         f"{self.path} was called twice in one forward; a pipeline runs every module once"
                     )
                 stream.left = hidden
+                hidden = hidden if self._stand_in is None else self._stand_in(hidden)
             if self._is_entry and stream.received is not None:
                 hidden = stream.received
         return fill(self._template, hidden)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
@@ -43,6 +43,18 @@ class Tied:
         return ", ".join(f"{' = '.join(self.names[part])} on part {part}" for part in self.parts)
 
 
+class StreamParts(Protocol):
+    """The hidden states between two parts where ranks beside the pipeline have each a part of them, and hand it to the
+    same rank of the next part."""
+
+    def arrive(self, part: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """Keep what the module's first layer is to get. Returns something of the whole's shape, which the module is
+        called with in its place."""
+
+    def depart(self, part: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+        """(part, shape of the whole) of what the module returns."""
+
+
 @dataclass
 class Stage:
     """One part of a model.
@@ -58,6 +70,7 @@ class Stage:
     loss_mean        what the model's own loss is the mean of, on a part that returns it
     fingerprint      checksums of the whole model's parameters before it was cut, to compare between ranks
     prefix           of the names of its parameters, where the module does not hold them under their full names
+    taken, sent      where hidden states come from the previous, and go to the next part as a rank's part; None: whole
     """
 
     part: int
@@ -73,6 +86,8 @@ class Stage:
     takes: tuple[str, ...] = ()
     loss_mean: LossMean = field(default_factory=LossMean)
     fingerprint: Mapping[str, int] = field(default_factory=dict)
+    taken: StreamParts | None = None
+    sent: StreamParts | None = None
 
     @staticmethod
     @checked(computed=False)
@@ -113,11 +128,15 @@ class Stage:
         if self.takes:
             received, taken = received
             named |= taken
+        if self.taken is not None:
+            received = self.taken.arrive(*received)
         if isinstance(self.module, (ModuleChain, nn.Sequential)) and self.part:
             output = self.module(received, **named)  # their own rule for tuples and dicts holds between parts as well
         else:
             output = call(self.module, received, named)
         value, found = (output.output, output.skips) if isinstance(output, StageOutput) else (output, {})
+        if self.sent is not None:
+            value = self.sent.depart(value)
         if not (found or self.sends or self.passes):
             return value, found
         if set(found) != {*self.sends, *self.passes}:
