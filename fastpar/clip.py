@@ -392,7 +392,8 @@ def _zeros_on(device: torch.device) -> Tensor:
 
 
 def _factor(norm: Tensor, max_norm: float, eps: float = 1e-6) -> Tensor:
-    return torch.where(norm.isfinite(), (max_norm / (norm + eps)).clamp(max=1.0), 1.0)
+    # floats: torch takes no int beyond 64 bits
+    return torch.where(norm.isfinite(), (float(max_norm) / (norm + float(eps))).clamp(max=1.0), 1.0)
 
 
 def _largest(params: Parameters, mesh: Mesh | DeviceMesh | None, groups: Groups | None) -> Tensor:

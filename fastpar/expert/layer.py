@@ -140,7 +140,7 @@ class Experts(nn.Module):
         x = gather_sequence(x, etp, dim=0, sizes=sizes)
         weights = gather_sequence(weights, etp, dim=0, sizes=sizes)
         indices = self._physical(etp.all_gather(indices, sizes=sizes))
-        experts, replicas = _second_bias_once(experts, etp), replicas and _second_bias_once(replicas, etp)
+        experts, replicas = experts.second_bias_once(etp), replicas and replicas.second_bias_once(etp)
         # Added behind the sum over etp: within it, it would be added on every rank.
         given: list[Tensor | None] = [] if callable(add) else [add]
         called = (lambda: given.append(add())) if callable(add) else None
@@ -162,24 +162,6 @@ class Experts(nn.Module):
         ep, etp = self.groups.ep.size, self.groups.etp.size
         copies = f", replicas={self.replicas}" if self.replicas else ""
         return f"hidden={self.hidden}, inner={self.inner}, num_experts={self.num_experts}, ep={ep}, etp={etp}{copies}"
-
-
-def _second_bias_once(experts: ExpertWeights, etp: Communicator) -> ExpertWeights:
-    if experts.second_bias is None:
-        return experts
-    return experts._replace(second_bias=BiasOnOneRank.apply(experts.second_bias, etp.rank == 0))
-
-
-class BiasOnOneRank(torch.autograd.Function):
-    """A bias that every rank of etp has and one of them adds; each has all tokens' gradients, so each its whole."""
-
-    @staticmethod
-    def forward(ctx: Any, bias: Tensor, is_mine: bool) -> Tensor:
-        return bias.clone() if is_mine else torch.zeros_like(bias)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0], None
 
 
 class SharedExpert(nn.Module):

@@ -117,6 +117,11 @@ class LayoutFields:
         """Experts of the model; 0 without one."""
         return self.model.num_experts if self.model else 0
 
+    @property
+    def experts_ffn(self) -> int:
+        """Inner size of each of them; 0 without one."""
+        return self.model.experts.ffn if self.model and self.model.experts else 0
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -136,11 +141,12 @@ class Rule:
     def message(self, x: LayoutFields) -> str:
         """What is wrong with one layout, with its numbers."""
         values = {each.name: getattr(x, each.name) for each in fields(x)}
-        extra = {name: getattr(x, name) for name in ("world", "dp", "heads", "experts", "grid_ranks", "heads_ranks")}
+        extra = {name: getattr(x, name) for name in _DERIVED}
         layers = x.model.layers if x.model else 0
         return f"{self.name}: {self.says.format(**values, **extra, layers=layers)} ({self.why})"
 
 
+_DERIVED = ("world", "dp", "heads", "experts", "experts_ffn", "grid_ranks", "heads_ranks")
 _ASYNCHRONOUS = ("pipedream", "pipedream_2bw")
 _LOOPED = ("interleaved_1f1b", "looped_bfs", "zb_h1")  # that take stages_per_rank
 
@@ -153,7 +159,7 @@ def _is(values: Any, words: Sequence[str]) -> Any:
 RULES: tuple[Rule, ...] = (
     Rule(
         "ranks",
-        "pp x dp_replicate x dp_shard x cp x tp is {world}, but there are {world_size} ranks",
+        "pp x dp_replicate x dp_shard x cp x tp is {world}, but there are {world_size} ranks (world_size)",
         "every rank has one place in the mesh",
         lambda x: (x.world_size > 0) & (x.world != x.world_size),
     ),
@@ -177,9 +183,9 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "split experts",
-        "etp is {etp}, but parallelize spreads experts over ep only",
-        "a mesh with etp is refused; fastpar.expert.Experts takes one by itself",
-        lambda x: x.etp > 1,
+        "the experts' inner size ({experts_ffn}) must be divisible by etp ({etp})",
+        "every rank has as many inner features of an expert as the others",
+        lambda x: (x.experts > 0) & (x.experts_ffn % x.etp != 0),
     ),
     Rule(
         "heads",
@@ -204,14 +210,14 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "grid dims",
-        "a grid goes with data parallelism alone, not with pp {pp}, cp {cp}, ep {ep}, etp {etp} or {experts} experts",
-        "parallelize and parallelize_pipeline refuse them: stages, tokens and experts have no place on it",
-        lambda x: (x.grid_ranks > 1) & ((x.pp * x.cp * x.ep * x.etp > 1) | (x.experts > 0)),
+        "a grid goes with data parallelism and pipelines, not with cp {cp}, ep {ep}, etp {etp} or {experts} experts",
+        "parallelize and parallelize_pipeline refuse them: tokens and experts have no place on it",
+        lambda x: (x.grid_ranks > 1) & ((x.cp * x.ep * x.etp > 1) | (x.experts > 0)),
     ),
     Rule(
         "grid batch",
-        "a pass of a batch of {batch} over {dp} data-parallel ranks, in {accumulate} passes, leaves one of z {grid_z} "
-        "ranks of the grid ({grid_replicas} replicas) without a sequence",
+        "a batch of {batch} over {dp} data-parallel ranks, in {accumulate} passes and {microbatches} microbatches, "
+        "leaves one of z {grid_z} ranks of the grid ({grid_replicas} replicas) without a sequence",
         "sequences are dealt over z in parts of equal sizes, rounded up",
         lambda x: (x.grid_z > 1) & (x.batch > 0) & _leaves_one_out(x),
     ),
@@ -333,9 +339,16 @@ def _is_tied(x: LayoutFields) -> bool:
 
 
 def _leaves_one_out(x: LayoutFields) -> Any:
-    """Whether one of z ranks has no sequence: those of a pass go to replicas, and of each to its z / replicas ranks,
-    both by `torch.chunk`'s rule."""
-    rows, ranks = x.batch // (x.dp * x.accumulate), x.grid_z // x.grid_replicas
+    """Whether one of z ranks has no sequence in some microbatch: a pass is cut into microbatches whose sizes differ by
+    one, by `torch.tensor_split`'s rule."""
+    rows, parts = x.batch // (x.dp * x.accumulate), x.microbatches * (x.pp > 1) + (x.pp == 1)
+    return _has_none(rows // parts, x) | _has_none(-(-rows // parts), x)
+
+
+def _has_none(rows: Any, x: LayoutFields) -> Any:
+    """The same of one microbatch: its sequences go to replicas, and of each to its z / replicas ranks, both by
+    `torch.chunk`'s rule."""
+    ranks = x.grid_z // x.grid_replicas
     most = -(-rows // x.grid_replicas)
     least = rows - (x.grid_replicas - 1) * most
     return (least - (ranks - 1) * -(-least // ranks) <= 0) | (most - (ranks - 1) * -(-most // ranks) <= 0)

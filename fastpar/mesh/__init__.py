@@ -12,8 +12,9 @@ Views of the same ranks, slowest dim first:
 so the ranks of an expert group are neighbours: first those of one tp group, then of cp, then of dp_shard. etp splits
 every expert, ep the set of them, and efsdp holds copies: how experts are laid out does not follow from tp. Derived
 names, flattened: "dp" is dp_replicate x dp_shard; "fsdp" is dp_shard x cp, the ranks that parameters are sharded over;
-"dp_cp" is dp_replicate x dp_shard x cp, all ranks with the same parameters; "edp" is dp_replicate x efsdp, the ranks
-with the same part of the experts.
+"dp_cp" is dp_replicate x dp_shard x cp, all ranks with the same parameters; "cp_tp" is cp x tp, the ranks that share
+the tokens of a sequence under sequence parallelism; "edp" is dp_replicate x efsdp, the ranks with the same part of the
+experts.
 
 Decided: every group is made in `init_mesh`, when all ranks are known to be present. Making a group is itself a
 collective of the whole job; made on first use, it would hang whenever only some ranks use it. Dims of one rank get no

@@ -39,6 +39,7 @@ _FLATTENED = {
     "fsdp": ("dp_shard", "cp"),
     "dp": ("dp_replicate", "dp_shard"),
     "dp_cp": ("dp_replicate", "dp_shard", "cp"),
+    "cp_tp": ("cp", "tp"),
     "edp": ("dp_replicate", "efsdp"),
 }
 _NAMES = (*DENSE_DIMS, "efsdp", "ep", "etp", *_FLATTENED, *TENSOR_GRID_DIMS)
@@ -47,6 +48,7 @@ _DERIVED = {
     "(each has a copy), or both",
     "fsdp": "give dp_shard=N; it is dp_shard x cp",
     "dp_cp": "it is dp_replicate x dp_shard x cp: give these",
+    "cp_tp": "give cp=N and tp=N",
     "efsdp": "it follows from the other sizes",
     "edp": "it follows from the other sizes",
     **dict.fromkeys(TENSOR_GRID_DIMS, "give tp=N and tp_grid=(x, y, z), or a GridSpec"),
@@ -292,8 +294,9 @@ class Mesh:
             )
         if all(name in (*EXPERT_DIMS, "edp") for name in wanted):
             return self._slice(self._expert, wanted)
+        derived = ", ".join(name for name in _FLATTENED if name != "edp")
         raise ValueError(
-            f"mesh[{names!r}]: take all names from {DENSE_DIMS} and dp, fsdp, dp_cp, or from {EXPERT_DIMS} and edp"
+            f"mesh[{names!r}]: take all names from {DENSE_DIMS} and {derived}, or from {EXPERT_DIMS} and edp"
         )
 
     def _of_grid(self, names: str | tuple[str, ...], wanted: tuple[str, ...]) -> DeviceMesh:

@@ -32,6 +32,7 @@ from fastpar.parallel.styles import AttentionStyle, ExpertStyle, Style, SwapCont
 from fastpar.parallel.swap import Swap
 from fastpar.parallel.token_mixing import refuse_mixing
 from fastpar.pipeline.stages.absent import Absent
+from fastpar.tensor import Grid
 from fastpar.tensor.binding import BoundGroup, GroupLike, bind
 
 M = TypeVar("M", bound=nn.Module)
@@ -52,10 +53,11 @@ def parallelize(
 ) -> M:
     """Split a model's layers over the tensor-parallel group, in place; returns the model.
 
-    mesh               an `fp.Mesh` (its "tp" dim is used, and "ep" for experts; its data-parallel coordinates place
-                       dropout masks), a 1-D DeviceMesh or a ProcessGroup (experts are spread over the same ranks). With
-                       `tp_grid` linears become `GridLinear`, the same plan on x by y ranks, and the residual stream is
-                       cut over the grid (`fastpar.tensor.GridRegion`); a grid (1, p, 1) is the layers of one dim
+    mesh               an `fp.Mesh` (its "tp" dim is used, "ep" and "etp" for experts; its data-parallel coordinates
+                       place dropout masks), a 1-D DeviceMesh or a ProcessGroup (experts are spread over the same
+                       ranks). With `tp_grid` linears become `GridLinear`, the same plan on x by y ranks, and the
+                       residual stream is cut over the grid (`fastpar.tensor.GridRegion`); a grid (1, p, 1) is the
+                       layers of one dim
     plan               "auto": what the model declares (Hugging Face's `tp_plan`), or how it calls its linears, as far
                        as trials on this process confirm it; blocks of which they do not are left whole, and `explain`
                        says why (`fastpar.parallel.proving`). Or a dict from pattern to style, such as
@@ -107,15 +109,17 @@ def parallelize(
     split = _context(model, mesh, gather_logits)
     split.grid = grid
     split.context = _region(model, mesh, context, attention_of(model, plan))
-    comm, experts = split.comm, split.experts.comm
+    comm = split.comm
     is_written = not isinstance(plan, str)
     if isinstance(plan, str):
         with trial_of(split.context):
-            plan = _proven(model, split, sequence_parallel=sequence_parallel)
+            plan = proven_on(model, comm.size, grid, sequence_parallel=sequence_parallel)
     styles = match_plan(model, plan)
     is_spread = any(isinstance(style, ExpertStyle) for style in styles.values())
-    if isinstance(mesh, Mesh) and mesh.size("ep") > 1 and not is_spread:
-        raise ValueError(f"the mesh has ep={mesh.size('ep')}, but the plan gives no module the style 'expert'")
+    unused = {dim: n for dim in ("ep", "etp") if isinstance(mesh, Mesh) and (n := mesh.size(dim)) > 1}
+    if unused and not is_spread:
+        sizes = ", ".join(f"{dim}={n}" for dim, n in unused.items())
+        raise ValueError(f"the mesh has {sizes}, but the plan gives no module the style 'expert'")
     resolve(split, styles, sequence_parallel=sequence_parallel)
     check_on_grid(split, styles)
     splits = check_plan(split)
@@ -124,8 +128,9 @@ def parallelize(
             refuse_wrong_blocks(model, split.styles | split.parameter_styles, split.features[1])
     if sync_weights != "none":
         sync_weights_of(model, comm, broadcast=sync_weights == "broadcast")
-        if experts.size > comm.size:  # else among the same ranks
-            sync_weights_of(model, experts, broadcast=sync_weights == "broadcast")
+        if split.expert_ranks > comm.size:  # else among the same ranks
+            for group in (split.experts, split.etp):
+                sync_weights_of(model, group.comm, broadcast=sync_weights == "broadcast")
     split.overlap = overlap if isinstance(overlap, Overlap) else Overlap.load(comm)
     if overlap is False:
         split.overlap = split.overlap.disabled()
@@ -136,17 +141,17 @@ def parallelize(
     return model
 
 
-def _proven(model: nn.Module, context: SwapContext, *, sequence_parallel: bool) -> dict[str, str | Style]:
-    """The plan "auto", for the ranks that share features inside of blocks."""
-    if context.grid is None:
-        return proven_plan(model, context.comm.size, sequence_parallel=sequence_parallel)
-    size = context.features[1]
+def proven_on(model: nn.Module, size: int, grid: Grid | None, *, sequence_parallel: bool) -> dict[str, str | Style]:
+    """The plan "auto", for the ranks that share features inside of blocks: all `size`, or those of x and y."""
+    if grid is None:
+        return proven_plan(model, size, sequence_parallel=sequence_parallel)
+    _, size = grid.heads
     try:
         return proven_plan(model, max(size, 2), sequence_parallel=True)  # of one rank nothing could be found out
     except HeadsError as error:
         if size == 1:
             return proven_plan(model, 1)
-        raise heads_on_grid(error, context.grid) from None
+        raise heads_on_grid(error, grid) from None
 
 
 def _region(
@@ -192,12 +197,10 @@ def trial_of(region: ContextRegion | None) -> AbstractContextManager[None]:
 
 def _check_dims(model: nn.Module, mesh: Mesh) -> None:
     is_part = any(isinstance(module, Absent) for module in model.modules())
-    sizes = {dim: mesh.size(dim) for dim in ("pp", "etp") if not (dim == "pp" and is_part)}
-    extra = {dim: size for dim, size in sizes.items() if size > 1}
-    if extra:
-        hint = "; fastpar.parallelize_pipeline cuts a model over pp" if "pp" in extra else ""
+    if mesh.size("pp") > 1 and not is_part:
         raise ValueError(
-            f"parallelize splits over tp, cp, ep and data-parallel dims only, but the mesh has {extra}{hint}"
+            f"parallelize splits over tp, cp, ep, etp and data-parallel dims only, but the mesh has "
+            f"pp={mesh.size('pp')}; fastpar.parallelize_pipeline cuts a model over pp"
         )
 
 
@@ -210,8 +213,10 @@ def _context(model: nn.Module, mesh: Mesh | GroupLike, gather_logits: bool | Non
         return SwapContext(model, group, experts=group, batch=(0, 1), gather_logits=gather_logits)
     alone = BoundGroup(Communicator(None), None)  # every rank has all experts
     experts = bind(mesh["ep"], device_type) if mesh.size("ep") > 1 else alone
+    etp = BoundGroup(Communicator(mesh.group("etp")), mesh["ep", "etp"]) if mesh.size("etp") > 1 else alone
     batch = mesh.rank("dp"), mesh.size("dp")
-    return SwapContext(model, bind(mesh["tp"], device_type), experts, batch, gather_logits)
+    cp_tp = Communicator(mesh.group("cp_tp")) if mesh.size("cp") > 1 else None
+    return SwapContext(model, bind(mesh["tp"], device_type), experts, batch, gather_logits, etp, cp_tp=cp_tp)
 
 
 def unwatch(model: nn.Module) -> None:

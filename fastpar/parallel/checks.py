@@ -26,9 +26,10 @@ def resolve(context: SwapContext, styles: Mapping[str, Style], *, sequence_paral
     context.styles = {path: styles[path] for path in here}
     context.blocks = [path for path in here if isinstance(styles[path], BlockStyle)]
     context.gathered = [path for path in here if isinstance(styles[path], GatheredStyle)]
-    for path in here:
-        if isinstance(styles[path], StreamStyle):
-            context.streams.setdefault(path.rpartition(".")[0], []).append(path)
+    for found, paths in ((context.streams, here), (context.passing, [path for path in styles if path in modules])):
+        for path in paths:
+            if isinstance(styles[path], StreamStyle):
+                found.setdefault(path.rpartition(".")[0], []).append(path)
     if sequence_parallel:
         grid = context.grid
         context.regions = {

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from fastpar.comm import Communicator
 from fastpar.context.region import REGION, Context, ContextRegion, TokenPlaces, region_of
 from fastpar.contracts.attention import AttentionMask
-from fastpar.expert.router import routers_of
 from fastpar.mesh import Mesh
 from fastpar.ops.context_attention.methods import Usp
 from fastpar.parallel.changes import Changes
@@ -46,7 +45,8 @@ def region_for(model: nn.Module, mesh: Mesh, options: Context | None, *, is_plan
     if not hasattr(getattr(model, "config", None), "_attn_implementation"):
         return _region_of_own(model, mesh, options)
     batch = mesh.rank("dp"), mesh.size("dp")
-    region = ContextRegion(mesh.group("cp"), options, windowed=_all_windowed(model), batch=batch)
+    queries = _queries_a_key(model)
+    region = ContextRegion(mesh.group("cp"), options, windowed=_all_windowed(model), batch=batch, queries_a_key=queries)
     _check_model(model, region, mesh.size("tp"))
     return region
 
@@ -94,14 +94,14 @@ def _region_of_own(model: nn.Module, mesh: Mesh, options: Context | None) -> Con
 
 def check_ranks(region: ContextRegion, mesh: Mesh) -> None:
     """ValueError for a region of other ranks than the mesh's cp."""
-    found, wanted = (_ranks_of(comm) for comm in (region.comm, Communicator.of(mesh.group("cp"))))
+    found, wanted = (ranks_of(comm) for comm in (region.comm, Communicator.of(mesh.group("cp"))))
     if found != wanted:
         raise ValueError(
             f"the model's ContextRegion has the ranks {found}, but the mesh's cp has {wanted}: make it of mesh['cp']"
         )
 
 
-def _ranks_of(comm: Communicator) -> list[int]:
+def ranks_of(comm: Communicator) -> list[int]:
     """The ranks of the job that are in a group."""
     if comm.group is not None:
         return dist.get_process_group_ranks(comm.group)
@@ -124,6 +124,13 @@ def _check_heads(config: Any, region: ContextRegion, tp: int) -> None:
 
 def _text_config(config: Any) -> Any:
     return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def _queries_a_key(model: nn.Module) -> int:
+    """Query heads that read one key/value head; 1 where the config does not say."""
+    config = _text_config(getattr(model, "config", None))
+    heads, keys = (getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
+    return heads // keys if isinstance(heads, int) and isinstance(keys, int) and 0 < keys <= heads else 1
 
 
 def _all_windowed(model: nn.Module) -> bool:
@@ -153,21 +160,7 @@ def connect(model: nn.Module, region: ContextRegion, changes: Changes) -> None:
         if region.comm.size > 1:
             changes.hooked(model.register_forward_pre_hook(PositionsGiven(region), with_kwargs=True))
     _place_dropout(model, region, changes)
-    _connect_routers(model, region, changes)
     changes.explanation.add("(attention)", "context", "", f"over {region.comm.size} ranks, {region.options.method}")
-
-
-def _connect_routers(model: nn.Module, region: ContextRegion, changes: Changes) -> None:
-    """Let routers balance over all tokens. ValueError for one that was told of other ranks that share them."""
-    ranks = _ranks_of(region.comm)
-    for path, router in routers_of(model).items():
-        if router.comm.size == 1:
-            changes.set(router, "comm", region.comm)
-        elif (router.losses.coeff or router.losses.z_coeff) and not set(ranks) <= set(told := _ranks_of(router.comm)):
-            raise ValueError(
-                f"{path} balances over the tokens of the ranks {told} (its group), but sequences are split over "
-                f"{ranks} as well: give it a group of both"
-            )
 
 
 @dataclass(frozen=True)

@@ -11,15 +11,16 @@ Note: stand-ins
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import logging
 import re
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -40,6 +41,7 @@ from fastpar.pretrained.conversions import Sources, sources_of
 from fastpar.pretrained.folder import WeightFolder
 from fastpar.tensor import layout_of, local_tensor
 from fastpar.tensor.binding import GroupLike
+from fastpar.tensor.grid_layout import GridLayout
 
 _log = logging.getLogger("fastpar.load_pretrained")
 _SHOWN = 6  # names in an error
@@ -358,27 +360,47 @@ def _own_memory(targets: Mapping[str, Tensor], missing: set[str]) -> None:
 
 
 def _read(folder: WeightFolder, name: str, target: Tensor) -> None:
-    layout = layout_of(target)
-    if layout is None or layout.rows is None or layout.placement.is_replicate():
+    layout: Any = layout_of(target)
+    if isinstance(layout, GridLayout):
+        value = _read_cut(folder, name, layout.index())
+    elif layout is None or layout.rows is None or layout.placement.is_replicate():
         value = folder.read(name)
     else:
         value = folder.read(name, layout.dim, layout.rows.ranges[layout.comm.rank])
     local_tensor(target).copy_(value)
 
 
+def _read_cut(folder: WeightFolder, name: str, index: Sequence[Tensor | None]) -> Tensor:
+    """The elements at an index of a tensor that is cut along several dims: along the first by slices, and then cut."""
+    dims = [dim for dim, rows in enumerate(index) if rows is not None]
+    if not dims:
+        return folder.read(name)
+    rows = index[dims[0]]
+    assert rows is not None
+    breaks = (rows.diff() != 1).nonzero().flatten() + 1
+    runs = [(int(run[0]), int(run[-1]) + 1) for run in rows.tensor_split(breaks) if len(run)]
+    value = folder.read(name, dims[0], runs)
+    for dim in dims[1:]:
+        value = value.index_select(dim, cast(Tensor, index[dim]))
+    return value
+
+
 def _read_converted(
     model: Any, folder: WeightFolder, first: str, sources: Sources, targets: Mapping[str, Tensor]
 ) -> None:
-    layout, is_cut = layout_of(targets[first]), False
-    if layout is not None and layout.kind == "contiguous" and layout.dim == 0 and sources.are_stacked:
-        assert layout.rows is not None
-        ((start, stop),) = layout.rows.ranges[layout.comm.rank]
-        if sources.num_rows() == layout.shape[0]:
-            sources, is_cut = sources.rows(start, stop), True
+    layout: Any = layout_of(targets[first])
+    is_cut = False
+    experts = _experts_of(layout) if sources.are_stacked else None
+    if experts is not None and sources.num_rows() == layout.shape[0]:
+        sources, is_cut = sources.rows(*experts), True
     tensors = {name: folder.read(name) for _, name in sources.names}
     for name, value in sources.converted(model, first, tensors).items():
         layout = layout_of(targets[name])
-        part = value if layout is None or is_cut else layout.local(value)
+        if isinstance(layout, GridLayout) and is_cut:
+            layout = dataclasses.replace(layout, shape=value.shape, cuts=(None, *layout.cuts[1:]))
+            part = layout.local(value)
+        else:
+            part = value if layout is None or is_cut else layout.local(value)
         mine = local_tensor(targets[name])
         if part.shape != mine.shape:
             raise ValueError(
@@ -386,6 +408,17 @@ def _read_converted(
                 f"and the model {list(mine.shape)}: they are of different configurations"
             )
         mine.copy_(part)
+
+
+def _experts_of(layout: Any) -> tuple[int, int] | None:
+    """The rows of dim 0 that this rank has of experts that are stacked, where they are a run of all."""
+    if isinstance(layout, GridLayout):  # experts over ep, and each over etp
+        rows = layout.index()[0]
+        return None if rows is None else (int(rows[0]), int(rows[-1]) + 1)
+    if layout is None or layout.kind != "contiguous" or layout.dim != 0:
+        return None
+    (found,) = layout.rows.ranges[layout.comm.rank]
+    return cast(tuple[int, int], found)
 
 
 def _device(mesh: Any, device: str | torch.device | None) -> torch.device:

@@ -10,11 +10,12 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from fastpar.comm import Communicator
 from fastpar.parallel.guards.agreement import generator_state
@@ -137,12 +138,22 @@ class PartLoss:
         if isinstance(output, tuple) and output:  # (loss, ...) where there are labels, and no name says so
             has_labels = made is not None or inputs_by_name(module, args, kwargs).get("labels") is not None
             loss = output[0] if has_labels else None
-        if isinstance(loss, Tensor) and loss is not made:
+        numbers = [x for x in (loss, *_numbers_in(output)) if isinstance(x, Tensor) and x is not made]
+        if numbers:
             raise ValueError(
                 f"{type(module).__name__} returns a loss that is not its loss_function's: of split sequences nobody "
                 "knows how parts of another add up. Compute it outside of the model, and divide its sum over tokens by "
                 "num_items_in_batch of fastpar.context.shard"
             )
+
+
+def _numbers_in(output: Any) -> list[Tensor]:
+    """The numbers that a model returns and that can be trained on, whatever they are called and were computed from,
+    and what is one in the place of a loss without gradients."""
+    values = list(output.values()) if isinstance(output, Mapping) else output
+    first = values[0] if isinstance(values, list | tuple) and values else values
+    leaves = [x for x in tree_leaves(values) if isinstance(x, Tensor) and x.is_floating_point()]
+    return [x for x in leaves if x.numel() == 1 and x.dim() < 2 and (x is first or x.grad_fn is not None)]
 
 
 def inputs_by_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -25,7 +25,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from fastpar.comm import Communicator, gather_from, scatter_to, shard_range, shard_sizes
+from fastpar.comm import (
+    Communicator,
+    gather_from,
+    gather_sequence,
+    reduce_scatter_sequence,
+    scatter_to,
+    shard_range,
+    shard_sizes,
+)
 from fastpar.comm.communicator import GroupLike
 from fastpar.contracts.moe import ExpertRule, activate
 from fastpar.ops._autograd import scale_grad
@@ -33,6 +41,7 @@ from fastpar.ops.moe.dispatch_combine import moe_combine, moe_dispatch
 from fastpar.ops.moe.grouped_linear import grouped_linear
 from fastpar.ops.moe.mlp import moe_mlp
 from fastpar.ops.moe.weights import ExpertWeights
+from fastpar.tensor.parameter import RowMap
 
 _FIRST = ("gate_up_proj", "up_proj")
 _SECOND = "down_proj"
@@ -79,6 +88,28 @@ def is_transposed(module: nn.Module) -> bool:
         return bool(said)
     first, second = (cast(Tensor, module._parameters[name]) for name in (_first_name(module), _SECOND))
     return first.shape[1] == second.shape[2]  # H twice; of [E, out, in] it would be 2I and I
+
+
+def inner_cuts(module: nn.Module, ranks: int) -> dict[str, tuple[int, RowMap]]:
+    """How each parameter is cut so that a rank has a part of every expert's inner features: dim and rows by name.
+
+    Gate and up that lie one behind the other are cut each on its own; a second bias, added to the sum, is whole.
+    """
+    transposed, gated = is_transposed(module), _is_gated(module)
+    inner = inner_size(module)
+    first = RowMap.chunk(inner, ranks)
+    if gated and getattr(module, "is_concatenated", True):
+        first = RowMap.packed((inner, inner), ranks)
+    elif gated:  # gate and up of each feature side by side
+        first = RowMap.chunk(2 * inner, ranks)
+    name = _first_name(module)
+    cuts = {name: (2 if transposed else 1, first), f"{name}_bias": (1, first)}
+    return cuts | {_SECOND: (1 if transposed else 2, RowMap.chunk(inner, ranks))}
+
+
+def inner_size(module: nn.Module) -> int:
+    """I of a module that `is_stacked`: of whole experts."""
+    return cast(Tensor, module._parameters[_SECOND]).shape[1 if is_transposed(module) else 2]
 
 
 # ---- what an expert computes between its two products
@@ -165,6 +196,7 @@ def run_experts(
     *,
     group: GroupLike = None,
     same_tokens: GroupLike = None,
+    etp: GroupLike = None,
     weigh: str = "after",
     add: Tensor | None = None,
     grad_scale: float = 1.0,
@@ -179,10 +211,12 @@ def run_experts(
 
     group        over whose ranks the experts are spread; the module then has this rank's, as plain tensors
     grad_scale   a factor of the experts' gradients
+    etp          ranks that share each expert: the module has a part of their inner features (`inner_cuts`)
     same_tokens  ranks that hold the same tokens, and the same losses: each takes its part of them to the experts, and
                  outputs are gathered, so that nothing is computed twice. Gradients come out as if it were one rank.
 
-    Collectives: those of `moe_mlp`; with same_tokens an all-gather in forward, and one each for dx and dweights.
+    Collectives: those of `moe_mlp`; with same_tokens an all-gather in forward, and one each for dx and dweights; with
+    etp tokens, indices and weights are gathered before, and results reduced to each rank's tokens after.
     """
     comm = Communicator.of(same_tokens)
     if comm.size > 1:
@@ -191,17 +225,24 @@ def run_experts(
         x, weights = (scatter_to(tensor, comm, dim=0, sizes=sizes) for tensor in (x, weights))
         add = None if add is None else scatter_to(add, comm, dim=0, sizes=sizes)
         parts = x, indices[begin:end], weights
-        out = run_experts(module, *parts, group=group, weigh=weigh, add=add, grad_scale=grad_scale)
+        out = run_experts(module, *parts, group=group, etp=etp, weigh=weigh, add=add, grad_scale=grad_scale)
         return gather_from(out, comm, dim=0, sizes=sizes)
     parameters = _parameters(module)
-    rule = rule_of(module)
+    rule, sharing = rule_of(module), Communicator.of(etp)
     if rule is not None:
         first, first_bias, second, second_bias = parameters
-        out = moe_mlp(
-            x, indices, weights, ExpertWeights(first, second, first_bias, second_bias),
-            rule=dataclasses.replace(rule, weigh=weigh), add=add, group=group, grad_scale=grad_scale,
-        )  # fmt: skip
-        return out.to(x.dtype)
+        experts = ExpertWeights(first, second, first_bias, second_bias)
+        run = functools.partial(
+            moe_mlp, rule=dataclasses.replace(rule, weigh=weigh), group=group, grad_scale=grad_scale
+        )
+        if sharing.size == 1:
+            return run(x, indices, weights, experts, add=add).to(x.dtype)
+        sizes = sharing.all_gather(torch.tensor([len(x)])).tolist()
+        rows, row_weights = (gather_sequence(each, sharing, dim=0, sizes=sizes) for each in (x, weights))
+        out = run(rows, sharing.all_gather(indices, sizes=sizes), row_weights, experts.second_bias_once(sharing))
+        out = reduce_scatter_sequence(out, sharing, dim=0, sizes=sizes)
+        return (out if add is None else out + add).to(x.dtype)
+    assert sharing.size == 1, "check_experts has let a function of whole rows through"
     if weigh != "after":
         raise TypeError(f"{type(module).__name__}: weigh={weigh!r} is for experts with a known activation")
     scaled: list[Any] = [None if p is None else scale_grad(p, grad_scale) for p in parameters]

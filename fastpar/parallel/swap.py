@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from fastpar.ddp import DDP_MARK, OVER_CONTEXT, OVER_PARALLEL, RefusedByDDP
+from fastpar.parallel.adapters import connect_adapters
 from fastpar.parallel.changes import Explanation
 from fastpar.parallel.checks import uses_layout_attention
 from fastpar.parallel.context_parallel import connect
@@ -26,6 +27,7 @@ from fastpar.parallel.model_methods import (
     loss_on_split_logits,
 )
 from fastpar.parallel.on_grid import cut_batches, cut_features
+from fastpar.parallel.router_groups import connect_routers
 from fastpar.parallel.styles import SwapContext, WholeStyle
 from fastpar.parallel.styles.whole import apply_default
 from fastpar.pipeline.stages.absent import Absent
@@ -58,6 +60,7 @@ class Swap:
             self._apply_styles()
             self._set_counts()
             self._split_stream()
+            connect_routers(self.context)
             if self.context.context is not None:
                 connect(self.context.model, self.context.context, self.context.changes)
                 self.context.context.labels_problem = labels_problem(self.context.model)
@@ -65,7 +68,7 @@ class Swap:
                 self._leave_fast_paths()
                 self._connect_head()
                 self._guard()
-            if max(self.context.comm.size, self.context.experts.comm.size) > 1:
+            if max(self.context.comm.size, self.context.expert_ranks) > 1:
                 self._replace_methods()
             if self.context.context is not None:
                 self._connect_parts()
@@ -141,7 +144,8 @@ class Swap:
         changes.set(model, DDP_MARK, RefusedByDDP(OVER_PARALLEL))
         if callable(getattr(type(model), "save_pretrained", None)):
             changes.set(model, "save_pretrained", SavePretrained(model))
-        if context.experts.comm.size > context.comm.size and callable(getattr(type(model), "generate", None)):
+        connect_adapters(model, changes)
+        if context.expert_ranks > context.comm.size and callable(getattr(type(model), "generate", None)):
             changes.set(model, "generate", SyncedGenerate(model, vars(model).get("generate")))
         if context.comm.size > 1 and callable(getattr(type(model), "resize_token_embeddings", None)):
             changes.set(model, "resize_token_embeddings", ResizeEmbeddings(model))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import logging
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -27,6 +28,7 @@ from fastpar.parallel.guards.positions import as_it_was
 from fastpar.parallel.styles import AttentionStyle
 from fastpar.tensor.rehearsal import attributes_as_they_were
 
+_log = logging.getLogger("fastpar.parallelize")
 _ROWS, _TOKENS = 2, 11
 _OUTPUT = "its output"
 _FAR = 1e-2  # of the largest output; other tokens change it by its own size
@@ -36,12 +38,14 @@ def refuse_mixing(model: nn.Module, region: ContextRegion, attention: Mapping[st
     """ValueError for a model that mixes tokens outside of attention, or counts their places by itself. Five forwards of
     22 ids, in this process.
 
-    Models that take no ids, or are on the meta device, are not judged, nor is any where one rank has all tokens.
+    Models that take no ids, fail on these, or are on the meta device are not judged, which the logger
+    "fastpar.parallelize" says on the first rank (WARNING); nor is any where one rank has all tokens.
     """
     if region.comm.size == 1:
         return
     embedding = next((m for m in model.modules() if isinstance(m, nn.Embedding)), None)
     if embedding is None or embedding.weight.is_meta:
+        _say_untried(model, region, "has no nn.Embedding of ids" if embedding is None else "is on the meta device")
         return
     generator = torch.Generator().manual_seed(0)
     first, second = (
@@ -56,7 +60,8 @@ def refuse_mixing(model: nn.Module, region: ContextRegion, attention: Mapping[st
                 style.redirect(path, model.get_submodule(path), region, changes)
             try:
                 whole = _run(model, first)
-            except Exception:  # of the model's own code: any
+            except Exception as error:  # of the model's own code: any
+                _say_untried(model, region, f"fails on [{_ROWS}, {_TOKENS}] ids ({type(error).__name__}: {error})")
                 return
             for place in (0, _TOKENS - 1):
                 others = second.clone()
@@ -65,6 +70,19 @@ def refuse_mixing(model: nn.Module, region: ContextRegion, attention: Mapping[st
             _refuse_counting(model, region, first)
     finally:
         changes.undo(gather=False)
+
+
+def _say_untried(
+    model: nn.Module, region: ContextRegion, why: str, what: str = "mixes tokens outside of attention, or counts places"
+) -> None:
+    if region.comm.rank == 0:
+        _log.warning(
+            "%s %s, so that nobody has tried whether it %s, which a split sequence would change: compare it with the "
+            "whole model (fastpar.verify)",
+            type(model).__name__,
+            why,
+            what,
+        )
 
 
 @contextlib.contextmanager
@@ -99,7 +117,10 @@ def _refuse_counting(model: nn.Module, region: ContextRegion, ids: Tensor) -> No
         with region.trial("values", seen):
             try:
                 found = _run(model, x, **dict.fromkeys(names[:1], places))
-            except Exception:  # of the model's own code: any
+            except Exception as error:  # of the model's own code: any
+                given = f" and {names[0]}" if names else ""
+                why = f"fails on [{_ROWS}, {_TOKENS}] ids{given} ({type(error).__name__}: {error})"
+                _say_untried(model, region, why, "counts positions by itself")
                 return
         outputs = [y.reshape(_ROWS, _TOKENS, -1) for where, y in found if where.startswith(_OUTPUT) and _is_by_token(y)]
         dims = [(y, 2) for y in seen if y.dim() == 4 and y.shape[2] == _TOKENS] + [(y, 1) for y in outputs]

@@ -213,7 +213,7 @@ def _node(
 
 
 # Peaks, memory and link rates are those of the makers' data sheets; of links 80 % is taken as achieved. Efficiencies
-# belong to a software stack: "fitted" ones were fitted to published steps (tests/test_planner_rows.py has the fits).
+# belong to a software stack: "fitted" ones were fitted to published steps (see tests/planner/test_planner_rows.py).
 _A100 = {"efficiency": 0.83, "source": "fitted", "note": "efficiency fitted to published A100 steps of Megatron-LM"}
 _H100 = {"efficiency": 0.52, "source": "fitted", "note": "efficiency fitted to published H100 steps of llm-foundry"}
 MACHINES: dict[str, Machine] = {

@@ -10,6 +10,9 @@ from fastpar.layouts import ModelShape
 PRECISIONS = ("bf16", "fp16", "fp8", "fp32")
 
 
+_MOST = 2**31 - 1
+
+
 @checked_fields
 @dataclass(frozen=True)
 class BytesPerParameter:
@@ -62,6 +65,8 @@ class Workload:
         for name in ("batch", "seq"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+            if getattr(self, name) > _MOST:  # whose divisors are not found by trying
+                raise ValueError(f"{name} must be at most 2**31 - 1, got {getattr(self, name)}")
         if self.precision not in PRECISIONS:
             raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, got {self.precision!r}")
 

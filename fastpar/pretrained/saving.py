@@ -25,6 +25,7 @@ from fastpar.comm.agree import raise_on_all
 from fastpar.comm.communicator import GroupLike
 from fastpar.comm.ranges import annotate
 from fastpar.pipeline.stages.absent import Absent
+from fastpar.pretrained.adapters import has_adapters, is_adapted_model, save_adapters
 from fastpar.pretrained.conversions import Convert, saved_form
 from fastpar.pretrained.folder import FILE, INDEX
 from fastpar.pretrained.tensor_files import TensorEntry, TensorFileWriter
@@ -45,14 +46,16 @@ def save_pretrained(
     max_file_bytes  of one file; a larger tensor has one of its own
     group           the ranks that have the model, and call this; None: all ranks of the job
 
+    Of a `peft.PeftModel` the adapters are written, as its own `save_pretrained` does.
+
     Names and forms are those that `from_pretrained` expects. What is tied is written once. Values have the parameters'
     dtype: under mixed precision with master weights the rounded ones.
 
     Collective: every rank of the group calls it, and its first writes; all return when the files are there. One
     all-gather for every tensor and dim that it is sharded along.
 
-    Raises on all ranks: ValueError for a stage of a pipeline, RuntimeError where writing fails or a
-    dtype is none of files; the folder has what it had then.
+    Raises on all ranks: ValueError for a stage of a pipeline and for a model inside of a PeftModel, RuntimeError where
+    writing fails or a dtype is none of files; the folder has what it had then.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"save_pretrained takes an nn.Module as its model, got {type(model).__name__}")
@@ -63,10 +66,19 @@ def save_pretrained(
             "save_pretrained got a stage of a pipeline, which has a part of the model: save with "
             "torch.distributed.checkpoint, or gather pipe.state_dict() of all stages"
         )
+    if not is_adapted_model(model) and has_adapters(model):
+        raise ValueError(
+            f"save_pretrained got a {type(model).__name__} with adapters in it, whose files no from_pretrained would "
+            "read: save the peft.PeftModel around it (adapters), or merge them first (merge_and_unload)"
+        )
     with annotate("fastpar::save_pretrained"), torch.no_grad():
         everyone = Communicator.of(group)
         if group is None:
             everyone = Communicator(dist.group.WORLD if dist.is_initialized() else None)
+        if is_adapted_model(model):
+            error = save_adapters(model, Path(folder), _values(model), everyone)
+            _raise_together(error, Path(folder), everyone)
+            return
         _Saving(model, Path(folder), max_file_bytes, everyone).run()
 
 
@@ -155,12 +167,7 @@ class _Value:
 
     def __call__(self) -> Tensor:
         full = self.stored.full_tensor() if isinstance(self.stored, DTensor) else self.stored
-        if self.packed is None:
-            return full
-        rows = self.packed.rows
-        assert rows is not None
-        sizes = [rows.size(rank) for rank in range(self.packed.comm.size)]
-        return rows.assemble(full.split(sizes, self.packed.dim), self.packed.dim)
+        return full if self.packed is None else self.packed.in_order(full)
 
 
 def _values(model: Any) -> dict[str, _Value]:

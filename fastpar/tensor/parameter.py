@@ -251,8 +251,13 @@ class ParameterLayout:
             return local.clone()
         assert self.rows is not None
         sizes = [self.rows.size(rank) for rank in range(self.comm.size)]
-        gathered = self.comm.all_gather(local.contiguous(), dim=self.dim, sizes=sizes)
-        return self.rows.assemble(gathered.split(sizes, self.dim), self.dim)
+        return self.in_order(self.comm.all_gather(local.contiguous(), dim=self.dim, sizes=sizes))
+
+    def in_order(self, stored: Tensor) -> Tensor:
+        """The full tensor in canonical order from one whose rows are in the order of the ranks that store them."""
+        assert self.rows is not None
+        sizes = [self.rows.size(rank) for rank in range(self.comm.size)]
+        return self.rows.assemble(stored.split(sizes, self.dim), self.dim)
 
     def canonical(self) -> ParameterLayout:
         """The layout of the same shards with all rows in their order, as checkpoints have them."""

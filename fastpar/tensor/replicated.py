@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from fastpar.arguments import checked
 from fastpar.tensor.binding import Adoption, GroupLike, bind
+from fastpar.tensor.grid_layout import GridLayout
 from fastpar.tensor.parameter import (
     MakeParameter,
     ParallelModule,
@@ -92,7 +93,12 @@ def replicate(
             assert full is not None
             made: Any = aliases.get(name)
             if made is None and layout is not None:
-                made = layout(name, full.shape)
+                try:
+                    made = layout(name, full.shape)
+                except TypeError as error:
+                    raise TypeError(f"layout cannot be called with a name and a shape: {error}") from error
+                if not isinstance(made, (ParameterLayout, GridLayout)):
+                    raise TypeError(f"layout must return a ParameterLayout or a GridLayout, got {type(made).__name__}")
             if made is None:
                 made = ParameterLayout(comm, mesh, full.shape, 0, rows.get(name))
             parallel._add_parameter(name, full, made, make)

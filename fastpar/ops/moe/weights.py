@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fastpar.comm import Communicator
 from fastpar.contracts.moe import ExpertRule
 from fastpar.ops._buffers import new_buffer
 
@@ -75,8 +76,26 @@ class ExpertWeights(NamedTuple):
         """The function of each that is there."""
         return ExpertWeights(*(None if parameter is None else function(parameter) for parameter in self))
 
+    def second_bias_once(self, etp: Communicator) -> ExpertWeights:
+        """With the second bias on one rank of those that share each expert, whose results are summed."""
+        if self.second_bias is None:
+            return self
+        return self._replace(second_bias=BiasOnOneRank.apply(self.second_bias, etp.rank == 0))
+
     def matrices(self, rule: ExpertRule) -> tuple[Any, Any]:
         """Both as [E, in, out]."""
         if rule.transposed:
             return self.first, self.second
         return self.first.transpose(1, 2), self.second.transpose(1, 2)
+
+
+class BiasOnOneRank(torch.autograd.Function):
+    """A bias that every rank of etp has and one of them adds; each has all tokens' gradients, so each its whole."""
+
+    @staticmethod
+    def forward(ctx: Any, bias: Tensor, is_mine: bool) -> Tensor:
+        return bias.clone() if is_mine else torch.zeros_like(bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None

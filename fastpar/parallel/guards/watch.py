@@ -17,6 +17,7 @@ from fastpar.parallel.guards.members import MemberGuard
 from fastpar.parallel.guards.positions import PositionGuard
 from fastpar.parallel.guards.stream import StreamGuard
 from fastpar.tensor.dropout import LayoutDropout
+from fastpar.tensor.grid import GridRegion
 from fastpar.tensor.sequence import SequenceRegion
 
 FIRST, EVERY = 2, 256
@@ -81,7 +82,9 @@ class Watch:
         self.draws = DrawGuard(device, _verdict(plan))
         self.gradients, self.positions, self.members = GradientGuard(comm), PositionGuard(comm), MemberGuard()
         split = {path: region for path, region in plan.layers.items() if region is not None}
-        self.stream = StreamGuard(comm, {} if plan.is_part else split)
+        # On a grid of parts too: what has a row for each sequence is told by its size, which may be that of something.
+        is_watched = not plan.is_part or any(isinstance(region, GridRegion) for region in split.values())
+        self.stream = StreamGuard(comm, split if is_watched else {})
 
     def __deepcopy__(self, memo: Any) -> Watch:
         return Watch(self.comm, self.device, self.plan)

@@ -81,15 +81,18 @@ class SwapContext:
     """A model that is being split, for the styles of its modules.
 
     group, comm, experts   the tensor-parallel group; the group over which experts are spread
+    etp                    ranks that share each expert, with the mesh of both dims, (ep, etp)
     batch                  (rank, size): this rank's share of the batch among data-parallel ranks
     gather_logits          whether heads return all logits
     modules, styles, parameter_styles    by path; a module that is used in several places has several paths
     blocks, gathered       paths of modules between two sums, and of those that are left whole on all tokens
     streams, regions       the layers that pass the residual stream on, by the module that holds them; where the stream
                            is split along the sequence
+    passing                `streams` with the layers that other parts of a pipeline hold
     rows                   output features (or rows) on each rank, by path of a column-parallel linear or of a parameter
                            that goes by head
     context                where the sequence is split by context parallelism; None: nowhere
+    cp_tp                  the ranks of cp and tp together; None: there are no others than those of tp
     grid                   the tensor-parallel ranks as a grid; None: they split one dim
     changes                the record of what is changed
     """
@@ -99,8 +102,10 @@ class SwapContext:
     experts: BoundGroup
     batch: tuple[int, int]
     gather_logits: bool
+    etp: BoundGroup = field(default_factory=lambda: BoundGroup(Communicator(None), None))
     overlap: Overlap = field(default_factory=Overlap)
     context: ContextRegion | None = None
+    cp_tp: Communicator | None = None
     grid: Grid | None = None
     modules: dict[str, nn.Module] = field(default_factory=dict)
     styles: dict[str, Style] = field(default_factory=dict)
@@ -108,6 +113,7 @@ class SwapContext:
     blocks: list[str] = field(default_factory=list)
     gathered: list[str] = field(default_factory=list)
     streams: dict[str, list[str]] = field(default_factory=dict)
+    passing: dict[str, list[str]] = field(default_factory=dict)
     regions: dict[str, SequenceRegion] = field(default_factory=dict)
     rows: dict[str, RowMap] = field(default_factory=dict)
     changes: Changes = field(default_factory=Changes)
@@ -118,9 +124,19 @@ class SwapContext:
         return self.group.comm
 
     @property
+    def expert_ranks(self) -> int:
+        """Ranks that hold all experts together; 1 where every rank has them all."""
+        return self.experts.comm.size * self.etp.comm.size
+
+    @property
     def features(self) -> tuple[int, int]:
         """(rank, size) of this rank among those that share features and heads inside of a block."""
         return (self.comm.rank, self.comm.size) if self.grid is None else self.grid.heads
+
+    @property
+    def streams_blocks(self) -> bool:
+        """Whether linears are streamed: `GridSpec.stream`."""
+        return self.grid is not None and self.grid.spec.stream
 
     # ---- lookups
 
@@ -170,7 +186,9 @@ class SwapContext:
         note = ""
         if isinstance(layout, ParameterLayout) and layout.rows is not None and layout.kind == "whole":
             note = f"kept whole, rank {self.comm.rank} uses {layout.rows.size(self.comm.rank)} of {layout.rows.total}"
-        self.explain(path, style, stored(layout), "; ".join(filter(None, (note, kept))))
+        streamed = f"{self.grid.y.size} blocks, broadcast one by one" if self.streams_blocks and self.grid else ""
+        streamed = streamed if isinstance(module, GridLinear) else ""
+        self.explain(path, style, stored(layout), "; ".join(filter(None, (note, kept, streamed))))
 
     def replicate(
         self,

@@ -44,7 +44,8 @@ class BlockStyle(Style):
         # Through the module and not bound to the SharedInput: a copied model has one of its own layers.
         changes.hooked(module.register_forward_pre_hook(_enter, with_kwargs=True))
         changes.hooked(module.register_forward_hook(_leave, always_call=True))
-        context.explain(path, self, note="input gathered once" if region else "input gradient summed once")
+        once = "input broadcast once, in blocks" if context.streams_blocks else "input gathered once"
+        context.explain(path, self, note=once if region else "input gradient summed once")
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,15 @@
 """The style "expert" of `fastpar.parallelize`: stacked experts spread over the ranks of an expert group.
 
 Rank r of the group keeps experts r * E / size on, as `Shard(0)` DTensors under their old names, and the module's
-forward sends tokens to them (`stacked_experts.run_experts`). Router and shared experts stay what they are.
+forward sends tokens to them (`stacked_experts.run_experts`). Router and shared experts stay what they are. With etp a
+rank keeps a part of the inner features of each of them.
 
 Note: the scale of gradients
-    As in `fastpar.expert.MoELayer`. The tokens of an expert come from all ranks of its group, ep / tp of which belong
-    to different losses, so the sum that it gets is multiplied by tp / ep: the gradient of a mean over losses. What is
-    left is to average over the ranks that hold the same experts, mesh["edp"]; other parameters over mesh["dp"], as
-    ever. Where ep is 1, experts are whole on every rank, are summed over tp, and count among the others.
+    As in `fastpar.expert.MoELayer`. The tokens of an expert come from all ranks of its group, ep * etp / tp of which
+    belong to different losses, so the sum that it gets is divided by that number: the gradient of a mean over losses.
+    What is left is to average over the ranks that hold the same part of it, mesh["edp"]; other parameters over
+    mesh["dp"], as ever. Where ep and etp are 1, experts are whole on every rank, are summed over tp, and count among
+    the others.
 
 Note: Llama 4
     Its experts are called with every token once for each expert, times its score, which is 0 for most; what chooses
@@ -28,6 +30,8 @@ from torch import Tensor, nn
 
 from fastpar.comm import Communicator
 from fastpar.parallel.stacked_experts import (
+    inner_cuts,
+    inner_size,
     is_stacked,
     is_transposed,
     num_experts_of,
@@ -38,6 +42,7 @@ from fastpar.parallel.stacked_experts import (
 from fastpar.parallel.styles.base import Style, SwapContext, stored
 from fastpar.tensor import layout_of
 from fastpar.tensor.binding import Adoption, BoundGroup
+from fastpar.tensor.grid_layout import AxisCut, GridLayout
 from fastpar.tensor.parameter import MakeParameter, ParallelModule, ParameterLayout, RowMap, install_state_dict_hooks
 
 _PROOF_TOKENS = 5
@@ -48,7 +53,8 @@ class ExpertStyle(Style):
     """Stacked experts, spread over the expert group; tokens are sent to those that they have chosen."""
 
     def check(self, path: str, module: nn.Module, context: SwapContext) -> None:
-        check_experts(path, module, context.parent_of(path), context.experts.comm.size)
+        sharing = context.etp.comm.size
+        check_experts(path, module, context.parent_of(path), context.experts.comm.size, sharing)
         block = context.block_of(path)
         if block is not None:
             raise ValueError(f"{path} has style 'expert' inside the block {block!r}, whose inputs' gradients are parts")
@@ -57,26 +63,28 @@ class ExpertStyle(Style):
         prove_experts(path, module, context.parent_of(path))
 
     def apply(self, path: str, module: nn.Module, context: SwapContext) -> None:
-        ep, tp, changes = context.experts.comm.size, context.comm.size, context.changes
+        ep, etp, tp, changes = context.experts.comm.size, context.etp.comm.size, context.comm.size, context.changes
         if takes_scaled_tokens(module):
             changes.adopted(route_tokens(context.parent_of(path)))
         adoption = spread_experts(
             module,
             context.experts,
+            etp=context.etp,
             tp=context.group,
             same_tokens=context.region_of(path) is None,
-            grad_scale=tp / ep if ep > 1 else 1.0,
+            grad_scale=tp / (ep * etp) if ep * etp > 1 else 1.0,
             make=changes.parameter,
         )
         changes.adopted(adoption)
         layout = layout_of(next(module.parameters(recurse=False)))
         assert layout is not None
-        note = f"experts of rank {context.experts.comm.rank} of {ep}" if ep > 1 else "gradient summed over the group"
-        context.explain(path, self, stored(layout), note)
+        notes = [f"experts of rank {context.experts.comm.rank} of {ep}"] if ep > 1 else []
+        notes += [f"inner features of rank {context.etp.comm.rank} of {etp}"] if etp > 1 else []
+        context.explain(path, self, stored(layout), "; ".join(notes) or "gradient summed over the group")
 
 
-def check_experts(path: str, module: nn.Module, parent: nn.Module | None, size: int) -> None:
-    """Raise what is wrong with the style "expert" on this module, on a group of so many ranks."""
+def check_experts(path: str, module: nn.Module, parent: nn.Module | None, size: int, etp: int = 1) -> None:
+    """Raise what is wrong with the style "expert" on this module: experts over `size` ranks, each over `etp`."""
     if not is_stacked(module):
         raise TypeError(
             f"{path} has style 'expert': expected a module with gate_up_proj [E, 2I, H] (or up_proj [E, I, H]) and "
@@ -87,6 +95,13 @@ def check_experts(path: str, module: nn.Module, parent: nn.Module | None, size: 
     if experts % size:
         near = [n for n in range(1, experts + 1) if experts % n == 0]
         raise ValueError(f"{path} has {experts} experts, which {size} ranks cannot share evenly; these can: {near}")
+    if inner_size(module) % etp:
+        raise ValueError(f"{path}: the experts' inner size ({inner_size(module)}) must be divisible by etp ({etp})")
+    if etp > 1 and rule_of(module) is None:
+        raise TypeError(
+            f"{path} ({type(module).__name__}) computes something between its two products that no ExpertRule says, "
+            f"and that may need whole rows, of which etp={etp} leaves a rank a part: use ep in its place"
+        )
     if takes_scaled_tokens(module) and (rule_of(module) is None or parent is None or not _routes_itself(parent)):
         raise TypeError(
             f"{path} ({type(module).__name__}) is called without its tokens' choices; the style 'expert' knows that "
@@ -145,12 +160,13 @@ class ParallelExperts(ParallelModule):
     """The class of stacked experts that `spread_experts` has spread, together with their own."""
 
     _expert_group: BoundGroup
+    _sharing: Communicator | None
     _same_tokens: Communicator | None
     _grad_scale: float
     _sum_grad: bool
 
     def _run(self, x: Tensor, indices: Tensor, weights: Tensor, **options: Any) -> Tensor:
-        options |= {"same_tokens": self._same_tokens, "grad_scale": self._grad_scale}
+        options |= {"same_tokens": self._same_tokens, "etp": self._sharing, "grad_scale": self._grad_scale}
         return run_experts(self, x, indices, weights, group=self._expert_group.comm, **options)
 
 
@@ -166,6 +182,7 @@ def spread_experts(
     module: nn.Module,
     ep: BoundGroup,
     *,
+    etp: BoundGroup | None = None,
     tp: BoundGroup | None = None,
     same_tokens: bool = False,
     grad_scale: float = 1.0,
@@ -173,10 +190,11 @@ def spread_experts(
 ) -> Adoption:
     """Spread the experts of a module over `ep`, in place; returns the `Adoption`, whose `undo` gives it back.
 
+    etp          ranks that share each expert, with the mesh of both dims, (ep, etp); None: no rank does
     tp           the tensor-parallel group; same_tokens: its ranks hold the same tokens, so each takes a part of them
     grad_scale   multiplied into the experts' gradients: see the note above
 
-    Where `ep` is one rank, every rank of `tp` keeps all experts, and their gradients are summed over it.
+    Where `ep` and `etp` are one rank, every rank of `tp` keeps all experts, and their gradients are summed over it.
     """
     original = type(module)
     names = own_parameters(module)
@@ -184,15 +202,23 @@ def spread_experts(
     namespace |= {"forward": _forward, "__module__": original.__module__, "__doc__": original.__doc__}
     adoption = Adoption(module, type(f"Parallel{original.__name__}", (ParallelExperts, original), namespace))
     parallel = cast(ParallelExperts, module)
-    alone = ep.comm.size == 1 and tp is not None
+    sharing = None if etp is None or etp.comm.size == 1 else etp
+    alone = ep.comm.size == 1 and sharing is None and tp is not None
     owner = cast(BoundGroup, tp) if alone else ep
     parallel._expert_group, parallel._grad_scale, parallel._sum_grad = ep, grad_scale, alone
+    parallel._sharing = None if sharing is None else sharing.comm
     parallel._same_tokens = tp.comm if tp is not None and same_tokens else None
     try:
+        cuts = {} if sharing is None else inner_cuts(module, sharing.comm.size)
         for name in names:
             full = cast(nn.Parameter, adoption.original_parameters[name])
             rows = None if alone else RowMap.chunk(len(full), owner.comm.size)
-            parallel._add_parameter(name, full, ParameterLayout(owner.comm, owner.mesh, full.shape, 0, rows), make)
+            layout: Any = ParameterLayout(owner.comm, owner.mesh, full.shape, 0, rows)
+            if sharing is not None:
+                inner = AxisCut(sharing.comm, *cuts[name]) if name in cuts else None
+                assert sharing.mesh is not None
+                layout = GridLayout(sharing.mesh, full.shape, (AxisCut(ep.comm, 0), inner))
+            parallel._add_parameter(name, full, layout, make)
     except BaseException:
         adoption.undo()
         raise

@@ -1,0 +1,78 @@
+"""Adapters of PEFT in a folder: whole tensors of a model whose parameters are shards, written by PEFT's own code."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastpar.comm import Communicator
+from fastpar.comm.agree import raise_on_all
+
+
+def is_adapted_model(model: object) -> bool:
+    """Whether a model is a `peft.PeftModel`, which saves its adapters and not the model inside."""
+    peft_model = getattr(sys.modules.get("peft"), "PeftModel", None)
+    return peft_model is not None and isinstance(model, peft_model)
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Whether layers of PEFT are inside of a model."""
+    layer = getattr(sys.modules.get("peft.tuners.tuners_utils"), "BaseTunerLayer", None)
+    return layer is not None and any(isinstance(module, layer) for module in model.modules())
+
+
+def save_adapters(model: Any, folder: Path, values: Mapping[str, Any], everyone: Communicator) -> Exception | None:
+    """Write the adapters as `PeftModel.save_pretrained` does, on the first rank; what went wrong there, or None.
+
+    values   of the model's state dict: each has a shape and a dtype, and gives the whole tensor when it is called.
+             Collective, as such a call is: those of adapters, and of modules that are saved with them, are gathered
+    """
+    names = list(values)
+    taken = torch.zeros(len(names), dtype=torch.int64, device="cpu")
+    described = {n: torch.empty(v.shape, dtype=v.dtype, device="meta") for n, v in values.items()}
+    error: Exception | None = None
+    if everyone.rank == 0:  # whose choice all take: PEFT may ask the hub, which may answer ranks differently
+        try:
+            chosen = {id(x) for x in _chosen(model, described)}
+            taken = torch.tensor([int(id(described[name]) in chosen) for name in names], device="cpu")
+        except Exception as e:
+            error = e
+    raise_on_all(error, everyone, lambda _: RuntimeError("save_pretrained of adapters failed on the first rank"))
+    if everyone.size > 1:
+        taken = everyone.broadcast(taken, src=0)
+    state: dict[str, Tensor] = {
+        name: values[name]().cpu() if is_taken else described[name]
+        for name, is_taken in zip(names, taken.tolist(), strict=True)
+    }
+    return _caught(lambda: type(model).save_pretrained(model, folder, state_dict=state)) if everyone.rank == 0 else None
+
+
+def _chosen(model: Any, state: Mapping[str, Tensor]) -> list[Tensor]:
+    """The tensors of a state dict that PEFT would save."""
+    from peft import get_peft_model_state_dict
+
+    found: list[Tensor] = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # said again when they are saved
+        for name in model.peft_config:
+            found += get_peft_model_state_dict(model, state_dict=dict(state), adapter_name=name).values()
+    if not all(any(x is known for known in state.values()) for x in found):
+        raise ValueError(
+            f"fastpar cannot save adapters of the kinds {[str(c.peft_type) for c in model.peft_config.values()]} from "
+            "shards, as they are computed when they are saved: fastpar.unparallelize(model), or zero.detach(), before"
+        )
+    return found
+
+
+def _caught(work: Callable[[], None]) -> Exception | None:
+    try:
+        work()
+    except Exception as error:
+        return error
+    return None
