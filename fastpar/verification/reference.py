@@ -2,6 +2,11 @@
 
 Where a model does not run in float64 the truth is the run in its own dtype, and the rounding is what changes when every
 parameter is moved by about one unit in its last place.
+
+Note: what microbatches count
+    A pipeline computes the loss of its rank's rows, whatever the microbatches: where these have unequal numbers of
+    labels that count, they count by these numbers, with cp as well. So do the parts here, as far as that gives the loss
+    of the undivided rows; what is tried is which labels a loss counts. Else all count the same.
 """
 
 from __future__ import annotations
@@ -18,6 +23,8 @@ from fastpar.tensor.binding import Adoption
 from fastpar.verification.inputs import FunctionalDropoutOff, Inputs, LossFunction, loss_of, seeded
 from fastpar.verification.layout import MakeOptimizer
 from fastpar.verification.trace import ModuleTrace, StepTrace
+
+_SAME_LOSS = 1e-5  # relative, of two ways to compute one mean
 
 
 @dataclass
@@ -84,21 +91,81 @@ def step_seed(job: Job, step: int) -> int:
     return job.seed + 7919 * (step + 1)
 
 
-def references(job: Job, dp: int, microbatches: int, dropouts: Sequence[str]) -> tuple[WholeRun, WholeRun, str]:
-    """(truth, the model in its own dtype, a note or "")."""
-    native = _run(job, dp, microbatches, dropouts, dtype=None)
+def references(
+    job: Job, dp: int, microbatches: int, dropouts: Sequence[str], *, alike: bool = False
+) -> tuple[WholeRun, WholeRun, str]:
+    """(truth, the model in its own dtype, a note or ""). alike: all microbatches count the same."""
+    parts = _weighed_parts(job, dp, 1 if alike else microbatches) or [1.0] * (dp * microbatches)
+    native = _run(job, dp, parts, dropouts, dtype=None)
     try:
-        return _run(job, dp, microbatches, dropouts, dtype=torch.float64), native, ""
+        return _run(job, dp, parts, dropouts, dtype=torch.float64), native, ""
     except (RuntimeError, TypeError, NotImplementedError) as error:
-        moved = _run(job, dp, microbatches, dropouts, dtype=None, moved=True)
+        moved = _run(job, dp, parts, dropouts, dtype=None, moved=True)
         reason = str(error).splitlines()[0][:120]
         return native, moved, f"the model does not run in float64 ({reason}): compared with a run in its own dtype"
 
 
+def _weighed_parts(job: Job, dp: int, microbatches: int) -> list[float] | None:
+    """What each part of the batch counts, 1 in the mean over a rank's (Note: what microbatches count); None: all count
+    the same. ValueError for a part whose loss is no number."""
+    found: list[float] = []
+    parts = job.inputs.parts(dp * microbatches)
+    ranks = [parts[start : start + microbatches] for start in range(0, len(parts), microbatches)]
+    rules = [[[_labels_that_count(part, job.loss, shift) for part in own] for own in ranks] for shift in (1, 0)]
+    if all(len(set(counts)) == 1 for rule in rules for counts in rule):
+        return None
+    losses = _losses_of(job, [*parts, *job.inputs.parts(dp)])
+    for rank, whole in enumerate(losses[len(parts) :]):
+        own = losses[rank * microbatches : (rank + 1) * microbatches]
+        empty = next((index for index, loss in enumerate(own) if loss != loss), None)
+        if empty is not None and whole == whole:
+            raise ValueError(
+                f"microbatch {empty} of data-parallel rank {rank} has a loss that is not a number, though its rank's "
+                "rows together have one: give every microbatch labels that count"
+            )
+        errors: dict[tuple[float, ...], float] = {}
+        for weights in [[1] * microbatches, *(rule[rank] for rule in rules)]:
+            shares = tuple(weight * microbatches / max(1, sum(weights)) for weight in weights)
+            mean = sum(share * loss for share, loss in zip(shares, own, strict=True)) / microbatches
+            errors[shares] = abs(mean - whole)
+        best = min(errors, key=errors.__getitem__)
+        found += best if errors[best] <= _SAME_LOSS * abs(whole) else [1.0] * microbatches
+    return found
+
+
+def _labels_that_count(part: Inputs, loss: LossFunction | None, shift: int) -> int:
+    labels = part.target if loss is not None else part.kwargs.get("labels")
+    if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dim() < 1:
+        return 0
+    return int((labels[..., shift:] != getattr(loss, "ignore_index", -100)).sum())
+
+
+@torch.no_grad()
+def _losses_of(job: Job, parts: Sequence[Inputs]) -> list[float]:
+    """In float64 where the model runs in it, without dropout."""
+    for dtype in (torch.float64, None):
+        model = job.build().eval()
+        model = model if dtype is None else model.to(dtype)
+        try:
+            cast = parts if dtype is None else [part.to(dtype) for part in parts]
+            return [loss_of(model(*each.args, **each.kwargs), each.target, job.loss).item() for each in cast]
+        except (RuntimeError, TypeError, NotImplementedError):
+            if dtype is None:
+                raise
+    raise AssertionError("unreachable")
+
+
 def _run(
-    job: Job, dp: int, microbatches: int, dropouts: Sequence[str], *, dtype: torch.dtype | None, moved: bool = False
+    job: Job,
+    dp: int,
+    weights: Sequence[float],
+    dropouts: Sequence[str],
+    *,
+    dtype: torch.dtype | None,
+    moved: bool = False,
 ) -> WholeRun:
-    model = job.build()
+    """weights: what each part of the batch counts."""
+    model, microbatches = job.build(), len(weights) // dp
     own = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     inputs = job.inputs
     if dtype is not None:
@@ -131,7 +198,8 @@ def _run(
             trace.begin()
             with seeded(step_seed(job, number)), off:
                 loss = loss_of(model(*part.args, **part.kwargs), part.target, job.loss)
-                loss.backward()  # unscaled: losses that act in backward by themselves are not scaled either
+                loss = loss if weights[index] == 1.0 else loss * weights[index]
+                loss.backward()  # not divided: losses that act in backward by themselves are not, either
             losses.append(loss.item())
             traces.append(trace.step)
         for parameter in model.parameters():

@@ -249,7 +249,8 @@ class _Verification:
     def _whole(self, dropouts: list[str]) -> Any:
         if self._exchange.rank != 0:
             return None
-        return references(self._job, self._dp, self._layout.microbatches, dropouts)
+        alike = self._layout.options.get("reduction") == "microbatch_mean"
+        return references(self._job, self._dp, self._layout.microbatches, dropouts, alike=alike)
 
     def _record(self, laid_out: LaidOut) -> RankRecord:
         mesh = self._layout.mesh
