@@ -1,6 +1,6 @@
 """Draws docs/layers.svg, the picture in docs/architecture.md:  python docs/draw_layers.py
 
-Rows from the top down; a part may import from the rows below it only. tests/test_layering.py enforces the same order.
+Rows from the top down; a part may import from the rows below it only. tests/project/test_layering.py enforces it.
 """
 
 from pathlib import Path

@@ -3,7 +3,8 @@
     PYTHONPATH=. python docs/families_table.py [--only llama,phi3] [--print]
 
 Every family is built tiny, with noise on all parameters, and trained for a step on one process and in every layout, on
-real ranks of this machine: see tests/family_models.py and tests/family_ranks.py. Takes about ten minutes on two cores.
+real ranks of this machine: see tests/tensor/family_models.py and tests/tensor/family_ranks.py. Takes about
+ten minutes on two cores.
 Exit status 1 if a layout computes something else, or fails with an error that is no refusal.
 """
 
@@ -17,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.dist import RankError, run_ranks
-from tests.family_models import families
-from tests.family_ranks import walk_family
+from tests.tensor.family_models import families
+from tests.tensor.family_ranks import walk_family
 
 LAYOUTS = {2: ["tp2", "tp2 sp", "ep2", "pp2"], 3: ["tp3", "tp3 sp"]}
 COLUMNS = ["tp2", "tp3", "tp2 sp", "tp3 sp", "ep2", "pp2"]

@@ -69,7 +69,7 @@ def _is_in_shard(file: Path, config: pytest.Config) -> bool:
     shard = config.getoption("shard")
     if not shard:
         return True
-    files = sorted(file.parent.glob("test_*.py"), key=lambda file: (file.stat().st_size, file.name))
+    files = sorted(Path(__file__).parent.rglob("test_*.py"), key=lambda file: (file.stat().st_size, file.name))
     return markers.in_shard(file, files, shard)
 
 

@@ -9,7 +9,7 @@ The kernels are compiled by g++ with AddressSanitizer and UndefinedBehaviorSanit
 process before Python itself. So the tests of a file run together in one process of their own, which imports numpy but
 neither torch nor fastpar, and every test here reports what became of its twin there. To see that process itself:
 
-    python -m tests.emulated tests/test_emulation.py [pytest arguments]
+    python -m tests.emulated tests/gpu/test_emulation.py [pytest arguments]
 """
 
 from __future__ import annotations

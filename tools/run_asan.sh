@@ -21,9 +21,9 @@ fi
 "$python" _build/native.py --sanitize=address,undefined --output="$library"
 if [[ ${1:-} == --build ]]; then exit; fi
 if [[ $# -eq 0 || $1 == --part ]]; then
-  set -- "$@" -q --at-most 8 -m "not slow and not gpu" -k "not compile and not triton" tests/test_attention_kernels.py tests/test_cross_entropy.py \
-    tests/test_cross_entropy_kernels.py tests/test_dropout.py tests/test_moe_rows.py tests/test_rms_norm.py tests/test_swiglu.py \
-    tests/test_shared_memory.py tests/test_point_to_point.py
+  set -- "$@" -q --at-most 8 -m "not slow and not gpu" -k "not compile and not triton" tests/ops/test_attention_kernels.py tests/ops/test_cross_entropy.py \
+    tests/ops/test_cross_entropy_kernels.py tests/ops/test_dropout.py tests/moe/test_moe_rows.py tests/ops/test_rms_norm.py tests/ops/test_swiglu.py \
+    tests/comm/test_shared_memory.py tests/comm/test_point_to_point.py
 fi
 FASTPAR_LIBRARY=$library LD_PRELOAD="$(runtime libasan.so) $(runtime libubsan.so)" \
   ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \

@@ -232,7 +232,9 @@ def plans(python: str, peers: str, paths: Paths) -> dict[str, list[Stage]]:
 
 def gpu_tests() -> list[str]:
     """Files with tests that need a device."""
-    return [str(p.relative_to(ROOT)) for p in sorted((ROOT / "tests").glob("test_*.py")) if "mark.gpu" in p.read_text()]
+    return [
+        str(p.relative_to(ROOT)) for p in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.gpu" in p.read_text()
+    ]
 
 
 def is_alone(file: str) -> bool:
@@ -334,7 +336,15 @@ class Runner:
         # Warnings of another torch or Triton are no failures here. The cache tells --lf what failed in this file.
         cache = ("-o", f"cache_dir={self.paths.work / 'cache' / name}")
         command = [*stage.before, self.python, "-m", "pytest", "-m", "gpu", "-W", "default", "-q", "-rfE", "--tb=short"]
-        command += ["-p", "tests.lost_context", *cache, "--durations=5", f"--junitxml={junit}", *stage.options, file]
+        command += [
+            "-p",
+            "tests.gpu.lost_context",
+            *cache,
+            "--durations=5",
+            f"--junitxml={junit}",
+            *stage.options,
+            file,
+        ]
         with (self.paths.logs / f"{name}.txt").open("wb") as log:
             return subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
 

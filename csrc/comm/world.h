@@ -10,7 +10,7 @@
 // and a rank that has published p does not publish p + 1 before it has waited for all of p. What belongs to phase p
 // lies in the buffers of parity p % 2. A peer reads them between its wait_all(p) and its publish(p + 1); so once
 // wait_all(p + 1) has returned nobody reads them any more, and they are written again for p + 2. A rank is never more
-// than one phase ahead of a straggler. tests/test_protocol.py explores every interleaving of this.
+// than one phase ahead of a straggler. tests/comm/test_protocol.py explores every interleaving of this.
 //
 // Note: waiting. First a short spin, then sched_yield, then a futex. Ranks may outnumber the processors, where spinning
 // alone is a thousand times slower. In the slow part a rank looks every few milliseconds at its deadline, at whether

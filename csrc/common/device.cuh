@@ -260,7 +260,7 @@ __device__ inline T* map_to_peer(T* address, unsigned rank) {
 // ---- launch ---------------------------------------------------------------------------------------------------------
 
 // Shared memory of a block, static and dynamic together: at most, and without asking the runtime first (compute
-// capability 9.0). Then what the static part of any kernel here may come to, which tests/test_cuda_build.py checks.
+// capability 9.0). Then what the static part of any kernel here may come to, which tests/gpu/test_cuda_build.py checks.
 constexpr size_t kMaxSharedBytes = size_t{227} << 10;
 constexpr size_t kPlainSharedBytes = size_t{48} << 10;
 constexpr size_t kMaxStaticBytes = size_t{2} << 10;

@@ -23,7 +23,7 @@ Not measured yet. Compiled for sm_90, bfloat16 logits, 131072 columns; registers
     backward            59     128     0 spills
     forward_backward    62     128     0 spills
 
-Every thread loads and stores 16 bytes at a time, and no loop has a barrier (tests/test_cross_entropy_triton.py).
+Every thread loads and stores 16 bytes at a time, and no loop has a barrier (tests/ops/test_cross_entropy_triton.py).
 """
 
 from __future__ import annotations

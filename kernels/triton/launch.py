@@ -1,7 +1,7 @@
 """How every kernel here is launched: on the device of its tensors, which need not be the current one.
 
 Triton takes the stream of the current device. A launch for tensors of another would read memory that this stream does
-not order, or that the device does not map. tests/test_triton_helpers.py knows that nothing is launched otherwise.
+not order, or that the device does not map. tests/gpu/test_triton_helpers.py knows that nothing is launched otherwise.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Attention's Triton kernels against float64; run by tests/test_attention_triton.py in the interpreter.
+"""Attention's Triton kernels against float64; run by tests/ops/test_attention_triton.py in the interpreter.
 
 Tolerances: float32 sums of up to 70 terms, weights of exp2 good to two ulp. Of 16-bit types float16 is tried, since the
 interpreter cuts bfloat16 off where a GPU rounds.
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fastpar.kernels import attention
 from fastpar.kernels.attention import AttentionConfig, DropoutHash
-from tests.attention_triton_cases import TABLES, AttentionCase, case, expected, table
+from tests.ops.attention_triton_cases import TABLES, AttentionCase, case, expected, table
 
 NONE = DropoutHash()
 SMALL = AttentionConfig(16, 16, 4, 1)

@@ -1,4 +1,4 @@
-"""The benches of experts that need a GPU, on a few tokens; run by tests/test_moe_route_triton.py in the
+"""The benches of experts that need a GPU, on a few tokens; run by tests/moe/test_moe_route_triton.py in the
 interpreter."""
 
 from __future__ import annotations

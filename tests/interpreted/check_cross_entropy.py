@@ -1,4 +1,4 @@
-"""The Triton kernels of cross-entropy against float64; run by tests/test_cross_entropy_triton.py in the interpreter.
+"""The Triton kernels of cross-entropy against float64; run by test_cross_entropy_triton.py in the interpreter.
 
 Most tests shrink the blocks, so that a row of 300 columns is two whole blocks and a part of one.
 """
@@ -22,7 +22,7 @@ from fastpar.kernels import cross_entropy as kernels
 from fastpar.kernels.cross_entropy_kernels import row_offset
 from fastpar.kernels.cross_entropy_row import expm1, tanh_and_slope
 from fastpar.reference import cross_entropy as reference
-from tests.cross_entropy_cases import (
+from tests.ops.cross_entropy_cases import (
     DTYPES,
     OPTIONS,
     assert_grad_close,
@@ -47,7 +47,7 @@ configuration = kernels.configuration
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton behind the public function, and blocks of 2 * 64 columns."""
     monkeypatch.setattr("fastpar.ops.cross_entropy.implementation", lambda x: kernels)
-    monkeypatch.setattr("tests.cross_entropy_cases.implementation", lambda x: kernels)
+    monkeypatch.setattr("tests.ops.cross_entropy_cases.implementation", lambda x: kernels)
     monkeypatch.setattr(kernels, "configuration", lambda *args, **kwargs: kernels.LossConfiguration(2, 64, 1))
 
 

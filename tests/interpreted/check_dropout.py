@@ -1,4 +1,4 @@
-"""The Triton kernel of dropout against the reference, bit for bit; run by tests/test_dropout.py in the interpreter."""
+"""The Triton kernel of dropout against the reference, bit for bit; run by test_dropout.py in the interpreter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Triton kernels of the embedding against torch; run by tests/test_vocab_triton.py in the interpreter.
+"""The Triton kernels of the embedding against torch; run by tests/ops/test_vocab_triton.py in the interpreter.
 
 A gradient is a float32 sum of up to a few dozen rows, rounded once; the interpreter cuts bfloat16 off where devices
 round to nearest: two roundings there.
@@ -16,7 +16,7 @@ from torch import Tensor
 from fastpar import ops
 from fastpar.kernels import embedding as kernels
 from fastpar.reference import embedding as reference
-from tests.vocab_cases import normal
+from tests.ops.vocab_cases import normal
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-11, torch.float64: 1e-13}

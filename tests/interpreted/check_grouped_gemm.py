@@ -1,4 +1,4 @@
-"""The Triton kernels of experts' products against float64; run by tests/test_moe_triton.py in the interpreter, which
+"""The Triton kernels of experts' products against float64; run by test_moe_triton.py in the interpreter, which
 cuts bfloat16 off where devices round to nearest: two roundings there.
 
 Rows are -1, 0 and 1 where results have to be exact.
@@ -16,7 +16,7 @@ from torch import Tensor
 from fastpar.contracts.moe import ACTIVATIONS, ExpertRule, activate
 from fastpar.kernels import grouped_gemm as gg
 from fastpar.kernels.grouped_gemm import RowGroups
-from tests.overlap_gemm_cases import integers
+from tests.ops.overlap_gemm_cases import integers
 
 CPU = torch.device("cpu")
 SPLITS = (0, 5, 5, 22, 23)  # an expert of several blocks, one of none, one of one row

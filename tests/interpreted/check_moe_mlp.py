@@ -1,4 +1,4 @@
-"""Feed-forward experts in Triton against the reference in float64; run by tests/test_moe_triton.py in the interpreter.
+"""Feed-forward experts in Triton against the reference in float64; run by test_moe_triton.py in the interpreter.
 
 Sums are float32, of 10 to 100 terms of size 1. Memory that is not initialised holds NaN.
 """
@@ -17,7 +17,7 @@ from fastpar.kernels import moe_mlp as kernels
 from fastpar.kernels.moe_mlp import ExpertParams
 from fastpar.ops.moe import mlp_triton as _moe_triton
 from fastpar.ops.moe.plan import Padding
-from tests.moe_calls import reference_mlp
+from tests.moe.moe_calls import reference_mlp
 
 TOKENS, TOP_K, EXPERTS, HIDDEN, FEATURES = 19, 3, 5, 24, 20
 

@@ -1,4 +1,4 @@
-"""Dispatch into other ranks' memory in Triton's interpreter; run by tests/test_moe_triton.py.
+"""Dispatch into other ranks' memory in Triton's interpreter; run by tests/moe/test_moe_triton.py.
 
 What is computed is tested with virtual ranks in one process, which take turns; what is waited for, with real processes
 that share memory. Memory that is not written holds what is no small integer; rows are -1, 0 and 1.
@@ -20,8 +20,8 @@ from fastpar.kernels.moe_push import PushExchange, run_together
 from fastpar.kernels.overlap_gemm_buffer import OverlapBuffer
 from fastpar.reference import moe_rows
 from tests.dist import run_ranks
-from tests.moe_calls import reference_mlp
-from tests.overlap_gemm_cases import MappedBuffer, create_files, integers
+from tests.moe.moe_calls import reference_mlp
+from tests.ops.overlap_gemm_cases import MappedBuffer, create_files, integers
 
 NBYTES = 1 << 18
 EXPERTS, TOP_K, WIDTH = 6, 3, 20

@@ -1,4 +1,4 @@
-"""Experts of several ranks over each other's memory, in Triton's interpreter; run by tests/test_moe_push_triton.py.
+"""Experts of several ranks over each other's memory, in Triton's interpreter; run by tests/moe/test_moe_push_triton.py.
 
 Sums are float32, of 10 to 100 terms of size 1. What is computed is tested with virtual ranks in one process, what is
 waited for with processes, through the public function. Memory that is not initialised holds NaN.
@@ -21,10 +21,10 @@ from fastpar.kernels.moe_push import FLAGS, PushExchange, buffer_bytes, run_toge
 from fastpar.kernels.moe_push_mlp import PushGradNeeds, PushSaved
 from fastpar.kernels.overlap_gemm_buffer import OverlapBuffer
 from tests.dist import run_ranks
-from tests.moe_calls import reference_mlp
-from tests.moe_mlp_ranks import EXPERTS, HIDDEN, TOP_K, gradients, part, problem
-from tests.moe_push_ranks import raise_symmetric, run_symmetric
-from tests.overlap_gemm_cases import MappedBuffer, create_files
+from tests.moe.moe_calls import reference_mlp
+from tests.moe.moe_mlp_ranks import EXPERTS, HIDDEN, TOP_K, gradients, part, problem
+from tests.moe.moe_push_ranks import raise_symmetric, run_symmetric
+from tests.ops.overlap_gemm_cases import MappedBuffer, create_files
 
 ALL = PushGradNeeds(True, True, True, True, True, True)
 GRADS = ("x", "weights", "first", "second", "first_bias", "second_bias")

@@ -1,4 +1,4 @@
-"""The Triton kernels of routing against the CPU op and autograd through it; run by tests/test_moe_route_triton.py in
+"""The Triton kernels of routing against the CPU op and autograd through it; run by test_moe_route_triton.py in
 the interpreter.
 
 Half of the logits are rounded to quarters: rows are full of ties, which every device has to decide alike.

@@ -1,4 +1,4 @@
-"""The Triton kernels that place and move rows of tokens against the reference; run by tests/test_moe_triton.py in the
+"""The Triton kernels that place and move rows of tokens against the reference; run by test_moe_triton.py in the
 interpreter, which cuts bfloat16 off where devices round to nearest: two roundings there.
 """
 

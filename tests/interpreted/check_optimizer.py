@@ -1,6 +1,6 @@
 """The Triton kernel of the optimizer steps, bit for bit against the model in numpy.
 
-Run by tests/test_optimizer_triton.py in Triton's interpreter.
+Run by tests/ops/test_optimizer_triton.py in Triton's interpreter.
 
 The interpreter rounds a multiply-add twice and cuts bfloat16 off, where devices do neither: the model does the same.
 """
@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from fastpar.kernels import optimizer as kernels
-from tests import optimizer_model as model
-from tests.optimizer_model import F32, NUM_STATES, RULES, Kinds, assert_same, expected
+from tests.optim import optimizer_model as model
+from tests.optim.optimizer_model import F32, NUM_STATES, RULES, Kinds, assert_same, expected
 
 TORCH = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "split": torch.bfloat16}
 

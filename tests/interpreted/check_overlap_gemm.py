@@ -1,4 +1,4 @@
-"""Overlapped GEMMs in Triton's interpreter; run by tests/test_overlap_gemm.py.
+"""Overlapped GEMMs in Triton's interpreter; run by tests/ops/test_overlap_gemm.py.
 
 What is computed is tested with virtual ranks in one process, which take turns; what is waited for, with real processes
 that share memory. Inputs are -1, 0 and 1 where results have to be exact, and random where bits are compared.
@@ -19,7 +19,7 @@ from fastpar.kernels import overlap_gemm_schedule as schedule
 from fastpar.kernels.overlap_gemm_buffer import Channel, OverlapBuffer, Symmetric
 from fastpar.kernels.overlap_gemm_calls import AllGatherGemm, GemmConfiguration, GemmReduce, configuration
 from tests.dist import run_ranks
-from tests.overlap_gemm_cases import MappedBuffer, create_files, integers, product, rounded_sum
+from tests.ops.overlap_gemm_cases import MappedBuffer, create_files, integers, product, rounded_sum
 
 NBYTES = 1 << 20
 CAPACITY = 64

@@ -1,4 +1,4 @@
-"""The Triton kernels of block quantisation against PyTorch, bit for bit; run by tests/test_quantize.py in Triton's
+"""The Triton kernels of block quantisation against PyTorch, bit for bit; run by tests/ops/test_quantize.py in Triton's
 interpreter."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The Triton kernels of RMSNorm against torch in float64; run by tests/test_rms_norm.py in Triton's interpreter."""
+"""The Triton kernels of RMSNorm against torch in float64; run by tests/ops/test_rms_norm.py in Triton's interpreter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Triton kernels of RMSNorm over split rows against torch in float64; run by tests/test_rms_norm_split.py in
+"""The Triton kernels of RMSNorm over split rows against torch in float64; run by tests/ops/test_rms_norm_split.py in
 Triton's interpreter. The row of a "rank" is a slice of the whole one here; sums over ranks are sums."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The Triton kernel of rotary embeddings against the reference; run by tests/test_rotary_embedding.py in Triton's
+"""The Triton kernel of rotary embeddings against the reference; run by tests/ops/test_rotary_embedding.py in Triton's
 interpreter."""
 
 from __future__ import annotations

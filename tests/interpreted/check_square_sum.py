@@ -1,5 +1,5 @@
 """The Triton kernels of the exact sum of squares, bit for bit against the C++ kernel of the CPU; run by
-tests/test_square_sum_triton.py in Triton's interpreter.
+tests/ops/test_square_sum_triton.py in Triton's interpreter.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The Triton kernels of softmax, log-probabilities and entropy against float64; run by tests/test_vocab_triton.py in
+"""The Triton kernels of softmax, log-probabilities and entropy against float64; run by test_vocab_triton.py in
 the interpreter.
 
 Most tests shrink the blocks, so that a row of 150 columns is two whole blocks and a part of one.
@@ -21,7 +21,7 @@ from fastpar import ops
 from fastpar.contracts.vocab import num_rows
 from fastpar.kernels import vocab_softmax as kernels
 from fastpar.reference import vocab_softmax as reference
-from tests.vocab_cases import normal
+from tests.ops.vocab_cases import normal
 
 # log(0) of a row without a finite logit, and inf - inf, are results here; numpy mentions them.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

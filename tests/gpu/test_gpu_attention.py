@@ -1,0 +1,124 @@
+"""Attention on a real device: against float64, beside torch's, bits from run to run, in a CUDA graph.
+
+Tolerances: 16-bit weights and dS are rounded once before they are multiplied, so errors are those of a few roundings of
+the largest entry; float32 goes through three products of TF32 parts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastpar import ops
+from tests.ops.attention_triton_cases import TABLES, AttentionCase, case, expected, table
+
+pytestmark = pytest.mark.gpu
+DEVICE = "cuda"
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}  # of the largest entry
+
+
+def attend(c: AttentionCase, **options: Any) -> tuple[Tensor, ...]:
+    """(out, lse, dq, dk, dv) of the op."""
+    tiles = ops.AttentionTiles(c.tiles, None, c.q.shape[2], c.k.shape[2])
+    q, k, v = (x.detach().to(DEVICE).requires_grad_() for x in c[:3])
+    out, lse = ops.attention(q, k, v, tiles, return_lse=True, **options)
+    return out.detach(), lse.detach(), *torch.autograd.grad(out, (q, k, v), c.dout.to(DEVICE))
+
+
+def assert_close(found: Tensor, wanted: Tensor, dtype: torch.dtype) -> None:
+    found, wanted = (x.double().cpu().masked_fill(x.cpu() == float("-inf"), 0.0) for x in (found, wanted))
+    assert float((found - wanted).abs().max()) <= TOLERANCE[dtype] * (1.0 + float(wanted.abs().max()))
+
+
+def assert_matches(c: AttentionCase, scale: float = 0.2, softcap: float = 0.0) -> None:
+    out, lse, _, *grads = expected(c, scale, softcap)
+    found = attend(c, scale=scale, softcap=softcap or None)
+    assert torch.equal(found[1].cpu() == float("-inf"), lse == float("-inf"))
+    for mine, wanted in zip(found, (out, lse, *grads), strict=True):
+        assert_close(mine, wanted, c.q.dtype)
+
+
+@pytest.mark.parametrize("name", TABLES)
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+def test_small_tiles_of_every_kind_match_float64(name: str, dtype: torch.dtype) -> None:
+    assert_matches(case(name, dtype=dtype, heads=(4, 2), batch=2))
+
+
+@pytest.mark.parametrize("dims", [(8, 8), (64, 64), (80, 80), (96, 128), (128, 128), (192, 128), (256, 256)])
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+def test_head_dims_match_float64(dims: tuple[int, int], dtype: torch.dtype) -> None:
+    assert_matches(case("documents", dims=dims, dtype=dtype, heads=(2, 1)))
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+def test_small_softcap_matches_float64(dtype: torch.dtype) -> None:
+    assert_matches(case("documents", dims=(64, 64), dtype=dtype), softcap=5.0)
+
+
+def test_long_documents_and_windows_match_float64() -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows = [(0, 700, 0, 700, -255, 0), (700, 1531, 700, 1531, -255, 0)]
+    q, k, v, dout = (torch.randn(1, h, 1531, 64, generator=generator) for h in (4, 2, 2, 4))
+    assert_matches(AttentionCase(q, k, v, dout, table(rows), None))
+
+
+@pytest.mark.parametrize("dropped", [False, True])
+def test_bits_are_equal_from_run_to_run(dropped: bool) -> None:
+    c = case("causal", dims=(128, 128), dtype=torch.bfloat16, heads=(8, 2), batch=2)
+    options = {"dropout": ops.AttentionDropout(0.2, seed=5)} if dropped else {}
+    first, second = attend(c, **options), attend(c, **options)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_small_dropout_has_the_mask_of_the_cpu() -> None:
+    """v is the identity: out shows which weights are left."""
+    q, k = torch.randn(1, 2, 40, 64), torch.randn(1, 2, 40, 64)
+    v = torch.eye(40).expand(1, 2, 40, 40)
+    dropout = ops.AttentionDropout(0.4, seed=77, first_head=3, q_positions=torch.arange(40) * 3 + 1)
+    outs = [ops.attention(q.to(d), k.to(d), v.to(d), dropout=dropout).cpu() for d in ("cpu", DEVICE)]
+    assert torch.equal(outs[0] == 0, outs[1] == 0)
+
+
+@pytest.mark.parametrize("backend", ["FLASH_ATTENTION", "CUDNN_ATTENTION"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_torchs_attention_agrees(backend: str, head_dim: int) -> None:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    inputs = [torch.randn(2, 8, 1024, head_dim, generator=generator, device=DEVICE).bfloat16() for _ in range(4)]
+    q, k, v = (x.clone().requires_grad_() for x in inputs[:3])
+    out = ops.attention(q, k, v, causal=True)
+    mine = [out.detach(), *torch.autograd.grad(out, (q, k, v), inputs[3])]
+    with sdpa_kernel(getattr(SDPBackend, backend)):
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        theirs = [out.detach(), *torch.autograd.grad(out, (q, k, v), inputs[3])]
+    for a, b in zip(mine, theirs, strict=True):
+        assert_close(a, b, torch.bfloat16)
+
+
+def test_a_step_can_be_captured_and_replayed_with_other_values() -> None:
+    shape = (1, 4, 300, 64)
+    q, k, v = (torch.randn(shape, device=DEVICE, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    dout = torch.randn(shape, device=DEVICE, dtype=torch.bfloat16)
+
+    def step() -> tuple[Tensor, ...]:
+        out = ops.attention(q, k, v, causal=True)
+        return out, *torch.autograd.grad(out, (q, k, v), dout)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    with torch.no_grad():
+        for x in (q, k, v):
+            x.normal_()
+    graph.replay()
+    assert all(torch.equal(a, b) for a, b in zip(captured, step(), strict=True))

@@ -1,0 +1,121 @@
+"""`fastpar.parallelize` on the parts of a model: plans written for the whole model fit every part of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import fastpar as fp
+from fastpar.parallel.declared import auto_plan
+from fastpar.parallel.plan import match_plan
+from fastpar.pipeline.stages.absent import Absent
+from fastpar.pipeline.stages.partition import partition
+from fastpar.tensor import VocabParallelEmbedding, VocabParallelHead, full_parameter
+from tests.dist import run_ranks
+from tests.models import ARCHITECTURES
+from tests.pipeline.test_pipeline_partition import batch_of, forward_backward, model_of, whole_logits
+from tests.tensor.test_swap import FakeGroup
+
+LAYOUT = "E|t*2||t,t|t,N|H"
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_plans_match_the_same_paths_on_every_part(architecture: str) -> None:
+    whole = model_of(architecture)
+    plan = auto_plan(whole)
+    styles = match_plan(whole, plan)
+    held: list[str] = []
+    for stage in partition(model_of(architecture), layout=LAYOUT).stages(range(6)):
+        assert auto_plan(stage.module) == plan
+        assert match_plan(stage.module, plan) == styles
+        modules = dict(stage.module.named_modules())
+        held += [path for path in styles if path in modules and not isinstance(modules[path], Absent)]
+    assert sorted(held) == sorted(styles), "every path is on one part"
+
+
+def test_patterns_that_match_nothing_anywhere_are_still_errors() -> None:
+    (stage,) = partition(model_of("llama"), layout=LAYOUT).stages([0])
+    with pytest.raises(ValueError, match=r"'model.layers.\*.mlp.upproj' matches no module; near .*mlp.up_proj"):
+        fp.parallelize(stage.module, None, {"model.layers.*.mlp.upproj": "colwise"})
+    assert type(stage.module.model.embed_tokens) is nn.Embedding
+
+
+def test_sequence_parallelism_still_needs_a_stream_somewhere() -> None:
+    (stage,) = partition(model_of("llama"), layout=LAYOUT).stages([0])
+    with pytest.raises(ValueError, match='the style "stream"'):
+        fp.parallelize(stage.module, FakeGroup(2), {"model.embed_tokens": "vocab"}, sequence_parallel=True)
+
+
+def _parts_match(architecture: str, sequence_parallel: bool, overrides: dict[str, Any]) -> None:
+    """Tensor-parallel parts chained in each rank's process, against the tensor-parallel model: the same bits."""
+    ids, keywords = batch_of(architecture)
+    whole = fp.parallelize(
+        model_of(architecture, **overrides), dist.group.WORLD, sequence_parallel=sequence_parallel, gather_logits=True
+    )
+    cut = partition(model_of(architecture, **overrides), layout=LAYOUT)
+    stages = cut.stages(range(6))
+    for stage in stages:
+        fp.parallelize(stage.module, dist.group.WORLD, sequence_parallel=sequence_parallel, gather_logits=True)
+    torch.manual_seed(3)
+    expected = whole_logits(whole, ids, keywords)
+    grad = torch.randn_like(expected)
+    torch.manual_seed(3)
+    output = forward_backward(stages, (ids,), keywords, grad)
+    assert torch.equal(output, expected)
+    expected.backward(grad)
+    total: dict[str, Tensor] = {}  # by the name on the first part that has the parameter
+    for stage in reversed(stages):
+        for name, parameter in stage.module.named_parameters():
+            assert isinstance(parameter, DTensor), name
+            name = next((t.names[t.parts[0]][0] for t in stage.tied if name in t.names[stage.part]), name)
+            grad = full_parameter(parameter, parameter.grad)
+            total[name] = total[name] + grad if name in total else grad
+    assert set(total) == {name for name, _ in whole.named_parameters()}
+    for name, parameter in whole.named_parameters():
+        assert torch.equal(total[name], full_parameter(parameter, parameter.grad)), name
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_tensor_parallel_parts_equal_the_tensor_parallel_model(architecture: str, sequence_parallel: bool) -> None:
+    run_ranks(2, _parts_match, architecture, sequence_parallel, {})
+
+
+def test_dropout_on_parts_draws_the_masks_of_the_model() -> None:
+    run_ranks(2, _parts_match, "example", True, {"dropout": 0.3})
+
+
+def _loss_on_split_logits() -> tuple[bool, bool]:
+    ids, keywords = batch_of("qwen3")
+    keywords |= {"labels": ids}
+    whole = fp.parallelize(model_of("qwen3"), dist.group.WORLD)
+    stages = partition(model_of("qwen3"), num_parts=3, loss=True).stages(range(3))
+    for stage in stages:
+        fp.parallelize(stage.module, dist.group.WORLD)
+    assert isinstance(stages[0].module.model.embed_tokens, VocabParallelEmbedding)
+    assert isinstance(stages[2].module.lm_head, VocabParallelHead)
+    rows = [row["module"] for stage in stages for row in fp.explain(stage.module).rows]
+    loss = forward_backward(stages, (ids,), keywords)
+    return torch.equal(loss, whole(ids, use_cache=False, **keywords).loss), rows.count("(loss)") == 1
+
+
+def test_last_part_computes_the_models_loss_on_split_logits() -> None:
+    assert run_ranks(2, _loss_on_split_logits) == [(True, True)] * 2
+
+
+def _taken_out_again() -> bool:
+    ids, keywords = batch_of("gpt2")
+    whole = model_of("gpt2")
+    stages = partition(model_of("gpt2"), layout=LAYOUT).stages(range(6))
+    for stage in stages:
+        fp.unparallelize(fp.parallelize(stage.module, dist.group.WORLD))
+    return torch.equal(forward_backward(stages, (ids,), keywords), whole_logits(whole, ids, keywords))
+
+
+def test_unparallelized_parts_are_the_model_again() -> None:
+    assert all(run_ranks(2, _taken_out_again))

@@ -1,0 +1,87 @@
+"""Adapters of PEFT in a model that is split or sharded are saved whole, and merged right or not at all."""
+
+from __future__ import annotations
+
+import copy
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fastpar as fp
+from tests.dist import run_ranks
+from tests.models import build_model
+from tests.verification.test_neighbours import _ids, _with_adapters
+
+peft = pytest.importorskip("peft")
+pytest.importorskip("transformers")
+
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]
+
+
+def _adapted(architecture: str = "llama") -> Any:
+    targets = ["c_attn", "c_proj", "c_fc"] if architecture == "gpt2" else TARGETS
+    return _with_adapters(build_model(architecture, torch.float32), targets)
+
+
+def _saved(folder: str, kind: str) -> None:
+    warnings.simplefilter("ignore")
+    plain = _adapted()
+    wanted = plain(input_ids=_ids()).logits
+    model, zero = copy.deepcopy(plain), None
+    if kind == "tp":
+        fp.parallelize(model, dist.group.WORLD)
+    else:
+        trained = [p for p in model.parameters() if p.requires_grad]
+        mesh = fp.init_mesh(dp_shard=2, device="cpu")
+        zero = fp.zero.shard(model, torch.optim.SGD(trained, lr=0.5), group=mesh, stage=3)
+    model.save_pretrained(folder)
+    if dist.get_rank() == 0:
+        assert {"adapter_config.json", "adapter_model.safetensors"} <= set(os.listdir(folder))
+        assert "model.safetensors" not in os.listdir(folder)
+    loaded = peft.PeftModel.from_pretrained(build_model("llama", torch.float32), folder)
+    assert torch.equal(loaded(input_ids=_ids()).logits, wanted)
+    with pytest.raises(ValueError, match=r"a LlamaForCausalLM with adapters in it.*save the peft.PeftModel"):
+        fp.save_pretrained(model.get_base_model(), folder)
+    if zero is not None:
+        zero.detach()
+        mesh.close()
+
+
+@pytest.mark.parametrize("kind", ["tp", "zero3"])
+def test_saving_writes_the_adapters_whole_and_nothing_else(kind: str, tmp_path: Path) -> None:
+    run_ranks(2, _saved, str(tmp_path), kind)
+
+
+def _merged(architecture: str) -> None:
+    plain = _adapted(architecture)
+    model = fp.parallelize(copy.deepcopy(plain), dist.group.WORLD)
+    wanted = plain(input_ids=_ids()).logits
+
+    def check() -> None:
+        logits = model(input_ids=_ids()).logits
+        torch.testing.assert_close(logits, wanted, rtol=1e-3, atol=1e-4)
+
+    with pytest.raises(RuntimeError, match=r"safe_merge=True assigns new weights"):
+        model.merge_and_unload(safe_merge=True)
+    model.merge_adapter()
+    check()
+    model.unmerge_adapter()
+    check()
+    with model.disable_adapter():
+        plain_base = plain.get_base_model()
+        with plain.disable_adapter():
+            torch.testing.assert_close(
+                model(input_ids=_ids()).logits, plain_base(input_ids=_ids()).logits, rtol=1e-3, atol=1e-4
+            )
+    merged = model.merge_and_unload()
+    torch.testing.assert_close(merged(input_ids=_ids()).logits, wanted, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+def test_merging_adapters_of_a_split_model_is_right_or_refused(architecture: str) -> None:
+    run_ranks(2, _merged, architecture)

@@ -1,0 +1,520 @@
+"""What training loops do to parameters and gradients between the calls: clipping, freezing, moving, replacing."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fastpar as fp
+from tests.dist import run_ranks
+from tests.zero.zero_ranks import Net, Parameters, assert_same, batch, make_optimizer, whole_of, whole_values
+
+STAGES = (0, 1, 2, 3)
+SIZE = 2
+MAX_NORM = 0.05  # below every norm here
+
+
+def loss_here(model: nn.Module, step: int) -> Tensor:
+    x, y = batch(step, 0, dist.get_rank())
+    return nn.functional.mse_loss(model(x).float(), y)
+
+
+def loss_of_all(model: nn.Module, step: int) -> Tensor:
+    losses = [nn.functional.mse_loss(model(x), y) for x, y in (batch(step, 0, rank) for rank in range(SIZE))]
+    return torch.stack(losses).mean()
+
+
+def shard(model: nn.Module, optimizer: Any, stage: int, **options: Any) -> fp.zero.Zero:
+    return fp.zero.shard(model, optimizer, stage=stage, **options)
+
+
+def assert_close(found: Parameters, expected: Parameters, what: object, tolerance: float = 1e-5) -> None:
+    for name, value in expected.items():
+        torch.testing.assert_close(
+            found[name].view(value.shape).float(), value, rtol=1e-4, atol=tolerance, msg=f"{what}: {name}"
+        )
+
+
+# ---- gradients of model.parameters()
+
+
+def clip_norm(model: nn.Module) -> float:
+    return float(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM))
+
+
+def clip_norm_one_by_one(model: nn.Module) -> float:
+    return float(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM, foreach=False))
+
+
+def clip_value(model: nn.Module) -> float:
+    torch.nn.utils.clip_grad_value_(model.parameters(), 0.003)
+    return 0.0
+
+
+def halve(model: nn.Module) -> float:
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.mul_(0.5)
+    return 0.0
+
+
+def replace(model: nn.Module) -> float:
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad = parameter.grad * 0.5
+    return 0.0
+
+
+def drop_some(model: nn.Module) -> float:
+    for number, parameter in enumerate(model.parameters()):
+        if number % 2:
+            parameter.grad = None
+    return 0.0
+
+
+def fastpars_clip(model: nn.Module) -> float:
+    return float(fp.clip_grad_norm_(model.parameters(), MAX_NORM))
+
+
+EDITS: dict[str, Callable[[nn.Module], float]] = {
+    f.__name__: f for f in (clip_norm, clip_norm_one_by_one, clip_value, halve, replace, drop_some, fastpars_clip)
+}
+
+
+def edited_run(edit: str, stage: int, precision: str | None, accumulate: int = 1) -> tuple[Parameters, list[float]]:
+    model = Net()
+    optimizer = make_optimizer("sgd", model.parameters())
+    shard(model, optimizer, stage, precision=precision)
+    norms = []
+    for step in range(3):
+        for microbatch in range(accumulate):
+            (loss_here(model, step + 10 * microbatch) / accumulate).backward()
+        norms.append(EDITS[edit](model))
+        optimizer.step()
+        optimizer.zero_grad()
+    return whole_values(model), norms
+
+
+def edited_plain(edit: str, accumulate: int = 1) -> tuple[Parameters, list[float]]:
+    model = Net()
+    optimizer = make_optimizer("sgd", model.parameters())
+    norms = []
+    for step in range(3):
+        for microbatch in range(accumulate):
+            (loss_of_all(model, step + 10 * microbatch) / accumulate).backward()
+        norms.append(EDITS[edit](model))
+        optimizer.step()
+        optimizer.zero_grad()
+    return whole_values(model), norms
+
+
+def edited_runs(edit: str, cases: list[tuple[int, str | None, int]]) -> list[tuple[Parameters, list[float]]]:
+    return [edited_run(edit, *case) for case in cases]
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_what_is_done_to_gradients_of_the_model_is_done_to_what_the_optimizer_takes(edit: str) -> None:
+    """In all stages, with master weights and without, after one backward pass and after two."""
+    cases: list[tuple[int, str | None, int]] = [
+        (stage, precision, accumulate) for stage in STAGES for precision in (None, "bf16") for accumulate in (1, 2)
+    ]
+    expected = {accumulate: edited_plain(edit, accumulate) for accumulate in (1, 2)}
+    for of_rank in run_ranks(SIZE, edited_runs, edit, cases):
+        for case, (found, norms) in zip(cases, of_rank, strict=True):
+            values, wanted = expected[case[2]]
+            rough = case[1] == "bf16"  # 8 bits of parameters, and lr 0.1
+            assert norms == pytest.approx(wanted, rel=5e-2 if rough else 1e-4), (edit, case)
+            assert_close(found, values, (edit, case), 2e-2 if rough else 1e-5)
+
+
+def odd_gradients() -> None:
+    for stage in (1, 2):
+        model = Net()
+        optimizer = make_optimizer("sgd", model.parameters())
+        shard(model, optimizer, stage)
+        loss_here(model, 0).backward()
+        weight = model.first.weight
+        with pytest.raises(ValueError, match="must be a tensor like the averaged gradient"):
+            weight.grad = torch.zeros_like(weight)
+        assert weight.grad is not None
+        copied = copy.deepcopy(model)
+        assert copied.first.weight.grad is None
+        assert type(copied.first.weight) is nn.Parameter
+        torch.save(model.state_dict(), io.BytesIO())
+        torch.save(model, io.BytesIO())
+        optimizer.zero_grad()
+        assert weight.grad is None
+        assert type(weight) is nn.Parameter
+        loss_here(model, 0).backward()
+        optimizer.step()
+        assert type(weight) is nn.Parameter
+
+
+def test_a_gradient_of_another_kind_is_refused_and_copies_have_none() -> None:
+    run_ranks(SIZE, odd_gradients)
+
+
+def scaled_run(stage: int) -> Parameters:
+    """The loop of torch's documentation, and what accelerate does."""
+    model = Net()
+    optimizer = make_optimizer("sgd", model.parameters())
+    shard(model, optimizer, stage)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for step in range(3):
+        scaler.scale(loss_here(model, step)).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    return whole_values(model)
+
+
+def scaled_runs() -> list[Parameters]:
+    return [scaled_run(stage) for stage in (0, 1, 2)]
+
+
+def test_unscaled_and_clipped_gradients_are_taken() -> None:
+    expected, _ = edited_plain("clip_norm")
+    for of_rank in run_ranks(SIZE, scaled_runs):
+        for stage, found in enumerate(of_rank):
+            assert_close(found, expected, stage)
+
+
+def held_before_run(stage: int) -> float:
+    """A list of the parameters that was made before `shard`, as for a scheduler of clipping."""
+    model = Net()
+    held = [p for p in model.parameters() if p.requires_grad]
+    optimizer = make_optimizer("sgd", model.parameters())
+    shard(model, optimizer, stage)
+    loss_here(model, 0).backward()
+    norm = float(torch.nn.utils.clip_grad_norm_(held, MAX_NORM))
+    optimizer.step()
+    return norm
+
+
+def held_before_runs() -> list[float]:
+    return [held_before_run(stage) for stage in STAGES]
+
+
+def test_parameters_listed_before_shard_have_the_averaged_gradients_too() -> None:
+    for norms in run_ranks(SIZE, held_before_runs):
+        assert norms == pytest.approx(edited_plain("clip_norm")[1][:1] * 4, rel=1e-4)
+
+
+def captured_gradient() -> None:
+    for stage in STAGES:
+        model = Net()
+        optimizer = make_optimizer("sgd", model.parameters())
+        shard(model, optimizer, stage)
+        loss = loss_here(model, 0)
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        if stage == 3:
+            with pytest.raises(RuntimeError, match="shards of stage 3"):
+                torch.autograd.grad(loss, parameters, allow_unused=True)
+        else:
+            found = torch.autograd.grad(loss, parameters, allow_unused=True)
+            assert sum(x is None for x in found) == 1  # unused
+        x = batch(0, 0, 0)[0].requires_grad_()
+        (gradient,) = torch.autograd.grad(model(x).sum(), x)  # of inputs: in any stage
+        assert gradient.abs().sum() > 0
+        loss_here(model, 0).backward()
+        optimizer.step()
+
+
+def test_gradients_of_shards_are_refused_and_those_of_inputs_are_not() -> None:
+    run_ranks(SIZE, captured_gradient)
+
+
+def penalty(model: nn.Module, stage: int) -> Any:
+    """A term of the loss that is made of parameters."""
+    found: Any = 0.0
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            found = found + (parameter.full_tensor() if stage == 3 else parameter).square().sum()
+    return 0.01 * found
+
+
+def penalised() -> None:
+    def train(model: Any, loss: Callable[[nn.Module, int], Tensor], stage: int) -> Parameters:
+        optimizer = make_optimizer("sgd", model.parameters())
+        if stage >= 0:
+            shard(model, optimizer, stage)
+        for step in range(3):
+            (loss(model, step) + penalty(model, stage)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return whole_values(model)
+
+    expected = train(Net(), loss_of_all, -1)
+    for stage in STAGES:
+        assert_close(train(Net(), loss_here, stage), expected, stage)
+    model = Net()
+    optimizer = make_optimizer("sgd", model.parameters())
+    shard(model, optimizer, 3)
+    loss = loss_here(model, 0)
+    with pytest.raises(RuntimeError, match=r"sharded, outside of the forward of .*full_tensor\(\)"):
+        penalty(model, 2)
+    assert float(model.first.weight.detach().norm()) > 0.0
+    loss.backward()
+    penalty(model, 2)  # a number for a log, after backward
+    optimizer.step()
+
+
+def test_a_loss_may_have_terms_of_parameters() -> None:
+    run_ranks(SIZE, penalised)
+
+
+# ---- freezing and unfreezing
+
+
+def toggled(model: Any, step: int) -> None:
+    """Before a step: a layer is frozen at first, trained from step 2 on, and another one frozen again in step 3."""
+    model.first.weight.requires_grad_(step >= 2)
+    model.scale.requires_grad_(step >= 1)
+    model.last.weight.requires_grad_(step != 3)
+
+
+def toggled_plain(kind: str) -> Parameters:
+    model = Net()
+    toggled(model, 0)
+    optimizer = make_optimizer(kind, model.parameters())
+    for step in range(6):
+        toggled(model, step)
+        loss_of_all(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return whole_values(model)
+
+
+def toggled_run(kind: str, stage: int, options: dict[str, Any]) -> tuple[Parameters, bool]:
+    model = Net()
+    toggled(model, 0)
+    optimizer = make_optimizer(kind, model.parameters())
+    zero = shard(model, optimizer, stage, **options)
+    for step in range(6):
+        toggled(model, step)
+        loss_here(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    state = zero.state_dict()
+    zero.load_state_dict(state)
+    return whole_values(model), state["has_state"]["first.weight"]
+
+
+def toggled_runs(kind: str, cases: list[tuple[int, dict[str, Any]]]) -> list[tuple[Parameters, bool]]:
+    return [toggled_run(kind, *case) for case in cases]
+
+
+@pytest.mark.parametrize("kind", ["adamw", "ours"])
+def test_parameters_that_are_unfrozen_and_frozen_later_train_as_in_one_process(kind: str) -> None:
+    cases: list[tuple[int, dict[str, Any]]] = [(stage, {}) for stage in STAGES]
+    cases += [(1, {"overlap": False}), (2, {"offload": "cpu"}), (1, {"precision": "bf16"}), (3, {"precision": "bf16"})]
+    expected = toggled_plain(kind)
+    found = run_ranks(SIZE, toggled_runs, kind, cases)
+    for case, *of_ranks in zip(cases, *found, strict=True):
+        assert_same(of_ranks[0][0], of_ranks[1][0], case)
+        rough = "precision" in case[1]
+        assert_close(of_ranks[0][0], expected, case, 5e-2 if rough else 1e-5)
+        assert of_ranks[0][1]
+
+
+def late_group() -> None:
+    """A layer that comes to the optimizer when it is unfrozen."""
+
+    def trained(model: Any, loss: Callable[[nn.Module, int], Tensor], stage: int | None) -> Parameters:
+        model.first.requires_grad_(False)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+        if stage is not None:
+            shard(model, optimizer, stage)
+        for step in range(4):
+            if step == 2:
+                model.first.requires_grad_(True)
+                optimizer.add_param_group({"params": list(model.first.parameters()), "lr": 1e-3})
+            loss(model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return whole_values(model)
+
+    expected = trained(Net(), loss_of_all, None)
+    for stage in STAGES:
+        assert_close(trained(Net(), loss_here, stage), expected, stage)
+
+
+def test_a_parameter_group_that_is_added_later_is_trained() -> None:
+    run_ranks(SIZE, late_group)
+
+
+def strange_group() -> None:
+    for stage in STAGES:
+        model = Net()
+        optimizer = make_optimizer("sgd", model.parameters())
+        shard(model, optimizer, stage)
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+        loss_here(model, 0).backward()
+        with pytest.raises(ValueError, match="was not there in"):
+            optimizer.step()
+
+
+def test_a_parameter_that_was_made_later_is_refused() -> None:
+    run_ranks(SIZE, strange_group)
+
+
+# ---- moving and replacing
+
+
+def moved_to(model: nn.Module) -> None:
+    model.to("cpu:0")
+
+
+def converted_and_back(model: nn.Module) -> None:
+    dtype = next(model.parameters()).dtype
+    model.double().to(dtype)
+
+
+def given_other_memory(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+
+
+def assigned(model: nn.Module) -> None:
+    model.load_state_dict({name: x.clone() for name, x in model.state_dict().items()}, assign=True)
+
+
+MOVES = {f.__name__: f for f in (moved_to, converted_and_back, given_other_memory, assigned)}
+
+
+def moved_run(move: str, stage: int, precision: str | None) -> Parameters:
+    model = Net()
+    optimizer = make_optimizer("adamw", model.parameters())
+    shard(model, optimizer, stage, precision=precision)
+    for step in range(4):
+        if step == 1:
+            MOVES[move](model)
+        loss_here(model, step).backward()
+        if step == 2 and precision is None:  # else gradients are converted with it, and rounded
+            MOVES[move](model)
+        optimizer.step()
+        optimizer.zero_grad()
+    return whole_values(model)
+
+
+def moved_runs() -> None:
+    for stage in STAGES:
+        for precision in (None, "bf16"):
+            expected = moved_run("none", stage, precision)
+            for move in MOVES:
+                if move == "none" or (stage == 3 and move == "assigned"):  # refused, by gathered.py
+                    continue
+                assert_same(moved_run(move, stage, precision), expected, (move, stage, precision))
+
+
+MOVES["none"] = lambda model: None
+
+
+def test_parameters_that_get_other_memory_of_the_same_kind_go_on_training() -> None:
+    run_ranks(SIZE, moved_runs)
+
+
+def new_values() -> None:
+    """Set by hand between steps, as an average of weights is."""
+    for stage in (0, 1, 2):
+        for precision in (None, "bf16"):
+            model = Net()
+            optimizer = make_optimizer("sgd", model.parameters())
+            shard(model, optimizer, stage, precision=precision)
+            loss_here(model, 0).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                model.last.bias.data = torch.tensor([3.0, 4.0], dtype=model.last.bias.dtype)
+            loss_here(model, 1).backward()
+            optimizer.param_groups[0]["lr"] = 1e-4
+            optimizer.step()
+            assert (model.last.bias.float() - torch.tensor([3.0, 4.0])).abs().max() < 0.1, (stage, precision)
+
+
+def test_values_that_are_set_by_hand_are_what_the_next_step_starts_from() -> None:
+    run_ranks(SIZE, new_values)
+
+
+def converted() -> None:
+    conversions: list[Callable[[nn.Module], Any]] = [nn.Module.bfloat16, nn.Module.half, nn.Module.double]
+    for stage in STAGES:
+        for convert in conversions:
+            model = Net()
+            optimizer = make_optimizer("sgd", model.parameters())
+            shard(model, optimizer, stage)
+            convert(model)
+            with pytest.raises(RuntimeError, match=r"had dtype torch\.float32 in fastpar\.zero\.shard"):
+                model(batch(0, 0, 0)[0])
+
+
+def test_another_dtype_is_an_error_that_names_the_parameter() -> None:
+    run_ranks(SIZE, converted)
+
+
+# ---- copies
+
+
+def averaged_run() -> None:
+    plain = Net()
+    average = torch.optim.swa_utils.AveragedModel(plain)
+    optimizer = make_optimizer("sgd", plain.parameters())
+    for step in range(3):
+        loss_of_all(plain, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        average.update_parameters(plain)
+    expected = whole_values(average.module)
+    x = batch(0, 0, 0)[0]
+    with torch.no_grad():
+        outputs = average(x)
+    for stage in STAGES:
+        model = Net()
+        optimizer = make_optimizer("sgd", model.parameters())
+        shard(model, optimizer, stage)
+        average = torch.optim.swa_utils.AveragedModel(model)
+        for step in range(3):
+            loss_here(model, step).backward()
+            average.module.zero_grad()  # of the copy, and not of the model
+            optimizer.step()
+            optimizer.zero_grad()
+            average.update_parameters(model)
+        assert_close(whole_values(average.module), expected, stage)
+        with torch.no_grad():
+            torch.testing.assert_close(average(x), outputs)
+
+
+def test_averages_of_weights_are_those_of_one_process() -> None:
+    run_ranks(SIZE, averaged_run)
+
+
+def whole_file() -> None:
+    model = Net()
+    shard(model, make_optimizer("sgd", model.parameters()), 3)
+    with pytest.raises(TypeError, match="this rank's shards"):
+        torch.save(model, io.BytesIO())
+    state = {name: whole_of(x) for name, x in model.state_dict().items()}
+    assert state["scale"].shape == ()
+    for stage in (1, 2):
+        model = Net()
+        shard(model, make_optimizer("sgd", model.parameters()), stage)
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        loaded = torch.load(file, weights_only=False)
+        loaded.zero_grad()
+        loaded(batch(0, 0, 0)[0]).sum().backward()
+        assert loaded.first.weight.grad is not None
+
+
+def test_a_model_is_saved_whole_where_it_is_whole() -> None:
+    run_ranks(SIZE, whole_file)
