@@ -426,7 +426,8 @@ def failures_of(junit: Path) -> list[str]:
 
 def has_torch(python: str) -> bool:
     code = 'import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is None)'
-    return subprocess.run([python, "-c", code], capture_output=True).returncode == 0
+    is_there = shutil.which(python) is not None  # tools/find_python.sh names .venv whether or not it exists
+    return is_there and subprocess.run([python, "-c", code], capture_output=True).returncode == 0
 
 
 def find_python() -> str | None:

@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -101,6 +102,24 @@ def test_benches_are_called_as_they_can_be(plan: str, capsys: pytest.CaptureFixt
     for name, *flags in commands:
         assert importlib.import_module(f"bench.bench_{name}").main(flags) == 2, name
         assert "torch sees no CUDA device here" in capsys.readouterr().err, name
+
+
+def test_a_machine_without_our_environment_takes_the_python_on_its_path(tmp_path: Path) -> None:
+    (tmp_path / "tools").mkdir()
+    for name in ("run_gpu.py", "find_python.sh"):
+        shutil.copy(ROOT / "tools" / name, tmp_path / "tools" / name)
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "bin").mkdir()
+    (python := tmp_path / "bin" / "python3").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    outside = {
+        name: value for name, value in os.environ.items() if name not in ("PYTHON", "VIRTUAL_ENV", "CONDA_PREFIX")
+    }
+    path = os.pathsep.join([str(python.parent), os.environ["PATH"]])
+    command = [sys.executable, str(tmp_path / "tools" / "run_gpu.py"), "--dry-run", "--only", "build"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env={**outside, "PATH": path})
+    assert done.returncode == 0, done.stderr
+    assert f"{python} _build/native.py" in done.stdout
 
 
 def test_stages_can_be_picked_by_name_and_family() -> None:
