@@ -258,6 +258,8 @@ class Watch:
         # What is not for `make check` anyway; and what runs instrumented, which takes several times as long.
         if not markers.isdisjoint({RANKS, CLOCK, DEVICE, "slow", "gpu"}) or "FASTPAR_LIBRARY" in os.environ:
             said[EXPENSIVE] = ""
+        if "gpu" in markers:  # where there is a device Triton calls ptxas in whatever test comes first
+            said[DEVICE] = ""
         return [f"it {what}, and has no marker {name}" for name, what in said.items() if what and name not in markers]
 
     def _look(self, clock: Callable[[], float]) -> float:

@@ -99,9 +99,11 @@ import sys
 import time
 
 import pytest
+import torch
 
 from tests import dist
 
+torch.cuda.device_count = lambda: 1  # or tests for a GPU are skipped
 started = getattr(dist, "run_" + "ranks")
 environment = {**os.environ, "TRITON_" + "INTERPRET": "1"}
 
@@ -129,6 +131,11 @@ def test_clock():
 def test_all(device):
     test_ranks()
     test_clock()
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(device):
+    pass
 """
 
 
@@ -143,7 +150,7 @@ def test_a_test_that_does_what_its_markers_deny_fails(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     for said in ("starts ranks", "looks at a clock", "runs the tools of device code"):
         assert done.stdout.count(f"\nit {said}, and has no marker") == 1, done.stdout
-    assert "4 passed, 3 errors" in done.stdout
+    assert "5 passed, 3 errors" in done.stdout
 
 
 def test_a_test_that_is_not_expensive_may_not_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
