@@ -45,10 +45,13 @@ def routed(
     leaf = logits.clone().requires_grad_()
     routing = ops.moe_route(leaf, rule, bias=bias, mask=mask)
     generator = torch.Generator().manual_seed(1)
-    from_weights, from_scores = (
-        torch.autograd.grad(result, leaf, torch.randn(result.shape, generator=generator).to(result.device))[0]
-        for result in (routing.weights, routing.scores)
-    )
+
+    def gradient(result: Tensor) -> Tensor:
+        upstream = torch.randn(result.shape, generator=generator).to(result.device)
+        # weights and scores come from the same masked logits: one node, which the first of them would free
+        return torch.autograd.grad(result, leaf, upstream, retain_graph=True)[0]
+
+    from_weights, from_scores = gradient(routing.weights), gradient(routing.scores)
     return routing, from_weights, from_scores
 
 
