@@ -34,7 +34,7 @@ class Block(nn.Module):
         heads = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + heads.transpose(1, 2).flatten(-2)
         hidden = nn.functional.dropout(torch.sigmoid(self.up(x)) * self.up(x).relu_(), 0.1)
-        return x + self.down(hidden) * torch.ones(1, 1, 1).expand_as(x)
+        return x + self.down(hidden) * torch.ones(1, 1, 1, device=x.device).expand_as(x)
 
 
 def model_and_input(layers: int = 4) -> tuple[nn.Module, Tensor]:
