@@ -88,11 +88,11 @@ class Problem:
     """The tensors of a case."""
 
     def __init__(self, case: AttentionCase, device: str) -> None:
-        generator = torch.Generator().manual_seed(0)
+        generator = torch.Generator(device).manual_seed(0)
 
         def random(heads: int) -> Tensor:
-            made = torch.randn(1, heads, case.tokens, case.dim, generator=generator)
-            return made.to(device, DTYPES[case.dtype])
+            made = torch.randn(1, heads, case.tokens, case.dim, generator=generator, device=device)
+            return made.to(DTYPES[case.dtype])
 
         self.case = case
         self.inputs = [random(heads).requires_grad_() for heads in (case.heads, case.key_heads, case.key_heads)]

@@ -50,10 +50,10 @@ class NormCase:
 
         num_bytes = self.megabytes << 20
         dtype = DTYPES[self.dtype]
-        generator = torch.Generator().manual_seed(0)
+        generator = torch.Generator(rank.device).manual_seed(0)
         numel = num_bytes // dtype.itemsize // self.tensors // 2 * 2
         parameters = [torch.nn.Parameter(torch.empty(0, device=rank.device)) for _ in range(self.tensors)]
-        grads = [torch.randn(numel, generator=generator).to(rank.device, dtype) for _ in parameters]
+        grads = [torch.randn(numel, generator=generator, device=rank.device).to(dtype) for _ in parameters]
         for parameter, grad in zip(parameters, grads, strict=True):
             parameter.data = grad  # a gradient has its parameter's shape; the values are not looked at
             parameter.grad = grad

@@ -381,8 +381,8 @@ class Problem:
 
 def _logits(case: CrossEntropyCase, start: int, end: int, device: str) -> torch.Tensor:
     """This rank's columns: 64 random rows, repeated, times a scale per row (see the module docstring)."""
-    generator = torch.Generator().manual_seed(1000 + start)
-    rows = torch.randn(min(64, case.tokens), end - start, generator=generator).to(device)
+    generator = torch.Generator(device).manual_seed(1000 + start)
+    rows = torch.randn(min(64, case.tokens), end - start, generator=generator, device=device)
     logits = torch.empty(case.tokens, end - start, dtype=DTYPES[case.dtype], device=device)
     scales = torch.linspace(0.5, 2.0, case.tokens, device=device)
     for piece, scale in zip(logits.split(rows.size(0)), scales.split(rows.size(0)), strict=True):

@@ -90,11 +90,11 @@ class Problem:
             raise ValueError(f"experts ({case.experts}) must be divisible by the virtual ranks ({case.size})")
         self.case, self.device, self.dtype = case, device, DTYPES[case.dtype]
         count = case.size * case.tokens
-        generator = torch.Generator().manual_seed(0)
-        self.x = torch.randn(count, case.hidden, generator=generator).to(device, self.dtype)
-        chosen = torch.rand(count, case.experts, generator=generator).topk(case.top_k, 1).indices
-        self.indices = chosen.to(device)
-        self.weights = torch.rand(count, case.top_k, generator=generator).to(device)
+        generator = torch.Generator(device).manual_seed(0)
+        self.x = torch.randn(count, case.hidden, generator=generator, device=device).to(self.dtype)
+        scores = torch.rand(count, case.experts, generator=generator, device=device)
+        self.indices = scores.topk(case.top_k, 1).indices
+        self.weights = torch.rand(count, case.top_k, generator=generator, device=device)
         pairs = self.indices.view(-1)
         order = pairs.argsort(stable=True)  # by expert, then by rank, token and choice
         self.rows = torch.bincount(pairs // (case.experts // case.size), minlength=case.size).tolist()

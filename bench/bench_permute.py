@@ -81,18 +81,19 @@ class Problem:
     def __init__(self, case: PermuteCase, device: str = "cpu") -> None:
         from fastpar.ops.moe import permute as moe_rows
 
-        generator = torch.Generator().manual_seed(0)
+        generator = torch.Generator(device).manual_seed(0)
         self.case, self.ops, self.device = case, moe_rows, device
-        chosen = torch.rand(case.tokens, case.experts, generator=generator).topk(case.top_k, 1).indices
-        self.indices = chosen.to(device)
-        self.weights = torch.rand(case.tokens, case.top_k, generator=generator).to(device)
+        scores = torch.rand(case.tokens, case.experts, generator=generator, device=device)
+        self.indices = scores.topk(case.top_k, 1).indices
+        self.weights = torch.rand(case.tokens, case.top_k, generator=generator, device=device)
         if case.job == "plan":
             return
         self.order, counts = moe_rows.sort_pairs(self.indices, case.experts)
         self.source = self.order // case.top_k
         self.slots = moe_rows.pair_slots(self.order, counts, counts.cumsum(0) - counts, self.indices.shape)
         table_rows = case.tokens if case.job == "permute" else len(self.order)
-        self.table = torch.randn(table_rows, case.hidden, generator=generator).to(device, DTYPES[case.dtype])
+        table = torch.randn(table_rows, case.hidden, generator=generator, device=device)
+        self.table = table.to(DTYPES[case.dtype])
         out_rows = len(self.order) if case.job == "permute" else case.tokens
         self.out = torch.empty(out_rows, case.hidden, dtype=self.table.dtype, device=device)
 

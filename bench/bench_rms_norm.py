@@ -89,10 +89,10 @@ class Problem:
     """The tensors of a case."""
 
     def __init__(self, case: RmsNormCase, device: str) -> None:
-        generator = torch.Generator().manual_seed(0)
+        generator = torch.Generator(device).manual_seed(0)
 
         def random(*shape: int) -> torch.Tensor:
-            return torch.randn(*shape, generator=generator).to(device, DTYPES[case.dtype])
+            return torch.randn(*shape, generator=generator, device=device).to(DTYPES[case.dtype])
 
         self.case = case
         self.x = random(case.tokens, case.hidden).requires_grad_()
