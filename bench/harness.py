@@ -44,6 +44,7 @@ from __future__ import annotations
 
 import gc
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -56,6 +57,7 @@ import torch.distributed as dist
 from bench.device import Device, copy_buffers, device_for
 
 QUIET_CORES = 0.15  # others used less than this while a quiet row was measured
+SLOW_CHECK_S = 5.0  # a check that takes longer is named
 
 
 @dataclass(frozen=True)
@@ -388,11 +390,16 @@ def measure(case: Case, lanes: Sequence[Lane], plan: Sampling, only: Iterable[st
 
 
 def _check(lane: Lane, found: Measurement) -> None:
+    began = time.perf_counter()
     try:
         found.errors = lane.check(found.provider.name)
     except ProviderError as error:
         found.problem = f"failed: {error}"
         return
+    finally:  # a run that is stopped says what it was waiting for
+        if (seconds := time.perf_counter() - began) > SLOW_CHECK_S:
+            what = f"{found.provider.name} ({found.setting})"
+            print(f"checking {what} took {seconds:.0f} s", file=sys.stderr, flush=True)
     wrong = {name: e for name, e in found.errors.items() if not e.ok}
     if wrong:
         text = ", ".join(f"{name} error {e.value:.3g} (allowed {e.tolerance:.3g})" for name, e in wrong.items())

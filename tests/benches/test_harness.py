@@ -6,13 +6,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from bench import options, peers
+from bench import harness, options, peers
 from bench.bench_cross_entropy import BENCH as CROSS_ENTROPY
 from bench.bench_cross_entropy import CrossEntropyCase, LossOptions, Problem, step_of, torch_loss_with
 from bench.bench_linear import BENCH as LINEAR
@@ -164,6 +165,25 @@ def test_a_provider_that_raises_is_reported_and_the_others_are_timed() -> None:
     broken, good = measure(ListCase(), [lane], Sampling(1, 1))
     assert broken.problem == "failed: no compiler"
     assert len(good.seconds) == 1
+
+
+def test_a_slow_check_is_named_and_one_that_is_interrupted_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = FakeClock()
+    monkeypatch.setattr(harness, "time", SimpleNamespace(perf_counter=clock))
+
+    class Lane(FakeLane):
+        def check(self, name: str) -> dict[str, Error]:
+            clock.now += {"quick": 5.0, "slow": 12.4, "endless": 100.0}[name]
+            if name == "endless":
+                raise KeyboardInterrupt
+            return super().check(name)
+
+    with pytest.raises(KeyboardInterrupt):
+        measure(ListCase(), [Lane(DEFAULT, dict.fromkeys(("quick", "slow", "endless"), 0.0), [])], Sampling(1, 1))
+    said = capsys.readouterr().err.splitlines()
+    assert said == ["checking slow (default) took 12 s", "checking endless (default) took 100 s"]
 
 
 def test_only_keeps_named_providers_and_roofs() -> None:
