@@ -47,6 +47,8 @@ KERNELS = ROOT / "fastpar" / "kernels"
 BUDGET_S = 560
 _GRACE_S = 15.0  # between the interrupt and the kill: pytest prints its failures
 _LANES = 12  # test files at a time; they share the device well, and wait for Triton's compiler most of the time
+# Kernels by the dozen to compile: a minute and a half each (H200), and no lane should begin with them at the end.
+_LONGEST = ("tests/gpu/test_gpu_attention.py", "tests/gpu/test_gpu_moe.py")
 _FAILURES_SHOWN = 80
 _PROBE = """
 import sys, torch
@@ -163,18 +165,18 @@ def plans(python: str, peers: str, paths: Paths) -> dict[str, list[Stage]]:
     pip = (python, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-input", "--no-index", "--no-deps")
     wheels = tuple(sorted(str(p) for p in Path(peers).glob("*.whl"))) if peers else ()
     target = ("--no-compile", "--upgrade", "--target", str(paths.work / "peers"))
-    begin = [Stage("roofs", 15, (python, "-c", _ROOFS)), Stage("build", 170, (python, "_build/native.py"))]
+    begin = [Stage("roofs", 12, (python, "-c", _ROOFS)), Stage("build", 170, (python, "_build/native.py"))]
     if peers:
         begin.append(Stage("peers", 10, (*pip, *target, *wheels), left_out="" if wheels else f"no wheel in {peers}"))
 
     return {
         "check": [
             *begin,
-            Stage("smoke", 38, files=tuple(f for f in shared if "smoke" in f)),
-            Stage("tests", 160, files=tuple(f for f in shared if "smoke" not in f), lanes=_LANES),
-            Stage("tests-alone", 75, files=tuple(alone)),
+            Stage("smoke", 36, files=tuple(f for f in shared if "smoke" in f)),
+            Stage("tests", 130, files=tuple(f for f in shared if "smoke" not in f), lanes=_LANES),
+            Stage("tests-alone", 105, files=tuple(alone)),
             bench("cross_entropy", 40, *bf16, *entropy, "--vocab", "128256", "--no-memory", what="short"),
-            bench("linear_cross_entropy", 30, *bf16, *linear, "--no-memory", what="short"),
+            bench("linear_cross_entropy", 35, *bf16, *linear, "--no-memory", what="short"),
             bench("optimizer", 30, "--job", "update", "--elements", "200000000", what="short"),
         ],
         "bench": [
@@ -231,10 +233,9 @@ def plans(python: str, peers: str, paths: Paths) -> dict[str, list[Stage]]:
 
 
 def gpu_tests() -> list[str]:
-    """Files with tests that need a device."""
-    return [
-        str(p.relative_to(ROOT)) for p in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.gpu" in p.read_text()
-    ]
+    """Files with tests that need a device, those that take longest first."""
+    found = [p for p in (ROOT / "tests").rglob("test_*.py") if "mark.gpu" in p.read_text()]
+    return sorted((str(p.relative_to(ROOT)) for p in found), key=lambda file: (file not in _LONGEST, file))
 
 
 def is_alone(file: str) -> bool:

@@ -94,6 +94,16 @@ def test_check_runs_every_gpu_test_once() -> None:
     assert "tests/gpu/test_gpu_symmetric.py" in files
 
 
+@pytest.mark.parametrize(("plan", "stage"), [("check", "tests"), ("profile", "memcheck")])
+def test_the_files_that_take_longest_start_first(plan: str, stage: str, tmp_path: Path) -> None:
+    (tmp_path / "compute-sanitizer").symlink_to("/bin/true")
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    done = run("--plan", plan, "--only", stage, "--dry-run", PATH=path)
+    files = [word for word in done.stdout.splitlines()[0].split() if word.startswith("tests/")]
+    assert files[:2] == ["tests/gpu/test_gpu_attention.py", "tests/gpu/test_gpu_moe.py"]
+    assert files[2:] == sorted(files[2:])
+
+
 @pytest.mark.parametrize("plan", PLANS)
 def test_benches_are_called_as_they_can_be(plan: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Flags that a bench does not know, or a device that it does not run on, would show on the machine with the GPU."""
