@@ -12,6 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from bench.bench_linear_cross_entropy import LinearCrossEntropyCase
+from bench.harness import Rank
+
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "tools" / "run_gpu.py"
 PLANS = ("check", "bench", "profile")
@@ -102,6 +105,16 @@ def test_the_files_that_take_longest_start_first(plan: str, stage: str, tmp_path
     files = [word for word in done.stdout.splitlines()[0].split() if word.startswith("tests/")]
     assert files[:2] == ["tests/gpu/test_gpu_attention.py", "tests/gpu/test_gpu_moe.py"]
     assert files[2:] == sorted(files[2:])
+
+
+def test_the_short_linear_cross_entropy_leaves_out_what_compiles_and_tunes_for_long() -> None:
+    (words,) = [words for name, _, *words in stages("check") if name == "linear_cross_entropy:short"]
+    only = words[words.index("--only") + 1].split(",")
+    providers = LinearCrossEntropyCase("fp32", 8, 8, 16).build(Rank())
+    names = [p.name for p in providers if p.kind != "roof"] + ["Liger", "cut-cross-entropy"]  # these of a GPU alone
+    assert all(any(part in name for name in names) for part in only), "names what is not there"
+    left_out = [name for name in names if not any(part in name for part in only)]
+    assert left_out == ["torch.compile of it", "cut-cross-entropy"]
 
 
 @pytest.mark.parametrize("plan", PLANS)
