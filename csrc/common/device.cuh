@@ -11,9 +11,13 @@
 #include <cuda_runtime.h>
 #endif
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <map>
+#include <mutex>
+#include <tuple>
 
 #include "common/checks.h"
 
@@ -75,6 +79,39 @@ __device__ inline uint4 load_packet(const void* address) {
 }
 
 __device__ inline void store_packet(void* address, uint4 packet) { __stcs(static_cast<uint4*>(address), packet); }
+
+// ---- copies from global to shared memory, behind the back of the thread that asks for them --------------------------
+//
+// They hold no registers on their way. A thread commits what it has asked for as one batch, and waits until no more
+// than its last `kBatches` batches are on their way; it then sees what it has copied itself, without a barrier.
+
+__device__ inline void copy_packet_async(void* shared, const void* global) {
+#if defined(FASTPAR_EMULATION)
+  emulation::check_alignment(shared, kPacketBytes, "copy");
+  emulation::check_alignment(global, kPacketBytes, "copy");
+  emulation::copy_async(shared, global, kPacketBytes);
+#else
+  const auto to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(global) : "memory");
+#endif
+}
+
+__device__ inline void commit_copies() {
+#if defined(FASTPAR_EMULATION)
+  emulation::commit_copies();
+#else
+  asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+
+template <int kBatches>
+__device__ inline void wait_for_copies() {
+#if defined(FASTPAR_EMULATION)
+  emulation::wait_for_copies(kBatches);
+#else
+  asm volatile("cp.async.wait_group %0;" ::"n"(kBatches) : "memory");
+#endif
+}
 
 // ---- memory that other ranks write and read -------------------------------------------------------------------------
 //
@@ -263,7 +300,7 @@ __device__ inline T* map_to_peer(T* address, unsigned rank) {
 // capability 9.0). Then what the static part of any kernel here may come to, which tests/gpu/test_cuda_build.py checks.
 constexpr size_t kMaxSharedBytes = size_t{227} << 10;
 constexpr size_t kPlainSharedBytes = size_t{48} << 10;
-constexpr size_t kMaxStaticBytes = size_t{2} << 10;
+constexpr size_t kMaxStaticBytes = size_t{6} << 10;
 constexpr unsigned kPortableClusterSize = 8;
 
 // What to ask for before a launch with so much dynamic shared memory; 0: nothing. It is one number, not the launch's: a
@@ -314,6 +351,89 @@ int64_t resident_blocks(void (*kernel)(Parameters...), unsigned threads) {
 #endif
 }
 
+#if !defined(FASTPAR_EMULATION)
+// What a launch of more shared memory, or of larger clusters, than every device has needs to be allowed first.
+inline void allow(const void* kernel, const LaunchConfig& config) {
+  if (const size_t bytes = shared_bytes_to_allow(config.shared_bytes); bytes > 0) {
+    check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)),
+               "allowing a block more shared memory");
+  }
+  if (config.cluster > kPortableClusterSize) {
+    check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1),
+               "allowing a cluster of 16 blocks");
+  }
+}
+
+// The attributes of a launch, and the memory that holds them.
+struct LaunchAttributes {
+  cudaLaunchAttribute attributes[2] = {};
+  cudaLaunchConfig_t config{};
+
+  LaunchAttributes(const LaunchConfig& launch, cudaStream_t stream) {
+    if (launch.cluster > 1) {
+      cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+      attribute.id = cudaLaunchAttributeClusterDimension;
+      attribute.val.clusterDim.x = launch.cluster;
+      attribute.val.clusterDim.y = 1;
+      attribute.val.clusterDim.z = 1;
+    }
+    if (launch.is_cooperative) {
+      cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+      attribute.id = cudaLaunchAttributeCooperative;
+      attribute.val.cooperative = 1;
+    }
+    config.gridDim = dim3(static_cast<unsigned>(launch.blocks));
+    config.blockDim = dim3(launch.threads);
+    config.dynamicSmemBytes = launch.shared_bytes;
+    config.stream = stream;
+    config.attrs = attributes;
+  }
+  LaunchAttributes(const LaunchAttributes&) = delete;
+  LaunchAttributes& operator=(const LaunchAttributes&) = delete;
+};
+#endif
+
+// How many clusters of such a launch the current device has room for at once, if it runs nothing else; at least 1. The
+// runtime takes microseconds to find out, and is asked once a kernel, configuration and device.
+template <typename... Parameters>
+int64_t resident_clusters(void (*kernel)(Parameters...), const LaunchConfig& config) {
+#if defined(FASTPAR_EMULATION)
+  const int64_t per_processor = emulation::blocks_per_multiprocessor(shape_of(config));
+  return std::max<int64_t>(1, per_processor * emulation::device().multiprocessors / config.cluster);
+#else
+  using Key = std::tuple<const void*, int, unsigned, unsigned, size_t>;
+  static std::mutex mutex;
+  static std::map<Key, int64_t> known;
+  const void* function = reinterpret_cast<const void*>(kernel);
+  int device = 0;
+  check_cuda(cudaGetDevice(&device), "finding the current device");
+  const std::lock_guard<std::mutex> lock(mutex);
+  const auto [found, is_new] =
+      known.try_emplace({function, device, config.threads, config.cluster, config.shared_bytes}, 1);
+  if (is_new) {
+    allow(function, config);
+    LaunchConfig one = config;
+    one.blocks = config.cluster;
+    const LaunchAttributes attributes(one, nullptr);
+    int clusters = 0;
+    if (config.cluster > 1) {
+      check_cuda(cudaOccupancyMaxActiveClusters(&clusters, function, &attributes.config),
+                 "finding how many clusters are resident");
+    } else {  // of which that function says 1
+      int multiprocessors = 0;
+      check_cuda(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device),
+                 "counting multiprocessors");
+      check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&clusters, kernel, static_cast<int>(config.threads),
+                                                               config.shared_bytes),
+                 "finding the occupancy of a kernel");
+      clusters *= multiprocessors;
+    }
+    found->second = std::max(1, clusters);
+  }
+  return found->second;
+#endif
+}
+
 template <typename... Parameters, typename... Arguments>
 void launch(void (*kernel)(Parameters...), const LaunchConfig& config, cudaStream_t stream,
             const Arguments&... arguments) {
@@ -326,37 +446,10 @@ void launch(void (*kernel)(Parameters...), const LaunchConfig& config, cudaStrea
     emulation::enqueue(stream, shape, [=] { kernel(arguments...); });
   }
 #else
-  const void* function = reinterpret_cast<const void*>(kernel);
-  if (const size_t bytes = shared_bytes_to_allow(config.shared_bytes); bytes > 0) {
-    check_cuda(cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)),
-               "allowing a block more shared memory");
-  }
-  if (config.cluster > kPortableClusterSize) {
-    check_cuda(cudaFuncSetAttribute(function, cudaFuncAttributeNonPortableClusterSizeAllowed, 1),
-               "allowing a cluster of 16 blocks");
-  }
-  cudaLaunchAttribute attributes[2] = {};
-  unsigned num_attributes = 0;
-  if (config.cluster > 1) {
-    cudaLaunchAttribute& attribute = attributes[num_attributes++];
-    attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim.x = config.cluster;
-    attribute.val.clusterDim.y = 1;
-    attribute.val.clusterDim.z = 1;
-  }
-  if (config.is_cooperative) {
-    cudaLaunchAttribute& attribute = attributes[num_attributes++];
-    attribute.id = cudaLaunchAttributeCooperative;
-    attribute.val.cooperative = 1;
-  }
-  cudaLaunchConfig_t launch_config{};
-  launch_config.gridDim = dim3(static_cast<unsigned>(config.blocks));
-  launch_config.blockDim = dim3(config.threads);
-  launch_config.dynamicSmemBytes = config.shared_bytes;
-  launch_config.stream = stream;
-  launch_config.attrs = attributes;
-  launch_config.numAttrs = num_attributes;
-  check_cuda(cudaLaunchKernelEx(&launch_config, kernel, static_cast<Parameters>(arguments)...), "launching a kernel");
+  allow(reinterpret_cast<const void*>(kernel), config);
+  const LaunchAttributes attributes(config, stream);
+  check_cuda(cudaLaunchKernelEx(&attributes.config, kernel, static_cast<Parameters>(arguments)...),
+             "launching a kernel");
 #endif
 }
 

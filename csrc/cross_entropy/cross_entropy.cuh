@@ -111,14 +111,14 @@ struct GradientWriter {
   static constexpr int kPacket = kPacketSize<T>;
 
   Transform<C, kPlain> transform;
-  Exponent<T> exponent;
+  Exponent<C> exponent;
   C probability, uniform, at_target;  // factors of exp(z - reference) and of the weights, logit_scale included
   const C* weight;                    // null: all 1
   int target_column;                  // -1: not here
   RowOut<T> out;
 
   __device__ GradientWriter(const LossTerms& terms, const Coefficients<C>& c, const Target& target,
-                            const Exponent<T>& exponent_, C factor, C at_target_, int64_t vocab_start,
+                            const Exponent<C>& exponent_, C factor, C at_target_, int64_t vocab_start,
                             const RowOut<T>& out_)
       : transform(terms), exponent(exponent_), out(out_) {
     const C scale = static_cast<C>(terms.logit_scale);
@@ -145,18 +145,28 @@ struct GradientWriter {
   __device__ void packet(const uint4& bytes, int column) const {
     C values[kPacket];
     unpack<T>(bytes, values);
+    if constexpr (kPlain) {
+      exponent.apply(values);
 #pragma unroll
-    for (int j = 0; j < kPacket; ++j) values[j] = value(values[j], column + j);
+      for (int j = 0; j < kPacket; ++j) values[j] *= probability;
+      const int target = target_column - column;  // one packet of a row has it: not a comparison an element
+      if (target_column >= 0 && target >= 0 && target < kPacket) {
+#pragma unroll
+        for (int j = 0; j < kPacket; ++j) values[j] = j == target ? at_target : values[j];
+      }
+    } else {
+#pragma unroll
+      for (int j = 0; j < kPacket; ++j) values[j] = value(values[j], column + j);
+    }
     out.store(column, values);
   }
 };
 
-// What the columns of this block add up to, in every thread. `body` sees every packet and edge first; the target's
-// column is left out of the sum of exponentials where `skip` is its column.
+// What the columns of this warp add up to, in lane 0. `visit(body)` calls body(column, the 16 bytes) for the packets of
+// this thread; the target's column is left out of the sum of exponentials where `skip` is its column.
 template <typename T, bool kPlain, typename F>
-__device__ inline Summary<Compute<T>> summarize(const Row<T>& row, const LossTerms& terms, bool smoothing,
-                                                int64_t vocab_start, int skip, Summary<Compute<T>>* scratch,
-                                                const F& body) {
+__device__ inline Summary<Compute<T>> summarize_warp(const Row<T>& row, const LossTerms& terms, bool smoothing,
+                                                     int64_t vocab_start, int skip, const F& visit) {
   using C = Compute<T>;
   constexpr int kPacket = kPacketSize<T>;
   const Transform<C, kPlain> transform(terms);
@@ -170,9 +180,7 @@ __device__ inline Summary<Compute<T>> summarize(const Row<T>& row, const LossTer
     if (with_weighted) weighted += weighted_sum(z, weight == nullptr ? nullptr : weight + edge);
     if (edge != skip) running.add(z);
   }
-  row.template for_each_packet<kPlain>([&](int packet, const uint4& bytes) {
-    body(packet, bytes);
-    const int column = row.column_of(packet);
+  visit([&](int column, const uint4& bytes) {
     C z[kPacket];
     unpack<T>(bytes, z);
 #pragma unroll
@@ -185,10 +193,7 @@ __device__ inline Summary<Compute<T>> summarize(const Row<T>& row, const LossTer
     }
     running.add(z);
   });
-  const Summary<C> warp = combine_over_warp(Summary<C>{running.finish(), weighted}, with_weighted);
-  if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = warp;
-  __syncthreads();
-  return combine_shared(scratch, blockDim.x / 32, with_weighted);
+  return combine_over_warp(Summary<C>{running.finish(), weighted}, with_weighted);
 }
 
 // The last rows of the statistics: what this rank's columns are, for the check on the other side.
@@ -241,10 +246,15 @@ __global__ void __launch_bounds__(kMaxThreads<T>, kMinBlocks) stats_kernel(Stats
     return;
   }
   const T* x = static_cast<const T*>(a.logits) + row_offset(a.rows, n);
-  const Row<T> row(x, a.vocab, 0, 1);
+  const Row<T> row(x, a.vocab);
   const Target target(a.target[n], a.ignore_index, a.vocab_start, a.vocab, a.terms.vocab_total);
-  const Summary<C> all =
-      summarize<T, kPlain>(row, a.terms, a.smoothing, a.vocab_start, -1, scratch, [](int, const uint4&) {});
+  const auto visit = [&](const auto& body) {
+    row.template for_each_packet<kPlain>([&](int packet, const uint4& bytes) { body(row.column_of(packet), bytes); });
+  };
+  const Summary<C> warp = summarize_warp<T, kPlain>(row, a.terms, a.smoothing, a.vocab_start, -1, visit);
+  if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = warp;
+  __syncthreads();
+  const Summary<C> all = combine_shared(scratch, blockDim.x / 32, !kPlain && a.smoothing);
   if (threadIdx.x == 0) write_stats(a, n, all, target_z<T, kPlain>(a.terms, target, x));
 }
 
@@ -286,7 +296,7 @@ __global__ void __launch_bounds__(kMaxThreads<T>, kMinBlocks) backward_kernel(Ba
   using C = Compute<T>;
   const int64_t n = blockIdx.x;
   const T* x = static_cast<const T*>(a.logits) + row_offset(a.rows, n);
-  const Row<T> row(x, a.vocab, 0, 1);
+  const Row<T> row(x, a.vocab);
   const RowOut<T> out(static_cast<T*>(a.grad) + row_offset(a.grad_rows, n), x);
   const Target target(a.target[n], a.ignore_index, a.vocab_start, a.vocab, a.terms.vocab_total);
   if (target.is_ignored && a.grad_lse == nullptr) return fill_zero(row, out);
@@ -295,7 +305,7 @@ __global__ void __launch_bounds__(kMaxThreads<T>, kMinBlocks) backward_kernel(Ba
   const C grad_lse = a.grad_lse == nullptr ? C(0) : static_cast<const C*>(a.grad_lse)[n * a.grad_lse_stride];
   const C grad_loss = static_cast<const C*>(a.grad_loss)[n * a.grad_loss_stride];
   const Coefficients<C> c(a.terms, target, grad_loss, grad_lse, static_cast<C>(lse));
-  const Exponent<T> exponent = Exponent<T>::of_lse(lse);
+  const Exponent<C> exponent = Exponent<C>::of_lse(lse);
   // The thread that writes the target's column is the only one to use this, so that the row may be written over: it
   // reads here before it writes.
   C at_target = C(0);
@@ -343,11 +353,11 @@ inline void check_vocab(int64_t vocab) {
   FASTPAR_CHECK(vocab < (int64_t{1} << 31) - (1 << 20), "a row has ", vocab, " columns, and at most 2^31 - 2^20 work");
 }
 
-// Enough threads for kUnroll packets each, within what a block can have.
+// Enough threads for kUnroll packets each, and no more than `most`.
 template <typename T>
-unsigned threads_for(int64_t packets) {
+unsigned threads_for(int64_t packets, unsigned most = kMaxThreads<T>) {
   unsigned threads = 128;
-  while (threads < unsigned{kMaxThreads<T>} && packets > int64_t{kUnroll} * threads) threads *= 2;
+  while (threads < most && packets > int64_t{kUnroll} * threads) threads *= 2;
   return threads;
 }
 

@@ -8,8 +8,7 @@
 // Note: exact folding. exp(z - m) is 2^(z L - m L) with L = log2(e): one FMA and one MUFU instruction, if m L is
 // rounded to a float `offset` beforehand. That rounding, 5e-4 at |m| = 1e4, is the same for all z, and is made good by
 // one factor, 2^(offset - m L), whose exponent an FMA gives exactly. What remains is the error of L itself, 1e-8 of
-// z - m. This is how float32 is written. Sums, and what is rounded to 16 bits, take (z - m) L: its two roundings,
-// 6e-8 of z - m each, are felt in terms far below the maximum only, and it needs fewer registers.
+// z - m.
 #pragma once
 
 #include <cstdint>
@@ -84,11 +83,10 @@ __device__ inline double log_probability(double z, double lse) { return z - lse;
 // subtracted first, which costs the others a subtraction of 0.
 constexpr float kLargeReference = 0x1p24f;
 
-// exp(z - reference) = (*this)(z) * correction, for an output of type T. See Note: exact folding; float64 needs none.
-template <typename T>
+// exp(z - reference) = (*this)(z) * correction. See Note: exact folding; float64 needs none.
+template <typename C>
 struct Exponent {
-  using C = Compute<T>;
-  static constexpr bool kIsFolded = sizeof(T) == 4;
+  static constexpr bool kIsFolded = sizeof(C) == 4;
 
   C first, offset, correction;  // what is subtracted before and after the multiplication; one of them is 0
 
@@ -104,8 +102,8 @@ struct Exponent {
 
   __device__ static Exponent of_lse(double lse) {
     Exponent result(static_cast<C>(lse));
-    if constexpr (sizeof(C) == 4) {
-      if (kIsFolded && fabs(lse) < static_cast<double>(kLargeReference)) {
+    if constexpr (kIsFolded) {
+      if (fabs(lse) < static_cast<double>(kLargeReference)) {
         const double product = lse * static_cast<double>(kLog2E);
         result.offset = static_cast<C>(product);
         result.correction = exp2_approx(static_cast<float>(static_cast<double>(result.offset) - product));
@@ -121,6 +119,18 @@ struct Exponent {
       return exp2_approx(fmaf(z - first, kLog2E, -offset));
     } else {
       return exponential(z - first);
+    }
+  }
+
+  // Of several z, in place. The branch is the same for a whole row, and saves a subtraction of 0 an element.
+  template <int kCount>
+  __device__ void apply(C (&z)[kCount]) const {
+    if (kIsFolded && first == C(0)) {
+#pragma unroll
+      for (int j = 0; j < kCount; ++j) z[j] = exp2_approx(fmaf(z[j], kLog2E, -offset));
+    } else {
+#pragma unroll
+      for (int j = 0; j < kCount; ++j) z[j] = (*this)(z[j]);
     }
   }
 };
@@ -187,15 +197,16 @@ struct Row {
   int first, last;  // packets of this block
   int own_edge;     // the column outside of all packets that this thread takes, or -1
 
-  __device__ Row(const T* x, int64_t vocab, unsigned rank, unsigned num_blocks) : columns(x) {
+  // `share`: packets of a block
+  __device__ Row(const T* x, int64_t vocab, unsigned rank = 0, int share = 1 << 30) : columns(x) {
     const int count = static_cast<int>(vocab);
     const int misaligned = static_cast<int>(reinterpret_cast<uintptr_t>(x) % kPacketBytes / sizeof(T));
     head = misaligned == 0 ? 0 : kPacket - misaligned;
     if (head > count) head = count;
     packets = (count - head) / kPacket;
-    const int share = static_cast<int>((packets + num_blocks - 1) / num_blocks), begin = static_cast<int>(rank) * share;
+    const int begin = static_cast<int>(rank) * share;
     first = begin < packets ? begin : packets;
-    last = first + share < packets ? first + share : packets;
+    last = share < packets - first ? first + share : packets;
     const int thread = static_cast<int>(threadIdx.x), column = thread < head ? thread : thread + packets * kPacket;
     own_edge = rank == 0 && column < count ? column : -1;
   }
@@ -278,29 +289,27 @@ struct Partial {
 template <typename C>
 struct Running {
   C maximum, sum;
+  Exponent<C> exponent;  // of the maximum; of 0 where that is -inf, so that terms of -inf are 0 and not NaN
 
-  __device__ Running() : maximum(negative_infinity<C>()), sum(C(0)) {}
+  __device__ Running() : maximum(negative_infinity<C>()), sum(C(0)), exponent(C(0)) {}
 
   template <int kCount>
-  __device__ void add(const C (&z)[kCount]) {
+  __device__ void add(C (&z)[kCount]) {  // z is overwritten
     C highest = z[0];
 #pragma unroll
     for (int j = 1; j < kCount; ++j) highest = maximum_of(highest, z[j]);
     if (highest > maximum) {
       sum *= exponential(maximum - highest);  // 0 where there has been nothing but -inf
       maximum = highest;
+      exponent = Exponent<C>(maximum);
     }
-    // Of -inf only: with 0 as the reference the terms are 0, not NaN.
-    const C reference = maximum == negative_infinity<C>() ? C(0) : maximum;
-    C terms[kCount];
-#pragma unroll
-    for (int j = 0; j < kCount; ++j) terms[j] = exponential(z[j] - reference);
+    exponent.apply(z);
 #pragma unroll
     for (int distance = kCount / 2; distance > 0; distance /= 2) {
 #pragma unroll
-      for (int j = 0; j < distance; ++j) terms[j] += terms[j + distance];
+      for (int j = 0; j < distance; ++j) z[j] += z[j + distance];
     }
-    sum += terms[0];
+    sum += z[0] * exponent.correction;
   }
 
   __device__ Partial<C> finish() const { return {maximum, sum}; }
@@ -349,29 +358,39 @@ struct Summary {
   }
 };
 
-// Valid in lane 0.
+// In every lane. Of floats the maximum is one instruction, of integers in the same order; sums then refer to it.
 template <typename C>
 __device__ inline Summary<C> combine_over_warp(Summary<C> value, bool with_weighted) {
+  C highest = value.partial.maximum;
+  if constexpr (sizeof(C) == 4) {
+    const int bits = __float_as_int(highest), ordered = bits ^ ((bits >> 31) & 0x7fffffff);
+    const int most = __reduce_max_sync(kAllLanes, ordered);
+    highest = __int_as_float(most ^ ((most >> 31) & 0x7fffffff));
+  } else {
 #pragma unroll
-  for (int distance = 16; distance > 0; distance /= 2) {
-    Summary<C> other = Summary<C>::none();
-    other.partial.maximum = __shfl_down_sync(kAllLanes, value.partial.maximum, distance);
-    other.partial.sum = __shfl_down_sync(kAllLanes, value.partial.sum, distance);
-    if (with_weighted) other.weighted = __shfl_down_sync(kAllLanes, value.weighted, distance);
-    value.add(other);
+    for (int distance = 16; distance > 0; distance /= 2) {
+      highest = maximum_of(highest, __shfl_xor_sync(kAllLanes, highest, distance));
+    }
   }
-  return value;
+  const C reference = highest == negative_infinity<C>() ? C(0) : highest;
+  C sum = value.partial.sum * exponential(value.partial.maximum - reference);
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2) sum += __shfl_xor_sync(kAllLanes, sum, distance);
+  if (with_weighted) {
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) {
+      value.weighted += __shfl_xor_sync(kAllLanes, value.weighted, distance);
+    }
+  }
+  return {{highest, sum}, value.weighted};
 }
 
-// Of the first `count` <= 32 summaries in shared memory; every warp calls it, and every lane has the result.
+// Of `count` summaries in shared memory, in every lane; every warp calls it.
 template <typename C>
 __device__ inline Summary<C> combine_shared(const Summary<C>* summaries, unsigned count, bool with_weighted) {
-  const unsigned lane = threadIdx.x % 32;
-  Summary<C> value = combine_over_warp(lane < count ? summaries[lane] : Summary<C>::none(), with_weighted);
-  value.partial.maximum = __shfl_sync(kAllLanes, value.partial.maximum, 0);
-  value.partial.sum = __shfl_sync(kAllLanes, value.partial.sum, 0);
-  if (with_weighted) value.weighted = __shfl_sync(kAllLanes, value.weighted, 0);
-  return value;
+  Summary<C> value = Summary<C>::none();
+  for (unsigned i = threadIdx.x % 32; i < count; i += 32) value.add(summaries[i]);
+  return combine_over_warp(value, with_weighted);
 }
 
 }  // namespace device

@@ -98,6 +98,14 @@ T __shfl_xor_sync(unsigned mask, T value, int distance, int width = 32, FASTPAR_
   return fastpar::emulation::shuffle(mask, value, is_inside ? other : lane, {file, line});
 }
 
+inline int __reduce_max_sync(unsigned mask, int value, FASTPAR_EMULATION_PLACE) {  // of whole warps only
+  for (int distance = 16; distance > 0; distance /= 2) {
+    const int other = __shfl_xor_sync(mask, value, distance, 32, file, line);
+    value = other > value ? other : value;
+  }
+  return value;
+}
+
 inline unsigned __ballot_sync(unsigned mask, int predicate, FASTPAR_EMULATION_PLACE) {
   using fastpar::emulation::WarpOperation;
   return static_cast<unsigned>(

@@ -362,6 +362,22 @@ void* map_to_peer(const void* address, unsigned rank) {
   fail(describe(thread), " maps an address that is not in its shared memory");
 }
 
+void copy_async(void* to, const void* from, size_t bytes) {
+  Thread& thread = running();
+  thread.copies.push_back({to, from, bytes, thread.copy_batches});
+}
+
+void commit_copies() { ++running().copy_batches; }
+
+void wait_for_copies(int64_t batches) {
+  Thread& thread = running();
+  while (!thread.copies.empty() && thread.copies.front().batch < thread.copy_batches - batches) {
+    const PendingCopy& copy = thread.copies.front();
+    std::memcpy(copy.to, copy.from, copy.bytes);
+    thread.copies.pop_front();
+  }
+}
+
 void check_alignment(const void* address, size_t alignment, const char* what) {
   const auto misaligned = reinterpret_cast<uintptr_t>(address) % alignment;
   if (misaligned == 0) return;

@@ -136,5 +136,11 @@ void* map_to_peer(const void* address, unsigned rank);
 // The device faults on a misaligned access; so does this.
 void check_alignment(const void* address, size_t alignment, const char* what);
 
+// Copies of the running thread from global to shared memory, behind its back: they land in `wait_for_copies`, which
+// leaves the last `batches` commits on their way. So what is read without waiting for it is poison.
+void copy_async(void* to, const void* from, size_t bytes);
+void commit_copies();
+void wait_for_copies(int64_t batches);
+
 }  // namespace emulation
 }  // namespace fastpar

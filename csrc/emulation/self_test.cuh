@@ -41,6 +41,19 @@ __global__ void missing_barrier(const int* in, int* out) {
   out[threadIdx.x] = values[blockDim.x - 1 - threadIdx.x];
 }
 
+// Copies two packets behind its back, in a batch each, and reads both when it has waited for all but `kLeft` batches.
+template <int kLeft>
+__global__ void copies(const uint4* in, uint4* out) {
+  FASTPAR_SHARED_ARRAY(uint4, kept, 64);
+  const unsigned i = threadIdx.x;
+  for (unsigned batch = 0; batch < 2; ++batch) {
+    device::copy_packet_async(&kept[32 * batch + i], in + 32 * batch + i);
+    device::commit_copies();
+  }
+  device::wait_for_copies<kLeft>();
+  for (unsigned batch = 0; batch < 2; ++batch) out[32 * batch + i] = kept[32 * batch + i];
+}
+
 __global__ void shuffles(const int* in, int* out) {
   const int lane = static_cast<int>(threadIdx.x);
   const int value = in[lane];
@@ -109,7 +122,7 @@ __global__ void both_kinds(float* out, int index) {
 
 // More static shared memory than launch() expects of any kernel.
 __global__ void much_static(float* out) {
-  FASTPAR_SHARED_ARRAY(float, values, 1024);
+  FASTPAR_SHARED_ARRAY(float, values, 2048);
   values[threadIdx.x] = 1.0f;
   out[threadIdx.x] = values[threadIdx.x];
 }

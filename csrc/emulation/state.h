@@ -40,6 +40,14 @@ struct Room {
 // What a block takes of it.
 Room needed_by(const LaunchShape& shape);
 
+// A copy that a thread has asked for and not waited for.
+struct PendingCopy {
+  void* to;
+  const void* from;
+  size_t bytes;
+  int64_t batch;  // counted over the thread's commits
+};
+
 struct Thread {
   Position position;
   Block* block;
@@ -54,6 +62,9 @@ struct Thread {
   // between arriving at the cluster's barrier and having waited for it
   bool is_in_cluster_barrier = false;
   int64_t cluster_phase = 0;
+  // asynchronous copies, which land when they are waited for and no earlier
+  std::deque<PendingCopy> copies;
+  int64_t copy_batches = 0;
 };
 
 // Memory of exactly the size asked for, so that AddressSanitizer sees the first byte beyond it; full of poison.

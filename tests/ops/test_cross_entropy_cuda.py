@@ -296,11 +296,12 @@ def test_forward_backward_matches_the_formula(dtype: str, option: str) -> None:
     ("dtype", "vocab", "plan"),
     [
         ("bfloat16", 4099, (1, 512 * 16)),
-        ("bfloat16", 32777, (2, 2049 * 16)),
-        ("float16", 65537 + 8, (4, 2049 * 16)),
-        ("float32", 65537 + 8, (8, 2049 * 16)),
-        ("bfloat16", 458752 + 9, (16, 3585 * 16)),
-        ("float32", 917504 + 4, None),  # 16 x 224 KiB and one packet: read twice
+        ("bfloat16", 65537 + 8, (2, 4097 * 16)),
+        ("float16", 98304 + 9, (3, 4097 * 16)),
+        ("float32", 65537 + 8, (4, 4097 * 16)),
+        ("bfloat16", 458752 + 9, (13, 4412 * 16)),
+        ("bfloat16", 600001, (16, 4688 * 16)),  # one block a multiprocessor
+        ("float32", 860160 + 4, None),  # 16 x 210 KiB and one packet: read twice
         ("float64", 1000, None),
     ],
 )
@@ -323,8 +324,8 @@ def test_a_row_is_shared_by_the_smallest_cluster_that_holds_it(
 @pytest.mark.parametrize(
     ("dtype", "vocab"),
     [  # around the limit of shared memory without asking, 48 KiB
-        *(("bfloat16", vocab) for vocab in (24064, 24576, 24583, 49152, 98304)),
-        *(("float32", vocab) for vocab in (12288, 49152)),
+        *(("bfloat16", vocab) for vocab in (21504, 24064, 24576, 24583, 49152, 98304)),
+        *(("float32", vocab) for vocab in (10752, 12288, 49152)),
     ],
 )
 def test_rows_whose_share_is_at_the_limit_of_plain_shared_memory_can_be_launched(dtype: str, vocab: int) -> None:
@@ -334,6 +335,38 @@ def test_rows_whose_share_is_at_the_limit_of_plain_shared_memory_can_be_launched
     expected_loss, expected_lse = reference_loss(x, target, Loss())
     np.testing.assert_allclose(lse, expected_lse, rtol=0, atol=4e-6)
     np.testing.assert_allclose(values, expected_loss, rtol=4e-6)
+
+
+@emulated
+@pytest.mark.parametrize("schedule", ["ascending", "descending", "random"])
+@pytest.mark.parametrize(
+    ("dtype", "rows", "vocab", "stride"),
+    [
+        ("bfloat16", 70, 300, 301),  # rows at all alignments; losses of 32 rows are made together
+        ("float32", 33, 37, 40),
+        ("bfloat16", 4, 70001, 70008),  # two blocks a row
+    ],
+)
+def test_one_cluster_takes_all_rows_one_after_the_other(
+    dtype: str, rows: int, vocab: int, stride: int, schedule: str
+) -> None:
+    import fastpar_emulation as emulation
+
+    x, target = example(rows, vocab, dtype)
+    expected_loss, expected_lse = reference_loss(x, target, Loss())
+    emulation.set_device(multiprocessors=2 if vocab > 40000 else 1)  # one block each
+    emulation.set_schedule(schedule, 3)
+    try:
+        for in_place in (False, True):
+            logits = Rows.of(x, dtype, row_stride=stride, offset=3)
+            out = logits if in_place else Rows(x.shape, dtype)
+            values, lse, grad = run_forward_backward(logits, target, Loss(), np.ones(rows), out)
+            np.testing.assert_allclose(lse, expected_lse, rtol=0, atol=4e-6)
+            np.testing.assert_allclose(values, expected_loss, rtol=4e-6, atol=4e-6)
+            assert_gradient(grad, reference_gradient(x, target, Loss(), np.ones(rows)), dtype, Loss())
+    finally:
+        emulation.set_device()
+        emulation.set_schedule("ascending")
 
 
 @emulated
