@@ -12,6 +12,7 @@ import builtins
 import collections.abc
 import functools
 import inspect
+import operator
 import sys
 import types
 import typing
@@ -32,12 +33,14 @@ class ArgumentKind(NamedTuple):
     """What one argument may be: a test of its type, what is wrong with a value of that type (or None), and words.
 
     is_plain: a cheap test that most values pass; one that does is accepted and has no problem.
+    are_plain: the same of all members of a list or tuple at once, where that is cheaper than one by one.
     """
 
     accepts: Callable[[Any], bool]
     problem: Callable[[Any], str | None]
     words: str
     is_plain: Callable[[Any], bool] = _never
+    are_plain: Callable[[Sequence[Any]], bool] | None = None
 
 
 class Tensors(NamedTuple):
@@ -356,7 +359,11 @@ def _single(base: Any, tensors: Tensors) -> ArgumentKind:
         if not tensors.computed:
             return ArgumentKind(_is_tensor, _nothing, "a tensor", _is_tensor)
         return ArgumentKind(
-            _is_tensor, functools.partial(_tensor_problem, tensors.meta), "a tensor", _plain_tensor_test(torch)
+            _is_tensor,
+            functools.partial(_tensor_problem, tensors.meta),
+            "a tensor",
+            _plain_tensor_test(torch),
+            _plain_tensors_test(torch),
         )
     simple = {
         int: ArgumentKind(
@@ -431,8 +438,12 @@ def _several(base: Any, kinds: list[ArgumentKind]) -> ArgumentKind:
         found = ((i, member(i).problem(v)) for i, v in enumerate(value))
         return next((f"[{i}] {text}" for i, text in found if text is not None), None)
 
+    lists, test, are_plain = (list,) if base is list else (list, tuple), kinds[0].is_plain, kinds[0].are_plain
+
     def is_plain(value: Any) -> bool:
-        return isinstance(value, Sequence) and accepts(value) and problem(value) is None
+        if not isinstance(value, lists):
+            return isinstance(value, Sequence) and accepts(value) and problem(value) is None
+        return all(map(test, value)) if are_plain is None else are_plain(value)
 
     if count is not None:
         tests = [kind.is_plain for kind in kinds]
@@ -486,12 +497,16 @@ def _is_tensor(value: Any) -> bool:
     return torch is not None and isinstance(value, torch.Tensor)
 
 
+def _plain_classes_and_dtypes(torch: Any) -> tuple[frozenset[type], frozenset[Any]]:
+    floats = {torch.float32, torch.bfloat16, torch.float16, torch.float64}
+    integers = {torch.int64, torch.int32, torch.int16, torch.uint8, torch.bool}
+    return frozenset({torch.Tensor, torch.nn.Parameter}), frozenset(floats | integers)
+
+
 @functools.cache
 def _plain_tensor_test(torch: Any) -> Callable[[Any], bool]:
     """Whether `_tensor_problem` has nothing to say. Asks what takes some 50 ns each; the name of a device takes 500."""
-    classes, strided = frozenset({torch.Tensor, torch.nn.Parameter}), torch.strided
-    floats = {torch.float32, torch.bfloat16, torch.float16, torch.float64}
-    dtypes = frozenset(floats | {torch.int64, torch.int32, torch.uint8, torch.bool})
+    (classes, dtypes), strided = _plain_classes_and_dtypes(torch), torch.strided
     is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
     def is_plain(value: Any) -> bool:
@@ -504,6 +519,25 @@ def _plain_tensor_test(torch: Any) -> Callable[[Any], bool]:
         )
 
     return is_plain
+
+
+@functools.cache
+def _plain_tensors_test(torch: Any) -> Callable[[Sequence[Any]], bool]:
+    """The same of every member, without a step of Python for each: a quarter of the time."""
+    (classes, dtypes), layouts = _plain_classes_and_dtypes(torch), frozenset({torch.strided})
+    dtype, layout, is_meta = map(operator.attrgetter, ("dtype", "layout", "is_meta"))
+    is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+
+    def are_plain(values: Sequence[Any]) -> bool:
+        return (
+            classes.issuperset(map(type, values))
+            and dtypes.issuperset(map(dtype, values))
+            and layouts.issuperset(map(layout, values))
+            and not any(map(is_meta, values))
+            and not any(map(is_wrapped, values))
+        )
+
+    return are_plain
 
 
 def _is_int(value: Any) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -56,11 +57,14 @@ def _check_list(name: str, found: Sequence[Tensor | None], step: Step, dtypes: S
     if len(found) != len(step.params):
         raise ValueError(f"{name} must have one entry per parameter ({len(step.params)}), got {len(found)}")
     # Lists of thousands are compared as wholes first, and gone through only for the text of the error.
-    present = [(x, p) for x, p in zip(found, step.params, strict=True) if x is not None]
+    params, present = step.params, cast("Sequence[Tensor]", found)
+    if found is step.outputs:
+        params = [p for x, p in zip(found, params, strict=True) if x is not None]
+        present = [x for x in found if x is not None]
     if (
-        {x.dtype for x, _ in present} <= {*dtypes}
-        and [x.shape for x, _ in present] == [p.shape for _, p in present]
-        and len({x.device for x, _ in present} | {p.device for p in step.params[:1]}) == 1
+        {x.dtype for x in present} <= {*dtypes}
+        and (present is params or [x.shape for x in present] == [p.shape for p in params])
+        and {x.device for x in present} <= {step.params[0].device}
     ):
         return
     for i, (x, param) in enumerate(zip(found, step.params, strict=True)):
@@ -125,6 +129,8 @@ def check_step(step: Step, **positive: float) -> None:
     written = {"params": step.params, "outputs": step.outputs, "remainders": step.remainders}
     written |= dict(zip(step.state_names, step.states, strict=False))
     for name, tensors in written.items():
+        if name != "outputs" and all(map(Tensor.is_contiguous, cast("Sequence[Tensor]", tensors or ()))):
+            continue
         for i, x in enumerate(tensors or ()):
             if x is not None and _shares_elements(x):
                 raise ValueError(
