@@ -1,9 +1,10 @@
 """Optimizer steps for CUDA tensors in Triton; not measured yet. The algebra is in fastpar.ops.optimizer.
 
 The functions have the signatures of the compiled ops. Tensors whose dtypes and alignment agree are one launch, in which
-a program updates a chunk of 2048 elements of one tensor and finds that tensor by bisection in a table. The table lies
-in device memory, since Triton's kernels cannot take one in their parameters. It holds addresses, is looked up by them,
-and is uploaded where they are new, from pinned memory, without waiting for the device.
+a program updates a chunk of 1024 elements of one tensor. Two tables lie in device memory, since Triton's kernels cannot
+take one in their parameters: which tensor a program updates, and the tensors' addresses. So a program waits for memory
+three times, for either and for its operands, whatever the number of tensors. A table is uploaded from pinned memory,
+without waiting for the device: the first where sizes are new, the second where addresses are.
 
 The kernels' multiply-adds are all written out, and Triton is told to fuse no others.
 """
@@ -21,10 +22,13 @@ from fastpar.kernels import optimizer_kernels as kernels
 from fastpar.kernels.launch import launch
 from fastpar.kernels.optimizer_kernels import optimizer_kernel
 
-BLOCKS = 8  # of 256 elements, in a chunk
+BLOCKS = 4  # of 256 elements, in a chunk
+STEPS = 1  # chunks that a program updates, one after the other
+NARROW_ELEMENTS = 8  # of a thread, where all dtypes have 16 bits or less
 WARP_SIZE = 64 if torch.version.hip else 32
 CHUNK = BLOCKS * kernels.STATE_BLOCK.value
 MAX_TABLES = 64
+_UINT64 = 2**64 - 1
 ALIGNMENT = 16  # bytes
 _TL_DTYPE = {
     torch.float32: tl.float32,
@@ -38,20 +42,30 @@ def num_warps(*dtypes: torch.dtype | None) -> int:
     """Warps of a program whose threads have 16 bytes of the widest dtype each: 4 elements of float32, else 8.
 
     With 8 elements of float32 for a thread, tensors of other dtypes get another layout, and are exchanged through
-    shared memory; registers (144 with all of AdamW's operands) leave room for one program on a multiprocessor.
+    shared memory; and there are registers for half as many threads on a multiprocessor.
     """
-    return CHUNK // (WARP_SIZE * (4 if torch.float32 in dtypes else 8))
+    return CHUNK // (WARP_SIZE * (4 if torch.float32 in dtypes else NARROW_ELEMENTS))
 
 
 # ---- tables ----------------------------------------------------------------------------------------------------------
 
 
+class Columns(NamedTuple):
+    """The tensors of a call, by which its table is looked up: the same ones again are a comparison of tuples."""
+
+    device: torch.device
+    dtypes: tuple[tuple[torch.dtype, ...], ...]  # of params, grads, outputs
+    output_of: tuple[int, ...]  # which parameters the outputs are of
+    addresses: tuple[tuple[int, ...], ...]  # by field, of every tensor or of none (of outputs: of those there are)
+    counts: tuple[int, ...]
+    rounding: tuple[int, ...]  # per tensor its key and its first element's index, or nothing
+
+
 class OptimizerGroup(NamedTuple):
-    """Tensors of one launch: rows [begin, begin + num_tensors) of the table."""
+    """Tensors of one launch: rows from `begin` on of the table."""
 
     begin: int
-    num_tensors: int
-    num_chunks: int
+    owners: Tensor  # [programs] int32 on the device: which of the group's tensors a program updates
     param: torch.dtype
     grad: torch.dtype
     output: torch.dtype | None
@@ -61,8 +75,14 @@ class OptimizerGroup(NamedTuple):
 class TensorTable(NamedTuple):
     rows: Tensor  # [num_tensors, FIELDS] int64 on the device
     groups: list[OptimizerGroup]
-    staging: Tensor  # what `rows` is a copy of; a captured graph reads it again
-    uploaded: Any = None  # the event after the copy; None on the CPU, and in a capture
+    staging: list[Tensor]  # what was copied to the device; a captured graph reads it again
+    uploaded: Any = None  # the event after the copies; None on the CPU, and in a capture
+
+
+class TableUpload(NamedTuple):
+    there: Tensor
+    staging: Tensor
+    uploaded: Any
 
 
 class Tables:
@@ -70,15 +90,14 @@ class Tables:
 
     def __init__(self) -> None:
         self._tables: dict[Any, TensorTable] = {}  # the last used is the last
+        self._owners: dict[Any, TableUpload] = {}  # by numbers of programs, which stay when gradients move
         self._captured: list[TensorTable] = []  # read by graphs whenever those are replayed
 
-    def find(self, entries: list[tuple[Any, ...]], device: torch.device) -> TensorTable:
-        """`entries`: per tensor (param dtype, grad dtype, output dtype or None, fields but FIRST_CHUNK)."""
-        key = (device, tuple(entries))
-        is_capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        table = self._tables.pop(key, None)
+    def find(self, columns: Columns) -> TensorTable:
+        is_capturing = columns.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        table = self._tables.pop(columns, None)
         if table is None:
-            table = make_table(entries, device)
+            table = self._make(columns)
         elif table.uploaded is not None and not is_capturing:
             # On the current stream, which need not be the one that copied. A capture begins with a synchronisation.
             table.uploaded.wait()
@@ -86,47 +105,91 @@ class Tables:
             self._captured.append(table)
         if is_capturing and table.uploaded is None:
             return table  # its copy runs when the graph is replayed: nobody else may use it
-        self._tables[key] = table
-        if len(self._tables) > MAX_TABLES:
-            del self._tables[next(iter(self._tables))]
+        self._keep(self._tables, columns, table)
         return table
+
+    def _keep(self, kept: dict[Any, Any], key: Any, value: Any) -> None:
+        kept[key] = value
+        if len(kept) > MAX_TABLES:
+            del kept[next(iter(kept))]
+
+    def _make(self, columns: Columns) -> TensorTable:
+        rows: list[tuple[int, ...]] = []
+        groups, staging = [], []
+        for (param, grad, output, is_aligned), members in _rows_by_kind(columns).items():
+            programs = [-(-fields[kernels.COUNT.value] // (CHUNK * STEPS)) for fields in members]
+            owners = self._owners_of(columns.device, tuple(programs))
+            groups.append(OptimizerGroup(len(rows), owners.there, param, grad, output, is_aligned))
+            staging.append(owners.staging)
+            first = 0
+            for fields, count in zip(members, programs, strict=True):
+                rows.append((*fields, first))
+                first += count
+        table = torch.tensor(rows, dtype=torch.int64).view(len(rows), kernels.FIELDS.value)
+        there, here, uploaded = upload(table, columns.device)
+        return TensorTable(there, groups, [*staging, here], uploaded)
+
+    def _owners_of(self, device: torch.device, programs: tuple[int, ...]) -> TableUpload:
+        owners = self._owners.pop((device, programs), None)
+        if owners is None:
+            of_tensors = torch.arange(len(programs), dtype=torch.int32)
+            owners = upload(of_tensors.repeat_interleave(torch.tensor(programs)), device)
+        is_capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if owners.uploaded is not None and not is_capturing:
+            owners.uploaded.wait()  # as for tables; the event of the table that is made next says it of both
+        if not is_capturing or owners.uploaded is not None:
+            self._keep(self._owners, (device, programs), owners)
+        return owners
 
 
 _tables = Tables()
 
 
-def make_table(entries: list[tuple[Any, ...]], device: torch.device) -> TensorTable:
-    of_kind: dict[Any, list[tuple[int, ...]]] = {}
-    for *dtypes, fields in entries:
-        if fields[kernels.COUNT.value] > 0:
-            addresses = fields[: kernels.COUNT.value]
+def _rows_by_kind(columns: Columns) -> dict[Any, list[tuple[int, ...]]]:
+    """By (dtypes of parameter, gradient and output, whether all is aligned): the fields but FIRST_PROGRAM."""
+    count = len(columns.counts)
+    fields = [list(column) or [0] * count for column in columns.addresses]
+    outputs: list[torch.dtype | None] = [None] * count
+    fields[kernels.OUTPUT.value] = [0] * count
+    of_outputs = zip(columns.output_of, columns.addresses[kernels.OUTPUT.value], columns.dtypes[2], strict=True)
+    for i, address, dtype in of_outputs:
+        fields[kernels.OUTPUT.value][i], outputs[i] = address, dtype
+    keys, firsts = columns.rounding[::2] or (0,) * count, columns.rounding[1::2] or (0,) * count
+    rows: dict[Any, list[tuple[int, ...]]] = {}
+    params, grads, _ = columns.dtypes
+    for *addresses, numel, key, first, param, grad, output in zip(
+        *fields, columns.counts, keys, firsts, params, grads, outputs, strict=True
+    ):
+        if numel > 0:
             is_aligned = all(address % ALIGNMENT == 0 for address in addresses)
-            of_kind.setdefault((*dtypes, is_aligned), []).append(fields)
-    rows: list[tuple[int, ...]] = []
-    groups = []
-    for kind, members in of_kind.items():
-        begin, chunks = len(rows), 0
-        for fields in members:
-            rows.append((*fields, chunks))
-            chunks += -(-fields[kernels.COUNT.value] // CHUNK)
-        groups.append(OptimizerGroup(begin, len(members), chunks, *kind))
-    staging = torch.tensor(rows, dtype=torch.int64).view(len(rows), kernels.FIELDS.value)
+            rows.setdefault((param, grad, output, is_aligned), []).append((*addresses, numel, key, first))
+    return rows
+
+
+def upload(numbers: Tensor, device: torch.device) -> TableUpload:
     if device.type != "cuda":
-        return TensorTable(staging.to(device), groups, staging)
+        return TableUpload(numbers.to(device), numbers, None)
     with torch.cuda.device(device):
         is_capturing = torch.cuda.is_current_stream_capturing()
-        pinned = staging.pin_memory()
+        staging = numbers.pin_memory()
         if not is_capturing:
             # A second block, which goes back to torch's pool at once: a capture that makes such a table later finds it
             # there, and need not allocate, which CUDA forbids it.
-            staging.pin_memory()
-        staging = pinned
-        rows_there = staging.to(device, non_blocking=True)
+            numbers.pin_memory()
+        there = staging.to(device, non_blocking=True)
         uploaded = None if is_capturing else torch.cuda.current_stream(device).record_event()
-    return TensorTable(rows_there, groups, staging, uploaded)
+    return TableUpload(there, staging, uploaded)
 
 
-def _entries(
+def _addresses(tensors: list[Tensor]) -> tuple[int, ...]:
+    return tuple(map(Tensor.data_ptr, tensors))
+
+
+def _dtypes(tensors: list[Tensor]) -> tuple[torch.dtype, ...]:
+    return tuple([x.dtype for x in tensors])
+
+
+def _columns(
     params: list[Tensor],
     grads: list[Tensor],
     states: list[list[Tensor]],
@@ -135,24 +198,18 @@ def _entries(
     remainders: list[Tensor],
     output_of: list[int],
     rounding: list[int],
-) -> list[tuple[Any, ...]]:
-    output_at: dict[int, Tensor] = dict(zip(output_of, outputs, strict=True))
-    entries = []
-    for i, (param, grad) in enumerate(zip(params, grads, strict=True)):
-        output = output_at.get(i)
-        addresses = [param.data_ptr(), grad.data_ptr(), 0, 0, 0, 0, 0, 0]
-        for k, (of_state, of_scale) in enumerate(zip(states, scales, strict=True)):
-            addresses[kernels.STATE0.value + k] = of_state[i].data_ptr()
-            if of_scale:
-                addresses[kernels.SCALE0.value + k] = of_scale[i].data_ptr()
-        if output is not None:
-            addresses[kernels.OUTPUT.value] = output.data_ptr()
-        if remainders:
-            addresses[kernels.REMAINDER.value] = remainders[i].data_ptr()
-        key, first = (rounding[1 + 2 * i], rounding[2 + 2 * i]) if rounding else (0, 0)
-        fields = (*addresses, param.numel(), key, first)
-        entries.append((param.dtype, grad.dtype, None if output is None else output.dtype, fields))
-    return entries
+) -> Columns:
+    state0, state1 = (*states, [], [])[:2]
+    scale0, scale1 = (*scales, [], [])[:2]
+    lists = (params, grads, state0, state1, scale0, scale1, outputs, remainders)  # in the order of the fields
+    return Columns(
+        params[0].device,
+        (_dtypes(params), _dtypes(grads), _dtypes(outputs)),
+        tuple(output_of),
+        tuple(map(_addresses, lists)),
+        tuple(map(Tensor.numel, params)),
+        tuple(rounding[1:]),
+    )
 
 
 def _step(
@@ -176,21 +233,20 @@ def _step(
 ) -> None:
     if not params:
         return
-    entries = _entries(params, grads, states, scales, outputs, remainders, output_of, rounding)
-    table = _tables.find(entries, params[0].device)
+    table = _tables.find(_columns(params, grads, states, scales, outputs, remainders, output_of, rounding))
     state = states[0][0].dtype if states else None
     for group in table.groups:
         launch(
             optimizer_kernel,
-            group.num_chunks,
+            len(group.owners),
             params[0].device,
             table.rows[group.begin :],
-            group.num_tensors,
+            group.owners,
             float(factor),
             grad_factor,
             found_inf,
             corrections,
-            rounding[0] if rounding else 0,
+            _splitmix(rounding[0]) if rounding else 0,
             tuple(map(float, numbers)),  # a weight_decay of 1 would be another kernel, with that 1 folded in
             RULE=rule,
             NESTEROV=nesterov,
@@ -204,9 +260,19 @@ def _step(
             HAS_OUTPUT=group.output is not None,
             ALIGNED=group.is_aligned,
             BLOCKS=BLOCKS,
+            STEPS=STEPS,
             num_warps=num_warps(group.param, group.grad, state, group.output),
             enable_fp_fusion=False,
         )
+
+
+def _splitmix(seed: int) -> int:
+    """The kernel's function of that name, as a signed number."""
+    z = (seed + 0x9E3779B97F4A7C15) & _UINT64
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & _UINT64
+    z = (z ^ z >> 27) * 0x94D049BB133111EB & _UINT64
+    z ^= z >> 31
+    return z - (z >> 63 << 64)
 
 
 # ---- the ops ---------------------------------------------------------------------------------------------------------

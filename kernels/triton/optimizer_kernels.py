@@ -9,7 +9,7 @@ import triton.language as tl
 
 # What the table holds of a tensor: addresses, then numbers.
 PARAM, GRAD, STATE0, STATE1, SCALE0, SCALE1, OUTPUT, REMAINDER = (tl.constexpr(i) for i in range(8))
-COUNT, KEY, FIRST_INDEX, FIRST_CHUNK = (tl.constexpr(i) for i in range(8, 12))
+COUNT, KEY, FIRST_INDEX, FIRST_PROGRAM = (tl.constexpr(i) for i in range(8, 12))
 FIELDS = tl.constexpr(12)
 STATE_BLOCK = tl.constexpr(256)  # elements that share a scale
 
@@ -30,17 +30,17 @@ def _address(entry, FIELD: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.conste
 
 
 @triton.jit
-def _load(address, at, count, MASKED: tl.constexpr):
+def _load(address, at, left, MASKED: tl.constexpr):
     if MASKED:
-        return tl.load(address + at, mask=at < count, other=0)
+        return tl.load(address + at, mask=at < left, other=0)
     else:
         return tl.load(address + at)
 
 
 @triton.jit
-def _store(address, at, count, value, MASKED: tl.constexpr):
+def _store(address, at, left, value, MASKED: tl.constexpr):
     if MASKED:
-        tl.store(address + at, value, mask=at < count)
+        tl.store(address + at, value, mask=at < left)
     else:
         tl.store(address + at, value)
 
@@ -74,18 +74,22 @@ def _mix(x):
 
 
 @triton.jit
-def _random_bits(key, index, first):
+def _random_bits(key, first, at):
     """(a, b): 16 bits for the parameter in the lower half of a, for two states in the upper and in the lower of b.
 
-    `index` are adjacent from `first` on, so their upper halves are one number or two.
+    The elements' indices are first + at, less than 2^31 apart, so their upper halves are one number or two.
     """
     low_key = _splitmix(key + (first >> 32))
-    high_key = _splitmix(key + (first >> 32) + 1)
-    is_low = (index >> 32) == (first >> 32)
+    high_key = low_key
+    low_first = first.to(tl.uint32)
+    if low_first + 0x7FFFFFFF < low_first:  # seldom: another key beyond a multiple of 2^32
+        high_key = _splitmix(key + (first >> 32) + 1)
+    index = low_first + at.to(tl.uint32)
+    is_low = index >= low_first
     k0 = tl.where(is_low, low_key.to(tl.uint32), high_key.to(tl.uint32))
     k1 = tl.where(is_low, (low_key >> 32).to(tl.uint32), (high_key >> 32).to(tl.uint32))
     k2 = tl.where(is_low, _splitmix(low_key).to(tl.uint32), _splitmix(high_key).to(tl.uint32))
-    a = _mix(_mix(index.to(tl.uint32) ^ k0) + k1)
+    a = _mix(_mix(index ^ k0) + k1)
     return a, _mix(a ^ k2)
 
 
@@ -186,46 +190,137 @@ def _lion(p, g, m, decay, beta1, direction_weight, grad_weight, lr):
 
 
 @triton.jit
-def _load_state(
-    entry, scale_place, at, count, WHICH: tl.constexpr, STATE: tl.constexpr, ALIGNED: tl.constexpr, MASKED: tl.constexpr
+def _pointers(
+    entry,
+    begin,
+    RULE: tl.constexpr,
+    PARAM_DTYPE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    GRAD_DTYPE: tl.constexpr,
+    STATE: tl.constexpr,
+    OUTPUT_DTYPE: tl.constexpr,
+    HAS_OUTPUT: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):
-    x = _load(_address(entry, STATE0 + WHICH, STATE, ALIGNED), at, count, MASKED)
+    """Where element `begin` of everything in the table is: (param, grad, state0, state1, scale0, scale1, output,
+    remainder). They are read together, so that a program waits for memory once; what there is not is another one."""
+    param = _address(entry, PARAM, tl.int16 if SPLIT else PARAM_DTYPE, ALIGNED) + begin
+    grad = _address(entry, GRAD, GRAD_DTYPE, ALIGNED) + begin
+    state0 = grad
+    state1 = grad
+    scale0 = grad
+    scale1 = grad
+    output = grad
+    remainder = grad
+    if RULE != PLAIN_SGD:
+        state0 = _address(entry, STATE0, STATE, ALIGNED) + begin
+        if tl.uint8 == STATE:
+            scale0 = _address(entry, SCALE0, tl.float32, False) + begin // STATE_BLOCK
+    if RULE == ADAMW:
+        state1 = _address(entry, STATE1, STATE, ALIGNED) + begin
+        if tl.uint8 == STATE:
+            scale1 = _address(entry, SCALE1, tl.float32, False) + begin // STATE_BLOCK
+    if HAS_OUTPUT:
+        output = _address(entry, OUTPUT, OUTPUT_DTYPE, ALIGNED) + begin
+    if SPLIT:
+        remainder = _address(entry, REMAINDER, tl.int16, ALIGNED) + begin
+    return param, grad, state0, state1, scale0, scale1, output, remainder
+
+
+@triton.jit
+def _load_state(address, scales, block, at, left, SIGNED: tl.constexpr, STATE: tl.constexpr, MASKED: tl.constexpr):
+    x = _load(address, at, left, MASKED)
     if tl.uint8 == STATE:
-        scales = tl.load(entry + SCALE0 + WHICH).to(tl.pointer_type(tl.float32))
-        scale = _load(scales, scale_place, (count + STATE_BLOCK - 1) // STATE_BLOCK, MASKED)
-        return _decode_block(x, scale[:, None], WHICH == 0)
+        scale = _load(scales, block, (left + STATE_BLOCK - 1) // STATE_BLOCK, MASKED)
+        return _decode_block(x, scale[:, None], SIGNED)
     else:
         return x.to(tl.float32)
 
 
 @triton.jit
-def _store_state(
-    entry,
-    scale_place,
-    at,
-    count,
-    x,
-    WHICH: tl.constexpr,
-    STATE: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    address = _address(entry, STATE0 + WHICH, STATE, ALIGNED)
+def _store_state(address, scales, block, at, left, x, SIGNED: tl.constexpr, STATE: tl.constexpr, MASKED: tl.constexpr):
     if tl.uint8 == STATE:
-        codes, scale = _encode_block(x, WHICH == 0)
-        scales = tl.load(entry + SCALE0 + WHICH).to(tl.pointer_type(tl.float32))
-        _store(address, at, count, codes, MASKED)
-        _store(scales, scale_place, (count + STATE_BLOCK - 1) // STATE_BLOCK, scale, MASKED)
+        codes, scale = _encode_block(x, SIGNED)
+        _store(address, at, left, codes, MASKED)
+        _store(scales, block, (left + STATE_BLOCK - 1) // STATE_BLOCK, scale, MASKED)
     else:
-        _store(address, at, count, x.to(STATE), MASKED)
+        _store(address, at, left, x.to(STATE), MASKED)
 
 
 @triton.jit
 def _update_chunk(
-    entry,
+    pointers,
     begin,
-    count,
+    left,
+    first_index,
+    key,
     factor,
+    numbers,
+    RULE: tl.constexpr,
+    NESTEROV: tl.constexpr,
+    FIRST: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    PARAM_DTYPE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    STATE: tl.constexpr,
+    OUTPUT_DTYPE: tl.constexpr,
+    HAS_OUTPUT: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Elements [begin, begin + BLOCKS * 256) past the pointers, of which there are `left`."""
+    param, grad, state0, state1, scale0, scale1, output, remainder = pointers
+    block = begin // STATE_BLOCK + tl.arange(0, BLOCKS)
+    at = begin + tl.arange(0, BLOCKS)[:, None] * STATE_BLOCK + tl.arange(0, STATE_BLOCK)[None, :]
+    stored = _load(param, at, left, MASKED)
+    g = _load(grad, at, left, MASKED)
+    p = _join(stored, _load(remainder, at, left, MASKED)) if SPLIT else stored.to(tl.float32)
+    s0 = g
+    s1 = g
+    if RULE != PLAIN_SGD:
+        s0 = _load_state(state0, scale0, block, at, left, True, STATE, MASKED)
+    if RULE == ADAMW:
+        s1 = _load_state(state1, scale1, block, at, left, False, STATE, MASKED)
+    g = g.to(tl.float32) * factor
+
+    if RULE == ADAMW:
+        p, s0, s1 = _adamw(p, g, s0, s1, *numbers)
+    elif RULE == LION:
+        p, s0 = _lion(p, g, s0, *numbers)
+    else:
+        p, s0 = _sgd(p, g, s0, *numbers, RULE, NESTEROV, FIRST)
+
+    if STOCHASTIC:
+        a, b = _random_bits(key, first_index, at)
+        if tl.bfloat16 == PARAM_DTYPE and not SPLIT:
+            p = _round_stochastically(p, a & 0xFFFF)
+        if tl.bfloat16 == STATE and RULE != PLAIN_SGD:
+            s0 = _round_stochastically(s0, a >> 16)
+        if tl.bfloat16 == STATE and RULE == ADAMW:
+            s1 = _round_stochastically(s1, b & 0xFFFF)
+
+    if RULE != PLAIN_SGD:
+        _store_state(state0, scale0, block, at, left, s0, True, STATE, MASKED)
+    if RULE == ADAMW:
+        _store_state(state1, scale1, block, at, left, s1, False, STATE, MASKED)
+    if SPLIT:
+        high, low = _split(p)
+        _store(param, at, left, high, MASKED)
+        _store(remainder, at, left, low, MASKED)
+    else:
+        _store(param, at, left, p.to(PARAM_DTYPE), MASKED)
+    if HAS_OUTPUT:
+        _store(output, at, left, p.to(OUTPUT_DTYPE), MASKED)
+
+
+@triton.jit(do_not_specialize=["seed_key", "factor"])
+def optimizer_kernel(
+    table,
+    owners,
+    factor,
+    grad_factor,
+    found_inf,
+    corrections,
     seed_key,
     numbers,
     RULE: tl.constexpr,
@@ -240,143 +335,55 @@ def _update_chunk(
     HAS_OUTPUT: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCKS: tl.constexpr,
-    MASKED: tl.constexpr,
+    STEPS: tl.constexpr,
 ):
-    row = tl.arange(0, BLOCKS)
-    at = begin + row[:, None] * STATE_BLOCK + tl.arange(0, STATE_BLOCK)[None, :]
-    scale_place = begin // STATE_BLOCK + row
-    param = _address(entry, PARAM, tl.int16 if SPLIT else PARAM_DTYPE, ALIGNED)
-    stored = _load(param, at, count, MASKED)
-    g = _load(_address(entry, GRAD, GRAD_DTYPE, ALIGNED), at, count, MASKED)
-    if SPLIT:
-        remainder = _address(entry, REMAINDER, tl.int16, ALIGNED)
-        p = _join(stored, _load(remainder, at, count, MASKED))
-    else:
-        p = stored.to(tl.float32)
-    s0 = g
-    s1 = g
-    if RULE != PLAIN_SGD:
-        s0 = _load_state(entry, scale_place, at, count, 0, STATE, ALIGNED, MASKED)
-    if RULE == ADAMW:
-        s1 = _load_state(entry, scale_place, at, count, 1, STATE, ALIGNED, MASKED)
-    g = g.to(tl.float32) * factor
+    """Updates STEPS chunks, of BLOCKS * 256 elements, of the row of `table` [n, FIELDS] that `owners` [programs] names.
 
-    if RULE == ADAMW:
-        p, s0, s1 = _adamw(p, g, s0, s1, *numbers)
-    elif RULE == LION:
-        p, s0 = _lion(p, g, s0, *numbers)
-    else:
-        p, s0 = _sgd(p, g, s0, *numbers, RULE, NESTEROV, FIRST)
-
-    if STOCHASTIC:
-        first = tl.load(entry + FIRST_INDEX).to(tl.uint64) + begin.to(tl.uint64)
-        key = _splitmix(seed_key + tl.load(entry + KEY).to(tl.uint64))
-        a, b = _random_bits(key, first + (at - begin).to(tl.uint64), first)
-        if tl.bfloat16 == PARAM_DTYPE and not SPLIT:
-            p = _round_stochastically(p, a & 0xFFFF)
-        if tl.bfloat16 == STATE and RULE != PLAIN_SGD:
-            s0 = _round_stochastically(s0, a >> 16)
-        if tl.bfloat16 == STATE and RULE == ADAMW:
-            s1 = _round_stochastically(s1, b & 0xFFFF)
-
-    if RULE != PLAIN_SGD:
-        _store_state(entry, scale_place, at, count, s0, 0, STATE, ALIGNED, MASKED)
-    if RULE == ADAMW:
-        _store_state(entry, scale_place, at, count, s1, 1, STATE, ALIGNED, MASKED)
-    if SPLIT:
-        high, low = _split(p)
-        _store(param, at, count, high, MASKED)
-        _store(remainder, at, count, low, MASKED)
-    else:
-        _store(param, at, count, p.to(PARAM_DTYPE), MASKED)
-    if HAS_OUTPUT:
-        _store(_address(entry, OUTPUT, OUTPUT_DTYPE, ALIGNED), at, count, p.to(OUTPUT_DTYPE), MASKED)
-
-
-@triton.jit(do_not_specialize=["num_tensors", "seed", "factor"])
-def optimizer_kernel(
-    table,
-    num_tensors,
-    factor,
-    grad_factor,
-    found_inf,
-    corrections,
-    seed,
-    numbers,
-    RULE: tl.constexpr,
-    NESTEROV: tl.constexpr,
-    FIRST: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-    PARAM_DTYPE: tl.constexpr,
-    SPLIT: tl.constexpr,
-    GRAD_DTYPE: tl.constexpr,
-    STATE: tl.constexpr,
-    OUTPUT_DTYPE: tl.constexpr,
-    HAS_OUTPUT: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    BLOCKS: tl.constexpr,
-):
-    """Updates one chunk, BLOCKS * 256 elements of one of the tensors in `table` [num_tensors, FIELDS]."""
-    if found_inf is not None:  # noqa: SIM102 (known when the kernel is compiled, unlike the next)
-        if tl.load(found_inf) != 0.0:
-            return
+    Loads are issued before the first of them is waited for, as far as they do not need one another.
+    """
+    chunk = BLOCKS * STATE_BLOCK
+    entry = table + tl.load(owners + tl.program_id(0)).to(tl.int64) * FIELDS
+    is_skipped = False
+    if found_inf is not None:
+        is_skipped = tl.load(found_inf) != 0.0
     if grad_factor is not None:
         factor = tl.load(grad_factor)
     if corrections is not None:
         numbers = numbers[:4] + (tl.load(corrections), numbers[5], tl.load(corrections + 1))  # noqa: RUF005
-    chunk = tl.program_id(0).to(tl.int64)
-    low = tl.cast(0, tl.int64)
-    high = tl.cast(num_tensors, tl.int64)
-    while high - low > 1:
-        middle = (low + high) // 2
-        is_later = tl.load(table + middle * FIELDS + FIRST_CHUNK) <= chunk
-        low = tl.where(is_later, middle, low)
-        high = tl.where(is_later, high, middle)
-    entry = table + low * FIELDS
-    count = tl.load(entry + COUNT)
-    begin = (chunk - tl.load(entry + FIRST_CHUNK)) * (BLOCKS * STATE_BLOCK)
-    seed_key = _splitmix(seed.to(tl.uint64))
-    if begin + BLOCKS * STATE_BLOCK <= count:
-        _update_chunk(
-            entry,
-            begin,
-            count,
-            factor,
-            seed_key,
-            numbers,
-            RULE,
-            NESTEROV,
-            FIRST,
-            STOCHASTIC,
-            PARAM_DTYPE,
-            SPLIT,
-            GRAD_DTYPE,
-            STATE,
-            OUTPUT_DTYPE,
-            HAS_OUTPUT,
-            ALIGNED,
-            BLOCKS,
-            False,
-        )
-    else:
-        _update_chunk(
-            entry,
-            begin,
-            count,
-            factor,
-            seed_key,
-            numbers,
-            RULE,
-            NESTEROV,
-            FIRST,
-            STOCHASTIC,
-            PARAM_DTYPE,
-            SPLIT,
-            GRAD_DTYPE,
-            STATE,
-            OUTPUT_DTYPE,
-            HAS_OUTPUT,
-            ALIGNED,
-            BLOCKS,
-            True,
-        )
+    begin = (tl.program_id(0) - tl.load(entry + FIRST_PROGRAM)) * (STEPS * chunk)
+    pointers = _pointers(entry, begin, RULE, PARAM_DTYPE, SPLIT, GRAD_DTYPE, STATE, OUTPUT_DTYPE, HAS_OUTPUT, ALIGNED)
+    left = tl.minimum(tl.load(entry + COUNT) - begin, STEPS * chunk).to(tl.int32)
+    if found_inf is not None:
+        left = tl.where(is_skipped, 0, left)
+    first_index = begin.to(tl.uint64)
+    key = begin.to(tl.uint64)
+    if STOCHASTIC:
+        first_index += tl.load(entry + FIRST_INDEX).to(tl.uint64)
+        key = _splitmix(seed_key.to(tl.uint64) + tl.load(entry + KEY).to(tl.uint64))
+    done = 0
+    for masked in tl.static_range(2):
+        # Whole chunks, then blocks of what is left: if a thread had 4 or 8 elements there, each behind a mask, the few
+        # that are last would take more registers than all others, and leave room for fewer programs.
+        end = left if masked else left - chunk + 1
+        while done < end:
+            _update_chunk(
+                pointers,
+                done,
+                left,
+                first_index,
+                key,
+                factor,
+                numbers,
+                RULE,
+                NESTEROV,
+                FIRST,
+                STOCHASTIC,
+                PARAM_DTYPE,
+                SPLIT,
+                STATE,
+                OUTPUT_DTYPE,
+                HAS_OUTPUT,
+                1 if masked else BLOCKS,
+                masked == 1,
+            )
+            done += STATE_BLOCK if masked else chunk

@@ -192,29 +192,46 @@ def test_scalars_are_read_on_the_device() -> None:
         assert_same(found, expected("adamw", RULES["adamw"] | {"step": 1000}, tensor), Kinds())
 
 
+def columns(*addresses: tuple[int, int], counts: tuple[int, ...] = (5,)) -> kernels.Columns:
+    """Of float32 parameters and gradients at these addresses, and nothing else."""
+    params, grads = zip(*addresses, strict=True)
+    dtypes = ((torch.float32,) * len(params),) * 2
+    return kernels.Columns(
+        torch.device("cpu"), (*dtypes, ()), (), (params, grads, (), (), (), (), (), ()), counts, rounding=()
+    )
+
+
 def test_a_table_is_made_once_for_the_same_addresses() -> None:
     tables = kernels.Tables()
-    fields = (16, 32, 0, 0, 0, 0, 0, 0, 5, 0, 0)
-    entries = [(torch.float32, torch.float32, None, fields)]
-    device = torch.device("cpu")
-    table = tables.find(entries, device)
-    assert tables.find(list(entries), device) is table
-    moved = tables.find([(*entries[0][:3], (48, *fields[1:]))], device)
+    table = tables.find(columns((16, 32)))
+    assert tables.find(columns((16, 32))) is table
+    moved = tables.find(columns((48, 32)))
     assert moved is not table
     assert moved.rows[0, 0] == 48
+    assert moved.groups[0].owners is table.groups[0].owners, "as long as the sizes stay"
     for address in range(kernels.MAX_TABLES):
-        tables.find([(*entries[0][:3], (64 + 16 * address, *fields[1:]))], device)
-    assert tables.find(entries, device) is not table
+        tables.find(columns((64 + 16 * address, 32)))
+    assert tables.find(columns((16, 32))) is not table
 
 
-def test_tables_count_chunks_beyond_32_bits_and_pass_over_empty_tensors() -> None:
-    kind = (torch.float32, torch.float32, None)
-    sizes = (3, 0, 5 * 2**31 + 1, 7)
-    entries = [(*kind, (16, 32, 0, 0, 0, 0, 0, 0, size, 0, 0)) for size in sizes]
-    table = kernels.make_table(entries, torch.device("cpu"))
-    assert table.rows[:, -1].tolist() == [0, 1, 2 + 5 * 2**31 // kernels.CHUNK]
+def test_tables_count_programs_and_pass_over_empty_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    tables, counts = kernels.Tables(), (3, 0, 5 * kernels.CHUNK + 1, 7)
+    table = tables.find(columns(*[(16, 32)] * 4, counts=counts))
+    assert table.rows[:, -1].tolist() == [0, 1, 7]
     (group,) = table.groups
-    assert (group.begin, group.num_tensors, group.is_aligned) == (0, 3, True)
-    assert group.num_chunks == 3 + 5 * 2**31 // kernels.CHUNK
-    odd = [(*kind, (16, 36, 0, 0, 0, 0, 0, 0, 9, 0, 0)), *entries]
-    assert [g.is_aligned for g in kernels.make_table(odd, torch.device("cpu")).groups] == [False, True]
+    assert (group.begin, group.is_aligned) == (0, True)
+    assert group.owners.tolist() == [0, 1, 1, 1, 1, 1, 1, 2]
+    odd = tables.find(columns((16, 36), *[(16, 32)] * 4, counts=(9, *counts)))
+    assert [(g.begin, g.is_aligned) for g in odd.groups] == [(0, False), (1, True)]
+    assert odd.rows[:, -1].tolist() == [0, 0, 1, 7]
+    monkeypatch.setattr(kernels, "STEPS", 4)
+    (group,) = kernels.Tables().find(columns(*[(16, 32)] * 4, counts=counts)).groups
+    assert group.owners.tolist() == [0, 1, 1, 2]
+
+
+@pytest.mark.parametrize("steps", [2, 4])
+def test_a_program_may_update_several_chunks(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
+    monkeypatch.setattr(kernels, "STEPS", steps)
+    for kinds in (Kinds(), Kinds("split", "bfloat16", "uint8"), Kinds("bfloat16", "bfloat16", "bfloat16")):
+        counts = (kernels.CHUNK * 2, kernels.CHUNK * 5 + 300, 7)
+        check("adamw", examples("adamw", kinds, *counts), seed=3)

@@ -43,17 +43,18 @@ class Kind(NamedTuple):
 
 
 RULES = {"adamw": 0, "sgd": 1, "plain_sgd": 2, "lion": 3}
-# with the registers of a thread on Hopper that each may have: 65536 over two programs of 512 threads, or of 256
+# with the registers of a thread on Hopper that each may have: they leave room for 1024 threads of a multiprocessor with
+# float32, each of which has 16 bytes of every operand on their way, and for 640 with bfloat16 and stochastic rounding
 KINDS = {
     Kind("adamw"): 48,
-    Kind("adamw", F32, BF16, F32, BF16): 52,
-    Kind("adamw", BF16, BF16, F32, is_split=True): 56,
-    Kind("adamw", BF16, BF16, BF16, is_stochastic=True): 128,
-    Kind("adamw", BF16, BF16, U8, is_split=True): 96,
+    Kind("adamw", F32, BF16, F32, BF16): 56,
+    Kind("adamw", BF16, BF16, F32, is_split=True): 64,
+    Kind("adamw", BF16, BF16, BF16, is_stochastic=True): 96,
+    Kind("adamw", BF16, BF16, U8, is_split=True): 80,
     Kind("adamw", F32, F16, U8, F16): 64,
-    Kind("lion", BF16, BF16, BF16, is_stochastic=True): 84,
-    Kind("sgd", F32, F32, F32, BF16): 36,
-    Kind("plain_sgd"): 28,
+    Kind("lion", BF16, BF16, BF16, is_stochastic=True): 48,
+    Kind("sgd", F32, F32, F32, BF16): 40,
+    Kind("plain_sgd"): 32,
 }
 
 
@@ -140,9 +141,10 @@ def test_kernels_compile_without_spills_and_with_wide_accesses(
     assert ".approx" not in assembly
     assert ".ftz" not in assembly
     assert not re.search(r"^\s*call", assembly, re.MULTILINE)
-    # every multiply-add is one that the source names, for every element of a thread, with masks and without
+    # every multiply-add is one that the source names, for every element of a thread, in a chunk and in a masked block
     per_element = {"adamw": 4, "lion": 2, "sgd": 3, "plain_sgd": 2}[kind.rule]
-    assert len(re.findall(r"fma\.rn\.f32", assembly)) == 2 * per_element * kernels.CHUNK // found["threads"]
+    elements = kernels.CHUNK // found["threads"] + max(256 // found["threads"], 1)
+    assert len(re.findall(r"fma\.rn\.f32", assembly)) == per_element * elements
 
 
 def test_addresses_that_are_not_aligned_are_not_read_wide(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,9 +38,10 @@ def test_a_gemm_and_the_sums_beside_it_fit_the_device_together(buffer: Any) -> N
 # ---- the optimizer's tables
 
 
-def entries() -> list[tuple[Any, ...]]:
+def columns() -> optimizer.Columns:
     x = torch.ones(8, device="cuda")
-    return [(x.dtype, x.dtype, None, (x.data_ptr(), x.data_ptr(), 0, 0, 0, 0, 0, 0, 8, 0, 0))]
+    addresses = ((x.data_ptr(),), (x.data_ptr(),), *[()] * 6)
+    return optimizer.Columns(torch.device("cuda", 0), ((x.dtype,), (x.dtype,), ()), (), addresses, (8,), ())
 
 
 def capture(monkeypatch: pytest.MonkeyPatch, is_capturing: bool) -> None:
@@ -49,23 +50,23 @@ def capture(monkeypatch: pytest.MonkeyPatch, is_capturing: bool) -> None:
 
 def test_a_table_made_in_a_capture_is_the_graphs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its copy runs when the graph is replayed; an eager step before that would read what is not there."""
-    tables, wanted, where = optimizer.Tables(), entries(), torch.device("cuda", 0)
+    tables, wanted = optimizer.Tables(), columns()
     capture(monkeypatch, True)
-    captured = tables.find(wanted, where)
+    captured = tables.find(wanted)
     capture(monkeypatch, False)
-    eager = tables.find(wanted, where)
+    eager = tables.find(wanted)
     assert eager is not captured
-    assert tables.find(wanted, where) is eager
+    assert tables.find(wanted) is eager
     capture(monkeypatch, True)
-    assert tables.find(wanted, where) is eager  # it was there before: the graph may read it
+    assert tables.find(wanted) is eager  # it was there before: the graph may read it
 
 
 def test_a_table_is_waited_for_by_every_stream_that_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    tables, wanted, where = optimizer.Tables(), entries(), torch.device("cuda", 0)
-    table = tables.find(wanted, where)
+    tables, wanted = optimizer.Tables(), columns()
+    table = tables.find(wanted)
     waits: list[Any] = []
     monkeypatch.setattr(device.Event, "wait", lambda self, stream=None: waits.append(self))
-    tables.find(wanted, where)
+    tables.find(wanted)
     assert waits == [table.uploaded]
 
 
