@@ -186,10 +186,10 @@ def plans(python: str, peers: str, paths: Paths) -> dict[str, list[Stage]]:
             *begin[2:],
             bench("cross_entropy", 50, *bf16, *entropy, "--vocab", "32000,128256,262144"),
             bench("linear_cross_entropy", 50, *bf16, *linear),
-            bench("optimizer", 35, "--job", "update,wide,step", "--elements", "200000000"),
-            bench("moe", 55, *bf16, *experts, "--passes", "forward,both", "--only", "fastpar,torch,GEMMs"),
+            bench("optimizer", 30, "--job", "update,wide,step", "--elements", "200000000"),
+            bench("moe", 40, *bf16, *experts, "--passes", "forward,both", "--only", "fastpar,torch,GEMMs"),
             bench("permute", 20, *bf16, "--tokens", "4096", "--hidden", "7168", "--top-k", "8", "--experts", "256"),
-            bench("overlap_gpu", 65, *bf16, "--shapes", "8192x2048x8192", "--no-memory"),
+            bench("overlap_gpu", 35, *bf16, "--shapes", "8192x2048x8192", "--no-memory"),
             bench("symmetric", 35, *bf16, "--virtual-ranks", "2,4,8", "--kib", "1,64,1024,16384", "--settings", "hot"),
             bench(
                 "symmetric",
@@ -208,12 +208,12 @@ def plans(python: str, peers: str, paths: Paths) -> dict[str, list[Stage]]:
                 "moe_push", 25, *bf16, "--virtual-ranks", "8", "--tokens", "4096", "--hidden", "7168", "--top-k", "8"
             ),
             bench(
-                "moe_route", 20, "--dtype", "fp32", "--presets", "deepseek_v3", "--tokens", "4096", "--experts", "256"
+                "moe_route", 35, "--dtype", "fp32", "--presets", "deepseek_v3", "--tokens", "4096", "--experts", "256"
             ),
-            bench("rms_norm", 15, *bf16, "--tokens", "4096", "--hidden", "4096"),
+            bench("rms_norm", 30, *bf16, "--tokens", "4096", "--hidden", "4096"),
             bench("attention", 30, *bf16, "--tokens", "4096", "--dims", "64,128", "--heads", "16", "--key-heads", "4"),
-            bench("swiglu", 15, *bf16, "--tokens", "8192", "--features", "16384"),
-            bench("clip", 15),
+            bench("swiglu", 30, *bf16, "--tokens", "8192", "--features", "16384"),
+            bench("clip", 18),
             bench(
                 "cross_entropy", 35, *bf16, *entropy, "--vocab", "131072", "--virtual-ranks", "2", what="a rank of two"
             ),

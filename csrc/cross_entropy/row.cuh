@@ -24,7 +24,8 @@ template <typename T>
 constexpr int kMaxThreads = sizeof(T) == 8 ? 256 : 512;  // float64 needs twice the registers
 
 // Blocks that a multiprocessor has registers for: of 512 threads, 2 leave 64 registers to a thread, 3 leave 42. More
-// blocks cover each other's phases, fewer registers may spill. Not measured yet; NVCC_APPEND_FLAGS can define another.
+// blocks cover each other's phases, fewer registers may spill; 3 were not tried. NVCC_APPEND_FLAGS can define
+// another. (Kernels that keep a row have numbers of their own.)
 #if !defined(FASTPAR_CROSS_ENTROPY_BLOCKS)
 #define FASTPAR_CROSS_ENTROPY_BLOCKS 2
 #endif

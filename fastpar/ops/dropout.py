@@ -2,7 +2,7 @@
 
 The mask is a hash of the seed and the element's global index (fastpar.reference.dropout), so that it needs no generator
 state per region, as Megatron-LM keeps, no communication, and nothing saved for backward; and it is the same in every
-layout. On CUDA the hash stays in the registers of a Triton kernel (not measured yet).
+layout. On CUDA the hash stays in the registers of a Triton kernel (tested on an H200, not timed).
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ def exact_square_sum(tensors: Iterable[Tensor]) -> Tensor:
 
     No collective, no gradient (tensors are read as they are). Memory is read once; elements that lie in memory without
     gaps are not copied, whatever their strides. On CPU a C++ kernel, which does not depend on the number of threads nor
-    on torch.set_flush_denormal; on CUDA a Triton kernel with the same bits, not measured yet; elsewhere
+    on torch.set_flush_denormal; on CUDA a Triton kernel with the same bits; elsewhere
     `fastpar.reference.exact_square_sum`. Nothing waits for the device.
 
     Worked example: [3, 4] gives 25 = 25600 * 2^(9 * 32 - 298): all 0 but sums[2 + 9] = 25600.

@@ -303,7 +303,7 @@ class _File:
 
 
 class _HostMemory:
-    """Pinned memory of the host for CUDA tensors. Not measured yet."""
+    """Pinned memory of the host for CUDA tensors. Tested on an H200, not timed."""
 
     def __init__(self) -> None:
         self._copies: dict[str, tuple[Tensor, torch.device]] = {}

@@ -1,4 +1,4 @@
-"""Attention over a table of tiles for CUDA tensors in Triton; not measured yet.
+"""Attention over a table of tiles for CUDA tensors in Triton.
 
     q [b, h_q, s_q, D]   k [b, h_k, s_k, D]   v [b, h_k, s_k, D_v]             query head h reads head h // (h_q / h_k)
 

@@ -31,7 +31,8 @@ Note: protocol
     pushes nothing and has no rows; its result is NaN, whatever is missing. A rank whose arguments are wrong says so in
     the place of its counts (`refuse`): nobody waits for it, and the others' next calls raise ValueError.
 
-Bytes sent by this rank: T * K * H elements at most, in dispatch, and as many read in give_back. Not measured yet.
+Bytes sent by this rank: T * K * H elements at most, in dispatch, and as many read in give_back. Tested
+on an H200 with virtual ranks, not timed.
 """
 
 from __future__ import annotations

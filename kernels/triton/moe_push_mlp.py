@@ -17,7 +17,7 @@ are in use: nothing waits for the host. Algebra and rules are those of `moe_mlp.
 bias, <dout, b2>, is taken where the bias is. Bytes sent: three times the rows of the forward, where x is sent again.
 
 What is missing after a failed wait is NaN in out, and in every gradient that was computed from what did not come.
-`PushExchange` raises at its next call. Not measured yet.
+`PushExchange` raises at its next call. Tested on an H200 with virtual ranks, not timed.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ that is as wide as the experts. Backward reads the logits again: kept are they, 
 Counts are sums of integers by atomics, so the same in any order. Weights are within a few roundings of float32 of what
 the CPU has, and so are the values that experts are compared by: a choice can differ only between experts whose values
 are as close as that; where they are equal it is the lowest, here as there. A token with a NaN logit has valid indices,
-NaN weights and a NaN gradient. Nothing synchronises with the host. Not measured yet.
+NaN weights and a NaN gradient. Nothing synchronises with the host. Tested on an H200, not timed.
 
 Bytes moved: forward reads 4 T E and writes 12 T K; backward reads 4 T E + 12 T K and writes 4 T E.
 """

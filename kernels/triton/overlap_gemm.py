@@ -41,8 +41,9 @@ Note: several ranks in one process
     each on its own stream: no phase waits for a later phase of another rank, so that not even streams that share a
     hardware queue can block each other. All their programs together must fit the device: num_programs.
 
-Not measured yet. Compiled for sm_90 by Triton 3.6.0 and 3.7.1, bfloat16, tiles of 128 x 256 x 64, 8 warps, 4 stages;
-registers a thread at most:
+Measured on an H200 with virtual ranks (docs/benchmarks.md): the GEMM alone takes longer than cuBLAS and
+the collective one after the other. Compiled for sm_90 by Triton 3.6.0 and 3.7.1, bfloat16, tiles of 128 x 256 x 64, 8
+warps, 4 stages; registers a thread at most:
 
     gather_gemm_kernel      230     0 spills
     scatter_gemm_kernel     226     0 spills

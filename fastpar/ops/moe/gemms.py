@@ -4,7 +4,7 @@ Matrices are [E, F, K] or, transposed, [E, K, F]. Rows come with `rows`, the sli
 the slices is padding, which is neither read nor, unless it is said, written.
 
 On CPU one GEMM an expert, written where it belongs. On CUDA one launch for all experts: `F.grouped_mm` for bfloat16
-without bias or padding, `fastpar.kernels.grouped_gemm` for the rest (not measured yet; float32 without TF32); float64
+without bias or padding, `fastpar.kernels.grouped_gemm` for the rest (float32 without TF32); float64
 has one GEMM an expert there, too.
 
 The activation, on rows with weights, forward and backward into memory that is there:

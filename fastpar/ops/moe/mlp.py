@@ -88,7 +88,7 @@ def moe_mlp(
     second [[[10]], [[20]]]: y 20 and 120, out [[40]]; for dout 1: dx [[20]], dweights [[20, 120]], dfirst [[[10]],
     [[10]]], dsecond [[[1]], [[1.5]]].
 
-    On one CUDA rank Triton kernels do all of it (not measured yet; see `fastpar.kernels.moe_mlp`). On other devices
+    On one CUDA rank Triton kernels do all of it (see `fastpar.kernels.moe_mlp`). On other devices
     this is `moe_dispatch`, PyTorch's operations and `moe_combine`, which save more. Under torch.compile it runs as it
     is, between two graphs.
 

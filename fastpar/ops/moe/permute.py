@@ -1,6 +1,6 @@
 """Rows of tokens on their way to experts and back: permute, unpermute and what goes with them.
 
-On CPU these are kernels of csrc/moe/, on CUDA those of `fastpar.kernels.moe_rows` in Triton (not measured yet);
+On CPU these are kernels of csrc/moe/, on CUDA those of `fastpar.kernels.moe_rows` in Triton;
 elsewhere, and for dtypes that the kernels do not take, they are the functions of `fastpar.reference.moe_rows`, whose
 docstrings have shapes, rules and worked examples.
 
