@@ -17,8 +17,8 @@ One program owns a row, there are no atomics, and sums go through double where t
 run to run. Any strides of up to two leading dims are walked in place, of the upstream gradient too.
 
 Tested on an H200, not timed. Compiled for sm_90 and gfx942 (bfloat16, 131072 columns) nothing spills, but
-log_prob_backward with an entropy gradient and a softcap: 16 bytes a thread on sm_90. A widened result of `normalize` changes its layout in shared
-memory before it is stored.
+log_prob_backward with an entropy gradient and a softcap: 16 bytes a thread on sm_90. A widened result of `normalize`
+changes its layout in shared memory before it is stored.
 """
 
 from __future__ import annotations
