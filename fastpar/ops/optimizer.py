@@ -192,7 +192,9 @@ def adamw_step(
     states; 28 in float32, 10.06 with bfloat16 parameters and gradients and 8-bit states. Non-contiguous tensors are
     copied there and back.
 
-    On CPU a C++ kernel; on CUDA a Triton kernel, not measured yet; elsewhere `fastpar.reference`.
+    On CPU a C++ kernel; on CUDA a Triton kernel; elsewhere `fastpar.reference`. On an H200 the kernel alone has
+    4.2 TB/s, torch's fused one 3.5 with float32 and 2.8 with bfloat16; but a call takes the host longer than torch's,
+    which shows where the device waits for it. fastpar.kernels.optimizer has the numbers.
 
     Worked example: p = 1, g = 0.5, m = v = 0, step 1, lr = 0.1, betas (0.9, 0.999), eps = 0, weight_decay = 0.1:
     m = 0.05, v = 0.00025, and since m / 0.1 = 0.5 = sqrt(v / 0.001), p = 1 * 0.99 - 0.1 = 0.89.

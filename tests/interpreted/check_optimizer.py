@@ -231,7 +231,8 @@ def test_tables_count_programs_and_pass_over_empty_tensors(monkeypatch: pytest.M
 
 @pytest.mark.parametrize("steps", [2, 4])
 def test_a_program_may_update_several_chunks(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
-    monkeypatch.setattr(kernels, "STEPS", steps)
+    for name in ("STEPS", "NARROW_STEPS"):
+        monkeypatch.setattr(kernels, name, steps)
     for kinds in (Kinds(), Kinds("split", "bfloat16", "uint8"), Kinds("bfloat16", "bfloat16", "bfloat16")):
         counts = (kernels.CHUNK * 2, kernels.CHUNK * 5 + 300, 7)
         check("adamw", examples("adamw", kinds, *counts), seed=3)

@@ -43,16 +43,16 @@ class Kind(NamedTuple):
 
 
 RULES = {"adamw": 0, "sgd": 1, "plain_sgd": 2, "lion": 3}
-# with the registers of a thread on Hopper that each may have: they leave room for 1024 threads of a multiprocessor with
-# float32, each of which has 16 bytes of every operand on their way, and for 640 with bfloat16 and stochastic rounding
+# with the registers of a thread on Hopper that each may have: at most 64, which leave room for four programs of 256
+# threads on a multiprocessor, and at most 48 for five where no operand is float32 and a thread has half the bytes
 KINDS = {
     Kind("adamw"): 48,
     Kind("adamw", F32, BF16, F32, BF16): 56,
     Kind("adamw", BF16, BF16, F32, is_split=True): 64,
-    Kind("adamw", BF16, BF16, BF16, is_stochastic=True): 96,
-    Kind("adamw", BF16, BF16, U8, is_split=True): 80,
-    Kind("adamw", F32, F16, U8, F16): 64,
-    Kind("lion", BF16, BF16, BF16, is_stochastic=True): 48,
+    Kind("adamw", BF16, BF16, BF16, is_stochastic=True): 48,
+    Kind("adamw", BF16, BF16, U8, is_split=True): 48,
+    Kind("adamw", F32, F16, U8, F16): 48,
+    Kind("lion", BF16, BF16, BF16, is_stochastic=True): 40,
     Kind("sgd", F32, F32, F32, BF16): 40,
     Kind("plain_sgd"): 32,
 }
@@ -103,9 +103,22 @@ def compiled(monkeypatch: pytest.MonkeyPatch, target: Target, kind: Kind, offset
     return report
 
 
-def num_wide(dtypes: list[torch.dtype | None], widest: int) -> int:
-    """How many of the tensors are moved 16 bytes at a time."""
-    return sum(dtype is not None and dtype.itemsize == widest for dtype in dtypes)
+# Accesses to global memory, by how many bytes of a thread they move: PTX, and the assembly of AMD.
+LOADS = {
+    16: r"ld\.global\S*\.(?:v4\.b32|v2\.b64)|(?:global|buffer)_load_dwordx4",
+    8: r"ld\.global\S*\.v2\.b32|(?:global|buffer)_load_dwordx2",
+}
+STORES = {
+    16: r"st\.global\S*\.(?:v4\.b32|v2\.b64)|(?:global|buffer)_store_dwordx4",
+    8: r"st\.global\S*\.v2\.b32|(?:global|buffer)_store_dwordx2",
+}
+
+
+def assert_moved_together(assembly: str, accesses: dict[int, str], dtypes: list[torch.dtype | None]) -> None:
+    """A thread's 4 elements of each of these tensors are one access: 16 bytes, 8, or (of codes, not looked for) 4."""
+    for width, pattern in accesses.items():
+        tensors = sum(dtype is not None and 4 * dtype.itemsize == width for dtype in dtypes)
+        assert len(re.findall(pattern, assembly)) >= tensors
 
 
 def cases() -> list[Any]:
@@ -130,10 +143,9 @@ def test_kernels_compile_without_spills_and_with_wide_accesses(
     states = [kind.state] * NUM_STATES[RULES[kind.rule]]
     remainder = torch.int16 if kind.is_split else None
     written = [kind.param, *states, kind.output, remainder]
-    widest = 4 if F32 in (kind.param, kind.grad, kind.output, *states) else 2
-    assert found["threads"] == kernels.CHUNK // (4 if widest == 4 else 8)
-    assert found["wide_loads"] >= num_wide([kind.param, kind.grad, *states, remainder], widest)
-    assert found["wide_stores"] >= num_wide(written, widest)
+    assert found["threads"] == kernels.CHUNK // 4
+    assert_moved_together(found["ptx"], LOADS, [kind.param, kind.grad, *states, remainder])
+    assert_moved_together(found["ptx"], STORES, written)
     if target != HOPPER:
         return
     assert found["registers"] <= KINDS[kind]
@@ -151,6 +163,18 @@ def test_addresses_that_are_not_aligned_are_not_read_wide(monkeypatch: pytest.Mo
     monkeypatch.setattr(triton.runtime.driver, "_active", CompilingDriver(HOPPER))
     found = compiled(monkeypatch, HOPPER, Kind("adamw"), offset=1)
     assert (found["wide_loads"], found["wide_stores"], found["spills"]) == (0, 0, 0)
+
+
+def test_programs_update_several_chunks_where_no_operand_is_float32() -> None:
+    def programs(*lists: torch.Tensor) -> list[int]:
+        param, grad, state = ([x] for x in lists)
+        columns = kernels._columns(param, grad, [state], [], [], [], [], [])
+        return [len(group.owners) for group in kernels.Tables().find(columns).groups]
+
+    narrow, wide = (torch.zeros(9 * kernels.CHUNK, dtype=dtype) for dtype in (BF16, F32))
+    assert programs(narrow, narrow, narrow) == [3]
+    for lists in ((wide, narrow, narrow), (narrow, wide, narrow), (narrow, narrow, wide)):
+        assert programs(*lists) == [9]
 
 
 # ---- the choice of kernels -------------------------------------------------------------------------------------------
