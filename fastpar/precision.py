@@ -177,8 +177,8 @@ class LossScaler:
     parameters that are DTensors. Without any of them a rank is on its own: with torch's DDP that is enough, since
     averaging has spread what is not finite before. One all-reduce of 20 bytes per group and call that looks at
     gradients; where something was found, also one all-gather of 512 bytes a rank for the report. Ranks that have
-    different numbers of optimizers (stages of a pipeline) pass all of theirs at once, `scaler.step([first, second])`:
-    one agreement.
+    different numbers of optimizers (stages of a pipeline) pass all of theirs at once, `scaler.step([first, second])`,
+    and those that have none `scaler.step([])`: one agreement.
 
     Optimizers that divide by the scale themselves (torch's fused ones, those of fastpar.optim: they say so as torch
     asks of them, with `_step_supports_amp_scaling`) get it as `grad_scale`, unless `unscale_` has divided before; that
@@ -296,6 +296,8 @@ class LossScaler:
                 return None
         results = []
         for each in several:
+            if each is _NOBODY:
+                continue
             with _grad_scale(each, self._scale) if id(each) in self._scaled else nullcontext():
                 results.append(each.step(*args, **kwargs))
         return results[0] if isinstance(optimizer, torch.optim.Optimizer) else results
@@ -421,11 +423,8 @@ class LossScaler:
                         groups.setdefault(group.group_name, group)
         comms = [Communicator.of(group) for group in groups.values()]
         self._looks += 1
-        words = torch.tensor(
-            [*own, self._looks, -self._looks],
-            dtype=torch.float32,
-            device=grads[0].local.device if grads else None,
-        )
+        # In host memory on all ranks, whatever device their gradients are on: some may have none.
+        words = torch.tensor([*own, self._looks, -self._looks], dtype=torch.float32, device="cpu")
         for comm in comms:
             words = comm.all_reduce(words, "max")
         found, is_unscaled, is_half, most, least = words.tolist()
@@ -445,7 +444,7 @@ class LossScaler:
         agreed = _Looked(bool(found), bool(is_unscaled), bool(is_half))
         if not agreed.found:
             return agreed
-        notes = torch.tensor(list(_note(grads)), dtype=torch.uint8, device=words.device)[None]
+        notes = torch.tensor(list(_note(grads)), dtype=torch.uint8, device="cpu")[None]
         for comm in comms:
             notes = comm.all_gather(notes)
         lines = [bytes(row).rstrip(b"\0").decode(errors="ignore") for row in notes.tolist()]
@@ -473,14 +472,24 @@ _NOTES = 4  # ranks that a report names
 _NOTE_BYTES = 512
 
 
+class _Nobody:
+    """Stands for no optimizer, so that a rank that has none agrees with those that have some, as often as they do."""
+
+    param_groups: Sequence[Any] = ()
+    _step_supports_amp_scaling = True  # it asks nobody to divide
+
+
+_NOBODY = _Nobody()
+
+
 def _several(optimizer: Optimizers) -> list[Any]:
-    several = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+    several: list[Any] = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
     for each in several:
         if not callable(getattr(each, "step", None)):
             raise TypeError(f"optimizer must be a torch.optim.Optimizer or several, got {type(each).__name__}")
     if len({id(each) for each in several}) < len(several):
         raise ValueError("optimizer has the same one more than once")
-    return several
+    return several or [_NOBODY]
 
 
 def _with_companions(optimizers: Sequence[Any]) -> list[Any]:

@@ -280,6 +280,31 @@ def test_ranks_with_other_numbers_of_optimizers_agree_once_or_are_refused() -> N
         assert found == ["4.0 0 [-2.0, -2.0]", "2.0 1 [-2.0, -2.0]", "2.0 1 [-6.0, -6.0]"]
 
 
+def optimizers_of_one_rank(unscales: bool) -> list[Any]:
+    """Rank 0 has no optimizer, as a frozen stage of a pipeline; in the second step rank 1 has a NaN."""
+    parameter = nn.Parameter(torch.zeros(3))
+    optimizers: list[torch.optim.Optimizer] = [torch.optim.SGD([parameter], lr=1.0)] if dist.get_rank() else []
+    scaler = LossScaler(4.0, growth_interval=1, group=dist.group.WORLD)
+    found = []
+    for value in (8.0, math.nan, 8.0):
+        parameter.grad = torch.full((3,), value) if optimizers else None
+        if unscales:
+            scaler.unscale_(optimizers)
+        stepped = scaler.step(optimizers)
+        with pytest.raises(RuntimeError, match="already been called"):
+            scaler.step(optimizers)
+        scaler.update()
+        found.append((scaler.get_scale(), scaler.skipped, stepped is None))
+    assert parameter[0].item() == (-(8.0 / 4.0) - 8.0 / 4.0 if optimizers else 0.0)
+    return found
+
+
+@pytest.mark.parametrize("unscales", [False, True])
+def test_a_rank_without_optimizers_agrees_with_the_others(unscales: bool) -> None:
+    for found in run_ranks(2, optimizers_of_one_rank, unscales, timeout=60.0):
+        assert found == [(8.0, 0, False), (4.0, 1, True), (8.0, 1, False)]
+
+
 def halves(divides: bool) -> str:
     half = nn.Parameter(torch.zeros(2, dtype=torch.float16 if dist.get_rank() else torch.float32))
     half.grad = torch.ones_like(half)
