@@ -10,8 +10,10 @@
 #include <ATen/ops/from_blob.h>
 #include <c10/core/Allocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <malloc.h>
 #include <torch/library.h>
 
+#include <atomic>
 #include <cstdlib>
 #include <cstring>
 
@@ -28,13 +30,19 @@ namespace {
 constexpr size_t kAlignment = 256;  // as cudaMalloc's
 thread_local c10::DeviceIndex current = 0;
 
-void release(void* data) { std::free(data); }
+std::atomic<int64_t> allocated{0};  // bytes
+
+void release(void* data) {
+  allocated -= static_cast<int64_t>(malloc_usable_size(data));
+  std::free(data);
+}
 
 class HostAllocator final : public c10::Allocator {
  public:
   c10::DataPtr allocate(size_t bytes) override {
     void* data =
         bytes == 0 ? nullptr : std::aligned_alloc(kAlignment, (bytes + kAlignment - 1) / kAlignment * kAlignment);
+    allocated += static_cast<int64_t>(malloc_usable_size(data));
     return {data, data, &release, c10::Device(c10::kCUDA, current)};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
@@ -174,7 +182,31 @@ void record_stream(at::Tensor&, c10::Stream) {}
 
 bool is_pinned(const at::Tensor&, std::optional<c10::Device>) { return false; }
 
-void on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) { at::native::cpu_fallback(op, stack); }
+// Operations that CUDA takes tensors of several devices for: indices may lie on the CPU.
+bool takes_several_devices(const std::string& name) {
+  return name.rfind("aten::index", 0) == 0 || name.rfind("aten::_index_put", 0) == 0 ||
+         name.rfind("aten::_unsafe_index", 0) == 0 || name == "aten::_foreach_copy_";
+}
+
+void check_device(const c10::OperatorHandle& op, const at::Tensor& x, std::optional<c10::Device>& seen) {
+  if (!x.defined() || (x.device().is_cpu() && x.dim() == 0)) return;  // a number for the host
+  TORCH_CHECK(!seen || *seen == x.device(), "Expected all tensors to be on the same device, but ", op.schema().name(),
+              " got ", *seen, " and ", x.device());
+  seen = x.device();
+}
+
+void on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  TORCH_CHECK(op.schema().name().rfind("fastpar::", 0) != 0, op.schema().name(), " has no kernel for CUDA tensors");
+  if (!takes_several_devices(op.schema().name())) {
+    std::optional<c10::Device> seen;
+    for (const c10::IValue& value : torch::jit::last(*stack, op.schema().arguments().size())) {
+      if (value.isTensor()) check_device(op, value.toTensor(), seen);
+      if (value.isTensorList())
+        for (const at::Tensor& x : value.toTensorVector()) check_device(op, x, seen);
+    }
+  }
+  at::native::cpu_fallback(op, stack);
+}
 
 }  // namespace
 
@@ -222,6 +254,7 @@ TORCH_LIBRARY(rehearsal, m) {
   m.def("on_host(Tensor x) -> Tensor");  // no alias annotation: nobody differentiates through it
   m.def("exchange_device(int index) -> int", exchange_device);
   m.def("resize_storage(Tensor x, int bytes) -> ()");
+  m.def("allocated() -> int", [] { return allocated.load(); });
 }
 TORCH_LIBRARY_IMPL(rehearsal, CompositeExplicitAutograd, m) {
   m.impl("on_host", TORCH_FN(on_host));

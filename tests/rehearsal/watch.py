@@ -10,6 +10,11 @@ Noticed are, each with the line of fastpar that asks for it:
     sync      the host needs a value of the device: .item(), .tolist(), bool(), nonzero(), an index by a mask, ...
     copy      a tensor goes from one device to another
     on_cpu    an operation makes a CPU tensor of more than SMALL elements
+    race      host memory was written to while a copy that nobody waits for may still have been reading it
+
+Note: copies that nobody waits for. What `non_blocking=True` copies to the host is NaN, or another wrong value, until
+the host waits, so that what reads it too early computes with that. What it copies from the host is compared, when the
+host waits next, with what it was. All memory counts as pinned, and a wait for any stream as one for all.
 """
 
 from __future__ import annotations
@@ -21,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from tests.rehearsal import device
@@ -65,6 +70,7 @@ class _Functions(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func in _TO_PYTHON and args[0].is_cuda:
+            self.watch.settle()
             self.watch.note("sync", func.__name__)
         if func in _FACTORIES and isinstance(result, Tensor) and result.is_cuda:
             given = args[1] if func is Tensor.new_tensor else args[0]
@@ -73,15 +79,26 @@ class _Functions(TorchFunctionMode):
         return result
 
 
+class _Underway(NamedTuple):
+    """A copy that the host has not waited for: its memory there, and the bytes that this has or is to get."""
+
+    host: Tensor
+    content: Tensor
+    is_read: bool
+    begun: Finding | None
+
+
 class Watch(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
+        self._underway: list[_Underway] = []
         self.found: list[Finding] = []
         self.everywhere = False  # outside fastpar too
         self._functions = _Functions(self)
 
     def __enter__(self) -> Watch:
         device.waits.append(self._note_wait)
+        device.looks.append(self.settle)
         self._functions.__enter__()
         super().__enter__()
         return self
@@ -90,20 +107,51 @@ class Watch(TorchDispatchMode):
         super().__exit__(*exc)
         self._functions.__exit__(*exc)
         device.waits.remove(self._note_wait)
+        device.looks.remove(self.settle)
+        self.settle()
 
     def _note_wait(self, what: str) -> None:
+        self.settle()
         self.note("sync", what)
 
+    def settle(self) -> None:
+        """The host has waited: what was under way has arrived."""
+        underway, self._underway = self._underway, []
+        with _disable_current_modes(), torch.no_grad():
+            for copy in underway:
+                if not copy.is_read:
+                    copy.host.copy_(copy.content)
+                elif copy.begun is not None and not _has_bytes(copy.host, copy.content):
+                    self.found.append(copy.begun)
+
+    def _follow(self, source: Tensor, target: Tensor, op: str) -> None:
+        """A copy between the host and a device has been begun."""
+        with _disable_current_modes(), torch.no_grad():
+            if source.is_cuda:
+                host = target.detach()
+                self._underway.append(_Underway(host, host.clone(), False, None))
+                if host.dtype == torch.bool:
+                    host.logical_not_()
+                else:
+                    has_nan = host.is_floating_point() or host.is_complex()
+                    host.fill_(torch.nan if has_nan else torch.iinfo(host.dtype).max)
+            elif source.dtype == target.dtype and source.is_contiguous():  # else of a copy of its own
+                host = source.detach()
+                self._underway.append(_Underway(host, host.clone(), True, self._finding("race", op)))
+
     def note(self, kind: str, op: str) -> None:
+        finding = self._finding(kind, op)
+        if finding is not None:
+            self.found.append(finding)
+
+    def _finding(self, kind: str, op: str) -> Finding | None:
         frame = sys._getframe(1)
         while frame is not None and not frame.f_code.co_filename.startswith(_PARTS):
             frame = frame.f_back  # type: ignore[assignment]
         if frame is None:
-            if self.everywhere:
-                self.found.append(Finding(kind, "", op, 0))
-            return  # the test itself
+            return Finding(kind, "", op, 0) if self.everywhere else None  # the test itself
         file = str(Path(frame.f_code.co_filename).resolve().relative_to(ROOT))  # fastpar/kernels may be a link
-        self.found.append(Finding(kind, f"{file}:{frame.f_code.co_qualname}", op, frame.f_lineno))
+        return Finding(kind, f"{file}:{frame.f_code.co_qualname}", op, frame.f_lineno)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -111,12 +159,17 @@ class Watch(TorchDispatchMode):
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         on_device = any(x.is_cuda for x in given)
         if on_device and (name in _BY_VALUE or _indexes_by_mask(name, args) or _repeats(func, args, kwargs)):
+            self.settle()
             self.note("sync", name)
         result = func(*args, **kwargs)
         if name in _COPIES and given:
-            target = result.device if name == "aten::_to_copy" else given[0].device
-            if any(x.device != target for x in given):
-                self.note("copy", name + (_TO_HOST if target.type == "cpu" else ""))
+            source, target = (given[0], result) if name == "aten::_to_copy" else (given[1], given[0])
+            if source.device != target.device:
+                self.note("copy", name + (_TO_HOST if target.device.type == "cpu" else ""))
+                if not _is_begun(name, args, kwargs):
+                    self.settle()
+                elif source.device.type != target.device.type:
+                    self._follow(source, target, name)
         made = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
         if any(x.device.type == "cpu" and x.numel() > SMALL for x in made):
             self.note("on_cpu", name)
@@ -127,6 +180,17 @@ def _indexes_by_mask(name: str, args: Any) -> bool:
     if name not in ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"):
         return False
     return any(isinstance(x, Tensor) and x.dtype in (torch.bool, torch.uint8) for x in args[1])
+
+
+def _is_begun(name: str, args: Any, kwargs: Any) -> bool:
+    """Whether a copy is one that the host does not wait for."""
+    return bool(kwargs.get("non_blocking", len(args) > 2 and name != "aten::_to_copy" and args[2]))
+
+
+def _has_bytes(x: Tensor, content: Tensor) -> bool:
+    if x.untyped_storage().nbytes() < x.nbytes:  # gone meanwhile
+        return False
+    return torch.equal(x.reshape(-1).view(torch.uint8), content.reshape(-1).view(torch.uint8))
 
 
 def _repeats(func: Any, args: Any, kwargs: Any) -> bool:
