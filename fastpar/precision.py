@@ -240,7 +240,8 @@ class LossScaler:
         if isinstance(outputs, Tensor):
             if outputs.is_floating_point() and outputs.itemsize < 2:
                 raise TypeError(f"outputs must be of a dtype that is computed with, got {outputs.dtype}")
-            return outputs * torch.tensor(self._scale, dtype=torch.float32, device=outputs.device)
+            # torch.tensor would wait for the device
+            return outputs * torch.full((), self._scale, dtype=torch.float32, device=outputs.device)
         if isinstance(outputs, (list, tuple)):
             return type(outputs)(self.scale(each) for each in outputs)
         if isinstance(outputs, Iterable):
