@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -59,6 +60,41 @@ class _Dense:
     def finish(self) -> None:
         for x, dense in self._back:
             x.copy_(dense)
+
+
+def _on_cuda(name: str) -> Callable[..., None]:
+    """The Triton kernel of an op, for the dispatcher and for `_launch`.
+
+    It gets a table of addresses, which do not say of what device they are, and the dispatcher comes here when any
+    tensor is on CUDA. So all are looked at: one that is elsewhere is a ValueError, and not a fault of the device later.
+    A tensor costs 30 ns, of some 5 us that its row of the table takes.
+    """
+    names = [argument.name for argument in getattr(torch.ops.fastpar, name).default._schema.arguments]
+
+    def run(*arguments: Any) -> None:
+        wanted = arguments[0][0].get_device() if arguments[0] else -1
+        for argument, value in zip(names, arguments, strict=True):
+            tensors = [value] if isinstance(value, Tensor) else value
+            if not (isinstance(tensors, list) and tensors and isinstance(tensors[0], Tensor)):
+                continue
+            if set(map(Tensor.get_device, tensors)) != {wanted}:
+                index = next(i for i, x in enumerate(tensors) if x.get_device() != wanted)
+                place = argument if isinstance(value, Tensor) else f"{argument}[{index}]"
+                raise ValueError(
+                    f"{name}: {place} must be on the device of params[0], {arguments[0][0].device}, "
+                    f"got {tensors[index].device}"
+                )
+        getattr(triton("optimizer"), name)(*arguments)
+
+    return run
+
+
+_ON_CUDA = {name: _on_cuda(name) for name in _STEPS} if HAS_TRITON else {}
+
+
+def _kernel(name: str, kernels: Any) -> Callable[..., None]:
+    op: Callable[..., None] = _ON_CUDA[name] if isinstance(kernels, ModuleType) else getattr(kernels, name)
+    return op
 
 
 def _launch(op: Callable[..., None], step: Step, *between: Any, numbers: tuple[Any, ...]) -> None:
@@ -101,7 +137,7 @@ def _changes_its_arguments(*arguments: Any) -> None:
 for _name in _STEPS:
     torch.library.register_fake(f"fastpar::{_name}", _changes_its_arguments)
     if HAS_TRITON:
-        torch.library.impl(f"fastpar::{_name}", "cuda", lambda *x, name=_name: getattr(triton("optimizer"), name)(*x))
+        torch.library.impl(f"fastpar::{_name}", "cuda", _ON_CUDA[_name])
 
 
 # ---- steps without checks, for `fastpar.optim`, whose tensors fit together -------------------------------------------
@@ -118,7 +154,7 @@ def run_adamw(
         return
     step_tensor = step if isinstance(step, Tensor) else None
     count = 1 if step_tensor is not None else step_number(step)
-    _launch(kernels.adamw_step, arguments, step_tensor, numbers=(count, lr, *betas, eps, weight_decay))
+    _launch(_kernel("adamw_step", kernels), arguments, step_tensor, numbers=(count, lr, *betas, eps, weight_decay))
 
 
 def run_sgd(
@@ -130,7 +166,7 @@ def run_sgd(
     if hasattr(kernels, "run_sgd"):  # plain PyTorch, which takes the arguments as they are
         kernels.run_sgd(arguments, lr, momentum, dampening, weight_decay, nesterov, first)
         return
-    _launch(kernels.sgd_step, arguments, numbers=(lr, momentum, dampening, weight_decay, nesterov, first))
+    _launch(_kernel("sgd_step", kernels), arguments, numbers=(lr, momentum, dampening, weight_decay, nesterov, first))
 
 
 def run_lion(arguments: Step, lr: float, betas: tuple[float, float], weight_decay: float) -> None:
@@ -140,7 +176,7 @@ def run_lion(arguments: Step, lr: float, betas: tuple[float, float], weight_deca
     if hasattr(kernels, "run_lion"):  # plain PyTorch, which takes the arguments as they are
         kernels.run_lion(arguments, lr, betas, weight_decay)
         return
-    _launch(kernels.lion_step, arguments, numbers=(lr, *betas, weight_decay))
+    _launch(_kernel("lion_step", kernels), arguments, numbers=(lr, *betas, weight_decay))
 
 
 # ---- public ----------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from fastpar.comm.symmetric.buffer import virtual_ranks
 from fastpar.kernels import optimizer
 from fastpar.kernels.overlap_gemm_buffer import OverlapBuffer
 from fastpar.kernels.overlap_gemm_calls import COPY_PROGRAMS, PUSH_PROGRAMS, AllGatherGemm, GemmReduce
+from fastpar.ops.optimizer import Step, run_adamw
 from tests.rehearsal import device
 
 
@@ -79,6 +81,31 @@ def test_hyperparameters_reach_kernels_as_floats(monkeypatch: pytest.MonkeyPatch
     optimizer.sgd_step(tensors[0], tensors[1], [tensors[2][0]], *numbers)
     assert all(isinstance(number, float) for number in found[0][10])
     assert isinstance(found[0][5], float)
+
+
+@pytest.mark.parametrize(
+    ("host", "text"),
+    [
+        ({"params", "grads", "states"}, "outputs[0] must be on the device of params[0], cpu, got cuda:0"),
+        ({"states"}, "exp_avgs[1] must be on the device of params[0], cuda:0, got cpu"),
+        ({"outputs"}, "outputs[0] must be on the device of params[0], cuda:0, got cpu"),
+        ({"grad_factor"}, "grad_factor must be on the device of params[0], cuda:0, got cpu"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else "+".join(sorted(value)),
+)
+def test_a_step_on_tensors_of_two_devices_is_refused_by_name(host: set[str], text: str) -> None:
+    """As `fastpar.optim` calls it, without checks of shapes: kernels would take the address for one of the device."""
+    where = {
+        name: "cpu" if name in host else "cuda" for name in ("params", "grads", "states", "outputs", "grad_factor")
+    }
+    params, grads = ([torch.ones(8, device=where[name]) for _ in range(2)] for name in ("params", "grads"))
+    moments = [[torch.zeros(8, device=device) for device in ("cuda" if len(host) == 1 else "cpu", where["states"])]] * 2
+    outputs = [torch.zeros(8, device=where["outputs"], dtype=torch.bfloat16), None]
+    factor = torch.ones((), device=where["grad_factor"])
+    step = Step(params, grads, moments, ((), ()), factor, None, outputs, None, None, ("exp_avgs", "exp_avg_sqs"))
+    with pytest.raises(ValueError, match=re.escape(f"adamw_step: {text}")):
+        run_adamw(step, 1, 0.1, (0.9, 0.999), 1e-8, 0.0)
+    assert params[0].tolist() == [1.0] * 8
 
 
 # ---- fastpar doctor
