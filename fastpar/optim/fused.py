@@ -125,8 +125,8 @@ class FusedOptimizer(Optimizer):
                     batch.grads,
                     batch.states,
                     batch.scales,
-                    scale.to(device, non_blocking=True) if isinstance(scale, Tensor) else scale,
-                    None if found_inf is None else found_inf.to(device, non_blocking=True),
+                    _sent(scale, device) if isinstance(scale, Tensor) else scale,
+                    None if found_inf is None else _sent(found_inf, device),
                     batch.outputs or None,
                     cast(list[Tensor], batch.remainders) or None,
                     self._rounding(batch),
@@ -328,6 +328,11 @@ class FusedOptimizer(Optimizer):
             return {name: value.to(wanted)}
         codes, scale = blocks_of(value, signed=signed)
         return {name: codes, f"{name}_scale": scale}
+
+
+def _sent(scalar: Tensor, device: torch.device) -> Tensor:
+    """On the device of a batch. The host waits for what it is going to read itself."""
+    return scalar.to(device, non_blocking=device.type != "cpu")
 
 
 def _has_bfloat16(batch: Batch) -> bool:

@@ -38,6 +38,7 @@ from fastpar.zero.sharded_param import ShardedParam, name_nonfinite
 
 ELEMENTWISE = ("Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 SCALARS = ("step", "eta", "mu", "mu_product")  # states of torch's optimizers that are one number for any parameter
+SCALER_SCALARS = ("grad_scale", "found_inf", "grad_factor")  # attributes of an optimizer, for one step
 MASTER = "master_param"  # among the states of a parameter: its master weights
 
 
@@ -61,6 +62,7 @@ class Stepper:
         self._optim_params: dict[int, nn.Parameter] = {}  # of model parameters that are updated through others, by id
         self._model_params: dict[int, nn.Parameter] = {}  # the other way round
         self._copies: list[nn.Parameter] = []  # with memory of their own
+        self.outputs: set[int] = set()  # ids of optim_params that the optimizer's update rounds to their parameters
         self._own_states: dict[int, dict[str, Any]] = {}  # of these, while others are shown
         self._raw = inspect.unwrap(type(optimizer).step)
         self._is_elementwise = is_elementwise(optimizer)
@@ -104,8 +106,9 @@ class Stepper:
                         states = optimizer.state.pop(parameter)
                         optimizer.state[optim_param] = _cut_states(states, param, groups.of(param.parameter))
         if hasattr(optimizer, "outputs"):  # the update rounds to these in its own pass
-            rounded = [(param.optim_param, param.model_rows) for param in params if param.model_rows is not None]
-            optimizer.outputs.update({wide: rows for wide, rows in rounded if rows.dtype != wide.dtype})
+            rounded = [param for param in params if param.is_output]
+            optimizer.outputs.update({param.optim_param: param.model_rows for param in rounded})
+            self.outputs |= {id(param.optim_param) for param in rounded}
 
     @contextmanager
     def holding_optim_params(self) -> Iterator[None]:
@@ -179,6 +182,7 @@ class Stepper:
                 with torch.enable_grad():
                     loss = closure()
             with torch.no_grad(), self.holding_optim_params():
+                self._bring_scalars()
                 self._phases(self)
         finally:
             self._is_stepping = False
@@ -186,6 +190,15 @@ class Stepper:
             parameter.grad = None
         self._stepped()
         return None if closure is None else ((args[0], lambda: loss), {})
+
+    def _bring_scalars(self) -> None:
+        """To masters in the host's memory, what a scaler has set for parameters on a device. The host waits, as it is
+        about to read them; torch's fused optimizers would send them without."""
+        found = {name: getattr(self.optimizer, name, None) for name in SCALER_SCALARS}
+        elsewhere = {name: x for name, x in found.items() if isinstance(x, Tensor) and x.device.type != "cpu"}
+        if elsewhere and any(local(x).device.type == "cpu" for x in self.parameters() if x.requires_grad):
+            for name, value in elsewhere.items():
+                setattr(self.optimizer, name, value.cpu())
 
     @contextmanager
     def _as_plain_tensors(self) -> Iterator[None]:
@@ -266,18 +279,16 @@ class GradClipping:
             self._factor = total.clip_factor(self.max_norm, scale=unscale, dtype=dtype) / unscale
         return True
 
-    def hand_over(self, optimizer: Any) -> bool:
-        """Clip: in the update's own pass where the optimizer can do that. Whether it rounds to the parameters, too."""
+    def hand_over(self, optimizer: Any) -> None:
+        """Clip: in the update's own pass where the optimizer can do that."""
         if not hasattr(optimizer, "grad_factor"):
             if self._factor is not None and self._factor < 1.0:
                 grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
                 if grads:
                     torch._foreach_mul_([local(grad) for grad in grads], self._factor)
-            return False
-        if self._factor is not None:
+        elif self._factor is not None:
             pending = 1.0 if optimizer.grad_factor is None else optimizer.grad_factor
             optimizer.grad_factor = self._factor * pending
-        return True
 
 
 def _unscaling(optimizer: Any) -> float | Tensor:

@@ -80,6 +80,15 @@ class ShardedParam:
         return self.model_rows.data_ptr() == local(self.optim_param).data_ptr()
 
     @property
+    def is_output(self) -> bool:
+        """Whether an update can round to the parameter in its own pass, which runs where the masters are. A master of
+        the parameter's dtype is copied instead, and so is one on another device."""
+        rows = self.model_rows
+        return (
+            rows is not None and rows.dtype != self.optim_param.dtype and rows.device == local(self.optim_param).device
+        )
+
+    @property
     def is_overwritten(self) -> bool:
         """Whether somebody has written to a parameter whose owner is a copy."""
         return self.model_rows is not None and _version(self.model_param) != self.version

@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -28,7 +28,7 @@ from fastpar.pretrained.saving import SaveDoor
 from fastpar.zero import memory, state_dict
 from fastpar.zero.groups import Groups, as_dtensor, local
 from fastpar.zero.hooks import Autocast, CastInputs, ForwardHook, LoadStates, ZeroGrad, in_backward
-from fastpar.zero.optimizer_step import GradClipping, Stepper
+from fastpar.zero.optimizer_step import SCALER_SCALARS, GradClipping, Stepper
 from fastpar.zero.options import NamedParameters, ShardOptions
 from fastpar.zero.replicas import ModelParams, Replicas
 from fastpar.zero.shard_store import DiskStates
@@ -192,7 +192,7 @@ class Zero:
         with self._holding_optim_params():
             state_dict.restore(self, loaded)
             self._release()
-            self._write_back([param.optim_param for param in self.params], False)
+            self._write_back([param.optim_param for param in self.params])
             self._publish()
             for disk in self._disks.values():
                 disk.put_away()
@@ -297,22 +297,24 @@ class Zero:
             return
         self._release()
         optim_params = stepper.with_gradient()
-        rounded = self.clipping.hand_over(stepper.optimizer)
+        self.clipping.hand_over(stepper.optimizer)
         disk = self._disks.get(id(stepper))
         if disk is None:
             with annotate("fastpar::zero::update"):
                 stepper.update()
-                self._write_back(optim_params, rounded)
+                self._write_back(optim_params, stepper.outputs)
         else:
             optimizer: Any = stepper.optimizer
-            factor = getattr(optimizer, "grad_factor", None)
+            scalars = {name: getattr(optimizer, name) for name in SCALER_SCALARS if hasattr(optimizer, name)}
+            may_skip = scalars.get("found_inf") is not None
 
             def update(some: Sequence[nn.Parameter]) -> None:
-                if factor is not None:
-                    optimizer.grad_factor = factor  # which an update resets
+                for name, value in scalars.items():  # which an update resets
+                    setattr(optimizer, name, value)
                 with self._writing(some):
                     stepper.update(some)
-                    self._write_back(some, rounded)
+                    # A skipped update has rounded nothing, and what lies in a file has new memory here
+                    self._write_back(some, () if may_skip else stepper.outputs)
 
             disk.update(update)
         if not self._waiting:
@@ -407,16 +409,20 @@ class Zero:
                 stack.enter_context(stepper.holding_optim_params())
             yield
 
-    def _write_back(self, optim_params: Sequence[nn.Parameter], is_rounded: bool) -> None:
-        """Round updated master weights to the parameters."""
+    def _write_back(self, optim_params: Sequence[nn.Parameter], rounded: Container[int] = ()) -> None:
+        """Round updated master weights to the parameters; `rounded`: ids of those that the update has rounded itself.
+
+        Note: copies to a device that nobody waits for. The host may write to a master again when its copy has been
+        read. That write needs the master's next gradient, which the host waits for (`ShardedParam.add_gradient`), on
+        a stream that comes after these copies, as its gradient is that of a forward with what they bring. Masters of a
+        file are another matter: they lie in buffers that the next read goes to.
+        """
         if not self._has_copies:
             return
         for optim_param in optim_params:
-            target = self._param_of[id(optim_param)].model_rows
-            if target is None or self._param_of[id(optim_param)].is_in_place:
-                continue
-            if not (is_rounded and target.dtype != optim_param.dtype):
-                target.copy_(local(optim_param), non_blocking=True)
+            param = self._param_of[id(optim_param)]
+            if param.model_rows is not None and not param.is_in_place and id(optim_param) not in rounded:
+                param.model_rows.copy_(local(optim_param), non_blocking=not self._disks)
 
     # ---- building
 
@@ -459,7 +465,7 @@ class Zero:
                 self._release()
                 for param, value in masters.values():
                     local(param.optim_param).copy_(local(value))
-                self._write_back([param.optim_param for param, _ in masters.values()], False)
+                self._write_back([param.optim_param for param, _ in masters.values()])
                 self._forget_scales([param for param, _ in masters.values()])
                 self._publish()
             for disk in self._disks.values():

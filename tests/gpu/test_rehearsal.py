@@ -45,5 +45,9 @@ def test_layers_zero_pipelines_and_experts_train_over_a_group_with_a_cuda_backen
     run_rehearsed("check_ranks.py")
 
 
+def test_offloaded_states_and_parameters_serve_a_model_on_a_device() -> None:
+    run_rehearsed("check_offload.py")
+
+
 def test_a_calibrated_group_takes_symmetric_memory_where_it_is_faster() -> None:
     run_rehearsed("check_calibration.py")

@@ -42,9 +42,30 @@ ALLOWED_ON_RANKS: dict[tuple[str, str], str] = {
     ("copy", "fastpar/expert/router.py:Router.load"): "its counters follow the layer to the device, once",
     ("copy", "fastpar/comm/agree.py:Agreement.gather"): "rows of every rank say how large messages are, once",
 }
+# The same where states, and perhaps parameters, are offloaded: the host has the update, so work there is no finding.
+ALLOWED_OFFLOADED: dict[tuple[str, str], str] = {
+    ("copy", "fastpar/zero/sharded_param.py:ShardedParam.add_gradient"): "gradients come to where masters are",
+    ("copy", "fastpar/zero/zero.py:Zero._write_back"): "rounded masters go to where parameters are",
+    ("copy", "fastpar/zero/flat.py:Upload.copy"): "shards go to where they are gathered, on a stream of their own",
+    ("sync", "fastpar/zero/flat.py:Upload.settle"): "the step writes to shards that a prefetch may be copying",
+    (
+        "sync",
+        "fastpar/zero/shard_store.py:_ShardReader.begin",
+    ): "a read goes to a buffer that was copied two gathers ago",
+    (
+        "copy",
+        "fastpar/zero/optimizer_step.py:Stepper._bring_scalars",
+    ): "a loss scale: the host has waited for gradients",
+}
 
 
-def unlisted(found: Iterable[Finding]) -> list[str]:
+def unlisted(found: Iterable[Finding], *, is_offloaded: bool = False) -> list[str]:
     """Findings that nobody has allowed, one line each."""
-    allowed = ALLOWED | ALLOWED_ON_RANKS
-    return sorted({str(finding) for finding in found if (finding.kind, finding.place) not in allowed})
+    allowed = ALLOWED | ALLOWED_ON_RANKS | (ALLOWED_OFFLOADED if is_offloaded else {})
+    return sorted(
+        {
+            str(finding)
+            for finding in found
+            if (finding.kind, finding.place) not in allowed and not (is_offloaded and finding.kind == "on_cpu")
+        }
+    )

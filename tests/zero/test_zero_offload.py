@@ -67,6 +67,37 @@ def test_offload_changes_no_bit_of_values_and_states(dtype: torch.dtype, kind: s
     run_ranks(2, compare, str(tmp_path), dtype, kind)
 
 
+@pytest.mark.parametrize("offload", ["nvme", "nvme+parameters"])
+@pytest.mark.parametrize("kind", ["ours", "fused"])
+def test_a_step_that_a_scaler_skips_leaves_everything_in_files_as_it_was(
+    kind: str, offload: str, tmp_path: Path
+) -> None:
+    """Also what is updated after the first group, and parameters of 16 bits, which the update itself rounds."""
+    model = wide()
+    optimizer = make_optimizer(kind, model.parameters())
+    zero = fp.zero.shard(
+        model,
+        optimizer,
+        stage=3 if offload.endswith("parameters") else 2,
+        precision=fp.Precision.bf16(),
+        offload=fp.zero.Offload(str(tmp_path), group_bytes=1 << 16, parameters=offload.endswith("parameters")),
+        skip_nonfinite=False,
+    )
+    found: list[dict[str, torch.Tensor]] = []
+    for is_infinite in (0.0, 1.0):
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+        model(x).float().square().mean().backward()
+        optimizer.grad_scale = torch.tensor(1.0)  # type: ignore[attr-defined]  # as torch.amp.GradScaler does
+        optimizer.found_inf = torch.tensor(is_infinite)  # type: ignore[attr-defined]
+        optimizer.step()
+        optimizer.zero_grad()
+        del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
+        out = model(x).detach()
+        zero.state_dict()  # brings values into memory
+        found.append({"out": out, **optimizer_values(zero)})
+    assert_same(found[1], found[0], "a skipped step")
+
+
 LARGE = """
 import ctypes, hashlib, resource, sys
 import torch
