@@ -105,6 +105,23 @@ class Centred(Own):
         return self.head(self.norm(x))
 
 
+def said_of_streams() -> tuple[str, bool]:
+    """What a streaming grid is refused with, and whether the model is whole after it."""
+    mesh = fp.init_mesh(pp=2, tp=2, tp_grid=fp.GridSpec.tesseract(1, 2, stream=True), device="cpu")
+    model = Own()
+    names = {name: parameter.shape for name, parameter in model.named_parameters()}
+    with pytest.raises(ValueError, match="cannot stream") as caught:
+        fp.parallelize_pipeline(model, mesh, plan=OWN_PLAN, num_microbatches=MICROBATCHES, loss=lambda x, y: x.sum())
+    mesh.close()
+    return str(caught.value), names == {name: parameter.shape for name, parameter in model.named_parameters()}
+
+
+def test_a_grid_that_streams_is_refused_before_the_model_is_cut() -> None:
+    for said, is_whole in run_ranks(4, said_of_streams):
+        assert "over tp_grid=(1, 1, 2), stream=True: use a grid without stream" in said
+        assert is_whole
+
+
 def said_of_stages() -> dict[str, str]:
     mesh = fp.init_mesh(pp=2, tp=2, tp_grid=(1, 1, 2), device="cpu")
     cases: dict[str, Any] = {"mixing": (Centred, ROWS), "few rows": (Own, 3)}
