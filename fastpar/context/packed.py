@@ -45,20 +45,27 @@ def _rank_costs(
     costs = []
     for ranges in layout:
         own = positions(ranges)
-        work, exchange = float(pairs[own].sum()), pairs_a_key * len(rows) * _keys_read(own, rows, len(pairs))
+        work, exchange = float(pairs[own].sum()), pairs_a_key * len(rows) * _keys_read(own, rows)
         costs.append(max(work, exchange) if is_hidden else work + exchange)
     return costs
 
 
-def _keys_read(own: Tensor, rows: tuple[tuple[int, ...], ...], total: int) -> int:
-    """Keys of other ranks that causal queries at these positions see in any row; a message has those of all rows."""
-    edges = torch.zeros(total + 1, dtype=torch.int64)
+def _keys_read(own: Tensor, rows: tuple[tuple[int, ...], ...]) -> int:
+    """Keys of other ranks that causal queries at these positions see in any row; a message has those of all rows.
+
+    Of a row they are one interval for each document that the rank has a query of. In the order in which they begin,
+    each adds what lies behind all before it: nothing here is as long as the whole sequence, which all ranks go through.
+    """
+    begins, ends = [], []
     for lengths in rows:
         sizes = torch.tensor([n for n in lengths if n], dtype=torch.int64)
         starts = sizes.cumsum(0) - sizes
         document = torch.searchsorted(starts, own, right=True) - 1
         last = torch.full_like(starts, -1).scatter_reduce(0, document, own, "amax")
         held = last >= 0
-        edges += torch.bincount(starts[held], minlength=total + 1)
-        edges -= torch.bincount(last[held] + 1, minlength=total + 1)
-    return int((edges.cumsum(0) > 0).sum()) - len(own)
+        begins.append(starts[held])
+        ends.append(last[held] + 1)
+    begin, order = torch.cat(begins).sort()
+    reached = torch.cat(ends)[order].cummax(0).values
+    before = torch.cat([begin[:1], reached[:-1]])
+    return int((reached - torch.maximum(begin, before)).clamp(min=0).sum()) - len(own)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastpar.context.layout import contiguous, dealt, zigzag
 from fastpar.context.packed import cheapest, rank_costs
@@ -44,6 +48,27 @@ def test_pairs_and_keys_are_those_of_the_tables(
         for price in (0.0, 3.5, 100.0):
             found = rank_costs(layout, mask, pairs_a_key=price, is_hidden=is_hidden)
             assert found == counted(layout, mask, price, is_hidden), (layout, price)
+
+
+class Elements(TorchDispatchMode):
+    """Counts those of all tensors that are made."""
+
+    made = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.made += sum(x.numel() for x in (out if isinstance(out, tuple) else (out,)) if isinstance(x, Tensor))
+        return out
+
+
+def test_counting_is_as_long_as_the_sequence_however_many_ranks_there_are() -> None:
+    tokens, made = 1 << 14, []
+    mask = AttentionMask(causal=True, documents=((128,) * 128, (tokens,)))
+    for size in (2, 64):
+        with Elements() as elements:
+            rank_costs(zigzag(tokens, size), mask, pairs_a_key=1.0)
+        made.append(elements.made)
+    assert made[1] < 2 * made[0]
 
 
 def test_documents_are_dealt_out_where_what_is_evened_out_is_more_than_what_is_sent() -> None:
