@@ -137,10 +137,18 @@ class GridLayout:
     def in_order(self, stored: Tensor) -> Tensor:
         """The full tensor in canonical order from one whose rows are in the order of the ranks that store them."""
         for dim in range(len(self.shape)):
-            cuts = [cut for cut in self.cuts if cut is not None and cut.dim == dim]
-            order = _order(torch.arange(self.shape[dim], device=stored.device), cuts)
-            stored = torch.empty_like(stored).index_copy_(dim, order, stored)
+            stored = torch.empty_like(stored).index_copy_(dim, self.order(dim).to(stored.device), stored)
         return stored
+
+    def order(self, dim: int) -> Tensor:
+        """As `ParameterLayout.order`."""
+        cuts = [cut for cut in self.cuts if cut is not None and cut.dim == dim]
+        return _order(torch.arange(self.shape[dim], device="cpu"), cuts)
+
+    @property
+    def shards(self) -> list[tuple[Communicator, int, RowMap]]:
+        """As `ParameterLayout.shards`, one after the other."""
+        return [(cut.comm, cut.dim, self._map(cut, size)) for cut, size in self._walk()]
 
     def canonical(self) -> GridLayout:
         """The layout of the same cuts with all rows in their order, as checkpoints have them."""

@@ -259,6 +259,22 @@ class ParameterLayout:
         sizes = [self.rows.size(rank) for rank in range(self.comm.size)]
         return self.rows.assemble(stored.split(sizes, self.dim), self.dim)
 
+    def order(self, dim: int) -> Tensor:
+        """Which row of the full tensor each along `dim` is, as the ranks store them, one rank after the other."""
+        rows = torch.arange(self.shape[dim], device="cpu")
+        if dim != self.dim or self.placement.is_replicate():
+            return rows
+        assert self.rows is not None
+        return torch.cat([self.rows.take(rows, 0, rank) for rank in range(self.comm.size)])
+
+    @property
+    def shards(self) -> list[tuple[Communicator, int, RowMap]]:
+        """Ranks, dim and rows of each cut that a stored parameter has."""
+        if self.placement.is_replicate():
+            return []
+        assert self.rows is not None
+        return [(self.comm, self.dim, self.rows)]
+
     def canonical(self) -> ParameterLayout:
         """The layout of the same shards with all rows in their order, as checkpoints have them."""
         rows = RowMap.chunk(self.shape[self.dim], self.comm.size)

@@ -6,12 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import MappingProxyType
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
+from fastpar.tensor.parameter import layout_of
 from fastpar.zero.flat import WholeParameters
 from fastpar.zero.groups import Groups, as_parameter, cast_parameter, local, set_local
 from fastpar.zero.options import ShardOptions
@@ -25,6 +26,7 @@ class ModelParams(Protocol):
 
     params          of the trainable ones: what is reduced and updated
     persistent      names of those that are sharded by nobody while others are
+    layouts         how parameters lie over the ranks of tensor parallelism, where they do, by name
     frozen          those that are not trained, as they are at rest, by name
     frozen_at_rest  what modules have at rest in their place, by the id of the unsharded ones
     buffers         memory that shards are read into
@@ -34,6 +36,7 @@ class ModelParams(Protocol):
     params: list[ShardedParam]
     formats: GatherFormats
     persistent: frozenset[str]
+    layouts: Mapping[str, Any]
 
     @property
     def reducer(self) -> GradReducer: ...
@@ -94,6 +97,7 @@ class Replicas:
         self.formats = GatherFormats(options.param_wires)
         self._groups, self._precision, self._has_copies = groups, options.precision, options.offload is not None
         self._has_wire = options.wire is not None
+        self.layouts: Mapping[str, Any] = {name: layout_of(parameter) for name, parameter in named.items()}
         self.params, self._whole = self._make_params(named)
         self.reducer = OrderReducer(
             self.params,

@@ -36,7 +36,7 @@ Note: failures. A forward or backward that raises leaves units whole; the next f
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
@@ -44,6 +44,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastpar.tensor.parameter import layout_of
 from fastpar.zero.flat import MemoryPool
 from fastpar.zero.groups import Groups, local
 from fastpar.zero.hooks import (
@@ -114,6 +115,8 @@ class Stage3:
         self.budget = sum(sizes[:2]) if budget is None else budget
         self.pool = MemoryPool(self.budget)
         self.reducer = GroupReducer(self.units, groups, options.wire)
+        whole = [pair for unit in self.units for pair in zip(unit.names, unit.unsharded, strict=True)]
+        self.layouts: Mapping[str, Any] = {name: layout_of(parameter) for name, parameter in whole}
         by_name = {param.name: param for param in self.reducer.params}
         self.params: list[ShardedParam] = [by_name[name] for name in numels if name in by_name]
         self.whole_bytes = self.peak_bytes = 0

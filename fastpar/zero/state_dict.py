@@ -10,6 +10,9 @@
     amax_history.<name>         of parameters that are gathered with delayed scales: what the next scale is made of
     save                        [MARK_ROWS, 2]: a number of the run, and how many steps it has taken
 
+Rows of values and states are in the parameter's own order, also where tensor parallelism keeps packed shards of it:
+see row_order.py.
+
 Every key has the name of a parameter, so that what pipeline stages save lies side by side, and any stages find theirs.
 
 Tensors are DTensors where they are sharded, so that torch.distributed.checkpoint writes every element once and reads
@@ -40,8 +43,10 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from fastpar.comm import Communicator, shard_range
+from fastpar.tensor.parameter import layout_of
 from fastpar.zero.groups import Groups, as_dtensor, local
 from fastpar.zero.optimizer_step import MASTER, SCALARS, Stepper
+from fastpar.zero.row_order import as_stored, in_order, is_packed
 from fastpar.zero.sharded_param import ShardedParam
 
 if TYPE_CHECKING:
@@ -50,8 +55,8 @@ if TYPE_CHECKING:
 
 def collect(zero: Zero) -> dict[str, Any]:
     """The state of `zero`: its tensors share memory with what is trained, but for 8-bit states, which are float32 here,
-    and those of parameters without state."""
-    names = zero.optim_param_names()
+    those of packed parameters, and those of parameters without state."""
+    names, layouts = zero.optim_param_names(), _layouts(zero)
     state: dict[str, Any] = {
         **{"model": {}, "optimizer": {}, "groups": {}, "has_state": {}},
         **{"skipped": zero.skipped, "steps": zero.steps, "save": mark_of(zero)},
@@ -61,9 +66,9 @@ def collect(zero: Zero) -> dict[str, Any]:
         state["amax_history"] = histories
     trained = {id(param.optim_param) for param in zero.params}
     for param in zero.params:
-        state["model"][param.name] = _shown(param.optim_param.detach())
+        state["model"][param.name] = _shown(in_order(param.optim_param.detach(), layouts.get(param.name)))
     for name, x in zero.others():
-        state["model"][name] = _shown(x)
+        state["model"][name] = _shown(in_order(x, layouts.get(name)))
     for stepper in zero.steppers:
         optimizer = stepper.optimizer
         missing = [
@@ -73,8 +78,9 @@ def collect(zero: Zero) -> dict[str, Any]:
         ]
         make_states(stepper, missing)
         for optim_param in stepper.parameters():
+            name = names[id(optim_param)]
             for key, value in _saved(optimizer, optim_param).items():
-                state["optimizer"].setdefault(names[id(optim_param)], {})[key] = _shown(value)
+                state["optimizer"].setdefault(name, {})[key] = _shown(in_order(value, layouts.get(name)))
         without = {id(optim_param) for optim_param in missing}
         for optim_param in missing:
             optimizer.state.pop(optim_param, None)
@@ -93,7 +99,7 @@ def restore(zero: Zero, state: dict[str, Any]) -> None:
     if missing:
         raise ValueError(f"loaded must be what Zero.state_dict() has given, has no {missing}")
     check_mark(state["save"], zero.groups)
-    names = zero.optim_param_names()
+    names, layouts = zero.optim_param_names(), _layouts(zero)
     has_state = {name for name, is_there in state["has_state"].items() if is_there}
     for stepper in zero.steppers:
         optimizer = stepper.optimizer
@@ -107,15 +113,22 @@ def restore(zero: Zero, state: dict[str, Any]) -> None:
             if name not in has_state:
                 optimizer.state.pop(optim_param, None)
                 continue
-            for entry, value in _loaded(optimizer, optim_param, state["optimizer"].get(name, {})).items():
+            saved = {key: as_stored(x, layouts.get(name)) for key, x in state["optimizer"].get(name, {}).items()}
+            for entry, value in _loaded(optimizer, optim_param, saved).items():
                 _put(optimizer.state[optim_param], entry, value)
     for param in zero.params:
-        _copy(param.optim_param, state["model"][param.name])
+        _copy(param.optim_param, as_stored(state["model"][param.name], layouts.get(param.name)))
     for name, x in zero.others():
-        _copy(x, state["model"][name])
+        _copy(x, as_stored(state["model"][name], layouts.get(name)))
     for storage in zero.storages:
         storage.formats.load(state.get("amax_history", {}))
     zero.clipping.skipped, zero.steps = state["skipped"], state["steps"]
+
+
+def _layouts(zero: Zero) -> dict[str, Any]:
+    """How packed parameters lie over the ranks of tensor parallelism, by name."""
+    found = [item for storage in zero.storages for item in storage.layouts.items()]
+    return {name: layout for name, layout in found if is_packed(layout)}
 
 
 def parts_of(
@@ -157,6 +170,12 @@ def _part(key: str, value: Any, param: ShardedParam) -> Any:
     value = value.to(optim_param.device).view(optim_param.shape)
     if param.spec is None:
         return value
+    if is_packed(layout_of(param.parameter)):  # torch's whole states of a layout like this have its order, others not
+        raise ValueError(
+            f"{param.name} is a fused weight in packed shards, and whole states do not say in which order their rows "
+            "are: load what zero.state_dict() has given with zero.load_state_dict, or fp.zero.full_optimizer_state's "
+            "with fp.zero.load_full_optimizer_state"
+        )
     # Every rank has it all: none is asked to send.
     return distribute_tensor(value, param.spec.device_mesh, param.spec.placements, src_data_rank=None)
 
