@@ -67,7 +67,7 @@ def checked(
     meta, computed       see `Tensors`
     unless_agreed        the argument (a group, or a plan that has one) with which the function itself raises on all
                          ranks what is wrong on one, so that nothing may be raised here
-    but                  the arguments that the function checks itself, with more to say of them
+    but                  the arguments that the function checks itself, with more to say of them; or by `check_left_out`
     """
 
     def decorate(function: Function) -> Function:
@@ -167,7 +167,25 @@ def _checking(
                 break
         return function(*args, **kwargs)
 
+    left_out: dict[str, ArgumentKind] = {}
+
+    def check_left_out(values: Mapping[str, Any]) -> None:
+        if not left_out:
+            left_out.update({p.name: _kind_of(p.annotation, scope, tensors) for p in parameters if p.name in but})
+        for argument, value in values.items():
+            if not left_out[argument].is_plain(value):
+                _check(name, argument, left_out[argument], value)
+
+    call.__dict__["check_left_out"] = check_left_out
     return call  # type: ignore[return-value]
+
+
+def check_left_out(function: Callable[..., Any], **values: Any) -> None:
+    """Checks arguments of a `checked` function that it was told to leave to the function (`but`), as it checks others:
+    for a function that seldom needs it."""
+    torch = _torch()
+    if torch is None or not torch.compiler.is_compiling():
+        vars(function)["check_left_out"](values)
 
 
 def check_counts(most: int = 1 << 40, /, *, least: int = 1, **counts: int) -> None:

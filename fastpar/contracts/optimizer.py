@@ -104,14 +104,32 @@ def _check_scalar(name: str, x: Tensor, device: torch.device) -> None:
         raise ValueError(f"{name} must be one float32 on {device}, got {x.dtype} {tuple(x.shape)} on {x.device}")
 
 
-def check_step(step: Step, **positive: float) -> None:
-    """Raises TypeError or ValueError with the values if the arguments do not fit together."""
+def check_step(step: Step, *, is_known: bool = False, **positive: float) -> None:
+    """Raises TypeError or ValueError with the values if the arguments do not fit together.
+
+    is_known: that the lists of tensors do is known (see fastpar/contracts/optimizer_facts.py).
+    """
     for name, value in positive.items():
         if not (value >= 0.0 and math.isfinite(value)):
             raise ValueError(f"{name} must be finite and not negative, got {value}")
     if not step.params:
         return
     device = step.params[0].device
+    if not is_known:
+        _check_lists(step)
+    if isinstance(step.grad_factor, Tensor):
+        _check_scalar("grad_factor", step.grad_factor, device)
+    if step.found_inf is not None:
+        _check_scalar("found_inf", step.found_inf, device)
+    if not is_known:
+        _check_memory(step)
+    if step.stochastic is not None:
+        counts = len(step.stochastic.keys), len(step.stochastic.starts)
+        if counts != (len(step.params),) * 2:
+            raise ValueError(f"stochastic needs one key and one start per parameter ({len(step.params)}), got {counts}")
+
+
+def _check_lists(step: Step) -> None:
     _check_list("params", step.params, step, DTYPES if step.remainders is None else (torch.bfloat16,))
     _check_list("grads", step.grads, step, DTYPES)
     _check_states(step)
@@ -122,10 +140,10 @@ def check_step(step: Step, **positive: float) -> None:
                 raise TypeError(f"outputs[{i}] needs params[{i}] to be the float32 master, got {param.dtype}")
     if step.remainders is not None:
         _check_list("remainders", step.remainders, step, (torch.int16,))
-    if isinstance(step.grad_factor, Tensor):
-        _check_scalar("grad_factor", step.grad_factor, device)
-    if step.found_inf is not None:
-        _check_scalar("found_inf", step.found_inf, device)
+
+
+def _check_memory(step: Step) -> None:
+    """Nothing is written to twice."""
     written = {"params": step.params, "outputs": step.outputs, "remainders": step.remainders}
     written |= dict(zip(step.state_names, step.states, strict=False))
     for name, tensors in written.items():
@@ -137,10 +155,6 @@ def check_step(step: Step, **positive: float) -> None:
                     f"{name}[{i}] of shape {tuple(x.shape)} and stride {x.stride()} has elements that share memory, "
                     "and would be written to twice: clone() it"
                 )
-    if step.stochastic is not None:
-        counts = len(step.stochastic.keys), len(step.stochastic.starts)
-        if counts != (len(step.params),) * 2:
-            raise ValueError(f"stochastic needs one key and one start per parameter ({len(step.params)}), got {counts}")
 
 
 def _shares_elements(x: Tensor) -> bool:

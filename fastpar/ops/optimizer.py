@@ -28,10 +28,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastpar.arguments import checked
+from fastpar.arguments import check_left_out, checked
 from fastpar.contracts.optimizer import Step as Step
 from fastpar.contracts.optimizer import StochasticRounding as StochasticRounding
 from fastpar.contracts.optimizer import check_betas, check_momentum, check_step, step_number
+from fastpar.contracts.optimizer_facts import Facts, KnownFacts, facts_of
 from fastpar.ops._backends import HAS_TRITON, kernels_of, triton
 
 _STEPS = ("adamw_step", "sgd_step", "lion_step")
@@ -62,19 +63,26 @@ class _Dense:
             x.copy_(dense)
 
 
+class _AsTheyAre(_Dense):
+    """Of tensors that are known to be contiguous."""
+
+    def of(self, tensors: Sequence[Tensor], *, written: bool = True) -> list[Tensor]:
+        return list(tensors)
+
+
 def _on_cuda(name: str) -> Callable[..., None]:
     """The Triton kernel of an op, for the dispatcher and for `_launch`.
 
     It gets a table of addresses, which do not say of what device they are, and the dispatcher comes here when any
     tensor is on CUDA. So all are looked at: one that is elsewhere is a ValueError, and not a fault of the device later.
-    A tensor costs 30 ns, of some 5 us that its row of the table takes.
+    A tensor costs 30 ns, of some 5 us that its row of the table takes. Where there are facts, they say it of the lists.
     """
     names = [argument.name for argument in getattr(torch.ops.fastpar, name).default._schema.arguments]
 
-    def run(*arguments: Any) -> None:
+    def run(*arguments: Any, facts: Facts | None = None) -> None:
         wanted = arguments[0][0].get_device() if arguments[0] else -1
         for argument, value in zip(names, arguments, strict=True):
-            tensors = [value] if isinstance(value, Tensor) else value
+            tensors = [value] if isinstance(value, Tensor) else value if facts is None else None
             if not (isinstance(tensors, list) and tensors and isinstance(tensors[0], Tensor)):
                 continue
             if set(map(Tensor.get_device, tensors)) != {wanted}:
@@ -84,7 +92,8 @@ def _on_cuda(name: str) -> Callable[..., None]:
                     f"{name}: {place} must be on the device of params[0], {arguments[0][0].device}, "
                     f"got {tensors[index].device}"
                 )
-        getattr(triton("optimizer"), name)(*arguments)
+        seen = None if facts is None else (facts.dtypes, facts.addresses)
+        getattr(triton("optimizer"), name)(*arguments, seen=seen)
 
     return run
 
@@ -92,14 +101,9 @@ def _on_cuda(name: str) -> Callable[..., None]:
 _ON_CUDA = {name: _on_cuda(name) for name in _STEPS} if HAS_TRITON else {}
 
 
-def _kernel(name: str, kernels: Any) -> Callable[..., None]:
-    op: Callable[..., None] = _ON_CUDA[name] if isinstance(kernels, ModuleType) else getattr(kernels, name)
-    return op
-
-
-def _launch(op: Callable[..., None], step: Step, *between: Any, numbers: tuple[Any, ...]) -> None:
-    """Calls `op` with the lists of `step`, then grad_factor, found_inf, `between`, and the numbers."""
-    dense = _Dense()
+def _launch(name: str, kernels: Any, step: Step, facts: Facts | None, *between: Any, numbers: tuple[Any, ...]) -> None:
+    """Calls an op with the lists of `step`, then grad_factor, found_inf, `between`, and the numbers."""
+    dense = _Dense() if facts is None else _AsTheyAre()
     outputs = [(i, x) for i, x in enumerate(step.outputs or ()) if x is not None]
     rounding: list[int] = []
     if step.stochastic is not None:
@@ -107,7 +111,7 @@ def _launch(op: Callable[..., None], step: Step, *between: Any, numbers: tuple[A
         rounding = [step.stochastic.seed, *itertools.chain.from_iterable(origins)]
     factor = step.grad_factor
     is_tensor = isinstance(factor, Tensor)
-    op(
+    arguments = (
         dense.of(step.params),
         dense.of(step.grads, written=False),
         *(dense.of(states) for states in step.states or ((),)),
@@ -122,6 +126,10 @@ def _launch(op: Callable[..., None], step: Step, *between: Any, numbers: tuple[A
         1.0 if is_tensor else factor,
         *numbers,
     )
+    if isinstance(kernels, ModuleType):
+        _ON_CUDA[name](*arguments, facts=facts)
+    else:
+        getattr(kernels, name)(*arguments)
     dense.finish()
     if not torch.compiler.is_compiling():  # graphs that have saved the old values are to say so
         torch.autograd.graph.increment_version([*step.params, *(x for _, x in outputs)])
@@ -144,7 +152,13 @@ for _name in _STEPS:
 
 
 def run_adamw(
-    arguments: Step, step: int | Tensor, lr: float, betas: tuple[float, float], eps: float, weight_decay: float
+    arguments: Step,
+    step: int | Tensor,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    facts: Facts | None = None,
 ) -> None:
     if not arguments.params:
         return
@@ -154,11 +168,18 @@ def run_adamw(
         return
     step_tensor = step if isinstance(step, Tensor) else None
     count = 1 if step_tensor is not None else step_number(step)
-    _launch(_kernel("adamw_step", kernels), arguments, step_tensor, numbers=(count, lr, *betas, eps, weight_decay))
+    _launch("adamw_step", kernels, arguments, facts, step_tensor, numbers=(count, lr, *betas, eps, weight_decay))
 
 
 def run_sgd(
-    arguments: Step, lr: float, momentum: float, dampening: float, weight_decay: float, nesterov: bool, first: bool
+    arguments: Step,
+    lr: float,
+    momentum: float,
+    dampening: float,
+    weight_decay: float,
+    nesterov: bool,
+    first: bool,
+    facts: Facts | None = None,
 ) -> None:
     if not arguments.params:
         return
@@ -166,24 +187,43 @@ def run_sgd(
     if hasattr(kernels, "run_sgd"):  # plain PyTorch, which takes the arguments as they are
         kernels.run_sgd(arguments, lr, momentum, dampening, weight_decay, nesterov, first)
         return
-    _launch(_kernel("sgd_step", kernels), arguments, numbers=(lr, momentum, dampening, weight_decay, nesterov, first))
+    _launch("sgd_step", kernels, arguments, facts, numbers=(lr, momentum, dampening, weight_decay, nesterov, first))
 
 
-def run_lion(arguments: Step, lr: float, betas: tuple[float, float], weight_decay: float) -> None:
+def run_lion(
+    arguments: Step, lr: float, betas: tuple[float, float], weight_decay: float, facts: Facts | None = None
+) -> None:
     if not arguments.params:
         return
     kernels = implementation(arguments.params[0])
     if hasattr(kernels, "run_lion"):  # plain PyTorch, which takes the arguments as they are
         kernels.run_lion(arguments, lr, betas, weight_decay)
         return
-    _launch(_kernel("lion_step", kernels), arguments, numbers=(lr, *betas, weight_decay))
+    _launch("lion_step", kernels, arguments, facts, numbers=(lr, *betas, weight_decay))
 
 
 # ---- public ----------------------------------------------------------------------------------------------------------
 
+_known = KnownFacts()
+_SHARED = ("params", "grads", "outputs", "remainders")
+
+
+def _check(op: Callable[..., None], step: Step, lists: dict[str, Any], numbers: dict[str, float]) -> Facts | None:
+    """Raises what `checked` and `check_step` do; `lists` are the arguments that `checked` left out."""
+    facts = facts_of(step)
+    is_known = facts is not None and _known.has(facts)
+    if not is_known:
+        check_left_out(
+            op, params=step.params, grads=step.grads, outputs=step.outputs, remainders=step.remainders, **lists
+        )
+    check_step(step, is_known=is_known, **numbers)
+    if facts is not None and not is_known:
+        _known.add(facts)
+    return facts
+
 
 @torch.no_grad()
-@checked(meta=True)
+@checked(meta=True, but=(*_SHARED, "exp_avgs", "exp_avg_sqs", "exp_avg_scales", "exp_avg_sq_scales"))
 def adamw_step(
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
@@ -252,13 +292,19 @@ def adamw_step(
         stochastic,
         ("exp_avgs", "exp_avg_sqs"),
     )
-    check_step(arguments, lr=lr, eps=eps, weight_decay=weight_decay)
+    lists = {
+        "exp_avgs": exp_avgs,
+        "exp_avg_sqs": exp_avg_sqs,
+        "exp_avg_scales": exp_avg_scales,
+        "exp_avg_sq_scales": exp_avg_sq_scales,
+    }
+    facts = _check(adamw_step, arguments, lists, {"lr": lr, "eps": eps, "weight_decay": weight_decay})
     check_betas(betas)
-    run_adamw(arguments, step, lr, betas, eps, weight_decay)
+    run_adamw(arguments, step, lr, betas, eps, weight_decay, facts)
 
 
 @torch.no_grad()
-@checked(meta=True)
+@checked(meta=True, but=_SHARED)
 def sgd_step(
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
@@ -296,12 +342,12 @@ def sgd_step(
     arguments = Step(
         params, grads, states, scales, grad_factor, found_inf, outputs, remainders, stochastic, ("momentum_buffers",)
     )
-    check_step(arguments, lr=lr, momentum=momentum, weight_decay=weight_decay)
-    run_sgd(arguments, lr, momentum, dampening, weight_decay, nesterov, first)
+    facts = _check(sgd_step, arguments, {}, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+    run_sgd(arguments, lr, momentum, dampening, weight_decay, nesterov, first, facts)
 
 
 @torch.no_grad()
-@checked(meta=True)
+@checked(meta=True, but=(*_SHARED, "exp_avgs", "exp_avg_scales"))
 def lion_step(
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
@@ -340,6 +386,7 @@ def lion_step(
         stochastic,
         ("exp_avgs",),
     )
-    check_step(arguments, lr=lr, weight_decay=weight_decay)
+    lists = {"exp_avgs": exp_avgs, "exp_avg_scales": exp_avg_scales}
+    facts = _check(lion_step, arguments, lists, {"lr": lr, "weight_decay": weight_decay})
     check_betas(betas)
-    run_lion(arguments, lr, betas, weight_decay)
+    run_lion(arguments, lr, betas, weight_decay, facts)

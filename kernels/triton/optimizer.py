@@ -26,6 +26,7 @@ caches (1.356 to 1.378, 0.736 to 0.766), a search of the table by 32 entries at 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -94,11 +95,13 @@ class OptimizerGroup(NamedTuple):
     steps: int
 
 
-class TensorTable(NamedTuple):
+@dataclass(eq=False)
+class TensorTable:
     rows: Tensor  # [num_tensors, FIELDS] int64 on the device
     groups: list[OptimizerGroup]
     staging: list[Tensor]  # what was copied to the device; a captured graph reads it again
     uploaded: Any = None  # the event after the copies; None on the CPU, and in a capture
+    is_there: bool = False  # the host has seen that event done, so that no stream need wait for it
 
 
 class TableUpload(NamedTuple):
@@ -120,9 +123,11 @@ class Tables:
         table = self._tables.pop(columns, None)
         if table is None:
             table = self._make(columns)
-        elif table.uploaded is not None and not is_capturing:
+        elif not (table.uploaded is None or table.is_there or is_capturing):
             # On the current stream, which need not be the one that copied. A capture begins with a synchronisation.
-            table.uploaded.wait()
+            table.is_there = table.uploaded.query()
+            if not table.is_there:
+                table.uploaded.wait()
         if is_capturing:
             self._captured.append(table)
         if is_capturing and table.uploaded is None:
@@ -208,6 +213,10 @@ def _addresses(tensors: list[Tensor]) -> tuple[int, ...]:
     return tuple(map(Tensor.data_ptr, tensors))
 
 
+# Of the tensors of a call, in the order of the fields: dtypes and addresses, where somebody has asked for them before.
+Seen = tuple[tuple[torch.dtype, ...], tuple[int, ...]]
+
+
 def _dtypes(tensors: list[Tensor]) -> tuple[torch.dtype, ...]:
     return tuple([x.dtype for x in tensors])
 
@@ -221,15 +230,25 @@ def _columns(
     remainders: list[Tensor],
     output_of: list[int],
     rounding: list[int],
+    seen: Seen | None = None,
 ) -> Columns:
     state0, state1 = (*states, [], [])[:2]
     scale0, scale1 = (*scales, [], [])[:2]
     lists = (params, grads, state0, state1, scale0, scale1, outputs, remainders)  # in the order of the fields
+    if seen is None:
+        dtypes = [_dtypes(params), _dtypes(grads), _dtypes(outputs)]
+        addresses = tuple(map(_addresses, lists))
+    else:
+        of_fields, end = [], 0
+        for tensors in lists:
+            of_fields.append(slice(end, end := end + len(tensors)))
+        dtypes = [seen[0][of_fields[field]] for field in (0, 1, kernels.OUTPUT.value)]
+        addresses = tuple([seen[1][of_field] for of_field in of_fields])
     return Columns(
         params[0].device,
-        (_dtypes(params), _dtypes(grads), _dtypes(outputs)),
+        (dtypes[0], dtypes[1], dtypes[2]),
         tuple(output_of),
-        tuple(map(_addresses, lists)),
+        addresses,
         tuple(map(Tensor.numel, params)),
         tuple(rounding[1:]),
         states[0][0].dtype if states else None,
@@ -254,17 +273,18 @@ def _step(
     corrections: Tensor | None = None,
     nesterov: bool = False,
     first: bool = False,
+    seen: Seen | None = None,
 ) -> None:
     if not params:
         return
-    table = _tables.find(_columns(params, grads, states, scales, outputs, remainders, output_of, rounding))
+    table = _tables.find(_columns(params, grads, states, scales, outputs, remainders, output_of, rounding, seen))
     state = states[0][0].dtype if states else None
     for group in table.groups:
         launch(
             optimizer_kernel,
             len(group.owners),
             params[0].device,
-            table.rows[group.begin :],
+            table.rows[group.begin :] if group.begin else table.rows,
             group.owners,
             float(factor),
             grad_factor,
@@ -323,6 +343,8 @@ def adamw_step(
     beta2: float,
     eps: float,
     weight_decay: float,
+    *,
+    seen: Seen | None = None,
 ) -> None:
     """The op fastpar::adamw_step."""
     corrections, inverse_root, step_size = None, 0.0, 0.0
@@ -343,6 +365,7 @@ def adamw_step(
         factor,
         numbers,
         corrections=corrections,
+        seen=seen,
     )
 
 
@@ -364,6 +387,8 @@ def sgd_step(
     weight_decay: float,
     nesterov: bool,
     first: bool,
+    *,
+    seen: Seen | None = None,
 ) -> None:
     """The op fastpar::sgd_step."""
     numbers = (lr, momentum, 1.0 - dampening, weight_decay)
@@ -372,7 +397,7 @@ def sgd_step(
     rule = kernels.PLAIN_SGD.value if is_plain else kernels.SGD.value
     lists = (params, grads, states, scales, outputs, remainders)
     scalars = (grad_factor, found_inf, output_of, rounding, factor, numbers)
-    _step(rule, *lists, *scalars, nesterov=nesterov, first=first)
+    _step(rule, *lists, *scalars, nesterov=nesterov, first=first, seen=seen)
 
 
 def lion_step(
@@ -391,8 +416,10 @@ def lion_step(
     beta1: float,
     beta2: float,
     weight_decay: float,
+    *,
+    seen: Seen | None = None,
 ) -> None:
     """The op fastpar::lion_step."""
     numbers = (1.0 - lr * weight_decay, beta1, 1.0 - beta1, 1.0 - beta2, lr)
     lists = (params, grads, [exp_avgs], [exp_avg_scales], outputs, remainders)
-    _step(kernels.LION.value, *lists, grad_factor, found_inf, output_of, rounding, factor, numbers)
+    _step(kernels.LION.value, *lists, grad_factor, found_inf, output_of, rounding, factor, numbers, seen=seen)

@@ -18,6 +18,8 @@ from tests.triton_interpreter import run_interpreted
 
 triton = pytest.importorskip("triton")
 
+from fastpar.contracts.optimizer import Step  # noqa: E402
+from fastpar.contracts.optimizer_facts import facts_of  # noqa: E402
 from fastpar.kernels import optimizer as kernels  # noqa: E402  (triton is optional)
 from fastpar.kernels.optimizer_kernels import NUM_STATES  # noqa: E402
 
@@ -175,6 +177,24 @@ def test_programs_update_several_chunks_where_no_operand_is_float32() -> None:
     assert programs(narrow, narrow, narrow) == [3]
     for lists in ((wide, narrow, narrow), (narrow, wide, narrow), (narrow, narrow, wide)):
         assert programs(*lists) == [9]
+
+
+@pytest.mark.parametrize("rule", list(RULES))
+@pytest.mark.parametrize("state", [F32, U8])
+def test_tables_are_the_same_from_the_facts_that_checks_found(rule: str, state: torch.dtype) -> None:
+    def some(dtype: torch.dtype, size: int = 300) -> list[torch.Tensor]:
+        return [torch.zeros(size, dtype=dtype), torch.zeros(0, dtype=dtype), torch.zeros(3, dtype=dtype)]
+
+    params, grads, remainders = [*some(BF16)[:2], torch.zeros(3)], some(F16), some(torch.int16)
+    states = [some(state) for _ in range(NUM_STATES[RULES[rule]])]
+    scales = [some(F32, 2) if state == U8 else [] for _ in states]
+    outputs = [None, None, torch.zeros(3, dtype=F16)]
+    step = Step(params, grads, states, scales, 1.0, None, outputs, remainders, None, ())
+    facts = facts_of(step)
+    assert facts is not None
+    arguments = (params, grads, states, scales, outputs[2:], remainders, [2], [7, 1, 2, 3, 4, 5, 6])
+    seen = (facts.dtypes, facts.addresses)
+    assert kernels._columns(*arguments, seen) == kernels._columns(*arguments)
 
 
 # ---- the choice of kernels -------------------------------------------------------------------------------------------

@@ -123,3 +123,17 @@ def test_what_does_not_pass_the_cheap_test_is_judged_by_the_thorough_one() -> No
         some_op(torch.ones(2), top=2**63)
     with pytest.raises(ValueError, match="some_op: x is on the meta device"):
         some_op(torch.ones(2, device="meta"), "wrong too", top="and this")  # type: ignore[arg-type]
+
+
+@checked(but=("tensors",))
+def leaves_out(tensors: Sequence[Tensor], eps: float = 1e-6) -> str:
+    return "called"
+
+
+def test_what_was_left_out_is_checked_when_the_function_asks_for_it() -> None:
+    assert leaves_out("abc") == "called"  # type: ignore[arg-type]
+    arguments.check_left_out(leaves_out, tensors=[torch.ones(2).as_subclass(OwnTensor)])
+    with pytest.raises(TypeError, match="leaves_out: tensors must be a sequence, each a tensor, got str 'abc'"):
+        arguments.check_left_out(leaves_out, tensors="abc")
+    with pytest.raises(ValueError, match=r"leaves_out: tensors \[1\] is on the meta device"):
+        arguments.check_left_out(torch.no_grad()(leaves_out), tensors=[torch.ones(2), torch.ones(2, device="meta")])

@@ -12,7 +12,7 @@ from fastpar.comm.symmetric.buffer import virtual_ranks
 from fastpar.kernels import optimizer
 from fastpar.kernels.overlap_gemm_buffer import OverlapBuffer
 from fastpar.kernels.overlap_gemm_calls import COPY_PROGRAMS, PUSH_PROGRAMS, AllGatherGemm, GemmReduce
-from fastpar.ops.optimizer import Step, run_adamw
+from fastpar.ops.optimizer import Step, adamw_step, run_adamw
 from tests.rehearsal import device
 
 
@@ -63,13 +63,18 @@ def test_a_table_made_in_a_capture_is_the_graphs_alone(monkeypatch: pytest.Monke
     assert tables.find(wanted) is eager  # it was there before: the graph may read it
 
 
-def test_a_table_is_waited_for_by_every_stream_that_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_is_waited_for_by_every_stream_until_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     tables, wanted = optimizer.Tables(), columns()
     table = tables.find(wanted)
     waits: list[Any] = []
     monkeypatch.setattr(device.Event, "wait", lambda self, stream=None: waits.append(self))
+    for is_done, count in ((False, 1), (False, 2), (True, 2)):
+        monkeypatch.setattr(device.Event, "query", lambda self, is_done=is_done: is_done)
+        tables.find(wanted)
+        assert waits == [table.uploaded] * count
+    monkeypatch.delattr(device.Event, "query")  # nobody asks any more
     tables.find(wanted)
-    assert waits == [table.uploaded]
+    assert len(waits) == 2
 
 
 def test_hyperparameters_reach_kernels_as_floats(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,6 +111,20 @@ def test_a_step_on_tensors_of_two_devices_is_refused_by_name(host: set[str], tex
     with pytest.raises(ValueError, match=re.escape(f"adamw_step: {text}")):
         run_adamw(step, 1, 0.1, (0.9, 0.999), 1e-8, 0.0)
     assert params[0].tolist() == [1.0] * 8
+
+
+@pytest.mark.parametrize("where", ["cpu", "cuda:1"])
+def test_a_tensor_elsewhere_in_a_known_set_is_refused(where: str) -> None:
+    lists = [[torch.ones(8, device="cuda") for _ in range(3)] for _ in range(4)]
+    adamw_step(*lists, step=1, lr=0.1)
+    lists[2][1] = lists[2][1].to(where)
+    with pytest.raises(
+        ValueError, match=re.escape(f"exp_avgs[1] must be on the device of params[0], cuda:0, got {where}")
+    ):
+        adamw_step(*lists, step=1, lr=0.1)
+    lists[2][1] = lists[2][1].to("cuda:0")
+    with pytest.raises(ValueError, match=f"step_tensor must be on the device of params.0., cuda:0, got {where}"):
+        adamw_step(*lists, step=torch.ones((), device=where), lr=0.1)
 
 
 # ---- fastpar doctor
