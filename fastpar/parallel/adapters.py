@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 from torch import nn
 
 from fastpar.parallel.changes import Changes
+from fastpar.pretrained.adapters import is_adapter
 
 
 def connect_adapters(model: nn.Module, changes: Changes) -> None:
     """Let `merge` of PEFT's layers, and so `merge_and_unload`, refuse what parameters that are DTensors would lose."""
-    layer: Any = getattr(sys.modules.get("peft.tuners.tuners_utils"), "BaseTunerLayer", None)
-    for module in model.modules() if layer is not None else ():
-        if isinstance(module, layer) and callable(getattr(module, "merge", None)):
+    for module in filter(is_adapter, model.modules()):
+        if callable(getattr(module, "merge", None)):
             changes.set(module, "merge", _Merge(module))
 
 

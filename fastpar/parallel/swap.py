@@ -31,6 +31,7 @@ from fastpar.parallel.router_groups import connect_routers
 from fastpar.parallel.styles import SwapContext, WholeStyle
 from fastpar.parallel.styles.whole import apply_default
 from fastpar.pipeline.stages.absent import Absent
+from fastpar.pretrained.adapters import models_to_save
 from fastpar.pretrained.generation import SyncedGenerate
 from fastpar.pretrained.saving import SavePretrained
 from fastpar.tensor import VocabParallelHead
@@ -142,8 +143,9 @@ class Swap:
         """Methods and marks by which other libraries reach the model."""
         context, model, changes = self.context, self.context.model, self.context.changes
         changes.set(model, DDP_MARK, RefusedByDDP(OVER_PARALLEL))
-        if callable(getattr(type(model), "save_pretrained", None)):
-            changes.set(model, "save_pretrained", SavePretrained(model))
+        for each in models_to_save(model):
+            if callable(getattr(type(each), "save_pretrained", None)):
+                changes.set(each, "save_pretrained", SavePretrained(each))
         connect_adapters(model, changes)
         if context.expert_ranks > context.comm.size and callable(getattr(type(model), "generate", None)):
             changes.set(model, "generate", SyncedGenerate(model, vars(model).get("generate")))

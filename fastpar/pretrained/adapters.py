@@ -6,6 +6,7 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import torch
@@ -21,10 +22,54 @@ def is_adapted_model(model: object) -> bool:
     return peft_model is not None and isinstance(model, peft_model)
 
 
+def is_adapter(module: object) -> bool:
+    """Whether a module is a layer of PEFT, around one of the model."""
+    layer = getattr(sys.modules.get("peft.tuners.tuners_utils"), "BaseTunerLayer", None)
+    return layer is not None and isinstance(module, layer)
+
+
 def has_adapters(model: nn.Module) -> bool:
     """Whether layers of PEFT are inside of a model."""
-    layer = getattr(sys.modules.get("peft.tuners.tuners_utils"), "BaseTunerLayer", None)
-    return layer is not None and any(isinstance(module, layer) for module in model.modules())
+    return any(is_adapter(module) for module in model.modules())
+
+
+def models_to_save(model: Any) -> list[Any]:
+    """A model, and the one in a `peft.PeftModel`, which `merge_and_unload` leaves."""
+    return [model, model.get_base_model()] if is_adapted_model(model) else [model]
+
+
+class ClosedMerge:
+    """`merge` and `unmerge` of a model's adapters raise until `remove` is called."""
+
+    def __init__(self, model: nn.Module):
+        self._before: list[tuple[nn.Module, str, Any]] = []
+        for module in filter(is_adapter, model.modules()):
+            for name in ("merge", "unmerge"):
+                if callable(getattr(module, name, None)):
+                    self._before.append((module, name, vars(module).get(name)))
+                    vars(module)[name] = _NoMerge(module, name)
+
+    def remove(self) -> None:
+        """Give the methods back; a second call does nothing."""
+        before, self._before = self._before, []
+        for module, name, own in before:
+            if isinstance(vars(module).get(name), _NoMerge):
+                vars(module).pop(name)
+                vars(module).update({} if own is None else {name: own})
+
+
+class _NoMerge:
+    def __init__(self, module: nn.Module, name: str):
+        self.module, self.name = module, name
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return MethodType(getattr(type(self.module), self.name), memo.get(id(self.module), self.module))
+
+    def __call__(self, *_: Any, **__: Any) -> None:
+        raise RuntimeError(
+            f"{self.name} of adapters computes with whole weights, of which ZeRO's stage 3 leaves this rank a part: "
+            "call zero.detach() before, or save the adapters (model.save_pretrained) and merge them in one process"
+        )
 
 
 def save_adapters(model: Any, folder: Path, values: Mapping[str, Any], everyone: Communicator) -> Exception | None:

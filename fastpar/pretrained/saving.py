@@ -25,7 +25,7 @@ from fastpar.comm.agree import raise_on_all
 from fastpar.comm.communicator import GroupLike
 from fastpar.comm.ranges import annotate
 from fastpar.pipeline.stages.absent import Absent
-from fastpar.pretrained.adapters import has_adapters, is_adapted_model, save_adapters
+from fastpar.pretrained.adapters import ClosedMerge, has_adapters, is_adapted_model, models_to_save, save_adapters
 from fastpar.pretrained.conversions import Convert, saved_form
 from fastpar.pretrained.folder import FILE, INDEX
 from fastpar.pretrained.tensor_files import TensorEntry, TensorFileWriter
@@ -76,7 +76,7 @@ def save_pretrained(
         if group is None:
             everyone = Communicator(dist.group.WORLD if dist.is_initialized() else None)
         if is_adapted_model(model):
-            error = save_adapters(model, Path(folder), _values(model), everyone)
+            error = save_adapters(model, Path(folder), _values(model, tied=True), everyone)
             _raise_together(error, Path(folder), everyone)
             return
         _Saving(model, Path(folder), max_file_bytes, everyone).run()
@@ -170,17 +170,18 @@ class _Value:
         return full if self.packed is None else self.packed.in_order(full)
 
 
-def _values(model: Any) -> dict[str, _Value]:
-    """The tensors of the model's state dict, of tied ones one."""
+def _values(model: Any, *, tied: bool = False) -> dict[str, _Value]:
+    """The tensors of the model's state dict; of tied ones one, or all."""
     state = {name: x for name, x in model.state_dict().items() if isinstance(x, Tensor)}
     for name in getattr(model, "_keys_to_ignore_on_save", None) or ():
         state.pop(name, None)
-    tied: Any = getattr(model, "all_tied_weights_keys", None)
+    named = [] if tied else model.named_parameters(remove_duplicate=False)
+    spares: Any = getattr(model, "all_tied_weights_keys", None)
     names: dict[int, str] = {}  # of each parameter, by id
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+    for name, parameter in named:
         other = names.setdefault(id(parameter), name)
         if other != name and other in state and name in state:
-            spare = other if isinstance(tied, Mapping) and other in tied else name
+            spare = other if isinstance(spares, Mapping) and other in spares else name
             names[id(parameter)] = name if spare == other else other
             del state[spare]
     packed = _in_rank_order(model)
@@ -257,20 +258,27 @@ class SavePretrained:
 
 
 class SaveDoor:
-    """`model.save_pretrained` gathers shards until `remove` is called, where the model has this method."""
+    """`model.save_pretrained` gathers shards until `remove` is called, where the model has this method, and that of the
+    model in a `peft.PeftModel`; adapters are not merged meanwhile."""
 
     def __init__(self, model: nn.Module | None):
-        self._model = None
+        self._merge = None if model is None else ClosedMerge(model)
         # A model that `parallelize` has split has it already, and keeps it.
-        if callable(getattr(type(model), "save_pretrained", None)) and "save_pretrained" not in vars(model):
-            self._model = model
-            vars(model)["save_pretrained"] = SavePretrained(model)
+        self._models = [
+            each
+            for each in ([] if model is None else models_to_save(model))
+            if callable(getattr(type(each), "save_pretrained", None)) and "save_pretrained" not in vars(each)
+        ]
+        for each in self._models:
+            vars(each)["save_pretrained"] = SavePretrained(each)
 
     def remove(self) -> None:
-        """Give the method of the class back; a second call does nothing."""
-        model, self._model = self._model, None
-        if model is not None:
-            vars(model).pop("save_pretrained", None)
+        """Give the methods of the classes back; a second call does nothing."""
+        models, self._models = self._models, []
+        for each in models:
+            vars(each).pop("save_pretrained", None)
+        if self._merge is not None:
+            self._merge.remove()
 
 
 _HARMLESS = ("safe_serialization", "save_peft_format", "save_original_format")

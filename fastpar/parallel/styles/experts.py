@@ -40,6 +40,7 @@ from fastpar.parallel.stacked_experts import (
     run_experts,
 )
 from fastpar.parallel.styles.base import Style, SwapContext, stored
+from fastpar.pretrained.adapters import is_adapter
 from fastpar.tensor import layout_of
 from fastpar.tensor.binding import Adoption, BoundGroup
 from fastpar.tensor.grid_layout import AxisCut, GridLayout
@@ -91,6 +92,12 @@ def check_experts(path: str, module: nn.Module, parent: nn.Module | None, size: 
             f"down_proj [E, H, I], got {type(module).__name__}"
         )
     own_parameters(module)
+    if is_adapter(parent):
+        raise TypeError(
+            f"{path} has style 'expert' inside an adapter of PEFT, which computes with all experts' whole weights: "
+            "give the adapter other layers (target_modules without target_parameters), or merge it before "
+            "(merge_and_unload)"
+        )
     experts = num_experts_of(module)
     if experts % size:
         near = [n for n in range(1, experts + 1) if experts % n == 0]
