@@ -13,8 +13,7 @@
 //     1.32      the same blocks, staying for one row after another, with asynchronous copies: this
 //     1.55      with a second buffer, to which the next row is copied meanwhile, so that parts are half as large
 //     1.88      the same of 512 threads: what a warp does once a row is as much work as its packets are
-//     1.44      two buffers and 256 threads without exponentials, or (1.43) without waiting for the cluster: wrong
-//     results
+//     1.44      two buffers, 256 threads, no exponentials; 1.43 without waiting for the cluster (both are wrong)
 //
 // The sum of exponentials leaves the target out: with s_y = exp(z_y - M) and s the rest, p_y - 1 = -s / (s + s_y) and
 // lse - z_y = log(1 + s / s_y) keep all their digits as p_y approaches 1.
