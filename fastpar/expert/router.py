@@ -68,7 +68,7 @@ class Router(nn.Module):
             `expert_choice_route`; of the rule, top_k and score are what there is to say. Each rank's tokens apart.
         jitter: in training, x is multiplied by uniform numbers from 1 - jitter to 1 + jitter.
         group: the ranks that a microbatch's tokens are split over (tp with a split sequence, cp). `fastpar.parallelize`
-            tells it to a router without one, and refuses a group that has not all of them.
+            tells it to a router without one, and refuses a group without all of them, or of ranks with the same tokens.
         batch_groups: those that different microbatches lie on, for "global_batch".
         collect: keep the losses for `collected_losses` rather than attach them.
 

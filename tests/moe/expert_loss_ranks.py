@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fastpar as fp
+from examples.model import Llama, LlamaConfig
 from fastpar.comm import record
 from fastpar.expert import (
     BiasRule,
@@ -114,3 +115,19 @@ def moved_biases(sizes: tuple[int, ...], steps: int) -> tuple[Tensor, Tensor, in
         first = int(model[0](tokens(1)).indices[0, 0])
     biases = [layer.e_score_correction_bias for layer in model]
     return biases[0], biases[1], len(log), first
+
+
+def told_of_tensor_parallel_ranks() -> str:
+    """What is said to routers with a group over ranks that hold the same tokens; under a split sequence it is right."""
+    mesh = fp.init_mesh(tp=2, device="cpu")
+    model = Llama(LlamaConfig(51, 32, 24, 2, 4, 2, num_experts=4, router_aux_loss_coef=0.1))
+    for each in fp.expert.routers_of(model).values():
+        each.comm = fp.comm.Communicator(mesh.group("tp"))
+    fp.unparallelize(fp.parallelize(model, mesh, sequence_parallel=True))
+    try:
+        fp.parallelize(model, mesh)
+    except ValueError as error:
+        return str(error)
+    finally:
+        mesh.close()
+    return ""

@@ -38,6 +38,7 @@ from tests.moe.expert_loss_ranks import (
     split_global_batch,
     split_losses,
     tokens,
+    told_of_tensor_parallel_ranks,
 )
 
 LOSSES = LossRule("switch", coeff=0.1, z_coeff=0.01)
@@ -164,6 +165,14 @@ def test_a_router_with_split_tokens_has_the_gradient_of_the_whole_with_one_colle
 
 
 # ---- into backward ---------------------------------------------------------------------------------------------------
+
+
+def test_a_router_told_of_ranks_with_the_same_tokens_is_refused():
+    """Each would count them all, and have half of the loss's gradient."""
+    for found in run_ranks(2, told_of_tensor_parallel_ranks):
+        assert "balances over the tokens of the ranks [0, 1]" in found
+        assert "[0, 1] hold the same tokens" in found
+        assert "leave its group out" in found
 
 
 def test_an_attached_loss_gets_its_coefficient_whatever_the_main_loss_is():
