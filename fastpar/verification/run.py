@@ -47,7 +47,7 @@ def verify(
         report.raise_if_wrong()
 
     build       makes the model, whole, the same in every call and on every rank (generators of torch and random are
-                seeded before). It is called up to four times; take a small one
+                seeded before). It is called several times; take a small one
     layout      a `VerifyLayout`; a Mesh, with the defaults of one; or words such as "tp2,sp" (`parse_layout`), whose
                 mesh is made for the call
     batch       the whole batch, the same on every rank: a mapping of keyword inputs, a tuple of positional ones, or
