@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from fastpar.contracts.optimizer import Step
+from fastpar.contracts.optimizer_facts import facts_of
 from tests.triton_aot import HOPPER, MI300, CompilingDriver, Target, compile_launch
 from tests.triton_interpreter import run_interpreted
 
 triton = pytest.importorskip("triton")
 
-from fastpar.contracts.optimizer import Step  # noqa: E402
-from fastpar.contracts.optimizer_facts import facts_of  # noqa: E402
 from fastpar.kernels import optimizer as kernels  # noqa: E402  (triton is optional)
 from fastpar.kernels.optimizer_kernels import NUM_STATES  # noqa: E402
 
