@@ -10,6 +10,7 @@ from types import TracebackType
 from torch import Tensor
 
 from fastpar.pretrained.tensor_files import Range, TensorEntry, TensorFile
+from fastpar.tensor.held import Index
 
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -71,6 +72,11 @@ class WeightFolder:
         """A tensor, or of it the ranges along `dim`: see `TensorFile.read`."""
         return self._file_of[name].read(name, dim, ranges)
 
+    def read_at(self, name: str, index: Index) -> Tensor:
+        """The elements of a tensor at an index, of which nothing else is read."""
+        box = {dim: _runs(rows) for dim, rows in enumerate(index) if rows is not None}
+        return self._file_of[name].read_box(name, box)
+
     def close(self) -> None:
         """Close all files; a second call does nothing."""
         for file in self._files:
@@ -81,6 +87,12 @@ class WeightFolder:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
+
+
+def _runs(rows: Tensor) -> list[Range]:
+    """The runs of successive numbers of an index."""
+    breaks = (rows.diff() != 1).nonzero().flatten() + 1
+    return [(int(run[0]), int(run[-1]) + 1) for run in rows.tensor_split(breaks) if len(run)]
 
 
 def _weight_map(index: Path) -> dict[str, str]:

@@ -12,6 +12,7 @@ Source: the format's description in the README of huggingface/safetensors.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -155,25 +156,31 @@ class TensorFile:
         """A tensor in host memory, or of it the given ranges along `dim`, one after the other."""
         entry = self.entries[name]
         if ranges is None or not entry.shape:
-            return self._rows(entry, 0, [(0, entry.shape[0])] if entry.shape else [(0, 1)])
+            return self.read_box(name, {})
         if any(not 0 <= lo <= hi <= entry.shape[dim] for lo, hi in ranges):
             raise IndexError(f"ranges {list(ranges)} are not all in {name} of {list(entry.shape)} along dim {dim}")
-        return self._rows(entry, dim, ranges)
+        return self.read_box(name, {dim: ranges})
 
-    def _rows(self, entry: TensorEntry, dim: int, ranges: Sequence[Range]) -> Tensor:
-        shape = list(entry.shape) or [1]
-        outer = math.prod(shape[:dim])
-        inner = math.prod(shape[dim + 1 :]) * entry.dtype.itemsize
-        total = shape[dim]
-        shape[dim] = sum(hi - lo for lo, hi in ranges)
+    def read_box(self, name: str, box: Mapping[int, Sequence[Range]]) -> Tensor:
+        """Of a tensor the given ranges along each of some dims; of the other dims all."""
+        entry = self.entries[name]
+        dims = [box.get(dim, [(0, size)]) for dim, size in enumerate(entry.shape)]
+        last = max(box, default=0)  # the ranges of the last dim that is cut are runs in the file
+        shape = [sum(hi - lo for lo, hi in ranges) for ranges in dims]
         found = torch.empty(shape, dtype=entry.dtype, device="cpu")
         into, done = _bytes_of(found), 0
-        for index in range(outer):
-            for lo, hi in ranges:
+        inner = math.prod(entry.shape[last + 1 :]) * entry.dtype.itemsize
+        outer = [[i for lo, hi in ranges for i in range(lo, hi)] for ranges in dims[:last]]
+        for place in itertools.product(*outer):
+            row = 0
+            for dim, i in enumerate(place):
+                row = row * entry.shape[dim] + i
+            for lo, hi in dims[last] if dims else [(0, 1)]:
                 length = (hi - lo) * inner
-                self._read_into(into[done : done + length], entry.start + (index * total + lo) * inner)
+                start = row * entry.shape[last] + lo if dims else 0
+                self._read_into(into[done : done + length], entry.start + start * inner)
                 done += length
-        return found.view(entry.shape) if not entry.shape else found
+        return found
 
     def _bytes(self, length: int, place: int) -> bytes:
         found = bytearray(length)

@@ -99,7 +99,7 @@ def shard(
                 of the elements, in the smallest parameters, stays on every rank: see `fastpar.zero.stage3.Stage3`
     sync_weights
                 "broadcast": rank 0's parameters and buffers are taken, with a warning where others differ; "check":
-                ranks must have the same, else ValueError names what differs
+                ranks must have the same, else ValueError names what differs; "none": nobody looks
     timeout     seconds until a wait for another rank fails (None: the group's own where it is a Communicator, else 60)
 
     For float16 use `fastpar.LossScaler`. With another scaler and several optimizers call its unscale_ for each before

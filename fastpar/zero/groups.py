@@ -15,9 +15,10 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from fastpar.comm import Communicator
+from fastpar.comm import Communicator, shard_range
 from fastpar.comm.transport_selector import Mode
 from fastpar.mesh import Mesh, named_groups
+from fastpar.tensor.held import Index, index_of
 
 GroupsLike = Mesh | DeviceMesh | ProcessGroup | Communicator | None
 
@@ -232,3 +233,14 @@ def cast_parameter(parameter: Any, dtype: torch.dtype) -> None:
 
 def contiguous_stride(shape: torch.Size) -> tuple[int, ...]:
     return torch.empty(shape, device="meta").stride()
+
+
+def held_index(parameter: Tensor, held: Tensor, groups: Groups) -> Index:
+    """The place in the whole parameter of what a rank holds of it: all that it stores, or its rows of that."""
+    index = index_of(parameter)
+    shape = [size if rows is None else len(rows) for size, rows in zip(parameter.shape, index, strict=True)]
+    if not shape or local(held).numel() == math.prod(shape):
+        return index
+    first = torch.arange(shape[0]) if index[0] is None else index[0]
+    lo, hi = shard_range(shape[0], groups.shard.size, groups.shard.rank)
+    return (first[lo:hi], *index[1:])

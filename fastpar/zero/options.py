@@ -166,8 +166,8 @@ class ShardOptions:
             raise ValueError(f"bucket_bytes must be at least 1, got {self.bucket_bytes}")
         if timeout is not None and not timeout > 0:
             raise ValueError(f"timeout must be positive (seconds) or None, got {timeout}")
-        if self.sync_weights not in ("broadcast", "check"):
-            raise ValueError(f"sync_weights must be 'broadcast' or 'check', got {self.sync_weights!r}")
+        if self.sync_weights not in ("broadcast", "check", "none"):
+            raise ValueError(f"sync_weights must be 'broadcast', 'check' or 'none', got {self.sync_weights!r}")
         if not 0.0 <= self.persistent_share <= 1.0:
             raise ValueError(f"persistent_share must be between 0 and 1, got {self.persistent_share}")
         _check_gradient_wire(self.wire)

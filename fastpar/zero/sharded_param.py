@@ -307,7 +307,9 @@ def synchronise_values(
     model: nn.Module | None, parts: Sequence[tuple[dict[str, nn.Parameter], Groups]], sync_weights: str
 ) -> None:
     """Give all ranks of each group its rank 0's values, for the model's buffers too. Collective: one broadcast a
-    tensor. `sync_weights`: "check" raises ValueError where ranks differ, "broadcast" warns."""
+    tensor. `sync_weights`: "check" raises ValueError where ranks differ, "broadcast" warns; "none": nothing."""
+    if sync_weights == "none":
+        return
     tensors = [{name: local(parameter) for name, parameter in named.items()} for named, _ in parts]
     if model is not None:
         tensors[0] |= {name: local(x) for name, x in model.named_buffers() if x.numel() > 0}

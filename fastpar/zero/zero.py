@@ -13,6 +13,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,8 +26,9 @@ from fastpar.ddp import OVER_ZERO, ClosedToDDP
 from fastpar.pipeline import Pipeline
 from fastpar.pretrained.generation import GenerateDoor
 from fastpar.pretrained.saving import SaveDoor
+from fastpar.tensor.held import HeldTensor, Index, index_of
 from fastpar.zero import memory, state_dict
-from fastpar.zero.groups import Groups, as_dtensor, local
+from fastpar.zero.groups import Groups, as_dtensor, held_index, local
 from fastpar.zero.hooks import Autocast, CastInputs, ForwardHook, LoadStates, ZeroGrad, in_backward
 from fastpar.zero.optimizer_step import SCALER_SCALARS, GradClipping, Stepper
 from fastpar.zero.options import NamedParameters, ShardOptions
@@ -60,10 +62,14 @@ class Zero:
         self.run = new_run(groups)  # see state_dict.py
         self._names = {id(parameter): name for name, parameter in named.items()}
         self._order = {name: number for number, name in enumerate(named)}
+        self._frozen_at_first = {name: parameter for name, parameter in named.items() if not parameter.requires_grad}
         parts = [
             ({name: parameter for name, parameter in named.items() if groups.of(parameter) is each}, each)
             for each in groups.with_experts()
         ]
+        self._held_by = {  # the number of the optimizer that has a parameter, by id
+            id(p): i for i, each in enumerate(self.optimizers) for group in each.param_groups for p in group["params"]
+        }
         synchronise_values(model, parts, options.sync_weights)
         cast_buffers(model, options.precision.buffers)
         self._waiting: list[Stepper] = []  # that have not taken the step whose gradients have been prepared
@@ -72,7 +78,9 @@ class Zero:
         if model is not None and options.stage == 3:
             self.storages = [Stage3(model, groups, options)]
         else:
-            self.storages = [Replicas(*part, options, began=self._waiting.clear, model=model) for part in parts]
+            self.storages = [
+                Replicas(*part, options, self._held_by, began=self._waiting.clear, model=model) for part in parts
+            ]
         self._reducers = [storage.reducer for storage in self.storages]
         self.params: list[ShardedParam] = []
         self._take_params()
@@ -197,6 +205,30 @@ class Zero:
             for disk in self._disks.values():
                 disk.put_away()
 
+    @contextmanager
+    def overwriting(self) -> Iterator[list[HeldTensor]]:
+        """What this rank holds of each parameter, in the optimizer's dtype, and of each buffer that a checkpoint has:
+        the block gives them values, which all ranks have when it ends. Collective. Nothing is sent where it raises."""
+        self._look_around()
+        self._load()
+        with torch.no_grad(), self._holding_optim_params():
+            self._release()
+            trained = [
+                HeldTensor(p.name, held_index(p.parameter, p.optim_param, self.groups_of(p)), local(p.optim_param))
+                for p in self.params
+            ]
+            others = [HeldTensor(name, self._index_of_other(name, x), local(x)) for name, x in self.others()]
+            yield trained + others
+            self._write_back([param.optim_param for param in self.params])
+            self._forget_scales(self.params)
+            self._publish()
+            for disk in self._disks.values():
+                disk.put_away()
+
+    def _index_of_other(self, name: str, held: Tensor) -> Index:
+        whole = self._frozen_at_first.get(name)
+        return index_of(held) if whole is None else held_index(whole, held, self.groups.of(whole))
+
     def others(self) -> Iterator[tuple[str, Tensor]]:
         """Frozen parameters and buffers that a checkpoint holds, by name."""
         yield from self.frozen().items()
@@ -272,9 +304,9 @@ class Zero:
         for storage in self.storages:
             storage.released()
 
-    def _publish(self) -> None:
+    def _publish(self, owner: int | None = None) -> None:
         for storage in self.storages:
-            storage.published()
+            storage.published(owner)
         self._note_versions()
 
     def _note_versions(self) -> None:
@@ -317,9 +349,11 @@ class Zero:
                     self._write_back(some, () if may_skip else stepper.outputs)
 
             disk.update(update)
-        if not self._waiting:
-            with annotate("fastpar::zero::publish"):  # stages 1 and 2 gather what was updated
-                self._publish()
+        with annotate("fastpar::zero::publish"):  # stages 1 and 2 gather what was updated: the others may never step
+            self._publish(self.optimizers.index(stepper.optimizer))
+            if not self._waiting:
+                for reducer in self._reducers:
+                    reducer.follow_order()
 
     def _stepped(self) -> None:
         """After an optimizer's step, which has taken its gradients."""
@@ -367,7 +401,8 @@ class Zero:
 
     def _adopt_thawed(self, thawed: Mapping[str, nn.Parameter]) -> None:
         """Train parameters that were frozen in `shard`, and are in an optimizer."""
-        held = {id(parameter) for stepper in self.steppers for parameter in stepper.parameters()}
+        held = {id(parameter): i for i, stepper in enumerate(self.steppers) for parameter in stepper.parameters()}
+        self._held_by.update(held)
         for storage in self.storages:
             names = [name for name in storage.thawed() if id(thawed[name]) in held]
             if names:
@@ -479,9 +514,10 @@ class Zero:
         }
 
     def _hook(self) -> list[Any]:
-        hooked: list[Any] = [*self.optimizers, *([] if self.model is None else [self.model])]
+        hooked: list[Any] = [self.model] if self.model is not None else []
         self._zero_grads = [ZeroGrad(owner, self._forget_gradients) for owner in hooked]
-        for owner, zero_grad in zip(hooked, self._zero_grads, strict=True):
+        self._zero_grads += [ZeroGrad(x.optimizer, partial(self._forget_gradients, x)) for x in self.steppers]
+        for owner, zero_grad in zip([*hooked, *self.optimizers], self._zero_grads, strict=True):
             owner.zero_grad = zero_grad
         self._load_states = [LoadStates(optimizer, self._load_optimizer) for optimizer in self.optimizers]
         for optimizer in self.optimizers:
@@ -520,11 +556,15 @@ class Zero:
             for reducer in self._reducers:
                 reducer.begin_forward()
 
-    def _forget_gradients(self) -> None:
+    def _forget_gradients(self, stepper: Stepper | None = None) -> None:
+        """Of an optimizer's parameters; None: of all."""
         self._waiting.clear()
+        params = self.params
+        if stepper is not None and len(self.steppers) > 1:
+            its = {id(parameter) for parameter in stepper.parameters()}
+            params = [param for param in params if id(param.optim_param) in its]
         for reducer in self._reducers:
-            reducer.forget_sums()
-            reducer.hide()
-        for param in self.params:  # of a module these are not the parameters
+            reducer.forget_sums(params)
+        for param in params:  # of a module these are not the parameters
             if param.optim_param.grad is not None:
                 param.optim_param.grad = None

@@ -41,7 +41,7 @@ def refused() -> None:
         (ValueError, "'fp32', 'bf16', 'fp16'", model, optimizer, {"precision": "int8"}),
         (TypeError, "'fp32', 'bf16', 'fp16'.* got dtype", model, optimizer, {"precision": torch.bfloat16}),
         (ValueError, "timeout must be positive", model, optimizer, {"timeout": 0}),
-        (ValueError, "sync_weights must be 'broadcast' or 'check'", model, optimizer, {"sync_weights": "no"}),
+        (ValueError, "sync_weights must be 'broadcast', 'check' or 'none'", model, optimizer, {"sync_weights": "no"}),
         (TypeError, "of a pipeline pass it itself, or use stage=2", model.named_parameters(), optimizer, {"stage": 3}),
         (ValueError, "two parameters of the name 'a'", [("a", p) for p in model.parameters()], optimizer, {}),
     ]
