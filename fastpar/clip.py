@@ -21,9 +21,11 @@ One all-reduce of 168 bytes per distinct group that is summed over, and none whe
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import cast
+from operator import is_
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +42,9 @@ from fastpar.mesh import Mesh, named_groups
 
 Parameters = Tensor | Iterable[Tensor] | nn.Module | torch.optim.Optimizer
 Groups = Mapping[ProcessGroup | DeviceMesh, Iterable[Tensor] | None]
+Plan = dict[
+    tuple[str, ...], dict[tuple[int, int], list[int]]
+]  # groups to sum over: share to read: numbers of gradients
 
 
 class GradSum:
@@ -84,18 +89,13 @@ class GradSum:
     def of_checked(listed: Sequence[Tensor], found: Sequence[Tensor | None], layout: NormLayout) -> GradSum:
         """`of` for parameters and gradients that are known to be tensors, in every step the same: the layout is kept,
         and nothing is looked at twice."""
-        device = next((g.device for g in found if g is not None), None)
-        parts: dict[tuple[str, ...], GradSum] = {}
-        by_share: dict[tuple[tuple[str, ...], tuple[int, int]], list[Tensor]] = {}
-        for parameter, grad in zip(listed, found, strict=True):
-            names, share = layout.place(parameter, grad)
-            if names not in parts:  # also where this rank has no gradient: others may
-                parts[names] = GradSum(device)
-            if grad is not None and share is not None:
-                by_share.setdefault((names, share), []).append(_local(grad))
-        for (names, share), tensors in by_share.items():
-            parts[names]._add(tensors, share)
-        return layout.combine(parts, GradSum(device))
+        return GradSum._of(layout.sum(listed, found))
+
+    @staticmethod
+    def _of(sums: Tensor) -> GradSum:
+        made = GradSum.__new__(GradSum)
+        made.sums = sums
+        return made
 
     @checked(computed=False)
     def add(self, tensors: Iterable[Tensor | None], *, share: tuple[int, int] = (0, 1)) -> GradSum:
@@ -111,11 +111,9 @@ class GradSum:
         return self
 
     def _add(self, local: Sequence[Tensor], share: tuple[int, int]) -> None:
-        index, count = share
-        if count > 1:
-            local = [_part(x, index, count) for x in local]
         if local:
-            self.sums = self.sums + ops.exact_square_sum(local).to(self.sums.device)
+            found = ops.exact_square_sum([_part(x, *share) for x in local])
+            self.sums = self.sums + found.to(self.sums.device)
 
     def __add__(self, other: GradSum) -> GradSum:
         """The sum of both: of parts of a model that were collected apart."""
@@ -270,6 +268,10 @@ class NormLayout:
         self._alike: tuple[tuple[str, ...], tuple[int, int]] = ((), (0, 1))  # for plain parameters
         self._seen: dict[tuple[int, tuple[Placement, ...]], tuple[tuple[str, ...], tuple[int, int]]] = {}
         self._meshes: list[DeviceMesh] = []  # of `_seen`, whose ids stay theirs as long as these live
+        self._comms: dict[str, Communicator] = {}  # by name, when they are first needed
+        self._listed: list[Tensor] = []  # what `_plan` is of
+        self._kinds: list[Any] = []  # of their gradients: how DTensors lie, False for others, None where there is none
+        self._plan: Plan = {}
         if mesh is not None:
             self._take_mesh(mesh)
         for key, members in (groups or {}).items():
@@ -331,24 +333,54 @@ class NormLayout:
                 index, count = index * group.size() + group.rank(), count * group.size()
         return tuple(names), (index, count)
 
-    def combine(self, parts: Mapping[tuple[str, ...], GradSum], total: GradSum) -> GradSum:
-        """Sum each part over its groups, with one all-reduce a group for all parts, and all of them over everything."""
-        for name, group in self._groups.items():
-            together = [part for names, part in parts.items() if name in names]
-            if together:
-                summed = Communicator.of(group).all_reduce(torch.stack([part.sums for part in together]))
-                for part, sums in zip(together, summed, strict=True):
-                    part.sums = sums
-        for part in parts.values():
-            total.sums = total.sums + part.sums
-        return total.combine(*(self._groups[name] for name in self._everything))
+    def sum(self, listed: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Tensor:
+        """The sum of squares: each part over its groups, with one all-reduce a group for all parts, and all of them
+        over everything."""
+        device = next((grad.device for grad in grads if grad is not None), None)
+        parts = {}
+        for names, by_share in self._plan_of(listed, grads).items():
+            found = [
+                ops.exact_square_sum([_part(_local(cast(Tensor, grads[i])), *share) for i in indices])
+                for share, indices in by_share.items()
+            ]
+            parts[names] = _added([x.to(device) for x in found]) if found else _zeros_on(device or torch.device("cpu"))
+        for name in self._groups:
+            together = [names for names in parts if name in names]
+            if len(together) == 1:
+                parts[together[0]] = self._comm(name).all_reduce(parts[together[0]])
+            elif together:
+                summed = self._comm(name).all_reduce(torch.stack([parts[names] for names in together]))
+                parts |= zip(together, summed, strict=True)
+        total = _added([*parts.values()]) if parts else _zeros_on(device or torch.device("cpu"))
+        for name in self._everything:
+            total = self._comm(name).all_reduce(total)
+        return total
+
+    def _plan_of(self, listed: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Plan:
+        """Numbers of the gradients that are summed over the same groups, by the share of them that is read; that of the
+        call before, where all lie as they did then."""
+        kinds = [None if grad is None else getattr(grad, "_spec", False) for grad in grads]
+        if len(listed) != len(self._listed) or kinds != self._kinds or not all(map(is_, listed, self._listed)):
+            plan: Plan = {}
+            for index, (parameter, grad) in enumerate(zip(listed, grads, strict=True)):
+                names, share = self.place(parameter, grad)
+                by_share = plan.setdefault(names, {})  # also where this rank has no gradient: others may
+                if grad is not None and share is not None:
+                    by_share.setdefault(share, []).append(index)
+            self._plan, self._listed, self._kinds = plan, list(listed), kinds
+        return self._plan
+
+    def _comm(self, name: str) -> Communicator:
+        if name not in self._comms:
+            self._comms[name] = Communicator(self._groups[name])
+        return self._comms[name]
 
     def largest(self, parts: Mapping[tuple[str, ...], Tensor]) -> Tensor:
         """The maximum of all parts over all ranks."""
         total = torch.stack(list(parts.values())).amax()
         names = dict.fromkeys(name for each in parts for name in each)
         for name in dict.fromkeys([*(n for n in self._groups if n in names), *self._everything]):
-            total = Communicator.of(self._groups[name]).all_reduce(total, "max")
+            total = self._comm(name).all_reduce(total, "max")
         return total
 
 
@@ -372,6 +404,8 @@ def _local(x: Tensor) -> Tensor:
 
 def _part(x: Tensor, index: int, count: int) -> Tensor:
     """Elements index * n / count to (index + 1) * n / count of x, in the order of a contiguous tensor."""
+    if count == 1:
+        return x
     flat, n = x.detach().reshape(-1), x.numel()
     return flat[index * n // count : (index + 1) * n // count]
 
@@ -389,6 +423,10 @@ def _zeros_on(device: torch.device) -> Tensor:
         return torch.zeros(LENGTH, dtype=torch.int64, device=device)
     except (AssertionError, RuntimeError) as error:  # torch has an AssertionError where it is built without CUDA
         raise ValueError(f"GradSum: device {str(device)!r} cannot be used: {error}") from error
+
+
+def _added(parts: Sequence[Tensor]) -> Tensor:
+    return functools.reduce(Tensor.__add__, parts)
 
 
 def _factor(norm: Tensor, max_norm: float, eps: float = 1e-6) -> Tensor:
