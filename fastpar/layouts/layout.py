@@ -55,7 +55,7 @@ class PipelineOptions:
 
     schedule         a name of `fp.pipeline.schedule_names()`
     microbatches     that each pipeline runs per pass; the gradients of `Layout.accumulate` passes are summed
-    stages_per_rank  of schedules that have this option; 1 for all others
+    stages_per_rank  of schedules that have this option, at least 2 of interleaved_1f1b and looped_bfs; 1 for all others
     shard_head       the head split over the ranks of the pipeline (`fp.pipeline.shard_head`)
     cut              layers of each part; None: balanced by cost
     """

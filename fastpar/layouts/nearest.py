@@ -76,6 +76,8 @@ def _options(layout: Layout) -> Iterator[Layout]:
         yield replace(layout, zero=replace(zero, offload=zero.offload.replace("+parameters", "")))
         yield replace(layout, zero=replace(zero, offload="none"))
     default = PipelineOptions()
+    if layout.pp > 1 and pipeline.stages_per_rank == 1:
+        yield replace(layout, pipeline=replace(pipeline, stages_per_rank=2))
     for name in ("schedule", "stages_per_rank", "shard_head", "cut"):
         if getattr(pipeline, name) != getattr(default, name):
             yield replace(layout, pipeline=replace(pipeline, **{name: getattr(default, name)}))

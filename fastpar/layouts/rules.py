@@ -269,9 +269,12 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "stages per rank",
-        "schedule {schedule} has no option stages_per_rank ({stages_per_rank})",
-        "only interleaved_1f1b, looped_bfs and zb_h1 wind around the ranks",
-        lambda x: (x.stages_per_rank > 1) & ~_is(x.schedule, _LOOPED),
+        "schedule {schedule} does not go with {stages_per_rank} stages per rank (stages_per_rank)",
+        "interleaved_1f1b and looped_bfs wind around the ranks and need 2 or more, zb_h1 may, no other does",
+        lambda x: (
+            ((x.stages_per_rank > 1) & ~_is(x.schedule, _LOOPED))
+            | ((x.stages_per_rank == 1) & (x.pp > 1) & _is(x.schedule, _LOOPED[:2]))
+        ),
     ),
     Rule(
         "microbatches",
