@@ -173,7 +173,7 @@ def attention_differences(spec: fp.GridSpec, heads: int, size: int) -> dict[str,
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return layers[3](out.transpose(1, 2).flatten(-2))
 
-    x = torch.randn(5, 7, hidden, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(7, 5, hidden, generator=torch.Generator().manual_seed(1))  # over z=4: 2, 2, 2 and 1 sequences
     inputs = [x.clone().requires_grad_() for _ in range(2)]
     expected, out = attend(whole, inputs[0]), region.leave(attend(split, region.enter(inputs[1])))
     weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(9))
