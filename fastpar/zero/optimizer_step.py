@@ -22,9 +22,11 @@ from __future__ import annotations
 
 import copy
 import inspect
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -67,10 +69,13 @@ class Stepper:
         self._raw = inspect.unwrap(type(optimizer).step)
         self._is_elementwise = is_elementwise(optimizer)
         self._hook = optimizer.register_step_pre_hook(self._before)
+        # Of hooks that come later, too, this is the last: they change what the step is to take, and it takes it
+        vars(optimizer)["register_step_pre_hook"] = partial(_register_before, weakref.ref(optimizer), self._hook.id)
 
     def detach(self) -> None:
         """The optimizer keeps the optim_params."""
         self._hook.remove()
+        vars(self.optimizer).pop("register_step_pre_hook", None)
         if self._optim_params and not self._is_holding:
             self._hide_copies()
             self._exchange(self._optim_params)
@@ -236,6 +241,14 @@ def _cut_states(states: Mapping[str, Any], param: ShardedParam, groups: Groups) 
         else:
             cut[key] = value
     return cut
+
+
+def _register_before(owner: Any, last: int, hook: Any) -> Any:
+    """An optimizer's `register_step_pre_hook` that keeps the hook with the number `last` behind all others."""
+    optimizer = owner()
+    handle = type(optimizer).register_step_pre_hook(optimizer, hook)
+    optimizer._optimizer_step_pre_hooks.move_to_end(last)
+    return handle
 
 
 class GradClipping:

@@ -20,8 +20,9 @@ two modules.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,6 +56,13 @@ _FREED_TEXT = (
     "{!r} is sharded by stage 3, and the memory of the whole parameter is freed: take the module's parameter, which is "
     "this rank's shard, or unshard() the module first"
 )
+
+
+def _call_all(hooks: Mapping[int, Callable[[Tensor], Tensor | None]], grad: Tensor) -> Tensor:
+    for hook in list(hooks.values()):
+        found = hook(grad)
+        grad = grad if found is None else found
+    return grad
 
 
 class FlatGroup:
@@ -146,6 +154,7 @@ class ParamGroup:
         self._precision, self._store = precision, store
         self._persistent = persistent
         self.is_unsharded = self.is_launched = False
+        self._hooked: dict[int, Any] = {}  # handles, by the id of a parameter at rest that has hooks
         self.epoch = 0  # of the shards that were gathered last
         self.params: list[ShardedParam] = []
         self.persistent_params: list[ShardedParam] = []
@@ -264,6 +273,9 @@ class ParamGroup:
             for whole, sharded in zip(self.unsharded, self.sharded, strict=True):
                 if whole.requires_grad != sharded.requires_grad:
                     whole.requires_grad_(sharded.requires_grad)
+                if sharded._backward_hooks and id(sharded) not in self._hooked:
+                    # Autograd comes to the whole parameter: hooks of the one that users see are to run there
+                    self._hooked[id(sharded)] = whole.register_hook(partial(_call_all, sharded._backward_hooks))
         self._check()
         self._register(self.unsharded)
         self.is_unsharded = True

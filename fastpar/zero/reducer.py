@@ -76,6 +76,9 @@ class GradReducer:
     def begin_forward(self) -> None:
         """The model is about to run with gradients."""
 
+    def follow_order(self) -> None:
+        """All optimizers have stepped. Collective."""
+
     def reduce_rest(self) -> None:
         """Reduce all that has not been sent, and wait for everything. Collective."""
         raise NotImplementedError
@@ -129,13 +132,14 @@ class GradReducer:
         self._used.clear()
         self._had_none.clear()
 
-    def forget_sums(self) -> None:
-        """Drop gradients that were summed and not sent."""
+    def forget_sums(self, params: Sequence[ShardedParam]) -> None:
+        """Drop what was summed and not sent of these parameters' gradients, and show none."""
         self.forget()
         with looking_at_absent():
-            for param in self.params:
+            for param in params:
                 param.drop()
                 param.set_aside, param.traces = None, ()
+                hide(param)
 
     # ---- buckets on their way
 
@@ -260,10 +264,11 @@ class OrderReducer(GradReducer):
         if is_open:
             self.buckets[self._current].close()
 
-    def forget_sums(self) -> None:
-        super().forget_sums()
-        self._passes = 0
-        self._came_alone.clear()
+    def forget_sums(self, params: Sequence[ShardedParam]) -> None:
+        super().forget_sums(params)
+        self._came_alone.difference_update(params)
+        if not self._came_alone:
+            self._passes = 0
 
     def follow_order(self) -> None:
         """Fill the buckets anew in the order in which gradients came, once that is known; forgets gradients.

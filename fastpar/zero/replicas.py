@@ -60,8 +60,9 @@ class ModelParams(Protocol):
     def released(self) -> None:
         """Before rows are written to: waits until no rank reads them any more. Collective."""
 
-    def published(self) -> None:
-        """After rows were written to: lets the other ranks have them. Collective."""
+    def published(self, owner: int | None = None) -> None:
+        """After rows were written to: lets the other ranks have them, of one optimizer's parameters (None: of all).
+        Collective."""
 
     def writing(self, params: Sequence[ShardedParam]) -> AbstractContextManager[None]:
         """Shards without memory have some in the block, which is to give these parameters new values."""
@@ -76,6 +77,7 @@ class Replicas:
     """Whole parameters, and what the optimizer has instead of them: the same, rows of them, or copies.
 
     named   the parameters, which get the precision's dtypes and may be moved to where other ranks can read them
+    held_by the number of the optimizer that has a parameter, by the parameter's id
     began   called when a backward pass brings its first gradient
     model   whose modules have the parameters, where it is known
     """
@@ -89,11 +91,12 @@ class Replicas:
         named: Mapping[str, nn.Parameter],
         groups: Groups,
         options: ShardOptions,
+        held_by: Mapping[int, int],
         *,
         began: Callable[[], None],
         model: nn.Module | None = None,
     ) -> None:
-        self._model = model
+        self._model, self._held_by = model, held_by
         self.formats = GatherFormats(options.param_wires)
         self._groups, self._precision, self._has_copies = groups, options.precision, options.offload is not None
         self._has_wire = options.wire is not None
@@ -135,17 +138,17 @@ class Replicas:
     def released(self) -> None:
         """Before rows are written to: others read them in `gather` alone, which returns when all have."""
 
-    def published(self) -> None:
+    def published(self, owner: int | None = None) -> None:
         """After rows were written to: brings those of the other ranks in. Collective."""
         self.formats.roll()
-        for whole in self._whole:
-            whole.gather()
-        self.reducer.follow_order()
+        for whole, its_owner in self._whole:
+            if owner is None or owner == its_owner:
+                whole.gather()
 
     @property
     def coded_bytes(self) -> int:
         """Of exact rows and their codes, beside parameters that are gathered as codes."""
-        return sum(whole.nbytes for whole in self._whole if isinstance(whole, CodedParameters))
+        return sum(whole.nbytes for whole, _ in self._whole if isinstance(whole, CodedParameters))
 
     def writing(self, params: Sequence[ShardedParam]) -> AbstractContextManager[None]:
         return nullcontext()
@@ -158,8 +161,9 @@ class Replicas:
 
     def _make_params(
         self, named: Mapping[str, nn.Parameter]
-    ) -> tuple[list[ShardedParam], list[WholeParameters | CodedParameters]]:
-        """Move parameters to where they will stay, and make what the optimizers are to have."""
+    ) -> tuple[list[ShardedParam], list[tuple[WholeParameters | CodedParameters, int]]]:
+        """Move parameters to where they will stay, and make what the optimizers are to have. What is gathered together
+        has one optimizer: one may step, and the others not."""
         policy = self._precision
         trainable = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
         originals = {}
@@ -171,20 +175,21 @@ class Replicas:
         wires = {name: policy.reduce_dtype(name, parameter.dtype) for name, parameter in trainable.items()}
         for name, parameter in named.items():
             cast_parameter(parameter, policy.param_dtype(name, parameter.dtype))
-        kinds: dict[tuple[torch.dtype, torch.device, ParamWire | None], list[str]] = {}
+        kinds: dict[tuple[torch.dtype, torch.device, ParamWire | None, int], list[str]] = {}
         for name, parameter in trainable.items():
             param_wire = self.formats.wire_of(name) if self._groups.shard.size > 1 else None
-            kinds.setdefault((parameter.dtype, parameter.device, param_wire), []).append(name)
+            owner = self._held_by[id(parameter)]
+            kinds.setdefault((parameter.dtype, parameter.device, param_wire, owner), []).append(name)
         params: dict[str, ShardedParam] = {}
-        everything: list[WholeParameters | CodedParameters] = []
-        for (_, device, param_wire), names in kinds.items():
+        everything: list[tuple[WholeParameters | CodedParameters, int]] = []
+        for (_, device, param_wire, owner), names in kinds.items():
             values = [local(trainable[name]) for name in names]
             if param_wire is None:
                 whole: WholeParameters | CodedParameters = WholeParameters(self._groups.shard, values)
             else:
                 encoder = self.formats.encoder(param_wire, names, self._groups, device)
                 whole = CodedParameters(self._groups.shard, values, encoder)
-            everything.append(whole)
+            everything.append((whole, owner))
             if whole.is_shared:
                 for name, value in zip(names, whole.values, strict=True):
                     set_local(trainable[name], value)

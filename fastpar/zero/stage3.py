@@ -167,7 +167,7 @@ class Stage3:
         for groups in self.groups.with_experts():
             groups.shard.barrier()
 
-    def published(self) -> None:
+    def published(self, owner: int | None = None) -> None:
         """After shards were written to: waits until all ranks have. Collective."""
         self._epoch += 1
         self.formats.roll()

@@ -367,6 +367,64 @@ def test_a_parameter_that_was_made_later_is_refused() -> None:
     run_ranks(SIZE, strange_group)
 
 
+# ---- optimizers that take turns, hooks
+
+
+def alternating(model: Any, loss: Callable[[nn.Module, int], Tensor], stage: int | None, precision: Any) -> Parameters:
+    """As in a GAN: two optimizers of one model take turns, and one forgets its gradients alone."""
+    first = torch.optim.SGD([*model.first.parameters(), *model.norm.parameters()], lr=0.1, momentum=0.9)
+    rest = [p for p in model.parameters() if all(p is not other for other in first.param_groups[0]["params"])]
+    second = torch.optim.SGD(rest, lr=0.05, momentum=0.9)
+    if stage is not None:
+        shard(model, [first, second], stage, precision=precision)
+    for step in range(4):
+        loss(model, step).backward()
+        first.step()
+        first.zero_grad()
+        loss(model, 10 + step).backward()  # the second's gradients are of both passes
+        if step % 2:
+            second.step()
+            second.zero_grad()
+    return whole_values(model)
+
+
+def hooked(model: Any, loss: Callable[[nn.Module, int], Tensor], stage: int | None, precision: Any) -> Parameters:
+    optimizer = make_optimizer("sgd", model.parameters())
+    if stage is not None:
+        shard(model, optimizer, stage, precision=precision)
+
+    def halve_all(*_: Any) -> None:
+        halve(model)
+
+    model.twice.weight.register_hook(lambda grad: grad * 3)
+    model.scale.register_hook(lambda grad: grad * 0.5)
+    optimizer.register_step_pre_hook(halve_all)
+    for step in range(3):
+        loss(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return whole_values(model)
+
+
+LOOPS = {loop.__name__: loop for loop in (alternating, hooked)}
+
+
+def loops_of_stages(kind: str) -> None:
+    expected = LOOPS[kind](Net(), loss_of_all, None, None)
+    for stage in STAGES:
+        for precision in (None, "bf16"):
+            found = LOOPS[kind](Net(), loss_here, stage, precision)
+            assert_close(found, expected, (stage, precision), 5e-2 if precision else 1e-5)
+            for name, value in found.items():
+                theirs = fp.Communicator(dist.group.WORLD).broadcast(value, 0)
+                assert torch.equal(value, theirs), f"{stage} {precision}: ranks have another {name}"
+
+
+@pytest.mark.parametrize("kind", LOOPS)
+def test_turns_of_optimizers_and_hooks_do_what_they_do_in_one_process(kind: str) -> None:
+    run_ranks(SIZE, loops_of_stages, kind)
+
+
 # ---- moving and replacing
 
 

@@ -525,7 +525,7 @@ def failing_run(transport: str) -> tuple[list[str], list[int], list[str]]:
     except ArithmeticError as error:
         messages.append(str(error))
     handle.remove()
-    stage3.reducer.forget_sums()
+    stage3.reducer.forget_sums(stage3.params)
     for parameter in model.parameters():
         parameter.grad = None
     del loss
