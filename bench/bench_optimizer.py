@@ -6,6 +6,7 @@
 What is timed, by job; sizes in bytes per element are the least traffic, everything read once and written once:
 
     update  parameters, gradients and both moments of one dtype               fp32 28, bf16 14
+            On CUDA also as replays of a CUDA graph: the kernels, without the host's time.
     wide    bf16 parameters and gradients, fp32 moments                       22; split masters add 4
     step    bf16 parameters with fp32 masters and moments, bf16 gradients scaled by 2^12: unscale, check for values
             that are not finite, clip to a global norm, update, write the bf16 copies.
@@ -42,6 +43,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bench.device import Recorded
 from bench.harness import Case, Error, Provider, Rank, absent, copy_roofs
 from bench.options import DTYPES, Bench, parser, positive, run
 from bench.peers import find
@@ -178,6 +180,11 @@ def fastpar_stochastic(x: Tensors) -> Callable[[], object]:
     return fastpar_update(x, stochastic=StochasticRounding(1, range(count), [0] * count))
 
 
+def recorded(make: Callable[[Tensors], Callable[[], object]], x: Tensors) -> Callable[[], object]:
+    """The step of `make` as a CUDA graph."""
+    return Recorded(make(x), [tensor for role in ("params", "exp_avgs", "exp_avg_sqs") for tensor in x[role]])
+
+
 def torch_fused(x: Tensors, grads: str = "grads", params: str = "params", **scalars: Any) -> Callable[[], object]:
     """The kernel under torch.optim.AdamW(fused=True), without the optimizer's own work per tensor."""
     steps = [torch.tensor(float(STEP), device=x[params][0].device) for _ in x[params]]
@@ -220,6 +227,12 @@ def update_providers(problem: Problem) -> list[Provider]:
     ]
     if dtype == torch.bfloat16:
         found.append(provider(problem, "fastpar stochastic", "fastpar", roles, fastpar_stochastic, num_bytes))
+    if problem.device != "cpu":
+        replayed = {"fastpar": fastpar_update, "torch fused": torch_fused}
+        found += [
+            provider(problem, f"{name}, CUDA graph", name.split(" ")[0], roles, partial(recorded, make), num_bytes)
+            for name, make in replayed.items()
+        ]
     reason = find(lambda: deepspeed_update({role: [torch.zeros(8, dtype=dtype)] for role in roles}))
     if isinstance(reason, str):
         found.append(absent("DeepSpeedCPUAdam", reason))

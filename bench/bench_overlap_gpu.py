@@ -47,6 +47,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bench.device import Recorded
 from bench.harness import Case, Error, Provider, Rank, gemm_roof
 from bench.options import DTYPES, Bench, parser, positive, positive_list, run
 from bench.rows import Row
@@ -97,25 +98,6 @@ class OverlapCase:
             provider("GEMM alone", "bound", problem.gemms, check=False),
             gemm_roof(DTYPES[self.dtype], 1, device=rank.device, size=256 if rank.device == "cpu" else 0),
         ]
-
-
-class Recorded:
-    """A call as a CUDA graph: launched by the host once, replayed from then on, into the same results."""
-
-    def __init__(self, call: Callable[[], list[Tensor]]) -> None:
-        self._call = call
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._found: list[Tensor] = []
-
-    def __call__(self) -> list[Tensor]:
-        if self._graph is None:
-            self._call()  # compiles, and makes what a capture must not make
-            torch.cuda.synchronize()
-            self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph):
-                self._found = self._call()
-        self._graph.replay()
-        return self._found
 
 
 class Problem:

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -109,6 +109,31 @@ class CudaDevice:
     def peak_memory(self) -> int:
         self._cuda.synchronize()
         return int(self._cuda.max_memory_allocated())
+
+
+class Recorded:
+    """A call as a CUDA graph: launched by the host once, replayed from then on, into the same results.
+
+    updated  tensors that the call changes, which are set back after the launch: one call of this object is one call
+    """
+
+    def __init__(self, call: Callable[[], Any], updated: Sequence[torch.Tensor] = ()) -> None:
+        self._call, self._updated = call, list(updated)
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._found: Any = None
+
+    def __call__(self) -> Any:
+        if self._graph is None:
+            before = [tensor.clone() for tensor in self._updated]
+            self._call()  # compiles, and makes what a capture must not make
+            for tensor, kept in zip(self._updated, before, strict=True):
+                tensor.copy_(kept)
+            torch.cuda.synchronize()
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph):
+                self._found = self._call()
+        self._graph.replay()
+        return self._found
 
 
 def device_for(kind: str, flush: bool = True, clock: Callable[[], float] = time.perf_counter) -> Device:

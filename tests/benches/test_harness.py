@@ -1,9 +1,10 @@
 """The bench harness: what it computes from times, what it refuses to time, what it keeps, and its rank processes."""
 
 import builtins
+import contextlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +21,7 @@ from bench.bench_linear import BENCH as LINEAR
 from bench.bench_linear import MlpCase
 from bench.bench_linear_cross_entropy import LinearCrossEntropyCase, plain_loss
 from bench.bench_linear_cross_entropy import Problem as LinearProblem
-from bench.device import CudaDevice
+from bench.device import CudaDevice, Recorded
 from bench.harness import (
     CUDA_SETTINGS,
     SETTINGS,
@@ -702,3 +703,46 @@ def test_process_lane_runs_ranks_under_a_setting_and_reports_failures() -> None:
         with pytest.raises(LaneError, match=r"(?s)ranks \[1\] failed.*rank 1 only.*last words"):
             lane.sample("fails alone", 1)
         assert not any(p.is_alive() for p in processes)
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """CUDA graphs whose replays call again; what has happened."""
+    happened: list[str] = []
+
+    class Graph:
+        def replay(self) -> None:
+            happened.append("replay")
+
+    @contextlib.contextmanager
+    def record(graph: Graph) -> Iterator[None]:
+        happened.append("record")
+        yield
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", record)
+    return happened
+
+
+def test_a_provider_is_recorded_once_and_replays_are_timed(graphs: list[str]) -> None:
+    def call() -> list[torch.Tensor]:
+        graphs.append("call")
+        return [torch.tensor(float(len(graphs)))]
+
+    recorded = Recorded(call)
+    first, second = recorded(), recorded()
+    assert graphs == ["call", "record", "call", "replay", "replay"]
+    assert first is second  # what the replays write
+
+
+def test_the_launch_before_a_recording_is_undone(graphs: list[str]) -> None:
+    moved, seen = torch.ones(3), []
+
+    def call() -> None:
+        seen.append(moved.clone())
+        if not graphs:  # a capture launches nothing
+            moved.add_(1.0)
+
+    Recorded(call, [moved])()
+    assert [x.tolist() for x in (*seen, moved)] == 3 * [[1.0, 1.0, 1.0]]

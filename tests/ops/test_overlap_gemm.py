@@ -6,9 +6,7 @@ Compiled is what the public functions would launch with the configurations that 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -267,33 +265,6 @@ def test_bench_figures_say_what_the_communication_costs() -> None:
     assert re.search(r"plain +over max +1\.400 +hidden +0\.0 %", text)
     assert "roof" not in text
     assert figures([row("fastpar", "fastpar", 1.0)]) == ""
-
-
-def test_bench_records_a_provider_once_and_times_replays(monkeypatch: pytest.MonkeyPatch) -> None:
-    from bench.bench_overlap_gpu import Recorded
-
-    happened: list[str] = []
-
-    class Graph:
-        def replay(self) -> None:
-            happened.append("replay")
-
-    @contextlib.contextmanager
-    def record(graph: Graph) -> Iterator[None]:
-        happened.append("record")
-        yield
-
-    def call() -> list[torch.Tensor]:
-        happened.append("call")
-        return [torch.tensor(float(len(happened)))]
-
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-    monkeypatch.setattr(torch.cuda, "graph", record)
-    recorded = Recorded(call)
-    first, second = recorded(), recorded()
-    assert happened == ["call", "record", "call", "replay", "replay"]
-    assert first is second  # what the replays write
 
 
 def test_bench_refuses_what_it_cannot_measure() -> None:
