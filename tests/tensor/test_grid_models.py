@@ -26,7 +26,7 @@ MORE_OF_FOUR: list[Any] = [
     ("gpt2", fp.GridSpec.summa(2), {}),
     ("gpt2", fp.GridSpec.summa(2, stream=True), {}),
     ("llama", fp.GridSpec.summa(2, stream=True), {}),
-    ("llama", fp.GridSpec(2, 2, 1), UNEVEN | {"num_attention_heads": 20, "head_dim": 2}),
+    ("qwen3", fp.GridSpec(2, 2, 1), UNEVEN | {"num_attention_heads": 20, "head_dim": 2}),
     ("mistral", fp.GridSpec(2, 2, 1), SHARED),
     ("qwen3", fp.GridSpec(2, 1, 2), {}),
     ("qwen3", fp.GridSpec(1, 2, 2, FEATURES, replicas=2), {}),
