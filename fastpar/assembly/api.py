@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,10 +28,14 @@ from fastpar.layouts import Layout, ModelShape
 from fastpar.mesh import DENSE_DIMS, GridSpec, Mesh, init_mesh
 from fastpar.parallel import Style
 from fastpar.parallel.api import parallelize, unparallelize
+from fastpar.parallel.load import PretrainedWeights, device_of, opened_on_all
 from fastpar.parallel.pipeline_api import parallelize_pipeline
 from fastpar.pipeline import Architecture, Pipeline
 from fastpar.planner.models import find_model
 from fastpar.precision import LossScaler, Precision
+from fastpar.tensor import local_tensor
+from fastpar.zero.options import PERSISTENT_SHARE, NamedParameters
+from fastpar.zero.param_group import small_names
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 MakeOptimizer = Callable[[list[nn.Parameter]], Optimizers]
@@ -55,6 +61,7 @@ def assemble(
     mesh: Mesh | None = None,
     plan: Plan = "auto",
     architecture: Architecture | None = None,
+    weights: str | Path | None = None,
     zero_options: Mapping[str, Any] | None = None,
     peak_flops: float | None = None,
 ) -> Assembled:
@@ -64,7 +71,8 @@ def assemble(
         for step in range(steps):
             result = trained.step(corpus.batch(trained.samples(step, batch=64)))
 
-    model      the same on every rank: a model of Hugging Face, or any other; changed in place
+    model      the same on every rank: a model of Hugging Face, or any other; changed in place. With `weights` it may be
+               on the meta device, or what `fp.load_pretrained` builds a model of
     layout     an `fp.Layout`, or its words
     optimizer  from this rank's trainable parameters, which are new objects by then, to an optimizer or several
     loss       loss(output, target): the sum over the tokens, or the loss of each; the output of a model of Hugging
@@ -74,7 +82,8 @@ def assemble(
     precision  a `Precision`, or "fp32", "bf16", "fp16" (with an `fp.LossScaler`)
     max_norm   of all gradients
     mesh       one that is there already; None: made, and closed with the result
-    plan, architecture   of `fp.parallelize` and `fp.parallelize_pipeline`
+    plan, architecture   of `fp.parallelize` and `fp.parallelize_pipeline`; an architecture needs pp above 1
+    weights    a folder of safetensors, of which each rank reads what it holds; below
     zero_options         further ones of `fp.zero.shard`; not what the other arguments say
     peak_flops           of one device, for `StepResult.mfu`
 
@@ -85,28 +94,45 @@ def assemble(
     The loss is the mean over the valid tokens of the global batch in every layout. Balance losses of `fp.expert.Router`
     are means over the microbatches, each with the tokens of all data-parallel ranks where the loss is "global_batch".
 
+    With `weights` all parameters, and the buffers of the model's state dict, get the folder's values, whatever they
+    were; master weights those of the file, before they are rounded. Ranks read their slices only, experts and ZeRO's
+    rows included, and hold parameters of the meta device by their slices only, but for one layer of each kind and the
+    embeddings. Other buffers on that device are computed by transformers' `_init_weights` or by `reset_parameters`.
+    ValueError names what the folder lacks or has too much, and buffers that nobody computes. A model that is built
+    here is in training mode.
+
     Raises LayoutError for a layout that breaks a rule, and what the calls raise. Without a pipeline the model is as it
     was then; a pipeline has freed other ranks' layers.
     """
     layout = Layout.parse(layout) if isinstance(layout, str) else layout
-    _check(model, layout, optimizer, mesh)
+    _check(model, layout, optimizer, mesh, weights)
     _check_zero_options(zero_options or {})
-    shape = shape_of(model)
-    layout.check(shape, world_size=_world_size() if mesh is None else mesh.world_size)
-    objective = Objective.of(model, loss)
-    _check_own(layout, model, objective, loss)
+    if architecture is not None and layout.pp == 1:
+        raise ValueError("architecture says where a pipeline may cut a model, and pp is 1: leave it out")
+    world_size = _world_size() if mesh is None else mesh.world_size
+    layout.check(shape_of(model) if isinstance(model, nn.Module) else None, world_size=world_size)
     with ExitStack() as undo:
         own_mesh = mesh is None
         if mesh is None:
             mesh = _make_mesh(model, layout)
             undo.callback(mesh.close)
-        building = _Building(model, layout, mesh, objective, Precision.of(precision), plan, architecture)
+        loading = None if weights is None else _open_weights(model, Path(weights), mesh, undo)
+        model = model if loading is None else loading.model
+        shape = shape_of(model)
+        layout.check(shape, world_size=world_size)
+        objective = Objective.of(model, loss)
+        _check_own(layout, model, objective, loss)
+        building = _Building(model, layout, mesh, objective, Precision.of(precision), plan, architecture, loading)
         building.tell_routers(undo)
         passes = building.lay_out(undo)
         made = building.optimizer(optimizer)
         each = [made] if isinstance(made, torch.optim.Optimizer) else list(made)
         state = building.shard(made, max_norm, zero_options or {})
         undo.callback(state.close)
+        if loading is not None:
+            building.calls.append(f"# and the values of {weights}, of which each rank reads what it holds")
+            with state.overwriting() as held:
+                loading.fill_on_all(held)
         if isinstance(passes, PipelinedModel) and layout.zero.stage == 2:
             passes.after_pass = state.reduce_gradients
         found = Ingredients(
@@ -126,8 +152,21 @@ def assemble(
             owns_mesh=own_mesh,
         )
         result = Assembled(found)
+        if loading is not None:
+            loading.folder.close()
         undo.pop_all()
     return result
+
+
+def _open_weights(model: Any, path: Path, mesh: Mesh, undo: ExitStack) -> PretrainedWeights:
+    """The folder, and the model with memory for what runs before its values are read."""
+    everyone = Communicator(torch.distributed.group.WORLD if mesh.world_size > 1 else None)
+    loading = undo.enter_context(opened_on_all(path, model, everyone))
+    undo.callback(loading.take_back)
+    loading.give_stand_ins(device_of(mesh))
+    if not isinstance(model, nn.Module):
+        loading.model.train()
+    return loading
 
 
 @dataclass
@@ -141,6 +180,7 @@ class _Building:
     precision: Precision
     plan: Plan
     architecture: Architecture | None
+    loading: PretrainedWeights | None
     pipe: Pipeline | None = None
 
     def __post_init__(self) -> None:
@@ -165,6 +205,7 @@ class _Building:
         """Cut, split, recompute."""
         layout = self.layout
         options: dict[str, Any] = {"sequence_parallel": layout.sequence_parallel}
+        options |= {} if self.loading is None else {"sync_weights": "none"}
         words = layout.recompute
         written = [] if isinstance(self.plan, str) else ["plan=plan"]
         if layout.cp > 1:
@@ -222,6 +263,8 @@ class _Building:
         several = list(made) if isinstance(made, Sequence) else [made]
         if not all(isinstance(each, torch.optim.Optimizer) for each in several):
             raise TypeError(f"optimizer must return a torch.optim.Optimizer or several, got {type(made).__name__}")
+        if self.loading is not None:
+            _check_states(several)
         self.calls.append(f"optimizer = {type(several[0]).__name__}({'pipe' if self.pipe else 'model'}.parameters())")
         return made
 
@@ -233,10 +276,19 @@ class _Building:
             "max_norm": max_norm,
             "offload": None if self.layout.zero.offload == "none" else self.layout.zero.offload,
             "overlap": self.pipe is None,
+            **({} if self.loading is None else {"sync_weights": "none"}),
             **more,
         }
         self._call("fp.zero.shard", ["optimizer", "group=mesh"], options, with_mesh=False)
-        return zero.shard(self.model if self.pipe is None else self.pipe, made, group=self.mesh, **options)
+        owner: Any = self.model if self.pipe is None else self.pipe
+        if self.loading is not None:
+            named = NamedParameters.of(owner).parameters
+            if options["stage"] == 3:  # which copies rows, but for what stays whole on every rank
+                share = options.get("persistent_share", PERSISTENT_SHARE)
+                small = small_names({name: local_tensor(x).numel() for name, x in named.items()}, share)
+                named = {name: named[name] for name in small}
+            self.loading.give_memory(named.values())
+        return zero.shard(owner, made, group=self.mesh, **options)
 
     def _call(self, name: str, given: list[str], options: Mapping[str, Any], *, with_mesh: bool = True) -> None:
         what = "pipe" if self.pipe is not None else "model"
@@ -255,12 +307,28 @@ def shape_of(model: nn.Module) -> ModelShape | None:
         return None
 
 
+def _check_states(optimizers: Sequence[Any]) -> None:
+    """ValueError for states that an optimizer has made of values that are not the model's yet."""
+    for optimizer in optimizers:
+        for states in optimizer.state.values():
+            for name, x in states.items():
+                if (
+                    isinstance(x, torch.Tensor)
+                    and x.numel() > 1
+                    and bool((local_tensor(x) != local_tensor(x).flatten()[:1]).any())
+                ):
+                    raise ValueError(
+                        f"{type(optimizer).__name__} makes its state {name!r} when it is built, and weights= gives "
+                        "parameters their values later: load the model before (fp.load_pretrained)"
+                    )
+
+
 def _shown(options: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in options.items())
 
 
-def _check(model: Any, layout: Any, optimizer: Any, mesh: Mesh | None) -> None:
-    if not isinstance(model, nn.Module):
+def _check(model: Any, layout: Any, optimizer: Any, mesh: Mesh | None, weights: Any) -> None:
+    if not isinstance(model, nn.Module) and weights is None:
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if not isinstance(layout, Layout):
         raise TypeError(f"layout must be an fp.Layout or its words, got {type(layout).__name__}")
@@ -269,9 +337,14 @@ def _check(model: Any, layout: Any, optimizer: Any, mesh: Mesh | None) -> None:
             f"optimizer must be a function from parameters to an optimizer, got {type(optimizer).__name__}: parameters "
             "are new objects when the model is laid out, as in optimizer=lambda params: torch.optim.AdamW(params)"
         )
-    meta = next((name for name, p in model.named_parameters() if p.device.type == "meta"), None)
-    if meta is not None:
-        raise ValueError(f"{meta} is on the meta device: materialise and initialise the model before assemble(...)")
+    if weights is None:
+        tensors = itertools.chain(model.named_parameters(), model.named_buffers())
+        meta = next((name for name, x in tensors if x.is_meta), None)
+        if meta is not None:
+            raise ValueError(
+                f"{meta} is on the meta device: give a folder with its values, assemble(..., weights=folder), or "
+                "materialise and initialise the model before"
+            )
     if mesh is not None:
         sizes = {dim: (mesh.size(dim), getattr(layout, dim)) for dim in (*DENSE_DIMS, "ep", "etp")}
         other = {dim: both for dim, both in sizes.items() if both[0] != both[1]}
@@ -333,8 +406,10 @@ def _world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def _make_mesh(model: nn.Module, layout: Layout) -> Mesh:
-    device = next((p.device.type for p in model.parameters()), "cpu")
+def _make_mesh(model: Any, layout: Layout) -> Mesh:
+    """On the device of the model; None, where it has none yet: what the machine has."""
+    devices = [p.device.type for p in model.parameters()] if isinstance(model, nn.Module) else ["meta"]
+    device = next((each for each in devices if each != "meta"), None if devices else "cpu")
     sizes = {dim: getattr(layout, dim) for dim in (*DENSE_DIMS, "ep", "etp")}
     return init_mesh(**sizes, tp_grid=grid_of(layout), device=device)
 

@@ -256,7 +256,12 @@ class MoELayer(nn.Module):
         super().__init__()
         self.router, self.experts, self.shared = router, experts, shared
         self.capacity, self.sequence_parallel = capacity, sequence_parallel
-        self.register_buffer("dropped", torch.zeros((), dtype=torch.int64), persistent=False)
+        self.register_buffer("dropped", torch.empty((), dtype=torch.int64), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """`dropped` 0; router and experts have initialisations of their own."""
+        self.dropped.zero_()
 
     @classmethod
     @checked(computed=False)

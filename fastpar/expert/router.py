@@ -121,8 +121,8 @@ class Router(nn.Module):
         )
         correction = None if bias_rule is None else torch.zeros(num_experts, device=device)
         self.register_buffer("e_score_correction_bias", correction)
-        # Not a buffer: torch's DDP would overwrite it with the first rank's in every forward.
-        self._load = torch.zeros(num_experts, dtype=torch.int64)
+        # Not a buffer, which DDP would overwrite in every forward. On the host until it counts, as no folder has it.
+        self._load = torch.zeros(num_experts, dtype=torch.int64, device="cpu")
         self._waiting_losses: dict[str, Tensor] = {}
         self._given: Callable[[int], Tensor] | None = None
         self._seen: Callable[[Tensor], None] | None = None

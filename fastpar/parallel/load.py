@@ -11,14 +11,13 @@ Note: stand-ins
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import logging
 import re
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -39,9 +38,9 @@ from fastpar.parallel.model_methods import same_draws
 from fastpar.parallel.styles import Style
 from fastpar.pretrained.conversions import Sources, sources_of
 from fastpar.pretrained.folder import WeightFolder
-from fastpar.tensor import layout_of, local_tensor
+from fastpar.tensor import local_tensor
 from fastpar.tensor.binding import GroupLike
-from fastpar.tensor.grid_layout import GridLayout
+from fastpar.tensor.held import HeldTensor, index_of, take
 
 _log = logging.getLogger("fastpar.load_pretrained")
 _SHOWN = 6  # names in an error
@@ -85,47 +84,181 @@ def load_pretrained(
     Collective: every rank of the job calls it. What is wrong on one rank is raised on all: FileNotFoundError without
     files, ValueError for broken ones and for tensors that are missing or have another shape; what `parallelize` raises.
     """
+    if isinstance(model, nn.Module):
+        raise TypeError(
+            f"load_pretrained builds the model itself: give the class of transformers or a function that builds it, "
+            f"not a {type(model).__name__}"
+        )
     everyone = Communicator(dist.group.WORLD if dist.is_initialized() else None)
-    target = _device(mesh, device)
-    found: list[Any] = []
-    with annotate("fastpar::load_pretrained"):
-        problem = _problem_of(lambda: found.append(_opened(model, Path(folder), dtype, strict)))
-        raise_on_all(problem, everyone, _of_others)
-        loading: _Loading = found[0]
-        with loading.folder:
-            _initialise(loading, target, everyone)
-            if mesh is not None:
-                options: dict[str, Any] = {"sequence_parallel": sequence_parallel, "gather_logits": gather_logits}
-                options |= {"overlap": overlap, "context": context, "sync_weights": "none"}
-                parallelize(loading.model, mesh, plan, **options)
-            problem = _problem_of(lambda: _fill(loading))
-            raise_on_all(problem, everyone, _of_others)
+    target = device_of(mesh, device)
+    with (
+        annotate("fastpar::load_pretrained"),
+        opened_on_all(Path(folder), model, everyone, dtype=dtype, strict=strict) as loading,
+    ):
+        loading.give_stand_ins(target)
+        if mesh is not None:
+            options: dict[str, Any] = {"sequence_parallel": sequence_parallel, "gather_logits": gather_logits}
+            options |= {"overlap": overlap, "context": context, "sync_weights": "none"}
+            parallelize(loading.model, mesh, plan, **options)
+        loading.give_memory(loading.model.parameters())
+        loading.fill_on_all([HeldTensor(n, index_of(x), local_tensor(x)) for n, x in _tensors(loading.model)])
     return loading.model
 
 
+@contextlib.contextmanager
+def opened_on_all(
+    path: Path, model: Any, everyone: Communicator, *, dtype: torch.dtype | None = None, strict: bool = True
+) -> Iterator[PretrainedWeights]:
+    """A folder and the model that it is for, which may have to be built. Collective: as `load_pretrained` raises."""
+    found: list[PretrainedWeights] = []
+    problem = _problem_of(lambda: found.append(_opened(model, path, everyone, dtype, strict)))
+    try:
+        raise_on_all(problem, everyone, _of_others)
+        yield found[0]
+    finally:
+        for each in found:
+            each.folder.close()
+
+
 @dataclass
-class _Loading:
-    """A model on the meta device, and where its tensors are."""
+class PretrainedWeights:
+    """A model whose parameters have no values yet, and where in a folder these are.
+
+    expected   what its state dict has, on the meta device
+    sources    by the first tensor of those that are converted together
+    source_of  the key of `sources`, by name; tied parameters have several names
+    missing    what the folder lacks, and is initialised
+    """
 
     model: Any
     folder: WeightFolder
+    everyone: Communicator
+    expected: dict[str, Tensor]
     sources: dict[str, Sources]
+    source_of: dict[str, str]
     missing: set[str]
+    stand_ins: dict[Any, Tensor] = field(default_factory=dict)
+    before: list[tuple[dict[str, Any], str, Any]] = field(default_factory=list)
+
+    def give_stand_ins(self, device: torch.device) -> None:
+        """Give parameters on the meta device memory: what is missing its own, and its first values; the others
+        stand-ins. Parameters and buffers that have values keep them."""
+        _compute_buffers(self.model, device, self.source_of.keys() | self.missing)
+        made: dict[int, nn.Parameter] = {}
+        for path, module in self.model.named_modules(remove_duplicate=False):
+            for name, parameter in module._parameters.items():
+                if parameter is None or parameter.device.type != "meta":
+                    continue
+                if id(parameter) not in made:
+                    full = f"{path}.{name}" if path else name
+                    value = (_empty if full in self.missing else self._stand_in)(full, parameter, device)
+                    made[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
+                    vars(made[id(parameter)]).update(vars(parameter))
+                self.before.append((module._parameters, name, parameter))  # which keeps it, and so its id, alive
+                module._parameters[name] = made[id(parameter)]
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.device != device:
+                    self.before.append((module._buffers, name, buffer))
+                    module._buffers[name] = buffer.to(device)
+        if self.missing:
+            with same_draws(self.everyone, device), torch.no_grad():
+                _first_values(self.model, self.missing)
+
+    def _stand_in(self, name: str, parameter: nn.Parameter, device: torch.device) -> Tensor:
+        """A tensor that all parameters share whose paths differ in numbers alone; the same on every rank."""
+        key = re.sub(r"\d+", "*", name), tuple(parameter.shape), parameter.dtype
+        if key not in self.stand_ins:
+            value = _empty(name, parameter, device)
+            if value.is_floating_point() and value.element_size() > 1:
+                generator = torch.Generator(device).manual_seed(zlib.crc32(repr(key).encode()))
+                value.normal_(0.0 if value.dim() > 1 else 1.0, 0.02, generator=generator)
+            else:
+                value.zero_()
+            self.stand_ins[key] = value
+        return self.stand_ins[key].view(parameter.shape)
+
+    def take_back(self) -> None:
+        """Put what stand-ins have replaced where it was."""
+        for held, name, value in reversed(self.before):
+            held[name] = value
+        self.before.clear()
+
+    def give_memory(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Of their own to parameters that lie in stand-ins still, as no layout has copied them."""
+        for parameter in parameters:
+            if self._is_stand_in(local_tensor(parameter)):
+                parameter.data = torch.empty_like(parameter.data)
+
+    def _is_stand_in(self, value: Tensor) -> bool:
+        storage = value.untyped_storage().data_ptr()
+        return any(value.untyped_storage().data_ptr() == storage for value in self.stand_ins.values())
+
+    def fill_on_all(self, held: Sequence[HeldTensor]) -> None:
+        """Read what this rank holds of each tensor. Collective: what is wrong on one rank is raised on all."""
+        raise_on_all(_problem_of(lambda: self._fill(held)), self.everyone, _of_others)
+        total = sum(entry.nbytes for entry in self.folder.entries.values())
+        _log.info("read %d of %d bytes in %s", self.folder.bytes_read, total, self.folder.path)
+
+    @torch.no_grad()
+    def _fill(self, held: Sequence[HeldTensor]) -> None:
+        together: dict[str, list[HeldTensor]] = {}
+        for each in {id(one.value): one for one in reversed(held)}.values():  # tied ones once
+            name = each.name.partition("@")[0]  # of a second copy on this rank
+            if name not in self.expected:
+                raise ValueError(f"{name} of the laid out model is not in the model's state dict, and has no values")
+            if name not in self.source_of or each.value.numel() == 0:  # initialised, or a buffer that is computed
+                continue
+            if self._is_stand_in(each.value):
+                raise AssertionError(f"{name} lies in memory that it shares with others")
+            together.setdefault(self.source_of[name], []).append(replace(each, name=name))
+        for key, some in together.items():
+            sources = self.sources[key]
+            if sources.convert is None:
+                for each in some:
+                    _put_into(each, self.folder.read_at(sources.names[0][1], each.index))
+            else:
+                self._fill_converted(key, sources, some)
+
+    def _fill_converted(self, key: str, sources: Sources, some: Sequence[HeldTensor]) -> None:
+        """Of tensors that are stacked (experts) those of this rank are read, of others all."""
+        first, runs = 0, [each.index[0] for each in some]
+        if sources.are_stacked and None not in runs and sources.num_rows() == self.expected[key].shape[0]:
+            rows = torch.cat(cast(list[Tensor], runs))
+            first = int(rows.min())
+            sources = sources.rows(first, int(rows.max()) + 1)
+        found = sources.converted(self.model, key, {name: self.folder.read(name) for _, name in sources.names})
+        for each in some:
+            value = found[each.name]
+            whole = self.expected[each.name].shape
+            if value.shape[1:] != whole[1:] or (first == 0 and each.index[0] is None and value.shape != whole):
+                raise ValueError(
+                    f"{each.name} made of {_some([n for _, n in sources.names])} has the shape {list(value.shape)}, and"
+                    f" the model {list(whole)}: they are of different configurations"
+                )
+            index = each.index if each.index[0] is None else (each.index[0] - first, *each.index[1:])
+            _put_into(each, take(value, index))
 
 
-def _opened(model: Any, path: Path, dtype: torch.dtype | None, strict: bool) -> _Loading:
+def _put_into(held: HeldTensor, value: Tensor) -> None:
+    held.value.copy_(value.view(held.value.shape))  # a scalar may be held as a row
+
+
+def _opened(
+    model: Any, path: Path, everyone: Communicator, dtype: torch.dtype | None, strict: bool
+) -> PretrainedWeights:
     folder = WeightFolder(path)
     try:
         built = _built(model, path, dtype)
         expected = {name: x.to("meta") for name, x in built.state_dict().items() if isinstance(x, Tensor)}
         sources, unexpected = sources_of(built, expected, folder.entries)
-        missing = _missing(built, expected, sources)
+        source_of = _source_of(built, expected, sources)
+        missing = expected.keys() - source_of.keys()
         ignored = {name for name in missing if _matches(built, "_keys_to_ignore_on_load_missing", name)}
         unexpected = [name for name in unexpected if not _matches(built, "_keys_to_ignore_on_load_unexpected", name)]
         _report(path, sorted(missing - ignored), unexpected, strict)
         missing -= ignored - dict(built.named_parameters(remove_duplicate=False)).keys()  # buffers have been made
-        _check_shapes(path, expected, sources, folder)
-        return _Loading(built, folder, sources, missing)
+        _check_entries(path, expected, sources, folder)
+        return PretrainedWeights(built, folder, everyone, expected, sources, source_of, missing)
     except BaseException:
         folder.close()
         raise
@@ -138,7 +271,7 @@ def _report(path: Path, missing: list[str], unexpected: list[str], strict: bool)
             f"the model and {path} do not fit: the folder {said[0] if missing else 'has ' + _some(unexpected)}"
             + (", for which the model has no place" if not missing else "")
             + (f"; the model {said[1]}" if len(said) > 1 else "")
-            + ". With strict=False what is missing is initialised, and the rest left out"
+            + ". With strict=False of fp.load_pretrained what is missing is initialised, and the rest left out"
         )
     if said:
         _log.warning("%s and the model: the folder lacks %s; not used: %s", path, missing, unexpected)
@@ -148,18 +281,19 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
 
 
-def _missing(model: nn.Module, expected: Mapping[str, Tensor], sources: Mapping[str, Sources]) -> set[str]:
-    """Tensors that no source gives, neither under their own name nor under one that they are tied to."""
-    there = set(sources)
+def _source_of(model: nn.Module, expected: Mapping[str, Tensor], sources: Mapping[str, Sources]) -> dict[str, str]:
+    """The key of the sources that give a tensor, under its own name or one that it is tied to."""
+    found = {target: target for target in sources}
     for target, each in sources.items():
         if each.convert is not None:  # which may give several: they are compared when they are there
-            there |= {name for name in expected if _is_sibling(name, target, each)}
-    of_parameter: dict[int, set[str]] = {}
+            found |= {name: target for name in expected if name not in found and _is_sibling(name, target, each)}
+    of_parameter: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        of_parameter.setdefault(id(parameter), set()).add(name)
-    tied = [names for names in of_parameter.values() if names & there]
-    there = there.union(*tied)
-    return {name for name in expected if name not in there}
+        of_parameter.setdefault(id(parameter), []).append(name)
+    for names in of_parameter.values():
+        if there := [name for name in names if name in found]:
+            found |= {name: found[there[0]] for name in names if name not in found}
+    return {name: source for name, source in found.items() if name in expected}
 
 
 def _is_sibling(name: str, target: str, sources: Sources) -> bool:
@@ -171,24 +305,34 @@ def _matches(model: nn.Module, attribute: str, name: str) -> bool:
     return any(re.search(pattern, name) for pattern in getattr(model, attribute, None) or ())
 
 
-def _check_shapes(
+def _check_entries(
     path: Path, expected: Mapping[str, Tensor], sources: Mapping[str, Sources], folder: WeightFolder
 ) -> None:
     entries = folder.entries
     for target, each in sources.items():
-        name = each.names[0][1]
-        if each.convert is None and entries[name].shape != tuple(expected[target].shape):
-            raise ValueError(
-                f"{name} in {path} has the shape {list(entries[name].shape)}, and {target} of the model "
-                f"{list(expected[target].shape)}: they are of different configurations"
-            )
+        wanted = expected[target]
+        for _, name in each.names:
+            said = entries[name]
+            if each.convert is None and said.shape != tuple(wanted.shape):
+                raise ValueError(
+                    f"{name} in {path} has the shape {list(said.shape)}, and {target} of the model "
+                    f"{list(wanted.shape)}: they are of different configurations"
+                )
+            if said.dtype.is_floating_point != wanted.is_floating_point() or said.dtype.is_complex:
+                raise ValueError(
+                    f"{name} in {path} is {said.dtype}, and {target} of the model {wanted.dtype}: values of another "
+                    "kind, as of a quantised model, are not converted"
+                )
 
 
 # ---- building
 
 
 def _built(model: Any, path: Path, dtype: torch.dtype | None) -> nn.Module:
-    """The model with its parameters on the meta device and its buffers where they are made."""
+    """The model with its parameters on the meta device and its buffers where they are made; one that is there as it
+    is."""
+    if isinstance(model, nn.Module):
+        return model
     make, is_pretrained = _maker(model, path, dtype)
     with _meta_parameters():
         built = make()
@@ -214,11 +358,6 @@ def _built(model: Any, path: Path, dtype: torch.dtype | None) -> nn.Module:
 
 def _maker(model: Any, path: Path, dtype: torch.dtype | None) -> tuple[Callable[[], Any], bool]:
     """What builds the model, and whether it is one of transformers."""
-    if isinstance(model, nn.Module):
-        raise TypeError(
-            f"load_pretrained builds the model itself: give the class of transformers or a function that builds it, "
-            f"not a {type(model).__name__}"
-        )
     options = {} if dtype is None else {"dtype": dtype}
     build = getattr(model, "from_config", None) or getattr(model, "_from_config", None)
     if build is not None:
@@ -266,47 +405,51 @@ def _meta_parameters() -> Iterator[None]:
 # ---- stand-ins
 
 
-def _initialise(loading: _Loading, device: torch.device, everyone: Communicator) -> None:
-    """Give the parameters memory: what is missing its own, and its first values; the others stand-ins."""
-    model = loading.model
-    made: dict[int, nn.Parameter] = {}
-    stand_ins: dict[Any, Tensor] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
-        for name, parameter in module._parameters.items():
-            if parameter is None:
-                continue
-            if id(parameter) not in made:
-                full = f"{path}.{name}" if path else name
-                is_missing = full in loading.missing
-                value = _empty(parameter, device) if is_missing else _stand_in(full, parameter, device, stand_ins)
-                made[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
-                vars(made[id(parameter)]).update(vars(parameter))
-            module._parameters[name] = made[id(parameter)]
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = buffer.to(device)
-    # Parameters stay alive by `model`, so that no id is given twice.
-    if loading.missing:
-        with same_draws(everyone, device), torch.no_grad():
-            _first_values(model, loading.missing)
+def _compute_buffers(model: Any, device: torch.device, found: Container[str]) -> None:
+    """Give buffers on the meta device that are not `found` elsewhere the values that their modules compute, by
+    transformers' `_init_weights` or torch's convention for that device, `reset_parameters`. Computed twice, over
+    different memory: elements that nobody writes, or that are drawn, differ then, and are refused."""
+    for path, module in model.named_modules():
+        names = [name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
+        strange = [name for name, x in vars(module).items() if isinstance(x, Tensor) and x.is_meta]
+        where = f"{path}." if path else ""
+        if strange:
+            raise ValueError(
+                f"{where}{strange[0]} is on the meta device and no buffer, so that nobody gives it values: build the "
+                "model in a function that is passed in its place, or register_buffer(..., persistent=False)"
+            )
+        kept = {name: module._buffers[name] for name in names}
+        runs = []
+        for byte in (0x55, 0x2A) if names else ():
+            for name in names:
+                value = torch.empty_like(kept[name], device=device)
+                value.view(-1).view(torch.uint8).fill_(byte) if value.dtype != torch.bool else value.fill_(byte == 0x55)
+                module._buffers[name] = value
+            initialise = _initialiser(model, module)
+            if initialise is not None:
+                with torch.no_grad():
+                    initialise()
+            runs.append({name: module._buffers[name] for name in names})
+        unset = [name for name in names if not torch.equal(*(run[name].view(-1).view(torch.uint8) for run in runs))]
+        unset = [name for name in unset if name in module._non_persistent_buffers_set or where + name not in found]
+        if unset:
+            module._buffers.update(kept)
+            raise ValueError(
+                f"{where}{unset[0]} is a buffer on the meta device that no folder has, and {type(module).__name__} "
+                "does not compute it (reset_parameters, or transformers' _init_weights): pass a function that builds "
+                "the model in the place of the model"
+            )
 
 
-def _empty(parameter: nn.Parameter, device: torch.device) -> Tensor:
+def _initialiser(model: Any, module: nn.Module) -> Callable[[], Any] | None:
+    """What gives a module its first values."""
+    if hasattr(model, "_init_weights"):
+        return functools.partial(model._init_weights, module)
+    return getattr(module, "reset_parameters", None)
+
+
+def _empty(_name: str, parameter: nn.Parameter, device: torch.device) -> Tensor:
     return torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
-
-
-def _stand_in(name: str, parameter: nn.Parameter, device: torch.device, made: dict[Any, Tensor]) -> Tensor:
-    """A tensor that all parameters share whose paths differ in numbers alone; the same on every rank."""
-    key = re.sub(r"\d+", "*", name), tuple(parameter.shape), parameter.dtype
-    if key not in made:
-        value = _empty(parameter, device)
-        if value.is_floating_point() and value.element_size() > 1:
-            generator = torch.Generator(device).manual_seed(zlib.crc32(repr(key).encode()))
-            value.normal_(0.0 if value.dim() > 1 else 1.0, 0.02, generator=generator)
-        else:
-            value.zero_()
-        made[key] = value
-    return made[key].view(parameter.shape)
 
 
 def _first_values(model: Any, missing: set[str]) -> None:
@@ -315,33 +458,13 @@ def _first_values(model: Any, missing: set[str]) -> None:
     for path in sorted({name.rpartition(".")[0] for name in missing}):
         module = model.get_submodule(path)
         own = {f"{path}.{name}" if path else name for name in module.state_dict()}
-        initialise = getattr(module, "reset_parameters", None)
-        if hasattr(model, "_init_weights"):
-            initialise = functools.partial(model._init_weights, module)
+        initialise = _initialiser(model, module)
         if initialise is None or not own <= missing:
             raise ValueError(
                 f"the folder lacks {sorted(own & missing)[0]}, and {path or 'the model'} ({type(module).__name__}) "
                 "cannot be initialised apart from it: add the tensor to the folder"
             )
         initialise()
-
-
-# ---- filling
-
-
-def _fill(loading: _Loading) -> None:
-    """Read what this rank keeps."""
-    model, folder = loading.model, loading.folder
-    targets = dict(_tensors(model))
-    _own_memory(targets, loading.missing)
-    with torch.no_grad():
-        for name, sources in loading.sources.items():
-            if sources.convert is None:
-                _read(folder, sources.names[0][1], targets[name])
-            else:
-                _read_converted(model, folder, name, sources, targets)
-    total = sum(entry.nbytes for entry in folder.entries.values())
-    _log.info("read %d of %d bytes in %s", folder.bytes_read, total, folder.path)
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -352,76 +475,8 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield f"{path}.{name}" if path else name, x
 
 
-def _own_memory(targets: Mapping[str, Tensor], missing: set[str]) -> None:
-    """Parameters that no layout has copied lie in their stand-ins still."""
-    for name, target in targets.items():
-        if isinstance(target, nn.Parameter) and layout_of(target) is None and name not in missing:
-            target.data = torch.empty_like(target.data)
-
-
-def _read(folder: WeightFolder, name: str, target: Tensor) -> None:
-    layout: Any = layout_of(target)
-    if isinstance(layout, GridLayout):
-        value = _read_cut(folder, name, layout.index())
-    elif layout is None or layout.rows is None or layout.placement.is_replicate():
-        value = folder.read(name)
-    else:
-        value = folder.read(name, layout.dim, layout.rows.ranges[layout.comm.rank])
-    local_tensor(target).copy_(value)
-
-
-def _read_cut(folder: WeightFolder, name: str, index: Sequence[Tensor | None]) -> Tensor:
-    """The elements at an index of a tensor that is cut along several dims: along the first by slices, and then cut."""
-    dims = [dim for dim, rows in enumerate(index) if rows is not None]
-    if not dims:
-        return folder.read(name)
-    rows = index[dims[0]]
-    assert rows is not None
-    breaks = (rows.diff() != 1).nonzero().flatten() + 1
-    runs = [(int(run[0]), int(run[-1]) + 1) for run in rows.tensor_split(breaks) if len(run)]
-    value = folder.read(name, dims[0], runs)
-    for dim in dims[1:]:
-        value = value.index_select(dim, cast(Tensor, index[dim]))
-    return value
-
-
-def _read_converted(
-    model: Any, folder: WeightFolder, first: str, sources: Sources, targets: Mapping[str, Tensor]
-) -> None:
-    layout: Any = layout_of(targets[first])
-    is_cut = False
-    experts = _experts_of(layout) if sources.are_stacked else None
-    if experts is not None and sources.num_rows() == layout.shape[0]:
-        sources, is_cut = sources.rows(*experts), True
-    tensors = {name: folder.read(name) for _, name in sources.names}
-    for name, value in sources.converted(model, first, tensors).items():
-        layout = layout_of(targets[name])
-        if isinstance(layout, GridLayout) and is_cut:
-            layout = dataclasses.replace(layout, shape=value.shape, cuts=(None, *layout.cuts[1:]))
-            part = layout.local(value)
-        else:
-            part = value if layout is None or is_cut else layout.local(value)
-        mine = local_tensor(targets[name])
-        if part.shape != mine.shape:
-            raise ValueError(
-                f"{name} made of {_some([n for _, n in sources.names])} has the shape {list(part.shape)} on this rank, "
-                f"and the model {list(mine.shape)}: they are of different configurations"
-            )
-        mine.copy_(part)
-
-
-def _experts_of(layout: Any) -> tuple[int, int] | None:
-    """The rows of dim 0 that this rank has of experts that are stacked, where they are a run of all."""
-    if isinstance(layout, GridLayout):  # experts over ep, and each over etp
-        rows = layout.index()[0]
-        return None if rows is None else (int(rows[0]), int(rows[-1]) + 1)
-    if layout is None or layout.kind != "contiguous" or layout.dim != 0:
-        return None
-    (found,) = layout.rows.ranges[layout.comm.rank]
-    return cast(tuple[int, int], found)
-
-
-def _device(mesh: Any, device: str | torch.device | None) -> torch.device:
+def device_of(mesh: Any, device: str | torch.device | None = None) -> torch.device:
+    """The device of this rank's parameters."""
     if device is None:
         device = mesh.device_type if isinstance(mesh, Mesh) else "cpu"
     device = torch.device(device)
