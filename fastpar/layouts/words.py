@@ -53,7 +53,7 @@ def to_words(layout: Layout) -> str:
     """The canonical words of a layout: what differs from the defaults, always in the same order."""
     pipeline, default = layout.pipeline, PipelineOptions()
     found = [f"{word}{getattr(layout, dim)}" for word, dim in _DIMS.items() if getattr(layout, dim) > 1]
-    found += [_grid_word(layout.tp_grid)] if layout.tp_grid != GridOptions() else []
+    found += [grid_word(layout.tp_grid)] if layout.tp_grid != GridOptions() else []
     found += ["sp"] if layout.sequence_parallel else []
     found += [f"zero{layout.zero.stage}"] if layout.zero.stage else []
     offload = re.sub(r"[\s,%]", lambda one: quote(one[0]), layout.zero.offload)
@@ -72,7 +72,8 @@ def to_words(layout: Layout) -> str:
     return " ".join(found) or "one rank"
 
 
-def _grid_word(grid: GridOptions) -> str:
+def grid_word(grid: Any) -> str:
+    """Of `GridOptions`, or of a `fp.GridSpec`."""
     spread = ":stream" if grid.stream else f":{grid.spread}" if grid.spread != "rows" else ""
     return f"grid{grid.x}x{grid.y}x{grid.z}{spread}" + (f"/{grid.replicas}" if grid.replicas > 1 else "")
 

@@ -233,6 +233,16 @@ class GridLinear(ParallelModule):
             return scatter_to(bias, k, dim=0, sizes=self._head_sizes)
         return bias
 
+    def output_rows(self) -> Tensor:
+        """Which of the output features this rank computes, in its order."""
+        k, n = self._axes()
+        layout: Any = self._layouts["weight"]
+        found = layout.index()[1 if self.transposed else 0] if self._picked is None else None
+        rows: Tensor = torch.arange(self.out_features, device="cpu") if found is None else found
+        if self._picked is not None:
+            rows = self._picked.take(rows, 0, n.rank)
+        return rows.split(list(self._head_sizes or ()))[k.rank] if self._gives_heads() else rows
+
     def weight_spread(self) -> tuple[GridSpread, Communicator]:
         """How the weight lies over z, and the ranks that have copies of it."""
         return GridSpread(self.grid.z, 1, self._z_sizes), self.grid.replicas

@@ -11,7 +11,8 @@
 | `trace.py` | what goes into and comes out of every module, and the gradients of both |
 | `pieces.py` | which part of a parameter a rank holds |
 | `reference.py` | the whole model, in its dtype and in float64 |
-| `alignment.py` | which part of a module's whole output a rank's output is |
+| `words.py` | layouts in words |
+| `alignment.py`, `grid_alignment.py` | which part of a module's whole output a rank's output is; on a grid |
 | `judge.py` | comparison, against the rounding that the reference itself has |
 | `culprit.py` | from what differs to the module whose code is wrong |
 | `report.py` | findings, and the table |

@@ -44,6 +44,10 @@ class Alignment:
         for rows in self._rows(path, is_output, dim, whole, sizes):
             yield [tuple(rows[rank] if d == dim else None for d in range(whole.dim())) for rank in range(len(sizes))]
 
+    def may_be_parts(self, places: Places) -> bool:
+        """Whether gradients of what ranks share are parts: that of heads is, and what is whole on every rank is not."""
+        return overlaps(places)
+
     def _rows(self, path: str, is_output: bool, dim: int, whole: Tensor, sizes: list[int]) -> Iterator[list[Tensor]]:
         total, own = whole.size(dim), self._hints.rows.get(path)
         if own is not None and is_output and dim == whole.dim() - 1:

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastpar.verification.layout import LayoutText, parse_layout
 from fastpar.verification.report import VerifyReport
 from fastpar.verification.run import verify
 from fastpar.verification.tiny import TinyModel, tiny_model
+from fastpar.verification.words import LayoutText, parse_layout
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,8 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, RuntimeError) as error:
         return _misuse(str(error))
     rows = _rows(words)
-    if flags.rows is not None and flags.rows % _parts(words):
-        return _misuse(f"--rows {flags.rows} cannot be shared by {_parts(words)} parts of the batch ({flags.layout})")
+    if flags.rows is not None and flags.rows % words.parts:
+        return _misuse(f"--rows {flags.rows} cannot be shared by {words.parts} parts of the batch ({flags.layout})")
     options = {"rows": flags.rows or rows, "length": flags.length, "dtype": flags.dtype, "rank_seeds": flags.rank_seeds}
     try:
         report = _run(words, flags.layout, model, options)
@@ -64,9 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--model", required=True, help="a name (google/gemma-2-2b), class, model_type, or the path of a config.json"
     )
-    made.add_argument(
-        "--layout", required=True, help="such as tp2,sp or pp2,dp2,zero2; see fastpar.verification.layout"
-    )
+    made.add_argument("--layout", required=True, help="words of fp.Layout: tp2,sp or pp2,dp2,zero2 or 'tp4 grid1x2x2'")
     made.add_argument("--rows", type=int, help="sequences in the batch (two for each part that the layout makes of it)")
     made.add_argument("--length", type=int, default=11, help="tokens of a sequence (%(default)s)")
     made.add_argument("--dtype", default="float32", choices=("float32", "float64", "bfloat16"), help="(%(default)s)")
@@ -76,16 +74,10 @@ def _parser() -> argparse.ArgumentParser:
     return made
 
 
-def _parts(words: LayoutText) -> int:
-    """Data-parallel ranks times microbatches."""
-    dp = words.sizes.get("dp_shard", 1) * words.sizes.get("dp_replicate", 1)
-    pp = words.sizes.get("pp", 1)
-    microbatches: int = words.options.get("num_microbatches", pp) if pp > 1 else 1
-    return dp * microbatches
-
-
 def _rows(words: LayoutText) -> int:
-    return 2 * _parts(words)
+    """Two or more for each part of the batch, and as many for each rank of a grid that shares its sequences."""
+    z: int = words.asked.tp_grid.z
+    return max(2, z) * words.parts
 
 
 def _batch(rows: int, length: int) -> dict[str, Tensor]:

@@ -16,11 +16,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastpar.verification.alignment import Alignment, Places, overlaps
+from fastpar.verification.alignment import Alignment, Places
+from fastpar.verification.grid_alignment import GridAlignment
 from fastpar.verification.layout import ModuleHints
 from fastpar.verification.pieces import Piece, take
 from fastpar.verification.reference import WholeRun
@@ -93,9 +95,6 @@ class _Bound:
     floor: float
     is_backward: bool = False
     in_block: bool = False
-
-    def may_be_summed(self, places: Places) -> bool:
-        return self.is_backward and (self.in_block or overlaps(places))
 
 
 @dataclass
@@ -204,7 +203,9 @@ class Judge:
             return f"called {counts[0]} times, in the whole model {per_part * self._microbatches} times"
         factor = float(self._microbatches) if bound.is_backward else 1.0  # a pipeline averages over them
         positions = records[0].positions
-        alignment = Alignment(records[0].hints, _tokens_here(self._tokens, positions))
+        alignment: Alignment | GridAlignment = Alignment(records[0].hints, _tokens_here(self._tokens, positions))
+        if records[0].hints.grid:
+            alignment = GridAlignment([record.hints for record in records], self._tokens)
         is_output = kind in (OUTPUT, GRAD_OUTPUT)
         total = _Outcome()
         for number, microbatch in enumerate(records[0].microbatches):
@@ -220,7 +221,8 @@ class Judge:
                 ranks = [record.rank for record in records]
                 for cut in _cuts(whole, positions, self._tokens):
                     for places in alignment.places(path, is_output, cut, locals_):
-                        for outcome in _placed(cut, locals_, places, ranks, bound):
+                        is_sum = bound.is_backward and (bound.in_block or alignment.may_be_parts(places))
+                        for outcome in _placed(cut, locals_, places, ranks, bound, is_sum):
                             if best is None or outcome.excess < best.excess:
                                 best = outcome
                 if best is None and key == ("", OUTPUT):  # what the model's caller gets
@@ -366,7 +368,7 @@ class Judge:
 
 
 def _placed(
-    whole: Tensor, locals_: list[Tensor], places: Places, ranks: list[int], bound: _Bound
+    whole: Tensor, locals_: list[Tensor], places: Places, ranks: list[int], bound: _Bound, may_be_summed: bool
 ) -> Iterator[_Outcome]:
     """Each rank for itself; where gradients may be parts, also their sum."""
     alone = _Outcome()
@@ -374,7 +376,7 @@ def _placed(
         wanted = take(whole, index)
         alone.add(_rms(local - wanted), max(_rms(wanted), _rms(whole)), bound, rank)
     yield alone
-    if len(locals_) > 1 and alone.excess > 1 and bound.may_be_summed(places):
+    if len(locals_) > 1 and alone.excess > 1 and may_be_summed:
         total = torch.zeros_like(whole)
         for local, index in zip(locals_, places, strict=True):
             _add(total, index, local)
@@ -448,13 +450,14 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _add(total: Tensor, index: tuple[Tensor | None, ...], local: Tensor) -> None:
-    rows = [(dim, x) for dim, x in enumerate(index) if x is not None]
-    if rows:
-        total.index_add_(rows[0][0], rows[0][1], local)
-    else:
-        total += local
+    """To the elements of an index, in which none is twice."""
+    total[_elements(total, index)] += local
 
 
 def _mark(covered: Tensor, index: tuple[Tensor | None, ...]) -> None:
-    grids = [torch.arange(size) if rows is None else rows for size, rows in zip(covered.shape, index, strict=True)]
-    covered[torch.meshgrid(*grids, indexing="ij") if grids else ()] = True
+    covered[_elements(covered, index)] = True
+
+
+def _elements(whole: Tensor, index: tuple[Tensor | None, ...]) -> Any:
+    rows = [torch.arange(size) if rows is None else rows for size, rows in zip(whole.shape, index, strict=True)]
+    return torch.meshgrid(*rows, indexing="ij") if rows else ()

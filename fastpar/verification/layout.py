@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,14 +15,16 @@ from fastpar.clip import grad_norm
 from fastpar.context.batch import shard as shard_batch
 from fastpar.context.batch import total
 from fastpar.context.region import region_of
-from fastpar.mesh import Mesh, init_mesh
+from fastpar.layouts.words import grid_word
+from fastpar.mesh import Mesh
+from fastpar.mesh.grid import TENSOR_GRID_DIMS
 from fastpar.parallel.api import parallelize, swap_of, unwatch
 from fastpar.parallel.pipeline_api import parallelize_pipeline
 from fastpar.parallel.styles import ExpertStyle, Style
-from fastpar.pipeline import Pipeline, schedule_names
+from fastpar.pipeline import Pipeline
 from fastpar.pipeline.stages.absent import Absent
-from fastpar.recompute import Full, Policy, apply_recompute
-from fastpar.tensor import ColumnParallelLinear, LayoutDropout
+from fastpar.recompute import Policy, apply_recompute
+from fastpar.tensor import ColumnParallelLinear, GridLinear, LayoutDropout
 from fastpar.verification.inputs import Inputs, LossFunction, loss_of
 from fastpar.verification.pieces import Piece, plain_pieces, zero_pieces
 from fastpar.verification.trace import ModuleTrace, takes_views
@@ -81,70 +82,13 @@ class VerifyLayout:
     def __str__(self) -> str:
         names = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "etp")
         parts = [f"{name}={self.mesh.size(name)}" for name in names if self.mesh.size(name) > 1]
+        parts += [grid_word(self.mesh.tp_grid)] if self.mesh.tp_grid is not None else []
         parts += ["sequence_parallel"] if self.sequence_parallel else []
         if self.mesh.size("pp") > 1:
             parts.append(f"{self.schedule} with {self.microbatches} microbatches")
         parts += [f"ZeRO {self.zero_stage}"] if self.zero_stage is not None else []
         parts += [str(self.recompute)] if self.recompute is not None else []
         return ", ".join([*parts, *(["own code"] if self.apply else [])]) or "one rank"
-
-
-@dataclass(frozen=True)
-class LayoutText:
-    """A layout in words, before there are ranks: sizes of mesh dims, and options of `VerifyLayout`."""
-
-    sizes: dict[str, int]
-    options: dict[str, Any]
-
-    @property
-    def world_size(self) -> int:
-        return math.prod(size for name, size in self.sizes.items() if name not in ("ep", "etp"))
-
-    def layout(self, device: str | None = None) -> VerifyLayout:
-        """On a mesh of its own, which is the caller's to close. Collective."""
-        sizes: dict[str, Any] = dict(self.sizes)
-        return VerifyLayout(init_mesh(**sizes, device=device), **self.options)
-
-
-_DIMS = {"tp": "tp", "pp": "pp", "dp": "dp_shard", "replicas": "dp_replicate", "ep": "ep", "etp": "etp", "cp": "cp"}
-
-
-def parse_layout(text: str) -> LayoutText:
-    """`tp2,sp`, `tp2,pp2,zero2`, `ep2`, `dp2,zero3,recompute`, `pp2,zbv,mb4`.
-
-    dims     tp, pp, dp, replicas (of dp's shards), ep, etp, cp, each with its size. Experts are spread over dp and tp;
-             where these have fewer ranks than ep * etp, dp grows
-    options  sp; zero0 to zero3; recompute; mb and a number of microbatches; the name of a pipeline's schedule
-
-    Raises ValueError with the words that there are.
-    """
-    sizes: dict[str, int] = {}
-    options: dict[str, Any] = {}
-    for word in (part.strip() for part in text.split(",")):
-        found = re.fullmatch(r"([a-z]+)=?(\d+)", word)
-        name, number = (found[1], int(found[2])) if found else (word, 0)
-        if name in _DIMS and number > 0:
-            sizes[_DIMS[name]] = number
-        elif word == "sp":
-            options["sequence_parallel"] = True
-        elif name == "zero" and found and number <= 3:
-            options["zero_stage"] = number
-        elif word == "recompute":
-            options["recompute"] = Full()
-        elif name == "mb" and number > 0:
-            options["num_microbatches"] = number
-        elif word in schedule_names():
-            options["schedule"] = word
-        else:
-            raise ValueError(
-                f"layout {text!r}: {word!r} is none of {', '.join(f'{dim}N' for dim in _DIMS)}, sp, zero0 to zero3, "
-                f"recompute, mbN, {', '.join(schedule_names())}; as in 'tp2,sp' or 'pp2,dp2,zero2'"
-            )
-    experts = sizes.get("ep", 1) * sizes.get("etp", 1)
-    inner = sizes.get("dp_shard", 1) * sizes.get("cp", 1) * sizes.get("tp", 1)
-    if "dp_shard" not in sizes and experts % inner == 0 and experts > inner:
-        sizes["dp_shard"] = experts // inner
-    return LayoutText(sizes, options)
 
 
 @dataclass
@@ -156,6 +100,8 @@ class ModuleHints:
     experts  modules whose experts are spread over ranks
     blocks   modules between a copy (or gather) and a sum: gradients inside are parts
     sums_anywhere    nobody says where gradients are parts: they may be everywhere
+    grid     on a tensor-parallel grid, this rank's (place, size) along its axes and among all of tp
+    features of column- and row-parallel layers there: total features of the output, and which this rank computes
     """
 
     rows: dict[str, tuple[int, tuple[tuple[tuple[int, int], ...], ...]]] = field(default_factory=dict)
@@ -163,6 +109,8 @@ class ModuleHints:
     experts: list[str] = field(default_factory=list)
     blocks: list[str] = field(default_factory=list)
     sums_anywhere: bool = False
+    grid: dict[str, tuple[int, int]] = field(default_factory=dict)
+    features: dict[str, tuple[int, Tensor]] = field(default_factory=dict)
 
     def may_be_parts(self, path: str) -> bool:
         return self.sums_anywhere or any(path.startswith(f"{block}.") for block in self.blocks)
@@ -257,6 +205,11 @@ class LaidOut:
         for path, module in self._modules():
             if isinstance(module, ColumnParallelLinear) and not module.gather_output:
                 hints.rows[path] = (module.rows.total, module.rows.ranges)
+            elif isinstance(module, GridLinear):
+                hints.features[path] = (module.out_features, module.output_rows())
+        if hints.features:
+            axes = (*TENSOR_GRID_DIMS, "tp")
+            hints.grid = {axis: (self.mesh.rank(axis), self.mesh.size(axis)) for axis in axes}
         return hints
 
     def dropouts(self) -> list[str]:

@@ -17,11 +17,12 @@ from fastpar.mesh import Mesh
 from fastpar.verification.culprit import findings_of
 from fastpar.verification.inputs import FunctionalDropoutOff, Inputs, LossFunction, built, model_checksums, seeded
 from fastpar.verification.judge import Judge, RankRecord, RankStep
-from fastpar.verification.layout import LaidOut, MakeOptimizer, VerifyLayout, parse_layout
+from fastpar.verification.layout import LaidOut, MakeOptimizer, VerifyLayout
 from fastpar.verification.pieces import Piece
 from fastpar.verification.reference import Job, references, step_seed
 from fastpar.verification.report import VerifyFinding, VerifyReport
 from fastpar.verification.trace import StepTrace
+from fastpar.verification.words import parse_layout
 
 _WAIT = timedelta(hours=1)  # for the rank that runs the whole model
 
@@ -48,8 +49,8 @@ def verify(
 
     build       makes the model, whole, the same in every call and on every rank (generators of torch and random are
                 seeded before). It is called several times; take a small one
-    layout      a `VerifyLayout`; a Mesh, with the defaults of one; or words such as "tp2,sp" (`parse_layout`), whose
-                mesh is made for the call
+    layout      a `VerifyLayout`; a Mesh, with the defaults of one; or words of `fp.Layout` such as "tp2,sp", whose mesh
+                is made for the call
     batch       the whole batch, the same on every rank: a mapping of keyword inputs, a tuple of positional ones, or
                 one tensor. Data-parallel ranks and microbatches get equal parts of dim 0
     target, loss    loss(output, target) -> scalar; without a loss, the model's output is one, or has one (`.loss`). It

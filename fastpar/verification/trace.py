@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastpar.tensor import ColumnParallelLinear
+from fastpar.tensor import ColumnParallelLinear, GridLinear
 from fastpar.tensor.parameter import local_tensor
 
 INPUT, OUTPUT, GRAD_OUTPUT, GRAD_INPUT = "input", "output", "gradient of the output", "gradient of the input"
@@ -141,7 +141,7 @@ def takes_views(module: nn.Module) -> bool:
 
     Layers that share an input know it by identity, and so do those that are recomputed in a chain.
     """
-    shares = isinstance(module, ColumnParallelLinear) and module.shared_input is not None
+    shares = isinstance(module, ColumnParallelLinear | GridLinear) and module.shared_input is not None
     return not shares and "forward" not in module.__dict__
 
 

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fastpar as fp
-from fastpar.verification import VerifyReport, layout
+from fastpar.verification import VerifyReport
+from fastpar.verification.words import parse_layout
 from tests.models import VOCAB, build_model
 from tests.moe import moe_models
 from tests.verification.verify_errors import (
@@ -155,7 +156,7 @@ def run_case(case: Case) -> VerifyReport:
     own = case.model in ("example", "chain", "sequential")
     batch: Any = (ids,) if own else {"input_ids": ids, "labels": ids}
     extra: dict[str, Any] = {"loss": next_tokens, "target": ids} if own else {}
-    words = layout.parse_layout(case.layout)
+    words = parse_layout(case.layout)
     mesh = fp.init_mesh(**words.sizes, device="cpu")
     asked = fp.VerifyLayout(mesh, **{**words.options, **case.options})
     try:
