@@ -6,6 +6,7 @@ Inputs are small integers, so that sums are exact in every dtype and compared fo
 from __future__ import annotations
 
 import inspect
+import itertools
 import json
 import time
 
@@ -141,9 +142,9 @@ def check_gathers():
 
 
 def reduce_over_gloo():
-    """Below and above the size from which gloo's ring reduces."""
-    comm = Communicator(dist.group.WORLD, timeout=20.0, transport="torch")
-    for shape in ((5, 7), _BIG):
+    """Over gloo as fastpar sends, and over gloo's own, below and above the size from which its ring reduces."""
+    for check, shape in itertools.product((None, False), ((5, 7), _BIG)):
+        comm = Communicator(dist.group.WORLD, timeout=20.0, transport="torch", check=check)
         for dtype in FLOATS:
             for op in ops_for(dtype):
                 xs = inputs(comm.size, shape, dtype)
