@@ -11,14 +11,13 @@ whole on all tokens ("gathered").
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from typing import Any
 
 from torch import nn
 
 from fastpar.parallel.declared import UnknownModelError, first_plan
 from fastpar.parallel.heads import block_splits
+from fastpar.parallel.kinds import alike, called_alike
 from fastpar.parallel.layer_plan import LayerPlan
 from fastpar.parallel.stacked_experts import is_stacked
 from fastpar.parallel.styles import (
@@ -37,7 +36,6 @@ from fastpar.parallel.trial import DifferenceError, RecordedCall, Trial, TrialEr
 from fastpar.pipeline.stages.absent import Absent
 from fastpar.tensor.own_forward import has_hooks, has_own_forward
 
-_PLAIN = (int, float, str, bool, type(None))
 # A block that holds other styles is not tried: virtual ranks do not know what a subclass does.
 _TRIED = (ColwiseStyle, RowwiseStyle, HeadsStyle, PartialStyle, ReplicateStyle, DropoutStyle)
 
@@ -57,18 +55,14 @@ def proven_plan(model: nn.Module, size: int, *, sequence_parallel: bool = False)
         raise unknown
     if is_part or size == 1:
         return dict(styles.items())
-    kinds: dict[Any, list[str]] = {}
-    for path, style in styles.items():
-        if isinstance(style, StreamStyle):
-            kinds.setdefault(_kind_of(modules[path], styles, path), []).append(path)
-    inside = [name for group in kinds.values() for name in _inside(modules[group[0]], group[0])]
+    layers = [path for path, style in styles.items() if isinstance(style, StreamStyle)]
     try:
-        calls = record_calls(model, inside, 2 * size + 1)
+        kinds, calls = _kinds_and_calls(model, modules, layers, styles, size)
     except Exception as error:  # of the model's own code: any
         if unknown is not None:
             raise UnknownModelError(f"{unknown}. Nor can it be found out: a run on a few ids failed: {error}") from None
         return dict(styles.items())
-    for group in kinds.values():
+    for group in kinds:
         if group[0] not in calls:
             continue
         found = LayerPlan(modules, group[0], styles, calls, size, sequence_parallel).settle()
@@ -88,15 +82,12 @@ def refuse_wrong_blocks(model: nn.Module, styles: Mapping[str, Style], size: int
     modules = dict(model.named_modules(remove_duplicate=False))
     if size == 1 or any(isinstance(module, Absent) for module in modules.values()):
         return
-    kinds: dict[Any, str] = {}
-    for path, style in styles.items():
-        if isinstance(style, BlockStyle):
-            kinds.setdefault(_kind_of(modules[path], styles, path), path)
+    blocks = [path for path, style in styles.items() if isinstance(style, BlockStyle)]
     try:
-        calls = record_calls(model, kinds.values(), 2 * size + 1) if kinds else {}
+        kinds, calls = _kinds_and_calls(model, modules, blocks, styles, size) if blocks else ([], {})
     except Exception:  # of the model's own code: any
         return
-    for path in kinds.values():
+    for path, *_ in kinds:
         inside = {name[len(path) + 1 :]: style for name, style in styles.items() if name.startswith(f"{path}.")}
         linears = [modules[f"{path}.{name}"] for name, style in inside.items() if splits_features(style)]
         if any(has_own_forward(linear) or has_hooks(linear) for linear in linears):
@@ -137,6 +128,18 @@ def _can_be_tried(style: Style) -> bool:
     return type(style) in _TRIED and not is_full
 
 
+def _kinds_and_calls(
+    model: nn.Module, modules: Mapping[str, nn.Module], paths: list[str], styles: Mapping[str, Style], size: int
+) -> tuple[list[list[str]], dict[str, RecordedCall]]:
+    """The modules at `paths` by kind, and how they and what the first of each kind holds are called."""
+    groups = alike(modules, paths, styles)
+    firsts = {name for group in groups for name in _inside(modules[group[0]], group[0])}
+    calls = record_calls(model, [*firsts, *(path for path in paths if path not in firsts)], 2 * size + 1)
+    kinds = [kind for group in groups for kind in called_alike(modules, group, calls)]
+    more = [name for kind in kinds if kind[0] not in firsts for name in _inside(modules[kind[0]], kind[0])]
+    return kinds, calls | (record_calls(model, more, 2 * size + 1) if more else {})
+
+
 def _inside(module: nn.Module, path: str) -> list[str]:
     found = [path]
     for name, child in module.named_children():
@@ -145,16 +148,3 @@ def _inside(module: nn.Module, path: str) -> list[str]:
         elif is_linear(child):
             found.append(f"{path}.{name}")
     return found
-
-
-def _kind_of(module: nn.Module, styles: Mapping[str, Style], path: str) -> Any:
-    """A key that two layers share which compute the same on other numbers."""
-    rows: list[Any] = []
-    for name, child in module.named_modules():
-        plain = {
-            k: v for k, v in vars(child).items() if isinstance(v, _PLAIN) and not re.search(r"(^|_)(id|index|idx)$", k)
-        }
-        shapes = {k: tuple(p.shape) for k, p in [*child._parameters.items(), *child._buffers.items()] if p is not None}
-        rows.append((name, type(child), tuple(sorted(plain.items(), key=str)), tuple(shapes.items())))
-    inner = tuple((name[len(path) :], style) for name, style in styles.items() if name.startswith(f"{path}."))
-    return tuple(rows), inner

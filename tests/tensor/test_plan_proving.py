@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import types
 from typing import Any, ClassVar
 
 import pytest
@@ -11,8 +13,10 @@ from torch import Tensor, nn
 import fastpar as fp
 from fastpar.parallel.declared import auto_plan
 from fastpar.parallel.heads import split_heads
-from fastpar.parallel.plan import parse_style
-from fastpar.parallel.proving import proven_plan
+from fastpar.parallel.kinds import alike, called_alike
+from fastpar.parallel.plan import match_plan, parse_style
+from fastpar.parallel.proving import proven_plan, refuse_wrong_blocks
+from fastpar.parallel.styles import ColwiseStyle
 from fastpar.parallel.trial import record_calls
 from fastpar.tensor import full_parameter
 from tests.dist import run_ranks
@@ -246,6 +250,114 @@ def test_heads_that_do_not_divide_leave_a_block_that_nobody_declared_whole() -> 
     style = parse_style("", proven_plan(Model(Attention), 3)["stack.1.parts.part0"])
     assert style.name == "whole"
     assert "heads" in style.note
+
+
+# ------------------------------------------------------------------------------------------- layers that are not alike
+
+
+class MLPThatAsks(MLP):
+    """Softmax over features, of which a rank has a part, where `says_so`; the sigmoid elsewhere."""
+
+    says_so: Any = None
+
+    def forward(self, x: Tensor, idx: int = 0, soft: bool = False) -> Tensor:
+        gate, up = self.a(x).chunk(2, -1)
+        is_soft = soft or (self.says_so is not None and self.says_so(idx))
+        return self.b((gate.softmax(-1) if is_soft else gate.sigmoid()) * up)
+
+
+class CallsWith(Model):
+    """Says in the call which layer it is."""
+
+    def __init__(self, **first_and_second: tuple[Any, Any]):
+        super().__init__(MLP)
+        self.options = first_and_second
+        self.stack = nn.ModuleList(LayerWithOptions() for _ in range(2))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.table(ids)
+        for i, layer in enumerate(self.stack):
+            x = layer(x, **{name: values[i] for name, values in self.options.items()})
+        return self.out(x)
+
+
+class LayerWithOptions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp, self.norm = MLPThatAsks(), nn.LayerNorm(HIDDEN)
+        self.mlp.says_so = bool
+
+    def forward(self, x: Tensor, **options: Any) -> Tensor:
+        return x + self.mlp(self.norm(x), **options)
+
+
+def _asking(second: Any) -> Model:
+    """A model whose second layer says something else than its first."""
+    model = Model(MLPThatAsks)
+    parts: Any = [layer.parts["part0"] for layer in model.stack]
+    second(*parts)
+    return model
+
+
+def _by_index(*parts: Any) -> None:
+    for i, part in enumerate(parts):
+        part.layer_idx = i
+        part.__class__ = type("Numbered", (MLPThatAsks,), {"says_so": lambda self, _: self.layer_idx == 1})
+    parts[1].__class__ = parts[0].__class__
+
+
+def _by_list(*parts: Any) -> None:
+    for i, part in enumerate(parts):
+        part.flags = [{"soft": i == 1}]
+        part.says_so = functools.partial(_first_flag, part.flags)
+
+
+def _first_flag(flags: Any, _: int) -> bool:
+    return bool(flags[0]["soft"])
+
+
+def _by_closure(*parts: Any) -> None:
+    def made(soft: bool) -> Any:
+        return lambda _: soft
+
+    parts[0].says_so, parts[1].says_so = made(False), made(True)
+
+
+def _by_forward(_: Any, second: Any) -> None:
+    second.forward = types.MethodType(lambda self, x: self.b(self.a(x).chunk(2, -1)[0].softmax(-1)), second)
+
+
+def _by_hook(_: Any, second: Any) -> None:
+    second.a.register_forward_hook(lambda _m, _a, out: out.softmax(-1))
+
+
+@pytest.mark.parametrize("second", [_by_index, _by_list, _by_closure, _by_forward, _by_hook])
+def test_a_trial_of_a_layer_does_not_speak_for_one_that_differs_by_what_its_code_reads(second: Any) -> None:
+    plan = proven_plan(_asking(second), 2)
+    styles = [parse_style("", plan[f"stack.{i}.parts.part0"]).name for i in range(2)]
+    assert styles == ["block", "whole"]
+    written = {"stack.*.parts.part0": "block", "stack.*.parts.part0.a": ColwiseStyle(sections=2)}
+    parsed = match_plan(_asking(second), written | {"stack.*.parts.part0.b": "rowwise"})
+    if second is not _by_hook:  # hooks on linears are tried with the real layers
+        with pytest.raises(ValueError, match=r"stack.1.parts.part0 \(\w+\), split as the plan says, would compute"):
+            refuse_wrong_blocks(_asking(second), parsed, 2)
+
+
+@pytest.mark.parametrize("options", [{"idx": (0, 1)}, {"soft": (False, True)}])
+def test_a_trial_of_a_layer_does_not_speak_for_one_that_is_called_otherwise(options: Any) -> None:
+    plan = proven_plan(CallsWith(**options), 2)
+    assert [parse_style("", plan[f"stack.{i}.mlp"]).name for i in range(2)] == ["block", "whole"]
+
+
+def test_layers_that_hold_copies_and_count_themselves_are_one_kind() -> None:
+    model = CallsWith(idx=(0, 1))
+    for i, layer in enumerate(model.stack):
+        layer.mlp.says_so = None
+        layer.options, layer.layer_idx = {"act": [torch.tanh, types.SimpleNamespace(p=0.0)]}, i
+    modules = dict(model.named_modules())
+    group = ["stack.0", "stack.1"]
+    assert alike(modules, group, {}) == [group]
+    assert called_alike(modules, group, record_calls(model, group, 5)) == [group]
 
 
 class GatedAttention(nn.Module):
