@@ -19,6 +19,8 @@ in 16 bits too, as the pipeline adds them up from there.
 from __future__ import annotations
 
 import weakref
+import zlib
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -49,6 +51,7 @@ if TYPE_CHECKING:
 
 BATCH_BYTES = 256 << 10  # of gradients that are copied to their bucket together: what a cache holds
 DEVICE_BATCH_BYTES = 8 << 20  # the same on devices, where a copy of less takes as long as its launch (not measured)
+_SHOWN = 8  # names in an error
 BUCKET_BYTES = 25 << 20
 FIRST_BUCKET_BYTES = 1 << 20
 
@@ -447,6 +450,8 @@ class GroupReducer(GradReducer):
 
     def __init__(self, units: Sequence[ParamGroup], groups: Groups, wire: Wire | None = None) -> None:
         super().__init__(groups, wire)
+        self._numbers = {unit: number for number, unit in enumerate(units)}
+        self._went: list[int] = []  # numbers of units whose collectives this rank has called since ranks last agreed
         self.refresh(units)
 
     def refresh(self, units: Sequence[ParamGroup]) -> None:
@@ -460,8 +465,14 @@ class GroupReducer(GradReducer):
         persistent = [param for unit in units for param in unit.persistent_params]
         self._persistent = [PersistentBucket(params, kind) for kind, params in self._by_kind(persistent)]
 
+    def note(self, unit: ParamGroup) -> None:
+        """A collective of a group is about to be called, which has to be the same group's on all ranks."""
+        self._went.append(self._numbers[unit])
+
     def reduce(self, unit: ParamGroup) -> None:
         """Begin to reduce what a group has of gradients; zero where it has none. Collective."""
+        if any(bucket.travels for bucket in self._buckets[unit]):
+            self.note(unit)
         with annotate(f"fastpar::zero::reduce_scatter {unit.name}"):
             for bucket in self._buckets[unit]:
                 self._make_room(bucket)
@@ -473,7 +484,7 @@ class GroupReducer(GradReducer):
         with looking_at_absent():
             pending = [any(_has_gradient(param) for param in unit.params) for unit in units]
             used = [param in self._used or _has_gradient(param) for param in self.params]
-        agreed = set_on_any([*pending, *used], self._comms())
+        agreed = self._agreed([*pending, *used])
         for unit, is_pending in zip(units, agreed, strict=False):
             if is_pending:
                 self.reduce(unit)
@@ -490,9 +501,34 @@ class GroupReducer(GradReducer):
             self._settle(param, is_used)
         self.forget()
 
+    def _agreed(self, flags: Sequence[bool]) -> list[bool]:
+        """Flags of any rank. Raises RuntimeError on all ranks where they went through other groups: what was reduced is
+        then a sum of gradients of several, and is dropped. Collective: one small all-reduce."""
+        went = zlib.crc32(array("i", self._went).tobytes()) >> 1
+        found = torch.tensor([went, -went, *flags], dtype=torch.int32, device="cpu")
+        for comm in self._comms():
+            comm.all_reduce(found, "max", out=found)
+        most, least, *agreed = found.tolist()
+        if most == -least:
+            return [bool(flag) for flag in agreed]
+        names = {number: unit.name or "the model" for unit, number in self._numbers.items()}
+        here = ", ".join(names[number] for number in self._went[-_SHOWN:])
+        self.forget_sums(self.params)
+        for param in self.params:
+            param.optim_param.grad = None
+        raise RuntimeError(
+            "ranks went through other modules, or in another order, and stage 3 gathers and reduces each on all ranks "
+            f"at once: no gradients are kept (last here: {here}). Let all ranks run the same modules, and those that "
+            "they choose by their data within one of units=; or take stage=2"
+        )
+
     def _put_all(self, bucket: Bucket) -> None:
         bucket.open()
         self._put(bucket, range(len(bucket.params)))
+
+    def forget(self) -> None:
+        super().forget()
+        self._went.clear()
 
     def _comms(self) -> list[Communicator]:
         return self.groups.joined()

@@ -329,6 +329,8 @@ class Stage3:
         self.store.put_away()
         while self._spare and self.whole_bytes + unit.nbytes > self.budget:
             self._free(self._spare[0])
+        if self.can_prefetch:  # ranks gather together
+            self.reducer.note(unit)
         unit.launch(self.pool)
         self.whole_bytes += unit.nbytes
         self.peak_bytes = max(self.peak_bytes, self.whole_bytes)

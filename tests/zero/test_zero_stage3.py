@@ -21,6 +21,7 @@ from fastpar.zero.options import ShardOptions
 from fastpar.zero.param_group import plan_units, small_names
 from fastpar.zero.stage3 import Stage3
 from tests.dist import run_ranks
+from tests.zero.zero_ranks import whole_values
 
 TRANSPORTS = ("auto", "torch")  # gathers that copy at once, and gathers that are begun early
 
@@ -907,3 +908,46 @@ def compiled_run() -> list[str]:
 def test_a_compiled_model_gives_the_same_gradients() -> None:
     for wrong in run_ranks(2, compiled_run):
         assert wrong == []
+
+
+class Routes(nn.Module):
+    """Three layers of one shape, of which a call runs the one it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(4, 6)
+        self.routes = nn.ModuleList(nn.Linear(6, 2) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, route: int) -> torch.Tensor:
+        return self.routes[route](torch.tanh(self.first(x)))
+
+
+def routed_steps(transport: str) -> None:
+    comm = Communicator(dist.group.WORLD, transport=transport)
+    inputs = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(1))
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: list[int], routes: list[int]) -> None:
+        (sum(model(inputs[rank], routes[rank]).square().mean() for rank in ranks) / len(ranks)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for units in (None, ["routes"]):
+        model, plain = Routes(), Routes()
+        optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (model, plain)]
+        fp.zero.shard(model, optimizers[0], group=comm, stage=3, units=units, persistent_share=0.0)
+        for routes in ([0, 0], [2, 2], [1, 0], [1, 1]):
+            if routes == [1, 0] and units is None:  # of one shape, so that their sums would go unnoticed
+                with pytest.raises(RuntimeError, match=f"last here: .*routes.{routes[comm.rank]}"):
+                    model(inputs[comm.rank], routes[comm.rank]).square().mean().backward()
+                assert all(parameter.grad is None for parameter in model.parameters())
+                continue
+            step(model, optimizers[0], [comm.rank], routes)
+            step(plain, optimizers[1], [0, 1], routes)
+        for name, parameter in plain.named_parameters():
+            torch.testing.assert_close(whole_values(model)[name], parameter.detach())
+
+
+@pytest.mark.parametrize("transport", ["auto", "torch"])
+def test_ranks_that_run_other_units_are_told(transport: str) -> None:
+    run_ranks(2, routed_steps, transport)
