@@ -19,6 +19,8 @@ Traps besides those of `bench.harness`:
 * torch's op is called as its documentation says for causal attention and grouped heads: is_causal, enable_gqa, no mask.
   On CUDA it is timed as it chooses for itself, and with each of its fused backends: cuDNN's, and flash attention (which
   takes 16-bit inputs only).
+* fastpar is timed as it chooses for itself, and on CUDA with its Triton kernels alone ("fastpar Triton") and where
+  torch's kernels are asked for, backward as well ("fastpar by torch").
 * torch sums gradients of bfloat16 in bfloat16; its tolerance allows for that. Errors are norms over whole results, of
   the first head of each group, against float64.
 * The roof is the rate of a large GEMM; attention also takes an exponential for each pair, forward and backward.
@@ -78,6 +80,7 @@ class AttentionCase:
             for name, kind, function in (
                 ("fastpar", "fastpar", fastpar_attention),
                 ("torch SDPA", "torch", torch_attention),
+                *(fastpar_kernels(self.dtype) if rank.device == "cuda" else ()),
                 *(torch_backends(self.dtype) if rank.device == "cuda" else ()),
             )
         ]
@@ -140,6 +143,19 @@ def fastpar_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     from fastpar.ops import attention
 
     return attention(q, k, v, causal=True)
+
+
+def fastpar_kernels(dtype: str) -> list[tuple[str, str, Attention]]:
+    """fastpar's implementations for CUDA, by name; backward has those of its forward."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    def only(backends: list[SDPBackend], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(backends):
+            return fastpar_attention(q, k, v)
+
+    fused = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
+    kinds = [("fastpar Triton", [SDPBackend.MATH]), *([] if dtype == "fp32" else [("fastpar by torch", fused)])]
+    return [(name, "fastpar", partial(only, backends)) for name, backends in kinds]
 
 
 def torch_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

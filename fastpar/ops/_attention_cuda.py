@@ -1,9 +1,11 @@
 """Which kernels serve the ops of attention where tensors are on CUDA.
 
-    float32, bfloat16, float16 with head dims up to 256      Triton, where it is installed
-    everything else                                          blocks of plain PyTorch
+    bfloat16, float16, masks and head dims that torch's kernels have     torch's cuDNN or flash attention, forward
+    float32, bfloat16, float16 with head dims up to 256                  Triton, where it is installed
+    everything else                                                      blocks of plain PyTorch
 
-The table of tiles stays on the host; what the kernels need of it is made there once, and kept.
+The first that supports a call has it; `_attention_torch.py` says what torch's have, and when they serve backward. The
+table of tiles stays on the host; what the kernels need of it is made there once, and kept.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastpar.ops import _attention_blocks
+from fastpar.ops import _attention_blocks, _attention_torch
 from fastpar.ops._backends import has_kernels, triton
 
 
@@ -30,10 +32,14 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, tiles: Tensor, tile_offsets: Tensor | None, *options: Any
 ) -> tuple[Tensor, Tensor]:
     """The op fastpar::attention_forward."""
+    scale, softcap, *dropout, out_dtype = options
+    if softcap == 0.0 and dropout[0] == 0.0:
+        found = _attention_torch.forward(q, k, v, tiles, tile_offsets, scale, out_dtype)
+        if found is not None:
+            return found
     kernels = _kernels(q, v)
     if kernels is None:
         return _attention_blocks.forward(q, k, v, tiles, tile_offsets, *options)
-    scale, softcap, *dropout, out_dtype = options
     hashed = kernels.DropoutHash(*dropout)
     return kernels.attention_forward(q, k, v, tiles, tile_offsets, scale, softcap, hashed, out_dtype)
 

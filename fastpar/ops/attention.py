@@ -14,8 +14,9 @@ and backward, from the final lse alone, so that parts of the keys may lie anywhe
 A row that sees nothing has out 0 and lse -inf (the sink, with one), whatever the backend. Query head h reads key/value
 head h // (h_q / h_k); nothing is repeated. Saved for backward: q, k, v, out and lse.
 
-The order of sums does not depend on the number of threads. Gradients are summed in float32 (float64 for float64) and
-rounded once.
+The order of sums does not depend on the number of threads, nor on the run. Gradients are summed in float32 (float64
+for float64) and rounded once. What torch's own kernels keep of this, where they are asked for, is said in
+`_attention_torch.py`, and which kernels serve CUDA tensors in `_attention_cuda.py`.
 """
 
 from __future__ import annotations
@@ -29,17 +30,45 @@ from fastpar import _ext
 from fastpar.arguments import checked
 from fastpar.contracts import compute_dtype
 from fastpar.contracts.attention import AttentionDropout, AttentionTiles, check_attention, check_score_options
-from fastpar.ops import _attention_blocks, _attention_cuda  # noqa: F401  (registers the ops for CUDA)
+from fastpar.ops import _attention_blocks, _attention_cuda, _attention_torch  # noqa: F401  (one registers for CUDA)
 from fastpar.ops._autograd import first_derivative_only, needs_grad
 
 _ext.load()
 _forward = torch.ops.fastpar.attention_forward
 _backward = torch.ops.fastpar.attention_backward
+torch.library.define(
+    "fastpar::attention_backward_from_out",
+    "(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor tiles, Tensor? tile_offsets, "
+    "float scale, ScalarType grad_dtype) -> (Tensor, Tensor, Tensor)",
+)
 
 # ---- every device without kernels of its own -------------------------------------------------------------------------
 
 torch.library.impl("fastpar::attention_forward", "default", _attention_blocks.forward)
 torch.library.impl("fastpar::attention_backward", "default", _attention_blocks.backward)
+
+
+@torch.library.impl("fastpar::attention_backward_from_out", "CompositeExplicitAutograd")
+def backward_from_out(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    tiles: Tensor,
+    tile_offsets: Tensor | None,
+    scale: float,
+    grad_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv) of the final out and lse, without a softcap or dropout: by torch's kernels, where they have it."""
+    found = _attention_torch.backward(grad_out, q, k, v, out, lse, tiles, tile_offsets, scale, grad_dtype)
+    if found is not None:
+        return found
+    options = ScoreOptions(scale)
+    parts = _backward(grad_out, q, k, v, lse, row_delta(grad_out, out, None), tiles, tile_offsets, *options)
+    dq, dk, dv = (part.to(grad_dtype) for part in parts)
+    return dq, dk, dv
 
 
 # ---- fakes -----------------------------------------------------------------------------------------------------------
@@ -58,6 +87,14 @@ def _backward_fake(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *options: 
     return dq, dk, dv
 
 
+@torch.library.register_fake("fastpar::attention_backward_from_out")
+def _backward_from_out_fake(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *options: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = (x.new_empty(x.shape, dtype=options[-1]) for x in (q, k, v))
+    return dq, dk, dv
+
+
 # ---- autograd --------------------------------------------------------------------------------------------------------
 
 
@@ -72,6 +109,11 @@ class ScoreOptions(NamedTuple):
     first_head: int = 0
     q_positions: Tensor | None = None
     k_positions: Tensor | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Neither a softcap nor dropout."""
+        return self.softcap == 0.0 and self.dropout_p == 0.0
 
     @classmethod
     def of(
@@ -123,25 +165,34 @@ class _Attention(torch.autograd.Function):
         table: Tensor,
         offsets: Tensor | None,
         options: ScoreOptions,
+        return_lse: bool,
     ) -> tuple[Tensor, Tensor]:
         out, lse = _attend(q, k, v, sink, table, offsets, options)
         positions = options.q_positions, options.k_positions
         ctx.save_for_backward(q, k, v, sink, out, lse, table, offsets, *positions)
         ctx.options = options[:-2]
+        ctx.return_lse = return_lse
+        ctx.by_torch = options.is_plain and _attention_torch.are_asked_for(q)
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, sink, out, lse, table, offsets, *positions = ctx.saved_tensors
-        grad_out, grad_lse = grads
+        grad_out, grad_lse = grads[0], grads[1] if ctx.return_lse else None  # a compiled graph has zeros for None
         if grad_out is None:
             grad_out = torch.zeros_like(out)
         needs = ctx.needs_input_grad
         with torch.no_grad():
-            delta = row_delta(grad_out, out, grad_lse)
             found: list[Tensor | None] = [None] * 4
-            if any(needs[:3]):
+            by_torch = ctx.by_torch and grad_lse is None
+            if not by_torch or needs[3]:
+                delta = row_delta(grad_out, out, grad_lse)
+            if by_torch and any(needs[:3]):
+                found[:3] = torch.ops.fastpar.attention_backward_from_out(
+                    grad_out, q, k, v, out, lse, table, offsets, ctx.options[0], q.dtype
+                )
+            elif any(needs[:3]):
                 parts = _backward(grad_out, q, k, v, lse, delta, table, offsets, *ctx.options, *positions)
                 found[:3] = [part.to(x.dtype) for part, x in zip(parts, (q, k, v), strict=True)]
             if needs[3]:
@@ -152,7 +203,7 @@ class _Attention(torch.autograd.Function):
             first_derivative_only(grad, "attention", alternative, *inputs) if need and grad is not None else None
             for grad, need in zip(found, needs[:4], strict=True)
         ]
-        return *wanted, None, None, None
+        return *wanted, None, None, None, None
 
 
 # ---- public ----------------------------------------------------------------------------------------------------------
@@ -195,6 +246,14 @@ def attention(
     beside the results is that of a few blocks of scores, on CPU also of packed operands of two key heads for each
     thread; saved for backward are q, k, v, out and lse.
 
+    On CUDA, torch's cuDNN and flash attention serve forwards of 16 bits whose mask they have (full, causal, windows,
+    packed documents), without softcap, sink and dropout; the rest is Triton's. Bits do not change from run to run. In
+    `torch.nn.attention.sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION])`, or after
+    `torch.backends.cuda.enable_math_sdp(False)`, torch's kernels serve the backward of such a forward too, as they are:
+    with atomics, so that bits change from run to run unless `torch.use_deterministic_algorithms(True)`; a key head's
+    gradients rounded for each of its query heads before they are summed; memory for a float32 dq and for dk and dv of
+    every query head. In `sdpa_kernel(SDPBackend.MATH)` everything is Triton's.
+
     Args:
         tiles: which query sees which key, from `AttentionMask.tiles`; None: every one, or those before it with causal.
         causal: query i sees keys 0..i, of as many keys as queries. Without tiles only.
@@ -218,7 +277,7 @@ def attention(
     else:
         table, offsets = tiles.table, tiles.offsets
     if needs_grad(q, k, v, sink):
-        out, lse = cast("tuple[Tensor, Tensor]", _Attention.apply(q, k, v, sink, table, offsets, options))
+        out, lse = cast("tuple[Tensor, Tensor]", _Attention.apply(q, k, v, sink, table, offsets, options, return_lse))
     else:
         out, lse = _attend(q, k, v, sink, table, offsets, options)
     return (out, lse) if return_lse else out

@@ -12,12 +12,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fastpar import ops
+from fastpar.ops import _attention_torch
+from fastpar.ops.attention import ScoreOptions
 from tests.ops.attention_triton_cases import TABLES, AttentionCase, case, expected, table
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
+ASKED = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}  # of the largest entry
 
 
@@ -54,6 +58,79 @@ def test_head_dims_match_float64(dims: tuple[int, int], dtype: torch.dtype) -> N
     assert_matches(case("documents", dims=dims, dtype=dtype, heads=(2, 1)))
 
 
+@pytest.mark.parametrize("backend", [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION])
+@pytest.mark.parametrize("name", TABLES)
+def test_small_tiles_match_float64_where_one_of_torchs_kernels_is_asked_for(name: str, backend: SDPBackend) -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        with sdpa_kernel([backend]):
+            assert_matches(case(name, dtype=dtype, heads=(4, 2), batch=2, dims=(64, 64)))
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128), (256, 256), (128, 64)])
+@pytest.mark.parametrize(
+    "mask", [{"causal": True}, {"window": (200, 0)}, {"causal": True, "documents": ((700, 1, 323),)}]
+)
+def test_long_masks_match_float64_by_torchs_kernels(mask: dict[str, Any], dims: tuple[int, int]) -> None:
+    tokens = (ops.TokenRange(0, 1024),)
+    tiles, generator = ops.AttentionMask(**mask).tiles(tokens, tokens), torch.Generator().manual_seed(0)
+    shapes = [(4, dims[0]), (2, dims[0]), (2, dims[1]), (4, dims[1])]
+    tensors = (torch.randn(2, h, 1024, d, generator=generator).bfloat16() for h, d in shapes)
+    c = AttentionCase._make((*tensors, tiles.table, None))
+    with sdpa_kernel(ASKED):
+        assert_matches(c)
+    assert_matches(c)
+
+
+@pytest.mark.parametrize("backend", [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION])
+def test_small_parts_with_the_merged_lse_give_the_gradients_of_all(backend: SDPBackend) -> None:
+    """What a ring does: keys before and keys beside, merged, then backward of each by the final out and lse."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, dout = (
+        torch.randn(1, h, n, 64, generator=generator).bfloat16() for h, n in ((4, 256), (2, 512), (2, 512), (4, 256))
+    )
+    whole = table([(0, 256, 0, 512, -255, 256)])
+    out, lse, _, *grads = expected(AttentionCase(q, k, v, dout, whole, None), 0.125)
+    there = [x.to(DEVICE) for x in (dout, q, k, v, out.bfloat16(), lse.float())]
+    found = []
+    with sdpa_kernel([backend]):
+        for part, hi in ((slice(0, 256), 255), (slice(256, 512), 0)):
+            tiles = table([(0, 256, 0, 256, -255, hi)])
+            tensors: Any = (*there[:2], there[2][:, :, part], there[3][:, :, part], *there[4:], tiles, None)
+            served = _attention_torch.backward(*tensors, 0.125, torch.float32)
+            assert served is not None
+            found.append(served)
+            own, own_lse = torch.ops.fastpar.attention_forward(
+                *tensors[1:4], *tensors[-2:], *ScoreOptions(0.125), torch.float32
+            )
+            partial = expected(AttentionCase(q, k[:, :, part], v[:, :, part], dout, tiles, None), 0.125)
+            assert_close(own, partial[0], torch.bfloat16)
+            assert_close(own_lse, partial[1], torch.float16)
+    parts = (found[0][0] + found[1][0], *(torch.cat(pair, 2) for pair in zip(found[0][1:], found[1][1:], strict=True)))
+    for mine, wanted in zip(parts, grads, strict=True):
+        assert_close(mine, wanted, torch.bfloat16)
+
+
+def test_bits_are_equal_from_run_to_run_by_flash_where_algorithms_are_deterministic() -> None:
+    c = case("documents", dims=(64, 64), dtype=torch.bfloat16, heads=(8, 2), batch=2)
+    torch.use_deterministic_algorithms(True)
+    try:
+        with sdpa_kernel(ASKED):
+            first, second = attend(c), attend(c)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_bits_of_long_rows_are_equal_from_run_to_run_by_default() -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, dout = (torch.randn(2, h, 2048, 128, generator=generator).bfloat16() for h in (16, 4, 4, 16))
+    rows: list[tuple[int, ...]] = [(0, 2048, 0, 2048, -2047, 0)]
+    c = AttentionCase(q, k, v, dout, table(rows), None)
+    first = attend(c)
+    for _ in range(3):
+        assert all(torch.equal(a, b) for a, b in zip(first, attend(c), strict=True))
+
+
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 def test_small_softcap_matches_float64(dtype: torch.dtype) -> None:
     assert_matches(case("documents", dims=(64, 64), dtype=dtype), softcap=5.0)
@@ -61,7 +138,7 @@ def test_small_softcap_matches_float64(dtype: torch.dtype) -> None:
 
 def test_long_documents_and_windows_match_float64() -> None:
     generator = torch.Generator().manual_seed(0)
-    rows = [(0, 700, 0, 700, -255, 0), (700, 1531, 700, 1531, -255, 0)]
+    rows: list[tuple[int, ...]] = [(0, 700, 0, 700, -255, 0), (700, 1531, 700, 1531, -255, 0)]
     q, k, v, dout = (torch.randn(1, h, 1531, 64, generator=generator) for h in (4, 2, 2, 4))
     assert_matches(AttentionCase(q, k, v, dout, table(rows), None))
 
@@ -86,8 +163,6 @@ def test_small_dropout_has_the_mask_of_the_cpu() -> None:
 @pytest.mark.parametrize("backend", ["FLASH_ATTENTION", "CUDNN_ATTENTION"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_torchs_attention_agrees(backend: str, head_dim: int) -> None:
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
     generator = torch.Generator(DEVICE).manual_seed(0)
     inputs = [torch.randn(2, 8, 1024, head_dim, generator=generator, device=DEVICE).bfloat16() for _ in range(4)]
     q, k, v = (x.clone().requires_grad_() for x in inputs[:3])
@@ -100,7 +175,18 @@ def test_torchs_attention_agrees(backend: str, head_dim: int) -> None:
         assert_close(a, b, torch.bfloat16)
 
 
-def test_a_step_can_be_captured_and_replayed_with_other_values() -> None:
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_step_can_be_captured_and_replayed_with_other_values(asked: bool) -> None:
+    """Asked for, by flash's deterministic backward: bits are compared."""
+    torch.use_deterministic_algorithms(asked)
+    try:
+        with sdpa_kernel(ASKED if asked else [*ASKED, SDPBackend.MATH]):
+            capture_a_step()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def capture_a_step() -> None:
     shape = (1, 4, 300, 64)
     q, k, v = (torch.randn(shape, device=DEVICE, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     dout = torch.randn(shape, device=DEVICE, dtype=torch.bfloat16)

@@ -33,6 +33,10 @@ def test_every_public_op_runs_on_cuda_tensors_and_makes_the_host_wait_nowhere_un
     run_rehearsed("check_ops.py")
 
 
+def test_torchs_attention_kernels_serve_what_they_have_by_stand_ins() -> None:
+    run_rehearsed("check_torch_attention.py")
+
+
 def test_launches_leave_room_for_each_other_and_captures_have_tables_of_their_own() -> None:
     run_rehearsed("check_launches.py")
 

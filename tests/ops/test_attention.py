@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fastpar.contracts.attention import AttentionDropout, AttentionMask, AttentionTiles, Ranges, TokenRange
-from fastpar.ops import _attention_blocks
+from fastpar.ops import _attention_blocks, _attention_torch
 from fastpar.ops.attention import attention as attention_op
 from fastpar.reference.attention import attention as reference_op
 from fastpar.reference.attention import attention_keep_mask
@@ -232,6 +233,8 @@ def test_opcheck() -> None:
     arguments = (q, k, v, table.table, table.offsets, *options)
     torch.library.opcheck(torch.ops.fastpar.attention_forward.default, (*arguments, torch.float32))
     torch.library.opcheck(torch.ops.fastpar.attention_backward.default, (out, q, k, v, lse, lse, *arguments[3:]))
+    from_out = (out, q, k, v, out, lse, table.table, table.offsets, 0.3, torch.float32)
+    torch.library.opcheck(torch.ops.fastpar.attention_backward_from_out.default, from_out)
 
 
 @pytest.mark.expensive
@@ -247,6 +250,28 @@ def test_compiles_without_a_graph_break(with_tiles: bool) -> None:
         strict=True,
     ):
         torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.expensive)])
+def test_backward_from_out_has_the_gradients_where_torchs_kernels_are_asked_for(
+    compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU, which has none of them: the op that asks for them falls back."""
+    calls, inputs, grad = [], heads(torch.float32, 4, 2), torch.randn(2, 4, 37, 11)
+    wanted = torch.autograd.grad(attention(*inputs, causal=True), inputs, grad)
+    monkeypatch.setattr(_attention_torch, "are_asked_for", lambda q: _attention_torch._plain_is_off())
+    monkeypatch.setattr(_attention_torch, "backward", lambda *arguments: calls.append(1))
+
+    def step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out: Tensor = attention(q, k, v, causal=True)
+        return out
+
+    run = torch.compile(step, fullgraph=True, backend="aot_eager") if compiled else step
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION]):
+        out = run(*inputs)
+    for found, expected in zip(torch.autograd.grad(out, inputs, grad), wanted, strict=True):
+        torch.testing.assert_close(found, expected)
+    assert calls == [1]
 
 
 def test_bad_arguments_are_refused() -> None:

@@ -18,6 +18,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
+from tests.rehearsal import torch_attention
+
 NUM_DEVICES = 2
 CAPABILITY = [9, 0]  # a test may write another one
 MULTIPROCESSORS = 132
@@ -205,7 +207,7 @@ def _install() -> None:
         for name in torch._C._dispatch_get_registrations_for_dispatch_key("CUDA"):
             if name.startswith("fastpar::") and _is_compiled(name):
                 _stand_in(library, name)
-    _kept.append(library)
+    _kept.extend((library, torch_attention.install(on_host, _one_device)))
 
 
 _kept: list[Any] = []

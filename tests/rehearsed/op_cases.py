@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fastpar import ops
 
@@ -220,13 +221,29 @@ TOKENS = (ops.TokenRange(0, 7), ops.TokenRange(20, 31))
 MASK = ops.AttentionMask(causal=True, window=(9, 0), documents=((4, 21, 6), (13, 18)))
 
 
-def _heads(m: Maker, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
-    return m.leaf(2, 4, 18, 8, dtype=dtype), m.leaf(2, 2, 18, 8, dtype=dtype), m.leaf(2, 2, 18, 5, dtype=dtype)
+def _heads(m: Maker, dtype: torch.dtype = torch.float32, value_dim: int = 5) -> tuple[Tensor, Tensor, Tensor]:
+    return m.leaf(2, 4, 18, 8, dtype=dtype), m.leaf(2, 2, 18, 8, dtype=dtype), m.leaf(2, 2, 18, value_dim, dtype=dtype)
 
 
 @case("attention")
 def _(m: Maker) -> Sequence[Tensor]:
     return backward(m, ops.attention(*_heads(m), causal=True))
+
+
+@case("attention, 16 bits")
+def _(m: Maker) -> Sequence[Tensor]:
+    """By torch's kernels forward, and by ours backward."""
+    out = ops.attention(*_heads(m, torch.bfloat16, 8), causal=True)
+    return [out.detach(), *backward(m, out.float() / 1000)]
+
+
+@case("attention, torch's kernels")
+def _(m: Maker) -> Sequence[Tensor]:
+    """By flash, forward and backward, of packed documents."""
+    tokens, mask = (ops.TokenRange(0, 18),), ops.AttentionMask(causal=True, window=(9, 0), documents=((4, 14), (12, 6)))
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION]):
+        out = ops.attention(*_heads(m, torch.bfloat16, 8), mask.tiles(tokens, tokens))
+    return [out.detach(), *backward(m, out.float() / 1000)]
 
 
 @case("attention, every option")

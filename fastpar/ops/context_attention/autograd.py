@@ -17,6 +17,7 @@ from fastpar.comm.agree import Agreement
 from fastpar.comm.recompute_cache import kept
 from fastpar.comm.transport_selector import Mode
 from fastpar.contracts import compute_dtype
+from fastpar.ops._attention_torch import are_asked_for
 from fastpar.ops._autograd import first_derivative_only
 from fastpar.ops.attention import ScoreOptions, merge_sink, row_delta, sink_grad
 from fastpar.ops.context_attention import gather, ring
@@ -102,7 +103,9 @@ def kept_forward(call: ContextCall, q: Tensor, k: Tensor, v: Tensor, sink: Tenso
     return kept(lambda: run_forward(call, q, k, v, sink))
 
 
-def run_backward(call: ContextCall, dout: Tensor, saved: tuple[Tensor, ...], sink: Tensor | None) -> tuple[Any, ...]:
+def run_backward(
+    call: ContextCall, dout: Tensor, saved: tuple[Tensor, ...], sink: Tensor | None, by_torch: bool
+) -> tuple[Any, ...]:
     """Gradients of q, k and v in their dtype, and of the sink: of this rank's rows, to be summed over the group."""
     q, k, v, out, lse = saved
     exchange = call.exchange
@@ -113,7 +116,7 @@ def run_backward(call: ContextCall, dout: Tensor, saved: tuple[Tensor, ...], sin
     if sink is not None:
         dsink = torch.zeros_like(sink)
         dsink[slice(*call.own_heads)] = sink_grad(sink[slice(*call.own_heads)], lse, delta)
-    rows = SavedRows(q, dout, lse, delta)
+    rows = SavedRows(q, dout, lse, delta, out if by_torch else None)
     if call.spread.gather:
         grads = gather.backward(call.gather(), rows, k, v, call.options)
     else:
@@ -141,7 +144,7 @@ class ContextAttentionFunction(torch.autograd.Function):
         ctx: Any, call: ContextCall, anchor: Tensor, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None
     ) -> Tensor:
         out, lse, *exchanged = kept_forward(call, q, k, v, sink)
-        ctx.call = call
+        ctx.call, ctx.by_torch = call, are_asked_for(q)
         # Of the heads that this rank has attended to, where these are not the caller's: else backward would send them.
         ctx.save_for_backward(*(exchanged or (q, k, v, out)), lse, sink, anchor)
         result: Tensor = out
@@ -151,7 +154,7 @@ class ContextAttentionFunction(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         *saved, sink, anchor = ctx.saved_tensors
         with torch.no_grad():
-            found = run_backward(ctx.call, grads[0], tuple(saved), sink)
+            found = run_backward(ctx.call, grads[0], tuple(saved), sink, ctx.by_torch)
         refused = (
             None if grad is None else first_derivative_only(grad, OP, SECOND_DERIVATIVE, grads[0], anchor, sink)
             for grad in found

@@ -59,18 +59,19 @@ def attend(
 
 
 class SavedRows(NamedTuple):
-    """What backward knows of all this rank's queries."""
+    """What backward knows of all this rank's queries; `out` where torch's kernels are asked for, which take it."""
 
     q: Tensor
     dout: Tensor
     lse: Tensor
     delta: Tensor
+    out: Tensor | None = None
 
     def narrow(self, rows: Span) -> SavedRows:
-        return SavedRows(*(x[:, :, rows[0] : rows[1]] for x in self))
+        return SavedRows._make(x if x is None else x[:, :, rows[0] : rows[1]] for x in self)
 
     def heads(self, span: Span) -> SavedRows:
-        return SavedRows(*(x[:, span[0] : span[1]] for x in self))
+        return SavedRows._make(x if x is None else x[:, span[0] : span[1]] for x in self)
 
 
 def attend_backward(
@@ -105,6 +106,11 @@ def _forward(
 def _backward(
     saved: SavedRows, k: Tensor, v: Tensor, block: Block, options: ScoreOptions, first_head: int
 ) -> Gradients:
+    if saved.out is not None and options.is_plain:
+        tensors = (saved.dout, saved.q, k, v, saved.out, saved.lse, block.table, block.offsets)
+        return Gradients(
+            *torch.ops.fastpar.attention_backward_from_out(*tensors, options.scale, compute_dtype(k.dtype))
+        )
     found = torch.ops.fastpar.attention_backward(
         saved.dout, saved.q, k, v, saved.lse, saved.delta, *_options(block, options, first_head)
     )
