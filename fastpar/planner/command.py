@@ -39,6 +39,7 @@ def main(arguments: Sequence[str]) -> int:
             pin=_pins(flags.pin),
             allow=flags.allow,
             fused_loss=flags.fused_loss,
+            fused_kernels=flags.fused_kernels,
         )
     except NoLayoutFitsError as error:
         print(f"fastpar plan: {error}", file=sys.stderr)
@@ -75,6 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("--pin", action="append", default=[], metavar="AXIS=VALUE", help=f"of {', '.join(PINS)}")
     made.add_argument("--allow", action="append", default=[], metavar="WHAT", help=f"of {', '.join(ALLOW)}")
     made.add_argument("--fused-loss", action="store_true", help="logits are not kept: fp.ops.linear_cross_entropy")
+    made.add_argument("--fused-kernels", action="store_true", help="norms and SwiGLU by fp.apply_kernels: less is kept")
     made.add_argument("--json", metavar="FILE", help="write the plan, for fastpar explain and Plan.load")
     made.add_argument("--draw", metavar="FILE.svg", help="draw memory by rank, and the step's time by part")
     return made

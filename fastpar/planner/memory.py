@@ -9,6 +9,8 @@ arXiv:2205.05198, with other MLPs and heads):
     norms' and linears' inputs, dropout's masks   8 h + 2 h        / t with sequence parallelism
     queries, keys, values; what the output takes  2 d (2 a + 2 kv) / t
     MLP: gate, up and their product, or the activation's input and output    2 (3 or 2) f / t
+    gated, without fused kernels: the activation of gate besides             2 f / t
+        RMSNorms compute in float32, and keep rows before their weight       2 * 4 h / t with sequence parallelism
     scores, softmax, dropout, where attention is not fused                   5 a s / t
 
 With full recomputation 2 h of each layer, and one layer's whole.
@@ -51,13 +53,21 @@ def work_is_selective(work: Workload, x: LayoutTable) -> Column:
     return (x.recompute == _SELECTIVE) | work.fused_attention
 
 
+def _eager_norm_bytes(work: Workload) -> float:
+    """What an RMSNorm of several ops keeps of an element beyond its input: float32 rows instead of it, normalised rows.
+
+    A shape does not say which norm a model has; gated MLPs and RMSNorms go together.
+    """
+    return 4.0 if work.model.gated and not work.fused_kernels else 0.0
+
+
 def _layer(work: Workload, x: LayoutTable, with_scores: Column) -> Column:
     model, tokens, half = work.model, tokens_of(work, x), work.element / 2.0
     stream = np.where(x.sp == 1, 1.0 / x.tp, 1.0)
     kv = np.maximum(model.kv_heads / x.tp, 1.0)
-    residual = (8.0 * half + (2.0 if model.dropout else 0.0)) * model.hidden * stream
+    residual = (8.0 * half + (2.0 if model.dropout else 0.0) + 2.0 * _eager_norm_bytes(work)) * model.hidden * stream
     heads = 2.0 * half * model.head_dim * (2.0 * model.heads / x.tp + 2.0 * kv)
-    width = 3.0 if model.gated else 2.0
+    width = (3.0 if work.fused_kernels else 4.0) if model.gated else 2.0
     experts = model.experts
     mlp = 2.0 * half * width * model.ffn / x.tp
     if experts is not None:
@@ -143,10 +153,13 @@ def predict_memory(machine: Machine, work: Workload, x: LayoutTable) -> Memory:
 
 
 def logits_bytes(work: Workload, x: LayoutTable) -> Column:
-    """Logits, their softmax in float32 and their gradient: what is alive at once; with the fused loss one chunk."""
+    """Logits, their softmax in float32 and their gradient: what is alive at once; with the fused loss one chunk. And
+    the inputs of the last norm and of the head."""
     per_logit = 3.0 * work.element
     tokens = np.minimum(tokens_of(work, x), 1024) if work.fused_loss else tokens_of(work, x)
-    return per_logit * tokens * work.model.vocab / x.tp
+    stream = tokens_of(work, x) * work.model.hidden * np.where(x.sp == 1, 1.0 / x.tp, 1.0)
+    kept = (2.0 * work.element + _eager_norm_bytes(work)) * stream
+    return kept + per_logit * tokens * work.model.vocab / x.tp
 
 
 def _static(work: Workload, x: LayoutTable) -> dict[str, Column]:

@@ -52,14 +52,16 @@ def nearest_misses(
 
 
 def cheapest_remedy(machine: Machine, work: Workload, options: PlanOptions) -> str:
-    """What makes room, the cheapest first: other pins, the fused loss, what is not searched unasked, more ranks, more
-    memory. Each is tried: with it a layout fits."""
+    """What makes room, the cheapest first: other pins, the fused loss or kernels, what is not searched unasked, more
+    ranks, more memory. Each is tried: with it a layout fits."""
     loose = dataclasses.replace(options, pin={})
     if options.pin and _lacks(machine, work, loose) <= 0:
         return "it fits without the pins"
-    lean = dataclasses.replace(work, fused_loss=True)
-    if not work.fused_loss and _lacks(machine, lean, loose) <= 0:
+    lean = dataclasses.replace(work, fused_loss=True, fused_kernels=True)
+    if not work.fused_loss and _lacks(machine, dataclasses.replace(work, fused_loss=True), loose) <= 0:
         return "the fused loss would make room (fused_loss)"
+    if not work.fused_kernels and _lacks(machine, dataclasses.replace(work, fused_kernels=True), loose) <= 0:
+        return "fused kernels would make room (fused_kernels)"
     for word in ALLOW:
         more = dataclasses.replace(loose, allow=options.allow | {word})
         if word not in options.allow and _lacks(machine, work, more) <= 0:
@@ -69,7 +71,7 @@ def cheapest_remedy(machine: Machine, work: Workload, options: PlanOptions) -> s
         larger = dataclasses.replace(machine, gpus=machine.gpus * factor)
         if _lacks(larger, work, loose) <= 0:
             return f"{larger.gpus} ranks are enough"
-    together = f"the fused loss and allow {', '.join(ALLOW)}"
+    together = f"the fused loss, fused kernels and allow {', '.join(ALLOW)}"
     lacking = _lacks(machine, lean, dataclasses.replace(loose, allow=frozenset(ALLOW)))
     if lacking <= 0:
         return f"it fits with {together}"

@@ -67,17 +67,19 @@ def find_model(model: Any) -> ModelShape:
             f"model must be a name, a config.json, a configuration or a module with one, got {type(model).__name__}"
         )
     shape = shape_of_config(numbers)
-    if callable(getattr(model, "parameters", None)):
-        _check_size(shape, sum(math.prod(each.shape) for each in model.parameters()))
+    check_size(shape, model, "its configuration reads as")
     return shape
 
 
-def _check_size(shape: ModelShape, count: int) -> None:
-    """A module says how large it is: ValueError where the shape is another model's."""
+def check_size(shape: ModelShape, model: Any, what: str) -> None:
+    """A module says how large it is: ValueError where the shape, which is `what` it says, is another model's."""
+    if not callable(getattr(model, "parameters", None)):
+        return
+    count = sum(math.prod(each.shape) for each in model.parameters())
     if abs(shape.parameters / max(count, 1) - 1.0) > _TOLERANCE:
         raise ValueError(
-            f"model: its configuration reads as {shape.parameters:,} parameters, but the module has {count:,}: give a "
-            f"ModelShape instead, this one with what is wrong replaced: {shape}"
+            f"model: {what} {shape.parameters:,} parameters, but the module has {count:,}: plan for a ModelShape, this "
+            f"one with what is wrong replaced: {shape}"
         )
 
 

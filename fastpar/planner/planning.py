@@ -16,7 +16,7 @@ from fastpar.layouts import ExpertShape, Layout, ModelShape
 from fastpar.planner.comparison import Measurement, PlanComparison, beside, measured_beside
 from fastpar.planner.machine import Machine, find_machine
 from fastpar.planner.misses import NoLayoutFitsError, nearest_misses
-from fastpar.planner.models import find_model
+from fastpar.planner.models import check_size, find_model
 from fastpar.planner.reasons import Reason, classical_recipe, flags_of, reasons_for
 from fastpar.planner.refine import RefinedLayout, refine
 from fastpar.planner.search import EvaluatedLayouts, SearchResult, evaluate, search
@@ -100,8 +100,9 @@ class Plan:
         """
         try:
             shape = find_model(model)
-        except (TypeError, ValueError):
-            shape = self.work.model  # one without a configuration: assemble checks the layout against the module
+        except (TypeError, ValueError):  # no configuration, or one that does not read: the module says how large it is
+            shape = self.work.model
+            check_size(shape, model, "the plan's model has")
         for name in ("layers", "hidden", "ffn", "vocab", "heads", "kv_heads", "head_dim", "experts"):
             mine, theirs = getattr(self.work.model, name), getattr(shape, name)
             if mine != theirs:
@@ -203,6 +204,7 @@ def plan(
     pin: Mapping[str, int | str] | None = None,
     allow: Collection[str] = (),
     fused_loss: bool = False,
+    fused_kernels: bool = False,
 ) -> Plan:
     """Find how a model is best spread over a machine. Nothing is run, and torch is not needed.
 
@@ -219,6 +221,7 @@ def plan(
     pin         axes that are given, such as {"tp": 4, "zero": 2}: `fastpar.planner.PINS`
     allow       what is not searched unasked: "offload", "tp_across_nodes", "cp"
     fused_loss  the loss is computed from hidden states, by `fp.ops.linear_cross_entropy`
+    fused_kernels  norms and SwiGLU are one op each and keep less, as after `fp.apply_kernels(model)`
 
     Returns a `Plan`. Raises NoLayoutFitsError with the nearest misses where no layout fits; ValueError for unknown
     models, machines and axes, with near misses, and for a batch that no layout can deal out.
@@ -228,8 +231,8 @@ def plan(
         found = dataclasses.replace(found, hbm_bytes=parse_bytes(memory))
     if found.limit <= 0:
         raise ValueError(f"memory ({memory}) is less than the machine's reserve of {found.reserve / 1e9:.1f} GB")
-    bytes_kept = BytesPerParameter.of(precision)
-    work = Workload(find_model(model), batch, seq, precision, bytes_kept, fused_loss=fused_loss)
+    shape, kept = find_model(model), BytesPerParameter.of(precision)
+    work = Workload(shape, batch, seq, precision, kept, fused_loss=fused_loss, fused_kernels=fused_kernels)
     found.flops(precision)  # raises for a precision that the machine does not have
     options = PlanOptions(dict(pin or {}), frozenset(allow))
     candidates = evaluate(found, work, options)

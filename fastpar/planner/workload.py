@@ -45,6 +45,8 @@ class Workload:
     bytes             kept per parameter
     fused_attention   no scores are kept, and those above the diagonal are not computed
     fused_loss        the head's logits are made in chunks, and not kept
+    fused_kernels     RMSNorm and SwiGLU are one op each, as `fp.apply_kernels` makes them; False: several, as in
+                      transformers, each of which keeps what it reads
     overlaps_pipeline gradients of pipelines travel during backward; fastpar reduces them after the last microbatch
     balanced          layers are cut by cost; False: every pipeline rank has equally many
     expert_load       the busiest rank's share of expert rows over the mean
@@ -57,6 +59,7 @@ class Workload:
     bytes: BytesPerParameter = field(default_factory=BytesPerParameter)
     fused_attention: bool = True
     fused_loss: bool = False
+    fused_kernels: bool = True
     overlaps_pipeline: bool = False
     balanced: bool = True
     expert_load: float = 1.1

@@ -10,7 +10,7 @@ import pytest
 
 import fastpar as fp
 from fastpar.cli import main
-from fastpar.layouts import LayoutError
+from fastpar.layouts import LayoutError, ModelShape
 from fastpar.planner import Measurement, Plan, find_model
 
 
@@ -94,3 +94,22 @@ def test_a_plan_applies_itself_by_assemble(found: Plan, monkeypatch: pytest.Monk
         with pytest.raises(ValueError, match=words):
             found.apply(dataclasses.replace(shape, **change), list)
     assert len(calls) == 2
+
+
+def test_a_module_of_another_size_than_the_plans_is_refused_also_where_its_configuration_does_not_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import torch
+
+    api = ModuleType("fastpar.assembly.api")
+    api.assemble = lambda *_, **__: "trained"  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "fastpar.assembly.api", api)
+    shape = ModelShape("plain", layers=1, hidden=32, ffn=128, vocab=64, heads=4)
+    found = fp.plan(shape, "h100x1", batch=1, seq=64)
+    for config in (None, {"hidden_size": 32, "mamba_d_state": 4}):
+        module = torch.nn.Linear(32, shape.parameters // 32, bias=False)
+        module.config = config  # type: ignore[assignment]
+        assert found.apply(module, list) == "trained"
+        module.extra = torch.nn.Linear(64, 64)
+        with pytest.raises(ValueError, match="but the module has"):
+            found.apply(module, list)

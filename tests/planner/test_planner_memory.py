@@ -1,0 +1,62 @@
+"""What layers keep for backward, beside what the planner's memory counts of them."""
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+import fastpar as fp
+from fastpar.layouts import Layout
+from fastpar.planner import Workload, find_model
+from fastpar.planner.memory import layer_whole
+from fastpar.planner.table import LayoutTable
+
+BATCH, SEQ = 2, 32
+SIZES = {"vocab_size": 64, "attn_implementation": "sdpa", "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+
+
+def llama(layers: int, kv_heads: int) -> torch.nn.Module:
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=176, num_hidden_layers=layers, num_attention_heads=4,
+        num_key_value_heads=kv_heads, **SIZES,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)
+
+
+def gpt2(layers: int, _: int) -> torch.nn.Module:
+    config = transformers.GPT2Config(
+        n_embd=64, n_head=4, n_layer=layers, n_positions=SEQ, activation_function="gelu", **SIZES
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+def saved_bytes(model: torch.nn.Module) -> int:
+    """Bytes of all storages but parameters that a forward saves."""
+    own = {each.untyped_storage().data_ptr() for each in model.parameters()}
+    found: dict[int, Tensor] = {}
+
+    def pack(each: Tensor) -> Tensor:
+        if each.untyped_storage().data_ptr() not in own:
+            found[each.untyped_storage().data_ptr()] = each
+        return each
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda each: each):
+        kept = model(torch.randint(0, 64, (BATCH, SEQ)), use_cache=False)
+    assert kept is not None
+    return sum(each.untyped_storage().nbytes() for each in found.values())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("make", "kv_heads", "fused"), [(llama, 4, False), (llama, 2, False), (llama, 4, True), (gpt2, 4, False)]
+)
+def test_a_layer_keeps_what_is_counted(make, kv_heads: int, fused: bool, precision: str) -> None:
+    models = [
+        make(layers, kv_heads).to({"fp32": torch.float32, "bf16": torch.bfloat16}[precision]) for layers in (1, 3)
+    ]
+    if fused:
+        models = [fp.apply_kernels(model, loss=False) for model in models]
+    one, three = map(saved_bytes, models)
+    work = Workload(find_model(models[0].config), BATCH, SEQ, precision, fused_kernels=fused)
+    counted = float(layer_whole(work, LayoutTable.of([Layout()], BATCH))[0])
+    assert counted == pytest.approx((three - one) / 2, rel=0.005)
