@@ -21,8 +21,9 @@ from fastpar.parallel.styles import BlockStyle, ExpertStyle, GatheredStyle, Styl
 from fastpar.parallel.styles.linear import is_colwise, is_rowwise, splits_features
 from fastpar.pipeline.stages.absent import Absent
 from fastpar.pipeline.stages.stage import Stage
-from fastpar.tensor import Grid, GridRegion, LayoutDropout
+from fastpar.tensor import Grid, GridLinear, GridRegion, LayoutDropout
 from fastpar.tensor.linear import linear_weights
+from fastpar.tensor.own_features import own_features
 from fastpar.tensor.sequence import hook_output, hook_stream, map_hidden
 
 
@@ -106,16 +107,19 @@ def _features(linear: nn.Module) -> tuple[int, int]:
 
 
 def cut_features(context: SwapContext) -> None:
-    """Let modules between blocks have all features of their tokens, where the grid cuts features."""
+    """Let modules between blocks have this rank's features and statistics of all, or else all features of their
+    tokens, where the grid cuts features."""
     if context.grid is None or context.grid.features.size == 1:
         return
+    rows = [m.out_features for m in context.modules.values() if isinstance(m, GridLinear) and m.role == "row"]
+    hidden = max(set(rows), key=rows.count, default=0)
     for paths in context.streams.values():
         for path in paths:
             if context.modules[path] not in {context.modules[p] for p in context.blocks}:
-                _cut_inside(path, context)
+                _cut_inside(path, context, hidden)
 
 
-def _cut_inside(path: str, context: SwapContext) -> None:
+def _cut_inside(path: str, context: SwapContext, hidden: int) -> None:
     for name, child in context.modules[path].named_children():
         at = f"{path}.{name}" if path else name
         style = context.styles.get(at)
@@ -124,10 +128,16 @@ def _cut_inside(path: str, context: SwapContext) -> None:
         if any(
             p.startswith(f"{at}.") and (p in context.blocks or splits_features(s)) for p, s in context.styles.items()
         ):
-            _cut_inside(at, context)
+            _cut_inside(at, context, hidden)
+            continue
+        if "_own_features" in vars(child):
+            continue  # reached a second time, under another name
+        region = context.region_of(at)
+        assert isinstance(region, GridRegion)
+        adoption = own_features(child, region, hidden) if hidden else None
+        if adoption is not None:
+            context.changes.adopted(adoption)
         elif any(True for _ in child.parameters()):
-            region = context.region_of(at)
-            assert isinstance(region, GridRegion)
             context.changes.hooked(hook_stream(child, region.leave_features), hook_output(child, _narrowed(region, at)))
 
 
