@@ -40,6 +40,8 @@ from fastpar.comm.communicator import GroupLike
 from fastpar.contracts.gradients import LENGTH
 from fastpar.mesh import Mesh, named_groups
 
+_NOT_FINAL = 1 << 48  # for a number of NaN: more than any tensor has, and 2^15 ranks can add it
+
 Parameters = Tensor | Iterable[Tensor] | nn.Module | torch.optim.Optimizer
 Groups = Mapping[ProcessGroup | DeviceMesh, Iterable[Tensor] | None]
 Plan = dict[
@@ -86,16 +88,23 @@ class GradSum:
         return GradSum.of_checked(listed, found, NormLayout(mesh, groups))
 
     @staticmethod
-    def of_checked(listed: Sequence[Tensor], found: Sequence[Tensor | None], layout: NormLayout) -> GradSum:
+    def of_checked(
+        listed: Sequence[Tensor], found: Sequence[Tensor | None], layout: NormLayout, *, is_final: bool = True
+    ) -> GradSum:
         """`of` for parameters and gradients that are known to be tensors, in every step the same: the layout is kept,
-        and nothing is looked at twice."""
-        return GradSum._of(layout.sum(listed, found))
+        and nothing is looked at twice.
 
-    @staticmethod
-    def _of(sums: Tensor) -> GradSum:
+        is_final  False: this rank has gradients that are still to be averaged. The sum is void on all ranks that it
+                  reaches (`NormLayout.reaches`), and they know it by `is_final` of the result
+        """
         made = GradSum.__new__(GradSum)
-        made.sums = sums
+        made.sums = layout.sum(listed, found, is_final=is_final)
         return made
+
+    @property
+    def is_final(self) -> bool:
+        """Whether all ranks have said that their gradients are final, where any could say something else."""
+        return int(self.sums.tolist()[0]) < _NOT_FINAL
 
     @checked(computed=False)
     def add(self, tensors: Iterable[Tensor | None], *, share: tuple[int, int] = (0, 1)) -> GradSum:
@@ -333,9 +342,15 @@ class NormLayout:
                 index, count = index * group.size() + group.rank(), count * group.size()
         return tuple(names), (index, count)
 
-    def sum(self, listed: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Tensor:
+    def reaches(self, comms: Sequence[Communicator], listed: Sequence[Tensor], grads: Sequence[Tensor | None]) -> bool:
+        """Whether the sum goes over exactly the ranks of `comms`, and is in the host's memory."""
+        plan = self._plan_of(listed, grads)
+        names = {comm.group.group_name for comm in comms if comm.group is not None}
+        return [set(over) for over in plan] == [names] and not self._everything and all(x.is_cpu for x in listed)
+
+    def sum(self, listed: Sequence[Tensor], grads: Sequence[Tensor | None], *, is_final: bool = True) -> Tensor:
         """The sum of squares: each part over its groups, with one all-reduce a group for all parts, and all of them
-        over everything."""
+        over everything. `is_final`: see `GradSum.of_checked`."""
         device = next((grad.device for grad in grads if grad is not None), None)
         parts = {}
         for names, by_share in self._plan_of(listed, grads).items():
@@ -344,6 +359,9 @@ class NormLayout:
                 for share, indices in by_share.items()
             ]
             parts[names] = _added([x.to(device) for x in found]) if found else _zeros_on(device or torch.device("cpu"))
+        if not is_final:
+            for part in parts.values():
+                part[0] = _NOT_FINAL
         for name in self._groups:
             together = [names for names in parts if name in names]
             if len(together) == 1:
@@ -399,7 +417,9 @@ def _parameters(params: Parameters) -> list[Tensor]:
 
 
 def _local(x: Tensor) -> Tensor:
-    return x.to_local() if isinstance(x, DTensor) else x
+    if not isinstance(x, DTensor):
+        return x
+    return x.to_local() if x.requires_grad else x._local_tensor  # the first goes through autograd
 
 
 def _part(x: Tensor, index: int, count: int) -> Tensor:

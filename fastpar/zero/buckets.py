@@ -9,11 +9,16 @@
 
 Note: copies. A gradient is copied once, from where autograd made it to its bucket: where ranks share memory, the
 others read it there. Letting autograd add into zeroed buckets instead costs a pass over the bucket more.
+
+Note: flags. Which gradients no rank has must be agreed on, and seldom is there one. So a bucket that travels as it is,
+between CPU ranks, carries a number more to every rank: 0 where the sender has put all of its gradients. A mean of 0
+says that nothing is left to agree on. (Elsewhere to look at the number would wait for the device, or codes round it.)
 """
 
 from __future__ import annotations
 
 from collections.abc import Container, Hashable, Iterator, Sequence
+from operator import itemgetter
 from typing import NamedTuple
 
 import torch
@@ -41,44 +46,64 @@ class FlatGradients:
     """
 
     def __init__(self, comm: Communicator, layout: FlatLayout, buffer: Tensor, *, mode: Mode = "background") -> None:
-        self.comm, self.layout = comm, layout
+        self.comm, self.layout, self._mode = comm, layout, mode
         self.flat = buffer[: layout.total]
-        self._pieces = self.flat.split_with_sizes(layout.numels)  # of all tensors, rank by rank
-        self._is_put = [False] * len(layout.shapes)
-        self._collectives = comm.collectives(mode)
+        pieces = self.flat.split_with_sizes(layout.numels)  # of all tensors, rank by rank
+        self._pieces = [pieces[index :: len(layout.shapes)] for index in range(len(layout.shapes))]
+        self._missing = set(range(len(layout.shapes)))  # what has not been put
 
     def put(self, indices: Sequence[int], grads: Sequence[Tensor]) -> None:
         targets: list[Tensor] = []
         sources: list[Tensor] = []
         for index, grad in zip(indices, grads, strict=True):
-            self._is_put[index] = True
-            targets += self._pieces_of(index)
+            targets += self._pieces[index]
             sources += grad.reshape(-1).split_with_sizes(self.layout.numels_of(index))
+        self._missing.difference_update(indices)
         if targets:
             torch._foreach_copy_(targets, sources)
 
+    def put_all(self, grads: Sequence[Tensor]) -> None:
+        """`put` for as many tensors as there are, but for those of the end, which are zero."""
+        layout, num = self.layout, len(grads)
+        if len(set(layout.counts)) > 1 or any(grad.dtype != self.flat.dtype for grad in grads):
+            self.put(range(num), grads)
+            return
+        # Equal parts: side by side, a row for each rank, in one call where `put` makes several for each tensor
+        rest = [self.flat.new_zeros(shape).view(layout.size, -1) for shape in layout.shapes[num:]]
+        parts = [*(grad.reshape(layout.size, -1) for grad in grads), *rest]
+        torch.cat(parts, 1, out=self.flat.view(layout.size, -1))
+        self._missing.clear()
+
     def fill(self) -> None:
         """Zero what has not been put."""
-        for index, is_put in enumerate(self._is_put):
-            if not is_put:
-                torch._foreach_zero_(self._pieces_of(index))
-                self._is_put[index] = True
+        targets = [piece for index in self._missing for piece in self._pieces[index]]
+        if targets:
+            torch._foreach_zero_(targets)
+        self._missing.clear()
+
+    def reopen(self) -> None:
+        """Take other gradients: nothing has been put."""
+        self._missing.update(range(len(self._pieces)))
 
     def pieces(self) -> list[tuple[Tensor, ...]]:
         """Each tensor's elements, in one piece for each rank that gets some."""
-        return [self._pieces_of(index) for index in range(len(self._is_put))]
+        return self._pieces
 
-    def _pieces_of(self, index: int) -> tuple[Tensor, ...]:
-        return tuple(self._pieces[index :: len(self._is_put)])
-
-    def reduce(self, wire: Wire | None = None, *, key: Hashable = None) -> Pending[list[Tensor]]:
-        """Begin to average, in the format of `wire` (None: as they are, summed in float32)."""
+    def reduce(self, wire: Wire | None = None, *, key: Hashable = None, is_last: bool = False) -> Pending[list[Tensor]]:
+        """Begin to average, in the format of `wire` (None: as they are, summed in float32). `is_last`: the caller waits
+        at once."""
         self.fill()
+        counts = self.layout.counts
         if wire is not None:
-            pending = wire.reduce_scatter_async(self.comm, self.flat, self.layout.counts, key=key)
+            pending = wire.reduce_scatter_async(self.comm, self.flat, counts, key=key)
+        elif self.flat.dtype.itemsize < 4:  # as they were added up
+            launcher = self.comm.collectives(self._mode)
+            pending = launcher.reduce_scatter(self.flat, "avg", sizes=counts, dtype=torch.float32)
+        elif is_last and self._mode == "split_phase" and len(set(counts)) == 1:
+            # Nothing to compute in between: in one step, by the fast path of equal parts
+            return Pending.ready(self.layout.views(self.comm.reduce_scatter(self.flat, "avg"), self.comm.rank))
         else:
-            wide = torch.float32 if self.flat.dtype.itemsize < 4 else None  # as they were added up
-            pending = self._collectives.reduce_scatter(self.flat, "avg", sizes=self.layout.counts, dtype=wide)
+            pending = self.comm.collectives(self._mode).reduce_scatter(self.flat, "avg", sizes=counts)
         return Pending(
             None,
             lambda: self.layout.views(pending.wait(), self.comm.rank),
@@ -140,6 +165,7 @@ class Bucket:
     to the optimizer's parameters (zero for what was not put); `close` instead of `launch` where a pass has failed."""
 
     travels = True  # False: `finish` waits for nobody
+    is_complete = False  # whether every rank is known to have put all gradients of the last launch: see "flags"
     is_staged = False  # whether gradients are laid out in a staging buffer
 
     def __init__(self, params: Sequence[ShardedParam], kind: BucketKind) -> None:
@@ -152,7 +178,8 @@ class Bucket:
     def put(self, positions: Sequence[int], gradients: Sequence[Tensor]) -> None:
         raise NotImplementedError
 
-    def launch(self) -> None:
+    def launch(self, *, is_last: bool = False) -> None:
+        """`is_last`: it is waited for at once."""
         raise NotImplementedError
 
     def finish(self) -> None:
@@ -176,17 +203,20 @@ class AllReduceBucket(Bucket):
         super().__init__(params, kind)
         comm = self._comm = kind.groups.replicate
         self._shapes = [local(param.parameter).shape for param in params]
-        self._flat = PeerMemory(comm, [sum(self.numels)] * comm.size, kind.dtype, kind.device).mine
-        self._views = self._cut(self._flat)
         self._wire = wire
         if wire is None and comm.size > 1 and kind.dtype.itemsize < 4 and params[0].optim_param.dtype == torch.float32:
             # Master weights get the sum as it was taken, in float32, as rows of it do in other stages.
             self._wire = CastWire(kind.dtype)
+        self._is_flagged = _can_carry_flag(kind, self._wire)
+        self._cuts = [*self.numels, *[1] * self._is_flagged]
+        self._flat = PeerMemory(comm, [sum(self._cuts)] * comm.size, kind.dtype, kind.device).mine
+        self._views = self._cut(self._flat)
         self._is_put = [False] * len(params)
         self._pending: Pending[Tensor] | None = None
 
     def _cut(self, flat: Tensor) -> list[Tensor]:
-        return [part.view(shape) for part, shape in zip(flat.split(self.numels), self._shapes, strict=True)]
+        parts = flat.split_with_sizes(self._cuts)
+        return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=False)]  # the flag comes last
 
     def set_aside(self, but: Container[ShardedParam] = ()) -> None:
         for param, grad in self._results():
@@ -220,10 +250,12 @@ class AllReduceBucket(Bucket):
         if targets:
             torch._foreach_copy_(targets, sources)
 
-    def launch(self) -> None:
+    def launch(self, *, is_last: bool = False) -> None:
         for view, is_put in zip(self._views, self._is_put, strict=True):
             if not is_put:
                 view.zero_()
+        if self._is_flagged:
+            self._flat[-1] = not all(self._is_put)
         keep_traces(self.params, self._flat, lambda: [[view] for view in self._views])
         if self._wire is not None and self._comm.size > 1:
             self._pending = self._wire.all_reduce_async(self._comm, self._flat, key=self.params[0].name)
@@ -234,8 +266,10 @@ class AllReduceBucket(Bucket):
     def finish(self) -> None:
         assert self._pending is not None
         mean, self._pending = self.kind.groups.as_sum_of_parts(self._pending.wait()), None
+        self.is_complete = self._is_flagged and mean[-1].item() == 0
         for param, view in zip(self.params, self._views if mean is self._flat else self._cut(mean), strict=True):
-            param.add_gradient(view)
+            # A tensor of its own: `p.grad.data = ...` (model.to does it) would take the bucket's view away
+            param.add_gradient(view.detach())
             if param.set_aside is not None:
                 param.add_gradient(param.set_aside)
                 param.set_aside = None
@@ -247,35 +281,59 @@ class ReduceScatterBucket(Bucket):
     is_staged = True
 
     def __init__(
-        self, params: Sequence[ShardedParam], kind: BucketKind, staging: StagingPool, wire: Wire | None = None
+        self,
+        params: Sequence[ShardedParam],
+        kind: BucketKind,
+        staging: StagingPool,
+        wire: Wire | None = None,
+        *,
+        is_flagged: bool = False,
     ) -> None:
         super().__init__(params, kind)
-        self._wire = wire
-        self.layout = FlatLayout([local(param.parameter).shape for param in params], kind.groups.shard.size)
+        self._wire, size = wire, kind.groups.shard.size
+        self._is_flagged = is_flagged and _can_carry_flag(kind, wire)
+        # A cache line for each rank, so that its rows begin where one does if they are as long
+        flags = [(size * (64 // kind.dtype.itemsize),)] * self._is_flagged
+        self.layout = FlatLayout([*(local(param.parameter).shape for param in params), *flags], size)
         self._staging = staging
         staging.fit(kind, self.layout.total)
+        self._laid_out: dict[PeerMemory, FlatGradients] = {}  # in each staging buffer
         self._memory: PeerMemory | None = None
         self._gradients: FlatGradients | None = None
         self._pending: Pending[list[Tensor]] | None = None
 
     def open(self) -> None:
         self._memory, groups = self._staging.of(self.kind).take(), self.kind.groups
-        self._gradients = FlatGradients(groups.shard, self.layout, self._memory.mine, mode=groups.mode)
+        self._gradients = self._laid_out.get(self._memory)
+        if self._gradients is None:
+            if len(self._laid_out) == STAGING_BUFFERS:  # which have been made anew
+                self._laid_out.clear()
+            self._gradients = FlatGradients(groups.shard, self.layout, self._memory.mine, mode=groups.mode)
+            self._laid_out[self._memory] = self._gradients
+        self._gradients.reopen()
+        self._num_put = 0
 
     def put(self, positions: Sequence[int], gradients: Sequence[Tensor]) -> None:
         assert self._gradients is not None
-        self._gradients.put(positions, gradients)
+        self._num_put += len(positions)
+        if len(positions) == len(self.params):
+            self._gradients.put_all([x for _, x in sorted(zip(positions, gradients, strict=True), key=itemgetter(0))])
+        else:
+            self._gradients.put(positions, gradients)
 
     def close(self) -> None:
         assert self._memory is not None
         self._staging.of(self.kind).give_back(self._memory)
         self._memory = self._gradients = None
 
-    def launch(self) -> None:
-        assert self._gradients is not None
-        self._gradients.fill()
-        keep_traces(self.params, self._gradients.flat, self._gradients.pieces)
-        self._pending = self._gradients.reduce(self._wire, key=self.params[0].name)
+    def launch(self, *, is_last: bool = False) -> None:
+        gradients = self._gradients
+        assert gradients is not None
+        if self._is_flagged and self._num_put < len(self.params):
+            gradients.put([len(self.params)], [torch.ones(self.layout.shapes[-1], dtype=self.kind.dtype)])
+        gradients.fill()
+        keep_traces(self.params, gradients.flat, gradients.pieces)
+        self._pending = gradients.reduce(self._wire, key=self.params[0].name, is_last=is_last)
 
     def finish(self) -> None:
         assert self._pending is not None
@@ -286,7 +344,8 @@ class ReduceScatterBucket(Bucket):
         if replicate.size > 1:
             replicate.all_reduce(flat, "avg", out=flat)
         self.kind.groups.as_sum_of_parts(flat)
-        for param, mine in zip(self.params, rows, strict=True):
+        self.is_complete = self._is_flagged and rows[-1].tolist()[0] == 0
+        for param, mine in zip(self.params, rows, strict=False):  # the flag comes last
             param.add_gradient(mine)
 
 
@@ -308,7 +367,7 @@ class PersistentBucket(Bucket):
         if positions:
             torch._foreach_copy_([pieces[position] for position in positions], [x.reshape(-1) for x in gradients])
 
-    def launch(self) -> None:
+    def launch(self, *, is_last: bool = False) -> None:
         flat = self._flat
         assert flat is not None
         keep_traces(self.params, flat, lambda: [[piece] for piece in flat.split(self.numels)])
@@ -335,7 +394,7 @@ class LocalBucket(Bucket):
     def put(self, positions: Sequence[int], gradients: Sequence[Tensor]) -> None:
         self._gradients.update(zip(positions, gradients, strict=True))
 
-    def launch(self) -> None:
+    def launch(self, *, is_last: bool = False) -> None:
         for position, gradient in self._gradients.items():
             _keep_trace(self.params[position], gradient)
 
@@ -347,6 +406,10 @@ class LocalBucket(Bucket):
                 param.add_gradient(self.kind.groups.as_sum_of_parts(gradient))
             elif param.optim_param.grad is None:
                 param.optim_param.grad = as_dtensor(torch.zeros_like(mine), param.spec)
+
+
+def _can_carry_flag(kind: BucketKind, wire: Wire | None) -> bool:
+    return wire is None and kind.device.type == "cpu"
 
 
 def _keep_trace(param: ShardedParam, gradient: Tensor) -> None:

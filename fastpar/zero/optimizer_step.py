@@ -27,13 +27,15 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from operator import is_
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fastpar.clip import GradSum, NormLayout
+from fastpar.comm import Communicator
 from fastpar.zero.flat import FlatLayout
 from fastpar.zero.groups import Groups, as_dtensor, as_parameter, local
 from fastpar.zero.sharded_param import ShardedParam, name_nonfinite
@@ -42,6 +44,32 @@ ELEMENTWISE = ("Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "NAdam"
 SCALARS = ("step", "eta", "mu", "mu_product")  # states of torch's optimizers that are one number for any parameter
 SCALER_SCALARS = ("grad_scale", "found_inf", "grad_factor")  # attributes of an optimizer, for one step
 MASTER = "master_param"  # among the states of a parameter: its master weights
+
+
+class PlainStates(NamedTuple):
+    """The states of one parameter with plain tensors in the place of DTensors: most updates write to tensors in place,
+    so that what one step was given serves the next."""
+
+    kept: dict[str, Any]
+    values: list[Any]  # of `kept`
+    plain: dict[str, Any]
+    plain_values: list[Any]
+
+    @staticmethod
+    def of(kept: dict[str, Any]) -> PlainStates:
+        plain = {key: value._local_tensor if isinstance(value, DTensor) else value for key, value in kept.items()}
+        return PlainStates(kept, [*kept.values()], plain, [*plain.values()])
+
+    def is_of(self, kept: dict[str, Any]) -> bool:
+        return kept is self.kept and _are_same(kept, self.values) and self.is_unchanged()
+
+    def is_unchanged(self) -> bool:
+        """Whether the update has put nothing else into `plain`."""
+        return _are_same(self.plain, self.plain_values)
+
+
+def _are_same(held: dict[str, Any], values: list[Any]) -> bool:
+    return len(held) == len(values) and all(map(is_, held.values(), values))
 
 
 class Stepper:
@@ -68,6 +96,7 @@ class Stepper:
         self._own_states: dict[int, dict[str, Any]] = {}  # of these, while others are shown
         self._raw = inspect.unwrap(type(optimizer).step)
         self._is_elementwise = is_elementwise(optimizer)
+        self._plain_states: dict[int, PlainStates] = {}  # of the last step, by the id of the parameter
         self._hook = optimizer.register_step_pre_hook(self._before)
         # Of hooks that come later, too, this is the last: they change what the step is to take, and it takes it
         vars(optimizer)["register_step_pre_hook"] = partial(_register_before, weakref.ref(optimizer), self._hook.id)
@@ -208,14 +237,14 @@ class Stepper:
     @contextmanager
     def _as_plain_tensors(self) -> Iterator[None]:
         """param_groups and state with local tensors in the place of DTensors."""
-        groups, state = self.optimizer.param_groups, self.optimizer.state
+        groups = self.optimizer.param_groups
         before = [group["params"] for group in groups]
         plain: list[tuple[nn.Parameter, Tensor]] = []
         try:
             for group in groups:
                 params = []
                 for parameter in group["params"]:
-                    params.append(_plain(parameter, state))
+                    params.append(self._plain(parameter))
                     if params[-1] is not parameter:
                         plain.append((parameter, params[-1]))
                 group["params"] = params
@@ -224,7 +253,40 @@ class Stepper:
             for group, params in zip(groups, before, strict=True):
                 group["params"] = params
             for parameter, rows in plain:
-                _restore(parameter, rows, state)
+                self._restore(parameter, rows)
+
+    def _plain(self, parameter: Any) -> Tensor:
+        """The rows of a DTensor parameter, with their gradient and state; its DTensor states stay with it."""
+        if not isinstance(parameter, DTensor):
+            return parameter
+        rows: Tensor = parameter._local_tensor
+        grad = parameter.grad
+        rows.grad = grad._local_tensor if isinstance(grad, DTensor) else grad
+        kept = self.optimizer.state.get(parameter)
+        if kept is not None:
+            held = self._plain_states.get(id(parameter))
+            if held is None or not held.is_of(kept):
+                held = self._plain_states[id(parameter)] = PlainStates.of(kept)
+            self.optimizer.state[rows] = held.plain
+        return rows
+
+    def _restore(self, parameter: Any, rows: Tensor) -> None:
+        """Let the parameter have what the update has made of its states."""
+        rows.grad = None
+        found = self.optimizer.state.pop(rows, None)
+        if found is None:
+            return
+        kept, held = self.optimizer.state[parameter], self._plain_states.get(id(parameter))
+        if held is not None and held.plain is found and held.is_unchanged():
+            return
+        for key in [key for key in kept if key not in found]:
+            del kept[key]
+        for key, value in found.items():
+            old = kept.get(key)
+            if isinstance(old, DTensor) and old._local_tensor is value:
+                continue
+            is_rows = isinstance(value, Tensor) and value.shape == rows.shape
+            kept[key] = as_dtensor(value, parameter._spec) if is_rows else value
 
 
 def _cut_states(states: Mapping[str, Any], param: ShardedParam, groups: Groups) -> dict[str, Any]:
@@ -264,26 +326,49 @@ class GradClipping:
 
     def __init__(self, max_norm: float | None, *, skip_nonfinite: bool) -> None:
         self.max_norm, self.skip_nonfinite = max_norm, skip_nonfinite
-        self.norm: Tensor | None = None
         self.skipped = 0
         self.report = ""
         self._factor: Tensor | None = None
         self._layout: NormLayout | None = None
+        self._norm: Tensor | Callable[[], Tensor] | None = None
 
-    def prepare(self, params: Sequence[ShardedParam], groups: Groups, optimizer: Any) -> bool:
-        """After the reduction; False where the step is to be skipped. Collective: the sums of squares."""
-        self._factor, self.report = None, ""
-        if self.max_norm is None and not self.skip_nonfinite:
-            return True
-        unscale = _unscaling(optimizer)
+    @property
+    def norm(self) -> Tensor | None:
+        if callable(self._norm):  # taken of the sum when it is read
+            self._norm = self._norm()
+        return self._norm
+
+    @property
+    def needs_sum(self) -> bool:
+        return self.max_norm is not None or self.skip_nonfinite
+
+    def sum(
+        self,
+        params: Sequence[ShardedParam],
+        groups: Groups,
+        *,
+        is_final: bool = True,
+        comms: Sequence[Communicator] | None = None,
+    ) -> GradSum | None:
+        """The sum of squares; None where ranks of `comms` could not tell each other with it that their gradients are
+        not final, on all of them. Collective."""
         if self._layout is None:
             self._layout = NormLayout(groups.mesh, None)
         optim_params = [param.optim_param for param in params]
-        total = GradSum.of_checked(optim_params, [x.grad for x in optim_params], self._layout)
-        is_double = any(x.dtype == torch.float64 for x in optim_params)
-        dtype = torch.float64 if is_double else torch.float32
-        self.norm = total.norm(dtype) * unscale
-        if self.skip_nonfinite and total.nonfinite:
+        grads = [x.grad for x in optim_params]
+        if comms is not None and not self._layout.reaches(comms, optim_params, grads):
+            return None
+        return GradSum.of_checked(optim_params, grads, self._layout, is_final=is_final)
+
+    def prepare(self, total: GradSum | None, params: Sequence[ShardedParam], groups: Groups, optimizer: Any) -> bool:
+        """After the reduction, with its sum of squares; False where the step is to be skipped."""
+        self._factor, self.report = None, ""
+        if total is None:
+            return True
+        unscale = _unscaling(optimizer)
+        dtype = torch.float64 if any(x.optim_param.dtype == torch.float64 for x in params) else torch.float32
+        self._norm = lambda: total.norm(dtype) * unscale
+        if self.skip_nonfinite and any(total.sums.tolist()[:2]):
             self.skipped += 1
             self.report = name_nonfinite(params, groups)
             return False
@@ -324,36 +409,6 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
 @contextmanager
 def _nothing() -> Iterator[None]:
     yield
-
-
-def _plain(parameter: Any, state: dict[Any, Any]) -> Tensor:
-    """The rows of a DTensor parameter, with their gradient and state; its DTensor states stay with it."""
-    if not isinstance(parameter, DTensor):
-        return parameter
-    rows: Tensor = parameter._local_tensor
-    grad = parameter.grad
-    rows.grad = grad._local_tensor if isinstance(grad, DTensor) else grad
-    if parameter in state:
-        state[rows] = {
-            key: value._local_tensor if isinstance(value, DTensor) else value for key, value in state[parameter].items()
-        }
-    return rows
-
-
-def _restore(parameter: Any, rows: Tensor, state: dict[Any, Any]) -> None:
-    rows.grad = None
-    if rows not in state:
-        return
-    found = state.pop(rows)
-    kept = state[parameter]
-    for key in [key for key in kept if key not in found]:
-        del kept[key]
-    for key, value in found.items():
-        old = kept.get(key)
-        if isinstance(old, DTensor) and old._local_tensor is value:
-            continue
-        is_rows = isinstance(value, Tensor) and value.shape == rows.shape
-        kept[key] = as_dtensor(value, parameter._spec) if is_rows else value
 
 
 _ROWS = 5  # of three dims and more the others are 3: shards of different sizes, and some without rows

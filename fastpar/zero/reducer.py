@@ -94,7 +94,7 @@ class GradReducer:
         """Parameters whose `.grad` would be a part of a gradient, which nobody is to take for it."""
         raise NotImplementedError
 
-    def _comms(self) -> list[Communicator]:
+    def comms(self) -> list[Communicator]:
         """Groups that reach, one after the other, all ranks that reduce in step."""
         return self.groups.everyone()
 
@@ -103,13 +103,16 @@ class GradReducer:
 
     # ---- what `Zero` calls
 
+    def end_passes(self) -> bool:
+        """No backward pass comes before the step. Returns whether this rank has summed what has not been sent."""
+        self.hide()
+        with looking_at_absent():
+            return any(self._has_unsent(param) for param in self.params)
+
     def reduce_now(self) -> None:
         """Reduce what has been summed and not been sent. Collective: one small reduction, and all where any rank has
         such gradients."""
-        self.hide()
-        with looking_at_absent():
-            is_any = any(self._has_unsent(param) for param in self.params)
-        if set_on_any([is_any], self._comms())[0]:
+        if set_on_any([self.end_passes()], self.comms())[0]:
             self.reduce_rest()
 
     def hide(self) -> None:
@@ -167,8 +170,8 @@ class GradReducer:
                 gradients.append(gradient)
         bucket.put(found, gradients)
 
-    def _launch(self, bucket: Bucket) -> None:
-        bucket.launch()
+    def _launch(self, bucket: Bucket, *, is_last: bool = False) -> None:
+        bucket.launch(is_last=is_last)
         if bucket.travels:
             self._in_flight.append(bucket)
         else:
@@ -249,13 +252,20 @@ class OrderReducer(GradReducer):
         self._begin_reduction()
         self._finish_reduction()
 
-    def reduce_now(self) -> None:
+    def end_passes(self) -> bool:
         if self._is_inside:
             self.forget()
         self.hide()
         for param in self.params:
             if param.set_aside is not None and param.optim_param.grad is None:  # a forward pass without a backward pass
                 param.optim_param.grad, param.set_aside = as_dtensor(param.set_aside, param.spec), None
+        is_any = super().end_passes()
+        if not is_any:
+            self._passes = 0
+            self._came_alone.clear()
+        return is_any
+
+    def reduce_now(self) -> None:
         super().reduce_now()
         self._passes = 0
         self._came_alone.clear()
@@ -315,7 +325,7 @@ class OrderReducer(GradReducer):
         kind = BucketKind.of(params[0], self.groups)
         if self.groups.shard.size == 1:
             return AllReduceBucket(params, kind, self._wire)
-        return ReduceScatterBucket(params, kind, self.staging, self._wire)
+        return ReduceScatterBucket(params, kind, self.staging, self._wire, is_flagged=True)
 
     def _fill(self, order: Sequence[int], after: Sequence[list[int]] = ()) -> None:
         """Sort the parameters into buckets in this order; the first one is small, so that communication begins early.
@@ -385,9 +395,7 @@ class OrderReducer(GradReducer):
         elif number == self._current:
             self._batch.append(index)
             self._batch_bytes += self._nbytes[index]
-            most = BATCH_BYTES if self.params[index].parameter.is_cpu else DEVICE_BATCH_BYTES
-            if self._batch_bytes >= most:
-                self._put_batch()
+            self._put_if_full(self.buckets[number])
         while self._current < len(self.buckets) and not self._missing[self._current]:
             self._launch_current()
 
@@ -418,7 +426,10 @@ class OrderReducer(GradReducer):
             self._batch += [index for index in self._members[self._current] if not self._has_come[index]]
             self._launch_current()
         self._drain()
-        used = set_on_any([param in self._used for param in self.params], self._comms())
+        if all(bucket.is_complete for bucket in self.buckets):
+            used = [True] * len(self.params)
+        else:
+            used = set_on_any([param in self._used for param in self.params], self.comms())
         self._is_shown = True
         for param, is_used in zip(self.params, used, strict=True):
             self._settle(param, is_used)
@@ -432,6 +443,11 @@ class OrderReducer(GradReducer):
             self._make_room(bucket)
             bucket.open()
             self._batch = [index for index in self._members[self._current] if self._has_come[index]]
+            self._batch_bytes = sum(self._nbytes[index] for index in self._batch)
+            self._put_if_full(bucket)
+
+    def _put_if_full(self, bucket: Bucket) -> None:
+        if self._batch_bytes >= (BATCH_BYTES if bucket.kind.device.type == "cpu" else DEVICE_BATCH_BYTES):
             self._put_batch()
 
     def _put_batch(self) -> None:
@@ -441,7 +457,7 @@ class OrderReducer(GradReducer):
     def _launch_current(self) -> None:
         self._put_batch()
         with annotate(f"fastpar::zero::reduce bucket {self._current}"):
-            self._launch(self.buckets[self._current])
+            self._launch(self.buckets[self._current], is_last=self._current == len(self.buckets) - 1)
         self._open_next()
 
 
@@ -506,7 +522,7 @@ class GroupReducer(GradReducer):
         then a sum of gradients of several, and is dropped. Collective: one small all-reduce."""
         went = zlib.crc32(array("i", self._went).tobytes()) >> 1
         found = torch.tensor([went, -went, *flags], dtype=torch.int32, device="cpu")
-        for comm in self._comms():
+        for comm in self.comms():
             comm.all_reduce(found, "max", out=found)
         most, least, *agreed = found.tolist()
         if most == -least:
@@ -530,7 +546,7 @@ class GroupReducer(GradReducer):
         super().forget()
         self._went.clear()
 
-    def _comms(self) -> list[Communicator]:
+    def comms(self) -> list[Communicator]:
         return self.groups.joined()
 
     def _has_unsent(self, param: ShardedParam) -> bool:

@@ -132,17 +132,18 @@ class ShardedParam:
             self.add_gradient(local(grad).to(self.optim_param.dtype))
 
     def add_gradient(self, mine: Tensor) -> None:
-        """Give optim_param this rank's part of a mean: it is its gradient, or is added to the one that is there."""
+        """Give optim_param this rank's part of a mean, a tensor of its own: it is its gradient, or is added to the one
+        that is there."""
         optim_param: Any = self.optim_param
-        like = local(optim_param)  # of another dtype or device, where it is a master weight
+        # Of another dtype or device, where it is a master weight
+        like = optim_param._local_tensor if isinstance(optim_param, DTensor) else optim_param
         if mine.shape != like.shape:  # a scalar as one row
             mine = mine.view(like.shape)
         if optim_param.grad is not None:
             local(optim_param.grad).add_(mine.to(like.device))
             return
         is_alike = mine.dtype == like.dtype and mine.device == like.device
-        # A tensor of its own: `p.grad.data = ...` (model.to does it) would take a bucket's view away
-        optim_param.grad = as_dtensor(mine.detach() if is_alike else mine.to(like.device, like.dtype), self.spec)
+        optim_param.grad = as_dtensor(mine if is_alike else mine.to(like.device, like.dtype), self.spec)
 
     def keep_sum(self) -> None:
         """Move a gradient of 16 bits to `unreduced_sum`, as another is going to be added to it."""
@@ -178,7 +179,7 @@ def keep_traces(params: Sequence[ShardedParam], flat: Tensor, pieces: Callable[[
     """Keep what `name_nonfinite` needs about gradients that this rank sends: `flat`, and the pieces of each param."""
     if not params[0].is_traced or (flat.device.type == "cpu" and math.isfinite(flat.sum().item())):
         return
-    for param, of_param in zip(params, pieces(), strict=True):
+    for param, of_param in zip(params, pieces(), strict=False):  # a bucket's flag comes last
         some = [x for x in of_param if x.numel() > 0]
         param.traces = torch._foreach_norm(some, math.inf) if some else ()
 

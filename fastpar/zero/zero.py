@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fastpar.arguments import checked
+from fastpar.clip import GradSum
 from fastpar.comm.ranges import annotate
 from fastpar.ddp import OVER_ZERO, ClosedToDDP
 from fastpar.pipeline import Pipeline
@@ -390,10 +391,9 @@ class Zero:
 
     def _check_known(self) -> None:
         """Raises ValueError for parameters of an optimizer that `shard` has not seen."""
-        known = self.optim_param_names()
         for stepper in self.steppers:
             for parameter in stepper.parameters():
-                if id(parameter) not in known:
+                if id(parameter) not in self._param_of and id(parameter) not in self.optim_param_names():
                     raise ValueError(
                         f"the optimizer has a parameter of shape {tuple(parameter.shape)} that was not there in "
                         "fastpar.zero.shard(...): call detach() and shard again with a new optimizer"
@@ -427,14 +427,32 @@ class Zero:
 
     def _prepare(self, optimizer: Any) -> bool:
         """Reduce, and see by how much gradients are to be clipped; False where the step is to be skipped."""
-        self.reduce_gradients()
+        total = self._sum_if_final() if len(self._reducers) == 1 and self.clipping.needs_sum else None
+        if total is None:
+            self.reduce_gradients()
+            self._cast_gradients()
+            total = self.clipping.sum(self.params, self.groups) if self.clipping.needs_sum else None
+        return self.clipping.prepare(total, self.params, self.groups, optimizer)
+
+    def _sum_if_final(self) -> GradSum | None:
+        """The sum of squares, as most steps find all gradients reduced; None on all ranks where one has some that are
+        not, or where they could not learn of it with the sum. Saves an exchange."""
+        (reducer,) = self._reducers
+        is_final = not reducer.end_passes()
+        if is_final:
+            self._cast_gradients()
+        total = self.clipping.sum(self.params, self.groups, is_final=is_final, comms=reducer.comms())
+        if total is None or not total.is_final:
+            return None
+        if len(self.steppers) > 1:  # between their steps
+            reducer.show()
+        return total
+
+    def _cast_gradients(self) -> None:
         for param in self.params:
-            grad = param.optim_param.grad
-            if (
-                grad is not None and grad.dtype != param.optim_param.dtype
-            ):  # model.to(dtype) converts what `.grad` shows
-                param.optim_param.grad = as_dtensor(local(grad).to(param.optim_param.dtype), param.spec)
-        return self.clipping.prepare(self.params, self.groups, optimizer)
+            grad, dtype = param.optim_param.grad, param.optim_param.dtype
+            if grad is not None and grad.dtype != dtype:  # model.to(dtype) converts what `.grad` shows
+                param.optim_param.grad = as_dtensor(local(grad).to(dtype), param.spec)
 
     @contextmanager
     def _holding_optim_params(self) -> Iterator[None]:
