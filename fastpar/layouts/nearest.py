@@ -66,8 +66,6 @@ def _options(layout: Layout) -> Iterator[Layout]:
     pipeline, zero = layout.pipeline, layout.zero
     if layout.sequence_parallel:
         yield replace(layout, sequence_parallel=False)
-    if layout.tp_grid.stream:
-        yield replace(layout, tp_grid=replace(layout.tp_grid, stream=False))
     if layout.tp_grid != GridOptions():
         yield replace(layout, tp_grid=GridOptions())
     if zero.stage:

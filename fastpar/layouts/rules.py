@@ -56,7 +56,6 @@ class LayoutFields:
     grid_z: Any = 1
     grid_replicas: Any = 1
     grid_spread: Any = "rows"
-    grid_stream: Any = False
     model: ModelShape | None = None
     world_size: int = 0
     batch: int = 0
@@ -82,7 +81,7 @@ class LayoutFields:
             method=layout.context.method,
             order=layout.context.order,
             accumulate=layout.accumulate,
-            **{f"grid_{name}": value for name, value in vars(layout.tp_grid).items()},
+            **{f"grid_{name}": value for name, value in vars(layout.tp_grid).items() if name != "stream"},
             model=model,
             world_size=world_size,
             batch=batch,
@@ -214,12 +213,6 @@ RULES: tuple[Rule, ...] = (
         "a grid goes with data parallelism and pipelines, not with cp {cp}, ep {ep}, etp {etp} or {experts} experts",
         "parallelize and parallelize_pipeline refuse them: tokens and experts have no place on it",
         lambda x: (x.grid_ranks > 1) & ((x.cp * x.ep * x.etp > 1) | (x.experts > 0)),
-    ),
-    Rule(
-        "grid stream",
-        "a grid that streams blocks is for pp 1, got {pp}",
-        "parallelize_pipeline refuses it; without stream the same grid has the same result",
-        lambda x: (x.grid_stream != 0) & (x.pp > 1),
     ),
     Rule(
         "grid batch",

@@ -56,13 +56,6 @@ def grid_for(mesh: Any, *, sequence_parallel: bool) -> tuple[Grid | None, bool]:
     return Grid(mesh), True
 
 
-def check_parts(grid: Grid | None, num_parts: int) -> None:
-    """ValueError for a grid on which the parts of a pipeline cannot lie; before the model is cut into them."""
-    if grid is not None and grid.spec.stream and num_parts > 1:
-        sizes = f"tp_grid=({grid.spec.x}, {grid.spec.y}, {grid.spec.z}), stream=True"
-        raise ValueError(f"a part of a pipeline cannot stream its products over {sizes}: use a grid without stream")
-
-
 def check_on_grid(context: SwapContext, styles: Mapping[str, Style]) -> None:
     """ValueError for what a plan cannot have on a grid; before anything is changed."""
     spec = None if context.grid is None else context.grid.spec
@@ -72,7 +65,6 @@ def check_on_grid(context: SwapContext, styles: Mapping[str, Style]) -> None:
     experts = [path for path, style in styles.items() if isinstance(style, ExpertStyle)]
     if experts:
         raise ValueError(f"{experts[0]} has style 'expert', and experts cannot be split with {sizes}: leave it out")
-    check_parts(context.grid, 1 + any(isinstance(module, Absent) for module in context.modules.values()))
     for path in context.blocks if spec.x > 1 or spec.stream else ():
         _check_block(path, context, sizes)
     for path, module in context.modules.items():
@@ -236,4 +228,4 @@ class _BatchCut:
         return x
 
 
-__all__ = ["check_on_grid", "check_parts", "cut_batches", "cut_features", "grid_for", "is_one_dim", "with_parts_sent"]
+__all__ = ["check_on_grid", "cut_batches", "cut_features", "grid_for", "is_one_dim", "with_parts_sent"]

@@ -25,7 +25,7 @@ from fastpar.context.region import Context, ContextRegion
 from fastpar.mesh import Mesh
 from fastpar.ops.parallel_linear.overlap import Overlap
 from fastpar.parallel.api import attention_of, parallelize, proven_on, swap_of, trial_of, tried_region
-from fastpar.parallel.on_grid import check_parts, grid_for, with_parts_sent
+from fastpar.parallel.on_grid import grid_for, with_parts_sent
 from fastpar.parallel.styles import Style
 from fastpar.pipeline import (
     Architecture,
@@ -111,7 +111,6 @@ def parallelize_pipeline(
         )
     if schedule.num_ranks != size:
         raise ValueError(f"the schedule is for {schedule.num_ranks} ranks, but the mesh has pp={size}")
-    check_parts(grid, schedule.num_parts)
     if shard_head and mesh.size("tp") > 1:
         raise ValueError(f"shard_head splits the head over pp, and cannot with tp={mesh.size('tp')}: leave it out")
     if shard_head and not isinstance(loss, CrossEntropy | None):

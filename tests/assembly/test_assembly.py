@@ -61,7 +61,7 @@ NAMED = (
 EVERYTHING = (
     Cell("pp2 tp2 sp dp2 ep2 zbv mb2 acc2 zero1 full", "experts"),
     Cell("pp2 cp2 tp2 sp zbv mb2 acc2 zero3 full", "huggingface"),
-    Cell("pp2 tp4 mb2 grid1x2x2 zero1 full"),
+    Cell("pp2 tp4 mb2 grid1x2x2:stream zero1 full"),
 )
 
 

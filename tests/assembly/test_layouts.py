@@ -142,7 +142,6 @@ BROKEN = [
     ("grid dims", "cp2 tp4 grid2x2x1:copy", None, {}),
     ("grid dims", "dp2 tp2 ep2 grid1x1x2", EXPERTS, {}),
     ("grid dims", "tp2 grid2x1x1", EXPERTS, {}),
-    ("grid stream", "pp2 tp4 mb2 grid1x2x2:stream", None, {}),
     ("grid batch", "tp4 grid1x1x4", None, {"batch": 5}),
     ("grid batch", "pp2 tp2 mb4 grid1x1x2", None, {"batch": 7}),
     ("grid batch", "dp2 tp4 grid1x1x4/2 acc2", None, {"batch": 12}),
@@ -209,7 +208,6 @@ def test_all_that_is_wrong_is_raised_at_once() -> None:
         ("pp2 tp2 mb2 shard_head", "pp2 tp2 mb2"),
         ("tp4 grid1x4x1", "tp4"),
         ("pp2 interleaved_1f1b mb4", "pp2 interleaved_1f1b mb4 stages2"),
-        ("pp2 tp4 mb2 grid1x2x2:stream", "pp2 tp4 mb2 grid1x2x2:features"),
     ],
 )
 def test_the_nearest_legal_layout_changes_what_is_wrong(words: str, near: str) -> None:
