@@ -23,7 +23,7 @@ from fastpar.pipeline.runtime.values import decode
 from fastpar.pipeline.stages.weighting import LossMean, Weighing
 from tests.dist import run_ranks
 from tests.models import VOCAB, build_model
-from tests.pipeline.pipeline_models import build_batch, build_parts, loss_fn
+from tests.pipeline.pipeline_models import CLASSES, build_batch, build_parts, loss_fn
 
 MICROBATCHES = 2
 
@@ -192,6 +192,13 @@ def test_what_a_loss_is_the_mean_of_is_found_by_trying(kind: str) -> None:
     assert LossMean.find(loss_of, ids, takes_items=True) == LossMean(kind, takes_items=kind == "shifted")
 
 
+class Mean(nn.Module):
+    """A model that returns its loss."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.square().mean()
+
+
 def test_losses_of_unknown_means_over_unequal_microbatches_are_refused() -> None:
     parts = build_parts(1)
     x, target = build_batch(4)
@@ -204,6 +211,12 @@ def test_losses_of_unknown_means_over_unequal_microbatches_are_refused() -> None
         pipe("mean").step(x, target=target)
     means = [loss_fn(parts[0](a), b) for a, b in zip(x.chunk(2), target.chunk(2), strict=True)]
     torch.testing.assert_close(pipe("microbatch_mean").step(x, target=target), sum(means).detach() / 2)
+    for uneven in (torch.randint(CLASSES, (3, 3)), torch.randn(3, 3, CLASSES)):  # a last batch that is smaller
+        with pytest.raises(ValueError, match=r"the microbatches of target have .* elements"):
+            pipe("mean", lambda output, target: output.square().mean()).step(x[:3], target={"of": uneven})
+    own = Pipeline([Mean()], make_schedule("1f1b", 1, 2))
+    with pytest.raises(ValueError, match="the microbatches of the inputs have"):
+        own.step(x[:3])
     target[1] = -100  # a microbatch without a target
     whole = loss_fn(parts[0](x), target)
     torch.testing.assert_close(pipe("mean", CrossEntropy()).step(x, target=target), whole.detach())

@@ -194,7 +194,7 @@ def run_structured() -> None:
         for p in model[0].block.norm.parameters():
             p.requires_grad_(False)
     schedule = make_schedule("zb_h1", size, 3)
-    pipe = Pipeline([parts[rank]], schedule, dist.group.WORLD, loss=loss_fn)
+    pipe = Pipeline([parts[rank]], schedule, dist.group.WORLD, loss=loss_fn, reduction="microbatch_mean")
     shapes = [(2, 5), (1, 3), (4, 1)]  # of each microbatch
     x = [torch.randn(*shape, WIDTH) for shape in shapes]
     target = [torch.randint(11, shape) for shape in shapes]

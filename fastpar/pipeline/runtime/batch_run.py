@@ -78,7 +78,7 @@ class BatchRun:
             return self.equal
         if self.sequence is not None:
             return rule.weigh_parts(self.sequence, self.targets, self.kwargs)
-        return rule.weigh(self.targets, self.kwargs)
+        return rule.weigh(self.inputs, self.kwargs, self.targets)
 
     def summary(self, call: PipelineCall) -> dict[str, Any]:
         """What ranks compare of it."""

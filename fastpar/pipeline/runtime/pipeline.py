@@ -76,7 +76,8 @@ class Pipeline(RankModules):
     loss       loss(output, target) -> scalar Tensor, on the last stage; None: the last module returns the loss
     reduction  "mean": of the batch's tokens, where the loss is a model's own or a `CrossEntropy`; other losses count
                1 / num_microbatches each (for schedules that update the weights on their way, 1 / microbatches per
-               update), and microbatches that ignore (-100) unequal numbers of targets are refused.
+               update), and microbatches with unequal numbers of targets that are not -100, as those of a batch that
+               does not divide, are refused.
                "microbatch_mean": 1 / num_microbatches each, whatever the loss. "sum": as it is
     optimizer  for such schedules: makes the optimizer of a list of parameters, as `partial(torch.optim.SGD, lr=0.1)`
     head       this rank's shard of the head, for a schedule that has it on every rank (`shard_head`); it computes the

@@ -84,7 +84,9 @@ class PipelineLossRule:
         counts = self._counts(targets)
         return Weighing([denominator / n if n else math.inf for n in counts], [None] * len(counts))
 
-    def weigh(self, targets: Sequence[Any], kwargs: Sequence[Mapping[str, Any]]) -> Weighing:
+    def weigh(
+        self, inputs: Sequence[tuple[Any, ...]], kwargs: Sequence[Mapping[str, Any]], targets: Sequence[Any]
+    ) -> Weighing:
         """Of whole sequences."""
         if self.num_microbatches == 1:
             return self.equal()
@@ -97,6 +99,7 @@ class PipelineLossRule:
             return self.equal()
         labels = [named.get("labels") for named in kwargs]
         if not all(isinstance(each, Tensor) for each in labels):
+            check_equal_counts([*zip(inputs, kwargs, strict=True)], "the inputs", _ADVICE)
             return self.equal()
         return self._weigh_own(labels, kwargs)
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 IGNORED = -100
 _COUNTS: dict[str, Callable[[Tensor], int]] = {
@@ -108,14 +109,16 @@ class Weighing:
 
 
 def check_equal_counts(targets: Sequence[Any], what: str, advice: str) -> None:
-    """ValueError where microbatches ignore unequal numbers of targets, and what the loss is the mean of is unknown."""
-    tensors = [t for t in targets if isinstance(t, Tensor) and not t.is_floating_point() and not t.is_complex()]
-    if len(tensors) != len(targets):
-        return
-    ignored = [int((t == IGNORED).sum()) for t in tensors]
-    counts = [t.numel() - n for t, n in zip(tensors, ignored, strict=True)]
-    if any(ignored) and len(set(counts)) > 1:
+    """ValueError where microbatches have unequal numbers of targets, and what the loss is the mean of is unknown."""
+    counts = [sum(map(_counted, tree_leaves(target))) for target in targets]
+    if len(set(counts)) > 1:
         raise ValueError(
             f"the microbatches of {what} have {counts} elements that are not {IGNORED}, so the mean of their losses is "
             f"not the loss of the batch. {advice}"
         )
+
+
+def _counted(target: Any) -> int:
+    if not isinstance(target, Tensor):
+        return 0
+    return target.numel() if target.is_floating_point() or target.is_complex() else int((target != IGNORED).sum())
