@@ -8,7 +8,7 @@ import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +78,8 @@ def assemble(
     loss       loss(output, target): the sum over the tokens, or the loss of each; the output of a model of Hugging
                Face is its logits. None: transformers' own next-token or masked-token loss where a model has it; else
                the cross-entropy of logits
-    scheduler  from an optimizer to its LR scheduler, stepped with it
+    scheduler  from an optimizer to its LR scheduler, stepped with it; one whose step needs a metric, as
+               ReduceLROnPlateau's, gets the loss of the step
     precision  a `Precision`, or "fp32", "bf16", "fp16" (with an `fp.LossScaler`)
     max_norm   of all gradients
     mesh       one that is there already; None: made, and closed with the result
@@ -150,6 +151,7 @@ def assemble(
             peak_flops=peak_flops,
             calls=tuple(building.calls),
             owns_mesh=own_mesh,
+            recomputed=tuple(building.recomputed),
         )
         result = Assembled(found)
         if loading is not None:
@@ -182,6 +184,7 @@ class _Building:
     architecture: Architecture | None
     loading: PretrainedWeights | None
     pipe: Pipeline | None = None
+    recomputed: list[nn.Module] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         sizes = {dim: getattr(self.layout, dim) for dim in (*DENSE_DIMS, "ep", "etp")}
@@ -227,6 +230,7 @@ class _Building:
             self.pipe = parallelize_pipeline(self.model, self.mesh, how.schedule, **options)
             undo.callback(self.pipe.close)
             passes.adopt(self.pipe)
+            self.recomputed += [] if policy is None else passes.modules
             return passes
         if layout.world_size > 1 or self.plan != "auto":
             self._call("model = fp.parallelize", written, options)
@@ -236,6 +240,7 @@ class _Building:
             self.calls.append(f"fp.apply_recompute(model, {policy})")
             recompute.apply_recompute(self.model, policy)
             undo.callback(recompute.remove_recompute, self.model)
+            self.recomputed.append(self.model)
         return WholeModel(self.model, self.objective, layout)
 
     def optimizer(self, make: MakeOptimizer) -> Optimizers:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from fastpar import expert
+from fastpar import expert, recompute
 from fastpar.arguments import check_counts, checked
 from fastpar.assembly.feeding import FeedAgreement, GlobalBatch
+from fastpar.assembly.generators import random_states, restore_random_states
 from fastpar.assembly.objective import FedBatch, Objective, count
 from fastpar.assembly.passes import Passes
 from fastpar.assembly.report import LayoutReport, make_report
@@ -68,6 +71,7 @@ class Ingredients:
     peak_flops: float | None
     calls: tuple[str, ...]
     owns_mesh: bool
+    recomputed: tuple[nn.Module, ...] = ()
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
@@ -91,7 +95,9 @@ class Assembled:
         self._made = made
         self.layout, self.mesh, self.parts = made.layout, made.mesh, made.parts
         self.optimizer, self.zero = made.optimizer, made.zero
+        self._recomputed = list(made.recomputed)
         self._steps = self._samples = 0
+        self._metric_schedulers = {id(each) for each in made.schedulers if _wants_loss(each)}
         self._agreement = FeedAgreement(made.mesh)
         # Losses are averaged over data parallelism and summed over cp, as gradients are.
         self._sums = [Communicator(made.mesh.group(dim)) for dim in ("dp", "cp") if made.mesh.size(dim) > 1]
@@ -130,7 +136,8 @@ class Assembled:
         cp; in the first step and in every thousandth a comparison of what ranks were fed.
 
         Raises on all ranks: ValueError for a batch that is wrong on any, LayoutError for one that the layout cannot
-        deal. What the model or the loss raises leaves no gradients behind.
+        deal. What the model or the loss raises leaves no gradients behind; where only some ranks raise it, the others
+        raise a CommError at their deadline.
         """
         made, began = self._made, time.perf_counter()
         with annotate("fastpar::assembly::step"):
@@ -141,7 +148,7 @@ class Assembled:
             try:
                 total = made.passes.train(fed, whole.tokens / self.layout.dp / scale)
                 loss = self._reduced(total) / scale
-                skipped = self._update()
+                skipped = self._update(loss)
             except BaseException:
                 self._forget_gradients()  # of the passes that went well: the next step would add to them
                 raise
@@ -166,8 +173,8 @@ class Assembled:
 
     def state(self) -> dict[str, Any]:
         """What a run goes on from, for torch.distributed.checkpoint: parameters, buffers and optimizer states under the
-        names of the whole model, whatever the layout; schedulers, loss scale, steps and samples. Not the states of
-        random generators, which dropout draws from. Collective.
+        names of the whole model, whatever the layout; schedulers, loss scale, steps and samples; the states of torch's
+        generators on every rank, of the host and of the device. Not what reads data. Collective.
 
         torch.distributed.checkpoint.save(trained.state(), checkpoint_id=folder)
         """
@@ -178,17 +185,22 @@ class Assembled:
             "scaler": made.scaler.state_dict(),
             "steps": self._steps,
             "samples": self._samples,
+            "random": random_states(self.mesh, self.layout),
         }
 
     @checked(computed=False)
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state` gave, here or in another layout. Collective.
 
+        Random generators go on as they were where the layout is the same, or all ranks' were alike. Else all ranks are
+        seeded alike, with a number made of the states that were saved, and a warning of the logger "fastpar.assemble"
+        says so.
+
         state = trained.state()
         torch.distributed.checkpoint.load(state, checkpoint_id=folder)
         trained.load_state(state)
         """
-        made, keys = self._made, ("training", "scheduler", "scaler", "steps", "samples")
+        made, keys = self._made, ("training", "scheduler", "scaler", "steps", "samples", "random")
         missing = [key for key in keys if key not in state]
         if missing:
             raise ValueError(f"state must be that of Assembled.state(), but has no {', '.join(missing)}")
@@ -200,14 +212,19 @@ class Assembled:
         if state["scaler"]:
             made.scaler.load_state_dict(state["scaler"])
         self._steps, self._samples = int(state["steps"]), int(state["samples"])
+        restore_random_states(self.mesh, self.layout, state["random"])
 
     def explain(self) -> LayoutReport:
         """Who holds and sends what: a table by `str`, a picture by `.svg`. Collective: one all-gather."""
         return make_report(self.layout, self.mesh, self.parts, self.zero, self._made.calls)
 
     def close(self) -> None:
-        """Give back hooks, files, shared memory and groups; the model stays as it is. Again: nothing."""
+        """Give back hooks, recomputation, files, shared memory and groups; the model stays as it is, split, with its
+        values. Again: nothing."""
         self.zero.close()
+        while self._recomputed:
+            with suppress(ValueError):  # a stage may have no layers
+                recompute.remove_recompute(self._recomputed.pop())
         if self._made.pipe is not None:
             self._made.pipe.close()
         if self._made.owns_mesh:
@@ -225,6 +242,7 @@ class Assembled:
         parts = self.layout.accumulate * self._microbatches
         try:
             fed = self._made.objective.read(batch)
+            self._made.objective.check_ids(fed)
             self._made.objective.check_sequences(fed, self.layout.cp)
             tokens = count(fed.target)
             if fed.rows < parts:
@@ -252,7 +270,7 @@ class Assembled:
             total = comm.all_reduce(total)
         return float(total) / self.layout.dp
 
-    def _update(self) -> bool:
+    def _update(self, loss: float) -> bool:
         """The optimizers' step; whether it was skipped."""
         made = self._made
         skipped = self.zero.skipped + made.scaler.skipped
@@ -261,7 +279,8 @@ class Assembled:
         is_skipped = self.zero.skipped + made.scaler.skipped > skipped
         if not is_skipped:
             for scheduler in made.schedulers:
-                scheduler.step()
+                step: Callable[..., None] = scheduler.step
+                step(*([loss] if id(scheduler) in self._metric_schedulers else []))
         self._forget_gradients()
         return is_skipped
 
@@ -274,6 +293,18 @@ class Assembled:
         if shape is None or peak is None or fed.target.dim() < 2:
             return math.nan
         return model_flops(shape, whole.rows, fed.target.shape[1]) / (seconds * peak * self.mesh.world_size)
+
+
+def _wants_loss(scheduler: LRScheduler) -> bool:
+    """Whether `step` is called with a metric, as ReduceLROnPlateau's: it gets the loss of the step."""
+    needed = [
+        each.name
+        for each in inspect.signature(scheduler.step).parameters.values()
+        if each.default is each.empty and each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
+    ]
+    if len(needed) > 1:
+        raise TypeError(f"scheduler's step needs {', '.join(needed)}; fastpar calls it with the loss, or nothing")
+    return bool(needed)
 
 
 @checked(computed=False)

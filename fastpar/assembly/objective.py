@@ -33,6 +33,7 @@ class Objective:
     key    what a batch calls the target: "labels" where the model has a loss of its own that is known, else "target"
     shift  the output at t is for the label at t + shift
     first  the model's first input, by name
+    vocab  of a model of Hugging Face: ids and labels are below
     """
 
     loss: Loss | None
@@ -40,6 +41,7 @@ class Objective:
     shift: int
     first: str
     withheld: tuple[str, ...] = ()
+    vocab: int | None = None
 
     @staticmethod
     def of(model: nn.Module, loss: Loss | None) -> Objective:
@@ -62,7 +64,8 @@ class Objective:
                 "config.output_router_logits adds balance losses of each forward to the model's loss, which are not "
                 "those of the global batch: switch it off, and use fastpar.expert.Router for balance losses"
             )
-        return Objective(None, "labels", shift, first, withheld)
+        embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
+        return Objective(None, "labels", shift, first, withheld, getattr(embedding, "num_embeddings", None))
 
     def read(self, batch: Any) -> FedBatch:
         """The inputs and the target of a batch: (inputs, target), or a mapping of keyword inputs with the target."""
@@ -89,6 +92,20 @@ class Objective:
             shifted[..., : -self.shift] = target[..., self.shift :]
             target = shifted
         return FedBatch(inputs, target)
+
+    def check_ids(self, fed: FedBatch) -> None:
+        """ValueError for ids and labels outside of the vocabulary, while other ranks can be told: an error in forward
+        would leave them waiting."""
+        for name, x in ((self.first, fed.inputs.get(self.first)), (self.key, fed.target)):
+            if self.vocab is None or not isinstance(x, Tensor) or x.is_floating_point() or x.numel() == 0:
+                continue
+            ids = x if name == self.first else torch.where(x == IGNORED, 0, x)
+            low, high = (int(limit) for limit in ids.aminmax())
+            if low < 0 or high >= self.vocab:
+                raise ValueError(
+                    f"{name} must be ids from 0 to {self.vocab - 1}, got {low if low < 0 else high}"
+                    + ("" if name == self.first else " (-100: does not count)")
+                )
 
     def check_sequences(self, fed: FedBatch, cp: int) -> None:
         """ValueError for a batch whose sequences cannot be split over cp ranks, or that has documents without cp."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -47,6 +48,17 @@ class Changes:
         self._steps: list[Adoption | tuple[nn.Module, str, Any]] = []  # adoptions, and attributes as they were
         self._handles: list[Any] = []
         self._parameters: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # id(original) -> (original, parallel)
+        self._is_of_shards = False
+
+    def __deepcopy__(self, memo: Any) -> Changes:
+        """Those of a copied model. Of parameters that ZeRO's stage 3 has freed it has shards, and nothing whole."""
+        made = memo[id(self)] = Changes()
+        there = {key: pair for key, pair in self._parameters.items() if not _is_freed(pair[1])}
+        made._is_of_shards = self._is_of_shards or len(there) < len(self._parameters)
+        made.explanation, made._steps, made._handles, made._parameters = copy.deepcopy(
+            (self.explanation, self._steps, self._handles, there), memo
+        )
+        return made
 
     def adopted(self, adoption: Adoption) -> None:
         """Record a module that has become another."""
@@ -89,6 +101,11 @@ class Changes:
 
     def undo(self, *, gather: bool) -> None:
         """Make the model what it was; `gather` brings the trained values along (one all-gather per shard)."""
+        if self._is_of_shards:
+            raise ValueError(
+                "this is a copy of a model that ZeRO's stage 3 had sharded, and has shards for good: unparallelize the "
+                "model itself, after detach() of what fastpar.zero.shard returned"
+            )
         for handle in self._handles:
             handle.remove()
         full = {}
@@ -110,6 +127,12 @@ class Changes:
                 delattr(module, name)
             else:
                 setattr(module, name, value)
+
+
+def _is_freed(parameter: Any) -> bool:
+    with torch._C.DisableTorchFunctionSubclass():
+        memory = getattr(parameter, "_local_tensor", parameter)
+        return bool(memory.numel() > 0 and memory.untyped_storage().nbytes() == 0)
 
 
 # ---- parameters whose place a parallel one has taken -----------------------------------------------------------------
