@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -106,6 +107,8 @@ def _run(words: LayoutText, text: str, model: TinyModel, options: dict[str, Any]
     from torch.distributed import TCPStore
     from torch.multiprocessing.spawn import ProcessRaisedException, spawn
 
+    # Models that go through a set of words, as Gemma 3's does, must do so in one order on all ranks.
+    os.environ.setdefault("PYTHONHASHSEED", "0")
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # port 0: a free one
     try:
         spawn(_rank, (words.world_size, store.port, text, model, options), nprocs=words.world_size)

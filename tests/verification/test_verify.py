@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -320,6 +321,21 @@ def test_misuse_of_the_command_exits_with_2(capsys: pytest.CaptureFixture[str]) 
         cli.main(["verify", "--layout", "tp2"])
     assert stop.value.code == 2
     assert "has an unknown word" in capsys.readouterr().err
+
+
+def test_ranks_of_the_command_go_through_sets_in_one_order(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As Gemma 3 goes through its kinds of layers, and calls one module for each."""
+    monkeypatch.setenv("PYTHONHASHSEED", "random")
+    monkeypatch.delenv("PYTHONHASHSEED")
+
+    def spawn(*_: Any, **__: Any) -> None:
+        raise RuntimeError(f"hashes begin with {os.environ.get('PYTHONHASHSEED')}")
+
+    monkeypatch.setattr(sys.modules["torch.multiprocessing.spawn"], "spawn", spawn)
+    assert cli.main(["verify", "--model", "llama", "--layout", "tp2"]) == 2
+    assert "hashes begin with 0" in capsys.readouterr().err
 
 
 @pytest.mark.ranks
