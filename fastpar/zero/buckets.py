@@ -417,7 +417,8 @@ def _keep_trace(param: ShardedParam, gradient: Tensor) -> None:
 
 
 def _is_same(x: Tensor, view: Tensor) -> bool:
-    return x.data_ptr() == view.data_ptr() and x.stride() == view.stride()
+    # A master weight has a scalar as one row
+    return x.data_ptr() == view.data_ptr() and (x.stride() == view.stride() or x.numel() == view.numel() == 1)
 
 
 def _flat_of(rows: Sequence[Tensor]) -> Tensor:

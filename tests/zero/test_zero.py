@@ -77,4 +77,5 @@ def test_fused_optimizers_of_torch_agree_to_rounding() -> None:
     ids=str,
 )
 def test_how_gradients_travel_does_not_change_the_bits(options: dict[str, Any]) -> None:
-    check(3, [Case(stage, dtype, 2, options=options) for stage in STAGES for dtype in (torch.float32, torch.bfloat16)])
+    cases = [Case(stage, dtype, 2, options=options) for stage in STAGES for dtype in (torch.float32, torch.bfloat16)]
+    check(3, [*cases, Case(0, torch.float32, 2, "each", options=options)])
