@@ -27,7 +27,7 @@ from fastpar.parallel.heads import HeadsError
 from fastpar.parallel.model_methods import calls_loss_function, takes_labels
 from fastpar.parallel.on_grid import check_on_grid, grid_for
 from fastpar.parallel.plan import match_plan
-from fastpar.parallel.proving import proven_plan, refuse_wrong_blocks
+from fastpar.parallel.proving import UntriedBlock, proven_plan, refuse_wrong_blocks
 from fastpar.parallel.styles import AttentionStyle, ExpertStyle, Style, SwapContext
 from fastpar.parallel.swap import Swap
 from fastpar.parallel.token_mixing import refuse_mixing
@@ -84,7 +84,8 @@ def parallelize(
     embedding, and one small one for the loss.
 
     The model, its hooks included, runs once on a few ids, and copies of one block of each kind run whole and on virtual
-    ranks, before anything is changed; models that take no ids are split untried.
+    ranks, before anything is changed. Blocks of a written plan that do not run then, as of models that take no ids, are
+    tried when they are called first: ValueError in that forward.
 
     The logger "fastpar.parallelize" says on the first rank what was split (INFO), and what "auto" would have split and
     has left whole (WARNING).
@@ -123,9 +124,10 @@ def parallelize(
     resolve(split, styles, sequence_parallel=sequence_parallel)
     check_on_grid(split, styles)
     splits = check_plan(split)
+    untried: list[UntriedBlock] = []
     if is_written:
         with trial_of(split.context):
-            refuse_wrong_blocks(model, split.styles | split.parameter_styles, split.features[1])
+            untried = refuse_wrong_blocks(model, split.styles | split.parameter_styles, split.features[1])
     if sync_weights != "none":
         sync_weights_of(model, comm, broadcast=sync_weights == "broadcast")
         if split.expert_ranks > comm.size:  # else among the same ranks
@@ -136,6 +138,8 @@ def parallelize(
         split.overlap = split.overlap.disabled()
     swap = Swap(split, splits)
     swap.apply()
+    for block in untried:
+        split.changes.hooked(block.watch(split.modules[block.path], lambda: trial_of(split.context)))
     swap.log()
     model.__dict__[_STATE] = swap
     return model

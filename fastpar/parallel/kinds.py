@@ -148,7 +148,7 @@ class _Keys:
         if id(value) in self.objects:
             return self.objects[id(value)][1]
         if id(value) in self.inside or depth > _DEEP:
-            return self.number(type(value))
+            return self.number((type(value),))
         self.inside.add(id(value))
         try:
             key = self._of_object(value, depth + 1)

@@ -11,9 +11,15 @@ whole on all tokens ("gathered").
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fastpar.parallel.declared import UnknownModelError, first_plan
 from fastpar.parallel.heads import block_splits
@@ -32,9 +38,20 @@ from fastpar.parallel.styles import (
     Style,
 )
 from fastpar.parallel.styles.linear import splits_features
-from fastpar.parallel.trial import DifferenceError, RecordedCall, Trial, TrialError, is_linear, record_calls
+from fastpar.parallel.trial import (
+    DifferenceError,
+    RecordedCall,
+    Trial,
+    TrialError,
+    is_linear,
+    noisy_copy,
+    record_calls,
+    recorded,
+    structure_copy,
+)
 from fastpar.pipeline.stages.absent import Absent
 from fastpar.tensor.own_forward import has_hooks, has_own_forward
+from fastpar.tensor.rehearsal import same_generators
 
 # A block that holds other styles is not tried: virtual ranks do not know what a subclass does.
 _TRIED = (ColwiseStyle, RowwiseStyle, HeadsStyle, PartialStyle, ReplicateStyle, DropoutStyle)
@@ -72,31 +89,101 @@ def proven_plan(model: nn.Module, size: int, *, sequence_parallel: bool = False)
     return dict(styles.items())
 
 
-def refuse_wrong_blocks(model: nn.Module, styles: Mapping[str, Style], size: int) -> None:
+def refuse_wrong_blocks(model: nn.Module, styles: Mapping[str, Style], size: int) -> list[UntriedBlock]:
     """Try one block of each kind of a plan that somebody has written; ValueError for one that, split so, computes
     something else than whole.
 
-    As in `proven_plan` the model runs once on a few tokens. What cannot be run so is not judged: models that take other
-    inputs than ids, blocks whose code needs a device or what virtual layers do not have.
+    As in `proven_plan` the model runs once on a few tokens. Blocks that are not called then, as of models that take
+    other inputs than ids, are returned: they are to be tried when they are called first. Not judged are blocks whose
+    code needs a device or what virtual layers do not have.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
-    if size == 1 or any(isinstance(module, Absent) for module in modules.values()):
-        return
     blocks = [path for path, style in styles.items() if isinstance(style, BlockStyle)]
+    if size == 1 or not blocks or any(isinstance(module, Absent) for module in modules.values()):
+        return []
     try:
-        kinds, calls = _kinds_and_calls(model, modules, blocks, styles, size) if blocks else ([], {})
+        kinds, calls = _kinds_and_calls(model, modules, blocks, styles, size)
     except Exception:  # of the model's own code: any
-        return
+        kinds, calls = alike(modules, blocks, styles), {}
+    untried = []
     for path, *_ in kinds:
         inside = {name[len(path) + 1 :]: style for name, style in styles.items() if name.startswith(f"{path}.")}
         linears = [modules[f"{path}.{name}"] for name, style in inside.items() if splits_features(style)]
         if any(has_own_forward(linear) or has_hooks(linear) for linear in linears):
             continue  # virtual layers have neither; these linears have been tried by themselves
-        if path in calls and all(_can_be_tried(style) for style in inside.values()):
+        if not all(_can_be_tried(style) for style in inside.values()):
+            continue
+        if path in calls:
             _refuse_wrong_block(path, modules[path], calls[path], {"": styles[path], **inside}, size)
+        else:
+            with contextlib.suppress(Exception):  # of a module that cannot be copied: any
+                untried.append(UntriedBlock(path, structure_copy(modules[path]), {"": styles[path], **inside}, size))
+    return untried
 
 
-def _refuse_wrong_block(path: str, module: nn.Module, call: RecordedCall, styles: dict[str, Style], size: int) -> None:
+@dataclass(frozen=True)
+class UntriedBlock:
+    """A block of which no call is known before the model runs on what a user feeds it."""
+
+    path: str
+    whole: nn.Module  # as it was before the split, its parameters without memory
+    styles: dict[str, Style]
+    size: int
+
+    def watch(self, module: nn.Module, trial: Callable[[], AbstractContextManager[None]]) -> Any:
+        """Try the block with what the parallel `module` in its place is called with first; returns the hook's handle.
+        ValueError then, on every rank, as all run the same trial. `trial`: around it."""
+
+        is_over = False  # for copies of the module as well, which share this function
+
+        def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            nonlocal is_over
+            if is_over or torch.compiler.is_compiling():
+                return
+            is_over = True
+            handle.remove()
+            device = next((t.device.type for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)), "cpu")
+            with (
+                trial(),
+                same_generators(),
+                torch.inference_mode(False),
+                torch.enable_grad(),
+                torch.autocast("cpu", enabled=False),
+                torch.autocast(device, enabled=False),
+            ):
+                self._refuse_wrong(recorded(args, kwargs))
+
+        handle = module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
+        return handle
+
+    def _refuse_wrong(self, call: RecordedCall) -> None:
+        """On a few tokens of two sequences if the block's code takes them, since a batch may be large."""
+        if not any(isinstance(x, Tensor) and x.is_floating_point() for x in tree_leaves((call.args, call.kwargs))):
+            return
+        whole, tokens = noisy_copy(self.whole), 2 * self.size + 1
+        for rows, length in ((2, tokens), (2, None), (None, None)):
+            if _refuse_wrong_block(self.path, whole, _shorter(call, rows, length), self.styles, self.size):
+                return
+
+
+def _shorter(call: RecordedCall, rows: int | None, length: int | None) -> RecordedCall:
+    """A call of fewer sequences and positions: of tensors with as many as the hidden states."""
+    shape = call.hidden().shape
+
+    def one(x: Tensor) -> Tensor:
+        value = x.detach()
+        if rows is not None and x.dim() and x.size(0) == shape[0]:
+            value = value[:rows]
+        dims = [1] if x.shape == shape else [d for d in range(1, x.dim()) if len(shape) > 2 and x.size(d) == shape[1]]
+        for dim in dims if length is not None and len(shape) > 2 else ():
+            value = value[(slice(None),) * dim + (slice(length),)]
+        return value.clone().requires_grad_(x.requires_grad)
+
+    return RecordedCall(*tree_map_only(Tensor, one, (call.args, call.kwargs)))
+
+
+def _refuse_wrong_block(path: str, module: nn.Module, call: RecordedCall, styles: dict[str, Style], size: int) -> bool:
+    """ValueError for a wrong block; False for one that could not be tried."""
     where = f"{path} ({type(module).__name__}), split as the plan says,"
     advice = 'Leave the block out of the plan, or try plan="auto", which finds out what can be split'
     try:
@@ -108,7 +195,7 @@ def _refuse_wrong_block(path: str, module: nn.Module, call: RecordedCall, styles
             f"through them. {advice}"
         ) from None
     except TrialError:
-        return
+        return False
     if call.keeps_results:
         raise ValueError(
             f"{where} keeps tensors that it computes (attributes with a gradient, such as a balance loss), of which "
@@ -121,6 +208,7 @@ def _refuse_wrong_block(path: str, module: nn.Module, call: RecordedCall, styles
                 f"{path}.{name} has the style 'partial', but every rank has its whole gradient, and the sum over ranks "
                 f"would be {size} times that. Give it the style 'replicate'"
             )
+    return True
 
 
 def _can_be_tried(style: Style) -> bool:

@@ -251,6 +251,52 @@ def test_code_between_layers_that_mixes_positions_is_refused_under_sequence_para
     run_ranks(2, _between)
 
 
+# ---- models that take no ids
+
+
+class Images(nn.Module):
+    """A vision transformer's shape; `mlp` is called with what only this model knows."""
+
+    def __init__(self, mlp: Callable[[], nn.Module] = MLP):
+        super().__init__()
+        torch.manual_seed(0)
+        self.patch = nn.Conv2d(3, HIDDEN, 4, 4)
+        self.blocks = nn.ModuleList([Block(mlp), Block(mlp)])
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        x = self.patch(pixels).flatten(2).transpose(1, 2)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def _images() -> None:
+    plan = {pattern: style for pattern, style in BLOCKS.items() if style != "stream"}
+    pixels = torch.rand(3, 3, 12, 12, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    loss = lambda m: m(pixels).square().mean()  # noqa: E731
+    wrong = {Softmax: "its output", Residual: "the gradient of its input", NormsInTraining: "its output"}
+    for cls, what in wrong.items():
+        model = fp.parallelize(Images(cls).double(), dist.group.WORLD, plan)
+        said = rf"blocks.0.mlp \({cls.__name__}\), split as the plan says.*: {what} would be off"
+        with pytest.raises(ValueError, match=said), torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            model(pixels)
+    whole = Images().double()
+    parallel: Any = fp.parallelize(copy.deepcopy(whole), dist.group.WORLD, plan)
+    state = torch.get_rng_state()
+    copied = copy.deepcopy(parallel)
+    check_equal(whole, parallel, loss)
+    assert torch.equal(torch.get_rng_state(), state)
+    whole.zero_grad()
+    check_equal(whole, copied, loss)
+    assert not parallel.blocks[0].mlp.up._forward_pre_hooks
+    fp.unparallelize(parallel)
+    assert not any(module._forward_pre_hooks for module in parallel.modules())
+
+
+def test_blocks_that_no_ids_reach_are_tried_by_what_they_are_called_with_first() -> None:
+    run_ranks(2, _images)
+
+
 # ---- what users do with logits
 
 

@@ -19,7 +19,8 @@ Note: what a trial proves
 
 from __future__ import annotations
 
-from fastpar.parallel.trial.calls import RecordedCall, is_linear, record_calls
+from fastpar.parallel.trial.calls import RecordedCall, is_linear, record_calls, recorded
+from fastpar.parallel.trial.copies import noisy_copy, structure_copy
 from fastpar.parallel.trial.ranks import CodeError, DifferenceError, TrialError
 from fastpar.parallel.trial.trial import Trial, is_per_token
 
@@ -31,5 +32,8 @@ __all__ = [
     "TrialError",
     "is_linear",
     "is_per_token",
+    "noisy_copy",
     "record_calls",
+    "recorded",
+    "structure_copy",
 ]

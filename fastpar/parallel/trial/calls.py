@@ -154,6 +154,11 @@ def record_calls(model: nn.Module, paths: Iterable[str], num_tokens: int) -> dic
     return recorder.calls
 
 
+def recorded(args: tuple[Any, ...], kwargs: dict[str, Any]) -> RecordedCall:
+    """A call as it happens; what becomes of its results is not known."""
+    return RecordedCall(*_copied((args, kwargs)))
+
+
 def _copied(tree: Any) -> Any:
     """The same containers around copies of the tensors, which know whether they need a gradient."""
 

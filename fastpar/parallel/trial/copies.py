@@ -22,7 +22,8 @@ def noisy_copy(module: nn.Module) -> nn.Module:
     for param in module.parameters():
         if id(param) in stacked:
             continue
-        value = param.detach().float().cpu()
+        value = param.detach().float()
+        value = torch.zeros(value.shape, device="cpu") if value.is_meta else value.cpu()
         fan_in = value.size(-1) if value.dim() > 1 else 10
         noise = torch.empty(value.shape).uniform_(-1, 1, generator=generator) * (1.7 * fan_in**-0.5)
         memo[id(param)] = nn.Parameter(value + noise)
@@ -38,6 +39,15 @@ def noisy_copy(module: nn.Module) -> nn.Module:
         if is_stacked(child):
             memo[id(child)] = _AnyExperts()
     return copy.deepcopy(module, memo).eval()
+
+
+def structure_copy(module: nn.Module) -> nn.Module:
+    """A copy whose parameters have shapes and no memory, of which `noisy_copy` makes one that runs."""
+    memo: dict[int, Any] = {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in module.parameters()}
+    for child in module.modules():
+        memo |= {id(v): v.detach().clone() for v in vars(child).values() if isinstance(v, Tensor)}
+    memo |= {id(child.config): child.config for child in module.modules() if "config" in child.__dict__}
+    return copy.deepcopy(module, memo)
 
 
 def training_copy(module: nn.Module) -> nn.Module:
