@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fastpar.mesh import GridSpec, Mesh
+from fastpar.parallel.heads import QUERY_COUNTS
 from fastpar.parallel.styles import BlockStyle, ExpertStyle, GatheredStyle, Style, SwapContext
 from fastpar.parallel.styles.linear import is_colwise, is_rowwise, splits_features
 from fastpar.pipeline.stages.absent import Absent
@@ -180,23 +181,27 @@ def cut_batches(context: SwapContext) -> None:
         if not isinstance(region, GridRegion) or region.grid.spec.z == 1:
             continue
         for path in context.streams[parent]:
-            hook = _BatchCut(path, region)
-            context.changes.hooked(context.modules[path].register_forward_pre_hook(hook, with_kwargs=True))
+            layer = context.modules[path]
+            counts = (getattr(module, name, None) for module in layer.modules() for name in QUERY_COUNTS)
+            hook = _BatchCut(path, region, frozenset(count for count in counts if isinstance(count, int)))
+            context.changes.hooked(layer.register_forward_pre_hook(hook, with_kwargs=True))
 
 
 class _BatchCut:
     """Cuts what a layer is called with beside its hidden states.
 
-    What has a row for each sequence is known by its size in the first call, and by its place from then on, since sizes
-    may coincide; that the first call is right, `StreamGuard` sees.
+    What has a row for each sequence, or one for each of its heads (as BLOOM's ALiBi), is known by its size in the first
+    call, and by its place from then on, since sizes may coincide; that the first call is right, `StreamGuard` sees.
+
+    heads   numbers of attention heads in the layer
     """
 
-    def __init__(self, path: str, region: GridRegion):
-        self.path, self.region = path, region
-        self._has_rows: dict[str, bool] = {}
+    def __init__(self, path: str, region: GridRegion, heads: frozenset[int]):
+        self.path, self.region, self.heads = path, region, heads
+        self._rows_of: dict[str, int] = {}
 
     def __deepcopy__(self, memo: Any) -> _BatchCut:
-        return _BatchCut(self.path, self.region)
+        return _BatchCut(self.path, self.region, self.heads)
 
     def __call__(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.region.is_whole:
@@ -218,14 +223,25 @@ class _BatchCut:
         batch = self.region.shape[0]
         if x.size(0) == 1 or x.shape == hidden.shape:  # of all sequences alike; a part, such as a residual
             return x
-        if self._has_rows.setdefault(name, x.size(0) == batch):
-            if x.size(0) != batch:
-                raise ValueError(
-                    f"{self.path} got {name.lstrip('.')} of shape {list(x.shape)}, which had a row for each sequence "
-                    f"before, and the batch has {batch}"
-                )
-            return self.region.cut_batch(x)
-        return x
+        rows = self._rows_of.setdefault(name, self._rows_each(x))
+        if rows == 0:
+            return x
+        if x.size(0) != batch * rows:
+            raise ValueError(
+                f"{self.path} got {name.lstrip('.')} of shape {list(x.shape)}, which had {rows} rows for each sequence "
+                f"before, and the batch has {batch}"
+            )
+        lo, hi = self.region.batch_range
+        return x.narrow(0, lo * rows, (hi - lo) * rows)
+
+    def _rows_each(self, x: Tensor) -> int:
+        """Rows for each sequence: one, or one for each head where batch and heads are one dim; 0 where there are none
+        of their own."""
+        batch, tokens, _ = self.region.shape
+        if x.size(0) == batch:
+            return 1
+        rows, rest = divmod(x.size(0), batch)
+        return rows if rest == 0 and x.dim() > 2 and rows in self.heads and x.size(0) != tokens else 0
 
 
 __all__ = ["check_on_grid", "cut_batches", "cut_features", "grid_for", "is_one_dim", "with_parts_sent"]

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import fastpar as fp
+from fastpar.parallel.on_grid import _BatchCut
 from tests.dist import run_ranks
 from tests.tensor.grid_ranks import other_doors, own_model_differences, refusals, train_all, trained_by_zero
 
@@ -99,3 +103,20 @@ def test_what_does_not_fit_a_grid_is_refused_with_what_would() -> None:
     }
     for said in run_ranks(4, refusals):
         assert [name for name, part in words.items() if part not in said[name]] == []
+
+
+def test_rows_of_sequences_and_of_their_heads_go_with_them() -> None:
+    """BLOOM's ALiBi has batch and heads in one dim; tables and masks have none of their own."""
+    region: Any = SimpleNamespace(shape=(4, 8, 6), batch_range=(2, 4), is_whole=False)
+    hidden, alibi, mask = torch.zeros(2, 8, 6), torch.arange(12.0)[:, None, None], torch.arange(4.0)[:, None]
+    tables, whole_mask = torch.zeros(12, 3), torch.zeros(1, 1, 12, 12)
+    cut = _BatchCut("h.0", region, frozenset({3}))
+    args, kwargs = cut(nn.Identity(), (hidden, alibi), {"mask": mask, "tables": tables, "whole": whole_mask})
+    assert torch.equal(args[1], alibi[6:])
+    assert torch.equal(kwargs["mask"], mask[2:])
+    assert kwargs["tables"] is tables
+    assert kwargs["whole"] is whole_mask
+    with pytest.raises(ValueError, match="had 3 rows for each sequence before, and the batch has 4"):
+        cut(nn.Identity(), (hidden, alibi[:8]), {})
+    of_tokens = torch.zeros(8, 4, 6)  # as many rows as tokens
+    assert _BatchCut("h.0", region, frozenset({2}))(nn.Identity(), (hidden, of_tokens), {})[0][1] is of_tokens
