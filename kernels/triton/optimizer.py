@@ -101,7 +101,6 @@ class TensorTable:
     groups: list[OptimizerGroup]
     staging: list[Tensor]  # what was copied to the device; a captured graph reads it again
     uploaded: Any = None  # the event after the copies; None on the CPU, and in a capture
-    is_there: bool = False  # the host has seen that event done, so that no stream need wait for it
 
 
 class TableUpload(NamedTuple):
@@ -123,11 +122,10 @@ class Tables:
         table = self._tables.pop(columns, None)
         if table is None:
             table = self._make(columns)
-        elif not (table.uploaded is None or table.is_there or is_capturing):
-            # On the current stream, which need not be the one that copied. A capture begins with a synchronisation.
-            table.is_there = table.uploaded.query()
-            if not table.is_there:
-                table.uploaded.wait()
+        elif table.uploaded is not None and not is_capturing:
+            # On the current stream, which need not be the one that copied; a capture begins with a synchronisation. To
+            # ask the event whether it is done would save 1 us, and could break a capture that another thread has begun.
+            table.uploaded.wait()
         if is_capturing:
             self._captured.append(table)
         if is_capturing and table.uploaded is None:
