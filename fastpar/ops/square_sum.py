@@ -80,7 +80,7 @@ def exact_square_sum(tensors: Iterable[Tensor]) -> Tensor:
     listed = check_tensors(tensors)
     if not listed or not has_kernels(listed[0]):
         return cast(Tensor, fallback("exact_square_sum")(listed))
-    return cast(Tensor, _square_sum([x.detach() for x in listed]))
+    return cast(Tensor, _square_sum([x.detach() if x.requires_grad else x for x in listed]))
 
 
 @checked()

@@ -129,8 +129,27 @@ def test_digits_that_have_not_been_carried_give_the_same_norm() -> None:
 
 def test_a_row_of_the_table_written_in_a_capture_is_what_is_uploaded_otherwise() -> None:
     rows = [(2**40 + 16, 1, 0, 0), (16, 2**33, 7, 0), (32, 5, 2**20, 0)]
-    found = kernels._upload(rows, torch.device("cpu"))
+    found = kernels._written(rows, torch.device("cpu"))
     assert found[:, :3].tolist() == [list(row[:3]) for row in rows]
+
+
+def test_a_table_is_made_once_for_tensors_that_lie_where_they_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    rows = kernels._rows
+    monkeypatch.setattr(kernels, "_rows", lambda tensors: (made.append(len(tensors)), rows(tensors))[1])
+    memory = torch.randn(64)
+    halves = [memory[:40], memory[40:].view(torch.int32).view(torch.float32)]
+    for number in (1, 1, 1):
+        memory.mul_(2)  # other values at the same addresses
+        assert_same(*halves)
+        assert len(made) == number
+    assert_same(memory[:40], memory[39:])  # another address,
+    assert_same(memory[:40], memory[40:63])  # another size,
+    assert_same(memory[:40], memory[40:].view(torch.bfloat16)[:24])  # another dtype
+    assert made == [2, 2, 2, 2]
+    for number in range(kernels.MAX_TABLES + 1):
+        assert_same(torch.randn(number + 1))
+    assert len(kernels._tables) == kernels.MAX_TABLES
 
 
 class Counting(TorchDispatchMode):
@@ -156,7 +175,6 @@ def test_a_sum_takes_a_launch_for_each_dtype_and_no_memory(
 ) -> None:
     launches: list[Any] = []
     monkeypatch.setattr(kernels, "launch", lambda kernel, programs, *rest, **options: launches.append(programs))
-    monkeypatch.setattr(kernels, "_upload", lambda rows, device: torch.tensor(rows))  # as outside of a capture
     tensors = [torch.empty(count // num_tensors + 1, dtype=dtype) for dtype in FLOATS[:2] for _ in range(num_tensors)]
     with Counting() as counted:
         sums = kernels.exact_square_sum(tensors)
