@@ -167,7 +167,7 @@ def plateaus(cells: Sequence[Cell]) -> list[list[float]]:
 
 
 def outside_of_vocabulary(cell: Cell) -> tuple[list[str], float]:
-    """What is said about ids and labels that no token has on one data-parallel rank, and the loss of a good step after."""
+    """What is said about ids and labels of one data-parallel rank that no token has; and the loss of a step after."""
     trained, said = assembled(cell), []
     good = fed(trained, cell, 0)
     for key in ("input_ids", "labels"):

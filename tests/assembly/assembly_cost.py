@@ -26,12 +26,14 @@ def seconds_of_a_step(words: str) -> tuple[float, float]:
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(51, (4, 9), generator=generator)
     inputs, target = ids[:, :-1], ids[:, 1:]
-    model, optimizer = other.parts[0], other.optimizer
+    model, optimizer, pipe = other.parts[0], other.optimizer, other._made.pipe
 
     def by_hand() -> float:
-        logits = model(inputs)
-        loss = fp.ops.vocab_parallel_cross_entropy(logits, target)
-        loss.backward()
+        if pipe is not None:
+            loss = pipe.step(inputs, target=target)
+        else:
+            loss = fp.ops.vocab_parallel_cross_entropy(model(inputs), target)
+            loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         return loss.item()
@@ -55,6 +57,6 @@ def seconds_of_a_step(words: str) -> tuple[float, float]:
 if __name__ == "__main__":
     from tests.assembly.assembly_cost import seconds_of_a_step as measured  # by a name that ranks can import
 
-    for size, words in ((1, "one rank"), (2, "dp2 zero1"), (2, "tp2 sp")):
+    for size, words in ((1, "one rank"), (2, "dp2 zero1"), (2, "tp2"), (2, "tp2 sp"), (2, "pp2 mb2")):
         for rank, (step, hand) in enumerate(run_ranks(size, measured, words)):
             print(f"{words}, rank {rank}: step {step * 1e3:.2f} ms, by hand {hand * 1e3:.2f} ms of processor time")
