@@ -22,6 +22,17 @@ block of queries reads its keys and values again, from the L2 cache where that h
 
 Blocks are chosen by a table, from the head dim and the dtype, so that nothing spills on sm_90a and gfx942, but float32
 with head dims above 128. Products of float32 are three of TF32 parts on sm_90a, and float32 on gfx942.
+
+Chosen by what the compiler says for sm_90a (Triton 3.7), bfloat16, and not measured: lines of PTX in the loop without
+masks, for 64 keys (forward, dq) or 64 queries (dkv), before and now; one program a multiprocessor both times.
+
+    forward, 128    128 x 64: 463     128 x 128, masked steps of 64: 331      half the rescaling, barriers and waits
+    dq, 128         128 x 64: 450     128 x 128: 356                          half the barriers and waits
+    dq, 64          128 x 64: 389     128 x 128: 316                          the same
+    dkv, 128        32 x 128: 884     64 x 128: 658                           the same; scores in wgmma of n 64, not 32
+
+Wider steps spill elsewhere: forward of 128 with masked steps of 128 (64 bytes), dkv of 64 (8 bytes), softcap, dropout,
+and head dims that are no multiples of 16.
 """
 
 from __future__ import annotations
@@ -42,12 +53,14 @@ _tables = HostTables()
 
 
 class AttentionConfig(NamedTuple):
-    """Queries and keys of a block, warps of a program, stages of the loads' pipeline."""
+    """Queries and keys of a block, warps of a program, stages of the loads' pipeline; keys of forward's masked steps
+    where these are others."""
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
+    masked_step: int = 0
 
 
 class DropoutHash(NamedTuple):
@@ -69,9 +82,16 @@ class DropoutHash(NamedTuple):
         return *positions, self.seed, self.first_batch, self.first_head, threshold, scale
 
 
-# By the kernel and the head dim, up to 64, 128 and 256. A hash for every pair takes registers: some are smaller.
+# By the kernel and the head dim, up to 64, 128 and 256. A hash for every pair takes registers: some are smaller. Calls
+# that are "plain" (`_kinds`) leave some: these are larger.
 _Choices = dict[str, dict[Any, AttentionConfig]]
 _CUDA: _Choices = {
+    "plain": {
+        ("forward", 128): AttentionConfig(128, 128, 8, 2, masked_step=64),
+        ("dq", 64): AttentionConfig(128, 128, 8, 2),
+        ("dq", 128): AttentionConfig(128, 128, 8, 2),
+        ("dkv", 128): AttentionConfig(64, 128, 8, 2),
+    },
     "16 bits": {
         ("forward", 64): AttentionConfig(128, 128, 8, 3),
         ("forward", 128): AttentionConfig(128, 64, 8, 3),
@@ -101,6 +121,7 @@ _CUDA: _Choices = {
     },
 }
 _HIP: _Choices = {
+    "plain": {},
     "16 bits": {
         ("forward", 64): AttentionConfig(64, 64, 4, 1),
         ("forward", 128): AttentionConfig(64, 64, 4, 1),
@@ -120,7 +141,7 @@ _HIP: _Choices = {
 
 
 def configuration(
-    kind: str, head_dim: int, dtype: torch.dtype, device: torch.device, *, dropout: bool = False
+    kind: str, head_dim: int, dtype: torch.dtype, device: torch.device, *, dropout: bool = False, plain: bool = False
 ) -> AttentionConfig:
     """For kind "forward", "dq" or "dkv", by the wider of both head dims; dkv owns keys and steps over queries."""
     if device.type == "cpu":
@@ -129,7 +150,15 @@ def configuration(
     table = _HIP if torch.version.hip is not None else _CUDA
     if dtype == torch.float32:
         return table["float32"][kind, width]
-    return table["dropout"].get((kind, width) if dropout else None) or table["16 bits"][kind, width]
+    special = table["plain"] if plain else table["dropout"] if dropout else {}
+    return special.get((kind, width)) or table["16 bits"][kind, width]
+
+
+def _kinds(q: Tensor, v: Tensor, softcap: float, dropout: DropoutHash) -> dict[str, bool]:
+    """Keywords of `configuration`. "plain" is what has registers left: one head dim, loaded without a mask or in
+    halves of a line, and nothing done to a pair but the softmax."""
+    is_plain = softcap == 0.0 and dropout.p == 0.0 and q.shape[-1] == v.shape[-1]
+    return {"dropout": dropout.p > 0, "plain": is_plain and q.shape[-1] >= 64 and q.shape[-1] % 16 == 0}
 
 
 # ---- launchers -------------------------------------------------------------------------------------------------------
@@ -185,13 +214,15 @@ def attention_forward(
     if scale < 0:  # `Note: scores`
         q, scale = -q, -scale
     q, k, v = _rows(q), _rows(k), _rows(v)
-    config = config or configuration("forward", max(q.shape[-1], v.shape[-1]), q.dtype, q.device, dropout=dropout.p > 0)
+    kinds = _kinds(q, v, softcap, dropout)
+    config = config or configuration("forward", max(q.shape[-1], v.shape[-1]), q.dtype, q.device, **kinds)
     steps = _tables.steps(tiles, tile_offsets, StepShape(num_queries, config.block_m, config.block_n), q.device)
     launch(
         kernels.attention_forward_kernel, (steps.num_blocks, heads, batch), q.device,
         q, k, v, q.stride()[:3], k.stride()[:3], v.stride()[:3], out, lse, steps.blocks, steps.runs,
         steps.batch_stride, heads // max(k.shape[1], 1), num_queries, k.shape[2], _scores(scale, softcap),
-        dropout.arguments(q.device), **_options(q, v, config, softcap, dropout.p),
+        dropout.arguments(q.device), MASKED_STEP=config.masked_step or config.block_n,
+        **_options(q, v, config, softcap, dropout.p),
     )  # fmt: skip
     return out, lse
 
@@ -221,14 +252,15 @@ def attention_backward(
     strides = (dout.stride()[:3], q.stride()[:3], k.stride()[:3], v.stride()[:3])
     numbers = (_scores(scale, softcap), float(scale), dropout.arguments(q.device))
     sizes = (heads // k.shape[1], num_queries, k.shape[2])
-    of_dq = config or configuration("dq", head_dim, q.dtype, q.device, dropout=dropout.p > 0)
+    kinds = _kinds(q, v, softcap, dropout)
+    of_dq = config or configuration("dq", head_dim, q.dtype, q.device, **kinds)
     steps = _tables.steps(tiles, tile_offsets, StepShape(num_queries, of_dq.block_m, of_dq.block_n), q.device)
     launch(
         kernels.attention_dq_kernel, (steps.num_blocks, heads, batch), q.device, dout, q, k, v, *strides, lse, delta,
         dq, steps.blocks, steps.runs, steps.batch_stride, *sizes, *numbers,
         **_options(q, v, of_dq, softcap, dropout.p),
     )  # fmt: skip
-    of_dkv = config or configuration("dkv", head_dim, q.dtype, q.device, dropout=dropout.p > 0)
+    of_dkv = config or configuration("dkv", head_dim, q.dtype, q.device, **kinds)
     shape = StepShape(k.shape[2], of_dkv.block_n, of_dkv.block_m, by_key=True)
     turned = _tables.steps(tiles, tile_offsets, shape, q.device)
     launch(

@@ -8,8 +8,9 @@ Note: scores
 
 Note: masks
     Runs of steps (`Note: runs` of attention_steps.py) that every row sees in full are loaded and multiplied without a
-    mask. What lies behind the end of the owned block is loaded as zeros, and not stored. In masked runs a pair that is
-    not seen has the weight 0; a value that is not finite still reaches the rows of its block, since 0 * inf is NaN.
+    mask. What lies behind the end of the owned block is loaded as zeros, and not stored. Forward may take narrower
+    steps in masked runs, MASKED_STEP: masks take registers, of which wide steps leave none. In masked runs a pair that
+    is not seen has the weight 0; a value that is not finite still reaches the rows of its block, since 0 * inf is NaN.
 
 Note: surviving weights
     Dropout keeps the weight of a query and a key by a hash of the seed, batch row, head and both global positions: the
@@ -190,8 +191,8 @@ def attention_forward_kernel(
     q, k, v, q_strides, k_strides, v_strides, out, lse, blocks, runs, batch_stride, group, num_queries, num_keys,
     scores, dropout,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr,
-    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASKED_STEP: tl.constexpr, SOFTCAP: tl.constexpr,
+    DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """out and lse of one block of queries of one head; programs (block, head, batch row)."""
     head, batch = tl.program_id(1), tl.program_id(2)
@@ -215,7 +216,7 @@ def attention_forward_kernel(
     for number in range(masked, end):
         state = forward_run(
             state, q_block, keys, values, row, load_run(runs, number), scores, dropout, query_hash, num_keys,
-            HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_N, True, SOFTCAP, DROPOUT, PRECISION,
+            HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, MASKED_STEP, True, SOFTCAP, DROPOUT, PRECISION,
         )  # fmt: skip
     acc, top, total = state
     place = (batch * tl.num_programs(1) + head).to(tl.int64) * num_queries

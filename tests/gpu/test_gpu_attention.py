@@ -91,12 +91,13 @@ def test_small_parts_with_the_merged_lse_give_the_gradients_of_all(backend: SDPB
     whole = table([(0, 256, 0, 512, -255, 256)])
     out, lse, _, *grads = expected(AttentionCase(q, k, v, dout, whole, None), 0.125)
     there = [x.to(DEVICE) for x in (dout, q, k, v, out.bfloat16(), lse.float())]
+    backward: Any = _attention_torch.backward
     found = []
     with sdpa_kernel([backend]):
         for part, hi in ((slice(0, 256), 255), (slice(256, 512), 0)):
             tiles = table([(0, 256, 0, 256, -255, hi)])
             tensors: Any = (*there[:2], there[2][:, :, part], there[3][:, :, part], *there[4:], tiles, None)
-            served = _attention_torch.backward(*tensors, 0.125, torch.float32)
+            served = backward(*tensors, 0.125, torch.float32)
             assert served is not None
             found.append(served)
             own, own_lse = torch.ops.fastpar.attention_forward(

@@ -53,9 +53,9 @@ def test_every_kind_of_tile_matches_float64(name: str) -> None:
     assert_matches(case(name))
 
 
-@pytest.mark.parametrize("config", [(32, 16, 4, 1), (16, 32, 4, 1)])
-@pytest.mark.parametrize("name", ["documents", "window on both sides"])
-def test_blocks_need_not_be_square(name: str, config: tuple[int, int, int, int]) -> None:
+@pytest.mark.parametrize("config", [(32, 16, 4, 1), (16, 32, 4, 1), (16, 64, 4, 1, 16)])
+@pytest.mark.parametrize("name", ["documents", "window on both sides", "many keys before"])
+def test_blocks_need_not_be_square_nor_masked_steps_as_long_as_others(name: str, config: tuple[int, ...]) -> None:
     assert_matches(case(name), config=AttentionConfig(*config))
 
 

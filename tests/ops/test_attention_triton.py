@@ -136,6 +136,22 @@ def test_cuda_tensors_go_to_triton_where_it_has_their_dtype_and_head_dims() -> N
     assert chosen(torch.float64, 64, 64) is None
 
 
+@pytest.mark.parametrize(
+    ("dims", "softcap", "p", "is_plain"),
+    [((128, 128), 0.0, 0.0, True), ((80, 80), 0.0, 0.0, True), ((128, 128), 5.0, 0.0, False),
+     ((128, 128), 0.0, 0.1, False), ((64, 128), 0.0, 0.0, False), ((100, 100), 0.0, 0.0, False),
+     ((40, 40), 0.0, 0.0, False)],
+)  # fmt: skip
+def test_wide_steps_are_for_calls_that_leave_registers(
+    dims: tuple[int, int], softcap: float, p: float, is_plain: bool
+) -> None:
+    q, v = (torch.zeros(1, 1, 1, dim, dtype=torch.bfloat16) for dim in dims)
+    kinds = attention._kinds(q, v, softcap, attention.DropoutHash(p))
+    assert kinds == {"dropout": p > 0, "plain": is_plain}
+    found = attention.configuration("dq", 128, torch.bfloat16, CUDA, **kinds)
+    assert found.block_n == (128 if is_plain else 64)
+
+
 # ---- ahead of time ---------------------------------------------------------------------------------------------------
 
 
@@ -158,8 +174,8 @@ def compiled(
     def launch(kernel: Any, programs: Any, device: torch.device, *arguments: Any, **options: Any) -> None:
         found[kernel.__name__] = compile_launch(kernel, target, programs, arguments, options)
 
-    def on_cuda(kind: str, head_dim: int, dtype: torch.dtype, device: torch.device, *, dropout: bool) -> Any:
-        return configure(kind, head_dim, dtype, CUDA, dropout=dropout)
+    def on_cuda(kind: str, head_dim: int, dtype: torch.dtype, device: torch.device, **options: bool) -> Any:
+        return configure(kind, head_dim, dtype, CUDA, **options)
 
     monkeypatch.setattr(attention, "launch", launch)
     monkeypatch.setattr(attention, "configuration", on_cuda)
@@ -182,7 +198,9 @@ def check(found: dict[str, dict[str, Any]], target: Target, instruction: str = "
 
 
 @pytest.mark.expensive
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)])
+@pytest.mark.parametrize(
+    "dims", [(64, 64), (128, 128), (256, 256), *(pytest.param((d, d), marks=pytest.mark.slow) for d in (80, 96, 112))]
+)
 def test_kernels_compile_without_spills_and_with_tensor_cores(
     target: Target, monkeypatch: pytest.MonkeyPatch, dims: tuple[int, int]
 ) -> None:
