@@ -1,6 +1,6 @@
 """Time of the host: layers so small that Python, autograd and the launch of collectives are all that there is.
 
-    fastpar bench host [--jobs mlp,mlp+sequence,moe,loss,rms_norm] [--dtype fp32] [--ranks 1,2]
+    fastpar bench host [--jobs mlp,mlp+sequence,moe,loss,rms_norm,zero1] [--dtype fp32] [--ranks 1,2]
 
 Eager layers on a fast GPU are bound by the host, so what a layer adds to its kernels in Python counts there as it does
 here. Every job is done by fastpar and by hand or by torch (which is what the ratio refers to); by hand is the shortest
@@ -18,6 +18,9 @@ of every parameter, fresh every time.
     loss            `fastpar.ops.vocab_parallel_cross_entropy` of 8 rows and 32 ids, a mean; each rank has its share of
                     the ids. torch's is of all ids on every rank, so that the ratio says what splitting costs at least
     rms_norm        `fastpar.ops.rms_norm` of [tokens, hidden] against torch's; no collective
+    zero1           a training step of four linears of 4096 weights under `fastpar.zero.shard(stage=1)`, which takes the
+                    exact norm of all gradients to see that they are finite, against torch's DistributedDataParallel,
+                    which does not; both with torch's fused AdamW. Beside it the step of a rank by itself (a bound)
 
 A job is a line of `JOBS`: a function from a `Rank` and a dtype to its providers, the same list on every rank.
 
@@ -49,6 +52,7 @@ from fastpar.comm import Communicator, shard_range
 
 TOKENS, HIDDEN, FFN, EXPERTS, TOP_K = 16, 32, 64, 4, 2
 ROWS, VOCAB = 8, 32
+LR = 1e-3
 TOLERANCES = {"fp32": 1e-5, "bf16": 3e-2}
 
 
@@ -479,6 +483,60 @@ def rms_norm(rank: Rank, dtype: str) -> list[Provider]:
     ]
 
 
+# ---- a data-parallel step --------------------------------------------------------------------------------------------
+
+
+class TrainingStep:
+    """Forward and backward of this rank's rows, the optimizer's step, and gradients dropped."""
+
+    def __init__(self, model: nn.Module, rows: Tensor) -> None:
+        self.model, self.rows = model, rows
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
+
+    def __call__(self) -> Tensor:
+        loss: Tensor = self.model(self.rows).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+
+class Zero1Job:
+    """Equal weights on all ranks, rows of their own, and one process in float64 for the first steps."""
+
+    def __init__(self, rank: Rank, dtype: str) -> None:
+        self.rank, self.dtype = rank, DTYPES[dtype]
+        torch.manual_seed(0)
+        self.model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4))).to(self.dtype)
+        self.rows = torch.randn(rank.world_size, ROWS, 64).to(self.dtype)
+
+    def providers(self) -> list[Provider]:
+        from fastpar import zero
+
+        mine = self.rows[self.rank.rank]
+        sharded, alone = (TrainingStep(copy.deepcopy(self.model), mine) for _ in range(2))
+        zero.shard(sharded.model, sharded.optimizer, group=self.rank.group, stage=1)
+        replicas = nn.parallel.DistributedDataParallel(copy.deepcopy(self.model), gradient_as_bucket_view=True)
+        replicated = TrainingStep(replicas, mine)
+        return [
+            Provider("fastpar", "fastpar", call=sharded, check=partial(self.errors, sharded)),
+            Provider("torch DDP", "torch", call=replicated, check=partial(self.errors, replicated)),
+            Provider("no collectives", "bound", call=alone, check=dict),
+        ]
+
+    def errors(self, step: TrainingStep) -> dict[str, Error]:
+        """How far the weights are after the first steps, as a part of how far they have moved."""
+        whole = TrainingStep(copy.deepcopy(self.model).double(), self.rows.double().flatten(0, 1))
+        for _ in range(3):
+            step()
+            whole()
+        first, moved, found = (
+            torch.cat([parameter.detach().double().flatten() for parameter in model.parameters()])
+            for model in (self.model, whole.model, step.model)
+        )
+        return {"weights": Error(float((found - moved).norm() / (moved - first).norm()), 1e-2)}
+
+
 def _errors(found: Mapping[str, Tensor | None], expected: Mapping[str, Tensor], dtype: str) -> dict[str, Error]:
     """In the L2 norm, relative, by name."""
     errors = {}
@@ -496,9 +554,10 @@ JOBS: Mapping[str, Callable[[Rank, str], list[Provider]]] = {
     "moe": moe,
     "loss": loss,
     "rms_norm": rms_norm,
+    "zero1": lambda rank, dtype: Zero1Job(rank, dtype).providers(),
 }
 _ON_ONE_RANK = ("moe", "loss", "rms_norm")
-_ON_SEVERAL = ("mlp", "mlp+sequence", "moe", "loss")
+_ON_SEVERAL = ("mlp", "mlp+sequence", "moe", "loss", "zero1")
 
 
 def cases(flags: argparse.Namespace, world_size: int) -> Sequence[Case]:
@@ -508,7 +567,7 @@ def cases(flags: argparse.Namespace, world_size: int) -> Sequence[Case]:
 
 BENCH = Bench(
     name="host",
-    baselines=("by hand", "torch F.cross_entropy", "torch F.rms_norm"),
+    baselines=("by hand", "torch F.cross_entropy", "torch F.rms_norm", "torch DDP"),
     cases=cases,
     memory=False,
     quick={"blocks": 3, "iters": 2, "dtype": ["fp32"]},
