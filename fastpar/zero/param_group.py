@@ -323,7 +323,7 @@ class ParamGroup:
                     raise RuntimeError(
                         f"{attribute!r} of a {type(module).__name__} in unit {self.name!r} is not the parameter that "
                         "stage 3 has sharded: it was replaced (load_state_dict with assign=True does that). Replace "
-                        "parameters before fastpar.zero.shard, or copy into them"
+                        "parameters before fastpar.zero.shard, or copy into them; functional_call needs stage=2"
                     )
 
     def _register(self, parameters: Sequence[nn.Parameter]) -> None:

@@ -9,6 +9,7 @@ device are copied to where the old ones were.
 
 from __future__ import annotations
 
+import inspect
 import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.nn.utils import stateless
 
 from fastpar.comm import Communicator
 from fastpar.zero.groups import Groups, as_dtensor, local, set_local
@@ -247,7 +249,7 @@ class Connection:
             found = held.get(attribute)
             if found is not None and found is not param.parameter:
                 astray[param.name] = param, homes[param.name], found
-        if astray:
+        if astray and not _is_in_functional_call():
             self._bring_back(list(astray.values()))
 
     def _bring_back(self, astray: Sequence[tuple[ShardedParam, Tensor, nn.Parameter]]) -> None:
@@ -263,6 +265,14 @@ class Connection:
         for param, held, attribute in self._places:
             if held.get(attribute) is not param.parameter:
                 held[attribute] = param.parameter
+
+
+def _is_in_functional_call() -> bool:
+    """Whether torch.func.functional_call runs a module, which has other tensors for that long and gets its own back."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not stateless._functional_call.__code__:
+        frame = frame.f_back
+    return frame is not None
 
 
 def take_values(param: ShardedParam, home: Tensor, value: Tensor) -> None:

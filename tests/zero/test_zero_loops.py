@@ -425,6 +425,46 @@ def test_turns_of_optimizers_and_hooks_do_what_they_do_in_one_process(kind: str)
     run_ranks(SIZE, loops_of_stages, kind)
 
 
+def functional(model: Any, loss: Callable[[nn.Module, int], Tensor], stage: int | None) -> Parameters:
+    """Two gradient steps, one of them on tensors that the model has for a call alone, and a teacher's parameters."""
+    optimizer = make_optimizer("sgd", model.parameters())
+    teacher = {name: nn.Parameter(p.detach() + 0.1) for name, p in model.named_parameters()}
+    if stage is not None:
+        shard(model, optimizer, stage)
+
+    def called(tensors: dict[str, Any]) -> Any:
+        return lambda x: torch.func.functional_call(model, tensors, (x,))
+
+    for step in range(2):
+        own = {name: p for name, p in model.named_parameters() if p.requires_grad and name != "unused"}
+        grads = torch.autograd.grad(loss(called(own), step), list(own.values()), create_graph=True)
+        fast = {name: p - 0.1 * grad for (name, p), grad in zip(own.items(), grads, strict=True)}
+        (loss(called(fast), step) + loss(model, step) - loss(called(teacher), step).detach()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return whole_values(model)
+
+
+def functional_calls() -> None:
+    # The fast weights are of a rank's own batch, so that ranks have one here
+    def loss(model: nn.Module, step: int) -> Tensor:
+        x, y = batch(step, 0, 0)
+        return nn.functional.mse_loss(model(x), y)
+
+    expected = functional(Net(), loss, None)
+    for stage in (0, 1, 2):
+        assert_close(functional(Net(), loss, stage), expected, stage)
+    model = Net()
+    shard(model, make_optimizer("sgd", model.parameters()), 3)
+    with pytest.raises(RuntimeError, match="functional_call needs stage=2"):
+        torch.func.functional_call(model, {"first.weight": torch.zeros(13, 7)}, (batch(0, 0, 0)[0],))
+    loss(model, 0).backward()
+
+
+def test_tensors_of_a_functional_call_are_not_taken_for_the_models() -> None:
+    run_ranks(SIZE, functional_calls)
+
+
 # ---- moving and replacing
 
 
