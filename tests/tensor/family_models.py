@@ -68,6 +68,7 @@ _MORE: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 4},
     "granitemoehybrid": {**_MAMBA, "shared_intermediate_size": 50},
     "inkling2_text": {"unpadded_vocab_size": 61, "swa_head_dim": 8, "intermediate_size": 12},
+    "inkling2_loop_text": {"unpadded_vocab_size": 61, "swa_head_dim": 8, "intermediate_size": 12},
     "kimi_linear": {"linear_head_dim": 8, "linear_num_heads": 6},
     "lfm2": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3, "num_dense_layers": 1},
