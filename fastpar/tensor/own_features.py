@@ -27,6 +27,7 @@ from fastpar.tensor.binding import Adoption
 from fastpar.tensor.grid import GridRegion
 from fastpar.tensor.own_forward import has_hooks
 from fastpar.tensor.parameter import ParallelModule
+from fastpar.tensor.sequence import map_output, map_stream
 
 _MEANS = (torch.mean, Tensor.mean)
 _LAYER_NORMS, _RMS_NORMS = (F.layer_norm, torch.layer_norm), (F.rms_norm, torch.rms_norm)
@@ -163,12 +164,10 @@ def _class_on_features(cls: type[nn.Module], names: Sequence[str]) -> type[nn.Mo
         region = own.region
         if region.is_whole:
             return cls.forward(self, *args, **kwargs)
-        given = [*args, *kwargs.values()]
-        if len(given) != 1 or not isinstance(given[0], Tensor):
-            raise TypeError(
-                f"a {type(self).__name__} between blocks on a grid that cuts features takes the hidden states alone, "
-                f"got {len(given)} arguments: use a grid with x=1 (and another spread than features)"
-            )
+        given = [value for value in (*args, *kwargs.values()) if value is not None]
+        if len(given) != 1:  # such as a residual beside it: not tried
+            args, kwargs = map_stream(args, kwargs, region.leave_features)
+            return map_output(cls.forward(self, *args, **kwargs), region.enter_features)
         lo, hi = own.range_of(region.shape[2])
         own.is_cut = True
         try:

@@ -68,6 +68,11 @@ class Odd(Gain):
         return super().forward(x)
 
 
+class WithResidual(Gain):
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        return super().forward(x if residual is None else (x + residual) * x.size(-1))
+
+
 CUT = [lambda: nn.LayerNorm(HIDDEN), lambda: nn.RMSNorm(HIDDEN), Gain, Centred, Plain]
 WHOLE = [ByNorm, Sorted, Odd, nn.Identity, lambda: nn.Sequential(nn.LayerNorm(HIDDEN))]
 
@@ -127,6 +132,24 @@ def test_a_norm_on_a_part_of_the_features_is_that_of_all(dtype: torch.dtype, bou
             [tokens] * 4,
             [4 * tokens] * 2,
         ]
+
+
+def with_residual() -> float:
+    mesh = fp.init_mesh(tp=2, tp_grid=(2, 1, 1), device="cpu")
+    whole = _noisy(WithResidual(), torch.float64)
+    split, region = copy.deepcopy(whole), GridRegion(Grid(mesh))
+    assert own_features(split, region, HIDDEN) is not None
+    x = torch.randn(BATCH, TOKENS, HIDDEN, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    part = region.enter(x)
+    pairs = [(split(part, part), whole(x, x)), (split(part, residual=None), whole(x))]
+    worst = max(float((region.leave(a) - b).detach().abs().max()) for a, b in pairs)
+    mesh.close()
+    return worst
+
+
+def test_what_was_not_tried_gets_all_features() -> None:
+    for worst in run_ranks(2, with_residual):
+        assert worst < 1e-13
 
 
 def left() -> list[bool]:
