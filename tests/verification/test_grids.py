@@ -21,6 +21,7 @@ def reports() -> dict[str, VerifyReport]:
     return run_ranks(4, run_grids, timeout=240)[0]
 
 
+@pytest.mark.expensive
 @pytest.mark.parametrize("words", RIGHT)
 def test_everything_on_a_grid_is_compared(words: str) -> None:
     report = reports()[words]
@@ -30,6 +31,7 @@ def test_everything_on_a_grid_is_compared(words: str) -> None:
     assert {check.kind for check in report.checks} >= {"input", "output", "gradient of the input", "update"}
 
 
+@pytest.mark.expensive
 @pytest.mark.parametrize("name", BUGS)
 def test_the_module_of_an_error_on_a_grid_is_named(name: str) -> None:
     report = reports()[name]
