@@ -176,8 +176,7 @@ def _cudnn_backward(
     bands: Bands, x: Operands, given: tuple[Tensor, Tensor, Tensor], scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     grad_out, out, lse = given
-    if _cudnn_lse_dim(x.q.device) == 4:
-        lse = lse[..., None]
+    lse = lse.contiguous() if _cudnn_lse_dim(x.q.device) == 3 else lse.contiguous()[..., None]
     lengths, random = (x.q.shape[2], x.k.shape[2]), (x.q.new_empty((), dtype=torch.int64) for _ in range(2))
     dq, dk, dv = _aten._scaled_dot_product_cudnn_attention_backward(
         grad_out, *x, out, lse, *random, None, None, None, *lengths, 0.0, bands.is_causal, scale=scale
@@ -332,9 +331,8 @@ def backward(
             return None
         rows = slice(*bands.queries)
         given = [_readable(t[:, :, rows].to(q.dtype)) for t in (grad_out, out)]
-        lse = lse[:, :, rows]
-        lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # of rows that see nothing: their weights are 0
-        grads = kernel.backward(bands, x, (given[0], given[1], lse), scale)
+        # Every row of the span sees a key, so that no lse is -inf here, which flash would read as 0.
+        grads = kernel.backward(bands, x, (given[0], given[1], lse[:, :, rows]), scale)
         dq, dk, dv = (
             _put(grad, span, whole.shape[2], grad_dtype, 0.0)
             for grad, span, whole in zip(grads, _spans(bands), (q, k, v), strict=True)

@@ -124,14 +124,14 @@ def test_what_torchs_kernels_do_not_have_is_not_theirs(
 
 def test_sinks_keep_their_digits_unless_torchs_kernels_are_asked_for(calls: list[str]) -> None:
     c = case("causal", dtype=torch.bfloat16, heads=(4, 2))
-    sink = torch.randn(4)
+    sink = torch.linspace(-1.0, 2.0, 4)
     found = [attend(c, sink=sink.to("cuda:1"))]
     assert not calls
     with sdpa_kernel(ASKED):
         found.append(attend(c, sink=sink.to("cuda:1")))
     assert len(calls) == 2
     for a, b in zip(*found, strict=True):
-        torch.testing.assert_close(a.float().cpu(), b.float().cpu(), atol=3e-2, rtol=3e-2)
+        torch.testing.assert_close(a.float().cpu(), b.float().cpu(), atol=5e-2, rtol=5e-2)
 
 
 def test_algorithms_that_have_to_be_deterministic_are_flashs(calls: list[str]) -> None:
