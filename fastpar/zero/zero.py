@@ -568,7 +568,8 @@ class Zero:
     def _before_forward(self, *_: Any) -> None:
         if in_backward():  # of a checkpoint
             return
-        self._look_around()
+        if torch.is_grad_enabled() or self.stage == 3:
+            self._look_around()  # not for an evaluation of whole parameters with others' memory, which may go again
         if torch.is_grad_enabled():
             self._waiting.clear()
             for reducer in self._reducers:

@@ -465,6 +465,39 @@ def test_tensors_of_a_functional_call_are_not_taken_for_the_models() -> None:
     run_ranks(SIZE, functional_calls)
 
 
+def swapped(model: Any, loss: Callable[[nn.Module, int], Tensor], stage: int | None, offload: str | None) -> Parameters:
+    """Parameters have the memory of others for an evaluation, and their own again."""
+    optimizer = make_optimizer("sgd", model.parameters())
+    if stage is not None:
+        shard(model, optimizer, stage, offload=offload)
+    for step in range(3):
+        loss(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        own = [p.data for p in model.parameters()]
+        for parameter in model.parameters():
+            parameter.data = parameter.data * 0.5
+        with torch.no_grad():
+            halved = loss(model, 0)
+        for parameter, data in zip(model.parameters(), own, strict=True):
+            parameter.data = data
+    return {**whole_values(model), "halved": halved}
+
+
+def swaps() -> None:
+    def loss(model: nn.Module, step: int) -> Tensor:
+        return nn.functional.mse_loss(*(model(batch(step, 0, 0)[0]), batch(step, 0, 0)[1]))
+
+    expected = swapped(Net(), loss, None, None)
+    for stage in (0, 1, 2):
+        for offload in (None, "cpu"):
+            assert_close(swapped(Net(), loss, stage, offload), expected, (stage, offload))
+
+
+def test_parameters_may_have_other_memory_for_an_evaluation() -> None:
+    run_ranks(SIZE, swaps)
+
+
 # ---- moving and replacing
 
 
