@@ -261,28 +261,63 @@ def test_model_with_a_scaled_embedding_equals_one_process(sequence_parallel: boo
     run_ranks(2, _gemma, sequence_parallel)
 
 
-def _experts(scale: float) -> str:
-    model: Any = build_experts("mixtral")
-    experts = model.model.layers[0].mlp.experts
-    original = type(experts)
+def _scaled(experts: Any, original: Any, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+    return original(experts, x, indices, weights) * 2.0
 
-    class ScaledExperts(original):  # type: ignore[misc, valid-type]
-        def forward(self, *args: Any) -> Tensor:
-            return original.forward(self, *args) * scale
 
-    experts.__class__ = ScaledExperts
-    try:
-        fp.parallelize(model, dist.group.WORLD)
-    except TypeError as error:
-        return str(error)
-    return ""
+def _detached(experts: Any, original: Any, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+    return original(experts, x, indices, weights.detach())
+
+
+def _dropping(experts: Any, original: Any, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+    return F.dropout(original(experts, x, indices, weights), 0.1, experts.training)
+
+
+def _in_training(experts: Any, original: Any, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+    return original(experts, x, indices, weights) * (2.0 if experts.training else 1.0)
+
+
+def _adding_bias(experts: Any, original: Any, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+    return original(experts, x, indices, weights) + experts.down_proj_bias.sum(0)  # zero until the first step
+
+
+def _as_they_are(experts: Any, original: Any, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+    return original(experts, x, indices, weights)
+
+
+def _experts() -> None:
+    does = r"does more in its forward"
+    cases: list[tuple[str, Any, Any, str]] = [
+        ("mixtral", _scaled, torch.float32, does),
+        ("mixtral", _scaled, torch.bfloat16, does),  # whose rounding is coarse
+        ("mixtral", _detached, torch.float32, does),
+        ("mixtral", _in_training, torch.float32, does),
+        ("mixtral", _dropping, torch.float32, r"draws random numbers in its forward"),
+        ("gpt_oss", _adding_bias, torch.float32, does),
+        ("gpt_oss", _as_they_are, torch.bfloat16, ""),
+        ("mixtral", _as_they_are, torch.float32, ""),
+    ]
+    for name, forward, dtype, said in cases:
+        model: Any = build_experts(name).to(dtype)
+        experts = model.model.layers[0].mlp.experts
+        original = type(experts)
+        own = lambda self, *args, f=forward, o=original: f(self, o.forward, *args)  # noqa: E731
+        experts.__class__ = type("OwnExperts", (original,), {"forward": own})
+        for parameter in experts.parameters():
+            parameter.detach().mul_(0 if parameter.dim() < 3 else 1)
+        state = torch.get_rng_state()
+        if said:
+            with pytest.raises(TypeError, match=rf"model.layers.0.mlp.experts \S+OwnExperts\) {said}"):
+                fp.parallelize(model, dist.group.WORLD)
+            assert experts.training
+        else:
+            fp.parallelize(model, dist.group.WORLD)
+            assert not full_parameter(experts.down_proj_bias).any() if name == "gpt_oss" else True
+        assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_experts_that_do_more_than_their_weights_say_are_refused() -> None:
-    for text in run_ranks(2, _experts, 2.0):
-        assert "model.layers.0.mlp.experts" in text
-        assert "does more in its forward" in text
-    assert run_ranks(2, _experts, 1.0) == ["", ""]
+    run_ranks(2, _experts)
 
 
 def _dropout_subclass() -> None:

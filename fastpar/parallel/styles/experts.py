@@ -19,9 +19,10 @@ Note: Llama 4
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -45,6 +46,7 @@ from fastpar.tensor import layout_of
 from fastpar.tensor.binding import Adoption, BoundGroup
 from fastpar.tensor.grid_layout import AxisCut, GridLayout
 from fastpar.tensor.parameter import MakeParameter, ParallelModule, ParameterLayout, RowMap, install_state_dict_hooks
+from fastpar.tensor.rehearsal import same_generators
 
 _PROOF_TOKENS = 5
 
@@ -116,41 +118,84 @@ def check_experts(path: str, module: nn.Module, parent: nn.Module | None, size: 
         )
 
 
-@torch.no_grad()
 def prove_experts(path: str, module: nn.Module, parent: nn.Module | None) -> None:
-    """TypeError unless `run_experts` gives what the module's own forward does, for a few random tokens.
+    """TypeError unless `run_experts` gives what the module's own forward does, for a few random tokens: outputs, and
+    the gradients of tokens, weights of the choices and biases; in training as well, where nothing may be drawn.
 
     The style replaces that forward, and a subclass may do more in it than the stacked weights and the activation say.
+    What is zero now, such as biases, has other numbers meanwhile.
     """
     first = cast(Tensor, module._parameters["down_proj"])
-    hidden = first.shape[2 if is_transposed(module) else 1]
+    hidden, where = first.shape[2 if is_transposed(module) else 1], f"{path} ({_full_name_of(module)})"
     generator, num_experts = torch.Generator().manual_seed(0), num_experts_of(module)
-    x = torch.randn(_PROOF_TOKENS, hidden, generator=generator, device="cpu").to(first)
+    x = torch.randn(_PROOF_TOKENS, hidden, generator=generator, device="cpu").to(first).requires_grad_()
+    top_k = min(2, num_experts)
+    rand = functools.partial(torch.rand, generator=generator, device="cpu")
+    indices = rand(_PROOF_TOKENS, num_experts).topk(top_k).indices.to(x.device)
+    weights = rand(_PROOF_TOKENS, top_k).to(x).requires_grad_()
+    calls: tuple[Callable[[], Tensor], Callable[[], Tensor]] = (
+        lambda: module(x, indices, weights),
+        lambda: run_experts(module, x, indices, weights),
+    )
+    if takes_scaled_tokens(module):
+        run = functools.partial(run_experts, module)
+        calls = (lambda: cast(Any, parent)(x)[0], lambda: _route(cast(Any, parent), run, x)[0])
+    # Gradients of float64 are summed in float32 here and there. Beyond a tenth nothing would be proven (bfloat16).
+    tolerance = min(64 * max(torch.finfo(first.dtype).eps, torch.finfo(torch.float32).eps) * hidden**0.5, 0.1)
     modes = [(m, m.training) for m in (parent or module).modules()]
-    for m, _ in modes:
-        m.training = False
     try:
-        if takes_scaled_tokens(module):
-            wanted = cast(Any, parent)(x)[0]
-            found = _route(cast(Any, parent), functools.partial(run_experts, module), x)[0]
-        else:
-            top_k = min(2, num_experts)
-            indices = (
-                torch.rand(_PROOF_TOKENS, num_experts, generator=generator, device="cpu")
-                .topk(top_k)
-                .indices.to(x.device)
-            )
-            weights = torch.rand(_PROOF_TOKENS, top_k, generator=generator, device="cpu").to(x)
-            wanted, found = module(x, indices, weights), run_experts(module, x, indices, weights)
+        with _without_zeros(module, generator) as biases, torch.enable_grad():
+            for training in (False, True):
+                for m, _ in modes:
+                    m.training = training
+                with same_generators() as has_drawn:
+                    wanted = _with_gradients(calls[0](), (x, weights, *biases))
+                    if has_drawn():
+                        raise TypeError(
+                            f"{where} draws random numbers in its forward (dropout, jitter), which the style 'expert' "
+                            "replaces: set their probability to 0, or leave it out of the plan"
+                        )
+                for ours, theirs in zip(_with_gradients(calls[1](), (x, weights, *biases)), wanted, strict=True):
+                    _compare_experts(where, ours, theirs, tolerance)
     finally:
         for m, was in modes:
             m.training = was
+
+
+def _full_name_of(module: nn.Module) -> str:
+    return f"{type(module).__module__}.{type(module).__qualname__}"
+
+
+@contextlib.contextmanager
+def _without_zeros(module: nn.Module, generator: torch.Generator) -> Iterator[list[Tensor]]:
+    """Numbers in the place of a module's biases, and of weights that are all zero; yields the biases."""
+    held, biases = dict(module._parameters), []
+    try:
+        for name, param in held.items():
+            if param is None or (param.dim() > 2 and bool(param.any())):
+                continue
+            noise = torch.randn(param.shape, generator=generator, device="cpu").to(param) * param.size(-1) ** -0.5
+            module._parameters[name] = other = nn.Parameter(param.detach() + noise)
+            biases += [other] if param.dim() < 3 else []
+        yield biases
+    finally:
+        for name, param in held.items():
+            module._parameters[name] = param
+
+
+def _with_gradients(out: Tensor, leaves: tuple[Tensor, ...]) -> list[Tensor]:
+    """A result, and what the leaves get of a loss whose weights are unlike each other; zeros where they get nothing."""
+    weigh = torch.linspace(-1, 1, out.numel(), dtype=out.dtype, device=out.device).view_as(out)
+    grads = torch.autograd.grad((out * weigh).sum(), leaves, allow_unused=True)
+    return [out.detach(), *(torch.zeros_like(x) if g is None else g for x, g in zip(leaves, grads, strict=True))]
+
+
+def _compare_experts(where: str, found: Tensor, wanted: Tensor, tolerance: float) -> None:
     error, scale = float((wanted - found).abs().max()), float(wanted.abs().max())
-    if not error <= 64 * torch.finfo(first.dtype).eps * hidden**0.5 * (scale + 1e-30):
+    if not error <= tolerance * (scale + 1e-30):
         raise TypeError(
-            f"{path} ({type(module).__module__}.{type(module).__qualname__}) does more in its forward than stacked "
-            f"weights and an activation say: for random tokens the style 'expert' differs by {error:.2g} of "
-            f"{scale:.2g}. Leave it out of the plan"
+            f"{where} does more in its forward than stacked weights and an activation say: for random tokens the style "
+            f"'expert' differs by {error:.2g} of {scale:.2g}. Leave it out of the plan"
         )
 
 
