@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fastpar import arguments
+from fastpar import argument_kinds, arguments
 from fastpar.arguments import checked
 
 KINDS = [
@@ -75,7 +75,7 @@ def values() -> list[Any]:
 @pytest.mark.parametrize("meta", [False, True])
 @pytest.mark.parametrize("annotation", KINDS)
 def test_what_passes_the_cheap_test_is_accepted_and_has_no_problem(annotation: str, meta: bool) -> None:
-    kind = arguments._kind_of(annotation, SCOPE, arguments.Tensors(meta=meta))
+    kind = argument_kinds.kind_of(annotation, SCOPE, argument_kinds.Tensors(meta=meta))
     for value in values():
         if kind.is_plain(value):
             assert kind.accepts(value)
@@ -83,7 +83,7 @@ def test_what_passes_the_cheap_test_is_accepted_and_has_no_problem(annotation: s
 
 
 def test_a_tensor_inside_a_transform_does_not_pass_the_cheap_test() -> None:
-    kind = arguments._kind_of("Tensor", globals(), arguments.Tensors())
+    kind = argument_kinds.kind_of("Tensor", globals(), argument_kinds.Tensors())
     seen: list[bool] = []
 
     def look(row: Tensor) -> Tensor:
