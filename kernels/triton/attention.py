@@ -23,16 +23,17 @@ block of queries reads its keys and values again, from the L2 cache where that h
 Blocks are chosen by a table, from the head dim and the dtype, so that nothing spills on sm_90a and gfx942, but float32
 with head dims above 128. Products of float32 are three of TF32 parts on sm_90a, and float32 on gfx942.
 
-Chosen by what the compiler says for sm_90a (Triton 3.7), bfloat16, and not measured: lines of PTX in the loop without
-masks, for 64 keys (forward, dq) or 64 queries (dkv), before and now; one program a multiprocessor both times.
+Chosen by what the compiler says for sm_90a, bfloat16, and not measured: lines of PTX (Triton 3.7) in the loop without
+masks, for 64 keys, before and now; one program a multiprocessor both times, no spills with Triton 3.6 and 3.7.
 
-    forward, 128    128 x 64: 463     128 x 128, masked steps of 64: 331      half the rescaling, barriers and waits
+    forward, 128    128 x 64: 463     128 x 128, masked steps of 32: 331      half the rescaling, barriers and waits
     dq, 128         128 x 64: 450     128 x 128: 356                          half the barriers and waits
     dq, 64          128 x 64: 389     128 x 128: 316                          the same
-    dkv, 128        32 x 128: 884     64 x 128: 658                           the same; scores in wgmma of n 64, not 32
 
-Wider steps spill elsewhere: forward of 128 with masked steps of 128 (64 bytes), dkv of 64 (8 bytes), softcap, dropout,
-and head dims that are no multiples of 16.
+Masked steps of forward, 128, take more: 1816 lines for 128 keys on the diagonal instead of 1464; at 4096 causal tokens
+all lines of a block of queries are 23 percent fewer. Wider steps spill elsewhere: forward of 128 with masked steps of
+64 (Triton 3.6) or 128, dkv with 64 queries (of 128 with Triton 3.6, of 64 with 3.7), softcap, dropout, and head dims
+that are no multiples of 16.
 """
 
 from __future__ import annotations
@@ -87,10 +88,9 @@ class DropoutHash(NamedTuple):
 _Choices = dict[str, dict[Any, AttentionConfig]]
 _CUDA: _Choices = {
     "plain": {
-        ("forward", 128): AttentionConfig(128, 128, 8, 2, masked_step=64),
+        ("forward", 128): AttentionConfig(128, 128, 8, 2, masked_step=32),
         ("dq", 64): AttentionConfig(128, 128, 8, 2),
         ("dq", 128): AttentionConfig(128, 128, 8, 2),
-        ("dkv", 128): AttentionConfig(64, 128, 8, 2),
     },
     "16 bits": {
         ("forward", 64): AttentionConfig(128, 128, 8, 3),
