@@ -64,8 +64,7 @@ class Objective:
                 "config.output_router_logits adds balance losses of each forward to the model's loss, which are not "
                 "those of the global batch: switch it off, and use fastpar.expert.Router for balance losses"
             )
-        embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
-        return Objective(None, "labels", shift, first, withheld, getattr(embedding, "num_embeddings", None))
+        return Objective(None, "labels", shift, first, withheld, _vocab_of(model))
 
     def read(self, batch: Any) -> FedBatch:
         """The inputs and the target of a batch: (inputs, target), or a mapping of keyword inputs with the target."""
@@ -160,6 +159,14 @@ class Objective:
                 "the global batch)"
             )
         return float(one) != 0.0
+
+
+def _vocab_of(model: Any) -> int | None:
+    """How many tokens a model of Hugging Face has embeddings of, where it says so."""
+    try:
+        return getattr(model.get_input_embeddings(), "num_embeddings", None)
+    except (AttributeError, NotImplementedError):
+        return None
 
 
 @dataclass(frozen=True)
