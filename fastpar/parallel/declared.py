@@ -205,17 +205,17 @@ def _unsplit_ends(modules: Mapping[str, nn.Module], styles: Mapping[str, Style])
 
 
 def _ends(model: nn.Module) -> dict[str, Style]:
-    """Embedding and head of a model that says where they are."""
+    """Embedding and head of a model that says where they are, with all that share their weights."""
     names = {id(module): path for path, module in model.named_modules()}
-    styles: dict[str, Style] = {}
+    words: dict[str, str | Style] = {}
     for getter in ("get_input_embeddings", "get_output_embeddings"):
         try:
             end = getattr(model, getter)()
         except (AttributeError, NotImplementedError, TypeError):
             continue
         if (isinstance(end, nn.Embedding) and id(end) in names) or (isinstance(end, nn.Linear) and id(end) in names):
-            styles[names[id(end)]] = STYLES["vocab"]
-    return styles
+            words[names[id(end)]] = "vocab"
+    return match_plan(model, _with_tied(model, words))
 
 
 def _find_layers(model: nn.Module) -> list[str]:

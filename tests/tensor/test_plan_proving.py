@@ -246,6 +246,20 @@ def test_parameters_of_a_block_go_by_head_or_have_their_gradients_summed() -> No
     assert found["parts.part0.temperature"] == "partial"
 
 
+def test_an_embedding_that_shares_the_weight_of_another_is_split_like_it() -> None:
+    class TwoTables(Model):
+        def __init__(self) -> None:
+            super().__init__(MLP)
+            self.shared = nn.Embedding(17, HIDDEN)
+            self.table.weight = self.shared.weight
+
+        def get_input_embeddings(self) -> nn.Module:
+            return self.shared
+
+    styles = {path: parse_style(path, style).name for path, style in proven_plan(TwoTables(), 2).items()}
+    assert {path: name for path, name in styles.items() if "." not in path} == {"shared": "vocab", "table": "vocab"}
+
+
 def test_heads_that_do_not_divide_leave_a_block_that_nobody_declared_whole() -> None:
     style = parse_style("", proven_plan(Model(Attention), 3)["stack.1.parts.part0"])
     assert style.name == "whole"
