@@ -147,10 +147,11 @@ class Stepper:
     @contextmanager
     def holding_optim_params(self) -> Iterator[None]:
         """param_groups and state have the optim_params in the block, and the model's parameters after it."""
-        if self._is_holding or not self._optim_params:
+        if self._is_holding:
             yield
             return
-        self._exchange(self._optim_params)
+        if self._optim_params:  # before `adopt` there are none
+            self._exchange(self._optim_params)
         self._is_holding = True
         self._hide_copies()
         try:
@@ -158,7 +159,8 @@ class Stepper:
         finally:
             self._show_copies()
             self._is_holding = False
-            self._exchange(self._model_params)
+            if self._model_params:
+                self._exchange(self._model_params)
 
     def _exchange(self, others: dict[int, nn.Parameter]) -> None:
         state: dict[Any, Any] = self.optimizer.state

@@ -445,6 +445,22 @@ def functional(model: Any, loss: Callable[[nn.Module, int], Tensor], stage: int 
     return whole_values(model)
 
 
+def held_parameters() -> None:
+    for stage in STAGES:
+        model = Net()
+        optimizer = make_optimizer("sgd", model.parameters())
+        shard(model, optimizer, stage, precision="bf16")
+        for _ in range(2):
+            own = {id(parameter) for parameter in model.parameters()}
+            assert {id(parameter) for parameter in optimizer.param_groups[0]["params"]} == own
+            loss_here(model, 0).backward()
+            optimizer.step()
+
+
+def test_param_groups_have_the_models_parameters_from_the_start() -> None:
+    run_ranks(SIZE, held_parameters)
+
+
 def functional_calls() -> None:
     # The fast weights are of a rank's own batch, so that ranks have one here
     def loss(model: nn.Module, step: int) -> Tensor:
