@@ -3,8 +3,8 @@
 Note: replaced parameters. A rank's rows of a parameter are the optimizer's, in the parameter's own memory. What gives a
 parameter other memory (`model.to("cpu:0")`, `p.data = ...`) or a module another parameter
 (`load_state_dict(assign=True)`) would separate the two: the model would be trained no more, and nobody would be told.
-So `Connection` compares memory before every training forward and step, one pointer a parameter; new values of the same dtype and
-device are copied to where the old ones were.
+So `Connection` compares memory before every training forward and step, one pointer a parameter; new values of the same
+dtype and device are copied to where the old ones were. An evaluation computes with what is there, which may go again.
 """
 
 from __future__ import annotations
