@@ -31,7 +31,7 @@ masks, for 64 keys, before and now; one program a multiprocessor both times, no 
     dq, 64          128 x 64: 389     128 x 128: 316                          the same
 
 Masked steps of forward, 128, take more: 1816 lines for 128 keys on the diagonal instead of 1464; at 4096 causal tokens
-all lines of a block of queries are 23 percent fewer. Wider steps spill elsewhere: forward of 128 with masked steps of
+the lines of a block of queries are 24 percent fewer. Wider steps spill elsewhere: forward of 128 with masked steps of
 64 (Triton 3.6) or 128, dkv with 64 queries (of 128 with Triton 3.6, of 64 with 3.7), softcap, dropout, and head dims
 that are no multiples of 16.
 """
