@@ -4,9 +4,10 @@
 |---|---|
 | peak, gemm | products of 5 widths and 3 numbers of tokens, wide and square: their best rate, and shares of it |
 | attention | causal attention of one length |
-| hbm | the sum of two tensors into a new one |
+| hbm | the sum of two tensors, larger than caches, into a third |
 | launch | forward and backward of a layer too small to take time, the mean of both |
-| efficiency | what makes a predicted layer, forward and backward, the measured one |
+| efficiency | what makes a predicted layer, forward and backward, the measured one: attention as long as above |
+| optimizer | a step of torch's AdamW |
 | nvlink, alpha_node | all-gathers and all-reduces of 4 KiB to 16 MiB (64 on CUDA) in a node, least relative squares |
 | nic, alpha_net | the same between nodes |
 | host_link | copies to the host; of CPU ranks, hbm |
@@ -57,7 +58,7 @@ class Sizes:
 
 
 SIZES = {
-    "cpu": Sizes((64, 128, 256, 512, 1024), (128, 512, 2048), (512, 8, 64), 2 << 20, (512, 8, 2048), 12),
+    "cpu": Sizes((64, 128, 256, 512, 1024), (128, 512, 2048), (512, 8, 64), 16 << 20, (512, 8, 2048), 12),
     "cuda": Sizes((256, 512, 1024, 4096, 8192), (1024, 4096, 16384), (4096, 16, 128), 64 << 20, (4096, 32, 8192), 14),
 }
 _LEAST_ERROR = 0.05  # of a prediction: what a machine's own noise comes to
@@ -130,7 +131,9 @@ class _Bench:
             across[0], hbm if is_cpu else self._host_rate(), self._disk_rate(), reserve,
             overlap=0.0 if is_cpu else 0.7, gemm=table, source="calibrated", assumed=assumed,
         )  # fmt: skip
-        made = replace(made, attention=min(1.0, self._attention_rate() / best), launch=self._floor())
+        made = replace(
+            made, attention=min(1.0, self._attention_rate() / best), launch=self._floor(), optimizer=self._optimizer()
+        )
         made, error = self._fitted(made)
         errors = {each: max(_LEAST_ERROR, math.hypot(error, wrong)) for each in ("base", "floor")}
         note = f"measured by {world} ranks on {self.device}, torch {torch.__version__}"
@@ -193,12 +196,22 @@ class _Bench:
 
     def _memory_rate(self) -> float:
         x = torch.ones(self._sizes.elements, device=self.device)
-        return 12.0 * x.numel() / self._time(lambda: x + x, 0.02)
+        total = torch.empty_like(x)  # written before: what first touches of new pages cost is no rate of memory
+        return 12.0 * x.numel() / self._time(lambda: torch.add(x, x, out=total), 0.02)
+
+    def _optimizer(self) -> float:
+        """Seconds of AdamW for a float32 parameter, in weights of a layer's size."""
+        hidden = self._sizes.layer[0]
+        weights = [nn.Parameter(torch.ones(4 * hidden, hidden, device=self.device)) for _ in range(4)]
+        for weight in weights:
+            weight.grad = torch.ones_like(weight)
+        return self._time(torch.optim.AdamW(weights).step, 0.02) / sum(weight.numel() for weight in weights)
 
     def _layer(self, hidden: int, heads: int, tokens: int, share: float) -> tuple[float, float]:
         """Seconds of forward and of backward of a decoder layer."""
         layer = _Layer(hidden, heads).to(self.device, _DTYPES[self.precision])
-        x = self._random(1, tokens, hidden).requires_grad_()
+        seq = min(tokens, self._sizes.attention[0])  # its rate depends on the length
+        x = self._random(tokens // seq, seq, hidden).requires_grad_()
         forward = self._time(lambda: layer(x), share)
         both = self._time(lambda: layer(x).sum().backward(), share)
         return forward, max(both - forward, forward)
@@ -213,9 +226,10 @@ class _Bench:
         shape = ModelShape("layer", 1, hidden, 4 * hidden, 128, heads, gated=True)
 
         def predicted(count: int, efficiency: float) -> float:
-            work = Workload(shape, 1, count, self.precision)
+            seq = min(count, self._sizes.attention[0])
+            work = Workload(shape, count // seq, seq, self.precision)
             tried = replace(machine, efficiency=efficiency)
-            return float(layer_time(tried, work, LayoutTable.of([Layout()], 1)).total[0])
+            return float(layer_time(tried, work, LayoutTable.of([Layout()], work.batch)).total[0])
 
         goal = sum(self._layer(hidden, heads, tokens, 0.05))
         low, high = 0.02, 1.0

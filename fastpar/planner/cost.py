@@ -82,7 +82,7 @@ def predict(machine: Machine, work: Workload, x: LayoutTable) -> StepTime:
     bubble, hops = _bubble(x, most, spread, hop)
     dp = exposed_dp(machine, work, x, layer)
     owned = sum(count / np.where(x.stage > 0, ranks, 1) for count, ranks, *_ in parameter_groups(work, x))
-    optimizer = _OPTIMIZER_BYTES * owned / machine.hbm
+    optimizer = (machine.optimizer or _OPTIMIZER_BYTES / machine.hbm) * owned
     optimizer = np.where(x.offload == 1, optimizer + 12.0 * owned / machine.host_link, optimizer)
     count = x.microbatches * work.model.layers / x.pp
     parts = {

@@ -76,6 +76,7 @@ class Machine:
     gemm                  measured rates, in place of a formula of the shape; `efficiency` holds beside it
     attention             attention's share of the rate of large GEMMs
     wave                  elements of a product's result that all cores make at once; 0: no waves
+    optimizer             seconds of AdamW's step for a parameter; 0: 20 bytes of it at the rate of `hbm`
     overlap               share of backward behind which gradients, and gathered parameters, can travel
     source                "calibrated" (measured there), "fitted" (to published steps) or "data sheet"
     note                  where the numbers come from
@@ -98,6 +99,7 @@ class Machine:
     host_link: float
     disk: float
     reserve: int
+    optimizer: float = 0.0
     overlap: float = 0.7
     gemm: GemmTable | None = None
     attention: float = 0.6
@@ -122,7 +124,7 @@ class Machine:
         ):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        for name in ("launch", "alpha_node", "alpha_net", "reserve", "wave"):
+        for name in ("launch", "alpha_node", "alpha_net", "reserve", "wave", "optimizer"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
         if not 0 <= self.overlap <= 1 or self.efficiency > 1:

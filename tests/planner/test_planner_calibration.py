@@ -9,11 +9,13 @@ import pytest
 
 import fastpar as fp
 from fastpar.cli import main
-from fastpar.layouts import ModelShape
-from fastpar.planner import GemmTable, Machine, Workload, find_machine
+from fastpar.layouts import Layout, ModelShape
+from fastpar.planner import GemmTable, Machine, Workload, calibration, find_machine
+from fastpar.planner.cost import predict
 from fastpar.planner.layer_time import gemm_seconds
+from fastpar.planner.table import LayoutTable
 from tests.dist import run_ranks
-from tests.planner.planner_ranks import calibrated
+from tests.planner.planner_ranks import TINY, calibrated
 
 SMALL = ModelShape("small", layers=4, hidden=128, ffn=512, vocab=1000, heads=8, gated=True)
 
@@ -26,7 +28,7 @@ def test_ranks_agree_on_what_they_measured_and_plans_use_it(tmp_path: Path) -> N
     assert machine.assumed == ("nic", "alpha_net")
     assert machine.gemm is not None
     assert max(map(max, machine.gemm.shares)) == 1.0
-    assert machine.launch > 0
+    assert min(machine.launch, machine.optimizer) > 0
     assert 0 < machine.efficiency <= 1
     assert set(machine.errors) == {"base", "floor"}
     path = tmp_path / "machine.json"
@@ -36,6 +38,28 @@ def test_ranks_agree_on_what_they_measured_and_plans_use_it(tmp_path: Path) -> N
     assert "nic, alpha_net were not measured" in str(found)
     assert "is not calibrated" not in str(found)
     assert found.prediction.error == pytest.approx(machine.errors["base"], rel=1.0)
+
+
+def test_layers_are_measured_with_sequences_as_long_as_those_of_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose rate depends on their length: of others, the efficiency would make up for attention."""
+    shapes: list[tuple[int, ...]] = []
+    forward = calibration._Layer.forward
+
+    def recorded(self, x):
+        shapes.append(tuple(x.shape))
+        return forward(self, x)
+
+    monkeypatch.setitem(calibration.SIZES, "cpu", TINY)
+    monkeypatch.setattr(calibration._Layer, "forward", recorded)
+    calibration._Bench("cpu", "fp32", 1.0, {}, 1)._fitted(find_machine("cpux1"))
+    assert set(shapes) == {(2, 32, 32), (1, 16, 32)}
+
+
+def test_a_measured_optimizer_takes_its_seconds_for_each_parameter_that_a_rank_owns() -> None:
+    machine, work = dataclasses.replace(find_machine("cpu"), optimizer=1e-6), Workload(SMALL, 8, 128, "fp32")
+    seconds = [predict(machine, work, LayoutTable.of([Layout.parse(text)], 8)) for text in ("dp2", "dp2 zero1")]
+    found = [float(each.parts["optimizer"][0]) for each in seconds]
+    assert found == pytest.approx([1e-6 * SMALL.parameters, 0.5e-6 * SMALL.parameters], rel=0.01)
 
 
 def test_features_that_calibration_has_not_measured_are_named() -> None:
