@@ -174,6 +174,8 @@ def _static(work: Workload, x: LayoutTable) -> dict[str, Column]:
         params = params + kind.param * np.where((x.stage == 3) & (x.pp == 1), sharded, count)
         sums = (x.stage < 2) | (x.pp > 1)
         grads = grads + kind.grad * np.where(sums, count, sharded)
+        if work.copies_gradients:  # the buckets stay from step to step
+            grads = grads + kind.wire * np.where((x.stage == 0) & (x.pp > 1), count, 0.0)
         states = states + kind.state * np.where(x.stage > 0, sharded, count)
     return {"parameters": params, "gradients": grads, "states": np.where(x.offload == 1, 0.0, states)}
 

@@ -232,7 +232,10 @@ def plan(
     if found.limit <= 0:
         raise ValueError(f"memory ({memory}) is less than the machine's reserve of {found.reserve / 1e9:.1f} GB")
     shape, kept = find_model(model), BytesPerParameter.of(precision)
-    work = Workload(shape, batch, seq, precision, kept, fused_loss=fused_loss, fused_kernels=fused_kernels)
+    work = Workload(
+        shape, batch, seq, precision, kept,
+        fused_loss=fused_loss, fused_kernels=fused_kernels, copies_gradients=True,
+    )  # fmt: skip
     found.flops(precision)  # raises for a precision that the machine does not have
     options = PlanOptions(dict(pin or {}), frozenset(allow))
     candidates = evaluate(found, work, options)

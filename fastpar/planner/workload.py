@@ -48,6 +48,7 @@ class Workload:
     fused_kernels     RMSNorm and SwiGLU are one op each, as `fp.apply_kernels` makes them; False: several, as in
                       transformers, each of which keeps what it reads
     overlaps_pipeline gradients of pipelines travel during backward; fastpar reduces them after the last microbatch
+    copies_gradients  pipelines in stage 0 sum gradients outside of the buckets that they travel in, as fastpar's do
     balanced          layers are cut by cost; False: every pipeline rank has equally many
     expert_load       the busiest rank's share of expert rows over the mean
     """
@@ -61,6 +62,7 @@ class Workload:
     fused_loss: bool = False
     fused_kernels: bool = True
     overlaps_pipeline: bool = False
+    copies_gradients: bool = False
     balanced: bool = True
     expert_load: float = 1.1
 

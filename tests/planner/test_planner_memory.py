@@ -6,9 +6,9 @@ import transformers
 from torch import Tensor
 
 import fastpar as fp
-from fastpar.layouts import Layout
-from fastpar.planner import Workload, find_model
-from fastpar.planner.memory import layer_whole
+from fastpar.layouts import Layout, ModelShape
+from fastpar.planner import Workload, find_machine, find_model
+from fastpar.planner.memory import layer_whole, predict_memory
 from fastpar.planner.table import LayoutTable
 
 BATCH, SEQ = 2, 32
@@ -60,3 +60,14 @@ def test_a_layer_keeps_what_is_counted(make, kv_heads: int, fused: bool, precisi
     work = Workload(find_model(models[0].config), BATCH, SEQ, precision, fused_kernels=fused)
     counted = float(layer_whole(work, LayoutTable.of([Layout()], BATCH))[0])
     assert counted == pytest.approx((three - one) / 2, rel=0.005)
+
+
+def test_pipelines_in_stage_0_hold_gradients_and_the_buckets_that_they_are_copied_to() -> None:
+    shape = ModelShape("small", layers=4, hidden=64, ffn=256, vocab=128, heads=4)
+    for words, copies in (("pp2 mb4", True), ("dp2 pp2 mb4", True), ("dp2 pp2 mb4 zero1", False), ("dp2", False)):
+        table = LayoutTable.of([Layout.parse(words)], 8)
+        whole, apart = (
+            predict_memory(find_machine("cpu"), Workload(shape, 8, SEQ, copies_gradients=copied), table).parts
+            for copied in (False, True)
+        )
+        assert apart["gradients"] == pytest.approx((1.5 if copies else 1.0) * whole["gradients"]), words  # 2 beside 4
