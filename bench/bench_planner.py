@@ -1,20 +1,26 @@
 """Predicted steps of twelve layouts beside measured ones: two CPU ranks, a machine that they have calibrated before.
 
-    fastpar bench planner [--quick] [--rounds 5] [--machine machine.json] [--out FILE.json]
+    fastpar bench planner [--quick] [--rounds 3] [--machine FILE.json] [--layouts tp2,"pp2 zbv mb4"] [--out FILE.json]
 
 A Llama of 12 layers, hidden 512, float32, AdamW, 8 sequences of 256 tokens a step; tensor parallelism with and without
 sequence parallelism, data parallelism in ZeRO stages 0 to 3, pipelines by four schedules, selective and full
-recomputation. Every round runs every layout, in turn, from building to five steps; a layout's step is the median of its
-rounds' medians.
+recomputation. Every round runs every layout, in turn, from building to two steps, of which the second counts; a
+layout's step is the median of its rounds. Memory has a run of its own (`--rounds 0`: only that, on a machine that need
+not be quiet).
 
 Shown: predicted and measured seconds and memory of each; of the pairs predicted 10 % apart and more how many are in the
 right order (target: 95 %); how far memory is off (target: 5 %). The exit status is 0 if both targets are met.
 
-    memory    what a rank's resident memory grows by from before the model is built to the peak of a step; of all ranks
-              the most. Counted from VmHWM, which is set back before
+    memory    what a rank's anonymous and shared memory grow by, from before the model is built to the peak of two
+              steps; of all ranks the most. Counted from VmHWM, which is set back once the model is laid out
 
 Traps: calibrate in the same run, since another day's machine is another one; let nothing else run, two ranks have all
-cores; the first two steps allocate, and do not count; memory that an allocator keeps is given back between layouts.
+cores; the first step allocates, and does not count; imports and first calls grow a process once, so tiny steps come
+before. VmHWM has what malloc keeps of freed tensors, half as much again: memory is measured with every tensor a
+mapping of its own (M_MMAP_THRESHOLD), which costs time, and the steps that are timed keep the defaults. It has pages of
+files, which come and go with what else the machine does, and pages of shared segments for each rank that maps them:
+the former are left out, of the latter a rank has its share (Pss). Buffers that the library keeps for outputs are given
+back between layouts.
 """
 
 from __future__ import annotations
@@ -36,6 +42,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fastpar as fp
+from fastpar import _ext
 from fastpar.layouts import Layout
 from fastpar.planner import Machine, Workload, find_machine, find_model
 from fastpar.planner.calibration import calibrate
@@ -61,7 +68,8 @@ MODEL = {
     "num_key_value_heads": 8, "vocab_size": 2048, "tie_word_embeddings": False,
 }  # fmt: skip
 QUICK = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "vocab_size": 128}
-BATCH, SEQ, STEPS, WARMUP = 8, 256, 3, 2
+BATCH, SEQ = 8, 256
+_M_MMAP_THRESHOLD = -3  # of malloc.h
 APART, RIGHT_ORDER, MEMORY_ERROR = 0.10, 0.95, 0.05
 
 
@@ -69,16 +77,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the bench and return its exit status."""
     flags = _parser().parse_args(arguments)
     config = {**MODEL, **(QUICK if flags.quick else {})}
-    results = _spawn(config, 1 if flags.quick else flags.rounds, flags.machine, 5.0 if flags.quick else 120.0)
+    rounds = min(1, flags.rounds) if flags.quick else flags.rounds
+    results = _spawn(config, rounds, flags.machine, 5.0 if flags.quick else 60.0, flags.layouts)
     machine = Machine.from_json(results["machine"])
-    work = Workload(find_model({**config, "rms_norm_eps": 1e-6}), BATCH, SEQ, "fp32", BytesPerParameter.of("fp32"))
-    rows = [_row(machine, work, text, results["layouts"][text]) for text in LAYOUTS]
-    order, wrong = right_order([(row["predicted_s"], row["measured_s"]) for row in rows])
+    shape, kept = find_model({**config, "rms_norm_eps": 1e-6}), BytesPerParameter.of("fp32")
+    work = Workload(shape, BATCH, SEQ, "fp32", kept, fused_kernels=False, copies_gradients=True)
+    rows = [_row(machine, work, text, results["layouts"][text]) for text in flags.layouts]
+    order, wrong = right_order([(row["predicted_s"], row["measured_s"]) for row in rows] if rounds else [])
     memory = max(abs(row["predicted_bytes"] / row["measured_bytes"] - 1.0) for row in rows)
     print(machine, *(_line(row) for row in rows), sep="\n")
-    print(
-        f"pairs predicted {APART:.0%} apart: {order:.1%} in the right order (target {RIGHT_ORDER:.0%}), {wrong} wrong"
-    )
+    if rounds:
+        told = f"{order:.1%} in the right order (target {RIGHT_ORDER:.0%}), {wrong} wrong"
+        print(f"pairs predicted {APART:.0%} apart: {told}")
     print(f"memory: off by {memory:.1%} at most (target {MEMORY_ERROR:.0%})")
     if flags.out:
         Path(flags.out).write_text(json.dumps({"machine": machine.to_json(), "rows": rows}, indent=1) + "\n")
@@ -88,7 +98,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="fastpar bench planner", description=(__doc__ or "").partition("\n")[0])
     made.add_argument("--quick", action="store_true", help="a tiny model, one round: does it run at all")
-    made.add_argument("--rounds", type=int, default=5, help="of all layouts (%(default)s)")
+    made.add_argument("--rounds", type=int, default=3, help="of all layouts; 0: memory only (%(default)s)")
+    made.add_argument(
+        "--layouts", type=lambda text: tuple(text.split(",")), default=LAYOUTS, help="some, between commas (all twelve)"
+    )
     made.add_argument("--machine", metavar="FILE.json", help="calibrated before; by default calibrated now")
     made.add_argument("--out", metavar="FILE.json", help="write the rows")
     return made
@@ -101,7 +114,7 @@ def right_order(pairs: Sequence[tuple[float, float]]) -> tuple[float, int]:
     return (sum(found) / len(found) if found else 1.0), len(found) - sum(found)
 
 
-def _row(machine: Machine, work: Workload, text: str, measured: dict[str, float]) -> dict[str, Any]:
+def _row(machine: Machine, work: Workload, text: str, measured: dict[str, Any]) -> dict[str, Any]:
     told: RefinedLayout | None = refine(machine, work, _layout(text), float("inf"), as_given=True)
     assert told is not None
     return {
@@ -111,7 +124,8 @@ def _row(machine: Machine, work: Workload, text: str, measured: dict[str, float]
 
 
 def _line(row: dict[str, Any]) -> str:
-    times = f"{1e3 * row['predicted_s']:8.1f} ms predicted {1e3 * row['measured_s']:8.1f} measured"
+    measured = f"{1e3 * row['measured_s']:8.1f} measured" if row["measured_s"] else f"{'not':>8} measured"
+    times = f"{1e3 * row['predicted_s']:8.1f} ms predicted {measured}"
     sizes = f"{row['predicted_bytes'] / 1e6:7.0f} MB predicted {row['measured_bytes'] / 1e6:7.0f} measured"
     return f"{row['layout']:<16}{times}   {sizes}"
 
@@ -123,29 +137,38 @@ def _layout(text: str) -> Layout:
 # ---- ranks -----------------------------------------------------------------------------------------------------------
 
 
-def _spawn(config: dict[str, Any], rounds: int, machine: str | None, seconds: float) -> dict[str, Any]:
+def _spawn(
+    config: dict[str, Any], rounds: int, machine: str | None, seconds: float, layouts: Sequence[str]
+) -> dict[str, Any]:
     """What rank 0 has found."""
     from torch.multiprocessing.spawn import spawn
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # port 0: a free one
-    spawn(_rank, (store.port, config, rounds, machine, seconds), nprocs=2)
+    spawn(_rank, (store.port, config, rounds, machine, seconds, layouts), nprocs=2)
     found: dict[str, Any] = json.loads(store.get("found"))
     return found
 
 
-def _rank(rank: int, port: int, config: dict[str, Any], rounds: int, machine: str | None, seconds: float) -> None:
+def _rank(
+    rank: int, port: int, config: dict[str, Any], rounds: int, machine: str | None, seconds: float, texts: Sequence[str]
+) -> None:
     torch.set_num_threads(1)
+    _ext.load()
     store = dist.TCPStore("127.0.0.1", port)
     dist.init_process_group("gloo", store=dist.PrefixStore("ranks", store), rank=rank, world_size=2)
     made = find_machine(machine) if machine else calibrate("here", device="cpu", seconds=seconds)
-    times: dict[str, list[float]] = {text: [] for text in LAYOUTS}
-    peaks: dict[str, list[float]] = {text: [] for text in LAYOUTS}
+    times: dict[str, list[float]] = {text: [] for text in texts}
     for _ in range(rounds):
-        for text in LAYOUTS:
-            step, peak = run_layout(config, _layout(text))
-            times[text].append(step)
-            peaks[text].append(peak)
-    layouts = {text: {"seconds": statistics.median(times[text]), "bytes": max(peaks[text])} for text in LAYOUTS}
+        for text in texts:
+            times[text].append(run_layout(config, _layout(text))[0])
+    ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 128 << 10)
+    peaks = {}
+    for text in texts:
+        run_layout({**config, **QUICK}, _layout(text))
+        peaks[text] = run_layout(config, _layout(text))[1]
+    layouts = {
+        text: {"seconds": statistics.median(times[text]) if rounds else None, "bytes": peaks[text]} for text in texts
+    }
     if rank == 0:
         store.set("found", json.dumps({"machine": made.to_json(), "layouts": layouts}))
     dist.barrier()
@@ -153,12 +176,11 @@ def _rank(rank: int, port: int, config: dict[str, Any], rounds: int, machine: st
 
 
 def run_layout(config: dict[str, Any], layout: Layout) -> tuple[float, float]:
-    """Seconds of a step and bytes at its peak, of all ranks the most."""
+    """Seconds of the second step and bytes at the peak of two, of all ranks the most."""
     import transformers
 
     _give_back()
-    before = _resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # sets VmHWM back
+    before = _resident()
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**config, "attn_implementation": "sdpa"}))
     mesh = fp.init_mesh(
@@ -166,13 +188,18 @@ def run_layout(config: dict[str, Any], layout: Layout) -> tuple[float, float]:
     )
     try:
         step = _trainer(model, mesh, layout)
-        times = []
-        for index in range(WARMUP + STEPS):
+        del model  # the ranks of a pipeline keep a part of it
+        _give_back()
+        Path("/proc/self/clear_refs").write_text("5")  # sets VmHWM back
+        for index in range(2):
             dist.barrier()
             started = time.perf_counter()
             step(index)
-            times.append(time.perf_counter() - started)
-        mine = torch.tensor([statistics.median(times[WARMUP:]), _resident("VmHWM") - before], dtype=torch.float64)
+            seconds = time.perf_counter() - started
+        now = _resident()
+        peak = now["VmHWM"] - now["RssFile"] - now["RssShmem"] + now["Pss_Shmem"]
+        bytes_before = before["RssAnon"] + before["Pss_Shmem"]
+        mine = torch.tensor([seconds, peak - bytes_before], dtype=torch.float64)
         dist.all_reduce(mine, dist.ReduceOp.MAX)
         return float(mine[0]), float(mine[1])
     finally:
@@ -224,15 +251,14 @@ def _trainer(model: nn.Module, mesh: fp.Mesh, layout: Layout) -> Any:
 def _give_back() -> None:
     """Freed memory, to the system."""
     gc.collect()
+    torch.ops.fastpar.large_buffer_release()
     ctypes.CDLL(None).malloc_trim(0)
 
 
-def _resident(name: str) -> float:
-    """Bytes of "VmRSS" or "VmHWM"."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(name):
-            return 1024.0 * int(line.split()[1])
-    raise RuntimeError(f"/proc/self/status has no {name}")
+def _resident() -> dict[str, float]:
+    """Bytes by the kernel's names."""
+    lines = [line for name in ("status", "smaps_rollup") for line in Path("/proc/self", name).read_text().splitlines()]
+    return {line.split(":")[0]: 1024.0 * int(line.split()[1]) for line in lines if line.endswith(" kB")}
 
 
 if __name__ == "__main__":
