@@ -62,13 +62,13 @@ def _with_each_index(
         return [group]
     source = noisy_copy(modules[first])
     try:
-        wanted = _output(source, calls[first], mine)
+        wanted = _output_with_index(source, calls[first], mine)
     except Exception:  # of the module's own code: any; so does its trial
         return [group]
     parts: list[tuple[list[Tensor], list[str]]] = [(wanted, [first])]
     for path, index in others.items():
         try:
-            found = wanted if index == mine else _output(source, calls[first], index)
+            found = wanted if index == mine else _output_with_index(source, calls[first], index)
         except Exception:  # of code to which this index means something else
             found = []
         for seen, part in parts:
@@ -82,16 +82,18 @@ def _with_each_index(
 
 def _indices(module: nn.Module, call: RecordedCall) -> dict[tuple[str, str], int]:
     """By path of the module inside and name, or "call" and name: what only counts modules."""
-    found = {(name, k): v for name, child in module.named_modules() for k, v in vars(child).items() if _counts(k, v)}
-    return found | {("call", k): v for k, v in call.kwargs.items() if _counts(k, v)}
+    found = {
+        (name, k): v for name, child in module.named_modules() for k, v in vars(child).items() if _counts_modules(k, v)
+    }
+    return found | {("call", k): v for k, v in call.kwargs.items() if _counts_modules(k, v)}
 
 
-def _counts(name: str, value: Any) -> bool:
+def _counts_modules(name: str, value: Any) -> bool:
     return type(value) is int and _INDEX.search(name) is not None
 
 
 @torch.no_grad()
-def _output(source: nn.Module, call: RecordedCall, indices: Mapping[tuple[str, str], int]) -> list[Tensor]:
+def _output_with_index(source: nn.Module, call: RecordedCall, indices: Mapping[tuple[str, str], int]) -> list[Tensor]:
     twin = sharing_copy(source)
     (args, kwargs), _ = fresh_leaves((call.args, call.kwargs))
     for (path, name), value in indices.items():
@@ -123,14 +125,14 @@ class _Keys:
         return self.number(tuple((name, self.of_module(child)) for name, child in module.named_modules()))
 
     def of_call(self, call: RecordedCall) -> int:
-        kwargs = {k: v for k, v in call.kwargs.items() if not _counts(k, v)}
+        kwargs = {k: v for k, v in call.kwargs.items() if not _counts_modules(k, v)}
         plain = tree_map_only(Tensor, lambda t: ("tensor", tuple(t.shape), t.dtype), (call.args, kwargs))
         flat, spec = tree_flatten(plain)
         return self.number((str(spec), tuple(self.of(value) for value in flat)))
 
     def of_module(self, module: nn.Module, depth: int = 0) -> int:
         if id(module) not in self.objects:
-            own = {k: v for k, v in own_attributes(module).items() if not _counts(k, v)}
+            own = {k: v for k, v in own_attributes(module).items() if not _counts_modules(k, v)}
             hooks = [fn for name in _HOOKS for fn in vars(module)[name].values()]
             tensors = [*module._parameters.items(), *module._buffers.items()]
             shapes = tuple((k, tuple(t.shape)) for k, t in tensors if t is not None)

@@ -64,6 +64,7 @@ INNER_LAYERS = {
         "trial": 3,
         "declared": 4,
         "guesses": 4,
+        "kinds": 5,
         "layer_plan": 5,
         "proving": 6,
         "swap": 4,
