@@ -51,6 +51,7 @@ class LayoutFields:
     method: Any
     order: Any
     accumulate: Any
+    cut_least: Any = 1  # layers of a part between the first and the last
     grid_x: Any = 1
     grid_y: Any = 1
     grid_z: Any = 1
@@ -77,6 +78,7 @@ class LayoutFields:
             shard_head=pipeline.shard_head,
             num_cut=-1 if cut is None else len(cut),
             cut_layers=-1 if cut is None else sum(cut),
+            cut_least=min((cut or ())[1:-1], default=1),
             num_recompute=1 if isinstance(layout.recompute, str) else len(layout.recompute),
             method=layout.context.method,
             order=layout.context.order,
@@ -286,6 +288,12 @@ RULES: tuple[Rule, ...] = (
         "the model has {layers} layers, too few for {pp} ranks of {parts_per_rank} parts",
         "a part needs a layer; the embedding and the head are on the first and the last one",
         lambda x: (x.model is not None) & (x.pp > 1) & (_layers(x) < x.pp * x.parts_per_rank),
+    ),
+    Rule(
+        "empty part",
+        "the cut has a part without layers between the first and the last",
+        "the first part has the embedding and the last one the head: any other needs a layer to have parameters",
+        lambda x: x.cut_least < 1,
     ),
     Rule(
         "cut",

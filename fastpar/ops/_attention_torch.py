@@ -264,9 +264,12 @@ def are_asked_for(q: Tensor) -> bool:
     return q.device.type == "cuda" and _plain_is_off()
 
 
-@torch.compiler.assume_constant_result
 def _plain_is_off() -> bool:
     return not torch.backends.cuda.math_sdp_enabled()
+
+
+# torch.compiler.assume_constant_result, which would load torch's compiler, and Triton with it, for everybody
+_plain_is_off._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _is_deterministic() -> bool:

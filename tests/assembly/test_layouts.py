@@ -154,6 +154,7 @@ BROKEN = [
     ("dualpipe", "pp3 dualpipe mb6", None, {}),
     ("parts", "pp4 interleaved_1f1b stages4 mb8", DENSE, {}),
     ("cut", "pp2 mb2 cut6/5", DENSE, {}),
+    ("empty part", "pp3 mb3 cut0/0/4", None, {}),
     ("cut", "pp2 mb2 cut4/4/4", DENSE, {}),
     ("sharded head", "pp2 tp2 mb2 shard_head", None, {}),
     ("sharded head", "pp2 mb2 shard_head", TIED, {}),

@@ -169,12 +169,13 @@ def _full_name_of(module: nn.Module) -> str:
 @contextlib.contextmanager
 def _without_zeros(module: nn.Module, generator: torch.Generator) -> Iterator[list[Tensor]]:
     """Numbers in the place of a module's biases, and of weights that are all zero; yields the biases."""
-    held, biases = dict(module._parameters), []
+    held = dict(module._parameters)
+    biases: list[Tensor] = []
     try:
         for name, param in held.items():
             if param is None or (param.dim() > 2 and bool(param.any())):
                 continue
-            noise = torch.randn(param.shape, generator=generator, device="cpu").to(param) * param.size(-1) ** -0.5
+            noise = torch.randn(param.shape, generator=generator, device="cpu").to(param) * param.shape[-1:].numel() ** -0.5
             module._parameters[name] = other = nn.Parameter(param.detach() + noise)
             biases += [other] if param.dim() < 3 else []
         yield biases
