@@ -175,7 +175,8 @@ def _without_zeros(module: nn.Module, generator: torch.Generator) -> Iterator[li
         for name, param in held.items():
             if param is None or (param.dim() > 2 and bool(param.any())):
                 continue
-            noise = torch.randn(param.shape, generator=generator, device="cpu").to(param) * param.shape[-1:].numel() ** -0.5
+            noise = torch.randn(param.shape, generator=generator, device="cpu").to(param)
+            noise *= param.shape[-1:].numel() ** -0.5  # a scalar has one
             module._parameters[name] = other = nn.Parameter(param.detach() + noise)
             biases += [other] if param.dim() < 3 else []
         yield biases
