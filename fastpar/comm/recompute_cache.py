@@ -6,7 +6,8 @@ fastpar's linears, which hide collectives behind products, compute their forward
     out = kept(lambda: comm.all_reduce(x))
 
 That is a plain call, except within `recording(tape)`, which puts a copy of the reference on the tape, and within
-`replaying(tape)`, which takes it from there instead of calling. Both are of the current thread and end with the block.
+`replaying(tape)`, which takes it from there instead of calling, unless it has been written to since: then it calls.
+Both are of the current thread and end with the block.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ T = TypeVar("T")
 
 
 class Tape:
-    """Results of `kept` calls, in order; their tensors must not change in between."""
+    """Results of `kept` calls, in order, and their versions, which tell of writes in place."""
 
     def __init__(self) -> None:
         self.results: list[Any] = []
@@ -56,7 +57,7 @@ def kept(compute: Callable[[], T]) -> T:
         with _at(None):
             result = compute()
         tape.results.append(map_tensors(result, _without_history))
-        # A later write in place would be replayed: the versions tell.
+        # A later write in place would be replayed
         tape.versions.append([tensor._version for tensor in tensors_of(result)])
         return result
     position = _head.position
@@ -68,10 +69,9 @@ def kept(compute: Callable[[], T]) -> T:
         )
     result = tape.results[position]
     if [tensor._version for tensor in tensors_of(result)] != tape.versions[position]:
-        raise RuntimeError(
-            "the result of a collective or of a linear layer was kept for recomputation and then modified in place; "
-            "write x = x + y in the place of x += y, or recompute everything"
-        )
+        # Lost to a write in place (x += y). That is in the model's code, and so the same on all ranks of a collective.
+        with _at(None):
+            return compute()
     replayed: T = map_tensors(result, _without_history)
     return replayed
 
