@@ -474,14 +474,15 @@ def _hooks(model: nn.Module) -> int:
 def _failed_forward() -> None:
     model, inside = fp.parallelize(_stack(Layer()), dist.group.WORLD, LAYER), list[int]()
     model.layers[0].mlp.register_forward_hook(lambda *_: inside.append(_hooks(model)))
-    before = _hooks(model)
+    waiting = _hooks(model)  # one of them tries the block when it is called first
     model(torch.randn(2, 4, 6))
-    assert _hooks(model) == before
+    left = _hooks(model)
+    assert left == waiting - 1
     with pytest.raises(RuntimeError, match="shape"):
         model(torch.randn(2, 4, 5))  # the second forward is watched, too
     model(torch.randn(2, 4, 6))  # the third is not
-    assert _hooks(model) == before
-    assert inside[0] > before == inside[-1]
+    assert _hooks(model) == left
+    assert inside[0] > left == inside[-1]
 
 
 def test_guards_leave_no_hooks_behind_a_forward_that_they_have_watched() -> None:

@@ -63,18 +63,15 @@ def test_a_table_made_in_a_capture_is_the_graphs_alone(monkeypatch: pytest.Monke
     assert tables.find(wanted) is eager  # it was there before: the graph may read it
 
 
-def test_a_table_is_waited_for_by_every_stream_until_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_is_waited_for_by_every_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     tables, wanted = optimizer.Tables(), columns()
     table = tables.find(wanted)
     waits: list[Any] = []
     monkeypatch.setattr(device.Event, "wait", lambda self, stream=None: waits.append(self))
-    for is_done, count in ((False, 1), (False, 2), (True, 2)):
-        monkeypatch.setattr(device.Event, "query", lambda self, is_done=is_done: is_done)
+    monkeypatch.delattr(device.Event, "query")  # asking could break a capture that another thread has begun
+    for count in (1, 2):
         tables.find(wanted)
         assert waits == [table.uploaded] * count
-    monkeypatch.delattr(device.Event, "query")  # nobody asks any more
-    tables.find(wanted)
-    assert len(waits) == 2
 
 
 def test_hyperparameters_reach_kernels_as_floats(monkeypatch: pytest.MonkeyPatch) -> None:

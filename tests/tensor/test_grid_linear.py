@@ -436,7 +436,7 @@ def verified() -> list[str]:
 
 def test_verify_compares_what_a_rank_of_a_grid_has() -> None:
     for (report,) in run_ranks(4, verified):
-        assert "mlp.up.bias" in report
+        assert "first in mlp.up (Linear): output" in report
 
 
 def refused_with_a_grid() -> None:
