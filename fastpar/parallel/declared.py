@@ -5,6 +5,7 @@ Nothing of it is believed: `fastpar.parallel.proving` tries it.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -205,17 +206,17 @@ def _unsplit_ends(modules: Mapping[str, nn.Module], styles: Mapping[str, Style])
 
 
 def _ends(model: nn.Module) -> dict[str, Style]:
-    """Embedding and head of a model that says where they are, with all that share their weights."""
-    names = {id(module): path for path, module in model.named_modules()}
-    words: dict[str, str | Style] = {}
+    """Embedding and head of a model that says where they are, with all tables and heads that share their weights."""
+    ends: list[Any] = []
     for getter in ("get_input_embeddings", "get_output_embeddings"):
-        try:
-            end = getattr(model, getter)()
-        except (AttributeError, NotImplementedError, TypeError):
-            continue
-        if (isinstance(end, nn.Embedding) and id(end) in names) or (isinstance(end, nn.Linear) and id(end) in names):
-            words[names[id(end)]] = "vocab"
-    return match_plan(model, _with_tied(model, words))
+        with contextlib.suppress(AttributeError, NotImplementedError, TypeError):
+            ends.append(getattr(model, getter)())
+    weights = {id(end._parameters.get("weight", end)) for end in ends if isinstance(end, nn.Embedding | nn.Linear)}
+    return {
+        path: STYLES["vocab"]
+        for path, module in model.named_modules()
+        if isinstance(module, nn.Embedding | nn.Linear) and id(module._parameters.get("weight", module)) in weights
+    }
 
 
 def _find_layers(model: nn.Module) -> list[str]:
