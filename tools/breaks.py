@@ -271,8 +271,8 @@ ZERO = _of(
     ),
     (
         "16-bit means are rounded before they are added",
-        "wide = torch.float32 if self.flat.dtype.itemsize < 4 else None",
-        "wide = None",
+        "elif self.flat.dtype.itemsize < 4:  # as they were added up",
+        "elif False:",
         "test_zero_stage3.py masters; test_zero.py ten_steps or how_gradients",
     ),
     (
@@ -289,7 +289,7 @@ ZERO = _of(
     ),
     (
         "a step with a NaN is taken",
-        "if self.skip_nonfinite and total.nonfinite:",
+        "if self.skip_nonfinite and any(total.sums.tolist()[:2]):",
         "if self.skip_nonfinite and False:",
         "test_zero_skip.py one_rank",
     ),
