@@ -48,7 +48,7 @@ BUDGET_S = 560
 _GRACE_S = 15.0  # between the interrupt and the kill: pytest prints its failures
 _LANES = 12  # test files at a time; they share the device well, and wait for Triton's compiler most of the time
 # Kernels by the dozen to compile: a minute and a half each (H200), and no lane should begin with them at the end.
-_LONGEST = ("tests/gpu/test_gpu_attention.py", "tests/gpu/test_gpu_moe.py")
+_LONGEST = tuple(f"tests/gpu/test_gpu_{name}.py" for name in ("attention", "attention_torch", "moe", "router"))
 _FAILURES_SHOWN = 80
 _PROBE = """
 import sys, torch

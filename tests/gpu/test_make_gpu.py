@@ -103,8 +103,8 @@ def test_the_files_that_take_longest_start_first(plan: str, stage: str, tmp_path
     path = f"{tmp_path}:{os.environ['PATH']}"
     done = run("--plan", plan, "--only", stage, "--dry-run", PATH=path)
     files = [word for word in done.stdout.splitlines()[0].split() if word.startswith("tests/")]
-    assert files[:2] == ["tests/gpu/test_gpu_attention.py", "tests/gpu/test_gpu_moe.py"]
-    assert files[2:] == sorted(files[2:])
+    assert files[:4] == [f"tests/gpu/test_gpu_{name}.py" for name in ("attention", "attention_torch", "moe", "router")]
+    assert files[4:] == sorted(files[4:])
 
 
 def test_the_short_linear_cross_entropy_leaves_out_what_compiles_and_tunes_for_long() -> None:
