@@ -54,14 +54,18 @@ def backward(
     tiles: Tensor,
     tile_offsets: Tensor | None,
     *options: Any,
+    grad_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The op fastpar::attention_backward."""
+    """The op fastpar::attention_backward, whose gradients are rounded here where grad_dtype says to what."""
     kernels = _kernels(q, v)
     if kernels is None:
-        return _attention_blocks.backward(grad_out, q, k, v, lse, delta, tiles, tile_offsets, *options)
+        dq, dk, dv = _attention_blocks.backward(grad_out, q, k, v, lse, delta, tiles, tile_offsets, *options)
+        return (dq, dk, dv) if grad_dtype is None else (dq.to(grad_dtype), dk.to(grad_dtype), dv.to(grad_dtype))
     scale, softcap, *dropout = options
     hashed = kernels.DropoutHash(*dropout)
-    return kernels.attention_backward(grad_out, q, k, v, lse, delta, tiles, tile_offsets, scale, softcap, hashed)
+    return kernels.attention_backward(
+        grad_out, q, k, v, lse, delta, tiles, tile_offsets, scale, softcap, hashed, grad_dtype or torch.float32
+    )
 
 
 torch.library.impl("fastpar::attention_forward", "cuda", forward)

@@ -70,8 +70,12 @@ class Bands(NamedTuple):
 
 def bands_of(tiles: Tensor, offsets: Tensor | None, batch: int) -> Bands | None:
     """The bands that a table is; None where it is none, or nothing is visible."""
-    packed = None if offsets is None else offsets.contiguous().numpy().tobytes()
-    return _bands(tiles.contiguous().numpy().tobytes(), packed, batch)
+    return _bands(tiles.numpy().tobytes(), _table_bytes(offsets), batch)
+
+
+def _table_bytes(x: Tensor | None) -> bytes | None:
+    """What a choice is kept by: a table that was edited is another one."""
+    return None if x is None else x.numpy().tobytes()
 
 
 @functools.lru_cache(maxsize=256)
@@ -276,37 +280,77 @@ def _is_deterministic() -> bool:
     return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
 
 
+class _Choice(NamedTuple):
+    """What serves calls alike."""
+
+    kernel: TorchKernel
+    bands: Bands
+    as_they_are: bool  # q, k and v are read whole, where they lie
+
+
+_MAX_CHOICES = 1024
+_choices: dict[Any, _Choice | None] = {}  # by all that a choice depends on
+
+
 def _choose(
-    q: Tensor, k: Tensor, v: Tensor, tiles: Tensor, offsets: Tensor | None, scale: float
+    q: Tensor, k: Tensor, v: Tensor, tiles: Tensor, offsets: Tensor | None, scale: float, backward: bool = False
 ) -> tuple[TorchKernel, Bands, Operands] | None:
-    if q.device.type != "cuda" or torch.version.hip is not None or q.dtype not in (torch.bfloat16, torch.float16):
+    """On the current device, which is that of the tensors."""
+    if torch.version.hip is not None or q.dtype not in (torch.bfloat16, torch.float16) or scale <= 0.0:
         return None
-    if scale <= 0.0 or min(q.numel(), k.numel(), v.numel()) == 0 or any(d % 8 for d in (q.shape[-1], v.shape[-1])):
+    key = (
+        _table_bytes(tiles), _table_bytes(offsets), q.dtype, q.device, backward,
+        *((x.shape, x.stride(), x.storage_offset() % 8, x.requires_grad) for x in (q, k, v)),
+        torch.is_grad_enabled(), torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.cudnn_sdp_enabled(),
+        torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled(),
+    )  # fmt: skip
+    found = _choices.get(key)
+    if found is None and key not in _choices:
+        found = _make_choice(q, k, v, tiles, offsets, backward)
+        if len(_choices) >= _MAX_CHOICES:
+            _choices.clear()
+        _choices[key] = found
+    if found is None:
+        return None
+    return found.kernel, found.bands, Operands(q, k, v) if found.as_they_are else _operands(q, k, v, found.bands)
+
+
+def _make_choice(
+    q: Tensor, k: Tensor, v: Tensor, tiles: Tensor, offsets: Tensor | None, backward: bool
+) -> _Choice | None:
+    if min(q.numel(), k.numel(), v.numel()) == 0 or any(d % 8 for d in (q.shape[-1], v.shape[-1])):
         return None
     bands = bands_of(tiles, offsets, q.shape[0])
     if bands is None:
         return None
-    x = Operands(*(_readable(t[:, :, slice(*s)]) for t, s in zip((q, k, v), _spans(bands), strict=True)))
-    found = next((kernel for kernel in KERNELS if kernel.takes(bands, x)), None)
-    return None if found is None else (found, bands, x)
+    x = _operands(q, k, v, bands)
+    kernel = next((one for one in KERNELS if one.takes(bands, x) and (not backward or one.takes_backward(x))), None)
+    whole = all(span == (0, t.shape[2]) for span, t in zip(_spans(bands), (q, k, v), strict=True))
+    return None if kernel is None else _Choice(kernel, bands, whole and all(map(_is_readable, (q, k, v))))
+
+
+def _operands(q: Tensor, k: Tensor, v: Tensor, bands: Bands) -> Operands:
+    return Operands(*(_readable(t[:, :, slice(*s)]) for t, s in zip((q, k, v), _spans(bands), strict=True)))
 
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, tiles: Tensor, offsets: Tensor | None, scale: float, out_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor] | None:
     """(out, lse) as fastpar::attention_forward has them; None where torch's kernels do not serve the call."""
-    if out_dtype != q.dtype and not _plain_is_off():
+    if q.device.type != "cuda" or (out_dtype != q.dtype and not _plain_is_off()):
         return None
-    with torch.cuda.device(q.device):
-        chosen = _choose(q, k, v, tiles, offsets, scale)
-        if chosen is None:
-            return None
-        kernel, bands, x = chosen
-        out, lse = kernel.forward(bands, x, scale)
-        return (
-            _put(out, bands.queries, q.shape[2], out_dtype, 0.0),
-            _put(lse, bands.queries, q.shape[2], torch.float32, -torch.inf),
-        )
+    if q.device.index != torch.cuda.current_device():
+        with torch.cuda.device(q.device):
+            return forward(q, k, v, tiles, offsets, scale, out_dtype)
+    chosen = _choose(q, k, v, tiles, offsets, scale)
+    if chosen is None:
+        return None
+    kernel, bands, x = chosen
+    out, lse = kernel.forward(bands, x, scale)
+    return (
+        _put(out, bands.queries, q.shape[2], out_dtype, 0.0),
+        _put(lse, bands.queries, q.shape[2], torch.float32, -torch.inf),
+    )
 
 
 def backward(
@@ -324,23 +368,26 @@ def backward(
     """(dq, dk, dv), dense, of the out and lse of all keys; None where torch's kernels do not serve the call."""
     if q.device.type != "cuda":
         return None
-    with torch.cuda.device(q.device):
-        chosen = _choose(q, k, v, tiles, offsets, scale)
-        if chosen is None:
-            return None
-        _, bands, x = chosen
-        kernel = next((one for one in KERNELS if one.takes(bands, x) and one.takes_backward(x)), None)
-        if kernel is None:
-            return None
-        rows = slice(*bands.queries)
-        given = [_readable(t[:, :, rows].to(q.dtype)) for t in (grad_out, out)]
-        # Every row of the span sees a key, so that no lse is -inf here, which flash would read as 0.
-        grads = kernel.backward(bands, x, (given[0], given[1], lse[:, :, rows]), scale)
-        dq, dk, dv = (
-            _put(grad, span, whole.shape[2], grad_dtype, 0.0)
-            for grad, span, whole in zip(grads, _spans(bands), (q, k, v), strict=True)
-        )
-        return dq, dk, dv
+    if q.device.index != torch.cuda.current_device():
+        with torch.cuda.device(q.device):
+            return backward(grad_out, q, k, v, out, lse, tiles, offsets, scale, grad_dtype)
+    chosen = _choose(q, k, v, tiles, offsets, scale, backward=True)
+    if chosen is None:
+        return None
+    kernel, bands, x = chosen
+    given = [_readable(_rows_of(t, bands).to(q.dtype)) for t in (grad_out, out)]
+    # Every row of the span sees a key, so that no lse is -inf here, which flash would read as 0.
+    grads = kernel.backward(bands, x, (given[0], given[1], _rows_of(lse, bands)), scale)
+    dq, dk, dv = (
+        _put(grad, span, whole.shape[2], grad_dtype, 0.0)
+        for grad, span, whole in zip(grads, _spans(bands), (q, k, v), strict=True)
+    )
+    return dq, dk, dv
+
+
+def _rows_of(x: Tensor, bands: Bands) -> Tensor:
+    """The rows of x [b, h, s, ...] that see something."""
+    return x if bands.queries == (0, x.shape[2]) else x[:, :, slice(*bands.queries)]
 
 
 def _length(span: Span) -> int:
@@ -352,12 +399,19 @@ def _spans(bands: Bands) -> tuple[Span, Span, Span]:
     return bands.queries, bands.keys, bands.keys
 
 
-def _readable(x: Tensor) -> Tensor:
-    """x as the kernels load it, 16 bytes at a time; a copy where its strides or its place do not allow that."""
+def _is_readable(x: Tensor) -> bool:
+    """Whether the kernels can load x 16 bytes at a time."""
+    if x.storage_offset() % 8:
+        return False
+    if x.is_contiguous() and x.shape[-1] % 8 == 0:
+        return True
     strides = [stride for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1]
-    if x.stride(-1) == 1 and x.storage_offset() % 8 == 0 and all(s % 8 == 0 and s for s in strides[:-1]):
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
+    return x.stride(-1) == 1 and all(s % 8 == 0 and s for s in strides[:-1])
+
+
+def _readable(x: Tensor) -> Tensor:
+    """x, or a copy where its strides or its place do not allow loads of 16 bytes."""
+    return x if _is_readable(x) else x.clone(memory_format=torch.contiguous_format)
 
 
 def _put(part: Tensor, span: Span, length: int, dtype: torch.dtype, fill: float) -> Tensor:

@@ -64,6 +64,21 @@ def has_kernels(x: Tensor) -> bool:
     return x.device.type == "cpu" or (x.device.type == "cuda" and HAS_TRITON)
 
 
+def is_direct(*tensors: Tensor | None) -> bool:
+    """Whether an op on these tensors may be the function that is its kernel, called by the name it has in Python.
+
+    torch's way from an op to a kernel in Python and back takes tens of microseconds, of which nothing is seen unless
+    something looks at ops: a subclass or a mode of torch, a transform of torch.func, a compiler or a tracer.
+    """
+    return (
+        not torch.compiler.is_compiling()
+        and torch._C._len_torch_dispatch_stack() == 0
+        and not torch._C._are_functorch_transforms_active()
+        and torch._C._get_tracing_state() is None
+        and all(x is None or type(x) is Tensor or type(x) is torch.nn.Parameter for x in tensors)
+    )
+
+
 def fallback(name: str) -> Any:
     """What `fastpar.reference` has under a name: a public function, or else the module of a family."""
     from fastpar import reference

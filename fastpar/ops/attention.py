@@ -21,6 +21,7 @@ for float64) and rounded once. What torch's own kernels keep of this, where they
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -30,17 +31,19 @@ from fastpar import _ext
 from fastpar.arguments import checked
 from fastpar.contracts import compute_dtype
 from fastpar.contracts.attention import AttentionDropout, AttentionTiles, check_attention, check_score_options
-from fastpar.ops import _attention_blocks, _attention_cuda, _attention_torch  # noqa: F401  (one registers for CUDA)
-from fastpar.ops._autograd import first_derivative_only, needs_grad
+from fastpar.ops import _attention_blocks, _attention_cuda, _attention_torch
+from fastpar.ops._autograd import apply_plain, first_derivative_only, needs_grad
+from fastpar.ops._backends import is_direct
 
 _ext.load()
-_forward = torch.ops.fastpar.attention_forward
-_backward = torch.ops.fastpar.attention_backward
+_forward = torch.ops.fastpar.attention_forward.default  # not the packet: torch need not choose at every call
+_backward = torch.ops.fastpar.attention_backward.default
 torch.library.define(
     "fastpar::attention_backward_from_out",
     "(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor tiles, Tensor? tile_offsets, "
     "float scale, ScalarType grad_dtype) -> (Tensor, Tensor, Tensor)",
 )
+_backward_from_out = torch.ops.fastpar.attention_backward_from_out.default
 
 # ---- every device without kernels of its own -------------------------------------------------------------------------
 
@@ -48,7 +51,6 @@ torch.library.impl("fastpar::attention_forward", "default", _attention_blocks.fo
 torch.library.impl("fastpar::attention_backward", "default", _attention_blocks.backward)
 
 
-@torch.library.impl("fastpar::attention_backward_from_out", "CompositeExplicitAutograd")
 def backward_from_out(
     grad_out: Tensor,
     q: Tensor,
@@ -65,10 +67,11 @@ def backward_from_out(
     found = _attention_torch.backward(grad_out, q, k, v, out, lse, tiles, tile_offsets, scale, grad_dtype)
     if found is not None:
         return found
-    options = ScoreOptions(scale)
-    parts = _backward(grad_out, q, k, v, lse, row_delta(grad_out, out, None), tiles, tile_offsets, *options)
-    dq, dk, dv = (part.to(grad_dtype) for part in parts)
-    return dq, dk, dv
+    delta, options = row_delta(grad_out, out, None), ScoreOptions(scale)
+    return _gradients(grad_out, q, k, v, lse, delta, tiles, tile_offsets, options, grad_dtype)
+
+
+torch.library.impl("fastpar::attention_backward_from_out", "CompositeExplicitAutograd", backward_from_out)
 
 
 # ---- fakes -----------------------------------------------------------------------------------------------------------
@@ -144,12 +147,33 @@ def row_delta(grad_out: Tensor, out: Tensor, grad_lse: Tensor | None) -> Tensor:
     return delta if grad_lse is None else delta - grad_lse.to(dtype)
 
 
+def _gradients(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    table: Tensor,
+    offsets: Tensor | None,
+    options: tuple[Any, ...],
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv) in a dtype, which Triton's kernels round to themselves."""
+    if q.device.type == "cuda" and is_direct(grad_out, q, k, v, lse):
+        direct = _attention_cuda.backward
+        return direct(grad_out, q, k, v, lse, delta, table, offsets, *options, grad_dtype=dtype)
+    dq, dk, dv = _backward(grad_out, q, k, v, lse, delta, table, offsets, *options)
+    return dq.to(dtype), dk.to(dtype), dv.to(dtype)
+
+
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, table: Tensor, offsets: Tensor | None, options: ScoreOptions
 ) -> tuple[Tensor, Tensor]:
+    forward = _attention_cuda.forward if q.device.type == "cuda" and is_direct(q, k, v) else _forward
     if sink is None:
-        return cast("tuple[Tensor, Tensor]", _forward(q, k, v, table, offsets, *options, q.dtype))
-    out, lse = _forward(q, k, v, table, offsets, *options, compute_dtype(q.dtype))
+        return cast("tuple[Tensor, Tensor]", forward(q, k, v, table, offsets, *options, q.dtype))
+    out, lse = forward(q, k, v, table, offsets, *options, compute_dtype(q.dtype))
     out, lse = merge_sink(out, lse, sink)
     return out.to(q.dtype), lse
 
@@ -189,12 +213,11 @@ class _Attention(torch.autograd.Function):
             if not by_torch or needs[3]:
                 delta = row_delta(grad_out, out, grad_lse)
             if by_torch and any(needs[:3]):
-                found[:3] = torch.ops.fastpar.attention_backward_from_out(
-                    grad_out, q, k, v, out, lse, table, offsets, ctx.options[0], q.dtype
-                )
+                from_out = backward_from_out if is_direct(grad_out, q, k, v, out, lse) else _backward_from_out
+                found[:3] = from_out(grad_out, q, k, v, out, lse, table, offsets, ctx.options[0], q.dtype)
             elif any(needs[:3]):
-                parts = _backward(grad_out, q, k, v, lse, delta, table, offsets, *ctx.options, *positions)
-                found[:3] = [part.to(x.dtype) for part, x in zip(parts, (q, k, v), strict=True)]
+                options = (*ctx.options, *positions)
+                found[:3] = _gradients(grad_out, q, k, v, lse, delta, table, offsets, options, q.dtype)
             if needs[3]:
                 found[3] = sink_grad(sink, lse, delta)
         alternative = "torch.nn.functional.scaled_dot_product_attention"
@@ -273,11 +296,12 @@ def attention(
     check_score_options(q, scale, softcap, sink)
     options = ScoreOptions.of(q.shape[-1], scale, softcap, dropout)
     if tiles is None:
-        table, offsets = _one_tile(q.shape[2], k.shape[2], causal), None
+        one_tile = _kept_tile if is_direct(q, k, v) else _one_tile
+        table, offsets = one_tile(q.shape[2], k.shape[2], causal), None
     else:
         table, offsets = tiles.table, tiles.offsets
     if needs_grad(q, k, v, sink):
-        out, lse = cast("tuple[Tensor, Tensor]", _Attention.apply(q, k, v, sink, table, offsets, options, return_lse))
+        out, lse = apply_plain(_Attention, q, k, v, sink, table, offsets, options, return_lse)
     else:
         out, lse = _attend(q, k, v, sink, table, offsets, options)
     return (out, lse) if return_lse else out
@@ -288,3 +312,9 @@ def _one_tile(rows: int, columns: int, causal: bool) -> Tensor:
         return torch.empty((0, 6), dtype=torch.int32, device="cpu")
     band = (1 - rows, 0 if causal else columns - 1)
     return torch.tensor([[0, rows, 0, columns, *band]], dtype=torch.int32, device="cpu")
+
+
+@functools.lru_cache(maxsize=256)  # a call takes microseconds to make it
+def _kept_tile(rows: int, columns: int, causal: bool) -> Tensor:
+    with torch.inference_mode(False):  # or what a later call saves for backward would be refused
+        return _one_tile(rows, columns, causal)

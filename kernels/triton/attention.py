@@ -239,11 +239,12 @@ def attention_backward(
     scale: float,
     softcap: float,
     dropout: DropoutHash,
+    grad_dtype: torch.dtype = torch.float32,
     *,
     config: AttentionConfig | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) in float32, dense; lse and delta float32 [b, h_q, s_q]."""
-    dq, dk, dv = (torch.empty(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v))
+    """(dq, dk, dv) summed in float32, in grad_dtype, dense; lse and delta float32 [b, h_q, s_q]."""
+    dq, dk, dv = (torch.empty(x.shape, dtype=grad_dtype, device=x.device) for x in (q, k, v))
     batch, heads, num_queries, _ = q.shape
     if dq.numel() == 0 or dk.numel() == 0 or dv.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()

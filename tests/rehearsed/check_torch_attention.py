@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastpar import ops
 from fastpar.contracts.attention import AttentionMask, TokenRange
@@ -17,6 +19,7 @@ from fastpar.ops._attention_torch import bands_of
 from tests.ops.attention_triton_cases import TABLES, AttentionCase, case, expected, table, visible
 from tests.rehearsal import device, torch_attention  # noqa: F401  (the device is put in place)
 
+attention_module = importlib.import_module("fastpar.ops.attention")
 ASKED = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
 TOLERANCE = {torch.float16: 3e-3, torch.bfloat16: 2e-2}  # of the largest entry
 # What flash's windows are not: tiles that share tokens, or leave some between them, or see nothing.
@@ -27,6 +30,7 @@ CUDNNS = {"full", "causal", "striped, a later rank"}  # the last when its first 
 @pytest.fixture(autouse=True)
 def calls() -> list[str]:
     torch_attention.calls.clear()
+    _attention_torch._choices.clear()
     return torch_attention.calls
 
 
@@ -151,6 +155,57 @@ def test_a_gradient_of_lse_is_not_torchs(calls: list[str]) -> None:
         _, lse = ops.attention(q, k, v, causal=True, return_lse=True)
         torch.autograd.grad(lse.sum(), (q, k))
     assert calls == ["_scaled_dot_product_cudnn_attention"]
+
+
+class Seen(TorchDispatchMode):
+    """The ops of fastpar that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names += [func.name()] if func.namespace == "fastpar" else []
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("backends", [ASKED, [SDPBackend.MATH]])
+def test_ops_that_nobody_looks_at_are_called_as_functions_and_give_the_same_bits(
+    backends: list[SDPBackend], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # float16: Triton's interpreter cuts off what a device rounds to bfloat16.
+    c, seen = case("causal", dtype=torch.float16, heads=(4, 2)), Seen()
+    with sdpa_kernel(backends):
+        with seen:
+            watched = attend(c)
+        for name in ("_forward", "_backward", "_backward_from_out"):
+            monkeypatch.setattr(attention_module, name, None)
+        direct = attend(c)
+    assert [name.partition("attention_")[2].partition("_")[0] for name in seen.names] == ["forward", "backward"]
+    for mine, wanted in zip(direct, watched, strict=True):
+        assert mine.dtype == wanted.dtype
+        assert torch.equal(mine.cpu(), wanted.cpu())
+
+
+def test_a_choice_is_made_once_for_calls_alike(monkeypatch: pytest.MonkeyPatch, calls: list[str]) -> None:
+    made: list[Any] = []
+    choose = _attention_torch._make_choice
+    monkeypatch.setattr(_attention_torch, "_make_choice", lambda *args: made.append(args[0].shape) or choose(*args))
+    c = case("causal", dtype=torch.bfloat16, heads=(4, 2))
+    for _ in range(3):
+        with sdpa_kernel(ASKED):
+            attend(c)
+    assert len(made) == 2  # forward and backward
+    assert sum("backward" in call for call in calls) == 3
+    narrow = case("causal", dtype=torch.bfloat16, heads=(4, 2), dims=(32, 16))
+    edited = ops.AttentionTiles(c.tiles.clone(), None, c.q.shape[2], c.k.shape[2])
+    q, k, v = (x.to("cuda:1") for x in c[:3])
+    with sdpa_kernel(ASKED):
+        attend(narrow)  # flash has no such head dims: another choice
+        ops.attention(q, k, v, edited, scale=0.2)
+        edited.table[0, 5] = c.k.shape[2]  # everything behind is seen as well
+        assert_matches(c._replace(tiles=edited.table))
+    assert len(made) == 2 + 2 + 1 + 2
 
 
 def test_operands_that_cannot_be_read_16_bytes_at_a_time_are_copied() -> None:
