@@ -254,7 +254,8 @@ class AttentionMask:
 
 @functools.lru_cache(maxsize=_CACHED_TABLES)
 def _cached_tiles(mask: AttentionMask, queries: Ranges, keys: Ranges) -> AttentionTiles:
-    with _disable_current_modes(), torch.device("cpu"):  # what is kept is real, whoever asks first
+    # What is kept is real, whoever asks first, and can be saved for backward.
+    with _disable_current_modes(), torch.inference_mode(False), torch.device("cpu"):
         return _tiles(mask, queries, keys)
 
 

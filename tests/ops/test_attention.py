@@ -225,6 +225,19 @@ def test_only_wanted_gradients_are_given_and_the_second_derivative_is_an_error()
         grad.sum().backward()
 
 
+@pytest.mark.parametrize("options", [{"causal": True}, {}])
+def test_a_mask_that_inference_mode_has_met_first_trains(options: dict[str, Any]) -> None:
+    tokens = 31 + len(options)  # tables are kept: lengths that no other test has
+    where = (TokenRange(0, tokens),)
+    q, k, v = heads(torch.float32, 4, 2, tokens=(tokens, tokens))
+    with torch.inference_mode():
+        given = options or tiles(AttentionMask(window=(3, 1)), where, where)
+        attention(q, k, v, **given)
+    given = options or tiles(AttentionMask(window=(3, 1)), where, where)
+    attention(q, k, v, **given).sum().backward()
+    assert q.grad is not None
+
+
 def test_opcheck() -> None:
     q, k, v = (x.detach() for x in heads(torch.float32, 4, 2))
     table = AttentionMask(causal=True, documents=PACKED).tiles(WHOLE, WHOLE)
