@@ -298,11 +298,14 @@ def _choose(
     """On the current device, which is that of the tensors."""
     if torch.version.hip is not None or q.dtype not in (torch.bfloat16, torch.float16) or scale <= 0.0:
         return None
+    flash, cudnn = torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.cudnn_sdp_enabled()
+    if not (flash or cudnn):
+        return None
     key = (
         _table_bytes(tiles), _table_bytes(offsets), q.dtype, q.device, backward,
         *((x.shape, x.stride(), x.storage_offset() % 8, x.requires_grad) for x in (q, k, v)),
-        torch.is_grad_enabled(), torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.cudnn_sdp_enabled(),
-        torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled(),
+        flash, cudnn, torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
     )  # fmt: skip
     found = _choices.get(key)
     if found is None and key not in _choices:

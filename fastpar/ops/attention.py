@@ -143,7 +143,7 @@ def sink_grad(sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
 def row_delta(grad_out: Tensor, out: Tensor, grad_lse: Tensor | None) -> Tensor:
     """rowsum(dout * out) - dlse, in the dtype of the computation."""
     dtype = compute_dtype(out.dtype)
-    delta = torch.linalg.vecdot(grad_out.to(dtype), out.to(dtype))
+    delta = (grad_out.to(dtype) * out).sum(-1)  # the product widens out, without a copy of it
     return delta if grad_lse is None else delta - grad_lse.to(dtype)
 
 

@@ -38,6 +38,7 @@ that are no multiples of 16.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -181,13 +182,26 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _options(q: Tensor, v: Tensor, config: AttentionConfig, softcap: float, p: float) -> dict[str, Any]:
-    head_dim, value_dim = q.shape[-1], v.shape[-1]
+    kind = (q.dtype, softcap != 0.0, p != 0.0, torch.version.hip is None)
+    return _kept_options(q.shape[-1], v.shape[-1], config, *kind)
+
+
+@functools.lru_cache(maxsize=256)
+def _kept_options(
+    head_dim: int,
+    value_dim: int,
+    config: AttentionConfig,
+    dtype: torch.dtype,
+    has_softcap: bool,
+    has_dropout: bool,
+    is_cuda: bool,
+) -> dict[str, Any]:
     return {
         "HEAD_DIM": head_dim, "VALUE_DIM": value_dim, "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),
         "BLOCK_DV": max(16, triton.next_power_of_2(value_dim)), "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,
-        "SOFTCAP": softcap != 0.0, "DROPOUT": p != 0.0,
+        "SOFTCAP": has_softcap, "DROPOUT": has_dropout,
         # Products of float32 in full would be multiply-adds of one thread each, unrolled, with kilobytes of spills.
-        "PRECISION": "tf32x3" if q.dtype == torch.float32 and torch.version.hip is None else "ieee",
+        "PRECISION": "tf32x3" if dtype == torch.float32 and is_cuda else "ieee",
         "num_warps": config.num_warps, "num_stages": config.num_stages,
     }  # fmt: skip
 

@@ -24,7 +24,7 @@ Tables are made on the host, once for the same tiles, and are uploaded from pinn
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -109,8 +109,8 @@ def _by_block(runs: Tensor, count: int, num_batch: int, step: int) -> tuple[Tens
 
 
 class Uploaded(NamedTuple):
-    there: Tensor
-    staging: Tensor  # what `there` is a copy of; a captured graph reads it again
+    there: Any  # a tensor, or views of one
+    staging: Tensor  # what lies there is a copy of it; a captured graph reads it again
     event: Any = None  # after the copy; None on the CPU, and in a capture
 
 
@@ -127,22 +127,26 @@ class HostTables:
         def make() -> Tensor:
             return torch.cat([x.flatten() for x in make_steps(tiles, offsets, shape)])
 
-        table = self._find((_content(tiles), _content(offsets), shape, device), make, device)
-        num_batch, num_blocks = 1 if offsets is None else len(offsets) - 1, -(-shape.rows // shape.block)
-        size = num_batch * num_blocks * 4
-        return AttentionSteps(table[:size].view(num_batch, num_blocks, 4), table[size:].view(-1, 6))
+        def views(table: Tensor) -> AttentionSteps:
+            num_batch, num_blocks = 1 if offsets is None else len(offsets) - 1, -(-shape.rows // shape.block)
+            size = num_batch * num_blocks * 4
+            return AttentionSteps(table[:size].view(num_batch, num_blocks, 4), table[size:].view(-1, 6))
+
+        key = (_content(tiles), _content(offsets), shape, device)
+        return cast(AttentionSteps, self._find(key, make, device, views))
 
     def on(self, device: torch.device, x: Tensor) -> Tensor:
         """x on a device, dense."""
         if x.device == device:
             return x.contiguous()
-        return self._find((_content(x), x.dtype, device), x.contiguous, device)
+        return cast(Tensor, self._find((_content(x), x.dtype, device), x.contiguous, device, lambda there: there))
 
-    def _find(self, key: Any, make: Callable[[], Tensor], device: torch.device) -> Tensor:
+    def _find(self, key: Any, make: Callable[[], Tensor], device: torch.device, views: Callable[[Tensor], Any]) -> Any:
         is_capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         found = self._kept.pop(key, None)
         if found is None:
             found = _upload(make(), device, is_capturing)
+            found = found._replace(there=views(found.there))
         elif found.event is not None and not is_capturing:
             # On the current stream, which need not be the one that copied. A capture begins with a synchronisation.
             found.event.wait()
@@ -156,7 +160,7 @@ class HostTables:
 
 
 def _content(x: Tensor | None) -> bytes | None:
-    return None if x is None else x.contiguous().numpy().tobytes()
+    return None if x is None else x.numpy().tobytes()
 
 
 def _upload(staging: Tensor, device: torch.device, is_capturing: bool) -> Uploaded:
