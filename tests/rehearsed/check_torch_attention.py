@@ -17,7 +17,7 @@ from fastpar.contracts.attention import AttentionMask, TokenRange
 from fastpar.ops import _attention_torch
 from fastpar.ops._attention_torch import bands_of
 from tests.ops.attention_triton_cases import TABLES, AttentionCase, case, expected, table, visible
-from tests.rehearsal import device, torch_attention  # noqa: F401  (the device is put in place)
+from tests.rehearsal import device, torch_attention
 
 attention_module = importlib.import_module("fastpar.ops.attention")
 ASKED = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
@@ -29,8 +29,9 @@ CUDNNS = {"full", "causal", "striped, a later rank"}  # the last when its first 
 
 @pytest.fixture(autouse=True)
 def calls() -> list[str]:
-    for index in range(device.NUM_DEVICES):
-        _attention_torch._cudnn_lse_dim(torch.device("cuda", index))  # calls it once, for whichever test is the first
+    for index in range(device.NUM_DEVICES):  # which calls it once, for whichever test is the first
+        with torch.cuda.device(index):
+            _attention_torch._cudnn_lse_dim(torch.device("cuda", index))
     torch_attention.calls.clear()
     _attention_torch._choices.clear()
     return torch_attention.calls
