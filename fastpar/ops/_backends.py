@@ -56,6 +56,7 @@ _COMPILED = {
 }
 _HOPPER = ("cross_entropy",)
 _TRITON = ("cross_entropy", "embedding", "optimizer", "vocab_softmax")
+_PLAIN = (Tensor, torch.nn.Parameter)
 _REGISTERED = ("optimizer",)  # whose ops are Triton's for CUDA tensors: a graph of torch.compile has the op
 
 
@@ -64,8 +65,8 @@ def has_kernels(x: Tensor) -> bool:
     return x.device.type == "cpu" or (x.device.type == "cuda" and HAS_TRITON)
 
 
-def is_direct(*tensors: Tensor | None) -> bool:
-    """Whether an op on these tensors may be the function that is its kernel, called by the name it has in Python.
+def is_direct(*arguments: Any) -> bool:
+    """Whether an op on these arguments may be the function that is its kernel, called by the name it has in Python.
 
     torch's way from an op to a kernel in Python and back takes tens of microseconds, of which nothing is seen unless
     something looks at ops: a subclass or a mode of torch, a transform of torch.func, a compiler or a tracer.
@@ -75,8 +76,21 @@ def is_direct(*tensors: Tensor | None) -> bool:
         and torch._C._len_torch_dispatch_stack() == 0
         and not torch._C._are_functorch_transforms_active()
         and torch._C._get_tracing_state() is None
-        and all(x is None or type(x) is Tensor or type(x) is torch.nn.Parameter for x in tensors)
+        and all(type(x) in _PLAIN or not isinstance(x, Tensor) for x in arguments)
     )
+
+
+def op_on_cuda(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Registers a function as a functional op's kernel for CUDA tensors. Returns what calls the op, which is the
+    function itself for CUDA tensors wherever nothing would see the difference."""
+    torch.library.impl(f"fastpar::{name}", "cuda", kernel)
+    op = getattr(torch.ops.fastpar, name).default
+
+    def call(first: Tensor, *others: Any) -> Any:
+        direct = first.device.type == "cuda" and is_direct(first, *others)
+        return (kernel if direct else op)(first, *others)
+
+    return call
 
 
 def fallback(name: str) -> Any:

@@ -34,22 +34,18 @@ from fastpar import _ext
 from fastpar.arguments import checked
 from fastpar.contracts import communicator, compute_dtype
 from fastpar.ops._autograd import first_derivative_only, needs_grad
-from fastpar.ops._backends import fallback, has_kernels
+from fastpar.ops._backends import fallback, has_kernels, op_on_cuda
 from fastpar.ops._rms_norm_split import check_on_all_ranks, split_rms_norm
 
 if TYPE_CHECKING:
     from fastpar.comm import GroupLike
 
 _ext.load()
-_forward = torch.ops.fastpar.rms_norm
-_add_forward = torch.ops.fastpar.add_rms_norm
-_backward = torch.ops.fastpar.rms_norm_backward
 
 
 # ---- CUDA ------------------------------------------------------------------------------------------------------------
 
 
-@torch.library.impl("fastpar::rms_norm", "cuda")
 def _forward_cuda(x: Tensor, weight: Tensor | None, eps: float, weight_offset: float) -> tuple[Tensor, Tensor]:
     from fastpar.kernels import rms_norm as kernels
 
@@ -57,7 +53,6 @@ def _forward_cuda(x: Tensor, weight: Tensor | None, eps: float, weight_offset: f
     return out, rstd
 
 
-@torch.library.impl("fastpar::add_rms_norm", "cuda")
 def _add_forward_cuda(
     x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, weight_offset: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -66,7 +61,6 @@ def _add_forward_cuda(
     return kernels.forward(x, residual, weight, eps, weight_offset)
 
 
-@torch.library.impl("fastpar::rms_norm_backward", "cuda")
 def _backward_cuda(
     grad_out: Tensor,
     grad_sum: Tensor | None,
@@ -83,6 +77,11 @@ def _backward_cuda(
     return kernels.backward(
         grad_out, grad_sum, x, rstd, weight, weight_offset, needs_grad_x, needs_grad_weight, num_programs
     )
+
+
+_forward = op_on_cuda("rms_norm", _forward_cuda)
+_add_forward = op_on_cuda("add_rms_norm", _add_forward_cuda)
+_backward = op_on_cuda("rms_norm_backward", _backward_cuda)
 
 
 # ---- fakes -----------------------------------------------------------------------------------------------------------

@@ -26,25 +26,26 @@ from fastpar import _ext
 from fastpar.arguments import checked
 from fastpar.contracts.transformer import check_rotary, rotary_tables
 from fastpar.ops._autograd import needs_grad
-from fastpar.ops._backends import fallback, has_kernels
+from fastpar.ops._backends import fallback, has_kernels, op_on_cuda
 
 __all__ = ["rotary_embedding", "rotary_tables"]
 
 _ext.load()
-_rotate = torch.ops.fastpar.rotary_embedding
-_rotate_ = torch.ops.fastpar.rotary_embedding_
+_rotate_ = torch.ops.fastpar.rotary_embedding_.default
 
 
 # ---- CUDA ------------------------------------------------------------------------------------------------------------
 
 
-@torch.library.impl("fastpar::rotary_embedding", "cuda")
 def _rotate_cuda(x: Tensor, cos: Tensor, sin: Tensor, heads_first: bool, interleaved: bool, inverse: bool) -> Tensor:
     from fastpar.kernels import rotary_embedding as kernels
 
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     kernels.rotate(x, out, cos, sin, heads_first, interleaved, inverse)
     return out
+
+
+_rotate = op_on_cuda("rotary_embedding", _rotate_cuda)
 
 
 @torch.library.impl("fastpar::rotary_embedding_", "cuda")
@@ -120,6 +121,8 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor, heads_first: bool, interleaved:
         out = cast(Tensor, _Rotary.apply(x, cos, sin, *options, direct))
     elif direct:
         _rotate_(x, cos, sin, *options)
+        if not x.is_inference():
+            torch.autograd.graph.increment_version(x)  # graphs that have saved the old values are to say so
         out = x
     else:
         out = cast(Tensor, _rotate(x, cos, sin, *options))

@@ -20,28 +20,28 @@ from fastpar import _ext
 from fastpar.arguments import checked
 from fastpar.contracts.transformer import check_swiglu
 from fastpar.ops._autograd import first_derivative_only, needs_grad
-from fastpar.ops._backends import fallback, has_kernels
+from fastpar.ops._backends import fallback, has_kernels, op_on_cuda
 
 _ext.load()
-_forward = torch.ops.fastpar.swiglu
-_backward = torch.ops.fastpar.swiglu_backward
 
 
 # ---- CUDA ------------------------------------------------------------------------------------------------------------
 
 
-@torch.library.impl("fastpar::swiglu", "cuda")
 def _forward_cuda(gate: Tensor, up: Tensor | None) -> Tensor:
     from fastpar.kernels import swiglu as kernels
 
     return kernels.forward(gate, up)
 
 
-@torch.library.impl("fastpar::swiglu_backward", "cuda")
 def _backward_cuda(grad_out: Tensor, gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
     from fastpar.kernels import swiglu as kernels
 
     return kernels.backward(grad_out, gate, up)
+
+
+_forward = op_on_cuda("swiglu", _forward_cuda)
+_backward = op_on_cuda("swiglu_backward", _backward_cuda)
 
 
 # ---- fakes -----------------------------------------------------------------------------------------------------------

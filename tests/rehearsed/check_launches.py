@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from fastpar import ops
 from fastpar.comm.symmetric.buffer import virtual_ranks
 from fastpar.kernels import optimizer
 from fastpar.kernels.overlap_gemm_buffer import OverlapBuffer
@@ -140,3 +142,44 @@ def test_the_doctor_uses_every_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [where.index for where in used] == [0, 1]
     assert finding.status == "problem"
     assert "cuda:1 does not compute: wrong" in finding.text
+
+
+# ---- ops called as functions
+
+
+class Ops(TorchDispatchMode):
+    """The ops of fastpar that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "fastpar":
+            self.names.add(func.name().removeprefix("fastpar::"))
+        return func(*args, **(kwargs or {}))
+
+
+def norm_gate_and_turn(x: torch.Tensor, weight: torch.Tensor) -> list[torch.Tensor]:
+    """Results and gradients."""
+    x, weight = (t.detach().requires_grad_() for t in (x, weight))
+    out, h = ops.add_rms_norm(x, x, weight)
+    out = ops.swiglu(ops.rms_norm(out + h, weight)).view(1, 3, 2, 16)
+    out = ops.rotary_embedding(out, positions=torch.arange(3, device="cuda"))
+    return [out.detach(), *torch.autograd.grad(out.square().sum(), (x, weight))]
+
+
+def test_ops_are_called_as_functions_unless_something_looks_at_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = torch.randn(3, 64).to("cuda"), torch.randn(64).to("cuda")
+    with Ops() as seen:
+        watched = norm_gate_and_turn(*inputs)
+    names = {"rms_norm", "add_rms_norm", "rms_norm_backward", "swiglu", "swiglu_backward", "rotary_embedding"}
+    assert names <= seen.names
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        direct = norm_gate_and_turn(*inputs)
+    assert not names & {event.name.removeprefix("fastpar::") for event in profile.events() or ()}
+    for mine, wanted in zip(direct, watched, strict=True):
+        assert torch.equal(mine.cpu(), wanted.cpu())
+    x = inputs[0].view(1, 3, 4, 16).clone()
+    ops.rotary_embedding(x, positions=torch.arange(3, device="cuda"), inplace=True)
+    assert x._version == 1
