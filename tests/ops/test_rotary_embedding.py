@@ -322,3 +322,15 @@ def test_triton_kernel_compiles_without_spills(target: Any) -> None:
     kernel = kernels.rotary_kernel
     signature = {name: types.get(name, "i32:16") for name in kernel.arg_names if name not in constants}
     assert compile_for(kernel, signature, constants, target, {"num_warps": kernels.NUM_WARPS})["spills"] == 0
+
+
+@pytest.mark.parametrize("learns", [False, True])
+def test_a_graph_that_has_saved_what_is_turned_in_place_says_so(learns: bool) -> None:
+    x, weight = torch.randn(1, 3, 2, 8), torch.ones(8, requires_grad=True)
+    x = x.requires_grad_().clone() if learns else x
+    loss = (x * weight).sum()
+    rotary_embedding(x, positions=torch.arange(3), inplace=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    with torch.inference_mode():
+        rotary_embedding(torch.randn(1, 3, 2, 8), positions=torch.arange(3), inplace=True)
