@@ -16,7 +16,9 @@ atomics, whose order changes from run to run.
 Gathering rows in the first operand is ScatterMoE's idea (arXiv:2403.08245), the backward that keeps x and hidden only
 SonicMoE's (arXiv:2512.14080).
 
-Tested on an H200, not timed. Compiled for sm_90 by Triton 3.7.1, bfloat16, 8 warps, blocks of 128 x 256 x 64 (two of
+Timed on an H200 as the experts of moe_mlp.py: docs/benchmarks.md.
+
+Compiled for sm_90 by Triton 3.7.1, bfloat16, 8 warps, blocks of 128 x 256 x 64 (two of
 128 columns for gate and up, 128 columns with the gradient of the activation); registers a thread at most:
 
     grouped_gemm_kernel         206     0 spills

@@ -11,8 +11,8 @@ its gradient. Gradients of the pairs' weights are <p, activation>, p = dout @ se
 or after the second product: results need not be kept (SonicMoE, arXiv:2512.14080).
 
 How many rows there are is known on the device alone: no call waits for it, and everything can be captured in a CUDA
-graph and replayed with another routing. Sums run in one order, so results are the same bits from run to run. Not
-measured yet.
+graph and replayed with another routing. Sums run in one order, so results are the same bits from run to run.
+Measured on an H200: docs/benchmarks.md.
 """
 
 from __future__ import annotations
