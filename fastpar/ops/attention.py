@@ -159,7 +159,7 @@ def _gradients(
     options: tuple[Any, ...],
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) in a dtype, which Triton's kernels round to themselves."""
+    """(dq, dk, dv) in a dtype."""
     if q.device.type == "cuda" and is_direct(grad_out, q, k, v, lse):
         direct = _attention_cuda.backward
         return direct(grad_out, q, k, v, lse, delta, table, offsets, *options, grad_dtype=dtype)
