@@ -280,7 +280,7 @@ def _is_deterministic() -> bool:
     return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
 
 
-class _Choice(NamedTuple):
+class _TorchChoice(NamedTuple):
     """What serves calls alike."""
 
     kernel: TorchKernel
@@ -289,7 +289,7 @@ class _Choice(NamedTuple):
 
 
 _MAX_CHOICES = 1024
-_choices: dict[Any, _Choice | None] = {}  # by all that a choice depends on
+_torch_choices: dict[Any, _TorchChoice | None] = {}  # by all that a choice depends on
 
 
 def _choose(
@@ -307,12 +307,12 @@ def _choose(
         flash, cudnn, torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
     )  # fmt: skip
-    found = _choices.get(key)
-    if found is None and key not in _choices:
+    found = _torch_choices.get(key)
+    if found is None and key not in _torch_choices:
         found = _make_choice(q, k, v, tiles, offsets, backward)
-        if len(_choices) >= _MAX_CHOICES:
-            _choices.clear()
-        _choices[key] = found
+        if len(_torch_choices) >= _MAX_CHOICES:
+            _torch_choices.clear()
+        _torch_choices[key] = found
     if found is None:
         return None
     return found.kernel, found.bands, Operands(q, k, v) if found.as_they_are else _operands(q, k, v, found.bands)
@@ -320,7 +320,7 @@ def _choose(
 
 def _make_choice(
     q: Tensor, k: Tensor, v: Tensor, tiles: Tensor, offsets: Tensor | None, backward: bool
-) -> _Choice | None:
+) -> _TorchChoice | None:
     if min(q.numel(), k.numel(), v.numel()) == 0 or any(d % 8 for d in (q.shape[-1], v.shape[-1])):
         return None
     bands = bands_of(tiles, offsets, q.shape[0])
@@ -329,7 +329,7 @@ def _make_choice(
     x = _operands(q, k, v, bands)
     kernel = next((one for one in KERNELS if one.takes(bands, x) and (not backward or one.takes_backward(x))), None)
     whole = all(span == (0, t.shape[2]) for span, t in zip(_spans(bands), (q, k, v), strict=True))
-    return None if kernel is None else _Choice(kernel, bands, whole and all(map(_is_readable, (q, k, v))))
+    return None if kernel is None else _TorchChoice(kernel, bands, whole and all(map(_is_readable, (q, k, v))))
 
 
 def _operands(q: Tensor, k: Tensor, v: Tensor, bands: Bands) -> Operands:
@@ -378,9 +378,9 @@ def backward(
     if chosen is None:
         return None
     kernel, bands, x = chosen
-    given = [_readable(_rows_of(t, bands).to(q.dtype)) for t in (grad_out, out)]
+    given = [_readable(_seen_rows(t, bands).to(q.dtype)) for t in (grad_out, out)]
     # Every row of the span sees a key, so that no lse is -inf here, which flash would read as 0.
-    grads = kernel.backward(bands, x, (given[0], given[1], _rows_of(lse, bands)), scale)
+    grads = kernel.backward(bands, x, (given[0], given[1], _seen_rows(lse, bands)), scale)
     dq, dk, dv = (
         _put(grad, span, whole.shape[2], grad_dtype, 0.0)
         for grad, span, whole in zip(grads, _spans(bands), (q, k, v), strict=True)
@@ -388,7 +388,7 @@ def backward(
     return dq, dk, dv
 
 
-def _rows_of(x: Tensor, bands: Bands) -> Tensor:
+def _seen_rows(x: Tensor, bands: Bands) -> Tensor:
     """The rows of x [b, h, s, ...] that see something."""
     return x if bands.queries == (0, x.shape[2]) else x[:, :, slice(*bands.queries)]
 

@@ -56,7 +56,7 @@ _COMPILED = {
 }
 _HOPPER = ("cross_entropy",)
 _TRITON = ("cross_entropy", "embedding", "optimizer", "vocab_softmax")
-_PLAIN = (Tensor, torch.nn.Parameter)
+_PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 _REGISTERED = ("optimizer",)  # whose ops are Triton's for CUDA tensors: a graph of torch.compile has the op
 
 
@@ -76,7 +76,7 @@ def is_direct(*arguments: Any) -> bool:
         and torch._C._len_torch_dispatch_stack() == 0
         and not torch._C._are_functorch_transforms_active()
         and torch._C._get_tracing_state() is None
-        and all(type(x) in _PLAIN or not isinstance(x, Tensor) for x in arguments)
+        and all(type(x) in _PLAIN_TENSORS or not isinstance(x, Tensor) for x in arguments)
     )
 
 

@@ -68,7 +68,7 @@ def backward_from_out(
     if found is not None:
         return found
     delta, options = row_delta(grad_out, out, None), ScoreOptions(scale)
-    return _gradients(grad_out, q, k, v, lse, delta, tiles, tile_offsets, options, grad_dtype)
+    return _rounded_gradients(grad_out, q, k, v, lse, delta, tiles, tile_offsets, options, grad_dtype)
 
 
 torch.library.impl("fastpar::attention_backward_from_out", "CompositeExplicitAutograd", backward_from_out)
@@ -147,7 +147,7 @@ def row_delta(grad_out: Tensor, out: Tensor, grad_lse: Tensor | None) -> Tensor:
     return delta if grad_lse is None else delta - grad_lse.to(dtype)
 
 
-def _gradients(
+def _rounded_gradients(
     grad_out: Tensor,
     q: Tensor,
     k: Tensor,
@@ -217,7 +217,7 @@ class _Attention(torch.autograd.Function):
                 found[:3] = from_out(grad_out, q, k, v, out, lse, table, offsets, ctx.options[0], q.dtype)
             elif any(needs[:3]):
                 options = (*ctx.options, *positions)
-                found[:3] = _gradients(grad_out, q, k, v, lse, delta, table, offsets, options, q.dtype)
+                found[:3] = _rounded_gradients(grad_out, q, k, v, lse, delta, table, offsets, options, q.dtype)
             if needs[3]:
                 found[3] = sink_grad(sink, lse, delta)
         alternative = "torch.nn.functional.scaled_dot_product_attention"

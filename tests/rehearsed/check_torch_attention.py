@@ -33,7 +33,7 @@ def calls() -> list[str]:
         with torch.cuda.device(index):
             _attention_torch._cudnn_lse_dim(torch.device("cuda", index))
     torch_attention.calls.clear()
-    _attention_torch._choices.clear()
+    _attention_torch._torch_choices.clear()
     return torch_attention.calls
 
 
