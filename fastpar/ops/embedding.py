@@ -142,6 +142,19 @@ def _lookup_and_reduce(weight: Tensor, ids: Tensor, shard: Shard, comm: Communic
     return summed[: -message.num_marks].view(*message.part, hidden)
 
 
+def agree_on_ids(ids: Tensor, weight: Tensor, comm: Communicator, total: int) -> None:
+    """Raises on every rank what `vocab_parallel_embedding` does, in front of a lookup with reduce="none": one
+    all-gather of two numbers a rank. Nothing on a device, where it would wait."""
+    if comm.size == 1 or not _has_marks(ids, weight):
+        return
+    own = torch.tensor([first_outside(ids, total, None) is not None, tensor_checksum(ids)], device="cpu")
+    everyone = comm.all_gather(own[None])
+    if bool((everyone != everyone[0]).any()) or bool(everyone[0, 0]):
+        call = call_of(comm, weight, "vocab_parallel_embedding")
+        assert call is not None
+        raise_disagreement(call, ids, total, None, "ids")
+
+
 class _ReducedEmbedding(torch.autograd.Function):
     """Rows of a split table on every rank, or this rank's part of them along `dim`."""
 

@@ -26,7 +26,7 @@ from fastpar.parallel.model_methods import (
     labels_problem,
     loss_on_split_logits,
 )
-from fastpar.parallel.on_grid import cut_batches, cut_features
+from fastpar.parallel.on_grid import cut_batches, cut_features, share_ends
 from fastpar.parallel.router_groups import connect_routers
 from fastpar.parallel.styles import SwapContext, WholeStyle
 from fastpar.parallel.styles.whole import apply_default
@@ -170,6 +170,7 @@ class Swap:
             changes.hooked(hook_input(context.modules[first], parts.enter(region, first)))
             changes.hooked(hook_output(context.modules[last], region.leave))
         cut_batches(context)
+        share_ends(context)
         for owner in self._owners() if context.comm.size > 1 else ():
             changes.hooked(context.modules[owner].register_forward_hook(parts.gather))
 

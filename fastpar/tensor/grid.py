@@ -13,10 +13,12 @@ Note: who holds what
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fastpar.arguments import checked
@@ -24,6 +26,7 @@ from fastpar.comm import Communicator, gather_from, gather_sequence, scatter_to,
 from fastpar.comm.shards import check_is_tensor
 from fastpar.mesh import Mesh
 from fastpar.mesh.grid import TENSOR_GRID_DIMS
+from fastpar.tensor.grid_blocks import BlockLayout, DeferredSum, offer_twin, sum_into_blocks, whole_twin
 from fastpar.tensor.sequence import SequenceRegion
 
 
@@ -33,6 +36,7 @@ class Grid:
     x, y      ranks that share features
     z         ranks that the weights are spread over; they share the tokens of this replica
     replicas  ranks with the same weights, which share the tokens as well
+    ranks     all of them, z fastest
     """
 
     @checked(computed=False)
@@ -42,6 +46,7 @@ class Grid:
         self.spec = mesh.tp_grid
         self.mesh = mesh[TENSOR_GRID_DIMS]
         self.x, self.y, self.replicas, self.z = (Communicator.of(mesh.group(name)) for name in TENSOR_GRID_DIMS)
+        self.ranks = Communicator.of(mesh.group("tp"))
 
     def __deepcopy__(self, memo: Any) -> Grid:
         return self  # a copied model runs on the same groups
@@ -168,9 +173,29 @@ class GridRegion(SequenceRegion):
         """Those of a whole tensor, in order."""
         return [*self._batch_cuts(), *self._token_cuts(), *self._feature_cuts()]
 
+    def _blocks(self, shape: torch.Size) -> BlockLayout:
+        """What the ranks have of a whole tensor of this shape; of copies over y each has its tokens, S over y."""
+        grid, (batch, tokens, features) = self.grid, self.shape
+        blocks = []
+        for x, y, copy, z in itertools.product(*(range(comm.size) for comm in grid.along)):
+            first, last = shard_range(batch, grid.replicas.size, copy)
+            lo, hi = shard_range(last - first, grid.z.size, z)
+            cuts = [(0, first + lo, hi - lo)]
+            if grid.spec.spread != "features":
+                lo, hi = shard_range(tokens, grid.y.size, y)
+                cuts.append((self.dim, lo, hi - lo))
+            lo, hi = shard_range(features, grid.features.size, y if grid.spec.spread == "features" else x)
+            blocks.append((*cuts, (-1, lo, hi - lo)))
+        return BlockLayout(grid.ranks, shape, tuple(blocks))
+
+    def _over_y(self) -> list[tuple[Communicator, int, int]]:
+        """The cut of a copy over y that `_blocks` has and the region has not."""
+        return [(self.grid.y, self.dim, self.shape[1])] if self.grid.spec.spread == "copy" else []
+
     def enter(self, x: Tensor) -> Tensor:
         """Keep this rank's part.  forward: slices   backward: an all-gather for each axis
 
+        Of a `DeferredSum`  forward: one reduce-scatter   backward: one all-gather, over all ranks
         With `takes_parts` the part is what has arrived, and x only stands in its place.
         """
         check_is_tensor(x)
@@ -178,18 +203,33 @@ class GridRegion(SequenceRegion):
             return self._take()
         if x.dim() <= self.dim + 1:
             raise ValueError(f"x must be [B, .., S, .., H] with the tokens along dim {self.dim}, got {tuple(x.shape)}")
-        self.set_shape(x.size(0), x.size(self.dim), x.size(-1))
+        sizes = x.size(0), x.size(self.dim), x.size(-1)
+        if self.is_whole:  # of any batch, as nothing is cut
+            self._shape, self.batch = sizes, x.size(0)
+        else:
+            self.set_shape(*sizes)
+        if isinstance(x, DeferredSum):
+            if not self.is_whole and x.enters(self.grid.ranks):
+                return _gathered(sum_into_blocks(x, self._blocks(x.shape)), self._over_y())
+            x = x.view_as(x)
         return x if self.is_whole else _scattered(x, self._cuts())
 
     def leave(self, x: Tensor) -> Tensor:
         """The whole tensor for replicated work.  forward: an all-gather for each axis   backward: slices
 
+        The whole carries a twin, whose gradient the ranks may have in parts: one reduce-scatter in its backward.
         With `sends_parts` this rank's part, as it is.
         """
         self.check(x)
         if self.sends_parts:
             return _scattered(x, self._cuts()) if self.is_whole else x
-        return x if self.is_whole else _gathered(x, self._cuts())
+        if self.is_whole:
+            return x
+        whole = _gathered(x, self._cuts())
+        if whole.requires_grad and not torch.compiler.is_compiling():
+            layout, over_y, values = self._blocks(whole.shape), self._over_y(), whole.detach()
+            offer_twin(whole, lambda: whole_twin(_scattered(x, over_y), layout, values))
+        return whole
 
     def arrive(self, part: Tensor, shape: tuple[int, ...]) -> Tensor:
         """Keep this rank's part [B_z, S_y, H_x] of hidden states of a (B, S, H), for `enter`. Returns `blank`.

@@ -10,15 +10,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from fastpar.arguments import check_counts, checked
 from fastpar.comm import Communicator, gather_from, shard_range, shard_sizes
 from fastpar.comm.shards import check_is_tensor
-from fastpar.ops.embedding import vocab_parallel_embedding
+from fastpar.ops.embedding import agree_on_ids, vocab_parallel_embedding
 from fastpar.ops.linear_cross_entropy import linear_cross_entropy
 from fastpar.tensor.binding import BoundGroup, GroupLike, bind, blank
+from fastpar.tensor.grid_blocks import DeferredSum, twin_of
 from fastpar.tensor.linear import ColumnParallelLinear
 from fastpar.tensor.own_forward import check_parameters, refuse_own_forward
 from fastpar.tensor.parameter import MakeParameter, ParallelModule, ParameterLayout, RowMap, install_state_dict_hooks
@@ -107,6 +109,7 @@ class VocabParallelEmbedding(ParallelModule):
         return (*shard_range(self.num_embeddings, self.comm.size, self.comm.rank), self.num_embeddings)
 
     sums_input_gradient = False
+    is_deferred = False  # the sum over ranks is that of the grid's region which takes the output, or of who reads it
 
     def local_input(self, ids: Tensor) -> Tensor:
         """What forward takes of all ids: all of them."""
@@ -123,15 +126,19 @@ class VocabParallelEmbedding(ParallelModule):
         sequence = splitting(self.sequence)
         if sequence is not None:
             sequence.check_whole(ids)
-        return vocab_parallel_embedding(
+        is_deferred = self.is_deferred and sequence is None and not torch.compiler.is_compiling()
+        if is_deferred:
+            agree_on_ids(ids, weight, self.comm, self.num_embeddings)
+        rows = vocab_parallel_embedding(
             ids,
             weight,
             group=self.comm,
             vocab_range=self.vocab_range,
             padding_idx=self.padding_idx,
-            reduce="all" if sequence is None else "scatter",
+            reduce="none" if is_deferred else "all" if sequence is None else "scatter",
             scatter_dim=0 if sequence is None else sequence.dim,
         )
+        return DeferredSum.of(rows, self.comm) if is_deferred else rows
 
     def extra_repr(self) -> str:
         start, stop, total = self.vocab_range
@@ -148,6 +155,14 @@ class VocabParallelHead(ColumnParallelLinear):
     """
 
     use_local_output = True
+
+    def _project(self, x: Tensor) -> Tensor:
+        twin = None if self.input_prepared else twin_of(x)
+        if twin is None:
+            return super()._project(x.view_as(x) if isinstance(x, DeferredSum) else x)
+        weight, bias = self._local("weight"), self._local("bias")  # whoever made the twin sums dx
+        assert weight is not None
+        return F.linear(twin, weight.t() if self.transposed else weight, bias)
 
     def forward(self, x: Tensor) -> Tensor:
         out = super().forward(x)
