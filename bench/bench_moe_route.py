@@ -30,7 +30,7 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -83,6 +83,13 @@ class RouteCase:
         return [*providers, *copy_roofs(_ROOF_BYTES, 1, rank.device)]
 
 
+@cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """One for all cases of a process."""
+    compiled: Callable[..., Any] = torch.compile(function, dynamic=False)
+    return compiled
+
+
 class Problem:
     """The logits, the selection bias if the preset has one, and the gradient of the weights."""
 
@@ -117,9 +124,10 @@ class Problem:
         return self._with(moe_route)
 
     def compiled(self) -> Route:
-        compiled: Route = torch.compile(self.torch(), dynamic=False)
-        compiled(self.logits)  # or there is a reason why not
-        return compiled
+        """Compiled at the first call: --only may leave it out."""
+        from fastpar.reference import moe_route
+
+        return self._with(_compiled(moe_route))
 
     def _with(self, function: Callable[..., Any]) -> Route:
         def route(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -62,8 +62,8 @@ class QuantizeCase:
         }
 
     def build(self, rank: Rank) -> list[Provider]:
-        generator = torch.Generator().manual_seed(0)
-        x = torch.randn(self.tokens, self.columns, generator=generator).to(rank.device, DTYPES[self.dtype])
+        generator = torch.Generator(rank.device).manual_seed(0)
+        x = torch.randn(self.tokens, self.columns, generator=generator, device=rank.device).to(DTYPES[self.dtype])
         size, elements = DTYPES[self.dtype].itemsize, self.tokens * self.columns
         claimed = elements * (size + 1) + 4 * self.tokens * -(-self.columns // self.block)
 

@@ -87,11 +87,11 @@ class Problem:
     def __init__(self, case: RotaryCase, device: str) -> None:
         from fastpar.ops import rotary_tables
 
-        generator = torch.Generator().manual_seed(0)
+        generator = torch.Generator(device).manual_seed(0)
 
         def random() -> torch.Tensor:
             shape = (1, case.tokens, case.heads, case.dim)
-            return torch.randn(*shape, generator=generator).to(device, DTYPES[case.dtype])
+            return torch.randn(*shape, generator=generator, device=device).to(DTYPES[case.dtype])
 
         self.case = case
         self.q, self.k = (random().requires_grad_() for _ in range(2))

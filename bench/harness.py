@@ -362,13 +362,13 @@ class Sampling:
 def measure(case: Case, lanes: Sequence[Lane], plan: Sampling, only: Iterable[str] = ()) -> list[Measurement]:
     """Check every provider of `case` in every lane, then time those that are right, in interleaved blocks.
 
-    only: substrings; with any, providers whose name has none of them are left out (roofs stay).
+    only: words for `picks`; with any, providers that none of them picks are left out (roofs stay).
     """
     wanted = tuple(only)
     entries: list[tuple[Lane, Measurement, LoadMeter]] = []
     for lane in lanes:
         for info in lane.build(case):
-            if not wanted or info.kind == "roof" or any(w in info.name for w in wanted):
+            if not wanted or info.kind == "roof" or any(picks(w, info.name) for w in wanted):
                 entries.append((lane, Measurement(info, lane.setting.name), LoadMeter()))
     present = [entry for entry in entries if not entry[1].provider.absent]
     for lane, found, _ in present:
@@ -387,6 +387,11 @@ def measure(case: Case, lanes: Sequence[Lane], plan: Sampling, only: Iterable[st
         # /proc/stat counts in 10 ms steps: a provider that ran for less than this is given the average of the case.
         found.other_cores = meter.other_cores if meter.wall >= 0.5 else average
     return [found for _, found, _ in entries]
+
+
+def picks(word: str, name: str) -> bool:
+    """Whether a word of --only picks a provider: "torch" also picks "torch.compile", "=torch" does not."""
+    return word[1:] == name if word.startswith("=") else word in name
 
 
 def _check(lane: Lane, found: Measurement) -> None:

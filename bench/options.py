@@ -57,7 +57,13 @@ def parser(bench: Bench, description: str, **defaults: Any) -> argparse.Argument
     add("--threads", type=_listed(positive), default=[1], metavar="LIST", help="threads of a single process")
     add("--rank-threads", type=positive, default=1, metavar="N", help="threads of each of several ranks")
     add("--settings", type=_listed(_setting), default=argparse.SUPPRESS, metavar="LIST", help=_settings_help())
-    add("--only", type=_listed(str), default=[], metavar="LIST", help="providers whose name contains one of these")
+    add(
+        "--only",
+        type=_listed(str),
+        default=[],
+        metavar="LIST",
+        help="providers whose name contains one of these; =NAME: that is it",
+    )
     add("--blocks", type=positive, default=5, metavar="N", help="rounds over all providers")
     add("--iters", type=positive, default=2, metavar="N", help="samples per provider in a block")
     add("--lead", type=int, default=1, metavar="N", help="untimed samples before those of every block")

@@ -31,6 +31,7 @@ import argparse
 import contextlib
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -208,11 +209,24 @@ def plans(python: str, peers: str, paths: Paths) -> dict[str, list[Stage]]:
                 "moe_push", 25, *bf16, "--virtual-ranks", "8", "--tokens", "4096", "--hidden", "7168", "--top-k", "8"
             ),
             bench(
-                "moe_route", 35, "--dtype", "fp32", "--presets", "deepseek_v3", "--tokens", "4096", "--experts", "256"
+                "moe_route",
+                20,
+                "--dtype",
+                "fp32",
+                "--presets",
+                "deepseek_v3",
+                "--tokens",
+                "4096",
+                "--experts",
+                "256",
+                "--only",
+                "fastpar,=torch",
             ),
-            bench("rms_norm", 30, *bf16, "--tokens", "4096", "--hidden", "4096"),
+            bench("rms_norm", 20, *bf16, "--tokens", "4096", "--hidden", "4096", "--only", "fastpar,torch F."),
+            bench("rotary_embedding", 20, *bf16, "--only", "fastpar,torch as"),
+            bench("quantize", 20, *bf16, "--only", "fastpar,=torch"),
             bench("attention", 30, *bf16, "--tokens", "4096", "--dims", "64,128", "--heads", "16", "--key-heads", "4"),
-            bench("swiglu", 30, *bf16, "--tokens", "8192", "--features", "16384"),
+            bench("swiglu", 20, *bf16, "--tokens", "8192", "--features", "16384", "--only", "fastpar,torch silu"),
             bench("clip", 18),
             bench(
                 "cross_entropy", 35, *bf16, *entropy, "--vocab", "131072", "--virtual-ranks", "2", what="a rank of two"
@@ -465,7 +479,7 @@ def link_kernels(python: str) -> bool:
 
 def show(stages: Sequence[Stage], budget: float) -> None:
     for stage in stages:
-        what = " ".join(stage.command) or f"pytest {' '.join(stage.options)} {' '.join(stage.files)}"
+        what = shlex.join(stage.command) or f"pytest {' '.join(stage.options)} {' '.join(stage.files)}"
         what = "copy and GEMM" if stage.name == "roofs" else what
         print(f"{stage.name:34} {stage.limit:4d} s  {f'left out: {stage.left_out}' if stage.left_out else what}")
     print(f"{sum(s.limit for s in stages)} s at most, all of them within {budget:.0f} s")

@@ -190,6 +190,7 @@ def test_a_slow_check_is_named_and_one_that_is_interrupted_too(
 def test_only_keeps_named_providers_and_roofs() -> None:
     lane = FakeLane(DEFAULT, {"fastpar": 0.0, "torch": 0.0}, [])
     assert [m.provider.name for m in measure(ListCase(), [lane], Sampling(1, 1), only=["fast"])] == ["fastpar"]
+    assert [m.provider.name for m in measure(ListCase(), [lane], Sampling(1, 1), only=["=fast", "=torch"])] == ["torch"]
 
 
 def test_plan_rejects_counts_that_measure_nothing() -> None:

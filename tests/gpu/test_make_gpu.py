@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -76,7 +77,8 @@ def stages(plan: str) -> list[list[str]]:
     """Name, limit and command of every stage of a plan."""
     done = run("--plan", plan, "--dry-run")
     assert done.returncode == 0, done.stderr
-    return [[line[:34].strip(), *line[34:].replace(" s  ", " ", 1).split()] for line in done.stdout.splitlines()[:-1]]
+    lines = done.stdout.splitlines()[:-1]
+    return [[line[:34].strip(), *shlex.split(line[34:].replace(" s  ", " ", 1))] for line in lines]
 
 
 @pytest.mark.parametrize("plan", PLANS)
