@@ -156,6 +156,7 @@ def test_no_mutant_is_misjudged(suite: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # minutes, on a machine with other load
 @pytest.mark.parametrize("suite", SUITES)
 def test_no_mutant_is_misjudged_at_any_position(suite: str) -> None:
     make, _ = SUITES[suite]
@@ -163,6 +164,7 @@ def test_no_mutant_is_misjudged_at_any_position(suite: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_no_mutant_of_large_schedules_is_misjudged() -> None:
     schedules = [s for p, m in [(3, 6), (4, 10), (6, 12), (8, 16)] for s in generated(p, m)]
     count_mistakes("large", [form for s in schedules for form in (s, lowered(s), lowered(s, sharded=True))], 5)
