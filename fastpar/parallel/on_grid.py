@@ -25,7 +25,7 @@ from fastpar.parallel.styles.linear import is_colwise, is_rowwise, splits_featur
 from fastpar.pipeline.stages.absent import Absent
 from fastpar.pipeline.stages.stage import Stage
 from fastpar.tensor import Grid, GridLinear, GridRegion, LayoutDropout, VocabParallelEmbedding, VocabParallelHead
-from fastpar.tensor.grid_blocks import twin_of, with_twin
+from fastpar.tensor.grid_blocks import outside_of_graphs, twin_of, with_twin
 from fastpar.tensor.linear import linear_weights
 from fastpar.tensor.own_features import own_features
 from fastpar.tensor.sequence import hook_output, hook_stream, map_hidden
@@ -256,6 +256,7 @@ class _BatchCut:
     def __deepcopy__(self, memo: Any) -> _BatchCut:
         return _BatchCut(self.path, self.region, self.heads)
 
+    @outside_of_graphs
     def __call__(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.region.is_whole:
             return None

@@ -26,7 +26,14 @@ from fastpar.comm import Communicator, gather_from, gather_sequence, scatter_to,
 from fastpar.comm.shards import check_is_tensor
 from fastpar.mesh import Mesh
 from fastpar.mesh.grid import TENSOR_GRID_DIMS
-from fastpar.tensor.grid_blocks import BlockLayout, DeferredSum, offer_twin, sum_into_blocks, whole_twin
+from fastpar.tensor.grid_blocks import (
+    BlockLayout,
+    DeferredSum,
+    offer_twin,
+    outside_of_graphs,
+    sum_into_blocks,
+    whole_twin,
+)
 from fastpar.tensor.sequence import SequenceRegion
 
 
@@ -192,6 +199,7 @@ class GridRegion(SequenceRegion):
         """The cut of a copy over y that `_blocks` has and the region has not."""
         return [(self.grid.y, self.dim, self.shape[1])] if self.grid.spec.spread == "copy" else []
 
+    @outside_of_graphs
     def enter(self, x: Tensor) -> Tensor:
         """Keep this rank's part.  forward: slices   backward: an all-gather for each axis
 
@@ -214,6 +222,7 @@ class GridRegion(SequenceRegion):
             x = x.view_as(x)
         return x if self.is_whole else _scattered(x, self._cuts())
 
+    @outside_of_graphs
     def leave(self, x: Tensor) -> Tensor:
         """The whole tensor for replicated work.  forward: an all-gather for each axis   backward: slices
 
@@ -231,6 +240,7 @@ class GridRegion(SequenceRegion):
             offer_twin(whole, lambda: whole_twin(_scattered(x, over_y), layout, values))
         return whole
 
+    @outside_of_graphs
     def arrive(self, part: Tensor, shape: tuple[int, ...]) -> Tensor:
         """Keep this rank's part [B_z, S_y, H_x] of hidden states of a (B, S, H), for `enter`. Returns `blank`.
 
@@ -242,6 +252,7 @@ class GridRegion(SequenceRegion):
         self._arrived = part
         return self.blank(part)
 
+    @outside_of_graphs
     def depart(self, part: Tensor) -> tuple[Tensor, tuple[int, ...]]:
         """(part, (B, S, H)) for the rank of the next pipeline stage with the same place on its grid."""
         check_is_tensor(part)
@@ -266,15 +277,18 @@ class GridRegion(SequenceRegion):
         self._arrived = None
         return part
 
+    @outside_of_graphs
     def leave_tokens(self, x: Tensor) -> Tensor:
         """[B_z, S, H], for modules that need whole sequences: all ranks but those of z compute the same."""
         self.check(x)
         return x if self.is_whole else _gathered(x, [*self._token_cuts(), *self._feature_cuts()])
 
+    @outside_of_graphs
     def enter_tokens(self, x: Tensor) -> Tensor:
         """This rank's part of [B_z, S, H]: the inverse of `leave_tokens`."""
         return x if self.is_whole else _scattered(x, [*self._token_cuts(), *self._feature_cuts()])
 
+    @outside_of_graphs
     def leave_features(self, x: Tensor) -> Tensor:
         """All features of this rank's tokens, for a module of which a rank then uses its own features' output.
 
@@ -285,6 +299,7 @@ class GridRegion(SequenceRegion):
         over = self.grid.features
         return gather_sequence(x, over, dim=-1, sizes=shard_sizes(self.shape[2], over.size))
 
+    @outside_of_graphs
     def enter_features(self, x: Tensor) -> Tensor:
         """This rank's features, of what all ranks of the axis compute; the others are theirs, in backward too."""
         if self.is_whole:
@@ -298,6 +313,7 @@ class GridRegion(SequenceRegion):
         lo, hi = self.batch_range
         return x.narrow(0, lo, hi - lo)
 
+    @outside_of_graphs
     def whole_of(self, x: Tensor) -> Tensor | None:
         """The whole of a part [B_z, S_y, ..] or [B_z, S_y, H_x]; None where it cannot be told."""
         mine = self.sizes[self.comm.rank]
@@ -307,6 +323,7 @@ class GridRegion(SequenceRegion):
         is_hidden = x.size(-1) == shard_sizes(self.shape[2], over.size)[over.rank]
         return _gathered(x, [*self._batch_cuts(), *self._token_cuts(), *(self._feature_cuts() if is_hidden else [])])
 
+    @outside_of_graphs
     def whole_heads(self, x: Tensor, heads: int) -> Tensor:
         """[B, all heads, ...] from [B_z, heads of this rank, ...]."""
         x, y = gather_from(x, self.grid.x, dim=1, sizes=[heads] * self.grid.x.size), self.grid.y

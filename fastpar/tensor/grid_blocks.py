@@ -16,9 +16,10 @@ Note: who may read a sum that is not made
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -27,10 +28,25 @@ from torch.utils._pytree import tree_map_only
 from fastpar.comm import Communicator
 from fastpar.comm.recompute_cache import kept
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 _TWIN = "_fastpar_twin"
 _ATEN = torch.ops.aten
 # What a sum of one rank's numbers and zeros may be multiplied with before it is made.
 _SCALED = {_ATEN.mul.Tensor, _ATEN.mul.Scalar, _ATEN.div.Tensor, _ATEN.div.Scalar}
+
+
+def outside_of_graphs(fn: Callable[P, T]) -> Callable[P, T]:
+    """Let torch.compile break its graph here, and run `fn` as it is: it holds state, or collectives that are no ops."""
+
+    @functools.wraps(fn)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        if torch.compiler.is_compiling():
+            return cast(T, torch.compiler.disable(fn)(*args, **kwargs))
+        return fn(*args, **kwargs)
+
+    return run
 
 
 @dataclass(frozen=True)
@@ -110,7 +126,7 @@ class DeferredSum(Tensor):
     whole: Tensor | None
     has_entered: bool
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, parts: Tensor, comm: Communicator, is_one: bool = True) -> DeferredSum:

@@ -27,6 +27,7 @@ from fastpar.ops.grid_linear import GridCall, GridSpread, grid_linear
 from fastpar.ops.parallel_linear.overlap import Overlap
 from fastpar.tensor.binding import blank
 from fastpar.tensor.grid import Grid, GridRegion
+from fastpar.tensor.grid_blocks import outside_of_graphs
 from fastpar.tensor.grid_layout import AxisCut, GridLayout, cut_over
 from fastpar.tensor.linear import linear_weights
 from fastpar.tensor.own_forward import refuse_own_forward
@@ -198,6 +199,7 @@ class GridLinear(ParallelModule):
         """Of the mesh's dim."""
         return next(index for index, comm in enumerate(self.grid.along) if comm is axis)
 
+    @outside_of_graphs
     def forward(self, x: Tensor) -> Tensor:
         check_is_tensor(x)
         prepared = None if self.shared_input is None else self.shared_input.take(self, x)
@@ -355,6 +357,7 @@ class GridBlockInput:
             raise ValueError("layers that share an input must all have stream=True, or none of them")
         self.stream = streams == {True}
 
+    @outside_of_graphs
     def enter(self, x: Tensor) -> Tensor:
         """Gather x and compute what the layers make of it. Returns the gathered x."""
         problem: ValueError | None = None

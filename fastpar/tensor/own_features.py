@@ -25,6 +25,7 @@ from fastpar.comm import Communicator, copy_to, gather_sequence, reduce_from, sh
 from fastpar.comm.agree import set_on_any
 from fastpar.tensor.binding import Adoption
 from fastpar.tensor.grid import GridRegion
+from fastpar.tensor.grid_blocks import outside_of_graphs
 from fastpar.tensor.own_forward import has_hooks
 from fastpar.tensor.parameter import ParallelModule
 from fastpar.tensor.sequence import map_output, map_stream
@@ -159,6 +160,7 @@ def _parameter_part(name: str, inherited: Any) -> property:
 
 
 def _class_on_features(cls: type[nn.Module], names: Sequence[str]) -> type[nn.Module]:
+    @outside_of_graphs
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         own: _OwnFeatures = self._own_features
         region = own.region

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -133,6 +134,29 @@ def differences(specs: list[fp.GridSpec]) -> dict[str, float]:
 
 def test_code_of_the_model_between_the_ends_sees_the_whole() -> None:
     for found in run_ranks(RANKS, differences, [fp.GridSpec(1, 2, 2), fp.GridSpec(2, 2, 1), COPIES]):
+        assert not {k: v for k, v in found.items() if not v < 1e-9}
+
+
+def compiled_differences() -> dict[str, float]:
+    whole, split, mesh = made(fp.GridSpec(2, 1, 2))
+    split.layers[0].compile(backend="eager")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Dynamo asks tensors for what they warn of
+        for model in (whole, split):
+            model(ids_of(2)).backward()
+    pairs = zip(split.named_parameters(), whole.parameters(), strict=True)
+    found = {}
+    for (name, p), other in pairs:
+        if other.grad is not None:
+            apart = (full_parameter(p, p.grad) - other.grad).abs().max()
+            found[name] = float(apart / other.grad.abs().max().clamp(1e-3))
+    mesh.close()
+    return found
+
+
+@pytest.mark.expensive
+def test_a_compiled_layer_is_entered_outside_of_its_graph() -> None:
+    for found in run_ranks(RANKS, compiled_differences):
         assert not {k: v for k, v in found.items() if not v < 1e-9}
 
 
