@@ -85,20 +85,32 @@ class GradSum:
         found = [p.grad for p in listed] if grads is None else list(grads)
         if len(found) != len(listed):
             raise ValueError(f"grads must have one entry for each parameter ({len(listed)}), got {len(found)}")
-        return GradSum.of_checked(listed, found, NormLayout(mesh, groups))
+        made = GradSum.of_checked(listed, found, NormLayout(mesh, groups))
+        assert made is not None
+        return made
 
     @staticmethod
     def of_checked(
-        listed: Sequence[Tensor], found: Sequence[Tensor | None], layout: NormLayout, *, is_final: bool = True
-    ) -> GradSum:
+        listed: Sequence[Tensor],
+        found: Sequence[Tensor | None],
+        layout: NormLayout,
+        *,
+        is_final: bool = True,
+        comms: Sequence[Communicator] | None = None,
+    ) -> GradSum | None:
         """`of` for parameters and gradients that are known to be tensors, in every step the same: the layout is kept,
         and nothing is looked at twice.
 
         is_final  False: this rank has gradients that are still to be averaged. The sum is void on all ranks that it
-                  reaches (`NormLayout.reaches`), and they know it by `is_final` of the result
+                  reaches, and they know it by `is_final` of the result
+        comms     None instead of a sum, on all ranks, where it does not go over exactly the ranks of these, in the
+                  host's memory
         """
+        plan = layout.plan_of(listed, found)
+        if comms is not None and not layout.reaches(comms, plan):
+            return None
         made = GradSum.__new__(GradSum)
-        made.sums = layout.sum(listed, found, is_final=is_final)
+        made.sums = layout.sum(plan, found, is_final=is_final)
         return made
 
     @property
@@ -281,6 +293,7 @@ class NormLayout:
         self._listed: list[Tensor] = []  # what `_plan` is of
         self._kinds: list[Any] = []  # of their gradients: how DTensors lie, False for others, None where there is none
         self._plan: Plan = {}
+        self._is_on_host = True  # all of `_listed`
         if mesh is not None:
             self._take_mesh(mesh)
         for key, members in (groups or {}).items():
@@ -342,18 +355,17 @@ class NormLayout:
                 index, count = index * group.size() + group.rank(), count * group.size()
         return tuple(names), (index, count)
 
-    def reaches(self, comms: Sequence[Communicator], listed: Sequence[Tensor], grads: Sequence[Tensor | None]) -> bool:
-        """Whether the sum goes over exactly the ranks of `comms`, and is in the host's memory."""
-        plan = self._plan_of(listed, grads)
+    def reaches(self, comms: Sequence[Communicator], plan: Plan) -> bool:
+        """Whether the sum of the last plan goes over exactly the ranks of `comms`, and is in the host's memory."""
         names = {comm.group.group_name for comm in comms if comm.group is not None}
-        return [set(over) for over in plan] == [names] and not self._everything and all(x.is_cpu for x in listed)
+        return self._is_on_host and not self._everything and [set(over) for over in plan] == [names]
 
-    def sum(self, listed: Sequence[Tensor], grads: Sequence[Tensor | None], *, is_final: bool = True) -> Tensor:
+    def sum(self, plan: Plan, grads: Sequence[Tensor | None], *, is_final: bool = True) -> Tensor:
         """The sum of squares: each part over its groups, with one all-reduce a group for all parts, and all of them
         over everything. `is_final`: see `GradSum.of_checked`."""
         device = next((grad.device for grad in grads if grad is not None), None)
         parts = {}
-        for names, by_share in self._plan_of(listed, grads).items():
+        for names, by_share in plan.items():
             found = [
                 ops.exact_square_sum([_part(_local(cast(Tensor, grads[i])), *share) for i in indices])
                 for share, indices in by_share.items()
@@ -374,7 +386,7 @@ class NormLayout:
             total = self._comm(name).all_reduce(total)
         return total
 
-    def _plan_of(self, listed: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Plan:
+    def plan_of(self, listed: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Plan:
         """Numbers of the gradients that are summed over the same groups, by the share of them that is read; that of the
         call before, where all lie as they did then."""
         kinds = [None if grad is None else getattr(grad, "_spec", False) for grad in grads]
@@ -386,6 +398,7 @@ class NormLayout:
                 if grad is not None and share is not None:
                     by_share.setdefault(share, []).append(index)
             self._plan, self._listed, self._kinds = plan, list(listed), kinds
+            self._is_on_host = all(x.is_cpu for x in listed)
         return self._plan
 
     def _comm(self, name: str) -> Communicator:

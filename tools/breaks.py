@@ -295,8 +295,8 @@ ZERO = _of(
     ),
     (
         "clipping divides by the loss scale twice",
-        "self._factor = total.clip_factor(self.max_norm, scale=unscale, dtype=dtype) / unscale",
-        "self._factor = total.clip_factor(self.max_norm, scale=unscale, dtype=dtype)",
+        "self._factor = total.clip_factor(self.max_norm, scale=unscale, dtype=_norm_dtype(params)) / unscale",
+        "self._factor = total.clip_factor(self.max_norm, scale=unscale, dtype=_norm_dtype(params))",
         "test_zero_one_rank.py clipping",
     ),
     (

@@ -51,6 +51,8 @@ class FlatGradients:
         pieces = self.flat.split_with_sizes(layout.numels)  # of all tensors, rank by rank
         self._pieces = [pieces[index :: len(layout.shapes)] for index in range(len(layout.shapes))]
         self._missing = set(range(len(layout.shapes)))  # what has not been put
+        self._is_even = len(set(layout.counts)) == 1
+        self._rest: list[Tensor] = []  # zeros for what `put_all` is not given
 
     def put(self, indices: Sequence[int], grads: Sequence[Tensor]) -> None:
         targets: list[Tensor] = []
@@ -65,12 +67,13 @@ class FlatGradients:
     def put_all(self, grads: Sequence[Tensor]) -> None:
         """`put` for as many tensors as there are, but for those of the end, which are zero."""
         layout, num = self.layout, len(grads)
-        if len(set(layout.counts)) > 1 or any(grad.dtype != self.flat.dtype for grad in grads):
+        if not self._is_even or any(grad.dtype != self.flat.dtype for grad in grads):
             self.put(range(num), grads)
             return
         # Equal parts: side by side, a row for each rank, in one call where `put` makes several for each tensor
-        rest = [self.flat.new_zeros(shape).view(layout.size, -1) for shape in layout.shapes[num:]]
-        parts = [*(grad.reshape(layout.size, -1) for grad in grads), *rest]
+        if len(self._rest) != len(layout.shapes) - num:
+            self._rest = [self.flat.new_zeros(shape).view(layout.size, -1) for shape in layout.shapes[num:]]
+        parts = [*(grad.reshape(layout.size, -1) for grad in grads), *self._rest]
         torch.cat(parts, 1, out=self.flat.view(layout.size, -1))
         self._missing.clear()
 
@@ -99,7 +102,7 @@ class FlatGradients:
         elif self.flat.dtype.itemsize < 4:  # as they were added up
             launcher = self.comm.collectives(self._mode)
             pending = launcher.reduce_scatter(self.flat, "avg", sizes=counts, dtype=torch.float32)
-        elif is_last and self._mode == "split_phase" and len(set(counts)) == 1:
+        elif is_last and self._mode == "split_phase" and self._is_even:
             # Nothing to compute in between: in one step, by the fast path of equal parts
             return Pending.ready(self.layout.views(self.comm.reduce_scatter(self.flat, "avg"), self.comm.rank))
         else:
@@ -340,10 +343,12 @@ class ReduceScatterBucket(Bucket):
         rows = self._pending.wait()
         self.close()  # before replicas are waited for: the next bucket may be filled meanwhile
         self._pending = None
-        replicate, flat = self.kind.groups.replicate, _flat_of(rows)
-        if replicate.size > 1:
-            replicate.all_reduce(flat, "avg", out=flat)
-        self.kind.groups.as_sum_of_parts(flat)
+        groups = self.kind.groups
+        if groups.replicate.size > 1 or groups.num_parts > 1:
+            flat = _flat_of(rows)
+            if groups.replicate.size > 1:
+                groups.replicate.all_reduce(flat, "avg", out=flat)
+            groups.as_sum_of_parts(flat)
         self.is_complete = self._is_flagged and rows[-1].tolist()[0] == 0
         for param, mine in zip(self.params, rows, strict=False):  # the flag comes last
             param.add_gradient(mine)

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,6 +34,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from fastpar.clip import GradSum, NormLayout
 from fastpar.comm import Communicator
@@ -46,30 +48,63 @@ SCALER_SCALARS = ("grad_scale", "found_inf", "grad_factor")  # attributes of an 
 MASTER = "master_param"  # among the states of a parameter: its master weights
 
 
-class PlainStates(NamedTuple):
-    """The states of one parameter with plain tensors in the place of DTensors: most updates write to tensors in place,
-    so that what one step was given serves the next."""
+class PlainRow(NamedTuple):
+    """A parameter in an optimizer's groups, what the optimizer updates in its place, and this rank's rows of that."""
 
-    kept: dict[str, Any]
-    values: list[Any]  # of `kept`
-    plain: dict[str, Any]
-    plain_values: list[Any]
-
-    @staticmethod
-    def of(kept: dict[str, Any]) -> PlainStates:
-        plain = {key: value._local_tensor if isinstance(value, DTensor) else value for key, value in kept.items()}
-        return PlainStates(kept, [*kept.values()], plain, [*plain.values()])
-
-    def is_of(self, kept: dict[str, Any]) -> bool:
-        return kept is self.kept and _are_same(kept, self.values) and self.is_unchanged()
-
-    def is_unchanged(self) -> bool:
-        """Whether the update has put nothing else into `plain`."""
-        return _are_same(self.plain, self.plain_values)
+    shown: nn.Parameter
+    optim_param: Any
+    rows: Tensor
+    states: dict[str, Any] | None  # with plain tensors in the place of DTensors
 
 
-def _are_same(held: dict[str, Any], values: list[Any]) -> bool:
-    return len(held) == len(values) and all(map(is_, held.values(), values))
+class PlainRows:
+    """The parameters and states of an optimizer's groups as plain tensors. Most updates write to tensors in place, so
+    that what one step was given serves the next."""
+
+    def __init__(
+        self, params: list[list[Any]], kept: list[dict[str, Any] | None], optim_params: Mapping[int, nn.Parameter]
+    ) -> None:
+        self._shown, self._kept = [*itertools.chain(*params)], kept
+        self._kept_values = _values_of(kept)
+        self.params: list[list[Any]] = []  # of each group
+        self.rows: list[PlainRow] = []
+        states = iter(kept)
+        for group in params:
+            self.params.append([])
+            for shown in group:
+                optim_param, of_shown = optim_params.get(id(shown), shown), next(states)
+                rows = optim_param._local_tensor if isinstance(optim_param, DTensor) else optim_param
+                self.params[-1].append(rows)
+                if rows is not shown:
+                    plain = None if of_shown is None else {key: _plain(value) for key, value in of_shown.items()}
+                    self.rows.append(PlainRow(shown, optim_param, rows, plain))
+        self._plain_values = _values_of([row.states for row in self.rows])
+
+    def is_of(self, params: list[list[Any]], kept: list[dict[str, Any] | None]) -> bool:
+        """Whether groups and states hold what they held before."""
+        return (
+            _are_same([*itertools.chain(*params)], self._shown)
+            and [*map(len, params)] == [*map(len, self.params)]
+            and _are_same(kept, self._kept)
+            and _are_same(_values_of(kept), self._kept_values)
+            and all(_plain(row.optim_param) is row.rows for row in self.rows)
+        )
+
+    def are_states(self, found: list[dict[str, Any] | None]) -> bool:
+        """Whether an update has left all states where they were: `found` are those of `rows`."""
+        return _are_same(found, [row.states for row in self.rows]) and _are_same(_values_of(found), self._plain_values)
+
+
+def _plain(x: Any) -> Any:
+    return x._local_tensor if isinstance(x, DTensor) else x
+
+
+def _values_of(states: Sequence[dict[str, Any] | None]) -> list[Any]:
+    return [value for each in states if each for value in each.values()]
+
+
+def _are_same(found: Sequence[Any], known: Sequence[Any]) -> bool:
+    return len(found) == len(known) and all(map(is_, found, known))
 
 
 class Stepper:
@@ -96,7 +131,7 @@ class Stepper:
         self._own_states: dict[int, dict[str, Any]] = {}  # of these, while others are shown
         self._raw = inspect.unwrap(type(optimizer).step)
         self._is_elementwise = is_elementwise(optimizer)
-        self._plain_states: dict[int, PlainStates] = {}  # of the last step, by the id of the parameter
+        self._plain_rows: PlainRows | None = None  # of the last step
         self._hook = optimizer.register_step_pre_hook(self._before)
         # Of hooks that come later, too, this is the last: they change what the step is to take, and it takes it
         vars(optimizer)["register_step_pre_hook"] = partial(_register_before, weakref.ref(optimizer), self._hook.id)
@@ -104,6 +139,7 @@ class Stepper:
     def detach(self) -> None:
         """The optimizer keeps the optim_params."""
         self._hook.remove()
+        self._plain_rows = None
         vars(self.optimizer).pop("register_step_pre_hook", None)
         if self._optim_params and not self._is_holding:
             self._hide_copies()
@@ -121,6 +157,7 @@ class Stepper:
         frozen  what modules have at rest instead of parameters that are not trained, by the id of these
         """
         optimizer: Any = self.optimizer
+        self._plain_rows = None
         param_of = {id(x): param for param in params for x in (param.parameter, param.sharded)}
         for group in optimizer.param_groups:
             for index, parameter in enumerate(group["params"]):
@@ -217,7 +254,9 @@ class Stepper:
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
-            with torch.no_grad(), self.holding_optim_params():
+            # An update of plain rows takes them from what the groups show; only masters hide among the states.
+            needs_optim_params = self._copies or not self._is_elementwise
+            with torch.no_grad(), self.holding_optim_params() if needs_optim_params else _nothing():
                 self._bring_scalars()
                 self._phases(self)
         finally:
@@ -238,57 +277,46 @@ class Stepper:
 
     @contextmanager
     def _as_plain_tensors(self) -> Iterator[None]:
-        """param_groups and state with local tensors in the place of DTensors."""
-        groups = self.optimizer.param_groups
+        """param_groups and state with local tensors in the place of DTensors, and of parameters that are updated
+        through others; states that are DTensors stay with these."""
+        groups, state = self.optimizer.param_groups, self.optimizer.state
         before = [group["params"] for group in groups]
-        plain: list[tuple[nn.Parameter, Tensor]] = []
+        kept = [state.get(shown) for params in before for shown in params]
+        plain = self._plain_rows
+        if plain is None or not plain.is_of(before, kept):
+            plain = self._plain_rows = PlainRows(before, kept, self._optim_params)
+        found: list[dict[str, Any] | None] = []
         try:
-            for group in groups:
-                params = []
-                for parameter in group["params"]:
-                    params.append(self._plain(parameter))
-                    if params[-1] is not parameter:
-                        plain.append((parameter, params[-1]))
-                group["params"] = params
+            for group, params in zip(groups, plain.params, strict=True):
+                group["params"] = params[:]
+            for _, optim_param, rows, states in plain.rows:
+                if rows is not optim_param:
+                    rows.grad = _plain(optim_param.grad)
+                if states is not None:
+                    state[rows] = states
             yield
         finally:
             for group, params in zip(groups, before, strict=True):
                 group["params"] = params
-            for parameter, rows in plain:
-                self._restore(parameter, rows)
+            for _, optim_param, rows, _ in plain.rows:
+                found.append(state.pop(rows, None))
+                if rows is not optim_param:
+                    rows.grad = None
+            if not plain.are_states(found):
+                self._plain_rows = None
+                for (shown, optim_param, rows, _), states in zip(plain.rows, found, strict=True):
+                    if states is not None:
+                        _take_states(state[shown], states, rows, getattr(optim_param, "_spec", None))
 
-    def _plain(self, parameter: Any) -> Tensor:
-        """The rows of a DTensor parameter, with their gradient and state; its DTensor states stay with it."""
-        if not isinstance(parameter, DTensor):
-            return parameter
-        rows: Tensor = parameter._local_tensor
-        grad = parameter.grad
-        rows.grad = grad._local_tensor if isinstance(grad, DTensor) else grad
-        kept = self.optimizer.state.get(parameter)
-        if kept is not None:
-            held = self._plain_states.get(id(parameter))
-            if held is None or not held.is_of(kept):
-                held = self._plain_states[id(parameter)] = PlainStates.of(kept)
-            self.optimizer.state[rows] = held.plain
-        return rows
 
-    def _restore(self, parameter: Any, rows: Tensor) -> None:
-        """Let the parameter have what the update has made of its states."""
-        rows.grad = None
-        found = self.optimizer.state.pop(rows, None)
-        if found is None:
-            return
-        kept, held = self.optimizer.state[parameter], self._plain_states.get(id(parameter))
-        if held is not None and held.plain is found and held.is_unchanged():
-            return
-        for key in [key for key in kept if key not in found]:
-            del kept[key]
-        for key, value in found.items():
-            old = kept.get(key)
-            if isinstance(old, DTensor) and old._local_tensor is value:
-                continue
+def _take_states(kept: dict[str, Any], found: dict[str, Any], rows: Tensor, spec: DTensorSpec | None) -> None:
+    """Let the states of a parameter be what an update of its rows has made of them."""
+    for key in [key for key in kept if key not in found]:
+        del kept[key]
+    for key, value in found.items():
+        if _plain(kept.get(key)) is not value:
             is_rows = isinstance(value, Tensor) and value.shape == rows.shape
-            kept[key] = as_dtensor(value, parameter._spec) if is_rows else value
+            kept[key] = as_dtensor(value, spec) if is_rows else value
 
 
 def _cut_states(states: Mapping[str, Any], param: ShardedParam, groups: Groups) -> dict[str, Any]:
@@ -358,9 +386,7 @@ class GradClipping:
             self._layout = NormLayout(groups.mesh, None)
         optim_params = [param.optim_param for param in params]
         grads = [x.grad for x in optim_params]
-        if comms is not None and not self._layout.reaches(comms, optim_params, grads):
-            return None
-        return GradSum.of_checked(optim_params, grads, self._layout, is_final=is_final)
+        return GradSum.of_checked(optim_params, grads, self._layout, is_final=is_final, comms=comms)
 
     def prepare(self, total: GradSum | None, params: Sequence[ShardedParam], groups: Groups, optimizer: Any) -> bool:
         """After the reduction, with its sum of squares; False where the step is to be skipped."""
@@ -368,27 +394,30 @@ class GradClipping:
         if total is None:
             return True
         unscale = _unscaling(optimizer)
-        dtype = torch.float64 if any(x.optim_param.dtype == torch.float64 for x in params) else torch.float32
-        self._norm = lambda: total.norm(dtype) * unscale
+        self._norm = lambda: total.norm(_norm_dtype(params)) * unscale
         if self.skip_nonfinite and any(total.sums.tolist()[:2]):
             self.skipped += 1
             self.report = name_nonfinite(params, groups)
             return False
         if self.max_norm is not None:
             # What the update will multiply with has the loss scale already.
-            self._factor = total.clip_factor(self.max_norm, scale=unscale, dtype=dtype) / unscale
+            self._factor = total.clip_factor(self.max_norm, scale=unscale, dtype=_norm_dtype(params)) / unscale
         return True
 
-    def hand_over(self, optimizer: Any) -> None:
-        """Clip: in the update's own pass where the optimizer can do that."""
+    def hand_over(self, optimizer: Any, optim_params: Sequence[nn.Parameter]) -> None:
+        """Clip the gradients of what it updates: in the update's own pass where the optimizer can do that."""
         if not hasattr(optimizer, "grad_factor"):
             if self._factor is not None and self._factor < 1.0:
-                grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+                grads = [local(p.grad) for p in optim_params if p.grad is not None]
                 if grads:
-                    torch._foreach_mul_([local(grad) for grad in grads], self._factor)
+                    torch._foreach_mul_(grads, self._factor)
         elif self._factor is not None:
             pending = 1.0 if optimizer.grad_factor is None else optimizer.grad_factor
             optimizer.grad_factor = self._factor * pending
+
+
+def _norm_dtype(params: Sequence[ShardedParam]) -> torch.dtype:
+    return torch.float64 if any(x.optim_param.dtype == torch.float64 for x in params) else torch.float32
 
 
 def _unscaling(optimizer: Any) -> float | Tensor:

@@ -330,7 +330,7 @@ class Zero:
             return
         self._release()
         optim_params = stepper.with_gradient()
-        self.clipping.hand_over(stepper.optimizer)
+        self.clipping.hand_over(stepper.optimizer, optim_params)
         disk = self._disks.get(id(stepper))
         if disk is None:
             with annotate("fastpar::zero::update"):

@@ -406,7 +406,28 @@ def hooked(model: Any, loss: Callable[[nn.Module, int], Tensor], stage: int | No
     return whole_values(model)
 
 
-LOOPS = {loop.__name__: loop for loop in (alternating, hooked)}
+def edited_states(
+    model: Any, loss: Callable[[nn.Module, int], Tensor], stage: int | None, precision: Any
+) -> Parameters:
+    """States that are replaced, scaled, copied and dropped between steps."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    if stage is not None:
+        shard(model, optimizer, stage, precision=precision)
+    for step in range(6):
+        loss(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        first, second, third = (optimizer.state[x.weight] for x in (model.first, model.twice, model.last))
+        first["momentum_buffer"] = first["momentum_buffer"] * 0.5
+        second["momentum_buffer"].mul_(-1.0)
+        if step == 1:
+            optimizer.state.pop(model.last.weight)
+        elif step == 2:
+            optimizer.state[model.last.weight] = {key: value * 2 for key, value in third.items()}
+    return whole_values(model)
+
+
+LOOPS = {loop.__name__: loop for loop in (alternating, hooked, edited_states)}
 
 
 def loops_of_stages(kind: str) -> None:
