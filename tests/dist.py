@@ -1,9 +1,9 @@
 """A warm pool of ranks for tests: `run_ranks(world_size, fn, *args)` runs `fn` on every rank and returns the results
 by rank.
 
-Starting a process that imports torch costs 2 to 3 seconds of a core, so the processes are started once (lazily, as
-many as the largest world size asked for so far), and every run gives ranks 0..world_size-1 a fresh default process
-group. What a run can rely on:
+Importing torch, transformers and so on costs a process 2 to 5 seconds of a core, so one process does it
+(`tests/dist_imports.py`) and ranks are forks of it. They are started once (lazily, as many as the largest world size
+asked for so far), and every run gives ranks 0..world_size-1 a fresh default process group. What a run can rely on:
 
 - the default process group (gloo) is initialised; RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR,
   MASTER_PORT are set;
@@ -21,34 +21,34 @@ How it fails: `RankError`, within seconds, naming the rank.
   other rank.
 
 After a failure that leaves a rank busy, the pool is killed and the next run starts a new one. Workers read their
-commands from a pipe and end at its end-of-file; on Linux they also get SIGKILL when the parent dies, so that a worker
-blocked inside a collective goes too.
+commands from a pipe and end at its end-of-file; on Linux they also get SIGKILL when the process that they are forks of
+ends, as it does with the test process, so that a worker blocked inside a collective goes too.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import multiprocessing
 import os
 import pickle
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from tests.dist_worker import STACK_SIGNAL
+from tests.dist_worker import STACK_SIGNAL, serve
 from tests.markers import needs
 
 _ROOT = Path(__file__).resolve().parent.parent
 _GRACE_S = 3.0  # for the other ranks, once one has failed
 _START_S = 240.0  # for a worker to import torch on a machine that is busy with something else
 _CLEANUP_S = 60.0  # for a rank to destroy its process groups after a run that went well
+_CONTEXT = multiprocessing.get_context("forkserver")
 
 
 class RankError(AssertionError):
@@ -70,27 +70,19 @@ class _Worker:
         self.output = folder / f"rank{rank}.out"
         self.stacks = folder / f"rank{rank}.stacks"
         self.stacks.touch()
-        ours, theirs = os.pipe(), os.pipe()  # commands out, replies in
-        arguments = (ours[0], theirs[1], rank, str(self.stacks), os.getpid(), port)
-        code = f"from tests.dist_worker import serve; serve(*{arguments!r})"
-        with self.output.open("wb") as out:
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", code],
-                cwd=_ROOT,
-                env={
-                    **os.environ,
-                    "PYTHONPATH": os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")])),
-                },
-                pass_fds=(ours[0], theirs[1]),
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-            )
-        os.close(ours[0])
-        os.close(theirs[1])
-        self.commands = Connection(ours[1], readable=False)
-        self.replies = Connection(theirs[0], writable=False)
+        self.output.touch()
+        (commands, self.commands), (self.replies, replies) = _CONTEXT.Pipe(duplex=False), _CONTEXT.Pipe(duplex=False)
+        arguments = commands, replies, rank, _ROOT, dict(os.environ), self.output, self.stacks, port
+        self.process = _CONTEXT.Process(target=serve, args=arguments, name=f"rank {rank}")
+        self.process.start()
+        commands.close()
+        replies.close()
         self.mark = 0  # where the output of the current run begins
+
+    @property
+    def pid(self) -> int:
+        assert self.process.pid is not None
+        return self.process.pid
 
     def start(self, task: bytes) -> None:
         self.mark = self.output.stat().st_size
@@ -108,10 +100,9 @@ class _Worker:
     def dump_stacks(self) -> str:
         """The Python stacks of every thread of a worker that is alive, written by faulthandler in the worker."""
         before = self.stacks.stat().st_size
-        try:
-            self.process.send_signal(STACK_SIGNAL)
-        except ProcessLookupError:
+        if self.process.exitcode is not None:
             return ""
+        os.kill(self.pid, STACK_SIGNAL)
         text, deadline = "", time.monotonic() + 1.0
         while time.monotonic() < deadline:
             time.sleep(0.05)
@@ -125,15 +116,16 @@ class _Worker:
 
     def exit_status(self) -> str:
         """How a process that closed its pipe ended, in words."""
-        try:
-            code = self.process.wait(timeout=2.0)
-        except subprocess.TimeoutExpired:
+        self.process.join(timeout=2.0)
+        code = self.process.exitcode
+        if code is None:
             return "closed its pipe but still runs"
         return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.wait()
+        self.process.join()
+        self.process.close()
         self.commands.close()
         self.replies.close()
 
@@ -149,6 +141,7 @@ class _Pool:
         self.owner = os.getpid()
 
     def grow(self, world_size: int) -> None:
+        import torch
         from torch.distributed import TCPStore
 
         if self.folder is None:
@@ -157,6 +150,8 @@ class _Pool:
             # Port 0: the kernel picks a free one, so no two test runs can clash. It lives here, so that it outlives
             # every rank.
             self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        # What has looked for a device cannot use it in its forks.
+        _CONTEXT.set_forkserver_preload([] if torch.cuda.device_count() else ["tests.dist_imports"])
         fresh = [_Worker(rank, self.folder, self.store.port) for rank in range(len(self.workers), world_size)]
         self.workers += fresh
         for worker in fresh:
@@ -196,7 +191,7 @@ def shutdown() -> None:
 
 def worker_pids() -> list[int]:
     """Process ids of the pool, by rank: for the tests of the pool itself."""
-    return [worker.process.pid for worker in _POOL.workers]
+    return [worker.pid for worker in _POOL.workers]
 
 
 def runs_started() -> int:

@@ -15,22 +15,42 @@ import sys
 import traceback
 import warnings
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 STACK_SIGNAL = signal.SIGUSR1
 _PR_SET_PDEATHSIG = 1
 
 
-def serve(commands_fd: int, replies_fd: int, rank: int, stacks_path: str, parent: int, port: int) -> None:
+def serve(
+    commands: Connection,
+    replies: Connection,
+    rank: int,
+    folder: Path,
+    environment: dict[str, str],
+    output: Path,
+    stacks_path: Path,
+    port: int,
+) -> None:
     """Run tasks until the parent closes the pipe."""
-    _die_with(parent)
+    _die_with_parent()
+    server = forkserver._forkserver  # type: ignore[attr-defined]
+    os.close(server._forkserver_alive_fd)  # while a fork has it, the process that forks does not end
+    os.environ.clear()  # this process is a fork of one that may have been started with others
+    os.environ.update(environment)
+    os.chdir(folder)
+    for path, flags, fds in ((Path(os.devnull), os.O_RDONLY, (0,)), (output, os.O_WRONLY | os.O_APPEND, (1, 2))):
+        file = os.open(path, flags)
+        for fd in fds:
+            os.dup2(file, fd)
+        os.close(file)
     stacks = open(stacks_path, "a")  # noqa: SIM115  (faulthandler needs it for as long as the process lives)
     faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
     faulthandler.enable(file=sys.stderr)
-    commands, replies = Connection(commands_fd, writable=False), Connection(replies_fd, readable=False)
 
-    import torch.distributed as dist  # the slow part of starting; the pool is ready when it is done
+    import torch.distributed as dist  # the slow part of starting, where it is not there yet
 
     # One connection for all runs: for every one that is made, torch looks up the names of both addresses, and a lookup
     # that the machine's name server does not answer takes 5 s (one in fifty, seen on a machine without a network).
@@ -65,14 +85,12 @@ def _is_released(commands: Connection) -> bool:
         return False
 
 
-def _die_with(parent: int) -> None:
-    """Get SIGKILL when the process that started the pool ends (Linux): a rank blocked inside a collective reads no
-    pipe.
+def _die_with_parent() -> None:
+    """Get SIGKILL when the process that this one is a fork of ends (Linux): a rank blocked inside a collective reads no
+    pipe. Where it has ended before, so has the pipe of commands.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it ended before the call above
-            os._exit(1)
 
 
 def _reply(

@@ -83,6 +83,14 @@ def test_workers_are_reused_and_every_run_starts_from_the_same_state():
     assert run_ranks(2, default_dtype) == [(torch.float32, 1)] * 2
 
 
+def parent():
+    return os.getppid()
+
+
+def test_ranks_are_forks_of_one_process_that_has_imported_for_all():
+    assert len({os.getpid(), *run_ranks(2, parent)}) == 2
+
+
 class Ring:
     """Only a collection frees it."""
 
