@@ -1,13 +1,30 @@
-"""`shard`: data parallelism for a model and its optimizer, with as much of it sharded as one asks for."""
+"""What users call: `shard`, and the optimizer states of a sharded model as whole tensors, of no layout.
+
+Note: stage 3 of a pipeline. This rank's stages are whole for each of its runs:
+
+| moment | what happens |
+|---|---|
+| a run begins | gather all units of this rank's stages |
+| its microbatches, forward and backward | nothing: gradients are summed where autograd puts them |
+| it has ended | reduce the sums to rows, free the units |
+
+Words per rank and run, of Psi parameters on N ranks: 2 Psi (N - 1) / N, whatever the number of microbatches; gathered
+for each visit of a stage they would be 3 Psi times the microbatches, and schedules that put off weight gradients would
+find parameters gone. The price is memory: while a run lasts, parameters and gradients are whole, as in stage 2. Between
+runs, and in the optimizer's step, a rank has rows.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fastpar.arguments import checked
 from fastpar.comm.wire_formats import Wire
@@ -25,10 +42,12 @@ from fastpar.zero.options import (
     UnitsLike,
     param_wires_of,
 )
-from fastpar.zero.pipelines import shard_pipeline
 from fastpar.zero.quantized_gather import ParamWireLike
 from fastpar.zero.reducer import BUCKET_BYTES
+from fastpar.zero.stage3 import Stage3
 from fastpar.zero.zero import Zero
+
+States = dict[str, dict[str, Any]]
 
 
 @checked(computed=False, but=("model", "optimizer", "group", "precision", "offload", "wire", "param_wire"))
@@ -155,6 +174,166 @@ def shard(
     for each in optimizers:
         check_sharded_updates(each, groups)
     if stage == 3 and isinstance(model, Pipeline):
-        return shard_pipeline(model, named, optimizers, groups, chosen)
+        return _shard_pipeline(model, named, optimizers, groups, chosen)
     pipe = model if isinstance(model, Pipeline) else None
     return Zero(model if isinstance(model, nn.Module) else None, named, optimizers, groups, chosen, pipe=pipe)
+
+
+# ---- optimizer states as whole tensors
+
+
+@torch.no_grad()
+@checked(computed=False, but=("zero",))
+def full_optimizer_state(zero: Zero) -> States:
+    """{name: {state: whole tensor or number}} of every parameter that the optimizers of `zero` have updated.
+
+    Names are those of the model's parameters, of all its optimizers together. Tensors are new, on the device of the
+    parameter; 8-bit states come as their values in float32, tensors without dims with one of size 1. A parameter that
+    has not been updated yet is not there.
+
+    For inspecting, converting and comparing states, and for programs that know nothing of layouts: every rank holds
+    whole tensors. Training itself should use `Zero.state_dict()` with torch.distributed.checkpoint.
+
+        states = full_optimizer_state(zero)                 # {"embed.weight": {"exp_avg": [V, H], ...}, ...}
+        load_full_optimizer_state(zero, states)             # any stage, any number of ranks
+
+    Collective: every rank of the mesh calls it; one all-gather for every tensor that is sharded. Where ranks have other
+    parameters (pipeline stages), each gets those of its own.
+    """
+    _check_is_zero(zero)
+    held = zero.state_dict()
+    has_state = {name for name, is_there in held["has_state"].items() if is_there}
+    return {
+        name: {key: _whole_state(value) for key, value in states.items()}
+        for name, states in held["optimizer"].items()
+        if name in has_state
+    }
+
+
+@torch.no_grad()
+@checked(computed=False, but=("zero",))
+def load_full_optimizer_state(zero: Zero, states: Mapping[str, Mapping[str, Any]]) -> None:
+    """Take over what `full_optimizer_state` gave, under any layout: every rank keeps its part.
+
+    Parameters that are not in `states` lose theirs, as if they had never been updated; values of parameters, learning
+    rates and other options of groups stay as they are. Every rank passes the same.
+
+    Raises KeyError for a name that no optimizer of `zero` has, ValueError for a state with another shape, and for
+    states that are missing or that the optimizer does not have; nothing is changed then.
+    """
+    _check_is_zero(zero)
+    held = zero.state_dict()
+    unknown = [name for name in states if name not in held["optimizer"]]
+    if unknown:
+        raise KeyError(
+            f"no optimizer has a parameter called {unknown[0]!r}; there are {_some_names(held['optimizer'])}"
+        )
+    parts: dict[str, dict[str, Any]] = {}
+    for name, given in states.items():
+        wanted = held["optimizer"][name]
+        if set(given) != set(wanted):
+            raise ValueError(f"the states of {name!r} must be {_some_names(wanted)}, got {_some_names(given)}")
+        parts[name] = {key: _part_of_whole(given[key], wanted[key], f"{key!r} of {name!r}") for key in wanted}
+    held["optimizer"] = {**held["optimizer"], **parts}
+    held["has_state"] = {name: name in parts for name in held["has_state"]}
+    zero.load_state_dict(held)
+
+
+def _check_is_zero(zero: Zero) -> None:
+    if not isinstance(zero, Zero):
+        raise TypeError(f"zero must be what fp.zero.shard returned, got {type(zero).__name__}")
+
+
+def _whole_state(value: Any) -> Any:
+    if isinstance(value, DTensor):
+        return value.full_tensor().clone()
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _part_of_whole(given: Any, like: Any, name: str) -> Any:
+    """Of a whole tensor what this rank holds of `like`."""
+    if not isinstance(like, Tensor):
+        return given
+    if not isinstance(given, Tensor) or given.shape != like.shape:
+        found = list(given.shape) if isinstance(given, Tensor) else type(given).__name__
+        raise ValueError(f"{name} must be a tensor of {list(like.shape)}, got {found}")
+    given = given.detach().to(like.device, like.dtype)
+    if not isinstance(like, DTensor):
+        return given
+    # Every rank has it all: none is asked to send.
+    return distribute_tensor(given, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def _some_names(names: Mapping[str, Any]) -> str:
+    shown = sorted(names)[:6]
+    return ", ".join(shown) + (", ..." if len(names) > len(shown) else "")
+
+
+# ---- stage 3 of a pipeline
+
+
+class PipelineStages(nn.Module):
+    """The stages of a pipeline's rank as one module, whose parameters have the names of the whole model."""
+
+    def __init__(self, pipe: Pipeline) -> None:
+        super().__init__()
+        for number, stage in pipe.stages.items():
+            self.add_module(str(number), stage.module)
+        if pipe.head is not None:
+            self.add_module("head", pipe.head)
+        self._pipe: Callable[[], Any]
+        vars(self)["_pipe"] = weakref.ref(pipe)
+
+    @property
+    def pipe(self) -> Any:
+        """The pipeline, which lives longer than this."""
+        return vars(self)["_pipe"]()
+
+    def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        yield from NamedParameters.of(self.pipe).parameters.items()
+
+    def named_buffers(self, *_: Any, **__: Any) -> Iterator[tuple[str, Tensor]]:
+        yield from self.pipe.named_buffers()
+
+
+def _shard_pipeline(
+    pipe: Pipeline,
+    named: NamedParameters,
+    optimizers: Sequence[torch.optim.Optimizer],
+    groups: Groups,
+    options: ShardOptions,
+) -> Zero:
+    """`fastpar.zero.shard` of a pipeline in stage 3. Collective."""
+    options = replace(options, overlap=False)  # a run has many backward passes
+    zero = Zero(PipelineStages(pipe), named, optimizers, groups, options, pipe=pipe)
+    pipe.around_runs = _PipelineRuns(zero)
+    return zero
+
+
+class _PipelineRuns:
+    """What a pipeline in stage 3 does around its runs; nothing after `zero.detach()`."""
+
+    def __init__(self, zero: Zero) -> None:
+        self._zero = weakref.ref(zero)
+
+    def __call__(self, trains: bool) -> AbstractContextManager[None]:
+        zero = self._zero()
+        return nullcontext() if zero is None or not zero.is_attached else _gathered(zero, trains)
+
+
+@contextmanager
+def _gathered(zero: Zero, trains: bool) -> Iterator[None]:
+    (stage3,) = zero.storages
+    assert isinstance(stage3, Stage3)
+    zero.begin_forward()
+    stage3.begin_forward()
+    stage3.unshard()
+    stage3.is_held = True
+    try:
+        yield
+        if trains:
+            zero.reduce_gradients()
+    finally:
+        stage3.is_held = False
+        stage3.release()
+        stage3.reshard()
