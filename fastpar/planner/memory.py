@@ -32,6 +32,7 @@ from fastpar.planner.workload import Workload
 
 MEMORY_PARTS = ("parameters", "gradients", "states", "activations", "logits", "buffers")
 _BUCKET_BYTES = 50 << 20
+_STAGED_BYTES = 25 << 20  # of a bucket of `fp.zero.shard`
 _SELECTIVE, _FULL = RECOMPUTE.index("selective"), RECOMPUTE.index("full")
 
 
@@ -142,13 +143,18 @@ def predict_memory(machine: Machine, work: Workload, x: LayoutTable) -> Memory:
     last = np.where(x.pp > 1, np.maximum(last_count, 1.0), 1.0) * per_rank * kept + working
     logits = logits_bytes(work, x)
     is_last = (x.pp == 1) | v_shaped | (last + logits > first)
-    static = _static(work, x)
     parts = {
-        **static,
+        **_static(work, x),
         "activations": np.where(is_last & ~((x.pp == 1) | v_shaped), last, first),
         "logits": np.where(is_last, logits, 0.0),
         "buffers": _buffers(work, x),
     }
+    if work.copies_gradients:
+        # Where a pass is a step, and gradients leave buckets as rows, backward begins without any (`zero_grad`), and
+        # ends with all of them and a layer of activations: whichever is more.
+        freed = parts["activations"] - whole + parts["logits"]
+        is_alone = (x.pp == 1) & (x.stage > 0) & (x.microbatches == 1)
+        parts["gradients"] = np.where(is_alone, np.maximum(parts["gradients"] - freed, 0.0), parts["gradients"])
     return Memory(np.asarray(sum(parts.values())), parts)
 
 
@@ -173,9 +179,11 @@ def _static(work: Workload, x: LayoutTable) -> dict[str, Column]:
         # microbatches before they travel.
         params = params + kind.param * np.where((x.stage == 3) & (x.pp == 1), sharded, count)
         sums = (x.stage < 2) | (x.pp > 1)
+        if work.copies_gradients:  # a single microbatch is not summed
+            sums = sums & ~((x.stage == 1) & (x.pp == 1) & (x.microbatches == 1))
         grads = grads + kind.grad * np.where(sums, count, sharded)
         if work.copies_gradients:  # the buckets stay from step to step
-            grads = grads + kind.wire * np.where((x.stage == 0) & (x.pp > 1), count, 0.0)
+            grads = grads + kind.wire * np.where((x.stage == 0) & ((x.pp > 1) | (x.microbatches > 1)), count, 0.0)
         states = states + kind.state * np.where(x.stage > 0, sharded, count)
     return {"parameters": params, "gradients": grads, "states": np.where(x.offload == 1, 0.0, states)}
 
@@ -187,6 +195,9 @@ def _buffers(work: Workload, x: LayoutTable) -> Column:
     units = 2.0 * (kind.param + kind.wire) * np.maximum(unit, model.embedding_parameters / x.tp)
     gradients = kind.wire * sum(count for count, *_ in parameter_groups(work, x))
     buckets = np.minimum(2.0 * _BUCKET_BYTES, gradients) * (x.dp > 1)  # small models fill none
+    if work.copies_gradients:  # stage 0's buckets are its gradients; a tensor larger than a bucket has one of its own
+        largest = kind.wire * model.hidden * max(model.vocab, model.ffn) / x.tp
+        buckets = 2.0 * np.maximum(np.minimum(_STAGED_BYTES, gradients), largest) * ((x.dp > 1) & (x.stage > 0))
     hop = work.element * tokens_of(work, x) * model.hidden * np.where(x.sp == 1, 1.0 / x.tp, 1.0)
     found = np.where(x.stage == 3, units, buckets) + np.where(x.pp > 1, 4.0 * hop, 0.0)
     if model.experts is not None:

@@ -48,7 +48,8 @@ class Workload:
     fused_kernels     RMSNorm and SwiGLU are one op each, as `fp.apply_kernels` makes them; False: several, as in
                       transformers, each of which keeps what it reads
     overlaps_pipeline gradients of pipelines travel during backward; fastpar reduces them after the last microbatch
-    copies_gradients  pipelines in stage 0 sum gradients outside of the buckets that they travel in, as fastpar's do
+    copies_gradients  gradients are summed outside of the buckets that they travel in, and gone between steps, as with
+                      `fp.zero` and `zero_grad`; False: they are kept, and summed where they travel
     balanced          layers are cut by cost; False: every pipeline rank has equally many
     expert_load       the busiest rank's share of expert rows over the mean
     """

@@ -10,6 +10,7 @@ from fastpar.layouts import Layout, ModelShape
 from fastpar.planner import Workload, find_machine, find_model
 from fastpar.planner.memory import layer_whole, predict_memory
 from fastpar.planner.table import LayoutTable
+from fastpar.planner.workload import BytesPerParameter
 
 BATCH, SEQ = 2, 32
 SIZES = {"vocab_size": 64, "attn_implementation": "sdpa", "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
@@ -71,3 +72,24 @@ def test_pipelines_in_stage_0_hold_gradients_and_the_buckets_that_they_are_copie
             for copied in (False, True)
         )
         assert apart["gradients"] == pytest.approx((1.5 if copies else 1.0) * whole["gradients"]), words  # 2 beside 4
+
+
+def test_gradients_that_leave_buckets_as_rows_are_not_there_when_backward_begins() -> None:
+    """One microbatch a step: then `fp.zero.shard` keeps the buckets of stage 0, or two staging buffers."""
+    shape, mib = ModelShape("wide", layers=4, hidden=1024, ffn=4096, vocab=8192, heads=8), 1 << 20
+    grads = 4.0 * shape.parameters
+    assert grads > 2 * 32 * mib
+
+    def parts(words: str, batch: int) -> tuple[float, float]:
+        work = Workload(shape, batch, 1024, "fp32", BytesPerParameter.of("fp32"), copies_gradients=True)
+        found = predict_memory(find_machine("cpu"), work, LayoutTable.of([Layout.parse(words)], batch)).parts
+        return float(found["gradients"][0]), float(found["buffers"][0])
+
+    staged = 2 * 32.0 * mib  # the embedding, larger than a bucket
+    assert parts("dp2", 32) == pytest.approx((grads, 0.0), rel=0.01)
+    assert parts("dp2 acc2", 32) == pytest.approx((2 * grads, 0.0), rel=0.01)
+    assert parts("dp2 zero1", 32) == parts("dp2 zero2", 32) == pytest.approx((0.0, staged))
+    assert parts("dp2 zero1 acc2", 32) == pytest.approx((grads, staged), rel=0.01)
+    assert parts("dp2 zero2 acc2", 32) == pytest.approx((grads / 2, staged), rel=0.01)
+    alone, _ = parts("dp2 zero2 full", 2)  # few activations: the end of backward is the peak
+    assert 0 < alone < grads / 2
