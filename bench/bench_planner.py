@@ -5,22 +5,23 @@
 A Llama of 12 layers, hidden 512, float32, AdamW, 8 sequences of 256 tokens a step; tensor parallelism with and without
 sequence parallelism, data parallelism in ZeRO stages 0 to 3, pipelines by four schedules, selective and full
 recomputation. Every round runs every layout, in turn, from building to two steps, of which the second counts; a
-layout's step is the median of its rounds. Memory has a run of its own (`--rounds 0`: only that, on a machine that need
-not be quiet).
+layout's step is the median of its rounds. Memory has a run of its own, in processes of its own for each layout
+(`--rounds 0`: only that, on a machine that need not be quiet).
 
 Shown: predicted and measured seconds and memory of each; of the pairs predicted 10 % apart and more how many are in the
 right order (target: 95 %); how far memory is off (target: 5 %). The exit status is 0 if both targets are met.
 
-    memory    what a rank's anonymous and shared memory grow by, from before the model is built to the peak of two
-              steps; of all ranks the most. Counted from VmHWM, which is set back once the model is laid out
+    memory    what a rank's anonymous and shared memory grow by, from before the model is built to the peak of the
+              third step; of all ranks the most. Counted from VmHWM, which is set back before that step
 
 Traps: calibrate in the same run, since another day's machine is another one; let nothing else run, two ranks have all
 cores; the first step allocates, and does not count; imports and first calls grow a process once, so tiny steps come
 before. VmHWM has what malloc keeps of freed tensors, half as much again: memory is measured with every tensor a
 mapping of its own (M_MMAP_THRESHOLD), which costs time, and the steps that are timed keep the defaults. It has pages of
 files, which come and go with what else the machine does, and pages of shared segments for each rank that maps them:
-the former are left out, of the latter a rank has its share (Pss). Buffers that the library keeps for outputs are given
-back between layouts.
+the former are left out, of the latter a rank has its share (Pss). VmHWM does not tell them apart, and they are counted
+after the step: before the third one, buckets are made anew in the order of gradients, and their pages are touched late
+in the second.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     flags = _parser().parse_args(arguments)
     config = {**MODEL, **(QUICK if flags.quick else {})}
     rounds = min(1, flags.rounds) if flags.quick else flags.rounds
-    results = _spawn(config, rounds, flags.machine, 5.0 if flags.quick else 60.0, flags.layouts)
+    results = _spawn(_time_layouts, config, rounds, flags.machine, 5.0 if flags.quick else 60.0, flags.layouts)
+    for text in flags.layouts:
+        results["layouts"][text]["bytes"] = _spawn(_peak_of_layout, config, text)
     machine = Machine.from_json(results["machine"])
     shape, kept = find_model({**config, "rms_norm_eps": 1e-6}), BytesPerParameter.of("fp32")
     work = Workload(shape, BATCH, SEQ, "fp32", kept, fused_kernels=False, copies_gradients=True)
@@ -137,46 +140,49 @@ def _layout(text: str) -> Layout:
 # ---- ranks -----------------------------------------------------------------------------------------------------------
 
 
-def _spawn(
-    config: dict[str, Any], rounds: int, machine: str | None, seconds: float, layouts: Sequence[str]
-) -> dict[str, Any]:
-    """What rank 0 has found."""
+def _spawn(work: Callable[..., Any], *arguments: Any) -> Any:
+    """What `work` returns on rank 0 of two new processes."""
     from torch.multiprocessing.spawn import spawn
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # port 0: a free one
-    spawn(_rank, (store.port, config, rounds, machine, seconds, layouts), nprocs=2)
-    found: dict[str, Any] = json.loads(store.get("found"))
-    return found
+    spawn(_rank, (store.port, work, arguments), nprocs=2)
+    return json.loads(store.get("found"))
 
 
-def _rank(
-    rank: int, port: int, config: dict[str, Any], rounds: int, machine: str | None, seconds: float, texts: Sequence[str]
-) -> None:
+def _rank(rank: int, port: int, work: Callable[..., Any], arguments: Sequence[Any]) -> None:
     torch.set_num_threads(1)
     _ext.load()
     store = dist.TCPStore("127.0.0.1", port)
     dist.init_process_group("gloo", store=dist.PrefixStore("ranks", store), rank=rank, world_size=2)
-    made = find_machine(machine) if machine else calibrate("here", device="cpu", seconds=seconds)
-    times: dict[str, list[float]] = {text: [] for text in texts}
-    for _ in range(rounds):
-        for text in texts:
-            times[text].append(run_layout(config, _layout(text))[0])
-    ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 128 << 10)
-    peaks = {}
-    for text in texts:
-        run_layout({**config, **QUICK}, _layout(text))
-        peaks[text] = run_layout(config, _layout(text))[1]
-    layouts = {
-        text: {"seconds": statistics.median(times[text]) if rounds else None, "bytes": peaks[text]} for text in texts
-    }
+    found = work(*arguments)
     if rank == 0:
-        store.set("found", json.dumps({"machine": made.to_json(), "layouts": layouts}))
+        store.set("found", json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def run_layout(config: dict[str, Any], layout: Layout) -> tuple[float, float]:
-    """Seconds of the second step and bytes at the peak of two, of all ranks the most."""
+def _time_layouts(
+    config: dict[str, Any], rounds: int, machine: str | None, seconds: float, texts: Sequence[str]
+) -> dict[str, Any]:
+    """The machine, and of each layout the median of its steps' seconds."""
+    made = find_machine(machine) if machine else calibrate("here", device="cpu", seconds=seconds)
+    times: dict[str, list[float]] = {text: [] for text in texts}
+    for _ in range(rounds):
+        for text in texts:
+            times[text].append(run_layout(config, _layout(text), steps=2)[0])
+    medians = {text: {"seconds": statistics.median(times[text]) if rounds else None} for text in texts}
+    return {"machine": made.to_json(), "layouts": medians}
+
+
+def _peak_of_layout(config: dict[str, Any], text: str) -> float:
+    """Bytes at the peak of a step."""
+    ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 128 << 10)
+    run_layout({**config, **QUICK}, _layout(text), steps=3)
+    return run_layout(config, _layout(text), steps=3)[1]
+
+
+def run_layout(config: dict[str, Any], layout: Layout, steps: int) -> tuple[float, float]:
+    """Seconds of the last step and bytes at its peak, of all ranks the most."""
     import transformers
 
     _give_back()
@@ -190,8 +196,8 @@ def run_layout(config: dict[str, Any], layout: Layout) -> tuple[float, float]:
         step = _trainer(model, mesh, layout)
         del model  # the ranks of a pipeline keep a part of it
         _give_back()
-        Path("/proc/self/clear_refs").write_text("5")  # sets VmHWM back
-        for index in range(2):
+        for index in range(steps):
+            Path("/proc/self/clear_refs").write_text("5")  # sets VmHWM back
             dist.barrier()
             started = time.perf_counter()
             step(index)
