@@ -65,8 +65,14 @@ def markers_of(item: pytest.Function) -> frozenset[str]:
         roots += callspec.params.values()
     found: set[str] = set()
     for root in roots:
-        found |= reach(root)
+        found |= _reach_of_function(root) if isinstance(root, FunctionType) else reach(root)
     return frozenset(found)
+
+
+@functools.cache
+def _reach_of_function(function: FunctionType) -> frozenset[str]:
+    """Looked for once, and not once for each of a test's parameters."""
+    return reach(function)
 
 
 def reach(root: Any) -> frozenset[str]:
