@@ -15,17 +15,15 @@ from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
-from fastpar.comm import Communicator
 from fastpar.mesh import GridSpec, Mesh
 from fastpar.parallel.heads import QUERY_COUNTS
 from fastpar.parallel.styles import BlockStyle, ExpertStyle, GatheredStyle, Style, SwapContext
 from fastpar.parallel.styles.linear import is_colwise, is_rowwise, splits_features
 from fastpar.pipeline.stages.absent import Absent
 from fastpar.pipeline.stages.stage import Stage
-from fastpar.tensor import Grid, GridLinear, GridRegion, LayoutDropout, VocabParallelEmbedding, VocabParallelHead
-from fastpar.tensor.grid_blocks import outside_of_graphs, twin_of, with_twin
+from fastpar.tensor import Grid, GridLinear, GridRegion, LayoutDropout, VocabParallelEmbedding
+from fastpar.tensor.grid_blocks import outside_of_graphs
 from fastpar.tensor.linear import linear_weights
 from fastpar.tensor.own_features import own_features
 from fastpar.tensor.sequence import hook_output, hook_stream, map_hidden
@@ -138,12 +136,7 @@ def _cut_inside(path: str, context: SwapContext, hidden: int) -> None:
 
 
 def share_ends(context: SwapContext) -> None:
-    """Let embeddings leave their sum to the region that their rows enter, and let what stands between region and head
-    pass a part of the gradient on: the grid's region sums it (`fastpar.tensor.grid_blocks`).
-
-    In between can be modules without children whose parameters are vectors, such as norms. What they compute does not
-    matter, as a gradient goes through all of it by linear maps.
-    """
+    """Let embeddings leave their sum to the region that their rows enter (`fastpar.tensor.grid_blocks`)."""
     grid = context.grid
     modules = {path: context.modules[path] for path in context.once(context.modules)}
     if grid is None or not context.regions:
@@ -151,40 +144,6 @@ def share_ends(context: SwapContext) -> None:
     for module in modules.values():
         if isinstance(module, VocabParallelEmbedding) and module.comm.size == grid.spec.ranks:
             context.changes.set(module, "is_deferred", True)
-    if not any(isinstance(module, VocabParallelHead) for module in modules.values()):
-        return
-    for path, module in modules.items():
-        own = {name: p for name, p in module._parameters.items() if p is not None}
-        if context.region_around(path) is not None or any(True for _ in module.children()):
-            continue
-        layouts = getattr(module, "_layouts", {})
-        is_whole = own.keys() == layouts.keys() and all(each.kind == "replicated" for each in layouts.values())
-        if own and is_whole and getattr(module, "_sum_grad", None) == set() and all(p.dim() == 1 for p in own.values()):
-            for name, p in own.items():
-                layouts[name] = replace(layouts[name], summed=grid.along)
-                layouts[name].tag(p)
-            context.changes.hooked(*_TakesTwins(grid.ranks).attach(module))
-
-
-class _TakesTwins:
-    """Hooks of a module between the region and the head."""
-
-    def __init__(self, comm: Communicator):
-        self.comm = comm
-
-    def attach(self, module: nn.Module) -> list[Any]:
-        return [module.register_forward_pre_hook(self.before), module.register_forward_hook(self.after)]
-
-    def before(self, module: Any, args: tuple[Any, ...]) -> Any:
-        twin = twin_of(args[0]) if len(args) == 1 and isinstance(args[0], Tensor) else None
-        module._sum_grad = set() if twin is None else set(module._layouts)
-        return None if twin is None else (twin,)
-
-    def after(self, module: Any, _args: Any, out: Any) -> Any:
-        if not module._sum_grad:
-            return None
-        module._sum_grad = set()
-        return tree_map_only(Tensor, lambda x: with_twin(x, self.comm) if x.requires_grad else x, out)
 
 
 def _narrowed(region: GridRegion, path: str) -> Callable[[Tensor], Tensor]:

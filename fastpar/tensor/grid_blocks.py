@@ -240,8 +240,18 @@ def twin_of(x: Tensor) -> Tensor | None:
     base = x._base
     if twin is None and base is not None and hasattr(base, _TWIN):
         is_all = (x.shape, x.stride(), x.storage_offset()) == (base.shape, base.stride(), base.storage_offset())
-        twin = getattr(base, _TWIN) if is_all and x.dtype == base.dtype else None
+        twin = getattr(base, _TWIN) if is_all and x.dtype == base.dtype and _is_plain_view(x, base) else None
     return None if twin is None or twin.version != x._version else twin.make()
+
+
+def _is_plain_view(x: Tensor, base: Tensor) -> bool:
+    """Whether torch's own views alone lie between: a node of somebody else, such as ZeRO's, is not gone round."""
+    node = x.grad_fn
+    while node is not None and node is not base.grad_fn:
+        if isinstance(node, torch.autograd.function.BackwardCFunction) or len(node.next_functions) != 1:
+            return False
+        node = node.next_functions[0][0]
+    return node is not None
 
 
 class _WholeGradient(torch.autograd.Function):

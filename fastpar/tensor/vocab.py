@@ -7,10 +7,9 @@ collective of a few floats per token, and nothing of vocabulary size ever crosse
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
@@ -19,6 +18,7 @@ from fastpar.comm import Communicator, gather_from, shard_range, shard_sizes
 from fastpar.comm.shards import check_is_tensor
 from fastpar.ops.embedding import agree_on_ids, vocab_parallel_embedding
 from fastpar.ops.linear_cross_entropy import linear_cross_entropy
+from fastpar.ops.parallel_linear.api import copy_to_linear
 from fastpar.tensor.binding import BoundGroup, GroupLike, bind, blank
 from fastpar.tensor.grid_blocks import DeferredSum, twin_of
 from fastpar.tensor.linear import ColumnParallelLinear
@@ -162,7 +162,7 @@ class VocabParallelHead(ColumnParallelLinear):
             return super()._project(x.view_as(x) if isinstance(x, DeferredSum) else x)
         weight, bias = self._local("weight"), self._local("bias")  # whoever made the twin sums dx
         assert weight is not None
-        return F.linear(twin, weight.t() if self.transposed else weight, bias)
+        return cast(Tensor, copy_to_linear(twin, weight, bias, group=None, transposed=self.transposed))
 
     def forward(self, x: Tensor) -> Tensor:
         out = super().forward(x)

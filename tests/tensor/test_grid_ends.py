@@ -104,7 +104,7 @@ def test_embedding_and_head_send_m_h_words_each_way() -> None:
     share = 1 - 1 / RANKS
     wanted = [
         [("reduce_scatter", share)],
-        [("reduce_scatter", share), ("all_gather", share)],
+        [("all_reduce", 2 * share), ("all_gather", share)],  # a norm stands before the head
         [("leaves", share)],
     ]
     for found in run_ranks(RANKS, words_of, GRIDS):
