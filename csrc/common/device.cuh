@@ -17,6 +17,7 @@
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <string>
 #include <tuple>
 
 #include "common/checks.h"
@@ -293,6 +294,108 @@ __device__ inline T* map_to_peer(T* address, unsigned rank) {
   return reinterpret_cast<T*>(mapped);
 #endif
 }
+
+// ---- barriers that count the bytes sent to a block ------------------------------------------------------------------
+//
+// In shared memory. A phase ends when a thread of the block has said how many bytes it expects and as many have
+// arrived; the first is phase 0. What was sent is then seen by those that have waited. The sender passes no fence: a
+// release to the cluster would wait for everything the thread has stored, to global memory too.
+
+#if defined(FASTPAR_EMULATION)
+struct ByteBarrier {
+  int32_t missing;
+  bool is_expecting;
+  uint8_t phase;  // modulo 2
+};
+
+inline void settle(ByteBarrier* barrier) {
+  if (!barrier->is_expecting || barrier->missing != 0) return;
+  barrier->is_expecting = false;
+  barrier->phase ^= 1;
+}
+inline void init_byte_barrier(ByteBarrier* barrier) { *barrier = {0, false, 0}; }
+inline void expect_bytes(ByteBarrier* barrier, uint32_t bytes) {
+  if (barrier->is_expecting) throw emulation::Error("a barrier is told twice in one phase how many bytes to expect");
+  barrier->missing += static_cast<int32_t>(bytes);
+  barrier->is_expecting = true;
+  settle(barrier);
+}
+inline void send_packet(void* to, uint4 packet, ByteBarrier* barrier, unsigned rank) {
+  emulation::check_alignment(to, sizeof packet, "store");
+  *static_cast<uint4*>(map_to_peer(to, rank)) = packet;
+  ByteBarrier* const peer = map_to_peer(barrier, rank);
+  peer->missing -= kPacketBytes;
+  settle(peer);
+}
+inline void copy_bytes_async(void* shared, const void* global, uint32_t bytes, ByteBarrier* barrier) {
+  emulation::copy_bulk_async(shared, global, bytes, barrier);
+}
+inline void wait_for_bytes(ByteBarrier* barrier, unsigned phase, FASTPAR_EMULATION_PLACE) {
+  while (barrier->phase == phase % 2) {
+    const size_t landed = emulation::land_bulk_copies(barrier);
+    if (landed > 0 && static_cast<int64_t>(landed) > barrier->missing) {
+      throw emulation::Error("bulk copies of " + std::to_string(landed) + " bytes arrive at a barrier that expects " +
+                             std::to_string(barrier->missing));
+    }
+    barrier->missing -= static_cast<int32_t>(landed);
+    settle(barrier);
+    if (landed == 0) emulation::sleep({file, line});
+  }
+}
+#else
+struct ByteBarrier {
+  uint64_t state;
+};
+
+__device__ inline uint32_t shared_address(const void* address) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(address));
+}
+__device__ inline uint32_t peer_address(const void* address, unsigned rank) {
+  uint32_t mapped;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(shared_address(address)), "r"(rank));
+  return mapped;
+}
+
+// By one thread, before the block meets, or the cluster where its peers send to it.
+__device__ inline void init_byte_barrier(ByteBarrier* barrier) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+__device__ inline void expect_bytes(ByteBarrier* barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+               : "memory");
+}
+// To the same place in the block of that rank, and counted by its barrier.
+__device__ inline void send_packet(void* to, uint4 packet, ByteBarrier* barrier, unsigned rank) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
+                   peer_address(to, rank)),
+               "r"(packet.x), "r"(packet.y), "r"(packet.z), "r"(packet.w), "r"(peer_address(barrier, rank))
+               : "memory");
+}
+// From global to shared memory by one instruction of one thread; addresses and `bytes`, below 2^20, are multiples of
+// 16. Who read or wrote `shared` before has met the thread at a barrier since.
+__device__ inline void copy_bytes_async(void* shared, const void* global, uint32_t bytes, ByteBarrier* barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   shared_address(shared)),
+               "l"(global), "r"(bytes), "r"(shared_address(barrier))
+               : "memory");
+}
+// Until that phase has ended; the one after it has not.
+__device__ inline void wait_for_bytes(ByteBarrier* barrier, unsigned phase) {
+  uint32_t has_ended;
+  do {
+    asm volatile(
+        "{\n"
+        ".reg .pred ended;\n"
+        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 ended, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, ended;\n"
+        "}"
+        : "=r"(has_ended)
+        : "r"(shared_address(barrier)), "r"(phase % 2)
+        : "memory");
+  } while (has_ended == 0);
+}
+#endif
 
 // ---- launch ---------------------------------------------------------------------------------------------------------
 

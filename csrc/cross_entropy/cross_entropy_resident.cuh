@@ -1,19 +1,35 @@
 // Device code of cross-entropy that visits a row once: forward_backward, and stats_exp_.
 //
-// Where a row fits, the blocks of a cluster share it. Each has its part copied to its own shared memory, sums it up,
-// sends (maximum, sum) to all others, and writes its part of the gradient from what it kept. So the row is read from
-// memory once and written once, 4 bytes an element in bfloat16. There are as many clusters as the device has room for,
-// and each takes one row after another; three blocks on a multiprocessor cover each other's phases. float64, and rows
-// too long for the largest cluster, are read twice by one block.
+// Where a row fits, the blocks of a cluster share it. Each has its part copied to its own shared memory, sums it up as
+// it arrives, sends (maximum, sum) to all others, and writes its part of the gradient from what it kept. So the row is
+// read from memory once and written once, 4 bytes an element in bfloat16. There are as many clusters as the device has
+// room for, and each takes one row after another; three blocks on a multiprocessor cover each other's phases. float64,
+// and rows too long for the largest cluster, are read twice by one block.
 //
 // Measured on an H200, 8192 rows of 128256 bfloat16 (a copy runs at 4.28 TB/s there), before host time:
 //
 //     1.55 ms   a block of 512 threads for each part of each row, two on a multiprocessor, loads through registers
 //     1.42      256 threads, three on a multiprocessor, and one warp-wide maximum in the place of five shuffles
-//     1.32      the same blocks, staying for one row after another, with asynchronous copies: this
+//     1.32      the same blocks, staying for one row after another, with asynchronous copies of 16 bytes
 //     1.55      with a second buffer, to which the next row is copied meanwhile, so that parts are half as large
 //     1.88      the same of 512 threads: what a warp does once a row is as much work as its packets are
 //     1.44      two buffers, 256 threads, no exponentials; 1.43 without waiting for the cluster (both are wrong)
+//
+// and later, in turns, 8192 rows of each but 4096 of 262144 (a copy: 0.98, 0.25, 1.01, 1.16 ms):
+//
+//     128256   32000  262144  151936
+//     1.32 ms  0.312   1.38    1.71   copies of 16 bytes, the cluster's barrier: where this began
+//     1.34     0.312   1.39    1.70   sums of a row in four batches, as they arrive
+//     1.27     0.310   1.34    1.73   sums sent to a barrier that counts bytes, which is no fence of a block's stores
+//     1.25     0.307   1.32    1.67   both, two batches; 1.28 four, 1.34 eight
+//     1.23     0.304   1.28    1.59   both, four bulk copies of one thread: this; 1.26 eight
+//     1.28     0.315   1.33    1.63   and the next row asked for batch by batch, while this one is written
+//     1.26     0.320   1.31    1.67   and an L2 policy that evicts them first
+//     1.22     0.298   1.28    1.58   and clusters that start 7000 cycles apart
+//     1.32     0.332   1.56    1.51   and four blocks with 51 KiB: better only where 69 KiB leave few clusters room
+//
+// With batches of 16-byte copies nothing came of L2 sectors of 256 bytes (1.28), nor of stores that write back (1.27)
+// or stay in L2 (1.28).
 //
 // The sum of exponentials leaves the target out: with s_y = exp(z_y - M) and s the rest, p_y - 1 = -s / (s + s_y) and
 // lse - z_y = log(1 + s / s_y) keep all their digits as p_y approaches 1.
@@ -36,6 +52,7 @@ template <typename T>
 constexpr int kResidentBlocks = sizeof(T) == 8 ? 2 : 3;  // on a multiprocessor
 
 constexpr unsigned kMaxCluster = 16;
+constexpr int kCopies = 4;                   // in which a block's packets of a row arrive
 constexpr size_t kPartBytes = 69 << 10;      // of a row in each of three blocks of a multiprocessor
 constexpr size_t kMaxPartBytes = 210 << 10;  // in the only one, for the longest rows
 
@@ -64,9 +81,11 @@ ResidentPlan plan_resident(int64_t rows, int64_t vocab) {
 // ---- device functions -----------------------------------------------------------------------------------------------
 
 // Where the warps of all blocks of a cluster say what they have found, in turns: a warp may be a row ahead of others.
+// Its barriers count the summaries, and the packets of each copy.
 template <typename C>
 struct Exchange {
   Summary<C> of_warps[2][(sizeof(C) == 8 ? 1 : kMaxCluster) * kResidentThreads<C> / 32];
+  ByteBarrier sent[2], copied[kCopies];
 };
 
 // One row, as one of the blocks that hold it sees it.
@@ -76,12 +95,18 @@ struct RowVisit {
 
   Row<T> row;
   const uint4* kept;  // this block's packets
+  int copy;           // packets of each copy; all but the last have as many, a multiple of the number of threads
 
   // Of the whole row, in every thread of every block, once all have read it.
   __device__ Summary<C> summarize(const LossTerms& terms, bool smoothing, int64_t vocab_start, int skip,
                                   Exchange<C>& exchange, unsigned num_blocks, unsigned turn) const {
-    const Summary<C> own = summarize_warp<T, kPlain>(row, terms, smoothing, vocab_start, skip,
-                                                     [&](const auto& body) { for_each_packet(body); });
+    const Summary<C> own = summarize_warp<T, kPlain>(row, terms, smoothing, vocab_start, skip, [&](const auto& body) {
+      if constexpr (kResident) {
+        for_each_copied_packet(exchange.copied, turn, body);
+      } else {
+        for_each_packet(body);
+      }
+    });
     const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
     Summary<C>* const all = exchange.of_warps[turn % 2];
     if (num_blocks == 1) {
@@ -89,14 +114,34 @@ struct RowVisit {
       __syncthreads();
     } else {
       if (turn == 0) cluster_wait();  // until all blocks have started
-      if (lane < num_blocks) map_to_peer(all, lane)[cluster_rank() * warps + warp] = own;
-      cluster_arrive();
-      cluster_wait();
+      if constexpr (kResident) {
+        ByteBarrier* const sent = &exchange.sent[turn % 2];
+        uint4 packet;
+        static_assert(sizeof own == sizeof packet, "a summary is sent at once");
+        memcpy(&packet, &own, sizeof packet);
+        if (threadIdx.x == 0) expect_bytes(sent, num_blocks * warps * kPacketBytes);
+        if (lane < num_blocks) send_packet(&all[cluster_rank() * warps + warp], packet, sent, lane);
+        wait_for_bytes(sent, turn / 2);
+      }
     }
     return combine_shared(all, num_blocks * warps, !kPlain && smoothing);
   }
 
-  // body(column, the 16 bytes), for the packets of this thread, any number of times.
+  // The same, of each copy once it is there: sums begin while the rest of the row is on its way.
+  template <typename F>
+  __device__ void for_each_copied_packet(ByteBarrier* copied, unsigned turn, const F& body) const {
+    const int stride = static_cast<int>(blockDim.x);
+    int packet = row.first + static_cast<int>(threadIdx.x);
+#pragma unroll 1
+    for (int i = 0; i < kCopies; ++i) {
+      wait_for_bytes(copied + i, turn);
+      const int end = min(row.last, row.first + (i + 1) * copy);
+#pragma unroll 2
+      for (; packet < end; packet += stride) body(row.column_of(packet), kept[packet - row.first]);
+    }
+  }
+
+  // body(column, the 16 bytes), for the packets of this thread, any number of times once they are there.
   template <typename F>
   __device__ void for_each_packet(const F& body) const {
     if constexpr (kResident) {
@@ -111,8 +156,8 @@ struct RowVisit {
   }
 };
 
-// The rows that a cluster takes, one after another. A thread copies the packets that it will read, and asks for those
-// of the next row when it has written this one.
+// The rows that a cluster takes, one after another. One thread asks for the block's packets of the next row when all
+// threads have written this one. Packets of a row are aligned wherever it begins (see Row), and so are the copies.
 template <typename T, bool kPlain, bool kResident>
 struct RowQueue {
   const void* logits;
@@ -120,22 +165,30 @@ struct RowQueue {
   int64_t vocab;
   unsigned num_blocks, rank;
   uint4* kept;
-  int num_rows, row, step, part;  // rows between two of this cluster; packets of a block
+  ByteBarrier* copied;
+  int num_rows, row, step;  // rows between two of this cluster
+  int part, copy;           // packets of a block, and of each of its copies
   unsigned turn = 0;
   const T *x, *next_x;  // this row and, where there is one, the next
 
   __device__ RowQueue(const void* logits_, const RowLayout& layout_, int64_t num_rows_, int64_t vocab_,
-                      unsigned char* shared)
+                      unsigned char* shared, Exchange<Compute<T>>& exchange)
       : logits(logits_),
         layout(layout_),
         vocab(vocab_),
         num_blocks(kResident ? cluster_size() : 1),
         rank(kResident ? cluster_rank() : 0),
         kept(reinterpret_cast<uint4*>(shared)),
+        copied(exchange.copied),
         num_rows(static_cast<int>(num_rows_)),
         row(static_cast<int>(blockIdx.x / num_blocks)),
         step(static_cast<int>(gridDim.x / num_blocks)),
-        part(kResident ? divide_up(static_cast<int>(vocab / kPacketSize<T>), static_cast<int>(num_blocks)) : kAll) {
+        part(kResident ? divide_up(static_cast<int>(vocab / kPacketSize<T>), static_cast<int>(num_blocks)) : kAll),
+        copy(divide_up(part, static_cast<int>(kCopies * blockDim.x)) * static_cast<int>(blockDim.x)) {
+    if (kResident && threadIdx.x == 0) {
+      for (ByteBarrier& barrier : exchange.sent) init_byte_barrier(&barrier);
+      for (ByteBarrier& barrier : exchange.copied) init_byte_barrier(&barrier);
+    }
     if (num_blocks > 1) cluster_arrive();
     x = next_x = address(row);
     fetch_next();
@@ -144,14 +197,13 @@ struct RowQueue {
   __device__ bool has_row() const { return row < num_rows; }
   __device__ bool is_last() const { return !kResident || row >= num_rows - step; }
 
-  // This row, when the packets of this thread are there.
+  // This row, whose packets are on their way.
   __device__ RowVisit<T, kPlain, kResident> visit() {
     if (!is_last()) next_x = address(row + step);
-    if constexpr (kResident) wait_for_copies<0>();
-    return {Row<T>(x, vocab, rank, part), kept};
+    return {Row<T>(x, vocab, rank, part), kept, copy};
   }
 
-  // From a row that this thread has written.
+  // From a row that this thread has written; by all threads.
   __device__ void advance() {
     if (!is_last()) fetch_next();
     row = is_last() ? num_rows : row + step;
@@ -167,11 +219,17 @@ struct RowQueue {
 
   __device__ void fetch_next() const {
     if constexpr (kResident) {
+      __syncthreads();  // the barriers are there, and nobody reads this row any more
+      if (threadIdx.x != 0) return;
       const Row<T> next(next_x, vocab, rank, part);
-      for (int packet = next.first + static_cast<int>(threadIdx.x); packet < next.last; packet += blockDim.x) {
-        copy_packet_async(kept + (packet - next.first), next_x + next.column_of(packet));
+#pragma unroll 1
+      for (int i = 0; i < kCopies; ++i) {
+        const int packet = min(next.last, next.first + i * copy);
+        const int bytes = (min(next.last, packet + copy) - packet) * kPacketBytes;
+        expect_bytes(copied + i, bytes);
+        if (bytes == 0) continue;  // a copy has some
+        copy_bytes_async(kept + (packet - next.first), next_x + next.column_of(packet), bytes, copied + i);
       }
-      commit_copies();
     }
   }
 };
@@ -233,7 +291,7 @@ __global__ void __launch_bounds__(kResidentThreads<T>, kResidentBlocks<T>)
   FASTPAR_SHARED(Exchange<C>, exchange);
   FASTPAR_SHARED_ARRAY(PendingLoss<C>, pending, kTogether);
   const bool smoothing = a.terms.label_smoothing > 0.0;
-  RowQueue<T, kPlain, kResident> queue(a.logits, a.rows, num_rows, a.vocab, shared);
+  RowQueue<T, kPlain, kResident> queue(a.logits, a.rows, num_rows, a.vocab, shared, exchange);
   if (!queue.has_row()) return;
 
   // What a row needs beside its columns is read a row ahead, and its target, which says where to look, two: a block
@@ -293,7 +351,7 @@ __global__ void __launch_bounds__(kResidentThreads<T>, kResidentBlocks<T>) stats
   using C = Compute<T>;
   FASTPAR_DYNAMIC_SHARED(shared);
   FASTPAR_SHARED(Exchange<C>, exchange);
-  for (RowQueue<T, kPlain, kResident> queue(a.logits, a.rows, a.num_rows, a.vocab, shared); queue.has_row();
+  for (RowQueue<T, kPlain, kResident> queue(a.logits, a.rows, a.num_rows, a.vocab, shared, exchange); queue.has_row();
        queue.advance()) {
     const int n = queue.row;
     const T* x = queue.x;

@@ -33,6 +33,8 @@
 #define gridDim (::fastpar::emulation::position().grid_dim)
 constexpr int warpSize = 32;
 
+inline int min(int x, int y) { return x < y ? x : y; }
+
 using cudaStream_t = fastpar::emulation::Stream*;  // null: run at once, and wait
 
 #define FASTPAR_EMULATION_PLACE const char *file = __builtin_FILE(), int line = __builtin_LINE()

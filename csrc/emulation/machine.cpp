@@ -73,6 +73,9 @@ void thread_main(void* argument) {
   Cluster* cluster = thread->block->cluster;
   try {
     cluster->launch->body();
+    if (thread->block->live == 1 && !thread->block->bulk_copies.empty()) {
+      fail(describe(*thread), " is the last of its block and ends before a bulk copy has landed");
+    }
     end_thread(thread);
   } catch (...) {
     cluster->failure = std::current_exception();
@@ -376,6 +379,30 @@ void wait_for_copies(int64_t batches) {
     std::memcpy(copy.to, copy.from, copy.bytes);
     thread.copies.pop_front();
   }
+}
+
+void copy_bulk_async(void* to, const void* from, size_t bytes, const void* barrier) {
+  check_alignment(to, 16, "bulk copy");
+  check_alignment(from, 16, "bulk copy");
+  if (bytes == 0 || bytes % 16 != 0 || bytes >= size_t{1} << 20) {
+    fail("a bulk copy of ", bytes, " bytes: allowed are multiples of 16 from 16 to below 2^20");
+  }
+  running().block->bulk_copies.push_back({to, from, bytes, barrier});
+}
+
+size_t land_bulk_copies(const void* barrier) {
+  std::vector<BulkCopy> later;
+  size_t landed = 0;
+  for (const BulkCopy& copy : running().block->bulk_copies) {
+    if (copy.barrier != barrier) {
+      later.push_back(copy);
+    } else {
+      std::memcpy(copy.to, copy.from, copy.bytes);
+      landed += copy.bytes;
+    }
+  }
+  running().block->bulk_copies.swap(later);
+  return landed;
 }
 
 void check_alignment(const void* address, size_t alignment, const char* what) {

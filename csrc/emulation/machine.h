@@ -142,5 +142,10 @@ void copy_async(void* to, const void* from, size_t bytes);
 void commit_copies();
 void wait_for_copies(int64_t batches);
 
+// Copies of any number of bytes that a barrier of the block counts: they land when one of its threads waits for that
+// barrier, and not before; land_bulk_copies returns how many bytes. A block must not end while one is on its way.
+void copy_bulk_async(void* to, const void* from, size_t bytes, const void* barrier);
+size_t land_bulk_copies(const void* barrier);
+
 }  // namespace emulation
 }  // namespace fastpar

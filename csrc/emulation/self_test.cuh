@@ -54,6 +54,23 @@ __global__ void copies(const uint4* in, uint4* out) {
   for (unsigned batch = 0; batch < 2; ++batch) out[32 * batch + i] = kept[32 * batch + i];
 }
 
+// Every thread reads its packet of one bulk copy: of `bytes`, where the barrier expects as many as `expected` says, and
+// with or without waiting for them. Twice, the second time from the next packets of `in`.
+__global__ void bulk_copy(const unsigned char* in, uint4* out, int bytes, int expected, int offset, bool waits) {
+  FASTPAR_SHARED_ARRAY(uint4, kept, 65);
+  FASTPAR_SHARED(device::ByteBarrier, barrier);
+  if (threadIdx.x == 0) device::init_byte_barrier(&barrier);
+  for (unsigned turn = 0; turn < 2; ++turn) {
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      device::expect_bytes(&barrier, static_cast<uint32_t>(expected));
+      device::copy_bytes_async(kept, in + turn * 16 * blockDim.x + offset, static_cast<uint32_t>(bytes), &barrier);
+    }
+    if (waits) device::wait_for_bytes(&barrier, turn);
+    out[turn * blockDim.x + threadIdx.x] = kept[threadIdx.x];
+  }
+}
+
 __global__ void shuffles(const int* in, int* out) {
   const int lane = static_cast<int>(threadIdx.x);
   const int value = in[lane];
@@ -255,6 +272,15 @@ __global__ void one_block_never_comes() {
   }
   cluster_arrive();
   cluster_wait();
+}
+
+__global__ void bulk_copy_without_end(const uint4* in) {
+  FASTPAR_SHARED(uint4, kept);
+  FASTPAR_SHARED(device::ByteBarrier, barrier);
+  if (threadIdx.x != 0) return;
+  device::init_byte_barrier(&barrier);
+  device::expect_bytes(&barrier, 16);
+  device::copy_bytes_async(&kept, in, 16, &barrier);
 }
 
 __global__ void sleep_until_set(const int* flag) {

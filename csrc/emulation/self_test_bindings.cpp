@@ -43,6 +43,8 @@ void bind_self_test(py::module_& m) {
   bind_kernel(m, "missing_barrier", &self_test::missing_barrier);
   bind_kernel(m, "copies_all", &self_test::copies<0>);
   bind_kernel(m, "copies_but_one", &self_test::copies<1>);
+  bind_kernel(m, "bulk_copy", &self_test::bulk_copy);
+  bind_kernel(m, "bulk_copy_without_end", &self_test::bulk_copy_without_end);
   bind_kernel(m, "shuffles", &self_test::shuffles);
   bind_kernel(m, "atomics", &self_test::atomics);
   bind_kernel(m, "cluster_sum", &self_test::cluster_sum);

@@ -48,6 +48,14 @@ struct PendingCopy {
   int64_t batch;  // counted over the thread's commits
 };
 
+// A bulk copy of a block, of which nobody has waited for the barrier.
+struct BulkCopy {
+  void* to;
+  const void* from;
+  size_t bytes;
+  const void* barrier;
+};
+
 struct Thread {
   Position position;
   Block* block;
@@ -100,6 +108,7 @@ struct Block {
   int64_t barriers = 0;          // that its threads have passed
   unsigned slowness = 1;         // kRandom: gets one turn in so many
   bool has_started = false;
+  std::vector<BulkCopy> bulk_copies;
   size_t static_bytes = 0;
   std::unique_ptr<SharedMemory> dynamic;
   std::map<const void*, std::unique_ptr<SharedMemory>> statics;

@@ -77,6 +77,45 @@ def test_copies_behind_a_threads_back_land_when_they_are_waited_for() -> None:
 
 
 @emulated
+def test_bulk_copies_land_when_their_barrier_is_waited_for_and_no_earlier() -> None:
+    values = np.arange(512, dtype=np.uint32)
+    for schedule in schedules(2):
+        for waits in (True, False):
+            out = DeviceArray.of(np.zeros(512, np.uint32))
+            arguments = (DeviceArray.of(values), out, 1024, 1024, 0)
+            if waits:
+                launch("bulk_copy", *arguments, True, threads=64)
+                np.testing.assert_array_equal(out.array, values, err_msg=schedule)
+            else:
+                text = failure_of("bulk_copy", *arguments, False, threads=64)
+                assert "told twice in one phase" in text, schedule
+                assert (out.array[:256] == 0xFFFFFFFF).all(), "what has not been waited for is poison"
+
+
+@emulated
+@pytest.mark.parametrize(
+    ("bytes_", "expected", "offset", "text"),
+    [
+        (512, 512, 8, "misaligned bulk copy"),
+        (504, 504, 0, "a bulk copy of 504 bytes: allowed are multiples of 16"),
+        (0, 0, 0, "a bulk copy of 0 bytes"),
+        (1 << 20, 1 << 20, 0, "below 2^20"),
+        (512, 496, 0, "bulk copies of 512 bytes arrive at a barrier that expects 496"),
+        (512, 528, 0, "livelock"),  # 16 bytes that never come
+    ],
+)
+def test_wrong_bulk_copies_are_reported(bytes_: int, expected: int, offset: int, text: str) -> None:
+    source, out = DeviceArray.of(np.zeros(512, np.uint32)), ints(512)
+    assert text in failure_of("bulk_copy", source, out, bytes_, expected, offset, True)
+
+
+@emulated
+def test_a_block_must_not_end_before_its_bulk_copies_have_landed() -> None:
+    text = failure_of("bulk_copy_without_end", DeviceArray.of(np.zeros(4, np.uint32)))
+    assert "ends before a bulk copy has landed" in text
+
+
+@emulated
 def test_a_missing_barrier_shows_in_either_order() -> None:
     import fastpar_emulation as emulation
 

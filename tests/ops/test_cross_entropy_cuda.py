@@ -428,6 +428,30 @@ def test_stats_exp_leaves_the_exponentials_where_the_logits_were(dtype: str, opt
 
 
 @emulated
+@pytest.mark.parametrize("schedule", ["ascending", "descending", "random"])
+def test_stats_exp_of_rows_that_one_cluster_takes_one_after_the_other(schedule: str) -> None:
+    import fastpar_emulation as emulation
+
+    rows, vocab = 4, 70001  # two blocks a row; copies of 20 KiB, the last one shorter
+    x, target = example(rows, vocab, "bfloat16")
+    plain = run_stats(Rows.of(x, "bfloat16"), target, Loss(), 0, vocab)
+    emulation.set_device(multiprocessors=2)
+    emulation.set_schedule(schedule, 5)
+    try:
+        logits = Rows.of(x, "bfloat16", row_stride=vocab + 2, offset=3)
+        got = run_stats(logits, target, Loss(), 0, vocab, exp_out=logits)
+    finally:
+        emulation.set_device()
+        emulation.set_schedule("ascending")
+    np.testing.assert_allclose(got[:rows], plain[:rows], rtol=1e-6)
+    z, _ = transform(x, Loss())
+    expected = np.exp(z - z.max(axis=1, keepdims=True))
+    expected[np.arange(rows)[target >= 0], target[target >= 0]] = 0
+    expected[target < 0] = 0
+    assert_gradient(logits.read(), (expected, expected), "bfloat16", Loss())
+
+
+@emulated
 def test_stats_exp_of_a_row_without_a_finite_logit_is_zero() -> None:
     x = np.full((1, 12), -np.inf)
     logits = Rows.of(x, "float32")
