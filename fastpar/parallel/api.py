@@ -92,7 +92,7 @@ def parallelize(
 
     Raises ValueError for a pattern that matches nothing, heads that cannot be split, parameters inside a block with no
     style, a block that computes something else when it is split, weights that differ; TypeError for a style on the
-    wrong kind of module. The model is unchanged then.
+    wrong kind of module. The model is unchanged then, but for weights that were broadcast.
     """
     check_model(model, "parallelize")
     if getattr(model, _STATE, None) is not None:
@@ -109,8 +109,13 @@ def parallelize(
     grid, sequence_parallel = grid_for(mesh, sequence_parallel=sequence_parallel)
     split = _context(model, mesh, gather_logits)
     split.grid = grid
-    split.context = _region(model, mesh, context, attention_of(model, plan))
     comm = split.comm
+    if sync_weights != "none":  # first, as trials of other weights would find other things on every rank
+        sync_weights_of(model, comm, broadcast=sync_weights == "broadcast")
+        if split.expert_ranks > comm.size:  # else among the same ranks
+            for group in (split.experts, split.etp):
+                sync_weights_of(model, group.comm, broadcast=sync_weights == "broadcast")
+    split.context = _region(model, mesh, context, attention_of(model, plan))
     is_written = not isinstance(plan, str)
     if isinstance(plan, str):
         with trial_of(split.context):
@@ -128,11 +133,6 @@ def parallelize(
     if is_written:
         with trial_of(split.context):
             untried = refuse_wrong_blocks(model, split.styles | split.parameter_styles, split.features[1])
-    if sync_weights != "none":
-        sync_weights_of(model, comm, broadcast=sync_weights == "broadcast")
-        if split.expert_ranks > comm.size:  # else among the same ranks
-            for group in (split.experts, split.etp):
-                sync_weights_of(model, group.comm, broadcast=sync_weights == "broadcast")
     split.overlap = overlap if isinstance(overlap, Overlap) else Overlap.load(comm)
     if overlap is False:
         split.overlap = split.overlap.disabled()

@@ -20,11 +20,13 @@ from typing import Any
 from torch import nn
 
 from fastpar.arguments import checked
+from fastpar.comm import Communicator
 from fastpar.context.microbatches import ContextMicrobatches
 from fastpar.context.region import Context, ContextRegion
 from fastpar.mesh import Mesh
 from fastpar.ops.parallel_linear.overlap import Overlap
 from fastpar.parallel.api import attention_of, parallelize, proven_on, swap_of, trial_of, tried_region
+from fastpar.parallel.guards import sync_weights as sync_weights_of
 from fastpar.parallel.on_grid import grid_for, with_parts_sent
 from fastpar.parallel.styles import Style
 from fastpar.pipeline import (
@@ -121,6 +123,9 @@ def parallelize_pipeline(
     if shard_head and not schedule.sharded_head:
         schedule = with_sharded_head(schedule)
     if plan == "auto" and mesh.size("tp") > 1 and isinstance(model, nn.Module):
+        if sync_weights != "none":  # trials of other weights would find other things on every rank
+            tp = Communicator(mesh.group("tp"))
+            sync_weights_of(model, tp, broadcast=sync_weights == "broadcast")
         with trial_of(region):  # it runs the model: uncut
             plan = proven_on(model, mesh.size("tp"), grid, sequence_parallel=cuts_tokens)
     chain = schedule.chains[0]

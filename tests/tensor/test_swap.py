@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
@@ -249,6 +250,23 @@ def test_weights_that_differ_between_ranks_are_found_or_broadcast() -> None:
     for message, equal in run_ranks(2, _differing_weights):
         assert message.startswith("0.weight differs")
         assert equal
+
+
+def _differing_falcon() -> None:
+    config = transformers.FalconConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=4)
+    mesh = fp.init_mesh(tp=2)
+    torch.manual_seed(dist.get_rank())
+    model = transformers.FalconForCausalLM(config)
+    with pytest.raises(ValueError, match=r"word_embeddings\.weight differs between the ranks"):
+        fp.parallelize(model, mesh)
+    with pytest.raises(ValueError, match=r"word_embeddings\.weight differs between the ranks"):
+        fp.parallelize_pipeline(model, mesh, "1f1b", num_microbatches=1)
+    fp.parallelize(model, mesh, sync_weights="broadcast")
+    mesh.close()
+
+
+def test_weights_are_compared_before_layers_with_their_own_forward_are_tried() -> None:
+    run_ranks(2, _differing_falcon)
 
 
 def _tied_weights() -> None:
