@@ -152,6 +152,7 @@ def grid_of(device: str, group: Any, spec: fp.GridSpec) -> Grid:
     grid.spec = spec
     grid.mesh = DeviceMesh(device, torch.arange(2).view(sizes), mesh_dim_names=TENSOR_GRID_DIMS, _init_backend=False)
     grid.x, grid.y, grid.replicas, grid.z = (fp.comm.Communicator.of(group if size > 1 else None) for size in sizes)
+    grid.ranks = fp.comm.Communicator.of(group)
     return grid
 
 
