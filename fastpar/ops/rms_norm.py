@@ -25,6 +25,7 @@ another order differ in their last bit.
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -61,6 +62,11 @@ def _add_forward_cuda(
     return kernels.forward(x, residual, weight, eps, weight_offset)
 
 
+@functools.cache  # torch counts devices and looks at this one again
+def _multiprocessors(device: int) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
 def _backward_cuda(
     grad_out: Tensor,
     grad_sum: Tensor | None,
@@ -73,7 +79,7 @@ def _backward_cuda(
 ) -> tuple[Tensor, Tensor]:
     from fastpar.kernels import rms_norm as kernels
 
-    num_programs = 2 * torch.cuda.get_device_properties(x.device).multi_processor_count
+    num_programs = 2 * _multiprocessors(x.device.index)
     return kernels.backward(
         grad_out, grad_sum, x, rstd, weight, weight_offset, needs_grad_x, needs_grad_weight, num_programs
     )

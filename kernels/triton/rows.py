@@ -17,6 +17,9 @@ def as_rows(*tensors: Tensor) -> tuple[int, list[tuple[Tensor, int, int]]]:
     The tensors have the same leading dims. These are merged where the rows of every tensor allow it; tensors that need
     more than two dims after that, or whose last dim is not contiguous, are copied.
     """
+    if all(t.is_contiguous() for t in tensors):  # as _merged would find, and most tensors are
+        size = tensors[0].shape[-1]
+        return tensors[0].shape[:-1].numel(), [(t, 0, size) for t in tensors]
     dense = [t if t.shape[-1] <= 1 or t.stride(-1) == 1 else t.contiguous() for t in tensors]
     merged = _merged(dense)
     if len(merged) > 2:

@@ -174,3 +174,17 @@ def test_a_kernel_that_is_not_like_others_is_launched_by_triton(
     assert len(calls) == 6
     with pytest.raises(TypeError, match="scale"):
         launching.launch_named(example_kernel, 3, CPU, {"x": x, "y": x, "count": 5, "free": 5, "BLOCK": 64})
+
+
+@pytest.mark.parametrize("last", [1, 4])
+def test_rows_of_contiguous_tensors_are_found_where_they_are(last: int) -> None:
+    rows: Any = pytest.importorskip("fastpar.kernels.rows")
+    for shape in ((), (1,), (3,), (2, 3), (1, 3), (2, 1, 3), (2, 3, 2)):
+        x = torch.zeros(*shape, last)
+        for other in (x, torch.zeros(*shape, last + 1)[..., :last]):
+            inner, operands = rows.as_rows(x, other)
+            for given, (found, outer, step) in zip((x, other), operands, strict=True):
+                starts = [r // inner * outer + r % inner * step for r in range(given.shape[:-1].numel())]
+                expected = torch.arange(len(starts)) * given.shape[-1] if found is not given else None
+                flat = torch.arange(given.untyped_storage().nbytes() // 4).as_strided(given.shape, given.stride())
+                assert starts == (flat[..., 0].flatten() if expected is None else expected).tolist()
