@@ -76,7 +76,17 @@ INNER_LAYERS = {
 }
 OPTIONAL_PACKAGES = {"triton", "transformers", "rich", "matplotlib", "safetensors"}
 ALLOWED_AT_IMPORT = {"kernels": {"triton"}, "integrations": {"transformers", "safetensors"}}
-KERNEL_PACKAGES = {"torch", "triton", "__future__", "collections", "dataclasses", "functools", "itertools", "math", "typing"}
+KERNEL_PACKAGES = {
+    "torch",
+    "triton",
+    "__future__",
+    "collections",
+    "dataclasses",
+    "functools",
+    "itertools",
+    "math",
+    "typing",
+}
 
 # C++: a folder may include headers of lower layers and its own; the op families never include each other.
 CSRC_FOUNDATION = {"common": 0, "runtime": 1, "comm": 2}
