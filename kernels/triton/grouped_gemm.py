@@ -21,14 +21,15 @@ Timed on an H200 as the experts of moe_mlp.py: docs/benchmarks.md.
 Compiled for sm_90 by Triton 3.7.1, bfloat16, 8 warps, blocks of 128 x 256 x 64 (two of
 128 columns for gate and up, 128 columns with the gradient of the activation); registers a thread at most:
 
-    grouped_gemm_kernel         206     0 spills
-    grouped_gemm_act_kernel     229     0 spills
+    grouped_gemm_kernel         231     0 spills
+    grouped_gemm_act_kernel     255     0 spills
     grouped_gemm_dact_kernel    171     0 spills
     grouped_wgrad_kernel        214     0 spills
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -46,13 +47,26 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class GroupedGemmConfig(NamedTuple):
-    """Rows, columns and terms of a block, warps of a program, stages of the loads' pipeline."""
+    """Rows, columns and terms of a block, warps of a program, stages of the loads' pipeline; whether as many programs
+    as are resident do all of a product over features (`Note: tiles`)."""
 
     block_m: int
     block_n: int
     block_k: int
     num_warps: int
     num_stages: int
+    persistent: bool = False
+
+
+@functools.cache
+def _is_hopper(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) == (9, 0)
+
+
+@functools.cache
+def _resident(device: torch.device) -> int:
+    """Persistent programs: each takes more than half of a multiprocessor's registers. Three in the interpreter."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 
 def configuration(
@@ -68,7 +82,19 @@ def configuration(
     if rows <= 64:
         return GroupedGemmConfig(64, 64 if cols <= 64 else 128 // sums, 64, 4, 4)
     block_n = 64 if cols <= 64 else 128 if cols <= 128 else 256
+    if block_n == 256 and _is_hopper(device):
+        return GroupedGemmConfig(128, 256 // sums, 64, 8, 3, persistent=True)
     return GroupedGemmConfig(128, block_n // sums if block_n > 64 else 64, 64, 8 if block_n == 256 else 4, 4)
+
+
+def _one_tile_each(config: GroupedGemmConfig) -> GroupedGemmConfig:
+    """For kernels that would spill, or that have no walk, as persistent ones."""
+    return config._replace(num_stages=4, persistent=False) if config.persistent else config
+
+
+def dact_configuration(rows: int, cols: int, dtype: torch.dtype, device: torch.device) -> GroupedGemmConfig:
+    """The same for the gradient of the activation: its epilogue beside the next tile's loads does not fit registers."""
+    return _one_tile_each(configuration(rows, cols, dtype, device, sums=2))
 
 
 def wgrad_configuration(
@@ -77,6 +103,7 @@ def wgrad_configuration(
     """The same for gradients [features, terms] of weights. Loads through an index wait for that of the index, which
     takes two of the pipeline's stages: six leave blocks of three under way."""
     config = configuration(features, terms, dtype, device)
+    config = _one_tile_each(config)
     deepens = gathers and config.num_stages == 4
     return config._replace(num_stages=6) if deepens else config
 
@@ -140,15 +167,22 @@ def _product(x: Tensor, weight: Tensor, cols: int, groups: RowGroups, config: Gr
     stride_e, stride_n, stride_k = weight.stride()
     return {
         "weight": weight, "stride_e": stride_e, "stride_n": stride_n, "stride_k": stride_k,
-        "tiles": tiles, "num_tiles": len(tiles), "N": cols, "K": terms, "GROUP": GROUP,
+        "tiles": tiles, "N": cols, "K": terms, "GROUP": GROUP,
         "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k,
         "EVEN_N": cols % config.block_n == 0, "EVEN_K": terms % config.block_k == 0, "PRECISION": "ieee",
         "num_warps": config.num_warps, "num_stages": config.num_stages,
     }  # fmt: skip
 
 
+def _walks(cols: int, terms: int, config: GroupedGemmConfig, spills: bool = False) -> GroupedGemmConfig:
+    """The chosen blocks, with a program for each tile where masks or an epilogue would make a persistent one spill."""
+    even = terms > 0 and cols % config.block_n == 0 and terms % config.block_k == 0
+    return config if even and not spills else _one_tile_each(config)
+
+
 def _programs(groups: RowGroups, cols: int, config: GroupedGemmConfig) -> int:
-    return len(groups.tiles(config.block_m)) * triton.cdiv(cols, config.block_n)
+    most = len(groups.tiles(config.block_m)) * triton.cdiv(cols, config.block_n)
+    return min(most, _resident(groups.splits.device)) if config.persistent else most
 
 
 class _Halves(NamedTuple):
@@ -195,10 +229,11 @@ def grouped_linear(
     out = x.new_empty((groups.num_rows, cols)) if out is None else out
     if out.numel() == 0:
         return out
-    config = config or configuration(groups.rows_per_expert, cols, x.dtype, x.device)
+    config = config or _walks(cols, x.shape[1], configuration(groups.rows_per_expert, cols, x.dtype, x.device))
     launch(kernels.grouped_gemm_kernel, _programs(groups, cols, config), x.device, {
         "x": x, "stride_x": x.stride(0), "index": index, "bias": None if bias is None else bias.contiguous(),
-        "scale": scale, "out": out, **_product(x, weight, cols, groups, config),
+        "scale": scale, "out": out, "PERSISTENT": config.persistent and x.shape[1] > 0,
+        **_product(x, weight, cols, groups, config),
     })  # fmt: skip
     return out
 
@@ -234,14 +269,17 @@ def grouped_linear_act(
     if act.numel() == 0:
         return hidden, act
     cols = halves.features
-    config = config or configuration(groups.rows_per_expert, cols, x.dtype, x.device, sums=2 if halves.gated else 1)
+    if config is None:
+        config = configuration(groups.rows_per_expert, cols, x.dtype, x.device, sums=2 if halves.gated else 1)
+        config = _walks(cols, x.shape[1], config, spills=activation != "swiglu" or interleaved)
     product = _product(x, weight, cols, groups, config)
     product["stride_n"] *= halves.step
     launch(kernels.grouped_gemm_act_kernel, _programs(groups, cols, config), x.device, {
         "x": x, "stride_x": x.stride(0), "index": index, "second": halves.second * weight.stride(1),
         "bias": None if bias is None else bias.contiguous(), "scale": scale, "row_weights": row_weights,
         "hidden": hidden, "act": act, "stride_hidden": total, "step": halves.step, "second_hidden": halves.second,
-        "limit": limit, "alpha": alpha, "ACTIVATION": activation, "GATED": halves.gated, **product,
+        "limit": limit, "alpha": alpha, "ACTIVATION": activation, "GATED": halves.gated,
+        "PERSISTENT": config.persistent and x.shape[1] > 0, **product,
     })  # fmt: skip
     return hidden, act
 
@@ -286,7 +324,8 @@ def grouped_linear_dact(
     dhidden, act = torch.empty_like(hidden), hidden.new_empty((groups.num_rows, cols))
     if act.numel() == 0:
         return dhidden, act, hidden.new_zeros(groups.num_rows, dtype=torch.float32)
-    config = config or configuration(groups.rows_per_expert, cols, dout.dtype, dout.device, sums=2)
+    config = config or dact_configuration(groups.rows_per_expert, cols, dout.dtype, dout.device)
+    config = config._replace(persistent=False)
     dots = hidden.new_empty((triton.cdiv(cols, config.block_n), groups.num_rows), dtype=torch.float32)
     launch(kernels.grouped_gemm_dact_kernel, _programs(groups, cols, config), dout.device, {
         "dout": dout, "stride_dout": dout.stride(0), "index": index, "row_weights": row_weights, "hidden": hidden,

@@ -3,9 +3,13 @@
 
 Note: tiles
     Rows lie by expert, and how many each has is known on the device alone. A table of tiles, (expert, first row, rows,
-    0) of int32, is written there too: none crosses from one expert to the next. As many programs are launched as there
-    can be tiles at most, ceil(rows / BLOCK_M) + experts; entries that are too many have 0 rows, and their programs
-    return at once.
+    tiles in use) of int32, is written there too: none crosses from one expert to the next. It has as many entries as
+    there can be tiles at most, ceil(rows / BLOCK_M) + experts; those that are too many have 0 rows.
+
+    A product's programs walk over the tiles in use times the tiles of columns, each by the number of programs. There
+    are as many as there can be steps, and then each takes one or none; or, PERSISTENT, as many as are resident: the
+    compiler makes one loop of the walk and the terms, so that the loads of a tile begin before the one before is
+    stored. Such programs wait for nobody, but hold every multiprocessor until the product ends.
 
 Note: gathered rows
     With an index, row i of an operand is x[index[i]], read where it lies: no permuted copy exists. -1 is padding, a row
@@ -29,10 +33,9 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
-def tile_of_program(tiles, num_tiles, num_cols, GROUP: tl.constexpr):
+def tile_of_step(program, tiles, num_tiles, num_cols, GROUP: tl.constexpr):
     """(expert, first row, rows, column tile). GROUP tiles of rows take a column after the other together: their weight
     is read from the cache."""
-    program = tl.program_id(0)
     group = program // (GROUP * num_cols)
     members = tl.minimum(num_tiles - group * GROUP, GROUP)
     place = program - group * (GROUP * num_cols)
@@ -90,30 +93,36 @@ def gathered_matmul(
     EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """float32 [BLOCK_M, BLOCK_N]: x[source] @ weight[col..].T; with GATED also that of the weight `second` further on.
-
-    Without GATED the second result is the first.
+    """float32 [BLOCK_M, BLOCK_N]: x[source] @ weight[col..].T; with GATED twice as wide: the other columns are those of
+    the weight `second` further on. One product of all is faster than two.
     """
+    WIDE: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
     k = tl.arange(0, BLOCK_K)
-    n = col + tl.arange(0, BLOCK_N)
-    inside_n = (n < N)[None, :]
+    wide = tl.arange(0, WIDE)
+    n = wide % BLOCK_N
+    inside_n = (col + n < N)[None, :]
+    place = n * stride_n
+    if GATED:
+        place += (wide // BLOCK_N).to(tl.int64) * second
     rows = x + tl.maximum(source, 0) * stride_x
     x_block = rows[:, None] + k[None, :]
-    weight_block = (
-        weight + col.to(tl.int64) * stride_n + (tl.arange(0, BLOCK_N)[None, :] * stride_n + k[:, None] * stride_k)
-    )
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    acc_second = acc
+    weight_block = weight + col.to(tl.int64) * stride_n + (place[None, :] + k[:, None] * stride_k)
+    acc = tl.zeros((BLOCK_M, WIDE), tl.float32)
     for start in range(0, K, BLOCK_K):
         a = tl.load(x_block) if EVEN_K else tl.load(x_block, mask=k[None, :] < K - start, other=0.0)
         inside_k = k[:, None] < K - start
         acc = multiply(a, load_block(weight_block, inside_k, inside_n, EVEN_K, EVEN_N), acc, PRECISION)
-        if GATED:
-            b = load_block(weight_block + second, inside_k, inside_n, EVEN_K, EVEN_N)
-            acc_second = multiply(a, b, acc_second, PRECISION)
         x_block += BLOCK_K
         weight_block += BLOCK_K * stride_k
-    return acc, acc_second if GATED else acc
+    return acc
+
+
+@triton.jit
+def column_halves(acc):
+    """The left and the right half of the columns."""
+    M: tl.constexpr = acc.shape[0]
+    N: tl.constexpr = acc.shape[1]
+    return tl.split(tl.permute(tl.reshape(acc, (M, 2, N // 2)), (0, 2, 1)))
 
 
 @triton.jit
@@ -230,7 +239,7 @@ def tile_table_kernel(
 ):
     """`Note: tiles`. TILES of them by each program.
 
-    splits [0, 3, 3, 8], blocks of 4 rows, 5 tiles: (0, 0, 3), (2, 3, 4), (2, 7, 1), and twice no rows.
+    splits [0, 3, 3, 8], blocks of 4 rows, 5 tiles: (0, 0, 3, 3), (2, 3, 4, 3), (2, 7, 1, 3), and twice (0, 0, 0, 3).
     """
     e = tl.arange(0, EXPERTS)
     is_expert = e < num_experts
@@ -249,11 +258,14 @@ def tile_table_kernel(
     tl.store(entry, tl.where(exists, expert, 0), mask=t < num_tiles)
     tl.store(entry + 1, tl.where(exists, row, 0), mask=t < num_tiles)
     tl.store(entry + 2, tl.where(exists, tl.minimum(stop - row, BLOCK_M), 0), mask=t < num_tiles)
-    tl.store(entry + 3, tl.zeros_like(t), mask=t < num_tiles)
+    tl.store(entry + 3, tl.zeros_like(t) + tl.sum(needed, 0), mask=t < num_tiles)
 
 
-@triton.jit(do_not_specialize=["num_tiles"])
-def grouped_gemm_kernel(
+@triton.jit
+def linear_tile(
+    walked,
+    num_tiles,
+    num_cols,
     x,
     stride_x,
     index,
@@ -265,7 +277,6 @@ def grouped_gemm_kernel(
     scale,
     out,
     tiles,
-    num_tiles,
     N,
     K,
     GROUP: tl.constexpr,
@@ -276,17 +287,12 @@ def grouped_gemm_kernel(
     EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """out[i] = scale[i] * x[index[i]] @ weight[expert of i].T + bias[expert of i]; bias alone where index[i] is -1.
-
-    weight [[[2]], [[3]]], tiles (0, 0, 1) and (1, 1, 2), index [1, 0, -1], x [[10], [20]]: out [[40], [30], [0]].
-    """
-    expert, row, rows, tile_n = tile_of_program(tiles, num_tiles, tl.cdiv(N, BLOCK_N), GROUP)
-    if rows == 0:
-        return
+    """What one step of grouped_gemm_kernel computes and stores."""
+    expert, row, rows, tile_n = tile_of_step(walked, tiles, num_tiles, num_cols, GROUP)
     m = tl.arange(0, BLOCK_M)
     source = source_rows(index, row, rows, m)
     col = tile_n * BLOCK_N
-    acc, _ = gathered_matmul(
+    acc = gathered_matmul(
         x, stride_x, source, weight + expert.to(tl.int64) * stride_e, stride_n, stride_k, 0, col, N, K, False,
         BLOCK_M, BLOCK_N, BLOCK_K, EVEN_N, EVEN_K, PRECISION,
     )  # fmt: skip
@@ -300,8 +306,96 @@ def grouped_gemm_kernel(
     tl.store(place, acc.to(out.dtype.element_ty), mask=(m < rows)[:, None] & (n < N)[None, :])
 
 
-@triton.jit(do_not_specialize=["num_tiles", "limit", "alpha"])
-def grouped_gemm_act_kernel(
+@triton.jit
+def grouped_gemm_kernel(
+    x,
+    stride_x,
+    index,
+    weight,
+    stride_e,
+    stride_n,
+    stride_k,
+    bias,
+    scale,
+    out,
+    tiles,
+    N,
+    K,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PERSISTENT: tl.constexpr,
+):
+    """out[i] = scale[i] * x[index[i]] @ weight[expert of i].T + bias[expert of i]; bias alone where index[i] is -1.
+
+    weight [[[2]], [[3]]], tiles (0, 0, 1) and (1, 1, 2), index [1, 0, -1], x [[10], [20]]: out [[40], [30], [0]].
+    """
+    num_tiles, num_cols = tl.load(tiles + 3), tl.cdiv(N, BLOCK_N)
+    if PERSISTENT:
+        tl.assume(K > 0)  # else the compiler keeps the plain loops beside the flattened one
+        for walked in tl.range(tl.program_id(0), num_tiles * num_cols, tl.num_programs(0), flatten=True):
+            linear_tile(
+                walked,
+                num_tiles,
+                num_cols,
+                x,
+                stride_x,
+                index,
+                weight,
+                stride_e,
+                stride_n,
+                stride_k,
+                bias,
+                scale,
+                out,
+                tiles,
+                N,
+                K,
+                GROUP,
+                BLOCK_M,
+                BLOCK_N,
+                BLOCK_K,
+                EVEN_N,
+                EVEN_K,
+                PRECISION,
+            )
+    elif tl.program_id(0) < num_tiles * num_cols:
+        linear_tile(
+            tl.program_id(0),
+            num_tiles,
+            num_cols,
+            x,
+            stride_x,
+            index,
+            weight,
+            stride_e,
+            stride_n,
+            stride_k,
+            bias,
+            scale,
+            out,
+            tiles,
+            N,
+            K,
+            GROUP,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K,
+            EVEN_N,
+            EVEN_K,
+            PRECISION,
+        )
+
+
+@triton.jit
+def act_tile(
+    walked,
+    num_tiles,
+    num_cols,
     x,
     stride_x,
     index,
@@ -321,7 +415,6 @@ def grouped_gemm_act_kernel(
     limit,
     alpha,
     tiles,
-    num_tiles,
     N,
     K,
     ACTIVATION: tl.constexpr,
@@ -334,24 +427,19 @@ def grouped_gemm_act_kernel(
     EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """hidden[i] = scale[i] * x[index[i]] @ weight[e].T + bias[e], act[i] = row_weights[i] * activation(hidden[i]).
-
-    act     [rows, N]
-    hidden  [rows, stride_hidden]: feature j of the gate (or of all) in column step * j, that of up `second_hidden`
-            further; in the weight `second` elements further
-
-    The activation is that of the rounded hidden features: a backward that reads these computes the same.
-    """
-    expert, row, rows, tile_n = tile_of_program(tiles, num_tiles, tl.cdiv(N, BLOCK_N), GROUP)
-    if rows == 0:
-        return
+    """What one step of grouped_gemm_act_kernel computes and stores."""
+    expert, row, rows, tile_n = tile_of_step(walked, tiles, num_tiles, num_cols, GROUP)
     m = tl.arange(0, BLOCK_M)
     source = source_rows(index, row, rows, m)
     col = tile_n * BLOCK_N
-    gate, up = gathered_matmul(
+    acc = gathered_matmul(
         x, stride_x, source, weight + expert.to(tl.int64) * stride_e, stride_n, stride_k, second, col, N, K, GATED,
         BLOCK_M, BLOCK_N, BLOCK_K, EVEN_N, EVEN_K, PRECISION,
     )  # fmt: skip
+    if GATED:
+        gate, up = column_halves(acc)
+    else:
+        gate, up = acc, acc
     n = col + tl.arange(0, BLOCK_N)
     mask = (m < rows)[:, None] & (n < N)[None, :]
     factor = tl.where(source < 0, 0.0, 1.0)
@@ -379,7 +467,126 @@ def grouped_gemm_act_kernel(
     tl.store(act + row * N + (m[:, None] * N + n[None, :]), value.to(act.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_tiles", "num_rows", "limit", "alpha"])
+@triton.jit(do_not_specialize=["limit", "alpha"])
+def grouped_gemm_act_kernel(
+    x,
+    stride_x,
+    index,
+    weight,
+    stride_e,
+    stride_n,
+    stride_k,
+    second,
+    bias,
+    scale,
+    row_weights,
+    hidden,
+    act,
+    stride_hidden,
+    step,
+    second_hidden,
+    limit,
+    alpha,
+    tiles,
+    N,
+    K,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PERSISTENT: tl.constexpr,
+):
+    """hidden[i] = scale[i] * x[index[i]] @ weight[e].T + bias[e], act[i] = row_weights[i] * activation(hidden[i]).
+
+    act     [rows, N]
+    hidden  [rows, stride_hidden]: feature j of the gate (or of all) in column step * j, that of up `second_hidden`
+            further; in the weight `second` elements further
+
+    The activation is that of the rounded hidden features: a backward that reads these computes the same.
+    """
+    num_tiles, num_cols = tl.load(tiles + 3), tl.cdiv(N, BLOCK_N)
+    if PERSISTENT:
+        tl.assume(K > 0)  # else the compiler keeps the plain loops beside the flattened one
+        for walked in tl.range(tl.program_id(0), num_tiles * num_cols, tl.num_programs(0), flatten=True):
+            act_tile(
+                walked,
+                num_tiles,
+                num_cols,
+                x,
+                stride_x,
+                index,
+                weight,
+                stride_e,
+                stride_n,
+                stride_k,
+                second,
+                bias,
+                scale,
+                row_weights,
+                hidden,
+                act,
+                stride_hidden,
+                step,
+                second_hidden,
+                limit,
+                alpha,
+                tiles,
+                N,
+                K,
+                ACTIVATION,
+                GATED,
+                GROUP,
+                BLOCK_M,
+                BLOCK_N,
+                BLOCK_K,
+                EVEN_N,
+                EVEN_K,
+                PRECISION,
+            )
+    elif tl.program_id(0) < num_tiles * num_cols:
+        act_tile(
+            tl.program_id(0),
+            num_tiles,
+            num_cols,
+            x,
+            stride_x,
+            index,
+            weight,
+            stride_e,
+            stride_n,
+            stride_k,
+            second,
+            bias,
+            scale,
+            row_weights,
+            hidden,
+            act,
+            stride_hidden,
+            step,
+            second_hidden,
+            limit,
+            alpha,
+            tiles,
+            N,
+            K,
+            ACTIVATION,
+            GATED,
+            GROUP,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K,
+            EVEN_N,
+            EVEN_K,
+            PRECISION,
+        )
+
+
+@triton.jit(do_not_specialize=["num_rows", "limit", "alpha"])
 def grouped_gemm_dact_kernel(
     dout,
     stride_dout,
@@ -399,7 +606,6 @@ def grouped_gemm_dact_kernel(
     limit,
     alpha,
     tiles,
-    num_tiles,
     num_rows,
     N,
     K,
@@ -420,13 +626,14 @@ def grouped_gemm_dact_kernel(
     act[i]     = row_weights[i] * activation(hidden[i])     what the weight gradient of the second product needs
     dots[c, i] = <p[i], activation(hidden[i])> over column tile c: summed over c, the gradient of row_weights[i]
     """
-    expert, row, rows, tile_n = tile_of_program(tiles, num_tiles, tl.cdiv(N, BLOCK_N), GROUP)
-    if rows == 0:
+    num_tiles, num_cols = tl.load(tiles + 3), tl.cdiv(N, BLOCK_N)
+    if tl.program_id(0) >= num_tiles * num_cols:
         return
+    expert, row, rows, tile_n = tile_of_step(tl.program_id(0), tiles, num_tiles, num_cols, GROUP)
     m = tl.arange(0, BLOCK_M)
     source = source_rows(index, row, rows, m)
     col = tile_n * BLOCK_N
-    acc, _ = gathered_matmul(
+    acc = gathered_matmul(
         dout, stride_dout, source, weight + expert.to(tl.int64) * stride_e, stride_n, stride_k, 0, col, N, K, False,
         BLOCK_M, BLOCK_N, BLOCK_K, EVEN_N, EVEN_K, PRECISION,
     )  # fmt: skip
@@ -435,16 +642,14 @@ def grouped_gemm_dact_kernel(
     if row_weights is not None:
         factor = tl.load(row_weights + row + m, mask=m < rows, other=0.0)
     # In halves of the columns: five tiles of float32 do not fit the registers.
-    left, right = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
-    hidden += row * stride_hidden
-    dhidden += row * stride_hidden
-    act += row * N
+    left, right = column_halves(acc)
+    here = hidden + row * stride_hidden, dhidden + row * stride_hidden, act + row * N
     dot = dact_columns(
-        left, factor, hidden, dhidden, act, stride_hidden, step, second_hidden, limit, alpha, m, rows, col, N,
+        left, factor, here[0], here[1], here[2], stride_hidden, step, second_hidden, limit, alpha, m, rows, col, N,
         ACTIVATION, GATED, BLOCK_N // 2,
     )  # fmt: skip
     dot += dact_columns(
-        right, factor, hidden, dhidden, act, stride_hidden, step, second_hidden, limit, alpha, m, rows,
+        right, factor, here[0], here[1], here[2], stride_hidden, step, second_hidden, limit, alpha, m, rows,
         col + BLOCK_N // 2, N, ACTIVATION, GATED, BLOCK_N // 2,
     )  # fmt: skip
     tl.store(dots + tile_n.to(tl.int64) * num_rows + row + m, dot, mask=m < rows)

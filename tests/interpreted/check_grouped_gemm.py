@@ -20,6 +20,8 @@ from tests.ops.overlap_gemm_cases import integers
 
 CPU = torch.device("cpu")
 SPLITS = (0, 5, 5, 22, 23)  # an expert of several blocks, one of none, one of one row
+SMALL = gg.GroupedGemmConfig(16, 16, 32, 4, 1)
+PERSISTENT = SMALL._replace(persistent=True)  # of which the interpreter runs three programs
 PADDED = 2  # rows past the last expert's: the most there can be is more than there are
 
 
@@ -49,7 +51,7 @@ def rows_of(x: Tensor, index: Tensor) -> Tensor:
 
 def test_the_worked_examples() -> None:
     groups = RowGroups([0, 3, 3, 8], 8, CPU)
-    assert groups.tiles(4).tolist() == [[0, 0, 3, 0], [2, 3, 4, 0], [2, 7, 1, 0], [0, 0, 0, 0], [0, 0, 0, 0]]
+    assert groups.tiles(4).tolist() == [[0, 0, 3, 3], [2, 3, 4, 3], [2, 7, 1, 3], [0, 0, 0, 3], [0, 0, 0, 3]]
     groups = RowGroups([0, 1, 3], 3, CPU)
     x, weight = torch.tensor([[10.0], [20.0]]), torch.tensor([[[2.0]], [[3.0]]])
     assert gg.grouped_linear(x, weight, groups, index=torch.tensor([1, 0, -1])).tolist() == [[40], [30], [0]]
@@ -90,6 +92,33 @@ def test_gathered_rows_times_their_experts_weights_are_exact(cols: int, terms: i
     turned = weight.transpose(1, 2).contiguous()
     again = gg.grouped_linear(x, turned, groups, transposed=True, **options)
     assert torch.equal(again[: SPLITS[-1]], found[: SPLITS[-1]])
+
+
+@pytest.mark.parametrize("splits", [SPLITS, (0, 0, 0, 0, 0)], ids=["some", "none"])
+def test_a_persistent_grid_gives_the_bits_of_a_program_for_each_tile(splits: tuple[int, ...]) -> None:
+    """With every operand that there can be; nothing is written past the last expert."""
+    cols, terms = 20, 40
+    groups, rows = RowGroups(torch.tensor(splits), splits[-1] + PADDED, CPU), splits[-1] + PADDED
+    x, weight, bias = torch.randn(9, terms), torch.randn(4, 2 * cols, terms), torch.randn(4, 2 * cols)
+    index, scale, weights = torch.randint(-1, 9, (rows,)), torch.rand(rows), torch.rand(rows)
+    options = {"index": index, "scale": scale}
+    found = [
+        gg.grouped_linear(x, weight, groups, bias, out=torch.full((rows, 2 * cols), 7.0), config=config, **options)
+        for config in (SMALL, PERSISTENT)
+    ]
+    assert torch.equal(*found)
+    assert (found[1][splits[-1] :] == 7.0).all()
+    for activation, interleaved in (("swiglu", False), ("swiglu", True), ("gelu", False)):
+        rule = {"activation": activation, "interleaved": interleaved, "row_weights": weights, "index": index}
+        once, walked = (
+            gg.grouped_linear_act(x, weight, groups, bias, scale=scale, config=config, **rule)
+            for config in (SMALL, PERSISTENT)
+        )
+        second = torch.randn(4, terms, once[1].shape[1])
+        dact = [gg.grouped_linear_dact(x, second, groups, once[0], config=config, **rule)
+                for config in (SMALL, PERSISTENT)]  # fmt: skip
+        for one, other in zip((*once, *dact[0]), (*walked, *dact[1]), strict=True):
+            assert torch.equal(one[: splits[-1]], other[: splits[-1]]), (activation, interleaved)
 
 
 def test_rows_past_the_last_expert_are_not_written() -> None:

@@ -63,6 +63,7 @@ def target(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> T
     """What Triton compiles for until the test ends."""
     monkeypatch.setattr(torch.version, "hip", None if request.param == HOPPER else "6.4")
     monkeypatch.setattr(moe_rows, "WARP_SIZE", request.param[2])
+    monkeypatch.setattr(grouped_gemm, "_is_hopper", lambda device: True)
     monkeypatch.setattr(triton.runtime.driver, "_active", CompilingDriver(request.param))
     chosen: Target = request.param
     return chosen
@@ -89,8 +90,8 @@ def documented_registers() -> dict[str, int]:
     return found
 
 
-def check(name: str, found: dict[str, Any], target: Target, allowed_spills: int = 0) -> None:
-    assert found["spills"] <= allowed_spills, (name, found["spills"])
+def check(name: str, found: dict[str, Any], target: Target) -> None:
+    assert found["spills"] == 0, (name, found["spills"])
     assert found["shared"] <= (SHARED_LIMIT if target == HOPPER else LDS_LIMIT), (name, found["shared"])
     limit = 65536 // found["threads"] if target == HOPPER else 512 * 256 // found["threads"]
     assert found["registers"] <= limit, (name, found["registers"])
@@ -107,12 +108,13 @@ def products(dtype: torch.dtype) -> dict[str, Callable[[], object]]:
     factor, mean = torch.ones(1), groups.rows_per_expert
     grad = grouped_gemm.wgrad_configuration(2 * FEATURES, HIDDEN, dtype, CUDA, gathers=True)
     one, two = config(mean, FEATURES, dtype, CUDA), config(mean, FEATURES, dtype, CUDA, sums=2)
+    dact = grouped_gemm.dact_configuration(mean, FEATURES, dtype, CUDA)
     act = {"activation": "swiglu", "index": index, "row_weights": weights}
     return {
         "gathered": lambda: grouped_gemm.grouped_linear(x, first, groups, bias, index=index, scale=weights, config=one),
         "act": lambda: grouped_gemm.grouped_linear_act(x, first, groups, **act, config=two),
         "plain": lambda: grouped_gemm.grouped_linear(rows, second, groups, config=one),
-        "dact": lambda: grouped_gemm.grouped_linear_dact(x, second, groups, hidden, **act, config=two),
+        "dact": lambda: grouped_gemm.grouped_linear_dact(x, second, groups, hidden, **act, config=dact),
         "dgrad": lambda: grouped_gemm.grouped_linear(hidden, first, groups, transposed=True, config=one),
         "wgrad": lambda: grouped_gemm.grouped_wgrad(hidden, x, groups, right_index=index, factor=factor, config=grad),
         "bias_grad": lambda: grouped_gemm.grouped_bias_grad(hidden, groups, factor=factor),
@@ -144,9 +146,7 @@ def compile_products(
         monkeypatch.setattr(grouped_gemm, "launch", compiled)
         call()
         for kernel, found in compiled.found.items():
-            # Known: ptxas stops this one at 128 registers of its own accord.
-            is_known = (name, kernel, dtype, target) == ("plain", "grouped_gemm_kernel", torch.float32, HOPPER)
-            check(f"{name}: {kernel}", found, target, 28 if is_known else 0)
+            check(f"{name}: {kernel}", found, target)
             registers[kernel] = max(found["registers"], registers.get(kernel, 0))
             if kernel not in ("tile_table_kernel", "grouped_bias_grad_kernel"):
                 check_product(name, found, target, dtype)
