@@ -292,6 +292,16 @@ def check_parameters(named: dict[str, nn.Parameter], precision: Precision) -> No
     precision.check_names(list(named))
 
 
+def check_sparse(model: object) -> None:
+    """Raises ValueError for embeddings whose gradients are sparse tensors: collectives and shards are of dense ones."""
+    modules = getattr(model, "modules", None)  # of a module, or of a pipeline's stages
+    for module in modules() if callable(modules) else ():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
+            raise ValueError(
+                f"{module} has sparse gradients, and ranks sum dense ones: set sparse=False on it, or freeze its weight"
+            )
+
+
 def check_context(model: object, groups: Groups) -> None:
     """Raises ValueError where sequences are split over ranks over which gradients would not be summed."""
     modules = getattr(model, "modules", None)  # of a module, or of a pipeline's stages

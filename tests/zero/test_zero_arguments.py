@@ -26,6 +26,7 @@ def refused() -> None:
     optimizer = make_optimizer("sgd", model.parameters())
     compiled, wrapped = torch.compile(Net(), backend="eager"), nn.DataParallel(Net())
     spiral = nn.ParameterList([nn.Parameter(torch.ones(2, dtype=torch.complex64))])
+    looked_up = nn.Sequential(nn.EmbeddingBag(8, 4, mode="sum", sparse=True), nn.Linear(4, 2))
     cases: list[tuple[type[Exception], str, Any, Any, dict[str, Any]]] = [
         (TypeError, "shard\\(model, optimizer\\), in this order", optimizer, model, {}),
         (TypeError, "got str \\('meta-llama", "meta-llama/Llama-3", optimizer, {}),
@@ -38,6 +39,7 @@ def refused() -> None:
         (ValueError, "model is wrapped in DataParallel.*model.module", wrapped, optimizer, {}),
         (ValueError, "compile what comes of it", compiled, make_optimizer("sgd", compiled.parameters()), {}),
         (TypeError, "complex64.*view_as_real", spiral, make_optimizer("sgd", spiral.parameters()), {}),
+        (ValueError, "sparse gradients.*sparse=False", looked_up, make_optimizer("sgd", looked_up.parameters()), {}),
         (ValueError, "'fp32', 'bf16', 'fp16'", model, optimizer, {"precision": "int8"}),
         (TypeError, "'fp32', 'bf16', 'fp16'.* got dtype", model, optimizer, {"precision": torch.bfloat16}),
         (ValueError, "timeout must be positive", model, optimizer, {"timeout": 0}),
