@@ -20,20 +20,23 @@ atomics would have 10 D. Bytes at least, with e of an element and W = b s D of e
 e (2 h_q + 2 h_k) W + 4 b h_q s; backward twice (2 h_q + 2 h_k) e W + 8 b h_q s, and 4 (h_q + 2 h_k) W written. Every
 block of queries reads its keys and values again, from the L2 cache where that has room for those of a head.
 
-Blocks are chosen by a table, from the head dim and the dtype, so that nothing spills on sm_90a and gfx942, but float32
-with head dims above 128. Products of float32 are three of TF32 parts on sm_90a, and float32 on gfx942.
+Blocks are chosen by a table, from the head dim and the dtype. Nothing spills on sm_90a and gfx942 but float32 with head
+dims above 128, and dkv as the next table has it (8 bytes a thread of head dim 64 with Triton 3.7, 256 of 128 with 3.6:
+slower without). Products of float32 are three of TF32 parts on sm_90a, and float32 on gfx942.
 
-Chosen by what the compiler says for sm_90a, bfloat16, and not measured: lines of PTX (Triton 3.7) in the loop without
-masks, for 64 keys, before and now; one program a multiprocessor both times, no spills with Triton 3.6 and 3.7.
+Measured on an H200, Triton 3.6, bfloat16, causal, 16 heads, 4 key heads, CUDA graphs; (queries, keys, warps, stages);
+of backward dq and dkv together, with one of them changed:
 
-    forward, 128    128 x 64: 463     128 x 128, masked steps of 32: 331      half the rescaling, barriers and waits
-    dq, 128         128 x 64: 450     128 x 128: 356                          half the barriers and waits
-    dq, 64          128 x 64: 389     128 x 128: 316                          the same
+                   4096 tokens              16384 tokens       before, and what else was tried at 16384
+    forward, 64    0.137 -> 0.127 ms        1.48 -> 1.45 ms    (128, 128, 8, 3); (128, 64, 8, 3) 1.58; 2 stages 1.74
+    forward, 128   0.213 -> 0.184           2.34 -> 2.10       (128, 128, 8, 2), masked steps of 32; 3 stages 2.12;
+                                                               masked steps of 64 2.36; (128, 64, 8, 3) 2.22
+    dq, 64         0.720 -> 0.689           6.40 -> 6.05       (128, 128, 8, 2); (64, 64, 4, 3) 6.09; 2 stages 6.42
+    dq, 128        0.943 -> 0.933           8.36 -> 8.24       (128, 128, 8, 2); (64, 64, 4, 2) 8.33; 2 stages 8.75
+    dkv, 64        0.724 -> 0.644           6.42 -> 5.59       (32, 128, 8, 2); 3 stages 5.74; this with 3 stages 5.79
+    dkv, 128       0.947 -> 0.905           8.35 -> 7.84       (32, 128, 8, 2); 3 stages 8.04
 
-Masked steps of forward, 128, take more: 1816 lines for 128 keys on the diagonal instead of 1464; at 4096 causal tokens
-the lines of a block of queries are 24 percent fewer. Wider steps spill elsewhere: forward of 128 with masked steps of
-64 (Triton 3.6) or 128, dkv with 64 queries (of 128 with Triton 3.6, of 64 with 3.7), softcap, dropout, and head dims
-that are no multiples of 16.
+Small blocks win where two programs or more share a multiprocessor: one's softmax runs beside another's products.
 """
 
 from __future__ import annotations
@@ -89,9 +92,12 @@ class DropoutHash(NamedTuple):
 _Choices = dict[str, dict[Any, AttentionConfig]]
 _CUDA: _Choices = {
     "plain": {
-        ("forward", 128): AttentionConfig(128, 128, 8, 2, masked_step=32),
-        ("dq", 64): AttentionConfig(128, 128, 8, 2),
-        ("dq", 128): AttentionConfig(128, 128, 8, 2),
+        ("forward", 64): AttentionConfig(64, 64, 4, 3),
+        ("forward", 128): AttentionConfig(64, 64, 4, 3),
+        ("dq", 64): AttentionConfig(64, 128, 4, 2),
+        ("dq", 128): AttentionConfig(128, 64, 8, 3),
+        ("dkv", 64): AttentionConfig(64, 128, 8, 2),
+        ("dkv", 128): AttentionConfig(64, 128, 8, 2),
     },
     "16 bits": {
         ("forward", 64): AttentionConfig(128, 128, 8, 3),

@@ -148,8 +148,8 @@ def test_wide_steps_are_for_calls_that_leave_registers(
     q, v = (torch.zeros(1, 1, 1, dim, dtype=torch.bfloat16) for dim in dims)
     kinds = attention._kinds(q, v, softcap, attention.DropoutHash(p))
     assert kinds == {"dropout": p > 0, "plain": is_plain}
-    found = attention.configuration("dq", 128, torch.bfloat16, CUDA, **kinds)
-    assert found.block_n == (128 if is_plain else 64)
+    found = attention.configuration("dkv", 128, torch.bfloat16, CUDA, **kinds)
+    assert found.block_m == (64 if is_plain else 16 if p else 32)
 
 
 # ---- ahead of time ---------------------------------------------------------------------------------------------------
@@ -190,7 +190,9 @@ def compiled(
 
 def check(found: dict[str, dict[str, Any]], target: Target, instruction: str = "mma.sync") -> None:
     for name, report in found.items():
-        assert report["vector_spills"] == 0, (name, report["vector_spills"])
+        # Two registers of dkv, head dim 64, with Triton 3.7; blocks without are slower, see the module.
+        allowed = 8 if name == "attention_dkv_kernel" and target == HOPPER else 0
+        assert report["vector_spills"] <= allowed, (name, report["vector_spills"])
         assert report["shared"] <= (SHARED_LIMIT if target == HOPPER else LDS_LIMIT), (name, report["shared"])
         limit = 65536 // report["threads"] if target == HOPPER else 512 * 256 // report["threads"]
         assert report["registers"] <= limit, (name, report["registers"])
