@@ -10,8 +10,7 @@ Note: who may read a sum that is not made
     the embedding returns a `DeferredSum`, which is summed whole when anything but the region reads it; and the tensor
     that leaves the region carries a twin (`twin_of`) of the same numbers, whose gradient the ranks may have in parts.
     The head reads the twin, if what it is called with is that tensor itself, or a view of all of it. All others read
-    the tensor, whose gradient every rank has whole. A norm between the two reads the twin as well and has a twin of its
-    output; its own parameters' gradients are then sums over the ranks (`fastpar.parallel.on_grid.share_tail`).
+    the tensor, whose gradient every rank has whole: a head behind a norm too, whose dhidden is an all-reduce then.
 """
 
 from __future__ import annotations
@@ -252,23 +251,3 @@ def _is_plain_view(x: Tensor, base: Tensor) -> bool:
             return False
         node = node.next_functions[0][0]
     return node is not None
-
-
-class _WholeGradient(torch.autograd.Function):
-    """A tensor from its twin: the gradient, which all ranks have, is the part of the first one."""
-
-    @staticmethod
-    def forward(ctx: Any, twin: Tensor, comm: Communicator) -> Tensor:
-        ctx.is_mine = comm.rank == 0
-        return twin.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0] if ctx.is_mine else torch.zeros_like(grads[0]), None
-
-
-def with_twin(twin: Tensor, comm: Communicator) -> Tensor:
-    """The tensor that carries this twin, for all who have whole gradients."""
-    x: Tensor = _WholeGradient.apply(twin, comm)
-    offer_twin(x, lambda: twin)
-    return x

@@ -7,7 +7,7 @@ collective of a few floats per token, and nothing of vocabulary size ever crosse
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -162,7 +162,7 @@ class VocabParallelHead(ColumnParallelLinear):
             return super()._project(x.view_as(x) if isinstance(x, DeferredSum) else x)
         weight, bias = self._local("weight"), self._local("bias")  # whoever made the twin sums dx
         assert weight is not None
-        return cast(Tensor, copy_to_linear(twin, weight, bias, group=None, transposed=self.transposed))
+        return copy_to_linear(twin, weight, bias, group=None, transposed=self.transposed)
 
     def forward(self, x: Tensor) -> Tensor:
         out = super().forward(x)
