@@ -81,7 +81,8 @@ class _Launches:
             self.align,
         )
         modes = index, runtime.debug, knobs.compilation.instrumentation_mode
-        key = (modes, *kinds, *options, *options.values())
+        values = options.values()
+        key = (modes, *kinds, *options, *values, *map(type, values))  # True, 1 and 1.0 are equal, and other constants
         kept = self.compiled.get(key)
         if kept is None or (kept[2] and any(found.get(name) is not value for found, name, value in kept[2])):
             compiled = kernel[grid](*arguments, **options)

@@ -85,7 +85,15 @@ def kinds() -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
     for count in (1, 2, 16, 17, 0, -16, 2**31 - 1, 2**31, 2**32, 2**63, True, False, 1.0, None):
         yield (x, x, count, 5, 1.0), options
         yield (x, x, 5, count, 1.0), options
-    for change in ({"BLOCK": 128}, {"FLAG": True}, {"FLAG": None}, {"num_warps": 8}, {"num_stages": 4}):
+    for change in (
+        {"BLOCK": 128},
+        {"FLAG": True},
+        {"FLAG": 1},
+        {"FLAG": 1.0},
+        {"FLAG": None},
+        {"num_warps": 8},
+        {"num_stages": 4},
+    ):
         yield (x, x[2:], 5, 5, 0.5), {**options, **change}
     yield (x, x, 5, 5, 1.0), {"num_warps": 4, "BLOCK": 64}
     yield (x, x, 5, 5, 1.0), {"num_warps": 64, "BLOCK": 4}
