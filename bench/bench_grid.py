@@ -9,7 +9,8 @@ which no grid divides differently; there are no norms. x and y are this rank's p
 "1D" is Megatron-LM's with sequence parallelism, (1, p, 1); "2D" Optimus', "2.5D" Tesseract's, "3D" Colossal-AI's;
 others are named by their sizes (x, y, z). "streamed" is SUMMA's schedule on the same grid: blocks of K one after the
 other in the place of gathers, which sends as many words. A row has the words (elements) that a rank sends, by the
-formula in `words`; the check counts them, and they equal it to the last one.
+formula in `words`; the check counts them, and they equal it to the last one. "no collectives" is torch's modules with
+whole weights on this rank's sequences, what (1, 1, p) would take if nothing had to be sent.
 
 Flops model, all ranks together (a GEMM forward, twice again in backward):
 
@@ -98,6 +99,9 @@ class GridCase:
             layer = GridLayer(problem, spec)
             check = partial(problem.errors, layer, words(spec, self.tokens, self.hidden))
             providers.append(Provider(name, "fastpar", call=layer.step, check=check, flops=flops))
+        if self.batch % rank.world_size == 0:
+            alone = LocalLayer(problem, rank)
+            providers.append(Provider("no collectives", "torch", call=alone.step, check=alone.errors, flops=flops))
         return [*providers, gemm_roof(DTYPES[self.dtype], rank.world_size)]
 
 
@@ -135,14 +139,11 @@ class Problem:
         for name, linear in layer.linears.items():
             found[f"d{name}"] = fp.tensor.full_parameter(linear.weight, linear.weight.grad)
         tolerance = TOLERANCES[self.case.dtype]
-        expected = self._reference()
-        errors = {
-            name: Error(float((value.detach().double() - expected[name]).norm() / expected[name].norm()), tolerance)
-            for name, value in found.items()
-        }
+        expected = self.expected()
+        errors = {name: Error(relative(value, expected[name]), tolerance) for name, value in found.items()}
         return errors | {"words": Error(abs(counted - sent) / max(sent, 1.0), 0.0)}
 
-    def _reference(self) -> dict[str, Tensor]:
+    def expected(self) -> dict[str, Tensor]:
         if not self._expected:
             leaves = {name: w.double().requires_grad_() for name, w in self.weights.items()}
             x = self.x.double().requires_grad_()
@@ -181,6 +182,43 @@ class GridLayer:
         y = layer_forward(self.linears, self.x)
         y.backward(self.dy)
         return y
+
+
+class LocalLayer:
+    """torch's modules, whole weights, this rank's sequences: the GEMMs of (1, 1, p) and nothing that is sent."""
+
+    def __init__(self, problem: Problem, rank: Rank) -> None:
+        self.problem, self.rank = problem, rank
+        self.x = rank_sequences(problem.x, rank).clone().requires_grad_()
+        self.dy = rank_sequences(problem.dy, rank)
+        self.linears = {name: problem.linear(name) for name in problem.weights}
+
+    def step(self) -> Tensor:
+        self.x.grad = None
+        for linear in self.linears.values():
+            linear.weight.grad = None
+        y = layer_forward(self.linears, self.x)
+        y.backward(self.dy)
+        return y
+
+    def errors(self) -> dict[str, Error]:
+        """Of what is whole: gradients of weights are those of this rank's tokens only."""
+        out, expected = self.step(), self.problem.expected()
+        assert self.x.grad is not None
+        found = {"y": out.detach(), "dx": self.x.grad}
+        tolerance = TOLERANCES[self.problem.case.dtype]
+        return {
+            name: Error(relative(value, rank_sequences(expected[name], self.rank)), tolerance)
+            for name, value in found.items()
+        }
+
+
+def rank_sequences(full: Tensor, rank: Rank) -> Tensor:
+    return full.chunk(rank.world_size)[rank.rank]
+
+
+def relative(value: Tensor, expected: Tensor) -> float:
+    return float((value.detach().double() - expected).norm() / expected.norm())
 
 
 def layer_forward(linears: dict[str, Callable[[Tensor], Tensor]], x: Tensor) -> Tensor:
