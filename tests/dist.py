@@ -259,6 +259,10 @@ class _Run:
                 worker.send(b"release")
         if self.culprit is not None:
             self.receive_until(time.monotonic() + _GRACE_S, self.running)
+            # What others raise because a rank has died can be here before its end-of-file.
+            lost = [rank for rank in self.died if rank not in self.returned and rank not in self.raised]
+            if lost and self.culprit in self.raised:
+                self.culprit = lost[0]
             raise RankError(
                 self.report(f"rank {self.culprit} {'raised' if self.culprit in self.raised else 'died'}"), self.culprit
             )

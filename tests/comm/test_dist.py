@@ -46,12 +46,16 @@ def fail(how, culprit):
         if how == "exit":
             print("last words", flush=True)
             os._exit(7)
-        if how == "kill":
+        if how == "late kill":
+            time.sleep(0.3)
+        if "kill" in how:
             os.kill(os.getpid(), signal.SIGKILL)
         if how == "warn":
             warnings.warn("a warning on one rank", stacklevel=1)
         if how == "sleep":
             time.sleep(600)
+    if how == "late kill":
+        raise ConnectionError("as when a peer is gone")
     if how != "sleep":
         dist.all_reduce(torch.ones(1))  # never comes back: the culprit does not call it
 
@@ -179,6 +183,7 @@ def test_all_runs_share_one_connection_to_the_store():
         ("warn", ["rank 1 raised", "UserWarning: a warning on one rank"]),
         ("exit", ["rank 1 died: exit status 7", "last words"]),
         ("kill", ["rank 1 died: killed by SIGKILL"]),
+        ("late kill", ["rank 1 died: killed by SIGKILL", "ConnectionError: as when a peer is gone"]),
     ],
 )
 def test_a_rank_that_fails_is_named_within_seconds_and_the_next_run_works(how, words):
