@@ -191,7 +191,7 @@ class LocalLayer:
         self.problem, self.rank = problem, rank
         self.x = rank_sequences(problem.x, rank).clone().requires_grad_()
         self.dy = rank_sequences(problem.dy, rank)
-        self.linears = {name: problem.linear(name) for name in problem.weights}
+        self.linears: dict[str, Any] = {name: problem.linear(name) for name in problem.weights}
 
     def step(self) -> Tensor:
         self.x.grad = None
