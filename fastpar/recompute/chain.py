@@ -30,8 +30,15 @@ class RecomputeChain:
         self.steps = [plan.step_of(layer) for layer in range(plan.num_layers)]
         self.recomputes = any(isinstance(step, Drop) for step in plan.steps)
 
-    def call(self, layer: int, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a layer's function as the plan says."""
+    def call(
+        self,
+        layer: int,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        module: nn.Module | None = None,
+    ) -> Any:
+        """Run a layer's function as the plan says. `module`: the one that it is the forward of."""
         step = self.steps[layer]
         if not isinstance(step, Drop):
             return function(*args, **kwargs)
@@ -42,7 +49,7 @@ class RecomputeChain:
             if found is not None and found.step is step and found.stop == layer:
                 segment = found
                 break
-        return (segment or Segment(step, self.setting, layer)).run(function, args, kwargs)
+        return (segment or Segment(step, self.setting, layer)).run(function, args, kwargs, module)
 
 
 def _setting(policy: Policy, captures: Sequence[Capture], preserve_rng: bool, early_stop: bool) -> Setting:
@@ -73,13 +80,15 @@ def checkpoint(
     Each function of a sequence (an nn.Sequential and an nn.ModuleList are sequences) gets the output of the one before
     in the place of the first argument. `policy` is by default Full(). Arguments may be anything; tensors within tuples,
     lists and dicts are found. Gradients are those of a plain call, bit for bit, if the functions do the same when they
-    are called again. Without gradients (torch.no_grad) it is a plain call. No collectives of its own.
+    are called again with the buffers and attributes that modules had then. Without gradients (torch.no_grad) it is a
+    plain call. No collectives of its own.
 
     captures      surroundings of the call to bring back beside random states and autocast (`fastpar.recompute.Capture`)
     preserve_rng  False: leave random states alone, for functions that draw nothing
     early_stop    False: let each recomputation run to its end
 
-    Raises RecomputeError (RuntimeError) in backward, if the functions save other tensors than the first time.
+    Raises RecomputeError (RuntimeError) in backward, if the functions save other tensors than the first time; values are
+    compared in the first call of a function and every thousandth.
     """
     functions = list(function) if isinstance(function, (Sequence, nn.Sequential, nn.ModuleList)) else [function]
     if not functions:
@@ -187,7 +196,7 @@ def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             return function(*args, **kwargs)
         args, kwargs = tuple(_without_cache(arg) for arg in args), {k: _without_cache(v) for k, v in kwargs.items()}
         kwargs |= {"use_cache": False} if "use_cache" in kwargs else {}
-    return state.chain.call(state.layer, function, args, kwargs)
+    return state.chain.call(state.layer, function, args, kwargs, self)
 
 
 def _is_cache(value: Any) -> bool:

@@ -22,8 +22,9 @@ Note: what holds what
 Note: one recomputation
     Each layer's saved tensors are found by one run of it per backward, however often and in whatever order they are
     asked for. Runs that only compute the input of a later layer are those that the plan says. Each run is under the
-    random states, autocast and other surroundings of the first one (`Ambient`), and with gradients enabled, so that it
-    takes the same kernels; it stops as soon as the last tensor that is still wanted has been saved.
+    random states, autocast and other surroundings of the first one (`Ambient`), with the buffers and attributes that
+    the first one found (`call_state`), and with gradients enabled, so that it takes the same kernels; it stops as soon
+    as the last tensor that is still wanted has been saved.
 """
 
 from __future__ import annotations
@@ -35,11 +36,12 @@ from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from fastpar.comm.recompute_cache import Tape, recording, replaying
 from fastpar.recompute.ambient import Ambient, Capture, random_preserved
+from fastpar.recompute.call_state import CallWatch, Changed, is_alike, sample
 from fastpar.recompute.plan import Drop, Keep, Steps, clip
 from fastpar.recompute.selective import KeepOps
 
@@ -120,6 +122,8 @@ class _SegmentCall:
         self.metadata: list[tuple[torch.Size, torch.dtype, torch.device]] = []
         self.tape: Tape | None = None
         self.is_complete, self.changes_input = False, False
+        self.changed: Changed | None = None
+        self.samples: list[Tensor | None] = []  # of what it saved, where the second run is compared with it
         self._kept = _KeepInputs.apply(torch.empty(0, requires_grad=True), *tensors) if tensors else None
         self._tensors: tuple[Tensor, ...] | None = None
 
@@ -168,8 +172,10 @@ class Segment:
 
     # ---- the first run
 
-    def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the next layer, and remember how."""
+    def run(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], module: nn.Module | None
+    ) -> Any:
+        """Call the next layer, and remember how. `module`: the one that the function is the forward of."""
         tensors: list[Tensor] = []
 
         def note(leaf: Any) -> Any:
@@ -189,11 +195,14 @@ class Segment:
         call = _SegmentCall(function, rebuilt((args, kwargs), note), tensors, ambient)
         layer = self.stop
         self.calls.append(call)
+        watch = CallWatch(function, module, draws=setting.preserve_rng)
 
         def pack(x: Tensor) -> _Holder:
             holder = _Holder(self, layer)
             call.holders.append(weakref.ref(holder))
             call.metadata.append((x.shape, x.dtype, x.device))
+            if watch.is_checked:
+                call.samples.append(sample(x))
             return holder
 
         try:
@@ -208,6 +217,7 @@ class Segment:
             self.calls.pop()
             raise
         call.is_complete = True
+        call.changed = watch.end()
         call.changes_input = versions != [tensor._version for tensor in given]
         for slot, tensor in enumerate(outputs_of(out)):
             setattr(tensor, _LINK, _Link(weakref.ref(self), layer, slot, tensor._version))
@@ -286,6 +296,11 @@ class Segment:
     def _call_again(self, layer: int, inputs: dict[int, Tensor], *, keep: bool, is_last: bool) -> dict[int, Tensor]:
         """Make a call again, and fill its holders if `keep`. Returns the outputs that the next call takes."""
         call = self.calls[layer - self.start]
+        if call.changed is not None and call.changed.lost is not None:
+            raise RecomputeError(
+                f"layer {layer} has written to {call.changed.lost}, which it had left alone before, so that nobody has "
+                "a copy of what its first run read. It will have one from the next call on"
+            )
         kept = call.tensors()
 
         def argument(leaf: Any) -> Any:
@@ -299,9 +314,10 @@ class Segment:
         filler = _Filler(call, layer, stop=is_last and keep and self.setting.early_stop)
         tape = nullcontext() if call.tape is None else replaying(call.tape)
         ops = nullcontext() if call.tape is None else KeepOps(self.setting.keep or frozenset())
+        state = nullcontext() if call.changed is None else call.changed.restored()
         hooks = saved_tensors_hooks(filler.pack, filler.unpack) if keep else saved_tensors_hooks(_drop, _refuse)
         try:
-            with hooks, tape, ops:
+            with state, hooks, tape, ops:
                 out = call.ambient.call(call.function, args, kwargs)
         except _Stop:
             return {}
@@ -335,10 +351,20 @@ class _Filler:
                         f"layer {self.layer} saved {_describe(found)} as its tensor number {number}, but "
                         f"{_describe(expected)} in its first run. Does it depend on something that has changed since?"
                     )
+                self._compare(number, x)
                 holder.value = x
         if number == self.last:
             raise _Stop
         return x
+
+    def _compare(self, number: int, x: Tensor) -> None:
+        first = self.call.samples[number] if number < len(self.call.samples) else None
+        if first is not None and not is_alike(first, sample(x)):
+            raise RecomputeError(
+                f"layer {self.layer} has other values when it is run again, in its saved tensor number {number} "
+                f"({_describe(self.call.metadata[number])}): its gradients would be wrong. Does it draw from a "
+                "generator of its own, or depend on something that changes from call to call?"
+            )
 
     def unpack(self, x: Tensor) -> Tensor:
         """For a layer that differentiates within its forward."""

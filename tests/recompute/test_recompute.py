@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import gc
+import random
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -44,14 +45,29 @@ POLICIES += [Budget(30, (LayerCost(1, 2, 4, 10),) * 6)]
 VOCAB, LAYERS = 257, 6
 
 
-class Block(nn.Module):
+class Counted(nn.Module):
+    """A layer that counts its runs, second ones included: outside of its attributes, which those leave alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._count = np.zeros(1, dtype=int)
+
+    @property
+    def runs(self) -> int:
+        return int(self._count[0])
+
+    @runs.setter
+    def runs(self, count: int) -> None:
+        self._count[0] = count
+
+
+class Block(Counted):
     """A layer with dropout of both kinds, and a count of its runs."""
 
     def __init__(self, width: int = 8, dropout: float = 0.3):
         super().__init__()
         self.linear, self.norm = nn.Linear(width, width), nn.LayerNorm(width)
         self.dropout, self.layout_dropout = nn.Dropout(dropout), LayoutDropout(dropout)
-        self.runs = 0
 
     def forward(self, x: Tensor, scale: float = 1.0, *, mask: Tensor | None = None) -> Tensor:
         self.runs += 1
@@ -504,15 +520,110 @@ def test_other_draws_between_forward_and_backward_change_nothing() -> None:
     assert_equal(gradients(layers, forward), expected)
 
 
-def test_preserve_rng_false_draws_anew() -> None:
+def test_preserve_rng_false_is_for_functions_that_draw_nothing() -> None:
     x = torch.ones(1000, requires_grad=True)
     out = checkpoint(lambda x: F.dropout(x.exp(), 0.5), x, preserve_rng=False)
-    out.sum().backward()
-    assert not torch.equal(x.grad != 0, out != 0)
+    with pytest.raises(RecomputeError, match="other values when it is run again"):
+        out.sum().backward()
     x.grad = None
     out = checkpoint(lambda x: F.dropout(x.exp(), 0.5), x)
     out.sum().backward()
     assert torch.equal(x.grad != 0, out != 0)
+
+
+class Keeping(nn.Module):
+    """A layer whose forward depends on what its calls so far have left, in one of several places."""
+
+    def __init__(self, what: str, width: int = 8) -> None:
+        super().__init__()
+        self.what, self.linear, self.norm = what, nn.Linear(width, width), nn.BatchNorm1d(width)
+        self.register_buffer("mean", torch.zeros(width))
+        self.register_buffer("large", torch.zeros(1 << 15))
+        self.calls, self.last, self.seen = 0, torch.zeros(width), [0.0]
+        if what == "power iteration":
+            self.linear = nn.utils.parametrizations.spectral_norm(self.linear)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x)
+        if self.what == "batch norm":
+            return x + self.norm(h)
+        if self.what == "buffer":
+            self.mean.lerp_(h.detach().mean(0), 0.5)
+            return x + h * self.mean.clone()
+        if self.what == "buffer bound anew":
+            self.mean = self.mean + h.detach().mean(0)
+            return x + h * self.mean
+        if self.what == "large buffer":
+            self.large += 1
+            return x + h * self.large[:1].clone()
+        if self.what == "attribute":
+            self.calls += 1
+            return x + (h.sin() if self.calls % 2 else h.exp())
+        if self.what == "tensor":
+            self.last.add_(h.detach().mean(0))
+            return x + h * self.last.clone()
+        if self.what == "list":
+            self.seen.append(float(h.detach().mean()))
+            return x + h * sum(self.seen)
+        if self.what == "python's generator":
+            return x + h * random.random()
+        if self.what == "numpy's generator":
+            return x + h * float(np.random.rand())  # noqa: NPY002
+        assert self.what == "power iteration"
+        return x + h.tanh()
+
+    def state(self) -> list[Any]:
+        held = [self.calls, self.last.tolist(), list(self.seen)]
+        return [*held, *(buffer.tolist() for buffer in self.buffers()), random.getstate(), np.random.rand()]  # noqa: NPY002
+
+
+KEPT = ["batch norm", "buffer", "buffer bound anew", "large buffer", "attribute", "tensor", "list"]
+KEPT += ["python's generator", "numpy's generator", "power iteration"]
+
+
+@pytest.mark.parametrize("policy", [Full(), Selective(), Segments(2), ConstantMemory()], ids=lambda p: type(p).__name__)
+@pytest.mark.parametrize("what", KEPT)
+def test_a_layer_that_keeps_something_between_calls_is_as_without_recomputation(what: str, policy: Any) -> None:
+    """Of two forwards that wait for their backwards, twice."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Keeping(what) for _ in range(3)))
+    xs = torch.randn(2, 4, 8)
+
+    def run(layers: nn.Module) -> list[Any]:
+        random.seed(1), np.random.seed(1)  # noqa: NPY002
+        found: list[Any] = []
+        for _ in range(2):
+            first, second = layers(xs[0]), layers(xs[1])
+            second.square().mean().backward()
+            first.square().mean().backward()
+            found += [p.grad.tolist() for p in layers.parameters() if p.grad is not None]
+        return [*found, *(layer.state() for layer in layers)]
+
+    expected = run(copy.deepcopy(model))
+    assert run(fp.apply_recompute(copy.deepcopy(model), policy)) == expected
+
+
+def test_a_layer_that_changes_in_another_way_is_refused() -> None:
+    generator = torch.Generator().manual_seed(0)
+    layer = nn.Linear(8, 8)
+
+    def own_generator(x: Tensor) -> Tensor:
+        return (layer(x) * torch.rand(8, generator=generator)).exp()
+
+    out = checkpoint(own_generator, torch.randn(4, 8))
+    with pytest.raises(RecomputeError, match="a generator of its own"):
+        out.sum().backward()
+
+
+def test_a_large_buffer_that_a_later_call_writes_is_refused_once() -> None:
+    """No call had touched it before, so nobody has a copy of what it was."""
+    layers = fp.apply_recompute(nn.Sequential(Keeping("batch norm"), Keeping("batch norm")))
+    layers(torch.randn(4, 8)).sum().backward()
+    for layer in layers:
+        layer.what = "large buffer"
+    with pytest.raises(RecomputeError, match="written to large of Keeping"):
+        layers(torch.randn(4, 8)).sum().backward()
+    layers(torch.randn(4, 8)).sum().backward()
 
 
 def backward_elsewhere(loss: Tensor) -> None:

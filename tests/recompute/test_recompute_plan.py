@@ -5,6 +5,7 @@ import itertools
 import math
 import random
 import weakref
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -40,6 +41,7 @@ class Ledger:
 
     def __init__(self) -> None:
         self.live, self.peak, self.backwards = 0, 0, []
+        self.runs: Counter[int] = Counter()  # of each layer
 
     def new(self, nbytes: int) -> Tensor:
         array = np.zeros(nbytes // 4, dtype=np.float32)
@@ -75,10 +77,10 @@ class Counted(nn.Module):
 
     def __init__(self, ledger: Ledger, index: int, cost: LayerCost):
         super().__init__()
-        self.ledger, self.index, self.cost, self.runs = ledger, index, cost, 0
+        self.ledger, self.index, self.cost = ledger, index, cost
 
     def forward(self, x: Tensor) -> Tensor:
-        self.runs += 1
+        self.ledger.runs[self.index] += 1
         out = Work.apply(x, self)
         self.ledger.sample()
         return out
@@ -106,7 +108,7 @@ def run_counted(costs: Sequence[LayerCost], policy: Any, *, early_stop: bool = F
         gc.enable()
     assert ledger.backwards == list(range(len(costs)))[::-1]
     assert ledger.live == 0
-    return [layer.runs for layer in layers], ledger
+    return [ledger.runs[index] for index in range(len(layers))], ledger
 
 
 def equal_layers(count: int) -> list[LayerCost]:
