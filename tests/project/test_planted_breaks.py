@@ -78,6 +78,17 @@ def test_results_are_a_table_of_tests_and_of_what_was_missed(tool: ModuleType) -
     assert rows == ["| comm | one is two | `test_one` |", "| comm | one is two | **missed** (test_x.py) |"]
 
 
+def test_a_page_keeps_the_rows_of_breaks_that_were_not_run(tool: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    breaks = [tool.Break(name, "comm", "1", "2", ("test_x.py",)) for name in ("one", "two", "three")]
+    old = tool.Break("gone since", "comm", "1", "2", ("test_x.py",))
+    monkeypatch.setattr(tool, "BREAKS", breaks)
+    first = tool.page([tool.Outcome(b, "missed", "test_x.py") for b in (breaks[2], breaks[0], old)])
+    second = tool.page([tool.Outcome(b, "caught", "test_x.py::test_y") for b in breaks[:2]], first)
+    rows = ["| comm | one | `test_y` |", "| comm | two | `test_y` |", "| comm | three | **missed** (test_x.py) |"]
+    assert second.splitlines()[-4:] == ["|---|---|---|", *rows]
+    assert second.startswith("# Planted breaks\n")
+
+
 def test_the_breaks_of_the_table_are_those_of_this_tree(tool: ModuleType) -> None:
     files = [f for top, names in tool.SOURCES.items() for name in names for f in (ROOT / top).rglob(name)]
     text = "\n".join(file.read_text() for file in dict.fromkeys(file.resolve() for file in files))
