@@ -87,8 +87,8 @@ def checkpoint(
     preserve_rng  False: leave random states alone, for functions that draw nothing
     early_stop    False: let each recomputation run to its end
 
-    Raises RecomputeError (RuntimeError) in backward, if the functions save other tensors than the first time; values are
-    compared in the first call of a function and every thousandth.
+    Raises RecomputeError (RuntimeError) in backward, if the functions save other tensors than the first time; values
+    are compared in the first call of a function and every thousandth.
     """
     functions = list(function) if isinstance(function, (Sequence, nn.Sequential, nn.ModuleList)) else [function]
     if not functions:
