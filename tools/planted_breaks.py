@@ -39,8 +39,8 @@ SOURCES = {"fastpar": ("*.py",), "kernels": ("*.py",), "csrc": ("*.cpp",)}
 _TITLE = """# Planted breaks
 
 Small mistakes in all parts of the package, each planted alone into a copy of the tree, and a test that failed with it
-and passed without it. `make breaks` plants them again; `tools/breaks.py` has their text. A row in bold is of one that no
-test of those it names has noticed.
+and passed without it. `make breaks` plants them again; `tools/breaks.py` has their text. A row in bold is of one that
+no test of those it names has noticed.
 """
 LIMIT_S = 900  # of one test file: a break may hang ranks until their deadline
 
