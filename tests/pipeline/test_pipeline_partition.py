@@ -168,6 +168,16 @@ def test_counts_and_split_points_say_the_same_as_a_layout(architecture: str) -> 
     assert str(by_counts.layout) == str(by_points.layout) == "E,t|t*3|t,H"
 
 
+def test_trying_the_parts_seeds_no_generator_of_other_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody would bring them back: CUDA's are seeded when it begins by what was said last."""
+    model, seeded = model_of("gpt2"), list[int]()
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
+    before = torch.get_rng_state()
+    partition(model, layout=[2, 3])
+    assert seeded == []
+    assert torch.get_rng_state().equal(before)
+
+
 def test_balanced_cut_counts_the_head_and_not_the_lookup() -> None:
     model = model_of("example", vocab_size=2000, tie_word_embeddings=False)
     assert str(partition(model, num_parts=2).layout) == "E,t*5|H"

@@ -75,7 +75,7 @@ def record(model: nn.Module, units: Sequence[ModelUnit], convention: Convention)
     recording = Recording(inputs, keywords)
     whole = hollow_copy(model, model)
     paths = [unit.path for unit in units]
-    counts = _watch(whole, paths, recording.calls)
+    counts = _watch(whole, paths, recording.calls, inputs.device)
     labels = {"labels": inputs} if convention.loss else {}
     try:
         with quiet_trial(inputs):
@@ -133,7 +133,7 @@ def try_part(
     note = None if enter is None else ArrivalNote(enter)
     if note is not None:
         tried.get_submodule(here[0]).register_forward_pre_hook(note, with_kwargs=True)
-    _watch(tried, [unit.path for unit in units], calls)
+    _watch(tried, [unit.path for unit in units], calls, recording.inputs.device)
     is_first, is_last = here[:1] == [units[0].path], here[-1:] == [units[-1].path]
     inputs = recording.inputs if is_first else recording.calls[here[0]].main
     labels = {"labels": recording.inputs} if is_last and recording_has_loss(part) else {}
@@ -253,7 +253,7 @@ def find_loss_mean(model: nn.Module, convention: Convention, recording: Recordin
     whole = hollow_copy(model, model)
 
     def loss_of(ids: Tensor, labels: Tensor, **more: Any) -> Tensor:
-        torch.manual_seed(0)
+        _seed_trial(0, inputs.device)
         return reduce_output(whole(ids, **recording.keywords, labels=labels, **more), True)
 
     try:
@@ -306,40 +306,48 @@ class quiet_trial:
         self._fork.__enter__()
         self._no_grad = torch.no_grad()
         self._no_grad.__enter__()
-        torch.manual_seed(0)
+        _seed_trial(0, self._like.device)
 
     def __exit__(self, *error: Any) -> None:
         self._no_grad.__exit__(*error)
         self._fork.__exit__(*error)
 
 
-def _watch(model: nn.Module, paths: Iterable[str], calls: dict[str, UnitCall]) -> dict[str, int]:
+def _seed_trial(seed: int, device: torch.device) -> None:
+    """Only what `quiet_trial` brings back: torch.manual_seed seeds all devices, and CUDA when it begins."""
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(seed)
+
+
+def _watch(model: nn.Module, paths: Iterable[str], calls: dict[str, UnitCall], device: torch.device) -> dict[str, int]:
     """Hooks that write the calls of units down, and draw random numbers from where the unit's place says."""
     counts: dict[str, int] = {}
     for index, path in enumerate(paths):
         counts[path] = 0
         unit = model.get_submodule(path)
-        before, after = _watchers(path, index, calls, counts)
+        before, after = _watchers(path, index, calls, counts, device)
         unit.register_forward_pre_hook(before, with_kwargs=True)
         unit.register_forward_hook(after)
     return counts
 
 
 def _watchers(
-    path: str, index: int, calls: dict[str, UnitCall], counts: dict[str, int]
+    path: str, index: int, calls: dict[str, UnitCall], counts: dict[str, int], device: torch.device
 ) -> tuple[Callable[..., None], Callable[..., None]]:
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         counts[path] += 1
         main = main_of(args, kwargs)
         sides = {name: t.detach().clone() for name, t in _tensors(args, kwargs) if t is not main}
         calls[path] = UnitCall(main.detach().clone() if isinstance(main, Tensor) else main, sides)
-        torch.manual_seed(2 * index)
+        _seed_trial(2 * index, device)
 
     def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         main = calls[path].main
         calls[path].returned = template_of(output, tuple(main.shape) if isinstance(main, Tensor) else ())
         calls[path].num_dims = output.dim() if isinstance(output, Tensor) else 0
-        torch.manual_seed(2 * index + 1)
+        _seed_trial(2 * index + 1, device)
 
     return before, after
 
