@@ -8,9 +8,11 @@ import json
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+from fastpar.argument_kinds import INT64
 from fastpar.arguments import checked
 from fastpar.layouts import ExpertShape, Layout, ModelShape
 from fastpar.planner.comparison import Measurement, PlanComparison, beside, measured_beside
@@ -276,10 +278,16 @@ _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 1 << 10, 
 
 
 def parse_bytes(value: str | int) -> int:
-    """ "80GB", "74.5 GiB" or bytes. ValueError for anything else."""
+    """ "80GB", "74.5 GiB" or bytes. ValueError for anything else, and for 2**63 bytes or more."""
     if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-        return value
+        return _checked_bytes(value)
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", value.lower()) if isinstance(value, str) else None
     if found is None or found[2] not in _UNITS or float(found[1]) <= 0:
         raise ValueError(f'memory must be bytes, or a text such as "80GB" or "74.5GiB", got {value!r}')
-    return int(float(found[1]) * _UNITS[found[2]])
+    return _checked_bytes(int(Decimal(found[1]) * _UNITS[found[2]]))
+
+
+def _checked_bytes(size: int) -> int:
+    if size not in INT64:
+        raise ValueError(f"memory must fit 64 bits, got bytes of {size.bit_length()} bits")
+    return size

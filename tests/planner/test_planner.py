@@ -312,6 +312,8 @@ def test_models_have_their_published_sizes() -> None:
         (lambda: PlanOptions(pin={"tpp": 2}), "there is no 'tpp'"),
         (lambda: PlanOptions(allow=frozenset({"ofload"})), "there is no 'ofload'"),
         (lambda: parse_bytes("80 pounds"), "memory must be"),
+        (lambda: parse_bytes("9" * 400), "memory must fit 64 bits"),
+        (lambda: fp.plan("gpt2", "a100x8", batch=8, seq=128, memory=2**64), "memory must fit 64 bits, got bytes of 65"),
         (lambda: fp.plan("gpt2", "a100x8", batch=7, seq=128, pin={"dp_shard": 8}), "no layout of 8 ranks"),
         (lambda: fp.plan("gpt2", "a100x8", batch=8, seq=128, precision="fp8"), "no peak for precision"),
         (lambda: fp.plan("gpt2", "a100x8", batch=8, seq=128, pin={"schedule": "zvb"}), "must be one of"),
