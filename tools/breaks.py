@@ -477,7 +477,7 @@ VERIFICATION = _of(
         "errors are of no size",
         "return error / scale if scale > 0 and math.isfinite(error) else 0.0",
         "return 0.0",
-        "test_verify.py findings_tell or planted",
+        "test_verify.py rounding_alone",
     ),
     (
         "a tensor that is not finite is equal to another",

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import fastpar as fp
 from fastpar import cli
@@ -117,6 +117,28 @@ def test_one_rank_in_one_process_is_equal_to_itself() -> None:
     assert "equal to the whole model" in str(report)
     assert len(report.table(everything=True).splitlines()) > 100
     json.dumps(report.to_json())
+
+
+class Cancelling(nn.Module):
+    """Logits that lose most of their digits in float32, and few in float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(verify_ranks.VOCAB, 8)
+        self.head = nn.Linear(8, verify_ranks.VOCAB)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.embed(ids)) + 1e4 - 1e4
+
+
+def test_what_rounding_alone_does_to_a_model_is_no_difference() -> None:
+    ids = torch.randint(verify_ranks.VOCAB, (2, 6))
+    mesh = fp.init_mesh(device="cpu")
+    report = fp.verify(Cancelling, fp.VerifyLayout(mesh, plan={}), (ids,), loss=next_tokens, target=ids)
+    mesh.close()
+    assert report.ok, str(report)
+    (logits,) = [c for c in report.checks if (c.module, c.kind, c.step) == ("", "output", 0)]
+    assert logits.error == logits.rounding > 1e-4  # ours differs from float64 as the whole model's float32 does
 
 
 def test_what_cannot_be_compared_is_an_error_on_every_rank() -> None:
