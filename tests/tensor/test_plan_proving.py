@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import types
 from typing import Any, ClassVar
 
@@ -17,7 +18,7 @@ from fastpar.parallel.kinds import alike, called_alike
 from fastpar.parallel.plan import match_plan, parse_style
 from fastpar.parallel.proving import proven_plan, refuse_wrong_blocks
 from fastpar.parallel.styles import ColwiseStyle
-from fastpar.parallel.trial import record_calls
+from fastpar.parallel.trial import record_calls, trial
 from fastpar.tensor import full_parameter
 from tests.dist import run_ranks
 
@@ -238,6 +239,13 @@ def test_a_block_that_is_not_the_same_on_parts_is_left_whole_and_says_why(part: 
     assert style.name == "whole"
     assert style.is_fallback
     assert reason in style.note
+
+
+@pytest.mark.parametrize(
+    ("found", "wanted"), [((math.inf, 1), (1, math.inf)), ((1, 1), (1, math.inf)), ((math.nan,),) * 2]
+)
+def test_what_is_not_finite_is_equal_to_nothing(found: Any, wanted: Any) -> None:
+    assert not trial._equal(torch.tensor(found), torch.tensor(wanted))
 
 
 def test_parameters_of_a_block_go_by_head_or_have_their_gradients_summed() -> None:
