@@ -216,6 +216,7 @@ class OrderReducer(GradReducer):
         self._is_inside = False  # a backward pass
         self._is_reducing = False  # in it
         self._came_alone: set[ShardedParam] = set()  # have gradients that were not reduced
+        self._hooked: int | None = None  # a parameter that has come, and whose user's hooks run next
         self._order: list[int] | None = []  # in which gradients come, until the buckets follow it
         self._is_shown = False  # whether any parameter has another class, so that `hide` is needed
         self._hooks: list[Any] = []
@@ -273,6 +274,7 @@ class OrderReducer(GradReducer):
     def forget(self) -> None:
         is_open = self._is_reducing and 0 <= self._current < len(self.buckets)
         self._is_inside = self._is_reducing = False
+        self._hooked = None
         super().forget()
         if is_open:
             self.buckets[self._current].close()
@@ -376,6 +378,20 @@ class OrderReducer(GradReducer):
             if self._will_reduce():
                 self._begin_reduction()
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        self._take_hooked()
+        # Hooks that users have put behind this one are to see the gradient, so it is taken when they have run.
+        hooks: Any = self.params[index].parameter._post_accumulate_grad_hooks
+        if len(hooks) > 1:
+            self._hooked = index
+        else:
+            self._take_in(index)
+
+    def _take_hooked(self) -> None:
+        if self._hooked is not None:
+            index, self._hooked = self._hooked, None
+            self._take_in(index)
+
+    def _take_in(self, index: int) -> None:
         if not self._is_reducing:
             self._came_alone.add(self.params[index])
             self.params[index].keep_sum()
@@ -401,6 +417,7 @@ class OrderReducer(GradReducer):
 
     def _end(self) -> None:
         """A backward pass has ended."""
+        self._take_hooked()
         self._is_inside = False
         self._passes += 1
         if self._is_reducing:
