@@ -272,3 +272,22 @@ def probed() -> None:
 
 def test_optimizers_that_do_other_things_to_rows_are_refused_before_anything_changes() -> None:
     run_ranks(2, probed)
+
+
+def probed_under_tensor_parallelism() -> None:
+    mesh = fp.init_mesh(tp=2, device="cpu")
+    for kind in (torch.optim.Adafactor, LocalNorm, GlobalNorm):
+        for stage in (0, 1):
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+            fp.parallelize(model, mesh, {"0": "colwise", "2": "rowwise"})
+            optimizer: torch.optim.Optimizer = kind(model.parameters())  # type: ignore[arg-type]
+            if kind is GlobalNorm:
+                fp.zero.shard(model, optimizer, group=mesh, stage=stage)
+                continue
+            with pytest.raises(ValueError, match=r"cannot be sharded: .* Use another optimizer"):
+                fp.zero.shard(model, optimizer, group=mesh, stage=stage)
+
+
+def test_optimizers_are_tried_on_what_tensor_parallelism_has_split() -> None:
+    run_ranks(2, probed_under_tensor_parallelism)
