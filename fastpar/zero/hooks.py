@@ -86,9 +86,10 @@ class Autocast:
 
 
 class ZeroGrad:
-    """`zero_grad` of a module or an optimizer, which drops what was reduced and summed, too."""
+    """`zero_grad` of a module or an optimizer, which drops what was reduced and summed, too: `forget`, called with
+    `set_to_none`."""
 
-    def __init__(self, owner: Any, forget: Callable[[], None]) -> None:
+    def __init__(self, owner: Any, forget: Callable[[bool], None]) -> None:
         self._owner, self._forget = weakref.ref(owner), forget
         self._before = vars(owner).get("zero_grad")
 
@@ -96,7 +97,7 @@ class ZeroGrad:
         owner = self._owner()
         if owner is None:
             return
-        self._forget()
+        self._forget(set_to_none)
         if self._before is not None:
             self._before(set_to_none)
         else:

@@ -33,6 +33,7 @@ from fastpar.zero.groups import Groups, as_dtensor, held_index, local
 from fastpar.zero.hooks import Autocast, CastInputs, ForwardHook, LoadStates, ZeroGrad, in_backward
 from fastpar.zero.optimizer_step import SCALER_SCALARS, GradClipping, Stepper
 from fastpar.zero.options import NamedParameters, ShardOptions
+from fastpar.zero.parameter_classes import unsent_gradient
 from fastpar.zero.replicas import ModelParams, Replicas
 from fastpar.zero.shard_store import DiskStates
 from fastpar.zero.sharded_param import ShardedParam, cast_buffers, synchronise_values
@@ -75,6 +76,7 @@ class Zero:
         cast_buffers(model, options.precision.buffers)
         self._waiting: list[Stepper] = []  # that have not taken the step whose gradients have been prepared
         self._is_going = True  # and whether it is not skipped
+        self._stepped_with: set[ShardedParam] = set()  # had gradients in the last step, which has taken them
         self.storages: list[ModelParams]
         if model is not None and options.stage == 3:
             self.storages = [Stage3(model, groups, options)]
@@ -326,10 +328,11 @@ class Zero:
                 self._is_going = self._prepare(stepper.optimizer)
             self._waiting = list(self.steppers)
         self._waiting.remove(stepper)
+        optim_params = stepper.with_gradient()
+        self._stepped_with.update(self._param_of[id(x)] for x in optim_params if id(x) in self._param_of)
         if not self._is_going:
             return
         self._release()
-        optim_params = stepper.with_gradient()
         self.clipping.hand_over(stepper.optimizer, optim_params)
         disk = self._disks.get(id(stepper))
         if disk is None:
@@ -534,7 +537,7 @@ class Zero:
     def _hook(self) -> list[Any]:
         hooked: list[Any] = [self.model] if self.model is not None else []
         self._zero_grads = [ZeroGrad(owner, self._forget_gradients) for owner in hooked]
-        self._zero_grads += [ZeroGrad(x.optimizer, partial(self._forget_gradients, x)) for x in self.steppers]
+        self._zero_grads += [ZeroGrad(x.optimizer, partial(self._forget_gradients, stepper=x)) for x in self.steppers]
         for owner, zero_grad in zip([*hooked, *self.optimizers], self._zero_grads, strict=True):
             owner.zero_grad = zero_grad
         self._load_states = [LoadStates(optimizer, self._load_optimizer) for optimizer in self.optimizers]
@@ -575,15 +578,30 @@ class Zero:
             for reducer in self._reducers:
                 reducer.begin_forward()
 
-    def _forget_gradients(self, stepper: Stepper | None = None) -> None:
-        """Of an optimizer's parameters; None: of all."""
+    def _forget_gradients(self, set_to_none: bool = True, *, stepper: Stepper | None = None) -> None:
+        """Of an optimizer's parameters; None: of all. Where they are not set to None, what had a gradient has one of zeros,
+        with which a step updates it, as without data parallelism: it decays, and goes on by its momentum."""
         self._waiting.clear()
         params = self.params
         if stepper is not None and len(self.steppers) > 1:
             its = {id(parameter) for parameter in stepper.parameters()}
             params = [param for param in params if id(param.optim_param) in its]
+        zeroed = [] if set_to_none else [param for param in params if self._has_had_gradient(param)]
+        self._stepped_with.difference_update(params)
         for reducer in self._reducers:
             reducer.forget_sums(params)
         for param in params:  # of a module these are not the parameters
             if param.optim_param.grad is not None:
                 param.optim_param.grad = None
+        for param in zeroed:
+            mine = local(param.optim_param)  # whose values may be in a file
+            param.optim_param.grad = as_dtensor(
+                torch.zeros(mine.shape, dtype=mine.dtype, device=mine.device), param.spec
+            )
+        if zeroed:
+            for reducer in self._reducers:
+                reducer.show()
+
+    def _has_had_gradient(self, param: ShardedParam) -> bool:
+        found = param.unreduced_sum, param.unsent, unsent_gradient(param.optim_param)
+        return param in self._stepped_with or any(x is not None for x in found)

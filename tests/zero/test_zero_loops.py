@@ -629,6 +629,82 @@ def test_another_dtype_is_an_error_that_names_the_parameter() -> None:
     run_ranks(SIZE, converted)
 
 
+# ---- gradients that are set to zero, and hooks that look at them
+
+
+class Sometimes(nn.Module):
+    """A layer that some steps do not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.extra, self.last = nn.Linear(7, 5), nn.Linear(5, 5), nn.Linear(5, 2)
+
+    def forward(self, x: Tensor, uses_extra: bool = True) -> Tensor:
+        x = torch.tanh(self.first(x))
+        return self.last(torch.tanh(self.extra(x)) + x if uses_extra else x)
+
+
+def zeroed_run(loss_of: Callable[[nn.Module, int, bool], Tensor], stage: int | None, **options: Any) -> Parameters:
+    """AdamW decays, and goes on by its momentum, where a gradient is zero, and does nothing where it is None."""
+    model = Sometimes()
+    optimizer = make_optimizer("adamw", model.parameters())
+    if stage is not None:
+        shard(model, optimizer, stage, **options)
+    for step, by in enumerate((optimizer, model, optimizer, optimizer)):
+        loss_of(model, step, step == 0).backward()
+        optimizer.step()
+        by.zero_grad(set_to_none=step == 2)
+        if step == 1:
+            optimizer.step()  # of zeros
+            assert whole_of(model.extra.bias.grad) is not None if stage is None else model.extra.bias.grad is None
+            by.zero_grad(set_to_none=False)
+            assert whole_of(model.extra.bias.grad).abs().max() == 0
+    return whole_values(model)
+
+
+def extra_loss(model: nn.Module, step: int, uses_extra: bool) -> Tensor:
+    x, y = batch(step, 0, dist.get_rank())
+    return nn.functional.mse_loss(model(x, uses_extra).float(), y)
+
+
+def extra_loss_of_all(model: nn.Module, step: int, uses_extra: bool) -> Tensor:
+    pairs = [batch(step, 0, rank) for rank in range(SIZE)]
+    return torch.stack([nn.functional.mse_loss(model(x, uses_extra), y) for x, y in pairs]).mean()
+
+
+def zeroed() -> None:
+    expected = zeroed_run(extra_loss_of_all, None)
+    for stage in STAGES:
+        assert_close(zeroed_run(extra_loss, stage), expected, stage)
+    for options in ({"overlap": False}, {"offload": "cpu"}, {"max_norm": 1e9}):
+        assert_close(zeroed_run(extra_loss, 1, **options), expected, options)
+
+
+def test_gradients_set_to_zero_are_stepped_with_as_in_one_process() -> None:
+    run_ranks(SIZE, zeroed)
+
+
+def hooked(dtype: torch.dtype) -> None:
+    for stage in (0, 1, 2):
+        seen: dict[str, list[bool]] = {}
+        model = nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 2)).to(dtype)
+        zero = shard(model, make_optimizer("sgd", model.parameters()), stage, bucket_bytes=64)
+        for name, parameter in model.named_parameters():
+            found = seen.setdefault(name, [])
+            parameter.register_post_accumulate_grad_hook(lambda p, found=found: found.append(p.grad is not None))
+        for step in range(2):
+            with zero.no_sync():
+                model(batch(step, 0, 0)[0].to(dtype)).sum().backward()
+            model(batch(step, 1, 0)[0].to(dtype)).sum().backward()
+        assert seen == {name: [True] * 4 for name in seen}, (stage, seen)
+
+
+def test_hooks_that_come_after_shard_see_every_gradient() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        run_ranks(SIZE, hooked, dtype)
+
+
 # ---- copies
 
 
