@@ -331,6 +331,46 @@ ZERO = _of(
     ),
 )
 
+CONTEXT = _of(
+    "context",
+    (
+        "labels of split sequences are a token off",
+        "shifted[:, :-1] = labels[:, 1:]",
+        "shifted[:] = labels",
+        "test_context_parallel.py shift_and_positions",
+    ),
+    (
+        "the last token of a document learns the next one's first",
+        "        shifted[slice(None) if len(lengths or ()) == 1 else row, ..., ends] = IGNORE_INDEX",
+        "        shifted[row:row, ..., ends] = IGNORE_INDEX",
+        "test_context_parallel.py shift_and_positions",
+    ),
+    (
+        "positions count on over documents",
+        "within = torch.arange(tokens) - _document_starts(rows, lengths, tokens)",
+        "within = torch.arange(tokens) - 0 * _document_starts(rows, lengths, tokens)",
+        "test_context_parallel.py shift_and_positions",
+    ),
+    (
+        "of two blocks of keys the larger one counts",
+        "total = torch.logaddexp(lse, other_lse)",
+        "total = torch.maximum(lse, other_lse)",
+        "test_context_attention.py float32_matches",
+    ),
+    (
+        "zigzag deals the second half in the order of the first",
+        "chunks[2 * size - 1 - rank]]",
+        "chunks[size + rank]]",
+        "test_attention_tiles.py balanced",
+    ),
+    (
+        "every document of a rank reads all keys before it",
+        "document = torch.searchsorted(starts, own, right=True) - 1",
+        "document = torch.searchsorted(starts, own, right=True) * 0",
+        "test_packed_layouts.py pairs_and_keys",
+    ),
+)
+
 TENSOR = _of(
     "tensor, swap and guards",
     (
@@ -356,6 +396,22 @@ TENSOR = _of(
         "return bool(((a - b).abs() > _FAR * scale + 1e-12).any())",
         "return bool(((a - b).abs() > 1e9 * scale + 1e-12).any())",
         "test_guards.py mixes_positions",
+    ),
+)
+
+GRID = _of(
+    "tensor-parallel grids",
+    (
+        "a bias on a grid has the gradient of one rank's tokens",
+        "bias = copy_to(copy_to(bias, self.grid.replicas), self.grid.z)",
+        "bias = copy_to(bias, self.grid.replicas)",
+        "test_grid_linear.py an_mlp",
+    ),
+    (
+        "axes of a grid do not turn from layer to layer",
+        'return pair if self.role == "column" else pair[::-1]',
+        "return pair",
+        "test_grid_linear.py an_mlp",
     ),
 )
 
@@ -471,6 +527,50 @@ MESH = _of(
     ),
 )
 
+PLANNING = _of(
+    "layouts and planner",
+    (
+        "heads need not divide over ranks of ulysses",
+        '(x.method == "ulysses") & (x.heads % (x.tp * x.cp) != 0)',
+        '(x.method == "ulysses") & (x.heads % x.tp != 0)',
+        "test_layouts.py broken_rule",
+    ),
+    (
+        "1F1B is thought to keep all microbatches",
+        "[m, np.minimum(m, p), looped,",
+        "[m, m, looped,",
+        "test_planner.py in_flight",
+    ),
+    (
+        "rows of a grid's ranks may be none",
+        "(x.grid_z > 1) & (x.batch > 0) & _leaves_one_out(x)",
+        "(x.grid_z > 1) & (x.batch < 0) & _leaves_one_out(x)",
+        "test_layouts.py broken_rule",
+    ),
+)
+
+INTEGRATIONS = _of(
+    "integrations and pretrained",
+    (
+        "every rank reads the first experts of a file",
+        "for n in names[start:stop]]",
+        "for n in names[: stop - start]]",
+        "test_weights.py stacks",
+    ),
+    (
+        "a step of a trainer counts one rank's rows",
+        'args.gradient_accumulation_steps * self.mesh.size("dp"))',
+        "args.gradient_accumulation_steps)",
+        "test_trainer.py trains_evaluates",
+    ),
+    (
+        "evaluation sees this rank's part of the logits",
+        "                head.use_local_output = True\n            try:",
+        "                head.use_local_output = False\n            try:",
+        "test_trainer.py trains_evaluates",
+    ),
+)
+
 VERIFICATION = _of(
     "verification and trial",
     (
@@ -525,6 +625,22 @@ CSRC = _of(
     ),
 )
 
+ATTENTION = _of(
+    "csrc/attention",
+    (
+        "a block of which little is seen counts as full",
+        "const bool is_full = visible == int64_t{kBlock} * kBlock;",
+        "const bool is_full = visible >= int64_t{kBlock};",
+        "test_attention.py equal_dense",
+    ),
+    (
+        "a band of visible keys is one too narrow",
+        "std::min<int64_t>(t.k1, q1 + high);",
+        "std::min<int64_t>(t.k1, q1 + high - 1);",
+        "test_attention.py equal_dense",
+    ),
+)
+
 ASSEMBLY = _of(
     "assembly",
     (
@@ -553,8 +669,8 @@ ASSEMBLY = _of(
     ),
     (
         "routers do not know that the sequence is split",
-        '                router.comm = Communicator(self.mesh.group("tp"))',
-        "                router.comm = Communicator(None)",
+        '            context.changes.set(router, "comm", comm)',
+        "            pass",
         "test_assembly.py others_got",
     ),
     (
@@ -579,12 +695,6 @@ ASSEMBLY = _of(
         "labels are not shifted",
         "shifted[..., : -self.shift] = target[..., self.shift :]",
         "shifted[..., : -self.shift] = target[..., : -self.shift]",
-        "test_assembly.py others_got",
-    ),
-    (
-        "labels of split sequences are a token off",
-        "shifted[:, :-1] = labels[:, 1:]",
-        "shifted[:] = labels",
         "test_assembly.py others_got",
     ),
     (
@@ -626,6 +736,6 @@ ASSEMBLY = _of(
 )
 
 BREAKS = [
-    *COMM, *OPS, *OPTIM, *PRECISION, *EXPERT, *ZERO, *TENSOR, *PIPELINE, *RECOMPUTE, *STORAGE, *MESH, *VERIFICATION,
-    *KERNELS, *CSRC, *ASSEMBLY,
+    *COMM, *OPS, *OPTIM, *PRECISION, *EXPERT, *ZERO, *CONTEXT, *TENSOR, *GRID, *PIPELINE, *RECOMPUTE, *STORAGE, *MESH,
+    *PLANNING, *INTEGRATIONS, *VERIFICATION, *KERNELS, *CSRC, *ATTENTION, *ASSEMBLY,
 ]  # fmt: skip

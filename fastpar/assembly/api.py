@@ -193,16 +193,13 @@ class _Building:
         self.calls = [f"mesh = fp.init_mesh({_shown(shown)})"]
 
     def tell_routers(self, undo: ExitStack) -> None:
-        """Which ranks have other tokens of the batch, and which other parts of a microbatch."""
+        """Which ranks have other tokens of the batch; who has other parts of a microbatch `parallelize` says."""
         routers = expert.routers_of(self.model).values()
         for router in routers:
-            undo.callback(vars(router).update, batch_comms=router.batch_comms, comm=router.comm)
+            undo.callback(vars(router).update, batch_comms=router.batch_comms)
             router.batch_comms = [Communicator(self.mesh.group("dp"))]
-            if self.layout.sequence_parallel:
-                router.comm = Communicator(self.mesh.group("tp"))
         if routers:
-            tokens = '; router.comm = Communicator(mesh.group("tp"))' if self.layout.sequence_parallel else ""
-            self.calls.append(f'router.batch_comms = [Communicator(mesh.group("dp"))]{tokens}')
+            self.calls.append('router.batch_comms = [Communicator(mesh.group("dp"))]')
 
     def lay_out(self, undo: ExitStack) -> Passes:
         """Cut, split, recompute."""
