@@ -330,11 +330,12 @@ class UnitState:
         self.in_backward: set[ForwardCall] = set()
         self.is_pinned = False
         self.is_wanted = False  # results are where nobody sees their gradients come: whole until backward has ended
+        self.is_in_graph = False  # that a backward pass has made of itself (create_graph), until backward through it
         self.open_calls: weakref.WeakSet[ForwardCall] = weakref.WeakSet()  # whose backward has not ended
 
     @property
     def is_used(self) -> bool:
-        return bool(self.running or self.in_backward or self.is_pinned or self.is_wanted)
+        return bool(self.running or self.in_backward or self.is_pinned or self.is_wanted or self.is_in_graph)
 
 
 class _Boundary(torch.autograd.Function):

@@ -30,6 +30,10 @@ groups are launched in one order on all ranks, that of the unit's parameters, an
 thread to go on (split phases would: see `Groups.mode`). Where every rank has experts of its own (efsdp of 1) nothing is
 gathered: they stay whole, and without replicas nothing of them travels at all.
 
+Note: gradients of gradients. The graph that a backward pass makes of itself (create_graph, as for gradient penalties)
+has saved parameters, and nothing says when it reads them: units in it stay whole until the backward pass through it has
+ended, or a step.
+
 Note: failures. A forward or backward that raises leaves units whole; the next forward frees them.
 """
 
@@ -277,7 +281,7 @@ class Stage3:
         """Free the units of a module and of those in it (None: the model), whatever has gathered them."""
         for unit in self._units_in(module):
             state = self._states[unit]
-            state.is_pinned = state.is_wanted = False
+            state.is_pinned = state.is_wanted = state.is_in_graph = False
             state.in_backward.clear()
             self._free_if_unused(unit)
 
@@ -397,6 +401,7 @@ class Stage3:
             return
         self._need(call.unit)
         state.in_backward.add(call)
+        state.is_in_graph |= torch.is_grad_enabled()
         previous = call.previous
         self._prefetch(None if previous is None else previous.unit)
 
@@ -418,9 +423,9 @@ class Stage3:
             self.release()
             self._open.add(number)
             engine: Any = torch.autograd.Variable._execution_engine
-            engine.queue_callback(partial(self._leave_backward, number))
+            engine.queue_callback(partial(self._leave_backward, number, torch.is_grad_enabled()))
 
-    def _leave_backward(self, number: int) -> None:
+    def _leave_backward(self, number: int, makes_graph: bool) -> None:
         """A backward pass has ended; it may be one within another (reentrant checkpoints)."""
         self._open.discard(number)
         if self._open:
@@ -434,6 +439,7 @@ class Stage3:
         for unit, state in self._states.items():
             state.in_backward.clear()
             state.is_wanted = False
+            state.is_in_graph &= makes_graph
             self._free_if_unused(unit)
 
     def _came(self, param: ShardedParam, _: Any) -> None:

@@ -579,8 +579,8 @@ class Zero:
                 reducer.begin_forward()
 
     def _forget_gradients(self, set_to_none: bool = True, *, stepper: Stepper | None = None) -> None:
-        """Of an optimizer's parameters; None: of all. Where they are not set to None, what had a gradient has one of zeros,
-        with which a step updates it, as without data parallelism: it decays, and goes on by its momentum."""
+        """Of an optimizer's parameters; None: of all. Where they are not set to None, what had a gradient has one of
+        zeros, with which a step updates it, as without data parallelism: it decays, and goes on by its momentum."""
         self._waiting.clear()
         params = self.params
         if stepper is not None and len(self.steppers) > 1:

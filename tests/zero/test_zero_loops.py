@@ -705,6 +705,57 @@ def test_hooks_that_come_after_shard_see_every_gradient() -> None:
         run_ranks(SIZE, hooked, dtype)
 
 
+# ---- gradients of gradients
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(7, 7), nn.Tanh()) for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def sloped(model: nn.Module, step: int, rank: int) -> Tensor:
+    x = batch(step, 0, rank)[0].requires_grad_()
+    out = model(x)
+    (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    return out.square().mean() + (slope.norm() - 1).square()
+
+
+def penalty_run(stage: int | None, **options: Any) -> Parameters:
+    model = Layers()
+    optimizer = make_optimizer("adamw", model.parameters())
+    zero = None if stage is None else shard(model, optimizer, stage, **options)
+    for step in range(3):
+        if zero is None:
+            torch.stack([sloped(model, step, rank) for rank in range(SIZE)]).mean().backward()
+        else:
+            sloped(model, step, dist.get_rank()).backward()
+            assert stage != 3 or zero.storages[0].whole_bytes == 0  # type: ignore[attr-defined]
+        optimizer.step()
+        optimizer.zero_grad()
+        if zero is not None:
+            sloped(model, step, 0)  # whose backward pass never comes
+            optimizer.step()
+    return whole_values(model)
+
+
+def penalties() -> None:
+    expected = penalty_run(None)
+    for stage in STAGES:
+        assert_close(penalty_run(stage), expected, stage)
+    assert_close(penalty_run(3, persistent_share=0.0, reshard_after_forward=False), expected, "whole until backward")
+
+
+def test_gradient_penalties_equal_one_process() -> None:
+    run_ranks(SIZE, penalties)
+
+
 # ---- copies
 
 
