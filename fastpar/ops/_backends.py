@@ -82,13 +82,14 @@ def is_direct(*arguments: Any) -> bool:
 
 def op_on_cuda(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
     """Registers a function as a functional op's kernel for CUDA tensors. Returns what calls the op, which is the
-    function itself for CUDA tensors wherever nothing would see the difference."""
+    function itself for CUDA tensors wherever nothing would see the difference; it may do more, as options say."""
     torch.library.impl(f"fastpar::{name}", "cuda", kernel)
     op = getattr(torch.ops.fastpar, name).default
 
-    def call(first: Tensor, *others: Any) -> Any:
-        direct = first.device.type == "cuda" and is_direct(first, *others)
-        return (kernel if direct else op)(first, *others)
+    def call(first: Tensor, *others: Any, **options: Any) -> Any:
+        if first.is_cuda and is_direct(first, *others):
+            return kernel(first, *others, **options)
+        return op(first, *others)
 
     return call
 

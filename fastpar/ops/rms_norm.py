@@ -76,12 +76,13 @@ def _backward_cuda(
     weight_offset: float,
     needs_grad_x: bool,
     needs_grad_weight: bool,
+    weight_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     from fastpar.kernels import rms_norm as kernels
 
     num_programs = 2 * _multiprocessors(x.device.index)
     return kernels.backward(
-        grad_out, grad_sum, x, rstd, weight, weight_offset, needs_grad_x, needs_grad_weight, num_programs
+        grad_out, grad_sum, x, rstd, weight, weight_offset, needs_grad_x, needs_grad_weight, num_programs, weight_dtype
     )
 
 
@@ -154,8 +155,9 @@ class _RmsNorm(torch.autograd.Function):
         needs_x, needs_residual, needs_weight = ctx.needs_input_grad[:3]
         needs_h = needs_x or needs_residual
         with torch.no_grad():
-            grad, grad_weight = _backward(grad_out, grad_h, h, rstd, weight, ctx.weight_offset, needs_h, needs_weight)
-            if needs_weight:
+            terms = (grad_h, h, rstd, weight, ctx.weight_offset, needs_h, needs_weight)
+            grad, grad_weight = _backward(grad_out, *terms, weight_dtype=weight.dtype if needs_weight else None)
+            if needs_weight:  # where its kernel has not rounded it
                 grad_weight = grad_weight.to(weight.dtype)
         inputs = (grad_out, grad_h, h, weight)
         alternative = "torch.nn.functional.rms_norm"

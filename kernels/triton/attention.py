@@ -45,12 +45,11 @@ import functools
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from fastpar.kernels import attention_kernels as kernels
 from fastpar.kernels.attention_steps import HostTables, StepShape
-from fastpar.kernels.launch import launch
+from fastpar.kernels.launch import launch, next_power_of_2
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_HEAD_DIM = 256
@@ -203,8 +202,8 @@ def _kept_options(
     is_cuda: bool,
 ) -> dict[str, Any]:
     return {
-        "HEAD_DIM": head_dim, "VALUE_DIM": value_dim, "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),
-        "BLOCK_DV": max(16, triton.next_power_of_2(value_dim)), "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,
+        "HEAD_DIM": head_dim, "VALUE_DIM": value_dim, "BLOCK_D": max(16, next_power_of_2(head_dim)),
+        "BLOCK_DV": max(16, next_power_of_2(value_dim)), "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,
         "SOFTCAP": has_softcap, "DROPOUT": has_dropout,
         # Products of float32 in full would be multiply-adds of one thread each, unrolled, with kilobytes of spills.
         "PRECISION": "tf32x3" if dtype == torch.float32 and is_cuda else "ieee",

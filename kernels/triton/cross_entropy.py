@@ -31,7 +31,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from fastpar.kernels.cross_entropy_kernels import (
@@ -42,7 +41,7 @@ from fastpar.kernels.cross_entropy_kernels import (
     stats_kernel,
 )
 from fastpar.kernels.cross_entropy_row import IDENTITY, SCALED, SOFTCAP
-from fastpar.kernels.launch import launch
+from fastpar.kernels.launch import cdiv, launch, next_power_of_2
 
 WARP_SIZE = 64 if torch.version.hip else 32
 LOADS_PER_THREAD = 4  # of 16 bytes, of a block; what is carried from block to block has the size of one
@@ -130,7 +129,7 @@ def configuration(
     if two_passes and vocab * itemsize > 64 << 10:
         threads = 512 if costly or vocab * itemsize <= 128 << 10 else 1024
     per_load = 16 // itemsize
-    row = triton.next_power_of_2(max(vocab, 1))
+    row = next_power_of_2(max(vocab, 1))
     loads = loads_per_thread(itemsize, narrow, two_passes=two_passes, costly=costly)
     threads = max(min(threads, row // (loads * per_load)), WARP_SIZE)
     width = threads * per_load
@@ -274,7 +273,7 @@ def merge(
     if not gathered[0].is_contiguous():
         gathered = gathered.contiguous()
     launch(
-        merge_kernel, triton.cdiv(count, MERGE_BLOCK), gathered.device,
+        merge_kernel, cdiv(count, MERGE_BLOCK), gathered.device,
         gathered, target.reshape(-1), weight, weight_sum, loss, lse, count, gathered.shape[0], gathered.stride(0),
         vocab_total, ignore_index, float(label_smoothing), label_smoothing / max(vocab_total, 1), float(z_loss),
         SMOOTHING=label_smoothing > 0.0, BLOCK=MERGE_BLOCK, num_warps=MERGE_BLOCK // WARP_SIZE,
@@ -402,5 +401,5 @@ def scale_unless_one_(x: Tensor, scalar: Tensor) -> None:
     size = x.numel()
     if size == 0:
         return
-    programs = min(triton.cdiv(size, SCALE_BLOCK), SCALE_PROGRAMS)
+    programs = min(cdiv(size, SCALE_BLOCK), SCALE_PROGRAMS)
     launch(scale_kernel, programs, x.device, x, scalar, size, BLOCK=SCALE_BLOCK, num_warps=8)

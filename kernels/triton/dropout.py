@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastpar.kernels.launch import launch
+from fastpar.kernels.launch import cdiv, launch, next_power_of_2
 from fastpar.kernels.rows import compute_dtype
 
 BLOCK = 2048
@@ -94,9 +94,9 @@ def sharded_dropout(x: Tensor, p: float, seed: int, offset: Sequence[int], globa
     if dims[-1][1] != 1:  # a block of one column
         dims.append((1, 1))
     (_, stride0), (size1, stride1), (size2, stride2), (columns, _) = [(1, 0)] * (LEADING + 1 - len(dims)) + dims
-    rows, block = x.numel() // columns, min(BLOCK, triton.next_power_of_2(columns))
+    rows, block = x.numel() // columns, min(BLOCK, next_power_of_2(columns))
     launch(
-        dropout_kernel, (rows, triton.cdiv(columns, block)), x.device, x, out, first, stride0, stride1, stride2,
+        dropout_kernel, (rows, cdiv(columns, block)), x.device, x, out, first, stride0, stride1, stride2,
         size1, size2, columns, seed, round(p * (1 << 24)), 1.0 / (1.0 - p) if p < 1.0 else 0.0,
         COMPUTE=_TL_DTYPE[compute_dtype(x.dtype)], BLOCK=block, num_warps=NUM_WARPS,
     )  # fmt: skip

@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastpar.kernels.cross_entropy import WARP_SIZE, LossRows, alignment
-from fastpar.kernels.launch import launch
+from fastpar.kernels.launch import cdiv, launch, next_power_of_2
 
 THREADS = 128
 LOADS_PER_THREAD = 4  # of 16 bytes, by a program of the lookup
@@ -120,9 +120,9 @@ def _shape(x: Tensor) -> tuple[int, tuple[int, int], dict[str, Any]]:
     """(hidden blocks, (row stride and hidden in units of ALIGN), compile-time options) of x [N, H]."""
     hidden, itemsize = x.shape[1], x.element_size()
     align = alignment(hidden, LossRows(1, 0, x.stride(0)), itemsize)
-    block = min(triton.next_power_of_2(hidden), THREADS * 16 // itemsize)
+    block = min(next_power_of_2(hidden), THREADS * 16 // itemsize)
     options = {"ALIGN": align, "HIDDEN": block, "num_warps": max(THREADS // WARP_SIZE, 1)}
-    return triton.cdiv(hidden, block), (x.stride(0) // align, hidden // align), options
+    return cdiv(hidden, block), (x.stride(0) // align, hidden // align), options
 
 
 def embedding(ids: Tensor, weight: Tensor, vocab_start: int) -> Tensor:
@@ -133,9 +133,9 @@ def embedding(ids: Tensor, weight: Tensor, vocab_start: int) -> Tensor:
     flat, weight = ids.reshape(-1).contiguous(), _dense_rows(weight)
     blocks, shape, options = _shape(weight)
     tokens = THREADS * LOADS_PER_THREAD * 16 // weight.element_size() // options["HIDDEN"]
-    tokens = min(tokens, triton.next_power_of_2(flat.numel()))
+    tokens = min(tokens, next_power_of_2(flat.numel()))
     launch(
-        embedding_kernel, triton.cdiv(flat.numel(), tokens) * blocks, weight.device,
+        embedding_kernel, cdiv(flat.numel(), tokens) * blocks, weight.device,
         flat, weight, out, flat.numel(), weight.shape[0], vocab_start, *shape, TOKENS=tokens, **options,
     )  # fmt: skip
     return out

@@ -42,10 +42,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from fastpar.kernels import grouped_gemm_kernels as kernels
+from fastpar.kernels.launch import cdiv, next_power_of_2
 from fastpar.kernels.launch import launch_named as launch
 
 GROUP = 8  # tiles of rows that share the columns of a weight
@@ -126,7 +126,7 @@ class RowGroups:
 
     def __init__(self, splits: Tensor | Sequence[int], num_rows: int, device: torch.device) -> None:
         self.splits = torch.as_tensor(splits, device=device)
-        self.num_rows, self.num_experts = num_rows, len(self.splits) - 1
+        self.num_rows, self.num_experts = num_rows, self.splits.shape[0] - 1
         self._tiles: dict[int, Tensor] = {}
 
     @property
@@ -139,9 +139,9 @@ class RowGroups:
         if block_m not in self._tiles:
             count = min(-(-self.num_rows // block_m) + self.num_experts, self.num_rows)
             tiles = torch.empty((count, 4), dtype=torch.int32, device=self.splits.device)
-            launch(kernels.tile_table_kernel, triton.cdiv(count, TILES), tiles.device, {
+            launch(kernels.tile_table_kernel, cdiv(count, TILES), tiles.device, {
                 "splits": self.splits, "tiles": tiles, "num_experts": self.num_experts, "num_tiles": count,
-                "BLOCK_M": block_m, "EXPERTS": triton.next_power_of_2(self.num_experts), "TILES": TILES,
+                "BLOCK_M": block_m, "EXPERTS": next_power_of_2(self.num_experts), "TILES": TILES,
             })  # fmt: skip
             self._tiles[block_m] = tiles
         return self._tiles[block_m]
@@ -163,9 +163,9 @@ def _check(x: Tensor, weight: Tensor, groups: RowGroups, index: Tensor | None, t
         raise ValueError(
             f"rows {tuple(x.shape)} do not fit weights {tuple(weight.shape)}: they have to have {terms} features"
         )
-    if len(weight) != groups.num_experts:
-        raise ValueError(f"there are weights of {len(weight)} experts, but splits of {groups.num_experts}")
-    rows = len(x) if index is None else len(index)
+    if weight.shape[0] != groups.num_experts:
+        raise ValueError(f"there are weights of {weight.shape[0]} experts, but splits of {groups.num_experts}")
+    rows = (x if index is None else index).shape[0]
     if rows != groups.num_rows:
         raise ValueError(f"there are {rows} rows, but the splits are those of {groups.num_rows}")
 
@@ -190,7 +190,7 @@ def _walks(cols: int, terms: int, config: GroupedGemmConfig, spills: bool = Fals
 
 
 def _programs(groups: RowGroups, cols: int, config: GroupedGemmConfig) -> int:
-    most = len(groups.tiles(config.block_m)) * triton.cdiv(cols, config.block_n)
+    most = groups.tiles(config.block_m).shape[0] * cdiv(cols, config.block_n)
     return min(most, _resident(groups.splits.device)) if config.persistent else most
 
 
@@ -335,7 +335,7 @@ def grouped_linear_dact(
         return dhidden, act, hidden.new_zeros(groups.num_rows, dtype=torch.float32)
     config = config or dact_configuration(groups.rows_per_expert, cols, dout.dtype, dout.device)
     config = config._replace(persistent=False)
-    dots = hidden.new_empty((triton.cdiv(cols, config.block_n), groups.num_rows), dtype=torch.float32)
+    dots = hidden.new_empty((cdiv(cols, config.block_n), groups.num_rows), dtype=torch.float32)
     launch(kernels.grouped_gemm_dact_kernel, _programs(groups, cols, config), dout.device, {
         "dout": dout, "stride_dout": dout.stride(0), "index": index, "row_weights": row_weights, "hidden": hidden,
         "dhidden": dhidden, "act": act, "dots": dots, "stride_hidden": hidden.shape[1], "step": halves.step,
@@ -363,7 +363,7 @@ def grouped_wgrad(
     Rows whose index is -1 add nothing. dweight of `grouped_linear` is (dout, x), or (x, dout) where it is transposed.
     """
     for x, index in ((left, left_index), (right, right_index)):
-        rows = len(x) if index is None else len(index)
+        rows = (x if index is None else index).shape[0]
         if x.ndim != 2 or rows != groups.num_rows:
             raise ValueError(f"there are {rows} rows {tuple(x.shape)}, but the splits are those of {groups.num_rows}")
     if left.dtype not in DTYPES or right.dtype != left.dtype:
@@ -375,7 +375,7 @@ def grouped_wgrad(
         return out
     gathers = left_index is not None or right_index is not None
     config = config or wgrad_configuration(features, terms, left.dtype, left.device, gathers=gathers)
-    programs = groups.num_experts * triton.cdiv(features, config.block_m) * triton.cdiv(terms, config.block_n)
+    programs = groups.num_experts * cdiv(features, config.block_m) * cdiv(terms, config.block_n)
     launch(kernels.grouped_wgrad_kernel, programs, left.device, {
         "left": left, "stride_left": left.stride(0), "left_index": left_index,
         "right": right, "stride_right": right.stride(0), "right_index": right_index,
@@ -403,8 +403,8 @@ def grouped_bias_grad(
     out = dout.new_empty((groups.num_experts, features))
     if out.numel() == 0:
         return out
-    block = min(triton.next_power_of_2(features), 16 if dout.device.type == "cpu" else 256)
-    launch(kernels.grouped_bias_grad_kernel, groups.num_experts * triton.cdiv(features, block), dout.device, {
+    block = min(next_power_of_2(features), 16 if dout.device.type == "cpu" else 256)
+    launch(kernels.grouped_bias_grad_kernel, groups.num_experts * cdiv(features, block), dout.device, {
         "dout": dout, "stride": dout.stride(0), "index": index, "scale": scale, "splits": groups.splits,
         "factor": factor, "out": out, "F": features, "BLOCK_F": block, "BLOCK_R": 32, "num_warps": 8,
     })  # fmt: skip

@@ -5,8 +5,9 @@ not order, or that the device does not map. tests/gpu/test_triton_helpers.py kno
 
 Note: kept launches. Of Triton's own way from a call to a compiled kernel most is Python that makes a key out of the
 arguments by name. `_Launches` asks Triton's own function what each argument specialises the kernel for (dtype,
-alignment, one, width), so that its key tells apart whatever Triton's does, and keeps the kernel that Triton launched.
-Whatever Triton looks at besides is in the key or is looked at again: the device, knobs, hooks, globals.
+alignment, one, width), so that its key tells apart whatever Triton's does, and more where an argument is declared with
+a type, and keeps the kernel that Triton launched. Whatever Triton looks at besides is in the key or is looked at again:
+the device, knobs, hooks, globals.
 """
 
 from __future__ import annotations
@@ -27,6 +28,18 @@ if IS_KNOWN:
     from triton.runtime.jit import native_specialize_impl
 
 
+# triton.cdiv and triton.next_power_of_2 are functions of Triton's compiler as well, and take a microsecond and a half.
+
+
+def cdiv(x: int, y: int) -> int:
+    return -(-x // y)
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two that is at least n; 0 for 0."""
+    return 1 << (n - 1).bit_length() if n > 0 else 0
+
+
 def launch(kernel: Any, programs: int | tuple[int, ...], device: torch.device, *arguments: Any, **options: Any) -> None:
     """kernel[programs](*arguments, **options); `programs` is a number of them or a grid."""
     grid = (programs,) if isinstance(programs, int) else programs
@@ -39,11 +52,9 @@ def launch(kernel: Any, programs: int | tuple[int, ...], device: torch.device, *
 
 def launch_named(kernel: Any, programs: int, device: torch.device, arguments: Mapping[str, Any]) -> None:
     """The same with all arguments by name."""
-    names = _launches_of(kernel).names if type(kernel) is JITFunction else ()
-    if not all(name in arguments for name in names):  # Triton says what is missing
-        names = ()
-    options = {name: value for name, value in arguments.items() if name not in names}
-    launch(kernel, programs, device, *(arguments[name] for name in names), **options)
+    names, others = _launches_of(kernel).order(tuple(arguments)) if type(kernel) is JITFunction else ((), arguments)
+    options = {name: arguments[name] for name in others}
+    launch(kernel, programs, device, *[arguments[name] for name in names], **options)
 
 
 class _Launches:
@@ -52,13 +63,22 @@ class _Launches:
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
         found = [p for p in kernel.params if not p.is_constexpr]
-        leads = found == kernel.params[: len(found)] and not any(p.annotation_type for p in found)
+        leads = found == kernel.params[: len(found)]
         self.is_kept = IS_KNOWN and leads and not kernel.launch_metadata
         self.names = tuple(p.name for p in found) if leads else ()
         self.is_const = tuple(p.is_const for p in found)
         self.specialize = tuple(not p.do_not_specialize for p in found)
         self.align = tuple(not p.do_not_specialize_on_alignment for p in found)
         self.compiled: dict[Any, tuple[Any, tuple[Any, ...], tuple[Any, ...]]] = {}
+        self.orders: dict[tuple[str, ...], tuple[tuple[str, ...], tuple[str, ...]]] = {}
+
+    def order(self, given: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """(the arguments that have a place, the others) of arguments by name."""
+        found = self.orders.get(given)
+        if found is None:
+            names = self.names if set(self.names) <= set(given) else ()  # Triton says what is missing
+            found = self.orders[given] = names, tuple(name for name in given if name not in names)
+        return found
 
     def run(self, grid: tuple[int, ...], arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
         kernel, runtime = self.kernel, knobs.runtime

@@ -61,10 +61,12 @@ class ExpertParams(NamedTuple):
 
 
 class MlpSaved(NamedTuple):
-    """What backward needs besides the inputs: where rows lie, and their hidden features [rows, 2I or I]."""
+    """What backward needs besides the inputs: where rows lie, their hidden features [rows, 2I or I], and the groups of
+    rows, whose tables of tiles backward would make again."""
 
     placed: PlacedPairs
     hidden: Tensor
+    groups: RowGroups
 
 
 class MlpGrads(NamedTuple):
@@ -86,8 +88,8 @@ def forward(
     x: Tensor, indices: Tensor, weights: Tensor, experts: ExpertParams, rule: MlpRule, add: Tensor | None = None
 ) -> tuple[Tensor, MlpSaved]:
     """out [T, H] of x [T, H], indices and weights [T, K]; `add` [T, H] comes into the sum."""
-    placed = place_pairs(indices, len(experts.first), weights)
-    groups = RowGroups(placed.splits, len(placed.source), x.device)
+    placed = place_pairs(indices, experts.first.shape[0], weights)
+    groups = RowGroups(placed.splits, placed.source.shape[0], x.device)
     hidden, act = grouped_linear_act(
         x, experts.first, groups, experts.first_bias, index=placed.source, **_activation(rule),
         scale=placed.row_weights if rule.weigh == "input" else None,
@@ -95,7 +97,7 @@ def forward(
     )  # fmt: skip
     rows = grouped_linear(act, experts.second, groups, experts.second_bias, transposed=rule.transposed)
     out = sum_rows([rows], placed.slots, weights=weights if rule.weigh == "after" else None, add=add)
-    return out, MlpSaved(placed, hidden)
+    return out, MlpSaved(placed, hidden, groups)
 
 
 def backward(
@@ -111,8 +113,7 @@ def backward(
     for_experts: bool = True,
 ) -> MlpGrads:
     """Gradients of everything but `add`, whose gradient is dout; those of x and of the experts only if wanted."""
-    placed, hidden = saved
-    groups = RowGroups(placed.splits, len(placed.source), x.device)
+    placed, hidden, groups = saved
     dhidden, act, dots = grouped_linear_dact(
         dout, experts.second, groups, hidden, index=placed.source, **_activation(rule),
         row_weights=None if rule.weigh == "input" else placed.row_weights,
@@ -124,10 +125,11 @@ def backward(
             dots = dot_rows(rows, [x], placed.source)
         if for_x:
             dx = sum_rows([rows], placed.slots, weights=weights if rule.weigh == "input" else None)
-    dweights = torch.where(placed.slots < 0, 0.0, dots[placed.slots.clamp_min(0)]) if dots.numel() else weights.float()
+    # Slot -1 is the last one here, until it is a zero.
+    dweights = dots[placed.slots].masked_fill_(placed.slots < 0, 0.0) if dots.numel() else weights.float()
     if rule.weigh == "after" and experts.second_bias is not None:
         products = dout.float() @ experts.second_bias.float().T  # [T, E]
-        chosen = products.gather(1, indices.long().clamp(0, len(experts.first) - 1))
+        chosen = products.gather(1, indices.long().clamp(0, experts.first.shape[0] - 1))
         dweights = dweights + torch.where(placed.slots < 0, 0.0, chosen)
     grads = _expert_grads(dout, x, act, dhidden, experts, rule, placed, groups) if for_experts else None
     return MlpGrads(dx, dweights.to(weights.dtype), grads)
@@ -152,7 +154,7 @@ def _expert_grads(
     if experts.first_bias is not None:
         first_bias = grouped_bias_grad(dhidden, groups)
     if rule.weigh == "input":  # weigh one of the two factors; this copy is the only one there is
-        dhidden = gather_rows([dhidden], torch.arange(len(dhidden), device=x.device), scale=placed.row_weights)
+        dhidden = gather_rows([dhidden], torch.arange(dhidden.shape[0], device=x.device), scale=placed.row_weights)
     dfirst = _wgrad(dhidden, x, groups, rule.transposed, x_index=placed.source)
     return ExpertParams(dfirst, dsecond, first_bias, second_bias)
 

@@ -41,11 +41,11 @@ from collections.abc import Generator, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
-import triton
 from torch import Tensor
 
 from fastpar.kernels import moe_push_kernels as kernels
 from fastpar.kernels import moe_rows, moe_sort
+from fastpar.kernels.launch import cdiv, next_power_of_2
 from fastpar.kernels.launch import launch_named as launch
 from fastpar.kernels.moe_rows import Places
 from fastpar.kernels.overlap_gemm_buffer import CHANNELS, Channel, OverlapBuffer, aligned
@@ -200,11 +200,11 @@ class PushExchange:
         launch(kernels.plan_kernel, 1, device, {
             "loads": buffer.view(channel, (buffer.size, self.num_experts), torch.int32), **self._waiting(channel),
             "first": first, "splits": splits, "room": room, "rank": buffer.rank, "capacity": self.capacity,
-            "num_experts": self.num_experts, "W": buffer.size, "EXPERTS": triton.next_power_of_2(self.num_experts),
+            "num_experts": self.num_experts, "W": buffer.size, "EXPERTS": next_power_of_2(self.num_experts),
         })  # fmt: skip
         slots = torch.empty(indices.shape, dtype=torch.int64, device=device)
         if slots.numel():
-            launch(kernels.slot_kernel, triton.cdiv(slots.numel(), moe_sort.BLOCK), device, {
+            launch(kernels.slot_kernel, cdiv(slots.numel(), moe_sort.BLOCK), device, {
                 "indices": indices.contiguous(), "ranks": ranked.ranks, "before": ranked.before, "first": first,
                 "room": room, "slots": slots, "num_pairs": slots.numel(), "num_experts": self.num_experts,
                 "per_rank": per_rank, "capacity": self.capacity, "BLOCK": moe_sort.BLOCK,
@@ -279,7 +279,7 @@ class PushExchange:
             "counts": counts, "peers": buffer.symmetric.pointers,
             "counts_offset": channel.data + 4 * buffer.rank * self.num_experts, "flags_offset": self._flags(channel),
             "state": channel.state, "num_experts": self.num_experts,
-            "EXPERTS": triton.next_power_of_2(self.num_experts),
+            "EXPERTS": next_power_of_2(self.num_experts),
         })  # fmt: skip
 
     def _push(self, channel: Channel, x: Tensor, slots: Tensor, values: Tensor | None) -> None:

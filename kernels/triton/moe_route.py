@@ -21,11 +21,10 @@ from __future__ import annotations
 from typing import Any, NamedTuple, Protocol
 
 import torch
-import triton
 from torch import Tensor
 
 from fastpar.kernels.cross_entropy import WARP_SIZE
-from fastpar.kernels.launch import launch
+from fastpar.kernels.launch import cdiv, launch, next_power_of_2
 from fastpar.kernels.moe_route_kernels import route_backward_kernel, route_kernel, scores_kernel
 
 MOST_EXPERTS = 2048
@@ -71,7 +70,7 @@ def takes(num_experts: int, top_k: int) -> bool:
 
 def _options(padded: int, num_tokens: int) -> dict[str, Any]:
     """ROWS and warps of programs with so many columns of a token."""
-    rows = min(max(COLUMNS_PER_THREAD * WARP_SIZE // padded, 1), triton.next_power_of_2(num_tokens))
+    rows = min(max(COLUMNS_PER_THREAD * WARP_SIZE // padded, 1), next_power_of_2(num_tokens))
     return {"ROWS": rows, "num_warps": max(padded // (2 * COLUMNS_PER_THREAD * WARP_SIZE), 1)}
 
 
@@ -88,7 +87,7 @@ def _grouping(rule: RouterRule, num_experts: int) -> dict[str, Any]:
     best = {"top2": 2, "top_k_over_groups": max(1, rule.top_k // rule.top_groups), "max": 1}[rule.group_score]
     return {
         "GROUPS": groups, "TOP_GROUPS": min(rule.top_groups, groups), "BEST": min(best, width), "WIDTH": width,
-        "PADDED_GROUPS": triton.next_power_of_2(groups), "PADDED_WIDTH": triton.next_power_of_2(width),
+        "PADDED_GROUPS": next_power_of_2(groups), "PADDED_WIDTH": next_power_of_2(width),
     }  # fmt: skip
 
 
@@ -102,7 +101,7 @@ def forward(logits: Tensor, rule: RouterRule, bias: Tensor | None = None, mask: 
         grouping = _grouping(rule, num_experts)
         options = _options(grouping["PADDED_GROUPS"] * grouping["PADDED_WIDTH"], num_tokens)
         launch(
-            route_kernel, triton.cdiv(num_tokens, options["ROWS"]), logits.device,
+            route_kernel, cdiv(num_tokens, options["ROWS"]), logits.device,
             logits.contiguous(), None if bias is None else bias.contiguous(),
             None if mask is None else mask.contiguous().view(torch.uint8), indices, weights, counts,
             num_tokens, float(rule.epsilon), float(rule.scale), AFTER=rule.when == "after", TOP_K=rule.top_k,
@@ -116,10 +115,10 @@ def backward(grad_weights: Tensor, logits: Tensor, indices: Tensor, rule: Router
     num_tokens, num_experts = logits.shape
     grad = torch.empty((num_tokens, num_experts), dtype=torch.float32, device=logits.device)
     if num_tokens:
-        padded = triton.next_power_of_2(num_experts)
+        padded = next_power_of_2(num_experts)
         options = _options(padded, num_tokens)
         launch(
-            route_backward_kernel, triton.cdiv(num_tokens, options["ROWS"]), logits.device,
+            route_backward_kernel, cdiv(num_tokens, options["ROWS"]), logits.device,
             logits.contiguous(), indices, grad_weights.contiguous(), grad,
             num_tokens, float(rule.epsilon), float(rule.scale), TOP_K=rule.top_k, NUM_EXPERTS=num_experts,
             PADDED=padded, **_weighing(rule), **options,
@@ -141,10 +140,10 @@ def _scores(logits: Tensor, grad_scores: Tensor | None, score: str) -> Tensor:
     num_tokens, num_experts = logits.shape
     out = torch.empty((num_tokens, num_experts), dtype=torch.float32, device=logits.device)
     if num_tokens:
-        padded = triton.next_power_of_2(num_experts)
+        padded = next_power_of_2(num_experts)
         options = _options(padded, num_tokens)
         launch(
-            scores_kernel, triton.cdiv(num_tokens, options["ROWS"]), logits.device, logits.contiguous(), grad_scores,
+            scores_kernel, cdiv(num_tokens, options["ROWS"]), logits.device, logits.contiguous(), grad_scores,
             out, num_tokens, SCORE=score, NUM_EXPERTS=num_experts, PADDED=padded, **options,
         )  # fmt: skip
     return out

@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastpar.kernels.cross_entropy import WARP_SIZE
-from fastpar.kernels.launch import launch
+from fastpar.kernels.launch import cdiv, launch, next_power_of_2
 
 THREADS = 128
 LOADS_PER_THREAD = 4  # of 16 bytes, by a program
@@ -230,11 +230,11 @@ class Places(NamedTuple):
     def options(self, *, rows: int) -> dict[str, Any]:
         """Blocks of a launch over so many rows."""
         width, itemsize = self.like.shape[1], self.like.element_size()
-        cols = min(triton.next_power_of_2(width), THREADS * 16 // itemsize)
-        block = min(max(THREADS * LOADS_PER_THREAD * 16 // itemsize // cols, 1), triton.next_power_of_2(rows))
+        cols = min(next_power_of_2(width), THREADS * 16 // itemsize)
+        block = min(max(THREADS * LOADS_PER_THREAD * 16 // itemsize // cols, 1), next_power_of_2(rows))
         count = 1 if self.table is None else self.table.shape[1]
         return {
-            "TABLES": count, "PADDED": triton.next_power_of_2(count), "ALIGN": self.align,
+            "TABLES": count, "PADDED": next_power_of_2(count), "ALIGN": self.align,
             "ROWS": block, "COLS": cols, "num_warps": max(THREADS // WARP_SIZE, 1),
         }  # fmt: skip
 
@@ -275,19 +275,19 @@ def gather_rows(
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """`fastpar.reference.moe_rows.gather_rows`; tables of 8-bit floats only as they are."""
-    result = _output(out, _like(tables), len(index), dtype)
+    result = _output(out, _like(tables), index.shape[0], dtype)
     if result.numel() == 0:
         return _given(out, result)
     places, target = Places.of(tables, result), result
     if places.like.element_size() == 1 and result.dtype == places.like.dtype:
         places, target = places._replace(like=places.like.view(torch.uint8)), result.view(torch.uint8)
-    options = places.options(rows=len(index))
+    options = places.options(rows=index.shape[0])
     width, align = result.shape[1], places.align
-    programs = triton.cdiv(len(index), options["ROWS"]) * triton.cdiv(width, options["COLS"])
+    programs = cdiv(index.shape[0], options["ROWS"]) * cdiv(width, options["COLS"])
     launch(
         gather_rows_kernel, programs, result.device,
         places.like, places.stride, places.table, index.contiguous(), None if scale is None else scale.contiguous(),
-        target, result.stride(0) // align, len(index), width // align, **options,
+        target, result.stride(0) // align, index.shape[0], width // align, **options,
     )  # fmt: skip
     return _given(out, result)
 
@@ -305,19 +305,19 @@ def sum_rows(
 
     poison  float32 [1], added to all: 0, or NaN where a kernel has found that rows are missing
     """
-    result = _output(out, _like(tables), len(index))
+    result = _output(out, _like(tables), index.shape[0])
     if result.numel() == 0:
         return _given(out, result)
     add = None if add is None else _dense(add)
     places = Places.of(tables, result) if add is None else Places.of(tables, result, add)
-    options = places.options(rows=len(index))
+    options = places.options(rows=index.shape[0])
     width, align = result.shape[1], places.align
-    programs = triton.cdiv(len(index), options["ROWS"]) * triton.cdiv(width, options["COLS"])
+    programs = cdiv(index.shape[0], options["ROWS"]) * cdiv(width, options["COLS"])
     launch(
         sum_rows_kernel, programs, result.device,
         places.like, places.stride, places.table, index.contiguous(), None if weights is None else weights.contiguous(),
         add, 0 if add is None else add.stride(0) // align, poison, result, result.stride(0) // align,
-        len(index), width // align, TOP_K=index.shape[1], **options,
+        index.shape[0], width // align, TOP_K=index.shape[1], **options,
     )  # fmt: skip
     return _given(out, result)
 
@@ -325,15 +325,15 @@ def sum_rows(
 def dot_rows(rows: Tensor, tables: Tables, index: Tensor) -> Tensor:
     """`fastpar.reference.moe_rows.dot_rows`."""
     wide = torch.promote_types(rows.dtype, torch.float32)
-    dots = rows.new_empty(len(rows), dtype=wide)
+    dots = rows.new_empty(rows.shape[0], dtype=wide)
     if rows.numel() == 0:
         return dots.zero_()
     rows = _dense(rows)
     places = Places.of(tables, rows)
-    options = places.options(rows=len(rows))
+    options = places.options(rows=rows.shape[0])
     launch(
-        dot_rows_kernel, triton.cdiv(len(rows), options["ROWS"]), rows.device,
+        dot_rows_kernel, cdiv(rows.shape[0], options["ROWS"]), rows.device,
         rows, rows.stride(0) // places.align, places.like, places.stride, places.table, index.contiguous(), dots,
-        len(rows), rows.shape[1] // places.align, **options,
+        rows.shape[0], rows.shape[1] // places.align, **options,
     )  # fmt: skip
     return dots

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastpar.kernels.launch import launch
+from fastpar.kernels.launch import cdiv, launch, next_power_of_2
 
 BLOCK = 128  # pairs of a program
 STEP = 16  # pairs or experts that these are compared with at a time: more of them spill on gfx942
@@ -165,7 +165,7 @@ class PlacedPairs(NamedTuple):
 def rank_pairs(indices: Tensor, num_experts: int) -> RankedPairs:
     """Of each pair of indices [T, K], how many before it have the same expert."""
     num_pairs, device = indices.numel(), indices.device
-    blocks = triton.cdiv(num_pairs, BLOCK)
+    blocks = cdiv(num_pairs, BLOCK)
     ranks = torch.empty(indices.shape, dtype=torch.int32, device=device)
     block_counts = torch.zeros((blocks, num_experts), dtype=torch.int32, device=device)
     before = torch.empty_like(block_counts)
@@ -177,7 +177,7 @@ def rank_pairs(indices: Tensor, num_experts: int) -> RankedPairs:
         BLOCK=BLOCK, STEP=STEP, num_warps=4,
     )  # fmt: skip
     launch(
-        scan_kernel, triton.cdiv(num_experts, SCAN_EXPERTS), device, block_counts, before, counts, blocks, num_experts,
+        scan_kernel, cdiv(num_experts, SCAN_EXPERTS), device, block_counts, before, counts, blocks, num_experts,
         SCAN_EXPERTS=SCAN_EXPERTS, SCAN_BLOCKS=SCAN_BLOCKS, num_warps=4,
     )  # fmt: skip
     return RankedPairs(ranks, before, counts)
@@ -199,10 +199,10 @@ def place_pairs(indices: Tensor, num_experts: int, weights: Tensor | None = None
     row_weights = torch.zeros(rows, dtype=torch.float32, device=device)
     if num_pairs:
         launch(
-            place_kernel, len(before), device, indices.contiguous(), ranks, before, counts,
+            place_kernel, before.shape[0], device, indices.contiguous(), ranks, before, counts,
             None if weights is None else weights.contiguous(), splits, slots, source, row_weights,
             num_pairs, num_experts, indices.shape[1], align, BLOCK=BLOCK, STEP=STEP,
-            EXPERTS=triton.next_power_of_2(num_experts), num_warps=4,
+            EXPERTS=next_power_of_2(num_experts), num_warps=4,
         )  # fmt: skip
     return PlacedPairs(counts, splits, slots, source, row_weights)
 

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastpar.kernels.launch import launch
+from fastpar.kernels.launch import cdiv, launch, next_power_of_2
 from fastpar.kernels.rows import as_rows
 
 TILE = 2048  # elements of a program
@@ -141,18 +141,18 @@ def dequantize_kernel(
 def quantize(x: Tensor, block: int, format: int, seed: int) -> tuple[Tensor, Tensor]:
     """The op fastpar::quantize_rows."""
     columns = x.shape[-1]
-    num_blocks = triton.cdiv(columns, block)
+    num_blocks = cdiv(columns, block)
     codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
     scales = torch.empty((*x.shape[:-1], num_blocks), dtype=torch.float32, device=x.device)
     if x.numel() == 0:
         return codes, scales
     inner, ((x, outer, inner_step),) = as_rows(x)
-    width = triton.next_power_of_2(block)
+    width = next_power_of_2(block)
     blocks = max(1, TILE // width)
     options: dict[str, Any] = {"MANTISSA": MANTISSA[format], "BIAS": BIAS[format], "LARGEST": LARGEST[format]}
     launch(
         quantize_kernel,
-        triton.cdiv(scales.numel(), blocks),
+        cdiv(scales.numel(), blocks),
         x.device,
         x,
         outer,
@@ -181,7 +181,7 @@ def dequantize(codes: Tensor, scales: Tensor, block: int, format: int, dtype: to
         return out
     launch(
         dequantize_kernel,
-        triton.cdiv(out.numel(), TILE),
+        cdiv(out.numel(), TILE),
         codes.device,
         codes.contiguous(),
         scales.contiguous(),

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastpar.kernels.launch import launch
+from fastpar.kernels.launch import cdiv, launch
 from fastpar.kernels.rows import compute_dtype
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -63,7 +63,7 @@ def rank_sum(parts: Tensor, *, average: bool, dtype: torch.dtype | None = None) 
     out = parts.new_empty(n, dtype=dtype)
     if n:
         launch(
-            rank_sum_kernel, triton.cdiv(n, BLOCK), parts.device, parts, out, n, parts.stride(0), SIZE=size,
+            rank_sum_kernel, cdiv(n, BLOCK), parts.device, parts, out, n, parts.stride(0), SIZE=size,
             AVERAGE=average, COMPUTE=_TL_DTYPE[compute_dtype(parts.dtype)], AHEAD=min(AHEAD, max(size - 1, 1)),
             BLOCK=BLOCK, num_warps=NUM_WARPS,
         )  # fmt: skip

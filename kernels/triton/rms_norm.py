@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastpar.kernels.launch import launch
+from fastpar.kernels.launch import cdiv, launch, next_power_of_2
 from fastpar.kernels.rows import as_rows, compute_dtype
 
 # Elements of a row that one program holds. Backward keeps a float of the weight's gradient for each besides, and spills
@@ -226,19 +226,19 @@ def rms_norm_backward_long_kernel(
 
 @triton.jit
 def sum_shares_kernel(shares, out, num_shares, hidden, COMPUTE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """out [hidden] = the sum over dim 0 of shares [num_shares, hidden], ROWS at a time in their order."""
+    """out [hidden] = the sum over dim 0 of shares [num_shares, hidden], ROWS at a time in order, in out's dtype."""
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
     total = tl.zeros((ROWS, BLOCK), COMPUTE)
     for begin in range(0, num_shares, ROWS):
         row = begin + tl.arange(0, ROWS)[:, None]
         place = row.to(tl.int64) * hidden + column
         total += tl.load(shares + place, mask=(row < num_shares) & (column < hidden), other=0.0)
-    tl.store(out + column, tl.sum(total, axis=0)[None, :], mask=column < hidden)
+    tl.store(out + column, tl.sum(total, axis=0)[None, :].to(out.dtype.element_ty), mask=column < hidden)
 
 
 def tile_of(hidden: int, max_block: int) -> tuple[int, int, int]:
     """(rows of a program, elements of a row it holds, warps)"""
-    block = triton.next_power_of_2(max(hidden, 1))
+    block = next_power_of_2(max(hidden, 1))
     if block > max_block:
         block = min(LONG_BLOCK, max_block)
     rows = max(1, TILE // block) if block >= hidden else 1
@@ -249,11 +249,9 @@ def forward(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, weight_offset: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(out, x + residual or an empty tensor, rstd [rows]): the ops fastpar::rms_norm and fastpar::add_rms_norm."""
-    compute = compute_dtype(x.dtype)
-    hidden, rows = x.shape[-1], x.shape[:-1].numel()
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    summed = torch.empty((0,) if residual is None else x.shape, dtype=x.dtype, device=x.device)
-    rstd = torch.empty(rows, dtype=compute, device=x.device)
+    compute, hidden, rows = compute_dtype(x.dtype), x.shape[-1], x.shape[:-1].numel()
+    out, summed = x.new_empty(x.shape), x.new_empty((0,) if residual is None else x.shape)
+    rstd = x.new_empty((rows,), dtype=compute)
     if rows == 0:
         return out, summed, rstd
     inner, operands = as_rows(x, x if residual is None else residual)
@@ -261,7 +259,7 @@ def forward(
     tile_rows, block, num_warps = tile_of(hidden, MAX_BLOCK)
     launch(
         rms_norm_kernel,
-        triton.cdiv(rows, tile_rows),
+        cdiv(rows, tile_rows),
         x.device,
         x,
         *x_strides,
@@ -297,20 +295,22 @@ def backward(
     needs_grad_x: bool,
     needs_grad_weight: bool,
     num_programs: int,
+    weight_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The op fastpar::rms_norm_backward, with the number of programs that share the rows."""
+    """The op fastpar::rms_norm_backward, with the number of programs that share the rows, and with what the weight's
+    gradient is rounded to, where that is not left to the caller."""
     hidden, rows = x.shape[-1], x.shape[:-1].numel()
-    grad_x = torch.empty(x.shape if needs_grad_x else (0,), dtype=x.dtype, device=x.device)
-    grad_weight = torch.zeros(hidden if needs_grad_weight else 0, dtype=rstd.dtype, device=x.device)
+    grad_x = x.new_empty(x.shape if needs_grad_x else (0,))
+    grad_weight = rstd.new_empty((hidden if needs_grad_weight else 0,), dtype=weight_dtype or rstd.dtype)
     if x.numel() == 0 or not (needs_grad_x or needs_grad_weight):
-        return grad_x, grad_weight
+        return grad_x, grad_weight.zero_()
     inner, operands = as_rows(grad_out, x if grad_sum is None else grad_sum, x)
     tile_rows, block, num_warps = tile_of(hidden, MAX_BLOCK_BACKWARD)
     is_long = hidden > block
-    num_programs = min(num_programs, triton.cdiv(rows, tile_rows))
+    num_programs = min(num_programs, cdiv(rows, tile_rows))
     options: dict[str, Any] = {"BLOCK": block, "num_warps": num_warps, **({} if is_long else {"ROWS": tile_rows})}
-    make = torch.zeros if is_long else torch.empty
-    shares = make((num_programs if needs_grad_weight else 0, hidden), dtype=rstd.dtype, device=x.device)
+    make = rstd.new_zeros if is_long else rstd.new_empty
+    shares = make((num_programs if needs_grad_weight else 0, hidden))
     kernel = rms_norm_backward_long_kernel if is_long else rms_norm_backward_kernel
     launch(
         kernel,
@@ -335,7 +335,7 @@ def backward(
     if needs_grad_weight:
         launch(
             sum_shares_kernel,
-            triton.cdiv(hidden, SUM_BLOCK),
+            cdiv(hidden, SUM_BLOCK),
             x.device,
             shares,
             grad_weight,

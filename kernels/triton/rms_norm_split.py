@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastpar.kernels.launch import launch
+from fastpar.kernels.launch import cdiv, launch, next_power_of_2
 from fastpar.kernels.rms_norm import _weight_of
 from fastpar.kernels.rows import as_rows, compute_dtype
 
@@ -153,7 +153,7 @@ def grad_x_kernel(
 
 
 def _options(x: Tensor) -> dict[str, Any]:
-    block = min(MAX_BLOCK, triton.next_power_of_2(max(x.shape[-1], 1)))
+    block = min(MAX_BLOCK, next_power_of_2(max(x.shape[-1], 1)))
     return {"COMPUTE": _TL_DTYPE[compute_dtype(x.dtype)], "BLOCK": block, "num_warps": 4 if block <= 2048 else 8}
 
 
@@ -194,7 +194,7 @@ def scale(x: Tensor, rstd: Tensor, weight: Tensor | None, weight_offset: float) 
     inner, ((x, outer, step),) = as_rows(x)
     launch(
         scale_kernel,
-        (len(rstd), triton.cdiv(hidden, options["BLOCK"])),
+        (len(rstd), cdiv(hidden, options["BLOCK"])),
         x.device,
         x,
         outer,
@@ -251,7 +251,7 @@ def grad_x(
     inner, operands = as_rows(grad_out, x if grad_sum is None else grad_sum, x)
     launch(
         grad_x_kernel,
-        (len(rstd), triton.cdiv(hidden, options["BLOCK"])),
+        (len(rstd), cdiv(hidden, options["BLOCK"])),
         x.device,
         *(part for operand in operands for part in operand),
         rstd,

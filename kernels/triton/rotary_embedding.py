@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastpar.kernels.launch import launch
+from fastpar.kernels.launch import launch, next_power_of_2
 from fastpar.kernels.rows import compute_dtype
 
 TILE = 2048  # elements of a program's step
@@ -90,7 +90,7 @@ def rotate(
         a, b = a.transpose(1, 2), b.transpose(1, 2)
     batch, positions, heads, dim = a.shape
     half = cos.shape[-1]
-    pairs, rest = triton.next_power_of_2(max(half, 1)), triton.next_power_of_2(max(dim - 2 * half, 1))
+    pairs, rest = next_power_of_2(max(half, 1)), next_power_of_2(max(dim - 2 * half, 1))
     launch(
         rotary_kernel,
         batch * positions,
@@ -111,7 +111,7 @@ def rotate(
         2 if interleaved else 1,
         COMPUTE=_TL_DTYPE[compute_dtype(x.dtype)],
         COPIES=dim > 2 * half and not is_same,
-        HEADS=max(1, min(triton.next_power_of_2(heads), TILE // pairs)),
+        HEADS=max(1, min(next_power_of_2(heads), TILE // pairs)),
         PAIRS=pairs,
         REST=rest,
         num_warps=NUM_WARPS,

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastpar.kernels.launch import launch
+from fastpar.kernels.launch import cdiv, launch, next_power_of_2
 from fastpar.kernels.rows import as_rows, compute_dtype
 
 BLOCK = 2048
@@ -96,8 +96,8 @@ def _halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def _shape(features: int, rows: int, compute: torch.dtype) -> tuple[tuple[int, int], dict[str, Any]]:
-    block = min(BLOCK, triton.next_power_of_2(features))
-    grid = (rows, triton.cdiv(features, block))
+    block = min(BLOCK, next_power_of_2(features))
+    grid = (rows, cdiv(features, block))
     return grid, {"COMPUTE": _TL_DTYPE[compute], "BLOCK": block, "num_warps": NUM_WARPS}
 
 

@@ -30,7 +30,7 @@ import triton
 from torch import Tensor
 
 from fastpar.kernels.cross_entropy import LossRows, alignment, compute_dtype, configuration, transform_of
-from fastpar.kernels.launch import launch
+from fastpar.kernels.launch import cdiv, launch, next_power_of_2
 from fastpar.kernels.rows import as_rows
 from fastpar.kernels.vocab_log_prob_kernels import log_prob_backward_kernel
 from fastpar.kernels.vocab_softmax_kernels import dot_kernel, normalize_kernel, softmax_backward_kernel
@@ -68,7 +68,7 @@ def _compute(logits: Tensor) -> Any:
 
 
 def _ids_block(ids: Tensor | None) -> int:
-    return 1 if ids is None else min(triton.next_power_of_2(max(ids.shape[1], 1)), MAX_IDS)
+    return 1 if ids is None else min(next_power_of_2(max(ids.shape[1], 1)), MAX_IDS)
 
 
 def _dense(ids: Tensor | None) -> Tensor | None:
@@ -115,7 +115,7 @@ def merge(gathered: Tensor, ids: Tensor | None, ignore_index: int) -> tuple[Tens
     per_row = _ids_block(ids)
     block = MERGE_BLOCK // per_row
     launch(
-        softmax_merge_kernel, triton.cdiv(rows, block), gathered.device,
+        softmax_merge_kernel, cdiv(rows, block), gathered.device,
         gathered, _dense(ids), lse, entropy, log_prob, rows, num_ids, gathered.shape[0], gathered.stride(0),
         ignore_index, BLOCK=block, IDS=per_row, num_warps=4,
     )  # fmt: skip

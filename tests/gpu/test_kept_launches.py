@@ -22,6 +22,11 @@ def example_kernel(x, y, count, free, scale, BLOCK: tl.constexpr, FLAG: tl.const
 
 
 @triton.jit
+def annotated_kernel(x, factor: tl.float64, count: tl.int64, flag: tl.int1, BLOCK: tl.constexpr):
+    tl.store(x, factor)
+
+
+@triton.jit
 def constant_first_kernel(BLOCK: tl.constexpr, x):
     tl.store(x, BLOCK)
 
@@ -69,7 +74,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     monkeypatch.setattr(triton.runtime.jit.JITFunction, "_do_compile", compile_kernel)
     monkeypatch.setattr(launching, "_LAUNCHES", {})
-    for kernel in (example_kernel, constant_first_kernel):
+    for kernel in (example_kernel, annotated_kernel, constant_first_kernel):
         monkeypatch.setattr(kernel, "device_caches", type(kernel.device_caches)(kernel.create_binder))
     drivers = triton.runtime.driver
     monkeypatch.setattr(drivers, "_active", Driver())
@@ -126,6 +131,25 @@ def test_a_kept_launch_is_tritons(launched: list[Any], monkeypatch: pytest.Monke
         names = ("x", "y", "count", "free", "scale")
         launching.launch_named(example_kernel, programs, CPU, {**options, **dict(zip(names, arguments, strict=True))})
     assert launched == expected[::3]
+
+
+def test_launches_of_kernels_with_annotated_arguments_are_kept(
+    launched: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = torch.zeros(64)
+    cases = [
+        (y, f, c, b) for y in (x, x[1:]) for f in (1.0, 2.5, 1, 3) for c in (1, 5, 16, 2**40) for b in (True, False)
+    ]
+    for case in cases:
+        annotated_kernel[(3,)](*case, BLOCK=64)
+    expected = launched.copy()
+    calls = triton_calls(monkeypatch)
+    for _ in range(2):
+        launched.clear()
+        for case in cases:
+            launching.launch(annotated_kernel, 3, CPU, *case, BLOCK=64)
+        assert launched == expected
+    assert 0 < len(calls) < len(cases)
 
 
 def test_what_triton_looks_at_besides_is_looked_at(launched: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -183,3 +183,21 @@ def test_ops_are_called_as_functions_unless_something_looks_at_them(monkeypatch:
     x = inputs[0].view(1, 3, 4, 16).clone()
     ops.rotary_embedding(x, positions=torch.arange(3, device="cuda"), inplace=True)
     assert x._version == 1
+
+
+def test_a_norms_gradient_of_a_16_bit_weight_is_rounded_where_it_is_summed() -> None:
+    x, weight = (torch.randn(*s).to("cuda", torch.float16).requires_grad_() for s in ((5, 64), (64,)))
+    upstream = torch.randn(5, 64).to("cuda", torch.float16)
+
+    def gradients() -> list[torch.Tensor]:  # not of bfloat16, to which the interpreter truncates
+        return [grad.cpu() for grad in torch.autograd.grad(ops.rms_norm(x, weight), (x, weight), upstream)]
+
+    with Ops():
+        watched = gradients()
+    ops.rms_norm(x, weight)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        found = torch.autograd.grad(ops.rms_norm(x, weight), (x, weight), upstream)
+    assert not {"aten::fill_", "aten::zero_", "aten::_to_copy"} & {event.name for event in profile.events() or ()}
+    for mine, wanted in zip(found, watched, strict=True):
+        assert mine.dtype == wanted.dtype == torch.float16
+        assert torch.equal(mine.cpu(), wanted)

@@ -34,7 +34,7 @@ class TritonMoeMlp(torch.autograd.Function):
         from fastpar.kernels import moe_mlp as kernels
 
         out, saved = kernels.forward(x, indices, weights, kernels.ExpertParams(first, second, *biases), rule, add)
-        ctx.rule, ctx.add_dtype = rule, None if add is None else add.dtype
+        ctx.rule, ctx.add_dtype, ctx.groups = rule, None if add is None else add.dtype, saved.groups
         ctx.save_for_backward(x, indices, weights, first, second, *biases, *saved.placed, saved.hidden)
         return out
 
@@ -44,7 +44,10 @@ class TritonMoeMlp(torch.autograd.Function):
         from fastpar.kernels.moe_sort import PlacedPairs
 
         x, indices, weights, *rest = ctx.saved_tensors
-        experts, saved = kernels.ExpertParams(*rest[:4]), kernels.MlpSaved(PlacedPairs(*rest[4:-1]), rest[-1])
+        experts, saved = (
+            kernels.ExpertParams(*rest[:4]),
+            kernels.MlpSaved(PlacedPairs(*rest[4:-1]), rest[-1], ctx.groups),
+        )
         for_x, for_experts = ctx.needs_input_grad[1], any(ctx.needs_input_grad[5:])
         dout = grads[0].contiguous()
         with torch.no_grad():
