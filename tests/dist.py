@@ -150,8 +150,9 @@ class _Pool:
             # Port 0: the kernel picks a free one, so no two test runs can clash. It lives here, so that it outlives
             # every rank.
             self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        # What has looked for a device cannot use it in its forks.
-        _CONTEXT.set_forkserver_preload([] if torch.cuda.device_count() else ["tests.dist_imports"])
+        # What has looked for a device cannot use it in its forks, unless it is one of host memory.
+        has_device = torch.cuda.device_count() > 0 and "FASTPAR_REHEARSAL" not in os.environ
+        _CONTEXT.set_forkserver_preload([] if has_device else ["tests.dist_imports"])
         fresh = [_Worker(rank, self.folder, self.store.port) for rank in range(len(self.workers), world_size)]
         self.workers += fresh
         for worker in fresh:

@@ -1,28 +1,30 @@
 """fastpar on a CUDA device made of host memory: tests/rehearsal has the device, tests/rehearsed the tests.
 
-Each file runs in a process of its own, since torch has to meet the device while it is imported.
+Each file runs in a process of its own, a fork of one in which torch has met the device while it was imported.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import subprocess
-import sys
+import tempfile
 
 import pytest
 
+from tests.forks import Forks
 from tests.markers import needs
-from tests.rehearsal.build import ROOT, environment
+from tests.rehearsal.build import environment
+
+_FORKS = Forks(("torch._dynamo", "torch.distributed.tensor", "tests.rehearsal.device"), environment)
 
 
 @needs("device")
 def run_rehearsed(name: str) -> None:
     if importlib.util.find_spec("triton") is None:
         pytest.skip("triton is not installed")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/rehearsed/{name}"]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment())
-    if result.returncode != 0:
-        pytest.fail(f"{name} failed in the rehearsal:\n{result.stdout[-20000:]}{result.stderr[-4000:]}", pytrace=False)
+    with tempfile.NamedTemporaryFile("r", errors="replace") as output:
+        status = _FORKS.run(["-q", "-p", "no:cacheprovider", f"tests/rehearsed/{name}"], output.name)
+        if status != 0:
+            pytest.fail(f"{name} failed in the rehearsal:\n{output.read()[-24000:]}", pytrace=False)
 
 
 def test_the_rehearsal_notices_waits_copies_and_work_on_the_host() -> None:

@@ -1,0 +1,71 @@
+"""Runs pytest in forks of a process that has imported what all of them need, and done nothing else: for tests that need
+a process of their own, because of a variable that is read while something is imported. Each import takes seconds.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+class Forks:
+    """The process that forks, begun by the first run; it ends with the pipe to it."""
+
+    def __init__(self, modules: Sequence[str], environment: Callable[[], Mapping[str, str]]) -> None:
+        """Of a process with these variables that imports these modules."""
+        self.modules, self.environment = modules, environment
+        self.commands: IO[str] | None = None
+        self.replies: IO[str] | None = None
+        self.owner = 0
+
+    def run(self, arguments: Sequence[str], output: str) -> int:
+        """Run pytest, its output in a file: its exit status."""
+        if self.commands is None or self.owner != os.getpid():
+            self.start()
+        assert self.commands is not None
+        assert self.replies is not None
+        print(json.dumps([arguments, output]), file=self.commands, flush=True)
+        status = self.replies.readline()
+        if not status:
+            self.commands = None
+            raise RuntimeError(f"the process that has imported {', '.join(self.modules)} has ended")
+        return int(status)
+
+    def start(self) -> None:
+        command = [sys.executable, "-c", "from tests.forks import serve; serve()", *self.modules]
+        environment = {**self.environment(), "PYTHONPATH": str(ROOT)}
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        process.returncode = 0  # nobody waits for it, and Popen need not warn of that
+        self.commands, self.replies, self.owner = process.stdin, process.stdout, os.getpid()
+        for pipe in (process.stdin, process.stdout):
+            assert pipe is not None
+            atexit.register(pipe.close)
+
+
+def serve() -> None:
+    """For each line with arguments and a file: run pytest in a fork, its output in the file, and say how it ended."""
+    for module in sys.argv[1:]:
+        importlib.import_module(module)
+    for line in sys.stdin:
+        arguments, output = json.loads(line)
+        child = os.fork()
+        if child == 0:
+            with open(output, "wb") as file, open(os.devnull) as nothing:
+                os.dup2(nothing.fileno(), 0)
+                os.dup2(file.fileno(), 1)
+                os.dup2(file.fileno(), 2)
+            os._exit(int(pytest.main(arguments)))
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
