@@ -35,6 +35,7 @@ from fastpar.comm.ranges import annotate
 from fastpar.precision import Precision
 from fastpar.zero.flat import FlatLayout, MemoryPool
 from fastpar.zero.groups import Groups, as_parameter, cast_parameter, contiguous_stride, local, own_storage, set_local
+from fastpar.zero.offload.shard_store import ShardStore
 from fastpar.zero.options import UnitsLike
 from fastpar.zero.parameter_classes import (
     hide,
@@ -46,7 +47,6 @@ from fastpar.zero.parameter_classes import (
     withhold,
 )
 from fastpar.zero.quantized_gather import CodedShards, Encoder, GatherFormats
-from fastpar.zero.shard_store import ShardStore
 from fastpar.zero.sharded_param import ShardedParam, check_alike, take_values
 
 Places = Sequence[tuple[nn.Module, str]]

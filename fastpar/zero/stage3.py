@@ -64,12 +64,12 @@ from fastpar.zero.hooks import (
     in_backward,
     results_in,
 )
+from fastpar.zero.offload.shard_store import ShardStore
 from fastpar.zero.options import ShardOptions
 from fastpar.zero.param_group import ParamGroup, UnitPlan, plan_units, small_names
 from fastpar.zero.parameter_classes import guard_at_rest, release_at_rest
 from fastpar.zero.quantized_gather import GatherFormats
 from fastpar.zero.reducer import GroupReducer
-from fastpar.zero.shard_store import ShardStore
 from fastpar.zero.sharded_param import ShardedParam, places_of
 
 

@@ -51,7 +51,7 @@ ALLOWED_OFFLOADED: dict[tuple[str, str], str] = {
     ("sync", "fastpar/zero/flat.py:Upload.settle"): "the step writes to shards that a prefetch may be copying",
     (
         "sync",
-        "fastpar/zero/shard_store.py:_ShardReader.begin",
+        "fastpar/zero/offload/shard_store.py:_ShardReader.begin",
     ): "a read goes to a buffer that was copied two gathers ago",
     (
         "copy",

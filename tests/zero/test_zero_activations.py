@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import fastpar as fp
 from fastpar.storage import ChecksumError, StorageError, TensorStore
 from fastpar.zero import ActivationOffload, offload_activations
-from fastpar.zero.activations import _Saved
+from fastpar.zero.offload.activations import _Saved
 
 
 class Block(nn.Module):

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 import fastpar as fp
 from fastpar.comm import Communicator
 from fastpar.storage import ChecksumError, StorageError
-from fastpar.zero import shard_store
 from fastpar.zero.flat import Upload
 from fastpar.zero.groups import local
-from fastpar.zero.shard_store import DiskShards
+from fastpar.zero.offload import shard_store
+from fastpar.zero.offload.shard_store import DiskShards
 from tests.dist import run_ranks
 from tests.zero.zero_ranks import Parameters, assert_same, make_optimizer, optimizer_values, whole_values
 

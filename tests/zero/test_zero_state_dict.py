@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import fastpar as fp
-import fastpar.zero.shard_store as offload_module
+import fastpar.zero.offload.shard_store as offload_module
 from tests.dist import run_ranks
 from tests.zero.zero_ranks import make_optimizer
 
