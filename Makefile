@@ -38,7 +38,7 @@ breaks: build ## plant the breaks of tools/breaks.py one by one, and see the tes
 	@nice -n 5 $(PY) tools/planted_breaks.py $(ARGS)
 
 # Needs no network and installs nothing, so it does not go through `build`. DRY_RUN=1 prints the stages; OUT=folder is
-# where logs and rows are packed; PLAN=check|bench|profile, ONLY=stages with commas between, PEERS=folder of wheels.
+# where logs and rows are packed; PLAN=check|bench|profile|changed-1|changed-2, ONLY=stages with commas between, PEERS=folder of wheels.
 gpu: ## on a machine with a GPU, in 9 minutes: build, GPU tests, the main benches (PLAN=bench, profile: the others)
 	@PYTHONPATH= $(if $(PYTHON),$(PYTHON),python3) tools/run_gpu.py $(if $(PLAN),--plan $(PLAN)) $(if $(ONLY),--only "$(ONLY)") \
 	  $(if $(PEERS),--peers "$(PEERS)") $(if $(BUDGET),--budget $(BUDGET)) $(if $(DRY_RUN),--dry-run) $(ARGS)

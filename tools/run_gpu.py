@@ -1,13 +1,16 @@
 #!/usr/bin/env python3
 """What only a GPU can tell: `make gpu`. One machine with one GPU, torch with CUDA and pytest; no network.
 
-    python3 tools/run_gpu.py [--plan check|bench|profile] [--only tests,cross_entropy] [--out FOLDER] [--dry-run] ...
+    python3 tools/run_gpu.py [--plan check|bench|profile|changed-1|changed-2] [--only tests,cross_entropy] [--out FOLDER] [--dry-run] ...
 
-A plan is a list of stages that fits into ten minutes; three of them are all there is to know:
+A plan is a list of stages that fits into ten minutes; the first three of them are all there is to know:
 
     check     does it build, run and give the right results; then cross-entropy, its linear form and AdamW, in short
     bench     every bench that has a target, each beside its peers
     profile   what failed in `check` again, counters of the main kernels (ncu), memory and race checks
+    changed-1, changed-2   what no device has seen since kernels changed, in 14 minutes of two calls: all tests, rows of
+              these kernels, and in the second call the smaller rows, memory and race checks. For a library built
+              elsewhere: there is no time to build one
 
 Stages run one after the other whatever the ones before said, each under a limit of its own and all under --budget
 seconds. A stage at its limit gets an interrupt first, after which pytest still says what failed. Every test file is a
@@ -15,7 +18,8 @@ process of its own: one import error, or one illegal access that ends the CUDA c
 that leave the device to others run several at a time; those with the marker `gpu_alone`, after them, do not.
 
 What comes out: rows in bench/results/<gpu>/, and in FOLDER (the variable OUT, else build/gpu/out) `log.txt`,
-`summary.txt` and `results.tgz` with rows, junit files and each stage's log, also when the run is ended early. The
+`summary.txt` and `results.tgz` with rows, junit files and each stage's log, after every stage, so that a run that is
+killed leaves what it had. The
 screen's last lines are the summary and one line for each test that failed.
 
 A fastpar/_C.so that was built elsewhere is tried first (a second); only one that does not load, or has no kernels for
@@ -46,6 +50,7 @@ from xml.etree import ElementTree
 ROOT = Path(__file__).resolve().parent.parent
 KERNELS = ROOT / "fastpar" / "kernels"
 BUDGET_S = 560
+PLANS = ("check", "bench", "profile", "changed-1", "changed-2")
 _GRACE_S = 15.0  # between the interrupt and the kill: pytest prints its failures
 _LANES = 12  # test files at a time; they share the device well, and wait for Triton's compiler most of the time
 # Kernels by the dozen to compile: a minute and a half each (H200), and no lane should begin with them at the end.
@@ -171,12 +176,15 @@ def plans(python: str, peers: str, paths: Paths) -> dict[str, list[Stage]]:
     if peers:
         begin.append(Stage("peers", 10, (*pip, *target, *wheels), left_out="" if wheels else f"no wheel in {peers}"))
 
-    return {
+    every_test = [
+        Stage("smoke", 36, files=tuple(f for f in shared if "smoke" in f)),
+        Stage("tests", 130, files=tuple(f for f in shared if "smoke" not in f), lanes=_LANES),
+        Stage("tests-alone", 105, files=tuple(alone)),
+    ]
+    found = {
         "check": [
             *begin,
-            Stage("smoke", 36, files=tuple(f for f in shared if "smoke" in f)),
-            Stage("tests", 130, files=tuple(f for f in shared if "smoke" not in f), lanes=_LANES),
-            Stage("tests-alone", 105, files=tuple(alone)),
+            *every_test,
             bench("cross_entropy", 40, *bf16, *entropy, "--vocab", "128256", "--no-memory", what="short"),
             bench("linear_cross_entropy", 35, *bf16, *linear, "--no-memory", "--only", quick, what="short"),
             bench("optimizer", 30, "--job", "update", "--elements", "200000000", what="short"),
@@ -245,6 +253,26 @@ def plans(python: str, peers: str, paths: Paths) -> dict[str, list[Stage]]:
             check("racecheck", 80, "--kernel-name", "kns=fastpar"),
         ],
     }
+    known = {stage.name: stage for plan in found.values() for stage in plan}
+    heads = ("--dims", "64,128", "--heads", "16", "--key-heads", "4")
+    return found | {
+        "changed-1": [
+            *found["bench"][: len(begin)],
+            *every_test,
+            known["cross_entropy"],
+            known["linear_cross_entropy"],
+            bench("attention", 60, *bf16, "--tokens", "1024,4096,16384", *heads, what="by length"),
+            known["moe"],
+        ],
+        "changed-2": [
+            *found["bench"][: len(begin)],
+            known["clip"],
+            known["moe_route"],
+            known["moe_push"],
+            replace(known["memcheck"], limit=110),
+            replace(known["racecheck"], limit=60),
+        ],
+    }
 
 
 def gpu_tests() -> list[str]:
@@ -301,6 +329,7 @@ class Runner:
             record.verdict = self._tests(stage, limit) if stage.files else self._command(stage, limit)
         finally:
             record.seconds = time.monotonic() - began
+            self.pack()
 
     def _command(self, stage: Stage, limit: float) -> str:
         if stage.name == "build" and self._is_built():
@@ -369,8 +398,17 @@ class Runner:
         last = tail(self.paths.logs / f"{name}.txt", 1)
         self.say(f"{verdict:24} {file:44} {last.strip('= ')}")
 
-    def finish(self) -> int:
-        """The summary, and everything packed; the exit status."""
+    def pack(self) -> None:
+        """The summary so far, and everything in one file; the one of the stage before stands until this one is whole."""
+        (self.paths.out / "summary.txt").write_text("\n".join(self._summary()) + "\n")
+        whole, part = self.paths.out / "results.tgz", self.paths.work / "results.part"
+        with tarfile.open(part, "w:gz", compresslevel=1) as archive:
+            for folder in (ROOT / "bench" / "results", self.paths.junit, self.paths.logs):
+                if folder.exists():
+                    archive.add(folder, arcname=folder.name)
+        shutil.move(part, whole)
+
+    def _summary(self) -> list[str]:
         lines = [f"--- summary ({time.monotonic() - self.started:.0f} s)"]
         lines += [f"{d.seconds:5.0f} s  {d.stage.name:34} {d.verdict}" for d in self.done]
         failed = [line for junit in sorted(set(self.reports)) for line in failures_of(junit)]
@@ -378,13 +416,13 @@ class Runner:
             lines += ["", f"--- {len(failed)} tests failed", *failed[:_FAILURES_SHOWN]]
         if len(failed) > _FAILURES_SHOWN:
             lines.append(f"... and {len(failed) - _FAILURES_SHOWN} more, in results.tgz")
-        self.say("\n" + "\n".join(lines))
-        (self.paths.out / "summary.txt").write_text("\n".join(lines) + "\n")
+        return lines
+
+    def finish(self) -> int:
+        """Shows the summary, and packs everything; the exit status."""
+        self.say("\n" + "\n".join(self._summary()))
         self.log.close()
-        with tarfile.open(self.paths.out / "results.tgz", "w:gz") as archive:
-            for folder in (ROOT / "bench" / "results", self.paths.junit, self.paths.logs):
-                if folder.exists():
-                    archive.add(folder, arcname=folder.name)
+        self.pack()
         return int(any(not d.verdict.startswith(("ok", "left out")) for d in self.done))
 
 
@@ -487,7 +525,7 @@ def show(stages: Sequence[Stage], budget: float) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--plan", choices=["check", "bench", "profile"], default="check")
+    parser.add_argument("--plan", choices=PLANS, default="check")
     parser.add_argument(
         "--only", default="", help="stages by name, or by the part before the colon, with commas between"
     )

@@ -18,7 +18,7 @@ from bench.harness import Rank
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "tools" / "run_gpu.py"
-PLANS = ("check", "bench", "profile")
+PLANS = ("check", "bench", "profile", "changed-1", "changed-2")
 
 # Stands in for Python on a machine with a GPU: no library loads, the build fails, and the tests of one file fail, of
 # one hang, of one crash; one bench fails. Everything else is fine.
@@ -34,7 +34,7 @@ case "$*" in
   *test_gpu_symmetric.py)
     stop() { report '<testcase name="test_wait"><error message="KeyboardInterrupt"/></testcase>'; exit 2; }
     trap stop INT
-    touch "$(dirname "$0")/hangs"; echo waiting; sleep 60 & wait ;;
+    echo $$ >"$(dirname "$0")/pid"; touch "$(dirname "$0")/hangs"; echo waiting; sleep 60 & wait ;;
   *test_gpu_router.py) kill -SEGV $$ ;;
   *pytest*) report '<testcase name="test_fine"/>'; echo "1 passed" ;;
   *"bench linear_cross_entropy"*) echo "wrong result"; exit 1 ;;
@@ -88,10 +88,13 @@ def test_the_limits_of_a_plan_leave_time_to_report(plan: str) -> None:
     assert len({name for name, *_ in listed}) == len(listed), "--only could not tell them apart"
 
 
-def test_check_runs_every_gpu_test_once() -> None:
-    listed = [
-        word for name, _, *words in stages("check") if name in ("smoke", "tests", "tests-alone") for word in words
-    ]
+def test_both_calls_after_a_change_fit_the_time_of_a_device() -> None:
+    assert sum(int(limit) for plan in PLANS[3:] for _, limit, *_ in stages(plan)) < 14 * 60
+
+
+@pytest.mark.parametrize("plan", ["check", "changed-1"])
+def test_every_gpu_test_runs_once(plan: str) -> None:
+    listed = [word for name, _, *words in stages(plan) if name in ("smoke", "tests", "tests-alone") for word in words]
     files = sorted(word for word in listed if word.startswith("tests/"))
     assert files == sorted(
         str(p.relative_to(ROOT)) for p in ROOT.glob("tests/**/test_*.py") if "mark.gpu" in p.read_text()
@@ -244,6 +247,21 @@ def test_a_run_that_is_ended_packs_what_it_has(tmp_path: Path, sigint: signal.Ha
     assert "INTERRUPTED" in shown
     assert "test_gpu_symmetric::test_wait: KeyboardInterrupt" in shown  # the test file was asked to end, too
     assert {p.name for p in (tmp_path / "out").iterdir()} == {"log.txt", "summary.txt", "results.tgz"}
+
+
+def test_a_run_that_is_killed_has_packed_the_stages_before(tmp_path: Path) -> None:
+    command = [sys.executable, str(SCRIPT), "--only", "roofs,optimizer,tests-alone", *arguments_of(tmp_path)]
+    log = tmp_path / "work" / "logs" / "test_gpu_symmetric.txt"
+    environment = {**os.environ, "PYTHON": fake(tmp_path)}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) as script:
+        while not (log.exists() and "waiting" in log.read_text()):
+            assert script.poll() is None
+            time.sleep(0.02)
+        script.kill()
+    os.killpg(int((tmp_path / "pid").read_text()), signal.SIGKILL)  # what a container's end would end
+    assert "roofs" in (tmp_path / "out" / "summary.txt").read_text()
+    with tarfile.open(tmp_path / "out" / "results.tgz") as archive:
+        assert "logs/roofs.txt" in archive.getnames()
 
 
 @pytest.mark.expensive
