@@ -565,8 +565,8 @@ INTEGRATIONS = _of(
     ),
     (
         "evaluation sees this rank's part of the logits",
-        "                head.use_local_output = True\n            try:",
-        "                head.use_local_output = False\n            try:",
+        "with gathered([m for m in self.model.modules() if isinstance(m, VocabParallelHead)]):",
+        "with gathered([]):",
         "test_trainer.py trains_evaluates",
     ),
 )
@@ -622,6 +622,42 @@ CSRC = _of(
         "uint64_t z = seed + (start + 1) * kGoldenGamma;",
         "uint64_t z = seed + kGoldenGamma;",
         "test_dropout.py kernel_equals_reference",
+    ),
+    (
+        "a merged loss takes the sums of ranks as of one maximum",
+        "sum += static_cast<double>(stats[1]) * std::exp(static_cast<double>(stats[0]) - reference);",
+        "sum += static_cast<double>(stats[1]);",
+        "test_cross_entropy_shards.py",
+    ),
+    (
+        "what a merged loss ignores counts",
+        "loss[row] = id == ignore_index ? T(0)",
+        "loss[row] = id == ignore_index - 1 ? T(0)",
+        "test_cross_entropy_shards.py",
+    ),
+    (
+        "all sequences of a batch have the positions of the first",
+        "a.table_batch_stride = cos.dim() == 3 && cos.size(0) > 1 ? from.positions * half : 0;",
+        "a.table_batch_stride = 0;",
+        "test_rotary_embedding.py",
+    ),
+    (
+        "a fused step is taken in spite of found_inf",
+        "bool is_skipped(const std::optional<Tensor>& found_inf) { return scalar_or(found_inf, 0.0) != 0.0f; }",
+        "bool is_skipped(const std::optional<Tensor>& found_inf) { return scalar_or(found_inf, 0.0) == -1.0f; }",
+        "test_optimizer.py; test_optim.py",
+    ),
+    (
+        "a norm's weight has the gradient of one thread's rows",
+        "for (int64_t block = 0; block < blocks; ++block) {\n                                  const T* row = partial",
+        "for (int64_t block = 0; block < 1; ++block) {\n                                  const T* row = partial",
+        "test_rms_norm.py",
+    ),
+    (
+        "rows of a table behind the first begin at the first one's rows",
+        "begins_.push_back(begins_.back() + x.size(0));",
+        "begins_.push_back(begins_.back() + tables[0].size(0));",
+        "test_moe_rows.py",
     ),
 )
 

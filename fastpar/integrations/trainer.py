@@ -15,8 +15,6 @@ What is the Trainer's stays its own: schedules, logging, callbacks, evaluation, 
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -104,21 +102,8 @@ class MeshTrainer(Trainer):
 
     def prediction_step(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         """The Trainer's own, with all logits on every rank."""
-        with self._whole_logits():
+        with gathered([m for m in self.model.modules() if isinstance(m, VocabParallelHead)]):
             return super().prediction_step(model, *args, **kwargs)
-
-    @contextlib.contextmanager
-    def _whole_logits(self) -> Iterator[None]:
-        heads = [m for m in self.model.modules() if isinstance(m, VocabParallelHead)]
-        before = [head.use_local_output for head in heads]
-        with gathered(heads):
-            for head in heads:
-                head.use_local_output = True
-            try:
-                yield
-            finally:
-                for head, was in zip(heads, before, strict=True):
-                    head.use_local_output = was
 
     # ---- checkpoints
 

@@ -128,6 +128,7 @@ def _over_a_mesh(folder: str, layout: str) -> dict[str, Any]:
         first.zero.detach()
         second.zero.detach()
     return {
+        "rows": first.get_total_train_batch_size(first.args),
         "history": _history(first),
         "resumed": resumed,
         "eval": evaluated,
@@ -147,6 +148,7 @@ def test_trainer_over_a_mesh_trains_evaluates_saves_and_resumes_as_in_one_proces
     size = 4 if "tp2 dp2" in layout else 2
     for found in run_ranks(size, _over_a_mesh, str(tmp_path), layout):
         assert len(found["history"]) == 4
+        assert found["rows"] == 8
         torch.testing.assert_close(torch.tensor(found["history"]), torch.tensor(plain["history"]), rtol=2e-3, atol=1e-5)
         assert found["resumed"] == found["history"][2:], "the same bits after a checkpoint"
         assert found["eval"][0] == pytest.approx(plain["eval"][0], rel=1e-3)
