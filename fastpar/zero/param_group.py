@@ -11,7 +11,7 @@ parameters have another version than they had when autograd saved them, so that 
 them raises ("modified by an inplace operation", at version 1000000 or more) instead of reading it. Gathering brings the
 version back; after an update of the shards it goes up by one, as it would have for a parameter changed in place. What
 Python does with a freed parameter that it still has is refused by the parameter's class meanwhile: see
-parameter_classes.py.
+sharded_param.py.
 
 Note: tied parameters. A parameter that several groups would have is taken out of them, into one of its own that is
 gathered whenever one of the modules that hold it runs: the weight that an embedding and a head share is one group with
@@ -37,17 +37,19 @@ from fastpar.zero.flat import FlatLayout, MemoryPool
 from fastpar.zero.groups import Groups, as_parameter, cast_parameter, contiguous_stride, local, own_storage, set_local
 from fastpar.zero.offload.shard_store import ShardStore
 from fastpar.zero.options import UnitsLike
-from fastpar.zero.parameter_classes import (
+from fastpar.zero.quantized_gather import CodedShards, Encoder, GatherFormats
+from fastpar.zero.sharded_param import (
+    ShardedParam,
+    check_alike,
     hide,
     is_withheld,
     looking_at_absent,
     mark_absent,
     mark_present,
     show,
+    take_values,
     withhold,
 )
-from fastpar.zero.quantized_gather import CodedShards, Encoder, GatherFormats
-from fastpar.zero.sharded_param import ShardedParam, check_alike, take_values
 
 Places = Sequence[tuple[nn.Module, str]]
 _FREED = 1_000_000  # added to the versions of parameters whose memory is gone
@@ -156,6 +158,7 @@ class ParamGroup:
         self.is_unsharded = self.is_launched = False
         self._hooked: dict[int, Any] = {}  # handles, by the id of a parameter at rest that has hooks
         self.epoch = 0  # of the shards that were gathered last
+        self._pointers: list[int] = []  # of the whole parameters, while they are there
         self.params: list[ShardedParam] = []
         self.persistent_params: list[ShardedParam] = []
         self._places = list(places.values())
@@ -269,7 +272,7 @@ class ParamGroup:
             part.mark_whole()
         if self._versioned:
             _set_versions(self._versioned, self._versions)
-        with looking_at_absent():  # shards have a class of their own now: see parameter_classes.py
+        with looking_at_absent():  # shards have a class of their own now: see sharded_param.py
             for whole, sharded in zip(self.unsharded, self.sharded, strict=True):
                 if whole.requires_grad != sharded.requires_grad:
                     whole.requires_grad_(sharded.requires_grad)
@@ -278,7 +281,18 @@ class ParamGroup:
                     self._hooked[id(sharded)] = whole.register_hook(partial(_call_all, sharded._backward_hooks))
         self._check()
         self._register(self.unsharded)
+        self._pointers = [local(whole).data_ptr() for whole in self.unsharded]
         self.is_unsharded = True
+
+    def check_in_place(self) -> None:
+        """RuntimeError for a whole parameter that its module has given other memory, which nobody would train."""
+        for name, whole, pointer in zip(self.names, self.unsharded, self._pointers, strict=True):
+            if local(whole).data_ptr() != pointer:
+                raise RuntimeError(
+                    f"{name} was converted or given other memory (dtype {local(whole).dtype} now) while stage 3 had it "
+                    "gathered for a forward, as .to() and an assignment to .data do: it would not be trained. Do so "
+                    "before fastpar.zero.shard (precision= has patterns of what stays in float32), or use stage=2"
+                )
 
     def free(self, pool: MemoryPool) -> None:
         """Give the modules their shards back, and the memory to the pool."""

@@ -43,8 +43,7 @@ from fastpar.zero.buckets import (
     StagingPool,
 )
 from fastpar.zero.groups import Groups, as_dtensor, local
-from fastpar.zero.parameter_classes import hide, looking_at_absent, show, withhold
-from fastpar.zero.sharded_param import ShardedParam
+from fastpar.zero.sharded_param import ShardedParam, hide, looking_at_absent, show, withhold
 
 if TYPE_CHECKING:
     from fastpar.zero.param_group import ParamGroup
@@ -116,7 +115,7 @@ class GradReducer:
             self.reduce_rest()
 
     def hide(self) -> None:
-        """Let parameters have their own `.grad`: see parameter_classes.py."""
+        """Let parameters have their own `.grad`: see sharded_param.py."""
         for param in self.params:
             hide(param)
 

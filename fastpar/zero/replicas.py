@@ -1,7 +1,16 @@
-"""A model of which every rank has all parameters (stages 0 to 2): where they lie, and what is reduced."""
+"""A model of which every rank has all parameters (stages 0 to 2): where they lie, and what is reduced.
+
+Note: replaced parameters. A rank's rows of a parameter are the optimizer's, in the parameter's own memory. What gives a
+parameter other memory (`model.to("cpu:0")`, `p.data = ...`) or a module another parameter
+(`load_state_dict(assign=True)`) would separate the two: the model would be trained no more, and nobody would be told.
+So `Connection` compares memory before every training forward and step, one pointer a parameter; new values of the same
+dtype and device are copied to where the old ones were. An evaluation computes with what is there, which may go again.
+"""
 
 from __future__ import annotations
 
+import inspect
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -10,7 +19,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.nn.utils import stateless
 
 from fastpar.tensor.parameter import layout_of
 from fastpar.zero.flat import WholeParameters
@@ -18,7 +29,7 @@ from fastpar.zero.groups import Groups, as_parameter, cast_parameter, local, set
 from fastpar.zero.options import ShardOptions
 from fastpar.zero.quantized_gather import CodedParameters, GatherFormats, ParamWire
 from fastpar.zero.reducer import GradReducer, OrderReducer
-from fastpar.zero.sharded_param import Connection, ShardedParam
+from fastpar.zero.sharded_param import ShardedParam, check_alike, places_of, take_values, union
 
 
 class ModelParams(Protocol):
@@ -232,3 +243,110 @@ def _owner_of(parameter: nn.Parameter, rows: Tensor, spec: DTensorSpec | None) -
     owner = as_parameter(rows, spec)
     vars(owner).update({key: value for key, value in vars(parameter).items() if key != "fastpar_layout"})
     return owner
+
+
+class Connection:
+    """Watches the parameters of some params.
+
+    model    whose modules are looked at; None: there is none, and parameters alone are watched
+    release  called before rows that other ranks may be reading are written to; collective
+    """
+
+    def __init__(self, model: nn.Module | None, params: Sequence[ShardedParam], release: Callable[[], None]) -> None:
+        self._release = release
+        self._homes = [(param, _memory(param.parameter), _memory(param.parameter).data_ptr()) for param in params]
+        names = [param.name for param in params]
+        places = {} if model is None else places_of(model, names)
+        self._places = [
+            (param, module._parameters, attribute)
+            for param in params
+            for module, attribute in places.get(param.name, [])
+        ]
+
+    def check(self) -> None:
+        """Bring back what has gone astray. Raises RuntimeError, naming the parameter, for another dtype, shape or
+        device, and where the optimizer's copy is in a file.
+        """
+        astray: dict[str, tuple[ShardedParam, Tensor, nn.Parameter]] = {}
+        for param, home, pointer in self._homes:  # whose memory is held here, and is nobody else's
+            inner: Any = param.parameter
+            if (inner._local_tensor if isinstance(inner, DTensor) else inner).data_ptr() != pointer:
+                astray[param.name] = param, home, param.parameter
+        homes = {param.name: home for param, home, _ in self._homes}
+        for param, held, attribute in self._places:
+            found = held.get(attribute)
+            if found is not None and found is not param.parameter:
+                astray[param.name] = param, homes[param.name], found
+        if astray and not _is_in_functional_call():
+            self._bring_back(list(astray.values()))
+
+    def _bring_back(self, astray: Sequence[tuple[ShardedParam, Tensor, nn.Parameter]]) -> None:
+        for param, home, found in astray:
+            check_alike(param.name, home, _memory(found))
+        changed = [each for each in astray if not torch.equal(each[1], _memory(each[2]))]
+        if changed:
+            self._release()
+        for param, home, found in changed:
+            take_values(param, home, _memory(found))
+        for param, home, _ in astray:
+            set_local(param.parameter, home)
+        for param, held, attribute in self._places:
+            if held.get(attribute) is not param.parameter:
+                held[attribute] = param.parameter
+
+
+def _is_in_functional_call() -> bool:
+    """Whether torch.func.functional_call runs a module, which has other tensors for that long and gets its own back."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not stateless._functional_call.__code__:
+        frame = frame.f_back
+    return frame is not None
+
+
+def _memory(parameter: Any) -> Tensor:
+    found: Tensor = parameter._local_tensor if isinstance(parameter, DTensor) else parameter.data
+    return found
+
+
+def synchronise_values(
+    model: nn.Module | None, parts: Sequence[tuple[dict[str, nn.Parameter], Groups]], sync_weights: str
+) -> None:
+    """Give all ranks of each group its rank 0's values, for the model's buffers too. Collective: one broadcast a
+    tensor. `sync_weights`: "check" raises ValueError where ranks differ, "broadcast" warns; "none": nothing."""
+    if sync_weights == "none":
+        return
+    tensors = [{name: local(parameter) for name, parameter in named.items()} for named, _ in parts]
+    if model is not None:
+        tensors[0] |= {name: local(x) for name, x in model.named_buffers() if x.numel() > 0}
+    differing: list[str] = []
+    for values, (_, groups) in zip(tensors, parts, strict=True):
+        for comm in groups.everyone():
+            for name, x in values.items():
+                found = comm.broadcast(x, 0)
+                if not _are_equal(found, x):
+                    differing.append(name)
+                if sync_weights == "broadcast":
+                    x.copy_(found)
+    for comm in [comm for _, groups in parts for comm in groups.everyone()]:
+        differing = union(differing, comm)
+    if differing:
+        shown = ", ".join(differing[:4]) + (", ..." if len(differing) > 4 else "")
+        text = f"ranks that average gradients have different values of {shown}"
+        if sync_weights == "check":
+            raise ValueError(f"{text}: seed every rank alike before building the model, or load the same weights")
+        warnings.warn(f"{text}: rank 0's are taken", stacklevel=5)
+
+
+def cast_buffers(model: nn.Module | None, dtype: torch.dtype | None) -> None:
+    """Give the floating-point buffers of a model a dtype; None: they keep theirs."""
+    if model is None or dtype is None:
+        return
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_floating_point():
+                module._buffers[name] = buffer.to(dtype)
+
+
+def _are_equal(a: Tensor, b: Tensor) -> bool:
+    """Bit for bit, whatever the dtype: NaN is like NaN."""
+    return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))

@@ -67,10 +67,9 @@ from fastpar.zero.hooks import (
 from fastpar.zero.offload.shard_store import ShardStore
 from fastpar.zero.options import ShardOptions
 from fastpar.zero.param_group import ParamGroup, UnitPlan, plan_units, small_names
-from fastpar.zero.parameter_classes import guard_at_rest, release_at_rest
 from fastpar.zero.quantized_gather import GatherFormats
 from fastpar.zero.reducer import GroupReducer
-from fastpar.zero.sharded_param import ShardedParam, places_of
+from fastpar.zero.sharded_param import ShardedParam, guard_at_rest, places_of, release_at_rest
 
 
 class Stage3:
@@ -238,7 +237,7 @@ class Stage3:
         self._guard()
 
     def release(self) -> None:
-        """Parameters at rest may be computed with: see parameter_classes.py."""
+        """Parameters at rest may be computed with: see sharded_param.py."""
         if self._is_guarding:
             self._is_guarding = False
             for param in self.params:
@@ -380,6 +379,7 @@ class Stage3:
         if not state.running or state.running[-1].module is not module:
             return
         call = state.running.pop().call
+        unit.check_in_place()
         if call is not None:
             state.open_calls.add(call)
             if not in_backward():
