@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What only a GPU can tell: `make gpu`. One machine with one GPU, torch with CUDA and pytest; no network.
 
-    python3 tools/run_gpu.py [--plan check|bench|profile|changed-1|changed-2] [--only tests,cross_entropy] [--out FOLDER] [--dry-run] ...
+    python3 tools/run_gpu.py [--plan PLAN] [--only tests,cross_entropy] [--out FOLDER] [--dry-run] ...
 
 A plan is a list of stages that fits into ten minutes; the first three of them are all there is to know:
 
@@ -399,7 +399,7 @@ class Runner:
         self.say(f"{verdict:24} {file:44} {last.strip('= ')}")
 
     def pack(self) -> None:
-        """The summary so far, and everything in one file; the one of the stage before stands until this one is whole."""
+        """The summary so far, and everything in one file, which replaces that of the stage before when it is whole."""
         (self.paths.out / "summary.txt").write_text("\n".join(self._summary()) + "\n")
         whole, part = self.paths.out / "results.tgz", self.paths.work / "results.part"
         with tarfile.open(part, "w:gz", compresslevel=1) as archive:
