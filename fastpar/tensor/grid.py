@@ -44,6 +44,8 @@ class Grid:
     z         ranks that the weights are spread over; they share the tokens of this replica
     replicas  ranks with the same weights, which share the tokens as well
     ranks     all of them, z fastest
+    mesh      of the parameters: the dims of tp_x, tp_y, tp_d and tp_z that have several ranks; "tp" where just one has.
+              DTensor tries every placement on every dim, so that an operation's first call costs n**dims
     """
 
     @checked(computed=False)
@@ -51,7 +53,8 @@ class Grid:
         if mesh.tp_grid is None:
             raise ValueError(f"{mesh!r} has no tensor-parallel grid: make it with init_mesh(tp=N, tp_grid=(x, y, z))")
         self.spec = mesh.tp_grid
-        self.mesh = mesh[TENSOR_GRID_DIMS]
+        larger = [name for name in TENSOR_GRID_DIMS if mesh.size(name) > 1]
+        self.mesh = mesh[tuple(larger)] if len(larger) > 1 else mesh["tp"]
         self.x, self.y, self.replicas, self.z = (Communicator.of(mesh.group(name)) for name in TENSOR_GRID_DIMS)
         self.ranks = Communicator.of(mesh.group("tp"))
 
@@ -70,8 +73,13 @@ class Grid:
 
     @property
     def along(self) -> tuple[Communicator, ...]:
-        """Communicators in the order of the mesh's dims."""
+        """x, y, replicas and z."""
         return self.x, self.y, self.replicas, self.z
+
+    @property
+    def mesh_axes(self) -> tuple[Communicator, ...]:
+        """Those of the dims of `mesh`; z last, so that gathering a weight over it gives what a product takes."""
+        return tuple(comm for comm in self.along if comm.size > 1) or (self.z,)
 
 
 class GridRegion(SequenceRegion):

@@ -38,6 +38,7 @@ class GridLayout:
 
     summed      axes over which a rank's gradient is a part, where a module says that it is one
     rows, part  of a parameter that is stored whole and of which a rank uses some rows (dim 0): which, by part
+    reordered   cuts over axes of one rank, which the mesh does not have, where they change the order of rows
     """
 
     mesh: DeviceMesh
@@ -46,6 +47,14 @@ class GridLayout:
     summed: tuple[Communicator, ...] = ()
     rows: RowMap | None = None
     part: int = 0
+    reordered: tuple[AxisCut, ...] = ()
+
+    @staticmethod
+    def over(mesh: DeviceMesh, axes: Sequence[Communicator], shape: torch.Size, cuts: Sequence[AxisCut]) -> GridLayout:
+        """The layout of these cuts, on a mesh with a dim for each of the axes."""
+        along = {id(cut.comm): cut for cut in cuts}
+        found = tuple(along.get(id(axis)) for axis in axes)
+        return GridLayout(mesh, shape, found, reordered=tuple(cut for cut in cuts if cut not in found and cut.rows))
 
     def __deepcopy__(self, memo: Any) -> GridLayout:
         return self  # describes groups, which a copied model shares
@@ -76,7 +85,7 @@ class GridLayout:
     @property
     def cut(self) -> tuple[Any, ...]:
         """How it is split, for comparison: of one parameter all modules have to say the same."""
-        return tuple(None if cut is None else (cut.dim, cut.rows) for cut in self.cuts), self.rows
+        return tuple(None if cut is None else (cut.dim, cut.rows) for cut in (*self.cuts, *self.reordered)), self.rows
 
     def sum_grad(self, grad: Tensor) -> Tensor:
         """The sum of the ranks' parts of a gradient: an all-reduce for each axis."""
@@ -92,7 +101,7 @@ class GridLayout:
     def _walk(self) -> list[tuple[AxisCut, int]]:
         """The cuts, with the size of their dim before each on this rank."""
         sizes, walk = list(self.shape), []
-        for cut in self.cuts:
+        for cut in (*self.cuts, *self.reordered):
             if cut is not None:
                 walk.append((cut, sizes[cut.dim]))
                 sizes[cut.dim] = self._map(cut, sizes[cut.dim]).size(cut.comm.rank)
@@ -142,7 +151,7 @@ class GridLayout:
 
     def order(self, dim: int) -> Tensor:
         """As `ParameterLayout.order`."""
-        cuts = [cut for cut in self.cuts if cut is not None and cut.dim == dim]
+        cuts = [cut for cut, _ in self._walk() if cut.dim == dim]
         return _order(torch.arange(self.shape[dim], device="cpu"), cuts)
 
     @property
@@ -177,8 +186,3 @@ def _order(rows: Tensor, cuts: Sequence[AxisCut]) -> Tensor:
         return rows
     first = RowMap.chunk(len(rows), cuts[0].comm.size) if cuts[0].rows is None else cuts[0].rows
     return torch.cat([_order(first.take(rows, 0, rank), cuts[1:]) for rank in range(cuts[0].comm.size)])
-
-
-def cut_over(mesh_axes: Sequence[Communicator], cuts: dict[int, AxisCut]) -> tuple[AxisCut | None, ...]:
-    """Cuts in the order of the mesh's dims, from those that there are by the dim's index."""
-    return tuple(cuts.get(index) for index in range(len(mesh_axes)))

@@ -28,7 +28,7 @@ from fastpar.ops.parallel_linear.overlap import Overlap
 from fastpar.tensor.binding import blank
 from fastpar.tensor.grid import Grid, GridRegion
 from fastpar.tensor.grid_blocks import outside_of_graphs
-from fastpar.tensor.grid_layout import AxisCut, GridLayout, cut_over
+from fastpar.tensor.grid_layout import AxisCut, GridLayout
 from fastpar.tensor.linear import linear_weights
 from fastpar.tensor.own_forward import refuse_own_forward
 from fastpar.tensor.parameter import MakeParameter, ParallelModule, RowMap, install_state_dict_hooks
@@ -64,7 +64,7 @@ class GridLinear(ParallelModule):
     z, as many bytes as the gathers; in backward q broadcasts and reduces for dx, q for dweight. A block and the next
     one are in memory, 2 / q of what gathers make. What differs between ranks is raised on all of the grid.
 
-    Parameters are DTensors over the mesh dims (tp_x, tp_y, tp_d, tp_z); state dicts are those of the layer it replaces.
+    Parameters are DTensors over `Grid.mesh`, z last; state dicts are those of the layer it replaces.
     Rows that ranks of y share (key/value heads fewer than ranks, sections that do not divide) are stored by all of
     them. Without a `sequence` the tokens (dim -2) are cut evenly.
     """
@@ -143,17 +143,14 @@ class GridLinear(ParallelModule):
         k, n = self._axes()
         out, into = (1, 0) if self.transposed else (0, 1)
         self._picked = None if own is None or own.kind != "whole" else own
-        # z last, so that gathering over it gives what the product takes.
-        cuts, bias_cuts = {3: AxisCut(grid.z, into)}, {}
+        cuts, bias_cuts = [AxisCut(grid.z, into), AxisCut(k, into)], []
         if self._picked is None:
-            cuts[self._index(n)] = AxisCut(n, out, own)
-            bias_cuts[self._index(n)] = AxisCut(n, 0, own)
-        if k.size > 1:
-            cuts[self._index(k)] = AxisCut(k, into)
+            cuts.append(AxisCut(n, out, own))
+            bias_cuts.append(AxisCut(n, 0, own))
         self._z_sizes = tuple(shard_sizes(shard_sizes(self.in_features, k.size)[k.rank], grid.z.size))
         layouts = {
-            "weight": GridLayout(grid.mesh, weight.shape, cut_over(grid.along, cuts)),
-            "bias": GridLayout(grid.mesh, torch.Size([self.out_features]), cut_over(grid.along, bias_cuts)),
+            "weight": GridLayout.over(grid.mesh, grid.mesh_axes, weight.shape, cuts),
+            "bias": GridLayout.over(grid.mesh, grid.mesh_axes, torch.Size([self.out_features]), bias_cuts),
         }
         for name, full in (("weight", weight), ("bias", bias)):
             self._add_parameter(name, full, layouts[name], parameters)  # type: ignore[arg-type]
@@ -194,10 +191,6 @@ class GridLinear(ParallelModule):
             return Communicator(None), self.grid.y
         pair = (self.grid.x, self.grid.y)
         return pair if self.role == "column" else pair[::-1]
-
-    def _index(self, axis: Communicator) -> int:
-        """Of the mesh's dim."""
-        return next(index for index, comm in enumerate(self.grid.along) if comm is axis)
 
     @outside_of_graphs
     def forward(self, x: Tensor) -> Tensor:

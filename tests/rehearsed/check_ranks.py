@@ -18,7 +18,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import fastpar as fp
 from fastpar import ops
 from fastpar.expert import Experts, MoELayer, Router, SharedExpert
-from fastpar.mesh.grid import TENSOR_GRID_DIMS
 from fastpar.pipeline import Pipeline, make_schedule
 from fastpar.tensor import Grid, GridLinear, GridRegion
 from tests.dist import run_ranks
@@ -150,7 +149,7 @@ def grid_of(device: str, group: Any, spec: fp.GridSpec) -> Grid:
     grid: Any = Grid.__new__(Grid)
     sizes = (spec.x, spec.y, spec.replicas, spec.z)
     grid.spec = spec
-    grid.mesh = DeviceMesh(device, torch.arange(2).view(sizes), mesh_dim_names=TENSOR_GRID_DIMS, _init_backend=False)
+    grid.mesh = DeviceMesh(device, torch.arange(2), mesh_dim_names=("tp",), _init_backend=False)
     grid.x, grid.y, grid.replicas, grid.z = (fp.comm.Communicator.of(group if size > 1 else None) for size in sizes)
     grid.ranks = fp.comm.Communicator.of(group)
     return grid

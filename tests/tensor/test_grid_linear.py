@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 import fastpar as fp
@@ -21,6 +23,7 @@ from fastpar.tensor import (
     SequenceRegion,
 )
 from fastpar.tensor.parameter import full_parameter
+from fastpar.zero.options import _check_grid
 from tests.dist import run_ranks
 
 FEATURES: Any = "features"
@@ -439,16 +442,42 @@ def test_verify_compares_what_a_rank_of_a_grid_has() -> None:
         assert "first in mlp.up (Linear): output" in report
 
 
-def refused_with_a_grid() -> None:
-    mesh = fp.init_mesh(dp_shard=2, cp=2, tp_grid=(1, 1, 1), device="cpu")
-    split = laid_out(WithGrid(), Grid(mesh))
+def test_zero_says_that_dp_shard_and_cp_cannot_both_shard_what_is_on_a_grid() -> None:
+    groups: Any = SimpleNamespace(mesh=SimpleNamespace(size=lambda _: 2), shard=SimpleNamespace(size=4))
+    mesh: Any = SimpleNamespace(mesh_dim_names=("tp_x", "tp_z"))
     with pytest.raises(ValueError, match=r"mlp.up.weight lies on a tensor-parallel grid.*'dp_shard': 2, 'cp': 2"):
-        fp.zero.shard(split, torch.optim.AdamW(split.parameters()), group=mesh)
-    mesh.close()
+        _check_grid("mlp.up.weight", mesh, groups)
 
 
-def test_what_cannot_take_a_grid_says_so() -> None:
-    run_ranks(4, refused_with_a_grid)
+def dims_and_rows() -> dict[str, Any]:
+    """What the parameters of grids lie on, and whether rows that one rank of y has keep their order in checkpoints."""
+    found: dict[str, Any] = {}
+    for spec in (fp.GridSpec(2, 1, 2), fp.GridSpec(1, 2, 2, FEATURES, replicas=2), fp.GridSpec(4, 1, 1)):
+        mesh = fp.init_mesh(tp=4, tp_grid=spec, device="cpu")
+        whole = noisy(nn.Linear(6, 24))
+        options: Any = {"sections": (8, 8, 8), "whole_sequences": True}
+        layers = [GridLinear.from_linear(whole, Grid(mesh), "column", **options) for _ in range(2)]
+        with torch.no_grad():
+            layers[1].weight.zero_()
+        state = layers[0].state_dict()
+        layers[1].load_state_dict(state)
+        weight = layers[0].weight
+        assert isinstance(weight, DTensor)
+        found[repr(spec)] = (
+            weight.device_mesh.mesh_dim_names,
+            torch.equal(full_parameter(weight), whole.weight),
+            torch.equal(state["weight"].full_tensor(), whole.weight),
+            torch.equal(weight.to_local(), layers[1].weight.to_local()),  # type: ignore[operator]
+        )
+        mesh.close()
+    return found
+
+
+def test_parameters_lie_on_the_dims_of_several_ranks_and_checkpoints_have_their_rows_in_order() -> None:
+    """DTensor tries each placement on each dim, one of one rank as well: n placements on four dims are n**4."""
+    for found in run_ranks(4, dims_and_rows):
+        assert [dims for dims, *_ in found.values()] == [("tp_x", "tp_z"), ("tp_y", "tp_d"), ("tp",)]
+        assert [same for _, *same in found.values()] == [[True] * 3] * 3
 
 
 # --------------------------------------------------------------------------------------------------------------- errors

@@ -214,7 +214,7 @@ class SwapContext:
             grid, part = self.grid, self.features[0]
 
             def layout(name: str, shape: torch.Size) -> GridLayout:
-                return GridLayout(grid.mesh, shape, (None,) * len(grid.along), axes[name], rows.get(name), part)
+                return GridLayout(grid.mesh, shape, (None,) * grid.mesh.ndim, axes[name], rows.get(name), part)
 
             options["layout"] = layout
         self.changes.adopted(replicate(module, self.group, make=self.changes.parameter, **options))
