@@ -527,10 +527,12 @@ class GroupReducer(GradReducer):
         self._drain()
         for param, is_used in zip(self.params, agreed[len(units) :], strict=True):
             param.take_own_term()
-            if is_used:
-                for hook in (getattr(param.optim_param, "_post_accumulate_grad_hooks", None) or {}).values():
-                    hook(param.optim_param)
             self._settle(param, is_used)
+            if is_used:  # what users see is the parameter at rest, to which autograd does not come
+                with looking_at_absent():
+                    hooks = getattr(param.model_param, "_post_accumulate_grad_hooks", None) or {}
+                for hook in list(hooks.values()):
+                    hook(param.model_param)
         self.forget()
 
     def _agreed(self, flags: Sequence[bool]) -> list[bool]:

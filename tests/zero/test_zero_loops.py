@@ -705,6 +705,24 @@ def test_hooks_that_come_after_shard_see_every_gradient() -> None:
         run_ranks(SIZE, hooked, dtype)
 
 
+def halved() -> None:
+    for options in ({}, {"precision": "bf16"}, {"offload": "cpu"}):
+        model = Layers()
+        shard(model, make_optimizer("sgd", model.parameters()), 3, **options)
+        (model(batch(0, 0, dist.get_rank())[0]) ** 2).mean().backward()
+        expected = {name: whole_of(parameter.grad).clone() for name, parameter in model.named_parameters()}
+        model.zero_grad()
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(0.5))
+        (model(batch(0, 0, dist.get_rank())[0]) ** 2).mean().backward()
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(whole_of(parameter.grad), expected[name] / 2, msg=f"{options}: {name}")
+
+
+def test_hooks_of_stage_3_change_the_averaged_gradient_of_masters_too() -> None:
+    run_ranks(SIZE, halved)
+
+
 # ---- gradients of gradients
 
 
