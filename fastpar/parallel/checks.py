@@ -58,6 +58,7 @@ def check_plan(context: SwapContext) -> dict[str, HeadSplit]:
     _check_shared(context)
     for path, module in context.modules.items():
         _check_meta(path, module)
+        _check_gradient_hooks(path, module)
         if context.comm.size > 1:
             _check_undeclared(path, module, context)
             _check_sees_sequence(path, context)
@@ -100,6 +101,16 @@ def _check_meta(path: str, module: nn.Module) -> None:
             raise ValueError(
                 f"{path or 'the model'}.{name} is on the meta device; materialise and initialise the model "
                 "before it is parallelised"
+            )
+
+
+def _check_gradient_hooks(path: str, module: nn.Module) -> None:
+    for name, param in module._parameters.items():
+        if param is not None and (param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None)):
+            raise ValueError(
+                f"{path + '.' if path else ''}{name} has hooks on its gradient, and the parameter that the split model "
+                "trains in its place would not run them: remove them, and register them after parallelize, where "
+                "gradients are DTensors"
             )
 
 

@@ -37,7 +37,10 @@ def _unwrapping_property(name: str) -> property:
         param = self._parameters[name]
         if param is not None and is_sharded_further(param):
             return cast(Tensor, param)  # not in a forward: fully_shard asks for its own parameters so
-        return cast("Tensor | None", self._local(name, sum_grad=name in self._sum_grad))
+        local = cast("Tensor | None", self._local(name, sum_grad=name in self._sum_grad))
+        if local is not None and not torch.compiler.is_compiling() and local.grad_fn is not None:
+            local.register_hook = param.register_hook  # type: ignore[method-assign]  # each reading is another tensor
+        return local
 
     return property(read)
 

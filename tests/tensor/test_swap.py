@@ -357,6 +357,30 @@ def test_a_block_with_a_parameter_of_its_own_keeps_nothing_after_the_swap_is_und
     run_ranks(2, _block_with_a_parameter)
 
 
+def _gradient_hooks() -> None:
+    model, plan = nn.Sequential(nn.LayerNorm(6), mlp()), {f"1.{name}": style for name, style in MLP_PLAN.items()}
+    for register in (model[1][0].weight.register_hook, model[0].weight.register_post_accumulate_grad_hook):
+        handle = register(lambda _: None)
+        with pytest.raises(ValueError, match=r"weight has hooks on its gradient.*after parallelize"):
+            fp.parallelize(model, dist.group.WORLD, plan)
+        handle.remove()
+    fp.parallelize(model, dist.group.WORLD, plan)
+    parts = model[0], model[1][0]  # whole on every rank, and split
+    x = torch.randn(2, 6)
+    model(x).square().sum().backward()
+    wanted = [3 * part._parameters["weight"].grad for part in parts]
+    model.zero_grad()
+    for part in parts:
+        part.weight.register_hook(lambda grad: 3 * grad)
+    model(x).square().sum().backward()
+    for part, grad in zip(parts, wanted, strict=True):
+        torch.testing.assert_close(part._parameters["weight"].grad.to_local(), grad.to_local(), rtol=0, atol=0)
+
+
+def test_hooks_on_gradients_run_if_they_come_after_the_split_and_are_refused_before() -> None:
+    run_ranks(2, _gradient_hooks)
+
+
 def _hooks_and_identity() -> None:
     model = mlp()
     first, calls = model[0], []
