@@ -158,7 +158,7 @@ class ParamGroup:
         self.is_unsharded = self.is_launched = False
         self._hooked: dict[int, Any] = {}  # handles, by the id of a parameter at rest that has hooks
         self.epoch = 0  # of the shards that were gathered last
-        self._pointers: list[int] = []  # of the whole parameters, while they are there
+        self._addresses: list[int] = []  # of the whole parameters that were installed last
         self.params: list[ShardedParam] = []
         self.persistent_params: list[ShardedParam] = []
         self._places = list(places.values())
@@ -281,13 +281,13 @@ class ParamGroup:
                     self._hooked[id(sharded)] = whole.register_hook(partial(_call_all, sharded._backward_hooks))
         self._check()
         self._register(self.unsharded)
-        self._pointers = [local(whole).data_ptr() for whole in self.unsharded]
+        self._addresses = [_whole_address(whole) for whole in self.unsharded]
         self.is_unsharded = True
 
     def check_in_place(self) -> None:
         """RuntimeError for a whole parameter that its module has given other memory, which nobody would train."""
-        for name, whole, pointer in zip(self.names, self.unsharded, self._pointers, strict=True):
-            if local(whole).data_ptr() != pointer:
+        for name, whole, address in zip(self.names, self.unsharded, self._addresses, strict=False):
+            if self.is_unsharded and _whole_address(whole) != address:
                 raise RuntimeError(
                     f"{name} was converted or given other memory (dtype {local(whole).dtype} now) while stage 3 had it "
                     "gathered for a forward, as .to() and an assignment to .data do: it would not be trained. Do so "
@@ -347,6 +347,11 @@ class ParamGroup:
                     module._parameters[attribute] = parameter
                 else:  # torch's recurrent layers keep a list of their weights
                     setattr(module, attribute, parameter)
+
+
+def _whole_address(parameter: Any) -> int:
+    found: Tensor = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+    return found.data_ptr()
 
 
 def _parameter_at(places: Places) -> nn.Parameter:

@@ -606,6 +606,22 @@ def test_a_replaced_parameter_is_an_error() -> None:
         model(torch.randn(3, 16))
 
 
+@pytest.mark.parametrize("change", [Tensor.clone, Tensor.double])
+def test_a_parameter_with_other_memory_after_its_forward_is_an_error(change: Any) -> None:
+    """As a router has that converts its classifier: nobody would train it."""
+
+    class Changing(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            self.weight.data = change(self.weight.data)
+            return x @ self.weight.to(x.dtype).t()
+
+    model = Stack(2)
+    model.layers[1] = Changing(16, 16)
+    make_alone(model)
+    with pytest.raises(RuntimeError, match=r"layers\.1\.weight was converted or given other memory"):
+        model(torch.randn(3, 16))
+
+
 def by_hand_run(transport: str) -> tuple[list[int], list[bool], int, bool]:
     """A pipeline's UNSHARD, several microbatches, RESHARD."""
     plain, model = Text(), Text()
