@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fastpar.comm import shard_sizes
 from fastpar.mesh import GridSpec, Mesh
 from fastpar.parallel.heads import QUERY_COUNTS
 from fastpar.parallel.styles import BlockStyle, ExpertStyle, GatheredStyle, Style, SwapContext
@@ -132,7 +133,7 @@ def _cut_inside(path: str, context: SwapContext, hidden: int) -> None:
         if adoption is not None:
             context.changes.adopted(adoption)
         elif any(True for _ in child.parameters()):
-            context.changes.hooked(hook_stream(child, region.leave_features), hook_output(child, _narrowed(region, at)))
+            context.changes.hooked(hook_stream(child, _widened(region, at)), hook_output(child, _narrowed(region, at)))
 
 
 def share_ends(context: SwapContext) -> None:
@@ -144,6 +145,20 @@ def share_ends(context: SwapContext) -> None:
     for module in modules.values():
         if isinstance(module, VocabParallelEmbedding) and module.comm.size == grid.spec.ranks:
             context.changes.set(module, "is_deferred", True)
+
+
+def _widened(region: GridRegion, path: str) -> Callable[[Tensor], Tensor]:
+    def widen(x: Tensor) -> Tensor:
+        over = region.grid.features
+        mine = shard_sizes(region.shape[2], over.size)[over.rank]
+        if not region.is_whole and x.size(-1) != mine:
+            raise ValueError(
+                f"{path} reads {list(x.shape)}, and on a grid that cuts features a rank has {mine} of the "
+                f"{region.shape[2]}, as the last dim: use a grid with x=1 (and another spread than features)"
+            )
+        return region.leave_features(x)
+
+    return widen
 
 
 def _narrowed(region: GridRegion, path: str) -> Callable[[Tensor], Tensor]:

@@ -231,6 +231,18 @@ def trained_by_zero(stage: int) -> dict[str, float]:
     return found
 
 
+class Transposed(OwnLayer):
+    """Batch normalisation between attention and MLP, which has the features as dim 1."""
+
+    def __init__(self, hidden: int, heads: int) -> None:
+        super().__init__(hidden, heads)
+        self.norm = nn.BatchNorm1d(hidden)
+
+    def forward(self, x: Tensor, scale: Tensor | None) -> Tensor:
+        x = self.norm((x + self.attention(self.norm1(x), scale)).transpose(1, 2)).transpose(1, 2)
+        return x + self.mlp(self.norm2(x))
+
+
 def build_experts() -> nn.Module:
     """A tiny model of Mixtral's."""
     import transformers
@@ -261,6 +273,10 @@ def refusals() -> dict[str, str]:
     said["cp"] = _error(lambda: fp.parallelize(own, beside, OWN_PLAN))
     experts = build_experts()
     said["experts"] = _error(lambda: fp.parallelize(experts, flat))
+    other = Own()
+    other.layers = nn.ModuleList([Transposed(16, 4)])
+    fp.parallelize(other, flat, OWN_PLAN)
+    said["features"] = _error(lambda: other(torch.zeros(4, 6, dtype=torch.long)))
     said["changed"] = str([n for m in (own, experts) for n, p in m.named_parameters() if type(p) is not nn.Parameter])
     fp.parallelize(own, cube, OWN_PLAN)
     said["small batch"] = _error(lambda: own(torch.zeros(3, 8, dtype=torch.long)))
