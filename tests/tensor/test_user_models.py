@@ -297,6 +297,50 @@ def test_blocks_that_no_ids_reach_are_tried_by_what_they_are_called_with_first()
     run_ranks(2, _images)
 
 
+class Kept:
+    """What layers share, as a cache of keys."""
+
+    def __init__(self, before: list[Tensor]) -> None:
+        self.kept = before
+
+    def add(self, h: Tensor) -> Tensor:
+        self.kept.append(h)
+        return torch.stack(torch.broadcast_tensors(*self.kept)).sum(0)
+
+
+class Keeping(MLP):
+    def forward(self, x: Tensor, kept: Kept) -> Tensor:
+        return self.down(kept.add(self.middle(self.up(x))))
+
+
+class KeepingSoftmax(Keeping, Softmax):
+    pass
+
+
+class ImagesKept(Images):
+    def forward(self, pixels: Tensor) -> Tensor:
+        x = self.patch(pixels).flatten(2).transpose(1, 2)
+        kept = Kept([0 * x.sum()[None, None, None]])  # which autograd has made: torch does not copy it
+        for block in self.blocks:
+            x = x + block.mlp(block.norm(x), kept)
+        return x
+
+
+def _kept() -> None:
+    plan = {pattern: style for pattern, style in BLOCKS.items() if style != "stream"}
+    pixels = torch.rand(3, 3, 12, 12, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    wrong = fp.parallelize(ImagesKept(KeepingSoftmax).double(), dist.group.WORLD, plan)
+    with pytest.raises(ValueError, match=r"blocks.0.mlp \(KeepingSoftmax\), split as the plan says.*: its output"):
+        wrong(pixels)
+    whole = ImagesKept(Keeping).double()
+    parallel = fp.parallelize(copy.deepcopy(whole), dist.group.WORLD, plan)
+    check_equal(whole, parallel, lambda m: m(pixels).square().mean())
+
+
+def test_blocks_that_write_to_an_object_that_they_are_given_are_tried_on_copies_of_it() -> None:
+    run_ranks(2, _kept)
+
+
 # ---- what users do with logits
 
 

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map
 
+from fastpar.parallel.trial.copies import own_copy
 from fastpar.tensor.rehearsal import attributes_as_they_were, own_attributes
 from fastpar.tensor.sequence import map_hidden
 
@@ -160,14 +161,18 @@ def recorded(args: tuple[Any, ...], kwargs: dict[str, Any]) -> RecordedCall:
 
 
 def _copied(tree: Any) -> Any:
-    """The same containers around copies of the tensors, which know whether they need a gradient."""
+    """The same containers around copies of the tensors, which know whether they need a gradient, and of objects."""
 
-    def one(tensor: Tensor) -> Tensor:
+    def plain(tensor: Tensor) -> Tensor:
         value = tensor.detach().cpu()
-        value = value.float() if value.is_floating_point() else value
-        return value.clone().requires_grad_(tensor.requires_grad and value.is_floating_point())
+        return value.float().clone() if value.is_floating_point() else value.clone()
 
-    return tree_map_only(Tensor, one, tree)
+    def one(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return own_copy(leaf, plain)
+        return plain(leaf).requires_grad_(leaf.requires_grad and leaf.is_floating_point())
+
+    return tree_map(one, tree)
 
 
 def is_linear(module: nn.Module) -> bool:

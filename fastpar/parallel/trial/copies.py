@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from fastpar.parallel.stacked_experts import is_stacked
@@ -114,12 +115,41 @@ def fresh_leaves(inputs: Any, cut: Callable[[int, Tensor], Tensor] | None = None
     flat, spec = tree_flatten(inputs)
     for index, value in enumerate(flat):
         if not isinstance(value, Tensor):
+            flat[index] = own_copy(value)
             continue
         local = value.detach() if cut is None else cut(len(leaves), value.detach())
         flat[index] = local.clone().requires_grad_(value.requires_grad)
         if value.requires_grad:
             leaves.append(flat[index])
     return tree_unflatten(flat, spec), leaves
+
+
+def own_copy(value: Any, tensor: Callable[[Tensor], Tensor] = Tensor.clone) -> Any:
+    """Of an argument that is an object, such as a cache, which the code that gets it may write to; tensors in it are
+    `tensor` of what they are. The object itself, where it is a module or cannot be copied."""
+    if isinstance(value, nn.Module):
+        return value
+    try:
+        with _TensorsWithoutHistory(tensor):
+            return copy.deepcopy(value)
+    except Exception:  # of the object's own code: any
+        return value
+
+
+class _TensorsWithoutHistory(TorchFunctionMode):
+    """Deep copies of tensors that autograd has made, which torch refuses to copy."""
+
+    def __init__(self, tensor: Callable[[Tensor], Tensor]):
+        super().__init__()
+        self.tensor = tensor
+
+    def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not Tensor.__deepcopy__:
+            return func(*args, **(kwargs or {}))
+        x, memo = args
+        if id(x) not in memo:
+            memo[id(x)] = self.tensor(x.detach())
+        return memo[id(x)]
 
 
 def replace_parameter(twin: nn.Module, path: str, local: Tensor) -> None:
