@@ -7,6 +7,8 @@
 #   tools/run_checks.sh [pytest arguments]      everything: style, types, C++ kernels under sanitizers, pytest
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+# Several hundred processes import the package and its tests: where none of them may keep bytecode, each compiles it again.
+unset PYTHONDONTWRITEBYTECODE
 
 summary=$(mktemp) closing=$(mktemp) quiet=$(mktemp) lanes=()
 declare -A output_of
