@@ -192,7 +192,10 @@ def _names(code: CodeType) -> set[str]:
 def _short_deadlines(filename: str) -> frozenset[int]:
     """The first lines of the functions of a file in which some deadline is short."""
     try:
-        tree = ast.parse(Path(filename).read_text())
+        text = Path(filename).read_text()
+        if not any(word in text for word in _DEADLINES):  # parsing takes longer than all the rest
+            return frozenset()
+        tree = ast.parse(text)
     except (OSError, SyntaxError):
         return frozenset()
     functions = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
@@ -203,15 +206,17 @@ def _short_deadlines(filename: str) -> frozenset[int]:
         for target in node.targets
         if isinstance(target, ast.Name)
     }
+    short = {value.lineno for value in _deadlines(tree) if _is_short(value, numbers)}
+    first_lines = {
+        node: min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)]) for node in functions
+    }
     return frozenset(
-        min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-        for node in functions
-        if any(_is_short(value, numbers) for value in _deadlines(node))
+        first for node, first in first_lines.items() if any(first <= line <= (node.end_lineno or 0) for line in short)
     )
 
 
-def _deadlines(function: ast.AST) -> Iterator[ast.expr]:
-    for node in ast.walk(function):
+def _deadlines(tree: ast.AST) -> Iterator[ast.expr]:
+    for node in ast.walk(tree):
         if isinstance(node, ast.keyword) and node.arg in _DEADLINES:
             yield node.value
         elif isinstance(node, ast.Dict):
