@@ -34,7 +34,7 @@ test: build ## everything CI runs: lint, types, C++ under sanitizers, tests
 test-all: build ## the same with the exhaustive variants of the tests
 	@tools/run_checks.sh -m "not gpu" $(ARGS)
 
-breaks: build ## plant the breaks of tools/breaks.py one by one, and see the tests notice each (half an hour)
+breaks: build ## plant the breaks of tools/breaks.py one by one, and see the tests notice each (hours on a busy machine)
 	@nice -n 5 $(PY) tools/planted_breaks.py $(ARGS)
 
 # Needs no network and installs nothing, so it does not go through `build`. DRY_RUN=1 prints the stages; OUT=folder is

@@ -1,6 +1,6 @@
 """Plant one break after the other in a scratch copy, run the tests that should notice it, and say which were missed.
 
-    make breaks                                          all of tools/breaks.py: half an hour on two quiet cores
+    make breaks                                          all of tools/breaks.py: up to some minutes for each
     make breaks ARGS="--part zero"                       those of one part
     make breaks ARGS="'an expert reads'"                 those with these words in their names
     make breaks ARGS="--table docs/planted_breaks.md"    write each result into the table, which keeps what is not run
