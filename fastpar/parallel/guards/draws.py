@@ -40,6 +40,7 @@ class DrawGuard:
         self._seen, self.reason = generator_state(self.device), ""
         self._inside = [("", model)]  # whose hooks before its forward are running: ours would come too late
         for path, module in model.named_modules():
+            path = path.replace("._orig_mod", "")  # where torch.compile(layer) stands in for the layer
             self._handles.append(module.register_forward_pre_hook(self._enter(path)))
             self._handles.append(module.register_forward_hook(self._leave, always_call=True))
 

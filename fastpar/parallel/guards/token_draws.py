@@ -14,6 +14,7 @@ from torch import nn
 
 from fastpar.context.region import ContextRegion, draw_seed
 from fastpar.parallel.guards.draws import DrawGuard
+from fastpar.parallel.guards.eager import EagerLook, warn_of_skipped_checks
 from fastpar.parallel.guards.watch import Cadence
 from fastpar.tensor import LayoutDropout
 
@@ -27,6 +28,7 @@ class TokenDrawGuard:
         self.cadence = Cadence()
         self._draws = DrawGuard(device, _verdict)
         self._end: Any = None
+        self._eager = EagerLook()
 
     def __deepcopy__(self, memo: Any) -> TokenDrawGuard:
         return TokenDrawGuard(memo.get(id(self.region), self.region), self.device)
@@ -42,17 +44,24 @@ class TokenDrawGuard:
             self._end = None
             self._draws.stop()
             self.region.seed_source = draw_seed
+        self._eager.end()
 
     def before(self, model: nn.Module, _args: Any) -> None:
-        self.remove()  # the forward before has failed
-        if torch.compiler.is_compiling() or not model.training or not self.cadence.next():
+        if torch.compiler.is_compiling():
+            if self.cadence.calls == 0 and model.training:
+                warn_of_skipped_checks()
             return
+        self.remove()  # what a forward or backward that has failed has left
+        if not model.training or not self.cadence.next():
+            return
+        self._eager.begin(model)
         self.region.seed_source = self._draws.allowing(draw_seed)
         self._draws.start(model)
         self._end = model.register_forward_hook(self.after)  # behind the guard's own, which look once more
 
-    def after(self, _model: nn.Module, _args: Any, _output: Any) -> None:
+    def after(self, _model: nn.Module, _args: Any, output: Any) -> None:
         self._end.remove()
+        self._eager.leave(output)
         self._end, self.region.seed_source = None, draw_seed
         self._draws.check()
 

@@ -12,6 +12,7 @@ from torch import nn
 from fastpar.comm import Communicator
 from fastpar.parallel.guards.agreement import InputGuard
 from fastpar.parallel.guards.draws import DrawGuard
+from fastpar.parallel.guards.eager import EagerLook, warn_of_skipped_checks
 from fastpar.parallel.guards.gradients import GradientGuard
 from fastpar.parallel.guards.members import MemberGuard
 from fastpar.parallel.guards.positions import PositionGuard
@@ -78,6 +79,7 @@ class Watch:
         self.comm, self.device, self.plan = comm, device, plan
         self.cadence = Cadence()
         self._end: Any = None  # the handle of `after`, while a forward is watched
+        self.eager = EagerLook()
         self.inputs = InputGuard(comm, device)
         self.draws = DrawGuard(device, _verdict(plan))
         self.gradients, self.positions, self.members = GradientGuard(comm), PositionGuard(comm), MemberGuard()
@@ -100,21 +102,24 @@ class Watch:
             self._end = None
             self.draws.stop()
             self.positions.stop()
+        self.eager.end()
 
     def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Compare the inputs, and start what looks at the forward."""
         if self.stream.is_running:
             return
+        if torch.compiler.is_compiling():  # before anything that has handles of hooks, which no graph can hold
+            if self.cadence.calls == 0 and self.comm.size > 1:
+                warn_of_skipped_checks()
+            return
         if self.gradients.is_watching:
             self.gradients.stop()  # the forward before: its backward is over, or nobody waits for what it would say
-        if torch.compiler.is_compiling():
-            return
-        if self._end is not None:
-            self.remove()  # the forward before has failed
+        self.remove()  # what a forward or backward that has failed has left
         self.members.check(model)
         if not self.cadence.next():
             return
         self._end = model.register_forward_hook(self.after)
+        self.eager.begin(model)
         self.inputs.before(model, args, kwargs)
         self.stream.before(model, args, kwargs)
         if model.training:
@@ -133,6 +138,7 @@ class Watch:
             return
         self._end.remove()
         self._end = None
+        self.eager.leave(output)
         self.draws.check()
         self.inputs.after(model, args, output)
         self.positions.check()

@@ -1,0 +1,148 @@
+"""Layers of a parallelised model under torch.compile: no break of our own, the same numbers, and guards that see."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import fastpar as fp
+from fastpar.parallel.guards.eager import EagerLook
+from tests.dist import run_ranks
+
+PLAN = {"layers.*": "stream", "layers.*.mlp": "block", "layers.*.mlp.0": "colwise", "layers.*.mlp.2": "rowwise"}
+
+
+class Layer(nn.Module):
+    """A residual MLP."""
+
+    def __init__(self, activation: nn.Module):
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(6, 10), activation, nn.Linear(10, 6))
+        self.norm = nn.LayerNorm(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(self.norm(x))
+
+
+class Stack(nn.Module):
+    def __init__(self, activation: Callable[[], nn.Module] = nn.Tanh, is_recomputed: bool = False):
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(activation()) for _ in range(2))
+        self.is_recomputed = is_recomputed
+        with torch.no_grad():
+            for p in self.parameters():
+                p.add_(0.1 * torch.randn_like(p))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.is_recomputed else layer(x)
+        return x
+
+
+class Drop(nn.Module):
+    """Draws in its own code, on this rank's features."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(x, 0.5, self.training)
+
+
+def compiled_calls(model: Any) -> None:
+    for layer in model.layers:
+        layer.compile(backend="aot_eager")
+
+
+def compiled_modules(model: Any) -> None:
+    model.layers = nn.ModuleList(torch.compile(layer, backend="aot_eager") for layer in model.layers)
+
+
+def trained(model: nn.Module) -> list[Tensor]:
+    """Outputs of four training steps, the last of another shape, and of an evaluation."""
+    optimizer, outputs = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for step, length in enumerate((4, 4, 4, 6)):
+        out = model(torch.randn(2, length, 6, generator=torch.Generator().manual_seed(step)))
+        out.square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        outputs.append(out.detach())
+    with torch.no_grad():
+        outputs.append(model.eval()(torch.ones(1, 4, 6)))
+    return outputs
+
+
+def without_breaks(sequence_parallel: bool) -> dict[str, int]:
+    from torch._dynamo.utils import counters
+
+    warnings.simplefilter("ignore")  # the compiler's own
+    torch._dynamo.reset()
+    model = fp.parallelize(Stack(), dist.group.WORLD, PLAN, sequence_parallel=sequence_parallel)
+    other = copy.deepcopy(model)
+    compiled_calls(other)
+    counters.clear()
+    for mine, theirs in zip(trained(other), trained(model), strict=True):
+        torch.testing.assert_close(mine, theirs)
+    assert counters["stats"]["unique_graphs"] > 0
+    return dict(counters["graph_break"])
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
+def test_compiled_layers_have_no_graph_breaks_and_the_same_results(sequence_parallel: bool) -> None:
+    assert run_ranks(2, without_breaks, sequence_parallel) == [{}, {}]
+
+
+@pytest.mark.filterwarnings("ignore::Warning")  # the compiler's own
+def test_what_a_look_recomputes_is_not_compiled_either() -> None:
+    """torch.utils.checkpoint refuses a recomputation that saves other tensors than the forward."""
+    torch._dynamo.reset()
+    model, look, found = Stack(is_recomputed=True), EagerLook(), []
+    compiled_calls(model)
+    look.begin(model)
+    out = model(torch.ones(1, 2, 6))
+    look.leave(out)
+    found.append(torch._dynamo.eval_frame._stance.stance)
+    out.register_hook(lambda _: found.append(torch._dynamo.eval_frame._stance.stance))
+    out.sum().backward()
+    assert [*found, torch._dynamo.eval_frame._stance.stance] == ["default", "force_eager", "default"]
+
+
+def draws() -> None:
+    warnings.simplefilter("ignore")
+    torch._dynamo.reset()
+    for compile_layers in (compiled_calls, compiled_modules):
+        model: Any = fp.parallelize(Stack(Drop), dist.group.WORLD, PLAN)
+        compile_layers(model)
+        with pytest.raises(ValueError, match=r"layers.0.mlp.1 \(Drop\) draws random numbers inside the block"):
+            model(torch.ones(2, 3, 6))
+        # What a look that has failed has left ends with the next forward.
+        model.eval()(torch.ones(2, 3, 6))
+    assert torch._dynamo.eval_frame._stance.stance == "default"
+
+
+def test_draws_in_compiled_layers_are_seen() -> None:
+    run_ranks(2, draws)
+
+
+def whole() -> None:
+    warnings.simplefilter("ignore")
+    torch._dynamo.reset()
+    x = torch.ones(2, 3, 6)
+    model = fp.parallelize(Stack(), dist.group.WORLD, PLAN)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.compile(model, backend="eager", fullgraph=True)(x)
+    assert any("compiled as a whole before it has run once" in str(w.message) for w in caught)
+    torch._dynamo.reset()
+    expected = model(x)  # with its checks
+    torch.testing.assert_close(torch.compile(model, backend="eager", fullgraph=True)(x), expected)
+
+
+def test_a_model_that_is_compiled_as_a_whole_says_that_nothing_checks_it() -> None:
+    run_ranks(2, whole)
