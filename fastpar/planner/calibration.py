@@ -37,7 +37,7 @@ from fastpar.comm import Communicator
 from fastpar.layouts import Layout, ModelShape
 from fastpar.mesh import init_mesh
 from fastpar.planner.layer_time import layer_time
-from fastpar.planner.machine import GemmTable, Machine
+from fastpar.planner.machine import CPU_POOLED_OUTPUTS, GemmTable, Machine
 from fastpar.planner.table import LayoutTable
 from fastpar.planner.workload import Workload
 
@@ -129,7 +129,8 @@ class _Bench:
         made = Machine(
             name, world, self.per_node, {self.precision: best}, 1.0, 0.0, total, hbm, inside[1], across[1], inside[0],
             across[0], hbm if is_cpu else self._host_rate(), self._disk_rate(), reserve,
-            overlap=0.0 if is_cpu else 0.7, gemm=table, source="calibrated", assumed=assumed,
+            overlap=0.0 if is_cpu else 0.7, pooled_outputs=CPU_POOLED_OUTPUTS if is_cpu else 0, gemm=table,
+            source="calibrated", assumed=assumed,
         )  # fmt: skip
         made = replace(
             made, attention=min(1.0, self._attention_rate() / best), launch=self._floor(), optimizer=self._optimizer()

@@ -16,6 +16,7 @@ import numpy as np
 from fastpar.arguments import checked_fields
 
 MEMORY_SHARE = 0.92  # of a rank's memory that plans may fill, its reserve included
+CPU_POOLED_OUTPUTS = 8  # buffers that the pool of csrc/common/large_buffer.h caches
 SOURCES = ("calibrated", "fitted", "data sheet")
 
 
@@ -78,6 +79,8 @@ class Machine:
     wave                  elements of a product's result that all cores make at once; 0: no waves
     optimizer             seconds of AdamW's step for a parameter; 0: 20 bytes of it at the rate of `hbm`
     overlap               share of backward behind which gradients, and gathered parameters, can travel
+    pooled_outputs        buffers of 8 MiB and more for outputs of collectives that a rank keeps between steps: those of
+                          CPU ranks (csrc/common/large_buffer.h)
     source                "calibrated" (measured there), "fitted" (to published steps) or "data sheet"
     note                  where the numbers come from
     errors                feature -> relative error, as calibration found it; see `fastpar.planner.features`
@@ -104,6 +107,7 @@ class Machine:
     gemm: GemmTable | None = None
     attention: float = 0.6
     wave: float = 0.0
+    pooled_outputs: int = 0
     source: str = "data sheet"
     note: str = ""
     errors: Mapping[str, float] = field(default_factory=dict)
@@ -241,7 +245,8 @@ MACHINES: dict[str, Machine] = {
     ),
     "cpu": Machine(
         "cpu", 2, 2, {"fp32": 1e11, "bf16": 4e11}, 0.85, 2e-4, 12 * _GIB, 15e9, 6e9, 1e9, 2e-4, 1e-3, 15e9, 1e9,
-        200_000_000, overlap=0.0, note="one AVX-512 core a rank, memory shared; describe your own: Machine.to_json",
+        200_000_000, overlap=0.0, pooled_outputs=CPU_POOLED_OUTPUTS,
+        note="one AVX-512 core a rank, memory shared; describe your own: Machine.to_json",
     ),
 }  # fmt: skip
 

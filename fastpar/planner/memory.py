@@ -14,6 +14,10 @@ arXiv:2205.05198, with other MLPs and heads):
     scores, softmax, dropout, where attention is not fused                   5 a s / t
 
 With full recomputation 2 h of each layer, and one layer's whole.
+
+Backward begins with all of them, and while it is in a layer's MLP holds more than it has freed: the gradients of the
+product, of gate and of up (of the activation's input) beside what they are made of, the stream's, and the weight's that
+comes first.
 """
 
 from __future__ import annotations
@@ -32,7 +36,8 @@ from fastpar.planner.workload import Workload
 
 MEMORY_PARTS = ("parameters", "gradients", "states", "activations", "logits", "buffers")
 _BUCKET_BYTES = 50 << 20
-_STAGED_BYTES = 25 << 20  # of a bucket of `fp.zero.shard`
+_STAGED_BYTES, _FIRST_BYTES = 25 << 20, 1 << 20  # of a bucket of `fp.zero.shard`, and of the first one
+_POOLED_BYTES, _HUGE_PAGE = 8 << 20, 2 << 20  # outputs that the pool of csrc/common/large_buffer.h holds, in such pages
 _SELECTIVE, _FULL = RECOMPUTE.index("selective"), RECOMPUTE.index("full")
 
 
@@ -133,71 +138,126 @@ def in_flight(x: LayoutTable) -> Column:
 
 def predict_memory(machine: Machine, work: Workload, x: LayoutTable) -> Memory:
     """Bytes of every row: the fuller of the first pipeline rank (activations) and the last one (logits)."""
-    del machine
     kept, whole = kept_activations(work, x), layer_whole(work, x)
     per_rank = np.ceil(work.model.layers / x.pp)
     working = np.where(x.recompute == _FULL, whole, np.where(x.recompute == _SELECTIVE, whole - kept, 0.0))
     first = in_flight(x) * per_rank * kept + working
-    v_shaped = np.isin(np.array(SCHEDULES)[x.schedule], ("zbv", "v_half", "dualpipev"))
-    last_count = np.where(np.array(SCHEDULES)[x.schedule] == "1f1b", 1.0, in_flight(x) - np.where(x.pp > 1, 0.5, 0.0))
-    last = np.where(x.pp > 1, np.maximum(last_count, 1.0), 1.0) * per_rank * kept + working
+    names = np.array(SCHEDULES)[x.schedule]
+    v_shaped = np.isin(names, ("zbv", "v_half", "dualpipev"))
+    last_count = np.where(names == "1f1b", 1.0, in_flight(x) - np.where((x.pp > 1) & (names != "gpipe"), 0.5, 0.0))
+    last_count = np.where(x.pp > 1, np.maximum(last_count, 1.0), 1.0)
+    last = last_count * per_rank * kept + working
     logits = logits_bytes(work, x)
-    is_last = (x.pp == 1) | v_shaped | (last + logits > first)
+    first = first + np.where((x.pp == 1) | v_shaped, 0.0, backward_bytes(work, x))
+    held = held_bytes(machine, work, x)
+    grads_first = gradient_bytes(work, x, held, in_flight(x), per_rank * kept)
+    grads_last = gradient_bytes(work, x, held, last_count, per_rank * kept)
+    has_both = (x.pp == 1) | v_shaped
+    is_last = has_both | (last + logits + grads_last > first + grads_first)
     parts = {
-        **_static(work, x),
-        "activations": np.where(is_last & ~((x.pp == 1) | v_shaped), last, first),
+        "parameters": held["parameters"],
+        "gradients": np.where(is_last & ~has_both, grads_last, grads_first),
+        "states": held["states"],
+        "activations": np.where(is_last & ~has_both, last, first),
         "logits": np.where(is_last, logits, 0.0),
-        "buffers": _buffers(work, x),
+        "buffers": held["buffers"],
     }
     if work.copies_gradients:
         # Where a pass is a step, and gradients leave buckets as rows, backward begins without any (`zero_grad`), and
         # ends with all of them and a layer of activations: whichever is more.
         freed = parts["activations"] - whole + parts["logits"]
         is_alone = (x.pp == 1) & (x.stage > 0) & (x.microbatches == 1)
-        parts["gradients"] = np.where(is_alone, np.maximum(parts["gradients"] - freed, 0.0), parts["gradients"])
+        alone = np.maximum(np.maximum(held["rows"] - freed, 0.0), held["pooled"])
+        parts["gradients"] = np.where(is_alone, alone, parts["gradients"])
     return Memory(np.asarray(sum(parts.values())), parts)
+
+
+def gradient_bytes(
+    work: Workload, x: LayoutTable, held: Mapping[str, Column], count: Column | float, microbatch: Column | float
+) -> Column:
+    """Gradients where a rank keeps most activations, those of `count` microbatches (bytes of each: `microbatch`).
+
+    A rank that has run all forwards by then has no sums yet: they come while a microbatch's activations go.
+    """
+    freed = np.where((x.pp > 1) & (count >= x.microbatches) & work.copies_gradients, microbatch, 0.0)
+    rows = np.maximum(held["rows"], held["pooled"])
+    return np.asarray(np.maximum(held["sums"] - freed, 0.0) + held["buckets"] + rows)
+
+
+def backward_bytes(work: Workload, x: LayoutTable) -> Column:
+    """What the backward of the MLP that comes first holds beyond what it has freed: see the module docstring."""
+    model, tokens = work.model, tokens_of(work, x)
+    ffn = model.ffn if model.experts is None or model.experts.dense_layers else 0
+    stream = np.where(x.sp == 1, 1.0 / x.tp, 1.0)
+    made = tokens * ((2.0 if model.gated else 1.0) * ffn / x.tp + model.hidden * stream)
+    return np.asarray(work.element * made + work.bytes.param * model.hidden * ffn / x.tp)
 
 
 def logits_bytes(work: Workload, x: LayoutTable) -> Column:
     """Logits, their softmax in float32 and their gradient: what is alive at once; with the fused loss one chunk. And
-    the inputs of the last norm and of the head."""
+    the inputs of the last norm and of the head. Or what the layers' backward begins with, if that is more."""
     per_logit = 3.0 * work.element
     tokens = np.minimum(tokens_of(work, x), 1024) if work.fused_loss else tokens_of(work, x)
     stream = tokens_of(work, x) * work.model.hidden * np.where(x.sp == 1, 1.0 / x.tp, 1.0)
     kept = (2.0 * work.element + _eager_norm_bytes(work)) * stream
-    return kept + per_logit * tokens * work.model.vocab / x.tp
+    return np.asarray(np.maximum(kept + per_logit * tokens * work.model.vocab / x.tp, backward_bytes(work, x)))
 
 
-def _static(work: Workload, x: LayoutTable) -> dict[str, Column]:
-    """Parameters, gradients and states by ZeRO's stage, as docs/zero.md counts them."""
+def held_bytes(machine: Machine, work: Workload, x: LayoutTable) -> dict[str, Column]:
+    """What does not depend on which activations are there: "parameters", "states" and "buffers", as docs/zero.md counts
+    them; gradients as "sums" over microbatches, "buckets" that stay from step to step, and "rows" of this rank;
+    "pooled": memory of rows that a CPU rank keeps when they are gone."""
     kind = work.bytes
     zero = np.zeros(len(x))
-    params, grads, states = zero, zero, zero
+    found = dict.fromkeys(("parameters", "sums", "buckets", "rows", "states", "pooled"), zero)
+    is_summed = (x.stage < 2) | (x.pp > 1)
+    if work.copies_gradients:  # a single microbatch is not summed
+        is_summed = is_summed & ~((x.stage == 1) & (x.pp == 1) & (x.microbatches == 1))
     for count, ranks, _ in parameter_groups(work, x):
         sharded = count / ranks
-        # Pipelines gather stage 3's parameters for all of a run. They, and stages 0 and 1, sum whole gradients over
-        # microbatches before they travel.
-        params = params + kind.param * np.where((x.stage == 3) & (x.pp == 1), sharded, count)
-        sums = (x.stage < 2) | (x.pp > 1)
-        if work.copies_gradients:  # a single microbatch is not summed
-            sums = sums & ~((x.stage == 1) & (x.pp == 1) & (x.microbatches == 1))
-        grads = grads + kind.grad * np.where(sums, count, sharded)
+        # Pipelines gather stage 3's parameters for all of a run, beside the rows. They, and stages 0 and 1, sum whole
+        # gradients over microbatches before they travel.
+        params = np.where(x.stage == 3, sharded + np.where(x.pp > 1, count, 0.0), count)
+        found["parameters"] = found["parameters"] + kind.param * params
+        found["sums"] = found["sums"] + kind.grad * np.where(is_summed, count, 0.0)
+        found["rows"] = found["rows"] + kind.grad * np.where(is_summed, 0.0, sharded)
         if work.copies_gradients:  # the buckets stay from step to step
-            grads = grads + kind.wire * np.where((x.stage == 0) & ((x.pp > 1) | (x.microbatches > 1)), count, 0.0)
-        states = states + kind.state * np.where(x.stage > 0, sharded, count)
-    return {"parameters": params, "gradients": grads, "states": np.where(x.offload == 1, 0.0, states)}
+            is_copied = (x.stage == 0) & ((x.pp > 1) | (x.microbatches > 1))
+            found["buckets"] = found["buckets"] + kind.wire * np.where(is_copied, count, 0.0)
+            found["pooled"] = found["pooled"] + _pooled(machine, work, x, kind.grad * count, ranks)
+        found["states"] = found["states"] + kind.state * np.where(x.stage > 0, sharded, count)
+    found["states"] = np.where(x.offload == 1, 0.0, found["states"])
+    return {**found, "buffers": _buffers(work, x)}
+
+
+def _pooled(machine: Machine, work: Workload, x: LayoutTable, nbytes: Column, ranks: Column) -> Column:
+    """Memory that reduce-scatters have returned their rows in, and that the pool of outputs keeps until the next ones:
+    of buckets, or of units of stage 3."""
+    unit = work.bytes.grad * _largest_unit(work, x)
+    output = np.where(x.stage == 3, unit, np.minimum(_STAGED_BYTES, nbytes)) / ranks
+    held = np.ceil(output / _HUGE_PAGE) * _HUGE_PAGE
+    count = np.minimum(float(machine.pooled_outputs), nbytes / ranks / np.maximum(output, 1.0))
+    return np.where((x.stage > 0) & (ranks > 1) & (output >= _POOLED_BYTES), count * held, 0.0)
+
+
+def _largest_unit(work: Workload, x: LayoutTable) -> Column:
+    """Parameters of what stage 3 gathers at once: a layer without its norms, which stay whole, or an embedding."""
+    model = work.model
+    unit = (model.dense_layer_parameters - 2 * model.hidden) / x.tp + model.expert_parameters / x.ep
+    return np.asarray(np.maximum(unit, model.embedding_parameters / x.tp))
 
 
 def _buffers(work: Workload, x: LayoutTable) -> Column:
     """Two buckets, or two whole units of stage 3; what pipelines receive; rows of experts under way."""
     model, kind = work.model, work.bytes
-    unit = (model.dense_layer_parameters / x.tp) + model.expert_parameters / x.ep
-    units = 2.0 * (kind.param + kind.wire) * np.maximum(unit, model.embedding_parameters / x.tp)
+    # A pipeline's run has gathered all units: they are parameters
+    units = 2.0 * (kind.wire + np.where(x.pp > 1, 0.0, kind.param)) * _largest_unit(work, x)
     gradients = kind.wire * sum(count for count, *_ in parameter_groups(work, x))
     buckets = np.minimum(2.0 * _BUCKET_BYTES, gradients) * (x.dp > 1)  # small models fill none
     if work.copies_gradients:  # stage 0's buckets are its gradients; a tensor larger than a bucket has one of its own
         largest = kind.wire * model.hidden * max(model.vocab, model.ffn) / x.tp
-        buckets = 2.0 * np.maximum(np.minimum(_STAGED_BYTES, gradients), largest) * ((x.dp > 1) & (x.stage > 0))
+        rest = np.maximum(gradients - _FIRST_BYTES, np.minimum(gradients, _FIRST_BYTES))
+        buckets = 2.0 * np.maximum(np.minimum(_STAGED_BYTES, rest), largest) * ((x.dp > 1) & (x.stage > 0))
     hop = work.element * tokens_of(work, x) * model.hidden * np.where(x.sp == 1, 1.0 / x.tp, 1.0)
     found = np.where(x.stage == 3, units, buckets) + np.where(x.pp > 1, 4.0 * hop, 0.0)
     if model.experts is not None:

@@ -12,7 +12,16 @@ from fastpar.pipeline.schedules.schedule import Schedule
 from fastpar.planner.cost import predict
 from fastpar.planner.cuts import StageChoice, best_cut, even_parts
 from fastpar.planner.machine import Machine
-from fastpar.planner.memory import MEMORY_PARTS, kept_activations, layer_whole, logits_bytes, predict_memory
+from fastpar.planner.memory import (
+    MEMORY_PARTS,
+    backward_bytes,
+    gradient_bytes,
+    held_bytes,
+    kept_activations,
+    layer_whole,
+    logits_bytes,
+    predict_memory,
+)
 from fastpar.planner.pipelines import is_simulated, makespan, peaks, schedule_of
 from fastpar.planner.table import LayoutTable
 from fastpar.planner.workload import Workload
@@ -102,10 +111,9 @@ class _Pipeline:
         self.kept = [float(kept_activations(work, x)[0]) for x in tables]
         whole = float(layer_whole(work, tables[0])[0])
         self.working = [0.0, whole - self.kept[1], whole]
-        memory = predict_memory(machine, work, tables[0])
-        self.static = {name: float(memory.parts[name][0]) for name in ("parameters", "gradients", "states")}
+        self.table, self.held = tables[0], held_bytes(machine, work, tables[0])
         self.logits = float(logits_bytes(work, tables[0])[0])
-        self.buffers = float(memory.parts["buffers"][0])
+        self.at_work = float(backward_bytes(work, tables[0])[0])
         model = work.model
         ends = 2 if self.parts == 2 and pipeline.schedule in ("zbv", "v_half", "dualpipev") else 1
         layers = model.layers / layout.pp
@@ -125,11 +133,17 @@ class _Pipeline:
     def memory(self, rank: int, count: int, word: int) -> dict[str, float]:
         ends = (rank == 0) + (rank == self._head_rank)
         share = count * self.layer_share + ends * self.end_share
-        found = {name: value * share for name, value in self.static.items()}
-        found["activations"] = self.peaks[rank] * count * self.kept[word] + (self.working[word] if count else 0.0)
-        found["logits"] = self.logits if rank == self._head_rank else 0.0
-        found["buffers"] = self.buffers
-        return found
+        held = {name: column * (1.0 if name == "buffers" else share) for name, column in self.held.items()}
+        microbatch, is_head = count * self.kept[word], rank == self._head_rank
+        at_work = (self.working[word] if count else 0.0) + (0.0 if is_head else self.at_work)
+        return {
+            "parameters": float(held["parameters"][0]),
+            "gradients": float(gradient_bytes(self.work, self.table, held, self.peaks[rank], microbatch)[0]),
+            "states": float(held["states"][0]),
+            "activations": self.peaks[rank] * microbatch + at_work,
+            "logits": self.logits if is_head else 0.0,
+            "buffers": float(held["buffers"][0]),
+        }
 
     def mean_parts(self, counts: list[int], words: list[int]) -> dict[str, float]:
         """Seconds by part, of the mean over ranks with the recomputation that each of them does."""

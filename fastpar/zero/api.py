@@ -10,8 +10,8 @@ Note: stage 3 of a pipeline. This rank's stages are whole for each of its runs:
 
 Words per rank and run, of Psi parameters on N ranks: 2 Psi (N - 1) / N, whatever the number of microbatches; gathered
 for each visit of a stage they would be 3 Psi times the microbatches, and schedules that put off weight gradients would
-find parameters gone. The price is memory: while a run lasts, parameters and gradients are whole, as in stage 2. Between
-runs, and in the optimizer's step, a rank has rows.
+find parameters gone. The price is memory: while a run lasts, parameters and gradients are whole, as in stage 2, and
+the rows are there beside them. Between runs, and in the optimizer's step, a rank has rows.
 """
 
 from __future__ import annotations
