@@ -391,7 +391,7 @@ def _class_with(added: type, kind: Any) -> type:
 
 def show(param: ShardedParam) -> None:
     """From now on `.grad` of the parameter is that of its owner."""
-    if param.optim_param.grad is None:
+    if unsent_gradient(param.optim_param) is None:  # which may be withheld from users
         return
     for parameter in param.model_params:
         inner: Any = parameter

@@ -774,6 +774,44 @@ def test_gradient_penalties_equal_one_process() -> None:
     run_ranks(SIZE, penalties)
 
 
+# ---- several passes at a time
+
+
+class _TwoOf(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x)[:, :2]
+
+
+def two_passes_run(stage: int | None) -> Parameters:
+    model = Layers()
+    optimizer = make_optimizer("adamw", model.parameters())
+    if stage is not None:
+        shard(model, optimizer, stage, overlap=False)
+    loss_of = loss_of_all if stage is None else loss_here
+    for step in range(2):
+        first, second = (loss_of(_TwoOf(model), step + more) for more in (0, 10))
+        second.backward(retain_graph=True)
+        first.backward()
+        second.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return whole_values(model)
+
+
+def two_passes() -> None:
+    expected = two_passes_run(None)
+    for stage in STAGES:
+        assert_close(two_passes_run(stage), expected, stage)
+
+
+def test_passes_without_a_forward_in_between_are_summed_before_they_travel() -> None:
+    run_ranks(SIZE, two_passes)
+
+
 # ---- copies
 
 
