@@ -410,8 +410,6 @@ def act_tile(
     hidden,
     act,
     stride_hidden,
-    step,
-    second_hidden,
     limit,
     alpha,
     tiles,
@@ -419,6 +417,7 @@ def act_tile(
     K,
     ACTIVATION: tl.constexpr,
     GATED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -431,40 +430,45 @@ def act_tile(
     expert, row, rows, tile_n = tile_of_step(walked, tiles, num_tiles, num_cols, GROUP)
     m = tl.arange(0, BLOCK_M)
     source = source_rows(index, row, rows, m)
-    col = tile_n * BLOCK_N
+    # Of features that alternate, the tile is one of all of them, and a thread has the gate beside its up.
+    WIDTH: tl.constexpr = 2 if INTERLEAVED else 1
+    col = tile_n * (WIDTH * BLOCK_N)
     acc = gathered_matmul(
-        x, stride_x, source, weight + expert.to(tl.int64) * stride_e, stride_n, stride_k, second, col, N, K, GATED,
-        BLOCK_M, BLOCK_N, BLOCK_K, EVEN_N, EVEN_K, PRECISION,
+        x, stride_x, source, weight + expert.to(tl.int64) * stride_e, stride_n, stride_k, second, col, WIDTH * N, K,
+        GATED and not INTERLEAVED, BLOCK_M, WIDTH * BLOCK_N, BLOCK_K, EVEN_N, EVEN_K, PRECISION,
     )  # fmt: skip
-    if GATED:
+    if GATED and not INTERLEAVED:
         gate, up = column_halves(acc)
     else:
         gate, up = acc, acc
-    n = col + tl.arange(0, BLOCK_N)
-    mask = (m < rows)[:, None] & (n < N)[None, :]
+    n = col + tl.arange(0, WIDTH * BLOCK_N)
+    mask = (m < rows)[:, None] & (n < WIDTH * N)[None, :]
     factor = tl.where(source < 0, 0.0, 1.0)
     if scale is not None:
         factor *= tl.load(scale + row + m, mask=m < rows, other=0.0)
-    place = hidden + row * stride_hidden + (m[:, None] * stride_hidden + n[None, :] * step)
+    place = hidden + row * stride_hidden + (m[:, None] * stride_hidden + n[None, :])
+    feature = bias + expert * stride_hidden + n if bias is not None else None
     gate = tl.where((source < 0)[:, None], 0.0, gate * factor[:, None])
     if bias is not None:
-        feature = bias + expert * stride_hidden + n * step
-        gate += tl.load(feature, mask=n < N, other=0.0).to(tl.float32)[None, :]
+        gate += tl.load(feature, mask=n < WIDTH * N, other=0.0).to(tl.float32)[None, :]
     rounded_gate = gate.to(hidden.dtype.element_ty)
     tl.store(place, rounded_gate, mask=mask)
     gate = rounded_gate.to(tl.float32)
-    if GATED:
+    if INTERLEAVED:
+        gate, up = tl.split(tl.reshape(gate, (BLOCK_M, BLOCK_N, 2)))
+    elif GATED:
         up = tl.where((source < 0)[:, None], 0.0, up * factor[:, None])
         if bias is not None:
-            feature = bias + expert * stride_hidden + n * step + second_hidden
-            up += tl.load(feature, mask=n < N, other=0.0).to(tl.float32)[None, :]
+            up += tl.load(feature + N, mask=n < N, other=0.0).to(tl.float32)[None, :]
         rounded_up = up.to(hidden.dtype.element_ty)
-        tl.store(place + second_hidden, rounded_up, mask=mask)
+        tl.store(place + N, rounded_up, mask=mask)
         up = rounded_up.to(tl.float32)
     value = activate(gate, up, limit, alpha, ACTIVATION)
     if row_weights is not None:
         value *= tl.load(row_weights + row + m, mask=m < rows, other=0.0)[:, None]
-    tl.store(act + row * N + (m[:, None] * N + n[None, :]), value.to(act.dtype.element_ty), mask=mask)
+    f = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    target = act + row * N + (m[:, None] * N + f[None, :])
+    tl.store(target, value.to(act.dtype.element_ty), mask=(m < rows)[:, None] & (f < N)[None, :])
 
 
 @triton.jit(do_not_specialize=["limit", "alpha"])
@@ -483,8 +487,6 @@ def grouped_gemm_act_kernel(
     hidden,
     act,
     stride_hidden,
-    step,
-    second_hidden,
     limit,
     alpha,
     tiles,
@@ -492,6 +494,7 @@ def grouped_gemm_act_kernel(
     K,
     ACTIVATION: tl.constexpr,
     GATED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -504,8 +507,8 @@ def grouped_gemm_act_kernel(
     """hidden[i] = scale[i] * x[index[i]] @ weight[e].T + bias[e], act[i] = row_weights[i] * activation(hidden[i]).
 
     act     [rows, N]
-    hidden  [rows, stride_hidden]: feature j of the gate (or of all) in column step * j, that of up `second_hidden`
-            further; in the weight `second` elements further
+    hidden  [rows, stride_hidden]: features of the gate (or all), then those of up; INTERLEAVED: up behind its gate.
+            In the weight up is `second` elements further
 
     The activation is that of the rounded hidden features: a backward that reads these computes the same.
     """
@@ -531,8 +534,6 @@ def grouped_gemm_act_kernel(
                 hidden,
                 act,
                 stride_hidden,
-                step,
-                second_hidden,
                 limit,
                 alpha,
                 tiles,
@@ -540,6 +541,7 @@ def grouped_gemm_act_kernel(
                 K,
                 ACTIVATION,
                 GATED,
+                INTERLEAVED,
                 GROUP,
                 BLOCK_M,
                 BLOCK_N,
@@ -567,8 +569,6 @@ def grouped_gemm_act_kernel(
             hidden,
             act,
             stride_hidden,
-            step,
-            second_hidden,
             limit,
             alpha,
             tiles,
@@ -576,6 +576,7 @@ def grouped_gemm_act_kernel(
             K,
             ACTIVATION,
             GATED,
+            INTERLEAVED,
             GROUP,
             BLOCK_M,
             BLOCK_N,

@@ -113,6 +113,17 @@ def products(dtype: torch.dtype) -> dict[str, Callable[[], object]]:
     return {
         "gathered": lambda: grouped_gemm.grouped_linear(x, first, groups, bias, index=index, scale=weights, config=one),
         "act": lambda: grouped_gemm.grouped_linear_act(x, first, groups, **act, config=two),
+        "act, interleaved": lambda: grouped_gemm.grouped_linear_act(
+            x,
+            first.transpose(1, 2),
+            groups,
+            bias,
+            index=index,
+            activation="clamped_swiglu",
+            interleaved=True,
+            transposed=True,
+            config=grouped_gemm._one_tile_each(two),
+        ),
         "plain": lambda: grouped_gemm.grouped_linear(rows, second, groups, config=one),
         "dact": lambda: grouped_gemm.grouped_linear_dact(x, second, groups, hidden, **act, config=dact),
         "dgrad": lambda: grouped_gemm.grouped_linear(hidden, first, groups, transposed=True, config=one),
@@ -157,7 +168,7 @@ def compile_products(
 
 @pytest.mark.timeout(600)
 def test_products_compile_without_spills_to_tensor_core_loops(monkeypatch: pytest.MonkeyPatch, target: Target) -> None:
-    names = ("gathered", "act", "dact", "wgrad") if target == HOPPER else ("act", "wgrad")
+    names = ("gathered", "act", "act, interleaved", "dact", "wgrad") if target == HOPPER else ("act", "wgrad")
     registers = compile_products(monkeypatch, target, torch.bfloat16, names)
     if target == HOPPER:
         for kernel, documented in documented_registers().items():
