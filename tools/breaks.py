@@ -169,9 +169,15 @@ OPTIM = _of(
     ),
     (
         "a norm is not that of all ranks",
+        "parts[together[0]] = self._comm(name).all_reduce(parts[together[0]])",
+        "parts[together[0]] = self._comm(name).all_reduce(parts[together[0]]) * 0 + parts[together[0]]",
+        "test_clip.py one_dim_of_shards or stages",
+    ),
+    (
+        "sums that are combined by hand are those of one rank",
         "self.sums = Communicator.of(group).all_reduce(self.sums)",
         "self.sums = Communicator.of(group).all_reduce(self.sums) * 0 + self.sums",
-        "test_clip.py one_dim_of_shards or stages",
+        "test_clip.py by_hand",
     ),
     (
         "tied embeddings count once for each stage",

@@ -301,6 +301,17 @@ def test_experts_are_summed_over_their_group() -> None:
     run_ranks(4, clip_experts)
 
 
+def combine_by_hand() -> None:
+    rank, grads = dist.get_rank(), whole_gradients()
+    apart = fp.GradSum("cpu").add(grads[rank::2]).combine(dist.group.WORLD)
+    alike = fp.GradSum("cpu").add(grads, share=(rank, 2)).combine(None, dist.group.WORLD)
+    assert apart.norm() == alike.norm() == expected()[0]
+
+
+def test_a_sum_is_combined_by_hand_as_its_docstring_says() -> None:
+    run_ranks(2, combine_by_hand)
+
+
 def refuse_partial() -> None:
     mesh = init_device_mesh("cpu", (2,))
     parameter = nn.Parameter(DTensor.from_local(torch.zeros(4), mesh, [Replicate()]))
