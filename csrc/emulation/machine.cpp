@@ -116,7 +116,6 @@ bool run_block(Block* block) {
         block->threads[schedule == Schedule::kDescending ? num_threads - 1 - t : (first + t) % num_threads];
     if (thread.wait != Wait::kNothing) continue;
     any = true;
-    block->has_started = true;
     machine().running = &thread;
     resume(&thread.fiber);
     machine().running = nullptr;
@@ -352,9 +351,10 @@ void* map_to_peer(const void* address, unsigned rank) {
     fail(describe(thread), " maps an address to rank ", rank, " of a cluster of ", own.cluster->blocks.size());
   }
   Block& peer = *own.cluster->blocks[rank];
-  if (!peer.has_started || peer.live == 0) {
+  const bool has_met = own.cluster->phase != 0 || &peer == &own;  // else it is by chance if the peer has started
+  if (!has_met || peer.live == 0) {
     fail(describe(thread), " maps an address to block ", describe(peer.index), ", which ",
-         peer.has_started ? "has ended" : "may not have started: the cluster has to meet first");
+         has_met ? "has ended" : "may not have started: the cluster has to meet first");
   }
   const auto* byte = static_cast<const unsigned char*>(address);
   if (own.dynamic->holds(address)) return peer.dynamic->data() + (byte - own.dynamic->data());

@@ -243,10 +243,12 @@ __global__ void different_operations(int* out) {
   out[threadIdx.x] = threadIdx.x < 16 ? __any_sync(0xffffffffu, 1) : __all_sync(0xffffffffu, 1);
 }
 
-__global__ void map_before_meeting(int* out) {
+// The first block of the cluster looks into the second, or, where it waits, is looked into.
+__global__ void map_before_meeting(int* out, bool waits) {
   FASTPAR_SHARED(int, mine);
   mine = 1;
-  out[0] = *map_to_peer(&mine, cluster_rank() + 1);
+  if (waits && cluster_rank() == 0) __nanosleep(1);
+  out[0] = *map_to_peer(&mine, 1 - cluster_rank());
 }
 
 // The first block of the cluster ends, and the second looks into it.

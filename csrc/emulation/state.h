@@ -107,7 +107,6 @@ struct Block {
   int64_t grid = 0, number = 0;  // which of all so far
   int64_t barriers = 0;          // that its threads have passed
   unsigned slowness = 1;         // kRandom: gets one turn in so many
-  bool has_started = false;
   std::vector<BulkCopy> bulk_copies;
   size_t static_bytes = 0;
   std::unique_ptr<SharedMemory> dynamic;

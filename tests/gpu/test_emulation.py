@@ -378,9 +378,10 @@ def test_a_misaligned_packet_is_reported_on_load_and_on_store() -> None:
 
 
 @emulated
-def test_memory_of_a_peer_cannot_be_used_before_the_cluster_has_met() -> None:
-    text = failure_of("map_before_meeting", ints(1), blocks=2, cluster=2)
-    assert "maps an address to block (1, 0, 0), which may not have started" in text
+@pytest.mark.parametrize(("waits", "peer"), [(False, 1), (True, 0)], ids=["it has not started", "it has, by chance"])
+def test_memory_of_a_peer_cannot_be_used_before_the_cluster_has_met(waits: bool, peer: int) -> None:
+    text = failure_of("map_before_meeting", ints(1), waits, blocks=2, cluster=2)
+    assert f"maps an address to block ({peer}, 0, 0), which may not have started" in text
 
 
 @emulated
