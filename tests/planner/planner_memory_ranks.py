@@ -19,7 +19,7 @@ SIZES = {
     "hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 4, "vocab_size": 256, "tie_word_embeddings": False, "rms_norm_eps": 1e-6,
 }  # fmt: skip
-BATCH, SEQ = 8, 128
+BATCH, SEQ = 8, 64
 
 
 def measure_pipelines(words: Sequence[str]) -> list[tuple[int, int, int]]:
