@@ -7,6 +7,7 @@ import warnings
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -227,6 +228,39 @@ def trained_by_zero(stage: int) -> dict[str, float]:
     zero.detach()
     names = dict(whole.named_parameters())
     found |= {name: apart(full_parameter(p), names[name]) for name, p in split.named_parameters()}
+    mesh.close()
+    return found
+
+
+def trained_on_from_another_grid(folder: str) -> dict[str, float]:
+    """A step on one grid, ZeRO's checkpoint with its moments, and a step from there on another one."""
+    whole = Own().double()
+    models = copy.deepcopy(whole), copy.deepcopy(whole)
+    optimizer = torch.optim.AdamW(whole.parameters(), lr=0.05)
+    ids = torch.arange(24).view(4, 6) * 7 % VOCAB
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        F.cross_entropy(model(ids).flatten(0, 1), ids.flatten()).backward()
+        optimizer.step()
+
+    for turn, (model, spec) in enumerate(zip(models, (fp.GridSpec(2, 1, 2), fp.GridSpec(1, 2, 2)), strict=True)):
+        mesh = fp.init_mesh(tp=4, tp_grid=spec, device="cpu")
+        fp.parallelize(model, mesh, OWN_PLAN)
+        on_grid = torch.optim.AdamW(model.parameters(), lr=0.05)
+        zero = fp.zero.shard(model, on_grid, group=mesh)
+        state = zero.state_dict()
+        if turn:
+            dcp.load(state, checkpoint_id=folder)
+            zero.load_state_dict(state)
+        step(model, on_grid)
+        step(whole, optimizer)
+        if not turn:
+            dcp.save(zero.state_dict(), checkpoint_id=folder)
+            mesh.close()
+    names = dict(whole.named_parameters())
+    found = {name: apart(full_parameter(p), names[name]) for name, p in models[1].named_parameters()}
+    zero.detach()
     mesh.close()
     return found
 

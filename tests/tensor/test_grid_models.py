@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,14 @@ from torch import nn
 import fastpar as fp
 from fastpar.parallel.on_grid import _BatchCut
 from tests.dist import run_ranks
-from tests.tensor.grid_ranks import other_doors, own_model_differences, refusals, train_all, trained_by_zero
+from tests.tensor.grid_ranks import (
+    other_doors,
+    own_model_differences,
+    refusals,
+    train_all,
+    trained_by_zero,
+    trained_on_from_another_grid,
+)
 
 pytest.importorskip("transformers")
 
@@ -84,6 +92,12 @@ def test_what_a_model_returns_generates_drops_and_loads_is_that_of_one_process()
 @pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_zero_trains_a_model_on_a_grid_as_one_process_does(stage: int) -> None:
     for found in run_ranks(4, trained_by_zero, stage):
+        assert not {k: v for k, v in found.items() if not v < 1e-9}
+
+
+def test_a_run_goes_on_from_the_checkpoint_of_another_grid(tmp_path: Path) -> None:
+    """Rows of [q; k; v] that one rank of y has by heads of x, where another grid has two ranks of y."""
+    for found in run_ranks(4, trained_on_from_another_grid, str(tmp_path)):
         assert not {k: v for k, v in found.items() if not v < 1e-9}
 
 
