@@ -112,6 +112,7 @@ class Uploaded(NamedTuple):
     there: Any  # a tensor, or views of one
     staging: Tensor  # what lies there is a copy of it; a captured graph reads it again
     event: Any = None  # after the copy; None on the CPU, and in a capture
+    memory: Tensor | None = None  # what `there` is made of, which belongs to the stream that copied
 
 
 class HostTables:
@@ -150,6 +151,8 @@ class HostTables:
         elif found.event is not None and not is_capturing:
             # On the current stream, which need not be the one that copied. A capture begins with a synchronisation.
             found.event.wait()
+            # Nor does the allocator know of it: a table that is dropped here would be written over while it is read.
+            cast(Tensor, found.memory).record_stream(torch.cuda.current_stream(device))
         if is_capturing:
             self._captured.append(found)
         if not is_capturing or found.event is not None:  # else its copy runs when the graph is replayed: it is its own
@@ -173,4 +176,5 @@ def _upload(staging: Tensor, device: torch.device, is_capturing: bool) -> Upload
             # there, and need not allocate, which CUDA forbids it.
             staging.pin_memory()
         there = pinned.to(device, non_blocking=True)
-        return Uploaded(there, pinned, None if is_capturing else torch.cuda.current_stream(device).record_event())
+        event = None if is_capturing else torch.cuda.current_stream(device).record_event()
+        return Uploaded(there, pinned, event, there)

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastpar import ops
 from fastpar.comm.symmetric.buffer import virtual_ranks
-from fastpar.kernels import optimizer
+from fastpar.kernels import attention_steps, optimizer
 from fastpar.kernels.overlap_gemm_buffer import OverlapBuffer
 from fastpar.kernels.overlap_gemm_calls import COPY_PROGRAMS, PUSH_PROGRAMS, AllGatherGemm, GemmReduce
 from fastpar.ops.optimizer import Step, adamw_step, run_adamw
@@ -201,3 +201,18 @@ def test_a_norms_gradient_of_a_16_bit_weight_is_rounded_where_it_is_summed() -> 
     for mine, wanted in zip(found, watched, strict=True):
         assert mine.dtype == wanted.dtype == torch.float16
         assert torch.equal(mine.cpu(), wanted)
+
+
+def test_the_allocator_knows_every_stream_that_reads_a_kept_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a table that is dropped from the kept ones is another tensor's memory while a kernel reads it."""
+    told: list[tuple[int, Any]] = []
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda x, stream: told.append((x.data_ptr(), stream)))
+    tables, device = attention_steps.HostTables(), torch.device("cuda", 0)
+    one = tables.on(device, torch.arange(8))
+    shape = attention_steps.StepShape(4, 2, 2)
+    steps = tables.steps(torch.tensor([[0, 4, 0, 4, -3, 0]]), None, shape, device)
+    other = torch.cuda.Stream()
+    with torch.cuda.stream(other):
+        assert tables.on(device, torch.arange(8)) is one
+        tables.steps(torch.tensor([[0, 4, 0, 4, -3, 0]]), None, shape, device)
+    assert told == [(one.data_ptr(), other), (steps.blocks.data_ptr(), other)]
