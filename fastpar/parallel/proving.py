@@ -19,8 +19,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from fastpar.comm.recompute_cache import Tape, recording
 from fastpar.parallel.declared import UnknownModelError, first_plan
 from fastpar.parallel.heads import block_splits
 from fastpar.parallel.kinds import alike, called_alike
@@ -146,6 +148,9 @@ class UntriedBlock:
             with (
                 trial(),
                 same_generators(),
+                # A second run of the block has no trial: what one saves must not count, nor be kept, as the block's.
+                saved_tensors_hooks(lambda x: x, lambda x: x),
+                recording(Tape()),
                 torch.inference_mode(False),
                 torch.enable_grad(),
                 torch.autocast("cpu", enabled=False),
