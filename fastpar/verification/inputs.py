@@ -167,10 +167,16 @@ class FunctionalDropoutOff(TorchFunctionMode):
 def seeded(seed: int) -> Iterator[None]:
     """Generators of torch and random, seeded in the block and as before after it."""
     before, other = torch.random.get_rng_state(), random.getstate()
+    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     try:
-        torch.manual_seed(seed)
+        # Not torch.manual_seed, which seeds CUDA where it has not begun, for good.
+        torch.default_generator.manual_seed(seed)
+        if devices:
+            torch.cuda.manual_seed_all(seed)
         random.seed(seed)
         yield
     finally:
+        if devices:
+            torch.cuda.set_rng_state_all(devices)
         torch.random.set_rng_state(before)
         random.setstate(other)

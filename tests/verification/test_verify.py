@@ -21,7 +21,7 @@ import fastpar as fp
 from fastpar import cli
 from fastpar.verification import VerifyError, VerifyReport, command
 from fastpar.verification.alignment import Alignment, overlaps
-from fastpar.verification.inputs import add_noise
+from fastpar.verification.inputs import add_noise, seeded
 from fastpar.verification.layout import ModuleHints
 from fastpar.verification.pieces import take
 from fastpar.verification.report import VerifyFinding
@@ -367,3 +367,18 @@ def test_the_command_starts_its_ranks() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.startswith("LlamaForCausalLM, tiny\ntp=2 on 2 ranks: equal to the whole model in ")
     assert "model.layers.0.self_attn.o_proj" in done.stdout
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_seeds_are_of_generators_that_are_brought_back(monkeypatch: pytest.MonkeyPatch, has_begun: bool) -> None:
+    """CUDA's too where it has begun; where it has not, it would begin with the last seed that was said."""
+    said: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: has_begun)
+    monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: ["before"])
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", said.append)
+    monkeypatch.setattr(torch.cuda, "set_rng_state_all", said.append)
+    before = torch.get_rng_state()
+    with seeded(3):
+        assert torch.initial_seed() == 3
+    assert torch.get_rng_state().equal(before)
+    assert said == ([3, ["before"]] if has_begun else [])
