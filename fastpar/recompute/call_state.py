@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 SMALL_TENSOR = 1 << 16  # bytes; up to here a buffer is copied at every call
 CHECKED_EVERY = 1000  # calls of a layer between two whose second run is compared with the first
@@ -208,14 +209,21 @@ class CallWatch:
                 for name in _changed_names(module, now, before, written):
                     key = (id(module), name)
                     tensor = self._tensors.get(key)
-                    values.append((now, name, before.get(name, _ABSENT) if tensor is None else tensor.before))
+                    old = before.get(name, _ABSENT)
+                    values.append((now, name, _without_history(old) if tensor is None else tensor.before))
                     if tensor is not None and key in written and not tensor.is_small:
                         history.written.add(key)
                         lost = f"{name} of {type(module).__name__}" if tensor.copy is None else lost
-            containers += [each for each in found if each.differs()]
+            containers += [each._replace(items=_without_history(each.items)) for each in found if each.differs()]
         if not (values or containers or self.generators):
             return None
         return Changed(self._modules, values, containers, lost, self.generators)
+
+
+def _without_history(value: Any) -> Any:
+    """With the values of its tensors alone. A tensor of an earlier layer of the stretch leads by its graph to the call
+    that would hold it: a circle through autograd, which no collector sees."""
+    return tree_map_only(Tensor, lambda x: x if x.grad_fn is None else x.detach().requires_grad_(), value)
 
 
 def _changed_names(

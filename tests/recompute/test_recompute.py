@@ -603,6 +603,35 @@ def test_a_layer_that_keeps_something_between_calls_is_as_without_recomputation(
     assert run(fp.apply_recompute(copy.deepcopy(model), policy)) == expected
 
 
+class Noting(nn.Module):
+    """Adds a term of the loss to a list that layers share, and to a tuple of its own."""
+
+    def __init__(self, shared: list[Tensor]) -> None:
+        super().__init__()
+        self.linear, self.shared, self.own = nn.Linear(8, 8), shared, ()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x).tanh()
+        self.shared.append(h.mean())
+        self.own = (*self.own, h.sum())
+        return x + h
+
+
+@pytest.mark.parametrize("policy", [Full(), Segments(2), ConstantMemory()], ids=lambda p: type(p).__name__)
+def test_what_a_call_found_does_not_keep_graphs_alive(policy: Any) -> None:
+    """Of two forwards without a backward."""
+    shared: list[Tensor] = []
+    model = fp.apply_recompute(nn.Sequential(*(Noting(shared) for _ in range(3))), policy)
+    out = model(model(torch.randn(4, 8)))
+    notes = [weakref.ref(x) for x in [*shared, out]]
+    shared.clear()
+    for layer in model:
+        layer.own = ()
+    del out, model, layer
+    gc.collect()
+    assert [note() for note in notes] == [None] * 7
+
+
 def test_a_layer_that_changes_in_another_way_is_refused() -> None:
     generator = torch.Generator().manual_seed(0)
     layer = nn.Linear(8, 8)
