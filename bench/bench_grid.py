@@ -176,12 +176,7 @@ class GridLayer:
 
     def step(self) -> Tensor:
         """The timed region."""
-        self.x.grad = None
-        for linear in self.linears.values():
-            linear.weight.grad = None
-        y = layer_forward(self.linears, self.x)
-        y.backward(self.dy)
-        return y
+        return layer_step(self.linears, self.x, self.dy)
 
 
 class LocalLayer:
@@ -194,12 +189,7 @@ class LocalLayer:
         self.linears: dict[str, Any] = {name: problem.linear(name) for name in problem.weights}
 
     def step(self) -> Tensor:
-        self.x.grad = None
-        for linear in self.linears.values():
-            linear.weight.grad = None
-        y = layer_forward(self.linears, self.x)
-        y.backward(self.dy)
-        return y
+        return layer_step(self.linears, self.x, self.dy)
 
     def errors(self) -> dict[str, Error]:
         """Of what is whole: gradients of weights are those of this rank's tokens only."""
@@ -219,6 +209,16 @@ def rank_sequences(full: Tensor, rank: Rank) -> Tensor:
 
 def relative(value: Tensor, expected: Tensor) -> float:
     return float((value.detach().double() - expected).norm() / expected.norm())
+
+
+def layer_step(linears: dict[str, Any], x: Tensor, dy: Tensor) -> Tensor:
+    """Forward and backward, with fresh gradients."""
+    x.grad = None
+    for linear in linears.values():
+        linear.weight.grad = None
+    y = layer_forward(linears, x)
+    y.backward(dy)
+    return y
 
 
 def layer_forward(linears: dict[str, Callable[[Tensor], Tensor]], x: Tensor) -> Tensor:
