@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from fastpar.ddp import DDP_MARK, OVER_CONTEXT, OVER_PARALLEL, RefusedByDDP
-from fastpar.parallel.adapters import connect_adapters
 from fastpar.parallel.changes import Explanation
 from fastpar.parallel.checks import uses_layout_attention
 from fastpar.parallel.context_parallel import connect
@@ -23,6 +22,7 @@ from fastpar.parallel.model_methods import (
     NoGeneration,
     PartLoss,
     ResizeEmbeddings,
+    connect_adapters,
     labels_problem,
     loss_on_split_logits,
 )

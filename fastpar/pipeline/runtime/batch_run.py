@@ -14,9 +14,8 @@ from torch import Tensor
 from fastpar.pipeline.runtime.head_run import Purpose
 from fastpar.pipeline.runtime.weighing import PipelineLossRule
 from fastpar.pipeline.stages.agreement import summary
-from fastpar.pipeline.stages.batch import split, split_call
+from fastpar.pipeline.stages.batch import SplitSequence, rows_of, split, split_call
 from fastpar.pipeline.stages.calling import Keywords
-from fastpar.pipeline.stages.split_sequence import SplitSequence, rows_of
 from fastpar.pipeline.stages.weighting import Weighing
 
 Loss = Callable[[Any, Any], Tensor]

@@ -52,9 +52,8 @@ from fastpar.pipeline.schedules.schedule import Action, ActionType, Schedule, Sc
 from fastpar.pipeline.schedules.validate import check
 from fastpar.pipeline.simulation.timeline import Event, Timeline
 from fastpar.pipeline.stages.agreement import StageAgreement
-from fastpar.pipeline.stages.batch import Microbatches
+from fastpar.pipeline.stages.batch import Microbatches, SplitSequence
 from fastpar.pipeline.stages.chain import Edge
-from fastpar.pipeline.stages.split_sequence import SplitSequence
 from fastpar.pipeline.stages.stage import Stage
 
 _E = TypeVar("_E", bound=BaseException)

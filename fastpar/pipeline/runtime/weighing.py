@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fastpar.pipeline.runtime.sharded_head import CrossEntropy
 from fastpar.pipeline.schedules.schedule import ActionType, Schedule
-from fastpar.pipeline.stages.split_sequence import SplitSequence
+from fastpar.pipeline.stages.batch import SplitSequence
 from fastpar.pipeline.stages.weighting import IGNORED, LossMean, Weighing, check_equal_counts
 
 _ADVICE = (

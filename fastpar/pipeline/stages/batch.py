@@ -1,11 +1,17 @@
-"""A batch cut into microbatches."""
+"""A batch cut into microbatches, and what a pipeline has to know of one whose sequences are split over ranks beside it.
+
+Where a split batch's tokens lie, and which of them see each other, is data that belongs to rows of the batch
+(`fastpar.context`). So it goes with the microbatches: the pipeline says which rows each has, and which one runs.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 
 class Microbatches(list[Any]):
@@ -58,3 +64,31 @@ def split_call(args: Sequence[Any], kwargs: dict[str, Any], count: int) -> tuple
         [tuple(values[i] for values in positions) for i in range(count)],
         [{key: values[i] for key, values in names.items()} for i in range(count)],
     )
+
+
+class SplitSequence(Protocol):
+    """The sequences of one model's batches, of which every rank of another group has some tokens."""
+
+    def begin(self, rows: Sequence[int | None]) -> None:
+        """A run of a batch that has been split: the rows of each microbatch, None where nothing here has any.
+
+        Raises ValueError for other rows than those that were split, RuntimeError where no batch was.
+        """
+
+    def microbatch(self, index: int) -> AbstractContextManager[None]:
+        """While a microbatch's forward runs."""
+
+    def count_labels(self, here: int) -> int:
+        """How many labels count on all ranks, where `here` of them do on this one. ValueError for another number than
+        this rank was given."""
+
+    def summary(self) -> Mapping[str, Any]:
+        """What the ranks of the pipeline must have in common, in the form of `agreement.summary`."""
+
+
+def rows_of(args: Sequence[Sequence[Any]], kwargs: Sequence[Mapping[str, Any]]) -> list[int | None]:
+    """By microbatch, the rows of the first of its tensors that has dims."""
+    return [
+        next((len(x) for x in tree_leaves((a, dict(k))) if isinstance(x, Tensor) and x.dim()), None)
+        for a, k in zip(args, kwargs, strict=True)
+    ]
