@@ -18,16 +18,19 @@ Note: runs
     Example: 4 queries see 4 keys causally, blocks of 2 rows, steps of 2 columns.
         blocks  (1, 1, 2, 3), (0, 0, 0, 1)      runs  (0, 2, -3, 0, 0, 4); (0, 2, -3, 0, 0, 4), (2, 4, -3, 0, 0, 4)
 
-Tables are made on the host, once for the same tiles, and are uploaded from pinned memory without waiting.
+Tables are made on the host, once for the same tiles, and are uploaded from pinned memory without waiting:
+`kept_tables.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
+
+from fastpar.kernels.kept_tables import KeptTables, TableUpload
 
 MAX_KEPT = 256  # tables: kinds of layers, times ranks, times two sides
 
@@ -108,73 +111,31 @@ def _by_block(runs: Tensor, count: int, num_batch: int, step: int) -> tuple[Tens
     return blocks.to(torch.int32), runs[:, :6].to(torch.int32)
 
 
-class Uploaded(NamedTuple):
-    there: Any  # a tensor, or views of one
-    staging: Tensor  # what lies there is a copy of it; a captured graph reads it again
-    event: Any = None  # after the copy; None on the CPU, and in a capture
-    memory: Tensor | None = None  # what `there` is made of, which belongs to the stream that copied
-
-
 class HostTables:
     """Device copies of what the last calls read, by what it holds: a table that was edited is another one."""
 
     def __init__(self) -> None:
-        self._kept: dict[Any, Uploaded] = {}  # the last used is the last
-        self._captured: list[Uploaded] = []  # read by graphs whenever those are replayed
+        self._kept = KeptTables(MAX_KEPT)
 
     def steps(self, tiles: Tensor, offsets: Tensor | None, shape: StepShape, device: torch.device) -> AttentionSteps:
         """`make_steps` on a device."""
 
-        def make() -> Tensor:
-            return torch.cat([x.flatten() for x in make_steps(tiles, offsets, shape)])
+        def make() -> tuple[Tensor, Callable[[TableUpload], AttentionSteps]]:
+            blocks, runs = make_steps(tiles, offsets, shape)
+            size = blocks.numel()
+            return torch.cat([blocks.flatten(), runs.flatten()]), lambda table: AttentionSteps(
+                table.there[:size].view(blocks.shape), table.there[size:].view(-1, 6)
+            )
 
-        def views(table: Tensor) -> AttentionSteps:
-            num_batch, num_blocks = 1 if offsets is None else len(offsets) - 1, -(-shape.rows // shape.block)
-            size = num_batch * num_blocks * 4
-            return AttentionSteps(table[:size].view(num_batch, num_blocks, 4), table[size:].view(-1, 6))
-
-        key = (_content(tiles), _content(offsets), shape, device)
-        return cast(AttentionSteps, self._find(key, make, device, views))
+        return cast(AttentionSteps, self._kept.find((_content(tiles), _content(offsets), shape), device, make))
 
     def on(self, device: torch.device, x: Tensor) -> Tensor:
         """x on a device, dense."""
         if x.device == device:
             return x.contiguous()
-        return cast(Tensor, self._find((_content(x), x.dtype, device), x.contiguous, device, lambda there: there))
-
-    def _find(self, key: Any, make: Callable[[], Tensor], device: torch.device, views: Callable[[Tensor], Any]) -> Any:
-        is_capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        found = self._kept.pop(key, None)
-        if found is None:
-            found = _upload(make(), device, is_capturing)
-            found = found._replace(there=views(found.there))
-        elif found.event is not None and not is_capturing:
-            # On the current stream, which need not be the one that copied. A capture begins with a synchronisation.
-            found.event.wait()
-            # Nor does the allocator know of it: a table that is dropped here would be written over while it is read.
-            cast(Tensor, found.memory).record_stream(torch.cuda.current_stream(device))
-        if is_capturing:
-            self._captured.append(found)
-        if not is_capturing or found.event is not None:  # else its copy runs when the graph is replayed: it is its own
-            self._kept[key] = found
-        if len(self._kept) > MAX_KEPT:
-            del self._kept[next(iter(self._kept))]
-        return found.there
+        key = _content(x), x.dtype, x.shape
+        return cast(Tensor, self._kept.find(key, device, lambda: (x.contiguous(), lambda table: table.there)))
 
 
 def _content(x: Tensor | None) -> bytes | None:
     return None if x is None else x.numpy().tobytes()
-
-
-def _upload(staging: Tensor, device: torch.device, is_capturing: bool) -> Uploaded:
-    if device.type != "cuda":
-        return Uploaded(staging.to(device), staging)
-    with torch.cuda.device(device):
-        pinned = staging.pin_memory()
-        if not is_capturing:
-            # A second block, which goes back to torch's pool at once: a capture that makes such a table later finds it
-            # there, and need not allocate, which CUDA forbids it.
-            staging.pin_memory()
-        there = pinned.to(device, non_blocking=True)
-        event = None if is_capturing else torch.cuda.current_stream(device).record_event()
-        return Uploaded(there, pinned, event, there)

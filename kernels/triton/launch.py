@@ -40,6 +40,17 @@ def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length() if n > 0 else 0
 
 
+def is_capturing(device: torch.device) -> bool:
+    """Whether what is put on the device's current stream becomes part of a CUDA graph. torch asks that of the current
+    device, which need not be this one."""
+    if device.type != "cuda":
+        return False
+    if device.index == torch.cuda.current_device():
+        return torch.cuda.is_current_stream_capturing()
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
+
+
 def launch(kernel: Any, programs: int | tuple[int, ...], device: torch.device, *arguments: Any, **options: Any) -> None:
     """kernel[programs](*arguments, **options); `programs` is a number of them or a grid."""
     grid = (programs,) if isinstance(programs, int) else programs

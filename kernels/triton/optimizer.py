@@ -26,14 +26,15 @@ caches (1.356 to 1.378, 0.736 to 0.766), a search of the table by 32 entries at 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
 from fastpar.kernels import optimizer_kernels as kernels
+from fastpar.kernels.kept_tables import KeptTables, TableUpload, let_read
 from fastpar.kernels.launch import launch
 from fastpar.kernels.optimizer_kernels import optimizer_kernel
 
@@ -87,7 +88,8 @@ class OptimizerGroup(NamedTuple):
     """Tensors of one launch: rows from `begin` on of the table."""
 
     begin: int
-    owners: Tensor  # [programs] int32 on the device: which of the group's tensors a program updates
+    owners: TableUpload  # [programs] int32: which of the group's tensors a program updates
+    programs: int
     param: torch.dtype
     grad: torch.dtype
     output: torch.dtype | None
@@ -95,77 +97,45 @@ class OptimizerGroup(NamedTuple):
     steps: int
 
 
-@dataclass(eq=False)
-class TensorTable:
+class TensorTable(NamedTuple):
     rows: Tensor  # [num_tensors, FIELDS] int64 on the device
     groups: list[OptimizerGroup]
-    staging: list[Tensor]  # what was copied to the device; a captured graph reads it again
-    uploaded: Any = None  # the event after the copies; None on the CPU, and in a capture
-
-
-class TableUpload(NamedTuple):
-    there: Tensor
-    staging: Tensor
-    uploaded: Any
 
 
 class Tables:
     """The tables of the last calls, by what they hold."""
 
     def __init__(self) -> None:
-        self._tables: dict[Any, TensorTable] = {}  # the last used is the last
-        self._owners: dict[Any, TableUpload] = {}  # by numbers of programs, which stay when gradients move
-        self._captured: list[TensorTable] = []  # read by graphs whenever those are replayed
+        self._tables = KeptTables(MAX_TABLES)
+        self._owners = KeptTables(MAX_TABLES)  # by numbers of programs, which stay when gradients move
 
     def find(self, columns: Columns) -> TensorTable:
-        is_capturing = columns.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        table = self._tables.pop(columns, None)
-        if table is None:
-            table = self._make(columns)
-        elif table.uploaded is not None and not is_capturing:
-            # On the current stream, which need not be the one that copied; a capture begins with a synchronisation. To
-            # ask the event whether it is done would save 1 us, and could break a capture that another thread has begun.
-            table.uploaded.wait()
-        if is_capturing:
-            self._captured.append(table)
-        if is_capturing and table.uploaded is None:
-            return table  # its copy runs when the graph is replayed: nobody else may use it
-        self._keep(self._tables, columns, table)
+        table: TensorTable = self._tables.find(columns, columns.device, lambda: self._make(columns))
+        for group in table.groups:
+            let_read(group.owners)  # which this table has kept, and the stream may be another one than then
         return table
 
-    def _keep(self, kept: dict[Any, Any], key: Any, value: Any) -> None:
-        kept[key] = value
-        if len(kept) > MAX_TABLES:
-            del kept[next(iter(kept))]
-
-    def _make(self, columns: Columns) -> TensorTable:
+    def _make(self, columns: Columns) -> tuple[Tensor, Callable[[TableUpload], TensorTable]]:
         rows: list[tuple[int, ...]] = []
-        groups, staging = [], []
+        groups = []
         for (param, grad, output, is_aligned), members in _rows_by_kind(columns).items():
             steps = num_steps(param, grad, output, columns.state)
             programs = [-(-fields[kernels.COUNT.value] // (CHUNK * steps)) for fields in members]
             owners = self._owners_of(columns.device, tuple(programs))
-            groups.append(OptimizerGroup(len(rows), owners.there, param, grad, output, is_aligned, steps))
-            staging.append(owners.staging)
+            groups.append(OptimizerGroup(len(rows), owners, sum(programs), param, grad, output, is_aligned, steps))
             first = 0
             for fields, count in zip(members, programs, strict=True):
                 rows.append((*fields, first))
                 first += count
-        table = torch.tensor(rows, dtype=torch.int64).view(len(rows), kernels.FIELDS.value)
-        there, here, uploaded = upload(table, columns.device)
-        return TensorTable(there, groups, [*staging, here], uploaded)
+        numbers = torch.tensor(rows, dtype=torch.int64).view(len(rows), kernels.FIELDS.value)
+        return numbers, lambda table: TensorTable(table.there, groups)
 
     def _owners_of(self, device: torch.device, programs: tuple[int, ...]) -> TableUpload:
-        owners = self._owners.pop((device, programs), None)
-        if owners is None:
+        def make() -> tuple[Tensor, Callable[[TableUpload], TableUpload]]:
             of_tensors = torch.arange(len(programs), dtype=torch.int32)
-            owners = upload(of_tensors.repeat_interleave(torch.tensor(programs)), device)
-        is_capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        if owners.uploaded is not None and not is_capturing:
-            owners.uploaded.wait()  # as for tables; the event of the table that is made next says it of both
-        if not is_capturing or owners.uploaded is not None:
-            self._keep(self._owners, (device, programs), owners)
-        return owners
+            return of_tensors.repeat_interleave(torch.tensor(programs)), lambda table: table
+
+        return cast(TableUpload, self._owners.find(programs, device, make))
 
 
 _tables = Tables()
@@ -190,21 +160,6 @@ def _rows_by_kind(columns: Columns) -> dict[Any, list[tuple[int, ...]]]:
             is_aligned = all(address % ALIGNMENT == 0 for address in addresses)
             rows.setdefault((param, grad, output, is_aligned), []).append((*addresses, numel, key, first))
     return rows
-
-
-def upload(numbers: Tensor, device: torch.device) -> TableUpload:
-    if device.type != "cuda":
-        return TableUpload(numbers.to(device), numbers, None)
-    with torch.cuda.device(device):
-        is_capturing = torch.cuda.is_current_stream_capturing()
-        staging = numbers.pin_memory()
-        if not is_capturing:
-            # A second block, which goes back to torch's pool at once: a capture that makes such a table later finds it
-            # there, and need not allocate, which CUDA forbids it.
-            numbers.pin_memory()
-        there = staging.to(device, non_blocking=True)
-        uploaded = None if is_capturing else torch.cuda.current_stream(device).record_event()
-    return TableUpload(there, staging, uploaded)
 
 
 def _addresses(tensors: list[Tensor]) -> tuple[int, ...]:
@@ -280,10 +235,10 @@ def _step(
     for group in table.groups:
         launch(
             optimizer_kernel,
-            len(group.owners),
+            group.programs,
             params[0].device,
             table.rows[group.begin :] if group.begin else table.rows,
-            group.owners,
+            group.owners.there,
             float(factor),
             grad_factor,
             found_inf,

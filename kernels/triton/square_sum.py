@@ -19,15 +19,16 @@ whole time.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
 from fastpar.kernels import square_sum_kernels as kernels
-from fastpar.kernels.launch import launch
-from fastpar.kernels.optimizer import MAX_TABLES, TableUpload, upload
+from fastpar.kernels.kept_tables import KeptTables, TableUpload
+from fastpar.kernels.launch import is_capturing, launch
 from fastpar.kernels.square_sum_kernels import carry_kernel, norm_kernel, square_sum_kernel, write_row_kernel
 
 LENGTH = kernels.NUM_COUNTS.value + kernels.NUM_DIGITS.value
@@ -35,6 +36,7 @@ WARP_SIZE = 64 if torch.version.hip else 32
 THREADS = 256
 ALIGNMENT = 16  # bytes, which a thread takes of a tile
 FLOAT64_PARTS = 4
+MAX_TABLES = 64
 
 
 class SquareSumKind(NamedTuple):
@@ -96,26 +98,22 @@ def _written(rows: list[tuple[int, ...]], device: torch.device) -> Tensor:
     return table
 
 
-_tables: dict[Any, tuple[TableUpload, list[SquareSumGroup]]] = {}  # of the last calls; the last used is the last
+_tables = KeptTables(MAX_TABLES)
 
 
 def _table(tensors: list[Tensor]) -> tuple[Tensor, list[SquareSumGroup]]:
     """(rows [num_tensors, FIELDS] on the device, the launches) of dense tensors with elements."""
     device = tensors[0].device
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if is_capturing(device):
         rows, groups = _rows(tensors)
         return _written(rows, device), groups
-    key = device, *(tuple([of(x) for x in tensors]) for of in (Tensor.data_ptr, Tensor.numel, _dtype_of))
-    found = _tables.pop(key, None)
-    if found is None:
+
+    def make() -> tuple[Tensor, Callable[[TableUpload], tuple[Tensor, list[SquareSumGroup]]]]:
         rows, groups = _rows(tensors)
-        found = upload(torch.tensor(rows, dtype=torch.int64), device), groups
-    elif found[0].uploaded is not None:
-        found[0].uploaded.wait()  # on the current stream, which need not be the one that copied
-    _tables[key] = found
-    if len(_tables) > MAX_TABLES:
-        del _tables[next(iter(_tables))]
-    return found[0].there, found[1]
+        return torch.tensor(rows, dtype=torch.int64), lambda table: (table.there, groups)
+
+    key = tuple([tuple([of(x) for x in tensors]) for of in (Tensor.data_ptr, Tensor.numel, _dtype_of)])
+    return cast(tuple[Tensor, list[SquareSumGroup]], _tables.find(key, device, make))
 
 
 def _rows(tensors: list[Tensor]) -> tuple[list[tuple[int, ...]], list[SquareSumGroup]]:

@@ -220,13 +220,13 @@ def test_tables_count_programs_and_pass_over_empty_tensors(monkeypatch: pytest.M
     assert table.rows[:, -1].tolist() == [0, 1, 7]
     (group,) = table.groups
     assert (group.begin, group.is_aligned) == (0, True)
-    assert group.owners.tolist() == [0, 1, 1, 1, 1, 1, 1, 2]
+    assert group.owners.there.tolist() == [0, 1, 1, 1, 1, 1, 1, 2]
     odd = tables.find(columns((16, 36), *[(16, 32)] * 4, counts=(9, *counts)))
     assert [(g.begin, g.is_aligned) for g in odd.groups] == [(0, False), (1, True)]
     assert odd.rows[:, -1].tolist() == [0, 0, 1, 7]
     monkeypatch.setattr(kernels, "STEPS", 4)
     (group,) = kernels.Tables().find(columns(*[(16, 32)] * 4, counts=counts)).groups
-    assert group.owners.tolist() == [0, 1, 1, 2]
+    assert group.owners.there.tolist() == [0, 1, 1, 2]
 
 
 @pytest.mark.parametrize("steps", [2, 4])

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastpar import ops
 from fastpar.comm.symmetric.buffer import virtual_ranks
-from fastpar.kernels import attention_steps, optimizer
+from fastpar.kernels import attention_steps, kept_tables, optimizer, square_sum
 from fastpar.kernels.overlap_gemm_buffer import OverlapBuffer
 from fastpar.kernels.overlap_gemm_calls import COPY_PROGRAMS, PUSH_PROGRAMS, AllGatherGemm, GemmReduce
 from fastpar.ops.optimizer import Step, adamw_step, run_adamw
@@ -65,15 +68,76 @@ def test_a_table_made_in_a_capture_is_the_graphs_alone(monkeypatch: pytest.Monke
     assert tables.find(wanted) is eager  # it was there before: the graph may read it
 
 
-def test_a_table_is_waited_for_by_every_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    tables, wanted = optimizer.Tables(), columns()
-    table = tables.find(wanted)
+# Kept tables, as something that reads the same one whenever it is called.
+READERS = {
+    "optimizer": lambda: partial(optimizer.Tables().find, columns()),
+    "square_sum": lambda: partial(square_sum._table, [torch.ones(8, device="cuda")]),
+    "attention_steps": lambda: partial(
+        attention_steps.HostTables().steps,
+        torch.tensor([[0, 4, 0, 4, -3, 0]]),
+        None,
+        attention_steps.StepShape(4, 2, 2),
+        torch.device("cuda", 0),
+    ),
+    "attention": lambda: partial(attention_steps.HostTables().on, torch.device("cuda", 0), torch.arange(8)),
+}
+
+
+@pytest.mark.parametrize("kind", READERS)
+def test_a_stream_that_did_not_copy_a_table_waits_for_it_and_the_allocator_knows(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Else a table that is dropped from the kept ones is another tensor's memory while a kernel reads it."""
+    uploads: list[kept_tables.TableUpload] = []
     waits: list[Any] = []
-    monkeypatch.setattr(device.Event, "wait", lambda self, stream=None: waits.append(self))
+    told: list[Any] = []
+    make = kept_tables.upload
+    monkeypatch.setattr(kept_tables, "upload", lambda *arguments: uploads.append(make(*arguments)) or uploads[-1])
+    monkeypatch.setattr(device.Event, "wait", lambda self, stream=None: waits.append((self, stream)))
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda x, stream: told.append((x.data_ptr(), stream)))
     monkeypatch.delattr(device.Event, "query")  # asking could break a capture that another thread has begun
-    for count in (1, 2):
-        tables.find(wanted)
-        assert waits == [table.uploaded] * count
+    read = READERS[kind]()
+    one = read()
+    read()
+    assert waits == told == []
+    assert len(uploads) == (2 if kind == "optimizer" else 1)  # rows, and which program is whose
+    other = torch.cuda.Stream()
+    with torch.cuda.stream(other):
+        assert read() is one
+    assert sorted(map(id, (event for event, _ in waits))) == sorted(id(table.event) for table in uploads)
+    assert sorted(address for address, _ in told) == sorted(table.there.data_ptr() for table in uploads)
+    assert {stream for _, stream in (*waits, *told)} == {other}
+
+
+def test_a_capture_is_asked_of_the_device_that_is_launched_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table that is made while another device is the current one is the graph's alone all the same."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: torch.cuda.current_device() == 1)
+    tables, there = attention_steps.HostTables(), torch.device("cuda", 1)
+    assert tables.on(there, torch.arange(8)) is not tables.on(there, torch.arange(8))
+    here = torch.device("cuda", 0)
+    with torch.cuda.device(1):
+        assert tables.on(here, torch.arange(8)) is tables.on(here, torch.arange(8))
+
+
+def test_one_thread_at_a_time_changes_the_kept_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Backward has a thread for every device, and all of them have the same ones."""
+    inside: list[int] = []
+    most: list[int] = []
+    make = kept_tables.upload
+
+    def slow(*arguments: Any) -> kept_tables.TableUpload:
+        inside.append(1)
+        most.append(len(inside))
+        time.sleep(0.01)
+        inside.pop()
+        return make(*arguments)
+
+    monkeypatch.setattr(kept_tables, "upload", slow)
+    tables = attention_steps.HostTables()
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda n: tables.on(torch.device("cuda", n % 2), torch.arange(8)), range(4)))
+    assert most == [1, 1]
+    assert [x.device.index for x in found] == [0, 1, 0, 1]
 
 
 def test_hyperparameters_reach_kernels_as_floats(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,18 +265,3 @@ def test_a_norms_gradient_of_a_16_bit_weight_is_rounded_where_it_is_summed() -> 
     for mine, wanted in zip(found, watched, strict=True):
         assert mine.dtype == wanted.dtype == torch.float16
         assert torch.equal(mine.cpu(), wanted)
-
-
-def test_the_allocator_knows_every_stream_that_reads_a_kept_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else a table that is dropped from the kept ones is another tensor's memory while a kernel reads it."""
-    told: list[tuple[int, Any]] = []
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda x, stream: told.append((x.data_ptr(), stream)))
-    tables, device = attention_steps.HostTables(), torch.device("cuda", 0)
-    one = tables.on(device, torch.arange(8))
-    shape = attention_steps.StepShape(4, 2, 2)
-    steps = tables.steps(torch.tensor([[0, 4, 0, 4, -3, 0]]), None, shape, device)
-    other = torch.cuda.Stream()
-    with torch.cuda.stream(other):
-        assert tables.on(device, torch.arange(8)) is one
-        tables.steps(torch.tensor([[0, 4, 0, 4, -3, 0]]), None, shape, device)
-    assert told == [(one.data_ptr(), other), (steps.blocks.data_ptr(), other)]
