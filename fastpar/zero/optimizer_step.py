@@ -1,8 +1,9 @@
 """The optimizer's step, in phases, on the object that the user has.
 
-Note: hooks. All of it happens in a step pre-hook, which then takes the gradients away: torch's optimizers leave
-parameters without a gradient alone, so that the step proper finds nothing to do. That keeps the object (LR schedulers
-wrap its `step`, GradScaler calls it, others hold it), lets a step be skipped, and lets it be taken in pieces.
+Note: hooks. All of it happens in a step pre-hook, after which torch runs the step proper: on a stand-in without
+parameters, since many optimizers count steps in their groups or in themselves, and would count each twice
+(`_spent`). That keeps the object (LR schedulers wrap its `step`, GradScaler calls it, others hold it), lets a step be
+skipped, and lets it be taken in pieces, each of which begins with the counts of the first (`Stepper.update`).
 
 Note: model_param and optim_param (of a `ShardedParam`). Between steps `param_groups` and `state` hold the model's own
 parameters, which programs look for there (torch.distributed.checkpoint.state_dict does, and
@@ -24,7 +25,7 @@ import copy
 import inspect
 import itertools
 import weakref
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -132,6 +133,7 @@ class Stepper:
         self._raw = inspect.unwrap(type(optimizer).step)
         self._is_elementwise = is_elementwise(optimizer)
         self._plain_rows: PlainRows | None = None  # of the last step
+        self._counts: _Counts | None = None  # before the first piece of a step
         self._hook = optimizer.register_step_pre_hook(self._before)
         # Of hooks that come later, too, this is the last: they change what the step is to take, and it takes it
         vars(optimizer)["register_step_pre_hook"] = partial(_register_before, weakref.ref(optimizer), self._hook.id)
@@ -233,6 +235,11 @@ class Stepper:
     def update(self, parameters: Sequence[nn.Parameter] | None = None) -> None:
         """The optimizer's own step, on these parameters (None: all that it has)."""
         groups = self.optimizer.param_groups
+        if parameters is not None:
+            if self._counts is None:
+                self._counts = _Counts(self.optimizer)
+            else:
+                self._counts.put_back()
         before = [group["params"] for group in groups]
         wanted = None if parameters is None else {id(parameter) for parameter in parameters}
         try:
@@ -260,11 +267,13 @@ class Stepper:
                 self._bring_scalars()
                 self._phases(self)
         finally:
-            self._is_stepping = False
+            self._is_stepping, self._counts = False, None
         for parameter in self.parameters():
             parameter.grad = None
         self._stepped()
-        return None if closure is None else ((args[0], lambda: loss), {})
+        if hasattr(optimizer, "grad_factor"):  # of this step, also where it was skipped
+            optimizer.grad_factor = optimizer.found_inf = None
+        return (_spent(optimizer), *(() if closure is None else (lambda: loss,))), {}
 
     def _bring_scalars(self) -> None:
         """To masters in the host's memory, what a scaler has set for parameters on a device. The host waits, as it is
@@ -341,6 +350,35 @@ def _register_before(owner: Any, last: int, hook: Any) -> Any:
     handle = type(optimizer).register_step_pre_hook(optimizer, hook)
     optimizer._optimizer_step_pre_hooks.move_to_end(last)
     return handle
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: _copied(value) for key, value in group.items() if key != "params"}
+
+
+def _spent(optimizer: Any) -> Any:
+    """An optimizer of the same kind without parameters and hooks, on which a step changes nothing of this one."""
+    spent = object.__new__(type(optimizer))
+    vars(spent).update({key: value for key, value in vars(optimizer).items() if key != "step"})
+    vars(spent).update({key: OrderedDict() for key in vars(spent) if key.startswith("_optimizer_")})  # hooks
+    of_no_parameter = {key: _copied(value) for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
+    spent.state = defaultdict(dict, of_no_parameter)
+    spent.param_groups = [{**_options(group), "params": []} for group in optimizer.param_groups]
+    return spent
+
+
+class _Counts:
+    """What a step may count in an optimizer itself, and in its groups: kept, to begin another piece of it with."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+        self._groups = [_options(group) for group in optimizer.param_groups]
+        self._own = {key: value for key, value in vars(optimizer).items() if isinstance(value, (int, float))}
+
+    def put_back(self) -> None:
+        vars(self._optimizer).update(self._own)
+        for group, options in zip(self._optimizer.param_groups, self._groups, strict=True):
+            group.update({key: _copied(value) for key, value in options.items()})
 
 
 class GradClipping:

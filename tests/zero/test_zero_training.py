@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -428,3 +429,85 @@ def decaying() -> None:
 def test_parameters_may_be_written_to_right_after_a_step() -> None:
     """Other ranks have copied a rank's rows when its step returns."""
     run_ranks(2, decaying)
+
+
+# ---- optimizers that count for themselves
+
+
+class Counting(torch.optim.Optimizer):
+    """Its learning rate falls with a count of steps in the group, in a tensor of the group, and in itself."""
+
+    is_elementwise = False
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "calls": 0})
+        self.calls = 0
+        for group in self.param_groups:
+            group["called"] = torch.zeros(())
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        self.calls += 1
+        for group in self.param_groups:
+            group["calls"] += 1
+            group["called"] += 1
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.state[p].setdefault("mean", torch.zeros_like(p)).lerp_(p.grad, 0.3)
+                    divisor = group["calls"] * self.calls * float(group["called"])
+                    p.sub_(self.state[p]["mean"], alpha=group["lr"] / divisor)
+
+
+class CountingMore(Counting):
+    """Calls the step of an optimizer, which torch has put hooks around."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["lr"] *= 0.9
+        super().step(closure)
+
+
+class RowsCounting(Counting):
+    is_elementwise = True
+
+
+COUNTING = (Counting, CountingMore, RowsCounting)
+
+
+def counting_plain(kind: type) -> Parameters:
+    model = Net()
+    Counting([nn.Parameter(torch.ones(2))])  # torch puts hooks around a class's step when it makes the first one
+    return plain_steps(model, kind(model.parameters()), 4)
+
+
+def counting_run(kind: type, folder: str) -> list[Parameters]:
+    options: list[tuple[int, dict[str, Any]]] = [(stage, {}) for stage in STAGES]
+    # one group of master weights after the other
+    options.append((1, {"offload": fp.zero.Offload(folder, group_bytes=64, options={"backend": "threads"})}))
+    found = []
+    for stage, option in options:
+        model = Net()
+        optimizer = kind(model.parameters())
+        Counting([nn.Parameter(torch.ones(2))])
+        zero = shard(model, optimizer, stage, max_norm=1e6, **option)
+        for step in range(5):
+            optimizer.zero_grad()
+            loss = loss_here(model, min(step, 4) - (step > 2))
+            (loss * torch.nan if step == 2 else loss).backward()  # which is not counted
+            optimizer.step()
+            assert zero.steps == step + 1
+            assert float(zero.norm) > 0 or step == 2  # of the gradients, not of what is left of them
+        assert zero.skipped == 1
+        assert optimizer.calls == optimizer.param_groups[0]["calls"] == float(optimizer.param_groups[0]["called"]) == 4
+        found.append(whole_values(model))
+        zero.detach()
+    return found
+
+
+@pytest.mark.parametrize("kind", COUNTING)
+def test_what_an_optimizer_counts_in_its_groups_and_itself_is_counted_once_a_step(kind: type, tmp_path: Path) -> None:
+    """Bias corrections, warm-ups and averages of many optimizers hang on it (AdaBelief, schedule-free)."""
+    expected = counting_plain(kind)
+    for of_rank in run_ranks(SIZE, counting_run, kind, str(tmp_path)):
+        for case, found in enumerate(of_rank):
+            assert_close(found, expected, case)
