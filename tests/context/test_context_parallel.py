@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 from typing import Any
 
 import pytest
@@ -461,6 +462,67 @@ def strange_models() -> list[str]:
     found.append(str(error.value))
     mesh.close()
     return found
+
+
+class Mixing(nn.Module):
+    """Attention, and something of what it must not be beside, in a model that has to be given positions."""
+
+    def __init__(self, kind: str):
+        super().__init__()
+        torch.manual_seed(0)
+        self.kind = kind
+        self.embed, self.places, self.block = nn.Embedding(23, 8), nn.Embedding(64, 8), nn.Identity()
+        self.out, self.batch_norm = nn.Linear(8, 23), nn.BatchNorm1d(8)
+        self.block.forward = self.attend  # type: ignore[method-assign]
+
+    def attend(self, x: torch.Tensor) -> torch.Tensor:
+        q = k = v = x.unflatten(-1, (2, 4)).transpose(1, 2)
+        if self.kind == "keys":
+            k = k / k.norm(dim=2, keepdim=True)
+        if self.kind == "queries by length":
+            q = q * math.log(x.size(1) + 1)
+        return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        x: torch.Tensor = self.embed(input_ids) + self.places(position_ids)
+        x = x + self.block(x)
+        if self.kind == "mean" or (self.kind == "mean in training" and self.training):
+            x = x - x.mean(1, keepdim=True)
+        if self.kind == "batch norm":
+            x = self.batch_norm(x.transpose(1, 2)).transpose(1, 2)
+        if self.kind == "places in training" and self.training:
+            x = x * (torch.arange(x.size(1)) <= x.size(1) // 2).view(1, -1, 1)  # as of experts that are full
+        logits: torch.Tensor = self.out(x)
+        return logits * x.size(1) if self.kind == "logits by length" else logits
+
+
+def mixing_models() -> dict[str, str]:
+    """What models are told that go by the tokens that a rank has."""
+    mesh = fp.init_mesh(cp=2, device="cpu")
+    kinds = ("mean", "mean in training", "batch norm", "keys", "queries by length", "logits by length")
+    found = {}
+    for kind in (*kinds, "places in training", ""):
+        model = Mixing(kind)
+        state = copy.deepcopy(model.state_dict())
+        try:
+            fp.parallelize(model, mesh, {"block": "attention"})
+            found[kind] = ""
+        except ValueError as error:
+            found[kind] = str(error)
+        assert model.training
+        torch.testing.assert_close(model.state_dict()["batch_norm.running_mean"], state["batch_norm.running_mean"])
+    mesh.close()
+    return found
+
+
+def test_models_that_go_by_the_tokens_of_a_rank_are_refused_in_both_modes() -> None:
+    for found in run_ranks(2, mixing_models):
+        for kind in ("mean", "mean in training", "batch norm"):
+            assert "computes at one token from others" in found[kind], kind
+        assert "queries or keys of its attention of Mixing computes at one token" in found["keys"]
+        for kind in ("queries by length", "logits by length", "places in training"):
+            assert "something else for the same tokens in a longer sequence" in found[kind], kind
+        assert found[""] == ""
 
 
 def test_models_that_would_take_a_part_for_the_whole_are_refused() -> None:
