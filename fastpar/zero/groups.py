@@ -206,7 +206,8 @@ def own_storage(x: Tensor) -> Tensor:
     """The same memory as a tensor whose storage is that and no more.
 
     A DTensor of a view with an offset cannot be copied or saved, since torch takes the offset for the address of its
-    storage; and of one without, the whole storage would be saved.
+    storage; and of one without, the whole storage would be saved. One whose part got an offset afterwards cannot be an
+    input of torch.compile, which wants both alike.
     """
     if x.numel() == 0 or x.untyped_storage().nbytes() == 0:
         return x
@@ -216,7 +217,10 @@ def own_storage(x: Tensor) -> Tensor:
 
 def set_local(x: Any, value: Tensor) -> None:
     """Let this rank's part of x lie where value does."""
-    (x._local_tensor if isinstance(x, DTensor) else x).data = value
+    if isinstance(x, DTensor):
+        x._local_tensor.data = own_storage(value)
+    else:
+        x.data = value
 
 
 def cast_parameter(parameter: Any, dtype: torch.dtype) -> None:

@@ -200,16 +200,24 @@ _OF_MODULES = frozenset(vars(nn.Module()))
 
 
 class UncompiledHook:
-    """A hook that torch.compile does not look into: the model is compiled in pieces between hooks."""
+    """A hook that torch.compile does not look into: the model is compiled in pieces between hooks.
 
-    def __init__(self, hook: Callable[..., Any]) -> None:
-        self._hook = hook
+    prepare   called behind the hook where compiled code follows
+    """
+
+    def __init__(self, hook: Callable[..., Any], prepare: Callable[[], None] = lambda: None) -> None:
+        self._hook, self._prepare = hook, prepare
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # In traced code, and in what runs between its pieces. (Always disabling would wrap anew at every call.)
         if torch.compiler.is_compiling() or torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None:
-            return torch.compiler.disable(self._hook)(*args, **kwargs)
+            return torch.compiler.disable(self._call_and_prepare)(*args, **kwargs)
         return self._hook(*args, **kwargs)
+
+    def _call_and_prepare(self, *args: Any, **kwargs: Any) -> Any:
+        result = self._hook(*args, **kwargs)
+        self._prepare()
+        return result
 
     def __deepcopy__(self, memo: Any) -> Any:
         return OnCopy(self._hook.func.__name__) if isinstance(self._hook, partial) else OnCopy("")

@@ -98,6 +98,7 @@ class FlatGroup:
         self._storage = flat.untyped_storage()
         self.nbytes = self._storage.nbytes()
         self._storage.resize_(0)
+        self._is_for_compiler = False
         self._pending: Pending[None] | None = None
 
     def launch(self, pool: MemoryPool) -> None:
@@ -128,6 +129,19 @@ class FlatGroup:
     def mark_whole(self) -> None:
         for parameter, _ in self._texts:
             mark_present(parameter)
+        if self._is_for_compiler:  # none of the wrapper's own, as a copy of the parameter needs it
+            self._set_wrapper_offsets(lambda memory: memory.new_empty(0))
+
+    def be_for_compiler(self) -> None:
+        """Let whole DTensors have the offset of their memory: torch.compile takes no others."""
+        self._set_wrapper_offsets(lambda memory: memory)
+
+    def _set_wrapper_offsets(self, like: Callable[[Tensor], Tensor]) -> None:
+        for parameter, _ in self._texts:
+            if isinstance(parameter, DTensor):
+                self._is_for_compiler = True
+                # An assignment to .data of a DTensor leaves its part alone.
+                parameter.data = DTensor(like(local(parameter)), parameter._spec, requires_grad=False)
 
 
 class ParamGroup:
@@ -283,6 +297,12 @@ class ParamGroup:
         self._register(self.unsharded)
         self._addresses = [_whole_address(whole) for whole in self.unsharded]
         self.is_unsharded = True
+
+    def be_for_compiler(self) -> None:
+        """Before compiled code runs with the parameters."""
+        if self.is_unsharded:
+            for part in self.parts:
+                part.be_for_compiler()
 
     def check_in_place(self) -> None:
         """RuntimeError for a whole parameter that its module has given other memory, which nobody would train."""

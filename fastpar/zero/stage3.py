@@ -483,7 +483,7 @@ class Stage3:
         self._handles.append(parameter.register_post_accumulate_grad_hook(partial(self._came_hook, index)))
 
     def _hook(self, module: nn.Module, unit: ParamGroup, *, is_part: bool) -> None:
-        before = UncompiledHook(partial(self._before, unit, is_part))
+        before = UncompiledHook(partial(self._before, unit, is_part), unit.be_for_compiler)
         after = UncompiledHook(partial(self._after, unit, is_part))
         self._handles += [
             module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),

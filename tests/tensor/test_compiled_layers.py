@@ -146,3 +146,27 @@ def whole() -> None:
 
 def test_a_model_that_is_compiled_as_a_whole_says_that_nothing_checks_it() -> None:
     run_ranks(2, whole)
+
+
+def sharded(stage: int) -> None:
+    """A layer whose parameters are DTensors, the parts of which lie behind those of another layer in memory."""
+    warnings.simplefilter("ignore")
+    torch._dynamo.reset()
+    model: Any = fp.parallelize(Stack(), mesh := fp.init_mesh(dp_shard=2, tp=1), PLAN)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    fp.zero.shard(model, optimizer, group=mesh, stage=stage)
+    x, found = torch.ones(2, 3, 6, requires_grad=True), []
+    for call in (lambda: None, lambda: model.layers[1].compile(backend="aot_eager")):
+        call()
+        out = model.layers[1](x)
+        out.square().sum().backward()
+        found.append([out.detach(), x.grad])
+        x.grad = None
+        optimizer.step()
+    torch.testing.assert_close(*found)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_compiled_layers_take_parameters_of_data_parallelism(stage: int) -> None:
+    run_ranks(2, sharded, stage)
