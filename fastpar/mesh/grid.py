@@ -181,6 +181,7 @@ class Mesh:
         self._sizes |= {name: math.prod(self._sizes[dim] for dim in dims) for name, dims in _FLATTENED.items()}
         self._is_closed = False
         self._ranks: dict[str, int] = {}
+        self._slices: dict[tuple[bool, tuple[str, ...]], DeviceMesh] = {}
         self._finalizers: list[Any] = []
         self._made: list[list[ProcessGroup]] = []  # by view: its finaliser's, which empties them
         self._dense = self._view(maker, DENSE_DIMS)
@@ -307,6 +308,12 @@ class Mesh:
         return self._grid[wanted if len(wanted) > 1 else wanted[0]]
 
     def _slice(self, view: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+        key = (view is self._expert, names)
+        if key not in self._slices:  # torch takes milliseconds, and every parameter asks
+            self._slices[key] = self._new_slice(view, names)
+        return self._slices[key]
+
+    def _new_slice(self, view: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
         if not any(name in _FLATTENED for name in names):
             return view[names if len(names) > 1 else names[0]]
         dims = view.mesh_dim_names or ()
@@ -328,6 +335,7 @@ class Mesh:
         """
         forget_meshes()
         self._is_closed = True
+        self._slices.clear()
         for finalizer in self._finalizers:
             finalizer.detach()
         self._finalizers.clear()
