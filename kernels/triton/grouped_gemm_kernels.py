@@ -392,6 +392,97 @@ def grouped_gemm_kernel(
 
 
 @triton.jit
+def act_columns(
+    gate,
+    up,
+    source,
+    factor,
+    row_weights,
+    hidden,
+    act,
+    bias,
+    stride_hidden,
+    limit,
+    alpha,
+    expert,
+    row,
+    m,
+    rows,
+    col,
+    N,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    """Write columns of hidden from `col` on, `gate` (and `up`, N further) times `factor`, and their activation."""
+    COLS: tl.constexpr = gate.shape[1]
+    WIDTH: tl.constexpr = 2 if INTERLEAVED else 1
+    n = col + tl.arange(0, COLS)
+    mask = (m < rows)[:, None] & (n < WIDTH * N)[None, :]
+    place = hidden + row * stride_hidden + (m[:, None] * stride_hidden + n[None, :])
+    feature = bias + expert * stride_hidden + n if bias is not None else None
+    gate = tl.where((source < 0)[:, None], 0.0, gate * factor[:, None])
+    if bias is not None:
+        gate += tl.load(feature, mask=n < WIDTH * N, other=0.0).to(tl.float32)[None, :]
+    rounded_gate = gate.to(hidden.dtype.element_ty)
+    tl.store(place, rounded_gate, mask=mask)
+    gate = rounded_gate.to(tl.float32)
+    if INTERLEAVED:
+        gate, up = tl.split(tl.reshape(gate, (gate.shape[0], COLS // 2, 2)))
+    elif GATED:
+        up = tl.where((source < 0)[:, None], 0.0, up * factor[:, None])
+        if bias is not None:
+            up += tl.load(feature + N, mask=n < N, other=0.0).to(tl.float32)[None, :]
+        rounded_up = up.to(hidden.dtype.element_ty)
+        tl.store(place + N, rounded_up, mask=mask)
+        up = rounded_up.to(tl.float32)
+    value = activate(gate, up, limit, alpha, ACTIVATION)
+    if row_weights is not None:
+        value *= tl.load(row_weights + row + m, mask=m < rows, other=0.0)[:, None]
+    f = col // WIDTH + tl.arange(0, COLS // WIDTH)
+    target = act + row * N + (m[:, None] * N + f[None, :])
+    tl.store(target, value.to(act.dtype.element_ty), mask=(m < rows)[:, None] & (f < N)[None, :])
+
+
+@triton.jit
+def act_halves(
+    gate,
+    up,
+    source,
+    factor,
+    row_weights,
+    hidden,
+    act,
+    bias,
+    stride_hidden,
+    limit,
+    alpha,
+    expert,
+    row,
+    m,
+    rows,
+    col,
+    N,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+):
+    """act_columns of the left half and then of the right one: so many erf at once as all take do not fit registers."""
+    COLS: tl.constexpr = gate.shape[1]
+    left, right = column_halves(gate)
+    left_up, right_up = left, right
+    if GATED:
+        left_up, right_up = column_halves(up)
+    act_columns(
+        left, left_up, source, factor, row_weights, hidden, act, bias, stride_hidden, limit, alpha, expert, row, m,
+        rows, col, N, ACTIVATION, GATED, False,
+    )  # fmt: skip
+    act_columns(
+        right, right_up, source, factor, row_weights, hidden, act, bias, stride_hidden, limit, alpha, expert, row, m,
+        rows, col + COLS // 2, N, ACTIVATION, GATED, False,
+    )  # fmt: skip
+
+
+@triton.jit
 def act_tile(
     walked,
     num_tiles,
@@ -441,34 +532,29 @@ def act_tile(
         gate, up = column_halves(acc)
     else:
         gate, up = acc, acc
-    n = col + tl.arange(0, WIDTH * BLOCK_N)
-    mask = (m < rows)[:, None] & (n < WIDTH * N)[None, :]
     factor = tl.where(source < 0, 0.0, 1.0)
     if scale is not None:
         factor *= tl.load(scale + row + m, mask=m < rows, other=0.0)
-    place = hidden + row * stride_hidden + (m[:, None] * stride_hidden + n[None, :])
-    feature = bias + expert * stride_hidden + n if bias is not None else None
-    gate = tl.where((source < 0)[:, None], 0.0, gate * factor[:, None])
-    if bias is not None:
-        gate += tl.load(feature, mask=n < WIDTH * N, other=0.0).to(tl.float32)[None, :]
-    rounded_gate = gate.to(hidden.dtype.element_ty)
-    tl.store(place, rounded_gate, mask=mask)
-    gate = rounded_gate.to(tl.float32)
-    if INTERLEAVED:
-        gate, up = tl.split(tl.reshape(gate, (BLOCK_M, BLOCK_N, 2)))
-    elif GATED:
-        up = tl.where((source < 0)[:, None], 0.0, up * factor[:, None])
-        if bias is not None:
-            up += tl.load(feature + N, mask=n < N, other=0.0).to(tl.float32)[None, :]
-        rounded_up = up.to(hidden.dtype.element_ty)
-        tl.store(place + N, rounded_up, mask=mask)
-        up = rounded_up.to(tl.float32)
-    value = activate(gate, up, limit, alpha, ACTIVATION)
-    if row_weights is not None:
-        value *= tl.load(row_weights + row + m, mask=m < rows, other=0.0)[:, None]
-    f = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    target = act + row * N + (m[:, None] * N + f[None, :])
-    tl.store(target, value.to(act.dtype.element_ty), mask=(m < rows)[:, None] & (f < N)[None, :])
+    if ACTIVATION == "gelu":
+        left, right = column_halves(gate)
+        act_halves(
+            left, left, source, factor, row_weights, hidden, act, bias, stride_hidden, limit, alpha, expert, row, m,
+            rows, col, N, ACTIVATION, GATED,
+        )  # fmt: skip
+        act_halves(
+            right, right, source, factor, row_weights, hidden, act, bias, stride_hidden, limit, alpha, expert, row, m,
+            rows, col + BLOCK_N // 2, N, ACTIVATION, GATED,
+        )  # fmt: skip
+    elif ACTIVATION == "geglu" and not INTERLEAVED:
+        act_halves(
+            gate, up, source, factor, row_weights, hidden, act, bias, stride_hidden, limit, alpha, expert, row, m,
+            rows, col, N, ACTIVATION, GATED,
+        )  # fmt: skip
+    else:
+        act_columns(
+            gate, up, source, factor, row_weights, hidden, act, bias, stride_hidden, limit, alpha, expert, row, m,
+            rows, col, N, ACTIVATION, GATED, INTERLEAVED,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["limit", "alpha"])

@@ -124,6 +124,15 @@ def products(dtype: torch.dtype) -> dict[str, Callable[[], object]]:
             transposed=True,
             config=grouped_gemm._one_tile_each(two),
         ),
+        **{
+            f"act, {name}": lambda name=name, weight=weight, config=config: grouped_gemm.grouped_linear_act(
+                x, weight, groups, bias[:, : weight.shape[1]], **{**act, "activation": name}, config=config
+            )
+            for name, weight, config in (
+                ("geglu", first, grouped_gemm._one_tile_each(two)),
+                ("gelu", first[:, :FEATURES], grouped_gemm._one_tile_each(one)),
+            )
+        },
         "plain": lambda: grouped_gemm.grouped_linear(rows, second, groups, config=one),
         "dact": lambda: grouped_gemm.grouped_linear_dact(x, second, groups, hidden, **act, config=dact),
         "dgrad": lambda: grouped_gemm.grouped_linear(hidden, first, groups, transposed=True, config=one),
@@ -168,7 +177,11 @@ def compile_products(
 
 @pytest.mark.timeout(600)
 def test_products_compile_without_spills_to_tensor_core_loops(monkeypatch: pytest.MonkeyPatch, target: Target) -> None:
-    names = ("gathered", "act", "act, interleaved", "dact", "wgrad") if target == HOPPER else ("act", "wgrad")
+    names = (
+        ("gathered", "act", "act, interleaved", "act, geglu", "act, gelu", "dact", "wgrad")
+        if target == HOPPER
+        else ("act", "wgrad")
+    )
     registers = compile_products(monkeypatch, target, torch.bfloat16, names)
     if target == HOPPER:
         for kernel, documented in documented_registers().items():
