@@ -74,6 +74,7 @@ def shard(model: HasModules, batch: Mapping[str, Any], *, documents: Documents |
     where = positions(placement.layout[region.comm.rank]).to(ids.device)
     given = batch.get("position_ids")
     whole = _document_positions(ids, lengths) if given is None else given.expand(ids.shape[0], -1)
+    region.note_positions(whole)
     cut: dict[str, Any] = {"input_ids": ids[:, where], "position_ids": whole[:, where]}
     if batch.get("labels") is not None:
         shifted = shift_labels(batch["labels"], lengths)

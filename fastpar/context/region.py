@@ -70,6 +70,7 @@ class SequencePlacement(NamedTuple):
     num_tokens: int  # of the whole sequence
     rows: int | None = None
     labels: LabelCount | None = None
+    last: Tensor | None = None  # [rows], the largest of each row's position_ids, on the batch's device
 
     @property
     def key(self) -> Any:
@@ -80,7 +81,8 @@ class SequencePlacement(NamedTuple):
         """That of some rows of the batch, whose labels are not counted."""
         shared = self.documents is None or len(self.documents) == 1
         documents = self.documents if shared else (self.documents or ())[start:stop]
-        return SequencePlacement(self.layout, documents, self.num_tokens, stop - start)
+        last = None if self.last is None else self.last[start:stop]
+        return SequencePlacement(self.layout, documents, self.num_tokens, stop - start, last=last)
 
 
 class ContextRegion:
@@ -140,6 +142,11 @@ class ContextRegion:
         return self._placement is not None
 
     @property
+    def is_tried(self) -> bool:
+        """Whether what runs now is a trial, on whole sequences."""
+        return bool(self._trial)
+
+    @property
     def tokens_here(self) -> int:
         """How many of the sequence's tokens this rank has."""
         return num_tokens(self.placement.layout[self.comm.rank])
@@ -196,6 +203,10 @@ class ContextRegion:
         device = device or torch.device("cpu")
         pairs_a_key = 8 * flops_an_element(self.comm, device) / (14 * self.queries_a_key)
         return {"pairs_a_key": pairs_a_key, "is_hidden": self.options.overlap and device.type != "cpu"}
+
+    def note_positions(self, whole: Tensor) -> None:
+        """Note the position_ids [rows, S] of the whole sequences."""
+        self._placement = self.placement._replace(last=whole.amax(1))
 
     def count_labels(self, here: int, total: int) -> None:
         """Note how many labels of the batch count."""
@@ -337,4 +348,5 @@ def _share(model: HasModules, region: ContextRegion) -> None:
 
 def draw_seed() -> int:
     """One 62-bit number from torch's default CPU generator: the same on all ranks that were seeded alike."""
+    refuse_capture("the seed of dropout is drawn on the host, which cannot be", "Capture with p=0, or torch's dropout")
     return int(torch.empty((), dtype=torch.int64).random_(0, 1 << 62).item())

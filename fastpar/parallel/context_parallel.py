@@ -12,11 +12,14 @@ transformers is imported by the call that needs it.
 from __future__ import annotations
 
 import copy
+import inspect
 from dataclasses import dataclass
 from typing import Any, cast
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from fastpar.comm import Communicator
 from fastpar.context.region import REGION, Context, ContextRegion, TokenPlaces, region_of
@@ -159,6 +162,7 @@ def connect(model: nn.Module, region: ContextRegion, changes: Changes) -> None:
                 changes.set(module, "_attn_implementation", NAME)
         if region.comm.size > 1:
             changes.hooked(model.register_forward_pre_hook(PositionsGiven(region), with_kwargs=True))
+            _give_last_positions(model, region, changes)
     _place_dropout(model, region, changes)
     changes.explanation.add("(attention)", "context", "", f"over {region.comm.size} ranks, {region.options.method}")
 
@@ -178,6 +182,59 @@ class PositionsGiven:
                 f"{type(module).__name__} got {ids.shape[1]} tokens without position_ids: if they are a part that "
                 "fastpar.context.shard has cut, call model(**batch); if they are whole, cut them first"
             )
+
+
+def _give_last_positions(model: nn.Module, region: ContextRegion, changes: Changes) -> None:
+    """To modules that compute from positions alone (rotary embeddings)."""
+    for module in model.modules():
+        names = list(inspect.signature(module.forward).parameters)
+        if "position_ids" in names and next(module.parameters(), None) is None:
+            hooks = LastPosition(region, names.index("position_ids"))
+            changes.hooked(
+                module.register_forward_pre_hook(hooks.give, with_kwargs=True),
+                module.register_forward_hook(hooks.take, with_kwargs=True),
+            )
+
+
+@dataclass(frozen=True)
+class LastPosition:
+    """Hooks by which a module sees the largest position of the whole sequences, behind this rank's.
+
+    Frequencies of rotary embeddings may go by it ("dynamic", "longrope"): ranks whose tokens all lie at the beginning
+    would take others. What comes out for that token is left out again.
+    """
+
+    region: ContextRegion
+    index: int  # of the argument position_ids
+
+    def give(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = self._positions(args, kwargs, 0)
+        last = None if given is None else self.region.placement.last
+        if given is None or last is None:
+            return None
+        longer = torch.cat([given, last.max().to(given).expand(*given.shape[:-1], 1)], -1)
+        if "position_ids" in kwargs:
+            return args, kwargs | {"position_ids": longer}
+        return (*args[: self.index], longer, *args[self.index + 1 :]), kwargs
+
+    def take(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        given = self._positions(args, kwargs, 1)
+        if given is None:
+            return None
+        for x in tree_leaves(output):
+            if not isinstance(x, Tensor) or x.dim() < 2 or x.size(-2) != given.size(-1):
+                raise ValueError(
+                    f"{type(module).__name__} computes something from position_ids that has no place [..., tokens, D] "
+                    "for each, of which context parallelism does not know what it is of a split sequence"
+                )
+        return tree_map(lambda x: x[..., :-1, :], output)
+
+    def _positions(self, args: tuple[Any, ...], kwargs: dict[str, Any], more: int) -> Tensor | None:
+        """Those of this rank's tokens, and of so many more."""
+        given = kwargs.get("position_ids", args[self.index] if len(args) > self.index else None)
+        if self.region.is_tried or not self.region.is_placed or not isinstance(given, Tensor):
+            return None
+        return given if given.dim() and given.size(-1) == self.region.tokens_here + more else None
 
 
 def _place_dropout(model: nn.Module, region: ContextRegion, changes: Changes) -> None:

@@ -26,6 +26,7 @@ from tests.context.context_ranks import (
     compare_families,
     compare_steps,
     errors,
+    gradients,
     groups_that_do_not_sum,
     not_a_part,
     own_model,
@@ -37,6 +38,7 @@ from tests.context.context_ranks import (
     said_of_untried_models,
     styled_models,
     styled_refusals,
+    sum_over,
     whole_batch,
 )
 from tests.dist import run_ranks
@@ -462,6 +464,45 @@ def strange_models() -> list[str]:
     found.append(str(error.value))
     mesh.close()
     return found
+
+
+def longest_positions(rope_type: str) -> None:
+    """Frequencies that go by the largest position are those of the whole sequence, whatever a rank has of it."""
+    import transformers
+
+    mesh = fp.init_mesh(cp=2, device="cpu")
+    batch = whole_batch()
+    if rope_type == "dynamic":
+        config = tiny_model("llama", "LlamaForCausalLM").config
+        config.max_position_embeddings = 16
+        config.rope_parameters = {"rope_type": rope_type, "rope_theta": 1e4, "factor": 4.0}
+    else:
+        config = tiny_model("phi3", "Phi3ForCausalLM").config
+        config.original_max_position_embeddings = 25
+        width = config.hidden_size // config.num_attention_heads // 2
+        factors = {"short_factor": [1.0] * width, "long_factor": [9.0] * width}
+        config.rope_parameters = {"rope_type": rope_type, "rope_theta": 1e4, "partial_rotary_factor": 1.0, **factors}
+    config = type(config)(**config.to_dict())
+    torch.manual_seed(0)
+    plain: Any = transformers.AutoModelForCausalLM.from_config(config)
+    model = fp.parallelize(copy.deepcopy(plain), mesh, context=fp.Context(layout="contiguous"))
+    part = fp.context.shard(model, batch)
+    loss, expected = model(**part).loss, plain(**batch).loss
+    torch.testing.assert_close(fp.context.total(model, loss), expected.detach(), rtol=1e-5, atol=0)
+    expected.backward()
+    loss.backward()
+    assert_near(sum_over(mesh, gradients(model)), gradients(plain), rope_type, 1e-4)
+    fp.context.shard(model, batch, documents=((30, 7), (20, 17)))
+    placement = region_of(model).placement
+    for rows in (placement, placement.of_rows(0, 2), placement.of_rows(1, 2)):  # of a microbatch
+        assert rows.last is not None
+        assert rows.last.tolist() == [29, 19][-int(rows.rows or 0) :]
+    mesh.close()
+
+
+@pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
+def test_rotary_frequencies_go_by_the_longest_position_of_all_ranks(rope_type: str) -> None:
+    run_ranks(2, longest_positions, rope_type)
 
 
 class Mixing(nn.Module):
