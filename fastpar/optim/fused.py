@@ -29,6 +29,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from fastpar.contracts import optimizer_formats as formats
+from fastpar.contracts.capture import refuse_capture
 from fastpar.ops.optimizer import Step, StochasticRounding
 from fastpar.optim._batches import Batch, States, StepCounts, local, local_gradients, locals_of
 from fastpar.optim._parameters import check_group, checked_params
@@ -108,6 +109,10 @@ class FusedOptimizer(Optimizer):
         loss = None
         if not (closure is None or callable(closure)):
             raise TypeError(f"closure must be a function or None, got {type(closure).__name__}")
+        refuse_capture(
+            f"{type(self).__name__}.step() counts steps on the host, which cannot be",
+            "Step after the replay, or capture the op of fastpar.ops (adamw_step with step= a tensor on the device)",
+        )
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
@@ -162,8 +167,8 @@ class FusedOptimizer(Optimizer):
         if found_inf is None or found_inf.device.type == "cpu":
             return
         copy = torch.empty_like(found_inf, device="cpu", pin_memory=True).copy_(found_inf, non_blocking=True)
-        arrived = torch.cuda.Event()
-        arrived.record()
+        # On the stream that copies: the current device may be another one.
+        arrived = torch.cuda.current_stream(found_inf.device).record_event()
         self._deferred.append(_Deferred(copy, arrived, counts))
 
     def _settle(self) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from fastpar.arguments import checked
 from fastpar.comm.shards import check_is_tensor
+from fastpar.contracts.capture import refuse_capture
 from fastpar.ops.dropout import sharded_dropout
 from fastpar.tensor.sequence import SequenceRegion, splitting
 
@@ -106,6 +107,7 @@ class LayoutDropout(nn.Module):
 
 def draw_seed() -> int:
     """One 62-bit number from torch's default CPU generator."""
+    refuse_capture("the seed of dropout is drawn on the host, which cannot be", "Capture with p=0, or torch's dropout")
     return int(torch.empty((), dtype=torch.int64).random_(0, 1 << 62).item())
 
 

@@ -18,6 +18,8 @@ from fastpar.kernels import attention_steps, kept_tables, optimizer, square_sum
 from fastpar.kernels.overlap_gemm_buffer import OverlapBuffer
 from fastpar.kernels.overlap_gemm_calls import COPY_PROGRAMS, PUSH_PROGRAMS, AllGatherGemm, GemmReduce
 from fastpar.ops.optimizer import Step, adamw_step, run_adamw
+from fastpar.optim import AdamW
+from fastpar.tensor.dropout import LayoutDropout
 from tests.rehearsal import device
 
 
@@ -188,6 +190,38 @@ def test_a_tensor_elsewhere_in_a_known_set_is_refused(where: str) -> None:
     lists[2][1] = lists[2][1].to("cuda:0")
     with pytest.raises(ValueError, match=f"step_tensor must be on the device of params.0., cuda:0, got {where}"):
         adamw_step(*lists, step=torch.ones((), device=where), lr=0.1)
+
+
+# ---- numbers of the host, and other devices
+
+
+def test_what_counts_or_draws_on_the_host_is_refused_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay would have the number of the step, or the mask, of the capture."""
+    param = torch.nn.Parameter(torch.ones(8, device="cuda"))
+    param.grad = torch.ones_like(param)
+    step, dropout = AdamW([param], lr=0.1), LayoutDropout(0.5)
+    capture(monkeypatch, True)
+    with pytest.raises(RuntimeError, match=r"AdamW.step\(\) counts steps on the host, .*adamw_step with step="):
+        step.step()
+    assert param.tolist() == [1.0] * 8
+    with pytest.raises(RuntimeError, match="the seed of dropout is drawn on the host, which cannot be in a CUDA graph"):
+        dropout(torch.ones(8, device="cuda"))
+    capture(monkeypatch, False)
+    step.step()
+    assert dropout.eval()(param) is param
+
+
+def test_a_flag_is_waited_for_on_the_device_that_it_comes_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host would read it before it has come where that is not the current device."""
+    recorded: list[int | None] = []
+    monkeypatch.setattr(device.Stream, "record_event", lambda self: recorded.append(self.device.index))
+    monkeypatch.setattr(device.Event, "record", lambda self: recorded.append(torch.cuda.current_device()))
+    param = torch.nn.Parameter(torch.ones(8, device="cuda:1"))
+    param.grad, step = torch.ones_like(param), AdamW([param], lr=0.1)
+    step.found_inf = torch.zeros((), device="cuda:1")
+    recorded.clear()
+    step.step()
+    assert recorded[-1] == 1
 
 
 # ---- fastpar doctor
