@@ -85,6 +85,7 @@ KERNEL_PACKAGES = {
     "functools",
     "itertools",
     "math",
+    "threading",
     "typing",
 }
 
