@@ -173,7 +173,8 @@ class FusedOptimizer(Optimizer):
 
     def _settle(self) -> None:
         """Takes back the counts of steps that turned out to be skipped."""
-        deferred, self._deferred = self._deferred, []
+        deferred = self._deferred[:]
+        self._deferred.clear()  # of copies of this object, too
         for late in deferred:
             late.arrived.synchronize()
             if bool(late.found_inf):

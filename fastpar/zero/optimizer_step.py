@@ -3,7 +3,7 @@
 Note: hooks. All of it happens in a step pre-hook, after which torch runs the step proper: on a stand-in without
 parameters, since many optimizers count steps in their groups or in themselves, and would count each twice
 (`_spent`). That keeps the object (LR schedulers wrap its `step`, GradScaler calls it, others hold it), lets a step be
-skipped, and lets it be taken in pieces, each of which begins with the counts of the first (`Stepper.update`).
+skipped, and lets it be taken in pieces, each of which begins with the counts of the first (`KeptCounts`).
 
 Note: model_param and optim_param (of a `ShardedParam`). Between steps `param_groups` and `state` hold the model's own
 parameters, which programs look for there (torch.distributed.checkpoint.state_dict does, and
@@ -133,7 +133,6 @@ class Stepper:
         self._raw = inspect.unwrap(type(optimizer).step)
         self._is_elementwise = is_elementwise(optimizer)
         self._plain_rows: PlainRows | None = None  # of the last step
-        self._counts: _Counts | None = None  # before the first piece of a step
         self._hook = optimizer.register_step_pre_hook(self._before)
         # Of hooks that come later, too, this is the last: they change what the step is to take, and it takes it
         vars(optimizer)["register_step_pre_hook"] = partial(_register_before, weakref.ref(optimizer), self._hook.id)
@@ -235,19 +234,16 @@ class Stepper:
     def update(self, parameters: Sequence[nn.Parameter] | None = None) -> None:
         """The optimizer's own step, on these parameters (None: all that it has)."""
         groups = self.optimizer.param_groups
-        if parameters is not None:
-            if self._counts is None:
-                self._counts = _Counts(self.optimizer)
-            else:
-                self._counts.put_back()
         before = [group["params"] for group in groups]
         wanted = None if parameters is None else {id(parameter) for parameter in parameters}
+        was_stepping, self._is_stepping = self._is_stepping, True  # for a subclass that calls its base's step
         try:
             for group in groups:
                 group["params"] = [p for p in group["params"] if wanted is None or id(p) in wanted]
             with torch.no_grad(), self._as_plain_tensors() if self._is_elementwise else _nothing():
                 self._raw(self.optimizer)
         finally:
+            self._is_stepping = was_stepping
             for group, params in zip(groups, before, strict=True):
                 group["params"] = params
 
@@ -267,7 +263,7 @@ class Stepper:
                 self._bring_scalars()
                 self._phases(self)
         finally:
-            self._is_stepping, self._counts = False, None
+            self._is_stepping = False
         for parameter in self.parameters():
             parameter.grad = None
         self._stepped()
@@ -367,18 +363,21 @@ def _spent(optimizer: Any) -> Any:
     return spent
 
 
-class _Counts:
-    """What a step may count in an optimizer itself, and in its groups: kept, to begin another piece of it with."""
+class KeptCounts:
+    """What a step may change in an optimizer itself and in the options of its groups, to begin another with."""
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
-        self._groups = [_options(group) for group in optimizer.param_groups]
+        self._groups = [(group, dict(group), _options(group)) for group in optimizer.param_groups]
         self._own = {key: value for key, value in vars(optimizer).items() if isinstance(value, (int, float))}
 
     def put_back(self) -> None:
         vars(self._optimizer).update(self._own)
-        for group, options in zip(self._optimizer.param_groups, self._groups, strict=True):
-            group.update({key: _copied(value) for key, value in options.items()})
+        for group, held, options in self._groups:
+            for key, value in options.items():
+                if isinstance(value, Tensor):
+                    held[key].copy_(value)
+                group[key] = held[key] if isinstance(value, Tensor) else _copied(value)
 
 
 class GradClipping:

@@ -51,7 +51,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from fastpar.comm import Communicator, shard_range
 from fastpar.tensor.parameter import RowMap, layout_of
 from fastpar.zero.groups import Groups, as_dtensor, local
-from fastpar.zero.optimizer_step import MASTER, SCALARS, Stepper
+from fastpar.zero.optimizer_step import MASTER, SCALARS, KeptCounts, Stepper
 from fastpar.zero.sharded_param import ShardedParam
 
 if TYPE_CHECKING:
@@ -211,19 +211,16 @@ def make_states(stepper: Stepper, optim_params: Sequence[nn.Parameter]) -> None:
         return
     values = [local(optim_param).clone() for optim_param in optim_params]
     grads = [optim_param.grad for optim_param in optim_params]
-    groups = stepper.optimizer.param_groups
-    rates = [group.get("lr") for group in groups]
+    counts = KeptCounts(stepper.optimizer)
     try:
-        for group in groups:
+        for group in stepper.optimizer.param_groups:
             if "lr" in group:
                 group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
         for optim_param in optim_params:
             optim_param.grad = torch.zeros_like(optim_param)
         stepper.update(optim_params)
     finally:
-        for group, rate in zip(groups, rates, strict=True):
-            if rate is not None:
-                group["lr"] = rate
+        counts.put_back()
         for optim_param, value, grad in zip(optim_params, values, grads, strict=True):
             local(optim_param).copy_(value)
             optim_param.grad = grad

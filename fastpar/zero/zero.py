@@ -32,7 +32,7 @@ from fastpar.zero import memory, state_dict
 from fastpar.zero.groups import Groups, as_dtensor, held_index, local
 from fastpar.zero.hooks import Autocast, CastInputs, ForwardHook, LoadStates, ZeroGrad, in_backward
 from fastpar.zero.offload.shard_store import DiskStates
-from fastpar.zero.optimizer_step import SCALER_SCALARS, GradClipping, Stepper
+from fastpar.zero.optimizer_step import SCALER_SCALARS, GradClipping, KeptCounts, Stepper
 from fastpar.zero.options import NamedParameters, ShardOptions
 from fastpar.zero.replicas import ModelParams, Replicas, cast_buffers, synchronise_values
 from fastpar.zero.sharded_param import ShardedParam, unsent_gradient
@@ -342,8 +342,10 @@ class Zero:
             optimizer: Any = stepper.optimizer
             scalars = {name: getattr(optimizer, name) for name in SCALER_SCALARS if hasattr(optimizer, name)}
             may_skip = scalars.get("found_inf") is not None
+            counts = KeptCounts(optimizer)
 
             def update(some: Sequence[nn.Parameter]) -> None:
+                counts.put_back()
                 for name, value in scalars.items():  # which an update resets
                     setattr(optimizer, name, value)
                 with self._writing(some):

@@ -496,6 +496,7 @@ def counting_run(kind: type, folder: str) -> list[Parameters]:
             (loss * torch.nan if step == 2 else loss).backward()  # which is not counted
             optimizer.step()
             assert zero.steps == step + 1
+            zero.state_dict()  # which has states of what has none, by a step of no length
             assert float(zero.norm) > 0 or step == 2  # of the gradients, not of what is left of them
         assert zero.skipped == 1
         assert optimizer.calls == optimizer.param_groups[0]["calls"] == float(optimizer.param_groups[0]["called"]) == 4
