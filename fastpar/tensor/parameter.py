@@ -36,6 +36,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from fastpar.arguments import check_counts, checked
 from fastpar.comm import Communicator, shard_range
 from fastpar.comm.shards import MAX_PARTS, check_dim
+from fastpar.ops._dtensor_grad import dtensor_grad
 
 _SUCCESSOR = "fastpar_successor"  # the attribute of a parameter that another one has replaced
 
@@ -354,9 +355,7 @@ class _Unwrap(torch.autograd.Function):
             grad = ctx.layout.sum_grad(grad)
         if ctx.spec is None or torch.is_grad_enabled() or torch.compiler.is_compiling():
             return ctx.layout.as_dtensor(grad), None, None
-        # As FSDP2 makes its gradients: `from_local` is a node of autograd itself, and takes as long as a small product.
-        # Without its __init__, which does nothing, behind a guard against Dynamo that takes a microsecond.
-        return DTensor.__new__(DTensor, grad, ctx.spec, requires_grad=False), None, None
+        return dtensor_grad(grad, ctx.spec), None, None
 
 
 def unwrap(param: Tensor, layout: ParameterLayout, *, sum_grad: bool = False) -> Tensor:

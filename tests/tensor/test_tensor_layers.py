@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -211,7 +212,7 @@ def _parameters_at_rest() -> None:
     row(out.detach()).sum().backward()
     for param in (column.weight, column.bias, row.weight, row.bias):
         grad = param.grad
-        assert isinstance(grad, DTensor)
+        assert type(grad) is DTensor
         assert not grad.requires_grad
         assert grad._spec == param._spec  # mesh, placements, and shape and strides of the whole, uneven as it is
         assert grad.to_local().shape == param.to_local().shape
@@ -239,6 +240,51 @@ def test_gradients_of_parameters_can_be_differentiated_again() -> None:
 
 def test_parameters_are_dtensors_at_rest_and_activations_plain() -> None:
     run_ranks(2, _parameters_at_rest)
+
+
+def _gradients_before_they_are_stored() -> None:
+    torch.manual_seed(0)
+    layer = ColumnParallelLinear(6, 5, group=dist.group.WORLD)
+    norm = nn.LayerNorm(6)
+    replicate(norm, dist.group.WORLD)
+    params = [layer.weight, layer.bias, norm._parameters["weight"]]
+
+    def grads(**options: Any) -> Any:
+        return torch.autograd.grad(layer(norm(torch.arange(12.0).view(2, 6))).square().sum(), params, **options)
+
+    wanted = grads()
+    with patch.object(DTensor, "__init__", side_effect=AssertionError("made by torch's rules for DTensors")):
+        layer(norm(torch.arange(12.0).view(2, 6))).square().sum().backward()
+    for param, grad in zip(params, wanted, strict=True):
+        assert torch.equal(param.grad.to_local(), grad.to_local())
+    uses = (
+        lambda grad: (grad + grad).to_local() / 2,
+        lambda grad: torch._foreach_add([grad], [grad])[0].to_local() / 2,
+        lambda grad: copy.deepcopy(grad).to_local(),
+        lambda grad: grad.mul_(2).to_local() / 2,
+    )
+    for use in uses:
+        for grad, expected in zip(grads(), wanted, strict=True):
+            assert isinstance(grad, DTensor)
+            assert torch.equal(use(grad), expected.to_local())
+    for grad in grads():
+        kept = grad.detach()
+        assert type(kept) is DTensor
+        assert kept is not grad
+        grad.zero_()
+        assert not kept.to_local().any()  # the same memory
+        assert type(grad) is DTensor
+    before = [param.grad.to_local().clone() for param in params]
+    layer(norm(torch.arange(12.0).view(2, 6))).square().sum().backward()  # accumulated
+    for param, first in zip(params, before, strict=True):
+        assert torch.equal(param.grad.to_local(), 2 * first)
+    for grad in grads():
+        grad.__reduce_ex__(2)
+        assert type(grad) is DTensor  # a file has no class of fastpar's
+
+
+def test_a_gradient_is_an_ordinary_dtensor_for_hooks_and_who_asks_for_it() -> None:
+    run_ranks(2, _gradients_before_they_are_stored)
 
 
 def _autocast_dtype(x: Tensor) -> tuple[torch.dtype, torch.dtype]:

@@ -15,6 +15,7 @@ from torch import Tensor
 from fastpar.comm import copy_to, gather_from, gather_sequence, reduce_from, reduce_scatter_sequence
 from fastpar.comm.recompute_cache import is_taping, kept
 from fastpar.ops._autograd import apply_plain
+from fastpar.ops._dtensor_grad import dtensor_grad
 from fastpar.ops.parallel_linear import torch_ops
 from fastpar.ops.parallel_linear.gemms import (
     all_gather_matmul,
@@ -405,9 +406,7 @@ def _as_dtensor(grad: Tensor, parameter: Any) -> Any:
         where = {"shape": parameter.shape, "stride": parameter.stride(), "run_check": False}
         return parameter.from_local(grad, parameter.device_mesh, parameter.placements, **where)
     # As FSDP2 makes its gradients: `from_local` is a node of autograd itself, and takes as long as a small GEMM.
-    # Not by a call of the class, whose __init__ does nothing, behind a guard against Dynamo that takes a microsecond.
-    cls: Any = type(parameter)
-    return cls.__new__(cls, grad, parameter._spec, requires_grad=False)
+    return dtensor_grad(grad, parameter._spec)
 
 
 def _in_chosen_dtypes(function: Callable[..., T], *args: Any) -> T:
