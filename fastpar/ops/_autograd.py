@@ -23,7 +23,7 @@ def apply_plain(function: Any, *args: Any) -> Any:
     # Dynamo knows an autograd.Function by its `apply`; within a transform of torch.func it says what is missing.
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return function.apply(*args)
-    return cast(Any, super(torch.autograd.Function, function)).apply(*args)
+    return super(torch.autograd.Function, function).apply(*args)
 
 
 def first_derivative_only(grad: Tensor, op: str, alternative: str, *inputs: Tensor | None) -> Tensor:

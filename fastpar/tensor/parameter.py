@@ -36,6 +36,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from fastpar.arguments import check_counts, checked
 from fastpar.comm import Communicator, shard_range
 from fastpar.comm.shards import MAX_PARTS, check_dim
+from fastpar.ops._autograd import apply_plain
 from fastpar.ops._dtensor_grad import dtensor_grad
 
 _SUCCESSOR = "fastpar_successor"  # the attribute of a parameter that another one has replaced
@@ -365,12 +366,13 @@ def unwrap(param: Tensor, layout: ParameterLayout, *, sum_grad: bool = False) ->
     dgrad     the local gradient as a DTensor; with `sum_grad`, or when the parameter is stored whole and each rank
               uses only some rows, all_reduce(gradient) over the group first
     """
-    reduce = (sum_grad or layout.picks_rows) and layout.num_ranks > 1
+    picks_rows = layout.picks_rows
+    reduce = (sum_grad or picks_rows) and layout.num_ranks > 1
     if param.requires_grad and torch.is_grad_enabled() and (reduce or isinstance(param, DTensor)):
-        local = cast(Tensor, _Unwrap.apply(param, layout, reduce))
+        local: Tensor = apply_plain(_Unwrap, param, layout, reduce)
     else:
         local = local_tensor(param)
-    return layout.pick(local) if layout.picks_rows else local
+    return layout.pick(local) if picks_rows else local
 
 
 class ParallelModule(nn.Module):

@@ -93,9 +93,10 @@ class ParallelLinear(torch.autograd.Function):
         if whole_grad is not None and needs[0]:
             share = _sum_whole(call, whole_grad)
             found[0] = share if found[0] is None else found[0] + share
-        if ctx.sharded:
-            pairs = zip(found[1:], ctx.sharded, strict=True)
-            found[1:] = [None if grad is None else _as_dtensor(grad, parameter) for grad, parameter in pairs]
+        for j, parameter in enumerate(ctx.sharded, 1):
+            grad = found[j]
+            if grad is not None:
+                found[j] = _as_dtensor(grad, parameter)
         nothing = (None,) * (len(needs) - len(found))  # for the anchor
         return (None, None, None, None, *found, *nothing)
 
@@ -161,12 +162,13 @@ class CopyToLinear(ParallelLinear):
 
     @staticmethod
     def gradients(call: LinearCall, x: Any, weights_n: Sequence[Tensor], grads_n: Sequence[Any], needs: Needs) -> Grads:
-        dx = None
+        dx, shape = None, next(grad.shape for grad in grads_n if grad is not None)
+        grads_n = [None if grad is None else as_matrix(grad) for grad in grads_n]  # once, for dgrad and wgrad
         if needs[0]:
             busy = any(needs[1 : 1 + len(weights_n)])
             dx = matmul_all_reduce(*_given(grads_n, weights_n), call.comm, call.backward, busy=busy)
         by_parameters = _wgrad(x, weights_n, grads_n, needs)
-        return [None if dx is None else dx(), *by_parameters]
+        return [None if dx is None else dx().view(*shape[:-1], weights_n[0].shape[1]), *by_parameters]
 
     @staticmethod
     def differentiable(
@@ -273,8 +275,8 @@ LINEAR_ALL_REDUCE = _spec(_REDUCE, LinearAllReduce, _REDUCE, "")
 
 def _given(grads: Sequence[Any], weights: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """The gradients that are there, with their weights."""
-    given = [j for j, grad in enumerate(grads) if grad is not None]
-    return [grads[j] for j in given], [weights[j] for j in given]
+    given = [(grad, weight) for grad, weight in zip(grads, weights, strict=True) if grad is not None]
+    return [grad for grad, _ in given], [weight for _, weight in given]
 
 
 def _wgrad(x: Any, weights: Sequence[Tensor], grads: Sequence[Tensor | None], needs: Needs) -> list[Tensor | None]:
@@ -296,8 +298,8 @@ def _wgrad(x: Any, weights: Sequence[Tensor], grads: Sequence[Tensor | None], ne
 def _weight_grad(grad: Tensor, x: Tensor, like: Tensor) -> Tensor:
     """grad.T @ x [N, K] from grad [M, N] and x [M, K], stored the way `like` is: rows or columns first."""
     if not like.is_contiguous() and like.t().is_contiguous():
-        return matmul([x.t()], [grad]).t()
-    return matmul([grad.t()], [x])
+        return matmul((x.t(),), (grad,)).t()
+    return matmul((grad.t(),), (x,))
 
 
 def _dgrad(grads: Sequence[Tensor | None], weights: Sequence[Tensor]) -> Tensor:
@@ -338,8 +340,10 @@ def apply(
     Without a `store`, that of the innermost `WeightGradStore.deferring()` is used. `sharded`: weights and biases are
     DTensors, and get their gradients as such; not with a store, nor under torch.compile.
     """
-    needs_grad = x.requires_grad or any(p is not None and p.requires_grad for p in (*weights, *biases))
-    if not (needs_grad and torch.is_grad_enabled()):
+    parameters = (*weights, *biases)
+    if not torch.is_grad_enabled() or not (
+        x.requires_grad or any(p is not None and p.requires_grad for p in parameters)
+    ):
         with torch.no_grad():
             if sharded:
                 weights = [cast(Any, weight)._local_tensor for weight in weights]
@@ -348,13 +352,14 @@ def apply(
         return (*outs, x if whole is None else whole) if keep else tuple(outs)
     store = current_store() if store is None and not sharded else store
     if store is None:
-        found: Any = apply_plain(call.spec.function, call, keep, sharded, None, x, *weights, *biases)
+        found: Any = apply_plain(call.spec.function, call, keep, sharded, None, x, *parameters)
     else:
         deferred = DeferredGrads(store, tuple(weights), tuple(biases))
-        detached = [None if p is None else p.detach() for p in (*weights, *biases)]
+        detached = [None if p is None else p.detach() for p in parameters]
         anchor = x.new_empty(0).requires_grad_()  # backward runs even where x needs no gradient
         found = apply_plain(call.spec.function, call, keep, False, deferred, x, *detached, anchor)
-    return cast("tuple[Tensor, ...]", found)
+    outputs: tuple[Tensor, ...] = found
+    return outputs
 
 
 def _run(
@@ -372,7 +377,10 @@ def _computed(call: LinearCall, *arguments: Any) -> tuple[Sequence[Tensor], Tens
     outs, whole = _in_chosen_dtypes(call.spec.function.compute, call, *arguments)
     # Not as views: autograd refuses in-place operations on a view that a Function returns. And before they are kept: an
     # operation in place must raise the version of what the tape has.
-    return [torch.ops.aten._unsafe_view(out, out.shape) if out._is_view() else out for out in outs], whole
+    for j, out in enumerate(outs):
+        if out._is_view():
+            outs[j] = torch.ops.aten._unsafe_view(out, out.shape)
+    return outs, whole
 
 
 def _sum_whole(call: LinearCall, dx: Tensor) -> Tensor:
