@@ -171,7 +171,7 @@ def test_programs_update_several_chunks_where_no_operand_is_float32() -> None:
     def programs(*lists: torch.Tensor) -> list[int]:
         param, grad, state = ([x] for x in lists)
         columns = kernels._columns(param, grad, [state], [], [], [], [], [])
-        return [len(group.owners) for group in kernels.Tables().find(columns).groups]
+        return [group.programs for group in kernels.Tables().find(columns).groups]
 
     narrow, wide = (torch.zeros(9 * kernels.CHUNK, dtype=dtype) for dtype in (BF16, F32))
     assert programs(narrow, narrow, narrow) == [3]

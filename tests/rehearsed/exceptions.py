@@ -8,7 +8,7 @@ from tests.rehearsal.watch import Finding
 
 # (kind, file:function of fastpar) -> reason
 ALLOWED: dict[tuple[str, str], str] = {
-    ("copy", "kernels/triton/optimizer.py:upload"): "addresses of new tensors, once; from pinned memory",
+    ("copy", "kernels/triton/kept_tables.py:upload"): "addresses of new tensors, once; from pinned memory",
     ("sync", "fastpar/reference/moe_route.py:route_by_experts"): "the width of the result; give width= for none",
     ("copy", "fastpar/reference/moe_rows.py:row_sources"): "a number a table to the device; waits for nothing",
     ("copy", "fastpar/ops/moe/dispatcher.py:LocalDispatcher.dispatch"): "counts say how large the result is, once",
