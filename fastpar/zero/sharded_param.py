@@ -92,7 +92,7 @@ class ShardedParam:
 
     def note_version(self) -> None:
         """The parameter is its owner, rounded."""
-        self.version = _version(self.model_param)
+        self.version = version_of(self.model_param)
 
     @property
     def is_in_place(self) -> bool:
@@ -113,7 +113,7 @@ class ShardedParam:
     @property
     def is_overwritten(self) -> bool:
         """Whether somebody has written to a parameter whose owner is a copy."""
-        return self.model_rows is not None and _version(self.model_param) != self.version
+        return self.model_rows is not None and version_of(self.model_param) != self.version
 
     def take_values(self) -> None:
         """Let a copy follow what was written to its parameter: elements that are not the copy's own, rounded."""
@@ -191,7 +191,7 @@ class ShardedParam:
         return taken
 
 
-def _version(face: Any) -> int:
+def version_of(face: Any) -> int:
     """Both count: what DTensor runs on its part does not reach that one's own counter."""
     found: int = face._version + (face._local_tensor._version if isinstance(face, DTensor) else 0)
     return found

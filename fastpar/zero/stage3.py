@@ -34,6 +34,12 @@ Note: gradients of gradients. The graph that a backward pass makes of itself (cr
 has saved parameters, and nothing says when it reads them: units in it stay whole until the backward pass through it has
 ended, or a step.
 
+Note: values written by hand. Between steps users write to shards (an average swapped in, weights clipped, the climb of
+SAM), which other ranks read where memory is shared. So a training forward waits there until all ranks have come to it,
+however they wrote; one of an evaluation, of which ranks may run different numbers, does so if this rank's shards have
+another version, as those of the others have then. What was gathered before a write and kept is gathered again, and a
+backward pass that comes to values that were written after its forward raises, as torch does.
+
 Note: failures. A forward or backward that raises leaves units whole; the next forward frees them.
 """
 
@@ -69,7 +75,11 @@ from fastpar.zero.options import ShardOptions
 from fastpar.zero.param_group import ParamGroup, UnitPlan, plan_units, small_names
 from fastpar.zero.quantized_gather import GatherFormats
 from fastpar.zero.reducer import GroupReducer
-from fastpar.zero.sharded_param import ShardedParam, guard_at_rest, places_of, release_at_rest
+from fastpar.zero.sharded_param import ShardedParam, guard_at_rest, places_of, release_at_rest, version_of
+
+
+def _versions_at_rest(unit: ParamGroup) -> list[int]:
+    return [version_of(x) for x in unit.sharded]
 
 
 class Stage3:
@@ -124,6 +134,7 @@ class Stage3:
         self.params: list[ShardedParam] = [by_name[name] for name in numels if name in by_name]
         self.whole_bytes = self.peak_bytes = 0
         self._epoch = 0  # counts updates of the shards
+        self._versions: dict[ParamGroup, list[int]] = {}  # of the parameters at rest, when they were last looked at
         self._states = {unit: UnitState() for unit in self.units}
         self._spare: list[ParamGroup] = []  # gathered early, or kept for what may follow: the oldest first
         self._order = UnitOrder(self.units)
@@ -175,6 +186,31 @@ class Stage3:
         self._epoch += 1
         self.formats.roll()
         self.store.settle()
+        for groups in self.groups.with_experts():
+            groups.shard.barrier()
+        if self.store.has_memory:
+            self._versions = {unit: _versions_at_rest(unit) for unit in self.units}
+
+    def _follow_writes(self, *units: ParamGroup) -> bool:
+        """Whether somebody has written to these units' shards (none given: to any) since the last look: see "values
+        written by hand" above."""
+        if not self.store.has_memory:
+            return False
+        written = [unit for unit in units or self.units if _versions_at_rest(unit) != self._versions[unit]]
+        for unit in written:
+            self._versions[unit] = _versions_at_rest(unit)
+            unit.epoch = -1  # of no shards that are there
+            if unit in self._spare:
+                self._free(unit)
+        return bool(written)
+
+    def _wait_for_writes(self) -> None:
+        """Before a forward: see "values written by hand" above."""
+        is_written = self._follow_writes()
+        if self.can_prefetch or not (is_written or torch.is_grad_enabled()):
+            return
+        for unit in list(self._spare):  # torch counts no writes by _foreach_* to DTensors, and none to .data
+            self._free(unit)
         for groups in self.groups.with_experts():
             groups.shard.barrier()
 
@@ -231,6 +267,7 @@ class Stage3:
                 state.running.clear()
                 state.in_backward.clear()
                 self._free_if_unused(unit)
+        self._wait_for_writes()
         self._passes += 1
         self._last_call = None
         self._order.begin()
@@ -313,6 +350,8 @@ class Stage3:
         """Make a unit whole."""
         if unit.is_unsharded and unit.epoch != self._epoch and not self._states[unit].is_used:
             self._free(unit)  # gathered before an update
+        if unit in self._spare and not in_backward():
+            self._follow_writes(unit)
         if unit in self._spare:
             self._spare.remove(unit)
         if not unit.is_launched:
@@ -421,6 +460,8 @@ class Stage3:
         number = torch._C._current_graph_task_id()
         if number not in self._open:
             self.release()
+            if not self._open:
+                self._follow_writes()
             self._open.add(number)
             engine: Any = torch.autograd.Variable._execution_engine
             engine.queue_callback(partial(self._leave_backward, number, torch.is_grad_enabled()))

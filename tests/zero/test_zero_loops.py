@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -611,6 +612,81 @@ def new_values() -> None:
 
 def test_values_that_are_set_by_hand_are_what_the_next_step_starts_from() -> None:
     run_ranks(SIZE, new_values)
+
+
+def climb(model: nn.Module, how: str, sign: float) -> None:
+    """Move all weights by what depends on nothing, as the two moves of sharpness-aware minimisation."""
+    values = list(model.parameters())
+    with torch.no_grad():
+        if how == "foreach":
+            torch._foreach_add_(values, 0.1 * sign)
+        for value in values if how != "foreach" else ():
+            (value.data if how == "data" else value).add_(0.1 * sign)
+
+
+def climbing_run(how: str, stage: int | None) -> tuple[Parameters, list[float]]:
+    model, losses = Net(), []
+    optimizer = make_optimizer("sgd", model.parameters())
+    if stage is not None:
+        shard(model, optimizer, stage)
+    loss_of = loss_of_all if stage is None else loss_here
+    for step in range(2):
+        loss_of(model, step).backward()
+        if stage is not None and dist.get_rank() == 1:
+            time.sleep(0.1)  # the other one goes ahead
+        climb(model, how, 1.0)
+        loss_of(model, step + 5).backward()
+        climb(model, how, -1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if how == "data":  # of which nobody learns before an evaluation
+            continue
+        if stage is not None and dist.get_rank() == 1:
+            time.sleep(0.1)
+        climb(model, "add", 1.0)
+        with torch.no_grad():
+            losses.append(float(loss_of_all(model, 9)))
+        if stage is not None:
+            dist.barrier()  # the other one has evaluated
+        climb(model, "add", -1.0)
+    return whole_values(model), losses
+
+
+def climbing_runs(how: str) -> list[tuple[Parameters, list[float]]]:
+    return [climbing_run(how, stage) for stage in STAGES]
+
+
+@pytest.mark.parametrize("how", ["add", "foreach", "data"])
+def test_what_ranks_write_between_passes_is_what_all_of_them_compute_with(how: str) -> None:
+    expected, losses = climbing_run(how, None)
+    for of_rank in run_ranks(SIZE, climbing_runs, how):
+        for stage, (found, its_losses) in enumerate(of_rank):
+            assert_close(found, expected, stage)
+            assert its_losses == pytest.approx(losses, rel=1e-5), stage
+
+
+def written_too_late() -> None:
+    for stage in STAGES:
+        model = Net()
+        optimizer = make_optimizer("sgd", model.parameters())
+        shard(model, optimizer, stage)
+        for _ in range(2):
+            loss = loss_here(model, 0)
+            with torch.no_grad():
+                model.twice.weight.detach().mul_(2.0)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss.backward()
+            optimizer.zero_grad()
+        with torch.no_grad():  # a part on its own, whose unit is kept until room is needed
+            before = model.first(batch(0, 0, 0)[0])
+            model.first.weight.mul_(2.0)
+            model.first.bias.mul_(2.0)
+            dist.barrier()
+            torch.testing.assert_close(model.first(batch(0, 0, 0)[0]), 2.0 * before)
+
+
+def test_weights_that_change_between_forward_and_backward_are_an_error() -> None:
+    run_ranks(SIZE, written_too_late)
 
 
 def converted() -> None:
