@@ -83,6 +83,8 @@ class MoeCase:
         else:
             names = {"eager": "eager", "grouped_mm": "grouped_mm", "batched_mm": "batched_mm"}
         if rank.world_size == 1 and rank.device == "cuda":
+            if self.passes == "both":
+                makers.append(("fastpar, dact walked", "fastpar", walked_block))
             makers += [("torch grouped_mm", "torch", grouped_block), ("Liger fused experts", "torch", liger_block)]
         makers += [(f"Hugging Face {n}", "torch", partial(peer_block, implementation=i)) for i, n in names.items()]
         providers = []
@@ -223,6 +225,23 @@ def fastpar_block(problem: Problem, *, transport: str = "auto") -> Block:
         )
 
     return Block(layer, problem, first, second)
+
+
+def walked_block(problem: Problem) -> Block:
+    """fastpar with the gradient of the activation on a persistent grid too, which it is to be measured for."""
+    from unittest.mock import patch
+
+    from fastpar.kernels import grouped_gemm
+
+    block = fastpar_block(problem)
+    fused = block.run
+
+    def run() -> Tensor:
+        with patch.object(grouped_gemm, "WALKED", grouped_gemm.WALKED | {"dact"}):
+            return fused()
+
+    block.run = run  # type: ignore[method-assign]
+    return block
 
 
 def grouped_block(problem: Problem) -> Block:
