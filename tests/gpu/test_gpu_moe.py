@@ -21,8 +21,8 @@ from tests.ops.overlap_gemm_cases import DeviceBuffer, device_memories, integers
 pytestmark = pytest.mark.gpu
 pytest.importorskip("triton")
 
-from fastpar.kernels import moe_mlp as kernels  # noqa: E402  (triton is optional)
 from fastpar.kernels import grouped_gemm, moe_push_mlp, moe_rows, moe_sort  # noqa: E402
+from fastpar.kernels import moe_mlp as kernels  # noqa: E402  (triton is optional)
 from fastpar.kernels.moe_push import FLAGS, PushExchange, buffer_bytes, run_together  # noqa: E402
 from fastpar.kernels.overlap_gemm_buffer import OverlapBuffer  # noqa: E402
 from fastpar.reference import moe_rows as reference_rows  # noqa: E402
