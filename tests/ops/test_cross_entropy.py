@@ -68,7 +68,7 @@ def test_inplace_and_fresh_gradients_have_the_same_bits(capability: str, dtype: 
     assert inplace.grad.data_ptr() == inplace.data_ptr(), "the gradient is not in the logits' memory"
 
 
-@pytest.mark.expensive
+@pytest.mark.slow  # test_cross_entropy_kernels.py has the kernels' large outputs
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_streamed_gradient_of_a_large_unaligned_output_matches(capability: str, dtype: torch.dtype) -> None:
     # Above 8 MiB the gradient is stored past the caches, which needs aligned addresses: odd rows start misaligned.

@@ -115,10 +115,10 @@ def test_infinities_and_nan_are_as_in_torch(capability: str, dtype: torch.dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("odd", [0, 1])
-def test_streamed_results_of_large_tensors_match(capability: str, dtype: torch.dtype, odd: int) -> None:
-    # Above 8 MiB results are stored past the caches, which needs aligned addresses; odd rows begin misaligned.
-    features = 70000 + odd
+def test_streamed_results_of_large_tensors_match(capability: str, dtype: torch.dtype) -> None:
+    # Above 8 MiB results are stored past the caches, which needs aligned addresses; of rows of odd length some begin
+    # misaligned.
+    features = 70001
     packed = random(2 * features).to(dtype).repeat(64, 1)
     packed[::3] *= 2
     grad_out = packed[:, 5 : features + 5]
