@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
@@ -35,6 +36,13 @@ def first_derivative_only(grad: Tensor, op: str, alternative: str, *inputs: Tens
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return grad
     return cast(Tensor, _FirstDerivative.apply(grad, op, alternative, *inputs))
+
+
+def first_derivatives_only(
+    grads: Iterable[Tensor | None], op: str, alternative: str, *inputs: Tensor | None
+) -> list[Tensor | None]:
+    """The same for several gradients, of which some may be None."""
+    return [None if grad is None else first_derivative_only(grad, op, alternative, *inputs) for grad in grads]
 
 
 def scale_by_upstream_(grad: Tensor, upstream: Tensor) -> Tensor:

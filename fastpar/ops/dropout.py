@@ -51,6 +51,8 @@ class _ShardedDropout(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
+            return _ShardedDropout.apply(grads[0], *ctx.arguments), None, None, None, None
         return _launch(grads[0], *ctx.arguments), None, None, None, None
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from fastpar.arguments import checked
-from fastpar.comm import gather_sequence, shard_sizes
+from fastpar.comm import copy_to, gather_sequence, shard_sizes
 from fastpar.contracts import communicator
 from fastpar.contracts.agreement import call_of, first_outside, raise_disagreement, tensor_checksum
 from fastpar.contracts.embedding import check_ids, check_scatter_dim, check_weight, reduced, resolve_padding
@@ -173,6 +173,8 @@ class _ReducedEmbedding(torch.autograd.Function):
             sizes = shard_sizes(ids.shape[ctx.dim], ctx.comm.size)
             grad = gather_sequence(grad, ctx.comm, dim=ctx.dim, sizes=sizes)
         if torch.is_grad_enabled():  # create_graph=True
+            if ctx.dim is None:
+                grad = copy_to(grad, ctx.comm)  # each rank's rows give a part of what comes back to it
             return _EmbeddingBackward.apply(grad, ids, *ctx.arguments), None, None, None, None, None
         return implementation(grad).embedding_backward(ids, grad, *ctx.arguments), None, None, None, None, None
 

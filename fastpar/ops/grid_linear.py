@@ -31,6 +31,7 @@ from torch import Tensor
 from fastpar.comm import Communicator
 from fastpar.comm.recompute_cache import kept
 from fastpar.contracts.linear import autocast_dtype
+from fastpar.ops._autograd import first_derivatives_only
 from fastpar.ops.parallel_linear.gemms import as_matrix, launch
 from fastpar.ops.summa import SummaCall, summa_linear
 
@@ -128,11 +129,11 @@ class _GridLinear(torch.autograd.Function):
         return (*outs, whole if keep else None)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         x, *weights = ctx.saved_tensors
-        found = _backward(ctx.call, x, weights, grads, ctx.needs_input_grad[2:])
-        return (None, None, *found)
+        with torch.no_grad():
+            found = _backward(ctx.call, x, weights, grads, ctx.needs_input_grad[2:])
+        return (None, None, *first_derivatives_only(found, "grid_linear", "a linear of one dim", x, *weights, *grads))
 
 
 def _forward(

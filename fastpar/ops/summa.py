@@ -43,6 +43,7 @@ from fastpar.comm import Communicator, SharedRegion
 from fastpar.comm.message_format import DTYPE_NUMBERS
 from fastpar.comm.observers import note
 from fastpar.comm.recompute_cache import kept
+from fastpar.ops._autograd import first_derivatives_only
 from fastpar.ops.parallel_linear.gemms import as_matrix, launch
 
 _ALIGNMENT = 64  # bytes
@@ -105,10 +106,11 @@ class _Summa(torch.autograd.Function):
         return tuple(kept(lambda: _forward(call, x, weights, biases, problem)))
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         x, *weights = ctx.saved_tensors
-        return (None, None, *_backward(ctx.call, x, weights, grads, ctx.needs_input_grad[2:]))
+        with torch.no_grad():
+            found = _backward(ctx.call, x, weights, grads, ctx.needs_input_grad[2:])
+        return (None, None, *first_derivatives_only(found, "summa_linear", "a linear of one dim", x, *weights, *grads))
 
 
 def _forward(

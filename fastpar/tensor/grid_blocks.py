@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from fastpar.comm import Communicator
+from fastpar.comm import Communicator, copy_to
 from fastpar.comm.recompute_cache import kept
 
 P = ParamSpec("P")
@@ -185,11 +185,13 @@ class DeferredSum(Tensor):
 class _Defer(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parts: Tensor, comm: Communicator) -> Tensor:
+        ctx.comm = comm
         return DeferredSum(parts.detach(), comm)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0], None
+        # What comes back to the gradient itself (create_graph=True) is a part on each rank.
+        return copy_to(grads[0], ctx.comm) if grads[0].requires_grad else grads[0], None
 
 
 def _still_deferred(func: Any, args: Any, kwargs: Any) -> DeferredSum | None:

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from fastpar.comm import Communicator
+from fastpar.comm.autograd import reduce_from
 from fastpar.tensor.parameter import RowMap
 
 
@@ -88,9 +89,10 @@ class GridLayout:
         return tuple(None if cut is None else (cut.dim, cut.rows) for cut in (*self.cuts, *self.reordered)), self.rows
 
     def sum_grad(self, grad: Tensor) -> Tensor:
-        """The sum of the ranks' parts of a gradient: an all-reduce for each axis."""
+        """The sum of the ranks' parts of a gradient: an all-reduce for each axis; differentiable."""
         for comm in self.summed:
-            grad = grad if comm.size == 1 else comm.all_reduce(grad)
+            if comm.size > 1:
+                grad = reduce_from(grad, comm) if grad.requires_grad else comm.all_reduce(grad)
         return grad
 
     def pick(self, local: Tensor) -> Tensor:

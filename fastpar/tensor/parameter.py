@@ -35,6 +35,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from fastpar.arguments import check_counts, checked
 from fastpar.comm import Communicator, shard_range
+from fastpar.comm.autograd import reduce_from
 from fastpar.comm.shards import MAX_PARTS, check_dim
 from fastpar.ops._autograd import apply_plain
 from fastpar.ops._dtensor_grad import dtensor_grad
@@ -232,8 +233,8 @@ class ParameterLayout:
         return self.kind, self.dim, self.rows
 
     def sum_grad(self, grad: Tensor) -> Tensor:
-        """The sum of the ranks' parts of a gradient."""
-        return self.comm.all_reduce(grad)
+        """The sum of the ranks' parts of a gradient; differentiable, for gradients of gradients."""
+        return reduce_from(grad, self.comm) if grad.requires_grad else self.comm.all_reduce(grad)
 
     def pick(self, local: Tensor) -> Tensor:
         """The rows that a rank uses of a parameter of which it stores more; differentiable."""

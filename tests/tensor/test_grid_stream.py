@@ -346,7 +346,7 @@ def test_a_layer_takes_stream_by_itself_and_keeps_what_gathering_layers_promise(
         assert "spread='features', stream=True" in found["repr"]
         assert "does not cut over y; grids of 4 ranks that work: summa(2)" in found["refused"]
         assert found["as gathered"] < 1e-6
-        assert "once_differentiable" in found["twice"]
+        assert "first derivative only" in found["twice"]
         assert found["autocast"] == [torch.bfloat16, torch.float32, torch.float32]
         assert found["replayed"]
 
