@@ -29,11 +29,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils.hooks import RemovableHandle
 
+from fastpar.comm import Communicator
 from fastpar.mesh.grid import TENSOR_GRID_DIMS
 from fastpar.precision import Precision
+from fastpar.tensor.grid_layout import GridLayout
+from fastpar.tensor.parameter import ParameterLayout
 
 if TYPE_CHECKING:
     from fastpar.zero.param_group import ParamGroup
@@ -197,6 +203,17 @@ def _register(module: nn.Module, name: str, parameter: Any) -> None:
 
 _DEPTH = 3  # of objects in objects
 _OF_MODULES = frozenset(vars(nn.Module()))
+# What parallel modules have in attributes by the dozen, each of which leads to hundreds of objects of its transport.
+_WITHOUT_RESULTS = (
+    type,
+    nn.Module,
+    ParameterLayout,
+    GridLayout,
+    Communicator,
+    ProcessGroup,
+    DeviceMesh,
+    RemovableHandle,
+)
 
 
 class UncompiledHook:
@@ -391,7 +408,7 @@ def tensors_in(value: Any, depth: int = _DEPTH) -> Iterator[Tensor]:
     for leaf in tree_leaves(value):
         if isinstance(leaf, Tensor):
             yield leaf
-        elif depth > 0 and not isinstance(leaf, (type, nn.Module)):
+        elif depth > 0 and not isinstance(leaf, _WITHOUT_RESULTS):
             names = [field.name for field in dataclasses.fields(leaf)] if dataclasses.is_dataclass(leaf) else []
             held = [getattr(leaf, name) for name in names] or list(getattr(leaf, "__dict__", {}).values())
             for x in held:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fastpar as fp
+from fastpar.zero import hooks
 from tests.dist import run_ranks
 from tests.zero.zero_ranks import one_thread, whole_values
 
@@ -140,3 +141,13 @@ def reading() -> None:
 
 def test_reading_the_parameter_of_a_module_that_does_not_run_says_what_to_write() -> None:
     run_ranks(2, reading)
+
+
+def test_the_search_for_results_does_not_look_into_transports(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[Any] = []
+    find = hooks.tree_leaves
+    monkeypatch.setattr(hooks, "tree_leaves", lambda value: looked.append(value) or find(value))
+    layer = fp.tensor.ColumnParallelLinear(WIDTH, WIDTH)
+    layer.out = [Box(torch.ones(1))]
+    assert list(hooks.tensors_in(hooks.results_in([layer]))) == [torch.ones(1)]
+    assert len(looked) <= 3  # the attributes, and what is in the box
