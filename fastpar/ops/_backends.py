@@ -12,6 +12,7 @@ of several functions take them from a namespace, `kernels_of`: the same names an
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 from collections.abc import Callable
@@ -114,15 +115,22 @@ def kernels_of(family: str) -> Callable[[Tensor], Any]:
     return implementation
 
 
+@functools.cache  # a call takes microseconds
+def capability(device: torch.device) -> tuple[int, int]:
+    """Compute capability of a CUDA device."""
+    return torch.cuda.get_device_capability(device)
+
+
 def _elsewhere(family: str, compiled: Any, device: torch.device) -> Any:
     if device.type == "cuda":
-        if family in _HOPPER and "90a" in CUDA_ARCHS and torch.cuda.get_device_capability(device) == (9, 0):
+        if family in _HOPPER and "90a" in CUDA_ARCHS and capability(device) == (9, 0):
             return compiled
         if family in _TRITON and HAS_TRITON:
             return compiled if family in _REGISTERED and torch.compiler.is_compiling() else triton(family)
     return importlib.import_module(f"fastpar.reference.{family}")
 
 
+@functools.cache
 def triton(family: str) -> Any:
     """Triton kernels of a family, a module; ImportError where Triton is not installed."""
     return importlib.import_module(f"fastpar.kernels.{family}")

@@ -17,6 +17,7 @@ from fastpar.comm.symmetric.buffer import virtual_ranks
 from fastpar.kernels import attention_steps, kept_tables, optimizer, square_sum
 from fastpar.kernels.overlap_gemm_buffer import OverlapBuffer
 from fastpar.kernels.overlap_gemm_calls import COPY_PROGRAMS, PUSH_PROGRAMS, AllGatherGemm, GemmReduce
+from fastpar.ops import _backends
 from fastpar.ops.optimizer import Step, adamw_step, run_adamw
 from fastpar.optim import AdamW
 from fastpar.tensor.dropout import LayoutDropout
@@ -281,6 +282,21 @@ def test_ops_are_called_as_functions_unless_something_looks_at_them(monkeypatch:
     x = inputs[0].view(1, 3, 4, 16).clone()
     ops.rotary_embedding(x, positions=torch.arange(3, device="cuda"), inplace=True)
     assert x._version == 1
+
+
+def test_a_device_is_asked_once_what_it_can_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which kernels serve a call is looked up in every call, and by the device: they may be of two kinds."""
+    asked: list[torch.device] = []
+    monkeypatch.setattr(_backends, "CUDA_ARCHS", ("90a",))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda x: asked.append(x) or (9 - x.index, 0))
+    _backends.capability.cache_clear()
+    implementation = _backends.kernels_of("cross_entropy")
+    for _ in range(2):
+        first, second = (implementation(torch.empty(1, device=f"cuda:{index}")) for index in (0, 1))
+        assert hasattr(first, "stats_exp_")
+        assert second is _backends.triton("cross_entropy")
+    assert asked == [torch.device("cuda", 0), torch.device("cuda", 1)]
+    _backends.capability.cache_clear()
 
 
 def test_a_norms_gradient_of_a_16_bit_weight_is_rounded_where_it_is_summed() -> None:

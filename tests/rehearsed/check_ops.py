@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fastpar import ops
+from fastpar.ops import _backends
 from tests.rehearsal import device
 from tests.rehearsal.watch import Finding, Watch
 from tests.rehearsed.exceptions import ALLOWED, unlisted
@@ -33,8 +34,10 @@ def met() -> set[tuple[str, str]]:
 @pytest.fixture
 def triton_only() -> Iterator[None]:
     device.CAPABILITY[:] = [8, 0]
+    _backends.capability.cache_clear()
     yield
     device.CAPABILITY[:] = [9, 0]
+    _backends.capability.cache_clear()
 
 
 def run(name: str) -> list[Finding]:
