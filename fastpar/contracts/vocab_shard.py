@@ -89,8 +89,9 @@ def with_header(rows: Tensor, shard: Shard, bad_row: int = -1, checksum: int = 0
 
 def read_headers(gathered: Tensor) -> list[list[int]]:
     """[size, start, total, 1 + bad row, checksum] of every rank, from [ranks, N + 3, C]; waits for the device."""
-    words = gathered[:, -HEADER_ROWS:].flatten(1).contiguous().view(torch.int32)[:, :9].tolist()
-    return [list(struct.unpack("=4qi", struct.pack("=9i", *header))) for header in words]
+    headers = gathered[:, -HEADER_ROWS:].view(torch.int32).tolist()  # the rest in Python: less than an op's time
+    words = ([word for row in header for word in row] for header in headers)
+    return [list(struct.unpack("=4qi", struct.pack("=9i", *header[:9]))) for header in words]
 
 
 def exchange(local: Tensor, comm: Communicator | None) -> Tensor:
