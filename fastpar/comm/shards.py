@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor
 
 MAX_PARTS = 1 << 24  # more ranks than there are; a list of as many numbers still fits
@@ -69,6 +70,11 @@ def check_tensor(x: Tensor) -> None:
         raise TypeError(f"x must be a plain tensor, got a {type(x).__name__}: pass the tensors that it is made of")
     if x.layout != torch.strided:
         raise TypeError(f"x must be a dense tensor, got layout {x.layout}")
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
+        raise TypeError(
+            "x has a tangent of forward-mode differentiation (torch.func.jvp, forward_ad.make_dual), which no "
+            "collective carries: use backward, or the whole model in one process"
+        )
 
 
 def check_out(out: Tensor, x: Tensor) -> None:

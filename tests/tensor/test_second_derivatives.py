@@ -1,14 +1,16 @@
-"""Gradients of gradients (`create_graph=True`) of split models: those of one process, or an error."""
+"""Gradients of gradients (`create_graph=True`) of split models: those of one process, or an error; and tangents."""
 
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor
 
 import fastpar as fp
@@ -117,3 +119,21 @@ def grids() -> None:
 
 def test_linears_on_a_grid_have_a_first_derivative_only() -> None:
     run_ranks(4, grids)
+
+
+def tangents() -> None:
+    warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, when it first sees a tangent
+    mesh = fp.init_mesh(tp=2, device="cpu")
+    model: Any = fp.parallelize(Model(), mesh, PLAN)
+    x = torch.randn(2, 5, HIDDEN, dtype=torch.float64)
+    with (
+        torch.no_grad(),
+        forward_ad.dual_level(),
+        pytest.raises(TypeError, match="tangent of forward-mode differentiation"),
+    ):
+        model.blocks[0].mlp(forward_ad.make_dual(x, torch.ones_like(x)))
+    mesh.close()
+
+
+def test_a_tangent_that_a_collective_would_lose_is_refused() -> None:
+    run_ranks(2, tangents)

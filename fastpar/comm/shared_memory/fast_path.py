@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import profiler
+from torch.autograd import forward_ad, profiler
 from torch.autograd.graph import increment_version
 
 from fastpar.comm.observers import LOGS, TRACES, note, open_spans
@@ -181,6 +181,7 @@ def _is_plain(x: Tensor, dim: int | None = None) -> bool:
         and x.numel() > 0
         and not x.is_conj()
         and not x.is_neg()
+        and forward_ad._current_level < 0  # a tangent is refused where arguments are checked
         and (dim is None or (type(dim) is int and dim == 0 and x.ndim > 0))
     )
 
