@@ -462,6 +462,7 @@ class Stage3:
             self.release()
             if not self._open:
                 self._follow_writes()
+                self.reducer.hide()  # what a pass before this one, of the same forward, has left to be shown
             self._open.add(number)
             engine: Any = torch.autograd.Variable._execution_engine
             engine.queue_callback(partial(self._leave_backward, number, torch.is_grad_enabled()))

@@ -6,6 +6,7 @@ import copy
 import io
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -862,15 +863,15 @@ class _TwoOf(nn.Module):
         return self.model(x)[:, :2]
 
 
-def two_passes_run(stage: int | None) -> Parameters:
+def two_passes_run(stage: int | None, *, overlap: bool = False) -> Parameters:
     model = Layers()
     optimizer = make_optimizer("adamw", model.parameters())
-    if stage is not None:
-        shard(model, optimizer, stage, overlap=False)
+    zero = None if stage is None else shard(model, optimizer, stage, overlap=overlap)
     loss_of = loss_of_all if stage is None else loss_here
     for step in range(2):
         first, second = (loss_of(_TwoOf(model), step + more) for more in (0, 10))
-        second.backward(retain_graph=True)
+        with zero.no_sync() if zero is not None and overlap else nullcontext():
+            second.backward(retain_graph=True)
         first.backward()
         second.backward()
         optimizer.step()
@@ -881,7 +882,8 @@ def two_passes_run(stage: int | None) -> Parameters:
 def two_passes() -> None:
     expected = two_passes_run(None)
     for stage in STAGES:
-        assert_close(two_passes_run(stage), expected, stage)
+        for overlap in (False, True):
+            assert_close(two_passes_run(stage, overlap=overlap), expected, (stage, overlap))
 
 
 def test_passes_without_a_forward_in_between_are_summed_before_they_travel() -> None:
