@@ -39,6 +39,8 @@ from fastpar.zero.sharded_param import ShardedParam, unsent_gradient
 from fastpar.zero.stage3 import Stage3
 from fastpar.zero.state_dict import new_run, parts_of
 
+MODES = ("train", "eval")  # methods of optimizers that average weights
+
 
 class Zero:
     """A model and optimizers that `fastpar.zero.shard` has made data-parallel."""
@@ -262,8 +264,8 @@ class Zero:
         for stepper in self.steppers:
             stepper.detach()
         for optimizer in self.optimizers:
-            vars(optimizer).pop("finish_gradients", None)
-            vars(optimizer).pop("companions", None)
+            for name in ("finish_gradients", "companions", *MODES):
+                vars(optimizer).pop(name, None)
         replaced: list[ZeroGrad | LoadStates] = [*self._zero_grads, *self._load_states]
         for each in replaced:
             each.remove()
@@ -528,6 +530,21 @@ class Zero:
             for disk in self._disks.values():
                 disk.refresh()
 
+    def _switch(self, stepper: Stepper, mode: str, *args: Any, **kwargs: Any) -> Any:
+        """`optimizer.train()` and `.eval()` of an optimizer that has other weights for either, as schedule-free ones
+        have: on what it updates. Collective."""
+        self._look_around()
+        for disk in self._disks.values():
+            disk.load()
+        with torch.no_grad(), self._holding_optim_params():
+            self._release()
+            found = getattr(type(stepper.optimizer), mode)(stepper.optimizer, *args, **kwargs)
+            self._write_back([p for p in stepper.parameters() if id(p) in self._param_of])
+            self._publish(self.optimizers.index(stepper.optimizer))
+            for disk in self._disks.values():
+                disk.put_away()
+        return found
+
     def _make_disks(self) -> dict[int, DiskStates]:
         if self.offload is None or self.offload.path is None:
             return {}
@@ -542,6 +559,10 @@ class Zero:
         for owner, zero_grad in zip([*hooked, *self.optimizers], self._zero_grads, strict=True):
             owner.zero_grad = zero_grad
         self._load_states = [LoadStates(optimizer, self._load_optimizer) for optimizer in self.optimizers]
+        for stepper in self.steppers:
+            for mode in MODES:
+                if callable(getattr(type(stepper.optimizer), mode, None)):
+                    vars(stepper.optimizer)[mode] = partial(self._switch, stepper, mode)
         for optimizer in self.optimizers:
             vars(optimizer)["finish_gradients"] = self.reduce_gradients  # for LossScaler
             vars(optimizer)["companions"] = tuple(self.optimizers)  # of whom there is one norm

@@ -512,3 +512,72 @@ def test_what_an_optimizer_counts_in_its_groups_and_itself_is_counted_once_a_ste
     for of_rank in run_ranks(SIZE, counting_run, kind, str(tmp_path)):
         for case, found in enumerate(of_rank):
             assert_close(found, expected, case)
+
+
+class Averaging(torch.optim.Optimizer):
+    """Gradients are taken at `train()` weights, between a running average (`eval()`) and what is stepped (z)."""
+
+    BETA = 0.8
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.05, "is_training": True, "count": 0})
+
+    @torch.no_grad()
+    def _move(self, is_training: bool, weight: float) -> None:
+        for group in self.param_groups:
+            if group["is_training"] is not is_training:
+                group["is_training"] = is_training
+                for p in group["params"]:
+                    if "z" in self.state[p]:
+                        p.lerp_(self.state[p]["z"], weight)
+
+    def train(self) -> None:
+        self._move(True, 1.0 - self.BETA)
+
+    def eval(self) -> None:
+        self._move(False, 1.0 - 1.0 / self.BETA)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            assert group["is_training"]
+            group["count"] += 1
+            for p in group["params"]:
+                if p.grad is not None:
+                    z = self.state[p].setdefault("z", p.clone())
+                    p.lerp_(z, 1.0 / group["count"]).sub_(p.grad, alpha=0.2 * group["lr"])
+                    z.sub_(p.grad, alpha=group["lr"])
+
+
+def averaging_run(stage: int | None, **options: Any) -> tuple[Parameters, list[float]]:
+    model, losses = Net(), []
+    optimizer = Averaging(model.parameters())
+    zero = None if stage is None else shard(model, optimizer, stage, **options)
+    for step in range(4):
+        optimizer.train()
+        loss = loss_of_all(model, step) if stage is None else loss_here(model, step)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.eval()
+        with torch.no_grad():
+            losses.append(float(loss_of_all(model, 9)))
+    found = whole_values(model)
+    if zero is not None:
+        zero.detach()
+        assert "eval" not in vars(optimizer)
+    return found, losses
+
+
+def averaging_runs(folder: str) -> list[tuple[Parameters, list[float]]]:
+    in_file = fp.zero.Offload(folder, group_bytes=64, options={"backend": "threads"})
+    found = [averaging_run(stage) for stage in STAGES]
+    return [*found, averaging_run(1, offload="cpu"), averaging_run(1, offload=in_file)]
+
+
+def test_an_optimizer_with_other_weights_to_evaluate_with_has_those_of_one_process(tmp_path: Path) -> None:
+    expected, losses = averaging_run(None)
+    for of_rank in run_ranks(SIZE, averaging_runs, str(tmp_path)):
+        for case, (found, its_losses) in enumerate(of_rank):
+            assert its_losses == pytest.approx(losses, rel=1e-4), case
+            assert_close(found, expected, case)
