@@ -22,6 +22,13 @@ of every parameter, fresh every time.
                     exact norm of all gradients to see that they are finite, against torch's DistributedDataParallel,
                     which does not; both with torch's fused AdamW. Beside it the step of a rank by itself (a bound)
 
+What bounds the ratios. Of `mlp`: torch takes longer to accumulate the gradient of a DTensor than a tensor's, even where
+it need not ask its rules for placements (`fastpar/ops/_dtensor_grad.py`), and the norm's weight takes a node of its
+own; by hand with DTensor parameters is the peer that has both. The rest is many small steps in Python: modules with
+hooks, checks, autograd functions. Of `loss` on one rank: much of its time is that of an autograd function in Python
+that does nothing. Fewer attributes and calls in that function, and tests of `is_cpu` in the place of devices, did not
+help it. On several ranks a call that is given a group and no `Communicator` makes one; this bench makes it once.
+
 A job is a line of `JOBS`: a function from a `Rank` and a dtype to its providers, the same list on every rank.
 
 Traps besides those of `bench.harness`: a call takes less than a barrier's skew, so a sample is 50 calls. Ranks are
@@ -437,7 +444,7 @@ def loss(rank: Rank, dtype: str) -> list[Provider]:
     logits = torch.randn(ROWS, VOCAB, generator=generator).to(DTYPES[dtype])
     target = torch.randint(0, VOCAB, (ROWS,), generator=generator)
     start, end = shard_range(VOCAB, rank.world_size, rank.rank)
-    group = rank.group if rank.world_size > 1 else None
+    group = Communicator.of(rank.group) if rank.world_size > 1 else None  # made once, as by layers
     vocab_range = None if group is None else (start, end, VOCAB)
     split = partial(ops.vocab_parallel_cross_entropy, group=group, vocab_range=vocab_range)
     exact = logits.double().requires_grad_()

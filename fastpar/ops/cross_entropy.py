@@ -331,9 +331,9 @@ def vocab_parallel_cross_entropy(
         backward  no collective; the gradient is rounded once, to the logits' dtype
 
     Args:
-        group: ProcessGroup, 1-D DeviceMesh, Communicator, or None for logits that hold the whole vocabulary. Under
-            torch.compile it has to be a Communicator made outside, and the collective is then torch's functional one,
-            without a deadline.
+        group: ProcessGroup, 1-D DeviceMesh, Communicator, or None for logits that hold the whole vocabulary. Pass a
+            Communicator made once where calls are small: of anything else every call makes one. Under torch.compile it
+            has to be one made outside, and the collective is then torch's functional one, without a deadline.
         vocab_range: (start, end, total) if this rank's columns are [start, end) of `total`. The default is equal
             shards in rank order; shards of unequal sizes must be given. Empty shards are allowed.
         ignore_index: targets with this value have loss 0 and gradient 0, and do not count in a mean.
