@@ -70,7 +70,7 @@ class _SplitLoss:
 
     def __call__(self, logits: Tensor, labels: Tensor, vocab_size: int | None = None, **kwargs: Any) -> Tensor:
         known = {k: kwargs[k] for k in _OPTIONS if kwargs.get(k) is not None}
-        return self.split(logits, labels, head=self.head, **known)
+        return _outside_of_graphs(self.split)(logits, labels, head=self.head, **known)
 
 
 class _GatheredLoss:
@@ -81,8 +81,21 @@ class _GatheredLoss:
 
     def __call__(self, logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if not self.head.gather_output:
-            logits = gather_vocab(logits, self.head.out_features, self.head.comm)
+            gather = _outside_of_graphs(gather_vocab)
+            logits = gather(logits, self.head.out_features, self.head.comm)
         return self.own(logits, *args, **kwargs)
+
+
+def _outside_of_graphs(fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`fn` of split logits; in training a break of torch.compile's graph.
+
+    The model returns the logits as well. As an output of one graph with the loss they have no gradient where nobody
+    reads them, for which torch puts plain zeros, and the graph's backward wants a DTensor (RuntimeError). Before the
+    break their gradient is that of the loss.
+    """
+    if torch.compiler.is_compiling() and torch.is_grad_enabled():
+        return torch.compiler.disable(fn)
+    return fn
 
 
 def label_shift(model: Any) -> int | None:

@@ -25,7 +25,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -188,6 +188,12 @@ class ParameterLayout:
     shape: torch.Size
     dim: int = 0
     rows: RowMap | None = None
+    picks_rows: bool = field(init=False, compare=False)
+    """Whether a rank selects its rows in forward from a parameter that is stored whole."""
+
+    def __post_init__(self) -> None:
+        # Not a cached property: torch.compile breaks its graph at the lock that these have in Python 3.11 and before.
+        object.__setattr__(self, "picks_rows", self.kind == "whole")
 
     def __deepcopy__(self, memo: Any) -> ParameterLayout:
         return self  # describes a group, which a copied model shares
@@ -216,11 +222,6 @@ class ParameterLayout:
     def placements(self) -> list[Placement]:
         """Those of its DTensor, one for each dim of the mesh."""
         return [self.placement]
-
-    @functools.cached_property
-    def picks_rows(self) -> bool:
-        """Whether a rank selects its rows in forward from a parameter that is stored whole."""
-        return self.kind == "whole"
 
     @property
     def num_ranks(self) -> int:

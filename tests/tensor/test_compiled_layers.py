@@ -170,3 +170,30 @@ def sharded(stage: int) -> None:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_compiled_layers_take_parameters_of_data_parallelism(stage: int) -> None:
     run_ranks(2, sharded, stage)
+
+
+def whole_language_model() -> tuple[int, int]:
+    """The ends of a model, compiled before they have run: breaks by locks, and all others."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    warnings.simplefilter("ignore")
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    sizes: Any = {"vocab_size": 12, "hidden_size": 6, "intermediate_size": 8, "num_attention_heads": 2}
+    model: Any = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=0))
+    fp.parallelize(model, dist.group.WORLD, {"model.embed_tokens": "vocab", "lm_head": "vocab"})
+    ids, found = torch.arange(8).view(2, 4), []
+    for each in (torch.compile(model, backend="aot_eager", dynamic=False), model):
+        loss = each(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        found.append([loss.detach(), *(p.grad.full_tensor() for p in model.parameters())])
+        model.zero_grad()
+    torch.testing.assert_close(*found)
+    breaks = torch._dynamo.utils.counters["graph_break"]
+    return sum("RLock" in reason for reason in breaks), len(breaks)
+
+
+def test_a_language_model_that_is_compiled_as_a_whole_trains() -> None:
+    for locks, breaks in run_ranks(2, whole_language_model):
+        assert locks == 0
+        assert breaks > 0  # before the loss
