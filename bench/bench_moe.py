@@ -67,6 +67,7 @@ class MoeCase:
     top_k: int
     passes: str = "both"
     calls: int = 1
+    walk: tuple[str, ...] = ()
 
     def describe(self) -> dict[str, Any]:
         names = ("dtype", "tokens", "hidden", "ffn", "experts", "top_k")
@@ -83,8 +84,9 @@ class MoeCase:
         else:
             names = {"eager": "eager", "grouped_mm": "grouped_mm", "batched_mm": "batched_mm"}
         if rank.world_size == 1 and rank.device == "cuda":
-            if self.passes == "both":
-                makers.append(("fastpar, dact walked", "fastpar", walked_block))
+            for product in self.walk if self.passes == "both" else ():
+                walk = partial(walked_block, product=product)
+                makers.append((f"fastpar, {product} walked", "fastpar", walk))
             makers += [("torch grouped_mm", "torch", grouped_block), ("Liger fused experts", "torch", liger_block)]
         makers += [(f"Hugging Face {n}", "torch", partial(peer_block, implementation=i)) for i, n in names.items()]
         providers = []
@@ -129,6 +131,7 @@ class Block:
 
 NAMES = ("out", "dx", "dweights", "dfirst", "dsecond")
 PASSES = ("both", "forward")
+WALKS = ("dact", "wgrad")  # products of backward that can be on a persistent grid, and are not yet
 
 
 class Problem:
@@ -227,8 +230,8 @@ def fastpar_block(problem: Problem, *, transport: str = "auto") -> Block:
     return Block(layer, problem, first, second)
 
 
-def walked_block(problem: Problem) -> Block:
-    """fastpar with the gradient of the activation on a persistent grid too, which it is to be measured for."""
+def walked_block(problem: Problem, *, product: str) -> Block:
+    """fastpar with one product more on a persistent grid, which it is to be measured for."""
     from unittest.mock import patch
 
     from fastpar.kernels import grouped_gemm
@@ -237,7 +240,7 @@ def walked_block(problem: Problem) -> Block:
     fused = block.run
 
     def run() -> Tensor:
-        with patch.object(grouped_gemm, "WALKED", grouped_gemm.WALKED | {"dact"}):
+        with patch.object(grouped_gemm, "WALKED", grouped_gemm.WALKED | {product}):
             return fused()
 
     block.run = run  # type: ignore[method-assign]
@@ -307,7 +310,7 @@ def peer_block(problem: Problem, *, implementation: str) -> Block:
 
 def cases(flags: argparse.Namespace, world_size: int) -> Sequence[Case]:
     return [
-        MoeCase(dtype, tokens, hidden, ffn, experts, top_k, passes)
+        MoeCase(dtype, tokens, hidden, ffn, experts, top_k, passes, walk=tuple(flags.walk))
         for dtype in flags.dtype
         for tokens in flags.tokens
         for hidden in flags.hidden
@@ -320,10 +323,19 @@ def cases(flags: argparse.Namespace, world_size: int) -> Sequence[Case]:
 
 def passes(text: str) -> list[str]:
     """Names of PASSES, separated by commas."""
+    return _names(text, "passes", PASSES)
+
+
+def walked(text: str) -> list[str]:
+    """Names of WALKS, separated by commas."""
+    return _names(text, "product", WALKS)
+
+
+def _names(text: str, kind: str, known: Sequence[str]) -> list[str]:
     found = [part.strip() for part in text.split(",") if part.strip()]
-    unknown = [name for name in found if name not in PASSES]
+    unknown = [name for name in found if name not in known]
     if unknown:
-        raise argparse.ArgumentTypeError(f"unknown passes {unknown[0]!r}; choose from {', '.join(PASSES)}")
+        raise argparse.ArgumentTypeError(f"unknown {kind} {unknown[0]!r}; choose from {', '.join(known)}")
     return found
 
 
@@ -345,6 +357,8 @@ def main(argv: Sequence[str]) -> int:
     made.add_argument("--experts", type=positive_list, default=[8], metavar="LIST", help="of all ranks")
     made.add_argument("--top-k", type=positive_list, default=[2], metavar="LIST", help="experts of each token")
     made.add_argument("--passes", type=passes, default=["both"], metavar="LIST", help=", ".join(PASSES))
+    walks = f"time these on a persistent grid too, on CUDA: {', '.join(WALKS)}"
+    made.add_argument("--walk", type=walked, default=[], metavar="LIST", help=walks)
     return run(BENCH, made.parse_args(argv), ["fastpar", "bench", "moe", *argv])
 
 

@@ -86,12 +86,13 @@ def test_real_sizes_give_the_same_bits_every_time_and_near_a_loop_over_experts()
         assert float((got.float() - near.float()).abs().max()) < 0.05 * float(near.float().abs().max())
 
 
-def test_the_activations_gradient_walks_with_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("product", ["dact", "wgrad"])
+def test_products_of_backward_walk_with_the_same_bits(monkeypatch: pytest.MonkeyPatch, product: str) -> None:
     """On a persistent grid: all but the dots, which are added in another order."""
     rule = ExpertRule()
     parts = [t.to(DEVICE) for t in problem(rule, torch.bfloat16, 4096, 1024, 2048, 8)]
     once = run(moe_mlp, parts, rule)
-    monkeypatch.setattr(grouped_gemm, "WALKED", grouped_gemm.WALKED | {"dact"})
+    monkeypatch.setattr(grouped_gemm, "WALKED", grouped_gemm.WALKED | {product})
     for place, (one, walked) in enumerate(zip(once, run(moe_mlp, parts, rule), strict=True)):
         if place == 2:  # the gradient of the weights of rows
             torch.testing.assert_close(walked, one, rtol=1e-4, atol=1e-4 * float(one.abs().max()))

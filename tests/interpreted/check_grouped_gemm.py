@@ -236,6 +236,26 @@ def test_weight_gradients_are_exact_and_those_without_rows_zero(gather: str, dty
     assert found[1].count_nonzero() == 0
 
 
+@pytest.mark.parametrize("splits", [SPLITS, (0, 0, 0, 0, 0), (0, 0, 0, 40, 40)], ids=["some", "none", "one"])
+@pytest.mark.parametrize("cols", [16, 40])  # fewer tiles than programs that could be, and more
+def test_weight_gradients_of_a_persistent_grid_have_the_same_bits(splits: tuple[int, ...], cols: int) -> None:
+    """Experts without rows, first, last and all of them, have their zeros written."""
+    groups, rows = RowGroups(torch.tensor(splits), splits[-1] + PADDED, CPU), splits[-1] + PADDED
+    left, right, factor = torch.randn(rows, 16), torch.randn(9, cols), torch.tensor([0.5])
+    index = torch.randint(-1, 9, (rows,))
+    left[index < 0] = float("nan")  # padding is not read,
+    left[splits[-1] :] = float("nan")  # nor what is past the last expert
+    for options in ({"factor": factor}, {}):
+        once, walked = (
+            gg.grouped_wgrad(left, right, groups, right_index=index, config=config, **options)
+            for config in (SMALL, PERSISTENT)
+        )
+        assert torch.equal(once, walked)
+        assert not walked.isnan().any()
+        turned = gg.grouped_wgrad(right, left, groups, left_index=index, config=PERSISTENT, **options)
+        torch.testing.assert_close(turned, walked.transpose(1, 2))
+
+
 def test_bias_gradients_are_exact_and_those_without_rows_zero() -> None:
     index, scale = gathered(9), torch.arange(SPLITS[-1] + PADDED).float()
     table = integers(9, 33, seed=0)
