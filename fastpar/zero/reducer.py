@@ -515,7 +515,7 @@ class GroupReducer(GradReducer):
         units = list(self._buckets)
         with looking_at_absent():
             pending = [any(_has_gradient(param) for param in unit.params) for unit in units]
-            used = [param in self._used or _has_gradient(param) for param in self.params]
+            used = [param in self._used or self._has_unsent(param) for param in self.params]
         agreed = self._agreed([*pending, *used])
         for unit, is_pending in zip(units, agreed, strict=False):
             if is_pending:

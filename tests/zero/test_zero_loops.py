@@ -274,6 +274,38 @@ def test_a_loss_may_have_terms_of_parameters() -> None:
     run_ranks(SIZE, penalised)
 
 
+def given_run(stage: int | None, **options: Any) -> Parameters:
+    """Gradients that no backward pass has made, a loss of a parameter that no module uses, and both."""
+    model: Any = Net()
+    optimizer = make_optimizer("sgd", model.parameters())
+    if stage is not None:
+        shard(model, optimizer, stage, **options)
+    for step in range(3):
+        for parameter in model.parameters() if step != 1 else ():
+            if parameter.requires_grad:
+                parameter.grad = torch.full_like(parameter, 0.1)
+        if step > 0:
+            loss = loss_of_all(model, step) if stage is None else loss_here(model, step)
+            unused = model.unused.full_tensor() if stage == 3 else model.unused
+            (loss + unused.square().sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return whole_values(model)
+
+
+def given_runs() -> list[Parameters]:
+    cases: list[dict[str, Any]] = [{}, {"offload": "cpu"}, {"persistent_share": 1.0, "offload": "cpu"}]
+    return [given_run(stage, **each) for each in cases for stage in STAGES]
+
+
+def test_gradients_that_are_set_by_hand_are_stepped_with() -> None:
+    """In stage 3 also those of parameters that every rank keeps."""
+    expected = given_run(None)
+    for of_rank in run_ranks(SIZE, given_runs):
+        for case, found in enumerate(of_rank):
+            assert_close(found, expected, case)
+
+
 # ---- freezing and unfreezing
 
 
