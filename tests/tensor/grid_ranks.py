@@ -277,6 +277,13 @@ class Transposed(OwnLayer):
         return x + self.mlp(self.norm2(x))
 
 
+class Dropping(OwnLayer):
+    """Draws in its forward, where no module says so."""
+
+    def forward(self, x: Tensor, scale: Tensor | None) -> Tensor:
+        return super().forward(F.dropout(x, 0.1, self.training), scale)
+
+
 def build_experts() -> nn.Module:
     """A tiny model of Mixtral's."""
     import transformers
@@ -311,6 +318,10 @@ def refusals() -> dict[str, str]:
     other.layers = nn.ModuleList([Transposed(16, 4)])
     fp.parallelize(other, flat, OWN_PLAN)
     said["features"] = _error(lambda: other(torch.zeros(4, 6, dtype=torch.long)))
+    other = Own()
+    other.layers = nn.ModuleList([Dropping(16, 4)])
+    fp.parallelize(other, flat, OWN_PLAN)
+    said["draws"] = _error(lambda: other(torch.zeros(4, 6, dtype=torch.long)))
     said["changed"] = str([n for m in (own, experts) for n, p in m.named_parameters() if type(p) is not nn.Parameter])
     fp.parallelize(own, cube, OWN_PLAN)
     said["small batch"] = _error(lambda: own(torch.zeros(3, 8, dtype=torch.long)))

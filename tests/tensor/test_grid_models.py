@@ -112,6 +112,8 @@ def test_what_does_not_fit_a_grid_is_refused_with_what_would() -> None:
         "cp": "cannot be split over {'cp': 2} as well",
         "experts": "has style 'expert', and experts cannot be split with tp_grid=(2, 2, 1)",
         "features": "layers.0.norm reads [4, 8, 3], and on a grid that cuts features a rank has 8 of the 16",
+        "draws": "same mask on other samples and features. Use an nn.Dropout module there, which fastpar replaces, set "
+        "the dropout to 0, or use a mesh without tp_grid",
         "changed": "[]",
         "small batch": "batch 3 cannot be cut over tp_z=4",
         "empty rank": "batch 5 leaves a rank of tp_z=4 without a sequence",

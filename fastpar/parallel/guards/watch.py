@@ -62,14 +62,12 @@ class WatchedPlan:
     def block_of(self, path: str) -> str | None:
         return next((b for b in self.blocks if path == b or path.startswith(b + ".")), None)
 
-    def is_split(self, path: str) -> bool:
-        """True if the sequence is split where this module runs."""
+    def region_of(self, path: str) -> SequenceRegion | None:
+        """What splits the sequence (on a grid the batch and the features) where this module runs; None: nothing."""
         if any(path == whole or path.startswith(whole + ".") for whole in self.gathered):
-            return False
-        return any(
-            region is not None and (path == layer or path.startswith(layer + "."))
-            for layer, region in self.layers.items()
-        )
+            return None
+        inside = (x for layer, x in self.layers.items() if path == layer or path.startswith(layer + "."))
+        return next((region for region in inside if region is not None), None)
 
 
 class Watch:
@@ -156,11 +154,15 @@ def _verdict(plan: WatchedPlan) -> Callable[[str, nn.Module], str]:
                 "every rank would use the same mask on others, and the result would depend on the layout. Set its "
                 "dropout to 0, or use an nn.Dropout module with the style 'dropout' where the tensor is whole"
             )
-        if plan.is_split(path):
+        region = plan.region_of(path)
+        if region is not None:
+            is_grid = isinstance(region, GridRegion)
+            split = "a grid splits the hidden states" if is_grid else "the sequence is split"
             return (
-                f"{path} ({kind}) draws random numbers (F.dropout or the like) while the sequence is split: every rank "
-                "would use the same mask on other positions. Use an nn.Dropout module there, which fastpar replaces, "
-                "set the dropout to 0, or use sequence_parallel=False"
+                f"{path} ({kind}) draws random numbers (F.dropout or the like) while {split}: every rank would use the "
+                f"same mask on other {'samples and features' if is_grid else 'positions'}. Use an nn.Dropout module "
+                "there, which fastpar replaces, set the dropout to 0, or use "
+                + ("a mesh without tp_grid" if is_grid else "sequence_parallel=False")
             )
         return ""
 
