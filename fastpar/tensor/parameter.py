@@ -320,8 +320,11 @@ def is_sharded_further(param: Tensor) -> bool:
     puts the parameter of one dim back while the module's forward and backward run."""
     if not isinstance(param, DTensor):
         return False
+    num_placements = len(param._spec.placements)
+    if num_placements == 1:  # of nearly all, in a forward: a layout has one at least
+        return False
     layout = layout_of(param)
-    return len(param.placements) > (1 if layout is None else len(layout.placements))
+    return num_placements > (1 if layout is None else len(layout.placements))
 
 
 @checked(computed=False)
