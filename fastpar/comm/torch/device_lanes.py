@@ -173,7 +173,9 @@ class DeviceLanes:
         copies = [flat_bytes(x.clone(memory_format=torch.contiguous_format)) for x in tensors]
         ready = None
         if self._device_type != "cpu":
-            ready = torch.get_device_module(self._device_type).current_stream().record_event()
+            # Of the tensors' device, which need not be the current one.
+            where = next((copy.device for copy in copies), None)
+            ready = torch.get_device_module(self._device_type).current_stream(where).record_event()
         if peer not in self._outboxes:
             self._outboxes[peer] = queue.SimpleQueue()
             thread = threading.Thread(

@@ -246,13 +246,13 @@ class _Saved:
                 "a tensor that forward saved for backward was changed in place while offload_activations copied it "
                 "away; without offloading autograd refuses that too. Clone it before it is changed."
             )
-        if self._arriving is not None:
-            self._memory, self._arriving = self._arriving.wait(), None
+        if self._arriving is not None:  # asked for every view: another one may be read on another stream
+            self._memory = self._arriving.wait()
         memory = self._memory
         assert memory is not None
         self._views_left -= 1
         if self._views_left == 0:
-            self._memory, self._views_left = None, self.num_views
+            self._memory, self._arriving, self._views_left = None, None, self.num_views
         return memory
 
 
