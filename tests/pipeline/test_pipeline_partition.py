@@ -525,6 +525,53 @@ def test_what_a_model_computes_between_its_modules_happens_once(layout: str, arc
     )
 
 
+class ReversedGrad(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * -0.5
+
+
+class GradChanged(Own):
+    """Code between the layers that leaves the hidden states as they are, and not their gradient."""
+
+    how = "function"
+
+    def forward(self, ids: Tensor, scale: Tensor | None = None) -> Tensor:
+        hidden = self.drop(self.ln0(self.tok(ids) + self.pos(ids)))
+        for block in self.blocks.values():
+            hidden = self.changed(hidden)
+            hidden = self.changed(block(hidden=hidden, bias=self.bias(ids))[0])
+        return self.out(self.ln(hidden))
+
+    def changed(self, hidden: Tensor) -> Tensor:
+        if self.how == "function":
+            return ReversedGrad.apply(hidden)
+        if hidden.requires_grad:
+            hidden.register_hook(lambda grad: grad * 0.5)
+        return hidden if self.how == "hook" else hidden[:]
+
+
+@pytest.mark.parametrize("how", ["function", "hook", "hook behind a view"])
+@pytest.mark.parametrize("layout", ["E|t|t|t|H", "E,t|t*2|N|H", "E,t*3|H"])
+def test_what_a_model_does_to_gradients_between_its_modules_happens_once(layout: str, how: str) -> None:
+    torch.manual_seed(0)
+    model = GradChanged()
+    model.how = how
+    full, ids, grad = copy.deepcopy(model), torch.randint(0, 11, (3, 5)), torch.randn(3, 5, 11)
+    cut = partition(model, layout=layout, architecture=OWN)
+    stages = cut.stages(range(cut.num_parts))
+    expected = full(ids)
+    expected.backward(grad)
+    assert torch.equal(forward_backward(stages, (ids,), None, grad), expected)
+    found, wanted = gradients(stages), full_gradients(full)
+    assert set(found) == set(wanted)
+    assert_same({"tok": found["tok.weight"]}, {"tok": wanted["tok.weight"]})  # through all of it
+
+
 class Streams(Own):
     """Several vectors a token, made of one that the embedding returns (hyper-connections)."""
 

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from fastpar.pipeline.stages.stream import HIDDEN, Stream, fill, main_of
+from fastpar.pipeline.stages.stream import HIDDEN, Stream, alias, fill, main_of
 
 _PLAIN = (bool, int, float, str, tuple, type(None))
 
@@ -76,9 +76,9 @@ class Absent(nn.Module):
                         f"{self.path} was called twice in one forward; a pipeline runs every module once"
                     )
                 stream.left = hidden
-                hidden = hidden if self._stand_in is None else self._stand_in(hidden)
+                hidden = alias(hidden) if self._stand_in is None else self._stand_in(hidden)
             if self._is_entry and stream.received is not None:
-                hidden = stream.received
+                hidden = stream.passed()
         return fill(self._template, hidden)
 
     def __getattr__(self, name: str) -> Any:
@@ -140,7 +140,7 @@ class AbsentEmbedding(Absent):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         stream = self._stream
-        hidden = main_of(args, kwargs) if stream is None or stream.received is None else stream.received
+        hidden = main_of(args, kwargs) if stream is None or stream.received is None else stream.passed()
         if isinstance(hidden, Tensor) and not hidden.is_floating_point() and not hidden.is_complex():
             raise TypeError(
                 f"{self.path} is on part {self.part}; this part expects hidden states from the part before it, and got "

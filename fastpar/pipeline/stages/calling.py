@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fastpar.pipeline.stages.stream import Stream
+from fastpar.pipeline.stages.stream import Stream, alias
 
 _CACHES = ("past_key_values", "use_cache", "output_hidden_states", "output_attentions")
 _IDS = ("input_ids", "inputs_embeds", "token_type_ids")
@@ -144,8 +144,8 @@ class _CallEntry:
                     "states of inner layers run the whole model, or register forward hooks on the layers of this rank"
                 )
         self.stream.begin(None if self.is_first or not args else args[0])
-        if self.stream.is_guarded and args:
-            args = (args[0].detach().clone(),)
+        if args and not self.is_first:
+            args = (args[0].detach().clone() if self.stream.is_guarded else alias(args[0]),)
         if self.embeds and args:
             kwargs = {**kwargs, "inputs_embeds": self.stream.as_embedding(args[0])}
             args = ()

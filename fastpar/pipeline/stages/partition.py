@@ -140,7 +140,7 @@ class UnitModel:
         for part, module in modules.items():
             enter = self._connect(part, module)
             if enter is not None and self._findings.get(part, Findings()).enters:
-                module.get_submodule(enter.path).register_forward_pre_hook(enter, with_kwargs=True)
+                enter.register(module.get_submodule(enter.path))
             layers = [p for p, own in self._part.items() if own == part and self._absent[p] is AbsentLayer]
             for path in layers[:1]:
                 tried = None if self._recording is None else self._recording.calls[path].returned

@@ -138,9 +138,11 @@ def try_part(
     inputs = recording.inputs if is_first else recording.calls[here[0]].main
     labels = {"labels": recording.inputs} if is_last and recording_has_loss(part) else {}
     following = None if is_last else units[[u.path for u in units].index(here[-1]) + 1].path
-    given = inputs.clone()
     try:
-        with quiet_trial(recording.inputs):
+        with quiet_trial(recording.inputs), torch.set_grad_enabled(note is not None):
+            given = inputs.clone()
+            if note is not None:
+                given = given.requires_grad_().clone()  # no leaf, which nobody may change in place
             output = tried(given, **recording.keywords, **labels)
     except Exception as error:
         raise PartError(

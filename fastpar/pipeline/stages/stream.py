@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 HIDDEN = "hidden"  # in a template: the hidden states
@@ -24,13 +25,14 @@ class Stream:
 
     has_units   False: the part is empty, and hands on what it receives
     is_guarded  the model changes its input in place before the part begins: it gets a copy of what has arrived
+    is_replaced the part's first module has `EnterStream`
 
     embedding_dims  dims of what the model's embedding returns (0: not known). Hidden states have more where the model
                     makes several vectors a token of it (hyper-connections).
     """
 
     def __init__(self, *, has_units: bool = True, is_guarded: bool = False) -> None:
-        self.has_units, self.is_guarded = has_units, is_guarded
+        self.has_units, self.is_guarded, self.is_replaced = has_units, is_guarded, False
         self.embedding_dims = 0
         self.received: Tensor | None = None
         self.left: Tensor | None = None
@@ -39,6 +41,10 @@ class Stream:
 
     def begin(self, received: Any) -> None:
         self.received, self.left, self.is_running, self.entered = received, None, True, False
+
+    def passed(self) -> Tensor | None:
+        """What has arrived, for the code of the model that lies before the part's first module."""
+        return alias(self.received) if self.is_replaced else self.received
 
     def as_embedding(self, hidden: Any) -> Any:
         """Something like what the embedding returns, for the code between it and the layers, whose result is not used:
@@ -63,6 +69,10 @@ class EnterStream:
     def __init__(self, stream: Stream, path: str, first: str) -> None:
         self.stream, self.path, self.first = stream, path, first
 
+    def register(self, module: nn.Module) -> None:
+        self.stream.is_replaced = True
+        module.register_forward_pre_hook(self, with_kwargs=True)
+
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.stream.is_running:
             raise RuntimeError(
@@ -78,15 +88,25 @@ class EnterStream:
 
 
 class ArrivalNote:
-    """A pre-hook in the place of `EnterStream`, for a trial: whether there is anything to replace."""
+    """A pre-hook in the place of `EnterStream`, for a trial with gradients up to here: whether there is anything to
+    replace, in the hidden states or, by a function or a hook, in their gradient alone."""
 
     def __init__(self, enter: EnterStream) -> None:
         self.enter, self.is_needed = enter, False
+        enter.stream.is_replaced = True
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         received, given = self.enter.stream.received, main_of(args, kwargs)
-        self.is_needed = received is not None and not _is_view(given, received)
+        if received is not None:
+            self.is_needed = not _is_view(given, received) or _changes_gradient(received, given)
+        torch.set_grad_enabled(False)
         return self.enter(module, args, kwargs)
+
+
+def alias(hidden: Any) -> Any:
+    """The hidden states for code whose result is not used here. Hooks that it has on their gradient must not run here
+    either, but where the code belongs."""
+    return hidden.view_as(hidden) if isinstance(hidden, Tensor) else hidden
 
 
 def main_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -127,3 +147,13 @@ def _is_view(tensor: Any, base: Tensor) -> bool:
     if not isinstance(tensor, Tensor) or tensor.shape != base.shape or tensor.device.type == "meta":
         return False
     return tensor.data_ptr() == base.data_ptr() and tensor.stride() == base.stride()
+
+
+def _changes_gradient(received: Tensor, given: Tensor) -> bool:
+    """Whether the gradient of `given`, a view of `received`, reaches that in another form. (Where it does not at all,
+    what is detached here is so in either part.)"""
+    if not given.requires_grad:
+        return False
+    grad = torch.randn_like(given)
+    (back,) = torch.autograd.grad(given, received, grad, allow_unused=True)
+    return back is not None and not torch.equal(back, grad)
