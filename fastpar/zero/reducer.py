@@ -43,6 +43,7 @@ from fastpar.zero.buckets import (
     StagingPool,
 )
 from fastpar.zero.groups import Groups, as_dtensor, local
+from fastpar.zero.replica_writes import ReplicaWrites
 from fastpar.zero.sharded_param import ShardedParam, hide, looking_at_absent, show, withhold
 
 if TYPE_CHECKING:
@@ -61,11 +62,13 @@ class GradReducer:
     is_syncing   False: gradients stay where autograd sums them
     is_deferred  whether gradients are nobody's to read before `reduce_now`
     buckets      whose gradients travel
+    writes       to what several ranks have copies of
     """
 
     def __init__(self, groups: Groups, wire: Wire | None = None) -> None:
         self.groups, self._wire = groups, wire
         self.is_syncing, self.is_deferred = True, False
+        self.writes = ReplicaWrites([])
         self.params: list[ShardedParam] = []
         self.buckets: list[Bucket] = []
         self.staging = StagingPool()
@@ -110,8 +113,11 @@ class GradReducer:
 
     def reduce_now(self) -> None:
         """Reduce what has been summed and not been sent. Collective: one small reduction, and all where any rank has
-        such gradients."""
-        if set_on_any([self.end_passes()], self.comms())[0]:
+        such gradients. Raises RuntimeError where writes have made ranks different: see replica_writes.py."""
+        is_unsent, is_written = set_on_any([self.end_passes(), self.writes.is_any], self.comms())
+        if is_written:
+            self.writes.compare(self.comms())
+        if is_unsent:
             self.reduce_rest()
 
     def hide(self) -> None:

@@ -29,6 +29,7 @@ from fastpar.zero.groups import Groups, as_parameter, cast_parameter, local, set
 from fastpar.zero.options import ShardOptions
 from fastpar.zero.quantized_gather import CodedParameters, GatherFormats, ParamWire
 from fastpar.zero.reducer import GradReducer, OrderReducer
+from fastpar.zero.replica_writes import Replica, ReplicaWrites
 from fastpar.zero.sharded_param import ShardedParam, check_alike, places_of, take_values, union
 
 
@@ -123,6 +124,8 @@ class Replicas:
         )
         self._frozen = {name: parameter for name, parameter in named.items() if not parameter.requires_grad}
         self._connection = Connection(model, self.params, self.released)
+        everyone = tuple(groups.everyone())
+        self.reducer.writes = ReplicaWrites([Replica(name, parameter, everyone) for name, parameter in named.items()])
 
     @property
     def frozen(self) -> dict[str, Tensor]:
@@ -131,7 +134,8 @@ class Replicas:
 
     def check(self) -> None:
         """See to it that the optimizer still changes what the model has."""
-        self._connection.check()
+        if self._connection.check():
+            self.reducer.writes.replaced()
 
     def thawed(self) -> dict[str, nn.Parameter]:
         """Parameters that have been frozen and are not any more, by name."""
@@ -155,6 +159,7 @@ class Replicas:
         for whole, its_owner in self._whole:
             if owner is None or owner == its_owner:
                 whole.gather()
+        self.reducer.writes.note()
 
     @property
     def coded_bytes(self) -> int:
@@ -263,9 +268,9 @@ class Connection:
             for module, attribute in places.get(param.name, [])
         ]
 
-    def check(self) -> None:
-        """Bring back what has gone astray. Raises RuntimeError, naming the parameter, for another dtype, shape or
-        device, and where the optimizer's copy is in a file.
+    def check(self) -> bool:
+        """Bring back what has gone astray; returns whether values were among that. Raises RuntimeError, naming the
+        parameter, for another dtype, shape or device, and where the optimizer's copy is in a file.
         """
         astray: dict[str, tuple[ShardedParam, Tensor, nn.Parameter]] = {}
         for param, home, pointer in self._homes:  # whose memory is held here, and is nobody else's
@@ -277,10 +282,9 @@ class Connection:
             found = held.get(attribute)
             if found is not None and found is not param.parameter:
                 astray[param.name] = param, homes[param.name], found
-        if astray and not _is_in_functional_call():
-            self._bring_back(list(astray.values()))
+        return bool(astray) and not _is_in_functional_call() and self._bring_back(list(astray.values()))
 
-    def _bring_back(self, astray: Sequence[tuple[ShardedParam, Tensor, nn.Parameter]]) -> None:
+    def _bring_back(self, astray: Sequence[tuple[ShardedParam, Tensor, nn.Parameter]]) -> bool:
         for param, home, found in astray:
             check_alike(param.name, home, _memory(found))
         changed = [each for each in astray if not torch.equal(each[1], _memory(each[2]))]
@@ -293,6 +297,7 @@ class Connection:
         for param, held, attribute in self._places:
             if held.get(attribute) is not param.parameter:
                 held[attribute] = param.parameter
+        return bool(changed)
 
 
 def _is_in_functional_call() -> bool:

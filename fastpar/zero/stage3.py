@@ -75,6 +75,7 @@ from fastpar.zero.options import ShardOptions
 from fastpar.zero.param_group import ParamGroup, UnitPlan, plan_units, small_names
 from fastpar.zero.quantized_gather import GatherFormats
 from fastpar.zero.reducer import GroupReducer
+from fastpar.zero.replica_writes import Replica, ReplicaWrites
 from fastpar.zero.sharded_param import ShardedParam, guard_at_rest, places_of, release_at_rest, version_of
 
 
@@ -128,6 +129,7 @@ class Stage3:
         self.budget = sum(sizes[:2]) if budget is None else budget
         self.pool = MemoryPool(self.budget)
         self.reducer = GroupReducer(self.units, groups, options.wire)
+        self.reducer.writes = ReplicaWrites(list(self._replicas()))
         whole = [pair for unit in self.units for pair in zip(unit.names, unit.unsharded, strict=True)]
         self.layouts: Mapping[str, Any] = {name: layout_of(parameter) for name, parameter in whole}
         by_name = {param.name: param for param in self.reducer.params}
@@ -190,6 +192,17 @@ class Stage3:
             groups.shard.barrier()
         if self.store.has_memory:
             self._versions = {unit: _versions_at_rest(unit) for unit in self.units}
+        self.reducer.writes.note()
+
+    def _replicas(self) -> Iterator[Replica]:
+        """What several ranks hold alike: persistent parameters, and rows over the replicas of shards."""
+        for unit in self.units:
+            for name, sharded in zip(unit.names, unit.sharded, strict=True):
+                groups = self.groups.of(sharded)
+                if name in self.persistent:
+                    yield Replica(name, sharded, tuple(groups.everyone()))
+                elif self.store.has_memory and groups.replicate.size > 1:
+                    yield Replica(name, sharded, (groups.replicate,))
 
     def _follow_writes(self, *units: ParamGroup) -> bool:
         """Whether somebody has written to these units' shards (none given: to any) since the last look: see "values

@@ -441,10 +441,11 @@ class Zero:
         return self.clipping.prepare(total, self.params, self.groups, optimizer)
 
     def _sum_if_final(self) -> GradSum | None:
-        """The sum of squares, as most steps find all gradients reduced; None on all ranks where one has some that are
-        not, or where they could not learn of it with the sum. Saves an exchange."""
+        """The sum of squares, as most steps find all gradients reduced and nothing written to by hand; None on all
+        ranks where one has some that are not, or has written, or where they could not learn of it with the sum. Saves
+        an exchange."""
         (reducer,) = self._reducers
-        is_final = not reducer.end_passes()
+        is_final = not reducer.end_passes() and not reducer.writes.is_any
         if is_final:
             self._cast_gradients()
         total = self.clipping.sum(self.params, self.groups, is_final=is_final, comms=reducer.comms())

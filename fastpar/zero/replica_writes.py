@@ -1,0 +1,99 @@
+"""Copies that ranks hold of the same values, and whether somebody's writes have made them different.
+
+Note: writes to copies. `reset_parameters()`, `load_state_dict` and `p.mul_()` after `shard` write to each rank's own
+copy of a parameter. Ranks that draw other numbers, or of which one alone writes, would train different models from
+there on. torch counts writes in place: a rank whose counts are not those that the last update has left says so in the
+exchange that a step begins with, in a flag that is there anyway. Only then do ranks compare what any of them has
+written to: one pass over these values, and 16 bytes of each in a reduction. What torch does not count (`p.data`) goes
+unnoticed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastpar.comm import Communicator
+from fastpar.comm.agree import set_on_any
+from fastpar.zero.groups import local
+from fastpar.zero.sharded_param import version_of
+
+_CHUNK = 1 << 18  # elements, whose products with the weights are 2 MB
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_ODD = 0x1E3779B97F4A7C15
+_SHOWN_NAMES = 4
+
+
+class Replica(NamedTuple):
+    """`value` is the same on all ranks that `comms` reach one after the other."""
+
+    name: str
+    value: Tensor
+    comms: tuple[Communicator, ...]
+
+
+class ReplicaWrites:
+    """Watches `replicas`, of which all ranks have as many in the same order."""
+
+    def __init__(self, replicas: Sequence[Replica]) -> None:
+        self._replicas = [each for each in replicas if each.comms and each.value.numel() > 0]
+        self._replaced = False
+        self.note()
+
+    def note(self) -> None:
+        """All ranks have the same values."""
+        self._versions = [version_of(each.value) for each in self._replicas]
+        self._replaced = False
+
+    def replaced(self) -> None:
+        """Some parameter has got the values of another tensor."""
+        self._replaced = bool(self._replicas)
+
+    @property
+    def is_any(self) -> bool:
+        """Whether this rank has written to something since `note`."""
+        return self._replaced or [version_of(each.value) for each in self._replicas] != self._versions
+
+    def compare(self, comms: Sequence[Communicator]) -> None:
+        """Raises RuntimeError on all ranks where replicas differ of what any of `comms` has written to, naming them.
+        Collective."""
+        pairs = zip(self._replicas, self._versions, strict=True)
+        written = set_on_any([self._replaced or version_of(each.value) != version for each, version in pairs], comms)
+        kinds: dict[tuple[Communicator, ...], list[Replica]] = {}
+        for each, is_written in zip(self._replicas, written, strict=True):
+            if is_written:
+                kinds.setdefault(each.comms, []).append(each)
+        differing = []
+        for its_comms, replicas in kinds.items():
+            sums = torch.tensor([_checksum(local(each.value)) for each in replicas], dtype=torch.int64, device="cpu")
+            found = torch.stack((sums, -sums))  # the most, and the least
+            for comm in its_comms:
+                comm.all_reduce(found, "max", out=found)
+            differing += [
+                each.name for each, differs in zip(replicas, (found.sum(0) != 0).tolist(), strict=True) if differs
+            ]
+        if differing:
+            more = ", ..." if len(differing) > _SHOWN_NAMES else ""
+            raise RuntimeError(
+                f"ranks have different values of {', '.join(differing[:_SHOWN_NAMES])}{more}, which must be the same: "
+                "somebody has written to them after fastpar.zero.shard(...), on one rank alone or with other random "
+                "numbers on each. Write the same on all ranks: seed them alike before reset_parameters(), load the "
+                "same state, or broadcast it"
+            )
+        self.note()
+
+
+@torch.no_grad()
+def _checksum(x: Tensor) -> int:
+    """Of the bits and their order, below 2^62: a sum of products with fixed weights, modulo 2^64, of every chunk, and a
+    polynomial of these."""
+    flat = x.reshape(-1).view(_BITS.get(x.element_size(), torch.int64))  # 16 bytes are two of 8
+    weights = torch.arange(1, min(_CHUNK, flat.numel()) + 1, device=x.device) * _ODD
+    weights = (weights ^ (weights >> 29)) * _ODD | 1
+    total = torch.zeros((), dtype=torch.int64, device=x.device)
+    for chunk in flat.split(_CHUNK):
+        total = total * _ODD + (chunk * weights[: chunk.numel()]).sum()
+    return int(total ^ (total >> 31)) & ((1 << 62) - 1)
