@@ -455,6 +455,10 @@ def strange_models() -> list[str]:
     config.attention_dropout = 0.1
     torch.manual_seed(0)
     model: Any = fp.parallelize(LlamaForCausalLM(config), mesh)  # whose attention draws by places
+    torch.manual_seed(mesh.rank("cp"))
+    with pytest.raises(RuntimeError, match="generators of the ranks of cp differ"):
+        model(**fp.context.shard(model, whole_batch()))
+    torch.manual_seed(0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(**fp.context.shard(model, whole_batch())).loss.backward()
     fp.context.shard(model, whole_batch())

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import random
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -146,9 +149,60 @@ def test_dropout_with_generators_that_differ_is_an_error() -> None:
     run_ranks(2, _other_seeds)
 
 
+class SkippingStack(Stack):
+    """Layer-drop: leaves out layers by numbers of `draw`."""
+
+    draw: Callable[[], float]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            if not self.training or type(self).draw() < 0.5:
+                x = layer(x)
+        return x
+
+
+def _skipped_layers() -> None:
+    torch.manual_seed(0)
+    model = SkippingStack(*(Layer() for _ in range(6)))
+    fp.parallelize(model, dist.group.WORLD, LAYER)
+    x = torch.ones(2, 5, 6)
+    for _ in range(3):
+        model.eval()(x)  # looks of their own: training has its first ones later
+    generators: dict[str, tuple[Callable[[int], Any], Callable[[], float]]] = {
+        "torch's": (torch.manual_seed, lambda: torch.rand(()).item()),
+        "Python's random": (random.seed, random.random),
+        "numpy's": (np.random.seed, np.random.rand),
+    }
+    for name, (seed, draw) in generators.items():
+        SkippingStack.draw = staticmethod(draw)
+        seed(3 + dist.get_rank())  # of seeds 3 and 4 one skips the first layer
+        with pytest.raises(RuntimeError, match=f"skipped layers.* from {name} generator"):
+            copy.deepcopy(model).train()(x)
+        seed(3)
+        out = copy.deepcopy(model).train()(x)
+        out.sum().backward()
+
+
+def test_layers_skipped_by_generators_that_differ_are_an_error_before_a_rank_waits() -> None:
+    run_ranks(2, _skipped_layers, timeout=30)
+
+
+def _other_mode() -> None:
+    model = _stack(Layer())
+    fp.parallelize(model, dist.group.WORLD, LAYER)
+    model.train(dist.get_rank() == 0)
+    with pytest.raises(ValueError, match=r"(training|evaluation) mode, others do not"):
+        model(torch.ones(2, 5, 6))
+
+
+def test_ranks_of_one_group_in_different_modes_are_told_so() -> None:
+    run_ranks(2, _other_mode)
+
+
 def test_cadence_looks_at_the_first_calls_and_at_one_in_many() -> None:
     cadence = Cadence(first=2, every=5)
     assert [cadence.next() for _ in range(12)] == [n in (0, 1, 5, 10) for n in range(12)]
+    assert cadence.next(training=False), "evaluation is counted apart"
 
 
 # ---- dropout, functional

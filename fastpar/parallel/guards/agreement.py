@@ -6,10 +6,13 @@ where dropout is drawn, compute the loss of none.
 
 from __future__ import annotations
 
+import pickle
+import random
 import zlib
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten_with_path
@@ -51,6 +54,27 @@ def checksum(tensor: Tensor) -> Tensor:
     return words.to(torch.int64).sum().cpu()
 
 
+TORCH = "torch's"
+GENERATORS = (TORCH, "Python's random", "numpy's")
+
+
+def state_of(generator: str, device: torch.device) -> bytes:
+    """Of one of `GENERATORS`, to be compared with another state of it."""
+    if generator == TORCH:
+        return generator_state(device).numpy().tobytes()
+    return pickle.dumps(random.getstate() if generator == GENERATORS[1] else np.random.get_state())  # noqa: NPY002
+
+
+def generator_words(device: torch.device) -> list[int]:
+    """A checksum of the state of each of `GENERATORS`."""
+    return [zlib.crc32(state_of(name, device)) for name in GENERATORS]
+
+
+def generators_apart(everyone: Tensor) -> tuple[str, ...]:
+    """Which generators stand differently on the ranks of a group, of their `generator_words`, [ranks, generators]."""
+    return tuple(name for name, words in zip(GENERATORS, everyone.unbind(1), strict=True) if (words != words[0]).any())
+
+
 def generator_state(device: torch.device) -> Tensor:
     """The state of the default generators that a forward on `device` may draw from, as bytes."""
     state = torch.get_rng_state()
@@ -64,22 +88,24 @@ class InputGuard:
 
     Integers (token ids, labels, masks) must be equal, and floating-point inputs at a few places nearly so, as they may
     have been computed on every rank. In training the generators are compared as well; that they differ is an error once
-    the forward has drawn from them. Two collectives of 160 bytes a rank.
+    the forward draws from them (`DrawGuard`). Three collectives of up to 160 bytes a rank.
     """
 
     def __init__(self, comm: Communicator, device: torch.device):
         self.comm, self.device = comm, device
-        self._state: Tensor | None = None  # of the generators before a forward that is watched
-        self._agrees = True
 
-    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Before a forward that is watched; ValueError names the inputs that differ."""
-        self._state = None
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, ...]:
+        """Before a forward that is watched; ValueError names the inputs that differ. Returns the generators that do."""
         leaves, _ = tree_flatten_with_path((args, kwargs))
         tensors = [(_name(path), x) for path, x in leaves if isinstance(x, Tensor) and type(x) is Tensor]
-        state = generator_state(self.device) if module.training else None
-        digests = [_structure(tensors), _crc(state) if state is not None else 0]
+        # Of generators also where nothing is to be drawn: a rank in evaluation mode sends as many words.
+        digests = [_structure(tensors), int(module.training), *generator_words(self.device)]
         everyone = self.comm.all_gather(torch.tensor([digests], dtype=torch.int64, device="cpu"))
+        if (everyone[:, 1] != everyone[0, 1]).any():
+            raise ValueError(
+                f"the ranks of this tensor-parallel group compute one model, and this one calls it in "
+                f"{'training' if module.training else 'evaluation'} mode, others do not"
+            )
         if (everyone[:, 0] != everyone[0, 0]).any():
             described = ", ".join(f"{name} {list(x.shape)} {x.dtype}" for name, x in tensors) or "no tensor"
             raise ValueError(
@@ -87,18 +113,7 @@ class InputGuard:
                 f"{described}. They share one batch: read it by mesh.rank('dp'), not by the global rank"
             )
         self._compare(tensors)
-        self._state, self._agrees = state, bool((everyone[:, 1] == everyone[0, 1]).all())
-
-    def after(self, _module: nn.Module, _args: Any, _output: Any) -> None:
-        """After that forward; RuntimeError if it has drawn from generators that differ."""
-        state, self._state = self._state, None
-        if state is None or self._agrees or torch.equal(state, generator_state(self.device)):
-            return
-        raise RuntimeError(
-            "the model draws random numbers in its forward (dropout), and the generators of the ranks of this "
-            "tensor-parallel group differ, so each would drop other elements of the same tensor. Seed them alike: "
-            "torch.manual_seed(seed + mesh.rank('dp')), not by the global rank"
-        )
+        return generators_apart(everyone[:, 2:])
 
     def _compare(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
         if not tensors:

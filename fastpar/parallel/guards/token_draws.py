@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from fastpar.context.region import ContextRegion, draw_seed
+from fastpar.parallel.guards.agreement import generator_words, generators_apart
 from fastpar.parallel.guards.draws import DrawGuard
 from fastpar.parallel.guards.eager import EagerLook, warn_of_skipped_checks
 from fastpar.parallel.guards.watch import Cadence
@@ -26,7 +27,7 @@ class TokenDrawGuard:
     def __init__(self, region: ContextRegion, device: torch.device) -> None:
         self.region, self.device = region, device
         self.cadence = Cadence()
-        self._draws = DrawGuard(device, _verdict)
+        self._draws = DrawGuard(device, _verdict, "cp")
         self._end: Any = None
         self._eager = EagerLook()
 
@@ -48,7 +49,7 @@ class TokenDrawGuard:
 
     def before(self, model: nn.Module, _args: Any) -> None:
         if torch.compiler.is_compiling():
-            if self.cadence.calls == 0 and model.training:
+            if not any(self.cadence.calls) and model.training:
                 warn_of_skipped_checks()
             return
         self.remove()  # what a forward or backward that has failed has left
@@ -56,7 +57,8 @@ class TokenDrawGuard:
             return
         self._eager.begin(model)
         self.region.seed_source = self._draws.allowing(draw_seed)
-        self._draws.start(model)
+        words = torch.tensor([generator_words(self.device)], dtype=torch.int64, device="cpu")
+        self._draws.start(model, generators_apart(self.region.comm.all_gather(words)))
         self._end = model.register_forward_hook(self.after)  # behind the guard's own, which look once more
 
     def after(self, _model: nn.Module, _args: Any, output: Any) -> None:

@@ -27,11 +27,12 @@ FIRST, EVERY = 2, 256
 class Cadence:
     """When the guards look: the first calls of a model, and one in many from then on.
 
-    Counts the calls, the same on all ranks of a group since each call has collectives in it.
+    Counts the calls, the same on all ranks of a group since each call has collectives in it. Those in evaluation mode
+    apart: they draw nothing, and may come first.
     """
 
     def __init__(self, first: int = FIRST, every: int = EVERY):
-        self.first, self.every, self.calls = first, every, 0
+        self.first, self.every, self.calls = first, every, [0, 0]
 
     def __deepcopy__(self, memo: Any) -> Cadence:
         return Cadence(self.first, self.every)
@@ -40,12 +41,12 @@ class Cadence:
         """No further call is one to look at."""
         self.first = self.every = 0
 
-    def next(self) -> bool:
+    def next(self, training: bool = True) -> bool:
         """True if the call that begins is one to look at. None is while torch.compile traces it."""
         if torch.compiler.is_compiling():
             return False
-        number = self.calls
-        self.calls += 1
+        number = self.calls[training]
+        self.calls[training] += 1
         return number < self.first or (self.every > 0 and number % self.every == 0)
 
 
@@ -107,21 +108,21 @@ class Watch:
         if self.stream.is_running:
             return
         if torch.compiler.is_compiling():  # before anything that has handles of hooks, which no graph can hold
-            if self.cadence.calls == 0 and self.comm.size > 1:
+            if not any(self.cadence.calls) and self.comm.size > 1:
                 warn_of_skipped_checks()
             return
         if self.gradients.is_watching:
             self.gradients.stop()  # the forward before: its backward is over, or nobody waits for what it would say
         self.remove()  # what a forward or backward that has failed has left
         self.members.check(model)
-        if not self.cadence.next():
+        if not self.cadence.next(model.training):
             return
         self._end = model.register_forward_hook(self.after)
         self.eager.begin(model)
-        self.inputs.before(model, args, kwargs)
+        apart = self.inputs.before(model, args, kwargs)
         self.stream.before(model, args, kwargs)
         if model.training:
-            self.draws.start(model)
+            self.draws.start(model, apart)
         if torch.is_grad_enabled() and not self.plan.is_part:
             self.gradients.start(model.named_parameters())
         split = {path: region for path, region in self.plan.layers.items() if region is not None}
@@ -138,7 +139,6 @@ class Watch:
         self._end = None
         self.eager.leave(output)
         self.draws.check()
-        self.inputs.after(model, args, output)
         self.positions.check()
         self.stream.after(model, output)
 
