@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import itertools
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -377,10 +378,32 @@ def _check_zero_options(options: Mapping[str, Any]) -> None:
 
 def _check_own(layout: Layout, model: nn.Module, objective: Objective, loss: Loss | None) -> None:
     """What is not about layouts alone."""
+    _warn_of_batch_statistics(layout, model)
     if layout.pipeline.shard_head and loss is not None:
         raise ValueError("a sharded head computes cross-entropy by itself: leave loss= out, or shard_head")
     if layout.cp > 1:
         _check_split(layout, model, objective, loss)
+
+
+def _warn_of_batch_statistics(layout: Layout, model: nn.Module) -> None:
+    """UserWarning for modules that normalise by a part of the global batch, where the layout cuts it."""
+    microbatches = layout.accumulate * layout.pipeline.microbatches
+    names = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.modules.batchnorm._BatchNorm)
+        and module.training
+        and layout.dp * microbatches > 1
+        and (microbatches > 1 or not isinstance(module, nn.SyncBatchNorm))
+    ]
+    if names:
+        warnings.warn(
+            f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''}: batch normalisation takes the statistics of "
+            f"one forward on one rank, a part of the global batch (dp {layout.dp}, {microbatches} forwards a step): "
+            "the loss is not that of one process, and running statistics are each rank's own. Put it into evaluation "
+            "mode (frozen statistics), or use a norm over each sample (GroupNorm, LayerNorm)",
+            stacklevel=5,
+        )
 
 
 def _check_split(layout: Layout, model: nn.Module, objective: Objective, loss: Loss | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -57,3 +58,18 @@ def test_what_is_no_model_is_refused_with_what_to_pass() -> None:
         ValueError, match=r"a OptimizedModule around the model: pass the model itself \(its ._orig_mod\)"
     ):
         fp.parallelize(torch.compile(nn.Linear(2, 2), backend="eager"), None, {"0": "colwise"})
+
+
+def test_batch_statistics_of_a_part_of_the_batch_are_warned_of() -> None:
+    def assembled(layout: str, *norms: nn.Module) -> None:
+        model = nn.Sequential(nn.Linear(4, 6), *norms, nn.Linear(6, 3))
+        fp.assemble(model, layout, lambda params: torch.optim.SGD(params, lr=0.1)).close()
+
+    frozen = nn.BatchNorm1d(6).eval()
+    with pytest.warns(UserWarning, match=r"^1, 2: batch normalisation .* \(dp 1, 2 forwards a step\)") as found:
+        assembled("acc2", nn.BatchNorm1d(6), nn.SyncBatchNorm(6), frozen)
+    assert found[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assembled("acc2", frozen, nn.LayerNorm(6))
+        assembled("one rank", nn.BatchNorm1d(6))
