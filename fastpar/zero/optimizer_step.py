@@ -188,17 +188,18 @@ class Stepper:
         if self._is_holding:
             yield
             return
-        if self._optim_params:  # before `adopt` there are none
-            self._exchange(self._optim_params)
-        self._is_holding = True
-        self._hide_copies()
-        try:
-            yield
-        finally:
-            self._show_copies()
-            self._is_holding = False
-            if self._model_params:
-                self._exchange(self._model_params)
+        with outside_inference_mode():
+            if self._optim_params:  # before `adopt` there are none
+                self._exchange(self._optim_params)
+            self._is_holding = True
+            self._hide_copies()
+            try:
+                yield
+            finally:
+                self._show_copies()
+                self._is_holding = False
+                if self._model_params:
+                    self._exchange(self._model_params)
 
     def _exchange(self, others: dict[int, nn.Parameter]) -> None:
         state: dict[Any, Any] = self.optimizer.state
@@ -252,16 +253,17 @@ class Stepper:
             return None
         self._is_stepping = True
         try:
-            closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
-            loss = None
-            if closure is not None:
-                with torch.enable_grad():
-                    loss = closure()
-            # An update of plain rows takes them from what the groups show; only masters hide among the states.
-            needs_optim_params = self._copies or not self._is_elementwise
-            with torch.no_grad(), self.holding_optim_params() if needs_optim_params else _nothing():
-                self._bring_scalars()
-                self._phases(self)
+            with outside_inference_mode():
+                closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
+                loss = None
+                if closure is not None:
+                    with torch.enable_grad():
+                        loss = closure()
+                # An update of plain rows takes them from what the groups show; only masters hide among the states.
+                needs_optim_params = self._copies or not self._is_elementwise
+                with torch.no_grad(), self.holding_optim_params() if needs_optim_params else _nothing():
+                    self._bring_scalars()
+                    self._phases(self)
         finally:
             self._is_stepping = False
         for parameter in self.parameters():
@@ -477,6 +479,16 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
 @contextmanager
 def _nothing() -> Iterator[None]:
     yield
+
+
+@contextmanager
+def outside_inference_mode() -> Iterator[None]:
+    """What is made in the block under torch.inference_mode(), such as states, may be changed without it, too."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():  # the first would turn gradients on
+        yield
 
 
 _ROWS = 5  # of three dims and more the others are 3: shards of different sizes, and some without rows

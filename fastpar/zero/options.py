@@ -356,6 +356,14 @@ def check_optimizers(named: dict[str, nn.Parameter], optimizers: Sequence[torch.
     missing = [name for name, parameter in named.items() if parameter.requires_grad and id(parameter) not in set(held)]
     if missing:
         shown = ", ".join(missing[:4]) + (", ..." if len(missing) > 4 else "")
+        if any(
+            hasattr(x, "fastpar_is_detached") for each in optimizers for g in each.param_groups for x in g["params"]
+        ):
+            raise ValueError(
+                f"the optimizer has rows or copies from before detach(), and not {shown}: make a new one. "
+                "fp.zero.full_optimizer_state(zero) before detach(), and load_full_optimizer_state after shard(...), "
+                "take its states over"
+            )
         raise ValueError(
             f"{len(missing)} trainable parameters are not in the optimizer: {shown}. Build it from the parameters that "
             "the model has now (calls that replace parameters, as parallelize does, come before it), or freeze those"

@@ -547,6 +547,11 @@ class Stage3:
 
     def _be_at_rest(self) -> None:
         """The model is about to show its shards."""
+        if torch.is_inference_mode_enabled():
+            raise RuntimeError(
+                "state_dict() of a model in stage 3 gives DTensors, which torch cannot make under "
+                "torch.inference_mode(): call it under torch.no_grad()"
+            )
         self.release()
         self.reshard()
         self.load()

@@ -248,8 +248,8 @@ class Zero:
                 yield name, buffer
 
     def detach(self) -> None:
-        """Remove all hooks; parameters, gradients and states stay as they are, and come out of files. A second call
-        does nothing."""
+        """Remove all hooks; parameters, gradients and states stay as they are, and come out of files. The optimizers
+        keep this rank's rows, and master weights: to train on takes new ones. A second call does nothing."""
         if not self._is_attached:
             return
         self._is_attached = False
@@ -259,6 +259,9 @@ class Zero:
         for disk in self._disks.values():
             disk.load()
         self._hide()
+        for param in self.params:
+            if param.optim_param is not param.parameter:
+                vars(param.optim_param)["fastpar_is_detached"] = True  # see `options.check_optimizers`
         for storage in self.storages:
             storage.detach()
         for stepper in self.steppers:
