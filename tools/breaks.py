@@ -381,8 +381,8 @@ TENSOR = _of(
     "tensor, swap and guards",
     (
         "a whole parameter's gradient is that of one rank",
-        "return self.comm.all_reduce(grad)\n\n    def pick",
-        "return grad.clone()\n\n    def pick",
+        "return reduce_from(grad, self.comm) if grad.requires_grad else self.comm.all_reduce(grad)",
+        "return grad.clone()",
         "test_swap.py gradient_norm or norm_after; test_tensor_layers.py column_then_row",
     ),
     (
