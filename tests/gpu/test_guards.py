@@ -273,6 +273,29 @@ def test_layers_that_treat_every_position_alike_are_not_refused() -> None:
     run_ranks(2, _pointwise)
 
 
+class Skip(Stack):
+    """Adds what stands before the layers to what stands between them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[1](self.layers[0](x) + x)
+
+
+def _skip() -> None:
+    model = Skip(Layer(), Layer())
+    fp.parallelize(model, dist.group.WORLD, LAYER, sequence_parallel=True)
+    x = torch.ones(2, 6, 6)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="size of tensor") as error:
+            model(x)
+        words = [str(error.value), *getattr(error.value, "__notes__", ())]  # Python 3.10 has no notes
+        assert sum("a skip across layers" in each for each in words) == 1
+    fp.parallelize(fp.unparallelize(model), dist.group.WORLD, LAYER)(x)
+
+
+def test_a_skip_from_before_the_split_stream_is_explained() -> None:
+    run_ranks(2, _skip)
+
+
 # ---- gradients
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -117,7 +119,7 @@ class Watch:
         self.members.check(model)
         if not self.cadence.next(model.training):
             return
-        self._end = model.register_forward_hook(self.after)
+        self._end = model.register_forward_hook(self.after, always_call=True)
         self.eager.begin(model)
         apart = self.inputs.before(model, args, kwargs)
         self.stream.before(model, args, kwargs)
@@ -135,12 +137,33 @@ class Watch:
         """Raise what has been seen."""
         if self.stream.is_running:
             return
+        if output is None and (error := sys.exc_info()[1]) is not None:
+            # The forward has failed. torch walks through the hooks now: the next call takes this one away.
+            is_of_shapes = type(error) is RuntimeError and re.search("sizes?|shapes?", str(error)) is not None
+            if is_of_shapes and any(region is not None for region in self.plan.layers.values()):
+                _add_note(error, _SPLIT_STREAM)
+            return
         self._end.remove()
         self._end = None
         self.eager.leave(output)
         self.draws.check()
         self.positions.check()
         self.stream.after(model, output)
+
+
+_SPLIT_STREAM = (
+    "fastpar: between the layers' begin and end each rank has a part of the hidden states (sequence parallelism, a "
+    "grid). A tensor that the model makes outside, such as a skip across layers, a bias of positions or the output of "
+    "an encoder, is whole, and does not fit there: pass it as an input of a block, or leave the stream whole "
+    "(sequence_parallel=False, a mesh without tp_grid)"
+)
+
+
+def _add_note(error: BaseException, note: str) -> None:
+    if hasattr(error, "add_note"):
+        error.add_note(note)
+    else:  # Python 3.10
+        error.args = (f"{error}\n{note}",)
 
 
 def _verdict(plan: WatchedPlan) -> Callable[[str, nn.Module], str]:
