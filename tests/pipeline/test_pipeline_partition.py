@@ -456,6 +456,23 @@ def test_own_architecture_with_shared_and_repeated_modules() -> None:
     assert_same(gradients(stages, cut.tied), full_gradients(full))
 
 
+def test_parametrized_modules_go_with_their_part() -> None:
+    torch.manual_seed(0)
+    model = Own()
+    for block in model.blocks.values():
+        if not nn.utils.parametrize.is_parametrized(block.fc):
+            nn.utils.parametrizations.weight_norm(block.fc)
+    nn.init.normal_(model.blocks["b"].fc.parametrizations.weight.original0)
+    full = copy.deepcopy(model)
+    ids, grad = torch.randint(0, 11, (3, 5)), torch.randn(3, 5, 11)
+    cut = partition(model, layout="E,t|t|t,H", architecture=OWN)
+    stages = cut.stages(range(3))
+    expected = full(ids)
+    expected.backward(grad)
+    assert torch.equal(forward_backward(stages, (ids,), None, grad), expected)
+    assert_same(gradients(stages, cut.tied), full_gradients(full))
+
+
 class NeedsScale(Own):
     def forward(self, ids: Tensor, scale: Tensor) -> Tensor:
         return super().forward(ids, scale)

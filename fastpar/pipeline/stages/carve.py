@@ -136,7 +136,11 @@ class _Carver:
 
 def shallow_copy(module: nn.Module) -> nn.Module:
     """The same module with dictionaries of its own, so that children, tensors and hooks can differ."""
-    twin = copy.copy(module)
+    if nn.utils.parametrize.is_parametrized(module):  # whose __getstate__ refuses copies
+        twin = type(module).__new__(type(module))
+        twin.__dict__.update(vars(module))
+    else:
+        twin = copy.copy(module)
     for name, value in vars(twin).items():
         if type(value) in (dict, OrderedDict, set):
             twin.__dict__[name] = value.copy()
