@@ -353,6 +353,17 @@ def _block_with_a_parameter() -> None:
     assert set(vars(model[0])) == names
 
 
+def _batch_norm_on_features() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 6)), nn.Linear(6, 6))
+    plan = {"0": "block", "0.0": "colwise", "0.1": "partial", "0.2": "rowwise"}
+    with pytest.raises(ValueError, match=r"0.1 \(BatchNorm1d\) has style 'partial' .* normalises all 8"):
+        fp.parallelize(model, dist.group.WORLD, plan)
+
+
+def test_batch_normalisation_of_split_features_is_refused() -> None:
+    run_ranks(2, _batch_norm_on_features)
+
+
 def test_a_block_with_a_parameter_of_its_own_keeps_nothing_after_the_swap_is_undone() -> None:
     run_ranks(2, _block_with_a_parameter)
 

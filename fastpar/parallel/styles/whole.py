@@ -36,6 +36,14 @@ class ReplicateStyle(Style):
 class PartialStyle(Style):
     """Parameters whole on every rank; each rank computes a part of the gradient, and the parts are summed."""
 
+    def check(self, path: str, module: nn.Module, context: SwapContext) -> None:
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.num_features > 1:
+            raise ValueError(
+                f"{path} ({type(module).__name__}) has style 'partial' in a block, where a rank has some of the "
+                f"features or heads only, and normalises all {module.num_features} by their own statistics: there is "
+                "no split form. Leave the block out of the plan, or put the norm behind it"
+            )
+
     def check_parameter(self, path: str, context: SwapContext) -> None:
         pass
 
