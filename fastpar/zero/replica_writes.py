@@ -39,7 +39,7 @@ class ReplicaWrites:
     """Watches `replicas`, of which all ranks have as many in the same order."""
 
     def __init__(self, replicas: Sequence[Replica]) -> None:
-        self._replicas = [each for each in replicas if each.comms and each.value.numel() > 0]
+        self._replicas = [each for each in replicas if each.comms]
         self._replaced = False
         self.note()
 
@@ -60,21 +60,24 @@ class ReplicaWrites:
     def compare(self, comms: Sequence[Communicator]) -> None:
         """Raises RuntimeError on all ranks where replicas differ of what any of `comms` has written to, naming them.
         Collective."""
-        pairs = zip(self._replicas, self._versions, strict=True)
-        written = set_on_any([self._replaced or version_of(each.value) != version for each, version in pairs], comms)
-        kinds: dict[tuple[Communicator, ...], list[Replica]] = {}
-        for each, is_written in zip(self._replicas, written, strict=True):
+        now = [version_of(each.value) for each in self._replicas]
+        changed = [self._replaced or new != old for new, old in zip(now, self._versions, strict=True)]
+        written = set_on_any(changed, comms)
+        kinds: dict[tuple[Communicator, ...], list[int]] = {}
+        for index, (each, is_written) in enumerate(zip(self._replicas, written, strict=True)):
             if is_written:
-                kinds.setdefault(each.comms, []).append(each)
-        differing = []
-        for its_comms, replicas in kinds.items():
-            sums = torch.tensor([_checksum(local(each.value)) for each in replicas], dtype=torch.int64, device="cpu")
-            found = torch.stack((sums, -sums))  # the most, and the least
+                kinds.setdefault(each.comms, []).append(index)
+        differs = [False] * len(self._replicas)
+        for its_comms, indices in kinds.items():
+            sums = [_checksum(local(self._replicas[index].value)) for index in indices]
+            found = torch.tensor([sums, [-x for x in sums]], dtype=torch.int64, device="cpu")  # the most, and the least
             for comm in its_comms:
                 comm.all_reduce(found, "max", out=found)
-            differing += [
-                each.name for each, differs in zip(replicas, (found.sum(0) != 0).tolist(), strict=True) if differs
-            ]
+            for index, difference in zip(indices, found.sum(0).tolist(), strict=True):
+                differs[index] = difference != 0
+        # Rows that differ do so among the ranks that have them, and all are to raise
+        pairs = zip(self._replicas, set_on_any(differs, comms), strict=True)
+        differing = [each.name for each, is_different in pairs if is_different]
         if differing:
             more = ", ..." if len(differing) > _SHOWN_NAMES else ""
             raise RuntimeError(

@@ -116,3 +116,24 @@ def test_checksums_see_every_bit_and_the_order() -> None:
     assert all(0 <= each < 1 << 62 for each in found)
     halves: list[Tensor] = [torch.ones(3, dtype=dtype) for dtype in (torch.bfloat16, torch.float64, torch.bool)]
     assert all(_checksum(each) != _checksum(torch.zeros_like(each)) for each in halves)
+
+
+def replicas_of_rows() -> None:
+    mesh = fp.init_mesh(dp_replicate=2, dp_shard=2, device="cpu")
+    model = nn.Linear(7, 1)  # one row: of two ranks that shard, the other has none
+    optimizer = make_optimizer("sgd", model.parameters())
+    fp.zero.shard(model, optimizer, group=mesh, stage=3, persistent_share=0.0)
+    for step, value in enumerate((1.0, float(mesh.rank("dp_replicate")))):
+        with torch.no_grad():
+            model.weight.fill_(value)
+        model(torch.ones(2, 7)).sum().backward()
+        if step == 0:
+            optimizer.step()
+        else:  # also the ranks whose replicas, of no rows, are alike
+            with pytest.raises(RuntimeError, match="different values of weight"):
+                optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_ranks_without_rows_are_told_of_replicas_that_differ() -> None:
+    run_ranks(4, replicas_of_rows)
