@@ -40,8 +40,12 @@ class ReplicaWrites:
 
     def __init__(self, replicas: Sequence[Replica]) -> None:
         self._replicas = [each for each in replicas if each.comms]
-        self._replaced = False
+        self._replaced = self._is_held = False
         self.note()
+
+    def hold(self) -> None:
+        """What has been written so far is to be compared in spite of `note`: one of several optimizers updates."""
+        self._is_held = self.is_any
 
     def note(self) -> None:
         """All ranks have the same values."""
@@ -55,13 +59,14 @@ class ReplicaWrites:
     @property
     def is_any(self) -> bool:
         """Whether this rank has written to something since `note`."""
-        return self._replaced or [version_of(each.value) for each in self._replicas] != self._versions
+        return self._replaced or self._is_held or [version_of(each.value) for each in self._replicas] != self._versions
 
     def compare(self, comms: Sequence[Communicator]) -> None:
         """Raises RuntimeError on all ranks where replicas differ of what any of `comms` has written to, naming them.
         Collective."""
         now = [version_of(each.value) for each in self._replicas]
-        changed = [self._replaced or new != old for new, old in zip(now, self._versions, strict=True)]
+        is_all = self._replaced or self._is_held
+        changed = [is_all or new != old for new, old in zip(now, self._versions, strict=True)]
         written = set_on_any(changed, comms)
         kinds: dict[tuple[Communicator, ...], list[int]] = {}
         for index, (each, is_written) in enumerate(zip(self._replicas, written, strict=True)):
@@ -86,6 +91,7 @@ class ReplicaWrites:
                 "numbers on each. Write the same on all ranks: seed them alike before reset_parameters(), load the "
                 "same state, or broadcast it"
             )
+        self._is_held = False
         self.note()
 
 

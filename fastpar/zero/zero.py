@@ -336,6 +336,9 @@ class Zero:
         self._stepped_with.update(self._param_of[id(x)] for x in optim_params if id(x) in self._param_of)
         if not self._is_going:
             return
+        if len(self.steppers) > 1:  # between whose steps somebody may have written
+            for reducer in self._reducers:
+                reducer.writes.hold()
         self._release()
         self.clipping.hand_over(stepper.optimizer, optim_params)
         disk = self._disks.get(id(stepper))

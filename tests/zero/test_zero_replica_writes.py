@@ -102,6 +102,27 @@ def one_alone() -> None:
             train(model, optimizer, 1, rank)
 
 
+def between_two_steps() -> None:
+    model = Net()
+    optimizers = [make_optimizer("sgd", each.parameters()) for each in (model.first, model.last)]
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.startswith(("first", "last")))
+    fp.zero.shard(model, optimizers, stage=0)
+    for value in (1.0, float(dist.get_rank())):
+        model(batch(0, 0, 0)[0]).sum().backward()
+        optimizers[0].step()
+        with torch.no_grad():
+            model.norm.weight.fill_(value)
+        optimizers[1].step()
+    model(batch(0, 0, 0)[0]).sum().backward()
+    with pytest.raises(RuntimeError, match="different values of norm"):
+        optimizers[0].step()
+
+
+def test_writes_between_the_steps_of_two_optimizers_are_seen() -> None:
+    run_ranks(SIZE, between_two_steps)
+
+
 def test_a_rank_that_writes_alone_is_told_and_so_are_the_others() -> None:
     run_ranks(SIZE, one_alone)
 
