@@ -335,6 +335,24 @@ ZERO = _of(
         "None if total is None else total.to(parameter.dtype)",
         "test_parameter_server.py get_the_mean or all_reduce",
     ),
+    (
+        "the step proper runs on the optimizer itself",
+        "return (_spent(optimizer), *(()",
+        "return (optimizer, *(()",
+        "test_zero_training.py counted_once_a_step",
+    ),
+    (
+        "forwards of stage 3 do not wait for what others write",
+        "        for groups in self.groups.with_experts():\n            groups.shard.barrier()\n\n    def _loaded",
+        "\n    def _loaded",
+        "test_zero_loops.py write_between_passes",
+    ),
+    (
+        "copies that were written to are not compared",
+        "            self.writes.compare(self.comms())\n",
+        "            self.writes.note()\n",
+        "test_zero_replica_writes.py",
+    ),
 )
 
 CONTEXT = _of(
@@ -375,6 +393,18 @@ CONTEXT = _of(
         "document = torch.searchsorted(starts, own, right=True) * 0",
         "test_packed_layouts.py pairs_and_keys",
     ),
+    (
+        "rotary frequencies go by a rank's own positions",
+        "last.max().to(given).expand(",
+        "given.max().to(given).expand(",
+        "test_context_parallel.py longest_position",
+    ),
+    (
+        "mixing of tokens is tried in evaluation only",
+        "for training in (False, True):\n            with _undisturbed",
+        "for training in (False,):\n            with _undisturbed",
+        "test_context_parallel.py both_modes",
+    ),
 )
 
 TENSOR = _of(
@@ -402,6 +432,18 @@ TENSOR = _of(
         "return bool(((a - b).abs() > _FAR * scale + 1e-12).any())",
         "return bool(((a - b).abs() > 1e9 * scale + 1e-12).any())",
         "test_guards.py mixes_positions",
+    ),
+    (
+        "a draw from generators that differ is seen when the forward has ended",
+        "        def hook(module: nn.Module, _args: Any) -> None:\n            self._look_apart()\n",
+        "        def hook(module: nn.Module, _args: Any) -> None:\n",
+        "test_guards.py skipped_by_generators",
+    ),
+    (
+        "the sum of a whole parameter's gradient has no graph",
+        "return reduce_from(grad, self.comm) if grad.requires_grad else self.comm.all_reduce(grad)",
+        "return self.comm.all_reduce(grad)",
+        "test_second_derivatives.py gradient_penalties",
     ),
 )
 
@@ -470,6 +512,18 @@ PIPELINE = _of(
         "        if link[0] == link[1]:\n            return index, 0\n",
         "",
         "test_simulate.py one_rank",
+    ),
+    (
+        "gradients are not looked at where a stage is cut",
+        "not _is_view(given, received) or _changes_gradient(received, given)",
+        "not _is_view(given, received)",
+        "test_pipeline_partition.py to_gradients_between",
+    ),
+    (
+        "hooks of code beside a stage's layers are on its gradient",
+        "else alias(args[0]),)",
+        "else args[0],)",
+        "test_pipeline_partition.py to_gradients_between",
     ),
 )
 
@@ -612,6 +666,12 @@ KERNELS = _of(
         "rstd = tl.rsqrt(tl.sum(squares, axis=1) / hidden + tl.cast(eps, COMPUTE))",
         "rstd = tl.rsqrt(tl.sum(squares, axis=1) / hidden)",
         "test_rms_norm.py interpreter",
+    ),
+    (
+        "the allocator does not know who reads a kept table",
+        "    table.there.record_stream(torch.cuda.current_stream(device))\n",
+        "",
+        "test_rehearsal.py launches",
     ),
 )
 
