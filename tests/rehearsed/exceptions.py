@@ -31,6 +31,7 @@ ALLOWED_ON_RANKS: dict[tuple[str, str], str] = {
     ): "a guard reads what ranks must have alike; not in every step",
     ("on_cpu", "fastpar/parallel/guards/agreement.py:_crc"): "the same",
     ("on_cpu", "fastpar/parallel/guards/agreement.py:generator_state"): "torch keeps it in host memory",
+    ("on_cpu", "fastpar/parallel/guards/agreement.py:state_of"): "the same",
     (
         "copy",
         "fastpar/parallel/guards/gradients.py:GradientGuard._compare.<locals>.<listcomp>",
