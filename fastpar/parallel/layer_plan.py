@@ -28,6 +28,7 @@ from fastpar.parallel.styles import (
 )
 from fastpar.parallel.styles.linear import is_rowwise, splits_features
 from fastpar.parallel.trial import CodeError, RecordedCall, Trial, TrialError, is_linear, is_per_token
+from fastpar.pretrained.adapters import is_adapter
 
 _KEPT = (ExpertStyle, DropoutStyle, ReplicateStyle, VocabStyle)  # declared inside a layer, and right without a trial
 _MAX_GUESSES = 32
@@ -141,10 +142,13 @@ class LayerPlan:
         """The words for a block whose declared linears have something else in their places, such as adapters."""
         names = [p for p, s in self.declared.items() if p.startswith(f"{path}.") and splits_features(s)]
         other = next((name for name in names if not is_linear(self.modules[name])), None)
-        if other is None:
+        if other is not None:
+            return f"{other} is a {_qualified_kind(self.modules[other])}, which is no linear that could be split"
+        adapter = next((p for p, m in self.modules.items() if p.startswith(f"{path}.") and is_adapter(m)), None)
+        if adapter is None:
             return ""
-        kind = type(self.modules[other])
-        return f"{other} is a {kind.__module__}.{kind.__qualname__}, which is no linear that could be split"
+        kind = _qualified_kind(self.modules[adapter])
+        return f"{adapter} is an adapter ({kind}), and no split around it that was tried computes the same"
 
     def _guesses(self, path: str, module: nn.Module, call: RecordedCall) -> Iterator[tuple[dict[str, Style], bool]]:
         """Styles as declared (True), and as the calls suggest; each with more and more attributes made local."""
@@ -258,6 +262,10 @@ class LayerPlan:
 def _is_full(style: Style) -> bool:
     """True for a linear that is split and whose input and output every rank has whole."""
     return isinstance(style, ColwiseStyle | RowwiseStyle) and not splits_features(style)
+
+
+def _qualified_kind(module: nn.Module) -> str:
+    return f"{type(module).__module__}.{type(module).__qualname__}"
 
 
 def _holds_experts(module: nn.Module) -> bool:

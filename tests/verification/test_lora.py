@@ -37,6 +37,7 @@ def _saved(folder: str, kind: str) -> None:
     model, zero = copy.deepcopy(plain), None
     if kind == "tp":
         fp.parallelize(model, dist.group.WORLD)
+        assert "left whole: self_attn.q_proj is an adapter (peft.tuners.lora.layer.Linear)" in str(fp.explain(model))
     else:
         trained = [p for p in model.parameters() if p.requires_grad]
         mesh = fp.init_mesh(dp_shard=2, device="cpu")
