@@ -555,14 +555,14 @@ class ReversedGrad(torch.autograd.Function):
 class GradChanged(Own):
     """Code between the layers that leaves the hidden states as they are, and not their gradient."""
 
-    how = "function"
+    how, where = "function", ("a", "b", "c", "")
 
     def forward(self, ids: Tensor, scale: Tensor | None = None) -> Tensor:
-        hidden = self.drop(self.ln0(self.tok(ids) + self.pos(ids)))
-        for block in self.blocks.values():
-            hidden = self.changed(hidden)
-            hidden = self.changed(block(hidden=hidden, bias=self.bias(ids))[0])
-        return self.out(self.ln(hidden))
+        hidden = self.tok(ids)
+        for name, block in self.blocks.items():
+            hidden = self.changed(hidden) if name in self.where else hidden
+            hidden = block(hidden=hidden, bias=hidden.new_zeros(()))[0]
+        return self.out(self.ln(self.changed(hidden) if "" in self.where else hidden))
 
     def changed(self, hidden: Tensor) -> Tensor:
         if self.how == "function":
@@ -573,13 +573,18 @@ class GradChanged(Own):
 
 
 @pytest.mark.parametrize("how", ["function", "hook", "hook behind a view"])
+@pytest.mark.parametrize("where", [GradChanged.where, ("b",)])
 @pytest.mark.parametrize("layout", ["E|t|t|t|H", "E,t|t*2|N|H", "E,t*3|H"])
-def test_what_a_model_does_to_gradients_between_its_modules_happens_once(layout: str, how: str) -> None:
+def test_what_a_model_does_to_gradients_between_its_modules_happens_once(
+    layout: str, where: tuple[str, ...], how: str
+) -> None:
     torch.manual_seed(0)
     model = GradChanged()
-    model.how = how
+    model.how, model.where = how, where
+    for unused in ("pos", "ln0", "bias"):
+        delattr(model, unused)
     full, ids, grad = copy.deepcopy(model), torch.randint(0, 11, (3, 5)), torch.randn(3, 5, 11)
-    cut = partition(model, layout=layout, architecture=OWN)
+    cut = partition(model, layout=layout)
     stages = cut.stages(range(cut.num_parts))
     expected = full(ids)
     expected.backward(grad)

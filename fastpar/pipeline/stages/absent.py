@@ -140,7 +140,7 @@ class AbsentEmbedding(Absent):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         stream = self._stream
-        hidden = main_of(args, kwargs) if stream is None or stream.received is None else stream.passed()
+        hidden = main_of(args, kwargs) if stream is None or stream.received is None else alias(stream.received)
         if isinstance(hidden, Tensor) and not hidden.is_floating_point() and not hidden.is_complex():
             raise TypeError(
                 f"{self.path} is on part {self.part}; this part expects hidden states from the part before it, and got "
