@@ -230,21 +230,23 @@ def fastpar_block(problem: Problem, *, transport: str = "auto") -> Block:
     return Block(layer, problem, first, second)
 
 
-def walked_block(problem: Problem, *, product: str) -> Block:
+@dataclass
+class WalkedBlock(Block):
     """fastpar with one product more on a persistent grid, which it is to be measured for."""
-    from unittest.mock import patch
 
-    from fastpar.kernels import grouped_gemm
+    product: str
 
-    block = fastpar_block(problem)
-    fused = block.run
+    def run(self) -> Tensor:
+        from unittest.mock import patch
 
-    def run() -> Tensor:
-        with patch.object(grouped_gemm, "WALKED", grouped_gemm.WALKED | {product}):
-            return fused()
+        from fastpar.kernels import grouped_gemm
 
-    block.run = run  # type: ignore[method-assign]
-    return block
+        with patch.object(grouped_gemm, "WALKED", grouped_gemm.WALKED | {self.product}):
+            return super().run()
+
+
+def walked_block(problem: Problem, *, product: str) -> Block:
+    return WalkedBlock(**vars(fastpar_block(problem)), product=product)
 
 
 def grouped_block(problem: Problem) -> Block:
