@@ -85,6 +85,7 @@ def slices() -> None:
     mesh = init_mesh(dp_shard=2, cp=2, device="cpu")
     assert mesh["fsdp", "tp"].mesh_dim_names == ("fsdp", "tp")
     assert mesh["fsdp", "tp"].shape == (4, 1)
+    assert mesh["fsdp", "tp"] is mesh["fsdp", "tp"]  # torch takes milliseconds to make one
     for names in (("tp", "fsdp"), ("dp_shard", "fsdp")):
         with pytest.raises(ValueError, match="must be different ones, in the order of"):
             mesh[names]
