@@ -581,6 +581,11 @@ def test_what_a_model_does_to_gradients_between_its_modules_happens_once(
     torch.manual_seed(0)
     model = GradChanged()
     model.how, model.where = how, where
+    check_without_addends(model, layout)
+
+
+def check_without_addends(model: Own, layout: str) -> None:
+    """A model that uses nothing beside its embedding, blocks, norm and head: outputs, and the gradient through all."""
     for unused in ("pos", "ln0", "bias"):
         delattr(model, unused)
     full, ids, grad = copy.deepcopy(model), torch.randint(0, 11, (3, 5)), torch.randn(3, 5, 11)
@@ -591,7 +596,7 @@ def test_what_a_model_does_to_gradients_between_its_modules_happens_once(
     assert torch.equal(forward_backward(stages, (ids,), None, grad), expected)
     found, wanted = gradients(stages), full_gradients(full)
     assert set(found) == set(wanted)
-    assert_same({"tok": found["tok.weight"]}, {"tok": wanted["tok.weight"]})  # through all of it
+    assert_same({"tok": found["tok.weight"]}, {"tok": wanted["tok.weight"]})
 
 
 class Streams(Own):
@@ -608,18 +613,8 @@ class Streams(Own):
 def test_streams_made_of_one_embedding_are_found_and_cut(layout: str) -> None:
     torch.manual_seed(0)
     model = Streams()
-    for unused in ("pos", "ln0", "bias"):
-        delattr(model, unused)
+    check_without_addends(model, layout)
     assert infer_architecture(model).embedding == "tok"
-    full, ids, grad = copy.deepcopy(model), torch.randint(0, 11, (3, 5)), torch.randn(3, 5, 11)
-    cut = partition(model, layout=layout)
-    stages = cut.stages(range(cut.num_parts))
-    expected = full(ids)
-    expected.backward(grad)
-    assert torch.equal(forward_backward(stages, (ids,), None, grad), expected)
-    found, wanted = gradients(stages), full_gradients(full)
-    assert set(found) == set(wanted)
-    assert_same({"tok": found["tok.weight"]}, {"tok": wanted["tok.weight"]})
 
 
 def test_meta_models_with_code_between_modules_are_cut_alike() -> None:
