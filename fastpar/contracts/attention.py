@@ -365,6 +365,39 @@ def _of_two_steps(q: _Runs, k: _Runs, reach: tuple[int, int], hi: Tensor, lo: Te
 # ---- arguments of `attention` ----------------------------------------------------------------------------------------
 
 
+class ScoreOptions(NamedTuple):
+    """What fastpar::attention_forward and attention_backward take after the tiles."""
+
+    scale: float
+    softcap: float = 0.0  # 0: none
+    dropout_p: float = 0.0
+    dropout_seed: int = 0
+    first_batch: int = 0
+    first_head: int = 0
+    q_positions: Tensor | None = None
+    k_positions: Tensor | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Neither a softcap nor dropout."""
+        return self.softcap == 0.0 and self.dropout_p == 0.0
+
+    @property
+    def dropout(self) -> AttentionDropout | None:
+        """None where nothing is dropped."""
+        return AttentionDropout(*self[2:4], *self[6:], *self[4:6]) if self.dropout_p else None
+
+    @classmethod
+    def of(
+        cls, head_dim: int, scale: float | None, softcap: float | None, dropout: AttentionDropout | None
+    ) -> ScoreOptions:
+        scale = head_dim**-0.5 if scale is None else scale
+        if dropout is None or dropout.p == 0.0:
+            return cls(scale, softcap or 0.0)
+        where = (dropout.first_batch, dropout.first_head, dropout.q_positions, dropout.k_positions)
+        return cls(scale, softcap or 0.0, dropout.p, dropout.seed, *where)
+
+
 def check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raises TypeError or ValueError if these are no queries, keys and values of one attention."""
     for name, x in (("q", q), ("k", k), ("v", v)):

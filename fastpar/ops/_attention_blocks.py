@@ -11,13 +11,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fastpar.contracts import compute_dtype
-from fastpar.contracts.attention import AttentionDropout
+from fastpar.contracts.attention import AttentionDropout, ScoreOptions
 from fastpar.reference.attention import attention_keep_mask
 
 _ROWS, _COLUMNS = 256, 2048
@@ -50,18 +50,16 @@ class _Scores:
 
     q: Tensor
     k: Tensor
-    scale: float
-    softcap: float
-    dropout: AttentionDropout | None
+    options: ScoreOptions
 
     def of(self, block: _Block) -> tuple[Tensor, Tensor]:
         """(scores with -inf where a query does not see a key, d scores / d their argument of the softcap)."""
         q, k = self.q[block.batch, :, :, block.rows], self.k[block.batch, :, block.columns]
-        scores = (q @ k.transpose(-1, -2)[:, :, None]) * self.scale
+        scores = (q @ k.transpose(-1, -2)[:, :, None]) * self.options.scale
         slope = torch.ones((), dtype=q.dtype, device=q.device)
-        if self.softcap:
-            ratio = torch.tanh(scores / self.softcap)
-            scores, slope = self.softcap * ratio, 1 - ratio * ratio
+        if softcap := self.options.softcap:
+            ratio = torch.tanh(scores / softcap)
+            scores, slope = softcap * ratio, 1 - ratio * ratio
         rows, columns = scores.shape[-2:]
         if block.lo > 1 - rows or block.hi < columns - 1:
             band = torch.arange(columns, device=q.device) - torch.arange(rows, device=q.device)[:, None]
@@ -70,9 +68,10 @@ class _Scores:
 
     def kept(self, block: _Block) -> Tensor | None:
         """Z / (1 - p) of the block; None without dropout."""
-        if self.dropout is None:
+        drop = self.options.dropout
+        if drop is None:
             return None
-        drop, (_, kv_heads, group, rows, _), columns = self.dropout, self.q.shape, self.k.shape[2]
+        (_, kv_heads, group, rows, _), columns = self.q.shape, self.k.shape[2]
         positions = [
             (torch.arange(count) if given is None else given.cpu())[part]
             for given, count, part in ((drop.q_positions, rows, block.rows), (drop.k_positions, columns, block.columns))
@@ -88,25 +87,12 @@ def _by_kv_head(x: Tensor, kv_heads: int, dtype: torch.dtype) -> Tensor:
 
 
 def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    tiles: Tensor,
-    tile_offsets: Tensor | None,
-    scale: float,
-    softcap: float,
-    dropout_p: float,
-    dropout_seed: int,
-    first_batch: int,
-    first_head: int,
-    q_positions: Tensor | None,
-    k_positions: Tensor | None,
-    out_dtype: torch.dtype,
+    q: Tensor, k: Tensor, v: Tensor, tiles: Tensor, tile_offsets: Tensor | None, *options: Any
 ) -> tuple[Tensor, Tensor]:
-    """(out [b, h_q, s_q, D_v] of out_dtype, lse [b, h_q, s_q])."""
-    dtype, kv_heads = compute_dtype(q.dtype), k.shape[1]
-    drop = _dropout(dropout_p, dropout_seed, first_batch, first_head, q_positions, k_positions)
-    scores = _Scores(_by_kv_head(q, kv_heads, dtype), k.to(dtype), scale, softcap, drop)
+    """(out [b, h_q, s_q, D_v] of out_dtype, the last option; lse [b, h_q, s_q])."""
+    *of_scores, out_dtype = options
+    dtype = compute_dtype(q.dtype)
+    scores = _Scores(_by_kv_head(q, k.shape[1], dtype), k.to(dtype), ScoreOptions(*of_scores))
     values = v.to(dtype)
     out = values.new_zeros((*scores.q.shape[:-1], v.shape[-1]))
     lse = values.new_full(scores.q.shape[:-1], -torch.inf)
@@ -126,27 +112,12 @@ def forward(
 
 
 def backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    tiles: Tensor,
-    tile_offsets: Tensor | None,
-    scale: float,
-    softcap: float,
-    dropout_p: float,
-    dropout_seed: int,
-    first_batch: int,
-    first_head: int,
-    q_positions: Tensor | None,
-    k_positions: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor,
+    tiles: Tensor, tile_offsets: Tensor | None, *options: Any,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(dq, dk, dv) in float32, or float64."""
     dtype, kv_heads = compute_dtype(q.dtype), k.shape[1]
-    drop = _dropout(dropout_p, dropout_seed, first_batch, first_head, q_positions, k_positions)
-    scores = _Scores(_by_kv_head(q, kv_heads, dtype), k.to(dtype), scale, softcap, drop)
+    scores = _Scores(_by_kv_head(q, kv_heads, dtype), k.to(dtype), ScoreOptions(*options))
     dout, values = _by_kv_head(grad_out, kv_heads, dtype), v.to(dtype)
     final, shift = (x.to(dtype).unflatten(1, (kv_heads, -1))[..., None] for x in (_or_inf(lse), delta))
     dq, dk, dv = torch.zeros_like(scores.q), torch.zeros_like(scores.k), torch.zeros_like(values)
@@ -159,7 +130,7 @@ def backward(
         weights = p
         if (kept := scores.kept(block)) is not None:
             weights, dp = p * kept, dp * kept
-        ds = p * (dp - shift[rows]) * slope * scale
+        ds = p * (dp - shift[rows]) * slope * scores.options.scale
         dq[rows] += ds @ scores.k[columns][:, :, None]
         dk[columns] += (ds.transpose(-1, -2) @ scores.q[rows]).sum(2)
         dv[columns] += (weights.transpose(-1, -2) @ dout[rows]).sum(2)
@@ -169,9 +140,3 @@ def backward(
 def _or_inf(lse: Tensor) -> Tensor:
     """lse, and inf where nothing is visible: exp(x - inf) is 0 for every x there."""
     return lse.masked_fill(lse == -torch.inf, torch.inf)
-
-
-def _dropout(
-    p: float, seed: int, first_batch: int, first_head: int, q_positions: Tensor | None, k_positions: Tensor | None
-) -> AttentionDropout | None:
-    return AttentionDropout(p, seed, q_positions, k_positions, first_batch, first_head) if p else None

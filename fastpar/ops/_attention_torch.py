@@ -357,33 +357,29 @@ def forward(
 
 
 def backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
+    whole: Operands,
+    given: tuple[Tensor, Tensor, Tensor],
     tiles: Tensor,
     offsets: Tensor | None,
     scale: float,
     grad_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """(dq, dk, dv), dense, of the out and lse of all keys; None where torch's kernels do not serve the call."""
+    """(dq, dk, dv), dense, given (dout, out, lse) of all keys; None where torch's kernels do not serve the call."""
+    q, k, v = whole
     if q.device.type != "cuda":
         return None
     if q.device.index != torch.cuda.current_device():
         with torch.cuda.device(q.device):
-            return backward(grad_out, q, k, v, out, lse, tiles, offsets, scale, grad_dtype)
+            return backward(whole, given, tiles, offsets, scale, grad_dtype)
     chosen = _choose(q, k, v, tiles, offsets, scale, backward=True)
     if chosen is None:
         return None
     kernel, bands, x = chosen
-    given = [_readable(_seen_rows(t, bands).to(q.dtype)) for t in (grad_out, out)]
+    grad_out, out, lse = (_seen_rows(t, bands) for t in given)
     # Every row of the span sees a key, so that no lse is -inf here, which flash would read as 0.
-    grads = kernel.backward(bands, x, (given[0], given[1], _seen_rows(lse, bands)), scale)
+    grads = kernel.backward(bands, x, (_readable(grad_out.to(q.dtype)), _readable(out.to(q.dtype)), lse), scale)
     dq, dk, dv = (
-        _put(grad, span, whole.shape[2], grad_dtype, 0.0)
-        for grad, span, whole in zip(grads, _spans(bands), (q, k, v), strict=True)
+        _put(grad, span, t.shape[2], grad_dtype, 0.0) for grad, span, t in zip(grads, _spans(bands), whole, strict=True)
     )
     return dq, dk, dv
 

@@ -22,7 +22,7 @@ for float64) and rounded once. What torch's own kernels keep of this, where they
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -30,7 +30,13 @@ from torch import Tensor
 from fastpar import _ext
 from fastpar.arguments import checked
 from fastpar.contracts import compute_dtype
-from fastpar.contracts.attention import AttentionDropout, AttentionTiles, check_attention, check_score_options
+from fastpar.contracts.attention import (
+    AttentionDropout,
+    AttentionTiles,
+    ScoreOptions,
+    check_attention,
+    check_score_options,
+)
 from fastpar.ops import _attention_blocks, _attention_cuda, _attention_torch
 from fastpar.ops._autograd import apply_plain, first_derivative_only, needs_grad
 from fastpar.ops._backends import is_direct
@@ -52,23 +58,16 @@ torch.library.impl("fastpar::attention_backward", "default", _attention_blocks.b
 
 
 def backward_from_out(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    tiles: Tensor,
-    tile_offsets: Tensor | None,
-    scale: float,
-    grad_dtype: torch.dtype,
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of the final out and lse, without a softcap or dropout: by torch's kernels, where they have it."""
-    found = _attention_torch.backward(grad_out, q, k, v, out, lse, tiles, tile_offsets, scale, grad_dtype)
+    tiles, tile_offsets, scale, grad_dtype = options
+    inputs = _attention_torch.Operands(q, k, v)
+    found = _attention_torch.backward(inputs, (grad_out, out, lse), tiles, tile_offsets, scale, grad_dtype)
     if found is not None:
         return found
-    delta, options = row_delta(grad_out, out, None), ScoreOptions(scale)
-    return _rounded_gradients(grad_out, q, k, v, lse, delta, tiles, tile_offsets, options, grad_dtype)
+    delta = row_delta(grad_out, out, None)
+    return _rounded_gradients(grad_dtype, grad_out, *inputs, lse, delta, tiles, tile_offsets, *ScoreOptions(scale))
 
 
 torch.library.impl("fastpar::attention_backward_from_out", "CompositeExplicitAutograd", backward_from_out)
@@ -101,34 +100,6 @@ def _backward_from_out_fake(
 # ---- autograd --------------------------------------------------------------------------------------------------------
 
 
-class ScoreOptions(NamedTuple):
-    """What the two ops take after the tiles."""
-
-    scale: float
-    softcap: float = 0.0  # 0: none
-    dropout_p: float = 0.0
-    dropout_seed: int = 0
-    first_batch: int = 0
-    first_head: int = 0
-    q_positions: Tensor | None = None
-    k_positions: Tensor | None = None
-
-    @property
-    def is_plain(self) -> bool:
-        """Neither a softcap nor dropout."""
-        return self.softcap == 0.0 and self.dropout_p == 0.0
-
-    @classmethod
-    def of(
-        cls, head_dim: int, scale: float | None, softcap: float | None, dropout: AttentionDropout | None
-    ) -> ScoreOptions:
-        scale = head_dim**-0.5 if scale is None else scale
-        if dropout is None or dropout.p == 0.0:
-            return cls(scale, softcap or 0.0)
-        where = (dropout.first_batch, dropout.first_head, dropout.q_positions, dropout.k_positions)
-        return cls(scale, softcap or 0.0, dropout.p, dropout.seed, *where)
-
-
 def merge_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
     """(out, lse) with one more key a head, of score sink [h_q] and value 0: a block like any other."""
     final = torch.logaddexp(lse, sink.to(lse.dtype)[:, None])
@@ -147,23 +118,11 @@ def row_delta(grad_out: Tensor, out: Tensor, grad_lse: Tensor | None) -> Tensor:
     return delta if grad_lse is None else delta - grad_lse.to(dtype)
 
 
-def _rounded_gradients(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    table: Tensor,
-    offsets: Tensor | None,
-    options: tuple[Any, ...],
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) in a dtype."""
-    if q.device.type == "cuda" and is_direct(grad_out, q, k, v, lse):
-        direct = _attention_cuda.backward
-        return direct(grad_out, q, k, v, lse, delta, table, offsets, *options, grad_dtype=dtype)
-    dq, dk, dv = _backward(grad_out, q, k, v, lse, delta, table, offsets, *options)
+def _rounded_gradients(dtype: torch.dtype, *operands: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """What fastpar::attention_backward gives of these operands, in a dtype."""
+    if operands[0].device.type == "cuda" and is_direct(*operands[:5]):
+        return _attention_cuda.backward(*operands, grad_dtype=dtype)
+    dq, dk, dv = _backward(*operands)
     return dq.to(dtype), dk.to(dtype), dv.to(dtype)
 
 
@@ -216,8 +175,8 @@ class _Attention(torch.autograd.Function):
                 from_out = backward_from_out if is_direct(grad_out, q, k, v, out, lse) else _backward_from_out
                 found[:3] = from_out(grad_out, q, k, v, out, lse, table, offsets, ctx.options[0], q.dtype)
             elif any(needs[:3]):
-                options = (*ctx.options, *positions)
-                found[:3] = _rounded_gradients(grad_out, q, k, v, lse, delta, table, offsets, options, q.dtype)
+                operands = (grad_out, q, k, v, lse, delta, table, offsets, *ctx.options, *positions)
+                found[:3] = _rounded_gradients(q.dtype, *operands)
             if needs[3]:
                 found[3] = sink_grad(sink, lse, delta)
         alternative = "torch.nn.functional.scaled_dot_product_attention"

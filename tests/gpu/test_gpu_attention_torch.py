@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fastpar import ops
+from fastpar.contracts.attention import ScoreOptions
 from fastpar.ops import _attention_torch
-from fastpar.ops.attention import ScoreOptions
 from tests.gpu.attention_on_gpu import DEVICE, assert_close, assert_matches, attend
 from tests.ops.attention_triton_cases import TABLES, AttentionCase, case, expected, table
 
@@ -59,7 +59,9 @@ def test_small_parts_with_the_merged_lse_give_the_gradients_of_all(backend: SDPB
         for part, hi in ((slice(0, 256), 255), (slice(256, 512), 0)):
             tiles = table([(0, 256, 0, 256, -255, hi)])
             tensors: Any = (*there[:2], there[2][:, :, part], there[3][:, :, part], *there[4:], tiles, None)
-            served = backward(*tensors, 0.125, torch.float32)
+            dout_there, *inputs, out_there, lse_there, _, _ = tensors
+            given = (dout_there, out_there, lse_there)
+            served = backward(_attention_torch.Operands(*inputs), given, tiles, None, 0.125, torch.float32)
             assert served is not None
             found.append(served)
             own, own_lse = torch.ops.fastpar.attention_forward(

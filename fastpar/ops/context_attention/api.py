@@ -20,12 +20,12 @@ from fastpar.contracts.attention import (
     AttentionDropout,
     AttentionMask,
     Ranges,
+    ScoreOptions,
     TokenRange,
     check_heads,
     check_score_options,
 )
 from fastpar.ops._autograd import needs_grad
-from fastpar.ops.attention import ScoreOptions
 from fastpar.ops.context_attention.autograd import OP, ContextAttentionFunction, ContextCall, anchored, kept_forward
 from fastpar.ops.context_attention.choose import choose_spread, resolve_method
 from fastpar.ops.context_attention.methods import GatherKeys, Method, Usp, head_groups, spread_heads

@@ -17,9 +17,10 @@ from fastpar.comm.agree import Agreement
 from fastpar.comm.recompute_cache import kept
 from fastpar.comm.transport_selector import Mode
 from fastpar.contracts import compute_dtype
+from fastpar.contracts.attention import ScoreOptions
 from fastpar.ops._attention_torch import are_asked_for
 from fastpar.ops._autograd import first_derivative_only
-from fastpar.ops.attention import ScoreOptions, merge_sink, row_delta, sink_grad
+from fastpar.ops.attention import merge_sink, row_delta, sink_grad
 from fastpar.ops.context_attention import gather, ring
 from fastpar.ops.context_attention.exchange import HeadExchange
 from fastpar.ops.context_attention.gather import GatherCall

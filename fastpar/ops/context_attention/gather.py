@@ -22,8 +22,8 @@ from fastpar.comm import Communicator, Pending
 from fastpar.comm.ranges import annotate
 from fastpar.comm.transport_selector import Mode
 from fastpar.contracts import compute_dtype
+from fastpar.contracts.attention import ScoreOptions
 from fastpar.ops._buffers import new_buffer
-from fastpar.ops.attention import ScoreOptions
 from fastpar.ops.context_attention.exchange import Message
 from fastpar.ops.context_attention.local import (
     Gradients,

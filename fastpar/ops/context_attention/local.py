@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from fastpar.contracts import compute_dtype
+from fastpar.contracts.attention import ScoreOptions
 from fastpar.ops._buffers import new_buffer
-from fastpar.ops.attention import ScoreOptions
 from fastpar.ops.context_attention.methods import Span
 from fastpar.ops.context_attention.plan import Block
 

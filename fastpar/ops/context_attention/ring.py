@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fastpar.comm.ranges import annotate
 from fastpar.contracts import compute_dtype
-from fastpar.ops.attention import ScoreOptions
+from fastpar.contracts.attention import ScoreOptions
 from fastpar.ops.context_attention.local import (
     Gradients,
     LocalHeads,
