@@ -29,9 +29,10 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from fastpar.contracts import optimizer_formats as formats
-from fastpar.contracts.capture import refuse_capture
+from fastpar.contracts import refuse_capture
 from fastpar.ops.optimizer import Step, StochasticRounding
 from fastpar.optim._batches import Batch, States, StepCounts, local, local_gradients, locals_of
+from fastpar.optim._masters import drop_remainders_of_zeros, follow_all
 from fastpar.optim._parameters import check_group, checked_params
 from fastpar.optim._state_formats import blocks_of, like, values_of
 
@@ -221,18 +222,23 @@ class FusedOptimizer(Optimizer):
         return param.dtype == torch.float32 or "master" in state or "remainder" in state
 
     def _add_masters(self, batch: Batch, params: list[Tensor], states: States) -> None:
-        """What is updated in the place of parameters, what gets it rounded, and the remainders of split masters."""
+        """What is updated in the place of parameters, what gets it rounded, and the remainders of split masters; they
+        follow what was written to the parameters: see _masters.py."""
         if self.outputs:
             outputs = [self.outputs.get(param) for param in params]
             batch.outputs = [None if output is None else local(output) for output in outputs]
         masters = [state.get("master") for state in states]
         if any(master is not None for master in masters):
             own, targets = batch.params, batch.outputs or [None] * len(params)
+            pairs = [(local(m), p) for p, m in zip(own, masters, strict=True) if m is not None]
+            follow_all([m for m, _ in pairs], [p for _, p in pairs])
             batch.params = [p if m is None else local(m) for p, m in zip(own, masters, strict=True)]
             batch.outputs = [out if m is None else p for out, p, m in zip(targets, own, masters, strict=True)]
         remainders = [state.get("remainder") for state in states]
         if any(remainder is not None for remainder in remainders):
             batch.remainders = [None if x is None else local(x) for x in remainders]
+            split = [(p, x) for p, x in zip(batch.params, batch.remainders, strict=True) if x is not None]
+            drop_remainders_of_zeros([p for p, _ in split], [x for _, x in split])
 
     def _make_state(self, param: Tensor, state: dict[str, Any], names: Sequence[str]) -> None:
         mine = local(param)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
 
 import fastpar as fp
 from fastpar import ops, reference
+from fastpar.optim import AdamW
 
 
 def test_a_gradient_that_is_nan_shows_in_what_lion_makes_of_it_in_kernel_and_reference() -> None:
@@ -81,3 +84,33 @@ def test_autograd_knows_that_a_step_has_written_to_the_parameters(kind: type) ->
     optimizer.step()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()  # whose dgrad would be that of the new weight
+
+
+WRITES: dict[str, Callable[[nn.Parameter], object]] = {
+    "in place": lambda p: p.mul_(p.abs() < 1.0),  # zeros of both signs
+    "data": lambda p: p.data.clamp_(-0.5, 0.5),
+    "foreach": lambda p: torch._foreach_copy_([p[: len(p) // 2]], [torch.ones(len(p) // 2)]),
+    "memory": lambda p: p.detach().view(torch.int16).numpy().fill(0x3F00),  # 0.5
+}
+
+
+@pytest.mark.parametrize("how", WRITES)
+@pytest.mark.parametrize("numel", [9, (1 << 17) + 3])
+def test_masters_follow_what_is_written_to_their_parameters(numel: int, how: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    param = nn.Parameter(torch.randn(numel, generator=generator).bfloat16())
+    split = nn.Parameter(param.detach().clone())
+    exact = nn.Parameter(param.detach().float())
+    optimizers = [AdamW([param], lr=0.1, master="float32"), AdamW([split], lr=0.1, master="split"), AdamW([exact], 0.1)]
+    for _ in range(3):
+        exact.grad = torch.randn(numel, generator=generator).bfloat16().float()
+        param.grad = split.grad = exact.grad.bfloat16()
+        for optimizer in optimizers:
+            optimizer.step()
+        with torch.no_grad():
+            assert torch.equal(param, exact.bfloat16())
+            assert ((split.float() - exact).abs() <= 2.0**-7 * exact.abs() + 2.0**-9).all()  # a remainder may stay
+            before = param.detach().clone()
+            for x in (param, split):
+                WRITES[how](x)
+            exact.copy_(torch.where(before == param, exact, param.float()))
