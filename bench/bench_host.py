@@ -23,7 +23,7 @@ of every parameter, fresh every time.
                     which does not; both with torch's fused AdamW. Beside it the step of a rank by itself (a bound)
 
 What bounds the ratios. Of `mlp`: torch takes longer to accumulate the gradient of a DTensor than a tensor's, even where
-it need not ask its rules for placements (`fastpar/ops/_dtensor_grad.py`), and the norm's weight takes a node of its
+it need not ask its rules for placements (`fastpar/ops/_autograd.py`), and the norm's weight takes a node of its
 own; by hand with DTensor parameters is the peer that has both. The rest is many small steps in Python: modules with
 hooks, checks, autograd functions. Of `loss` on one rank: much of its time is that of an autograd function in Python
 that does nothing. Fewer attributes and calls in that function, and tests of `is_cpu` in the place of devices, did not

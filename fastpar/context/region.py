@@ -22,8 +22,8 @@ from fastpar.context import layout as layouts
 from fastpar.context.packed import cheapest
 from fastpar.context.pending import PendingForwards, is_rerun
 from fastpar.context.weights import WeightChecks
+from fastpar.contracts import refuse_capture
 from fastpar.contracts.attention import AttentionDropout, AttentionMask, Ranges, num_tokens, positions
-from fastpar.contracts.capture import refuse_capture
 from fastpar.ops.context_attention.api import context_attention
 from fastpar.ops.context_attention.choose import flops_an_element, resolve_method
 from fastpar.ops.context_attention.methods import Method

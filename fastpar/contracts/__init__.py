@@ -25,3 +25,12 @@ def communicator(group: GroupLike) -> Communicator | None:
 
     comm = Communicator.of(group)
     return comm if comm.size > 1 else None
+
+
+def refuse_capture(what: str, instead: str) -> None:
+    """RuntimeError if the current stream is captured; `what` is said to be impossible, `instead` what to do.
+
+    For what cannot be part of a CUDA graph: a number that the host makes anew at every call.
+    """
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(f"{what} in a CUDA graph: every replay would have that of the capture. {instead}")

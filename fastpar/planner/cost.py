@@ -20,8 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fastpar.planner.layer_time import LayerTime, head_seconds, layer_time, tokens_of
-from fastpar.planner.machine import Machine
-from fastpar.planner.network import all_reduce_seconds, gather_seconds, hop_seconds
+from fastpar.planner.machine import Machine, all_reduce_seconds, gather_seconds, hop_seconds
 from fastpar.planner.table import SCHEDULES, Column, LayoutTable
 from fastpar.planner.workload import Workload
 

@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 
 from fastpar.layouts.layout import RECOMPUTE
-from fastpar.planner.machine import Machine
-from fastpar.planner.network import bandwidth, gather_seconds, latency
+from fastpar.planner.machine import Machine, bandwidth, gather_seconds, latency
 from fastpar.planner.table import Column, LayoutTable
 from fastpar.planner.workload import Workload
 

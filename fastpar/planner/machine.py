@@ -1,4 +1,9 @@
-"""`Machine`: rates and sizes of the ranks that a plan is for, and of the links between them."""
+"""`Machine`: rates and sizes of the ranks that a plan is for, and what collectives over the links between them cost.
+
+Note: the stride rule. Ranks of a dim of n members are σ apart, σ being the product of the dims within, and a node holds
+R ranks. With n σ <= R all of them share a node. Else g = min(n, max(1, R / σ)) share one, and the rings of a node's
+other ranks use its other cards, so that g cards carry what crosses: min(nvlink, nic g).
+"""
 
 from __future__ import annotations
 
@@ -14,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from fastpar.arguments import checked_fields
+from fastpar.planner.table import Column
 
 MEMORY_SHARE = 0.92  # of a rank's memory that plans may fill, its reserve included
 CPU_POOLED_OUTPUTS = 8  # buffers that the pool of csrc/common/large_buffer.h caches
@@ -283,3 +289,37 @@ def _with_gpus(machine: Machine, gpus: int) -> Machine:
     if gpus < 1 or (gpus > machine.per_node and gpus % machine.per_node):
         raise ValueError(f"{machine.name}: {gpus} ranks must be a part of a node, or whole nodes of {machine.per_node}")
     return dataclasses.replace(machine, gpus=gpus, per_node=min(gpus, machine.per_node))
+
+
+# ---- collectives over a dim of the mesh ------------------------------------------------------------------------------
+
+
+def bandwidth(machine: Machine, size: Column, stride: Column) -> Column:
+    """Bytes/s per rank and direction of a ring over a dim, from its size and stride."""
+    shared = np.minimum(size, np.maximum(1, machine.per_node // np.maximum(stride, 1)))
+    across = np.minimum(machine.nvlink, machine.nic * shared)
+    return np.where(size * stride <= machine.per_node, machine.nvlink, across)
+
+
+def latency(machine: Machine, size: Column, stride: Column) -> Column:
+    """Seconds of a collective of no bytes."""
+    alpha = np.where(size * stride <= machine.per_node, machine.alpha_node, machine.alpha_net)
+    return alpha * np.log2(np.maximum(size, 1))
+
+
+def gather_seconds(machine: Machine, nbytes: Column, size: Column, stride: Column) -> Column:
+    """An all-gather or a reduce-scatter whose whole tensor has so many bytes; 0 for one rank."""
+    share = (size - 1) / np.maximum(size, 1)
+    return latency(machine, size, stride) + nbytes * share / bandwidth(machine, size, stride)
+
+
+def all_reduce_seconds(machine: Machine, nbytes: Column, size: Column, stride: Column) -> Column:
+    """A reduce-scatter and an all-gather."""
+    return 2 * gather_seconds(machine, nbytes, size, stride)
+
+
+def hop_seconds(machine: Machine, nbytes: Column, size: Column, stride: Column) -> Column:
+    """A message to the next rank of a dim; each rank of a node has its own card."""
+    inside = size * stride <= machine.per_node
+    rate = np.where(inside, machine.nvlink, machine.nic)
+    return np.where(size > 1, np.where(inside, machine.alpha_node, machine.alpha_net) + nbytes / rate, 0.0)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fastpar.arguments import checked
 from fastpar.comm.shards import check_is_tensor
-from fastpar.contracts.capture import refuse_capture
+from fastpar.contracts import refuse_capture
 from fastpar.ops.dropout import sharded_dropout
 from fastpar.tensor.sequence import SequenceRegion, splitting
 

@@ -37,8 +37,7 @@ from fastpar.arguments import check_counts, checked
 from fastpar.comm import Communicator, shard_range
 from fastpar.comm.autograd import reduce_from
 from fastpar.comm.shards import MAX_PARTS, check_dim
-from fastpar.ops._autograd import apply_plain
-from fastpar.ops._dtensor_grad import dtensor_grad
+from fastpar.ops._autograd import apply_plain, dtensor_grad
 
 _SUCCESSOR = "fastpar_successor"  # the attribute of a parameter that another one has replaced
 

@@ -22,8 +22,8 @@ from fastpar.planner import MACHINES, Machine, NoLayoutFitsError, Plan, Workload
 from fastpar.planner.cost import PARTS, predict
 from fastpar.planner.cuts import StageChoice, best_cut, even_parts
 from fastpar.planner.layer_time import gemm_seconds
+from fastpar.planner.machine import bandwidth
 from fastpar.planner.memory import in_flight, predict_memory
-from fastpar.planner.network import bandwidth
 from fastpar.planner.pipelines import full_makespan, makespan
 from fastpar.planner.planning import parse_bytes
 from fastpar.planner.refine import RefinedLayout, refine

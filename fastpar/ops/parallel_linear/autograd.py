@@ -14,8 +14,7 @@ from torch import Tensor
 
 from fastpar.comm import copy_to, gather_from, gather_sequence, reduce_from, reduce_scatter_sequence
 from fastpar.comm.recompute_cache import is_taping, kept
-from fastpar.ops._autograd import apply_plain
-from fastpar.ops._dtensor_grad import dtensor_grad
+from fastpar.ops._autograd import apply_plain, dtensor_grad
 from fastpar.ops.parallel_linear import torch_ops
 from fastpar.ops.parallel_linear.gemms import (
     all_gather_matmul,
