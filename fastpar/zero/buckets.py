@@ -198,6 +198,14 @@ class Bucket:
         """Whether what the parameter has as gradient came out of a reduction."""
         return False
 
+    def results(self) -> Iterator[tuple[ShardedParam, Tensor]]:
+        """Gradients that lie in this bucket's memory, and go with it."""
+        return iter(())
+
+    def keep(self, position: int, gradient: Tensor) -> None:
+        """Have what another bucket's reduction has given the parameter."""
+        self.params[position].add_gradient(gradient)
+
 
 class AllReduceBucket(Bucket):
     """Every rank gets the mean of all gradients (stage 0). They lie in this bucket's memory from then on."""
@@ -222,16 +230,19 @@ class AllReduceBucket(Bucket):
         return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=False)]  # the flag comes last
 
     def set_aside(self, but: Container[ShardedParam] = ()) -> None:
-        for param, grad in self._results():
+        for param, grad in self.results():
             if param.optim_param is param.parameter and param not in but:  # which autograd would add to
-                param.set_aside, param.optim_param.grad = local(grad).clone(), None
+                param.set_aside, param.optim_param.grad = local(grad), None
 
-    def _results(self) -> Iterator[tuple[ShardedParam, Tensor]]:
-        """Means that lie in this bucket's memory."""
+    def results(self) -> Iterator[tuple[ShardedParam, Tensor]]:
         for param, view in zip(self.params, self._views, strict=True):
             grad = param.optim_param.grad
             if grad is not None and _is_same(local(grad), view):
                 yield param, grad
+
+    def keep(self, position: int, gradient: Tensor) -> None:
+        view = self._views[position]
+        super().keep(position, view.copy_(gradient.view(view.shape)).detach())
 
     def is_result(self, position: int) -> bool:
         grad = self.params[position].unsent
@@ -239,9 +250,12 @@ class AllReduceBucket(Bucket):
 
     def open(self) -> None:
         self._is_put = [False] * len(self.params)
-        for param, grad in self._results():
+        for param, grad in self.results():
             if param.optim_param is not param.parameter:  # the bucket is about to be written to
                 param.optim_param.grad = as_dtensor(local(grad).clone(), param.spec)
+        for param in self.params:
+            if param.set_aside is not None:
+                param.set_aside = param.set_aside.clone()
 
     def put(self, positions: Sequence[int], gradients: Sequence[Tensor]) -> None:
         targets, sources = [], []

@@ -112,7 +112,7 @@ class Stepper:
     """Puts `phases` into the place of an optimizer's step.
 
     phases   called with this object by optimizer.step(), without gradient mode; calls `update`, or not
-    stepped  called after that, when the gradients are gone
+    stepped  called after that
     """
 
     def __init__(
@@ -266,8 +266,6 @@ class Stepper:
                     self._phases(self)
         finally:
             self._is_stepping = False
-        for parameter in self.parameters():
-            parameter.grad = None
         self._stepped()
         if hasattr(optimizer, "grad_factor"):  # of this step, also where it was skipped
             optimizer.grad_factor = optimizer.found_inf = None

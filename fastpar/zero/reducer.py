@@ -291,8 +291,7 @@ class OrderReducer(GradReducer):
             self._passes = 0
 
     def follow_order(self) -> None:
-        """Fill the buckets anew in the order in which gradients came, once that is known; forgets gradients.
-        Collective."""
+        """Fill the buckets anew in the order in which gradients came, once that is known. Collective."""
         if not self._order:
             return
         order = [*dict.fromkeys(self._order)]  # several passes may have been reduced before the first step
@@ -301,9 +300,13 @@ class OrderReducer(GradReducer):
         for comm in self.groups.everyone():
             agreed = comm.broadcast(agreed, 0)
         self._order = None
-        for param in self.params:  # may lie in memory of the buckets that go
+        kept = [(param, local(grad)) for bucket in self.buckets for param, grad in bucket.results()]
+        for param, _ in kept:
             param.optim_param.grad = None
         self._fill(agreed.tolist())
+        for param, grad in kept:
+            number, position = self._place[self._index[param]]
+            self.buckets[number].keep(position, grad)
 
     def detach(self) -> None:
         for hook in self._hooks:

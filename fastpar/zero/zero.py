@@ -77,7 +77,6 @@ class Zero:
         cast_buffers(model, options.precision.buffers)
         self._waiting: list[Stepper] = []  # that have not taken the step whose gradients have been prepared
         self._is_going = True  # and whether it is not skipped
-        self._stepped_with: set[ShardedParam] = set()  # had gradients in the last step, which has taken them
         self.storages: list[ModelParams]
         if model is not None and options.stage == 3:
             self.storages = [Stage3(model, groups, options)]
@@ -258,7 +257,8 @@ class Zero:
             door.remove()
         for disk in self._disks.values():
             disk.load()
-        self._hide()
+        for reducer in self._reducers:
+            reducer.hide()
         for param in self.params:
             if param.optim_param is not param.parameter:
                 vars(param.optim_param)["fastpar_is_detached"] = True  # see `options.check_optimizers`
@@ -333,7 +333,6 @@ class Zero:
             self._waiting = list(self.steppers)
         self._waiting.remove(stepper)
         optim_params = stepper.with_gradient()
-        self._stepped_with.update(self._param_of[id(x)] for x in optim_params if id(x) in self._param_of)
         if not self._is_going:
             return
         if len(self.steppers) > 1:  # between whose steps somebody may have written
@@ -369,13 +368,10 @@ class Zero:
                     reducer.follow_order()
 
     def _stepped(self) -> None:
-        """After an optimizer's step, which has taken its gradients."""
+        """After an optimizer's step: gradients stay until `zero_grad`, as without data parallelism."""
         if not self._waiting:
-            self._hide()
-
-    def _hide(self) -> None:
-        for reducer in self._reducers:
-            reducer.hide()
+            for reducer in self._reducers:
+                reducer.show()
 
     def _look_around(self) -> None:
         """What may have happened to parameters since the last forward or step: see `Connection`. Collective where
@@ -616,7 +612,6 @@ class Zero:
             its = {id(parameter) for parameter in stepper.parameters()}
             params = [param for param in params if id(param.optim_param) in its]
         zeroed = [] if set_to_none else [param for param in params if self._has_had_gradient(param)]
-        self._stepped_with.difference_update(params)
         for reducer in self._reducers:
             reducer.forget_sums(params)
         for param in params:  # of a module these are not the parameters
@@ -633,4 +628,4 @@ class Zero:
 
     def _has_had_gradient(self, param: ShardedParam) -> bool:
         found = param.unreduced_sum, param.unsent, unsent_gradient(param.optim_param)
-        return param in self._stepped_with or any(x is not None for x in found)
+        return any(x is not None for x in found)

@@ -156,6 +156,8 @@ def odd_gradients() -> None:
         assert type(weight) is nn.Parameter
         loss_here(model, 0).backward()
         optimizer.step()
+        assert weight.grad is not None
+        optimizer.zero_grad()
         assert type(weight) is nn.Parameter
 
 
@@ -766,7 +768,7 @@ def zeroed_run(loss_of: Callable[[nn.Module, int, bool], Tensor], stage: int | N
         by.zero_grad(set_to_none=step == 2)
         if step == 1:
             optimizer.step()  # of zeros
-            assert whole_of(model.extra.bias.grad) is not None if stage is None else model.extra.bias.grad is None
+            assert whole_of(model.extra.bias.grad) is not None
             by.zero_grad(set_to_none=False)
             assert whole_of(model.extra.bias.grad).abs().max() == 0
     return whole_values(model)
@@ -792,6 +794,41 @@ def zeroed() -> None:
 
 def test_gradients_set_to_zero_are_stepped_with_as_in_one_process() -> None:
     run_ranks(SIZE, zeroed)
+
+
+def kept_run(loss_of: Callable[[nn.Module, int, bool], Tensor], stage: int | None, **options: Any) -> Parameters:
+    """Steps without `zero_grad`: torch adds the next gradients to those of the step before."""
+    model = Sometimes()
+    optimizer = make_optimizer("adamw", model.parameters())
+    if stage is not None:
+        shard(model, optimizer, stage, **options)
+    shown: Parameters = {}
+    for step in range(3):
+        loss_of(model, step, step != 1).backward()
+        optimizer.step()
+        shown |= {f"{name} after step {step}": whole_of(p.grad).clone() for name, p in model.named_parameters()}
+        if step == 1:
+            optimizer.step()
+    loss_of(model, 3, True)  # a forward pass alone leaves them
+    optimizer.step()
+    optimizer.zero_grad()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    loss_of(model, 4, True).backward()
+    optimizer.step()
+    return shown | whole_values(model)
+
+
+def kept() -> None:
+    expected = kept_run(extra_loss_of_all, None)
+    for stage in STAGES:
+        assert_close(kept_run(extra_loss, stage), expected, stage)
+    for options in ({"overlap": False}, {"offload": "cpu"}, {"max_norm": 1e9}, {"bucket_bytes": 64}):
+        assert_close(kept_run(extra_loss, 1, **options), expected, options)
+    assert_close(kept_run(extra_loss, 0, bucket_bytes=64), expected, "buckets that are filled anew")
+
+
+def test_gradients_stay_until_zero_grad_as_in_one_process() -> None:
+    run_ranks(SIZE, kept)
 
 
 def hooked(dtype: torch.dtype) -> None:

@@ -49,6 +49,7 @@ def _train(mesh: fp.Mesh, model: Any, zero: Any, steps: range) -> list[float]:
         loss = moe_models.loss_of(model(mine).logits[..., : moe_models.VOCAB], mine)
         loss.backward()
         zero.optimizers[0].step()
+        zero.optimizers[0].zero_grad()
         losses.append(float(dp.all_reduce(loss.detach(), "avg")))
     return losses
 
