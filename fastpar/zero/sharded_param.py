@@ -45,6 +45,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils._pytree import tree_leaves
 
 from fastpar.comm import Communicator
+from fastpar.optim._masters import follow, written
 from fastpar.zero.groups import Groups, as_dtensor, local
 
 _NAMES = 8  # in a report
@@ -116,22 +117,8 @@ class ShardedParam:
         return self.model_rows is not None and version_of(self.model_param) != self.version
 
     def take_values(self) -> None:
-        """Let a copy follow what was written to its parameter: elements that are not the copy's own, rounded."""
-        assert self.model_rows is not None
-        mine, target = local(self.optim_param), self.model_rows if self.quantized_rows is None else self.quantized_rows
-        if mine.untyped_storage().nbytes() == 0 and mine.numel() > 0:
-            raise RuntimeError(
-                f"{self.name} got new values after fastpar.zero.shard(...), and the optimizer's copy of it is in a "
-                "file: change parameters before shard, or load them with load_state_dict of what shard returned"
-            )
-        if target.untyped_storage().nbytes() > 0:
-            written = target.to(mine.device)
-            before = (
-                mine.to(written.dtype) if self.dequantized_rows is None else self.dequantized_rows().to(mine.device)
-            )
-            mine.copy_(torch.where(before == written, mine, written.to(mine.dtype)))
-            if self.quantized_rows is not None and not self.is_in_place:
-                self.model_rows.copy_(mine)  # what is quantised next
+        """Let a copy follow what was written to its parameter; one in a file does when an update has read it."""
+        follow_writes([self])
         self.note_version()
 
     def drop(self) -> None:
@@ -189,6 +176,24 @@ class ShardedParam:
             taken = local(unsent)
         self.drop()
         return taken
+
+
+def follow_writes(params: Iterable[ShardedParam]) -> None:
+    """Let copies that are in memory follow what was written to their parameters, counted by torch or not: elements that
+    are not the copy's own, rounded."""
+    found = [(param, local(param.optim_param), _seen(param)) for param in params if param.model_rows is not None]
+    held = [each for each in found if all(x.untyped_storage().nbytes() > 0 for x in each[1:])]
+    shown = [mine if p.dequantized_rows is None else p.dequantized_rows().to(mine.device) for p, mine, _ in held]
+    for index in written(shown, [seen for _, _, seen in held]):
+        param, mine, seen = held[index]
+        follow(mine, seen, None if param.dequantized_rows is None else shown[index])
+        if param.model_rows is not None and param.quantized_rows is not None and not param.is_in_place:
+            param.model_rows.copy_(mine)  # what is quantised next
+
+
+def _seen(param: ShardedParam) -> Any:
+    """The rows that users write to."""
+    return param.model_rows if param.quantized_rows is None else param.quantized_rows
 
 
 def version_of(face: Any) -> int:

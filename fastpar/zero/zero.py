@@ -35,7 +35,7 @@ from fastpar.zero.offload.shard_store import DiskStates
 from fastpar.zero.optimizer_step import SCALER_SCALARS, GradClipping, KeptCounts, Stepper
 from fastpar.zero.options import NamedParameters, ShardOptions
 from fastpar.zero.replicas import ModelParams, Replicas, cast_buffers, synchronise_values
-from fastpar.zero.sharded_param import ShardedParam, unsent_gradient
+from fastpar.zero.sharded_param import ShardedParam, follow_writes, unsent_gradient
 from fastpar.zero.stage3 import Stage3
 from fastpar.zero.state_dict import new_run, parts_of
 
@@ -185,6 +185,8 @@ class Zero:
         self._load()
         for reducer in self._reducers:
             reducer.hide()
+        with torch.no_grad():
+            follow_writes(self.params)
         with self._holding_optim_params():
             found = state_dict.collect(self)
         for reducer in self._reducers:
@@ -215,6 +217,7 @@ class Zero:
         self._look_around()
         self._load()
         with torch.no_grad(), self._holding_optim_params():
+            follow_writes(self.params)
             self._release()
             trained = [
                 HeldTensor(p.name, held_index(p.parameter, p.optim_param, self.groups_of(p)), local(p.optim_param))
@@ -343,6 +346,7 @@ class Zero:
         disk = self._disks.get(id(stepper))
         if disk is None:
             with annotate("fastpar::zero::update"):
+                self._take_written(optim_params)
                 stepper.update()
                 self._write_back(optim_params, stepper.outputs)
         else:
@@ -355,6 +359,7 @@ class Zero:
                 counts.put_back()
                 for name, value in scalars.items():  # which an update resets
                     setattr(optimizer, name, value)
+                self._take_written(some)
                 with self._writing(some):
                     stepper.update(some)
                     # A skipped update has rounded nothing, and what lies in a file has new memory here
@@ -390,6 +395,11 @@ class Zero:
         if thawed:
             with self._holding_optim_params():
                 self._adopt_thawed(thawed)
+
+    def _take_written(self, optim_params: Sequence[nn.Parameter]) -> None:
+        """Masters that are in memory follow what torch has not counted either, as writes through `.data`."""
+        if self._has_copies:
+            follow_writes([self._param_of[id(x)] for x in optim_params if id(x) in self._param_of])
 
     def _forget_scales(self, params: Sequence[ShardedParam]) -> None:
         """Of gathers with delayed scales, for parameters with values that no step has led to."""
@@ -510,6 +520,8 @@ class Zero:
                 disk.load()
             with self._holding_optim_params():
                 pass
+        with torch.no_grad():
+            follow_writes(self.params)
 
     def _load_optimizer(self, optimizer: Any, load: Callable[[Any], None], given: dict[str, Any]) -> None:
         """`optimizer.load_state_dict`, for states of this layout or whole ones, as one process has them. Collective
@@ -540,6 +552,7 @@ class Zero:
         for disk in self._disks.values():
             disk.load()
         with torch.no_grad(), self._holding_optim_params():
+            follow_writes(self.params)
             self._release()
             found = getattr(type(stepper.optimizer), mode)(stepper.optimizer, *args, **kwargs)
             self._write_back([p for p in stepper.parameters() if id(p) in self._param_of])

@@ -1,0 +1,75 @@
+"""Master weights follow what is written to the parameters that they are the masters of, in any way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import fastpar as fp
+from tests.dist import run_ranks
+from tests.zero.zero_ranks import Net, Parameters, batch, make_optimizer, whole_of, whole_values
+
+SIZE = 2
+
+
+def local_of(p: torch.Tensor) -> torch.Tensor:
+    return p.to_local() if isinstance(p, DTensor) else p
+
+
+WRITES: dict[str, Callable[[list[nn.Parameter]], object]] = {
+    "in place": lambda params: [p.mul_(0.5) for p in params],
+    "data": lambda params: [p.data.clamp_(-0.05, 0.05) for p in params],
+    "foreach": lambda params: torch._foreach_mul_(params, 0.5),
+    "memory": lambda params: [local_of(p.detach()).numpy().fill(0.25) for p in params],
+}
+
+
+def run(how: str, stage: int | None = None, kind: str = "adamw", **options: Any) -> list[Parameters]:
+    model = Net()
+    optimizer = make_optimizer(kind, model.parameters())
+    zero = None if stage is None else fp.zero.shard(model, optimizer, stage=stage, **options)
+    found = []
+    for step in range(5):
+        ranks = range(SIZE) if stage is None else [dist.get_rank()]
+        losses = [nn.functional.mse_loss(model(x).float(), y) for x, y in (batch(step, 0, rank) for rank in ranks)]
+        torch.stack(losses).mean().backward()
+        if step % 2:  # before the step, or after it
+            with torch.no_grad():
+                WRITES[how](list(model.parameters()))
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 2 == 0:
+            with torch.no_grad():
+                WRITES[how](list(model.parameters()))
+        found.append(whole_values(model))
+    if zero is not None:
+        found.append({name: whole_of(x) for name, x in zero.state_dict()["model"].items()})
+    return found
+
+
+def runs(how: str, folder: str) -> list[list[Parameters]]:
+    offloads = ["cpu", f"nvme:{folder}"]
+    found = [run(how, stage, offload=offloads[stage % 2]) for stage in (0, 1, 2, 3)]
+    if how != "memory":  # numpy has no bfloat16
+        found += [run(how, stage, kind, precision="bf16") for stage, kind in ((0, "fused"), (1, "ours"), (3, "ours"))]
+    return found
+
+
+@pytest.mark.parametrize("how", WRITES)
+def test_masters_are_what_is_written_to_their_parameters(how: str, tmp_path: Path) -> None:
+    expected = run(how)
+    expected.append(expected[-1])
+    for of_rank in run_ranks(SIZE, runs, how, str(tmp_path)):
+        for number, found in enumerate(of_rank):
+            tolerance = 1e-5 if number < 4 else 2e-2
+            for step, values in enumerate(found):
+                for name, value in expected[step].items():
+                    seen, what = values[name].view(value.shape).float(), f"{number}, {step}: {name}"
+                    torch.testing.assert_close(seen, value, rtol=tolerance, atol=tolerance, msg=what)
