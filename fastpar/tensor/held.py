@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,3 +59,26 @@ def index_of(parameter: Tensor) -> Index:
             lo, hi = shard_range(len(rows), mesh.size(mesh_dim), mesh.get_local_rank(mesh_dim))
             index[placement.dim] = rows[lo:hi]
     return tuple(index)
+
+
+class DataOfDTensors:
+    """Watches DTensors for `x.data = value`: torch gives the wrapper that memory, and x goes on with its local part."""
+
+    def __init__(self, named: Iterable[tuple[str, Any]]) -> None:
+        self._seen = [(name, x, *_wrapped(x)) for name, x in named if isinstance(x, DTensor)]
+
+    def check(self) -> None:
+        """Raises RuntimeError, once, for one whose data were set."""
+        for index, (name, x, storage, mine) in enumerate(self._seen):
+            if x.untyped_storage()._cdata != storage._cdata:
+                self._seen[index] = name, x, *_wrapped(x)
+                if x._local_tensor is mine():  # else it was swapped as a whole
+                    raise RuntimeError(
+                        f"{name}.data was set, and {name} is a DTensor, of which torch takes no data: it goes on with "
+                        f"its old values. Write in place: {name}.data.copy_(value), or copy_ under torch.no_grad()"
+                    )
+
+
+def _wrapped(x: Any) -> tuple[torch.UntypedStorage, weakref.ref[Tensor]]:
+    """The memory of a wrapper, held so that no other has its address, and its local part, of which others dispose."""
+    return x.untyped_storage(), weakref.ref(x._local_tensor)

@@ -33,6 +33,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from fastpar.comm.pending import Pending
 from fastpar.comm.ranges import annotate
 from fastpar.precision import Precision
+from fastpar.tensor.held import DataOfDTensors
 from fastpar.zero.flat import FlatLayout, MemoryPool
 from fastpar.zero.groups import Groups, as_parameter, cast_parameter, contiguous_stride, local, own_storage, set_local
 from fastpar.zero.offload.shard_store import ShardStore
@@ -217,6 +218,7 @@ class ParamGroup:
             if each not in persistent:
                 store.attach(each, *faces)
         self._frozen = [index for index, x in enumerate(self.sharded) if not x.requires_grad]
+        self._data = DataOfDTensors(zip(self.names, self.sharded, strict=True))
         self._mark_freed()
         self._register(self.sharded)
 
@@ -249,7 +251,9 @@ class ParamGroup:
         return param
 
     def astray(self) -> list[int]:
-        """Numbers of the parameters at rest that have other memory than what is gathered."""
+        """Numbers of the parameters at rest that have other memory than what is gathered. Raises RuntimeError where
+        `.data` of a DTensor was set."""
+        self._data.check()
         pairs = enumerate(zip(self.sharded, self._rows, strict=True))
         return [i for i, (x, rows) in pairs if getattr(x, "_local_tensor", x).data_ptr() != rows.data_ptr()]
 

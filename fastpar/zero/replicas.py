@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.nn.utils import stateless
 
+from fastpar.tensor.held import DataOfDTensors
 from fastpar.tensor.parameter import layout_of
 from fastpar.zero.flat import WholeParameters
 from fastpar.zero.groups import Groups, as_parameter, cast_parameter, local, set_local
@@ -260,6 +261,7 @@ class Connection:
     def __init__(self, model: nn.Module | None, params: Sequence[ShardedParam], release: Callable[[], None]) -> None:
         self._release = release
         self._homes = [(param, _memory(param.parameter), _memory(param.parameter).data_ptr()) for param in params]
+        self._data = DataOfDTensors((param.name, param.parameter) for param in params)
         names = [param.name for param in params]
         places = {} if model is None else places_of(model, names)
         self._places = [
@@ -270,8 +272,9 @@ class Connection:
 
     def check(self) -> bool:
         """Bring back what has gone astray; returns whether values were among that. Raises RuntimeError, naming the
-        parameter, for another dtype, shape or device, and where the optimizer's copy is in a file.
+        parameter, for another dtype, shape or device, and where `.data` of a DTensor was set.
         """
+        self._data.check()
         astray: dict[str, tuple[ShardedParam, Tensor, nn.Parameter]] = {}
         for param, home, pointer in self._homes:  # whose memory is held here, and is nobody else's
             inner: Any = param.parameter

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -73,3 +74,42 @@ def test_masters_are_what_is_written_to_their_parameters(how: str, tmp_path: Pat
                 for name, value in expected[step].items():
                     seen, what = values[name].view(value.shape).float(), f"{number}, {step}: {name}"
                     torch.testing.assert_close(seen, value, rtol=tolerance, atol=tolerance, msg=what)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.relu(self.up(x)))
+
+
+def set_data_of_dtensors() -> None:
+    plan = {"0": "block", "0.up": "colwise", "0.down": "rowwise"}
+    x = torch.ones(3, 4)
+    for stage in (None, 1, 3):
+        model = nn.Sequential(Block())
+        if stage == 3:
+            fp.zero.shard(model, make_optimizer("sgd", model.parameters()), stage=3, persistent_share=0.0)
+        else:
+            fp.parallelize(model, fp.init_mesh(tp=SIZE), plan)
+        if stage == 1:
+            fp.zero.shard(model, make_optimizer("sgd", model.parameters()), group=fp.Communicator(None), stage=1)
+        weight: Any = model[0].up.weight
+        before = model(x).detach()
+        with torch.no_grad():
+            weight.data = weight.data * 2.0
+            bias: Any = model[0].up.bias
+            bias.data.mul_(1.0)  # in place
+        with pytest.raises(RuntimeError, match=r"0\.up\.weight\.data was set.*DTensor.*copy_"):
+            model(x)
+        with suppress(RuntimeError):  # once more, where two parts look
+            model(x)
+        torch.testing.assert_close(model(x).detach(), before)  # and as torch has it from then on
+        model.to("cpu:0")
+        model(x)
+
+
+def test_setting_the_data_of_a_dtensor_is_an_error() -> None:
+    run_ranks(SIZE, set_data_of_dtensors)

@@ -21,6 +21,7 @@ from fastpar.parallel.guards.positions import PositionGuard
 from fastpar.parallel.guards.stream import StreamGuard
 from fastpar.tensor.dropout import LayoutDropout
 from fastpar.tensor.grid import GridRegion
+from fastpar.tensor.held import DataOfDTensors
 from fastpar.tensor.sequence import SequenceRegion
 
 FIRST, EVERY = 2, 256
@@ -81,6 +82,7 @@ class Watch:
         self.cadence = Cadence()
         self._end: Any = None  # the handle of `after`, while a forward is watched
         self.eager = EagerLook()
+        self.data: DataOfDTensors | None = None  # a copied model is not looked at
         self.inputs = InputGuard(comm, device)
         self.draws = DrawGuard(device, _verdict(plan))
         self.gradients, self.positions, self.members = GradientGuard(comm), PositionGuard(comm), MemberGuard()
@@ -94,6 +96,7 @@ class Watch:
 
     def attach(self, model: nn.Module) -> list[Any]:
         """Hook the model; returns the handles."""
+        self.data = DataOfDTensors(model.named_parameters())
         return [model.register_forward_pre_hook(self.before, with_kwargs=True, prepend=True), self]
 
     def remove(self) -> None:
@@ -119,6 +122,8 @@ class Watch:
         self.members.check(model)
         if not self.cadence.next(model.training):
             return
+        if self.data is not None:
+            self.data.check()
         self._end = model.register_forward_hook(self.after, always_call=True)
         self.eager.begin(model)
         apart = self.inputs.before(model, args, kwargs)
