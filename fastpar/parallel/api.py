@@ -27,7 +27,7 @@ from fastpar.parallel.heads import HeadsError
 from fastpar.parallel.model_methods import calls_loss_function, takes_labels
 from fastpar.parallel.on_grid import check_on_grid, grid_for
 from fastpar.parallel.plan import match_plan
-from fastpar.parallel.proving import UntriedBlock, proven_plan, refuse_wrong_blocks
+from fastpar.parallel.proving import proven_plan, refuse_wrong_blocks
 from fastpar.parallel.styles import AttentionStyle, ExpertStyle, Style, SwapContext
 from fastpar.parallel.swap import Swap
 from fastpar.parallel.token_mixing import refuse_mixing
@@ -84,8 +84,8 @@ def parallelize(
     embedding, and one small one for the loss.
 
     The model, its hooks included, runs once on a few ids, and copies of one block of each kind run whole and on virtual
-    ranks, before anything is changed. Blocks of a written plan that do not run then, as of models that take no ids, are
-    tried when they are called first: ValueError in that forward.
+    ranks, before anything is changed. Blocks of a written or declared plan that do not run then, as of models that take
+    no ids and of a pipeline's stages, are tried when they are called first: ValueError in that forward.
 
     The logger "fastpar.parallelize" says on the first rank what was split (INFO), and what "auto" would have split and
     has left whole (WARNING).
@@ -116,7 +116,6 @@ def parallelize(
             for group in (split.experts, split.etp):
                 sync_weights_of(model, group.comm, broadcast=sync_weights == "broadcast")
     split.context = _region(model, mesh, context, attention_of(model, plan))
-    is_written = not isinstance(plan, str)
     if isinstance(plan, str):
         with trial_of(split.context):
             plan = proven_on(model, comm.size, grid, sequence_parallel=sequence_parallel)
@@ -129,10 +128,8 @@ def parallelize(
     resolve(split, styles, sequence_parallel=sequence_parallel)
     check_on_grid(split, styles)
     splits = check_plan(split)
-    untried: list[UntriedBlock] = []
-    if is_written:
-        with trial_of(split.context):
-            untried = refuse_wrong_blocks(model, split.styles | split.parameter_styles, split.features[1])
+    with trial_of(split.context):
+        untried = refuse_wrong_blocks(model, split.styles | split.parameter_styles, split.features[1])
     split.overlap = overlap if isinstance(overlap, Overlap) else Overlap.load(comm)
     if overlap is False:
         split.overlap = split.overlap.disabled()

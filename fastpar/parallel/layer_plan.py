@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -174,6 +175,7 @@ class LayerPlan:
         if self.sequence:
             Trial(module, call, styles, splits, self.size).run(True)
         dropouts = dict.fromkeys(trial.whole_dropouts, DropoutStyle())
+        styles = styles | {"": dataclasses.replace(cast(BlockStyle, styles[""]), is_tried=True)}
         return styles | dropouts | {name: STYLES[kind] for name, kind in kinds.items() if name not in styles}
 
     def _pairs(self) -> None:

@@ -92,21 +92,23 @@ def proven_plan(model: nn.Module, size: int, *, sequence_parallel: bool = False)
 
 
 def refuse_wrong_blocks(model: nn.Module, styles: Mapping[str, Style], size: int) -> list[UntriedBlock]:
-    """Try one block of each kind of a plan that somebody has written; ValueError for one that, split so, computes
-    something else than whole.
+    """Try one block of each kind that has not been tried; ValueError for one that, split so, computes something else
+    than whole.
 
-    As in `proven_plan` the model runs once on a few tokens. Blocks that are not called then, as of models that take
-    other inputs than ids, are returned: they are to be tried when they are called first. Not judged are blocks whose
-    code needs a device or what virtual layers do not have.
+    These are the blocks of a plan that somebody has written, and those of a declared one that `proven_plan` could not
+    run. As there the model runs once on a few tokens. Blocks that are not called then, as of models that take other
+    inputs than ids or of a part of a pipeline, are returned: they are to be tried when they are called first. Not
+    judged are blocks whose code needs a device or what virtual layers do not have.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
-    blocks = [path for path, style in styles.items() if isinstance(style, BlockStyle)]
-    if size == 1 or not blocks or any(isinstance(module, Absent) for module in modules.values()):
+    blocks = [path for path, style in styles.items() if isinstance(style, BlockStyle) and not style.is_tried]
+    blocks = [path for path in blocks if not isinstance(modules[path], Absent)]
+    if size == 1 or not blocks:
         return []
-    try:
-        kinds, calls = _kinds_and_calls(model, modules, blocks, styles, size)
-    except Exception:  # of the model's own code: any
-        kinds, calls = alike(modules, blocks, styles), {}
+    kinds, calls = alike(modules, blocks, styles), dict[str, RecordedCall]()
+    if not any(isinstance(module, Absent) for module in modules.values()):
+        with contextlib.suppress(Exception):  # of the model's own code: any
+            kinds, calls = _kinds_and_calls(model, modules, blocks, styles, size)
     untried = []
     for path, *_ in kinds:
         inside = {name[len(path) + 1 :]: style for name, style in styles.items() if name.startswith(f"{path}.")}
@@ -142,8 +144,6 @@ class UntriedBlock:
             nonlocal is_over
             if is_over or torch.compiler.is_compiling():
                 return
-            is_over = True
-            handle.remove()
             device = next((t.device.type for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)), "cpu")
             with (
                 trial(),
@@ -157,6 +157,8 @@ class UntriedBlock:
                 torch.autocast(device, enabled=False),
             ):
                 self._refuse_wrong(recorded(args, kwargs))
+            is_over = True  # not before: who catches the error of one forward must not be rid of it in the next
+            handle.remove()
 
         handle = module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
         return handle
@@ -167,7 +169,8 @@ class UntriedBlock:
             return
         whole, tokens = noisy_copy(self.whole), 2 * self.size + 1
         for rows, length in ((2, tokens), (2, None), (None, None)):
-            if _refuse_wrong_block(self.path, whole, _shorter(call, rows, length), self.styles, self.size):
+            part = _shorter(call, rows, length)
+            if _refuse_wrong_block(self.path, whole, part, self.styles, self.size, "Pass a plan without this block"):
                 return
 
 
@@ -187,10 +190,16 @@ def _shorter(call: RecordedCall, rows: int | None, length: int | None) -> Record
     return RecordedCall(*tree_map_only(Tensor, one, (call.args, call.kwargs)))
 
 
-def _refuse_wrong_block(path: str, module: nn.Module, call: RecordedCall, styles: dict[str, Style], size: int) -> bool:
+def _refuse_wrong_block(
+    path: str,
+    module: nn.Module,
+    call: RecordedCall,
+    styles: dict[str, Style],
+    size: int,
+    advice: str = 'Leave the block out of the plan, or try plan="auto", which finds out what can be split',
+) -> bool:
     """ValueError for a wrong block; False for one that could not be tried."""
     where = f"{path} ({type(module).__name__}), split as the plan says,"
-    advice = 'Leave the block out of the plan, or try plan="auto", which finds out what can be split'
     try:
         kinds = Trial(module, call, styles, block_splits(module, styles, size, path), size).run(False)
     except DifferenceError as error:

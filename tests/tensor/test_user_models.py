@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -291,6 +292,47 @@ def _images() -> None:
     assert not parallel.blocks[0].mlp.up._forward_pre_hooks
     fp.unparallelize(parallel)
     assert not any(module._forward_pre_hooks for module in parallel.modules())
+
+
+def _declared(cls: Callable[[], nn.Module]) -> nn.Module:
+    model = Images(cls).double()
+    model.config = types.SimpleNamespace(
+        base_model_tp_plan={"blocks.*.mlp.up": "colwise", "blocks.*.mlp.down": "rowwise"}
+    )
+    return model
+
+
+def _untried() -> None:
+    pixels = torch.rand(3, 3, 12, 12, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    for split in (False, True):
+        wrong = fp.parallelize(_declared(Softmax), dist.group.WORLD, sequence_parallel=split)
+        for _ in range(2):
+            with pytest.raises(ValueError, match=r"blocks.0.mlp \(Softmax\).*its output would be off"):
+                wrong(pixels)
+        parallel = fp.parallelize(_declared(MLP), dist.group.WORLD, sequence_parallel=split)
+        check_equal(_declared(MLP), parallel, lambda m: m(pixels).square().mean())
+
+
+def test_blocks_of_a_declared_plan_that_no_ids_reach_are_tried_when_they_are_called_first() -> None:
+    run_ranks(2, _untried)
+
+
+def _stages() -> None:
+    ids = torch.randint(VOCAB, (2, TOKENS), generator=torch.Generator().manual_seed(0))
+    mesh = fp.init_mesh(pp=2, tp=2, device="cpu")
+    plan = BLOCKS | ENDS
+    pipe = fp.parallelize_pipeline(
+        Model(Softmax), mesh, num_microbatches=1, loss=lambda out, _: out.full_tensor().mean(), plan=plan
+    )
+    with pytest.raises(fp.pipeline.PipelineError if mesh.rank("pp") == 0 else Exception) as error:
+        pipe.step(ids, target=ids)
+    assert "would compute something else than whole" in str(error.value)
+    pipe.close()
+    mesh.close()
+
+
+def test_blocks_of_a_written_plan_are_tried_in_the_stages_of_a_pipeline() -> None:
+    run_ranks(4, _stages)
 
 
 def test_blocks_that_no_ids_reach_are_tried_by_what_they_are_called_with_first() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -23,9 +23,11 @@ class BlockStyle(Style):
 
     local   attributes of the module that count heads or features, to be divided by the group, beside those that are
             known by their names (`num_heads` and its like)
+    is_tried  split so, it was found to compute the same as whole: said by plan="auto" of what it has run
     """
 
     local: tuple[str, ...] = ()
+    is_tried: bool = field(default=False, compare=False)
 
     keeps_module = True
     handles_sequence = True
