@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -182,8 +182,12 @@ def as_dtensor(rows: Tensor, spec: DTensorSpec | None) -> Tensor:
     if meta.dtype != rows.dtype:
         spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=TensorMeta(meta.shape, meta.stride, rows.dtype))
     make: Any = DTensor.__new__  # `from_local` would check the parts with collectives, and `__init__`, which does
-    made: Tensor = make(DTensor, rows, spec, requires_grad=False)  # nothing, takes twice as long as all the rest
-    return made
+    if rows.storage_offset() == 0:  # nothing, takes twice as long as all the rest
+        made: Any = make(DTensor, rows, spec, requires_grad=False)
+    else:  # the DTensor would give the offset as its address, and copy.deepcopy looks for memory there (torch 2.13)
+        made = make(DTensor, rows.new_empty(0), spec, requires_grad=False)
+        made._local_tensor = rows
+    return cast("Tensor", made)
 
 
 def as_parameter(rows: Tensor, spec: DTensorSpec | None, *, requires_grad: bool = True) -> nn.Parameter:

@@ -983,6 +983,8 @@ def averaged_run() -> None:
         for step in range(3):
             loss_here(model, step).backward()
             average.module.zero_grad()  # of the copy, and not of the model
+            copied = copy.deepcopy(model)  # with gradients, where what it has at rest is what the optimizer updates
+            assert torch.equal(whole_of(copied.twice.weight), whole_of(model.twice.weight))
             optimizer.step()
             optimizer.zero_grad()
             average.update_parameters(model)
