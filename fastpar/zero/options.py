@@ -292,13 +292,27 @@ def check_parameters(named: dict[str, nn.Parameter], precision: Precision) -> No
     precision.check_names(list(named))
 
 
-def check_sparse(model: object) -> None:
-    """Raises ValueError for embeddings whose gradients are sparse tensors: collectives and shards are of dense ones."""
+def check_embeddings(model: object) -> None:
+    """Raises ValueError for embeddings whose gradients are sparse, as collectives and shards are of dense ones; that
+    write to their weights in forward, each rank to the rows of its own ids; or whose gradients a rank cannot compute
+    from its part of the batch."""
     modules = getattr(model, "modules", None)  # of a module, or of a pipeline's stages
     for module in modules() if callable(modules) else ():
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
+        if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or not module.weight.requires_grad:
+            continue
+        if module.sparse:
             raise ValueError(
                 f"{module} has sparse gradients, and ranks sum dense ones: set sparse=False on it, or freeze its weight"
+            )
+        if module.max_norm is not None:
+            raise ValueError(
+                f"{module} writes to the rows of the ids that it sees (max_norm), which are others on each rank: scale "
+                "what it returns, or bound the rows of its weight after optimizer.step(), and set max_norm=None"
+            )
+        if module.scale_grad_by_freq:
+            raise ValueError(
+                f"{module} divides gradients by how often an id is in the batch (scale_grad_by_freq), of which a rank "
+                "sees a part: set scale_grad_by_freq=False on it, or freeze its weight"
             )
 
 
