@@ -371,8 +371,8 @@ CONTEXT = _of(
     ),
     (
         "positions count on over documents",
-        "within = torch.arange(tokens) - _document_starts(rows, lengths, tokens)",
-        "within = torch.arange(tokens) - 0 * _document_starts(rows, lengths, tokens)",
+        "within = torch.arange(tokens) - _document_starts(lengths, tokens)",
+        "within = torch.arange(tokens) - 0 * _document_starts(lengths, tokens)",
         "test_context_parallel.py shift_and_positions",
     ),
     (

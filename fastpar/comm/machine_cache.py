@@ -33,3 +33,11 @@ def write_json(path: Path, data: Any) -> None:
     with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False) as file:
         json.dump(data, file, indent=1)
     Path(file.name).replace(path)
+
+
+def size_bucket(size: int) -> int:
+    """The power of two that is nearest by ratio, as tables have sizes: 1448 -> 1024, 1449 -> 2048."""
+    if size <= 1:
+        return 1
+    below = 1 << (size.bit_length() - 1)
+    return below if size * size <= 2 * below * below else 2 * below

@@ -163,8 +163,8 @@ def _checksum(batch: Mapping[str, Any], lengths: tuple[tuple[int, ...], ...] | N
     return [shape[0] << 32 | shape[1], content % (1 << 62), hash(lengths) % (1 << 62) if lengths else 0]
 
 
-def _document_starts(rows: int, lengths: tuple[tuple[int, ...], ...] | None, tokens: int) -> Tensor:
-    """Where the document of each token starts: int64 [rows or 1, S]."""
+def _document_starts(lengths: tuple[tuple[int, ...], ...] | None, tokens: int) -> Tensor:
+    """Where the document of each token starts: int64 [rows of `lengths` or 1, S]."""
     if lengths is None:
         return torch.zeros(1, tokens, dtype=torch.int64)
     sizes = [torch.tensor(row, dtype=torch.int64) for row in lengths]
@@ -173,7 +173,7 @@ def _document_starts(rows: int, lengths: tuple[tuple[int, ...], ...] | None, tok
 
 def _document_positions(ids: Tensor, lengths: tuple[tuple[int, ...], ...] | None) -> Tensor:
     rows, tokens = ids.shape
-    within = torch.arange(tokens) - _document_starts(rows, lengths, tokens)
+    within = torch.arange(tokens) - _document_starts(lengths, tokens)
     return within.expand(rows, -1).to(ids.device)
 
 

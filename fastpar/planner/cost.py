@@ -52,10 +52,6 @@ class StepTime:
     max_stage: Column
     is_floor: Column
 
-    def tflops(self, work: Workload, x: LayoutTable) -> Column:
-        """Model flop/s of a rank, recomputation not counted."""
-        return model_flops(work) / self.step / x.world / 1e12
-
 
 def model_flops(work: Workload) -> float:
     """Flops of a step: 6 per parameter and token in matrices, and attention's, scores above the diagonal included."""

@@ -97,11 +97,6 @@ class LayoutTable:
     def world(self) -> Column:
         return self.pp * self.dp * self.cp * self.tp
 
-    @property
-    def dims_in_use(self) -> Column:
-        """How many dims are above 1: what ties go by."""
-        return sum((getattr(self, n) > 1).astype(int) for n in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep"))
-
     def layout(self, row: int) -> Layout:
         """One row as a Layout."""
         x: dict[str, Any] = {name: int(getattr(self, name)[row]) for name in _names()}

@@ -37,7 +37,7 @@ def world() -> Communicator:
     ("size", "bucket"), [(0, 1), (1, 1), (2, 2), (3, 4), (1024, 1024), (1448, 1024), (1449, 2048), (2047, 2048)]
 )
 def test_sizes_fall_into_the_nearest_power_of_two(size: int, bucket: int) -> None:
-    assert module._bucket(size) == bucket
+    assert module.size_bucket(size) == bucket
 
 
 def _launched(overlap: bool | Overlap, features: int | None) -> int:

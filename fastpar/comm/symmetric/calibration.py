@@ -27,10 +27,10 @@ from fastpar.arguments import checked
 from fastpar.comm.agree import Agreement
 from fastpar.comm.communicator import Communicator, GroupLike
 from fastpar.comm.groups import carrying_device
-from fastpar.comm.machine_cache import machine_file, write_json
+from fastpar.comm.machine_cache import machine_file, size_bucket, write_json
 from fastpar.comm.multi_host.host_ranks import find_hosts_of
 from fastpar.comm.symmetric.collectives import DTYPES, SymmetricCollectives
-from fastpar.comm.symmetric.switch import MARGIN, OPS, Ratios, SymmetricSwitch, bucket, install, key_of
+from fastpar.comm.symmetric.switch import MARGIN, OPS, Ratios, SymmetricSwitch, install, key_of
 
 _log = logging.getLogger("fastpar.comm.calibrate")
 SCHEMA = 1
@@ -118,7 +118,7 @@ def calibrate(
 def _problem(device: torch.device, sizes: list[int], dtypes: list[torch.dtype], samples: int) -> Exception | None:
     if device.type != "cuda":
         return ValueError(f"device must be a CUDA device, got {device}: CPU ranks of a host share memory as they are")
-    if any(not 0 < size < 1 << 62 or bucket(size) != size for size in sizes):
+    if any(not 0 < size < 1 << 62 or size_bucket(size) != size for size in sizes):
         return ValueError(f"sizes must be powers of two, in bytes, got {sizes}")
     if any(dtype not in DTYPES for dtype in dtypes):
         return TypeError(f"dtypes must be among {', '.join(map(str, DTYPES))}, got {dtypes}")

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from fastpar.comm.machine_cache import size_bucket
 from fastpar.comm.transport import InFlight, Transport
 
 OPS = ("all_reduce", "reduce_scatter", "all_gather")
@@ -26,14 +27,6 @@ Ratios = Mapping[str, Mapping[int, float]]
 def key_of(op: str, dtype: torch.dtype) -> str:
     """Of a table: a gather moves bytes, whatever they are."""
     return op if op == "all_gather" else f"{op} {str(dtype).removeprefix('torch.')}"
-
-
-def bucket(nbytes: int) -> int:
-    """The power of two that is nearest by ratio: 1448 -> 1024, 1449 -> 2048."""
-    if nbytes <= 1:
-        return 1
-    below = 1 << (nbytes.bit_length() - 1)
-    return below if nbytes * nbytes <= 2 * below * below else 2 * below
 
 
 class Collectives(Protocol):
@@ -53,7 +46,7 @@ class SymmetricSwitch:
 
     def takes(self, op: str, dtype: torch.dtype, nbytes: int) -> bool:
         """Whether so many bytes of the whole, measured as the nearest power of two, go over symmetric memory."""
-        return self.ratios.get(key_of(op, dtype), {}).get(bucket(nbytes), 1.0) < MARGIN
+        return self.ratios.get(key_of(op, dtype), {}).get(size_bucket(nbytes), 1.0) < MARGIN
 
     def stream(self, device: torch.device) -> torch.cuda.Stream:
         """The stream of calls that somebody computes beside: kernels of the current one do not wait for them."""

@@ -27,7 +27,7 @@ from torch import Tensor
 from fastpar.arguments import checked
 from fastpar.comm import Communicator, GroupLike, shard_sizes
 from fastpar.comm.groups import carrying_device
-from fastpar.comm.machine_cache import machine_file, write_json
+from fastpar.comm.machine_cache import machine_file, size_bucket, write_json
 from fastpar.ops.parallel_linear.gemms import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from fastpar.ops.parallel_linear.types import RankRows
 
@@ -97,17 +97,9 @@ class Overlap:
 
 def key(product: str, comm: Communicator, device: str, dtype: torch.dtype, rows: int, width: int, features: int) -> str:
     """The table's key: sizes to the nearest power of two, everything else exactly."""
-    sizes = "x".join(str(_bucket(size)) for size in (rows, width, features))
+    sizes = "x".join(str(size_bucket(size)) for size in (rows, width, features))
     transport = _transport(comm, device)
     return f"{product} {device} {str(dtype).removeprefix('torch.')} ranks={comm.size} {transport} {sizes}"
-
-
-def _bucket(size: int) -> int:
-    """The power of two that is nearest by ratio: 1448 -> 1024, 1449 -> 2048."""
-    if size <= 1:
-        return 1
-    below = 1 << (size.bit_length() - 1)
-    return below if size * size <= 2 * below * below else 2 * below
 
 
 def _transport(comm: Communicator, device: str) -> str:
