@@ -174,17 +174,30 @@ def _dtypes(tensors: list[Tensor]) -> tuple[torch.dtype, ...]:
     return tuple([x.dtype for x in tensors])
 
 
-def _columns(
-    params: list[Tensor],
-    grads: list[Tensor],
-    states: list[list[Tensor]],
-    scales: list[list[Tensor]],
-    outputs: list[Tensor],
-    remainders: list[Tensor],
-    output_of: list[int],
-    rounding: list[int],
-    seen: Seen | None = None,
-) -> Columns:
+class OptimizerTensors(NamedTuple):
+    """The lists of a call, by parameter; states and their scales by kind."""
+
+    params: list[Tensor]
+    grads: list[Tensor]
+    states: list[list[Tensor]]
+    scales: list[list[Tensor]]
+    outputs: list[Tensor]
+    remainders: list[Tensor]
+
+
+class StepNumbers(NamedTuple):
+    """What the kernel reads beside them; `numbers` are those of its rule."""
+
+    grad_factor: Tensor | None
+    found_inf: Tensor | None
+    output_of: list[int]
+    rounding: list[int]
+    factor: float
+    numbers: tuple[float, ...]
+
+
+def _columns(tensors: OptimizerTensors, output_of: list[int], rounding: list[int], seen: Seen | None) -> Columns:
+    params, grads, states, scales, outputs, remainders = tensors
     state0, state1 = (*states, [], [])[:2]
     scale0, scale1 = (*scales, [], [])[:2]
     lists = (params, grads, state0, state1, scale0, scale1, outputs, remainders)  # in the order of the fields
@@ -193,8 +206,8 @@ def _columns(
         addresses = tuple(map(_addresses, lists))
     else:
         of_fields, end = [], 0
-        for tensors in lists:
-            of_fields.append(slice(end, end := end + len(tensors)))
+        for column in lists:
+            of_fields.append(slice(end, end := end + len(column)))
         dtypes = [seen[0][of_fields[field]] for field in (0, 1, kernels.OUTPUT.value)]
         addresses = tuple([seen[1][of_field] for of_field in of_fields])
     return Columns(
@@ -210,33 +223,24 @@ def _columns(
 
 def _step(
     rule: int,
-    params: list[Tensor],
-    grads: list[Tensor],
-    states: list[list[Tensor]],
-    scales: list[list[Tensor]],
-    outputs: list[Tensor],
-    remainders: list[Tensor],
-    grad_factor: Tensor | None,
-    found_inf: Tensor | None,
-    output_of: list[int],
-    rounding: list[int],
-    factor: float,
-    numbers: tuple[float, ...],
+    tensors: OptimizerTensors,
+    scalars: StepNumbers,
     *,
     corrections: Tensor | None = None,
     nesterov: bool = False,
     first: bool = False,
     seen: Seen | None = None,
 ) -> None:
-    if not params:
+    if not tensors.params:
         return
-    table = _tables.find(_columns(params, grads, states, scales, outputs, remainders, output_of, rounding, seen))
-    state = states[0][0].dtype if states else None
+    grad_factor, found_inf, output_of, rounding, factor, numbers = scalars
+    table = _tables.find(_columns(tensors, output_of, rounding, seen))
+    state = tensors.states[0][0].dtype if tensors.states else None
     for group in table.groups:
         launch(
             optimizer_kernel,
             group.programs,
-            params[0].device,
+            tensors.params[0].device,
             table.rows[group.begin :] if group.begin else table.rows,
             group.owners.there,
             float(factor),
@@ -250,7 +254,7 @@ def _step(
             FIRST=first,
             STOCHASTIC=bool(rounding),
             PARAM_DTYPE=_TL_DTYPE[group.param],
-            SPLIT=bool(remainders),
+            SPLIT=bool(tensors.remainders),
             GRAD_DTYPE=_TL_DTYPE[group.grad],
             STATE=_TL_DTYPE[state or torch.float32],
             OUTPUT_DTYPE=tl.float32 if group.output is None else _TL_DTYPE[group.output],
@@ -307,19 +311,10 @@ def adamw_step(
         count = step_tensor.double().view(())
         corrections = torch.stack([(1.0 - beta2**count).sqrt().reciprocal(), lr / (1.0 - beta1**count)]).float()
     numbers = (1.0 - lr * weight_decay, 1.0 - beta1, beta2, 1.0 - beta2, inverse_root, eps, step_size)
-    lists = (params, grads, [exp_avgs, exp_avg_sqs], [exp_avg_scales, exp_avg_sq_scales], outputs, remainders)
-    _step(
-        kernels.ADAMW.value,
-        *lists,
-        grad_factor,
-        found_inf,
-        output_of,
-        rounding,
-        factor,
-        numbers,
-        corrections=corrections,
-        seen=seen,
-    )
+    states, scales = [exp_avgs, exp_avg_sqs], [exp_avg_scales, exp_avg_sq_scales]
+    tensors = OptimizerTensors(params, grads, states, scales, outputs, remainders)
+    scalars = StepNumbers(grad_factor, found_inf, output_of, rounding, factor, numbers)
+    _step(kernels.ADAMW.value, tensors, scalars, corrections=corrections, seen=seen)
 
 
 def sgd_step(
@@ -348,9 +343,9 @@ def sgd_step(
     is_plain = momentum == 0.0
     states, scales = ([], []) if is_plain else ([momentum_buffers], [momentum_scales])
     rule = kernels.PLAIN_SGD.value if is_plain else kernels.SGD.value
-    lists = (params, grads, states, scales, outputs, remainders)
-    scalars = (grad_factor, found_inf, output_of, rounding, factor, numbers)
-    _step(rule, *lists, *scalars, nesterov=nesterov, first=first, seen=seen)
+    tensors = OptimizerTensors(params, grads, states, scales, outputs, remainders)
+    scalars = StepNumbers(grad_factor, found_inf, output_of, rounding, factor, numbers)
+    _step(rule, tensors, scalars, nesterov=nesterov, first=first, seen=seen)
 
 
 def lion_step(
@@ -374,5 +369,6 @@ def lion_step(
 ) -> None:
     """The op fastpar::lion_step."""
     numbers = (1.0 - lr * weight_decay, beta1, 1.0 - beta1, 1.0 - beta2, lr)
-    lists = (params, grads, [exp_avgs], [exp_avg_scales], outputs, remainders)
-    _step(kernels.LION.value, *lists, grad_factor, found_inf, output_of, rounding, factor, numbers, seen=seen)
+    tensors = OptimizerTensors(params, grads, [exp_avgs], [exp_avg_scales], outputs, remainders)
+    scalars = StepNumbers(grad_factor, found_inf, output_of, rounding, factor, numbers)
+    _step(kernels.LION.value, tensors, scalars, seen=seen)

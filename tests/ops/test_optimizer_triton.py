@@ -170,7 +170,7 @@ def test_addresses_that_are_not_aligned_are_not_read_wide(monkeypatch: pytest.Mo
 def test_programs_update_several_chunks_where_no_operand_is_float32() -> None:
     def programs(*lists: torch.Tensor) -> list[int]:
         param, grad, state = ([x] for x in lists)
-        columns = kernels._columns(param, grad, [state], [], [], [], [], [])
+        columns = kernels._columns(kernels.OptimizerTensors(param, grad, [state], [], [], []), [], [], None)
         return [group.programs for group in kernels.Tables().find(columns).groups]
 
     narrow, wide = (torch.zeros(9 * kernels.CHUNK, dtype=dtype) for dtype in (BF16, F32))
@@ -192,9 +192,10 @@ def test_tables_are_the_same_from_the_facts_that_checks_found(rule: str, state: 
     step = Step(params, grads, states, scales, 1.0, None, outputs, remainders, None, ())
     facts = facts_of(step)
     assert facts is not None
-    arguments = (params, grads, states, scales, outputs[2:], remainders, [2], [7, 1, 2, 3, 4, 5, 6])
+    tensors = kernels.OptimizerTensors(params, grads, states, scales, outputs[2:], remainders)
+    arguments = (tensors, [2], [7, 1, 2, 3, 4, 5, 6])
     seen = (facts.dtypes, facts.addresses)
-    assert kernels._columns(*arguments, seen) == kernels._columns(*arguments)
+    assert kernels._columns(*arguments, seen) == kernels._columns(*arguments, None)
 
 
 # ---- the choice of kernels -------------------------------------------------------------------------------------------
