@@ -119,6 +119,20 @@ class _Outcome:
         self.ranks |= other.ranks
         self.detail = self.detail or other.detail
 
+    def check(
+        self,
+        step: int,
+        phase: int,
+        position: float,
+        kind: str,
+        module: str,
+        rounding: float,
+        parameter: str = "",
+        detail: str = "",
+    ) -> Check:
+        status, ranks = ("differs" if self.ranks else "equal"), tuple(sorted(self.ranks))
+        return Check(step, phase, position, kind, module, parameter, status, self.error, rounding, ranks, detail)
+
 
 class Judge:
     """Compares the records of all ranks with the whole model."""
@@ -266,7 +280,7 @@ class Judge:
             if is_compared:
                 detail = "ranks that hold the same otherwise differ here once their seeds do" if outcome.ranks else ""
                 step = len(self.truth.steps)
-                found.append(_check(step, FORWARD_PHASE, position, kind, path, outcome, 0.0, detail=detail))
+                found.append(outcome.check(step, FORWARD_PHASE, position, kind, path, 0.0, detail=detail))
         return _without_unread(found)
 
     # ---- losses, gradients, norms, updates
@@ -286,7 +300,7 @@ class Judge:
             if record.rank in outcome.ranks:
                 details.append(f"{loss:.6g} on rank {record.rank}, whole {wanted:.6g}")
         detail = "; ".join(details[:2])
-        return [_check(step, LOSS_PHASE, 0, "loss", "", outcome, rounding, detail=detail)]
+        return [outcome.check(step, LOSS_PHASE, 0, "loss", "", rounding, detail=detail)]
 
     def _gradient_scale(self, step: int) -> float:
         grads = [grad for grad in self.truth.steps[step].grads.values() if grad is not None and grad.numel()]
@@ -307,7 +321,7 @@ class Judge:
             outcome, detail = self._parameter(whole, pieces.get(name, []), rounding, 8 * self._eps * scale)
             module = name.rpartition(".")[0]
             position = last.get(module, len(order)) + 0.5
-            found.append(_check(step, BACKWARD_PHASE, position, "gradient", module, outcome, rounding, name, detail))
+            found.append(outcome.check(step, BACKWARD_PHASE, position, "gradient", module, rounding, name, detail))
         return found
 
     def _updates(self, step: int) -> list[Check]:
@@ -319,7 +333,7 @@ class Judge:
             floor = 4 * self._eps * truth.scales[name]  # an update is a difference of two rounded values
             outcome, detail = self._parameter(whole, pieces.get(name, []), rounding, floor)
             module = name.rpartition(".")[0]
-            found.append(_check(step, UPDATE_PHASE, position, "update", module, outcome, rounding, name, detail))
+            found.append(outcome.check(step, UPDATE_PHASE, position, "update", module, rounding, name, detail))
         return found
 
     def _pieces(self, by_record: list[tuple[RankRecord, list[Piece]]]) -> dict[str, list[tuple[int, Piece]]]:
@@ -364,7 +378,7 @@ class Judge:
             outcome.add(error, wanted, _Bound(FACTOR * rounding + self._floor, 0.0), record.rank)
         norms = ", ".join(f"{record.steps[step].norm:.6g}" for record in self.records)
         detail = f"{norms} by rank, whole {wanted:.6g}" if outcome.ranks else ""
-        return [_check(step, NORM_PHASE, 0, "gradient norm", "", outcome, rounding, detail=detail)]
+        return [outcome.check(step, NORM_PHASE, 0, "gradient norm", "", rounding, detail=detail)]
 
 
 def _placed(
@@ -416,21 +430,6 @@ def _without_unread(checks: list[Check]) -> list[Check]:
         else check
         for check in checks
     ]
-
-
-def _check(
-    step: int,
-    phase: int,
-    position: float,
-    kind: str,
-    module: str,
-    outcome: _Outcome,
-    rounding: float,
-    parameter: str = "",
-    detail: str = "",
-) -> Check:
-    status, ranks = ("differs" if outcome.ranks else "equal"), tuple(sorted(outcome.ranks))
-    return Check(step, phase, position, kind, module, parameter, status, outcome.error, rounding, ranks, detail)
 
 
 def _rms(x: Tensor) -> float:

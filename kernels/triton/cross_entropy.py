@@ -225,31 +225,18 @@ def _stats(
     return out
 
 
-def stats(
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    vocab_start: int,
-    vocab_total: int,
-    ignore_index: int,
-    smoothing: bool,
-    softcap: float,
-    logit_scale: float,
-    call: int = 0,
-) -> Tensor:
-    """[N + 3, 3 or 5]: every row's statistics over this rank's columns, and the header, in which `call` is not, as
-    nobody looks at it on a device."""
+def stats(logits: Tensor, target: Tensor, *terms: Any) -> Tensor:
+    """[N + 3, 3 or 5]: every row's statistics over this rank's columns, and the header. Terms: see _stats, from weight
+    on, and the number of the call, which no header has on a device, as nobody looks at it there."""
     logits, rows = readable_rows(logits)
-    terms = (weight, vocab_start, vocab_total, ignore_index, smoothing, softcap, logit_scale)
-    return _stats(logits, rows, target, *terms, write_exp=False)
+    return _stats(logits, rows, target, *terms[:7], write_exp=False)
 
 
 def stats_exp_(logits: Tensor, target: Tensor, *terms: Any) -> Tensor:
     """`stats`, and exp(z - maximum) (times 1 - (z / softcap)^2) written over the logits; 0 at the target."""
-    terms = terms[:7]  # without `call`
     rows = check_inplace(logits, "stats_exp_")
     if rows is not None:
-        return _stats(logits, rows, target, *terms, write_exp=True)
+        return _stats(logits, rows, target, *terms[:7], write_exp=True)
     parts = [stats_exp_(part, ids, *terms) for part, ids in zip(logits, target.view(logits.shape[:-1]), strict=True)]
     return torch.cat([part[:-3] for part in parts] + [parts[-1][-3:]])
 

@@ -114,24 +114,11 @@ def _filled(hidden: Tensor, grads: LinearLossGrads) -> tuple[Tensor, ...]:
     return tuple(hidden.new_empty(0) if grad is None else grad for grad in grads)
 
 
-def _unpack(
-    weight: Tensor,
-    class_weight: Tensor | None,
-    weight_sum: Tensor | None,
-    wants: list[bool],
-    vocab_start: int,
-    vocab_total: int,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float,
-    logit_scale: float,
-    group: str | None,
-    timeout: float,
-    sequence_dim: int | None,
-    chunk_bytes: int | None,
-    every_row: bool,
-) -> tuple[LossProblem, LinearLossLayout, LinearLossWants]:
+def _unpack(weight: Tensor, *common: Any) -> tuple[LossProblem, LinearLossLayout, LinearLossWants]:
+    """What `_pack` has made of them."""
+    class_weight, weight_sum, wants, vocab_start, vocab_total, *rest = common
+    options = LossOptions(*rest[: len(LossOptions._fields)])
+    group, timeout, *layout = rest[len(options) :]
     comm = None
     if group is not None:
         from torch.distributed.distributed_c10d import _resolve_process_group
@@ -139,14 +126,13 @@ def _unpack(
         from fastpar.comm import Communicator
 
         comm = Communicator(_resolve_process_group(cast(Any, group)), timeout=timeout)
-    options = LossOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
     shard = Shard(vocab_start, weight.shape[0], vocab_total)
     problem = LossProblem(shard, comm, options, class_weight, weight_sum)
-    return problem, LinearLossLayout(sequence_dim, chunk_bytes, every_row), LinearLossWants(*wants)
+    return problem, LinearLossLayout(*layout), LinearLossWants(*wants)
 
 
 def _pack(problem: LossProblem, layout: LinearLossLayout, wants: LinearLossWants) -> tuple[Any, ...]:
-    """What `_unpack` takes, after the weight."""
+    """What the ops have in common, in the order of `_COMMON`."""
     comm = problem.comm
     group, timeout = (None, 0.0) if comm is None or comm.group is None else (comm.group.group_name, comm.timeout)
     where = (problem.shard.start, problem.shard.total)
