@@ -1,4 +1,4 @@
-"""Feed-forward experts in Triton against the reference in float64; run by test_moe_triton.py in the interpreter.
+"""Feed-forward experts in Triton against the reference in float64; run by testmlp_triton.py in the interpreter.
 
 Sums are float32, of 10 to 100 terms of size 1. Memory that is not initialised holds NaN.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 from fastpar.contracts.moe import ExpertRule
 from fastpar.kernels import moe_mlp as kernels
 from fastpar.kernels.moe_mlp import ExpertParams
-from fastpar.ops.moe import mlp_triton as _moe_triton
+from fastpar.ops.moe import mlp_triton
 from fastpar.ops.moe.plan import Padding
 from tests.moe.moe_calls import reference_mlp
 
@@ -106,7 +106,7 @@ def test_autograd_runs_the_kernels_and_skips_what_is_frozen() -> None:
     rule = ExpertRule(weigh="before")
     (x, indices, weights, add, dout), experts = problem(rule, False)
     leaves = [t.clone().requires_grad_() for t in (x, weights, add, experts.first, experts.second)]
-    out = _moe_triton.moe_mlp(leaves[0], indices, leaves[1], *leaves[3:], None, None, rule, leaves[2])
+    out = mlp_triton.moe_mlp(leaves[0], indices, leaves[1], ExpertParams(*leaves[3:]), rule, leaves[2])
     found = torch.autograd.grad(out, leaves, dout)
     exact = [t.clone().requires_grad_() for t in (x, weights, add, experts.first, experts.second)]
     wanted = reference_mlp(exact[0], indices, exact[1], *exact[3:], rule=rule, add=exact[2])
@@ -117,7 +117,7 @@ def test_autograd_runs_the_kernels_and_skips_what_is_frozen() -> None:
         for name in ("grouped_wgrad", "sum_rows"):
             original = getattr(kernels, name)
             patch.setattr(kernels, name, lambda *a, name=name, f=original, **k: (calls.append(name), f(*a, **k))[1])
-        frozen = _moe_triton.moe_mlp(x, indices, leaves[1], *experts, rule, None)
+        frozen = mlp_triton.moe_mlp(x, indices, leaves[1], experts, rule, None)
         frozen.backward(dout)
     assert calls == ["sum_rows"], "frozen experts and a frozen input take no products"
     torch.testing.assert_close(leaves[1].grad, found[1])
@@ -127,7 +127,7 @@ def test_a_second_derivative_is_refused() -> None:
     rule = ExpertRule()
     (x, indices, weights, _, dout), experts = problem(rule, False)
     x.requires_grad_()
-    out = _moe_triton.moe_mlp(x, indices, weights, *experts, rule, None)
+    out = mlp_triton.moe_mlp(x, indices, weights, experts, rule, None)
     (grad,) = torch.autograd.grad(out, x, dout, create_graph=True)
     with pytest.raises(RuntimeError, match="moe_mlp has a first derivative only"):
         grad.sum().backward()
@@ -139,10 +139,10 @@ def test_only_what_the_kernels_take_goes_to_them() -> None:
             self.device, self.dtype = torch.device(device), dtype
 
     cuda: Any = On("cuda")
-    assert _moe_triton.applies(cuda, cuda, size=1, padding=Padding())
-    assert not _moe_triton.applies(cuda, cuda, size=2, padding=None)
-    assert not _moe_triton.applies(cuda, cuda, size=1, padding=Padding(align=8))
+    assert mlp_triton.applies(cuda, cuda, size=1, padding=Padding())
+    assert not mlp_triton.applies(cuda, cuda, size=2, padding=None)
+    assert not mlp_triton.applies(cuda, cuda, size=1, padding=Padding(align=8))
     others: list[Any] = [On("cpu"), On("cuda", torch.float64)]
     for other in others:
-        assert not _moe_triton.applies(other, other, size=1, padding=None)
-    assert not _moe_triton.applies(cuda, others[1], size=1, padding=None)
+        assert not mlp_triton.applies(other, other, size=1, padding=None)
+    assert not mlp_triton.applies(cuda, others[1], size=1, padding=None)

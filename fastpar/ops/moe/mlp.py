@@ -223,7 +223,7 @@ def _triton(call: MlpArguments) -> Tensor:
     """On one CUDA rank: Triton kernels do all of it."""
     add = call.added()
     call.begin(call.dispatcher(), add)
-    return mlp_triton.moe_mlp(call.x, call.indices, call.weights, *call.dense_experts(), call.rule, add)
+    return mlp_triton.moe_mlp(call.x, call.indices, call.weights, call.dense_experts(), call.rule, add)
 
 
 def _is_fused(x: Tensor) -> bool:

@@ -1,8 +1,8 @@
 """Where experts of one rank run in Triton: on CUDA tensors, without a synchronisation with the host.
 
 `fastpar.kernels.moe_mlp` has the algebra. Between ranks, and for what the kernels do not take, the composition of
-`moe_dispatch`, `grouped_linear` and `moe_combine` serves; between ranks that share memory, on
-request, `transports/symmetric.py`.
+`moe_dispatch`, `grouped_linear` and `moe_combine` serves; between ranks that share memory, on request,
+`transports/symmetric.py`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from fastpar.contracts.moe import ExpertRule
 from fastpar.ops._autograd import first_derivative_only
 from fastpar.ops._backends import has_kernels
 from fastpar.ops.moe.plan import Padding
+from fastpar.ops.moe.weights import ExpertWeights
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -44,10 +45,8 @@ class TritonMoeMlp(torch.autograd.Function):
         from fastpar.kernels.moe_sort import PlacedPairs
 
         x, indices, weights, *rest = ctx.saved_tensors
-        experts, saved = (
-            kernels.ExpertParams(*rest[:4]),
-            kernels.MlpSaved(PlacedPairs(*rest[4:-1]), rest[-1], ctx.groups),
-        )
+        experts = kernels.ExpertParams(*rest[:4])
+        saved = kernels.MlpSaved(PlacedPairs(*rest[4:-1]), rest[-1], ctx.groups)
         for_x, for_experts = ctx.needs_input_grad[1], any(ctx.needs_input_grad[5:])
         dout = grads[0].contiguous()
         with torch.no_grad():
@@ -67,15 +66,7 @@ class TritonMoeMlp(torch.autograd.Function):
 
 
 def moe_mlp(
-    x: Tensor,
-    indices: Tensor,
-    weights: Tensor,
-    first: Tensor,
-    second: Tensor,
-    first_bias: Tensor | None,
-    second_bias: Tensor | None,
-    rule: ExpertRule,
-    add: Tensor | None,
+    x: Tensor, indices: Tensor, weights: Tensor, experts: ExpertWeights, rule: ExpertRule, add: Tensor | None
 ) -> Tensor:
     """`fastpar.ops.moe_mlp` of one rank. Nobody looks at the values of `indices`, since that would be a
     synchronisation: one that is no expert goes nowhere."""
@@ -85,5 +76,5 @@ def moe_mlp(
         raise ValueError(f"indices must be int64 or int32, got {indices.dtype}")
     if weights.shape != indices.shape:
         raise ValueError(f"weights must have the shape of indices, {tuple(indices.shape)}, got {tuple(weights.shape)}")
-    out: Tensor = TritonMoeMlp.apply(rule, x, indices, weights, add, first, second, first_bias, second_bias)
+    out: Tensor = TritonMoeMlp.apply(rule, x, indices, weights, add, *experts)
     return out
