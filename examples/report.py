@@ -253,8 +253,9 @@ def save_loads(path: Path, run: Run) -> None:
     all_axes = figure.subplots(shares.size(1), 1, sharex=True, squeeze=False)[:, 0]
     for layer, axes in enumerate(all_axes):
         extent = (0.5, len(shares) + 0.5, shares.size(-1) - 0.5, -0.5)
+        values = shares[:, layer].T.numpy()
         image = axes.imshow(
-            shares[:, layer].T, aspect="auto", cmap="RdBu_r", vmin=0, vmax=2, extent=extent, interpolation="nearest"
+            values, aspect="auto", cmap="RdBu_r", vmin=0, vmax=2, extent=extent, interpolation="nearest"
         )
         axes.set_ylabel(f"layer {layer}\nexpert")
     all_axes[-1].set_xlabel("step")
