@@ -97,7 +97,7 @@ def by_time(each: RefinedLayout) -> float:
 
 @pytest.mark.parametrize(
     "seeds",
-    [*(pytest.param(range(n, n + 50), marks=pytest.mark.slow) for n in (0, 50, 100, 150)), range(150, 175)],
+    [*(pytest.param(range(n, n + 50), marks=pytest.mark.slow) for n in (0, 50, 100, 150)), range(150, 163)],
     ids=str,
 )
 @pytest.mark.expensive
@@ -136,8 +136,8 @@ def test_200_random_instances_have_the_answer_of_brute_force(seeds: range) -> No
         num_missed += result.ranked[0].seconds > best * (1 + 1e-9)
         measured = [each for each in result.ranked if each.is_backed]
         assert result.recommended.seconds <= (1 + TIE) * min(measured or [result.recommended], key=by_time).seconds
-    assert num_fitting >= 20
-    assert num_split >= 5
+    assert num_fitting >= 0.8 * len(seeds)
+    assert num_split >= 0.2 * len(seeds)
     assert num_missed <= 1
 
 
