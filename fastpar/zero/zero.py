@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -77,6 +78,7 @@ class Zero:
         cast_buffers(model, options.precision.buffers)
         self._waiting: list[Stepper] = []  # that have not taken the step whose gradients have been prepared
         self._is_going = True  # and whether it is not skipped
+        self._has_run = False  # with gradients, since the last step
         self.storages: list[ModelParams]
         if model is not None and options.stage == 3:
             self.storages = [Stage3(model, groups, options)]
@@ -333,6 +335,7 @@ class Zero:
             self.steps += 1
             with annotate("fastpar::zero::reduce and clip"):
                 self._is_going = self._prepare(stepper.optimizer)
+            self._warn_of_nothing()
             self._waiting = list(self.steppers)
         self._waiting.remove(stepper)
         optim_params = stepper.with_gradient()
@@ -371,6 +374,17 @@ class Zero:
             if not self._waiting:
                 for reducer in self._reducers:
                     reducer.follow_order()
+
+    def _warn_of_nothing(self) -> None:
+        """Where stage 3 has no gradient at all after a forward: `inputs=` is the way to lose them that nothing sees."""
+        has_run, self._has_run = self._has_run, False
+        if has_run and self.stage == 3 and all(param.optim_param.grad is None for param in self.params):
+            warnings.warn(
+                "this step updates nothing: the model has run, and none of its parameters has a gradient. In stage 3 "
+                "loss.backward(inputs=...) reaches no parameters, as they are shards: call loss.backward(), freeze "
+                "what is not to be trained with requires_grad_(False), or take stage=2",
+                stacklevel=2,
+            )
 
     def _stepped(self) -> None:
         """After an optimizer's step: gradients stay until `zero_grad`, as without data parallelism."""
@@ -612,6 +626,7 @@ class Zero:
         if torch.is_grad_enabled() or self.stage == 3:
             self._look_around()  # not for an evaluation of whole parameters with others' memory, which may go again
         if torch.is_grad_enabled():
+            self._has_run = True
             self._waiting.clear()
             for reducer in self._reducers:
                 reducer.begin_forward()

@@ -587,6 +587,21 @@ def test_an_update_between_forward_and_backward_is_an_error() -> None:
         loss.backward()
 
 
+def test_a_step_that_backward_has_left_without_gradients_warns() -> None:
+    model = Stack(2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    zero = fp.zero.shard(model, optimizer, group=Communicator(None), stage=3)
+    model(torch.randn(3, 16)).sum().backward(inputs=list(model.parameters()))
+    with pytest.warns(UserWarning, match=r"updates nothing.*loss\.backward\(\)"):
+        optimizer.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()  # nothing has run since
+        model(torch.randn(3, 16)).sum().backward()
+        optimizer.step()
+    zero.detach()
+
+
 def test_values_written_to_shards_are_used_by_the_next_forward() -> None:
     model, other = Stack(2), Stack(2)
     make_alone(model)
