@@ -1,5 +1,6 @@
-"""Runs pytest in forks of a process that has imported what all of them need, and done nothing else: for tests that need
-a process of their own, because of a variable that is read while something is imported. Each import takes seconds.
+"""Runs pytest, or a program, in forks of a process that has imported what all of them need, and done nothing else: for
+tests that need a process of their own, because of a variable that is read while something is imported, or of a limit.
+Each import takes seconds.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO
@@ -68,4 +70,44 @@ def serve() -> None:
                 os.dup2(file.fileno(), 1)
                 os.dup2(file.fileno(), 2)
             os._exit(int(pytest.main(arguments)))
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+
+
+def run_programs(
+    program: str, cases: Sequence[Sequence[str]], modules: Sequence[str], timeout: float = 240.0
+) -> list[subprocess.CompletedProcess[str]]:
+    """Run a program once for each list of arguments, one after the other, where these modules are imported."""
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(
+            [sys.executable, "-c", "from tests.forks import serve_programs; serve_programs()"],
+            input=json.dumps([program, cases, modules, folder]),
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+            timeout=timeout,
+        )
+        return [
+            subprocess.CompletedProcess(
+                list(case), int(status), *(Path(folder, f"{n}.{name}").read_text() for name in ("out", "err"))
+            )
+            for n, (case, status) in enumerate(zip(cases, done.stdout.split(), strict=True))
+        ]
+
+
+def serve_programs() -> None:
+    """For each case: run the program in a fork, to the end of its interpreter, and say how it ended."""
+    program, cases, modules, folder = json.load(sys.stdin)
+    for module in modules:
+        importlib.import_module(module)
+    for n, case in enumerate(cases):
+        child = os.fork()
+        if child == 0:
+            for name, descriptor in (("out", 1), ("err", 2)):
+                with open(f"{folder}/{n}.{name}", "wb") as file:
+                    os.dup2(file.fileno(), descriptor)
+            sys.argv[1:] = case
+            exec(program, {"__name__": "__main__"})
+            return
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,8 @@ from torch import nn
 
 import fastpar as fp
 from tests.dist import run_ranks
+from tests.forks import run_programs
 from tests.zero.zero_ranks import Parameters, assert_same, make_optimizer, optimizer_values
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def wide() -> nn.Module:
@@ -133,20 +131,14 @@ STATE_BYTES = 16 * 1024 * 512 * 2 * 4
 LIMIT = 60_000_000  # below the states; gradients (33.5 MB) and three groups with their states (18 MB) have room
 
 
-def train_large(folder: str, limit: int) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", LARGE, folder, str(limit)], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
-
-
 @pytest.mark.expensive
 @pytest.mark.skipif(sys.platform != "linux", reason="limits the memory of a process as Linux does")
 def test_a_model_whose_states_exceed_the_memory_trains_from_a_file(tmp_path: Path) -> None:
     assert STATE_BYTES > LIMIT
-    free, limited = train_large("none", 0), train_large("none", LIMIT)
+    cases = [("none", "0"), ("none", str(LIMIT)), (str(tmp_path), str(LIMIT))]
+    free, limited, from_file = run_programs(LARGE, cases, ["torch._dynamo", "torch.distributed.tensor", "fastpar.zero"])
     assert free.returncode == 0, free.stderr
     assert "can't allocate memory" in limited.stderr
-    from_file = train_large(str(tmp_path), LIMIT)
     assert from_file.returncode == 0, from_file.stderr
     assert from_file.stdout == free.stdout != ""
     assert list(tmp_path.iterdir()) == []

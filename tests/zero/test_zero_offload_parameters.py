@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import resource
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -27,11 +26,11 @@ from fastpar.zero.groups import local
 from fastpar.zero.offload import shard_store
 from fastpar.zero.offload.shard_store import DiskShards
 from tests.dist import run_ranks
+from tests.forks import run_programs
 from tests.zero.zero_ranks import Parameters, assert_same, make_optimizer, optimizer_values, whole_values
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
-ROOT = Path(__file__).resolve().parents[2]
 WIDTH = 96
 BIAS_ROWS = 3  # on 2 ranks one has 2 of them and one has 1; nothing of the one bias of a single element
 
@@ -436,19 +435,15 @@ PARAMETER_BYTES = 48 * 1024 * 512 * 4
 LIMIT = 80_000_000  # below the parameters (101 MB); four units (8 MB), gradients, states and threads have room
 
 
-def train_large(kind: str, folder: Path, limit: int) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", LARGE, kind, str(folder), str(limit)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-
-
 @pytest.mark.expensive
 @pytest.mark.skipif(sys.platform != "linux", reason="limits the memory of a process as Linux does")
 def test_a_model_whose_parameters_exceed_the_memory_trains_from_a_file(tmp_path: Path) -> None:
     assert PARAMETER_BYTES > LIMIT
-    free, limited = train_large("none", tmp_path, 0), train_large("states", tmp_path, LIMIT)
+    kinds = {"none": 0, "states": LIMIT, "parameters": LIMIT}
+    cases = [(kind, str(tmp_path), str(limit)) for kind, limit in kinds.items()]
+    free, limited, from_file = run_programs(LARGE, cases, ["torch._dynamo", "torch.distributed.tensor", "fastpar.zero"])
     assert free.returncode == 0, free.stderr
     assert "can't allocate memory" in limited.stderr
-    from_file = train_large("parameters", tmp_path, LIMIT)
     assert from_file.returncode == 0, from_file.stderr
     assert from_file.stdout == free.stdout != ""
     assert list(tmp_path.iterdir()) == []
