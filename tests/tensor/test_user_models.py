@@ -317,6 +317,32 @@ def test_blocks_of_a_declared_plan_that_no_ids_reach_are_tried_when_they_are_cal
     run_ranks(2, _untried)
 
 
+class TalkingHeads(nn.Module):
+    """Two heads of four features, mixed before the softmax: keys stay whole, and their bias has a gradient of zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("q", "k", "v", "out"):
+            setattr(self, name, nn.Linear(HIDDEN, HIDDEN))
+        self.num_heads, self.mix = 2, nn.Linear(2, 2, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (p(x).unflatten(-1, (-1, HIDDEN // 2)).transpose(1, 2) for p in (self.q, self.k, self.v))
+        scores = self.mix((q @ k.transpose(-1, -2)).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        return self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+def _talking() -> None:
+    ids = torch.randint(VOCAB, (2, TOKENS), generator=torch.Generator().manual_seed(0))
+    whole = Model(TalkingHeads).double()
+    parallel = fp.parallelize(copy.deepcopy(whole), dist.group.WORLD)
+    check_equal(whole, parallel, lambda m: m(ids).square().mean())
+
+
+def test_a_bias_without_a_gradient_is_treated_as_its_weight() -> None:
+    run_ranks(2, _talking)
+
+
 def _stages() -> None:
     ids = torch.randint(VOCAB, (2, TOKENS), generator=torch.Generator().manual_seed(0))
     mesh = fp.init_mesh(pp=2, tp=2, device="cpu")

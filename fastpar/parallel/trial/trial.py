@@ -97,11 +97,17 @@ class Trial:
         for i in range(num_inputs):
             self._compare_input(i, [rank[i] for rank in by_rank], wanted_grads[i], sequence, shape)
         kinds: dict[str, str] = {}
+        unknown: list[str] = []
         for i, name in enumerate(wanted[2]):
             kind = self._kind(name, [rank[num_inputs + i] for rank in by_rank], wanted_grads[num_inputs + i], sequence)
             if kind is not None:
                 kinds[name] = kind
-        return kinds
+            grad = wanted_grads[num_inputs + i]
+            if grad is None or _equal(grad, torch.zeros_like(grad), self.floor):
+                unknown.append(name)
+        # A gradient of zero, as of a key's bias, is alike on all ranks whatever it is: as its module's others.
+        summed = {name.rpartition(".")[0] for name, kind in kinds.items() if kind == "partial" and name not in unknown}
+        return kinds | {name: "partial" for name in unknown if name in kinds and name.rpartition(".")[0] in summed}
 
     def _inputs(self, shape: torch.Size, generator: torch.Generator) -> Any:
         """The call's arguments, with random numbers for hidden states: all tensors shaped like the first."""
