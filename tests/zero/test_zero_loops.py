@@ -615,7 +615,7 @@ def moved_runs() -> None:
         for precision in (None, "bf16"):
             expected = moved_run("none", stage, precision)
             for move in MOVES:
-                if move == "none" or (stage == 3 and move == "assigned"):  # refused, by gathered.py
+                if move == "none" or (stage == 3 and move in ("assigned", "given_other_memory")):  # are refused
                     continue
                 assert_same(moved_run(move, stage, precision), expected, (move, stage, precision))
 
@@ -905,7 +905,8 @@ def penalty_run(stage: int | None, **options: Any) -> Parameters:
         optimizer.zero_grad()
         if zero is not None:
             sloped(model, step, 0)  # whose backward pass never comes
-            optimizer.step()
+            with pytest.warns(UserWarning, match="updates nothing") if stage == 3 else nullcontext():
+                optimizer.step()
     return whole_values(model)
 
 
