@@ -20,7 +20,7 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -188,18 +188,31 @@ def _sample() -> Tensor:
 # ---- running them
 
 
+class ExpertSpread(NamedTuple):
+    """How the experts of a module lie on ranks.
+
+    group        over whose ranks the experts are spread; the module then has this rank's, as plain tensors
+    same_tokens  ranks that hold the same tokens, and the same losses: each takes its part of them to the experts, and
+                 outputs are gathered, so that nothing is computed twice. Gradients come out as if it were one rank.
+    etp          ranks that share each expert: the module has a part of their inner features (`inner_cuts`)
+    grad_scale   a factor of the experts' gradients
+    """
+
+    group: GroupLike = None
+    same_tokens: GroupLike = None
+    etp: GroupLike = None
+    grad_scale: float = 1.0
+
+
 def run_experts(
     module: nn.Module,
     x: Tensor,
     indices: Tensor,
     weights: Tensor,
+    spread: ExpertSpread = ExpertSpread(),  # noqa: B008  (it cannot change)
     *,
-    group: GroupLike = None,
-    same_tokens: GroupLike = None,
-    etp: GroupLike = None,
     weigh: str = "after",
     add: Tensor | None = None,
-    grad_scale: float = 1.0,
 ) -> Tensor:
     """Every token through the experts of `module` that it has chosen.
 
@@ -209,23 +222,17 @@ def run_experts(
         add      [T, H]   added to the sum over the choices
         out      [T, H]   in the dtype of x
 
-    group        over whose ranks the experts are spread; the module then has this rank's, as plain tensors
-    grad_scale   a factor of the experts' gradients
-    etp          ranks that share each expert: the module has a part of their inner features (`inner_cuts`)
-    same_tokens  ranks that hold the same tokens, and the same losses: each takes its part of them to the experts, and
-                 outputs are gathered, so that nothing is computed twice. Gradients come out as if it were one rank.
-
     Collectives: those of `moe_mlp`; with same_tokens an all-gather in forward, and one each for dx and dweights; with
     etp tokens, indices and weights are gathered before, and results reduced to each rank's tokens after.
     """
-    comm = Communicator.of(same_tokens)
+    comm, (group, _, etp, grad_scale) = Communicator.of(spread.same_tokens), spread
     if comm.size > 1:
         sizes = shard_sizes(len(x), comm.size)
         begin, end = shard_range(len(x), comm.size, comm.rank)
         x, weights = (scatter_to(tensor, comm, dim=0, sizes=sizes) for tensor in (x, weights))
         add = None if add is None else scatter_to(add, comm, dim=0, sizes=sizes)
         parts = x, indices[begin:end], weights
-        out = run_experts(module, *parts, group=group, etp=etp, weigh=weigh, add=add, grad_scale=grad_scale)
+        out = run_experts(module, *parts, spread._replace(same_tokens=None), weigh=weigh, add=add)
         return gather_from(out, comm, dim=0, sizes=sizes)
     parameters = _parameters(module)
     rule, sharing = rule_of(module), Communicator.of(etp)

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 from fastpar.comm import Communicator
 from fastpar.parallel.stacked_experts import (
+    ExpertSpread,
     inner_cuts,
     inner_size,
     is_stacked,
@@ -220,8 +221,8 @@ class ParallelExperts(ParallelModule):
     _sum_grad: bool
 
     def _run(self, x: Tensor, indices: Tensor, weights: Tensor, **options: Any) -> Tensor:
-        options |= {"same_tokens": self._same_tokens, "etp": self._sharing, "grad_scale": self._grad_scale}
-        return run_experts(self, x, indices, weights, group=self._expert_group.comm, **options)
+        spread = ExpertSpread(self._expert_group.comm, self._same_tokens, self._sharing, self._grad_scale)
+        return run_experts(self, x, indices, weights, spread, **options)
 
 
 def _weight_property(name: str) -> property:
