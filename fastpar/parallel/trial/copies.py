@@ -44,11 +44,7 @@ def noisy_copy(module: nn.Module) -> nn.Module:
 
 def structure_copy(module: nn.Module) -> nn.Module:
     """A copy whose parameters have shapes and no memory, of which `noisy_copy` makes one that runs."""
-    memo: dict[int, Any] = {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in module.parameters()}
-    for child in module.modules():
-        memo |= {id(v): v.detach().clone() for v in vars(child).values() if isinstance(v, Tensor)}
-    memo |= {id(child.config): child.config for child in module.modules() if "config" in child.__dict__}
-    return copy.deepcopy(module, memo)
+    return _copy_with(module, lambda p: p.to("meta"))
 
 
 def training_copy(module: nn.Module) -> nn.Module:
@@ -79,7 +75,12 @@ def _eager(config: Any, memo: dict[int, Any]) -> Any:
 
 def sharing_copy(module: nn.Module) -> nn.Module:
     """A copy whose parameters are leaves of their own in the same memory."""
-    memo: dict[int, Any] = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in module.parameters()}
+    return _copy_with(module, lambda p: p)
+
+
+def _copy_with(module: nn.Module, data: Callable[[Tensor], Tensor]) -> nn.Module:
+    """A copy whose parameters have what a function makes of the detached ones."""
+    memo: dict[int, Any] = {id(p): nn.Parameter(data(p.detach()), p.requires_grad) for p in module.parameters()}
     for child in module.modules():
         memo |= {id(v): v.detach().clone() for v in vars(child).values() if isinstance(v, Tensor)}
     memo |= {id(child.config): child.config for child in module.modules() if "config" in child.__dict__}
