@@ -30,7 +30,7 @@ from fastpar.comm.transport_selector import Mode
 from fastpar.comm.wire_formats import CastWire, Wire
 from fastpar.zero.flat import FlatLayout, PeerMemory
 from fastpar.zero.groups import Groups, as_dtensor, local
-from fastpar.zero.sharded_param import ShardedParam, keep_traces
+from fastpar.zero.sharded_param import ShardedParam, keep_traces, unsent_gradient
 
 STAGING_BUFFERS = 2  # one that travels, one that is filled
 
@@ -236,7 +236,7 @@ class AllReduceBucket(Bucket):
 
     def results(self) -> Iterator[tuple[ShardedParam, Tensor]]:
         for param, view in zip(self.params, self._views, strict=True):
-            grad = param.optim_param.grad
+            grad = unsent_gradient(param.optim_param)  # which may be withheld from users
             if grad is not None and _is_same(local(grad), view):
                 yield param, grad
 

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from fastpar.comm import Communicator
 from fastpar.comm.agree import set_on_any
@@ -75,11 +76,19 @@ class GradReducer:
         self._in_flight: deque[Bucket] = deque()
         self._used: set[ShardedParam] = set()  # had a gradient here since the last reduction ended
         self._had_none: dict[ShardedParam, bool] = {}  # of those put since: whether there was no gradient before
+        self._is_shown = False  # whether any parameter may have another class
+        self._was_shown = False  # when the forward pass began
 
     # ---- what differs
 
     def begin_forward(self) -> None:
-        """The model is about to run with gradients."""
+        """The model is about to run with gradients: parameters have their own class, which compiled code is for."""
+        self._was_shown = self._is_shown
+
+    def end_forward(self, output: Any) -> None:
+        """It has run: `.grad` is what it was before, until a backward pass begins."""
+        if self._was_shown:
+            self.show()
 
     def follow_order(self) -> None:
         """All optimizers have stepped. Collective."""
@@ -122,16 +131,19 @@ class GradReducer:
 
     def hide(self) -> None:
         """Let parameters have their own `.grad`: see sharded_param.py."""
+        self._is_shown = False
         for param in self.params:
             hide(param)
 
     def show(self) -> None:
         """Let parameters have the averaged gradients, or none to read where these are not averaged yet."""
+        self._is_shown = True
         for param in self.params:
             show(param)
         self._withhold_unread()
 
     def _withhold_unread(self) -> None:
+        self._is_shown = True
         with looking_at_absent():
             unread = list(self._unread())
         for param in unread:
@@ -190,6 +202,7 @@ class GradReducer:
         """After the last bucket; `is_used`: whether any rank had a gradient of it."""
         if not is_used and self._had_none.get(param, False):
             param.optim_param.grad = None  # as without data parallelism
+        self._is_shown = True
         show(param)
 
 
@@ -223,7 +236,6 @@ class OrderReducer(GradReducer):
         self._came_alone: set[ShardedParam] = set()  # have gradients that were not reduced
         self._hooked: int | None = None  # a parameter that has come, and whose user's hooks run next
         self._order: list[int] | None = []  # in which gradients come, until the buckets follow it
-        self._is_shown = False  # whether any parameter has another class, so that `hide` is needed
         self._hooks: list[Any] = []
         self.extend(params)
 
@@ -238,20 +250,34 @@ class OrderReducer(GradReducer):
         self._hooks += [self._hook(index) for index in added]
 
     def begin_forward(self) -> None:
+        super().begin_forward()
         self.hide()
         if self._is_inside:
             self.forget()  # the backward pass before has failed
-        if self._will_reduce():
+
+    def end_forward(self, output: Any) -> None:
+        super().end_forward(output)
+        if any(True for bucket in self.buckets for _ in bucket.results()):
+            itself = weakref.ref(self)
+
+            def begins(_: Tensor) -> None:
+                reducer = itself()
+                if reducer is not None:
+                    reducer.begin_pass()
+
+            for x in tree_leaves(output):
+                if isinstance(x, Tensor) and x.requires_grad:
+                    x.register_hook(begins)
+
+    def begin_pass(self) -> None:
+        """A backward pass is about to begin. What has been reduced is kept apart from what it brings; where nobody has
+        said so, both are reduced together."""
+        if not self._is_inside and self._will_reduce():
             self._set_aside()
 
     def hide(self) -> None:
         if self._is_shown:
             super().hide()
-            self._is_shown = False
-
-    def _withhold_unread(self) -> None:
-        self._is_shown = True
-        super()._withhold_unread()
 
     def reduce_rest(self) -> None:
         self._set_aside()
@@ -455,7 +481,6 @@ class OrderReducer(GradReducer):
             used = [True] * len(self.params)
         else:
             used = set_on_any([param in self._used for param in self.params], self.comms())
-        self._is_shown = True
         for param, is_used in zip(self.params, used, strict=True):
             self._settle(param, is_used)
         self._is_reducing = False

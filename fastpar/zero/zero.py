@@ -601,7 +601,10 @@ class Zero:
         ]
         if self.model is None:
             return handles
-        handles += [self.model.register_forward_pre_hook(ForwardHook(self.model, self._before_forward), prepend=True)]
+        handles += [
+            self.model.register_forward_pre_hook(ForwardHook(self.model, self._before_forward), prepend=True),
+            self.model.register_forward_hook(ForwardHook(self.model, self._after_forward), always_call=True),
+        ]
         if self.precision.param is not None:
             handles.append(self.model.register_forward_pre_hook(CastInputs(self.precision.param), with_kwargs=True))
         if self.precision.compute is not None:
@@ -630,6 +633,11 @@ class Zero:
             self._waiting.clear()
             for reducer in self._reducers:
                 reducer.begin_forward()
+
+    def _after_forward(self, _: Any, __: Any, output: Any) -> None:
+        if torch.is_grad_enabled() and not in_backward():
+            for reducer in self._reducers:
+                reducer.end_forward(output)
 
     def _forget_gradients(self, set_to_none: bool = True, *, stepper: Stepper | None = None) -> None:
         """Of an optimizer's parameters; None: of all. Where they are not set to None, what had a gradient has one of

@@ -800,16 +800,19 @@ def kept_run(loss_of: Callable[[nn.Module, int, bool], Tensor], stage: int | Non
     """Steps without `zero_grad`: torch adds the next gradients to those of the step before."""
     model = Sometimes()
     optimizer = make_optimizer("adamw", model.parameters())
-    if stage is not None:
-        shard(model, optimizer, stage, **options)
+    zero = None if stage is None else shard(model, optimizer, stage, **options)
     shown: Parameters = {}
     for step in range(3):
         loss_of(model, step, step != 1).backward()
+        loss_of(model, step, True)  # a forward pass alone leaves them as they are
+        if zero is not None and "overlap" in options:
+            zero.reduce_gradients()
+        shown[f"norm {step}"] = torch.tensor(clip_norm(model))
         optimizer.step()
         shown |= {f"{name} after step {step}": whole_of(p.grad).clone() for name, p in model.named_parameters()}
         if step == 1:
             optimizer.step()
-    loss_of(model, 3, True)  # a forward pass alone leaves them
+    loss_of(model, 3, True)
     optimizer.step()
     optimizer.zero_grad()
     assert all(parameter.grad is None for parameter in model.parameters())
