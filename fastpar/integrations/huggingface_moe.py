@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fastpar.comm import Communicator
-from fastpar.parallel.stacked_experts import run_experts
+from fastpar.parallel.stacked_experts import ExpertSpread, run_experts
 
 
 @torch.compiler.disable
@@ -66,7 +66,7 @@ def ep_implementation() -> type[Any] | None:
         @torch.compiler.disable
         def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
             routing = hidden_states, top_k_index, top_k_weights
-            return run_experts(self.experts, *routing, group=self.group, same_tokens=self.same_tokens)
+            return run_experts(self.experts, *routing, ExpertSpread(self.group, self.same_tokens))
 
     return FastparEP
 
