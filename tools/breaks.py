@@ -289,8 +289,8 @@ ZERO = _of(
     ),
     (
         "a master weight takes the rounded value for its own",
-        "mine.copy_(torch.where(before == written, mine, written.to(mine.dtype)))",
-        "mine.copy_(written.to(mine.dtype))",
+        "master.copy_(torch.where(is_own, master, values.to(master.dtype)))",
+        "master.copy_(values.to(master.dtype))",
         "test_zero_one_rank.py master",
     ),
     (

@@ -1,20 +1,53 @@
 """Masters, and the 16-bit parameters that a model has of them.
 
 Note: writes to parameters. A program that clips weights, loads a checkpoint or swaps an average in writes to what the
-model has, and an update that began from the master alone would undo it. torch counts some of these writes, and not
-those through `.data`, numpy, or `torch._foreach_*` of DTensors. So every update begins with a look at the values:
-what a parameter has where it is not its master, rounded, is the master's new value.
+model has, and an update that began from the master alone would undo it. What a parameter has where it is not its
+master, rounded, is the master's new value. torch counts most writes (`version_of`), and a step looks at the values of
+what was written to. It does not count those through `.data`, numpy, or `torch._foreach_*` of DTensors. To look at all
+values takes half the time of an update on a CPU, and on a device the host waits for it: it is done in some steps only
+(`Looks`), which finds programs that write between all steps, such as those that clip weights.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
+logger = logging.getLogger("fastpar.optim")
+
+LOOK_EVERY = 64  # steps
 _CHUNK = 1 << 17  # elements, whose rounding stays in the cache
 _GROUP = 1 << 25  # elements that are rounded by one call
+
+
+class Looks:
+    """In which steps, numbered from 1, all values are looked at: the first two and every 64th, and the 64 after one in
+    which something was found that torch has not counted."""
+
+    def __init__(self) -> None:
+        self._until = 2
+
+    def is_due(self, step: int) -> bool:
+        return step <= self._until or step % LOOK_EVERY == 0
+
+    def found(self, step: int) -> None:
+        if step > self._until:
+            logger.warning(
+                "step %d has found writes to parameters with master weights that torch does not count (through .data, "
+                "numpy, or torch._foreach_* of DTensors); earlier ones may have been undone: write to parameters in "
+                "place, under torch.no_grad()",
+                step,
+            )
+        self._until = step + LOOK_EVERY
+
+
+def version_of(face: Tensor) -> int:
+    """Both count: what DTensor runs on its part does not reach that one's own counter."""
+    return face._version + (face._local_tensor._version if isinstance(face, DTensor) else 0)
 
 
 def written(masters: Sequence[Tensor], rounded: Sequence[Tensor]) -> list[int]:
@@ -33,31 +66,40 @@ def written(masters: Sequence[Tensor], rounded: Sequence[Tensor]) -> list[int]:
     return found + _where(values, others, differences, lambda norm: norm.ne(0))  # NaN is not zero
 
 
-def follow(master: Tensor, rounded: Tensor, before: Tensor | None = None) -> None:
-    """Give a master the values of `rounded` where that is not what it rounds to (`before`; None: to nearest)."""
+def follow(master: Tensor, rounded: Tensor, before: Tensor | None = None) -> bool:
+    """Give a master the values of `rounded` where that is not what it rounds to (`before`; None: to nearest). Whether
+    there are any such elements."""
     values = rounded.to(master.device)
     before = master.to(values.dtype) if before is None else before.to(master.device)
     # Kernels may round what is below the smallest normal number to zero
     is_own = (before == values) | ((values == 0) & (before.abs() < torch.finfo(values.dtype).tiny))
+    is_own |= before.isnan() & values.isnan()
+    if bool(is_own.all()):
+        return False
     master.copy_(torch.where(is_own, master, values.to(master.dtype)))
+    return True
 
 
-def follow_all(masters: Sequence[Tensor], rounded: Sequence[Tensor]) -> None:
-    """`follow`, of those that were written to."""
-    for i in written(masters, rounded):
-        follow(masters[i], rounded[i])
+def follow_all(masters: Sequence[Tensor], rounded: Sequence[Tensor]) -> bool:
+    """`follow`, of those that were written to; whether there are any."""
+    found = [follow(masters[i], rounded[i]) for i in written(masters, rounded)]
+    return any(found)
 
 
-def drop_remainders_of_zeros(params: Sequence[Tensor], remainders: Sequence[Tensor]) -> None:
-    """Of bfloat16 parameters that were set to zero: a negative remainder below zero would be a NaN."""
+def drop_remainders_of_zeros(params: Sequence[Tensor], remainders: Sequence[Tensor]) -> bool:
+    """Of bfloat16 parameters that were set to zero: a negative remainder below zero would be a NaN. Whether there are
+    any."""
     large, others = _by_size(params)
     found = [i for i in large if not all(x.all() for x in _chunks(params[i]))]
 
     def inverses(indices: Sequence[int]) -> list[Tensor]:
         return list(torch._foreach_reciprocal([params[i] for i in indices]))
 
-    for i in found + _where(params, others, inverses, lambda norm: norm.isfinite().logical_not()):
-        remainders[i].masked_fill_((params[i] == 0) & (remainders[i] < 0), 0)
+    found += _where(params, others, inverses, lambda norm: norm.isfinite().logical_not())
+    wrong = [(params[i] == 0) & (remainders[i] < 0) for i in found]
+    for i, each in zip(found, wrong, strict=True):
+        remainders[i].masked_fill_(each, 0)
+    return any(bool(each.any()) for each in wrong)
 
 
 def _by_size(tensors: Sequence[Tensor]) -> tuple[list[int], list[int]]:

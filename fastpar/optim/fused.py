@@ -32,7 +32,7 @@ from fastpar.contracts import optimizer_formats as formats
 from fastpar.contracts import refuse_capture
 from fastpar.ops.optimizer import Step, StochasticRounding
 from fastpar.optim._batches import Batch, States, StepCounts, local, local_gradients, locals_of
-from fastpar.optim._masters import drop_remainders_of_zeros, follow_all
+from fastpar.optim._masters import Looks, drop_remainders_of_zeros, follow_all, version_of
 from fastpar.optim._parameters import check_group, checked_params
 from fastpar.optim._state_formats import blocks_of, like, values_of
 
@@ -83,13 +83,16 @@ class FusedOptimizer(Optimizer):
         self._origins: dict[int, tuple[Tensor, int, int]] = {}  # by id: to hash a tensor takes a microsecond
         self._counts = StepCounts()
         self._deferred: list[_Deferred] = []
+        self._steps, self._looks = 0, Looks()
+        self._versions: dict[int, int] = {}  # of parameters that have masters, by id, after the last step
         super().__init__(checked_params(params), defaults)
 
     def __getstate__(self) -> dict[str, Any]:
         self._settle()
         names = ("master", "state_dtype", "stochastic_rounding", "seed", "outputs", "_deferred")
         kept = {name: self.__dict__[name] for name in names}
-        return {**super().__getstate__(), **kept, "_origins": {}, "_counts": StepCounts()}
+        fresh = {"_origins": {}, "_counts": StepCounts(), "_steps": 0, "_looks": Looks(), "_versions": {}}
+        return {**super().__getstate__(), **kept, **fresh}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch.optim.Optimizer; checks the dtypes."""
@@ -118,6 +121,7 @@ class FusedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._settle()
+        self._steps += 1
         factor, found_inf = self._take_scalars()
         if found_inf is not None and found_inf.device.type == "cpu" and bool(found_inf):
             return loss
@@ -139,6 +143,8 @@ class FusedOptimizer(Optimizer):
                     self._states,
                 )
                 self._update(group, batch, arguments)
+            if self.master is not None:
+                self._versions.update((id(param), version_of(param)) for param in group["params"])
             if counts is not None:
                 self._count(counts, found_inf)
         return loss
@@ -230,15 +236,29 @@ class FusedOptimizer(Optimizer):
         masters = [state.get("master") for state in states]
         if any(master is not None for master in masters):
             own, targets = batch.params, batch.outputs or [None] * len(params)
-            pairs = [(local(m), p) for p, m in zip(own, masters, strict=True) if m is not None]
-            follow_all([m for m, _ in pairs], [p for _, p in pairs])
+            self._look(params, own, masters, follow_all)
             batch.params = [p if m is None else local(m) for p, m in zip(own, masters, strict=True)]
             batch.outputs = [out if m is None else p for out, p, m in zip(targets, own, masters, strict=True)]
         remainders = [state.get("remainder") for state in states]
         if any(remainder is not None for remainder in remainders):
             batch.remainders = [None if x is None else local(x) for x in remainders]
-            split = [(p, x) for p, x in zip(batch.params, batch.remainders, strict=True) if x is not None]
-            drop_remainders_of_zeros([p for p, _ in split], [x for _, x in split])
+            self._look(params, batch.params, remainders, lambda kept, shown: drop_remainders_of_zeros(shown, kept))
+
+    def _look(
+        self,
+        params: Sequence[Tensor],
+        shown: Sequence[Tensor],
+        kept: Sequence[Tensor | None],
+        take: Callable[[list[Tensor], list[Tensor]], bool],
+    ) -> None:
+        """Let what is kept beside parameters follow what was written to these: to those whose versions say so, and, in
+        some steps, to any."""
+        pairs = [(p, s, local(k)) for p, s, k in zip(params, shown, kept, strict=True) if k is not None]
+        counted = [self._versions.get(id(p)) != version_of(p) for p, _, _ in pairs]
+        for is_counted in (True, False) if self._looks.is_due(self._steps) else (True,):
+            some = [(k, s) for (_, s, k), flag in zip(pairs, counted, strict=True) if flag == is_counted]
+            if take([k for k, _ in some], [s for _, s in some]) and not is_counted:
+                self._looks.found(self._steps)
 
     def _make_state(self, param: Tensor, state: dict[str, Any], names: Sequence[str]) -> None:
         mine = local(param)

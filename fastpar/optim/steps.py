@@ -42,8 +42,9 @@ class AdamW(FusedOptimizer):
                            nearest; 4 bytes more per parameter.
                            "split": bfloat16 parameters have the 16 bits that complete their float32 master in the
                            state (int16, exact); 2 bytes more, and the master is what it would be with "float32".
-                           Masters follow what is written to parameters between steps, in any way (split ones by up to
-                           half a unit of bfloat16); one pass over both looks for it.
+                           Masters follow what is written to parameters in place between steps (split ones by up to
+                           half a unit of bfloat16), and, in the first two steps and every 64th, and the 64 after one
+                           that has found something, what torch does not count (`p.data.clamp_()`, numpy).
     state_dtype            torch.float32, torch.bfloat16, or "8bit": blocks of 256 codes and one scale; 8, 4 or 2.03
                            bytes per parameter for both moments
     stochastic_rounding    how bfloat16 parameters without master and bfloat16 states are rounded: to nearest, a

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from fastpar.comm import Communicator
 from fastpar.comm.agree import set_on_any
+from fastpar.optim._masters import version_of
 from fastpar.zero.groups import local
-from fastpar.zero.sharded_param import version_of
 
 _CHUNK = 1 << 18  # elements, whose products with the weights are 2 MB
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

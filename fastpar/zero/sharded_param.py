@@ -45,7 +45,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils._pytree import tree_leaves
 
 from fastpar.comm import Communicator
-from fastpar.optim._masters import follow, written
+from fastpar.optim._masters import follow, version_of, written
 from fastpar.zero.groups import Groups, as_dtensor, local
 
 _NAMES = 8  # in a report
@@ -72,6 +72,7 @@ class ShardedParam:
     traces: Sequence[Tensor] = field(default=(), repr=False)  # on CPUs only where they are not finite
     sharded: nn.Parameter | None = field(default=None, repr=False)
     version: int = field(default=0, repr=False)  # of model_param's memory, when it last was optim_param rounded
+    is_behind: bool = field(default=False, repr=False)  # optim_param, of writes that were seen while it was in a file
     # The parameter's rows where these are not model_rows, and what they have had: see quantized_gather.py
     quantized_rows: Tensor | None = field(default=None, repr=False)
     dequantized_rows: Callable[[], Tensor] | None = field(default=None, repr=False)
@@ -118,6 +119,7 @@ class ShardedParam:
 
     def take_values(self) -> None:
         """Let a copy follow what was written to its parameter; one in a file does when an update has read it."""
+        self.is_behind = True
         follow_writes([self])
         self.note_version()
 
@@ -178,28 +180,29 @@ class ShardedParam:
         return taken
 
 
-def follow_writes(params: Iterable[ShardedParam]) -> None:
+def follow_writes(params: Iterable[ShardedParam]) -> bool:
     """Let copies that are in memory follow what was written to their parameters, counted by torch or not: elements that
-    are not the copy's own, rounded."""
+    are not the copy's own, rounded. Whether there are any; of other copies `is_behind` says that they are to follow."""
     found = [(param, local(param.optim_param), _seen(param)) for param in params if param.model_rows is not None]
-    held = [each for each in found if all(x.untyped_storage().nbytes() > 0 for x in each[1:])]
+    held = []
+    for each in found:
+        param, mine, seen = each
+        if all(x.untyped_storage().nbytes() > 0 for x in (mine, seen)):
+            param.is_behind = False
+            held.append(each)
     shown = [mine if p.dequantized_rows is None else p.dequantized_rows().to(mine.device) for p, mine, _ in held]
+    is_any = False
     for index in written(shown, [seen for _, _, seen in held]):
         param, mine, seen = held[index]
-        follow(mine, seen, None if param.dequantized_rows is None else shown[index])
+        is_any |= follow(mine, seen, None if param.dequantized_rows is None else shown[index])
         if param.model_rows is not None and param.quantized_rows is not None and not param.is_in_place:
             param.model_rows.copy_(mine)  # what is quantised next
+    return is_any
 
 
 def _seen(param: ShardedParam) -> Any:
     """The rows that users write to."""
     return param.model_rows if param.quantized_rows is None else param.quantized_rows
-
-
-def version_of(face: Any) -> int:
-    """Both count: what DTensor runs on its part does not reach that one's own counter."""
-    found: int = face._version + (face._local_tensor._version if isinstance(face, DTensor) else 0)
-    return found
 
 
 def keep_traces(params: Sequence[ShardedParam], flat: Tensor, pieces: Callable[[], Iterable[Sequence[Tensor]]]) -> None:

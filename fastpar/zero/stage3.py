@@ -54,6 +54,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastpar.optim._masters import version_of
 from fastpar.tensor.parameter import layout_of
 from fastpar.zero.flat import MemoryPool
 from fastpar.zero.groups import Groups, local
@@ -76,7 +77,7 @@ from fastpar.zero.param_group import ParamGroup, UnitPlan, plan_units, small_nam
 from fastpar.zero.quantized_gather import GatherFormats
 from fastpar.zero.reducer import GroupReducer
 from fastpar.zero.replica_writes import Replica, ReplicaWrites
-from fastpar.zero.sharded_param import ShardedParam, guard_at_rest, places_of, release_at_rest, version_of
+from fastpar.zero.sharded_param import ShardedParam, guard_at_rest, places_of, release_at_rest
 
 
 def _versions_at_rest(unit: ParamGroup) -> list[int]:

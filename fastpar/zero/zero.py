@@ -25,6 +25,7 @@ from fastpar.arguments import checked
 from fastpar.clip import GradSum
 from fastpar.comm.ranges import annotate
 from fastpar.ddp import OVER_ZERO, ClosedToDDP
+from fastpar.optim._masters import Looks
 from fastpar.pipeline import Pipeline
 from fastpar.pretrained.generation import GenerateDoor
 from fastpar.pretrained.saving import SaveDoor
@@ -78,6 +79,7 @@ class Zero:
         cast_buffers(model, options.precision.buffers)
         self._waiting: list[Stepper] = []  # that have not taken the step whose gradients have been prepared
         self._is_going = True  # and whether it is not skipped
+        self._looks = Looks()
         self._has_run = False  # with gradients, since the last step
         self.storages: list[ModelParams]
         if model is not None and options.stage == 3:
@@ -411,9 +413,14 @@ class Zero:
                 self._adopt_thawed(thawed)
 
     def _take_written(self, optim_params: Sequence[nn.Parameter]) -> None:
-        """Masters that are in memory follow what torch has not counted either, as writes through `.data`."""
-        if self._has_copies:
-            follow_writes([self._param_of[id(x)] for x in optim_params if id(x) in self._param_of])
+        """Masters that an update has read follow what was written while they were in a file, and, in some steps, what
+        torch has not counted, as writes through `.data`."""
+        if not self._has_copies:
+            return
+        params = [self._param_of[id(x)] for x in optim_params if id(x) in self._param_of]
+        follow_writes([param for param in params if param.is_behind])
+        if self._looks.is_due(self.steps) and follow_writes(params):
+            self._looks.found(self.steps)
 
     def _forget_scales(self, params: Sequence[ShardedParam]) -> None:
         """Of gathers with delayed scales, for parameters with values that no step has led to."""

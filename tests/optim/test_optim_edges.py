@@ -114,3 +114,19 @@ def test_masters_follow_what_is_written_to_their_parameters(numel: int, how: str
             for x in (param, split):
                 WRITES[how](x)
             exact.copy_(torch.where(before == param, exact, param.float()))
+
+
+def test_writes_that_torch_does_not_count_are_looked_for_in_some_steps(caplog: pytest.LogCaptureFixture) -> None:
+    param = nn.Parameter(torch.zeros(9, dtype=torch.bfloat16))  # gradients are zero, and steps leave it
+    optimizer = AdamW([param], lr=0.1, weight_decay=0.0, master="float32")
+    uncounted = {2: 1.0, 20: 2.0, 100: 4.0, 128: 5.0, 129: 6.0, 256: 8.0}  # by step: index and value
+    for step in range(1, 257):
+        param.grad = torch.zeros_like(param)
+        if step in uncounted:
+            param.data[int(uncounted[step])] = uncounted[step]
+        if step == 90:
+            with torch.no_grad():
+                param[0] = 9.0
+        optimizer.step()
+    assert param.tolist() == [9.0, 1.0, 2.0, 0.0, 0.0, 5.0, 6.0, 0.0, 8.0]  # what was written before step 100 is undone
+    assert [message.split(" has found")[0] for message in caplog.messages] == ["step 128", "step 256"]
