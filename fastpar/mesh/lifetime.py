@@ -9,8 +9,8 @@ communicator goes and when the next mesh is made.
 
 Destroying a gloo group is no collective, and waits for nobody but the group's own threads. It happens on a thread of
 its own: a finaliser may run in any thread, in the middle of anything. Groups with NCCL stay, since ending it
-may wait for other ranks: such meshes have to be closed. Nothing is done while the interpreter ends, nor in a
-forked process.
+may wait for other ranks: such meshes have to be closed. Nothing is done while the interpreter ends, nor, in a forked
+process, to groups of the one that it was forked from.
 
 Note: DTensor's caches hold the meshes that it has worked with, and take a new mesh of the same shape for an old one,
 with its groups. They are emptied when a mesh is closed and when the next one is made: places that all ranks come to.
@@ -73,15 +73,21 @@ class _Orphans:
         self._groups: list[ProcessGroup] = []
         self._coming: deque[ProcessGroup] = deque()  # its own operations are not interrupted
         self._worker = 0  # the thread that holds the lock
-        self._owner = os.getpid()
+        self._inherited: list[ProcessGroup] = []  # of the process that this one was forked from
+
+    def begin_in_child(self) -> None:
+        """In a forked process, whose own groups come later: those that there are have their threads elsewhere."""
+        self._inherited += [*self._groups, *self._coming, *known_groups()]
+        self._lock, self._groups, self._coming, self._worker = threading.Lock(), [], deque(), 0
 
     def add(self, groups: Iterable[ProcessGroup]) -> None:
         for group in groups:
-            self._coming.append(group)
+            if all(group is not other for other in self._inherited):
+                self._coming.append(group)
 
     def release(self) -> None:
         """Destroy those that nobody refers to any more."""
-        if os.getpid() != self._owner or sys.is_finalizing() or not (self._groups or self._coming):
+        if sys.is_finalizing() or not (self._groups or self._coming):
             return
         if self._worker == threading.get_ident():  # which looks again at what has come
             return
@@ -120,6 +126,7 @@ class _Orphans:
 
 
 _ORPHANS = _Orphans()
+os.register_at_fork(after_in_child=_ORPHANS.begin_in_child)
 
 
 def release_unused() -> None:
