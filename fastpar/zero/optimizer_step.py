@@ -162,8 +162,15 @@ class Stepper:
         param_of = {id(x): param for param in params for x in (param.parameter, param.sharded)}
         for group in optimizer.param_groups:
             for index, parameter in enumerate(group["params"]):
-                if id(parameter) in frozen:  # whose memory comes and goes
-                    group["params"][index] = frozen[id(parameter)]
+                at_rest = frozen.get(id(parameter), parameter)  # of one whose memory comes and goes
+                if at_rest is not parameter:
+                    group["params"][index] = at_rest
+                    if parameter in optimizer.state:  # of an optimizer that makes states at once, or trained it before
+                        states = optimizer.state.pop(parameter)
+                        of_rows = getattr(at_rest, "_spec", None)
+                        optimizer.state[at_rest] = _cut_states(
+                            states, parameter, local(at_rest), of_rows, groups.of(parameter)
+                        )
                 param = param_of.get(id(parameter))
                 if param is None:
                     continue
@@ -176,7 +183,9 @@ class Stepper:
                     group["params"][index] = optim_param
                     if parameter in optimizer.state:
                         states = optimizer.state.pop(parameter)
-                        optimizer.state[optim_param] = _cut_states(states, param, groups.of(param.parameter))
+                        optimizer.state[optim_param] = _cut_states(
+                            states, param.parameter, local(optim_param), param.spec, groups.of(param.parameter)
+                        )
         if hasattr(optimizer, "outputs"):  # the update rounds to these in its own pass
             rounded = [param for param in params if param.is_output]
             optimizer.outputs.update({param.optim_param: param.model_rows for param in rounded})
@@ -324,9 +333,12 @@ def _take_states(kept: dict[str, Any], found: dict[str, Any], rows: Tensor, spec
             kept[key] = as_dtensor(value, spec) if is_rows else value
 
 
-def _cut_states(states: Mapping[str, Any], param: ShardedParam, groups: Groups) -> dict[str, Any]:
-    """This rank's rows of states that have the parameter's shape; `groups`: the ranks that share it."""
-    shape, mine = local(param.parameter).shape, local(param.optim_param)
+def _cut_states(
+    states: Mapping[str, Any], parameter: Tensor, mine: Tensor, spec: DTensorSpec | None, groups: Groups
+) -> dict[str, Any]:
+    """This rank's rows of states that have the parameter's shape, as `mine` and `spec` are those of the parameter;
+    `groups`: the ranks that share it."""
+    shape = local(parameter).shape
     layout = FlatLayout([shape], groups.shard.size)
     cut: dict[str, Any] = {}
     for key, value in states.items():
@@ -334,7 +346,7 @@ def _cut_states(states: Mapping[str, Any], param: ShardedParam, groups: Groups) 
             rows = local(value)
             if mine.numel() != rows.numel():  # persistent parameters are whole
                 rows = layout.rows_of(rows, 0, groups.shard.rank)
-            cut[key] = as_dtensor(rows.to(mine.device).clone().view(mine.shape), param.spec)
+            cut[key] = as_dtensor(rows.to(mine.device).clone().view(mine.shape), spec)
         else:
             cut[key] = value
     return cut
