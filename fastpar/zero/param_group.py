@@ -32,6 +32,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from fastpar.comm.pending import Pending
 from fastpar.comm.ranges import annotate
+from fastpar.optim._masters import version_of
 from fastpar.precision import Precision
 from fastpar.tensor.held import DataOfDTensors
 from fastpar.zero.flat import FlatLayout, MemoryPool
@@ -300,6 +301,7 @@ class ParamGroup:
         self._check()
         self._register(self.unsharded)
         self._addresses = [_whole_address(whole) for whole in self.unsharded]
+        self._whole_versions = [version_of(whole) for whole in self.unsharded]
         self.is_unsharded = True
 
     def be_for_compiler(self) -> None:
@@ -317,6 +319,13 @@ class ParamGroup:
                     "gathered for a forward, as .to() and an assignment to .data do: it would not be trained. Do so "
                     "before fastpar.zero.shard (precision= has patterns of what stays in float32), or use stage=2"
                 )
+
+    def written(self) -> list[str]:
+        """The names of whole parameters that somebody has written to."""
+        if not self.is_unsharded:
+            return []
+        wholes = zip(self.names, self.unsharded, self._whole_versions, strict=True)
+        return [name for name, whole, version in wholes if version_of(whole) != version]
 
     def free(self, pool: MemoryPool) -> None:
         """Give the modules their shards back, and the memory to the pool."""

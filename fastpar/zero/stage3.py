@@ -281,6 +281,8 @@ class Stage3:
                 state.running.clear()
                 state.in_backward.clear()
                 self._free_if_unused(unit)
+            if unit.written():
+                self._free(unit)
         self._wait_for_writes()
         self._passes += 1
         self._last_call = None
@@ -403,8 +405,15 @@ class Stage3:
     def _free(self, unit: ParamGroup) -> None:
         if unit in self._spare:
             self._spare.remove(unit)
+        written = unit.written()
         unit.free(self.pool)
         self.whole_bytes -= unit.nbytes
+        if written:
+            raise RuntimeError(
+                f"{written[0]} was written to while stage 3 had it gathered (after unshard(), a failed forward, or "
+                "with reshard_after_forward=False one that no backward pass followed), and the write is lost: call the "
+                "model's reshard() before changing parameters"
+            )
 
     # ---- forward
 

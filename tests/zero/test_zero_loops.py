@@ -963,6 +963,22 @@ def test_passes_without_a_forward_in_between_are_summed_before_they_travel() -> 
     run_ranks(SIZE, two_passes)
 
 
+def written_while_gathered() -> None:
+    model = Net()
+    shard(model, make_optimizer("sgd", model.parameters()), 3, reshard_after_forward=False, persistent_share=0.0)
+    x = batch(0, 0, 0)[0]
+    before = model(x)  # a loss that is only logged
+    with torch.no_grad():
+        model.twice.weight.mul_(2.0)
+    with pytest.raises(RuntimeError, match=r"twice.weight was written to while stage 3 had it gathered.*reshard\(\)"):
+        model(x)
+    torch.testing.assert_close(model(x), before)
+
+
+def test_values_written_to_what_is_gathered_are_an_error() -> None:
+    run_ranks(SIZE, written_while_gathered)
+
+
 # ---- copies
 
 
