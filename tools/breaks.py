@@ -288,6 +288,31 @@ ZERO = _of(
         "test_zero_passes.py; test_zero_stage3.py plain_gradients or summed",
     ),
     (
+        "a step takes the gradients",
+        '        self._stepped()\n        if hasattr(optimizer, "grad_factor"):',
+        "        for parameter in self.parameters():\n            parameter.grad = None\n        self._stepped()\n"
+        '        if hasattr(optimizer, "grad_factor"):',
+        "test_zero_loops.py gradients_stay_until_zero_grad",
+    ),
+    (
+        "gradients are hidden by a forward that no backward pass follows",
+        "        if self._was_shown:\n            self.show()",
+        "        if False:\n            self.show()",
+        "test_zero_loops.py gradients_stay_until_zero_grad",
+    ),
+    (
+        "writes to gathered parameters are not looked at",
+        "            if unit.written():\n                self._free(unit)",
+        "            if False:\n                self._free(unit)",
+        "test_zero_loops.py written_to_what_is_gathered",
+    ),
+    (
+        "a step does not look for writes that torch has not counted",
+        "if self._looks.is_due(self.steps) and follow_writes(params):",
+        "if False and follow_writes(params):",
+        "test_zero_masters.py masters_are_what_is_written",
+    ),
+    (
         "a master weight takes the rounded value for its own",
         "master.copy_(torch.where(is_own, master, values.to(master.dtype)))",
         "master.copy_(values.to(master.dtype))",
