@@ -193,6 +193,25 @@ def test_a_mesh_may_be_collected_on_any_thread_and_in_a_forked_child():
     run_ranks(2, drop_elsewhere)
 
 
+FORKED = """
+import os, sys
+import torch.distributed as dist
+from fastpar.mesh import lifetime
+
+child = os.fork()
+if child:
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+lifetime.leave([dist.new_group([0])])
+lifetime.release_unused()
+os._exit(len(lifetime.known_groups()))
+"""
+
+
+def test_a_process_forked_after_the_import_gives_its_own_groups_back():
+    assert subprocess.run([sys.executable, "-c", FORKED], timeout=120, check=False).returncode == 1
+
+
 def one_rank_dims() -> None:
     mesh = init_mesh(dp_shard=2, device="cpu")
     x = torch.arange(12.0).view(4, 3)
