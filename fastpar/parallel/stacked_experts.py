@@ -204,12 +204,15 @@ class ExpertSpread(NamedTuple):
     grad_scale: float = 1.0
 
 
+ON_ONE_RANK = ExpertSpread()
+
+
 def run_experts(
     module: nn.Module,
     x: Tensor,
     indices: Tensor,
     weights: Tensor,
-    spread: ExpertSpread = ExpertSpread(),  # noqa: B008  (it cannot change)
+    spread: ExpertSpread = ON_ONE_RANK,
     *,
     weigh: str = "after",
     add: Tensor | None = None,
