@@ -32,7 +32,7 @@ from fastpar.pipeline import Pipeline
 from fastpar.precision import Precision
 from fastpar.zero import options
 from fastpar.zero.groups import Groups, GroupsLike
-from fastpar.zero.optimizer_step import check_sharded_updates
+from fastpar.zero.optimizer_trial import check_sharded_updates
 from fastpar.zero.options import (
     PERSISTENT_SHARE,
     HasParameters,

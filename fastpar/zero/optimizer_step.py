@@ -14,9 +14,8 @@ Note: plain tensors. The optimizers of torch that work on every element for itse
 tensors, since DTensor's dispatch costs more than the update of a small tensor, and fused kernels refuse lists of both.
 Others (torch's Muon, one's own) get the DTensors, and see whole matrices in their means and norms, as far as DTensor
 implements what they call (torch 2.13 does not for Adafactor). One with `is_elementwise = True` gets plain rows, and one
-with `takes_dtensors = True` (those of fastpar.optim) is taken at its word. Any other makes two steps on parameters of a
-few elements first, once whole and once sharded as the model's will be; one that raises, or comes to other values, is
-refused by `shard`, and not in the first step, or never (`check_sharded_updates`).
+with `takes_dtensors = True` (those of fastpar.optim) is taken at its word. Any other is tried first: see
+optimizer_trial.py.
 """
 
 from __future__ import annotations
@@ -34,14 +33,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-from fastpar.clip import GradSum, NormLayout
-from fastpar.comm import Communicator
 from fastpar.zero.flat import FlatLayout
-from fastpar.zero.groups import Groups, as_dtensor, as_parameter, local
-from fastpar.zero.sharded_param import ShardedParam, name_nonfinite
+from fastpar.zero.groups import Groups, as_dtensor, local
+from fastpar.zero.sharded_param import ShardedParam
 
 ELEMENTWISE = ("Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 SCALARS = ("step", "eta", "mu", "mu_product")  # states of torch's optimizers that are one number for any parameter
@@ -360,8 +357,16 @@ def _register_before(owner: Any, last: int, hook: Any) -> Any:
     return handle
 
 
+def copied(value: Any) -> Any:
+    """A deep copy, or the value itself of what has none: groups and the like, which no step changes."""
+    try:
+        return copy.deepcopy(value)
+    except Exception:
+        return value
+
+
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: _copied(value) for key, value in group.items() if key != "params"}
+    return {key: copied(value) for key, value in group.items() if key != "params"}
 
 
 def _spent(optimizer: Any) -> Any:
@@ -369,7 +374,7 @@ def _spent(optimizer: Any) -> Any:
     spent = object.__new__(type(optimizer))
     vars(spent).update({key: value for key, value in vars(optimizer).items() if key != "step"})
     vars(spent).update({key: OrderedDict() for key in vars(spent) if key.startswith("_optimizer_")})  # hooks
-    of_no_parameter = {key: _copied(value) for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
+    of_no_parameter = {key: copied(value) for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
     spent.state = defaultdict(dict, of_no_parameter)
     spent.param_groups = [{**_options(group), "params": []} for group in optimizer.param_groups]
     return spent
@@ -389,93 +394,7 @@ class KeptCounts:
             for key, value in options.items():
                 if isinstance(value, Tensor):
                     held[key].copy_(value)
-                group[key] = held[key] if isinstance(value, Tensor) else _copied(value)
-
-
-class GradClipping:
-    """Whether a step is taken, and by how much its gradients are clipped: decided once for all optimizers.
-
-    max_norm        of all gradients; None: they are not clipped
-    skip_nonfinite  whether a step with a NaN or an infinity is skipped
-
-    norm     of the last step's gradients, exact
-    skipped  steps
-    report   which gradients were not finite, and where, of the last step
-    """
-
-    def __init__(self, max_norm: float | None, *, skip_nonfinite: bool) -> None:
-        self.max_norm, self.skip_nonfinite = max_norm, skip_nonfinite
-        self.skipped = 0
-        self.report = ""
-        self._factor: Tensor | None = None
-        self._layout: NormLayout | None = None
-        self._norm: Tensor | Callable[[], Tensor] | None = None
-
-    @property
-    def norm(self) -> Tensor | None:
-        if callable(self._norm):  # taken of the sum when it is read
-            self._norm = self._norm()
-        return self._norm
-
-    @property
-    def needs_sum(self) -> bool:
-        return self.max_norm is not None or self.skip_nonfinite
-
-    def sum(
-        self,
-        params: Sequence[ShardedParam],
-        groups: Groups,
-        *,
-        is_final: bool = True,
-        comms: Sequence[Communicator] | None = None,
-    ) -> GradSum | None:
-        """The sum of squares; None where ranks of `comms` could not tell each other with it that their gradients are
-        not final, on all of them. Collective."""
-        if self._layout is None:
-            self._layout = NormLayout(groups.mesh, None)
-        optim_params = [param.optim_param for param in params]
-        grads = [x.grad for x in optim_params]
-        return GradSum.of_checked(optim_params, grads, self._layout, is_final=is_final, comms=comms)
-
-    def prepare(self, total: GradSum | None, params: Sequence[ShardedParam], groups: Groups, optimizer: Any) -> bool:
-        """After the reduction, with its sum of squares; False where the step is to be skipped."""
-        self._factor, self.report = None, ""
-        if total is None:
-            return True
-        unscale = _unscaling(optimizer)
-        self._norm = lambda: total.norm(_norm_dtype(params)) * unscale
-        if self.skip_nonfinite and any(total.sums.tolist()[:2]):
-            self.skipped += 1
-            self.report = name_nonfinite(params, groups)
-            return False
-        if self.max_norm is not None:
-            # What the update will multiply with has the loss scale already.
-            self._factor = total.clip_factor(self.max_norm, scale=unscale, dtype=_norm_dtype(params)) / unscale
-        return True
-
-    def hand_over(self, optimizer: Any, optim_params: Sequence[nn.Parameter]) -> None:
-        """Clip the gradients of what it updates: in the update's own pass where the optimizer can do that."""
-        if not hasattr(optimizer, "grad_factor"):
-            if self._factor is not None and self._factor < 1.0:
-                grads = [local(p.grad) for p in optim_params if p.grad is not None]
-                if grads:
-                    torch._foreach_mul_(grads, self._factor)
-        elif self._factor is not None:
-            pending = 1.0 if optimizer.grad_factor is None else optimizer.grad_factor
-            optimizer.grad_factor = self._factor * pending
-
-
-def _norm_dtype(params: Sequence[ShardedParam]) -> torch.dtype:
-    return torch.float64 if any(x.optim_param.dtype == torch.float64 for x in params) else torch.float32
-
-
-def _unscaling(optimizer: Any) -> float | Tensor:
-    """The factor that the optimizer will multiply gradients with: a scaler may leave unscaling to the update."""
-    if getattr(optimizer, "grad_scale", None) is not None:
-        scale: Tensor = optimizer.grad_scale
-        return 1.0 / scale.float()
-    factor = getattr(optimizer, "grad_factor", None)
-    return 1.0 if factor is None else factor
+                group[key] = held[key] if isinstance(value, Tensor) else copied(value)
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
@@ -499,115 +418,3 @@ def outside_inference_mode() -> Iterator[None]:
         return
     with torch.inference_mode(False), torch.no_grad():  # the first would turn gradients on
         yield
-
-
-_ROWS = 5  # of three dims and more the others are 3: shards of different sizes, and some without rows
-_STEPS = 2
-_TOLERANCE = 5e-2  # of the largest value: iterations in bfloat16 sum in another order
-
-
-def check_sharded_updates(optimizer: torch.optim.Optimizer, groups: Groups) -> None:
-    """Raises ValueError for an optimizer that cannot be sharded by rows over `groups`. Collective where it is tried."""
-    if is_elementwise(optimizer) or getattr(optimizer, "takes_dtensors", False):
-        return
-    for group in optimizer.param_groups:
-        options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        held = [parameter for parameter in group["params"] if parameter.ndim > 0]
-        shapes = {(_ROWS, 4, 3, 3)[: p.ndim] + (1,) * max(p.ndim - 4, 0) for p in held}
-        for shape in sorted(shapes if groups.shard.size > 1 else ()):
-            _try(optimizer, options, _Trial(shape, groups))
-        split = [p for p in held if isinstance(p, DTensor) and any(not x.is_replicate() for x in p.placements)]
-        kinds = {(p.ndim, str(p.placements), p.device_mesh.mesh_dim_names): p for p in split}
-        for _, parameter in sorted(kinds.items(), key=lambda item: str(item[0])):
-            _try(optimizer, options, _Trial((), groups.of(parameter), parameter))
-
-
-class _Trial:
-    """Small tensors of a shape, sharded by rows as the model's parameters will be; `like`: by rows of what a parameter
-    split by tensor parallelism, or over experts' ranks, has of them."""
-
-    def __init__(self, shape: tuple[int, ...], groups: Groups, like: DTensor | None = None) -> None:
-        self.shape, self.comms = shape, groups.everyone()
-        self._groups, self._like = groups, like
-        if like is not None:  # even parts, whatever the model's are
-            sizes = [2 * groups.shard.size, *[2] * (like.ndim - 1)]
-            for dim, placement in enumerate(like.placements):
-                cut = getattr(placement, "dim", None)
-                if cut is not None:
-                    sizes[cut] *= like.device_mesh.size(dim)
-            self.shape = tuple(sizes)
-            mesh = like.device_mesh
-            self.comms += [Communicator(mesh.get_group(dim)) for dim in range(mesh.ndim) if mesh.size(dim) > 1]
-
-    @property
-    def remedy(self) -> str:
-        return "Use stage=0, or another optimizer" if self._like is None else "Use another optimizer"
-
-    def rows(self, x: Tensor) -> Tensor:
-        """What this rank has of x."""
-        return self.sharded(x)[0]
-
-    def sharded(self, x: Tensor) -> tuple[Tensor, DTensorSpec | None]:
-        whole: Tensor = nn.Parameter(x, requires_grad=False)
-        if self._like is not None:
-            # Every rank has it all: none is asked to send.
-            whole = distribute_tensor(x, self._like.device_mesh, self._like.placements, src_data_rank=None)
-        parts = local(whole).chunk(self._groups.shard.size)
-        rank = self._groups.shard.rank
-        spec = self._groups.row_spec(whole) or getattr(whole, "_spec", None)
-        return parts[rank] if rank < len(parts) else local(whole)[:0], spec
-
-
-def _try(optimizer: torch.optim.Optimizer, options: dict[str, Any], trial: _Trial) -> None:
-    shape = trial.shape
-    generator = torch.Generator().manual_seed(len(shape))
-    value = torch.randn(shape, generator=generator, device="cpu")
-    grads = [torch.randn(shape, generator=generator, device="cpu") for _ in range(_STEPS)]
-    name = type(optimizer).__name__
-    whole = nn.Parameter(value.clone())
-    try:
-        _run(optimizer, options, whole, grads)
-    except Exception:  # not even whole: these shapes say nothing about it
-        return
-    rows, spec = trial.sharded(value)
-    sharded = as_parameter(rows.clone(), spec)
-    try:
-        _run(optimizer, options, sharded, [as_parameter(trial.rows(x).clone(), spec).detach() for x in grads])
-    except Exception as error:
-        raise ValueError(
-            f"{name} cannot be sharded: it reads across the elements of a parameter by what DTensor does not implement "
-            f"({type(error).__name__}: {str(error)[:200]}). {trial.remedy}"
-        ) from error
-    expected = trial.rows(whole.detach())
-    scale = float((whole.detach() - value).abs().max())
-    difference = (local(sharded) - expected).abs().max() if expected.numel() else torch.zeros((), device="cpu")
-    for comm in trial.comms:
-        difference = comm.all_reduce(difference, "max")
-    if not float(difference) <= _TOLERANCE * scale:
-        raise ValueError(
-            f"{name} cannot be sharded: two steps on rows of a parameter {shape} differ by {float(difference):.2g} "
-            f"from those on the whole one, which change it by {scale:.2g}. {trial.remedy}, or set is_elementwise = "
-            "True on it if it treats every element for itself and draws numbers"
-        )
-
-
-def _run(
-    optimizer: torch.optim.Optimizer, options: dict[str, Any], parameter: nn.Parameter, grads: list[Tensor]
-) -> None:
-    """Steps of a copy of the optimizer that has this parameter alone."""
-    inner: Any = object.__new__(type(optimizer))
-    for key, value in vars(optimizer).items():
-        if key not in ("state", "param_groups", "step") and not key.startswith("_optimizer_"):  # the last are hooks
-            vars(inner)[key] = _copied(value)
-    inner.state, inner.param_groups = defaultdict(dict), [{**copy.deepcopy(options), "params": [parameter]}]
-    with torch.no_grad():
-        for grad in grads:
-            parameter.grad = grad
-            inspect.unwrap(type(optimizer).step)(inner)
-
-
-def _copied(value: Any) -> Any:
-    try:
-        return copy.deepcopy(value)
-    except Exception:  # groups and the like, which are not changed by a step
-        return value

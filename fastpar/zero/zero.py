@@ -31,10 +31,11 @@ from fastpar.pretrained.generation import GenerateDoor
 from fastpar.pretrained.saving import SaveDoor
 from fastpar.tensor.held import HeldTensor, Index, index_of
 from fastpar.zero import memory, state_dict
+from fastpar.zero.grad_clipping import GradClipping
 from fastpar.zero.groups import Groups, as_dtensor, held_index, local
 from fastpar.zero.hooks import Autocast, CastInputs, ForwardHook, LoadStates, ZeroGrad, in_backward
 from fastpar.zero.offload.shard_store import DiskStates
-from fastpar.zero.optimizer_step import SCALER_SCALARS, GradClipping, KeptCounts, Stepper
+from fastpar.zero.optimizer_step import SCALER_SCALARS, KeptCounts, Stepper
 from fastpar.zero.options import NamedParameters, ShardOptions
 from fastpar.zero.replicas import ModelParams, Replicas, cast_buffers, synchronise_values
 from fastpar.zero.sharded_param import ShardedParam, follow_writes, unsent_gradient

@@ -38,9 +38,9 @@ ALLOWED_ON_RANKS: dict[tuple[str, str], str] = {
     ): "the same, three numbers each",
     (
         "sync",
-        "fastpar/zero/optimizer_step.py:GradClipping.prepare",
+        "fastpar/zero/grad_clipping.py:GradClipping.prepare",
     ): "whether a step is finite; skip_nonfinite=False: none",
-    ("copy", "fastpar/zero/optimizer_step.py:GradClipping.prepare"): "the same: all counts in one copy",
+    ("copy", "fastpar/zero/grad_clipping.py:GradClipping.prepare"): "the same: all counts in one copy",
     ("copy", "fastpar/expert/router.py:Router.load"): "its counters follow the layer to the device, once",
     ("copy", "fastpar/comm/agree.py:Agreement.gather"): "rows of every rank say how large messages are, once",
 }

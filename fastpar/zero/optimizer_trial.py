@@ -1,0 +1,125 @@
+"""The trial of an optimizer that reads across the elements of a parameter: can it be sharded by rows?
+
+It makes two steps on parameters of a few elements, once whole and once sharded as the model's will be. One that raises,
+or comes to other values, is refused by `shard`, and not in the first step, or never.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+from fastpar.comm import Communicator
+from fastpar.zero.groups import Groups, as_parameter, local
+from fastpar.zero.optimizer_step import copied, is_elementwise
+
+_ROWS = 5  # of three dims and more the others are 3: shards of different sizes, and some without rows
+_STEPS = 2
+_TOLERANCE = 5e-2  # of the largest value: iterations in bfloat16 sum in another order
+
+
+def check_sharded_updates(optimizer: torch.optim.Optimizer, groups: Groups) -> None:
+    """Raises ValueError for an optimizer that cannot be sharded by rows over `groups`. Collective where it is tried."""
+    if is_elementwise(optimizer) or getattr(optimizer, "takes_dtensors", False):
+        return
+    for group in optimizer.param_groups:
+        options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        held = [parameter for parameter in group["params"] if parameter.ndim > 0]
+        shapes = {(_ROWS, 4, 3, 3)[: p.ndim] + (1,) * max(p.ndim - 4, 0) for p in held}
+        for shape in sorted(shapes if groups.shard.size > 1 else ()):
+            _try(optimizer, options, _Trial(shape, groups))
+        split = [p for p in held if isinstance(p, DTensor) and any(not x.is_replicate() for x in p.placements)]
+        kinds = {(p.ndim, str(p.placements), p.device_mesh.mesh_dim_names): p for p in split}
+        for _, parameter in sorted(kinds.items(), key=lambda item: str(item[0])):
+            _try(optimizer, options, _Trial((), groups.of(parameter), parameter))
+
+
+class _Trial:
+    """Small tensors of a shape, sharded by rows as the model's parameters will be; `like`: by rows of what a parameter
+    split by tensor parallelism, or over experts' ranks, has of them."""
+
+    def __init__(self, shape: tuple[int, ...], groups: Groups, like: DTensor | None = None) -> None:
+        self.shape, self.comms = shape, groups.everyone()
+        self._groups, self._like = groups, like
+        if like is not None:  # even parts, whatever the model's are
+            sizes = [2 * groups.shard.size, *[2] * (like.ndim - 1)]
+            for dim, placement in enumerate(like.placements):
+                cut = getattr(placement, "dim", None)
+                if cut is not None:
+                    sizes[cut] *= like.device_mesh.size(dim)
+            self.shape = tuple(sizes)
+            mesh = like.device_mesh
+            self.comms += [Communicator(mesh.get_group(dim)) for dim in range(mesh.ndim) if mesh.size(dim) > 1]
+
+    @property
+    def remedy(self) -> str:
+        return "Use stage=0, or another optimizer" if self._like is None else "Use another optimizer"
+
+    def rows(self, x: Tensor) -> Tensor:
+        """What this rank has of x."""
+        return self.sharded(x)[0]
+
+    def sharded(self, x: Tensor) -> tuple[Tensor, DTensorSpec | None]:
+        whole: Tensor = nn.Parameter(x, requires_grad=False)
+        if self._like is not None:
+            # Every rank has it all: none is asked to send.
+            whole = distribute_tensor(x, self._like.device_mesh, self._like.placements, src_data_rank=None)
+        parts = local(whole).chunk(self._groups.shard.size)
+        rank = self._groups.shard.rank
+        spec = self._groups.row_spec(whole) or getattr(whole, "_spec", None)
+        return parts[rank] if rank < len(parts) else local(whole)[:0], spec
+
+
+def _try(optimizer: torch.optim.Optimizer, options: dict[str, Any], trial: _Trial) -> None:
+    shape = trial.shape
+    generator = torch.Generator().manual_seed(len(shape))
+    value = torch.randn(shape, generator=generator, device="cpu")
+    grads = [torch.randn(shape, generator=generator, device="cpu") for _ in range(_STEPS)]
+    name = type(optimizer).__name__
+    whole = nn.Parameter(value.clone())
+    try:
+        _run(optimizer, options, whole, grads)
+    except Exception:  # not even whole: these shapes say nothing about it
+        return
+    rows, spec = trial.sharded(value)
+    sharded = as_parameter(rows.clone(), spec)
+    try:
+        _run(optimizer, options, sharded, [as_parameter(trial.rows(x).clone(), spec).detach() for x in grads])
+    except Exception as error:
+        raise ValueError(
+            f"{name} cannot be sharded: it reads across the elements of a parameter by what DTensor does not implement "
+            f"({type(error).__name__}: {str(error)[:200]}). {trial.remedy}"
+        ) from error
+    expected = trial.rows(whole.detach())
+    scale = float((whole.detach() - value).abs().max())
+    difference = (local(sharded) - expected).abs().max() if expected.numel() else torch.zeros((), device="cpu")
+    for comm in trial.comms:
+        difference = comm.all_reduce(difference, "max")
+    if not float(difference) <= _TOLERANCE * scale:
+        raise ValueError(
+            f"{name} cannot be sharded: two steps on rows of a parameter {shape} differ by {float(difference):.2g} "
+            f"from those on the whole one, which change it by {scale:.2g}. {trial.remedy}, or set is_elementwise = "
+            "True on it if it treats every element for itself and draws numbers"
+        )
+
+
+def _run(
+    optimizer: torch.optim.Optimizer, options: dict[str, Any], parameter: nn.Parameter, grads: list[Tensor]
+) -> None:
+    """Steps of a copy of the optimizer that has this parameter alone."""
+    inner: Any = object.__new__(type(optimizer))
+    for key, value in vars(optimizer).items():
+        if key not in ("state", "param_groups", "step") and not key.startswith("_optimizer_"):  # the last are hooks
+            vars(inner)[key] = copied(value)
+    inner.state, inner.param_groups = defaultdict(dict), [{**copy.deepcopy(options), "params": [parameter]}]
+    with torch.no_grad():
+        for grad in grads:
+            parameter.grad = grad
+            inspect.unwrap(type(optimizer).step)(inner)
