@@ -67,10 +67,12 @@ def _has_all_clocks(config: pytest.Config) -> bool:
 @functools.cache
 def _is_in_shard(file: Path, config: pytest.Config) -> bool:
     shard = config.getoption("shard")
-    if not shard:
-        return True
-    files = sorted(Path(__file__).parent.rglob("test_*.py"), key=lambda file: (file.stat().st_size, file.name))
-    return markers.in_shard(file, files, shard)
+    return not shard or markers.in_shard(file, _files_by_size(), shard)
+
+
+@functools.cache
+def _files_by_size() -> list[Path]:
+    return sorted(Path(__file__).parent.rglob("test_*.py"), key=lambda file: (file.stat().st_size, file.name))
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
