@@ -42,8 +42,8 @@ from fastpar.zero.options import (
     UnitsLike,
     param_wires_of,
 )
+from fastpar.zero.order_reducer import BUCKET_BYTES
 from fastpar.zero.quantized_gather import ParamWireLike
-from fastpar.zero.reducer import BUCKET_BYTES
 from fastpar.zero.stage3 import Stage3
 from fastpar.zero.zero import Zero
 

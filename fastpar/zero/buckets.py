@@ -30,7 +30,8 @@ from fastpar.comm.transport_selector import Mode
 from fastpar.comm.wire_formats import CastWire, Wire
 from fastpar.zero.flat import FlatLayout, PeerMemory
 from fastpar.zero.groups import Groups, as_dtensor, local
-from fastpar.zero.sharded_param import ShardedParam, keep_traces, unsent_gradient
+from fastpar.zero.param_classes import unsent_gradient
+from fastpar.zero.sharded_param import ShardedParam, keep_traces
 
 STAGING_BUFFERS = 2  # one that travels, one that is filled
 

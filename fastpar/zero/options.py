@@ -25,8 +25,8 @@ from fastpar.pipeline import Pipeline
 from fastpar.precision import Precision
 from fastpar.zero.groups import Groups, GroupsLike, is_expert
 from fastpar.zero.hooks import ZeroGrad
+from fastpar.zero.order_reducer import BUCKET_BYTES
 from fastpar.zero.quantized_gather import ParamWire
-from fastpar.zero.reducer import BUCKET_BYTES
 
 UnitsLike = Sequence[str | nn.Module | Sequence[str | nn.Module]] | None
 

@@ -11,7 +11,7 @@ parameters have another version than they had when autograd saved them, so that 
 them raises ("modified by an inplace operation", at version 1000000 or more) instead of reading it. Gathering brings the
 version back; after an update of the shards it goes up by one, as it would have for a parameter changed in place. What
 Python does with a freed parameter that it still has is refused by the parameter's class meanwhile: see
-sharded_param.py.
+param_classes.py.
 
 Note: tied parameters. A parameter that several groups would have is taken out of them, into one of its own that is
 gathered whenever one of the modules that hold it runs: the weight that an embedding and a head share is one group with
@@ -39,19 +39,9 @@ from fastpar.zero.flat import FlatLayout, MemoryPool
 from fastpar.zero.groups import Groups, as_parameter, cast_parameter, contiguous_stride, local, own_storage, set_local
 from fastpar.zero.offload.shard_store import ShardStore
 from fastpar.zero.options import UnitsLike
+from fastpar.zero.param_classes import hide, is_withheld, looking_at_absent, mark_absent, mark_present, show, withhold
 from fastpar.zero.quantized_gather import CodedShards, Encoder, GatherFormats
-from fastpar.zero.sharded_param import (
-    ShardedParam,
-    check_alike,
-    hide,
-    is_withheld,
-    looking_at_absent,
-    mark_absent,
-    mark_present,
-    show,
-    take_values,
-    withhold,
-)
+from fastpar.zero.sharded_param import ShardedParam, check_alike, take_values
 
 Places = Sequence[tuple[nn.Module, str]]
 _FREED = 1_000_000  # added to the versions of parameters whose memory is gone
@@ -291,7 +281,7 @@ class ParamGroup:
             part.mark_whole()
         if self._versioned:
             _set_versions(self._versioned, self._versions)
-        with looking_at_absent():  # shards have a class of their own now: see sharded_param.py
+        with looking_at_absent():  # shards have a class of their own now: see param_classes.py
             for whole, sharded in zip(self.unsharded, self.sharded, strict=True):
                 if whole.requires_grad != sharded.requires_grad:
                     whole.requires_grad_(sharded.requires_grad)

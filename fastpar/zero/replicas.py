@@ -28,8 +28,9 @@ from fastpar.tensor.parameter import layout_of
 from fastpar.zero.flat import WholeParameters
 from fastpar.zero.groups import Groups, as_parameter, cast_parameter, local, set_local
 from fastpar.zero.options import ShardOptions
+from fastpar.zero.order_reducer import OrderReducer
 from fastpar.zero.quantized_gather import CodedParameters, GatherFormats, ParamWire
-from fastpar.zero.reducer import GradReducer, OrderReducer
+from fastpar.zero.reducer import GradReducer
 from fastpar.zero.replica_writes import Replica, ReplicaWrites
 from fastpar.zero.sharded_param import ShardedParam, check_alike, places_of, take_values, union
 

@@ -57,6 +57,7 @@ from torch import Tensor, nn
 from fastpar.optim._masters import version_of
 from fastpar.tensor.parameter import layout_of
 from fastpar.zero.flat import MemoryPool
+from fastpar.zero.group_reducer import GroupReducer
 from fastpar.zero.groups import Groups, local
 from fastpar.zero.hooks import (
     ByHand,
@@ -73,11 +74,11 @@ from fastpar.zero.hooks import (
 )
 from fastpar.zero.offload.shard_store import ShardStore
 from fastpar.zero.options import ShardOptions
+from fastpar.zero.param_classes import guard_at_rest, release_at_rest
 from fastpar.zero.param_group import ParamGroup, UnitPlan, plan_units, small_names
 from fastpar.zero.quantized_gather import GatherFormats
-from fastpar.zero.reducer import GroupReducer
 from fastpar.zero.replica_writes import Replica, ReplicaWrites
-from fastpar.zero.sharded_param import ShardedParam, guard_at_rest, places_of, release_at_rest
+from fastpar.zero.sharded_param import ShardedParam, places_of
 
 
 def _versions_at_rest(unit: ParamGroup) -> list[int]:
@@ -290,7 +291,7 @@ class Stage3:
         self._guard()
 
     def release(self) -> None:
-        """Parameters at rest may be computed with: see sharded_param.py."""
+        """Parameters at rest may be computed with: see param_classes.py."""
         if self._is_guarding:
             self._is_guarding = False
             for param in self.params:
@@ -532,7 +533,7 @@ class Stage3:
             self.model.register_load_state_dict_pre_hook(ForwardHook(self.model, lambda *_: self._be_writable())),
             self.model.register_load_state_dict_post_hook(ForwardHook(self.model, lambda *_: self._loaded())),
         ]
-        itself = weakref.ref(self)  # see `fastpar.zero.reducer.OrderReducer._hook`
+        itself = weakref.ref(self)  # see `fastpar.zero.order_reducer.OrderReducer._hook`
 
         def came(index: int, gradient: Tensor) -> None:
             stage3 = itself()

@@ -37,8 +37,9 @@ from fastpar.zero.hooks import Autocast, CastInputs, ForwardHook, LoadStates, Ze
 from fastpar.zero.offload.shard_store import DiskStates
 from fastpar.zero.optimizer_step import SCALER_SCALARS, KeptCounts, Stepper
 from fastpar.zero.options import NamedParameters, ShardOptions
+from fastpar.zero.param_classes import unsent_gradient
 from fastpar.zero.replicas import ModelParams, Replicas, cast_buffers, synchronise_values
-from fastpar.zero.sharded_param import ShardedParam, follow_writes, unsent_gradient
+from fastpar.zero.sharded_param import ShardedParam, follow_writes
 from fastpar.zero.stage3 import Stage3
 from fastpar.zero.state_dict import new_run, parts_of
 

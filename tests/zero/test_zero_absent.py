@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import fastpar as fp
 from fastpar.zero.groups import local
-from fastpar.zero.sharded_param import mark_absent, mark_present
+from fastpar.zero.param_classes import mark_absent, mark_present
 from tests.dist import run_ranks
 
 

@@ -45,7 +45,7 @@ from fastpar.storage import StorageError, TensorStore, Transfer, stream
 from fastpar.zero.flat import FlatLayout, FlatShards, PeerMemory, Upload, copy_rows, filled
 from fastpar.zero.groups import local, set_local
 from fastpar.zero.options import Offload
-from fastpar.zero.sharded_param import mark_absent, mark_present
+from fastpar.zero.param_classes import mark_absent, mark_present
 
 
 class ShardStore:
