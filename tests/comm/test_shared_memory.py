@@ -20,10 +20,11 @@ from fastpar.comm.reduction import reduce_in_order
 from fastpar.comm.shared_memory.library import library
 from fastpar.comm.shared_memory.region import SharedRegion
 from fastpar.comm.shared_memory.world import SLOT_BYTES
+from tests import instruction_sets
 from tests.dist import run_ranks
 from tests.timing import assert_within
 
-CAPABILITIES = ["avx512", "avx2", "portable"]
+CAPABILITIES = [name for name in ("avx512", "avx2", "portable") if name in instruction_sets.AVAILABLE]
 DTYPES = [
     torch.float32,
     torch.bfloat16,
@@ -70,12 +71,8 @@ def shared(timeout=20.0):
 
 
 def check_order(capability):
-    if capability not in _ext.build_info()["cpu_capabilities"].split():
-        return
     comm = shared()
-    before = _ext.cpu_capability()
-    _ext.set_cpu_capability(capability)
-    try:
+    with instruction_sets.using(capability):
         for dtype in DTYPES:
             for op in ("sum", "max", "min", "avg")[: 4 if dtype.is_floating_point else 3]:
                 for numel in (1, 63, 1031, 40_003):  # the last beyond one-shot, for 16-bit and wider, and with a tail
@@ -87,8 +84,6 @@ def check_order(capability):
                     reduced = comm.reduce(xs[comm.rank], comm.size - 1, op)
                     if reduced is not None:
                         same_bits(reduced, wanted)
-    finally:
-        _ext.set_cpu_capability(before)
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)

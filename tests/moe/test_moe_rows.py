@@ -6,41 +6,30 @@ to the sum of the products' magnitudes: 16 roundings of 64 partial sums of at mo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from fastpar import _ext
 from fastpar.ops.moe import permute as ops
 from fastpar.reference import moe_rows as reference
+from tests import instruction_sets
 
-CAPABILITIES = ["avx512", "avx2", "portable"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 WIDTHS = [1, 89, 300]  # blocks of four registers, whole registers and a part of one, in every instruction set
 K = torch.ops.fastpar
 
 
-@pytest.fixture(params=CAPABILITIES)
-def capability(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Runs the test once per instruction set that this machine has."""
-    if request.param not in _ext.build_info()["cpu_capabilities"].split():
-        pytest.skip(f"this machine has no {request.param}")
-    before = _ext.cpu_capability()
-    _ext.set_cpu_capability(request.param)
-    yield request.param
-    _ext.set_cpu_capability(before)
+capability = instruction_sets.each("avx512", "avx2", "portable")
 
 
 def on_every_instruction_set(function: Any) -> list[Any]:
     """What the function gives under each of those that this machine has."""
-    before, found = _ext.cpu_capability(), []
-    for name in set(CAPABILITIES) & set(_ext.build_info()["cpu_capabilities"].split()):
-        _ext.set_cpu_capability(name)
-        found.append(function())
-    _ext.set_cpu_capability(before)
+    found = []
+    for name in instruction_sets.AVAILABLE:
+        with instruction_sets.using(name):
+            found.append(function())
     return found
 
 

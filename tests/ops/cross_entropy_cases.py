@@ -10,19 +10,18 @@ entry; bfloat16 and float16 add one rounding to the entry itself (2^-8 and 2^-11
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastpar import _ext, reference
+from fastpar import reference
 from fastpar.contracts.cross_entropy import check_options, check_weight
 from fastpar.ops.cross_entropy import implementation
+from tests import instruction_sets
 
-CAPABILITIES = ["avx512bf16", "avx512", "avx2", "portable"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float64: 1e-12}
 
@@ -41,15 +40,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(params=CAPABILITIES)
-def capability(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Runs the test once per instruction set that this machine has."""
-    if request.param not in _ext.build_info()["cpu_capabilities"].split():
-        pytest.skip(f"this machine has no {request.param}")
-    before = _ext.cpu_capability()
-    _ext.set_cpu_capability(request.param)
-    yield request.param
-    _ext.set_cpu_capability(before)
+capability = instruction_sets.each()
 
 
 def example(rows: int, vocab: int, dtype: torch.dtype = torch.float32, scale: float = 4.0) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,6 @@ multiplies pairs: weights and dS are rounded to bfloat16, 2^-9 each at most and 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -19,23 +18,15 @@ from torch import Tensor
 from fastpar import _ext
 from fastpar.contracts.attention import AttentionDropout
 from fastpar.reference.attention import attention_keep_mask
+from tests import instruction_sets
 
 _ext.load()
 K = torch.ops.fastpar
-CAPABILITIES = ["amx", "avx512bf16", "avx512", "avx2", "portable"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 NAMES = ("out", "lse", "dq", "dk", "dv")
 
 
-@pytest.fixture(params=CAPABILITIES)
-def capability(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Runs the test once per instruction set that this machine has."""
-    if request.param not in _ext.build_info()["cpu_capabilities"].split():
-        pytest.skip(f"this machine has no {request.param}")
-    before = _ext.cpu_capability()
-    _ext.set_cpu_capability(request.param)
-    yield request.param
-    _ext.set_cpu_capability(before)
+capability = instruction_sets.each()
 
 
 @dataclass(frozen=True)

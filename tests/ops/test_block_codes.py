@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor
 
-from fastpar import _ext
 from fastpar.comm.block_codes import BlockCodes
+from tests import instruction_sets
 
 FORMATS = ("int8", "float8_e4m3fn", "float8_e5m2")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-CAPABILITIES = _ext.build_info()["cpu_capabilities"].split()
 NUMELS = ([0], [1], [64], [1000], [257, 0, 511], [5, 128, 64 * 9 + 3])
 
 
-@pytest.fixture(params=CAPABILITIES)
-def capability(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = _ext.cpu_capability()
-    _ext.set_cpu_capability(request.param)
-    yield request.param
-    _ext.set_cpu_capability(before)
+capability = instruction_sets.each()
 
 
 def sample(numel: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:

@@ -9,17 +9,16 @@ where a step is exact: p = 0 and lr = 1, beta = 0.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from fastpar import _ext, ops, reference
+from fastpar import ops, reference
 from fastpar.contracts import optimizer_formats as formats
+from tests import instruction_sets
 
-CAPABILITIES = ["avx512bf16", "avx512", "avx2", "portable"]
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 ROUNDING = {torch.float32: 0.0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 ADAMW = {"step": 3, "lr": 0.01, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.1}
@@ -28,15 +27,7 @@ LION = {"lr": 0.01, "betas": (0.9, 0.99), "weight_decay": 0.1}
 K = torch.ops.fastpar
 
 
-@pytest.fixture(params=CAPABILITIES)
-def capability(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Runs the test once per instruction set that this machine has."""
-    if request.param not in _ext.build_info()["cpu_capabilities"].split():
-        pytest.skip(f"this machine has no {request.param}")
-    before = _ext.cpu_capability()
-    _ext.set_cpu_capability(request.param)
-    yield request.param
-    _ext.set_cpu_capability(before)
+capability = instruction_sets.each()
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:

@@ -8,31 +8,25 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from fastpar import _ext, ops, reference
+from fastpar import ops, reference
 from fastpar.comm.block_codes import BlockCodes
+from tests import instruction_sets
 from tests.triton_aot import HOPPER, MI300, compile_for
 from tests.triton_interpreter import run_interpreted
 
-CAPABILITIES = _ext.build_info()["cpu_capabilities"].split()
 FORMATS = {"int8": torch.int8, "float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2}
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 SHAPES = ((1,), (3, 64), (5, 257), (2, 3, 511), (2, 640), (7, 1))
 K = torch.ops.fastpar
 
 
-@pytest.fixture(params=CAPABILITIES)
-def capability(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = _ext.cpu_capability()
-    _ext.set_cpu_capability(request.param)
-    yield request.param
-    _ext.set_cpu_capability(before)
+capability = instruction_sets.each()
 
 
 def sample(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -6,7 +6,6 @@ Tolerances are those of tests/ops/test_rms_norm.py: sums of squares in float32, 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,8 +14,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastpar import _ext, ops, reference
+from fastpar import ops, reference
 from fastpar.comm import Communicator, record
+from tests import instruction_sets
 from tests.dist import run_ranks
 from tests.triton_aot import HOPPER, MI300, compile_for
 from tests.triton_interpreter import run_interpreted
@@ -235,12 +235,7 @@ def test_gradients_of_the_gradient_are_refused() -> None:
 # ---- the ops, on whole rows ------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=_ext.build_info()["cpu_capabilities"].split())
-def capability(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = _ext.cpu_capability()
-    _ext.set_cpu_capability(request.param)
-    yield request.param
-    _ext.set_cpu_capability(before)
+capability = instruction_sets.each()
 
 
 @pytest.mark.parametrize("dtype", list(ROUNDING))

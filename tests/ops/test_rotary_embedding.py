@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from fastpar import _ext, ops, reference
+from fastpar import ops, reference
+from tests import instruction_sets
 from tests.triton_aot import HOPPER, MI300, compile_for
 from tests.triton_interpreter import run_interpreted
 
@@ -23,12 +23,7 @@ rotary_embedding = ops.rotary_embedding
 K = torch.ops.fastpar
 
 
-@pytest.fixture(params=_ext.build_info()["cpu_capabilities"].split())
-def capability(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = _ext.cpu_capability()
-    _ext.set_cpu_capability(request.param)
-    yield request.param
-    _ext.set_cpu_capability(before)
+capability = instruction_sets.each()
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:

@@ -6,32 +6,23 @@ No tolerances: a sum is right or wrong. What is expected comes from Python's int
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from fractions import Fraction
 
 import pytest
 import torch
 from torch import Tensor
 
-from fastpar import _ext, ops, reference
+from fastpar import ops, reference
 from fastpar.contracts.gradients import COUNTS, DIGIT_BITS, LENGTH, LOWEST
+from tests import instruction_sets
 
-CAPABILITIES = ["avx512bf16", "avx512", "avx2", "portable"]
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 ULPS = {torch.float32: (24, -149), torch.float64: (53, -1074)}
 exact_square_sum, square_sum_norm = ops.exact_square_sum, ops.square_sum_norm
 
 
-@pytest.fixture(params=CAPABILITIES)
-def capability(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Runs the test once per instruction set that this machine has."""
-    if request.param not in _ext.build_info()["cpu_capabilities"].split():
-        pytest.skip(f"this machine has no {request.param}")
-    before = _ext.cpu_capability()
-    _ext.set_cpu_capability(request.param)
-    yield request.param
-    _ext.set_cpu_capability(before)
+capability = instruction_sets.each()
 
 
 def value_of(sums: Tensor) -> int:

@@ -8,7 +8,6 @@ float16 add one rounding (2^-8 and 2^-11) and use an exponential that is good to
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,26 +15,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastpar import _ext, ops, reference
+from fastpar import ops, reference
+from tests import instruction_sets
 from tests.triton_aot import HOPPER, LDS_LIMIT, MI300, SHARED_LIMIT, compile_for
 from tests.triton_interpreter import run_interpreted
 
-CAPABILITIES = ["avx512bf16", "avx512", "avx2", "portable"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float64: 1e-13}
 swiglu = ops.swiglu
 K = torch.ops.fastpar
 
 
-@pytest.fixture(params=CAPABILITIES)
-def capability(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Runs the test once per instruction set that this machine has."""
-    if request.param not in _ext.build_info()["cpu_capabilities"].split():
-        pytest.skip(f"this machine has no {request.param}")
-    before = _ext.cpu_capability()
-    _ext.set_cpu_capability(request.param)
-    yield request.param
-    _ext.set_cpu_capability(before)
+capability = instruction_sets.each()
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Tensor:

@@ -6,29 +6,20 @@ types. A sum over a row has an error relative to the sum of its terms' sizes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fastpar import _ext
-from tests.ops.test_swiglu import CAPABILITIES, assert_close, random
+from tests import instruction_sets
+from tests.ops.test_swiglu import assert_close, random
 
 _ext.load()
 K = torch.ops.fastpar
 
 
-@pytest.fixture(params=CAPABILITIES)
-def capability(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Runs the test once per instruction set that this machine has."""
-    if request.param not in _ext.build_info()["cpu_capabilities"].split():
-        pytest.skip(f"this machine has no {request.param}")
-    before = _ext.cpu_capability()
-    _ext.set_cpu_capability(request.param)
-    yield request.param
-    _ext.set_cpu_capability(before)
+capability = instruction_sets.each()
 
 
 def exact(grad_out: Tensor, gate_up: Tensor, weights: Tensor) -> tuple[Tensor, ...]:

@@ -30,6 +30,7 @@ from fastpar.storage import ChecksumError, StorageError, TensorStore, Transfer, 
 from fastpar.storage._library import library
 from fastpar.storage.async_file import AsyncFile, Flight
 from fastpar.storage.backing import Extents
+from tests import instruction_sets
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK = 8192
@@ -100,18 +101,12 @@ def test_crc_of_the_reference_here_is_that_of_the_standard() -> None:
     assert crc32c(b"123456789") == 0xE3069283  # RFC 3720's check value
 
 
-@pytest.mark.parametrize("capability", ["avx2", "portable"])
-def test_checksum_matches_its_definition_with_every_instruction_set(capability: str) -> None:
-    if capability not in _ext.build_info()["cpu_capabilities"].split():
-        pytest.skip(f"this machine cannot run {capability}")
-    before = _ext.cpu_capability()
-    _ext.set_cpu_capability(capability)
-    try:
+@pytest.mark.parametrize("name", [name for name in ("avx2", "portable") if name in instruction_sets.AVAILABLE])
+def test_checksum_matches_its_definition_with_every_instruction_set(name: str) -> None:
+    with instruction_sets.using(name):
         for size in [0, 1, 7, 8, 9, 31, 32, 33, 63, 64, 100, 257, 1023]:
             data = bytes(values(size, seed=size).tolist())
             assert library().checksum(data, size) == four_streams(data), size
-    finally:
-        _ext.set_cpu_capability(before)
 
 
 # ---- round trips

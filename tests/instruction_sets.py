@@ -1,0 +1,35 @@
+"""Tests that run once with each instruction set of the CPU kernels that this machine has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from fastpar import _ext
+
+AVAILABLE = _ext.build_info()["cpu_capabilities"].split()
+
+
+@contextmanager
+def using(name: str) -> Iterator[None]:
+    """CPU kernels use this instruction set in the block."""
+    before = _ext.cpu_capability()
+    _ext.set_cpu_capability(name)
+    try:
+        yield
+    finally:
+        _ext.set_cpu_capability(before)
+
+
+def each(*names: str) -> Any:
+    """A fixture that runs a test with each of these that there are; all, where none is named."""
+
+    @pytest.fixture(params=[name for name in names or AVAILABLE if name in AVAILABLE])
+    def capability(request: pytest.FixtureRequest) -> Iterator[str]:
+        with using(request.param):
+            yield request.param
+
+    return capability
