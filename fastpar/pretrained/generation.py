@@ -6,6 +6,7 @@ A rank whose sequences have ended would stop, and the others wait for it in the 
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch.distributed as dist
@@ -24,7 +25,7 @@ class SyncedGenerate:
 
     def __deepcopy__(self, memo: Any) -> SyncedGenerate:
         model = memo.get(id(self.model), self.model)
-        return SyncedGenerate(model, None if self.inner is None else self.inner.__deepcopy__(memo))
+        return SyncedGenerate(model, copy.deepcopy(self.inner, memo))
 
     def __call__(self, *args: Any, synced_gpus: bool | None = None, **kwargs: Any) -> Any:
         if synced_gpus is None:

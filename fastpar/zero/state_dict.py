@@ -71,7 +71,7 @@ def collect(zero: Zero) -> dict[str, Any]:
         state["amax_history"] = histories
     trained = {id(param.optim_param) for param in zero.params}
     for param in zero.params:
-        state["model"][param.name] = _shown(in_order(param.optim_param.detach(), layouts.get(param.name)))
+        state["model"][param.name] = _shown(in_order(_detached(param.optim_param), layouts.get(param.name)))
     for name, x in zero.others():
         state["model"][name] = _shown(in_order(x, layouts.get(name)))
     for stepper in zero.steppers:
@@ -235,6 +235,12 @@ def _saved(optimizer: Any, optim_param: nn.Parameter) -> Mapping[str, Any]:
 def _loaded(optimizer: Any, optim_param: nn.Parameter, states: Mapping[str, Any]) -> Mapping[str, Any]:
     """The reverse of `_saved`, for this layout."""
     return optimizer.from_checkpoint(optim_param, states) if hasattr(optimizer, "from_checkpoint") else states
+
+
+def _detached(x: Tensor) -> Tensor:
+    """The same memory without history. `detach` of a DTensor would put back what `as_dtensor` avoids: copy.deepcopy of
+    the state would fail on the ranks whose rows have an offset."""
+    return as_dtensor(local(x), x._spec) if isinstance(x, DTensor) else x.detach()
 
 
 def _shown(x: Any) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -129,6 +131,45 @@ def resumed(folder: str, pairs: Sequence[tuple[str, str, bool]]) -> list[tuple[l
         found.append((wanted, again, list(heard.texts)))
     logging.getLogger("fastpar.assemble").removeHandler(heard)
     return found
+
+
+# ---- copies
+
+
+def states_in_memory() -> list[tuple[list[float], list[float]]]:
+    """Losses of steps, and of the same ones after a copy of the state from before them was loaded."""
+    found = []
+    for cell in (Cell("dp2 zero1"), Cell("dp2 zero2"), Cell("tp2 zero1")):
+        trained = assembled(cell)
+        trained.step(fed(trained, cell, 0))
+        kept = copy.deepcopy(trained.state())
+        once = [trained.step(fed(trained, cell, step)).loss for step in (1, 2)]
+        trained.load_state(kept)
+        found.append((once, [trained.step(fed(trained, cell, step)).loss for step in (1, 2)]))
+        trained.close()
+    return found
+
+
+def copied_models() -> tuple[bool, list[str]]:
+    """Whether a copy that was made when a forward had just failed computes what the model does; what a copy of a model
+    says whose `generate` was replaced by context parallelism and by stage 3."""
+    cell, ids = Cell("tp2 sp"), batch(0)[0]
+    trained = assembled(cell)
+    (model,) = trained.parts
+    with contextlib.suppress(IndexError):
+        model(torch.full((2, 4), VOCAB))
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        is_same = bool((model(ids) == other(ids)).all())
+    trained.close()
+    trained = assembled(Cell("cp2 zero3", "huggingface"))
+    said = []
+    try:
+        copy.deepcopy(trained.parts[0]).generate(ids)
+    except RuntimeError as error:
+        said.append(str(error))
+    trained.close()
+    return is_same, said
 
 
 # ---- the rest

@@ -8,7 +8,15 @@ import pytest
 import torch
 
 import fastpar as fp
-from tests.assembly.around_ranks import around, closed_parts, outside_of_vocabulary, plateaus, resumed
+from tests.assembly.around_ranks import (
+    around,
+    closed_parts,
+    copied_models,
+    outside_of_vocabulary,
+    plateaus,
+    resumed,
+    states_in_memory,
+)
 from tests.assembly.assembly_cells import Cell, build, reference
 from tests.dist import run_ranks
 
@@ -37,6 +45,18 @@ def test_dropout_goes_on_where_it_was_also_in_another_layout_and_what_cannot_is_
             assert again == pytest.approx(wanted, rel=1e-12)
         assert "all ranks are seeded with" in found[3][2][0]
     assert ranks[0][3][1] == ranks[1][3][1], "alike, as ranks of tp have to be"
+
+
+def test_copies_of_states_in_memory_are_gone_back_to() -> None:
+    for found in run_ranks(2, states_in_memory):
+        for once, again in found:
+            assert once == again
+
+
+def test_copies_of_models_compute_what_the_models_do() -> None:
+    for is_same, said in run_ranks(2, copied_models):
+        assert is_same
+        assert "generate needs whole sequences" in said[0]
 
 
 def test_close_takes_recomputation_off_the_model() -> None:

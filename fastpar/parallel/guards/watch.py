@@ -140,7 +140,7 @@ class Watch:
 
     def after(self, model: nn.Module, args: Any, output: Any) -> None:
         """Raise what has been seen."""
-        if self.stream.is_running:
+        if self.stream.is_running or self._end is None:  # a copy of a model whose forward has failed: it has this hook
             return
         if output is None and (error := sys.exc_info()[1]) is not None:
             # The forward has failed. torch walks through the hooks now: the next call takes this one away.
