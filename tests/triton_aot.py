@@ -9,6 +9,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import pytest
+import torch
+
 from tests.markers import needs
 
 Target = tuple[str, Any, int]  # arguments of triton.backends.compiler.GPUTarget
@@ -72,6 +75,26 @@ class CompilingDriver:
 
     def get_current_stream(self, device: int) -> int:
         return 0
+
+
+def each_target(*modules: Any) -> Any:
+    """A fixture that runs a test with HOPPER and with MI300 as what Triton compiles for.
+
+    modules  that chose WARP_SIZE for this machine when they were imported
+    """
+
+    @pytest.fixture(params=[HOPPER, MI300], ids=["sm_90", "gfx942"])
+    def target(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Target:
+        import triton
+
+        chosen: Target = request.param
+        for module in modules:
+            monkeypatch.setattr(module, "WARP_SIZE", chosen[2])
+        monkeypatch.setattr(torch.version, "hip", None if chosen == HOPPER else "6.4")
+        monkeypatch.setattr(triton.runtime.driver, "_active", CompilingDriver(chosen))
+        return chosen
+
+    return target
 
 
 @needs("device")

@@ -4,17 +4,15 @@ shared memory than tests/gpu/ptxas_budget.json says, on which what comments say 
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
+from tests import programs
 from tests.markers import needs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,21 +24,10 @@ BUDGET_OF = "13.0"
 MAX_STATIC_BYTES = 6 << 10  # kMaxStaticBytes of csrc/common/device.cuh
 
 
-def native() -> ModuleType:
-    """_build/native.py."""
-    spec = importlib.util.spec_from_file_location("native", ROOT / "_build" / "native.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["native"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
 @needs("device")
 def ptxas_report(source: Path) -> str:
     """Of the build that the other tests use, where that is for sm_90a: such a file takes half a minute."""
-    build = native()
+    build = programs.load("_build/native.py")
     report: str = build.compiler_report(source, build.Options(build.find_torch(), "g++", ("90a",)))
     return report
 

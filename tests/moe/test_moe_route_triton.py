@@ -15,7 +15,7 @@ import torch
 from fastpar.expert import PRESETS
 from fastpar.ops.moe import route_triton as _moe_route_triton
 from fastpar.ops.moe.route import RouteRule, moe_route
-from tests.triton_aot import HOPPER, LDS_LIMIT, MI300, CompilingDriver, Target, compile_launch
+from tests.triton_aot import HOPPER, LDS_LIMIT, MI300, Target, compile_launch, each_target
 from tests.triton_interpreter import run_interpreted
 
 triton = pytest.importorskip("triton")
@@ -71,13 +71,7 @@ def test_noise_and_given_choices_stay_in_plain_pytorch(monkeypatch: pytest.Monke
 # ---- ahead of time ---------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=[HOPPER, MI300], ids=["sm_90", "gfx942"])
-def target(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Target:
-    """What Triton compiles for until the test ends."""
-    monkeypatch.setattr(kernels, "WARP_SIZE", request.param[2])
-    monkeypatch.setattr(triton.runtime.driver, "_active", CompilingDriver(request.param))
-    chosen: Target = request.param
-    return chosen
+target = each_target(kernels)
 
 
 def compiled(

@@ -16,7 +16,14 @@ from torch import Tensor
 
 from fastpar.ops import _attention_cuda
 from tests.ops.attention_triton_cases import table, visible
-from tests.triton_aot import HOPPER, LDS_LIMIT, MI300, SHARED_LIMIT, CompilingDriver, Target, compile_launch
+from tests.triton_aot import (
+    HOPPER,
+    LDS_LIMIT,
+    SHARED_LIMIT,
+    Target,
+    compile_launch,
+    each_target,
+)
 from tests.triton_interpreter import run_interpreted
 
 triton = pytest.importorskip("triton")
@@ -155,13 +162,7 @@ def test_wide_steps_are_for_calls_that_leave_registers(
 # ---- ahead of time ---------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=[HOPPER, MI300], ids=["sm_90", "gfx942"])
-def target(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Target:
-    """What Triton compiles for until the test ends."""
-    monkeypatch.setattr(torch.version, "hip", None if request.param == HOPPER else "6.4")
-    monkeypatch.setattr(triton.runtime.driver, "_active", CompilingDriver(request.param))
-    chosen: Target = request.param
-    return chosen
+target = each_target()
 
 
 def compiled(

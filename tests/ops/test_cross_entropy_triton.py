@@ -14,7 +14,16 @@ import torch
 from torch import Tensor
 
 from tests.ops.cross_entropy_cases import OPTIONS, upstream, with_weights
-from tests.triton_aot import HOPPER, LDS_LIMIT, MI300, SHARED_LIMIT, CompilingDriver, Target, compile_launch, loops
+from tests.triton_aot import (
+    HOPPER,
+    LDS_LIMIT,
+    MI300,
+    SHARED_LIMIT,
+    Target,
+    compile_launch,
+    each_target,
+    loops,
+)
 from tests.triton_interpreter import run_interpreted
 
 triton = pytest.importorskip("triton")
@@ -34,13 +43,7 @@ def test_kernels_match_float64_in_the_interpreter() -> None:
 # ---- ahead of time ---------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=[HOPPER, MI300], ids=["sm_90", "gfx942"])
-def target(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Target:
-    """What Triton compiles for until the test ends."""
-    monkeypatch.setattr(kernels, "WARP_SIZE", request.param[2])
-    monkeypatch.setattr(triton.runtime.driver, "_active", CompilingDriver(request.param))
-    chosen: Target = request.param
-    return chosen
+target = each_target(kernels)
 
 
 def compile_ops(

@@ -15,7 +15,7 @@ import torch
 
 from fastpar.contracts.optimizer import Step
 from fastpar.contracts.optimizer_facts import facts_of
-from tests.triton_aot import HOPPER, MI300, CompilingDriver, Target, compile_launch
+from tests.triton_aot import HOPPER, CompilingDriver, Target, compile_launch, each_target
 from tests.triton_interpreter import run_interpreted
 
 triton = pytest.importorskip("triton")
@@ -60,13 +60,7 @@ KINDS = {
 }
 
 
-@pytest.fixture(params=[HOPPER, MI300], ids=["sm_90", "gfx942"])
-def target(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Target:
-    """What Triton compiles for until the test ends."""
-    monkeypatch.setattr(kernels, "WARP_SIZE", request.param[2])
-    monkeypatch.setattr(triton.runtime.driver, "_active", CompilingDriver(request.param))
-    chosen: Target = request.param
-    return chosen
+target = each_target(kernels)
 
 
 def compiled(monkeypatch: pytest.MonkeyPatch, target: Target, kind: Kind, offset: int = 0) -> dict[str, Any]:

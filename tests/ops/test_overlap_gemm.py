@@ -14,7 +14,16 @@ import pytest
 import torch
 
 from tests.ops.overlap_gemm_cases import MappedBuffer, create_files
-from tests.triton_aot import HOPPER, LDS_LIMIT, MI300, SHARED_LIMIT, CompilingDriver, Target, compile_launch, loops
+from tests.triton_aot import (
+    HOPPER,
+    LDS_LIMIT,
+    MI300,
+    SHARED_LIMIT,
+    Target,
+    compile_launch,
+    each_target,
+    loops,
+)
 from tests.triton_interpreter import run_interpreted
 
 triton = pytest.importorskip("triton")
@@ -53,13 +62,7 @@ def test_more_ranks_and_delays_in_the_interpreter() -> None:
 # ---- ahead of time ---------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=[HOPPER, MI300], ids=["sm_90", "gfx942"])
-def target(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Target:
-    """What Triton compiles for until the test ends."""
-    monkeypatch.setattr(torch.version, "hip", None if request.param == HOPPER else "6.4")
-    monkeypatch.setattr(triton.runtime.driver, "_active", CompilingDriver(request.param))
-    chosen: Target = request.param
-    return chosen
+target = each_target()
 
 
 def compile_calls(

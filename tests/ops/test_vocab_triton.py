@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from tests.triton_aot import HOPPER, LDS_LIMIT, MI300, SHARED_LIMIT, CompilingDriver, Target, compile_launch, loops
+from tests.triton_aot import (
+    HOPPER,
+    LDS_LIMIT,
+    MI300,
+    SHARED_LIMIT,
+    Target,
+    compile_launch,
+    each_target,
+    loops,
+)
 from tests.triton_interpreter import run_interpreted
 
 triton = pytest.importorskip("triton")
@@ -56,14 +65,7 @@ def test_without_triton_cuda_tensors_go_to_plain_pytorch(monkeypatch: pytest.Mon
 # ---- ahead of time ---------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=[HOPPER, MI300], ids=["sm_90", "gfx942"])
-def target(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Target:
-    """What Triton compiles for until the test ends."""
-    for module in (cross_entropy, embedding):
-        monkeypatch.setattr(module, "WARP_SIZE", request.param[2])
-    monkeypatch.setattr(triton.runtime.driver, "_active", CompilingDriver(request.param))
-    chosen: Target = request.param
-    return chosen
+target = each_target(cross_entropy, embedding)
 
 
 class Compiled:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import platform
 import shutil
 import subprocess
@@ -13,20 +12,14 @@ from types import ModuleType
 import pytest
 
 from fastpar import _ext
+from tests import programs
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
 def native() -> ModuleType:
-    """_build/native.py."""
-    spec = importlib.util.spec_from_file_location("native", ROOT / "_build" / "native.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["native"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+    return programs.load("_build/native.py")
 
 
 def symbols(path: Path, *flags: str) -> list[str]:

@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 import types
 from pathlib import Path
 
 import pytest
 
+from tests import programs
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def load(path: str) -> types.ModuleType:
-    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-docs = load("tools/make_docs.py")
+docs = programs.load("tools/make_docs.py")
 
 
 @pytest.mark.parametrize(
@@ -99,7 +89,7 @@ def test_every_public_package_has_a_page() -> None:
 
 
 def test_the_figures_are_what_their_scripts_draw() -> None:
-    flow = load("docs/draw_data_flow.py")
+    flow = programs.load("docs/draw_data_flow.py")
     for name in ("linear", "moe", "zero3"):
         assert (ROOT / "docs" / "internals" / f"flow_{name}.svg").read_text() == getattr(flow, name)()
-    assert (ROOT / "docs" / "layers.svg").read_text() == load("docs/draw_layers.py").draw()
+    assert (ROOT / "docs" / "layers.svg").read_text() == programs.load("docs/draw_layers.py").draw()

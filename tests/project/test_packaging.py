@@ -7,7 +7,6 @@ where the source is the same; everything else (the backend, setup.py, the linkin
 from __future__ import annotations
 
 import email
-import importlib.util
 import os
 import platform
 import shutil
@@ -21,6 +20,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from tests import programs
 
 ROOT = Path(__file__).resolve().parents[2]
 LEFT_OUT = (".ci/", ".gitignore", ".pre-commit-config.yaml")  # a checkout's own
@@ -58,14 +59,7 @@ print("works")
 
 @pytest.fixture(scope="module")
 def native() -> ModuleType:
-    """_build/native.py."""
-    spec = importlib.util.spec_from_file_location("native", ROOT / "_build" / "native.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["native"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+    return programs.load("_build/native.py")
 
 
 def tracked() -> list[str]:
@@ -284,11 +278,7 @@ def test_a_log_gets_a_line_per_ten_files(
 
 
 def test_a_wheel_that_promises_too_much_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = importlib.util.spec_from_file_location("check_wheel", ROOT / "tools" / "check_wheel.py")
-    assert spec is not None
-    assert spec.loader is not None
-    check = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(check)
+    check = programs.load("tools/check_wheel.py")
     report = '{"sym_tag": "%s", "external_libs": {%s}, "versioned_symbols": {}, '
     report += '"pyfpe": false, "ucs2": false, "unsupported_isa": false}'
     good = Path("fastpar-0.1.0-py3-none-manylinux_2_28_x86_64.whl")

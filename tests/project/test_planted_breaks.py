@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from tests import programs
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
 def tool() -> ModuleType:
-    """tools/planted_breaks.py."""
-    spec = importlib.util.spec_from_file_location("planted_breaks", ROOT / "tools" / "planted_breaks.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["planted_breaks"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+    return programs.load("tools/planted_breaks.py")
 
 
 class TwoFiles:
