@@ -173,7 +173,7 @@ def shard(
     options.check_sharded_elsewhere(named.parameters, groups)
     options.check_context(model, groups)
     for each in optimizers:
-        check_sharded_updates(each, groups)
+        check_sharded_updates(each, groups, is_in_parts=chosen.offload is not None and chosen.offload.path is not None)
     if stage == 3 and isinstance(model, Pipeline):
         return _shard_pipeline(model, named, optimizers, groups, chosen)
     pipe = model if isinstance(model, Pipeline) else None

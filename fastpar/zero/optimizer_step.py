@@ -13,9 +13,9 @@ copy is shown among the states as "master_param", so that what saves states save
 Note: plain tensors. The optimizers of torch that work on every element for itself get the rows of this rank as plain
 tensors, since DTensor's dispatch costs more than the update of a small tensor, and fused kernels refuse lists of both.
 Others (torch's Muon, one's own) get the DTensors, and see whole matrices in their means and norms, as far as DTensor
-implements what they call (torch 2.13 does not for Adafactor). One with `is_elementwise = True` gets plain rows, and one
-with `takes_dtensors = True` (those of fastpar.optim) is taken at its word. Any other is tried first: see
-optimizer_trial.py.
+implements what they call (torch 2.13 does not for Adafactor); numbers that they read are those of the whole
+(`WholeNumbers`). One with `is_elementwise = True` gets plain rows, and one with `takes_dtensors = True` (those of
+fastpar.optim) is taken at its word. Any other is tried first: see optimizer_trial.py.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastpar.zero.flat import FlatLayout
 from fastpar.zero.groups import Groups, as_dtensor, local
@@ -105,6 +106,16 @@ def _are_same(found: Sequence[Any], known: Sequence[Any]) -> bool:
     return len(found) == len(known) and all(map(is_, found, known))
 
 
+class WholeNumbers(TorchDispatchMode):
+    """What is read from a DTensor in the block (`.item()`, `float`, a condition) is the number that one process would
+    read: DTensor itself gives this rank's term of a sum. Collective."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], DTensor):
+            args = (args[0].full_tensor(),)
+        return func(*args, **(kwargs or {}))
+
+
 class Stepper:
     """Puts `phases` into the place of an optimizer's step.
 
@@ -129,6 +140,7 @@ class Stepper:
         self._own_states: dict[int, dict[str, Any]] = {}  # of these, while others are shown
         self._raw = inspect.unwrap(type(optimizer).step)
         self._is_elementwise = is_elementwise(optimizer)
+        self._takes_dtensors = getattr(optimizer, "takes_dtensors", False)
         self._plain_rows: PlainRows | None = None  # of the last step
         self._hook = optimizer.register_step_pre_hook(self._before)
         # Of hooks that come later, too, this is the last: they change what the step is to take, and it takes it
@@ -247,7 +259,8 @@ class Stepper:
         try:
             for group in groups:
                 group["params"] = [p for p in group["params"] if wanted is None or id(p) in wanted]
-            with torch.no_grad(), self._as_plain_tensors() if self._is_elementwise else _nothing():
+            how = self._as_plain_tensors if self._is_elementwise else _nothing if self._takes_dtensors else WholeNumbers
+            with torch.no_grad(), how():
                 self._raw(self.optimizer)
         finally:
             self._is_stepping = was_stepping

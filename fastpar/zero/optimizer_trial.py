@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,21 +19,30 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from fastpar.comm import Communicator
 from fastpar.zero.groups import Groups, as_parameter, local
-from fastpar.zero.optimizer_step import copied, is_elementwise
+from fastpar.zero.optimizer_step import WholeNumbers, copied, is_elementwise
 
 _ROWS = 5  # of three dims and more the others are 3: shards of different sizes, and some without rows
 _STEPS = 2
+_STEPS_APART = 4  # what is summed over parameters may act a step later than it is summed, and be zero in the first
 _TOLERANCE = 5e-2  # of the largest value: iterations in bfloat16 sum in another order
 
 
-def check_sharded_updates(optimizer: torch.optim.Optimizer, groups: Groups) -> None:
-    """Raises ValueError for an optimizer that cannot be sharded by rows over `groups`. Collective where it is tried."""
+def check_sharded_updates(optimizer: torch.optim.Optimizer, groups: Groups, *, is_in_parts: bool = False) -> None:
+    """Raises ValueError for an optimizer that cannot be sharded by rows over `groups`. Collective where it is tried.
+
+    is_in_parts  its steps are taken on some of its parameters at a time, as where states lie in a file
+    """
     if is_elementwise(optimizer) or getattr(optimizer, "takes_dtensors", False):
         return
+    mesh = groups.mesh
+    has_stages = mesh is not None and mesh.size("pp") > 1
+    is_apart = is_in_parts or has_stages or groups.experts is not None
     for group in optimizer.param_groups:
         options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         held = [parameter for parameter in group["params"] if parameter.ndim > 0]
         shapes = {(_ROWS, 4, 3, 3)[: p.ndim] + (1,) * max(p.ndim - 4, 0) for p in held}
+        for shape in sorted(shapes if is_apart else ()):
+            _try_apart(optimizer, options, shape)
         for shape in sorted(shapes if groups.shard.size > 1 else ()):
             _try(optimizer, options, _Trial(shape, groups))
         split = [p for p in held if isinstance(p, DTensor) and any(not x.is_replicate() for x in p.placements)]
@@ -85,13 +95,13 @@ def _try(optimizer: torch.optim.Optimizer, options: dict[str, Any], trial: _Tria
     name = type(optimizer).__name__
     whole = nn.Parameter(value.clone())
     try:
-        _run(optimizer, options, whole, grads)
+        _run(optimizer, options, {whole: grads})
     except Exception:  # not even whole: these shapes say nothing about it
         return
     rows, spec = trial.sharded(value)
     sharded = as_parameter(rows.clone(), spec)
     try:
-        _run(optimizer, options, sharded, [as_parameter(trial.rows(x).clone(), spec).detach() for x in grads])
+        _run(optimizer, options, {sharded: [as_parameter(trial.rows(x).clone(), spec).detach() for x in grads]})
     except Exception as error:
         raise ValueError(
             f"{name} cannot be sharded: it reads across the elements of a parameter by what DTensor does not implement "
@@ -110,16 +120,38 @@ def _try(optimizer: torch.optim.Optimizer, options: dict[str, Any], trial: _Tria
         )
 
 
+def _try_apart(optimizer: torch.optim.Optimizer, options: dict[str, Any], shape: tuple[int, ...]) -> None:
+    """Raises ValueError where what a parameter becomes depends on others, which are elsewhere or come later."""
+    generator = torch.Generator().manual_seed(len(shape))
+    value = torch.randn(shape, generator=generator, device="cpu")
+    grads = [torch.randn(shape, generator=generator, device="cpu") for _ in range(_STEPS_APART)]
+    alone, beside, other = (nn.Parameter(value.clone()) for _ in range(3))
+    try:
+        _run(optimizer, options, {alone: grads})
+        _run(optimizer, options, {beside: grads, other: [100 * grad for grad in grads]})
+    except Exception:  # these shapes say nothing about it
+        return
+    scale = float((alone.detach() - value).abs().max())
+    if not float((alone.detach() - beside.detach()).abs().max()) <= _TOLERANCE * scale:
+        raise ValueError(
+            f"{type(optimizer).__name__} cannot update parameters in parts, as what one becomes depends on the others "
+            "that it has: pipeline stages and experts' ranks have others each, and from a file some are updated at a "
+            "time. Use another optimizer (or a mesh without pp and ep; offload='cpu'), or set is_elementwise = True on "
+            "it if it treats every element for itself and draws numbers"
+        )
+
+
 def _run(
-    optimizer: torch.optim.Optimizer, options: dict[str, Any], parameter: nn.Parameter, grads: list[Tensor]
+    optimizer: torch.optim.Optimizer, options: dict[str, Any], grads: Mapping[nn.Parameter, Sequence[Tensor]]
 ) -> None:
-    """Steps of a copy of the optimizer that has this parameter alone."""
+    """Steps of a copy of the optimizer that has these parameters alone."""
     inner: Any = object.__new__(type(optimizer))
     for key, value in vars(optimizer).items():
         if key not in ("state", "param_groups", "step") and not key.startswith("_optimizer_"):  # the last are hooks
             vars(inner)[key] = copied(value)
-    inner.state, inner.param_groups = defaultdict(dict), [{**copy.deepcopy(options), "params": [parameter]}]
-    with torch.no_grad():
-        for grad in grads:
-            parameter.grad = grad
+    inner.state, inner.param_groups = defaultdict(dict), [{**copy.deepcopy(options), "params": [*grads]}]
+    with torch.no_grad(), WholeNumbers():
+        for step in zip(*grads.values(), strict=True):
+            for parameter, grad in zip(grads, step, strict=True):
+                parameter.grad = grad
             inspect.unwrap(type(optimizer).step)(inner)

@@ -294,3 +294,31 @@ def probed_under_tensor_parallelism() -> None:
 
 def test_optimizers_are_tried_on_what_tensor_parallelism_has_split() -> None:
     run_ranks(2, probed_under_tensor_parallelism)
+
+
+class Together(GlobalNorm):
+    """Divides all gradients by one number, that of the step before."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            norm, group["norm"] = group.get("norm", 1.0), 0.0
+            for p in group["params"]:
+                if p.grad is not None:
+                    group["norm"] += float(p.grad.norm())
+                    p.sub_(p.grad / norm * group["lr"])
+
+
+def apart(folder: str) -> None:
+    mesh = fp.init_mesh(pp=2, device="cpu")
+    for options in ({"stage": 1, "offload": f"nvme:{folder}"}, {"stage": 0, "group": mesh}):
+        model = Net()
+        with pytest.raises(ValueError, match="Together cannot update parameters in parts"):
+            fp.zero.shard(model, Together(model.parameters()), **options)  # type: ignore[arg-type]
+        fp.zero.shard(model, GlobalNorm(model.parameters()), **options).detach()  # type: ignore[arg-type]
+    model = Net()
+    fp.zero.shard(model, Together(model.parameters()), stage=1)
+
+
+def test_optimizers_that_need_all_parameters_at_once_are_refused_where_there_are_some(tmp_path: Path) -> None:
+    run_ranks(2, apart, str(tmp_path))

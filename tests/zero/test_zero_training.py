@@ -581,3 +581,46 @@ def test_an_optimizer_with_other_weights_to_evaluate_with_has_those_of_one_proce
         for case, (found, its_losses) in enumerate(of_rank):
             assert its_losses == pytest.approx(losses, rel=1e-4), case
             assert_close(found, expected, case)
+
+
+class Adapting(torch.optim.Optimizer):
+    """Its step grows with the way gone along gradients, over all parameters: numbers that count from the third on."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.01, "way": 0.0, "length": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            rate = group["lr"] * (1.0 + group["way"] / group["length"] if group["length"] else 1.0)
+            for p in group["params"]:
+                if p.grad is not None:
+                    start = self.state[p].setdefault("start", p.clone())
+                    group["way"] += (p.grad * (start - p)).sum().item() * 100.0
+                    group["length"] += float(p.grad.norm())
+                    p.sub_(p.grad, alpha=rate if p.grad.sum() > 0 else 1.5 * rate)
+
+
+def adapting_runs() -> list[Parameters]:
+    found = []
+    for stage in (None, 1, 3):
+        model = Net()
+        optimizer = Adapting([model.first.weight, model.last.bias, model.scale])
+        model.requires_grad_(False)
+        for p in optimizer.param_groups[0]["params"]:
+            p.requires_grad_(True)
+        if stage is not None:
+            shard(model, optimizer, stage)
+        for step in range(4):
+            (loss_of_all(model, step, 2) if stage is None else loss_here(model, step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(whole_values(model))
+    return found
+
+
+def test_numbers_that_an_optimizer_reads_are_those_of_one_process() -> None:
+    """`.item()`, `float` and conditions of tensors over all rows, which also count later than a trial sees."""
+    for expected, *runs in run_ranks(2, adapting_runs):
+        for stage, found in zip((1, 3), runs, strict=True):
+            assert_close(found, expected, stage)
