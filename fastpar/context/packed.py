@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fastpar.context.layout import contiguous, dealt, zigzag
-from fastpar.contracts.attention import AttentionMask, Ranges, num_tokens, positions
+from fastpar.contracts.attention import AttentionMask, Ranges, positions
 
 
 def cheapest(
@@ -27,21 +27,14 @@ def cheapest(
     """
     made = contiguous(tokens, size), zigzag(tokens, size), dealt(tokens, size, mask, block=block)
     pairs, rows = mask.visible_keys(tokens), mask.documents or ((tokens,),)
-    return min(made, key=lambda layout: max(_rank_costs(layout, pairs, rows, pairs_a_key, is_hidden)))
+    return min(made, key=lambda layout: max(rank_costs(layout, pairs, rows, pairs_a_key, is_hidden)))
 
 
 def rank_costs(
-    layout: tuple[Ranges, ...], mask: AttentionMask, *, pairs_a_key: float, is_hidden: bool = False
-) -> list[float]:
-    """What each rank takes, in pairs of all rows of the mask's documents: see `cheapest`."""
-    tokens = sum(map(num_tokens, layout))
-    rows = mask.documents or ((tokens,),)
-    return _rank_costs(layout, mask.visible_keys(tokens), rows, pairs_a_key, is_hidden)
-
-
-def _rank_costs(
     layout: tuple[Ranges, ...], pairs: Tensor, rows: tuple[tuple[int, ...], ...], pairs_a_key: float, is_hidden: bool
 ) -> list[float]:
+    """What each rank takes, in pairs: see `cheapest`. `pairs`: the keys that each query sees in all `rows` of the
+    batch, which are lengths of documents."""
     costs = []
     for ranges in layout:
         own = positions(ranges)

@@ -45,13 +45,10 @@ def as_weights(
     return Weights(weights, biases, several)
 
 
-def check_linear(x: Tensor, given: Weights, x_name: str = "x", width: int | None = None) -> None:
+def check_linear(x: Tensor, given: Weights, width: int | None = None) -> None:
     """TypeError or ValueError for tensors that do not fit together. `width`: K, where x has a part of it only."""
-    named = [
-        (x_name, x),
-        *(("weight", w) for w in given.weights),
-        *(("bias", b) for b in given.biases if b is not None),
-    ]
+    biases = [("bias", b) for b in given.biases if b is not None]
+    named = [("x", x), *(("weight", w) for w in given.weights), *biases]
     for name, tensor in named:
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
@@ -60,16 +57,14 @@ def check_linear(x: Tensor, given: Weights, x_name: str = "x", width: int | None
         if not tensor.is_floating_point():
             raise TypeError(f"{name} must have a floating dtype, got {tensor.dtype}")
         if tensor.dtype != x.dtype:
-            raise TypeError(
-                f"{name} must have the dtype of {x_name}, {x.dtype}, got {tensor.dtype} (torch.autocast converts)"
-            )
+            raise TypeError(f"{name} must have the dtype of x, {x.dtype}, got {tensor.dtype} (torch.autocast converts)")
         if tensor.device != x.device:
-            raise ValueError(f"{name} must be on the device of {x_name}, {x.device}, got {tensor.device}")
+            raise ValueError(f"{name} must be on the device of x, {x.device}, got {tensor.device}")
     for weight, bias in zip(given.weights, given.biases, strict=True):
         if x.dim() == 0 or weight.dim() != 2 or (x.shape[-1] if width is None else width) != weight.shape[1]:
             parts = "" if width is None else f", whose parts have {width} columns together,"
             raise ValueError(
-                f"{x_name} [..., K] and weight [N, K] (transposed: [K, N]) must agree in K, got {x_name} "
+                f"x [..., K] and weight [N, K] (transposed: [K, N]) must agree in K, got x "
                 f"{tuple(x.shape)}{parts} and weight {tuple(weight.shape)} as [N, K]"
             )
         if bias is not None and bias.shape != weight.shape[:1]:

@@ -72,11 +72,11 @@ def check_ids(ids: Tensor, logits: Tensor, ignore_index: int) -> None:
 MAX_TOTAL = 2**31 - 1  # ids travel as int32 beside float32 values
 
 
-def check_k(k: int, total: int, name: str = "k") -> None:
+def check_k(k: int, total: int) -> None:
     if isinstance(k, bool) or not isinstance(k, int):
-        raise TypeError(f"{name} must be an int, got {k!r}")
+        raise TypeError(f"k must be an int, got {k!r}")
     if not 0 <= k <= total:
-        raise ValueError(f"{name} must be between 0 and the size of the vocabulary, {total}, got {k}")
+        raise ValueError(f"k must be between 0 and the size of the vocabulary, {total}, got {k}")
 
 
 def check_total(total: int) -> None:

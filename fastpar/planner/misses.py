@@ -34,9 +34,9 @@ class NoLayoutFitsError(ValueError):
 
 
 def nearest_misses(
-    machine: Machine, work: Workload, found: EvaluatedLayouts, options: PlanOptions, count: int = 3
+    machine: Machine, work: Workload, found: EvaluatedLayouts, options: PlanOptions
 ) -> tuple[NearMiss, ...]:
-    """The layouts of different sizes that lack least."""
+    """The three layouts of different sizes that lack least."""
     x, seen, misses = found.table, set(), []
     remedy = cheapest_remedy(machine, work, options)
     for row in np.argsort(found.memory.total, kind="stable"):
@@ -46,7 +46,7 @@ def nearest_misses(
         seen.add(family)
         missing = float(found.memory.total[row]) - found.limit
         misses.append(NearMiss(x.layout(int(row)), max(missing, 0.0), remedy))
-        if len(misses) == count:
+        if len(misses) == 3:
             break
     return tuple(misses)
 

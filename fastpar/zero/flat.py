@@ -138,24 +138,17 @@ class FlatShards:
     """The rows of `tensors` (of one dtype and device, the same shapes on all ranks) that belong to each rank.
 
     Collective: all ranks of `comm` make one, with tensors of the same shapes. Memory: this rank's rows. The tensors
-    may be freed afterwards; `shards` start with their rows, in `dtype` (by default theirs).
+    may be freed afterwards; `shards` start with their rows.
 
     upload   the shards are in the host's memory, and a gather copies them to this one's device first
     """
 
-    def __init__(
-        self,
-        comm: Communicator,
-        tensors: Sequence[Tensor],
-        dtype: torch.dtype | None = None,
-        *,
-        upload: Upload | None = None,
-    ) -> None:
+    def __init__(self, comm: Communicator, tensors: Sequence[Tensor], *, upload: Upload | None = None) -> None:
         if not tensors:
             raise ValueError("there must be at least one tensor")
         self.comm = comm
         self.layout = FlatLayout([x.shape for x in tensors], comm.size)
-        self.dtype = dtype or tensors[0].dtype
+        self.dtype = tensors[0].dtype
         self._upload = upload
         self._memory: PeerMemory | None = None
         if upload is None:

@@ -46,7 +46,7 @@ def test_pairs_and_keys_are_those_of_the_tables(
     mask = AttentionMask(causal=True, documents=documents)
     for layout in (contiguous(81, size), zigzag(81, size), dealt(81, size, mask, block=5)):
         for price in (0.0, 3.5, 100.0):
-            found = rank_costs(layout, mask, pairs_a_key=price, is_hidden=is_hidden)
+            found = rank_costs(layout, mask.visible_keys(81), documents, price, is_hidden)
             assert found == counted(layout, mask, price, is_hidden), (layout, price)
 
 
@@ -63,10 +63,11 @@ class Elements(TorchDispatchMode):
 
 def test_counting_is_as_long_as_the_sequence_however_many_ranks_there_are() -> None:
     tokens, made = 1 << 14, []
-    mask = AttentionMask(causal=True, documents=((128,) * 128, (tokens,)))
+    documents = (128,) * 128, (tokens,)
+    mask = AttentionMask(causal=True, documents=documents)
     for size in (2, 64):
         with Elements() as elements:
-            rank_costs(zigzag(tokens, size), mask, pairs_a_key=1.0)
+            rank_costs(zigzag(tokens, size), mask.visible_keys(tokens), documents, 1.0, False)
         made.append(elements.made)
     assert made[1] < 2 * made[0]
 

@@ -50,7 +50,7 @@ class Block:
     def keys(self) -> Tensor:
         """Global positions of the keys, int64."""
         found = positions(self.key_ranges)
-        return found if self.packed is None else take_spans(found, self.packed, dim=0)
+        return found if self.packed is None else take_spans(found, self.packed)
 
 
 @dataclass(frozen=True, eq=False)
@@ -280,11 +280,7 @@ def count_spans(spans: Sequence[Span]) -> int:
     return sum(stop - start for start, stop in spans)
 
 
-def take_spans(x: Tensor, spans: Sequence[Span], dim: int = 2) -> Tensor:
-    """The keys of these spans, one after another; x itself, or a view, where there is one span."""
-    if len(spans) == 1:
-        start, stop = spans[0]
-        return x.narrow(dim, start, stop - start)
-    return (
-        torch.cat([x.narrow(dim, start, stop - start) for start, stop in spans], dim) if spans else x.narrow(dim, 0, 0)
-    )
+def take_spans(x: Tensor, spans: Sequence[Span]) -> Tensor:
+    """The rows of these spans, one after another; a view, where there is one span."""
+    parts = [x[start:stop] for start, stop in spans]
+    return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else x[:0]

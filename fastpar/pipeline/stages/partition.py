@@ -199,13 +199,6 @@ class Partition:
         """The keyword inputs of a batch that the part takes."""
         return self._keywords[part]
 
-    def check_keywords(self, names: Iterable[str]) -> None:
-        """ValueError for a keyword input that no part would get."""
-        for name in names:
-            if not any(name in keywords for keywords in self._keywords):
-                hint = "; with loss=True the last part computes the loss" if name == "labels" else ""
-                raise ValueError(f"no part of {self._name} takes the keyword input {name!r}{hint}")
-
     def units(self, part: int) -> tuple[str, ...]:
         """Paths of the modules that belong to the part, in running order."""
         return tuple(path for path, owners in self._owners.items() if part in owners)

@@ -133,6 +133,6 @@ def _error(text: str, position: int, message: str) -> ValueError:
     return ValueError(f"layout: {message}\n    {text}\n    {' ' * position}^")
 
 
-def _shorten(names: Sequence[str], limit: int = 8) -> str:
-    shown = list(names) if len(names) <= limit else [*names[: limit - 2], "...", names[-1]]
+def _shorten(names: Sequence[str]) -> str:
+    shown = list(names) if len(names) <= 8 else [*names[:6], "...", names[-1]]
     return ", ".join(shown)
