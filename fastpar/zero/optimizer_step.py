@@ -14,7 +14,7 @@ Note: plain tensors. The optimizers of torch that work on every element for itse
 tensors, since DTensor's dispatch costs more than the update of a small tensor, and fused kernels refuse lists of both.
 Others (torch's Muon, one's own) get the DTensors, and see whole matrices in their means and norms, as far as DTensor
 implements what they call (torch 2.13 does not for Adafactor); numbers that they read are those of the whole
-(`WholeNumbers`). One with `is_elementwise = True` gets plain rows, and one with `takes_dtensors = True` (those of
+(`reading_whole`). One with `is_elementwise = True` gets plain rows, and one with `takes_dtensors = True` (those of
 fastpar.optim) is taken at its word. Any other is tried first: see optimizer_trial.py.
 """
 
@@ -35,7 +35,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastpar.zero.flat import FlatLayout
 from fastpar.zero.groups import Groups, as_dtensor, local
@@ -106,14 +105,22 @@ def _are_same(found: Sequence[Any], known: Sequence[Any]) -> bool:
     return len(found) == len(known) and all(map(is_, found, known))
 
 
-class WholeNumbers(TorchDispatchMode):
-    """What is read from a DTensor in the block (`.item()`, `float`, a condition) is the number that one process would
-    read: DTensor itself gives this rank's term of a sum. Collective."""
+def _read_whole(op: Any, args: Any, kwargs: Any) -> Any:
+    return op(args[0].full_tensor())
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], DTensor):
-            args = (args[0].full_tensor(),)
-        return func(*args, **(kwargs or {}))
+
+@contextmanager
+def reading_whole() -> Iterator[None]:
+    """What is read from a DTensor in the block (`.item()`, `float`, a condition) is the number that one process would
+    read: DTensor itself gives this rank's term of a sum. Collective. No dispatch mode, in which nothing compiles."""
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers  # as torch's loss_parallel adds to them
+    before, number_of = dict(handlers), torch.ops.aten._local_scalar_dense.default
+    handlers[number_of] = _read_whole
+    try:
+        yield
+    finally:
+        handlers.clear()
+        handlers.update(before)
 
 
 class Stepper:
@@ -228,7 +235,7 @@ class Stepper:
         state.update(entries)
 
     def _show_copies(self) -> None:
-        """In dicts of their own: what state_dict() gives has these, and keeps them."""
+        """Show copies in dicts of their own: what state_dict() gives has these, and keeps them."""
         for optim_param in self._copies:
             states = self.optimizer.state.get(optim_param)
             if states and (local(optim_param).untyped_storage().nbytes() > 0 or local(optim_param).numel() == 0):
@@ -259,7 +266,9 @@ class Stepper:
         try:
             for group in groups:
                 group["params"] = [p for p in group["params"] if wanted is None or id(p) in wanted]
-            how = self._as_plain_tensors if self._is_elementwise else _nothing if self._takes_dtensors else WholeNumbers
+            how = (
+                self._as_plain_tensors if self._is_elementwise else _nothing if self._takes_dtensors else reading_whole
+            )
             with torch.no_grad(), how():
                 self._raw(self.optimizer)
         finally:
@@ -291,7 +300,7 @@ class Stepper:
         return (_spent(optimizer), *(() if closure is None else (lambda: loss,))), {}
 
     def _bring_scalars(self) -> None:
-        """To masters in the host's memory, what a scaler has set for parameters on a device. The host waits, as it is
+        """Bring what a scaler has set on a device to masters in the host's memory. The host waits, as it is
         about to read them; torch's fused optimizers would send them without."""
         found = {name: getattr(self.optimizer, name, None) for name in SCALER_SCALARS}
         elsewhere = {name: x for name, x in found.items() if isinstance(x, Tensor) and x.device.type != "cpu"}

@@ -19,7 +19,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from fastpar.comm import Communicator
 from fastpar.zero.groups import Groups, as_parameter, local
-from fastpar.zero.optimizer_step import WholeNumbers, copied, is_elementwise
+from fastpar.zero.optimizer_step import copied, is_elementwise, reading_whole
 
 _ROWS = 5  # of three dims and more the others are 3: shards of different sizes, and some without rows
 _STEPS = 2
@@ -150,7 +150,7 @@ def _run(
         if key not in ("state", "param_groups", "step") and not key.startswith("_optimizer_"):  # the last are hooks
             vars(inner)[key] = copied(value)
     inner.state, inner.param_groups = defaultdict(dict), [{**copy.deepcopy(options), "params": [*grads]}]
-    with torch.no_grad(), WholeNumbers():
+    with torch.no_grad(), reading_whole():
         for step in zip(*grads.values(), strict=True):
             for parameter, grad in zip(grads, step, strict=True):
                 parameter.grad = grad
