@@ -77,7 +77,7 @@ class _Scope(Mapping[str, Any]):
 
 
 class _ByName:
-    """Of a class that is known by its name alone."""
+    """The kind of a class that is known by its name alone."""
 
 
 def unpacked_options(annotation: str, scope: dict[str, Any]) -> list[tuple[str, Any]]:
@@ -119,7 +119,7 @@ def kind_of(annotation: Any, scope: dict[str, Any], tensors: Tensors) -> Argumen
 
 
 def _choices(parts: list[Any], scope: dict[str, Any], tensors: Tensors) -> list[ArgumentKind]:
-    """Of a union. What groups may be is one kind, with words of its own."""
+    """The kinds of a union's parts. What groups may be is one kind, with words of its own."""
     named = [getattr(part, "__forward_arg__", getattr(part, "__name__", "")) for part in parts]
     if "ProcessGroup" not in named:
         return [kind_of(part, scope, tensors) for part in parts]
@@ -172,7 +172,7 @@ def _nothing(value: Any) -> None:
 
 
 def _single(base: Any, tensors: Tensors) -> ArgumentKind:
-    """Of one class, or of what stands for one."""
+    """The kind of one class, or of what stands for one."""
     if base in (Any, object, inspect.Parameter.empty):
         return _ANYTHING
     if base is float:
@@ -236,7 +236,7 @@ def _a(name: str) -> str:
 
 
 def _title(cls: type) -> str:
-    """As users write it: torch.dtype, nn.Module, Mesh."""
+    """The name as users write it: torch.dtype, nn.Module, Mesh."""
     package = cls.__module__.partition(".")[0]
     if package != "torch":
         return cls.__name__

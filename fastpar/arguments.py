@@ -61,7 +61,7 @@ def checked_fields(cls: Class) -> Class:
 
 
 def _name_of(function: Callable[..., Any]) -> str:
-    """As a caller writes it: `init_mesh`, `Pipeline`, `Pipeline.step`."""
+    """The name as a caller writes it: `init_mesh`, `Pipeline`, `Pipeline.step`."""
     parts = function.__qualname__.rpartition("<locals>.")[2].split(".")
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 

@@ -145,7 +145,7 @@ class GradSum:
         return total
 
     def __radd__(self, other: int) -> GradSum:
-        """For `sum(...)`, which begins with 0."""
+        """Sum with the 0 that `sum(...)` begins with."""
         return self + GradSum(self.sums.device) if other == 0 else NotImplemented
 
     def combine(self, *groups: GroupLike) -> GradSum:

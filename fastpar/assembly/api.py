@@ -242,7 +242,8 @@ class _Building:
         return WholeModel(self.model, self.objective, layout)
 
     def optimizer(self, make: MakeOptimizer) -> Optimizers:
-        """Of this rank's parameters. What is wrong on one rank is raised on all, as stages have other parameters."""
+        """The optimizers of this rank's parameters. What is wrong on one rank is raised on all, as stages have other
+        parameters."""
         made: Optimizers | None = None
         problem: Exception | None = None
         try:

@@ -19,8 +19,8 @@ _log = logging.getLogger("fastpar.assemble")
 
 
 def random_states(mesh: Mesh, layout: Layout) -> str:
-    """Of all ranks, equal ones once, as JSON: one value for a checkpoint, the same on every rank, whose size is not
-    compared with that of other layouts. Collective: an all-gather of a rank's state along each dim."""
+    """The states of all ranks, equal ones once, as JSON: one value for a checkpoint, the same on every rank, whose size
+    is not compared with that of other layouts. Collective: an all-gather of a rank's state along each dim."""
     own = torch.get_rng_state()
     if mesh.device_type == "cuda":
         own = torch.cat([own, torch.cuda.get_rng_state()])

@@ -45,7 +45,7 @@ class Objective:
 
     @staticmethod
     def of(model: nn.Module, loss: Loss | None) -> Objective:
-        """Of a model that is not changed yet. ValueError for a loss of its own that is not known."""
+        """The objective of a model that is not changed yet. ValueError for a loss of its own that is not known."""
         parameters = inspect.signature(type(model).forward).parameters
         names = [name for name in parameters if name != "self"]
         withheld = ("use_cache",) if "use_cache" in names else ()  # a cache of keys that nobody reads
@@ -181,7 +181,7 @@ class FedBatch:
         return len(self.target)
 
     def split(self, parts: int) -> list[FedBatch]:
-        """As many batches of equal numbers of rows; what is no tensor with rows goes to each."""
+        """The batch cut into as many of equal numbers of rows; what is no tensor with rows goes to each."""
         targets = self.target.tensor_split(parts)
         pieces = {name: self._pieces(x, parts) for name, x in self.inputs.items()}
         return [FedBatch({name: each[i] for name, each in pieces.items()}, targets[i]) for i in range(parts)]

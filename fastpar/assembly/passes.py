@@ -104,7 +104,7 @@ class PipelinedModel:
 
     @property
     def pipe_options(self) -> dict[str, Any]:
-        """Of `fp.parallelize_pipeline`."""
+        """The loss options of `fp.parallelize_pipeline`."""
         return {"loss": CrossEntropy()} if self._has_head else {"loss": self.loss, "reduction": "sum"}
 
     def adopt(self, pipe: Pipeline) -> None:
@@ -137,7 +137,7 @@ class PipelinedModel:
         return loss.detach()
 
     def _cast(self, x: Any) -> Any:
-        """As `fp.zero.shard` casts the inputs of modules."""
+        """The value in the dtype that `fp.zero.shard` casts inputs of modules to."""
         is_float = isinstance(x, Tensor) and x.is_floating_point() and self._precision.param is not None
         return x.to(self._precision.param) if is_float else x
 

@@ -96,7 +96,7 @@ class LayoutReport:
 def make_report(
     layout: Layout, mesh: Mesh, parts: Sequence[nn.Module], zero: Zero, calls: Sequence[str]
 ) -> LayoutReport:
-    """Of all ranks. Collective: an all-gather of 5 integers along each dim."""
+    """The report of all ranks. Collective: an all-gather of 5 integers along each dim."""
     held = zero.expected_memory()
     own = [mesh_rank(mesh), *(int(held[kind]) for kind in KINDS), sum(1 for part in parts for _ in part.parameters())]
     rows = torch.tensor([own], dtype=torch.int64, device=mesh.device_type)

@@ -138,7 +138,7 @@ def _split(x: Tensor, comm: Communicator, dim: int, sizes: Sequence[int] | None)
 
 
 def _communicator(x: Tensor, comm: GroupLike) -> Communicator:
-    """Of arguments that are checked where one rank has nothing to do, too."""
+    """The communicator; arguments are checked where one rank has nothing to do, too."""
     check_tensor(x)
     if isinstance(comm, Communicator):
         return comm

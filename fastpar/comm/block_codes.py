@@ -160,7 +160,7 @@ class BlockCodes:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the codes, where they are a tensor."""
+        """The dtype of the codes, where they are a tensor."""
         dtype: torch.dtype = getattr(torch, self.format)
         return dtype
 

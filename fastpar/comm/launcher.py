@@ -355,7 +355,8 @@ class Launcher:
         input_sizes: Sequence[int] | None,
         output_sizes: Sequence[int] | None,
     ) -> tuple[list[int], list[int]]:
-        """Of an all_to_all: rows along split_dim that go to each rank, rows along concat_dim that come from each."""
+        """The sizes of an all_to_all: rows along split_dim that go to each rank, rows along concat_dim that come from
+        each."""
         if concat_dim == split_dim:
             return self._exchange_sizes(x.size(split_dim), input_sizes, output_sizes)
         inputs = self._check_sizes(input_sizes, "input_sizes") if input_sizes is not None else None

@@ -28,7 +28,7 @@ def machine_file(stem: str, schema: int, folder: str | Path | None = None) -> Pa
 
 
 def write_json(path: Path, data: Any) -> None:
-    """In one step: a reader sees the old file or the new one."""
+    """Write a file in one step: a reader sees the old one or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False) as file:
         json.dump(data, file, indent=1)

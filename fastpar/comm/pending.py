@@ -52,7 +52,7 @@ class LaunchLog:
         return CommError(f"{what}: could not be launched. Cause: {error}")
 
     def note_failure(self, error: CommError) -> None:
-        """For the next mesh, which must not use the group."""
+        """Mark the group as failed for the next mesh, which must not use it."""
         if self.group is not None and not isinstance(error, CommMismatchError):
             mark_failed(self.group)
 

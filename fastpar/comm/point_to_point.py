@@ -201,7 +201,7 @@ def _join(group: ProcessGroup, timeout: float, transport: str) -> MessageChannel
 
 
 def _log_channel(group: ProcessGroup, through: str, problem: str = "") -> None:
-    """For an operator, by rank 0 of the group: a fallback within one host is a warning."""
+    """Log the channel for an operator, by rank 0 of the group: a fallback within one host is a warning."""
     if group.rank() == 0:
         level = logging.WARNING if problem and problem != SEVERAL_HOSTS else logging.INFO
         why = f": {problem}" if problem else ""

@@ -45,7 +45,7 @@ class _PendingForward:
 
 
 class PendingForwards:
-    """Of one region; placements are compared by their values."""
+    """Forwards of one region that wait for backward; placements are compared by their values."""
 
     def __init__(self) -> None:
         self._items: list[_PendingForward] = []

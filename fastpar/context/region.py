@@ -79,7 +79,7 @@ class SequencePlacement(NamedTuple):
         return self.layout, self.documents
 
     def of_rows(self, start: int, stop: int) -> SequencePlacement:
-        """That of some rows of the batch, whose labels are not counted."""
+        """The placement of some rows of the batch, whose labels are not counted."""
         shared = self.documents is None or len(self.documents) == 1
         documents = self.documents if shared else (self.documents or ())[start:stop]
         last = None if self.last is None else self.last[start:stop]
@@ -132,7 +132,7 @@ class ContextRegion:
 
     @property
     def placement(self) -> SequencePlacement:
-        """Of the batch now in the region. RuntimeError before the first."""
+        """The placement of the batch now in the region. RuntimeError before the first."""
         if self._placement is None:
             raise RuntimeError("no batch is split yet: batch = fastpar.context.shard(model, batch) before the model")
         return self._placement

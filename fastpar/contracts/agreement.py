@@ -39,7 +39,7 @@ def call_of(comm: Communicator | None, like: Tensor, op: str, **options: Any) ->
 
 
 def tensor_checksum(x: Tensor | float | None) -> int | float | None:
-    """Of the bits of a tensor on CPU, the same for equal tensors; anything else itself."""
+    """A checksum of the bits of a tensor on CPU, the same for equal tensors; anything else itself."""
     if not isinstance(x, Tensor):
         return x
     if x.device.type != "cpu":

@@ -53,7 +53,7 @@ def _one_of(dtypes: Sequence[torch.dtype]) -> str:
 
 
 def _check_list(name: str, found: Sequence[Tensor | None], step: Step, dtypes: Sequence[torch.dtype]) -> None:
-    """As many tensors as there are parameters, of their shapes and device, and of one of the dtypes."""
+    """Check for as many tensors as there are parameters, of their shapes and device, and of one of the dtypes."""
     if len(found) != len(step.params):
         raise ValueError(f"{name} must have one entry per parameter ({len(step.params)}), got {len(found)}")
     # Lists of thousands are compared as wholes first, and gone through only for the text of the error.

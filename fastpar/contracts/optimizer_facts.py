@@ -26,7 +26,7 @@ _dtype, _shape, _is_cpu = map(operator.attrgetter, ("dtype", "shape", "is_cpu"))
 
 
 class Facts(NamedTuple):
-    """Of tensors that are contiguous, of dense memory, on one device, and of no class but torch's own.
+    """Facts of tensors that are contiguous, of dense memory, on one device, and of no class but torch's own.
 
     They are in the order params, grads, states, scales, outputs that are not None, remainders.
     """

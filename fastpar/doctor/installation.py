@@ -43,7 +43,7 @@ class Finding:
 
 
 def findings() -> list[Finding]:
-    """Those of all checks of this file, in the order in which they are printed."""
+    """The findings of all checks of this file, in the order in which they are printed."""
     binary = binary_path()
     return [
         *check_versions(),

@@ -341,7 +341,7 @@ class MoELayer(nn.Module):
         return out.view(shape)
 
     def _sequences(self, x: Tensor, sizes: list[int] | None) -> dict[str, Any]:
-        """For a `Router`: which sequence of x [B, S, H] each of this rank's tokens is of."""
+        """Options of a `Router`: which sequence of x [B, S, H] each of this rank's tokens is of."""
         if x.dim() != 3 or not isinstance(self.router, Router):
             return {}
         sequences = torch.arange(len(x), device=x.device).repeat_interleave(x.shape[1])

@@ -90,7 +90,7 @@ class TokenCounts:
     def of(
         cls, indices: Tensor, num_experts: int, *, mask: Tensor | None = None, group: GroupLike = None
     ) -> TokenCounts:
-        """Of indices [T, K] and a mask [T], False for padding. One all-reduce of E + 1 integers."""
+        """Counts of indices [T, K] and a mask [T], False for padding. One all-reduce of E + 1 integers."""
         check_counts(1 << 20, least=0, num_experts=num_experts)
         if indices.dim() != 2 or indices.dtype not in (torch.int32, torch.int64):
             raise ValueError(f"indices must be integers [T, K], got {indices.dtype} of {tuple(indices.shape)}")

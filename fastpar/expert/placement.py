@@ -88,7 +88,7 @@ class Placement:
 
     @property
     def copies(self) -> tuple[tuple[int, ...], ...]:
-        """By rank: the experts that it has copies of, ascending."""
+        """The experts that each rank has copies of, ascending."""
         found: list[list[int]] = [[] for _ in range(self.ep)]
         for expert, shares in enumerate(self.shares):
             for rank, _ in shares:
@@ -103,7 +103,7 @@ class Placement:
 
     @property
     def physical_to_logical(self) -> tuple[int, ...]:
-        """By rank its own experts, then its copies in `slots` slots, -1 for one that is not used."""
+        """Each rank's own experts, then its copies in `slots` slots, -1 for one that is not used."""
         per_rank, slots = self.experts_per_rank, self.slots
         found: list[int] = []
         for rank, mine in enumerate(self.copies):

@@ -202,9 +202,8 @@ def _runs(shares: Sequence[tuple[int, float]], rank: int, size: int) -> list[Rep
 
 
 def _choices(placement: Placement, rank: int) -> tuple[Tensor, Tensor]:
-    """For one rank: targets int64 [E, C], the physical experts that take its choices of each, and ends float64
-    [E, C - 1]: up to which part of those choices each of them but the last does.
-    """
+    """The choices of one rank: targets int64 [E, C], the physical experts that take its choices of each, and ends
+    float64 [E, C - 1]: up to which part of those choices each of them but the last does."""
     runs = [_runs(shares, rank, placement.ep) for shares in placement.shares]
     width = max(len(mine) for mine in runs)
     per_rank, copies = placement.experts_per_rank, placement.copies

@@ -148,7 +148,7 @@ class Router(nn.Module):
         return f"{self.hidden}, {self.num_experts}, {self.rule}"
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies, which take no part in what is going on: losses that wait, a record, a replay."""
+        """The state of copies, which take no part in what is going on: losses that wait, a record, a replay."""
         return {**self.__dict__, "_waiting_losses": {}, "_given": None, "_seen": None}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:

@@ -103,7 +103,7 @@ class ModelShape:
 
     @property
     def embedding_parameters(self) -> int:
-        """Of the embedding, and of a head of its own as much again."""
+        """Parameters of the embedding, and of a head of its own as much again."""
         return self.vocab * self.hidden
 
     @property

@@ -73,7 +73,7 @@ def to_words(layout: Layout) -> str:
 
 
 def grid_word(grid: Any) -> str:
-    """Of `GridOptions`, or of a `fp.GridSpec`."""
+    """The word of `GridOptions`, or of a `fp.GridSpec`."""
     spread = ":stream" if grid.stream else f":{grid.spread}" if grid.spread != "rows" else ""
     return f"grid{grid.x}x{grid.y}x{grid.z}{spread}" + (f"/{grid.replicas}" if grid.replicas > 1 else "")
 

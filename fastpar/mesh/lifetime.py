@@ -76,7 +76,7 @@ class _Orphans:
         self._inherited: list[ProcessGroup] = []  # of the process that this one was forked from
 
     def begin_in_child(self) -> None:
-        """In a forked process, whose own groups come later: those that there are have their threads elsewhere."""
+        """Begin in a forked process, whose own groups come later: those that there are have their threads elsewhere."""
         self._inherited += [*self._groups, *self._coming, *known_groups()]
         self._lock, self._groups, self._coming, self._worker = threading.Lock(), [], deque(), 0
 

@@ -78,7 +78,7 @@ class GridSpec:
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
-        """Of the mesh dims tp_x, tp_y, tp_d (copies of the weights) and tp_z (what weights are spread over)."""
+        """Sizes of the mesh dims tp_x, tp_y, tp_d (copies of the weights) and tp_z (what weights are spread over)."""
         return self.x, self.y, self.replicas, self.z // self.replicas
 
     @property

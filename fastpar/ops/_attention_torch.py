@@ -394,7 +394,7 @@ def _length(span: Span) -> int:
 
 
 def _spans(bands: Bands) -> tuple[Span, Span, Span]:
-    """Of q, k and v."""
+    """The spans of q, k and v."""
     return bands.queries, bands.keys, bands.keys
 
 

@@ -64,7 +64,7 @@ class _Dense:
 
 
 class _AsTheyAre(_Dense):
-    """Of tensors that are known to be contiguous."""
+    """Tensors that are known to be contiguous, as they are."""
 
     def of(self, tensors: Sequence[Tensor], *, written: bool = True) -> list[Tensor]:
         return list(tensors)

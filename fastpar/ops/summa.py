@@ -217,7 +217,7 @@ class _Reduces:
             self._pending = launch(self._comm, "reduce", partial, concurrent=self._overlap, dst=root)
 
     def own(self) -> list[Tensor]:
-        """Those that came to this rank."""
+        """The blocks that came to this rank."""
         self._finish()
         return self._own
 

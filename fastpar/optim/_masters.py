@@ -25,7 +25,7 @@ _GROUP = 1 << 25  # elements that are rounded by one call
 
 
 class Looks:
-    """In which steps, numbered from 1, all values are looked at: the first two and every 64th, and the 64 after one in
+    """The steps, numbered from 1, in which all values are looked at: the first two, every 64th, and the 64 after one in
     which something was found that torch has not counted."""
 
     def __init__(self) -> None:
@@ -87,8 +87,8 @@ def follow_all(masters: Sequence[Tensor], rounded: Sequence[Tensor]) -> bool:
 
 
 def drop_remainders_of_zeros(params: Sequence[Tensor], remainders: Sequence[Tensor]) -> bool:
-    """Of bfloat16 parameters that were set to zero: a negative remainder below zero would be a NaN. Whether there are
-    any."""
+    """Drop those of bfloat16 parameters that were set to zero: a negative remainder below zero would be a NaN. Whether
+    there are any."""
     large, others = _by_size(params)
     found = [i for i in large if not all(x.all() for x in _chunks(params[i]))]
 
@@ -116,7 +116,7 @@ def _where(
     made_of: Callable[[Sequence[int]], list[Tensor]],
     is_found: Callable[[Tensor], Tensor],
 ) -> list[int]:
-    """Those of the numbers for which the largest magnitude in what is made of their tensors is such a one."""
+    """The numbers for which the largest magnitude in what is made of their tensors is such a one."""
     norms: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor]]] = {}
     for group in _groups(tensors, numbers):
         for i, norm in zip(group, torch._foreach_norm(made_of(group), float("inf")), strict=True):

@@ -100,7 +100,8 @@ class MatrixExchange:
         return -2 if self._specs[index].kinds[axis] == ROWS else -1
 
     def _shape(self, index: int, stage: int, axis: int = 0, rank: int | None = None) -> Shape:
-        """Of this rank's block when the axes before `stage` are collected, or of the one with `rank` along `axis`."""
+        """The shape of this rank's block when the axes before `stage` are collected, or of the one with `rank` along
+        `axis`."""
         spec, owner = self._specs[index], self._places[index].owner
         fixed = {a: comm.rank for a, comm in enumerate(self._axes) if a >= stage or owner[a] is None}
         if rank is not None:
@@ -109,7 +110,7 @@ class MatrixExchange:
         return self._counts[index], spec.extent(ROWS, sizes, fixed), spec.extent(COLUMNS, sizes, fixed)
 
     def _kept(self, indices: Sequence[int], axis: int, kinds: Sequence[str]) -> list[int]:
-        """Of the matrices that are here before a stage, those that are here after it."""
+        """The matrices that are here before a stage, and after it."""
         here = (None, self._axes[axis].rank)
         return [i for i in indices if self._specs[i].kinds[axis] not in kinds or self._places[i].owner[axis] in here]
 

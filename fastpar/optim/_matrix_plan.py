@@ -104,13 +104,13 @@ class _Costs:
         return max(axes, key=lambda axis: self.sizes[axis], default=None)
 
     def whole(self, spec: MatrixSpec) -> float:
-        """For the owner."""
+        """Seconds that the owner takes."""
         moves = any(kind in CUTS for kind in spec.kinds)
         numbers = 2 * spec.count * math.prod(spec.shape) if moves else 0
         return flops(spec) / self.rates.flops + numbers * self._seconds_per_number
 
     def split(self, spec: MatrixSpec, axis: int) -> float:
-        """For each of the ranks along the axis."""
+        """Seconds that each of the ranks along the axis takes."""
         ranks = self.sizes[axis]
         short, long = sorted(spec.shape)
         along = spec.shape[0 if spec.kinds[axis] == "rows" else 1]
@@ -122,7 +122,7 @@ class _Costs:
         return flops(spec) / ranks / self.rates.flops + numbers * self._seconds_per_number + waits
 
     def copies(self, spec: MatrixSpec) -> float:
-        """For each rank: to get the part of the result that another replica's owner computed."""
+        """Seconds in which a rank gets the part of the result that another replica's owner computed."""
         parts = math.prod(size for size, kind in zip(self.sizes, spec.kinds, strict=True) if kind in CUTS)
         return spec.count * math.prod(spec.shape) / parts * self._seconds_per_number + self.rates.latency
 

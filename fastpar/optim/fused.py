@@ -95,7 +95,7 @@ class FusedOptimizer(Optimizer):
         return {**super().__getstate__(), **kept, **fresh}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch.optim.Optimizer; checks the dtypes."""
+        """Add a group as torch.optim.Optimizer does; checks the dtypes."""
         check_group(param_group, "param_group")
         super().add_param_group(param_group)
         for param in self.param_groups[-1]["params"]:
@@ -295,7 +295,7 @@ class FusedOptimizer(Optimizer):
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch.optim's, with the keys that torch gives moments; 8-bit states as the float32 values they mean."""
+        """torch.optim's state dict, with the keys that torch gives moments; 8-bit states as float32 values."""
         self._settle()
         found = super().state_dict()
         if self.state_dtype == "8bit":

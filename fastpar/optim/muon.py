@@ -171,7 +171,8 @@ class Muon(torch.optim.Optimizer):
 
     @checked(computed=False)
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch. Raises ValueError or TypeError for options and for parameters that are not matrices."""
+        """Add a group as in torch. Raises ValueError or TypeError for options and for parameters that are not
+        matrices."""
         check_group(param_group, "param_group")
         super().add_param_group(param_group)
         try:

@@ -51,7 +51,7 @@ class Changes:
         self._is_of_shards = False
 
     def __deepcopy__(self, memo: Any) -> Changes:
-        """Those of a copied model. Of parameters that ZeRO's stage 3 has freed it has shards, and nothing whole."""
+        """The changes of a copied model, which has shards of parameters that ZeRO's stage 3 has freed."""
         made = memo[id(self)] = Changes()
         there = {key: pair for key, pair in self._parameters.items() if not _is_freed(pair[1])}
         made._is_of_shards = self._is_of_shards or len(there) < len(self._parameters)
@@ -90,7 +90,7 @@ class Changes:
         return parallel
 
     def layout_made(self, full: nn.Parameter | None) -> ParameterLayout | None:
-        """That of the parallel parameter, where an original one has become one already."""
+        """The layout of the parallel parameter, where an original one has become one already."""
         found = self._parameters.get(id(full))
         return None if found is None else layout_of(found[1])
 

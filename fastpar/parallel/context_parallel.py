@@ -78,7 +78,7 @@ def _check_model(model: nn.Module, region: ContextRegion, tp: int) -> None:
 
 
 def _region_of_own(model: nn.Module, mesh: Mesh, options: Context | None) -> ContextRegion:
-    """That of the layers of a model that is not Hugging Face's, which has to be of the mesh's ranks."""
+    """The region of the layers of a model that is not Hugging Face's, which has to be of the mesh's ranks."""
     try:
         own = region_of(model)
     except ValueError as error:
@@ -185,7 +185,7 @@ class PositionsGiven:
 
 
 def _give_last_positions(model: nn.Module, region: ContextRegion, changes: Changes) -> None:
-    """To modules that compute from positions alone (rotary embeddings)."""
+    """Give positions to modules that compute from these alone (rotary embeddings)."""
     for module in model.modules():
         names = list(inspect.signature(module.forward).parameters)
         if "position_ids" in names and next(module.parameters(), None) is None:
@@ -230,7 +230,7 @@ class LastPosition:
         return tree_map(lambda x: x[..., :-1, :], output)
 
     def _positions(self, args: tuple[Any, ...], kwargs: dict[str, Any], more: int) -> Tensor | None:
-        """Those of this rank's tokens, and of so many more."""
+        """Positions of this rank's tokens, and of so many more."""
         given = kwargs.get("position_ids", args[self.index] if len(args) > self.index else None)
         if self.region.is_tried or not self.region.is_placed or not isinstance(given, Tensor):
             return None
@@ -328,7 +328,7 @@ def attend(
 
 
 def _mask_of(module: nn.Module, sliding_window: int | None, is_causal: bool | None) -> AttentionMask:
-    """By the layer's type and what it passes; documents come with the batch."""
+    """The mask by the layer's type and what it passes; documents come with the batch."""
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     config: Any = getattr(module, "config", None)
     kind, name = _layer_type(module), type(module).__name__

@@ -81,7 +81,7 @@ def _with_each_index(
 
 
 def _indices(module: nn.Module, call: RecordedCall) -> dict[tuple[str, str], int]:
-    """By path of the module inside and name, or "call" and name: what only counts modules."""
+    """What only counts modules, by path of the module inside and name, or "call" and name."""
     found = {
         (name, k): v for name, child in module.named_modules() for k, v in vars(child).items() if _counts_modules(k, v)
     }

@@ -184,7 +184,7 @@ class PretrainedWeights:
         self.before.clear()
 
     def give_memory(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Of their own to parameters that lie in stand-ins still, as no layout has copied them."""
+        """Give memory of their own to parameters that lie in stand-ins still, as no layout has copied them."""
         for parameter in parameters:
             if self._is_stand_in(local_tensor(parameter)):
                 parameter.data = torch.empty_like(parameter.data)
@@ -220,7 +220,7 @@ class PretrainedWeights:
                 self._fill_converted(key, sources, some)
 
     def _fill_converted(self, key: str, sources: Sources, some: Sequence[HeldTensor]) -> None:
-        """Of tensors that are stacked (experts) those of this rank are read, of others all."""
+        """Fill what is converted: of stacked tensors (experts) those of this rank are read, of others all."""
         first, runs = 0, [each.index[0] for each in some]
         if sources.are_stacked and None not in runs and sources.num_rows() == self.expected[key].shape[0]:
             rows = torch.cat(cast(list[Tensor], runs))

@@ -80,7 +80,8 @@ def check_on_grid(context: SwapContext, styles: Mapping[str, Style]) -> None:
 
 
 def _check_block(path: str, context: SwapContext, sizes: str) -> None:
-    """Of a block's input a rank has a part of the features: only column-parallel linears can read it."""
+    """Check the readers of a block's input, of which a rank has a part of the features: only column-parallel linears
+    can read it."""
     inside = {p: m for p, m in context.modules.items() if context.block_of(p) == path}
     features = {p: _features(m) for p, m in inside.items() if splits_features(context.styles.get(p))}
     hidden = {out for p, (_, out) in features.items() if is_rowwise(context.styles.get(p))}
@@ -181,7 +182,7 @@ def with_parts_sent(stage: Stage, context: SwapContext, units: Sequence[Sequence
     """
 
     def region(part: int) -> GridRegion | None:
-        """Of the stream between the last unit of `part` and the first of the next."""
+        """The region of the stream between the last unit of `part` and the first of the next."""
         if not 0 <= part < len(units) - 1 or not (units[part] and units[part + 1]):
             return None
         before, after = units[part][-1], units[part + 1][0]

@@ -130,7 +130,7 @@ def _say_untried(
 
 @contextlib.contextmanager
 def _undisturbed(model: nn.Module, training: bool) -> Iterator[Callable[[], None]]:
-    """In a mode, without gradients, warnings or masks of dropout; generators, buffers and states as before afterwards,
+    """A mode without gradients, warnings or masks of dropout; generators, buffers and states as before afterwards,
     and whenever what this yields is called."""
     modes = {module: module.training for module in model.modules()}
     with torch.no_grad(), attributes_as_they_were(model), as_it_was(model) as rewind, warnings.catch_warnings():
@@ -172,7 +172,7 @@ def _names_of_positions(model: nn.Module) -> list[str]:
 
 
 def _run(model: nn.Module, region: ContextRegion, ids: Tensor, positions: Tensor | None) -> list[tuple[str, Tensor]]:
-    """By name, what every module and the model returned, and queries and keys [rows, tokens, heads, D]: tensors of
+    """What every module and the model returned, by name, and queries and keys [rows, tokens, heads, D]: tensors of
     numbers."""
     found: list[tuple[str, Tensor]] = []
 

@@ -55,7 +55,7 @@ def chosen_value(layout: Layout, work: Workload, axis: str) -> int:
 
 
 def reasons_for(found: EvaluatedLayouts, chosen: RefinedLayout, work: Workload) -> tuple[Reason, ...]:
-    """Of every axis the three values that come nearest to the chosen one's time, and the nearest that does not fit."""
+    """The three values of every axis nearest to the chosen one's time, and the nearest that does not fit."""
     here = _closed_form(found, chosen.layout, work)
     reasons: list[Reason] = []
     for axis in _AXES:

@@ -111,7 +111,7 @@ def _trials(ranked: Sequence[RefinedLayout], recommended: RefinedLayout) -> tupl
 
 
 def simplest(pool: list[RefinedLayout]) -> RefinedLayout:
-    """Of those within TIE of the first: the fewest dims above 1, then the least memory."""
+    """The layout of those within TIE of the first with the fewest dims above 1, then the least memory."""
     key = (lambda each: each.high) if not pool[0].is_backed else (lambda each: each.seconds)
     least = key(min(pool, key=key))
     near = [each for each in pool if key(each) <= (1 + TIE) * least]

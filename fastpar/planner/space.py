@@ -75,7 +75,7 @@ def enumerate_layouts(machine: Machine, work: Workload, options: PlanOptions) ->
 
 
 def divisors(number: int) -> list[int]:
-    """In ascending order."""
+    """The divisors in ascending order."""
     small = [each for each in range(1, int(number**0.5) + 1) if number % each == 0]
     return sorted({*small, *(number // each for each in small)})
 

@@ -31,7 +31,7 @@ class BytesPerParameter:
 
     @staticmethod
     def of(precision: str) -> BytesPerParameter:
-        """Of AdamW in this precision."""
+        """The bytes of AdamW in this precision."""
         return BytesPerParameter(4.0, 4.0, 8.0, 4.0) if precision == "fp32" else BytesPerParameter()
 
 

@@ -98,7 +98,7 @@ class Sources:
         return bool(operations) and type(operations[0]).__name__ == "MergeModulelist" and operations[0].dim == 0
 
     def rows(self, start: int, stop: int) -> Sources:
-        """Of stacked ones those that give these rows."""
+        """The sources, of stacked ones, that give these rows."""
         by_pattern: dict[str, list[str]] = {}
         for pattern, name in self.names:
             by_pattern.setdefault(pattern, []).append(name)

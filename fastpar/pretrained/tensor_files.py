@@ -162,7 +162,7 @@ class TensorFile:
         return self.read_box(name, {dim: ranges})
 
     def read_box(self, name: str, box: Mapping[int, Sequence[Range]]) -> Tensor:
-        """Of a tensor the given ranges along each of some dims; of the other dims all."""
+        """The given ranges of a tensor along each of some dims; of the other dims all."""
         entry = self.entries[name]
         dims = [box.get(dim, [(0, size)]) for dim, size in enumerate(entry.shape)]
         last = max(box, default=0)  # the ranges of the last dim that is cut are runs in the file

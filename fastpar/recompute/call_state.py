@@ -76,7 +76,7 @@ class _Items(NamedTuple):
     items: Any
 
     def differs(self) -> bool:
-        """By objects, since tensors do not compare."""
+        """Whether it differs by objects, since tensors do not compare."""
         container, items = self
         if len(container) != len(items):
             return True
@@ -156,7 +156,7 @@ class Changed(NamedTuple):
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """As before the call within the block; after it as it was when the block began."""
+        """The state of before the call within the block; after it that of when the block began."""
         now = [_Before.of(module) for module in self.modules]
         for values, name, value in self.values:
             if value is _ABSENT:
@@ -221,15 +221,15 @@ class CallWatch:
 
 
 def _without_history(value: Any) -> Any:
-    """With the values of its tensors alone. A tensor of an earlier layer of the stretch leads by its graph to the call
-    that would hold it: a circle through autograd, which no collector sees."""
+    """The value with those of its tensors alone. A tensor of an earlier layer of the stretch leads by its graph to the
+    call that would hold it: a circle through autograd, which no collector sees."""
     return tree_map_only(Tensor, lambda x: x if x.grad_fn is None else x.detach().requires_grad_(), value)
 
 
 def _changed_names(
     module: nn.Module, now: dict[str, Any], before: dict[str, Any], written: set[tuple[int, str]]
 ) -> Iterator[str]:
-    """Of values that are others, came or went, or were written to."""
+    """The names of values that are others, came or went, or were written to."""
     for name, value in before.items():
         if now.get(name, _ABSENT) is not value or (written and (id(module), name) in written):
             yield name

@@ -43,7 +43,7 @@ class Full:
 @checked_fields
 @dataclass(frozen=True)
 class Selective:
-    """As `Full`, but keep the results of the expensive operations and of collectives, so that neither runs twice.
+    """`Full`, but results of the expensive operations and of collectives are kept, so that neither runs twice.
 
     keep  the operators whose results are kept, as OpOverloads such as torch.ops.aten.mm.default; they must return new
           tensors. None: matrix products, convolutions, attention and functional collectives. fastpar's own linears and

@@ -367,7 +367,7 @@ class _Filler:
             )
 
     def unpack(self, x: Tensor) -> Tensor:
-        """For a layer that differentiates within its forward."""
+        """The tensor itself, for a layer that differentiates within its forward."""
         return x
 
     def check(self) -> None:

@@ -101,7 +101,7 @@ def count(indices: Tensor, num_experts: int) -> Tensor:
 
 
 def widen(logits: Tensor, mask: Tensor | None) -> Tensor:
-    """In float32 at least; zeros for padding, whose NaN would come back in the gradient of a softmax as 0 * NaN."""
+    """Logits in float32 at least; zeros for padding, whose NaN would be 0 * NaN in the gradient of a softmax."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return logits if mask is None else logits.masked_fill(~mask[:, None], 0.0)
 

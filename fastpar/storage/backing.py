@@ -81,7 +81,7 @@ class BackingFile:
                 os.close(descriptor)
 
     def index(self) -> Index:
-        """Of a kept file."""
+        """The index of a kept file."""
         descriptor = self._reopen(0)
         try:
             return read_index(descriptor, self.path)

@@ -173,7 +173,7 @@ class TensorStore:
         return name in self._entries
 
     def names(self) -> list[str]:
-        """In the order in which they were first written."""
+        """The names in the order in which they were first written."""
         return list(self._entries)
 
     @checked(computed=False)
@@ -317,7 +317,7 @@ class TensorStore:
             yield
 
     def _begin(self) -> None:
-        """Of every call that touches names, with the lock held."""
+        """Begin a call that touches names, with the lock held."""
         if not self._finalizer.alive:
             raise ValueError(f"{self._file.path}: the store is closed")
         while self._discarded:
@@ -342,7 +342,7 @@ class TensorStore:
 
 
 def _close(file: AsyncFile, in_flight: deque[Flight]) -> None:
-    """Of a forked child, too, when it ends: nothing is in flight there."""
+    """Close a file; in a forked child, too, when it ends: nothing is in flight there."""
     while file.is_owner and in_flight:
         in_flight[0].settle()
         in_flight.popleft()

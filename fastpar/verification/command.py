@@ -101,7 +101,7 @@ def _verified(words: LayoutText, model: TinyModel, options: dict[str, Any]) -> V
 
 
 def _run(words: LayoutText, text: str, model: TinyModel, options: dict[str, Any]) -> VerifyReport:
-    """In this process for one rank; else in a process per rank."""
+    """Run it in this process for one rank, else in a process per rank."""
     if words.world_size == 1:
         return _verified(words, model, options)
     from torch.distributed import TCPStore

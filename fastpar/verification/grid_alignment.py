@@ -86,7 +86,7 @@ class GridAlignment:
         return found
 
     def _flattened(self, total: int) -> Iterator[Rows]:
-        """Of a dim that is batch times sequence."""
+        """The rows of a dim that is batch times sequence."""
         if self._tokens is None or self._tokens[0] * self._tokens[1] != total:
             return
         batch, length = self._tokens

@@ -62,7 +62,7 @@ class Inputs:
         return None if shape is None else (shape[0], shape[1])
 
     def to(self, dtype: torch.dtype) -> Inputs:
-        """With floating-point tensors in another dtype."""
+        """The inputs with floating-point tensors in another dtype."""
 
         def cast(x: Any) -> Any:
             return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
@@ -70,7 +70,7 @@ class Inputs:
         return Inputs(tree_map(cast, self.args), tree_map(cast, self.kwargs), tree_map(cast, self.target))
 
     def checksums(self) -> dict[str, int]:
-        """Of every tensor, by its name among the inputs."""
+        """A checksum of every tensor, by its name among the inputs."""
         named = {**{f"input {i}": x for i, x in enumerate(self.args)}, **self.kwargs, "target": self.target}
         found = {}
         for name, value in named.items():

@@ -449,7 +449,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _add(total: Tensor, index: tuple[Tensor | None, ...], local: Tensor) -> None:
-    """To the elements of an index, in which none is twice."""
+    """Add to the elements of an index, in which none is twice."""
     total[_elements(total, index)] += local
 
 

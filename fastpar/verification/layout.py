@@ -226,7 +226,7 @@ class LaidOut:
     # ---- a step
 
     def forward_backward(self, inputs: Inputs) -> float:
-        """Of this rank's part of the batch; returns its loss, of all tokens."""
+        """Forward and backward of this rank's part of the batch; returns its loss, of all tokens."""
         if self.mesh.size("cp") > 1:
             return self._forward_backward_split(inputs)
         if self.pipe is not None:
@@ -237,7 +237,7 @@ class LaidOut:
         return loss.item()
 
     def _forward_backward_split(self, inputs: Inputs) -> float:
-        """Of this rank's tokens, whose losses add up."""
+        """Forward and backward of this rank's tokens, whose losses add up."""
         model: Any = self.model if self.pipe is None else self.pipe
         batch = self._shard(inputs)
         loss: Tensor

@@ -142,7 +142,7 @@ def _labels_that_count(part: Inputs, loss: LossFunction | None, shift: int) -> i
 
 @torch.no_grad()
 def _losses_of(job: Job, parts: Sequence[Inputs]) -> list[float]:
-    """In float64 where the model runs in it, without dropout."""
+    """The losses, in float64 where the model runs in it, without dropout."""
     for dtype in (torch.float64, None):
         model = job.build().eval()
         model = model if dtype is None else model.to(dtype)

@@ -141,7 +141,8 @@ def _classes(model_type: str) -> tuple[str, str]:
 
 
 def _model_type(name: str) -> str:
-    """Of a class name, a model_type, or the words of a hub's name; ValueError where it is none or several."""
+    """The model_type of a class name, a model_type, or the words of a hub's name; ValueError where it is none or
+    several."""
     classes, models = _class_types(), _language_models()
     if name in classes:
         return classes[name]
@@ -188,7 +189,7 @@ def _shrunk(model_class: str, config_class: str, numbers: dict[str, Any], given:
 
 
 def _small_numbers(cls: Any, numbers: dict[str, Any], given: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Of a configuration class; and which dropout was switched off."""
+    """Small numbers of a configuration class; and which dropout was switched off."""
     names = cls.attribute_map
 
     def number(name: str) -> int | None:
@@ -254,7 +255,7 @@ class _Sizes:
         return _Sizes(hidden, heads, head_dim, small)
 
     def of_field(self, name: str, value: int) -> int:
-        """By what the words of a configuration's field say that it counts."""
+        """A small number by what the words of a configuration's field say that it counts."""
         words = name.split("_")
         if name.endswith("_token_id") or name.endswith("_token_index"):
             return value % _VOCAB

@@ -31,7 +31,7 @@ class LayoutText:
 
     @property
     def parts(self) -> int:
-        """Of the batch: data-parallel ranks times microbatches."""
+        """The parts of the batch: data-parallel ranks times microbatches."""
         return self.asked.dp * (self.asked.pipeline.microbatches if self.asked.pp > 1 else 1)
 
     def layout(self, device: str | None = None) -> VerifyLayout:
@@ -76,7 +76,7 @@ def _sizes(asked: Layout) -> dict[str, Any]:
 
 
 def _options(asked: Layout, *, has_stage: bool) -> dict[str, Any]:
-    """Of `VerifyLayout`: what the layout says."""
+    """The options of `VerifyLayout` that the layout gives."""
     options: dict[str, Any] = {"sequence_parallel": True} if asked.sequence_parallel else {}
     more: dict[str, Any] = {}
     if has_stage:

@@ -252,7 +252,7 @@ def _whole_state(value: Any) -> Any:
 
 
 def _part_of_whole(given: Any, like: Any, name: str) -> Any:
-    """Of a whole tensor what this rank holds of `like`."""
+    """The part of a whole tensor that this rank holds of `like`."""
     if not isinstance(like, Tensor):
         return given
     if not isinstance(given, Tensor) or given.shape != like.shape:

@@ -180,7 +180,7 @@ class FlatShards:
         self.gather_async(outs).wait()
 
     def abandon(self, pending: Pending[None]) -> None:
-        """Of a gather that has been begun, and whose result nobody wants."""
+        """End a gather that has been begun, and whose result nobody wants."""
         pending.wait()  # it writes to memory that is about to go
 
     def gather_async(self, outs: Sequence[Tensor]) -> Pending[None]:

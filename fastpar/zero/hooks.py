@@ -269,7 +269,7 @@ class UnshardedCapture:
 
 
 class _NoCapture:
-    """Of a copy."""
+    """The capture of a copy, which captures nothing."""
 
     def capture(self) -> Callable[[], AbstractContextManager[None]]:
         return nullcontext
@@ -389,7 +389,7 @@ class UnitOrder:
         self._seen, self._position = [], 0
 
     def end(self) -> None:
-        """It has ended."""
+        """The pass has ended."""
         if self._seen:
             self._expected = self._seen
 

@@ -99,7 +99,7 @@ class FlatGroup:
         self._pending = self.shards.gather_rows_async(self._rows)
 
     def make_exact(self) -> None:
-        """Of a part that is whole: what was gathered as codes becomes what the shards are. Collective then."""
+        """Let what was gathered as codes be what the shards are, of a part that is whole. Collective then."""
         if isinstance(self.shards, CodedShards):
             self.shards.gather_exact(self._rows)
 

@@ -78,7 +78,7 @@ class _DelayedEncoder:
 
 
 class AmaxHistory:
-    """Of tensors in one format: the largest values of the last steps, and the scales that follow.
+    """The history of tensors in one format: the largest values of the last steps, and the scales that follow.
 
     names      of the tensors, in the order in which they came
     history    [tensors, amax_history_len], the newest first; 0 where there is none
@@ -141,7 +141,8 @@ class GatherFormats:
         return self._wires.get(name)
 
     def encoder(self, wire: ParamWire, names: Sequence[str], groups: Groups, device: torch.device) -> Encoder:
-        """For the rows of these tensors, which `groups.shard` gathers. All ranks ask for the same, in one order."""
+        """The encoder for the rows of these tensors, which `groups.shard` gathers. All ranks ask for the same, in one
+        order."""
         if isinstance(wire, BlockWire):
             return _BlockEncoder(wire)
         key = wire, groups, device
@@ -221,7 +222,7 @@ class CodedShards:
         self.layout.put_rows(self.comm.all_gather(self.flat, sizes=self.layout.counts), rows)
 
     def abandon(self, pending: Pending[None]) -> None:
-        """Of a gather that has been begun, and whose result nobody wants."""
+        """End a gather that has been begun, and whose result nobody wants."""
         pending.wait()  # it writes to memory that is about to go
 
 
@@ -247,7 +248,7 @@ class CodedParameters:
 
     @property
     def nbytes(self) -> int:
-        """Of the exact rows and of their codes."""
+        """Bytes of the exact rows and of their codes."""
         return self.shards.flat.nbytes + self._message.nbytes
 
     def gather(self) -> None:

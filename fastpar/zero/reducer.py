@@ -56,7 +56,7 @@ class GradReducer:
         self._was_shown = self._is_shown
 
     def end_forward(self, output: Any) -> None:
-        """It has run: `.grad` is what it was before, until a backward pass begins."""
+        """The model has run: `.grad` is what it was before, until a backward pass begins."""
         if self._was_shown:
             self.show()
 

@@ -165,7 +165,7 @@ class Replicas:
 
     @property
     def coded_bytes(self) -> int:
-        """Of exact rows and their codes, beside parameters that are gathered as codes."""
+        """Bytes of exact rows and their codes, beside parameters that are gathered as codes."""
         return sum(whole.nbytes for whole, _ in self._whole if isinstance(whole, CodedParameters))
 
     def writing(self, params: Sequence[ShardedParam]) -> AbstractContextManager[None]:

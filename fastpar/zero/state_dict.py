@@ -158,7 +158,7 @@ def parts_of(
 
 
 def _parts_of(states: Mapping[str, Any], param: ShardedParam) -> dict[str, Any]:
-    """Of states that may be whole, as one process has them, what this rank keeps of a parameter's."""
+    """This rank's part of a parameter's states, which may be whole, as one process has them."""
     # torch makes an empty dict of a state that a flat state dict has under no name, such as the scales of 8-bit states
     found = {key: value for key, value in states.items() if not (isinstance(value, dict) and not value)}
     return {key: _part(key, value, param) for key, value in found.items()}

@@ -425,7 +425,7 @@ class Zero:
             self._looks.found(self.steps)
 
     def _forget_scales(self, params: Sequence[ShardedParam]) -> None:
-        """Of gathers with delayed scales, for parameters with values that no step has led to."""
+        """Forget the scales of gathers with delayed ones, for parameters with values that no step has led to."""
         if params:
             for storage in self.storages:
                 storage.formats.forget({param.name for param in params})
@@ -522,7 +522,7 @@ class Zero:
     # ---- building
 
     def _take_params(self) -> None:
-        """Of all storages, in the order of the parameters."""
+        """Take the parameters of all storages, in the model's order."""
         params = [param for storage in self.storages for param in storage.params]
         self.params = sorted(params, key=lambda param: self._order[param.name])
         for param in self.params:
@@ -649,8 +649,9 @@ class Zero:
                 reducer.end_forward(output)
 
     def _forget_gradients(self, set_to_none: bool = True, *, stepper: Stepper | None = None) -> None:
-        """Of an optimizer's parameters; None: of all. Where they are not set to None, what had a gradient has one of
-        zeros, with which a step updates it, as without data parallelism: it decays, and goes on by its momentum."""
+        """Forget gradients of an optimizer's parameters; None: of all. Where they are not set to None, what had a
+        gradient has one of zeros, with which a step updates it, as without data parallelism: it decays, and goes on by
+        its momentum."""
         self._waiting.clear()
         params = self.params
         if stepper is not None and len(self.steppers) > 1:

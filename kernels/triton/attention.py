@@ -149,7 +149,8 @@ _HIP: _Choices = {
 def configuration(
     kind: str, head_dim: int, dtype: torch.dtype, device: torch.device, *, dropout: bool = False, plain: bool = False
 ) -> AttentionConfig:
-    """For kind "forward", "dq" or "dkv", by the wider of both head dims; dkv owns keys and steps over queries."""
+    """The configuration for kind "forward", "dq" or "dkv", by the wider of both head dims; dkv owns keys and steps over
+    queries."""
     if device.type == "cpu":
         return AttentionConfig(16, 16, 4, 1)
     width = 64 if head_dim <= 64 else 128 if head_dim <= 128 else 256

@@ -96,7 +96,7 @@ class LossConfiguration(NamedTuple):
     max_registers: int | None = None  # of a thread; None: the compiler's choice
 
     def options(self) -> dict[str, int]:
-        """Those of a launch."""
+        """The options of a launch."""
         found = {"K": self.k, "WIDTH": self.width, "num_warps": self.num_warps}
         return found if self.max_registers is None else {**found, "maxnreg": self.max_registers}
 
@@ -115,7 +115,7 @@ def loads_per_thread(itemsize: int, narrow: bool, *, two_passes: bool, costly: b
 def configuration(
     vocab: int, itemsize: int, align: int, *, two_passes: bool = False, costly: bool = False
 ) -> LossConfiguration:
-    """By the length of a row: one block if it is short, else 256 threads.
+    """The configuration by the length of a row: one block if it is short, else 256 threads.
 
     align       that of `alignment`; below 16 bytes a load is several accesses, each with an address and a condition,
                 which is costly as well

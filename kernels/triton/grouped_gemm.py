@@ -94,7 +94,7 @@ def _resident(device: torch.device) -> int:
 def configuration(
     rows: int, cols: int, dtype: torch.dtype, device: torch.device, *, sums: int = 1
 ) -> GroupedGemmConfig:
-    """For experts of about `rows` rows each and an output of `cols` columns; `sums` tiles of it in one program."""
+    """The configuration for about `rows` rows an expert and `cols` columns; `sums` tiles of it in one program."""
     if device.type == "cpu":
         return GroupedGemmConfig(16, 16 if cols <= 16 else 32, 32, 4, 1)
     if dtype == torch.float32:
@@ -111,7 +111,7 @@ def configuration(
 
 
 def _one_tile_each(config: GroupedGemmConfig) -> GroupedGemmConfig:
-    """For kernels that would spill, or that have no walk, as persistent ones."""
+    """The configuration for kernels that would spill, or that have no walk, as persistent ones."""
     return config._replace(num_stages=4, persistent=False) if config.persistent else config
 
 

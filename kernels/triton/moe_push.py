@@ -103,7 +103,7 @@ def _offsets(size: int, num_experts: int, capacity: int) -> tuple[int, int]:
 
 
 def buffer_bytes(size: int, num_experts: int, row_bytes: int, capacity: int) -> int:
-    """Of a symmetric buffer for an exchange between `size` ranks: about 2 * capacity * row_bytes."""
+    """Bytes of a symmetric buffer for an exchange between `size` ranks: about 2 * capacity * row_bytes."""
     data = _offsets(size, num_experts, capacity)[1] + capacity * row_bytes
     return CHANNELS * (2 * aligned(4 * size * FLAGS) + aligned(data))
 
@@ -174,7 +174,7 @@ class PushExchange:
             self._used = None
 
     def refuse(self) -> None:
-        """In the place of a dispatch, by a rank with wrong arguments: the others' results are NaN, and all ranks' next
+        """Refuse a dispatch, as a rank with wrong arguments: the others' results are NaN, and all ranks' next
         calls raise ValueError. The exchange is of no use after that."""
         channel = self._begin()
         self._announce(channel, torch.full((self.num_experts,), -1, dtype=torch.int32, device=self.buffer.device))
@@ -320,7 +320,7 @@ class PushExchange:
         return self.buffer.view(channel, (self.capacity, width), dtype, offset=self._rows_offset)
 
     def _places(self, channel: Channel, width: int, dtype: torch.dtype, offset: int) -> Places:
-        """Of what all ranks have there; made once, for both channels, since that waits for the device."""
+        """The places of what all ranks have there; made once, for both channels, since that waits for the device."""
         key = (channel.data + offset, width, dtype)
         if key not in self._known:
             shape, ranks = (self.capacity, width), range(self.buffer.size)

@@ -92,7 +92,7 @@ def _grouping(rule: RouterRule, num_experts: int) -> dict[str, Any]:
 
 
 def forward(logits: Tensor, rule: RouterRule, bias: Tensor | None = None, mask: Tensor | None = None) -> Routed:
-    """Of logits float32 [T, E], a bias [E] that only selects, and a mask bool [T], False where a token goes nowhere."""
+    """Route logits float32 [T, E]; bias [E] only selects, and mask bool [T] is False where a token goes nowhere."""
     num_tokens, num_experts = logits.shape
     indices = torch.empty((num_tokens, rule.top_k), dtype=torch.int64, device=logits.device)
     weights = torch.empty((num_tokens, rule.top_k), dtype=torch.float32, device=logits.device)

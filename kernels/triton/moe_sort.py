@@ -163,7 +163,7 @@ class PlacedPairs(NamedTuple):
 
 
 def rank_pairs(indices: Tensor, num_experts: int) -> RankedPairs:
-    """Of each pair of indices [T, K], how many before it have the same expert."""
+    """The rank of each pair of indices [T, K]: how many before it have the same expert."""
     num_pairs, device = indices.numel(), indices.device
     blocks = cdiv(num_pairs, BLOCK)
     ranks = torch.empty(indices.shape, dtype=torch.int32, device=device)

@@ -142,7 +142,7 @@ _tables = Tables()
 
 
 def _rows_by_kind(columns: Columns) -> dict[Any, list[tuple[int, ...]]]:
-    """By (dtypes of parameter, gradient and output, whether all is aligned): the fields but FIRST_PROGRAM."""
+    """The fields but FIRST_PROGRAM, by (dtypes of parameter, gradient and output, whether all is aligned)."""
     count = len(columns.counts)
     fields = [list(column) or [0] * count for column in columns.addresses]
     outputs: list[torch.dtype | None] = [None] * count

@@ -27,7 +27,8 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class GemmConfiguration(NamedTuple):
-    """Of a GEMM: rows, columns and terms of a block, warps of a program, stages of the loads' pipeline."""
+    """The configuration of a GEMM: rows, columns and terms of a block, warps of a program, stages of the loads'
+    pipeline."""
 
     block_m: int
     block_n: int
@@ -37,7 +38,8 @@ class GemmConfiguration(NamedTuple):
 
 
 def configuration(rows: int, cols: int, dtype: torch.dtype, device: torch.device) -> GemmConfiguration:
-    """For shards of at most `rows` rows and an output of `cols` columns. Ranks that call it alike agree on rows."""
+    """The configuration for shards of at most `rows` rows and `cols` columns. Ranks that call it alike agree on
+    rows."""
     if device.type == "cpu":
         return GemmConfiguration(16 if rows <= 16 else 32, 16 if cols <= 16 else 32, 32, 4, 1)
     if dtype == torch.float32:

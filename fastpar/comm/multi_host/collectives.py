@@ -72,7 +72,7 @@ class HostReduction(Collective):
         return self.x.numel() if self.parts is None else self.parts[host], self.x.dtype
 
     def sort(self, value: Tensor) -> Tensor:
-        """To the order of hosts."""
+        """The value in the order of hosts."""
         return value
 
     def reduced(self, values: Sequence[Tensor]) -> Tensor:
@@ -286,7 +286,7 @@ class HostBarrier(Collective):
 
 
 class HostAllToAll(Collective):
-    """Of ranks that are all alone on their hosts. `moves` False: only compare what ranks say."""
+    """The all_to_all of ranks that are all alone on their hosts. `moves` False: only compare what ranks say."""
 
     x: Tensor
 

@@ -130,7 +130,7 @@ def _keep_looking(reference: weakref.ref[_Board], stopped: threading.Event) -> N
 
 
 def _stop(stopped: threading.Event, threads: list[threading.Thread]) -> None:
-    """Also at the end of the process: a thread that is cut off inside of the store takes the process with it."""
+    """End the threads, at the end of the process too: one that is cut off inside of the store takes it with it."""
     stopped.set()
     for thread in list(threads):
         if thread is not threading.current_thread():

@@ -204,7 +204,7 @@ def library() -> CommLibrary:
 
 @functools.lru_cache(maxsize=256)
 def size_array(values: tuple[int, ...]) -> Any:
-    """As `int64_array`, kept: collectives ask for the same sizes again and again."""
+    """`int64_array` of sizes, kept: collectives ask for the same sizes again and again."""
     return int64_array(values)
 
 

@@ -85,7 +85,7 @@ class SharedMailbox:
         self._library.mail_close(self._handle)
 
     def used_bytes(self) -> int:
-        """Of this rank's memory: messages that were not received yet, and tensors that receivers still hold."""
+        """Bytes of this rank's memory that messages not yet received, and tensors that receivers hold, take."""
         return self._stats()[0]
 
     def touched_bytes(self) -> int:

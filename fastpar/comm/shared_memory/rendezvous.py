@@ -91,7 +91,7 @@ class Rendezvous:
             self.store.set(self.key(what, self.rank), f"{_GAVE_UP} {error}")
 
     def key(self, what: str, rank: int | None = None) -> str:
-        """For something of this meeting in the store."""
+        """The key of something of this meeting in the store."""
         return f"{self._name}/{what}{'' if rank is None else rank}"
 
 

@@ -116,7 +116,8 @@ class SymmetricCollectives:
         mailbox_bytes: int = 128 << 10,
         timeout: float = 60.0,
     ) -> SymmetricCollectives:
-        """For the ranks of a group: a collective call. Takes 4 W region_bytes + 3 W mailbox_bytes of each device.
+        """Make it for the ranks of a group: a collective call. Takes 4 W region_bytes + 3 W mailbox_bytes of each
+        device.
 
         Raises ValueError for options, and what `SymmetricBuffer.create` raises.
         """

@@ -25,7 +25,7 @@ Ratios = Mapping[str, Mapping[int, float]]
 
 
 def key_of(op: str, dtype: torch.dtype) -> str:
-    """Of a table: a gather moves bytes, whatever they are."""
+    """The key of a table: a gather moves bytes, whatever they are."""
     return op if op == "all_gather" else f"{op} {str(dtype).removeprefix('torch.')}"
 
 

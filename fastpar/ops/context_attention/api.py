@@ -181,7 +181,7 @@ def _bits(value: object) -> int:
 
 
 def _check_kinds(given: _Options) -> None:
-    """Of what ranks of a group have to agree on, so that no annotation is checked before they do."""
+    """Check the kinds of what ranks of a group have to agree on, so that no annotation is checked before they do."""
     kinds: dict[str, tuple[tuple[type, ...], str]] = {
         "mask": ((AttentionMask,), "an AttentionMask"),
         "method": ((str, Usp, GatherKeys), "a str, Usp or GatherKeys"),

@@ -25,7 +25,7 @@ from fastpar.ops.context_attention.plan import Block
 
 
 class Gradients(NamedTuple):
-    """Of q, k and v, in the dtype of sums."""
+    """Gradients of q, k and v, in the dtype of sums."""
 
     q: Tensor
     k: Tensor

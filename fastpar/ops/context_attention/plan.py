@@ -149,7 +149,7 @@ class ContextPlan:
 
     @functools.cached_property
     def order(self) -> TokenOrder:
-        """Of all ranks' tokens, for keys that are gathered."""
+        """The order of all ranks' tokens, for keys that are gathered."""
         return TokenOrder(self.layout, keep_steps=True)
 
     @functools.cached_property

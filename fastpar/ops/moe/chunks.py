@@ -66,7 +66,7 @@ class ChunkedRecv:
         self._came = 0
 
     def tables(self, expert: int) -> Sequence[Tables]:
-        """Of every tensor that was sent, the tables in which the rows of this expert are; waits for them."""
+        """The tables with the rows of this expert, of every tensor that was sent; waits for them."""
         if self._coming:
             self._wait(self._chunk_of[expert] + 1)
         return self._tables
@@ -180,7 +180,7 @@ def _launch(handle: AllToAllHandle, chunks: int, tensors: Sequence[Tensor], x: T
 
 
 def _no_tables(tensors: Sequence[Tensor], x: Tensor | None) -> list[Tables]:
-    """Of every tensor that was sent, before anything came."""
+    """The tables of every tensor that was sent, before anything came."""
     return [[] for _ in range(len(tensors) + (x is not None))]
 
 

@@ -306,7 +306,7 @@ def _save(
 
 
 def _grads_of(ctx: Any, upstream: Tensor, recv: ChunkedRecv | None = None) -> tuple[Tensor | None, ...]:
-    """Of x, the weights and the parameters; `recv` if it was launched before."""
+    """Gradients of x, the weights and the parameters; `recv` if it was launched before."""
     x, hidden, *parameters = ctx.saved_tensors
     call, handle, needs = ctx.call, ctx.handle, ctx.needs
     found = MoeGrads(None, None, ExpertWeights(None, None))

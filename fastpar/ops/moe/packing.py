@@ -112,7 +112,8 @@ class SentTokens(NamedTuple):
 
 
 class SentPairs(NamedTuple):
-    """For sums with the bits of one rank: which rows are sent back, and where each pair's is among those received."""
+    """Pairs for sums with the bits of one rank: which rows are sent back, and where each pair's is among those
+    received."""
 
     rows: Tensor
     to: list[int]

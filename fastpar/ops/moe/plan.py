@@ -145,7 +145,7 @@ class SortedPairs:
 
     @classmethod
     def nowhere(cls, num_experts: int) -> SortedPairs:
-        """Those of a rank with wrong arguments, which takes part in the all-gather that tells the others so."""
+        """The pairs of a rank with wrong arguments, which takes part in the all-gather that tells the others so."""
         return cls.of(torch.empty((0, 1), dtype=torch.int64, device="cpu"), max(num_experts, 0))
 
     @property

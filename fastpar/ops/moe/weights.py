@@ -34,7 +34,7 @@ class ConcatExperts:
         raise IndexError(f"expert {expert} is beyond the {len(self)} of ConcatExperts")
 
     def transpose(self, first: int, second: int) -> ConcatExperts:
-        """Of two dims that are not that of experts."""
+        """Transpose two dims that are not that of experts."""
         return ConcatExperts(*(part.transpose(first, second) for part in self.parts))
 
     def new_buffer(self) -> ConcatExperts:
@@ -77,7 +77,7 @@ class ExpertWeights(NamedTuple):
         return ExpertWeights(*(None if parameter is None else function(parameter) for parameter in self))
 
     def second_bias_once(self, etp: Communicator) -> ExpertWeights:
-        """With the second bias on one rank of those that share each expert, whose results are summed."""
+        """The weights with the second bias on one of the ranks that share each expert, whose results are summed."""
         if self.second_bias is None:
             return self
         return self._replace(second_bias=BiasOnOneRank.apply(self.second_bias, etp.rank == 0))

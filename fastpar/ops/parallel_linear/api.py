@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 
 
 def _autocast(x: Tensor, given: Weights) -> tuple[Tensor, Weights]:
-    """In the dtype that torch.nn.functional.linear would compute in."""
+    """The tensors in the dtype that torch.nn.functional.linear would compute in."""
     dtype = reference.autocast_dtype(x)
     if dtype is None:
         return x, given
@@ -398,7 +398,7 @@ def linear_all_reduce(
 
 
 def _checked(x: Tensor, given: Weights, width: int | None = None) -> tuple[Tensor, Weights]:
-    """In the dtype of autocast, and fitting together."""
+    """The tensors in the dtype of autocast, checked to fit together."""
     if isinstance(x, Tensor) and x.is_floating_point():
         x, given = _autocast(x, given)
     reference.check_linear(x, given, width=width)

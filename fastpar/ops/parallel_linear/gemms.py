@@ -121,7 +121,7 @@ def _pieces(leading: int, rows: RankRows) -> list[_Piece]:
 
 
 def _places(piece: _Piece, rows: RankRows) -> list[tuple[slice, slice]]:
-    """For every rank: where its rows of this piece are in the whole tensor, and where in the piece."""
+    """Where each rank's rows of this piece are in the whole tensor, and where in the piece."""
     firsts = itertools.accumulate(rows.sizes, initial=0)
     inside = itertools.accumulate(piece.lengths, initial=0)
     return [

@@ -1,4 +1,4 @@
-"""In how many chunks a linear layer and its collective alternate: a rule, and a table of measurements.
+"""The number of chunks in which a linear layer and its collective alternate: a rule, and a table of measurements.
 
 The rule for what was never measured is one chunk: the plain product and the plain collective, which nothing here makes
 slower. What costs no extra kernel is always done: in backward, collectives travel during the products that do not wait

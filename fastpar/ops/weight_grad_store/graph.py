@@ -252,7 +252,7 @@ class _LastNode(Entry):
 
 
 def entry_of_last(waiting: Waiting, dout: Tensor) -> Entry:
-    """For a node that did not run."""
+    """The entry of a node that did not run."""
     kind = PRODUCTS.get(type(waiting.node).__name__)
     if kind is None:
         return _LastNode(waiting, dout)
@@ -264,7 +264,7 @@ def _as_tuple(found: Any) -> tuple[Tensor | None, ...]:
 
 
 def _fitted(grad: Tensor | None, target: Target) -> Tensor | None:
-    """As the engine fits what a function has returned to what was its input."""
+    """The gradient fitted to its input, as the engine fits what a function has returned."""
     if grad is None:
         return None
     shape = target.node._input_metadata[target.input_nr].shape

@@ -249,7 +249,7 @@ class MatrixKind:
 
 
 class ConvolutionKind:
-    """As `MatrixKind`."""
+    """The convolution's counterpart of `MatrixKind`."""
 
     def __init__(self) -> None:
         self.reads: dict[int, str | None] = {1: "input", 2: None}

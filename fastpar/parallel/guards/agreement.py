@@ -59,7 +59,7 @@ GENERATORS = (TORCH, "Python's random", "numpy's")
 
 
 def state_of(generator: str, device: torch.device) -> bytes:
-    """Of one of `GENERATORS`, to be compared with another state of it."""
+    """The state of one of `GENERATORS`, to be compared with another state of it."""
     if generator == TORCH:
         return generator_state(device).numpy().tobytes()
     return pickle.dumps(random.getstate() if generator == GENERATORS[1] else np.random.get_state())  # noqa: NPY002

@@ -26,7 +26,7 @@ _FAR = 1e-2  # of the largest output; other positions change it by its own size
 
 
 class _Recorded(nn.Module):
-    """In the place of a block: returns what it returned, or the same with other numbers at other positions."""
+    """A module in the place of a block: returns what it returned, or the same with other numbers at other positions."""
 
     def __init__(self, block: nn.Module, output: Any):
         super().__init__()

@@ -72,7 +72,7 @@ class Style:
         raise NotImplementedError(f"{type(self).__name__} has no apply(path, module, context)")
 
     def sums_gradient(self, path: str, context: SwapContext) -> bool:
-        """Of a parameter that has this style: whether a rank's gradient is a part, to be summed over the group."""
+        """Whether a rank's gradient of a parameter with this style is a part, to be summed over the group."""
         return False
 
 

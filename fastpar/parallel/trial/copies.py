@@ -57,7 +57,7 @@ def training_copy(module: nn.Module) -> nn.Module:
 
 
 class _AnyExperts(nn.Module):
-    """In the place of stacked experts, which are large, and another style's: some function of each token."""
+    """Some function of each token, in the place of stacked experts, which are large, and another style's."""
 
     def forward(self, hidden_states: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
         return torch.tanh(hidden_states)
@@ -126,8 +126,8 @@ def fresh_leaves(inputs: Any, cut: Callable[[int, Tensor], Tensor] | None = None
 
 
 def own_copy(value: Any, tensor: Callable[[Tensor], Tensor] = Tensor.clone) -> Any:
-    """Of an argument that is an object, such as a cache, which the code that gets it may write to; tensors in it are
-    `tensor` of what they are. The object itself, where it is a module or cannot be copied."""
+    """A copy of an argument that is an object, such as a cache, which the code that gets it may write to; tensors in it
+    are `tensor` of what they are. The object itself, where it is a module or cannot be copied."""
     if isinstance(value, nn.Module):
         return value
     try:

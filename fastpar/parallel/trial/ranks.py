@@ -25,7 +25,7 @@ class CodeError(TrialError):
 
 
 class DifferenceError(TrialError):
-    """It has run, and computes something else."""
+    """A trial has run, and computes something else."""
 
 
 class ThreadMeeting:

@@ -85,7 +85,7 @@ class BatchRun:
         return found if self.sequence is None else {**found, **self.sequence.summary()}
 
     def forget(self) -> None:
-        """It is the caller's to keep."""
+        """Forget the batch, which is the caller's to keep."""
         self.inputs, self.kwargs, self.targets = [], [], []
 
     def kwargs_of(self, microbatch: int, *, is_last: bool) -> Mapping[str, Any]:

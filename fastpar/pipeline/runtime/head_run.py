@@ -141,5 +141,5 @@ class HeadRun:
 
 
 def _divided(loss: Tensor, divisor: float) -> Tensor:
-    """By inf where no token counts, and the loss is not a number: 0."""
+    """The loss divided; 0 by inf, where no token counts and the loss is not a number."""
     return torch.zeros_like(loss) if math.isinf(divisor) else loss / divisor

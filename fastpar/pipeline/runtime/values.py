@@ -64,7 +64,7 @@ def _unpack(take: Callable[[], Tensor], structure: Structure) -> Any:
 
 
 def grad_flags(structure: Structure) -> list[bool]:
-    """For each tensor, whether it required a gradient where it was packed."""
+    """Whether each tensor required a gradient where it was packed."""
     kind, content = structure
     if kind == _TENSOR:
         return [content]

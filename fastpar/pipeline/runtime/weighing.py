@@ -24,7 +24,7 @@ _ADVICE = (
 
 @dataclass(frozen=True)
 class MicrobatchCounts:
-    """Of a schedule: the microbatches of a step, and the updates of every stage during one (0: after it)."""
+    """Counts of a schedule: the microbatches of a step, and the updates of every stage during one (0: after it)."""
 
     num_microbatches: int
     updates: int
@@ -87,7 +87,7 @@ class PipelineLossRule:
     def weigh(
         self, inputs: Sequence[tuple[Any, ...]], kwargs: Sequence[Mapping[str, Any]], targets: Sequence[Any]
     ) -> Weighing:
-        """Of whole sequences."""
+        """Weigh microbatches of whole sequences."""
         if self.num_microbatches == 1:
             return self.equal()
         if isinstance(self.loss, CrossEntropy):
@@ -128,7 +128,8 @@ class PipelineLossRule:
     def weigh_parts(
         self, sequence: SplitSequence, targets: Sequence[Any], kwargs: Sequence[Mapping[str, Any]]
     ) -> Weighing:
-        """Of sequences that are split: this rank's sums over the count of all ranks, so that the parts add up.
+        """Weigh microbatches of split sequences: this rank's sums over the count of all ranks, so that the parts add
+        up.
 
         Raises ValueError for a loss without that count.
         """

@@ -94,7 +94,7 @@ class StageAgreement:
 
 
 def summary(args: Sequence[Any], kwargs: Mapping[str, Any], target: Any) -> dict[str, Any]:
-    """By name, the shapes of all tensors, and a checksum of those of integers."""
+    """The shapes of all tensors by name, and a checksum of those of integers."""
     found: dict[str, Any] = {}
     for index, value in enumerate(args):
         _summarise(found, f"input {index}", value)

@@ -87,7 +87,7 @@ class SplitSequence(Protocol):
 
 
 def rows_of(args: Sequence[Sequence[Any]], kwargs: Sequence[Mapping[str, Any]]) -> list[int | None]:
-    """By microbatch, the rows of the first of its tensors that has dims."""
+    """The rows of the first tensor with dims of each microbatch."""
     return [
         next((len(x) for x in tree_leaves((a, dict(k))) if isinstance(x, Tensor) and x.dim()), None)
         for a, k in zip(args, kwargs, strict=True)

@@ -37,12 +37,12 @@ class Keywords:
         return name not in self.withheld and (self.takes_any or name in self.names)
 
     def select(self, keywords: Mapping[str, Any]) -> dict[str, Any]:
-        """Those of a batch's keyword inputs that this part takes."""
+        """The keyword inputs of a batch that this part takes."""
         return {name: value for name, value in keywords.items() if name in self}
 
     @staticmethod
     def of(module: nn.Module) -> Keywords:
-        """By the signature of the module's forward."""
+        """The keywords in the signature of the module's forward."""
         parameters = inspect.signature(module.forward).parameters.values()
         by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
         takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)

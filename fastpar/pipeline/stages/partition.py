@@ -384,7 +384,7 @@ def _chain(model: nn.Module, cut: _PartCut) -> UnitModel:
 
 
 def _layered(model: nn.Module, given: Architecture | None, named: Architecture | None, cut: _PartCut) -> UnitModel:
-    """By the architecture that was given, or the one that the names tell, or the one that running the model shows."""
+    """The units of the architecture that was given, or that the names tell, or that running the model shows."""
     if cut.loss and cut.shard_head:
         raise ValueError(f"loss=True: {type(model).__name__} computes no loss of its own with a sharded head")
 

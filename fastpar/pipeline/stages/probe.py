@@ -106,7 +106,7 @@ def check_counts(name: str, counts: Mapping[str, int]) -> None:
 
 
 class Findings(NamedTuple):
-    """Of a part that was tried: whether its first module needs `EnterStream`, and its stream a guard."""
+    """What trying a part has found: whether its first module needs `EnterStream`, and its stream a guard."""
 
     enters: bool = True
     guards: bool = False

@@ -84,7 +84,7 @@ class Weighing:
 
     @staticmethod
     def of_counts(counts: Sequence[int], per_update: int, *, items: bool, can_be_empty: bool) -> Weighing:
-        """By numbers of tokens, within each update of the weights; see above."""
+        """The weighing by numbers of tokens, within each update of the weights; see above."""
         divisors: list[float] = []
         given: list[int | None] = []
         for index, count in enumerate(counts):

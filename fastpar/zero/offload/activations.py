@@ -339,7 +339,7 @@ class _HostMemory:
 
 
 class _DeviceCopy:
-    """To the host: `memory` is free when the event has come."""
+    """A copy to the host: `memory` is free when the event has come."""
 
     def __init__(self, memory: Tensor, event: torch.cuda.Event) -> None:
         self._memory, self._event = memory, event
@@ -353,7 +353,7 @@ class _DeviceCopy:
 
 
 class _DeviceArrival(_DeviceCopy):
-    """To the device: kernels that are launched after `wait` see it. The host does not wait."""
+    """A copy to the device: kernels that are launched after `wait` see it. The host does not wait."""
 
     def wait(self) -> Tensor:
         current = torch.cuda.current_stream(self._memory.device)

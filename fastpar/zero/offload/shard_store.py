@@ -230,7 +230,7 @@ class _ShardReader:
             self._failure = error
 
     def forget(self, shards: DiskShards) -> None:
-        """They are not wanted any more."""
+        """Drop shards that were read ahead, and are not wanted any more."""
         if self._ahead is shards:
             self._settle()
 

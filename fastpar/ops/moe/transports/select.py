@@ -59,7 +59,7 @@ def find_dispatcher(
 def _over_hosts(
     comm: Communicator, group: ProcessGroup, *, is_cpu: bool, exact: bool, if_fewer: bool
 ) -> HierarchicalDispatcher | None:
-    """For a group on several hosts where some rank is not alone: else no token would be spared a way."""
+    """The transport over several hosts where some rank is not alone: else no token would be spared a way."""
     if is_cpu:
         here = comm.host_ranks()
         if here is None:

@@ -71,7 +71,7 @@ _MEMORIES: weakref.WeakKeyDictionary[ProcessGroup, SymmetricExchanges] = weakref
 
 
 def _exchange(comm: Communicator, x: Tensor, top_k: int, num_experts: int, max_rows: int | None) -> PushExchange:
-    """That of the group for such calls; made, where there is none: `Note: memory`."""
+    """The group's exchange for such calls; made, where there is none: `Note: memory`."""
     assert comm.group is not None
     memory = _MEMORIES.setdefault(comm.group, SymmetricExchanges())
     key = ExchangeKey(x.device, num_experts, top_k, x.shape[1] * x.element_size())

@@ -200,7 +200,7 @@ class SharedForwardRoute(NamedTuple):
 
 
 class SharedForwarder(HostForwarder[SharedForwardRoute]):
-    """In memory that the ranks of the host share."""
+    """Forwards rows in memory that the ranks of the host share."""
 
     needs_rank_sizes = False
 
@@ -270,7 +270,7 @@ class AllToAllForwardRoute:
 
 
 class AllToAllForwarder(HostForwarder[AllToAllForwardRoute]):
-    """By an all-to-all within the host, each row once to each rank."""
+    """Forwards rows by an all-to-all within the host, each row once to each rank."""
 
     needs_rank_sizes = True
 
