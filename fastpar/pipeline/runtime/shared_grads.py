@@ -5,6 +5,11 @@ all add the contributions in the order of ranks: the sums have the same bits eve
 under equal optimizers. Contributions are taken apart from what `.grad` held before the step, so gradients may be
 accumulated over several steps.
 
+In one process a tied weight is one object: frozen or written to by one name, it is so by all. Here users have to do it
+on every rank that holds it, and what goes with the gradients tells the others: whether it is trained, and whether it
+was written to otherwise than before. Copies that are frozen on some ranks only are an error on all of them, and after
+unusual writes the copies are compared.
+
 So that a norm over all stages counts such a parameter once, its tensors carry the attribute `pipeline_share`: (index,
 count) where the holders are `count` ranks and this is the index'th, None for a further tensor on the same rank. So that
 a checkpoint has a tied one under one name, as the whole model has, they carry that as `pipeline_tied_name`.
@@ -12,8 +17,12 @@ a checkpoint has a tied one under one name, as the whole model has, they carry t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import IntFlag
+from operator import or_
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -53,7 +62,7 @@ def find_shared(schedule: Schedule, rank: int, stages: Mapping[int, Stage]) -> l
         parts = tuple(part for part in sorted(names) if part in by_part)
         own = tuple(dict.fromkeys(registered(by_part[part].module, names[part]) for part in parts))
         seen.update(own)
-        if own[0].requires_grad and (len(holders) > 1 or len(own) > 1):
+        if len(holders) > 1 or len(own) > 1:  # frozen ones, too: they may be trained later
             found[name] = SharedParameter(name, parts, tuple(sorted(holders)), own)
 
     for stage in by_part.values():
@@ -67,6 +76,15 @@ def find_shared(schedule: Schedule, rank: int, stages: Mapping[int, Stage]) -> l
                 if parameter not in seen:
                     add(f"{name} of part {part}", {part: name})
     return sorted(found.values(), key=lambda shared: (shared.ranks, shared.name))
+
+
+class _State(IntFlag):
+    """What a rank says of a shared parameter, beside its contribution. Of several tensors here: of any."""
+
+    HAS_GRAD = 1
+    IS_TRAINED = 2
+    IS_FROZEN = 4
+    IS_WRITTEN = 8
 
 
 class SharedGrads:
@@ -89,25 +107,34 @@ class SharedGrads:
         self._before: dict[nn.Parameter, Tensor | None] = {}
         self._ready: set[int] = set()  # parts whose backward has ended
         self._sent: set[tuple[int, ...]] = set()  # groups whose contributions are on their way
+        # Writes to each since the last run, the number that is usual (an optimizer's step), and all there were.
+        self._writes = {own: (0, 0, _count_writes(own)) for own in self._tensors()}
 
     def check_equal(self) -> None:
         """Compare the weights with the other holders'; ValueError names the first that differs."""
         for ranks, group in self._groups.items():
-            sums = torch.stack([_fingerprint(own) for shared in group for own in shared.own[:1]])
-            self._send(ranks, [sums], b"")
-            for rank in ranks:
-                if rank == self._rank:
-                    continue
-                (theirs,), _ = self._p2p.recv(rank, self._tag)
-                for shared, equal in zip(group, (sums == theirs).all(1).tolist(), strict=True):
-                    if not equal:
-                        raise ValueError(
-                            f"{shared.name} is shared by ranks {ranks}, but its weights differ between ranks "
-                            f"{self._rank} and {rank}: start all ranks from the same weights"
-                        )
+            self._check_equal(ranks, group, "start all ranks from the same weights")
+
+    def _check_equal(self, ranks: tuple[int, ...], group: Sequence[SharedParameter], advice: str) -> None:
+        sums = torch.stack([_fingerprint(shared.own) for shared in group])
+        self._send(ranks, [sums], b"")
+        received = {rank: self._p2p.recv(rank, self._tag)[0][0] for rank in ranks if rank != self._rank}
+        for rank, theirs in {**received, self._rank: sums}.items():
+            for shared, mine, other in zip(group, sums.tolist(), theirs.tolist(), strict=True):
+                if mine[:-1] != other[:-1] or other[-1]:
+                    where = f"between ranks {self._rank} and {rank}" if mine[:-1] != other[:-1] else f"on rank {rank}"
+                    raise ValueError(
+                        f"{shared.name} is shared by ranks {ranks}, but its weights differ {where}: {advice}"
+                    )
+
+    def _tensors(self) -> Iterator[nn.Parameter]:
+        return (tensor for group in self._groups.values() for shared in group for tensor in shared.own)
 
     def begin(self) -> None:
-        for own in (tensor for group in self._groups.values() for shared in group for tensor in shared.own):
+        for own in self._tensors():
+            now = _count_writes(own)
+            last, usual, before = self._writes[own]
+            self._writes[own] = (now - before, last or usual, now)
             self._before[own] = own_grad(own)
             set_own_grad(own, None)
 
@@ -121,17 +148,29 @@ class SharedGrads:
         for ranks, group in self._groups.items():
             if ranks not in self._sent:
                 self._send_own(ranks, group)
+        to_compare = []
         for ranks, group in self._groups.items():
-            own = [_contribution(shared) for shared in group]
-            parts = [own if rank == self._rank else self._receive(rank) for rank in ranks]
+            own = [_contribution(shared) for shared in group], self._states(group)
+            parts, states = zip(*(own if rank == self._rank else self._receive(rank) for rank in ranks), strict=True)
             for shared, contributions in zip(group, zip(*parts, strict=True), strict=True):
                 self._store(shared, contributions)
+            said = [functools.reduce(or_, each) for each in zip(*states, strict=True)]
+            to_compare.append((ranks, group, said))
+        for ranks, group, said in to_compare:  # when all contributions have arrived, which come by the same way
+            for shared, state in zip(group, said, strict=True):
+                if _State.IS_TRAINED | _State.IS_FROZEN in state:
+                    raise ValueError(
+                        f"{shared.name} is shared by ranks {ranks}, and frozen in some of the places that hold it: "
+                        "set requires_grad of every one, on all of these ranks"
+                    )
+            if any(_State.IS_WRITTEN in state for state in said):
+                self._check_equal(ranks, group, "what is written to one has to be written to all of them")
         for state in (self._before, self._ready, self._sent):
             state.clear()
 
     def _send_own(self, ranks: tuple[int, ...], group: Sequence[SharedParameter]) -> None:
         own = [_contribution(shared) for shared in group]
-        self._send(ranks, [t for t in own if t is not None], bytes(t is not None for t in own))
+        self._send(ranks, [t for t in own if t is not None], bytes(self._states(group)))
         self._sent.add(ranks)
 
     def _send(self, ranks: tuple[int, ...], tensors: list[Tensor], note: bytes) -> None:
@@ -139,10 +178,19 @@ class SharedGrads:
             if peer != self._rank:
                 self._p2p.send(peer, self._tag, tensors, note)
 
-    def _receive(self, peer: int) -> list[Tensor | None]:
+    def _receive(self, peer: int) -> tuple[list[Tensor | None], list[_State]]:
         tensors, note = self._p2p.recv(peer, self._tag)
-        rest = iter(tensors)
-        return [next(rest) if present else None for present in note]
+        rest, states = iter(tensors), [_State(each) for each in note]
+        return [next(rest) if _State.HAS_GRAD in state else None for state in states], states
+
+    def _states(self, group: Sequence[SharedParameter]) -> list[_State]:
+        return [functools.reduce(or_, map(self._state, shared.own)) for shared in group]
+
+    def _state(self, own: nn.Parameter) -> _State:
+        writes, usual, _ = self._writes[own]
+        state = _State.IS_TRAINED if own.requires_grad else _State.IS_FROZEN
+        state |= _State.IS_WRITTEN if writes not in (0, usual) else _State(0)
+        return state | (_State(0) if own_grad(own) is None else _State.HAS_GRAD)
 
     def _store(self, shared: SharedParameter, contributions: Sequence[Tensor | None]) -> None:
         present = [tensor for tensor in contributions if tensor is not None]
@@ -171,7 +219,19 @@ def _contribution(shared: SharedParameter) -> Tensor | None:
     return sum(grads[1:], grads[0]) if grads else None
 
 
-def _fingerprint(parameter: nn.Parameter) -> Tensor:
-    """Two sums that differ where the weights do, but for rare coincidences."""
-    values = _local(parameter).detach().double().flatten()
-    return torch.stack([values.sum(), (values * torch.arange(1, values.numel() + 1, device=values.device)).sum()]).cpu()
+def _fingerprint(own: Sequence[nn.Parameter]) -> Tensor:
+    """The bits of two sums that differ where the weights do, but for rare coincidences; and whether those of the
+    tensors here differ."""
+    sums = []
+    for parameter in own:
+        values = _local(parameter).detach().double().flatten()
+        places = torch.arange(1, values.numel() + 1, device=values.device)
+        sums.append(torch.stack([values.sum(), (values * places).sum()]).cpu().view(torch.int64))  # NaN is like itself
+    differ = torch.tensor([any(not torch.equal(each, sums[0]) for each in sums[1:])], dtype=torch.int64, device="cpu")
+    return torch.cat([sums[0], differ])
+
+
+def _count_writes(parameter: Any) -> int:
+    """In place, as far as torch counts them: those of a DTensor to itself or to its part."""
+    inner = parameter._local_tensor._version if isinstance(parameter, DTensor) else 0
+    return int(parameter._version + inner)
