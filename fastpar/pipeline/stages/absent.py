@@ -9,20 +9,39 @@ from stand-ins never counts: see `stream`.
 
 from __future__ import annotations
 
+import functools
 import inspect
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from fastpar.pipeline.stages.stream import HIDDEN, Stream, alias, fill, main_of
 
 _PLAIN = (bool, int, float, str, tuple, type(None))
 
 
+def _unless_sealed(name: str) -> Callable[..., RemovableHandle]:
+    register: Any = getattr(nn.Module, name)
+
+    @functools.wraps(register)
+    def wrapped(self: Absent, hook: Any, *args: Any, **kwargs: Any) -> RemovableHandle:
+        if self.is_sealed:
+            return RemovableHandle(OrderedDict())
+        handle: RemovableHandle = register(self, hook, *args, **kwargs)
+        return handle
+
+    return wrapped
+
+
 class Absent(nn.Module):
     """Passes its first argument on.
+
+    Of a pipeline it is sealed: hooks that users put on it do not run, as on all layers in a loop. They are for the
+    module, and run where that is.
 
     path            the module's name in the model
     part            the part that holds it
@@ -36,6 +55,7 @@ class Absent(nn.Module):
         plain = {k: v for k, v in vars(original).items() if not k.startswith("_") and isinstance(v, _PLAIN)}
         self.__dict__.update(plain)  # what a model reads off its layers, such as `attention_type` or `layer_idx`
         self.path, self.part, self.original_name = path, part, type(original).__name__
+        self.is_sealed = False
         self.absent_modules = tuple(name for name, _ in original.named_modules(remove_duplicate=False) if name)
         self._tensors: dict[str, AbsentStageTensor] = {}
         for name, tensor in (*original._parameters.items(), *original._buffers.items()):
@@ -61,6 +81,11 @@ class Absent(nn.Module):
     def returns(self, template: Any) -> None:
         """Say what the module returns (`template_of`)."""
         self._template = template
+
+    register_forward_hook = _unless_sealed("register_forward_hook")
+    register_forward_pre_hook = _unless_sealed("register_forward_pre_hook")
+    register_full_backward_hook = _unless_sealed("register_full_backward_hook")
+    register_full_backward_pre_hook = _unless_sealed("register_full_backward_pre_hook")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not args and self._first not in kwargs:

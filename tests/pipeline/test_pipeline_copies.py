@@ -1,0 +1,114 @@
+"""What ranks of a pipeline hold together: tied weights, frozen and written to, and stand-ins of layers."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fastpar as fp
+from tests.assembly.assembly_cells import Cell, batch, build
+from tests.assembly.assembly_ranks import assembled, fed
+from tests.dist import run_ranks
+
+TIED = Cell("pp2 mb2", tied=True)
+
+
+def _token_losses(output: Any, target: Tensor) -> Tensor:
+    return F.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="sum") / 100
+
+
+def _scaled(_layer: nn.Module, _args: Any, output: Tensor) -> Tensor:
+    return output * 1.1
+
+
+def hooked_losses() -> list[float]:
+    """Of models all of whose layers have a hook, as far as the rank has them."""
+    found = []
+    for words in ("pp2 mb2", "pp2 zbv mb2", "pp2 mb2 zero3"):
+        trained = assembled(Cell(words))
+        for part in trained.parts:
+            for layer in part.layers:
+                layer.register_forward_hook(_scaled)
+        found.append(trained.step(fed(trained, Cell(words), 0)).loss)
+        trained.close()
+    return found
+
+
+def test_a_hook_on_every_layer_runs_where_the_layer_is() -> None:
+    model: Any = build(Cell("one rank"))
+    for layer in model.layers:
+        layer.register_forward_hook(_scaled)
+    ids, targets = batch(0)
+    wanted = float(F.cross_entropy(model(ids).flatten(0, 1), targets.flatten()).detach())
+    for found in run_ranks(2, hooked_losses):
+        assert found == pytest.approx([wanted] * 3, rel=1e-9)
+
+
+def refusals() -> list[str]:
+    """What a step says when rank 0 alone has frozen a tied weight, or written to it."""
+    said = []
+    for change in ("freeze", "write"):
+        trained = assembled(TIED)
+        for step in range(3):
+            if step == 2 and trained.mesh.rank("pp") == 0:
+                weight = trained.parts[0].embed_tokens.weight
+                if change == "freeze":
+                    weight.requires_grad_(False)
+                else:
+                    with torch.no_grad():
+                        weight.mul_(0.9)
+            with contextlib.ExitStack() as stack:
+                if step == 2:
+                    error = stack.enter_context(pytest.raises(RuntimeError))
+                trained.step(fed(trained, TIED, step))
+        said.append(str(error.value))
+        trained.close()
+    return said
+
+
+def test_what_one_rank_does_to_a_tied_weight_alone_is_an_error_on_all() -> None:
+    for frozen, written in run_ranks(2, refusals):
+        assert "frozen in some of the places that hold it" in frozen
+        assert "its weights differ between ranks" in written
+        assert "has to be written to all of them" in written
+
+
+def thawed(pipelined: bool) -> tuple[list[float], Tensor]:
+    """Losses of a tied model whose embedding is frozen for the first step, and the embedding."""
+    model: Any = build(TIED)
+    model.embed_tokens.weight.requires_grad_(False)
+    pipe = None
+    if pipelined:
+        mesh = fp.init_mesh(pp=2, device="cpu")
+        pipe = fp.parallelize_pipeline(model, mesh, "1f1b", num_microbatches=2, loss=_token_losses, reduction="sum")
+    owner: Any = model if pipe is None else pipe
+    optimizer = torch.optim.SGD(owner.parameters(), lr=0.1)
+    losses = []
+    for step in range(3):
+        if step == 1:
+            for parameter in owner.parameters():
+                parameter.requires_grad_(True)
+        ids, targets = batch(step)
+        if pipe is None:
+            loss = _token_losses(model(ids), targets)
+            loss.backward()
+        else:
+            loss = pipe.step(ids, target=targets)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    names = ("embed_tokens.weight", "lm_head.weight")
+    weight = next(p for name, p in owner.named_parameters() if name.endswith(names))
+    return losses, weight.detach().clone()
+
+
+def test_tied_weights_that_are_frozen_at_first_stay_equal_when_they_are_trained() -> None:
+    losses, weight = thawed(False)
+    for found, held in run_ranks(2, thawed, True):
+        assert found == pytest.approx(losses, rel=1e-9)
+        torch.testing.assert_close(held, weight)
