@@ -308,7 +308,7 @@ ZERO = _of(
     ),
     (
         "a step does not look for writes that torch has not counted",
-        "if self._looks.is_due(self.steps) and follow_writes(params):",
+        "if self._looks.is_due(step) and follow_writes(params):",
         "if False and follow_writes(params):",
         "test_zero_masters.py masters_are_what_is_written",
     ),

@@ -91,6 +91,18 @@ class Autocast:
             self._entered.pop().__exit__(None, None, None)
 
 
+def hook_casts(model: nn.Module, precision: Precision, device: str) -> list[Any]:
+    """Let the model run in a precision: with inputs in the dtype of its parameters, under autocast. Returns handles."""
+    handles: list[Any] = []
+    if precision.param is not None:
+        handles.append(model.register_forward_pre_hook(CastInputs(precision.param), with_kwargs=True))
+    if precision.compute is not None:
+        autocast = Autocast(precision, device)
+        handles.append(model.register_forward_pre_hook(autocast.enter))
+        handles.append(model.register_forward_hook(autocast.leave, always_call=True))
+    return handles
+
+
 class ZeroGrad:
     """`zero_grad` of a module or an optimizer, which drops what was reduced and summed, too: `forget`, called with
     `set_to_none`."""

@@ -17,12 +17,14 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
+
 from fastpar.comm import Communicator
 from fastpar.comm.agree import set_on_any
 from fastpar.comm.wire_formats import Wire
 from fastpar.zero.buckets import STAGING_BUFFERS, Bucket, StagingPool
-from fastpar.zero.groups import Groups
-from fastpar.zero.param_classes import hide, looking_at_absent, show, withhold
+from fastpar.zero.groups import Groups, as_dtensor, local
+from fastpar.zero.param_classes import hide, looking_at_absent, show, unsent_gradient, withhold
 from fastpar.zero.replica_writes import ReplicaWrites
 from fastpar.zero.sharded_param import ShardedParam
 
@@ -174,3 +176,26 @@ class GradReducer:
             param.optim_param.grad = None  # as without data parallelism
         self._is_shown = True
         show(param)
+
+
+def forget_gradients(reducers: Sequence[GradReducer], params: Sequence[ShardedParam], *, set_to_none: bool) -> None:
+    """Forget what has been summed and what has been averaged. Where it is not set to None, what had a gradient has one
+    of zeros, with which a step updates it, as without data parallelism: it decays, and goes on by its momentum."""
+    zeroed = [] if set_to_none else [param for param in params if _has_had_gradient(param)]
+    for reducer in reducers:
+        reducer.forget_sums(params)
+    for param in params:  # of a module these are not the parameters
+        if param.optim_param.grad is not None:
+            param.optim_param.grad = None
+    for param in zeroed:
+        mine = local(param.optim_param)  # whose values may be in a file
+        zeros = torch.zeros(mine.shape, dtype=mine.dtype, device=mine.device)
+        param.optim_param.grad = as_dtensor(zeros, param.spec)
+    if zeroed:
+        for reducer in reducers:
+            reducer.show()
+
+
+def _has_had_gradient(param: ShardedParam) -> bool:
+    found = param.unreduced_sum, param.unsent, unsent_gradient(param.optim_param)
+    return any(x is not None for x in found)

@@ -275,6 +275,17 @@ def new_run(groups: Groups) -> int:
     return int(number)
 
 
+def check_names(groups: Groups, *, are_named: bool) -> None:
+    """Raises ValueError where other ranks may have other parameters under the same numbers."""
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    is_alone = world == groups.size if groups.mesh is None else groups.mesh.size("pp") == 1
+    if not (are_named or is_alone):
+        raise ValueError(
+            "shard(...) was given parameters without names, and other ranks have others under the same numbers: "
+            "pass what has names to shard, as the pipeline itself, or pipe.named_parameters()"
+        )
+
+
 def mark_of(zero: Zero) -> Tensor:
     """The mark of what is saved now."""
     ranks = zero.groups.ranks

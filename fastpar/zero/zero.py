@@ -12,20 +12,18 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from fastpar.arguments import checked
 from fastpar.clip import GradSum
 from fastpar.comm.ranges import annotate
 from fastpar.ddp import OVER_ZERO, ClosedToDDP
-from fastpar.optim._masters import Looks
 from fastpar.pipeline import Pipeline
 from fastpar.pretrained.generation import GenerateDoor
 from fastpar.pretrained.saving import SaveDoor
@@ -33,15 +31,16 @@ from fastpar.tensor.held import HeldTensor, Index, index_of
 from fastpar.zero import memory, state_dict
 from fastpar.zero.grad_clipping import GradClipping
 from fastpar.zero.groups import Groups, as_dtensor, held_index, local
-from fastpar.zero.hooks import Autocast, CastInputs, ForwardHook, LoadStates, ZeroGrad, in_backward
+from fastpar.zero.hooks import ForwardHook, LoadStates, ZeroGrad, hook_casts, in_backward
+from fastpar.zero.masters import Masters
 from fastpar.zero.offload.shard_store import DiskStates
 from fastpar.zero.optimizer_step import SCALER_SCALARS, KeptCounts, Stepper
 from fastpar.zero.options import NamedParameters, ShardOptions
-from fastpar.zero.param_classes import unsent_gradient
+from fastpar.zero.reducer import forget_gradients
 from fastpar.zero.replicas import ModelParams, Replicas, cast_buffers, synchronise_values
-from fastpar.zero.sharded_param import ShardedParam, follow_writes
+from fastpar.zero.sharded_param import ShardedParam
 from fastpar.zero.stage3 import Stage3
-from fastpar.zero.state_dict import new_run, parts_of
+from fastpar.zero.state_dict import check_names, new_run, parts_of
 
 MODES = ("train", "eval")  # methods of optimizers that average weights
 
@@ -81,7 +80,7 @@ class Zero:
         cast_buffers(model, options.precision.buffers)
         self._waiting: list[Stepper] = []  # that have not taken the step whose gradients have been prepared
         self._is_going = True  # and whether it is not skipped
-        self._looks = Looks()
+        self._masters = Masters(in_files=options.offload is not None and options.offload.path is not None)
         self._has_run = False  # with gradients, since the last step
         self.storages: list[ModelParams]
         if model is not None and options.stage == 3:
@@ -103,7 +102,7 @@ class Zero:
         with self._holding_optim_params():
             self._adopt()
             self._disks = self._make_disks()
-        self._note_versions()
+        self._masters.note_versions()
         self._handles = self._hook()
 
     # ---- what users call
@@ -187,12 +186,11 @@ class Zero:
 
     def state_dict(self) -> dict[str, Any]:
         """The state for a checkpoint, for torch.distributed.checkpoint: see `fastpar.zero.state_dict`. Collective."""
-        self._check_names()
+        check_names(self.groups, are_named=self.are_named)
         self._load()
         for reducer in self._reducers:
             reducer.hide()
-        with torch.no_grad():
-            follow_writes(self.params)
+        self._masters.follow()
         with self._holding_optim_params():
             found = state_dict.collect(self)
         for reducer in self._reducers:
@@ -206,12 +204,12 @@ class Zero:
         Raises ValueError on all ranks where parts of the checkpoint are of different saves, and for parameter groups
         whose parameters had different options.
         """
-        self._check_names()
+        check_names(self.groups, are_named=self.are_named)
         self._load()
         with self._holding_optim_params():
             state_dict.restore(self, loaded)
             self._release()
-            self._write_back([param.optim_param for param in self.params])
+            self._masters.write_back([param.optim_param for param in self.params])
             self._publish()
             for disk in self._disks.values():
                 disk.put_away()
@@ -223,7 +221,7 @@ class Zero:
         self._look_around()
         self._load()
         with torch.no_grad(), self._holding_optim_params():
-            follow_writes(self.params)
+            self._masters.follow()
             self._release()
             trained = [
                 HeldTensor(p.name, held_index(p.parameter, p.optim_param, self.groups_of(p)), local(p.optim_param))
@@ -231,7 +229,7 @@ class Zero:
             ]
             others = [HeldTensor(name, self._index_of_other(name, x), local(x)) for name, x in self.others()]
             yield trained + others
-            self._write_back([param.optim_param for param in self.params])
+            self._masters.write_back([param.optim_param for param in self.params])
             self._forget_scales(self.params)
             self._publish()
             for disk in self._disks.values():
@@ -292,17 +290,6 @@ class Zero:
         """The ranks that a parameter is averaged over: those of data parallelism, or of its experts."""
         return self.groups.of(param.parameter)
 
-    def _check_names(self) -> None:
-        """Raises ValueError where other ranks may have other parameters under the same numbers."""
-        world = dist.get_world_size() if dist.is_initialized() else 1
-        mesh = self.groups.mesh
-        is_alone = world == self.groups.size if mesh is None else mesh.size("pp") == 1
-        if not (self.are_named or is_alone):
-            raise ValueError(
-                "shard(...) was given parameters without names, and other ranks have others under the same numbers: "
-                "pass what has names to shard, as the pipeline itself, or pipe.named_parameters()"
-            )
-
     def _load(self) -> None:
         """Bring what is in files into memory, until the next step or forward."""
         for disk in self._disks.values():
@@ -323,13 +310,7 @@ class Zero:
     def _publish(self, owner: int | None = None) -> None:
         for storage in self.storages:
             storage.published(owner)
-        self._note_versions()
-
-    def _note_versions(self) -> None:
-        if self._has_copies:
-            for param in self.params:
-                if param.model_rows is not None:
-                    param.note_version()
+        self._masters.note_versions()
 
     def _phases(self, stepper: Stepper) -> None:
         """Reduce, check and clip (once for all optimizers), update, gather."""
@@ -353,9 +334,9 @@ class Zero:
         disk = self._disks.get(id(stepper))
         if disk is None:
             with annotate("fastpar::zero::update"):
-                self._take_written(optim_params)
+                self._masters.follow_before(optim_params, self.steps)
                 stepper.update()
-                self._write_back(optim_params, stepper.outputs)
+                self._masters.write_back(optim_params, stepper.outputs)
         else:
             optimizer: Any = stepper.optimizer
             scalars = {name: getattr(optimizer, name) for name in SCALER_SCALARS if hasattr(optimizer, name)}
@@ -366,11 +347,11 @@ class Zero:
                 counts.put_back()
                 for name, value in scalars.items():  # which an update resets
                     setattr(optimizer, name, value)
-                self._take_written(some)
+                self._masters.follow_before(some, self.steps)
                 with self._writing(some):
                     stepper.update(some)
                     # A skipped update has rounded nothing, and what lies in a file has new memory here
-                    self._write_back(some, () if may_skip else stepper.outputs)
+                    self._masters.write_back(some, () if may_skip else stepper.outputs)
 
             disk.update(update)
         with annotate("fastpar::zero::publish"):  # stages 1 and 2 gather what was updated: the others may never step
@@ -401,28 +382,11 @@ class Zero:
         something has."""
         for storage in self.storages:
             storage.check()
-        if self._has_copies:
-            with torch.no_grad():
-                overwritten = [
-                    param for param in self.params if param.is_overwritten
-                ]  # by the model's load_state_dict, say
-                for param in overwritten:
-                    param.take_values()
-            self._forget_scales(overwritten)
+        self._forget_scales(self._masters.follow_overwritten())
         thawed = {name: x for storage in self.storages for name, x in storage.thawed().items()}
         if thawed:
             with self._holding_optim_params():
                 self._adopt_thawed(thawed)
-
-    def _take_written(self, optim_params: Sequence[nn.Parameter]) -> None:
-        """Masters that an update has read follow what was written while they were in a file, and, in some steps, what
-        torch has not counted, as writes through `.data`."""
-        if not self._has_copies:
-            return
-        params = [self._param_of[id(x)] for x in optim_params if id(x) in self._param_of]
-        follow_writes([param for param in params if param.is_behind])
-        if self._looks.is_due(self.steps) and follow_writes(params):
-            self._looks.found(self.steps)
 
     def _forget_scales(self, params: Sequence[ShardedParam]) -> None:
         """Forget the scales of gathers with delayed ones, for parameters with values that no step has led to."""
@@ -449,7 +413,7 @@ class Zero:
             if names:
                 storage.adopt(names)
         self._take_params()
-        self._note_versions()
+        self._masters.note_versions()
         before = {id(stepper): {id(p) for p in stepper.parameters()} for stepper in self.steppers}
         self._adopt()
         for stepper in self.steppers:
@@ -504,21 +468,6 @@ class Zero:
                 stack.enter_context(stepper.holding_optim_params())
             yield
 
-    def _write_back(self, optim_params: Sequence[nn.Parameter], rounded: Container[int] = ()) -> None:
-        """Round updated master weights to the parameters; `rounded`: ids of those that the update has rounded itself.
-
-        Note: copies to a device that nobody waits for. The host may write to a master again when its copy has been
-        read. That write needs the master's next gradient, which the host waits for (`ShardedParam.add_gradient`), on
-        a stream that comes after these copies, as its gradient is that of a forward with what they bring. Masters of a
-        file are another matter: they lie in buffers that the next read goes to.
-        """
-        if not self._has_copies:
-            return
-        for optim_param in optim_params:
-            param = self._param_of[id(optim_param)]
-            if param.model_rows is not None and not param.is_in_place and id(optim_param) not in rounded:
-                param.model_rows.copy_(local(optim_param), non_blocking=not self._disks)
-
     # ---- building
 
     def _take_params(self) -> None:
@@ -527,12 +476,12 @@ class Zero:
         self.params = sorted(params, key=lambda param: self._order[param.name])
         for param in self.params:
             param.is_traced = self.options.skip_nonfinite
+        self._masters.hold(self.params)
 
     def _adopt(self) -> None:
         """Give the optimizers what they are to update in the place of the parameters."""
         frozen = self._frozen_at_rest()
         self._param_of = {id(param.optim_param): param for param in self.params}
-        self._has_copies = any(param.model_rows is not None for param in self.params)
         for stepper in self.steppers:
             stepper.adopt(self.params, self.groups, frozen)
 
@@ -543,8 +492,7 @@ class Zero:
                 disk.load()
             with self._holding_optim_params():
                 pass
-        with torch.no_grad():
-            follow_writes(self.params)
+        self._masters.follow()
 
     def _load_optimizer(self, optimizer: Any, load: Callable[[Any], None], given: dict[str, Any]) -> None:
         """`optimizer.load_state_dict`, for states of this layout or whole ones, as one process has them. Collective
@@ -562,7 +510,7 @@ class Zero:
                 self._release()
                 for param, value in masters.values():
                     local(param.optim_param).copy_(local(value))
-                self._write_back([param.optim_param for param, _ in masters.values()])
+                self._masters.write_back([param.optim_param for param, _ in masters.values()])
                 self._forget_scales([param for param, _ in masters.values()])
                 self._publish()
             for disk in self._disks.values():
@@ -575,10 +523,10 @@ class Zero:
         for disk in self._disks.values():
             disk.load()
         with torch.no_grad(), self._holding_optim_params():
-            follow_writes(self.params)
+            self._masters.follow()
             self._release()
             found = getattr(type(stepper.optimizer), mode)(stepper.optimizer, *args, **kwargs)
-            self._write_back([p for p in stepper.parameters() if id(p) in self._param_of])
+            self._masters.write_back([p for p in stepper.parameters() if id(p) in self._param_of])
             self._publish(self.optimizers.index(stepper.optimizer))
             for disk in self._disks.values():
                 disk.put_away()
@@ -614,14 +562,8 @@ class Zero:
             self.model.register_forward_pre_hook(ForwardHook(self.model, self._before_forward), prepend=True),
             self.model.register_forward_hook(ForwardHook(self.model, self._after_forward), always_call=True),
         ]
-        if self.precision.param is not None:
-            handles.append(self.model.register_forward_pre_hook(CastInputs(self.precision.param), with_kwargs=True))
-        if self.precision.compute is not None:
-            device = next((param.parameter.device.type for param in self.params), "cpu")
-            autocast = Autocast(self.precision, device)
-            handles.append(self.model.register_forward_pre_hook(autocast.enter))
-            handles.append(self.model.register_forward_hook(autocast.leave, always_call=True))
-        return handles
+        device = next((param.parameter.device.type for param in self.params), "cpu")
+        return [*handles, *hook_casts(self.model, self.precision, device)]
 
     @property
     def is_attached(self) -> bool:
@@ -649,29 +591,10 @@ class Zero:
                 reducer.end_forward(output)
 
     def _forget_gradients(self, set_to_none: bool = True, *, stepper: Stepper | None = None) -> None:
-        """Forget gradients of an optimizer's parameters; None: of all. Where they are not set to None, what had a
-        gradient has one of zeros, with which a step updates it, as without data parallelism: it decays, and goes on by
-        its momentum."""
+        """Forget gradients of an optimizer's parameters; None: of all."""
         self._waiting.clear()
         params = self.params
         if stepper is not None and len(self.steppers) > 1:
             its = {id(parameter) for parameter in stepper.parameters()}
             params = [param for param in params if id(param.optim_param) in its]
-        zeroed = [] if set_to_none else [param for param in params if self._has_had_gradient(param)]
-        for reducer in self._reducers:
-            reducer.forget_sums(params)
-        for param in params:  # of a module these are not the parameters
-            if param.optim_param.grad is not None:
-                param.optim_param.grad = None
-        for param in zeroed:
-            mine = local(param.optim_param)  # whose values may be in a file
-            param.optim_param.grad = as_dtensor(
-                torch.zeros(mine.shape, dtype=mine.dtype, device=mine.device), param.spec
-            )
-        if zeroed:
-            for reducer in self._reducers:
-                reducer.show()
-
-    def _has_had_gradient(self, param: ShardedParam) -> bool:
-        found = param.unreduced_sum, param.unsent, unsent_gradient(param.optim_param)
-        return any(x is not None for x in found)
+        forget_gradients(self._reducers, params, set_to_none=set_to_none)

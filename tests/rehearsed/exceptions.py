@@ -47,7 +47,7 @@ ALLOWED_ON_RANKS: dict[tuple[str, str], str] = {
 # The same where states, and perhaps parameters, are offloaded: the host has the update, so work there is no finding.
 ALLOWED_OFFLOADED: dict[tuple[str, str], str] = {
     ("copy", "fastpar/zero/sharded_param.py:ShardedParam.add_gradient"): "gradients come to where masters are",
-    ("copy", "fastpar/zero/zero.py:Zero._write_back"): "rounded masters go to where parameters are",
+    ("copy", "fastpar/zero/masters.py:Masters.write_back"): "rounded masters go to where parameters are",
     ("copy", "fastpar/zero/flat.py:Upload.copy"): "shards go to where they are gathered, on a stream of their own",
     ("sync", "fastpar/zero/flat.py:Upload.settle"): "the step writes to shards that a prefetch may be copying",
     (
