@@ -201,7 +201,9 @@ class NamedParameters:
             return NamedParameters(dict(model.named_parameters()))
         found: dict[str, nn.Parameter] = {}
         are_named = True
-        for index, item in enumerate(model.named_parameters() if hasattr(model, "named_parameters") else model):
+        items = list(model.named_parameters() if hasattr(model, "named_parameters") else model)
+        own = {item[0] for item in items if isinstance(item, tuple)}
+        for index, item in enumerate(items):
             name, parameter = item if isinstance(item, tuple) and len(item) == 2 else (None, item)
             if not isinstance(parameter, nn.Parameter):
                 raise TypeError(
@@ -211,7 +213,7 @@ class NamedParameters:
                 name = getattr(parameter, "pipeline_name", None)
                 are_named &= name is not None
             tied = getattr(parameter, "pipeline_tied_name", None)  # of stages that hold one each
-            name = str(index) if name is None else tied if tied is not None and tied not in found else name
+            name = str(index) if name is None else name if tied is None or tied in own | found.keys() else tied
             if name in found:
                 raise ValueError(f"model has two parameters of the name {name!r}: give each a name of its own")
             found[name] = parameter

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fastpar as fp
-from tests.assembly.assembly_cells import Cell, batch, build
+from tests.assembly.assembly_cells import Cell, batch, build, reference
 from tests.assembly.assembly_ranks import assembled, fed
 from tests.dist import run_ranks
 
@@ -112,3 +112,17 @@ def test_tied_weights_that_are_frozen_at_first_stay_equal_when_they_are_trained(
     for found, held in run_ranks(2, thawed, True):
         assert found == pytest.approx(losses, rel=1e-9)
         torch.testing.assert_close(held, weight)
+
+
+def both_ends_on_each_rank() -> list[float]:
+    cell = Cell("pp2 dualpipe mb4", tied=True)
+    trained = assembled(cell)
+    losses = [trained.step(fed(trained, cell, step)).loss for step in range(3)]
+    trained.close()
+    return losses
+
+
+def test_ranks_that_hold_both_ends_of_a_tied_model_in_either_order_train_it() -> None:
+    wanted = reference(TIED).losses
+    for losses in run_ranks(2, both_ends_on_each_rank):
+        assert losses == pytest.approx(wanted, rel=1e-9)
